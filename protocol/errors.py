@@ -1,0 +1,54 @@
+"""Errors by whose fault they are.
+
+`LocalError`: ours or our user's; the message says what to do. `RemoteError`: a peer broke the protocol;
+carries who, so that the driver can stop talking to it. `Unreachable`: nobody's fault yet, a network is a network.
+"""
+
+
+class ShoalError(Exception):
+    """Base of all. `str(error)` is one line fit for the command line."""
+
+
+class LocalError(ShoalError):
+    """This process, its configuration or its user is at fault."""
+
+
+class SpecError(LocalError):
+    """A run spec (TOML) is malformed or impossible."""
+
+
+class InviteError(LocalError):
+    """An invite cannot be read, or is for another protocol version."""
+
+
+class DataError(LocalError):
+    """The text that a run trains on is missing, empty or not the run's."""
+
+
+class TransportError(LocalError):
+    """Our own network stack could not start or died: port in use, daemon missing."""
+
+
+class RemoteError(ShoalError):
+    """`peer_id` sent something that no honest peer of this protocol version sends."""
+
+    def __init__(self, peer_id: str, what: str) -> None:
+        super().__init__(f"peer {peer_id[-8:]} {what}")
+        self.peer_id = peer_id
+
+
+class Unreachable(ShoalError):
+    """`peer_id` did not answer in time, or its connection broke."""
+
+    def __init__(self, peer_id: str, why: str) -> None:
+        super().__init__(f"peer {peer_id[-8:]} is unreachable: {why}")
+        self.peer_id = peer_id
+
+
+class Refused(ShoalError):
+    """`peer_id` understood the call and declined; `reason` is its sentence."""
+
+    def __init__(self, peer_id: str, reason: str) -> None:
+        super().__init__(f"peer {peer_id[-8:]} refused: {reason}")
+        self.peer_id = peer_id
+        self.reason = reason

@@ -1,0 +1,93 @@
+"""Who a peer is: one Ed25519 key, used by libp2p for its TLS handshake and by us for signatures.
+
+A libp2p PeerID of an Ed25519 key *is* the key: the identity multihash of the protobuf-encoded public key
+(libp2p specs, peer-ids). So a PeerID needs no certificate: whoever can sign for it owns it, and the binding of
+application key to transport address that the design asks for holds by construction.
+"""
+
+import os
+from pathlib import Path
+from typing import NewType
+
+import base58
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from shoal.protocol.errors import LocalError
+
+PeerID = NewType("PeerID", str)
+"""Base58 of the libp2p peer ID, `12D3KooW…`."""
+
+# identity multihash (code 0x00, length 0x24) of PublicKey{type: Ed25519 = 1, data: 32 bytes}
+_PEER_ID_PREFIX = bytes.fromhex("002408011220")
+# PrivateKey{type: Ed25519 = 1, data: 64 bytes}, the file format of libp2p's daemon
+_KEY_FILE_PREFIX = bytes.fromhex("08011240")
+
+
+class Identity:
+    """A private key and what follows from it.
+
+    Args:
+        seed: 32 bytes, the Ed25519 seed.
+    """
+
+    def __init__(self, seed: bytes) -> None:
+        if len(seed) != 32:
+            raise ValueError(f"an Ed25519 seed has 32 bytes, not {len(seed)}")
+        self._key = Ed25519PrivateKey.from_private_bytes(seed)
+        self._seed = seed
+        self.public_key: bytes = self._key.public_key().public_bytes_raw()
+        self.peer_id: PeerID = peer_id_of(self.public_key)
+
+    @classmethod
+    def generate(cls) -> "Identity":
+        return cls(os.urandom(32))
+
+    @classmethod
+    def load_or_create(cls, path: Path) -> "Identity":
+        """Read the key file at `path`, or make one there (mode 0600).
+
+        Raises: LocalError: the file is there but is not an Ed25519 key in libp2p's format.
+        """
+        if path.exists():
+            raw = path.read_bytes()
+            if len(raw) != 68 or not raw.startswith(_KEY_FILE_PREFIX):
+                raise LocalError(f"{path} is not a shoal identity: move it away and a new one will be made")
+            return cls(raw[4:36])
+        identity = cls.generate()
+        identity.save(path)
+        return identity
+
+    def save(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(_KEY_FILE_PREFIX + self._seed + self.public_key)
+
+    def sign(self, data: bytes) -> bytes:
+        """Returns: 64 bytes, deterministic (RFC 8032)."""
+        return self._key.sign(data)
+
+
+def peer_id_of(public_key: bytes) -> PeerID:
+    return PeerID(base58.b58encode(_PEER_ID_PREFIX + public_key).decode())
+
+
+def public_key_of(peer_id: PeerID) -> bytes:
+    """The 32-byte Ed25519 key inside `peer_id`.
+
+    Raises: ValueError: not the PeerID of an Ed25519 key.
+    """
+    raw = base58.b58decode(peer_id)
+    if len(raw) != 38 or not raw.startswith(_PEER_ID_PREFIX):
+        raise ValueError(f"{peer_id!r} is not the PeerID of an Ed25519 key")
+    return raw[6:]
+
+
+def verify(peer_id: PeerID, signature: bytes, data: bytes) -> bool:
+    """Whether `peer_id` signed `data`. Never raises on what came from a network."""
+    try:
+        Ed25519PublicKey.from_public_bytes(public_key_of(peer_id)).verify(signature, data)
+    except (InvalidSignature, ValueError):
+        return False
+    return True

@@ -1,0 +1,37 @@
+"""Every bound on what a peer accepts, keeps or sends. One place, each with its reason."""
+
+from typing import Final
+
+PROTOCOL_VERSION: Final = 1
+"""Agreed at join; peers of another version are refused with a sentence, so messages may be strict."""
+
+CONTROL_BYTES_MAX: Final = 64 * 1024
+"""A control message on the wire. A plan for 500 peers is about 50 KiB."""
+CONTROL_DEPTH_MAX: Final = 8
+"""Nesting of a control message. Ours nest four deep; hivemind's own DHT records two."""
+RECORD_BYTES_MAX: Final = 32 * 1024
+"""A directory value. From 4 MiB hivemind stores it nowhere and says True; small records also keep a get fast."""
+
+FRAME_META_BYTES_MAX: Final = 4 * 1024
+"""The header of one tensor frame."""
+FRAME_PAYLOAD_BYTES_MAX: Final = 256 * 1024 * 1024
+"""The payload of one tensor frame: an activation of 8 x 4096 tokens x 4096 wide in bf16."""
+STREAM_CREDIT_BYTES: Final = 64 * 1024 * 1024
+"""What a sender may have outstanding towards one receiver. One frame larger than this goes alone."""
+BULK_CHUNK_BYTES: Final = 1024 * 1024
+"""Gradient parts and state travel in chunks of this size, so that an activation never waits long behind one."""
+
+REPLAY_WINDOW: Final = 4096
+"""How far back a sender's call sequence may reach: more than the calls one peer has in flight."""
+CALL_TIMEOUT_S: Final = 10.0
+"""A control call's bound. Failure detection proper measures round trips; this only frees the resources."""
+
+PEER_NAME_CHARS_MAX: Final = 40
+ADDRESSES_MAX: Final = 8
+STAGES_MAX: Final = 256
+PEERS_MAX: Final = 20_000
+MICROBATCHES_PER_STEP_MAX: Final = 4096
+REPORTS_PER_HEARTBEAT_MAX: Final = 16
+LINKS_PER_HEARTBEAT_MAX: Final = 16
+QUEUED_MICROBATCHES_MAX: Final = 1024
+"""Activations a stage will hold; the windows of honest stage-0 peers add up to far less."""

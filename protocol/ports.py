@@ -1,0 +1,113 @@
+"""The four ports through which drivers touch the world. `live/` and `sim/` each implement all of them.
+
+Drivers are ordinary asyncio programs; both worlds run them on an asyncio event loop (the simulated one jumps its
+clock to the next timer), so `asyncio.sleep`, queues and timeouts mean the same in both.
+"""
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Generic, Literal, Protocol, TypeVar
+
+from shoal.protocol.identity import PeerID
+
+T = TypeVar("T")
+
+Payload = bytes | bytearray | memoryview
+
+
+class Priority(IntEnum):
+    """Order in which frames to one peer leave: backward frees memory upstream, bulk can wait."""
+
+    GRADIENT = 0
+    ACTIVATION = 1
+    BULK = 2
+
+
+CallHandler = Callable[[PeerID, bytes], Awaitable[bytes]]
+"""(source, request bytes) -> reply bytes. The source is authenticated by the transport."""
+
+FrameHandler = Callable[[PeerID, bytes, Payload], Awaitable[None]]
+"""(source, frame meta, payload). The frame's credit returns to the sender when this returns."""
+
+
+class Transport(Protocol):
+    """Calls (small, request and reply) and frames (a tensor and its header, one way) between peers."""
+
+    @property
+    def peer_id(self) -> PeerID: ...
+
+    def addresses(self) -> tuple[str, ...]:
+        """Multiaddrs (with `/p2p/…`) under which others reach us."""
+        ...
+
+    def serve(self, *, on_call: CallHandler, on_frame: FrameHandler) -> None:
+        """Set the handlers. Once, before the first message can arrive."""
+        ...
+
+    async def introduce(self, peer: PeerID, addresses: Sequence[str]) -> None:
+        """Say where `peer` can be found. A hint: never raises."""
+        ...
+
+    async def call(self, peer: PeerID, request: bytes, *, timeout_s: float) -> bytes:
+        """Raises: Unreachable."""
+        ...
+
+    async def send(self, peer: PeerID, meta: bytes, payload: Payload, *, priority: Priority) -> None:
+        """Put one frame on the long-lived stream to `peer`; returns when it has left or is credited.
+
+        Frames of one priority to one peer arrive in order, whole and checked, or the stream breaks and every waiting
+        sender gets Unreachable. At most once: a broken stream says nothing about what arrived before.
+
+        Raises: Unreachable.
+        """
+        ...
+
+    async def close(self) -> None: ...
+
+
+class Directory(Protocol):
+    """Signed records with an expiry, found by key and subkey by everyone in the run (a DHT)."""
+
+    async def store(self, key: str, subkey: str, value: bytes, *, expires_in_s: float) -> bool:
+        """Whether at least one node accepted it. Read back what matters."""
+        ...
+
+    async def get(self, key: str) -> Mapping[str, bytes]:
+        """subkey -> value of all unexpired records; empty if there is none."""
+        ...
+
+
+JobKind = Literal["forward", "backward", "step", "validate", "probe"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timed(Generic[T]):
+    """What a job returned and when it ran, in the clock's seconds."""
+
+    value: T
+    started_s: float
+    ended_s: float
+
+
+class Compute(Protocol):
+    """One device that runs one job at a time, in the order given."""
+
+    async def run(self, kind: JobKind, work: Callable[[], T], *, flop: float) -> Timed[T]:
+        """Run `work`. `flop` is the job's arithmetic; the simulated twin turns it into seconds.
+
+        Raises: whatever `work` raises.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+
+class Clock(Protocol):
+    """The loop's time. Monotonic; shared by nobody else, so only durations cross the network."""
+
+    def now_s(self) -> float: ...
+
+    def wall_s(self) -> float:
+        """Seconds since 1970, for people and files only."""
+        ...
