@@ -1,0 +1,235 @@
+"""The run spec: everything that all peers of one run must agree on before the first microbatch.
+
+TOML -> `RunSpec` (frozen, checked), nothing reads a global or an environment variable later. The run's identifier is
+the hash of the spec's canonical bytes and the owner's key, so two peers with the same run id agree on every field.
+"""
+
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+from blake3 import blake3
+
+from shoal.protocol.errors import SpecError
+from shoal.protocol.identity import PeerID
+from shoal.protocol.limits import MICROBATCHES_PER_STEP_MAX, STAGES_MAX
+
+
+class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A table of the TOML file. Checks raise ValueError; msgspec adds the path of the field."""
+
+
+def _require(condition: bool, sentence: str) -> None:
+    if not condition:
+        raise ValueError(sentence)
+
+
+class ModelSpec(_Section):
+    """A Llama-style decoder (RMSNorm, rotary positions, grouped-query attention, SwiGLU), untied."""
+
+    vocab_size: int = 256
+    """Tokens; 256 is bytes."""
+    dim: int = 128
+    """Width D of the residual stream."""
+    num_layers: int = 6
+    """Decoder layers; embedding and head come on top."""
+    num_heads: int = 4
+    """Query heads H; dim / num_heads is the head size and must be even (rotary pairs)."""
+    num_kv_heads: int = 2
+    """Key and value heads; divides num_heads."""
+    ffn_dim: int = 352
+    """Hidden width F of SwiGLU."""
+    context: int = 256
+    """Tokens T a sample has."""
+    rope_theta: float = 10_000.0
+    """Base of the rotary frequencies."""
+    norm_eps: float = 1e-5
+    """Epsilon inside RMSNorm."""
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim", "context"):
+            _require(getattr(self, name) > 0, f"{name} must be positive, is {getattr(self, name)}")
+        _require(self.dim % self.num_heads == 0, f"num_heads {self.num_heads} does not divide dim {self.dim}")
+        _require((self.dim // self.num_heads) % 2 == 0, f"head size {self.dim // self.num_heads} is odd")
+        _require(
+            self.num_heads % self.num_kv_heads == 0,
+            f"num_kv_heads {self.num_kv_heads} does not divide num_heads {self.num_heads}",
+        )
+        _require(self.rope_theta > 1 and self.norm_eps > 0, "rope_theta must be > 1 and norm_eps > 0")
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.num_heads
+
+
+class DataSpec(_Section):
+    """What the run reads. Only stage-0 peers need it."""
+
+    source: str = "python-library"
+    """`python-library` (the sources of Python's standard library) or the path of a text file or folder."""
+    validation_fraction: float = 0.05
+    """Share of the text that training never sees."""
+    digest: str = ""
+    """BLAKE3 of the prepared text, filled in by the host; a stage-0 peer whose text differs is not used for stage 0."""
+
+    def __post_init__(self) -> None:
+        _require(bool(self.source), "source is empty")
+        _require(0 < self.validation_fraction < 0.5, f"validation_fraction {self.validation_fraction} not in (0, 0.5)")
+
+
+class OptimizerSpec(_Section):
+    """One of the optimizers of `shoal.kernels.optimizer`, with its schedule."""
+
+    name: Literal["sgd", "adamw", "nadam"] = "nadam"
+    """sgd is with momentum `beta1`."""
+    learning_rate: float = 4e-3
+    """Peak learning rate."""
+    beta1: float = 0.9
+    beta2: float = 0.95
+    epsilon: float = 1e-8
+    weight_decay: float = 0.1
+    """Decoupled; applied to matrices, not to norms."""
+    warmup_steps: int = 20
+    """Linear warm-up from 0."""
+    final_learning_rate_fraction: float = 0.1
+    """Cosine decay ends at this fraction of the peak at the run's last step."""
+    clip_norm: float = 1.0
+    """Gradient norm bound, per layer (so that nothing depends on where the model is cut). 0: no clipping."""
+
+    def __post_init__(self) -> None:
+        _require(self.learning_rate > 0, f"learning_rate must be positive, is {self.learning_rate}")
+        _require(0 <= self.beta1 < 1 and 0 <= self.beta2 < 1, "beta1 and beta2 must be in [0, 1)")
+        _require(self.epsilon > 0, "epsilon must be positive")
+        _require(self.weight_decay >= 0 and self.clip_norm >= 0, "weight_decay and clip_norm must not be negative")
+        _require(self.warmup_steps >= 0, "warmup_steps must not be negative")
+        _require(0 <= self.final_learning_rate_fraction <= 1, "final_learning_rate_fraction not in [0, 1]")
+
+
+class TrainingSpec(_Section):
+    """What a step is."""
+
+    steps: int = 400
+    """Commits until the run is done."""
+    microbatches_per_step: int = 8
+    """M: microbatches whose mean gradient makes one step."""
+    microbatch_size: int = 4
+    """Samples a microbatch."""
+    s_max: int = 1
+    """Largest staleness a microbatch may be computed with; 0 is synchronous training."""
+    predict: bool = True
+    """Predict the weights of step t from older ones (PipeOptim); otherwise use the older ones as they are."""
+    keep: Literal["stash", "recompute"] = "stash"
+    """Between forward and backward a microbatch keeps its activations, or only its input."""
+    validation_interval_steps: int = 20
+    """0: never validate."""
+    validation_microbatches: int = 4
+    """Microbatches a validation is the mean of; always the same ones."""
+    commit_deadline_s: float = 0.0
+    """After this long without the missing microbatches a group commits with a quorum; 0: never gives one up."""
+    commit_quorum: float = 1.0
+    """Share of M that must be there at the deadline."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "microbatches_per_step", "microbatch_size", "validation_microbatches"):
+            _require(getattr(self, name) > 0, f"{name} must be positive, is {getattr(self, name)}")
+        _require(
+            self.microbatches_per_step <= MICROBATCHES_PER_STEP_MAX,
+            f"microbatches_per_step is at most {MICROBATCHES_PER_STEP_MAX}",
+        )
+        _require(0 <= self.s_max <= 8, f"s_max must be in [0, 8], is {self.s_max}")
+        _require(self.validation_interval_steps >= 0, "validation_interval_steps must not be negative")
+        _require(self.commit_deadline_s >= 0, "commit_deadline_s must not be negative")
+        _require(0 < self.commit_quorum <= 1, "commit_quorum must be in (0, 1]")
+
+
+class SwarmSpec(_Section):
+    """How the peers are organised."""
+
+    stages: int = 3
+    """Pipeline stages K."""
+    min_peers: int = 6
+    """Peers that must be there before the first plan."""
+    heartbeat_s: float = 1.0
+    """How often a peer reports to the coordinator."""
+    term_s: float = 60.0
+    """How long one peer is coordinator before the role moves on."""
+    snapshot_interval_steps: int = 50
+    """Steps between snapshots; 0: only at the end."""
+
+    def __post_init__(self) -> None:
+        _require(0 < self.stages <= STAGES_MAX, f"stages must be in [1, {STAGES_MAX}], is {self.stages}")
+        _require(self.min_peers >= self.stages, f"min_peers {self.min_peers} is fewer than stages {self.stages}")
+        _require(self.heartbeat_s > 0, "heartbeat_s must be positive")
+        _require(self.term_s >= 2 * self.heartbeat_s, "term_s must be at least two heartbeats")
+        _require(self.snapshot_interval_steps >= 0, "snapshot_interval_steps must not be negative")
+
+
+class WireSpec(_Section):
+    """How tensors travel."""
+
+    activations: Literal["fp32", "bf16"] = "bf16"
+    """Activations and their gradients. Parameter gradients and state always travel in fp32."""
+
+
+class RunSpec(_Section):
+    """The whole agreement."""
+
+    name: str = "shoal"
+    """For people."""
+    seed: int = 0
+    """Decides initial weights and the order of the data."""
+    model: ModelSpec = msgspec.field(default_factory=ModelSpec)
+    data: DataSpec = msgspec.field(default_factory=DataSpec)
+    optimizer: OptimizerSpec = msgspec.field(default_factory=OptimizerSpec)
+    training: TrainingSpec = msgspec.field(default_factory=TrainingSpec)
+    swarm: SwarmSpec = msgspec.field(default_factory=SwarmSpec)
+    wire: WireSpec = msgspec.field(default_factory=WireSpec)
+
+    def __post_init__(self) -> None:
+        _require(0 < len(self.name) <= 64, "name must have 1 to 64 characters")
+        _require(0 <= self.seed < 2**63, "seed must be in [0, 2^63)")
+        _require(
+            self.swarm.stages <= self.model.num_layers,
+            f"swarm.stages {self.swarm.stages} is more than model.num_layers {self.model.num_layers}",
+        )
+        _require(
+            self.optimizer.warmup_steps <= self.training.steps,
+            f"optimizer.warmup_steps {self.optimizer.warmup_steps} is more than training.steps {self.training.steps}",
+        )
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.training.microbatches_per_step * self.training.microbatch_size * self.model.context
+
+
+def load_spec(path: Path) -> RunSpec:
+    """Read a run spec.
+
+    Raises: SpecError: one line with the file, the field and what is wrong with it.
+    """
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise SpecError(f"cannot read the run spec {path}: {error.strerror or error}") from error
+    try:
+        return msgspec.toml.decode(raw, type=RunSpec)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:  # ValidationError is a DecodeError
+        raise SpecError(f"{path}: {str(error).splitlines()[0]}") from error
+
+
+def encode_spec(spec: RunSpec) -> bytes:
+    """Canonical bytes: equal specs give equal bytes."""
+    return msgspec.msgpack.encode(spec)
+
+
+def decode_spec(data: bytes) -> RunSpec:
+    """Raises: SpecError."""
+    try:
+        return msgspec.msgpack.decode(data, type=RunSpec)
+    except msgspec.DecodeError as error:
+        raise SpecError(f"the run's spec cannot be read: {str(error).splitlines()[0]}") from error
+
+
+def run_id(spec: RunSpec, owner: PeerID) -> str:
+    """16 hex digits that name the run; peers with another spec or owner cannot have it."""
+    return blake3(encode_spec(spec) + owner.encode()).hexdigest(length=8)
