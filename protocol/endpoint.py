@@ -1,0 +1,138 @@
+"""A peer's mouth and ears: typed messages over a Transport, each call and reply in a signed envelope.
+
+One place where bytes from the network become values. Handlers register by message type; a message of a type that
+nobody handles, or that does not decode, is the sender's fault and says so.
+"""
+
+import itertools
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import msgspec
+from shoal.protocol import messages
+from shoal.protocol.envelope import ReplayGuard, seal, unseal
+from shoal.protocol.errors import Refused, RemoteError
+from shoal.protocol.identity import Identity, PeerID
+from shoal.protocol.limits import CALL_TIMEOUT_S
+from shoal.protocol.ports import Payload, Priority, Transport
+
+logger = logging.getLogger(__name__)
+
+R = TypeVar("R", bound=msgspec.Struct)
+M = TypeVar("M", bound=msgspec.Struct)
+
+_ENCODER = msgspec.msgpack.Encoder()
+_MESSAGES: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(messages.Message)
+_FRAMES: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(messages.FrameMeta)
+_RECORDS: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(messages.Record)
+
+
+class Endpoint:
+    """One peer's identity on one transport, within one run.
+
+    `term` stamps outgoing envelopes; the node raises it with every plan it obeys.
+    """
+
+    def __init__(self, identity: Identity, transport: Transport, *, run: str, first_sequence: int = 0) -> None:
+        # After a restart under the same identity sequences must not begin again below what others have seen:
+        # `first_sequence` is then the wall clock in microseconds.
+        self.identity = identity
+        self.transport = transport
+        self.run = run
+        self.term = 0
+        self._sequence = itertools.count(first_sequence)
+        self._guard = ReplayGuard()
+        self._on_message: dict[type, Callable[[PeerID, Any], Awaitable[msgspec.Struct]]] = {}
+        self._on_frame: dict[type, Callable[[PeerID, Any, Payload], Awaitable[None]]] = {}
+        transport.serve(on_call=self._handle_call, on_frame=self._handle_frame)
+
+    @property
+    def peer_id(self) -> PeerID:
+        return self.identity.peer_id
+
+    def on(self, kind: type[M], handler: Callable[[PeerID, M], Awaitable[msgspec.Struct]]) -> None:
+        """Answer messages of `kind`; a `Refusal` (returned, or raised as `Refused`) tells the sender why not."""
+        self._on_message[kind] = handler
+
+    def on_frame(self, kind: type[M], handler: Callable[[PeerID, M, Payload], Awaitable[None]]) -> None:
+        self._on_frame[kind] = handler
+
+    async def ask(
+        self, peer: PeerID, message: msgspec.Struct, expect: type[R], *, timeout_s: float = CALL_TIMEOUT_S
+    ) -> R:
+        """Call `peer` and return its answer.
+
+        Raises: Unreachable; Refused: it declined; RemoteError: the answer is not an `expect`.
+        """
+        if peer == self.peer_id:
+            reply = await self._dispatch(peer, message)
+        else:
+            request = self._seal("call", message)
+            raw = await self.transport.call(peer, request, timeout_s=timeout_s)
+            reply = _decode(_MESSAGES, unseal(raw, "reply", run=self.run, source=peer).body, peer)
+        if isinstance(reply, messages.Refusal):
+            raise Refused(peer, reply.reason)
+        if not isinstance(reply, expect):
+            raise RemoteError(peer, f"answered {type(message).__name__} with {type(reply).__name__}")
+        return reply
+
+    async def send(self, peer: PeerID, meta: msgspec.Struct, payload: Payload, *, priority: Priority) -> None:
+        """Put one tensor frame on the stream to `peer`. Raises: Unreachable."""
+        if peer == self.peer_id:
+            await self._on_frame[type(meta)](peer, meta, payload)
+            return
+        await self.transport.send(peer, _ENCODER.encode(meta), payload, priority=priority)
+
+    def seal_record(self, record: msgspec.Struct) -> bytes:
+        """Sign `record` for the directory."""
+        return self._seal("record", record)
+
+    def open_record(self, data: bytes, *, source: PeerID) -> tuple[PeerID, Any]:
+        """Returns: (signer, record). Raises: RemoteError."""
+        envelope = unseal(data, "record", run=self.run, source=source, relayed=True)
+        return envelope.sender, _decode(_RECORDS, envelope.body, source)
+
+    def _seal(self, domain: Any, message: msgspec.Struct) -> bytes:
+        return seal(
+            self.identity,
+            domain,
+            run=self.run,
+            term=self.term,
+            sequence=next(self._sequence),
+            body=_ENCODER.encode(message),
+        )
+
+    async def _handle_call(self, source: PeerID, request: bytes) -> bytes:
+        try:
+            envelope = unseal(request, "call", run=self.run, source=source)
+            if not self._guard.accept(source, envelope.sequence):
+                raise RemoteError(source, f"repeated its call {envelope.sequence}")
+            reply = await self._dispatch(source, _decode(_MESSAGES, envelope.body, source))
+        except Refused as refused:
+            reply = messages.Refusal(reason=refused.reason)
+        except RemoteError as error:
+            logger.warning("refused a call: %s", error)
+            reply = messages.Refusal(reason=str(error))
+        return self._seal("reply", reply)
+
+    async def _dispatch(self, source: PeerID, message: msgspec.Struct) -> msgspec.Struct:
+        handler = self._on_message.get(type(message))
+        if handler is None:
+            return messages.Refusal(reason=f"{type(message).__name__} is not answered here")
+        return await handler(source, message)
+
+    async def _handle_frame(self, source: PeerID, meta: bytes, payload: Payload) -> None:
+        header = _decode(_FRAMES, meta, source)
+        handler = self._on_frame.get(type(header))
+        if handler is None:
+            logger.debug("dropped a %s frame from %s: nobody here takes it", type(header).__name__, source[-8:])
+            return
+        await handler(source, header, payload)
+
+
+def _decode(decoder: "msgspec.msgpack.Decoder[Any]", body: bytes, source: PeerID) -> Any:
+    try:
+        return decoder.decode(body)
+    except msgspec.DecodeError as error:
+        raise RemoteError(source, f"sent a message that this version does not know ({error})") from error

@@ -1,0 +1,407 @@
+"""Control messages: closed, typed, at most 64 KiB; decoded once, at the edge.
+
+Four conversations: a peer with the coordinator (heartbeat, plans, status), a peer with the directory (records), a
+replica with its stage group (progress, rounds, digests, claims) and a newcomer with a holder (state).
+Relative durations only: peers share no clock.
+"""
+
+import msgspec
+from shoal.protocol.identity import PeerID
+from shoal.protocol.limits import PROTOCOL_VERSION
+
+
+class _Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True, kw_only=True):
+    pass
+
+
+class _Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A structure inside messages."""
+
+
+# --- what a peer says of itself, on the directory and in heartbeats ---
+
+
+class Advert(_Part):
+    """Claims; the coordinator trusts what neighbours measured over these."""
+
+    name: str
+    device: str
+    """`cpu`, or the card's name."""
+    flop_per_s: float
+    """Measured by the probe on this model's own layer shape, fp32."""
+    memory_bytes: int
+    upload_bytes_per_s: float
+    download_bytes_per_s: float
+    addresses: tuple[str, ...]
+    has_data: bool
+    """Its text has the run's digest, so it may serve stage 0."""
+    willing_to_coordinate: bool = True
+    protocol_version: int = PROTOCOL_VERSION
+
+
+class LinkReport(_Part):
+    """What the sender measured towards `peer`."""
+
+    peer: PeerID
+    round_trip_s: float
+    bytes_per_s: float
+
+
+class CommitReport(_Part):
+    """The ledger of one commit, from the group's lead."""
+
+    stage: int
+    step: int
+    members: int
+    microbatches: int
+    """Contributed, each once."""
+    duplicates: int
+    given_up: int
+    tokens: int
+    staleness_steps_mean: float
+    loss: float | None
+    """Mean over the step's microbatches; only the last stage knows it."""
+    digest: str
+    """Of the new state; equal on all members."""
+
+
+class ValidationReport(_Part):
+    step: int
+    """Validated version."""
+    loss: float
+    microbatches: int
+
+
+# --- peer and coordinator ---
+
+
+class Heartbeat(_Message):
+    """Every `heartbeat_s` from every peer to the coordinator it knows."""
+
+    advert: Advert
+    plan_sequence: int
+    plan_digest: str
+    stage: int | None
+    version: int
+    synced: bool
+    """Holds its stage's state and takes traffic."""
+    draining: bool
+    commits: tuple[CommitReport, ...] = ()
+    validations: tuple[ValidationReport, ...] = ()
+    links: tuple[LinkReport, ...] = ()
+    forward_s: float = 0.0
+    """Median seconds of a forward here; 0 before the first."""
+    window: int = 0
+    """Microbatches this stage-0 replica keeps in flight."""
+
+
+class HeartbeatReply(_Message):
+    """`plan` is the live plan's envelope if the sender's is older, else empty."""
+
+    coordinator: PeerID
+    term: int
+    is_coordinator: bool
+    plan: bytes = b""
+    done: bool = False
+    """The run has reached its last step."""
+
+
+class PlanOffer(_Message):
+    """A coordinator asks a member of the predecessor to acknowledge `plan`, whose predecessor is enclosed for laggards."""
+
+    plan: bytes
+    predecessor: bytes
+
+
+class PlanVote(_Message):
+    accepted: bool
+    reason: str = ""
+
+
+class PlanLive(_Message):
+    """A majority of the predecessor's members acknowledged `plan`: obey it."""
+
+    plan: bytes
+
+
+class HandOver(_Message):
+    """The coordinator's last act in a term: `roster` is whom it counts alive, for the successor's first plan."""
+
+    plan: bytes
+    roster: tuple[tuple[PeerID, Advert], ...]
+
+
+class Leave(_Message):
+    """The sender goes; it is not to be waited for."""
+
+
+class StatusRequest(_Message):
+    pass
+
+
+class PeerStatus(_Part):
+    peer: PeerID
+    name: str
+    device: str
+    stage: int | None
+    version: int
+    synced: bool
+    draining: bool
+    seen_s_ago: float
+    forward_s: float
+    window: int
+
+
+class SwarmStatus(_Message):
+    """What `shoal status` and the live view show; from the coordinator's heartbeats."""
+
+    run: str
+    name: str
+    coordinator: PeerID
+    term: int
+    plan_sequence: int
+    plan_reason: str
+    step: int
+    steps: int
+    tokens_per_s: float
+    loss: float | None
+    validation_loss: float | None
+    staleness_steps_mean: float
+    stages: tuple[tuple[int, int], ...]
+    """Layer ranges."""
+    peers: tuple[PeerStatus, ...]
+    elapsed_s: float
+
+
+# --- inside a stage group ---
+
+
+class Progress(_Message):
+    """What the sender has accumulated for `step`; sent to all mates whenever it grows."""
+
+    plan_sequence: int
+    stage: int
+    step: int
+    indices: bytes
+    """Bitmap: bit i set, microbatch i is accumulated here."""
+    loss_sum: float
+    staleness_sum: int
+
+
+class RoundMember(_Part):
+    peer: PeerID
+    bandwidth: float
+    indices: bytes
+
+
+class RoundStart(_Message):
+    """The group's lead opens the reduction of `step`; the members are exactly these, in rank order."""
+
+    plan_sequence: int
+    stage: int
+    step: int
+    attempt: int
+    members: tuple[RoundMember, ...]
+    duplicates: int
+    given_up: int
+    loss_sum: float
+    staleness_sum: int
+
+
+class Digest(_Message):
+    """The sender has stepped to `version` and this is its state's digest."""
+
+    stage: int
+    version: int
+    attempt: int
+    digest: str
+
+
+class Claim(_Message):
+    """A stage-0 replica asks the group's lead for microbatches to make."""
+
+    plan_sequence: int
+    count: int
+    step_max: int
+    """Grants may not pass this step: the claimant's version + s_max."""
+
+
+class Grant(_Message):
+    """`items` are (step, index); index < 0 is validation microbatch -1 - index at version `step`."""
+
+    items: tuple[tuple[int, int], ...]
+
+
+class ValidationResult(_Message):
+    """A stage-0 replica tells its lead the loss of one validation microbatch."""
+
+    step: int
+    index: int
+    loss: float
+
+
+# --- state for newcomers ---
+
+
+class StateRequest(_Message):
+    """Pin your current version (or `version`, if still there) and describe it."""
+
+    layers: tuple[str, ...]
+    version: int = -1
+
+
+class StateOffer(_Message):
+    """`digests` per layer; the version stays pinned for `pinned_s` from each request."""
+
+    version: int
+    digests: tuple[tuple[str, str], ...]
+    numel: tuple[tuple[str, int], ...]
+    pinned_s: float
+
+
+class StateChunkRequest(_Message):
+    """Send elements [start, stop) of one tensor (`param`, `moment1`, `moment2`) of one layer as frames of kind StateChunk."""
+
+    version: int
+    layer: str
+    tensor: int
+    start: int
+    stop: int
+
+
+class ReducedRequest(_Message):
+    """Send the reduced gradient of `step` (once there is one) as BULK frames; for a newcomer that catches up."""
+
+    stage: int
+    step: int
+
+
+class Ping(_Message):
+    """Measures a round trip; `pad` is sent back."""
+
+    pad: bytes = b""
+
+
+class Done(_Message):
+    """Nothing more to say."""
+
+
+class Refusal(_Message):
+    """Understood and declined; the sentence is for people."""
+
+    reason: str
+
+
+Message = (
+    Heartbeat
+    | HeartbeatReply
+    | PlanOffer
+    | PlanVote
+    | PlanLive
+    | HandOver
+    | Leave
+    | StatusRequest
+    | SwarmStatus
+    | Progress
+    | RoundStart
+    | Digest
+    | Claim
+    | Grant
+    | ValidationResult
+    | StateRequest
+    | StateOffer
+    | StateChunkRequest
+    | ReducedRequest
+    | Ping
+    | Done
+    | Refusal
+)
+
+
+# --- headers of tensor frames: shapes and dtypes follow from the run spec, never from the sender ---
+
+
+class Activation(_Message):
+    """Towards the next stage. Payload: the activation [B, T, D] in the wire dtype, then targets [B, T] as int32."""
+
+    plan_sequence: int
+    stage: int
+    """The receiver's."""
+    step: int
+    index: int
+
+
+class Gradient(_Message):
+    """Back to the sender of the activation. Payload: its gradient [B, T, D]; empty for validation."""
+
+    stage: int
+    """The receiver's."""
+    step: int
+    index: int
+    loss: float
+
+
+class ReducePart(_Message):
+    """Reduce-scatter: elements [start, start + n) of the sender's summed gradient of `step`, fp32."""
+
+    stage: int
+    step: int
+    attempt: int
+    start: int
+
+
+class GatherPart(_Message):
+    """All-gather: elements [start, start + n) of the reduced gradient, fp32, same bytes for everyone."""
+
+    stage: int
+    step: int
+    attempt: int
+    start: int
+
+
+class StateChunk(_Message):
+    """Elements [start, start + n) of one tensor of one layer at `version`, fp32."""
+
+    version: int
+    layer: str
+    tensor: int
+    start: int
+
+
+class ReducedChunk(_Message):
+    """Elements [start, start + n) of the reduced gradient of `step`, fp32."""
+
+    stage: int
+    step: int
+    start: int
+    last: bool
+    lead: bool = False
+
+
+FrameMeta = Activation | Gradient | ReducePart | GatherPart | StateChunk | ReducedChunk
+
+
+# --- directory records ---
+
+
+class SpecRecord(_Message):
+    """The run spec, signed by the run's owner."""
+
+    spec: bytes
+
+
+class AdvertRecord(_Message):
+    advert: Advert
+
+
+class PlanHead(_Message):
+    """Where the chain is, so that a newcomer finds the coordinator."""
+
+    term: int
+    sequence: int
+    digest: str
+    coordinator: PeerID
+    addresses: tuple[str, ...]
+
+
+Record = SpecRecord | AdvertRecord | PlanHead

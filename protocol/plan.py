@@ -1,0 +1,122 @@
+"""The plan: who holds which layers, one link of a signed chain.
+
+Each plan names its term, its sequence and the hash of the plan before it, and is signed by the term's coordinator.
+Peers persist the highest they have seen and refuse anything lower, so a coordinator that wakes up after its term
+(or a replayed plan) is obeyed by nobody.
+"""
+
+import msgspec
+from blake3 import blake3
+from shoal.protocol.envelope import seal, unseal
+from shoal.protocol.errors import RemoteError
+from shoal.protocol.identity import Identity, PeerID
+from shoal.protocol.limits import PEERS_MAX, STAGES_MAX
+
+
+class Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """A replica: `share` of its stage's traffic (> 0, relative) and of its group's reduction (`bandwidth`, relative)."""
+
+    peer: PeerID
+    share: float
+    bandwidth: float
+
+
+class Stage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """Decoder layers [first_layer, last_layer) and who holds them; the member's position is its rank."""
+
+    first_layer: int
+    last_layer: int
+    members: tuple[Member, ...]
+
+    @property
+    def peers(self) -> tuple[PeerID, ...]:
+        return tuple(member.peer for member in self.members)
+
+
+class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Stages in pipeline order. `sequence` counts plans of the run, over all terms, from 1."""
+
+    run: str
+    term: int
+    sequence: int
+    previous: str
+    """Hash of the plan before; empty for the first."""
+    coordinator: PeerID
+    stages: tuple[Stage, ...]
+    spares: tuple[PeerID, ...] = ()
+    seed: int = 0
+    reason: str = ""
+
+    @property
+    def members(self) -> tuple[PeerID, ...]:
+        """Everyone who votes on the next plan: holders in stage order, then spares."""
+        return tuple(peer for stage in self.stages for peer in stage.peers) + self.spares
+
+    def stage_of(self, peer: PeerID) -> int | None:
+        for index, stage in enumerate(self.stages):
+            if peer in stage.peers:
+                return index
+        return None
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Fencing: a peer obeys only plans of a higher order than all it has obeyed."""
+        return (self.term, self.sequence)
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(Plan)
+
+
+class SignedPlan(msgspec.Struct, frozen=True):
+    """A plan with the very bytes that were signed; `digest` is the hash that the next plan names."""
+
+    plan: Plan
+    envelope: bytes
+    digest: str
+
+
+def plan_digest(plan: Plan) -> str:
+    return blake3(_ENCODER.encode(plan)).hexdigest(length=16)
+
+
+def sign_plan(identity: Identity, plan: Plan) -> SignedPlan:
+    body = _ENCODER.encode(plan)
+    envelope = seal(identity, "plan", run=plan.run, term=plan.term, sequence=plan.sequence, body=body)
+    return SignedPlan(plan, envelope, blake3(body).hexdigest(length=16))
+
+
+def open_plan(data: bytes, *, run: str, source: PeerID, num_layers: int) -> SignedPlan:
+    """Verify and decode a plan that `source` handed us (it need not be the signer).
+
+    Raises: RemoteError: unreadable, not signed by the coordinator it names, or not a partition of the layers.
+    """
+    envelope = unseal(data, "plan", run=run, source=source, relayed=True)
+    try:
+        plan = _DECODER.decode(envelope.body)
+    except msgspec.DecodeError as error:
+        raise RemoteError(source, f"sent an unreadable plan ({error})") from error
+    if plan.coordinator != envelope.sender or plan.run != run or plan.order != (envelope.term, envelope.sequence):
+        raise RemoteError(source, "sent a plan that its signer's envelope contradicts")
+    flaw = plan_flaw(plan, num_layers=num_layers)
+    if flaw:
+        raise RemoteError(source, f"sent an impossible plan: {flaw}")
+    return SignedPlan(plan, data, blake3(envelope.body).hexdigest(length=16))
+
+
+def plan_flaw(plan: Plan, *, num_layers: int) -> str | None:
+    """Why the plan cannot be right, or None."""
+    if not 0 < len(plan.stages) <= STAGES_MAX:
+        return f"{len(plan.stages)} stages"
+    if len(plan.members) > PEERS_MAX or len(set(plan.members)) != len(plan.members):
+        return "a peer stands in it twice, or too many peers"
+    at = 0
+    for index, stage in enumerate(plan.stages):
+        if stage.first_layer != at or stage.last_layer <= at:
+            return f"stage {index} does not begin where the one before ends"
+        if not stage.members:
+            return f"stage {index} has no member"
+        if not all(m.share > 0 and m.bandwidth > 0 and m.share + m.bandwidth < 1e18 for m in stage.members):
+            return f"stage {index} has a share that is not a positive number"
+        at = stage.last_layer
+    return None if at == num_layers else f"it covers {at} of {num_layers} layers"
