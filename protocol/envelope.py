@@ -8,7 +8,6 @@ from collections import OrderedDict
 from typing import Literal
 
 import msgspec
-
 from shoal.protocol.depth import TooDeep, check_depth
 from shoal.protocol.errors import RemoteError
 from shoal.protocol.identity import Identity, PeerID, verify
@@ -18,7 +17,7 @@ Domain = Literal["call", "reply", "record", "plan", "hello"]
 
 
 class Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """`body` is the msgpack of one message; the rest says who says it, in which run, in which term, for the how-manieth time."""
+    """`body` is the msgpack of one message; the rest says who speaks, in which run and term, and what number this is."""
 
     run: str
     term: int

@@ -12,7 +12,6 @@ from typing import NewType
 import base58
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
-
 from shoal.protocol.errors import LocalError
 
 PeerID = NewType("PeerID", str)
@@ -70,7 +69,7 @@ class Identity:
 
 
 def peer_id_of(public_key: bytes) -> PeerID:
-    return PeerID(base58.b58encode(_PEER_ID_PREFIX + public_key).decode())
+    return PeerID(str(base58.b58encode(_PEER_ID_PREFIX + public_key), "ascii"))
 
 
 def public_key_of(peer_id: PeerID) -> bytes:

@@ -21,7 +21,8 @@ class Invite(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
     def encode(self) -> str:
         body = msgspec.msgpack.encode(self)
-        return PREFIX + base58.b58encode(body + blake3(body).digest(length=_CHECK_BYTES)).decode()
+        check = blake3(body).digest(length=_CHECK_BYTES)
+        return PREFIX + str(base58.b58encode(body + check), "ascii")
 
 
 def make_invite(run: str, owner: PeerID, addresses: tuple[str, ...]) -> str:

@@ -21,7 +21,7 @@ class _Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 # --- what a peer says of itself, on the directory and in heartbeats ---
 
 
-class Advert(_Part):
+class Advert(_Part, frozen=True):
     """Claims; the coordinator trusts what neighbours measured over these."""
 
     name: str
@@ -39,7 +39,7 @@ class Advert(_Part):
     protocol_version: int = PROTOCOL_VERSION
 
 
-class LinkReport(_Part):
+class LinkReport(_Part, frozen=True):
     """What the sender measured towards `peer`."""
 
     peer: PeerID
@@ -47,7 +47,7 @@ class LinkReport(_Part):
     bytes_per_s: float
 
 
-class CommitReport(_Part):
+class CommitReport(_Part, frozen=True):
     """The ledger of one commit, from the group's lead."""
 
     stage: int
@@ -65,7 +65,7 @@ class CommitReport(_Part):
     """Of the new state; equal on all members."""
 
 
-class ValidationReport(_Part):
+class ValidationReport(_Part, frozen=True):
     step: int
     """Validated version."""
     loss: float
@@ -75,7 +75,7 @@ class ValidationReport(_Part):
 # --- peer and coordinator ---
 
 
-class Heartbeat(_Message):
+class Heartbeat(_Message, frozen=True):
     """Every `heartbeat_s` from every peer to the coordinator it knows."""
 
     advert: Advert
@@ -95,7 +95,7 @@ class Heartbeat(_Message):
     """Microbatches this stage-0 replica keeps in flight."""
 
 
-class HeartbeatReply(_Message):
+class HeartbeatReply(_Message, frozen=True):
     """`plan` is the live plan's envelope if the sender's is older, else empty."""
 
     coordinator: PeerID
@@ -106,40 +106,40 @@ class HeartbeatReply(_Message):
     """The run has reached its last step."""
 
 
-class PlanOffer(_Message):
-    """A coordinator asks a member of the predecessor to acknowledge `plan`, whose predecessor is enclosed for laggards."""
+class PlanOffer(_Message, frozen=True):
+    """A coordinator asks a member of the predecessor to acknowledge `plan`; the predecessor is enclosed for laggards."""
 
     plan: bytes
     predecessor: bytes
 
 
-class PlanVote(_Message):
+class PlanVote(_Message, frozen=True):
     accepted: bool
     reason: str = ""
 
 
-class PlanLive(_Message):
+class PlanLive(_Message, frozen=True):
     """A majority of the predecessor's members acknowledged `plan`: obey it."""
 
     plan: bytes
 
 
-class HandOver(_Message):
+class HandOver(_Message, frozen=True):
     """The coordinator's last act in a term: `roster` is whom it counts alive, for the successor's first plan."""
 
     plan: bytes
     roster: tuple[tuple[PeerID, Advert], ...]
 
 
-class Leave(_Message):
+class Leave(_Message, frozen=True):
     """The sender goes; it is not to be waited for."""
 
 
-class StatusRequest(_Message):
+class StatusRequest(_Message, frozen=True):
     pass
 
 
-class PeerStatus(_Part):
+class PeerStatus(_Part, frozen=True):
     peer: PeerID
     name: str
     device: str
@@ -152,7 +152,7 @@ class PeerStatus(_Part):
     window: int
 
 
-class SwarmStatus(_Message):
+class SwarmStatus(_Message, frozen=True):
     """What `shoal status` and the live view show; from the coordinator's heartbeats."""
 
     run: str
@@ -176,7 +176,7 @@ class SwarmStatus(_Message):
 # --- inside a stage group ---
 
 
-class Progress(_Message):
+class Progress(_Message, frozen=True):
     """What the sender has accumulated for `step`; sent to all mates whenever it grows."""
 
     plan_sequence: int
@@ -188,13 +188,13 @@ class Progress(_Message):
     staleness_sum: int
 
 
-class RoundMember(_Part):
+class RoundMember(_Part, frozen=True):
     peer: PeerID
     bandwidth: float
     indices: bytes
 
 
-class RoundStart(_Message):
+class RoundStart(_Message, frozen=True):
     """The group's lead opens the reduction of `step`; the members are exactly these, in rank order."""
 
     plan_sequence: int
@@ -208,7 +208,7 @@ class RoundStart(_Message):
     staleness_sum: int
 
 
-class Digest(_Message):
+class Digest(_Message, frozen=True):
     """The sender has stepped to `version` and this is its state's digest."""
 
     stage: int
@@ -217,7 +217,7 @@ class Digest(_Message):
     digest: str
 
 
-class Claim(_Message):
+class Claim(_Message, frozen=True):
     """A stage-0 replica asks the group's lead for microbatches to make."""
 
     plan_sequence: int
@@ -226,13 +226,13 @@ class Claim(_Message):
     """Grants may not pass this step: the claimant's version + s_max."""
 
 
-class Grant(_Message):
+class Grant(_Message, frozen=True):
     """`items` are (step, index); index < 0 is validation microbatch -1 - index at version `step`."""
 
     items: tuple[tuple[int, int], ...]
 
 
-class ValidationResult(_Message):
+class ValidationResult(_Message, frozen=True):
     """A stage-0 replica tells its lead the loss of one validation microbatch."""
 
     step: int
@@ -243,14 +243,14 @@ class ValidationResult(_Message):
 # --- state for newcomers ---
 
 
-class StateRequest(_Message):
+class StateRequest(_Message, frozen=True):
     """Pin your current version (or `version`, if still there) and describe it."""
 
     layers: tuple[str, ...]
     version: int = -1
 
 
-class StateOffer(_Message):
+class StateOffer(_Message, frozen=True):
     """`digests` per layer; the version stays pinned for `pinned_s` from each request."""
 
     version: int
@@ -259,8 +259,8 @@ class StateOffer(_Message):
     pinned_s: float
 
 
-class StateChunkRequest(_Message):
-    """Send elements [start, stop) of one tensor (`param`, `moment1`, `moment2`) of one layer as frames of kind StateChunk."""
+class StateChunkRequest(_Message, frozen=True):
+    """Send elements [start, stop) of one tensor (0 parameters, 1 and 2 moments) of one layer, as StateChunk frames."""
 
     version: int
     layer: str
@@ -269,24 +269,24 @@ class StateChunkRequest(_Message):
     stop: int
 
 
-class ReducedRequest(_Message):
+class ReducedRequest(_Message, frozen=True):
     """Send the reduced gradient of `step` (once there is one) as BULK frames; for a newcomer that catches up."""
 
     stage: int
     step: int
 
 
-class Ping(_Message):
+class Ping(_Message, frozen=True):
     """Measures a round trip; `pad` is sent back."""
 
     pad: bytes = b""
 
 
-class Done(_Message):
+class Done(_Message, frozen=True):
     """Nothing more to say."""
 
 
-class Refusal(_Message):
+class Refusal(_Message, frozen=True):
     """Understood and declined; the sentence is for people."""
 
     reason: str
@@ -321,7 +321,7 @@ Message = (
 # --- headers of tensor frames: shapes and dtypes follow from the run spec, never from the sender ---
 
 
-class Activation(_Message):
+class Activation(_Message, frozen=True):
     """Towards the next stage. Payload: the activation [B, T, D] in the wire dtype, then targets [B, T] as int32."""
 
     plan_sequence: int
@@ -331,7 +331,7 @@ class Activation(_Message):
     index: int
 
 
-class Gradient(_Message):
+class Gradient(_Message, frozen=True):
     """Back to the sender of the activation. Payload: its gradient [B, T, D]; empty for validation."""
 
     stage: int
@@ -341,7 +341,7 @@ class Gradient(_Message):
     loss: float
 
 
-class ReducePart(_Message):
+class ReducePart(_Message, frozen=True):
     """Reduce-scatter: elements [start, start + n) of the sender's summed gradient of `step`, fp32."""
 
     stage: int
@@ -350,7 +350,7 @@ class ReducePart(_Message):
     start: int
 
 
-class GatherPart(_Message):
+class GatherPart(_Message, frozen=True):
     """All-gather: elements [start, start + n) of the reduced gradient, fp32, same bytes for everyone."""
 
     stage: int
@@ -359,7 +359,7 @@ class GatherPart(_Message):
     start: int
 
 
-class StateChunk(_Message):
+class StateChunk(_Message, frozen=True):
     """Elements [start, start + n) of one tensor of one layer at `version`, fp32."""
 
     version: int
@@ -368,14 +368,12 @@ class StateChunk(_Message):
     start: int
 
 
-class ReducedChunk(_Message):
+class ReducedChunk(_Message, frozen=True):
     """Elements [start, start + n) of the reduced gradient of `step`, fp32."""
 
     stage: int
     step: int
     start: int
-    last: bool
-    lead: bool = False
 
 
 FrameMeta = Activation | Gradient | ReducePart | GatherPart | StateChunk | ReducedChunk
@@ -384,17 +382,17 @@ FrameMeta = Activation | Gradient | ReducePart | GatherPart | StateChunk | Reduc
 # --- directory records ---
 
 
-class SpecRecord(_Message):
+class SpecRecord(_Message, frozen=True):
     """The run spec, signed by the run's owner."""
 
     spec: bytes
 
 
-class AdvertRecord(_Message):
+class AdvertRecord(_Message, frozen=True):
     advert: Advert
 
 
-class PlanHead(_Message):
+class PlanHead(_Message, frozen=True):
     """Where the chain is, so that a newcomer finds the coordinator."""
 
     term: int

@@ -14,7 +14,7 @@ from shoal.protocol.limits import PEERS_MAX, STAGES_MAX
 
 
 class Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """A replica: `share` of its stage's traffic (> 0, relative) and of its group's reduction (`bandwidth`, relative)."""
+    """A replica: `share` of its stage's traffic and `bandwidth`, its share of the reduction (both > 0, relative)."""
 
     peer: PeerID
     share: float

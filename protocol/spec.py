@@ -9,7 +9,6 @@ from typing import Literal
 
 import msgspec
 from blake3 import blake3
-
 from shoal.protocol.errors import SpecError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import MICROBATCHES_PER_STEP_MAX, STAGES_MAX
@@ -24,7 +23,7 @@ def _require(condition: bool, sentence: str) -> None:
         raise ValueError(sentence)
 
 
-class ModelSpec(_Section):
+class ModelSpec(_Section, frozen=True):
     """A Llama-style decoder (RMSNorm, rotary positions, grouped-query attention, SwiGLU), untied."""
 
     vocab_size: int = 256
@@ -62,7 +61,7 @@ class ModelSpec(_Section):
         return self.dim // self.num_heads
 
 
-class DataSpec(_Section):
+class DataSpec(_Section, frozen=True):
     """What the run reads. Only stage-0 peers need it."""
 
     source: str = "python-library"
@@ -77,7 +76,7 @@ class DataSpec(_Section):
         _require(0 < self.validation_fraction < 0.5, f"validation_fraction {self.validation_fraction} not in (0, 0.5)")
 
 
-class OptimizerSpec(_Section):
+class OptimizerSpec(_Section, frozen=True):
     """One of the optimizers of `shoal.kernels.optimizer`, with its schedule."""
 
     name: Literal["sgd", "adamw", "nadam"] = "nadam"
@@ -105,7 +104,7 @@ class OptimizerSpec(_Section):
         _require(0 <= self.final_learning_rate_fraction <= 1, "final_learning_rate_fraction not in [0, 1]")
 
 
-class TrainingSpec(_Section):
+class TrainingSpec(_Section, frozen=True):
     """What a step is."""
 
     steps: int = 400
@@ -142,7 +141,7 @@ class TrainingSpec(_Section):
         _require(0 < self.commit_quorum <= 1, "commit_quorum must be in (0, 1]")
 
 
-class SwarmSpec(_Section):
+class SwarmSpec(_Section, frozen=True):
     """How the peers are organised."""
 
     stages: int = 3
@@ -164,14 +163,14 @@ class SwarmSpec(_Section):
         _require(self.snapshot_interval_steps >= 0, "snapshot_interval_steps must not be negative")
 
 
-class WireSpec(_Section):
+class WireSpec(_Section, frozen=True):
     """How tensors travel."""
 
     activations: Literal["fp32", "bf16"] = "bf16"
     """Activations and their gradients. Parameter gradients and state always travel in fp32."""
 
 
-class RunSpec(_Section):
+class RunSpec(_Section, frozen=True):
     """The whole agreement."""
 
     name: str = "shoal"
