@@ -17,7 +17,7 @@ Domain = Literal["call", "reply", "record", "plan", "hello"]
 
 
 class Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """`body` is the msgpack of one message; the rest says who speaks, in which run and term, and what number this is."""
+    """`body` is the msgpack of one message; the rest says who speaks, in which run and term, and its number."""
 
     run: str
     term: int

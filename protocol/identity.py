@@ -77,7 +77,7 @@ def public_key_of(peer_id: PeerID) -> bytes:
 
     Raises: ValueError: not the PeerID of an Ed25519 key.
     """
-    raw = base58.b58decode(peer_id)
+    raw = bytes(base58.b58decode(peer_id))
     if len(raw) != 38 or not raw.startswith(_PEER_ID_PREFIX):
         raise ValueError(f"{peer_id!r} is not the PeerID of an Ed25519 key")
     return raw[6:]

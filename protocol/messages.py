@@ -107,7 +107,7 @@ class HeartbeatReply(_Message, frozen=True):
 
 
 class PlanOffer(_Message, frozen=True):
-    """A coordinator asks a member of the predecessor to acknowledge `plan`; the predecessor is enclosed for laggards."""
+    """A coordinator asks a member of the predecessor to acknowledge `plan`; laggards find its predecessor enclosed."""
 
     plan: bytes
     predecessor: bytes
@@ -176,14 +176,26 @@ class SwarmStatus(_Message, frozen=True):
 # --- inside a stage group ---
 
 
+class Hello(_Message, frozen=True):
+    """Where the sender stands: to mates and to both neighbouring stages, when that changes. Answered in kind."""
+
+    plan_sequence: int
+    stage: int
+    """-1: none."""
+    version: int
+    ready: bool
+    """Holds its stage's state and takes traffic."""
+
+
 class Progress(_Message, frozen=True):
     """What the sender has accumulated for `step`; sent to all mates whenever it grows."""
 
-    plan_sequence: int
     stage: int
     step: int
     indices: bytes
     """Bitmap: bit i set, microbatch i is accumulated here."""
+    claimed: bytes
+    """Bitmap, stage 0 only: microbatches that the sender has been granted, accumulated or not."""
     loss_sum: float
     staleness_sum: int
 
@@ -197,10 +209,10 @@ class RoundMember(_Part, frozen=True):
 class RoundStart(_Message, frozen=True):
     """The group's lead opens the reduction of `step`; the members are exactly these, in rank order."""
 
-    plan_sequence: int
     stage: int
     step: int
     attempt: int
+    """Grows with the plan's sequence and with every retry, so that the latest lead's latest word holds."""
     members: tuple[RoundMember, ...]
     duplicates: int
     given_up: int
@@ -213,17 +225,13 @@ class Digest(_Message, frozen=True):
 
     stage: int
     version: int
-    attempt: int
     digest: str
 
 
 class Claim(_Message, frozen=True):
     """A stage-0 replica asks the group's lead for microbatches to make."""
 
-    plan_sequence: int
     count: int
-    step_max: int
-    """Grants may not pass this step: the claimant's version + s_max."""
 
 
 class Grant(_Message, frozen=True):
@@ -302,6 +310,7 @@ Message = (
     | Leave
     | StatusRequest
     | SwarmStatus
+    | Hello
     | Progress
     | RoundStart
     | Digest
@@ -324,7 +333,6 @@ Message = (
 class Activation(_Message, frozen=True):
     """Towards the next stage. Payload: the activation [B, T, D] in the wire dtype, then targets [B, T] as int32."""
 
-    plan_sequence: int
     stage: int
     """The receiver's."""
     step: int
@@ -376,7 +384,14 @@ class ReducedChunk(_Message, frozen=True):
     start: int
 
 
-FrameMeta = Activation | Gradient | ReducePart | GatherPart | StateChunk | ReducedChunk
+class ProbeChunk(_Message, frozen=True):
+    """Bytes for their own sake. `echo`: answer with an empty one of the same `nonce`."""
+
+    nonce: int
+    echo: bool
+
+
+FrameMeta = Activation | Gradient | ReducePart | GatherPart | StateChunk | ReducedChunk | ProbeChunk
 
 
 # --- directory records ---

@@ -44,6 +44,8 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     coordinator: PeerID
     stages: tuple[Stage, ...]
     spares: tuple[PeerID, ...] = ()
+    fresh: bool = False
+    """No version had been committed when it was made: members without state begin from the run's seed."""
     seed: int = 0
     reason: str = ""
 
