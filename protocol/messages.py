@@ -3,6 +3,8 @@
 Four conversations: a peer with the coordinator (heartbeat, plans, status), a peer with the directory (records), a
 replica with its stage group (progress, rounds, digests, claims) and a newcomer with a holder (state).
 Relative durations only: peers share no clock.
+
+This file is long because the closed union of everything that may cross the wire is one thing to read.
 """
 
 import msgspec

@@ -1,0 +1,33 @@
+# Everything a person types. Each target sets the environment up first; the second time that costs nothing.
+PYTHON ?= python3.11
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+.PHONY: setup demo test check bench soak
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml deploy/constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -c deploy/constraints.txt -e '.[dev]'
+	touch $(STAMP)
+
+# A swarm of six peers on this machine. ARGS='--json out.jsonl' and the like go to `shoal demo`.
+demo: setup
+	$(BIN)/shoal demo $(ARGS)
+
+# The whole suite, real peers included. ARGS='-m "not process"' leaves those out.
+test: setup
+	$(BIN)/python -m pytest $(ARGS)
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: setup
+	@set -e; for script in tests/bench/*.py; do echo "== $$script"; $(BIN)/python $$script $(ARGS); done
+
+# Thirty minutes of demo; says how each peer's memory grew.
+soak: setup
+	$(BIN)/python tests/soak/memory.py $(ARGS)
