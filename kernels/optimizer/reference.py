@@ -1,0 +1,221 @@
+"""Optimizer steps and weight prediction in plain torch: the CPU path, and what fast twins are tested against.
+
+State of one layer is three flat fp32 tensors of N elements. The first `num_decayed` elements are matrices and get
+decoupled weight decay; the rest are norms and do not.
+
+Convention: `step` is the version of `param_N`, the number of steps it has taken, so the swarm's step t is made with
+`step=t` (torch.optim counts t + 1). Nothing is changed in place, because microbatches in flight may still use the
+old version; each function allocates its results and at most one temporary.
+
+Sources: SGD with momentum; AdamW (Loshchilov and Hutter, 2019, arXiv 1711.05101); NAdam (Dozat, 2016), with constant
+momentum as `torch.optim.NAdam(momentum_decay=math.inf)`. Prediction: PipeOptim (2023, arXiv 2312.00839),
+w' = w - learning_rate * staleness * direction; we differ in that weight decay is predicted too and that NAdam's fresh
+gradient, which nobody has yet, is taken to be the bias-corrected first moment.
+
+N elements of one layer
+"""
+
+import torch
+from torch import Tensor
+
+
+def sgd_step(
+    param_N: Tensor,
+    grad_N: Tensor,
+    moment1_N: Tensor,
+    moment2_N: Tensor,
+    *,
+    learning_rate: float,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    weight_decay: float,
+    num_decayed: int,
+    step: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One step of SGD with momentum `beta1`: m = beta1 m + g, w = (1 - lr wd) w - lr m.
+
+    Args:
+        param_N, grad_N, moment1_N: float32 [N].
+        moment2_N: not used; float32 [0] goes in and comes out. So are `beta2` and `epsilon`.
+        num_decayed: elements [0, num_decayed) get weight decay.
+        step: version of `param_N`, >= 0.
+    Returns: the new (param_N, moment1_N, moment2_N).
+    """
+    moment1_N = (moment1_N * beta1).add_(grad_N)
+    param_N = _decayed(param_N, learning_rate * weight_decay, num_decayed)
+    return param_N.add_(moment1_N, alpha=-learning_rate), moment1_N, moment2_N
+
+
+def adamw_step(
+    param_N: Tensor,
+    grad_N: Tensor,
+    moment1_N: Tensor,
+    moment2_N: Tensor,
+    *,
+    learning_rate: float,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    weight_decay: float,
+    num_decayed: int,
+    step: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One step of AdamW, equal to `torch.optim.AdamW`. Arguments and result as `sgd_step`; all four are [N]."""
+    moment1_N, moment2_N = _moments(grad_N, moment1_N, moment2_N, beta1, beta2)
+    scale_N = _root(moment2_N, beta2, step + 1, epsilon)
+    param_N = _decayed(param_N, learning_rate * weight_decay, num_decayed)
+    param_N.addcdiv_(moment1_N, scale_N, value=-learning_rate / (1 - beta1 ** (step + 1)))
+    return param_N, moment1_N, moment2_N
+
+
+def nadam_step(
+    param_N: Tensor,
+    grad_N: Tensor,
+    moment1_N: Tensor,
+    moment2_N: Tensor,
+    *,
+    learning_rate: float,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    weight_decay: float,
+    num_decayed: int,
+    step: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One step of NAdam, equal to `torch.optim.NAdam(decoupled_weight_decay=True, momentum_decay=math.inf)`.
+
+    Arguments and result as `sgd_step`; all four are [N].
+    """
+    moment1_N, moment2_N = _moments(grad_N, moment1_N, moment2_N, beta1, beta2)
+    scale_N = _root(moment2_N, beta2, step + 1, epsilon)
+    param_N = _decayed(param_N, learning_rate * weight_decay, num_decayed)
+    param_N.addcdiv_(grad_N, scale_N, value=-learning_rate * (1 - beta1) / (1 - beta1 ** (step + 1)))
+    param_N.addcdiv_(moment1_N, scale_N, value=-learning_rate * beta1 / (1 - beta1 ** (step + 2)))
+    return param_N, moment1_N, moment2_N
+
+
+def sgd_predict(
+    param_N: Tensor,
+    moment1_N: Tensor,
+    moment2_N: Tensor,
+    *,
+    learning_rate: float,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    weight_decay: float,
+    num_decayed: int,
+    step: int,
+    staleness_steps: int,
+) -> Tensor:
+    """Where `staleness_steps` more steps of `sgd_step` will have taken `param_N`, if they go as the last ones went.
+
+    Args:
+        param_N, moment1_N, moment2_N: float32 [N], the state at version `step` (`moment2_N` not used).
+        staleness_steps: >= 0. At 0, or before the first step (nothing is known), `param_N` itself is returned.
+    Returns: float32 [N].
+    """
+    if staleness_steps == 0 or step == 0:
+        return param_N
+    param_N, path = _drifted(param_N, learning_rate, weight_decay, num_decayed, staleness_steps)
+    param_N[:num_decayed].add_(moment1_N[:num_decayed], alpha=-path)
+    param_N[num_decayed:].add_(moment1_N[num_decayed:], alpha=-learning_rate * staleness_steps)
+    return param_N
+
+
+def adamw_predict(
+    param_N: Tensor,
+    moment1_N: Tensor,
+    moment2_N: Tensor,
+    *,
+    learning_rate: float,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    weight_decay: float,
+    num_decayed: int,
+    step: int,
+    staleness_steps: int,
+) -> Tensor:
+    """As `sgd_predict`, for `adamw_step`; the direction is m^ / (sqrt(v^) + epsilon), both bias-corrected."""
+    if staleness_steps == 0 or step == 0:
+        return param_N
+    scale_N = _root(moment2_N, beta2, step, epsilon)
+    param_N, path = _drifted(param_N, learning_rate, weight_decay, num_decayed, staleness_steps)
+    gain = 1 / (1 - beta1**step)
+    return _moved(param_N, moment1_N, scale_N, -path * gain, -learning_rate * staleness_steps * gain, num_decayed)
+
+
+def nadam_predict(
+    param_N: Tensor,
+    moment1_N: Tensor,
+    moment2_N: Tensor,
+    *,
+    learning_rate: float,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    weight_decay: float,
+    num_decayed: int,
+    step: int,
+    staleness_steps: int,
+) -> Tensor:
+    """As `sgd_predict`, for `nadam_step`; the next gradient is taken to be the bias-corrected first moment."""
+    if staleness_steps == 0 or step == 0:
+        return param_N
+    scale_N = _root(moment2_N, beta2, step, epsilon)
+    param_N, path = _drifted(param_N, learning_rate, weight_decay, num_decayed, staleness_steps)
+    # With a constant gradient g the first moment after n steps is (1 - beta1^n) g; insert that into nadam_step's two
+    # terms at step + 1 to get the direction as a multiple of g, which is moment1 / (1 - beta1^step) by assumption.
+    ahead = beta1 * (1 - beta1 ** (step + 1)) / (1 - beta1 ** (step + 2)) + (1 - beta1) / (1 - beta1 ** (step + 1))
+    gain = ahead / (1 - beta1**step)
+    return _moved(param_N, moment1_N, scale_N, -path * gain, -learning_rate * staleness_steps * gain, num_decayed)
+
+
+def clip(grad_N: Tensor, *, clip_norm: float) -> tuple[Tensor, float]:
+    """Scale a layer's gradient to a norm of at most `clip_norm`; 0 leaves it alone.
+
+    Returns: (float32 [N], `grad_N` itself if nothing was to do; its 2-norm before clipping).
+    """
+    norm = float(torch.linalg.vector_norm(grad_N))
+    scale = clip_norm / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_
+    return (grad_N * scale if 0 < scale < 1 else grad_N), norm
+
+
+def _decayed(param_N: Tensor, rate: float, num_decayed: int) -> Tensor:
+    """A copy, its first `num_decayed` elements shrunk by `rate`."""
+    param_N = param_N.clone()
+    if rate:
+        param_N[:num_decayed].mul_(1 - rate)
+    return param_N
+
+
+def _moments(grad_N: Tensor, moment1_N: Tensor, moment2_N: Tensor, beta1: float, beta2: float) -> tuple[Tensor, Tensor]:
+    return moment1_N.lerp(grad_N, 1 - beta1), (moment2_N * beta2).addcmul_(grad_N, grad_N, value=1 - beta2)
+
+
+def _root(moment2_N: Tensor, beta2: float, num_steps: int, epsilon: float) -> Tensor:
+    """sqrt of the bias-corrected second moment after `num_steps`, plus epsilon: float32 [N]."""
+    return moment2_N.sqrt().div_((1 - beta2**num_steps) ** 0.5).add_(epsilon)
+
+
+def _drifted(
+    param_N: Tensor, learning_rate: float, weight_decay: float, num_decayed: int, steps: int
+) -> tuple[Tensor, float]:
+    """A copy after `steps` steps of weight decay alone, and the sum of learning rates a decayed element then moves.
+
+    An update made j steps before the end is itself decayed j times: sum over j < steps of lr (1 - lr wd)^j.
+    """
+    keep = 1 - learning_rate * weight_decay
+    path = learning_rate * sum(keep**j for j in range(steps))
+    return _decayed(param_N, 1 - keep**steps, num_decayed), path
+
+
+def _moved(
+    param_N: Tensor, moment1_N: Tensor, scale_N: Tensor, decayed_value: float, plain_value: float, num_decayed: int
+) -> Tensor:
+    """Add value * moment1 / scale in place, with one value for each of the two parts."""
+    for part, value in ((slice(None, num_decayed), decayed_value), (slice(num_decayed, None), plain_value)):
+        param_N[part].addcdiv_(moment1_N[part], scale_N[part], value=value)
+    return param_N

@@ -1,0 +1,29 @@
+"""Arithmetic of a layer, for cost models and for the simulated device."""
+
+from typing import Final
+
+from shoal.peer.model.layout import EMBED, HEAD
+from shoal.protocol.spec import ModelSpec
+
+BACKWARD_PER_FORWARD: Final = 2.0
+"""A matmul's backward is two matmuls of its size: one for the input's gradient, one for the weight's."""
+
+
+def forward_flop(model: ModelSpec, key: str, num_tokens: int) -> float:
+    """Matmul FLOP (a multiply-add is 2) of one layer's forward on `num_tokens` tokens in samples of `context`.
+
+    Attention is counted causal: a token looks at (context + 1) / 2 others on average. The embedding is a gather, 0.
+    """
+    D = model.dim
+    if key == EMBED:
+        return 0.0
+    if key == HEAD:
+        return 2.0 * num_tokens * D * model.vocab_size
+    projections = 2 * D * D + 2 * D * model.num_kv_heads * model.head_dim + 3 * D * model.ffn_dim
+    attention = D * (model.context + 1)  # scores and weighted values: 2 * D * (context + 1) / 2 multiply-adds
+    return 2.0 * num_tokens * (projections + attention)
+
+
+def backward_flop(model: ModelSpec, key: str, num_tokens: int) -> float:
+    """Matmul FLOP of one layer's backward, without recomputing the forward."""
+    return BACKWARD_PER_FORWARD * forward_flop(model, key, num_tokens)

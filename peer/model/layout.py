@@ -1,0 +1,157 @@
+"""Where each tensor of a layer lies in the layer's one flat buffer.
+
+State is kept by layer: "embed", "layers.0" ... "layers.{L-1}", "head" (final norm and output projection). All tensors
+of a layer share one flat fp32 buffer, so that reducing, stepping, hashing, sending and predicting a layer is one
+operation on one tensor. Matrices come first: elements [0, num_decayed) get weight decay, the norms after them do not.
+Tensor names are Hugging Face's for Llama.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from blake3 import blake3
+from torch import Tensor
+
+from shoal.protocol.spec import ModelSpec
+
+EMBED = "embed"
+HEAD = "head"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerLayout:
+    """The tensors of one layer. All tuples are in buffer order."""
+
+    key: str
+    names: tuple[str, ...]
+    """Hugging Face Llama names."""
+    shapes: tuple[tuple[int, ...], ...]
+    offsets: tuple[int, ...]
+    """First element of each tensor in the flat buffer."""
+    numel: int
+    """Elements of the flat buffer."""
+    num_decayed: int
+    """Elements [0, num_decayed) are matrices."""
+
+    def views(self, flat_N: Tensor) -> dict[str, Tensor]:
+        """Name -> view of `flat_N` [numel]; no copies, and writes go through."""
+        return {name: flat_N[start:end].view(shape) for name, shape, start, end in self._ranges(flat_N)}
+
+    def leaves(self, flat_N: Tensor, gradient_N: Tensor | None = None) -> dict[str, Tensor]:
+        """Name -> autograd leaf that shares memory with `flat_N` [numel].
+
+        With `gradient_N` [numel] each leaf's `.grad` is a view of it, and `backward` adds into it in place. (Making the
+        flat tensor itself the leaf would cost a zero-filled buffer of the whole layer for every tensor in it.)
+        """
+        leaves = {name: view.detach().requires_grad_() for name, view in self.views(flat_N).items()}
+        if gradient_N is not None:
+            for name, gradient in self.views(gradient_N).items():
+                leaves[name].grad = gradient
+        return leaves
+
+    def flatten(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """The inverse of `views`, copying.
+
+        Raises: ValueError: a tensor is missing, or there is one too many, or a shape differs.
+        """
+        if set(tensors) != set(self.names):
+            raise ValueError(f"layer {self.key} wants {sorted(self.names)}, not {sorted(tensors)}")
+        for name, shape in zip(self.names, self.shapes, strict=True):
+            if tuple(tensors[name].shape) != shape:
+                raise ValueError(f"{name} must have shape {shape}, has {tuple(tensors[name].shape)}")
+        return torch.cat([tensors[name].reshape(-1).to(torch.float32) for name in self.names])
+
+    def _ranges(self, flat_N: Tensor) -> Iterator[tuple[str, tuple[int, ...], int, int]]:
+        if flat_N.shape != (self.numel,):
+            raise ValueError(f"layer {self.key} has {self.numel} elements, not shape {tuple(flat_N.shape)}")
+        ends = (*self.offsets[1:], self.numel)
+        return zip(self.names, self.shapes, self.offsets, ends, strict=True)
+
+
+def all_layer_keys(model: ModelSpec) -> tuple[str, ...]:
+    """Every layer key, in the order in which activations pass."""
+    return stage_layer_keys(model, 0, model.num_layers)
+
+
+def stage_layer_keys(model: ModelSpec, first: int, last: int) -> tuple[str, ...]:
+    """The layers of a stage that holds decoder layers [first, last).
+
+    The embedding belongs to whoever holds the first decoder layer, the head to whoever holds the last.
+    Raises: ValueError: the range is empty or outside the model.
+    """
+    if not 0 <= first < last <= model.num_layers:
+        raise ValueError(f"decoder layers [{first}, {last}) are not a part of [0, {model.num_layers})")
+    keys = [f"layers.{index}" for index in range(first, last)]
+    return (*([EMBED] if first == 0 else []), *keys, *([HEAD] if last == model.num_layers else []))
+
+
+def layer_index(key: str) -> int:
+    """The i of "layers.i". Raises: ValueError: not such a key."""
+    prefix, _, index = key.partition(".")
+    if prefix != "layers" or not index.isdecimal():
+        raise ValueError(f"{key!r} is not the key of a decoder layer")
+    return int(index)
+
+
+@lru_cache(maxsize=1024)
+def layer_layout(model: ModelSpec, key: str) -> LayerLayout:
+    """Raises: ValueError: the model has no such layer."""
+    matrices, norms = _tensors(model, key)
+    shapes = matrices | norms
+    sizes = [math.prod(shape) for shape in shapes.values()]
+    return LayerLayout(
+        key=key,
+        names=tuple(shapes),
+        shapes=tuple(shapes.values()),
+        offsets=tuple(sum(sizes[:i]) for i in range(len(sizes))),
+        numel=sum(sizes),
+        num_decayed=sum(sizes[: len(matrices)]),
+    )
+
+
+def num_parameters(model: ModelSpec) -> int:
+    return sum(layer_layout(model, key).numel for key in all_layer_keys(model))
+
+
+def init_layer(model: ModelSpec, key: str, seed: int) -> Tensor:
+    """Initial parameters of one layer: float32 [numel].
+
+    A pure function of (model, key, seed): no other layer is needed, and every peer gets the same bits.
+    Matrices have standard deviation 0.02, the two that write into the residual stream 0.02 / sqrt(2 L), norms are 1.
+    """
+    layout = layer_layout(model, key)
+    generator = torch.Generator().manual_seed(int.from_bytes(blake3(f"{seed} {key}".encode()).digest(length=7)))
+    flat_N = torch.ones(layout.numel)
+    for name, view in layout.views(flat_N).items():
+        if view.ndim == 2:
+            residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+            std = 0.02 / math.sqrt(2 * model.num_layers) if residual else 0.02
+            view.normal_(0, std, generator=generator)
+    return flat_N
+
+
+def _tensors(model: ModelSpec, key: str) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
+    """(matrices, norms): name -> shape."""
+    D, F = model.dim, model.ffn_dim
+    kv_dim = model.num_kv_heads * model.head_dim
+    if key == EMBED:
+        return {"model.embed_tokens.weight": (model.vocab_size, D)}, {}
+    if key == HEAD:
+        return {"lm_head.weight": (model.vocab_size, D)}, {"model.norm.weight": (D,)}
+    index = layer_index(key)
+    if index >= model.num_layers:
+        raise ValueError(f"the model has {model.num_layers} decoder layers, there is no {key!r}")
+    at = f"model.layers.{index}."
+    matrices: dict[str, tuple[int, ...]] = {
+        at + "self_attn.q_proj.weight": (D, D),
+        at + "self_attn.k_proj.weight": (kv_dim, D),
+        at + "self_attn.v_proj.weight": (kv_dim, D),
+        at + "self_attn.o_proj.weight": (D, D),
+        at + "mlp.gate_proj.weight": (F, D),
+        at + "mlp.up_proj.weight": (F, D),
+        at + "mlp.down_proj.weight": (D, F),
+    }
+    return matrices, {at + "input_layernorm.weight": (D,), at + "post_attention_layernorm.weight": (D,)}

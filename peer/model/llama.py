@@ -1,0 +1,105 @@
+"""The decoder as pure functions on dicts of tensors, in Hugging Face's Llama conventions.
+
+No modules: a layer's tensors are whatever version of them the caller hands in, stale, predicted or fresh.
+
+B samples   T tokens   D width   H query heads   G key and value heads   K head size   F hidden width   V vocabulary
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from shoal.peer.model.layout import EMBED, HEAD, layer_index
+from shoal.protocol.spec import ModelSpec
+
+Params = Mapping[str, Tensor]
+"""Hugging Face tensor name -> tensor, of one layer."""
+Rotary = tuple[Tensor, Tensor]
+"""(cos_TK, sin_TK), see `rotary_tables`."""
+
+
+def rotary_tables(model: ModelSpec, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Rotary:
+    """(cos, sin) of every position's angles, each [context, K]; the second half of K repeats the first."""
+    half = torch.arange(0, model.head_dim, 2, dtype=torch.float64)
+    frequency = model.rope_theta ** -(half / model.head_dim)
+    angle = torch.outer(torch.arange(model.context, dtype=torch.float64), frequency)
+    angle_TK = torch.cat((angle, angle), dim=-1)
+    return angle_TK.cos().to(device, dtype), angle_TK.sin().to(device, dtype)
+
+
+def embed(model: ModelSpec, params: Params, tokens_BT: Tensor) -> Tensor:
+    """int64 [B, T] -> [B, T, D]."""
+    return functional.embedding(tokens_BT, params["model.embed_tokens.weight"])
+
+
+def decoder_layer(model: ModelSpec, index: int, params: Params, x_BTD: Tensor, rotary: Rotary) -> Tensor:
+    """Attention and SwiGLU with their residuals: [B, T, D] -> [B, T, D]. T is at most the context."""
+    at = f"model.layers.{index}."
+    normed_BTD = functional.rms_norm(x_BTD, (model.dim,), params[at + "input_layernorm.weight"], model.norm_eps)
+    x_BTD = x_BTD + _attention(model, at + "self_attn.", params, normed_BTD, rotary)
+    normed_BTD = functional.rms_norm(
+        x_BTD, (model.dim,), params[at + "post_attention_layernorm.weight"], model.norm_eps
+    )
+    gate_BTF = functional.linear(normed_BTD, params[at + "mlp.gate_proj.weight"])
+    up_BTF = functional.linear(normed_BTD, params[at + "mlp.up_proj.weight"])
+    return x_BTD + functional.linear(functional.silu(gate_BTF) * up_BTF, params[at + "mlp.down_proj.weight"])
+
+
+def head(model: ModelSpec, params: Params, x_BTD: Tensor) -> Tensor:
+    """Final norm and output projection: [B, T, D] -> logits [B, T, V]."""
+    x_BTD = functional.rms_norm(x_BTD, (model.dim,), params["model.norm.weight"], model.norm_eps)
+    return functional.linear(x_BTD, params["lm_head.weight"])
+
+
+def loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+    """Mean cross entropy in nats a token, float32 scalar."""
+    return functional.cross_entropy(logits_BTV.flatten(0, -2).float(), targets_BT.flatten())
+
+
+def run_layers(
+    model: ModelSpec, keys: Sequence[str], params_by_key: Mapping[str, Params], x: Tensor, rotary: Rotary
+) -> Tensor:
+    """Chain the layers `keys`: a stage's forward.
+
+    `x` is int64 tokens [B, T] if keys[0] is "embed", otherwise [B, T, D]; the result is logits [B, T, V] if keys[-1]
+    is "head", otherwise [B, T, D].
+    """
+    for key in keys:
+        params = params_by_key[key]
+        if key == EMBED:
+            x = embed(model, params, x)
+        elif key == HEAD:
+            x = head(model, params, x)
+        else:
+            x = decoder_layer(model, layer_index(key), params, x, rotary)
+    return x
+
+
+def _attention(model: ModelSpec, at: str, params: Params, x_BTD: Tensor, rotary: Rotary) -> Tensor:
+    B, T, D = x_BTD.shape
+    query_BHTK = _heads(functional.linear(x_BTD, params[at + "q_proj.weight"]), model.num_heads)
+    key_BGTK = _heads(functional.linear(x_BTD, params[at + "k_proj.weight"]), model.num_kv_heads)
+    value_BGTK = _heads(functional.linear(x_BTD, params[at + "v_proj.weight"]), model.num_kv_heads)
+    out_BHTK = functional.scaled_dot_product_attention(
+        _rotate(query_BHTK, rotary),
+        _rotate(key_BGTK, rotary),
+        value_BGTK,
+        is_causal=True,
+        enable_gqa=model.num_heads != model.num_kv_heads,
+    )
+    return functional.linear(out_BHTK.transpose(1, 2).reshape(B, T, D), params[at + "o_proj.weight"])
+
+
+def _heads(x_BTD: Tensor, num_heads: int) -> Tensor:
+    B, T, D = x_BTD.shape
+    return x_BTD.view(B, T, num_heads, D // num_heads).transpose(1, 2)
+
+
+def _rotate(x_BHTK: Tensor, rotary: Rotary) -> Tensor:
+    """Turn each pair (k, k + K/2) by its position's angle: Hugging Face's `rotate_half`."""
+    T = x_BHTK.shape[2]
+    first, second = x_BHTK.chunk(2, dim=-1)
+    cos_TK, sin_TK = rotary[0][:T], rotary[1][:T]
+    return x_BHTK * cos_TK + torch.cat((-second, first), dim=-1) * sin_TK
