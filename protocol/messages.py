@@ -108,16 +108,48 @@ class HeartbeatReply(_Message, frozen=True):
     """The run has reached its last step."""
 
 
+class TermRequest(_Message, frozen=True):
+    """A member of the live plan asks the other members for `term`, before it proposes a plan in it."""
+
+    term: int
+    live: bytes
+    """The sender's live plan; whoever obeys an older one adopts it first."""
+    handed_over: bool
+    """The coordinator itself gave the term away, so members that still hear it need not wait until they do not."""
+
+
+class TermGrant(_Message, frozen=True):
+    """Granted: the sender votes for no plan of a lower term any more, nor for another coordinator's of this one."""
+
+    granted: bool
+    reason: str = ""
+    term: int = 0
+    """The highest term that the sender has granted or obeyed."""
+    live: bytes = b""
+    """Its live plan, if newer than the request's."""
+    accepted: bytes = b""
+    """What it has voted for after the live plan, which may be live by now: the candidate must finish it first."""
+    accepted_term: int = 0
+    """In which term it voted for that."""
+
+
 class PlanOffer(_Message, frozen=True):
     """A coordinator asks a member of the predecessor to acknowledge `plan`; laggards find its predecessor enclosed."""
 
+    term: int
+    """In which the sender offers it: the plan's own, or a later one when it finishes a dead coordinator's plan."""
     plan: bytes
     predecessor: bytes
+    """Empty if both do not fit in one message; laggards then learn it from their next heartbeat."""
 
 
 class PlanVote(_Message, frozen=True):
     accepted: bool
     reason: str = ""
+    term: int = 0
+    """The highest term that the sender has granted or obeyed."""
+    live: bytes = b""
+    """Its live plan, if newer than the offer's predecessor."""
 
 
 class PlanLive(_Message, frozen=True):
@@ -131,6 +163,12 @@ class HandOver(_Message, frozen=True):
 
     plan: bytes
     roster: tuple[tuple[PeerID, Advert], ...]
+    version: int = 0
+    """Highest version committed anywhere, as far as the sender knows."""
+    loss: float | None = None
+    validation_loss: float | None = None
+    elapsed_s: float = 0.0
+    """Since the run's first plan."""
 
 
 class Leave(_Message, frozen=True):
@@ -305,6 +343,8 @@ class Refusal(_Message, frozen=True):
 Message = (
     Heartbeat
     | HeartbeatReply
+    | TermRequest
+    | TermGrant
     | PlanOffer
     | PlanVote
     | PlanLive
