@@ -1,0 +1,117 @@
+"""The same training in one process with torch's own autograd and optimizers: what a swarm must equal.
+
+Deliberately plain and independent of the swarm's arithmetic: it shares the model's functions, the data, the initial
+weights and the schedule, but not the optimizer kernels, the clipping or the flat state.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grad_norm_
+
+from shoal.peer.data.corpus import Corpus
+from shoal.peer.data.microbatch import microbatch, validation_microbatch
+from shoal.peer.model.layout import all_layer_keys, init_layer, layer_layout
+from shoal.peer.model.llama import Params, loss, rotary_tables, run_layers
+from shoal.peer.model.schedule import learning_rate
+from shoal.protocol.spec import OptimizerSpec, RunSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepLoss:
+    """One optimizer step."""
+
+    step: int
+    loss: float
+    """Mean over the step's microbatches, in nats a token, with the weights before the step."""
+    grad_norm: float
+    """Of the whole model, before clipping."""
+    seconds: float
+
+
+OnStep = Callable[[StepLoss, Mapping[str, Params]], None]
+"""(what the step was, parameters after it by layer key and tensor name). They change in place at the next step."""
+
+
+def train(spec: RunSpec, corpus: Corpus, *, steps: int, on_step: OnStep | None = None) -> Iterator[StepLoss]:
+    """Train from the run's initial weights for `steps` steps of its schedule."""
+    keys = all_layer_keys(spec.model)
+    params_by_key = _initial(spec)
+    tensors = [tensor for params in params_by_key.values() for tensor in params.values()]
+    optimizer = _optimizer(spec.optimizer, tensors)
+    rotary = rotary_tables(spec.model)
+    M = spec.training.microbatches_per_step
+    for step in range(steps):
+        started_s = time.perf_counter()
+        optimizer.zero_grad()
+        total = 0.0
+        for index in range(M):
+            tokens_BT, targets_BT = microbatch(corpus, spec, step, index)
+            value = loss(run_layers(spec.model, keys, params_by_key, tokens_BT, rotary), targets_BT)
+            torch.autograd.backward(value / M)
+            total += value.item()
+        norms = [_clip(list(params.values()), spec.optimizer.clip_norm) for params in params_by_key.values()]
+        _step(spec.optimizer, optimizer, learning_rate(spec.optimizer, step, spec.training.steps))
+        record = StepLoss(
+            step=step, loss=total / M, grad_norm=math.hypot(*norms), seconds=time.perf_counter() - started_s
+        )
+        if on_step is not None:
+            on_step(record, params_by_key)
+        yield record
+
+
+@torch.no_grad()
+def validate(spec: RunSpec, corpus: Corpus, params_by_key: Mapping[str, Params]) -> float:
+    """Mean loss over the run's validation microbatches, in nats a token."""
+    keys = all_layer_keys(spec.model)
+    rotary = rotary_tables(spec.model)
+    total = 0.0
+    for index in range(spec.training.validation_microbatches):
+        tokens_BT, targets_BT = validation_microbatch(corpus, spec, index)
+        total += loss(run_layers(spec.model, keys, params_by_key, tokens_BT, rotary), targets_BT).item()
+    return total / spec.training.validation_microbatches
+
+
+def _initial(spec: RunSpec) -> dict[str, dict[str, Tensor]]:
+    """Leaf tensors of version 0, by layer key and name."""
+    return {
+        key: layer_layout(spec.model, key).leaves(init_layer(spec.model, key, spec.seed))
+        for key in all_layer_keys(spec.model)
+    }
+
+
+def _optimizer(spec: OptimizerSpec, tensors: list[Tensor]) -> torch.optim.Optimizer:
+    """torch's optimizer; matrices decay, norms do not."""
+    groups = [
+        {"params": [tensor for tensor in tensors if tensor.ndim > 1], "weight_decay": spec.weight_decay},
+        {"params": [tensor for tensor in tensors if tensor.ndim == 1], "weight_decay": 0.0},
+    ]
+    betas = (spec.beta1, spec.beta2)
+    match spec.name:
+        case "adamw":
+            return torch.optim.AdamW(groups, betas=betas, eps=spec.epsilon)
+        case "nadam":
+            return torch.optim.NAdam(
+                groups, betas=betas, eps=spec.epsilon, decoupled_weight_decay=True, momentum_decay=math.inf
+            )
+        case "sgd":
+            return torch.optim.SGD([group | {"weight_decay": 0.0} for group in groups], momentum=spec.beta1)
+
+
+def _step(spec: OptimizerSpec, optimizer: torch.optim.Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    if spec.name == "sgd":  # torch's SGD only knows weight decay through the gradient
+        with torch.no_grad():
+            for tensor in optimizer.param_groups[0]["params"]:
+                tensor.mul_(1 - rate * spec.weight_decay)
+    optimizer.step()
+
+
+def _clip(tensors: list[Tensor], clip_norm: float) -> float:
+    """Clip one layer; its norm before."""
+    return float(clip_grad_norm_(tensors, clip_norm or math.inf))
