@@ -43,6 +43,7 @@ class Unreachable(ShoalError):
     def __init__(self, peer_id: str, why: str) -> None:
         super().__init__(f"peer {peer_id[-8:]} is unreachable: {why}")
         self.peer_id = peer_id
+        self.why = why
 
 
 class Refused(ShoalError):

@@ -18,11 +18,12 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final
 
+from xxhash import xxh3_64, xxh3_64_intdigest
+
 from shoal.protocol.errors import RemoteError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import FRAME_META_BYTES_MAX, FRAME_PAYLOAD_BYTES_MAX, STREAM_CREDIT_BYTES
 from shoal.protocol.ports import Payload
-from xxhash import xxh3_64, xxh3_64_intdigest
 
 _MAGIC: Final = b"SHL1"
 _END_MARKER: Final = b"1LHS"
@@ -120,7 +121,7 @@ def decode_header(raw: bytes | bytearray | memoryview, *, source: PeerID, sequen
         raise RemoteError(source, "sent a frame header that was damaged on the way")
     if got_sequence != sequence:
         raise RemoteError(source, f"sent frame {got_sequence} where {sequence} comes next")
-    if kind not in FrameType or (kind == FrameType.HELLO) != (sequence == 0):
+    if kind > max(FrameType) or (kind == FrameType.HELLO) != (sequence == 0):
         raise RemoteError(source, f"sent a frame of type {kind} as number {sequence}")
     if meta_bytes > FRAME_META_BYTES_MAX:
         raise RemoteError(

@@ -11,6 +11,8 @@ CONTROL_DEPTH_MAX: Final = 8
 """Nesting of a control message. Ours nest four deep; hivemind's own DHT records two."""
 RECORD_BYTES_MAX: Final = 32 * 1024
 """A directory value. From 4 MiB hivemind stores it nowhere and says True; small records also keep a get fast."""
+RECORD_EXPIRES_S_MAX: Final = 24 * 3600
+"""How far ahead a directory record may expire: nodes keep what strangers store until then."""
 
 FRAME_META_BYTES_MAX: Final = 4 * 1024
 """The header of one tensor frame."""

@@ -1,0 +1,289 @@
+"""One p2pd child process and our connection to it: started, watched, started again when it dies, cleaned up.
+
+The daemon owns the network: its death closes every stream and forgets every handler. So whoever registers something
+with it does so in a setup hook, which runs at the first start and after every restart.
+"""
+
+import asyncio
+import contextvars
+import fcntl
+import logging
+import shutil
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+from hivemind.p2p import P2P
+from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError
+
+from shoal.protocol.errors import TransportError
+from shoal.protocol.identity import Identity
+from shoal.protocol.live import guard, leftovers
+from shoal.protocol.live.listen import keep_ports, refuse_ports_in_use
+
+logger = logging.getLogger(__name__)
+
+Setup = Callable[[P2P], Awaitable[None]]
+
+_PULSE_S = 15.0
+"""How often the daemon is asked who it is: it answers in a millisecond, and its visible addresses change over time."""
+_PULSE_TIMEOUT_S = 10.0
+_STOP_TIMEOUT_S = 5.0
+_RESTART_WAITS_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 15.0)
+
+_starting: contextvars.ContextVar[Any] = contextvars.ContextVar("_starting")
+
+
+class _DetachedP2P(P2P):  # type: ignore[misc]  # hivemind is untyped
+    """In its own session: Ctrl-C reaches the whole foreground process group, and a drain still needs its daemon."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        _starting.set(self)  # `create` drops the instance when it fails, and with it the name of its socket file
+
+    @staticmethod
+    def _make_process_args(*args: Any, **kwargs: Any) -> list[str]:
+        command: list[str] = P2P._make_process_args(*args, **kwargs)
+        setsid = shutil.which("setsid")  # execs in place, so the process id stays the daemon's
+        return [setsid, *command] if setsid else command
+
+
+class Daemon:
+    """Keeps one p2pd alive.
+
+    Args:
+        state_dir: holds the key file, the lock that keeps two peers from sharing one identity, and the names of what
+            must be removed should this process be killed.
+        listen: multiaddrs over TCP; port 0 lets the system choose, and a restart keeps its choice.
+        relays: multiaddrs of peers whose relay service may be used behind a NAT.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        state_dir: Path,
+        *,
+        listen: Sequence[str],
+        announce: Sequence[str],
+        relays: Sequence[str],
+        use_relay: bool,
+    ) -> None:
+        self._identity = identity
+        self._state_dir = state_dir
+        self._asked = tuple(listen)
+        self._listen = tuple(listen)
+        self._announce = tuple(announce)
+        self._relays = tuple(relays)
+        self._use_relay = use_relay
+        self._setups: list[Setup] = []
+        self._p2p: Any = None
+        self._up = asyncio.Event()
+        self._watcher: asyncio.Task[None] | None = None
+        self._lock: IO[bytes] | None = None
+        self.visible: tuple[Any, ...] = ()
+        """Multiaddrs under which others may reach us, without `/p2p/…`."""
+        self.restarts = 0
+        self.on_restart: list[Callable[[], Coroutine[Any, Any, None]]] = []
+        self._callbacks: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        """Raises: TransportError."""
+        guard.install()
+        self._state_dir.mkdir(parents=True, exist_ok=True)
+        self._take_lock()
+        try:
+            await leftovers.clear(self._state_dir)
+            self._identity_path().unlink(missing_ok=True)
+            self._identity.save(self._identity_path())
+            await self._launch()
+        except BaseException:
+            self._release()
+            raise
+        self._up.set()
+        self._watcher = asyncio.create_task(self._watch(), name="p2pd watcher")
+
+    @property
+    def process_id(self) -> int:
+        return int(self._p2p._child.pid)
+
+    async def p2p(self) -> Any:
+        """hivemind's P2P of the running daemon; waits while it restarts."""
+        await self._up.wait()
+        return self._p2p
+
+    async def add_setup(self, setup: Setup) -> None:
+        """Run `setup` on the daemon now and after every restart."""
+        self._setups.append(setup)
+        await setup(await self.p2p())
+
+    def remove_setup(self, setup: Setup) -> None:
+        with suppress(ValueError):
+            self._setups.remove(setup)
+
+    async def close(self) -> None:
+        """Leaves no process, no task and no socket file. Again does nothing."""
+        tasks = [task for task in (self._watcher, *self._callbacks) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._watcher = None
+        if self._p2p is not None:
+            p2p, self._p2p = self._p2p, None
+            self._up.clear()
+            await _stop(p2p)
+        self._release()
+
+    def _identity_path(self) -> Path:
+        return self._state_dir / "p2pd.key"
+
+    def _take_lock(self) -> None:
+        lock = open(self._state_dir / "lock", "wb")  # noqa: SIM115 - held until close()
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            lock.close()
+            raise TransportError(
+                f"another peer runs with the state folder {self._state_dir}: give each its own"
+            ) from None
+        self._lock = lock
+
+    def _release(self) -> None:
+        leftovers.forget(self._state_dir)
+        self._identity_path().unlink(missing_ok=True)
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    async def _launch(self) -> None:
+        refuse_ports_in_use(self._listen)
+        nat = self._use_relay and not all("/127.0.0.1/" in at or "/ip6/::1/" in at for at in self._listen)
+        try:
+            p2p = await _DetachedP2P.create(
+                host_maddrs=self._listen,
+                announce_maddrs=self._announce or None,
+                identity_path=str(self._identity_path()),
+                check_if_identity_free=False,  # it starts a second daemon, and reads RSA keys only
+                tls=True,
+                use_relay=self._use_relay,
+                use_auto_relay=nat and bool(self._relays),
+                trusted_relays=self._relays or None,
+                auto_nat=nat,
+                nat_port_map=nat,
+            )
+        except (P2PDaemonError, OSError, asyncio.IncompleteReadError) as error:
+            if (failed := _starting.get(None)) is not None:
+                await _stop(failed)
+            raise TransportError(f"the network daemon did not start: {_last_words(error)}") from error
+        guard.mend_control(p2p._client.control)
+        leftovers.remember(self._state_dir, p2p._child.pid, _socket_paths(p2p))
+        self._p2p = p2p
+        self.visible = tuple(p2p._visible_maddrs)
+        self._listen = keep_ports(self._listen, [str(address) for address in self.visible])
+
+    async def _watch(self) -> None:
+        while True:
+            reason = await self._death()
+            self._up.clear()
+            process_id, began_s = self.process_id, time.monotonic()
+            fail_pending_calls(self._p2p)
+            await _stop(self._p2p)
+            await self._relaunch()
+            self.restarts += 1
+            logger.error(
+                "the network daemon (process %d) %s; restarted as process %d on %s after %.1f s",
+                process_id,
+                reason,
+                self.process_id,
+                ", ".join(self._listen),
+                time.monotonic() - began_s,
+            )
+            for callback in self.on_restart:
+                task = asyncio.create_task(callback(), name="after a daemon restart")
+                self._callbacks.add(task)
+                task.add_done_callback(self._callbacks.discard)
+
+    async def _death(self) -> str:
+        """Wait until the daemon is of no use any more. Returns: what happened to it."""
+        exited = asyncio.ensure_future(self._p2p._child.wait())
+        silent = self._p2p._client.control._read_task
+        try:
+            while True:
+                await asyncio.wait({exited, silent}, timeout=_PULSE_S, return_when=asyncio.FIRST_COMPLETED)
+                if exited.done():
+                    return f"ended with status {exited.result()}"
+                if silent.done():
+                    return "closed its control connection"
+                if not await self._pulse():
+                    return f"did not answer for {_PULSE_TIMEOUT_S:g} s"
+        finally:
+            exited.cancel()
+
+    async def _pulse(self) -> bool:
+        try:
+            async with asyncio.timeout(_PULSE_TIMEOUT_S):
+                _, visible = await self._p2p._client.identify()
+        except TimeoutError:
+            return False
+        except Exception as error:  # it just died, or could not say: the next look at the process will tell
+            logger.debug("the daemon's answer could not be read: %r", error)
+            return True
+        self.visible = tuple(visible) or self.visible
+        return True
+
+    async def _relaunch(self) -> None:
+        for attempt in range(10**9):
+            await asyncio.sleep(_RESTART_WAITS_S[min(attempt, len(_RESTART_WAITS_S) - 1)])
+            try:
+                await self._launch()
+                break
+            except TransportError as error:
+                logger.error("%s; trying again", error)
+                if attempt >= len(_RESTART_WAITS_S):
+                    self._listen = self._asked  # somebody else has the port that the system chose for us
+        for setup in tuple(self._setups):
+            try:
+                await setup(self._p2p)
+            except Exception:
+                logger.exception("a part of this peer did not come back after the daemon's restart")
+        self._up.set()
+
+
+def fail_pending_calls(p2p: Any) -> None:
+    """hivemind leaves the futures of unanswered calls for ever when the daemon dies."""
+    for future in tuple(p2p._client.control._pending_calls.values()):
+        if not future.done():
+            future.set_exception(P2PDaemonError("the network daemon of this peer died"))
+
+
+def _socket_paths(p2p: Any) -> list[Path]:
+    addresses = (p2p._daemon_listen_maddr, p2p._client_listen_maddr)
+    return [Path(address.value_for_protocol("unix")) for address in addresses]
+
+
+def _last_words(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return text[-1][-300:].strip("[]") if text else repr(error)
+
+
+async def _stop(p2p: Any) -> None:
+    """Shut down with nothing left: hivemind cancels its tasks but does not wait, and forgets a dead daemon's socket."""
+    control = getattr(p2p._client, "control", None)
+    tasks = [p2p._listen_task, p2p._reader_task]
+    if control is not None:
+        tasks += [control._read_task, control._write_task, *control._handler_tasks.values()]
+    tasks = [task for task in tasks if task is not None]
+    p2p._terminate()
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    if p2p._child is not None:
+        try:
+            async with asyncio.timeout(_STOP_TIMEOUT_S):
+                await p2p._child.wait()
+        except TimeoutError:
+            p2p._child.kill()
+            await p2p._child.wait()
+    for path in _socket_paths(p2p):
+        path.unlink(missing_ok=True)

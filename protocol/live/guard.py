@@ -1,0 +1,138 @@
+"""What hivemind 1.1.12 leaves open, closed before the first node or daemon starts.
+
+Everything here is in reach of any stranger on the DHT, or of a badly timed timeout; each function names the hole.
+"""
+
+import asyncio
+import math
+import struct
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgpack  # type: ignore[import-untyped]
+from hivemind.dht.validation import DHTRecord, RecordValidatorBase
+from hivemind.utils.serializer import MSGPackSerializer
+from hivemind.utils.timed_storage import TimedStorage
+
+from shoal.protocol.depth import TooDeep, check_depth
+from shoal.protocol.limits import RECORD_BYTES_MAX, RECORD_EXPIRES_S_MAX
+
+_TUPLE_EXT = 0x40
+_DICTIONARY_EXT = 0x50
+_NESTED_LOADS_MAX = 2
+"""A record list decodes its extension with a second `loads`; nothing honest needs a third."""
+_SUBKEY_BYTES_MAX = 256
+
+_nesting = threading.local()
+
+
+def install() -> None:
+    """Guard every decoder and store of this process. Call it before a node or daemon starts; again does nothing."""
+    if getattr(MSGPackSerializer.loads, "__func__", None) is not _guarded_loads:
+        MSGPackSerializer.loads = classmethod(_guarded_loads)
+        MSGPackSerializer._decode_ext_types = classmethod(_guarded_ext(MSGPackSerializer._decode_ext_types.__func__))
+        TimedStorage.store = _keep_the_later(TimedStorage.store)
+
+
+def _guarded_loads(cls: Any, buf: bytes) -> object:
+    """Hole: nested extension types recurse in C; 937 bytes end the process. 0x50 recurses by way of `loads` itself."""
+    nested = getattr(_nesting, "loads", 0)
+    if nested >= _NESTED_LOADS_MAX:
+        raise TooDeep(f"extension types nest deeper than {_NESTED_LOADS_MAX}")
+    check_depth(buf)
+    _nesting.loads = nested + 1
+    try:
+        return msgpack.loads(buf, ext_hook=cls._decode_ext_types, raw=False)
+    finally:
+        _nesting.loads = nested
+
+
+def _guarded_ext(decode: Callable[[Any, int, bytes], object]) -> Callable[[Any, int, bytes], object]:
+    """Hole: any type that was ever registered is built from a stranger's bytes (0x51 looks names up in torch)."""
+
+    def decode_known(cls: Any, type_code: int, data: bytes) -> object:
+        if type_code not in (_TUPLE_EXT, _DICTIONARY_EXT):
+            raise TooDeep(f"extension type {type_code} has no place in a record")
+        return decode(cls, type_code, data)
+
+    return decode_known
+
+
+def _keep_the_later(store: Callable[..., bool]) -> Callable[..., bool]:
+    """Hole: storing an older copy of a record is refused, but the record then expires with the older copy."""
+
+    def store_later(self: Any, key: Any, value: Any, expiration_time: float) -> bool:
+        held = self.data.get(key)
+        if held is not None and not self.frozen and held.expiration_time >= expiration_time:
+            return False
+        return store(self, key, value, expiration_time)
+
+    return store_later
+
+
+class RecordGate(RecordValidatorBase):  # type: ignore[misc]
+    """Lets only our kind of record into this node: subkey a string, value opaque bytes, both small, expiring soon.
+
+    Holes: a record without a subkey replaces all subkeys under its key; sizes and expiry have no bound.
+
+    Args:
+        accept: (subkey, value) -> whether the record may be kept and handed on.
+    """
+
+    def __init__(self, accept: Callable[[str, bytes], bool] | None = None) -> None:
+        self._accept = accept
+
+    def validate(self, record: DHTRecord) -> bool:
+        seconds_left = record.expiration_time - time.time()
+        if not math.isfinite(seconds_left) or seconds_left > RECORD_EXPIRES_S_MAX:
+            return False
+        subkey = _subkey(record.subkey)
+        value = _value(record.value)
+        return subkey is not None and value is not None and (self._accept is None or self._accept(subkey, value))
+
+
+def _subkey(packed: bytes) -> str | None:
+    """The string in `packed`, or None if it is something else."""
+    # fixstr, str 8, str 16 (msgpack specification, "formats"); anything else is not handed to a decoder at all
+    if not 0 < len(packed) <= _SUBKEY_BYTES_MAX or not (0xA0 <= packed[0] <= 0xBF or packed[0] in (0xD9, 0xDA)):
+        return None
+    try:
+        unpacked = msgpack.loads(packed, raw=False)
+    except (ValueError, msgpack.UnpackException):
+        return None
+    return unpacked if isinstance(unpacked, str) else None
+
+
+def _value(packed: bytes) -> bytes | None:
+    """The bytes in `packed`, or None if it is something else."""
+    for head, layout in ((b"\xc4", ">B"), (b"\xc5", ">H")):  # bin 8, bin 16
+        at = 1 + struct.calcsize(layout)
+        if packed[:1] == head and len(packed) >= at and struct.unpack_from(layout, packed, 1)[0] == len(packed) - at:
+            return packed[at:] if len(packed) - at <= RECORD_BYTES_MAX else None
+    return None
+
+
+class _Unanswered(dict[Any, asyncio.Future[Any]]):
+    """Hole: an answer that meets a call cancelled in the same turn of the loop raises in the only reader task,
+    after which no call of this process is ever answered again.
+    """
+
+    def __contains__(self, call_id: object) -> bool:
+        future = self.get(call_id)
+        return future is not None and not future.done()
+
+
+class _Running(dict[Any, asyncio.Task[Any]]):
+    """Hole: the task of a call that its caller cancelled stays in the table for ever."""
+
+    def __setitem__(self, call_id: Any, task: asyncio.Task[Any]) -> None:
+        super().__setitem__(call_id, task)
+        task.add_done_callback(lambda _: self.pop(call_id, None))
+
+
+def mend_control(control: Any) -> None:
+    """Mend a fresh `ControlClient` in place."""
+    control._pending_calls = _Unanswered(control._pending_calls)
+    control._handler_tasks = _Running()

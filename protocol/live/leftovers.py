@@ -1,0 +1,66 @@
+"""What a killed peer leaves behind: a daemon in its last second, and socket files in the system's temporary folder.
+
+The names are written down while a daemon runs; the next start in the same state folder (whose lock it holds, so the
+former owner is gone) waits for that daemon and removes its files. Nothing else in the temporary folder is touched.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+_FILE = "p2pd.json"
+_GRACE_S = 4.0
+"""A daemon whose parent was killed ends by itself after 1.6 s."""
+
+
+def remember(state_dir: Path, process_id: int, sockets: Sequence[Path]) -> None:
+    (state_dir / _FILE).write_text(json.dumps({"process_id": process_id, "sockets": [str(path) for path in sockets]}))
+
+
+def forget(state_dir: Path) -> None:
+    (state_dir / _FILE).unlink(missing_ok=True)
+
+
+async def clear(state_dir: Path) -> None:
+    """Wait for (at last: end) the former daemon, and remove the socket files that nobody listens on."""
+    try:
+        record = json.loads((state_dir / _FILE).read_text())
+        process_id, sockets = int(record["process_id"]), [Path(path) for path in record["sockets"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    loop = asyncio.get_running_loop()
+    deadline_s = loop.time() + _GRACE_S
+    while _is_daemon(process_id, sockets) and loop.time() < deadline_s:  # noqa: ASYNC110
+        await asyncio.sleep(0.1)  # it is not our child, so nobody tells us when it ends
+    if _is_daemon(process_id, sockets):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process_id, signal.SIGKILL)
+    for path in sockets:
+        if path.name.startswith("hivemind-p2p") and _is_dead_socket(path):
+            path.unlink(missing_ok=True)
+    forget(state_dir)
+
+
+def _is_daemon(process_id: int, sockets: Sequence[Path]) -> bool:
+    """Whether that process still is the daemon of these sockets: process ids are used again."""
+    try:
+        command = Path(f"/proc/{process_id}/cmdline").read_bytes()
+    except OSError:
+        return False
+    return any(str(path).encode() in command for path in sockets)
+
+
+def _is_dead_socket(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            return False
+    return False

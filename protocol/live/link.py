@@ -1,0 +1,192 @@
+"""One end of one raw stream after its handshake: frames in, pieces out, without a copy of the payload.
+
+hivemind hands out a `StreamReader` and a `StreamWriter`. They serve for the HELLO frame each side sends; then this
+protocol takes the socket over, so that the kernel writes a payload where it will stay. Between the two nothing can be
+lost: the sender is silent until it has read the receiver's HELLO.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from shoal.protocol.envelope import seal, unseal
+from shoal.protocol.errors import RemoteError
+from shoal.protocol.frames import (
+    PIECE_BYTES,
+    CreditWindow,
+    Frame,
+    FrameAssembler,
+    FrameType,
+    encode_credit,
+    encode_frame,
+)
+from shoal.protocol.identity import Identity, PeerID
+from shoal.protocol.limits import PROTOCOL_VERSION
+from shoal.protocol.ports import Payload
+
+_HANDSHAKE_TIMEOUT_S = 10.0
+
+
+class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """`to` keeps a receiver from showing a sender's HELLO to a third peer."""
+
+    version: int
+    to: PeerID
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_HELLO = msgspec.msgpack.Decoder(Hello)
+
+
+class Link(asyncio.BufferedProtocol):
+    """Args: on_frame, on_lost: called from the loop; `on_lost` once, with why."""
+
+    def __init__(
+        self, peer: PeerID, *, on_frame: Callable[["Link", Frame], None], on_lost: Callable[["Link", str], None]
+    ) -> None:
+        self.peer = peer
+        self.window = CreditWindow()
+        self.lost = asyncio.Event()
+        self.why_lost = "the stream ended"
+        self._on_frame = on_frame
+        self._on_lost = on_lost
+        self._sequence = 0
+        self._writable = asyncio.Event()
+        self._writable.set()
+        self._transport: asyncio.Transport
+        self._writer: asyncio.StreamWriter
+        self._assembler: FrameAssembler
+
+    async def open(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        identity: Identity,
+        *,
+        run: str,
+        calls: bool,
+        on_open: Callable[["Link"], None] | None = None,
+    ) -> None:
+        """Exchange HELLOs and take the socket over.
+
+        Args:
+            calls: whether this side opened the stream and will send DATA; the other side sends CREDIT.
+            on_open: called before the first frame can arrive.
+        Raises: RemoteError; OSError, EOFError, TimeoutError: the connection broke or the peer stays silent.
+        """
+        self._writer = writer  # its finalizer would close the connection
+        self._assembler = FrameAssembler(self.peer, window=None if calls else self.window)
+        try:
+            async with asyncio.timeout(_HANDSHAKE_TIMEOUT_S):
+                if calls:
+                    self._write_hello(writer, identity, run)
+                    await writer.drain()
+                self._check_hello(await self._read_frame(reader), identity.peer_id, run)
+                self._take_over(writer)
+                if on_open is not None:
+                    on_open(self)
+                if not calls:
+                    self._write_hello(writer, identity, run)
+        except BaseException:
+            writer.close()
+            raise
+
+    def _write_hello(self, writer: asyncio.StreamWriter, identity: Identity, run: str) -> None:
+        body = _ENCODER.encode(Hello(PROTOCOL_VERSION, self.peer))
+        meta = seal(identity, "hello", run=run, term=0, sequence=0, body=body)
+        writer.write(b"".join(encode_frame(FrameType.HELLO, self._next_sequence(), meta, b"")))
+
+    async def _read_frame(self, reader: asyncio.StreamReader) -> Frame:
+        while True:
+            room = self._assembler.buffer()
+            try:
+                room[:] = await reader.readexactly(len(room))
+            except asyncio.IncompleteReadError as error:
+                raise EOFError("it closed the stream instead of saying hello") from error
+            frame = self._assembler.advance(len(room))
+            if frame is not None:
+                return frame
+
+    def _check_hello(self, frame: Frame, own_id: PeerID, run: str) -> None:
+        envelope = unseal(frame.meta, "hello", run=run, source=self.peer)
+        try:
+            hello = _HELLO.decode(envelope.body)
+        except msgspec.DecodeError as error:
+            raise RemoteError(self.peer, f"sent an unreadable hello ({error})") from error
+        if hello.version != PROTOCOL_VERSION:
+            raise RemoteError(self.peer, f"speaks protocol {hello.version}, this is {PROTOCOL_VERSION}")
+        if hello.to != own_id:
+            raise RemoteError(self.peer, "sent a hello that was meant for someone else")
+
+    def _take_over(self, writer: asyncio.StreamWriter) -> None:
+        transport: Any = writer.transport
+        if transport.is_closing():
+            raise EOFError("the stream ended")
+        transport.pause_reading()
+        transport.set_protocol(self)
+        # drained() then means that the kernel has it all, and a caller may use its buffer again
+        transport.set_write_buffer_limits(high=0)
+        self._transport = transport
+        transport.resume_reading()
+
+    def _next_sequence(self) -> int:
+        self._sequence += 1
+        return self._sequence - 1
+
+    async def write_frame(self, meta: bytes, payload: Payload) -> None:
+        """Returns when the kernel has every byte. Raises: EOFError: the stream broke."""
+        pieces = encode_frame(FrameType.DATA, self._next_sequence(), meta, payload)
+        if memoryview(payload).nbytes <= PIECE_BYTES // 8:
+            pieces = iter([b"".join(pieces)])  # one write is cheaper than three when there is little to copy
+        for piece in pieces:
+            if self.lost.is_set():
+                raise EOFError(self.why_lost)
+            self._transport.write(piece)
+            await self._writable.wait()
+        if self.lost.is_set():
+            raise EOFError(self.why_lost)
+
+    def give_back(self, frame_bytes: int) -> None:
+        """Return the credit of a frame that has been handled."""
+        self.window.give_back(frame_bytes, self.peer)
+        if not self.lost.is_set():
+            self._transport.write(encode_credit(self._next_sequence(), frame_bytes))
+
+    def abort(self, why: str) -> None:
+        """Close now; `on_lost` follows."""
+        if not self.lost.is_set():
+            self.why_lost = why
+            self._transport.abort()
+
+    # asyncio.BufferedProtocol
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._assembler.buffer()
+
+    def buffer_updated(self, nbytes: int) -> None:
+        try:
+            frame = self._assembler.advance(nbytes)
+            if frame is not None:
+                self._on_frame(self, frame)
+        except RemoteError as error:
+            self.abort(str(error))
+
+    def eof_received(self) -> bool:
+        if not self._assembler.at_boundary:
+            self.why_lost = "the stream ended inside a frame"
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if exc is not None:
+            self.why_lost = f"the stream broke ({exc})"
+        self.lost.set()
+        self._writable.set()
+        self._on_lost(self, self.why_lost)
+
+    def pause_writing(self) -> None:
+        self._writable.clear()
+
+    def resume_writing(self) -> None:
+        self._writable.set()

@@ -1,0 +1,48 @@
+"""Which addresses we listen on: refuse a port that is taken, keep the port the system chose."""
+
+import re
+import socket
+from collections.abc import Sequence
+
+from shoal.protocol.errors import TransportError
+
+_TCP = re.compile(r"^/ip([46])/([^/]+)/tcp/(\d+)$")
+
+
+def refuse_ports_in_use(listen: Sequence[str]) -> None:
+    """Try every fixed port first: two p2pd share a port without a word (SO_REUSEPORT), and each gets half the calls.
+
+    Raises: TransportError: a port is taken, or an address is not one to listen on.
+    """
+    for address in listen:
+        match = _TCP.match(address)
+        if match is None:
+            raise TransportError(f"cannot listen on {address!r}: write it as /ip4/ADDRESS/tcp/PORT")
+        version, host, port = match[1], match[2], int(match[3])
+        if port > 65535:
+            raise TransportError(f"cannot listen on {address!r}: ports end at 65535")
+        if port == 0:
+            continue
+        with socket.socket(socket.AF_INET if version == "4" else socket.AF_INET6, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # else our own closed connections count
+            try:
+                probe.bind((host, port))
+            except OSError as error:
+                why = error.strerror or str(error)
+                raise TransportError(f"cannot listen on {host} port {port}: {why.lower()}") from error
+
+
+def keep_ports(listen: Sequence[str], visible: Sequence[str]) -> tuple[str, ...]:
+    """`listen` with every port 0 replaced by the one in `visible`, so that a restart is found where it was.
+
+    Unchanged where `visible` does not tell, because it shows announced addresses only.
+    """
+    kept = []
+    for address in listen:
+        match = _TCP.match(address)
+        if match is not None and match[3] == "0":
+            ports = {found[3] for found in map(_TCP.match, visible) if found is not None and found[1] == match[1]}
+            if len(ports) == 1:
+                address = f"/ip{match[1]}/{match[2]}/tcp/{ports.pop()}"
+        kept.append(address)
+    return tuple(kept)

@@ -1,0 +1,289 @@
+"""The Transport port on libp2p: calls as unary requests, frames on long-lived raw streams.
+
+Handler names carry the protocol version and the run, so peers of another run or version are refused by libp2p itself.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError, P2PHandlerError
+from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID as HivemindPeerID
+from hivemind.utils.multiaddr import Multiaddr
+
+from shoal.protocol.errors import RemoteError, Unreachable
+from shoal.protocol.identity import Identity, PeerID
+from shoal.protocol.limits import ADDRESSES_MAX, CONTROL_BYTES_MAX, PROTOCOL_VERSION
+from shoal.protocol.live.daemon import Daemon
+from shoal.protocol.live.inbox import Inbox
+from shoal.protocol.live.link import Link
+from shoal.protocol.live.outbox import Outbox
+from shoal.protocol.ports import CallHandler, FrameHandler, Payload, Priority
+
+logger = logging.getLogger(__name__)
+
+_DIAL_TIMEOUT_S = 5.0
+_OPEN_TIMEOUT_S = 10.0
+_FLUSH_TIMEOUT_S = 2.0
+_DIALS_AT_ONCE = 16
+_NOT_DIALLED = ("failed to find any peer", "routing: not found", "failed to dial")
+"""Daemon errors after which the request certainly never left, so that it may be sent again."""
+
+
+class LiveTransport:
+    """Made by `start`. `serve` must follow; what arrives before waits for it."""
+
+    def __init__(self, identity: Identity, run: str, daemon: Daemon) -> None:
+        self._identity = identity
+        self._run = run
+        self._daemon = daemon
+        self._addresses: dict[PeerID, tuple[str, ...]] = {}
+        self._outboxes: dict[PeerID, Outbox] = {}
+        self._inboxes: dict[PeerID, Inbox] = {}
+        self._on_call: CallHandler
+        self._on_frame: FrameHandler
+        self._served = asyncio.Event()
+        self._closing = False
+        prefix = f"/shoal/{PROTOCOL_VERSION}/{run}"
+        self._call_name, self._frames_name = f"{prefix}/call", f"{prefix}/frames"
+
+    @classmethod
+    async def start(
+        cls,
+        identity: Identity,
+        *,
+        run: str,
+        state_dir: Path,
+        listen: Sequence[str] = ("/ip4/127.0.0.1/tcp/0",),
+        announce: Sequence[str] = (),
+        initial_peers: Sequence[str] = (),
+        use_relay: bool = True,
+    ) -> "LiveTransport":
+        """Start the network daemon and connect to whichever initial peers answer.
+
+        Args:
+            listen, announce: multiaddrs without `/p2p/…`; announce replaces what others are told.
+            initial_peers: multiaddrs with `/p2p/…`. None of them needs to be up: a bootstrap peer may be the one down.
+        Raises: TransportError: the daemon cannot start, a port is in use, or the state folder is another peer's.
+        """
+        daemon = Daemon(
+            identity, state_dir, listen=listen, announce=announce, relays=initial_peers, use_relay=use_relay
+        )
+        await daemon.start()
+        self = cls(identity, run, daemon)
+        try:
+            for address in initial_peers:
+                self._remember(*_split(address))
+            await daemon.add_setup(self._set_up)
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    @property
+    def peer_id(self) -> PeerID:
+        return self._identity.peer_id
+
+    @property
+    def daemon(self) -> Daemon:
+        return self._daemon
+
+    def on_restart(self, callback: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run `callback` each time the network daemon had to be restarted and knows its peers again."""
+        self._daemon.on_restart.append(callback)
+
+    @property
+    def run(self) -> str:
+        return self._run
+
+    def addresses(self) -> tuple[str, ...]:
+        return tuple(f"{address}/p2p/{self.peer_id}" for address in map(str, self._daemon.visible))[:ADDRESSES_MAX]
+
+    def serve(self, *, on_call: CallHandler, on_frame: FrameHandler) -> None:
+        assert not self._served.is_set(), "serve() is called once"
+        self._on_call, self._on_frame = on_call, on_frame
+        self._served.set()
+
+    async def introduce(self, peer: PeerID, addresses: Sequence[str]) -> None:
+        """Remember where `peer` is and connect to it. Never raises, and takes at most five seconds."""
+        if peer == self.peer_id:
+            return
+        self._remember(peer, addresses)
+        await self._dial(peer)
+
+    async def connected(self) -> frozenset[PeerID]:
+        """Peers that the daemon holds a connection to, whoever opened it."""
+        p2p = await self._daemon.p2p()
+        return frozenset(PeerID(info.peer_id.to_base58()) for info in await p2p.list_peers())
+
+    async def call(self, peer: PeerID, request: bytes, *, timeout_s: float) -> bytes:
+        if len(request) > CONTROL_BYTES_MAX:
+            raise ValueError(f"a call of {len(request)} bytes is larger than the {CONTROL_BYTES_MAX} that are answered")
+        try:
+            async with asyncio.timeout(timeout_s):
+                try:
+                    return await self._call(peer, request)
+                except P2PDaemonError as error:
+                    if not _may_repeat(error) or not await self._dial(peer):
+                        raise
+                    return await self._call(peer, request)
+        except TimeoutError as error:
+            raise Unreachable(peer, f"no answer in {timeout_s:g} s") from error
+        except (P2PDaemonError, P2PHandlerError, OSError, EOFError, ValueError) as error:
+            raise Unreachable(peer, _reason(error)) from error
+
+    async def send(self, peer: PeerID, meta: bytes, payload: Payload, *, priority: Priority) -> None:
+        if self._closing:
+            raise Unreachable(peer, "this peer is closing")
+        outbox = self._outboxes.get(peer)
+        if outbox is None:
+            outbox = self._outboxes[peer] = Outbox(peer, partial(self._open_link, peer))
+        await outbox.send(meta, payload, priority)
+
+    async def close(self) -> None:
+        """Give frames that have left two seconds to be handled, then leave nothing running. Again does nothing."""
+        if not self._closing:
+            self._closing = True
+            await self._flush()
+        await asyncio.gather(*(outbox.close() for outbox in self._outboxes.values()))
+        await asyncio.gather(*(inbox.close() for inbox in self._inboxes.values()))
+        await self._daemon.close()
+
+    async def _flush(self) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_FLUSH_TIMEOUT_S):
+                await asyncio.gather(*(outbox.flush() for outbox in self._outboxes.values()))
+
+    async def _set_up(self, p2p: Any) -> None:
+        """Register with a fresh daemon and introduce it to everyone we know."""
+        await p2p._client.add_unary_handler(self._call_name, self._answer)
+        await p2p.add_binary_stream_handler(self._frames_name, self._accept)
+        gate = asyncio.Semaphore(_DIALS_AT_ONCE)
+
+        async def dial(peer: PeerID) -> bool:
+            async with gate:
+                return await self._dial_on(p2p, peer)
+
+        reached = await asyncio.gather(*(dial(peer) for peer in tuple(self._addresses)))
+        if reached and not any(reached):
+            logger.warning("none of the %d known peers can be reached now", len(reached))
+
+    # Calls
+
+    async def _call(self, peer: PeerID, request: bytes) -> bytes:
+        p2p = await self._daemon.p2p()
+        reply: bytes = await p2p._client.call_unary_handler(_hivemind_id(peer), self._call_name, request)
+        return reply
+
+    async def _answer(self, request: bytes, caller: HivemindPeerID) -> bytes:
+        source = PeerID(caller.to_base58())
+        await self._served.wait()
+        try:
+            if len(request) > CONTROL_BYTES_MAX:
+                raise RemoteError(
+                    source, f"sent a call of {len(request)} bytes where {CONTROL_BYTES_MAX} are the limit"
+                )
+            return await self._on_call(source, request)
+        except RemoteError as error:
+            logger.warning("refused a call: %s", error)
+        except Exception:
+            logger.exception("a call of %s could not be answered", source[-8:])
+        raise _CallFailedError  # hivemind sends the exception's repr to the caller: tell it nothing about us
+
+    # Frames
+
+    async def _open_link(self, peer: PeerID, outbox: Outbox) -> Link:
+        try:
+            async with asyncio.timeout(_OPEN_TIMEOUT_S):
+                try:
+                    reader, writer = await self._open_stream(peer)
+                except P2PDaemonError as error:
+                    if not _may_repeat(error) or not await self._dial(peer):
+                        raise
+                    reader, writer = await self._open_stream(peer)
+            link = Link(peer, on_frame=outbox.on_frame, on_lost=outbox.on_lost)
+            await link.open(reader, writer, self._identity, run=self._run, calls=True)
+            return link
+        except TimeoutError as error:
+            raise Unreachable(peer, f"no stream in {_OPEN_TIMEOUT_S:g} s") from error
+        except (P2PDaemonError, OSError, EOFError, ValueError) as error:
+            raise Unreachable(peer, _reason(error)) from error
+
+    async def _open_stream(self, peer: PeerID) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        p2p = await self._daemon.p2p()
+        _, reader, writer = await p2p.call_binary_stream_handler(_hivemind_id(peer), self._frames_name)
+        return reader, writer
+
+    async def _accept(self, info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        source = PeerID(info.peer_id.to_base58())
+        await self._served.wait()
+        inbox = self._inboxes.get(source)
+        if inbox is None:
+            inbox = self._inboxes[source] = Inbox(source, self._on_frame)
+        link = Link(source, on_frame=inbox.on_frame, on_lost=inbox.on_lost)
+        try:
+            await link.open(reader, writer, self._identity, run=self._run, calls=False, on_open=inbox.attach)
+        except RemoteError as error:
+            logger.warning("refused a stream: %s", error)
+        except (OSError, EOFError, TimeoutError) as error:
+            logger.debug("a stream from %s did not open: %r", source[-8:], error)
+        else:
+            await link.lost.wait()
+
+    # Where peers are
+
+    def _remember(self, peer: PeerID, addresses: Sequence[str]) -> None:
+        if addresses:
+            self._addresses[peer] = tuple(addresses[:ADDRESSES_MAX])
+
+    async def _dial(self, peer: PeerID) -> bool:
+        return await self._dial_on(await self._daemon.p2p(), peer)
+
+    async def _dial_on(self, p2p: Any, peer: PeerID) -> bool:
+        """Whether `peer` is connected now, as far as its remembered addresses help."""
+        addresses = self._addresses.get(peer)
+        if not addresses:
+            return False
+        try:
+            async with asyncio.timeout(_DIAL_TIMEOUT_S):
+                await p2p._client.connect(_hivemind_id(peer), [Multiaddr(_split(text)[1][0]) for text in addresses])
+            return True
+        except Exception as error:  # addresses come from strangers, and hivemind's parser raises what it likes
+            logger.debug("cannot connect to %s: %r", peer[-8:], error)
+            return False
+
+
+class _CallFailedError(Exception):
+    """Says to the caller that we failed, and not how."""
+
+
+def _split(address: str) -> tuple[PeerID, tuple[str, ...]]:
+    """`…/p2p/ID` -> (ID, (`…`,)). Without an ID: an empty one."""
+    where, _, peer = address.partition("/p2p/")
+    return PeerID(peer), (where,)
+
+
+def _hivemind_id(peer: PeerID) -> HivemindPeerID:
+    return HivemindPeerID.from_base58(peer)
+
+
+def _may_repeat(error: P2PDaemonError) -> bool:
+    return any(text in str(error) for text in _NOT_DIALLED)
+
+
+def _reason(error: BaseException) -> str:
+    """A few words for a log line."""
+    text = str(error)
+    if isinstance(error, P2PHandlerError):
+        return "it failed to answer"
+    if "protocols not supported" in text:
+        return "it does not take part in this run, or speaks another version of the protocol"
+    if "failed to find any peer" in text or "routing: not found" in text:
+        return "nobody knows its address"
+    if "failed to dial" in text:
+        return "none of its addresses answers"
+    return (text.splitlines() or [repr(error)])[0][:120] or repr(error)
