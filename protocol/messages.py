@@ -303,7 +303,6 @@ class StateOffer(_Message, frozen=True):
 
     version: int
     digests: tuple[tuple[str, str], ...]
-    numel: tuple[tuple[str, int], ...]
     pinned_s: float
 
 

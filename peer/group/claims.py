@@ -1,0 +1,164 @@
+"""Stage 0: gets microbatches from the group's lead, or hands them out as the lead."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from shoal.peer.group.core import GroupCore
+from shoal.peer.outbox import Outbox
+from shoal.peer.pipeline.core import PipelineCore
+from shoal.peer.pipeline.issue import IssueBook
+from shoal.peer.pipeline.microbatch import IndexSet, Microbatch
+from shoal.protocol.endpoint import Endpoint
+from shoal.protocol.errors import Refused, RemoteError, Unreachable
+from shoal.protocol.identity import PeerID
+from shoal.protocol.messages import Claim, Done, Grant, Progress, ValidationReport, ValidationResult
+
+logger = logging.getLogger(__name__)
+
+_PATIENCE_S = 5.0
+"""How long the lead keeps a claim open when everything admissible is taken."""
+_RETRY_S = 0.2
+
+
+class Claims:
+    """One stage-0 replica's supply.
+
+    Args:
+        on_grant: a microbatch is ours to make.
+        on_validation: all validation microbatches of a version are back (only at the lead).
+    """
+
+    def __init__(
+        self,
+        book: IssueBook,
+        group: GroupCore,
+        pipeline: PipelineCore,
+        *,
+        endpoint: Endpoint,
+        on_grant: Callable[[Microbatch], None],
+        on_validation: Callable[[ValidationReport], None],
+    ) -> None:
+        self.book = book
+        self._group = group
+        self._pipeline = pipeline
+        self._endpoint = endpoint
+        self._on_grant = on_grant
+        self._on_validation = on_validation
+        self._outbox = Outbox(endpoint)
+        self._losses: dict[int, dict[int, float]] = {}
+        self._changed = asyncio.Event()
+        self._reached = asyncio.Event()  # set, and replaced, at each new version
+        self._task: asyncio.Task[None] | None = None
+        self._draining = False
+
+    def install(self) -> None:
+        self._endpoint.on(Claim, self._on_claim)
+        self._endpoint.on(ValidationResult, self._on_validation_result)
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._claim_forever(), name="claims")
+
+    def drain(self) -> None:
+        """Claim no more."""
+        self._draining = True
+
+    async def close(self) -> None:
+        if self._task:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await self._outbox.close()
+
+    def reach(self, version: int) -> None:
+        """This replica is at `version`."""
+        self.book.reach(version)
+        for old in [v for v in self._losses if v < version - 4]:
+            del self._losses[old]
+        self._reached.set()
+        self._reached = asyncio.Event()
+        self.wake()
+
+    def mate_progress(self, message: Progress) -> None:
+        """So that any of us can be lead next, everyone keeps the book."""
+        count = self.book.microbatches
+        self.book.take(message.step, IndexSet.from_bytes(message.indices, count=count))
+        self.book.take(message.step, IndexSet.from_bytes(message.claimed, count=count))
+
+    def wake(self) -> None:
+        """Room in the window, a new version or a new lead: look again."""
+        self._changed.set()
+
+    def validated(self, microbatch: Microbatch, loss: float) -> None:
+        """A validation microbatch that we issued is back."""
+        message = ValidationResult(step=microbatch.step, index=-1 - microbatch.index, loss=loss)
+        lead = self._group.lead or self._group.me
+        if lead == self._group.me:
+            self._record(message)
+        else:
+            self._outbox.post(lead, (message.step, message.index), message)
+
+    # --- the claimant ---
+
+    async def _claim_forever(self) -> None:
+        while True:
+            self._changed.clear()
+            count = self._wanted()
+            lead = self._group.lead
+            if count <= 0 or lead is None:
+                await self._changed.wait()
+                continue
+            try:
+                grant = await self._endpoint.ask(lead, Claim(count=count), Grant, timeout_s=2 * _PATIENCE_S)
+            except (Unreachable, Refused, RemoteError) as error:
+                logger.debug("no grant: %s", error)
+                await asyncio.sleep(_RETRY_S)
+                continue
+            for step, index in grant.items:
+                self._on_grant(Microbatch(step, index))
+
+    def _wanted(self) -> int:
+        window = self._pipeline.window
+        if self._draining or window is None or not self._group.ready:
+            return 0
+        # One more than fits, so that the next is here when a place falls free.
+        return window.size + 1 - window.in_flight - self._pipeline.num_waiting
+
+    # --- the lead ---
+
+    async def _on_claim(self, source: PeerID, message: Claim) -> Grant:
+        deadline_s = asyncio.get_running_loop().time() + _PATIENCE_S
+        while True:
+            if self._group.lead != self._group.me:
+                raise Refused(self._endpoint.peer_id, "is not the lead of stage 0")
+            granted = self.book.grant(self._fair(min(message.count, self.book.microbatches)))
+            left_s = deadline_s - asyncio.get_running_loop().time()
+            if granted or left_s <= 0:
+                return Grant(items=tuple((m.step, m.index) for m in granted))
+            await self._next_version(left_s)
+
+    def _fair(self, count: int) -> int:
+        """Guided self-scheduling (Polychronopoulos and Kuck, 1987): near the end of what there is, grant little at a
+        time, so that no replica sits on the last ones while another has nothing to do."""
+        replicas = 1 + len(self._group.ready_mates)
+        return max(1, min(count, -(-self.book.admissible // (2 * replicas)))) if replicas > 1 else count
+
+    async def _next_version(self, timeout_s: float) -> None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._reached.wait()
+        except TimeoutError:
+            return
+
+    async def _on_validation_result(self, source: PeerID, message: ValidationResult) -> Done:
+        if not 0 <= message.index < self.book.validation_microbatches or not 0 <= message.step <= self.book.steps:
+            raise RemoteError(source, "reports a validation microbatch that this run has not")
+        self._record(message)
+        return Done()
+
+    def _record(self, message: ValidationResult) -> None:
+        losses = self._losses.setdefault(message.step, {})
+        complete = len(losses) == self.book.validation_microbatches
+        losses[message.index] = message.loss
+        if len(losses) == self.book.validation_microbatches and not complete:
+            mean = sum(losses.values()) / len(losses)
+            self._on_validation(ValidationReport(step=message.step, loss=mean, microbatches=len(losses)))

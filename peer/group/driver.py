@@ -1,0 +1,350 @@
+"""Runs a GroupCore: tells mates, reduces over the wire, hands the mean gradient to the pipeline.
+
+The path of a commit through this file: `contributed` -> (`Progress` to the mates) -> `_on_round_start` -> `_begin`
+-> frames `ReducePart` and `GatherPart` -> `_complete` -> `PipelineDriver.commit` -> `stepped` -> (`Digest` to the mates)
+-> `Report`.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.peer.group.core import CatchUp, Command, GroupCore, Reduce, Report, Resync, Tell
+from shoal.peer.group.reduce import CHUNK, Outgoing, Reduction, payload_of
+from shoal.peer.outbox import Outbox
+from shoal.peer.pipeline.driver import PipelineDriver
+from shoal.protocol.endpoint import Endpoint
+from shoal.protocol.errors import Refused, RemoteError, Unreachable
+from shoal.protocol.identity import PeerID
+from shoal.protocol.messages import (
+    CommitReport,
+    Digest,
+    Done,
+    GatherPart,
+    Progress,
+    ReducedChunk,
+    ReducedRequest,
+    ReducePart,
+    RoundStart,
+)
+from shoal.protocol.plan import Member
+from shoal.protocol.ports import Clock, Payload, Priority
+
+logger = logging.getLogger(__name__)
+
+_EARLY_FRAMES_MAX = 4096
+_FETCH_TIMEOUT_S = 60.0
+
+
+@dataclass(slots=True)
+class _Fetch:
+    """A reduced gradient on its way to us."""
+
+    mate: PeerID
+    mean_N: Tensor
+    missing: set[int]
+    complete: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class GroupDriver:
+    """One replica's part in its stage group.
+
+    Args:
+        on_report: a commit that the group agrees on (only at the lead).
+        on_resync: our state is not the group's; fetch it from that mate.
+        on_progress: a mate's Progress, after the core has seen it (the issue book wants its claims).
+        retained_from: the oldest version some newcomer still builds on; reduced gradients from there on are kept.
+    """
+
+    def __init__(
+        self,
+        core: GroupCore,
+        pipeline: PipelineDriver,
+        *,
+        endpoint: Endpoint,
+        clock: Clock,
+        on_report: Callable[[CommitReport], None],
+        on_resync: Callable[[PeerID], None],
+        on_progress: Callable[[Progress], None],
+        retained_from: Callable[[], int],
+    ) -> None:
+        self.core = core
+        self._pipeline = pipeline
+        self._endpoint = endpoint
+        self._clock = clock
+        self._on_report = on_report
+        self._on_resync = on_resync
+        self._on_progress = on_progress
+        self._retained_from = retained_from
+        self._outbox = Outbox(endpoint)
+        self._reductions: dict[int, Reduction] = {}
+        self._early: dict[tuple[int, int], list[tuple[PeerID, ReducePart | GatherPart, Payload]]] = {}
+        self._means: dict[int, Tensor] = {}  # step -> reduced gradient, until stepped and for those behind us
+        self._committing = -1  # the version that the pipeline is stepping from
+        self._fetches: dict[int, _Fetch] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._closed = False
+
+    def install(self) -> None:
+        self._endpoint.on(Progress, self._on_progress_message)
+        self._endpoint.on(RoundStart, self._on_round_start)
+        self._endpoint.on(Digest, self._on_digest)
+        self._endpoint.on(ReducedRequest, self._on_reduced_request)
+        self._endpoint.on_frame(ReducePart, self._on_part)
+        self._endpoint.on_frame(GatherPart, self._on_part)
+        self._endpoint.on_frame(ReducedChunk, self._on_reduced_chunk)
+
+    async def close(self) -> None:
+        self._closed = True
+        if self._timer:
+            self._timer.cancel()
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._outbox.close()
+
+    # --- told by the rest of the peer ---
+
+    def plan_changed(self, members: Sequence[Member], plan_sequence: int) -> None:
+        before = set(self.core.mates)
+        self._perform(self.core.plan_changed(members, plan_sequence, now_s=self._clock.now_s()))
+        for gone in sorted(before - set(self.core.mates)):
+            self._outbox.forget(gone)
+
+    def mate_ready(self, peer: PeerID, ready: bool) -> None:
+        self._perform(self.core.mate_ready(peer, ready, now_s=self._clock.now_s()))
+
+    def set_ready(self, ready: bool) -> None:
+        self.core.ready = ready
+        self._perform(self.core.timer(now_s=self._clock.now_s()))
+
+    def claimed(self, step: int, index: int) -> None:
+        self._perform(self.core.claimed(step, index))
+
+    def contributed(self, step: int, index: int, *, loss: float, staleness_steps: int) -> None:
+        now_s = self._clock.now_s()
+        self._perform(self.core.contributed(step, index, loss=loss, staleness_steps=staleness_steps, now_s=now_s))
+
+    def stepped(self, version: int, digest: str) -> None:
+        """The pipeline has stepped to `version`, or loaded a state of it."""
+        keep_from = min(version - 1, self._retained_from())
+        for step in [s for s in self._means if s < keep_from]:
+            del self._means[step]
+        for step in [s for s in self._reductions if s < version]:
+            del self._reductions[step]
+        for key in [k for k in self._early if k[0] < version]:
+            del self._early[key]
+        self._perform(self.core.stepped(version, digest, now_s=self._clock.now_s()))
+        self._commit_if_complete()
+
+    async def fetch_mean(self, mate: PeerID, step: int) -> bool:
+        """Get the reduced gradient of `step` from `mate` and commit it.
+
+        Returns: False: the mate is itself at `step`, there is nothing to catch up with.
+        Raises: Unreachable; Refused: the mate no longer has it.
+        """
+        size = self._pipeline.runtime.num_parameters
+        fetch = _Fetch(mate, torch.empty(size), set(range(0, size, CHUNK)))
+        self._fetches[step] = fetch
+        try:
+            reply = await self._endpoint.ask(mate, ReducedRequest(stage=self.core.stage, step=step), Digest)
+            if reply.version <= step:
+                return False
+            async with asyncio.timeout(_FETCH_TIMEOUT_S):  # the reply and the frames come by different roads
+                await fetch.complete.wait()
+        except TimeoutError as error:
+            raise Unreachable(mate, f"its gradient of step {step} did not arrive") from error
+        finally:
+            del self._fetches[step]
+        if step == self.core.version:
+            self._means[step] = fetch.mean_N
+            self._commit_if_complete()
+        return True
+
+    # --- messages ---
+
+    async def _on_progress_message(self, source: PeerID, message: Progress) -> Done:
+        self._check(source, message.stage)
+        self._perform(self.core.progress(source, message, now_s=self._clock.now_s()))
+        self._on_progress(message)
+        return Done()
+
+    async def _on_round_start(self, source: PeerID, message: RoundStart) -> Done:
+        self._check(source, message.stage)
+        self._perform(self.core.round_started(message))
+        return Done()
+
+    async def _on_digest(self, source: PeerID, message: Digest) -> Done:
+        self._check(source, message.stage)
+        self._perform(self.core.digest(source, message, now_s=self._clock.now_s()))
+        return Done()
+
+    async def _on_reduced_request(self, source: PeerID, message: ReducedRequest) -> Digest:
+        self._check(source, message.stage)
+        version = self.core.version
+        if message.step < version:
+            mean_N = self._means.get(message.step)
+            if mean_N is None:
+                raise Refused(self._endpoint.peer_id, f"the gradient of step {message.step} is no longer kept here")
+            self._spawn(self._send_mean(source, message.step, mean_N), "catch-up")
+        return Digest(stage=self.core.stage, version=version, digest="")
+
+    def _check(self, source: PeerID, stage: int) -> None:
+        if stage != self.core.stage:
+            raise Refused(self._endpoint.peer_id, f"holds stage {self.core.stage}, not {stage}")
+
+    # --- frames ---
+
+    async def _on_part(self, source: PeerID, meta: ReducePart | GatherPart, payload: Payload) -> None:
+        if meta.stage != self.core.stage or meta.step < self.core.version:
+            return
+        reduction = self._reductions.get(meta.step)
+        if reduction is None or reduction.start.attempt < meta.attempt:
+            # A mate heard of the round before we did.
+            early = self._early.setdefault((meta.step, meta.attempt), [])
+            if len(early) >= _EARLY_FRAMES_MAX:
+                raise RemoteError(source, "sends parts of a round that nobody opened")
+            early.append((source, meta, payload))
+        elif reduction.start.attempt == meta.attempt:
+            self._take(reduction, source, meta, payload)
+
+    async def _on_reduced_chunk(self, source: PeerID, meta: ReducedChunk, payload: Payload) -> None:
+        fetch = self._fetches.get(meta.step)
+        if fetch is None or fetch.mate != source or meta.start not in fetch.missing:
+            return
+        values_C = torch.frombuffer(payload, dtype=torch.float32)
+        if values_C.numel() != min(CHUNK, fetch.mean_N.numel() - meta.start):
+            raise RemoteError(source, f"sent {values_C.numel()} numbers of a gradient at {meta.start}")
+        fetch.mean_N[meta.start : meta.start + values_C.numel()] = values_C
+        fetch.missing.discard(meta.start)
+        if not fetch.missing:
+            fetch.complete.set()
+
+    # --- inside ---
+
+    def _perform(self, commands: list[Command]) -> None:
+        if self._closed:
+            return
+        for command in commands:
+            match command:
+                case Tell(message):
+                    key = (type(message), message.version if isinstance(message, Digest) else message.step)
+                    for mate in self._audience(message):
+                        self._outbox.post(mate, key, message)
+                case Reduce(start):
+                    self._begin(start)
+                case Report(report):
+                    self._on_report(report)
+                case CatchUp(mate, step):
+                    self._spawn(self._catch_up(mate, step), f"catch up with step {step}")
+                case Resync(mate, version):
+                    logger.error("our state at version %d is not the group's: fetching it", version)
+                    self._on_resync(mate)
+        self._arm_timer()
+
+    def _audience(self, message: Progress | RoundStart | Digest) -> list[PeerID]:
+        """The mates, and whoever is in a round without being in the plan any more."""
+        named = message.members if isinstance(message, RoundStart) else ()
+        others = [m.peer for m in named if m.peer != self.core.me and m.peer not in self.core.mates]
+        return [*self.core.mates, *others]
+
+    def _begin(self, start: RoundStart) -> None:
+        sum_N = self._pipeline.runtime.gradient_sum(start.step)
+        reduction = Reduction(
+            self.core.me, start, sum_N, microbatches=self._pipeline.runtime.spec.training.microbatches_per_step
+        )
+        self._reductions[start.step] = reduction
+        for peer in reduction.others:
+            outgoing = [out for out in reduction.scatter() if out.target == peer]
+            self._send_all(outgoing, reduction, ReducePart)
+        self._send_all(reduction.own_chunks(), reduction, GatherPart)
+        for source, meta, payload in self._early.pop((start.step, start.attempt), []):
+            self._take(reduction, source, meta, payload)
+        self._complete(reduction)
+
+    def _take(self, reduction: Reduction, source: PeerID, meta: ReducePart | GatherPart, payload: Payload) -> None:
+        if isinstance(meta, ReducePart):
+            self._send_all(reduction.part_arrived(source, meta.start, payload), reduction, GatherPart)
+        else:
+            reduction.result_arrived(source, meta.start, payload)
+        self._complete(reduction)
+
+    def _complete(self, reduction: Reduction) -> None:
+        if reduction.is_complete and self._reductions.get(reduction.start.step) is reduction:
+            self._means[reduction.start.step] = reduction.mean_N
+            self._commit_if_complete()
+
+    def _commit_if_complete(self) -> None:
+        version = self.core.version
+        mean_N = self._means.get(version)
+        if mean_N is not None and self._committing < version and not self._closed:
+            assert self._pipeline.core.version == version, "the pipeline and the group disagree on the version"
+            self._committing = version
+            self._pipeline.commit(version, mean_N)
+
+    def _send_all(
+        self, outgoing: list[Outgoing], reduction: Reduction, kind: type[ReducePart] | type[GatherPart]
+    ) -> None:
+        if outgoing:
+            self._spawn(self._send_chunks(outgoing, reduction, kind), f"{kind.__name__} of {reduction.start.step}")
+
+    async def _send_chunks(
+        self, outgoing: list[Outgoing], reduction: Reduction, kind: type[ReducePart] | type[GatherPart]
+    ) -> None:
+        start = reduction.start
+        for out in outgoing:
+            meta = kind(stage=start.stage, step=start.step, attempt=start.attempt, start=out.start)
+            try:
+                await self._endpoint.send(out.target, meta, payload_of(out.values_C), priority=Priority.BULK)
+            except Unreachable as error:
+                logger.warning("reduction of step %d: %s", start.step, error)
+                return
+
+    async def _send_mean(self, target: PeerID, step: int, mean_N: Tensor) -> None:
+        for start in range(0, mean_N.numel(), CHUNK):
+            meta = ReducedChunk(stage=self.core.stage, step=step, start=start)
+            try:
+                await self._endpoint.send(
+                    target, meta, payload_of(mean_N[start : start + CHUNK]), priority=Priority.BULK
+                )
+            except Unreachable as error:
+                logger.warning("catch-up: %s", error)
+                return
+
+    async def _catch_up(self, mate: PeerID, step: int) -> None:
+        if step in self._fetches or step != self.core.version:
+            return
+        try:
+            await self.fetch_mean(mate, step)
+        except (Unreachable, Refused, RemoteError) as error:
+            logger.warning("cannot catch up with step %d: %s; fetching the state instead", step, error)
+            self._on_resync(mate)
+
+    def _arm_timer(self) -> None:
+        if self._timer:
+            self._timer.cancel()
+            self._timer = None
+        at_s = self.core.next_timer_s()
+        if at_s < float("inf"):
+            delay_s = max(0.0, at_s - self._clock.now_s())
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._perform(self.core.timer(now_s=self._clock.now_s()))
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(coroutine, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._pipeline.upwards.failed(error)

@@ -1,0 +1,78 @@
+"""Messages that must reach a peer in the end, in order, the latest word only."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Hashable
+
+import msgspec
+
+from shoal.protocol.endpoint import Endpoint
+from shoal.protocol.errors import Refused, RemoteError, Unreachable
+from shoal.protocol.identity import PeerID
+from shoal.protocol.messages import Done
+
+logger = logging.getLogger(__name__)
+
+_RETRY_S = 0.5
+
+
+class Outbox:
+    """One queue and one sender task a peer. A message posted under a key replaces an unsent one under the same key.
+
+    A peer that cannot be reached is tried again until `forget`; `on_reply` sees each answer, `on_trouble` each failure.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        *,
+        expect: type[msgspec.Struct] = Done,
+        on_reply: Callable[[PeerID, msgspec.Struct], None] | None = None,
+        on_trouble: Callable[[PeerID], None] | None = None,
+    ) -> None:
+        self._endpoint = endpoint
+        self._expect = expect
+        self._on_reply = on_reply
+        self._on_trouble = on_trouble
+        self._queues: dict[PeerID, dict[Hashable, msgspec.Struct]] = {}
+        self._senders: dict[PeerID, asyncio.Task[None]] = {}
+
+    def post(self, peer: PeerID, key: Hashable, message: msgspec.Struct) -> None:
+        self._queues.setdefault(peer, {})[key] = message
+        if peer not in self._senders:
+            self._senders[peer] = asyncio.create_task(self._send(peer), name=f"outbox to {peer[-8:]}")
+
+    def forget(self, peer: PeerID) -> None:
+        """Stop trying: it is no longer of the group."""
+        self._queues.pop(peer, None)
+
+    async def close(self) -> None:
+        tasks = list(self._senders.values())
+        self._queues.clear()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _send(self, peer: PeerID) -> None:
+        try:
+            while queue := self._queues.get(peer):
+                key, message = next(iter(queue.items()))
+                del queue[key]
+                try:
+                    reply = await self._endpoint.ask(peer, message, self._expect)
+                except Unreachable:
+                    if self._on_trouble:
+                        self._on_trouble(peer)
+                    if peer in self._queues:
+                        # Back to the front, unless a later word under the same key has come meanwhile.
+                        self._queues[peer] = {key: message} | self._queues[peer]
+                        await asyncio.sleep(_RETRY_S)
+                except (Refused, RemoteError) as error:
+                    logger.debug("%s did not go down: %s", type(message).__name__, error)
+                else:
+                    if self._on_reply:
+                        self._on_reply(peer, reply)
+        finally:
+            self._senders.pop(peer, None)
+            if self._queues.get(peer) == {}:
+                del self._queues[peer]

@@ -1,0 +1,315 @@
+"""Decides what one replica of one stage computes and sends next. Holds no socket, clock, file or tensor.
+
+Theory of operation. A microbatch is here in one of four states:
+
+    waiting   forward not begun: its step is not yet admitted (t - v > s_max), or the device is busy
+    away      forward done, activation sent on, gradient not back
+    returned  gradient is back, backward not begun
+    (gone)    backward done, contributed to its step, gradient sent upstream
+
+The device runs one job at a time. Backward goes before forward (1F1B: it frees memory here and unblocks the stage
+before), a commit's optimizer step before both (everything after it is one step less stale), lower steps before higher.
+The last stage has no `away`: loss, forward and backward are one job.
+
+At stage 0 a forward also needs room in the window.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from shoal.peer.pipeline.microbatch import Microbatch
+from shoal.peer.pipeline.router import Router
+from shoal.peer.pipeline.window import Window
+from shoal.protocol.identity import PeerID
+
+# --- events ---
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """An activation came in from `source`, or (stage 0, source None) the lead granted us the microbatch."""
+
+    microbatch: Microbatch
+    source: PeerID | None
+
+
+@dataclass(frozen=True, slots=True)
+class GradientArrived:
+    """The next stage is done with it. For validation: the loss is known."""
+
+    microbatch: Microbatch
+    source: PeerID
+
+
+@dataclass(frozen=True, slots=True)
+class JobDone:
+    job: "Job"
+
+
+@dataclass(frozen=True, slots=True)
+class StepReady:
+    """The group has the whole reduced gradient of `step`."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSet:
+    """State was loaded at `version`, by no step of ours."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class PeerReady:
+    """`peer`, of the next stage, takes traffic."""
+
+    peer: PeerID
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLost:
+    """`peer` died, left the plan, or no longer takes traffic and will not answer what it owes."""
+
+    peer: PeerID
+
+
+Event = Arrived | GradientArrived | JobDone | StepReady | VersionSet | PeerReady | PeerLost
+
+# --- commands ---
+
+JobKind = Literal["forward", "backward", "loss", "validate", "step"]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One run of the device. `microbatch` is None for a step; `version` is the one it runs at."""
+
+    kind: JobKind
+    microbatch: Microbatch | None
+    version: int
+
+    def __str__(self) -> str:
+        letter = {"forward": "F", "backward": "B", "loss": "L", "validate": "V", "step": "S"}[self.kind]
+        return f"{letter}{self.microbatch or self.version}"
+
+
+@dataclass(frozen=True, slots=True)
+class SendActivation:
+    microbatch: Microbatch
+    target: PeerID
+
+
+@dataclass(frozen=True, slots=True)
+class SendGradient:
+    microbatch: Microbatch
+    target: PeerID
+
+
+@dataclass(frozen=True, slots=True)
+class Contributed:
+    """Backward is done and the gradient sum of its step holds it."""
+
+    microbatch: Microbatch
+    staleness_steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """Stage 0: the microbatch is through the whole pipeline."""
+
+    microbatch: Microbatch
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """Free what is kept for it: nobody will ask any more."""
+
+    microbatch: Microbatch
+
+
+Command = Job | SendActivation | SendGradient | Contributed | Finished | Forget
+
+
+@dataclass(slots=True)
+class _Flight:
+    """What is known of one microbatch that is here."""
+
+    source: PeerID | None
+    staleness_steps: int = 0
+    target: PeerID | None = None
+
+
+@dataclass(kw_only=True, slots=True)
+class PipelineCore:
+    """One replica of stage `stage` of `num_stages`.
+
+    Args:
+        s_max: a microbatch of step t runs when t - version <= s_max.
+        router: replicas of the next stage (unused by the last).
+        window: stage 0 only.
+    """
+
+    stage: int
+    num_stages: int
+    s_max: int
+    version: int
+    router: Router
+    window: Window | None = None
+    _flights: dict[Microbatch, _Flight] = field(default_factory=dict)
+    _waiting: set[Microbatch] = field(default_factory=set)
+    _returned: set[Microbatch] = field(default_factory=set)
+    _unsent: set[Microbatch] = field(default_factory=set)
+    _running: Job | None = None
+    _step_ready: bool = False
+
+    @property
+    def is_first(self) -> bool:
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.stage == self.num_stages - 1
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is here at all."""
+        return not self._flights and self._running is None
+
+    def holds(self, microbatch: Microbatch) -> bool:
+        return microbatch in self._flights
+
+    def handle(self, event: Event, *, now_s: float) -> list[Command]:
+        match event:
+            case Arrived(microbatch, source):
+                commands = self._arrive(microbatch, source)
+            case GradientArrived(microbatch, source):
+                commands = self._gradient(microbatch, source, now_s)
+            case JobDone(job):
+                commands = self._job_done(job, now_s)
+            case StepReady(step):
+                assert step == self.version, f"a step to {step + 1} at version {self.version}"
+                self._step_ready = True
+                commands = []
+            case VersionSet(version):
+                assert version >= self.version, f"version would fall from {self.version} to {version}"
+                self.version = version
+                commands = []
+            case PeerReady(peer):
+                self.router.set_ready(peer, True)
+                commands = self._send_unsent()
+            case PeerLost(peer):
+                commands = self._lost(peer, now_s)
+        return commands + self._next_job(now_s)
+
+    def _arrive(self, microbatch: Microbatch, source: PeerID | None) -> list[Command]:
+        if microbatch in self._flights:
+            return []  # Sent again by someone who doubted us: the first one is on its way.
+        self._flights[microbatch] = _Flight(source)
+        self._waiting.add(microbatch)
+        return []
+
+    def _gradient(self, microbatch: Microbatch, source: PeerID, now_s: float) -> list[Command]:
+        flight = self._flights.get(microbatch)
+        if flight is None or flight.target != source or microbatch in self._returned:
+            return []  # From a replica that we had given up on, after another one answered.
+        self.router.returned(source)
+        if microbatch.validates:
+            return self._leave(microbatch, flight, now_s)
+        self._returned.add(microbatch)
+        return []
+
+    def _job_done(self, job: Job, now_s: float) -> list[Command]:
+        assert job == self._running, f"{job} is not the job that runs, {self._running} is"
+        self._running = None
+        if job.microbatch is None:
+            self.version += 1
+            return []
+        flight = self._flights.get(job.microbatch)
+        if flight is None:
+            return [Forget(job.microbatch)]  # Its source was lost while it ran.
+        if job.kind in ("backward", "loss"):
+            contributed = Contributed(job.microbatch, flight.staleness_steps)
+            return [contributed, *self._leave(job.microbatch, flight, now_s)]
+        if job.kind == "validate" and self.is_last:
+            return self._leave(job.microbatch, flight, now_s)
+        self._unsent.add(job.microbatch)
+        return self._send_unsent()
+
+    def _send_unsent(self) -> list[Command]:
+        commands: list[Command] = []
+        for microbatch in sorted(self._unsent):
+            target = self.router.pick()
+            if target is None:
+                break
+            self._unsent.remove(microbatch)
+            self._flights[microbatch].target = target
+            commands.append(SendActivation(microbatch, target))
+        return commands
+
+    def _leave(self, microbatch: Microbatch, flight: _Flight, now_s: float) -> list[Command]:
+        del self._flights[microbatch]
+        if self.is_first:
+            if self.window:
+                self.window.returned(microbatch, now_s=now_s)
+            return [Finished(microbatch), Forget(microbatch)]
+        assert flight.source is not None
+        return [SendGradient(microbatch, flight.source), Forget(microbatch)]
+
+    def _lost(self, peer: PeerID, now_s: float) -> list[Command]:
+        self.router.set_ready(peer, False)
+        commands: list[Command] = []
+        for microbatch, flight in sorted(self._flights.items(), key=lambda item: item[0]):
+            if flight.target == peer and microbatch not in self._returned:
+                self.router.returned(peer)
+                flight.target = None
+                self._unsent.add(microbatch)
+            if flight.source == peer:
+                # Stage 0 will issue it again; nobody waits for this gradient.
+                commands += self._drop(microbatch)
+        return commands + self._send_unsent()
+
+    def _drop(self, microbatch: Microbatch) -> list[Command]:
+        flight = self._flights.pop(microbatch)
+        if flight.target is not None and microbatch not in self._returned:
+            self.router.returned(flight.target)
+        for place in (self._waiting, self._returned, self._unsent):
+            place.discard(microbatch)
+        running = self._running is not None and self._running.microbatch == microbatch
+        return [] if running else [Forget(microbatch)]
+
+    def _next_job(self, now_s: float) -> list[Command]:
+        if self._running is not None:
+            return []
+        if self._step_ready:
+            self._step_ready = False
+            return self._run(Job("step", None, self.version))
+        if self._returned:
+            microbatch = min(self._returned)
+            self._returned.remove(microbatch)
+            return self._run(Job("backward", microbatch, self.version))
+        admitted = [m for m in self._waiting if self._is_admitted(m)]
+        if not admitted:
+            return []
+        microbatch = min(admitted)
+        self._waiting.remove(microbatch)
+        self._flights[microbatch].staleness_steps = max(0, microbatch.step - self.version)
+        if self.window:
+            self.window.sent(microbatch, now_s=now_s)
+        if microbatch.validates:
+            return self._run(Job("validate", microbatch, self.version))
+        return self._run(Job("loss" if self.is_last else "forward", microbatch, self.version))
+
+    def _is_admitted(self, microbatch: Microbatch) -> bool:
+        if self.window and not self.window.has_room:
+            return False
+        # Validation is of a committed version, never of a prediction.
+        return microbatch.step - self.version <= (0 if microbatch.validates else self.s_max)
+
+    def _run(self, job: Job) -> list[Command]:
+        self._running = job
+        return [job]

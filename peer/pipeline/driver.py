@@ -1,0 +1,280 @@
+"""Runs a PipelineCore: its jobs on the device, its activations and gradients on the wire.
+
+The path of a microbatch through this file: `grant` (stage 0) or `_on_activation` -> `_run` (forward)
+-> `_send_activation` -> `_on_gradient` -> `_run` (backward) -> `Upwards.contributed` and `_send_gradient`.
+"""
+
+import asyncio
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from shoal.peer.pipeline.core import (
+    Arrived,
+    Contributed,
+    Event,
+    Finished,
+    Forget,
+    GradientArrived,
+    Job,
+    JobDone,
+    PeerLost,
+    PeerReady,
+    PipelineCore,
+    SendActivation,
+    SendGradient,
+    StepReady,
+    VersionSet,
+)
+from shoal.peer.pipeline.microbatch import Microbatch
+from shoal.peer.pipeline.stage import StageRuntime
+from shoal.peer.pipeline.state import StageState
+from shoal.peer.pipeline.wire import ActivationWire
+from shoal.protocol.endpoint import Endpoint
+from shoal.protocol.errors import RemoteError, Unreachable
+from shoal.protocol.identity import PeerID
+from shoal.protocol.limits import QUEUED_MICROBATCHES_MAX
+from shoal.protocol.messages import Activation, Gradient
+from shoal.protocol.ports import Clock, Compute, Payload, Priority
+
+logger = logging.getLogger(__name__)
+
+_TIMELINE_MAX = 4096
+
+
+class Upwards(Protocol):
+    """What the pipeline tells the rest of the peer."""
+
+    def contributed(self, microbatch: Microbatch, *, loss: float, staleness_steps: int) -> None: ...
+
+    def finished(self, microbatch: Microbatch, *, loss: float) -> None:
+        """Stage 0: through the whole pipeline; `loss` is that of a validation microbatch."""
+        ...
+
+    def stepped(self, state: StageState, digest: str, skipped_layers: int) -> None: ...
+
+    def failed(self, error: BaseException) -> None:
+        """A bug or a broken machine: this peer cannot go on."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimelineEntry:
+    """One job: `F(3, 1)` is the forward of microbatch (3, 1). Seconds of this peer's clock."""
+
+    job: Job
+    started_s: float
+    ended_s: float
+
+
+class PipelineDriver:
+    """One replica's traffic and work. Handlers must be installed (`install`) before the first frame."""
+
+    def __init__(
+        self,
+        core: PipelineCore,
+        runtime: StageRuntime,
+        *,
+        endpoint: Endpoint,
+        compute: Compute,
+        clock: Clock,
+        upwards: Upwards,
+    ) -> None:
+        self.core = core
+        self.runtime = runtime
+        self.timeline: deque[TimelineEntry] = deque(maxlen=_TIMELINE_MAX)
+        self._endpoint = endpoint
+        self._compute = compute
+        self._clock = clock
+        self.upwards = upwards
+        self._wire = ActivationWire(runtime.spec)
+        self._inputs: dict[Microbatch, Payload] = {}  # activation in, until the forward (re-sent ones never come here)
+        self._outputs: dict[Microbatch, Payload] = {}  # what we send next for it; kept until answered
+        self._gradients: dict[Microbatch, Payload] = {}
+        self._losses: dict[Microbatch, float] = {}
+        self._mean_gradient_N: Tensor | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    def install(self) -> None:
+        self._endpoint.on_frame(Activation, self._on_activation)
+        self._endpoint.on_frame(Gradient, self._on_gradient)
+
+    async def close(self) -> None:
+        """Drop everything in flight. The job that runs is waited for: a device cannot be interrupted."""
+        self._closed = True
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    @property
+    def forward_s(self) -> float:
+        """Median seconds of the recent forwards (of the whole loss job at the last stage); 0 before the first."""
+        recent = [e.ended_s - e.started_s for e in list(self.timeline)[-64:] if e.job.kind in ("forward", "loss")]
+        return median(recent) if recent else 0.0
+
+    # --- told by the rest of the peer ---
+
+    def grant(self, microbatch: Microbatch) -> None:
+        """Stage 0: the group's lead lets us make it."""
+        self._handle(Arrived(microbatch, None))
+
+    def commit(self, step: int, mean_gradient_N: Tensor) -> None:
+        """The reduced gradient of `step` is complete: step as soon as the running job ends."""
+        self._mean_gradient_N = mean_gradient_N
+        self._handle(StepReady(step))
+
+    def load(self, state: StageState) -> None:
+        self.runtime.load(state)
+        self._handle(VersionSet(state.version))
+
+    def peer_ready(self, peer: PeerID) -> None:
+        self._handle(PeerReady(peer))
+
+    def peer_lost(self, peer: PeerID) -> None:
+        self._handle(PeerLost(peer))
+
+    def refresh(self) -> None:
+        """Shares changed: whatever waited for a target may have one now."""
+        for peer in self.core.router.shares:
+            if self.core.router.is_ready(peer):
+                self._handle(PeerReady(peer))
+
+    # --- frames ---
+
+    async def _on_activation(self, source: PeerID, meta: Activation, payload: Payload) -> None:
+        microbatch = Microbatch(meta.step, meta.index)
+        self._check(source, microbatch)
+        self._wire.check_activation(payload, source)
+        if meta.stage != self.core.stage or self.core.is_first:
+            logger.debug("an activation for stage %d came to stage %d", meta.stage, self.core.stage)
+            return
+        if self.core.holds(microbatch):
+            return
+        if self.core.num_waiting >= QUEUED_MICROBATCHES_MAX:
+            raise RemoteError(source, f"has more than {QUEUED_MICROBATCHES_MAX} microbatches waiting here")
+        self._inputs[microbatch] = payload
+        self._handle(Arrived(microbatch, source))
+
+    async def _on_gradient(self, source: PeerID, meta: Gradient, payload: Payload) -> None:
+        microbatch = Microbatch(meta.step, meta.index)
+        self._check(source, microbatch)
+        if microbatch.validates:
+            self._losses[microbatch] = meta.loss
+        else:
+            self._wire.check_gradient(payload, source)
+            if not self.core.holds(microbatch):
+                return
+            self._gradients[microbatch] = payload
+        self._handle(GradientArrived(microbatch, source))
+
+    def _check(self, source: PeerID, microbatch: Microbatch) -> None:
+        training = self.runtime.spec.training
+        if not (
+            0 <= microbatch.step <= training.steps
+            and -training.validation_microbatches <= microbatch.index < training.microbatches_per_step
+        ):
+            raise RemoteError(source, f"sent microbatch {microbatch}, which this run has not")
+
+    # --- commands ---
+
+    def _handle(self, event: Event) -> None:
+        if self._closed:
+            return
+        for command in self.core.handle(event, now_s=self._clock.now_s()):
+            match command:
+                case Job():
+                    self._spawn(self._run(command), f"job {command}")
+                case SendActivation(microbatch, target):
+                    self._spawn(self._send_activation(microbatch, target), f"activation {microbatch}")
+                case SendGradient(microbatch, target):
+                    payload = b"" if microbatch.validates else self._outputs.pop(microbatch, b"")
+                    loss = self._losses.get(microbatch, 0.0)
+                    self._spawn(self._send_gradient(microbatch, target, payload, loss), f"gradient {microbatch}")
+                case Contributed(microbatch, staleness_steps):
+                    loss = self._losses.get(microbatch, 0.0)
+                    self.upwards.contributed(microbatch, loss=loss, staleness_steps=staleness_steps)
+                case Finished(microbatch):
+                    self.upwards.finished(microbatch, loss=self._losses.get(microbatch, math.nan))
+                case Forget(microbatch):
+                    self._forget(microbatch)
+
+    async def _run(self, job: Job) -> None:
+        work, flop = self._work(job)
+        timed = await self._compute.run("forward" if job.kind == "loss" else job.kind, work, flop=flop)
+        self.timeline.append(TimelineEntry(job=job, started_s=timed.started_s, ended_s=timed.ended_s))
+        if job.microbatch is None:
+            state, digest, skipped = timed.value
+            self._handle(JobDone(job))
+            self.upwards.stepped(state, digest, skipped)
+            return
+        self._keep(job, job.microbatch, timed.value)
+        self._handle(JobDone(job))
+
+    def _work(self, job: Job) -> tuple[Callable[[], Any], float]:
+        """The job as a function for the device's thread, and its arithmetic in FLOP."""
+        runtime, microbatch = self.runtime, job.microbatch
+        if microbatch is None:
+            mean_gradient_N, self._mean_gradient_N = self._mean_gradient_N, None
+            assert mean_gradient_N is not None, "a step without a gradient"
+            return (lambda: runtime.step(mean_gradient_N)), runtime.step_flop
+        if job.kind == "backward":
+            gradient = self._gradients.pop(microbatch)
+            return (lambda: runtime.backward(microbatch, gradient)), runtime.backward_flop
+        payload = self._inputs.pop(microbatch, None)
+        if job.kind == "validate":
+            return (lambda: runtime.validate(microbatch, payload)), runtime.forward_flop
+        if job.kind == "loss":
+            return (lambda: runtime.loss(microbatch, payload)), runtime.forward_flop + runtime.backward_flop
+        return (lambda: runtime.forward(microbatch, payload)), runtime.forward_flop
+
+    def _keep(self, job: Job, microbatch: Microbatch, value: Any) -> None:
+        if job.kind == "loss":
+            self._losses[microbatch], value = value
+        elif job.kind == "validate" and self.core.is_last:
+            self._losses[microbatch], value = value, None
+        self._outputs.pop(microbatch, None)
+        if value is not None:
+            self._outputs[microbatch] = value
+
+    def _forget(self, microbatch: Microbatch) -> None:
+        for table in (self._inputs, self._outputs, self._gradients, self._losses):
+            table.pop(microbatch, None)
+        self.runtime.forget(microbatch)
+
+    async def _send_activation(self, microbatch: Microbatch, target: PeerID) -> None:
+        payload = self._outputs.get(microbatch)
+        if payload is None:
+            return  # Forgotten before the task began.
+        meta = Activation(stage=self.core.stage + 1, step=microbatch.step, index=microbatch.index)
+        try:
+            await self._endpoint.send(target, meta, payload, priority=Priority.ACTIVATION)
+        except Unreachable as error:
+            logger.warning("activation %s: %s; sending it elsewhere", microbatch, error)
+            self._handle(PeerLost(target))
+
+    async def _send_gradient(self, microbatch: Microbatch, target: PeerID, payload: Payload, loss: float) -> None:
+        meta = Gradient(stage=self.core.stage - 1, step=microbatch.step, index=microbatch.index, loss=loss)
+        try:
+            await self._endpoint.send(target, meta, payload, priority=Priority.GRADIENT)
+        except Unreachable as error:
+            # Its sender is gone, and with it everyone who would use this gradient.
+            logger.warning("gradient %s: %s; dropped", microbatch, error)
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(coroutine, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            # A job or a send failed in a way nobody foresaw: going on would train on something else than we say.
+            self.upwards.failed(error)

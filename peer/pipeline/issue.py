@@ -1,0 +1,76 @@
+"""Who makes which microbatch: the book that the lead of stage 0 keeps.
+
+A stage-0 replica claims microbatches when its window has room, and the lead grants the next ones. So a fast replica
+makes more without anyone computing a split, no (t, i) is made twice, and a plan change needs no agreement on a step
+at which it takes effect. Every replica tells its mates what it has been granted (`Progress.claimed`), so that the
+next lead knows what is taken.
+"""
+
+from dataclasses import dataclass, field
+
+from shoal.peer.pipeline.microbatch import IndexSet, Microbatch
+
+
+@dataclass(kw_only=True, slots=True)
+class IssueBook:
+    """Grants each training microbatch of each step once, in order, and validation when its version is there.
+
+    Args:
+        steps: the run's steps; step `steps` itself has only validation.
+        microbatches: M, per step.
+        s_max: steps ahead of the version that may be granted.
+        validation_interval: 0, never.
+    """
+
+    steps: int
+    microbatches: int
+    s_max: int
+    validation_interval: int
+    validation_microbatches: int
+    version: int = 0
+    _taken: dict[int, IndexSet] = field(default_factory=dict)
+    _validation: list[Microbatch] = field(default_factory=list)
+    _validated_version: int = -1
+
+    def reach(self, version: int) -> None:
+        """This replica has stepped to `version`. Validation at it may now be granted."""
+        self.version = max(self.version, version)
+        self._taken = {step: taken for step, taken in self._taken.items() if step >= self.version}
+        due = self.validation_interval > 0 and (version % self.validation_interval == 0 or version == self.steps)
+        if due and version > self._validated_version:
+            self._validated_version = version
+            self._validation = [Microbatch(version, -1 - j) for j in range(self.validation_microbatches)]
+
+    def take(self, step: int, indices: IndexSet) -> None:
+        """Somebody holds these already."""
+        if step >= self.version:
+            self._taken[step] = self._taken.get(step, IndexSet()) | indices
+
+    def give_back(self, microbatch: Microbatch) -> None:
+        """Its holder lost it: grant it again."""
+        if microbatch.step >= self.version and not microbatch.validates:
+            kept = IndexSet()
+            for index in range(self.microbatches):
+                if index != microbatch.index and index in self._taken.get(microbatch.step, IndexSet()):
+                    kept.add(index)
+            self._taken[microbatch.step] = kept
+
+    @property
+    def admissible(self) -> int:
+        """Microbatches that could be granted now."""
+        steps = range(self.version, min(self.version + self.s_max, self.steps - 1) + 1)
+        free = sum(self.microbatches - len(self._taken.get(step, IndexSet())) for step in steps)
+        return free + len(self._validation)
+
+    def grant(self, count: int) -> list[Microbatch]:
+        """Up to `count` microbatches for one claimant; empty if every admissible one is taken."""
+        granted, self._validation = self._validation[:count], self._validation[count:]
+        for step in range(self.version, min(self.version + self.s_max, self.steps - 1) + 1):
+            taken = self._taken.setdefault(step, IndexSet())
+            for index in range(self.microbatches):
+                if len(granted) >= count:
+                    return granted
+                if index not in taken:
+                    taken.add(index)
+                    granted.append(Microbatch(step, index))
+        return granted

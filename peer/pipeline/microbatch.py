@@ -1,0 +1,55 @@
+"""The unit that flows through stages: microbatch `(t, i)`, sample range `i` of step `t`."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Microbatch:
+    """`index` >= 0: training, wants weights `w_step`; below 0: validation microbatch `-1 - index` at version `step`.
+
+    The order (step, index) is the order in which work is done, so validation comes first in its step.
+    """
+
+    step: int
+    index: int
+
+    @property
+    def validates(self) -> bool:
+        return self.index < 0
+
+    def __str__(self) -> str:
+        return f"({self.step}, {self.index})"
+
+
+class IndexSet:
+    """A set of microbatch indices of one step; travels as a bitmap (bit i of byte i // 8)."""
+
+    __slots__ = ("_bits",)
+
+    def __init__(self, bits: int = 0) -> None:
+        self._bits = bits
+
+    @classmethod
+    def from_bytes(cls, data: bytes, *, count: int) -> "IndexSet":
+        """Bits at or above `count` are ignored: a peer cannot contribute what the step does not have."""
+        return cls(int.from_bytes(data, "little") & ((1 << count) - 1))
+
+    def to_bytes(self) -> bytes:
+        return self._bits.to_bytes((self._bits.bit_length() + 7) // 8, "little")
+
+    def add(self, index: int) -> None:
+        self._bits |= 1 << index
+
+    def __contains__(self, index: int) -> bool:
+        return bool(self._bits >> index & 1)
+
+    def __len__(self) -> int:
+        return self._bits.bit_count()
+
+    def __or__(self, other: "IndexSet") -> "IndexSet":
+        return IndexSet(self._bits | other._bits)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, IndexSet) and self._bits == other._bits
+
+    __hash__ = None  # type: ignore[assignment]

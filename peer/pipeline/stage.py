@@ -1,0 +1,223 @@
+"""The arithmetic of one replica: forward and backward with the weights each step wants, and the optimizer step.
+
+Every method runs on the device's one thread, as a job. What a microbatch was forwarded with it is backwarded with:
+its context holds the very tensors (`keep = "stash"`), or the input and the weights to make them again ("recompute").
+
+B samples   T tokens   D width   N parameters of the stage, its layers' flat buffers one behind the other
+"""
+
+import logging
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shoal.peer.data.corpus import Corpus
+from shoal.peer.data.microbatch import microbatch as training_microbatch
+from shoal.peer.data.microbatch import validation_microbatch
+from shoal.peer.model import llama
+from shoal.peer.model.flop import backward_flop, forward_flop
+from shoal.peer.model.layout import HEAD, layer_layout, stage_layer_keys
+from shoal.peer.pipeline.microbatch import Microbatch
+from shoal.peer.pipeline.state import LayerState, StageState, predict_layer, step_layer
+from shoal.peer.pipeline.wire import ActivationWire
+from shoal.protocol.ports import Payload
+from shoal.protocol.spec import RunSpec
+
+logger = logging.getLogger(__name__)
+
+Leaves = dict[str, dict[str, Tensor]]
+"""Layer key -> tensor name -> autograd leaf; each leaf's `.grad` is a view of its step's gradient sum."""
+
+
+@dataclass(slots=True)
+class _Context:
+    """A microbatch between its forward and its backward."""
+
+    leaves: Leaves
+    x: Tensor
+    y_BTD: Tensor | None
+    """None: made again from `x` at the backward."""
+
+
+class StageRuntime:
+    """One stage's layers at the current version, and what in-flight microbatches need of older ones.
+
+    Args:
+        corpus: stage 0 only.
+    """
+
+    def __init__(
+        self, spec: RunSpec, first_layer: int, last_layer: int, *, corpus: Corpus | None, device: torch.device
+    ) -> None:
+        self.spec = spec
+        self.keys = stage_layer_keys(spec.model, first_layer, last_layer)
+        self.device = device
+        self.state: StageState | None = None
+        self._corpus = corpus
+        self._wire = ActivationWire(spec)
+        self._rotary = llama.rotary_tables(spec.model, device)
+        sizes = [layer_layout(spec.model, key).numel for key in self.keys]
+        self._spans = {key: slice(sum(sizes[:i]), sum(sizes[: i + 1])) for i, key in enumerate(self.keys)}
+        self.num_parameters = sum(sizes)
+        self._leaves: dict[int, Leaves] = {}  # step -> weights for it, made from the current version
+        self._sums: dict[int, Tensor] = {}  # step -> gradient sum [N]
+        self._sealed = -1
+        self._contexts: dict[Microbatch, _Context] = {}
+        tokens = spec.training.microbatch_size * spec.model.context
+        self.forward_flop = sum(forward_flop(spec.model, key, tokens) for key in self.keys)
+        self.backward_flop = sum(backward_flop(spec.model, key, tokens) for key in self.keys)
+        if spec.training.keep == "recompute":
+            self.backward_flop += self.forward_flop
+        self.step_flop = 20.0 * self.num_parameters
+
+    @property
+    def version(self) -> int:
+        assert self.state is not None, "the stage has no state yet"
+        return self.state.version
+
+    def load(self, state: StageState) -> None:
+        """Take over `state`, from the seed, a mate or a snapshot. Contributions already summed stay."""
+        assert tuple(state.layers) == self.keys, "the state is another stage's"
+        self.state = state
+        self._leaves.clear()
+
+    def weight_copies(self) -> int:
+        """Distinct parameter buffers alive for the stage's first layer: the current one, predictions, stashes."""
+        first = self.keys[0]
+        name = layer_layout(self.spec.model, first).names[0]
+        sets = [*self._leaves.values(), *(context.leaves for context in self._contexts.values())]
+        pointers = {leaves[first][name].data_ptr() for leaves in sets}
+        return len(pointers | ({self.state.layers[first].param_N.data_ptr()} if self.state else set()))
+
+    # --- jobs ---
+
+    def forward(self, microbatch: Microbatch, payload: Payload | None) -> bytearray:
+        """Not the last stage: input (None at stage 0, which reads the data) -> activation for the next stage."""
+        x, targets_BT = self._input(microbatch, payload)
+        leaves = self._weights(microbatch.step)
+        if self.spec.training.keep == "recompute":
+            with torch.no_grad():
+                y_BTD = self._run(leaves, x)
+            self._contexts[microbatch] = _Context(leaves, x, None)
+        else:
+            y_BTD = self._run(leaves, x)
+            self._contexts[microbatch] = _Context(leaves, x, y_BTD)
+        return self._wire.encode_activation(y_BTD.detach(), targets_BT)
+
+    def loss(self, microbatch: Microbatch, payload: Payload | None) -> tuple[float, bytearray | None]:
+        """The last stage: forward, loss and backward in one.
+
+        Returns: (loss in nats a token, gradient for the stage before; None if there is none). If the loss is not
+        finite, the gradient is zero and nothing is added: no non-finite number may reach an optimizer.
+        """
+        x, targets_BT = self._input(microbatch, payload)
+        loss = llama.loss(self._run(self._weights(microbatch.step), x), targets_BT)
+        value = float(loss.detach())
+        if math.isfinite(value):
+            loss.backward()  # type: ignore[no-untyped-call]
+        else:
+            logger.warning("microbatch %s has a loss of %s: nothing is learnt from it", microbatch, value)
+        return value, self._input_gradient(x)
+
+    def backward(self, microbatch: Microbatch, payload: Payload) -> bytearray | None:
+        """Gradient of our output -> gradient of our input (None at stage 0); adds to the step's sum."""
+        context = self._contexts.pop(microbatch)
+        grad_BTD = self._wire.decode_gradient(payload, self.device)
+        if bool(grad_BTD.isfinite().all()):
+            y_BTD = self._run(context.leaves, context.x) if context.y_BTD is None else context.y_BTD
+            y_BTD.backward(grad_BTD)  # type: ignore[no-untyped-call]
+        else:
+            logger.warning("microbatch %s came back with a gradient that is not finite: it counts as zero", microbatch)
+        return self._input_gradient(context.x)
+
+    @torch.no_grad()
+    def validate(self, microbatch: Microbatch, payload: Payload | None) -> bytearray | float:
+        """Forward at the committed version. Returns: the activation, or the loss at the last stage."""
+        x, targets_BT = self._input(microbatch, payload)
+        y = self._run(self._weights(self.version), x)
+        if self.keys[-1] == HEAD:
+            return float(llama.loss(y, targets_BT))
+        return self._wire.encode_activation(y, targets_BT)
+
+    @torch.no_grad()
+    def step(self, mean_gradient_N: Tensor) -> tuple[StageState, str, int]:
+        """Commit: the optimizer's step with the reduced gradient, float32 [N].
+
+        Returns: (the new state, its digest, layers left alone because their gradient was not finite).
+        """
+        assert self.state is not None
+        version = self.state.version
+        layers: dict[str, LayerState] = {}
+        skipped = 0
+        for key, layer in self.state.layers.items():
+            grad_N = mean_gradient_N[self._spans[key]].to(self.device)
+            stepped = step_layer(self.spec, key, layer, grad_N, version)
+            skipped += stepped is None
+            layers[key] = stepped or layer
+        self.state = StageState(version=version + 1, layers=layers)
+        self._leaves.clear()
+        self._sums.pop(version, None)
+        return self.state, self.state.digest(), skipped
+
+    # --- between jobs ---
+
+    def gradient_sum(self, step: int) -> Tensor:
+        """The sum over our contributions to `step`, float32 [N] on the CPU. Later ones are no longer added."""
+        self._sealed = max(self._sealed, step)
+        self._leaves.pop(step, None)
+        total_N = self._sums.get(step)
+        if total_N is None:
+            return torch.zeros(self.num_parameters)
+        straggling = any(m.step == step for m in self._contexts)  # their leaves still point into the sum
+        return total_N.cpu().clone() if straggling else total_N.cpu()
+
+    def forget(self, microbatch: Microbatch) -> None:
+        self._contexts.pop(microbatch, None)
+
+    # --- inside ---
+
+    def _input(self, microbatch: Microbatch, payload: Payload | None) -> tuple[Tensor, Tensor]:
+        if payload is not None:
+            x_BTD, targets_BT = self._wire.decode_activation(payload, self.device)
+            return x_BTD.requires_grad_(not microbatch.validates), targets_BT
+        assert self._corpus is not None, "only stage 0 reads the data"
+        if microbatch.validates:
+            tokens_BT, targets_BT = validation_microbatch(self._corpus, self.spec, -1 - microbatch.index)
+        else:
+            tokens_BT, targets_BT = training_microbatch(self._corpus, self.spec, microbatch.step, microbatch.index)
+        return tokens_BT.to(self.device), targets_BT.to(self.device)
+
+    def _run(self, leaves: Leaves, x: Tensor) -> Tensor:
+        return llama.run_layers(self.spec.model, self.keys, leaves, x, self._rotary)
+
+    def _weights(self, step: int) -> Leaves:
+        """ŵ_step: the current weights if they are that step's (or past it), else their prediction. Made once."""
+        assert self.state is not None
+        if step in self._leaves:
+            return self._leaves[step]
+        staleness_steps = max(0, step - self.state.version) if self.spec.training.predict else 0
+        sum_N = self._sum(step)
+        leaves: Leaves = {}
+        for key, layer in self.state.layers.items():
+            param_N = layer.param_N
+            if staleness_steps:
+                with torch.no_grad():
+                    param_N = predict_layer(self.spec, key, layer, self.state.version, staleness_steps)
+            leaves[key] = layer_layout(self.spec.model, key).leaves(param_N, sum_N[self._spans[key]])
+        self._leaves[step] = leaves
+        return leaves
+
+    def _sum(self, step: int) -> Tensor:
+        if step <= self._sealed or step < self.version:
+            # A straggler of a step whose gradient has been handed out: it must not change what others have seen.
+            return torch.zeros(self.num_parameters, device=self.device)
+        if step not in self._sums:
+            self._sums[step] = torch.zeros(self.num_parameters, device=self.device)
+        return self._sums[step]
+
+    def _input_gradient(self, x: Tensor) -> bytearray | None:
+        if not x.is_floating_point():
+            return None  # tokens
+        return self._wire.encode_gradient(torch.zeros_like(x) if x.grad is None else x.grad)

@@ -1,0 +1,79 @@
+"""How many microbatches a stage-0 replica keeps in flight.
+
+Just enough to keep the slowest stage busy: every further one only waits in a queue, costs memory and comes back
+staler. Found by measuring, in the manner of BBR (Cardwell et al. 2016): the pipeline's bottleneck rate is the largest
+recent delivery rate, its empty round trip the smallest recent one; their product is what the pipeline holds when it
+is full and nothing queues. A gain above 1 keeps probing: if the pipeline was not full, the rate rises and so does the
+window; if it was, only the round trip rises, which the minimum ignores.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class _Sent:
+    at_s: float
+    delivered: int
+    delivered_at_s: float
+
+
+@dataclass(kw_only=True, slots=True)
+class Window:
+    """`size` microbatches may be in flight.
+
+    Args:
+        num_stages: the window starts at `num_stages + 1`: one in each stage and one on the way.
+        gain: window over the measured product of rate and round trip, > 1.
+        memory: how many recent microbatches the largest rate and the smallest round trip are taken over; the limit
+            forgets a better past, so that a plan change is felt within `memory` microbatches.
+    """
+
+    num_stages: int
+    gain: float = 1.25
+    memory: int = 32
+    size_max: int = 256
+    size: int = field(init=False)
+    _sent: dict[object, _Sent] = field(default_factory=dict)
+    _delivered: int = 0
+    _delivered_at_s: float = 0.0
+    _rates: deque[float] = field(init=False)
+    _round_trips_s: deque[float] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.size = self.num_stages + 1
+        self._rates = deque(maxlen=self.memory)
+        self._round_trips_s = deque(maxlen=self.memory)
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._sent)
+
+    @property
+    def has_room(self) -> bool:
+        return len(self._sent) < self.size
+
+    def sent(self, key: object, *, now_s: float) -> None:
+        if not self._sent:
+            # The pipe was empty: time spent idle is no sign of a slow pipeline.
+            self._delivered_at_s = now_s
+        self._sent[key] = _Sent(now_s, self._delivered, self._delivered_at_s)
+
+    def returned(self, key: object, *, now_s: float) -> None:
+        """The gradient of `key` is back: one sample of rate and round trip (BBR's delivery-rate estimator)."""
+        sent = self._sent.pop(key, None)
+        if sent is None:
+            return
+        self._delivered += 1
+        self._delivered_at_s = now_s
+        elapsed_s = now_s - sent.delivered_at_s
+        if elapsed_s > 0:
+            self._rates.append((self._delivered - sent.delivered) / elapsed_s)
+        self._round_trips_s.append(now_s - sent.at_s)
+        if len(self._round_trips_s) >= self.size or len(self._round_trips_s) == self.memory:
+            product = max(self._rates, default=0.0) * min(self._round_trips_s)
+            self.size = max(2, min(self.size_max, int(self.gain * product) + 1))
+
+    def forget(self, key: object) -> None:
+        """`key` was lost; it says nothing about the pipeline."""
+        self._sent.pop(key, None)
