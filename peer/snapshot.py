@@ -171,16 +171,19 @@ def _read_manifest(path: Path) -> _Manifest:
 
 
 def _read_layer(path: Path, manifest: _Manifest, key: str) -> LayerTensors:
-    params = _read_tensors(path, manifest, f"{key}.safetensors")
-    moments = _read_tensors(path, manifest, f"{key}.moments.safetensors")
     try:
-        return LayerTensors(
-            param=layer_layout(manifest.spec.model, key).flatten(params),
+        layout = layer_layout(manifest.spec.model, key)
+        moments = _read_tensors(path, manifest, f"{key}.moments.safetensors")
+        layer = LayerTensors(
+            param=layout.flatten(_read_tensors(path, manifest, f"{key}.safetensors")),
             moment1=moments["moment1"],
             moment2=moments["moment2"],
         )
+        if layer.moment1.shape != (layout.numel,) or layer.moment2.shape not in ((layout.numel,), (0,)):
+            raise ValueError(f"the moments of {key} have {tuple(layer.moment1.shape)} and {tuple(layer.moment2.shape)}")
     except (KeyError, ValueError) as error:
         raise LocalError(f"the snapshot {path} does not fit its own spec: {error}") from error
+    return layer
 
 
 def _read_tensors(path: Path, manifest: _Manifest, name: str) -> dict[str, Tensor]:
@@ -188,9 +191,10 @@ def _read_tensors(path: Path, manifest: _Manifest, name: str) -> dict[str, Tenso
     if blake3(data).hexdigest() != manifest.files.get(name):
         raise LocalError(f"the snapshot {path} is damaged: {name} has changed since it was written")
     try:
-        return safetensors.torch.load(data)
+        tensors: dict[str, Tensor] = safetensors.torch.load(data)
     except SafetensorError as error:
         raise LocalError(f"the snapshot {path} is damaged: {name}: {error}") from error
+    return tensors
 
 
 def _read_file(path: Path) -> bytes:
