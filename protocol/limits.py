@@ -30,6 +30,8 @@ CALL_TIMEOUT_S: Final = 10.0
 
 PEER_NAME_CHARS_MAX: Final = 40
 ADDRESSES_MAX: Final = 8
+ADDRESS_CHARS_MAX: Final = 256
+"""One multiaddr. Through a relay: two peer IDs of 52 characters and an address."""
 STAGES_MAX: Final = 256
 PEERS_MAX: Final = 20_000
 MICROBATCHES_PER_STEP_MAX: Final = 4096

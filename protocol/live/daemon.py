@@ -254,7 +254,7 @@ def fail_pending_calls(p2p: Any) -> None:
     """hivemind leaves the futures of unanswered calls for ever when the daemon dies."""
     for future in tuple(p2p._client.control._pending_calls.values()):
         if not future.done():
-            future.set_exception(P2PDaemonError("the network daemon of this peer died"))
+            future.set_exception(P2PDaemonError("our own network daemon died"))
 
 
 def _socket_paths(p2p: Any) -> list[Path]:

@@ -9,9 +9,6 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
-
-from shoal.protocol.envelope import seal, unseal
 from shoal.protocol.errors import RemoteError
 from shoal.protocol.frames import (
     PIECE_BYTES,
@@ -22,22 +19,11 @@ from shoal.protocol.frames import (
     encode_credit,
     encode_frame,
 )
-from shoal.protocol.identity import Identity, PeerID
-from shoal.protocol.limits import PROTOCOL_VERSION
+from shoal.protocol.identity import PeerID
+from shoal.protocol.live.handshake import Greeter, Hello
 from shoal.protocol.ports import Payload
 
 _HANDSHAKE_TIMEOUT_S = 10.0
-
-
-class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """`to` keeps a receiver from showing a sender's HELLO to a third peer."""
-
-    version: int
-    to: PeerID
-
-
-_ENCODER = msgspec.msgpack.Encoder()
-_HELLO = msgspec.msgpack.Decoder(Hello)
 
 
 class Link(asyncio.BufferedProtocol):
@@ -52,7 +38,7 @@ class Link(asyncio.BufferedProtocol):
         self.why_lost = "the stream ended"
         self._on_frame = on_frame
         self._on_lost = on_lost
-        self._sequence = 0
+        self._sequence = 1  # HELLO was 0
         self._writable = asyncio.Event()
         self._writable.set()
         self._transport: asyncio.Transport
@@ -63,11 +49,10 @@ class Link(asyncio.BufferedProtocol):
         self,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
-        identity: Identity,
+        greeter: Greeter,
         *,
-        run: str,
         calls: bool,
-        on_open: Callable[["Link"], None] | None = None,
+        on_open: Callable[["Link", Hello], None],
     ) -> None:
         """Exchange HELLOs and take the socket over.
 
@@ -81,22 +66,15 @@ class Link(asyncio.BufferedProtocol):
         try:
             async with asyncio.timeout(_HANDSHAKE_TIMEOUT_S):
                 if calls:
-                    self._write_hello(writer, identity, run)
-                    await writer.drain()
-                self._check_hello(await self._read_frame(reader), identity.peer_id, run)
+                    writer.write(greeter.hello(self.peer))
+                hello = greeter.check(await self._read_frame(reader), self.peer)
                 self._take_over(writer)
-                if on_open is not None:
-                    on_open(self)
+                on_open(self, hello)
                 if not calls:
-                    self._write_hello(writer, identity, run)
+                    writer.write(greeter.hello(self.peer))
         except BaseException:
             writer.close()
             raise
-
-    def _write_hello(self, writer: asyncio.StreamWriter, identity: Identity, run: str) -> None:
-        body = _ENCODER.encode(Hello(PROTOCOL_VERSION, self.peer))
-        meta = seal(identity, "hello", run=run, term=0, sequence=0, body=body)
-        writer.write(b"".join(encode_frame(FrameType.HELLO, self._next_sequence(), meta, b"")))
 
     async def _read_frame(self, reader: asyncio.StreamReader) -> Frame:
         while True:
@@ -108,17 +86,6 @@ class Link(asyncio.BufferedProtocol):
             frame = self._assembler.advance(len(room))
             if frame is not None:
                 return frame
-
-    def _check_hello(self, frame: Frame, own_id: PeerID, run: str) -> None:
-        envelope = unseal(frame.meta, "hello", run=run, source=self.peer)
-        try:
-            hello = _HELLO.decode(envelope.body)
-        except msgspec.DecodeError as error:
-            raise RemoteError(self.peer, f"sent an unreadable hello ({error})") from error
-        if hello.version != PROTOCOL_VERSION:
-            raise RemoteError(self.peer, f"speaks protocol {hello.version}, this is {PROTOCOL_VERSION}")
-        if hello.to != own_id:
-            raise RemoteError(self.peer, "sent a hello that was meant for someone else")
 
     def _take_over(self, writer: asyncio.StreamWriter) -> None:
         transport: Any = writer.transport

@@ -17,8 +17,9 @@ from hivemind.utils.multiaddr import Multiaddr
 
 from shoal.protocol.errors import RemoteError, Unreachable
 from shoal.protocol.identity import Identity, PeerID
-from shoal.protocol.limits import ADDRESSES_MAX, CONTROL_BYTES_MAX, PROTOCOL_VERSION
+from shoal.protocol.limits import ADDRESSES_MAX, CONTROL_BYTES_MAX, PEERS_MAX, PROTOCOL_VERSION
 from shoal.protocol.live.daemon import Daemon
+from shoal.protocol.live.handshake import Greeter, Hello
 from shoal.protocol.live.inbox import Inbox
 from shoal.protocol.live.link import Link
 from shoal.protocol.live.outbox import Outbox
@@ -48,6 +49,7 @@ class LiveTransport:
         self._on_frame: FrameHandler
         self._served = asyncio.Event()
         self._closing = False
+        self._greeter = Greeter(identity=identity, run=run, addresses=self.addresses)
         prefix = f"/shoal/{PROTOCOL_VERSION}/{run}"
         self._call_name, self._frames_name = f"{prefix}/call", f"{prefix}/frames"
 
@@ -206,7 +208,7 @@ class LiveTransport:
                         raise
                     reader, writer = await self._open_stream(peer)
             link = Link(peer, on_frame=outbox.on_frame, on_lost=outbox.on_lost)
-            await link.open(reader, writer, self._identity, run=self._run, calls=True)
+            await link.open(reader, writer, self._greeter, calls=True, on_open=self._met)
             return link
         except TimeoutError as error:
             raise Unreachable(peer, f"no stream in {_OPEN_TIMEOUT_S:g} s") from error
@@ -225,8 +227,13 @@ class LiveTransport:
         if inbox is None:
             inbox = self._inboxes[source] = Inbox(source, self._on_frame)
         link = Link(source, on_frame=inbox.on_frame, on_lost=inbox.on_lost)
+
+        def opened(link: Link, hello: Hello) -> None:
+            self._met(link, hello)
+            inbox.attach(link)
+
         try:
-            await link.open(reader, writer, self._identity, run=self._run, calls=False, on_open=inbox.attach)
+            await link.open(reader, writer, self._greeter, calls=False, on_open=opened)
         except RemoteError as error:
             logger.warning("refused a stream: %s", error)
         except (OSError, EOFError, TimeoutError) as error:
@@ -236,9 +243,15 @@ class LiveTransport:
 
     # Where peers are
 
+    def _met(self, link: Link, hello: Hello) -> None:
+        self._remember(link.peer, hello.addresses)
+
     def _remember(self, peer: PeerID, addresses: Sequence[str]) -> None:
         if addresses:
+            self._addresses.pop(peer, None)
             self._addresses[peer] = tuple(addresses[:ADDRESSES_MAX])
+            if len(self._addresses) > PEERS_MAX:
+                del self._addresses[next(iter(self._addresses))]  # the one not heard of for longest
 
     async def _dial(self, peer: PeerID) -> bool:
         return await self._dial_on(await self._daemon.p2p(), peer)

@@ -1,0 +1,57 @@
+"""The first frame on a stream, from each side: who speaks, in which run and version, and where to find them again."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
+
+from shoal.protocol.envelope import seal, unseal
+from shoal.protocol.errors import RemoteError
+from shoal.protocol.frames import Frame, FrameType, encode_frame
+from shoal.protocol.identity import Identity, PeerID
+from shoal.protocol.limits import ADDRESS_CHARS_MAX, ADDRESSES_MAX, PROTOCOL_VERSION
+
+_Address = Annotated[str, msgspec.Meta(max_length=ADDRESS_CHARS_MAX)]
+
+
+class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """`to` keeps a receiver from showing a sender's HELLO to a third peer."""
+
+    version: int
+    to: PeerID
+    addresses: Annotated[tuple[_Address, ...], msgspec.Meta(max_length=ADDRESSES_MAX)]
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(Hello)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Greeter:
+    """Says and checks hello on behalf of one peer."""
+
+    identity: Identity
+    run: str
+    addresses: Callable[[], tuple[str, ...]]
+    """A restarted daemon has forgotten everyone: whoever streams to us should be found again without being asked."""
+
+    def hello(self, to: PeerID) -> bytes:
+        """A whole HELLO frame."""
+        short = tuple(address for address in self.addresses() if len(address) <= ADDRESS_CHARS_MAX)
+        body = _ENCODER.encode(Hello(PROTOCOL_VERSION, to, short[:ADDRESSES_MAX]))
+        meta = seal(self.identity, "hello", run=self.run, term=0, sequence=0, body=body)
+        return b"".join(encode_frame(FrameType.HELLO, 0, meta, b""))
+
+    def check(self, frame: Frame, source: PeerID) -> Hello:
+        """Raises: RemoteError: `source` is not in this run, of another version, or somebody else."""
+        envelope = unseal(frame.meta, "hello", run=self.run, source=source)
+        try:
+            hello = _DECODER.decode(envelope.body)
+        except msgspec.DecodeError as error:
+            raise RemoteError(source, f"sent an unreadable hello ({error})") from error
+        if hello.version != PROTOCOL_VERSION:
+            raise RemoteError(source, f"speaks protocol {hello.version}, this is {PROTOCOL_VERSION}")
+        if hello.to != self.identity.peer_id:
+            raise RemoteError(source, "sent a hello that was meant for someone else")
+        return hello
