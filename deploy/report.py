@@ -1,0 +1,88 @@
+"""What a peer process tells the process that started it: one JSON object a line on its standard output.
+
+`shoal demo` reads these from its six children. Only the coordinator of the moment reports steps and status, so nobody
+polls, and the view survives any one peer.
+"""
+
+import sys
+
+import msgspec
+
+from shoal.protocol.identity import PeerID
+from shoal.protocol.messages import SwarmStatus
+
+
+class _Report(msgspec.Struct, frozen=True, tag=True, tag_field="event", forbid_unknown_fields=True, kw_only=True):
+    pass
+
+
+class Ready(_Report, frozen=True):
+    """The host is up; others may join."""
+
+    peer: PeerID
+    run: str
+    invite: str
+
+
+class Joined(_Report, frozen=True):
+    """The process takes part."""
+
+    peer: PeerID
+    name: str
+
+
+class StepDone(_Report, frozen=True):
+    """A step of which the last stage has reported; from whoever coordinates."""
+
+    step: int
+    loss: float
+    tokens: int
+    staleness_mean: float
+    term: int
+    coordinator: PeerID
+
+
+class Validated(_Report, frozen=True):
+    step: int
+    loss: float
+
+
+class Status(_Report, frozen=True):
+    """Every second, from whoever coordinates."""
+
+    status: SwarmStatus
+
+
+class Note(_Report, frozen=True):
+    """A sentence for people: a plan, a hand-over, a peer lost."""
+
+    text: str
+
+
+class Left(_Report, frozen=True):
+    """The process has drained; its snapshots are in `state_dir`."""
+
+    peer: PeerID
+    state_dir: str
+    finished: bool
+    """The run had reached its last step."""
+
+
+Report = Ready | Joined | StepDone | Validated | Status | Note | Left
+
+_ENCODER = msgspec.json.Encoder()
+_DECODER: msgspec.json.Decoder[Report] = msgspec.json.Decoder(Report)
+
+
+def write_report(report: Report) -> None:
+    """To standard output, at once. A parent that is gone is noticed elsewhere (it takes us with it)."""
+    sys.stdout.write(_ENCODER.encode(report).decode() + "\n")
+    sys.stdout.flush()
+
+
+def read_report(line: bytes) -> Report | None:
+    """None: not a report (a library printed something)."""
+    try:
+        return _DECODER.decode(line)
+    except msgspec.DecodeError:
+        return None

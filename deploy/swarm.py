@@ -1,0 +1,142 @@
+"""Child processes that do not outlive us, and neither do theirs.
+
+Each child leads its own session, so the terminal's Ctrl-C reaches only the parent, which then drains the swarm in
+order. The libp2p daemons of the children lead sessions of their own, so a process group does not hold them together;
+what does is a token in the environment, which every descendant inherits. If the parent dies without a word (SIGKILL),
+the kernel kills the children (PR_SET_PDEATHSIG) and their daemons notice.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import secrets
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_TOKEN = "SHOAL_SWARM"
+_POLL_S = 0.02
+_LINE_BYTES_MAX = 1024 * 1024  # a status of 500 peers is about 100 KiB of JSON
+
+
+@dataclass(slots=True, kw_only=True)
+class Child:
+    name: str
+    process: asyncio.subprocess.Process
+    log: Path
+    reader: "asyncio.Task[None]"
+    exited: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def rss_bytes(self) -> int:
+        """Resident memory of the child itself, without its daemon; 0 once it is gone."""
+        try:
+            return int(psutil.Process(self.process.pid).memory_info().rss)
+        except psutil.NoSuchProcess:
+            return 0
+
+
+class Swarm:
+    """Starts children, hands their lines on, and ends them.
+
+    Args:
+        on_line: (child, one line of its standard output without the newline).
+        on_exit: (child, exit status), once a child's output has been read to the end.
+    """
+
+    def __init__(self, *, on_line: Callable[[Child, bytes], None], on_exit: Callable[[Child, int], None]) -> None:
+        self.children: dict[str, Child] = {}
+        self._token = secrets.token_hex(16)
+        self._on_line = on_line
+        self._on_exit = on_exit
+
+    async def start(self, name: str, argv: Sequence[str], *, env: Mapping[str, str], log: Path) -> Child:
+        """Run `argv`; its standard error goes to `log`, its standard input is a pipe.
+
+        Raises: OSError: it cannot be started.
+        """
+        parent = os.getpid()
+
+        def die_with_parent() -> None:
+            # Between fork and exec: only calls that are safe there. The parent may have died before the first line.
+            _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            if os.getppid() != parent:
+                os._exit(1)
+
+        # A daemon that inherits the pipe keeps it open after its peer: ours do not (hivemind gives them their own).
+        with log.open("ab") as errors:
+            process = await asyncio.create_subprocess_exec(
+                *argv,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=errors,
+                env={**env, _TOKEN: self._token},
+                start_new_session=True,
+                preexec_fn=die_with_parent,
+                limit=_LINE_BYTES_MAX,
+            )
+        ready = asyncio.Event()
+        child = Child(name=name, process=process, log=log, reader=asyncio.create_task(self._read(name, ready)))
+        self.children[name] = child
+        ready.set()
+        return child
+
+    async def tell(self, child: Child, text: str) -> None:
+        """Write to the child's standard input and close it. A child that is gone is reported by `on_exit`."""
+        assert child.process.stdin is not None
+        with contextlib.suppress(ConnectionError):
+            child.process.stdin.write(text.encode())
+            await child.process.stdin.drain()
+            child.process.stdin.close()
+
+    def interrupt(self) -> None:
+        """Ask every child to drain and leave, as Ctrl-C would."""
+        for child in self.children.values():
+            # To the child alone: its daemon must carry the good-bye.
+            if child.process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    child.process.send_signal(signal.SIGINT)
+
+    async def wait(self, *, timeout_s: float) -> bool:
+        """Whether all children have ended within the time."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                for child in self.children.values():
+                    await child.exited.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def close(self) -> None:
+        """Kill what is left, daemons included, and wait until nothing is."""
+        while left := [process for process in psutil.process_iter() if self._is_ours(process)]:
+            for process in left:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            await asyncio.sleep(_POLL_S)
+        await asyncio.gather(*(child.reader for child in self.children.values()))
+
+    def _is_ours(self, process: psutil.Process) -> bool:
+        try:
+            if process.environ().get(_TOKEN) == self._token:
+                return process.status() != psutil.STATUS_ZOMBIE
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            pass  # gone, or somebody else's
+        return False
+
+    async def _read(self, name: str, ready: asyncio.Event) -> None:
+        await ready.wait()
+        child = self.children[name]
+        assert child.process.stdout is not None
+        try:
+            async for line in child.process.stdout:
+                self._on_line(child, line.rstrip(b"\n"))
+        finally:
+            status = await child.process.wait()
+            child.exited.set()
+            self._on_exit(child, status)

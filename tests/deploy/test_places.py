@@ -1,0 +1,62 @@
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from shoal.deploy.places import Running, announced, claim_first_free, claim_folder, last_running, state_root
+from shoal.protocol.errors import LocalError
+
+
+@pytest.fixture(autouse=True)
+def own_state(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+
+
+def test_state_is_below_the_xdg_folder(tmp_path: Path) -> None:
+    assert state_root() == tmp_path / "shoal"
+
+
+def test_a_folder_has_one_holder(tmp_path: Path) -> None:
+    lock = claim_folder(tmp_path / "peer")
+    with pytest.raises(LocalError, match="another shoal runs in"):
+        claim_folder(tmp_path / "peer")
+    lock.release()
+    claim_folder(tmp_path / "peer").release()
+
+
+def test_a_second_peer_gets_a_second_folder_and_a_restart_the_first(tmp_path: Path) -> None:
+    first, second = claim_first_free(tmp_path, "peer"), claim_first_free(tmp_path, "peer")
+    assert (first.path.name, second.path.name) == ("peer-1", "peer-2")
+    first.release()
+    again = claim_first_free(tmp_path, "peer")
+    assert again.path == first.path
+    again.release()
+    second.release()
+
+
+def test_a_file_in_the_way_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(LocalError, match="cannot use the state folder"):
+        claim_first_free(tmp_path / "file", "peer")
+
+
+def test_a_run_is_found_only_while_it_lasts() -> None:
+    assert last_running() is None
+    with announced("shoal1abc"):
+        found = last_running()
+        assert found is not None
+        assert found.invite == "shoal1abc"
+    assert last_running() is None
+
+
+def test_the_note_of_a_dead_process_is_swept() -> None:
+    with announced("alive"):
+        folder = state_root() / "running"
+        # The number of a living process, but of one that started at another time.
+        dead = Running(1, created_s=1.0, started_s=9e9, invite="dead")
+        (folder / "1.json").write_bytes(msgspec.json.encode(dead))
+        (folder / "2.json").write_text("not json")
+        found = last_running()
+        assert found is not None
+        assert found.invite == "alive"
+        assert not (folder / "1.json").exists()
