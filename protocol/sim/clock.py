@@ -1,0 +1,55 @@
+"""The time of a simulated world: what peers read, and what the world itself schedules."""
+
+import asyncio
+import contextvars
+from collections.abc import Callable
+from typing import TypeVarTuple
+
+from shoal.protocol.errors import LocalError
+from shoal.protocol.sim.loop import VirtualTimeLoop
+
+Ts = TypeVarTuple("Ts")
+
+WALL_AT_ZERO_S = 1_800_000_000.0
+"""What the wall clock shows at virtual second 0: 2027-01-15, a fixed day so that files come out alike."""
+
+
+class Agenda:
+    """The world's own timers. They belong to no peer: what is on the wire arrives though its sender is frozen."""
+
+    def __init__(self) -> None:
+        self._loop: VirtualTimeLoop | None = None
+        self._nobody = contextvars.Context()
+
+    @property
+    def loop(self) -> VirtualTimeLoop:
+        """Raises: LocalError: not inside `run`, or inside another one than before."""
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:
+            if self._loop is not None or not isinstance(loop, VirtualTimeLoop):
+                raise LocalError("a simulated world lives inside one shoal.protocol.sim.loop.run()")
+            self._loop = loop
+        return self._loop
+
+    @property
+    def is_running(self) -> bool:
+        return self._loop is not None
+
+    def now_s(self) -> float:
+        return self.loop.time()
+
+    def at(self, when_s: float, callback: Callable[[*Ts], object], *args: *Ts) -> asyncio.TimerHandle:
+        return self.loop.call_at(when_s, callback, *args, context=self._nobody)
+
+
+class SimClock:
+    """`Clock` in virtual time."""
+
+    def __init__(self, agenda: Agenda) -> None:
+        self._agenda = agenda
+
+    def now_s(self) -> float:
+        return self._agenda.now_s()
+
+    def wall_s(self) -> float:
+        return WALL_AT_ZERO_S + self._agenda.now_s()

@@ -1,0 +1,139 @@
+"""`Compute` in virtual time: one device, one job at a time, seconds = FLOP / rate.
+
+`ExecutingCompute` really does the work (real gradients in virtual time), `ModelledCompute` only takes the time.
+"""
+
+import asyncio
+import bisect
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import xxhash
+
+from shoal.protocol.errors import LocalError
+from shoal.protocol.ports import JobKind, Timed
+from shoal.protocol.sim.clock import Agenda
+from shoal.protocol.sim.trace import Kind, Trace
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One entry of a device's timeline. `label` is the work's own `label`, else its `__qualname__`."""
+
+    kind: JobKind
+    started_s: float
+    ended_s: float
+    label: str
+
+
+@dataclass(slots=True, eq=False)
+class _Queued:
+    kind: JobKind
+    work: Callable[[], Any]
+    flop: float
+    done: asyncio.Future[Timed[Any]]
+
+
+class _SimCompute:
+    """The device's queue and timeline.
+
+    Args:
+        number: of the peer, for the trace.
+        device_flop_per_s: may be changed at any time; holds for jobs that start afterwards.
+        overhead_s: what every job takes beside its arithmetic.
+    """
+
+    def __init__(
+        self, agenda: Agenda, trace: Trace, *, number: int, device_flop_per_s: float, overhead_s: float = 0.0
+    ) -> None:
+        if not (device_flop_per_s > 0.0 and overhead_s >= 0.0):
+            raise LocalError(f"a device cannot do {device_flop_per_s} FLOP/s with {overhead_s} s overhead")
+        self.device_flop_per_s = device_flop_per_s
+        self.overhead_s = overhead_s
+        self.timeline: list[Job] = []
+        """Jobs in the order they ran; the last one's end may lie ahead."""
+        self._agenda = agenda
+        self._trace = trace
+        self._number = number
+        self._queue: deque[_Queued] = deque()
+        self._is_busy = False
+        self._is_closed = False
+
+    async def run(self, kind: JobKind, work: Callable[[], T], *, flop: float) -> Timed[T]:
+        """Raises: whatever `work` raises. LocalError: the device is closed."""
+        if self._is_closed:
+            raise LocalError("this device is closed")
+        if not flop >= 0.0:
+            raise LocalError(f"a job cannot have {flop} FLOP")
+        job = _Queued(kind, work, flop, self._agenda.loop.create_future())
+        self._queue.append(job)
+        if not self._is_busy:
+            self._next()
+        return cast("Timed[T]", await job.done)
+
+    def close(self) -> None:
+        """Jobs that wait are cancelled; the running one's result is dropped."""
+        self._is_closed = True
+        for job in self._queue:
+            job.done.cancel()
+        self._queue.clear()
+
+    def busy_fraction(self, from_s: float, to_s: float) -> float:
+        """Share of that span in which a job ran."""
+        if not from_s < to_s:
+            raise LocalError(f"{from_s} s to {to_s} s is no span of time")
+        busy_s = 0.0
+        first = bisect.bisect_left(self.timeline, from_s, key=lambda job: job.ended_s)
+        for job in self.timeline[first:]:
+            if job.started_s >= to_s:
+                break
+            busy_s += min(job.ended_s, to_s) - max(job.started_s, from_s)
+        return busy_s / (to_s - from_s)
+
+    def _next(self) -> None:
+        """Start the first job that somebody still waits for. A started job runs to its end even if nobody does."""
+        while self._queue and not self._is_busy:
+            job = self._queue.popleft()
+            if job.done.done():
+                continue
+            try:
+                value = self._do(job.work)
+            except Exception as error:
+                job.done.set_exception(error)
+                continue
+            started_s = self._agenda.now_s()
+            ended_s = started_s + self.overhead_s + job.flop / self.device_flop_per_s
+            label = str(getattr(job.work, "label", None) or getattr(job.work, "__qualname__", ""))
+            self.timeline.append(Job(job.kind, started_s, ended_s, label))
+            digest = xxhash.xxh3_64_intdigest(job.kind.encode())
+            self._trace.add(started_s, Kind.JOB_STARTED, self._number, -1, int(job.flop), digest)
+            self._is_busy = True
+            # In the context of the peer, not of the agenda: a frozen peer starts no next job.
+            self._agenda.loop.call_at(ended_s, self._end, job, value, started_s)
+
+    def _end(self, job: _Queued, value: object, started_s: float) -> None:
+        self._is_busy = False
+        if not job.done.done():
+            job.done.set_result(Timed(value=value, started_s=started_s, ended_s=self._agenda.now_s()))
+        self._next()
+
+    def _do(self, work: Callable[[], T]) -> T | None:
+        raise NotImplementedError
+
+
+class ExecutingCompute(_SimCompute):
+    """Does the work when the job starts, as a device reads its inputs then, and hands it out when the job ends."""
+
+    def _do(self, work: Callable[[], T]) -> T | None:
+        return work()
+
+
+class ModelledCompute(_SimCompute):
+    """Never calls `work`: the value is None, whatever the type says."""
+
+    def _do(self, work: Callable[[], T]) -> T | None:
+        return None

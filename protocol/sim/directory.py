@@ -1,0 +1,106 @@
+"""`Directory` in virtual time: a DHT seen from outside.
+
+A record takes a few network latencies to be published, is then visible to everybody, and lapses. Two sides of a cut
+keep what both had, and see each other's new records once the cut is healed.
+"""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import xxhash
+
+from shoal.protocol.errors import LocalError
+from shoal.protocol.limits import RECORD_BYTES_MAX
+from shoal.protocol.sim.clock import Agenda
+from shoal.protocol.sim.cuts import Cuts
+from shoal.protocol.sim.stream import Card
+from shoal.protocol.sim.trace import Kind, Trace
+
+STORE_LATENCIES = 6
+"""Two round trips to find the nodes nearest to the key, one to hand them the record."""
+GET_LATENCIES = 4
+"""One round trip nearer to the key, one to a node that holds it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Record:
+    value: bytes
+    publisher_place: int
+    stored_at_s: float
+    expires_at_s: float
+
+
+class Records:
+    """What all nodes of the run hold together: key -> subkey -> versions, oldest first."""
+
+    def __init__(self, cuts: Cuts) -> None:
+        self._cuts = cuts
+        self._held: dict[str, dict[str, list[_Record]]] = {}
+
+    def add(self, key: str, subkey: str, record: _Record) -> bool:
+        """False if a record that expires later is there: a DHT keeps the later expiry."""
+        versions = self._held.setdefault(key, {}).setdefault(subkey, [])
+        shown = self._newest(versions, record.publisher_place, record.stored_at_s)
+        if shown is not None and shown.expires_at_s > record.expires_at_s:
+            return False
+        if not self._cuts:
+            versions.clear()  # in a cut network somebody may still see an older one
+        versions.append(record)
+        return True
+
+    def visible(self, key: str, reader_place: int, now_s: float) -> dict[str, bytes]:
+        subkeys = self._held.get(key, {})
+        shown: dict[str, bytes] = {}
+        for subkey in list(subkeys):
+            subkeys[subkey] = [record for record in subkeys[subkey] if record.expires_at_s > now_s]
+            if not subkeys[subkey]:
+                del subkeys[subkey]
+            elif (record := self._newest(subkeys[subkey], reader_place, now_s)) is not None:
+                shown[subkey] = record.value
+        return shown
+
+    def _newest(self, versions: list[_Record], reader_place: int, now_s: float) -> _Record | None:
+        for record in sorted(versions, key=lambda record: record.expires_at_s, reverse=True):
+            cut_since_s = self._cuts.since_s(record.publisher_place, reader_place)
+            if record.expires_at_s > now_s and (cut_since_s is None or record.stored_at_s < cut_since_s):
+                return record
+        return None
+
+
+class SimDirectory:
+    """One peer's view of `records`.
+
+    Args:
+        latency_s: one way, to a typical node of the network.
+    """
+
+    def __init__(self, card: Card, records: Records, agenda: Agenda, trace: Trace, *, latency_s: float) -> None:
+        self._card = card
+        self._records = records
+        self._agenda = agenda
+        self._trace = trace
+        self._latency_s = latency_s
+
+    async def store(self, key: str, subkey: str, value: bytes, *, expires_in_s: float) -> bool:
+        """Raises: LocalError: `value` is larger than a record may be."""
+        if len(value) > RECORD_BYTES_MAX:
+            raise LocalError(f"a record of {len(value)} bytes is larger than the {RECORD_BYTES_MAX} that nodes keep")
+        expires_at_s = self._agenda.now_s() + expires_in_s
+        value = bytes(value)
+        await asyncio.sleep(STORE_LATENCIES * self._latency_s)
+        now_s = self._agenda.now_s()
+        if not self._card.is_alive or expires_at_s <= now_s:
+            return False
+        self._record(Kind.RECORD_STORED, key, subkey, value)
+        record = _Record(value=value, publisher_place=self._card.place, stored_at_s=now_s, expires_at_s=expires_at_s)
+        return self._records.add(key, subkey, record)
+
+    async def get(self, key: str) -> Mapping[str, bytes]:
+        await asyncio.sleep(GET_LATENCIES * self._latency_s)
+        self._record(Kind.RECORD_READ, key, "", b"")
+        return self._records.visible(key, self._card.place, self._agenda.now_s())
+
+    def _record(self, kind: Kind, key: str, subkey: str, value: bytes) -> None:
+        digest = xxhash.xxh3_64_intdigest(b"\0".join((key.encode(), subkey.encode(), value)))
+        self._trace.add(self._agenda.now_s(), kind, self._card.number, -1, len(value), digest)

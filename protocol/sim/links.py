@@ -1,0 +1,326 @@
+"""Moves frames and control messages between the cards of a simulated world, and breaks what cannot get through.
+
+Theory of operation. A frame of n bytes waits in its stream's queue (by priority, first in first out within one) until
+the stream's path is free, the receiver has credit, and the sender's uplink turns to this stream. Then, with `start`:
+
+    leaves     start + n / min(path rate, uplink rate)        its sender is told; the path takes the next frame
+    uplink     busy until start + n / uplink rate             so a slow path does not block the card
+    arrives    leaves + latency                               if the receiver's downlink is free all the while
+               max(first byte, downlink free) + n / downlink  if that is later; first byte = start + latency
+
+With unshared cards this is max(now, free) + n / rate + latency. Streams share an uplink by start-time fair queueing
+in bytes, as TCP flows do; a downlink serves frames in the order of their first bytes. Nothing being sent is stopped
+for something more urgent. Credit returns one latency after the handler ends.
+
+Loss delays a frame (a reliable stream retransmits) and swallows a call. Calls are small and multiplexed with frames:
+they wait for the calls before them on the pair, not for frames, and take nothing from the frames' rate.
+
+A stream on which something waits breaks when its path, either way, has been cut for `stall_s`, or one latency after
+the receiver's process ended. Opening a stream costs nothing.
+"""
+
+import heapq
+import random
+from collections.abc import Callable
+from typing import TypeVarTuple
+
+from shoal.protocol.errors import ShoalError, Unreachable
+from shoal.protocol.sim.clock import Agenda
+from shoal.protocol.sim.cuts import Cut, Cuts
+from shoal.protocol.sim.network import LinkSpec, Network
+from shoal.protocol.sim.stream import Card, Frame, Stream
+from shoal.protocol.sim.trace import Kind, Trace
+
+Ts = TypeVarTuple("Ts")
+
+
+class Links:
+    """Args:
+    rng: name -> a generator of its own, the same in every run.
+    stall_s: how long a sender believes in a path on which nothing moves.
+    """
+
+    def __init__(
+        self, network: Network, agenda: Agenda, trace: Trace, rng: Callable[[str], random.Random], *, stall_s: float
+    ) -> None:
+        self._network = network
+        self._agenda = agenda
+        self._trace = trace
+        self._rng = rng
+        self._changed: dict[tuple[int, int], LinkSpec] = {}
+        self._streams: dict[tuple[int, int], Stream] = {}
+        self.cuts = Cuts()
+        self.stall_s = stall_s
+
+    def link(self, source: int, destination: int) -> LinkSpec:
+        """From place to place."""
+        return self._changed.get((source, destination)) or self._network.link(source, destination)
+
+    def set_link(self, source: int, destination: int, spec: LinkSpec) -> None:
+        """From now on; what is under way keeps what it had, and a stream its queue."""
+        self._changed[source, destination] = spec
+
+    # Frames -------------------------------------------------------------------------------------------------------
+
+    def send(self, source: Card, destination: Card, frame: Frame) -> None:
+        """Queue `frame`; `frame.left` tells the rest."""
+        stream = self._stream(source, destination)
+        stream.waiting[frame.priority].append(frame)
+        self._record(Kind.FRAME_QUEUED, stream, frame)
+        self._offer(stream)
+        self._watch(stream)
+
+    def given_up(self, source: Card, destination: Card) -> None:
+        """A sender no longer waits for its frame, so another may be the next."""
+        if (stream := source.outgoing.get(destination.number)) is not None:
+            self._offer(stream)
+
+    def handled(self, stream: Stream, frame: Frame) -> None:
+        """The receiver is done with `frame`: give its credit back."""
+        self._record(Kind.FRAME_HANDLED, stream, frame)
+        back = self.link(stream.destination.place, stream.source.place)
+        self._later(back.latency_s, self._credit, stream, frame.nbytes, frame.epoch)
+
+    def reset(self, stream: Stream, why: str) -> None:
+        """The receiver ends the stream; the sender learns it one latency later."""
+        stream.arrived.clear()
+        stream.refused_epoch = stream.epoch
+        back = self.link(stream.destination.place, stream.source.place)
+        self._later(back.latency_s, self._was_reset, stream, why, stream.epoch)
+
+    def _stream(self, source: Card, destination: Card) -> Stream:
+        stream = source.outgoing.get(destination.number)
+        if stream is None:
+            stream = Stream(
+                source,
+                destination,
+                queue_bytes=self.link(source.place, destination.place).queue_bytes,
+                rng=self._rng(f"link {source.number} {destination.number}"),
+            )
+            source.outgoing[destination.number] = destination.incoming[source.number] = stream
+            self._streams[source.number, destination.number] = stream
+        return stream
+
+    def _offer(self, stream: Stream) -> None:
+        """Let the uplink choose `stream`, if it has a frame that could go now."""
+        source, destination = stream.source, stream.destination
+        if (
+            stream.is_offered
+            or stream.leaving is not None
+            or not destination.is_serving
+            or self.cuts.is_cut(source.place, destination.place)
+        ):
+            return
+        frame = stream.next_frame()
+        if frame is not None and stream.window.admits(frame.nbytes):
+            stream.is_offered = True
+            heapq.heappush(source.offers, (max(stream.tag, source.tag_served), destination.number, stream))
+            self._grant(source)
+
+    def _grant(self, card: Card) -> None:
+        """Start frames while the uplink is free, from the stream that had the least of it."""
+        now_s = self._agenda.now_s()
+        while card.offers and card.up_free_s <= now_s:
+            tag, _, stream = heapq.heappop(card.offers)
+            stream.is_offered = False
+            if not stream.destination.is_serving or self.cuts.is_cut(card.place, stream.destination.place):
+                continue  # since it was offered; healing and serving offer it again
+            frame = stream.take_next()
+            if frame is not None:
+                card.tag_served = tag
+                stream.tag = tag + frame.nbytes
+                self._start(stream, frame, now_s)
+        if card.offers and card.grant is None:
+            card.grant = self._agenda.at(card.up_free_s, self._grant_again, card)
+
+    def _grant_again(self, card: Card) -> None:
+        card.grant = None
+        self._grant(card)
+
+    def _start(self, stream: Stream, frame: Frame, now_s: float) -> None:
+        source, destination = stream.source, stream.destination
+        link = self.link(source.place, destination.place)
+        up = source.spec.up_bytes_per_s
+        leaves_s = now_s + frame.nbytes / min(link.rate_bytes_per_s, up)
+        source.up_free_s = now_s + frame.nbytes / up
+        stream.leaving = frame
+        self._record(Kind.FRAME_STARTED, stream, frame)
+        self._agenda.at(leaves_s, self._left, stream, frame)
+        delay_s = link.latency_s + _extra_s(link, stream.rng)
+        if destination.spec.down_bytes_per_s == float("inf"):
+            stream.in_order_s = max(leaves_s + delay_s, stream.in_order_s)
+            self._agenda.at(stream.in_order_s, self._arrive, stream, frame)
+        else:
+            stream.in_order_s = max(now_s + delay_s, stream.in_order_s)
+            last_byte_s = stream.in_order_s + (leaves_s - now_s)
+            self._agenda.at(stream.in_order_s, self._first_byte, stream, frame, last_byte_s)
+
+    def _left(self, stream: Stream, frame: Frame) -> None:
+        if frame.epoch != stream.epoch:
+            return
+        stream.leaving = None
+        if not frame.left.done():
+            frame.left.set_result(None)
+        self._offer(stream)
+
+    def _first_byte(self, stream: Stream, frame: Frame, last_byte_s: float) -> None:
+        if frame.epoch != stream.epoch:
+            return
+        card = stream.destination
+        card.down_free_s = max(self._agenda.now_s(), card.down_free_s) + frame.nbytes / card.spec.down_bytes_per_s
+        self._agenda.at(max(card.down_free_s, last_byte_s), self._arrive, stream, frame)
+
+    def _arrive(self, stream: Stream, frame: Frame) -> None:
+        if frame.epoch != stream.epoch or frame.epoch <= stream.refused_epoch:
+            return
+        if stream.held or self.cuts.is_cut(stream.source.place, stream.destination.place):
+            stream.held.append(frame)
+            return
+        self._record(Kind.FRAME_ARRIVED, stream, frame)
+        stream.arrived.append(frame)
+        if stream.serving is None:
+            stream.destination.frame_arrived(stream)
+
+    def _credit(self, stream: Stream, nbytes: int, epoch: int) -> None:
+        if epoch != stream.epoch:
+            return
+        if self.cuts.is_cut(stream.destination.place, stream.source.place):
+            stream.held_credits.append(nbytes)
+            return
+        stream.window.give_back(nbytes, stream.destination.peer_id)
+        self._unwatch(stream)
+        self._offer(stream)
+        self._watch(stream)
+
+    # Control messages ---------------------------------------------------------------------------------------------
+
+    def post(self, source: Card, destination: Card, nbytes: int, deliver: Callable[[], object]) -> None:
+        """Call `deliver` when a control message of `nbytes` arrives, or never."""
+        link = self.link(source.place, destination.place)
+        stream = self._stream(source, destination)
+        if link.loss and stream.rng.random() < link.loss:
+            self._trace.add(self._agenda.now_s(), Kind.CALL_LOST, source.number, destination.number, nbytes)
+            return
+        rate = min(link.rate_bytes_per_s, source.spec.up_bytes_per_s, destination.spec.down_bytes_per_s)
+        stream.control_free_s = max(self._agenda.now_s(), stream.control_free_s) + nbytes / rate
+        jitter_s = stream.rng.uniform(0.0, link.jitter_s) if link.jitter_s else 0.0
+        sent_cut = self.cuts.is_cut(source.place, destination.place)
+        arrives_s = stream.control_free_s + link.latency_s + jitter_s
+        self._agenda.at(arrives_s, self._posted, stream, nbytes, sent_cut, deliver)
+
+    def _posted(self, stream: Stream, nbytes: int, sent_cut: bool, deliver: Callable[[], object]) -> None:
+        source, destination = stream.source, stream.destination
+        if sent_cut or not destination.is_alive or self.cuts.is_cut(source.place, destination.place):
+            self._trace.add(self._agenda.now_s(), Kind.CALL_LOST, source.number, destination.number, nbytes)
+        else:
+            deliver()
+
+    # Faults -------------------------------------------------------------------------------------------------------
+
+    def opened(self, card: Card) -> None:
+        """`card` serves from now on."""
+        card.is_serving = True
+        for stream in card.incoming.values():
+            self._revive(stream)
+
+    def gone(self, card: Card, error: ShoalError | None) -> None:
+        """The process behind `card` has ended. Its own waiting senders get `error`, or with None never hear again."""
+        card.is_alive = card.is_serving = False
+        for stream in card.outgoing.values():
+            self._clear(stream, error)
+            self._forget(stream)
+        for stream in card.incoming.values():
+            self.reset(stream, "its process ended")
+            stream.serving = None
+
+    def cut(self, sources: set[int], destinations: set[int], *, one_way: bool) -> Cut:
+        cut = self.cuts.add(sources, destinations, one_way=one_way, now_s=self._agenda.now_s())
+        for stream in self._streams.values():
+            self._watch(stream)
+        return cut
+
+    def heal(self, cut: Cut | None) -> None:
+        self.cuts.remove(cut)
+        for stream in self._streams.values():
+            self._revive(stream)
+
+    def _revive(self, stream: Stream) -> None:
+        if self._is_blocked(stream):
+            return
+        self._unwatch(stream)
+        there = self.link(stream.source.place, stream.destination.place)
+        if stream.held:
+            self._later(there.latency_s, self._release, stream, stream.epoch)
+        for nbytes in stream.held_credits:
+            self._later(there.latency_s, self._credit, stream, nbytes, stream.epoch)
+        stream.held_credits.clear()
+        self._offer(stream)
+
+    def _release(self, stream: Stream, epoch: int) -> None:
+        if epoch == stream.epoch and not self.cuts.is_cut(stream.source.place, stream.destination.place):
+            held = list(stream.held)
+            stream.held.clear()
+            for frame in held:
+                self._arrive(stream, frame)
+
+    def _is_blocked(self, stream: Stream) -> bool:
+        here, there = stream.source.place, stream.destination.place
+        return not stream.destination.is_serving or self.cuts.is_cut(here, there) or self.cuts.is_cut(there, here)
+
+    def _watch(self, stream: Stream) -> None:
+        if stream.stall is None and self._is_blocked(stream) and not stream.is_idle:
+            stream.stall = self._agenda.at(self._agenda.now_s() + self.stall_s, self._stalled, stream)
+
+    def _unwatch(self, stream: Stream) -> None:
+        if stream.stall is not None:
+            stream.stall.cancel()
+            stream.stall = None
+
+    def _stalled(self, stream: Stream) -> None:
+        stream.stall = None
+        if not stream.is_idle:
+            self._break(stream, f"nothing got through for {self.stall_s:g} s")
+
+    def _was_reset(self, stream: Stream, why: str, epoch: int) -> None:
+        if epoch != stream.epoch:
+            return
+        if self.cuts.is_cut(stream.destination.place, stream.source.place):
+            self._watch(stream)
+        else:
+            self._break(stream, why)
+
+    def _break(self, stream: Stream, why: str) -> None:
+        self._clear(stream, Unreachable(stream.destination.peer_id, why))
+        if not stream.destination.is_alive:
+            del stream.source.outgoing[stream.destination.number]
+            self._forget(stream)
+
+    def _forget(self, stream: Stream) -> None:
+        self._streams.pop((stream.source.number, stream.destination.number), None)
+
+    def _clear(self, stream: Stream, error: ShoalError | None) -> None:
+        self._unwatch(stream)
+        self._trace.add(self._agenda.now_s(), Kind.STREAM_BROKEN, stream.source.number, stream.destination.number)
+        unsent = stream.unsent()
+        stream.clear()
+        if error is not None:
+            for frame in unsent:
+                frame.left.set_exception(error)
+
+    # ----------------------------------------------------------------------------------------------------------------
+
+    def _later(self, in_s: float, callback: Callable[[*Ts], object], *args: *Ts) -> None:
+        self._agenda.at(self._agenda.now_s() + in_s, callback, *args)
+
+    def _record(self, kind: Kind, stream: Stream, frame: Frame) -> None:
+        self._trace.add(
+            self._agenda.now_s(), kind, stream.source.number, stream.destination.number, frame.nbytes, frame.digest
+        )
+
+
+def _extra_s(link: LinkSpec, rng: random.Random) -> float:
+    """Jitter, and the retransmissions of a frame that got lost."""
+    extra_s = rng.uniform(0.0, link.jitter_s) if link.jitter_s else 0.0
+    while link.loss and rng.random() < link.loss:
+        extra_s += link.loss_costs_s
+    return extra_s

@@ -1,0 +1,193 @@
+"""What a simulated network is made of: one `LinkSpec` per directed pair of places, one `CardSpec` per peer.
+
+A place is a row of the matrix; a world gives the first free one to each peer it adds.
+"""
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from shoal.protocol.errors import LocalError
+
+_MILLI = 1e-3
+_GIGA = 1e9
+_BITS_PER_BYTE = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkSpec:
+    """The path from one peer to another."""
+
+    latency_s: float
+    """One way, from the last byte that leaves to its arrival."""
+    rate_bytes_per_s: float = math.inf
+    """What the path alone lets through; the two network cards limit it further."""
+    jitter_s: float = 0.0
+    """Each message takes between 0 and this longer, uniformly; order on a stream is kept."""
+    loss: float = 0.0
+    """Probability, per message, of being lost. A frame then comes `retransmit_s` late (again with this probability), a
+    call never."""
+    retransmit_s: float | None = None
+    """What the loss of a frame costs. None: one round trip over this link, a TCP fast retransmit."""
+    queue_bytes: float = math.inf
+    """What the path holds of one stream, as a TCP window does: a sender waits beyond it, or beyond the stream's
+    credits if these are fewer."""
+
+    def __post_init__(self) -> None:
+        # Written so that NaN fails each of them.
+        if not 0.0 <= self.latency_s < math.inf:
+            raise LocalError(f"a link's latency must be 0 s or more, not {self.latency_s}")
+        if not self.rate_bytes_per_s > 0.0:
+            raise LocalError(f"a link's rate must be above 0 bytes/s, not {self.rate_bytes_per_s}")
+        if not 0.0 <= self.jitter_s < math.inf:
+            raise LocalError(f"a link's jitter must be 0 s or more, not {self.jitter_s}")
+        if not 0.0 <= self.loss < 1.0:
+            raise LocalError(f"a link's loss must be a probability below 1, not {self.loss}")
+        if self.retransmit_s is not None and not 0.0 <= self.retransmit_s < math.inf:
+            raise LocalError(f"a link's retransmission must take 0 s or more, not {self.retransmit_s}")
+        if not self.queue_bytes > 0.0:
+            raise LocalError(f"a link's queue must hold more than 0 bytes, not {self.queue_bytes}")
+
+    @property
+    def loss_costs_s(self) -> float:
+        return 2.0 * self.latency_s if self.retransmit_s is None else self.retransmit_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CardSpec:
+    """A peer's network card: all it sends shares the one rate, all it receives the other."""
+
+    up_bytes_per_s: float = math.inf
+    down_bytes_per_s: float = math.inf
+
+    def __post_init__(self) -> None:
+        if not (self.up_bytes_per_s > 0.0 and self.down_bytes_per_s > 0.0):
+            raise LocalError(
+                f"a card's rates must be above 0 bytes/s, not {self.up_bytes_per_s} up, {self.down_bytes_per_s} down"
+            )
+
+
+class Network:
+    """Links between places.
+
+    Args:
+        links: row = from, column = to. The diagonal is never read.
+    Raises: LocalError: the rows do not make a square.
+    """
+
+    def __init__(self, links: Sequence[Sequence[LinkSpec]]) -> None:
+        _check_square("links", links)
+        self._links = links
+        self.num_places: float = len(links)
+        self.typical_latency_s: float = _median_off_diagonal([[link.latency_s for link in row] for row in links])
+
+    def link(self, source: int, destination: int) -> LinkSpec:
+        return self._links[source][destination]
+
+    @classmethod
+    def from_matrices(
+        cls,
+        latency_s: Sequence[Sequence[float]],
+        bandwidth_bits_per_s: Sequence[Sequence[float]],
+        *,
+        jitter_s: float = 0.0,
+        loss: float = 0.0,
+    ) -> "Network":
+        """Args: two square matrices of one size; row = from, column = to.
+
+        Raises: LocalError: sizes differ, a latency is negative or not finite, a bandwidth not above 0 and finite.
+        """
+        _check_square("latency", latency_s)
+        _check_square("bandwidth", bandwidth_bits_per_s)
+        if len(latency_s) != len(bandwidth_bits_per_s):
+            raise LocalError(
+                f"latency is between {len(latency_s)} places, bandwidth between {len(bandwidth_bits_per_s)}"
+            )
+        nowhere = LinkSpec(latency_s=0.0)
+        links = []
+        for source, (latency_row, bandwidth_row) in enumerate(zip(latency_s, bandwidth_bits_per_s, strict=True)):
+            row = []
+            for destination, (latency, bandwidth) in enumerate(zip(latency_row, bandwidth_row, strict=True)):
+                if source == destination:
+                    row.append(nowhere)
+                    continue
+                if not (0.0 <= latency < math.inf and 0.0 < bandwidth < math.inf):
+                    raise LocalError(
+                        f"link {source} -> {destination} has latency {latency} s, bandwidth {bandwidth} bit/s"
+                    )
+                rate = bandwidth / _BITS_PER_BYTE
+                row.append(LinkSpec(latency_s=latency, rate_bytes_per_s=rate, jitter_s=jitter_s, loss=loss))
+            links.append(row)
+        return cls(links)
+
+    @classmethod
+    def load(cls, path: Path, *, jitter_s: float = 0.0, loss: float = 0.0) -> "Network":
+        """Read a JSON object with `latency_s` and `bandwidth_bits_per_s`, or `latency_ms` and `bandwidth_gbps`.
+
+        Raises: LocalError: no such file, not JSON (NaN is not), a matrix is missing or impossible.
+        """
+        try:
+            file = msgspec.json.decode(path.read_bytes(), type=_NetworkFile)
+        except OSError as error:
+            raise LocalError(f"{path} cannot be read: {error.strerror}") from error
+        except msgspec.DecodeError as error:
+            raise LocalError(f"{path} is not a network: {error}") from error
+        latency_s = file.latency_s or _scaled(file.latency_ms, _MILLI)
+        bandwidth_bits_per_s = file.bandwidth_bits_per_s or _scaled(file.bandwidth_gbps, _GIGA)
+        if latency_s is None or bandwidth_bits_per_s is None:
+            raise LocalError(f"{path} is not a network: it lacks latency_s or bandwidth_bits_per_s")
+        try:
+            return cls.from_matrices(latency_s, bandwidth_bits_per_s, jitter_s=jitter_s, loss=loss)
+        except LocalError as error:
+            raise LocalError(f"{path} is not a network: {error}") from error
+
+
+class UniformNetwork(Network):
+    """The same link between any two of any number of places."""
+
+    def __init__(self, spec: LinkSpec) -> None:
+        self._spec = spec
+        self.num_places = math.inf
+        self.typical_latency_s = spec.latency_s
+
+    def link(self, source: int, destination: int) -> LinkSpec:
+        return self._spec
+
+
+def uniform(
+    latency_s: float, rate_bytes_per_s: float = math.inf, *, jitter_s: float = 0.0, loss: float = 0.0
+) -> Network:
+    return UniformNetwork(
+        LinkSpec(latency_s=latency_s, rate_bytes_per_s=rate_bytes_per_s, jitter_s=jitter_s, loss=loss)
+    )
+
+
+class _NetworkFile(msgspec.Struct, frozen=True):
+    """Other fields (title, source, workload) are for people."""
+
+    latency_s: list[list[float]] | None = None
+    latency_ms: list[list[float]] | None = None
+    bandwidth_bits_per_s: list[list[float]] | None = None
+    bandwidth_gbps: list[list[float]] | None = None
+
+
+def _scaled(matrix: list[list[float]] | None, factor: float) -> list[list[float]] | None:
+    return None if matrix is None else [[value * factor for value in row] for row in matrix]
+
+
+def _check_square(what: str, matrix: Sequence[Sequence[object]]) -> None:
+    size = len(matrix)
+    if size == 0:
+        raise LocalError(f"the {what} matrix is empty")
+    for index, row in enumerate(matrix):
+        if len(row) != size:
+            raise LocalError(f"the {what} matrix has {size} rows, but row {index} has {len(row)} columns")
+
+
+def _median_off_diagonal(matrix: Sequence[Sequence[float]]) -> float:
+    others = [value for i, row in enumerate(matrix) for j, value in enumerate(row) if i != j]
+    return statistics.median_low(others) if others else 0.0

@@ -1,0 +1,129 @@
+"""What is remembered about one peer's network card, and about the stream of frames from one peer to another."""
+
+import asyncio
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from shoal.protocol.frames import CreditWindow
+from shoal.protocol.identity import PeerID
+from shoal.protocol.limits import STREAM_CREDIT_BYTES
+from shoal.protocol.ports import Priority
+from shoal.protocol.sim.network import CardSpec
+from shoal.protocol.sim.phantom import Phantom
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Frame:
+    """One frame between `send` and the end of its handler."""
+
+    meta: bytes
+    payload: bytearray | Phantom
+    priority: Priority
+    nbytes: int
+    """On the wire, header and trailer included; also what it costs in credit."""
+    digest: int
+    left: asyncio.Future[None]
+    """Done when its last byte has left the sender; cancelled when the sender no longer waits."""
+    epoch: int = 0
+    """Of the stream, when the frame started."""
+
+
+class Card:
+    """A peer as the network sees it: one uplink and one downlink, shared by all its streams.
+
+    A peer that comes back after a crash has a new card: nothing on the wire is meant for the new process.
+
+    Args:
+        number: order of joining the world; unlike a PeerID never used twice.
+        place: row of the network's matrix.
+        frame_arrived: called when a frame is in `stream.arrived` and nobody handles that stream yet.
+    """
+
+    def __init__(
+        self, *, number: int, place: int, peer_id: PeerID, spec: CardSpec, frame_arrived: "Callable[[Stream], None]"
+    ) -> None:
+        self.number = number
+        self.place = place
+        self.peer_id = peer_id
+        self.spec = spec
+        self.frame_arrived = frame_arrived
+        self.is_alive = True
+        self.is_serving = False
+        self.outgoing: dict[int, Stream] = {}
+        self.incoming: dict[int, Stream] = {}
+        self.up_free_s = 0.0
+        self.down_free_s = 0.0
+        self.offers: list[tuple[float, int, Stream]] = []
+        """Heap of the streams that have a frame ready for the uplink: (fair-queueing tag, destination, stream)."""
+        self.tag_served = 0.0
+        self.grant: asyncio.TimerHandle | None = None
+
+
+class Stream:
+    """Frames from `source` to `destination`, by priority.
+
+    `epoch` grows when the sender's side breaks: what was scheduled for an earlier one is void. The receiver refuses
+    what comes of an epoch up to `refused_epoch`, so that nothing is handled behind a gap.
+    """
+
+    def __init__(self, source: Card, destination: Card, *, queue_bytes: float, rng: random.Random) -> None:
+        self.source = source
+        self.destination = destination
+        self.rng = rng
+        self.queue_bytes = queue_bytes
+        self.epoch = 0
+        self.refused_epoch = 0
+        self.free_s = 0.0
+        """When the path has taken the last byte of the frame before."""
+        self.in_order_s = 0.0
+        """When the frame before arrives: jitter never lets one overtake another."""
+        self.control_free_s = 0.0
+        self.tag = 0.0
+        self.is_offered = False
+        self.stall: asyncio.TimerHandle | None = None
+        self.serving: asyncio.Task[None] | None = None
+        self.arrived: deque[Frame] = deque()
+        self.clear()
+
+    def clear(self) -> None:
+        """As new, for frames that will be sent from now on; what has arrived stays."""
+        self.epoch += 1
+        self.window = CreditWindow(int(min(self.queue_bytes, STREAM_CREDIT_BYTES)))
+        self.waiting: tuple[deque[Frame], ...] = tuple(deque() for _ in Priority)
+        self.leaving: Frame | None = None
+        self.held: deque[Frame] = deque()
+        """Frames that reached a cut in the network; they come in order once it heals."""
+        self.held_credits: list[int] = []
+        self.free_s = 0.0
+        self.in_order_s = 0.0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing waits, flies or is being handled."""
+        return self.window.outstanding_bytes == 0 and self.next_frame() is None
+
+    def next_frame(self) -> Frame | None:
+        """The frame that leaves next, credits aside. Forgets those whose senders gave up."""
+        for queue in self.waiting:
+            while queue and queue[0].left.done():
+                queue.popleft()
+            if queue:
+                return queue[0]
+        return None
+
+    def take_next(self) -> Frame | None:
+        """Remove and return the next frame if the receiver has credit for it."""
+        frame = self.next_frame()
+        if frame is None or not self.window.admits(frame.nbytes):
+            return None
+        self.waiting[frame.priority].popleft()
+        frame.epoch = self.epoch
+        self.window.take(frame.nbytes)
+        return frame
+
+    def unsent(self) -> list[Frame]:
+        """Frames whose senders still wait, in the order in which they would leave."""
+        leaving = [self.leaving] if self.leaving is not None else []
+        return [frame for frame in (*leaving, *(f for queue in self.waiting for f in queue)) if not frame.left.done()]

@@ -1,0 +1,66 @@
+"""One running hash over everything that happens between peers: equal hashes mean equal runs, event for event."""
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+
+import xxhash
+
+
+class Kind(IntEnum):
+    """What happened. The numbers are part of the hash: add, never renumber."""
+
+    JOINED = 1
+    CLOSED = 2
+    CRASHED = 3
+    PAUSED = 4
+    RESUMED = 5
+    CUT = 6
+    HEALED = 7
+    FRAME_QUEUED = 10
+    FRAME_STARTED = 11
+    FRAME_ARRIVED = 12
+    FRAME_HANDLED = 13
+    STREAM_BROKEN = 14
+    CALL_SENT = 20
+    CALL_ARRIVED = 21
+    REPLY_SENT = 22
+    REPLY_ARRIVED = 23
+    CALL_LOST = 24
+    RECORD_STORED = 30
+    RECORD_READ = 31
+    JOB_STARTED = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """`source` and `destination` are the peers' numbers in the world, in the order of joining; -1 is nobody."""
+
+    at_s: float
+    kind: Kind
+    source: int
+    destination: int
+    nbytes: int
+    digest: int
+
+
+_EVENT = struct.Struct("<dBiiQQ")
+
+
+class Trace:
+    """Args: watch: called with every event; for people who look for the first difference of two runs."""
+
+    def __init__(self, watch: Callable[[Event], None] | None = None) -> None:
+        self._hash = xxhash.xxh3_128()
+        self._watch = watch
+        self.num_events = 0
+
+    def add(self, at_s: float, kind: Kind, source: int, destination: int, nbytes: int = 0, digest: int = 0) -> None:
+        self.num_events += 1
+        self._hash.update(_EVENT.pack(at_s, kind, source, destination, nbytes, digest))
+        if self._watch is not None:
+            self._watch(Event(at_s, kind, source, destination, nbytes, digest))
+
+    def hexdigest(self) -> str:
+        return self._hash.hexdigest()

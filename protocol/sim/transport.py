@@ -1,0 +1,230 @@
+"""`Transport` in virtual time."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, cast
+
+import xxhash
+
+from shoal.protocol.errors import LocalError, RemoteError, TransportError, Unreachable
+from shoal.protocol.frames import wire_bytes
+from shoal.protocol.identity import PeerID
+from shoal.protocol.limits import CONTROL_BYTES_MAX, FRAME_META_BYTES_MAX, FRAME_PAYLOAD_BYTES_MAX
+from shoal.protocol.ports import CallHandler, FrameHandler, Payload, Priority
+from shoal.protocol.sim.clock import Agenda
+from shoal.protocol.sim.links import Links
+from shoal.protocol.sim.loop import owned_context
+from shoal.protocol.sim.network import CardSpec
+from shoal.protocol.sim.phantom import Phantom
+from shoal.protocol.sim.stream import Card, Frame, Stream
+from shoal.protocol.sim.trace import Kind, Trace
+
+logger = logging.getLogger(__name__)
+
+
+class SimTransport:
+    """Calls and frames between the peers of one world.
+
+    Like libp2p, it reaches whom it was introduced to under an address that holds, and whoever has reached it before.
+
+    Args:
+        find: PeerID -> the transport of the process that runs, or ran last, under that identity.
+        failed: called with what a handler raised, except `RemoteError`, which is the other peer's fault.
+    """
+
+    def __init__(
+        self,
+        peer_id: PeerID,
+        *,
+        number: int,
+        place: int,
+        card: CardSpec,
+        links: Links,
+        agenda: Agenda,
+        trace: Trace,
+        find: "Callable[[PeerID], SimTransport | None]",
+        failed: Callable[[Exception], None],
+    ) -> None:
+        self._peer_id = peer_id
+        self.card = Card(number=number, place=place, peer_id=peer_id, spec=card, frame_arrived=self._frame_arrived)
+        self._links = links
+        self._agenda = agenda
+        self._trace = trace
+        self._find = find
+        self._failed = failed
+        self._on_call: CallHandler | None = None
+        self._on_frame: FrameHandler | None = None
+        self._addresses_of: dict[PeerID, set[str]] = {}
+        self._met: set[PeerID] = set()
+        self._handlers: dict[asyncio.Task[None], None] = {}
+
+    @property
+    def peer_id(self) -> PeerID:
+        return self._peer_id
+
+    def addresses(self) -> tuple[str, ...]:
+        place = self.card.place
+        host = f"10.{place >> 16 & 255}.{place >> 8 & 255}.{place & 255}"
+        return (f"/ip4/{host}/tcp/4001/p2p/{self._peer_id}",)
+
+    def serve(self, *, on_call: CallHandler, on_frame: FrameHandler) -> None:
+        if self._on_call is not None:
+            raise LocalError("a transport serves once")
+        self._on_call, self._on_frame = on_call, on_frame
+        self._links.opened(self.card)
+
+    async def introduce(self, peer: PeerID, addresses: Sequence[str]) -> None:
+        self._addresses_of.setdefault(peer, set()).update(addresses)
+
+    async def close(self) -> None:
+        if not self.card.is_alive:
+            return
+        self._trace.add(self._agenda.now_s(), Kind.CLOSED, self.card.number, -1)
+        self._links.gone(self.card, TransportError("this peer's transport was closed"))
+        handlers = [task for task in self._handlers if task is not asyncio.current_task()]
+        for task in handlers:
+            task.cancel()
+        await asyncio.gather(*handlers, return_exceptions=True)
+
+    # Calls --------------------------------------------------------------------------------------------------------
+
+    async def call(self, peer: PeerID, request: bytes, *, timeout_s: float) -> bytes:
+        """Raises: Unreachable. LocalError: `request` is larger than a peer accepts, or this transport is closed."""
+        self._check_open()
+        if len(request) > CONTROL_BYTES_MAX:
+            raise LocalError(f"a call of {len(request)} bytes is larger than any peer accepts")
+        reply: asyncio.Future[bytes] = self._agenda.loop.create_future()
+        target = self._reach(peer)
+        if target is not None:
+            digest = xxhash.xxh3_64_intdigest(request)
+            self._record(Kind.CALL_SENT, self.card, target.card, len(request), digest)
+            accept = target._accept_call
+            self._links.post(self.card, target.card, len(request), lambda: accept(self, request, digest, reply))
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await reply
+        except TimeoutError:
+            why = f"no answer within {timeout_s:g} s" if target is not None else "no address that holds is known"
+            raise Unreachable(peer, why) from None
+
+    def _accept_call(self, caller: "SimTransport", request: bytes, digest: int, reply: asyncio.Future[bytes]) -> None:
+        if self._on_call is None:
+            return
+        self._met.add(caller.peer_id)
+        self._record(Kind.CALL_ARRIVED, caller.card, self.card, len(request), digest)
+        self._spawn(self._answer(caller, self._on_call, request, reply), f"call from {caller.peer_id[-8:]}")
+
+    async def _answer(
+        self, caller: "SimTransport", on_call: CallHandler, request: bytes, reply: asyncio.Future[bytes]
+    ) -> None:
+        answer: bytes | Unreachable
+        try:
+            answer = await on_call(caller.peer_id, request)
+            if len(answer) > CONTROL_BYTES_MAX:
+                raise LocalError(f"a reply of {len(answer)} bytes is larger than any peer accepts")
+        except Exception as error:
+            self._note(error)
+            answer = Unreachable(self._peer_id, "its handler failed")
+        if not self.card.is_alive:
+            return
+        nbytes = len(answer) if isinstance(answer, bytes) else 0
+        digest = xxhash.xxh3_64_intdigest(answer) if isinstance(answer, bytes) else 0
+        self._record(Kind.REPLY_SENT, self.card, caller.card, nbytes, digest)
+        self._links.post(self.card, caller.card, nbytes, lambda: caller._accept_reply(self, answer, digest, reply))
+
+    def _accept_reply(
+        self, answerer: "SimTransport", answer: bytes | Unreachable, digest: int, reply: asyncio.Future[bytes]
+    ) -> None:
+        nbytes = len(answer) if isinstance(answer, bytes) else 0
+        self._record(Kind.REPLY_ARRIVED, answerer.card, self.card, nbytes, digest)
+        if reply.done():
+            return  # the caller gave up
+        if isinstance(answer, bytes):
+            reply.set_result(answer)
+        else:
+            reply.set_exception(answer)
+
+    # Frames -------------------------------------------------------------------------------------------------------
+
+    async def send(self, peer: PeerID, meta: bytes, payload: Payload | Phantom, *, priority: Priority) -> None:
+        """Returns when the frame's last byte has left. `payload` may change as soon as this first waits: it is copied.
+
+        Raises: Unreachable. LocalError: the frame is larger than a peer accepts, or this transport is closed.
+        """
+        self._check_open()
+        nbytes = payload.nbytes if isinstance(payload, memoryview) else len(payload)
+        if len(meta) > FRAME_META_BYTES_MAX or nbytes > FRAME_PAYLOAD_BYTES_MAX:
+            raise LocalError(f"a frame of {len(meta)} + {nbytes} bytes is larger than any peer accepts")
+        target = self._reach(peer)
+        if target is None:
+            await asyncio.sleep(self._links.stall_s)
+            raise Unreachable(peer, "no address that holds is known")
+        digest = xxhash.xxh3_64_intdigest(meta)
+        if not isinstance(payload, Phantom):
+            payload = bytearray(payload)
+            digest = xxhash.xxh3_64_intdigest(payload, seed=digest)
+        frame = Frame(
+            meta=meta,
+            payload=payload,
+            priority=priority,
+            nbytes=wire_bytes(len(meta), nbytes),
+            digest=digest,
+            left=self._agenda.loop.create_future(),
+        )
+        self._links.send(self.card, target.card, frame)
+        try:
+            await frame.left
+        except asyncio.CancelledError:
+            self._links.given_up(self.card, target.card)
+            raise
+
+    def _frame_arrived(self, stream: Stream) -> None:
+        stream.serving = self._spawn(self._serve_stream(stream), f"frames from {stream.source.peer_id[-8:]}")
+
+    async def _serve_stream(self, stream: Stream) -> None:
+        assert self._on_frame is not None  # frames do not start towards a card that does not serve
+        source = stream.source.peer_id
+        self._met.add(source)
+        try:
+            while stream.arrived:
+                frame = stream.arrived.popleft()
+                # A handler sees bytes in the port's types; phantoms only meet handlers of modelled peers.
+                await self._on_frame(source, frame.meta, cast(Payload, frame.payload))
+                self._links.handled(stream, frame)
+        except Exception as error:
+            self._note(error)
+            self._links.reset(stream, "it refused a frame")
+        finally:
+            stream.serving = None
+
+    # --------------------------------------------------------------------------------------------------------------
+
+    def _reach(self, peer: PeerID) -> "SimTransport | None":
+        if peer == self._peer_id:
+            raise Unreachable(peer, "a peer does not dial itself")
+        target = self._find(peer)
+        if target is None:
+            return None
+        known = peer in self._met or not self._addresses_of.get(peer, set()).isdisjoint(target.addresses())
+        return target if known else None
+
+    def _check_open(self) -> None:
+        if not self.card.is_alive:
+            raise TransportError("this peer's transport is closed")
+
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        context = owned_context(self.card.number)
+        task = self._agenda.loop.create_task(work, name=f"{self._peer_id[-8:]}: {name}", context=context)
+        self._handlers[task] = None
+        task.add_done_callback(lambda done: self._handlers.pop(done, None))
+        return task
+
+    def _note(self, error: Exception) -> None:
+        if isinstance(error, RemoteError):
+            logger.warning("%s", error)
+        else:
+            self._failed(error)
+
+    def _record(self, kind: Kind, source: Card, destination: Card, nbytes: int, digest: int) -> None:
+        self._trace.add(self._agenda.now_s(), kind, source.number, destination.number, nbytes, digest)

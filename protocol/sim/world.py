@@ -1,0 +1,233 @@
+"""A world of simulated peers: made from one seed, broken at will, and equal to itself in every run."""
+
+import asyncio
+import contextvars
+import hashlib
+import logging
+import math
+import random
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from shoal.protocol.errors import LocalError
+from shoal.protocol.identity import Identity, PeerID
+from shoal.protocol.limits import CALL_TIMEOUT_S
+from shoal.protocol.sim.clock import Agenda, SimClock
+from shoal.protocol.sim.compute import ExecutingCompute, ModelledCompute
+from shoal.protocol.sim.cuts import Cut
+from shoal.protocol.sim.directory import Records, SimDirectory
+from shoal.protocol.sim.links import Links
+from shoal.protocol.sim.loop import owned_context
+from shoal.protocol.sim.network import CardSpec, LinkSpec, Network
+from shoal.protocol.sim.trace import Event, Kind, Trace
+from shoal.protocol.sim.transport import SimTransport
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SimPeer:
+    """One process: an identity and the four ports.
+
+    `spawn` its driver: what runs elsewhere outlives a crash and ignores a pause.
+    """
+
+    name: str
+    number: int
+    identity: Identity
+    transport: SimTransport
+    directory: SimDirectory
+    compute: ExecutingCompute | ModelledCompute
+    clock: SimClock
+
+    @property
+    def peer_id(self) -> PeerID:
+        return self.identity.peer_id
+
+    @property
+    def is_alive(self) -> bool:
+        return self.transport.card.is_alive
+
+    def context(self) -> contextvars.Context:
+        """A fresh one in which tasks belong to this peer."""
+        return owned_context(self.number)
+
+    def spawn(self, work: Coroutine[Any, Any, T], *, name: str | None = None) -> "asyncio.Task[T]":
+        """Run `work`, and all it starts, as this peer. After a crash it never ends: do not wait for it."""
+        return asyncio.get_running_loop().create_task(
+            work, name=f"{self.name}: {name or 'work'}", context=self.context()
+        )
+
+
+class World:
+    """Peers and what lies between them.
+
+    Args:
+        seed: everything random follows from it: identities, jitter, loss, and every `rng(name)`.
+        stall_s: after how long without progress a stream towards a silent peer breaks.
+        modelled: peers compute by `ModelledCompute` unless they say otherwise.
+        watch: called with every event of the trace.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        network: Network,
+        *,
+        stall_s: float = CALL_TIMEOUT_S,
+        modelled: bool = False,
+        watch: Callable[[Event], None] | None = None,
+    ) -> None:
+        self.seed = seed
+        self.network = network
+        self.peers: dict[str, SimPeer] = {}
+        """By name; the newest process of each."""
+        self.failures: list[tuple[str, Exception]] = []
+        """(peer's name, what one of its handlers raised): a bug in a driver, unless a test wants it."""
+        self._modelled = modelled
+        self._agenda = Agenda()
+        self._trace = Trace(watch)
+        self._links = Links(network, self._agenda, self._trace, self.rng, stall_s=stall_s)
+        self._records = Records(self._links.cuts)
+        self._place_of: dict[str, int] = {}
+        self._name_at: dict[int, str] = {}
+        self._next_place = 0
+        self._by_id: dict[PeerID, SimPeer] = {}
+        self._num_joined = 0
+
+    def add_peer(
+        self,
+        name: str,
+        *,
+        device_flop_per_s: float = 1e12,
+        overhead_s: float = 0.0,
+        up_bytes_per_s: float = math.inf,
+        down_bytes_per_s: float = math.inf,
+        place: int | None = None,
+        modelled: bool | None = None,
+    ) -> SimPeer:
+        """A process joins; one of a name that crashed or was closed comes back with its identity, place and address.
+
+        Raises: LocalError: a peer of that name is alive, or the network has no place for it.
+        """
+        if name in self.peers and self.peers[name].is_alive:
+            raise LocalError(f"a peer named {name!r} is alive in this world")
+        place = self._place(name, place)
+        number = self._num_joined
+        self._num_joined += 1
+        identity = Identity(hashlib.blake2b(f"shoal sim identity/{self.seed}/{name}".encode(), digest_size=32).digest())
+        transport = SimTransport(
+            identity.peer_id,
+            number=number,
+            place=place,
+            card=CardSpec(up_bytes_per_s=up_bytes_per_s, down_bytes_per_s=down_bytes_per_s),
+            links=self._links,
+            agenda=self._agenda,
+            trace=self._trace,
+            find=self._find,
+            failed=lambda error: self._handler_failed(name, error),
+        )
+        compute = ModelledCompute if (self._modelled if modelled is None else modelled) else ExecutingCompute
+        peer = SimPeer(
+            name=name,
+            number=number,
+            identity=identity,
+            transport=transport,
+            directory=SimDirectory(
+                transport.card, self._records, self._agenda, self._trace, latency_s=self.network.typical_latency_s
+            ),
+            compute=compute(
+                self._agenda, self._trace, number=number, device_flop_per_s=device_flop_per_s, overhead_s=overhead_s
+            ),
+            clock=SimClock(self._agenda),
+        )
+        self.peers[name] = self._by_id[identity.peer_id] = peer
+        digest = int.from_bytes(identity.public_key[:8], "little")
+        self._trace.add(self._agenda.now_s() if self._agenda.is_running else 0.0, Kind.JOINED, number, place, 0, digest)
+        return peer
+
+    def trace_hash(self) -> str:
+        """Of everything that has happened so far, in hexadecimal."""
+        return self._trace.hexdigest()
+
+    @property
+    def num_events(self) -> int:
+        return self._trace.num_events
+
+    def now_s(self) -> float:
+        return self._agenda.now_s()
+
+    def rng(self, name: str) -> random.Random:
+        """A fresh generator, always the same for one seed and name."""
+        return random.Random(f"shoal sim/{self.seed}/{name}")  # a string is hashed by SHA-512, not by `hash`
+
+    def set_link(self, source: SimPeer, destination: SimPeer, spec: LinkSpec) -> None:
+        """From now on, one way."""
+        self._links.set_link(source.transport.card.place, destination.transport.card.place, spec)
+
+    # Faults -------------------------------------------------------------------------------------------------------
+
+    def crash(self, peer: SimPeer) -> None:
+        """As `kill -9`: what it had not sent is gone, its connections break, and not one of its `finally` runs."""
+        if not peer.is_alive:
+            return
+        self._trace.add(self.now_s(), Kind.CRASHED, peer.number, -1)
+        self._agenda.loop.freeze(peer.number)
+        self._links.gone(peer.transport.card, None)
+
+    def pause(self, peer: SimPeer) -> None:
+        """As SIGSTOP: connections stay, frames and calls pile up, timers fire late, all at `resume`."""
+        self._trace.add(self.now_s(), Kind.PAUSED, peer.number, -1)
+        self._agenda.loop.freeze(peer.number)
+
+    def resume(self, peer: SimPeer) -> None:
+        if not peer.is_alive:
+            raise LocalError(f"{peer.name} has crashed: add it again instead")
+        self._trace.add(self.now_s(), Kind.RESUMED, peer.number, -1)
+        self._agenda.loop.thaw(peer.number)
+
+    def partition(self, a: Iterable[SimPeer], b: Iterable[SimPeer], *, one_way: bool = False) -> Cut:
+        """Nothing gets from `a` to `b`, nor back unless it is one way. Returns: what to hand to `heal`."""
+        places_a = {peer.transport.card.place for peer in a}
+        places_b = {peer.transport.card.place for peer in b}
+        if places_a & places_b:
+            raise LocalError("a peer cannot be cut off from itself")
+        cut = self._links.cut(places_a, places_b, one_way=one_way)
+        self._trace_cut(Kind.CUT, cut)
+        return cut
+
+    def heal(self, cut: Cut | None = None) -> None:
+        """End one partition, or all. What waited comes through, late, on streams that have not broken yet."""
+        self._trace_cut(Kind.HEALED, cut)
+        self._links.heal(cut)
+
+    def _trace_cut(self, kind: Kind, cut: Cut | None) -> None:
+        text = "all" if cut is None else f"{sorted(cut.sources)} {sorted(cut.destinations)} {cut.one_way}"
+        digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+        self._trace.add(self.now_s(), kind, -1, -1, 0, digest)
+
+    # --------------------------------------------------------------------------------------------------------------
+
+    def _place(self, name: str, place: int | None) -> int:
+        if place is None:
+            while self._next_place in self._name_at:
+                self._next_place += 1
+            place = self._place_of.get(name, self._next_place)
+        if self._name_at.get(place, name) != name:
+            raise LocalError(f"place {place} of the network is taken by {self._name_at[place]!r}")
+        if not 0 <= place < self.network.num_places:
+            raise LocalError(f"the network has {self.network.num_places} places, none for {name!r}")
+        self._place_of[name] = place
+        self._name_at[place] = name
+        return place
+
+    def _find(self, peer_id: PeerID) -> SimTransport | None:
+        peer = self._by_id.get(peer_id)
+        return None if peer is None else peer.transport
+
+    def _handler_failed(self, name: str, error: Exception) -> None:
+        self.failures.append((name, error))
+        logger.error("a handler of %s failed", name, exc_info=error)
