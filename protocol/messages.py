@@ -224,7 +224,9 @@ class Hello(_Message, frozen=True):
     """-1: none."""
     version: int
     ready: bool
-    """Holds its stage's state and takes traffic."""
+    """Holds its stage's state and takes part in rounds."""
+    is_open: bool
+    """Takes new traffic; a draining replica is ready but not open."""
 
 
 class Progress(_Message, frozen=True):

@@ -236,9 +236,10 @@ class GroupCore:
         self._retries += 1
         return self._try_round(now_s)
 
-    def taken(self, step: int) -> IndexSet:
-        """Stage 0: what we hold of `step`, for our successor as lead."""
-        return self._claimed.get(step, IndexSet()) | self._tally(step, self.me).indices
+    @property
+    def owes(self) -> bool:
+        """We have contributed to a step that is not committed yet."""
+        return any(len(tallies[self.me].indices) for tallies in self._tallies.values() if self.me in tallies)
 
     # --- inside ---
 

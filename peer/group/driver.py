@@ -1,7 +1,7 @@
 """Runs a GroupCore: tells mates, reduces over the wire, hands the mean gradient to the pipeline.
 
 The path of a commit through this file: `contributed` -> (`Progress` to the mates) -> `_on_round_start` -> `_begin`
--> frames `ReducePart` and `GatherPart` -> `_complete` -> `PipelineDriver.commit` -> `stepped` -> (`Digest` to the mates)
+-> frames `ReducePart` and `GatherPart` -> `_complete` -> `PipelineDriver.commit` -> `stepped` (`Digest` to the mates)
 -> `Report`.
 """
 
@@ -120,6 +120,9 @@ class GroupDriver:
 
     def mate_ready(self, peer: PeerID, ready: bool) -> None:
         self._perform(self.core.mate_ready(peer, ready, now_s=self._clock.now_s()))
+
+    def mate_lost(self, peer: PeerID) -> None:
+        self._perform(self.core.mate_lost(peer, now_s=self._clock.now_s()))
 
     def set_ready(self, ready: bool) -> None:
         self.core.ready = ready

@@ -1,0 +1,293 @@
+"""A peer: obeys plans, holds a replica of a stage when it is given one, reports to whoever coordinates.
+
+Open this file first: `obey` is where work begins, `heartbeat` what the coordinator hears. The replica (`replica.py`)
+does the training.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from shoal.peer import snapshot
+from shoal.peer.data.corpus import Corpus
+from shoal.peer.outbox import Outbox
+from shoal.peer.pipeline.driver import TimelineEntry
+from shoal.peer.pipeline.state import StageState
+from shoal.peer.probe import DeviceProbe, LinkProbe, probe_device
+from shoal.peer.replica import Replica, Surroundings
+from shoal.protocol.endpoint import Endpoint
+from shoal.protocol.errors import ShoalError
+from shoal.protocol.identity import PeerID
+from shoal.protocol.limits import REPORTS_PER_HEARTBEAT_MAX
+from shoal.protocol.messages import Advert, CommitReport, Heartbeat, Hello, LinkReport, ValidationReport
+from shoal.protocol.plan import SignedPlan
+from shoal.protocol.ports import Clock, Compute
+from shoal.protocol.spec import RunSpec
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+_DRAIN_S = 30.0
+
+
+async def _inline(work: Callable[[], T]) -> T:
+    return work()
+
+
+class PeerDriver:
+    """One peer of one run.
+
+    Args:
+        corpus: the run's text, if this peer has it; else it is never at stage 0.
+        state_dir: snapshots go here; None keeps none (simulated worlds).
+        run_blocking: runs a function that blocks on the disk; `asyncio.to_thread` in life, inline in virtual time.
+        on_commit: sees every commit that this peer leads.
+    """
+
+    def __init__(
+        self,
+        *,
+        endpoint: Endpoint,
+        compute: Compute,
+        clock: Clock,
+        spec: RunSpec,
+        corpus: Corpus | None,
+        state_dir: Path | None,
+        name: str = "",
+        device: torch.device | None = None,
+        run_blocking: Callable[[Callable[[], object]], Awaitable[object]] = _inline,
+        on_commit: Callable[[CommitReport], None] | None = None,
+    ) -> None:
+        self.replica: Replica | None = None
+        self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Gets an exception when this peer cannot go on."""
+        self._endpoint = endpoint
+        self._compute = compute
+        self._spec = spec
+        self._has_data = corpus is not None
+        self._state_dir = state_dir
+        self._name = name
+        self._run_blocking = run_blocking
+        self._on_commit = on_commit
+        self._device = device or torch.device("cpu")
+        self._probe: DeviceProbe | None = None
+        self._plan: SignedPlan | None = None
+        self._transition: asyncio.Task[None] | None = None
+        self._hellos: dict[PeerID, Hello] = {}
+        self._commits: list[CommitReport] = []
+        self._validations: list[ValidationReport] = []
+        self._links: dict[PeerID, LinkReport] = {}
+        self._draining = False
+        self._background: set[asyncio.Task[None]] = set()
+        self._outbox = Outbox(endpoint, expect=Hello, on_reply=self._on_hello_reply)
+        self._link_probe = LinkProbe(endpoint=endpoint, clock=clock)
+        self._surroundings = Surroundings(
+            endpoint=endpoint,
+            compute=compute,
+            clock=clock,
+            spec=spec,
+            corpus=corpus,
+            device=self._device,
+            on_commit=self._committed,
+            on_validation=self._validations.append,
+            on_state=self._state_changed,
+            on_change=self._say_hello,
+            on_failure=self._fail,
+        )
+        endpoint.on(Hello, self._on_hello)
+
+    # --- life ---
+
+    async def start(self) -> None:
+        """Measure the device. Raises: whatever the device raises: it is not fit."""
+        self._probe = await probe_device(self._spec, self._compute, self._device)
+
+    async def drain(self, timeout_s: float = _DRAIN_S) -> bool:
+        """Take nothing new, finish and see committed what is here. Returns: whether that came about."""
+        self._draining = True
+        if self._transition:
+            await asyncio.gather(self._transition, return_exceptions=True)
+        return await self.replica.drain(timeout_s) if self.replica else True
+
+    async def close(self) -> None:
+        if self._transition:
+            self._transition.cancel()
+            await asyncio.gather(self._transition, return_exceptions=True)
+        if self.replica:
+            await self.replica.close()
+        await asyncio.gather(*self._background, return_exceptions=True)
+        await self._outbox.close()
+
+    @property
+    def timeline(self) -> list[TimelineEntry]:
+        return list(self.replica.pipeline.timeline) if self.replica else []
+
+    # --- with the coordinator ---
+
+    def obey(self, signed: SignedPlan) -> None:
+        """A live plan, newer than all before."""
+        self._plan = signed
+        if self._transition is None or self._transition.done():
+            self._transition = asyncio.create_task(self._follow(), name="follow the plan")
+            self._transition.add_done_callback(self._transition_done)
+
+    def advert(self) -> Advert:
+        assert self._probe is not None, "not started"
+        rates = [link.bytes_per_s for link in self._links.values()]
+        return Advert(
+            name=self._name,
+            device=self._probe.device,
+            flop_per_s=self._probe.flop_per_s,
+            memory_bytes=self._probe.memory_bytes,
+            upload_bytes_per_s=max(rates, default=0.0),
+            download_bytes_per_s=max(rates, default=0.0),
+            addresses=self._endpoint.transport.addresses(),
+            has_data=self._has_data,
+        )
+
+    def heartbeat(self) -> Heartbeat:
+        """Hands over the reports since the last one: the caller must see to it that they arrive."""
+        commits, self._commits = (
+            self._commits[:REPORTS_PER_HEARTBEAT_MAX],
+            self._commits[REPORTS_PER_HEARTBEAT_MAX:],
+        )
+        validations = tuple(self._validations)
+        self._validations.clear()
+        replica = self.replica
+        window = replica.pipeline.core.window if replica else None
+        return Heartbeat(
+            advert=self.advert(),
+            plan_sequence=self._plan.plan.sequence if self._plan else 0,
+            plan_digest=self._plan.digest if self._plan else "",
+            stage=replica.stage if replica else None,
+            version=replica.version if replica else 0,
+            synced=replica.is_ready if replica else False,
+            draining=self._draining,
+            commits=tuple(commits),
+            validations=validations,
+            links=tuple(self._links.values()),
+            forward_s=replica.pipeline.forward_s if replica else 0.0,
+            window=window.size if window else 0,
+        )
+
+    # --- plans ---
+
+    async def _follow(self) -> None:
+        """Become what the newest plan says; plans that come meanwhile are followed in turn."""
+        followed: SignedPlan | None = None
+        while self._plan is not None and self._plan is not followed:
+            followed = self._plan
+            plan = followed.plan
+            stage = plan.stage_of(self._endpoint.peer_id)
+            replica = self.replica
+            place = None if stage is None else (stage, plan.stages[stage].first_layer, plan.stages[stage].last_layer)
+            if replica is not None and place != (replica.stage, *replica.layers):
+                await replica.drain(_DRAIN_S)
+                await replica.close()
+                self.replica = replica = None
+            if stage is not None and not self._draining:
+                if replica is None:
+                    self.replica = Replica(self._surroundings, plan, stage)
+                    self.replica.start()
+                    self._measure_links(plan.members)
+                else:
+                    replica.follow(plan)
+            # Hellos may have come before the plan did.
+            for peer, hello in sorted(self._hellos.items()):
+                if self.replica and peer in self.replica.audience:
+                    self.replica.peer_state(peer, hello)
+            self._say_hello()
+
+    def _transition_done(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(error)
+
+    def _say_hello(self) -> None:
+        if self.replica:
+            for peer in self.replica.audience:
+                self._outbox.post(peer, "hello", self._hello())
+
+    def _hello(self) -> Hello:
+        replica = self.replica
+        return Hello(
+            plan_sequence=self._plan.plan.sequence if self._plan else 0,
+            stage=replica.stage if replica else -1,
+            version=replica.version if replica else 0,
+            ready=replica.is_ready if replica else False,
+            is_open=replica.is_open if replica else False,
+        )
+
+    async def _on_hello(self, source: PeerID, message: Hello) -> Hello:
+        self._heard(source, message)
+        return self._hello()
+
+    def _on_hello_reply(self, source: PeerID, reply: object) -> None:
+        assert isinstance(reply, Hello)
+        self._heard(source, reply)
+
+    def _heard(self, source: PeerID, hello: Hello) -> None:
+        self._hellos[source] = hello
+        if self.replica:
+            self.replica.peer_state(source, hello)
+
+    def _measure_links(self, peers: tuple[PeerID, ...]) -> None:
+        async def measure() -> None:
+            audience = self.replica.audience if self.replica else []
+            for peer in [p for p in audience if p in peers and p not in self._links]:
+                report = await self._link_probe.measure_if_possible(peer)
+                if report:
+                    self._links[peer] = report
+
+        self._in_background(measure(), "measure links")
+
+    # --- told by the replica ---
+
+    def _committed(self, report: CommitReport) -> None:
+        self._commits.append(report)
+        if self._on_commit:
+            self._on_commit(report)
+
+    def _state_changed(self, replica: Replica, state: StageState) -> None:
+        interval = self._spec.swarm.snapshot_interval_steps
+        last = state.version == self._spec.training.steps
+        due = last or (interval > 0 and state.version > 0 and state.version % interval == 0)
+        if due and self._state_dir is not None and replica.group.core.lead == self._endpoint.peer_id:
+            self._in_background(self._write_snapshot(replica.stage, state), f"snapshot {state.version}")
+
+    async def _write_snapshot(self, stage: int, state: StageState) -> None:
+        assert self._state_dir is not None
+        folder = self._state_dir / "snapshots" / f"stage-{stage}"
+        layers = {
+            key: snapshot.LayerTensors(param=layer.param_N, moment1=layer.moment1_N, moment2=layer.moment2_N)
+            for key, layer in state.layers.items()
+        }
+
+        def write() -> None:
+            snapshot.write_snapshot(
+                folder, run=self._endpoint.run, version=state.version, layers=layers, spec=self._spec
+            )
+
+        try:
+            await self._run_blocking(write)
+        except (OSError, ShoalError) as error:
+            logger.error("snapshot of version %d not written: %s", state.version, error)
+
+    def _in_background(self, coroutine: Awaitable[None], name: str) -> None:
+        task: asyncio.Task[None] = asyncio.ensure_future(coroutine)
+        task.set_name(name)
+        self._background.add(task)
+        task.add_done_callback(self._background_done)
+
+    def _background_done(self, task: asyncio.Task[None]) -> None:
+        self._background.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        logger.error("this peer cannot go on: %r", error)
+        if not self.failure.done():
+            self.failure.set_exception(error)

@@ -1,0 +1,115 @@
+"""Measures what this peer can give: arithmetic on the run's own layer shape, memory, and the way to other peers."""
+
+import asyncio
+import itertools
+from dataclasses import dataclass
+from statistics import median
+
+import psutil
+import torch
+
+from shoal.peer.model import llama
+from shoal.peer.model.flop import forward_flop
+from shoal.peer.model.layout import init_layer, layer_layout
+from shoal.protocol.endpoint import Endpoint
+from shoal.protocol.errors import Refused, RemoteError, Unreachable
+from shoal.protocol.identity import PeerID
+from shoal.protocol.limits import BULK_CHUNK_BYTES
+from shoal.protocol.messages import LinkReport, Ping, ProbeChunk
+from shoal.protocol.ports import Clock, Compute, Payload, Priority
+from shoal.protocol.spec import RunSpec
+
+_REPEATS = 5
+_PINGS = 3
+_ECHO_TIMEOUT_S = 20.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceProbe:
+    """`flop_per_s`: forward of one decoder layer in fp32 at the run's shape, median of a few."""
+
+    device: str
+    flop_per_s: float
+    memory_bytes: int
+
+
+async def probe_device(spec: RunSpec, compute: Compute, device: torch.device) -> DeviceProbe:
+    """Time one decoder layer on `compute`. Takes a few forwards, after one that is not counted."""
+    layout = layer_layout(spec.model, "layers.0")
+    params = layout.views(init_layer(spec.model, "layers.0", 0).to(device))
+    rotary = llama.rotary_tables(spec.model, device)
+    x_BTD = torch.ones(spec.training.microbatch_size, spec.model.context, spec.model.dim, device=device)
+    flop = forward_flop(spec.model, "layers.0", spec.training.microbatch_size * spec.model.context)
+
+    def forward() -> None:
+        with torch.no_grad():
+            llama.decoder_layer(spec.model, 0, params, x_BTD, rotary)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    seconds = []
+    for _ in range(1 + _REPEATS):
+        timed = await compute.run("probe", forward, flop=flop)
+        seconds.append(timed.ended_s - timed.started_s)
+    if device.type == "cuda":
+        name, memory_bytes = torch.cuda.get_device_name(device), torch.cuda.mem_get_info(device)[0]
+    else:
+        name, memory_bytes = "cpu", psutil.virtual_memory().available
+    return DeviceProbe(device=name, flop_per_s=flop / max(median(seconds[1:]), 1e-9), memory_bytes=memory_bytes)
+
+
+class LinkProbe:
+    """Measures round trip and rate towards one peer at a time; answers others who do."""
+
+    def __init__(self, *, endpoint: Endpoint, clock: Clock) -> None:
+        self._endpoint = endpoint
+        self._clock = clock
+        self._nonces = itertools.count()
+        self._echoes: dict[tuple[PeerID, int], asyncio.Event] = {}
+        endpoint.on(Ping, self._on_ping)
+        endpoint.on_frame(ProbeChunk, self._on_chunk)
+
+    async def measure(self, peer: PeerID, *, payload_bytes: int = BULK_CHUNK_BYTES) -> LinkReport:
+        """A few pings, then `payload_bytes` and their echo: rate = bytes / (time - round trip).
+
+        Raises: Unreachable, Refused, RemoteError.
+        """
+        round_trips = []
+        for _ in range(_PINGS):
+            sent_s = self._clock.now_s()
+            await self._endpoint.ask(peer, Ping(), Ping)
+            round_trips.append(self._clock.now_s() - sent_s)
+        round_trip_s = min(round_trips)
+        nonce = next(self._nonces)
+        self._echoes[peer, nonce] = event = asyncio.Event()
+        try:
+            # The stream's first frame pays for opening it; a small one goes ahead.
+            await self._endpoint.send(peer, ProbeChunk(nonce=-1, echo=False), b"\0", priority=Priority.BULK)
+            sent_s = self._clock.now_s()
+            meta = ProbeChunk(nonce=nonce, echo=True)
+            await self._endpoint.send(peer, meta, bytes(payload_bytes), priority=Priority.BULK)
+            async with asyncio.timeout(_ECHO_TIMEOUT_S):
+                await event.wait()
+        except TimeoutError as error:
+            raise Unreachable(peer, "a probe was not echoed") from error
+        finally:
+            del self._echoes[peer, nonce]
+        elapsed_s = self._clock.now_s() - sent_s
+        rate = payload_bytes / max(elapsed_s - round_trip_s, 1e-6)
+        return LinkReport(peer=peer, round_trip_s=round_trip_s, bytes_per_s=rate)
+
+    async def measure_if_possible(self, peer: PeerID) -> LinkReport | None:
+        try:
+            return await self.measure(peer)
+        except (Unreachable, Refused, RemoteError):
+            return None
+
+    async def _on_ping(self, source: PeerID, message: Ping) -> Ping:
+        return message
+
+    async def _on_chunk(self, source: PeerID, meta: ProbeChunk, payload: Payload) -> None:
+        if meta.echo:
+            answer = ProbeChunk(nonce=meta.nonce, echo=False)
+            await self._endpoint.send(source, answer, b"\0", priority=Priority.GRADIENT)
+        elif (event := self._echoes.get((source, meta.nonce))) is not None:
+            event.set()

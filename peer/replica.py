@@ -1,0 +1,329 @@
+"""One tenure in one stage: the pipeline, the group, the supply of microbatches and the state, wired together.
+
+A replica is born with a plan that names its peer, becomes *ready* when it holds its stage's state, is *open* while it
+takes traffic, and retires by draining. Who else is ready and open it learns from their Hellos.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from shoal.peer.data.corpus import Corpus
+from shoal.peer.group.claims import Claims
+from shoal.peer.group.core import GroupCore
+from shoal.peer.group.driver import GroupDriver
+from shoal.peer.handoff import StateFetcher, StateServer
+from shoal.peer.pipeline.core import PipelineCore
+from shoal.peer.pipeline.driver import PipelineDriver
+from shoal.peer.pipeline.issue import IssueBook
+from shoal.peer.pipeline.microbatch import Microbatch
+from shoal.peer.pipeline.router import Router
+from shoal.peer.pipeline.stage import StageRuntime
+from shoal.peer.pipeline.state import StageState, initial_state
+from shoal.peer.pipeline.window import Window
+from shoal.protocol.endpoint import Endpoint
+from shoal.protocol.errors import DataError, Refused, RemoteError, Unreachable
+from shoal.protocol.identity import PeerID
+from shoal.protocol.messages import CommitReport, Hello, Progress, ValidationReport
+from shoal.protocol.plan import Plan
+from shoal.protocol.ports import Clock, Compute
+from shoal.protocol.spec import RunSpec
+
+logger = logging.getLogger(__name__)
+
+_RETRY_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What a replica needs of its peer."""
+
+    endpoint: Endpoint
+    compute: Compute
+    clock: Clock
+    spec: RunSpec
+    corpus: Corpus | None
+    device: torch.device
+    on_commit: Callable[[CommitReport], None]
+    on_validation: Callable[[ValidationReport], None]
+    on_state: Callable[["Replica", StageState], None]
+    """Stepped or loaded; for snapshots."""
+    on_change: Callable[[], None]
+    """Ready or open changed: tell the neighbours."""
+    on_failure: Callable[[BaseException], None]
+
+
+class Replica:
+    """Our part of `plan`, as a member of stage `stage`."""
+
+    def __init__(self, surroundings: Surroundings, plan: Plan, stage: int) -> None:
+        self._s = surroundings
+        spec, me = surroundings.spec, surroundings.endpoint.peer_id
+        self.stage = stage
+        self.layers = (plan.stages[stage].first_layer, plan.stages[stage].last_layer)
+        self.is_open = False
+        self._plan = plan
+        self._draining = False
+        first = stage == 0
+        if first and surroundings.corpus is None:
+            raise DataError("the plan puts this peer at stage 0, but it does not have the run's text")
+        runtime = StageRuntime(
+            spec, *self.layers, corpus=surroundings.corpus if first else None, device=surroundings.device
+        )
+        core = PipelineCore(
+            stage=stage,
+            num_stages=len(plan.stages),
+            s_max=spec.training.s_max,
+            version=0,
+            router=Router(),
+            window=Window(num_stages=len(plan.stages)) if first else None,
+        )
+        self.pipeline = PipelineDriver(
+            core,
+            runtime,
+            endpoint=surroundings.endpoint,
+            compute=surroundings.compute,
+            clock=surroundings.clock,
+            upwards=self,
+        )
+        self.server = StateServer(
+            endpoint=surroundings.endpoint,
+            clock=surroundings.clock,
+            current=lambda: runtime.state if self.is_ready else None,
+        )
+        group = GroupCore(
+            me=me,
+            stage=stage,
+            steps=spec.training.steps,
+            microbatches=spec.training.microbatches_per_step,
+            tokens_per_microbatch=spec.training.microbatch_size * spec.model.context,
+            has_loss=core.is_last,
+            deadline_s=spec.training.commit_deadline_s,
+            quorum=spec.training.commit_quorum,
+        )
+        self.group = GroupDriver(
+            group,
+            self.pipeline,
+            endpoint=surroundings.endpoint,
+            clock=surroundings.clock,
+            on_report=surroundings.on_commit,
+            on_resync=self._resync,
+            on_progress=self._mate_progress,
+            retained_from=self.server.pinned_from,
+        )
+        self.claims = self._make_claims(group) if first else None
+        self._stepped = asyncio.Event()
+        self._sync_task: asyncio.Task[None] | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        return self.group.core.ready
+
+    @property
+    def is_draining(self) -> bool:
+        return self._draining
+
+    @property
+    def version(self) -> int:
+        return self.pipeline.core.version
+
+    @property
+    def audience(self) -> list[PeerID]:
+        """Who wants to know whether we are ready: mates and both neighbouring stages."""
+        stages = self._plan.stages
+        near = [stages[i].peers for i in (self.stage - 1, self.stage, self.stage + 1) if 0 <= i < len(stages)]
+        return [peer for peers in near for peer in peers if peer != self._s.endpoint.peer_id]
+
+    # --- life ---
+
+    def start(self) -> None:
+        for part in (self.pipeline, self.group, self.server, self.claims):
+            if part is not None:
+                part.install()
+        self.follow(self._plan)
+        self._sync_task = asyncio.create_task(self._join(), name=f"join stage {self.stage}")
+        if self.claims:
+            self.claims.start()
+
+    def follow(self, plan: Plan) -> None:
+        """A plan in which our stage and its layers are as before."""
+        self._plan = plan
+        members = plan.stages[self.stage].members
+        if not self.pipeline.core.is_last:
+            self.pipeline.core.router.set_shares({m.peer: m.share for m in plan.stages[self.stage + 1].members})
+        self.group.plan_changed(members, plan.sequence)
+        self.pipeline.refresh()
+        if self.claims:
+            self.claims.wake()
+
+    def peer_state(self, peer: PeerID, hello: Hello) -> None:
+        """What a peer says of itself."""
+        if hello.stage == self.stage:
+            self.group.mate_ready(peer, hello.ready)
+        elif peer in self.group.core.mates:
+            self.group.mate_lost(peer)
+        stages = self._plan.stages
+        if not self.pipeline.core.is_last and peer in stages[self.stage + 1].peers:
+            if hello.stage != self.stage + 1:
+                self.pipeline.peer_lost(peer)
+            elif hello.is_open:
+                self.pipeline.peer_ready(peer)
+            else:
+                self.pipeline.core.router.set_ready(peer, False)  # it will still answer what it owes
+        if self.claims:
+            self.claims.wake()
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Take nothing new, finish what is here, see every contribution committed. Returns: whether that came about."""
+        self._draining = True
+        self.is_open = False
+        if self.claims:
+            self.claims.drain()
+        self._s.on_change()
+        until_s = self._s.clock.now_s() + timeout_s
+        while not self.pipeline.core.is_idle or self.group.core.owes:
+            if self._s.clock.now_s() >= until_s:
+                logger.warning("left work behind: stage %d did not drain in %.0f s", self.stage, timeout_s)
+                return False
+            await asyncio.sleep(0.05)
+        return True
+
+    async def close(self) -> None:
+        self.is_open = False
+        self.group.core.ready = False
+        if self._sync_task:
+            self._sync_task.cancel()
+            await asyncio.gather(self._sync_task, return_exceptions=True)
+        if self.claims:
+            await self.claims.close()
+        await self.group.close()
+        await self.pipeline.close()
+
+    # --- state ---
+
+    async def _join(self) -> None:
+        try:
+            if self._plan.fresh:
+                await self._begin()
+            else:
+                await self._synchronise()
+        except (OSError, RuntimeError, ValueError) as error:
+            self._s.on_failure(error)
+
+    async def _begin(self) -> None:
+        """Version 0, from the seed."""
+        runtime = self.pipeline.runtime
+        timed = await self._s.compute.run(
+            "step", lambda: initial_state(runtime.spec, runtime.keys, runtime.device), flop=runtime.step_flop
+        )
+        await self._take_over(timed.value)
+        self._become_ready()
+
+    async def _synchronise(self) -> None:
+        """Fetch the state from mates, replay what they committed meanwhile, take part."""
+        runtime = self.pipeline.runtime
+        while True:
+            holders = self.group.core.ready_mates
+            fetcher = StateFetcher(runtime.spec, runtime.keys, endpoint=self._s.endpoint, device=runtime.device)
+            try:
+                state = await fetcher.fetch(holders)
+                if state.version >= self.version:
+                    await self._take_over(state)
+                while not await self._is_current():
+                    pass
+            except (Unreachable, Refused, RemoteError) as error:
+                logger.info("stage %d: no state yet: %s", self.stage, error)
+                await asyncio.sleep(_RETRY_S)
+                continue
+            break
+        self._become_ready()
+
+    async def _is_current(self) -> bool:
+        """Replay one commit of the mates; True if there is none left."""
+        mates = self.group.core.ready_mates
+        if not mates:
+            raise Unreachable(self._s.endpoint.peer_id, "all mates have gone")
+        self._stepped.clear()
+        if not await self.group.fetch_mean(mates[0], self.version):
+            return True
+        await self._stepped.wait()
+        return False
+
+    async def _take_over(self, state: StageState) -> None:
+        self.pipeline.load(state)
+        digest = (await self._s.compute.run("step", state.digest, flop=0.0)).value
+        if self.version == state.version:
+            self.group.stepped(state.version, digest)
+            self._s.on_state(self, state)
+            if self.claims:
+                self.claims.reach(state.version)
+
+    def _become_ready(self) -> None:
+        logger.info("stage %d is ready at version %d", self.stage, self.version)
+        self.group.set_ready(True)
+        self.is_open = not self._draining
+        self._s.on_change()
+        if self.claims:
+            self.claims.wake()
+
+    def _resync(self, mate: PeerID) -> None:
+        if self._sync_task is None or self._sync_task.done():
+            self.is_open = False
+            self.group.core.ready = False
+            self._s.on_change()
+            self._sync_task = asyncio.create_task(self._synchronise(), name=f"resync stage {self.stage}")
+
+    # --- told by the pipeline and the group ---
+
+    def contributed(self, microbatch: Microbatch, *, loss: float, staleness_steps: int) -> None:
+        self.group.contributed(microbatch.step, microbatch.index, loss=loss, staleness_steps=staleness_steps)
+
+    def finished(self, microbatch: Microbatch, *, loss: float) -> None:
+        assert self.claims is not None
+        if microbatch.validates:
+            self.claims.validated(microbatch, loss)
+        self.claims.wake()
+
+    def stepped(self, state: StageState, digest: str, skipped_layers: int) -> None:
+        if skipped_layers:
+            logger.error("step %d: %d layers had a gradient that is not finite", state.version, skipped_layers)
+        self.group.stepped(state.version, digest)
+        self._stepped.set()
+        if self.claims:
+            self.claims.reach(state.version)
+        self._s.on_state(self, state)
+
+    def failed(self, error: BaseException) -> None:
+        self._s.on_failure(error)
+
+    # --- inside ---
+
+    def _make_claims(self, group: GroupCore) -> Claims:
+        training = self._s.spec.training
+        book = IssueBook(
+            steps=training.steps,
+            microbatches=training.microbatches_per_step,
+            s_max=training.s_max,
+            validation_interval=training.validation_interval_steps,
+            validation_microbatches=training.validation_microbatches,
+        )
+        return Claims(
+            book,
+            group,
+            self.pipeline.core,
+            endpoint=self._s.endpoint,
+            on_grant=self._granted,
+            on_validation=self._s.on_validation,
+        )
+
+    def _granted(self, microbatch: Microbatch) -> None:
+        if not microbatch.validates:
+            self.group.claimed(microbatch.step, microbatch.index)
+        self.pipeline.grant(microbatch)
+
+    def _mate_progress(self, message: Progress) -> None:
+        if self.claims:
+            self.claims.mate_progress(message)
