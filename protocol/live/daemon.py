@@ -168,7 +168,7 @@ class Daemon:
                 tls=True,
                 use_relay=self._use_relay,
                 use_auto_relay=nat and bool(self._relays),
-                trusted_relays=self._relays or None,
+                trusted_relays=self._relays if nat else None,
                 auto_nat=nat,
                 nat_port_map=nat,
             )

@@ -31,6 +31,7 @@ _DIAL_TIMEOUT_S = 5.0
 _OPEN_TIMEOUT_S = 10.0
 _FLUSH_TIMEOUT_S = 2.0
 _DIALS_AT_ONCE = 16
+_LONELY_S = 10.0
 _NOT_DIALLED = ("failed to find any peer", "routing: not found", "failed to dial")
 """Daemon errors after which the request certainly never left, so that it may be sent again."""
 
@@ -49,6 +50,7 @@ class LiveTransport:
         self._on_frame: FrameHandler
         self._served = asyncio.Event()
         self._closing = False
+        self._keeper: asyncio.Task[None] | None = None
         self._greeter = Greeter(identity=identity, run=run, addresses=self.addresses)
         prefix = f"/shoal/{PROTOCOL_VERSION}/{run}"
         self._call_name, self._frames_name = f"{prefix}/call", f"{prefix}/frames"
@@ -81,6 +83,7 @@ class LiveTransport:
             for address in initial_peers:
                 self._remember(*_split(address))
             await daemon.add_setup(self._set_up)
+            self._keeper = asyncio.create_task(self._keep_connected(), name="stay connected")
         except BaseException:
             await self.close()
             raise
@@ -118,9 +121,12 @@ class LiveTransport:
         await self._dial(peer)
 
     async def connected(self) -> frozenset[PeerID]:
-        """Peers that the daemon holds a connection to, whoever opened it."""
+        """Peers that the daemon holds a connection to, whoever opened it; none while it restarts."""
         p2p = await self._daemon.p2p()
-        return frozenset(PeerID(info.peer_id.to_base58()) for info in await p2p.list_peers())
+        try:
+            return frozenset(PeerID(info.peer_id.to_base58()) for info in await p2p.list_peers())
+        except (P2PDaemonError, OSError, EOFError):
+            return frozenset()
 
     async def call(self, peer: PeerID, request: bytes, *, timeout_s: float) -> bytes:
         if len(request) > CONTROL_BYTES_MAX:
@@ -151,6 +157,9 @@ class LiveTransport:
         if not self._closing:
             self._closing = True
             await self._flush()
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.gather(self._keeper, return_exceptions=True)
         await asyncio.gather(*(outbox.close() for outbox in self._outboxes.values()))
         await asyncio.gather(*(inbox.close() for inbox in self._inboxes.values()))
         await self._daemon.close()
@@ -164,15 +173,7 @@ class LiveTransport:
         """Register with a fresh daemon and introduce it to everyone we know."""
         await p2p._client.add_unary_handler(self._call_name, self._answer)
         await p2p.add_binary_stream_handler(self._frames_name, self._accept)
-        gate = asyncio.Semaphore(_DIALS_AT_ONCE)
-
-        async def dial(peer: PeerID) -> bool:
-            async with gate:
-                return await self._dial_on(p2p, peer)
-
-        reached = await asyncio.gather(*(dial(peer) for peer in tuple(self._addresses)))
-        if reached and not any(reached):
-            logger.warning("none of the %d known peers can be reached now", len(reached))
+        await self._dial_everyone(p2p)
 
     # Calls
 
@@ -255,6 +256,24 @@ class LiveTransport:
 
     async def _dial(self, peer: PeerID) -> bool:
         return await self._dial_on(await self._daemon.p2p(), peer)
+
+    async def _dial_everyone(self, p2p: Any) -> None:
+        gate = asyncio.Semaphore(_DIALS_AT_ONCE)
+
+        async def dial(peer: PeerID) -> bool:
+            async with gate:
+                return await self._dial_on(p2p, peer)
+
+        reached = await asyncio.gather(*(dial(peer) for peer in tuple(self._addresses)))
+        if reached and not any(reached):
+            logger.warning("none of the %d known peers can be reached now", len(reached))
+
+    async def _keep_connected(self) -> None:
+        """Whoever has lost everyone tries everyone again: our network was down, or the others' was."""
+        while True:
+            await asyncio.sleep(_LONELY_S)
+            if self._addresses and not await self.connected():
+                await self._dial_everyone(await self._daemon.p2p())
 
     async def _dial_on(self, p2p: Any, peer: PeerID) -> bool:
         """Whether `peer` is connected now, as far as its remembered addresses help."""

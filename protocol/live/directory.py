@@ -1,0 +1,190 @@
+"""The Directory port on hivemind's DHT node, in our own loop and on the transport's daemon.
+
+The node is rebuilt on every new daemon with the id and the records of the one before, and finds its neighbours again
+through the peers that the transport knows.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hivemind.dht.node import DHTNode
+from hivemind.dht.protocol import DHTProtocol
+from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID as HivemindPeerID
+from hivemind.proto import dht_pb2
+from hivemind.utils.timed_storage import MAX_DHT_TIME_DISCREPANCY_SECONDS
+
+from shoal.protocol.identity import PeerID
+from shoal.protocol.limits import RECORD_BYTES_MAX, RECORD_EXPIRES_S_MAX
+from shoal.protocol.live import guard
+from shoal.protocol.live.transport import LiveTransport
+
+logger = logging.getLogger(__name__)
+
+_GET_TIMEOUT_S = 10.0
+"""hivemind never ends a search that met a record it cannot merge."""
+_CACHED_KEYS_MAX = 256
+_STORED_KEYS_MAX = 20_000
+_TIME_PROBES_MAX = 3
+_JOIN_AGAIN_S = 20.0
+
+
+class LiveDirectory:
+    """Made by `start`, after the transport and its initial peers."""
+
+    def __init__(self, transport: LiveTransport, accept: Callable[[str, bytes], bool] | None) -> None:
+        self._transport = transport
+        self._gate = guard.RecordGate(accept)
+        self._node: Any = None
+        self._keeper: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def start(
+        cls, transport: LiveTransport, *, accept: Callable[[str, bytes], bool] | None = None
+    ) -> "LiveDirectory":
+        """Join the directory through the peers that `transport` is connected to; with none of them, begin a new one.
+
+        Args:
+            accept: (subkey, value) -> whether this node keeps, hands on and reads a record. Must be the same on all
+                peers; runs on every record that passes, so it should take microseconds.
+        """
+        self = cls(transport, accept)
+        await transport.daemon.add_setup(self._set_up)
+        self._keeper = asyncio.create_task(self._keep_joined(), name="stay in the directory")
+        return self
+
+    @property
+    def num_neighbours(self) -> int:
+        """Nodes in the routing table."""
+        return len(self._node.protocol.routing_table.uid_to_peer_id) if self._node is not None else 0
+
+    async def store(self, key: str, subkey: str, value: bytes, *, expires_in_s: float) -> bool:
+        """Raises: ValueError: `value` or `expires_in_s` is more than any node accepts."""
+        if len(value) > RECORD_BYTES_MAX:
+            raise ValueError(f"a record of {len(value)} bytes is larger than the {RECORD_BYTES_MAX} that nodes accept")
+        if not 0 < expires_in_s <= RECORD_EXPIRES_S_MAX:
+            raise ValueError(f"a record cannot expire in {expires_in_s} s")
+        node = await self._ready()
+        # hivemind keeps the copy that expires later: a newer record must not expire before the one it replaces
+        stored: bool = await node.store(self._key(key), value, time.time() + expires_in_s, subkey=subkey)
+        return stored
+
+    async def get(self, key: str) -> Mapping[str, bytes]:
+        node = await self._ready()
+        try:
+            async with asyncio.timeout(_GET_TIMEOUT_S):
+                found = await node.get(self._key(key), latest=True)
+        except TimeoutError:
+            logger.warning("the directory gave no answer about %r in %g s", key, _GET_TIMEOUT_S)
+            return {}
+        if found is None or not isinstance(found.value, dict):
+            return {}
+        now_s = time.time()
+        return {
+            subkey: record.value
+            for subkey, record in found.value.items()
+            if isinstance(subkey, str) and isinstance(record.value, bytes) and record.expiration_time > now_s
+        }
+
+    async def join(self) -> int:
+        """Look for neighbours among the peers that the transport is connected to. Returns: how many there are now."""
+        node = await self._ready()
+        await self._meet(node, await self._transport.connected())
+        return self.num_neighbours
+
+    async def _keep_joined(self) -> None:
+        """Peers that started apart have directories apart, silently, until one of them looks for the other."""
+        while True:
+            await asyncio.sleep(_JOIN_AGAIN_S)
+            try:
+                await self.join()
+            except Exception as error:  # the daemon died in between: the next node joins by itself
+                logger.debug("could not look for neighbours: %r", error)
+
+    async def close(self) -> None:
+        """Call before the transport is closed. Again does nothing."""
+        self._transport.daemon.remove_setup(self._set_up)
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.gather(self._keeper, return_exceptions=True)
+        if self._node is not None:
+            node, self._node = self._node, None
+            await self._shut_down(node)
+
+    def _key(self, key: str) -> str:
+        return f"{self._transport.run}/{key}"
+
+    async def _ready(self) -> Any:
+        await self._transport.daemon.p2p()
+        assert self._node is not None, "the directory is closed"
+        return self._node
+
+    async def _set_up(self, p2p: Any) -> None:
+        former = self._node
+        node = await DHTNode.create(
+            p2p=p2p,
+            node_id=former.node_id if former is not None else None,
+            record_validator=self._gate,
+            cache_size=_CACHED_KEYS_MAX,
+            cache_locally=False,  # every get asks for the latest anyway
+            cache_nearest=0,  # it would store whole dictionaries under another expiry
+        )
+        node.protocol.storage.maxsize = _STORED_KEYS_MAX
+        if former is not None:
+            former.is_alive = False
+            node.protocol.storage = former.protocol.storage
+        self._node = node
+        infos = await p2p.list_peers()
+        await self._meet(node, {PeerID(info.peer_id.to_base58()) for info in infos})
+
+    async def _meet(self, node: Any, peers: set[PeerID] | frozenset[PeerID]) -> None:
+        """Make `peers` neighbours, then ask them for theirs."""
+        known = set(node.protocol.routing_table.peer_id_to_uid)
+        strangers = [peer for peer in map(HivemindPeerID.from_base58, sorted(peers)) if peer not in known]
+        met = await asyncio.gather(*(node.protocol.call_ping(peer) for peer in strangers))
+        if any(met):
+            await node.find_nearest_nodes([node.node_id])
+            await self._compare_clocks(node, [peer for peer, uid in zip(strangers, met, strict=True) if uid])
+
+    async def _compare_clocks(self, node: Any, peers: list[HivemindPeerID]) -> None:
+        """Say it when our clock is the one that is off: records then expire early or are refused without a reason."""
+        differences = []
+        for peer in peers[:_TIME_PROBES_MAX]:
+            difference = await _clock_difference_s(node.protocol, peer)
+            if difference is not None:
+                differences.append((abs(difference), difference, peer.to_base58()))
+        if differences and min(differences)[0] > MAX_DHT_TIME_DISCREPANCY_SECONDS:
+            _, ours_ahead_s, peer_id = min(differences)
+            logger.error(
+                "this machine's clock is %.1f s %s that of peer %s: records are refused at a difference of more than "
+                "%d s; set the clock (NTP)",
+                abs(ours_ahead_s),
+                "ahead of" if ours_ahead_s > 0 else "behind",
+                peer_id[-8:],
+                MAX_DHT_TIME_DISCREPANCY_SECONDS,
+            )
+
+    async def _shut_down(self, node: Any) -> None:
+        node.is_alive = False
+        if node.cache_refresh_task is not None:
+            node.cache_refresh_task.cancel()
+            await asyncio.gather(node.cache_refresh_task, return_exceptions=True)
+        try:
+            async with asyncio.timeout(_GET_TIMEOUT_S):
+                await node.shutdown()
+        except Exception as error:  # the daemon may be dead already: it took the handlers with it
+            logger.debug("the directory's handlers could not be removed: %r", error)
+
+
+async def _clock_difference_s(protocol: DHTProtocol, peer: HivemindPeerID) -> float | None:
+    """How many seconds our clock is ahead of that of `peer`, to half a round trip."""
+    sent_s = time.time()
+    try:
+        async with asyncio.timeout(protocol.wait_timeout):
+            reply = await protocol.get_stub(peer).rpc_ping(dht_pb2.PingRequest(), timeout=protocol.wait_timeout)
+    except Exception as error:  # a stranger's reply
+        logger.debug("no time from %s: %r", peer, error)
+        return None
+    return (sent_s + time.time()) / 2 - float(reply.dht_time)
