@@ -32,19 +32,22 @@ class Joined(_Report, frozen=True):
 
 
 class StepDone(_Report, frozen=True):
-    """A step of which the last stage has reported; from whoever coordinates."""
+    """A step that all stages have committed; from whoever coordinates (`coordinator.ledger.StepRecord`)."""
 
     step: int
-    loss: float
-    tokens: int
+    """From 0."""
+    loss: float | None
+    validation_loss: float | None
+    """Of the newest validation, if there is one since the step before."""
+    validation_step: int | None
+    """The version that it validated."""
+    tokens_per_s: float
     staleness_mean: float
+    duplicates: int
+    given_up: int
     term: int
+    peers: int
     coordinator: PeerID
-
-
-class Validated(_Report, frozen=True):
-    step: int
-    loss: float
 
 
 class Status(_Report, frozen=True):
@@ -68,7 +71,7 @@ class Left(_Report, frozen=True):
     """The run had reached its last step."""
 
 
-Report = Ready | Joined | StepDone | Validated | Status | Note | Left
+Report = Ready | Joined | StepDone | Status | Note | Left
 
 _ENCODER = msgspec.json.Encoder()
 _DECODER: msgspec.json.Decoder[Report] = msgspec.json.Decoder(Report)

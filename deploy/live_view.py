@@ -1,0 +1,209 @@
+"""What an operator sees of a swarm: pure functions from the latest status to something that rich can draw.
+
+Names and reasons come from other peers: they are shown without control characters, and never read as markup.
+"""
+
+import itertools
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from shoal.deploy.report import StepDone
+from shoal.protocol.identity import PeerID
+from shoal.protocol.messages import PeerStatus, SwarmStatus
+
+_BARS = "▁▂▃▄▅▆▇█"
+_NOTES_SHOWN = 4
+_SILENT_S = 3.0
+"""From when on the view says that a peer has not been heard."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Board:
+    """Everything the view knows. Times are in seconds of one clock."""
+
+    title: str
+    started_s: float
+    phase: str = "starting"
+    first_step_s: float | None = None
+    status: SwarmStatus | None = None
+    step: StepDone | None = None
+    steps_total: int = 0
+    validation: tuple[int, float] | None = None
+    """(version, loss) of the newest."""
+    num_steps: int = 0
+    """Steps seen."""
+    losses: list[float] = field(default_factory=list)
+    notes: deque[str] = field(default_factory=lambda: deque(maxlen=_NOTES_SHOWN))
+
+    def add_step(self, step: StepDone, now_s: float) -> None:
+        if self.first_step_s is None:
+            self.first_step_s = now_s
+        self.step, self.phase = step, "training"
+        self.num_steps += 1
+        if step.loss is not None:
+            self.losses.append(step.loss)
+        if step.validation_loss is not None and step.validation_step is not None:
+            self.validation = (step.validation_step, step.validation_loss)
+
+    def left_s(self, now_s: float) -> float | None:
+        """Seconds until the last step at the average pace so far."""
+        if self.first_step_s is None or self.step is None or self.num_steps < 2:
+            return None
+        pace_s = (now_s - self.first_step_s) / (self.num_steps - 1)
+        return pace_s * max(self.steps_total - 1 - self.step.step, 0)
+
+
+def render(board: Board, now_s: float) -> RenderableType:
+    """The whole live view."""
+    parts: list[RenderableType] = [_headline(board, now_s), _progress(board, now_s)]
+    if board.losses:
+        parts.append(_figures(board))
+    if board.status is not None:
+        parts.append(stage_table(board.status))
+    parts.extend(Text(f"· {printable(note)}", style="dim", overflow="ellipsis", no_wrap=True) for note in board.notes)
+    return Panel(Group(*parts), title=Text(printable(board.title)), title_align="left")
+
+
+def stage_table(status: SwarmStatus) -> Table:
+    """Who holds what."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("stage")
+    table.add_column("layers")
+    table.add_column("peer", no_wrap=True)
+    table.add_column("version", justify="right")
+    table.add_column("window", justify="right")
+    table.add_column("forward ms", justify="right")
+    table.add_column("state", no_wrap=True)
+    for stage, (first, last) in enumerate(status.stages):
+        holders = _ordered(peer for peer in status.peers if peer.stage == stage)
+        for row, peer in enumerate(holders):
+            where = (str(stage), f"{first}-{last - 1}") if row == 0 else ("", "")
+            table.add_row(*where, *_peer_cells(peer, status.coordinator))
+    for peer in _ordered(peer for peer in status.peers if peer.stage is None):
+        table.add_row("spare", "", *_peer_cells(peer, status.coordinator))
+    return table
+
+
+def plain_line(board: Board) -> str:
+    """One step for a terminal that cannot be redrawn, or a log."""
+    assert board.step is not None
+    step = board.step
+    parts = [f"step {step.step + 1}/{board.steps_total}"]
+    if step.loss is not None:
+        parts.append(f"loss {step.loss:.4f}")
+    if board.validation is not None:
+        parts.append(f"val {board.validation[1]:.4f}")
+    parts += [
+        f"{step.tokens_per_s:,.0f} tokens/s",
+        f"staleness {step.staleness_mean:.2f}",
+        f"term {step.term} ({short(step.coordinator)})",
+    ]
+    return "  ".join(parts)
+
+
+def status_lines(status: SwarmStatus) -> Sequence[str]:
+    """The head of `shoal status`."""
+    loss = "-" if status.loss is None else f"{status.loss:.4f}"
+    validation = "-" if status.validation_loss is None else f"{status.validation_loss:.4f}"
+    return (
+        f"run {printable(status.run)} ({printable(status.name)}), up {duration(status.elapsed_s)}",
+        f"step {status.step}/{status.steps}  loss {loss}  val {validation}  {status.tokens_per_s:,.0f} tokens/s  "
+        f"staleness {status.staleness_steps_mean:.2f}",
+        f"term {status.term}, coordinator {name_of(status, status.coordinator)}; "
+        f"plan {status.plan_sequence}: {printable(status.plan_reason)}",
+    )
+
+
+def name_of(status: SwarmStatus, peer: PeerID) -> str:
+    return next((_name(seen) for seen in status.peers if seen.peer == peer), short(peer))
+
+
+def _name(peer: PeerStatus) -> str:
+    return printable(peer.name) or short(peer.peer)
+
+
+def printable(text: str) -> str:
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
+def short(peer: PeerID) -> str:
+    """The end of a PeerID: the beginning is the same for everyone."""
+    return peer[-8:]
+
+
+def duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """`values` averaged into at most `width` bars, the lowest bar the least of them."""
+    if not values:
+        return ""
+    columns = min(width, len(values))
+    edges = [len(values) * column // columns for column in range(columns + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
+    low, high = min(means), max(means)
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BARS[round((mean - low) * scale)] for mean in means)
+
+
+def _headline(board: Board, now_s: float) -> Text:
+    text = Text(board.phase, style="bold")
+    text.append(f"   {duration(now_s - board.started_s)}", style="dim")
+    if board.status is not None:
+        holder = name_of(board.status, board.status.coordinator)
+        text.append(f"   term {board.status.term}, coordinator {holder}   ", style="default")
+        text.append(f"plan {board.status.plan_sequence}: {printable(board.status.plan_reason)}", style="dim")
+    return text
+
+
+def _progress(board: Board, now_s: float) -> Table:
+    done = 0 if board.step is None else board.step.step + 1
+    left_s = board.left_s(now_s)
+    row = Table.grid(padding=(0, 1), expand=True)
+    row.add_column(no_wrap=True)
+    row.add_column(ratio=1)
+    row.add_column(no_wrap=True)
+    bar = ProgressBar(total=max(board.steps_total, 1), completed=done)
+    row.add_row(f"step {done}/{board.steps_total}", bar, "" if left_s is None else f"{duration(left_s)} left")
+    return row
+
+
+def _figures(board: Board) -> Text:
+    assert board.step is not None
+    text = Text(f"loss {board.losses[-1]:.3f} ")
+    text.append(sparkline(board.losses, 32), style="green")
+    if board.validation is not None:
+        text.append(f"   val {board.validation[1]:.3f} (step {board.validation[0]})")
+    text.append(f"   {board.step.tokens_per_s:,.0f} tokens/s   staleness {board.step.staleness_mean:.2f}")
+    return text
+
+
+def _ordered(peers: Iterable[PeerStatus]) -> list[PeerStatus]:
+    return sorted(peers, key=lambda peer: (peer.name, peer.peer))
+
+
+def _peer_cells(peer: PeerStatus, coordinator: PeerID) -> tuple[Text, str, str, str, Text]:
+    name = Text(f"{_name(peer)}{' ★' if peer.peer == coordinator else ''}")
+    window = str(peer.window) if peer.window else ""
+    forward = f"{peer.forward_s * 1e3:.1f}" if peer.forward_s else ""
+    if peer.seen_s_ago > _SILENT_S:
+        state = Text(f"silent for {peer.seen_s_ago:.0f} s", style="red")
+    elif peer.draining:
+        state = Text("draining", style="yellow")
+    elif peer.stage is None:
+        state = Text("waiting for work", style="dim")
+    elif not peer.synced:
+        state = Text("fetching state", style="yellow")
+    else:
+        state = Text("training", style="green")
+    return name, str(peer.version), window, forward, state

@@ -1,0 +1,150 @@
+import io
+
+import pytest
+from rich.console import Console, RenderableType
+
+from shoal.deploy.live_view import Board, duration, plain_line, render, sparkline, stage_table, status_lines
+from shoal.deploy.report import StepDone
+from shoal.protocol.identity import PeerID
+from shoal.protocol.messages import PeerStatus, SwarmStatus
+
+A, B, C = (PeerID("12D3KooW" + letter * 44) for letter in "ABC")
+
+
+def peer(peer_id: PeerID, name: str, stage: int | None, **changes: object) -> PeerStatus:
+    fields: dict[str, object] = {
+        "peer": peer_id,
+        "name": name,
+        "device": "cpu",
+        "stage": stage,
+        "version": 7,
+        "synced": True,
+        "draining": False,
+        "seen_s_ago": 0.2,
+        "forward_s": 0.0125,
+        "window": 0,
+    }
+    return PeerStatus(**(fields | changes))  # type: ignore[arg-type]
+
+
+STATUS = SwarmStatus(
+    run="0123456789abcdef",
+    name="demo",
+    coordinator=B,
+    term=3,
+    plan_sequence=2,
+    plan_reason="peer-2 joined",
+    step=7,
+    steps=100,
+    tokens_per_s=12345.6,
+    loss=2.5,
+    validation_loss=None,
+    staleness_steps_mean=0.25,
+    stages=((0, 2), (2, 6)),
+    peers=(peer(B, "peer-2", 1), peer(A, "peer-1", 0, window=5), peer(C, "peer-3", None, synced=False)),
+    elapsed_s=61,
+)
+
+
+def drawn(renderable: RenderableType, width: int = 110) -> str:
+    console = Console(file=io.StringIO(), width=width, force_terminal=False)
+    console.print(renderable)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def step(number: int, loss: float) -> StepDone:
+    return StepDone(
+        step=number,
+        loss=loss,
+        validation_loss=3.25 if number == 5 else None,
+        validation_step=5 if number == 5 else None,
+        tokens_per_s=12345.6,
+        staleness_mean=0.25,
+        duplicates=0,
+        given_up=0,
+        term=3,
+        peers=6,
+        coordinator=B,
+    )
+
+
+def test_table_says_who_holds_what() -> None:
+    lines = drawn(stage_table(STATUS)).splitlines()
+    first, second, spare = lines[1:4]
+    assert [word in first for word in ("0-1", "peer-1", "12.5", "training")] == [True] * 4
+    assert first.split()[4] == "5"
+    assert [word in second for word in ("2-5", "peer-2 ★", "training")] == [True] * 3
+    assert spare.startswith("spare")
+    assert "waiting for work" in spare
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [({"seen_s_ago": 9.0}, "silent for 9 s"), ({"draining": True}, "draining"), ({"synced": False}, "fetching state")],
+)
+def test_a_peer_in_trouble_says_so(change: dict[str, object], text: str) -> None:
+    status = SwarmStatus(
+        **{name: getattr(STATUS, name) for name in STATUS.__struct_fields__} | {"peers": (peer(A, "a", 0, **change),)}
+    )
+    assert text in drawn(stage_table(status))
+
+
+def test_view_before_the_first_step_has_no_figures() -> None:
+    board = Board(title="demo", started_s=0.0, steps_total=100)
+    text = drawn(render(board, now_s=4.0))
+    assert "starting" in text
+    assert "step 0/100" in text
+    assert "loss" not in text
+
+
+def test_view_shows_progress() -> None:
+    board = Board(title="demo", started_s=0.0, steps_total=100)
+    for number in range(8):
+        board.add_step(step(number, 5 - number / 2), now_s=10.0 + number)
+    board.status = STATUS
+    text = drawn(render(board, now_s=17.0))
+    for word in (
+        "step 8/100",
+        "loss 1.500",
+        "val 3.250 (step 5)",
+        "12,346 tokens/s",
+        "coordinator peer-2",
+        "1:32 left",
+    ):
+        assert word in text
+
+
+def test_plain_line_has_the_same_figures() -> None:
+    board = Board(title="demo", started_s=0.0, steps_total=100)
+    board.add_step(step(11, 2.5), now_s=1.0)
+    assert plain_line(board) == "step 12/100  loss 2.5000  12,346 tokens/s  staleness 0.25  term 3 (BBBBBBBB)"
+
+
+def test_status_head_names_run_step_and_coordinator() -> None:
+    run, figures, who = status_lines(STATUS)
+    assert run == "run 0123456789abcdef (demo), up 1:01"
+    assert figures == "step 7/100  loss 2.5000  val -  12,346 tokens/s  staleness 0.25"
+    assert who == "term 3, coordinator peer-2; plan 2: peer-2 joined"
+
+
+def test_names_from_the_network_are_not_markup() -> None:
+    status = SwarmStatus(
+        **{name: getattr(STATUS, name) for name in STATUS.__struct_fields__}
+        | {"peers": (peer(A, "[red]x[/red]\x1b[2J", 0),)}
+    )
+    text = drawn(stage_table(status))
+    assert "[red]x[/red]" in text
+    assert "\x1b" not in text
+
+
+def test_sparkline_spans_lowest_to_highest() -> None:
+    assert sparkline([3.0, 2.0, 1.0], 10) == "█▅▁"
+    assert sparkline([1.0] * 5, 3) == "▁▁▁"
+    assert len(sparkline(list(range(1000)), 32)) == 32
+    assert sparkline([], 5) == ""
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (3661, "1:01:01")])
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
