@@ -33,7 +33,7 @@ MANIFEST: Final = "manifest.json"
 MANIFEST_FORMAT: Final = 1
 MANIFEST_DIGEST_CHARS: Final = 16
 """64 bits in the folder's name, against decay and not against malice."""
-SNAPSHOT_GLOB: Final = "*-step-*"
+STEP: Final = "-step-"
 UNFINISHED_PREFIX: Final = ".unfinished-"
 LOCK_NAME: Final = ".lock"
 
@@ -110,7 +110,7 @@ def read_snapshot(folder: Path) -> Snapshot:
 
 def list_snapshots(folder: Path, run: str = "") -> list[Path]:
     """The snapshots in `folder` (of one run, or of all), oldest version first. Not verified."""
-    paths = [path for path in folder.glob(SNAPSHOT_GLOB) if not run or path.name.startswith(f"{run}-step-")]
+    paths = folder.glob(f"{run or '[!.]*'}{STEP}*")
     return sorted(paths, key=lambda path: (_version(path), path.name))
 
 
@@ -128,7 +128,7 @@ def _write(folder: Path, *, run: str, version: int, layers: Mapping[str, LayerTe
     data = msgspec.json.format(msgspec.json.encode(manifest))
     _write_file(unfinished / MANIFEST, data)
     _sync_folder(unfinished)
-    path = folder / f"{run}-step-{version:08d}-{_manifest_digest(data)}"
+    path = folder / f"{run}{STEP}{version:08d}-{_manifest_digest(data)}"
     if path.exists():  # the very same snapshot, byte for byte
         shutil.rmtree(unfinished)
     else:
@@ -159,7 +159,7 @@ def _prune(folder: Path, run: str, keep: int) -> None:
 def _read_manifest(path: Path) -> _Manifest:
     data = _read_file(path / MANIFEST)
     digest = path.name.rpartition("-")[2]
-    if SNAPSHOT_GLOB.strip("*") in path.name and digest != _manifest_digest(data):
+    if STEP in path.name and digest != _manifest_digest(data):
         raise LocalError(f"the snapshot {path} is damaged: {MANIFEST} is not the one its folder is named after")
     try:
         manifest = msgspec.json.decode(data, type=_Manifest)

@@ -15,6 +15,8 @@ gradient, which nobody has yet, is taken to be the bias-corrected first moment.
 N elements of one layer
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -118,9 +120,9 @@ def sgd_predict(
     """
     if staleness_steps == 0 or step == 0:
         return param_N
-    param_N, path = _drifted(param_N, learning_rate, weight_decay, num_decayed, staleness_steps)
-    param_N[:num_decayed].add_(moment1_N[:num_decayed], alpha=-path)
-    param_N[num_decayed:].add_(moment1_N[num_decayed:], alpha=-learning_rate * staleness_steps)
+    param_N, decayed, plain = _drifted(param_N, learning_rate, weight_decay, num_decayed, [1.0] * staleness_steps)
+    param_N[:num_decayed].add_(moment1_N[:num_decayed], alpha=-decayed)
+    param_N[num_decayed:].add_(moment1_N[num_decayed:], alpha=-plain)
     return param_N
 
 
@@ -142,9 +144,8 @@ def adamw_predict(
     if staleness_steps == 0 or step == 0:
         return param_N
     scale_N = _root(moment2_N, beta2, step, epsilon)
-    param_N, path = _drifted(param_N, learning_rate, weight_decay, num_decayed, staleness_steps)
-    gain = 1 / (1 - beta1**step)
-    return _moved(param_N, moment1_N, scale_N, -path * gain, -learning_rate * staleness_steps * gain, num_decayed)
+    gains = [1 / (1 - beta1**step)] * staleness_steps
+    return _moved(*_drifted(param_N, learning_rate, weight_decay, num_decayed, gains), moment1_N, scale_N, num_decayed)
 
 
 def nadam_predict(
@@ -165,12 +166,14 @@ def nadam_predict(
     if staleness_steps == 0 or step == 0:
         return param_N
     scale_N = _root(moment2_N, beta2, step, epsilon)
-    param_N, path = _drifted(param_N, learning_rate, weight_decay, num_decayed, staleness_steps)
-    # With a constant gradient g the first moment after n steps is (1 - beta1^n) g; insert that into nadam_step's two
-    # terms at step + 1 to get the direction as a multiple of g, which is moment1 / (1 - beta1^step) by assumption.
-    ahead = beta1 * (1 - beta1 ** (step + 1)) / (1 - beta1 ** (step + 2)) + (1 - beta1) / (1 - beta1 ** (step + 1))
-    gain = ahead / (1 - beta1**step)
-    return _moved(param_N, moment1_N, scale_N, -path * gain, -learning_rate * staleness_steps * gain, num_decayed)
+    # With a constant gradient g the first moment after n steps is (1 - beta1^n) g. Inserted into the two terms of
+    # nadam_step at version n, that gives a multiple of g, which is moment1 / (1 - beta1^step) by assumption.
+    gains = [
+        (beta1 * (1 - beta1 ** (n + 1)) / (1 - beta1 ** (n + 2)) + (1 - beta1) / (1 - beta1 ** (n + 1)))
+        / (1 - beta1**step)
+        for n in range(step, step + staleness_steps)
+    ]
+    return _moved(*_drifted(param_N, learning_rate, weight_decay, num_decayed, gains), moment1_N, scale_N, num_decayed)
 
 
 def clip(grad_N: Tensor, *, clip_norm: float) -> tuple[Tensor, float]:
@@ -201,21 +204,24 @@ def _root(moment2_N: Tensor, beta2: float, num_steps: int, epsilon: float) -> Te
 
 
 def _drifted(
-    param_N: Tensor, learning_rate: float, weight_decay: float, num_decayed: int, steps: int
-) -> tuple[Tensor, float]:
-    """A copy after `steps` steps of weight decay alone, and the sum of learning rates a decayed element then moves.
+    param_N: Tensor, learning_rate: float, weight_decay: float, num_decayed: int, gains: Sequence[float]
+) -> tuple[Tensor, float, float]:
+    """What len(gains) steps do apart from the direction they go in.
 
-    An update made j steps before the end is itself decayed j times: sum over j < steps of lr (1 - lr wd)^j.
+    Args:
+        gains: length of each step in learning rates times the direction.
+    Returns: (a copy after the weight decay alone, way that a decayed element goes, way that another one goes). An
+        update made j steps before the end is itself decayed j times: lr (1 - lr wd)^j.
     """
     keep = 1 - learning_rate * weight_decay
-    path = learning_rate * sum(keep**j for j in range(steps))
-    return _decayed(param_N, 1 - keep**steps, num_decayed), path
+    decayed = learning_rate * sum(gain * keep**j for j, gain in enumerate(reversed(gains)))
+    return _decayed(param_N, 1 - keep ** len(gains), num_decayed), decayed, learning_rate * sum(gains)
 
 
 def _moved(
-    param_N: Tensor, moment1_N: Tensor, scale_N: Tensor, decayed_value: float, plain_value: float, num_decayed: int
+    param_N: Tensor, decayed: float, plain: float, moment1_N: Tensor, scale_N: Tensor, num_decayed: int
 ) -> Tensor:
-    """Add value * moment1 / scale in place, with one value for each of the two parts."""
-    for part, value in ((slice(None, num_decayed), decayed_value), (slice(num_decayed, None), plain_value)):
-        param_N[part].addcdiv_(moment1_N[part], scale_N[part], value=value)
+    """Subtract way * moment1 / scale in place, with its own way for each of the two parts."""
+    for part, way in ((slice(None, num_decayed), decayed), (slice(num_decayed, None), plain)):
+        param_N[part].addcdiv_(moment1_N[part], scale_N[part], value=-way)
     return param_N

@@ -86,7 +86,7 @@ def load_corpus(spec: DataSpec, *, context: int = 1) -> Corpus:
 
 
 def _files(root: Path, folders_left_out: frozenset[str]) -> Iterator[Path]:
-    """Regular files under `root` in the order of their names, without hidden ones and without following links."""
+    """Regular files under `root` in the order of their names, without hidden ones and without linked folders."""
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = sorted(name for name in subfolders if not name.startswith(".") and name not in folders_left_out)
         for name in sorted(names):

@@ -1,0 +1,178 @@
+"""Every twin of the optimizer kernels. N elements of one layer."""
+
+import inspect
+import math
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from shoal.kernels.optimizer import OPTIMIZERS, clip, reference
+
+IMPLEMENTATIONS: list[ModuleType] = [reference]
+NAMES = ["sgd", "adamw", "nadam"]
+DEVICE = "cpu"
+SETTINGS: dict[str, Any] = {"learning_rate": 3e-3, "beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8, "weight_decay": 0.1}
+
+each_twin = pytest.mark.parametrize("twin", IMPLEMENTATIONS, ids=lambda twin: twin.__name__.rpartition(".")[2])
+each_name = pytest.mark.parametrize("name", NAMES)
+
+
+def functions(twin: ModuleType, name: str) -> tuple[Callable[..., Any], Callable[..., Tensor]]:
+    return getattr(twin, f"{name}_step"), getattr(twin, f"{name}_predict")
+
+
+def randn(n: int, seed: int) -> Tensor:
+    return torch.randn(n, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def start(name: str, n: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    param_N = randn(n, seed)
+    return (param_N, *OPTIMIZERS[name].moments(param_N))
+
+
+def torch_twin(name: str, decayed: Tensor, plain: Tensor) -> torch.optim.Optimizer:
+    groups = [{"params": [decayed], "weight_decay": 0.1}, {"params": [plain], "weight_decay": 0.0}]
+    settings: dict[str, Any] = {"lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-8}
+    if name == "adamw":
+        return torch.optim.AdamW(groups, **settings)
+    if name == "nadam":
+        return torch.optim.NAdam(groups, **settings, decoupled_weight_decay=True, momentum_decay=math.inf)
+    return torch.optim.SGD([group | {"weight_decay": 0.0} for group in groups], lr=3e-3, momentum=0.9)
+
+
+@each_twin
+@each_name
+def test_equals_torch_over_many_steps(twin: ModuleType, name: str) -> None:
+    step_fn, _ = functions(twin, name)
+    param_N, moment1_N, moment2_N = start(name, 101)
+    decayed, plain = param_N[:64].clone().requires_grad_(), param_N[64:].clone().requires_grad_()
+    optimizer = torch_twin(name, decayed, plain)
+    for step in range(200):
+        grad_N = randn(101, step + 1) + 0.3
+        decayed.grad, plain.grad = grad_N[:64].clone(), grad_N[64:].clone()
+        if name == "sgd":  # torch's weight decay is coupled, ours is not
+            decayed.data.mul_(1 - 3e-3 * 0.1)
+        optimizer.step()
+        param_N, moment1_N, moment2_N = step_fn(
+            param_N, grad_N, moment1_N, moment2_N, **SETTINGS, num_decayed=64, step=step
+        )
+        torch.testing.assert_close(param_N, torch.cat((decayed, plain)).detach(), rtol=1e-6, atol=1e-6)
+
+
+@each_twin
+@each_name
+def test_nothing_is_changed_in_place(twin: ModuleType, name: str) -> None:
+    step_fn, predict_fn = functions(twin, name)
+    state = start(name, 33)
+    grad_N = randn(33, 9)
+    inputs = (state[0], grad_N, *state[1:])
+    before = [tensor.clone() for tensor in inputs]
+    first = step_fn(*inputs, **SETTINGS, num_decayed=20, step=0)
+    frozen = [tensor.clone() for tensor in first]
+    predict_fn(*first, **SETTINGS, num_decayed=20, step=1, staleness_steps=2)
+    assert all(torch.equal(a, b) for a, b in zip(before, inputs, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(frozen, first, strict=True))
+    assert first[0].data_ptr() != state[0].data_ptr()
+    assert first[1].data_ptr() != state[1].data_ptr()
+
+
+@each_twin
+@each_name
+@given(staleness=st.integers(1, 8), n=st.integers(1, 40), data=st.data())
+def test_prediction_is_the_own_next_steps_when_the_gradient_is_constant(
+    twin: ModuleType, name: str, staleness: int, n: int, data: st.DataObject
+) -> None:
+    num_decayed = data.draw(st.integers(0, n))
+    step_fn, predict_fn = functions(twin, name)
+    grad_N = randn(n, 5)
+    state = start(name, n)
+    # SGD's momentum is its steady 1 / (1 - beta1) only after many steps; the bias-corrected two are exact at once.
+    settled = 250 if name == "sgd" else data.draw(st.integers(1, 30))
+    for step in range(settled):
+        state = step_fn(state[0], grad_N, *state[1:], **SETTINGS, num_decayed=num_decayed, step=step)
+    predicted_N = predict_fn(*state, **SETTINGS, num_decayed=num_decayed, step=settled, staleness_steps=staleness)
+    old_N = state[0]
+    for step in range(settled, settled + staleness):
+        state = step_fn(state[0], grad_N, *state[1:], **SETTINGS, num_decayed=num_decayed, step=step)
+    torch.testing.assert_close(predicted_N, state[0], rtol=1e-5, atol=2e-6)
+    assert not torch.allclose(predicted_N, old_N, rtol=1e-5, atol=2e-6)
+
+
+@each_twin
+@each_name
+def test_without_staleness_or_history_the_very_same_tensor_is_returned(twin: ModuleType, name: str) -> None:
+    step_fn, predict_fn = functions(twin, name)
+    state = start(name, 17)
+    assert predict_fn(*state, **SETTINGS, num_decayed=10, step=0, staleness_steps=3) is state[0]
+    state = step_fn(state[0], randn(17, 1), *state[1:], **SETTINGS, num_decayed=10, step=0)
+    assert predict_fn(*state, **SETTINGS, num_decayed=10, step=1, staleness_steps=0) is state[0]
+
+
+@each_twin
+@each_name
+def test_only_matrices_decay(twin: ModuleType, name: str) -> None:
+    step_fn, _ = functions(twin, name)
+    param_N, moment1_N, moment2_N = start(name, 12)
+    zero_N = torch.zeros(12, device=DEVICE)
+    after_N, _, _ = step_fn(param_N, zero_N, moment1_N, moment2_N, **SETTINGS, num_decayed=7, step=0)
+    torch.testing.assert_close(after_N[:7], param_N[:7] * (1 - 3e-3 * 0.1))
+    assert torch.equal(after_N[7:], param_N[7:])
+
+
+@each_twin
+@each_name
+@given(n=st.sampled_from([0, 1, 3, 15, 16, 17, 63, 65, 1025]), stride=st.integers(1, 3), seed=st.integers(0, 99))
+def test_empty_odd_and_strided_tensors_give_what_contiguous_ones_give(
+    twin: ModuleType, name: str, n: int, stride: int, seed: int
+) -> None:
+    step_fn, predict_fn = functions(twin, name)
+    param_N, grad_N = randn(n * stride, seed)[::stride], randn(n * stride, seed + 1)[::stride]
+    moment1_N = randn(n * stride, seed + 2)[::stride]
+    has_moment2 = OPTIMIZERS[name].has_moment2
+    moment2_N = randn(n * stride, seed + 3).square()[::stride] if has_moment2 else torch.zeros(0)
+    arguments = (param_N, grad_N, moment1_N, moment2_N)
+    got = step_fn(*arguments, **SETTINGS, num_decayed=n // 2, step=4)
+    want = step_fn(*(tensor.contiguous() for tensor in arguments), **SETTINGS, num_decayed=n // 2, step=4)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+    assert got[0].shape == (n,)
+    predicted_N = predict_fn(*got, **SETTINGS, num_decayed=n // 2, step=5, staleness_steps=2)
+    assert predicted_N.shape == (n,)
+    assert predicted_N.isfinite().all()
+
+
+@each_twin
+@each_name
+def test_signature_is_that_of_the_reference(twin: ModuleType, name: str) -> None:
+    for function, wanted in zip(functions(twin, name), functions(reference, name), strict=True):
+        assert inspect.signature(function) == inspect.signature(wanted)
+    assert inspect.signature(functions(twin, name)[0]) == inspect.signature(reference.sgd_step)
+
+
+@each_name
+def test_moments_of_version_0_are_zero_and_sgd_has_one(name: str) -> None:
+    moment1_N, moment2_N = OPTIMIZERS[name].moments(torch.ones(5))
+    assert moment1_N.tolist() == [0.0] * 5
+    assert moment2_N.shape == ((0,) if name == "sgd" else (5,))
+
+
+@given(clip_norm=st.floats(0.01, 100), seed=st.integers(0, 99))
+def test_clip_is_torchs(clip_norm: float, seed: int) -> None:
+    grad_N = randn(50, seed)
+    parameter = torch.zeros(50, requires_grad=True)
+    parameter.grad = grad_N.clone()
+    norm = torch.nn.utils.clip_grad_norm_([parameter], clip_norm)
+    clipped_N, got_norm = clip(grad_N, clip_norm=clip_norm)
+    torch.testing.assert_close(clipped_N, parameter.grad, rtol=1e-6, atol=1e-7)
+    assert got_norm == pytest.approx(float(norm))
+
+
+def test_clip_of_zero_does_nothing() -> None:
+    grad_N = randn(50, 0) * 1000
+    assert clip(grad_N, clip_norm=0)[0] is grad_N

@@ -1,0 +1,143 @@
+"""B samples, T tokens, N bytes."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.peer.data.corpus import Corpus
+from shoal.peer.data.microbatch import microbatch, permuted, validation_microbatch
+from shoal.protocol.errors import DataError
+from shoal.protocol.spec import ModelSpec, RunSpec, TrainingSpec
+
+VALIDATION_BYTE = 255
+
+
+def corpus_of(num_training: int, num_validation: int) -> Corpus:
+    """Training bytes tell their position modulo 251, validation bytes are all 255."""
+    text_N = torch.arange(num_training + num_validation) % 251
+    text_N[num_training:] = VALIDATION_BYTE
+    return Corpus(text_N=text_N.to(torch.uint8), num_training=num_training, num_files=1, digest="")
+
+
+def spec_of(*, context: int = 7, M: int = 3, B: int = 2, seed: int = 0, validation_microbatches: int = 4) -> RunSpec:
+    return RunSpec(
+        seed=seed,
+        model=ModelSpec(context=context),
+        training=TrainingSpec(
+            microbatches_per_step=M, microbatch_size=B, validation_microbatches=validation_microbatches
+        ),
+    )
+
+
+@given(size=st.integers(1, 300), key=st.binary(min_size=32, max_size=32))
+def test_the_order_of_a_pass_is_a_permutation(size: int, key: bytes) -> None:
+    assert sorted(permuted(place, size, key=key) for place in range(size)) == list(range(size))
+
+
+def test_the_order_is_not_the_natural_one_and_changes_with_the_key() -> None:
+    orders = {tuple(permuted(place, 64, key=bytes([k] * 32)) for place in range(64)) for k in range(20)}
+    assert len(orders) == 20
+    assert tuple(range(64)) not in orders
+
+
+def test_neighbouring_places_are_scattered() -> None:
+    """Steps between neighbours of a random order of n average n / 3."""
+    places = [permuted(place, 1000, key=b"k" * 32) for place in range(1000)]
+    mean = sum(abs(a - b) for a, b in itertools.pairwise(places)) / 999
+    assert 280 < mean < 390
+
+
+@given(
+    context=st.integers(1, 9),
+    M=st.integers(1, 4),
+    B=st.integers(1, 4),
+    seed=st.integers(0, 2**63 - 1),
+    num_training=st.integers(10, 200),
+)
+def test_a_pass_predicts_every_byte_once(context: int, M: int, B: int, seed: int, num_training: int) -> None:
+    spec = spec_of(context=context, M=M, B=B, seed=seed)
+    corpus = corpus_of(num_training, 20)
+    num_blocks = (num_training - 1) // context
+    samples = [
+        (tokens_T, targets_T)
+        for position in range(-(-num_blocks // B))
+        for tokens_T, targets_T in zip(*microbatch(corpus, spec, *divmod(position, M)), strict=True)
+    ][:num_blocks]
+    targets = sorted(int(target) for _, targets_T in samples for target in targets_T)
+    assert targets == sorted((i + 1) % 251 for i in range(num_blocks * context))
+    for tokens_T, targets_T in samples:
+        assert torch.equal((tokens_T + 1) % 251, targets_T)
+
+
+@given(step=st.integers(0, 1000), index=st.integers(0, 2), seed=st.integers(0, 99))
+def test_training_never_touches_validation(step: int, index: int, seed: int) -> None:
+    tokens_BT, targets_BT = microbatch(corpus_of(150, 60), spec_of(seed=seed), step, index)
+    assert tokens_BT.shape == targets_BT.shape == (2, 7)
+    assert tokens_BT.dtype == targets_BT.dtype == torch.int64
+    assert not tokens_BT.eq(VALIDATION_BYTE).any()
+    assert not targets_BT.eq(VALIDATION_BYTE).any()
+
+
+@given(step=st.integers(0, 10**9), index=st.integers(0, 2))
+def test_a_microbatch_is_a_pure_function_of_its_address(step: int, index: int) -> None:
+    first = microbatch(corpus_of(150, 60), spec_of(), step, index)
+    torch.manual_seed(step)
+    again = microbatch(corpus_of(150, 60), spec_of(), step, index)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_the_order_is_the_same_on_every_machine_and_version() -> None:
+    """Peers of one run must agree; a change of these numbers is a change of the protocol."""
+    assert [permuted(place, 10, key=bytes(32)) for place in range(10)] == [8, 9, 1, 5, 6, 7, 4, 0, 3, 2]
+    tokens_BT, _ = microbatch(corpus_of(2000, 60), spec_of(seed=5), 3, 1)
+    assert tokens_BT[:, 0].tolist() == [187, 77]
+
+
+def test_seeds_and_passes_have_their_own_order() -> None:
+    corpus = corpus_of(1 + 7 * 6, 60)  # 6 blocks, which is one step: each step is a pass
+    first, second, other = (
+        torch.cat([microbatch(corpus, spec_of(seed=seed), step, index)[0] for index in range(3)])[:, 0].tolist()
+        for seed, step in ((0, 0), (0, 1), (1, 0))
+    )
+    assert sorted(first) == sorted(second) == sorted(other) == [0, 7, 14, 21, 28, 35]
+    assert first != second
+    assert first != other
+
+
+@given(num_validation=st.integers(10, 300), count=st.integers(1, 5), B=st.integers(1, 3))
+def test_validation_is_spread_over_its_text_and_repeats_only_if_there_is_too_little(
+    num_validation: int, count: int, B: int
+) -> None:
+    corpus = corpus_of(100, num_validation)
+    corpus.text_N[100:] = torch.arange(num_validation) % 251
+    spec = spec_of(B=B, validation_microbatches=count)
+    starts = torch.cat([validation_microbatch(corpus, spec, i)[0][:, 0] for i in range(count)]).tolist()
+    num_blocks = (num_validation - 1) // 7
+    assert len(set(starts)) == min(num_blocks, count * B)
+    if count * B == num_blocks and num_validation <= 251:
+        assert starts == [7 * block for block in range(num_blocks)]
+
+
+def test_validation_does_not_depend_on_the_seed() -> None:
+    corpus = corpus_of(100, 200)
+    one, two = (validation_microbatch(corpus, spec_of(seed=seed), 1) for seed in (0, 1))
+    assert torch.equal(one[1], two[1])
+
+
+@pytest.mark.parametrize(("step", "index"), [(-1, 0), (0, -1), (0, 3)])
+def test_an_address_outside_the_run_is_refused(step: int, index: int) -> None:
+    with pytest.raises(ValueError, match="no microbatch"):
+        microbatch(corpus_of(150, 60), spec_of(), step, index)
+
+
+def test_a_validation_address_outside_the_run_is_refused() -> None:
+    with pytest.raises(ValueError, match="no validation microbatch"):
+        validation_microbatch(corpus_of(150, 60), spec_of(), 4)
+
+
+def test_text_shorter_than_a_sample_is_refused() -> None:
+    with pytest.raises(DataError, match="too few"):
+        microbatch(corpus_of(7, 60), spec_of(), 0, 0)

@@ -1,0 +1,106 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.peer.model.layout import (
+    all_layer_keys,
+    init_layer,
+    layer_index,
+    layer_layout,
+    num_parameters,
+    stage_layer_keys,
+)
+from shoal.protocol.spec import ModelSpec
+
+MODEL = ModelSpec(dim=32, num_layers=4, num_heads=4, num_kv_heads=2, ffn_dim=48, context=16)
+
+
+def test_the_stages_of_any_cut_make_the_whole_model() -> None:
+    for cut in (1, 2, 3):
+        assert stage_layer_keys(MODEL, 0, cut) + stage_layer_keys(MODEL, cut, 4) == all_layer_keys(MODEL)
+    assert all_layer_keys(MODEL) == ("embed", "layers.0", "layers.1", "layers.2", "layers.3", "head")
+
+
+@pytest.mark.parametrize(("first", "last"), [(0, 0), (2, 1), (-1, 2), (0, 5)])
+def test_a_range_outside_the_model_is_refused(first: int, last: int) -> None:
+    with pytest.raises(ValueError, match="decoder layers"):
+        stage_layer_keys(MODEL, first, last)
+
+
+@pytest.mark.parametrize("key", ["layers.4", "layers.-1", "layers.x", "layers.", "tail", "../embed"])
+def test_an_unknown_key_is_refused(key: str) -> None:
+    with pytest.raises(ValueError, match="decoder layer"):
+        layer_layout(MODEL, key)
+
+
+def test_layer_index_is_the_number_in_the_key() -> None:
+    assert layer_index("layers.12") == 12
+
+
+@pytest.mark.parametrize("key", all_layer_keys(MODEL))
+def test_tensors_fill_the_buffer_without_gap_matrices_first(key: str) -> None:
+    layout = layer_layout(MODEL, key)
+    views = layout.views(torch.arange(layout.numel, dtype=torch.float32))
+    assert torch.equal(torch.cat([view.flatten() for view in views.values()]), torch.arange(float(layout.numel)))
+    assert tuple(views) == layout.names
+    for name, view in views.items():
+        assert (view.ndim == 2) == bool(view.max() < layout.num_decayed), name
+
+
+def test_views_share_memory_and_flatten_is_their_inverse() -> None:
+    layout = layer_layout(MODEL, "layers.1")
+    flat_N = init_layer(MODEL, "layers.1", 3)
+    views = layout.views(flat_N)
+    assert torch.equal(layout.flatten(views), flat_N)
+    views["model.layers.1.mlp.up_proj.weight"].fill_(7)
+    assert (flat_N == 7).sum() == 48 * 32
+
+
+def test_flatten_refuses_what_is_not_the_layer() -> None:
+    layout = layer_layout(MODEL, "head")
+    views = layout.views(init_layer(MODEL, "head", 0))
+    with pytest.raises(ValueError, match="wants"):
+        layout.flatten({"lm_head.weight": views["lm_head.weight"]})
+    with pytest.raises(ValueError, match="must have shape"):
+        layout.flatten(views | {"model.norm.weight": torch.ones(3)})
+    with pytest.raises(ValueError, match="elements"):
+        layout.views(torch.ones(3))
+
+
+def test_gradients_of_leaves_add_up_in_the_flat_buffer() -> None:
+    layout = layer_layout(MODEL, "head")
+    flat_N, gradient_N = init_layer(MODEL, "head", 0), torch.zeros(layout.numel)
+    for _ in range(2):
+        leaves = layout.leaves(flat_N, gradient_N)
+        torch.autograd.backward(torch.stack([(leaf * leaf).sum() for leaf in leaves.values()]).sum())
+    torch.testing.assert_close(gradient_N, 4 * flat_N)
+    assert not flat_N.requires_grad
+
+
+@given(seed=st.integers(0, 2**63 - 1), key=st.sampled_from(all_layer_keys(MODEL)))
+def test_init_is_a_pure_function_of_seed_and_key(seed: int, key: str) -> None:
+    flat_N = init_layer(MODEL, key, seed)
+    torch.manual_seed(seed % 1000)
+    assert torch.equal(flat_N, init_layer(MODEL, key, seed))
+    assert not torch.equal(flat_N, init_layer(MODEL, key, seed ^ 1))
+
+
+def test_equal_layers_start_differently() -> None:
+    assert not torch.equal(init_layer(MODEL, "layers.0", 0), init_layer(MODEL, "layers.1", 0))
+
+
+def test_init_has_the_documented_deviations() -> None:
+    model = ModelSpec()
+    views = layer_layout(model, "layers.2").views(init_layer(model, "layers.2", 0))
+    at = "model.layers.2."
+    assert views[at + "mlp.gate_proj.weight"].std().item() == pytest.approx(0.02, rel=0.02)
+    assert views[at + "mlp.gate_proj.weight"].mean().abs().item() < 1e-3
+    assert views[at + "mlp.down_proj.weight"].std().item() == pytest.approx(0.02 / 12**0.5, rel=0.02)
+    assert views[at + "self_attn.o_proj.weight"].std().item() == pytest.approx(0.02 / 12**0.5, rel=0.02)
+    assert views[at + "input_layernorm.weight"].eq(1).all()
+
+
+def test_num_parameters_counts_every_layer() -> None:
+    per_layer = 2 * 32 * 32 + 2 * 16 * 32 + 3 * 48 * 32 + 2 * 32
+    assert num_parameters(MODEL) == 4 * per_layer + 2 * 256 * 32 + 32
