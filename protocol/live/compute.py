@@ -6,6 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from shoal.protocol.errors import LocalError
 from shoal.protocol.ports import JobKind, Timed
 
 T = TypeVar("T")
@@ -23,17 +24,21 @@ class ThreadCompute:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="compute")
         self._initializer = initializer
         self._initialized = False
+        self._is_closed = False
 
     async def run(self, kind: JobKind, work: Callable[[], T], *, flop: float) -> Timed[T]:
         """Cancelling does not stop a job that has begun: its result is dropped, and the next job waits for it.
 
-        Raises: whatever `work` raises.
+        Raises: whatever `work` raises. LocalError: the device is closed.
         """
+        if self._is_closed:
+            raise LocalError("this device is closed")
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._timed, work)
 
     def close(self) -> None:
-        """Drop the jobs that have not begun; one that has runs to its end. Again does nothing."""
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        """Cancel the jobs that have not begun; one that has runs to its end, and the thread ends with it."""
+        self._is_closed = True
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _timed(self, work: Callable[[], T]) -> Timed[T]:
         if not self._initialized and self._initializer is not None:

@@ -54,7 +54,9 @@ class Outbox:
         Raises: Unreachable; ValueError: larger than any receiver accepts.
         """
         if len(meta) > FRAME_META_BYTES_MAX or memoryview(payload).nbytes > FRAME_PAYLOAD_BYTES_MAX:
-            raise ValueError(f"a frame of {len(meta)} + {memoryview(payload).nbytes} bytes is larger than allowed")
+            raise ValueError(
+                f"a frame of {len(meta)} + {memoryview(payload).nbytes} bytes is larger than any peer accepts"
+            )
         left = asyncio.get_running_loop().create_future()
         heapq.heappush(self._queue, _Waiting(priority, next(self._arrivals), meta, payload, left))
         self._changed.set()

@@ -15,7 +15,7 @@ from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError, P2PHandlerE
 from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID as HivemindPeerID
 from hivemind.utils.multiaddr import Multiaddr
 
-from shoal.protocol.errors import RemoteError, Unreachable
+from shoal.protocol.errors import LocalError, RemoteError, Unreachable
 from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.limits import ADDRESSES_MAX, CONTROL_BYTES_MAX, PEERS_MAX, PROTOCOL_VERSION
 from shoal.protocol.live.daemon import Daemon
@@ -109,7 +109,8 @@ class LiveTransport:
         return tuple(f"{address}/p2p/{self.peer_id}" for address in map(str, self._daemon.visible))[:ADDRESSES_MAX]
 
     def serve(self, *, on_call: CallHandler, on_frame: FrameHandler) -> None:
-        assert not self._served.is_set(), "serve() is called once"
+        if self._served.is_set():
+            raise LocalError("a transport serves once")
         self._on_call, self._on_frame = on_call, on_frame
         self._served.set()
 
@@ -129,8 +130,10 @@ class LiveTransport:
             return frozenset()
 
     async def call(self, peer: PeerID, request: bytes, *, timeout_s: float) -> bytes:
+        """Raises: Unreachable. ValueError: `request` is larger than any peer accepts."""
         if len(request) > CONTROL_BYTES_MAX:
-            raise ValueError(f"a call of {len(request)} bytes is larger than the {CONTROL_BYTES_MAX} that are answered")
+            raise ValueError(f"a call of {len(request)} bytes is larger than any peer accepts")
+        self._refuse_if_pointless(peer)
         try:
             async with asyncio.timeout(timeout_s):
                 try:
@@ -145,8 +148,8 @@ class LiveTransport:
             raise Unreachable(peer, _reason(error)) from error
 
     async def send(self, peer: PeerID, meta: bytes, payload: Payload, *, priority: Priority) -> None:
-        if self._closing:
-            raise Unreachable(peer, "this peer is closing")
+        """Raises: Unreachable. ValueError: the frame is larger than any peer accepts."""
+        self._refuse_if_pointless(peer)
         outbox = self._outboxes.get(peer)
         if outbox is None:
             outbox = self._outboxes[peer] = Outbox(peer, partial(self._open_link, peer))
@@ -175,6 +178,12 @@ class LiveTransport:
         await p2p.add_binary_stream_handler(self._frames_name, self._accept)
         await self._dial_everyone(p2p)
 
+    def _refuse_if_pointless(self, peer: PeerID) -> None:
+        if self._closing:
+            raise Unreachable(peer, "this peer is closing")
+        if peer == self.peer_id:
+            raise Unreachable(peer, "a peer does not dial itself")
+
     # Calls
 
     async def _call(self, peer: PeerID, request: bytes) -> bytes:
@@ -190,7 +199,10 @@ class LiveTransport:
                 raise RemoteError(
                     source, f"sent a call of {len(request)} bytes where {CONTROL_BYTES_MAX} are the limit"
                 )
-            return await self._on_call(source, request)
+            reply = await self._on_call(source, request)
+            if len(reply) > CONTROL_BYTES_MAX:
+                raise ValueError(f"a reply of {len(reply)} bytes is larger than any peer accepts")
+            return reply
         except RemoteError as error:
             logger.warning("refused a call: %s", error)
         except Exception:
