@@ -83,7 +83,7 @@ class PeerDriver:
         self._links: dict[PeerID, LinkReport] = {}
         self._draining = False
         self._background: set[asyncio.Task[None]] = set()
-        self._outbox = Outbox(endpoint, expect=Hello, on_reply=self._on_hello_reply)
+        self._outbox = Outbox(endpoint, expect=Hello, on_reply=self._on_hello_reply, on_trouble=self._on_silence)
         self._link_probe = LinkProbe(endpoint=endpoint, clock=clock)
         self._surroundings = Surroundings(
             endpoint=endpoint,
@@ -228,6 +228,10 @@ class PeerDriver:
     def _on_hello_reply(self, source: PeerID, reply: object) -> None:
         assert isinstance(reply, Hello)
         self._heard(source, reply)
+
+    def _on_silence(self, peer: PeerID) -> None:
+        if self.replica:
+            self.replica.peer_silent(peer)
 
     def _heard(self, source: PeerID, hello: Hello) -> None:
         self._hellos[source] = hello

@@ -40,7 +40,9 @@ class Outbox:
     def post(self, peer: PeerID, key: Hashable, message: msgspec.Struct) -> None:
         self._queues.setdefault(peer, {})[key] = message
         if peer not in self._senders:
-            self._senders[peer] = asyncio.create_task(self._send(peer), name=f"outbox to {peer[-8:]}")
+            task = asyncio.create_task(self._send(peer), name=f"outbox to {peer[-8:]}")
+            task.add_done_callback(_raise_bugs)
+            self._senders[peer] = task
 
     def forget(self, peer: PeerID) -> None:
         """Stop trying: it is no longer of the group."""
@@ -76,3 +78,9 @@ class Outbox:
             self._senders.pop(peer, None)
             if self._queues.get(peer) == {}:
                 del self._queues[peer]
+
+
+def _raise_bugs(task: "asyncio.Task[None]") -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        # Nobody awaits a sender, so what its callbacks raise must not be lost with it.
+        asyncio.get_running_loop().call_exception_handler({"message": "an outbox failed", "exception": error})

@@ -176,6 +176,11 @@ class Replica:
         if self.claims:
             self.claims.wake()
 
+    def peer_silent(self, peer: PeerID) -> None:
+        """It does not answer; the network or it may be to blame, and it may come back."""
+        if peer in self.group.core.mates:
+            self.group.mate_silent(peer)
+
     async def drain(self, timeout_s: float) -> bool:
         """Take nothing new, finish what is here, see every contribution committed. Returns: whether that came about."""
         self._draining = True
@@ -272,7 +277,7 @@ class Replica:
     def _resync(self, mate: PeerID) -> None:
         if self._sync_task is None or self._sync_task.done():
             self.is_open = False
-            self.group.core.ready = False
+            self.group.set_ready(False)
             self._s.on_change()
             self._sync_task = asyncio.create_task(self._synchronise(), name=f"resync stage {self.stage}")
 

@@ -236,6 +236,8 @@ class Progress(_Message, frozen=True):
     step: int
     indices: bytes
     """Bitmap: bit i set, microbatch i is accumulated here."""
+    lead: PeerID
+    """Whom the sender takes for the group's lead, empty if nobody: a lead acts once all ready mates name it."""
     claimed: bytes
     """Bitmap, stage 0 only: microbatches that the sender has been granted, accumulated or not."""
     loss_sum: float

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable
 
 from shoal.peer.group.core import GroupCore
@@ -48,7 +49,7 @@ class Claims:
         self._outbox = Outbox(endpoint)
         self._losses: dict[int, dict[int, float]] = {}
         self._changed = asyncio.Event()
-        self._reached = asyncio.Event()  # set, and replaced, at each new version
+        self._waiting: dict[PeerID, tuple[int, asyncio.Future[list[Microbatch]]]] = {}
         self._task: asyncio.Task[None] | None = None
         self._draining = False
 
@@ -74,8 +75,7 @@ class Claims:
         self.book.reach(version)
         for old in [v for v in self._losses if v < version - 4]:
             del self._losses[old]
-        self._reached.set()
-        self._reached = asyncio.Event()
+        self._serve_soon()
         self.wake()
 
     def mate_progress(self, message: Progress) -> None:
@@ -113,6 +113,8 @@ class Claims:
                 logger.debug("no grant: %s", error)
                 await asyncio.sleep(_RETRY_S)
                 continue
+            if lead != self._group.lead:
+                continue  # Our Progress, which names the new lead, did not claim these: it will grant them again.
             for step, index in grant.items:
                 self._on_grant(Microbatch(step, index))
 
@@ -126,28 +128,37 @@ class Claims:
     # --- the lead ---
 
     async def _on_claim(self, source: PeerID, message: Claim) -> Grant:
-        deadline_s = asyncio.get_running_loop().time() + _PATIENCE_S
-        while True:
-            if self._group.lead != self._group.me:
-                raise Refused(self._endpoint.peer_id, "is not the lead of stage 0")
-            granted = self.book.grant(self._fair(min(message.count, self.book.microbatches)))
-            left_s = deadline_s - asyncio.get_running_loop().time()
-            if granted or left_s <= 0:
-                return Grant(items=tuple((m.step, m.index) for m in granted))
-            await self._next_version(left_s)
-
-    def _fair(self, count: int) -> int:
-        """Guided self-scheduling (Polychronopoulos and Kuck, 1987): near the end of what there is, grant little at a
-        time, so that no replica sits on the last ones while another has nothing to do."""
-        replicas = 1 + len(self._group.ready_mates)
-        return max(1, min(count, -(-self.book.admissible // (2 * replicas)))) if replicas > 1 else count
-
-    async def _next_version(self, timeout_s: float) -> None:
+        if not self._group.is_lead:
+            raise Refused(self._endpoint.peer_id, "does not lead stage 0")
+        answer: asyncio.Future[list[Microbatch]] = asyncio.get_running_loop().create_future()
+        self._waiting[source] = (message.count, answer)
+        self._serve_soon()
         try:
-            async with asyncio.timeout(timeout_s):
-                await self._reached.wait()
+            async with asyncio.timeout(_PATIENCE_S):
+                granted = await answer
         except TimeoutError:
+            granted = []
+        finally:
+            if self._waiting.get(source) == (message.count, answer):
+                del self._waiting[source]
+        return Grant(items=tuple((m.step, m.index) for m in granted))
+
+    def _serve_soon(self) -> None:
+        """Together with whoever else claims in this turn of the loop."""
+        asyncio.get_running_loop().call_soon(self._serve)
+
+    def _serve(self) -> None:
+        """Grant every open claim at most its claimant's share of what there is: the first to ask must not leave the
+        others with nothing. What is left then, the next claims get."""
+        if not self._group.is_lead:
             return
+        admissible = self.book.admissible
+        for source, (count, answer) in list(self._waiting.items()):
+            share = max(1, math.ceil(self._group.share_of(source) * admissible))
+            granted = self.book.grant(min(count, share)) if not answer.done() else []
+            if granted:
+                answer.set_result(granted)
+                del self._waiting[source]
 
     async def _on_validation_result(self, source: PeerID, message: ValidationResult) -> Done:
         if not 0 <= message.index < self.book.validation_microbatches or not 0 <= message.step <= self.book.steps:

@@ -7,6 +7,11 @@ Members reduce exactly that, step, and tell each other the digest of the new sta
 replicas come and go without agreeing on a step at which a plan takes effect: membership is per round, and an average
 never counts somebody who did not contribute to it.
 
+Who is lead changes with readiness and with plans, and two leads at once would grant one microbatch twice or open two
+rounds. So a lead *acts* only when it has heard every member of the plan since it became ready itself, and every ready
+one names it as lead in its latest Progress; a member that names somebody else has stopped acting, and its Progress
+says what it had granted until then.
+
 `attempt` orders the leads' words for one step: plan sequence first, then the lead's own retries. Members obey the
 highest. A member that was left out of a round, or missed its end, sees from its mates' digests that it is behind and
 asks one of them for the reduced gradient (`CatchUp`).
@@ -101,6 +106,9 @@ class GroupCore:
     _plan_sequence: int = 0
     _members: tuple[Member, ...] = ()
     _ready_mates: set[PeerID] = field(default_factory=set)
+    _known_mates: set[PeerID] = field(default_factory=set)
+    _named: dict[PeerID, PeerID] = field(default_factory=dict)
+    _announced_lead: PeerID | None = None
     _tallies: dict[int, dict[PeerID, _Tally]] = field(default_factory=dict)
     _claimed: dict[int, IndexSet] = field(default_factory=dict)
     _rounds: dict[int, RoundStart] = field(default_factory=dict)
@@ -128,6 +136,20 @@ class GroupCore:
                 return member.peer
         return None
 
+    def share_of(self, peer: PeerID) -> float:
+        """Its part of the traffic among the ready members, in [0, 1]."""
+        shares = {member.peer: member.share for member in self._members if self._is_ready(member.peer)}
+        return shares.get(peer, 0.0) / sum(shares.values()) if shares else 0.0
+
+    @property
+    def is_lead(self) -> bool:
+        """We are the lead, and everyone who could think otherwise has said so."""
+        return (
+            self.lead == self.me
+            and self._known_mates.issuperset(self.mates)
+            and all(self._named.get(mate) == self.me for mate in self.ready_mates)
+        )
+
     def _is_ready(self, peer: PeerID) -> bool:
         return self.ready if peer == self.me else peer in self._ready_mates
 
@@ -136,22 +158,37 @@ class GroupCore:
     def plan_changed(self, members: Sequence[Member], plan_sequence: int, *, now_s: float) -> list[Command]:
         self._members = tuple(members)
         self._plan_sequence = plan_sequence
-        return self._try_round(now_s)
+        return self._lead_may_have_changed(now_s)
+
+    def set_ready(self, ready: bool, *, now_s: float) -> list[Command]:
+        """We hold the stage's state and take part, or do no longer."""
+        self.ready = ready
+        self._known_mates.clear()
+        self._named.clear()
+        return self._lead_may_have_changed(now_s)
 
     def mate_ready(self, peer: PeerID, ready: bool, *, now_s: float) -> list[Command]:
-        """A mate holds state and takes part, or does no longer. What it has contributed stays counted."""
+        """A mate says whether it holds state and takes part. What it has contributed stays counted."""
+        self._known_mates.add(peer)
         if ready == (peer in self._ready_mates):
-            return []
+            return self._try_round(now_s)
         (self._ready_mates.add if ready else self._ready_mates.discard)(peer)
-        # A mate that just came needs to know what is there, and the lead may have been waiting for it.
-        tell = [Tell(self._progress(step)) for step in sorted(self._tallies) if ready and step >= self.version]
-        return [*tell, *self._try_round(now_s)]
+        self._named.pop(peer, None)
+        # A mate that just came needs to know what is there.
+        tell = [Tell(self._progress(step)) for step in self._open_steps() if ready]
+        return [*tell, *self._lead_may_have_changed(now_s)]
 
     def mate_lost(self, peer: PeerID, *, now_s: float) -> list[Command]:
         """It died or dropped its state: its contributions to open steps died with it."""
+        self._known_mates.add(peer)
         self._ready_mates.discard(peer)
         for tallies in self._tallies.values():
             tallies.pop(peer, None)
+        return self._lead_may_have_changed(now_s)
+
+    def mate_silent(self, peer: PeerID, *, now_s: float) -> list[Command]:
+        """It cannot be reached: nobody can wait for its word on who leads."""
+        self._known_mates.add(peer)
         return self._try_round(now_s)
 
     def claimed(self, step: int, index: int) -> list[Command]:
@@ -172,6 +209,7 @@ class GroupCore:
         return [Tell(self._progress(step)), *self._try_round(now_s)]
 
     def progress(self, source: PeerID, message: Progress, *, now_s: float) -> list[Command]:
+        self._named[source] = message.lead
         if message.step >= self.version:
             tally = self._tally(message.step, source)
             indices = IndexSet.from_bytes(message.indices, count=self.microbatches)
@@ -251,15 +289,27 @@ class GroupCore:
         return Progress(
             stage=self.stage,
             step=step,
+            lead=self.lead or PeerID(""),
             indices=mine.indices.to_bytes(),
             claimed=self._claimed.get(step, IndexSet()).to_bytes(),
             loss_sum=mine.loss_sum,
             staleness_sum=mine.staleness_sum,
         )
 
+    def _open_steps(self) -> list[int]:
+        """Steps about which there is something to say; the current one always."""
+        return sorted({self.version, *(s for table in (self._tallies, self._claimed) for s in table)})
+
+    def _lead_may_have_changed(self, now_s: float) -> list[Command]:
+        commands: list[Command] = []
+        if self.lead != self._announced_lead:
+            self._announced_lead = self.lead
+            commands = [Tell(self._progress(step)) for step in self._open_steps()]
+        return [*commands, *self._try_round(now_s)]
+
     def _try_round(self, now_s: float) -> list[Command]:
         step = self.version
-        if self.lead != self.me or step >= self.steps or step in self._rounds:
+        if not self.is_lead or step >= self.steps or step in self._rounds:
             return []
         tallies = self._tallies.get(step, {})
         union = IndexSet()

@@ -125,8 +125,10 @@ class GroupDriver:
         self._perform(self.core.mate_lost(peer, now_s=self._clock.now_s()))
 
     def set_ready(self, ready: bool) -> None:
-        self.core.ready = ready
-        self._perform(self.core.timer(now_s=self._clock.now_s()))
+        self._perform(self.core.set_ready(ready, now_s=self._clock.now_s()))
+
+    def mate_silent(self, peer: PeerID) -> None:
+        self._perform(self.core.mate_silent(peer, now_s=self._clock.now_s()))
 
     def claimed(self, step: int, index: int) -> None:
         self._perform(self.core.claimed(step, index))

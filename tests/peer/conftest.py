@@ -1,0 +1,145 @@
+"""A swarm of real peer drivers in virtual time, under a plan that the test gives (no coordinator)."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from shoal.peer.data.corpus import Corpus, load_corpus
+from shoal.peer.driver import PeerDriver
+from shoal.protocol.endpoint import Endpoint
+from shoal.protocol.messages import CommitReport, ValidationReport
+from shoal.protocol.plan import Member, Plan, SignedPlan, Stage, sign_plan
+from shoal.protocol.sim.network import Network
+from shoal.protocol.sim.world import SimPeer, World
+from shoal.protocol.spec import RunSpec, run_id
+
+
+@dataclass
+class Swarm:
+    """Peers named `stage.replica`; `commits` are the last stage's reports by step."""
+
+    spec: RunSpec
+    world: World
+    corpus: Corpus
+    drivers: dict[str, PeerDriver] = field(default_factory=dict)
+    commits: dict[int, dict[int, CommitReport]] = field(default_factory=dict)
+    plan: SignedPlan | None = None
+
+    @property
+    def losses(self) -> list[float]:
+        last = len(self.plan.plan.stages) - 1 if self.plan else 0
+        return [self.commits[last][step].loss or 0.0 for step in sorted(self.commits.get(last, {}))]
+
+    @property
+    def validations(self) -> list[ValidationReport]:
+        reports = [r for d in self.drivers.values() for r in d._validations]
+        return sorted(reports, key=lambda r: r.step)
+
+    def peer(self, name: str) -> SimPeer:
+        return self.world.peers[name]
+
+    async def add(self, name: str, *, device_flop_per_s: float = 1e12, state_dir: Path | None = None) -> PeerDriver:
+        peer = self.world.add_peer(name, device_flop_per_s=device_flop_per_s)
+        owner = next(iter(self.world.peers.values())).peer_id
+        endpoint = Endpoint(peer.identity, peer.transport, run=run_id(self.spec, owner))
+
+        async def make() -> PeerDriver:
+            driver = PeerDriver(
+                endpoint=endpoint,
+                compute=peer.compute,
+                clock=peer.clock,
+                spec=self.spec,
+                corpus=self.corpus,
+                state_dir=state_dir,
+                name=name,
+                on_commit=lambda report: self.commits.setdefault(report.stage, {}).update({report.step: report}),
+            )
+            await driver.start()
+            return driver
+
+        for other in self.world.peers.values():  # in life the coordinator's adverts do this
+            await other.transport.introduce(peer.peer_id, peer.transport.addresses())
+            await peer.transport.introduce(other.peer_id, other.transport.addresses())
+        self.drivers[name] = await peer.spawn(make())
+        return self.drivers[name]
+
+    def obey(self, stages: list[list[str]], *, fresh: bool) -> None:
+        """Give every peer the next plan: equal layer ranges, equal shares."""
+        layers = self.spec.model.num_layers
+        bounds = [layers * i // len(stages) for i in range(len(stages) + 1)]
+        owner = next(iter(self.world.peers.values()))
+        before = self.plan
+        plan = Plan(
+            run=run_id(self.spec, owner.peer_id),
+            term=1,
+            sequence=before.plan.sequence + 1 if before else 1,
+            previous=before.digest if before else "",
+            coordinator=owner.peer_id,
+            stages=tuple(
+                Stage(bounds[i], bounds[i + 1], tuple(Member(self.peer(n).peer_id, 1.0, 1.0) for n in names))
+                for i, names in enumerate(stages)
+            ),
+            fresh=fresh,
+        )
+        self.plan = sign_plan(owner.identity, plan)
+        for name, driver in self.drivers.items():
+            self.peer(name).context().run(driver.obey, self.plan)
+
+    async def until(self, condition: Callable[[], bool], *, timeout_s: float = 3600.0) -> None:
+        """Wait in virtual time; a peer that failed ends the test."""
+        async with asyncio.timeout(timeout_s):
+            while not condition():
+                for driver in self.drivers.values():
+                    if driver.failure.done():
+                        driver.failure.result()
+                await asyncio.sleep(0.05)
+
+    async def until_step(self, step: int) -> None:
+        """Every stage has committed `step` steps."""
+        assert self.plan is not None
+        stages = range(len(self.plan.plan.stages))
+        await self.until(lambda: all(step - 1 in self.commits.get(stage, {}) for stage in stages))
+
+    async def close(self) -> None:
+        for name, driver in self.drivers.items():
+            if self.peer(name).is_alive:
+                await self.peer(name).spawn(driver.close())
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A text that a tiny model learns something of."""
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    lines = [f"the {i % 7}th fish of shoal {i % 13} swims {i * i % 31} miles\n" for i in range(3000)]
+    path.write_text("".join(lines))
+    return path
+
+
+@pytest.fixture(scope="session")
+def tiny_spec(text: Path) -> RunSpec:
+    return msgspec.convert(
+        {
+            "seed": 3,
+            "model": {"dim": 32, "num_layers": 3, "num_heads": 2, "num_kv_heads": 1, "ffn_dim": 64, "context": 32},
+            "data": {"source": str(text)},
+            "optimizer": {"name": "adamw", "learning_rate": 3e-3, "warmup_steps": 2},
+            "training": {"steps": 20, "microbatches_per_step": 6, "microbatch_size": 2, "s_max": 0},
+            "swarm": {"stages": 3, "min_peers": 6},
+            "wire": {"activations": "fp32"},
+        },
+        RunSpec,
+    )
+
+
+@pytest.fixture(scope="session")
+def make_swarm() -> Callable[..., Swarm]:
+    """(spec, seed, network) -> an empty swarm; call it inside the virtual-time loop."""
+
+    def make(spec: RunSpec, *, seed: int = 0, network: Network) -> Swarm:
+        return Swarm(spec, World(seed, network), load_corpus(spec.data, context=spec.model.context))
+
+    return make
