@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 import xxhash
 
-from shoal.protocol.errors import LocalError
-from shoal.protocol.limits import RECORD_BYTES_MAX
+from shoal.protocol.limits import RECORD_BYTES_MAX, RECORD_EXPIRES_S_MAX
 from shoal.protocol.sim.clock import Agenda
 from shoal.protocol.sim.cuts import Cuts
 from shoal.protocol.sim.stream import Card
@@ -83,9 +82,11 @@ class SimDirectory:
         self._latency_s = latency_s
 
     async def store(self, key: str, subkey: str, value: bytes, *, expires_in_s: float) -> bool:
-        """Raises: LocalError: `value` is larger than a record may be."""
+        """Raises: ValueError: `value` or `expires_in_s` is more than any node accepts."""
         if len(value) > RECORD_BYTES_MAX:
-            raise LocalError(f"a record of {len(value)} bytes is larger than the {RECORD_BYTES_MAX} that nodes keep")
+            raise ValueError(f"a record of {len(value)} bytes is larger than the {RECORD_BYTES_MAX} that nodes accept")
+        if not 0 < expires_in_s <= RECORD_EXPIRES_S_MAX:
+            raise ValueError(f"a record cannot expire in {expires_in_s} s")
         expires_at_s = self._agenda.now_s() + expires_in_s
         value = bytes(value)
         await asyncio.sleep(STORE_LATENCIES * self._latency_s)

@@ -20,11 +20,12 @@ the receiver's process ended. Opening a stream costs nothing.
 """
 
 import heapq
+import math
 import random
 from collections.abc import Callable
 from typing import TypeVarTuple
 
-from shoal.protocol.errors import ShoalError, Unreachable
+from shoal.protocol.errors import Unreachable
 from shoal.protocol.sim.clock import Agenda
 from shoal.protocol.sim.cuts import Cut, Cuts
 from shoal.protocol.sim.network import LinkSpec, Network
@@ -80,6 +81,16 @@ class Links:
         self._record(Kind.FRAME_HANDLED, stream, frame)
         back = self.link(stream.destination.place, stream.source.place)
         self._later(back.latency_s, self._credit, stream, frame.nbytes, frame.epoch)
+
+    async def flush(self, card: Card) -> None:
+        """Wait until nobody owes `card` a credit: all that has left is handled, or its stream broke."""
+        while any(stream.window.outstanding_bytes for stream in card.outgoing.values()):
+            card.flushed = self._agenda.loop.create_future()
+            await card.flushed
+
+    def _wake_flush(self, card: Card) -> None:
+        if card.flushed is not None and not card.flushed.done():
+            card.flushed.set_result(None)  # `flush` looks again
 
     def reset(self, stream: Stream, why: str) -> None:
         """The receiver ends the stream; the sender learns it one latency later."""
@@ -147,13 +158,12 @@ class Links:
         self._record(Kind.FRAME_STARTED, stream, frame)
         self._agenda.at(leaves_s, self._left, stream, frame)
         delay_s = link.latency_s + _extra_s(link, stream.rng)
-        if destination.spec.down_bytes_per_s == float("inf"):
-            stream.in_order_s = max(leaves_s + delay_s, stream.in_order_s)
-            self._agenda.at(stream.in_order_s, self._arrive, stream, frame)
+        last_byte_s = leaves_s + delay_s
+        if destination.spec.down_bytes_per_s == math.inf:
+            self._arrive_at(last_byte_s, stream, frame)
         else:
-            stream.in_order_s = max(now_s + delay_s, stream.in_order_s)
-            last_byte_s = stream.in_order_s + (leaves_s - now_s)
-            self._agenda.at(stream.in_order_s, self._first_byte, stream, frame, last_byte_s)
+            stream.first_byte_s = max(now_s + delay_s, stream.first_byte_s)
+            self._agenda.at(stream.first_byte_s, self._first_byte, stream, frame, last_byte_s)
 
     def _left(self, stream: Stream, frame: Frame) -> None:
         if frame.epoch != stream.epoch:
@@ -168,7 +178,11 @@ class Links:
             return
         card = stream.destination
         card.down_free_s = max(self._agenda.now_s(), card.down_free_s) + frame.nbytes / card.spec.down_bytes_per_s
-        self._agenda.at(max(card.down_free_s, last_byte_s), self._arrive, stream, frame)
+        self._arrive_at(max(card.down_free_s, last_byte_s), stream, frame)
+
+    def _arrive_at(self, at_s: float, stream: Stream, frame: Frame) -> None:
+        stream.arrives_s = max(at_s, stream.arrives_s)
+        self._agenda.at(stream.arrives_s, self._arrive, stream, frame)
 
     def _arrive(self, stream: Stream, frame: Frame) -> None:
         if frame.epoch != stream.epoch or frame.epoch <= stream.refused_epoch:
@@ -188,6 +202,7 @@ class Links:
             stream.held_credits.append(nbytes)
             return
         stream.window.give_back(nbytes, stream.destination.peer_id)
+        self._wake_flush(stream.source)
         self._unwatch(stream)
         self._offer(stream)
         self._watch(stream)
@@ -223,11 +238,11 @@ class Links:
         for stream in card.incoming.values():
             self._revive(stream)
 
-    def gone(self, card: Card, error: ShoalError | None) -> None:
-        """The process behind `card` has ended. Its own waiting senders get `error`, or with None never hear again."""
+    def gone(self, card: Card, *, why: str | None) -> None:
+        """The process behind `card` has ended. Its own senders get Unreachable; with None they never hear again."""
         card.is_alive = card.is_serving = False
         for stream in card.outgoing.values():
-            self._clear(stream, error)
+            self._clear(stream, why)
             self._forget(stream)
         for stream in card.incoming.values():
             self.reset(stream, "its process ended")
@@ -290,7 +305,7 @@ class Links:
             self._break(stream, why)
 
     def _break(self, stream: Stream, why: str) -> None:
-        self._clear(stream, Unreachable(stream.destination.peer_id, why))
+        self._clear(stream, why)
         if not stream.destination.is_alive:
             del stream.source.outgoing[stream.destination.number]
             self._forget(stream)
@@ -298,14 +313,15 @@ class Links:
     def _forget(self, stream: Stream) -> None:
         self._streams.pop((stream.source.number, stream.destination.number), None)
 
-    def _clear(self, stream: Stream, error: ShoalError | None) -> None:
+    def _clear(self, stream: Stream, why: str | None) -> None:
         self._unwatch(stream)
         self._trace.add(self._agenda.now_s(), Kind.STREAM_BROKEN, stream.source.number, stream.destination.number)
         unsent = stream.unsent()
         stream.clear()
-        if error is not None:
+        self._wake_flush(stream.source)
+        if why is not None:
             for frame in unsent:
-                frame.left.set_exception(error)
+                frame.left.set_exception(Unreachable(stream.destination.peer_id, why))
 
     # ----------------------------------------------------------------------------------------------------------------
 

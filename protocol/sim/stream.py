@@ -59,6 +59,7 @@ class Card:
         """Heap of the streams that have a frame ready for the uplink: (fair-queueing tag, destination, stream)."""
         self.tag_served = 0.0
         self.grant: asyncio.TimerHandle | None = None
+        self.flushed: asyncio.Future[None] | None = None
 
 
 class Stream:
@@ -75,10 +76,9 @@ class Stream:
         self.queue_bytes = queue_bytes
         self.epoch = 0
         self.refused_epoch = 0
-        self.free_s = 0.0
-        """When the path has taken the last byte of the frame before."""
-        self.in_order_s = 0.0
-        """When the frame before arrives: jitter never lets one overtake another."""
+        self.first_byte_s = 0.0
+        self.arrives_s = 0.0
+        """When the frame before reaches the receiver's card, and its handler: jitter lets none overtake another."""
         self.control_free_s = 0.0
         self.tag = 0.0
         self.is_offered = False
@@ -96,8 +96,7 @@ class Stream:
         self.held: deque[Frame] = deque()
         """Frames that reached a cut in the network; they come in order once it heals."""
         self.held_credits: list[int] = []
-        self.free_s = 0.0
-        self.in_order_s = 0.0
+        self.first_byte_s = self.arrives_s = 0.0
 
     @property
     def is_idle(self) -> bool:

@@ -3,11 +3,12 @@
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from typing import Any, cast
 
 import xxhash
 
-from shoal.protocol.errors import LocalError, RemoteError, TransportError, Unreachable
+from shoal.protocol.errors import LocalError, RemoteError, Unreachable
 from shoal.protocol.frames import wire_bytes
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import CONTROL_BYTES_MAX, FRAME_META_BYTES_MAX, FRAME_PAYLOAD_BYTES_MAX
@@ -21,6 +22,8 @@ from shoal.protocol.sim.stream import Card, Frame, Stream
 from shoal.protocol.sim.trace import Kind, Trace
 
 logger = logging.getLogger(__name__)
+
+_FLUSH_TIMEOUT_S = 2.0
 
 
 class SimTransport:
@@ -57,6 +60,9 @@ class SimTransport:
         self._on_frame: FrameHandler | None = None
         self._addresses_of: dict[PeerID, set[str]] = {}
         self._met: set[PeerID] = set()
+        self._early: list[Callable[[], None]] = []
+        """Calls that came before `serve`."""
+        self._is_closing = False
         self._handlers: dict[asyncio.Task[None], None] = {}
 
     @property
@@ -73,15 +79,24 @@ class SimTransport:
             raise LocalError("a transport serves once")
         self._on_call, self._on_frame = on_call, on_frame
         self._links.opened(self.card)
+        early, self._early = self._early, []
+        for accept in early:
+            accept()
 
     async def introduce(self, peer: PeerID, addresses: Sequence[str]) -> None:
         self._addresses_of.setdefault(peer, set()).update(addresses)
 
     async def close(self) -> None:
+        """Give frames that have left two seconds to be handled, then leave nothing running. Again does nothing."""
+        self._is_closing = True
+        if self.card.is_alive:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_FLUSH_TIMEOUT_S):
+                    await self._links.flush(self.card)
         if not self.card.is_alive:
             return
         self._trace.add(self._agenda.now_s(), Kind.CLOSED, self.card.number, -1)
-        self._links.gone(self.card, TransportError("this peer's transport was closed"))
+        self._links.gone(self.card, why="this peer is closing")
         handlers = [task for task in self._handlers if task is not asyncio.current_task()]
         for task in handlers:
             task.cancel()
@@ -90,10 +105,9 @@ class SimTransport:
     # Calls --------------------------------------------------------------------------------------------------------
 
     async def call(self, peer: PeerID, request: bytes, *, timeout_s: float) -> bytes:
-        """Raises: Unreachable. LocalError: `request` is larger than a peer accepts, or this transport is closed."""
-        self._check_open()
+        """Raises: Unreachable. ValueError: `request` is larger than any peer accepts."""
         if len(request) > CONTROL_BYTES_MAX:
-            raise LocalError(f"a call of {len(request)} bytes is larger than any peer accepts")
+            raise ValueError(f"a call of {len(request)} bytes is larger than any peer accepts")
         reply: asyncio.Future[bytes] = self._agenda.loop.create_future()
         target = self._reach(peer)
         if target is not None:
@@ -110,6 +124,7 @@ class SimTransport:
 
     def _accept_call(self, caller: "SimTransport", request: bytes, digest: int, reply: asyncio.Future[bytes]) -> None:
         if self._on_call is None:
+            self._early.append(lambda: self._accept_call(caller, request, digest, reply))
             return
         self._met.add(caller.peer_id)
         self._record(Kind.CALL_ARRIVED, caller.card, self.card, len(request), digest)
@@ -122,7 +137,7 @@ class SimTransport:
         try:
             answer = await on_call(caller.peer_id, request)
             if len(answer) > CONTROL_BYTES_MAX:
-                raise LocalError(f"a reply of {len(answer)} bytes is larger than any peer accepts")
+                raise ValueError(f"a reply of {len(answer)} bytes is larger than any peer accepts")
         except Exception as error:
             self._note(error)
             answer = Unreachable(self._peer_id, "its handler failed")
@@ -150,12 +165,11 @@ class SimTransport:
     async def send(self, peer: PeerID, meta: bytes, payload: Payload | Phantom, *, priority: Priority) -> None:
         """Returns when the frame's last byte has left. `payload` may change as soon as this first waits: it is copied.
 
-        Raises: Unreachable. LocalError: the frame is larger than a peer accepts, or this transport is closed.
+        Raises: Unreachable. ValueError: the frame is larger than any peer accepts.
         """
-        self._check_open()
         nbytes = payload.nbytes if isinstance(payload, memoryview) else len(payload)
         if len(meta) > FRAME_META_BYTES_MAX or nbytes > FRAME_PAYLOAD_BYTES_MAX:
-            raise LocalError(f"a frame of {len(meta)} + {nbytes} bytes is larger than any peer accepts")
+            raise ValueError(f"a frame of {len(meta)} + {nbytes} bytes is larger than any peer accepts")
         target = self._reach(peer)
         if target is None:
             await asyncio.sleep(self._links.stall_s)
@@ -201,6 +215,8 @@ class SimTransport:
     # --------------------------------------------------------------------------------------------------------------
 
     def _reach(self, peer: PeerID) -> "SimTransport | None":
+        if self._is_closing or not self.card.is_alive:
+            raise Unreachable(peer, "this peer is closing")
         if peer == self._peer_id:
             raise Unreachable(peer, "a peer does not dial itself")
         target = self._find(peer)
@@ -208,10 +224,6 @@ class SimTransport:
             return None
         known = peer in self._met or not self._addresses_of.get(peer, set()).isdisjoint(target.addresses())
         return target if known else None
-
-    def _check_open(self) -> None:
-        if not self.card.is_alive:
-            raise TransportError("this peer's transport is closed")
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         context = owned_context(self.card.number)

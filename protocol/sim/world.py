@@ -176,7 +176,7 @@ class World:
             return
         self._trace.add(self.now_s(), Kind.CRASHED, peer.number, -1)
         self._agenda.loop.freeze(peer.number)
-        self._links.gone(peer.transport.card, None)
+        self._links.gone(peer.transport.card, why=None)
 
     def pause(self, peer: SimPeer) -> None:
         """As SIGSTOP: connections stay, frames and calls pile up, timers fire late, all at `resume`."""
