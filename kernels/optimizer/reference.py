@@ -7,6 +7,12 @@ Convention: `step` is the version of `param_N`, the number of steps it has taken
 `step=t` (torch.optim counts t + 1). Nothing is changed in place, because microbatches in flight may still use the
 old version; each function allocates its results and at most one temporary.
 
+**Steps give the same bits on every device.** Replicas compare digests after a step, and they have different CPUs,
+thread counts and GPUs. So a step is made of operations that IEEE 754 rounds in one way only (+, -, *, /, sqrt, one
+rounding each): no lerp, addcmul, addcdiv or alpha=, which are fused where the CPU has fused multiply-add and not where
+it has not; no division by a scalar, which CUDA turns into a multiplication; no reduction in float32, whose order
+depends on the number of threads. Predictions are local and need not be equal, so they take the fused operations.
+
 Sources: SGD with momentum; AdamW (Loshchilov and Hutter, 2019, arXiv 1711.05101); NAdam (Dozat, 2016), with constant
 momentum as `torch.optim.NAdam(momentum_decay=math.inf)`. Prediction: PipeOptim (2023, arXiv 2312.00839),
 w' = w - learning_rate * staleness * direction; we differ in that weight decay is predicted too and that NAdam's fresh
@@ -15,10 +21,15 @@ gradient, which nobody has yet, is taken to be the bias-corrected first moment.
 N elements of one layer
 """
 
+import math
 from collections.abc import Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
+
+NORM_PART: Final = 1 << 20
+"""Elements whose squares are in memory as float64 at a time: 8 MiB."""
 
 
 def sgd_step(
@@ -46,7 +57,7 @@ def sgd_step(
     """
     moment1_N = (moment1_N * beta1).add_(grad_N)
     param_N = _decayed(param_N, learning_rate * weight_decay, num_decayed)
-    return param_N.add_(moment1_N, alpha=-learning_rate), moment1_N, moment2_N
+    return param_N.add_(moment1_N * -learning_rate), moment1_N, moment2_N
 
 
 def adamw_step(
@@ -65,10 +76,9 @@ def adamw_step(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One step of AdamW, equal to `torch.optim.AdamW`. Arguments and result as `sgd_step`; all four are [N]."""
     moment1_N, moment2_N = _moments(grad_N, moment1_N, moment2_N, beta1, beta2)
-    scale_N = _root(moment2_N, beta2, step + 1, epsilon)
-    param_N = _decayed(param_N, learning_rate * weight_decay, num_decayed)
-    param_N.addcdiv_(moment1_N, scale_N, value=-learning_rate / (1 - beta1 ** (step + 1)))
-    return param_N, moment1_N, moment2_N
+    change_N = _root(moment2_N, beta2, step + 1, epsilon)
+    torch.div(moment1_N, change_N, out=change_N).mul_(-learning_rate / (1 - beta1 ** (step + 1)))
+    return _decayed(param_N, learning_rate * weight_decay, num_decayed).add_(change_N), moment1_N, moment2_N
 
 
 def nadam_step(
@@ -90,11 +100,10 @@ def nadam_step(
     Arguments and result as `sgd_step`; all four are [N].
     """
     moment1_N, moment2_N = _moments(grad_N, moment1_N, moment2_N, beta1, beta2)
-    scale_N = _root(moment2_N, beta2, step + 1, epsilon)
-    param_N = _decayed(param_N, learning_rate * weight_decay, num_decayed)
-    param_N.addcdiv_(grad_N, scale_N, value=-learning_rate * (1 - beta1) / (1 - beta1 ** (step + 1)))
-    param_N.addcdiv_(moment1_N, scale_N, value=-learning_rate * beta1 / (1 - beta1 ** (step + 2)))
-    return param_N, moment1_N, moment2_N
+    fresh, past = (1 - beta1) / (1 - beta1 ** (step + 1)), beta1 / (1 - beta1 ** (step + 2))
+    change_N = (grad_N * fresh).add_(moment1_N * past)
+    change_N.div_(_root(moment2_N, beta2, step + 1, epsilon)).mul_(-learning_rate)
+    return _decayed(param_N, learning_rate * weight_decay, num_decayed).add_(change_N), moment1_N, moment2_N
 
 
 def sgd_predict(
@@ -179,9 +188,12 @@ def nadam_predict(
 def clip(grad_N: Tensor, *, clip_norm: float) -> tuple[Tensor, float]:
     """Scale a layer's gradient to a norm of at most `clip_norm`; 0 leaves it alone.
 
-    Returns: (float32 [N], `grad_N` itself if nothing was to do; its 2-norm before clipping).
+    Returns: (float32 [N], `grad_N` itself if nothing was to do; its 2-norm before clipping, a float32 number).
     """
-    norm = float(torch.linalg.vector_norm(grad_N))
+    # The order of a sum depends on threads and devices, but in float64 it is out by 1e-15 of the norm, which the
+    # rounding to float32 swallows (but for one norm in 10^7, whose replicas then part and one fetches the state).
+    squares = (part_N.double().square_().sum() for part_N in torch.split(grad_N, NORM_PART))
+    norm = float(torch.tensor(math.sqrt(sum(float(square) for square in squares)), dtype=torch.float32))
     scale = clip_norm / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_
     return (grad_N * scale if 0 < scale < 1 else grad_N), norm
 
@@ -195,12 +207,15 @@ def _decayed(param_N: Tensor, rate: float, num_decayed: int) -> Tensor:
 
 
 def _moments(grad_N: Tensor, moment1_N: Tensor, moment2_N: Tensor, beta1: float, beta2: float) -> tuple[Tensor, Tensor]:
-    return moment1_N.lerp(grad_N, 1 - beta1), (moment2_N * beta2).addcmul_(grad_N, grad_N, value=1 - beta2)
+    term_N = grad_N * (1 - beta1)
+    moment1_N = (moment1_N * beta1).add_(term_N)
+    torch.mul(grad_N, grad_N, out=term_N).mul_(1 - beta2)
+    return moment1_N, (moment2_N * beta2).add_(term_N)
 
 
 def _root(moment2_N: Tensor, beta2: float, num_steps: int, epsilon: float) -> Tensor:
     """sqrt of the bias-corrected second moment after `num_steps`, plus epsilon: float32 [N]."""
-    return moment2_N.sqrt().div_((1 - beta2**num_steps) ** 0.5).add_(epsilon)
+    return moment2_N.sqrt().mul_((1 - beta2**num_steps) ** -0.5).add_(epsilon)
 
 
 def _drifted(

@@ -121,6 +121,8 @@ def init_layer(model: ModelSpec, key: str, seed: int) -> Tensor:
 
     A pure function of (model, key, seed): no other layer is needed, and every peer gets the same bits.
     Matrices have standard deviation 0.02, the two that write into the residual stream 0.02 / sqrt(2 L), norms are 1.
+    They are sums of four uniform numbers, so almost normal and at most 3.5 deviations long; torch's normal numbers
+    differ in their last bits between CPUs.
     """
     layout = layer_layout(model, key)
     generator = torch.Generator().manual_seed(int.from_bytes(blake3(f"{seed} {key}".encode()).digest(length=7)))
@@ -129,7 +131,8 @@ def init_layer(model: ModelSpec, key: str, seed: int) -> Tensor:
         if view.ndim == 2:
             residual = name.endswith(("o_proj.weight", "down_proj.weight"))
             std = 0.02 / math.sqrt(2 * model.num_layers) if residual else 0.02
-            view.normal_(0, std, generator=generator)
+            total = sum(torch.rand(view.shape, generator=generator) for _ in range(4))
+            torch.mul(total - 2, std * math.sqrt(3), out=view)  # a uniform number has variance 1/12
     return flat_N
 
 

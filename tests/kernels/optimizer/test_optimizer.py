@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -18,6 +19,8 @@ IMPLEMENTATIONS: list[ModuleType] = [reference]
 NAMES = ["sgd", "adamw", "nadam"]
 DEVICE = "cpu"
 SETTINGS: dict[str, Any] = {"learning_rate": 3e-3, "beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8, "weight_decay": 0.1}
+
+GOLDEN = {"sgd": "d946b9f6ae60f8e7", "adamw": "4323c5ba936244c4", "nadam": "bc01ef622d3127e5"}
 
 each_twin = pytest.mark.parametrize("twin", IMPLEMENTATIONS, ids=lambda twin: twin.__name__.rpartition(".")[2])
 each_name = pytest.mark.parametrize("name", NAMES)
@@ -48,13 +51,15 @@ def torch_twin(name: str, decayed: Tensor, plain: Tensor) -> torch.optim.Optimiz
 
 @each_twin
 @each_name
-def test_equals_torch_over_many_steps(twin: ModuleType, name: str) -> None:
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 5e-6)], ids=str)
+def test_equals_torch_over_many_steps(twin: ModuleType, name: str, dtype: torch.dtype, tolerance: float) -> None:
+    """torch keeps NAdam's bias correction in float32, and rounds the rest elsewhere, which random walks for 200 steps."""
     step_fn, _ = functions(twin, name)
-    param_N, moment1_N, moment2_N = start(name, 101)
+    param_N, moment1_N, moment2_N = (tensor.to(dtype) for tensor in start(name, 101))
     decayed, plain = param_N[:64].clone().requires_grad_(), param_N[64:].clone().requires_grad_()
     optimizer = torch_twin(name, decayed, plain)
     for step in range(200):
-        grad_N = randn(101, step + 1) + 0.3
+        grad_N = randn(101, step + 1).to(dtype) + 0.3
         decayed.grad, plain.grad = grad_N[:64].clone(), grad_N[64:].clone()
         if name == "sgd":  # torch's weight decay is coupled, ours is not
             decayed.data.mul_(1 - 3e-3 * 0.1)
@@ -62,7 +67,42 @@ def test_equals_torch_over_many_steps(twin: ModuleType, name: str) -> None:
         param_N, moment1_N, moment2_N = step_fn(
             param_N, grad_N, moment1_N, moment2_N, **SETTINGS, num_decayed=64, step=step
         )
-        torch.testing.assert_close(param_N, torch.cat((decayed, plain)).detach(), rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(param_N, torch.cat((decayed, plain)).detach(), rtol=tolerance, atol=tolerance)
+
+
+@each_twin
+@each_name
+def test_bits_are_the_same_on_every_device(twin: ModuleType, name: str) -> None:
+    """Replicas compare digests, so these hold on any CPU (tried: with AVX512, with AVX2, with neither) and GPU."""
+    step_fn, _ = functions(twin, name)
+    param_N = (torch.arange(99_999, device=DEVICE) % 977 / 1024 - 0.5).contiguous()
+    grad_N, _ = clip(torch.arange(99_999, device=DEVICE) % 1013 / 1024 - 0.5, clip_norm=1.0)
+    state = (param_N, *OPTIMIZERS[name].moments(param_N))
+    for step in range(3):
+        state = step_fn(state[0], grad_N, *state[1:], **SETTINGS, num_decayed=70_001, step=step)
+    digest = blake3()
+    for tensor in state:
+        digest.update(tensor.cpu().numpy().tobytes())
+    assert digest.hexdigest(length=8) == GOLDEN[name]
+
+
+@each_twin
+@each_name
+def test_bits_do_not_depend_on_the_number_of_threads(twin: ModuleType, name: str) -> None:
+    step_fn, _ = functions(twin, name)
+    state = start(name, 300_001)
+    threads = torch.get_num_threads()
+    results = []
+    try:
+        for num_threads in (1, 2, 3, 7):
+            torch.set_num_threads(num_threads)
+            grad_N, norm = clip(randn(300_001, 1), clip_norm=1.0)
+            results.append((norm, step_fn(state[0], grad_N, *state[1:], **SETTINGS, num_decayed=200_000, step=3)))
+    finally:
+        torch.set_num_threads(threads)
+    for norm, tensors in results[1:]:
+        assert norm == results[0][0]
+        assert all(torch.equal(a, b) for a, b in zip(tensors, results[0][1], strict=True))
 
 
 @each_twin
