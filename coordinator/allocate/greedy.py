@@ -1,0 +1,169 @@
+"""The first allocator: balance measured speed over stages, and once placed let everybody stay. Pure.
+
+The first plan cuts the model where the most expensive stage is cheapest and deals the peers out, fastest first, each
+to the stage with the least speed for its cost (longest processing time first, Graham 1969). Later plans keep the
+boundaries and everyone's place, because state is expensive to move: newcomers go to the poorest stage, a stage that
+lost its last holder gets one from the richest, who leaves is left out.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from blake3 import blake3
+
+from shoal.coordinator.allocate.interface import Layout, MeasuredPeer, NoLayout, Snapshot
+from shoal.coordinator.allocate.partition import partition
+from shoal.protocol.identity import PeerID
+from shoal.protocol.plan import Member, Plan, Stage
+
+
+@dataclass(slots=True)
+class _Slot:
+    """A stage while it is being filled. `holders` includes those who drain and may not go yet."""
+
+    index: int
+    first_layer: int
+    last_layer: int
+    cost: float
+    holders: list[MeasuredPeer] = field(default_factory=list)
+
+    @property
+    def stayers(self) -> list[MeasuredPeer]:
+        return [peer for peer in self.holders if not peer.draining]
+
+    @property
+    def wealth(self) -> float:
+        """Lasting speed for the stage's cost; the stage with the least limits the pipeline."""
+        return sum(peer.flop_per_s for peer in self.stayers) / self.cost
+
+    def admits(self, peer: MeasuredPeer) -> bool:
+        return peer.has_data or self.index > 0
+
+
+class GreedyAllocator:
+    """Implements `Allocator`."""
+
+    def allocate(self, snapshot: Snapshot, previous: Plan | None, *, seed: int) -> Layout:
+        by_id = {peer.peer: peer for peer in snapshot.peers}
+        slots = _cut(snapshot) if previous is None else _keep(snapshot, previous, by_id)
+        placed = {peer.peer for slot in slots for peer in slot.holders}
+        newcomers = sorted(
+            (peer for peer in snapshot.peers if peer.peer not in placed and not peer.draining),
+            key=lambda peer: (-peer.flop_per_s, _lot(seed, peer.peer)),
+        )
+        spares = _deal(slots, newcomers)
+        moved = _rescue(slots)
+        _release(slots)
+        for slot in slots:
+            if not slot.holders:
+                what = "has the run's text" if slot.index == 0 else "is free"
+                raise NoLayout(f"nobody {what} to hold stage {slot.index}")
+        stages = tuple(_stage(slot) for slot in slots)
+        return Layout(stages=stages, spares=spares, reason=_reason(stages, spares, previous, moved))
+
+
+def _cut(snapshot: Snapshot) -> list[_Slot]:
+    bounds = partition(snapshot.layer_costs, snapshot.num_stages)
+    return [
+        _Slot(index, first, last, sum(snapshot.layer_costs[first:last]))
+        for index, (first, last) in enumerate(pairwise(bounds))
+    ]
+
+
+def _keep(snapshot: Snapshot, previous: Plan, by_id: dict[PeerID, MeasuredPeer]) -> list[_Slot]:
+    return [
+        _Slot(
+            index,
+            stage.first_layer,
+            stage.last_layer,
+            sum(snapshot.layer_costs[stage.first_layer : stage.last_layer]),
+            # A stage-0 holder whose text turned out to be another one cannot serve it any more.
+            [peer for p in stage.peers if (peer := by_id.get(p)) and (index > 0 or peer.has_data)],
+        )
+        for index, stage in enumerate(previous.stages)
+    ]
+
+
+def _deal(slots: Sequence[_Slot], newcomers: Iterable[MeasuredPeer]) -> tuple[PeerID, ...]:
+    """Each newcomer to the poorest stage it may serve. Returns: those who may serve none, in order."""
+    waiting = list(newcomers)
+    spares: list[PeerID] = []
+    while waiting:
+        open_slots = [slot for slot in slots if not slot.stayers] or list(slots)
+        with_data = [peer for peer in waiting if peer.has_data]
+        if any(slot.index == 0 and not slot.stayers for slot in slots) and with_data:
+            # Stage 0 first, while those who can serve it are not spent elsewhere. The slowest is enough to begin
+            # with where text is rare; where everyone has it the fastest goes wherever it helps most.
+            peer = with_data[0] if len(with_data) == len(waiting) else with_data[-1]
+            slots[0].holders.append(peer)
+            waiting.remove(peer)
+            continue
+        peer = waiting.pop(0)
+        fitting = [slot for slot in open_slots if slot.admits(peer)] or [slot for slot in slots if slot.admits(peer)]
+        if fitting:
+            min(fitting, key=lambda slot: (slot.wealth, slot.index)).holders.append(peer)
+        else:
+            spares.append(peer.peer)
+    return tuple(sorted(spares))
+
+
+def _rescue(slots: Sequence[_Slot]) -> list[tuple[PeerID, int]]:
+    """Give each stage that nobody lasting holds a member of the richest stage that can spare one."""
+    moved: list[tuple[PeerID, int]] = []
+    for slot in slots:
+        if slot.stayers:
+            continue
+        donors = [
+            (other, peer)
+            for other in slots
+            if len(other.stayers) > 1
+            for peer in other.stayers[1:]  # the first by rank leads its group: moving it costs more
+            if slot.admits(peer)
+        ] or [(other, peer) for other in slots if len(other.stayers) > 1 for peer in other.stayers if slot.admits(peer)]
+        if donors:
+            other, peer = max(donors, key=lambda pair: (pair[0].wealth, -pair[0].index, pair[0].holders.index(pair[1])))
+            other.holders.remove(peer)
+            slot.holders.append(peer)
+            moved.append((peer.peer, slot.index))
+    return moved
+
+
+def _release(slots: Sequence[_Slot]) -> None:
+    """Let draining peers go where somebody who stays holds the state; keep the first where nobody does."""
+    for slot in slots:
+        leaving = [peer for peer in slot.holders if peer.draining]
+        if any(peer.synced_stage == slot.index for peer in slot.stayers):
+            slot.holders = slot.stayers
+        elif leaving:
+            last = next((peer for peer in leaving if peer.synced_stage == slot.index), leaving[0])
+            slot.holders = [peer for peer in slot.holders if peer is last or not peer.draining]
+
+
+def _stage(slot: _Slot) -> Stage:
+    speed = sum(peer.flop_per_s for peer in slot.holders)
+    upload = sum(peer.upload_bytes_per_s for peer in slot.holders)
+    members = (
+        Member(peer=p.peer, share=p.flop_per_s / speed, bandwidth=p.upload_bytes_per_s / upload) for p in slot.holders
+    )
+    return Stage(first_layer=slot.first_layer, last_layer=slot.last_layer, members=tuple(members))
+
+
+def _reason(
+    stages: Sequence[Stage], spares: Sequence[PeerID], previous: Plan | None, moved: Sequence[tuple[PeerID, int]]
+) -> str:
+    now = {peer for stage in stages for peer in stage.peers} | set(spares)
+    if previous is None:
+        return f"first plan: {len(now)} peers on {len(stages)} stages"
+    before = set(previous.members)
+    parts = [f"{peer[-8:]} joined" for peer in sorted(now - before)]
+    parts += [f"{peer[-8:]} left" for peer in sorted(before - now)]
+    parts += [f"{peer[-8:]} moved to stage {index}" for peer, index in moved]
+    # A sentence for people must not make the plan of a large swarm outgrow its message.
+    shown = parts[:4] + ([f"{len(parts) - 4} more changes"] if len(parts) > 4 else [])
+    return ", ".join(shown) or "new shares"
+
+
+def _lot(seed: int, peer: PeerID) -> bytes:
+    """Breaks ties between equally fast peers without favouring a name."""
+    return blake3(f"{seed}/{peer}".encode()).digest(length=8)

@@ -1,0 +1,86 @@
+"""What every allocator is given and what it returns."""
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+from shoal.protocol.errors import ShoalError
+from shoal.protocol.identity import PeerID
+from shoal.protocol.messages import Advert
+from shoal.protocol.plan import Plan, Stage
+
+SPEED_MAX = 1e15
+"""FLOP/s and bytes/s beyond which a claim is cut: shares must stay finite whatever a peer says."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredPeer:
+    """One live peer. Rates are positive and finite."""
+
+    peer: PeerID
+    flop_per_s: float
+    upload_bytes_per_s: float
+    memory_bytes: int
+    has_data: bool
+    draining: bool = False
+    synced_stage: int | None = None
+    """The stage whose state it holds, which so survives on it alone."""
+
+    @classmethod
+    def of(cls, peer: PeerID, advert: Advert, *, draining: bool, synced_stage: int | None) -> "MeasuredPeer":
+        """From what `peer` says of itself; numbers that cannot be are replaced by the smallest that can."""
+        return cls(
+            peer=peer,
+            flop_per_s=_rate(advert.flop_per_s),
+            upload_bytes_per_s=_rate(advert.upload_bytes_per_s),
+            memory_bytes=max(0, advert.memory_bytes),
+            has_data=advert.has_data,
+            draining=draining,
+            synced_stage=synced_stage,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """All that a plan may depend on, beside the plan before it and a seed."""
+
+    peers: tuple[MeasuredPeer, ...]
+    """In the order of their identifiers."""
+    layer_costs: tuple[float, ...]
+    """FLOP a token of each decoder layer, embedding and head included at the ends."""
+    num_stages: int
+
+    def __post_init__(self) -> None:
+        ids = [peer.peer for peer in self.peers]
+        assert ids == sorted(set(ids)), "a snapshot lists each peer once, in order"
+        assert 0 < self.num_stages <= len(self.layer_costs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Who holds what. `reason` is one sentence for people."""
+
+    stages: tuple[Stage, ...]
+    spares: tuple[PeerID, ...]
+    reason: str
+
+    def places(self) -> tuple[tuple[tuple[int, int, tuple[PeerID, ...]], ...], tuple[PeerID, ...]]:
+        """Without shares: two layouts with equal places move nobody."""
+        return tuple((s.first_layer, s.last_layer, s.peers) for s in self.stages), self.spares
+
+
+class NoLayout(ShoalError):
+    """These peers cannot hold the model; the sentence says what is missing."""
+
+
+class Allocator(Protocol):
+    def allocate(self, snapshot: Snapshot, previous: Plan | None, *, seed: int) -> Layout:
+        """A pure function: the same arguments give the same layout, bit for bit.
+
+        Raises: NoLayout.
+        """
+        ...
+
+
+def _rate(claimed: float) -> float:
+    return min(max(claimed, 1.0), SPEED_MAX) if math.isfinite(claimed) else 1.0

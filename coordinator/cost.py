@@ -1,0 +1,18 @@
+"""What a layer costs, relative to the others; what balancing stages needs to know of the model."""
+
+from shoal.protocol.spec import ModelSpec
+
+
+def layer_costs(model: ModelSpec) -> tuple[float, ...]:
+    """Forward FLOP a token of each decoder layer; embedding and head are on top of the first and the last.
+
+    Matmuls only, attention causal over (context + 1) / 2 tokens on average. A backward is twice a forward everywhere,
+    so it changes no balance. The embedding is a gather: its cost is counted as the D values it moves.
+    """
+    D = model.dim
+    projections = 2 * D * D + 2 * D * model.num_kv_heads * model.head_dim + 3 * D * model.ffn_dim
+    attention = D * (model.context + 1)
+    costs = [2.0 * (projections + attention)] * model.num_layers
+    costs[0] += float(D)
+    costs[-1] += 2.0 * D * model.vocab_size
+    return tuple(costs)

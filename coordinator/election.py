@@ -1,0 +1,30 @@
+"""Whose turn it is: peers rank by a hash of run, term and peer, so that everyone computes the same order unasked.
+
+A term's order says who coordinates it when the role changes hands in peace (first), and who proposes the next term
+when the coordinator is gone (the first of the others, the standby; then the next). Nothing here is a vote: two peers
+that see different candidates may both try, and `chain.PlanChain` lets one of them through.
+"""
+
+from collections.abc import Iterable
+
+from blake3 import blake3
+
+from shoal.protocol.identity import PeerID
+
+
+def rank(run: str, term: int, candidates: Iterable[PeerID]) -> tuple[PeerID, ...]:
+    """The candidates of `term`, first in turn first; each once, in an order that differs from term to term."""
+
+    def key(peer: PeerID) -> tuple[bytes, PeerID]:
+        return blake3(f"{run}/{term}/{peer}".encode()).digest(length=16), peer
+
+    return tuple(sorted(set(candidates), key=key))
+
+
+def standing(run: str, term: int, coordinator: PeerID, candidates: Iterable[PeerID], peer: PeerID) -> int | None:
+    """How many others try before `peer` when the coordinator of `term` is gone: 0 is the standby.
+
+    Returns: None if `peer` is no candidate, or is the coordinator itself.
+    """
+    order = [p for p in rank(run, term, candidates) if p != coordinator]
+    return order.index(peer) if peer in order else None

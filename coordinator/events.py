@@ -1,0 +1,133 @@
+"""What the core is told and what it asks for. Frozen values; plans in them are opened and verified by the driver."""
+
+from dataclasses import dataclass
+
+import msgspec
+
+from shoal.coordinator.chain import ChainRecord
+from shoal.coordinator.ledger import StepRecord
+from shoal.protocol.identity import PeerID
+from shoal.protocol.messages import Heartbeat, PlanHead
+from shoal.protocol.plan import SignedPlan
+
+# --- events ---
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Received:
+    """A call; the core answers with `Reply`. `plan` is the message's plan, `base` the plan that it builds on."""
+
+    source: PeerID
+    message: msgspec.Struct
+    plan: SignedPlan | None = None
+    base: SignedPlan | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answered:
+    """`peer` answered `asked`. `live` is its newer live plan, `accepted` what it has voted for, if it said so."""
+
+    peer: PeerID
+    asked: msgspec.Struct
+    reply: msgspec.Struct
+    live: SignedPlan | None = None
+    accepted: SignedPlan | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unanswered:
+    """`peer` did not answer `asked`, or with a refusal."""
+
+    peer: PeerID
+    asked: msgspec.Struct
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beat:
+    """What we say of ourselves right now."""
+
+    heartbeat: Heartbeat
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadFound:
+    """Where the directory says the chain is; None: it does not say."""
+
+    head: PlanHead | None
+
+
+@dataclass(frozen=True, slots=True)
+class TimerFired:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """We want to go: give the role away now."""
+
+
+Event = Received | Answered | Unanswered | Beat | HeadFound | TimerFired | Leaving
+
+# --- commands, carried out in order ---
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendHeartbeat:
+    target: PeerID
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """Call `peer`; what comes back is an `Answered` or `Unanswered` with this very message."""
+
+    peer: PeerID
+    message: msgspec.Struct
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    message: msgspec.Struct
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Persist:
+    """Make durable before any later command of the list."""
+
+    record: ChainRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Obey:
+    """From now on this is the plan."""
+
+    plan: SignedPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Publish:
+    """Tell the directory where the chain is."""
+
+    plan: SignedPlan
+
+
+@dataclass(frozen=True, slots=True)
+class LookUp:
+    """Ask the directory where the chain is: `HeadFound`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tell:
+    """A step is complete."""
+
+    record: StepRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Note:
+    """A decision's reason, for the log."""
+
+    text: str
+
+
+Command = SendHeartbeat | Ask | Reply | Persist | Obey | Publish | LookUp | Tell | Note

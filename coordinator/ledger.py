@@ -1,0 +1,154 @@
+"""What has been committed, from the reports that stage leads send with their heartbeats. Pure.
+
+A report may come twice (the reply to a heartbeat was lost, the role moved on meanwhile), late, or for a step of which
+the coordinator before us got the other half. Each (stage, step) counts once. A step is told once, when the last stage's
+report is here, which alone knows the loss, and either all stages have reported or `PATIENCE_S` is over.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from shoal.protocol.messages import CommitReport, ValidationReport
+
+HISTORY_STEPS = 1024
+"""Steps whose records are kept; a report for an older one counts as a repetition."""
+RATE_COMMITS = 16
+"""Commits over which tokens/s are measured: reports come in bursts of one heartbeat, a step may be shorter."""
+PATIENCE_HEARTBEATS = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """One step for the log and the live view. `duplicates` and `given_up` sum over the stages that have reported."""
+
+    step: int
+    """From 0; after it versions are step + 1."""
+    loss: float | None
+    validation_loss: float | None
+    """Of the newest validation, once: None if no new one came since the record before."""
+    validation_step: int | None
+    """The version that it validated."""
+    tokens_per_s: float
+    staleness_mean: float
+    """Steps, mean over the stages that have reported."""
+    duplicates: int
+    given_up: int
+    term: int
+    peers: int
+
+
+class Ledger:
+    """Commits of one run as this peer has heard of them."""
+
+    def __init__(self, *, num_stages: int, steps: int, heartbeat_s: float) -> None:
+        self._num_stages = num_stages
+        self._steps = steps
+        self._patience_s = PATIENCE_HEARTBEATS * heartbeat_s
+        self._reports: dict[int, dict[int, CommitReport]] = {}
+        self._untold: dict[int, float] = {}
+        self._told: deque[int] = deque(maxlen=HISTORY_STEPS)
+        self._commits: deque[tuple[float, int]] = deque(maxlen=RATE_COMMITS)
+        self._validation: ValidationReport | None = None
+        self._validation_told = -1
+        self._versions = [0] * num_stages
+        self.history: deque[StepRecord] = deque(maxlen=HISTORY_STEPS)
+        self.loss: float | None = None
+        self.validation_loss: float | None = None
+        self.staleness_mean = 0.0
+
+    @property
+    def step(self) -> int:
+        """Steps that every stage has committed."""
+        return min(self._versions)
+
+    @property
+    def version_max(self) -> int:
+        return max(self._versions)
+
+    @property
+    def done(self) -> bool:
+        return self.step >= self._steps
+
+    @property
+    def tokens_per_s(self) -> float:
+        if len(self._commits) < 2:
+            return 0.0
+        elapsed_s = self._commits[-1][0] - self._commits[0][0]
+        tokens = sum(tokens for _, tokens in list(self._commits)[1:])
+        return tokens / elapsed_s if elapsed_s > 0 else 0.0
+
+    def note_version(self, stage: int | None, version: int) -> None:
+        """A holder of `stage` says that its state is at `version`."""
+        if stage is not None and 0 <= stage < self._num_stages:
+            self._versions[stage] = min(max(self._versions[stage], version), self._steps)
+
+    def note_commits(self, reports: Iterable[CommitReport], now_s: float) -> None:
+        newest = max(self._reports, default=0)
+        for report in reports:
+            if not (0 <= report.stage < self._num_stages and newest - HISTORY_STEPS < report.step < self._steps):
+                continue
+            by_stage = self._reports.setdefault(report.step, {})
+            if report.stage in by_stage:
+                continue
+            by_stage[report.stage] = report
+            self.note_version(report.stage, report.step + 1)
+            if report.stage == self._num_stages - 1:
+                self._commits.append((now_s, report.tokens))
+                if report.step not in self._told:
+                    self._untold[report.step] = now_s
+                if report.loss is not None and report.step >= newest:
+                    self.loss = report.loss
+            newest = max(newest, report.step)
+        while len(self._reports) > HISTORY_STEPS:
+            del self._reports[min(self._reports)]
+
+    def note_validations(self, reports: Iterable[ValidationReport]) -> None:
+        for report in reports:
+            if self._validation is None or report.step > self._validation.step:
+                self._validation = report
+                self.validation_loss = report.loss
+
+    def take_over(self, *, version: int, loss: float | None, validation_loss: float | None) -> None:
+        """What the coordinator before us knew and we do not."""
+        self.loss = loss if version > self.version_max or self.loss is None else self.loss
+        if validation_loss is not None:
+            self.validation_loss = validation_loss
+
+    def tell(self, now_s: float, *, term: int, peers: int, flush: bool = False) -> list[StepRecord]:
+        """Records of steps that are due, in step order; all that have a loss with `flush`."""
+        records = []
+        for step in sorted(self._untold):
+            by_stage = self._reports.get(step, {})
+            if flush or len(by_stage) == self._num_stages or now_s >= self._untold[step] + self._patience_s:
+                del self._untold[step]
+                self._told.append(step)
+                records.append(self._record(step, by_stage, term=term, peers=peers))
+        self.history.extend(records)
+        return records
+
+    def _record(self, step: int, by_stage: dict[int, CommitReport], *, term: int, peers: int) -> StepRecord:
+        reports = list(by_stage.values())
+        last = by_stage.get(self._num_stages - 1)
+        self.staleness_mean = _mean(reports, lambda report: report.staleness_steps_mean)
+        validation = self._validation
+        if validation is not None and validation.step <= self._validation_told:
+            validation = None
+        elif validation is not None:
+            self._validation_told = validation.step
+        return StepRecord(
+            step=step,
+            loss=last.loss if last else None,
+            validation_loss=validation.loss if validation else None,
+            validation_step=validation.step if validation else None,
+            tokens_per_s=self.tokens_per_s,
+            staleness_mean=self.staleness_mean,
+            duplicates=sum(report.duplicates for report in reports),
+            given_up=sum(report.given_up for report in reports),
+            term=term,
+            peers=peers,
+        )
+
+
+def _mean(reports: list[CommitReport], value: Callable[[CommitReport], float]) -> float:
+    return sum(value(report) for report in reports) / len(reports) if reports else 0.0

@@ -1,0 +1,71 @@
+"""One attempt to extend the chain: ask for the term if it is not ours yet, then for votes. Pure."""
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from shoal.coordinator.chain import is_quorum
+from shoal.protocol.identity import PeerID
+from shoal.protocol.limits import CONTROL_BYTES_MAX
+from shoal.protocol.messages import PlanOffer, TermRequest
+from shoal.protocol.plan import SignedPlan
+
+ENVELOPE_BYTES = 1024
+"""What an envelope and a message's own fields take of a control message, generously."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Proposal:
+    """`plan` is None while the term is being asked for."""
+
+    base: SignedPlan
+    term: int
+    owner: PeerID
+    expires_at_s: float
+    handed_over: bool = False
+    plan: SignedPlan | None = None
+    agreed: set[PeerID] = field(default_factory=set)
+    waiting: set[PeerID] = field(default_factory=set)
+    found: tuple[int, SignedPlan] | None = None
+    """(term of the vote, plan): the latest that a member has voted for and that may be live."""
+
+    def message(self) -> TermRequest | PlanOffer:
+        base = self.base.envelope
+        if self.plan is None:
+            return TermRequest(term=self.term, live=base, handed_over=self.handed_over)
+        plan = self.plan.envelope
+        fits = len(plan) + len(base) + ENVELOPE_BYTES <= CONTROL_BYTES_MAX
+        return PlanOffer(term=self.term, plan=plan, predecessor=base if fits else b"")
+
+    def is_about(self, asked: msgspec.Struct) -> bool:
+        """Whether an answer to `asked` is one to what is being asked now."""
+        match asked:
+            case TermRequest():
+                return self.plan is None and asked.term == self.term and asked.live == self.base.envelope
+            case PlanOffer():
+                return self.plan is not None and asked.term == self.term and asked.plan == self.plan.envelope
+            case _:
+                return False
+
+    def audience(self, me: PeerID) -> tuple[PeerID, ...]:
+        """Whom to ask (again): voters, and with an offer also newcomers, who so learn early what comes."""
+        newcomers = self.plan.plan.members if self.plan else ()
+        everyone = dict.fromkeys((*self.base.plan.members, *newcomers))
+        return tuple(p for p in everyone if p != me and p not in self.agreed and p not in self.waiting)
+
+    def learn(self, term: int, plan: SignedPlan) -> None:
+        """A member has voted for `plan` in `term`; only the latest of those can be live."""
+        if plan.plan.previous == self.base.digest and (
+            self.found is None or (term, plan.plan.order) > (self.found[0], self.found[1].plan.order)
+        ):
+            self.found = (term, plan)
+
+    def offer(self, plan: SignedPlan, expires_at_s: float) -> None:
+        """Go on to the votes."""
+        self.plan, self.expires_at_s = plan, expires_at_s
+        self.agreed.clear()
+        self.waiting.clear()
+
+    @property
+    def carried(self) -> bool:
+        return is_quorum(self.agreed, self.base.plan.members, self.owner)
