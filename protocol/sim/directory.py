@@ -62,7 +62,7 @@ class Records:
     def _newest(self, versions: list[_Record], reader_place: int, now_s: float) -> _Record | None:
         for record in sorted(versions, key=lambda record: record.expires_at_s, reverse=True):
             cut_since_s = self._cuts.since_s(record.publisher_place, reader_place)
-            if record.expires_at_s > now_s and (cut_since_s is None or record.stored_at_s < cut_since_s):
+            if record.expires_at_s > now_s and (cut_since_s is None or record.stored_at_s <= cut_since_s):
                 return record
         return None
 
