@@ -42,11 +42,12 @@ class Board:
     losses: list[float] = field(default_factory=list)
     notes: deque[str] = field(default_factory=lambda: deque(maxlen=_NOTES_SHOWN))
 
-    def add_step(self, step: StepDone, now_s: float) -> None:
+    def add_step(self, step: StepDone, now_s: float, *, num_steps: int = 1) -> None:
+        """`num_steps`: how many steps this one stands for, itself the last."""
         if self.first_step_s is None:
             self.first_step_s = now_s
         self.step, self.phase = step, "training"
-        self.num_steps += 1
+        self.num_steps += num_steps
         if step.loss is not None:
             self.losses.append(step.loss)
         if step.validation_loss is not None and step.validation_step is not None:

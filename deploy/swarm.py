@@ -94,13 +94,13 @@ class Swarm:
             await child.process.stdin.drain()
             child.process.stdin.close()
 
-    def interrupt(self) -> None:
-        """Ask every child to drain and leave, as Ctrl-C would."""
+    def terminate(self) -> None:
+        """Ask every child to say good-bye and leave."""
         for child in self.children.values():
-            # To the child alone: its daemon must carry the good-bye.
+            # The child alone: its daemon must carry the good-bye.
             if child.process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
-                    child.process.send_signal(signal.SIGINT)
+                    child.process.terminate()
 
     async def wait(self, *, timeout_s: float) -> bool:
         """Whether all children have ended within the time."""

@@ -21,7 +21,7 @@ daemon = subprocess.Popen(["sleep", "600"], stdout=subprocess.DEVNULL, start_new
 def drain(*_):
     print("drained", flush=True)
     sys.exit(0)
-signal.signal(signal.SIGINT, {handler})
+signal.signal(signal.SIGTERM, {handler})
 print(daemon.pid, flush=True)
 print("stdin", sys.stdin.readline().strip(), flush=True)
 signal.pause()
@@ -82,7 +82,7 @@ def test_drained_children_say_good_bye_and_their_daemons_are_swept(tmp_path: Pat
         for child in children:
             await seen.swarm.tell(child, "hello\n")
         await seen.until(lambda: all(len(seen.lines.get(name, [])) == 2 for name in "ab"))
-        seen.swarm.interrupt()
+        seen.swarm.terminate()
         assert await seen.swarm.wait(timeout_s=20)
         assert seen.exits == {"a": 0, "b": 0}
         assert all(seen.lines[name][1:] == ["stdin hello", "drained"] for name in "ab")
@@ -98,7 +98,7 @@ def test_a_child_that_ignores_the_signal_is_killed_with_its_daemon(tmp_path: Pat
         child = await seen.start("deaf", tmp_path / "log", handler="signal.SIG_IGN")
         await seen.swarm.tell(child, "\n")
         await seen.until(lambda: len(seen.lines.get("deaf", [])) == 2)
-        seen.swarm.interrupt()
+        seen.swarm.terminate()
         assert not await seen.swarm.wait(timeout_s=0.05)
         await seen.swarm.close()
         assert seen.exits == {"deaf": -signal.SIGKILL}

@@ -1,0 +1,235 @@
+"""The `shoal` command: each command is a thin function, heavy imports wait until one needs them.
+
+`shoal status`, `--version` and the parent of `shoal demo` never import torch.
+"""
+
+import asyncio
+import importlib.metadata
+import logging
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from typer.core import TyperGroup
+
+from shoal.deploy import places
+from shoal.protocol.errors import LocalError, ShoalError
+from shoal.protocol.invite import Invite, parse_invite
+from shoal.protocol.spec import load_spec
+
+EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 130
+_DEFAULT_LISTEN = "0.0.0.0:0"
+
+
+class _Group(TyperGroup):
+    """Ends every command that fails for a reason we know with one line and no traceback."""
+
+    def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
+        try:
+            return super().invoke(ctx)
+        except ShoalError as error:
+            typer.echo(f"shoal: {error}", err=True)
+            raise typer.Exit(EXIT_USER_ERROR) from error
+        except (KeyboardInterrupt, asyncio.CancelledError) as error:
+            raise typer.Exit(EXIT_INTERRUPTED) from error
+
+
+app = typer.Typer(
+    cls=_Group,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Strangers lend spare GPUs to one training run.",
+)
+
+Listen = Annotated[str, typer.Option(help="HOST:PORT, :PORT or a multiaddr; port 0 lets the system choose.")]
+StateDir = Annotated[
+    Path | None, typer.Option(help="Where identity, plans and snapshots are kept. Default: below the user's state.")
+]
+Threads = Annotated[int, typer.Option(min=0, help="Torch's threads; 0: its own choice.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log what happens to standard error.")]
+Reports = Annotated[bool, typer.Option("--reports", hidden=True, help="Report to a parent process as JSON lines.")]
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"shoal {importlib.metadata.version('shoal')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and end.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def demo(
+    peers: Annotated[int, typer.Option(min=1, help="Peer processes.")] = 6,
+    stages: Annotated[int, typer.Option(min=1, help="Pipeline stages.")] = 3,
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps of the run. Default: the demo's.")] = None,
+    seconds: Annotated[float | None, typer.Option(min=0, help="Stop after this long, finished or not.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write a line a step and a final summary, as JSON.")] = None,
+    data: Annotated[str, typer.Option(help="A text file or folder instead of Python's own library.")] = "",
+    seed: Annotated[int, typer.Option(min=0, help="Decides initial weights and the order of the data.")] = 0,
+    spec: Annotated[Path | None, typer.Option(help="A run spec instead of the demo's own.")] = None,
+    keep: Annotated[bool, typer.Option(help="Keep the peers' folders, not only the final snapshot and logs.")] = False,
+) -> None:
+    """Train with a swarm of real peers on this machine, and show it."""
+    from shoal.deploy.demo import Demo, DemoOptions
+    from shoal.deploy.run_file import DEMO_SPEC, with_changes
+
+    changes: dict[str, object] = {"seed": seed, "swarm.stages": stages, "swarm.min_peers": peers}
+    base = load_spec(spec or DEMO_SPEC)
+    if steps is not None:
+        changes["training.steps"] = steps
+        changes["optimizer.warmup_steps"] = min(base.optimizer.warmup_steps, steps)
+    if data:
+        changes["data.source"] = data = str(Path(data).expanduser().resolve())
+    folder = places.state_root() / "demo" / time.strftime("%Y-%m-%d-%H%M%S")
+    chosen = DemoOptions(
+        spec=with_changes(base, changes),
+        peers=peers,
+        folder=places.claim_folder(folder).path,
+        seconds_max=seconds,
+        json_path=json,
+        data=data,
+        keep=keep,
+    )
+    console = Console(highlight=False)
+
+    async def run() -> bool:
+        swarm = Demo(chosen, console)
+        _print_summary(console, await swarm.run())
+        return swarm.interrupted
+
+    if asyncio.run(run()):
+        raise typer.Exit(EXIT_INTERRUPTED)
+
+
+@app.command()
+def host(
+    run_toml: Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run spec (protocol/spec.py).")],
+    name: Annotated[str, typer.Option(help="What others see.")] = "host",
+    listen: Listen = _DEFAULT_LISTEN,
+    state_dir: StateDir = None,
+    threads: Threads = 0,
+    verbose: Verbose = False,
+    reports: Reports = False,
+) -> None:
+    """Start a run: print an invite, and take part."""
+    spec = load_spec(run_toml)
+    _start_logging(verbose or reports)
+    from shoal.deploy.session import Options, host_run, listen_addresses, load_own_corpus
+    from shoal.protocol.live.run import run
+
+    spec, corpus = load_own_corpus(spec)
+    folder = places.claim_folder(state_dir or places.state_root() / "hosts" / _file_name(spec.name))
+    chosen = Options(name=name, folder=folder.path, listen=listen_addresses(listen), threads=threads, reports=reports)
+    run(host_run(spec, corpus, chosen))
+
+
+@app.command()
+def join(
+    invite: Annotated[str, typer.Argument(help="What the host printed; - reads it from standard input.")],
+    name: Annotated[str, typer.Option(help="What others see.")] = "volunteer",
+    listen: Listen = _DEFAULT_LISTEN,
+    state_dir: StateDir = None,
+    data: Annotated[str, typer.Option(help="Where the run's text is on this machine.")] = "",
+    threads: Threads = 0,
+    verbose: Verbose = False,
+    reports: Reports = False,
+) -> None:
+    """Take part in a run."""
+    found = parse_invite(invite) if invite != "-" else None
+    _start_logging(verbose or reports)
+    from shoal.deploy.session import Options, join_run, listen_addresses
+    from shoal.protocol.live.run import run
+
+    if found is None:  # after the imports: a parent starts us before it has the invite
+        found = parse_invite(sys.stdin.readline())
+    addresses = listen_addresses(listen)
+    parent = places.state_root() / "runs" / found.run
+    folder = places.claim_folder(state_dir) if state_dir else places.claim_first_free(parent, "peer")
+    chosen = Options(name=name, folder=folder.path, listen=addresses, threads=threads, reports=reports, data=data)
+    run(join_run(found, chosen))
+
+
+@app.command()
+def status(
+    invite: Annotated[str | None, typer.Argument(help="Default: the run that was last started here.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Everything, as JSON.")] = False,
+    verbose: Verbose = False,
+) -> None:
+    """Show who holds what, how fast, and with what loss."""
+    found = parse_invite(invite) if invite else _running_invite()
+    _start_logging(verbose)
+    from shoal.deploy.live_view import stage_table, status_lines
+    from shoal.deploy.status_client import ask_swarm
+    from shoal.protocol.live.run import run
+
+    seen = run(ask_swarm(found))
+    if json:
+        import msgspec
+
+        typer.echo(msgspec.json.encode(seen).decode())
+        return
+    console = Console(highlight=False)
+    for line in status_lines(seen):
+        console.print(line, markup=False)
+    console.print(stage_table(seen))
+
+
+def _running_invite() -> Invite:
+    note = places.last_running()
+    if note is None:
+        raise LocalError("no run is up on this machine: give its invite, as in `shoal status INVITE`")
+    return parse_invite(note.invite)
+
+
+def _print_summary(console: Console, summary: Any) -> None:
+    def say(label: str, text: str) -> None:
+        console.print(f"{label:<12} {text}", markup=False, soft_wrap=True)
+
+    def loss(value: float | None) -> str:
+        return "-" if value is None else f"{value:.3f}"
+
+    say("steps", f"{summary.steps} in {summary.seconds:.0f} s, {summary.tokens_per_s:,.0f} tokens/s")
+    say("loss", f"{loss(summary.loss_first)} -> {loss(summary.loss_last)} nats a byte, val {loss(summary.val_loss)}")
+    say("staleness", f"{summary.staleness_mean:.2f} steps, {summary.coordinator_terms} coordinator terms")
+    if summary.rss_mb_max:
+        say("memory", f"at most {max(summary.rss_mb_max.values()):.0f} MB a peer")
+    if summary.snapshot:
+        say("snapshot", summary.snapshot)
+        say("sample", "")
+        console.print(summary.sample, markup=False, soft_wrap=True)
+    say("logs", f"{summary.folder}/logs")
+
+
+def _start_logging(verbose: bool) -> None:
+    logging.basicConfig(
+        level=logging.INFO if verbose else logging.WARNING,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+
+
+def _file_name(text: str) -> str:
+    return "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in text)
+
+
+def main() -> None:
+    """The console script."""
+    app(prog_name="shoal")
+
+
+if __name__ == "__main__":
+    main()

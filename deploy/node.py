@@ -1,0 +1,154 @@
+"""One peer and its turn as coordinator, on one transport.
+
+The only place where `peer` and `coordinator` meet: the peer's heartbeat goes to the coordination, the coordination's
+live plans go to the peer. Knows nothing of the world it runs in; `live_node.py` puts it on libp2p, the simulated world
+runs hundreds of them in one process.
+"""
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from shoal.coordinator.allocate.greedy import GreedyAllocator
+from shoal.coordinator.driver import Coordination
+from shoal.coordinator.ledger import StepRecord
+from shoal.coordinator.store import PlanStore
+from shoal.deploy.run_record import keep_spec
+from shoal.peer.data.corpus import Corpus
+from shoal.peer.driver import PeerDriver
+from shoal.protocol.endpoint import Endpoint
+from shoal.protocol.identity import Identity, PeerID
+from shoal.protocol.limits import PEER_NAME_CHARS_MAX
+from shoal.protocol.messages import SwarmStatus
+from shoal.protocol.ports import Clock, Compute, Directory, Transport
+from shoal.protocol.spec import RunSpec, run_id
+
+_LAST_VALIDATION_S = 10.0
+_LINGER_HEARTBEATS = 4.0
+"""How long the coordinator of a run that is done still answers: a peer may miss a heartbeat or two."""
+
+RunBlocking = Callable[[Callable[[], object]], Awaitable[object]]
+
+
+async def _inline(work: Callable[[], object]) -> object:
+    return work()
+
+
+class Node:
+    """Takes part in one run, from `start` to `close`.
+
+    Args:
+        owner: who signed the run's spec.
+        corpus: the run's text; None: this peer is never at stage 0.
+        state_dir: plans obeyed and snapshots go to a folder of the run in here. None keeps nothing.
+        spec_record: the owner's signed spec, to be kept on the directory; None keeps none there.
+        run_blocking: runs what blocks on the disk; `asyncio.to_thread` in life, inline in virtual time.
+        on_step: sees the steps while this peer coordinates.
+    """
+
+    def __init__(
+        self,
+        *,
+        identity: Identity,
+        transport: Transport,
+        directory: Directory,
+        compute: Compute,
+        clock: Clock,
+        spec: RunSpec,
+        owner: PeerID,
+        name: str,
+        corpus: Corpus | None,
+        state_dir: Path | None,
+        rng: random.Random,
+        spec_record: bytes | None = None,
+        run_blocking: RunBlocking = _inline,
+        on_step: Callable[[StepRecord], None] | None = None,
+    ) -> None:
+        self.spec = spec
+        self.owner = owner
+        self.run = run_id(spec, owner)
+        folder = state_dir / self.run if state_dir else None
+        if folder:
+            folder.mkdir(parents=True, exist_ok=True)
+        self.state_dir = folder
+        """Where this run's plans and snapshots are."""
+        # After a restart under the same identity, sequences begin above all that others have seen.
+        sequence = int(clock.wall_s() * 1e6)
+        self.endpoint = Endpoint(identity, transport, run=self.run, first_sequence=sequence)
+        self._directory = directory
+        self._spec_record = spec_record
+        self.peer = PeerDriver(
+            endpoint=self.endpoint,
+            compute=compute,
+            clock=clock,
+            spec=spec,
+            corpus=corpus,
+            state_dir=folder,
+            name=name[:PEER_NAME_CHARS_MAX],
+            run_blocking=run_blocking,
+        )
+        self.coordination = Coordination(
+            endpoint=self.endpoint,
+            directory=directory,
+            clock=clock,
+            spec=spec,
+            owner=owner,
+            allocator=GreedyAllocator(),
+            store=PlanStore(folder / "plans.msgpack" if folder else None),
+            heartbeat=self.peer.heartbeat,
+            on_plan=self.peer.obey,
+            rng=rng,
+            on_step=on_step,
+        )
+        self._keeper: asyncio.Task[None] | None = None
+
+    @property
+    def peer_id(self) -> PeerID:
+        return self.endpoint.peer_id
+
+    @property
+    def is_coordinator(self) -> bool:
+        return self.coordination.is_coordinator
+
+    async def start(self) -> None:
+        """Measure this machine, then look for the others. Raises: LocalError: what is on disk is not of this run."""
+        if self._spec_record is not None:
+            keeping = keep_spec(self._directory, self.endpoint, self._spec_record)
+            self._keeper = asyncio.create_task(keeping, name="keep the run spec")
+        await self.peer.start()
+        await self.coordination.start()
+
+    async def wait_done(self) -> None:
+        """Until the run has reached its last step, and those who ask us have heard so.
+
+        Raises: whatever keeps this peer from going on.
+        """
+        heartbeat_s = self.spec.swarm.heartbeat_s
+        while not self.coordination.done:
+            if self.peer.failure.done():
+                self.peer.failure.result()
+            await asyncio.sleep(heartbeat_s / 4)
+        await self.peer.drain(_LAST_VALIDATION_S)
+        if self.is_coordinator:
+            await asyncio.sleep(_LINGER_HEARTBEATS * heartbeat_s)
+
+    async def leave(self, *, drains: bool = True) -> None:
+        """Say good-bye. `drains`: first finish what is in flight and see it committed, which takes half a minute at
+        most; a swarm that stops as a whole must not, since nobody is left to commit.
+        """
+        if drains:
+            await self.peer.drain()
+        await self.coordination.close(leave=True)
+
+    async def close(self) -> None:
+        """Stop at once. Again, or after `leave`, stops what is left."""
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.gather(self._keeper, return_exceptions=True)
+        await self.coordination.close(leave=False)
+        await self.peer.close()
+
+    async def status(self) -> SwarmStatus:
+        """From the coordinator, wherever it is. Raises: Unreachable, Refused, RemoteError."""
+        return await self.coordination.ask_status()

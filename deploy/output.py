@@ -1,0 +1,118 @@
+"""Where a peer process says what happens: to a parent as JSON lines, to a person as a view or as lines."""
+
+import time
+from typing import Protocol
+
+from rich.console import Console
+from rich.live import Live
+
+from shoal.deploy.live_view import Board, plain_line, render, short
+from shoal.deploy.report import Joined, Left, Note, Ready, Report, Status, StepDone, write_report
+
+_FRAMES_PER_S = 2.0
+
+
+class Output(Protocol):
+    polls: bool
+    """Whether it wants the swarm's status also from peers that do not coordinate."""
+
+    def say(self, report: Report) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class ReportOutput:
+    """For a parent that reads `report.py`."""
+
+    polls = False
+
+    def say(self, report: Report) -> None:
+        write_report(report)
+
+    def close(self) -> None:
+        pass
+
+
+class TerminalOutput:
+    """For a person. Redraws where that is possible, else prints a line a step.
+
+    Steps come from the coordinator's status, about one a second: on a peer that does not coordinate nothing else
+    knows of the whole run.
+    """
+
+    polls = True
+
+    def __init__(self, *, title: str, steps_total: int, console: Console | None = None) -> None:
+        self._console = console or Console(stderr=False)
+        self._board = Board(title=title, started_s=time.monotonic(), steps_total=steps_total)
+        self._live: Live | None = None
+        if self._console.is_terminal:
+            self._live = Live(
+                get_renderable=lambda: render(self._board, time.monotonic()),
+                console=self._console,
+                refresh_per_second=_FRAMES_PER_S,
+                transient=False,
+            )
+            self._live.start()
+
+    def say(self, report: Report) -> None:
+        match report:
+            case Ready():
+                self._print("others join with:")
+                # One logical line, whatever the terminal's width: it is there to be copied.
+                self._print(f"shoal join {report.invite}", soft_wrap=True)
+            case Joined():
+                self._board.phase = "waiting for a plan"
+                self._note(f"takes part as {report.name} ({short(report.peer)})")
+            case Status():
+                self._take_status(report)
+            case Note():
+                self._note(report.text)
+            case Left():
+                self._board.phase = "the run is done" if report.finished else "left"
+                if report.state_dir:
+                    self._print(f"state and snapshots: {report.state_dir}", soft_wrap=True)
+            case StepDone():
+                pass  # the status says it
+
+    def close(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def _take_status(self, report: Status) -> None:
+        board, status = self._board, report.status
+        board.status, board.steps_total = status, status.steps
+        last = -1 if board.step is None else board.step.step
+        if status.step - 1 <= last:
+            return
+        step = StepDone(
+            step=status.step - 1,
+            loss=status.loss,
+            validation_loss=status.validation_loss,
+            validation_step=status.step if status.validation_loss is not None else None,
+            tokens_per_s=status.tokens_per_s,
+            staleness_mean=status.staleness_steps_mean,
+            duplicates=0,
+            given_up=0,
+            term=status.term,
+            peers=len(status.peers),
+            coordinator=status.coordinator,
+        )
+        board.add_step(step, time.monotonic(), num_steps=status.step - 1 - last)
+        if self._live is None:
+            self._print(plain_line(board))
+
+    def _note(self, text: str) -> None:
+        self._board.notes.append(text)
+        if self._live is None:
+            self._print(text)
+
+    def _print(self, text: str, *, soft_wrap: bool = True) -> None:
+        self._console.print(text, soft_wrap=soft_wrap, markup=False, highlight=False)
+
+
+def make_output(*, reports: bool, title: str, steps_total: int) -> Output:
+    if reports:
+        return ReportOutput()
+    return TerminalOutput(title=title, steps_total=steps_total)

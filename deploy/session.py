@@ -1,0 +1,255 @@
+"""One process's part in one run on libp2p: network up, node up, until the run is done or somebody says stop."""
+
+import asyncio
+import contextlib
+import logging
+import random
+import signal
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import torch
+
+from shoal.coordinator.ledger import StepRecord
+from shoal.deploy.node import Node
+from shoal.deploy.output import Output, make_output
+from shoal.deploy.places import announced
+from shoal.deploy.report import Joined, Left, Note, Ready, Status, StepDone
+from shoal.deploy.run_record import fetch_spec, seal_spec
+from shoal.peer.data.corpus import PYTHON_LIBRARY, Corpus, load_corpus
+from shoal.protocol.errors import DataError, LocalError, ShoalError
+from shoal.protocol.identity import Identity, PeerID
+from shoal.protocol.invite import Invite, make_invite
+from shoal.protocol.live.clock import LoopClock
+from shoal.protocol.live.compute import ThreadCompute
+from shoal.protocol.live.directory import LiveDirectory
+from shoal.protocol.live.transport import LiveTransport
+from shoal.protocol.spec import RunSpec, run_id
+
+logger = logging.getLogger(__name__)
+
+_STATUS_S = 1.0
+_FIND_RUN_S = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How one process takes part."""
+
+    name: str
+    folder: Path
+    """Claimed by this process; holds the identity, plans and snapshots."""
+    listen: tuple[str, ...]
+    """Multiaddrs without `/p2p/…`."""
+    threads: int
+    """Of torch; 0: its own choice."""
+    reports: bool
+    """Speak to a parent process, not to a person."""
+    data: str = ""
+    """Where the run's text is on this machine, if not where the spec says."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    identity: Identity
+    transport: LiveTransport
+    directory: LiveDirectory
+
+
+class Stop:
+    """Ctrl-C asks once for a drain; SIGTERM leaves without waiting for work in flight. A second signal is at once, and
+    so is one that comes before we take part: the main task is cancelled.
+    """
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        self.drains = True
+        self.takes_part = False
+        main = asyncio.current_task()
+        assert main is not None
+        self._main = main
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, self._ask, number)
+
+    def _ask(self, number: signal.Signals) -> None:
+        if self.asked.is_set() or not self.takes_part:
+            self._main.cancel()
+        self.drains = number == signal.SIGINT
+        self.asked.set()
+
+
+async def host_run(spec: RunSpec, corpus: Corpus, options: Options) -> None:
+    """Start the run `spec` (its data digest filled in) and take part in it.
+
+    Raises: ShoalError: one line for the command line.
+    """
+    stop = Stop()
+    identity = Identity.load_or_create(options.folder / "identity.key")
+    run = run_id(spec, identity.peer_id)
+    async with _network(identity, run, options, initial_peers=()) as network:
+        record = seal_spec(identity, spec)
+        await _take_part(network, spec, identity.peer_id, corpus, record, options, stop)
+
+
+async def join_run(invite: Invite, options: Options) -> None:
+    """Find the run and take part in it.
+
+    Raises: ShoalError: one line for the command line.
+    """
+    stop = Stop()
+    identity = Identity.load_or_create(options.folder / "identity.key")
+    async with _network(identity, invite.run, options, initial_peers=invite.addresses) as network:
+        spec, record = await fetch_spec(network.directory, invite, timeout_s=_FIND_RUN_S)
+        corpus = await asyncio.to_thread(_find_corpus, spec, options)
+        await _take_part(network, spec, invite.owner, corpus, record, options, stop)
+
+
+@contextlib.asynccontextmanager
+async def _network(
+    identity: Identity, run: str, options: Options, *, initial_peers: Sequence[str]
+) -> AsyncIterator[Network]:
+    async with contextlib.AsyncExitStack() as stack:
+        transport = await LiveTransport.start(
+            identity, run=run, state_dir=options.folder, listen=options.listen, initial_peers=initial_peers
+        )
+        stack.push_async_callback(transport.close)
+        directory = await LiveDirectory.start(transport)
+        stack.push_async_callback(directory.close)
+        yield Network(identity=identity, transport=transport, directory=directory)
+
+
+async def _take_part(
+    network: Network,
+    spec: RunSpec,
+    owner: PeerID,
+    corpus: Corpus | None,
+    record: bytes,
+    options: Options,
+    stop: Stop,
+) -> None:
+    output = make_output(reports=options.reports, title=f"shoal {spec.name}", steps_total=spec.training.steps)
+    compute = ThreadCompute(initializer=lambda: _prepare_thread(options.threads))
+    node = Node(
+        identity=network.identity,
+        transport=network.transport,
+        directory=network.directory,
+        compute=compute,
+        clock=LoopClock(),
+        spec=spec,
+        owner=owner,
+        name=options.name,
+        corpus=corpus,
+        state_dir=options.folder,
+        rng=random.Random(),  # only jitter and plan seeds: what must be reproducible is drawn from the spec's seed
+        spec_record=record,
+        run_blocking=asyncio.to_thread,
+        on_step=lambda step: output.say(_step_done(step, network.identity.peer_id)),
+    )
+    invite = make_invite(node.run, owner, network.transport.addresses())
+    try:
+        with announced(invite):
+            await node.start()
+            stop.takes_part = True
+            if owner == node.peer_id:
+                output.say(Ready(peer=node.peer_id, run=node.run, invite=invite))
+            output.say(Joined(peer=node.peer_id, name=options.name))
+            if corpus is None:
+                output.say(Note(text="this machine has not the run's text: it will not be used for the first stage"))
+            finished = await _until_done(node, output, stop)
+        output.say(Left(peer=node.peer_id, state_dir=str(node.state_dir), finished=finished))
+    finally:
+        await node.close()
+        compute.close()
+        output.close()
+
+
+async def _until_done(node: Node, output: Output, stop: Stop) -> bool:
+    """Whether the run was done, rather than we told to stop."""
+    watching = asyncio.create_task(_watch(node, output), name="watch the swarm")
+    done = asyncio.create_task(node.wait_done(), name="wait for the end")
+    asked = asyncio.create_task(stop.asked.wait(), name="wait for a signal")
+    try:
+        await asyncio.wait({done, asked}, return_when=asyncio.FIRST_COMPLETED)
+        if done.done():
+            done.result()
+            return True
+        output.say(Note(text="leaving: finishing what is in flight (Ctrl-C again to quit at once)"))
+        await node.leave(drains=stop.drains)
+        return False
+    finally:
+        for task in (watching, done, asked):
+            task.cancel()
+        await asyncio.gather(watching, done, asked, return_exceptions=True)
+
+
+async def _watch(node: Node, output: Output) -> None:
+    while True:
+        await asyncio.sleep(_STATUS_S)
+        if output.polls or node.is_coordinator:
+            try:
+                output.say(Status(status=await node.status()))
+            except ShoalError as error:
+                logger.debug("no status: %s", error)  # between two coordinators there is none
+
+
+def _step_done(record: StepRecord, coordinator: PeerID) -> StepDone:
+    fields = {name: getattr(record, name) for name in StepDone.__struct_fields__ if name != "coordinator"}
+    return msgspec.convert(fields | {"coordinator": coordinator}, StepDone)
+
+
+def _find_corpus(spec: RunSpec, options: Options) -> Corpus | None:
+    """The run's text, or None if this machine has another.
+
+    A path in the spec means a file of the host's; on this machine a stranger would have chosen what we read.
+
+    Raises: DataError: the user named a text, and it is missing or not the run's.
+    """
+    if not options.data and spec.data.source != PYTHON_LIBRARY:
+        return None
+    source = options.data or spec.data.source
+    try:
+        corpus = load_corpus(msgspec.structs.replace(spec.data, source=source), context=spec.model.context)
+    except DataError:
+        if options.data:
+            raise
+        return None
+    if corpus.digest == spec.data.digest:
+        return corpus
+    if options.data:
+        raise DataError(f"{options.data} is not the text that this run trains on")
+    return None
+
+
+def _prepare_thread(threads: int) -> None:
+    if threads:
+        torch.set_num_threads(threads)
+
+
+def load_own_corpus(spec: RunSpec) -> tuple[RunSpec, Corpus]:
+    """The host's text, and the spec that names it.
+
+    Raises: DataError.
+    """
+    corpus = load_corpus(spec.data, context=spec.model.context)
+    if spec.data.digest not in ("", corpus.digest):
+        raise DataError(
+            f"{spec.data.source} has not the digest that the run spec names: remove `digest`, or restore it"
+        )
+    data = msgspec.structs.replace(spec.data, digest=corpus.digest)
+    return msgspec.structs.replace(spec, data=data), corpus
+
+
+def listen_addresses(text: str) -> tuple[str, ...]:
+    """`HOST:PORT`, `:PORT` (all interfaces) or a multiaddr.
+
+    Raises: LocalError: it is none of these.
+    """
+    if text.startswith("/"):
+        return (text,)
+    host, colon, port = text.rpartition(":")
+    if not colon or not port.isdecimal():
+        raise LocalError(f"cannot listen on {text!r}: write HOST:PORT, :PORT or /ip4/ADDRESS/tcp/PORT")
+    host = host.strip("[]") or "0.0.0.0"
+    return (f"/ip{6 if ':' in host else 4}/{host}/tcp/{port}",)

@@ -1,0 +1,43 @@
+"""`shoal status`: asks a run for its status without taking part in it.
+
+A throwaway identity that joins nothing: any peer answers a `StatusRequest`, by asking the coordinator if need be.
+"""
+
+import tempfile
+from pathlib import Path
+
+from shoal.protocol.endpoint import Endpoint
+from shoal.protocol.errors import LocalError, Refused, RemoteError, Unreachable
+from shoal.protocol.identity import Identity, PeerID
+from shoal.protocol.invite import Invite
+from shoal.protocol.live.transport import LiveTransport
+from shoal.protocol.messages import StatusRequest, SwarmStatus
+
+_ASK_TIMEOUT_S = 10.0
+
+
+async def ask_swarm(invite: Invite) -> SwarmStatus:
+    """Raises: LocalError: nobody whom the invite names can say; the sentence has the last reason."""
+    identity = Identity.generate()
+    reason = "it names nobody"
+    with tempfile.TemporaryDirectory(prefix="shoal-status-") as folder:
+        transport = await LiveTransport.start(
+            identity, run=invite.run, state_dir=Path(folder), initial_peers=invite.addresses
+        )
+        try:
+            endpoint = Endpoint(identity, transport, run=invite.run)
+            for peer in _peers(invite):
+                try:
+                    return await endpoint.ask(peer, StatusRequest(), SwarmStatus, timeout_s=_ASK_TIMEOUT_S)
+                except Refused as error:
+                    reason = error.reason
+                except (Unreachable, RemoteError) as error:
+                    reason = str(error)
+        finally:
+            await transport.close()
+    raise LocalError(f"no status of run {invite.run}: {reason}")
+
+
+def _peers(invite: Invite) -> list[PeerID]:
+    """Whom the addresses lead to, each once, in the invite's order."""
+    return list(dict.fromkeys(PeerID(address.rpartition("/p2p/")[2]) for address in invite.addresses))
