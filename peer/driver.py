@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _DRAIN_S = 30.0
+_FAREWELL_S = 2.0
 
 
 async def _inline(work: Callable[[], T]) -> T:
@@ -111,7 +112,9 @@ class PeerDriver:
         self._draining = True
         if self._transition:
             await asyncio.gather(self._transition, return_exceptions=True)
-        return await self.replica.drain(timeout_s) if self.replica else True
+        drained = await self.replica.drain(timeout_s) if self.replica else True
+        await self._outbox.flush(_FAREWELL_S)  # mates wait for the word of one who leaves
+        return drained
 
     async def close(self) -> None:
         if self._transition:
@@ -186,6 +189,7 @@ class PeerDriver:
             replica = self.replica
             place = None if stage is None else (stage, plan.stages[stage].first_layer, plan.stages[stage].last_layer)
             if replica is not None and place != (replica.stage, *replica.layers):
+                replica.depart(plan)
                 await replica.drain(_DRAIN_S)
                 await replica.close()
                 self.replica = replica = None

@@ -48,6 +48,11 @@ class Outbox:
         """Stop trying: it is no longer of the group."""
         self._queues.pop(peer, None)
 
+    async def flush(self, timeout_s: float) -> None:
+        """Wait until everything has gone out, `timeout_s` at most."""
+        if self._senders:
+            await asyncio.wait(list(self._senders.values()), timeout=timeout_s)
+
     async def close(self) -> None:
         tasks = list(self._senders.values())
         self._queues.clear()

@@ -159,10 +159,15 @@ class Replica:
         if self.claims:
             self.claims.wake()
 
+    def depart(self, plan: Plan) -> None:
+        """A plan without us in this place: whoever leads now must be able to close our last rounds."""
+        if self.stage < len(plan.stages):
+            self.group.plan_changed(plan.stages[self.stage].members, plan.sequence)
+
     def peer_state(self, peer: PeerID, hello: Hello) -> None:
         """What a peer says of itself."""
         if hello.stage == self.stage:
-            self.group.mate_ready(peer, hello.ready)
+            self.group.mate_ready(peer, hello.ready, hello.is_open)
         elif peer in self.group.core.mates:
             self.group.mate_lost(peer)
         stages = self._plan.stages
@@ -187,6 +192,7 @@ class Replica:
         self.is_open = False
         if self.claims:
             self.claims.drain()
+        self.group.drain()
         self._s.on_change()
         until_s = self._s.clock.now_s() + timeout_s
         while not self.pipeline.core.is_idle or self.group.core.owes:
@@ -194,6 +200,8 @@ class Replica:
                 logger.warning("left work behind: stage %d did not drain in %.0f s", self.stage, timeout_s)
                 return False
             await asyncio.sleep(0.05)
+        self.group.set_ready(False)
+        self._s.on_change()
         return True
 
     async def close(self) -> None:

@@ -2,7 +2,7 @@
 
 Theory of operation. The group is the ready replicas of one stage, in the plan's order (rank). For each step every
 member tells its mates which microbatches it has accumulated (`Progress`). When the union is the whole step, the
-*lead* (the first ready member by rank) opens a round: it names the members and what each contributes (`RoundStart`).
+*lead* (the first ready and open member by rank) opens a round: it names the members and what each contributes (`RoundStart`).
 Members reduce exactly that, step, and tell each other the digest of the new state. Explicit rounds are what lets
 replicas come and go without agreeing on a step at which a plan takes effect: membership is per round, and an average
 never counts somebody who did not contribute to it.
@@ -10,7 +10,8 @@ never counts somebody who did not contribute to it.
 Who is lead changes with readiness and with plans, and two leads at once would grant one microbatch twice or open two
 rounds. So a lead *acts* only when it has heard every member of the plan since it became ready itself, and every ready
 one names it as lead in its latest Progress; a member that names somebody else has stopped acting, and its Progress
-says what it had granted until then.
+says what it had granted until then. A member that drains is no longer *open* and resigns at once; it stays ready,
+and is heard, until its contributions are committed, whether or not a plan still names it.
 
 `attempt` orders the leads' words for one step: plan sequence first, then the lead's own retries. Members obey the
 highest. A member that was left out of a round, or missed its end, sees from its mates' digests that it is behind and
@@ -103,9 +104,11 @@ class GroupCore:
     catch_up_after_s: float = 1.0
     version: int = 0
     ready: bool = False
+    is_open: bool = True
     _plan_sequence: int = 0
     _members: tuple[Member, ...] = ()
     _ready_mates: set[PeerID] = field(default_factory=set)
+    _closed_mates: set[PeerID] = field(default_factory=set)
     _known_mates: set[PeerID] = field(default_factory=set)
     _named: dict[PeerID, PeerID] = field(default_factory=dict)
     _announced_lead: PeerID | None = None
@@ -129,12 +132,15 @@ class GroupCore:
         return tuple(peer for peer in self.mates if peer in self._ready_mates)
 
     @property
+    def departing(self) -> tuple[PeerID, ...]:
+        """Ready, but no longer in the plan: they drain."""
+        return tuple(sorted(self._ready_mates.difference(self.mates)))
+
+    @property
     def lead(self) -> PeerID | None:
-        """The first ready member by rank."""
-        for member in self._members:
-            if self._is_ready(member.peer):
-                return member.peer
-        return None
+        """The first ready and open member by rank; if all of them drain, the first ready one."""
+        ready = [member.peer for member in self._members if self._is_ready(member.peer)]
+        return next((peer for peer in ready if self._is_open(peer)), ready[0] if ready else None)
 
     def share_of(self, peer: PeerID) -> float:
         """Its part of the traffic among the ready members, in [0, 1]."""
@@ -147,11 +153,14 @@ class GroupCore:
         return (
             self.lead == self.me
             and self._known_mates.issuperset(self.mates)
-            and all(self._named.get(mate) == self.me for mate in self.ready_mates)
+            and all(self._named.get(mate) == self.me for mate in self._ready_mates)
         )
 
     def _is_ready(self, peer: PeerID) -> bool:
         return self.ready if peer == self.me else peer in self._ready_mates
+
+    def _is_open(self, peer: PeerID) -> bool:
+        return self.is_open if peer == self.me else peer not in self._closed_mates
 
     # --- events ---
 
@@ -165,18 +174,28 @@ class GroupCore:
         self.ready = ready
         self._known_mates.clear()
         self._named.clear()
+        return [*self._tell_open_steps(), *self._lead_may_have_changed(now_s)]
+
+    def drain(self, *, now_s: float) -> list[Command]:
+        """We take nothing new and lead no more, but see our contributions committed."""
+        self.is_open = False
         return self._lead_may_have_changed(now_s)
 
-    def mate_ready(self, peer: PeerID, ready: bool, *, now_s: float) -> list[Command]:
-        """A mate says whether it holds state and takes part. What it has contributed stays counted."""
+    def mate_ready(self, peer: PeerID, ready: bool, is_open: bool, *, now_s: float) -> list[Command]:
+        """A mate says whether it holds state and takes part, and whether it takes traffic (it drains otherwise)."""
+        if peer not in self.mates and peer not in self._ready_mates:
+            return []
         self._known_mates.add(peer)
-        if ready == (peer in self._ready_mates):
-            return self._try_round(now_s)
-        (self._ready_mates.add if ready else self._ready_mates.discard)(peer)
-        self._named.pop(peer, None)
-        # A mate that just came needs to know what is there.
-        tell = [Tell(self._progress(step)) for step in self._open_steps() if ready]
-        return [*tell, *self._lead_may_have_changed(now_s)]
+        (self._closed_mates.discard if is_open else self._closed_mates.add)(peer)
+        commands: list[Command] = []
+        if ready and peer not in self._ready_mates:
+            self._ready_mates.add(peer)
+            # It needs to know what is there, and whom we take for the lead.
+            commands = self._tell_open_steps()
+        elif not ready:
+            self._ready_mates.discard(peer)
+            self._named.pop(peer, None)
+        return [*commands, *self._lead_may_have_changed(now_s)]
 
     def mate_lost(self, peer: PeerID, *, now_s: float) -> list[Command]:
         """It died or dropped its state: its contributions to open steps died with it."""
@@ -187,8 +206,10 @@ class GroupCore:
         return self._lead_may_have_changed(now_s)
 
     def mate_silent(self, peer: PeerID, *, now_s: float) -> list[Command]:
-        """It cannot be reached: nobody can wait for its word on who leads."""
+        """It cannot be reached: nobody can wait for its word on who leads, least of all if it was about to leave."""
         self._known_mates.add(peer)
+        if peer not in self.mates:
+            self._ready_mates.discard(peer)
         return self._try_round(now_s)
 
     def claimed(self, step: int, index: int) -> list[Command]:
@@ -300,11 +321,14 @@ class GroupCore:
         """Steps about which there is something to say; the current one always."""
         return sorted({self.version, *(s for table in (self._tallies, self._claimed) for s in table)})
 
+    def _tell_open_steps(self) -> list[Command]:
+        return [Tell(self._progress(step)) for step in self._open_steps()]
+
     def _lead_may_have_changed(self, now_s: float) -> list[Command]:
         commands: list[Command] = []
         if self.lead != self._announced_lead:
             self._announced_lead = self.lead
-            commands = [Tell(self._progress(step)) for step in self._open_steps()]
+            commands = self._tell_open_steps()
         return [*commands, *self._try_round(now_s)]
 
     def _try_round(self, now_s: float) -> list[Command]:

@@ -81,7 +81,7 @@ class GroupDriver:
         self._on_resync = on_resync
         self._on_progress = on_progress
         self._retained_from = retained_from
-        self._outbox = Outbox(endpoint)
+        self._outbox = Outbox(endpoint, on_trouble=self.mate_silent)
         self._reductions: dict[int, Reduction] = {}
         self._early: dict[tuple[int, int], list[tuple[PeerID, ReducePart | GatherPart, Payload]]] = {}
         self._means: dict[int, Tensor] = {}  # step -> reduced gradient, until stepped and for those behind us
@@ -115,11 +115,14 @@ class GroupDriver:
     def plan_changed(self, members: Sequence[Member], plan_sequence: int) -> None:
         before = set(self.core.mates)
         self._perform(self.core.plan_changed(members, plan_sequence, now_s=self._clock.now_s()))
-        for gone in sorted(before - set(self.core.mates)):
+        for gone in sorted(before.difference(self.core.mates, self.core.departing)):
             self._outbox.forget(gone)
 
-    def mate_ready(self, peer: PeerID, ready: bool) -> None:
-        self._perform(self.core.mate_ready(peer, ready, now_s=self._clock.now_s()))
+    def mate_ready(self, peer: PeerID, ready: bool, is_open: bool) -> None:
+        self._perform(self.core.mate_ready(peer, ready, is_open, now_s=self._clock.now_s()))
+
+    def drain(self) -> None:
+        self._perform(self.core.drain(now_s=self._clock.now_s()))
 
     def mate_lost(self, peer: PeerID) -> None:
         self._perform(self.core.mate_lost(peer, now_s=self._clock.now_s()))
@@ -129,6 +132,8 @@ class GroupDriver:
 
     def mate_silent(self, peer: PeerID) -> None:
         self._perform(self.core.mate_silent(peer, now_s=self._clock.now_s()))
+        if peer not in self.core.mates:
+            self._outbox.forget(peer)
 
     def claimed(self, step: int, index: int) -> None:
         self._perform(self.core.claimed(step, index))
@@ -255,10 +260,10 @@ class GroupDriver:
         self._arm_timer()
 
     def _audience(self, message: Progress | RoundStart | Digest) -> list[PeerID]:
-        """The mates, and whoever is in a round without being in the plan any more."""
-        named = message.members if isinstance(message, RoundStart) else ()
-        others = [m.peer for m in named if m.peer != self.core.me and m.peer not in self.core.mates]
-        return [*self.core.mates, *others]
+        """The mates, those who are about to leave, and whoever else is in the round."""
+        named = [m.peer for m in message.members] if isinstance(message, RoundStart) else []
+        near = [*self.core.mates, *self.core.departing]
+        return [*near, *(peer for peer in named if peer != self.core.me and peer not in near)]
 
     def _begin(self, start: RoundStart) -> None:
         sum_N = self._pipeline.runtime.gradient_sum(start.step)

@@ -37,9 +37,10 @@ class IssueBook:
         self.version = max(self.version, version)
         self._taken = {step: taken for step, taken in self._taken.items() if step >= self.version}
         due = self.validation_interval > 0 and (version % self.validation_interval == 0 or version == self.steps)
-        if due and version > self._validated_version:
+        if version > self._validated_version:
+            # What an earlier lead has validated, or nobody could while it was current, is not to be caught up on.
             self._validated_version = version
-            self._validation = [Microbatch(version, -1 - j) for j in range(self.validation_microbatches)]
+            self._validation = [Microbatch(version, -1 - j) for j in range(self.validation_microbatches) if due]
 
     def take(self, step: int, indices: IndexSet) -> None:
         """Somebody holds these already."""
