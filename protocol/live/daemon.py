@@ -108,9 +108,15 @@ class Daemon:
     def process_id(self) -> int:
         return int(self._p2p._child.pid)
 
+    @property
+    def is_open(self) -> bool:
+        return self._p2p is not None
+
     async def p2p(self) -> Any:
-        """hivemind's P2P of the running daemon; waits while it restarts."""
+        """hivemind's P2P of the running daemon; waits while it restarts. Raises: TransportError: it is closed."""
         await self._up.wait()
+        if self._p2p is None:
+            raise TransportError("the network daemon of this peer is closed")
         return self._p2p
 
     async def add_setup(self, setup: Setup) -> None:
@@ -131,7 +137,7 @@ class Daemon:
         self._watcher = None
         if self._p2p is not None:
             p2p, self._p2p = self._p2p, None
-            self._up.clear()
+            self._up.set()  # whoever waits for a restart that will not come
             await _stop(p2p)
         self._release()
 
@@ -187,7 +193,6 @@ class Daemon:
             reason = await self._death()
             self._up.clear()
             process_id, began_s = self.process_id, time.monotonic()
-            fail_pending_calls(self._p2p)
             await _stop(self._p2p)
             await self._relaunch()
             self.restarts += 1
@@ -250,9 +255,9 @@ class Daemon:
         self._up.set()
 
 
-def fail_pending_calls(p2p: Any) -> None:
+def _fail_pending_calls(control: Any) -> None:
     """hivemind leaves the futures of unanswered calls for ever when the daemon dies."""
-    for future in tuple(p2p._client.control._pending_calls.values()):
+    for future in tuple(control._pending_calls.values()):
         if not future.done():
             future.set_exception(P2PDaemonError("our own network daemon died"))
 
@@ -272,6 +277,7 @@ async def _stop(p2p: Any) -> None:
     control = getattr(p2p._client, "control", None)
     tasks = [p2p._listen_task, p2p._reader_task]
     if control is not None:
+        _fail_pending_calls(control)
         tasks += [control._read_task, control._write_task, *control._handler_tasks.values()]
     tasks = [task for task in tasks if task is not None]
     p2p._terminate()

@@ -16,6 +16,7 @@ from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID as HivemindPe
 from hivemind.proto import dht_pb2
 from hivemind.utils.timed_storage import MAX_DHT_TIME_DISCREPANCY_SECONDS
 
+from shoal.protocol.errors import TransportError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import RECORD_BYTES_MAX, RECORD_EXPIRES_S_MAX
 from shoal.protocol.live import guard
@@ -25,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 _GET_TIMEOUT_S = 10.0
 """hivemind never ends a search that met a record it cannot merge."""
+_CLOSE_TIMEOUT_S = 5.0
 _CACHED_KEYS_MAX = 256
 _STORED_KEYS_MAX = 20_000
 _TIME_PROBES_MAX = 3
@@ -61,7 +63,7 @@ class LiveDirectory:
         return len(self._node.protocol.routing_table.uid_to_peer_id) if self._node is not None else 0
 
     async def store(self, key: str, subkey: str, value: bytes, *, expires_in_s: float) -> bool:
-        """Raises: ValueError: `value` or `expires_in_s` is more than any node accepts."""
+        """Raises: ValueError: `value` or `expires_in_s` is more than any node accepts. TransportError: it is closed."""
         if len(value) > RECORD_BYTES_MAX:
             raise ValueError(f"a record of {len(value)} bytes is larger than the {RECORD_BYTES_MAX} that nodes accept")
         if not 0 < expires_in_s <= RECORD_EXPIRES_S_MAX:
@@ -72,6 +74,7 @@ class LiveDirectory:
         return stored
 
     async def get(self, key: str) -> Mapping[str, bytes]:
+        """Raises: TransportError: it is closed."""
         node = await self._ready()
         try:
             async with asyncio.timeout(_GET_TIMEOUT_S):
@@ -104,21 +107,27 @@ class LiveDirectory:
                 logger.debug("could not look for neighbours: %r", error)
 
     async def close(self) -> None:
-        """Call before the transport is closed. Again does nothing."""
+        """Leave; the transport stays open. Again does nothing."""
         self._transport.daemon.remove_setup(self._set_up)
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.gather(self._keeper, return_exceptions=True)
         if self._node is not None:
             node, self._node = self._node, None
-            await self._shut_down(node)
+            node.is_alive = False
+            if node.cache_refresh_task is not None:
+                node.cache_refresh_task.cancel()
+                await asyncio.gather(node.cache_refresh_task, return_exceptions=True)
+            if self._transport.daemon.is_open:  # else its handlers are gone with it
+                await self._shut_down(node)
 
     def _key(self, key: str) -> str:
         return f"{self._transport.run}/{key}"
 
     async def _ready(self) -> Any:
         await self._transport.daemon.p2p()
-        assert self._node is not None, "the directory is closed"
+        if self._node is None:
+            raise TransportError("the directory is closed")
         return self._node
 
     async def _set_up(self, p2p: Any) -> None:
@@ -167,14 +176,10 @@ class LiveDirectory:
             )
 
     async def _shut_down(self, node: Any) -> None:
-        node.is_alive = False
-        if node.cache_refresh_task is not None:
-            node.cache_refresh_task.cancel()
-            await asyncio.gather(node.cache_refresh_task, return_exceptions=True)
         try:
-            async with asyncio.timeout(_GET_TIMEOUT_S):
+            async with asyncio.timeout(_CLOSE_TIMEOUT_S):
                 await node.shutdown()
-        except Exception as error:  # the daemon may be dead already: it took the handlers with it
+        except Exception as error:  # the daemon may die in between
             logger.debug("the directory's handlers could not be removed: %r", error)
 
 

@@ -15,7 +15,7 @@ from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError, P2PHandlerE
 from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID as HivemindPeerID
 from hivemind.utils.multiaddr import Multiaddr
 
-from shoal.protocol.errors import LocalError, RemoteError, Unreachable
+from shoal.protocol.errors import LocalError, RemoteError, TransportError, Unreachable
 from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.limits import ADDRESSES_MAX, CONTROL_BYTES_MAX, PEERS_MAX, PROTOCOL_VERSION
 from shoal.protocol.live.daemon import Daemon
@@ -123,10 +123,10 @@ class LiveTransport:
 
     async def connected(self) -> frozenset[PeerID]:
         """Peers that the daemon holds a connection to, whoever opened it; none while it restarts."""
-        p2p = await self._daemon.p2p()
         try:
+            p2p = await self._daemon.p2p()
             return frozenset(PeerID(info.peer_id.to_base58()) for info in await p2p.list_peers())
-        except (P2PDaemonError, OSError, EOFError):
+        except (TransportError, P2PDaemonError, OSError, EOFError):
             return frozenset()
 
     async def call(self, peer: PeerID, request: bytes, *, timeout_s: float) -> bytes:
@@ -144,7 +144,7 @@ class LiveTransport:
                     return await self._call(peer, request)
         except TimeoutError as error:
             raise Unreachable(peer, f"no answer in {timeout_s:g} s") from error
-        except (P2PDaemonError, P2PHandlerError, OSError, EOFError, ValueError) as error:
+        except (TransportError, P2PDaemonError, P2PHandlerError, OSError, EOFError, ValueError) as error:
             raise Unreachable(peer, _reason(error)) from error
 
     async def send(self, peer: PeerID, meta: bytes, payload: Payload, *, priority: Priority) -> None:
@@ -225,7 +225,7 @@ class LiveTransport:
             return link
         except TimeoutError as error:
             raise Unreachable(peer, f"no stream in {_OPEN_TIMEOUT_S:g} s") from error
-        except (P2PDaemonError, OSError, EOFError, ValueError) as error:
+        except (TransportError, P2PDaemonError, OSError, EOFError, ValueError) as error:
             raise Unreachable(peer, _reason(error)) from error
 
     async def _open_stream(self, peer: PeerID) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -267,7 +267,11 @@ class LiveTransport:
                 del self._addresses[next(iter(self._addresses))]  # the one not heard of for longest
 
     async def _dial(self, peer: PeerID) -> bool:
-        return await self._dial_on(await self._daemon.p2p(), peer)
+        try:
+            async with asyncio.timeout(_DIAL_TIMEOUT_S):
+                return await self._dial_on(await self._daemon.p2p(), peer)
+        except (TransportError, TimeoutError):
+            return False
 
     async def _dial_everyone(self, p2p: Any) -> None:
         gate = asyncio.Semaphore(_DIALS_AT_ONCE)
@@ -296,7 +300,7 @@ class LiveTransport:
             async with asyncio.timeout(_DIAL_TIMEOUT_S):
                 await p2p._client.connect(_hivemind_id(peer), [Multiaddr(_split(text)[1][0]) for text in addresses])
             return True
-        except Exception as error:  # addresses come from strangers, and hivemind's parser raises what it likes
+        except Exception as error:  # strangers send addresses, and hivemind's parser raises what it likes
             logger.debug("cannot connect to %s: %r", peer[-8:], error)
             return False
 
