@@ -38,7 +38,8 @@ class Cuts:
         return bool(self._cuts)
 
     def is_cut(self, source: int, destination: int) -> bool:
-        return any(cut.separates(source, destination) for cut in self._cuts)
+        # Asked for every frame and call, while nearly always nothing is cut.
+        return bool(self._cuts) and any(cut.separates(source, destination) for cut in self._cuts)
 
     def since_s(self, source: int, destination: int) -> float | None:
         """When the pair lost touch in either direction; None if it has not."""

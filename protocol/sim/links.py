@@ -36,9 +36,11 @@ Ts = TypeVarTuple("Ts")
 
 
 class Links:
-    """Args:
-    rng: name -> a generator of its own, the same in every run.
-    stall_s: how long a sender believes in a path on which nothing moves.
+    """All that lies between the peers of one world.
+
+    Args:
+        rng: name -> a generator of its own, the same in every run.
+        stall_s: how long a sender believes in a path on which nothing moves.
     """
 
     def __init__(
