@@ -185,6 +185,8 @@ class Replica:
         """It does not answer; the network or it may be to blame, and it may come back."""
         if peer in self.group.core.mates:
             self.group.mate_silent(peer)
+        if self.claims:
+            self.claims.wake()
 
     async def drain(self, timeout_s: float) -> bool:
         """Take nothing new, finish what is here, see every contribution committed. Returns: whether that came about."""

@@ -49,6 +49,7 @@ class Claims:
         self._outbox = Outbox(endpoint)
         self._losses: dict[int, dict[int, float]] = {}
         self._changed = asyncio.Event()
+        self._asked: tuple[PeerID, asyncio.Future[Grant]] | None = None
         self._waiting: dict[PeerID, tuple[int, asyncio.Future[list[Microbatch]]]] = {}
         self._task: asyncio.Task[None] | None = None
         self._draining = False
@@ -87,6 +88,8 @@ class Claims:
     def wake(self) -> None:
         """Room in the window, a new version or a new lead: look again."""
         self._changed.set()
+        if self._asked is not None and self._asked[0] != self._group.lead:
+            self._asked[1].cancel()
 
     def validated(self, microbatch: Microbatch, loss: float) -> None:
         """A validation microbatch that we issued is back."""
@@ -108,15 +111,26 @@ class Claims:
                 await self._changed.wait()
                 continue
             try:
-                grant = await self._endpoint.ask(lead, Claim(count=count), Grant, timeout_s=2 * _PATIENCE_S)
+                grant = await self._ask(lead, count)
             except (Unreachable, Refused, RemoteError) as error:
                 logger.debug("no grant: %s", error)
                 await asyncio.sleep(_RETRY_S)
                 continue
-            if lead != self._group.lead:
-                continue  # Our Progress, which names the new lead, did not claim these: it will grant them again.
-            for step, index in grant.items:
+            # If the lead has changed meanwhile, our Progress, which names the new one, did not claim these: it will
+            # grant them again.
+            for step, index in grant.items if lead == self._group.lead else ():
                 self._on_grant(Microbatch(step, index))
+
+    async def _ask(self, lead: PeerID, count: int) -> Grant:
+        """As long as it is the lead: a claim may stay open for seconds."""
+        ask = asyncio.ensure_future(self._endpoint.ask(lead, Claim(count=count), Grant, timeout_s=2 * _PATIENCE_S))
+        self._asked = (lead, ask)
+        try:
+            await asyncio.wait({ask})
+        finally:
+            self._asked = None
+            ask.cancel()
+        return Grant(items=()) if ask.cancelled() else ask.result()
 
     def _wanted(self) -> int:
         window = self._pipeline.window
