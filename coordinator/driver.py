@@ -1,6 +1,7 @@
 """Coordination of one peer on its endpoint, directory and clock: carries out what the core decides."""
 
 import asyncio
+import contextlib
 import logging
 import random
 from collections import OrderedDict, deque
@@ -11,7 +12,7 @@ import msgspec
 
 from shoal.coordinator.allocate.interface import Allocator
 from shoal.coordinator.chain import PlanChain
-from shoal.coordinator.core import HEAD_HEARTBEATS, CoordinationCore
+from shoal.coordinator.core import CoordinationCore
 from shoal.coordinator.events import (
     Answered,
     Ask,
@@ -34,21 +35,19 @@ from shoal.coordinator.events import (
 )
 from shoal.coordinator.governor import Governor
 from shoal.coordinator.ledger import HISTORY_STEPS, StepRecord
-from shoal.coordinator.outbox import ReportOutbox
+from shoal.coordinator.notices import Notices
+from shoal.coordinator.reports import ReportOutbox
 from shoal.coordinator.store import PlanStore
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import LocalError, Refused, RemoteError, ShoalError, Unreachable
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import CALL_TIMEOUT_S
 from shoal.protocol.messages import (
-    Advert,
-    AdvertRecord,
     Done,
     HandOver,
     Heartbeat,
     HeartbeatReply,
     Leave,
-    PlanHead,
     PlanLive,
     PlanOffer,
     PlanVote,
@@ -64,10 +63,8 @@ from shoal.protocol.spec import RunSpec
 
 logger = logging.getLogger(__name__)
 
-ADVERT_EXPIRES_S = 60.0
-ADVERT_RENEWED_S = 20.0
-"""Two renewals may fail before the directory forgets us."""
-LEAVE_TIMEOUT_S = 15.0
+LEAVE_HEARTBEATS = 10.0
+"""How long a leaving coordinator tries to give the role away: two heirs' patience."""
 PLANS_OPENED_MAX = 16
 """Signatures of plans last seen, so that a plan that comes with twenty heartbeats is verified once."""
 
@@ -121,11 +118,9 @@ class Coordination:
             rng=rng,
             now_s=clock.now_s(),
         )
+        self._notices = Notices(endpoint, directory, clock)
         self._reports = ReportOutbox()
         self._opened: OrderedDict[bytes, SignedPlan] = OrderedDict()
-        self._addresses: dict[PeerID, tuple[str, ...]] = {}
-        self._advert: Advert | None = None
-        self._advert_stored_s = 0.0
         self._said = ""
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
@@ -139,7 +134,7 @@ class Coordination:
     @property
     def plan(self) -> SignedPlan | None:
         """What this peer obeys."""
-        return self._core.live
+        return self._core.chain.live
 
     @property
     def is_coordinator(self) -> bool:
@@ -152,7 +147,7 @@ class Coordination:
 
     def status(self) -> SwarmStatus | None:
         """The swarm as we see it, if we coordinate it."""
-        live = self._core.live
+        live = self._core.chain.live
         if live is None or not self._core.is_coordinator:
             return None
         return self._core.governor.status(live.plan, self._clock.now_s())
@@ -177,14 +172,14 @@ class Coordination:
             self._endpoint.on(kind, self._answer)
         self._endpoint.on(StatusRequest, self._answer_status)
         self._spawn(self._look_up())
-        self._spawn(self._meet())
+        self._spawn(self._notices.meet())
         self._feed(TimerFired())
 
     async def close(self, leave: bool) -> None:
         """Stop. With `leave`, first give the role away if it is here, and tell the coordinator not to wait for us."""
         if leave and not self._closed:
             try:
-                async with asyncio.timeout(LEAVE_TIMEOUT_S):
+                async with asyncio.timeout(LEAVE_HEARTBEATS * self._spec.swarm.heartbeat_s):
                     await self._leave()
             except (TimeoutError, ShoalError) as error:
                 logger.info("left without saying goodbye: %s", error or "nobody took the role in time")
@@ -229,7 +224,7 @@ class Coordination:
             case Ask():
                 self._spawn(self._ask(command.peer, command.message))
             case Publish():
-                self._spawn(self._publish(command.plan))
+                self._spawn(self._notices.publish(command.plan))
             case LookUp():
                 self._spawn(self._look_up())
             case Tell():
@@ -247,8 +242,8 @@ class Coordination:
         self._endpoint.term = plan.term
         logger.info("plan %d of term %d: %s", plan.sequence, plan.term, plan.reason)
         self._moved_on.set()
-        if any(peer not in self._addresses for peer in plan.members if peer != self._endpoint.peer_id):
-            self._spawn(self._meet())
+        if not all(self._notices.knows(peer) for peer in plan.members):
+            self._spawn(self._notices.meet())
         self._on_plan(signed)
 
     def _restore(self) -> None:
@@ -270,7 +265,8 @@ class Coordination:
             return None
         plan = self._opened.pop(data, None)
         if plan is None:
-            plan = open_plan(data, run=self._endpoint.run, source=source, num_layers=self._spec.model.num_layers)
+            num_layers = self._spec.model.num_layers
+            plan = open_plan(data, run=self._endpoint.run, source=source, num_layers=num_layers)
         self._opened[data] = plan
         if len(self._opened) > PLANS_OPENED_MAX:
             self._opened.popitem(last=False)
@@ -290,7 +286,7 @@ class Coordination:
         plan = base = None
         match message:
             case Heartbeat():
-                self._spawn(self._introduce(source, message.advert.addresses))
+                await self._notices.introduce(source, message.advert.addresses)
             case TermRequest():
                 base = self._need(message.live, source)
             case PlanOffer():
@@ -300,7 +296,7 @@ class Coordination:
             case HandOver():
                 plan = self._need(message.plan, source)
                 for peer, advert in message.roster:
-                    self._spawn(self._introduce(peer, advert.addresses))
+                    await self._notices.introduce(peer, advert.addresses)
         try:
             reply = self._feed(Received(source=source, message=message, plan=plan, base=base))
         except LocalError as error:
@@ -333,7 +329,8 @@ class Coordination:
     async def _beat(self, target: PeerID) -> None:
         own = self._heartbeat()
         self._feed(Beat(heartbeat=own))
-        self._advertise(own.advert)
+        if self._notices.is_due(own.advert):
+            self._spawn(self._notices.advertise(own.advert))
         heartbeat, sent = self._reports.enclose(own)
         try:
             reply = await self._endpoint.ask(target, heartbeat, HeartbeatReply, timeout_s=self._timeout_s)
@@ -341,7 +338,7 @@ class Coordination:
         except (Unreachable, Refused, RemoteError) as error:
             self._reports.failed(sent)
             self._feed(Unanswered(peer=target, asked=heartbeat, reason=str(error)))
-            await self._meet()  # it may have moved, or we have never heard where it is
+            await self._notices.meet()  # it may have moved, or we have never heard where it is
             return
         except asyncio.CancelledError:
             self._reports.failed(sent)
@@ -361,7 +358,7 @@ class Coordination:
         if mine is not None:
             return mine
         coordinator = self._core.coordinator
-        if self._core.live is None or coordinator in (source, self._endpoint.peer_id):
+        if self._core.chain.live is None or coordinator in (source, self._endpoint.peer_id):
             return Refusal(reason="there is no plan yet")
         try:
             return await self._endpoint.ask(coordinator, message, SwarmStatus, timeout_s=self._timeout_s)
@@ -371,75 +368,12 @@ class Coordination:
     async def _leave(self) -> None:
         if self._core.is_coordinator:
             self._feed(Leaving())
-            while self._core.is_coordinator:
+            while self._core.is_coordinator and self._core.has_heirs(self._clock.now_s()):
                 self._moved_on.clear()
-                await self._moved_on.wait()
-        await self._endpoint.ask(self._core.coordinator, Leave(), Done, timeout_s=self._timeout_s)
-
-    # --- directory ---
-
-    @property
-    def _peers_key(self) -> str:
-        return f"shoal/{self._endpoint.run}/peers"
-
-    @property
-    def _plan_key(self) -> str:
-        return f"shoal/{self._endpoint.run}/plan"
-
-    def _advertise(self, advert: Advert) -> None:
-        now_s = self._clock.now_s()
-        if advert != self._advert or now_s >= self._advert_stored_s + ADVERT_RENEWED_S:
-            self._advert, self._advert_stored_s = advert, now_s
-            self._spawn(self._store_record(self._peers_key, AdvertRecord(advert=advert), ADVERT_EXPIRES_S))
-            self._spawn(self._meet())
-
-    async def _publish(self, signed: SignedPlan) -> None:
-        head = PlanHead(
-            term=signed.plan.term,
-            sequence=signed.plan.sequence,
-            digest=signed.digest,
-            coordinator=self._endpoint.peer_id,
-            addresses=self._endpoint.transport.addresses(),
-        )
-        expires_in_s = 3 * HEAD_HEARTBEATS * self._spec.swarm.heartbeat_s
-        await self._store_record(self._plan_key, head, max(expires_in_s, ADVERT_EXPIRES_S))
-
-    async def _store_record(self, key: str, record: msgspec.Struct, expires_in_s: float) -> None:
-        sealed = self._endpoint.seal_record(record)
-        if not await self._directory.store(key, self._endpoint.peer_id, sealed, expires_in_s=expires_in_s):
-            logger.warning("the directory did not take our record for %s", key)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._moved_on.wait(), self._spec.swarm.heartbeat_s)
+        if not self._core.is_coordinator:
+            await self._endpoint.ask(self._core.coordinator, Leave(), Done, timeout_s=self._timeout_s)
 
     async def _look_up(self) -> None:
-        heads = [
-            record
-            for peer, record in (await self._records(self._plan_key)).items()
-            if isinstance(record, PlanHead) and record.coordinator == peer
-        ]
-        head = max(heads, key=lambda h: (h.term, h.sequence, h.coordinator), default=None)
-        if head is not None:
-            await self._introduce(head.coordinator, head.addresses)
-        self._feed(HeadFound(head=head))
-
-    async def _meet(self) -> None:
-        """Tell the transport where everybody is."""
-        for peer, record in sorted((await self._records(self._peers_key)).items()):
-            if isinstance(record, AdvertRecord):
-                await self._introduce(peer, record.advert.addresses)
-
-    async def _records(self, key: str) -> dict[PeerID, msgspec.Struct]:
-        """Of those whose signature holds and who wrote under their own name."""
-        found: dict[PeerID, msgspec.Struct] = {}
-        for subkey, data in (await self._directory.get(key)).items():
-            try:
-                signer, record = self._endpoint.open_record(data, source=PeerID(subkey))
-            except RemoteError as error:
-                logger.warning("ignored a record under %s: %s", key, error)
-                continue
-            if signer == subkey:
-                found[signer] = record
-        return found
-
-    async def _introduce(self, peer: PeerID, addresses: tuple[str, ...]) -> None:
-        if addresses and peer != self._endpoint.peer_id and self._addresses.get(peer) != addresses:
-            self._addresses[peer] = addresses
-            await self._endpoint.transport.introduce(peer, addresses)
+        self._feed(HeadFound(head=await self._notices.look_up()))

@@ -54,6 +54,8 @@ class Ledger:
         self._versions = [0] * num_stages
         self.history: deque[StepRecord] = deque(maxlen=HISTORY_STEPS)
         self.loss: float | None = None
+        """Of the newest step that is known."""
+        self._loss_step = -1
         self.validation_loss: float | None = None
         self.staleness_mean = 0.0
 
@@ -84,8 +86,8 @@ class Ledger:
             self._versions[stage] = min(max(self._versions[stage], version), self._steps)
 
     def note_commits(self, reports: Iterable[CommitReport], now_s: float) -> None:
-        newest = max(self._reports, default=0)
         for report in reports:
+            newest = max(self._reports, default=0)
             if not (0 <= report.stage < self._num_stages and newest - HISTORY_STEPS < report.step < self._steps):
                 continue
             by_stage = self._reports.setdefault(report.step, {})
@@ -97,9 +99,8 @@ class Ledger:
                 self._commits.append((now_s, report.tokens))
                 if report.step not in self._told:
                     self._untold[report.step] = now_s
-                if report.loss is not None and report.step >= newest:
-                    self.loss = report.loss
-            newest = max(newest, report.step)
+                if report.loss is not None and report.step >= self._loss_step:
+                    self.loss, self._loss_step = report.loss, report.step
         while len(self._reports) > HISTORY_STEPS:
             del self._reports[min(self._reports)]
 
@@ -111,7 +112,8 @@ class Ledger:
 
     def take_over(self, *, version: int, loss: float | None, validation_loss: float | None) -> None:
         """What the coordinator before us knew and we do not."""
-        self.loss = loss if version > self.version_max or self.loss is None else self.loss
+        if loss is not None and version > self._loss_step:
+            self.loss, self._loss_step = loss, version - 1
         if validation_loss is not None:
             self.validation_loss = validation_loss
 

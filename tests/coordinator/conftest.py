@@ -1,33 +1,91 @@
-"""Peers that do nothing but coordinate: a real driver each, in virtual time, with heartbeats made up here."""
+"""Makers of adverts, heartbeats and plans, and a swarm of peers that do nothing but coordinate.
 
+Every peer of `FakeSwarm` runs the real driver in virtual time; only its heartbeats are made up.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
+import pytest
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
 from shoal.coordinator.driver import Coordination
 from shoal.coordinator.ledger import StepRecord
 from shoal.coordinator.store import PlanStore
 from shoal.protocol.endpoint import Endpoint
+from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Advert, CommitReport, Heartbeat
-from shoal.protocol.plan import SignedPlan
+from shoal.protocol.plan import Member, Plan, SignedPlan, Stage, plan_digest
+from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
 from shoal.protocol.sim.world import SimPeer, World
 from shoal.protocol.spec import RunSpec, SwarmSpec, TrainingSpec, run_id
 
 
-def advert(name: str, *, flop_per_s: float = 1e12, has_data: bool = True, willing: bool = True) -> Advert:
-    return Advert(
-        name=name,
-        device="cpu",
-        flop_per_s=flop_per_s,
-        memory_bytes=1 << 30,
-        upload_bytes_per_s=1e7,
-        download_bytes_per_s=1e8,
-        addresses=(f"/sim/{name}",),
-        has_data=has_data,
-        willing_to_coordinate=willing,
+def advert_of(name: str, **claims: Any) -> Advert:
+    honest: dict[str, Any] = {
+        "device": "cpu",
+        "flop_per_s": 1e12,
+        "memory_bytes": 1 << 30,
+        "upload_bytes_per_s": 1e7,
+        "download_bytes_per_s": 1e8,
+        "addresses": (f"/ip4/10.0.0.1/tcp/1/p2p/{name}",),
+        "has_data": True,
+    }
+    return Advert(name=name, **(honest | claims))
+
+
+def heartbeat_of(name: str, *, advert: Advert | None = None, **says: Any) -> Heartbeat:
+    usual: dict[str, Any] = {
+        "plan_sequence": 0,
+        "plan_digest": "",
+        "stage": None,
+        "version": 0,
+        "synced": False,
+        "draining": False,
+    }
+    return Heartbeat(advert=advert or advert_of(name), **(usual | says))
+
+
+def stages_of(groups: Sequence[Sequence[str]]) -> tuple[Stage, ...]:
+    """Two layers a stage."""
+    return tuple(
+        Stage(
+            first_layer=2 * index,
+            last_layer=2 * index + 2,
+            members=tuple(Member(peer=PeerID(peer), share=1.0, bandwidth=1.0) for peer in group),
+        )
+        for index, group in enumerate(groups)
     )
+
+
+def plan_of(
+    groups: Sequence[Sequence[str]],
+    *,
+    coordinator: str,
+    order: tuple[int, int] = (1, 1),
+    base: SignedPlan | None = None,
+    reason: str = "",
+) -> SignedPlan:
+    """Signed by nobody: pure cores see only plans that a driver has verified."""
+    return unsigned(
+        Plan(
+            run="run",
+            term=order[0],
+            sequence=order[1],
+            previous=base.digest if base else "",
+            coordinator=PeerID(coordinator),
+            stages=stages_of(groups),
+            reason=reason,
+        )
+    )
+
+
+def unsigned(plan: Plan) -> SignedPlan:
+    return SignedPlan(plan, msgspec.msgpack.encode(plan), plan_digest(plan))
 
 
 @dataclass(kw_only=True)
@@ -44,14 +102,26 @@ class FakePeer:
     commits: list[CommitReport] = field(default_factory=list)
 
     @property
-    def plan(self) -> SignedPlan:
+    def name(self) -> str:
+        return self.port.name
+
+    @property
+    def peer_id(self) -> PeerID:
+        return self.port.peer_id
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return self.coordination.plan.plan.order if self.coordination.plan else (0, 0)
+
+    @property
+    def plan(self) -> Plan:
         assert self.coordination.plan is not None
-        return self.coordination.plan
+        return self.coordination.plan.plan
 
     def heartbeat(self) -> Heartbeat:
         commits, self.commits = tuple(self.commits), []
         live = self.coordination.plan
-        stage = live.plan.stage_of(self.port.peer_id) if live else None
+        stage = live.plan.stage_of(self.peer_id) if live else None
         return Heartbeat(
             advert=self.advert,
             plan_sequence=live.plan.sequence if live else 0,
@@ -65,25 +135,27 @@ class FakePeer:
 
 
 class FakeSwarm:
-    """`peers` of one run in one world; the first that is added owns it."""
+    """Peers of one run in one world; the first that is added owns it."""
 
-    def __init__(self, seed: int, *, num_peers: int, heartbeat_s: float = 1.0, term_s: float = 60.0) -> None:
+    def __init__(self, seed: int, *, min_peers: int, heartbeat_s: float = 1.0, term_s: float = 60.0) -> None:
         self.world = World(seed, uniform(0.02, jitter_s=0.005))
         self.peers: dict[str, FakePeer] = {}
         self.spec = RunSpec(
             training=TrainingSpec(steps=50),
-            swarm=SwarmSpec(stages=3, min_peers=num_peers, heartbeat_s=heartbeat_s, term_s=term_s),
+            swarm=SwarmSpec(stages=3, min_peers=min_peers, heartbeat_s=heartbeat_s, term_s=term_s),
         )
         self._owner: SimPeer | None = None
 
-    async def add(self, name: str, *, store: PlanStore | None = None, **claims: bool | float) -> FakePeer:
+    async def add(self, name: str, *, store: PlanStore | None = None, **claims: Any) -> FakePeer:
         port = self.world.add_peer(name)
         self._owner = self._owner or port
-        run = run_id(self.spec, self._owner.peer_id)
-        said = msgspec.structs.replace(advert(name, **claims), addresses=port.transport.addresses())  # type: ignore[arg-type]
-        peer = FakePeer(port=port, advert=said)
-        first_sequence = int(1e6 * self.world.now_s())
-        endpoint = Endpoint(port.identity, port.transport, run=run, first_sequence=first_sequence)
+        endpoint = Endpoint(
+            port.identity,
+            port.transport,
+            run=run_id(self.spec, self._owner.peer_id),
+            first_sequence=int(1e6 * self.world.now_s()),
+        )
+        peer = FakePeer(port=port, advert=advert_of(name, addresses=port.transport.addresses(), **claims))
         peer.coordination = Coordination(
             endpoint=endpoint,
             directory=port.directory,
@@ -101,14 +173,75 @@ class FakeSwarm:
         await port.spawn(peer.coordination.start())
         return peer
 
-    async def begin(self, num_peers: int) -> None:
+    async def begin(self, num_peers: int, **claims: Any) -> None:
+        """Add peers and wait until all obey the first plan."""
         for number in range(num_peers):
-            await self.add(f"p{number}")
+            await self.add(f"p{number}", **claims)
+        await self.until(lambda: all(peer.order == (1, 1) for peer in self.alive()), within_s=10.0)
 
     def alive(self) -> list[FakePeer]:
         return [peer for peer in self.peers.values() if peer.port.is_alive]
 
+    @property
     def coordinator(self) -> FakePeer:
         """Of the highest plan that anybody alive obeys."""
-        newest = max(self.alive(), key=lambda p: p.plan.plan.order).plan.plan
-        return next(p for p in self.peers.values() if p.port.peer_id == newest.coordinator)
+        newest = max(self.alive(), key=lambda peer: peer.order).plan
+        return next(peer for peer in self.peers.values() if peer.peer_id == newest.coordinator)
+
+    def agreed(self) -> bool:
+        """Everyone alive obeys one plan, and its coordinator is alive."""
+        return len({peer.order for peer in self.alive()}) == 1 and self.coordinator.port.is_alive
+
+    async def until(self, condition: Callable[[], bool], *, within_s: float) -> float:
+        """Virtual time that passed until `condition` held."""
+        begun_s = self.world.now_s()
+        while not condition():
+            state = {peer.name: peer.order for peer in self.alive()}
+            assert self.world.now_s() < begun_s + within_s, f"not within {within_s} s: {state}"
+            await asyncio.sleep(0.05)
+        return self.world.now_s() - begun_s
+
+    async def close(self) -> None:
+        for peer in self.alive():
+            await peer.port.spawn(peer.coordination.close(leave=False))
+        assert self.world.failures == []
+
+
+SwarmRunner = Callable[..., FakeSwarm]
+
+
+@pytest.fixture
+def run_swarm() -> SwarmRunner:
+    """run_swarm(scenario, seed=…, **swarm): run `scenario(swarm)` in virtual time and close what it left."""
+
+    def go(scenario: Callable[[FakeSwarm], Awaitable[None]], *, seed: int = 1, **swarm: Any) -> FakeSwarm:
+        made = FakeSwarm(seed, **swarm)
+
+        async def main() -> None:
+            await scenario(made)
+            await made.close()
+
+        run(main())
+        return made
+
+    return go
+
+
+@pytest.fixture
+def make_advert() -> Callable[..., Advert]:
+    return advert_of
+
+
+@pytest.fixture
+def make_heartbeat() -> Callable[..., Heartbeat]:
+    return heartbeat_of
+
+
+@pytest.fixture
+def make_plan() -> Callable[..., SignedPlan]:
+    return plan_of
+
+
+@pytest.fixture
+def make_unsigned() -> Callable[[Plan], SignedPlan]:
+    return unsigned

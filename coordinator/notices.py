@@ -1,0 +1,101 @@
+"""What a peer posts in the directory and reads there: where everybody is, and where the chain is."""
+
+import logging
+
+import msgspec
+
+from shoal.protocol.endpoint import Endpoint
+from shoal.protocol.errors import RemoteError
+from shoal.protocol.identity import PeerID
+from shoal.protocol.messages import Advert, AdvertRecord, PlanHead
+from shoal.protocol.plan import SignedPlan
+from shoal.protocol.ports import Clock, Directory
+
+logger = logging.getLogger(__name__)
+
+ADVERT_EXPIRES_S = 60.0
+ADVERT_RENEWED_S = 20.0
+"""Two renewals may fail before the directory forgets us."""
+HEAD_EXPIRES_S = 120.0
+"""A newcomer finds the chain this long after the last coordinator fell silent; the highest of several counts."""
+
+
+class Notices:
+    """Records are signed and written under the writer's own name; what is not is ignored, so nobody speaks for others.
+
+    Addresses that are read here, or heard with a message, are passed on to the transport.
+    """
+
+    def __init__(self, endpoint: Endpoint, directory: Directory, clock: Clock) -> None:
+        self._endpoint, self._directory, self._clock = endpoint, directory, clock
+        self._peers_key = f"shoal/{endpoint.run}/peers"
+        self._plan_key = f"shoal/{endpoint.run}/plan"
+        self._addresses: dict[PeerID, tuple[str, ...]] = {}
+        self._advert: Advert | None = None
+        self._renew_at_s = 0.0
+
+    def knows(self, peer: PeerID) -> bool:
+        """Whether we have heard where `peer` is."""
+        return peer == self._endpoint.peer_id or peer in self._addresses
+
+    def is_due(self, advert: Advert) -> bool:
+        """Whether to `advertise` now: it changed, or what is posted is about to lapse. True once."""
+        now_s = self._clock.now_s()
+        if advert == self._advert and now_s < self._renew_at_s:
+            return False
+        self._advert, self._renew_at_s = advert, now_s + ADVERT_RENEWED_S
+        return True
+
+    async def advertise(self, advert: Advert) -> None:
+        """Post our own advert, and learn where the others are."""
+        await self._store(self._peers_key, AdvertRecord(advert=advert), ADVERT_EXPIRES_S)
+        await self.meet()
+
+    async def publish(self, signed: SignedPlan) -> None:
+        """Post that the chain is at our plan."""
+        head = PlanHead(
+            term=signed.plan.term,
+            sequence=signed.plan.sequence,
+            digest=signed.digest,
+            coordinator=self._endpoint.peer_id,
+            addresses=self._endpoint.transport.addresses(),
+        )
+        await self._store(self._plan_key, head, HEAD_EXPIRES_S)
+
+    async def look_up(self) -> PlanHead | None:
+        """The highest plan that a coordinator has posted."""
+        records = await self._records(self._plan_key)
+        heads = [head for peer, head in records if isinstance(head, PlanHead) and head.coordinator == peer]
+        head = max(heads, key=lambda h: (h.term, h.sequence, h.coordinator), default=None)
+        if head is not None:
+            await self.introduce(head.coordinator, head.addresses)
+        return head
+
+    async def meet(self) -> None:
+        """Read where everybody is."""
+        for peer, record in await self._records(self._peers_key):
+            if isinstance(record, AdvertRecord):
+                await self.introduce(peer, record.advert.addresses)
+
+    async def introduce(self, peer: PeerID, addresses: tuple[str, ...]) -> None:
+        if addresses and peer != self._endpoint.peer_id and self._addresses.get(peer) != addresses:
+            self._addresses[peer] = addresses
+            await self._endpoint.transport.introduce(peer, addresses)
+
+    async def _store(self, key: str, record: msgspec.Struct, expires_in_s: float) -> None:
+        sealed = self._endpoint.seal_record(record)
+        if not await self._directory.store(key, self._endpoint.peer_id, sealed, expires_in_s=expires_in_s):
+            logger.warning("the directory did not take our %s", type(record).__name__)
+
+    async def _records(self, key: str) -> list[tuple[PeerID, msgspec.Struct]]:
+        """In the order of the writers' names."""
+        found: list[tuple[PeerID, msgspec.Struct]] = []
+        for subkey, data in sorted((await self._directory.get(key)).items()):
+            try:
+                signer, record = self._endpoint.open_record(data, source=PeerID(subkey))
+            except RemoteError as error:
+                logger.warning("ignored a record under %s: %s", key, error)
+                continue
+            if signer == subkey:
+                found.append((signer, record))
+        return found

@@ -1,0 +1,188 @@
+"""Carries one proposal at a time from the question for its term to a majority of votes. Pure."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from shoal.coordinator.allocate.interface import Layout
+from shoal.coordinator.chain import PlanChain
+from shoal.coordinator.events import Answered, Ask, Command, Persist, Unanswered
+from shoal.coordinator.proposal import Proposal
+from shoal.protocol.identity import PeerID
+from shoal.protocol.messages import TermGrant
+from shoal.protocol.plan import Plan, SignedPlan
+
+PROPOSAL_HEARTBEATS = 5.0
+"""How long members have to answer; then it is tried anew, with the swarm as it is by then."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Carried:
+    """A majority of `voters` voted for `plan`: it is live. It need not be ours."""
+
+    plan: SignedPlan
+    voters: tuple[PeerID, ...]
+    term: int
+    handed_over: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GivenUp:
+    """`outbid`: somebody has promised a higher term than ours."""
+
+    reason: str
+    outbid: bool
+
+
+class Proposer:
+    """Args:
+    chain: this peer's own, whose vote is the first that each proposal gets.
+    sign: signs a plan in our name; deterministic.
+    is_fresh: whether a plan on this base is made before anything was committed.
+    """
+
+    def __init__(
+        self,
+        *,
+        me: PeerID,
+        owner: PeerID,
+        chain: PlanChain,
+        sign: Callable[[Plan], SignedPlan],
+        is_fresh: Callable[[SignedPlan | None], bool],
+        heartbeat_s: float,
+    ) -> None:
+        self._me, self._owner, self._chain = me, owner, chain
+        self._sign, self._is_fresh = sign, is_fresh
+        self._patience_s = PROPOSAL_HEARTBEATS * heartbeat_s
+        self._proposal: Proposal | None = None
+        self._outcome: Carried | GivenUp | None = None
+        self._sequence_max = 0
+        self._term_max = 0
+
+    @property
+    def is_busy(self) -> bool:
+        return self._proposal is not None
+
+    def take_outcome(self) -> Carried | GivenUp | None:
+        """How the proposal ended, once."""
+        outcome, self._outcome = self._outcome, None
+        return outcome
+
+    def drop(self) -> bool:
+        """A plan above its base is live. Returns: whether there was a proposal."""
+        dropped, self._proposal = self._proposal is not None, None
+        return dropped
+
+    def campaign(self, base: SignedPlan, now_s: float, *, handed_over: bool, term: int = 0) -> list[Command]:
+        """Ask for `term`, or for the next that may be had, and propose the base's layout in it."""
+        term = term or max(self._chain.granted_term, base.plan.term, self._term_max) + 1
+        if not self._chain.grant(self._me, term, base).granted:
+            return []
+        self._proposal = Proposal(
+            base=base,
+            term=term,
+            owner=self._owner,
+            expires_at_s=now_s + self._patience_s,
+            handed_over=handed_over,
+            agreed={self._me},
+        )
+        if self._chain.accepted is not None:
+            self._proposal.learn(self._chain.accepted_term, self._chain.accepted)
+        return [Persist(record=self._chain.record()), *self._ask(), *self._advance(now_s)]
+
+    def propose(self, base: SignedPlan, layout: Layout, now_s: float) -> list[Command]:
+        """As the coordinator, in our own term: straight to the votes."""
+        assert base.plan.coordinator == self._me
+        self._proposal = Proposal(base=base, term=base.plan.term, owner=self._owner, expires_at_s=0.0)
+        return self._offer(self.make(base, base.plan.term, layout), now_s)
+
+    def count(self, event: Answered, agreed: bool, term: int, reason: str, now_s: float) -> list[Command]:
+        """An answer; `term` is the highest that the other has promised."""
+        proposal = self._proposal
+        if proposal is None or not proposal.is_about(event.asked):
+            return []
+        proposal.waiting.discard(event.peer)
+        if event.accepted is not None and isinstance(event.reply, TermGrant):
+            proposal.learn(event.reply.accepted_term, event.accepted)
+        if agreed:
+            proposal.agreed.add(event.peer)
+            return self._advance(now_s)
+        if term > proposal.term:
+            self._term_max = max(self._term_max, term)
+            self._give_up(f"{event.peer[-8:]} {reason}", outbid=True)
+        return []
+
+    def unanswered(self, event: Unanswered) -> None:
+        if self._proposal is not None and self._proposal.is_about(event.asked):
+            self._proposal.waiting.discard(event.peer)
+
+    def press(self, now_s: float) -> list[Command]:
+        """Time has passed: ask again whoever did not answer, or give up."""
+        proposal = self._proposal
+        assert proposal is not None
+        if now_s < proposal.expires_at_s:
+            return self._ask()
+        self._give_up(f"{len(proposal.agreed)} of {len(proposal.base.plan.members)} agreed in time", outbid=False)
+        return []
+
+    def make(self, base: SignedPlan | None, term: int, layout: Layout) -> SignedPlan:
+        sequence = self.next_sequence(base)
+        self._sequence_max = sequence
+        plan = Plan(
+            run=self._chain.run,
+            term=term,
+            sequence=sequence,
+            previous=base.digest if base else "",
+            coordinator=self._me,
+            stages=layout.stages,
+            spares=layout.spares,
+            fresh=self._is_fresh(base),
+            seed=sequence,
+            reason=layout.reason,
+        )
+        return self._sign(plan)
+
+    def next_sequence(self, base: SignedPlan | None) -> int:
+        """Above the base, and above all we have offered or voted for: one (term, sequence) never names two plans."""
+        voted = self._chain.accepted.plan.sequence if self._chain.accepted else 0
+        return max(base.plan.sequence if base else 0, voted, self._sequence_max) + 1
+
+    def _ask(self) -> list[Command]:
+        proposal = self._proposal
+        if proposal is None:
+            return []
+        peers, message = proposal.audience(self._me), proposal.message()
+        proposal.waiting.update(peers)
+        return [Ask(peer=peer, message=message) for peer in peers]
+
+    def _offer(self, plan: SignedPlan, now_s: float) -> list[Command]:
+        proposal = self._proposal
+        assert proposal is not None
+        proposal.offer(plan, now_s + self._patience_s)
+        if self._chain.vote(self._me, proposal.term, plan, proposal.base).accepted:
+            proposal.agreed.add(self._me)
+        return [Persist(record=self._chain.record()), *self._ask(), *self._advance(now_s)]
+
+    def _advance(self, now_s: float) -> list[Command]:
+        """Go from the term to the votes, or from the votes to a live plan, if a majority agrees."""
+        proposal = self._proposal
+        if proposal is None or not proposal.carried:
+            return []
+        base = proposal.base.plan
+        if proposal.plan is not None:
+            self._proposal = None
+            self._outcome = Carried(
+                plan=proposal.plan, voters=base.members, term=proposal.term, handed_over=proposal.handed_over
+            )
+            return []
+        if proposal.found is not None:
+            return self._offer(proposal.found[1], now_s)
+        how = "hand-over" if proposal.handed_over else "take-over"
+        reason = f"term {proposal.term}: {how} from {base.coordinator[-8:]}"
+        layout = Layout(stages=base.stages, spares=base.spares, reason=reason)
+        return self._offer(self.make(proposal.base, proposal.term, layout), now_s)
+
+    def _give_up(self, reason: str, *, outbid: bool) -> None:
+        proposal, self._proposal = self._proposal, None
+        assert proposal is not None
+        what = "a plan" if proposal.plan else f"term {proposal.term}"
+        self._outcome = GivenUp(reason=f"gave up on {what}: {reason}", outbid=outbid)

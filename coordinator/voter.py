@@ -1,0 +1,54 @@
+"""What we answer, as messages: to a candidate, a coordinator, or a peer that reports to us. Pure."""
+
+from shoal.coordinator.chain import PlanChain
+from shoal.protocol.identity import PeerID
+from shoal.protocol.messages import Heartbeat, HeartbeatReply, PlanOffer, PlanVote, TermGrant, TermRequest
+from shoal.protocol.plan import SignedPlan
+
+
+def answer_request(chain: PlanChain, source: PeerID, request: TermRequest, base: SignedPlan) -> TermGrant:
+    """Make the chain's record durable before this is sent."""
+    grant = chain.grant(source, request.term, base)
+    if not grant.granted:
+        return no_grant(chain, base, grant.reason)
+    return TermGrant(
+        granted=True,
+        term=chain.granted_term,
+        accepted=grant.accepted.envelope if grant.accepted else b"",
+        accepted_term=grant.accepted_term,
+    )
+
+
+def no_grant(chain: PlanChain, base: SignedPlan, reason: str) -> TermGrant:
+    return TermGrant(granted=False, reason=reason, term=chain.granted_term, live=_newer(chain, base))
+
+
+def answer_offer(
+    chain: PlanChain, source: PeerID, offer: PlanOffer, plan: SignedPlan, base: SignedPlan | None
+) -> PlanVote:
+    """Make the chain's record durable before this is sent."""
+    vote = chain.vote(source, offer.term, plan, base)
+    newer = b"" if vote.accepted or base is None else _newer(chain, base)
+    return PlanVote(accepted=vote.accepted, reason=vote.reason, term=chain.granted_term, live=newer)
+
+
+def answer_heartbeat(
+    chain: PlanChain, heartbeat: Heartbeat, *, coordinator: PeerID, leads: bool, done: bool
+) -> HeartbeatReply:
+    """Args:
+    coordinator: as far as we know; leads: whether we may speak as the coordinator.
+    """
+    live = chain.live
+    behind = live is not None and heartbeat.plan_sequence <= live.plan.sequence and heartbeat.plan_digest != live.digest
+    return HeartbeatReply(
+        coordinator=coordinator,
+        term=chain.order[0],
+        is_coordinator=leads,
+        plan=live.envelope if live and behind else b"",
+        done=done,
+    )
+
+
+def _newer(chain: PlanChain, base: SignedPlan) -> bytes:
+    """Our live plan, if who asks is behind it."""
+    return chain.live.envelope if chain.live and chain.live.plan.order > base.plan.order else b""
