@@ -1,0 +1,215 @@
+import asyncio
+import math
+import os
+import subprocess
+import sys
+import time
+
+import msgpack
+import pytest
+from hivemind.dht.storage import DictionaryDHTValue
+from hivemind.dht.validation import DHTRecord
+from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID as HivemindPeerID
+from hivemind.proto import dht_pb2
+from hivemind.utils import timed_storage
+from hivemind.utils.serializer import MSGPackSerializer
+
+from shoal.protocol.depth import TooDeep
+from shoal.protocol.identity import PeerID
+from shoal.protocol.limits import RECORD_BYTES_MAX, RECORD_EXPIRES_S_MAX
+from shoal.protocol.live import guard
+from shoal.protocol.live.directory import LiveDirectory
+from shoal.protocol.live.run import run
+
+
+@pytest.fixture(autouse=True)
+def _installed():
+    guard.install()
+
+
+def nested(type_code: int, depth: int) -> bytes:
+    """An extension in an extension in an extension. 234 deep in tuples is 937 bytes."""
+    packed = msgpack.packb([])
+    for _ in range(depth):
+        packed = msgpack.packb(msgpack.ExtType(type_code, b"\x91" + packed if type_code == 0x50 else packed))
+    return packed
+
+
+@pytest.mark.parametrize("type_code", [0x40, 0x50])
+@pytest.mark.parametrize("depth", [20, 234, 20_000])
+def test_nested_extension_types_are_refused(type_code, depth):
+    with pytest.raises(TooDeep):
+        MSGPackSerializer.loads(nested(type_code, depth))
+
+
+def test_the_nesting_is_counted_again_after_a_refusal():
+    with pytest.raises(TooDeep):
+        MSGPackSerializer.loads(nested(0x50, 20))
+    assert MSGPackSerializer.loads(MSGPackSerializer.dumps((1, (2, "three")))) == (1, (2, "three"))
+
+
+def test_what_hivemind_itself_says_passes():
+    records = DictionaryDHTValue()
+    records.store("sub", MSGPackSerializer.dumps(b"value"), time.time() + 60)
+    again = MSGPackSerializer.loads(MSGPackSerializer.dumps(records))
+    assert again.get("sub").value == MSGPackSerializer.dumps(b"value")
+
+
+def test_other_registered_types_are_not_built_from_the_network():
+    with pytest.raises(TooDeep, match="no place in a record"):
+        MSGPackSerializer.loads(msgpack.packb(msgpack.ExtType(0x51, MSGPackSerializer.dumps({"dtype": "x"}))))
+
+
+def test_installing_twice_wraps_once():
+    before = MSGPackSerializer.loads.__func__
+    guard.install()
+    assert MSGPackSerializer.loads.__func__ is before
+
+
+def test_an_older_copy_of_a_record_does_not_shorten_its_life(monkeypatch):
+    now_s = 1000.0
+    monkeypatch.setattr(timed_storage, "get_dht_time", lambda: now_s)
+    storage = timed_storage.TimedStorage()
+    assert storage.store("key", "new", 1100.0)
+    assert not storage.store("key", "old", 1010.0)
+    now_s = 1050.0
+    storage.store("another", "wakes the cleaner", 1100.0)
+    assert storage.get("key").value == "new"
+
+
+def record(subkey: object, value: object, seconds: float = 60.0) -> DHTRecord:
+    return DHTRecord(b"key", MSGPackSerializer.dumps(subkey), MSGPackSerializer.dumps(value), time.time() + seconds)
+
+
+@pytest.mark.parametrize("size", [0, 1, 255, 256, 32_767, RECORD_BYTES_MAX])
+def test_the_gate_lets_our_records_in(size):
+    assert guard.RecordGate().validate(record("peer", bytes(size)))
+
+
+@pytest.mark.parametrize(
+    "stranger",
+    [
+        record(None, b"no subkey: would replace all others under the key"),
+        record(7, b"value"),
+        record(b"bytes", b"value"),
+        record(["list"], b"value"),
+        record("s" * 300, b"value"),
+        record("peer", "a string"),
+        record("peer", [1, 2, 3]),
+        record("peer", bytes(RECORD_BYTES_MAX + 1)),
+        record("peer", b"value", RECORD_EXPIRES_S_MAX + 60.0),
+        record("peer", b"value", math.inf),
+        record("peer", b"value", math.nan),
+        DHTRecord(b"key", b"", MSGPackSerializer.dumps(b"value"), time.time() + 60),
+        DHTRecord(b"key", b"\xd9\xff", MSGPackSerializer.dumps(b"value"), time.time() + 60),
+        DHTRecord(b"key", b"\xa2\xff\xfe", MSGPackSerializer.dumps(b"value"), time.time() + 60),
+        DHTRecord(b"key", MSGPackSerializer.dumps("peer"), b"\xc4\x02x", time.time() + 60),
+        DHTRecord(b"key", MSGPackSerializer.dumps("peer"), b"\xc4", time.time() + 60),
+        DHTRecord(b"key", MSGPackSerializer.dumps("peer"), b"", time.time() + 60),
+    ],
+    ids=lambda stranger: str(stranger.subkey[:8] + stranger.value[:8]),
+)
+def test_the_gate_keeps_other_records_out(stranger):
+    assert not guard.RecordGate().validate(stranger)
+
+
+def test_the_gate_asks_whoever_knows_the_records():
+    gate = guard.RecordGate(lambda subkey, value: value == subkey.encode())
+    assert gate.validate(record("mine", b"mine"))
+    assert not gate.validate(record("mine", b"yours"))
+
+
+class Control:
+    def __init__(self):
+        self._pending_calls = {}
+        self._handler_tasks = {}
+
+
+def test_an_answer_to_a_call_just_cancelled_is_nobodys():
+    async def main():
+        control = Control()
+        guard.mend_control(control)
+        control._pending_calls["waiting"] = asyncio.Future()
+        control._pending_calls["cancelled"] = asyncio.Future()
+        control._pending_calls["cancelled"].cancel()
+        assert "waiting" in control._pending_calls
+        assert "cancelled" not in control._pending_calls
+
+    asyncio.run(main())
+
+
+def test_a_cancelled_handler_is_not_remembered():
+    async def main():
+        control = Control()
+        guard.mend_control(control)
+        control._handler_tasks["call"] = asyncio.create_task(asyncio.Event().wait())
+        control._handler_tasks["call"].cancel()
+        await asyncio.gather(*control._handler_tasks.values(), return_exceptions=True)
+        await asyncio.sleep(0)
+        assert not control._handler_tasks
+
+    asyncio.run(main())
+
+
+NODE = """
+import asyncio, sys
+from pathlib import Path
+from shoal.protocol.identity import Identity
+from shoal.protocol.live.directory import LiveDirectory
+from shoal.protocol.live.run import run
+from shoal.protocol.live.transport import LiveTransport
+
+async def on_call(source, request):
+    return request
+
+async def on_frame(source, meta, payload):
+    pass
+
+async def main():
+    transport = await LiveTransport.start(Identity.generate(), run="run", state_dir=Path(sys.argv[1]), use_relay=False)
+    transport.serve(on_call=on_call, on_frame=on_frame)
+    directory = await LiveDirectory.start(transport)
+    print(transport.addresses()[0], flush=True)
+    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+    await directory.close()
+    await transport.close()
+
+run(main())
+"""
+
+
+@pytest.mark.process
+def test_a_live_node_survives_the_payloads_that_end_hiveminds(tmp_path, live_peer):
+    node = subprocess.Popen(
+        [sys.executable, "-c", NODE, str(tmp_path / "node")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+
+    async def main(address: str):
+        peer = PeerID(address.rpartition("/")[2])
+        transport, _ = await live_peer("attacker", initial_peers=(address,))
+        directory = await LiveDirectory.start(transport)
+        stub = directory._node.protocol.get_stub(HivemindPeerID.from_base58(peer))
+        for payload in (nested(0x40, 234), nested(0x40, 20_000), nested(0x50, 400), nested(0x50, 20_000)):
+            for subkey, value in ((b"", payload), (payload, MSGPackSerializer.dumps(b"value"))):
+                request = dht_pb2.StoreRequest(
+                    keys=[os.urandom(20)],
+                    subkeys=[subkey],
+                    values=[value],
+                    expiration_time=[time.time() + 60],
+                    in_cache=[False],
+                )
+                # either the gate refuses the record, or its decoder raises and the node says so
+                outcome = await asyncio.gather(stub.rpc_store(request, timeout=5), return_exceptions=True)
+                assert "TooDeep" in repr(outcome) or "store_ok: false" in repr(outcome)
+                assert node.poll() is None
+                assert await transport.call(peer, b"still there?", timeout_s=5) == b"still there?"
+        assert await directory.store("key", "sub", b"value", expires_in_s=60)
+        assert await directory.get("key") == {"sub": b"value"}
+        await directory.close()
+        await transport.close()
+
+    try:
+        run(main(node.stdout.readline().strip()))
+    finally:
+        node.communicate(timeout=30)
+    assert node.returncode == 0
