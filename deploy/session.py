@@ -5,6 +5,7 @@ import contextlib
 import logging
 import random
 import signal
+import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,7 +131,7 @@ async def _take_part(
     stop: Stop,
 ) -> None:
     output = make_output(reports=options.reports, title=f"shoal {spec.name}", steps_total=spec.training.steps)
-    compute = ThreadCompute(initializer=lambda: _prepare_thread(options.threads))
+    compute = ThreadCompute(initializer=lambda: _prepare_thread(options.threads), probe_clock=time.thread_time)
     node = Node(
         identity=network.identity,
         transport=network.transport,
@@ -152,6 +153,7 @@ async def _take_part(
         with announced(invite):
             await node.start()
             stop.takes_part = True
+            logger.info("this machine gives %.1f GFLOP/s", node.peer.advert().flop_per_s / 1e9)
             if owner == node.peer_id:
                 output.say(Ready(peer=node.peer_id, run=node.run, invite=invite))
             output.say(Joined(peer=node.peer_id, name=options.name))

@@ -18,11 +18,19 @@ class ThreadCompute:
     Args:
         initializer: runs in the thread before the first job (number of threads, device). If it raises, so does every
             job.
+        probe_clock: what probes are timed with. `time.thread_time` for a CPU: six peers that start on one machine
+            would otherwise measure each other's start, and differ by a factor of four.
     """
 
-    def __init__(self, *, initializer: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        initializer: Callable[[], None] | None = None,
+        probe_clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="compute")
         self._initializer = initializer
+        self._probe_clock = probe_clock
         self._initialized = False
         self._is_closed = False
 
@@ -33,18 +41,19 @@ class ThreadCompute:
         """
         if self._is_closed:
             raise LocalError("this device is closed")
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._timed, work)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._timed, kind, work)
 
     def close(self) -> None:
         """Cancel the jobs that have not begun; one that has runs to its end, and the thread ends with it."""
         self._is_closed = True
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _timed(self, work: Callable[[], T]) -> Timed[T]:
+    def _timed(self, kind: JobKind, work: Callable[[], T]) -> Timed[T]:
         if not self._initialized and self._initializer is not None:
             self._initializer()
         self._initialized = True
         # time.monotonic is also what the loop's time() reads, so these seconds compare with the Clock's
-        started_s = time.monotonic()
+        clock = self._probe_clock if kind == "probe" else time.monotonic
+        started_s, clock_started_s = time.monotonic(), clock()
         value = work()
-        return Timed(value=value, started_s=started_s, ended_s=time.monotonic())
+        return Timed(value=value, started_s=started_s, ended_s=started_s + clock() - clock_started_s)
