@@ -178,7 +178,7 @@ class Daemon:
                 auto_nat=nat,
                 nat_port_map=nat,
             )
-        except (P2PDaemonError, OSError, asyncio.IncompleteReadError) as error:
+        except (P2PDaemonError, OSError, EOFError, ValueError) as error:
             if (failed := _starting.get(None)) is not None:
                 await _stop(failed)
             raise TransportError(f"the network daemon did not start: {_last_words(error)}") from error

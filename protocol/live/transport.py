@@ -16,7 +16,7 @@ from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID as HivemindPe
 from hivemind.utils.multiaddr import Multiaddr
 
 from shoal.protocol.errors import LocalError, RemoteError, TransportError, Unreachable
-from shoal.protocol.identity import Identity, PeerID
+from shoal.protocol.identity import Identity, PeerID, public_key_of
 from shoal.protocol.limits import ADDRESSES_MAX, CONTROL_BYTES_MAX, PEERS_MAX, PROTOCOL_VERSION
 from shoal.protocol.live.daemon import Daemon
 from shoal.protocol.live.handshake import Greeter, Hello
@@ -81,7 +81,7 @@ class LiveTransport:
         self = cls(identity, run, daemon)
         try:
             for address in initial_peers:
-                self._remember(*_split(address))
+                self._remember(*_initial_peer(address))
             await daemon.add_setup(self._set_up)
             self._keeper = asyncio.create_task(self._keep_connected(), name="stay connected")
         except BaseException:
@@ -310,9 +310,19 @@ class _CallFailedError(Exception):
 
 
 def _split(address: str) -> tuple[PeerID, tuple[str, ...]]:
-    """`…/p2p/ID` -> (ID, (`…`,)). Without an ID: an empty one."""
+    """`…/p2p/ID` -> (ID, (`…`,)); without an ID, an empty one."""
     where, _, peer = address.partition("/p2p/")
     return PeerID(peer), (where,)
+
+
+def _initial_peer(address: str) -> tuple[PeerID, tuple[str, ...]]:
+    peer, where = _split(address)
+    try:
+        public_key_of(peer)
+        Multiaddr(where[0])
+    except ValueError as error:
+        raise TransportError(f"{address!r} is not the address of a peer") from error
+    return peer, where
 
 
 def _hivemind_id(peer: PeerID) -> HivemindPeerID:

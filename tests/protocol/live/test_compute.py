@@ -1,0 +1,63 @@
+import asyncio
+import threading
+
+import pytest
+
+from shoal.protocol.live.compute import ThreadCompute
+
+
+def test_the_initializer_runs_once_in_the_thread_of_the_jobs():
+    prepared = []
+
+    async def main():
+        compute = ThreadCompute(initializer=lambda: prepared.append(threading.current_thread()))
+        threads = [(await compute.run("probe", threading.current_thread, flop=0.0)).value for _ in range(3)]
+        assert prepared == [threads[0]]
+        assert set(threads) == {threads[0]}
+        assert threads[0] is not threading.current_thread()
+        compute.close()
+
+    asyncio.run(main())
+
+
+def test_no_job_runs_on_a_device_that_could_not_be_prepared():
+    ran = []
+
+    def fail():
+        raise OSError("no such device")
+
+    async def main():
+        compute = ThreadCompute(initializer=fail)
+        for _ in range(2):
+            with pytest.raises(OSError, match="no such device"):
+                await compute.run("probe", lambda: ran.append(1), flop=0.0)
+        compute.close()
+
+    asyncio.run(main())
+    assert ran == []
+
+
+def test_close_cancels_what_waits_and_the_thread_ends_with_its_job():
+    async def main():
+        compute = ThreadCompute()
+        begun, may_end = threading.Event(), threading.Event()
+        threads = []
+
+        def job():
+            threads.append(threading.current_thread())
+            begun.set()
+            may_end.wait(30)
+            return "done"
+
+        running = asyncio.create_task(compute.run("step", job, flop=0.0))
+        waiting = asyncio.create_task(compute.run("step", lambda: None, flop=0.0))
+        await asyncio.get_running_loop().run_in_executor(None, begun.wait, 30)
+        compute.close()
+        outcome = await asyncio.gather(waiting, return_exceptions=True)
+        assert isinstance(outcome[0], asyncio.CancelledError)
+        may_end.set()
+        assert (await running).value == "done"
+        threads[0].join(30)
+        assert not threads[0].is_alive()
+
+    asyncio.run(main())

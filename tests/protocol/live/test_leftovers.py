@@ -1,0 +1,69 @@
+import asyncio
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from shoal.protocol.live import leftovers
+
+
+def stale_socket(path: Path) -> Path:
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(str(path))
+    return path
+
+
+def gone_process() -> int:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def test_sockets_of_a_killed_peer_are_removed_and_no_others(tmp_path):
+    ours = stale_socket(tmp_path / "hivemind-p2pd-ours.sock")
+    foreign = stale_socket(tmp_path / "hivemind-p2pd-foreign.sock")
+    unrelated = stale_socket(tmp_path / "precious.sock")
+    leftovers.remember(tmp_path, gone_process(), [ours, unrelated])
+    asyncio.run(leftovers.clear(tmp_path))
+    assert not ours.exists()
+    assert foreign.exists()
+    assert unrelated.exists()
+    assert not (tmp_path / "p2pd.json").exists()
+
+
+def test_a_socket_that_somebody_listens_on_stays(tmp_path):
+    path = tmp_path / "hivemind-p2pd-live.sock"
+    with socket.socket(socket.AF_UNIX) as alive:
+        alive.bind(str(path))
+        alive.listen()
+        leftovers.remember(tmp_path, gone_process(), [path])
+        asyncio.run(leftovers.clear(tmp_path))
+        assert path.exists()
+
+
+def test_a_daemon_that_will_not_go_is_ended_and_another_process_of_its_number_is_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(leftovers, "_GRACE_S", 0.2)
+    path = tmp_path / "hivemind-p2pd-stuck.sock"
+    daemon = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", f"-listen=/unix{path}"])
+    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        for process in (daemon, other):
+            leftovers.remember(tmp_path, process.pid, [path])
+            began_s = time.monotonic()
+            asyncio.run(leftovers.clear(tmp_path))
+        assert time.monotonic() - began_s < 60
+        assert daemon.wait(30) != 0
+        assert other.poll() is None
+    finally:
+        for process in (daemon, other):
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"process_id": "x", "sockets": []}', "\x00"])
+def test_a_record_that_cannot_be_read_is_no_obstacle(tmp_path, text):
+    (tmp_path / "p2pd.json").write_text(text)
+    asyncio.run(leftovers.clear(tmp_path))
