@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 
 from shoal.peer.data.corpus import Corpus, load_corpus
 from shoal.peer.driver import PeerDriver
@@ -16,6 +17,9 @@ from shoal.protocol.plan import Member, Plan, SignedPlan, Stage, sign_plan
 from shoal.protocol.sim.network import Network
 from shoal.protocol.sim.world import SimPeer, World
 from shoal.protocol.spec import RunSpec, run_id
+
+# The models here are tiny: a second thread costs each operation more than it gives.
+torch.set_num_threads(1)
 
 
 @dataclass

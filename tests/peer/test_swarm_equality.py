@@ -1,0 +1,77 @@
+"""A swarm is one model: with `s_max = 0` it follows the plain single-process loop, whatever the cut and the rest."""
+
+import msgspec
+import pytest
+
+from shoal.peer.data.corpus import load_corpus
+from shoal.peer.single_process import train
+from shoal.protocol.sim.loop import run
+from shoal.protocol.sim.network import uniform
+
+STEPS = 20
+
+
+def spec_with(spec, **tables):
+    builtins = msgspec.to_builtins(spec)
+    for table, values in tables.items():
+        builtins[table] |= values
+    return msgspec.convert(builtins, type(spec))
+
+
+def losses_of(make_swarm, spec, stages, *, seed=0, steps=STEPS):
+    async def main():
+        swarm = make_swarm(spec, seed=seed, network=uniform(latency_s=0.05, rate_bytes_per_s=1e7))
+        for names in stages:
+            for name in names:
+                await swarm.add(name, device_flop_per_s=2e8)
+        swarm.obey(stages, fresh=True)
+        await swarm.until_step(steps)
+        await swarm.close()
+        assert swarm.world.failures == []
+        return swarm
+
+    return run(main())
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("optimizer", ["adamw", "nadam", "sgd"])
+def test_three_stages_of_two_replicas_equal_one_process(make_swarm, tiny_spec, optimizer):
+    rate = 0.05 if optimizer == "sgd" else 3e-3
+    spec = spec_with(tiny_spec, optimizer={"name": optimizer, "learning_rate": rate})
+    swarm = losses_of(make_swarm, spec, [["0.0", "0.1"], ["1.0", "1.1"], ["2.0", "2.1"]])
+    single = [step.loss for step in train(spec, load_corpus(spec.data, context=spec.model.context), steps=STEPS)]
+    assert single[-1] < single[0] - 0.3, "the yardstick itself does not learn"
+    assert max(abs(a - b) for a, b in zip(swarm.losses, single, strict=True)) < 1e-4
+
+
+@pytest.mark.sim
+def test_recompute_unequal_groups_and_one_stage_equal_one_process(make_swarm, tiny_spec):
+    spec = spec_with(tiny_spec, training={"keep": "recompute", "steps": 8})
+    single = [step.loss for step in train(spec, load_corpus(spec.data, context=spec.model.context), steps=8)]
+    for stages in ([["a"]], [["a", "b", "c"]], [["a"], ["b", "c", "d"], ["e", "f"]]):
+        swarm = losses_of(make_swarm, spec, stages, steps=8)
+        assert max(abs(a - b) for a, b in zip(swarm.losses, single, strict=True)) < 1e-4, stages
+
+
+@pytest.mark.sim
+def test_every_commit_holds_each_microbatch_once_and_members_agree(make_swarm, tiny_spec):
+    swarm = losses_of(make_swarm, spec_with(tiny_spec, training={"s_max": 1}), [["a", "b"], ["c", "d"], ["e", "f"]])
+    for stage in range(3):
+        for step in range(STEPS):
+            commit = swarm.commits[stage][step]
+            assert (commit.microbatches, commit.duplicates, commit.given_up, commit.members) == (6, 0, 0, 2)
+    states = [swarm.drivers[name].replica.pipeline.runtime.state for name in ("c", "d")]
+    assert states[0].version == states[1].version == STEPS
+    assert states[0].digest() == states[1].digest()
+
+
+@pytest.mark.sim
+def test_staleness_costs_little_and_never_passes_s_max(make_swarm, tiny_spec):
+    synchronous = losses_of(make_swarm, tiny_spec, [["a", "b"], ["c", "d"], ["e", "f"]])
+    stale = losses_of(make_swarm, spec_with(tiny_spec, training={"s_max": 1}), [["a", "b"], ["c", "d"], ["e", "f"]])
+    staleness = [stale.commits[stage][step].staleness_steps_mean for stage in range(3) for step in range(STEPS)]
+    assert 0.0 < sum(staleness) / len(staleness) <= 1.0
+    assert max(staleness) <= 1.0
+    assert stale.losses != synchronous.losses
+    learnt, learnt_stale = (s.losses[0] - s.losses[-1] for s in (synchronous, stale))
+    assert learnt_stale > 0.8 * learnt

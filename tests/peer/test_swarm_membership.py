@@ -1,0 +1,115 @@
+"""Peers come and go, and nobody stops for it."""
+
+import asyncio
+
+import msgspec
+import pytest
+
+from shoal.protocol.sim.loop import run
+from shoal.protocol.sim.network import uniform
+
+
+@pytest.mark.sim
+def test_newcomers_take_traffic_and_leavers_drain_without_a_stall_or_a_loss(make_swarm, tiny_spec):
+    builtins = msgspec.to_builtins(tiny_spec)
+    builtins["training"] |= {"s_max": 1, "steps": 24}
+    spec = msgspec.convert(builtins, type(tiny_spec))
+    stages = [["0.0", "0.1"], ["1.0", "1.1"], ["2.0", "2.1"]]
+    committed_at_s = []
+
+    async def main():
+        swarm = make_swarm(spec, network=uniform(latency_s=0.05, rate_bytes_per_s=1e7))
+        for names in stages:
+            for name in names:
+                await swarm.add(name, device_flop_per_s=4e7)
+        swarm.obey(stages, fresh=True)
+        await swarm.until_step(3)
+
+        newcomers = ["0.2", "1.2", "2.2"]
+        joined_s = swarm.world.now_s()
+        for stage, name in enumerate(newcomers):
+            await swarm.add(name, device_flop_per_s=4e7)
+            stages[stage].append(name)
+        swarm.obey(stages, fresh=False)
+        await swarm.until(lambda: all(swarm.drivers[name].heartbeat().forward_s > 0 for name in newcomers))
+        assert swarm.world.now_s() - joined_s < 20.0
+
+        leavers = ["0.0", "1.0", "2.1"]  # two of them lead their group
+        goodbyes = [swarm.peer(name).spawn(swarm.drivers[name].drain()) for name in leavers]
+        for name in leavers:
+            stages[int(name[0])].remove(name)
+        await asyncio.sleep(0.2)
+        swarm.obey(stages, fresh=False)
+        assert all([await goodbye for goodbye in goodbyes])
+        for name in leavers:
+            await swarm.peer(name).spawn(swarm.drivers.pop(name).close())
+            await swarm.peer(name).transport.close()
+
+        for step in range(len(swarm.commits[0]), 24):
+            await swarm.until_step(step)
+            committed_at_s.append(swarm.world.now_s())
+        await swarm.until_step(24)
+        await swarm.close()
+        assert swarm.world.failures == []
+        return swarm
+
+    swarm = run(main())
+    for stage in range(3):
+        commits = [swarm.commits[stage][step] for step in range(24)]
+        assert {(c.microbatches, c.duplicates, c.given_up) for c in commits} == {(6, 0, 0)}
+        assert [c.members for c in commits][-1] == 2
+        assert max(c.members for c in commits) == 3
+    gaps_s = [b - a for a, b in zip(committed_at_s, committed_at_s[1:], strict=False)]
+    assert max(gaps_s) < 4 * sorted(gaps_s)[len(gaps_s) // 2], "somebody waited for a timeout"
+    assert swarm.losses[-1] < swarm.losses[0] - 0.5
+
+
+@pytest.mark.sim
+def test_a_newcomer_holds_the_very_bits_of_its_mates(make_swarm, tiny_spec):
+    builtins = msgspec.to_builtins(tiny_spec)
+    builtins["training"] |= {"s_max": 1, "steps": 12}
+    spec = msgspec.convert(builtins, type(tiny_spec))
+
+    async def main():
+        swarm = make_swarm(spec, network=uniform(latency_s=0.02, rate_bytes_per_s=1e6))
+        for name in ("a", "b"):
+            await swarm.add(name, device_flop_per_s=1e8)
+        swarm.obey([["a"], ["b"]], fresh=True)
+        await swarm.until_step(4)
+        await swarm.add("c", device_flop_per_s=1e8)
+        swarm.obey([["a"], ["b", "c"]], fresh=False)
+        await swarm.until_step(12)
+        states = [swarm.drivers[name].replica.pipeline.runtime.state for name in ("b", "c")]
+        await swarm.close()
+        return [(state.version, state.digest()) for state in states], swarm.commits[1][11].members
+
+    states, members = run(main())
+    assert states[0] == states[1]
+    assert members == 2
+
+
+@pytest.mark.sim
+def test_a_snapshot_is_written_at_the_end_and_reads_back(make_swarm, tiny_spec, tmp_path):
+    from shoal.peer.snapshot import list_snapshots, read_snapshot
+
+    builtins = msgspec.to_builtins(tiny_spec)
+    builtins["training"]["steps"] = 3
+    spec = msgspec.convert(builtins, type(tiny_spec))
+
+    async def main():
+        swarm = make_swarm(spec, network=uniform(latency_s=0.01))
+        for name in ("a", "b"):
+            await swarm.add(name, device_flop_per_s=1e9, state_dir=tmp_path / name)
+        swarm.obey([["a", "b"]], fresh=True)
+        await swarm.until_step(3)
+        state = swarm.drivers["a"].replica.pipeline.runtime.state
+        await swarm.close()
+        return state
+
+    state = run(main())
+    (newest,) = list_snapshots(tmp_path / "a" / "snapshots" / "stage-0")
+    read = read_snapshot(newest)
+    assert read.version == 3
+    for key, layer in state.layers.items():
+        assert read.layers[key].param.equal(layer.param_N)
+    assert not (tmp_path / "b" / "snapshots").exists(), "only the lead writes"
