@@ -124,6 +124,7 @@ class Coordination:
         self._said = ""
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_at_s = 0.0
         self._moved_on = asyncio.Event()
         self._closed = False
         self.history: deque[StepRecord] = deque(maxlen=HISTORY_STEPS)
@@ -206,10 +207,19 @@ class Coordination:
         return replies[0] if replies else None
 
     def _arm(self) -> None:
+        """One timer, set anew only when the core wants another time."""
+        at_s = self._core.next_timer_s()
         if self._timer is not None:
+            if at_s == self._timer_at_s:
+                return
             self._timer.cancel()
-        delay_s = max(0.0, self._core.next_timer_s() - self._clock.now_s())
-        self._timer = asyncio.get_running_loop().call_later(delay_s, self._feed, TimerFired())
+        delay_s = max(0.0, at_s - self._clock.now_s())
+        self._timer_at_s = at_s
+        self._timer = asyncio.get_running_loop().call_later(delay_s, self._fire)
+
+    def _fire(self) -> None:
+        self._timer = None
+        self._feed(TimerFired())
 
     def _carry_out(self, command: Command) -> msgspec.Struct | None:
         match command:
@@ -286,7 +296,7 @@ class Coordination:
         plan = base = None
         match message:
             case Heartbeat():
-                await self._notices.introduce(source, message.advert.addresses)
+                self._introduce(source, message.advert.addresses)
             case TermRequest():
                 base = self._need(message.live, source)
             case PlanOffer():
@@ -296,7 +306,7 @@ class Coordination:
             case HandOver():
                 plan = self._need(message.plan, source)
                 for peer, advert in message.roster:
-                    await self._notices.introduce(peer, advert.addresses)
+                    self._introduce(peer, advert.addresses)
         try:
             reply = self._feed(Received(source=source, message=message, plan=plan, base=base))
         except LocalError as error:
@@ -304,6 +314,10 @@ class Coordination:
             return Refusal(reason="cannot keep its word on disk")
         assert reply is not None
         return reply
+
+    def _introduce(self, peer: PeerID, addresses: tuple[str, ...]) -> None:
+        if self._notices.is_news(peer, addresses):
+            self._spawn(self._notices.introduce(peer, addresses))
 
     def _need(self, data: bytes, source: PeerID) -> SignedPlan:
         plan = self._open(data, source)

@@ -1,5 +1,6 @@
 """What a peer posts in the directory and reads there: where everybody is, and where the chain is."""
 
+import asyncio
 import logging
 
 import msgspec
@@ -18,6 +19,8 @@ ADVERT_RENEWED_S = 20.0
 """Two renewals may fail before the directory forgets us."""
 HEAD_EXPIRES_S = 120.0
 """A newcomer finds the chain this long after the last coordinator fell silent; the highest of several counts."""
+DIALS_MAX = 16
+"""Peers that are introduced at the same time; a dial to one that is gone takes seconds."""
 
 
 class Notices:
@@ -31,6 +34,7 @@ class Notices:
         self._peers_key = f"shoal/{endpoint.run}/peers"
         self._plan_key = f"shoal/{endpoint.run}/plan"
         self._addresses: dict[PeerID, tuple[str, ...]] = {}
+        self._dials = asyncio.Semaphore(DIALS_MAX)
         self._advert: Advert | None = None
         self._renew_at_s = 0.0
 
@@ -67,19 +71,25 @@ class Notices:
         records = await self._records(self._plan_key)
         heads = [head for peer, head in records if isinstance(head, PlanHead) and head.coordinator == peer]
         head = max(heads, key=lambda h: (h.term, h.sequence, h.coordinator), default=None)
-        if head is not None:
+        if head is not None and self.is_news(head.coordinator, head.addresses):
             await self.introduce(head.coordinator, head.addresses)
         return head
 
     async def meet(self) -> None:
         """Read where everybody is."""
-        for peer, record in await self._records(self._peers_key):
-            if isinstance(record, AdvertRecord):
-                await self.introduce(peer, record.advert.addresses)
+        records = await self._records(self._peers_key)
+        where = ((peer, record.advert.addresses) for peer, record in records if isinstance(record, AdvertRecord))
+        news = [(peer, addresses) for peer, addresses in where if self.is_news(peer, addresses)]
+        await asyncio.gather(*(self.introduce(peer, addresses) for peer, addresses in news))
+
+    def is_news(self, peer: PeerID, addresses: tuple[str, ...]) -> bool:
+        """Whether to `introduce` a peer under these addresses."""
+        return bool(addresses) and peer != self._endpoint.peer_id and self._addresses.get(peer) != addresses
 
     async def introduce(self, peer: PeerID, addresses: tuple[str, ...]) -> None:
-        if addresses and peer != self._endpoint.peer_id and self._addresses.get(peer) != addresses:
-            self._addresses[peer] = addresses
+        """May take seconds: a transport may dial at once."""
+        self._addresses[peer] = addresses
+        async with self._dials:
             await self._endpoint.transport.introduce(peer, addresses)
 
     async def _store(self, key: str, record: msgspec.Struct, expires_in_s: float) -> None:

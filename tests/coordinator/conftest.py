@@ -227,21 +227,21 @@ def run_swarm() -> SwarmRunner:
     return go
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_advert() -> Callable[..., Advert]:
     return advert_of
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_heartbeat() -> Callable[..., Heartbeat]:
     return heartbeat_of
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_plan() -> Callable[..., SignedPlan]:
     return plan_of
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_unsigned() -> Callable[[Plan], SignedPlan]:
     return unsigned

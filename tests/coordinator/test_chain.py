@@ -1,0 +1,148 @@
+"""Fencing: single votes here, and all interleavings of many proposers in `test_chain_safety.py`."""
+
+import pytest
+
+from shoal.coordinator.chain import PlanChain, is_quorum
+
+ABC = [["a"], ["b"], ["c"]]
+
+
+@pytest.fixture
+def first(make_plan):
+    return make_plan(ABC, coordinator="a")
+
+
+@pytest.fixture
+def chain(first):
+    chain = PlanChain("run")
+    chain.adopt(first)
+    return chain
+
+
+def test_obeys_only_what_is_above_all_it_obeyed(make_plan, chain, first):
+    second = make_plan(ABC, coordinator="a", order=(1, 2), base=first)
+    third = make_plan(ABC, coordinator="b", order=(2, 3), base=second)
+    assert chain.adopt(third) == (True, "")
+    assert not chain.adopt(second)[0]
+    assert not chain.adopt(third)[0]
+    assert chain.live is third
+
+
+def test_another_plan_of_the_same_order_is_never_obeyed(make_plan, chain):
+    other = make_plan(ABC, coordinator="a", reason="forged")
+    taken, reason = chain.adopt(other)
+    assert not taken
+    assert "not below" in reason
+    assert chain.live is not other
+
+
+def test_votes_for_the_successor_of_its_plan_again_and_again(make_plan, chain, first):
+    second = make_plan(ABC, coordinator="a", order=(1, 2), base=first)
+    assert chain.vote("a", 1, second, first).accepted
+    assert chain.vote("a", 1, second, first).accepted
+    assert chain.live is first, "a vote is not obedience"
+
+
+def test_does_not_vote_for_two_plans_of_one_order(make_plan, chain, first):
+    assert chain.vote("a", 1, make_plan(ABC, coordinator="a", order=(1, 2), base=first), first).accepted
+    other = make_plan(ABC, coordinator="a", order=(1, 2), base=first, reason="another")
+    vote = chain.vote("a", 1, other, first)
+    assert not vote.accepted
+    assert "voted for another plan" in vote.reason
+
+
+def test_a_coordinator_may_replace_its_offer_by_a_later_one_but_not_by_an_earlier(make_plan, chain, first):
+    second = make_plan(ABC, coordinator="a", order=(1, 2), base=first)
+    third = make_plan(ABC, coordinator="a", order=(1, 3), base=first)
+    assert chain.vote("a", 1, second, first).accepted
+    assert chain.vote("a", 1, third, first).accepted
+    assert not chain.vote("a", 1, second, first).accepted
+
+
+def test_refuses_what_does_not_follow_its_plan(make_plan, chain, first):
+    stranger = make_plan(ABC, coordinator="a", order=(1, 1), reason="not in our chain")
+    assert not chain.vote("a", 1, make_plan(ABC, coordinator="a", order=(1, 2), base=stranger), None).accepted
+
+
+def test_a_term_changes_hands_only_with_a_higher_term(make_plan, chain, first):
+    assert not chain.vote("b", 1, make_plan(ABC, coordinator="b", order=(1, 2), base=first), first).accepted
+    assert chain.vote("b", 2, make_plan(ABC, coordinator="b", order=(2, 2), base=first), first).accepted
+
+
+def test_a_term_once_granted_is_nobody_elses(make_plan, chain, first):
+    assert chain.grant("b", 2, first).granted
+    assert not chain.grant("c", 2, first).granted
+    assert not chain.vote("c", 2, make_plan(ABC, coordinator="c", order=(2, 2), base=first), first).accepted
+    assert not chain.vote("a", 1, make_plan(ABC, coordinator="a", order=(1, 2), base=first), first).accepted
+    assert chain.grant("c", 3, first).granted
+
+
+def test_a_grant_tells_what_was_voted_for_before(make_plan, chain, first):
+    second = make_plan(ABC, coordinator="a", order=(1, 2), base=first)
+    chain.vote("a", 1, second, first)
+    grant = chain.grant("b", 2, first)
+    assert (grant.accepted, grant.accepted_term) == (second, 1)
+    # which the candidate then offers in its own term, in the dead coordinator's name
+    assert chain.vote("b", 2, second, first).accepted
+
+
+def test_strangers_are_granted_nothing(chain, first):
+    assert not chain.grant("stranger", 2, first).granted
+
+
+def test_laggards_adopt_the_enclosed_predecessor(make_plan, chain, first):
+    second = make_plan(ABC, coordinator="a", order=(1, 2), base=first)
+    third = make_plan(ABC, coordinator="a", order=(1, 3), base=second)
+    assert not chain.vote("a", 1, third, None).accepted
+    assert chain.vote("a", 1, third, second).accepted
+    assert chain.live is second
+
+
+def test_who_asks_on_an_old_plan_is_told_so(make_plan, chain, first):
+    chain.adopt(make_plan(ABC, coordinator="b", order=(2, 2), base=first))
+    grant = chain.grant("c", 3, first)
+    assert not grant.granted
+    assert "obeys plan (2, 2)" in grant.reason
+
+
+def test_who_knows_no_plan_votes_for_none(make_plan, first):
+    chain = PlanChain("run")
+    vote = chain.vote("a", 1, make_plan(ABC, coordinator="a", order=(1, 2), base=first), None)
+    assert not vote.accepted
+
+
+def test_a_record_brings_everything_back(make_plan, chain, first):
+    chain.vote("a", 1, make_plan(ABC, coordinator="a", order=(1, 2), base=first), first)
+    chain.grant("b", 2, first)
+    again = PlanChain("run")
+    again.restore(chain.record(), live=chain.live, accepted=chain.accepted)
+    assert again.record() == chain.record()
+    assert not again.grant("c", 2, first).granted
+
+
+@pytest.mark.parametrize(
+    ("voters", "members", "enough"),
+    [
+        ("ab", "abc", True),
+        ("a", "abc", False),
+        ("ab", "abcd", True),  # a tie, and the owner is in it
+        ("bc", "abcd", False),
+        ("a", "ab", True),
+        ("b", "ab", False),
+        ("abc", "abcdef", False),  # large swarms have no tie break
+        ("bcde", "abcdef", True),
+        ("axyz", "abc", False),  # strangers do not count
+        ("bc", "bcde", False),  # the owner is not a member any more
+        ("abc", "bcde", False),
+    ],
+)
+def test_quorum(voters, members, enough):
+    assert is_quorum(set(voters), tuple(members), "a") is enough
+
+
+def test_two_disjoint_sets_are_never_both_a_quorum():
+    for size in range(1, 8):
+        members = tuple("abcdefg"[:size])
+        for bits in range(2**size):
+            one = {peer for index, peer in enumerate(members) if bits >> index & 1}
+            assert not (is_quorum(one, members, "a") and is_quorum(set(members) - one, members, "a"))

@@ -1,0 +1,173 @@
+"""No order of messages, losses and rivals lets two plans of one (term, sequence) go live, or forks the chain.
+
+Proposers and voters are the real ones. The network is a bag: each draw delivers, repeats or loses one message, lets
+somebody campaign or its patience end, has a coordinator change most of the members, or restarts a peer from its record.
+"""
+
+import itertools
+import random
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.coordinator.allocate.interface import Layout
+from shoal.coordinator.chain import PlanChain
+from shoal.coordinator.events import Answered, Ask
+from shoal.coordinator.proposal import Proposal
+from shoal.coordinator.proposer import Carried, Proposer
+from shoal.coordinator.voter import answer_offer, answer_request
+from shoal.protocol.messages import PlanLive, PlanOffer, PlanVote, TermGrant, TermRequest
+from shoal.protocol.plan import Member, SignedPlan, Stage
+
+PEERS = tuple("abcdefg")
+OWNER = "a"
+
+
+def layout_of(members) -> Layout:
+    stage = Stage(
+        first_layer=0, last_layer=2, members=tuple(Member(peer=peer, share=1.0, bandwidth=1.0) for peer in members)
+    )
+    return Layout(stages=(stage,), spares=(), reason="drawn")
+
+
+@dataclass
+class Bag:
+    """Peers, and what is under way between them: (sender, receiver, message, reply to or None)."""
+
+    rng: random.Random
+    unsigned: object
+    now_s: float = 0.0
+    chains: dict[str, PlanChain] = field(default_factory=dict)
+    proposers: dict[str, Proposer] = field(default_factory=dict)
+    plans: dict[bytes, SignedPlan] = field(default_factory=dict)
+    live: list[SignedPlan] = field(default_factory=list)
+    under_way: list[tuple] = field(default_factory=list)
+
+    def sign(self, plan) -> SignedPlan:
+        signed = self.unsigned(plan)
+        self.plans[signed.envelope] = signed
+        return signed
+
+    def proposer(self, peer, chain) -> Proposer:
+        return Proposer(me=peer, owner=OWNER, chain=chain, sign=self.sign, is_fresh=lambda _: False, heartbeat_s=1.0)
+
+    def begin(self, members) -> None:
+        for peer in PEERS:
+            self.chains[peer] = PlanChain("run")
+            self.proposers[peer] = self.proposer(peer, self.chains[peer])
+        first = self.proposers[OWNER].make(None, 1, layout_of(members))
+        self.live.append(first)
+        for peer in members:
+            self.chains[peer].adopt(first)
+
+    # what a driver and a core do between them, without their good sense about when
+
+    def carry_out(self, peer, commands) -> None:
+        self.under_way += [(peer, c.peer, c.message, None) for c in commands if isinstance(c, Ask)]
+        outcome = self.proposers[peer].take_outcome()
+        if isinstance(outcome, Carried):
+            self.live.append(outcome.plan)
+            self.obey(peer, outcome.plan)
+            audience = {*outcome.voters, *outcome.plan.plan.members} - {peer}
+            self.under_way += [(peer, other, PlanLive(plan=outcome.plan.envelope), None) for other in sorted(audience)]
+            if outcome.plan.plan.coordinator != peer:
+                again = self.proposers[peer].campaign(outcome.plan, self.now_s, handed_over=False, term=outcome.term)
+                self.carry_out(peer, again)
+
+    def obey(self, peer, plan) -> None:
+        if self.chains[peer].adopt(plan)[0]:
+            self.proposers[peer].drop()
+
+    def deliver(self, source, target, message, asked) -> None:
+        chain = self.chains[target]
+        match message:
+            case PlanLive():
+                self.obey(target, self.plans[message.plan])
+            case TermRequest():
+                base = self.plans[message.live]
+                self.obey(target, base)
+                self.under_way.append((target, source, answer_request(chain, source, message, base), message))
+            case PlanOffer():
+                base = self.plans[message.predecessor]
+                self.obey(target, base)
+                reply = answer_offer(chain, source, message, self.plans[message.plan], base)
+                self.under_way.append((target, source, reply, message))
+            case TermGrant() | PlanVote():
+                newer, accepted = self.plans.get(message.live), None
+                if newer is not None:
+                    self.obey(target, newer)
+                if isinstance(message, TermGrant):
+                    accepted, agreed = self.plans.get(message.accepted), message.granted
+                else:
+                    agreed = message.accepted
+                event = Answered(peer=source, asked=asked, reply=message, live=newer, accepted=accepted)
+                self.carry_out(target, self.proposers[target].count(event, agreed, message.term, "", self.now_s))
+
+    def draw(self) -> None:
+        self.now_s += 0.1
+        peer, dice = self.rng.choice(PEERS), self.rng.random()
+        live, proposer = self.chains[peer].live, self.proposers[peer]
+        if self.under_way and dice < 0.86:
+            at = self.rng.randrange(len(self.under_way))
+            lost, repeated = self.rng.random() < 0.1, self.rng.random() < 0.05
+            entry = self.under_way[at] if repeated else self.under_way.pop(at)
+            if not lost:
+                self.deliver(*entry)
+        elif dice < 0.9 and proposer.is_busy:
+            self.now_s += self.rng.choice([0.0, 6.0])
+            self.carry_out(peer, proposer.press(self.now_s))
+        elif dice < 0.93 and live is not None and peer in live.plan.members and not proposer.is_busy:
+            self.carry_out(peer, proposer.campaign(live, self.now_s, handed_over=False))
+        elif dice < 0.99 and live is not None and live.plan.coordinator == peer and not proposer.is_busy:
+            members = self.rng.sample(PEERS, self.rng.randint(1, len(PEERS)))
+            self.carry_out(peer, proposer.propose(live, layout_of(members), self.now_s))
+        elif dice >= 0.99:
+            chain = PlanChain("run")
+            record, old = self.chains[peer].record(), self.chains[peer]
+            chain.restore(record, live=old.live, accepted=old.accepted)
+            self.chains[peer], self.proposers[peer] = chain, self.proposer(peer, chain)
+
+    def check(self) -> None:
+        chain = sorted({plan.digest: plan for plan in self.live}.values(), key=lambda plan: plan.plan.order)
+        orders = [plan.plan.order for plan in chain]
+        assert len(set(orders)) == len(orders), f"two live plans of one order: {orders}"
+        for before, after in itertools.pairwise(chain):
+            assert after.plan.previous == before.digest, f"{after.plan.order} bypasses {before.plan.order}"
+
+
+def play(seed, unsigned, num_draws=400) -> Bag:
+    rng = random.Random(seed)
+    bag = Bag(rng, unsigned)
+    bag.begin(rng.sample(PEERS, rng.randint(2, len(PEERS))) if rng.random() < 0.5 else PEERS)
+    for _ in range(num_draws):
+        bag.draw()
+    return bag
+
+
+def check_many(unsigned) -> None:
+    for seed in range(400):
+        play(seed, unsigned).check()
+
+
+@settings(max_examples=150, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_live_plans_make_one_chain(make_unsigned, seed):
+    play(seed, make_unsigned).check()
+
+
+def test_the_game_is_not_idle(make_unsigned):
+    bags = [play(seed, make_unsigned) for seed in range(30)]
+    assert sum(len(bag.live) for bag in bags) > 100
+    assert max(plan.plan.term for bag in bags for plan in bag.live) > 3
+
+
+@pytest.mark.parametrize("forgotten", ["what was voted for", "to whom a term is promised"])
+def test_the_game_finds_a_chain_that_is_not_safe(make_unsigned, monkeypatch, forgotten):
+    if forgotten == "what was voted for":
+        monkeypatch.setattr(Proposal, "learn", lambda *_: None)
+    else:
+        monkeypatch.setattr(PlanChain, "_claim", lambda *_: "")
+    with pytest.raises(AssertionError, match=r"two live plans|bypasses"):
+        check_many(make_unsigned)
