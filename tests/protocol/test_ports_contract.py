@@ -1,4 +1,7 @@
-"""What drivers may rely on, whichever world they live in: every test here runs in both."""
+"""What drivers may rely on, whichever world they live in: every test here runs in both.
+
+This file is long because a contract that is spread over several files is one that nobody reads whole.
+"""
 
 import asyncio
 import time
@@ -77,7 +80,7 @@ def test_a_call_reaches_its_peer_and_brings_the_answer_back(any_world):
     async def main(a, b):
         deaf(a)
         ear = Ear(b)
-        assert await a.transport.call(b.peer_id, b"hello", timeout_s=5) == b"re: hello"
+        assert await a.transport.call(b.peer_id, b"hello", timeout_s=PATIENCE_S) == b"re: hello"
         assert ear.calls == [(a.peer_id, b"hello")]
 
     any_world.run(2, main)
@@ -87,7 +90,7 @@ def test_many_calls_at_once_get_each_its_own_answer(any_world):
     async def main(a, b):
         deaf(a, b)
         requests = [b"%d" % number for number in range(50)]
-        answers = await asyncio.gather(*(a.transport.call(b.peer_id, each, timeout_s=10) for each in requests))
+        answers = await asyncio.gather(*(a.transport.call(b.peer_id, each, timeout_s=PATIENCE_S) for each in requests))
         assert answers == [b"re: " + each for each in requests]
 
     any_world.run(2, main)
@@ -101,9 +104,9 @@ def test_the_largest_call_and_answer_pass_and_a_larger_one_is_our_mistake(any_wo
         deaf(a)
         Ear(b, answer=echo)
         large = some_bytes(CONTROL_BYTES_MAX)
-        assert await a.transport.call(b.peer_id, large, timeout_s=10) == large
+        assert await a.transport.call(b.peer_id, large, timeout_s=PATIENCE_S) == large
         with pytest.raises(ValueError, match="larger than any peer accepts"):
-            await a.transport.call(b.peer_id, large + b"!", timeout_s=10)
+            await a.transport.call(b.peer_id, large + b"!", timeout_s=PATIENCE_S)
 
     any_world.run(2, main)
 
@@ -116,7 +119,7 @@ def test_an_answer_that_is_too_large_is_not_sent(any_world):
         deaf(a)
         Ear(b, answer=too_much)
         with pytest.raises(Unreachable):
-            await a.transport.call(b.peer_id, b"", timeout_s=5)
+            await a.transport.call(b.peer_id, b"", timeout_s=PATIENCE_S)
 
     any_world.run(2, main)
 
@@ -126,7 +129,7 @@ def test_a_peer_that_nobody_knows_is_unreachable(any_world):
         deaf(a, b)
         unknown = Identity.generate().peer_id
         with pytest.raises(Unreachable) as caught:
-            await a.transport.call(unknown, b"hello", timeout_s=5)
+            await a.transport.call(unknown, b"hello", timeout_s=PATIENCE_S)
         assert caught.value.peer_id == unknown
         with pytest.raises(Unreachable):
             await a.transport.send(unknown, b"", b"", priority=Priority.BULK)
@@ -137,11 +140,11 @@ def test_a_peer_that_nobody_knows_is_unreachable(any_world):
 def test_a_peer_that_has_closed_is_unreachable(any_world):
     async def main(a, b):
         deaf(a, b)
-        await a.transport.call(b.peer_id, b"hello", timeout_s=5)
+        await a.transport.call(b.peer_id, b"hello", timeout_s=PATIENCE_S)
         await a.transport.send(b.peer_id, b"", b"", priority=Priority.BULK)
         await b.transport.close()
         with pytest.raises(Unreachable):
-            await a.transport.call(b.peer_id, b"hello", timeout_s=5)
+            await a.transport.call(b.peer_id, b"hello", timeout_s=PATIENCE_S)
 
         async def send_until_it_fails():
             # a frame may still leave before the end of the stream is known
@@ -162,7 +165,7 @@ def test_a_closed_transport_reaches_nobody_and_may_be_closed_again(any_world):
         await a.transport.close()
         await a.transport.close()
         with pytest.raises(Unreachable):
-            await a.transport.call(b.peer_id, b"hello", timeout_s=5)
+            await a.transport.call(b.peer_id, b"hello", timeout_s=PATIENCE_S)
         with pytest.raises(Unreachable):
             await a.transport.send(b.peer_id, b"", b"", priority=Priority.BULK)
 
@@ -179,9 +182,9 @@ def test_a_handler_that_fails_is_unreachable_and_the_next_call_works(any_world):
         deaf(a)
         Ear(b, answer=fail)
         with pytest.raises(Unreachable) as caught:
-            await a.transport.call(b.peer_id, b"fail", timeout_s=5)
+            await a.transport.call(b.peer_id, b"fail", timeout_s=PATIENCE_S)
         assert "detail" not in str(caught.value)
-        assert await a.transport.call(b.peer_id, b"again", timeout_s=5) == b"fine"
+        assert await a.transport.call(b.peer_id, b"again", timeout_s=PATIENCE_S) == b"fine"
 
     any_world.run(2, main)
 
@@ -206,7 +209,7 @@ def test_a_peer_does_not_dial_itself(any_world):
     async def main(a):
         deaf(a)
         with pytest.raises(Unreachable):
-            await a.transport.call(a.peer_id, b"hello", timeout_s=5)
+            await a.transport.call(a.peer_id, b"hello", timeout_s=PATIENCE_S)
         with pytest.raises(Unreachable):
             await a.transport.send(a.peer_id, b"", b"", priority=Priority.BULK)
 
@@ -222,7 +225,7 @@ def test_an_introduction_never_raises_and_a_good_one_is_enough(any_world):
         await a.transport.introduce(b.peer_id, ("nonsense", "/ip4/300.0.0.1/tcp/x", ""))
         await a.transport.introduce(a.peer_id, a.transport.addresses())
         await a.transport.introduce(b.peer_id, b.transport.addresses())
-        assert await a.transport.call(b.peer_id, b"hello", timeout_s=5) == b"re: hello"
+        assert await a.transport.call(b.peer_id, b"hello", timeout_s=PATIENCE_S) == b"re: hello"
 
     any_world.run(2, main, introduced=False)
 
@@ -231,8 +234,8 @@ def test_whoever_was_called_can_call_back(any_world):
     async def main(a, b):
         deaf(a, b)
         await a.transport.introduce(b.peer_id, b.transport.addresses())
-        await a.transport.call(b.peer_id, b"hello", timeout_s=5)
-        assert await b.transport.call(a.peer_id, b"hello", timeout_s=5) == b"re: hello"
+        await a.transport.call(b.peer_id, b"hello", timeout_s=PATIENCE_S)
+        assert await b.transport.call(a.peer_id, b"hello", timeout_s=PATIENCE_S) == b"re: hello"
 
     any_world.run(2, main, introduced=False)
 
@@ -240,7 +243,7 @@ def test_whoever_was_called_can_call_back(any_world):
 def test_a_call_before_serve_waits_for_it(any_world):
     async def main(a, b):
         deaf(a)
-        call = asyncio.create_task(a.transport.call(b.peer_id, b"early", timeout_s=10))
+        call = asyncio.create_task(a.transport.call(b.peer_id, b"early", timeout_s=PATIENCE_S))
         await asyncio.sleep(0.05)
         assert not call.done()
         Ear(b)
@@ -484,10 +487,10 @@ def test_a_later_record_replaces_an_earlier_one_and_not_the_reverse(any_world):
 
 def test_a_record_lapses_and_its_neighbours_stay(any_world):
     async def main(a, b):
-        assert await a.directory.store("key", "short", b"1", expires_in_s=0.4)
+        assert await a.directory.store("key", "short", b"1", expires_in_s=2.0)
         assert await a.directory.store("key", "long", b"2", expires_in_s=60)
         assert "short" in await b.directory.get("key")
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(2.1)  # not a wait for something: the time itself is what is tested
         assert await b.directory.get("key") == {"long": b"2"}
         assert await a.directory.get("key") == {"long": b"2"}
 
@@ -588,14 +591,17 @@ def test_a_cancelled_job_that_has_not_begun_never_runs(any_world):
 # Clock
 
 
-def test_the_clock_goes_forward_with_the_loop(any_world):
+def test_the_clock_is_the_loops_and_goes_forward(any_world):
+    def both_times(clock):
+        """The loop's time between two looks at the clock; uvloop cuts its own to whole milliseconds."""
+        before_s, loop_s, after_s = clock.now_s(), asyncio.get_running_loop().time(), clock.now_s()
+        assert before_s - 0.001 <= loop_s <= after_s
+        return before_s
+
     async def main(a):
-        before_s = a.clock.now_s()
-        loop_before_s = asyncio.get_running_loop().time()
+        began_s = both_times(a.clock)
         await asyncio.sleep(0.1)
-        passed_s = a.clock.now_s() - before_s
-        assert passed_s >= 0.098
-        assert abs(passed_s - (asyncio.get_running_loop().time() - loop_before_s)) < 0.01
+        assert both_times(a.clock) - began_s >= 0.098
         assert a.clock.wall_s() > 0
 
     any_world.run(1, main)

@@ -199,10 +199,10 @@ def test_a_live_node_survives_the_payloads_that_end_hiveminds(tmp_path, live_pee
                     in_cache=[False],
                 )
                 # either the gate refuses the record, or its decoder raises and the node says so
-                outcome = await asyncio.gather(stub.rpc_store(request, timeout=5), return_exceptions=True)
+                outcome = await asyncio.gather(stub.rpc_store(request, timeout=30), return_exceptions=True)
                 assert "TooDeep" in repr(outcome) or "store_ok: false" in repr(outcome)
                 assert node.poll() is None
-                assert await transport.call(peer, b"still there?", timeout_s=5) == b"still there?"
+                assert await transport.call(peer, b"still there?", timeout_s=30) == b"still there?"
         assert await directory.store("key", "sub", b"value", expires_in_s=60)
         assert await directory.get("key") == {"sub": b"value"}
         await directory.close()

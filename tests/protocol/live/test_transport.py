@@ -32,7 +32,7 @@ async def reach(transport: LiveTransport, peer: PeerID, request: bytes) -> bytes
     async with asyncio.timeout(30):
         while True:
             try:
-                return await transport.call(peer, request, timeout_s=5)
+                return await transport.call(peer, request, timeout_s=30)
             except Unreachable:
                 await asyncio.sleep(0.05)
 
@@ -43,7 +43,7 @@ def test_peers_of_another_run_are_refused_in_one_sentence(live_peer):
         b, heard = await live_peer("b", run="run two")
         await introduce(a, b)
         with pytest.raises(Unreachable, match="does not take part in this run, or speaks another version"):
-            await a.call(b.peer_id, b"hello", timeout_s=5)
+            await a.call(b.peer_id, b"hello", timeout_s=30)
         with pytest.raises(Unreachable, match="does not take part in this run, or speaks another version"):
             await a.send(b.peer_id, b"", b"", priority=Priority.BULK)
         assert heard.calls == heard.frames == []
@@ -60,7 +60,7 @@ def test_peers_of_another_version_are_refused_in_one_sentence(live_peer, monkeyp
         b, _ = await live_peer("b")
         await introduce(a, b)
         with pytest.raises(Unreachable, match="speaks another version"):
-            await a.call(b.peer_id, b"hello", timeout_s=5)
+            await a.call(b.peer_id, b"hello", timeout_s=30)
         await a.close()
         await b.close()
 
@@ -74,7 +74,7 @@ def test_a_dead_daemon_comes_back_as_the_same_peer(live_peer, eventually, caplog
         told = asyncio.Event()
 
         async def on_restart():
-            assert await b.call(a.peer_id, b"from the callback", timeout_s=5) == b"re: from the callback"
+            assert await b.call(a.peer_id, b"from the callback", timeout_s=30) == b"re: from the callback"
             told.set()
 
         b.on_restart(on_restart)
@@ -169,7 +169,7 @@ def test_an_initial_peer_that_is_down_keeps_nobody_out(live_peer):
         gone = f"/ip4/127.0.0.1/tcp/9/p2p/{Identity.generate().peer_id}"
         a, _ = await live_peer("a")
         b, _ = await live_peer("b", initial_peers=(gone, *a.addresses()))
-        assert await b.call(a.peer_id, b"hello", timeout_s=5) == b"re: hello"
+        assert await b.call(a.peer_id, b"hello", timeout_s=30) == b"re: hello"
         await a.close()
         await b.close()
 
