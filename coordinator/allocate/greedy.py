@@ -115,18 +115,26 @@ def _rescue(slots: Sequence[_Slot]) -> list[tuple[PeerID, int]]:
         if slot.stayers:
             continue
         donors = [
-            (other, peer)
+            (_reluctance(other, peer), -other.wealth, other.index, -rank, other, peer)
             for other in slots
             if len(other.stayers) > 1
-            for peer in other.stayers[1:]  # the first by rank leads its group: moving it costs more
+            for rank, peer in enumerate(other.stayers)
             if slot.admits(peer)
-        ] or [(other, peer) for other in slots if len(other.stayers) > 1 for peer in other.stayers if slot.admits(peer)]
+        ]
         if donors:
-            other, peer = max(donors, key=lambda pair: (pair[0].wealth, -pair[0].index, pair[0].holders.index(pair[1])))
+            *_, other, peer = min(donors, key=lambda donor: donor[:4])
             other.holders.remove(peer)
             slot.holders.append(peer)
             moved.append((peer.peer, slot.index))
     return moved
+
+
+def _reluctance(slot: _Slot, peer: MeasuredPeer) -> int:
+    """What moving `peer` away costs its stage: 2 its state, 1 its lead, 0 neither."""
+    synced = [p for p in slot.stayers if p.synced_stage == slot.index]
+    if synced == [peer]:
+        return 2
+    return 1 if peer is slot.stayers[0] else 0
 
 
 def _release(slots: Sequence[_Slot]) -> None:

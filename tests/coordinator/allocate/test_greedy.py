@@ -1,0 +1,191 @@
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from shoal.coordinator.allocate.greedy import GreedyAllocator
+from shoal.coordinator.allocate.interface import MeasuredPeer, NoLayout, Snapshot
+from shoal.protocol.plan import Plan, plan_flaw
+
+ALLOCATOR = GreedyAllocator()
+COSTS = (1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
+
+
+def measured(peer, speed=1.0, **says):
+    usual = {"upload_bytes_per_s": 1e6, "memory_bytes": 1 << 30, "has_data": True}
+    return MeasuredPeer(peer=peer, flop_per_s=speed, **(usual | says))
+
+
+def snapshot(peers, num_stages=3):
+    return Snapshot(peers=tuple(sorted(peers, key=lambda peer: peer.peer)), layer_costs=COSTS, num_stages=num_stages)
+
+
+def as_plan(layout, sequence=1):
+    return Plan(
+        run="run",
+        term=1,
+        sequence=sequence,
+        previous="",
+        coordinator="a",
+        stages=layout.stages,
+        spares=layout.spares,
+    )
+
+
+def groups(layout):
+    return [list(stage.peers) for stage in layout.stages]
+
+
+@st.composite
+def swarms(draw, min_peers=1, names="abcdefghijklmno"):
+    chosen = draw(st.lists(st.sampled_from(names), unique=True, min_size=min_peers, max_size=len(names)))
+    return [
+        measured(
+            name,
+            draw(st.floats(1.0, 1e13)),
+            upload_bytes_per_s=draw(st.floats(1.0, 1e9)),
+            has_data=draw(st.booleans()),
+            draining=draw(st.sampled_from([False, False, False, True])),
+            synced_stage=draw(st.sampled_from([None, 0, 1, 2])),
+        )
+        for name in chosen
+    ]
+
+
+def check(layout, peers):
+    """What every layout promises."""
+    plan = as_plan(layout)
+    assert plan_flaw(plan, num_layers=len(COSTS)) is None
+    by_id = {peer.peer: peer for peer in peers}
+    assert set(plan.members) <= set(by_id)
+    stayers = {peer.peer for peer in peers if not peer.draining}
+    assert stayers <= set(plan.members)
+    assert all(by_id[peer].has_data for peer in plan.stages[0].peers)
+    for stage in plan.stages:
+        assert sum(member.share for member in stage.members) == pytest.approx(1.0)
+        assert sum(member.bandwidth for member in stage.members) == pytest.approx(1.0)
+        fastest = max(stage.members, key=lambda member: by_id[member.peer].flop_per_s)
+        assert fastest.share == max(member.share for member in stage.members)
+
+
+def allocate(peers, previous=None, seed=0):
+    try:
+        return ALLOCATOR.allocate(snapshot(peers), previous, seed=seed)
+    except NoLayout:
+        return None
+
+
+def orphans_of(previous, by_id):
+    """Stages of `previous` that nobody who stays and may serve them holds any more."""
+    return sum(
+        not any(p in by_id and not by_id[p].draining and (index or by_id[p].has_data) for p in stage.peers)
+        for index, stage in enumerate(previous.stages)
+    )
+
+
+@given(swarms(), st.integers(0, 9))
+def test_a_first_layout_holds_what_it_promises(peers, seed):
+    layout = allocate(peers, seed=seed)
+    stayers = [peer for peer in peers if not peer.draining]
+    possible = len(stayers) >= 3 and any(peer.has_data for peer in stayers)
+    assert (layout is not None) is possible
+    if layout is not None:
+        check(layout, stayers)
+        assert layout == allocate(list(reversed(peers)), seed=seed)
+
+
+@given(swarms(), swarms(), st.integers(0, 9))
+def test_a_later_layout_holds_what_it_promises_and_moves_few(before, after, seed):
+    first = allocate([peer for peer in before if not peer.draining])
+    assume(first is not None)
+    previous = as_plan(first)
+    layout = allocate(after, previous, seed=seed)
+    assert layout == allocate(after, previous, seed=seed)
+    if layout is None:
+        return
+    check(layout, after)
+    assert [(s.first_layer, s.last_layer) for s in layout.stages] == [
+        (s.first_layer, s.last_layer) for s in previous.stages
+    ]
+    by_id = {peer.peer: peer for peer in after}
+    for index, stage in enumerate(previous.stages):
+        stayers = [p for p in stage.peers if p in by_id and not by_id[p].draining and (index or by_id[p].has_data)]
+        kept = [p for p in layout.stages[index].peers if p in stayers]
+        assert kept == [p for p in stayers if p in kept], "ranks keep their order"
+        # one moves away for each stage that nobody lasting is left to hold, and nobody without such a need
+        assert len(stayers) - len(kept) <= orphans_of(previous, by_id)
+    for index, stage in enumerate(previous.stages):
+        had = [p for p in stage.peers if p in by_id and (index or by_id[p].has_data)]
+        if any(by_id[p].synced_stage == index for p in had) and not orphans_of(previous, by_id):
+            assert any(by_id[p].synced_stage == index for p in layout.stages[index].peers), "state is never let go"
+
+
+def test_equal_peers_are_spread_evenly():
+    layout = allocate([measured(name) for name in "abcdef"])
+    assert sorted(len(group) for group in groups(layout)) == [2, 2, 2]
+
+
+def test_speed_is_balanced_not_numbers():
+    layout = allocate([measured("a", 4.0), measured("b", 4.0), *(measured(name) for name in "cdef")])
+    speeds = sorted(sum(4.0 if peer in "ab" else 1.0 for peer in group) for group in groups(layout))
+    assert speeds == [4.0, 4.0, 4.0]
+
+
+def test_shares_follow_speed_and_bandwidth_follows_upload():
+    peers = [measured("a", 3.0, upload_bytes_per_s=1e6), measured("b", 1.0, upload_bytes_per_s=4e6)]
+    layout = ALLOCATOR.allocate(Snapshot(peers=tuple(peers), layer_costs=COSTS, num_stages=1), None, seed=0)
+    (stage,) = layout.stages
+    assert [member.share for member in stage.members] == [0.75, 0.25]
+    assert [member.bandwidth for member in stage.members] == [0.2, 0.8]
+
+
+def test_a_newcomer_goes_to_the_poorest_stage():
+    previous = as_plan(allocate([measured(name) for name in "abcdef"]))
+    lost = previous.stages[1].peers[1]
+    layout = allocate([*(measured(name) for name in "abcdef" if name != lost), measured("new")], previous)
+    assert groups(layout)[1] == [previous.stages[1].peers[0], "new"]
+
+
+def test_a_stage_without_holders_gets_one_that_does_not_lead_the_richest():
+    previous = as_plan(allocate([measured(name) for name in "abcdef"]))
+    dead = set(previous.stages[2].peers)
+    rich = previous.stages[0].peers
+    peers = [measured(name, 5.0 if name in rich else 1.0) for name in "abcdef" if name not in dead]
+    layout = allocate(peers, previous)
+    assert groups(layout) == [[rich[0]], list(previous.stages[1].peers), [rich[1]]]
+    assert "moved to stage 2" in layout.reason
+
+
+def test_who_cannot_read_the_text_never_serves_stage_0():
+    layout = allocate([measured("a", 0.1), *(measured(name, 9.0, has_data=False) for name in "bcdef")])
+    assert groups(layout)[0] == ["a"]
+
+
+def test_a_peer_that_nothing_fits_is_a_spare():
+    peers = (measured("a"), measured("b", has_data=False))
+    layout = ALLOCATOR.allocate(Snapshot(peers=peers, layer_costs=COSTS, num_stages=1), None, seed=0)
+    assert groups(layout) == [["a"]]
+    assert layout.spares == ("b",)
+
+
+def test_a_draining_peer_stays_until_another_has_the_state():
+    previous = as_plan(allocate([measured(name) for name in "abc"]))
+    leaver = previous.stages[1].peers[0]
+    rest = [measured(name, synced_stage=previous.stage_of(name)) for name in "abc" if name != leaver]
+    going = measured(leaver, draining=True, synced_stage=1)
+    assert groups(allocate([*rest, going], previous))[1] == [leaver]
+    helped = allocate([*rest, going, measured("d")], previous)
+    assert groups(helped)[1] == [leaver, "d"]
+    synced = allocate([*rest, going, measured("d", synced_stage=1)], as_plan(helped))
+    assert groups(synced)[1] == ["d"]
+
+
+def test_too_few_peers_is_a_sentence():
+    with pytest.raises(NoLayout, match="nobody is free to hold stage"):
+        ALLOCATOR.allocate(snapshot([measured("a"), measured("b")]), None, seed=0)
+    with pytest.raises(NoLayout, match="nobody has the run's text to hold stage 0"):
+        ALLOCATOR.allocate(snapshot([measured(name, has_data=False) for name in "abc"]), None, seed=0)
+
+
+def test_ties_are_broken_by_the_seed():
+    peers = [measured(name) for name in "abcdefgh"]
+    assert len({str(groups(allocate(peers, seed=seed))) for seed in range(20)}) > 1

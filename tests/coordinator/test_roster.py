@@ -1,0 +1,105 @@
+import pytest
+
+from shoal.coordinator.roster import CEILING_HEARTBEATS, FLOOR_HEARTBEATS, Arrivals, Roster
+
+
+@pytest.fixture
+def roster():
+    return Roster(1.0)
+
+
+def beat(roster, heartbeat, *, times, every_s=1.0, begin_s=0.0, peer="a"):
+    for number in range(times):
+        roster.heard(peer, heartbeat, begin_s + number * every_s)
+    return begin_s + (times - 1) * every_s
+
+
+def test_a_peer_is_alive_from_its_first_heartbeat_until_its_silence_is_suspicious(roster, make_heartbeat):
+    last_s = beat(roster, make_heartbeat("a"), times=20)
+    assert roster.alive(last_s + FLOOR_HEARTBEATS - 0.01) == ("a",)
+    assert roster.alive(last_s + FLOOR_HEARTBEATS) == ()
+
+
+def test_an_irregular_peer_gets_more_time_and_a_dead_one_not_for_ever(roster, make_heartbeat):
+    now_s = 0.0
+    for number in range(40):
+        now_s += 0.5 if number % 2 else 3.5
+        roster.heard("a", make_heartbeat("a"), now_s)
+    patience_s = roster.presences["a"].arrivals.patience_s
+    assert 2 * FLOOR_HEARTBEATS < patience_s <= CEILING_HEARTBEATS
+    assert roster.alive(now_s + CEILING_HEARTBEATS) == ()
+
+
+def test_a_gap_teaches_nothing_about_the_rhythm(make_heartbeat):
+    roster = Roster(1.0)
+    beat(roster, make_heartbeat("a"), times=20)
+    before_s = roster.presences["a"].arrivals.patience_s
+    beat(roster, make_heartbeat("a"), times=20, begin_s=500.0)
+    assert roster.presences["a"].arrivals.patience_s == pytest.approx(before_s)
+
+
+def test_who_leaves_is_gone_at_once_and_may_come_back(roster, make_heartbeat):
+    beat(roster, make_heartbeat("a"), times=3)
+    roster.leave("a")
+    assert roster.alive(2.0) == ()
+    roster.expect("a", None, 2.0)
+    assert roster.alive(2.0) == ()
+    roster.heard("a", make_heartbeat("a"), 3.0)
+    assert roster.alive(3.0) == ("a",)
+
+
+def test_the_expected_are_alive_on_credit_and_unmeasured_without_an_advert(roster, make_advert):
+    roster.expect("a", None, 0.0)
+    roster.expect("b", make_advert("b"), 0.0)
+    assert roster.alive(1.0) == roster.unheard(1.0) == ("a", "b")
+    assert [peer.peer for peer in roster.measured(1.0)] == ["b"]
+    assert roster.alive(FLOOR_HEARTBEATS) == ()
+
+
+def test_impossible_numbers_are_replaced(roster, make_heartbeat, make_advert):
+    liar = make_advert("a", flop_per_s=float("nan"), upload_bytes_per_s=float("inf"), memory_bytes=-5)
+    roster.heard("a", make_heartbeat("a", advert=liar), 0.0)
+    (peer,) = roster.measured(0.0)
+    assert (peer.flop_per_s, peer.upload_bytes_per_s, peer.memory_bytes) == (1.0, 1.0, 0)
+    boaster = make_advert("a", flop_per_s=1e300, upload_bytes_per_s=-1.0)
+    roster.heard("a", make_heartbeat("a", advert=boaster), 1.0)
+    (peer,) = roster.measured(1.0)
+    assert (peer.flop_per_s, peer.upload_bytes_per_s) == (1e15, 1.0)
+
+
+def test_only_a_synced_holder_counts_as_keeping_its_stage(roster, make_heartbeat):
+    roster.heard("a", make_heartbeat("a", stage=2, synced=True), 0.0)
+    roster.heard("b", make_heartbeat("b", stage=2, synced=False), 0.0)
+    assert [peer.synced_stage for peer in roster.measured(0.0)] == [2, None]
+
+
+def test_who_may_coordinate(roster, make_heartbeat, make_advert):
+    roster.heard("a", make_heartbeat("a"), 0.0)
+    roster.heard("b", make_heartbeat("b", draining=True), 0.0)
+    roster.heard("c", make_heartbeat("c", advert=make_advert("c", willing_to_coordinate=False)), 0.0)
+    roster.expect("d", make_advert("d"), 0.0)
+    assert [peer for peer in "abcde" if roster.may_coordinate(peer, 1.0)] == ["a"]
+
+
+def test_the_forgotten_are_those_long_gone(roster, make_heartbeat):
+    for peer in "abc":
+        roster.heard(peer, make_heartbeat(peer), 0.0)
+    roster.leave("c")
+    roster.forget_silent(10.0, keep=frozenset())
+    assert sorted(roster.presences) == ["a", "b"]
+    roster.forget_silent(1000.0, keep=frozenset("a"))
+    assert sorted(roster.presences) == ["a"]
+
+
+def test_a_pause_of_ours_is_nobodys_silence(roster, make_heartbeat):
+    beat(roster, make_heartbeat("a"), times=5)
+    roster.excuse_all(100.0)
+    assert roster.alive(100.0 + FLOOR_HEARTBEATS / 2) == ("a",)
+
+
+def test_arrivals_measure_mean_and_deviation():
+    arrivals = Arrivals(1.0, 0.0)
+    for number in range(1, 200):
+        arrivals.arrived(2.0 * number)
+    assert arrivals.mean_s == pytest.approx(2.0)
+    assert arrivals.deviation_s == pytest.approx(0.0, abs=1e-6)
