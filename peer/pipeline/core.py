@@ -135,9 +135,11 @@ Command = Job | SendActivation | SendGradient | Contributed | Finished | Forget
 class _Flight:
     """What is known of one microbatch that is here."""
 
-    source: PeerID | None
+    sources: set[PeerID]
+    """Who waits for its gradient: none at stage 0, and more than one where somebody before us was doubted or died."""
     staleness_steps: int = 0
     target: PeerID | None = None
+    """Who owes us its gradient; None again once it is back."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -161,6 +163,7 @@ class PipelineCore:
     _returned: set[Microbatch] = field(default_factory=set)
     _unsent: set[Microbatch] = field(default_factory=set)
     _running: Job | None = None
+    _running_flight: _Flight | None = None
     _step_ready: bool = False
 
     @property
@@ -197,6 +200,8 @@ class PipelineCore:
                 commands = []
             case VersionSet(version):
                 assert version >= self.version, f"version would fall from {self.version} to {version}"
+                if version > self.version:
+                    self._step_ready = False  # Its gradient belongs to a version that we no longer have.
                 self.version = version
                 commands = []
             case PeerReady(peer):
@@ -207,17 +212,22 @@ class PipelineCore:
         return commands + self._next_job(now_s)
 
     def _arrive(self, microbatch: Microbatch, source: PeerID | None) -> list[Command]:
-        if microbatch in self._flights:
-            return []  # Sent again by someone who doubted us: the first one is on its way.
-        self._flights[microbatch] = _Flight(source)
-        self._waiting.add(microbatch)
+        flight = self._flights.get(microbatch)
+        if flight is None:
+            flight = self._flights[microbatch] = _Flight(set())
+            self._waiting.add(microbatch)
+        if source is not None:
+            # It may be here already: whoever was before us was doubted, and another one sent it again. Which of them
+            # is still waited for we cannot know, so both get the gradient; to the wrong one it is a late answer.
+            flight.sources.add(source)
         return []
 
     def _gradient(self, microbatch: Microbatch, source: PeerID, now_s: float) -> list[Command]:
         flight = self._flights.get(microbatch)
-        if flight is None or flight.target != source or microbatch in self._returned:
-            return []  # From a replica that we had given up on, after another one answered.
+        if flight is None or flight.target != source:
+            return []  # From a replica that we had given up on, or a second time from one that we asked twice.
         self.router.returned(source)
+        flight.target = None
         if microbatch.validates:
             return self._leave(microbatch, flight, now_s)
         self._returned.add(microbatch)
@@ -225,18 +235,21 @@ class PipelineCore:
 
     def _job_done(self, job: Job, now_s: float) -> list[Command]:
         assert job == self._running, f"{job} is not the job that runs, {self._running} is"
-        self._running = None
+        flight, self._running, self._running_flight = self._running_flight, None, None
         if job.microbatch is None:
-            self.version += 1
+            if job.version == self.version:  # else a state was loaded while it ran
+                self.version += 1
             return []
-        flight = self._flights.get(job.microbatch)
-        if flight is None:
-            return [Forget(job.microbatch)]  # Its source was lost while it ran.
+        assert flight is not None
+        commands: list[Command] = []
         if job.kind in ("backward", "loss"):
-            contributed = Contributed(job.microbatch, flight.staleness_steps)
-            return [contributed, *self._leave(job.microbatch, flight, now_s)]
-        if job.kind == "validate" and self.is_last:
-            return self._leave(job.microbatch, flight, now_s)
+            # The gradient sum holds it, whatever has become of its source.
+            commands = [Contributed(job.microbatch, flight.staleness_steps)]
+        if self._flights.get(job.microbatch) is not flight:
+            # Its source was lost while it ran; by now it may have come again, from another one.
+            return commands if self.holds(job.microbatch) else [*commands, Forget(job.microbatch)]
+        if job.kind in ("backward", "loss") or (job.kind == "validate" and self.is_last):
+            return [*commands, *self._leave(job.microbatch, flight, now_s)]
         self._unsent.add(job.microbatch)
         return self._send_unsent()
 
@@ -257,30 +270,30 @@ class PipelineCore:
             if self.window:
                 self.window.returned(microbatch, now_s=now_s)
             return [Finished(microbatch), Forget(microbatch)]
-        assert flight.source is not None
-        return [SendGradient(microbatch, flight.source), Forget(microbatch)]
+        return [*(SendGradient(microbatch, source) for source in sorted(flight.sources)), Forget(microbatch)]
 
     def _lost(self, peer: PeerID, now_s: float) -> list[Command]:
         self.router.set_ready(peer, False)
         commands: list[Command] = []
         for microbatch, flight in sorted(self._flights.items(), key=lambda item: item[0]):
-            if flight.target == peer and microbatch not in self._returned:
+            if flight.target == peer:
                 self.router.returned(peer)
                 flight.target = None
                 self._unsent.add(microbatch)
-            if flight.source == peer:
-                # Stage 0 will issue it again; nobody waits for this gradient.
-                commands += self._drop(microbatch)
+            if peer in flight.sources:
+                flight.sources.remove(peer)
+                if not flight.sources:
+                    # Stage 0 will issue it again; nobody waits for this gradient.
+                    commands += self._drop(microbatch)
         return commands + self._send_unsent()
 
     def _drop(self, microbatch: Microbatch) -> list[Command]:
         flight = self._flights.pop(microbatch)
-        if flight.target is not None and microbatch not in self._returned:
+        if flight.target is not None:
             self.router.returned(flight.target)
         for place in (self._waiting, self._returned, self._unsent):
             place.discard(microbatch)
-        running = self._running is not None and self._running.microbatch == microbatch
-        return [] if running else [Forget(microbatch)]
+        return [] if self._running_flight is flight else [Forget(microbatch)]
 
     def _next_job(self, now_s: float) -> list[Command]:
         if self._running is not None:
@@ -312,4 +325,5 @@ class PipelineCore:
 
     def _run(self, job: Job) -> list[Command]:
         self._running = job
+        self._running_flight = None if job.microbatch is None else self._flights[job.microbatch]
         return [job]

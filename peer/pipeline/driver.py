@@ -156,11 +156,10 @@ class PipelineDriver:
         if meta.stage != self.core.stage or self.core.is_first:
             logger.debug("an activation for stage %d came to stage %d", meta.stage, self.core.stage)
             return
-        if self.core.holds(microbatch):
-            return
-        if self.core.num_waiting >= QUEUED_MICROBATCHES_MAX:
-            raise RemoteError(source, f"has more than {QUEUED_MICROBATCHES_MAX} microbatches waiting here")
-        self._inputs[microbatch] = payload
+        if not self.core.holds(microbatch):
+            if self.core.num_waiting >= QUEUED_MICROBATCHES_MAX:
+                raise RemoteError(source, f"has more than {QUEUED_MICROBATCHES_MAX} microbatches waiting here")
+            self._inputs[microbatch] = payload
         self._handle(Arrived(microbatch, source))
 
     async def _on_gradient(self, source: PeerID, meta: Gradient, payload: Payload) -> None:
@@ -195,7 +194,7 @@ class PipelineDriver:
                 case SendActivation(microbatch, target):
                     self._spawn(self._send_activation(microbatch, target), f"activation {microbatch}")
                 case SendGradient(microbatch, target):
-                    payload = b"" if microbatch.validates else self._outputs.pop(microbatch, b"")
+                    payload = b"" if microbatch.validates else self._outputs.get(microbatch, b"")
                     loss = self._losses.get(microbatch, 0.0)
                     self._spawn(self._send_gradient(microbatch, target, payload, loss), f"gradient {microbatch}")
                 case Contributed(microbatch, staleness_steps):

@@ -1,0 +1,159 @@
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.peer.pipeline.issue import IssueBook
+from shoal.peer.pipeline.microbatch import IndexSet, Microbatch
+
+
+def book(*, steps: int = 10, M: int = 3, s_max: int = 0, interval: int = 0, validation: int = 2) -> IssueBook:
+    return IssueBook(
+        steps=steps, microbatches=M, s_max=s_max, validation_interval=interval, validation_microbatches=validation
+    )
+
+
+def indices(*values: int) -> IndexSet:
+    made = IndexSet()
+    for value in values:
+        made.add(value)
+    return made
+
+
+def test_microbatches_are_granted_in_order_and_once() -> None:
+    made = book()
+    assert made.grant(2) == [Microbatch(0, 0), Microbatch(0, 1)]
+    assert made.grant(2) == [Microbatch(0, 2)]
+    assert made.grant(2) == []
+    made.reach(1)
+    assert made.grant(2) == [Microbatch(1, 0), Microbatch(1, 1)]
+
+
+def test_s_max_lets_the_next_steps_be_granted() -> None:
+    assert book(M=1, s_max=2).grant(9) == [Microbatch(0, 0), Microbatch(1, 0), Microbatch(2, 0)]
+
+
+def test_no_step_beyond_the_last_is_granted() -> None:
+    made = book(steps=2, M=1, s_max=5)
+    assert made.grant(9) == [Microbatch(0, 0), Microbatch(1, 0)]
+    made.reach(2)
+    assert made.grant(9) == []
+    assert made.admissible == 0
+
+
+def test_what_others_hold_is_not_granted() -> None:
+    made = book(s_max=1)
+    made.take(0, indices(1))
+    made.take(1, indices(0, 2))
+    made.take(0, indices(0))
+    assert made.grant(9) == [Microbatch(0, 2), Microbatch(1, 1)]
+
+
+def test_what_was_given_back_is_granted_again_before_the_rest() -> None:
+    made = book(M=4)
+    assert made.grant(3) == [Microbatch(0, 0), Microbatch(0, 1), Microbatch(0, 2)]
+    made.give_back(Microbatch(0, 1))
+    assert made.grant(9) == [Microbatch(0, 1), Microbatch(0, 3)]
+
+
+def test_what_was_given_back_too_late_is_not_granted() -> None:
+    made = book()
+    made.grant(3)
+    made.reach(1)
+    made.give_back(Microbatch(0, 1))
+    assert made.grant(9) == [Microbatch(1, 0), Microbatch(1, 1), Microbatch(1, 2)]
+
+
+def test_giving_back_what_was_never_taken_changes_nothing() -> None:
+    made = book()
+    made.give_back(Microbatch(0, 1))
+    assert made.grant(9) == [Microbatch(0, 0), Microbatch(0, 1), Microbatch(0, 2)]
+
+
+def test_a_word_about_a_committed_step_is_not_kept() -> None:
+    made = book()
+    made.reach(2)
+    made.take(1, indices(0, 1, 2))
+    assert made._taken == {}
+
+
+def test_validation_is_granted_first_and_once_a_version() -> None:
+    made = book(interval=2)
+    made.reach(0)
+    assert made.grant(3) == [Microbatch(0, -1), Microbatch(0, -2), Microbatch(0, 0)]
+    made.reach(0)
+    made.reach(1)
+    assert not [m for m in made.grant(9) if m.validates]
+    made.reach(2)
+    assert made.grant(1) == [Microbatch(2, -1)]
+    assert made.grant(1) == [Microbatch(2, -2)]
+
+
+def test_the_last_version_is_validated_whatever_the_interval() -> None:
+    made = book(steps=3, interval=2)
+    made.reach(3)
+    assert made.grant(9) == [Microbatch(3, -1), Microbatch(3, -2)]
+
+
+def test_no_interval_is_no_validation() -> None:
+    made = book(steps=3, interval=0)
+    made.reach(0)
+    made.reach(3)
+    assert made.grant(9) == []
+
+
+def test_an_old_version_heard_of_late_opens_nothing_again() -> None:
+    made = book(M=1, interval=1)
+    made.reach(3)
+    made.grant(9)
+    made.reach(2)
+    assert made.version == 3
+    assert made.grant(9) == []
+
+
+EVENTS = st.lists(
+    st.one_of(
+        st.tuples(st.just("grant"), st.integers(1, 7)),
+        st.tuples(st.just("reach"), st.just(0)),
+        st.tuples(st.just("take"), st.integers(0, 31)),
+        st.tuples(st.just("back"), st.integers(0, 40)),
+    ),
+    max_size=60,
+)
+
+
+@given(EVENTS, st.integers(0, 3), st.integers(1, 5), st.integers(0, 3), st.integers(1, 5))
+def test_each_is_granted_once_never_beyond_s_max_and_counted_rightly(
+    events: list[tuple[str, int]], s_max: int, M: int, interval: int, steps: int
+) -> None:
+    made = book(steps=steps, M=M, s_max=s_max, interval=interval)
+    made.reach(0)
+    held: set[Microbatch] = set()
+    validated: list[Microbatch] = []
+    version = 0
+    for kind, value in events:
+        if kind == "reach" and version < steps:
+            version += 1
+            made.reach(version)
+        elif kind == "take":
+            step = version + value % (s_max + 1)
+            if step < steps:
+                held |= {Microbatch(step, i) for i in range(M) if value >> i & 1}
+                made.take(step, IndexSet(value & (1 << M) - 1))
+        elif kind == "back" and held:
+            chosen = sorted(held)[value % len(held)]
+            made.give_back(chosen)
+            held.discard(chosen)
+        elif kind == "grant":
+            admissible = made.admissible
+            granted = made.grant(value)
+            assert len(granted) == min(value, admissible)
+            assert made.admissible == admissible - len(granted)
+            training = [m for m in granted if not m.validates]
+            assert training == sorted(training)
+            assert held.isdisjoint(training)
+            assert all(version <= m.step <= min(version + s_max, steps - 1) and m.index < M for m in training)
+            held |= set(training)
+            fresh = [m for m in granted if m.validates]
+            assert all(m.step % interval == 0 or m.step == steps for m in fresh)
+            validated += fresh
+    assert len(set(validated)) == len(validated)
+    assert all(step >= version for step in made._taken)
