@@ -32,7 +32,9 @@ class Arrivals:
         self.mean_s = self.mean_s or self.interval_s
 
     def arrived(self, now_s: float) -> None:
-        gap_s = now_s - self.last_s
+        # A gap beyond patience may be the link's or ours: it counts as no longer than that, so that one does not blunt
+        # the measure for minutes, and a rhythm that is really slower is still learned.
+        gap_s = min(now_s - self.last_s, self.patience_s)
         self.deviation_s += (abs(gap_s - self.mean_s) - self.deviation_s) / 4
         self.mean_s += (gap_s - self.mean_s) / 8
         self.last_s = now_s
@@ -75,8 +77,8 @@ class Roster:
             if presence is None and len(self.presences) >= PEERS_MAX:
                 return False
             presence = self.presences[peer] = Presence(Arrivals(self.heartbeat_s, now_s))
-        elif presence.heartbeat is None or now_s >= presence.arrivals.suspect_at_s:
-            presence.arrivals.excuse(now_s)  # the gap says when the role moved or the link came back, not how it beats
+        elif presence.heartbeat is None:
+            presence.arrivals.excuse(now_s)  # the gap says when the role moved, not how this peer's heart beats
         else:
             presence.arrivals.arrived(now_s)
         presence.advert, presence.heartbeat = heartbeat.advert, heartbeat

@@ -30,12 +30,24 @@ def test_an_irregular_peer_gets_more_time_and_a_dead_one_not_for_ever(roster, ma
     assert roster.alive(now_s + CEILING_HEARTBEATS) == ()
 
 
-def test_a_gap_teaches_nothing_about_the_rhythm(make_heartbeat):
+def test_one_gap_is_soon_forgotten(make_heartbeat):
     roster = Roster(1.0)
     beat(roster, make_heartbeat("a"), times=20)
     before_s = roster.presences["a"].arrivals.patience_s
     beat(roster, make_heartbeat("a"), times=20, begin_s=500.0)
     assert roster.presences["a"].arrivals.patience_s == pytest.approx(before_s)
+
+
+def test_a_slower_rhythm_is_learned(make_heartbeat):
+    roster = Roster(1.0)
+    suspected = []
+    for number in range(60):
+        now_s = 9.0 * number
+        if number:
+            suspected.append(roster.alive(now_s) == ())
+        roster.heard("a", make_heartbeat("a"), now_s)
+    assert suspected[0]
+    assert not any(suspected[30:])
 
 
 def test_who_leaves_is_gone_at_once_and_may_come_back(roster, make_heartbeat):

@@ -1,0 +1,427 @@
+"""State, events, expected commands."""
+
+import itertools
+import random
+
+import pytest
+
+from shoal.coordinator.allocate.greedy import GreedyAllocator
+from shoal.coordinator.chain import PlanChain
+from shoal.coordinator.core import STAGGER_HEARTBEATS, CoordinationCore
+from shoal.coordinator.election import rank, standing
+from shoal.coordinator.events import (
+    Answered,
+    Ask,
+    Beat,
+    HeadFound,
+    LookUp,
+    Note,
+    Obey,
+    Persist,
+    Publish,
+    Received,
+    Reply,
+    SendHeartbeat,
+    TimerFired,
+    Unanswered,
+)
+from shoal.coordinator.governor import Governor
+from shoal.coordinator.roster import FLOOR_HEARTBEATS
+from shoal.protocol.messages import (
+    Done,
+    HandOver,
+    HeartbeatReply,
+    Leave,
+    PlanHead,
+    PlanLive,
+    PlanOffer,
+    PlanVote,
+    Refusal,
+    TermGrant,
+    TermRequest,
+)
+from shoal.protocol.spec import RunSpec, SwarmSpec
+
+PEERS = "abcdef"
+GROUPS = [["a", "d"], ["b", "e"], ["c", "f"]]
+SPEC = RunSpec(swarm=SwarmSpec(stages=3, min_peers=6, heartbeat_s=1.0, term_s=60.0))
+
+
+@pytest.fixture
+def first(make_plan):
+    return make_plan(GROUPS, coordinator="a")
+
+
+@pytest.fixture
+def make_core(make_unsigned, make_heartbeat):
+    def make(me, live=None, now_s=0.0):
+        core = CoordinationCore(
+            run="run",
+            me=me,
+            owner="a",
+            spec=SPEC,
+            chain=PlanChain("run"),
+            governor=Governor(run="run", spec=SPEC, allocator=GreedyAllocator()),
+            sign=make_unsigned,
+            rng=random.Random(7),
+            now_s=now_s,
+        )
+        core.handle(Beat(heartbeat=make_heartbeat(me)), now_s=now_s)
+        core.handle(HeadFound(head=None), now_s=now_s)
+        if live is not None:
+            core.handle(Received(source="a", message=PlanLive(plan=live.envelope), plan=live), now_s=now_s)
+        return core
+
+    return make
+
+
+def only(commands, kind):
+    return [command for command in commands if isinstance(command, kind)]
+
+
+def asks(commands, kind):
+    return {command.peer: command.message for command in only(commands, Ask) if isinstance(command.message, kind)}
+
+
+def said(commands):
+    (reply,) = only(commands, Reply)
+    return reply.message
+
+
+def tick(core, *, begin_s, end_s):
+    """All that the core wants between two times, with when."""
+    happened = []
+    while core.next_timer_s() <= end_s:
+        now_s = max(begin_s, core.next_timer_s())
+        happened += [(now_s, command) for command in core.handle(TimerFired(), now_s=now_s)]
+    return happened
+
+
+def hear(core, make_heartbeat, peers, now_s, **says):
+    for peer in peers:
+        yield from core.handle(Received(source=peer, message=make_heartbeat(peer, **says)), now_s=now_s)
+
+
+def coordinate(core, make_heartbeat, live, *, until_s, peers=PEERS, begin_s=0.0):
+    """Let `peers` report every second. Returns: what the core wanted."""
+    commands = []
+    now_s = begin_s
+    while now_s <= until_s:
+        commands += hear(core, make_heartbeat, peers, now_s, plan_sequence=live.plan.sequence, plan_digest=live.digest)
+        commands += [command for _, command in tick(core, begin_s=now_s, end_s=now_s + 0.99)]
+        now_s += 1.0
+    return commands
+
+
+# --- everyone ---
+
+
+def test_reports_to_the_owner_before_there_is_a_plan(make_core):
+    commands = make_core("b").handle(TimerFired(), now_s=0.0)
+    assert SendHeartbeat(target="a") in commands
+
+
+def test_heartbeats_are_a_heartbeat_apart(make_core):
+    beats = [at for at, c in tick(make_core("b"), begin_s=0.0, end_s=30.0) if isinstance(c, SendHeartbeat)]
+    gaps = [after - before for before, after in itertools.pairwise(beats)]
+    assert all(0.95 <= gap <= 1.05 for gap in gaps)
+    assert len(set(gaps)) > 1
+
+
+def test_a_live_plan_is_kept_and_obeyed_in_that_order(make_core, first):
+    core = make_core("b")
+    commands = core.handle(Received(source="a", message=PlanLive(plan=first.envelope), plan=first), now_s=1.0)
+    assert commands == [Persist(record=core.chain.record()), Obey(plan=first), Reply(message=Done())]
+    again = core.handle(Received(source="a", message=PlanLive(plan=first.envelope), plan=first), now_s=2.0)
+    assert again == [Reply(message=Done())]
+
+
+def test_a_vote_is_durable_before_it_is_cast(make_core, make_plan, first):
+    core = make_core("b", first)
+    second = make_plan(GROUPS, coordinator="a", order=(1, 2), base=first)
+    offer = PlanOffer(term=1, plan=second.envelope, predecessor=first.envelope)
+    persist, reply = core.handle(Received(source="a", message=offer, plan=second, base=first), now_s=1.0)
+    assert persist == Persist(record=core.chain.record())
+    assert persist.record.accepted == second.envelope
+    assert reply == Reply(message=PlanVote(accepted=True, term=1))
+
+
+def test_who_reports_to_the_wrong_peer_is_told_the_right_one(make_core, make_heartbeat, first):
+    reply = said(make_core("b", first).handle(Received(source="c", message=make_heartbeat("c")), now_s=1.0))
+    assert reply == HeartbeatReply(coordinator="a", term=1, is_coordinator=False, plan=first.envelope)
+
+
+def test_who_has_the_plan_is_not_sent_it_again(make_core, make_heartbeat, first):
+    beat = make_heartbeat("c", plan_sequence=1, plan_digest=first.digest)
+    assert said(make_core("a", first).handle(Received(source="c", message=beat), now_s=1.0)).plan == b""
+
+
+def test_a_newer_plan_found_in_the_directory_is_gone_after(make_core, first):
+    core = make_core("b", first)
+    core.handle(TimerFired(), now_s=0.0)
+    head = PlanHead(term=4, sequence=9, digest="", coordinator="e", addresses=())
+    core.handle(HeadFound(head=head), now_s=0.2)
+    assert core.next_timer_s() == 0.2
+    assert SendHeartbeat(target="e") in core.handle(TimerFired(), now_s=0.2)
+
+
+# --- the first plan ---
+
+
+def test_the_owner_makes_the_first_plan_alone_when_enough_are_here(make_core, make_heartbeat):
+    core = make_core("a")
+    list(hear(core, make_heartbeat, "abcde", 0.0))
+    assert Note(text="waiting for peers: 5 of 6 are here") in core.handle(TimerFired(), now_s=0.0)
+    list(hear(core, make_heartbeat, "f", 0.1))
+    commands = core.handle(TimerFired(), now_s=0.5)
+    (obeyed,) = only(commands, Obey)
+    plan = obeyed.plan.plan
+    assert (plan.order, plan.coordinator, plan.previous, plan.fresh) == ((1, 1), "a", "", True)
+    assert sorted(plan.members) == list(PEERS)
+    assert sorted(asks(commands, PlanLive)) == list("bcdef")
+    assert Publish(plan=obeyed.plan) in commands
+
+
+def test_the_owner_waits_for_what_the_directory_says(make_core, make_heartbeat):
+    core = make_core("a")
+    core.handle(HeadFound(head=PlanHead(term=3, sequence=5, digest="", coordinator="c", addresses=())), now_s=0.0)
+    list(hear(core, make_heartbeat, PEERS, 0.0))
+    assert not only(core.handle(TimerFired(), now_s=0.0), Obey)
+    assert core.coordinator == "c"
+
+
+def test_others_never_make_the_first_plan(make_core, make_heartbeat):
+    core = make_core("b")
+    list(hear(core, make_heartbeat, PEERS, 0.0))
+    assert not any(isinstance(command, Obey) for _, command in tick(core, begin_s=0.0, end_s=3.0))
+
+
+# --- the coordinator ---
+
+
+def test_nothing_happens_while_nothing_changes(make_core, make_heartbeat, first):
+    commands = coordinate(make_core("a", first), make_heartbeat, first, until_s=50.0)
+    assert not only(commands, Ask)
+    assert not only(commands, Obey)
+
+
+def test_a_newcomer_is_offered_a_plan_that_goes_live_with_a_majority(make_core, make_heartbeat, first):
+    core = make_core("a", first)
+    coordinate(core, make_heartbeat, first, until_s=3.0)
+    offers = asks(coordinate(core, make_heartbeat, first, begin_s=4.0, until_s=4.0, peers=PEERS + "g"), PlanOffer)
+    assert sorted(offers) == list("bcdefg"), "the members, and the newcomer"
+    offer = offers["b"]
+    for voter in "bc":
+        vote = Answered(peer=voter, asked=offer, reply=PlanVote(accepted=True, term=1))
+        assert not only(core.handle(vote, now_s=5.0), Obey)
+    newcomer = Answered(peer="g", asked=offer, reply=PlanVote(accepted=True, term=1))
+    assert not only(core.handle(newcomer, now_s=5.0), Obey), "who is not a member has no vote"
+    last = Answered(peer="d", asked=offer, reply=PlanVote(accepted=True, term=1))
+    commands = core.handle(last, now_s=5.0)
+    (obeyed,) = only(commands, Obey)
+    assert obeyed.plan.plan.order == (1, 2)
+    assert obeyed.plan.plan.previous == first.digest
+    assert "g" in obeyed.plan.plan.members
+    assert sorted(asks(commands, PlanLive)) == list("bcdefg")
+
+
+def test_the_silent_are_left_out_and_the_one_who_left_sooner(make_core, make_heartbeat, first):
+    core = make_core("a", first)
+    coordinate(core, make_heartbeat, first, until_s=10.0)
+    core.handle(Received(source="f", message=Leave()), now_s=10.5)
+    commands = coordinate(core, make_heartbeat, first, begin_s=11.0, until_s=11.0, peers="abcde")
+    assert len(asks(commands, PlanOffer)) == 5
+    silent = make_core("a", first)
+    coordinate(silent, make_heartbeat, first, until_s=10.0)
+    patient = coordinate(silent, make_heartbeat, first, begin_s=11.0, until_s=13.0, peers="abcde")
+    assert not asks(patient, PlanOffer)
+    assert asks(coordinate(silent, make_heartbeat, first, begin_s=14.0, until_s=16.0, peers="abcde"), PlanOffer)
+
+
+def test_nobody_is_moved_before_everybody_has_been_heard(make_core, make_heartbeat, first):
+    core = make_core("a", first)
+    commands = coordinate(core, make_heartbeat, first, until_s=FLOOR_HEARTBEATS - 2, peers="abcg")
+    assert not asks(commands, PlanOffer)
+
+
+def test_a_sleep_of_ours_is_nobodys_death(make_core, make_heartbeat, first):
+    core = make_core("a", first)
+    coordinate(core, make_heartbeat, first, until_s=10.0)
+    commands = core.handle(TimerFired(), now_s=40.0)
+    assert LookUp() in commands
+    assert not only(commands, Ask)
+
+
+def test_at_the_end_of_its_term_the_first_in_turn_is_asked(make_core, make_heartbeat, first):
+    core = make_core("a", first)
+    commands = coordinate(core, make_heartbeat, first, until_s=61.0)
+    order = rank("run", 2, PEERS)
+    assert order[0] != "a", "else this tests nothing"
+    wills = asks(commands, HandOver)
+    assert list(wills) == [order[0]]
+    assert wills[order[0]].plan == first.envelope
+    assert sorted(peer for peer, _ in wills[order[0]].roster) == list(PEERS)
+
+
+def test_the_next_in_turn_is_asked_when_the_first_does_not_answer(make_core, make_heartbeat, first):
+    core = make_core("a", first)
+    heir, will = next(iter(asks(coordinate(core, make_heartbeat, first, until_s=61.0), HandOver).items()))
+    core.handle(Unanswered(peer=heir, asked=will, reason="silent"), now_s=62.0)
+    commands = coordinate(core, make_heartbeat, first, begin_s=62.0, until_s=63.0)
+    order = [peer for peer in rank("run", 2, PEERS) if peer != heir]
+    if order[0] == "a":
+        assert asks(commands, TermRequest)
+    else:
+        assert list(asks(commands, HandOver)) == [order[0]]
+
+
+def test_a_draining_coordinator_does_not_wait_for_the_end(make_core, make_heartbeat, first):
+    core = make_core("a", first)
+    coordinate(core, make_heartbeat, first, until_s=3.0)
+    core.handle(Beat(heartbeat=make_heartbeat("a", draining=True)), now_s=4.0)
+    assert asks(coordinate(core, make_heartbeat, first, begin_s=4.0, until_s=4.0), HandOver)
+
+
+def test_a_plan_above_ours_ends_our_term_and_our_offer(make_core, make_heartbeat, make_plan, first):
+    core = make_core("a", first)
+    coordinate(core, make_heartbeat, first, until_s=3.0)
+    coordinate(core, make_heartbeat, first, begin_s=4.0, until_s=4.0, peers=PEERS + "g")
+    other = make_plan(GROUPS, coordinator="b", order=(2, 2), base=first)
+    commands = core.handle(Received(source="b", message=PlanLive(plan=other.envelope), plan=other), now_s=5.0)
+    assert Obey(plan=other) in commands
+    assert not core.is_coordinator
+    later = tick(core, begin_s=5.0, end_s=6.0)
+    assert not asks([command for _, command in later], PlanOffer)
+
+
+def test_when_the_run_is_done_everyone_hears_it_and_nobody_is_planned(make_core, make_heartbeat, first):
+    core = make_core("a", first)
+    for stage, peer in enumerate("abc"):
+        beat = make_heartbeat(peer, stage=stage, version=SPEC.training.steps)
+        reply = said(core.handle(Received(source=peer, message=beat), now_s=0.0))
+        assert reply.done is (stage == 2)
+    commands = coordinate(core, make_heartbeat, first, until_s=20.0, peers="ab")
+    assert not asks(commands, PlanOffer)
+    follower = make_core("b", first)
+    beat = make_heartbeat("b")
+    answer = HeartbeatReply(coordinator="a", term=1, is_coordinator=True, done=True)
+    follower.handle(Answered(peer="a", asked=beat, reply=answer), now_s=1.0)
+    assert follower.done
+
+
+# --- taking over ---
+
+
+def test_the_heir_asks_for_the_term_and_then_for_votes(make_core, first):
+    core = make_core("b", first)
+    will = HandOver(plan=first.envelope, roster=())
+    commands = core.handle(Received(source="a", message=will, plan=first), now_s=60.0)
+    assert said(commands) == Done()
+    requests = asks(commands, TermRequest)
+    assert sorted(requests) == list("acdef")
+    request = requests["a"]
+    assert (request.term, request.handed_over) == (2, True)
+    for voter in "ac":
+        core.handle(Answered(peer=voter, asked=request, reply=TermGrant(granted=True, term=2)), now_s=60.1)
+    commands = core.handle(Answered(peer="d", asked=request, reply=TermGrant(granted=True, term=2)), now_s=60.1)
+    offer = asks(commands, PlanOffer)["a"]
+    for voter in "acd":
+        commands = core.handle(Answered(peer=voter, asked=offer, reply=PlanVote(accepted=True, term=2)), now_s=60.2)
+    (obeyed,) = only(commands, Obey)
+    plan = obeyed.plan.plan
+    assert (plan.order, plan.coordinator, plan.stages) == ((2, 2), "b", first.plan.stages)
+    assert plan.reason == "term 2: hand-over from a"
+    assert core.is_coordinator
+
+
+def test_only_the_coordinator_hands_over(make_core, first):
+    core = make_core("b", first)
+    will = HandOver(plan=first.envelope, roster=())
+    assert isinstance(said(core.handle(Received(source="c", message=will, plan=first), now_s=1.0)), Refusal)
+
+
+def test_the_unwilling_and_the_draining_take_nothing_over(make_core, make_heartbeat, make_advert, first):
+    for says in ({"draining": True}, {"advert": make_advert("b", willing_to_coordinate=False)}):
+        core = make_core("b", first)
+        core.handle(Beat(heartbeat=make_heartbeat("b", **says)), now_s=0.0)
+        will = HandOver(plan=first.envelope, roster=())
+        assert isinstance(said(core.handle(Received(source="a", message=will, plan=first), now_s=1.0)), Refusal)
+        assert not any(isinstance(command, Ask) for _, command in tick(core, begin_s=1.0, end_s=60.0)), (
+            "nor when the coordinator is silent"
+        )
+
+
+@pytest.mark.parametrize("me", "bcdef")
+def test_each_waits_its_turn_when_the_coordinator_is_silent(make_core, first, me):
+    core = make_core(me, first)
+    turn = standing("run", 1, "a", PEERS, me)
+    due_s = FLOOR_HEARTBEATS + turn * STAGGER_HEARTBEATS
+    happened = tick(core, begin_s=0.0, end_s=due_s + 1.0)
+    begun_s = [at for at, command in happened if isinstance(command, Ask)]
+    assert due_s <= begun_s[0] <= due_s + 0.5
+    request = next(c.message for _, c in happened if isinstance(c, Ask))
+    assert (request.term, request.handed_over) == (2, False)
+
+
+def test_who_still_hears_the_coordinator_grants_nobody_its_term(make_core, make_heartbeat, first):
+    core = make_core("b", first)
+    answer = HeartbeatReply(coordinator="a", term=1, is_coordinator=True)
+    for now_s in range(1, 11):
+        core.handle(Answered(peer="a", asked=make_heartbeat("b"), reply=answer), now_s=float(now_s))
+    request = TermRequest(term=2, live=first.envelope, handed_over=False)
+    early = said(core.handle(Received(source="c", message=request, base=first), now_s=11.0))
+    assert not early.granted
+    assert core.chain.granted_term == 1
+    late = said(core.handle(Received(source="c", message=request, base=first), now_s=14.0))
+    assert late.granted
+
+
+def test_a_handed_over_term_is_granted_though_the_coordinator_lives(make_core, first):
+    core = make_core("b", first)
+    request = TermRequest(term=2, live=first.envelope, handed_over=True)
+    assert said(core.handle(Received(source="c", message=request, base=first), now_s=1.0)).granted
+
+
+def test_what_a_dead_coordinator_left_half_voted_is_finished_first(make_core, make_plan, first):
+    core = make_core("b", first)
+    half = make_plan([*GROUPS[:2], ["c", "f", "g"]], coordinator="a", order=(1, 2), base=first)
+    tick(core, begin_s=0.0, end_s=FLOOR_HEARTBEATS - 1)
+    now_s, request = 0.0, None
+    for at, command in tick(core, begin_s=FLOOR_HEARTBEATS - 1, end_s=40.0):
+        if isinstance(command, Ask) and request is None:
+            now_s, request = at, command.message
+    core = make_core("b", first)
+    tick(core, begin_s=0.0, end_s=now_s)
+    grant = TermGrant(granted=True, term=2, accepted=half.envelope, accepted_term=1)
+    core.handle(Answered(peer="c", asked=request, reply=grant, accepted=half), now_s=now_s)
+    core.handle(Answered(peer="d", asked=request, reply=TermGrant(granted=True, term=2)), now_s=now_s)
+    commands = core.handle(Answered(peer="e", asked=request, reply=TermGrant(granted=True, term=2)), now_s=now_s)
+    offer = asks(commands, PlanOffer)["c"]
+    assert (offer.plan, offer.term) == (half.envelope, 2)
+    for voter in "cde":
+        commands = core.handle(Answered(peer=voter, asked=offer, reply=PlanVote(accepted=True, term=2)), now_s=now_s)
+    assert Obey(plan=half) in commands
+    again = asks(commands, TermRequest)["g"]
+    assert (again.term, again.live) == (2, half.envelope), "and then asks its members for the term"
+
+
+def test_a_candidate_that_is_told_of_a_higher_term_stops(make_core, first):
+    core = make_core("b", first)
+    will = HandOver(plan=first.envelope, roster=())
+    request = asks(core.handle(Received(source="a", message=will, plan=first), now_s=1.0), TermRequest)["c"]
+    no = TermGrant(granted=False, reason="granted term 7, above 2", term=7)
+    commands = core.handle(Answered(peer="c", asked=request, reply=no), now_s=1.1)
+    assert "granted term 7" in only(commands, Note)[0].text
+    more = tick(core, begin_s=1.1, end_s=3.0)
+    assert not asks([command for _, command in more], TermRequest)
+
+
+def test_answers_to_what_is_not_asked_any_more_are_ignored(make_core, first):
+    core = make_core("b", first)
+    old = TermRequest(term=2, live=first.envelope, handed_over=True)
+    assert core.handle(Answered(peer="c", asked=old, reply=TermGrant(granted=True, term=2)), now_s=1.0) == []
+
+
+def test_messages_that_are_not_for_it_are_refused(make_core):
+    assert isinstance(said(make_core("b").handle(Received(source="c", message=Done()), now_s=0.0)), Refusal)
+    assert isinstance(said(make_core("b").handle(Received(source="c", message=Leave()), now_s=0.0)), Refusal)
