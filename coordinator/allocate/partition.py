@@ -1,28 +1,37 @@
 """Where to cut the model: contiguous stages whose most expensive one is as cheap as can be."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 
 def partition(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
     """Boundaries 0 = b[0] < b[1] < … < b[num_stages] = len(costs), exact, by dynamic programming in O(K · L²).
 
-    Minimises the largest stage's cost; among those the sum of squares, which keeps the others even; among those the
-    earlier boundaries.
+    Minimises the largest stage's cost; among those cuts the sum of squares, which keeps the other stages even; among
+    those the earlier boundaries. In two passes: of two prefixes the one with the cheaper most expensive stage need not
+    be the better beginning once a later stage is the most expensive.
     """
-    num_layers = len(costs)
-    assert 0 < num_stages <= num_layers
     total = [0.0, *accumulate(costs)]
-    # best[j] = (largest, sum of squares, boundaries) of the first j layers in k stages
-    best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, (0,))}
+    largest, _ = _cut(total, num_stages, max, lambda cost: cost)
+    _, bounds = _cut(total, num_stages, lambda a, b: a + b, lambda cost: cost * cost if cost <= largest else math.inf)
+    return bounds
+
+
+def _cut(
+    total: Sequence[float], num_stages: int, join: Callable[[float, float], float], price: Callable[[float], float]
+) -> tuple[float, tuple[int, ...]]:
+    """The cut with the smallest price; a stage's price is that of its cost, the cut's price all of them joined."""
+    num_layers = len(total) - 1
+    assert 0 < num_stages <= num_layers
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, (0,))}  # of the first j layers in k stages
     for k in range(1, num_stages + 1):
         best = {
             j: min(
-                (max(largest, cost), squares + cost * cost, (*bounds, j))
-                for i, (largest, squares, bounds) in best.items()
+                (join(before, price(total[j] - total[i])), (*bounds, j))
+                for i, (before, bounds) in best.items()
                 if i < j
-                for cost in [total[j] - total[i]]
             )
             for j in range(k, num_layers - (num_stages - k) + 1)
         }
-    return best[num_layers][2]
+    return best[num_layers]
