@@ -31,9 +31,10 @@ _PULSE_S = 15.0
 """How often the daemon is asked who it is: it answers in a millisecond, and its visible addresses change over time."""
 _PULSE_TIMEOUT_S = 10.0
 _STOP_TIMEOUT_S = 5.0
+_LAST_BREATH_S = 1.0
 _RESTART_WAITS_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 15.0)
 
-_starting: contextvars.ContextVar[Any] = contextvars.ContextVar("_starting")
+_started: contextvars.ContextVar[list[Any]] = contextvars.ContextVar("_started")
 
 
 class _DetachedP2P(P2P):  # type: ignore[misc]  # hivemind is untyped
@@ -41,7 +42,7 @@ class _DetachedP2P(P2P):  # type: ignore[misc]  # hivemind is untyped
 
     def __init__(self) -> None:
         super().__init__()
-        _starting.set(self)  # `create` drops the instance when it fails, and with it the name of its socket file
+        _started.get().append(self)  # `create` drops the instance when it fails, and with it the names of its sockets
 
     @staticmethod
     def _make_process_args(*args: Any, **kwargs: Any) -> list[str]:
@@ -164,29 +165,38 @@ class Daemon:
 
     async def _launch(self) -> None:
         refuse_ports_in_use(self._listen)
-        nat = self._use_relay and not all("/127.0.0.1/" in at or "/ip6/::1/" in at for at in self._listen)
+        started: list[Any] = []
+        _started.set(started)
+        creating = asyncio.ensure_future(self._create())
         try:
-            p2p = await _DetachedP2P.create(
-                host_maddrs=self._listen,
-                announce_maddrs=self._announce or None,
-                identity_path=str(self._identity_path()),
-                check_if_identity_free=False,  # it starts a second daemon, and reads RSA keys only
-                tls=True,
-                use_relay=self._use_relay,
-                use_auto_relay=nat and bool(self._relays),
-                trusted_relays=self._relays if nat else None,
-                auto_nat=nat,
-                nat_port_map=nat,
-            )
-        except (P2PDaemonError, OSError, EOFError, ValueError) as error:
-            if (failed := _starting.get(None)) is not None:
+            p2p = await asyncio.shield(creating)
+        except BaseException as error:  # cancelled, too: by a close() in the middle of a restart
+            await asyncio.gather(creating, return_exceptions=True)  # a daemon half started cannot be stopped
+            for failed in started:
                 await _stop(failed)
-            raise TransportError(f"the network daemon did not start: {_last_words(error)}") from error
+            if isinstance(error, P2PDaemonError | OSError | EOFError | ValueError):
+                raise TransportError(f"the network daemon did not start: {_last_words(error)}") from error
+            raise
         guard.mend_control(p2p._client.control)
         leftovers.remember(self._state_dir, p2p._child.pid, _socket_paths(p2p))
         self._p2p = p2p
         self.visible = tuple(p2p._visible_maddrs)
         self._listen = keep_ports(self._listen, [str(address) for address in self.visible])
+
+    async def _create(self) -> Any:
+        nat = self._use_relay and not all("/127.0.0.1/" in at or "/ip6/::1/" in at for at in self._listen)
+        return await _DetachedP2P.create(
+            host_maddrs=self._listen,
+            announce_maddrs=self._announce or None,
+            identity_path=str(self._identity_path()),
+            check_if_identity_free=False,  # it starts a second daemon, and reads RSA keys only
+            tls=True,
+            use_relay=self._use_relay,
+            use_auto_relay=nat and bool(self._relays),
+            trusted_relays=self._relays if nat else None,  # p2pd panics over relays that it may not use
+            auto_nat=nat,
+            nat_port_map=nat,
+        )
 
     async def _watch(self) -> None:
         while True:
@@ -216,6 +226,8 @@ class Daemon:
         try:
             while True:
                 await asyncio.wait({exited, silent}, timeout=_PULSE_S, return_when=asyncio.FIRST_COMPLETED)
+                if silent.done():  # most often because it died: its status, a moment later, says more
+                    await asyncio.wait({exited}, timeout=_LAST_BREATH_S)
                 if exited.done():
                     return f"ended with status {exited.result()}"
                 if silent.done():

@@ -224,6 +224,23 @@ def test_close_leaves_nothing_behind(live_peer, tmp_path):
     run(main())
 
 
+@pytest.mark.parametrize("moment_s", [0.0, 0.02, 0.05, 0.1])
+def test_a_close_in_the_middle_of_a_restart_leaves_nothing_behind(live_peer, tmp_path, moment_s):
+    async def main():
+        a, _ = await live_peer("a")
+        former = a.daemon.process_id
+        os.kill(former, signal.SIGKILL)
+        await asyncio.sleep(moment_s)
+        await a.close()
+        assert psutil.Process().children() == []
+        assert {path.name for path in (tmp_path / "a").iterdir()} == {"lock"}
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        with pytest.raises(Unreachable):
+            await a.call(Identity.generate().peer_id, b"", timeout_s=30)
+
+    run(main())
+
+
 def test_a_start_that_fails_leaves_nothing_behind(live_peer, tmp_path, monkeypatch):
     async def main():
         with pytest.raises(TransportError, match=r"the network daemon did not start: .* protocol nonsense"):
