@@ -392,6 +392,8 @@ class Gradient(_Message, frozen=True):
     step: int
     index: int
     loss: float
+    waited_s: float
+    """How long it stood in queues from the receiver's sending it on until now: no sign of a long way."""
 
 
 class ReducePart(_Message, frozen=True):

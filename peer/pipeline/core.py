@@ -39,6 +39,7 @@ class GradientArrived:
 
     microbatch: Microbatch
     source: PeerID
+    waited_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +103,11 @@ class SendActivation:
 
 @dataclass(frozen=True, slots=True)
 class SendGradient:
+    """`waited_s`: how long the microbatch stood in queues here and in all later stages, forth and back."""
+
     microbatch: Microbatch
     target: PeerID
+    waited_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +144,11 @@ class _Flight:
     staleness_steps: int = 0
     target: PeerID | None = None
     """Who owes us its gradient; None again once it is back."""
+    waiting_since_s: float = 0.0
+    waited_s: float = 0.0
+
+    def waits_no_more(self, now_s: float) -> None:
+        self.waited_s += now_s - self.waiting_since_s
 
 
 @dataclass(kw_only=True, slots=True)
@@ -189,9 +198,9 @@ class PipelineCore:
     def handle(self, event: Event, *, now_s: float) -> list[Command]:
         match event:
             case Arrived(microbatch, source):
-                commands = self._arrive(microbatch, source)
-            case GradientArrived(microbatch, source):
-                commands = self._gradient(microbatch, source, now_s)
+                commands = self._arrive(microbatch, source, now_s)
+            case GradientArrived(microbatch, source, waited_s):
+                commands = self._gradient(microbatch, source, waited_s, now_s)
             case JobDone(job):
                 commands = self._job_done(job, now_s)
             case StepReady(step):
@@ -206,15 +215,15 @@ class PipelineCore:
                 commands = []
             case PeerReady(peer):
                 self.router.set_ready(peer, True)
-                commands = self._send_unsent()
+                commands = self._send_unsent(now_s)
             case PeerLost(peer):
                 commands = self._lost(peer, now_s)
         return commands + self._next_job(now_s)
 
-    def _arrive(self, microbatch: Microbatch, source: PeerID | None) -> list[Command]:
+    def _arrive(self, microbatch: Microbatch, source: PeerID | None, now_s: float) -> list[Command]:
         flight = self._flights.get(microbatch)
         if flight is None:
-            flight = self._flights[microbatch] = _Flight(set())
+            flight = self._flights[microbatch] = _Flight(set(), waiting_since_s=now_s)
             self._waiting.add(microbatch)
         if source is not None:
             # It may be here already: whoever was before us was doubted, and another one sent it again. Which of them
@@ -222,12 +231,14 @@ class PipelineCore:
             flight.sources.add(source)
         return []
 
-    def _gradient(self, microbatch: Microbatch, source: PeerID, now_s: float) -> list[Command]:
+    def _gradient(self, microbatch: Microbatch, source: PeerID, waited_s: float, now_s: float) -> list[Command]:
         flight = self._flights.get(microbatch)
         if flight is None or flight.target != source:
             return []  # From a replica that we had given up on, or a second time from one that we asked twice.
         self.router.returned(source)
         flight.target = None
+        flight.waited_s += waited_s
+        flight.waiting_since_s = now_s
         if microbatch.validates:
             return self._leave(microbatch, flight, now_s)
         self._returned.add(microbatch)
@@ -250,27 +261,33 @@ class PipelineCore:
             return commands if self.holds(job.microbatch) else [*commands, Forget(job.microbatch)]
         if job.kind in ("backward", "loss") or (job.kind == "validate" and self.is_last):
             return [*commands, *self._leave(job.microbatch, flight, now_s)]
+        flight.waiting_since_s = now_s
         self._unsent.add(job.microbatch)
-        return self._send_unsent()
+        return self._send_unsent(now_s)
 
-    def _send_unsent(self) -> list[Command]:
+    def _send_unsent(self, now_s: float) -> list[Command]:
         commands: list[Command] = []
         for microbatch in sorted(self._unsent):
             target = self.router.pick()
             if target is None:
                 break
             self._unsent.remove(microbatch)
-            self._flights[microbatch].target = target
+            flight = self._flights[microbatch]
+            flight.target = target
+            flight.waits_no_more(now_s)
             commands.append(SendActivation(microbatch, target))
         return commands
 
     def _leave(self, microbatch: Microbatch, flight: _Flight, now_s: float) -> list[Command]:
         del self._flights[microbatch]
         if self.is_first:
-            if self.window:
-                self.window.returned(microbatch, now_s=now_s)
+            if self.window and microbatch.validates:
+                self.window.forget(microbatch)  # It has come back without a backward: that is another way round.
+            elif self.window:
+                self.window.returned(microbatch, now_s=now_s, waited_s=flight.waited_s)
             return [Finished(microbatch), Forget(microbatch)]
-        return [*(SendGradient(microbatch, source) for source in sorted(flight.sources)), Forget(microbatch)]
+        back = [SendGradient(microbatch, source, flight.waited_s) for source in sorted(flight.sources)]
+        return [*back, Forget(microbatch)]
 
     def _lost(self, peer: PeerID, now_s: float) -> list[Command]:
         self.router.set_ready(peer, False)
@@ -279,13 +296,14 @@ class PipelineCore:
             if flight.target == peer:
                 self.router.returned(peer)
                 flight.target = None
+                flight.waiting_since_s = now_s
                 self._unsent.add(microbatch)
             if peer in flight.sources:
                 flight.sources.remove(peer)
                 if not flight.sources:
                     # Stage 0 will issue it again; nobody waits for this gradient.
                     commands += self._drop(microbatch)
-        return commands + self._send_unsent()
+        return commands + self._send_unsent(now_s)
 
     def _drop(self, microbatch: Microbatch) -> list[Command]:
         flight = self._flights.pop(microbatch)
@@ -304,15 +322,19 @@ class PipelineCore:
         if self._returned:
             microbatch = min(self._returned)
             self._returned.remove(microbatch)
+            self._flights[microbatch].waits_no_more(now_s)
             return self._run(Job("backward", microbatch, self.version))
         admitted = [m for m in self._waiting if self._is_admitted(m)]
         if not admitted:
             return []
         microbatch = min(admitted)
         self._waiting.remove(microbatch)
-        self._flights[microbatch].staleness_steps = max(0, microbatch.step - self.version)
+        flight = self._flights[microbatch]
+        flight.staleness_steps = max(0, microbatch.step - self.version)
         if self.window:
             self.window.sent(microbatch, now_s=now_s)
+        else:
+            flight.waits_no_more(now_s)
         if microbatch.validates:
             return self._run(Job("validate", microbatch, self.version))
         return self._run(Job("loss" if self.is_last else "forward", microbatch, self.version))

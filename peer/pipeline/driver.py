@@ -165,14 +165,17 @@ class PipelineDriver:
     async def _on_gradient(self, source: PeerID, meta: Gradient, payload: Payload) -> None:
         microbatch = Microbatch(meta.step, meta.index)
         self._check(source, microbatch)
+        if not 0.0 <= meta.waited_s < math.inf:
+            raise RemoteError(source, f"says that a microbatch waited {meta.waited_s} s")
+        if not microbatch.validates:
+            self._wire.check_gradient(payload, source)
+        if not self.core.holds(microbatch):
+            return
         if microbatch.validates:
             self._losses[microbatch] = meta.loss
         else:
-            self._wire.check_gradient(payload, source)
-            if not self.core.holds(microbatch):
-                return
             self._gradients[microbatch] = payload
-        self._handle(GradientArrived(microbatch, source))
+        self._handle(GradientArrived(microbatch, source, meta.waited_s))
 
     def _check(self, source: PeerID, microbatch: Microbatch) -> None:
         training = self.runtime.spec.training
@@ -193,10 +196,17 @@ class PipelineDriver:
                     self._spawn(self._run(command), f"job {command}")
                 case SendActivation(microbatch, target):
                     self._spawn(self._send_activation(microbatch, target), f"activation {microbatch}")
-                case SendGradient(microbatch, target):
+                case SendGradient(microbatch, target, waited_s):
                     payload = b"" if microbatch.validates else self._outputs.get(microbatch, b"")
                     loss = self._losses.get(microbatch, 0.0)
-                    self._spawn(self._send_gradient(microbatch, target, payload, loss), f"gradient {microbatch}")
+                    meta = Gradient(
+                        stage=self.core.stage - 1,
+                        step=microbatch.step,
+                        index=microbatch.index,
+                        loss=loss,
+                        waited_s=waited_s,
+                    )
+                    self._spawn(self._send_gradient(target, meta, payload), f"gradient {microbatch}")
                 case Contributed(microbatch, staleness_steps):
                     loss = self._losses.get(microbatch, 0.0)
                     self.upwards.contributed(microbatch, loss=loss, staleness_steps=staleness_steps)
@@ -259,13 +269,12 @@ class PipelineDriver:
             logger.warning("activation %s: %s; sending it elsewhere", microbatch, error)
             self._handle(PeerLost(target))
 
-    async def _send_gradient(self, microbatch: Microbatch, target: PeerID, payload: Payload, loss: float) -> None:
-        meta = Gradient(stage=self.core.stage - 1, step=microbatch.step, index=microbatch.index, loss=loss)
+    async def _send_gradient(self, target: PeerID, meta: Gradient, payload: Payload) -> None:
         try:
             await self._endpoint.send(target, meta, payload, priority=Priority.GRADIENT)
         except Unreachable as error:
             # Its sender is gone, and with it everyone who would use this gradient.
-            logger.warning("gradient %s: %s; dropped", microbatch, error)
+            logger.warning("gradient (%d, %d): %s; dropped", meta.step, meta.index, error)
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None], name: str) -> None:
         task = asyncio.create_task(coroutine, name=name)

@@ -4,7 +4,13 @@ Just enough to keep the slowest stage busy: every further one only waits in a qu
 staler. Found by measuring, in the manner of BBR (Cardwell et al. 2016): the pipeline's bottleneck rate is the largest
 recent delivery rate, its empty round trip the smallest recent one; their product is what the pipeline holds when it
 is full and nothing queues. A gain above 1 keeps probing: if the pipeline was not full, the rate rises and so does the
-window; if it was, only the round trip rises, which the minimum ignores.
+window; if it was, only the queues grow.
+
+The time that a microbatch stood in queues is subtracted from its round trip: each stage knows it and says so with the
+gradient. A network cannot, so BBR empties its queue now and then to see an empty round trip. Without either, a full
+pipeline always measures rate x round trip = what is in flight, and the window grows by its gain for ever: a model of
+this pipeline had 25 to 40 times too much in flight within minutes. Draining would cost throughput, and several
+stage-0 replicas would have to drain at the same time. Time spent waiting for a link is not known and not subtracted.
 """
 
 from collections import deque
@@ -24,13 +30,14 @@ class Window:
 
     Args:
         num_stages: the window starts at `num_stages + 1`: one in each stage and one on the way.
-        gain: window over the measured product of rate and round trip, > 1.
+        gain: window over the measured product of rate and round trip, > 1. With equal stages whose jobs take +-30 %
+            of the mean, 1.25 keeps the slowest one busy for 85 to 90 % of the time, 1.5 for 92 to 94 %.
         memory: how many recent microbatches the largest rate and the smallest round trip are taken over; the limit
             forgets a better past, so that a plan change is felt within `memory` microbatches.
     """
 
     num_stages: int
-    gain: float = 1.25
+    gain: float = 1.5
     memory: int = 32
     size_max: int = 256
     size: int = field(init=False)
@@ -59,8 +66,11 @@ class Window:
             self._delivered_at_s = now_s
         self._sent[key] = _Sent(now_s, self._delivered, self._delivered_at_s)
 
-    def returned(self, key: object, *, now_s: float) -> None:
-        """The gradient of `key` is back: one sample of rate and round trip (BBR's delivery-rate estimator)."""
+    def returned(self, key: object, *, now_s: float, waited_s: float) -> None:
+        """The gradient of `key` is back: one sample of rate and round trip (BBR's delivery-rate estimator).
+
+        `waited_s` of its round trip it stood in queues.
+        """
         sent = self._sent.pop(key, None)
         if sent is None:
             return
@@ -69,11 +79,11 @@ class Window:
         elapsed_s = now_s - sent.delivered_at_s
         if elapsed_s > 0:
             self._rates.append((self._delivered - sent.delivered) / elapsed_s)
-        self._round_trips_s.append(now_s - sent.at_s)
+        self._round_trips_s.append(max(0.0, now_s - sent.at_s - waited_s))
         if len(self._round_trips_s) >= self.size or len(self._round_trips_s) == self.memory:
             product = max(self._rates, default=0.0) * min(self._round_trips_s)
             self.size = max(2, min(self.size_max, int(self.gain * product) + 1))
 
     def forget(self, key: object) -> None:
-        """`key` was lost; it says nothing about the pipeline."""
+        """`key` says nothing about the pipeline: it was lost, or did not go all the way."""
         self._sent.pop(key, None)

@@ -1,16 +1,4 @@
-"""PipelineCore by itself, and K stages x R replicas of it played against each other in random order.
-
-The player keeps the tables that the driver keeps (inputs, contexts, gradients), so that a command which the driver
-could not carry out, or a table that nobody empties, fails here.
-"""
-
-import random
-from collections import Counter
-from dataclasses import dataclass, field
-
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from shoal.peer.pipeline.core import (
     Arrived,
@@ -239,245 +227,28 @@ def test_a_microbatch_that_comes_again_while_its_orphan_runs_is_run_for_its_new_
     assert feed(made, JobDone(job("backward", 0, 0))) == [Contributed(A, 0), SendGradient(A, OTHER), Forget(A)]
 
 
-# --- many cores, any order ---
+def test_time_in_queues_travels_back_with_the_gradient_and_time_at_work_does_not() -> None:
+    made = core()
+    made.handle(Arrived(A, UP), now_s=0.0)
+    made.handle(Arrived(B, UP), now_s=1.0)
+    made.handle(JobDone(job("forward", 0, 0)), now_s=3.0)  # B has waited for 2 s
+    made.handle(PeerLost(DOWN), now_s=3.5)
+    made.handle(JobDone(job("forward", 0, 1)), now_s=4.0)
+    made.handle(PeerReady(DOWN), now_s=9.0)  # and 5 s more, for somebody to send it to
+    made.handle(GradientArrived(A, DOWN, 0.0), now_s=11.0)
+    made.handle(GradientArrived(B, DOWN, 10.0), now_s=12.0)  # 10 s later on
+    made.handle(JobDone(job("backward", 0, 0)), now_s=16.0)  # and 4 s more here
+    commands = made.handle(JobDone(job("backward", 0, 1)), now_s=20.0)
+    assert commands == [Contributed(B, 0), SendGradient(B, UP, 21.0), Forget(B)]
 
 
-@dataclass
-class Replica:
-    """A core and the tables of its driver."""
-
-    name: PeerID
-    core: PipelineCore
-    running: Job | None = None
-    inputs: set[Microbatch] = field(default_factory=set)
-    contexts: set[Microbatch] = field(default_factory=set)
-    gradients: set[Microbatch] = field(default_factory=set)
-    summed: Counter[Microbatch] = field(default_factory=Counter)
-    told: Counter[Microbatch] = field(default_factory=Counter)
-
-    def start(self, job: Job) -> None:
-        assert self.running is None, "two jobs at once"
-        self.running = job
-        version, microbatch = self.core.version, job.microbatch
-        assert job.version == version
-        if microbatch is None:
-            return
-        if job.kind == "backward":
-            self.contexts.remove(microbatch)
-            self.gradients.remove(microbatch)
-            return
-        assert not self.core._returned, "forward before backward"
-        assert not self.core._step_ready, "forward before the step"
-        assert microbatch.step - version <= (0 if microbatch.validates else self.core.s_max), "not admitted yet"
-        if not self.core.is_first:
-            self.inputs.remove(microbatch)
-
-    def end(self) -> Job:
-        assert self.running is not None
-        job, self.running = self.running, None
-        if job.kind == "forward" and job.microbatch:
-            self.contexts.add(job.microbatch)
-        if job.kind in ("backward", "loss") and job.microbatch:
-            self.summed[job.microbatch] += 1
-        return job
-
-
-@dataclass
-class Play:
-    """K stages x R replicas; `rng` decides what happens next."""
-
-    rng: random.Random
-    stages: int
-    replicas: int
-    steps: int
-    M: int
-    s_max: int
-    validation: int
-    peers: dict[PeerID, Replica] = field(default_factory=dict)
-    air: list[tuple[PeerID, Event]] = field(default_factory=list)
-    doubted: set[tuple[PeerID, PeerID]] = field(default_factory=set)
-    finished: Counter[Microbatch] = field(default_factory=Counter)
-    contributed: list[Counter[Microbatch]] = field(default_factory=list)
-    granted: list[Microbatch] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        for stage in range(self.stages):
-            self.contributed.append(Counter())
-            for index in range(self.replicas):
-                name = PeerID(f"{stage}.{index}")
-                window = Window(num_stages=self.stages) if stage == 0 else None
-                router = Router()
-                if stage + 1 < self.stages:
-                    router.set_shares({PeerID(f"{stage + 1}.{i}"): 1.0 + i for i in range(self.replicas)})
-                self.peers[name] = Replica(
-                    name,
-                    PipelineCore(
-                        stage=stage,
-                        num_stages=self.stages,
-                        s_max=self.s_max,
-                        version=0,
-                        router=router,
-                        window=window,
-                    ),
-                )
-        for replica in self.peers.values():
-            for target in replica.core.router.shares:
-                self.do(replica, PeerReady(target))
-        work = [Microbatch(t, i) for t in range(self.steps) for i in range(-self.validation, self.M)]
-        for microbatch in work:
-            self.granted.append(microbatch)
-            self.air.append((PeerID(f"0.{self.rng.randrange(self.replicas)}"), Arrived(microbatch, None)))
-
-    def run(self, *, doubts: int = 0, deaths: int = 0) -> None:
-        """Until nothing is left to happen."""
-        for _ in range(100_000):
-            moves = [*self.air, *(r.name for r in self.peers.values() if r.running), *self._commits()]
-            if doubts and self.rng.random() < 0.1:
-                doubts -= 1
-                self._doubt()
-            elif deaths and self.rng.random() < 0.02:
-                deaths -= 1
-                self._kill()
-            elif moves:
-                self._play(self.rng.choice(moves))
-            elif self.doubted:
-                self._believe()
-            else:
-                return
-        raise AssertionError("it never ends")
-
-    def _commits(self) -> list[tuple[PeerID, Event]]:
-        """Steps that a replica may take: its stage has the whole of them."""
-        return [
-            (name, StepReady(v))
-            for name, replica in self.peers.items()
-            if (v := replica.core.version) < self.steps
-            and not replica.core._step_ready
-            and not (replica.running and replica.running.kind == "step")
-            and all(self.contributed[replica.core.stage][Microbatch(v, i)] for i in range(self.M))
-        ]
-
-    def _play(self, move: tuple[PeerID, Event] | PeerID) -> None:
-        if isinstance(move, str):
-            replica = self.peers[move]
-            self.do(replica, JobDone(replica.end()))
-            return
-        if move in self.air:
-            self.air.remove(move)
-        name, event = move
-        if name not in self.peers:
-            return
-        replica = self.peers[name]
-        match event:  # what the driver keeps before it tells the core
-            case Arrived(microbatch, source) if source is not None:
-                if not replica.core.holds(microbatch):
-                    replica.inputs.add(microbatch)
-            case GradientArrived(microbatch, _) if not microbatch.validates:
-                if not replica.core.holds(microbatch):
-                    return
-                replica.gradients.add(microbatch)
-        self.do(replica, event)
-
-    def do(self, replica: Replica, event: Event) -> None:
-        for command in replica.core.handle(event, now_s=0.0):
-            match command:
-                case Job():
-                    replica.start(command)
-                case SendActivation(microbatch, target):
-                    assert target in replica.core.router.shares
-                    self.air.append((target, Arrived(microbatch, replica.name)))
-                case SendGradient(microbatch, target):
-                    self.air.append((target, GradientArrived(microbatch, replica.name)))
-                case Contributed(microbatch, staleness_steps):
-                    assert 0 <= staleness_steps <= self.s_max
-                    replica.told[microbatch] += 1
-                    self.contributed[replica.core.stage][microbatch] += 1
-                case Finished(microbatch):
-                    self.finished[microbatch] += 1
-                case Forget(microbatch):
-                    for table in (replica.inputs, replica.contexts, replica.gradients):
-                        table.discard(microbatch)
-
-    def _doubt(self) -> None:
-        """Somebody takes a living neighbour for dead, and believes in it again later."""
-        who = self.rng.choice([r for r in self.peers.values() if r.core.router.shares])
-        living = [peer for peer in who.core.router.shares if peer in self.peers]
-        target = self.rng.choice(living)
-        self.doubted.add((who.name, target))
-        self.do(who, PeerLost(target))
-        if self.rng.random() < 0.5:
-            self._believe()
-
-    def _believe(self) -> None:
-        who, target = self.rng.choice(sorted(self.doubted))
-        self.doubted.discard((who, target))
-        if who in self.peers and target in self.peers:
-            self.do(self.peers[who], PeerReady(target))
-
-    def _kill(self) -> None:
-        """One that has a mate, and is not at stage 0 (whose microbatches another lead would grant again)."""
-        stages = Counter(r.core.stage for r in self.peers.values())
-        mortal = [r for r in self.peers.values() if r.core.stage > 0 and stages[r.core.stage] > 1]
-        if not mortal:
-            return
-        dead = self.rng.choice(mortal)
-        del self.peers[dead.name]
-        for replica in self.peers.values():
-            if abs(replica.core.stage - dead.core.stage) == 1:
-                self.air.append((replica.name, PeerLost(dead.name)))
-
-    def check_all_is_done_and_nothing_left(self) -> None:
-        assert self.finished == Counter(self.granted)
-        for replica in self.peers.values():
-            core = replica.core
-            assert core.is_idle
-            tables = (core._flights, core._waiting, core._returned, core._unsent, core.router._outstanding)
-            assert not any(tables), f"{replica.name} keeps {tables}"
-            kept = (replica.inputs, replica.contexts, replica.gradients)
-            assert not any(kept), f"the driver of {replica.name} keeps {kept}"
-            assert core.window is None or core.window.in_flight == 0
-            assert core.version == self.steps
-            assert replica.summed == replica.told, "the gradient sum holds what the group was not told"
-
-
-PLAYS = {
-    "seed": st.integers(0, 2**32),
-    "stages": st.integers(1, 4),
-    "replicas": st.integers(1, 3),
-    "steps": st.integers(1, 3),
-    "M": st.integers(1, 6),
-    "s_max": st.integers(0, 2),
-    "validation": st.integers(0, 2),
-}
-
-
-def play(seed: int, **sizes: int) -> Play:
-    return Play(random.Random(seed), **sizes)
-
-
-@settings(max_examples=100, deadline=None)
-@given(**PLAYS)
-def test_in_any_order_each_microbatch_contributes_once_a_stage_and_finishes_once(seed: int, **sizes: int) -> None:
-    made = play(seed, **sizes)
-    made.run()
-    made.check_all_is_done_and_nothing_left()
-    training = Counter(m for m in made.granted if not m.validates)
-    assert made.contributed == [training] * made.stages
-
-
-@settings(max_examples=150, deadline=None)
-@given(**PLAYS, doubts=st.integers(1, 12))
-def test_false_suspicion_costs_work_but_no_microbatch_and_no_memory(seed: int, doubts: int, **sizes: int) -> None:
-    made = play(seed, **sizes)
-    made.run(doubts=doubts if made.stages > 1 else 0)
-    made.check_all_is_done_and_nothing_left()
-    assert made.contributed[0] == Counter(m for m in made.granted if not m.validates)
-
-
-@settings(max_examples=150, deadline=None)
-@given(**PLAYS, doubts=st.integers(0, 4), deaths=st.integers(1, 4))
-def test_deaths_cost_work_but_no_microbatch_and_no_memory(seed: int, doubts: int, deaths: int, **sizes: int) -> None:
-    made = play(seed, **sizes)
-    made.run(doubts=doubts if made.stages > 1 else 0, deaths=deaths)
-    made.check_all_is_done_and_nothing_left()
-    assert made.contributed[0] == Counter(m for m in made.granted if not m.validates)
+def test_stage_zero_measures_training_and_not_validation() -> None:
+    made = core(stage=0)
+    assert made.window is not None
+    check = Microbatch(0, -1)
+    feed(made, Arrived(check, None), JobDone(job("validate", 0, -1)), GradientArrived(check, DOWN))
+    assert made.is_idle
+    assert (made.window.in_flight, len(made.window._round_trips_s)) == (0, 0)
+    feed(made, Arrived(A, None), JobDone(job("forward", 0, 0)), GradientArrived(A, DOWN))
+    feed(made, JobDone(job("backward", 0, 0)))
+    assert (made.window.in_flight, len(made.window._round_trips_s)) == (0, 1)
