@@ -93,6 +93,22 @@ def test_the_last_version_is_validated_whatever_the_interval() -> None:
     assert made.grant(9) == [Microbatch(3, -1), Microbatch(3, -2)]
 
 
+def test_a_later_lead_does_not_validate_an_old_version_again() -> None:
+    """Its weights are gone: the loss of newer ones would be reported as that of the old version."""
+    mate = book(interval=4)
+    mate.reach(0)  # the lead grants this validation, not we
+    mate.reach(1)
+    assert not [m for m in mate.grant(9) if m.validates]
+
+
+def test_a_validation_once_begun_is_granted_to_the_end() -> None:
+    made = book(interval=4, s_max=1)
+    made.reach(0)
+    assert made.grant(1) == [Microbatch(0, -1)]
+    made.reach(1)
+    assert made.grant(1) == [Microbatch(0, -2)]
+
+
 def test_no_interval_is_no_validation() -> None:
     made = book(steps=3, interval=0)
     made.reach(0)
