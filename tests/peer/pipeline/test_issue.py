@@ -101,12 +101,12 @@ def test_a_later_lead_does_not_validate_an_old_version_again() -> None:
     assert not [m for m in mate.grant(9) if m.validates]
 
 
-def test_a_validation_once_begun_is_granted_to_the_end() -> None:
+def test_what_is_left_of_a_validation_is_not_granted_at_the_next_version() -> None:
     made = book(interval=4, s_max=1)
     made.reach(0)
     assert made.grant(1) == [Microbatch(0, -1)]
     made.reach(1)
-    assert made.grant(1) == [Microbatch(0, -2)]
+    assert made.grant(1) == [Microbatch(1, 0)]
 
 
 def test_no_interval_is_no_validation() -> None:
@@ -169,7 +169,7 @@ def test_each_is_granted_once_never_beyond_s_max_and_counted_rightly(
             assert all(version <= m.step <= min(version + s_max, steps - 1) and m.index < M for m in training)
             held |= set(training)
             fresh = [m for m in granted if m.validates]
-            assert all(m.step % interval == 0 or m.step == steps for m in fresh)
+            assert all(m.step == version and (version % interval == 0 or version == steps) for m in fresh)
             validated += fresh
     assert len(set(validated)) == len(validated)
     assert all(step >= version for step in made._taken)
