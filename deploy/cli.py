@@ -196,6 +196,8 @@ def _running_invite() -> Invite:
 
 
 def _print_summary(console: Console, summary: Any) -> None:
+    from shoal.deploy.live_view import printable
+
     def say(label: str, text: str) -> None:
         console.print(f"{label:<12} {text}", markup=False, soft_wrap=True)
 
@@ -210,7 +212,8 @@ def _print_summary(console: Console, summary: Any) -> None:
     if summary.snapshot:
         say("snapshot", summary.snapshot)
         say("sample", "")
-        console.print(summary.sample, markup=False, soft_wrap=True)
+        for line in summary.sample.splitlines():  # an untrained model writes any byte, the terminal's commands too
+            console.print(printable(line), markup=False, soft_wrap=True)
     say("logs", f"{summary.folder}/logs")
 
 

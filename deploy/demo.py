@@ -11,6 +11,7 @@ import shutil
 import signal
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +32,8 @@ _HOST = "peer-1"
 _SAMPLER = "sampler"
 _FRAMES_PER_S = 2.0
 _RSS_S = 2.0
+_RECENT_STEPS = 17
+"""Over which the tokens/s of a step are measured."""
 _END_S = 30.0
 """For the children to write their last snapshot and leave, once the first has."""
 _SAMPLE_S = 90.0
@@ -147,6 +150,7 @@ class Demo:
         )
         self._record = _Record()
         self._swarm = Swarm(on_line=self._on_line, on_exit=self._on_exit)
+        self._recent: deque[tuple[float, int]] = deque(maxlen=_RECENT_STEPS)
         self._changed = asyncio.Event()
         self._left: dict[str, Left] = {}
         self._ended: dict[str, int] = {}
@@ -317,6 +321,7 @@ class Demo:
         if self._board.step is not None and step.step <= self._board.step.step:
             return  # told by two coordinators at a change of term
         now_s = time.monotonic()
+        step = msgspec.structs.replace(step, tokens_per_s=self._recent_tokens_per_s(step, now_s))
         self._record.add(step, now_s)
         self._board.add_step(step, now_s)
         self._write_json(
@@ -336,6 +341,13 @@ class Demo:
         )
         if self._live is None:
             self._print(plain_line(self._board))
+
+    def _recent_tokens_per_s(self, step: StepDone, now_s: float) -> float:
+        """Ours, since a new coordinator has to begin its own measurement anew."""
+        self._recent.append((now_s, step.step))
+        since_s, since = self._recent[0]
+        tokens = (step.step - since) * self._options.spec.tokens_per_step
+        return tokens / (now_s - since_s) if now_s > since_s else 0.0
 
     def _take_status(self, report: Status) -> None:
         before = self._board.status
@@ -389,8 +401,8 @@ class Demo:
 
 
 def _environment() -> Mapping[str, str]:
-    """Six peers share the cores: one thread each, and few heaps (glibc keeps one a thread, mostly empty)."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
+    """Six peers share the cores: one thread each, and one heap (glibc keeps several, each as large as its peak)."""
+    return {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1", **os.environ}
 
 
 def _open_json(path: Path) -> IO[bytes]:
