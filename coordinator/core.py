@@ -372,6 +372,7 @@ class CoordinationCore:
         if self._proposer.drop():
             commands.append(Note(text=f"plan {plan.plan.order} overtook our proposal"))
         new_term = before is None or before.plan.term != plan.plan.term
+        silent = before.plan.coordinator if before and now_s >= self._watch.suspect_at_s else None
         self._watch.obeys(plan.plan, new_term=new_term, now_s=now_s)
         if was_coordinator and not self.is_coordinator:
             assert before is not None
@@ -381,7 +382,8 @@ class CoordinationCore:
             if not self._eligible(plan.plan):
                 self._succession.hasten(now_s)
             self._head_at_s = now_s + HEAD_HEARTBEATS * self._heartbeat_s
-            self.governor.begin_term(plan.plan, now_s, continuing=was_coordinator or before is None)
+            continuing = was_coordinator or before is None
+            self.governor.begin_term(plan.plan, now_s, continuing=continuing, silent=None if continuing else silent)
         return commands
 
     def _tell(self, now_s: float) -> list[Command]:

@@ -56,8 +56,11 @@ class Governor:
         self.ledger.note_validations(heartbeat.validations)
         return True
 
-    def begin_term(self, plan: Plan, now_s: float, *, continuing: bool) -> None:
-        """We coordinate now, or still (`continuing`): give every member time to be heard before its silence counts."""
+    def begin_term(self, plan: Plan, now_s: float, *, continuing: bool, silent: PeerID | None) -> None:
+        """We coordinate now, or still (`continuing`): give every member time to be heard before its silence counts.
+
+        `silent` is the coordinator before us if its silence is why we are here.
+        """
         will, self._will = self._will, None
         self._settled_for = None
         if not continuing:
@@ -71,6 +74,8 @@ class Governor:
         self.begun_s = now_s if self.begun_s is None else self.begun_s
         for peer in plan.members:
             self.roster.expect(peer, None, now_s)
+        if silent in plan.members:
+            self.roster.doubt(silent, now_s)
         self.roster.forget_silent(now_s, keep=frozenset(plan.members))
 
     def inherit(self, will: HandOver) -> None:

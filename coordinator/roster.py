@@ -16,6 +16,7 @@ from shoal.protocol.messages import Advert, Heartbeat, PeerStatus
 FLOOR_HEARTBEATS = 5.0
 """Four lost in a row happen to a busy machine (a garbage collection, a disk flush); five are a second thought."""
 CEILING_HEARTBEATS = 30.0
+DOUBT_HEARTBEATS = 2.0
 DEVIATIONS = 8.0
 
 
@@ -83,6 +84,11 @@ class Roster:
             presence.arrivals.arrived(now_s)
         presence.advert, presence.heartbeat = heartbeat.advert, heartbeat
         return True
+
+    def doubt(self, peer: PeerID, now_s: float) -> None:
+        """Others have found `peer` silent: leave it little of its patience, enough for one heartbeat to get through."""
+        arrivals = self.presences[peer].arrivals
+        arrivals.last_s = now_s - arrivals.patience_s + DOUBT_HEARTBEATS * self.heartbeat_s
 
     def expect(self, peer: PeerID, advert: Advert | None, now_s: float) -> None:
         """Count `peer` alive from now on until its silence says otherwise; heartbeats outrank this."""

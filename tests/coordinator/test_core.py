@@ -1,4 +1,7 @@
-"""State, events, expected commands."""
+"""State, events, expected commands.
+
+This file is long because every row of the core's table has its tests here, on the same few helpers.
+"""
 
 import itertools
 import random

@@ -68,6 +68,15 @@ def test_the_expected_are_alive_on_credit_and_unmeasured_without_an_advert(roste
     assert roster.alive(FLOOR_HEARTBEATS) == ()
 
 
+def test_the_doubted_must_be_heard_soon(roster, make_heartbeat):
+    roster.expect("a", None, 100.0)
+    roster.doubt("a", 100.0)
+    assert roster.alive(101.9) == ("a",)
+    assert roster.alive(102.0) == ()
+    roster.heard("a", make_heartbeat("a"), 101.0)
+    assert roster.alive(105.0) == ("a",)
+
+
 def test_impossible_numbers_are_replaced(roster, make_heartbeat, make_advert):
     liar = make_advert("a", flop_per_s=float("nan"), upload_bytes_per_s=float("inf"), memory_bytes=-5)
     roster.heard("a", make_heartbeat("a", advert=liar), 0.0)

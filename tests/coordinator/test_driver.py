@@ -1,0 +1,156 @@
+"""What the driver adds to the core: verification, disk, directory, reports and replies."""
+
+import asyncio
+
+import msgspec
+import pytest
+
+from shoal.coordinator.store import PlanStore
+from shoal.protocol.endpoint import Endpoint
+from shoal.protocol.errors import LocalError, Refused
+from shoal.protocol.messages import Done, PlanHead, PlanLive, PlanOffer, PlanVote, StatusRequest, SwarmStatus
+from shoal.protocol.plan import sign_plan
+
+
+class FullDisk(PlanStore):
+    """Cannot write once it is told so."""
+
+    full = False
+
+    def save(self, record):
+        if self.full:
+            raise LocalError("cannot write plans: no space left on device")
+        super().save(record)
+
+
+async def stranger(swarm, name="stranger"):
+    """An endpoint in the run that takes no part in it, introduced to everybody."""
+    port = swarm.world.add_peer(name)
+    run = swarm.peers["p0"].plan.run
+    endpoint = Endpoint(port.identity, port.transport, run=run)
+    for peer in swarm.alive():
+        await port.transport.introduce(peer.peer_id, peer.port.transport.addresses())
+    return port, endpoint
+
+
+def test_a_peer_that_cannot_keep_its_word_does_not_give_it(run_swarm):
+    async def scenario(swarm):
+        store = FullDisk()
+        await swarm.begin(5)
+        forgetful = await swarm.add("forgetful", store=store)
+        await swarm.until(lambda: forgetful.order == (1, 2), within_s=10)
+        owner = swarm.peers["p0"]
+        live = forgetful.coordination.plan
+        store.full = True
+        plan = msgspec.structs.replace(live.plan, sequence=3, previous=live.digest)
+        offer = PlanOffer(term=1, plan=sign_plan(owner.port.identity, plan).envelope, predecessor=live.envelope)
+        ask = owner.coordination._endpoint.ask
+        with pytest.raises(Refused, match="cannot keep its word"):
+            await owner.port.spawn(ask(forgetful.peer_id, offer, PlanVote))
+        store.full = False
+        assert (await owner.port.spawn(ask(forgetful.peer_id, offer, PlanVote))).accepted
+
+    run_swarm(scenario, min_peers=5)
+
+
+def test_a_plan_that_its_coordinator_did_not_sign_is_refused(run_swarm):
+    async def scenario(swarm):
+        await swarm.begin(6)
+        port, endpoint = await stranger(swarm)
+        victim = swarm.peers["p1"]
+        live = victim.coordination.plan
+        forged = sign_plan(port.identity, msgspec.structs.replace(live.plan, sequence=9, previous=live.digest))
+        with pytest.raises(Refused, match="signer's envelope contradicts"):
+            await port.spawn(endpoint.ask(victim.peer_id, PlanLive(plan=forged.envelope), Done))
+        impossible = sign_plan(port.identity, msgspec.structs.replace(live.plan, coordinator=port.peer_id, stages=()))
+        with pytest.raises(Refused, match="impossible plan"):
+            await port.spawn(endpoint.ask(victim.peer_id, PlanLive(plan=impossible.envelope), Done))
+        with pytest.raises(Refused, match="left out a plan"):
+            await port.spawn(endpoint.ask(victim.peer_id, PlanLive(plan=b""), Done))
+        assert victim.order == (1, 1)
+
+    run_swarm(scenario, min_peers=6)
+
+
+def test_any_member_answers_with_the_coordinators_status(run_swarm):
+    async def scenario(swarm):
+        await swarm.begin(6)
+        await asyncio.sleep(3)
+        port, endpoint = await stranger(swarm)
+        status = await port.spawn(endpoint.ask(swarm.peers["p4"].peer_id, StatusRequest(), SwarmStatus))
+        assert status.coordinator == swarm.peers["p0"].peer_id
+        assert (status.term, status.plan_sequence, status.steps) == (1, 1, 50)
+        assert sorted(peer.name for peer in status.peers) == sorted(swarm.peers)
+        assert {peer.stage for peer in status.peers} == {0, 1, 2}
+        assert all(peer.seen_s_ago < 2 for peer in status.peers)
+        assert 2 < status.elapsed_s < 10
+        assert swarm.peers["p4"].coordination.status() is None
+        assert await swarm.peers["p4"].port.spawn(swarm.peers["p4"].coordination.ask_status())
+
+    run_swarm(scenario, min_peers=6)
+
+
+def test_before_there_is_a_plan_there_is_no_status(run_swarm):
+    async def scenario(swarm):
+        await swarm.add("p0")
+        other = await swarm.add("p1")
+        await asyncio.sleep(2)
+        with pytest.raises(Refused, match="no plan yet"):
+            await other.port.spawn(other.coordination.ask_status())
+
+    run_swarm(scenario, min_peers=6)
+
+
+def test_a_head_that_somebody_else_wrote_leads_nobody_astray(run_swarm):
+    async def scenario(swarm):
+        await swarm.begin(6)
+        port, endpoint = await stranger(swarm)
+        key = f"shoal/{endpoint.run}/plan"
+        owner = swarm.peers["p0"].peer_id
+        lie = PlanHead(term=99, sequence=99, digest="", coordinator=owner, addresses=())
+        await port.directory.store(key, owner, endpoint.seal_record(lie), expires_in_s=60)
+        await port.directory.store(key, port.peer_id, endpoint.seal_record(lie), expires_in_s=60)
+        await port.directory.store(key, "junk", b"\xff" * 40, expires_in_s=60)
+        await asyncio.sleep(30)
+        new = await swarm.add("new")
+        await swarm.until(lambda: new.order > (1, 1) and swarm.agreed(), within_s=10)
+
+    run_swarm(scenario, min_peers=6)
+
+
+def test_the_endpoints_term_follows_the_plan(run_swarm):
+    async def scenario(swarm):
+        await swarm.begin(6)
+        await asyncio.sleep(70)
+        assert swarm.agreed()
+        assert {peer.coordination._endpoint.term for peer in swarm.alive()} == {2}
+
+    run_swarm(scenario, min_peers=6)
+
+
+def test_a_damaged_store_is_a_local_error(run_swarm, tmp_path):
+    (tmp_path / "plans").write_bytes(b"not a record")
+
+    async def scenario(swarm):
+        with pytest.raises(LocalError, match="not a record of plans"):
+            await swarm.add("p0", store=PlanStore(tmp_path / "plans"))
+
+    run_swarm(scenario, min_peers=6)
+
+
+def test_a_closed_peer_answers_no_more_and_leaves_nothing_running(run_swarm):
+    async def scenario(swarm):
+        await swarm.begin(6)
+        closed = swarm.peers["p3"]
+        await closed.port.spawn(closed.coordination.close(leave=True))
+        sent = swarm.world.num_events
+        await closed.port.spawn(closed.coordination.close(leave=True))
+        assert swarm.world.num_events == sent
+        ask = swarm.peers["p1"].coordination._endpoint.ask
+        with pytest.raises(Refused, match="closing"):
+            await swarm.peers["p1"].port.spawn(
+                ask(closed.peer_id, PlanLive(plan=closed.coordination.plan.envelope), Done)
+            )
+        await swarm.until(lambda: closed.peer_id not in swarm.peers["p0"].plan.members, within_s=5)
+
+    run_swarm(scenario, min_peers=6)
