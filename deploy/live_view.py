@@ -19,6 +19,7 @@ from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import PeerStatus, SwarmStatus
 
 _BARS = "▁▂▃▄▅▆▇█"
+_SPARKLINE_COLUMNS = 20
 _NOTES_SHOWN = 4
 _SILENT_S = 3.0
 """From when on the view says that a peer has not been heard."""
@@ -158,7 +159,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def _headline(board: Board, now_s: float) -> Text:
-    text = Text(board.phase, style="bold")
+    text = Text(board.phase, style="bold", no_wrap=True, overflow="ellipsis")
     text.append(f"   {duration(now_s - board.started_s)}", style="dim")
     if board.status is not None:
         holder = name_of(board.status, board.status.coordinator)
@@ -181,11 +182,11 @@ def _progress(board: Board, now_s: float) -> Table:
 
 def _figures(board: Board) -> Text:
     assert board.step is not None
-    text = Text(f"loss {board.losses[-1]:.3f} ")
-    text.append(sparkline(board.losses, 32), style="green")
+    text = Text(f"loss {board.losses[-1]:.3f} ", no_wrap=True, overflow="ellipsis")
+    text.append(sparkline(board.losses, _SPARKLINE_COLUMNS), style="green")
     if board.validation is not None:
-        text.append(f"   val {board.validation[1]:.3f} (step {board.validation[0]})")
-    text.append(f"   {board.step.tokens_per_s:,.0f} tokens/s   staleness {board.step.staleness_mean:.2f}")
+        text.append(f"  val {board.validation[1]:.3f} (step {board.validation[0]})")
+    text.append(f"  {board.step.tokens_per_s:,.0f} tokens/s  staleness {board.step.staleness_mean:.2f}")
     return text
 
 

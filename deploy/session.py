@@ -32,7 +32,7 @@ from shoal.protocol.spec import RunSpec, run_id
 logger = logging.getLogger(__name__)
 
 _STATUS_S = 1.0
-_FIND_RUN_S = 30.0
+_FIND_RUN_S = 20.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,7 +177,8 @@ async def _until_done(node: Node, output: Output, stop: Stop) -> bool:
         if done.done():
             done.result()
             return True
-        output.say(Note(text="leaving: finishing what is in flight (Ctrl-C again to quit at once)"))
+        if stop.drains:
+            output.say(Note(text="leaving: finishing what is in flight (Ctrl-C again to quit at once)"))
         await node.leave(drains=stop.drains)
         return False
     finally:

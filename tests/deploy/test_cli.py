@@ -1,0 +1,176 @@
+"""Bad input: one clear line on standard error, exit code 2, no traceback."""
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from shoal.deploy import cli, places
+from shoal.protocol.identity import Identity
+from shoal.protocol.invite import Invite, make_invite
+
+RUN = "0123456789abcdef"
+
+
+@pytest.fixture(autouse=True)
+def own_state(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+
+def complaint(*arguments: object, stdin: str | None = None) -> str:
+    """The one line that the command says."""
+    result = CliRunner().invoke(cli.app, [str(argument) for argument in arguments], input=stdin)
+    assert result.exit_code == cli.EXIT_USER_ERROR, result.output
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("shoal: ")
+    return line.removeprefix("shoal: ")
+
+
+def written(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+def an_invite() -> str:
+    owner = Identity(bytes(32)).peer_id
+    return make_invite(RUN, owner, (f"/ip4/127.0.0.1/tcp/9/p2p/{owner}",))
+
+
+def test_version_is_said() -> None:
+    result = CliRunner().invoke(cli.app, ["--version"])
+    assert (result.exit_code, result.stdout) == (0, "shoal 0.1.0\n")
+
+
+@pytest.mark.parametrize("command", ["join", "status"])
+def test_a_text_that_is_no_invite(command: str) -> None:
+    assert "not a shoal invite" in complaint(command, "hello")
+
+
+@pytest.mark.parametrize("command", ["join", "status"])
+def test_an_invite_that_was_cut_short(command: str) -> None:
+    assert "damaged or cut short" in complaint(command, an_invite()[:-3])
+
+
+def test_an_invite_from_standard_input_is_checked_too() -> None:
+    assert "damaged or cut short" in complaint("join", "-", stdin=an_invite()[:-3] + "\n")
+
+
+@pytest.mark.parametrize(("version", "who"), [(0, "the host must upgrade"), (99, "you must upgrade")])
+def test_an_invite_of_another_protocol_version(version: int, who: str) -> None:
+    owner = Identity(bytes(32)).peer_id
+    invite = Invite(version, RUN, owner, ("/ip4/127.0.0.1/tcp/9",)).encode()
+    line = complaint("join", invite)
+    assert f"protocol version {version}" in line
+    assert who in line
+
+
+def test_a_run_spec_that_is_not_there(tmp_path: Path) -> None:
+    assert f"cannot read the run spec {tmp_path}/none.toml" in complaint("host", tmp_path / "none.toml")
+
+
+def test_a_run_spec_that_is_not_toml(tmp_path: Path) -> None:
+    path = written(tmp_path / "run.toml", "steps = = 3")
+    assert str(path) in complaint("host", path)
+
+
+def test_a_run_spec_with_an_unknown_field(tmp_path: Path) -> None:
+    path = written(tmp_path / "run.toml", "[training]\nstep = 10\n")
+    line = complaint("host", path)
+    assert "`step`" in line
+    assert "$.training" in line
+
+
+@pytest.mark.parametrize(
+    ("text", "field"),
+    [
+        ("[training]\nsteps = -1\n", "steps must be positive"),
+        ('[training]\nsteps = "many"\n', "$.training.steps"),
+        ("[swarm]\nstages = 9\nmin_peers = 9\n", "swarm.stages 9 is more than model.num_layers 6"),
+        ("[model]\ndim = 100\nnum_heads = 3\n", "num_heads 3 does not divide dim 100"),
+    ],
+)
+def test_a_run_spec_with_an_impossible_field(tmp_path: Path, text: str, field: str) -> None:
+    assert field in complaint("host", written(tmp_path / "run.toml", text))
+
+
+def test_a_demo_with_more_stages_than_peers() -> None:
+    assert "min_peers 2 is fewer than stages 3" in complaint("demo", "--peers", 2, "--stages", 3)
+
+
+def test_a_data_folder_without_text(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / "image").write_bytes(bytes(range(256)))
+    path = written(tmp_path / "run.toml", f'[data]\nsource = "{folder}"\n')
+    assert f"{folder} has no text" in complaint("host", path)
+
+
+def test_a_data_folder_that_is_not_there(tmp_path: Path) -> None:
+    path = written(tmp_path / "run.toml", f'[data]\nsource = "{tmp_path}/none"\n')
+    assert f"no file or folder {tmp_path}/none" in complaint("host", path)
+
+
+def test_a_run_spec_that_names_another_text(tmp_path: Path) -> None:
+    text = written(tmp_path / "text", "some words to learn from\n" * 1000)
+    path = written(tmp_path / "run.toml", f'[data]\nsource = "{text}"\ndigest = "00"\n')
+    assert "has not the digest" in complaint("host", path)
+
+
+@pytest.mark.parametrize("listen", ["nonsense", "127.0.0.1", "127.0.0.1:http"])
+def test_an_address_that_is_none(listen: str) -> None:
+    assert f"cannot listen on '{listen}'" in complaint("join", an_invite(), "--listen", listen)
+
+
+def test_a_state_folder_in_use(tmp_path: Path) -> None:
+    lock = places.claim_folder(tmp_path / "peer")
+    try:
+        assert "another shoal runs in" in complaint("join", an_invite(), "--state-dir", tmp_path / "peer")
+    finally:
+        lock.release()
+
+
+def test_an_identity_that_is_none(tmp_path: Path) -> None:
+    written(tmp_path / "identity.key", "not a key")
+    assert "is not a shoal identity" in complaint("join", an_invite(), "--state-dir", tmp_path)
+
+
+def test_status_with_no_run_up() -> None:
+    assert "no run is up on this machine" in complaint("status")
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield int(listener.getsockname()[1])
+
+
+@pytest.mark.process
+def test_a_port_in_use(tmp_path: Path, taken_port: int) -> None:
+    text = written(tmp_path / "text", "some words to learn from\n" * 1000)
+    path = written(tmp_path / "run.toml", f'[data]\nsource = "{text}"\n')
+    line = complaint("host", path, "--listen", f"127.0.0.1:{taken_port}")
+    assert f"cannot listen on 127.0.0.1 port {taken_port}: address already in use" in line
+
+
+@pytest.mark.process
+def test_the_console_script_ends_without_a_traceback() -> None:
+    command = [sys.executable, "-m", "shoal.deploy.cli", "join", "hello"]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.process
+def test_light_commands_do_not_import_torch() -> None:
+    code = (
+        "import sys, shoal.deploy.cli, shoal.deploy.demo; sys.exit('torch' in sys.modules or 'hivemind' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
