@@ -56,6 +56,10 @@ class Governor:
         self.ledger.note_validations(heartbeat.validations)
         return True
 
+    def obey(self, now_s: float) -> None:
+        """A plan is live, whoever coordinates; the first one that we see is the best we know of the run's beginning."""
+        self.begun_s = now_s if self.begun_s is None else self.begun_s
+
     def begin_term(self, plan: Plan, now_s: float, *, continuing: bool, silent: PeerID | None) -> None:
         """We coordinate now, or still (`continuing`): give every member time to be heard before its silence counts.
 
@@ -71,7 +75,6 @@ class Governor:
                 self.roster.expect(peer, advert, now_s)
             self.begun_s = now_s - max(0.0, will.elapsed_s)
             self.ledger.take_over(version=will.version, loss=will.loss, validation_loss=will.validation_loss)
-        self.begun_s = now_s if self.begun_s is None else self.begun_s
         for peer in plan.members:
             self.roster.expect(peer, None, now_s)
         if silent in plan.members:

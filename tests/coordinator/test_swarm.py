@@ -157,6 +157,9 @@ def test_a_killed_coordinator_is_replaced(run_swarm, num_peers, seed, record_pro
         took_s = await swarm.until(swarm.agreed, within_s=20)
         record_property("replaced_after_s", took_s)
         assert took_s < 10
+        status = swarm.coordinator.coordination.status()
+        assert status is not None
+        assert 70 < status.elapsed_s < 90, "the run did not begin with the take-over"
         await swarm.until(
             lambda: swarm.agreed() and all(killed.peer_id not in p.plan.members for p in swarm.alive()), within_s=4
         )
