@@ -63,7 +63,7 @@ class StageRuntime:
         self.num_parameters = sum(sizes)
         self._leaves: dict[int, Leaves] = {}  # step -> weights for it, made from the current version
         self._sums: dict[int, Tensor] = {}  # step -> gradient sum [N]
-        self._sealed = -1
+        self._summed: set[Microbatch] = set()  # what the sums hold
         self._contexts: dict[Microbatch, _Context] = {}
         tokens = spec.training.microbatch_size * spec.model.context
         self.forward_flop = sum(forward_flop(spec.model, key, tokens) for key in self.keys)
@@ -81,7 +81,7 @@ class StageRuntime:
         """Take over `state`, from the seed, a mate or a snapshot. Contributions already summed stay."""
         assert tuple(state.layers) == self.keys, "the state is another stage's"
         self.state = state
-        self._leaves.clear()
+        self._forget_old_steps()
 
     def weight_copies(self) -> int:
         """Distinct parameter buffers alive for the stage's first layer: the current one, predictions, stashes."""
@@ -96,7 +96,7 @@ class StageRuntime:
     def forward(self, microbatch: Microbatch, payload: Payload | None) -> bytearray:
         """Not the last stage: input (None at stage 0, which reads the data) -> activation for the next stage."""
         x, targets_BT = self._input(microbatch, payload)
-        leaves = self._weights(microbatch.step)
+        leaves = self._weights_of(microbatch)
         if self.spec.training.keep == "recompute":
             with torch.no_grad():
                 y_BTD = self._run(leaves, x)
@@ -113,10 +113,11 @@ class StageRuntime:
         finite, the gradient is zero and nothing is added: no non-finite number may reach an optimizer.
         """
         x, targets_BT = self._input(microbatch, payload)
-        loss = llama.loss(self._run(self._weights(microbatch.step), x), targets_BT)
+        loss = self._loss(self._run(self._weights_of(microbatch), x), targets_BT)
         value = float(loss.detach())
         if math.isfinite(value):
             loss.backward()  # type: ignore[no-untyped-call]
+            self._summed.add(microbatch)
         else:
             logger.warning("microbatch %s has a loss of %s: nothing is learnt from it", microbatch, value)
         return value, self._input_gradient(x)
@@ -128,6 +129,7 @@ class StageRuntime:
         if bool(grad_BTD.isfinite().all()):
             y_BTD = self._run(context.leaves, context.x) if context.y_BTD is None else context.y_BTD
             y_BTD.backward(grad_BTD)  # type: ignore[no-untyped-call]
+            self._summed.add(microbatch)
         else:
             logger.warning("microbatch %s came back with a gradient that is not finite: it counts as zero", microbatch)
         return self._input_gradient(context.x)
@@ -138,7 +140,7 @@ class StageRuntime:
         x, targets_BT = self._input(microbatch, payload)
         y = self._run(self._weights(self.version), x)
         if self.keys[-1] == HEAD:
-            return float(llama.loss(y, targets_BT))
+            return float(self._loss(y, targets_BT))
         return self._wire.encode_activation(y, targets_BT)
 
     @torch.no_grad()
@@ -147,31 +149,31 @@ class StageRuntime:
 
         Returns: (the new state, its digest, layers left alone because their gradient was not finite).
         """
-        assert self.state is not None
-        version = self.state.version
+        before = self.state
+        assert before is not None
         layers: dict[str, LayerState] = {}
         skipped = 0
-        for key, layer in self.state.layers.items():
+        for key, layer in before.layers.items():
             grad_N = mean_gradient_N[self._spans[key]].to(self.device)
-            stepped = step_layer(self.spec, key, layer, grad_N, version)
+            stepped = step_layer(self.spec, key, layer, grad_N, before.version)
             skipped += stepped is None
             layers[key] = stepped or layer
-        self.state = StageState(version=version + 1, layers=layers)
-        self._leaves.clear()
-        self._sums.pop(version, None)
-        return self.state, self.state.digest(), skipped
+        after = StageState(version=before.version + 1, layers=layers)
+        if self.state is before:  # else another one was loaded meanwhile, because this one was not the group's
+            self.state = after
+            self._forget_old_steps()
+        return after, after.digest(), skipped
 
     # --- between jobs ---
 
     def gradient_sum(self, step: int) -> Tensor:
-        """The sum over our contributions to `step`, float32 [N] on the CPU. Later ones are no longer added."""
-        self._sealed = max(self._sealed, step)
-        self._leaves.pop(step, None)
+        """The sum over our contributions to `step` so far, float32 [N] on the CPU.
+
+        A copy: a job that runs, or a microbatch that comes late, must not change what others have seen of it. It is
+        added to the sum all the same, for another attempt at the step.
+        """
         total_N = self._sums.get(step)
-        if total_N is None:
-            return torch.zeros(self.num_parameters)
-        straggling = any(m.step == step for m in self._contexts)  # their leaves still point into the sum
-        return total_N.cpu().clone() if straggling else total_N.cpu()
+        return torch.zeros(self.num_parameters) if total_N is None else total_N.to("cpu", copy=True)
 
     def forget(self, microbatch: Microbatch) -> None:
         self._contexts.pop(microbatch, None)
@@ -192,6 +194,22 @@ class StageRuntime:
     def _run(self, leaves: Leaves, x: Tensor) -> Tensor:
         return llama.run_layers(self.spec.model, self.keys, leaves, x, self._rotary)
 
+    def _loss(self, logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+        """NaN if a target is no token: a neighbour sent nonsense, and torch would raise, or lose its GPU's context."""
+        if int(targets_BT.min()) < 0 or int(targets_BT.max()) >= self.spec.model.vocab_size:
+            return logits_BTV.new_tensor(math.nan)
+        return llama.loss(logits_BTV, targets_BT)
+
+    def _weights_of(self, microbatch: Microbatch) -> Leaves:
+        """The weights it wants; the gradient is added to its step's sum, unless that holds it already."""
+        leaves = self._weights(microbatch.step)
+        if microbatch in self._summed:
+            # It came again, because somebody before us died. The group counts it once, so its gradient goes nowhere.
+            return {
+                key: {name: x.detach().requires_grad_() for name, x in named.items()} for key, named in leaves.items()
+            }
+        return leaves
+
     def _weights(self, step: int) -> Leaves:
         """ŵ_step: the current weights if they are that step's (or past it), else their prediction. Made once."""
         assert self.state is not None
@@ -210,12 +228,19 @@ class StageRuntime:
         return leaves
 
     def _sum(self, step: int) -> Tensor:
-        if step <= self._sealed or step < self.version:
-            # A straggler of a step whose gradient has been handed out: it must not change what others have seen.
+        if step < self.version:  # A straggler: its step is committed without it.
             return torch.zeros(self.num_parameters, device=self.device)
         if step not in self._sums:
             self._sums[step] = torch.zeros(self.num_parameters, device=self.device)
         return self._sums[step]
+
+    def _forget_old_steps(self) -> None:
+        """The weights that were made from another version, and the sums of the steps before this one."""
+        self._leaves.clear()
+        # A state is loaded on the loop's thread while a job may add to these on the device's: iterate over copies.
+        for step in [s for s in list(self._sums) if s < self.version]:
+            del self._sums[step]
+        self._summed.difference_update([m for m in list(self._summed) if m.step < self.version])
 
     def _input_gradient(self, x: Tensor) -> bytearray | None:
         if not x.is_floating_point():

@@ -1,0 +1,110 @@
+"""N parameters of a layer"""
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+import torch
+
+from shoal.peer.model.layout import all_layer_keys, layer_layout
+from shoal.peer.pipeline.state import LayerState, StageState, initial_state, predict_layer, step_layer
+from shoal.protocol.spec import RunSpec
+
+CPU = torch.device("cpu")
+KEY = "layers.1"
+
+
+def stepped(spec: RunSpec, steps: int) -> LayerState:
+    """A layer that has seen `steps` random gradients."""
+    layer = initial_state(spec, (KEY,), CPU).layers[KEY]
+    for version in range(steps):
+        grad_N = torch.randn(layer.param_N.shape, generator=torch.Generator().manual_seed(version))
+        after = step_layer(spec, KEY, layer, grad_N, version)
+        assert after is not None
+        layer = after
+    return layer
+
+
+def test_the_first_state_is_a_function_of_the_seed_and_not_of_the_cut(tiny_spec: RunSpec) -> None:
+    keys = all_layer_keys(tiny_spec.model)
+    whole = initial_state(tiny_spec, keys, CPU)
+    assert whole.version == 0
+    assert whole.digest() == initial_state(tiny_spec, keys, CPU).digest()
+    for key in keys:
+        alone = initial_state(tiny_spec, (key,), CPU).layers[key]
+        assert alone.digest() == whole.layers[key].digest()
+        assert not alone.moment1_N.any()
+        assert not alone.moment2_N.any()
+
+
+@pytest.mark.parametrize("part", ["param_N", "moment1_N", "moment2_N"])
+@pytest.mark.parametrize("place", [0, -1])
+def test_a_single_bit_anywhere_changes_the_digest(tiny_spec: RunSpec, part: str, place: int) -> None:
+    layer = stepped(tiny_spec, 1)
+    changed_N = getattr(layer, part).clone()
+    changed_N.view(torch.int32)[place] ^= 1
+    other = replace(layer, **{part: changed_N})
+    assert other.digest() != layer.digest()
+    states = [StageState(version=1, layers={KEY: each}) for each in (layer, other)]
+    assert states[0].digest() != states[1].digest()
+
+
+def test_layers_that_change_places_change_the_digest(tiny_spec: RunSpec) -> None:
+    state = initial_state(tiny_spec, ("layers.0", "layers.1"), CPU)
+    swapped = {"layers.0": state.layers["layers.1"], "layers.1": state.layers["layers.0"]}
+    assert StageState(version=0, layers=swapped).digest() != state.digest()
+
+
+def test_a_step_makes_new_tensors_and_leaves_the_old_ones_alone(tiny_spec: RunSpec) -> None:
+    before = stepped(tiny_spec, 2)
+    copies = [tensor.clone() for tensor in before.tensors]
+    after = step_layer(tiny_spec, KEY, before, torch.ones_like(before.param_N), 2)
+    assert after is not None
+    for old, copy, new in zip(before.tensors, copies, after.tensors, strict=True):
+        assert torch.equal(old, copy)
+        assert not torch.equal(old, new)
+        assert old.data_ptr() != new.data_ptr()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 3e38])
+def test_no_optimizer_sees_a_gradient_whose_norm_is_not_finite(tiny_spec: RunSpec, value: float) -> None:
+    layer = stepped(tiny_spec, 1)
+    grad_N = torch.full_like(layer.param_N, 3e38) if value == 3e38 else torch.zeros_like(layer.param_N)
+    grad_N[7] = value
+    assert step_layer(tiny_spec, KEY, layer, grad_N, 1) is None
+
+
+def test_no_steps_ahead_are_the_weights_themselves(tiny_spec: RunSpec) -> None:
+    layer = stepped(tiny_spec, 2)
+    assert torch.equal(predict_layer(tiny_spec, KEY, layer, 2, 0), layer.param_N)
+
+
+def test_steps_ahead_go_the_way_of_the_steps_before_and_further_for_more_of_them(tiny_spec: RunSpec) -> None:
+    """With a gradient that does not change, the prediction is nearer to the truth than standing still is."""
+    layer = initial_state(tiny_spec, (KEY,), CPU).layers[KEY]
+    grad_N = torch.randn(layer.param_N.shape, generator=torch.Generator().manual_seed(0))
+    path = [layer]
+    for version in range(8):
+        after = step_layer(tiny_spec, KEY, path[-1], grad_N, version)
+        assert after is not None
+        path.append(after)
+    for ahead in (1, 2, 3):
+        predicted_N = predict_layer(tiny_spec, KEY, path[5], 5, ahead)
+        truth_N, stale_N = path[5 + ahead].param_N, path[5].param_N
+        assert (predicted_N - truth_N).norm() < 0.5 * (stale_N - truth_N).norm()
+
+
+def test_predicting_leaves_the_state_alone(tiny_spec: RunSpec) -> None:
+    layer = stepped(tiny_spec, 2)
+    before = layer.digest()
+    predict_layer(tiny_spec, KEY, layer, 2, 2)
+    assert layer.digest() == before
+
+
+def test_sgd_keeps_no_second_moment_and_still_has_a_digest(tiny_spec: RunSpec) -> None:
+    optimizer = msgspec.structs.replace(tiny_spec.optimizer, name="sgd")
+    spec = msgspec.structs.replace(tiny_spec, optimizer=optimizer)
+    layer = stepped(spec, 1)
+    assert layer.moment2_N.numel() == 0
+    assert layer.moment1_N.numel() == layer_layout(spec.model, KEY).numel
+    assert layer.digest() == stepped(spec, 1).digest()

@@ -1,0 +1,121 @@
+"""B samples   T tokens   D width"""
+
+from collections.abc import Callable
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+from shoal.peer.pipeline.wire import ActivationWire
+from shoal.protocol.errors import RemoteError
+from shoal.protocol.identity import PeerID
+from shoal.protocol.spec import RunSpec, WireSpec
+
+CPU = torch.device("cpu")
+PEER = PeerID("somebody")
+SHAPE_BTD = (2, 32, 32)
+
+
+@pytest.fixture
+def wire(tiny_spec: RunSpec) -> Callable[[str], ActivationWire]:
+    def make(dtype: str) -> ActivationWire:
+        spec = msgspec.structs.replace(tiny_spec, wire=WireSpec(activations=dtype))  # type: ignore[arg-type]
+        return ActivationWire(spec)
+
+    return make
+
+
+def random_BTD(scale: float = 1.0) -> Tensor:
+    return scale * torch.randn(SHAPE_BTD, generator=torch.Generator().manual_seed(0))
+
+
+def targets_BT() -> Tensor:
+    return torch.randint(256, SHAPE_BTD[:2], generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize(("dtype", "element_bytes"), [("fp32", 4), ("bf16", 2)])
+def test_a_payload_is_the_tensor_then_its_targets(
+    wire: Callable[[str], ActivationWire], dtype: str, element_bytes: int
+) -> None:
+    made = wire(dtype)
+    assert made.tensor_bytes == 2 * 32 * 32 * element_bytes
+    assert made.targets_bytes == 2 * 32 * 4
+    assert len(made.encode_activation(random_BTD(), targets_BT())) == made.tensor_bytes + made.targets_bytes
+    assert len(made.encode_gradient(random_BTD())) == made.tensor_bytes
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-30, 1e30])
+def test_fp32_arrives_bit_for_bit(wire: Callable[[str], ActivationWire], scale: float) -> None:
+    made, sent = wire("fp32"), random_BTD(scale)
+    x_BTD, y_BT = made.decode_activation(made.encode_activation(sent, targets_BT()), CPU)
+    assert torch.equal(x_BTD, sent)
+    assert torch.equal(y_BT, targets_BT())
+    assert torch.equal(made.decode_gradient(made.encode_gradient(sent), CPU), sent)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-30, 1e30])
+def test_bf16_arrives_rounded_to_the_nearest_and_its_targets_exactly(
+    wire: Callable[[str], ActivationWire], scale: float
+) -> None:
+    made, sent = wire("bf16"), random_BTD(scale)
+    x_BTD, y_BT = made.decode_activation(made.encode_activation(sent, targets_BT()), CPU)
+    assert x_BTD.dtype == torch.float32
+    assert torch.equal(x_BTD, sent.bfloat16().float())
+    assert ((x_BTD - sent).abs() <= sent.abs() * 2**-8).all()
+    assert y_BT.dtype == torch.int64
+    assert torch.equal(y_BT, targets_BT())
+    assert torch.equal(made.decode_gradient(made.encode_gradient(sent), CPU), x_BTD)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_what_is_not_finite_stays_so(wire: Callable[[str], ActivationWire], dtype: str) -> None:
+    """The stage that gets it must be able to see that something went wrong."""
+    made, sent = wire(dtype), random_BTD()
+    sent[0, 0, :3] = torch.tensor([float("nan"), float("inf"), -float("inf")])
+    got = made.decode_gradient(made.encode_gradient(sent), CPU)[0, 0, :3]
+    assert got.isnan().tolist() == [True, False, False]
+    assert got.isinf().tolist() == [False, True, True]
+
+
+@pytest.mark.parametrize("container", [bytes, bytearray, memoryview, lambda b: memoryview(b"x" + b)[1:]])
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable")
+def test_any_buffer_at_any_offset_is_read_alike(
+    wire: Callable[[str], ActivationWire], container: Callable[[bytearray], bytes]
+) -> None:
+    made = wire("fp32")
+    payload = container(made.encode_activation(random_BTD(), targets_BT()))
+    x_BTD, y_BT = made.decode_activation(payload, CPU)
+    assert torch.equal(x_BTD, random_BTD())
+    assert torch.equal(y_BT, targets_BT())
+
+
+def test_what_was_decoded_does_not_change_with_the_buffer_it_came_in(wire: Callable[[str], ActivationWire]) -> None:
+    made = wire("fp32")
+    payload = made.encode_activation(random_BTD(), targets_BT())
+    x_BTD, y_BT = made.decode_activation(payload, CPU)
+    payload[:] = bytes(len(payload))
+    assert torch.equal(x_BTD, random_BTD())
+    assert torch.equal(y_BT, targets_BT())
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("off_by", [-1, 1, 4, -256, 10**6])
+def test_another_size_is_refused_and_its_sender_named(
+    wire: Callable[[str], ActivationWire], dtype: str, off_by: int
+) -> None:
+    made = wire(dtype)
+    activation_bytes = made.tensor_bytes + made.targets_bytes
+    made.check_activation(bytes(activation_bytes), PEER)
+    made.check_gradient(bytes(made.tensor_bytes), PEER)
+    for check, size in ((made.check_activation, activation_bytes), (made.check_gradient, made.tensor_bytes)):
+        with pytest.raises(RemoteError, match=f"{size + off_by} bytes") as caught:
+            check(bytes(size + off_by), PEER)
+        assert caught.value.peer_id == PEER
+
+
+def test_an_empty_payload_is_no_activation_and_no_gradient(wire: Callable[[str], ActivationWire]) -> None:
+    made = wire("bf16")
+    for check in (made.check_activation, made.check_gradient):
+        with pytest.raises(RemoteError):
+            check(b"", PEER)
