@@ -70,7 +70,7 @@ class Outbox:
                 except Unreachable:
                     if self._on_trouble:
                         self._on_trouble(peer)
-                    if peer in self._queues:
+                    if self._queues.get(peer) is queue:  # else the peer was forgotten meanwhile, and the word with it
                         # Back to the front, unless a later word under the same key has come meanwhile.
                         self._queues[peer] = {key: message} | self._queues[peer]
                         await asyncio.sleep(_RETRY_S)

@@ -1,0 +1,293 @@
+"""The butterfly, played among its members in random order.
+
+N elements of the gradient   C elements of a chunk
+"""
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from shoal.peer.group import reduce
+from shoal.peer.group.reduce import Outgoing, Reduction, part_bounds, payload_of
+from shoal.peer.pipeline.microbatch import IndexSet
+from shoal.protocol.errors import RemoteError
+from shoal.protocol.identity import PeerID
+from shoal.protocol.messages import RoundMember, RoundStart
+
+M = 16
+CHUNK = 8
+"""Of the tests; the real one has 262,144 elements."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _short_chunks() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reduce, "CHUNK", CHUNK)
+        yield
+
+
+def round_of(counts: list[int], bandwidths: list[float] | None = None) -> RoundStart:
+    """Member `i` is named `i` and contributes `counts[i]` microbatches."""
+    members = tuple(
+        RoundMember(
+            peer=PeerID(str(rank)),
+            bandwidth=bandwidths[rank] if bandwidths else 1.0,
+            indices=IndexSet((1 << count) - 1).to_bytes(),
+        )
+        for rank, count in enumerate(counts)
+    )
+    return RoundStart(
+        stage=0, step=7, attempt=1, members=members, duplicates=0, given_up=0, loss_sum=0.0, staleness_sum=0
+    )
+
+
+def sums_of(start: RoundStart, size: int) -> list[Tensor]:
+    """Of such different scales that another order of adding gives other bits."""
+    generator = torch.Generator().manual_seed(size)
+    return [torch.randn(size, generator=generator) * 10.0 ** (3 * rank % 7 - 3) for rank in range(len(start.members))]
+
+
+@dataclass
+class Round:
+    """All members of one round and what is on its way between them."""
+
+    start: RoundStart
+    sums: list[Tensor]
+    rng: random.Random
+    members: dict[PeerID, Reduction] = field(default_factory=dict)
+    air: list[tuple[PeerID, str, Outgoing]] = field(default_factory=list)
+    heard: Counter[tuple[PeerID, PeerID, str]] = field(default_factory=Counter)
+    sent_elements: Counter[PeerID] = field(default_factory=Counter)
+
+    def begin(self) -> None:
+        """Everyone hears of it at once; parts that overtake the news are the driver's business."""
+        for member, sum_N in zip(self.start.members, self.sums, strict=True):
+            self.members[member.peer] = Reduction(member.peer, self.start, sum_N, microbatches=M)
+        for peer, reduction in self.members.items():
+            self.send(peer, "part", list(reduction.scatter()))
+            self.send(peer, "result", reduction.own_chunks())
+
+    def send(self, source: PeerID, kind: str, outgoing: list[Outgoing]) -> None:
+        self.sent_elements[source] += sum(len(out.values_C) for out in outgoing)
+        self.air += [(source, kind, out) for out in outgoing]
+
+    def deliver(self, *, twice: bool = False) -> None:
+        at = self.rng.randrange(len(self.air))
+        source, kind, out = self.air[at] if twice else self.air.pop(at)
+        to = self.members[out.target]
+        payload = bytearray(payload_of(out.values_C))
+        if kind == "part":
+            self.send(out.target, "result", to.part_arrived(source, out.start, payload))
+        else:
+            to.result_arrived(source, out.start, payload)
+
+    def play(self, *, repeats: bool = False) -> None:
+        while self.air:
+            self.deliver(twice=repeats and self.rng.random() < 0.2)
+
+    def mean(self) -> Tensor:
+        """Contributors added in rank order, then divided."""
+        total_N = torch.zeros_like(self.sums[0])
+        counts = [len(IndexSet.from_bytes(member.indices, count=M)) for member in self.start.members]
+        for sum_N, count in zip(self.sums, counts, strict=True):
+            if count:
+                total_N += sum_N
+        return total_N * (1.0 / max(1, sum(counts)))
+
+
+ROUNDS = {
+    "members": st.lists(st.tuples(st.integers(0, M), st.floats(1e-3, 1e3)), min_size=1, max_size=7),
+    "size": st.integers(0, 6 * CHUNK),
+    "seed": st.integers(0, 2**32),
+}
+
+
+@settings(deadline=None, max_examples=200)
+@given(**ROUNDS, repeats=st.booleans())
+def test_in_any_order_all_members_end_with_the_same_bits_and_those_are_the_mean(
+    members: list[tuple[int, float]], size: int, seed: int, repeats: bool
+) -> None:
+    start = round_of([count for count, _ in members], [bandwidth for _, bandwidth in members])
+    made = Round(start, sums_of(start, size), random.Random(seed))
+    before = [sum_N.clone() for sum_N in made.sums]
+    made.begin()
+    made.play(repeats=repeats)
+    for reduction in made.members.values():
+        assert reduction.is_complete
+        assert reduction.missing_from() == set()
+        assert torch.equal(reduction.mean_N, made.mean())
+    assert all(torch.equal(a, b) for a, b in zip(made.sums, before, strict=True))
+
+
+@settings(deadline=None, max_examples=100)
+@given(**ROUNDS)
+def test_missing_from_names_those_whose_word_is_still_out(
+    members: list[tuple[int, float]], size: int, seed: int
+) -> None:
+    """Contributors who have not sent all parts of our part, and owners who have not sent all of their results."""
+    start = round_of([count for count, _ in members], [bandwidth for _, bandwidth in members])
+    made = Round(start, sums_of(start, size), random.Random(seed))
+    made.begin()
+    bounds = part_bounds([bandwidth for _, bandwidth in members], size)
+    while True:
+        for me, reduction in made.members.items():
+            own = range(*bounds[int(me) : int(me) + 2], CHUNK)
+            arrived = [(s, k, o) for s, k, o in made.air if o.target == me]
+            late_parts = {s for s, kind, _ in arrived if kind == "part"}
+            late_results = {
+                peer
+                for rank, peer in enumerate(made.members)
+                if peer != me and any(chunk in reduction._missing for chunk in range(*bounds[rank : rank + 2], CHUNK))
+            }
+            assert reduction.missing_from() == late_parts | late_results
+            assert reduction.is_complete == (not reduction.missing_from())
+            assert late_parts == set() or len(own) > 0
+        if not made.air:
+            return
+        made.deliver()
+
+
+def test_a_group_of_one_needs_nobody() -> None:
+    start = round_of([4])
+    made = Round(start, sums_of(start, 20), random.Random(0))
+    made.begin()
+    assert made.air == []
+    assert torch.equal(made.members[PeerID("0")].mean_N, made.sums[0] * 0.25)
+
+
+def test_who_contributes_nothing_sends_no_part_and_gets_the_mean() -> None:
+    """A newcomer: what its own sum holds is not counted."""
+    start = round_of([2, 0, 2])
+    made = Round(start, [torch.ones(24), torch.full((24,), 99.0), torch.ones(24)], random.Random(0))
+    made.begin()
+    assert {source for source, kind, _ in made.air if kind == "part"} == {"0", "2"}
+    made.play()
+    assert all(torch.equal(r.mean_N, torch.full((24,), 0.5)) for r in made.members.values())
+
+
+def test_a_round_without_contributions_ends_with_zero() -> None:
+    start = round_of([0, 0])
+    made = Round(start, sums_of(start, 24), random.Random(0))
+    made.begin()
+    made.play()
+    assert all(r.is_complete and not r.mean_N.any() for r in made.members.values())
+
+
+@pytest.mark.parametrize("count", [2, 3, 6])
+def test_each_member_sends_about_twice_the_gradient_whatever_the_groups_size(count: int) -> None:
+    size = 60 * CHUNK
+    start = round_of([1] * count)
+    made = Round(start, sums_of(start, size), random.Random(0))
+    made.begin()
+    made.play()
+    assert all(sent == pytest.approx(2 * size * (count - 1) / count, rel=0.02) for sent in made.sent_elements.values())
+
+
+def test_members_do_not_all_begin_with_the_same_one() -> None:
+    start = round_of([1, 1, 1, 1])
+    made = Round(start, sums_of(start, 8 * CHUNK), random.Random(0))
+    made.begin()
+    first = {peer: next(r.scatter()).target for peer, r in made.members.items()}
+    assert first == {"0": "1", "1": "2", "2": "3", "3": "0"}
+
+
+@given(st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=9), st.integers(0, 10**9))
+def test_parts_are_cut_by_bandwidth_to_within_one_element(bandwidths: list[float], size: int) -> None:
+    bounds = part_bounds(bandwidths, size)
+    assert (bounds[0], bounds[-1]) == (0, size)
+    assert bounds == sorted(bounds)
+    for rank, bandwidth in enumerate(bandwidths):
+        fair = size * bandwidth / sum(bandwidths)
+        assert abs(bounds[rank + 1] - bounds[rank] - fair) <= 1 + 1e-9 * size
+
+
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable")
+@given(st.integers(0, 40), st.integers(0, 30))
+def test_payloads_are_the_little_endian_bytes(start: int, count: int) -> None:
+    values_N = torch.arange(80, dtype=torch.float32)
+    assert bytes(payload_of(values_N[start : start + count])) == values_N.numpy()[start : start + count].tobytes()
+
+
+# --- from peers that break the protocol ---
+
+
+@pytest.fixture
+def waiting() -> Reduction:
+    """Member 1 of 0, 1, 2, of which 2 contributes nothing; parts are 0..16, 16..32 and 32..48."""
+    start = round_of([1, 1, 0])
+    return Reduction(PeerID("1"), start, torch.ones(48), microbatches=M)
+
+
+def floats(count: int, value: float = 1.0) -> bytearray:
+    return bytearray(payload_of(torch.full((count,), value)))
+
+
+@pytest.mark.parametrize(
+    ("source", "start", "payload"),
+    [
+        ("0", 16, floats(CHUNK - 1)),
+        ("0", 16, floats(CHUNK + 1)),
+        ("0", 16, bytearray(4 * CHUNK - 1)),
+        ("0", 16, bytearray()),
+        ("0", 17, floats(CHUNK)),
+        ("0", 0, floats(CHUNK)),
+        ("0", 32, floats(CHUNK)),
+        ("0", -8, floats(CHUNK)),
+        ("0", 2**40, floats(CHUNK)),
+        ("2", 16, floats(CHUNK)),
+        ("stranger", 16, floats(CHUNK)),
+    ],
+)
+def test_a_part_that_the_round_has_not_is_its_senders_fault(
+    waiting: Reduction, source: str, start: int, payload: bytearray
+) -> None:
+    with pytest.raises(RemoteError) as caught:
+        waiting.part_arrived(PeerID(source), start, payload)
+    assert caught.value.peer_id == source
+    assert waiting.missing_from() == {"0", "2"}
+    outgoing = waiting.part_arrived(PeerID("0"), 16, floats(CHUNK, 3.0))
+    assert [(out.target, out.start) for out in outgoing] == [("0", 16), ("2", 16)]
+    assert all(torch.equal(out.values_C, torch.full((CHUNK,), 2.0)) for out in outgoing)
+
+
+@pytest.mark.parametrize(
+    ("source", "start", "payload"),
+    [
+        ("0", 0, floats(CHUNK - 1)),
+        ("0", 0, bytearray()),
+        ("0", 4, floats(CHUNK)),
+        ("0", 32, floats(CHUNK)),
+        ("0", 16, floats(CHUNK)),
+        ("1", 16, floats(CHUNK)),
+        ("2", 0, floats(CHUNK)),
+        ("stranger", 0, floats(CHUNK)),
+    ],
+)
+def test_a_result_that_is_not_its_senders_to_give_is_refused(
+    waiting: Reduction, source: str, start: int, payload: bytearray
+) -> None:
+    with pytest.raises(RemoteError) as caught:
+        waiting.result_arrived(PeerID(source), start, payload)
+    assert caught.value.peer_id == source
+    assert waiting.missing_from() == {"0", "2"}
+
+
+def test_a_result_that_was_given_is_not_taken_back(waiting: Reduction) -> None:
+    """The optimizer may already be reading it."""
+    waiting.result_arrived(PeerID("0"), 0, floats(CHUNK, 1.0))
+    waiting.result_arrived(PeerID("0"), 0, floats(CHUNK, 5.0))
+    assert torch.equal(waiting.mean_N[:CHUNK], torch.ones(CHUNK))
+
+
+def test_a_part_that_comes_again_after_its_chunk_is_done_changes_nothing_and_is_not_kept(waiting: Reduction) -> None:
+    waiting.part_arrived(PeerID("0"), 16, floats(CHUNK, 3.0))
+    assert waiting.part_arrived(PeerID("0"), 16, floats(CHUNK, 7.0)) == []
+    assert torch.equal(waiting.mean_N[16 : 16 + CHUNK], torch.full((CHUNK,), 2.0))
+    assert waiting._arrived == {}
