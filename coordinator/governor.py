@@ -42,7 +42,14 @@ class Governor:
     def __post_init__(self) -> None:
         swarm = self.spec.swarm
         self.roster = Roster(swarm.heartbeat_s)
-        self.ledger = Ledger(num_stages=swarm.stages, steps=self.spec.training.steps, heartbeat_s=swarm.heartbeat_s)
+        training = self.spec.training
+        self.ledger = Ledger(
+            num_stages=swarm.stages,
+            steps=training.steps,
+            heartbeat_s=swarm.heartbeat_s,
+            validates=training.validation_interval_steps > 0,
+            lead_steps=training.s_max + 1,
+        )
         self._layer_costs = layer_costs(self.spec.model)
 
     # --- what comes in ---
@@ -74,7 +81,7 @@ class Governor:
             for peer, advert in will.roster:
                 self.roster.expect(peer, advert, now_s)
             self.begun_s = now_s - max(0.0, will.elapsed_s)
-            self.ledger.take_over(version=will.version, loss=will.loss, validation_loss=will.validation_loss)
+            self.ledger.take_over(will)
         for peer in plan.members:
             self.roster.expect(peer, None, now_s)
         if silent in plan.members:
@@ -142,6 +149,8 @@ class Governor:
             version=self.version_max,
             loss=self.ledger.loss,
             validation_loss=self.ledger.validation_loss,
+            tokens_per_s=self.ledger.tokens_per_s,
+            staleness_steps_mean=self.ledger.staleness_mean,
             elapsed_s=self._elapsed_s(now_s),
         )
 

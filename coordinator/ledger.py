@@ -9,12 +9,14 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from shoal.protocol.messages import CommitReport, ValidationReport
+from shoal.protocol.messages import CommitReport, HandOver, ValidationReport
 
 HISTORY_STEPS = 1024
 """Steps whose records are kept; a report for an older one counts as a repetition."""
 RATE_COMMITS = 16
 """Commits over which tokens/s are measured: reports come in bursts of one heartbeat, a step may be shorter."""
+RATE_COMMITS_MIN = 4
+"""Fewer say little about a rate: until then a predecessor's holds."""
 PATIENCE_HEARTBEATS = 2.0
 
 
@@ -41,9 +43,11 @@ class StepRecord:
 class Ledger:
     """Commits of one run as this peer has heard of them."""
 
-    def __init__(self, *, num_stages: int, steps: int, heartbeat_s: float) -> None:
+    def __init__(self, *, num_stages: int, steps: int, heartbeat_s: float, validates: bool, lead_steps: int) -> None:
         self._num_stages = num_stages
         self._steps = steps
+        self._validates = validates
+        self._lead_steps = lead_steps
         self._patience_s = PATIENCE_HEARTBEATS * heartbeat_s
         self._reports: dict[int, dict[int, CommitReport]] = {}
         self._untold: dict[int, float] = {}
@@ -58,6 +62,7 @@ class Ledger:
         self._loss_step = -1
         self.validation_loss: float | None = None
         self.staleness_mean = 0.0
+        self._inherited_tokens_per_s = 0.0
 
     @property
     def step(self) -> int:
@@ -70,12 +75,14 @@ class Ledger:
 
     @property
     def done(self) -> bool:
-        return self.step >= self._steps
+        """Every stage has committed the last step, and what came out of it has been validated."""
+        validated = self._validation is not None and self._validation.step >= self._steps
+        return self.step >= self._steps and (validated or not self._validates)
 
     @property
     def tokens_per_s(self) -> float:
-        if len(self._commits) < 2:
-            return 0.0
+        if len(self._commits) < RATE_COMMITS_MIN:
+            return self._inherited_tokens_per_s
         elapsed_s = self._commits[-1][0] - self._commits[0][0]
         tokens = sum(tokens for _, tokens in list(self._commits)[1:])
         return tokens / elapsed_s if elapsed_s > 0 else 0.0
@@ -110,19 +117,26 @@ class Ledger:
                 self._validation = report
                 self.validation_loss = report.loss
 
-    def take_over(self, *, version: int, loss: float | None, validation_loss: float | None) -> None:
+    def take_over(self, will: HandOver) -> None:
         """What the coordinator before us knew and we do not."""
-        if loss is not None and version > self._loss_step:
-            self.loss, self._loss_step = loss, version - 1
-        if validation_loss is not None:
-            self.validation_loss = validation_loss
+        if will.loss is not None and will.version > self._loss_step:
+            self.loss, self._loss_step = will.loss, will.version - 1
+        if will.validation_loss is not None:
+            self.validation_loss = will.validation_loss
+        for stage in range(self._num_stages):
+            self.note_version(stage, will.version - self._lead_steps)  # no stage is further behind
+        self.staleness_mean = will.staleness_steps_mean
+        self._inherited_tokens_per_s = will.tokens_per_s
 
     def tell(self, now_s: float, *, term: int, peers: int, flush: bool = False) -> list[StepRecord]:
         """Records of steps that are due, in step order; all that have a loss with `flush`."""
         records = []
         for step in sorted(self._untold):
             by_stage = self._reports.get(step, {})
-            if flush or len(by_stage) == self._num_stages or now_s >= self._untold[step] + self._patience_s:
+            complete = len(by_stage) == self._num_stages
+            if step == self._steps - 1:
+                complete = self.done  # the run's last record carries its last validation
+            if flush or complete or now_s >= self._untold[step] + self._patience_s:
                 del self._untold[step]
                 self._told.append(step)
                 records.append(self._record(step, by_stage, term=term, peers=peers))

@@ -29,7 +29,8 @@ class ReportOutbox:
         Returns: (the heartbeat to send, what to call `arrived` or `failed` with). While one heartbeat with reports is
         under way the next goes without.
         """
-        self._waiting.extend((*heartbeat.commits, *heartbeat.validations))
+        new: tuple[Report, ...] = (*heartbeat.commits, *heartbeat.validations)
+        self._waiting.extend(report for report in new if report not in self._waiting)
         reports: tuple[Report, ...] = ()
         if not self._sent:
             reports = self._sent = tuple(self._waiting)[:REPORTS_PER_HEARTBEAT_MAX]

@@ -164,7 +164,7 @@ class Roster:
             name=seen.advert.name,
             device=seen.advert.device,
             stage=stage,
-            version=beat.version if beat else 0,
+            version=beat.version if beat else -1,
             synced=bool(beat and beat.synced),
             draining=bool(beat and beat.draining),
             seen_s_ago=now_s - seen.arrivals.last_s,

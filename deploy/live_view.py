@@ -204,8 +204,10 @@ def _peer_cells(peer: PeerStatus, coordinator: PeerID) -> tuple[Text, str, str, 
         state = Text("draining", style="yellow")
     elif peer.stage is None:
         state = Text("waiting for work", style="dim")
+    elif peer.version < 0:
+        state = Text("not heard yet", style="dim")
     elif not peer.synced:
         state = Text("fetching state", style="yellow")
     else:
         state = Text("training", style="green")
-    return name, str(peer.version), window, forward, state
+    return name, str(peer.version) if peer.version >= 0 else "", window, forward, state

@@ -6,6 +6,7 @@ does the training.
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
@@ -80,7 +81,7 @@ class PeerDriver:
         self._transition: asyncio.Task[None] | None = None
         self._hellos: dict[PeerID, Hello] = {}
         self._commits: list[CommitReport] = []
-        self._validations: list[ValidationReport] = []
+        self._validations: deque[ValidationReport] = deque(maxlen=1)
         self._links: dict[PeerID, LinkReport] = {}
         self._draining = False
         self._background: set[asyncio.Task[None]] = set()
@@ -158,8 +159,6 @@ class PeerDriver:
             self._commits[:REPORTS_PER_HEARTBEAT_MAX],
             self._commits[REPORTS_PER_HEARTBEAT_MAX:],
         )
-        validations = tuple(self._validations)
-        self._validations.clear()
         replica = self.replica
         window = replica.pipeline.core.window if replica else None
         return Heartbeat(
@@ -171,7 +170,7 @@ class PeerDriver:
             synced=replica.is_ready if replica else False,
             draining=self._draining,
             commits=tuple(commits),
-            validations=validations,
+            validations=tuple(self._validations),
             links=tuple(self._links.values()),
             forward_s=replica.pipeline.forward_s if replica else 0.0,
             window=window.size if window else 0,

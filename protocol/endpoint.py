@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import msgspec
+
 from shoal.protocol import messages
 from shoal.protocol.envelope import ReplayGuard, seal, unseal
 from shoal.protocol.errors import Refused, RemoteError

@@ -8,6 +8,7 @@ from collections import OrderedDict
 from typing import Literal
 
 import msgspec
+
 from shoal.protocol.depth import TooDeep, check_depth
 from shoal.protocol.errors import RemoteError
 from shoal.protocol.identity import Identity, PeerID, verify

@@ -12,6 +12,7 @@ from typing import NewType
 import base58
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
 from shoal.protocol.errors import LocalError
 
 PeerID = NewType("PeerID", str)

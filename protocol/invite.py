@@ -3,6 +3,7 @@
 import base58
 import msgspec
 from blake3 import blake3
+
 from shoal.protocol.errors import InviteError
 from shoal.protocol.identity import PeerID, public_key_of
 from shoal.protocol.limits import ADDRESSES_MAX, PROTOCOL_VERSION

@@ -8,6 +8,7 @@ This file is long because the closed union of everything that may cross the wire
 """
 
 import msgspec
+
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import PROTOCOL_VERSION
 
@@ -90,6 +91,7 @@ class Heartbeat(_Message, frozen=True):
     draining: bool
     commits: tuple[CommitReport, ...] = ()
     validations: tuple[ValidationReport, ...] = ()
+    """Every heartbeat repeats the newest that the sender led, so that no coordinator misses the run's last one."""
     links: tuple[LinkReport, ...] = ()
     forward_s: float = 0.0
     """Median seconds of a forward here; 0 before the first."""
@@ -167,6 +169,8 @@ class HandOver(_Message, frozen=True):
     """Highest version committed anywhere, as far as the sender knows."""
     loss: float | None = None
     validation_loss: float | None = None
+    tokens_per_s: float = 0.0
+    staleness_steps_mean: float = 0.0
     elapsed_s: float = 0.0
     """Since the run's first plan."""
 
@@ -185,6 +189,7 @@ class PeerStatus(_Part, frozen=True):
     device: str
     stage: int | None
     version: int
+    """-1: this coordinator has not heard it yet."""
     synced: bool
     draining: bool
     seen_s_ago: float

@@ -7,6 +7,7 @@ Peers persist the highest they have seen and refuse anything lower, so a coordin
 
 import msgspec
 from blake3 import blake3
+
 from shoal.protocol.envelope import seal, unseal
 from shoal.protocol.errors import RemoteError
 from shoal.protocol.identity import Identity, PeerID

@@ -9,6 +9,7 @@ from typing import Literal
 
 import msgspec
 from blake3 import blake3
+
 from shoal.protocol.errors import SpecError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import MICROBATCHES_PER_STEP_MAX, STAGES_MAX

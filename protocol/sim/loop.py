@@ -30,6 +30,7 @@ Ts = TypeVarTuple("Ts")
 
 _OWNER: contextvars.ContextVar[Hashable] = contextvars.ContextVar("owner", default=None)
 _NO_OWNER = contextvars.Context()
+_CANCEL_ROUNDS_MAX = 16
 _TASKS_NAMED_MAX = 12
 _PURGE_TIMERS_MIN = 128
 
@@ -219,17 +220,19 @@ def owned_context(owner: Hashable) -> contextvars.Context:
 
 def _cancel_leftovers(loop: VirtualTimeLoop) -> None:
     loop.thaw_all()
-    leftovers = loop.tasks()
-    if not leftovers:
-        return
-    for task in leftovers:
-        task.cancel()
-    loop.run_until_complete(asyncio.gather(*leftovers, return_exceptions=True))
-    for task in leftovers:
-        if not task.cancelled() and task.exception() is not None:
-            loop.call_exception_handler(
-                {"message": "a task failed while it was cancelled", "exception": task.exception(), "task": task}
-            )
+    # A thawed timer or a `finally` may start new work, so more than once; work that never ends is somebody's bug.
+    for _ in range(_CANCEL_ROUNDS_MAX):
+        leftovers = loop.tasks()
+        if not leftovers:
+            return
+        for task in leftovers:
+            task.cancel()
+        loop.run_until_complete(asyncio.gather(*leftovers, return_exceptions=True))
+        for task in leftovers:
+            if not task.cancelled() and task.exception() is not None:
+                loop.call_exception_handler(
+                    {"message": "a task failed while it was cancelled", "exception": task.exception(), "task": task}
+                )
 
 
 def _owner_of(handle: asyncio.Handle) -> Hashable:

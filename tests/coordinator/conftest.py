@@ -141,7 +141,7 @@ class FakeSwarm:
         self.world = World(seed, uniform(0.02, jitter_s=0.005))
         self.peers: dict[str, FakePeer] = {}
         self.spec = RunSpec(
-            training=TrainingSpec(steps=50),
+            training=TrainingSpec(steps=50, validation_interval_steps=0),
             swarm=SwarmSpec(stages=3, min_peers=min_peers, heartbeat_s=heartbeat_s, term_s=term_s),
         )
         self._owner: SimPeer | None = None

@@ -42,6 +42,7 @@ from shoal.protocol.messages import (
     Refusal,
     TermGrant,
     TermRequest,
+    ValidationReport,
 )
 from shoal.protocol.spec import RunSpec, SwarmSpec
 
@@ -302,7 +303,10 @@ def test_when_the_run_is_done_everyone_hears_it_and_nobody_is_planned(make_core,
     for stage, peer in enumerate("abc"):
         beat = make_heartbeat(peer, stage=stage, version=SPEC.training.steps)
         reply = said(core.handle(Received(source=peer, message=beat), now_s=0.0))
-        assert reply.done is (stage == 2)
+        assert not reply.done
+    report = ValidationReport(step=SPEC.training.steps, loss=1.5, microbatches=4)
+    beat = make_heartbeat("a", stage=0, version=SPEC.training.steps, validations=(report,))
+    assert said(core.handle(Received(source="a", message=beat), now_s=0.1)).done
     commands = coordinate(core, make_heartbeat, first, until_s=20.0, peers="ab")
     assert not asks(commands, PlanOffer)
     follower = make_core("b", first)

@@ -1,7 +1,7 @@
 import pytest
 
 from shoal.coordinator.ledger import HISTORY_STEPS, PATIENCE_HEARTBEATS, Ledger
-from shoal.protocol.messages import CommitReport, ValidationReport
+from shoal.protocol.messages import CommitReport, HandOver, ValidationReport
 
 
 def commit(stage, step, *, loss=None, tokens=1000, staleness=0.0, duplicates=0, given_up=0):
@@ -21,7 +21,7 @@ def commit(stage, step, *, loss=None, tokens=1000, staleness=0.0, duplicates=0, 
 
 @pytest.fixture
 def ledger():
-    return Ledger(num_stages=3, steps=100, heartbeat_s=1.0)
+    return Ledger(num_stages=3, steps=100, heartbeat_s=1.0, validates=False, lead_steps=2)
 
 
 def tell(ledger, now_s, **how):
@@ -103,7 +103,7 @@ def test_a_validation_is_told_once_with_the_next_step(ledger):
 
 
 def test_the_successor_knows_the_loss_until_it_hears_a_newer_one(ledger):
-    ledger.take_over(version=31, loss=3.3, validation_loss=3.4)
+    ledger.take_over(HandOver(plan=b"", roster=(), version=31, loss=3.3, validation_loss=3.4))
     assert (ledger.loss, ledger.validation_loss) == (3.3, 3.4)
     ledger.note_commits([commit(2, 29, loss=9.9)], 0.0)
     assert ledger.loss == 3.3
@@ -112,10 +112,32 @@ def test_the_successor_knows_the_loss_until_it_hears_a_newer_one(ledger):
 
 
 def test_memory_is_bounded():
-    ledger = Ledger(num_stages=1, steps=10**6, heartbeat_s=1.0)
+    ledger = Ledger(num_stages=1, steps=10**6, heartbeat_s=1.0, validates=False, lead_steps=2)
     for step in range(3 * HISTORY_STEPS):
         ledger.note_commits([commit(0, step, loss=1.0)], float(step))
         tell(ledger, float(step))
     assert len(ledger.history) == HISTORY_STEPS
     ledger.note_commits([commit(0, 5, loss=1.0)], 1e6)
     assert tell(ledger, 1e9) == [], "told long ago"
+
+
+def test_a_run_is_done_when_its_last_version_is_validated() -> None:
+    ledger = Ledger(num_stages=1, steps=2, heartbeat_s=1.0, validates=True, lead_steps=2)
+    ledger.note_commits([commit(0, 0, loss=3.0), commit(0, 1, loss=2.0)], now_s=1.0)
+    assert [record.step for record in ledger.tell(1.0, term=1, peers=1)] == [0]
+    assert not ledger.done
+    ledger.note_validations([ValidationReport(step=2, loss=1.5, microbatches=4)])
+    assert ledger.done
+    (last,) = ledger.tell(1.1, term=1, peers=1)
+    assert (last.step, last.validation_loss, last.validation_step) == (1, 1.5, 2)
+
+
+def test_a_successor_goes_on_from_what_it_was_told() -> None:
+    ledger = Ledger(num_stages=3, steps=100, heartbeat_s=1.0, validates=True, lead_steps=2)
+    ledger.take_over(
+        HandOver(
+            plan=b"", roster=(), version=50, loss=2.0, validation_loss=2.5, tokens_per_s=900.0, staleness_steps_mean=0.5
+        )
+    )
+    assert (ledger.step, ledger.loss, ledger.validation_loss) == (48, 2.0, 2.5)
+    assert (ledger.tokens_per_s, ledger.staleness_mean) == (900.0, 0.5)
