@@ -24,6 +24,7 @@ from shoal.protocol.messages import SwarmStatus
 from shoal.protocol.ports import Clock, Compute, Directory, Transport
 from shoal.protocol.spec import RunSpec, run_id
 
+_GOODBYE_S = 2.0
 _LAST_VALIDATION_S = 10.0
 _LINGER_HEARTBEATS = 4.0
 """How long the coordinator of a run that is done still answers: a peer may miss a heartbeat or two."""
@@ -139,7 +140,11 @@ class Node:
         """
         if drains:
             await self.peer.drain()
-        await self.coordination.close(leave=True)
+            await self.coordination.close(leave=True)
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_GOODBYE_S):
+                await self.coordination.close(leave=True)
 
     async def close(self) -> None:
         """Stop at once. Again, or after `leave`, stops what is left."""

@@ -176,12 +176,14 @@ def test_a_volunteer_joins_is_seen_and_leaves_and_ctrl_c_ends_the_demo(world: Wo
 
     volunteer = world.shoal("join", invite, "--name", "volunteer", "--data", world.text, "--listen", "127.0.0.1:0")
 
-    def takes_traffic() -> bool:
+    def version() -> int:
         status = world.status()
         peers = status["peers"] if status else []
-        return any(p["name"] == "volunteer" and p["synced"] and p["forward_s"] > 0 for p in peers)
+        return max((p["version"] for p in peers if p["name"] == "volunteer" and p["synced"]), default=0)
 
-    world.until(takes_traffic)
+    world.until(version)
+    before = version()
+    world.until(lambda: version() > before)  # it takes part in the commits of its stage
     volunteer.process.send_signal(signal.SIGINT)
     assert volunteer.wait(60) == 0, world.logs()
     assert "leaving" in volunteer.output
