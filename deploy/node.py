@@ -6,6 +6,7 @@ runs hundreds of them in one process.
 """
 
 import asyncio
+import contextlib
 import random
 from collections.abc import Awaitable, Callable
 from pathlib import Path
