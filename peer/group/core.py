@@ -3,9 +3,9 @@
 Theory of operation. The group is the ready replicas of one stage, in the plan's order (rank). For each step every
 member tells its mates which microbatches it has accumulated (`Progress`). When the union is the whole step, the
 *lead* (the first ready and open member by rank) opens a round: it names the members and what each contributes
-(`RoundStart`). Members reduce exactly that, step, and tell each other the digest of the new state. Explicit rounds are what lets
-replicas come and go without agreeing on a step at which a plan takes effect: membership is per round, and an average
-never counts somebody who did not contribute to it.
+(`RoundStart`). Members reduce exactly that, step, and tell each other the digest of the new state. Explicit rounds
+are what lets replicas come and go without agreeing on a step at which a plan takes effect: membership is per round,
+and an average never counts somebody who did not contribute to it.
 
 Who is lead changes with readiness and with plans, and two leads at once would grant one microbatch twice or open two
 rounds. So a lead *acts* only when it has heard every member of the plan since it became ready itself, and every ready

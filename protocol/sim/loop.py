@@ -109,6 +109,11 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         for owner in list(self._frozen):
             self.thaw(owner)
 
+    def drop_timers(self) -> None:
+        """What was to happen later will not."""
+        self._timers.clear()
+        self._num_timers_cancelled = 0
+
     # The heart ----------------------------------------------------------------------------------------------------
 
     def _run_once(self) -> None:
@@ -220,8 +225,9 @@ def owned_context(owner: Hashable) -> contextvars.Context:
 
 def _cancel_leftovers(loop: VirtualTimeLoop) -> None:
     loop.thaw_all()
-    # A thawed timer or a `finally` may start new work, so more than once; work that never ends is somebody's bug.
+    # A `finally` may start new work, so more than once; work that never ends is somebody's bug.
     for _ in range(_CANCEL_ROUNDS_MAX):
+        loop.drop_timers()  # a driver's would start new work for ever
         leftovers = loop.tasks()
         if not leftovers:
             return
