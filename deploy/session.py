@@ -14,6 +14,7 @@ import msgspec
 import torch
 
 from shoal.coordinator.ledger import StepRecord
+from shoal.deploy.heap import trim_heap, trim_heap_forever
 from shoal.deploy.node import Node
 from shoal.deploy.output import Output, make_output
 from shoal.deploy.places import announced
@@ -152,6 +153,7 @@ async def _take_part(
     try:
         with announced(invite):
             await node.start()
+            trim_heap()  # of what reading the text and the probe needed
             stop.takes_part = True
             logger.info("this machine gives %.1f GFLOP/s", node.peer.advert().flop_per_s / 1e9)
             if owner == node.peer_id:
@@ -170,6 +172,7 @@ async def _take_part(
 async def _until_done(node: Node, output: Output, stop: Stop) -> bool:
     """Whether the run was done, rather than we told to stop."""
     watching = asyncio.create_task(_watch(node, output), name="watch the swarm")
+    trimming = asyncio.create_task(trim_heap_forever(), name="trim the heap")
     done = asyncio.create_task(node.wait_done(), name="wait for the end")
     asked = asyncio.create_task(stop.asked.wait(), name="wait for a signal")
     try:
@@ -182,9 +185,9 @@ async def _until_done(node: Node, output: Output, stop: Stop) -> bool:
         await node.leave(drains=stop.drains)
         return False
     finally:
-        for task in (watching, done, asked):
+        for task in (watching, trimming, done, asked):
             task.cancel()
-        await asyncio.gather(watching, done, asked, return_exceptions=True)
+        await asyncio.gather(watching, trimming, done, asked, return_exceptions=True)
 
 
 async def _watch(node: Node, output: Output) -> None:
