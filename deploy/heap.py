@@ -5,21 +5,17 @@ would rather have them, and a run of weeks must not grow by what was needed once
 """
 
 import asyncio
+import contextlib
 import ctypes
 
 _INTERVAL_S = 10.0
 """A trim costs a few milliseconds, and as many when the pages are needed again: a thousandth of a core."""
 
-try:
-    _trim = ctypes.CDLL(None).malloc_trim
-except (AttributeError, OSError, TypeError):  # not glibc
-    _trim = None
-
 
 def trim_heap() -> None:
     """Return free pages; nothing where the C library cannot."""
-    if _trim is not None:
-        _trim(0)
+    with contextlib.suppress(AttributeError, OSError, TypeError):  # not glibc
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 async def trim_heap_forever() -> None:
