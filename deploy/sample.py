@@ -13,7 +13,8 @@ import msgspec
 
 from shoal.peer.model.generate import generate
 from shoal.peer.model.layout import all_layer_keys, layer_layout
-from shoal.peer.snapshot import LayerTensors, Snapshot, list_snapshots, read_snapshot, write_snapshot
+from shoal.peer.pipeline.state import LayerState
+from shoal.peer.snapshot import Snapshot, list_snapshots, read_snapshot, write_snapshot
 from shoal.protocol.errors import LocalError, ShoalError
 
 PROMPT = "def "
@@ -34,7 +35,7 @@ def merge_snapshots(folders: Iterable[Path], into: Path) -> Path:
     Returns: its own folder, below `into`.
     Raises: LocalError: no version is whole.
     """
-    by_version: dict[int, dict[str, LayerTensors]] = {}
+    by_version: dict[int, dict[str, LayerState]] = {}
     like: Snapshot | None = None
     for path in sorted(path for folder in folders for path in list_snapshots(folder)):
         part = read_snapshot(path)
@@ -57,7 +58,7 @@ def write_sample(path: Path, *, num_tokens: int, seed: int = 0) -> Sample:
     """Read the whole snapshot at `path` and continue `PROMPT`."""
     found = read_snapshot(path)
     model = found.spec.model
-    params = {key: layer_layout(model, key).views(layer.param) for key, layer in found.layers.items()}
+    params = {key: layer_layout(model, key).views(layer.param_N) for key, layer in found.layers.items()}
     text = generate(model, params, PROMPT.encode(), num_tokens, temperature=TEMPERATURE, seed=seed)
     return Sample(snapshot=str(path), version=found.version, text=PROMPT + text.decode(errors="replace"))
 

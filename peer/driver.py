@@ -20,6 +20,7 @@ from shoal.peer.pipeline.driver import TimelineEntry
 from shoal.peer.pipeline.state import StageState
 from shoal.peer.probe import DeviceProbe, LinkProbe, probe_device
 from shoal.peer.replica import Replica, Surroundings
+from shoal.peer.tasks import Tasks
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import ShoalError
 from shoal.protocol.identity import PeerID
@@ -84,7 +85,7 @@ class PeerDriver:
         self._validations: deque[ValidationReport] = deque(maxlen=1)
         self._links: dict[PeerID, LinkReport] = {}
         self._draining = False
-        self._background: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks(self._fail)
         self._outbox = Outbox(endpoint, expect=Hello, on_reply=self._on_hello_reply, on_trouble=self._on_silence)
         self._link_probe = LinkProbe(endpoint=endpoint, clock=clock)
         self._surroundings = Surroundings(
@@ -123,7 +124,7 @@ class PeerDriver:
             await asyncio.gather(self._transition, return_exceptions=True)
         if self.replica:
             await self.replica.close()
-        await asyncio.gather(*self._background, return_exceptions=True)
+        await self._tasks.wait()
         await self._outbox.close()
 
     @property
@@ -249,7 +250,7 @@ class PeerDriver:
                 if report:
                     self._links[peer] = report
 
-        self._in_background(measure(), "measure links")
+        self._tasks.spawn(measure(), "measure links")
 
     # --- told by the replica ---
 
@@ -263,36 +264,21 @@ class PeerDriver:
         last = state.version == self._spec.training.steps
         due = last or (interval > 0 and state.version > 0 and state.version % interval == 0)
         if due and self._state_dir is not None and replica.group.core.lead == self._endpoint.peer_id:
-            self._in_background(self._write_snapshot(replica.stage, state), f"snapshot {state.version}")
+            self._tasks.spawn(self._write_snapshot(replica.stage, state), f"snapshot {state.version}")
 
     async def _write_snapshot(self, stage: int, state: StageState) -> None:
         assert self._state_dir is not None
         folder = self._state_dir / "snapshots" / f"stage-{stage}"
-        layers = {
-            key: snapshot.LayerTensors(param=layer.param_N, moment1=layer.moment1_N, moment2=layer.moment2_N)
-            for key, layer in state.layers.items()
-        }
 
         def write() -> None:
             snapshot.write_snapshot(
-                folder, run=self._endpoint.run, version=state.version, layers=layers, spec=self._spec
+                folder, run=self._endpoint.run, version=state.version, layers=state.layers, spec=self._spec
             )
 
         try:
             await self._run_blocking(write)
         except (OSError, ShoalError) as error:
             logger.error("snapshot of version %d not written: %s", state.version, error)
-
-    def _in_background(self, coroutine: Awaitable[None], name: str) -> None:
-        task: asyncio.Task[None] = asyncio.ensure_future(coroutine)
-        task.set_name(name)
-        self._background.add(task)
-        task.add_done_callback(self._background_done)
-
-    def _background_done(self, task: asyncio.Task[None]) -> None:
-        self._background.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
         logger.error("this peer cannot go on: %r", error)

@@ -26,6 +26,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from shoal.peer.model.layout import layer_layout
+from shoal.peer.pipeline.state import LayerState
 from shoal.protocol.errors import LocalError
 from shoal.protocol.spec import ModelSpec, RunSpec
 
@@ -39,15 +40,6 @@ LOCK_NAME: Final = ".lock"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerTensors:
-    """The state of one layer: flat float32, [N] each (moment2 [0] where the optimizer has none)."""
-
-    param: Tensor
-    moment1: Tensor
-    moment2: Tensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
     """What `read_snapshot` verified."""
 
@@ -55,7 +47,7 @@ class Snapshot:
     run: str
     version: int
     spec: RunSpec
-    layers: Mapping[str, LayerTensors]
+    layers: Mapping[str, LayerState]
     """By layer key, maybe not all of the model."""
 
 
@@ -70,7 +62,7 @@ class _Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 def write_snapshot(
-    folder: Path, *, run: str, version: int, layers: Mapping[str, LayerTensors], spec: RunSpec, keep: int = 2
+    folder: Path, *, run: str, version: int, layers: Mapping[str, LayerState], spec: RunSpec, keep: int = 2
 ) -> Path:
     """Write a snapshot into `folder` (made if missing), then remove all but the run's `keep` newest versions.
 
@@ -114,7 +106,7 @@ def list_snapshots(folder: Path, run: str = "") -> list[Path]:
     return sorted(paths, key=lambda path: (_version(path), path.name))
 
 
-def _write(folder: Path, *, run: str, version: int, layers: Mapping[str, LayerTensors], spec: RunSpec) -> Path:
+def _write(folder: Path, *, run: str, version: int, layers: Mapping[str, LayerState], spec: RunSpec) -> Path:
     unfinished = folder / f"{UNFINISHED_PREFIX}{run}-{version}"
     unfinished.mkdir()
     digests: dict[str, str] = {}
@@ -137,11 +129,11 @@ def _write(folder: Path, *, run: str, version: int, layers: Mapping[str, LayerTe
     return path
 
 
-def _layer_files(model: ModelSpec, key: str, tensors: LayerTensors) -> Iterator[tuple[str, bytes]]:
+def _layer_files(model: ModelSpec, key: str, tensors: LayerState) -> Iterator[tuple[str, bytes]]:
     """(name, bytes) of a layer's files, one in memory at a time."""
-    params = layer_layout(model, key).views(tensors.param.detach().cpu())
+    params = layer_layout(model, key).views(tensors.param_N.detach().cpu())
     yield f"{key}.safetensors", safetensors.torch.save(params, metadata={"format": "pt"})
-    moments = {"moment1": tensors.moment1.detach().cpu(), "moment2": tensors.moment2.detach().cpu()}
+    moments = {"moment1": tensors.moment1_N.detach().cpu(), "moment2": tensors.moment2_N.detach().cpu()}
     yield f"{key}.moments.safetensors", safetensors.torch.save(moments, metadata={"format": "pt"})
 
 
@@ -170,17 +162,19 @@ def _read_manifest(path: Path) -> _Manifest:
     return manifest
 
 
-def _read_layer(path: Path, manifest: _Manifest, key: str) -> LayerTensors:
+def _read_layer(path: Path, manifest: _Manifest, key: str) -> LayerState:
     try:
         layout = layer_layout(manifest.spec.model, key)
         moments = _read_tensors(path, manifest, f"{key}.moments.safetensors")
-        layer = LayerTensors(
-            param=layout.flatten(_read_tensors(path, manifest, f"{key}.safetensors")),
-            moment1=moments["moment1"],
-            moment2=moments["moment2"],
+        layer = LayerState(
+            param_N=layout.flatten(_read_tensors(path, manifest, f"{key}.safetensors")),
+            moment1_N=moments["moment1"],
+            moment2_N=moments["moment2"],
         )
-        if layer.moment1.shape != (layout.numel,) or layer.moment2.shape not in ((layout.numel,), (0,)):
-            raise ValueError(f"the moments of {key} have {tuple(layer.moment1.shape)} and {tuple(layer.moment2.shape)}")
+        if layer.moment1_N.shape != (layout.numel,) or layer.moment2_N.shape not in ((layout.numel,), (0,)):
+            raise ValueError(
+                f"the moments of {key} have {tuple(layer.moment1_N.shape)} and {tuple(layer.moment2_N.shape)}"
+            )
     except (KeyError, ValueError) as error:
         raise LocalError(f"the snapshot {path} does not fit its own spec: {error}") from error
     return layer

@@ -7,9 +7,8 @@ The path of a commit through this file: `contributed` -> (`Progress` to the mate
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ from shoal.peer.group.core import CatchUp, Command, GroupCore, Reduce, Report, R
 from shoal.peer.group.reduce import CHUNK, Outgoing, Reduction, payload_of
 from shoal.peer.outbox import Outbox
 from shoal.peer.pipeline.driver import PipelineDriver
+from shoal.peer.tasks import Tasks
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused, RemoteError, Unreachable
 from shoal.protocol.identity import PeerID
@@ -87,7 +87,7 @@ class GroupDriver:
         self._means: dict[int, Tensor] = {}  # step -> reduced gradient, until stepped and for those behind us
         self._committing = -1  # the version that the pipeline is stepping from
         self._fetches: dict[int, _Fetch] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks(pipeline.upwards.failed)
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
 
@@ -104,10 +104,7 @@ class GroupDriver:
         self._closed = True
         if self._timer:
             self._timer.cancel()
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._tasks.cancel()
         await self._outbox.close()
 
     # --- told by the rest of the peer ---
@@ -203,7 +200,7 @@ class GroupDriver:
             mean_N = self._means.get(message.step)
             if mean_N is None:
                 raise Refused(self._endpoint.peer_id, f"the gradient of step {message.step} is no longer kept here")
-            self._spawn(self._send_mean(source, message.step, mean_N), "catch-up")
+            self._tasks.spawn(self._send_mean(source, message.step, mean_N), "catch-up")
         return Digest(stage=self.core.stage, version=version, digest="")
 
     def _check(self, source: PeerID, stage: int) -> None:
@@ -253,7 +250,7 @@ class GroupDriver:
                 case Report(report):
                     self._on_report(report)
                 case CatchUp(mate, step):
-                    self._spawn(self._catch_up(mate, step), f"catch up with step {step}")
+                    self._tasks.spawn(self._catch_up(mate, step), f"catch up with step {step}")
                 case Resync(mate, version):
                     logger.error("our state at version %d is not the group's: fetching it", version)
                     self._on_resync(mate)
@@ -303,7 +300,9 @@ class GroupDriver:
         self, outgoing: list[Outgoing], reduction: Reduction, kind: type[ReducePart] | type[GatherPart]
     ) -> None:
         if outgoing:
-            self._spawn(self._send_chunks(outgoing, reduction, kind), f"{kind.__name__} of {reduction.start.step}")
+            self._tasks.spawn(
+                self._send_chunks(outgoing, reduction, kind), f"{kind.__name__} of {reduction.start.step}"
+            )
 
     async def _send_chunks(
         self, outgoing: list[Outgoing], reduction: Reduction, kind: type[ReducePart] | type[GatherPart]
@@ -348,13 +347,3 @@ class GroupDriver:
 
     def _on_timer(self) -> None:
         self._perform(self.core.timer(now_s=self._clock.now_s()))
-
-    def _spawn(self, coroutine: Coroutine[Any, Any, None], name: str) -> None:
-        task = asyncio.create_task(coroutine, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
-
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._pipeline.upwards.failed(error)

@@ -4,11 +4,10 @@ The path of a microbatch through this file: `grant` (stage 0) or `_on_activation
 -> `_send_activation` -> `_on_gradient` -> `_run` (backward) -> `Upwards.contributed` and `_send_gradient`.
 """
 
-import asyncio
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, Protocol
@@ -36,6 +35,7 @@ from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.pipeline.stage import StageRuntime
 from shoal.peer.pipeline.state import StageState
 from shoal.peer.pipeline.wire import ActivationWire
+from shoal.peer.tasks import Tasks
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import RemoteError, Unreachable
 from shoal.protocol.identity import PeerID
@@ -99,7 +99,7 @@ class PipelineDriver:
         self._gradients: dict[Microbatch, Payload] = {}
         self._losses: dict[Microbatch, float] = {}
         self._mean_gradient_N: Tensor | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks(upwards.failed)
         self._closed = False
 
     def install(self) -> None:
@@ -109,10 +109,7 @@ class PipelineDriver:
     async def close(self) -> None:
         """Drop everything in flight. The job that runs is waited for: a device cannot be interrupted."""
         self._closed = True
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._tasks.cancel()
 
     @property
     def forward_s(self) -> float:
@@ -193,9 +190,9 @@ class PipelineDriver:
         for command in self.core.handle(event, now_s=self._clock.now_s()):
             match command:
                 case Job():
-                    self._spawn(self._run(command), f"job {command}")
+                    self._tasks.spawn(self._run(command), f"job {command}")
                 case SendActivation(microbatch, target):
-                    self._spawn(self._send_activation(microbatch, target), f"activation {microbatch}")
+                    self._tasks.spawn(self._send_activation(microbatch, target), f"activation {microbatch}")
                 case SendGradient(microbatch, target, waited_s):
                     payload = b"" if microbatch.validates else self._outputs.get(microbatch, b"")
                     loss = self._losses.get(microbatch, 0.0)
@@ -206,7 +203,7 @@ class PipelineDriver:
                         loss=loss,
                         waited_s=waited_s,
                     )
-                    self._spawn(self._send_gradient(target, meta, payload), f"gradient {microbatch}")
+                    self._tasks.spawn(self._send_gradient(target, meta, payload), f"gradient {microbatch}")
                 case Contributed(microbatch, staleness_steps):
                     loss = self._losses.get(microbatch, 0.0)
                     self.upwards.contributed(microbatch, loss=loss, staleness_steps=staleness_steps)
@@ -275,14 +272,3 @@ class PipelineDriver:
         except Unreachable as error:
             # Its sender is gone, and with it everyone who would use this gradient.
             logger.warning("gradient (%d, %d): %s; dropped", meta.step, meta.index, error)
-
-    def _spawn(self, coroutine: Coroutine[Any, Any, None], name: str) -> None:
-        task = asyncio.create_task(coroutine, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
-
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            # A job or a send failed in a way nobody foresaw: going on would train on something else than we say.
-            self.upwards.failed(error)

@@ -11,7 +11,8 @@ import torch
 
 from shoal.peer import snapshot
 from shoal.peer.model.layout import all_layer_keys, init_layer
-from shoal.peer.snapshot import LayerTensors, Snapshot, list_snapshots, read_snapshot, write_snapshot
+from shoal.peer.pipeline.state import LayerState
+from shoal.peer.snapshot import Snapshot, list_snapshots, read_snapshot, write_snapshot
 from shoal.protocol.errors import LocalError
 from shoal.protocol.spec import ModelSpec, RunSpec, SwarmSpec
 
@@ -20,11 +21,11 @@ SPEC = RunSpec(seed=3, model=MODEL, swarm=SwarmSpec(stages=2))
 RUN = "0123456789abcdef"
 
 
-def state(version: int, keys: tuple[str, ...] = all_layer_keys(MODEL)) -> dict[str, LayerTensors]:
+def state(version: int, keys: tuple[str, ...] = all_layer_keys(MODEL)) -> dict[str, LayerState]:
     layers = {}
     for key in keys:
         param = init_layer(MODEL, key, version)
-        layers[key] = LayerTensors(param=param, moment1=param / 3, moment2=param.square())
+        layers[key] = LayerState(param_N=param, moment1_N=param / 3, moment2_N=param.square())
     return layers
 
 
@@ -57,10 +58,10 @@ def test_parameters_have_their_hugging_face_names_and_shapes(tmp_path: Path) -> 
 
 def test_part_of_the_layers_and_an_empty_second_moment_are_fine(tmp_path: Path) -> None:
     param = init_layer(MODEL, "head", 0)
-    layers = {"head": LayerTensors(param=param, moment1=param, moment2=torch.zeros(0))}
+    layers = {"head": LayerState(param_N=param, moment1_N=param, moment2_N=torch.zeros(0))}
     got = read_snapshot(write_snapshot(tmp_path, run=RUN, version=2, layers=layers, spec=SPEC))
     assert list(got.layers) == ["head"]
-    assert got.layers["head"].moment2.shape == (0,)
+    assert got.layers["head"].moment2_N.shape == (0,)
 
 
 def test_only_the_newest_are_kept_and_other_runs_left_alone(tmp_path: Path) -> None:

@@ -112,5 +112,5 @@ def test_a_snapshot_is_written_at_the_end_and_reads_back(make_swarm, tiny_spec, 
     read = read_snapshot(newest)
     assert read.version == 3
     for key, layer in state.layers.items():
-        assert read.layers[key].param.equal(layer.param_N)
+        assert read.layers[key].param_N.equal(layer.param_N)
     assert not (tmp_path / "b" / "snapshots").exists(), "only the lead writes"
