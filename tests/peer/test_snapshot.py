@@ -36,7 +36,7 @@ def write(folder: Path, version: int, **kwargs: Any) -> Path:
 def assert_is_version(got: Snapshot, version: int) -> None:
     assert (got.run, got.version, got.spec) == (RUN, version, SPEC)
     for key, wanted in state(version).items():
-        for name in ("param", "moment1", "moment2"):
+        for name in ("param_N", "moment1_N", "moment2_N"):
             assert torch.equal(getattr(got.layers[key], name), getattr(wanted, name)), (key, name)
 
 
