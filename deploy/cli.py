@@ -52,6 +52,7 @@ StateDir = Annotated[
     Path | None, typer.Option(help="Where identity, plans and snapshots are kept. Default: below the user's state.")
 ]
 Threads = Annotated[int, typer.Option(min=0, help="Torch's threads; 0: its own choice.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N; auto is the first GPU, or the CPU without one.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log what happens to standard error.")]
 Reports = Annotated[bool, typer.Option("--reports", hidden=True, help="Report to a parent process as JSON lines.")]
 
@@ -122,18 +123,26 @@ def host(
     listen: Listen = _DEFAULT_LISTEN,
     state_dir: StateDir = None,
     threads: Threads = 0,
+    device: Device = "auto",
     verbose: Verbose = False,
     reports: Reports = False,
 ) -> None:
     """Start a run: print an invite, and take part."""
     spec = load_spec(run_toml)
     _start_logging(verbose or reports)
-    from shoal.deploy.session import Options, host_run, listen_addresses, load_own_corpus
+    from shoal.deploy.session import Options, host_run, listen_addresses, load_own_corpus, pick_device
     from shoal.protocol.live.run import run
 
     spec, corpus = load_own_corpus(spec)
     folder = places.claim_folder(state_dir or places.state_root() / "hosts" / _file_name(spec.name))
-    chosen = Options(name=name, folder=folder.path, listen=listen_addresses(listen), threads=threads, reports=reports)
+    chosen = Options(
+        name=name,
+        folder=folder.path,
+        listen=listen_addresses(listen),
+        threads=threads,
+        device=pick_device(device),
+        reports=reports,
+    )
     run(host_run(spec, corpus, chosen))
 
 
@@ -145,13 +154,14 @@ def join(
     state_dir: StateDir = None,
     data: Annotated[str, typer.Option(help="Where the run's text is on this machine.")] = "",
     threads: Threads = 0,
+    device: Device = "auto",
     verbose: Verbose = False,
     reports: Reports = False,
 ) -> None:
     """Take part in a run."""
     found = parse_invite(invite) if invite != "-" else None
     _start_logging(verbose or reports)
-    from shoal.deploy.session import Options, join_run, listen_addresses
+    from shoal.deploy.session import Options, join_run, listen_addresses, pick_device
     from shoal.protocol.live.run import run
 
     if found is None:  # after the imports: a parent starts us before it has the invite
@@ -159,7 +169,15 @@ def join(
     addresses = listen_addresses(listen)
     parent = places.state_root() / "runs" / found.run
     folder = places.claim_folder(state_dir) if state_dir else places.claim_first_free(parent, "peer")
-    chosen = Options(name=name, folder=folder.path, listen=addresses, threads=threads, reports=reports, data=data)
+    chosen = Options(
+        name=name,
+        folder=folder.path,
+        listen=addresses,
+        threads=threads,
+        device=pick_device(device),
+        reports=reports,
+        data=data,
+    )
     run(join_run(found, chosen))
 
 

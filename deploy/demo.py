@@ -211,7 +211,7 @@ class Demo:
             what = ["host", str(spec_path)] if name == _HOST else ["join", "-"]
             if options.data and name != _HOST:
                 common += ["--data", options.data]
-            argv = [*_CLI, *what, *common, "--threads", "1", "--reports"]
+            argv = [*_CLI, *what, *common, "--threads", "1", "--device", "cpu", "--reports"]
             await self._swarm.start(name, argv, env=_environment(), log=logs / f"{name}.log")
         await self._wait_for(lambda: bool(self._record.invite))
         for name, child in self._swarm.children.items():

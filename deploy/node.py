@@ -1,7 +1,7 @@
 """One peer and its turn as coordinator, on one transport.
 
 The only place where `peer` and `coordinator` meet: the peer's heartbeat goes to the coordination, the coordination's
-live plans go to the peer. Knows nothing of the world it runs in; `live_node.py` puts it on libp2p, the simulated world
+live plans go to the peer. Knows nothing of the world it runs in; `session.py` puts it on libp2p, the simulated world
 runs hundreds of them in one process.
 """
 
@@ -10,6 +10,8 @@ import contextlib
 import random
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+
+import torch
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
 from shoal.coordinator.driver import Coordination
@@ -29,6 +31,8 @@ _GOODBYE_S = 2.0
 _LAST_VALIDATION_S = 10.0
 _LINGER_HEARTBEATS = 4.0
 """How long the coordinator of a run that is done still answers: a peer may miss a heartbeat or two."""
+
+_CPU = torch.device("cpu")
 
 RunBlocking = Callable[[Callable[[], object]], Awaitable[object]]
 
@@ -60,6 +64,7 @@ class Node:
         spec: RunSpec,
         owner: PeerID,
         name: str,
+        device: torch.device = _CPU,
         corpus: Corpus | None,
         state_dir: Path | None,
         rng: random.Random,
@@ -88,6 +93,7 @@ class Node:
             corpus=corpus,
             state_dir=folder,
             name=name[:PEER_NAME_CHARS_MAX],
+            device=device,
             run_blocking=run_blocking,
         )
         self.coordination = Coordination(

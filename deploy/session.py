@@ -47,6 +47,7 @@ class Options:
     """Multiaddrs without `/p2p/…`."""
     threads: int
     """Of torch; 0: its own choice."""
+    device: torch.device
     reports: bool
     """Speak to a parent process, not to a person."""
     data: str = ""
@@ -132,7 +133,9 @@ async def _take_part(
     stop: Stop,
 ) -> None:
     output = make_output(reports=options.reports, title=f"shoal {spec.name}", steps_total=spec.training.steps)
-    compute = ThreadCompute(initializer=lambda: _prepare_thread(options.threads), probe_clock=time.thread_time)
+    # On a CPU shared with others the thread's own seconds say what it could give; a GPU's are not the thread's.
+    probe_clock = time.thread_time if options.device.type == "cpu" else time.perf_counter
+    compute = ThreadCompute(initializer=lambda: _prepare_thread(options.threads), probe_clock=probe_clock)
     node = Node(
         identity=network.identity,
         transport=network.transport,
@@ -142,6 +145,7 @@ async def _take_part(
         spec=spec,
         owner=owner,
         name=options.name,
+        device=options.device,
         corpus=corpus,
         state_dir=options.folder,
         rng=random.Random(),  # only jitter and plan seeds: what must be reproducible is drawn from the spec's seed
@@ -226,6 +230,21 @@ def _find_corpus(spec: RunSpec, options: Options) -> Corpus | None:
     if options.data:
         raise DataError(f"{options.data} is not the text that this run trains on")
     return None
+
+
+def pick_device(wanted: str) -> torch.device:
+    """`auto`, `cpu`, `cuda` or `cuda:N`. Raises: LocalError: torch knows no such device, or has none here."""
+    if wanted == "auto":
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(wanted)
+    except RuntimeError as error:
+        raise LocalError(f"--device {wanted} is no device: say cpu, cuda or cuda:N") from error
+    if device.type not in ("cpu", "cuda"):
+        raise LocalError(f"--device {wanted}: shoal computes on cpu and cuda")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise LocalError(f"--device {wanted}: torch sees {torch.cuda.device_count()} CUDA devices on this machine")
+    return device
 
 
 def _prepare_thread(threads: int) -> None:

@@ -174,3 +174,12 @@ def test_light_commands_do_not_import_torch() -> None:
         "import sys, shoal.deploy.cli, shoal.deploy.demo; sys.exit('torch' in sys.modules or 'hivemind' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("device", "word"), [("mps", "shoal computes on"), ("gpu7", "no device"), ("cuda:99", "CUDA devices")]
+)
+def test_a_device_that_is_not_there(tmp_path: Path, device: str, word: str) -> None:
+    spec = tmp_path / "run.toml"
+    spec.write_text(f'[data]\nsource = "{__file__}"\n[model]\ncontext = 16\n')
+    assert word in complaint("host", str(spec), "--device", device, "--state-dir", str(tmp_path / "state"))
