@@ -79,6 +79,7 @@ class PeerDriver:
         self._device = device or torch.device("cpu")
         self._probe: DeviceProbe | None = None
         self._plan: SignedPlan | None = None
+        self._followed: SignedPlan | None = None
         self._transition: asyncio.Task[None] | None = None
         self._hellos: dict[PeerID, Hello] = {}
         self._commits: list[CommitReport] = []
@@ -181,10 +182,16 @@ class PeerDriver:
 
     async def _follow(self) -> None:
         """Become what the newest plan says; plans that come meanwhile are followed in turn."""
-        followed: SignedPlan | None = None
+        followed = self._followed
         while self._plan is not None and self._plan is not followed:
-            followed = self._plan
-            plan = followed.plan
+            before, followed = followed, self._plan
+            self._followed, plan = followed, followed.plan
+            if before is not None and self.replica:
+                for peer in sorted(set(before.plan.members).difference(plan.members)):
+                    hello = self._hellos.pop(peer, None)
+                    self._outbox.forget(peer)
+                    if hello is None or hello.is_open:  # else it drains, and still answers what it owes
+                        self.replica.peer_died(peer)
             stage = plan.stage_of(self._endpoint.peer_id)
             replica = self.replica
             place = None if stage is None else (stage, plan.stages[stage].first_layer, plan.stages[stage].last_layer)

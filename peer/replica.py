@@ -19,15 +19,16 @@ from shoal.peer.handoff import StateFetcher, StateServer
 from shoal.peer.pipeline.core import PipelineCore
 from shoal.peer.pipeline.driver import PipelineDriver
 from shoal.peer.pipeline.issue import IssueBook
-from shoal.peer.pipeline.microbatch import Microbatch
+from shoal.peer.pipeline.microbatch import IndexSet, Microbatch
 from shoal.peer.pipeline.router import Router
 from shoal.peer.pipeline.stage import StageRuntime
 from shoal.peer.pipeline.state import StageState, initial_state
 from shoal.peer.pipeline.window import Window
+from shoal.peer.tasks import Tasks
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import DataError, Refused, RemoteError, Unreachable
 from shoal.protocol.identity import PeerID
-from shoal.protocol.messages import CommitReport, Hello, Progress, ValidationReport
+from shoal.protocol.messages import CommitReport, Done, Hello, Progress, Repair, ValidationReport
 from shoal.protocol.plan import Plan
 from shoal.protocol.ports import Clock, Compute
 from shoal.protocol.spec import RunSpec
@@ -35,6 +36,7 @@ from shoal.protocol.spec import RunSpec
 logger = logging.getLogger(__name__)
 
 _RETRY_S = 1.0
+_REPAIR_TRIES = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,10 +114,12 @@ class Replica:
             on_report=surroundings.on_commit,
             on_resync=self._resync,
             on_progress=self._mate_progress,
+            on_repair=self._repair,
             retained_from=self.server.pinned_from,
         )
         self.claims = self._make_claims(group) if first else None
         self._stepped = asyncio.Event()
+        self._tasks = Tasks(surroundings.on_failure)
         self._sync_task: asyncio.Task[None] | None = None
 
     @property
@@ -181,6 +185,14 @@ class Replica:
         if self.claims:
             self.claims.wake()
 
+    def peer_died(self, peer: PeerID) -> None:
+        """The plan has dropped it, and it had not said that it would go."""
+        if peer in self.group.core.mates:
+            self.group.mate_lost(peer)
+        self.pipeline.peer_lost(peer)
+        if self.claims:
+            self.claims.wake()
+
     def peer_silent(self, peer: PeerID) -> None:
         """It does not answer; the network or it may be to blame, and it may come back."""
         if peer in self.group.core.mates:
@@ -214,6 +226,7 @@ class Replica:
             await asyncio.gather(self._sync_task, return_exceptions=True)
         if self.claims:
             await self.claims.close()
+        await self._tasks.cancel()
         await self.group.close()
         await self.pipeline.close()
 
@@ -293,6 +306,9 @@ class Replica:
 
     # --- told by the pipeline and the group ---
 
+    def wants(self, microbatch: Microbatch) -> bool:
+        return self.group.core.lacks(microbatch.step, microbatch.index)
+
     def contributed(self, microbatch: Microbatch, *, loss: float, staleness_steps: int) -> None:
         self.group.contributed(microbatch.step, microbatch.index, loss=loss, staleness_steps=staleness_steps)
 
@@ -335,9 +351,27 @@ class Replica:
         )
 
     def _granted(self, microbatch: Microbatch) -> None:
-        if not microbatch.validates:
+        if not microbatch.validates and microbatch.step >= self.version:
             self.group.claimed(microbatch.step, microbatch.index)
         self.pipeline.grant(microbatch)
+
+    def _repair(self, step: int, indices: bytes) -> None:
+        """What our group's lead misses, stage 0's lead hands out again."""
+        if self.claims:
+            self.claims.repair(step, IndexSet.from_bytes(indices, count=self.claims.book.microbatches))
+        else:
+            self._tasks.spawn(self._ask_repair(Repair(step=step, indices=indices)), f"repair step {step}")
+
+    async def _ask_repair(self, message: Repair) -> None:
+        for _ in range(_REPAIR_TRIES):
+            for peer in self._plan.stages[0].peers:
+                try:
+                    await self._s.endpoint.ask(peer, message, Done)
+                except (Unreachable, Refused, RemoteError) as error:
+                    logger.debug("no repair: %s", error)
+                else:
+                    return
+            await asyncio.sleep(_RETRY_S)
 
     def _mate_progress(self, message: Progress) -> None:
         if self.claims:

@@ -289,6 +289,14 @@ class Grant(_Message, frozen=True):
     items: tuple[tuple[int, int], ...]
 
 
+class Repair(_Message, frozen=True):
+    """A group's lead tells stage 0: what these microbatches of `step` left at our stage died with a replica. Run them
+    again; whoever holds their gradient already computes and adds nothing."""
+
+    step: int
+    indices: bytes
+
+
 class ValidationResult(_Message, frozen=True):
     """A stage-0 replica tells its lead the loss of one validation microbatch."""
 
@@ -366,6 +374,7 @@ Message = (
     | Digest
     | Claim
     | Grant
+    | Repair
     | ValidationResult
     | StateRequest
     | StateOffer

@@ -13,7 +13,7 @@ from shoal.peer.pipeline.microbatch import IndexSet, Microbatch
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused, RemoteError, Unreachable
 from shoal.protocol.identity import PeerID
-from shoal.protocol.messages import Claim, Done, Grant, Progress, ValidationReport, ValidationResult
+from shoal.protocol.messages import Claim, Done, Grant, Progress, Repair, ValidationReport, ValidationResult
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +56,7 @@ class Claims:
 
     def install(self) -> None:
         self._endpoint.on(Claim, self._on_claim)
+        self._endpoint.on(Repair, self._on_repair)
         self._endpoint.on(ValidationResult, self._on_validation_result)
 
     def start(self) -> None:
@@ -173,6 +174,29 @@ class Claims:
             if granted:
                 answer.set_result(granted)
                 del self._waiting[source]
+
+    async def _on_repair(self, source: PeerID, message: Repair) -> Done:
+        if not self._group.is_lead:
+            raise Refused(self._endpoint.peer_id, "does not lead stage 0")
+        asked = IndexSet.from_bytes(message.indices, count=self.book.microbatches)
+        passed = IndexSet()
+        for index in range(self.book.microbatches):
+            # What is not back at stage 0 yet is on its way, and will come by where it is missed.
+            if index in asked and not self._group.lacks(message.step, index):
+                passed.add(index)
+        self.repair(message.step, passed)
+        return Done()
+
+    def repair(self, step: int, indices: IndexSet) -> None:
+        """Run these again, here and at once: as the lead of stage 0.
+
+        Not through the book: a claim waits for room in a window, and the windows may be full of what waits for these.
+        """
+        self.book.take(step, indices)
+        for index in range(self.book.microbatches):
+            if index in indices:
+                logger.info("microbatch (%d, %d) runs again", step, index)
+                self._on_grant(Microbatch(step, index))
 
     async def _on_validation_result(self, source: PeerID, message: ValidationResult) -> Done:
         if not 0 <= message.index < self.book.validation_microbatches or not 0 <= message.step <= self.book.steps:

@@ -21,55 +21,15 @@ asks one of them for the reduced gradient (`CatchUp`).
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from shoal.peer.group.agreement import UNCOMPARED_MAX, Agreement
+from shoal.peer.group.commands import CatchUp, Command, Reduce, Tell
+from shoal.peer.group.losses import Losses
 from shoal.peer.pipeline.microbatch import IndexSet
 from shoal.protocol.identity import PeerID
-from shoal.protocol.messages import CommitReport, Digest, Progress, RoundMember, RoundStart
+from shoal.protocol.messages import Digest, Progress, RoundMember, RoundStart
 from shoal.protocol.plan import Member
 
 _ATTEMPTS_PER_PLAN = 1000
-
-
-# --- commands ---
-
-
-@dataclass(frozen=True, slots=True)
-class Tell:
-    """Send `message` to every mate."""
-
-    message: Progress | RoundStart | Digest
-
-
-@dataclass(frozen=True, slots=True)
-class Reduce:
-    """Take part in this round; an older attempt of the same step is void."""
-
-    round: RoundStart
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """The group has committed and agrees. Only the lead reports."""
-
-    report: CommitReport
-
-
-@dataclass(frozen=True, slots=True)
-class CatchUp:
-    """`mate` is at a later version and its round was not ours: fetch the reduced gradient of `step` from it."""
-
-    mate: PeerID
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
-class Resync:
-    """Our state at `version` is not the group's: fetch it from `mate`."""
-
-    mate: PeerID
-    version: int
-
-
-Command = Tell | Reduce | Report | CatchUp | Resync
 
 
 @dataclass(slots=True)
@@ -109,16 +69,28 @@ class GroupCore:
     _members: tuple[Member, ...] = ()
     _ready_mates: set[PeerID] = field(default_factory=set)
     _closed_mates: set[PeerID] = field(default_factory=set)
-    _known_mates: set[PeerID] = field(default_factory=set)
+    _present: set[PeerID] = field(default_factory=set)
+    _absent: set[PeerID] = field(default_factory=set)
     _named: dict[PeerID, PeerID] = field(default_factory=dict)
     _announced_lead: PeerID | None = None
     _tallies: dict[int, dict[PeerID, _Tally]] = field(default_factory=dict)
     _claimed: dict[int, IndexSet] = field(default_factory=dict)
     _rounds: dict[int, RoundStart] = field(default_factory=dict)
-    _digests: dict[int, dict[PeerID, str]] = field(default_factory=dict)
     _behind: tuple[PeerID, float] | None = None
+    _agreement: Agreement = field(init=False)
+    _losses: Losses = field(init=False)
     _version_since_s: float = 0.0
     _retries: int = 0
+
+    def __post_init__(self) -> None:
+        self._agreement = Agreement(
+            me=self.me,
+            stage=self.stage,
+            microbatches=self.microbatches,
+            tokens_per_microbatch=self.tokens_per_microbatch,
+            has_loss=self.has_loss,
+        )
+        self._losses = Losses(microbatches=self.microbatches)
 
     # --- who ---
 
@@ -150,10 +122,8 @@ class GroupCore:
     @property
     def is_lead(self) -> bool:
         """We are the lead, and everyone who could think otherwise has said so."""
-        return (
-            self.lead == self.me
-            and self._known_mates.issuperset(self.mates)
-            and all(self._named.get(mate) == self.me for mate in self._ready_mates)
+        return self.lead == self.me and all(
+            self._named.get(mate) == self.me for mate in self._ready_mates.union(self.mates) - self._absent
         )
 
     def _is_ready(self, peer: PeerID) -> bool:
@@ -172,8 +142,6 @@ class GroupCore:
     def set_ready(self, ready: bool, *, now_s: float) -> list[Command]:
         """We hold the stage's state and take part, or do no longer."""
         self.ready = ready
-        self._known_mates.clear()
-        self._named.clear()
         return [*self._tell_open_steps(), *self._lead_may_have_changed(now_s)]
 
     def drain(self, *, now_s: float) -> list[Command]:
@@ -185,32 +153,44 @@ class GroupCore:
         """A mate says whether it holds state and takes part, and whether it takes traffic (it drains otherwise)."""
         if peer not in self.mates and peer not in self._ready_mates:
             return []
-        self._known_mates.add(peer)
         (self._closed_mates.discard if is_open else self._closed_mates.add)(peer)
         commands: list[Command] = []
-        if ready and peer not in self._ready_mates:
-            self._ready_mates.add(peer)
+        self._absent.discard(peer)
+        if peer not in self._present or (ready and peer not in self._ready_mates):
             # It needs to know what is there, and whom we take for the lead.
             commands = self._tell_open_steps()
-        elif not ready:
-            self._ready_mates.discard(peer)
-            self._named.pop(peer, None)
+        self._present.add(peer)
+        (self._ready_mates.add if ready else self._ready_mates.discard)(peer)
         return [*commands, *self._lead_may_have_changed(now_s)]
 
     def mate_lost(self, peer: PeerID, *, now_s: float) -> list[Command]:
         """It died or dropped its state: its contributions to open steps died with it."""
-        self._known_mates.add(peer)
+        self._absent.add(peer)
+        self._present.discard(peer)
         self._ready_mates.discard(peer)
-        for tallies in self._tallies.values():
-            tallies.pop(peer, None)
-        return self._lead_may_have_changed(now_s)
+        for step in sorted(self._losses.steps_claimed_by(peer).union(self._tallies)):
+            tally = self._tallies.get(step, {}).pop(peer, _Tally())
+            self._losses.died(peer, step, tally.indices)
+        start = self._rounds.get(self.version)
+        if start is not None and any(member.peer == peer for member in start.members):
+            # Nobody can finish it now, unless somebody has: then that one's digest tells us to catch up instead.
+            del self._rounds[self.version]
+            self._retries += 1
+        left = self._agreement.reports_left_by(peer)
+        return [*left, *self._compare(), *self._lead_may_have_changed(now_s)]
 
     def mate_silent(self, peer: PeerID, *, now_s: float) -> list[Command]:
         """It cannot be reached: nobody can wait for its word on who leads, least of all if it was about to leave."""
-        self._known_mates.add(peer)
-        if peer not in self.mates:
-            self._ready_mates.discard(peer)
+        if peer not in self.mates and peer in self._ready_mates:
+            return self.mate_lost(peer, now_s=now_s)
+        if peer not in self._ready_mates:
+            self._absent.add(peer)
         return self._try_round(now_s)
+
+    def lacks(self, step: int, index: int) -> bool:
+        """Nobody here has contributed it, as far as we know."""
+        tallies = self._tallies.get(step, {}).values()
+        return step >= self.version and not any(index in tally.indices for tally in tallies)
 
     def claimed(self, step: int, index: int) -> list[Command]:
         """Stage 0: we have been granted it."""
@@ -225,17 +205,27 @@ class GroupCore:
         if index in tally.indices:
             return []
         tally.indices.add(index)
+        self._losses.grown(now_s)
         tally.loss_sum += loss
         tally.staleness_sum += staleness_steps
+        self._void_round_if_outgrown(step, self.me)
         return [Tell(self._progress(step)), *self._try_round(now_s)]
 
     def progress(self, source: PeerID, message: Progress, *, now_s: float) -> list[Command]:
+        if source not in self.mates and source not in self._ready_mates:
+            return []  # The last words of one whom we have counted out.
         self._named[source] = message.lead
+        self._absent.discard(source)
         if message.step >= self.version:
+            claimed = IndexSet.from_bytes(message.claimed, count=self.microbatches)
+            self._losses.claimed(source, message.step, claimed)
             tally = self._tally(message.step, source)
             indices = IndexSet.from_bytes(message.indices, count=self.microbatches)
+            if len(indices) > len(tally.indices):
+                self._losses.grown(now_s)
             if len(indices) >= len(tally.indices):  # Calls may overtake each other; a contribution only grows.
                 tally.indices, tally.loss_sum, tally.staleness_sum = indices, message.loss_sum, message.staleness_sum
+            self._void_round_if_outgrown(message.step, source)
         return self._try_round(now_s)
 
     def round_started(self, message: RoundStart) -> list[Command]:
@@ -243,36 +233,56 @@ class GroupCore:
         known = self._rounds.get(message.step)
         if message.step < self.version or (known is not None and known.attempt >= message.attempt):
             return []
+        mine = next((member.indices for member in message.members if member.peer == self.me), None)
+        if mine is not None and mine != self._tally(message.step, self.me).indices.to_bytes():
+            # Our sum holds more than the lead knew: an average must count what it contains. It will open another.
+            return [Tell(self._progress(message.step))]
         self._rounds[message.step] = message
-        return [Reduce(message)] if any(m.peer == self.me for m in message.members) else []
+        return [Reduce(message)] if mine is not None else []
+
+    def _void_round_if_outgrown(self, step: int, peer: PeerID) -> None:
+        """As the lead: a member has more than our round says of it (a microbatch ran in two places)."""
+        start = self._rounds.get(step)
+        if start is None or step != self.version or self.lead != self.me:
+            return
+        said = next((member.indices for member in start.members if member.peer == peer), None)
+        if said is not None and said != self._tally(step, peer).indices.to_bytes():
+            del self._rounds[step]
+            self._retries += 1
 
     def stepped(self, version: int, digest: str, *, now_s: float) -> list[Command]:
         """We are at `version`, by a step or by fetching; `digest` is our state's."""
         assert version >= self.version, f"version fell from {self.version} to {version}"
+        self._losses.stepped(version, by_a_step=version == self.version + 1, now_s=now_s)
         self.version = version
         self._version_since_s = now_s
         self._retries = 0
         self._behind = None
-        for table, first in ((self._tallies, version), (self._claimed, version), (self._rounds, version - 1)):
+        oldest = version - UNCOMPARED_MAX
+        tables = (
+            (self._tallies, version),
+            (self._claimed, version),
+            (self._rounds, oldest),
+        )
+        for table, first in tables:
             for step in [s for s in table if s < first]:
                 del table[step]
-        self._digests.setdefault(version, {})[self.me] = digest
+        self._agreement.forget_before(oldest)
+        self._agreement.heard(self.me, version, digest)
         commands: list[Command] = [Tell(Digest(stage=self.stage, version=version, digest=digest))]
-        commands += self._compare(version)
-        late = max((v for v in self._digests if v > version), default=None)
-        if late is not None:
-            self._behind = (min(self._digests[late]), now_s + self.catch_up_after_s)
+        commands += self._compare()
+        ahead = self._agreement.ahead_of(version)
+        if ahead is not None:
+            self._behind = (ahead, now_s + self.catch_up_after_s)
         return commands + self._try_round(now_s)
 
     def digest(self, source: PeerID, message: Digest, *, now_s: float) -> list[Command]:
-        if message.version < self.version:
+        if message.version < self.version and message.version - 1 not in self._rounds:
             return []
-        self._digests.setdefault(message.version, {})[source] = message.digest
-        if message.version > self.version:
-            if self._behind is None:
-                self._behind = (source, now_s + self.catch_up_after_s)
-            return []
-        return self._compare(message.version)
+        self._agreement.heard(source, message.version, message.digest)
+        if message.version > self.version and self._behind is None:
+            self._behind = (source, now_s + self.catch_up_after_s)
+        return self._compare()
 
     def timer(self, *, now_s: float) -> list[Command]:
         if self._behind is not None and now_s >= self._behind[1]:
@@ -285,6 +295,8 @@ class GroupCore:
         times = [self._behind[1]] if self._behind else []
         if self.deadline_s > 0 and self.version not in self._rounds:
             times.append(self._version_since_s + self.deadline_s)
+        if self.is_lead and self.version < self.steps and self.version not in self._rounds:
+            times.append(self._losses.suspect_at_s())
         return min(times, default=float("inf"))
 
     def round_failed(self, message: RoundStart, *, now_s: float) -> list[Command]:
@@ -297,8 +309,9 @@ class GroupCore:
 
     @property
     def owes(self) -> bool:
-        """We have contributed to a step that is not committed yet."""
-        return any(len(tallies[self.me].indices) for tallies in self._tallies.values() if self.me in tallies)
+        """Others count on us: for what we have contributed, or for our part of a round and our word on its result."""
+        contributed = any(len(tallies[self.me].indices) for tallies in self._tallies.values() if self.me in tallies)
+        return contributed or any(m.peer == self.me for start in self._rounds.values() for m in start.members)
 
     # --- inside ---
 
@@ -336,18 +349,20 @@ class GroupCore:
         if not self.is_lead or step >= self.steps or step in self._rounds:
             return []
         tallies = self._tallies.get(step, {})
+        bandwidths = {member.peer: member.bandwidth for member in self._members}
+        # Ready members in rank order, then those who contributed and have since left the plan: they owe and are owed.
+        # A member that is not ready takes no part, so what it has contributed is not there until it is ready again.
+        ranked = [member.peer for member in self._members if self._is_ready(member.peer)]
+        ranked += [p for p in sorted(tallies) if p not in bandwidths and len(tallies[p].indices) and p != self.me]
+        counted = [tallies[peer] for peer in ranked if peer in tallies]
         union = IndexSet()
-        for tally in tallies.values():
+        for tally in counted:
             union = union | tally.indices
         missing = self.microbatches - len(union)
         if missing:
             overdue = self.deadline_s > 0 and now_s >= self._version_since_s + self.deadline_s
             if not overdue or len(union) < self.quorum * self.microbatches:
-                return []
-        bandwidths = {member.peer: member.bandwidth for member in self._members}
-        # Ready members in rank order, then those who contributed and have since left the plan: they owe and are owed.
-        ranked = [member.peer for member in self._members if self._is_ready(member.peer)]
-        ranked += [p for p in sorted(tallies) if p not in bandwidths and len(tallies[p].indices) and p != self.me]
+                return self._losses.ask(step, self.lacks, now_s=now_s)
         members = tuple(
             RoundMember(
                 peer=peer,
@@ -356,7 +371,6 @@ class GroupCore:
             )
             for peer in ranked
         )
-        counted = [tallies[peer] for peer in ranked if peer in tallies]
         start = RoundStart(
             stage=self.stage,
             step=step,
@@ -369,37 +383,11 @@ class GroupCore:
         )
         return [Tell(start), *self.round_started(start)]
 
-    def _compare(self, version: int) -> list[Command]:
-        """Who agrees on the state of `version`, once all of its round's members have spoken."""
-        start = self._rounds.get(version - 1)
-        digests = self._digests.get(version, {})
-        if start is None or any(member.peer not in digests for member in start.members):
-            return []
-        del self._rounds[version - 1]
-        for old in [v for v in self._digests if v < version]:
-            del self._digests[old]
-        ranks = [member.peer for member in start.members]
-        votes = [digests[peer] for peer in ranks]
-        # The digest most members have; among equals the lead's.
-        truth = max(dict.fromkeys(votes), key=lambda digest: (votes.count(digest), -votes.index(digest)))
-        if digests[self.me] != truth:
-            return [Resync(ranks[votes.index(truth)], version)]
-        if ranks[0] != self.me:
-            return []
-        contributed = self.microbatches - start.given_up + start.duplicates
-        return [
-            Report(
-                CommitReport(
-                    stage=self.stage,
-                    step=start.step,
-                    members=len(ranks),
-                    microbatches=self.microbatches - start.given_up,
-                    duplicates=start.duplicates,
-                    given_up=start.given_up,
-                    tokens=(self.microbatches - start.given_up) * self.tokens_per_microbatch,
-                    staleness_steps_mean=start.staleness_sum / max(1, contributed),
-                    loss=start.loss_sum / max(1, contributed) if self.has_loss else None,
-                    digest=truth,
-                )
-            )
-        ]
+    def _compare(self) -> list[Command]:
+        """Compare the states of all committed versions of which every member of the round has spoken."""
+        gone = self._absent - self._ready_mates
+        commands: list[Command] = []
+        for start in self._agreement.settle(self._rounds, self.version, gone):
+            del self._rounds[start.step]
+            commands += self._agreement.conclude(start, gone)
+        return commands

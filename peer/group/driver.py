@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from shoal.peer.group.core import CatchUp, Command, GroupCore, Reduce, Report, Resync, Tell
+from shoal.peer.group.commands import AskRepair, CatchUp, Command, Reduce, Report, Resync, Tell
+from shoal.peer.group.core import GroupCore
 from shoal.peer.group.reduce import CHUNK, Outgoing, Reduction, payload_of
 from shoal.peer.outbox import Outbox
 from shoal.peer.pipeline.driver import PipelineDriver
@@ -57,6 +58,7 @@ class GroupDriver:
     Args:
         on_report: a commit that the group agrees on (only at the lead).
         on_resync: our state is not the group's; fetch it from that mate.
+        on_repair: contributions to a step were lost; stage 0 must run these microbatches (a bitmap) again.
         on_progress: a mate's Progress, after the core has seen it (the issue book wants its claims).
         retained_from: the oldest version some newcomer still builds on; reduced gradients from there on are kept.
     """
@@ -71,6 +73,7 @@ class GroupDriver:
         on_report: Callable[[CommitReport], None],
         on_resync: Callable[[PeerID], None],
         on_progress: Callable[[Progress], None],
+        on_repair: Callable[[int, bytes], None],
         retained_from: Callable[[], int],
     ) -> None:
         self.core = core
@@ -80,6 +83,7 @@ class GroupDriver:
         self._on_report = on_report
         self._on_resync = on_resync
         self._on_progress = on_progress
+        self._on_repair = on_repair
         self._retained_from = retained_from
         self._outbox = Outbox(endpoint, on_trouble=self.mate_silent)
         self._reductions: dict[int, Reduction] = {}
@@ -249,6 +253,8 @@ class GroupDriver:
                     self._begin(start)
                 case Report(report):
                     self._on_report(report)
+                case AskRepair(step, indices):
+                    self._on_repair(step, indices)
                 case CatchUp(mate, step):
                     self._tasks.spawn(self._catch_up(mate, step), f"catch up with step {step}")
                 case Resync(mate, version):

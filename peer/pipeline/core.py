@@ -340,6 +340,8 @@ class PipelineCore:
         return self._run(Job("loss" if self.is_last else "forward", microbatch, self.version))
 
     def _is_admitted(self, microbatch: Microbatch) -> bool:
+        if microbatch.step < self.version:
+            return True  # A repair: others cannot go on without it, so it must not queue behind what waits for them.
         if self.window and not self.window.has_room:
             return False
         # Validation is of a committed version, never of a prediction.

@@ -51,6 +51,10 @@ _TIMELINE_MAX = 4096
 class Upwards(Protocol):
     """What the pipeline tells the rest of the peer."""
 
+    def wants(self, microbatch: Microbatch) -> bool:
+        """Whether the group still lacks this stage's gradient of it."""
+        ...
+
     def contributed(self, microbatch: Microbatch, *, loss: float, staleness_steps: int) -> None: ...
 
     def finished(self, microbatch: Microbatch, *, loss: float) -> None:
@@ -98,6 +102,7 @@ class PipelineDriver:
         self._outputs: dict[Microbatch, Payload] = {}  # what we send next for it; kept until answered
         self._gradients: dict[Microbatch, Payload] = {}
         self._losses: dict[Microbatch, float] = {}
+        self._unwanted: set[Microbatch] = set()  # computed for the other stages only: our group has its gradient
         self._mean_gradient_N: Tensor | None = None
         self._tasks = Tasks(upwards.failed)
         self._closed = False
@@ -204,7 +209,7 @@ class PipelineDriver:
                         waited_s=waited_s,
                     )
                     self._tasks.spawn(self._send_gradient(target, meta, payload), f"gradient {microbatch}")
-                case Contributed(microbatch, staleness_steps):
+                case Contributed(microbatch, staleness_steps) if microbatch not in self._unwanted:
                     loss = self._losses.get(microbatch, 0.0)
                     self.upwards.contributed(microbatch, loss=loss, staleness_steps=staleness_steps)
                 case Finished(microbatch):
@@ -235,11 +240,15 @@ class PipelineDriver:
             gradient = self._gradients.pop(microbatch)
             return (lambda: runtime.backward(microbatch, gradient)), runtime.backward_flop
         payload = self._inputs.pop(microbatch, None)
+        wanted = microbatch.validates or self.upwards.wants(microbatch)
+        if not wanted:
+            self._unwanted.add(microbatch)
         if job.kind == "validate":
             return (lambda: runtime.validate(microbatch, payload)), runtime.forward_flop
         if job.kind == "loss":
-            return (lambda: runtime.loss(microbatch, payload)), runtime.forward_flop + runtime.backward_flop
-        return (lambda: runtime.forward(microbatch, payload)), runtime.forward_flop
+            flop = runtime.forward_flop + runtime.backward_flop
+            return (lambda: runtime.loss(microbatch, payload, contributes=wanted)), flop
+        return (lambda: runtime.forward(microbatch, payload, contributes=wanted)), runtime.forward_flop
 
     def _keep(self, job: Job, microbatch: Microbatch, value: Any) -> None:
         if job.kind == "loss":
@@ -253,6 +262,7 @@ class PipelineDriver:
     def _forget(self, microbatch: Microbatch) -> None:
         for table in (self._inputs, self._outputs, self._gradients, self._losses):
             table.pop(microbatch, None)
+        self._unwanted.discard(microbatch)
         self.runtime.forget(microbatch)
 
     async def _send_activation(self, microbatch: Microbatch, target: PeerID) -> None:

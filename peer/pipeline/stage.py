@@ -39,6 +39,7 @@ class _Context:
     x: Tensor
     y_BTD: Tensor | None
     """None: made again from `x` at the backward."""
+    contributes: bool
 
 
 class StageRuntime:
@@ -61,6 +62,7 @@ class StageRuntime:
         sizes = [layer_layout(spec.model, key).numel for key in self.keys]
         self._spans = {key: slice(sum(sizes[:i]), sum(sizes[: i + 1])) for i, key in enumerate(self.keys)}
         self.num_parameters = sum(sizes)
+        self._before: dict[str, Tensor] = {}  # parameters of the version before the current one
         self._leaves: dict[int, Leaves] = {}  # step -> weights for it, made from the current version
         self._sums: dict[int, Tensor] = {}  # step -> gradient sum [N]
         self._summed: set[Microbatch] = set()  # what the sums hold
@@ -93,31 +95,37 @@ class StageRuntime:
 
     # --- jobs ---
 
-    def forward(self, microbatch: Microbatch, payload: Payload | None) -> bytearray:
-        """Not the last stage: input (None at stage 0, which reads the data) -> activation for the next stage."""
+    def forward(self, microbatch: Microbatch, payload: Payload | None, *, contributes: bool = True) -> bytearray:
+        """Not the last stage: input (None at stage 0, which reads the data) -> activation for the next stage.
+
+        `contributes`: its backward adds to the step's sum; a mate's sum has it otherwise.
+        """
         x, targets_BT = self._input(microbatch, payload)
-        leaves = self._weights_of(microbatch)
+        leaves = self._weights_of(microbatch, contributes)
         if self.spec.training.keep == "recompute":
             with torch.no_grad():
                 y_BTD = self._run(leaves, x)
-            self._contexts[microbatch] = _Context(leaves, x, None)
+            self._contexts[microbatch] = _Context(leaves, x, None, contributes)
         else:
             y_BTD = self._run(leaves, x)
-            self._contexts[microbatch] = _Context(leaves, x, y_BTD)
+            self._contexts[microbatch] = _Context(leaves, x, y_BTD, contributes)
         return self._wire.encode_activation(y_BTD.detach(), targets_BT)
 
-    def loss(self, microbatch: Microbatch, payload: Payload | None) -> tuple[float, bytearray | None]:
+    def loss(
+        self, microbatch: Microbatch, payload: Payload | None, *, contributes: bool = True
+    ) -> tuple[float, bytearray | None]:
         """The last stage: forward, loss and backward in one.
 
         Returns: (loss in nats a token, gradient for the stage before; None if there is none). If the loss is not
         finite, the gradient is zero and nothing is added: no non-finite number may reach an optimizer.
         """
         x, targets_BT = self._input(microbatch, payload)
-        loss = self._loss(self._run(self._weights_of(microbatch), x), targets_BT)
+        loss = self._loss(self._run(self._weights_of(microbatch, contributes), x), targets_BT)
         value = float(loss.detach())
         if math.isfinite(value):
             loss.backward()  # type: ignore[no-untyped-call]
-            self._summed.add(microbatch)
+            if contributes:
+                self._summed.add(microbatch)
         else:
             logger.warning("microbatch %s has a loss of %s: nothing is learnt from it", microbatch, value)
         return value, self._input_gradient(x)
@@ -129,7 +137,8 @@ class StageRuntime:
         if bool(grad_BTD.isfinite().all()):
             y_BTD = self._run(context.leaves, context.x) if context.y_BTD is None else context.y_BTD
             y_BTD.backward(grad_BTD)  # type: ignore[no-untyped-call]
-            self._summed.add(microbatch)
+            if context.contributes:
+                self._summed.add(microbatch)
         else:
             logger.warning("microbatch %s came back with a gradient that is not finite: it counts as zero", microbatch)
         return self._input_gradient(context.x)
@@ -161,6 +170,10 @@ class StageRuntime:
         after = StageState(version=before.version + 1, layers=layers)
         if self.state is before:  # else another one was loaded meanwhile, because this one was not the group's
             self.state = after
+            if self.spec.training.s_max == 0:
+                # Others may be a step behind us at most, and what they run again must give what it gave: exact repair.
+                # With staleness admitted it is not worth a copy, `s_max + 2` are alive already.
+                self._before = {key: layer.param_N for key, layer in before.layers.items()}
             self._forget_old_steps()
         return after, after.digest(), skipped
 
@@ -200,10 +213,10 @@ class StageRuntime:
             return logits_BTV.new_tensor(math.nan)
         return llama.loss(logits_BTV, targets_BT)
 
-    def _weights_of(self, microbatch: Microbatch) -> Leaves:
-        """The weights it wants; the gradient is added to its step's sum, unless that holds it already."""
+    def _weights_of(self, microbatch: Microbatch, contributes: bool) -> Leaves:
+        """The weights it wants; the gradient is added to its step's sum, unless that or a mate's holds it already."""
         leaves = self._weights(microbatch.step)
-        if microbatch in self._summed:
+        if microbatch in self._summed or not contributes:
             # It came again, because somebody before us died. The group counts it once, so its gradient goes nowhere.
             return {
                 key: {name: x.detach().requires_grad_() for name, x in named.items()} for key, named in leaves.items()
@@ -211,7 +224,10 @@ class StageRuntime:
         return leaves
 
     def _weights(self, step: int) -> Leaves:
-        """ŵ_step: the current weights if they are that step's (or past it), else their prediction. Made once."""
+        """ŵ_step: the current weights if they are that step's, else their prediction. Made once.
+
+        A step that is committed here and not elsewhere wants weights of the past: the version before is kept for it.
+        """
         assert self.state is not None
         if step in self._leaves:
             return self._leaves[step]
@@ -219,7 +235,7 @@ class StageRuntime:
         sum_N = self._sum(step)
         leaves: Leaves = {}
         for key, layer in self.state.layers.items():
-            param_N = layer.param_N
+            param_N = self._before[key] if step < self.state.version and key in self._before else layer.param_N
             if staleness_steps:
                 with torch.no_grad():
                     param_N = predict_layer(self.spec, key, layer, self.state.version, staleness_steps)

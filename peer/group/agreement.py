@@ -1,0 +1,96 @@
+"""Whether the members of a round have the same state after it. Pure.
+
+Each member tells the others the digest of every version it reaches. Once all members of a round have spoken, the digest
+that most have is the group's; who has another fetches the state, and the first who has it reports the commit. The
+others keep the report for as long as its reporter may die with it: whoever counts, counts a commit once.
+"""
+
+from collections import deque
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, field
+
+from shoal.peer.group.commands import Command, Report, Resync
+from shoal.protocol.identity import PeerID
+from shoal.protocol.messages import CommitReport, RoundStart
+
+UNCOMPARED_MAX = 16
+"""Versions that we may be ahead of a member's digest: its device may be slow to step, though its network is not."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Agreement:
+    """One member's view of who has said what.
+
+    Args:
+        microbatches: M, per step.
+        tokens_per_microbatch: for the ledger.
+        has_loss: the last stage, whose report carries the step's loss.
+    """
+
+    me: PeerID
+    stage: int
+    microbatches: int
+    tokens_per_microbatch: int
+    has_loss: bool
+    _digests: dict[int, dict[PeerID, str]] = field(default_factory=dict)
+    _spoken: dict[PeerID, int] = field(default_factory=dict)
+    _unreported: deque[tuple[PeerID, CommitReport]] = field(default_factory=lambda: deque(maxlen=UNCOMPARED_MAX))
+
+    def heard(self, peer: PeerID, version: int, digest: str) -> None:
+        self._digests.setdefault(version, {})[peer] = digest
+        self._spoken[peer] = max(version, self._spoken.get(peer, version))
+
+    def forget_before(self, version: int) -> None:
+        for old in [v for v in self._digests if v < version]:
+            del self._digests[old]
+
+    def ahead_of(self, version: int) -> PeerID | None:
+        """A member that has spoken of a later version, of the latest if there are several."""
+        latest = max((v for v in self._digests if v > version), default=None)
+        return None if latest is None else min(self._digests[latest])
+
+    def reports_left_by(self, reporter: PeerID) -> list[Command]:
+        """It died: what it may not have reported any more."""
+        return [Report(report) for peer, report in self._unreported if peer == reporter]
+
+    def settle(self, rounds: Mapping[int, RoundStart], version: int, gone: Container[PeerID]) -> list[RoundStart]:
+        """Rounds up to `version` of which every member has spoken, or is gone: the dead do not vote.
+
+        A member that has only spoken of a later version has skipped one, by fetching that later state.
+        """
+        past = [start for step, start in sorted(rounds.items()) if step < version]
+        return [r for r in past if all(m.peer in gone or self._spoken.get(m.peer, -1) > r.step for m in r.members)]
+
+    def conclude(self, start: RoundStart, gone: Container[PeerID]) -> list[Command]:
+        """Compare what the members of a settled round have said."""
+        version = start.step + 1
+        digests = self._digests.pop(version, {})
+        voters = [member.peer for member in start.members if member.peer in digests]
+        if not voters:
+            return []
+        votes = [digests[peer] for peer in voters]
+        # The digest most members have; among equals the lead's.
+        truth = max(dict.fromkeys(votes), key=lambda digest: (votes.count(digest), -votes.index(digest)))
+        reporter = voters[votes.index(truth)]
+        if digests.get(self.me, truth) != truth:  # we may have skipped that version by fetching a later state
+            return [Resync(reporter, version)]
+        report = self._report(start, truth)
+        if reporter == self.me or reporter in gone:
+            return [Report(report)]
+        self._unreported.append((reporter, report))
+        return []
+
+    def _report(self, start: RoundStart, digest: str) -> CommitReport:
+        contributed = self.microbatches - start.given_up + start.duplicates
+        return CommitReport(
+            stage=self.stage,
+            step=start.step,
+            members=len(start.members),
+            microbatches=self.microbatches - start.given_up,
+            duplicates=start.duplicates,
+            given_up=start.given_up,
+            tokens=(self.microbatches - start.given_up) * self.tokens_per_microbatch,
+            staleness_steps_mean=start.staleness_sum / max(1, contributed),
+            loss=start.loss_sum / max(1, contributed) if self.has_loss else None,
+            digest=digest,
+        )

@@ -1,0 +1,71 @@
+"""What died with replicas, and when to suspect that something did. Pure."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from shoal.peer.group.commands import AskRepair, Command
+from shoal.peer.pipeline.microbatch import IndexSet
+from shoal.protocol.identity import PeerID
+
+STALL_STEPS = 4.0
+STALL_S_MIN = 5.0
+
+
+@dataclass(kw_only=True, slots=True)
+class Losses:
+    """What a group's lead asks stage 0 to run again.
+
+    Known losses: what a dead mate had contributed, or (at stage 0) had been granted. Suspected: when no contribution
+    has come for several times what a step takes, all that is missing, since a frame may have died on the way and nobody
+    was told. Asking too much costs time only: who has a gradient already computes and adds nothing.
+    """
+
+    microbatches: int
+    _claims: dict[int, dict[PeerID, IndexSet]] = field(default_factory=dict)
+    _lost: dict[int, IndexSet] = field(default_factory=dict)
+    _version_since_s: float = 0.0
+    _grown_at_s: float = 0.0
+    _step_s: float = 0.0
+
+    def claimed(self, peer: PeerID, step: int, indices: IndexSet) -> None:
+        self._claims.setdefault(step, {})[peer] = indices
+
+    def died(self, peer: PeerID, step: int, contributed: IndexSet) -> None:
+        claimed = self._claims.get(step, {}).pop(peer, IndexSet())
+        self._lost[step] = self._lost.get(step, IndexSet()) | contributed | claimed
+
+    def steps_claimed_by(self, peer: PeerID) -> set[int]:
+        return {step for step, claims in self._claims.items() if peer in claims}
+
+    def grown(self, now_s: float) -> None:
+        """A contribution has come."""
+        self._grown_at_s = now_s
+
+    def stepped(self, version: int, *, by_a_step: bool, now_s: float) -> None:
+        if by_a_step and self._version_since_s > 0:
+            self._step_s = now_s - self._version_since_s
+        self._version_since_s = self._grown_at_s = now_s
+        for table in (self._claims, self._lost):
+            for step in [s for s in table if s < version]:
+                del table[step]
+
+    def suspect_at_s(self) -> float:
+        """Never before a step has shown how long it takes."""
+        return self._grown_at_s + max(STALL_S_MIN, STALL_STEPS * self._step_s) if self._step_s > 0 else math.inf
+
+    def ask(self, version: int, lacks: Callable[[int, int], bool], *, now_s: float) -> list[Command]:
+        """`lacks(step, index)`: nobody in the group has contributed it."""
+        if now_s >= self.suspect_at_s():
+            self._grown_at_s = now_s
+            self._lost[version] = IndexSet((1 << self.microbatches) - 1)
+        commands: list[Command] = []
+        for step, lost in sorted(self._lost.items()):
+            wanted = IndexSet()
+            for index in range(self.microbatches):
+                if index in lost and lacks(step, index):
+                    wanted.add(index)
+            if len(wanted):
+                commands.append(AskRepair(step, wanted.to_bytes()))
+        self._lost.clear()
+        return commands

@@ -1,0 +1,71 @@
+"""A killed replica costs time, not samples: what it had contributed runs again, and the loss is the same."""
+
+import asyncio
+
+import msgspec
+import pytest
+
+from shoal.peer.data.corpus import load_corpus
+from shoal.peer.single_process import train
+from shoal.protocol.sim.loop import run
+from shoal.protocol.sim.network import uniform
+
+STEPS = 16
+
+
+def killed(make_swarm, spec, kills, *, seed=0):
+    """3 x 3 peers; `kills` is {step: name}. The plan drops a killed peer four seconds later."""
+    stages = [[f"{k}.{r}" for r in range(3)] for k in range(3)]
+
+    async def main():
+        swarm = make_swarm(spec, seed=seed, network=uniform(latency_s=0.05, rate_bytes_per_s=1e7, jitter_s=0.01))
+        for names in stages:
+            for name in names:
+                await swarm.add(name, device_flop_per_s=1e8)
+        swarm.obey(stages, fresh=True)
+        for step, name in sorted(kills.items()):
+            await swarm.until_step(step)
+            await asyncio.sleep(swarm.world.rng(f"moment {step}").random() * 1.5)
+            swarm.world.crash(swarm.peer(name))
+            del swarm.drivers[name]
+            await asyncio.sleep(4.0)
+            stages[int(name[0])].remove(name)
+            swarm.obey(stages, fresh=False)
+        await swarm.until_step(STEPS)
+        await swarm.close()
+        return swarm
+
+    return run(main())
+
+
+def with_training(spec, **training):
+    builtins = msgspec.to_builtins(spec)
+    builtins["training"] |= {"steps": STEPS, "microbatches_per_step": 9, "validation_interval_steps": 0} | training
+    return msgspec.convert(builtins, type(spec))
+
+
+KILLS = {2: "1.0", 5: "0.1", 8: "2.2", 10: "0.0", 12: "1.2"}
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("seed", range(4))
+def test_five_kills_change_no_step_of_a_synchronous_run(make_swarm, tiny_spec, seed):
+    spec = with_training(tiny_spec, s_max=0)
+    swarm = killed(make_swarm, spec, KILLS, seed=seed)
+    single = [step.loss for step in train(spec, load_corpus(spec.data, context=spec.model.context), steps=STEPS)]
+    assert max(abs(a - b) for a, b in zip(swarm.losses, single, strict=True)) < 1e-4
+    for stage in range(3):
+        commits = [swarm.commits[stage][step] for step in range(STEPS)]
+        assert {(c.microbatches, c.given_up) for c in commits} == {(9, 0)}
+        assert sum(c.duplicates for c in commits) <= 1
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("seed", range(2))
+def test_five_kills_lose_no_microbatch_of_an_asynchronous_run(make_swarm, tiny_spec, seed):
+    swarm = killed(make_swarm, with_training(tiny_spec, s_max=1), KILLS, seed=seed)
+    for stage in range(3):
+        commits = [swarm.commits[stage][step] for step in range(STEPS)]
+        assert {(c.microbatches, c.given_up) for c in commits} == {(9, 0)}
+        assert sum(c.duplicates for c in commits) <= 4  # of 144: what ran in two places when its sender was doubted
+    assert swarm.losses[-1] < swarm.losses[0] - 0.5
