@@ -13,7 +13,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -24,6 +24,7 @@ from rich.live import Live
 from shoal.deploy.live_view import Board, plain_line, render, short
 from shoal.deploy.report import Joined, Left, Note, Ready, Report, Status, StepDone, read_report
 from shoal.deploy.run_file import write_spec
+from shoal.deploy.summary import Record, StepLine, Summary
 from shoal.deploy.swarm import Child, Swarm
 from shoal.protocol.errors import LocalError
 from shoal.protocol.spec import RunSpec
@@ -40,52 +41,6 @@ _SAMPLE_S = 90.0
 _CLI = (sys.executable, "-m", "shoal.deploy.cli")
 
 
-class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """The last line of `--json`."""
-
-    steps: int
-    """Committed."""
-    finished: bool
-    """All steps of the run were."""
-    loss_first: float | None
-    loss_last: float | None
-    val_loss: float | None
-    tokens_per_s: float
-    """From the first step's report to the last one's."""
-    staleness_mean: float
-    coordinator_terms: int
-    peers: int
-    duplicates: int
-    given_up: int
-    seconds: float
-    """Of the whole demo."""
-    first_step_s: float | None
-    """After start."""
-    rss_mb_max: Mapping[str, float]
-    """Resident memory by peer, without its network daemon, sampled every two seconds."""
-    run: str
-    snapshot: str
-    sample: str
-    folder: str
-
-
-class StepLine(msgspec.Struct, frozen=True, kw_only=True):
-    """The other lines of `--json`."""
-
-    step: int
-    loss: float | None
-    val_loss: float | None
-    tokens_per_s: float
-    staleness_mean: float
-    duplicates: int
-    given_up: int
-    term: int
-    coordinator: str
-    peers: int
-    seconds: float
-    """Since the demo began."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoOptions:
     spec: RunSpec
@@ -97,43 +52,6 @@ class DemoOptions:
     data: str = ""
     keep: bool = False
     """Keep the peers' own folders too."""
-
-
-@dataclass(slots=True)
-class _Record:
-    """What the summary is made of."""
-
-    first: StepDone | None = None
-    last: StepDone | None = None
-    first_s: float = 0.0
-    last_s: float = 0.0
-    num_steps: int = 0
-    staleness_sum: float = 0.0
-    duplicates: int = 0
-    given_up: int = 0
-    val_loss: float | None = None
-    terms: set[int] = field(default_factory=set)
-    rss_mb_max: dict[str, float] = field(default_factory=dict)
-    run: str = ""
-    invite: str = ""
-    finished: bool = False
-
-    def add(self, step: StepDone, now_s: float) -> None:
-        if self.first is None:
-            self.first, self.first_s = step, now_s
-        self.last, self.last_s = step, now_s
-        self.num_steps += 1
-        self.staleness_sum += step.staleness_mean
-        self.duplicates += step.duplicates
-        self.given_up += step.given_up
-        self.terms.add(step.term)
-        if step.validation_loss is not None:
-            self.val_loss = step.validation_loss
-
-    def tokens_per_s(self, tokens_per_step: int) -> float:
-        if self.first is None or self.last is None or self.last_s <= self.first_s:
-            return 0.0
-        return (self.last.step - self.first.step) * tokens_per_step / (self.last_s - self.first_s)
 
 
 class Demo:
@@ -148,7 +66,7 @@ class Demo:
             started_s=self._started_s,
             steps_total=options.spec.training.steps,
         )
-        self._record = _Record()
+        self._record = Record()
         self._swarm = Swarm(on_line=self._on_line, on_exit=self._on_exit)
         self._recent: deque[tuple[float, int]] = deque(maxlen=_RECENT_STEPS)
         self._changed = asyncio.Event()

@@ -4,6 +4,8 @@ The world plays what is around the cores: drivers (outboxes, reductions, steps, 
 claims, and a coordinator whose plans append newcomers and remove members that then drain. Every pair of peers has two
 outboxes, one for hellos and one for the group, each with one call at a time; between any two events anything else may
 happen. Not played: dead peers and lost calls.
+
+This file is long because one random network, with everything that can go wrong in it, serves every property.
 """
 
 import random
