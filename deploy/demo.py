@@ -227,7 +227,7 @@ class Demo:
             case StepDone():
                 self._take_step(report)
             case Status():
-                self._record.terms.add(report.status.term)
+                self._record.see(report.status)
                 self._take_status(report)
             case Note():
                 self._note(f"{child.name}: {report.text}")
@@ -297,7 +297,7 @@ class Demo:
         record, spec = self._record, self._options.spec
         first_step_s = record.first_s - self._started_s if record.first else None
         return Summary(
-            steps=record.last.step + 1 if record.last else 0,
+            steps=spec.training.steps if record.finished else record.steps_seen,
             finished=record.finished,
             loss_first=record.first.loss if record.first else None,
             loss_last=record.last.loss if record.last else None,

@@ -197,7 +197,8 @@ async def _until_done(node: Node, output: Output, stop: Stop) -> bool:
 async def _watch(node: Node, output: Output) -> None:
     while True:
         await asyncio.sleep(_STATUS_S)
-        if output.polls or node.is_coordinator:
+        # The host asks too, so that a demo sees the swarm also while a peer that is none of its own coordinates.
+        if output.polls or node.is_coordinator or node.peer_id == node.owner:
             try:
                 output.say(Status(status=await node.status()))
             except ShoalError as error:

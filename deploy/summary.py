@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from shoal.deploy.report import StepDone
+from shoal.protocol.messages import SwarmStatus
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,6 +64,7 @@ class Record:
     first_s: float = 0.0
     last_s: float = 0.0
     num_steps: int = 0
+    steps_seen: int = 0
     staleness_sum: float = 0.0
     duplicates: int = 0
     given_up: int = 0
@@ -82,8 +84,16 @@ class Record:
         self.duplicates += step.duplicates
         self.given_up += step.given_up
         self.terms.add(step.term)
+        self.steps_seen = max(self.steps_seen, step.step + 1)
         if step.validation_loss is not None:
             self.val_loss = step.validation_loss
+
+    def see(self, status: SwarmStatus) -> None:
+        """Says nothing of single steps, but is there also while a peer that is none of ours coordinates."""
+        self.terms.add(status.term)
+        self.steps_seen = max(self.steps_seen, status.step)
+        if status.validation_loss is not None:
+            self.val_loss = status.validation_loss
 
     def tokens_per_s(self, tokens_per_step: int) -> float:
         if self.first is None or self.last is None or self.last_s <= self.first_s:
