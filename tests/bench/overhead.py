@@ -80,7 +80,7 @@ def _median_rate(times_s: list[float], spec: RunSpec) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=16)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--json", type=Path, help="also write the result to this file")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="shoal-overhead-") as name:
         folder = Path(name)
@@ -96,9 +96,8 @@ def main() -> None:
         "single_tokens_per_s": round(single, 1),
         "ratio": round(swarm / single, 3),
     }
-    if arguments.json:
-        print(json.dumps(figures))
-        return
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(figures) + "\n")
     print(f"{figures['parameters'] / 1e6:.1f} M parameters, {arguments.steps} steps of {spec.tokens_per_step} tokens")
     print(f"two processes, one thread each  {swarm:8.0f} tokens/s")
     print(f"one process, two threads        {single:8.0f} tokens/s")
