@@ -47,6 +47,7 @@ class Node:
     Args:
         owner: who signed the run's spec.
         corpus: the run's text; None: this peer is never at stage 0.
+        memory_bytes: as `PeerDriver` has it; virtual worlds must say.
         state_dir: plans obeyed and snapshots go to a folder of the run in here. None keeps nothing.
         spec_record: the owner's signed spec, to be kept on the directory; None keeps none there.
         run_blocking: runs what blocks on the disk; `asyncio.to_thread` in life, inline in virtual time.
@@ -65,6 +66,7 @@ class Node:
         owner: PeerID,
         name: str,
         device: torch.device = _CPU,
+        memory_bytes: int | None = None,
         corpus: Corpus | None,
         state_dir: Path | None,
         rng: random.Random,
@@ -94,6 +96,7 @@ class Node:
             state_dir=folder,
             name=name[:PEER_NAME_CHARS_MAX],
             device=device,
+            memory_bytes=memory_bytes,
             run_blocking=run_blocking,
         )
         self.coordination = Coordination(

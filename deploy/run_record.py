@@ -5,17 +5,20 @@ left. Each stores it under its own subkey: whoever overwrites one with rubbish h
 """
 
 import asyncio
+import logging
 
 import msgspec
 
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.envelope import seal, unseal
-from shoal.protocol.errors import LocalError, RemoteError, ShoalError, SpecError
+from shoal.protocol.errors import LocalError, RemoteError, SpecError
 from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.invite import Invite
 from shoal.protocol.messages import SpecRecord
 from shoal.protocol.ports import Directory
 from shoal.protocol.spec import RunSpec, decode_spec, encode_spec, run_id
+
+logger = logging.getLogger(__name__)
 
 EXPIRES_S = 1800.0
 REFRESH_S = 300.0
@@ -73,10 +76,14 @@ async def fetch_spec(directory: Directory, invite: Invite, *, timeout_s: float) 
 
 
 async def keep_spec(directory: Directory, endpoint: Endpoint, record: bytes) -> None:
-    """Store the record now and again for as long as this runs. A store that fails is tried again soon."""
+    """Store the record now and again for as long as this runs. A store that fails is tried again soon.
+
+    Without the record nobody can join, so no failure of the directory may end this.
+    """
     while True:
         try:
             stored = await directory.store(record_key(endpoint.run), endpoint.peer_id, record, expires_in_s=EXPIRES_S)
-        except ShoalError:
+        except Exception as error:
+            logger.warning("the directory did not take the run's spec: %r", error)
             stored = False
         await asyncio.sleep(REFRESH_S if stored else _ASK_AGAIN_S)

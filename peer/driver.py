@@ -47,6 +47,8 @@ class PeerDriver:
     Args:
         corpus: the run's text, if this peer has it; else it is never at stage 0.
         state_dir: snapshots go here; None keeps none (simulated worlds).
+        memory_bytes: how much of the device's memory to claim; None: what is free. Virtual worlds must say, since what
+            is free on the machine that simulates them differs from run to run.
         run_blocking: runs a function that blocks on the disk; `asyncio.to_thread` in life, inline in virtual time.
         on_commit: sees every commit that this peer leads.
     """
@@ -62,6 +64,7 @@ class PeerDriver:
         state_dir: Path | None,
         name: str = "",
         device: torch.device | None = None,
+        memory_bytes: int | None = None,
         run_blocking: Callable[[Callable[[], object]], Awaitable[object]] = _inline,
         on_commit: Callable[[CommitReport], None] | None = None,
     ) -> None:
@@ -77,6 +80,7 @@ class PeerDriver:
         self._run_blocking = run_blocking
         self._on_commit = on_commit
         self._device = device or torch.device("cpu")
+        self._memory_bytes = memory_bytes
         self._probe: DeviceProbe | None = None
         self._plan: SignedPlan | None = None
         self._followed: SignedPlan | None = None
@@ -108,7 +112,7 @@ class PeerDriver:
 
     async def start(self) -> None:
         """Measure the device. Raises: whatever the device raises: it is not fit."""
-        self._probe = await probe_device(self._spec, self._compute, self._device)
+        self._probe = await probe_device(self._spec, self._compute, self._device, memory_bytes=self._memory_bytes)
 
     async def drain(self, timeout_s: float = _DRAIN_S) -> bool:
         """Take nothing new, finish and see committed what is here. Returns: whether that came about."""

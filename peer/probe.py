@@ -33,8 +33,14 @@ class DeviceProbe:
     memory_bytes: int
 
 
-async def probe_device(spec: RunSpec, compute: Compute, device: torch.device) -> DeviceProbe:
-    """Time one decoder layer on `compute`. Takes a few forwards, after one that is not counted."""
+async def probe_device(
+    spec: RunSpec, compute: Compute, device: torch.device, *, memory_bytes: int | None = None
+) -> DeviceProbe:
+    """Time one decoder layer on `compute`. Takes a few forwards, after one that is not counted.
+
+    Args:
+        memory_bytes: how much memory to claim; None: what is free on the device now.
+    """
     layout = layer_layout(spec.model, "layers.0")
     params = layout.views(init_layer(spec.model, "layers.0", 0).to(device))
     rotary = llama.rotary_tables(spec.model, device)
@@ -52,9 +58,10 @@ async def probe_device(spec: RunSpec, compute: Compute, device: torch.device) ->
         timed = await compute.run("probe", forward, flop=flop)
         seconds.append(timed.ended_s - timed.started_s)
     if device.type == "cuda":
-        name, memory_bytes = torch.cuda.get_device_name(device), torch.cuda.mem_get_info(device)[0]
+        name, free_bytes = torch.cuda.get_device_name(device), torch.cuda.mem_get_info(device)[0]
     else:
-        name, memory_bytes = "cpu", psutil.virtual_memory().available
+        name, free_bytes = "cpu", psutil.virtual_memory().available
+    memory_bytes = free_bytes if memory_bytes is None else memory_bytes
     return DeviceProbe(device=name, flop_per_s=flop / max(median(seconds[1:]), 1e-9), memory_bytes=memory_bytes)
 
 
