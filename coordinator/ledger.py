@@ -36,6 +36,9 @@ class StepRecord:
     """Steps, mean over the stages that have reported."""
     duplicates: int
     given_up: int
+    dissenting: int
+    """Members whose state was not their group's after the commit."""
+    era: int
     term: int
     peers: int
 
@@ -161,6 +164,8 @@ class Ledger:
             staleness_mean=self.staleness_mean,
             duplicates=sum(report.duplicates for report in reports),
             given_up=sum(report.given_up for report in reports),
+            dissenting=sum(report.dissenting for report in reports),
+            era=max((report.era for report in reports), default=0),
             term=term,
             peers=peers,
         )

@@ -95,6 +95,8 @@ class TerminalOutput:
             staleness_mean=status.staleness_steps_mean,
             duplicates=0,
             given_up=0,
+            dissenting=0,
+            era=status.era,
             term=status.term,
             peers=len(status.peers),
             coordinator=status.coordinator,

@@ -45,6 +45,8 @@ class StepDone(_Report, frozen=True):
     staleness_mean: float
     duplicates: int
     given_up: int
+    dissenting: int
+    era: int
     term: int
     peers: int
     coordinator: PeerID

@@ -229,6 +229,7 @@ class PeerDriver:
     def _hello(self) -> Hello:
         replica = self.replica
         return Hello(
+            incarnation=self._endpoint.incarnation,
             plan_sequence=self._plan.plan.sequence if self._plan else 0,
             stage=replica.stage if replica else -1,
             version=replica.version if replica else 0,

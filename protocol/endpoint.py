@@ -32,7 +32,8 @@ _RECORDS: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(messages.Record
 class Endpoint:
     """One peer's identity on one transport, within one run.
 
-    `term` stamps outgoing envelopes; the node raises it with every plan it obeys.
+    `term` stamps outgoing envelopes; the node raises it with every plan it obeys. `era` stamps what concerns training
+    (`EraMessage`), and such a message of another era is refused, a frame dropped.
     """
 
     def __init__(self, identity: Identity, transport: Transport, *, run: str, first_sequence: int = 0) -> None:
@@ -41,7 +42,9 @@ class Endpoint:
         self.identity = identity
         self.transport = transport
         self.run = run
+        self.incarnation = first_sequence
         self.term = 0
+        self.era = 0
         self._sequence = itertools.count(first_sequence)
         self._guard = ReplayGuard()
         self._on_message: dict[type, Callable[[PeerID, Any], Awaitable[msgspec.Struct]]] = {}
@@ -66,6 +69,7 @@ class Endpoint:
 
         Raises: Unreachable; Refused: it declined; RemoteError: the answer is not an `expect`.
         """
+        message = self._stamped(message)
         if peer == self.peer_id:
             reply = await self._dispatch(peer, message)
         else:
@@ -80,6 +84,7 @@ class Endpoint:
 
     async def send(self, peer: PeerID, meta: msgspec.Struct, payload: Payload, *, priority: Priority) -> None:
         """Put one tensor frame on the stream to `peer`. Raises: Unreachable."""
+        meta = self._stamped(meta)
         if peer == self.peer_id:
             await self._on_frame[type(meta)](peer, meta, payload)
             return
@@ -93,6 +98,11 @@ class Endpoint:
         """Returns: (signer, record). Raises: RemoteError."""
         envelope = unseal(data, "record", run=self.run, source=source, relayed=True)
         return envelope.sender, _decode(_RECORDS, envelope.body, source)
+
+    def _stamped(self, message: msgspec.Struct) -> msgspec.Struct:
+        if isinstance(message, messages.EraMessage) and message.era != self.era:
+            return msgspec.structs.replace(message, era=self.era)
+        return message
 
     def _seal(self, domain: Any, message: msgspec.Struct) -> bytes:
         return seal(
@@ -121,13 +131,18 @@ class Endpoint:
         handler = self._on_message.get(type(message))
         if handler is None:
             return messages.Refusal(reason=f"{type(message).__name__} is not answered here")
-        return await handler(source, message)
+        if isinstance(message, messages.EraMessage) and message.era != self.era:
+            return messages.Refusal(reason=f"trains in era {self.era}, not {message.era}")
+        return self._stamped(await handler(source, message))
 
     async def _handle_frame(self, source: PeerID, meta: bytes, payload: Payload) -> None:
         header = _decode(_FRAMES, meta, source)
         handler = self._on_frame.get(type(header))
         if handler is None:
             logger.debug("dropped a %s frame from %s: nobody here takes it", type(header).__name__, source[-8:])
+            return
+        if isinstance(header, messages.EraMessage) and header.era != self.era:
+            logger.debug("dropped a %s frame of era %d", type(header).__name__, header.era)
             return
         await handler(source, header, payload)
 

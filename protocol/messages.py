@@ -17,6 +17,15 @@ class _Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True
     pass
 
 
+class EraMessage(_Message, frozen=True, kw_only=True):
+    """What concerns one era's training: `Endpoint` stamps the sender's era and refuses another's.
+
+    An era ends when a layer has no holder left and the run goes back to a snapshot; versions grow within an era.
+    """
+
+    era: int = 0
+
+
 class _Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A structure inside messages."""
 
@@ -50,8 +59,10 @@ class LinkReport(_Part, frozen=True):
     bytes_per_s: float
 
 
-class CommitReport(_Part, frozen=True):
+class CommitReport(_Part, frozen=True, kw_only=True):
     """The ledger of one commit, from the group's lead."""
+
+    era: int = 0
 
     stage: int
     step: int
@@ -66,24 +77,38 @@ class CommitReport(_Part, frozen=True):
     """Mean over the step's microbatches; only the last stage knows it."""
     digest: str
     """Of the new state; equal on all members."""
+    dissenting: int = 0
+    """Members whose state was another; they fetch the group's."""
 
 
-class ValidationReport(_Part, frozen=True):
+class ValidationReport(_Part, frozen=True, kw_only=True):
+    era: int = 0
     step: int
     """Validated version."""
     loss: float
     microbatches: int
 
 
+class Holding(_Part, frozen=True):
+    """A whole snapshot on the sender's disk."""
+
+    era: int
+    version: int
+    layers: tuple[str, ...]
+    """Layer keys."""
+
+
 # --- peer and coordinator ---
 
 
-class Heartbeat(_Message, frozen=True):
+class Heartbeat(_Message, frozen=True, kw_only=True):
     """Every `heartbeat_s` from every peer to the coordinator it knows."""
 
     advert: Advert
     plan_sequence: int
     plan_digest: str
+    era: int = 0
+    """Of `version` and `synced`; lower than the plan's while the sender has not followed it yet."""
     stage: int | None
     version: int
     synced: bool
@@ -93,6 +118,9 @@ class Heartbeat(_Message, frozen=True):
     validations: tuple[ValidationReport, ...] = ()
     """Every heartbeat repeats the newest that the sender led, so that no coordinator misses the run's last one."""
     links: tuple[LinkReport, ...] = ()
+    holdings: tuple[Holding, ...] = ()
+    silent: tuple[PeerID, ...] = ()
+    """Members that the sender tries to reach and cannot: a hint, which makes the coordinator look sooner."""
     forward_s: float = 0.0
     """Median seconds of a forward here; 0 before the first."""
     window: int = 0
@@ -160,13 +188,14 @@ class PlanLive(_Message, frozen=True):
     plan: bytes
 
 
-class HandOver(_Message, frozen=True):
+class HandOver(_Message, frozen=True, kw_only=True):
     """The coordinator's last act in a term: `roster` is whom it counts alive, for the successor's first plan."""
 
     plan: bytes
     roster: tuple[tuple[PeerID, Advert], ...]
+    era: int = 0
     version: int = 0
-    """Highest version committed anywhere, as far as the sender knows."""
+    """Highest version committed anywhere in this era, as far as the sender knows."""
     loss: float | None = None
     validation_loss: float | None = None
     tokens_per_s: float = 0.0
@@ -197,7 +226,7 @@ class PeerStatus(_Part, frozen=True):
     window: int
 
 
-class SwarmStatus(_Message, frozen=True):
+class SwarmStatus(_Message, frozen=True, kw_only=True):
     """What `shoal status` and the live view show; from the coordinator's heartbeats."""
 
     run: str
@@ -215,14 +244,19 @@ class SwarmStatus(_Message, frozen=True):
     stages: tuple[tuple[int, int], ...]
     """Layer ranges."""
     peers: tuple[PeerStatus, ...]
+    era: int = 0
+    """How often the run has gone back to a snapshot."""
     elapsed_s: float
 
 
 # --- inside a stage group ---
 
 
-class Hello(_Message, frozen=True):
+class Hello(EraMessage, frozen=True):
     """Where the sender stands: to mates and to both neighbouring stages, when that changes. Answered in kind."""
+
+    incarnation: int
+    """Grows with every start of the sender's process: what an earlier one held is gone."""
 
     plan_sequence: int
     stage: int
@@ -234,7 +268,7 @@ class Hello(_Message, frozen=True):
     """Takes new traffic; a draining replica is ready but not open."""
 
 
-class Progress(_Message, frozen=True):
+class Progress(EraMessage, frozen=True):
     """What the sender has accumulated for `step`; sent to all mates whenever it grows."""
 
     stage: int
@@ -255,7 +289,7 @@ class RoundMember(_Part, frozen=True):
     indices: bytes
 
 
-class RoundStart(_Message, frozen=True):
+class RoundStart(EraMessage, frozen=True):
     """The group's lead opens the reduction of `step`; the members are exactly these, in rank order."""
 
     stage: int
@@ -269,7 +303,7 @@ class RoundStart(_Message, frozen=True):
     staleness_sum: int
 
 
-class Digest(_Message, frozen=True):
+class Digest(EraMessage, frozen=True):
     """The sender has stepped to `version` and this is its state's digest."""
 
     stage: int
@@ -277,19 +311,19 @@ class Digest(_Message, frozen=True):
     digest: str
 
 
-class Claim(_Message, frozen=True):
+class Claim(EraMessage, frozen=True):
     """A stage-0 replica asks the group's lead for microbatches to make."""
 
     count: int
 
 
-class Grant(_Message, frozen=True):
+class Grant(EraMessage, frozen=True):
     """`items` are (step, index); index < 0 is validation microbatch -1 - index at version `step`."""
 
     items: tuple[tuple[int, int], ...]
 
 
-class Repair(_Message, frozen=True):
+class Repair(EraMessage, frozen=True):
     """A group's lead tells stage 0: what these microbatches of `step` left at our stage died with a replica. Run them
     again; whoever holds their gradient already computes and adds nothing."""
 
@@ -297,7 +331,7 @@ class Repair(_Message, frozen=True):
     indices: bytes
 
 
-class ValidationResult(_Message, frozen=True):
+class ValidationResult(EraMessage, frozen=True):
     """A stage-0 replica tells its lead the loss of one validation microbatch."""
 
     step: int
@@ -308,14 +342,16 @@ class ValidationResult(_Message, frozen=True):
 # --- state for newcomers ---
 
 
-class StateRequest(_Message, frozen=True):
+class StateRequest(EraMessage, frozen=True):
     """Pin your current version (or `version`, if still there) and describe it."""
 
     layers: tuple[str, ...]
     version: int = -1
+    stored_era: int = -1
+    """>= 0: not what you train, but your snapshot of that era's `version`; of as many of `layers` as it has."""
 
 
-class StateOffer(_Message, frozen=True):
+class StateOffer(EraMessage, frozen=True):
     """`digests` per layer; the version stays pinned for `pinned_s` from each request."""
 
     version: int
@@ -323,7 +359,16 @@ class StateOffer(_Message, frozen=True):
     pinned_s: float
 
 
-class StateChunkRequest(_Message, frozen=True):
+class Keep(EraMessage, frozen=True):
+    """Fetch the sender's state of `version` and keep it on disk: the sender's whole stage may die.
+
+    Answered at once; fetched when the receiver has time."""
+
+    version: int
+    layers: tuple[str, ...]
+
+
+class StateChunkRequest(EraMessage, frozen=True):
     """Send elements [start, stop) of one tensor (0 parameters, 1 and 2 moments) of one layer, as StateChunk frames."""
 
     version: int
@@ -333,7 +378,7 @@ class StateChunkRequest(_Message, frozen=True):
     stop: int
 
 
-class ReducedRequest(_Message, frozen=True):
+class ReducedRequest(EraMessage, frozen=True):
     """Send the reduced gradient of `step` (once there is one) as BULK frames; for a newcomer that catches up."""
 
     stage: int
@@ -378,6 +423,7 @@ Message = (
     | ValidationResult
     | StateRequest
     | StateOffer
+    | Keep
     | StateChunkRequest
     | ReducedRequest
     | Ping
@@ -389,7 +435,7 @@ Message = (
 # --- headers of tensor frames: shapes and dtypes follow from the run spec, never from the sender ---
 
 
-class Activation(_Message, frozen=True):
+class Activation(EraMessage, frozen=True):
     """Towards the next stage. Payload: the activation [B, T, D] in the wire dtype, then targets [B, T] as int32."""
 
     stage: int
@@ -398,7 +444,7 @@ class Activation(_Message, frozen=True):
     index: int
 
 
-class Gradient(_Message, frozen=True):
+class Gradient(EraMessage, frozen=True):
     """Back to the sender of the activation. Payload: its gradient [B, T, D]; empty for validation."""
 
     stage: int
@@ -410,7 +456,7 @@ class Gradient(_Message, frozen=True):
     """How long it stood in queues from the receiver's sending it on until now: no sign of a long way."""
 
 
-class ReducePart(_Message, frozen=True):
+class ReducePart(EraMessage, frozen=True):
     """Reduce-scatter: elements [start, start + n) of the sender's summed gradient of `step`, fp32."""
 
     stage: int
@@ -419,7 +465,7 @@ class ReducePart(_Message, frozen=True):
     start: int
 
 
-class GatherPart(_Message, frozen=True):
+class GatherPart(EraMessage, frozen=True):
     """All-gather: elements [start, start + n) of the reduced gradient, fp32, same bytes for everyone."""
 
     stage: int
@@ -428,7 +474,7 @@ class GatherPart(_Message, frozen=True):
     start: int
 
 
-class StateChunk(_Message, frozen=True):
+class StateChunk(EraMessage, frozen=True):
     """Elements [start, start + n) of one tensor of one layer at `version`, fp32."""
 
     version: int
@@ -437,7 +483,7 @@ class StateChunk(_Message, frozen=True):
     start: int
 
 
-class ReducedChunk(_Message, frozen=True):
+class ReducedChunk(EraMessage, frozen=True):
     """Elements [start, start + n) of the reduced gradient of `step`, fp32."""
 
     stage: int

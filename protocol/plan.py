@@ -20,6 +20,9 @@ class Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like
     peer: PeerID
     share: float
     bandwidth: float
+    since: int = 0
+    """Sequence of the plan that gave it this place, without a break until now. Who has missed plans sees by this
+    whether it was counted out meanwhile: its mates went on without it, so its state may be another than theirs."""
 
 
 class Stage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
@@ -45,8 +48,14 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     coordinator: PeerID
     stages: tuple[Stage, ...]
     spares: tuple[PeerID, ...] = ()
+    era: int = 0
+    """How often the run has gone back to a snapshot. Versions grow within an era only."""
+    restore_version: int = 0
+    """The version at which this era began; 0: from the run's seed."""
+    restore_era: int = 0
+    """The era of the snapshots that it began from."""
     fresh: bool = False
-    """No version had been committed when it was made: members without state begin from the run's seed."""
+    """No version had been committed in this era when it was made: members without state begin from its beginning."""
     seed: int = 0
     reason: str = ""
 

@@ -74,13 +74,14 @@ class Agreement:
         reporter = voters[votes.index(truth)]
         if digests.get(self.me, truth) != truth:  # we may have skipped that version by fetching a later state
             return [Resync(reporter, version)]
-        report = self._report(start, truth)
+        dissenting = sum(digest != truth for digest in votes)
+        report = self._report(start, truth, dissenting)
         if reporter == self.me or reporter in gone:
             return [Report(report)]
         self._unreported.append((reporter, report))
         return []
 
-    def _report(self, start: RoundStart, digest: str) -> CommitReport:
+    def _report(self, start: RoundStart, digest: str, dissenting: int) -> CommitReport:
         contributed = self.microbatches - start.given_up + start.duplicates
         return CommitReport(
             stage=self.stage,
@@ -93,4 +94,5 @@ class Agreement:
             staleness_steps_mean=start.staleness_sum / max(1, contributed),
             loss=start.loss_sum / max(1, contributed) if self.has_loss else None,
             digest=digest,
+            dissenting=dissenting,
         )

@@ -63,6 +63,8 @@ def step(number: int, loss: float) -> StepDone:
         staleness_mean=0.25,
         duplicates=0,
         given_up=0,
+        dissenting=0,
+        era=0,
         term=3,
         peers=6,
         coordinator=B,

@@ -172,6 +172,7 @@ class World:
 
     def _hello(self, node: Node) -> Hello:
         return Hello(
+            incarnation=0,
             plan_sequence=node.plan,
             stage=0 if node.core else -1,
             version=node.core.version if node.core else 0,
