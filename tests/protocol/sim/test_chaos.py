@@ -1,0 +1,104 @@
+import asyncio
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.protocol.errors import LocalError, Unreachable
+from shoal.protocol.sim.chaos import Fault, FaultKind, decode_schedule, draw_schedule, encode_schedule, play
+from shoal.protocol.sim.loop import run
+from shoal.protocol.sim.network import uniform
+from shoal.protocol.sim.trace import Event, Kind
+from shoal.protocol.sim.world import World
+
+NAMES = tuple("abcdef")
+_DOWN = {FaultKind.CRASH, FaultKind.PAUSE}
+
+
+@settings(deadline=None)
+@given(seed=st.integers(0, 10_000), down_max=st.integers(0, 3))
+def test_a_drawn_schedule_keeps_what_it_promises(seed: int, down_max: int) -> None:
+    def draw() -> tuple[Fault, ...]:
+        return draw_schedule(
+            random.Random(seed),
+            NAMES,
+            duration_s=600.0,
+            mean_gap_s=5.0,
+            spared={"a"},
+            down_at_once_max=down_max,
+            recovers_s=10.0,
+        )
+
+    schedule = draw()
+    assert draw() == schedule
+    assert decode_schedule(encode_schedule(schedule)) == schedule
+    assert [fault.at_s for fault in schedule] == sorted(fault.at_s for fault in schedule)
+    assert all(fault.ends_s <= 600.0 for fault in schedule)
+    taking_down = [fault for fault in schedule if fault.kind in _DOWN]
+    assert all(fault.whom != ("a",) for fault in taking_down)
+    for fault in taking_down:
+        others = [o for o in taking_down if o is not fault and o.at_s <= fault.at_s < o.ends_s + 10.0]
+        assert len(others) < down_max
+        assert fault.whom not in [other.whom for other in others]
+
+
+def test_every_kind_is_drawn_and_one_can_be_asked_for_alone() -> None:
+    schedule = draw_schedule(random.Random(1), NAMES, duration_s=5000.0, mean_gap_s=5.0)
+    assert {fault.kind for fault in schedule} == set(FaultKind)
+    alone = draw_schedule(random.Random(1), NAMES, duration_s=600.0, kinds=[FaultKind.CUT])
+    assert {fault.kind for fault in alone} == {FaultKind.CUT}
+    assert draw_schedule(random.Random(1), NAMES, duration_s=600.0, kinds=[]) == ()
+
+
+def test_what_is_not_a_schedule_is_refused() -> None:
+    with pytest.raises(LocalError, match="not a schedule"):
+        decode_schedule(b'[{"kind": "earthquake"}]')
+
+
+def test_a_schedule_happens_when_it_says_and_a_crashed_peer_returns(listen: Callable[..., Any]) -> None:
+    events: list[Event] = []
+    returned: list[tuple[float, str]] = []
+
+    async def main() -> None:
+        world = World(0, uniform(0.05), watch=events.append)
+        a, b, c = (world.add_peer(name) for name in "abc")
+        await listen(world)
+        await asyncio.sleep(1.0)
+
+        def on_return(name: str) -> None:
+            returned.append((world.now_s(), name))
+            world.add_peer(name)
+
+        await play(
+            world,
+            (
+                Fault(kind=FaultKind.CRASH, at_s=1.0, lasts_s=2.0, whom=("b",)),
+                Fault(kind=FaultKind.PAUSE, at_s=2.0, lasts_s=1.0, whom=("b",)),  # it is dead: nothing happens
+                Fault(kind=FaultKind.CUT, at_s=4.0, lasts_s=1.0, whom=("a",), others=("c",)),
+                Fault(kind=FaultKind.CRASH, at_s=5.0, lasts_s=None, whom=("c",)),
+            ),
+            on_return=on_return,
+        )
+        assert world.now_s() == 6.0
+        assert world.peers["b"].is_alive
+        assert world.peers["b"] is not b
+        assert not c.is_alive
+        with pytest.raises(Unreachable):
+            await a.transport.call(c.peer_id, b"?", timeout_s=1.0)
+
+    run(main())
+    assert returned == [(4.0, "b")]
+    faults = [(e.at_s, e.kind) for e in events if e.kind in (Kind.CRASHED, Kind.PAUSED, Kind.CUT, Kind.HEALED)]
+    assert faults == [(2.0, Kind.CRASHED), (5.0, Kind.CUT), (6.0, Kind.HEALED), (6.0, Kind.CRASHED)]
+
+
+def test_a_fault_of_a_peer_that_never_was_is_a_mistake() -> None:
+    async def main() -> None:
+        world = World(0, uniform(0.05))
+        with pytest.raises(LocalError, match="no 'x'"):
+            await play(world, (Fault(kind=FaultKind.CRASH, at_s=0.0, lasts_s=None, whom=("x",)),), on_return=str)
+
+    run(main())
