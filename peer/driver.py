@@ -50,7 +50,8 @@ class PeerDriver:
         memory_bytes: how much of the device's memory to claim; None: what is free. Virtual worlds must say, since what
             is free on the machine that simulates them differs from run to run.
         run_blocking: runs a function that blocks on the disk; `asyncio.to_thread` in life, inline in virtual time.
-        on_commit: sees every commit that this peer leads.
+        on_commit: sees every commit of a group that this peer is in, whoever reports it to the coordinator.
+        on_validation: sees every validation that this peer leads.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class PeerDriver:
         memory_bytes: int | None = None,
         run_blocking: Callable[[Callable[[], object]], Awaitable[object]] = _inline,
         on_commit: Callable[[CommitReport], None] | None = None,
+        on_validation: Callable[[ValidationReport], None] | None = None,
     ) -> None:
         self.replica: Replica | None = None
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -79,6 +81,7 @@ class PeerDriver:
         self._name = name
         self._run_blocking = run_blocking
         self._on_commit = on_commit
+        self._on_validation = on_validation
         self._device = device or torch.device("cpu")
         self._memory_bytes = memory_bytes
         self._probe: DeviceProbe | None = None
@@ -101,7 +104,8 @@ class PeerDriver:
             corpus=corpus,
             device=self._device,
             on_commit=self._committed,
-            on_validation=self._validations.append,
+            on_witness=self._witnessed,
+            on_validation=self._validated,
             on_state=self._state_changed,
             on_change=self._say_hello,
             on_failure=self._fail,
@@ -268,8 +272,16 @@ class PeerDriver:
 
     def _committed(self, report: CommitReport) -> None:
         self._commits.append(report)
+        self._witnessed(report)
+
+    def _witnessed(self, report: CommitReport) -> None:
         if self._on_commit:
             self._on_commit(report)
+
+    def _validated(self, report: ValidationReport) -> None:
+        self._validations.append(report)
+        if self._on_validation:
+            self._on_validation(report)
 
     def _state_changed(self, replica: Replica, state: StageState) -> None:
         interval = self._spec.swarm.snapshot_interval_steps

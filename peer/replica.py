@@ -50,6 +50,9 @@ class Surroundings:
     corpus: Corpus | None
     device: torch.device
     on_commit: Callable[[CommitReport], None]
+    """To be reported."""
+    on_witness: Callable[[CommitReport], None]
+    """Reported by a mate."""
     on_validation: Callable[[ValidationReport], None]
     on_state: Callable[["Replica", StageState], None]
     """Stepped or loaded; for snapshots."""
@@ -112,6 +115,7 @@ class Replica:
             endpoint=surroundings.endpoint,
             clock=surroundings.clock,
             on_report=surroundings.on_commit,
+            on_witness=surroundings.on_witness,
             on_resync=self._resync,
             on_progress=self._mate_progress,
             on_repair=self._repair,

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 
-from shoal.peer.group.commands import Command, Report, Resync
+from shoal.peer.group.commands import Command, Report, Resync, Witness
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import CommitReport, RoundStart
 
@@ -79,7 +79,7 @@ class Agreement:
         if reporter == self.me or reporter in gone:
             return [Report(report)]
         self._unreported.append((reporter, report))
-        return []
+        return [Witness(report)]
 
     def _report(self, start: RoundStart, digest: str, dissenting: int) -> CommitReport:
         contributed = self.microbatches - start.given_up + start.duplicates

@@ -28,6 +28,13 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True)
+class Witness:
+    """The group has committed and agrees, and another member reports it. For whoever watches over our shoulder."""
+
+    report: CommitReport
+
+
+@dataclass(frozen=True, slots=True)
 class CatchUp:
     """`mate` is at a later version and its round was not ours: fetch the reduced gradient of `step` from it."""
 
@@ -51,4 +58,4 @@ class Resync:
     version: int
 
 
-Command = Tell | Reduce | Report | CatchUp | Resync | AskRepair
+Command = Tell | Reduce | Report | Witness | CatchUp | Resync | AskRepair

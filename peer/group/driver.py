@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from shoal.peer.group.commands import AskRepair, CatchUp, Command, Reduce, Report, Resync, Tell
+from shoal.peer.group.commands import AskRepair, CatchUp, Command, Reduce, Report, Resync, Tell, Witness
 from shoal.peer.group.core import GroupCore
 from shoal.peer.group.reduce import CHUNK, Outgoing, Reduction, payload_of
 from shoal.peer.outbox import Outbox
@@ -57,6 +57,7 @@ class GroupDriver:
 
     Args:
         on_report: a commit that the group agrees on (only at the lead).
+        on_witness: the same at everyone else.
         on_resync: our state is not the group's; fetch it from that mate.
         on_repair: contributions to a step were lost; stage 0 must run these microbatches (a bitmap) again.
         on_progress: a mate's Progress, after the core has seen it (the issue book wants its claims).
@@ -71,6 +72,7 @@ class GroupDriver:
         endpoint: Endpoint,
         clock: Clock,
         on_report: Callable[[CommitReport], None],
+        on_witness: Callable[[CommitReport], None],
         on_resync: Callable[[PeerID], None],
         on_progress: Callable[[Progress], None],
         on_repair: Callable[[int, bytes], None],
@@ -81,6 +83,7 @@ class GroupDriver:
         self._endpoint = endpoint
         self._clock = clock
         self._on_report = on_report
+        self._on_witness = on_witness
         self._on_resync = on_resync
         self._on_progress = on_progress
         self._on_repair = on_repair
@@ -253,6 +256,8 @@ class GroupDriver:
                     self._begin(start)
                 case Report(report):
                     self._on_report(report)
+                case Witness(report):
+                    self._on_witness(report)
                 case AskRepair(step, indices):
                     self._on_repair(step, indices)
                 case CatchUp(mate, step):
