@@ -20,10 +20,12 @@ from shoal.coordinator.store import PlanStore
 from shoal.deploy.run_record import keep_spec
 from shoal.peer.data.corpus import Corpus
 from shoal.peer.driver import PeerDriver
+from shoal.peer.pipeline.state import StageState
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.limits import PEER_NAME_CHARS_MAX
-from shoal.protocol.messages import SwarmStatus
+from shoal.protocol.messages import CommitReport, SwarmStatus
+from shoal.protocol.plan import SignedPlan
 from shoal.protocol.ports import Clock, Compute, Directory, Transport
 from shoal.protocol.spec import RunSpec, run_id
 
@@ -52,6 +54,8 @@ class Node:
         spec_record: the owner's signed spec, to be kept on the directory; None keeps none there.
         run_blocking: runs what blocks on the disk; `asyncio.to_thread` in life, inline in virtual time.
         on_step: sees the steps while this peer coordinates.
+        on_plan: sees every plan that this peer obeys.
+        on_commit, on_state: as `PeerDriver` has them.
     """
 
     def __init__(
@@ -73,6 +77,9 @@ class Node:
         spec_record: bytes | None = None,
         run_blocking: RunBlocking = _inline,
         on_step: Callable[[StepRecord], None] | None = None,
+        on_plan: Callable[[SignedPlan], None] | None = None,
+        on_commit: Callable[[CommitReport], None] | None = None,
+        on_state: Callable[[int, StageState], None] | None = None,
     ) -> None:
         self.spec = spec
         self.owner = owner
@@ -98,7 +105,10 @@ class Node:
             device=device,
             memory_bytes=memory_bytes,
             run_blocking=run_blocking,
+            on_commit=on_commit,
+            on_state=on_state,
         )
+        self._on_plan = on_plan
         self.coordination = Coordination(
             endpoint=self.endpoint,
             directory=directory,
@@ -108,7 +118,7 @@ class Node:
             allocator=GreedyAllocator(),
             store=PlanStore(folder / "plans.msgpack" if folder else None),
             heartbeat=self.peer.heartbeat,
-            on_plan=self.peer.obey,
+            on_plan=self._obey,
             rng=rng,
             on_step=on_step,
         )
@@ -163,6 +173,11 @@ class Node:
             await asyncio.gather(self._keeper, return_exceptions=True)
         await self.coordination.close(leave=False)
         await self.peer.close()
+
+    def _obey(self, plan: SignedPlan) -> None:
+        if self._on_plan is not None:
+            self._on_plan(plan)
+        self.peer.obey(plan)
 
     async def status(self) -> SwarmStatus:
         """From the coordinator, wherever it is. Raises: Unreachable, Refused, RemoteError."""

@@ -52,6 +52,7 @@ class PeerDriver:
         run_blocking: runs a function that blocks on the disk; `asyncio.to_thread` in life, inline in virtual time.
         on_commit: sees every commit of a group that this peer is in, whoever reports it to the coordinator.
         on_validation: sees every validation that this peer leads.
+        on_state: called with (stage, state) whenever the replica has stepped or loaded one.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class PeerDriver:
         run_blocking: Callable[[Callable[[], object]], Awaitable[object]] = _inline,
         on_commit: Callable[[CommitReport], None] | None = None,
         on_validation: Callable[[ValidationReport], None] | None = None,
+        on_state: Callable[[int, StageState], None] | None = None,
     ) -> None:
         self.replica: Replica | None = None
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -82,6 +84,7 @@ class PeerDriver:
         self._run_blocking = run_blocking
         self._on_commit = on_commit
         self._on_validation = on_validation
+        self._on_state = on_state
         self._device = device or torch.device("cpu")
         self._memory_bytes = memory_bytes
         self._probe: DeviceProbe | None = None
@@ -284,6 +287,8 @@ class PeerDriver:
             self._on_validation(report)
 
     def _state_changed(self, replica: Replica, state: StageState) -> None:
+        if self._on_state:
+            self._on_state(replica.stage, state)
         interval = self._spec.swarm.snapshot_interval_steps
         last = state.version == self._spec.training.steps
         due = last or (interval > 0 and state.version > 0 and state.version % interval == 0)
