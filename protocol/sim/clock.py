@@ -7,6 +7,7 @@ from typing import TypeVarTuple
 
 from shoal.protocol.errors import LocalError
 from shoal.protocol.sim.loop import VirtualTimeLoop
+from shoal.protocol.sim.machine import Machine
 
 Ts = TypeVarTuple("Ts")
 
@@ -45,11 +46,12 @@ class Agenda:
 class SimClock:
     """`Clock` in virtual time."""
 
-    def __init__(self, agenda: Agenda) -> None:
+    def __init__(self, agenda: Agenda, machine: Machine) -> None:
         self._agenda = agenda
+        self._machine = machine
 
     def now_s(self) -> float:
         return self._agenda.now_s()
 
     def wall_s(self) -> float:
-        return WALL_AT_ZERO_S + self._agenda.now_s()
+        return WALL_AT_ZERO_S + self._agenda.now_s() + self._machine.clock_ahead_s

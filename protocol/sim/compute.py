@@ -15,6 +15,7 @@ import xxhash
 from shoal.protocol.errors import LocalError
 from shoal.protocol.ports import JobKind, Timed
 from shoal.protocol.sim.clock import Agenda
+from shoal.protocol.sim.machine import Machine
 from shoal.protocol.sim.trace import Kind, Trace
 
 T = TypeVar("T")
@@ -43,12 +44,20 @@ class _SimCompute:
 
     Args:
         number: of the peer, for the trace.
+        machine: whose `slowdown` holds for jobs that start from then on.
         device_flop_per_s: may be changed at any time; holds for jobs that start afterwards.
         overhead_s: what every job takes beside its arithmetic.
     """
 
     def __init__(
-        self, agenda: Agenda, trace: Trace, *, number: int, device_flop_per_s: float, overhead_s: float = 0.0
+        self,
+        agenda: Agenda,
+        trace: Trace,
+        *,
+        number: int,
+        machine: Machine,
+        device_flop_per_s: float,
+        overhead_s: float = 0.0,
     ) -> None:
         if not (device_flop_per_s > 0.0 and overhead_s >= 0.0):
             raise LocalError(f"a device cannot do {device_flop_per_s} FLOP/s with {overhead_s} s overhead")
@@ -59,6 +68,7 @@ class _SimCompute:
         self._agenda = agenda
         self._trace = trace
         self._number = number
+        self._machine = machine
         self._queue: deque[_Queued] = deque()
         self._is_busy = False
         self._is_closed = False
@@ -106,7 +116,8 @@ class _SimCompute:
                 job.done.set_exception(error)
                 continue
             started_s = self._agenda.now_s()
-            ended_s = started_s + self.overhead_s + job.flop / self.device_flop_per_s
+            takes_s = (self.overhead_s + job.flop / self.device_flop_per_s) * self._machine.slowdown
+            ended_s = started_s + takes_s
             label = str(getattr(job.work, "label", None) or getattr(job.work, "__qualname__", ""))
             self.timeline.append(Job(job.kind, started_s, ended_s, label))
             digest = xxhash.xxh3_64_intdigest(job.kind.encode())

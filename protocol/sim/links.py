@@ -1,4 +1,4 @@
-"""Moves frames and control messages between the cards of a simulated world, and breaks what cannot get through.
+"""Moves frames between the cards of a simulated world, and breaks the streams on which they cannot get through.
 
 Theory of operation. A frame of n bytes waits in its stream's queue (by priority, first in first out within one) until
 the stream's path is free, the receiver has credit, and the sender's uplink turns to this stream. Then, with `start`:
@@ -12,11 +12,11 @@ With unshared cards this is max(now, free) + n / rate + latency. Streams share a
 in bytes, as TCP flows do; a downlink serves frames in the order of their first bytes. Nothing being sent is stopped
 for something more urgent. Credit returns one latency after the handler ends.
 
-Loss delays a frame (a reliable stream retransmits) and swallows a call. Calls are small and multiplexed with frames:
-they wait for the calls before them on the pair, not for frames, and take nothing from the frames' rate.
+Loss and spikes delay a frame: a reliable stream retransmits, and keeps its order. A damaged one, or the credit that it
+comes back as, breaks the stream where the codec finds it: what arrived before is still handled, nothing behind it is.
 
 A stream on which something waits breaks when its path, either way, has been cut for `stall_s`, or one latency after
-the receiver's process ended. Opening a stream costs nothing.
+the receiver's process or daemon ended. Opening a stream costs nothing, and one round trip where no daemon answers.
 """
 
 import heapq
@@ -28,7 +28,9 @@ from typing import TypeVarTuple
 from shoal.protocol.errors import Unreachable
 from shoal.protocol.sim.clock import Agenda
 from shoal.protocol.sim.cuts import Cut, Cuts
-from shoal.protocol.sim.network import LinkSpec, Network
+from shoal.protocol.sim.damage import damaged_credit, damaged_data
+from shoal.protocol.sim.network import LinkSpec
+from shoal.protocol.sim.paths import Paths
 from shoal.protocol.sim.stream import Card, Frame, Stream
 from shoal.protocol.sim.trace import Kind, Trace
 
@@ -44,34 +46,29 @@ class Links:
     """
 
     def __init__(
-        self, network: Network, agenda: Agenda, trace: Trace, rng: Callable[[str], random.Random], *, stall_s: float
+        self, paths: Paths, agenda: Agenda, trace: Trace, rng: Callable[[str], random.Random], *, stall_s: float
     ) -> None:
-        self._network = network
+        self.link = paths.link
+        """Of two places, from one to the other."""
         self._agenda = agenda
         self._trace = trace
         self._rng = rng
-        self._changed: dict[tuple[int, int], LinkSpec] = {}
         self._streams: dict[tuple[int, int], Stream] = {}
         self.cuts = Cuts()
         self.stall_s = stall_s
-
-    def link(self, source: int, destination: int) -> LinkSpec:
-        """From place to place."""
-        return self._changed.get((source, destination)) or self._network.link(source, destination)
-
-    def set_link(self, source: int, destination: int, spec: LinkSpec) -> None:
-        """From now on; what is under way keeps what it had, and a stream its queue."""
-        self._changed[source, destination] = spec
 
     # Frames -------------------------------------------------------------------------------------------------------
 
     def send(self, source: Card, destination: Card, frame: Frame) -> None:
         """Queue `frame`; `frame.left` tells the rest."""
-        stream = self._stream(source, destination)
+        stream = self.stream(source, destination)
         stream.waiting[frame.priority].append(frame)
         self._record(Kind.FRAME_QUEUED, stream, frame)
         self._offer(stream)
         self._watch(stream)
+        if not destination.is_up:
+            there, back = self._both_ways(stream)
+            self._later(there.latency_s + back.latency_s, self._unanswered, stream, stream.epoch)
 
     def given_up(self, source: Card, destination: Card) -> None:
         """A sender no longer waits for its frame, so another may be the next."""
@@ -81,8 +78,13 @@ class Links:
     def handled(self, stream: Stream, frame: Frame) -> None:
         """The receiver is done with `frame`: give its credit back."""
         self._record(Kind.FRAME_HANDLED, stream, frame)
+        if frame.is_repeated:
+            return
         back = self.link(stream.destination.place, stream.source.place)
-        self._later(back.latency_s, self._credit, stream, frame.nbytes, frame.epoch)
+        if back.corruption and stream.rng.random() < back.corruption:
+            self._later(back.latency_s, self._damaged_credit, stream, frame.nbytes, frame.epoch)
+        else:
+            self._later(back.latency_s, self._credit, stream, frame.nbytes, frame.epoch)
 
     async def flush(self, card: Card) -> None:
         """Wait until nobody owes `card` a credit: all that has left is handled, or its stream broke."""
@@ -95,13 +97,17 @@ class Links:
             card.flushed.set_result(None)  # `flush` looks again
 
     def reset(self, stream: Stream, why: str) -> None:
-        """The receiver ends the stream; the sender learns it one latency later."""
+        """The receiver ends the stream and handles no more of it; the sender learns it one latency later."""
         stream.arrived.clear()
+        self._refuse(stream, why)
+
+    def _refuse(self, stream: Stream, why: str) -> None:
         stream.refused_epoch = stream.epoch
         back = self.link(stream.destination.place, stream.source.place)
         self._later(back.latency_s, self._was_reset, stream, why, stream.epoch)
 
-    def _stream(self, source: Card, destination: Card) -> Stream:
+    def stream(self, source: Card, destination: Card) -> Stream:
+        """The one between these two processes."""
         stream = source.outgoing.get(destination.number)
         if stream is None:
             stream = Stream(
@@ -160,6 +166,8 @@ class Links:
         self._record(Kind.FRAME_STARTED, stream, frame)
         self._agenda.at(leaves_s, self._left, stream, frame)
         delay_s = link.latency_s + _extra_s(link, stream.rng)
+        if link.corruption:
+            frame.is_damaged = stream.rng.random() < link.corruption
         last_byte_s = leaves_s + delay_s
         if destination.spec.down_bytes_per_s == math.inf:
             self._arrive_at(last_byte_s, stream, frame)
@@ -192,10 +200,45 @@ class Links:
         if stream.held or self.cuts.is_cut(stream.source.place, stream.destination.place):
             stream.held.append(frame)
             return
+        if frame.is_damaged and not self._passes(stream, frame):
+            return
         self._record(Kind.FRAME_ARRIVED, stream, frame)
+        if frame.epoch != stream.arrived_epoch:  # a new stream drops what its predecessor left
+            stream.arrived.clear()
+            stream.arrived_epoch = frame.epoch
+        link = self.link(stream.source.place, stream.destination.place)
+        if link.duplication and stream.rng.random() < link.duplication:
+            self._later(stream.rng.uniform(0.0, link.repeat_s), self._repeat, stream, frame.repeated())
+        self._hand_over(stream, frame)
+
+    def _hand_over(self, stream: Stream, frame: Frame) -> None:
         stream.arrived.append(frame)
         if stream.serving is None:
             stream.destination.frame_arrived(stream)
+
+    def _repeat(self, stream: Stream, frame: Frame) -> None:
+        """By whatever stream there is by now: who sends a frame again opens one."""
+        if stream.destination.is_serving and not self.cuts.is_cut(stream.source.place, stream.destination.place):
+            self._record(Kind.FRAME_REPEATED, stream, frame)
+            self._hand_over(stream, frame)
+
+    def _passes(self, stream: Stream, frame: Frame) -> bool:
+        """Whether the codec takes `frame` in all the same; else the receiver ends the stream."""
+        self._record(Kind.FRAME_DAMAGED, stream, frame)
+        outcome = damaged_data(frame.meta, frame.payload, source=stream.source.peer_id, rng=stream.rng)
+        if isinstance(outcome, str):
+            self._refuse(stream, outcome)
+            return False
+        frame.meta, frame.payload = outcome.meta, outcome.payload
+        return True
+
+    def _damaged_credit(self, stream: Stream, nbytes: int, epoch: int) -> None:
+        if epoch != stream.epoch or self.cuts.is_cut(stream.destination.place, stream.source.place):
+            self._credit(stream, nbytes, epoch)
+            return
+        self._trace.add(self._agenda.now_s(), Kind.CREDIT_DAMAGED, stream.source.number, stream.destination.number)
+        outcome = damaged_credit(nbytes, source=stream.destination.peer_id, rng=stream.rng)
+        self._break(stream, outcome if isinstance(outcome, str) else "it gave back what it never got")
 
     def _credit(self, stream: Stream, nbytes: int, epoch: int) -> None:
         if epoch != stream.epoch:
@@ -209,29 +252,6 @@ class Links:
         self._offer(stream)
         self._watch(stream)
 
-    # Control messages ---------------------------------------------------------------------------------------------
-
-    def post(self, source: Card, destination: Card, nbytes: int, deliver: Callable[[], object]) -> None:
-        """Call `deliver` when a control message of `nbytes` arrives, or never."""
-        link = self.link(source.place, destination.place)
-        stream = self._stream(source, destination)
-        if link.loss and stream.rng.random() < link.loss:
-            self._trace.add(self._agenda.now_s(), Kind.CALL_LOST, source.number, destination.number, nbytes)
-            return
-        rate = min(link.rate_bytes_per_s, source.spec.up_bytes_per_s, destination.spec.down_bytes_per_s)
-        stream.control_free_s = max(self._agenda.now_s(), stream.control_free_s) + nbytes / rate
-        jitter_s = stream.rng.uniform(0.0, link.jitter_s) if link.jitter_s else 0.0
-        sent_cut = self.cuts.is_cut(source.place, destination.place)
-        arrives_s = stream.control_free_s + link.latency_s + jitter_s
-        self._agenda.at(arrives_s, self._posted, stream, nbytes, sent_cut, deliver)
-
-    def _posted(self, stream: Stream, nbytes: int, sent_cut: bool, deliver: Callable[[], object]) -> None:
-        source, destination = stream.source, stream.destination
-        if sent_cut or not destination.is_alive or self.cuts.is_cut(source.place, destination.place):
-            self._trace.add(self._agenda.now_s(), Kind.CALL_LOST, source.number, destination.number, nbytes)
-        else:
-            deliver()
-
     # Faults -------------------------------------------------------------------------------------------------------
 
     def opened(self, card: Card) -> None:
@@ -239,6 +259,25 @@ class Links:
         card.is_serving = True
         for stream in card.incoming.values():
             self._revive(stream)
+
+    def disconnected(self, card: Card, *, why: str) -> None:
+        """The daemon behind `card` has died. Its own senders learn it at once, those on the other side by a reset."""
+        card.is_serving = card.is_up = False
+        card.came_up.clear()
+        card.num_daemons_died += 1
+        for stream in card.outgoing.values():
+            stream.connection += 1
+            self._clear(stream, why)
+        for stream in card.incoming.values():
+            stream.connection += 1
+            self._refuse(stream, "its network daemon died")
+
+    def _unanswered(self, stream: Stream, epoch: int) -> None:
+        here, there = stream.source.place, stream.destination.place
+        if epoch == stream.epoch and not (
+            stream.destination.is_up or self.cuts.is_cut(here, there) or self.cuts.is_cut(there, here)
+        ):
+            self._break(stream, "none of its addresses answers")
 
     def gone(self, card: Card, *, why: str | None) -> None:
         """The process behind `card` has ended. Its own senders get Unreachable; with None they never hear again."""
@@ -265,7 +304,9 @@ class Links:
         if self._is_blocked(stream):
             return
         self._unwatch(stream)
-        there = self.link(stream.source.place, stream.destination.place)
+        there, back = self._both_ways(stream)
+        if stream.refused_epoch == stream.epoch:  # the reset may be what the cut swallowed
+            self._later(back.latency_s, self._was_reset, stream, "it had ended the stream", stream.epoch)
         if stream.held:
             self._later(there.latency_s, self._release, stream, stream.epoch)
         for nbytes in stream.held_credits:
@@ -327,6 +368,10 @@ class Links:
 
     # ----------------------------------------------------------------------------------------------------------------
 
+    def _both_ways(self, stream: Stream) -> tuple[LinkSpec, LinkSpec]:
+        here, there = stream.source.place, stream.destination.place
+        return self.link(here, there), self.link(there, here)
+
     def _later(self, in_s: float, callback: Callable[[*Ts], object], *args: *Ts) -> None:
         self._agenda.at(self._agenda.now_s() + in_s, callback, *args)
 
@@ -337,8 +382,10 @@ class Links:
 
 
 def _extra_s(link: LinkSpec, rng: random.Random) -> float:
-    """Jitter, and the retransmissions of a frame that got lost."""
+    """Jitter, a spike, and the retransmissions of a frame that got lost."""
     extra_s = rng.uniform(0.0, link.jitter_s) if link.jitter_s else 0.0
+    if link.spikes and rng.random() < link.spikes:
+        extra_s += rng.uniform(0.0, link.spike_s)
     while link.loss and rng.random() < link.loss:
         extra_s += link.loss_costs_s
     return extra_s

@@ -36,6 +36,18 @@ class LinkSpec:
     queue_bytes: float = math.inf
     """What the path holds of one stream, as a TCP window does: a sender waits beyond it, or beyond the stream's
     credits if these are fewer."""
+    spikes: float = 0.0
+    """Probability, per message, of a delay spike: others overtake a call, and wait behind a frame."""
+    spike_s: float = 1.0
+    """A spike lasts between 0 and this, uniformly."""
+    corruption: float = 0.0
+    """Probability, per message, that bits of it flip. A frame then breaks its stream; a request reaches its handler
+    as it is; a reply that is damaged never reaches the caller, who gets Unreachable."""
+    duplication: float = 0.0
+    """Probability, per message, that it is delivered twice. TCP never does that; who sends again after a broken stream
+    does."""
+    repeat_s: float = 1.0
+    """The second delivery comes between 0 and this after the first, uniformly."""
 
     def __post_init__(self) -> None:
         # Written so that NaN fails each of them.
@@ -51,6 +63,12 @@ class LinkSpec:
             raise LocalError(f"a link's retransmission must take 0 s or more, not {self.retransmit_s}")
         if not self.queue_bytes > 0.0:
             raise LocalError(f"a link's queue must hold more than 0 bytes, not {self.queue_bytes}")
+        for name in ("spikes", "corruption", "duplication"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise LocalError(f"a link's {name} must be a probability, not {getattr(self, name)}")
+        for name in ("spike_s", "repeat_s"):
+            if not 0.0 <= getattr(self, name) < math.inf:
+                raise LocalError(f"a link's {name} must be 0 s or more, not {getattr(self, name)}")
 
     @property
     def loss_costs_s(self) -> float:

@@ -4,7 +4,7 @@ import asyncio
 import random
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shoal.protocol.frames import CreditWindow
 from shoal.protocol.identity import PeerID
@@ -28,6 +28,14 @@ class Frame:
     """Done when its last byte has left the sender; cancelled when the sender no longer waits."""
     epoch: int = 0
     """Of the stream, when the frame started."""
+    is_damaged: bool = False
+    is_repeated: bool = False
+    """Came a second time; it costs no credit."""
+
+    def repeated(self) -> "Frame":
+        """Another one of the same bytes, whatever the handler of the first does with its payload."""
+        payload = self.payload if isinstance(self.payload, Phantom) else bytearray(self.payload)
+        return replace(self, payload=payload, is_damaged=False, is_repeated=True)
 
 
 class Card:
@@ -51,6 +59,11 @@ class Card:
         self.frame_arrived = frame_arrived
         self.is_alive = True
         self.is_serving = False
+        self.is_up = True
+        """Whether its network daemon runs."""
+        self.came_up = asyncio.Event()
+        """For those who wait for it while `is_up` is false."""
+        self.num_daemons_died = 0
         self.outgoing: dict[int, Stream] = {}
         self.incoming: dict[int, Stream] = {}
         self.up_free_s = 0.0
@@ -76,10 +89,13 @@ class Stream:
         self.queue_bytes = queue_bytes
         self.epoch = 0
         self.refused_epoch = 0
+        self.arrived_epoch = 0
         self.first_byte_s = 0.0
         self.arrives_s = 0.0
         """When the frame before reaches the receiver's card, and its handler: jitter lets none overtake another."""
         self.control_free_s = 0.0
+        self.connection = 0
+        """Grows when the daemon at either end dies: control messages of an earlier one are lost."""
         self.tag = 0.0
         self.is_offered = False
         self.stall: asyncio.TimerHandle | None = None
@@ -88,7 +104,7 @@ class Stream:
         self.clear()
 
     def clear(self) -> None:
-        """As new, for frames that will be sent from now on; what has arrived stays."""
+        """As new, for frames that will be sent from now on; what has arrived stays until the first of these arrives."""
         self.epoch += 1
         self.window = CreditWindow(int(min(self.queue_bytes, STREAM_CREDIT_BYTES)))
         self.waiting: tuple[deque[Frame], ...] = tuple(deque() for _ in Priority)

@@ -31,6 +31,17 @@ class Kind(IntEnum):
     RECORD_STORED = 30
     RECORD_READ = 31
     JOB_STARTED = 40
+    DISTURBED = 50
+    CALMED = 51
+    DEVICE_SLOWED = 52
+    CLOCK_JUMPED = 53
+    DAEMON_DIED = 54
+    DAEMON_RESTARTED = 55
+    FRAME_DAMAGED = 60
+    FRAME_REPEATED = 61
+    CREDIT_DAMAGED = 62
+    CALL_DAMAGED = 63
+    CALL_REPEATED = 64
 
 
 @dataclass(frozen=True, slots=True)

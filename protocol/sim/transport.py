@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, cast
 
@@ -18,12 +18,15 @@ from shoal.protocol.sim.links import Links
 from shoal.protocol.sim.loop import owned_context
 from shoal.protocol.sim.network import CardSpec
 from shoal.protocol.sim.phantom import Phantom
+from shoal.protocol.sim.post import Condition, Post
 from shoal.protocol.sim.stream import Card, Frame, Stream
 from shoal.protocol.sim.trace import Kind, Trace
 
 logger = logging.getLogger(__name__)
 
 _FLUSH_TIMEOUT_S = 2.0
+_OPEN_TIMEOUT_S = 10.0
+"""How long a live transport tries to open a stream."""
 
 
 class SimTransport:
@@ -44,6 +47,7 @@ class SimTransport:
         place: int,
         card: CardSpec,
         links: Links,
+        post: Post,
         agenda: Agenda,
         trace: Trace,
         find: "Callable[[PeerID], SimTransport | None]",
@@ -52,6 +56,7 @@ class SimTransport:
         self._peer_id = peer_id
         self.card = Card(number=number, place=place, peer_id=peer_id, spec=card, frame_arrived=self._frame_arrived)
         self._links = links
+        self._post = post
         self._agenda = agenda
         self._trace = trace
         self._find = find
@@ -62,8 +67,11 @@ class SimTransport:
         self._met: set[PeerID] = set()
         self._early: list[Callable[[], None]] = []
         """Calls that came before `serve`."""
+        self._calls: dict[asyncio.Future[bytes], PeerID] = {}
+        """Replies that are waited for, and from whom."""
         self._is_closing = False
-        self._handlers: dict[asyncio.Task[None], None] = {}
+        self._handlers: dict[asyncio.Task[None], bool] = {}
+        """Those that run, and whether they answer a call; else they handle a stream's frames."""
 
     @property
     def peer_id(self) -> PeerID:
@@ -102,37 +110,88 @@ class SimTransport:
             task.cancel()
         await asyncio.gather(*handlers, return_exceptions=True)
 
+    # The daemon's death -------------------------------------------------------------------------------------------
+
+    def daemon_died(self, others: "Iterable[SimTransport]") -> None:
+        """Every connection is gone: `others` hear of it from their own, later. This process lives."""
+        why = "our own network daemon died"
+        self._links.disconnected(self.card, why=why)
+        for reply, peer in self._calls.items():
+            if not reply.done():
+                reply.set_exception(Unreachable(peer, why))
+        for task, is_call in list(self._handlers.items()):
+            if is_call:
+                task.cancel()  # as the live daemon's supervision does; frames that arrived whole are still handled
+        for other in others:
+            for reply in [reply for reply, peer in other._calls.items() if peer == self._peer_id]:
+                self._hang_up(other, reply, "its connection broke")
+
+    def daemon_restarted(self) -> None:
+        self.card.is_up = True
+        self.card.came_up.set()
+        if self._on_call is not None:
+            self._links.opened(self.card)
+
+    async def _wait_for_daemon(self, peer: PeerID, timeout_s: float) -> float:
+        """Returns: how many seconds that took. Raises: Unreachable: longer than `timeout_s`."""
+        began_s = self._agenda.now_s()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.card.came_up.wait()
+        except TimeoutError:
+            raise Unreachable(peer, f"our own network daemon did not restart within {timeout_s:g} s") from None
+        return self._agenda.now_s() - began_s
+
+    def _hang_up(self, caller: "SimTransport", reply: asyncio.Future[bytes], why: str) -> None:
+        """Tell `caller` that its call fails; the system does that, so it needs no daemon."""
+        error = Unreachable(self._peer_id, why)
+        accept = caller._accept_reply
+        self._post.send(self.card, caller.card, b"", lambda _, how: accept(self, error, 0, how, reply))
+
     # Calls --------------------------------------------------------------------------------------------------------
 
     async def call(self, peer: PeerID, request: bytes, *, timeout_s: float) -> bytes:
         """Raises: Unreachable. ValueError: `request` is larger than any peer accepts."""
         if len(request) > CONTROL_BYTES_MAX:
             raise ValueError(f"a call of {len(request)} bytes is larger than any peer accepts")
+        if not self.card.is_up:
+            timeout_s -= await self._wait_for_daemon(peer, timeout_s)
         reply: asyncio.Future[bytes] = self._agenda.loop.create_future()
         target = self._reach(peer)
         if target is not None:
             digest = xxhash.xxh3_64_intdigest(request)
             self._record(Kind.CALL_SENT, self.card, target.card, len(request), digest)
             accept = target._accept_call
-            self._links.post(self.card, target.card, len(request), lambda: accept(self, request, digest, reply))
+            self._post.send(self.card, target.card, request, lambda data, how: accept(self, data, digest, how, reply))
+        self._calls[reply] = peer
         try:
             async with asyncio.timeout(timeout_s):
                 return await reply
         except TimeoutError:
             why = f"no answer within {timeout_s:g} s" if target is not None else "no address that holds is known"
             raise Unreachable(peer, why) from None
+        finally:
+            del self._calls[reply]
 
-    def _accept_call(self, caller: "SimTransport", request: bytes, digest: int, reply: asyncio.Future[bytes]) -> None:
+    def _accept_call(
+        self, caller: "SimTransport", request: bytes, digest: int, how: Condition, reply: asyncio.Future[bytes]
+    ) -> None:
+        if not self.card.is_up:
+            self._hang_up(caller, reply, "none of its addresses answers")
+            return
         if self._on_call is None:
-            self._early.append(lambda: self._accept_call(caller, request, digest, reply))
+            self._early.append(lambda: self._accept_call(caller, request, digest, how, reply))
             return
         self._met.add(caller.peer_id)
         self._record(Kind.CALL_ARRIVED, caller.card, self.card, len(request), digest)
-        self._spawn(self._answer(caller, self._on_call, request, reply), f"call from {caller.peer_id[-8:]}")
+        heard = None if how == "repeated" else reply
+        work = self._answer(caller, self._on_call, request, heard)
+        self._spawn(work, f"call from {caller.peer_id[-8:]}", is_call=True)
 
     async def _answer(
-        self, caller: "SimTransport", on_call: CallHandler, request: bytes, reply: asyncio.Future[bytes]
+        self, caller: "SimTransport", on_call: CallHandler, request: bytes, reply: asyncio.Future[bytes] | None
     ) -> None:
+        """Args: reply: None for a request delivered again: its answer is to nobody."""
         answer: bytes | Unreachable
         try:
             answer = await on_call(caller.peer_id, request)
@@ -141,16 +200,26 @@ class SimTransport:
         except Exception as error:
             self._note(error)
             answer = Unreachable(self._peer_id, "its handler failed")
-        if not self.card.is_alive:
+        if reply is None or not (self.card.is_alive and self.card.is_up):
             return
-        nbytes = len(answer) if isinstance(answer, bytes) else 0
-        digest = xxhash.xxh3_64_intdigest(answer) if isinstance(answer, bytes) else 0
-        self._record(Kind.REPLY_SENT, self.card, caller.card, nbytes, digest)
-        self._links.post(self.card, caller.card, nbytes, lambda: caller._accept_reply(self, answer, digest, reply))
+        data = answer if isinstance(answer, bytes) else b""
+        digest = xxhash.xxh3_64_intdigest(data) if isinstance(answer, bytes) else 0
+        self._record(Kind.REPLY_SENT, self.card, caller.card, len(data), digest)
+        accept = caller._accept_reply
+        self._post.send(self.card, caller.card, data, lambda _, how: accept(self, answer, digest, how, reply))
 
     def _accept_reply(
-        self, answerer: "SimTransport", answer: bytes | Unreachable, digest: int, reply: asyncio.Future[bytes]
+        self,
+        answerer: "SimTransport",
+        answer: bytes | Unreachable,
+        digest: int,
+        how: Condition,
+        reply: asyncio.Future[bytes],
     ) -> None:
+        if how == "damaged":
+            # Encryption under the real transport finds it and ends the connection; to hand it up would make an honest
+            # peer look like one that sends rubbish.
+            answer = Unreachable(answerer.peer_id, "its reply was damaged on the way")
         nbytes = len(answer) if isinstance(answer, bytes) else 0
         self._record(Kind.REPLY_ARRIVED, answerer.card, self.card, nbytes, digest)
         if reply.done():
@@ -170,6 +239,8 @@ class SimTransport:
         nbytes = payload.nbytes if isinstance(payload, memoryview) else len(payload)
         if len(meta) > FRAME_META_BYTES_MAX or nbytes > FRAME_PAYLOAD_BYTES_MAX:
             raise ValueError(f"a frame of {len(meta)} + {nbytes} bytes is larger than any peer accepts")
+        if not self.card.is_up:
+            await self._wait_for_daemon(peer, _OPEN_TIMEOUT_S)
         target = self._reach(peer)
         if target is None:
             await asyncio.sleep(self._links.stall_s)
@@ -225,12 +296,15 @@ class SimTransport:
         known = peer in self._met or not self._addresses_of.get(peer, set()).isdisjoint(target.addresses())
         return target if known else None
 
-    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str, *, is_call: bool = False) -> asyncio.Task[None]:
         context = owned_context(self.card.number)
         task = self._agenda.loop.create_task(work, name=f"{self._peer_id[-8:]}: {name}", context=context)
-        self._handlers[task] = None
-        task.add_done_callback(lambda done: self._handlers.pop(done, None))
+        self._handlers[task] = is_call
+        task.add_done_callback(self._forget)
         return task
+
+    def _forget(self, task: asyncio.Task[None]) -> None:
+        self._handlers.pop(task, None)
 
     def _note(self, error: Exception) -> None:
         if isinstance(error, RemoteError):

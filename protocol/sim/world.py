@@ -6,6 +6,7 @@ import hashlib
 import logging
 import math
 import random
+import struct
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -19,7 +20,10 @@ from shoal.protocol.sim.cuts import Cut
 from shoal.protocol.sim.directory import Records, SimDirectory
 from shoal.protocol.sim.links import Links
 from shoal.protocol.sim.loop import owned_context
+from shoal.protocol.sim.machine import Machine
 from shoal.protocol.sim.network import CardSpec, LinkSpec, Network
+from shoal.protocol.sim.paths import Disturbance, Disturbed, Paths
+from shoal.protocol.sim.post import Post
 from shoal.protocol.sim.trace import Event, Kind, Trace
 from shoal.protocol.sim.transport import SimTransport
 
@@ -90,9 +94,11 @@ class World:
         self._modelled = modelled
         self._agenda = Agenda()
         self._trace = Trace(watch)
-        self._links = Links(network, self._agenda, self._trace, self.rng, stall_s=stall_s)
+        self._paths = Paths(network)
+        self._links = Links(self._paths, self._agenda, self._trace, self.rng, stall_s=stall_s)
+        self._post = Post(self._paths, self._links.cuts, self._agenda, self._trace, self._links.stream)
         self._records = Records(self._links.cuts)
-        self._place_of: dict[str, int] = {}
+        self._machines: dict[str, Machine] = {}
         self._name_at: dict[int, str] = {}
         self._next_place = 0
         self._by_id: dict[PeerID, SimPeer] = {}
@@ -109,22 +115,23 @@ class World:
         place: int | None = None,
         modelled: bool | None = None,
     ) -> SimPeer:
-        """A process joins; one of a name that crashed or was closed comes back with its identity, place and address.
+        """A process joins; one of a name that crashed or was closed comes back with its identity, machine and address.
 
         Raises: LocalError: a peer of that name is alive, or the network has no place for it.
         """
         if name in self.peers and self.peers[name].is_alive:
             raise LocalError(f"a peer named {name!r} is alive in this world")
-        place = self._place(name, place)
+        machine = self._machine(name, place)
         number = self._num_joined
         self._num_joined += 1
         identity = Identity(hashlib.blake2b(f"shoal sim identity/{self.seed}/{name}".encode(), digest_size=32).digest())
         transport = SimTransport(
             identity.peer_id,
             number=number,
-            place=place,
+            place=machine.place,
             card=CardSpec(up_bytes_per_s=up_bytes_per_s, down_bytes_per_s=down_bytes_per_s),
             links=self._links,
+            post=self._post,
             agenda=self._agenda,
             trace=self._trace,
             find=self._find,
@@ -137,16 +144,27 @@ class World:
             identity=identity,
             transport=transport,
             directory=SimDirectory(
-                transport.card, self._records, self._agenda, self._trace, latency_s=self.network.typical_latency_s
+                transport.card,
+                machine,
+                self._records,
+                self._agenda,
+                self._trace,
+                latency_s=self.network.typical_latency_s,
             ),
             compute=compute(
-                self._agenda, self._trace, number=number, device_flop_per_s=device_flop_per_s, overhead_s=overhead_s
+                self._agenda,
+                self._trace,
+                number=number,
+                machine=machine,
+                device_flop_per_s=device_flop_per_s,
+                overhead_s=overhead_s,
             ),
-            clock=SimClock(self._agenda),
+            clock=SimClock(self._agenda, machine),
         )
         self.peers[name] = self._by_id[identity.peer_id] = peer
         digest = int.from_bytes(identity.public_key[:8], "little")
-        self._trace.add(self._agenda.now_s() if self._agenda.is_running else 0.0, Kind.JOINED, number, place, 0, digest)
+        joined_s = self._agenda.now_s() if self._agenda.is_running else 0.0
+        self._trace.add(joined_s, Kind.JOINED, number, machine.place, 0, digest)
         return peer
 
     def trace_hash(self) -> str:
@@ -165,8 +183,8 @@ class World:
         return random.Random(f"shoal sim/{self.seed}/{name}")  # a string is hashed by SHA-512, not by `hash`
 
     def set_link(self, source: SimPeer, destination: SimPeer, spec: LinkSpec) -> None:
-        """From now on, one way."""
-        self._links.set_link(source.transport.card.place, destination.transport.card.place, spec)
+        """From now on, one way; what is under way keeps what it had, and a stream its queue. Disturbances stay."""
+        self._paths.set(source.transport.card.place, destination.transport.card.place, spec)
 
     # Faults -------------------------------------------------------------------------------------------------------
 
@@ -191,10 +209,7 @@ class World:
 
     def partition(self, a: Iterable[SimPeer], b: Iterable[SimPeer], *, one_way: bool = False) -> Cut:
         """Nothing gets from `a` to `b`, nor back unless it is one way. Returns: what to hand to `heal`."""
-        places_a = {peer.transport.card.place for peer in a}
-        places_b = {peer.transport.card.place for peer in b}
-        if places_a & places_b:
-            raise LocalError("a peer cannot be cut off from itself")
+        places_a, places_b = _sides(a, b)
         cut = self._links.cut(places_a, places_b, one_way=one_way)
         self._trace_cut(Kind.CUT, cut)
         return cut
@@ -204,25 +219,81 @@ class World:
         self._trace_cut(Kind.HEALED, cut)
         self._links.heal(cut)
 
-    def _trace_cut(self, kind: Kind, cut: Cut | None) -> None:
-        text = "all" if cut is None else f"{sorted(cut.sources)} {sorted(cut.destinations)} {cut.one_way}"
+    def disturb(
+        self, a: Iterable[SimPeer], b: Iterable[SimPeer], disturbance: Disturbance, *, one_way: bool = False
+    ) -> Disturbed:
+        """The paths from `a` to `b`, and back unless it is one way, get worse. Returns: what to hand to `calm`.
+
+        Raises: LocalError: a peer is on both sides, or a probability of `disturbance` is none.
+        """
+        disturbed = self._paths.disturb(*_sides(a, b), disturbance, one_way=one_way)
+        self._trace_cut(Kind.DISTURBED, disturbed, str(disturbance))
+        return disturbed
+
+    def calm(self, disturbed: Disturbed | None = None) -> None:
+        """End one disturbance, or all."""
+        self._trace_cut(Kind.CALMED, disturbed)
+        self._paths.calm(disturbed)
+
+    def slow_device(self, peer: SimPeer, factor: float) -> None:
+        """Jobs of this machine's device take `factor` times what they should, from the next on; 1 ends it."""
+        if not 0.0 < factor < math.inf:
+            raise LocalError(f"a device cannot be {factor} times slower")
+        self._machines[peer.name].slowdown = factor
+        self._trace_machine(Kind.DEVICE_SLOWED, peer, factor)
+
+    def jump_clock(self, peer: SimPeer, seconds: float) -> None:
+        """This machine's wall clock goes forward, or back; `now_s` of its processes does not, as in life."""
+        if not math.isfinite(seconds):
+            raise LocalError(f"a clock cannot jump by {seconds} s")
+        self._machines[peer.name].clock_ahead_s += seconds
+        self._trace_machine(Kind.CLOCK_JUMPED, peer, seconds)
+
+    def kill_daemon(self, peer: SimPeer, *, restarts_in_s: float = 2.0) -> None:
+        """The network daemon dies, the peer's process lives and restarts it (later if it is paused).
+
+        All its connections break. Until it is back, the peer's own calls, frames and directory wait for it, and those
+        of others find nobody at its address. A daemon that is dead cannot die.
+        """
+        if not peer.is_alive or not peer.transport.card.is_up:
+            return
+        self._trace.add(self.now_s(), Kind.DAEMON_DIED, peer.number, -1)
+        others = [other.transport for other in self.peers.values() if other is not peer and other.is_alive]
+        peer.transport.daemon_died(others)
+        restarts_s = self.now_s() + restarts_in_s
+        self._agenda.loop.call_at(restarts_s, self._restart_daemon, peer, context=peer.context())
+
+    def _restart_daemon(self, peer: SimPeer) -> None:
+        if peer.is_alive:
+            self._trace.add(self.now_s(), Kind.DAEMON_RESTARTED, peer.number, -1)
+            peer.transport.daemon_restarted()
+
+    def _trace_cut(self, kind: Kind, cut: Cut | Disturbed | None, more: str = "") -> None:
+        text = "all" if cut is None else f"{sorted(cut.sources)} {sorted(cut.destinations)} {cut.one_way}{more}"
         digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
         self._trace.add(self.now_s(), kind, -1, -1, 0, digest)
 
+    def _trace_machine(self, kind: Kind, peer: SimPeer, amount: float) -> None:
+        digest = int.from_bytes(struct.pack("<d", amount), "little")
+        self._trace.add(self.now_s(), kind, peer.number, -1, 0, digest)
+
     # --------------------------------------------------------------------------------------------------------------
 
-    def _place(self, name: str, place: int | None) -> int:
+    def _machine(self, name: str, place: int | None) -> Machine:
+        machine = self._machines.get(name)
         if place is None:
             while self._next_place in self._name_at:
                 self._next_place += 1
-            place = self._place_of.get(name, self._next_place)
+            place = machine.place if machine is not None else self._next_place
         if self._name_at.get(place, name) != name:
             raise LocalError(f"place {place} of the network is taken by {self._name_at[place]!r}")
         if not 0 <= place < self.network.num_places:
             raise LocalError(f"the network has {self.network.num_places} places, none for {name!r}")
-        self._place_of[name] = place
+        if machine is None:
+            machine = self._machines[name] = Machine(place=place)
+        machine.place = place
         self._name_at[place] = name
-        return place
+        return machine
 
     def _find(self, peer_id: PeerID) -> SimTransport | None:
         peer = self._by_id.get(peer_id)
@@ -231,3 +302,11 @@ class World:
     def _handler_failed(self, name: str, error: Exception) -> None:
         self.failures.append((name, error))
         logger.error("a handler of %s failed", name, exc_info=error)
+
+
+def _sides(a: Iterable[SimPeer], b: Iterable[SimPeer]) -> tuple[set[int], set[int]]:
+    places_a = {peer.transport.card.place for peer in a}
+    places_b = {peer.transport.card.place for peer in b}
+    if places_a & places_b:
+        raise LocalError("a peer cannot be cut off from itself")
+    return places_a, places_b

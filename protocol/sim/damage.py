@@ -1,0 +1,67 @@
+"""Flips bits, and shows frames with flipped bits to the decoder that real peers use.
+
+A frame is encoded as `live/link.py` does it, damaged, and taken in by a `FrameAssembler`, so that what the world
+knows of damage is what the codec finds. Its checksum is xxh3: 32 bits over the header, 64 over all of it. It is no
+CRC and promises nothing for few bits; for a good hash of b bits, one damaged frame in 2^b passes: 5e-20, or 5e-14 for
+a million frames. Bits that hit a length pass the header's check once in 4e9 and still fail the other, unless the
+stream ends first, which is not a delivery either.
+"""
+
+import random
+
+from shoal.protocol.errors import RemoteError
+from shoal.protocol.frames import Frame, FrameAssembler, FrameType, encode_credit, encode_frame
+from shoal.protocol.identity import PeerID
+from shoal.protocol.ports import Payload
+from shoal.protocol.sim.phantom import Phantom
+
+_BITS_FLIPPED_MAX = 8
+_HELLO = b"".join(encode_frame(FrameType.HELLO, 0, b"", b""))
+_FIRST_SEQUENCE = 1
+"""Of the damaged frame: the stream has seen its HELLO and nothing else."""
+
+
+def flip_bits(data: bytearray, rng: random.Random) -> None:
+    """1 to 8 different bits anywhere in `data`, in place. Empty data stays empty."""
+    num_bits = 8 * len(data)
+    for bit in rng.sample(range(num_bits), min(num_bits, rng.randint(1, _BITS_FLIPPED_MAX))):
+        data[bit >> 3] ^= 1 << (bit & 7)
+
+
+def damaged_data(meta: bytes, payload: Payload | Phantom, *, source: PeerID, rng: random.Random) -> Frame | str:
+    """What the receiver makes of a frame of `source` in which bits have flipped.
+
+    Args: payload: a phantom passes as so many zeros.
+    Returns: the frame as it is delivered if nobody notices, else why the stream breaks.
+    """
+    content = bytes(payload.nbytes) if isinstance(payload, Phantom) else payload
+    wire = bytearray().join(encode_frame(FrameType.DATA, _FIRST_SEQUENCE, meta, content))
+    return _receive(wire, source, rng)
+
+
+def damaged_credit(given_back_bytes: int, *, source: PeerID, rng: random.Random) -> Frame | str:
+    """The same of a credit that `source` returns."""
+    return _receive(bytearray(encode_credit(_FIRST_SEQUENCE, given_back_bytes)), source, rng)
+
+
+def _receive(wire: bytearray, source: PeerID, rng: random.Random) -> Frame | str:
+    flip_bits(wire, rng)
+    assembler = FrameAssembler(source)
+    _take(assembler, _HELLO)
+    try:
+        frame = _take(assembler, wire)
+    except RemoteError as error:
+        return str(error)
+    return frame if frame is not None else "it waits for the rest of a frame"
+
+
+def _take(assembler: FrameAssembler, wire: bytes | bytearray) -> Frame | None:
+    """Returns: the frame that ends with `wire`; None if the assembler wants more."""
+    view, frame = memoryview(wire), None
+    while view:
+        room = assembler.buffer()
+        count = min(len(room), len(view))
+        room[:count] = view[:count]
+        frame = assembler.advance(count)
+        view = view[count:]
+    return frame

@@ -1,0 +1,124 @@
+"""What the path from one place to another is like right now: the network's, somebody's, and what disturbs it."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+
+from shoal.protocol.errors import LocalError
+from shoal.protocol.sim.network import LinkSpec, Network
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Disturbance:
+    """What comes on top of a `LinkSpec` while it lasts; fields not described here are probabilities as there.
+
+    Several on one path add up, in any order: factors multiply, seconds add, chances are independent.
+    """
+
+    slowness: float = 1.0
+    """How many times slower the path lets bytes through. One without a rate of its own cannot be slowed."""
+    delay_s: float = 0.0
+    """Added to the latency."""
+    loss: float = 0.0
+    corruption: float = 0.0
+    duplication: float = 0.0
+    spikes: float = 0.0
+    spike_s: float = 0.0
+    """The longest spike counts."""
+
+    def __post_init__(self) -> None:
+        if not self.slowness >= 1.0:
+            raise LocalError(f"a disturbed path is slower by a factor of 1 or more, not {self.slowness}")
+        if not self.delay_s >= 0.0:
+            raise LocalError(f"a disturbed path takes 0 s longer or more, not {self.delay_s}")
+
+    def on(self, spec: LinkSpec) -> LinkSpec:
+        """Raises: LocalError: a probability is none."""
+        return replace(
+            spec,
+            rate_bytes_per_s=spec.rate_bytes_per_s / self.slowness,
+            latency_s=spec.latency_s + self.delay_s,
+            loss=_either(spec.loss, self.loss),
+            corruption=_either(spec.corruption, self.corruption),
+            duplication=_either(spec.duplication, self.duplication),
+            spikes=_either(spec.spikes, self.spikes),
+            spike_s=max(spec.spike_s, self.spike_s),
+        )
+
+    def __str__(self) -> str:
+        changed = ((field.name, getattr(self, field.name)) for field in fields(self))
+        defaults = Disturbance()
+        return ", ".join(f"{name} {value:g}" for name, value in changed if value != getattr(defaults, name))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Disturbed:
+    """A disturbance that lasts: from each place in `sources` to each in `destinations`, and back unless one way."""
+
+    sources: frozenset[int]
+    destinations: frozenset[int]
+    one_way: bool
+    disturbance: Disturbance
+
+    def covers(self, source: int, destination: int) -> bool:
+        return (source in self.sources and destination in self.destinations) or (
+            not self.one_way and source in self.destinations and destination in self.sources
+        )
+
+    def pairs(self) -> Iterable[tuple[int, int]]:
+        for source in sorted(self.sources):
+            for destination in sorted(self.destinations):
+                yield source, destination
+                if not self.one_way:
+                    yield destination, source
+
+
+class Paths:
+    """Of all pairs of places. What changes holds for what is sent from then on."""
+
+    def __init__(self, network: Network) -> None:
+        self._network = network
+        self._set: dict[tuple[int, int], LinkSpec] = {}
+        self._disturbed: list[Disturbed] = []
+        self._now: dict[tuple[int, int], LinkSpec] = {}
+        """What differs from the network: read for every message, so folded once per change."""
+
+    def link(self, source: int, destination: int) -> LinkSpec:
+        return self._now.get((source, destination)) or self._network.link(source, destination)
+
+    def set(self, source: int, destination: int, spec: LinkSpec) -> None:
+        """Instead of the network's; disturbances come on top."""
+        self._set[source, destination] = spec
+        self._fold([(source, destination)])
+
+    def disturb(
+        self, sources: Iterable[int], destinations: Iterable[int], disturbance: Disturbance, *, one_way: bool
+    ) -> Disturbed:
+        """Raises: LocalError: a probability of `disturbance` is none."""
+        disturbed = Disturbed(frozenset(sources), frozenset(destinations), one_way, disturbance)
+        disturbance.on(LinkSpec(latency_s=0.0))  # fails before anything has changed
+        self._disturbed.append(disturbed)
+        self._fold(disturbed.pairs())
+        return disturbed
+
+    def calm(self, disturbed: Disturbed | None) -> None:
+        """End one; with None, all."""
+        ended = [other for other in self._disturbed if disturbed is None or other is disturbed]
+        self._disturbed = [other for other in self._disturbed if other not in ended]
+        for other in ended:
+            self._fold(other.pairs())
+
+    def _fold(self, pairs: Iterable[tuple[int, int]]) -> None:
+        for pair in pairs:
+            spec = self._set.get(pair)
+            for disturbed in self._disturbed:
+                if disturbed.covers(*pair):
+                    spec = disturbed.disturbance.on(spec or self._network.link(*pair))
+            if spec is None:
+                self._now.pop(pair, None)
+            else:
+                self._now[pair] = spec
+
+
+def _either(one: float, other: float) -> float:
+    """The chance of at least one of two independent events; exactly `one` if the other never happens."""
+    return one + other - one * other if other else one

@@ -1,0 +1,85 @@
+"""Carries control messages: the requests and replies of calls.
+
+They are small and multiplexed with frames: they wait for the messages before them on the pair, not for frames, and
+take nothing from the frames' rate. They are not ordered: jitter and spikes let one overtake another. What is lost,
+cut off, or on the way when the daemon at either end dies, never arrives.
+"""
+
+import random
+from collections.abc import Callable
+from typing import Literal
+
+import xxhash
+
+from shoal.protocol.sim.clock import Agenda
+from shoal.protocol.sim.cuts import Cuts
+from shoal.protocol.sim.damage import flip_bits
+from shoal.protocol.sim.paths import Paths
+from shoal.protocol.sim.stream import Card, Stream
+from shoal.protocol.sim.trace import Kind, Trace
+
+Condition = Literal["whole", "damaged", "repeated"]
+"""In which a message arrives; repeated is its second delivery, damaged or not as the first was."""
+
+Deliver = Callable[[bytes, Condition], object]
+
+
+class Post:
+    """Args: stream: two cards -> their stream, for its generator and its queue of control messages."""
+
+    def __init__(
+        self, paths: Paths, cuts: Cuts, agenda: Agenda, trace: Trace, stream: Callable[[Card, Card], Stream]
+    ) -> None:
+        self._link = paths.link
+        self._cuts = cuts
+        self._agenda = agenda
+        self._trace = trace
+        self._stream = stream
+
+    def send(self, source: Card, destination: Card, data: bytes, deliver: Deliver) -> None:
+        """Call `deliver` when `data` arrives: once, never, or on a link that repeats twice."""
+        link = self._link(source.place, destination.place)
+        stream = self._stream(source, destination)
+        rng = stream.rng
+        if link.loss and rng.random() < link.loss:
+            self._record(Kind.CALL_LOST, stream, data)
+            return
+        rate = min(link.rate_bytes_per_s, source.spec.up_bytes_per_s, destination.spec.down_bytes_per_s)
+        stream.control_free_s = max(self._agenda.now_s(), stream.control_free_s) + len(data) / rate
+        jitter_s = rng.uniform(0.0, link.jitter_s) if link.jitter_s else 0.0
+        if link.spikes and rng.random() < link.spikes:
+            jitter_s += rng.uniform(0.0, link.spike_s)
+        condition: Condition = "whole"
+        if data and link.corruption and rng.random() < link.corruption:
+            data, condition = _damaged(data, rng), "damaged"
+            self._record(Kind.CALL_DAMAGED, stream, data)
+        arrives_s = stream.control_free_s + link.latency_s + jitter_s
+        connection = -1 if self._cuts.is_cut(source.place, destination.place) else stream.connection
+        self._agenda.at(arrives_s, self._arrive, stream, connection, data, condition, deliver)
+        if link.duplication and rng.random() < link.duplication:
+            again_s = arrives_s + rng.uniform(0.0, link.repeat_s)
+            self._agenda.at(again_s, self._arrive, stream, connection, data, "repeated", deliver)
+
+    def _arrive(self, stream: Stream, connection: int, data: bytes, condition: Condition, deliver: Deliver) -> None:
+        source, destination = stream.source, stream.destination
+        if (
+            connection != stream.connection
+            or not destination.is_alive
+            or self._cuts.is_cut(source.place, destination.place)
+        ):
+            self._record(Kind.CALL_LOST, stream, data)
+            return
+        if condition == "repeated":
+            self._record(Kind.CALL_REPEATED, stream, data)
+        deliver(data, condition)
+
+    def _record(self, kind: Kind, stream: Stream, data: bytes) -> None:
+        digest = xxhash.xxh3_64_intdigest(data)
+        source, destination = stream.source.number, stream.destination.number
+        self._trace.add(self._agenda.now_s(), kind, source, destination, len(data), digest)
+
+
+def _damaged(data: bytes, rng: random.Random) -> bytes:
+    flipped = bytearray(data)
+    flip_bits(flipped, rng)
+    return bytes(flipped)
