@@ -105,7 +105,7 @@ class Coordination:
         on_step: Callable[[StepRecord], None] | None = None,
     ) -> None:
         self._endpoint, self._directory, self._clock = endpoint, directory, clock
-        self._spec, self._store = spec, store
+        self._spec, self._owner, self._store = spec, owner, store
         self._heartbeat, self._on_plan, self._on_step = heartbeat, on_plan, on_step
         self._core = CoordinationCore(
             run=endpoint.run,
@@ -276,7 +276,8 @@ class Coordination:
         plan = self._opened.pop(data, None)
         if plan is None:
             num_layers = self._spec.model.num_layers
-            plan = open_plan(data, run=self._endpoint.run, source=source, num_layers=num_layers)
+            run = self._endpoint.run
+            plan = open_plan(data, run=run, owner=self._owner, source=source, num_layers=num_layers)
         self._opened[data] = plan
         if len(self._opened) > PLANS_OPENED_MAX:
             self._opened.popitem(last=False)

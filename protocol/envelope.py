@@ -1,7 +1,7 @@
 """Signed envelope around every record and every call: run, term, sender, sequence, body.
 
-The signature covers a domain tag too ("call", "record", "plan", "hello"), so that bytes signed for one purpose cannot
-be replayed for another.
+The signature covers a domain tag too ("call", "record", "plan", "mandate", "hello"), so that bytes signed for one
+purpose cannot be replayed for another.
 """
 
 from collections import OrderedDict
@@ -14,7 +14,7 @@ from shoal.protocol.errors import RemoteError
 from shoal.protocol.identity import Identity, PeerID, verify
 from shoal.protocol.limits import CONTROL_BYTES_MAX, REPLAY_WINDOW
 
-Domain = Literal["call", "reply", "record", "plan", "hello"]
+Domain = Literal["call", "reply", "record", "plan", "mandate", "hello"]
 
 
 class Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):

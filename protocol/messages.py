@@ -208,6 +208,33 @@ class Leave(_Message, frozen=True):
     """The sender goes; it is not to be waited for."""
 
 
+class StandingRequest(_Message, frozen=True):
+    """Where do you stand? From `shoal recover`; anybody may ask."""
+
+
+class Standing(_Message, frozen=True, kw_only=True):
+    live: bytes
+    """The sender's live plan; empty if it knows none."""
+    term: int
+    """The highest that it has granted or obeyed."""
+    era: int
+    stage: int | None
+    version: int
+    synced: bool
+    holdings: tuple[Holding, ...] = ()
+
+
+class Reset(_Message, frozen=True, kw_only=True):
+    """The owner lets the receiver make a plan without votes, as successor of `live`, for `roster` alone: the others of
+    that plan are gone, and what is left of it is no majority."""
+
+    mandate: bytes
+    live: bytes
+    """The highest plan that anybody in reach obeys."""
+    roster: tuple[tuple[PeerID, Advert], ...]
+    """Who is in reach."""
+
+
 class StatusRequest(_Message, frozen=True):
     pass
 
@@ -411,6 +438,9 @@ Message = (
     | PlanLive
     | HandOver
     | Leave
+    | StandingRequest
+    | Standing
+    | Reset
     | StatusRequest
     | SwarmStatus
     | Hello

@@ -58,6 +58,9 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """No version had been committed in this era when it was made: members without state begin from its beginning."""
     seed: int = 0
     reason: str = ""
+    mandate: bytes = b""
+    """The owner's leave to the coordinator to make this plan without votes (`sign_mandate`): the plan before it has
+    lost its majority. Empty in every other plan."""
 
     @property
     def members(self) -> tuple[PeerID, ...]:
@@ -98,10 +101,40 @@ def sign_plan(identity: Identity, plan: Plan) -> SignedPlan:
     return SignedPlan(plan, envelope, blake3(body).hexdigest(length=16))
 
 
-def open_plan(data: bytes, *, run: str, source: PeerID, num_layers: int) -> SignedPlan:
+class _Mandate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """Run and term are in the envelope that it is signed with."""
+
+    coordinator: PeerID
+
+
+_MANDATE_DECODER = msgspec.msgpack.Decoder(_Mandate)
+
+
+def sign_mandate(owner: Identity, *, run: str, term: int, coordinator: PeerID) -> bytes:
+    """The run's owner lets `coordinator` make a plan of `term` that is live without votes."""
+    return seal(owner, "mandate", run=run, term=term, sequence=0, body=_ENCODER.encode(_Mandate(coordinator)))
+
+
+def open_mandate(data: bytes, *, run: str, owner: PeerID, source: PeerID) -> tuple[int, PeerID]:
+    """Verify a mandate that `source` handed us.
+
+    Returns: (term, coordinator).
+    Raises: RemoteError: unreadable, or not signed by `owner` for this run.
+    """
+    envelope = unseal(data, "mandate", run=run, source=source, relayed=True)
+    if envelope.sender != owner:
+        raise RemoteError(source, "sent a mandate that the run's owner did not sign")
+    try:
+        return envelope.term, _MANDATE_DECODER.decode(envelope.body).coordinator
+    except msgspec.DecodeError as error:
+        raise RemoteError(source, f"sent an unreadable mandate ({error})") from error
+
+
+def open_plan(data: bytes, *, run: str, owner: PeerID, source: PeerID, num_layers: int) -> SignedPlan:
     """Verify and decode a plan that `source` handed us (it need not be the signer).
 
-    Raises: RemoteError: unreadable, not signed by the coordinator it names, or not a partition of the layers.
+    Raises: RemoteError: unreadable, not signed by the coordinator it names, not a partition of the layers, or with a
+        mandate that `owner` did not sign for this term and coordinator.
     """
     envelope = unseal(data, "plan", run=run, source=source, relayed=True)
     try:
@@ -113,6 +146,10 @@ def open_plan(data: bytes, *, run: str, source: PeerID, num_layers: int) -> Sign
     flaw = plan_flaw(plan, num_layers=num_layers)
     if flaw:
         raise RemoteError(source, f"sent an impossible plan: {flaw}")
+    if plan.mandate:
+        mandated = open_mandate(plan.mandate, run=run, owner=owner, source=source)
+        if mandated != (plan.term, plan.coordinator):
+            raise RemoteError(source, "sent a plan with the mandate for another")
     return SignedPlan(plan, data, blake3(envelope.body).hexdigest(length=16))
 
 
@@ -122,6 +159,8 @@ def plan_flaw(plan: Plan, *, num_layers: int) -> str | None:
         return f"{len(plan.stages)} stages"
     if len(plan.members) > PEERS_MAX or len(set(plan.members)) != len(plan.members):
         return "a peer stands in it twice, or too many peers"
+    if not (0 <= plan.restore_era <= max(0, plan.era - 1) and plan.restore_version >= 0):
+        return f"era {plan.era} does not begin at version {plan.restore_version} of era {plan.restore_era}"
     at = 0
     for index, stage in enumerate(plan.stages):
         if stage.first_layer != at or stage.last_layer <= at:
@@ -130,5 +169,7 @@ def plan_flaw(plan: Plan, *, num_layers: int) -> str | None:
             return f"stage {index} has no member"
         if not all(m.share > 0 and m.bandwidth > 0 and m.share + m.bandwidth < 1e18 for m in stage.members):
             return f"stage {index} has a share that is not a positive number"
+        if not all(0 <= m.since <= plan.sequence for m in stage.members):
+            return f"stage {index} has a member that holds its place since a plan to come"
         at = stage.last_layer
     return None if at == num_layers else f"it covers {at} of {num_layers} layers"

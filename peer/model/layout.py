@@ -1,8 +1,8 @@
 """Where each tensor of a layer lies in the layer's one flat buffer.
 
-State is kept by layer: "embed", "layers.0" ... "layers.{L-1}", "head" (final norm and output projection). All tensors
-of a layer share one flat fp32 buffer, so that reducing, stepping, hashing, sending and predicting a layer is one
-operation on one tensor. Matrices come first: elements [0, num_decayed) get weight decay, the norms after them do not.
+State is kept by layer (`protocol.layers` has their names). All tensors of a layer share one flat fp32 buffer, so that
+reducing, stepping, hashing, sending and predicting a layer is one operation on one tensor. Matrices come first:
+elements [0, num_decayed) get weight decay, the norms after them do not.
 Tensor names are Hugging Face's for Llama.
 """
 
@@ -15,10 +15,11 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
+from shoal.protocol.layers import EMBED as EMBED
+from shoal.protocol.layers import HEAD as HEAD
+from shoal.protocol.layers import all_layer_keys as all_layer_keys
+from shoal.protocol.layers import stage_layer_keys as stage_layer_keys
 from shoal.protocol.spec import ModelSpec
-
-EMBED = "embed"
-HEAD = "head"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,23 +70,6 @@ class LayerLayout:
             raise ValueError(f"layer {self.key} has {self.numel} elements, not shape {tuple(flat_N.shape)}")
         ends = (*self.offsets[1:], self.numel)
         return zip(self.names, self.shapes, self.offsets, ends, strict=True)
-
-
-def all_layer_keys(model: ModelSpec) -> tuple[str, ...]:
-    """Every layer key, in the order in which activations pass."""
-    return stage_layer_keys(model, 0, model.num_layers)
-
-
-def stage_layer_keys(model: ModelSpec, first: int, last: int) -> tuple[str, ...]:
-    """The layers of a stage that holds decoder layers [first, last).
-
-    The embedding belongs to whoever holds the first decoder layer, the head to whoever holds the last.
-    Raises: ValueError: the range is empty or outside the model.
-    """
-    if not 0 <= first < last <= model.num_layers:
-        raise ValueError(f"decoder layers [{first}, {last}) are not a part of [0, {model.num_layers})")
-    keys = [f"layers.{index}" for index in range(first, last)]
-    return (*([EMBED] if first == 0 else []), *keys, *([HEAD] if last == model.num_layers else []))
 
 
 def layer_index(key: str) -> int:
