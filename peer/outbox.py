@@ -17,7 +17,8 @@ _RETRY_S = 0.5
 
 
 class Outbox:
-    """One queue and one sender task a peer. A message posted under a key replaces an unsent one under the same key.
+    """One queue and one sender task a peer. A message posted under a key replaces an unsent one under the same key, and
+    takes its own place at the end: it may speak of what was posted in between.
 
     A peer that cannot be reached is tried again until `forget`; `on_reply` sees each answer, `on_trouble` each failure.
     """
@@ -38,7 +39,9 @@ class Outbox:
         self._senders: dict[PeerID, asyncio.Task[None]] = {}
 
     def post(self, peer: PeerID, key: Hashable, message: msgspec.Struct) -> None:
-        self._queues.setdefault(peer, {})[key] = message
+        queue = self._queues.setdefault(peer, {})
+        queue.pop(key, None)
+        queue[key] = message
         if peer not in self._senders:
             task = asyncio.create_task(self._send(peer), name=f"outbox to {peer[-8:]}")
             task.add_done_callback(_raise_bugs)
@@ -71,8 +74,8 @@ class Outbox:
                     if self._on_trouble:
                         self._on_trouble(peer)
                     if self._queues.get(peer) is queue:  # else the peer was forgotten meanwhile, and the word with it
-                        # Back to the front, unless a later word under the same key has come meanwhile.
-                        self._queues[peer] = {key: message} | self._queues[peer]
+                        if key not in queue:  # else a later word under the same key has come meanwhile
+                            self._queues[peer] = {key: message} | queue
                         await asyncio.sleep(_RETRY_S)
                 except (Refused, RemoteError) as error:
                     logger.debug("%s did not go down: %s", type(message).__name__, error)

@@ -71,7 +71,7 @@ class Replica:
         self.layers = (plan.stages[stage].first_layer, plan.stages[stage].last_layer)
         self.is_open = False
         self._plan = plan
-        self._draining = False
+        self._draining = self._closed = False
         first = stage == 0
         if first and surroundings.corpus is None:
             raise DataError("the plan puts this peer at stage 0, but it does not have the run's text")
@@ -128,7 +128,7 @@ class Replica:
 
     @property
     def is_ready(self) -> bool:
-        return self.group.core.ready
+        return self.group.core.ready and not self._closed
 
     @property
     def is_draining(self) -> bool:
@@ -176,7 +176,7 @@ class Replica:
         """What a peer says of itself."""
         if hello.stage == self.stage:
             self.group.mate_ready(peer, hello.ready, hello.is_open)
-        elif peer in self.group.core.mates:
+        elif peer in (*self.group.core.mates, *self.group.core.departing):
             self.group.mate_lost(peer)
         stages = self._plan.stages
         if not self.pipeline.core.is_last and peer in stages[self.stage + 1].peers:
@@ -224,7 +224,8 @@ class Replica:
 
     async def close(self) -> None:
         self.is_open = False
-        self.group.core.ready = False
+        self._closed = True
+        self.group.retire()
         if self._sync_task:
             self._sync_task.cancel()
             await asyncio.gather(self._sync_task, return_exceptions=True)

@@ -6,7 +6,7 @@ others keep the report for as long as its reporter may die with it: whoever coun
 """
 
 from collections import deque
-from collections.abc import Container, Mapping
+from collections.abc import Collection, Container, Mapping
 from dataclasses import dataclass, field
 
 from shoal.peer.group.commands import Command, Report, Resync, Witness
@@ -48,6 +48,10 @@ class Agreement:
         """A member that has spoken of a later version, of the latest if there are several."""
         latest = max((v for v in self._digests if v > version), default=None)
         return None if latest is None else min(self._digests[latest])
+
+    def is_alone_at(self, version: int, mates: Collection[PeerID]) -> bool:
+        """Whether there are mates and none has spoken of this version, or a later one."""
+        return bool(mates) and all(self._spoken.get(mate, -1) < version for mate in mates)
 
     def reports_left_by(self, reporter: PeerID) -> list[Command]:
         """It died: what it may not have reported any more."""

@@ -120,6 +120,8 @@ class Claims:
             # If the lead has changed meanwhile, our Progress, which names the new one, did not claim these: it will
             # grant them again.
             for step, index in grant.items if lead == self._group.lead else ():
+                if index >= 0:
+                    self.book.take(step, IndexSet(1 << index))  # we may lead next, and our Progress goes to others
                 self._on_grant(Microbatch(step, index))
 
     async def _ask(self, lead: PeerID, count: int) -> Grant:

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from shoal.peer.group.agreement import UNCOMPARED_MAX, Agreement
 from shoal.peer.group.commands import CatchUp, Command, Reduce, Tell
 from shoal.peer.group.losses import Losses
+from shoal.peer.group.members import Members
 from shoal.peer.pipeline.microbatch import IndexSet
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Digest, Progress, RoundMember, RoundStart
@@ -63,15 +64,8 @@ class GroupCore:
     quorum: float
     catch_up_after_s: float = 1.0
     version: int = 0
-    ready: bool = False
-    is_open: bool = True
+    _members: Members = field(init=False)
     _plan_sequence: int = 0
-    _members: tuple[Member, ...] = ()
-    _ready_mates: set[PeerID] = field(default_factory=set)
-    _closed_mates: set[PeerID] = field(default_factory=set)
-    _present: set[PeerID] = field(default_factory=set)
-    _absent: set[PeerID] = field(default_factory=set)
-    _named: dict[PeerID, PeerID] = field(default_factory=dict)
     _announced_lead: PeerID | None = None
     _tallies: dict[int, dict[PeerID, _Tally]] = field(default_factory=dict)
     _claimed: dict[int, IndexSet] = field(default_factory=dict)
@@ -83,6 +77,7 @@ class GroupCore:
     _retries: int = 0
 
     def __post_init__(self) -> None:
+        self._members = Members(me=self.me)
         self._agreement = Agreement(
             me=self.me,
             stage=self.stage,
@@ -95,79 +90,67 @@ class GroupCore:
     # --- who ---
 
     @property
+    def ready(self) -> bool:
+        return self._members.ready
+
+    @property
     def mates(self) -> tuple[PeerID, ...]:
         """The others of the plan's group, ready or not, in rank order."""
-        return tuple(member.peer for member in self._members if member.peer != self.me)
+        return self._members.mates
 
     @property
     def ready_mates(self) -> tuple[PeerID, ...]:
-        return tuple(peer for peer in self.mates if peer in self._ready_mates)
+        return self._members.ready_mates
 
     @property
     def departing(self) -> tuple[PeerID, ...]:
         """Ready, but no longer in the plan: they drain."""
-        return tuple(sorted(self._ready_mates.difference(self.mates)))
+        return self._members.departing
 
     @property
     def lead(self) -> PeerID | None:
         """The first ready and open member by rank; if all of them drain, the first ready one."""
-        ready = [member.peer for member in self._members if self._is_ready(member.peer)]
-        return next((peer for peer in ready if self._is_open(peer)), ready[0] if ready else None)
-
-    def share_of(self, peer: PeerID) -> float:
-        """Its part of the traffic among the ready members, in [0, 1]."""
-        shares = {member.peer: member.share for member in self._members if self._is_ready(member.peer)}
-        return shares.get(peer, 0.0) / sum(shares.values()) if shares else 0.0
+        return self._members.lead
 
     @property
     def is_lead(self) -> bool:
         """We are the lead, and everyone who could think otherwise has said so."""
-        return self.lead == self.me and all(
-            self._named.get(mate) == self.me for mate in self._ready_mates.union(self.mates) - self._absent
-        )
+        return self._members.is_lead
 
-    def _is_ready(self, peer: PeerID) -> bool:
-        return self.ready if peer == self.me else peer in self._ready_mates
-
-    def _is_open(self, peer: PeerID) -> bool:
-        return self.is_open if peer == self.me else peer not in self._closed_mates
+    def share_of(self, peer: PeerID) -> float:
+        """Its part of the traffic among the ready members, in [0, 1]."""
+        return self._members.share_of(peer)
 
     # --- events ---
 
     def plan_changed(self, members: Sequence[Member], plan_sequence: int, *, now_s: float) -> list[Command]:
-        self._members = tuple(members)
+        self._members.plan(members)
         self._plan_sequence = plan_sequence
         return self._lead_may_have_changed(now_s)
 
     def set_ready(self, ready: bool, *, now_s: float) -> list[Command]:
         """We hold the stage's state and take part, or do no longer."""
-        self.ready = ready
+        self._members.ready = ready
         return [*self._tell_open_steps(), *self._lead_may_have_changed(now_s)]
 
     def drain(self, *, now_s: float) -> list[Command]:
         """We take nothing new and lead no more, but see our contributions committed."""
-        self.is_open = False
+        self._members.is_open = False
         return self._lead_may_have_changed(now_s)
 
     def mate_ready(self, peer: PeerID, ready: bool, is_open: bool, *, now_s: float) -> list[Command]:
         """A mate says whether it holds state and takes part, and whether it takes traffic (it drains otherwise)."""
-        if peer not in self.mates and peer not in self._ready_mates:
+        if not self._members.is_near(peer):
             return []
-        (self._closed_mates.discard if is_open else self._closed_mates.add)(peer)
-        commands: list[Command] = []
-        self._absent.discard(peer)
-        if peer not in self._present or (ready and peer not in self._ready_mates):
-            # It needs to know what is there, and whom we take for the lead.
-            commands = self._tell_open_steps()
-        self._present.add(peer)
-        (self._ready_mates.add if ready else self._ready_mates.discard)(peer)
+        if peer not in self.mates and not ready:
+            return self.mate_lost(peer, now_s=now_s)  # it has left, and nobody waits for it
+        news = self._members.state(peer, ready=ready, is_open=is_open)
+        commands = self._tell_open_steps() if news else []
         return [*commands, *self._lead_may_have_changed(now_s)]
 
     def mate_lost(self, peer: PeerID, *, now_s: float) -> list[Command]:
         """It died or dropped its state: its contributions to open steps died with it."""
-        self._absent.add(peer)
-        self._present.discard(peer)
-        self._ready_mates.discard(peer)
+        self._members.lost(peer)
         for step in sorted(self._losses.steps_claimed_by(peer).union(self._tallies)):
             tally = self._tallies.get(step, {}).pop(peer, _Tally())
             self._losses.died(peer, step, tally.indices)
@@ -181,10 +164,9 @@ class GroupCore:
 
     def mate_silent(self, peer: PeerID, *, now_s: float) -> list[Command]:
         """It cannot be reached: nobody can wait for its word on who leads, least of all if it was about to leave."""
-        if peer not in self.mates and peer in self._ready_mates:
+        if peer in self.departing:
             return self.mate_lost(peer, now_s=now_s)
-        if peer not in self._ready_mates:
-            self._absent.add(peer)
+        self._members.silent(peer)
         return self._try_round(now_s)
 
     def lacks(self, step: int, index: int) -> bool:
@@ -212,10 +194,9 @@ class GroupCore:
         return [Tell(self._progress(step)), *self._try_round(now_s)]
 
     def progress(self, source: PeerID, message: Progress, *, now_s: float) -> list[Command]:
-        if source not in self.mates and source not in self._ready_mates:
+        if not self._members.is_near(source):
             return []  # The last words of one whom we have counted out.
-        self._named[source] = message.lead
-        self._absent.discard(source)
+        self._members.names(source, message.lead)
         if message.step >= self.version:
             claimed = IndexSet.from_bytes(message.claimed, count=self.microbatches)
             self._losses.claimed(source, message.step, claimed)
@@ -309,9 +290,17 @@ class GroupCore:
 
     @property
     def owes(self) -> bool:
-        """Others count on us: for what we have contributed, or for our part of a round and our word on its result."""
+        """Others count on us: for what we have contributed, for our part of a round and our word on its result, or for
+        a version that nobody else has reached."""
         contributed = any(len(tallies[self.me].indices) for tallies in self._tallies.values() if self.me in tallies)
-        return contributed or any(m.peer == self.me for start in self._rounds.values() for m in start.members)
+        in_round = any(m.peer == self.me for start in self._rounds.values() for m in start.members)
+        return contributed or in_round or self._agreement.is_alone_at(self.version, self.ready_mates)
+
+    @property
+    def round_mates(self) -> tuple[PeerID, ...]:
+        """Who else is in a round whose result has not been compared."""
+        named = {member.peer for start in self._rounds.values() for member in start.members}
+        return tuple(sorted(named - {self.me}))
 
     # --- inside ---
 
@@ -349,10 +338,10 @@ class GroupCore:
         if not self.is_lead or step >= self.steps or step in self._rounds:
             return []
         tallies = self._tallies.get(step, {})
-        bandwidths = {member.peer: member.bandwidth for member in self._members}
+        bandwidths = {member.peer: member.bandwidth for member in self._members.planned}
         # Ready members in rank order, then those who contributed and have since left the plan: they owe and are owed.
         # A member that is not ready takes no part, so what it has contributed is not there until it is ready again.
-        ranked = [member.peer for member in self._members if self._is_ready(member.peer)]
+        ranked = [peer for peer in bandwidths if self._members.is_ready(peer)]
         ranked += [p for p in sorted(tallies) if p not in bandwidths and len(tallies[p].indices) and p != self.me]
         counted = [tallies[peer] for peer in ranked if peer in tallies]
         union = IndexSet()
@@ -385,7 +374,8 @@ class GroupCore:
 
     def _compare(self) -> list[Command]:
         """Compare the states of all committed versions of which every member of the round has spoken."""
-        gone = self._absent - self._ready_mates
+        named = {member.peer for start in self._rounds.values() for member in start.members}
+        gone = {peer for peer in named if self._members.is_gone(peer)}
         commands: list[Command] = []
         for start in self._agreement.settle(self._rounds, self.version, gone):
             del self._rounds[start.step]

@@ -107,6 +107,10 @@ class GroupDriver:
         self._endpoint.on_frame(GatherPart, self._on_part)
         self._endpoint.on_frame(ReducedChunk, self._on_reduced_chunk)
 
+    def retire(self) -> None:
+        """We take part in nothing any more, whatever still arrives."""
+        self._closed = True
+
     async def close(self) -> None:
         self._closed = True
         if self._timer:
@@ -269,7 +273,11 @@ class GroupDriver:
 
     def _audience(self, message: Progress | RoundStart | Digest) -> list[PeerID]:
         """The mates, those who are about to leave, and whoever else is in the round."""
-        named = [m.peer for m in message.members] if isinstance(message, RoundStart) else []
+        named: Sequence[PeerID] = ()
+        if isinstance(message, RoundStart):
+            named = [m.peer for m in message.members]
+        elif isinstance(message, Digest):
+            named = self.core.round_mates
         near = [*self.core.mates, *self.core.departing]
         return [*near, *(peer for peer in named if peer != self.core.me and peer not in near)]
 

@@ -1,0 +1,102 @@
+"""Who is of the group, who of them is ready and open, and whom each takes for the lead. Pure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from shoal.protocol.identity import PeerID
+from shoal.protocol.plan import Member
+
+
+@dataclass(kw_only=True, slots=True)
+class Members:
+    """One member's view of its group: the plan's word on who should be here, and everyone's own on how they are."""
+
+    me: PeerID
+    ready: bool = False
+    is_open: bool = True
+    planned: tuple[Member, ...] = ()
+    """By rank, ourselves included if the plan names us."""
+    _ready_mates: set[PeerID] = field(default_factory=set)
+    _closed_mates: set[PeerID] = field(default_factory=set)
+    _present: set[PeerID] = field(default_factory=set)
+    _absent: set[PeerID] = field(default_factory=set)
+    _named: dict[PeerID, PeerID] = field(default_factory=dict)
+
+    @property
+    def mates(self) -> tuple[PeerID, ...]:
+        """The others of the plan's group, ready or not, in rank order."""
+        return tuple(member.peer for member in self.planned if member.peer != self.me)
+
+    @property
+    def ready_mates(self) -> tuple[PeerID, ...]:
+        return tuple(peer for peer in self.mates if peer in self._ready_mates)
+
+    @property
+    def departing(self) -> tuple[PeerID, ...]:
+        """Ready, but no longer in the plan: they drain."""
+        return tuple(sorted(self._ready_mates.difference(self.mates)))
+
+    @property
+    def lead(self) -> PeerID | None:
+        """The first ready and open member by rank; if all of them drain, the first ready one."""
+        ready = [member.peer for member in self.planned if self.is_ready(member.peer)]
+        return next((peer for peer in ready if self._is_open(peer)), ready[0] if ready else None)
+
+    @property
+    def is_lead(self) -> bool:
+        """We are the lead, and everyone who could think otherwise has said so."""
+        return self.lead == self.me and all(
+            self._named.get(mate) == self.me for mate in self._ready_mates.union(self.mates) - self._absent
+        )
+
+    def is_ready(self, peer: PeerID) -> bool:
+        return self.ready if peer == self.me else peer in self._ready_mates
+
+    def is_near(self, peer: PeerID) -> bool:
+        """In the plan, or still here though it is not."""
+        return peer in self._ready_mates or peer in self.mates
+
+    def is_gone(self, peer: PeerID) -> bool:
+        """Nothing is to be heard from it: it died, it cannot be reached and is not ready, or it has left."""
+        if peer == self.me or peer in self._ready_mates:
+            return False
+        return peer in self._absent or peer not in self.mates
+
+    def share_of(self, peer: PeerID) -> float:
+        """Its part of the traffic among the ready members, in [0, 1]."""
+        shares = {member.peer: member.share for member in self.planned if self.is_ready(member.peer)}
+        return shares.get(peer, 0.0) / sum(shares.values()) if shares else 0.0
+
+    def _is_open(self, peer: PeerID) -> bool:
+        return self.is_open if peer == self.me else peer not in self._closed_mates
+
+    # --- what is heard ---
+
+    def plan(self, members: Sequence[Member]) -> None:
+        self.planned = tuple(members)
+
+    def state(self, peer: PeerID, *, ready: bool, is_open: bool) -> bool:
+        """A mate says how it is. Returns: whether that is news to us: it needs to know what is here."""
+        news = peer not in self._present or (ready and peer not in self._ready_mates)
+        (self._closed_mates.discard if is_open else self._closed_mates.add)(peer)
+        (self._ready_mates.add if ready else self._ready_mates.discard)(peer)
+        self._absent.discard(peer)
+        self._present.add(peer)
+        return news
+
+    def names(self, peer: PeerID, lead: PeerID) -> None:
+        """A mate says whom it takes for the lead."""
+        self._named[peer] = lead
+        self._absent.discard(peer)
+
+    def lost(self, peer: PeerID) -> None:
+        """It died or dropped its state; what it said before it says no more."""
+        self._absent.add(peer)
+        self._present.discard(peer)
+        self._ready_mates.discard(peer)
+        self._named.pop(peer, None)
+
+    def silent(self, peer: PeerID) -> None:
+        """It cannot be reached: if it is not ready, nobody waits for its word on who leads."""
+        if peer not in self._ready_mates:
+            self._absent.add(peer)
