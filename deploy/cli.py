@@ -22,6 +22,8 @@ from shoal.protocol.spec import load_spec
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
+DEMO_PEERS = 6
+CHAOS_PEERS = 8
 _DEFAULT_LISTEN = "0.0.0.0:0"
 
 
@@ -74,7 +76,7 @@ def options(
 
 @app.command()
 def demo(
-    peers: Annotated[int, typer.Option(min=1, help="Peer processes.")] = 6,
+    peers: Annotated[int | None, typer.Option(min=1, help="Peer processes. Default: 6; with --chaos 8.")] = None,
     stages: Annotated[int, typer.Option(min=1, help="Pipeline stages.")] = 3,
     steps: Annotated[int | None, typer.Option(min=1, help="Steps of the run. Default: the demo's.")] = None,
     seconds: Annotated[float | None, typer.Option(min=0, help="Stop after this long, finished or not.")] = None,
@@ -83,11 +85,17 @@ def demo(
     seed: Annotated[int, typer.Option(min=0, help="Decides initial weights and the order of the data.")] = 0,
     spec: Annotated[Path | None, typer.Option(help="A run spec instead of the demo's own.")] = None,
     keep: Annotated[bool, typer.Option(help="Keep the peers' folders, not only the final snapshot and logs.")] = False,
+    chaos: Annotated[bool, typer.Option("--chaos", help="Kill, replace and suspend peers while they train.")] = False,
+    chaos_seed: Annotated[int, typer.Option(min=0, help="Decides when which fault comes, and whom it meets.")] = 0,
+    kill_every: Annotated[float, typer.Option(min=0.1, help="Seconds from one killed peer to the next.")] = 15.0,
+    suspend_for: Annotated[float, typer.Option(min=0.1, help="Seconds that one peer is stopped for.")] = 20.0,
 ) -> None:
     """Train with a swarm of real peers on this machine, and show it."""
+    from shoal.deploy.chaos import ChaosOptions
     from shoal.deploy.demo import Demo, DemoOptions
     from shoal.deploy.run_file import DEMO_SPEC, with_changes
 
+    peers = peers or (CHAOS_PEERS if chaos else DEMO_PEERS)
     changes: dict[str, object] = {"seed": seed, "swarm.stages": stages, "swarm.min_peers": peers}
     base = load_spec(spec or DEMO_SPEC)
     if steps is not None:
@@ -104,6 +112,7 @@ def demo(
         json_path=json,
         data=data,
         keep=keep,
+        chaos=ChaosOptions(seed=chaos_seed, kill_every_s=kill_every, suspend_s=suspend_for) if chaos else None,
     )
     console = Console(highlight=False)
 
@@ -225,6 +234,23 @@ def _print_summary(console: Console, summary: Any) -> None:
     say("steps", f"{summary.steps} in {summary.seconds:.0f} s, {summary.tokens_per_s:,.0f} tokens/s")
     say("loss", f"{loss(summary.loss_first)} -> {loss(summary.loss_last)} nats a byte, val {loss(summary.val_loss)}")
     say("staleness", f"{summary.staleness_mean:.2f} steps, {summary.coordinator_terms} coordinator terms")
+    say(
+        "ledger",
+        f"{summary.duplicates} microbatches twice ({summary.duplicates_share:.2%}), {summary.given_up} given up, "
+        f"{summary.dissenting} members dissented; longest wait for a step {summary.stall_s_max:.1f} s",
+    )
+    if summary.eras:
+        say("snapshots", f"the run went back to one {summary.eras} times")
+    if summary.chaos:
+        chaos = summary.chaos
+        median = "-" if chaos.recovery_s_median is None else f"{chaos.recovery_s_median:.1f} s"
+        say(
+            "chaos",
+            f"{chaos.kills} peers killed, {chaos.coordinator_kills} coordinating, {chaos.suspensions} suspended; "
+            f"full pace again after {median} (median of {len(chaos.recovery_s)}, never after {chaos.unrecovered})",
+        )
+    if summary.failed:
+        say("failed", f"{summary.failed} peers came to a bad end by themselves")
     if summary.rss_mb_max:
         say("memory", f"at most {max(summary.rss_mb_max.values()):.0f} MB a peer")
     if summary.snapshot:

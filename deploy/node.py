@@ -24,7 +24,7 @@ from shoal.peer.pipeline.state import StageState
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.limits import PEER_NAME_CHARS_MAX
-from shoal.protocol.messages import CommitReport, SwarmStatus
+from shoal.protocol.messages import CommitReport, SwarmStatus, ValidationReport
 from shoal.protocol.plan import SignedPlan
 from shoal.protocol.ports import Clock, Compute, Directory, Transport
 from shoal.protocol.spec import RunSpec, run_id
@@ -55,7 +55,7 @@ class Node:
         run_blocking: runs what blocks on the disk; `asyncio.to_thread` in life, inline in virtual time.
         on_step: sees the steps while this peer coordinates.
         on_plan: sees every plan that this peer obeys.
-        on_commit, on_state: as `PeerDriver` has them.
+        on_commit, on_validation, on_state: as `PeerDriver` has them.
     """
 
     def __init__(
@@ -79,6 +79,7 @@ class Node:
         on_step: Callable[[StepRecord], None] | None = None,
         on_plan: Callable[[SignedPlan], None] | None = None,
         on_commit: Callable[[CommitReport], None] | None = None,
+        on_validation: Callable[[ValidationReport], None] | None = None,
         on_state: Callable[[int, StageState], None] | None = None,
     ) -> None:
         self.spec = spec
@@ -106,6 +107,7 @@ class Node:
             memory_bytes=memory_bytes,
             run_blocking=run_blocking,
             on_commit=on_commit,
+            on_validation=on_validation,
             on_state=on_state,
         )
         self._on_plan = on_plan

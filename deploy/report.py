@@ -1,7 +1,7 @@
 """What a peer process tells the process that started it: one JSON object a line on its standard output.
 
-`shoal demo` reads these from its six children. Only the coordinator of the moment reports steps and status, so nobody
-polls, and the view survives any one peer.
+`shoal demo` reads these from its children. What a step was, every member of every stage group says by itself, so that
+any of them may die, the coordinator included. Only the table of the whole swarm comes from the coordinator.
 """
 
 import sys
@@ -9,7 +9,7 @@ import sys
 import msgspec
 
 from shoal.protocol.identity import PeerID
-from shoal.protocol.messages import SwarmStatus
+from shoal.protocol.messages import CommitReport, SwarmStatus, ValidationReport
 
 
 class _Report(msgspec.Struct, frozen=True, tag=True, tag_field="event", forbid_unknown_fields=True, kw_only=True):
@@ -29,10 +29,38 @@ class Joined(_Report, frozen=True):
 
     peer: PeerID
     name: str
+    invite: str
+    """With its own address: the host's may be dead."""
+
+
+class Obeys(_Report, frozen=True):
+    """The process follows another plan."""
+
+    term: int
+    sequence: int
+    coordinator: PeerID
+    reason: str
+    peers: int
+    """In the plan, spares included."""
+
+
+class Committed(_Report, frozen=True):
+    """A stage group in which the process is has committed a step, and its members agree."""
+
+    report: CommitReport
+
+
+class Validated(_Report, frozen=True):
+    """The process led the validation of a version."""
+
+    report: ValidationReport
 
 
 class StepDone(_Report, frozen=True):
-    """A step that all stages have committed; from whoever coordinates (`coordinator.ledger.StepRecord`)."""
+    """A step that all stages have committed; from whoever coordinates (`coordinator.ledger.StepRecord`).
+
+    For a parent whose children have no part in some stage; it knows the other steps from `Committed`.
+    """
 
     step: int
     """From 0."""
@@ -53,7 +81,7 @@ class StepDone(_Report, frozen=True):
 
 
 class Status(_Report, frozen=True):
-    """Every second, from whoever coordinates."""
+    """Every second from whoever coordinates, more rarely from the others, who ask."""
 
     status: SwarmStatus
 
@@ -73,7 +101,7 @@ class Left(_Report, frozen=True):
     """The run had reached its last step."""
 
 
-Report = Ready | Joined | StepDone | Status | Note | Left
+Report = Ready | Joined | Obeys | Committed | Validated | StepDone | Status | Note | Left
 
 _ENCODER = msgspec.json.Encoder()
 _DECODER: msgspec.json.Decoder[Report] = msgspec.json.Decoder(Report)

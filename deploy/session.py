@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import random
 import signal
@@ -18,7 +19,7 @@ from shoal.deploy.heap import trim_heap, trim_heap_forever
 from shoal.deploy.node import Node
 from shoal.deploy.output import Output, make_output
 from shoal.deploy.places import announced
-from shoal.deploy.report import Joined, Left, Note, Ready, Status, StepDone
+from shoal.deploy.report import Committed, Joined, Left, Note, Obeys, Ready, Status, StepDone, Validated
 from shoal.deploy.run_record import fetch_spec, seal_spec
 from shoal.peer.data.corpus import PYTHON_LIBRARY, Corpus, load_corpus
 from shoal.protocol.errors import DataError, LocalError, ShoalError
@@ -28,11 +29,15 @@ from shoal.protocol.live.clock import LoopClock
 from shoal.protocol.live.compute import ThreadCompute
 from shoal.protocol.live.directory import LiveDirectory
 from shoal.protocol.live.transport import LiveTransport
+from shoal.protocol.plan import Plan
 from shoal.protocol.spec import RunSpec, run_id
 
 logger = logging.getLogger(__name__)
 
 _STATUS_S = 1.0
+_ASKS_EVERY = 5
+"""A child that does not coordinate asks for the status at every fifth of these: the coordinator may be none of its
+parent's, and any child may die."""
 _FIND_RUN_S = 20.0
 
 
@@ -152,6 +157,9 @@ async def _take_part(
         spec_record=record,
         run_blocking=asyncio.to_thread,
         on_step=lambda step: output.say(_step_done(step, network.identity.peer_id)),
+        on_commit=lambda report: output.say(Committed(report=report)),
+        on_validation=lambda report: output.say(Validated(report=report)),
+        on_plan=lambda signed: output.say(_obeys(signed.plan)),
     )
     invite = make_invite(node.run, owner, network.transport.addresses())
     try:
@@ -162,7 +170,7 @@ async def _take_part(
             logger.info("this machine gives %.1f GFLOP/s", node.peer.advert().flop_per_s / 1e9)
             if owner == node.peer_id:
                 output.say(Ready(peer=node.peer_id, run=node.run, invite=invite))
-            output.say(Joined(peer=node.peer_id, name=options.name))
+            output.say(Joined(peer=node.peer_id, name=options.name, invite=invite))
             if corpus is None:
                 output.say(Note(text="this machine has not the run's text: it will not be used for the first stage"))
             finished = await _until_done(node, output, stop)
@@ -195,10 +203,9 @@ async def _until_done(node: Node, output: Output, stop: Stop) -> bool:
 
 
 async def _watch(node: Node, output: Output) -> None:
-    while True:
+    for turn in itertools.count():
         await asyncio.sleep(_STATUS_S)
-        # The host asks too, so that a demo sees the swarm also while a peer that is none of its own coordinates.
-        if output.polls or node.is_coordinator or node.peer_id == node.owner:
+        if output.polls or node.is_coordinator or turn % _ASKS_EVERY == 0:
             try:
                 output.say(Status(status=await node.status()))
             except ShoalError as error:
@@ -208,6 +215,16 @@ async def _watch(node: Node, output: Output) -> None:
 def _step_done(record: StepRecord, coordinator: PeerID) -> StepDone:
     fields = {name: getattr(record, name) for name in StepDone.__struct_fields__ if name != "coordinator"}
     return msgspec.convert(fields | {"coordinator": coordinator}, StepDone)
+
+
+def _obeys(plan: Plan) -> Obeys:
+    return Obeys(
+        term=plan.term,
+        sequence=plan.sequence,
+        coordinator=plan.coordinator,
+        reason=plan.reason,
+        peers=len(plan.members),
+    )
 
 
 def _find_corpus(spec: RunSpec, options: Options) -> Corpus | None:

@@ -1,12 +1,36 @@
 """What a demo leaves behind: a line a step and a summary, as JSON."""
 
-from collections.abc import Mapping
+import math
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import msgspec
 
-from shoal.deploy.report import StepDone
+from shoal.deploy.recovery import gaps_s, longest_stall_s, recovery_s
+from shoal.deploy.report import StepDone, Validated
 from shoal.protocol.messages import SwarmStatus
+
+FaultKind = Literal["kill", "kill_coordinator", "suspend", "resume", "start", "return"]
+KILLS: Sequence[FaultKind] = ("kill", "kill_coordinator")
+
+
+class ChaosFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """What `--chaos` did, and what it cost."""
+
+    kills: int
+    """The coordinator's included."""
+    coordinator_kills: int
+    suspensions: int
+    recovery_s: Sequence[float]
+    """For each kill that has enough steps before and after it (`recovery.recovery_s`), ascending."""
+    recovery_s_median: float | None
+    """Of those and the unrecovered; None: of none, or more than half are unrecovered."""
+    unrecovered: int
+    """Kills after which the pace has not come back, though there were steps enough to tell."""
+    left_behind: int
+    """Processes of killed peers that did not end by themselves."""
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,8 +48,26 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     staleness_mean: float
     coordinator_terms: int
     peers: int
+    """At a time."""
+    eras: int
+    """How often the run has gone back to a snapshot."""
     duplicates: int
+    """Microbatches that a stage has added twice, over all stages."""
+    duplicates_share: float
+    """Of all that the stages have added."""
     given_up: int
+    """Left out of a commit because time was up, over all stages."""
+    dissenting: int
+    """Members whose state was another's at a commit."""
+    stall_s_max: float
+    """The longest time between two committed steps, and to the end of a run that did not finish."""
+    step_s_median: float | None
+    """The usual time between two."""
+    validations: Mapping[int, float]
+    """Loss by version."""
+    failed: int
+    """Peers that ended by themselves with an error, or did not leave when all was over."""
+    chaos: ChaosFigures | None
     seconds: float
     """Of the whole demo."""
     first_step_s: float | None
@@ -39,15 +81,19 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepLine(msgspec.Struct, frozen=True, kw_only=True):
-    """The other lines of `--json`."""
+    """The other lines of `--json`, one a committed step, in order. After a return to a snapshot steps come again, in a
+    later era.
+    """
 
     step: int
+    era: int
     loss: float | None
     val_loss: float | None
     tokens_per_s: float
     staleness_mean: float
     duplicates: int
     given_up: int
+    dissenting: int
     term: int
     coordinator: str
     peers: int
@@ -55,47 +101,94 @@ class StepLine(msgspec.Struct, frozen=True, kw_only=True):
     """Since the demo began."""
 
 
+class FaultLine(msgspec.Struct, frozen=True, kw_only=True):
+    """And what `--chaos` did, among the steps."""
+
+    event: Literal["fault"] = "fault"
+    kind: FaultKind
+    peer: str
+    """Its name."""
+    stage: int | None = None
+    """That it held; None: none, or it is new."""
+    seconds: float = 0.0
+    """Since the demo began."""
+
+
 @dataclass(slots=True)
 class Record:
-    """What the summary is made of."""
+    """What the summary is made of. Times are the demo's clock."""
 
     first: StepDone | None = None
     last: StepDone | None = None
-    first_s: float = 0.0
-    last_s: float = 0.0
-    num_steps: int = 0
+    step_times_s: list[float] = field(default_factory=list)
     steps_seen: int = 0
     staleness_sum: float = 0.0
-    duplicates: int = 0
-    given_up: int = 0
-    val_loss: float | None = None
+    eras: int = 0
+    validations: dict[int, float] = field(default_factory=dict)
+    _val_loss: float | None = None
     terms: set[int] = field(default_factory=set)
+    faults: list[tuple[float, FaultLine]] = field(default_factory=list)
+    left_behind: int = 0
+    failed: int = 0
     rss_mb_max: dict[str, float] = field(default_factory=dict)
     run: str = ""
-    invite: str = ""
     finished: bool = False
 
-    def add(self, step: StepDone, now_s: float) -> None:
+    def add(self, step: StepDone, at_s: float) -> None:
         if self.first is None:
-            self.first, self.first_s = step, now_s
-        self.last, self.last_s = step, now_s
-        self.num_steps += 1
+            self.first = step
+        self.last = step
+        # Two stages' last words of two steps may be heard in the other order.
+        self.step_times_s.append(max([at_s, *self.step_times_s[-1:]]))
         self.staleness_sum += step.staleness_mean
-        self.duplicates += step.duplicates
-        self.given_up += step.given_up
-        self.terms.add(step.term)
+        self.eras = max(self.eras, step.era)
         self.steps_seen = max(self.steps_seen, step.step + 1)
-        if step.validation_loss is not None:
-            self.val_loss = step.validation_loss
+
+    def validate(self, validated: Validated) -> None:
+        self.validations[validated.report.step] = validated.report.loss
 
     def see(self, status: SwarmStatus) -> None:
-        """Says nothing of single steps, but is there also while a peer that is none of ours coordinates."""
+        """Says nothing of single steps, but is there also while all of a stage is none of ours."""
         self.terms.add(status.term)
         self.steps_seen = max(self.steps_seen, status.step)
         if status.validation_loss is not None:
-            self.val_loss = status.validation_loss
+            self._val_loss = status.validation_loss
+
+    @property
+    def val_loss(self) -> float | None:
+        """The newest."""
+        return self.validations[max(self.validations)] if self.validations else self._val_loss
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.step_times_s)
 
     def tokens_per_s(self, tokens_per_step: int) -> float:
-        if self.first is None or self.last is None or self.last_s <= self.first_s:
-            return 0.0
-        return (self.last.step - self.first.step) * tokens_per_step / (self.last_s - self.first_s)
+        times = self.step_times_s
+        return (len(times) - 1) * tokens_per_step / (times[-1] - times[0]) if times and times[-1] > times[0] else 0.0
+
+    def stall_s_max(self, end_s: float) -> float:
+        """`end_s`: when the demo stopped looking, which ends the last wait of a run that has not finished."""
+        return longest_stall_s(self.step_times_s, end_s=None if self.finished else end_s)
+
+    def step_s_median(self) -> float | None:
+        gaps = gaps_s(self.step_times_s)
+        return statistics.median(gaps) if gaps else None
+
+    def chaos(self) -> ChaosFigures:
+        kills = [(at_s, fault) for at_s, fault in self.faults if fault.kind in KILLS]
+        told = [seconds for at_s, _ in kills if (seconds := recovery_s(self.step_times_s, at_s)) is not None]
+        recovered = sorted(round(seconds, 2) for seconds in told if math.isfinite(seconds))
+        return ChaosFigures(
+            kills=len(kills),
+            coordinator_kills=sum(fault.kind == "kill_coordinator" for _, fault in kills),
+            suspensions=sum(fault.kind == "suspend" for _, fault in self.faults),
+            recovery_s=recovered,
+            recovery_s_median=_finite(statistics.median(told)) if told else None,
+            unrecovered=len(told) - len(recovered),
+            left_behind=self.left_behind,
+        )
+
+
+def _finite(seconds: float) -> float | None:
+    return round(seconds, 2) if math.isfinite(seconds) else None

@@ -23,15 +23,27 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 _TOKEN = "SHOAL_SWARM"
 _POLL_S = 0.02
 _LINE_BYTES_MAX = 1024 * 1024  # a status of 500 peers is about 100 KiB of JSON
+_DAEMON_GONE_S = 10.0
+"""A daemon ends 1.6 s after its peer was killed, on an idle machine."""
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Child:
     name: str
     process: asyncio.subprocess.Process
     log: Path
-    reader: "asyncio.Task[None]"
+    reader: "asyncio.Task[None]" = field(init=False)
     exited: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def is_running(self) -> bool:
+        return self.process.returncode is None
+
+    def send(self, number: signal.Signals) -> None:
+        """Signal the child alone; one that is gone is reported by `on_exit`."""
+        if self.is_running:
+            with contextlib.suppress(ProcessLookupError):
+                self.process.send_signal(number)
 
     def rss_bytes(self) -> int:
         """Resident memory of the child itself, without its daemon; 0 once it is gone."""
@@ -50,7 +62,8 @@ class Swarm:
     """
 
     def __init__(self, *, on_line: Callable[[Child, bytes], None], on_exit: Callable[[Child, int], None]) -> None:
-        self.children: dict[str, Child] = {}
+        self.children: list[Child] = []
+        """In the order of their starts; names may come again."""
         self._token = secrets.token_hex(16)
         self._on_line = on_line
         self._on_exit = on_exit
@@ -80,10 +93,9 @@ class Swarm:
                 preexec_fn=die_with_parent,
                 limit=_LINE_BYTES_MAX,
             )
-        ready = asyncio.Event()
-        child = Child(name=name, process=process, log=log, reader=asyncio.create_task(self._read(name, ready)))
-        self.children[name] = child
-        ready.set()
+        child = Child(name=name, process=process, log=log)
+        child.reader = asyncio.create_task(self._read(child), name=f"read {name}")
+        self.children.append(child)
         return child
 
     async def tell(self, child: Child, text: str) -> None:
@@ -94,19 +106,33 @@ class Swarm:
             await child.process.stdin.drain()
             child.process.stdin.close()
 
+    async def kill(self, child: Child) -> list[int]:
+        """SIGKILL the child and nothing else, as a fault would, and wait until its daemon has seen it.
+
+        Returns: processes of the child's that have not ended by themselves. None should be there.
+        """
+        try:
+            descendants = psutil.Process(child.process.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            descendants = []
+        child.send(signal.SIGKILL)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_DAEMON_GONE_S):
+                while descendants:
+                    descendants = [process for process in descendants if _is_there(process)]
+                    await asyncio.sleep(_POLL_S)
+        return [process.pid for process in descendants]
+
     def terminate(self) -> None:
         """Ask every child to say good-bye and leave."""
-        for child in self.children.values():
-            # The child alone: its daemon must carry the good-bye.
-            if child.process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    child.process.terminate()
+        for child in self.children:
+            child.send(signal.SIGTERM)  # the child alone: its daemon must carry the good-bye
 
     async def wait(self, *, timeout_s: float) -> bool:
         """Whether all children have ended within the time."""
         try:
             async with asyncio.timeout(timeout_s):
-                for child in self.children.values():
+                for child in self.children:
                     await child.exited.wait()
         except TimeoutError:
             return False
@@ -119,19 +145,17 @@ class Swarm:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
             await asyncio.sleep(_POLL_S)
-        await asyncio.gather(*(child.reader for child in self.children.values()))
+        await asyncio.gather(*(child.reader for child in self.children))
 
     def _is_ours(self, process: psutil.Process) -> bool:
         try:
             if process.environ().get(_TOKEN) == self._token:
-                return process.status() != psutil.STATUS_ZOMBIE
+                return _is_there(process)
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             pass  # gone, or somebody else's
         return False
 
-    async def _read(self, name: str, ready: asyncio.Event) -> None:
-        await ready.wait()
-        child = self.children[name]
+    async def _read(self, child: Child) -> None:
         assert child.process.stdout is not None
         try:
             async for line in child.process.stdout:
@@ -140,3 +164,10 @@ class Swarm:
             status = await child.process.wait()
             child.exited.set()
             self._on_exit(child, status)
+
+
+def _is_there(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -1,0 +1,176 @@
+"""`shoal demo --chaos`: kills, restarts and suspends peers of a demo that trains, by a schedule drawn from a seed.
+
+When what happens is drawn; whom it meets is drawn among those whom the run can lose at that moment. A peer that holds
+its stage's state alone is spared: with it gone the run goes back to a snapshot, which is another promise (tests of the
+simulated world keep it) and no matter of seconds.
+"""
+
+import asyncio
+import random
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from shoal.deploy.crew import Crew, Member
+from shoal.deploy.summary import FaultLine
+from shoal.protocol.identity import PeerID
+from shoal.protocol.messages import SwarmStatus
+
+COMES_BACK_EVERY = 3
+"""Of so many who are killed one comes back under its own name, in its own folder; for the others a stranger comes."""
+_LOOK_S = 0.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChaosOptions:
+    seed: int = 0
+    kill_every_s: float = 15.0
+    suspend_s: float = 20.0
+
+    def __post_init__(self) -> None:
+        if self.kill_every_s <= 0 or self.suspend_s <= 0:
+            raise ValueError("times between faults must be positive")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Act:
+    at_s: float
+    """After the first step."""
+    kind: Literal["kill", "kill_coordinator", "suspend"]
+    comes_back: bool = False
+    """The killed one, not a stranger in its place."""
+
+
+def schedule(options: ChaosOptions, rng: random.Random) -> Iterator[Act]:
+    """Acts in the order of their times, without end: a kill at every multiple of `kill_every_s`, the first or second of
+    them the coordinator's, and one suspension half-way between the first and the second, or the second and the third.
+    """
+    coordinator_turn = 1 + rng.randrange(2)
+    suspension_turn = 1 + rng.randrange(2)
+    turn = 0
+    while True:
+        turn += 1
+        kind: Literal["kill", "kill_coordinator"] = "kill_coordinator" if turn == coordinator_turn else "kill"
+        yield Act(at_s=turn * options.kill_every_s, kind=kind, comes_back=turn % COMES_BACK_EVERY == 0)
+        if turn == suspension_turn:
+            yield Act(at_s=(turn + 0.5) * options.kill_every_s, kind="suspend")
+
+
+def expendable(crew: Crew, status: SwarmStatus) -> list[Member]:
+    """Whom the run can lose now: whoever holds no state, and whoever has a mate that holds the same and can be reached.
+
+    A member that is not in the status yet has joined nothing; one whose state nobody has heard of may be fetching it.
+    """
+    unable = {member.peer for member in crew.members if member.suspended or not member.is_alive}
+    holders: dict[int, set[PeerID]] = {}
+    stage_of: dict[PeerID | None, int] = {}
+    for peer in status.peers:
+        if peer.stage is not None:
+            stage_of[peer.peer] = peer.stage
+            if peer.synced and not peer.draining and peer.peer not in unable:
+                holders.setdefault(peer.stage, set()).add(peer.peer)
+
+    def can_go(member: Member) -> bool:
+        stage = stage_of.get(member.peer)
+        return stage is None or bool(holders.get(stage, set()).difference({member.peer}))
+
+    return [member for member in crew.alive if not member.suspended and can_go(member)]
+
+
+class Chaos:
+    """Carries a schedule out on a crew.
+
+    Args:
+        status: the swarm's status if it is of this very moment, else None: then one waits for it.
+        on_fault: hears of each fault, and of each peer that comes, as it happens; the line's time is to be filled in.
+        on_left_behind: (name, process ids) of what a killed peer left running.
+        until_s: no faults later than that after the first step; None: no limit.
+    """
+
+    def __init__(
+        self,
+        crew: Crew,
+        options: ChaosOptions,
+        *,
+        status: Callable[[], SwarmStatus | None],
+        on_fault: Callable[[FaultLine], None],
+        on_left_behind: Callable[[str, list[int]], None],
+        until_s: float | None,
+    ) -> None:
+        self._crew = crew
+        self._options = options
+        self._status = status
+        self._on_fault = on_fault
+        self._on_left_behind = on_left_behind
+        self._until_s = until_s
+        self._rng = random.Random(options.seed)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.over = asyncio.Event()
+        """No further faults will come."""
+
+    async def run(self) -> None:
+        """Until the schedule is over, or cancelled. Peers that are suspended then go on."""
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()  # moves on when an act had to wait for its victim, so that none crowds upon another
+        try:
+            for act in schedule(self._options, self._rng):
+                if self._until_s is not None and act.at_s > self._until_s:
+                    break
+                await asyncio.sleep(began_s + act.at_s - loop.time())
+                member, status = await self._victim(act)
+                began_s = max(began_s, loop.time() - act.at_s)
+                await self._carry_out(act, member, status)
+            self.over.set()
+            await asyncio.gather(*self._tasks)
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _carry_out(self, act: Act, member: Member, status: SwarmStatus) -> None:
+        coordinates = member.peer == status.coordinator
+        stage = next((peer.stage for peer in status.peers if peer.peer == member.peer), None)
+        kind: Literal["kill", "kill_coordinator", "suspend"] = act.kind
+        if kind == "kill" and coordinates:
+            kind = "kill_coordinator"
+        self._on_fault(FaultLine(kind=kind, peer=member.name, stage=stage))
+        if act.kind == "suspend":
+            self._crew.suspend(member)
+            self._spawn(self._resume_later(member))
+            return
+        self._spawn(self._kill(member))
+        await member.child.exited.wait()  # who comes back needs its folder
+        newcomer = await self._crew.start(member.name if act.comes_back else "")
+        await self._crew.let_in(newcomer)
+        self._on_fault(FaultLine(kind="return" if act.comes_back else "start", peer=newcomer.name))
+
+    async def _victim(self, act: Act) -> tuple[Member, SwarmStatus]:
+        """Whom it meets, as soon as there is somebody whom the run can lose."""
+        while True:
+            status = self._status()
+            if status is not None:
+                members = expendable(self._crew, status)
+                if act.kind == "kill_coordinator":
+                    members = [member for member in members if member.peer == status.coordinator]
+                elif act.kind == "suspend":
+                    members = [member for member in members if member.peer in {peer.peer for peer in status.peers}]
+                if members:
+                    return self._rng.choice(members), status
+            await asyncio.sleep(_LOOK_S)
+
+    async def _kill(self, member: Member) -> None:
+        left = await self._crew.kill(member)
+        if left:
+            self._on_left_behind(member.name, left)
+
+    async def _resume_later(self, member: Member) -> None:
+        try:
+            await asyncio.sleep(self._options.suspend_s)
+        finally:
+            self._crew.resume(member)
+        self._on_fault(FaultLine(kind="resume", peer=member.name))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

@@ -1,0 +1,249 @@
+"""What happened in a demo, from what its children report: told on the terminal and in `--json`, and summed up."""
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO
+
+import msgspec
+from rich.console import Console, RenderableType
+from rich.live import Live
+
+from shoal.deploy.live_view import Board, plain_line, render, short
+from shoal.deploy.report import Committed, Joined, Left, Note, Obeys, Ready, Report, Status, StepDone, Validated
+from shoal.deploy.step_book import Step, StepBook
+from shoal.deploy.summary import FaultLine, Record, StepLine, Summary
+from shoal.protocol.errors import LocalError
+from shoal.protocol.identity import PeerID
+from shoal.protocol.messages import SwarmStatus
+from shoal.protocol.spec import RunSpec
+
+_FRAMES_PER_S = 2.0
+_RECENT_STEPS = 17
+"""Over which the tokens/s of a step are measured."""
+_STEP_PATIENCE_S = 8.0
+"""A step waits so long for the last stage's word: when a reporter is killed, its mates wait five seconds for it."""
+_STATUS_FRESH_S = 2.5
+
+
+class Chronicle:
+    """Args:
+    title: of the live view.
+    """
+
+    def __init__(self, spec: RunSpec, console: Console, *, title: str) -> None:
+        self.started_s = time.monotonic()
+        self.record = Record()
+        self.board = Board(title=title, started_s=self.started_s, steps_total=spec.training.steps)
+        self._spec = spec
+        self._console = console
+        self._book = StepBook(num_stages=spec.swarm.stages, patience_s=_STEP_PATIENCE_S)
+        self._plan: Obeys | None = None
+        self._status_at_s = -_STATUS_FRESH_S
+        self._validation_told = -1
+        self._recent: deque[float] = deque(maxlen=_RECENT_STEPS)
+        self._live: Live | None = None
+        self._json: IO[bytes] | None = None
+
+    @contextlib.contextmanager
+    def kept(self, json_path: Path | None) -> Iterator[None]:
+        """While this lasts, the view is drawn and lines are written. Raises: LocalError: not to that path."""
+        with contextlib.ExitStack() as stack:
+            if json_path is not None:
+                self._json = stack.enter_context(_open_json(json_path))
+            if self._console.is_terminal:
+                self._live = stack.enter_context(
+                    Live(get_renderable=self._draw, console=self._console, refresh_per_second=_FRAMES_PER_S)
+                )
+            yield
+
+    @property
+    def status(self) -> SwarmStatus | None:
+        """The swarm's, unless what we have is too old to choose a victim by."""
+        return self.board.status if time.monotonic() < self._status_at_s + _STATUS_FRESH_S else None
+
+    # --- what comes ---
+
+    def take(self, name: str, report: Report) -> None:
+        """`name` is the child's."""
+        now_s = time.monotonic()
+        match report:
+            case Ready():
+                self.record.run = report.run
+                self.board.phase = "waiting for the others"
+                self._print("a peer on another terminal or machine joins with:")
+                self._print(f"shoal join {report.invite}")
+            case Joined():
+                self.note(f"{report.name} is there ({short(report.peer)})")
+            case Obeys():
+                self._take_plan(report)
+            case Committed():
+                self._book.commit(report.report, now_s)
+                self.tell_steps()
+            case StepDone():
+                self._book.tell(report, now_s)
+                self.tell_steps()
+            case Validated():
+                self.record.validate(report)
+                self.board.validation = report.report.step, report.report.loss
+            case Status():
+                self._take_status(report.status, now_s)
+            case Note():
+                self.note(f"{name}: {report.text}")
+            case Left():
+                self.record.finished |= report.finished
+
+    def take_fault(self, fault: FaultLine) -> None:
+        now_s = time.monotonic()
+        fault = msgspec.structs.replace(fault, seconds=round(now_s - self.started_s, 3))
+        self.record.faults.append((now_s, fault))
+        self._write_json(fault)
+        stage = "" if fault.stage is None else f", stage {fault.stage}"
+        self.note(f"chaos at {fault.seconds:.1f} s: {fault.kind.replace('_', ' ')} {fault.peer}{stage}")
+
+    def take_left_behind(self, name: str, processes: Sequence[int]) -> None:
+        self.record.left_behind += len(processes)
+        self.note(f"{name} left processes behind: {', '.join(map(str, processes))}")
+
+    def take_failure(self, name: str, what: str) -> None:
+        """A peer that came to a bad end without our help."""
+        self.record.failed += 1
+        self.note(f"{name} {what}")
+
+    # --- what is told ---
+
+    def note(self, text: str) -> None:
+        self.board.notes.append(text)
+        if self._live is None:
+            self._print(text)
+
+    def tell_steps(self, *, flush: bool = False) -> None:
+        """Those that are complete, or have been waited for long enough; with `flush` all."""
+        for step in self._book.due(time.monotonic(), flush=flush):
+            self._tell_step(step)
+
+    def sum_up(
+        self, *, peers: int, chaos: bool, watched_until_s: float, snapshot: str, sample: str, folder: Path
+    ) -> Summary:
+        """Close with the summary. `watched_until_s`: when one stopped waiting for steps, in `time.monotonic()`."""
+        record, book, spec = self.record, self._book, self._spec
+        first_step_s = record.step_times_s[0] - self.started_s if record.step_times_s else None
+        step_s = record.step_s_median()
+        summary = Summary(
+            steps=spec.training.steps if record.finished else record.steps_seen,
+            finished=record.finished,
+            loss_first=record.first.loss if record.first else None,
+            loss_last=record.last.loss if record.last else None,
+            val_loss=record.val_loss,
+            tokens_per_s=round(record.tokens_per_s(spec.tokens_per_step), 1),
+            staleness_mean=record.staleness_sum / record.num_steps if record.num_steps else 0.0,
+            coordinator_terms=len(record.terms),
+            peers=peers,
+            eras=record.eras,
+            duplicates=book.duplicates,
+            duplicates_share=book.duplicates / book.microbatches if book.microbatches else 0.0,
+            given_up=book.given_up,
+            dissenting=book.dissenting,
+            stall_s_max=round(record.stall_s_max(watched_until_s), 3),
+            step_s_median=None if step_s is None else round(step_s, 3),
+            validations=dict(sorted(record.validations.items())),
+            failed=record.failed,
+            chaos=record.chaos() if chaos else None,
+            seconds=round(time.monotonic() - self.started_s, 1),
+            first_step_s=None if first_step_s is None else round(first_step_s, 1),
+            rss_mb_max=dict(record.rss_mb_max),
+            run=record.run,
+            snapshot=snapshot,
+            sample=sample,
+            folder=str(folder),
+        )
+        self._write_json(summary)
+        return summary
+
+    # --- inside ---
+
+    def _take_plan(self, plan: Obeys) -> None:
+        """Everyone tells every plan; who returns begins with an old one."""
+        before, order = self._plan, (plan.term, plan.sequence)
+        if before is not None and order <= (before.term, before.sequence):
+            return
+        self._plan = plan
+        self.record.terms.add(plan.term)
+        if before is not None and before.term != plan.term:
+            self.note(f"term {plan.term}: the coordinator's role moved to {short(plan.coordinator)}")
+        self.note(f"plan {plan.sequence}: {plan.reason}")
+
+    def _take_status(self, status: SwarmStatus, now_s: float) -> None:
+        """From whoever thinks that it coordinates: one that was suspended thinks so too for a moment."""
+        before, order = self.board.status, (status.term, status.plan_sequence)
+        if before is None or order >= (before.term, before.plan_sequence):
+            self.record.see(status)
+            self.board.status, self._status_at_s = status, now_s
+
+    def _tell_step(self, step: Step) -> None:
+        validation = self.board.validation
+        shown = StepDone(
+            step=step.step,
+            loss=step.loss,
+            validation_loss=validation[1] if validation else None,
+            validation_step=validation[0] if validation else None,
+            tokens_per_s=self._recent_tokens_per_s(step),
+            staleness_mean=step.staleness_mean,
+            duplicates=step.duplicates,
+            given_up=step.given_up,
+            dissenting=step.dissenting,
+            era=step.era,
+            term=self._plan.term if self._plan else 0,
+            peers=self._plan.peers if self._plan else 0,
+            coordinator=self._plan.coordinator if self._plan else PeerID(""),
+        )
+        news = validation is not None and validation[0] != self._validation_told
+        self._validation_told = validation[0] if validation else -1
+        self.record.add(shown, step.at_s)
+        self.board.add_step(shown, step.at_s)
+        self._write_json(
+            StepLine(
+                step=shown.step,
+                era=shown.era,
+                loss=shown.loss,
+                val_loss=shown.validation_loss if news else None,
+                tokens_per_s=round(shown.tokens_per_s, 1),
+                staleness_mean=shown.staleness_mean,
+                duplicates=shown.duplicates,
+                given_up=shown.given_up,
+                dissenting=shown.dissenting,
+                term=shown.term,
+                coordinator=shown.coordinator,
+                peers=shown.peers,
+                seconds=round(step.at_s - self.started_s, 3),
+            )
+        )
+        if self._live is None:
+            self._print(plain_line(self.board))
+
+    def _recent_tokens_per_s(self, step: Step) -> float:
+        self._recent.append(step.at_s)
+        tokens = (len(self._recent) - 1) * self._spec.tokens_per_step
+        elapsed_s = step.at_s - self._recent[0]
+        return tokens / elapsed_s if elapsed_s > 0 else 0.0
+
+    def _draw(self) -> RenderableType:
+        return render(self.board, time.monotonic())
+
+    def _print(self, text: str) -> None:
+        self._console.print(text, soft_wrap=True, markup=False, highlight=False)
+
+    def _write_json(self, line: msgspec.Struct) -> None:
+        if self._json is not None:
+            self._json.write(msgspec.json.encode(line) + b"\n")
+            self._json.flush()
+
+
+def _open_json(path: Path) -> IO[bytes]:
+    """Raises: LocalError."""
+    try:
+        return path.open("wb")
+    except OSError as error:
+        raise LocalError(f"cannot write {path}: {error.strerror}") from error

@@ -1,0 +1,148 @@
+"""The demo's peers as processes: started, let in, killed, suspended, and who of them is there."""
+
+import itertools
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from shoal.deploy.report import Joined, Left, Ready
+from shoal.deploy.swarm import Child, Swarm
+from shoal.protocol.identity import PeerID
+from shoal.protocol.invite import make_invite, parse_invite
+from shoal.protocol.limits import ADDRESSES_MAX
+
+HOST = "peer-1"
+CLI = (sys.executable, "-m", "shoal.deploy.cli")
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Member:
+    """One process of the crew. A peer that comes back under its name is another member with the same folder."""
+
+    child: Child
+    peer: PeerID | None = None
+    """Once it has joined."""
+    invite: str = ""
+    """With its own address, once it has joined."""
+    killed: bool = False
+    """By us, on purpose: its end is no error."""
+    dismissed: bool = False
+    """Told to leave."""
+    suspended: bool = False
+    left: Left | None = None
+
+    @property
+    def name(self) -> str:
+        return self.child.name
+
+    @property
+    def is_alive(self) -> bool:
+        return self.child.is_running and not self.killed
+
+
+class Crew:
+    """Args:
+    folder: each peer's own folder goes to `peers/NAME` in here, its standard error to `logs/NAME.log`.
+    spec_path: of the run that the host starts.
+    data: the run's text, if it is not what the spec names on every machine.
+    """
+
+    def __init__(self, swarm: Swarm, *, folder: Path, spec_path: Path, data: str) -> None:
+        self.members: list[Member] = []
+        """In the order of their starts."""
+        self.invite = ""
+        """The host's, once it is up."""
+        self._swarm = swarm
+        self._folder = folder
+        self._spec_path = spec_path
+        self._data = data
+        self._numbers = itertools.count(1)
+
+    @property
+    def peers_folder(self) -> Path:
+        return self._folder / "peers"
+
+    @property
+    def logs(self) -> Path:
+        return self._folder / "logs"
+
+    @property
+    def alive(self) -> list[Member]:
+        return [member for member in self.members if member.is_alive]
+
+    def member_of(self, child: Child) -> Member:
+        return next(member for member in reversed(self.members) if member.child is child)
+
+    async def start(self, name: str = "") -> Member:
+        """Start one more peer, or one that has been there before under `name`, in its folder. It waits for an invite,
+        unless it is the first one: that hosts the run.
+        """
+        hosts = not self.members
+        name = name or f"peer-{next(self._numbers)}"
+        common = ["--name", name, "--state-dir", str(self.peers_folder / name), "--listen", "127.0.0.1:0"]
+        what = ["host", str(self._spec_path)] if hosts else ["join", "-"]
+        if self._data and not hosts:
+            common += ["--data", self._data]
+        argv = [*CLI, *what, *common, "--threads", "1", "--device", "cpu", "--reports"]
+        for folder in (self.peers_folder, self.logs):
+            folder.mkdir(parents=True, exist_ok=True)
+        child = await self._swarm.start(name, argv, env=environment(), log=self.logs / f"{name}.log")
+        member = Member(child=child)
+        self.members.append(member)
+        return member
+
+    async def let_in(self, member: Member) -> None:
+        """Hand it an invite to those who are there now."""
+        await self._swarm.tell(member.child, self._current_invite() + "\n")
+
+    async def kill(self, member: Member) -> list[int]:
+        """SIGKILL. Returns: processes that it left behind."""
+        member.killed = True
+        return await self._swarm.kill(member.child)
+
+    def suspend(self, member: Member) -> None:
+        """SIGSTOP: the process does nothing and closes nothing; its daemon, another process, still accepts calls."""
+        member.suspended = True
+        member.child.send(signal.SIGSTOP)
+
+    def resume(self, member: Member) -> None:
+        member.suspended = False
+        member.child.send(signal.SIGCONT)
+
+    def terminate(self, members: Sequence[Member]) -> None:
+        """Ask them to say good-bye and leave."""
+        for member in members:
+            member.dismissed = True
+            member.child.send(signal.SIGTERM)
+
+    def take(self, member: Member, report: Ready | Joined | Left) -> None:
+        match report:
+            case Ready():
+                self.invite = report.invite
+            case Joined():
+                member.peer, member.invite = report.peer, report.invite
+            case Left():
+                member.left = report
+
+    def _current_invite(self) -> str:
+        """An invite by several who live, the eldest first; the host's while nobody else has joined."""
+        invites = [parse_invite(member.invite) for member in self.alive if member.invite and not member.suspended]
+        if not invites:
+            return self.invite
+        # One address of each before a second of anybody's: what counts is that somebody lives.
+        rounds = itertools.zip_longest(*(invite.addresses for invite in invites))
+        addresses = [address for turn in rounds for address in turn if address is not None]
+        return make_invite(invites[0].run, invites[0].owner, tuple(addresses[:ADDRESSES_MAX]))
+
+
+def environment() -> Mapping[str, str]:
+    """Many peers share the cores: one thread each, and one heap (glibc keeps several, each as large as its peak)."""
+    return {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1", **os.environ}
+
+
+def last_line(log: Path) -> str:
+    lines: Sequence[str] = log.read_text(errors="replace").strip().splitlines()
+    return lines[-1] if lines else ""

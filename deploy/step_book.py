@@ -1,0 +1,126 @@
+"""The steps of a run, put together by a parent from what its children say of their own stages. Pure.
+
+Each member of each stage group tells what its group has committed (`report.Committed`), through a pipe that outlives
+it: a step is lost only with every child of one stage at once, and then so is that stage's state. No coordinator is
+asked. Lost: taking the steps from whoever coordinates, which takes those it has not told along when it is killed, and
+has none for us when it is not our child.
+
+Where our children have no part in a stage, its coordinator's word (`report.StepDone`) stands for that stage's, if the
+coordinator is our child.
+"""
+
+from dataclasses import dataclass, field
+
+from shoal.deploy.report import StepDone
+from shoal.protocol.messages import CommitReport
+
+_Key = tuple[int, int]  # (era, step)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One committed step of the whole run."""
+
+    step: int
+    """From 0."""
+    era: int
+    """How often the run had gone back to a snapshot; steps repeat in later eras."""
+    at_s: float
+    """When the last stage's commit of it was heard."""
+    loss: float | None
+    staleness_mean: float
+    duplicates: int
+    given_up: int
+    dissenting: int
+
+
+@dataclass(slots=True, kw_only=True)
+class _Open:
+    since_s: float
+    at_s: float
+    reports: dict[int, CommitReport] = field(default_factory=dict)
+    told: StepDone | None = None
+
+
+class StepBook:
+    """Args:
+    patience_s: how long a step waits for a stage that has not reported it, and those after it for their turn.
+    """
+
+    def __init__(self, *, num_stages: int, patience_s: float) -> None:
+        self._num_stages = num_stages
+        self._patience_s = patience_s
+        self._open: dict[_Key, _Open] = {}
+        self._newest: _Key = (0, -1)
+        self._heard: set[tuple[_Key, int]] = set()
+        self.microbatches = 0
+        """Contributed to commits, summed over the stages; `duplicates` of them were not needed."""
+        self.duplicates = 0
+        self.given_up = 0
+        self.dissenting = 0
+
+    def commit(self, report: CommitReport, now_s: float) -> None:
+        """A group's members all say it; the first one counts."""
+        key = report.era, report.step
+        if (key, report.stage) in self._heard:
+            return
+        self._heard.add((key, report.stage))
+        self.microbatches += report.microbatches + report.duplicates
+        self.duplicates += report.duplicates
+        self.given_up += report.given_up
+        self.dissenting += report.dissenting
+        entry = self._entry(key, now_s)
+        if entry is not None:
+            entry.reports[report.stage] = report
+            entry.at_s = now_s
+
+    def tell(self, told: StepDone, now_s: float) -> None:
+        """A coordinator's word."""
+        entry = self._entry((told.era, told.step), now_s)
+        if entry is not None and entry.told is None:
+            entry.told = told
+
+    def due(self, now_s: float, *, flush: bool = False) -> list[Step]:
+        """Steps that are complete, or have been waited for long enough, in their order. `flush`: all that are known."""
+        steps = []
+        for key in sorted(self._open):
+            entry = self._open[key]
+            waited = now_s >= entry.since_s + self._patience_s
+            follows = key == (self._newest[0], self._newest[1] + 1)
+            if not (flush or waited or (follows and len(entry.reports) == self._num_stages)):
+                break
+            del self._open[key]
+            self._newest = key
+            steps.append(self._step(key, entry))
+        return steps
+
+    def _entry(self, key: _Key, now_s: float) -> _Open | None:
+        if key <= self._newest:
+            return None  # it has been told without
+        return self._open.setdefault(key, _Open(since_s=now_s, at_s=now_s))
+
+    def _step(self, key: _Key, entry: _Open) -> Step:
+        reports, told = list(entry.reports.values()), entry.told
+        era, step = key
+        if told is not None and len(reports) < self._num_stages:
+            return Step(
+                step=step,
+                era=era,
+                at_s=entry.at_s,
+                loss=told.loss,
+                staleness_mean=told.staleness_mean,
+                duplicates=told.duplicates,
+                given_up=told.given_up,
+                dissenting=told.dissenting,
+            )
+        last = entry.reports.get(self._num_stages - 1)
+        return Step(
+            step=step,
+            era=era,
+            at_s=entry.at_s,
+            loss=last.loss if last else None,
+            staleness_mean=sum(report.staleness_steps_mean for report in reports) / max(1, len(reports)),
+            duplicates=sum(report.duplicates for report in reports),
+            given_up=sum(report.given_up for report in reports),
+            dissenting=sum(report.dissenting for report in reports),
+        )
