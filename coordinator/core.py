@@ -186,7 +186,8 @@ class CoordinationCore:
         leads = self.is_coordinator or (live is None and self.me == self.owner)
         if leads and not self.governor.hear(source, heartbeat, now_s):
             return [Reply(message=Refusal(reason="this run has all the peers it can count"))]
-        self.done = self.done or (leads and self.governor.ledger.done)
+        ledger = self.governor.ledger
+        self.done = self.done or (leads and (ledger.done or (heartbeat.done and ledger.is_near_the_end)))
         reply = answer_heartbeat(self.chain, heartbeat, coordinator=self.coordinator, leads=leads, done=self.done)
         commands: list[Command] = [Reply(message=reply)]
         if live is not None and heartbeat.plan_sequence > live.plan.sequence:
@@ -277,7 +278,7 @@ class CoordinationCore:
         if now_s >= self._head_at_s:
             self._head_at_s = now_s + HEAD_HEARTBEATS * self._heartbeat_s
             commands += [LookUp(), Publish(plan=live)]
-        if self._succession.is_due(now_s):
+        if self._succession.is_due(now_s) and not self.done:  # nobody else could know that it is
             commands += self._hand_over(live, now_s)
         if self._succession.is_waiting or self._proposer.is_busy or self.done:
             return commands

@@ -127,6 +127,7 @@ class Coordination:
         self._timer_at_s = 0.0
         self._moved_on = asyncio.Event()
         self._closed = False
+        self._heard_s = clock.now_s()
         self.history: deque[StepRecord] = deque(maxlen=HISTORY_STEPS)
         """Steps completed in this peer's terms, oldest first."""
 
@@ -145,6 +146,11 @@ class Coordination:
     def done(self) -> bool:
         """The run has reached its last step."""
         return self._core.done
+
+    @property
+    def silence_s(self) -> float:
+        """For how long nobody that coordinates has answered us; 0 if we coordinate."""
+        return 0.0 if self._core.is_coordinator else self._clock.now_s() - self._heard_s
 
     def status(self) -> SwarmStatus | None:
         """The swarm as we see it, if we coordinate it."""
@@ -346,6 +352,7 @@ class Coordination:
         self._feed(Beat(heartbeat=own))
         if self._notices.is_due(own.advert):
             self._spawn(self._notices.advertise(own.advert))
+        own = msgspec.structs.replace(own, done=self._core.done)
         heartbeat, sent = self._reports.enclose(own)
         try:
             reply = await self._endpoint.ask(target, heartbeat, HeartbeatReply, timeout_s=self._timeout_s)
@@ -359,6 +366,7 @@ class Coordination:
             self._reports.failed(sent)
             raise
         if reply.is_coordinator:
+            self._heard_s = self._clock.now_s()
             self._reports.arrived(sent)
         else:
             self._reports.failed(sent)

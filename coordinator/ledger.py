@@ -83,6 +83,11 @@ class Ledger:
         return self.step >= self._steps and (validated or not self._validates)
 
     @property
+    def is_near_the_end(self) -> bool:
+        """Whether to believe somebody who says that the run is done: what we lack may be its last reports."""
+        return self.version_max >= self._steps - self._lead_steps
+
+    @property
     def tokens_per_s(self) -> float:
         if len(self._commits) < RATE_COMMITS_MIN:
             return self._inherited_tokens_per_s

@@ -32,7 +32,9 @@ from shoal.protocol.spec import RunSpec, run_id
 _GOODBYE_S = 2.0
 _LAST_VALIDATION_S = 10.0
 _LINGER_HEARTBEATS = 4.0
-"""How long the coordinator of a run that is done still answers: a peer may miss a heartbeat or two."""
+"""How long a peer of a run that is done still answers, and tells a new coordinator that it is: some may have missed a
+heartbeat or two."""
+_LEFT_BEHIND_HEARTBEATS = 20.0
 
 _CPU = torch.device("cpu")
 
@@ -148,13 +150,19 @@ class Node:
         Raises: whatever keeps this peer from going on.
         """
         heartbeat_s = self.spec.swarm.heartbeat_s
-        while not self.coordination.done:
+        while not (self.coordination.done or self._is_left_behind):
             if self.peer.failure.done():
                 self.peer.failure.result()
             await asyncio.sleep(heartbeat_s / 4)
         await self.peer.drain(_LAST_VALIDATION_S)
-        if self.is_coordinator:
-            await asyncio.sleep(_LINGER_HEARTBEATS * heartbeat_s)
+        await asyncio.sleep(_LINGER_HEARTBEATS * heartbeat_s)
+
+    @property
+    def _is_left_behind(self) -> bool:
+        """Our stage has committed the last step, and everyone who could have told us more is gone."""
+        replica = self.peer.replica
+        at_the_end = replica is not None and replica.version == self.spec.training.steps
+        return at_the_end and self.coordination.silence_s > _LEFT_BEHIND_HEARTBEATS * self.spec.swarm.heartbeat_s
 
     async def leave(self, *, drains: bool = True) -> None:
         """Say good-bye. `drains`: first finish what is in flight and see it committed, which takes half a minute at

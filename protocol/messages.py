@@ -125,6 +125,8 @@ class Heartbeat(_Message, frozen=True, kw_only=True):
     """Median seconds of a forward here; 0 before the first."""
     window: int = 0
     """Microbatches this stage-0 replica keeps in flight."""
+    done: bool = False
+    """The sender has coordinated the run to its last step, or was told so: a coordinator may have missed reports."""
 
 
 class HeartbeatReply(_Message, frozen=True):
