@@ -121,6 +121,8 @@ class StateFetcher:
             if not offers:
                 raise Unreachable(holders[0], f"all holders of version {self._version} were lost while fetching")
             await self._fetch_layers(missing, offers)
+            if not offers:
+                continue
             layers = {key: self._layer(key) for key in self._keys}
             wrong = [key for key in missing if layers[key].digest() != digests[key]]
             if wrong and len(offers) == 1:

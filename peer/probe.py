@@ -1,6 +1,7 @@
 """Measures what this peer can give: arithmetic on the run's own layer shape, memory, and the way to other peers."""
 
 import asyncio
+import contextlib
 import itertools
 from dataclasses import dataclass
 from statistics import median
@@ -117,6 +118,7 @@ class LinkProbe:
     async def _on_chunk(self, source: PeerID, meta: ProbeChunk, payload: Payload) -> None:
         if meta.echo:
             answer = ProbeChunk(nonce=meta.nonce, echo=False)
-            await self._endpoint.send(source, answer, b"\0", priority=Priority.GRADIENT)
+            with contextlib.suppress(Unreachable):  # who asked has gone: nobody misses the answer
+                await self._endpoint.send(source, answer, b"\0", priority=Priority.GRADIENT)
         elif (event := self._echoes.get((source, meta.nonce))) is not None:
             event.set()
