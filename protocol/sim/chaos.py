@@ -3,8 +3,8 @@
 A schedule is drawn once, from one generator, before anything runs: it can be printed, kept, shortened by hand and
 played again. Playing it draws nothing, so what a fault does never depends on what the peers did before.
 
-Faults of one process (crash, pause, a dead daemon) never overlap on one peer, and at most `down_at_once_max` peers
-are down at a time; everything else may coincide with everything.
+What takes a peer down (crash, pause, a dead daemon) never overlaps on one peer, and at most `down_at_once_max` peers
+are down at a time. No fault of one peer overlaps with another of its kind. Everything else may coincide.
 """
 
 import asyncio
@@ -17,16 +17,30 @@ from enum import StrEnum
 import msgspec
 
 from shoal.protocol.errors import LocalError
+from shoal.protocol.sim.paths import Disturbance
 from shoal.protocol.sim.world import SimPeer, World
 
 
 class FaultKind(StrEnum):
-    """What `Fault.amount` is stands behind each; 0 where it is nothing."""
+    """Of one peer, then between peers."""
 
     CRASH = "crash"
     PAUSE = "pause"
+    DEAD_DAEMON = "dead daemon"
+    SLOW_DEVICE = "slow device"
+    """`amount`: how many times slower."""
+    CLOCK_JUMP = "clock jump"
+    """`amount`: seconds, back where negative; its end sets the clock right."""
     CUT = "cut"
     ONE_WAY_CUT = "one-way cut"
+    SLOW_LINK = "slow link"
+    """`amount`: how many times slower."""
+    LOSS = "loss"
+    """`amount`: probability, here and below."""
+    CORRUPTION = "corruption"
+    DUPLICATION = "duplication"
+    SPIKES = "spikes"
+    """`amount`: seconds; a tenth of the messages takes up to that much longer, so calls overtake each other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,15 +89,35 @@ def decode_schedule(data: bytes) -> Schedule:
 
 # Drawing ------------------------------------------------------------------------------------------------------------
 
-_PROCESS_KINDS = frozenset({FaultKind.CRASH, FaultKind.PAUSE})
-"""Of these a peer has one at a time."""
-_LASTS_S: Mapping[FaultKind, tuple[float, float]] = {
+_DOWN = frozenset({FaultKind.CRASH, FaultKind.PAUSE, FaultKind.DEAD_DAEMON})
+_OF_ONE_PEER = _DOWN | {FaultKind.SLOW_DEVICE, FaultKind.CLOCK_JUMP}
+_SPIKES = 0.1
+
+Range = tuple[float, float]
+_LASTS_S: Mapping[FaultKind, Range] = {
     FaultKind.CRASH: (2.0, 60.0),
     FaultKind.PAUSE: (0.1, 30.0),
+    FaultKind.DEAD_DAEMON: (0.5, 15.0),
+    FaultKind.SLOW_DEVICE: (5.0, 60.0),
+    FaultKind.CLOCK_JUMP: (5.0, 60.0),
     FaultKind.CUT: (0.5, 40.0),
     FaultKind.ONE_WAY_CUT: (0.5, 40.0),
+    FaultKind.SLOW_LINK: (5.0, 60.0),
+    FaultKind.LOSS: (5.0, 60.0),
+    FaultKind.CORRUPTION: (5.0, 60.0),
+    FaultKind.DUPLICATION: (5.0, 60.0),
+    FaultKind.SPIKES: (5.0, 60.0),
 }
-"""Shortest and longest; drawn evenly on a logarithmic scale, since what is hard to survive sits near some timeout."""
+"""Drawn evenly on a logarithmic scale, as amounts are: what is hard to survive sits near some timeout of the peers."""
+_AMOUNT: Mapping[FaultKind, Range] = {
+    FaultKind.SLOW_DEVICE: (2.0, 100.0),
+    FaultKind.CLOCK_JUMP: (1.0, 60.0),
+    FaultKind.SLOW_LINK: (2.0, 100.0),
+    FaultKind.LOSS: (0.005, 0.3),
+    FaultKind.CORRUPTION: (0.001, 0.1),
+    FaultKind.DUPLICATION: (0.01, 0.5),
+    FaultKind.SPIKES: (0.2, 10.0),
+}
 
 
 def draw_schedule(
@@ -107,35 +141,56 @@ def draw_schedule(
         recovers_s: a peer that was down is left alone at least so long, and counts as down.
     """
     faults: list[Fault] = []
-    at_s = 0.0
-    ordered = sorted(set(kinds), key=list(FaultKind).index)
-    while ordered:
+    wanted = [kind for kind in FaultKind if kind in kinds]
+    at_s = rng.expovariate(1.0 / mean_gap_s)
+    while wanted and at_s < duration_s:
+        kind = rng.choice(wanted)
+        lasts_s = min(_between(rng, _LASTS_S[kind]), duration_s - at_s)
+        amount = _between(rng, _AMOUNT[kind]) if kind in _AMOUNT else 0.0
+        whom, others = tuple[str, ...](), tuple[str, ...]()
+        if kind is FaultKind.CLOCK_JUMP:
+            amount *= rng.choice((-1.0, 1.0))
+        if kind in _OF_ONE_PEER:
+            free = _free(faults, kind, at_s, names, spared, down_at_once_max, recovers_s)
+            whom = (rng.choice(free),) if free else ()
+        else:
+            whom, others = _split(rng, names)
+        if whom:
+            faults.append(Fault(kind=kind, at_s=at_s, lasts_s=lasts_s, whom=whom, others=others, amount=amount))
         at_s += rng.expovariate(1.0 / mean_gap_s)
-        kind = rng.choice(ordered)
-        shortest_s, longest_s = _LASTS_S[kind]
-        lasts_s = math.exp(rng.uniform(math.log(shortest_s), math.log(longest_s)))
-        if at_s >= duration_s:
-            break
-        lasts_s = min(lasts_s, duration_s - at_s)
-        whom, others = _split(rng, names)
-        if kind in _PROCESS_KINDS:
-            down = {fault.whom[0] for fault in faults if _is_down(fault, at_s, recovers_s)}
-            up = [name for name in names if name not in down and name not in spared]
-            if not up or len(down) >= down_at_once_max:
-                continue
-            whom, others = (rng.choice(up),), ()
-        faults.append(Fault(kind=kind, at_s=at_s, lasts_s=lasts_s, whom=whom, others=others))
     return tuple(faults)
 
 
-def _is_down(fault: Fault, at_s: float, recovers_s: float) -> bool:
-    return fault.kind in _PROCESS_KINDS and at_s < fault.ends_s + recovers_s
+def _between(rng: random.Random, bounds: Range) -> float:
+    least, most = bounds
+    return math.exp(rng.uniform(math.log(least), math.log(most)))
+
+
+def _free(
+    faults: Sequence[Fault],
+    kind: FaultKind,
+    at_s: float,
+    names: Sequence[str],
+    spared: Collection[str],
+    down_at_once_max: int,
+    recovers_s: float,
+) -> list[str]:
+    """Who may suffer a `kind` of one peer now."""
+    if kind not in _DOWN:
+        suffering = {fault.whom[0] for fault in faults if fault.kind is kind and at_s < fault.ends_s}
+        return [name for name in names if name not in suffering]
+    down = {fault.whom[0] for fault in faults if fault.kind in _DOWN and at_s < fault.ends_s + recovers_s}
+    if len(down) >= down_at_once_max:
+        return []
+    return [name for name in names if name not in down and name not in spared]
 
 
 def _split(rng: random.Random, names: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Two sides, of any size from one."""
+    """Two sides: as often one peer and all others as any other division, and none if there is only one peer."""
+    if len(names) < 2:
+        return (), ()
     shuffled = rng.sample(names, len(names))
-    at = rng.randint(1, len(names) - 1)
+    at = rng.choice((1, rng.randint(1, len(names) - 1)))
     return tuple(sorted(shuffled[:at])), tuple(sorted(shuffled[at:]))
 
 
@@ -178,22 +233,54 @@ def _begin(world: World, fault: Fault, on_return: Callable[[str], object]) -> Ca
         if name not in world.peers:
             raise LocalError(f"{fault}: there is no {name!r} in this world")
     peers, others = ([world.peers[name] for name in side] for side in (fault.whom, fault.others))
+    alive = [peer for peer in peers if peer.is_alive]
     match fault.kind:
         case FaultKind.CRASH:
-            for peer in peers:
+            for peer in alive:
                 world.crash(peer)
             return lambda: [on_return(name) for name in fault.whom if not world.peers[name].is_alive]
         case FaultKind.PAUSE:
-            paused = [peer for peer in peers if peer.is_alive]
-            for peer in paused:
+            for peer in alive:
                 world.pause(peer)
-            return lambda: _resume(world, paused)
+            return lambda: _resume(world, alive)
+        case FaultKind.DEAD_DAEMON:
+            for peer in alive:
+                world.kill_daemon(peer, restarts_in_s=math.inf if fault.lasts_s is None else fault.lasts_s)
+            return lambda: None
+        case FaultKind.SLOW_DEVICE:
+            _each(peers, lambda peer: world.slow_device(peer, fault.amount))
+            return lambda: _each(peers, lambda peer: world.slow_device(peer, 1.0))
+        case FaultKind.CLOCK_JUMP:
+            _each(peers, lambda peer: world.jump_clock(peer, fault.amount))
+            return lambda: _each(peers, lambda peer: world.jump_clock(peer, -fault.amount))
         case FaultKind.CUT | FaultKind.ONE_WAY_CUT:
             cut = world.partition(peers, others, one_way=fault.kind is FaultKind.ONE_WAY_CUT)
             return lambda: world.heal(cut)
+        case _:
+            disturbed = world.disturb(peers, others, _disturbance(fault))
+            return lambda: world.calm(disturbed)
+
+
+def _disturbance(fault: Fault) -> Disturbance:
+    match fault.kind:
+        case FaultKind.SLOW_LINK:
+            return Disturbance(slowness=fault.amount)
+        case FaultKind.LOSS:
+            return Disturbance(loss=fault.amount)
+        case FaultKind.CORRUPTION:
+            return Disturbance(corruption=fault.amount)
+        case FaultKind.DUPLICATION:
+            return Disturbance(duplication=fault.amount)
+        case FaultKind.SPIKES:
+            return Disturbance(spikes=_SPIKES, spike_s=fault.amount)
+        case _:
+            raise LocalError(f"{fault}: this is no fault of a path")
+
+
+def _each(peers: Sequence[SimPeer], do: Callable[[SimPeer], None]) -> None:
+    for peer in peers:
+        do(peer)
 
 
 def _resume(world: World, peers: Sequence[SimPeer]) -> None:
-    for peer in peers:
-        if peer.is_alive:
-            world.resume(peer)
+    _each([peer for peer in peers if peer.is_alive], world.resume)

@@ -37,7 +37,10 @@ class Agenda:
         return self._loop is not None
 
     def now_s(self) -> float:
-        return self.loop.time()
+        loop = self._loop
+        if loop is None or loop is not asyncio.get_running_loop():  # asked several times for every message
+            loop = self.loop
+        return loop.time()
 
     def at(self, when_s: float, callback: Callable[[*Ts], object], *args: *Ts) -> asyncio.TimerHandle:
         return self.loop.call_at(when_s, callback, *args, context=self._nobody)

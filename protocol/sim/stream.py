@@ -13,6 +13,8 @@ from shoal.protocol.ports import Priority
 from shoal.protocol.sim.network import CardSpec
 from shoal.protocol.sim.phantom import Phantom
 
+_NUM_PRIORITIES = len(Priority)
+
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Frame:
@@ -107,7 +109,7 @@ class Stream:
         """As new, for frames that will be sent from now on; what has arrived stays until the first of these arrives."""
         self.epoch += 1
         self.window = CreditWindow(int(min(self.queue_bytes, STREAM_CREDIT_BYTES)))
-        self.waiting: tuple[deque[Frame], ...] = tuple(deque() for _ in Priority)
+        self.waiting: tuple[deque[Frame], ...] = tuple(deque() for _ in range(_NUM_PRIORITIES))
         self.leaving: Frame | None = None
         self.held: deque[Frame] = deque()
         """Frames that reached a cut in the network; they come in order once it heals."""
