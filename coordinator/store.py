@@ -1,63 +1,100 @@
-"""Keeps what a peer has promised and obeys on disk, so that a restart cannot make it vote twice."""
+"""Keeps what a peer has promised and obeys on disk, so that a restart cannot make it vote twice.
 
-import os
-from pathlib import Path
+The file is the BLAKE3 digest of a msgpack record and then the record: a flipped bit in a term would be a record too.
+"""
+
+from pathlib import PurePosixPath
+from typing import Final
 
 import msgspec
+from blake3 import blake3
 
 from shoal.coordinator.chain import ChainRecord
 from shoal.protocol.errors import LocalError
+from shoal.protocol.ports import Disk
+
+DIGEST_BYTES: Final = 32
+PLANS: Final = PurePosixPath("plans.msgpack")
 
 
 class PlanStore:
     """One `ChainRecord` in one file.
 
     Args:
-        path: the file; its folder must exist. None: in memory, for worlds whose peers do not come back.
+        disk: None: in memory, for worlds whose peers do not come back.
+        path: the file; its folder is made with the first record.
     """
 
-    def __init__(self, path: Path | None = None) -> None:
+    def __init__(self, disk: Disk | None = None, path: PurePosixPath = PLANS) -> None:
+        self._disk = disk
         self._path = path
         self._record: ChainRecord | None = None
+        """What is durable, as far as we know."""
+        self._has_folder = False
 
     def load(self, run: str) -> ChainRecord | None:
-        """What was saved for `run`, or None.
+        """What was saved for `run`, or None if nothing ever was.
 
-        Raises: LocalError: the file cannot be read, or belongs to another run.
+        Raises: LocalError: the file cannot be read, is damaged, or belongs to another run. The peer must then not take
+            part under this identity: it does not know what it has promised.
         """
-        if self._path is not None and self._path.exists():
-            try:
-                self._record = msgspec.msgpack.decode(self._path.read_bytes(), type=ChainRecord)
-            except (OSError, msgspec.DecodeError) as error:
-                raise LocalError(f"{self._path} is not a record of plans ({error}): restore or remove it") from error
+        if self._disk is not None:
+            self._record = self._read(self._disk)
         if self._record is not None and self._record.run != run:
-            raise LocalError(f"{self._path} belongs to run {self._record.run}, not {run}: use another state folder")
+            raise LocalError(f"{self._where} belongs to run {self._record.run}, not {run}: use another state folder")
         return self._record
 
     def save(self, record: ChainRecord) -> None:
         """Return only when `record` would survive a power cut.
 
-        Raises: LocalError: it cannot be written; the vote must then not be cast.
+        Raises: LocalError: it cannot be written; the vote must then not be cast. After a crash the store may hold
+            `record` or the one before it.
         """
         if record == self._record:
             return
-        if self._path is not None:
+        if self._disk is not None:
+            self._record = None  # until this is over nobody knows which one is there
             try:
-                _replace(self._path, msgspec.msgpack.encode(record))
+                self._write(self._disk, record)
             except OSError as error:
-                raise LocalError(f"cannot write {self._path}: {error.strerror or error}") from error
+                raise LocalError(
+                    f"cannot keep votes in {self._where}: {error.strerror or error}: "
+                    "make room, or restart with a --state-dir on another disk"
+                ) from error
         self._record = record
 
+    @property
+    def _where(self) -> str:
+        return self._disk.where(self._path) if self._disk is not None else "memory"
 
-def _replace(path: Path, data: bytes) -> None:
-    temporary = path.with_name(path.name + ".new")
-    with open(temporary, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(folder)  # the rename itself is only durable with its folder
-    finally:
-        os.close(folder)
+    def _read(self, disk: Disk) -> ChainRecord | None:
+        try:
+            data = disk.read(self._path)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise LocalError(f"cannot read {self._where}: {error.strerror or error}") from error
+        digest, content = data[:DIGEST_BYTES], data[DIGEST_BYTES:]
+        if blake3(content).digest() != digest:
+            raise self._damaged("its checksum does not fit")
+        try:
+            return msgspec.msgpack.decode(content, type=ChainRecord)
+        except msgspec.DecodeError as error:
+            raise self._damaged(str(error).splitlines()[0]) from error
+
+    def _damaged(self, reason: str) -> LocalError:
+        # Without the file it would come back under the same name and vote twice.
+        return LocalError(
+            f"{self._where} is not a record of plans ({reason}), so this peer has forgotten its votes: restore the "
+            "file, or give shoal a new --state-dir, with which it is a new peer"
+        )
+
+    def _write(self, disk: Disk, record: ChainRecord) -> None:
+        if not self._has_folder:
+            disk.make_folder(self._path.parent)
+            self._has_folder = True
+        content = msgspec.msgpack.encode(record)
+        beside = self._path.with_name(f"{self._path.name}.new")
+        disk.write(beside, blake3(content).digest() + content)
+        disk.replace(beside, self._path)
+        disk.sync_folder(self._path.parent)

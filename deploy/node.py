@@ -9,14 +9,14 @@ import asyncio
 import contextlib
 import random
 from collections.abc import Awaitable, Callable
-from pathlib import Path
+from pathlib import PurePosixPath
 
 import torch
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
 from shoal.coordinator.driver import Coordination
 from shoal.coordinator.ledger import StepRecord
-from shoal.coordinator.store import PlanStore
+from shoal.coordinator.store import PLANS, PlanStore
 from shoal.deploy.run_record import keep_spec
 from shoal.peer.data.corpus import Corpus
 from shoal.peer.driver import PeerDriver
@@ -26,7 +26,7 @@ from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.limits import PEER_NAME_CHARS_MAX
 from shoal.protocol.messages import CommitReport, SwarmStatus, ValidationReport
 from shoal.protocol.plan import SignedPlan
-from shoal.protocol.ports import Clock, Compute, Directory, Transport
+from shoal.protocol.ports import Clock, Compute, Directory, Disk, Transport
 from shoal.protocol.spec import RunSpec, run_id
 
 _GOODBYE_S = 2.0
@@ -52,7 +52,7 @@ class Node:
         owner: who signed the run's spec.
         corpus: the run's text; None: this peer is never at stage 0.
         memory_bytes: as `PeerDriver` has it; virtual worlds must say.
-        state_dir: plans obeyed and snapshots go to a folder of the run in here. None keeps nothing.
+        disk: plans obeyed and snapshots go to a folder of the run on it. None keeps nothing.
         spec_record: the owner's signed spec, to be kept on the directory; None keeps none there.
         run_blocking: runs what blocks on the disk; `asyncio.to_thread` in life, inline in virtual time.
         on_step: sees the steps while this peer coordinates.
@@ -74,7 +74,7 @@ class Node:
         device: torch.device = _CPU,
         memory_bytes: int | None = None,
         corpus: Corpus | None,
-        state_dir: Path | None,
+        disk: Disk | None,
         rng: random.Random,
         spec_record: bytes | None = None,
         run_blocking: RunBlocking = _inline,
@@ -87,11 +87,6 @@ class Node:
         self.spec = spec
         self.owner = owner
         self.run = run_id(spec, owner)
-        folder = state_dir / self.run if state_dir else None
-        if folder:
-            folder.mkdir(parents=True, exist_ok=True)
-        self.state_dir = folder
-        """Where this run's plans and snapshots are."""
         # After a restart under the same identity, sequences begin above all that others have seen.
         sequence = int(clock.wall_s() * 1e6)
         self.endpoint = Endpoint(identity, transport, run=self.run, first_sequence=sequence)
@@ -103,7 +98,7 @@ class Node:
             clock=clock,
             spec=spec,
             corpus=corpus,
-            state_dir=folder,
+            disk=disk,
             name=name[:PEER_NAME_CHARS_MAX],
             device=device,
             memory_bytes=memory_bytes,
@@ -120,7 +115,7 @@ class Node:
             spec=spec,
             owner=owner,
             allocator=GreedyAllocator(),
-            store=PlanStore(folder / "plans.msgpack" if folder else None),
+            store=PlanStore(disk, PurePosixPath(self.run) / PLANS),
             heartbeat=self.peer.heartbeat,
             on_plan=self._obey,
             rng=rng,

@@ -6,16 +6,26 @@ one `Sample` as JSON.
 
 import argparse
 import sys
-from collections.abc import Iterable
-from pathlib import Path
+from collections.abc import Iterable, Sequence
+from pathlib import Path, PurePosixPath
 
 import msgspec
 
 from shoal.peer.model.generate import generate
 from shoal.peer.model.layout import all_layer_keys, layer_layout
 from shoal.peer.pipeline.state import LayerState
-from shoal.peer.snapshot import Snapshot, list_snapshots, read_snapshot, write_snapshot
+from shoal.peer.snapshot import (
+    DamagedSnapshot,
+    StoredSnapshot,
+    list_snapshots,
+    log_damage,
+    read_layers,
+    read_snapshot,
+    write_snapshot,
+)
 from shoal.protocol.errors import LocalError, ShoalError
+from shoal.protocol.live.disk import LiveDisk
+from shoal.protocol.ports import Disk
 
 PROMPT = "def "
 TEMPERATURE = 0.6
@@ -30,33 +40,45 @@ class Sample(msgspec.Struct, frozen=True):
 
 
 def merge_snapshots(folders: Iterable[Path], into: Path) -> Path:
-    """Write one snapshot of the whole model from the newest version of which every layer is in some folder.
+    """Write one snapshot of the whole model from the newest version of which every layer is sound in some folder.
 
     Returns: its own folder, below `into`.
     Raises: LocalError: no version is whole.
     """
-    by_version: dict[int, dict[str, LayerState]] = {}
-    like: Snapshot | None = None
-    for path in sorted(path for folder in folders for path in list_snapshots(folder)):
-        part = read_snapshot(path)
-        if like is not None and part.run != like.run:
-            continue
-        like = like or part
-        by_version.setdefault(part.version, {}).update(part.layers)
-    if like is None:
+    found = [(disk, stored) for disk in map(LiveDisk, folders) for stored in list_snapshots(disk, PurePosixPath())]
+    if not found:
         raise LocalError("no peer has written a snapshot yet")
-    keys = all_layer_keys(like.spec.model)
-    whole = [version for version, layers in by_version.items() if set(layers) >= set(keys)]
-    if not whole:
-        raise LocalError("no version has a snapshot of every layer yet")
-    version = max(whole)
-    layers = {key: by_version[version][key] for key in keys}
-    return write_snapshot(into, run=like.run, version=version, layers=layers, spec=like.spec)
+    first = found[0][1]
+    ages = sorted({stored.age for _, stored in found if stored.run == first.run})
+    for era, version in reversed(ages):
+        parts = [part for part in found if part[1].run == first.run and part[1].age == (era, version)]
+        layers = _merge(all_layer_keys(first.spec.model), parts)
+        if layers is not None:
+            target = LiveDisk(into)
+            path = write_snapshot(
+                target, PurePosixPath(), run=first.run, era=era, version=version, layers=layers, spec=first.spec
+            )
+            return into / path
+    raise LocalError("no version has a snapshot of every layer yet")
+
+
+def _merge(keys: Sequence[str], parts: Sequence[tuple[Disk, StoredSnapshot]]) -> dict[str, LayerState] | None:
+    """All layers, each from the first part in which it is sound; None if one is in no part."""
+    if not set(keys) <= {key for _, stored in parts for key in stored.keys}:
+        return None
+    layers: dict[str, LayerState] = {}
+    for disk, stored in parts:
+        for key in [key for key in stored.keys if key not in layers]:
+            try:
+                layers |= read_layers(disk, stored.path, [key])
+            except DamagedSnapshot as damage:
+                log_damage(damage)
+    return {key: layers[key] for key in keys} if set(keys) <= set(layers) else None
 
 
 def write_sample(path: Path, *, num_tokens: int, seed: int = 0) -> Sample:
     """Read the whole snapshot at `path` and continue `PROMPT`."""
-    found = read_snapshot(path)
+    found = read_snapshot(LiveDisk(path.parent), PurePosixPath(path.name))
     model = found.spec.model
     params = {key: layer_layout(model, key).views(layer.param_N) for key, layer in found.layers.items()}
     text = generate(model, params, PROMPT.encode(), num_tokens, temperature=TEMPERATURE, seed=seed)

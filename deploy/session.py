@@ -28,6 +28,7 @@ from shoal.protocol.invite import Invite, make_invite
 from shoal.protocol.live.clock import LoopClock
 from shoal.protocol.live.compute import ThreadCompute
 from shoal.protocol.live.directory import LiveDirectory
+from shoal.protocol.live.disk import LiveDisk
 from shoal.protocol.live.transport import LiveTransport
 from shoal.protocol.plan import Plan
 from shoal.protocol.spec import RunSpec, run_id
@@ -152,7 +153,7 @@ async def _take_part(
         name=options.name,
         device=options.device,
         corpus=corpus,
-        state_dir=options.folder,
+        disk=LiveDisk(options.folder),
         rng=random.Random(),  # only jitter and plan seeds: what must be reproducible is drawn from the spec's seed
         spec_record=record,
         run_blocking=asyncio.to_thread,
@@ -174,7 +175,7 @@ async def _take_part(
             if corpus is None:
                 output.say(Note(text="this machine has not the run's text: it will not be used for the first stage"))
             finished = await _until_done(node, output, stop)
-        output.say(Left(peer=node.peer_id, state_dir=str(node.state_dir), finished=finished))
+        output.say(Left(peer=node.peer_id, state_dir=str(options.folder / node.run), finished=finished))
     finally:
         await node.close()
         compute.close()

@@ -8,7 +8,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
-from pathlib import Path
+from pathlib import PurePosixPath
 from typing import TypeVar
 
 import torch
@@ -27,7 +27,7 @@ from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import REPORTS_PER_HEARTBEAT_MAX
 from shoal.protocol.messages import Advert, CommitReport, Heartbeat, Hello, LinkReport, ValidationReport
 from shoal.protocol.plan import SignedPlan
-from shoal.protocol.ports import Clock, Compute
+from shoal.protocol.ports import Clock, Compute, Disk
 from shoal.protocol.spec import RunSpec
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class PeerDriver:
 
     Args:
         corpus: the run's text, if this peer has it; else it is never at stage 0.
-        state_dir: snapshots go here; None keeps none (simulated worlds).
+        disk: snapshots go to the run's folder on it; None keeps none.
         memory_bytes: how much of the device's memory to claim; None: what is free. Virtual worlds must say, since what
             is free on the machine that simulates them differs from run to run.
         run_blocking: runs a function that blocks on the disk; `asyncio.to_thread` in life, inline in virtual time.
@@ -63,7 +63,7 @@ class PeerDriver:
         clock: Clock,
         spec: RunSpec,
         corpus: Corpus | None,
-        state_dir: Path | None,
+        disk: Disk | None,
         name: str = "",
         device: torch.device | None = None,
         memory_bytes: int | None = None,
@@ -79,7 +79,7 @@ class PeerDriver:
         self._compute = compute
         self._spec = spec
         self._has_data = corpus is not None
-        self._state_dir = state_dir
+        self._disk = disk
         self._name = name
         self._run_blocking = run_blocking
         self._on_commit = on_commit
@@ -292,21 +292,22 @@ class PeerDriver:
         interval = self._spec.swarm.snapshot_interval_steps
         last = state.version == self._spec.training.steps
         due = last or (interval > 0 and state.version > 0 and state.version % interval == 0)
-        if due and self._state_dir is not None and replica.group.core.lead == self._endpoint.peer_id:
+        if due and self._disk is not None and replica.group.core.lead == self._endpoint.peer_id:
             self._tasks.spawn(self._write_snapshot(replica.stage, state), f"snapshot {state.version}")
 
     async def _write_snapshot(self, stage: int, state: StageState) -> None:
-        assert self._state_dir is not None
-        folder = self._state_dir / "snapshots" / f"stage-{stage}"
+        disk = self._disk
+        assert disk is not None
+        folder = PurePosixPath(self._endpoint.run) / "snapshots" / f"stage-{stage}"
 
         def write() -> None:
             snapshot.write_snapshot(
-                folder, run=self._endpoint.run, version=state.version, layers=state.layers, spec=self._spec
+                disk, folder, run=self._endpoint.run, version=state.version, layers=state.layers, spec=self._spec
             )
 
         try:
             await self._run_blocking(write)
-        except (OSError, ShoalError) as error:
+        except ShoalError as error:
             logger.error("snapshot of version %d not written: %s", state.version, error)
 
     def _fail(self, error: BaseException) -> None:

@@ -1,22 +1,25 @@
 """Snapshots: one folder a version, complete or not there.
 
-    FOLDER/RUN-step-00000050-9f86d081884c7d65/   version 50; the last part is the digest of manifest.json
-        manifest.json                            run, version, spec, and BLAKE3 of every other file
-        layers.0.safetensors                     parameters under their Hugging Face names
-        layers.0.moments.safetensors             moment1 and moment2, flat
+    FOLDER/RUN-era-0-step-00000050-9f86d081884c7d65/   version 50; the last part is the digest of manifest.json
+        manifest.json                                  run, era, version, spec, and BLAKE3 of every other file
+        layers.0.safetensors                           parameters under their Hugging Face names
+        layers.0.moments.safetensors                   moment1 and moment2, flat
 
-A snapshot is written to a hidden folder, synced to disk, renamed into place, and the parent synced; what is old is
-renamed away before it is removed. So after a crash between any two of these there is a valid snapshot if there was
-one before. A peer's snapshot may hold a part of the model's layers.
+The era counts the run's roll-backs: version 50 of era 1 was trained again from an older one, and differs from version
+50 of era 0. Whatever has the higher era is newer.
+
+A snapshot is written to a hidden folder, made durable, renamed into place, and the rename made durable; what is old is
+renamed away, that made durable, and then removed. So after a crash at any moment there is a valid snapshot if there
+was one before, and none that has a part of its files. A peer's snapshot may hold a part of the model's layers.
 """
 
-import fcntl
-import os
-import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import errno
+import logging
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import PurePosixPath
 from typing import Final
 
 import msgspec
@@ -28,23 +31,55 @@ from torch import Tensor
 from shoal.peer.model.layout import layer_layout
 from shoal.peer.pipeline.state import LayerState
 from shoal.protocol.errors import LocalError
+from shoal.protocol.ports import Disk
 from shoal.protocol.spec import ModelSpec, RunSpec
 
+logger = logging.getLogger(__name__)
+
 MANIFEST: Final = "manifest.json"
-MANIFEST_FORMAT: Final = 1
+MANIFEST_FORMAT: Final = 2
 MANIFEST_DIGEST_CHARS: Final = 16
 """64 bits in the folder's name, against decay and not against malice."""
-STEP: Final = "-step-"
 UNFINISHED_PREFIX: Final = ".unfinished-"
 LOCK_NAME: Final = ".lock"
+_NAME: Final = re.compile(r"(?P<run>[^.].*)-era-(?P<era>\d+)-step-(?P<version>\d+)-(?P<digest>[0-9a-f]{16})")
+_FULL: Final = (errno.ENOSPC, errno.EDQUOT)
+
+
+class DamagedSnapshot(LocalError):
+    """A snapshot is not what was once written: unreadable, torn, changed, or not what its own manifest says."""
+
+    def __init__(self, where: str, path: PurePosixPath, reason: str) -> None:
+        super().__init__(f"the snapshot {where} is damaged: {reason}")
+        self.path = path
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredSnapshot:
+    """What a manifest promises; nobody has looked at the layers."""
+
+    path: PurePosixPath
+    run: str
+    era: int
+    version: int
+    keys: tuple[str, ...]
+    """Of the layers in it, maybe not all of the model."""
+    spec: RunSpec
+
+    @property
+    def age(self) -> tuple[int, int]:
+        """(era, version): the higher is newer."""
+        return (self.era, self.version)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
     """What `read_snapshot` verified."""
 
-    path: Path
+    path: PurePosixPath
     run: str
+    era: int
     version: int
     spec: RunSpec
     layers: Mapping[str, LayerState]
@@ -54,6 +89,7 @@ class Snapshot:
 class _Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     format: int
     run: str
+    era: int
     version: int
     layers: tuple[str, ...]
     files: dict[str, str]
@@ -61,71 +97,90 @@ class _Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     spec: RunSpec
 
 
+OnDamage = Callable[[DamagedSnapshot], None]
+
+
+def log_damage(damage: DamagedSnapshot) -> None:
+    logger.warning("%s: going by the one before it", damage)
+
+
+# Writing --------------------------------------------------------------------------------------------------------------
+
+
 def write_snapshot(
-    folder: Path, *, run: str, version: int, layers: Mapping[str, LayerState], spec: RunSpec, keep: int = 2
-) -> Path:
-    """Write a snapshot into `folder` (made if missing), then remove all but the run's `keep` newest versions.
+    disk: Disk,
+    folder: PurePosixPath,
+    *,
+    run: str,
+    version: int,
+    layers: Mapping[str, LayerState],
+    spec: RunSpec,
+    era: int = 0,
+    keep: int = 2,
+) -> PurePosixPath:
+    """Write a snapshot into `folder` (made if missing), then remove all but the run's `keep` newest (era, version).
 
     Several processes may share `folder`; they take turns.
-    Returns: the snapshot's own folder.
-    Raises: LocalError: the disk is full, or the folder cannot be written.
+    Returns: the snapshot's own folder, durable.
+    Raises: LocalError: the disk is full or broken, or the folder cannot be written; what was there before stays.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with _locked(folder):
-            for leftover in folder.glob(f"{UNFINISHED_PREFIX}*"):
-                shutil.rmtree(leftover)  # we have the lock, so its writer is dead
-            path = _write(folder, run=run, version=version, layers=layers, spec=spec)
-            _prune(folder, run, keep)
+        disk.make_folder(folder)
+        with disk.lock(folder / LOCK_NAME):
+            _remove_unfinished(disk, folder)  # we have the lock, so their writers are dead
+            try:
+                path = _write(disk, folder, run=run, era=era, version=version, layers=layers, spec=spec)
+            except OSError:
+                with suppress(OSError):
+                    _remove_unfinished(disk, folder)  # a full disk needs the room
+                raise
+            try:
+                _prune(disk, folder, run, keep)
+            except OSError as error:  # the next one tries again
+                logger.warning("cannot remove old snapshots in %s: %s", disk.where(folder), error.strerror or error)
     except OSError as error:
-        raise LocalError(f"cannot write a snapshot to {folder}: {error.strerror or error}") from error
+        advice = ": make room, or restart with a --state-dir on another disk" if error.errno in _FULL else ""
+        raise LocalError(
+            f"cannot write a snapshot to {disk.where(folder)}: {error.strerror or error}{advice}"
+        ) from error
     return path
 
 
-def read_snapshot(folder: Path) -> Snapshot:
-    """Read a snapshot and check every byte of it against its digests.
-
-    Args:
-        folder: a snapshot's own folder, or a folder of snapshots, of which the newest is read.
-    Raises: LocalError: there is none, or a file is missing, torn, changed or not what the manifest says.
-    """
-    path = folder
-    if not (folder / MANIFEST).exists():
-        paths = list_snapshots(folder)
-        if not paths:
-            raise LocalError(f"there is no snapshot in {folder}")
-        path = paths[-1]
-    manifest = _read_manifest(path)
-    layers = {key: _read_layer(path, manifest, key) for key in manifest.layers}
-    return Snapshot(path=path, run=manifest.run, version=manifest.version, spec=manifest.spec, layers=layers)
-
-
-def list_snapshots(folder: Path, run: str = "") -> list[Path]:
-    """The snapshots in `folder` (of one run, or of all), oldest version first. Not verified."""
-    paths = folder.glob(f"{run or '[!.]*'}{STEP}*")
-    return sorted(paths, key=lambda path: (_version(path), path.name))
-
-
-def _write(folder: Path, *, run: str, version: int, layers: Mapping[str, LayerState], spec: RunSpec) -> Path:
-    unfinished = folder / f"{UNFINISHED_PREFIX}{run}-{version}"
-    unfinished.mkdir()
+def _write(
+    disk: Disk,
+    folder: PurePosixPath,
+    *,
+    run: str,
+    era: int,
+    version: int,
+    layers: Mapping[str, LayerState],
+    spec: RunSpec,
+) -> PurePosixPath:
+    unfinished = folder / f"{UNFINISHED_PREFIX}{run}-{era}-{version}"
+    disk.make_folder(unfinished)
     digests: dict[str, str] = {}
     for key, tensors in layers.items():
         for name, data in _layer_files(spec.model, key, tensors):
-            _write_file(unfinished / name, data)
+            disk.write(unfinished / name, data)
             digests[name] = blake3(data).hexdigest()
     manifest = _Manifest(
-        format=MANIFEST_FORMAT, run=run, version=version, layers=tuple(layers), files=digests, spec=spec
+        format=MANIFEST_FORMAT, run=run, era=era, version=version, layers=tuple(layers), files=digests, spec=spec
     )
     data = msgspec.json.format(msgspec.json.encode(manifest))
-    _write_file(unfinished / MANIFEST, data)
-    _sync_folder(unfinished)
-    path = folder / f"{run}{STEP}{version:08d}-{_manifest_digest(data)}"
-    if path.exists():  # the very same snapshot, byte for byte
-        shutil.rmtree(unfinished)
-    else:
-        unfinished.rename(path)
-        _sync_folder(folder)
+    disk.write(unfinished / MANIFEST, data)
+    disk.sync_folder(unfinished)
+    path = folder / f"{run}-era-{era}-step-{version:08d}-{_manifest_digest(data)}"
+    if path.name in disk.list(folder):
+        try:
+            read_snapshot(disk, path)
+        except DamagedSnapshot as damage:
+            logger.warning("%s: writing it again", damage)
+            disk.replace(path, folder / f"{UNFINISHED_PREFIX}{path.name}")
+        else:  # the very same, byte for byte
+            disk.remove_tree(unfinished)
+            return path
+    disk.replace(unfinished, path)
+    disk.sync_folder(folder)
     return path
 
 
@@ -137,37 +192,137 @@ def _layer_files(model: ModelSpec, key: str, tensors: LayerState) -> Iterator[tu
     yield f"{key}.moments.safetensors", safetensors.torch.save(moments, metadata={"format": "pt"})
 
 
-def _prune(folder: Path, run: str, keep: int) -> None:
-    """Remove all but the `keep` newest versions of a run (several folders may have one version)."""
-    paths = list_snapshots(folder, run)
-    kept = sorted({_version(path) for path in paths})[-keep:]
-    for path in paths:
-        if _version(path) not in kept:
-            doomed = folder / f"{UNFINISHED_PREFIX}{path.name}"
-            path.rename(doomed)
-            shutil.rmtree(doomed)
+def _prune(disk: Disk, folder: PurePosixPath, run: str, keep: int) -> None:
+    """Remove all but the `keep` newest (era, version) of a run; several snapshots may share one, with other layers."""
+    ages = {name: age for name in disk.list(folder) if (age := _age(name, run)) is not None}
+    kept = sorted(set(ages.values()))[-keep:]
+    for name, age in ages.items():
+        if age not in kept:
+            disk.replace(folder / name, folder / f"{UNFINISHED_PREFIX}{name}")
+    _remove_unfinished(disk, folder)
 
 
-def _read_manifest(path: Path) -> _Manifest:
-    data = _read_file(path / MANIFEST)
-    digest = path.name.rpartition("-")[2]
-    if STEP in path.name and digest != _manifest_digest(data):
-        raise LocalError(f"the snapshot {path} is damaged: {MANIFEST} is not the one its folder is named after")
+def _remove_unfinished(disk: Disk, folder: PurePosixPath) -> None:
+    names = [name for name in disk.list(folder) if name.startswith(UNFINISHED_PREFIX)]
+    if names:
+        # A crash could undo the renaming of an old snapshot and not its removal, and show it without its files.
+        disk.sync_folder(folder)
+    for name in names:
+        disk.remove_tree(folder / name)
+
+
+# Reading --------------------------------------------------------------------------------------------------------------
+
+
+def list_snapshots(
+    disk: Disk, folder: PurePosixPath, run: str = "", *, on_damage: OnDamage = log_damage
+) -> list[StoredSnapshot]:
+    """The snapshots in `folder` (of one run, or of all), oldest first; reads their manifests and no layer.
+
+    Args:
+        on_damage: told of each whose manifest does not hold; those are left out.
+    Raises: LocalError: the folder cannot be read.
+    """
+    try:
+        names = disk.list(folder)
+    except OSError as error:
+        raise LocalError(f"cannot read {disk.where(folder)}: {error.strerror or error}") from error
+    found = []
+    for name in names:
+        if _age(name, run) is None:
+            continue
+        path = folder / name
+        try:
+            manifest = _read_manifest(disk, path)
+        except DamagedSnapshot as damage:
+            on_damage(damage)
+            continue
+        found.append(
+            StoredSnapshot(
+                path=path,
+                run=manifest.run,
+                era=manifest.era,
+                version=manifest.version,
+                keys=manifest.layers,
+                spec=manifest.spec,
+            )
+        )
+    return sorted(found, key=lambda stored: (stored.age, stored.path))
+
+
+def read_snapshot(disk: Disk, path: PurePosixPath) -> Snapshot:
+    """Read the snapshot whose own folder is `path`, and check every byte of it against its digests.
+
+    Raises: DamagedSnapshot: a file is missing, torn, changed, unreadable or not what the manifest says.
+    """
+    manifest = _read_manifest(disk, path)
+    return Snapshot(
+        path=path,
+        run=manifest.run,
+        era=manifest.era,
+        version=manifest.version,
+        spec=manifest.spec,
+        layers={key: _read_layer(disk, path, manifest, key) for key in manifest.layers},
+    )
+
+
+def read_newest(disk: Disk, folder: PurePosixPath, run: str = "", *, on_damage: OnDamage = log_damage) -> Snapshot:
+    """Read and check the newest snapshot in `folder` that is sound (of one run, or of all).
+
+    Args:
+        on_damage: told of each damaged one that was passed over.
+    Raises: LocalError: there is none; of the damaged ones it names the newest.
+    """
+    damaged: list[DamagedSnapshot] = []
+    for stored in reversed(list_snapshots(disk, folder, run, on_damage=damaged.append)):
+        try:
+            snapshot = read_snapshot(disk, stored.path)
+        except DamagedSnapshot as damage:
+            damaged.append(damage)
+        else:
+            for passed_over in damaged:
+                on_damage(passed_over)
+            return snapshot
+    if damaged:
+        raise LocalError(f"there is no sound snapshot in {disk.where(folder)}: {max(damaged, key=_age_of_damage)}")
+    raise LocalError(f"there is no snapshot in {disk.where(folder)}")
+
+
+def read_layers(disk: Disk, path: PurePosixPath, keys: Iterable[str]) -> dict[str, LayerState]:
+    """Some layers of the snapshot whose own folder is `path`, in the order asked; only they are read and checked.
+
+    Raises: DamagedSnapshot: as `read_snapshot`. LocalError: the snapshot does not hold one of them.
+    """
+    manifest = _read_manifest(disk, path)
+    layers = {}
+    for key in keys:
+        if key not in manifest.layers:
+            raise LocalError(f"the snapshot {disk.where(path)} does not hold {key}")
+        layers[key] = _read_layer(disk, path, manifest, key)
+    return layers
+
+
+def _read_manifest(disk: Disk, path: PurePosixPath) -> _Manifest:
+    data = _read_file(disk, path, MANIFEST)
+    name = _NAME.fullmatch(path.name)  # a person may have renamed it
+    if name is not None and name["digest"] != _manifest_digest(data):
+        raise DamagedSnapshot(disk.where(path), path, f"{MANIFEST} is not the one its folder is named after")
     try:
         manifest = msgspec.json.decode(data, type=_Manifest)
     except msgspec.DecodeError as error:
-        raise LocalError(f"the snapshot {path} is damaged: {MANIFEST}: {str(error).splitlines()[0]}") from error
+        raise DamagedSnapshot(disk.where(path), path, f"{MANIFEST}: {str(error).splitlines()[0]}") from error
     if manifest.format != MANIFEST_FORMAT:
-        raise LocalError(f"the snapshot {path} has format {manifest.format}, this shoal reads {MANIFEST_FORMAT}")
+        reason = f"it has format {manifest.format}, this shoal reads {MANIFEST_FORMAT}"
+        raise DamagedSnapshot(disk.where(path), path, reason)
     return manifest
 
 
-def _read_layer(path: Path, manifest: _Manifest, key: str) -> LayerState:
+def _read_layer(disk: Disk, path: PurePosixPath, manifest: _Manifest, key: str) -> LayerState:
     try:
         layout = layer_layout(manifest.spec.model, key)
-        moments = _read_tensors(path, manifest, f"{key}.moments.safetensors")
+        moments = _read_tensors(disk, path, manifest, f"{key}.moments.safetensors")
         layer = LayerState(
-            param_N=layout.flatten(_read_tensors(path, manifest, f"{key}.safetensors")),
+            param_N=layout.flatten(_read_tensors(disk, path, manifest, f"{key}.safetensors")),
             moment1_N=moments["moment1"],
             moment2_N=moments["moment2"],
         )
@@ -176,59 +331,38 @@ def _read_layer(path: Path, manifest: _Manifest, key: str) -> LayerState:
                 f"the moments of {key} have {tuple(layer.moment1_N.shape)} and {tuple(layer.moment2_N.shape)}"
             )
     except (KeyError, ValueError) as error:
-        raise LocalError(f"the snapshot {path} does not fit its own spec: {error}") from error
+        raise DamagedSnapshot(disk.where(path), path, f"it does not fit its own spec: {error}") from error
     return layer
 
 
-def _read_tensors(path: Path, manifest: _Manifest, name: str) -> dict[str, Tensor]:
-    data = _read_file(path / name)
+def _read_tensors(disk: Disk, path: PurePosixPath, manifest: _Manifest, name: str) -> dict[str, Tensor]:
+    data = _read_file(disk, path, name)
     if blake3(data).hexdigest() != manifest.files.get(name):
-        raise LocalError(f"the snapshot {path} is damaged: {name} has changed since it was written")
+        raise DamagedSnapshot(disk.where(path), path, f"{name} has changed since it was written")
     try:
         tensors: dict[str, Tensor] = safetensors.torch.load(data)
     except SafetensorError as error:
-        raise LocalError(f"the snapshot {path} is damaged: {name}: {error}") from error
+        raise DamagedSnapshot(disk.where(path), path, f"{name}: {error}") from error
     return tensors
 
 
-def _read_file(path: Path) -> bytes:
+def _read_file(disk: Disk, path: PurePosixPath, name: str) -> bytes:
     try:
-        return path.read_bytes()
+        return disk.read(path / name)
     except OSError as error:
-        raise LocalError(f"cannot read the snapshot file {path}: {error.strerror or error}") from error
+        raise DamagedSnapshot(disk.where(path), path, f"cannot read {name}: {error.strerror or error}") from error
 
 
-def _write_file(path: Path, data: bytes) -> None:
-    with path.open("xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+def _age(name: str, run: str = "") -> tuple[int, int] | None:
+    """(era, version) by a snapshot folder's name; None if it is none, or of another run than the one asked for."""
+    match = _NAME.fullmatch(name)
+    if match is None or run not in ("", match["run"]):
+        return None
+    return (int(match["era"]), int(match["version"]))
 
 
-def _sync_folder(path: Path) -> None:
-    """Make the names in a folder durable; a rename is not before this."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """One writer at a time; the kernel drops the lock of a writer that dies."""
-    descriptor = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _version(path: Path) -> int:
-    """Of a snapshot's folder, from its name; -1 for a folder that only looks like one."""
-    version = path.name.rpartition("-")[0].rpartition("-")[2]
-    return int(version) if version.isdecimal() else -1
+def _age_of_damage(damage: DamagedSnapshot) -> tuple[int, int]:
+    return _age(damage.path.name) or (0, 0)
 
 
 def _manifest_digest(data: bytes) -> str:

@@ -1,12 +1,14 @@
-"""The four ports through which drivers touch the world. `live/` and `sim/` each implement all of them.
+"""The five ports through which drivers touch the world. `live/` and `sim/` each implement all of them.
 
 Drivers are ordinary asyncio programs; both worlds run them on an asyncio event loop (the simulated one jumps its
 clock to the next timer), so `asyncio.sleep`, queues and timeouts mean the same in both.
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import IntEnum
+from pathlib import PurePosixPath
 from typing import Generic, Literal, Protocol, TypeVar
 
 from shoal.protocol.identity import PeerID
@@ -110,4 +112,62 @@ class Clock(Protocol):
 
     def wall_s(self) -> float:
         """Seconds since 1970, for people and files only."""
+        ...
+
+
+class Disk(Protocol):
+    """Files below one root, and what of them survives a power cut.
+
+    Paths are relative to the root; `PurePosixPath()` is the root. Calls block: run them where blocking is fine.
+    *Durable* means that it survives a power cut; what is not may come back as it was before, as it is now, or (the
+    content of a file) as any mixture of the two. Names and content are durable apart from each other: a folder's names
+    are after `sync_folder`, whatever its files hold.
+
+    Raises: OSError from every call, as the operating system has it (full, gone, unreadable, not there). A call that
+    raised may have done its work, none of it, or a part. ValueError: the path leads out of the root.
+    """
+
+    def where(self, path: PurePosixPath) -> str:
+        """What to call `path` in a message to a person. Never raises."""
+        ...
+
+    def read(self, path: PurePosixPath) -> bytes: ...
+
+    def write(self, path: PurePosixPath, data: Payload) -> None:
+        """Make a file of `data`, or overwrite one. On return the content is durable; a new file's name is not.
+
+        A crash meanwhile leaves any part of the old and the new content: write beside, then `replace`.
+        """
+        ...
+
+    def replace(self, source: PurePosixPath, target: PurePosixPath) -> None:
+        """Rename within one folder. Not durable before `sync_folder`, but never half done: after a crash the content is
+        under the old name or under the new one.
+
+        A file replaces a file; a folder needs a name that nothing with content has. Raises: ValueError: two folders.
+        """
+        ...
+
+    def remove_tree(self, path: PurePosixPath) -> None:
+        """Remove a file, or a folder with all that is in it; nothing there is fine. Neither durable nor all at once:
+        rename away what must not be seen half removed, and sync, first.
+        """
+        ...
+
+    def list(self, path: PurePosixPath) -> tuple[str, ...]:
+        """The names in a folder, sorted; none if there is no such folder."""
+        ...
+
+    def make_folder(self, path: PurePosixPath) -> None:
+        """Make a folder and those above it, or find them there. On return all of their names are durable."""
+        ...
+
+    def sync_folder(self, path: PurePosixPath) -> None:
+        """On return the names in this folder are durable: files made in it, renamed in it, removed from it."""
+        ...
+
+    def lock(self, path: PurePosixPath) -> AbstractContextManager[None]:
+        """Hold the file `path` (made if missing) for this caller alone, on all of this machine; wait until it is free.
+        The end of the process gives it back.
+        """
         ...

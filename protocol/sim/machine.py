@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from shoal.protocol.sim.disk import SimDisk
+
 
 @dataclass(slots=True, eq=False)
 class Machine:
@@ -9,6 +11,7 @@ class Machine:
 
     place: int
     """Row of the network's matrix."""
+    disk: SimDisk
     clock_ahead_s: float = 0.0
     """How far its wall clock is ahead of the right time."""
     slowdown: float = 1.0

@@ -18,6 +18,7 @@ from shoal.protocol.sim.clock import Agenda, SimClock
 from shoal.protocol.sim.compute import ExecutingCompute, ModelledCompute
 from shoal.protocol.sim.cuts import Cut
 from shoal.protocol.sim.directory import Records, SimDirectory
+from shoal.protocol.sim.disk import SimDisk
 from shoal.protocol.sim.links import Links
 from shoal.protocol.sim.loop import owned_context
 from shoal.protocol.sim.machine import Machine
@@ -34,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SimPeer:
-    """One process: an identity and the four ports.
+    """One process: an identity and the five ports.
 
     `spawn` its driver: what runs elsewhere outlives a crash and ignores a pause.
     """
@@ -46,6 +47,7 @@ class SimPeer:
     directory: SimDirectory
     compute: ExecutingCompute | ModelledCompute
     clock: SimClock
+    disk: SimDisk
 
     @property
     def peer_id(self) -> PeerID:
@@ -160,6 +162,7 @@ class World:
                 overhead_s=overhead_s,
             ),
             clock=SimClock(self._agenda, machine),
+            disk=machine.disk,
         )
         self.peers[name] = self._by_id[identity.peer_id] = peer
         digest = int.from_bytes(identity.public_key[:8], "little")
@@ -189,12 +192,15 @@ class World:
     # Faults -------------------------------------------------------------------------------------------------------
 
     def crash(self, peer: SimPeer) -> None:
-        """As `kill -9`: what it had not sent is gone, its connections break, and not one of its `finally` runs."""
+        """As a power cut: what it had not sent is gone, its connections break, and not one of its `finally` runs. What
+        it had not synced to its disk may be gone or torn, too.
+        """
         if not peer.is_alive:
             return
         self._trace.add(self.now_s(), Kind.CRASHED, peer.number, -1)
         self._agenda.loop.freeze(peer.number)
         self._links.gone(peer.transport.card, why=None)
+        self._machines[peer.name].disk = peer.disk.crash()
 
     def pause(self, peer: SimPeer) -> None:
         """As SIGSTOP: connections stay, frames and calls pile up, timers fire late, all at `resume`."""
@@ -290,7 +296,7 @@ class World:
         if not 0 <= place < self.network.num_places:
             raise LocalError(f"the network has {self.network.num_places} places, none for {name!r}")
         if machine is None:
-            machine = self._machines[name] = Machine(place=place)
+            machine = self._machines[name] = Machine(place=place, disk=SimDisk(self.rng(f"disk/{name}"), name))
         machine.place = place
         self._name_at[place] = name
         return machine

@@ -146,7 +146,7 @@ class FakeSwarm:
         )
         self._owner: SimPeer | None = None
 
-    async def add(self, name: str, *, store: PlanStore | None = None, **claims: Any) -> FakePeer:
+    async def add(self, name: str, *, store: PlanStore | None = None, keeps: bool = False, **claims: Any) -> FakePeer:
         port = self.world.add_peer(name)
         self._owner = self._owner or port
         endpoint = Endpoint(
@@ -163,7 +163,7 @@ class FakeSwarm:
             spec=self.spec,
             owner=self._owner.peer_id,
             allocator=GreedyAllocator(),
-            store=store or PlanStore(),
+            store=store or PlanStore(port.disk if keeps else None),
             heartbeat=peer.heartbeat,
             on_plan=peer.plans.append,
             on_step=peer.steps.append,

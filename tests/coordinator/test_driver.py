@@ -1,6 +1,7 @@
 """What the driver adds to the core: verification, disk, directory, reports and replies."""
 
 import asyncio
+from pathlib import PurePosixPath
 
 import msgspec
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from shoal.coordinator.store import PlanStore
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import LocalError, Refused
+from shoal.protocol.live.disk import LiveDisk
 from shoal.protocol.messages import Done, PlanHead, PlanLive, PlanOffer, PlanVote, StatusRequest, SwarmStatus
 from shoal.protocol.plan import sign_plan
 
@@ -133,7 +135,7 @@ def test_a_damaged_store_is_a_local_error(run_swarm, tmp_path):
 
     async def scenario(swarm):
         with pytest.raises(LocalError, match="not a record of plans"):
-            await swarm.add("p0", store=PlanStore(tmp_path / "plans"))
+            await swarm.add("p0", store=PlanStore(LiveDisk(tmp_path), PurePosixPath("plans")))
 
     run_swarm(scenario, min_peers=6)
 

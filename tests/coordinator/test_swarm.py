@@ -2,11 +2,9 @@
 
 import asyncio
 import itertools
-from pathlib import Path
 
 import pytest
 
-from shoal.coordinator.store import PlanStore
 from shoal.protocol.messages import CommitReport
 
 pytestmark = pytest.mark.sim
@@ -184,15 +182,15 @@ def test_a_coordinator_that_wakes_up_after_its_term_is_obeyed_by_nobody(run_swar
     assert sum(plan.term == 1 for plan in plans) == 1
 
 
-def test_a_peer_that_restarts_remembers_its_word(run_swarm, tmp_path: Path):
+def test_a_peer_that_restarts_remembers_its_word(run_swarm):
     async def scenario(swarm):
         await swarm.begin(5)
-        await swarm.add("keeper", store=PlanStore(tmp_path / "plans"))
+        await swarm.add("keeper", keeps=True)
         await swarm.until(lambda: swarm.agreed() and swarm.coordinator.order == (1, 2), within_s=10)
         keeper = swarm.peers["keeper"]
         swarm.world.crash(keeper.port)
         await asyncio.sleep(2)
-        back = await swarm.add("keeper", store=PlanStore(tmp_path / "plans"))
+        back = await swarm.add("keeper", keeps=True)
         assert back.order >= (1, 2)
         await swarm.until(lambda: swarm.agreed() and back.peer_id in back.plan.members, within_s=30)
 

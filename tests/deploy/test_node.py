@@ -87,7 +87,7 @@ class Swarm:
                 name=name,
                 memory_bytes=1 << 30,
                 corpus=self.corpus if corpus else None,
-                state_dir=None,
+                disk=None,
                 rng=self.world.rng(name),
                 spec_record=record,
                 on_step=lambda step: self.steps.setdefault(step.step, step) and None,

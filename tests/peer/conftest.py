@@ -14,6 +14,7 @@ from shoal.peer.driver import PeerDriver
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.messages import CommitReport, ValidationReport
 from shoal.protocol.plan import Member, Plan, SignedPlan, Stage, sign_plan
+from shoal.protocol.ports import Disk
 from shoal.protocol.sim.network import Network
 from shoal.protocol.sim.world import SimPeer, World
 from shoal.protocol.spec import RunSpec, run_id
@@ -46,7 +47,7 @@ class Swarm:
     def peer(self, name: str) -> SimPeer:
         return self.world.peers[name]
 
-    async def add(self, name: str, *, device_flop_per_s: float = 1e12, state_dir: Path | None = None) -> PeerDriver:
+    async def add(self, name: str, *, device_flop_per_s: float = 1e12, disk: Disk | None = None) -> PeerDriver:
         peer = self.world.add_peer(name, device_flop_per_s=device_flop_per_s)
         owner = next(iter(self.world.peers.values())).peer_id
         endpoint = Endpoint(peer.identity, peer.transport, run=run_id(self.spec, owner))
@@ -58,7 +59,7 @@ class Swarm:
                 clock=peer.clock,
                 spec=self.spec,
                 corpus=self.corpus,
-                state_dir=state_dir,
+                disk=disk,
                 name=name,
                 on_commit=lambda report: self.commits.setdefault(report.stage, {}).update({report.step: report}),
             )

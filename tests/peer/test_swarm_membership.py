@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+from pathlib import PurePosixPath
 
 import msgspec
 import pytest
@@ -92,6 +93,7 @@ def test_a_newcomer_holds_the_very_bits_of_its_mates(make_swarm, tiny_spec):
 @pytest.mark.sim
 def test_a_snapshot_is_written_at_the_end_and_reads_back(make_swarm, tiny_spec, tmp_path):
     from shoal.peer.snapshot import list_snapshots, read_snapshot
+    from shoal.protocol.live.disk import LiveDisk
 
     builtins = msgspec.to_builtins(tiny_spec)
     builtins["training"]["steps"] = 3
@@ -100,7 +102,7 @@ def test_a_snapshot_is_written_at_the_end_and_reads_back(make_swarm, tiny_spec, 
     async def main():
         swarm = make_swarm(spec, network=uniform(latency_s=0.01))
         for name in ("a", "b"):
-            await swarm.add(name, device_flop_per_s=1e9, state_dir=tmp_path / name)
+            await swarm.add(name, device_flop_per_s=1e9, disk=LiveDisk(tmp_path / name))
         swarm.obey([["a", "b"]], fresh=True)
         await swarm.until_step(3)
         state = swarm.drivers["a"].replica.pipeline.runtime.state
@@ -108,9 +110,11 @@ def test_a_snapshot_is_written_at_the_end_and_reads_back(make_swarm, tiny_spec, 
         return state
 
     state = run(main())
-    (newest,) = list_snapshots(tmp_path / "a" / "snapshots" / "stage-0")
-    read = read_snapshot(newest)
+    disk = LiveDisk(tmp_path / "a")
+    (run_folder,) = disk.list(PurePosixPath())
+    (newest,) = list_snapshots(disk, PurePosixPath(run_folder, "snapshots", "stage-0"))
+    read = read_snapshot(disk, newest.path)
     assert read.version == 3
     for key, layer in state.layers.items():
         assert read.layers[key].param_N.equal(layer.param_N)
-    assert not (tmp_path / "b" / "snapshots").exists(), "only the lead writes"
+    assert not (tmp_path / "b").exists(), "only the lead writes"
