@@ -4,6 +4,7 @@
 """
 
 import asyncio
+import contextlib
 import importlib.metadata
 import logging
 import sys
@@ -20,6 +21,7 @@ from shoal.protocol.errors import LocalError, ShoalError
 from shoal.protocol.invite import Invite, parse_invite
 from shoal.protocol.spec import load_spec
 
+EXIT_FAILED = 1
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
 DEMO_PEERS = 6
@@ -188,6 +190,41 @@ def join(
         data=data,
     )
     run(join_run(found, chosen))
+
+
+@app.command()
+def simulate(
+    campaign: Annotated[int | None, typer.Option(min=1, metavar="SEEDS", help="Try so many seeds of faults.")] = None,
+    first_seed: Annotated[int, typer.Option(min=0, help="The first of them.")] = 0,
+    peers: Annotated[int, typer.Option(min=1, help="Peers of the simulated swarm.")] = 9,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of its run.")] = 45,
+    fault_seconds: Annotated[float, typer.Option(min=0, help="How long things go wrong.")] = 60.0,
+    kind: Annotated[list[str] | None, typer.Option(help="Only faults of this kind; may be repeated.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write a line a seed, as JSON.")] = None,
+    verbose: Verbose = False,
+) -> None:
+    """Run whole swarms in virtual time: with --campaign, break them and check that they train on."""
+    if campaign is None:
+        raise LocalError("say what to simulate: --campaign SEEDS breaks a swarm in that many ways")
+    logging.basicConfig(level=logging.INFO if verbose else logging.CRITICAL, stream=sys.stderr)
+    from shoal.deploy.simulate import campaign as campaigns
+    from shoal.deploy.simulate import report
+
+    options = campaigns.CampaignOptions(
+        peers=peers, steps=steps, fault_s=fault_seconds, kinds=campaigns.parse_kinds(kind or ())
+    )
+    verdicts = []
+    with json.open("wb") if json else contextlib.nullcontext() as file:
+        for seed in range(first_seed, first_seed + campaign):
+            verdicts.append(verdict := campaigns.run_seed(seed, options))
+            typer.echo(report.one_line(verdict))
+            if verdict.broken is not None:
+                typer.echo(report.failure(verdict, options))
+            if file is not None:
+                file.write(report.json_line(verdict))
+    typer.echo(report.summary(verdicts))
+    if any(verdict.broken is not None for verdict in verdicts):
+        raise typer.Exit(EXIT_FAILED)
 
 
 @app.command()

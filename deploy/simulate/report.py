@@ -1,0 +1,89 @@
+"""What a campaign says: a line a seed, what to know of a failure, and the sum of it all."""
+
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+
+import msgspec
+
+from shoal.deploy.simulate.campaign import CampaignOptions, Verdict
+from shoal.protocol.sim.chaos import FaultKind
+
+
+def one_line(verdict: Verdict) -> str:
+    """`seed 17  ok    45 steps, 4 faults, 112 s in 5.1 s`."""
+    outcome = "ok  " if verdict.broken is None else "FAIL"
+    faults = sum(verdict.injected.values())
+    return (
+        f"seed {verdict.seed}  {outcome}  {verdict.steps} steps, {faults} faults, "
+        f"{verdict.virtual_s:.0f} s in {verdict.wall_s:.1f} s"
+    )
+
+
+def failure(verdict: Verdict, options: CampaignOptions) -> str:
+    """What did not hold, what was done to the swarm, what it did last, and how to see it again."""
+    lines = [
+        f"seed {verdict.seed}: it does not hold that {verdict.broken}",
+        f"  {verdict.detail}",
+        "what went wrong, in seconds after the first commit:",
+        *(f"  {fault}" for fault in verdict.schedule),
+        "the last events:",
+        *(f"  {line}" for line in verdict.last_events),
+        f"trace {verdict.trace_hash}; the same again:",
+        f"  {replay_command(verdict.seed, options)}",
+    ]
+    return "\n".join(lines)
+
+
+def replay_command(seed: int, options: CampaignOptions) -> str:
+    defaults = CampaignOptions()
+    words = ["shoal simulate --campaign 1", f"--first-seed {seed}"]
+    for option, name in (("--peers", "peers"), ("--steps", "steps"), ("--fault-seconds", "fault_s")):
+        if getattr(options, name) != getattr(defaults, name):
+            words.append(f"{option} {getattr(options, name):g}")
+    if options.kinds != defaults.kinds:
+        words += [f'--kind "{kind}"' for kind in options.kinds]
+    return " ".join(words)
+
+
+def json_line(verdict: Verdict) -> bytes:
+    """One JSON object, one line."""
+    return msgspec.json.encode(asdict(verdict)) + b"\n"
+
+
+def summary(verdicts: Sequence[Verdict]) -> str:
+    """Over all seeds; figures of seeds that failed count up to where they did."""
+    failed = [verdict for verdict in verdicts if verdict.broken is not None]
+    injected: Counter[str] = Counter()
+    for verdict in verdicts:
+        injected.update(verdict.injected)
+    microbatches = sum(verdict.microbatches for verdict in verdicts)
+    duplicates = sum(verdict.duplicates for verdict in verdicts)
+    training_s = sum(verdict.training_s for verdict in verdicts)
+    lines = [
+        ("seeds", f"{len(verdicts)}, {len(failed)} failed" + (f": {_numbers(failed)}" if failed else "")),
+        ("faults", ", ".join(f"{injected[kind]} {kind}" for kind in FaultKind if injected[kind]) or "none"),
+        ("recovery", _recovery([s for verdict in verdicts for s in verdict.recoveries_s])),
+        ("goodput", f"{sum(v.steps for v in verdicts) / training_s:.3f} steps/s" if training_s else "-"),
+        ("duplicates", f"{1e4 * duplicates / microbatches:.1f} per 10,000 microbatches" if microbatches else "-"),
+        ("given up", str(sum(verdict.given_up for verdict in verdicts))),
+        (
+            "time",
+            f"{sum(v.virtual_s for v in verdicts) / 3600:.2f} h simulated in {sum(v.wall_s for v in verdicts):.0f} s",
+        ),
+    ]
+    return "\n".join(f"{label:<12} {text}" for label, text in lines)
+
+
+def _numbers(verdicts: Sequence[Verdict]) -> str:
+    return ", ".join(str(verdict.seed) for verdict in verdicts)
+
+
+def _recovery(seconds: Sequence[float]) -> str:
+    """From a kill to the next commit."""
+    if not seconds:
+        return "-"
+    ordered = sorted(seconds)
+    p99 = ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
+    return f"median {statistics.median(ordered):.1f} s, p99 {p99:.1f} s, over {len(ordered)} kills"

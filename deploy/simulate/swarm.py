@@ -1,0 +1,283 @@
+"""Whole nodes in virtual time: what `shoal host` and `shoal join` start, without processes.
+
+Each name is a machine whose process may die and start again: `launch` begins its next life. What a life shows
+(plans obeyed, states held, commits, rounds) goes to `on_event`; `invariants.py` says what must hold of it.
+"""
+
+import asyncio
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from shoal.coordinator.ledger import StepRecord
+from shoal.deploy.node import Node
+from shoal.deploy.run_record import fetch_spec, seal_spec
+from shoal.deploy.simulate.events import Committed, Event, Failed, Finished, Held, Obeyed, Opened, Started
+from shoal.peer.data.corpus import Corpus
+from shoal.peer.pipeline.state import StageState
+from shoal.protocol.endpoint import Endpoint
+from shoal.protocol.envelope import Envelope
+from shoal.protocol.errors import LocalError
+from shoal.protocol.identity import PeerID
+from shoal.protocol.invite import Invite
+from shoal.protocol.limits import PROTOCOL_VERSION
+from shoal.protocol.messages import CommitReport, RoundStart
+from shoal.protocol.plan import SignedPlan
+from shoal.protocol.ports import CallHandler, FrameHandler, Payload, Priority, Transport
+from shoal.protocol.sim.network import Network
+from shoal.protocol.sim.world import SimPeer, World
+from shoal.protocol.spec import RunSpec, run_id
+
+_FIND_RUN_S = 20.0
+_POLL_S = 0.1
+_MEMORY_BYTES = 1 << 30
+
+
+class SimSwarm:
+    """Nodes of one run; the first to be launched is its host and owner.
+
+    Args:
+        corpus: the run's text; `without_text` names the peers that do not have it.
+        on_event: called with everything that is seen, in order.
+    """
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        corpus: Corpus,
+        *,
+        seed: int,
+        network: Network,
+        device_flop_per_s: float = 2e8,
+        on_event: Callable[[Event], None] | None = None,
+    ) -> None:
+        self.spec = spec
+        self.corpus = corpus
+        self.world = World(seed, network)
+        self.nodes: dict[str, Node] = {}
+        """The newest process of each name, once it has started."""
+        self.steps: dict[int, StepRecord] = {}
+        """What the coordinators of the day told first."""
+        self.ended: set[str] = set()
+        """Whose newest process has ended by itself."""
+        self._device_flop_per_s = device_flop_per_s
+        self._on_event = on_event or (lambda event: None)
+        self._owner: SimPeer | None = None
+        self._speeds: dict[str, float] = {}
+        self._with_text: dict[str, bool] = {}
+        self._lives: dict[str, int] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._failures_told = 0
+
+    # --- machines ---
+
+    def launch(self, name: str, *, speed: float = 1.0, has_text: bool = True) -> "asyncio.Task[None]":
+        """Start the next process of `name`; `speed` and `has_text` hold for its first and all later ones.
+
+        Returns: the task in which it lives until it ends by itself; after a crash it never does.
+        """
+        self._speeds.setdefault(name, speed)
+        self._with_text.setdefault(name, has_text)
+        peer = self.world.add_peer(name, device_flop_per_s=self._device_flop_per_s * self._speeds[name])
+        self._owner = self._owner or peer
+        self._lives[name] = life = self._lives.get(name, -1) + 1
+        self.nodes.pop(name, None)
+        self.ended.discard(name)
+        self._on_event(Started(at_s=self._now_s(), name=name, life=life, peer=peer.peer_id))
+        task = peer.spawn(self._live(name, life, peer), name="life")
+        task.add_done_callback(lambda done: self._life_over(name, life, done))
+        self._tasks[name] = task
+        return task
+
+    async def add(self, name: str, *, speed: float = 1.0, has_text: bool = True) -> Node:
+        """Launch it, and wait until it takes part."""
+        self.launch(name, speed=speed, has_text=has_text)
+        await self.until(lambda: name in self.nodes)
+        return self.nodes[name]
+
+    async def leave(self, name: str) -> None:
+        """It says good-bye, as a process does on a first signal."""
+        node = self.nodes.pop(name)
+        task = self._tasks.pop(name)
+        task.cancel()
+        await asyncio.wait([task])
+        self.ended.add(name)
+
+        async def go() -> None:
+            await node.leave()
+            await node.close()
+
+        await self.world.peers[name].spawn(go())
+
+    @property
+    def running(self) -> tuple[str, ...]:
+        """Who is alive and has not ended."""
+        return tuple(name for name in self._lives if name not in self.ended and self.world.peers[name].is_alive)
+
+    def stage_of(self, name: str) -> int | None:
+        """Which stage it holds and takes traffic for."""
+        replica = self.nodes[name].peer.replica if name in self.nodes else None
+        return replica.stage if replica and replica.is_ready else None
+
+    async def until(self, condition: Callable[[], bool], *, timeout_s: float = 600.0) -> None:
+        """Raises: TimeoutError; LocalError: a node failed meanwhile."""
+        async with asyncio.timeout(timeout_s):
+            while not condition():
+                self.raise_failures()
+                await asyncio.sleep(_POLL_S)
+
+    async def end(self, *, timeout_s: float = 3600.0) -> None:
+        """Until every process has ended because the run is done."""
+        await self.until(lambda: not self.running, timeout_s=timeout_s)
+        self.raise_failures()
+
+    def raise_failures(self) -> None:
+        """Raises: LocalError: a handler or a node failed; a bug."""
+        if self.world.failures:
+            name, error = self.world.failures[0]
+            raise LocalError(f"{name} failed: {error!r}") from error
+
+    # --- one process ---
+
+    async def _live(self, name: str, life: int, peer: SimPeer) -> None:
+        for other in self.world.peers.values():  # in life the invite's addresses and the directory do this
+            await other.transport.introduce(peer.peer_id, peer.transport.addresses())
+            await peer.transport.introduce(other.peer_id, other.transport.addresses())
+        spec, owner, record = await self._find_run(peer)
+
+        def obeyed(plan: SignedPlan) -> None:
+            self._on_event(Obeyed(at_s=self._now_s(), name=name, life=life, plan=plan))
+
+        def committed(report: CommitReport) -> None:
+            self._on_event(Committed(at_s=self._now_s(), name=name, life=life, report=report))
+
+        def holds(stage: int, state: StageState) -> None:
+            self._on_event(_held(name, life, self._now_s(), node.endpoint, stage, state))
+
+        def opened(start: RoundStart) -> None:
+            self._on_event(Opened(at_s=self._now_s(), name=name, life=life, start=start))
+
+        node = Node(
+            identity=peer.identity,
+            transport=RoundTap(peer.transport, opened),
+            directory=peer.directory,
+            compute=peer.compute,
+            clock=peer.clock,
+            spec=spec,
+            owner=owner,
+            name=name,
+            memory_bytes=_MEMORY_BYTES,
+            corpus=self.corpus if self._with_text[name] else None,
+            disk=peer.disk,
+            rng=self.world.rng(f"{name}, life {life}"),
+            spec_record=record,
+            on_step=self._stepped,
+            on_plan=obeyed,
+            on_commit=committed,
+            on_state=holds,
+        )
+        await node.start()
+        self.nodes[name] = node
+        await node.wait_done()
+        await node.close()
+
+    async def _find_run(self, peer: SimPeer) -> tuple[RunSpec, PeerID, bytes]:
+        """The host has the spec; the others find it on the directory, as `shoal join` does, however long it takes."""
+        owner = self._owner
+        assert owner is not None
+        if owner.peer_id == peer.peer_id:
+            return self.spec, owner.peer_id, seal_spec(peer.identity, self.spec)
+        invite = Invite(PROTOCOL_VERSION, run_id(self.spec, owner.peer_id), owner.peer_id, ())
+        while True:
+            try:
+                spec, record = await fetch_spec(peer.directory, invite, timeout_s=_FIND_RUN_S)
+            except LocalError:
+                continue  # whoever runs it starts it again
+            return spec, owner.peer_id, record
+
+    def _stepped(self, step: StepRecord) -> None:
+        self.steps.setdefault(step.step, step)
+
+    def _life_over(self, name: str, life: int, task: "asyncio.Task[None]") -> None:
+        if task.cancelled() or self._lives[name] != life:
+            return
+        error = task.exception()
+        if error is None:
+            self.ended.add(name)
+            self._on_event(Finished(at_s=self._now_s(), name=name, life=life))
+        elif isinstance(error, Exception):
+            self.world.failures.append((name, error))
+
+    def tell_failures(self) -> None:
+        """Show what has failed since the last call."""
+        for name, error in self.world.failures[self._failures_told :]:
+            self._on_event(Failed(at_s=self._now_s(), name=name, life=self._lives[name], error=_describe(error)))
+        self._failures_told = len(self.world.failures)
+
+    def _now_s(self) -> float:
+        return asyncio.get_running_loop().time()
+
+
+class RoundTap:
+    """A transport that shows which rounds its peer opens, on their way out; everything else passes."""
+
+    def __init__(self, transport: Transport, on_round: Callable[[RoundStart], None]) -> None:
+        self._transport = transport
+        self._on_round = on_round
+        self._last: RoundStart | None = None
+
+    @property
+    def peer_id(self) -> PeerID:
+        return self._transport.peer_id
+
+    def addresses(self) -> tuple[str, ...]:
+        return self._transport.addresses()
+
+    def serve(self, *, on_call: CallHandler, on_frame: FrameHandler) -> None:
+        self._transport.serve(on_call=on_call, on_frame=on_frame)
+
+    async def introduce(self, peer: PeerID, addresses: Sequence[str]) -> None:
+        await self._transport.introduce(peer, addresses)
+
+    async def call(self, peer: PeerID, request: bytes, *, timeout_s: float) -> bytes:
+        if b"RoundStart" in request:
+            start = _ROUNDS.decode(_ENVELOPES.decode(request).body)
+            if start != self._last:  # the same to every member
+                self._last = start
+                self._on_round(start)
+        return await self._transport.call(peer, request, timeout_s=timeout_s)
+
+    async def send(self, peer: PeerID, meta: bytes, payload: Payload, *, priority: Priority) -> None:
+        await self._transport.send(peer, meta, payload, priority=priority)
+
+    async def close(self) -> None:
+        await self._transport.close()
+
+
+_ENVELOPES = msgspec.msgpack.Decoder(Envelope)
+_ROUNDS = msgspec.msgpack.Decoder(RoundStart)
+
+
+def _held(name: str, life: int, at_s: float, endpoint: Endpoint, stage: int, state: StageState) -> Held:
+    numbers = [float(t.abs().sum()) for layer in state.layers.values() for t in layer.tensors]
+    return Held(
+        at_s=at_s,
+        name=name,
+        life=life,
+        era=endpoint.era,
+        stage=stage,
+        version=state.version,
+        digest=state.digest(),
+        is_finite=math.isfinite(sum(numbers)),
+    )
+
+
+def _describe(error: BaseException) -> str:
+    """With where it was raised, for whoever looks for the bug."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    where = f" ({Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno})" if trace else ""
+    return f"{type(error).__name__}: {error}{where}"

@@ -1,0 +1,58 @@
+"""A run small enough to simulate by the hundred: real gradients of a tiny model on a text made up here."""
+
+import functools
+
+import msgspec
+import torch
+from blake3 import blake3
+
+from shoal.peer.data.corpus import Corpus
+from shoal.protocol.spec import RunSpec
+
+_LINES = 3000
+_VALIDATION_FRACTION = 0.05
+
+
+def tiny_spec(
+    *, steps: int, peers: int, stages: int = 3, s_max: int = 0, microbatches: int = 6, term_s: float = 10.0
+) -> RunSpec:
+    """A step is about 1 MFLOP a stage and microbatch. Activations travel in fp32, so that `s_max = 0` trains exactly
+    as one process does."""
+    return msgspec.convert(
+        {
+            "name": "simulated",
+            "seed": 3,
+            "model": {"dim": 32, "num_layers": stages, "num_heads": 2, "num_kv_heads": 1, "ffn_dim": 64, "context": 32},
+            "data": {"source": "made up"},
+            "optimizer": {"name": "adamw", "learning_rate": 3e-3, "warmup_steps": min(2, steps)},
+            "training": {
+                "steps": steps,
+                "microbatches_per_step": microbatches,
+                "microbatch_size": 2,
+                "s_max": s_max,
+                "validation_interval_steps": 10,
+            },
+            "swarm": {
+                "stages": stages,
+                "min_peers": peers,
+                "heartbeat_s": 1.0,
+                "term_s": term_s,
+                "snapshot_interval_steps": 10,
+            },
+            "wire": {"activations": "fp32"},
+        },
+        RunSpec,
+    )
+
+
+@functools.cache
+def tiny_corpus() -> Corpus:
+    """100 kB of lines that a tiny model learns something of: uint8 [N], the same in every process."""
+    text = "".join(f"the {i % 7}th fish of shoal {i % 13} swims {i * i % 31} miles\n" for i in range(_LINES)).encode()
+    num_training = int(len(text) * (1 - _VALIDATION_FRACTION))
+    return Corpus(
+        text_N=torch.frombuffer(bytearray(text), dtype=torch.uint8),
+        num_training=num_training,
+        num_files=1,
+        digest=blake3(text).hexdigest(),
+    )
