@@ -101,7 +101,7 @@ def last_running() -> Running | None:
     for path in sorted((state_root() / "running").glob("*.json")):
         try:
             note = msgspec.json.decode(path.read_bytes(), type=Running)
-        except (OSError, msgspec.DecodeError):
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError):
             continue  # being removed by its owner, or of another version
         if _lives(note):
             alive.append(note)

@@ -117,5 +117,5 @@ def read_report(line: bytes) -> Report | None:
     """None: not a report (a library printed something)."""
     try:
         return _DECODER.decode(line)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError):
         return None

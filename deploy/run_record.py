@@ -45,7 +45,7 @@ def open_spec(record: bytes, *, run: str, owner: PeerID, source: PeerID) -> RunS
         raise RemoteError(source, "stored a run spec that the run's owner did not sign")
     try:
         spec = decode_spec(msgspec.msgpack.decode(envelope.body, type=SpecRecord).spec)
-    except (msgspec.DecodeError, SpecError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, SpecError) as error:
         raise RemoteError(source, f"stored a run spec that cannot be read ({error})") from error
     if run_id(spec, owner) != run:
         raise RemoteError(source, "stored a run spec that is not the one of this run")

@@ -309,7 +309,7 @@ def _read_manifest(disk: Disk, path: PurePosixPath) -> _Manifest:
         raise DamagedSnapshot(disk.where(path), path, f"{MANIFEST} is not the one its folder is named after")
     try:
         manifest = msgspec.json.decode(data, type=_Manifest)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise DamagedSnapshot(disk.where(path), path, f"{MANIFEST}: {str(error).splitlines()[0]}") from error
     if manifest.format != MANIFEST_FORMAT:
         reason = f"it has format {manifest.format}, this shoal reads {MANIFEST_FORMAT}"

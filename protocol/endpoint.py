@@ -150,5 +150,5 @@ class Endpoint:
 def _decode(decoder: "msgspec.msgpack.Decoder[Any]", body: bytes, source: PeerID) -> Any:
     try:
         return decoder.decode(body)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RemoteError(source, f"sent a message that this version does not know ({error})") from error

@@ -54,7 +54,7 @@ def unseal(data: bytes, domain: Domain, *, run: str, source: PeerID, relayed: bo
         check_depth(data)
         envelope = _DECODER.decode(data)
         check_depth(envelope.body)
-    except (TooDeep, msgspec.DecodeError) as error:
+    except (TooDeep, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RemoteError(source, f"sent an unreadable message ({error})") from error
     if envelope.run != run:
         raise RemoteError(source, f"speaks for run {envelope.run[:12]!r}, this is {run[:12]!r}")

@@ -226,7 +226,7 @@ def decode_spec(data: bytes) -> RunSpec:
     """Raises: SpecError."""
     try:
         return msgspec.msgpack.decode(data, type=RunSpec)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise SpecError(f"the run's spec cannot be read: {str(error).splitlines()[0]}") from error
 
 

@@ -48,7 +48,7 @@ class Greeter:
         envelope = unseal(frame.meta, "hello", run=self.run, source=source)
         try:
             hello = _DECODER.decode(envelope.body)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise RemoteError(source, f"sent an unreadable hello ({error})") from error
         if hello.version != PROTOCOL_VERSION:
             raise RemoteError(source, f"speaks protocol {hello.version}, this is {PROTOCOL_VERSION}")
