@@ -83,7 +83,7 @@ def decode_schedule(data: bytes) -> Schedule:
     """Raises: LocalError: not a schedule."""
     try:
         return msgspec.json.decode(data, type=tuple[Fault, ...])
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise LocalError(f"this is not a schedule of faults: {error}") from error
 
 

@@ -152,7 +152,7 @@ class Network:
             file = msgspec.json.decode(path.read_bytes(), type=_NetworkFile)
         except OSError as error:
             raise LocalError(f"{path} cannot be read: {error.strerror}") from error
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise LocalError(f"{path} is not a network: {error}") from error
         latency_s = file.latency_s or _scaled(file.latency_ms, _MILLI)
         bandwidth_bits_per_s = file.bandwidth_bits_per_s or _scaled(file.bandwidth_gbps, _GIGA)
