@@ -126,7 +126,7 @@ def open_mandate(data: bytes, *, run: str, owner: PeerID, source: PeerID) -> tup
         raise RemoteError(source, "sent a mandate that the run's owner did not sign")
     try:
         return envelope.term, _MANDATE_DECODER.decode(envelope.body).coordinator
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RemoteError(source, f"sent an unreadable mandate ({error})") from error
 
 
@@ -139,7 +139,7 @@ def open_plan(data: bytes, *, run: str, owner: PeerID, source: PeerID, num_layer
     envelope = unseal(data, "plan", run=run, source=source, relayed=True)
     try:
         plan = _DECODER.decode(envelope.body)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RemoteError(source, f"sent an unreadable plan ({error})") from error
     if plan.coordinator != envelope.sender or plan.run != run or plan.order != (envelope.term, envelope.sequence):
         raise RemoteError(source, "sent a plan that its signer's envelope contradicts")
