@@ -149,8 +149,9 @@ class Disk(Protocol):
         ...
 
     def remove_tree(self, path: PurePosixPath) -> None:
-        """Remove a file, or a folder with all that is in it; nothing there is fine. Neither durable nor all at once:
-        rename away what must not be seen half removed, and sync, first.
+        """Remove a file, or a folder with all that is in it, but not the root; nothing there is fine.
+
+        Neither durable nor all at once: rename away what must not be seen half removed, and sync, first.
         """
         ...
 

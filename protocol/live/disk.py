@@ -1,5 +1,6 @@
 """Disk on a folder of this machine."""
 
+import errno
 import fcntl
 import os
 import shutil
@@ -38,6 +39,8 @@ class LiveDisk:
         os.rename(self._at(source), self._at(target))
 
     def remove_tree(self, path: PurePosixPath) -> None:
+        if not path.parts:
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(self.root))
         with suppress(FileNotFoundError):
             try:
                 shutil.rmtree(self._at(path))

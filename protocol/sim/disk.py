@@ -215,9 +215,9 @@ class SimDisk:
         return None
 
     def _write(self, path: PurePosixPath, data: bytes, *, is_synced: bool) -> None:
-        folder = self._folder(path.parent)
+        folder = self._folder_of(path)
         file = folder.names.get(path.name)
-        if isinstance(file, _Folder):
+        if isinstance(file, _Folder) or not path.name:
             raise _os_error(errno.EISDIR, path)
         if file is None:
             file = _File()
@@ -231,7 +231,8 @@ class SimDisk:
             file.synced = file.data
 
     def _replace(self, source: PurePosixPath, target: PurePosixPath) -> None:
-        folder = self._folder(source.parent)
+        folder = self._folder_of(source)
+        _parts(target)
         moved, there = folder.names.get(source.name), folder.names.get(target.name)
         if moved is None:
             raise _os_error(errno.ENOENT, source)
@@ -251,7 +252,7 @@ class SimDisk:
         if not parts:
             raise _os_error(errno.EBUSY, path)
         try:
-            folder = self._folder(path.parent)
+            folder = self._folder_of(path)
         except FileNotFoundError:
             return
         if path.name not in folder.names:
@@ -266,10 +267,11 @@ class SimDisk:
 
     def _make(self, path: PurePosixPath, *, is_synced: bool = True) -> None:
         folder = self._root
-        for name in _parts(path):
+        parts = _parts(path)
+        for depth, name in enumerate(parts, start=1):
             inner = folder.names.get(name)
             if isinstance(inner, _File):
-                raise _os_error(errno.EEXIST, path)
+                raise _os_error(errno.EEXIST if depth == len(parts) else errno.ENOTDIR, path)
             if inner is None:
                 inner = _Folder()
                 folder.change({name: inner})
@@ -280,8 +282,10 @@ class SimDisk:
     def _hold(self, path: PurePosixPath) -> None:
         if path in self._held:
             raise RuntimeError(f"{self.where(path)} is held by a caller that cannot go on before we do: a deadlock")
-        folder = self._folder(path.parent)
-        if path.name not in folder.names:
+        folder = self._folder_of(path)
+        if path.name in folder.names:
+            self._file(path)
+        else:
             folder.change({path.name: _File()})
         self._held.add(path)
 
@@ -306,6 +310,10 @@ class SimDisk:
         if isinstance(node, _File):
             raise _os_error(errno.ENOTDIR, path)
         return node
+
+    def _folder_of(self, path: PurePosixPath) -> _Folder:
+        _parts(path)  # `..` is in the root by its parent
+        return self._folder(path.parent)
 
     # What a crash leaves -------------------------------------------------------------------------------------------
 

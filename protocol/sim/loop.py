@@ -24,6 +24,7 @@ from pathlib import PurePath
 from typing import Any, NoReturn, TypeVar, TypeVarTuple
 
 from shoal.protocol.errors import LocalError
+from shoal.protocol.sim.disk import PowerCut
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -91,6 +92,10 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
 
     def _forget(self, task: "asyncio.Task[Any]") -> None:
         del self._tasks[hash(task)]
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        if not isinstance(context.get("exception"), PowerCut):  # whoever it ended is as dead as meant
+            super().call_exception_handler(context)
 
     def tasks(self) -> list["asyncio.Task[Any]"]:
         """Tasks that are not done, oldest first."""
