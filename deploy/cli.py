@@ -207,22 +207,21 @@ def simulate(
     if campaign is None:
         raise LocalError("say what to simulate: --campaign SEEDS breaks a swarm in that many ways")
     logging.basicConfig(level=logging.INFO if verbose else logging.CRITICAL, stream=sys.stderr)
-    from shoal.deploy.simulate import campaign as campaigns
-    from shoal.deploy.simulate import report
+    from shoal.deploy.simulate.campaign import run_seed
+    from shoal.deploy.simulate.report import failure, json_line, one_line, summary
+    from shoal.deploy.simulate.trial import CampaignOptions, parse_kinds
 
-    options = campaigns.CampaignOptions(
-        peers=peers, steps=steps, fault_s=fault_seconds, kinds=campaigns.parse_kinds(kind or ())
-    )
+    options = CampaignOptions(peers=peers, steps=steps, fault_s=fault_seconds, kinds=parse_kinds(kind or ()))
     verdicts = []
     with json.open("wb") if json else contextlib.nullcontext() as file:
         for seed in range(first_seed, first_seed + campaign):
-            verdicts.append(verdict := campaigns.run_seed(seed, options))
-            typer.echo(report.one_line(verdict))
+            verdicts.append(verdict := run_seed(seed, options))
+            typer.echo(one_line(verdict))
             if verdict.broken is not None:
-                typer.echo(report.failure(verdict, options))
+                typer.echo(failure(verdict, options))
             if file is not None:
-                file.write(report.json_line(verdict))
-    typer.echo(report.summary(verdicts))
+                file.write(json_line(verdict))
+    typer.echo(summary(verdicts))
     if any(verdict.broken is not None for verdict in verdicts):
         raise typer.Exit(EXIT_FAILED)
 

@@ -7,7 +7,8 @@ from dataclasses import asdict
 
 import msgspec
 
-from shoal.deploy.simulate.campaign import CampaignOptions, Verdict
+from shoal.deploy.simulate.trial import CampaignOptions
+from shoal.deploy.simulate.witness import Verdict
 from shoal.protocol.sim.chaos import FaultKind
 
 

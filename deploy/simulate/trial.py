@@ -1,0 +1,85 @@
+"""What a seed of a campaign decides: the network, the machines, the run and what goes wrong."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shoal.deploy.simulate.tiny_run import tiny_spec
+from shoal.protocol.errors import LocalError
+from shoal.protocol.sim.chaos import FaultKind, Schedule, draw_schedule
+from shoal.protocol.sim.network import Network, uniform
+from shoal.protocol.spec import RunSpec
+
+STEP_S = 2.0
+"""What a step takes, about, while all is well: longer than a round trip, so that faults hit all its parts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CampaignOptions:
+    """What all seeds of a campaign have in common."""
+
+    peers: int = 9
+    stages: int = 3
+    steps: int = 45
+    fault_s: float = 60.0
+    """Nothing goes wrong later than this after the first commit."""
+    mean_gap_s: float = 8.0
+    """Between the beginnings of two faults."""
+    kinds: tuple[FaultKind, ...] = tuple(FaultKind)
+
+    def __post_init__(self) -> None:
+        if self.peers < 2 * self.stages:
+            raise LocalError(f"{self.peers} peers are too few: a campaign needs two for each of {self.stages} stages")
+        if self.steps * STEP_S < self.fault_s:
+            raise LocalError(f"{self.steps} steps are over before {self.fault_s:g} s of faults are")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """One swarm and what it is to suffer."""
+
+    seed: int
+    spec: RunSpec
+    latency_s: float
+    rate_bytes_per_s: float
+    jitter_s: float
+    device_flop_per_s: float
+    speeds: dict[str, float]
+    """Of each peer by name, as a factor."""
+    schedule: Schedule
+
+    @property
+    def network(self) -> Network:
+        return uniform(self.latency_s, self.rate_bytes_per_s, jitter_s=self.jitter_s)
+
+
+def draw_trial(seed: int, options: CampaignOptions) -> Trial:
+    rng = random.Random(f"shoal campaign/{seed}")
+    names = [f"n{number}" for number in range(options.peers)]
+    latency_s = rng.choice((0.005, 0.02, 0.05, 0.1))
+    spec = tiny_spec(
+        steps=options.steps,
+        peers=options.peers,
+        stages=options.stages,
+        s_max=rng.choice((0, 0, 1)),
+        term_s=rng.choice((5.0, 15.0, 60.0)),
+    )
+    schedule = draw_schedule(rng, names, duration_s=options.fault_s, mean_gap_s=options.mean_gap_s, kinds=options.kinds)
+    return Trial(
+        seed=seed,
+        spec=spec,
+        latency_s=latency_s,
+        rate_bytes_per_s=rng.choice((1e6, 1e7)),
+        jitter_s=latency_s * rng.choice((0.0, 0.2, 1.0)),
+        device_flop_per_s=2.5e7,
+        speeds={name: rng.choice((0.5, 1.0, 1.0, 1.0, 2.0)) for name in names},
+        schedule=schedule,
+    )
+
+
+def parse_kinds(names: Sequence[str]) -> tuple[FaultKind, ...]:
+    """All kinds if there are no `names`. Raises: LocalError: one of them is no kind of fault."""
+    try:
+        return tuple(FaultKind(name) for name in names) or tuple(FaultKind)
+    except ValueError as error:
+        raise LocalError(f"{error}: a fault is one of {', '.join(FaultKind)}") from error

@@ -1,0 +1,127 @@
+"""Watches one simulated run: every invariant sees every event, and at the end there is a verdict."""
+
+import math
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from shoal.deploy.simulate.events import Committed, Event, Injected, Opened, Quiet, Ticked
+from shoal.deploy.simulate.invariants import Expectation, all_invariants
+from shoal.deploy.simulate.tiny_run import tiny_corpus
+from shoal.deploy.simulate.trial import Trial
+from shoal.peer.single_process import train
+from shoal.protocol.sim.chaos import FaultKind, Schedule
+from shoal.protocol.spec import RunSpec
+
+LAST_EVENTS = 40
+
+
+@dataclass(slots=True, kw_only=True)
+class Verdict:
+    """How a run went. `broken` is the sentence that did not hold, None if all did."""
+
+    seed: int
+    broken: str | None = None
+    detail: str = ""
+    schedule: Schedule = ()
+    last_events: tuple[str, ...] = ()
+    trace_hash: str = ""
+    injected: dict[str, int] = field(default_factory=dict)
+    """Kind -> number of faults that began."""
+    recoveries_s: list[float] = field(default_factory=list)
+    """From each kill to the next commit of the last stage."""
+    again_s: float = math.inf
+    """From the end of the last fault to the next commit of the last stage."""
+    steps: int = 0
+    microbatches: int = 0
+    """Committed, summed over stages."""
+    duplicates: int = 0
+    given_up: int = 0
+    virtual_s: float = 0.0
+    training_s: float = 0.0
+    """From the first to the last commit of the last stage."""
+    wall_s: float = 0.0
+
+
+class Witness:
+    """Everything that was seen of one run, as far as a verdict needs it."""
+
+    def __init__(self, trial: Trial) -> None:
+        self.verdict = Verdict(seed=trial.seed, schedule=trial.schedule)
+        self.commits: dict[tuple[int, int, int], Committed] = {}
+        """(era, stage, step) -> the first that said so."""
+        self.rounds: list[Opened] = []
+        self.quiet_s = math.inf
+        spec = trial.spec
+        expected = Expectation(
+            steps=spec.training.steps,
+            microbatches=spec.training.microbatches_per_step,
+            stages=spec.swarm.stages,
+            losses=single_process_losses(spec) if spec.training.s_max == 0 else None,
+        )
+        self._last_stage = spec.swarm.stages - 1
+        self._invariants = all_invariants(expected)
+        self._last_events: deque[str] = deque(maxlen=LAST_EVENTS)
+        self._kills_s: list[float] = []
+        self._injected: Counter[str] = Counter()
+
+    def see(self, event: Event) -> None:
+        """Called from inside nodes: says nothing to them, whatever it finds."""
+        if self.verdict.broken is not None:
+            return
+        match event:
+            case Committed(report=report):
+                self.commits.setdefault((report.era, report.stage, report.step), event)
+            case Opened():
+                self.rounds.append(event)
+            case Injected(fault=fault):
+                self._injected[str(fault.kind)] += 1
+                if fault.kind is FaultKind.CRASH:
+                    self._kills_s.append(event.at_s)
+            case Quiet():
+                self.quiet_s = event.at_s
+            case _:
+                pass
+        if not isinstance(event, Ticked):
+            self._last_events.append(f"{event.at_s:9.3f} s  {event}")
+        for invariant in self._invariants:
+            flaw = invariant.see(event)
+            if flaw is not None:
+                self.condemn(invariant.sentence, f"at {event.at_s:.3f} s: {flaw}")
+                return
+
+    def condemn(self, sentence: str, detail: str) -> None:
+        """The first one counts."""
+        if self.verdict.broken is None:
+            self.verdict.broken, self.verdict.detail = sentence, detail
+            self.verdict.last_events = tuple(self._last_events)
+
+    def commit_times_s(self) -> list[float]:
+        """Of the last stage's commits, in order."""
+        return sorted(event.at_s for (_, stage, _), event in self.commits.items() if stage == self._last_stage)
+
+    def conclude(self, *, trace_hash: str, now_s: float) -> None:
+        verdict, times_s = self.verdict, self.commit_times_s()
+        verdict.trace_hash, verdict.virtual_s = trace_hash, now_s
+        verdict.injected = dict(sorted(self._injected.items()))
+        reports = [event.report for event in self.commits.values()]
+        verdict.microbatches = sum(report.microbatches for report in reports)
+        verdict.duplicates = sum(report.duplicates for report in reports)
+        verdict.given_up = sum(report.given_up for report in reports)
+        verdict.steps = len({report.step for report in reports if report.stage == self._last_stage})
+        verdict.training_s = times_s[-1] - times_s[0] if times_s else 0.0
+        verdict.recoveries_s = _until_next(self._kills_s, times_s)
+        verdict.again_s = next(iter(_until_next([self.quiet_s], times_s)), math.inf)
+
+
+@lru_cache(maxsize=8)
+def single_process_losses(spec: RunSpec) -> tuple[float, ...]:
+    """What the same training gives in one process, step by step."""
+    return tuple(step.loss for step in train(spec, tiny_corpus(), steps=spec.training.steps))
+
+
+def _until_next(moments_s: Sequence[float], commits_s: Sequence[float]) -> list[float]:
+    """From each moment to the first commit after it."""
+    after = ((moment_s, next((s for s in commits_s if s > moment_s), None)) for moment_s in moments_s)
+    return [commit_s - moment_s for moment_s, commit_s in after if commit_s is not None]

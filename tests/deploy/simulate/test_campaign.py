@@ -1,0 +1,166 @@
+"""A campaign's seed is one history; what breaks an invariant is found and told so that it can be seen again."""
+
+import dataclasses
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from shoal.deploy import cli
+from shoal.deploy.simulate import campaign
+from shoal.deploy.simulate.campaign import run_trial
+from shoal.deploy.simulate.events import Failed
+from shoal.deploy.simulate.report import failure, json_line, one_line, replay_command, summary
+from shoal.deploy.simulate.swarm import SimSwarm
+from shoal.deploy.simulate.tiny_run import tiny_spec
+from shoal.deploy.simulate.trial import CampaignOptions, Trial, draw_trial, parse_kinds
+from shoal.deploy.simulate.witness import Verdict, Witness
+from shoal.protocol.errors import LocalError
+from shoal.protocol.sim.chaos import Fault, FaultKind
+
+SHORT = CampaignOptions(peers=6, steps=6, fault_s=10.0, mean_gap_s=4.0)
+
+
+def quiet_trial(**changes: object) -> Trial:
+    trial = dataclasses.replace(draw_trial(0, SHORT), schedule=(), spec=tiny_spec(steps=6, peers=6))
+    return dataclasses.replace(trial, **changes)  # type: ignore[arg-type]
+
+
+def test_a_trial_follows_from_its_seed() -> None:
+    assert draw_trial(7, SHORT) == draw_trial(7, SHORT)
+    assert draw_trial(7, SHORT) != draw_trial(8, SHORT)
+    assert all(fault.ends_s <= SHORT.fault_s for seed in range(50) for fault in draw_trial(seed, SHORT).schedule)
+
+
+@pytest.mark.sim
+def test_a_run_without_faults_is_one_history_and_breaks_nothing() -> None:
+    first, again = run_trial(quiet_trial()).verdict, run_trial(quiet_trial()).verdict
+    assert (first.broken, first.detail) == (None, "")
+    assert first.trace_hash == again.trace_hash
+    assert (first.steps, first.microbatches, first.duplicates, first.given_up) == (6, 6 * 6 * 3, 0, 0)
+    assert run_trial(quiet_trial(seed=1)).verdict.trace_hash != first.trace_hash
+
+
+@pytest.mark.sim
+def test_what_breaks_an_invariant_ends_the_run_and_is_the_same_again() -> None:
+    async def script(swarm: SimSwarm, witness: Witness) -> None:
+        swarm.world.failures.append(("n3", ValueError("on purpose")))
+
+    first, again = (run_trial(quiet_trial(), script).verdict for _ in range(2))
+    assert first.broken == "no handler raises and no node gives up"
+    assert "n3: ValueError: on purpose" in first.detail
+    assert first.steps < 6, "it went on"
+    assert first.last_events[-1].endswith("n3 failed: ValueError: on purpose")
+    assert (first.trace_hash, first.detail, first.last_events) == (again.trace_hash, again.detail, again.last_events)
+
+
+@pytest.mark.sim
+def test_a_training_that_differs_from_one_process_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    trial = quiet_trial()
+    losses = witness_losses(trial)
+    monkeypatch.setattr("shoal.deploy.simulate.witness.single_process_losses", lambda spec: (*losses[:4], 0.0, 0.0))
+    verdict = run_trial(trial).verdict
+    assert verdict.broken is not None
+    assert "one process" in verdict.broken
+    assert "step 4 " in verdict.detail
+
+
+def witness_losses(trial: Trial) -> tuple[float, ...]:
+    from shoal.deploy.simulate.witness import single_process_losses
+
+    return single_process_losses(trial.spec)
+
+
+@pytest.mark.sim
+def test_a_swarm_that_never_begins_is_found() -> None:
+    trial = quiet_trial(spec=tiny_spec(steps=6, peers=7))
+    verdict = run_trial(trial).verdict
+    assert verdict.broken == f"the first step is committed within {campaign.BEGINS_S:.0f} s"
+
+
+BROKEN = Verdict(
+    seed=4711,
+    broken="nothing is lost",
+    detail="at 3 s: something was",
+    schedule=(Fault(kind=FaultKind.CRASH, at_s=1.5, lasts_s=2.0, whom=("n1",)),),
+    last_events=("    3.000 s  n1 starts",),
+    trace_hash="abc",
+    injected={"crash": 1},
+    recoveries_s=[1.0, 3.0],
+    steps=5,
+    microbatches=1000,
+    duplicates=2,
+    training_s=10.0,
+)
+
+
+def test_a_failure_says_all_that_is_needed_to_see_it_again() -> None:
+    text = failure(BROKEN, CampaignOptions())
+    for part in (
+        "seed 4711: it does not hold that nothing is lost",
+        "at 3 s: something was",
+        "at 1.500 s for 2 s: crash of n1",
+        "n1 starts",
+        "trace abc",
+        "shoal simulate --campaign 1 --first-seed 4711\n",
+    ):
+        assert part in text + "\n"
+
+
+def test_the_replay_command_has_what_was_not_the_default() -> None:
+    options = CampaignOptions(peers=12, fault_s=30.5, kinds=(FaultKind.ONE_WAY_CUT, FaultKind.CRASH))
+    command = replay_command(3, options)
+    assert command == (
+        'shoal simulate --campaign 1 --first-seed 3 --peers 12 --fault-seconds 30.5 --kind "one-way cut" --kind "crash"'
+    )
+
+
+def test_a_summary_counts_failures_faults_recoveries_and_duplicates() -> None:
+    text = summary([BROKEN, Verdict(seed=1)])
+    assert "2, 1 failed: 4711" in text
+    assert "1 crash" in text
+    assert "median 2.0 s, p99 3.0 s, over 2 kills" in text
+    assert "20.0 per 10,000 microbatches" in text
+    assert "0.500 steps/s" in text
+
+
+def test_a_line_of_json_a_seed() -> None:
+    line = json_line(BROKEN)
+    assert line.endswith(b"\n")
+    assert line.count(b"\n") == 1
+    assert msgspec.json.decode(line)["broken"] == "nothing is lost"
+    assert "FAIL" in one_line(BROKEN)
+
+
+def test_kinds_by_name() -> None:
+    assert parse_kinds(()) == tuple(FaultKind)
+    assert parse_kinds(("crash", "one-way cut")) == (FaultKind.CRASH, FaultKind.ONE_WAY_CUT)
+    with pytest.raises(LocalError, match="a fault is one of crash"):
+        parse_kinds(("flood",))
+
+
+@pytest.mark.parametrize(("broken", "code"), [(None, 0), ("nothing is lost", 1)])
+def test_the_command_ends_with_1_if_a_seed_fails(monkeypatch, tmp_path, broken: str | None, code: int) -> None:
+    asked = []
+
+    def fake(seed: int, options: CampaignOptions) -> Verdict:
+        asked.append((seed, options.peers))
+        return Verdict(seed=seed, broken=broken)
+
+    monkeypatch.setattr(campaign, "run_seed", fake)
+    arguments = ["simulate", "--campaign", "2", "--first-seed", "5", "--peers", "12", "--json", str(tmp_path / "out")]
+    result = CliRunner().invoke(cli.app, arguments)
+    assert result.exit_code == code, result.output
+    assert asked == [(5, 12), (6, 12)]
+    assert len((tmp_path / "out").read_bytes().splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["--campaign", "1", "--peers", "3"], ["--campaign", "1", "--kind", "flood"], ["--campaign", "0"]]
+)
+def test_the_command_ends_with_2_where_it_was_asked_nonsense(arguments: list[str]) -> None:
+    assert CliRunner().invoke(cli.app, ["simulate", *arguments]).exit_code == 2
+
+
+def test_failures_are_events_of_their_node() -> None:
+    assert str(Failed(at_s=1.0, name="a", life=0, error="x")) == "a failed: x"
