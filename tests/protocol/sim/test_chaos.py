@@ -9,13 +9,14 @@ from hypothesis import strategies as st
 
 from shoal.protocol.errors import LocalError, Unreachable
 from shoal.protocol.sim.chaos import Fault, FaultKind, decode_schedule, draw_schedule, encode_schedule, play
+from shoal.protocol.sim.clock import WALL_AT_ZERO_S
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
 from shoal.protocol.sim.trace import Event, Kind
 from shoal.protocol.sim.world import World
 
 NAMES = tuple("abcdef")
-_DOWN = {FaultKind.CRASH, FaultKind.PAUSE}
+_DOWN = {FaultKind.CRASH, FaultKind.PAUSE, FaultKind.DEAD_DAEMON}
 
 
 @settings(deadline=None)
@@ -102,3 +103,58 @@ def test_a_fault_of_a_peer_that_never_was_is_a_mistake() -> None:
             await play(world, (Fault(kind=FaultKind.CRASH, at_s=0.0, lasts_s=None, whom=("x",)),), on_return=str)
 
     run(main())
+
+
+def test_every_kind_of_fault_can_be_played_and_leaves_nothing_behind(speak: Callable[..., Any]) -> None:
+    """A schedule of each kind, over a world in which everybody talks: the same twice, and all is well afterwards."""
+
+    async def main(seed: int) -> tuple[str, set[Kind]]:
+        kinds: set[Kind] = set()
+        world = World(seed, uniform(0.02, 1e6), watch=lambda event: kinds.add(event.kind))
+        for name in NAMES:
+            world.add_peer(name)
+        voices = {voice.peer.name: voice for voice in await speak(world)}
+
+        async def join(name: str) -> None:
+            (voices[name],) = await speak(world, name)
+            world.peers[name].spawn(talk(name))
+
+        async def talk(name: str) -> None:
+            rng = world.rng(f"talk {name} {world.now_s()}")
+            while True:
+                voice, other = voices[name], voices[rng.choice(NAMES)]
+                if other is not voice:
+                    work = (voice.ping(other, timeout_s=2.0), voice.send(other, 0, rng.randbytes(20_000)))
+                    await asyncio.gather(*work, return_exceptions=True)
+                await voice.peer.directory.store("key", name, b"", expires_in_s=20.0)
+                await voice.peer.compute.run("probe", lambda: None, flop=1e11)
+                await asyncio.sleep(rng.random())
+
+        def on_return(name: str) -> None:
+            world.add_peer(name)
+            returning.append(asyncio.create_task(join(name)))
+
+        returning: list[asyncio.Task[None]] = []
+        for name in NAMES:
+            world.peers[name].spawn(talk(name))
+        schedule = draw_schedule(world.rng("chaos"), NAMES, duration_s=400.0, mean_gap_s=3.0, down_at_once_max=2)
+        assert {fault.kind for fault in schedule} == set(FaultKind)
+        await play(world, schedule, on_return=on_return)
+        await asyncio.gather(*returning)
+        await asyncio.sleep(60.0)
+        assert world.failures == []
+        for voice in voices.values():
+            assert voice.peer.is_alive
+            assert voice.peer.clock.wall_s() == pytest.approx(WALL_AT_ZERO_S + world.now_s(), abs=1e-6)
+            timed = await voice.peer.compute.run("probe", lambda: None, flop=1e12)
+            assert timed.ended_s - timed.started_s == pytest.approx(1.0)
+            for other in voices.values():
+                if other is not voice:
+                    began_s = world.now_s()
+                    assert await voice.ping(other, b"well?") == b"well?"
+                    assert world.now_s() - began_s == pytest.approx(0.04, abs=0.005)
+        return world.trace_hash(), kinds
+
+    trace_hash, kinds = run(main(3))
+    assert kinds >= {kind for kind in Kind if Kind.CRASHED <= kind <= Kind.HEALED or 50 <= kind < 70}
+    assert run(main(3))[0] == trace_hash
