@@ -135,7 +135,7 @@ class Chronicle:
             steps=spec.training.steps if record.finished else record.steps_seen,
             finished=record.finished,
             loss_first=record.first.loss if record.first else None,
-            loss_last=record.last.loss if record.last else None,
+            loss_last=record.loss_last,
             val_loss=record.val_loss,
             tokens_per_s=round(record.tokens_per_s(spec.tokens_per_step), 1),
             staleness_mean=record.staleness_sum / record.num_steps if record.num_steps else 0.0,

@@ -81,13 +81,18 @@ class StepBook:
             entry.told = told
 
     def due(self, now_s: float, *, flush: bool = False) -> list[Step]:
-        """Steps that are complete, or have been waited for long enough, in their order. `flush`: all that are known."""
+        """Steps that are complete, or have been waited for long enough, in their order. `flush`: all that have a loss,
+        for no further word will come.
+        """
         steps = []
         for key in sorted(self._open):
             entry = self._open[key]
             waited = now_s >= entry.since_s + self._patience_s
             follows = key == (self._newest[0], self._newest[1] + 1)
-            if not (flush or waited or (follows and len(entry.reports) == self._num_stages)):
+            complete = follows and len(entry.reports) == self._num_stages
+            if not (waited or complete or (flush and (entry.told or self._num_stages - 1 in entry.reports))):
+                if flush:
+                    continue
                 break
             del self._open[key]
             self._newest = key

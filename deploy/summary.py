@@ -119,7 +119,7 @@ class Record:
     """What the summary is made of. Times are the demo's clock."""
 
     first: StepDone | None = None
-    last: StepDone | None = None
+    loss_last: float | None = None
     step_times_s: list[float] = field(default_factory=list)
     steps_seen: int = 0
     staleness_sum: float = 0.0
@@ -137,7 +137,7 @@ class Record:
     def add(self, step: StepDone, at_s: float) -> None:
         if self.first is None:
             self.first = step
-        self.last = step
+        self.loss_last = self.loss_last if step.loss is None else step.loss
         # Two stages' last words of two steps may be heard in the other order.
         self.step_times_s.append(max([at_s, *self.step_times_s[-1:]]))
         self.staleness_sum += step.staleness_mean

@@ -106,7 +106,7 @@ class Swarm:
             await child.process.stdin.drain()
             child.process.stdin.close()
 
-    async def kill(self, child: Child) -> list[int]:
+    async def kill(self, child: Child, *, patience_s: float = _DAEMON_GONE_S) -> list[int]:
         """SIGKILL the child and nothing else, as a fault would, and wait until its daemon has seen it.
 
         Returns: processes of the child's that have not ended by themselves. None should be there.
@@ -117,7 +117,7 @@ class Swarm:
             descendants = []
         child.send(signal.SIGKILL)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_DAEMON_GONE_S):
+            async with asyncio.timeout(patience_s):
                 while descendants:
                     descendants = [process for process in descendants if _is_there(process)]
                     await asyncio.sleep(_POLL_S)

@@ -7,8 +7,9 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -52,6 +53,19 @@ class Recorder:
     async def start(self, name: str, log: Path, handler: str = "drain") -> Child:
         argv = [sys.executable, "-c", FAMILY.format(handler=handler)]
         return await self.swarm.start(name, argv, env=os.environ, log=log)
+
+
+def recorded(main: Callable[[Recorder], Coroutine[Any, Any, None]]) -> None:
+    """Run `main`; whatever becomes of it, no child outlives it."""
+
+    async def run() -> None:
+        seen = Recorder()
+        try:
+            await main(seen)
+        finally:
+            await seen.swarm.close()
+
+    asyncio.run(run())
 
 
 def gone(pid: int) -> bool:
@@ -131,3 +145,44 @@ def test_children_die_with_a_killed_parent(tmp_path: Path) -> None:
     while not gone(pid) and time.monotonic() < deadline:
         os.sched_yield()
     assert gone(pid)
+
+
+# A child whose daemon notices its end, as libp2p's does.
+WATCHED = """
+import os, subprocess, sys, time
+code = "import os, sys, time\\nwhile os.getppid() == int(sys.argv[1]): time.sleep(0.02)"
+argv = [sys.executable, "-c", code, str(os.getpid())]
+print(subprocess.Popen(argv, stdout=subprocess.DEVNULL, start_new_session=True).pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_kill_meets_the_child_alone_and_tells_what_outlives_it(tmp_path: Path) -> None:
+    async def main(seen: Recorder) -> None:
+        argv = [sys.executable, "-c", WATCHED]
+        good = await seen.swarm.start("good", argv, env=os.environ, log=tmp_path / "good")
+        bad = await seen.start("bad", tmp_path / "bad")
+        await seen.until(lambda: len(seen.lines) == 2)
+        assert await seen.swarm.kill(good) == []
+        assert await seen.swarm.kill(bad, patience_s=0.1) == [int(seen.lines["bad"][0])]
+        await seen.until(lambda: len(seen.exits) == 2)
+        assert seen.exits == {"good": -signal.SIGKILL, "bad": -signal.SIGKILL}
+        await seen.swarm.close()
+        assert gone(int(seen.lines["bad"][0]))
+
+    recorded(main)
+
+
+def test_a_name_may_come_again(tmp_path: Path) -> None:
+    async def main(seen: Recorder) -> None:
+        first = await seen.start("one", tmp_path / "log")
+        await seen.until(lambda: len(seen.lines.get("one", [])) == 1)
+        await seen.swarm.kill(first, patience_s=0.1)
+        second = await seen.start("one", tmp_path / "log")
+        await seen.until(lambda: len(seen.lines["one"]) == 2)
+        assert (first.is_running, second.is_running) == (False, True)
+        second.send(signal.SIGTERM)
+        first.send(signal.SIGTERM)  # nobody is there to get it
+        assert await seen.swarm.wait(timeout_s=20)
+
+    recorded(main)

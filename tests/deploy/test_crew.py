@@ -1,0 +1,83 @@
+"""Who is let in, and by whom: children that pretend."""
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from shoal.deploy.crew import Crew, Member
+from shoal.deploy.report import Joined, Ready
+from shoal.deploy.swarm import Swarm
+from shoal.protocol.identity import Identity, PeerID
+from shoal.protocol.invite import make_invite, parse_invite
+from shoal.protocol.limits import ADDRESSES_MAX
+
+OWNER = Identity.generate().peer_id
+
+
+class PretendSwarm(Swarm):
+    def __init__(self) -> None:
+        super().__init__(on_line=lambda child, line: None, on_exit=lambda child, status: None)
+        self.told: dict[str, str] = {}
+
+    async def tell(self, child: Any, text: str) -> None:
+        self.told[child.name] = text
+
+    async def kill(self, child: Any) -> list[int]:
+        child.is_running = False
+        return []
+
+
+def crew_of(count: int, *, addresses: int = 1) -> tuple[Crew, PretendSwarm, list[Member]]:
+    swarm = PretendSwarm()
+    crew = Crew(swarm, folder=Path(), spec_path=Path(), data="")
+    for number in range(count):
+        child: Any = SimpleNamespace(name=f"peer-{number}", is_running=True, send=lambda signal: None)
+        member = Member(child=child)
+        crew.members.append(member)
+        own = tuple(f"/ip4/127.0.0.{index + 1}/tcp/1/p2p/{number}" for index in range(addresses))
+        crew.take(member, Joined(peer=PeerID(str(number)), name=child.name, invite=make_invite("run", OWNER, own)))
+    return crew, swarm, crew.members
+
+
+def invited_by(crew: Crew, swarm: PretendSwarm) -> list[str]:
+    """The peers behind the addresses that a newcomer is given."""
+    child: Any = SimpleNamespace(name="newcomer", is_running=True)
+    asyncio.run(crew.let_in(Member(child=child)))
+    invite = parse_invite(swarm.told["newcomer"])
+    assert (invite.run, invite.owner) == ("run", OWNER)
+    return [address.rpartition("/")[2] for address in invite.addresses]
+
+
+def test_before_anybody_has_joined_the_hosts_invite_is_all_there_is() -> None:
+    crew, swarm, (host,) = crew_of(1)
+    host.invite = ""
+    own = make_invite("run", OWNER, ("/ip4/127.0.0.1/tcp/1/p2p/host",))
+    crew.take(host, Ready(peer=OWNER, run="run", invite=own))
+    assert crew.invite == own
+    assert invited_by(crew, swarm) == ["host"]
+
+
+def test_the_dead_and_the_suspended_invite_nobody() -> None:
+    crew, swarm, members = crew_of(4)
+    asyncio.run(crew.kill(members[0]))
+    crew.suspend(members[2])
+    assert invited_by(crew, swarm) == ["1", "3"]
+    crew.resume(members[2])
+    assert invited_by(crew, swarm) == ["1", "2", "3"]
+
+
+def test_one_address_of_each_comes_before_a_second_of_any() -> None:
+    crew, swarm, _ = crew_of(5, addresses=2)
+    assert invited_by(crew, swarm) == ["0", "1", "2", "3", "4", "0", "1", "2"][:ADDRESSES_MAX]
+
+
+def test_a_namesake_is_another_member() -> None:
+    crew, _, members = crew_of(2)
+    asyncio.run(crew.kill(members[1]))
+    child: Any = SimpleNamespace(name="peer-1", is_running=True)
+    again = Member(child=child)
+    crew.members.append(again)
+    assert crew.member_of(child) is again
+    assert crew.member_of(members[1].child) is members[1]
+    assert crew.alive == [members[0], again]

@@ -1,0 +1,131 @@
+import random
+
+from shoal.deploy.report import StepDone
+from shoal.deploy.step_book import Step, StepBook
+from shoal.protocol.identity import PeerID
+from shoal.protocol.messages import CommitReport
+
+STAGES = 3
+
+
+def report(stage: int, step: int, *, era: int = 0, duplicates: int = 0, dissenting: int = 0) -> CommitReport:
+    return CommitReport(
+        era=era,
+        stage=stage,
+        step=step,
+        members=2,
+        microbatches=8,
+        duplicates=duplicates,
+        given_up=0,
+        tokens=64,
+        staleness_steps_mean=0.5 * stage,
+        loss=float(step) if stage == STAGES - 1 else None,
+        digest="d",
+        dissenting=dissenting,
+    )
+
+
+def told(step: int, *, era: int = 0) -> StepDone:
+    return StepDone(
+        step=step,
+        loss=10.0 + step,
+        validation_loss=None,
+        validation_step=None,
+        tokens_per_s=1.0,
+        staleness_mean=0.25,
+        duplicates=1,
+        given_up=0,
+        dissenting=0,
+        era=era,
+        term=1,
+        peers=4,
+        coordinator=PeerID("c"),
+    )
+
+
+def book() -> StepBook:
+    return StepBook(num_stages=STAGES, patience_s=8.0)
+
+
+def numbers(steps: list[Step]) -> list[tuple[int, int]]:
+    return [(step.era, step.step) for step in steps]
+
+
+def test_a_step_is_told_when_the_last_stage_has_spoken() -> None:
+    steps = book()
+    for stage in (2, 0):
+        steps.commit(report(stage, 0), 1.0 + stage)
+    assert steps.due(3.0) == []
+    steps.commit(report(1, 0, duplicates=2, dissenting=1), 4.0)
+    assert steps.due(4.0) == [
+        Step(step=0, era=0, at_s=4.0, loss=0.0, staleness_mean=0.5, duplicates=2, given_up=0, dissenting=1)
+    ]
+    assert steps.due(100.0, flush=True) == []
+
+
+def test_all_members_of_a_group_say_it_and_it_counts_once() -> None:
+    steps = book()
+    for _ in range(3):
+        for stage in range(STAGES):
+            steps.commit(report(stage, 0, duplicates=1), 1.0)
+            steps.due(1.0)
+    assert (steps.microbatches, steps.duplicates) == (3 * 9, 3)
+    assert steps.due(100.0, flush=True) == []
+
+
+def test_steps_come_in_order_whatever_the_order_of_the_words() -> None:
+    for seed in range(20):
+        rng = random.Random(seed)
+        words = [report(stage, step) for stage in range(STAGES) for step in range(6)]
+        rng.shuffle(words)
+        steps, seen = book(), []
+        for word in words:
+            steps.commit(word, 1.0)
+            seen += numbers(steps.due(1.0))
+        assert seen == [(0, step) for step in range(6)], seed
+
+
+def test_a_word_that_never_comes_holds_the_others_up_for_a_while_only() -> None:
+    steps = book()
+    for stage in (0, 2):
+        steps.commit(report(stage, 0), 1.0)
+    for stage in range(STAGES):
+        steps.commit(report(stage, 1), 2.0)
+    assert steps.due(8.9) == []
+    assert numbers(steps.due(9.0)) == [(0, 0), (0, 1)]
+    steps.commit(report(1, 0, dissenting=1), 20.0)
+    assert steps.due(20.0) == []
+    assert steps.dissenting == 1, "what is found out late is found out"
+
+
+def test_a_step_nobody_has_spoken_of_is_waited_for_as_well() -> None:
+    steps = book()
+    for stage in range(STAGES):
+        steps.commit(report(stage, 1), 2.0)
+    assert steps.due(9.9) == []
+    assert numbers(steps.due(10.0)) == [(0, 1)]
+
+
+def test_a_coordinators_word_stands_in_for_a_stage_that_is_none_of_ours() -> None:
+    steps = book()
+    steps.commit(report(0, 0), 1.0)
+    steps.tell(told(0), 2.0)
+    assert steps.due(8.9) == []
+    (step,) = steps.due(9.0)
+    assert (step.loss, step.duplicates, step.at_s) == (10.0, 1, 1.0)
+
+
+def test_steps_come_again_in_a_later_era() -> None:
+    steps = book()
+    for era, step in [(0, 0), (0, 1), (1, 1), (1, 2)]:
+        for stage in range(STAGES):
+            steps.commit(report(stage, step, era=era), 1.0)
+    assert numbers(steps.due(9.0)) == [(0, 0), (0, 1), (1, 1), (1, 2)]
+
+
+def test_at_the_end_what_has_a_loss_is_told_and_nothing_else() -> None:
+    steps = book()
+    steps.commit(report(STAGES - 1, 0), 1.0)
+    steps.commit(report(0, 1), 1.0)
+    steps.tell(told(2), 1.0)
+    assert numbers(steps.due(1.0, flush=True)) == [(0, 0), (0, 2)]
