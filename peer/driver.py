@@ -8,25 +8,27 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
-from pathlib import PurePosixPath
 from typing import TypeVar
 
+import msgspec
 import torch
 
-from shoal.peer import snapshot
+from shoal.peer.archive import Archive
+from shoal.peer.copies import Copies
 from shoal.peer.data.corpus import Corpus
-from shoal.peer.outbox import Outbox
+from shoal.peer.handoff.inbox import ChunkInbox
+from shoal.peer.handoff.server import StateServer
+from shoal.peer.neighbours import Neighbours
 from shoal.peer.pipeline.driver import TimelineEntry
 from shoal.peer.pipeline.state import StageState
 from shoal.peer.probe import DeviceProbe, LinkProbe, probe_device
 from shoal.peer.replica import Replica, Surroundings
 from shoal.peer.tasks import Tasks
 from shoal.protocol.endpoint import Endpoint
-from shoal.protocol.errors import ShoalError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import REPORTS_PER_HEARTBEAT_MAX
 from shoal.protocol.messages import Advert, CommitReport, Heartbeat, Hello, LinkReport, ValidationReport
-from shoal.protocol.plan import SignedPlan
+from shoal.protocol.plan import Plan, SignedPlan
 from shoal.protocol.ports import Clock, Compute, Disk
 from shoal.protocol.spec import RunSpec
 
@@ -35,6 +37,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 _DRAIN_S = 30.0
 _FAREWELL_S = 2.0
+_SILENCE_HEARTBEATS = 3.0
 
 
 async def _inline(work: Callable[[], T]) -> T:
@@ -79,9 +82,7 @@ class PeerDriver:
         self._compute = compute
         self._spec = spec
         self._has_data = corpus is not None
-        self._disk = disk
         self._name = name
-        self._run_blocking = run_blocking
         self._on_commit = on_commit
         self._on_validation = on_validation
         self._on_state = on_state
@@ -91,13 +92,34 @@ class PeerDriver:
         self._plan: SignedPlan | None = None
         self._followed: SignedPlan | None = None
         self._transition: asyncio.Task[None] | None = None
-        self._hellos: dict[PeerID, Hello] = {}
+        self._tenures = 0
+        self._renewing = False
         self._commits: list[CommitReport] = []
         self._validations: deque[ValidationReport] = deque(maxlen=1)
         self._links: dict[PeerID, LinkReport] = {}
         self._draining = False
         self._tasks = Tasks(self._fail)
-        self._outbox = Outbox(endpoint, expect=Hello, on_reply=self._on_hello_reply, on_trouble=self._on_silence)
+        self._neighbours = Neighbours(
+            endpoint=endpoint,
+            clock=clock,
+            own=self._hello,
+            on_state=self._heard,
+            on_reborn=self._reborn,
+            on_silence=self._on_silence,
+            silence_s=_SILENCE_HEARTBEATS * spec.swarm.heartbeat_s,
+        )
+        self._archive = Archive(disk, run=endpoint.run, spec=spec, clock=clock, run_blocking=run_blocking)
+        self._inbox = ChunkInbox(endpoint)
+        self._server = StateServer(endpoint=endpoint, clock=clock, current=self._current, stored=self._archive.read)
+        self._copies = Copies(
+            self._archive,
+            endpoint=endpoint,
+            spec=spec,
+            server=self._server,
+            inbox=self._inbox,
+            plan=lambda: self._plan.plan if self._plan else None,
+            tasks=self._tasks,
+        )
         self._link_probe = LinkProbe(endpoint=endpoint, clock=clock)
         self._surroundings = Surroundings(
             endpoint=endpoint,
@@ -111,14 +133,18 @@ class PeerDriver:
             on_validation=self._validated,
             on_state=self._state_changed,
             on_change=self._say_hello,
+            on_resync=self._renew,
+            on_unreachable=self._neighbours.unreachable,
             on_failure=self._fail,
+            inbox=self._inbox,
+            server=self._server,
         )
-        endpoint.on(Hello, self._on_hello)
 
     # --- life ---
 
     async def start(self) -> None:
-        """Measure the device. Raises: whatever the device raises: it is not fit."""
+        """Measure the device, look what is on the disk. Raises: whatever the device raises: it is not fit."""
+        await self._archive.open()
         self._probe = await probe_device(self._spec, self._compute, self._device, memory_bytes=self._memory_bytes)
 
     async def drain(self, timeout_s: float = _DRAIN_S) -> bool:
@@ -127,7 +153,7 @@ class PeerDriver:
         if self._transition:
             await asyncio.gather(self._transition, return_exceptions=True)
         drained = await self.replica.drain(timeout_s) if self.replica else True
-        await self._outbox.flush(_FAREWELL_S)  # mates wait for the word of one who leaves
+        await self._neighbours.flush(_FAREWELL_S)  # mates wait for the word of one who leaves
         return drained
 
     async def close(self) -> None:
@@ -137,7 +163,7 @@ class PeerDriver:
         if self.replica:
             await self.replica.close()
         await self._tasks.wait()
-        await self._outbox.close()
+        await self._neighbours.close()
 
     @property
     def timeline(self) -> list[TimelineEntry]:
@@ -148,9 +174,7 @@ class PeerDriver:
     def obey(self, signed: SignedPlan) -> None:
         """A live plan, newer than all before."""
         self._plan = signed
-        if self._transition is None or self._transition.done():
-            self._transition = asyncio.create_task(self._follow(), name="follow the plan")
-            self._transition.add_done_callback(self._transition_done)
+        self._follow_soon()
 
     def advert(self) -> Advert:
         assert self._probe is not None, "not started"
@@ -178,6 +202,7 @@ class PeerDriver:
             advert=self.advert(),
             plan_sequence=self._plan.plan.sequence if self._plan else 0,
             plan_digest=self._plan.digest if self._plan else "",
+            era=self._endpoint.era,
             stage=replica.stage if replica else None,
             version=replica.version if replica else 0,
             synced=replica.is_ready if replica else False,
@@ -185,44 +210,88 @@ class PeerDriver:
             commits=tuple(commits),
             validations=tuple(self._validations),
             links=tuple(self._links.values()),
+            holdings=self._archive.holdings,
+            silent=self._neighbours.silent,
             forward_s=replica.pipeline.forward_s if replica else 0.0,
             window=window.size if window else 0,
         )
 
     # --- plans ---
 
+    def _follow_soon(self) -> None:
+        if self._transition is None or self._transition.done():
+            self._transition = asyncio.create_task(self._follow(), name="follow the plan")
+            self._transition.add_done_callback(self._transition_done)
+
     async def _follow(self) -> None:
         """Become what the newest plan says; plans that come meanwhile are followed in turn."""
-        followed = self._followed
-        while self._plan is not None and self._plan is not followed:
-            before, followed = followed, self._plan
-            self._followed, plan = followed, followed.plan
-            if before is not None and self.replica:
-                for peer in sorted(set(before.plan.members).difference(plan.members)):
-                    hello = self._hellos.pop(peer, None)
-                    self._outbox.forget(peer)
-                    if hello is None or hello.is_open:  # else it drains, and still answers what it owes
-                        self.replica.peer_died(peer)
-            stage = plan.stage_of(self._endpoint.peer_id)
-            replica = self.replica
-            place = None if stage is None else (stage, plan.stages[stage].first_layer, plan.stages[stage].last_layer)
-            if replica is not None and place != (replica.stage, *replica.layers):
-                replica.depart(plan)
-                await replica.drain(_DRAIN_S)
-                await replica.close()
-                self.replica = replica = None
-            if stage is not None and not self._draining:
-                if replica is None:
-                    self.replica = Replica(self._surroundings, plan, stage)
-                    self.replica.start()
-                    self._measure_links(plan.members)
-                else:
-                    replica.follow(plan)
+        while self._plan is not None and (self._plan is not self._followed or self._renewing):
+            before, self._followed = self._followed, self._plan
+            plan = self._followed.plan
+            if before is not None and before.plan.era != plan.era:
+                await self._drop_replica()
+                self._neighbours.forget_all()
+            elif before is not None:
+                self._count_out(before.plan, plan)
+            self._endpoint.era = plan.era
+            await self._take_place(before, plan)
             # Hellos may have come before the plan did.
-            for peer, hello in sorted(self._hellos.items()):
+            for peer, hello in self._neighbours.words():
                 if self.replica and peer in self.replica.audience:
                     self.replica.peer_state(peer, hello)
             self._say_hello()
+
+    def _count_out(self, before: Plan, plan: Plan) -> None:
+        """Whoever a plan between the two has dropped (maybe one that we never saw) has nothing of ours any more."""
+        for peer in sorted(set(before.members) - {self._endpoint.peer_id}):
+            returned = before.stage_of(peer) == plan.stage_of(peer) and plan.since_of(peer) > before.sequence
+            if peer in plan.members and not returned:
+                continue
+            hello = self._neighbours.last_word(peer)
+            self._neighbours.forget(peer)
+            if self.replica and (
+                returned or hello is None or hello.is_open
+            ):  # else it drains, and answers what it owes
+                self.replica.peer_died(peer)
+
+    async def _take_place(self, before: SignedPlan | None, plan: Plan) -> None:
+        me, replica = self._endpoint.peer_id, self.replica
+        stage = plan.stage_of(me)
+        place = None if stage is None else (stage, plan.stages[stage].first_layer, plan.stages[stage].last_layer)
+        renewing, self._renewing = self._renewing, False
+        if replica is not None and place != (replica.stage, *replica.layers):
+            if before is not None and plan.previous == before.digest:
+                replica.depart(plan)
+                await replica.drain(_DRAIN_S, unless=self._era_is_over)
+            # Else we have missed a plan, and whether our mates still counted on us we cannot know.
+            await self._drop_replica()
+        elif replica is not None and (renewing or (before is not None and plan.since_of(me) > before.plan.sequence)):
+            logger.warning("stage %d: our state may not be our mates' any more: fetching it", replica.stage)
+            await self._drop_replica()
+        if stage is None or self._draining:
+            return
+        if self.replica is None:
+            self._tenures += 1
+            self.replica = Replica(self._surroundings, plan, stage)
+            self.replica.start()
+            self._measure_links(plan.members)
+        else:
+            self.replica.follow(plan)
+
+    async def _drop_replica(self) -> None:
+        """With all it holds: what others need of it is made again."""
+        replica, self.replica = self.replica, None
+        if replica is not None:
+            await replica.close()
+            self._server.reset()
+
+    def _era_is_over(self) -> bool:
+        return self._plan is not None and self._plan.plan.era != self._endpoint.era
+
+    def _renew(self) -> None:
+        """Our state is not our mates': begin anew, as a newcomer would."""
+        self._renewing = True
+        self._follow_soon()
 
     def _transition_done(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -230,13 +299,13 @@ class PeerDriver:
 
     def _say_hello(self) -> None:
         if self.replica:
-            for peer in self.replica.audience:
-                self._outbox.post(peer, "hello", self._hello())
+            self._neighbours.say(self.replica.audience)
 
     def _hello(self) -> Hello:
         replica = self.replica
         return Hello(
-            incarnation=self._endpoint.incarnation,
+            # Each tenure of this process begins without state, as each process does.
+            incarnation=self._endpoint.incarnation + self._tenures,
             plan_sequence=self._plan.plan.sequence if self._plan else 0,
             stage=replica.stage if replica else -1,
             version=replica.version if replica else 0,
@@ -244,22 +313,22 @@ class PeerDriver:
             is_open=replica.is_open if replica else False,
         )
 
-    async def _on_hello(self, source: PeerID, message: Hello) -> Hello:
-        self._heard(source, message)
-        return self._hello()
+    def _heard(self, source: PeerID, hello: Hello) -> None:
+        if self.replica:
+            self.replica.peer_state(source, hello)
 
-    def _on_hello_reply(self, source: PeerID, reply: object) -> None:
-        assert isinstance(reply, Hello)
-        self._heard(source, reply)
+    def _reborn(self, peer: PeerID) -> None:
+        if self.replica:
+            self.replica.peer_died(peer)
 
     def _on_silence(self, peer: PeerID) -> None:
         if self.replica:
             self.replica.peer_silent(peer)
+            if peer in self.replica.audience:
+                self._neighbours.say([peer])  # its answer says that it is there again
 
-    def _heard(self, source: PeerID, hello: Hello) -> None:
-        self._hellos[source] = hello
-        if self.replica:
-            self.replica.peer_state(source, hello)
+    def _current(self) -> StageState | None:
+        return self.replica.state if self.replica and self.replica.is_ready else None
 
     def _measure_links(self, peers: tuple[PeerID, ...]) -> None:
         async def measure() -> None:
@@ -274,14 +343,16 @@ class PeerDriver:
     # --- told by the replica ---
 
     def _committed(self, report: CommitReport) -> None:
+        report = msgspec.structs.replace(report, era=self._endpoint.era)
         self._commits.append(report)
         self._witnessed(report)
 
     def _witnessed(self, report: CommitReport) -> None:
         if self._on_commit:
-            self._on_commit(report)
+            self._on_commit(msgspec.structs.replace(report, era=self._endpoint.era))
 
     def _validated(self, report: ValidationReport) -> None:
+        report = msgspec.structs.replace(report, era=self._endpoint.era)
         self._validations.append(report)
         if self._on_validation:
             self._on_validation(report)
@@ -289,26 +360,8 @@ class PeerDriver:
     def _state_changed(self, replica: Replica, state: StageState) -> None:
         if self._on_state:
             self._on_state(replica.stage, state)
-        interval = self._spec.swarm.snapshot_interval_steps
-        last = state.version == self._spec.training.steps
-        due = last or (interval > 0 and state.version > 0 and state.version % interval == 0)
-        if due and self._disk is not None and replica.group.core.lead == self._endpoint.peer_id:
-            self._tasks.spawn(self._write_snapshot(replica.stage, state), f"snapshot {state.version}")
-
-    async def _write_snapshot(self, stage: int, state: StageState) -> None:
-        disk = self._disk
-        assert disk is not None
-        folder = PurePosixPath(self._endpoint.run) / "snapshots" / f"stage-{stage}"
-
-        def write() -> None:
-            snapshot.write_snapshot(
-                disk, folder, run=self._endpoint.run, version=state.version, layers=state.layers, spec=self._spec
-            )
-
-        try:
-            await self._run_blocking(write)
-        except ShoalError as error:
-            logger.error("snapshot of version %d not written: %s", state.version, error)
+        rank, num_ready = replica.group.core.standing
+        self._copies.preserve(replica.stage, state, rank=rank, num_ready=num_ready)
 
     def _fail(self, error: BaseException) -> None:
         logger.error("this peer cannot go on: %r", error)

@@ -15,14 +15,16 @@ from shoal.peer.data.corpus import Corpus
 from shoal.peer.group.claims import Claims
 from shoal.peer.group.core import GroupCore
 from shoal.peer.group.driver import GroupDriver
-from shoal.peer.handoff import StateFetcher, StateServer
+from shoal.peer.handoff.inbox import ChunkInbox
+from shoal.peer.handoff.server import StateServer
+from shoal.peer.joining import Joining
 from shoal.peer.pipeline.core import PipelineCore
 from shoal.peer.pipeline.driver import PipelineDriver
 from shoal.peer.pipeline.issue import IssueBook
 from shoal.peer.pipeline.microbatch import IndexSet, Microbatch
 from shoal.peer.pipeline.router import Router
 from shoal.peer.pipeline.stage import StageRuntime
-from shoal.peer.pipeline.state import StageState, initial_state
+from shoal.peer.pipeline.state import StageState
 from shoal.peer.pipeline.window import Window
 from shoal.peer.tasks import Tasks
 from shoal.protocol.endpoint import Endpoint
@@ -58,7 +60,12 @@ class Surroundings:
     """Stepped or loaded; for snapshots."""
     on_change: Callable[[], None]
     """Ready or open changed: tell the neighbours."""
+    on_resync: Callable[[], None]
+    """Our state is not our mates'."""
+    on_unreachable: Callable[[PeerID], None]
     on_failure: Callable[[BaseException], None]
+    inbox: ChunkInbox
+    server: StateServer
 
 
 class Replica:
@@ -94,11 +101,6 @@ class Replica:
             clock=surroundings.clock,
             upwards=self,
         )
-        self.server = StateServer(
-            endpoint=surroundings.endpoint,
-            clock=surroundings.clock,
-            current=lambda: runtime.state if self.is_ready else None,
-        )
         group = GroupCore(
             me=me,
             stage=stage,
@@ -119,10 +121,18 @@ class Replica:
             on_resync=self._resync,
             on_progress=self._mate_progress,
             on_repair=self._repair,
-            retained_from=self.server.pinned_from,
+            on_unreachable=surroundings.on_unreachable,
+            retained_from=surroundings.server.pinned_from,
         )
         self.claims = self._make_claims(group) if first else None
-        self._stepped = asyncio.Event()
+        self._joining = Joining(
+            endpoint=surroundings.endpoint,
+            compute=surroundings.compute,
+            inbox=surroundings.inbox,
+            runtime=runtime,
+            group=self.group,
+            take_over=self._take_over,
+        )
         self._tasks = Tasks(surroundings.on_failure)
         self._sync_task: asyncio.Task[None] | None = None
 
@@ -139,6 +149,10 @@ class Replica:
         return self.pipeline.core.version
 
     @property
+    def state(self) -> StageState | None:
+        return self.pipeline.runtime.state
+
+    @property
     def audience(self) -> list[PeerID]:
         """Who wants to know whether we are ready: mates and both neighbouring stages."""
         stages = self._plan.stages
@@ -148,7 +162,7 @@ class Replica:
     # --- life ---
 
     def start(self) -> None:
-        for part in (self.pipeline, self.group, self.server, self.claims):
+        for part in (self.pipeline, self.group, self.claims):
             if part is not None:
                 part.install()
         self.follow(self._plan)
@@ -190,8 +204,8 @@ class Replica:
             self.claims.wake()
 
     def peer_died(self, peer: PeerID) -> None:
-        """The plan has dropped it, and it had not said that it would go."""
-        if peer in self.group.core.mates:
+        """The plan has dropped it, and it had not said that it would go; or it has begun anew."""
+        if peer in (*self.group.core.mates, *self.group.core.departing):
             self.group.mate_lost(peer)
         self.pipeline.peer_lost(peer)
         if self.claims:
@@ -199,13 +213,16 @@ class Replica:
 
     def peer_silent(self, peer: PeerID) -> None:
         """It does not answer; the network or it may be to blame, and it may come back."""
-        if peer in self.group.core.mates:
+        if peer in (*self.group.core.mates, *self.group.core.departing):
             self.group.mate_silent(peer)
         if self.claims:
             self.claims.wake()
 
-    async def drain(self, timeout_s: float) -> bool:
-        """Take nothing new, finish what is here, see every contribution committed. Returns: whether that came about."""
+    async def drain(self, timeout_s: float, *, unless: Callable[[], bool] = lambda: False) -> bool:
+        """Take nothing new, finish what is here, see every contribution committed, `unless` that has become pointless.
+
+        Returns: whether that came about.
+        """
         self._draining = True
         self.is_open = False
         if self.claims:
@@ -214,6 +231,8 @@ class Replica:
         self._s.on_change()
         until_s = self._s.clock.now_s() + timeout_s
         while not self.pipeline.core.is_idle or self.group.core.owes:
+            if unless():
+                return False
             if self._s.clock.now_s() >= until_s:
                 logger.warning("left work behind: stage %d did not drain in %.0f s", self.stage, timeout_s)
                 return False
@@ -239,51 +258,11 @@ class Replica:
 
     async def _join(self) -> None:
         try:
-            if self._plan.fresh:
-                await self._begin()
-            else:
-                await self._synchronise()
+            await self._joining.run(self._plan)
         except (OSError, RuntimeError, ValueError) as error:
             self._s.on_failure(error)
-
-    async def _begin(self) -> None:
-        """Version 0, from the seed."""
-        runtime = self.pipeline.runtime
-        timed = await self._s.compute.run(
-            "step", lambda: initial_state(runtime.spec, runtime.keys, runtime.device), flop=runtime.step_flop
-        )
-        await self._take_over(timed.value)
+            return
         self._become_ready()
-
-    async def _synchronise(self) -> None:
-        """Fetch the state from mates, replay what they committed meanwhile, take part."""
-        runtime = self.pipeline.runtime
-        while True:
-            holders = self.group.core.ready_mates
-            fetcher = StateFetcher(runtime.spec, runtime.keys, endpoint=self._s.endpoint, device=runtime.device)
-            try:
-                state = await fetcher.fetch(holders)
-                if state.version >= self.version:
-                    await self._take_over(state)
-                while not await self._is_current():
-                    pass
-            except (Unreachable, Refused, RemoteError) as error:
-                logger.info("stage %d: no state yet: %s", self.stage, error)
-                await asyncio.sleep(_RETRY_S)
-                continue
-            break
-        self._become_ready()
-
-    async def _is_current(self) -> bool:
-        """Replay one commit of the mates; True if there is none left."""
-        mates = self.group.core.ready_mates
-        if not mates:
-            raise Unreachable(self._s.endpoint.peer_id, "all mates have gone")
-        self._stepped.clear()
-        if not await self.group.fetch_mean(mates[0], self.version):
-            return True
-        await self._stepped.wait()
-        return False
 
     async def _take_over(self, state: StageState) -> None:
         self.pipeline.load(state)
@@ -303,11 +282,8 @@ class Replica:
             self.claims.wake()
 
     def _resync(self, mate: PeerID) -> None:
-        if self._sync_task is None or self._sync_task.done():
-            self.is_open = False
-            self.group.set_ready(False)
-            self._s.on_change()
-            self._sync_task = asyncio.create_task(self._synchronise(), name=f"resync stage {self.stage}")
+        if self.is_ready and not self._draining:
+            self._s.on_resync()
 
     # --- told by the pipeline and the group ---
 
@@ -327,10 +303,13 @@ class Replica:
         if skipped_layers:
             logger.error("step %d: %d layers had a gradient that is not finite", state.version, skipped_layers)
         self.group.stepped(state.version, digest)
-        self._stepped.set()
+        self._joining.stepped()
         if self.claims:
             self.claims.reach(state.version)
         self._s.on_state(self, state)
+
+    def unreachable(self, peer: PeerID) -> None:
+        self._s.on_unreachable(peer)
 
     def failed(self, error: BaseException) -> None:
         self._s.on_failure(error)

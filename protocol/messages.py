@@ -148,6 +148,8 @@ class TermRequest(_Message, frozen=True):
     """The sender's live plan; whoever obeys an older one adopts it first."""
     handed_over: bool
     """The coordinator itself gave the term away, so members that still hear it need not wait until they do not."""
+    sounding: bool = False
+    """Would you grant it? The receiver promises nothing: who lost only its own way to the coordinator spends no term."""
 
 
 class TermGrant(_Message, frozen=True):
@@ -233,6 +235,8 @@ class Reset(_Message, frozen=True, kw_only=True):
     mandate: bytes
     live: bytes
     """The highest plan that anybody in reach obeys."""
+    version: int
+    """The highest in that plan's era that anybody in reach has."""
     roster: tuple[tuple[PeerID, Advert], ...]
     """Who is in reach."""
 
@@ -281,11 +285,13 @@ class SwarmStatus(_Message, frozen=True, kw_only=True):
 # --- inside a stage group ---
 
 
-class Hello(EraMessage, frozen=True):
+class Hello(EraMessage, frozen=True, kw_only=True):
     """Where the sender stands: to mates and to both neighbouring stages, when that changes. Answered in kind."""
 
     incarnation: int
-    """Grows with every start of the sender's process: what an earlier one held is gone."""
+    """Grows with every start of the sender's process and every stage it begins in: what an earlier one held is gone."""
+    count: int = 0
+    """Of the sender's words: they may overtake each other."""
 
     plan_sequence: int
     stage: int
@@ -397,8 +403,11 @@ class Keep(EraMessage, frozen=True):
     layers: tuple[str, ...]
 
 
-class StateChunkRequest(EraMessage, frozen=True):
+class StateChunkRequest(EraMessage, frozen=True, kw_only=True):
     """Send elements [start, stop) of one tensor (0 parameters, 1 and 2 moments) of one layer, as StateChunk frames."""
+
+    stored_era: int = -1
+    """As in the StateRequest."""
 
     version: int
     layer: str
@@ -506,8 +515,10 @@ class GatherPart(EraMessage, frozen=True):
     start: int
 
 
-class StateChunk(EraMessage, frozen=True):
+class StateChunk(EraMessage, frozen=True, kw_only=True):
     """Elements [start, start + n) of one tensor of one layer at `version`, fp32."""
+
+    stored_era: int = -1
 
     version: int
     layer: str

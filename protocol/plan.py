@@ -73,6 +73,11 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 return index
         return None
 
+    def since_of(self, peer: PeerID) -> int:
+        """Since which plan it holds its place; this one's sequence if it holds none."""
+        places = (member.since for stage in self.stages for member in stage.members if member.peer == peer)
+        return next(places, self.sequence)
+
     @property
     def order(self) -> tuple[int, int]:
         """Fencing: a peer obeys only plans of a higher order than all it has obeyed."""

@@ -113,6 +113,11 @@ class GroupCore:
         return self._members.lead
 
     @property
+    def standing(self) -> tuple[int, int]:
+        """(our rank among the ready members from 0, how many there are)."""
+        return self._members.standing
+
+    @property
     def is_lead(self) -> bool:
         """We are the lead, and everyone who could think otherwise has said so."""
         return self._members.is_lead
@@ -212,6 +217,8 @@ class GroupCore:
     def round_started(self, message: RoundStart) -> list[Command]:
         """The lead's word (our own included)."""
         known = self._rounds.get(message.step)
+        if not self.ready:
+            return []  # It named an earlier tenure of ours, which had what this one lacks.
         if message.step < self.version or (known is not None and known.attempt >= message.attempt):
             return []
         mine = next((member.indices for member in message.members if member.peer == self.me), None)

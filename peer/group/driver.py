@@ -60,6 +60,7 @@ class GroupDriver:
         on_witness: the same at everyone else.
         on_resync: our state is not the group's; fetch it from that mate.
         on_repair: contributions to a step were lost; stage 0 must run these microbatches (a bitmap) again.
+        on_unreachable: a mate does not answer.
         on_progress: a mate's Progress, after the core has seen it (the issue book wants its claims).
         retained_from: the oldest version some newcomer still builds on; reduced gradients from there on are kept.
     """
@@ -76,6 +77,7 @@ class GroupDriver:
         on_resync: Callable[[PeerID], None],
         on_progress: Callable[[Progress], None],
         on_repair: Callable[[int, bytes], None],
+        on_unreachable: Callable[[PeerID], None],
         retained_from: Callable[[], int],
     ) -> None:
         self.core = core
@@ -88,7 +90,7 @@ class GroupDriver:
         self._on_progress = on_progress
         self._on_repair = on_repair
         self._retained_from = retained_from
-        self._outbox = Outbox(endpoint, on_trouble=self.mate_silent)
+        self._outbox = Outbox(endpoint, on_trouble=on_unreachable)
         self._reductions: dict[int, Reduction] = {}
         self._early: dict[tuple[int, int], list[tuple[PeerID, ReducePart | GatherPart, Payload]]] = {}
         self._means: dict[int, Tensor] = {}  # step -> reduced gradient, until stepped and for those behind us
@@ -133,6 +135,7 @@ class GroupDriver:
         self._perform(self.core.drain(now_s=self._clock.now_s()))
 
     def mate_lost(self, peer: PeerID) -> None:
+        self._outbox.forget(peer)  # what we had to say was meant for one that is gone
         self._perform(self.core.mate_lost(peer, now_s=self._clock.now_s()))
 
     def set_ready(self, ready: bool) -> None:

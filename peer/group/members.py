@@ -43,6 +43,12 @@ class Members:
         return next((peer for peer in ready if self._is_open(peer)), ready[0] if ready else None)
 
     @property
+    def standing(self) -> tuple[int, int]:
+        """(our rank among the ready members from 0, how many there are)."""
+        ready = [member.peer for member in self.planned if self.is_ready(member.peer)]
+        return ready.index(self.me) if self.me in ready else len(ready), len(ready)
+
+    @property
     def is_lead(self) -> bool:
         """We are the lead, and everyone who could think otherwise has said so."""
         return self.lead == self.me and all(

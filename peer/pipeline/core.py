@@ -228,7 +228,17 @@ class PipelineCore:
         if source is not None:
             # It may be here already: whoever was before us was doubted, and another one sent it again. Which of them
             # is still waited for we cannot know, so both get the gradient; to the wrong one it is a late answer.
+            again = source in flight.sources
             flight.sources.add(source)
+        else:
+            again = True
+        if again and flight.target is not None:
+            # Who wants it once more has waited too long: its activation or its gradient was lost between us and there.
+            self.router.returned(flight.target)
+            flight.target = None
+            flight.waiting_since_s = now_s
+            self._unsent.add(microbatch)
+            return self._send_unsent(now_s)
         return []
 
     def _gradient(self, microbatch: Microbatch, source: PeerID, waited_s: float, now_s: float) -> list[Command]:

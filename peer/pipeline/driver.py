@@ -4,6 +4,7 @@ The path of a microbatch through this file: `grant` (stage 0) or `_on_activation
 -> `_send_activation` -> `_on_gradient` -> `_run` (backward) -> `Upwards.contributed` and `_send_gradient`.
 """
 
+import asyncio
 import logging
 import math
 from collections import deque
@@ -46,6 +47,8 @@ from shoal.protocol.ports import Clock, Compute, Payload, Priority
 logger = logging.getLogger(__name__)
 
 _TIMELINE_MAX = 4096
+_GRADIENT_RETRIES_S = (0.5, 1.0, 2.0, 4.0)
+"""A broken stream is often one that comes back: whoever waits for this gradient holds a place in its window for it."""
 
 
 class Upwards(Protocol):
@@ -62,6 +65,10 @@ class Upwards(Protocol):
         ...
 
     def stepped(self, state: StageState, digest: str, skipped_layers: int) -> None: ...
+
+    def unreachable(self, peer: PeerID) -> None:
+        """A frame to it did not go out."""
+        ...
 
     def failed(self, error: BaseException) -> None:
         """A bug or a broken machine: this peer cannot go on."""
@@ -275,10 +282,16 @@ class PipelineDriver:
         except Unreachable as error:
             logger.warning("activation %s: %s; sending it elsewhere", microbatch, error)
             self._handle(PeerLost(target))
+            self.upwards.unreachable(target)
 
     async def _send_gradient(self, target: PeerID, meta: Gradient, payload: Payload) -> None:
-        try:
-            await self._endpoint.send(target, meta, payload, priority=Priority.GRADIENT)
-        except Unreachable as error:
-            # Its sender is gone, and with it everyone who would use this gradient.
-            logger.warning("gradient (%d, %d): %s; dropped", meta.step, meta.index, error)
+        for wait_s in _GRADIENT_RETRIES_S:
+            try:
+                await self._endpoint.send(target, meta, payload, priority=Priority.GRADIENT)
+            except Unreachable as error:
+                logger.warning("gradient (%d, %d): %s", meta.step, meta.index, error)
+                self.upwards.unreachable(target)
+                await asyncio.sleep(wait_s)
+            else:
+                return
+        # Its receiver is gone, and with it everyone who would use this gradient; else it will ask again.

@@ -1,0 +1,143 @@
+"""Snapshots on this peer's disk: of what it trains, and of what other stages asked it to keep.
+
+A stage's state must survive the death of all of its replicas, so every few steps two members write it to their disks
+and each asks a peer outside the group to keep a copy. When a layer has no holder left the coordinator sees from the
+heartbeats (`holdings`) which version is still complete, and the run goes back to it.
+"""
+
+import logging
+from collections.abc import Awaitable, Callable, Iterable
+from pathlib import PurePosixPath
+from typing import Final
+
+from shoal.peer import snapshot
+from shoal.peer.pipeline.state import LayerState, StageState
+from shoal.protocol.errors import LocalError
+from shoal.protocol.messages import Holding
+from shoal.protocol.ports import Clock, Disk
+from shoal.protocol.spec import RunSpec
+
+logger = logging.getLogger(__name__)
+
+FOLDER: Final = "snapshots"
+KEPT: Final = 2
+"""Newest versions of each group of layers: stages write at slightly different times, so one whole step must remain."""
+_COMPLAIN_S = 60.0
+
+
+class Archive:
+    """Args:
+    disk: None keeps nothing.
+    run_blocking: runs what blocks on the disk.
+    """
+
+    def __init__(
+        self,
+        disk: Disk | None,
+        *,
+        run: str,
+        spec: RunSpec,
+        clock: Clock,
+        run_blocking: Callable[[Callable[[], object]], Awaitable[object]],
+    ) -> None:
+        self._disk = disk
+        self._run = run
+        self._folder = PurePosixPath(run) / FOLDER
+        self._spec = spec
+        self._clock = clock
+        self._run_blocking = run_blocking
+        self._stored: dict[PurePosixPath, snapshot.StoredSnapshot] = {}
+        self._complained_s = -_COMPLAIN_S
+
+    @property
+    def keeps(self) -> bool:
+        return self._disk is not None
+
+    @property
+    def holdings(self) -> tuple[Holding, ...]:
+        """Newest first."""
+        newest = sorted(self._stored.values(), key=lambda stored: (stored.age, stored.path), reverse=True)
+        return tuple(Holding(era=stored.era, version=stored.version, layers=stored.keys) for stored in newest)
+
+    def is_due(self, version: int) -> bool:
+        """Whether to write a snapshot of this version."""
+        if self._disk is None or version == 0:
+            return False
+        interval = self._spec.swarm.snapshot_interval_steps
+        return version == self._spec.training.steps or (interval > 0 and version % interval == 0)
+
+    async def open(self) -> None:
+        """Look what an earlier life of this peer has left."""
+        if self._disk is not None:
+            await self._run_blocking(self._look)
+
+    async def write(self, state: StageState, *, era: int) -> bool:
+        """Returns: False: the disk did not take it, which has been said; training goes on without."""
+        disk = self._disk
+        if disk is None:
+            return False
+
+        def write() -> None:
+            snapshot.write_snapshot(
+                disk,
+                self._folder / _name(state.layers),
+                run=self._run,
+                era=era,
+                version=state.version,
+                layers=state.layers,
+                spec=self._spec,
+                keep=KEPT,
+            )
+            self._look()
+
+        try:
+            await self._run_blocking(write)
+        except (OSError, LocalError) as error:
+            self._complain(f"no snapshot of version {state.version}: {error}")
+            return False
+        return True
+
+    async def read(self, era: int, version: int, keys: tuple[str, ...]) -> dict[str, LayerState]:
+        """Those of the layers that are in sound snapshots of (era, version) here."""
+        found: dict[str, LayerState] = {}
+        disk = self._disk
+        if disk is None:
+            return found
+        for stored in sorted(self._stored.values(), key=lambda stored: stored.path):
+            wanted = tuple(key for key in keys if key in stored.keys and key not in found)
+            if stored.age != (era, version) or not wanted:
+                continue
+
+            def read(path: PurePosixPath = stored.path, wanted: tuple[str, ...] = wanted) -> None:
+                found.update(snapshot.read_layers(disk, path, wanted))
+
+            try:
+                await self._run_blocking(read)
+            except LocalError as error:
+                logger.warning("%s", error)
+                del self._stored[stored.path]
+        return found
+
+    def _look(self) -> None:
+        assert self._disk is not None
+        stored: dict[PurePosixPath, snapshot.StoredSnapshot] = {}
+        try:
+            for name in self._disk.list(self._folder):
+                for found in snapshot.list_snapshots(self._disk, self._folder / name, self._run):
+                    stored[found.path] = found
+        except (OSError, LocalError) as error:
+            self._complain(f"cannot look through the snapshots: {error}")
+            return
+        self._stored = stored
+
+    def _complain(self, text: str) -> None:
+        """Once a minute: a full disk stays full."""
+        if self._clock.now_s() >= self._complained_s + _COMPLAIN_S:
+            self._complained_s = self._clock.now_s()
+            logger.error("%s", text)
+
+
+def _name(keys: Iterable[str]) -> str:
+    """One folder for each group of layers that is held together, whoever trains it."""
+    ordered = list(keys)
+    return f"{ordered[0]}-{ordered[-1]}"

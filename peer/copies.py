@@ -1,0 +1,116 @@
+"""Copies of state on peers outside the group: who is asked to keep one, and keeping one when asked."""
+
+import logging
+from collections.abc import Callable
+
+import torch
+
+from shoal.peer.archive import Archive
+from shoal.peer.handoff.fetcher import StateFetcher
+from shoal.peer.handoff.inbox import ChunkInbox
+from shoal.peer.handoff.server import StateServer
+from shoal.peer.pipeline.state import StageState
+from shoal.peer.tasks import Tasks
+from shoal.protocol.endpoint import Endpoint
+from shoal.protocol.errors import Refused, RemoteError, Unreachable
+from shoal.protocol.identity import PeerID
+from shoal.protocol.layers import stage_layer_keys
+from shoal.protocol.messages import Done, Keep
+from shoal.protocol.plan import Plan
+from shoal.protocol.spec import RunSpec
+
+logger = logging.getLogger(__name__)
+
+WRITERS = 2
+"""Members of a group that write a snapshot each, and see to a copy outside each: one of them may die over it."""
+_CPU = torch.device("cpu")
+
+
+class Copies:
+    """Args:
+    plan: the plan in force.
+    """
+
+    def __init__(
+        self,
+        archive: Archive,
+        *,
+        endpoint: Endpoint,
+        spec: RunSpec,
+        server: StateServer,
+        inbox: ChunkInbox,
+        plan: Callable[[], Plan | None],
+        tasks: Tasks,
+    ) -> None:
+        self._archive = archive
+        self._endpoint = endpoint
+        self._spec = spec
+        self._server = server
+        self._inbox = inbox
+        self._plan = plan
+        self._tasks = tasks
+        self._fetching: set[PeerID] = set()
+        endpoint.on(Keep, self._on_keep)
+
+    def preserve(self, stage: int, state: StageState, *, rank: int, num_ready: int) -> None:
+        """We have stepped to `state` as member `rank` of our group: it may be our turn to write it down."""
+        if self._archive.is_due(state.version) and rank < WRITERS:
+            # A group of one sees to both copies outside itself.
+            copies = [rank] if num_ready > 1 else list(range(WRITERS))
+            self._tasks.spawn(self._preserve(stage, state, copies), f"snapshot {state.version}")
+
+    async def _preserve(self, stage: int, state: StageState, copies: list[int]) -> None:
+        self._server.pin(state)
+        await self._archive.write(state, era=self._endpoint.era)
+        plan = self._plan()
+        if plan is None:
+            return
+        outside = keepers(plan, stage)
+        message = Keep(version=state.version, layers=tuple(state.layers))
+        for copy in copies:
+            # Each writer begins elsewhere, so that both copies are on one peer only where there is no other.
+            for peer in outside[copy % max(1, len(outside)) :] + outside[: copy % max(1, len(outside))]:
+                try:
+                    await self._endpoint.ask(peer, message, Done)
+                except (Unreachable, Refused, RemoteError) as error:
+                    logger.debug("no copy there: %s", error)
+                else:
+                    break
+
+    async def _on_keep(self, source: PeerID, message: Keep) -> Done:
+        me = self._endpoint.peer_id
+        plan = self._plan()
+        stage = plan.stage_of(source) if plan else None
+        if not self._archive.keeps:
+            raise Refused(me, "keeps nothing on disk")
+        if plan is None or stage is None:
+            raise Refused(me, "does not know the sender as a holder")
+        first, last = plan.stages[stage].first_layer, plan.stages[stage].last_layer
+        if message.layers != stage_layer_keys(self._spec.model, first, last):
+            raise RemoteError(source, f"asks to keep other layers than those of stage {stage}")
+        if source in self._fetching:
+            raise Refused(me, "still fetches the one before")
+        self._fetching.add(source)
+        self._tasks.spawn(self._keep(source, message), f"keep version {message.version} of stage {stage}")
+        return Done()
+
+    async def _keep(self, source: PeerID, message: Keep) -> None:
+        era = self._endpoint.era
+        fetcher = StateFetcher(self._spec, message.layers, endpoint=self._endpoint, inbox=self._inbox, device=_CPU)
+        try:
+            state = await fetcher.fetch([source], version=message.version)
+            await self._archive.write(state, era=era)
+        except (Unreachable, Refused, RemoteError) as error:
+            logger.warning("no copy of version %d: %s", message.version, error)
+        finally:
+            self._fetching.discard(source)
+
+
+def keepers(plan: Plan, stage: int) -> list[PeerID]:
+    """Who keeps copies of `stage`, in the order in which to ask: spares, then the stages after it, once around.
+
+    The same peers every time, as long as the plan stays: then old copies give way to new ones.
+    """
+    num_stages = len(plan.stages)
+    later = [plan.stages[(stage + i) % num_stages].peers for i in range(1, num_stages)]
+    return [*plan.spares, *(peer for peers in later for peer in peers)]

@@ -1,0 +1,181 @@
+"""Fetches state: ranges from all holders of the same version at once, each layer checked against the digest that most
+holders name; another holder is asked where one fails.
+"""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shoal.peer.group.reduce import CHUNK
+from shoal.peer.handoff.inbox import ChunkInbox
+from shoal.peer.handoff.server import RANGE, TRAINED
+from shoal.peer.model.layout import layer_layout
+from shoal.peer.pipeline.state import LayerState, StageState
+from shoal.protocol.endpoint import Endpoint
+from shoal.protocol.errors import Refused, RemoteError, Unreachable
+from shoal.protocol.identity import PeerID
+from shoal.protocol.messages import Done, StateChunkRequest, StateOffer, StateRequest
+from shoal.protocol.spec import RunSpec
+
+logger = logging.getLogger(__name__)
+
+_REQUESTS_A_HOLDER = 2
+_RANGE_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Range:
+    """Elements [start, stop) of one tensor (0 parameters, 1 and 2 moments) of one layer."""
+
+    key: str
+    tensor: int
+    start: int
+    stop: int
+
+
+class StateFetcher:
+    """One fetch of the layers `keys`, at one version."""
+
+    def __init__(
+        self, spec: RunSpec, keys: tuple[str, ...], *, endpoint: Endpoint, inbox: ChunkInbox, device: torch.device
+    ) -> None:
+        self._spec = spec
+        self._keys = keys
+        self._endpoint = endpoint
+        self._inbox = inbox
+        self._device = device
+        self._tensors: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
+        self._sources: dict[str, list[PeerID]] = {}
+        self._version = -1
+        self._stored_era = TRAINED
+
+    async def fetch(self, holders: Sequence[PeerID], *, version: int = -1, stored_era: int = TRAINED) -> StageState:
+        """Get `version`, or the newest that a holder trains; of what they train, or of a stored era's snapshots.
+
+        Raises: Unreachable: some layer has no holder, or all of its were lost on the way. RemoteError: the only holder
+            of a layer sent something else than it had said.
+        """
+        self._version, self._stored_era = version, stored_era
+        digests = self._choose(await self._offers(holders))
+        logger.info("fetching version %d of %d layers", self._version, len(self._keys))
+        has_moment2 = self._spec.optimizer.name != "sgd"
+        for key in self._keys:
+            size = layer_layout(self._spec.model, key).numel
+            self._tensors[key] = (torch.empty(size), torch.empty(size), torch.empty(size if has_moment2 else 0))
+        missing = list(self._keys)
+        while missing:
+            await self._fetch_layers(missing)
+            missing = [key for key in missing if self._layer(key).digest() != digests[key]]
+            for key in missing:
+                culprit = self._sources[key][0]
+                if len(self._sources[key]) == 1:
+                    raise RemoteError(culprit, f"sent a state of {key} that its own digest contradicts")
+                # With several sources nobody knows who erred: fetch it again without one, then without the next.
+                logger.warning("layer %s did not match its digest: fetching it again", key)
+                self._sources[key].remove(culprit)
+        return StageState(version=self._version, layers={key: self._on_device(key) for key in self._keys})
+
+    # --- who has it ---
+
+    async def _offers(self, holders: Sequence[PeerID]) -> dict[PeerID, StateOffer]:
+        """Those of one version, which becomes ours."""
+        first = await self._ask_all(holders, self._version)
+        if self._version >= 0 or not first:
+            return first
+        self._version = max(offer.version for offer in first.values())
+        same = {peer: offer for peer, offer in first.items() if offer.version == self._version}
+        others = [peer for peer in holders if peer in first and peer not in same]
+        return same | await self._ask_all(others, self._version)
+
+    def _choose(self, offers: dict[PeerID, StateOffer]) -> dict[str, str]:
+        """The digest that most holders name for each layer; who names it is a source of it."""
+        digests: dict[str, str] = {}
+        for key in self._keys:
+            named = {peer: dict(offer.digests).get(key) for peer, offer in offers.items()}
+            votes = Counter(digest for digest in named.values() if digest is not None)
+            if not votes:
+                raise Unreachable(self._endpoint.peer_id, f"nobody offers the state of {key}")
+            digests[key] = max(votes, key=lambda digest: votes[digest])
+            self._sources[key] = [peer for peer, digest in named.items() if digest == digests[key]]
+        return digests
+
+    async def _ask_all(self, holders: Sequence[PeerID], version: int) -> dict[PeerID, StateOffer]:
+        request = StateRequest(layers=self._keys, version=version, stored_era=self._stored_era)
+
+        async def ask(peer: PeerID) -> StateOffer | None:
+            try:
+                offer = await self._endpoint.ask(peer, request, StateOffer)
+            except (Unreachable, Refused, RemoteError) as error:
+                logger.debug("no state: %s", error)
+                return None
+            return offer if version < 0 or offer.version == version else None
+
+        answers = await asyncio.gather(*(ask(peer) for peer in holders))
+        return {peer: answer for peer, answer in zip(holders, answers, strict=True) if answer is not None}
+
+    # --- the bytes ---
+
+    async def _fetch_layers(self, keys: Sequence[str]) -> None:
+        """Fill the tensors of `keys`; who fails is nobody's source any more."""
+        todo = [
+            _Range(key, index, start, min(start + RANGE, tensor.numel()))
+            for key in keys
+            for index, tensor in enumerate(self._tensors[key])
+            for start in range(0, tensor.numel(), RANGE)
+        ]
+
+        async def work(peer: PeerID) -> None:
+            while (wanted := next((r for r in todo if peer in self._sources[r.key]), None)) is not None:
+                todo.remove(wanted)
+                try:
+                    await self._fetch_range(peer, wanted)
+                except (Unreachable, Refused, RemoteError) as error:
+                    logger.warning("lost a source of state: %s", error)
+                    todo.append(wanted)
+                    for sources in self._sources.values():
+                        if peer in sources:
+                            sources.remove(peer)
+
+        while todo:
+            orphan = next((r.key for r in todo if not self._sources[r.key]), None)
+            if orphan is not None:
+                raise Unreachable(self._endpoint.peer_id, f"all holders of {orphan} were lost while fetching")
+            peers = dict.fromkeys(peer for key in keys for peer in self._sources[key])
+            await asyncio.gather(*(work(peer) for peer in peers for _ in range(_REQUESTS_A_HOLDER)))
+
+    async def _fetch_range(self, peer: PeerID, wanted: _Range) -> None:
+        what = (peer, self._stored_era, self._version, wanted.key, wanted.tensor)
+        into_N = self._tensors[wanted.key][wanted.tensor]
+        starts = range(wanted.start, wanted.stop, CHUNK)
+        events = [self._inbox.expect(*what, start, into_N) for start in starts]
+        request = StateChunkRequest(
+            stored_era=self._stored_era,
+            version=self._version,
+            layer=wanted.key,
+            tensor=wanted.tensor,
+            start=wanted.start,
+            stop=wanted.stop,
+        )
+        try:
+            async with asyncio.timeout(_RANGE_TIMEOUT_S):
+                await self._endpoint.ask(peer, request, Done, timeout_s=_RANGE_TIMEOUT_S)
+                for event in events:
+                    await event.wait()
+        except TimeoutError as error:
+            raise Unreachable(peer, "state did not arrive in time") from error
+        finally:
+            for start in starts:
+                self._inbox.forget(*what, start)
+
+    def _layer(self, key: str) -> LayerState:
+        param_N, moment1_N, moment2_N = self._tensors[key]
+        return LayerState(param_N=param_N, moment1_N=moment1_N, moment2_N=moment2_N)
+
+    def _on_device(self, key: str) -> LayerState:
+        param_N, moment1_N, moment2_N = (tensor.to(self._device) for tensor in self._tensors[key])
+        return LayerState(param_N=param_N, moment1_N=moment1_N, moment2_N=moment2_N)

@@ -1,0 +1,46 @@
+"""Where chunks of state arrive: each is expected by somebody, or dropped."""
+
+import asyncio
+
+import torch
+from torch import Tensor
+
+from shoal.peer.group.reduce import CHUNK
+from shoal.protocol.endpoint import Endpoint
+from shoal.protocol.errors import RemoteError
+from shoal.protocol.identity import PeerID
+from shoal.protocol.messages import StateChunk
+from shoal.protocol.ports import Payload
+
+_Key = tuple[PeerID, int, int, str, int, int]
+"""Sender, stored era, version, layer key, tensor, first element."""
+
+
+class ChunkInbox:
+    """One a peer: several fetches may be under way, of several states."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._expected: dict[_Key, tuple[Tensor, asyncio.Event]] = {}
+        endpoint.on_frame(StateChunk, self._on_chunk)
+
+    def expect(
+        self, peer: PeerID, stored_era: int, version: int, layer: str, tensor: int, start: int, into_N: Tensor
+    ) -> asyncio.Event:
+        """The event is set when `into_N[start : start + CHUNK]` has been filled; call `forget` in any case."""
+        event = asyncio.Event()
+        self._expected[peer, stored_era, version, layer, tensor, start] = (into_N, event)
+        return event
+
+    def forget(self, peer: PeerID, stored_era: int, version: int, layer: str, tensor: int, start: int) -> None:
+        self._expected.pop((peer, stored_era, version, layer, tensor, start), None)
+
+    async def _on_chunk(self, source: PeerID, meta: StateChunk, payload: Payload) -> None:
+        key = (source, meta.stored_era, meta.version, meta.layer, meta.tensor, meta.start)
+        into_N, event = self._expected.get(key, (None, None))
+        if into_N is None or event is None:
+            return  # late, or never asked for
+        values_C = torch.frombuffer(payload, dtype=torch.float32)
+        if values_C.numel() != min(CHUNK, into_N.numel() - meta.start):
+            raise RemoteError(source, f"sent {values_C.numel()} numbers at {meta.start} of {meta.layer}")
+        into_N[meta.start : meta.start + values_C.numel()] = values_C
+        event.set()

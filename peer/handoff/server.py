@@ -1,0 +1,132 @@
+"""Serves state to who asks: a newcomer, a peer that keeps a copy, or everybody after all holders of a layer died.
+
+What is asked for is pinned (state is immutable, so a pin is a reference) and served in ranges. Nobody stops for it:
+holders go on committing, and keep the reduced gradients since the oldest pinned version, which a newcomer replays.
+"""
+
+from collections.abc import Awaitable, Callable, Iterable
+
+from shoal.peer.group.reduce import CHUNK, payload_of
+from shoal.peer.pipeline.state import LayerState, StageState
+from shoal.protocol.endpoint import Endpoint
+from shoal.protocol.errors import Refused, RemoteError, Unreachable
+from shoal.protocol.identity import PeerID
+from shoal.protocol.messages import Done, StateChunk, StateChunkRequest, StateOffer, StateRequest
+from shoal.protocol.ports import Clock, Priority
+
+PINNED_S = 30.0
+"""A pin outlives its last request by this much."""
+RANGE = 4 * CHUNK
+"""Elements a chunk request asks for at most: 4 MiB, so that a round trip is small against the transfer."""
+TRAINED = -1
+"""In place of a stored era: what is trained here now."""
+
+_Key = tuple[int, int]
+"""(stored era or `TRAINED`, version)."""
+
+
+class _Pin:
+    def __init__(self, until_s: float) -> None:
+        self.until_s = until_s
+        self.layers: dict[str, LayerState] = {}
+        self.digests: dict[str, str] = {}
+
+    def add(self, layers: Iterable[tuple[str, LayerState]]) -> None:
+        for key, layer in layers:
+            if key not in self.layers:
+                self.layers[key], self.digests[key] = layer, layer.digest()
+
+
+class StateServer:
+    """One a peer, whatever it holds.
+
+    Args:
+        current: what this peer trains, or None while it has no state.
+        stored: (era, version, layer keys) -> those of the layers that are in a snapshot here.
+    """
+
+    def __init__(
+        self,
+        *,
+        endpoint: Endpoint,
+        clock: Clock,
+        current: Callable[[], StageState | None],
+        stored: Callable[[int, int, tuple[str, ...]], Awaitable[dict[str, LayerState]]],
+    ) -> None:
+        self._endpoint = endpoint
+        self._clock = clock
+        self._current = current
+        self._stored = stored
+        self._pins: dict[_Key, _Pin] = {}
+        endpoint.on(StateRequest, self._on_request)
+        endpoint.on(StateChunkRequest, self._on_chunk_request)
+
+    def pin(self, state: StageState) -> None:
+        """Somebody is about to ask for this state, which will not be the current one any more."""
+        self._pin((TRAINED, state.version), state.layers.items())
+
+    def pinned_from(self) -> int:
+        """The oldest pinned version of what is trained; far in the future if none is."""
+        self._forget_old()
+        return min((version for era, version in self._pins if era == TRAINED), default=2**62)
+
+    def reset(self) -> None:
+        """Another tenure begins: what an earlier one has pinned is of no use to anybody."""
+        self._pins = {key: pin for key, pin in self._pins.items() if key[0] != TRAINED}
+
+    def _forget_old(self) -> None:
+        now_s = self._clock.now_s()
+        self._pins = {key: pin for key, pin in self._pins.items() if pin.until_s >= now_s}
+
+    def _pin(self, key: _Key, layers: Iterable[tuple[str, LayerState]]) -> _Pin:
+        until_s = self._clock.now_s() + PINNED_S
+        pin = self._pins.setdefault(key, _Pin(until_s))
+        pin.until_s = until_s
+        pin.add(layers)
+        return pin
+
+    async def _on_request(self, source: PeerID, message: StateRequest) -> StateOffer:
+        self._forget_old()
+        wanted = set(message.layers)
+        if message.stored_era != TRAINED:
+            layers = await self._stored(message.stored_era, message.version, message.layers)
+            if not layers:
+                raise Refused(self._endpoint.peer_id, "has no such snapshot")
+            return self._offer((message.stored_era, message.version), layers.items(), wanted)
+        if (TRAINED, message.version) in self._pins:
+            return self._offer((TRAINED, message.version), (), wanted)
+        state = self._current()
+        if state is None or not wanted <= set(state.layers):
+            raise Refused(self._endpoint.peer_id, "does not hold that state")
+        if message.version not in (-1, state.version):
+            raise Refused(self._endpoint.peer_id, f"is at version {state.version}, not {message.version}")
+        return self._offer((TRAINED, state.version), state.layers.items(), wanted)
+
+    def _offer(self, key: _Key, layers: Iterable[tuple[str, LayerState]], wanted: set[str]) -> StateOffer:
+        pin = self._pin(key, layers)
+        digests = tuple((name, digest) for name, digest in pin.digests.items() if name in wanted)
+        return StateOffer(version=key[1], digests=digests, pinned_s=PINNED_S)
+
+    async def _on_chunk_request(self, source: PeerID, message: StateChunkRequest) -> Done:
+        pin = self._pins.get((message.stored_era, message.version))
+        layer = pin.layers.get(message.layer) if pin else None
+        if pin is None or layer is None or not 0 <= message.tensor < 3:
+            raise Refused(self._endpoint.peer_id, f"has not pinned version {message.version} of {message.layer}")
+        values_N = layer.tensors[message.tensor].cpu()
+        if not 0 <= message.start < message.stop <= min(values_N.numel(), message.start + RANGE):
+            raise RemoteError(source, f"asks for elements {message.start} to {message.stop} of {values_N.numel()}")
+        pin.until_s = self._clock.now_s() + PINNED_S
+        for start in range(message.start, message.stop, CHUNK):
+            meta = StateChunk(
+                stored_era=message.stored_era,
+                version=message.version,
+                layer=message.layer,
+                tensor=message.tensor,
+                start=start,
+            )
+            payload = payload_of(values_N[start : min(start + CHUNK, message.stop)])
+            try:
+                await self._endpoint.send(source, meta, payload, priority=Priority.BULK)
+            except Unreachable as error:
+                raise Refused(self._endpoint.peer_id, "cannot reach who asks") from error
+        return Done()

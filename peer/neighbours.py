@@ -1,0 +1,117 @@
+"""What peers say of themselves to each other (`Hello`), in which order they said it, and who cannot be reached.
+
+Plans say who should be where; Hellos say who is. They cross on the way (a call and the answer to another call), so each
+has a number and an older one changes nothing. A new incarnation is a newborn under an old name: whatever the one before
+held is gone.
+"""
+
+import logging
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from shoal.peer.outbox import Outbox
+from shoal.protocol.endpoint import Endpoint
+from shoal.protocol.identity import PeerID
+from shoal.protocol.messages import Hello
+from shoal.protocol.ports import Clock
+
+logger = logging.getLogger(__name__)
+
+_KEY = "hello"
+
+
+class Neighbours:
+    """Args:
+    own: what we say of ourselves now; its `count` is filled in here.
+    on_state: a peer has said something new.
+    on_reborn: a peer's earlier incarnation is gone (told before its `on_state`).
+    on_silence: a peer cannot be reached; the network or it may be to blame.
+    silence_s: how long a failure to reach somebody counts.
+    """
+
+    def __init__(
+        self,
+        *,
+        endpoint: Endpoint,
+        clock: Clock,
+        own: Callable[[], Hello],
+        on_state: Callable[[PeerID, Hello], None],
+        on_reborn: Callable[[PeerID], None],
+        on_silence: Callable[[PeerID], None],
+        silence_s: float,
+    ) -> None:
+        self._clock = clock
+        self._own = own
+        self._on_state = on_state
+        self._on_reborn = on_reborn
+        self._on_silence = on_silence
+        self._silence_s = silence_s
+        self._count = 0
+        self._hellos: dict[PeerID, Hello] = {}
+        self._silent: dict[PeerID, float] = {}
+        self._outbox = Outbox(endpoint, expect=Hello, on_reply=self._on_reply, on_trouble=self.unreachable)
+        endpoint.on(Hello, self._on_hello)
+
+    def say(self, audience: Iterable[PeerID]) -> None:
+        """Our state has changed, or theirs may not know it."""
+        for peer in audience:
+            self._outbox.post(peer, _KEY, self._next())
+
+    def last_word(self, peer: PeerID) -> Hello | None:
+        return self._hellos.get(peer)
+
+    def words(self) -> list[tuple[PeerID, Hello]]:
+        """The last of each, in the order of names."""
+        return sorted(self._hellos.items())
+
+    def forget(self, peer: PeerID) -> None:
+        """No plan names it any more, or what it said was of an era that is over."""
+        self._hellos.pop(peer, None)
+        self._silent.pop(peer, None)
+        self._outbox.forget(peer)
+
+    def forget_all(self) -> None:
+        for peer in set(self._hellos) | set(self._silent):
+            self.forget(peer)
+
+    @property
+    def silent(self) -> tuple[PeerID, ...]:
+        """Whom we have tried to reach of late and could not."""
+        since_s = self._clock.now_s() - self._silence_s
+        self._silent = {peer: at_s for peer, at_s in self._silent.items() if at_s >= since_s}
+        return tuple(sorted(self._silent))
+
+    def unreachable(self, peer: PeerID) -> None:
+        """A call or a frame to it has failed."""
+        self._silent[peer] = self._clock.now_s()
+        self._on_silence(peer)
+
+    async def flush(self, timeout_s: float) -> None:
+        await self._outbox.flush(timeout_s)
+
+    async def close(self) -> None:
+        await self._outbox.close()
+
+    def _next(self) -> Hello:
+        self._count += 1
+        return msgspec.structs.replace(self._own(), count=self._count)
+
+    async def _on_hello(self, source: PeerID, message: Hello) -> Hello:
+        self._heard(source, message)
+        return self._next()
+
+    def _on_reply(self, source: PeerID, reply: object) -> None:
+        assert isinstance(reply, Hello)
+        self._heard(source, reply)
+
+    def _heard(self, source: PeerID, hello: Hello) -> None:
+        self._silent.pop(source, None)
+        before = self._hellos.get(source)
+        if before is not None and (hello.incarnation, hello.count) <= (before.incarnation, before.count):
+            return  # overtaken by a later word
+        self._hellos[source] = hello
+        if before is not None and hello.incarnation > before.incarnation:
+            logger.info("%s begins anew", source[-8:])
+            self._on_reborn(source)
+        self._on_state(source, hello)
