@@ -4,7 +4,8 @@ A schedule is drawn once, from one generator, before anything runs: it can be pr
 played again. Playing it draws nothing, so what a fault does never depends on what the peers did before.
 
 What takes a peer down (crash, pause, a dead daemon) never overlaps on one peer, and at most `down_at_once_max` peers
-are down at a time. No fault of one peer overlaps with another of its kind. Everything else may coincide.
+are down at a time. No fault of one peer overlaps with another of its kind. Everything else may coincide. The end of a
+fault of a disk mends the disk, whatever else was wrong with it.
 """
 
 import asyncio
@@ -31,6 +32,10 @@ class FaultKind(StrEnum):
     """`amount`: how many times slower."""
     CLOCK_JUMP = "clock jump"
     """`amount`: seconds, back where negative; its end sets the clock right."""
+    DISK_FULL = "full disk"
+    DISK_ERRORS = "disk errors"
+    POWER_CUT = "power cut"
+    """A crash in the middle of the next disk operation, if one comes; back at its end."""
     CUT = "cut"
     ONE_WAY_CUT = "one-way cut"
     SLOW_LINK = "slow link"
@@ -89,8 +94,8 @@ def decode_schedule(data: bytes) -> Schedule:
 
 # Drawing ------------------------------------------------------------------------------------------------------------
 
-_DOWN = frozenset({FaultKind.CRASH, FaultKind.PAUSE, FaultKind.DEAD_DAEMON})
-_OF_ONE_PEER = _DOWN | {FaultKind.SLOW_DEVICE, FaultKind.CLOCK_JUMP}
+_DOWN = frozenset({FaultKind.CRASH, FaultKind.PAUSE, FaultKind.DEAD_DAEMON, FaultKind.POWER_CUT})
+_OF_ONE_PEER = _DOWN | {FaultKind.SLOW_DEVICE, FaultKind.CLOCK_JUMP, FaultKind.DISK_FULL, FaultKind.DISK_ERRORS}
 _SPIKES = 0.1
 
 Range = tuple[float, float]
@@ -100,6 +105,9 @@ _LASTS_S: Mapping[FaultKind, Range] = {
     FaultKind.DEAD_DAEMON: (0.5, 15.0),
     FaultKind.SLOW_DEVICE: (5.0, 60.0),
     FaultKind.CLOCK_JUMP: (5.0, 60.0),
+    FaultKind.DISK_FULL: (5.0, 60.0),
+    FaultKind.DISK_ERRORS: (1.0, 30.0),
+    FaultKind.POWER_CUT: (2.0, 60.0),
     FaultKind.CUT: (0.5, 40.0),
     FaultKind.ONE_WAY_CUT: (0.5, 40.0),
     FaultKind.SLOW_LINK: (5.0, 60.0),
@@ -236,12 +244,10 @@ def _begin(world: World, fault: Fault, on_return: Callable[[str], object]) -> Ca
     alive = [peer for peer in peers if peer.is_alive]
     match fault.kind:
         case FaultKind.CRASH:
-            for peer in alive:
-                world.crash(peer)
+            _each(alive, world.crash)
             return lambda: [on_return(name) for name in fault.whom if not world.peers[name].is_alive]
         case FaultKind.PAUSE:
-            for peer in alive:
-                world.pause(peer)
+            _each(alive, world.pause)
             return lambda: _resume(world, alive)
         case FaultKind.DEAD_DAEMON:
             for peer in alive:
@@ -253,6 +259,15 @@ def _begin(world: World, fault: Fault, on_return: Callable[[str], object]) -> Ca
         case FaultKind.CLOCK_JUMP:
             _each(peers, lambda peer: world.jump_clock(peer, fault.amount))
             return lambda: _each(peers, lambda peer: world.jump_clock(peer, -fault.amount))
+        case FaultKind.DISK_FULL:
+            _each(peers, lambda peer: world.limit_disk(peer, 0))
+            return lambda: _each(peers, world.mend_disk)
+        case FaultKind.DISK_ERRORS:
+            _each(peers, world.fail_disk)
+            return lambda: _each(peers, world.mend_disk)
+        case FaultKind.POWER_CUT:
+            _each(alive, world.cut_power)
+            return lambda: _after_power_cut(world, alive, on_return)
         case FaultKind.CUT | FaultKind.ONE_WAY_CUT:
             cut = world.partition(peers, others, one_way=fault.kind is FaultKind.ONE_WAY_CUT)
             return lambda: world.heal(cut)
@@ -280,6 +295,14 @@ def _disturbance(fault: Fault) -> Disturbance:
 def _each(peers: Sequence[SimPeer], do: Callable[[SimPeer], None]) -> None:
     for peer in peers:
         do(peer)
+
+
+def _after_power_cut(world: World, peers: Sequence[SimPeer], on_return: Callable[[str], object]) -> None:
+    for peer in peers:
+        if peer.is_alive:
+            world.mend_disk(peer)
+        elif not world.peers[peer.name].is_alive:
+            on_return(peer.name)
 
 
 def _resume(world: World, peers: Sequence[SimPeer]) -> None:

@@ -42,6 +42,10 @@ class Kind(IntEnum):
     CREDIT_DAMAGED = 62
     CALL_DAMAGED = 63
     CALL_REPEATED = 64
+    DISK_LIMITED = 70
+    DISK_FAILING = 71
+    DISK_MENDED = 72
+    POWER_FAILING = 73
 
 
 @dataclass(frozen=True, slots=True)

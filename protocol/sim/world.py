@@ -274,6 +274,30 @@ class World:
             self._trace.add(self.now_s(), Kind.DAEMON_RESTARTED, peer.number, -1)
             peer.transport.daemon_restarted()
 
+    def limit_disk(self, peer: SimPeer, free_bytes: int | None) -> None:
+        """Room for so many bytes more on this machine's disk; None: for all that anyone wants."""
+        self._machines[peer.name].disk.limit(free_bytes)
+        self._trace_machine(Kind.DISK_LIMITED, peer, math.inf if free_bytes is None else free_bytes)
+
+    def fail_disk(self, peer: SimPeer, *, times: float = math.inf) -> None:
+        """The next `times` operations on this machine's disk fail with EIO, and may have happened, or a part."""
+        self._machines[peer.name].disk.fail(times=times)
+        self._trace_machine(Kind.DISK_FAILING, peer, times)
+
+    def cut_power(self, peer: SimPeer, *, after: int = 0) -> None:
+        """Crash the peer in the middle of a disk operation: of the one after the next `after`. `mend_disk` calls it
+        off while that has not come.
+        """
+        self._machines[peer.name].disk.cut_power(after=after, then=lambda: self.crash(peer))
+        self._trace_machine(Kind.POWER_FAILING, peer, after)
+
+    def mend_disk(self, peer: SimPeer) -> None:
+        """End what `limit_disk`, `fail_disk` and `cut_power` have begun."""
+        disk = self._machines[peer.name].disk
+        disk.limit(None)
+        disk.mend()
+        self._trace_machine(Kind.DISK_MENDED, peer, 0.0)
+
     def _trace_cut(self, kind: Kind, cut: Cut | Disturbed | None, more: str = "") -> None:
         text = "all" if cut is None else f"{sorted(cut.sources)} {sorted(cut.destinations)} {cut.one_way}{more}"
         digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

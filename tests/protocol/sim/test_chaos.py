@@ -1,6 +1,8 @@
 import asyncio
 import random
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import PurePosixPath
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from shoal.protocol.sim.trace import Event, Kind
 from shoal.protocol.sim.world import World
 
 NAMES = tuple("abcdef")
-_DOWN = {FaultKind.CRASH, FaultKind.PAUSE, FaultKind.DEAD_DAEMON}
+_DOWN = {FaultKind.CRASH, FaultKind.PAUSE, FaultKind.DEAD_DAEMON, FaultKind.POWER_CUT}
 
 
 @settings(deadline=None)
@@ -96,6 +98,30 @@ def test_a_schedule_happens_when_it_says_and_a_crashed_peer_returns(listen: Call
     assert faults == [(2.0, Kind.CRASHED), (5.0, Kind.CUT), (6.0, Kind.HEALED), (6.0, Kind.CRASHED)]
 
 
+def test_a_power_cut_comes_with_the_next_disk_operation_or_not_at_all() -> None:
+    async def main(writes: bool) -> tuple[list[str], bool]:
+        world = World(0, uniform(0.05))
+        a = world.add_peer("a")
+        returned: list[str] = []
+
+        async def work() -> None:
+            await asyncio.sleep(5.0)
+            if writes:
+                a.disk.write(PurePosixPath("file"), b"content")
+                returned.append("never")
+
+        a.spawn(work())
+        fault = Fault(kind=FaultKind.POWER_CUT, at_s=1.0, lasts_s=9.0, whom=("a",))
+        await play(world, (fault,), on_return=returned.append)
+        assert world.now_s() == 10.0
+        if a.is_alive:
+            a.disk.write(PurePosixPath("file"), b"content")
+        return returned, a.is_alive
+
+    assert run(main(writes=True)) == (["a"], False)
+    assert run(main(writes=False)) == ([], True)
+
+
 def test_a_fault_of_a_peer_that_never_was_is_a_mistake() -> None:
     async def main() -> None:
         world = World(0, uniform(0.05))
@@ -128,6 +154,8 @@ def test_every_kind_of_fault_can_be_played_and_leaves_nothing_behind(speak: Call
                     await asyncio.gather(*work, return_exceptions=True)
                 await voice.peer.directory.store("key", name, b"", expires_in_s=20.0)
                 await voice.peer.compute.run("probe", lambda: None, flop=1e11)
+                with suppress(OSError):
+                    voice.peer.disk.write(PurePosixPath("file"), rng.randbytes(1000))
                 await asyncio.sleep(rng.random())
 
         def on_return(name: str) -> None:
@@ -146,6 +174,7 @@ def test_every_kind_of_fault_can_be_played_and_leaves_nothing_behind(speak: Call
         for voice in voices.values():
             assert voice.peer.is_alive
             assert voice.peer.clock.wall_s() == pytest.approx(WALL_AT_ZERO_S + world.now_s(), abs=1e-6)
+            voice.peer.disk.write(PurePosixPath("file"), bytes(10**6))
             timed = await voice.peer.compute.run("probe", lambda: None, flop=1e12)
             assert timed.ended_s - timed.started_s == pytest.approx(1.0)
             for other in voices.values():
@@ -156,5 +185,5 @@ def test_every_kind_of_fault_can_be_played_and_leaves_nothing_behind(speak: Call
         return world.trace_hash(), kinds
 
     trace_hash, kinds = run(main(3))
-    assert kinds >= {kind for kind in Kind if Kind.CRASHED <= kind <= Kind.HEALED or 50 <= kind < 70}
+    assert kinds >= {kind for kind in Kind if Kind.CRASHED <= kind <= Kind.HEALED or kind >= Kind.DISTURBED}
     assert run(main(3))[0] == trace_hash
