@@ -14,17 +14,6 @@ from shoal.protocol.messages import Done, PlanHead, PlanLive, PlanOffer, PlanVot
 from shoal.protocol.plan import sign_plan
 
 
-class FullDisk(PlanStore):
-    """Cannot write once it is told so."""
-
-    full = False
-
-    def save(self, record):
-        if self.full:
-            raise LocalError("cannot write plans: no space left on device")
-        super().save(record)
-
-
 async def stranger(swarm, name="stranger"):
     """An endpoint in the run that takes no part in it, introduced to everybody."""
     port = swarm.world.add_peer(name)
@@ -37,19 +26,18 @@ async def stranger(swarm, name="stranger"):
 
 def test_a_peer_that_cannot_keep_its_word_does_not_give_it(run_swarm):
     async def scenario(swarm):
-        store = FullDisk()
         await swarm.begin(5)
-        forgetful = await swarm.add("forgetful", store=store)
+        forgetful = await swarm.add("forgetful", keeps=True)
         await swarm.until(lambda: forgetful.order == (1, 2), within_s=10)
         owner = swarm.peers["p0"]
         live = forgetful.coordination.plan
-        store.full = True
+        forgetful.port.disk.limit(0)
         plan = msgspec.structs.replace(live.plan, sequence=3, previous=live.digest)
         offer = PlanOffer(term=1, plan=sign_plan(owner.port.identity, plan).envelope, predecessor=live.envelope)
         ask = owner.coordination._endpoint.ask
         with pytest.raises(Refused, match="cannot keep its word"):
             await owner.port.spawn(ask(forgetful.peer_id, offer, PlanVote))
-        store.full = False
+        forgetful.port.disk.limit(None)
         assert (await owner.port.spawn(ask(forgetful.peer_id, offer, PlanVote))).accepted
 
     run_swarm(scenario, min_peers=5)

@@ -409,8 +409,8 @@ def test_what_a_crash_left_unfinished_makes_room_for_the_next_write(disk: SimDis
         if unfinished(survivor):
             break
     survivor.limit(size - 1000)
-    write(survivor, 2)
-    assert ages(survivor) == [(0, 1), (0, 2)]
+    write(survivor, 3)
+    assert ages(survivor) == [(0, 1), (0, 3)]
 
 
 def test_a_folder_that_cannot_be_written_is_one_clear_line(tmp_path: Path) -> None:
