@@ -19,9 +19,15 @@ never will.
 Hence live plans of a run are totally ordered, and (term, sequence) grows along the chain. A peer obeys a live plan
 above its own and nothing else, so a coordinator that wakes up after its term is refused by everybody who moved on.
 
-What this does not defend against: a peer that lies. `PlanLive` carries no proof of the votes.
+When half of a plan's members are gone for good nobody has a majority. Then the run's owner may let one peer make the
+successor without votes (`Plan.mandate`), of a term so high that nothing which the missing may have agreed on among
+themselves comes after it. That is a decision between two histories, and a person's.
+
+What this does not defend against: a peer that lies. `PlanLive` carries no proof of the votes. But two plans of one
+order are an alarm wherever they meet.
 """
 
+from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -32,6 +38,8 @@ from shoal.protocol.plan import SignedPlan
 
 TIE_BREAK_PEERS_MAX = 4
 """In swarms up to this size the owner's vote decides a tie, so that one of two peers can go on alone."""
+OBEYED_MAX = 256
+"""Plans whose hashes are remembered: four hours of terms in a swarm that nobody joins or leaves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +79,9 @@ class PlanChain:
         self.granted_to: PeerID | None = None
         self.accepted: SignedPlan | None = None
         self.accepted_term = 0
+        self.num_forks = 0
+        """How often we met another plan of an order that we had obeyed a plan of. It must stay 0."""
+        self._obeyed: OrderedDict[tuple[int, int], str] = OrderedDict()
 
     @property
     def order(self) -> tuple[int, int]:
@@ -120,7 +131,11 @@ class PlanChain:
         return Vote(accepted=True)
 
     def adopt(self, plan: SignedPlan) -> tuple[bool, str]:
-        """Obey a live plan. Returns: (whether it is new to us, why not)."""
+        """Obey a live plan. Returns: (whether it is new to us, why not); counts a fork in `num_forks`."""
+        known = self._obeyed.get(plan.plan.order, plan.digest)
+        if known != plan.digest:
+            self.num_forks += 1
+            return False, f"two plans of order {plan.plan.order} are live: {known}, which we obeyed, and {plan.digest}"
         if self.live is not None:
             if plan.digest == self.live.digest:
                 return False, "obeyed already"
@@ -128,6 +143,7 @@ class PlanChain:
                 return False, f"obeys plan {self.order}, not below {plan.plan.order}"
         before = self.order
         self.live = plan
+        self._remember(plan)
         self.accepted, self.accepted_term = None, 0
         if plan.plan.term >= self.granted_term:
             # A grant of this very term to somebody else is void: that candidate cannot have a majority any more.
@@ -150,6 +166,13 @@ class PlanChain:
         assert record.run == self.run
         self.live, self.accepted, self.accepted_term = live, accepted, record.accepted_term
         self.granted_term, self.granted_to = record.granted_term, record.granted_to
+        if live is not None:
+            self._remember(live)
+
+    def _remember(self, plan: SignedPlan) -> None:
+        self._obeyed[plan.plan.order] = plan.digest
+        if len(self._obeyed) > OBEYED_MAX:
+            self._obeyed.popitem(last=False)
 
     def _claim(self, candidate: PeerID, term: int) -> str:
         """Bind `term` to `candidate`, or say why not."""

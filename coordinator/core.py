@@ -5,22 +5,22 @@ Theory of operation. What we are follows from the live plan: its coordinator, on
 | we are      | we do                                                                                              |
 |-------------|----------------------------------------------------------------------------------------------------|
 | anyone      | heartbeat to the coordinator we know; vote (`chain`); adopt live plans above ours                  |
-| a member    | silence of the coordinator beyond its patience: after `standing` x STAGGER ask for the next term   |
-| coordinator | re-plan when the swarm changes (`governor`); at the term's end hand over to the next in turn       |
+| a member    | watch the coordinator (`follower`); when it is gone and it is our turn, ask for the next term      |
+| coordinator | watch the members, re-plan when they change, hand over at the term's end (`tenure`)                |
 | the owner   | make plan (1, 1) alone, once enough peers are here and the directory knows no plan of the run      |
 
 A `Proposal` is in flight or not. It goes from asking for the term (only when the term changes) to asking for votes, and
-ends live, expired, or overtaken by a plan above its base. One tick twice a heartbeat drives everything that waits.
+ends live, expired, or overtaken by a plan above its base. A tick drives everything that waits: sixteen times a
+heartbeat where somebody's death would be noticed, else twice.
 """
 
 import random
 from collections.abc import Callable
 
-from shoal.coordinator import election
-from shoal.coordinator.chain import PlanChain
+from shoal.coordinator.chain import ChainRecord, PlanChain
 from shoal.coordinator.events import (
+    Alarm,
     Answered,
-    Ask,
     Beat,
     Command,
     Event,
@@ -30,7 +30,6 @@ from shoal.coordinator.events import (
     Note,
     Obey,
     Persist,
-    Publish,
     Received,
     Reply,
     SendHeartbeat,
@@ -38,11 +37,19 @@ from shoal.coordinator.events import (
     TimerFired,
     Unanswered,
 )
+from shoal.coordinator.follower import Follower
 from shoal.coordinator.governor import Governor
-from shoal.coordinator.proposer import PROPOSAL_HEARTBEATS, Carried, GivenUp, Proposer
-from shoal.coordinator.succession import Succession
-from shoal.coordinator.voter import answer_heartbeat, answer_offer, answer_request, no_grant
-from shoal.coordinator.watch import CoordinatorWatch
+from shoal.coordinator.planning import Planning
+from shoal.coordinator.proposer import Proposer
+from shoal.coordinator.tenure import Tenure
+from shoal.coordinator.voter import (
+    answer_heartbeat,
+    answer_offer,
+    answer_request,
+    answer_sounding,
+    answer_standing,
+    no_grant,
+)
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import (
     Done,
@@ -50,24 +57,28 @@ from shoal.protocol.messages import (
     Heartbeat,
     HeartbeatReply,
     Leave,
+    Ping,
     PlanLive,
     PlanOffer,
-    PlanVote,
     Refusal,
+    Reset,
+    StandingRequest,
     TermGrant,
     TermRequest,
 )
 from shoal.protocol.plan import Plan, SignedPlan
 from shoal.protocol.spec import RunSpec
 
-TICKS_PER_HEARTBEAT = 2
+TICK_HEARTBEATS = 0.5
+BRISK_HEARTBEATS = 1 / 16
+"""Between ticks of who would notice a death: the coordinator, and who watches it closely."""
 JITTER = 0.1
 """Heartbeats vary by this share, so that a thousand peers that got one plan do not report in one millisecond."""
-STAGGER_HEARTBEATS = 3.0
-"""How much longer each next in rank waits before it tries: two round trips and a tick fit in it."""
-HEAD_HEARTBEATS = 10.0
-"""How often the coordinator renews the directory's record of the chain, and a peer without one looks for it."""
-SLEPT_HEARTBEATS = 2.5
+HEAD_HEARTBEATS = 5.0
+"""How often a peer without a coordinator looks for one in the directory."""
+TERM_HEARTBEATS = 1.5
+"""How long we leave a candidate to whom we have granted a term alone with it."""
+SLEPT_HEARTBEATS = 1.0
 """A tick that comes this late means that we were stopped: others' silence was ours."""
 
 
@@ -101,13 +112,32 @@ class CoordinationCore:
         self._proposer = Proposer(
             me=me, owner=owner, chain=chain, sign=sign, is_fresh=self._is_fresh, heartbeat_s=spec.swarm.heartbeat_s
         )
-        self._watch = CoordinatorWatch(owner=owner, heartbeat_s=self._heartbeat_s, now_s=now_s)
-        self._succession = Succession(term_s=spec.swarm.term_s, heartbeat_s=self._heartbeat_s, now_s=now_s)
+        self._follower = Follower(run=run, me=me, owner=owner, heartbeat_s=self._heartbeat_s, rng=rng, now_s=now_s)
+        self._watch = self._follower.watch
+        self._tenure = Tenure(me=me, owner=owner, swarm=spec.swarm, governor=governor, now_s=now_s)
+        self._planning = Planning(
+            me=me,
+            chain=chain,
+            governor=governor,
+            proposer=self._proposer,
+            follower=self._follower,
+            tenure=self._tenure,
+            adopt=self._adopt,
+        )
         self._leaving = False
-        self._campaign_at_s = now_s
         self._heartbeat_at_s = now_s
         self._tick_at_s = self._ticked_s = now_s
         self._head_at_s = now_s
+
+    def restore(
+        self, record: ChainRecord, *, live: SignedPlan | None, accepted: SignedPlan | None, now_s: float
+    ) -> None:
+        """After a restart, before anything else: what we obeyed and promised. If we coordinated, we do again."""
+        self.chain.restore(record, live=live, accepted=accepted)
+        if live is not None:
+            self.governor.obey(live.plan, now_s)
+            if self.is_coordinator:
+                self._tenure.begin(live.plan, now_s, continuing=False, silent=None)
 
     # --- what the driver reads ---
 
@@ -134,6 +164,15 @@ class CoordinationCore:
         return min(self._heartbeat_at_s, self._tick_at_s)
 
     def handle(self, event: Event, *, now_s: float) -> list[Command]:
+        commands = self._handle(event, now_s)
+        if self._is_brisk(now_s):
+            self._tick_at_s = min(self._tick_at_s, now_s + BRISK_HEARTBEATS * self._heartbeat_s)
+        return commands
+
+    def _is_brisk(self, now_s: float) -> bool:
+        return self.is_coordinator or self._follower.is_brisk(now_s)
+
+    def _handle(self, event: Event, now_s: float) -> list[Command]:
         match event:
             case Received():
                 return self._received(event, now_s)
@@ -144,7 +183,7 @@ class CoordinationCore:
             case Beat():
                 self._own = event.heartbeat
                 if event.heartbeat.draining:
-                    self._succession.hasten(now_s)
+                    self._tenure.hasten(now_s)
                 return []
             case HeadFound():
                 if self._watch.found(event.head, self.plan, me=self.me):
@@ -152,7 +191,7 @@ class CoordinationCore:
                 return []
             case Leaving():
                 self._leaving = True
-                self._succession.hasten(now_s)
+                self._tenure.hasten(now_s)
                 return []
             case TimerFired():
                 return self._timer_fired(now_s)
@@ -178,6 +217,13 @@ class CoordinationCore:
             case Leave():
                 self.governor.roster.leave(event.source)
                 return [Reply(message=Done() if self.is_coordinator else Refusal(reason="does not coordinate"))]
+            case Ping() as ping:
+                return [Reply(message=ping)]
+            case StandingRequest():
+                return [Reply(message=answer_standing(self.chain, self._own))]
+            case Reset() as reset:
+                assert event.base is not None
+                return self._planning.reset(reset, event.base, event.mandated_term, now_s)
             case other:
                 return [Reply(message=Refusal(reason=f"{type(other).__name__} is not answered here"))]
 
@@ -192,6 +238,10 @@ class CoordinationCore:
         commands: list[Command] = [Reply(message=reply)]
         if live is not None and heartbeat.plan_sequence > live.plan.sequence:
             commands.append(LookUp())  # the chain has gone on without us
+        commands += [Alarm(text=text) for text in self.governor.complaints]
+        self.governor.complaints.clear()
+        if self.is_coordinator and live is not None:
+            commands += self._tenure.heard(source, heartbeat, live.plan, now_s)
         return commands + (self._tell(now_s) if leads else [])
 
     def _grant(self, source: PeerID, request: TermRequest, base: SignedPlan, now_s: float) -> list[Command]:
@@ -199,10 +249,13 @@ class CoordinationCore:
         commands = self._adopt(base, now_s)
         if heard_lately and not request.handed_over:
             # A peer that lost only its own way to the coordinator must not turn everybody else's over.
+            self._watch.alarm(now_s)
             return [*commands, Reply(message=no_grant(self.chain, base, "still hears the coordinator"))]
+        if request.sounding:
+            return [*commands, Reply(message=answer_sounding(self.chain, source, request, base))]
         reply = answer_request(self.chain, source, request, base)
         if reply.granted:
-            self._campaign_at_s = max(self._campaign_at_s, now_s + PROPOSAL_HEARTBEATS * self._heartbeat_s)
+            self._follower.hold_off(now_s + TERM_HEARTBEATS * self._heartbeat_s)
         return [*commands, Persist(record=self.chain.record()), Reply(message=reply)]
 
     def _vote(
@@ -223,32 +276,39 @@ class CoordinationCore:
         if self._proposer.is_busy:
             return commands  # asked twice, or it was our turn anyway
         self.governor.inherit(message)
-        return commands + self._campaign(live, now_s, handed_over=True)
+        return commands + self._planning.inherit(live, now_s)
 
     # --- answers from others ---
 
     def _answered(self, event: Answered, now_s: float) -> list[Command]:
         commands = self._adopt(event.live, now_s) if event.live else []
+        if self.is_coordinator:
+            commands += self._tenure.answered(event, now_s)
         match event.reply:
             case HeartbeatReply() as reply:
                 self.done = self.done or reply.done
-                self._watch.replied(event.peer, reply, self.plan, me=self.me, now_s=now_s)
+                self._watch.replied(event.peer, reply, self.plan, me=self.me, took_s=event.took_s, now_s=now_s)
                 return commands
-            case TermGrant() as grant:
-                count = self._proposer.count(event, grant.granted, grant.term, grant.reason, now_s)
-                return commands + self._conclude(count, now_s)
-            case PlanVote() as vote:
-                count = self._proposer.count(event, vote.accepted, vote.term, vote.reason, now_s)
-                return commands + self._conclude(count, now_s)
+            case Ping():
+                self._watch.answered(event.peer, self.plan, took_s=event.took_s, now_s=now_s)
+                return commands
+            case TermGrant() if isinstance(event.asked, TermRequest) and event.asked.sounding:
+                self._follower.count(event)
+                return commands + self._planning.succeed(now_s)
             case _:
-                return commands
+                return commands + self._planning.count(event, now_s)
 
     def _unanswered(self, event: Unanswered, now_s: float) -> list[Command]:
-        self._proposer.unanswered(event)
-        if isinstance(event.asked, HandOver):
-            self._succession.declined(event.peer, now_s)
-            return [Note(text=f"{event.peer[-8:]} does not take the role: {event.reason}")]
-        return []
+        match event.asked:
+            case TermRequest(sounding=True):
+                self._follower.unanswered(event.peer, event.asked)
+            case TermRequest() | PlanOffer():
+                self._proposer.unanswered(event)
+        if event.refused:
+            self._watch.refused(event.peer, self.plan, took_s=event.took_s, now_s=now_s)
+        if self.plan is None or not self.is_coordinator:
+            return []
+        return self._tenure.unanswered(event, self.plan, now_s)
 
     # --- time ---
 
@@ -260,13 +320,12 @@ class CoordinationCore:
         if now_s < self._tick_at_s:
             return commands
         slept = now_s - self._ticked_s > SLEPT_HEARTBEATS * self._heartbeat_s
-        self._ticked_s, self._tick_at_s = now_s, now_s + self._heartbeat_s / TICKS_PER_HEARTBEAT
+        self._ticked_s, self._tick_at_s = now_s, now_s + TICK_HEARTBEATS * self._heartbeat_s
         if slept:
-            self.governor.roster.excuse_all(now_s)
+            self._tenure.excuse(now_s)
             self._watch.excuse(now_s)
             commands.append(LookUp())
-        if self._proposer.is_busy:
-            return commands + self._conclude(self._proposer.press(now_s), now_s)
+        commands += self._planning.press(now_s)
         if self.is_coordinator:
             return commands + self._govern(now_s)
         return commands + self._follow(now_s)
@@ -274,118 +333,55 @@ class CoordinationCore:
     def _govern(self, now_s: float) -> list[Command]:
         live = self.chain.live
         assert live is not None
-        commands = self._tell(now_s)
-        if now_s >= self._head_at_s:
-            self._head_at_s = now_s + HEAD_HEARTBEATS * self._heartbeat_s
-            commands += [LookUp(), Publish(plan=live)]
-        if self._succession.is_due(now_s) and not self.done:  # nobody else could know that it is
-            commands += self._hand_over(live, now_s)
-        if self._succession.is_waiting or self._proposer.is_busy or self.done:
-            return commands
-        layout, reason = self.governor.next_layout(live.plan, now_s, sequence=self._proposer.next_sequence(live))
-        if layout is None:
-            return commands + ([Note(text=reason)] if reason else [])
-        self.governor.settle(now_s)
-        return [*commands, Note(text=reason), *self._conclude(self._proposer.propose(live, layout, now_s), now_s)]
-
-    def _hand_over(self, live: SignedPlan, now_s: float) -> list[Command]:
-        order = self.governor.successors(live.plan, now_s)
-        heir = self._succession.next([p for p in order if p != self.me or self._eligible(live.plan)], now_s)
-        if heir is None:
-            return []
-        if heir == self.me:
-            return self._campaign(live, now_s, handed_over=True)
-        reason = f"term {live.plan.term} ends, {heir[-8:]} is next"
-        return [Note(text=reason), Ask(peer=heir, message=self.governor.will(live, now_s))]
+        busy = self._proposer.is_busy or self.done  # done: nobody else could know that it is
+        sequence = self._proposer.next_sequence(live)
+        commands, want = self._tenure.work(
+            live, now_s, eligible=self._eligible(live.plan), busy=busy, sequence=sequence
+        )
+        return self._tell(now_s) + commands + self._planning.pursue(want, live, now_s)
 
     def _follow(self, now_s: float) -> list[Command]:
-        """As a follower: is the coordinator there, and if not, is it our turn?"""
         live = self.chain.live
         commands: list[Command] = []
         lost = now_s >= self._watch.suspect_at_s
         if (lost or not self._watch.head_known) and now_s >= self._head_at_s:
-            self._head_at_s = now_s + HEAD_HEARTBEATS * self._heartbeat_s / 2
+            self._head_at_s = now_s + HEAD_HEARTBEATS * self._heartbeat_s
             commands.append(LookUp())
         if live is None:
             if self.me == self.owner and self._watch.head_known and not self._watch.run_exists:
-                commands += self._found_run(now_s)
+                commands += self._planning.found_run(now_s)
             return commands
-        if not lost or not self._eligible(live.plan):
-            return commands
-        turn = election.standing(self.run, live.plan.term, live.plan.coordinator, live.plan.members, self.me)
-        if turn is None:
-            return commands
-        due_s = self._watch.suspect_at_s + turn * STAGGER_HEARTBEATS * self._heartbeat_s
-        if now_s < max(due_s, self._campaign_at_s):
-            return commands
-        commands.append(Note(text=f"coordinator {live.plan.coordinator[-8:]} is silent, asking for the next term"))
-        return commands + self._campaign(live, now_s, handed_over=False)
+        eligible = self._eligible(live.plan) and not self._proposer.is_busy
+        term = max(self.chain.granted_term, live.plan.term) + 1
+        commands += self._follower.work(live, now_s, eligible=eligible, term=term)
+        return commands + self._planning.succeed(now_s)
 
     # --- plans ---
 
-    def _found_run(self, now_s: float) -> list[Command]:
-        layout, reason = self.governor.first_layout(now_s)
-        if layout is None:
-            return [Note(text=reason)]
-        signed = self._proposer.make(None, 1, layout)
-        return [Note(text=reason), *self._went_live(signed, (), now_s)]
-
-    def _conclude(self, commands: list[Command], now_s: float) -> list[Command]:
-        """`commands` are the proposer's; see whether it came to an end with them."""
-        match self._proposer.take_outcome():
-            case Carried() as won:
-                commands = commands + self._went_live(won.plan, won.voters, now_s)
-                if won.plan.plan.coordinator != self.me and self.chain.live is won.plan:
-                    # A dead coordinator's plan is finished; ours in the same term comes on top of it.
-                    ask = self._proposer.campaign(won.plan, now_s, handed_over=won.handed_over, term=won.term)
-                    return commands + self._conclude(ask, now_s)
-                return commands
-            case GivenUp() as lost:
-                self._campaign_at_s = now_s + (1 + 2 * self._rng.random()) * STAGGER_HEARTBEATS * self._heartbeat_s
-                self.governor.unsettle()
-                if lost.outbid:
-                    # A majority may have promised our term away to somebody who then fell silent: only a later helps.
-                    self._succession.hasten(now_s + PROPOSAL_HEARTBEATS * self._heartbeat_s)
-                return [*commands, Note(text=lost.reason), LookUp()]
-            case None:
-                return commands
-
-    def _campaign(self, base: SignedPlan, now_s: float, *, handed_over: bool) -> list[Command]:
-        return self._conclude(self._proposer.campaign(base, now_s, handed_over=handed_over), now_s)
-
-    def _went_live(self, plan: SignedPlan, voters: tuple[PeerID, ...], now_s: float) -> list[Command]:
-        commands = self._adopt(plan, now_s)
-        news = PlanLive(plan=plan.envelope)
-        audience = dict.fromkeys((*voters, *plan.plan.members))
-        commands += [Ask(peer=peer, message=news) for peer in audience if peer != self.me]
-        return [*commands, Publish(plan=plan)] if plan.plan.coordinator == self.me else commands
-
-    def _is_fresh(self, base: SignedPlan | None) -> bool:
-        version = max(self.governor.version_max, self._own.version if self._own else 0)
-        return version == 0 and (base is None or base.plan.fresh)
+    def _is_fresh(self, base: SignedPlan) -> bool:
+        return self.governor.is_fresh(base.plan, self._own, leads=self.is_coordinator)
 
     def _adopt(self, plan: SignedPlan, now_s: float) -> list[Command]:
         was_coordinator, before = self.is_coordinator, self.chain.live
-        new, _ = self.chain.adopt(plan)
+        num_forks = self.chain.num_forks
+        new, reason = self.chain.adopt(plan)
         if not new:
-            return []
+            return [Alarm(text=reason)] if self.chain.num_forks > num_forks else []
         commands: list[Command] = [Persist(record=self.chain.record()), Obey(plan=plan)]
         if self._proposer.drop():
             commands.append(Note(text=f"plan {plan.plan.order} overtook our proposal"))
         new_term = before is None or before.plan.term != plan.plan.term
         silent = before.plan.coordinator if before and now_s >= self._watch.suspect_at_s else None
-        self._watch.obeys(plan.plan, new_term=new_term, now_s=now_s)
-        self.governor.obey(now_s)
+        self._follower.obeys(plan.plan, new_term=new_term, replaced=silent, now_s=now_s)
+        self.governor.obey(plan.plan, now_s)
         if was_coordinator and not self.is_coordinator:
             assert before is not None
             commands += [Tell(record=record) for record in self.governor.tell(before.plan, now_s, flush=True)]
         if self.is_coordinator and new_term:
-            self._succession.begin(now_s)
-            if not self._eligible(plan.plan):
-                self._succession.hasten(now_s)
-            self._head_at_s = now_s + HEAD_HEARTBEATS * self._heartbeat_s
             continuing = was_coordinator or before is None
-            self.governor.begin_term(plan.plan, now_s, continuing=continuing, silent=None if continuing else silent)
+            self._tenure.begin(plan.plan, now_s, continuing=continuing, silent=None if continuing else silent)
+            if not self._eligible(plan.plan):
+                self._tenure.hasten(now_s)
         return commands
 
     def _tell(self, now_s: float) -> list[Command]:

@@ -4,8 +4,8 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections import OrderedDict, deque
-from collections.abc import Callable, Coroutine
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 import msgspec
@@ -13,7 +13,9 @@ import msgspec
 from shoal.coordinator.allocate.interface import Allocator
 from shoal.coordinator.chain import PlanChain
 from shoal.coordinator.core import CoordinationCore
+from shoal.coordinator.enquiry import Enquiry
 from shoal.coordinator.events import (
+    Alarm,
     Answered,
     Ask,
     Beat,
@@ -36,6 +38,7 @@ from shoal.coordinator.events import (
 from shoal.coordinator.governor import Governor
 from shoal.coordinator.ledger import HISTORY_STEPS, StepRecord
 from shoal.coordinator.notices import Notices
+from shoal.coordinator.opened import OpenedPlans
 from shoal.coordinator.reports import ReportOutbox
 from shoal.coordinator.store import PlanStore
 from shoal.protocol.endpoint import Endpoint
@@ -43,36 +46,40 @@ from shoal.protocol.errors import LocalError, Refused, RemoteError, ShoalError, 
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import CALL_TIMEOUT_S
 from shoal.protocol.messages import (
+    Advert,
     Done,
     HandOver,
     Heartbeat,
     HeartbeatReply,
     Leave,
+    Ping,
     PlanLive,
     PlanOffer,
     PlanVote,
     Refusal,
-    StatusRequest,
+    Reset,
+    StandingRequest,
     SwarmStatus,
     TermGrant,
     TermRequest,
 )
-from shoal.protocol.plan import SignedPlan, open_plan, sign_plan
+from shoal.protocol.plan import SignedPlan, sign_plan
 from shoal.protocol.ports import Clock, Directory
 from shoal.protocol.spec import RunSpec
 
 logger = logging.getLogger(__name__)
 
+REFUSED_TIMEOUTS = 0.9
+"""A call that fails within this share of its timeout was turned away."""
 LEAVE_HEARTBEATS = 10.0
 """How long a leaving coordinator tries to give the role away: two heirs' patience."""
-PLANS_OPENED_MAX = 16
-"""Signatures of plans last seen, so that a plan that comes with twenty heartbeats is verified once."""
 
 _ANSWER: dict[type, type[msgspec.Struct]] = {
     TermRequest: TermGrant,
     PlanOffer: PlanVote,
     PlanLive: Done,
     HandOver: Done,
+    Ping: Ping,
 }
 
 
@@ -105,7 +112,7 @@ class Coordination:
         on_step: Callable[[StepRecord], None] | None = None,
     ) -> None:
         self._endpoint, self._directory, self._clock = endpoint, directory, clock
-        self._spec, self._owner, self._store = spec, owner, store
+        self._spec, self._store = spec, store
         self._heartbeat, self._on_plan, self._on_step = heartbeat, on_plan, on_step
         self._core = CoordinationCore(
             run=endpoint.run,
@@ -118,9 +125,10 @@ class Coordination:
             rng=rng,
             now_s=clock.now_s(),
         )
+        self._enquiry = Enquiry(endpoint=endpoint, core=self._core, clock=clock, timeout_s=self._timeout_s)
         self._notices = Notices(endpoint, directory, clock)
         self._reports = ReportOutbox()
-        self._opened: OrderedDict[bytes, SignedPlan] = OrderedDict()
+        self._plans = OpenedPlans(endpoint.run, owner=owner, num_layers=spec.model.num_layers)
         self._said = ""
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
@@ -154,20 +162,14 @@ class Coordination:
 
     def status(self) -> SwarmStatus | None:
         """The swarm as we see it, if we coordinate it."""
-        live = self._core.chain.live
-        if live is None or not self._core.is_coordinator:
-            return None
-        return self._core.governor.status(live.plan, self._clock.now_s())
+        return self._enquiry.status()
 
     async def ask_status(self) -> SwarmStatus:
         """The swarm as its coordinator sees it.
 
         Raises: Unreachable, Refused: there is no coordinator to ask, or it has no plan yet; RemoteError.
         """
-        mine = self.status()
-        if mine is not None:
-            return mine
-        return await self._endpoint.ask(self._core.coordinator, StatusRequest(), SwarmStatus)
+        return await self._enquiry.ask()
 
     async def start(self) -> None:
         """Take up where the store ended and begin to answer, report and, if it comes to that, coordinate.
@@ -175,9 +177,9 @@ class Coordination:
         Raises: LocalError: the store is damaged, or another run's.
         """
         self._restore()
-        for kind in (Heartbeat, TermRequest, PlanOffer, PlanLive, HandOver, Leave):
+        for kind in (Heartbeat, TermRequest, PlanOffer, PlanLive, HandOver, Leave, Ping, StandingRequest, Reset):
             self._endpoint.on(kind, self._answer)
-        self._endpoint.on(StatusRequest, self._answer_status)
+        self._enquiry.serve()
         self._spawn(self._look_up())
         self._spawn(self._notices.meet())
         self._feed(TimerFired())
@@ -251,6 +253,8 @@ class Coordination:
                 if command.text != self._said:
                     logger.info("%s", command.text)
                 self._said = command.text
+            case Alarm():
+                logger.error("%s", command.text)
         return None
 
     def _obey(self, signed: SignedPlan) -> None:
@@ -267,27 +271,13 @@ class Coordination:
         if record is None:
             return
         try:
-            live = self._open(record.live, self._endpoint.peer_id)
-            accepted = self._open(record.accepted, self._endpoint.peer_id)
+            live = self._plans.open(record.live, self._endpoint.peer_id)
+            accepted = self._plans.open(record.accepted, self._endpoint.peer_id)
         except RemoteError as error:
             raise LocalError(f"the stored plan does not hold ({error}): remove the state folder") from error
-        self._core.chain.restore(record, live=live, accepted=accepted)
+        self._core.restore(record, live=live, accepted=accepted, now_s=self._clock.now_s())
         if live is not None:
             self._obey(live)
-
-    def _open(self, data: bytes, source: PeerID) -> SignedPlan | None:
-        """Raises: RemoteError: `source` handed us a plan that does not hold."""
-        if not data:
-            return None
-        plan = self._opened.pop(data, None)
-        if plan is None:
-            num_layers = self._spec.model.num_layers
-            run = self._endpoint.run
-            plan = open_plan(data, run=run, owner=self._owner, source=source, num_layers=num_layers)
-        self._opened[data] = plan
-        if len(self._opened) > PLANS_OPENED_MAX:
-            self._opened.popitem(last=False)
-        return plan
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         if self._closed:
@@ -301,51 +291,62 @@ class Coordination:
 
     async def _answer(self, source: PeerID, message: msgspec.Struct) -> msgspec.Struct:
         plan = base = None
+        mandated_term = 0
         match message:
             case Heartbeat():
                 self._introduce(source, message.advert.addresses)
             case TermRequest():
-                base = self._need(message.live, source)
+                base = self._plans.need(message.live, source)
             case PlanOffer():
-                plan, base = self._need(message.plan, source), self._open(message.predecessor, source)
+                plan, base = self._plans.need(message.plan, source), self._plans.open(message.predecessor, source)
             case PlanLive():
-                plan = self._need(message.plan, source)
+                plan = self._plans.need(message.plan, source)
             case HandOver():
-                plan = self._need(message.plan, source)
-                for peer, advert in message.roster:
-                    self._introduce(peer, advert.addresses)
+                plan = self._plans.need(message.plan, source)
+                self._introduce_all(message.roster)
+            case Reset():
+                base = self._plans.need(message.live, source)
+                mandated_term = self._plans.mandated_term(message.mandate, source, coordinator=self._endpoint.peer_id)
+                self._introduce_all(message.roster)
         try:
-            reply = self._feed(Received(source=source, message=message, plan=plan, base=base))
+            event = Received(source=source, message=message, plan=plan, base=base, mandated_term=mandated_term)
+            reply = self._feed(event)
         except LocalError as error:
             logger.error("cannot vote: %s", error)
             return Refusal(reason="cannot keep its word on disk")
         assert reply is not None
         return reply
 
+    def _introduce_all(self, roster: Iterable[tuple[PeerID, Advert]]) -> None:
+        for peer, advert in roster:
+            self._introduce(peer, advert.addresses)
+
     def _introduce(self, peer: PeerID, addresses: tuple[str, ...]) -> None:
         if self._notices.is_news(peer, addresses):
             self._spawn(self._notices.introduce(peer, addresses))
 
-    def _need(self, data: bytes, source: PeerID) -> SignedPlan:
-        plan = self._open(data, source)
-        if plan is None:
-            raise RemoteError(source, "left out a plan")
-        return plan
-
     async def _ask(self, peer: PeerID, message: msgspec.Struct) -> None:
+        asked_s = self._clock.now_s()
         try:
             expect = _ANSWER[type(message)]
             reply: msgspec.Struct = await self._endpoint.ask(peer, message, expect, timeout_s=self._timeout_s)
             live = accepted = None
             if isinstance(reply, TermGrant):
-                live, accepted = self._open(reply.live, peer), self._open(reply.accepted, peer)
+                live, accepted = self._plans.open(reply.live, peer), self._plans.open(reply.accepted, peer)
             elif isinstance(reply, PlanVote):
-                live = self._open(reply.live, peer)
+                live = self._plans.open(reply.live, peer)
         except (Unreachable, Refused, RemoteError) as error:
-            reason = error.reason if isinstance(error, Refused) else str(error)
-            self._feed(Unanswered(peer=peer, asked=message, reason=reason))
+            self._failed(peer, message, error, asked_s)
             return
-        self._feed(Answered(peer=peer, asked=message, reply=reply, live=live, accepted=accepted))
+        took_s = self._clock.now_s() - asked_s
+        self._feed(Answered(peer=peer, asked=message, reply=reply, live=live, accepted=accepted, took_s=took_s))
+
+    def _failed(self, peer: PeerID, asked: msgspec.Struct, error: ShoalError, asked_s: float) -> None:
+        """A network that fails before the time is up has found nobody; one that waits may have found somebody busy."""
+        took_s = self._clock.now_s() - asked_s
+        refused = isinstance(error, Unreachable) and took_s < REFUSED_TIMEOUTS * self._timeout_s
+        reason = error.reason if isinstance(error, Refused) else str(error)
+        self._feed(Unanswered(peer=peer, asked=asked, reason=reason, refused=refused, took_s=took_s))
 
     async def _beat(self, target: PeerID) -> None:
         own = self._heartbeat()
@@ -354,39 +355,29 @@ class Coordination:
             self._spawn(self._notices.advertise(own.advert))
         own = msgspec.structs.replace(own, done=self._core.done)
         heartbeat, sent = self._reports.enclose(own)
+        asked_s = self._clock.now_s()
         try:
             reply = await self._endpoint.ask(target, heartbeat, HeartbeatReply, timeout_s=self._timeout_s)
-            live = self._open(reply.plan, target)
+            live = self._plans.open(reply.plan, target)
         except (Unreachable, Refused, RemoteError) as error:
             self._reports.failed(sent)
-            self._feed(Unanswered(peer=target, asked=heartbeat, reason=str(error)))
+            self._failed(target, heartbeat, error, asked_s)
             await self._notices.meet()  # it may have moved, or we have never heard where it is
             return
         except asyncio.CancelledError:
             self._reports.failed(sent)
             raise
-        if reply.is_coordinator:
+        if reply.is_coordinator and target == self._core.coordinator:
             self._heard_s = self._clock.now_s()
             self._reports.arrived(sent)
         else:
             self._reports.failed(sent)
-        self._feed(Answered(peer=target, asked=heartbeat, reply=reply, live=live))
+        took_s = self._clock.now_s() - asked_s
+        self._feed(Answered(peer=target, asked=heartbeat, reply=reply, live=live, took_s=took_s))
 
     @property
     def _timeout_s(self) -> float:
         return min(CALL_TIMEOUT_S, max(1.0, 4 * self._spec.swarm.heartbeat_s))
-
-    async def _answer_status(self, source: PeerID, message: StatusRequest) -> msgspec.Struct:
-        mine = self.status()
-        if mine is not None:
-            return mine
-        coordinator = self._core.coordinator
-        if self._core.chain.live is None or coordinator in (source, self._endpoint.peer_id):
-            return Refusal(reason="there is no plan yet")
-        try:
-            return await self._endpoint.ask(coordinator, message, SwarmStatus, timeout_s=self._timeout_s)
-        except ShoalError as error:
-            return Refusal(reason=f"cannot reach the coordinator ({error})")
 
     async def _leave(self) -> None:
         if self._core.is_coordinator:

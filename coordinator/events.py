@@ -21,6 +21,8 @@ class Received:
     message: msgspec.Struct
     plan: SignedPlan | None = None
     base: SignedPlan | None = None
+    mandated_term: int = 0
+    """Of a `Reset`: in which the owner lets us make a plan without votes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,15 +34,19 @@ class Answered:
     reply: msgspec.Struct
     live: SignedPlan | None = None
     accepted: SignedPlan | None = None
+    took_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unanswered:
-    """`peer` did not answer `asked`, or with a refusal."""
+    """`peer` did not answer `asked` within `took_s`, or declined. `refused`: nobody is there to answer, as it turned
+    out at once."""
 
     peer: PeerID
     asked: msgspec.Struct
     reason: str
+    refused: bool = False
+    took_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,4 +136,11 @@ class Note:
     text: str
 
 
-Command = SendHeartbeat | Ask | Reply | Persist | Obey | Publish | LookUp | Tell | Note
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alarm:
+    """Somebody has broken what must hold always; each is logged as an error."""
+
+    text: str
+
+
+Command = SendHeartbeat | Ask | Reply | Persist | Obey | Publish | LookUp | Tell | Note | Alarm

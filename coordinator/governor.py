@@ -3,15 +3,20 @@
 Every peer has one, since everyone's turn comes; while somebody else coordinates it hears nothing and decides nothing.
 """
 
-from dataclasses import dataclass, field
+from collections import OrderedDict
+from dataclasses import dataclass, field, replace
+
+import msgspec
 
 from shoal.coordinator import election
-from shoal.coordinator.allocate.interface import Allocator, Layout, MeasuredPeer, NoLayout, Snapshot
+from shoal.coordinator.allocate.interface import NO_MOVES, Allocator, Layout, MeasuredPeer, NoLayout, Snapshot
 from shoal.coordinator.cost import layer_costs
+from shoal.coordinator.era import Beginning, Disks, HolderWatch, disks_of, holders, next_beginning, stages_on
 from shoal.coordinator.ledger import Ledger, StepRecord
+from shoal.coordinator.proposal import Draft
 from shoal.coordinator.roster import Roster
 from shoal.protocol.identity import PeerID
-from shoal.protocol.messages import HandOver, Heartbeat, SwarmStatus
+from shoal.protocol.messages import HandOver, Heartbeat, Reset, SwarmStatus
 from shoal.protocol.plan import Plan, SignedPlan
 from shoal.protocol.spec import RunSpec
 
@@ -19,6 +24,9 @@ STATUS_PEERS_MAX = 256
 """A peer's line is about 200 bytes; more would not fit in one message."""
 HANDOVER_ADVERTS_MAX = 64
 """The successor hears from everyone within a heartbeat anyway; adverts only spare it that wait for most."""
+WAITING_FOR_DISKS = "waiting for the disks that have the rest of a snapshot"
+FORMER_PLACES_MAX = 4096
+"""Peers of whom we remember where they worked last."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -34,10 +42,15 @@ class Governor:
     ledger: Ledger = field(init=False)
     begun_s: float | None = None
     """When the run's first plan was made, in this clock, as far as we know."""
+    complaints: list[str] = field(default_factory=list)
+    """What peers have said that cannot be; whoever reads it empties it."""
     _settled_for: tuple[object, ...] | None = None
     """The swarm for which the live plan, or the refusal to make another, is right."""
     _will: HandOver | None = None
     _layer_costs: tuple[float, ...] = field(init=False)
+    _holders: HolderWatch = field(init=False)
+    _former: OrderedDict[PeerID, int] = field(default_factory=OrderedDict)
+    """Where each peer had a stage last, in plans that we obeyed."""
 
     def __post_init__(self) -> None:
         swarm = self.spec.swarm
@@ -46,11 +59,13 @@ class Governor:
         self.ledger = Ledger(
             num_stages=swarm.stages,
             steps=training.steps,
+            microbatches=training.microbatches_per_step,
             heartbeat_s=swarm.heartbeat_s,
             validates=training.validation_interval_steps > 0,
             lead_steps=training.s_max + 1,
         )
         self._layer_costs = layer_costs(self.spec.model)
+        self._holders = HolderWatch(swarm.heartbeat_s, 0.0)
 
     # --- what comes in ---
 
@@ -58,14 +73,25 @@ class Governor:
         """Returns: False if there is no room for this peer."""
         if not self.roster.heard(peer, heartbeat, now_s):
             return False
-        self.ledger.note_version(heartbeat.stage, heartbeat.version)
-        self.ledger.note_commits(heartbeat.commits, now_s)
+        if heartbeat.era == self.ledger.era:
+            self.ledger.note_version(heartbeat.stage, heartbeat.version)
+        flaws = self.ledger.note_commits(heartbeat.commits, now_s)
+        self.complaints += [f"{peer} reports {flaw}" for flaw in flaws]
         self.ledger.note_validations(heartbeat.validations)
         return True
 
-    def obey(self, now_s: float) -> None:
+    def obey(self, plan: Plan, now_s: float) -> None:
         """A plan is live, whoever coordinates; the first one that we see is the best we know of the run's beginning."""
         self.begun_s = now_s if self.begun_s is None else self.begun_s
+        for index, stage in enumerate(plan.stages):
+            for peer in stage.peers:
+                self._former[peer] = index
+                self._former.move_to_end(peer)
+        while len(self._former) > FORMER_PLACES_MAX:
+            self._former.popitem(last=False)
+        if plan.era != self.ledger.era:
+            self.ledger.rewind(plan.era, plan.restore_version)
+            self._holders = HolderWatch(self.spec.swarm.heartbeat_s, now_s)
 
     def begin_term(self, plan: Plan, now_s: float, *, continuing: bool, silent: PeerID | None) -> None:
         """We coordinate now, or still (`continuing`): give every member time to be heard before its silence counts.
@@ -74,6 +100,7 @@ class Governor:
         """
         will, self._will = self._will, None
         self._settled_for = None
+        self._holders = HolderWatch(self.spec.swarm.heartbeat_s, now_s)
         if not continuing:
             # What we knew in an earlier term of ours is stale: who had left may be back, who drained may be gone.
             self.roster = Roster(self.spec.swarm.heartbeat_s)
@@ -94,45 +121,93 @@ class Governor:
 
     # --- what to do ---
 
-    def first_layout(self, now_s: float) -> tuple[Layout | None, str]:
-        """The run's first layout as soon as enough peers are alive. Returns: (layout, why not yet)."""
+    def first_plan(self, now_s: float) -> tuple[Draft | None, str]:
+        """The run's first plan as soon as enough peers are alive. Returns: (plan, why not yet)."""
         peers = self.roster.measured(now_s)
         if len(peers) < self.spec.swarm.min_peers:
             return None, f"waiting for peers: {len(peers)} of {self.spec.swarm.min_peers} are here"
         if not any(peer.has_data for peer in peers):
             return None, "waiting for a peer that has the run's text"
-        return self._layout(peers, None, sequence=1)
+        disks = disks_of(self.roster, now_s)
+        layout, reason = self._layout(peers, None, disks, sequence=1)
+        if layout is None or disks.era_max < 0:
+            return (None, reason) if layout is None else (Draft(layout=layout), reason)
+        # All have died and forgotten their plans; some have kept their snapshots.
+        beginning = next_beginning(None, self.roster, disks, self.spec.model)
+        if beginning.version == 0 and not self._holders.is_hopeless(now_s):
+            return None, WAITING_FOR_DISKS
+        return _restarted(layout, beginning, "restart from disk")
 
-    def next_layout(self, live: Plan, now_s: float, *, sequence: int) -> tuple[Layout | None, str]:
-        """A layout for the swarm as it is, if the swarm has changed and the layout would.
+    def next_plan(self, live: Plan, now_s: float, *, sequence: int) -> tuple[Draft | None, str]:
+        """A plan for the swarm as it is, if the swarm has changed and the plan would, or a stage's state is lost.
 
-        Returns: (layout, reason); an empty reason if there is nothing to say.
+        Returns: (plan, reason); an empty reason if there is nothing to say.
         """
         if self.roster.unheard(now_s):
             return None, ""  # they will be heard or suspected shortly; until then we know too little to move anybody
-        peers = self.roster.measured(now_s)
+        disks = disks_of(self.roster, now_s)
+        lost = self._lost(live, disks, now_s)
+        peers = self._measured(live.era, now_s)
         swarm = _swarm(peers)
-        if swarm == self._settled_for:
+        if not lost and swarm == self._settled_for:
             return None, ""
-        layout, reason = self._layout(peers, live, sequence=sequence)
-        if layout is None or layout.places() == _places(live):
+        layout, reason = self._layout(peers, live, disks, sequence=sequence)
+        if layout is None:
             self._settled_for = swarm
-            return None, reason if layout is None else ""
-        return layout, layout.reason
+            return None, reason
+        if lost:
+            within = disks_of(self.roster, now_s, among=layout)  # from others nobody could fetch a snapshot
+            beginning = next_beginning(live, self.roster, within, self.spec.model)
+            what = f"stage {lost[0]} has no holder left"
+            if beginning.version or disks.era_max < 0 or self._holders.is_hopeless(now_s):
+                return _restarted(layout, beginning, what)
+            if swarm == self._settled_for:
+                return None, f"{what}: {WAITING_FOR_DISKS}"
+        if layout.places() == _places(live):
+            self._settled_for = swarm
+            return None, ""
+        return Draft(layout=layout), layout.reason
 
-    def settle(self, now_s: float) -> None:
+    def reset_plan(self, live: SignedPlan, reset: Reset, now_s: float, *, sequence: int) -> tuple[Draft | None, str]:
+        """A plan for those that the owner has found in reach. What state is lost with the others is seen to later."""
+        peers = tuple(
+            MeasuredPeer.of(peer, advert, draining=False, synced_stage=live.plan.stage_of(peer))
+            for peer, advert in sorted(dict(reset.roster).items())
+        )
+        layout, reason = self._layout(peers, live.plan, disks_of(self.roster, now_s), sequence=sequence)
+        if layout is None:
+            return None, reason
+        self._will = msgspec.structs.replace(
+            self.will(live, now_s), roster=reset.roster, version=max(reset.version, self.version_max)
+        )
+        return Draft(layout=replace(layout, reason=f"reset by the owner: {layout.reason}")), reason
+
+    def settle(self, live: Plan, now_s: float) -> None:
         """The swarm as it is now has been provided for."""
-        self._settled_for = _swarm(self.roster.measured(now_s))
+        self._settled_for = _swarm(self._measured(live.era, now_s))
 
     def unsettle(self) -> None:
         """A plan came to nothing: the swarm is still to be provided for."""
-        self._settled_for = None
+        self._settled_for = self._will = None
 
     @property
     def version_max(self) -> int:
-        """Highest version committed anywhere, as far as we know."""
-        inherited = self._will.version if self._will else 0
-        return max(self.ledger.version_max, self.roster.version_max, inherited)
+        """Highest version committed anywhere in this era, as far as we know."""
+        era = self.ledger.era
+        beats = (seen.heartbeat for seen in self.roster.presences.values() if seen.heartbeat)
+        heard = max((beat.version for beat in beats if beat.era == era), default=0)
+        inherited = self._will.version if self._will and self._will.era == era else 0
+        return max(self.ledger.version_max, heard, inherited)
+
+    def is_fresh(self, live: Plan, own: Heartbeat | None, *, leads: bool) -> bool:
+        """Whether nothing has been committed yet in the era of `live`. If in doubt it has: then a stage without state
+        is found to have lost it and the era begins anew, while two beginnings of one era are two histories.
+
+        `own` is what we say of ourselves, all that is known to who takes over from the dead; `leads`: we coordinate.
+        """
+        version = own.version if own and own.era == live.era and own.synced else None
+        known = leads or self._will is not None or version is not None
+        return live.fresh and known and max(self.version_max, version or 0) <= live.restore_version
 
     def successors(self, live: Plan, now_s: float) -> tuple[PeerID, ...]:
         """Who may coordinate the next term, first in turn first."""
@@ -146,6 +221,7 @@ class Governor:
         return HandOver(
             plan=live.envelope,
             roster=adverts[:HANDOVER_ADVERTS_MAX],
+            era=self.ledger.era,
             version=self.version_max,
             loss=self.ledger.loss,
             validation_loss=self.ledger.validation_loss,
@@ -175,12 +251,35 @@ class Governor:
             staleness_steps_mean=self.ledger.staleness_mean,
             stages=tuple((stage.first_layer, stage.last_layer) for stage in live.stages),
             peers=tuple(peer for peer in peers if peer is not None),
+            era=self.ledger.era,
             elapsed_s=self._elapsed_s(now_s),
         )
 
+    def _measured(self, era: int, now_s: float) -> tuple[MeasuredPeer, ...]:
+        """Those alive; who has not followed into `era` yet holds nothing."""
+
+        def follows(peer: PeerID) -> bool:
+            beat = self.roster.presences[peer].heartbeat
+            return beat is not None and beat.era == era
+
+        peers = self.roster.measured(now_s)
+        return tuple(peer if follows(peer.peer) else replace(peer, synced_stage=None) for peer in peers)
+
+    def _lost(self, live: Plan, disks: Disks, now_s: float) -> tuple[int, ...]:
+        committed = max(self.version_max, disks.version_max(live.era))
+        fresh = live.fresh and committed <= live.restore_version
+        held = holders(live, self.roster, disks, self.spec.model, fresh=fresh, now_s=now_s)
+        return self._holders.lost(live, held, self.roster.alive(now_s), now_s)
+
+    def _homes(self, peer: MeasuredPeer, previous: Plan | None, disks: Disks) -> tuple[int, ...]:
+        stages = stages_on(disks, peer.peer, previous, self.spec.model) if previous else ()
+        homes = (peer.synced_stage, self._former.get(peer.peer), *stages)
+        return tuple(dict.fromkeys(home for home in homes if home is not None))
+
     def _layout(
-        self, peers: tuple[MeasuredPeer, ...], previous: Plan | None, *, sequence: int
+        self, peers: tuple[MeasuredPeer, ...], previous: Plan | None, disks: Disks, *, sequence: int
     ) -> tuple[Layout | None, str]:
+        peers = tuple(replace(peer, homes=self._homes(peer, previous, disks)) for peer in peers)
         snapshot = Snapshot(peers=peers, layer_costs=self._layer_costs, num_stages=self.spec.swarm.stages)
         try:
             layout = self.allocator.allocate(snapshot, previous, seed=sequence)
@@ -199,6 +298,13 @@ def _swarm(peers: tuple[MeasuredPeer, ...]) -> tuple[object, ...]:
     """
     draining = any(peer.draining for peer in peers)
     return tuple((p.peer, p.has_data, p.draining, p.synced_stage if draining else None) for p in peers)
+
+
+def _restarted(layout: Layout, beginning: Beginning, why: str) -> tuple[Draft, str]:
+    where = f"version {beginning.version}" if beginning.version else "the seed"
+    moves = "" if layout.reason == NO_MOVES else f", {layout.reason}"
+    layout = replace(layout, reason=f"{why}: back to {where}{moves}")
+    return Draft(layout=layout, beginning=beginning), layout.reason
 
 
 def _places(plan: Plan) -> object:

@@ -3,6 +3,8 @@
 A report may come twice (the reply to a heartbeat was lost, the role moved on meanwhile), late, or for a step of which
 the coordinator before us got the other half. Each (stage, step) counts once. A step is told once, when the last stage's
 report is here, which alone knows the loss, and either all stages have reported or `PATIENCE_S` is over.
+
+When the run goes back (a new era), so does the ledger: steps above the beginning happen, and are told, again.
 """
 
 from collections import deque
@@ -46,9 +48,23 @@ class StepRecord:
 class Ledger:
     """Commits of one run as this peer has heard of them."""
 
-    def __init__(self, *, num_stages: int, steps: int, heartbeat_s: float, validates: bool, lead_steps: int) -> None:
+    def __init__(
+        self,
+        *,
+        num_stages: int,
+        steps: int,
+        microbatches: int,
+        heartbeat_s: float,
+        validates: bool,
+        lead_steps: int,
+    ) -> None:
+        self.era = 0
+        """Of everything in here that is not history."""
+        self.num_rejected = 0
+        """Reports that contradicted themselves."""
         self._num_stages = num_stages
         self._steps = steps
+        self._microbatches = microbatches
         self._validates = validates
         self._lead_steps = lead_steps
         self._patience_s = PATIENCE_HEARTBEATS * heartbeat_s
@@ -95,15 +111,39 @@ class Ledger:
         tokens = sum(tokens for _, tokens in list(self._commits)[1:])
         return tokens / elapsed_s if elapsed_s > 0 else 0.0
 
+    def rewind(self, era: int, version: int) -> None:
+        """From now on only `era` counts, which begins at `version`."""
+        # The new era's first rate would be that of its first report after the pause.
+        self._inherited_tokens_per_s = self.tokens_per_s
+        self._commits.clear()
+        self.era = era
+        self._versions = [min(version, self._steps)] * self._num_stages
+        self._reports = {step: by_stage for step, by_stage in self._reports.items() if step < version}
+        self._untold = {step: at_s for step, at_s in self._untold.items() if step < version}
+        self._told = deque((step for step in self._told if step < version), maxlen=HISTORY_STEPS)
+        self._loss_step = min(self._loss_step, version - 1)
+        if self._validation is not None and self._validation.step > version:
+            self._validation = None
+        self._validation_told = min(self._validation_told, version)
+
     def note_version(self, stage: int | None, version: int) -> None:
         """A holder of `stage` says that its state is at `version`."""
         if stage is not None and 0 <= stage < self._num_stages:
             self._versions[stage] = min(max(self._versions[stage], version), self._steps)
 
-    def note_commits(self, reports: Iterable[CommitReport], now_s: float) -> None:
+    def note_commits(self, reports: Iterable[CommitReport], now_s: float) -> list[str]:
+        """Returns: what is wrong with those that contradict themselves, which do not count."""
+        flaws = []
         for report in reports:
             newest = max(self._reports, default=0)
             if not (0 <= report.stage < self._num_stages and newest - HISTORY_STEPS < report.step < self._steps):
+                continue
+            if report.era != self.era:
+                continue
+            flaw = self._flaw(report)
+            if flaw:
+                self.num_rejected += 1
+                flaws.append(flaw)
                 continue
             by_stage = self._reports.setdefault(report.step, {})
             if report.stage in by_stage:
@@ -118,15 +158,30 @@ class Ledger:
                     self.loss, self._loss_step = report.loss, report.step
         while len(self._reports) > HISTORY_STEPS:
             del self._reports[min(self._reports)]
+        return flaws
+
+    def _flaw(self, report: CommitReport) -> str:
+        """Every microbatch is in the ledger once, or given up; one that came again is counted as a duplicate."""
+        held, lost, again = report.microbatches, report.given_up, report.duplicates
+        if held >= 0 and lost >= 0 and again >= 0 and held + lost == self._microbatches:
+            return ""
+        return (
+            f"step {report.step} of stage {report.stage} with {held} microbatches, {lost} given up and {again} "
+            f"duplicates, of {self._microbatches}"
+        )
 
     def note_validations(self, reports: Iterable[ValidationReport]) -> None:
         for report in reports:
+            if report.era != self.era:
+                continue
             if self._validation is None or report.step > self._validation.step:
                 self._validation = report
                 self.validation_loss = report.loss
 
     def take_over(self, will: HandOver) -> None:
-        """What the coordinator before us knew and we do not."""
+        """What the coordinator before us knew and we do not. Nothing of another era."""
+        if will.era != self.era:
+            return
         if will.loss is not None and will.version > self._loss_step:
             self.loss, self._loss_step = will.loss, will.version - 1
         if will.validation_loss is not None:
@@ -170,7 +225,7 @@ class Ledger:
             duplicates=sum(report.duplicates for report in reports),
             given_up=sum(report.given_up for report in reports),
             dissenting=sum(report.dissenting for report in reports),
-            era=max((report.era for report in reports), default=0),
+            era=self.era,
             term=term,
             peers=peers,
         )

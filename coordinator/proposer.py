@@ -1,15 +1,17 @@
 """Carries one proposal at a time from the question for its term to a majority of votes. Pure."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+import msgspec
 
 from shoal.coordinator.allocate.interface import Layout
 from shoal.coordinator.chain import PlanChain
 from shoal.coordinator.events import Answered, Ask, Command, Persist, Unanswered
-from shoal.coordinator.proposal import Proposal
+from shoal.coordinator.proposal import Draft, Proposal
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import TermGrant
-from shoal.protocol.plan import Plan, SignedPlan
+from shoal.protocol.plan import Plan, SignedPlan, Stage
 
 PROPOSAL_HEARTBEATS = 5.0
 """How long members have to answer; then it is tried anew, with the swarm as it is by then."""
@@ -37,7 +39,7 @@ class Proposer:
     """Args:
     chain: this peer's own, whose vote is the first that each proposal gets.
     sign: signs a plan in our name; deterministic.
-    is_fresh: whether a plan on this base is made before anything was committed.
+    is_fresh: whether a plan on this base is made before anything was committed in its era.
     """
 
     def __init__(
@@ -47,7 +49,7 @@ class Proposer:
         owner: PeerID,
         chain: PlanChain,
         sign: Callable[[Plan], SignedPlan],
-        is_fresh: Callable[[SignedPlan | None], bool],
+        is_fresh: Callable[[SignedPlan], bool],
         heartbeat_s: float,
     ) -> None:
         self._me, self._owner, self._chain = me, owner, chain
@@ -89,11 +91,11 @@ class Proposer:
             self._proposal.learn(self._chain.accepted_term, self._chain.accepted)
         return [Persist(record=self._chain.record()), *self._ask(), *self._advance(now_s)]
 
-    def propose(self, base: SignedPlan, layout: Layout, now_s: float) -> list[Command]:
+    def propose(self, base: SignedPlan, draft: Draft, now_s: float) -> list[Command]:
         """As the coordinator, in our own term: straight to the votes."""
         assert base.plan.coordinator == self._me
         self._proposal = Proposal(base=base, term=base.plan.term, owner=self._owner, expires_at_s=0.0)
-        return self._offer(self.make(base, base.plan.term, layout), now_s)
+        return self._offer(self.make(base, base.plan.term, draft), now_s)
 
     def count(self, event: Answered, agreed: bool, term: int, reason: str, now_s: float) -> list[Command]:
         """An answer; `term` is the highest that the other has promised."""
@@ -124,20 +126,26 @@ class Proposer:
         self._give_up(f"{len(proposal.agreed)} of {len(proposal.base.plan.members)} agreed in time", outbid=False)
         return []
 
-    def make(self, base: SignedPlan | None, term: int, layout: Layout) -> SignedPlan:
+    def make(self, base: SignedPlan | None, term: int, draft: Draft, *, mandate: bytes = b"") -> SignedPlan:
         sequence = self.next_sequence(base)
         self._sequence_max = sequence
+        before, begins = base.plan if base else None, draft.beginning
+        era = begins.era if begins else before.era if before else 0
         plan = Plan(
             run=self._chain.run,
             term=term,
             sequence=sequence,
             previous=base.digest if base else "",
             coordinator=self._me,
-            stages=layout.stages,
-            spares=layout.spares,
-            fresh=self._is_fresh(base),
+            stages=_since(draft.layout.stages, before if before and before.era == era else None, sequence),
+            spares=draft.layout.spares,
+            era=era,
+            restore_version=begins.version if begins else before.restore_version if before else 0,
+            restore_era=begins.from_era if begins else before.restore_era if before else 0,
+            fresh=base is None or begins is not None or self._is_fresh(base),
             seed=sequence,
-            reason=layout.reason,
+            reason=draft.layout.reason,
+            mandate=mandate,
         )
         return self._sign(plan)
 
@@ -178,11 +186,31 @@ class Proposer:
             return self._offer(proposal.found[1], now_s)
         how = "hand-over" if proposal.handed_over else "take-over"
         reason = f"term {proposal.term}: {how} from {base.coordinator[-8:]}"
-        layout = Layout(stages=base.stages, spares=base.spares, reason=reason)
-        return self._offer(self.make(proposal.base, proposal.term, layout), now_s)
+        draft = Draft(layout=Layout(stages=base.stages, spares=base.spares, reason=reason))
+        return self._offer(self.make(proposal.base, proposal.term, draft), now_s)
 
     def _give_up(self, reason: str, *, outbid: bool) -> None:
         proposal, self._proposal = self._proposal, None
         assert proposal is not None
         what = "a plan" if proposal.plan else f"term {proposal.term}"
         self._outcome = GivenUp(reason=f"gave up on {what}: {reason}", outbid=outbid)
+
+
+def _since(stages: Sequence[Stage], before: Plan | None, sequence: int) -> tuple[Stage, ...]:
+    """`stages` with each member's `since`: as in `before`, a plan of this era, if it has the same place there."""
+    held = {
+        (index, stage.first_layer, stage.last_layer, member.peer): member.since
+        for index, stage in enumerate(before.stages if before else ())
+        for member in stage.members
+    }
+    replace = msgspec.structs.replace
+    return tuple(
+        replace(
+            stage,
+            members=tuple(
+                replace(m, since=held.get((index, stage.first_layer, stage.last_layer, m.peer), sequence))
+                for m in stage.members
+            ),
+        )
+        for index, stage in enumerate(stages)
+    )

@@ -1,57 +1,20 @@
-"""Who is there: the last heartbeat of every peer, and when its silence means that it is gone. Pure.
-
-Suspicion is measured, not guessed: each peer's heartbeats have a mean interval and a mean deviation (the estimator of
-TCP's retransmission timer, RFC 6298: gains 1/8 and 1/4), and silence is suspicious beyond mean + 8 deviations. Phi
-accrual (Hayashibara 2004) fits a distribution to the same two numbers; with the floor below, which dominates on every
-link we have seen, the extra arithmetic changes nothing.
-"""
+"""Who is there: the last heartbeat of every peer, and when its silence means that it is gone. Pure."""
 
 from dataclasses import dataclass, field
 
 from shoal.coordinator.allocate.interface import MeasuredPeer
+from shoal.coordinator.patience import Arrivals
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import PEERS_MAX
 from shoal.protocol.messages import Advert, Heartbeat, PeerStatus
 
-FLOOR_HEARTBEATS = 5.0
-"""Four lost in a row happen to a busy machine (a garbage collection, a disk flush); five are a second thought."""
-CEILING_HEARTBEATS = 30.0
+FLOOR_HEARTBEATS = 3.0
+"""A process that stands still for three heartbeats and answers no ping either is as good as gone: it comes back."""
+OVERDUE_HEARTBEATS = 1.1
+"""Heartbeats vary by a twentieth; one that is later is asked for."""
+MEMORY_HEARTBEATS = 60.0
 DOUBT_HEARTBEATS = 2.0
-DEVIATIONS = 8.0
-
-
-@dataclass(slots=True)
-class Arrivals:
-    """When something that should come every `interval_s` came, and how long its silence may last."""
-
-    interval_s: float
-    last_s: float
-    mean_s: float = 0.0
-    deviation_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.mean_s = self.mean_s or self.interval_s
-
-    def arrived(self, now_s: float) -> None:
-        # A gap beyond patience may be the link's or ours: it counts as no longer than that, so that one does not blunt
-        # the measure for minutes, and a rhythm that is really slower is still learned.
-        gap_s = min(now_s - self.last_s, self.patience_s)
-        self.deviation_s += (abs(gap_s - self.mean_s) - self.deviation_s) / 4
-        self.mean_s += (gap_s - self.mean_s) / 8
-        self.last_s = now_s
-
-    def excuse(self, now_s: float) -> None:
-        """Start waiting anew without learning from the gap: it was ours, not the sender's."""
-        self.last_s = now_s
-
-    @property
-    def patience_s(self) -> float:
-        floor_s, ceiling_s = FLOOR_HEARTBEATS * self.interval_s, CEILING_HEARTBEATS * self.interval_s
-        return min(max(self.mean_s + DEVIATIONS * self.deviation_s, floor_s), ceiling_s)
-
-    @property
-    def suspect_at_s(self) -> float:
-        return self.last_s + self.patience_s
+FORGOTTEN_HEARTBEATS = 60.0
 
 
 @dataclass(slots=True)
@@ -77,7 +40,7 @@ class Roster:
         if presence is None or presence.left:
             if presence is None and len(self.presences) >= PEERS_MAX:
                 return False
-            presence = self.presences[peer] = Presence(Arrivals(self.heartbeat_s, now_s))
+            presence = self.presences[peer] = Presence(self._arrivals(now_s))
         elif presence.heartbeat is None:
             presence.arrivals.excuse(now_s)  # the gap says when the role moved, not how this peer's heart beats
         else:
@@ -88,14 +51,36 @@ class Roster:
     def doubt(self, peer: PeerID, now_s: float) -> None:
         """Others have found `peer` silent: leave it little of its patience, enough for one heartbeat to get through."""
         arrivals = self.presences[peer].arrivals
-        arrivals.last_s = now_s - arrivals.patience_s + DOUBT_HEARTBEATS * self.heartbeat_s
+        arrivals.age(arrivals.patience_s - DOUBT_HEARTBEATS * self.heartbeat_s, now_s)
+
+    def signed(self, peer: PeerID, now_s: float) -> None:
+        """`peer` gave a sign of life, if no heartbeat."""
+        if peer in self.presences:
+            self.presences[peer].arrivals.signed(now_s)
+
+    def sign_s(self, peer: PeerID) -> float:
+        """When `peer` last gave one, or was excused."""
+        return self.presences[peer].arrivals.sign_s
+
+    def suspect_at_s(self, peer: PeerID) -> float:
+        return self.presences[peer].arrivals.suspect_at_s
+
+    def overdue_at_s(self, peer: PeerID) -> float:
+        """When the next heartbeat of `peer` is late."""
+        arrivals = self.presences[peer].arrivals
+        return arrivals.last_s + max(OVERDUE_HEARTBEATS * self.heartbeat_s, arrivals.usual_s)
+
+    def is_gone(self, peer: PeerID, now_s: float) -> bool:
+        """It left, or was silent for too long, or was never heard of."""
+        seen = self.presences.get(peer)
+        return seen is None or seen.left or now_s >= seen.arrivals.suspect_at_s
 
     def expect(self, peer: PeerID, advert: Advert | None, now_s: float) -> None:
         """Count `peer` alive from now on until its silence says otherwise; heartbeats outrank this."""
         presence = self.presences.get(peer)
         if presence is None:
             if len(self.presences) < PEERS_MAX:
-                self.presences[peer] = Presence(Arrivals(self.heartbeat_s, now_s), advert)
+                self.presences[peer] = Presence(self._arrivals(now_s), advert)
         elif not presence.left:
             presence.arrivals.excuse(now_s)
             presence.advert = presence.advert or advert
@@ -111,16 +96,14 @@ class Roster:
 
     def forget_silent(self, now_s: float, *, keep: frozenset[PeerID]) -> None:
         """Drop who left or has been silent for long and is not in `keep`, so that the roster does not grow forever."""
-        horizon_s = 2 * CEILING_HEARTBEATS * self.heartbeat_s
+        horizon_s = FORGOTTEN_HEARTBEATS * self.heartbeat_s
         for peer, presence in list(self.presences.items()):
             if peer not in keep and (presence.left or now_s - presence.arrivals.last_s > horizon_s):
                 del self.presences[peer]
 
     def alive(self, now_s: float) -> tuple[PeerID, ...]:
         """In the order of their identifiers."""
-        return tuple(
-            sorted(p for p, seen in self.presences.items() if not seen.left and now_s < seen.arrivals.suspect_at_s)
-        )
+        return tuple(sorted(peer for peer in self.presences if not self.is_gone(peer, now_s)))
 
     def unheard(self, now_s: float) -> tuple[PeerID, ...]:
         """Alive on credit: expected, without a heartbeat so far."""
@@ -132,7 +115,7 @@ class Roster:
 
     def may_coordinate(self, peer: PeerID, now_s: float) -> bool:
         seen = self.presences.get(peer)
-        if seen is None or seen.heartbeat is None or seen.left or now_s >= seen.arrivals.suspect_at_s:
+        if seen is None or seen.heartbeat is None or self.is_gone(peer, now_s):
             return False
         return seen.heartbeat.advert.willing_to_coordinate and not seen.heartbeat.draining
 
@@ -171,3 +154,7 @@ class Roster:
             forward_s=beat.forward_s if beat else 0.0,
             window=beat.window if beat else 0,
         )
+
+    def _arrivals(self, now_s: float) -> Arrivals:
+        floor_s, memory_s = FLOOR_HEARTBEATS * self.heartbeat_s, MEMORY_HEARTBEATS * self.heartbeat_s
+        return Arrivals(self.heartbeat_s, now_s, floor_s, memory_s)

@@ -4,8 +4,10 @@ from collections.abc import Sequence
 
 from shoal.protocol.identity import PeerID
 
-PATIENCE_HEARTBEATS = 4.0
-"""How long an heir has to make its first plan; asking for the term and for votes takes two round trips."""
+PATIENCE_HEARTBEATS = 1.25
+"""How long an heir has to make its first plan, and some round trips: asking for the term and for votes takes two."""
+ROUND_TRIPS = 6.0
+"""Of ours to the heir; its own to the members may be three times as long."""
 
 
 class Succession:
@@ -46,6 +48,11 @@ class Succession:
             self._passed_over.add(self._asked)
             self._asked_until_s = now_s + self._patience_s
         return self._asked
+
+    def accepted(self, peer: PeerID, round_trip_s: float, now_s: float) -> None:
+        """`peer` takes the role; asking it took `round_trip_s`."""
+        if peer == self._asked:
+            self._asked_until_s = now_s + self._patience_s + ROUND_TRIPS * round_trip_s
 
     def declined(self, peer: PeerID, now_s: float) -> None:
         """`peer` will not take the role, or cannot be reached."""

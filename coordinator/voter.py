@@ -2,7 +2,15 @@
 
 from shoal.coordinator.chain import PlanChain
 from shoal.protocol.identity import PeerID
-from shoal.protocol.messages import Heartbeat, HeartbeatReply, PlanOffer, PlanVote, TermGrant, TermRequest
+from shoal.protocol.messages import (
+    Heartbeat,
+    HeartbeatReply,
+    PlanOffer,
+    PlanVote,
+    Standing,
+    TermGrant,
+    TermRequest,
+)
 from shoal.protocol.plan import SignedPlan
 
 
@@ -17,6 +25,16 @@ def answer_request(chain: PlanChain, source: PeerID, request: TermRequest, base:
         accepted=grant.accepted.envelope if grant.accepted else b"",
         accepted_term=grant.accepted_term,
     )
+
+
+def answer_sounding(chain: PlanChain, source: PeerID, request: TermRequest, base: SignedPlan) -> TermGrant:
+    """Whether the request would be granted; nothing is promised."""
+    live = chain.live
+    if live is None or live.digest != base.digest or source not in base.plan.members:
+        return no_grant(chain, base, f"obeys plan {chain.order}")
+    if request.term <= chain.granted_term:
+        return no_grant(chain, base, f"granted term {chain.granted_term}, not below {request.term}")
+    return TermGrant(granted=True, term=chain.granted_term)
 
 
 def no_grant(chain: PlanChain, base: SignedPlan, reason: str) -> TermGrant:
@@ -46,6 +64,19 @@ def answer_heartbeat(
         is_coordinator=leads,
         plan=live.envelope if live and behind else b"",
         done=done,
+    )
+
+
+def answer_standing(chain: PlanChain, own: Heartbeat | None) -> Standing:
+    """`own` is what we said of ourselves last."""
+    return Standing(
+        live=chain.live.envelope if chain.live else b"",
+        term=max(chain.granted_term, chain.order[0]),
+        era=own.era if own else 0,
+        stage=own.stage if own else None,
+        version=own.version if own else 0,
+        synced=own.synced if own else False,
+        holdings=own.holdings if own else (),
     )
 
 

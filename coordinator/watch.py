@@ -1,11 +1,31 @@
-"""What a peer knows of the coordinator: who it is, and when its silence means that it is gone. Pure."""
+"""What a peer knows of the coordinator: who it is, and when its silence means that it is gone. Pure.
 
-from shoal.coordinator.roster import Arrivals
+Everyone hears the coordinator once a heartbeat, with the answer to its own. Whoever is next in turn (`close`) also
+pings it several times a heartbeat: it may then suspect it after little more than one, on evidence of six answers that
+did not come. The others get no such evidence and need none: they are asked whether they agree (`follower`), and look
+for themselves when they are (`alarm`).
+
+A refused connection says more than silence: a process that stands still keeps its connections. Two refusals, one
+after the other, need no waiting.
+"""
+
+from shoal.coordinator.patience import Arrivals, RoundTrip
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import HeartbeatReply, PlanHead
 from shoal.protocol.plan import Plan
 
 Order = tuple[int, int]
+
+PING_HEARTBEATS = 0.25
+CLOSE_FLOOR_HEARTBEATS = 1.2
+"""Five pings without an answer. With three round trips to a plan (agree, grant, vote) this leaves most of a heartbeat
+of the two within which the next plan should be live."""
+FLOOR_HEARTBEATS = 3.0
+"""Without pings: two answers are missing, and the third is late."""
+BACKING_HEARTBEATS = 1.15
+"""Heartbeats vary by a twentieth: whoever waits for longer than this has missed one."""
+ALARM_HEARTBEATS = 2.0
+MEMORY_HEARTBEATS = 60.0
 
 
 class CoordinatorWatch:
@@ -15,7 +35,17 @@ class CoordinatorWatch:
 
     def __init__(self, *, owner: PeerID, heartbeat_s: float, now_s: float) -> None:
         self._owner, self._heartbeat_s = owner, heartbeat_s
-        self._beats = Arrivals(heartbeat_s, now_s)
+        memory_s = MEMORY_HEARTBEATS * heartbeat_s
+        self._beats = Arrivals(heartbeat_s, now_s, FLOOR_HEARTBEATS * heartbeat_s, memory_s)
+        self._pings = Arrivals(PING_HEARTBEATS * heartbeat_s, now_s, CLOSE_FLOOR_HEARTBEATS * heartbeat_s, memory_s)
+        self._round_trip = RoundTrip(heartbeat_s)
+        self._close = False
+        self._ping_at_s = now_s
+        self._alarm_until_s = now_s
+        self._refused_s: float | None = None
+        self._gone_s: float | None = None
+        self._replaced: tuple[PeerID, float] | None = None
+        """A coordinator that lost the role by its silence, and since when it had been silent."""
         self._hint: tuple[Order, PeerID] | None = None
         self.head_known = False
         """The directory has been asked where the chain is."""
@@ -31,30 +61,119 @@ class CoordinatorWatch:
         """Somebody has a plan of this run that we do not have."""
         return self._hint is not None
 
+    # --- is it there ---
+
     @property
     def suspect_at_s(self) -> float:
-        return self._beats.suspect_at_s
+        """When its silence, if it lasts until then, means that it is gone."""
+        if self._gone_s is not None:
+            return self._gone_s
+        arrivals = self._pings if self._close else self._beats
+        return self._sign_s + arrivals.patience_s + self._round_trip.patience_s
+
+    @property
+    def _sign_s(self) -> float:
+        return max(self._beats.sign_s, self._pings.sign_s)
+
+    @property
+    def round_trip_s(self) -> float:
+        return self._round_trip.patience_s
 
     def heard_lately(self, now_s: float) -> bool:
-        """Whether to back the coordinator against a candidate that thinks it gone: half of what we would wait."""
-        return now_s < self._beats.last_s + self._beats.patience_s / 2
+        """Whether to back the coordinator against a candidate that thinks it gone: as long as its next answer is not
+        late. Whoever has seen it come late before backs it for longer."""
+        if self._gone_s is not None:
+            return False
+        usual_s = max(BACKING_HEARTBEATS * self._heartbeat_s, self._beats.usual_s, 1.1 * self._beats.worst_s)
+        return now_s < self._sign_s + min(usual_s, self._beats.patience_s)
 
-    def obeys(self, plan: Plan, *, new_term: bool, now_s: float) -> None:
-        """A plan of ours changed; in a new term there is another to listen to."""
+    def keep_close(self, close: bool, now_s: float) -> None:
+        """Whether we are among the first in turn, and ping it."""
+        if close and not self._close:
+            self._pings.excuse(self._sign_s)
+            self._ping_at_s = now_s
+        self._close = close
+
+    def alarm(self, now_s: float) -> None:
+        """Somebody thinks it gone: look for ourselves."""
+        if now_s >= self._alarm_until_s and not self._close:
+            self._ping_at_s = now_s
+        self._alarm_until_s = now_s + ALARM_HEARTBEATS * self._heartbeat_s
+
+    def is_brisk(self, now_s: float) -> bool:
+        """Whether it is pinged."""
+        return self._close or now_s < self._alarm_until_s
+
+    def takes_ping(self, now_s: float) -> bool:
+        """Whether to ping it now; True once each time."""
+        if not self.is_brisk(now_s) or now_s < self._ping_at_s:
+            return False
+        self._ping_at_s = now_s + PING_HEARTBEATS * self._heartbeat_s
+        return True
+
+    def answered(self, peer: PeerID, live: Plan | None, *, took_s: float, now_s: float) -> None:
+        """`peer` answered a ping."""
+        if live is not None and peer == live.coordinator:
+            if self._close:
+                self._pings.arrived(now_s)
+            else:
+                self._beats.signed(now_s)  # pings in alarm have no rhythm to be learned
+            self._alive(took_s)
+        else:
+            self._was_wronged(peer, now_s)
+
+    def refused(self, peer: PeerID, live: Plan | None, *, took_s: float, now_s: float) -> None:
+        """A call to `peer` was turned away at once: its process is not there. Asks again shortly, to be sure."""
+        if live is None or peer != live.coordinator:
+            return
+        if self._refused_s is None:
+            self._refused_s = now_s
+            self.alarm(now_s)
+            self._ping_at_s = now_s + PING_HEARTBEATS / 2 * self._heartbeat_s
+        elif now_s - took_s > self._refused_s and self._gone_s is None:
+            self._gone_s = now_s
+
+    def _alive(self, took_s: float) -> None:
+        self._round_trip.took(took_s)
+        self._refused_s = self._gone_s = None
+
+    def _was_wronged(self, peer: PeerID, now_s: float) -> None:
+        if self._replaced is not None and self._replaced[0] == peer:
+            # It stood still for so long and lived: do not take such a silence for a death again.
+            self._pings.worst_s = max(self._pings.worst_s, now_s - self._replaced[1])
+            self._replaced = None
+
+    def obeys(self, plan: Plan, *, new_term: bool, replaced: PeerID | None, now_s: float) -> None:
+        """A plan of ours changed; in a new term there is another to listen to. What was measured of the old one stays:
+        it says as much about us and our network.
+
+        Args: replaced: whose silence brought the new term.
+        """
         if new_term:
-            self._beats = Arrivals(self._heartbeat_s, now_s)
+            self._replaced = (replaced, self._sign_s) if replaced is not None else None
+            self._beats.excuse(now_s)
+            self._pings.excuse(now_s)
+            self._refused_s = self._gone_s = None
+            self._alarm_until_s = now_s
+            self._close = False
         if self._hint is not None and self._hint[0] <= plan.order:
             self._hint = None
 
     def excuse(self, now_s: float) -> None:
         self._beats.excuse(now_s)
+        self._pings.excuse(now_s)
 
-    def replied(self, peer: PeerID, reply: HeartbeatReply, live: Plan | None, *, me: PeerID, now_s: float) -> None:
+    def replied(
+        self, peer: PeerID, reply: HeartbeatReply, live: Plan | None, *, me: PeerID, took_s: float, now_s: float
+    ) -> None:
         """The answer to a heartbeat of ours; `live` is what we obey after it."""
         if reply.is_coordinator and (live is None or peer == live.coordinator):
             self._beats.arrived(now_s)
+            self._alive(took_s)
         elif not reply.is_coordinator and reply.coordinator not in (me, peer):
             self._hear_of((reply.term, 0), reply.coordinator, live)
+        if live is not None and peer != live.coordinator:
+            self._was_wronged(peer, now_s)
 
     def found(self, head: PlanHead | None, live: Plan | None, *, me: PeerID) -> bool:
         """What the directory says. Returns: whether it is news."""

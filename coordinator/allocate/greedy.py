@@ -2,8 +2,9 @@
 
 The first plan cuts the model where the most expensive stage is cheapest and deals the peers out, fastest first, each
 to the stage with the least speed for its cost (longest processing time first, Graham 1969). Later plans keep the
-boundaries and everyone's place, because state is expensive to move: newcomers go to the poorest stage, a stage that
-lost its last holder gets one from the richest, who leaves is left out.
+boundaries and everyone's place, because state is expensive to move: newcomers go to the poorest stage, or back to their
+old one if that is about as poor; a stage that lost its last holder gets a spare or a newcomer, or one from the richest;
+who leaves is left out.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,7 +13,7 @@ from itertools import pairwise
 
 from blake3 import blake3
 
-from shoal.coordinator.allocate.interface import Layout, MeasuredPeer, NoLayout, Snapshot
+from shoal.coordinator.allocate.interface import NO_MOVES, Layout, MeasuredPeer, NoLayout, Snapshot
 from shoal.coordinator.allocate.partition import partition
 from shoal.protocol.identity import PeerID
 from shoal.protocol.plan import Member, Plan, Stage
@@ -102,27 +103,39 @@ def _deal(slots: Sequence[_Slot], newcomers: Iterable[MeasuredPeer]) -> tuple[Pe
         peer = waiting.pop(0)
         fitting = [slot for slot in open_slots if slot.admits(peer)] or [slot for slot in slots if slot.admits(peer)]
         if fitting:
-            min(fitting, key=lambda slot: (slot.wealth, slot.index)).holders.append(peer)
+            _choose(fitting, peer).holders.append(peer)
         else:
             spares.append(peer.peer)
     return tuple(sorted(spares))
 
 
+def _choose(fitting: Sequence[_Slot], peer: MeasuredPeer) -> _Slot:
+    """The poorest; or a home of the peer's that is no richer than the poorest would become."""
+    poorest = min(fitting, key=lambda slot: (slot.wealth, slot.index))
+    bound = poorest.wealth + peer.flop_per_s / poorest.cost
+    homes = [slot for slot in fitting if slot.index in peer.homes and slot.wealth <= bound]
+    return min(homes, key=lambda slot: peer.homes.index(slot.index), default=poorest)
+
+
 def _rescue(slots: Sequence[_Slot]) -> list[tuple[PeerID, int]]:
-    """Give each stage that nobody lasting holds a member of the richest stage that can spare one."""
+    """Give each stage that nobody lasting holds a member of the richest stage that can spare one.
+
+    Stage 0 may take the only holder of another, if nobody else can read the text: that stage comes later.
+    """
+    enough = sum(len(slot.stayers) for slot in slots) >= len(slots)
     moved: list[tuple[PeerID, int]] = []
     for slot in slots:
         if slot.stayers:
             continue
         donors = [
-            (_reluctance(other, peer), -other.wealth, other.index, -rank, other, peer)
+            (_reluctance(other, peer), slot.index not in peer.homes, -other.wealth, other.index, -rank, other, peer)
             for other in slots
-            if len(other.stayers) > 1
+            if len(other.stayers) > 1 or (slot.index == 0 and enough)
             for rank, peer in enumerate(other.stayers)
             if slot.admits(peer)
         ]
         if donors:
-            *_, other, peer = min(donors, key=lambda donor: donor[:4])
+            *_, other, peer = min(donors, key=lambda donor: donor[:5])
             other.holders.remove(peer)
             slot.holders.append(peer)
             moved.append((peer.peer, slot.index))
@@ -130,7 +143,9 @@ def _rescue(slots: Sequence[_Slot]) -> list[tuple[PeerID, int]]:
 
 
 def _reluctance(slot: _Slot, peer: MeasuredPeer) -> int:
-    """What moving `peer` away costs its stage: 2 its state, 1 its lead, 0 neither."""
+    """What moving `peer` away costs its stage: 3 everything, 2 its state, 1 its lead, 0 nothing."""
+    if len(slot.stayers) == 1:
+        return 3
     synced = [p for p in slot.stayers if p.synced_stage == slot.index]
     if synced == [peer]:
         return 2
@@ -169,7 +184,7 @@ def _reason(
     parts += [f"{peer[-8:]} moved to stage {index}" for peer, index in moved]
     # A sentence for people must not make the plan of a large swarm outgrow its message.
     shown = parts[:4] + ([f"{len(parts) - 4} more changes"] if len(parts) > 4 else [])
-    return ", ".join(shown) or "new shares"
+    return ", ".join(shown) or NO_MOVES
 
 
 def _lot(seed: int, peer: PeerID) -> bytes:

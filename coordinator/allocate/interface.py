@@ -9,6 +9,8 @@ from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Advert
 from shoal.protocol.plan import Plan, Stage
 
+NO_MOVES = "new shares"
+"""The reason of a layout in which everybody stays."""
 SPEED_MAX = 1e15
 """FLOP/s and bytes/s beyond which a claim is cut: shares must stay finite whatever a peer says."""
 
@@ -25,6 +27,8 @@ class MeasuredPeer:
     draining: bool = False
     synced_stage: int | None = None
     """The stage whose state it holds, which so survives on it alone."""
+    homes: tuple[int, ...] = ()
+    """Stages at which it would begin sooner than elsewhere: whose state it holds, held last, or has on disk."""
 
     @classmethod
     def of(cls, peer: PeerID, advert: Advert, *, draining: bool, synced_stage: int | None) -> "MeasuredPeer":

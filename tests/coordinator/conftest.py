@@ -69,8 +69,9 @@ def plan_of(
     order: tuple[int, int] = (1, 1),
     base: SignedPlan | None = None,
     reason: str = "",
+    **says: Any,
 ) -> SignedPlan:
-    """Signed by nobody: pure cores see only plans that a driver has verified."""
+    """Signed by nobody: pure cores see only plans that a driver has verified. Fresh, so that nobody need have state."""
     return unsigned(
         Plan(
             run="run",
@@ -80,6 +81,7 @@ def plan_of(
             coordinator=PeerID(coordinator),
             stages=stages_of(groups),
             reason=reason,
+            **({"fresh": True} | says),
         )
     )
 

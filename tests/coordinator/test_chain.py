@@ -28,12 +28,36 @@ def test_obeys_only_what_is_above_all_it_obeyed(make_plan, chain, first):
     assert chain.live is third
 
 
-def test_another_plan_of_the_same_order_is_never_obeyed(make_plan, chain):
+def test_another_plan_of_the_same_order_is_never_obeyed(make_plan, chain, first):
     other = make_plan(ABC, coordinator="a", reason="forged")
     taken, reason = chain.adopt(other)
     assert not taken
-    assert "not below" in reason
     assert chain.live is not other
+    assert first.digest in reason
+    assert other.digest in reason
+    assert chain.num_forks == 1
+
+
+def test_a_plan_that_comes_again_is_no_fork(make_plan, chain, first):
+    second = make_plan(ABC, coordinator="a", order=(1, 2), base=first)
+    chain.adopt(second)
+    assert not chain.adopt(first)[0]
+    assert not chain.adopt(second)[0]
+    assert chain.num_forks == 0
+
+
+def test_a_fork_is_noticed_long_after_and_after_a_restart(make_plan, chain, first):
+    second = make_plan(ABC, coordinator="a", order=(1, 2), base=first)
+    third = make_plan(ABC, coordinator="b", order=(2, 3), base=second)
+    chain.adopt(second)
+    chain.adopt(third)
+    chain.adopt(make_plan(ABC, coordinator="a", order=(1, 2), base=first, reason="another"))
+    assert chain.num_forks == 1
+    again = PlanChain("run")
+    again.restore(chain.record(), live=chain.live, accepted=None)
+    again.adopt(make_plan(ABC, coordinator="b", order=(2, 3), base=first))
+    assert again.num_forks == 1
+    assert again.live is third
 
 
 def test_votes_for_the_successor_of_its_plan_again_and_again(make_plan, chain, first):

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from shoal.coordinator.allocate.interface import Layout
 from shoal.coordinator.chain import PlanChain
 from shoal.coordinator.events import Answered, Ask
-from shoal.coordinator.proposal import Proposal
+from shoal.coordinator.proposal import Draft, Proposal
 from shoal.coordinator.proposer import Carried, Proposer
 from shoal.coordinator.voter import answer_offer, answer_request
 from shoal.protocol.messages import PlanLive, PlanOffer, PlanVote, TermGrant, TermRequest
@@ -25,11 +25,11 @@ PEERS = tuple("abcdefg")
 OWNER = "a"
 
 
-def layout_of(members) -> Layout:
+def draft_of(members) -> Draft:
     stage = Stage(
         first_layer=0, last_layer=2, members=tuple(Member(peer=peer, share=1.0, bandwidth=1.0) for peer in members)
     )
-    return Layout(stages=(stage,), spares=(), reason="drawn")
+    return Draft(layout=Layout(stages=(stage,), spares=(), reason="drawn"))
 
 
 @dataclass
@@ -57,7 +57,7 @@ class Bag:
         for peer in PEERS:
             self.chains[peer] = PlanChain("run")
             self.proposers[peer] = self.proposer(peer, self.chains[peer])
-        first = self.proposers[OWNER].make(None, 1, layout_of(members))
+        first = self.proposers[OWNER].make(None, 1, draft_of(members))
         self.live.append(first)
         for peer in members:
             self.chains[peer].adopt(first)
@@ -122,7 +122,7 @@ class Bag:
             self.carry_out(peer, proposer.campaign(live, self.now_s, handed_over=False))
         elif dice < 0.99 and live is not None and live.plan.coordinator == peer and not proposer.is_busy:
             members = self.rng.sample(PEERS, self.rng.randint(1, len(PEERS)))
-            self.carry_out(peer, proposer.propose(live, layout_of(members), self.now_s))
+            self.carry_out(peer, proposer.propose(live, draft_of(members), self.now_s))
         elif dice >= 0.99:
             chain = PlanChain("run")
             record, old = self.chains[peer].record(), self.chains[peer]

@@ -10,7 +10,7 @@ import pytest
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
 from shoal.coordinator.chain import PlanChain
-from shoal.coordinator.core import STAGGER_HEARTBEATS, CoordinationCore
+from shoal.coordinator.core import CoordinationCore
 from shoal.coordinator.election import rank, standing
 from shoal.coordinator.events import (
     Answered,
@@ -28,13 +28,17 @@ from shoal.coordinator.events import (
     TimerFired,
     Unanswered,
 )
+from shoal.coordinator.follower import CLOSE_PEERS, STAGGER_HEARTBEATS
 from shoal.coordinator.governor import Governor
 from shoal.coordinator.roster import FLOOR_HEARTBEATS
+from shoal.coordinator.watch import CLOSE_FLOOR_HEARTBEATS
+from shoal.coordinator.watch import FLOOR_HEARTBEATS as FAR_FLOOR_HEARTBEATS
 from shoal.protocol.messages import (
     Done,
     HandOver,
     HeartbeatReply,
     Leave,
+    Ping,
     PlanHead,
     PlanLive,
     PlanOffer,
@@ -237,9 +241,10 @@ def test_the_silent_are_left_out_and_the_one_who_left_sooner(make_core, make_hea
     assert len(asks(commands, PlanOffer)) == 5
     silent = make_core("a", first)
     coordinate(silent, make_heartbeat, first, until_s=10.0)
-    patient = coordinate(silent, make_heartbeat, first, begin_s=11.0, until_s=13.0, peers="abcde")
+    patient = coordinate(silent, make_heartbeat, first, begin_s=11.0, until_s=12.0, peers="abcde")
     assert not asks(patient, PlanOffer)
-    assert asks(coordinate(silent, make_heartbeat, first, begin_s=14.0, until_s=16.0, peers="abcde"), PlanOffer)
+    assert list(asks(patient, Ping)) == ["f"], "it is looked for"
+    assert asks(coordinate(silent, make_heartbeat, first, begin_s=13.0, until_s=14.0, peers="abcde"), PlanOffer)
 
 
 def test_nobody_is_moved_before_everybody_has_been_heard(make_core, make_heartbeat, first):
@@ -258,7 +263,7 @@ def test_a_sleep_of_ours_is_nobodys_death(make_core, make_heartbeat, first):
 
 def test_at_the_end_of_its_term_the_first_in_turn_is_asked(make_core, make_heartbeat, first):
     core = make_core("a", first)
-    commands = coordinate(core, make_heartbeat, first, until_s=61.0)
+    commands = coordinate(core, make_heartbeat, first, until_s=60.0)
     order = rank("run", 2, PEERS)
     assert order[0] != "a", "else this tests nothing"
     wills = asks(commands, HandOver)
@@ -269,9 +274,9 @@ def test_at_the_end_of_its_term_the_first_in_turn_is_asked(make_core, make_heart
 
 def test_the_next_in_turn_is_asked_when_the_first_does_not_answer(make_core, make_heartbeat, first):
     core = make_core("a", first)
-    heir, will = next(iter(asks(coordinate(core, make_heartbeat, first, until_s=61.0), HandOver).items()))
-    core.handle(Unanswered(peer=heir, asked=will, reason="silent"), now_s=62.0)
-    commands = coordinate(core, make_heartbeat, first, begin_s=62.0, until_s=63.0)
+    heir, will = next(iter(asks(coordinate(core, make_heartbeat, first, until_s=60.0), HandOver).items()))
+    core.handle(Unanswered(peer=heir, asked=will, reason="silent"), now_s=61.0)
+    commands = coordinate(core, make_heartbeat, first, begin_s=61.0, until_s=61.0)
     order = [peer for peer in rank("run", 2, PEERS) if peer != heir]
     if order[0] == "a":
         assert asks(commands, TermRequest)
@@ -358,16 +363,98 @@ def test_the_unwilling_and_the_draining_take_nothing_over(make_core, make_heartb
         )
 
 
+ANSWER = HeartbeatReply(coordinator="a", term=1, is_coordinator=True)
+
+
+def missing(core, make_heartbeat, *, heard_s=(), end_s=12.0):
+    """A member whose coordinator answered its heartbeats at `heard_s` and then nothing. Returns: what it wanted."""
+    for now_s in heard_s:
+        core.handle(Answered(peer="a", asked=make_heartbeat("x"), reply=ANSWER, took_s=0.04), now_s=now_s)
+        tick(core, begin_s=now_s, end_s=now_s)
+    return tick(core, begin_s=max(heard_s, default=0.0), end_s=end_s)
+
+
 @pytest.mark.parametrize("me", "bcdef")
-def test_each_waits_its_turn_when_the_coordinator_is_silent(make_core, first, me):
+def test_each_waits_its_turn_when_the_coordinator_is_silent(make_core, make_heartbeat, first, me):
     core = make_core(me, first)
     turn = standing("run", 1, "a", PEERS, me)
-    due_s = FLOOR_HEARTBEATS + turn * STAGGER_HEARTBEATS
-    happened = tick(core, begin_s=0.0, end_s=due_s + 1.0)
-    begun_s = [at for at, command in happened if isinstance(command, Ask)]
-    assert due_s <= begun_s[0] <= due_s + 0.5
-    request = next(c.message for _, c in happened if isinstance(c, Ask))
-    assert (request.term, request.handed_over) == (2, False)
+    floor_s = CLOSE_FLOOR_HEARTBEATS if turn < CLOSE_PEERS else FAR_FLOOR_HEARTBEATS
+    heard_s = [0.1 * count for count in range(1, 100)]
+    happened = missing(core, make_heartbeat, heard_s=heard_s, end_s=20.0)
+    begun_s, request = next((at, c.message) for at, c in happened if isinstance(c, Ask) and c.message != Ping())
+    due_s = heard_s[-1] + floor_s + turn * STAGGER_HEARTBEATS
+    assert due_s <= begun_s <= due_s + 0.6
+    assert (request.term, request.handed_over, request.sounding) == (2, False, True)
+    pinged = [at for at, c in happened if isinstance(c, Ask) and c.message == Ping()]
+    assert bool(pinged) == (turn < CLOSE_PEERS)
+
+
+def candidate(make_core, make_heartbeat, first):
+    """The standby, at the moment at which it has asked who misses the coordinator. Returns: core, now, question."""
+    (me,) = (peer for peer in "bcdef" if standing("run", 1, "a", PEERS, peer) == 0)
+    core = make_core(me, first)
+    happened = missing(core, make_heartbeat, end_s=3.0)
+    return core, *next((at, c.message) for at, c in happened if isinstance(c, Ask) and c.message != Ping())
+
+
+def others_of(core):
+    return [peer for peer in "bcdef" if peer != core.me]
+
+
+def agree(core, question, now_s, *, reply=TermGrant(granted=True, term=1)):  # noqa: B008
+    commands = []
+    for peer in others_of(core):
+        commands += core.handle(Answered(peer=peer, asked=question, reply=reply, took_s=0.04), now_s=now_s)
+    return commands
+
+
+def test_a_term_is_asked_for_once_a_majority_misses_the_coordinator(make_core, make_heartbeat, first):
+    core, now_s, question = candidate(make_core, make_heartbeat, first)
+    assert core.chain.granted_term == 1, "nothing is promised by asking"
+    commands = agree(core, question, now_s)
+    request = asks(commands, TermRequest)["a"]
+    assert (request.term, request.sounding) == (2, False)
+    assert core.chain.granted_term == 2
+
+
+def test_no_term_is_spent_while_the_others_hear_the_coordinator(make_core, make_heartbeat, first):
+    core, now_s, question = candidate(make_core, make_heartbeat, first)
+    no = TermGrant(granted=False, reason="still hears the coordinator", term=1)
+    assert not only(agree(core, question, now_s, reply=no), Ask)
+    core.handle(Answered(peer="a", asked=Ping(), reply=Ping(), took_s=0.04), now_s=now_s)
+    assert not asks([c for _, c in tick(core, begin_s=now_s, end_s=now_s + 1.0)], TermRequest)
+    assert core.chain.granted_term == 1
+
+
+def test_being_asked_promises_nothing(make_core, first):
+    core = make_core("b", first)
+    question = TermRequest(term=2, live=first.envelope, handed_over=False, sounding=True)
+    reply = said(core.handle(Received(source="c", message=question, base=first), now_s=5.0))
+    assert reply == TermGrant(granted=True, term=1)
+    assert core.chain.granted_term == 1
+    stranger = said(core.handle(Received(source="z", message=question, base=first), now_s=5.0))
+    assert not stranger.granted
+
+
+def test_whoever_is_asked_and_disagrees_looks_for_himself(make_core, make_heartbeat, first):
+    me = next(peer for peer in "bcdef" if standing("run", 1, "a", PEERS, peer) == 4)
+    core = make_core(me, first)
+    core.handle(Answered(peer="a", asked=make_heartbeat(me), reply=ANSWER, took_s=0.04), now_s=0.5)
+    assert not asks([c for _, c in tick(core, begin_s=0.5, end_s=0.9)], Ping)
+    question = TermRequest(term=2, live=first.envelope, handed_over=False, sounding=True)
+    assert not said(core.handle(Received(source="c", message=question, base=first), now_s=1.0)).granted
+    assert asks([c for _, c in tick(core, begin_s=1.0, end_s=1.2)], Ping)
+    for now_s in (1.3, 1.5):
+        core.handle(Unanswered(peer="a", asked=Ping(), reason="gone", refused=True, took_s=0.04), now_s=now_s)
+    assert said(core.handle(Received(source="c", message=question, base=first), now_s=1.5)).granted, "needs no waiting"
+
+
+def test_refused_connections_need_no_waiting(make_core, make_heartbeat, first):
+    (me,) = (peer for peer in "bcdef" if standing("run", 1, "a", PEERS, peer) == 0)
+    core = make_core(me, first)
+    for now_s in (0.1, 0.3):
+        core.handle(Unanswered(peer="a", asked=Ping(), reason="gone", refused=True, took_s=0.04), now_s=now_s)
+    assert asks([c for _, c in tick(core, begin_s=0.3, end_s=0.4)], TermRequest)
 
 
 def test_who_still_hears_the_coordinator_grants_nobody_its_term(make_core, make_heartbeat, first):
@@ -376,10 +463,10 @@ def test_who_still_hears_the_coordinator_grants_nobody_its_term(make_core, make_
     for now_s in range(1, 11):
         core.handle(Answered(peer="a", asked=make_heartbeat("b"), reply=answer), now_s=float(now_s))
     request = TermRequest(term=2, live=first.envelope, handed_over=False)
-    early = said(core.handle(Received(source="c", message=request, base=first), now_s=11.0))
+    early = said(core.handle(Received(source="c", message=request, base=first), now_s=10.9))
     assert not early.granted
     assert core.chain.granted_term == 1
-    late = said(core.handle(Received(source="c", message=request, base=first), now_s=14.0))
+    late = said(core.handle(Received(source="c", message=request, base=first), now_s=11.2))
     assert late.granted
 
 
@@ -389,23 +476,18 @@ def test_a_handed_over_term_is_granted_though_the_coordinator_lives(make_core, f
     assert said(core.handle(Received(source="c", message=request, base=first), now_s=1.0)).granted
 
 
-def test_what_a_dead_coordinator_left_half_voted_is_finished_first(make_core, make_plan, first):
-    core = make_core("b", first)
+def test_what_a_dead_coordinator_left_half_voted_is_finished_first(make_core, make_heartbeat, make_plan, first):
+    core, now_s, question = candidate(make_core, make_heartbeat, first)
     half = make_plan([*GROUPS[:2], ["c", "f", "g"]], coordinator="a", order=(1, 2), base=first)
-    tick(core, begin_s=0.0, end_s=FLOOR_HEARTBEATS - 1)
-    now_s, request = 0.0, None
-    for at, command in tick(core, begin_s=FLOOR_HEARTBEATS - 1, end_s=40.0):
-        if isinstance(command, Ask) and request is None:
-            now_s, request = at, command.message
-    core = make_core("b", first)
-    tick(core, begin_s=0.0, end_s=now_s)
+    request = asks(agree(core, question, now_s), TermRequest)["a"]
+    c, d, e = others_of(core)[:3]
     grant = TermGrant(granted=True, term=2, accepted=half.envelope, accepted_term=1)
-    core.handle(Answered(peer="c", asked=request, reply=grant, accepted=half), now_s=now_s)
-    core.handle(Answered(peer="d", asked=request, reply=TermGrant(granted=True, term=2)), now_s=now_s)
-    commands = core.handle(Answered(peer="e", asked=request, reply=TermGrant(granted=True, term=2)), now_s=now_s)
-    offer = asks(commands, PlanOffer)["c"]
+    core.handle(Answered(peer=c, asked=request, reply=grant, accepted=half), now_s=now_s)
+    core.handle(Answered(peer=d, asked=request, reply=TermGrant(granted=True, term=2)), now_s=now_s)
+    commands = core.handle(Answered(peer=e, asked=request, reply=TermGrant(granted=True, term=2)), now_s=now_s)
+    offer = asks(commands, PlanOffer)[c]
     assert (offer.plan, offer.term) == (half.envelope, 2)
-    for voter in "cde":
+    for voter in (c, d, e):
         commands = core.handle(Answered(peer=voter, asked=offer, reply=PlanVote(accepted=True, term=2)), now_s=now_s)
     assert Obey(plan=half) in commands
     again = asks(commands, TermRequest)["g"]

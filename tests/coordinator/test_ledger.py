@@ -4,24 +4,23 @@ from shoal.coordinator.ledger import HISTORY_STEPS, PATIENCE_HEARTBEATS, Ledger
 from shoal.protocol.messages import CommitReport, HandOver, ValidationReport
 
 
-def commit(stage, step, *, loss=None, tokens=1000, staleness=0.0, duplicates=0, given_up=0):
+def commit(stage, step, *, loss=None, tokens=1000, staleness=0.0, duplicates=0, given_up=0, **says):
+    usual = {"members": 2, "microbatches": 8 - given_up, "digest": ""}
     return CommitReport(
         stage=stage,
         step=step,
-        members=2,
-        microbatches=8,
         duplicates=duplicates,
         given_up=given_up,
         tokens=tokens,
         staleness_steps_mean=staleness,
         loss=loss,
-        digest="",
+        **(usual | says),
     )
 
 
 @pytest.fixture
 def ledger():
-    return Ledger(num_stages=3, steps=100, heartbeat_s=1.0, validates=False, lead_steps=2)
+    return Ledger(num_stages=3, steps=100, microbatches=8, heartbeat_s=1.0, validates=False, lead_steps=2)
 
 
 def tell(ledger, now_s, **how):
@@ -112,7 +111,7 @@ def test_the_successor_knows_the_loss_until_it_hears_a_newer_one(ledger):
 
 
 def test_memory_is_bounded():
-    ledger = Ledger(num_stages=1, steps=10**6, heartbeat_s=1.0, validates=False, lead_steps=2)
+    ledger = Ledger(num_stages=1, steps=10**6, microbatches=8, heartbeat_s=1.0, validates=False, lead_steps=2)
     for step in range(3 * HISTORY_STEPS):
         ledger.note_commits([commit(0, step, loss=1.0)], float(step))
         tell(ledger, float(step))
@@ -122,7 +121,7 @@ def test_memory_is_bounded():
 
 
 def test_a_run_is_done_when_its_last_version_is_validated() -> None:
-    ledger = Ledger(num_stages=1, steps=2, heartbeat_s=1.0, validates=True, lead_steps=2)
+    ledger = Ledger(num_stages=1, steps=2, microbatches=8, heartbeat_s=1.0, validates=True, lead_steps=2)
     ledger.note_commits([commit(0, 0, loss=3.0), commit(0, 1, loss=2.0)], now_s=1.0)
     assert [record.step for record in ledger.tell(1.0, term=1, peers=1)] == [0]
     assert not ledger.done
@@ -133,7 +132,7 @@ def test_a_run_is_done_when_its_last_version_is_validated() -> None:
 
 
 def test_a_successor_goes_on_from_what_it_was_told() -> None:
-    ledger = Ledger(num_stages=3, steps=100, heartbeat_s=1.0, validates=True, lead_steps=2)
+    ledger = Ledger(num_stages=3, steps=100, microbatches=8, heartbeat_s=1.0, validates=True, lead_steps=2)
     ledger.take_over(
         HandOver(
             plan=b"", roster=(), version=50, loss=2.0, validation_loss=2.5, tokens_per_s=900.0, staleness_steps_mean=0.5
@@ -141,3 +140,73 @@ def test_a_successor_goes_on_from_what_it_was_told() -> None:
     )
     assert (ledger.step, ledger.loss, ledger.validation_loss) == (48, 2.0, 2.5)
     assert (ledger.tokens_per_s, ledger.staleness_mean) == (900.0, 0.5)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        commit(1, 3, microbatches=7),
+        commit(1, 3, microbatches=9),
+        commit(1, 3, microbatches=8, given_up=1),
+        commit(1, 3, duplicates=-1),
+        commit(1, 3, microbatches=9, given_up=-1),
+        commit(1, 3, microbatches=-1, given_up=9),
+    ],
+)
+def test_a_report_whose_microbatches_do_not_add_up_is_refused(ledger, bad):
+    (flaw,) = ledger.note_commits([bad], 0.0)
+    assert "step 3 of stage 1" in flaw
+    assert ledger.num_rejected == 1
+    assert ledger.version_max == 0
+    assert ledger.note_commits([commit(1, 3, given_up=3, duplicates=2)], 0.0) == []
+    assert ledger.version_max == 4
+
+
+def test_the_ledger_goes_back_with_the_run(ledger):
+    for step in range(60):
+        ledger.note_commits([commit(stage, step, loss=float(step)) for stage in range(3)], float(step))
+        tell(ledger, float(step))
+    ledger.note_commits([commit(2, 60, loss=0.0)], 60.0)
+    ledger.note_validations([ValidationReport(step=40, loss=4.0, microbatches=1)])
+    rate = ledger.tokens_per_s
+    ledger.rewind(1, 50)
+    assert (ledger.era, ledger.step, ledger.version_max) == (1, 50, 50)
+    assert ledger.tokens_per_s == rate, "until the new era's is known"
+    assert tell(ledger, 100.0, flush=True) == [], "the old era's step 60 did not happen"
+    late = [commit(stage, 50, loss=9.9) for stage in range(3)]
+    assert ledger.note_commits(late, 101.0) == [], "not wrong, only late"
+    assert ledger.step == 50
+    ledger.note_commits([commit(stage, 50, loss=5.0, era=1) for stage in range(3)], 102.0)
+    (record,) = tell(ledger, 102.0)
+    assert (record.step, record.loss, record.era) == (50, 5.0, 1)
+    assert ledger.loss == 5.0
+    assert record.validation_step == 40, "what was validated at or below the beginning still holds"
+
+
+def test_a_validation_above_the_beginning_is_forgotten(ledger):
+    ledger.note_validations([ValidationReport(step=60, loss=1.0, microbatches=1)])
+    ledger.note_commits([commit(stage, 61, loss=1.0) for stage in range(3)], 0.0)
+    assert tell(ledger, 0.0)[0].validation_step == 60
+    ledger.rewind(1, 50)
+    ledger.note_validations([ValidationReport(step=60, loss=9.0, microbatches=1)])
+    ledger.note_validations([ValidationReport(step=60, loss=2.0, microbatches=1, era=1)])
+    ledger.note_commits([commit(stage, 61, loss=1.0, era=1) for stage in range(3)], 1.0)
+    (record,) = tell(ledger, 1.0)
+    assert (record.validation_loss, record.validation_step) == (2.0, 60)
+
+
+def test_what_is_told_of_another_era_changes_nothing(ledger):
+    ledger.rewind(2, 10)
+    ledger.take_over(HandOver(plan=b"", roster=(), era=1, version=50, loss=1.0, tokens_per_s=7.0))
+    assert (ledger.step, ledger.loss, ledger.tokens_per_s) == (10, None, 0.0)
+    ledger.take_over(HandOver(plan=b"", roster=(), era=2, version=50, loss=1.0))
+    assert (ledger.step, ledger.loss) == (48, 1.0)
+
+
+def test_a_run_that_goes_back_is_not_done():
+    ledger = Ledger(num_stages=1, steps=2, microbatches=8, heartbeat_s=1.0, validates=True, lead_steps=2)
+    ledger.note_commits([commit(0, 1, loss=2.0)], 0.0)
+    ledger.note_validations([ValidationReport(step=2, loss=1.5, microbatches=4)])
+    assert ledger.done
+    ledger.rewind(1, 1)
+    assert not ledger.done

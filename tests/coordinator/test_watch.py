@@ -1,7 +1,12 @@
 import pytest
 
-from shoal.coordinator.roster import FLOOR_HEARTBEATS
-from shoal.coordinator.watch import CoordinatorWatch
+from shoal.coordinator.watch import (
+    BACKING_HEARTBEATS,
+    CLOSE_FLOOR_HEARTBEATS,
+    FLOOR_HEARTBEATS,
+    PING_HEARTBEATS,
+    CoordinatorWatch,
+)
 from shoal.protocol.messages import HeartbeatReply, PlanHead
 
 
@@ -41,22 +46,113 @@ def test_an_older_head_is_no_news(watch, plan):
 
 
 def test_who_is_not_the_coordinator_names_who_is(watch, plan):
-    watch.replied("owner", reply("c", leads=False, term=2), plan, me="b", now_s=1.0)
+    watch.replied("owner", reply("c", leads=False, term=2), plan, me="b", took_s=0.04, now_s=1.0)
     assert watch.target(plan) == "c"
 
 
 def test_a_plan_ends_the_hint(watch, plan, make_plan):
     watch.found(head("c", 2, 2), plan, me="b")
     newer = make_plan([["owner"], ["b"], ["c"]], coordinator="c", order=(2, 2)).plan
-    watch.obeys(newer, new_term=True, now_s=5.0)
+    watch.obeys(newer, new_term=True, replaced=None, now_s=5.0)
     assert not watch.run_exists
     assert watch.target(newer) == "c"
 
 
+def listen(watch, plan, *, until_s, every_s=1.0):
+    """Answers to heartbeats. Returns: when the last came."""
+    now_s = 0.0
+    while now_s < until_s:
+        now_s += every_s
+        watch.replied("owner", reply("owner", leads=True), plan, me="b", took_s=0.0, now_s=now_s)
+    return now_s
+
+
+def ping(watch, plan, *, begin_s, until_s, answered=lambda now_s: True, took_s=0.0):
+    """As whoever is next in turn, from tick to tick. Returns: when it pinged."""
+    pinged, now_s = [], begin_s
+    while now_s < until_s:
+        watch.keep_close(True, now_s)
+        if watch.takes_ping(now_s):
+            pinged.append(now_s)
+            if answered(now_s):
+                watch.answered("owner", plan, took_s=took_s, now_s=now_s + took_s)
+        now_s += 1 / 16
+    return pinged
+
+
 def test_silence_is_counted_from_the_coordinators_last_answer(watch, plan):
-    for now_s in range(1, 10):
-        watch.replied("owner", reply("owner", leads=True), plan, me="b", now_s=float(now_s))
-    watch.replied("b", reply("owner", leads=True), plan, me="c", now_s=20.0)
-    assert watch.suspect_at_s == pytest.approx(9.0 + FLOOR_HEARTBEATS)
-    assert watch.heard_lately(9.0 + FLOOR_HEARTBEATS / 2 - 0.1)
-    assert not watch.heard_lately(9.0 + FLOOR_HEARTBEATS / 2)
+    last_s = listen(watch, plan, until_s=9.0)
+    watch.replied("b", reply("owner", leads=True), plan, me="c", took_s=0.0, now_s=20.0)
+    assert watch.suspect_at_s == pytest.approx(last_s + FLOOR_HEARTBEATS, abs=0.01)
+
+
+def test_the_coordinator_is_backed_until_its_next_answer_is_late(watch, plan):
+    last_s = listen(watch, plan, until_s=30.0)
+    assert watch.heard_lately(last_s + BACKING_HEARTBEATS - 0.01)
+    assert not watch.heard_lately(last_s + BACKING_HEARTBEATS)
+
+
+def test_whoever_has_seen_it_late_backs_it_for_longer(watch, plan):
+    last_s = listen(watch, plan, until_s=30.0)
+    watch.replied("owner", reply("owner", leads=True), plan, me="b", took_s=0.0, now_s=last_s + 2.5)
+    assert watch.heard_lately(last_s + 2.5 + 2.0)
+
+
+def test_whoever_is_next_pings_and_suspects_sooner(watch, plan):
+    pinged = ping(watch, plan, begin_s=0.0, until_s=20.0)
+    assert len(pinged) == pytest.approx(20 / PING_HEARTBEATS, abs=2)
+    assert watch.suspect_at_s == pytest.approx(pinged[-1] + CLOSE_FLOOR_HEARTBEATS, abs=0.01)
+
+
+def test_an_answer_under_way_is_waited_for(watch, plan):
+    pinged = ping(watch, plan, begin_s=0.0, until_s=20.0, took_s=0.8)
+    last_s = pinged[-1] + 0.8
+    assert watch.suspect_at_s == pytest.approx(last_s + CLOSE_FLOOR_HEARTBEATS + 0.8, abs=0.05)
+
+
+def test_stalls_that_come_back_are_borne(watch, plan):
+    ping(watch, plan, begin_s=0.0, until_s=120.0, answered=lambda now_s: now_s % 30 > 2)
+    last_s = 120.0
+    assert watch.suspect_at_s > last_s + 2.0
+
+
+def test_a_coordinator_that_was_wrongly_replaced_teaches_patience(watch, plan, make_plan):
+    ping(watch, plan, begin_s=0.0, until_s=20.0)
+    newer = make_plan([["owner"], ["b"], ["c"]], coordinator="c", order=(2, 2)).plan
+    watch.obeys(newer, new_term=True, replaced="owner", now_s=22.0)
+    before_s = watch.suspect_at_s
+    watch.keep_close(True, 22.0)
+    watch.answered("owner", newer, took_s=3.0, now_s=23.0)
+    assert watch.suspect_at_s > before_s + 1.0
+
+
+def test_one_refusal_may_be_an_accident_and_two_are_not(watch, plan):
+    ping(watch, plan, begin_s=0.0, until_s=5.0)
+    watch.refused("owner", plan, took_s=0.04, now_s=5.0)
+    assert watch.suspect_at_s > 5.0
+    assert not watch.takes_ping(5.1)
+    assert watch.takes_ping(5.13), "and asks again soon"
+    watch.refused("owner", plan, took_s=0.3, now_s=5.17)
+    assert watch.suspect_at_s > 5.17, "that one had left before the first came back"
+    watch.refused("owner", plan, took_s=0.04, now_s=5.2)
+    assert watch.suspect_at_s == 5.2
+    assert not watch.heard_lately(5.2)
+    watch.answered("owner", plan, took_s=0.04, now_s=5.5)
+    assert watch.suspect_at_s > 6.0
+
+
+def test_refusals_of_others_say_nothing(watch, plan):
+    for now_s in (5.0, 6.0):
+        watch.refused("c", plan, took_s=0.04, now_s=now_s)
+    assert not watch.is_brisk(6.0)
+
+
+def test_an_alarm_makes_look_for_a_while(watch, plan):
+    listen(watch, plan, until_s=5.0)
+    assert not watch.takes_ping(5.0)
+    watch.alarm(5.0)
+    assert watch.takes_ping(5.0)
+    watch.alarm(5.1)
+    assert not watch.takes_ping(5.1)
+    assert watch.takes_ping(5.3)
+    assert not watch.takes_ping(9.0)

@@ -1,0 +1,151 @@
+"""Where an era begins, and when a stage has nobody left from whom its state could come. Pure.
+
+Versions grow within an era. It ends when a stage has lost every holder of its state: the next begins from the newest
+snapshot that is whole on the disks of those who are left, or from the run's seed. A number of an era is never used
+twice: what is on disks, or under way, under the old number is of another history.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from shoal.coordinator.allocate.interface import Layout
+from shoal.coordinator.roster import Roster
+from shoal.protocol.identity import PeerID
+from shoal.protocol.layers import all_layer_keys, stage_layer_keys
+from shoal.protocol.messages import Holding
+from shoal.protocol.plan import Plan
+from shoal.protocol.spec import ModelSpec
+
+PATIENCE_HEARTBEATS = 3.0
+"""How long a holder that is alive may be without its state, or may not have said so yet: it may be fetching it."""
+MISSING_HEARTBEATS = 30.0
+"""How long to wait for the disks that would make a snapshot whole, before the run begins again from its seed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beginning:
+    """Era `era` begins at `version`, from the snapshots of `from_era`; at version 0 from the run's seed."""
+
+    era: int
+    version: int = 0
+    from_era: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Disks:
+    """Snapshots by (era, version): which peers have which layers."""
+
+    parts: Mapping[tuple[int, int], Mapping[PeerID, frozenset[str]]]
+
+    @classmethod
+    def of(cls, holdings: Iterable[tuple[PeerID, Sequence[Holding]]]) -> "Disks":
+        """Snapshots of version 0 are left out: the seed makes those."""
+        parts: dict[tuple[int, int], dict[PeerID, frozenset[str]]] = {}
+        for peer, held in holdings:
+            for holding in held:
+                if holding.version > 0 and holding.era >= 0:
+                    by_peer = parts.setdefault((holding.era, holding.version), {})
+                    by_peer[peer] = by_peer.get(peer, frozenset()) | frozenset(holding.layers)
+        return cls(parts=parts)
+
+    @property
+    def era_max(self) -> int:
+        """-1: there are none."""
+        return max((era for era, _ in self.parts), default=-1)
+
+    def version_max(self, era: int) -> int:
+        return max((version for e, version in self.parts if e == era), default=0)
+
+    def covers(self, snapshot: tuple[int, int], layers: Iterable[str]) -> bool:
+        """Whether each of `layers` is on some disk."""
+        found: frozenset[str] = frozenset().union(*self.parts.get(snapshot, {}).values())
+        return found.issuperset(layers)
+
+    def newest_whole(self, layers: Collection[str]) -> tuple[int, int] | None:
+        """The last (era, version) of which every layer is on some disk."""
+        return max((snapshot for snapshot in self.parts if self.covers(snapshot, layers)), default=None)
+
+    def has(self, peer: PeerID, snapshot: tuple[int, int], layers: Iterable[str]) -> bool:
+        """Whether `peer` alone has all of `layers`."""
+        return self.parts.get(snapshot, {}).get(peer, frozenset()).issuperset(layers)
+
+
+class HolderWatch:
+    """Since when each stage has had nobody who holds its state."""
+
+    def __init__(self, heartbeat_s: float, now_s: float) -> None:
+        self._heartbeat_s = heartbeat_s
+        self._begun_s = now_s
+        self._held: dict[int, tuple[float, frozenset[PeerID]]] = {}
+        self._lost_s: float | None = None
+
+    def lost(
+        self, plan: Plan, holders: Sequence[frozenset[PeerID]], alive: Collection[PeerID], now_s: float
+    ) -> tuple[int, ...]:
+        """Stages of `plan` that nobody will hold again unless the run goes back.
+
+        `holders` are, by stage, those who hold its state now, or could make it without the others.
+        """
+        lost = []
+        for index, stage in enumerate(plan.stages):
+            if holders[index]:
+                self._held[index] = now_s, holders[index]
+                continue
+            last_s, former = self._held.get(index, (self._begun_s, frozenset(stage.peers)))
+            # Who has died will not come back with what was in its memory.
+            if now_s >= last_s + PATIENCE_HEARTBEATS * self._heartbeat_s or former.isdisjoint(alive):
+                lost.append(index)
+        if not lost:
+            self._lost_s = None
+        return tuple(lost)
+
+    def is_hopeless(self, now_s: float) -> bool:
+        """What is lost has been so for long enough to give up on disks that are not here. Ask only if it is."""
+        self._lost_s = now_s if self._lost_s is None else self._lost_s
+        return now_s >= self._lost_s + MISSING_HEARTBEATS * self._heartbeat_s
+
+
+def disks_of(roster: Roster, now_s: float, *, among: Layout | None = None) -> Disks:
+    """Of those alive, or of those of them whom a plan with this layout would reach."""
+    peers = roster.alive(now_s)
+    if among is not None:
+        members = {*among.spares, *(peer for stage in among.stages for peer in stage.peers)}
+        peers = tuple(peer for peer in peers if peer in members)
+    beats = ((peer, roster.presences[peer].heartbeat) for peer in peers)
+    return Disks.of((peer, beat.holdings) for peer, beat in beats if beat)
+
+
+def holders(
+    live: Plan, roster: Roster, disks: Disks, model: ModelSpec, *, fresh: bool, now_s: float
+) -> list[frozenset[PeerID]]:
+    """By stage, who holds its state or, in a plan that is still `fresh`, could make it."""
+    snapshot = disks.newest_whole(all_layer_keys(model))
+    # Who is behind a whole snapshot of its own era has begun that era again, without being told to.
+    floor = snapshot[1] if snapshot and snapshot[0] == live.era else live.restore_version
+    beats = [(peer, beat) for peer in roster.alive(now_s) if (beat := roster.presences[peer].heartbeat)]
+    synced = [(peer, beat) for peer, beat in beats if beat.synced and beat.era == live.era and beat.version >= floor]
+    found = []
+    for index, stage in enumerate(live.stages):
+        keys = stage_layer_keys(model, stage.first_layer, stage.last_layer)
+        if fresh and (live.restore_version == 0 or disks.covers((live.restore_era, live.restore_version), keys)):
+            found.append(frozenset(stage.peers))
+        else:
+            found.append(frozenset(peer for peer, beat in synced if beat.stage == index))
+    return found
+
+
+def next_beginning(live: Plan | None, roster: Roster, disks: Disks, model: ModelSpec) -> Beginning:
+    """Of the era after all that anybody here has heard of, from the newest snapshot that is whole on `disks`."""
+    eras = (seen.heartbeat.era for seen in roster.presences.values() if seen.heartbeat)
+    era = 1 + max(live.era if live else 0, disks.era_max, *eras, 0)
+    from_era, version = disks.newest_whole(all_layer_keys(model)) or (0, 0)
+    return Beginning(era=era, version=version, from_era=from_era)
+
+
+def stages_on(disks: Disks, peer: PeerID, plan: Plan, model: ModelSpec) -> tuple[int, ...]:
+    """Stages of `plan` that `peer` has on its disk, all of their layers, in the newest snapshot that is whole."""
+    snapshot = disks.newest_whole(all_layer_keys(model))
+    if snapshot is None:
+        return ()
+    ranges = (stage_layer_keys(model, stage.first_layer, stage.last_layer) for stage in plan.stages)
+    return tuple(index for index, keys in enumerate(ranges) if disks.has(peer, snapshot, keys))

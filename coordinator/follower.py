@@ -1,0 +1,157 @@
+"""One peer while somebody else coordinates: is the coordinator there, and if not, is it our turn? Pure.
+
+Before it asks for a term, a candidate sounds the members out: whether they too miss the coordinator, and would grant
+it. Nobody promises anything by that. A peer that lost only its own way to the coordinator, or half of a cut network,
+hence spends no terms: the coordinator keeps the members' votes, and goes on when the cut is healed (the pre-vote of
+Ongaro's thesis on Raft, 9.6). It costs one round trip of a take-over, and none of a hand-over.
+"""
+
+import random
+from dataclasses import dataclass, field
+
+from shoal.coordinator import election
+from shoal.coordinator.chain import is_quorum
+from shoal.coordinator.events import Answered, Ask, Command, Note
+from shoal.coordinator.watch import PING_HEARTBEATS, CoordinatorWatch
+from shoal.protocol.identity import PeerID
+from shoal.protocol.messages import Ping, TermGrant, TermRequest
+from shoal.protocol.plan import Plan, SignedPlan
+
+CLOSE_PEERS = 2
+"""How many of the next in turn ping the coordinator: a second, should the first have died with it. More would cost
+the coordinator of a thousand peers thousands of calls a second."""
+STAGGER_HEARTBEATS = 1.0
+"""How much longer each next in turn waits before it tries: three round trips and a tick fit in it."""
+SOUNDING_HEARTBEATS = 3.0
+"""How long to ask before pausing: who backs the coordinator at first will see for himself by then."""
+
+ASK_AGAIN_HEARTBEATS = 0.5
+"""When a question that has not been answered counts as lost."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Sounding:
+    base: SignedPlan
+    term: int
+    asks_at_s: float
+    expires_at_s: float
+    agreed: set[PeerID]
+    waiting: dict[PeerID, float] = field(default_factory=dict)
+    """Who has been asked, and until when not again."""
+
+
+class Follower:
+    """Args:
+    run, me, owner: as in the core.
+    """
+
+    def __init__(
+        self, *, run: str, me: PeerID, owner: PeerID, heartbeat_s: float, rng: random.Random, now_s: float
+    ) -> None:
+        self.watch = CoordinatorWatch(owner=owner, heartbeat_s=heartbeat_s, now_s=now_s)
+        self._run, self._me, self._owner = run, me, owner
+        self._heartbeat_s, self._rng = heartbeat_s, rng
+        self._sounding: Sounding | None = None
+        self._not_before_s = now_s
+        self._term_max = 0
+        self._turn: tuple[Plan | None, int | None] = None, None
+
+    def is_brisk(self, now_s: float) -> bool:
+        """Whether something of ours waits for less than half a heartbeat."""
+        return self._sounding is not None or self.watch.is_brisk(now_s)
+
+    def hold_off(self, until_s: float) -> None:
+        """Somebody else has the term, or ours came to nothing: do not ask before."""
+        self._not_before_s = max(self._not_before_s, until_s)
+
+    def back_off(self, now_s: float) -> None:
+        """Ours came to nothing; candidates that met do not meet again."""
+        self._sounding = None
+        self.hold_off(now_s + (1 + 2 * self._rng.random()) * STAGGER_HEARTBEATS * self._heartbeat_s)
+
+    def obeys(self, plan: Plan, *, new_term: bool, replaced: PeerID | None, now_s: float) -> None:
+        """There is a new plan to follow."""
+        self._sounding = None
+        self.watch.obeys(plan, new_term=new_term, replaced=replaced, now_s=now_s)
+
+    def work(self, live: SignedPlan, now_s: float, *, eligible: bool, term: int) -> list[Command]:
+        """Ping the coordinator if that is ours to do; ask the others about it if it is silent and it is our turn.
+
+        Args: term: the next that we could have. When `is_agreed` after this, ask for it.
+        """
+        plan = live.plan
+        turn = self._standing(plan) if eligible else None
+        self.watch.keep_close(turn is not None and turn < CLOSE_PEERS, now_s)
+        commands: list[Command] = []
+        if self.watch.takes_ping(now_s):
+            commands.append(Ask(peer=plan.coordinator, message=Ping()))
+        if turn is None or now_s < self.watch.suspect_at_s:
+            self._sounding = None
+            return commands
+        due_s = self.watch.suspect_at_s + turn * STAGGER_HEARTBEATS * self._heartbeat_s
+        if now_s < max(due_s, self._not_before_s):
+            return commands
+        sounding = self._sounding
+        if sounding is None:
+            commands.append(Note(text=f"coordinator {plan.coordinator[-8:]} is silent, asking who misses it"))
+            sounding = self._sounding = Sounding(
+                base=live,
+                term=max(term, self._term_max + 1),
+                asks_at_s=now_s,
+                expires_at_s=now_s + SOUNDING_HEARTBEATS * self._heartbeat_s,
+                agreed={self._me},
+            )
+        if now_s >= sounding.expires_at_s:
+            self.back_off(now_s)
+            text = f"{len(sounding.agreed)} of {len(plan.members)} miss the coordinator: it stays"
+            return [*commands, Note(text=text)]
+        return commands + self._ask(sounding, now_s)
+
+    def count(self, event: Answered) -> None:
+        """A member's opinion."""
+        sounding = self._about(event.asked)
+        if sounding is None or not isinstance(event.reply, TermGrant):
+            return
+        sounding.waiting.pop(event.peer, None)
+        if event.reply.granted:
+            sounding.agreed.add(event.peer)
+        elif event.reply.term >= sounding.term:
+            self._term_max = event.reply.term
+            sounding.term = event.reply.term + 1  # who agreed to a lower term agrees to this
+
+    def unanswered(self, peer: PeerID, asked: TermRequest) -> None:
+        sounding = self._about(asked)
+        if sounding is not None:
+            sounding.waiting.pop(peer, None)
+
+    def take_agreed(self) -> tuple[SignedPlan, int] | None:
+        """The plan and the term that a majority would grant us, once."""
+        sounding = self._sounding
+        if sounding is None or not is_quorum(sounding.agreed, sounding.base.plan.members, self._owner):
+            return None
+        self._sounding = None
+        return sounding.base, sounding.term
+
+    def _about(self, asked: object) -> Sounding | None:
+        sounding = self._sounding
+        if sounding is None or not isinstance(asked, TermRequest) or asked.live != sounding.base.envelope:
+            return None
+        return sounding
+
+    def _ask(self, sounding: Sounding, now_s: float) -> list[Command]:
+        if now_s < sounding.asks_at_s:
+            return []
+        sounding.asks_at_s = now_s + PING_HEARTBEATS / 2 * self._heartbeat_s
+        coordinator = sounding.base.plan.coordinator
+        question = TermRequest(term=sounding.term, live=sounding.base.envelope, handed_over=False, sounding=True)
+        left_out = {coordinator, *sounding.agreed, *(p for p, until_s in sounding.waiting.items() if now_s < until_s)}
+        peers = [peer for peer in sounding.base.plan.members if peer not in left_out]
+        again_s = now_s + max(ASK_AGAIN_HEARTBEATS * self._heartbeat_s, 2 * self.watch.round_trip_s)
+        sounding.waiting.update(dict.fromkeys(peers, again_s))
+        return [Ask(peer=peer, message=question) for peer in peers]
+
+    def _standing(self, plan: Plan) -> int | None:
+        if self._turn[0] is not plan:
+            order = election.standing(self._run, plan.term, plan.coordinator, plan.members, self._me)
+            self._turn = plan, order
+        return self._turn[1]

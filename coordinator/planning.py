@@ -1,0 +1,123 @@
+"""What we propose, from the question for a term to a live plan that everyone is told of. Pure."""
+
+from collections.abc import Callable
+
+from shoal.coordinator.chain import PlanChain
+from shoal.coordinator.events import Answered, Ask, Command, LookUp, Note, Publish, Reply
+from shoal.coordinator.follower import Follower
+from shoal.coordinator.governor import Governor
+from shoal.coordinator.proposal import Draft
+from shoal.coordinator.proposer import Carried, GivenUp, Proposer
+from shoal.coordinator.tenure import KeepRole, Tenure, Want
+from shoal.protocol.identity import PeerID
+from shoal.protocol.messages import Done, PlanLive, PlanVote, Refusal, Reset, TermGrant
+from shoal.protocol.plan import SignedPlan
+
+
+class Planning:
+    """Args:
+    adopt: obeys a plan if it is above ours.
+    """
+
+    def __init__(
+        self,
+        *,
+        me: PeerID,
+        chain: PlanChain,
+        governor: Governor,
+        proposer: Proposer,
+        follower: Follower,
+        tenure: Tenure,
+        adopt: Callable[[SignedPlan, float], list[Command]],
+    ) -> None:
+        self._me, self._chain, self._governor = me, chain, governor
+        self._proposer, self._follower, self._tenure = proposer, follower, tenure
+        self._adopt = adopt
+
+    def found_run(self, now_s: float) -> list[Command]:
+        """As the owner: make the first plan alone, if it is time."""
+        draft, reason = self._governor.first_plan(now_s)
+        if draft is None:
+            return [Note(text=reason)]
+        signed = self._proposer.make(None, 1, draft)
+        return [Note(text=reason), *self._went_live(signed, (), now_s)]
+
+    def reset(self, reset: Reset, base: SignedPlan, term: int, now_s: float) -> list[Command]:
+        """The owner lets us make the next plan alone."""
+        commands = self._adopt(base, now_s)
+        live = self._chain.live
+        assert live is not None
+        if live.plan.mandate == reset.mandate:
+            return [*commands, Reply(message=Done())]  # asked twice
+        if live.digest != base.digest or term <= max(live.plan.term, self._chain.granted_term):
+            reason = f"obeys plan {self._chain.order} and has promised term {self._chain.granted_term}: look again"
+            return [*commands, Reply(message=Refusal(reason=reason))]
+        sequence = self._proposer.next_sequence(live)
+        draft, reason = self._governor.reset_plan(live, reset, now_s, sequence=sequence)
+        if draft is None:
+            return [*commands, Reply(message=Refusal(reason=reason))]
+        plan = self._proposer.make(live, term, draft, mandate=reset.mandate)
+        commands += self._went_live(plan, tuple(peer for peer, _ in reset.roster), now_s)
+        return [*commands, Note(text=draft.layout.reason), Reply(message=Done())]
+
+    def pursue(self, want: Want, live: SignedPlan, now_s: float) -> list[Command]:
+        """As the coordinator: what the tenure came up with."""
+        match want:
+            case Draft():
+                return self._conclude(self._proposer.propose(live, want, now_s), now_s)
+            case KeepRole():
+                return self.inherit(live, now_s)
+            case None:
+                return []
+
+    def inherit(self, live: SignedPlan, now_s: float) -> list[Command]:
+        """The role is handed to us."""
+        return self._conclude(self._proposer.campaign(live, now_s, handed_over=True), now_s)
+
+    def succeed(self, now_s: float) -> list[Command]:
+        """Ask for the coordinator's term, if a majority would grant it."""
+        agreed = self._follower.take_agreed()
+        if agreed is None or self._proposer.is_busy:
+            return []
+        base, term = agreed
+        note = Note(text=f"a majority misses coordinator {base.plan.coordinator[-8:]}, asking for term {term}")
+        return [note, *self._conclude(self._proposer.campaign(base, now_s, handed_over=False, term=term), now_s)]
+
+    def count(self, event: Answered, now_s: float) -> list[Command]:
+        """A grant or a vote."""
+        match event.reply:
+            case TermGrant() as reply:
+                agreed = reply.granted
+            case PlanVote() as reply:
+                agreed = reply.accepted
+            case _:
+                return []
+        return self._conclude(self._proposer.count(event, agreed, reply.term, reply.reason, now_s), now_s)
+
+    def press(self, now_s: float) -> list[Command]:
+        """Time has passed."""
+        return self._conclude(self._proposer.press(now_s), now_s) if self._proposer.is_busy else []
+
+    def _conclude(self, commands: list[Command], now_s: float) -> list[Command]:
+        """`commands` are the proposer's; see whether it came to an end with them."""
+        match self._proposer.take_outcome():
+            case Carried() as won:
+                commands = commands + self._went_live(won.plan, won.voters, now_s)
+                if won.plan.plan.coordinator != self._me and self._chain.live is won.plan:
+                    # A dead coordinator's plan is finished; ours in the same term comes on top of it.
+                    ask = self._proposer.campaign(won.plan, now_s, handed_over=won.handed_over, term=won.term)
+                    return commands + self._conclude(ask, now_s)
+                return commands
+            case GivenUp() as lost:
+                self._follower.back_off(now_s)
+                self._tenure.lost(now_s, outbid=lost.outbid)
+                return [*commands, Note(text=lost.reason), LookUp()]
+            case None:
+                return commands
+
+    def _went_live(self, plan: SignedPlan, voters: tuple[PeerID, ...], now_s: float) -> list[Command]:
+        commands = self._adopt(plan, now_s)
+        news = PlanLive(plan=plan.envelope)
+        audience = dict.fromkeys((*voters, *plan.plan.members))
+        commands += [Ask(peer=peer, message=news) for peer in audience if peer != self._me]
+        return [*commands, Publish(plan=plan)] if plan.plan.coordinator == self._me else commands

@@ -1,0 +1,139 @@
+"""The coordinator's part, while the role is here: who is there, what should come next, who is next. Pure."""
+
+from dataclasses import dataclass
+
+from shoal.coordinator.chain import is_quorum
+from shoal.coordinator.events import Answered, Ask, Command, LookUp, Note, Publish, Unanswered
+from shoal.coordinator.governor import Governor
+from shoal.coordinator.proposal import Draft
+from shoal.coordinator.succession import Succession
+from shoal.coordinator.suspects import Suspects
+from shoal.protocol.identity import PeerID
+from shoal.protocol.messages import HandOver, Heartbeat, Ping
+from shoal.protocol.plan import Plan, SignedPlan
+from shoal.protocol.spec import SwarmSpec
+
+HEAD_HEARTBEATS = 10.0
+"""How often the coordinator renews the directory's record of the chain."""
+ALONE_HEARTBEATS = 1.0
+"""How often it looks there while it hears no majority: the others may have another coordinator."""
+PLAN_HEARTBEATS = 0.25
+"""How often it looks whether another plan would be better; at once when somebody dies."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeepRole:
+    """The role is ours for another term."""
+
+
+Want = Draft | KeepRole | None
+
+
+class Tenure:
+    """Args:
+    governor: knows who is there; shared with the core.
+    """
+
+    def __init__(self, *, me: PeerID, owner: PeerID, swarm: SwarmSpec, governor: Governor, now_s: float) -> None:
+        self._me, self._owner, self._governor = me, owner, governor
+        self._heartbeat_s = swarm.heartbeat_s
+        self._suspects = Suspects(me=me, heartbeat_s=swarm.heartbeat_s)
+        self._succession = Succession(term_s=swarm.term_s, heartbeat_s=swarm.heartbeat_s, now_s=now_s)
+        self._head_at_s = now_s
+        self._plan_at_s = now_s
+        self._num_gone = 0
+
+    def begin(self, plan: Plan, now_s: float, *, continuing: bool, silent: PeerID | None) -> None:
+        """A term of ours begins. `silent`: whose silence brought it, if that is why."""
+        self._succession.begin(now_s)
+        self._head_at_s = now_s + HEAD_HEARTBEATS * self._heartbeat_s
+        self._governor.begin_term(plan, now_s, continuing=continuing, silent=silent)
+        self._suspects.begin(() if silent is None else (silent,), now_s)
+
+    def excuse(self, now_s: float) -> None:
+        """We slept: nobody's silence until now counts."""
+        self._governor.roster.excuse_all(now_s)
+        self._suspects.begin((), now_s)
+
+    def hasten(self, due_s: float) -> None:
+        """The role should move on at `due_s`, if it would not before."""
+        self._succession.hasten(due_s)
+
+    def lost(self, now_s: float, *, outbid: bool) -> None:
+        """A plan of ours came to nothing."""
+        self._governor.unsettle()
+        if outbid:
+            # A majority may have promised our term away to somebody who then fell silent: only a later helps.
+            self._succession.hasten(now_s + self._heartbeat_s)
+
+    # --- what others say ---
+
+    def heard(self, peer: PeerID, heartbeat: Heartbeat, plan: Plan, now_s: float) -> list[Command]:
+        """A heartbeat, which the governor has noted."""
+        self._suspects.heard(peer)
+        self._suspects.report(peer, heartbeat.silent, plan, now_s)
+        return self._suspects.look(self._governor.roster, plan, now_s) if heartbeat.silent else []
+
+    def answered(self, event: Answered, now_s: float) -> list[Command]:
+        if isinstance(event.asked, HandOver):
+            self._succession.accepted(event.peer, event.took_s, now_s)
+        if isinstance(event.asked, Ping):
+            return self._suspects.answered(event.peer, self._governor.roster, now_s)
+        return []
+
+    def unanswered(self, event: Unanswered, plan: Plan, now_s: float) -> list[Command]:
+        if isinstance(event.asked, HandOver):
+            self._succession.declined(event.peer, now_s)
+            return [Note(text=f"{event.peer[-8:]} does not take the role: {event.reason}")]
+        if isinstance(event.asked, Ping) and event.refused:
+            roster = self._governor.roster
+            return self._suspects.refused(event.peer, roster, plan, took_s=event.took_s, now_s=now_s)
+        return []
+
+    # --- time ---
+
+    def work(
+        self, live: SignedPlan, now_s: float, *, eligible: bool, busy: bool, sequence: int
+    ) -> tuple[list[Command], Want]:
+        """Args: eligible: we may coordinate the next term too; busy: a proposal of ours is under way.
+
+        Returns: (commands, what to propose).
+        """
+        roster = self._governor.roster
+        commands = self._suspects.look(roster, live.plan, now_s)
+        alive = {self._me, *roster.alive(now_s)}
+        alone = not is_quorum(alive, live.plan.members, self._owner)
+        if now_s >= self._head_at_s:
+            self._head_at_s = now_s + (ALONE_HEARTBEATS if alone else HEAD_HEARTBEATS) * self._heartbeat_s
+            commands += [LookUp()] if alone else [LookUp(), Publish(plan=live)]
+        if alone:
+            self._head_at_s = min(self._head_at_s, now_s + ALONE_HEARTBEATS * self._heartbeat_s)
+            return [*commands, Note(text="hears no majority of the plan's members, so it makes no plans")], None
+        if busy:
+            return commands, None
+        if self._succession.is_due(now_s):
+            order = self._governor.successors(live.plan, now_s)
+            heir = self._succession.next([peer for peer in order if peer != self._me or eligible], now_s)
+            if heir == self._me:
+                return commands, KeepRole()
+            if heir is not None:
+                commands.append(Note(text=f"term {live.plan.term} ends, {heir[-8:]} is next"))
+                commands.append(Ask(peer=heir, message=self._governor.will(live, now_s)))
+        if self._succession.is_waiting:
+            return commands, None
+        more, want = self._next_plan(live, now_s, sequence=sequence)
+        return commands + more, want
+
+    def _next_plan(self, live: SignedPlan, now_s: float, *, sequence: int) -> tuple[list[Command], Want]:
+        roster = self._governor.roster
+        num_gone = sum(1 for peer in live.plan.members if roster.is_gone(peer, now_s))
+        if now_s < self._plan_at_s and num_gone == self._num_gone:
+            return [], None
+        if not self._suspects.is_settled(roster, live.plan, now_s):
+            return [], None
+        self._plan_at_s, self._num_gone = now_s + PLAN_HEARTBEATS * self._heartbeat_s, num_gone
+        draft, reason = self._governor.next_plan(live.plan, now_s, sequence=sequence)
+        if draft is None:
+            return [Note(text=reason)] if reason else [], None
+        self._governor.settle(live.plan, now_s)
+        return [Note(text=reason)], draft
