@@ -177,6 +177,7 @@ class Replica:
         if not self.pipeline.core.is_last:
             self.pipeline.core.router.set_shares({m.peer: m.share for m in plan.stages[self.stage + 1].members})
         self.group.plan_changed(members, plan.sequence)
+        self._open_if_fit()
         self.pipeline.refresh()
         if self.claims:
             self.claims.wake()
@@ -200,6 +201,7 @@ class Replica:
                 self.pipeline.peer_ready(peer)
             else:
                 self.pipeline.core.router.set_ready(peer, False)  # it will still answer what it owes
+        self._open_if_fit()
         if self.claims:
             self.claims.wake()
 
@@ -208,6 +210,7 @@ class Replica:
         if peer in (*self.group.core.mates, *self.group.core.departing):
             self.group.mate_lost(peer)
         self.pipeline.peer_lost(peer)
+        self._open_if_fit()
         if self.claims:
             self.claims.wake()
 
@@ -276,10 +279,22 @@ class Replica:
     def _become_ready(self) -> None:
         logger.info("stage %d is ready at version %d", self.stage, self.version)
         self.group.set_ready(True)
-        self.is_open = not self._draining
+        self._open_if_fit()
         self._s.on_change()
         if self.claims:
             self.claims.wake()
+
+    def _open_if_fit(self) -> None:
+        """Take traffic. A newcomer to a synchronous run waits for its first step of its own: until then it could not
+        repeat exactly what others may have to run again. Unless nobody else is there to take it.
+        """
+        runtime = self.pipeline.runtime
+        if self.is_open or self._draining or not self.is_ready:
+            return
+        at_the_beginning = self.version == self._plan.restore_version
+        if runtime.remembers or at_the_beginning or not self.group.core.open_mates:
+            self.is_open = True
+            self._s.on_change()
 
     def _resync(self, mate: PeerID) -> None:
         if self.is_ready and not self._draining:
@@ -307,6 +322,7 @@ class Replica:
         if self.claims:
             self.claims.reach(state.version)
         self._s.on_state(self, state)
+        self._open_if_fit()
 
     def unreachable(self, peer: PeerID) -> None:
         self._s.on_unreachable(peer)

@@ -65,12 +65,16 @@ class Agreement:
         past = [start for step, start in sorted(rounds.items()) if step < version]
         return [r for r in past if all(m.peer in gone or self._spoken.get(m.peer, -1) > r.step for m in r.members)]
 
-    def conclude(self, start: RoundStart, gone: Container[PeerID]) -> list[Command]:
-        """Compare what the members of a settled round have said."""
+    def conclude(self, start: RoundStart, gone: Container[PeerID], *, in_plan: bool) -> list[Command]:
+        """Compare what the members of a settled round have said; `in_plan`: the plan has a place for us."""
         version = start.step + 1
         digests = self._digests.pop(version, {})
         voters = [member.peer for member in start.members if member.peer in digests]
         if not voters:
+            return []
+        others = [member.peer for member in start.members if member.peer != self.me]
+        if others and voters == [self.me] and not (in_plan and all(peer in gone for peer in others)):
+            # Those who live have not come by this version this way: we slept, and they went on without us.
             return []
         votes = [digests[peer] for peer in voters]
         # The digest most members have; among equals the lead's.

@@ -103,6 +103,11 @@ class GroupCore:
         return self._members.ready_mates
 
     @property
+    def open_mates(self) -> tuple[PeerID, ...]:
+        """Ready, and taking traffic."""
+        return self._members.open_mates
+
+    @property
     def departing(self) -> tuple[PeerID, ...]:
         """Ready, but no longer in the plan: they drain."""
         return self._members.departing
@@ -386,5 +391,5 @@ class GroupCore:
         commands: list[Command] = []
         for start in self._agreement.settle(self._rounds, self.version, gone):
             del self._rounds[start.step]
-            commands += self._agreement.conclude(start, gone)
+            commands += self._agreement.conclude(start, gone, in_plan=self._members.in_plan)
         return commands

@@ -28,8 +28,17 @@ class Members:
         return tuple(member.peer for member in self.planned if member.peer != self.me)
 
     @property
+    def in_plan(self) -> bool:
+        return any(member.peer == self.me for member in self.planned)
+
+    @property
     def ready_mates(self) -> tuple[PeerID, ...]:
         return tuple(peer for peer in self.mates if peer in self._ready_mates)
+
+    @property
+    def open_mates(self) -> tuple[PeerID, ...]:
+        """Ready, and taking traffic."""
+        return tuple(peer for peer in self.ready_mates if peer not in self._closed_mates)
 
     @property
     def departing(self) -> tuple[PeerID, ...]:

@@ -146,6 +146,7 @@ class _Flight:
     """Who owes us its gradient; None again once it is back."""
     waiting_since_s: float = 0.0
     waited_s: float = 0.0
+    sent_s: float = 0.0
 
     def waits_no_more(self, now_s: float) -> None:
         self.waited_s += now_s - self.waiting_since_s
@@ -246,6 +247,8 @@ class PipelineCore:
         if flight is None or flight.target != source:
             return []  # From a replica that we had given up on, or a second time from one that we asked twice.
         self.router.returned(source)
+        if not microbatch.validates:
+            self.router.took(source, max(0.0, now_s - flight.sent_s - waited_s))
         flight.target = None
         flight.waited_s += waited_s
         flight.waiting_since_s = now_s
@@ -278,12 +281,13 @@ class PipelineCore:
     def _send_unsent(self, now_s: float) -> list[Command]:
         commands: list[Command] = []
         for microbatch in sorted(self._unsent):
-            target = self.router.pick()
+            target = self.router.pick(now_s=now_s)
             if target is None:
                 break
             self._unsent.remove(microbatch)
             flight = self._flights[microbatch]
             flight.target = target
+            flight.sent_s = now_s
             flight.waits_no_more(now_s)
             commands.append(SendActivation(microbatch, target))
         return commands

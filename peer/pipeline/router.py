@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from shoal.peer.pipeline.pace import Pace
 from shoal.protocol.identity import PeerID
 
 
@@ -12,13 +13,15 @@ class Router:
 
     The replica with the least `(outstanding + 1) / share` gets the next one: with equal speeds that is the plan's
     split exactly, and a replica that slows down has more outstanding and is given less at once, long before a plan
-    could say so. Ties go by plan order.
+    could say so. One that is many times slower than the others is given almost nothing (`Pace`), since the whole step
+    waits for it; one that has had nothing for long is tried. Ties go by plan order.
     """
 
     shares: Mapping[PeerID, float] = field(default_factory=dict)
     _ready: set[PeerID] = field(default_factory=set)
     _outstanding: dict[PeerID, int] = field(default_factory=dict)
     _given: dict[PeerID, int] = field(default_factory=dict)
+    _pace: Pace = field(default_factory=Pace)
 
     def set_shares(self, shares: Mapping[PeerID, float]) -> None:
         """A new plan: readiness and what is outstanding stay known. Its split starts to count from now."""
@@ -35,22 +38,29 @@ class Router:
     def has_target(self) -> bool:
         return any(peer in self._ready for peer in self.shares)
 
-    def pick(self, *, avoid: PeerID | None = None) -> PeerID | None:
-        """The next target, counted as outstanding; None if nobody is ready (other than `avoid`)."""
-        candidates = [peer for peer in self.shares if peer in self._ready and peer != avoid]
+    def pick(self, *, now_s: float) -> PeerID | None:
+        """The next target, counted as outstanding; None if nobody is ready."""
+        candidates = [peer for peer in self.shares if peer in self._ready]
         if not candidates:
             return None
+        weights = {peer: self.shares[peer] * self._pace.weight(peer, candidates) for peer in candidates}
+        idle = [p for p in candidates if not self._outstanding.get(p) and self._pace.is_due(p, now_s)]
         # Outstanding first; among equals the one furthest behind its share, else a tie always feeds the same peer.
         target = min(
-            candidates,
+            idle or candidates,
             key=lambda p: (
-                (self._outstanding.get(p, 0) + 1) / self.shares[p],
-                (self._given.get(p, 0) + 1) / self.shares[p],
+                (self._outstanding.get(p, 0) + 1) / weights[p],
+                (self._given.get(p, 0) + 1) / weights[p],
             ),
         )
+        self._pace.given(target, now_s)
         self._outstanding[target] = self._outstanding.get(target, 0) + 1
         self._given[target] = self._given.get(target, 0) + 1
         return target
+
+    def took(self, peer: PeerID, seconds: float) -> None:
+        """A microbatch came back from `peer` after `seconds`, without what it stood in queues."""
+        self._pace.took(peer, seconds)
 
     def returned(self, peer: PeerID) -> None:
         left = self._outstanding.get(peer, 0) - 1

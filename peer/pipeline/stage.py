@@ -79,10 +79,16 @@ class StageRuntime:
         assert self.state is not None, "the stage has no state yet"
         return self.state.version
 
+    @property
+    def remembers(self) -> bool:
+        """Whether what others run again of the step before can be repaired here exactly (s_max = 0)."""
+        return bool(self._before) or self.spec.training.s_max > 0
+
     def load(self, state: StageState) -> None:
         """Take over `state`, from the seed, a mate or a snapshot. Contributions already summed stay."""
         assert tuple(state.layers) == self.keys, "the state is another stage's"
         self.state = state
+        self._before = {}
         self._forget_old_steps()
 
     def weight_copies(self) -> int:

@@ -1,0 +1,45 @@
+"""Who is out of all proportion slower than the plan thought: measured here, long before a plan could say so. Pure."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from shoal.protocol.identity import PeerID
+
+LAGS = 4.0
+"""Beyond this many times the quickest one's time it is no longer a matter of shares."""
+TRIES_APART = 20.0
+"""A laggard is tried again after this many times what it took: a step that waits for it costs at most a twentieth."""
+TRIES_APART_S = 5.0
+_GAIN = 0.25
+
+
+@dataclass(slots=True)
+class Pace:
+    """How long each peer takes for one microbatch, queues not counted: an average over the last few."""
+
+    _takes_s: dict[PeerID, float] = field(default_factory=dict)
+    _tried_s: dict[PeerID, float] = field(default_factory=dict)
+
+    def took(self, peer: PeerID, seconds: float) -> None:
+        before_s = self._takes_s.get(peer, seconds)
+        self._takes_s[peer] = before_s + _GAIN * (seconds - before_s)
+
+    def given(self, peer: PeerID, now_s: float) -> None:
+        self._tried_s[peer] = now_s
+
+    def forget(self, peer: PeerID) -> None:
+        """It begins anew, maybe on another device."""
+        self._takes_s.pop(peer, None)
+        self._tried_s.pop(peer, None)
+
+    def weight(self, peer: PeerID, among: Iterable[PeerID]) -> float:
+        """1 for who keeps pace with the quickest of `among`, less for who does not."""
+        best_s = min((self._takes_s[other] for other in among if other in self._takes_s), default=0.0)
+        takes_s = self._takes_s.get(peer, best_s)
+        return best_s / takes_s if takes_s > LAGS * best_s > 0.0 else 1.0
+
+    def is_due(self, peer: PeerID, now_s: float) -> bool:
+        """Whether it has had nothing for so long that it is worth a try: it may be new, or have recovered."""
+        if peer not in self._tried_s:
+            return True
+        return now_s >= self._tried_s[peer] + max(TRIES_APART_S, TRIES_APART * self._takes_s.get(peer, 0.0))
