@@ -1,0 +1,145 @@
+"""One test's own world of real processes, started through the command line."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+SPEC = """
+name = "small"
+[model]
+dim = 32
+num_layers = 2
+num_heads = 2
+num_kv_heads = 1
+ffn_dim = 64
+context = 32
+[data]
+source = "{text}"
+[optimizer]
+warmup_steps = 2
+[training]
+steps = {steps}
+microbatches_per_step = 4
+microbatch_size = 2
+validation_interval_steps = 5
+[swarm]
+stages = 2
+min_peers = 2
+heartbeat_s = 0.5
+term_s = 3.0
+snapshot_interval_steps = 5
+"""
+
+
+class World:
+    """One test's own state folder, run spec and processes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.environment = os.environ | {"XDG_STATE_HOME": str(folder / "state")}
+        self.text = folder / "text.txt"
+        self.text.write_text("".join(f"fish {i % 7} swims {i * i % 31} miles\n" for i in range(3000)))
+        self.commands: list[Command] = []
+
+    def spec(self, steps: int) -> Path:
+        path = self.folder / "run.toml"
+        path.write_text(SPEC.format(text=self.text, steps=steps))
+        return path
+
+    def report(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, Any]]:
+        """What a demo wrote to `report.jsonl`: (steps, faults, summary)."""
+        *lines, summary = [json.loads(line) for line in (self.folder / "report.jsonl").read_text().splitlines()]
+        faults = [line for line in lines if line.get("event") == "fault"]
+        return [line for line in lines if line not in faults], faults, summary
+
+    def shoal(self, *arguments: object) -> "Command":
+        command = Command(self, len(self.commands), *map(str, arguments))
+        self.commands.append(command)
+        return command
+
+    def status(self) -> dict[str, Any] | None:
+        command = self.shoal("status", "--json")
+        return dict(json.loads(command.output)) if command.wait(60) == 0 else None
+
+    def ours(self) -> list[str]:
+        """Command lines of processes of this test that run now, the children's daemons included."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get("XDG_STATE_HOME") == self.environment["XDG_STATE_HOME"]:
+                    found.append(" ".join(process.cmdline()))
+            except (psutil.NoSuchProcess, psutil.AccessDenied):
+                continue
+        return found
+
+    def until(self, condition: Callable[[], object], *, timeout_s: float = 90.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline, "it did not come about: " + self.logs()
+            os.sched_yield()
+
+    def logs(self) -> str:
+        return "\n".join(path.read_text()[-2000:] for path in sorted(self.folder.rglob("*.log")))
+
+    def close(self) -> None:
+        for command in self.commands:
+            command.process.kill()
+            command.process.wait()
+        self.until(lambda: not self.ours())
+
+
+class Command:
+    """A `shoal` command that runs, its output in files: a pipe that nobody reads would stop it."""
+
+    def __init__(self, world: World, number: int, *arguments: str) -> None:
+        self._world = world
+        self._stdout = world.folder / f"command-{number}.out"
+        self._stderr = world.folder / f"command-{number}.log"
+        with self._stdout.open("w") as stdout, self._stderr.open("w") as stderr:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "shoal.deploy.cli", *arguments],
+                env=world.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+                start_new_session=True,
+            )
+
+    @property
+    def output(self) -> str:
+        return self._stdout.read_text()
+
+    @property
+    def errors(self) -> str:
+        return self._stderr.read_text()
+
+    def wait(self, timeout_s: float) -> int:
+        return self.process.wait(timeout_s)
+
+    def line(self, prefix: str) -> str:
+        """The first line of the output that begins so, once it is there."""
+
+        def found() -> str | None:
+            assert self.process.poll() is None, self.output + self._world.logs()
+            whole, _, _ = self.output.rpartition("\n")
+            return next((line for line in whole.splitlines() if line.startswith(prefix)), None)
+
+        self._world.until(found)
+        line = found()
+        assert line is not None
+        return line
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    world = World(tmp_path)
+    yield world
+    world.close()

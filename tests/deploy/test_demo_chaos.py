@@ -1,0 +1,34 @@
+"""Real peers are killed, replaced and suspended, and the run is whole all the same."""
+
+from typing import Any
+
+import pytest
+
+STEPS = 300
+"""About half a minute on two cores."""
+
+
+@pytest.mark.process
+@pytest.mark.timeout(240)
+def test_a_run_whose_peers_are_killed_and_suspended_loses_nothing(world: Any) -> None:
+    report = world.folder / "report.jsonl"
+    chaos = ("--chaos", "--chaos-seed", 5, "--kill-every", 4, "--suspend-for", 6)
+    demo = world.shoal("demo", "--spec", world.spec(STEPS), "--peers", 6, "--stages", 2, "--json", report, *chaos)
+    assert demo.wait(200) == 0, demo.output + world.logs()
+
+    steps, faults, summary = world.report()
+    kinds = [fault["kind"] for fault in faults]
+    kills = kinds.count("kill") + kinds.count("kill_coordinator")
+    assert kills >= 1, "it was over before anything happened"
+    assert kinds.count("start") + kinds.count("return") == kills
+    figures = summary["chaos"]
+    assert (figures["kills"], figures["suspensions"]) == (kills, kinds.count("suspend"))
+
+    assert summary["finished"]
+    assert [line["step"] for line in steps] == list(range(STEPS)), "a step's line died with somebody"
+    assert all(line["loss"] is not None for line in steps)
+    assert (summary["given_up"], summary["dissenting"], summary["eras"]) == (0, 0, 0)
+    assert (summary["failed"], figures["left_behind"]) == (0, 0), demo.output + world.logs()
+    assert summary["loss_last"] < summary["loss_first"] - 0.5
+    assert summary["sample"].startswith("def ")
+    assert not world.ours()
