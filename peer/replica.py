@@ -212,6 +212,7 @@ class Replica:
         self.pipeline.peer_lost(peer)
         self._open_if_fit()
         if self.claims:
+            self.claims.mate_lost(peer)
             self.claims.wake()
 
     def peer_silent(self, peer: PeerID) -> None:
@@ -307,6 +308,8 @@ class Replica:
 
     def contributed(self, microbatch: Microbatch, *, loss: float, staleness_steps: int) -> None:
         self.group.contributed(microbatch.step, microbatch.index, loss=loss, staleness_steps=staleness_steps)
+        if self.claims:
+            self.claims.made(microbatch)
 
     def finished(self, microbatch: Microbatch, *, loss: float) -> None:
         assert self.claims is not None
@@ -346,6 +349,7 @@ class Replica:
             group,
             self.pipeline.core,
             endpoint=self._s.endpoint,
+            clock=self._s.clock,
             on_grant=self._granted,
             on_validation=self._s.on_validation,
         )
@@ -373,6 +377,6 @@ class Replica:
                     return
             await asyncio.sleep(_RETRY_S)
 
-    def _mate_progress(self, message: Progress) -> None:
+    def _mate_progress(self, source: PeerID, message: Progress) -> None:
         if self.claims:
-            self.claims.mate_progress(message)
+            self.claims.mate_progress(source, message)

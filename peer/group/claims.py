@@ -10,10 +10,12 @@ from shoal.peer.outbox import Outbox
 from shoal.peer.pipeline.core import PipelineCore
 from shoal.peer.pipeline.issue import IssueBook
 from shoal.peer.pipeline.microbatch import IndexSet, Microbatch
+from shoal.peer.pipeline.pace import Pace
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused, RemoteError, Unreachable
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Claim, Done, Grant, Progress, Repair, ValidationReport, ValidationResult
+from shoal.protocol.ports import Clock
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +39,7 @@ class Claims:
         pipeline: PipelineCore,
         *,
         endpoint: Endpoint,
+        clock: Clock,
         on_grant: Callable[[Microbatch], None],
         on_validation: Callable[[ValidationReport], None],
     ) -> None:
@@ -44,6 +47,7 @@ class Claims:
         self._group = group
         self._pipeline = pipeline
         self._endpoint = endpoint
+        self._clock = clock
         self._on_grant = on_grant
         self._on_validation = on_validation
         self._outbox = Outbox(endpoint)
@@ -53,6 +57,8 @@ class Claims:
         self._waiting: dict[PeerID, tuple[int, asyncio.Future[list[Microbatch]]]] = {}
         self._task: asyncio.Task[None] | None = None
         self._draining = False
+        self._pace = Pace()
+        self._out: dict[Microbatch, tuple[PeerID, float]] = {}  # granted by us: to whom and when
 
     def install(self) -> None:
         self._endpoint.on(Claim, self._on_claim)
@@ -77,14 +83,30 @@ class Claims:
         self.book.reach(version)
         for old in [v for v in self._losses if v < version - 4]:
             del self._losses[old]
+        self._out = {m: grant for m, grant in self._out.items() if m.step >= version}
         self._serve_soon()
         self.wake()
 
-    def mate_progress(self, message: Progress) -> None:
+    def mate_progress(self, source: PeerID, message: Progress) -> None:
         """So that any of us can be lead next, everyone keeps the book."""
         count = self.book.microbatches
-        self.book.take(message.step, IndexSet.from_bytes(message.indices, count=count))
+        made = IndexSet.from_bytes(message.indices, count=count)
+        self.book.take(message.step, made)
         self.book.take(message.step, IndexSet.from_bytes(message.claimed, count=count))
+        for microbatch, (peer, _) in list(self._out.items()):
+            if peer == source and microbatch.step == message.step and microbatch.index in made:
+                self.made(microbatch)
+
+    def made(self, microbatch: Microbatch) -> None:
+        """Whoever it was granted to has contributed it."""
+        grant = self._out.pop(microbatch, None)
+        if grant is not None:
+            self._pace.took(grant[0], self._clock.now_s() - grant[1])
+
+    def mate_lost(self, peer: PeerID) -> None:
+        """It begins anew, if at all."""
+        self._pace.forget(peer)
+        self._out = {m: grant for m, grant in self._out.items() if grant[0] != peer}
 
     def wake(self) -> None:
         """Room in the window, a new version or a new lead: look again."""
@@ -169,11 +191,17 @@ class Claims:
         others with nothing. What is left then, the next claims get."""
         if not self._group.is_lead:
             return
-        admissible = self.book.admissible
+        admissible, now_s = self.book.admissible, self._clock.now_s()
+        everyone = (self._group.me, *self._group.ready_mates)
         for source, (count, answer) in list(self._waiting.items()):
             share = max(1, math.ceil(self._group.share_of(source) * admissible))
+            if self._pace.weight(source, everyone) < 1.0:
+                # The whole step would wait for what it holds: now and then one, to see whether it has recovered.
+                share = 1 if self._pace.is_due(source, now_s) else 0
             granted = self.book.grant(min(count, share)) if not answer.done() else []
             if granted:
+                self._pace.given(source, now_s)
+                self._out.update({m: (source, now_s) for m in granted if not m.validates})
                 answer.set_result(granted)
                 del self._waiting[source]
 

@@ -75,7 +75,7 @@ class GroupDriver:
         on_report: Callable[[CommitReport], None],
         on_witness: Callable[[CommitReport], None],
         on_resync: Callable[[PeerID], None],
-        on_progress: Callable[[Progress], None],
+        on_progress: Callable[[PeerID, Progress], None],
         on_repair: Callable[[int, bytes], None],
         on_unreachable: Callable[[PeerID], None],
         retained_from: Callable[[], int],
@@ -194,7 +194,7 @@ class GroupDriver:
     async def _on_progress_message(self, source: PeerID, message: Progress) -> Done:
         self._check(source, message.stage)
         self._perform(self.core.progress(source, message, now_s=self._clock.now_s()))
-        self._on_progress(message)
+        self._on_progress(source, message)
         return Done()
 
     async def _on_round_start(self, source: PeerID, message: RoundStart) -> Done:
