@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: setup demo test check bench soak
+.PHONY: setup demo test check bench soak soak-chaos
 
 setup: $(STAMP)
 
@@ -31,3 +31,7 @@ bench: setup
 # Thirty minutes of demo; says how each peer's memory grew.
 soak: setup
 	$(BIN)/python tests/soak/memory.py $(ARGS)
+
+# `shoal demo --chaos` twenty times against one run in peace: what faults cost. ARGS='--runs 2 --seconds 90' for less.
+soak-chaos: setup
+	$(BIN)/python tests/soak/chaos.py $(ARGS)

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-STEPS = 300
-"""About half a minute on two cores."""
+STEPS = 120
+"""Some twenty seconds of training on two cores."""
 
 
 @pytest.mark.process
