@@ -213,7 +213,7 @@ class SimSwarm:
     def tell_failures(self) -> None:
         """Show what has failed since the last call."""
         for name, error in self.world.failures[self._failures_told :]:
-            self._on_event(Failed(at_s=self._now_s(), name=name, life=self._lives[name], error=_describe(error)))
+            self._on_event(Failed(at_s=self._now_s(), name=name, life=self._lives.get(name, 0), error=_describe(error)))
         self._failures_told = len(self.world.failures)
 
     def _now_s(self) -> float:

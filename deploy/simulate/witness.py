@@ -77,7 +77,7 @@ class Witness:
                 self.rounds.append(event)
             case Injected(fault=fault):
                 self._injected[str(fault.kind)] += 1
-                if fault.kind is FaultKind.CRASH:
+                if fault.kind in (FaultKind.CRASH, FaultKind.POWER_CUT):
                     self._kills_s.append(event.at_s)
             case Quiet():
                 self.quiet_s = event.at_s
