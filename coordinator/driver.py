@@ -26,7 +26,6 @@ from shoal.coordinator.events import (
     LookUp,
     Note,
     Obey,
-    Persist,
     Publish,
     Received,
     Reply,
@@ -41,6 +40,7 @@ from shoal.coordinator.notices import Notices
 from shoal.coordinator.opened import OpenedPlans
 from shoal.coordinator.reports import ReportOutbox
 from shoal.coordinator.store import PlanStore
+from shoal.coordinator.word import Word
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import LocalError, Refused, RemoteError, ShoalError, Unreachable
 from shoal.protocol.identity import PeerID
@@ -126,6 +126,7 @@ class Coordination:
             now_s=clock.now_s(),
         )
         self._enquiry = Enquiry(endpoint=endpoint, core=self._core, clock=clock, timeout_s=self._timeout_s)
+        self._word = Word(store, clock)
         self._notices = Notices(endpoint, directory, clock)
         self._reports = ReportOutbox()
         self._plans = OpenedPlans(endpoint.run, owner=owner, num_layers=spec.model.num_layers)
@@ -208,7 +209,7 @@ class Coordination:
             return Refusal(reason="is closing")
         try:
             commands = self._core.handle(event, now_s=self._clock.now_s())
-            replies = [reply for command in commands if (reply := self._carry_out(command)) is not None]
+            replies = [reply for command in self._word.backed(commands) if (reply := self._carry_out(command))]
         finally:
             self._arm()
         assert len(replies) <= 1
@@ -233,8 +234,6 @@ class Coordination:
         match command:
             case Reply():
                 return command.message
-            case Persist():
-                self._store.save(command.record)
             case Obey():
                 self._obey(command.plan)
             case SendHeartbeat():
@@ -308,12 +307,8 @@ class Coordination:
                 base = self._plans.need(message.live, source)
                 mandated_term = self._plans.mandated_term(message.mandate, source, coordinator=self._endpoint.peer_id)
                 self._introduce_all(message.roster)
-        try:
-            event = Received(source=source, message=message, plan=plan, base=base, mandated_term=mandated_term)
-            reply = self._feed(event)
-        except LocalError as error:
-            logger.error("cannot vote: %s", error)
-            return Refusal(reason="cannot keep its word on disk")
+        event = Received(source=source, message=message, plan=plan, base=base, mandated_term=mandated_term)
+        reply = self._feed(event)
         assert reply is not None
         return reply
 
