@@ -47,6 +47,8 @@ class Archive:
         self._clock = clock
         self._run_blocking = run_blocking
         self._stored: dict[PurePosixPath, snapshot.StoredSnapshot] = {}
+        self._damaged: set[PurePosixPath] = set()
+        """Not to be offered to others; found so when they were read."""
         self._complained_s = -_COMPLAIN_S
 
     @property
@@ -78,7 +80,7 @@ class Archive:
             return False
 
         def write() -> None:
-            snapshot.write_snapshot(
+            path = snapshot.write_snapshot(
                 disk,
                 self._folder / _name(state.layers),
                 run=self._run,
@@ -88,6 +90,7 @@ class Archive:
                 spec=self._spec,
                 keep=KEPT,
             )
+            self._damaged.discard(path)
             self._look()
 
         try:
@@ -115,7 +118,8 @@ class Archive:
                 await self._run_blocking(read)
             except LocalError as error:
                 logger.warning("%s", error)
-                del self._stored[stored.path]
+                self._damaged.add(stored.path)
+                self._stored.pop(stored.path, None)  # or pruned meanwhile
         return found
 
     def _look(self) -> None:
@@ -124,7 +128,8 @@ class Archive:
         try:
             for name in self._disk.list(self._folder):
                 for found in snapshot.list_snapshots(self._disk, self._folder / name, self._run):
-                    stored[found.path] = found
+                    if found.path not in self._damaged:
+                        stored[found.path] = found
         except (OSError, LocalError) as error:
             self._complain(f"cannot look through the snapshots: {error}")
             return
