@@ -28,6 +28,7 @@ class Kind(IntEnum):
     REPLY_SENT = 22
     REPLY_ARRIVED = 23
     CALL_LOST = 24
+    CALL_ABANDONED = 25
     RECORD_STORED = 30
     RECORD_READ = 31
     JOB_STARTED = 40

@@ -70,8 +70,8 @@ class SimTransport:
         self._calls: dict[asyncio.Future[bytes], PeerID] = {}
         """Replies that are waited for, and from whom."""
         self._is_closing = False
-        self._handlers: dict[asyncio.Task[None], bool] = {}
-        """Those that run, and whether they answer a call; else they handle a stream's frames."""
+        self._handlers: dict[asyncio.Task[None], asyncio.Future[bytes] | None] = {}
+        """Those that run, and the reply that a caller waits for; else they handle a stream's frames."""
 
     @property
     def peer_id(self) -> PeerID:
@@ -119,9 +119,10 @@ class SimTransport:
         for reply, peer in self._calls.items():
             if not reply.done():
                 reply.set_exception(Unreachable(peer, why))
-        for task, is_call in list(self._handlers.items()):
-            if is_call:
+        for task, answered in list(self._handlers.items()):
+            if answered is not None:
                 task.cancel()  # as the live daemon's supervision does; frames that arrived whole are still handled
+        self.abandon_calls()
         for other in others:
             for reply in [reply for reply, peer in other._calls.items() if peer == self._peer_id]:
                 self._hang_up(other, reply, "its connection broke")
@@ -148,6 +149,22 @@ class SimTransport:
         accept = caller._accept_reply
         self._post.send(self.card, caller.card, b"", lambda _, how: accept(self, error, 0, how, reply))
 
+    def abandon_calls(self) -> None:
+        """Nobody waits here any more for what others are answering, and they will hear so."""
+        for reply, peer in self._calls.items():
+            if (target := self._find(peer)) is not None:
+                self._abandon(target, reply)
+
+    def _abandon(self, target: "SimTransport", reply: asyncio.Future[bytes]) -> None:
+        self._post.send(self.card, target.card, b"", lambda _, how: target._stop_answering(self, reply))
+
+    def _stop_answering(self, caller: "SimTransport", reply: asyncio.Future[bytes]) -> None:
+        for task, answered in self._handlers.items():
+            if answered is reply:
+                self._record(Kind.CALL_ABANDONED, caller.card, self.card, 0, 0)
+                # In this peer's context: if it is paused, the handler gets as far as its first wait when it resumes.
+                self._agenda.loop.call_soon(task.cancel, context=owned_context(self.card.number))
+
     # Calls --------------------------------------------------------------------------------------------------------
 
     async def call(self, peer: PeerID, request: bytes, *, timeout_s: float) -> bytes:
@@ -172,6 +189,8 @@ class SimTransport:
             raise Unreachable(peer, why) from None
         finally:
             del self._calls[reply]
+            if reply.cancelled() and target is not None and self.card.is_alive and self.card.is_up:
+                self._abandon(target, reply)
 
     def _accept_call(
         self, caller: "SimTransport", request: bytes, digest: int, how: Condition, reply: asyncio.Future[bytes]
@@ -186,7 +205,7 @@ class SimTransport:
         self._record(Kind.CALL_ARRIVED, caller.card, self.card, len(request), digest)
         heard = None if how == "repeated" else reply
         work = self._answer(caller, self._on_call, request, heard)
-        self._spawn(work, f"call from {caller.peer_id[-8:]}", is_call=True)
+        self._spawn(work, f"call from {caller.peer_id[-8:]}", answers=heard)
 
     async def _answer(
         self, caller: "SimTransport", on_call: CallHandler, request: bytes, reply: asyncio.Future[bytes] | None
@@ -296,10 +315,12 @@ class SimTransport:
         known = peer in self._met or not self._addresses_of.get(peer, set()).isdisjoint(target.addresses())
         return target if known else None
 
-    def _spawn(self, work: Coroutine[Any, Any, None], name: str, *, is_call: bool = False) -> asyncio.Task[None]:
+    def _spawn(
+        self, work: Coroutine[Any, Any, None], name: str, *, answers: asyncio.Future[bytes] | None = None
+    ) -> asyncio.Task[None]:
         context = owned_context(self.card.number)
         task = self._agenda.loop.create_task(work, name=f"{self._peer_id[-8:]}: {name}", context=context)
-        self._handlers[task] = is_call
+        self._handlers[task] = answers
         task.add_done_callback(self._forget)
         return task
 

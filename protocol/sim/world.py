@@ -200,6 +200,7 @@ class World:
         self._trace.add(self.now_s(), Kind.CRASHED, peer.number, -1)
         self._agenda.loop.freeze(peer.number)
         self._links.gone(peer.transport.card, why=None)
+        peer.transport.abandon_calls()
         self._machines[peer.name].disk = peer.disk.crash()
 
     def pause(self, peer: SimPeer) -> None:
