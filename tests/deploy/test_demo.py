@@ -1,5 +1,6 @@
 """Real peers on loopback, through the command line: a demo, a volunteer that joins it, Ctrl-C."""
 
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,8 @@ def test_a_demo_without_text_says_why(world: Any) -> None:
 
 
 def test_a_volunteer_joins_is_seen_and_leaves_and_ctrl_c_ends_the_demo(world: Any) -> None:
-    demo = world.shoal("demo", "--spec", world.spec(100_000), "--peers", 2, "--stages", 2)
+    report = world.folder / "report.jsonl"
+    demo = world.shoal("demo", "--spec", world.spec(100_000), "--peers", 2, "--stages", 2, "--json", report)
     invite = demo.line("shoal join ").split()[2]
     demo.line("step ")
 
@@ -53,6 +55,9 @@ def test_a_volunteer_joins_is_seen_and_leaves_and_ctrl_c_ends_the_demo(world: An
     world.until(version)
     before = version()
     world.until(lambda: version() > before)  # it takes part in the commits of its stage
+    me = volunteer.line("takes part as volunteer ").split()[-1]
+    its_terms = re.compile(rf"^step .* term \d+ {re.escape(me)}$", re.MULTILINE)
+    world.until(lambda: its_terms.search(volunteer.output))
     volunteer.process.send_signal(signal.SIGINT)
     assert volunteer.wait(60) == 0, world.logs()
     assert "leaving" in volunteer.output
@@ -65,6 +70,10 @@ def test_a_volunteer_joins_is_seen_and_leaves_and_ctrl_c_ends_the_demo(world: An
     demo.process.send_signal(signal.SIGINT)
     assert demo.wait(60) == 130, demo.output + world.logs()
     assert not world.ours()
+    steps, _, _ = world.report()
+    assert [line["step"] for line in steps] == list(range(len(steps))), "steps went with a coordinator from outside"
+    assert len(steps) > before
+    assert all(line["loss"] is not None for line in steps)
 
 
 def test_a_killed_demo_takes_its_peers_along(world: Any) -> None:
