@@ -76,8 +76,12 @@ JITTER = 0.1
 """Heartbeats vary by this share, so that a thousand peers that got one plan do not report in one millisecond."""
 HEAD_HEARTBEATS = 5.0
 """How often a peer without a coordinator looks for one in the directory."""
+STRANGER_HEARTBEATS = 1.0
+"""And one that is nobody's member, of whose coordinator's death nobody tells it."""
 TERM_HEARTBEATS = 1.5
 """How long we leave a candidate to whom we have granted a term alone with it."""
+SOON_HEARTBEATS = 0.25
+"""Within which members report to a new coordinator."""
 SLEPT_HEARTBEATS = 1.0
 """A tick that comes this late means that we were stopped: others' silence was ours."""
 
@@ -110,7 +114,12 @@ class CoordinationCore:
         self._heartbeat_s = spec.swarm.heartbeat_s
         self._own: Heartbeat | None = None
         self._proposer = Proposer(
-            me=me, owner=owner, chain=chain, sign=sign, is_fresh=self._is_fresh, heartbeat_s=spec.swarm.heartbeat_s
+            me=me,
+            owner=owner,
+            chain=chain,
+            sign=sign,
+            is_fresh=lambda base: governor.is_fresh(base.plan, self._own, leads=self.is_coordinator),
+            heartbeat_s=spec.swarm.heartbeat_s,
         )
         self._follower = Follower(run=run, me=me, owner=owner, heartbeat_s=self._heartbeat_s, rng=rng, now_s=now_s)
         self._watch = self._follower.watch
@@ -165,12 +174,9 @@ class CoordinationCore:
 
     def handle(self, event: Event, *, now_s: float) -> list[Command]:
         commands = self._handle(event, now_s)
-        if self._is_brisk(now_s):
+        if self.is_coordinator or self._follower.is_brisk(now_s):
             self._tick_at_s = min(self._tick_at_s, now_s + BRISK_HEARTBEATS * self._heartbeat_s)
         return commands
-
-    def _is_brisk(self, now_s: float) -> bool:
-        return self.is_coordinator or self._follower.is_brisk(now_s)
 
     def _handle(self, event: Event, now_s: float) -> list[Command]:
         match event:
@@ -207,7 +213,7 @@ class CoordinationCore:
                 return self._grant(event.source, request, event.base, now_s)
             case PlanOffer() as offer:
                 assert event.plan is not None
-                return self._vote(event.source, offer, event.plan, event.base, now_s)
+                return self._vote(event, offer, event.plan, now_s)
             case PlanLive():
                 assert event.plan is not None
                 return [*self._adopt(event.plan, now_s), Reply(message=Done())]
@@ -258,11 +264,9 @@ class CoordinationCore:
             self._follower.hold_off(now_s + TERM_HEARTBEATS * self._heartbeat_s)
         return [*commands, Persist(record=self.chain.record()), Reply(message=reply)]
 
-    def _vote(
-        self, source: PeerID, offer: PlanOffer, plan: SignedPlan, base: SignedPlan | None, now_s: float
-    ) -> list[Command]:
-        commands = self._adopt(base, now_s) if base else []
-        reply = answer_offer(self.chain, source, offer, plan, base)
+    def _vote(self, event: Received, offer: PlanOffer, plan: SignedPlan, now_s: float) -> list[Command]:
+        commands = self._adopt(event.base, now_s) if event.base else []
+        reply = answer_offer(self.chain, event.source, offer, plan, event.base)
         return [*commands, Persist(record=self.chain.record()), Reply(message=reply)]
 
     def _take_over(self, source: PeerID, message: HandOver, plan: SignedPlan, now_s: float) -> list[Command]:
@@ -343,23 +347,21 @@ class CoordinationCore:
     def _follow(self, now_s: float) -> list[Command]:
         live = self.chain.live
         commands: list[Command] = []
-        lost = now_s >= self._watch.suspect_at_s
+        known = live is not None and self.me in live.plan.members
+        lost = now_s >= self._watch.suspect_at_s or not (known or self._watch.heard_lately(now_s))
         if (lost or not self._watch.head_known) and now_s >= self._head_at_s:
-            self._head_at_s = now_s + HEAD_HEARTBEATS * self._heartbeat_s
+            self._head_at_s = now_s + (HEAD_HEARTBEATS if known else STRANGER_HEARTBEATS) * self._heartbeat_s
             commands.append(LookUp())
         if live is None:
             if self.me == self.owner and self._watch.head_known and not self._watch.run_exists:
                 commands += self._planning.found_run(now_s)
             return commands
-        eligible = self._eligible(live.plan) and not self._proposer.is_busy
+        eligible = self._eligible(live.plan)
         term = max(self.chain.granted_term, live.plan.term) + 1
-        commands += self._follower.work(live, now_s, eligible=eligible, term=term)
+        commands += self._follower.work(live, now_s, eligible=eligible, busy=self._proposer.is_busy, term=term)
         return commands + self._planning.succeed(now_s)
 
     # --- plans ---
-
-    def _is_fresh(self, base: SignedPlan) -> bool:
-        return self.governor.is_fresh(base.plan, self._own, leads=self.is_coordinator)
 
     def _adopt(self, plan: SignedPlan, now_s: float) -> list[Command]:
         was_coordinator, before = self.is_coordinator, self.chain.live
@@ -377,6 +379,10 @@ class CoordinationCore:
         if was_coordinator and not self.is_coordinator:
             assert before is not None
             commands += [Tell(record=record) for record in self.governor.tell(before.plan, now_s, flush=True)]
+        if new_term:
+            # A new coordinator plans once it has heard everyone: do not let it wait for the rhythm.
+            soon_s = 0.0 if self.is_coordinator else SOON_HEARTBEATS * self._heartbeat_s * self._rng.random()
+            self._heartbeat_at_s = min(self._heartbeat_at_s, now_s + soon_s)
         if self.is_coordinator and new_term:
             continuing = was_coordinator or before is None
             self._tenure.begin(plan.plan, now_s, continuing=continuing, silent=None if continuing else silent)
@@ -390,8 +396,5 @@ class CoordinationCore:
 
     def _eligible(self, plan: Plan) -> bool:
         own = self._own
-        return (
-            self.me in plan.members
-            and not self._leaving
-            and (own is None or (own.advert.willing_to_coordinate and not own.draining))
-        )
+        able = own is None or (own.advert.willing_to_coordinate and not own.draining)
+        return able and self.me in plan.members and not self._leaving

@@ -20,8 +20,10 @@ from shoal.protocol.plan import Plan, SignedPlan
 CLOSE_PEERS = 2
 """How many of the next in turn ping the coordinator: a second, should the first have died with it. More would cost
 the coordinator of a thousand peers thousands of calls a second."""
-STAGGER_HEARTBEATS = 1.0
-"""How much longer each next in turn waits before it tries: three round trips and a tick fit in it."""
+STAGGER_HEARTBEATS = 0.3
+"""How much longer each next in turn waits before it tries, beside the three round trips that the one before needs."""
+STAGGER_ROUND_TRIPS = 3.0
+BACK_OFF_HEARTBEATS = 1.0
 SOUNDING_HEARTBEATS = 3.0
 """How long to ask before pausing: who backs the coordinator at first will see for himself by then."""
 
@@ -52,6 +54,7 @@ class Follower:
         self._run, self._me, self._owner = run, me, owner
         self._heartbeat_s, self._rng = heartbeat_s, rng
         self._sounding: Sounding | None = None
+        self._is_asking = False
         self._not_before_s = now_s
         self._term_max = 0
         self._turn: tuple[Plan | None, int | None] = None, None
@@ -66,18 +69,19 @@ class Follower:
 
     def back_off(self, now_s: float) -> None:
         """Ours came to nothing; candidates that met do not meet again."""
-        self._sounding = None
-        self.hold_off(now_s + (1 + 2 * self._rng.random()) * STAGGER_HEARTBEATS * self._heartbeat_s)
+        self._sounding, self._is_asking = None, False
+        self.hold_off(now_s + (1 + 2 * self._rng.random()) * BACK_OFF_HEARTBEATS * self._heartbeat_s)
 
     def obeys(self, plan: Plan, *, new_term: bool, replaced: PeerID | None, now_s: float) -> None:
         """There is a new plan to follow."""
+        self._is_asking = self._is_asking and not new_term
         self._sounding = None
         self.watch.obeys(plan, new_term=new_term, replaced=replaced, now_s=now_s)
 
-    def work(self, live: SignedPlan, now_s: float, *, eligible: bool, term: int) -> list[Command]:
+    def work(self, live: SignedPlan, now_s: float, *, eligible: bool, busy: bool, term: int) -> list[Command]:
         """Ping the coordinator if that is ours to do; ask the others about it if it is silent and it is our turn.
 
-        Args: term: the next that we could have. When `is_agreed` after this, ask for it.
+        Args: busy: a proposal of ours is under way; term: the next that we could have.
         """
         plan = live.plan
         turn = self._standing(plan) if eligible else None
@@ -86,14 +90,18 @@ class Follower:
         if self.watch.takes_ping(now_s):
             commands.append(Ask(peer=plan.coordinator, message=Ping()))
         if turn is None or now_s < self.watch.suspect_at_s:
-            self._sounding = None
+            self._sounding, self._is_asking = None, False
+        if turn is None or busy or now_s < self.watch.suspect_at_s:
             return commands
-        due_s = self.watch.suspect_at_s + turn * STAGGER_HEARTBEATS * self._heartbeat_s
+        # Who has begun to ask goes on when it learns of a later plan of the same coordinator, whoever is next there.
+        stagger_s = STAGGER_HEARTBEATS * self._heartbeat_s + STAGGER_ROUND_TRIPS * self.watch.round_trip_s
+        due_s = self.watch.suspect_at_s + (0 if self._is_asking else turn) * stagger_s
         if now_s < max(due_s, self._not_before_s):
             return commands
         sounding = self._sounding
         if sounding is None:
             commands.append(Note(text=f"coordinator {plan.coordinator[-8:]} is silent, asking who misses it"))
+            self._is_asking = True
             sounding = self._sounding = Sounding(
                 base=live,
                 term=max(term, self._term_max + 1),

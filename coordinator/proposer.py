@@ -108,6 +108,9 @@ class Proposer:
         if agreed:
             proposal.agreed.add(event.peer)
             return self._advance(now_s)
+        if term == proposal.term and proposal.handed_over and proposal.plan is None:
+            # Promised to an heir before us, of whom the coordinator says by asking us that he did not make it.
+            return self.campaign(proposal.base, now_s, handed_over=True, term=term + 1)
         if term > proposal.term:
             self._term_max = max(self._term_max, term)
             self._give_up(f"{event.peer[-8:]} {reason}", outbid=True)

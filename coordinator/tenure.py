@@ -17,7 +17,7 @@ HEAD_HEARTBEATS = 10.0
 """How often the coordinator renews the directory's record of the chain."""
 ALONE_HEARTBEATS = 1.0
 """How often it looks there while it hears no majority: the others may have another coordinator."""
-PLAN_HEARTBEATS = 0.25
+PLAN_HEARTBEATS = 0.125
 """How often it looks whether another plan would be better; at once when somebody dies."""
 
 
