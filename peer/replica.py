@@ -165,6 +165,7 @@ class Replica:
         for part in (self.pipeline, self.group, self.claims):
             if part is not None:
                 part.install()
+        self.group.set_open(False)
         self.follow(self._plan)
         self._sync_task = asyncio.create_task(self._join(), name=f"join stage {self.stage}")
         if self.claims:
@@ -231,7 +232,7 @@ class Replica:
         self.is_open = False
         if self.claims:
             self.claims.drain()
-        self.group.drain()
+        self.group.set_open(False)
         self._s.on_change()
         until_s = self._s.clock.now_s() + timeout_s
         while not self.pipeline.core.is_idle or self.group.core.owes:
@@ -295,6 +296,7 @@ class Replica:
         at_the_beginning = self.version == self._plan.restore_version
         if runtime.remembers or at_the_beginning or not self.group.core.open_mates:
             self.is_open = True
+            self.group.set_open(True)
             self._s.on_change()
 
     def _resync(self, mate: PeerID) -> None:

@@ -143,9 +143,9 @@ class GroupCore:
         self._members.ready = ready
         return [*self._tell_open_steps(), *self._lead_may_have_changed(now_s)]
 
-    def drain(self, *, now_s: float) -> list[Command]:
-        """We take nothing new and lead no more, but see our contributions committed."""
-        self._members.is_open = False
+    def set_open(self, is_open: bool, *, now_s: float) -> list[Command]:
+        """We take traffic. Who does not leads only if nobody else could, but sees its contributions committed."""
+        self._members.is_open = is_open
         return self._lead_may_have_changed(now_s)
 
     def mate_ready(self, peer: PeerID, ready: bool, is_open: bool, *, now_s: float) -> list[Command]:
@@ -292,13 +292,11 @@ class GroupCore:
             times.append(self._losses.suspect_at_s())
         return min(times, default=float("inf"))
 
-    def round_failed(self, message: RoundStart, *, now_s: float) -> list[Command]:
-        """The reduction broke off; the lead opens another attempt with whoever is ready."""
-        if self._rounds.get(message.step) is not message or message.step != self.version:
-            return []
-        del self._rounds[message.step]
-        self._retries += 1
-        return self._try_round(now_s)
+    def stands(self, message: RoundStart) -> bool:
+        """Whether it is still the latest word on its step, and says of us what is true."""
+        said = next((member.indices for member in message.members if member.peer == self.me), None)
+        is_latest = self.ready and self._rounds.get(message.step) is message
+        return is_latest and said == self._tally(message.step, self.me).indices.to_bytes()
 
     @property
     def owes(self) -> bool:

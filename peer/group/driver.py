@@ -131,8 +131,8 @@ class GroupDriver:
     def mate_ready(self, peer: PeerID, ready: bool, is_open: bool) -> None:
         self._perform(self.core.mate_ready(peer, ready, is_open, now_s=self._clock.now_s()))
 
-    def drain(self) -> None:
-        self._perform(self.core.drain(now_s=self._clock.now_s()))
+    def set_open(self, is_open: bool) -> None:
+        self._perform(self.core.set_open(is_open, now_s=self._clock.now_s()))
 
     def mate_lost(self, peer: PeerID) -> None:
         self._outbox.forget(peer)  # what we had to say was meant for one that is gone
@@ -285,6 +285,10 @@ class GroupDriver:
         return [*near, *(peer for peer in named if peer != self.core.me and peer not in near)]
 
     def _begin(self, start: RoundStart) -> None:
+        job_over = self._pipeline.summing(start.step)
+        if job_over is not None:
+            self._tasks.spawn(self._begin_after(job_over, start), f"begin round {start.step}")
+            return
         sum_N = self._pipeline.runtime.gradient_sum(start.step)
         reduction = Reduction(
             self.core.me, start, sum_N, microbatches=self._pipeline.runtime.spec.training.microbatches_per_step
@@ -297,6 +301,12 @@ class GroupDriver:
         for source, meta, payload in self._early.pop((start.step, start.attempt), []):
             self._take(reduction, source, meta, payload)
         self._complete(reduction)
+
+    async def _begin_after(self, job_over: "asyncio.Future[None]", start: RoundStart) -> None:
+        """The sum holds something of the running job already, which is in nobody's tally before its end."""
+        await asyncio.wait({job_over})
+        if self.core.stands(start) and not self._closed:
+            self._begin(start)
 
     def _take(self, reduction: Reduction, source: PeerID, meta: ReducePart | GatherPart, payload: Payload) -> None:
         if isinstance(meta, ReducePart):

@@ -47,10 +47,15 @@ class Swarm:
     def peer(self, name: str) -> SimPeer:
         return self.world.peers[name]
 
-    async def add(self, name: str, *, device_flop_per_s: float = 1e12, disk: Disk | None = None) -> PeerDriver:
+    async def add(
+        self, name: str, *, device_flop_per_s: float = 1e12, disk: Disk | None = None, keeps: bool = False
+    ) -> PeerDriver:
+        """`keeps`: it has the disk that this world gives its name."""
         peer = self.world.add_peer(name, device_flop_per_s=device_flop_per_s)
+        disk = peer.disk if keeps else disk
         owner = next(iter(self.world.peers.values())).peer_id
-        endpoint = Endpoint(peer.identity, peer.transport, run=run_id(self.spec, owner))
+        incarnation = int(self.world.now_s() * 1e6)
+        endpoint = Endpoint(peer.identity, peer.transport, run=run_id(self.spec, owner), first_sequence=incarnation)
 
         async def make() -> PeerDriver:
             driver = PeerDriver(
@@ -72,27 +77,49 @@ class Swarm:
         self.drivers[name] = await peer.spawn(make())
         return self.drivers[name]
 
-    def obey(self, stages: list[list[str]], *, fresh: bool) -> None:
-        """Give every peer the next plan: equal layer ranges, equal shares."""
+    def obey(
+        self, stages: list[list[str]], *, fresh: bool, era: int = 0, restore: int = 0, unless: tuple[str, ...] = ()
+    ) -> None:
+        """Give every peer (`unless` named) the next plan: equal layer ranges, equal shares."""
         layers = self.spec.model.num_layers
         bounds = [layers * i // len(stages) for i in range(len(stages) + 1)]
         owner = next(iter(self.world.peers.values()))
         before = self.plan
+        sequence = before.plan.sequence + 1 if before else 1
+        stays = {
+            m.peer: m.since
+            for i, names in enumerate(stages)
+            for m in (before.plan.stages[i].members if before and before.plan.era == era else ())
+            if m.peer in [self.peer(name).peer_id for name in names]
+        }
         plan = Plan(
             run=run_id(self.spec, owner.peer_id),
             term=1,
-            sequence=before.plan.sequence + 1 if before else 1,
+            sequence=sequence,
             previous=before.digest if before else "",
             coordinator=owner.peer_id,
             stages=tuple(
-                Stage(bounds[i], bounds[i + 1], tuple(Member(self.peer(n).peer_id, 1.0, 1.0) for n in names))
+                Stage(
+                    bounds[i],
+                    bounds[i + 1],
+                    tuple(Member(p, 1.0, 1.0, stays.get(p, sequence)) for p in [self.peer(n).peer_id for n in names]),
+                )
                 for i, names in enumerate(stages)
             ),
             fresh=fresh,
+            era=era,
+            restore_version=restore,
+            restore_era=max(0, era - 1),
         )
         self.plan = sign_plan(owner.identity, plan)
         for name, driver in self.drivers.items():
-            self.peer(name).context().run(driver.obey, self.plan)
+            if name not in unless:
+                self.tell(name, driver)
+
+    def tell(self, name: str, driver: PeerDriver) -> None:
+        """The newest plan, to one peer."""
+        assert self.plan is not None
+        self.peer(name).context().run(driver.obey, self.plan)
 
     async def until(self, condition: Callable[[], bool], *, timeout_s: float = 3600.0) -> None:
         """Wait in virtual time; a peer that failed ends the test."""
