@@ -236,7 +236,7 @@ class World:
         elif node.core:
             node.leaving, node.is_open = True, False
             self._perform(node, node.core.plan_changed(members, node.plan + 1, now_s=self.now_s))
-            self._perform(node, node.core.drain(now_s=self.now_s))
+            self._perform(node, node.core.set_open(False, now_s=self.now_s))
             self._say_hello(node)
 
     def _leave(self, node: Node) -> None:
