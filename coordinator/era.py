@@ -53,9 +53,6 @@ class Disks:
         """-1: there are none."""
         return max((era for era, _ in self.parts), default=-1)
 
-    def version_max(self, era: int) -> int:
-        return max((version for e, version in self.parts if e == era), default=0)
-
     def covers(self, snapshot: tuple[int, int], layers: Iterable[str]) -> bool:
         """Whether each of `layers` is on some disk."""
         found: frozenset[str] = frozenset().union(*self.parts.get(snapshot, {}).values())
@@ -63,7 +60,7 @@ class Disks:
 
     def newest_whole(self, layers: Collection[str]) -> tuple[int, int] | None:
         """The last (era, version) of which every layer is on some disk."""
-        return max((snapshot for snapshot in self.parts if self.covers(snapshot, layers)), default=None)
+        return next((snapshot for snapshot in sorted(self.parts, reverse=True) if self.covers(snapshot, layers)), None)
 
     def has(self, peer: PeerID, snapshot: tuple[int, int], layers: Iterable[str]) -> bool:
         """Whether `peer` alone has all of `layers`."""
@@ -142,10 +139,7 @@ def next_beginning(live: Plan | None, roster: Roster, disks: Disks, model: Model
     return Beginning(era=era, version=version, from_era=from_era)
 
 
-def stages_on(disks: Disks, peer: PeerID, plan: Plan, model: ModelSpec) -> tuple[int, ...]:
-    """Stages of `plan` that `peer` has on its disk, all of their layers, in the newest snapshot that is whole."""
-    snapshot = disks.newest_whole(all_layer_keys(model))
-    if snapshot is None:
-        return ()
+def stages_on(disks: Disks, peer: PeerID, snapshot: tuple[int, int], plan: Plan, model: ModelSpec) -> tuple[int, ...]:
+    """Stages of `plan` of which `peer` has all layers of `snapshot` on its disk."""
     ranges = (stage_layer_keys(model, stage.first_layer, stage.last_layer) for stage in plan.stages)
     return tuple(index for index, keys in enumerate(ranges) if disks.has(peer, snapshot, keys))

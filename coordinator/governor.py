@@ -16,6 +16,7 @@ from shoal.coordinator.ledger import Ledger, StepRecord
 from shoal.coordinator.proposal import Draft
 from shoal.coordinator.roster import Roster
 from shoal.protocol.identity import PeerID
+from shoal.protocol.layers import all_layer_keys
 from shoal.protocol.messages import HandOver, Heartbeat, Reset, SwarmStatus
 from shoal.protocol.plan import Plan, SignedPlan
 from shoal.protocol.spec import RunSpec
@@ -146,10 +147,12 @@ class Governor:
         if self.roster.unheard(now_s):
             return None, ""  # they will be heard or suspected shortly; until then we know too little to move anybody
         disks = disks_of(self.roster, now_s)
-        lost = self._lost(live, disks, now_s)
+        fresh = live.fresh and self.version_max <= live.restore_version
+        lost = self._lost(live, disks, fresh=fresh, now_s=now_s)
         peers = self._measured(live.era, now_s)
         swarm = _swarm(peers)
-        if not lost and swarm == self._settled_for:
+        under_way = live.fresh and not fresh
+        if not lost and not under_way and swarm == self._settled_for:
             return None, ""
         layout, reason = self._layout(peers, live, disks, sequence=sequence)
         if layout is None:
@@ -164,6 +167,10 @@ class Governor:
             if swarm == self._settled_for:
                 return None, f"{what}: {WAITING_FOR_DISKS}"
         if layout.places() == _places(live):
+            if under_way:
+                # Who restarts, or comes to this plan late, must not begin the era again.
+                layout = replace(layout, reason=f"era {live.era} is under way")
+                return Draft(layout=layout), layout.reason
             self._settled_for = swarm
             return None, ""
         return Draft(layout=layout), layout.reason
@@ -194,10 +201,11 @@ class Governor:
     def version_max(self) -> int:
         """Highest version committed anywhere in this era, as far as we know."""
         era = self.ledger.era
-        beats = (seen.heartbeat for seen in self.roster.presences.values() if seen.heartbeat)
+        beats = [seen.heartbeat for seen in self.roster.presences.values() if seen.heartbeat]
         heard = max((beat.version for beat in beats if beat.era == era), default=0)
+        kept = max((held.version for beat in beats for held in beat.holdings if held.era == era), default=0)
         inherited = self._will.version if self._will and self._will.era == era else 0
-        return max(self.ledger.version_max, heard, inherited)
+        return max(self.ledger.version_max, heard, kept, inherited)
 
     def is_fresh(self, live: Plan, own: Heartbeat | None, *, leads: bool) -> bool:
         """Whether nothing has been committed yet in the era of `live`. If in doubt it has: then a stage without state
@@ -265,21 +273,21 @@ class Governor:
         peers = self.roster.measured(now_s)
         return tuple(peer if follows(peer.peer) else replace(peer, synced_stage=None) for peer in peers)
 
-    def _lost(self, live: Plan, disks: Disks, now_s: float) -> tuple[int, ...]:
-        committed = max(self.version_max, disks.version_max(live.era))
-        fresh = live.fresh and committed <= live.restore_version
+    def _lost(self, live: Plan, disks: Disks, *, fresh: bool, now_s: float) -> tuple[int, ...]:
         held = holders(live, self.roster, disks, self.spec.model, fresh=fresh, now_s=now_s)
         return self._holders.lost(live, held, self.roster.alive(now_s), now_s)
-
-    def _homes(self, peer: MeasuredPeer, previous: Plan | None, disks: Disks) -> tuple[int, ...]:
-        stages = stages_on(disks, peer.peer, previous, self.spec.model) if previous else ()
-        homes = (peer.synced_stage, self._former.get(peer.peer), *stages)
-        return tuple(dict.fromkeys(home for home in homes if home is not None))
 
     def _layout(
         self, peers: tuple[MeasuredPeer, ...], previous: Plan | None, disks: Disks, *, sequence: int
     ) -> tuple[Layout | None, str]:
-        peers = tuple(replace(peer, homes=self._homes(peer, previous, disks)) for peer in peers)
+        whole = disks.newest_whole(all_layer_keys(self.spec.model))
+
+        def homes(peer: MeasuredPeer) -> tuple[int, ...]:
+            on_disk = stages_on(disks, peer.peer, whole, previous, self.spec.model) if whole and previous else ()
+            stages = (peer.synced_stage, self._former.get(peer.peer), *on_disk)
+            return tuple(dict.fromkeys(stage for stage in stages if stage is not None))
+
+        peers = tuple(replace(peer, homes=homes(peer)) for peer in peers)
         snapshot = Snapshot(peers=peers, layer_costs=self._layer_costs, num_stages=self.spec.swarm.stages)
         try:
             layout = self.allocator.allocate(snapshot, previous, seed=sequence)

@@ -17,7 +17,7 @@ from shoal.coordinator.ledger import StepRecord
 from shoal.coordinator.store import PlanStore
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.identity import PeerID
-from shoal.protocol.messages import Advert, CommitReport, Heartbeat
+from shoal.protocol.messages import Advert, CommitReport, Heartbeat, Holding
 from shoal.protocol.plan import Member, Plan, SignedPlan, Stage, plan_digest
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
@@ -100,8 +100,14 @@ class FakePeer:
     plans: list[SignedPlan] = field(default_factory=list)
     steps: list[StepRecord] = field(default_factory=list)
     draining: bool = False
+    state: tuple[int, int] | None = None
+    """(era, stage) of what it holds; from a fresh plan, or from a mate as soon as there is one."""
+    begins: bool = True
+    """Whether it comes by the state that a fresh plan begins with."""
     version: int = 0
+    holdings: tuple[Holding, ...] = ()
     commits: list[CommitReport] = field(default_factory=list)
+    mates: Callable[[], Sequence["FakePeer"]] = list
 
     @property
     def name(self) -> str:
@@ -120,17 +126,30 @@ class FakePeer:
         assert self.coordination.plan is not None
         return self.coordination.plan.plan
 
+    def obey(self, signed: SignedPlan) -> None:
+        self.plans.append(signed)
+        plan, stage = signed.plan, signed.plan.stage_of(self.peer_id)
+        if stage is None or self.state != (plan.era, stage):
+            self.state = (plan.era, stage) if plan.fresh and self.begins and stage is not None else None
+            self.version = plan.restore_version if plan.fresh else 0
+
     def heartbeat(self) -> Heartbeat:
         commits, self.commits = tuple(self.commits), []
         live = self.coordination.plan
         stage = live.plan.stage_of(self.peer_id) if live else None
+        if live is not None and stage is not None and self.state is None:
+            mate = next((mate for mate in self.mates() if mate.state == (live.plan.era, stage)), None)
+            if mate is not None:
+                self.state, self.version = mate.state, mate.version
         return Heartbeat(
             advert=self.advert,
             plan_sequence=live.plan.sequence if live else 0,
             plan_digest=live.digest if live else "",
+            era=live.plan.era if live else 0,
             stage=stage,
             version=self.version,
-            synced=stage is not None,
+            synced=self.state is not None,
+            holdings=self.holdings,
             draining=self.draining,
             commits=commits,
         )
@@ -139,11 +158,13 @@ class FakePeer:
 class FakeSwarm:
     """Peers of one run in one world; the first that is added owns it."""
 
-    def __init__(self, seed: int, *, min_peers: int, heartbeat_s: float = 1.0, term_s: float = 60.0) -> None:
+    def __init__(
+        self, seed: int, *, min_peers: int, heartbeat_s: float = 1.0, term_s: float = 60.0, steps: int = 50
+    ) -> None:
         self.world = World(seed, uniform(0.02, jitter_s=0.005))
         self.peers: dict[str, FakePeer] = {}
         self.spec = RunSpec(
-            training=TrainingSpec(steps=50, validation_interval_steps=0),
+            training=TrainingSpec(steps=steps, validation_interval_steps=0),
             swarm=SwarmSpec(stages=3, min_peers=min_peers, heartbeat_s=heartbeat_s, term_s=term_s),
         )
         self._owner: SimPeer | None = None
@@ -157,7 +178,8 @@ class FakeSwarm:
             run=run_id(self.spec, self._owner.peer_id),
             first_sequence=int(1e6 * self.world.now_s()),
         )
-        peer = FakePeer(port=port, advert=advert_of(name, addresses=port.transport.addresses(), **claims))
+        advert = advert_of(name, addresses=port.transport.addresses(), **claims)
+        peer = FakePeer(port=port, advert=advert, mates=self.alive)
         peer.coordination = Coordination(
             endpoint=endpoint,
             directory=port.directory,
@@ -167,7 +189,7 @@ class FakeSwarm:
             allocator=GreedyAllocator(),
             store=store or PlanStore(port.disk if keeps else None),
             heartbeat=peer.heartbeat,
-            on_plan=peer.plans.append,
+            on_plan=peer.obey,
             on_step=peer.steps.append,
             rng=self.world.rng(f"coordination/{name}"),
         )
