@@ -1,10 +1,12 @@
+from dataclasses import replace
+
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
-from shoal.coordinator.allocate.interface import MeasuredPeer, NoLayout, Snapshot
-from shoal.protocol.plan import Plan, plan_flaw
+from shoal.coordinator.allocate.interface import Layout, MeasuredPeer, NoLayout, Snapshot
+from shoal.protocol.plan import Member, Plan, Stage, plan_flaw
 
 ALLOCATOR = GreedyAllocator()
 COSTS = (1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
@@ -189,3 +191,52 @@ def test_too_few_peers_is_a_sentence():
 def test_ties_are_broken_by_the_seed():
     peers = [measured(name) for name in "abcdefgh"]
     assert len({str(groups(allocate(peers, seed=seed))) for seed in range(20)}) > 1
+
+
+def test_a_peer_that_returns_goes_home_if_that_is_about_as_poor():
+    previous = as_plan(allocate([measured(name) for name in "abcdef"]))
+    back = previous.stages[2].peers[1]
+    away = as_plan(allocate([measured(name) for name in "abcdef" if name != back], previous))
+    rest = [measured(name) for name in "abcdef" if name != back]
+    assert groups(allocate([*rest, measured(back, homes=(2,))], away))[2][-1] == back
+    richer = [measured(name, 9.0 if name in away.stages[2].peers else 1.0) for name in "abcdef" if name != back]
+    assert back not in groups(allocate([*richer, measured(back, homes=(2,))], away))[2], "not where nobody needs it"
+
+
+def test_a_dead_stage_is_refilled_from_spares_before_anybody_moves():
+    previous = as_plan(allocate([measured(name) for name in "abcdef"]))
+    dead = set(previous.stages[1].peers)
+    rest = [measured(name) for name in "abcdef" if name not in dead]
+    layout = allocate([*rest, measured("spare")], previous)
+    assert groups(layout) == [list(previous.stages[0].peers), ["spare"], list(previous.stages[2].peers)]
+
+
+def test_who_has_the_snapshot_is_moved_before_others():
+    previous = as_plan(allocate([measured(name) for name in "abcdefghi"]))
+    dead = set(previous.stages[1].peers)
+    keeper = previous.stages[2].peers[1]
+    rest = [measured(name, homes=(1,) if name == keeper else ()) for name in "abcdefghi" if name not in dead]
+    assert groups(allocate(rest, previous))[1] == [keeper]
+
+
+def test_the_only_reader_of_the_text_goes_where_it_is_needed():
+    stages = tuple(
+        Stage(2 * index, 2 * index + 2, tuple(Member(peer, 1.0, 1.0) for peer in group))
+        for index, group in enumerate(["x", "yz", "r"])
+    )
+    previous = as_plan(Layout(stages=stages, spares=(), reason=""))
+    left = [measured("r"), measured("y", has_data=False), measured("z", has_data=False)]
+    assert groups(allocate(left, previous)) == [["r"], ["y"], ["z"]]
+
+
+@given(swarms(min_peers=6), st.randoms(use_true_random=False), st.integers(0, 9))
+def test_half_of_a_swarm_is_enough_if_it_can_hold_the_model_at_all(before, dice, seed):
+    before = [replace(peer, draining=False) for peer in before]
+    first = allocate(before)
+    assume(first is not None)
+    left = dice.sample(before, len(before) // 2)
+    possible = len(left) >= 3 and any(peer.has_data for peer in left)
+    layout = allocate(left, as_plan(first), seed=seed)
+    assert (layout is not None) is possible
+    if layout is not None:
+        check(layout, left)
