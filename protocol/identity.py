@@ -47,22 +47,43 @@ class Identity:
     def load_or_create(cls, path: Path) -> "Identity":
         """Read the key file at `path`, or make one there (mode 0600).
 
-        Raises: LocalError: the file is there but is not an Ed25519 key in libp2p's format.
+        Raises: LocalError: the file is no Ed25519 key in libp2p's format, or cannot be read or made.
         """
-        if path.exists():
+        try:
             raw = path.read_bytes()
-            if len(raw) != 68 or not raw.startswith(_KEY_FILE_PREFIX):
-                raise LocalError(f"{path} is not a shoal identity: move it away and a new one will be made")
-            return cls(raw[4:36])
-        identity = cls.generate()
-        identity.save(path)
-        return identity
+        except FileNotFoundError:
+            identity = cls.generate()
+            identity.save(path)
+            return identity
+        except OSError as error:
+            raise LocalError(f"cannot read {path}: {error.strerror or error}") from error
+        if len(raw) == 68 and raw.startswith(_KEY_FILE_PREFIX):
+            identity = cls(raw[4:36])
+            if raw[36:] == identity.public_key:  # or else a flipped bit would make us somebody else
+                return identity
+        raise LocalError(f"{path} is not a shoal identity: move it away and a new one will be made")
 
     def save(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(_KEY_FILE_PREFIX + self._seed + self.public_key)
+        """Write the key file, mode 0600: durable on return, and after a crash before that whole or not there.
+
+        Raises: LocalError: it cannot be written.
+        """
+        beside = path.with_name(f"{path.name}.new")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(_KEY_FILE_PREFIX + self._seed + self.public_key)
+                file.flush()
+                os.fsync(descriptor)
+            os.replace(beside, path)
+            folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                os.fsync(folder)  # an owner who loses its name has lost its run
+            finally:
+                os.close(folder)
+        except OSError as error:
+            raise LocalError(f"cannot write the key file {path}: {error.strerror or error}") from error
 
     def sign(self, data: bytes) -> bytes:
         """Returns: 64 bytes, deterministic (RFC 8032)."""

@@ -7,11 +7,14 @@ former owner is gone) waits for that daemon and removes its files. Nothing else 
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import signal
 import socket
 from collections.abc import Sequence
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 _FILE = "p2pd.json"
 _GRACE_S = 4.0
@@ -19,7 +22,14 @@ _GRACE_S = 4.0
 
 
 def remember(state_dir: Path, process_id: int, sockets: Sequence[Path]) -> None:
-    (state_dir / _FILE).write_text(json.dumps({"process_id": process_id, "sockets": [str(path) for path in sockets]}))
+    """For the next process in this folder. On a disk that is full what a kill leaves stays, which must not keep a
+    daemon from coming back.
+    """
+    record = json.dumps({"process_id": process_id, "sockets": [str(path) for path in sockets]})
+    try:
+        (state_dir / _FILE).write_text(record)
+    except OSError as error:
+        logger.warning("cannot note the network daemon in %s: %s", state_dir, error.strerror or error)
 
 
 def forget(state_dir: Path) -> None:

@@ -67,3 +67,9 @@ def test_a_daemon_that_will_not_go_is_ended_and_another_process_of_its_number_is
 def test_a_record_that_cannot_be_read_is_no_obstacle(tmp_path, text):
     (tmp_path / "p2pd.json").write_text(text)
     asyncio.run(leftovers.clear(tmp_path))
+
+
+def test_a_disk_that_takes_no_note_is_no_obstacle(tmp_path, caplog):
+    (tmp_path / "p2pd.json").symlink_to("/dev/full")
+    leftovers.remember(tmp_path, gone_process(), [])
+    assert "No space left on device" in caplog.text
