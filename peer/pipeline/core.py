@@ -196,6 +196,13 @@ class PipelineCore:
     def holds(self, microbatch: Microbatch) -> bool:
         return microbatch in self._flights
 
+    def is_summing(self, step: int) -> bool:
+        """The running job adds to the gradient sum of `step`."""
+        job = self._running
+        if job is None or job.microbatch is None:
+            return False
+        return job.kind in ("backward", "loss") and job.microbatch.step == step
+
     def handle(self, event: Event, *, now_s: float) -> list[Command]:
         match event:
             case Arrived(microbatch, source):

@@ -112,6 +112,7 @@ class PipelineDriver:
         self._unwanted: set[Microbatch] = set()  # computed for the other stages only: our group has its gradient
         self._mean_gradient_N: Tensor | None = None
         self._tasks = Tasks(upwards.failed)
+        self._job_over: asyncio.Future[None] | None = None
         self._closed = False
 
     def install(self) -> None:
@@ -128,6 +129,10 @@ class PipelineDriver:
         """Median seconds of the recent forwards (of the whole loss job at the last stage); 0 before the first."""
         recent = [e.ended_s - e.started_s for e in list(self.timeline)[-64:] if e.job.kind in ("forward", "loss")]
         return median(recent) if recent else 0.0
+
+    def summing(self, step: int) -> "asyncio.Future[None] | None":
+        """Done when the running job is over and told of, if it adds to the gradient sum of `step`; else None."""
+        return self._job_over if self.core.is_summing(step) else None
 
     # --- told by the rest of the peer ---
 
@@ -202,7 +207,8 @@ class PipelineDriver:
         for command in self.core.handle(event, now_s=self._clock.now_s()):
             match command:
                 case Job():
-                    self._tasks.spawn(self._run(command), f"job {command}")
+                    self._job_over = asyncio.get_running_loop().create_future()
+                    self._tasks.spawn(self._run(command, self._job_over), f"job {command}")
                 case SendActivation(microbatch, target):
                     self._tasks.spawn(self._send_activation(microbatch, target), f"activation {microbatch}")
                 case SendGradient(microbatch, target, waited_s):
@@ -224,7 +230,7 @@ class PipelineDriver:
                 case Forget(microbatch):
                     self._forget(microbatch)
 
-    async def _run(self, job: Job) -> None:
+    async def _run(self, job: Job, over: "asyncio.Future[None]") -> None:
         work, flop = self._work(job)
         timed = await self._compute.run("forward" if job.kind == "loss" else job.kind, work, flop=flop)
         self.timeline.append(TimelineEntry(job=job, started_s=timed.started_s, ended_s=timed.ended_s))
@@ -232,9 +238,10 @@ class PipelineDriver:
             state, digest, skipped = timed.value
             self._handle(JobDone(job))
             self.upwards.stepped(state, digest, skipped)
-            return
-        self._keep(job, job.microbatch, timed.value)
-        self._handle(JobDone(job))
+        else:
+            self._keep(job, job.microbatch, timed.value)
+            self._handle(JobDone(job))
+        over.set_result(None)
 
     def _work(self, job: Job) -> tuple[Callable[[], Any], float]:
         """The job as a function for the device's thread, and its arithmetic in FLOP."""
