@@ -77,10 +77,15 @@ class Notices:
 
     async def meet(self) -> None:
         """Read where everybody is."""
+        await self.adverts()
+
+    async def adverts(self) -> dict[PeerID, Advert]:
+        """What everybody says of himself. Who is new, or has moved, is introduced to the transport on the way."""
         records = await self._records(self._peers_key)
-        where = ((peer, record.advert.addresses) for peer, record in records if isinstance(record, AdvertRecord))
-        news = [(peer, addresses) for peer, addresses in where if self.is_news(peer, addresses)]
+        adverts = {peer: record.advert for peer, record in records if isinstance(record, AdvertRecord)}
+        news = [(peer, advert.addresses) for peer, advert in adverts.items() if self.is_news(peer, advert.addresses)]
         await asyncio.gather(*(self.introduce(peer, addresses) for peer, addresses in news))
+        return adverts
 
     def is_news(self, peer: PeerID, addresses: tuple[str, ...]) -> bool:
         """Whether to `introduce` a peer under these addresses."""

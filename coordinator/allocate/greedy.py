@@ -58,6 +58,8 @@ class GreedyAllocator:
         _release(slots)
         for slot in slots:
             if not slot.holders:
+                if len(placed) + len(newcomers) < len(slots):
+                    raise NoLayout(f"{len(placed) + len(newcomers)} peers cannot hold {len(slots)} stages")
                 what = "has the run's text" if slot.index == 0 else "is free"
                 raise NoLayout(f"nobody {what} to hold stage {slot.index}")
         stages = tuple(_stage(slot) for slot in slots)

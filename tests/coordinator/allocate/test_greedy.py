@@ -182,7 +182,7 @@ def test_a_draining_peer_stays_until_another_has_the_state():
 
 
 def test_too_few_peers_is_a_sentence():
-    with pytest.raises(NoLayout, match="nobody is free to hold stage"):
+    with pytest.raises(NoLayout, match="2 peers cannot hold 3 stages"):
         ALLOCATOR.allocate(snapshot([measured("a"), measured("b")]), None, seed=0)
     with pytest.raises(NoLayout, match="nobody has the run's text to hold stage 0"):
         ALLOCATOR.allocate(snapshot([measured(name, has_data=False) for name in "abc"]), None, seed=0)

@@ -1,0 +1,286 @@
+"""`shoal recover`: when half of a plan's members are gone for good, the run's owner lets the others go on.
+
+Nobody has a majority then, and nobody may take one: those that are missing may be alive on the other side of a cut
+network, training on. So a person decides, with the owner's key: one peer in reach is mandated to make a plan without
+votes. Its term is far above all that is known, so that whoever comes back from the other side adopts it, whatever they
+have agreed on among themselves meanwhile; what they trained meanwhile is lost.
+
+Open `assess` first: it says what there is to recover. `Recovery` looks and acts on any of the two worlds' ports.
+"""
+
+import asyncio
+import contextlib
+import logging
+import tempfile
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from shoal.coordinator import election
+from shoal.coordinator.chain import is_quorum
+from shoal.coordinator.notices import Notices
+from shoal.protocol.endpoint import Endpoint
+from shoal.protocol.errors import LocalError, Refused, RemoteError, Unreachable
+from shoal.protocol.identity import Identity, PeerID
+from shoal.protocol.invite import Invite
+from shoal.protocol.limits import CONTROL_BYTES_MAX
+from shoal.protocol.messages import Advert, Done, Reset, Standing, StandingRequest, StatusRequest, SwarmStatus
+from shoal.protocol.plan import Plan, SignedPlan, open_plan, sign_mandate
+from shoal.protocol.ports import Clock, Directory
+
+logger = logging.getLogger(__name__)
+
+RESET_TERMS = 1000
+"""How far a reset's term is above all known ones: the missing would need as many terms, of a minute each, to get past
+it before they hear of it."""
+ASK_TIMEOUT_S = 5.0
+ASKED_MAX = 32
+"""Peers that are asked at the same time."""
+FIND_S = 20.0
+"""How long to look for anybody at all; a directory that was just joined may be empty for a moment."""
+FOLLOW_S = 30.0
+"""How long to wait for those in reach to obey the new plan."""
+_LOOK_AGAIN_S = 0.5
+_ENVELOPE_BYTES = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """One peer in reach."""
+
+    peer: PeerID
+    advert: Advert
+    standing: Standing
+    plan: SignedPlan | None
+    """What it obeys."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Situation:
+    """A run whose highest known plan has lost its majority."""
+
+    base: SignedPlan
+    found: tuple[Found, ...]
+    """In the order of their identifiers."""
+    missing: tuple[PeerID, ...]
+    """Members of `base` that are not in reach."""
+    term_max: int
+    """The highest that anybody in reach has promised."""
+
+    @property
+    def version(self) -> int:
+        """The highest in the plan's era."""
+        era = self.base.plan.era
+        return max((found.standing.version for found in self.found if found.standing.era == era), default=0)
+
+    def coordinator(self, term: int) -> PeerID:
+        """Who is to make the next plan."""
+        obey = [found for found in self.found if found.plan is not None and found.plan.digest == self.base.digest]
+        willing = [found.peer for found in obey if found.advert.willing_to_coordinate] or [found.peer for found in obey]
+        return election.rank(self.base.plan.run, term, willing)[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recovered:
+    """The plan that the run goes on with."""
+
+    plan: Plan
+    following: tuple[PeerID, ...]
+    """Who of those in reach obeys it by now."""
+    status: SwarmStatus | None
+    """As its coordinator sees it."""
+
+
+def assess(found: Iterable[Found], owner: PeerID) -> Situation:
+    """What there is to recover.
+
+    Raises: LocalError: nothing; the sentence says why.
+    """
+    peers = sorted(found, key=lambda each: each.peer)
+    if not peers:
+        raise LocalError("no peer of the run is in reach: start one of them, or ask for an invite of one that is up")
+    plans = [each.plan for each in peers if each.plan is not None]
+    if not plans:
+        raise LocalError("nothing to recover: the run has no plan yet, it begins by itself once enough peers are there")
+    base = max(plans, key=lambda plan: plan.plan.order)
+    here = {each.peer for each in peers}
+    members = base.plan.members
+    if is_quorum(here, members, owner):
+        num_here = len(here.intersection(members))
+        raise LocalError(
+            f"nothing to recover: {num_here} of the {len(members)} members of the last plan are in reach, "
+            "which is enough for them to go on by themselves"
+        )
+    return Situation(
+        base=base,
+        found=tuple(peers),
+        missing=tuple(peer for peer in members if peer not in here),
+        term_max=max(each.standing.term for each in peers),
+    )
+
+
+class Recovery:
+    """Looks at what is left of a run and, if told to, has it go on.
+
+    Args:
+        endpoint: of a throwaway identity; takes no part in the run.
+    """
+
+    def __init__(
+        self, *, endpoint: Endpoint, directory: Directory, clock: Clock, owner: PeerID, num_layers: int
+    ) -> None:
+        self._endpoint, self._owner, self._num_layers = endpoint, owner, num_layers
+        self._notices = Notices(endpoint, directory, clock)
+        self._clock = clock
+
+    async def look(self) -> Situation:
+        """Ask everybody whom the directory knows. Raises: LocalError: there is nothing to recover."""
+        until_s = self._clock.now_s() + FIND_S
+        found: list[Found] = []
+        while not found and self._clock.now_s() < until_s:
+            found = await self._ask_all(await self._notices.adverts())
+            if not found:
+                await asyncio.sleep(_LOOK_AGAIN_S)
+        return assess(found, self._owner)
+
+    async def reset(self, situation: Situation, owner: Identity, folder: Path) -> Recovered:
+        """Mandate a plan for those in reach, and wait until they obey it.
+
+        Args: folder: where the owner keeps which terms were mandated: none may ever be mandated twice.
+        Raises: LocalError: it did not come about; the sentence says why.
+        """
+        assert owner.peer_id == self._owner
+        run = self._endpoint.run
+        term = max(situation.term_max, _mandated(folder, run)) + RESET_TERMS
+        _remember(folder, run, term)
+        coordinator = situation.coordinator(term)
+        mandate = sign_mandate(owner, run=run, term=term, coordinator=coordinator)
+        live = situation.base.envelope
+        roster = _roster(situation, spare_bytes=CONTROL_BYTES_MAX - len(live) - len(mandate) - _ENVELOPE_BYTES)
+        reset = Reset(mandate=mandate, live=live, version=situation.version, roster=roster)
+        try:
+            await self._endpoint.ask(coordinator, reset, Done)
+        except Refused as error:
+            raise LocalError(f"peer {coordinator[-8:]} cannot make a plan: {error.reason}") from error
+        except (Unreachable, RemoteError) as error:
+            raise LocalError(f"{error}: look again with `shoal recover`") from error
+        return await self._followed(situation, coordinator, term)
+
+    async def _followed(self, situation: Situation, coordinator: PeerID, term: int) -> Recovered:
+        adverts = {found.peer: found.advert for found in situation.found}
+        until_s = self._clock.now_s() + FOLLOW_S
+        while True:
+            found = await self._ask_all(adverts)
+            following = [each for each in found if each.plan is not None and each.plan.plan.term >= term]
+            if len(following) == len(adverts) or (following and self._clock.now_s() >= until_s):
+                break
+            if self._clock.now_s() >= until_s:
+                raise LocalError("nobody obeys the new plan: look again with `shoal recover`")
+            await asyncio.sleep(_LOOK_AGAIN_S)
+        plan = max((each.plan for each in following if each.plan), key=lambda plan: plan.plan.order).plan
+        status: SwarmStatus | None = None
+        with contextlib.suppress(Unreachable, Refused, RemoteError):
+            status = await self._endpoint.ask(plan.coordinator, StatusRequest(), SwarmStatus, timeout_s=ASK_TIMEOUT_S)
+        return Recovered(plan=plan, following=tuple(sorted(each.peer for each in following)), status=status)
+
+    async def _ask_all(self, adverts: dict[PeerID, Advert]) -> list[Found]:
+        gate = asyncio.Semaphore(ASKED_MAX)
+
+        async def ask(peer: PeerID, advert: Advert) -> Found | None:
+            async with gate:
+                try:
+                    standing = await self._endpoint.ask(peer, StandingRequest(), Standing, timeout_s=ASK_TIMEOUT_S)
+                    return Found(peer=peer, advert=advert, standing=standing, plan=self._open(standing.live, peer))
+                except (Unreachable, Refused, RemoteError) as error:
+                    logger.info("%s", error)
+                    return None
+
+        found = await asyncio.gather(*(ask(peer, advert) for peer, advert in sorted(adverts.items())))
+        return [each for each in found if each is not None]
+
+    def _open(self, data: bytes, source: PeerID) -> SignedPlan | None:
+        run = self._endpoint.run
+        return open_plan(data, run=run, owner=self._owner, source=source, num_layers=self._num_layers) if data else None
+
+
+def _roster(situation: Situation, *, spare_bytes: int) -> tuple[tuple[PeerID, Advert], ...]:
+    """As many as fit in the message, those that hold state first. The others are planned as newcomers right after."""
+    roster = []
+    for found in sorted(situation.found, key=lambda each: (not each.standing.synced, each.peer)):
+        spare_bytes -= len(msgspec.msgpack.encode((found.peer, found.advert)))
+        if spare_bytes < 0:
+            break
+        roster.append((found.peer, found.advert))
+    return tuple(sorted(roster))
+
+
+# --- the owner's side ---
+
+
+def find_owner(invite: Invite, folders: Iterable[Path]) -> tuple[Identity, Path]:
+    """The owner's key and the state folder that it is in.
+
+    Raises: LocalError: it is in none of them.
+    """
+    for folder in folders:
+        path = folder / "identity.key"
+        if path.exists():
+            identity = Identity.load_or_create(path)
+            if identity.peer_id == invite.owner:
+                return identity, folder
+    raise LocalError(
+        f"the key of the run's owner {invite.owner[-8:]} is not on this machine: recover where the run was hosted, "
+        "or name the host's --state-dir"
+    )
+
+
+def _term_file(folder: Path, run: str) -> Path:
+    return folder / f"mandated-{run}.txt"
+
+
+def _mandated(folder: Path, run: str) -> int:
+    """The last term that was mandated, which a plan that nobody in reach knows may have used."""
+    try:
+        return int(_term_file(folder, run).read_text())
+    except FileNotFoundError:
+        return 0
+    except (OSError, ValueError) as error:
+        raise LocalError(f"cannot read {_term_file(folder, run)}, which says what was mandated: {error}") from error
+
+
+def _remember(folder: Path, run: str, term: int) -> None:
+    try:
+        _term_file(folder, run).write_text(f"{term}\n")
+    except OSError as error:
+        raise LocalError(f"cannot write {_term_file(folder, run)}: {error.strerror}") from error
+
+
+@contextlib.asynccontextmanager
+async def recovery(invite: Invite) -> AsyncIterator[Recovery]:
+    """On libp2p, with an identity of its own. Raises: LocalError: the run cannot be found."""
+    # hivemind takes a second: what only looks at a situation does not need it.
+    from shoal.deploy.run_record import fetch_spec
+    from shoal.protocol.live.clock import LoopClock
+    from shoal.protocol.live.directory import LiveDirectory
+    from shoal.protocol.live.transport import LiveTransport
+
+    async with contextlib.AsyncExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-recover-"))
+        identity = Identity.generate()
+        transport = await LiveTransport.start(
+            identity, run=invite.run, state_dir=Path(folder), initial_peers=invite.addresses
+        )
+        stack.push_async_callback(transport.close)
+        directory = await LiveDirectory.start(transport)
+        stack.push_async_callback(directory.close)
+        spec, _ = await fetch_spec(directory, invite, timeout_s=FIND_S)
+        endpoint = Endpoint(identity, transport, run=invite.run)
+        yield Recovery(
+            endpoint=endpoint,
+            directory=directory,
+            clock=LoopClock(),
+            owner=invite.owner,
+            num_layers=spec.model.num_layers,
+        )
