@@ -71,7 +71,7 @@ def draw_trial(seed: int, options: CampaignOptions) -> Trial:
         latency_s=latency_s,
         rate_bytes_per_s=rng.choice((1e6, 1e7)),
         jitter_s=latency_s * rng.choice((0.0, 0.2, 1.0)),
-        device_flop_per_s=2.5e7,
+        device_flop_per_s=8e6,
         speeds={name: rng.choice((0.5, 1.0, 1.0, 1.0, 2.0)) for name in names},
         schedule=schedule,
     )
