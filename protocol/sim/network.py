@@ -42,7 +42,7 @@ class LinkSpec:
     """A spike lasts between 0 and this, uniformly."""
     corruption: float = 0.0
     """Probability, per message, that bits of it flip. A frame then breaks its stream; a request reaches its handler
-    as it is; a reply that is damaged never reaches the caller, who gets Unreachable."""
+    as it is, but its caller gets Unreachable, as that of a damaged reply does."""
     duplication: float = 0.0
     """Probability, per message, that it is delivered twice. TCP never does that; who sends again after a broken stream
     does."""

@@ -204,13 +204,23 @@ class SimTransport:
         self._met.add(caller.peer_id)
         self._record(Kind.CALL_ARRIVED, caller.card, self.card, len(request), digest)
         heard = None if how == "repeated" else reply
-        work = self._answer(caller, self._on_call, request, heard)
+        work = self._answer(caller, self._on_call, request, heard, is_damaged=how == "damaged")
         self._spawn(work, f"call from {caller.peer_id[-8:]}", answers=heard)
 
     async def _answer(
-        self, caller: "SimTransport", on_call: CallHandler, request: bytes, reply: asyncio.Future[bytes] | None
+        self,
+        caller: "SimTransport",
+        on_call: CallHandler,
+        request: bytes,
+        reply: asyncio.Future[bytes] | None,
+        *,
+        is_damaged: bool,
     ) -> None:
-        """Args: reply: None for a request delivered again: its answer is to nobody."""
+        """Args:
+        reply: None for a request delivered again: its answer is to nobody.
+        is_damaged: its answer is not given either: under the real transport encryption would have found the damage
+            and broken the connection, so no driver need know what to make of it.
+        """
         answer: bytes | Unreachable
         try:
             answer = await on_call(caller.peer_id, request)
@@ -221,6 +231,8 @@ class SimTransport:
             answer = Unreachable(self._peer_id, "its handler failed")
         if reply is None or not (self.card.is_alive and self.card.is_up):
             return
+        if is_damaged:
+            answer = Unreachable(self._peer_id, "its connection broke")
         data = answer if isinstance(answer, bytes) else b""
         digest = xxhash.xxh3_64_intdigest(data) if isinstance(answer, bytes) else 0
         self._record(Kind.REPLY_SENT, self.card, caller.card, len(data), digest)
