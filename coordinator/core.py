@@ -286,8 +286,7 @@ class CoordinationCore:
 
     def _answered(self, event: Answered, now_s: float) -> list[Command]:
         commands = self._adopt(event.live, now_s) if event.live else []
-        if self.is_coordinator:
-            commands += self._tenure.answered(event, now_s)
+        commands += self._tenure.answered(event, now_s) if self.is_coordinator else []
         match event.reply:
             case HeartbeatReply() as reply:
                 self.done = self.done or reply.done
@@ -337,10 +336,13 @@ class CoordinationCore:
     def _govern(self, now_s: float) -> list[Command]:
         live = self.chain.live
         assert live is not None
-        busy = self._proposer.is_busy or self.done  # done: nobody else could know that it is
-        sequence = self._proposer.next_sequence(live)
         commands, want = self._tenure.work(
-            live, now_s, eligible=self._eligible(live.plan), busy=busy, sequence=sequence
+            live,
+            now_s,
+            eligible=self._eligible(live.plan),
+            busy=self._proposer.is_busy or self.done,  # done: nobody else could know that it is
+            outranked=self.coordinator != self.me,
+            sequence=self._proposer.next_sequence(live),
         )
         return self._tell(now_s) + commands + self._planning.pursue(want, live, now_s)
 

@@ -93,22 +93,25 @@ class Tenure:
     # --- time ---
 
     def work(
-        self, live: SignedPlan, now_s: float, *, eligible: bool, busy: bool, sequence: int
+        self, live: SignedPlan, now_s: float, *, eligible: bool, busy: bool, outranked: bool, sequence: int
     ) -> tuple[list[Command], Want]:
-        """Args: eligible: we may coordinate the next term too; busy: a proposal of ours is under way.
+        """Args: eligible: we may coordinate the next term too; busy: a proposal of ours is under way; outranked: there
+        is word of another coordinator's plan above ours.
 
         Returns: (commands, what to propose).
         """
         roster = self._governor.roster
         commands = self._suspects.look(roster, live.plan, now_s)
         alive = {self._me, *roster.alive(now_s)}
-        alone = not is_quorum(alive, live.plan.members, self._owner)
+        hears = is_quorum(alive, live.plan.members, self._owner)
+        alone = outranked or not hears
+        why = "there is another coordinator" if hears else "hears no majority of the plan's members"
         if now_s >= self._head_at_s:
             self._head_at_s = now_s + (ALONE_HEARTBEATS if alone else HEAD_HEARTBEATS) * self._heartbeat_s
             commands += [LookUp()] if alone else [LookUp(), Publish(plan=live)]
         if alone:
             self._head_at_s = min(self._head_at_s, now_s + ALONE_HEARTBEATS * self._heartbeat_s)
-            return [*commands, Note(text="hears no majority of the plan's members, so it makes no plans")], None
+            return [*commands, Note(text=f"makes no plans: {why}")], None
         if busy:
             return commands, None
         if self._succession.is_due(now_s):
