@@ -5,6 +5,7 @@ and each asks a peer outside the group to keep a copy. When a layer has no holde
 heartbeats (`holdings`) which version is still complete, and the run goes back to it.
 """
 
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Iterable
 from pathlib import PurePosixPath
@@ -43,6 +44,7 @@ class Archive:
         self._disk = disk
         self._run = run
         self._folder = PurePosixPath(run) / FOLDER
+        self._path = PurePosixPath(run) / "era"
         self._spec = spec
         self._clock = clock
         self._run_blocking = run_blocking
@@ -50,6 +52,8 @@ class Archive:
         self._damaged: set[PurePosixPath] = set()
         """Not to be offered to others; found so when they were read."""
         self._complained_s = -_COMPLAIN_S
+        self.era_begun = -1
+        """The newest era that this peer, in this life or an earlier one, has begun from its beginning."""
 
     @property
     def keeps(self) -> bool:
@@ -72,6 +76,30 @@ class Archive:
         """Look what an earlier life of this peer has left."""
         if self._disk is not None:
             await self._run_blocking(self._look)
+            await self._run_blocking(self._recall_era)
+
+    async def begin_era(self, era: int) -> bool:
+        """Whether this peer may begin `era` from its beginning: once in all its lives, since whoever comes back finds
+        that the others have gone on, or that the state is lost.
+        """
+        if era <= self.era_begun:
+            return False
+        self.era_begun = era
+        disk = self._disk
+        if disk is None:
+            return True
+
+        def write() -> None:
+            disk.make_folder(self._path.parent)
+            disk.write(self._path.with_suffix(".new"), str(era).encode())
+            disk.replace(self._path.with_suffix(".new"), self._path)
+            disk.sync_folder(self._path.parent)
+
+        try:
+            await self._run_blocking(write)
+        except OSError as error:
+            self._complain(f"cannot note that era {era} has begun: {error.strerror or error}")
+        return True
 
     async def write(self, state: StageState, *, era: int) -> bool:
         """Returns: False: the disk did not take it, which has been said; training goes on without."""
@@ -121,6 +149,11 @@ class Archive:
                 self._damaged.add(stored.path)
                 self._stored.pop(stored.path, None)  # or pruned meanwhile
         return found
+
+    def _recall_era(self) -> None:
+        assert self._disk is not None
+        with contextlib.suppress(OSError, ValueError):  # not there, or torn: as if it had not begun
+            self.era_begun = int(self._disk.read(self._path))
 
     def _look(self) -> None:
         assert self._disk is not None

@@ -135,6 +135,7 @@ class PeerDriver:
             on_change=self._say_hello,
             on_resync=self._renew,
             on_unreachable=self._neighbours.unreachable,
+            begin_era=self._archive.begin_era,
             on_failure=self._fail,
             inbox=self._inbox,
             server=self._server,

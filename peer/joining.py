@@ -22,6 +22,7 @@ _RETRY_S = 1.0
 class Joining:
     """Args:
     take_over: make a state ours; the pipeline and the group know it when this returns.
+    begin_era: whether we may begin an era from its beginning, which is once.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class Joining:
         runtime: StageRuntime,
         group: GroupDriver,
         take_over: Callable[[StageState], Awaitable[None]],
+        begin_era: Callable[[int], Awaitable[bool]],
     ) -> None:
         self._endpoint = endpoint
         self._compute = compute
@@ -40,6 +42,7 @@ class Joining:
         self._runtime = runtime
         self._group = group
         self._take_over = take_over
+        self._begin_era = begin_era
         self._stepped = asyncio.Event()
 
     def stepped(self) -> None:
@@ -48,7 +51,7 @@ class Joining:
 
     async def run(self, plan: Plan) -> None:
         """Until we hold what our mates hold, or what the era of `plan` begins with. Tries for as long as it takes."""
-        if not plan.fresh:
+        if not plan.fresh or not await self._begin_era(plan.era):
             await self._from_mates()
         elif plan.restore_version:
             await self._from_snapshots(plan)

@@ -113,5 +113,6 @@ class Neighbours:
         self._hellos[source] = hello
         if before is not None and hello.incarnation > before.incarnation:
             logger.info("%s begins anew", source[-8:])
+            self._outbox.forget(source)
             self._on_reborn(source)
         self._on_state(source, hello)

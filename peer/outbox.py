@@ -37,6 +37,7 @@ class Outbox:
         self._on_trouble = on_trouble
         self._queues: dict[PeerID, dict[Hashable, msgspec.Struct]] = {}
         self._senders: dict[PeerID, asyncio.Task[None]] = {}
+        self._ending: set[asyncio.Task[None]] = set()
 
     def post(self, peer: PeerID, key: Hashable, message: msgspec.Struct) -> None:
         queue = self._queues.setdefault(peer, {})
@@ -48,8 +49,16 @@ class Outbox:
             self._senders[peer] = task
 
     def forget(self, peer: PeerID) -> None:
-        """Stop trying: it is no longer of the group."""
+        """Stop trying, also what is under way: it is gone, and a call to the dead may take its whole timeout, during
+        which nothing would be said to who comes back under that name.
+        """
         self._queues.pop(peer, None)
+        sender = self._senders.get(peer)
+        if sender is not None and sender is not asyncio.current_task():
+            del self._senders[peer]
+            sender.cancel()
+            self._ending.add(sender)
+            sender.add_done_callback(self._ending.discard)
 
     async def flush(self, timeout_s: float) -> None:
         """Wait until everything has gone out, `timeout_s` at most."""
@@ -57,7 +66,7 @@ class Outbox:
             await asyncio.wait(list(self._senders.values()), timeout=timeout_s)
 
     async def close(self) -> None:
-        tasks = list(self._senders.values())
+        tasks = [*self._senders.values(), *self._ending]
         self._queues.clear()
         for task in tasks:
             task.cancel()
@@ -83,9 +92,10 @@ class Outbox:
                     if self._on_reply:
                         self._on_reply(peer, reply)
         finally:
-            self._senders.pop(peer, None)
-            if self._queues.get(peer) == {}:
-                del self._queues[peer]
+            if self._senders.get(peer) is asyncio.current_task():
+                del self._senders[peer]
+                if self._queues.get(peer) == {}:
+                    del self._queues[peer]
 
 
 def _raise_bugs(task: "asyncio.Task[None]") -> None:

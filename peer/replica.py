@@ -6,7 +6,7 @@ takes traffic, and retires by draining. Who else is ready and open it learns fro
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import torch
@@ -63,6 +63,7 @@ class Surroundings:
     on_resync: Callable[[], None]
     """Our state is not our mates'."""
     on_unreachable: Callable[[PeerID], None]
+    begin_era: Callable[[int], Awaitable[bool]]
     on_failure: Callable[[BaseException], None]
     inbox: ChunkInbox
     server: StateServer
@@ -132,6 +133,7 @@ class Replica:
             runtime=runtime,
             group=self.group,
             take_over=self._take_over,
+            begin_era=surroundings.begin_era,
         )
         self._tasks = Tasks(surroundings.on_failure)
         self._sync_task: asyncio.Task[None] | None = None

@@ -201,7 +201,9 @@ class Claims:
             granted = self.book.grant(min(count, share)) if not answer.done() else []
             if granted:
                 self._pace.given(source, now_s)
-                self._out.update({m: (source, now_s) for m in granted if not m.validates})
+                for microbatch in (m for m in granted if not m.validates):
+                    self._out[microbatch] = (source, now_s)
+                    self._group.granted(source, microbatch.step, microbatch.index)
                 answer.set_result(granted)
                 del self._waiting[source]
 

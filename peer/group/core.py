@@ -189,6 +189,11 @@ class GroupCore:
         self._claimed.setdefault(step, IndexSet()).add(index)
         return [Tell(self._progress(step))]
 
+    def granted(self, peer: PeerID, step: int, index: int) -> None:
+        """Stage 0, as the lead: a mate is about to make it."""
+        if peer != self.me:
+            self._losses.claimed(peer, step, IndexSet(1 << index))
+
     def contributed(self, step: int, index: int, *, loss: float, staleness_steps: int, now_s: float) -> list[Command]:
         """Our backward of (step, index) is in the gradient sum."""
         if step < self.version:

@@ -29,7 +29,9 @@ class Losses:
     _step_s: float = 0.0
 
     def claimed(self, peer: PeerID, step: int, indices: IndexSet) -> None:
-        self._claims.setdefault(step, {})[peer] = indices
+        """By its own word, or because we have granted it: the word may not come any more."""
+        claims = self._claims.setdefault(step, {})
+        claims[peer] = claims.get(peer, IndexSet()) | indices
 
     def died(self, peer: PeerID, step: int, contributed: IndexSet) -> None:
         claimed = self._claims.get(step, {}).pop(peer, IndexSet())
