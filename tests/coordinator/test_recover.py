@@ -53,10 +53,7 @@ def reset_in(swarm):
     return lambda: swarm.agreed() and all(peer.plan.term > RESET_TERMS for peer in swarm.alive())
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_nobody_plans_until_the_owner_says_so_and_then_the_run_goes_on(
-    run_swarm, tmp_path: Path, seed, record_property
-):
+def test_nobody_plans_until_the_owner_says_so_and_then_the_run_goes_on(run_swarm, tmp_path: Path, record_property):
     async def scenario(swarm):
         dead = await halved(swarm)
         orders = {peer.order for peer in swarm.alive()}
@@ -83,7 +80,7 @@ def test_nobody_plans_until_the_owner_says_so_and_then_the_run_goes_on(
         )
         assert all(peer.coordination._core.chain.num_forks == 0 for peer in swarm.alive())
 
-    run_swarm(scenario, min_peers=9, seed=seed)
+    run_swarm(scenario, min_peers=9)
 
 
 def test_a_stage_that_died_with_the_missing_comes_back_from_snapshots(run_swarm, tmp_path: Path, record_property):
@@ -117,8 +114,7 @@ def test_a_stage_that_died_with_the_missing_comes_back_from_snapshots(run_swarm,
     run_swarm(scenario, min_peers=9, steps=1000)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_the_missing_come_back_all_at_once_and_follow(run_swarm, tmp_path: Path, seed):
+def test_the_missing_come_back_all_at_once_and_follow(run_swarm, tmp_path: Path):
     async def scenario(swarm):
         stores = {f"p{number}": PlanStore() for number in range(9)}
         dead = await halved(swarm, stores=stores, version=30)
@@ -131,7 +127,7 @@ def test_the_missing_come_back_all_at_once_and_follow(run_swarm, tmp_path: Path,
             assert back.order < (RESET_TERMS, 0)
         await swarm.until(lambda: swarm.agreed() and len(swarm.coordinator.plan.members) == 9, within_s=20.0)
         assert swarm.coordinator.plan.term > RESET_TERMS
-        await asyncio.sleep(90.0)
+        await asyncio.sleep(30.0)
         assert swarm.agreed()
         for peer in swarm.alive():
             below = [signed.plan for signed in peer.plans if signed.plan.term < RESET_TERMS]
@@ -139,12 +135,11 @@ def test_the_missing_come_back_all_at_once_and_follow(run_swarm, tmp_path: Path,
                 assert len(below) == 1, "no plan of theirs was made on the old chain"
             assert peer.coordination._core.chain.num_forks == 0
 
-    run_swarm(scenario, min_peers=9, seed=seed, steps=1000)
+    run_swarm(scenario, min_peers=9, steps=1000)
 
 
 def test_what_the_missing_agreed_on_among_themselves_gives_way(run_swarm, tmp_path: Path):
     async def scenario(swarm):
-        stores = {f"p{number}": PlanStore() for number in range(9)}
         await swarm.begin(9)
         await asyncio.sleep(25.0)
         left, right = swarm.alive()[:4], swarm.alive()[4:]
@@ -159,7 +154,6 @@ def test_what_the_missing_agreed_on_among_themselves_gives_way(run_swarm, tmp_pa
         swarm.world.heal(cut)
         await swarm.until(lambda: swarm.agreed() and len(swarm.coordinator.plan.members) == 9, within_s=60.0)
         assert swarm.coordinator.plan.term >= RESET_TERMS
-        assert stores
 
     run_swarm(scenario, min_peers=9)
 

@@ -61,8 +61,7 @@ def checked(plan, *, era=1, version=50, from_era=0):
     assert {member.since for stage in plan.stages for member in stage.members} == {plan.sequence}
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize(("stage", "seed"), [(0, 0), (1, 0), (1, 1), (2, 2), (0, 2)])
 def test_a_stage_whose_members_all_die_is_made_again_from_snapshots(run_swarm, stage, seed, record_property):
     async def scenario(swarm):
         await trained(swarm, 9)

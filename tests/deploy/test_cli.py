@@ -47,12 +47,12 @@ def test_version_is_said() -> None:
     assert (result.exit_code, result.stdout) == (0, "shoal 0.1.0\n")
 
 
-@pytest.mark.parametrize("command", ["join", "status"])
+@pytest.mark.parametrize("command", ["join", "status", "recover"])
 def test_a_text_that_is_no_invite(command: str) -> None:
     assert "not a shoal invite" in complaint(command, "hello")
 
 
-@pytest.mark.parametrize("command", ["join", "status"])
+@pytest.mark.parametrize("command", ["join", "status", "recover"])
 def test_an_invite_that_was_cut_short(command: str) -> None:
     assert "damaged or cut short" in complaint(command, an_invite()[:-3])
 
