@@ -8,7 +8,7 @@ from typing import Literal
 
 import msgspec
 
-from shoal.deploy.recovery import gaps_s, longest_stall_s, recovery_s
+from shoal.deploy.pace import gaps_s, longest_stall_s, recovery_s
 from shoal.deploy.report import StepDone, Validated
 from shoal.protocol.messages import SwarmStatus
 
@@ -24,7 +24,7 @@ class ChaosFigures(msgspec.Struct, frozen=True, kw_only=True):
     coordinator_kills: int
     suspensions: int
     recovery_s: Sequence[float]
-    """For each kill that has enough steps before and after it (`recovery.recovery_s`), ascending."""
+    """For each kill that has enough steps before and after it (`pace.recovery_s`), ascending."""
     recovery_s_median: float | None
     """Of those and the unrecovered; None: of none, or more than half are unrecovered."""
     unrecovered: int

@@ -1,4 +1,4 @@
-"""How long faults cost: figures from the times of a run's steps and of the faults. Pure."""
+"""What faults cost in time: figures from the times of a run's steps and of the faults. Pure."""
 
 import itertools
 import statistics
