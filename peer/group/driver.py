@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 _EARLY_FRAMES_MAX = 4096
 _FETCH_TIMEOUT_S = 60.0
+_PRESS_S = 5.0
+"""A round that is no further after this long has lost something."""
 
 
 @dataclass(slots=True)
@@ -108,6 +110,7 @@ class GroupDriver:
         self._endpoint.on_frame(ReducePart, self._on_part)
         self._endpoint.on_frame(GatherPart, self._on_part)
         self._endpoint.on_frame(ReducedChunk, self._on_reduced_chunk)
+        self._tasks.spawn(self._press(), "press")
 
     def retire(self) -> None:
         """We take part in nothing any more, whatever still arrives."""
@@ -347,6 +350,20 @@ class GroupDriver:
             except Unreachable as error:
                 logger.warning("reduction of step %d: %s", start.step, error)
                 return
+
+    async def _press(self) -> None:
+        """Send again what may have been lost in a round that does not end: of a stream that breaks nobody knows what
+        had arrived. Whoever has ended it meanwhile does not, but says so by its digest."""
+        last: Reduction | None = None
+        while True:
+            await asyncio.sleep(_PRESS_S)
+            reduction = self._reductions.get(self.core.version)
+            if reduction is not None and reduction is last and not reduction.is_complete and not self._closed:
+                logger.info("round %d does not end: sending our part of it again", reduction.start.step)
+                for peer in reduction.others:
+                    self._send_all([out for out in reduction.scatter() if out.target == peer], reduction, ReducePart)
+                    self._send_all([out for out in reduction.finished() if out.target == peer], reduction, GatherPart)
+            last = reduction
 
     async def _send_mean(self, target: PeerID, step: int, mean_N: Tensor) -> None:
         for start in range(0, mean_N.numel(), CHUNK):

@@ -92,6 +92,15 @@ class Reduction:
         """Chunks of our part that need nothing from others (a lone contributor, or a group of one)."""
         return [out for chunk in self._chunks(self._rank) for out in self._finish(chunk)]
 
+    def finished(self) -> list[Outgoing]:
+        """What others have of us so far, unless it was lost on the way: the finished chunks of our part."""
+        chunks = [chunk for chunk in self._chunks(self._rank) if chunk not in self._missing]
+        return [
+            Outgoing(peer, chunk, self.mean_N[chunk : self._end(self._rank, chunk)])
+            for peer in self.others
+            for chunk in chunks
+        ]
+
     def part_arrived(self, source: PeerID, start: int, payload: Payload) -> list[Outgoing]:
         """A contribution to our part. Returns: the finished chunk for every other member, once all are there.
 
