@@ -311,7 +311,13 @@ class Replica:
         return self.group.core.lacks(microbatch.step, microbatch.index)
 
     def contributed(self, microbatch: Microbatch, *, loss: float, staleness_steps: int) -> None:
-        self.group.contributed(microbatch.step, microbatch.index, loss=loss, staleness_steps=staleness_steps)
+        self.group.contributed(
+            microbatch.step,
+            microbatch.index,
+            loss=loss,
+            staleness_steps=staleness_steps,
+            apart=self.pipeline.runtime.is_apart(microbatch),
+        )
         if self.claims:
             self.claims.made(microbatch)
 
@@ -358,10 +364,10 @@ class Replica:
             on_validation=self._s.on_validation,
         )
 
-    def _granted(self, microbatch: Microbatch) -> None:
+    def _granted(self, microbatch: Microbatch, again: bool) -> None:
         if not microbatch.validates and microbatch.step >= self.version:
             self.group.claimed(microbatch.step, microbatch.index)
-        self.pipeline.grant(microbatch)
+        self.pipeline.grant(microbatch, again=again)
 
     def _repair(self, step: int, indices: bytes) -> None:
         """What our group's lead misses, stage 0's lead hands out again."""

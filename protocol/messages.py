@@ -316,12 +316,15 @@ class Progress(EraMessage, frozen=True):
     """Bitmap, stage 0 only: microbatches that the sender has been granted, accumulated or not."""
     loss_sum: float
     staleness_sum: int
+    apart: tuple[tuple[int, float, int], ...] = ()
+    """(index, loss, staleness) of those that ran again and are not in the sum yet: a round may leave them out."""
 
 
 class RoundMember(_Part, frozen=True):
     peer: PeerID
     bandwidth: float
     indices: bytes
+    """What it brings: all that is in its sum, and of what it keeps apart as much as the lead says."""
 
 
 class RoundStart(EraMessage, frozen=True):
@@ -483,6 +486,8 @@ class Activation(EraMessage, frozen=True):
     """The receiver's."""
     step: int
     index: int
+    again: bool = False
+    """It may have come before, maybe to another replica: keep what it adds apart."""
 
 
 class Gradient(EraMessage, frozen=True):

@@ -28,7 +28,7 @@ class Claims:
     """One stage-0 replica's supply.
 
     Args:
-        on_grant: a microbatch is ours to make.
+        on_grant: a microbatch is ours to make; whether it may have run before.
         on_validation: all validation microbatches of a version are back (only at the lead).
     """
 
@@ -40,7 +40,7 @@ class Claims:
         *,
         endpoint: Endpoint,
         clock: Clock,
-        on_grant: Callable[[Microbatch], None],
+        on_grant: Callable[[Microbatch, bool], None],
         on_validation: Callable[[ValidationReport], None],
     ) -> None:
         self.book = book
@@ -144,7 +144,7 @@ class Claims:
             for step, index in grant.items if lead == self._group.lead else ():
                 if index >= 0:
                     self.book.take(step, IndexSet(1 << index))  # we may lead next, and our Progress goes to others
-                self._on_grant(Microbatch(step, index))
+                self._on_grant(Microbatch(step, index), False)
 
     async def _ask(self, lead: PeerID, count: int) -> Grant:
         """As long as it is the lead: a claim may stay open for seconds."""
@@ -228,7 +228,7 @@ class Claims:
         for index in range(self.book.microbatches):
             if index in indices:
                 logger.info("microbatch (%d, %d) runs again", step, index)
-                self._on_grant(Microbatch(step, index))
+                self._on_grant(Microbatch(step, index), True)
 
     async def _on_validation_result(self, source: PeerID, message: ValidationResult) -> Done:
         if not 0 <= message.index < self.book.validation_microbatches or not 0 <= message.step <= self.book.steps:

@@ -25,21 +25,13 @@ from shoal.peer.group.agreement import UNCOMPARED_MAX, Agreement
 from shoal.peer.group.commands import CatchUp, Command, Reduce, Tell
 from shoal.peer.group.losses import Losses
 from shoal.peer.group.members import Members
+from shoal.peer.group.tally import Tally, share_out
 from shoal.peer.pipeline.microbatch import IndexSet
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Digest, Progress, RoundMember, RoundStart
 from shoal.protocol.plan import Member
 
 _ATTEMPTS_PER_PLAN = 1000
-
-
-@dataclass(slots=True)
-class _Tally:
-    """One member's contribution to one step, as far as we know."""
-
-    indices: IndexSet = field(default_factory=IndexSet)
-    loss_sum: float = 0.0
-    staleness_sum: int = 0
 
 
 @dataclass(kw_only=True, slots=True)
@@ -67,7 +59,7 @@ class GroupCore:
     _members: Members = field(init=False)
     _plan_sequence: int = 0
     _announced_lead: PeerID | None = None
-    _tallies: dict[int, dict[PeerID, _Tally]] = field(default_factory=dict)
+    _tallies: dict[int, dict[PeerID, Tally]] = field(default_factory=dict)
     _claimed: dict[int, IndexSet] = field(default_factory=dict)
     _rounds: dict[int, RoundStart] = field(default_factory=dict)
     _behind: tuple[PeerID, float] | None = None
@@ -162,7 +154,7 @@ class GroupCore:
         """It died or dropped its state: its contributions to open steps died with it."""
         self._members.lost(peer)
         for step in sorted(self._losses.steps_claimed_by(peer).union(self._tallies)):
-            tally = self._tallies.get(step, {}).pop(peer, _Tally())
+            tally = self._tallies.get(step, {}).pop(peer, Tally())
             self._losses.died(peer, step, tally.indices)
         start = self._rounds.get(self.version)
         if start is not None and any(member.peer == peer for member in start.members):
@@ -194,14 +186,18 @@ class GroupCore:
         if peer != self.me:
             self._losses.claimed(peer, step, IndexSet(1 << index))
 
-    def contributed(self, step: int, index: int, *, loss: float, staleness_steps: int, now_s: float) -> list[Command]:
-        """Our backward of (step, index) is in the gradient sum."""
+    def contributed(
+        self, step: int, index: int, *, loss: float, staleness_steps: int, now_s: float, apart: bool = False
+    ) -> list[Command]:
+        """Our backward of (step, index) is in the gradient sum, or kept apart from it because it ran again."""
         if step < self.version:
             return []
         tally = self._tally(step, self.me)
         if index in tally.indices:
             return []
         tally.indices.add(index)
+        if apart:
+            tally.apart[index] = (loss, staleness_steps)
         self._losses.grown(now_s)
         tally.loss_sum += loss
         tally.staleness_sum += staleness_steps
@@ -213,14 +209,14 @@ class GroupCore:
             return []  # The last words of one whom we have counted out.
         self._members.names(source, message.lead)
         if message.step >= self.version:
-            claimed = IndexSet.from_bytes(message.claimed, count=self.microbatches)
-            self._losses.claimed(source, message.step, claimed)
+            self._losses.claimed(source, message.step, self._indices(message.claimed))
             tally = self._tally(message.step, source)
-            indices = IndexSet.from_bytes(message.indices, count=self.microbatches)
+            indices = self._indices(message.indices)
             if len(indices) > len(tally.indices):
                 self._losses.grown(now_s)
             if len(indices) >= len(tally.indices):  # Calls may overtake each other; a contribution only grows.
                 tally.indices, tally.loss_sum, tally.staleness_sum = indices, message.loss_sum, message.staleness_sum
+                tally.apart = {index: (loss, steps) for index, loss, steps in message.apart if index in indices}
             self._void_round_if_outgrown(message.step, source)
         return self._try_round(now_s)
 
@@ -232,7 +228,7 @@ class GroupCore:
         if message.step < self.version or (known is not None and known.attempt >= message.attempt):
             return []
         mine = next((member.indices for member in message.members if member.peer == self.me), None)
-        if mine is not None and mine != self._tally(message.step, self.me).indices.to_bytes():
+        if mine is not None and not self._tally(message.step, self.me).may_bring(self._indices(mine)):
             # Our sum holds more than the lead knew: an average must count what it contains. It will open another.
             return [Tell(self._progress(message.step))]
         self._rounds[message.step] = message
@@ -244,7 +240,7 @@ class GroupCore:
         if start is None or step != self.version or self.lead != self.me:
             return
         said = next((member.indices for member in start.members if member.peer == peer), None)
-        if said is not None and said != self._tally(step, peer).indices.to_bytes():
+        if said is not None and not self._tally(step, peer).may_bring(self._indices(said)):
             del self._rounds[step]
             self._retries += 1
 
@@ -301,7 +297,7 @@ class GroupCore:
         """Whether it is still the latest word on its step, and says of us what is true."""
         said = next((member.indices for member in message.members if member.peer == self.me), None)
         is_latest = self.ready and self._rounds.get(message.step) is message
-        return is_latest and said == self._tally(message.step, self.me).indices.to_bytes()
+        return is_latest and said is not None and self._tally(message.step, self.me).may_bring(self._indices(said))
 
     @property
     def owes(self) -> bool:
@@ -319,8 +315,11 @@ class GroupCore:
 
     # --- inside ---
 
-    def _tally(self, step: int, peer: PeerID) -> _Tally:
-        return self._tallies.setdefault(step, {}).setdefault(peer, _Tally())
+    def _tally(self, step: int, peer: PeerID) -> Tally:
+        return self._tallies.setdefault(step, {}).setdefault(peer, Tally())
+
+    def _indices(self, bitmap: bytes) -> IndexSet:
+        return IndexSet.from_bytes(bitmap, count=self.microbatches)
 
     def _progress(self, step: int) -> Progress:
         mine = self._tally(step, self.me)
@@ -332,6 +331,7 @@ class GroupCore:
             claimed=self._claimed.get(step, IndexSet()).to_bytes(),
             loss_sum=mine.loss_sum,
             staleness_sum=mine.staleness_sum,
+            apart=tuple((index, loss, steps) for index, (loss, steps) in sorted(mine.apart.items())),
         )
 
     def _open_steps(self) -> list[int]:
@@ -358,20 +358,17 @@ class GroupCore:
         # A member that is not ready takes no part, so what it has contributed is not there until it is ready again.
         ranked = [peer for peer in bandwidths if self._members.is_ready(peer)]
         ranked += [p for p in sorted(tallies) if p not in bandwidths and len(tallies[p].indices) and p != self.me]
-        counted = [tallies[peer] for peer in ranked if peer in tallies]
-        union = IndexSet()
-        for tally in counted:
-            union = union | tally.indices
-        missing = self.microbatches - len(union)
+        shares = share_out(ranked, tallies)
+        missing = self.microbatches - len(shares.union)
         if missing:
             overdue = self.deadline_s > 0 and now_s >= self._version_since_s + self.deadline_s
-            if not overdue or len(union) < self.quorum * self.microbatches:
+            if not overdue or len(shares.union) < self.quorum * self.microbatches:
                 return self._losses.ask(step, self.lacks, now_s=now_s)
         members = tuple(
             RoundMember(
                 peer=peer,
                 bandwidth=bandwidths.get(peer, min(bandwidths.values())),
-                indices=tallies[peer].indices.to_bytes() if peer in tallies else b"",
+                indices=shares.brought.get(peer, IndexSet()).to_bytes(),
             )
             for peer in ranked
         )
@@ -380,10 +377,10 @@ class GroupCore:
             step=step,
             attempt=self._plan_sequence * _ATTEMPTS_PER_PLAN + self._retries,
             members=members,
-            duplicates=sum(len(tally.indices) for tally in counted) - len(union),
+            duplicates=shares.duplicates,
             given_up=missing,
-            loss_sum=sum(tally.loss_sum for tally in counted),
-            staleness_sum=sum(tally.staleness_sum for tally in counted),
+            loss_sum=shares.loss_sum,
+            staleness_sum=shares.staleness_sum,
         )
         return [Tell(start), *self.round_started(start)]
 

@@ -18,6 +18,7 @@ from shoal.peer.group.core import GroupCore
 from shoal.peer.group.reduce import CHUNK, Outgoing, Reduction, payload_of
 from shoal.peer.outbox import Outbox
 from shoal.peer.pipeline.driver import PipelineDriver
+from shoal.peer.pipeline.microbatch import IndexSet
 from shoal.peer.tasks import Tasks
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused, RemoteError, Unreachable
@@ -152,9 +153,11 @@ class GroupDriver:
     def claimed(self, step: int, index: int) -> None:
         self._perform(self.core.claimed(step, index))
 
-    def contributed(self, step: int, index: int, *, loss: float, staleness_steps: int) -> None:
+    def contributed(self, step: int, index: int, *, loss: float, staleness_steps: int, apart: bool) -> None:
         now_s = self._clock.now_s()
-        self._perform(self.core.contributed(step, index, loss=loss, staleness_steps=staleness_steps, now_s=now_s))
+        self._perform(
+            self.core.contributed(step, index, loss=loss, staleness_steps=staleness_steps, apart=apart, now_s=now_s)
+        )
 
     def stepped(self, version: int, digest: str) -> None:
         """The pipeline has stepped to `version`, or loaded a state of it."""
@@ -292,10 +295,10 @@ class GroupDriver:
         if job_over is not None:
             self._tasks.spawn(self._begin_after(job_over, start), f"begin round {start.step}")
             return
-        sum_N = self._pipeline.runtime.gradient_sum(start.step)
-        reduction = Reduction(
-            self.core.me, start, sum_N, microbatches=self._pipeline.runtime.spec.training.microbatches_per_step
-        )
+        microbatches = self.core.microbatches
+        mine = next(member.indices for member in start.members if member.peer == self.core.me)
+        sum_N = self._pipeline.runtime.gradient_sum(start.step, IndexSet.from_bytes(mine, count=microbatches))
+        reduction = Reduction(self.core.me, start, sum_N, microbatches=microbatches)
         self._reductions[start.step] = reduction
         for peer in reduction.others:
             outgoing = [out for out in reduction.scatter() if out.target == peer]

@@ -31,6 +31,8 @@ class Arrived:
 
     microbatch: Microbatch
     source: PeerID | None
+    again: bool = False
+    """It may have run before, here or elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,8 @@ class Job:
     kind: JobKind
     microbatch: Microbatch | None
     version: int
+    again: bool = False
+    """What it adds is kept apart."""
 
     def __str__(self) -> str:
         letter = {"forward": "F", "backward": "B", "loss": "L", "validate": "V", "step": "S"}[self.kind]
@@ -99,6 +103,7 @@ class Job:
 class SendActivation:
     microbatch: Microbatch
     target: PeerID
+    again: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +146,9 @@ class _Flight:
 
     sources: set[PeerID]
     """Who waits for its gradient: none at stage 0, and more than one where somebody before us was doubted or died."""
+    again: bool = False
+    """It may have been before us elsewhere; what comes after us is told so too."""
+    sent_before: bool = False
     staleness_steps: int = 0
     target: PeerID | None = None
     """Who owes us its gradient; None again once it is back."""
@@ -205,8 +213,8 @@ class PipelineCore:
 
     def handle(self, event: Event, *, now_s: float) -> list[Command]:
         match event:
-            case Arrived(microbatch, source):
-                commands = self._arrive(microbatch, source, now_s)
+            case Arrived(microbatch, source, again):
+                commands = self._arrive(microbatch, source, again, now_s)
             case GradientArrived(microbatch, source, waited_s):
                 commands = self._gradient(microbatch, source, waited_s, now_s)
             case JobDone(job):
@@ -228,19 +236,19 @@ class PipelineCore:
                 commands = self._lost(peer, now_s)
         return commands + self._next_job(now_s)
 
-    def _arrive(self, microbatch: Microbatch, source: PeerID | None, now_s: float) -> list[Command]:
+    def _arrive(self, microbatch: Microbatch, source: PeerID | None, again: bool, now_s: float) -> list[Command]:
         flight = self._flights.get(microbatch)
         if flight is None:
-            flight = self._flights[microbatch] = _Flight(set(), waiting_since_s=now_s)
+            flight = self._flights[microbatch] = _Flight(set(), again=again, waiting_since_s=now_s)
             self._waiting.add(microbatch)
         if source is not None:
             # It may be here already: whoever was before us was doubted, and another one sent it again. Which of them
             # is still waited for we cannot know, so both get the gradient; to the wrong one it is a late answer.
-            again = source in flight.sources
+            waits = source in flight.sources
             flight.sources.add(source)
         else:
-            again = True
-        if again and flight.target is not None:
+            waits = True
+        if waits and flight.target is not None:
             # Who wants it once more has waited too long: its activation or its gradient was lost between us and there.
             self.router.returned(flight.target)
             flight.target = None
@@ -293,10 +301,11 @@ class PipelineCore:
                 break
             self._unsent.remove(microbatch)
             flight = self._flights[microbatch]
+            commands.append(SendActivation(microbatch, target, flight.again or flight.sent_before))
             flight.target = target
+            flight.sent_before = True
             flight.sent_s = now_s
             flight.waits_no_more(now_s)
-            commands.append(SendActivation(microbatch, target))
         return commands
 
     def _leave(self, microbatch: Microbatch, flight: _Flight, now_s: float) -> list[Command]:
@@ -358,7 +367,7 @@ class PipelineCore:
             flight.waits_no_more(now_s)
         if microbatch.validates:
             return self._run(Job("validate", microbatch, self.version))
-        return self._run(Job("loss" if self.is_last else "forward", microbatch, self.version))
+        return self._run(Job("loss" if self.is_last else "forward", microbatch, self.version, flight.again))
 
     def _is_admitted(self, microbatch: Microbatch) -> bool:
         if microbatch.step < self.version:

@@ -136,9 +136,9 @@ class PipelineDriver:
 
     # --- told by the rest of the peer ---
 
-    def grant(self, microbatch: Microbatch) -> None:
-        """Stage 0: the group's lead lets us make it."""
-        self._handle(Arrived(microbatch, None))
+    def grant(self, microbatch: Microbatch, *, again: bool = False) -> None:
+        """Stage 0: the group's lead lets us make it, `again` if it may have run before."""
+        self._handle(Arrived(microbatch, None, again))
 
     def commit(self, step: int, mean_gradient_N: Tensor) -> None:
         """The reduced gradient of `step` is complete: step as soon as the running job ends."""
@@ -174,7 +174,7 @@ class PipelineDriver:
             if self.core.num_waiting >= QUEUED_MICROBATCHES_MAX:
                 raise RemoteError(source, f"has more than {QUEUED_MICROBATCHES_MAX} microbatches waiting here")
             self._inputs[microbatch] = payload
-        self._handle(Arrived(microbatch, source))
+        self._handle(Arrived(microbatch, source, meta.again))
 
     async def _on_gradient(self, source: PeerID, meta: Gradient, payload: Payload) -> None:
         microbatch = Microbatch(meta.step, meta.index)
@@ -209,8 +209,8 @@ class PipelineDriver:
                 case Job():
                     self._job_over = asyncio.get_running_loop().create_future()
                     self._tasks.spawn(self._run(command, self._job_over), f"job {command}")
-                case SendActivation(microbatch, target):
-                    self._tasks.spawn(self._send_activation(microbatch, target), f"activation {microbatch}")
+                case SendActivation(microbatch, target, again):
+                    self._tasks.spawn(self._send_activation(microbatch, target, again), f"activation {microbatch}")
                 case SendGradient(microbatch, target, waited_s):
                     payload = b"" if microbatch.validates else self._outputs.get(microbatch, b"")
                     loss = self._losses.get(microbatch, 0.0)
@@ -261,8 +261,8 @@ class PipelineDriver:
             return (lambda: runtime.validate(microbatch, payload)), runtime.forward_flop
         if job.kind == "loss":
             flop = runtime.forward_flop + runtime.backward_flop
-            return (lambda: runtime.loss(microbatch, payload, contributes=wanted)), flop
-        return (lambda: runtime.forward(microbatch, payload, contributes=wanted)), runtime.forward_flop
+            return (lambda: runtime.loss(microbatch, payload, contributes=wanted, again=job.again)), flop
+        return (lambda: runtime.forward(microbatch, payload, contributes=wanted, again=job.again)), runtime.forward_flop
 
     def _keep(self, job: Job, microbatch: Microbatch, value: Any) -> None:
         if job.kind == "loss":
@@ -279,11 +279,11 @@ class PipelineDriver:
         self._unwanted.discard(microbatch)
         self.runtime.forget(microbatch)
 
-    async def _send_activation(self, microbatch: Microbatch, target: PeerID) -> None:
+    async def _send_activation(self, microbatch: Microbatch, target: PeerID, again: bool) -> None:
         payload = self._outputs.get(microbatch)
         if payload is None:
             return  # Forgotten before the task began.
-        meta = Activation(stage=self.core.stage + 1, step=microbatch.step, index=microbatch.index)
+        meta = Activation(stage=self.core.stage + 1, step=microbatch.step, index=microbatch.index, again=again)
         try:
             await self._endpoint.send(target, meta, payload, priority=Priority.ACTIVATION)
         except Unreachable as error:

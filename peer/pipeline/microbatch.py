@@ -1,5 +1,6 @@
 """The unit that flows through stages: microbatch `(t, i)`, sample range `i` of step `t`."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -39,6 +40,12 @@ class IndexSet:
 
     def add(self, index: int) -> None:
         self._bits |= 1 << index
+
+    def without(self, indices: Iterable[int]) -> "IndexSet":
+        bits = self._bits
+        for index in indices:
+            bits &= ~(1 << index)
+        return IndexSet(bits)
 
     def __contains__(self, index: int) -> bool:
         return bool(self._bits >> index & 1)

@@ -19,13 +19,16 @@ from shoal.peer.data.microbatch import validation_microbatch
 from shoal.peer.model import llama
 from shoal.peer.model.flop import backward_flop, forward_flop
 from shoal.peer.model.layout import HEAD, layer_layout, stage_layer_keys
-from shoal.peer.pipeline.microbatch import Microbatch
+from shoal.peer.pipeline.microbatch import IndexSet, Microbatch
 from shoal.peer.pipeline.state import LayerState, StageState, predict_layer, step_layer
 from shoal.peer.pipeline.wire import ActivationWire
 from shoal.protocol.ports import Payload
 from shoal.protocol.spec import RunSpec
 
 logger = logging.getLogger(__name__)
+
+APART_MAX = 16
+"""Gradients of one step that are kept apart from its sum: each is as large as the stage."""
 
 Leaves = dict[str, dict[str, Tensor]]
 """Layer key -> tensor name -> autograd leaf; each leaf's `.grad` is a view of its step's gradient sum."""
@@ -40,6 +43,8 @@ class _Context:
     y_BTD: Tensor | None
     """None: made again from `x` at the backward."""
     contributes: bool
+    apart_N: Tensor | None
+    """Where its gradient goes, if not into the step's sum."""
 
 
 class StageRuntime:
@@ -66,6 +71,7 @@ class StageRuntime:
         self._leaves: dict[int, Leaves] = {}  # step -> weights for it, made from the current version
         self._sums: dict[int, Tensor] = {}  # step -> gradient sum [N]
         self._summed: set[Microbatch] = set()  # what the sums hold
+        self._apart: dict[int, dict[int, Tensor]] = {}  # step -> index -> gradient [N] of what ran again
         self._contexts: dict[Microbatch, _Context] = {}
         tokens = spec.training.microbatch_size * spec.model.context
         self.forward_flop = sum(forward_flop(spec.model, key, tokens) for key in self.keys)
@@ -101,24 +107,28 @@ class StageRuntime:
 
     # --- jobs ---
 
-    def forward(self, microbatch: Microbatch, payload: Payload | None, *, contributes: bool = True) -> bytearray:
+    def forward(
+        self, microbatch: Microbatch, payload: Payload | None, *, contributes: bool = True, again: bool = False
+    ) -> bytearray:
         """Not the last stage: input (None at stage 0, which reads the data) -> activation for the next stage.
 
-        `contributes`: its backward adds to the step's sum; a mate's sum has it otherwise.
+        Args:
+            contributes: its backward adds to the step's sum; a mate's sum has it otherwise.
+            again: a mate's sum may come to have it, too: it must be possible to leave it out of ours.
         """
         x, targets_BT = self._input(microbatch, payload)
-        leaves = self._weights_of(microbatch, contributes)
+        leaves, apart_N = self._weights_of(microbatch, contributes, again)
         if self.spec.training.keep == "recompute":
             with torch.no_grad():
                 y_BTD = self._run(leaves, x)
-            self._contexts[microbatch] = _Context(leaves, x, None, contributes)
+            self._contexts[microbatch] = _Context(leaves, x, None, contributes, apart_N)
         else:
             y_BTD = self._run(leaves, x)
-            self._contexts[microbatch] = _Context(leaves, x, y_BTD, contributes)
+            self._contexts[microbatch] = _Context(leaves, x, y_BTD, contributes, apart_N)
         return self._wire.encode_activation(y_BTD.detach(), targets_BT)
 
     def loss(
-        self, microbatch: Microbatch, payload: Payload | None, *, contributes: bool = True
+        self, microbatch: Microbatch, payload: Payload | None, *, contributes: bool = True, again: bool = False
     ) -> tuple[float, bytearray | None]:
         """The last stage: forward, loss and backward in one.
 
@@ -126,12 +136,12 @@ class StageRuntime:
         finite, the gradient is zero and nothing is added: no non-finite number may reach an optimizer.
         """
         x, targets_BT = self._input(microbatch, payload)
-        loss = self._loss(self._run(self._weights_of(microbatch, contributes), x), targets_BT)
+        leaves, apart_N = self._weights_of(microbatch, contributes, again)
+        loss = self._loss(self._run(leaves, x), targets_BT)
         value = float(loss.detach())
         if math.isfinite(value):
             loss.backward()  # type: ignore[no-untyped-call]
-            if contributes:
-                self._summed.add(microbatch)
+            self._added(microbatch, contributes, apart_N)
         else:
             logger.warning("microbatch %s has a loss of %s: nothing is learnt from it", microbatch, value)
         return value, self._input_gradient(x)
@@ -143,8 +153,7 @@ class StageRuntime:
         if bool(grad_BTD.isfinite().all()):
             y_BTD = self._run(context.leaves, context.x) if context.y_BTD is None else context.y_BTD
             y_BTD.backward(grad_BTD)  # type: ignore[no-untyped-call]
-            if context.contributes:
-                self._summed.add(microbatch)
+            self._added(microbatch, context.contributes, context.apart_N)
         else:
             logger.warning("microbatch %s came back with a gradient that is not finite: it counts as zero", microbatch)
         return self._input_gradient(context.x)
@@ -185,14 +194,22 @@ class StageRuntime:
 
     # --- between jobs ---
 
-    def gradient_sum(self, step: int) -> Tensor:
-        """The sum over our contributions to `step` so far, float32 [N] on the CPU.
+    def is_apart(self, microbatch: Microbatch) -> bool:
+        """Whether its gradient is kept apart from its step's sum."""
+        return microbatch.index in self._apart.get(microbatch.step, {})
+
+    def gradient_sum(self, step: int, indices: IndexSet | None = None) -> Tensor:
+        """The sum over our contributions to `step`, float32 [N] on the CPU; of those kept apart `indices`, if given.
 
         A copy: a job that runs, or a microbatch that comes late, must not change what others have seen of it. It is
         added to the sum all the same, for another attempt at the step.
         """
         total_N = self._sums.get(step)
-        return torch.zeros(self.num_parameters) if total_N is None else total_N.to("cpu", copy=True)
+        sum_N = torch.zeros(self.num_parameters) if total_N is None else total_N.to("cpu", copy=True)
+        for index, gradient_N in sorted(self._apart.get(step, {}).items()):
+            if indices is None or index in indices:
+                sum_N += gradient_N.to("cpu")
+        return sum_N
 
     def forget(self, microbatch: Microbatch) -> None:
         self._contexts.pop(microbatch, None)
@@ -219,15 +236,32 @@ class StageRuntime:
             return logits_BTV.new_tensor(math.nan)
         return llama.loss(logits_BTV, targets_BT)
 
-    def _weights_of(self, microbatch: Microbatch, contributes: bool) -> Leaves:
-        """The weights it wants; the gradient is added to its step's sum, unless that or a mate's holds it already."""
+    def _weights_of(self, microbatch: Microbatch, contributes: bool, again: bool) -> tuple[Leaves, Tensor | None]:
+        """The weights it wants; the gradient is added to its step's sum, unless that or a mate's holds it already.
+
+        Returns: (leaves, where the gradient is kept apart from the sum, if it is).
+        """
         leaves = self._weights(microbatch.step)
-        if microbatch in self._summed or not contributes:
+        if microbatch in self._summed or self.is_apart(microbatch) or not contributes:
             # It came again, because somebody before us died. The group counts it once, so its gradient goes nowhere.
             return {
                 key: {name: x.detach().requires_grad_() for name, x in named.items()} for key, named in leaves.items()
-            }
-        return leaves
+            }, None
+        if again and microbatch.step >= self.version and len(self._apart.get(microbatch.step, {})) < APART_MAX:
+            apart_N = torch.zeros(self.num_parameters, device=self.device)
+            return {
+                key: layer_layout(self.spec.model, key).detached(named, apart_N[self._spans[key]])
+                for key, named in leaves.items()
+            }, apart_N
+        return leaves, None
+
+    def _added(self, microbatch: Microbatch, contributes: bool, apart_N: Tensor | None) -> None:
+        """Its backward is done."""
+        if apart_N is not None:
+            if microbatch.step >= self.version and microbatch not in self._summed:
+                self._apart.setdefault(microbatch.step, {}).setdefault(microbatch.index, apart_N)
+        elif contributes:
+            self._summed.add(microbatch)
 
     def _weights(self, step: int) -> Leaves:
         """ŵ_step: the current weights if they are that step's, else their prediction. Made once.
@@ -260,8 +294,9 @@ class StageRuntime:
         """The weights that were made from another version, and the sums of the steps before this one."""
         self._leaves.clear()
         # A state is loaded on the loop's thread while a job may add to these on the device's: iterate over copies.
-        for step in [s for s in list(self._sums) if s < self.version]:
-            del self._sums[step]
+        for table in (self._sums, self._apart):
+            for step in [s for s in list(table) if s < self.version]:
+                del table[step]
         self._summed.difference_update([m for m in list(self._summed) if m.step < self.version])
 
     def _input_gradient(self, x: Tensor) -> bytearray | None:

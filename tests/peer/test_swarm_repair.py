@@ -57,7 +57,7 @@ def test_five_kills_change_no_step_of_a_synchronous_run(make_swarm, tiny_spec, s
     for stage in range(3):
         commits = [swarm.commits[stage][step] for step in range(STEPS)]
         assert {(c.microbatches, c.given_up) for c in commits} == {(9, 0)}
-        assert sum(c.duplicates for c in commits) <= 1
+        assert sum(c.duplicates for c in commits) == 0
 
 
 @pytest.mark.sim
@@ -67,5 +67,5 @@ def test_five_kills_lose_no_microbatch_of_an_asynchronous_run(make_swarm, tiny_s
     for stage in range(3):
         commits = [swarm.commits[stage][step] for step in range(STEPS)]
         assert {(c.microbatches, c.given_up) for c in commits} == {(9, 0)}
-        assert sum(c.duplicates for c in commits) <= 4  # of 144: what ran in two places when its sender was doubted
+        assert sum(c.duplicates for c in commits) == 0
     assert swarm.losses[-1] < swarm.losses[0] - 0.5

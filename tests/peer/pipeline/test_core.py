@@ -149,7 +149,7 @@ def test_a_dead_target_is_replaced() -> None:
     made = core(targets=(DOWN, OTHER))
     feed(made, Arrived(A, UP))
     assert feed(made, JobDone(job("forward", 0, 0))) == [SendActivation(A, DOWN)]
-    assert feed(made, PeerLost(DOWN)) == [SendActivation(A, OTHER)]
+    assert feed(made, PeerLost(DOWN)) == [SendActivation(A, OTHER, again=True)]
     assert feed(made, GradientArrived(A, DOWN)) == []  # the dead man's answer
     assert feed(made, GradientArrived(A, OTHER)) == [job("backward", 0, 0)]
 
@@ -158,7 +158,7 @@ def test_without_any_target_it_waits_for_one() -> None:
     made = core()
     feed(made, Arrived(A, UP), JobDone(job("forward", 0, 0)))
     assert feed(made, PeerLost(DOWN)) == []
-    assert feed(made, PeerReady(DOWN)) == [SendActivation(A, DOWN)]
+    assert feed(made, PeerReady(DOWN)) == [SendActivation(A, DOWN, again=True)]
 
 
 def test_what_a_dead_source_sent_is_dropped_wherever_it_is() -> None:
