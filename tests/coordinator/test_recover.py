@@ -227,10 +227,10 @@ def test_mandates_that_do_not_hold_are_refused(run_swarm):
         for _ in range(2):
             await port.spawn(endpoint.ask(coordinator, forged(owner), Done))
         await swarm.until(lambda: swarm.agreed() and swarm.coordinator.plan.term == term, within_s=5.0)
-        await asyncio.sleep(90.0)
+        await asyncio.sleep(30.0)
         order = swarm.coordinator.order
         with pytest.raises(Refused, match="look again"):
             await port.spawn(endpoint.ask(coordinator, forged(owner), Done))
         assert swarm.coordinator.order == order
 
-    run_swarm(scenario, min_peers=9)
+    run_swarm(scenario, min_peers=9, term_s=20.0)
