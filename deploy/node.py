@@ -23,6 +23,7 @@ from shoal.peer.driver import PeerDriver
 from shoal.peer.pipeline.state import StageState
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.identity import Identity, PeerID
+from shoal.protocol.incarnation import next_incarnation
 from shoal.protocol.limits import PEER_NAME_CHARS_MAX
 from shoal.protocol.messages import CommitReport, SwarmStatus, ValidationReport
 from shoal.protocol.plan import SignedPlan
@@ -87,9 +88,8 @@ class Node:
         self.spec = spec
         self.owner = owner
         self.run = run_id(spec, owner)
-        # After a restart under the same identity, sequences begin above all that others have seen.
-        sequence = int(clock.wall_s() * 1e6)
-        self.endpoint = Endpoint(identity, transport, run=self.run, first_sequence=sequence)
+        incarnation = next_incarnation(disk, PurePosixPath(self.run) / "incarnation", wall_s=clock.wall_s())
+        self.endpoint = Endpoint(identity, transport, run=self.run, first_sequence=incarnation)
         self._directory = directory
         self._spec_record = spec_record
         self.peer = PeerDriver(

@@ -283,6 +283,7 @@ class PeerDriver:
         """With all it holds: what others need of it is made again."""
         replica, self.replica = self.replica, None
         if replica is not None:
+            self._neighbours.say(replica.audience)  # that there is nothing to wait for any more
             await replica.close()
             self._server.reset()
 
