@@ -139,6 +139,8 @@ class Coordination:
         self._heard_s = clock.now_s()
         self.history: deque[StepRecord] = deque(maxlen=HISTORY_STEPS)
         """Steps completed in this peer's terms, oldest first."""
+        self.num_alarms = 0
+        """Invariants that somebody was seen to break: two plans of one order, a ledger that does not add up."""
 
     # --- for the node ---
 
@@ -253,6 +255,7 @@ class Coordination:
                     logger.info("%s", command.text)
                 self._said = command.text
             case Alarm():
+                self.num_alarms += 1
                 logger.error("%s", command.text)
         return None
 

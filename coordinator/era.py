@@ -20,6 +20,8 @@ PATIENCE_HEARTBEATS = 3.0
 """How long a holder that is alive may be without its state, or may not have said so yet: it may be fetching it."""
 MISSING_HEARTBEATS = 30.0
 """How long to wait for the disks that would make a snapshot whole, before the run begins again from its seed."""
+ERA_MAX = 1 << 48
+"""What claims a later era is not believed: the next one's number must still fit in a plan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +45,7 @@ class Disks:
         parts: dict[tuple[int, int], dict[PeerID, frozenset[str]]] = {}
         for peer, held in holdings:
             for holding in held:
-                if holding.version > 0 and holding.era >= 0:
+                if holding.version > 0 and 0 <= holding.era < ERA_MAX:
                     by_peer = parts.setdefault((holding.era, holding.version), {})
                     by_peer[peer] = by_peer.get(peer, frozenset()) | frozenset(holding.layers)
         return cls(parts=parts)
@@ -133,8 +135,8 @@ def holders(
 
 def next_beginning(live: Plan | None, roster: Roster, disks: Disks, model: ModelSpec) -> Beginning:
     """Of the era after all that anybody here has heard of, from the newest snapshot that is whole on `disks`."""
-    eras = (seen.heartbeat.era for seen in roster.presences.values() if seen.heartbeat)
-    era = 1 + max(live.era if live else 0, disks.era_max, *eras, 0)
+    heard = (seen.heartbeat.era for seen in roster.presences.values() if seen.heartbeat)
+    era = 1 + max(live.era if live else 0, disks.era_max, *(era for era in heard if era < ERA_MAX), 0)
     from_era, version = disks.newest_whole(all_layer_keys(model)) or (0, 0)
     return Beginning(era=era, version=version, from_era=from_era)
 

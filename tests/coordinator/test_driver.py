@@ -10,7 +10,16 @@ from shoal.coordinator.store import PlanStore
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import LocalError, Refused
 from shoal.protocol.live.disk import LiveDisk
-from shoal.protocol.messages import Done, PlanHead, PlanLive, PlanOffer, PlanVote, StatusRequest, SwarmStatus
+from shoal.protocol.messages import (
+    CommitReport,
+    Done,
+    PlanHead,
+    PlanLive,
+    PlanOffer,
+    PlanVote,
+    StatusRequest,
+    SwarmStatus,
+)
 from shoal.protocol.plan import sign_plan
 
 
@@ -142,5 +151,36 @@ def test_a_closed_peer_answers_no_more_and_leaves_nothing_running(run_swarm):
                 ask(closed.peer_id, PlanLive(plan=closed.coordination.plan.envelope), Done)
             )
         await swarm.until(lambda: closed.peer_id not in swarm.peers["p0"].plan.members, within_s=5)
+
+    run_swarm(scenario, min_peers=6)
+
+
+def test_a_fork_and_a_ledger_that_does_not_add_up_are_alarms(run_swarm, caplog):
+    async def scenario(swarm):
+        await swarm.begin(6)
+        owner, victim = swarm.peers["p0"], swarm.peers["p1"]
+        live = victim.coordination.plan
+        twin = sign_plan(owner.port.identity, msgspec.structs.replace(live.plan, reason="another"))
+        ask = owner.coordination._endpoint.ask
+        await owner.port.spawn(ask(victim.peer_id, PlanLive(plan=twin.envelope), Done))
+        assert victim.coordination.num_alarms == 1
+        assert victim.coordination.plan.digest == live.digest
+        assert live.digest in caplog.text
+        assert twin.digest in caplog.text
+        lie = CommitReport(
+            stage=0,
+            step=1,
+            members=2,
+            microbatches=99,
+            duplicates=0,
+            given_up=0,
+            tokens=1,
+            staleness_steps_mean=0.0,
+            loss=None,
+            digest="",
+        )
+        victim.commits.append(lie)
+        await swarm.until(lambda: owner.coordination.num_alarms == 1, within_s=3)
+        assert victim.peer_id in caplog.text
 
     run_swarm(scenario, min_peers=6)

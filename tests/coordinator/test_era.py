@@ -38,6 +38,10 @@ def test_parts_of_one_peers_snapshot_add_up():
     assert not found.has("b", (0, 50), LAYERS[:1])
 
 
+def test_what_no_era_can_be_is_not_believed():
+    assert disks(a=[held(1 << 63, 50, *LAYERS), held(-1, 50, *LAYERS)]).era_max == -1
+
+
 def test_version_0_is_the_seeds_and_no_disk_is_an_answer():
     assert disks(a=[held(0, 0, *LAYERS)]).newest_whole(LAYERS) is None
     assert disks().newest_whole(LAYERS) is None
