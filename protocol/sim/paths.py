@@ -11,11 +11,12 @@ from shoal.protocol.sim.network import LinkSpec, Network
 class Disturbance:
     """What comes on top of a `LinkSpec` while it lasts; fields not described here are probabilities as there.
 
-    Several on one path add up, in any order: factors multiply, seconds add, chances are independent.
+    Several on one path add up, in any order: seconds add, chances are independent.
     """
 
     slowness: float = 1.0
-    """How many times slower the path lets bytes through. One without a rate of its own cannot be slowed."""
+    """How many times slower the path lets bytes through. One without a rate of its own cannot be slowed. Of several
+    the greatest counts: a path is as fast as its narrowest place."""
     delay_s: float = 0.0
     """Added to the latency."""
     loss: float = 0.0
@@ -32,10 +33,9 @@ class Disturbance:
             raise LocalError(f"a disturbed path takes 0 s longer or more, not {self.delay_s}")
 
     def on(self, spec: LinkSpec) -> LinkSpec:
-        """Raises: LocalError: a probability is none."""
+        """All but the slowness. Raises: LocalError: a probability is none."""
         return replace(
             spec,
-            rate_bytes_per_s=spec.rate_bytes_per_s / self.slowness,
             latency_s=spec.latency_s + self.delay_s,
             loss=_either(spec.loss, self.loss),
             corruption=_either(spec.corruption, self.corruption),
@@ -109,14 +109,16 @@ class Paths:
 
     def _fold(self, pairs: Iterable[tuple[int, int]]) -> None:
         for pair in pairs:
-            spec = self._set.get(pair)
-            for disturbed in self._disturbed:
-                if disturbed.covers(*pair):
-                    spec = disturbed.disturbance.on(spec or self._network.link(*pair))
-            if spec is None:
+            present = [disturbed.disturbance for disturbed in self._disturbed if disturbed.covers(*pair)]
+            if pair not in self._set and not present:
                 self._now.pop(pair, None)
-            else:
-                self._now[pair] = spec
+                continue
+            spec = self._set.get(pair) or self._network.link(*pair)
+            slowness = max((disturbance.slowness for disturbance in present), default=1.0)
+            spec = replace(spec, rate_bytes_per_s=spec.rate_bytes_per_s / slowness)
+            for disturbance in present:
+                spec = disturbance.on(spec)
+            self._now[pair] = spec
 
 
 def _either(one: float, other: float) -> float:

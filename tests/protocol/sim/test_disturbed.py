@@ -34,7 +34,7 @@ def test_disturbances_add_up_and_the_path_is_as_before_when_the_last_has_ended()
     assert paths.link(0, 1) == LinkSpec(
         latency_s=0.1, rate_bytes_per_s=250.0, loss=0.75, spikes=0.1, spike_s=3.0
     )  # the network of this test is exact in binary
-    assert paths.link(1, 0) == LinkSpec(latency_s=1.1, rate_bytes_per_s=125.0, loss=0.5, corruption=0.25, spike_s=3.0)
+    assert paths.link(1, 0) == LinkSpec(latency_s=1.1, rate_bytes_per_s=250.0, loss=0.5, corruption=0.25, spike_s=3.0)
     assert paths.link(2, 0).rate_bytes_per_s == 250.0
     assert paths.link(1, 2) == LinkSpec(latency_s=0.1, rate_bytes_per_s=1000.0)
     paths.calm(first)
