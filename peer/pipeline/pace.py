@@ -41,5 +41,5 @@ class Pace:
     def is_due(self, peer: PeerID, now_s: float) -> bool:
         """Whether it has had nothing for so long that it is worth a try: it may be new, or have recovered."""
         if peer not in self._tried_s:
-            return True
+            self._tried_s[peer] = now_s  # it has just come: its share has time to show
         return now_s >= self._tried_s[peer] + max(TRIES_APART_S, TRIES_APART * self._takes_s.get(peer, 0.0))
