@@ -65,6 +65,10 @@ class Roster:
     def suspect_at_s(self, peer: PeerID) -> float:
         return self.presences[peer].arrivals.suspect_at_s
 
+    def patience_s(self, peer: PeerID) -> float:
+        """How long `peer` may be silent."""
+        return self.presences[peer].arrivals.patience_s
+
     def overdue_at_s(self, peer: PeerID) -> float:
         """When the next heartbeat of `peer` is late."""
         arrivals = self.presences[peer].arrivals

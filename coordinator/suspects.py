@@ -4,8 +4,8 @@
 |---------------------------------------|----------------------------|-------------------------------------------------|
 | a heartbeat is late                   | the ping is answered       | alive, if slow: it stays                        |
 | a member cannot reach another         | two pings refused in a row | its process is gone: out                        |
-| (`Heartbeat.silent`)                  | no answer                  | out after its patience (`roster`); a heartbeat  |
-| a first refusal: everybody is called  |                            | later if two neighbours cannot reach it either  |
+| (`Heartbeat.silent`)                  | no answer                  | out after its patience (`roster`); after half   |
+| a first refusal: everybody is called  |                            | of it if two neighbours cannot reach it either  |
 | up, as who dies together is one plan  |                            |                                                 |
 
 A process that was stopped keeps its connections and answers nothing, so silence alone needs time; and the reports of
@@ -26,8 +26,8 @@ from shoal.protocol.plan import Plan
 PING_HEARTBEATS = 0.25
 AGAIN_HEARTBEATS = 0.06
 """Between a refusal and the second try."""
-UNANSWERED_HEARTBEATS = 1.0
-"""How long our own ping must go unanswered before two reports count."""
+UNANSWERED_PATIENCE = 0.5
+"""For which share of a peer's patience our own pings must go unanswered before two reports count: it may be busy."""
 REPORTERS = 2
 ROLL_CALL_HEARTBEATS = 0.15
 """How long a plan waits for those who were called up."""
@@ -126,7 +126,7 @@ class Suspects:
             if (
                 unanswered
                 and len(inquiry.reporters) >= REPORTERS
-                and now_s >= inquiry.since_s + UNANSWERED_HEARTBEATS * self._heartbeat_s
+                and now_s >= inquiry.since_s + UNANSWERED_PATIENCE * roster.patience_s(peer)
                 and roster.sign_s(peer) < inquiry.since_s
             ):
                 del self._inquiries[peer]

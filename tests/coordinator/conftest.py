@@ -4,6 +4,7 @@ Every peer of `FakeSwarm` runs the real driver in virtual time; only its heartbe
 """
 
 import asyncio
+import itertools
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -100,6 +101,7 @@ class FakePeer:
     plans: list[SignedPlan] = field(default_factory=list)
     steps: list[StepRecord] = field(default_factory=list)
     draining: bool = False
+    silent: tuple[PeerID, ...] = ()
     state: tuple[int, int] | None = None
     """(era, stage) of what it holds; from a fresh plan, or from a mate as soon as there is one."""
     begins: bool = True
@@ -151,6 +153,7 @@ class FakePeer:
             synced=self.state is not None,
             holdings=self.holdings,
             draining=self.draining,
+            silent=self.silent,
             commits=commits,
         )
 
@@ -224,6 +227,20 @@ class FakeSwarm:
             assert self.world.now_s() < begun_s + within_s, f"not within {within_s} s: {state}"
             await asyncio.sleep(0.05)
         return self.world.now_s() - begun_s
+
+    def chain(self) -> list[Plan]:
+        """Every plan that anybody obeyed, by order; fails if two share one, the links do not hold, or a peer went
+        back."""
+        plans: dict[tuple[int, int], SignedPlan] = {}
+        for peer in self.peers.values():
+            orders = [signed.plan.order for signed in peer.plans]
+            assert orders == sorted(set(orders)), f"{peer.name} obeyed {orders}"
+            for signed in peer.plans:
+                assert plans.setdefault(signed.plan.order, signed).digest == signed.digest
+        chain = [plans[order] for order in sorted(plans)]
+        for before, after in itertools.pairwise(chain):
+            assert after.plan.previous == before.digest
+        return [signed.plan for signed in chain]
 
     async def close(self) -> None:
         for peer in self.alive():

@@ -1,27 +1,12 @@
 """Many peers with the real driver in virtual time: first plan, joins, leaves, hand-overs, a killed coordinator."""
 
 import asyncio
-import itertools
 
 import pytest
 
 from shoal.protocol.messages import CommitReport
 
 pytestmark = pytest.mark.sim
-
-
-def chain_of(swarm):
-    """Every plan that anybody obeyed, by order; fails if two plans share one or the links do not hold."""
-    plans = {}
-    for peer in swarm.peers.values():
-        orders = [signed.plan.order for signed in peer.plans]
-        assert orders == sorted(set(orders)), f"{peer.name} obeyed {orders}"
-        for signed in peer.plans:
-            assert plans.setdefault(signed.plan.order, signed).digest == signed.digest
-    chain = [plans[order] for order in sorted(plans)]
-    for before, after in itertools.pairwise(chain):
-        assert after.plan.previous == before.digest
-    return [signed.plan for signed in chain]
 
 
 def test_first_plan_comes_when_enough_peers_are_here(run_swarm):
@@ -62,7 +47,7 @@ def test_the_role_moves_every_term_and_the_layout_stays(run_swarm, num_peers):
         assert swarm.agreed()
 
     swarm = run_swarm(scenario, min_peers=num_peers)
-    plans = chain_of(swarm)
+    plans = swarm.chain()
     assert [plan.term for plan in plans] == [1, 2, 3, 4, 5, 6]
     assert len({plan.coordinator for plan in plans}) > 1
     assert all(plan.stages == plans[0].stages for plan in plans)
@@ -95,7 +80,7 @@ def test_a_newcomer_joins_after_the_owner_is_gone(run_swarm):
         new = await swarm.add("new")
         await swarm.until(lambda: swarm.agreed() and new.peer_id in new.plan.members, within_s=15)
 
-    chain_of(run_swarm(scenario, min_peers=6))
+    run_swarm(scenario, min_peers=6).chain()
 
 
 def test_a_draining_peer_is_let_go_and_the_last_holder_is_not(run_swarm):
@@ -111,7 +96,7 @@ def test_a_draining_peer_is_let_go_and_the_last_holder_is_not(run_swarm):
         assert second not in plan.members or any(p != second for p in plan.stages[1].peers)
         assert plan.stages[1].peers
 
-    chain_of(run_swarm(scenario, min_peers=6))
+    run_swarm(scenario, min_peers=6).chain()
 
 
 def test_a_coordinator_that_leaves_gives_the_role_away_first(run_swarm):
@@ -129,7 +114,7 @@ def test_a_coordinator_that_leaves_gives_the_role_away_first(run_swarm):
         rest = {peer.order for peer in swarm.alive() if peer is not old}
         assert len(rest) == 1
 
-    plans = chain_of(run_swarm(scenario, min_peers=6))
+    plans = run_swarm(scenario, min_peers=6).chain()
     assert [plan.term for plan in plans] == [1, 2, 2]
 
 
@@ -162,7 +147,7 @@ def test_a_killed_coordinator_is_replaced(run_swarm, num_peers, seed, record_pro
             lambda: swarm.agreed() and all(killed.peer_id not in p.plan.members for p in swarm.alive()), within_s=4
         )
 
-    chain_of(run_swarm(scenario, min_peers=num_peers, seed=seed))
+    run_swarm(scenario, min_peers=num_peers, seed=seed).chain()
 
 
 def test_a_coordinator_that_wakes_up_after_its_term_is_obeyed_by_nobody(run_swarm):
@@ -178,7 +163,7 @@ def test_a_coordinator_that_wakes_up_after_its_term_is_obeyed_by_nobody(run_swar
         await swarm.until(lambda: swarm.agreed() and not sleeper.coordination.is_coordinator, within_s=10)
         await swarm.until(lambda: sleeper.peer_id in sleeper.plan.members, within_s=10)
 
-    plans = chain_of(run_swarm(scenario, min_peers=6))
+    plans = run_swarm(scenario, min_peers=6).chain()
     assert sum(plan.term == 1 for plan in plans) == 1
 
 
@@ -194,7 +179,7 @@ def test_a_peer_that_restarts_remembers_its_word(run_swarm):
         assert back.order >= (1, 2)
         await swarm.until(lambda: swarm.agreed() and back.peer_id in back.plan.members, within_s=30)
 
-    chain_of(run_swarm(scenario, min_peers=5))
+    run_swarm(scenario, min_peers=5).chain()
 
 
 def commit(stage: int, step: int) -> CommitReport:
