@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from shoal.deploy.simulate.events import Committed, Event, Injected, Opened, Quiet, Ticked
+from shoal.deploy.simulate.events import Committed, Event, Held, Injected, Opened, Quiet, Ticked
 from shoal.deploy.simulate.invariants import Expectation, all_invariants
 from shoal.deploy.simulate.tiny_run import tiny_corpus
 from shoal.deploy.simulate.trial import Trial
@@ -30,9 +30,9 @@ class Verdict:
     injected: dict[str, int] = field(default_factory=dict)
     """Kind -> number of faults that began."""
     recoveries_s: list[float] = field(default_factory=list)
-    """From each kill to the next commit of the last stage."""
+    """From each kill to the next step of the last stage."""
     again_s: float = math.inf
-    """From the end of the last fault to the next commit of the last stage."""
+    """From the end of the last fault to the next step of the last stage."""
     steps: int = 0
     microbatches: int = 0
     """Committed, summed over stages."""
@@ -40,7 +40,7 @@ class Verdict:
     given_up: int = 0
     virtual_s: float = 0.0
     training_s: float = 0.0
-    """From the first to the last commit of the last stage."""
+    """From the first to the last step of the last stage."""
     wall_s: float = 0.0
 
 
@@ -52,6 +52,8 @@ class Witness:
         self.commits: dict[tuple[int, int, int], Committed] = {}
         """(era, stage, step) -> the first that said so."""
         self.rounds: list[Opened] = []
+        self.steps_s: list[float] = []
+        """When somebody was the first to take a step of the last stage; another era's steps count again."""
         self.quiet_s = math.inf
         spec = trial.spec
         expected = Expectation(
@@ -63,6 +65,7 @@ class Witness:
         self._last_stage = spec.swarm.stages - 1
         self._invariants = all_invariants(expected)
         self._last_events: deque[str] = deque(maxlen=LAST_EVENTS)
+        self._held: set[tuple[int, int]] = set()
         self._kills_s: list[float] = []
         self._injected: Counter[str] = Counter()
 
@@ -73,6 +76,10 @@ class Witness:
         match event:
             case Committed(report=report):
                 self.commits.setdefault((report.era, report.stage, report.step), event)
+            case Held() if event.stage == self._last_stage and (event.era, event.version) not in self._held:
+                if (event.era, event.version - 1) in self._held:  # else it was fetched, or made from the seed
+                    self.steps_s.append(event.at_s)
+                self._held.add((event.era, event.version))
             case Opened():
                 self.rounds.append(event)
             case Injected(fault=fault):
@@ -97,12 +104,8 @@ class Witness:
             self.verdict.broken, self.verdict.detail = sentence, detail
             self.verdict.last_events = tuple(self._last_events)
 
-    def commit_times_s(self) -> list[float]:
-        """Of the last stage's commits, in order."""
-        return sorted(event.at_s for (_, stage, _), event in self.commits.items() if stage == self._last_stage)
-
     def conclude(self, *, trace_hash: str, now_s: float) -> None:
-        verdict, times_s = self.verdict, self.commit_times_s()
+        verdict, times_s = self.verdict, self.steps_s
         verdict.trace_hash, verdict.virtual_s = trace_hash, now_s
         verdict.injected = dict(sorted(self._injected.items()))
         reports = [event.report for event in self.commits.values()]
@@ -121,7 +124,7 @@ def single_process_losses(spec: RunSpec) -> tuple[float, ...]:
     return tuple(step.loss for step in train(spec, tiny_corpus(), steps=spec.training.steps))
 
 
-def _until_next(moments_s: Sequence[float], commits_s: Sequence[float]) -> list[float]:
-    """From each moment to the first commit after it."""
-    after = ((moment_s, next((s for s in commits_s if s > moment_s), None)) for moment_s in moments_s)
-    return [commit_s - moment_s for moment_s, commit_s in after if commit_s is not None]
+def _until_next(moments_s: Sequence[float], steps_s: Sequence[float]) -> list[float]:
+    """From each moment to the first step after it."""
+    after = ((moment_s, next((s for s in steps_s if s > moment_s), None)) for moment_s in moments_s)
+    return [step_s - moment_s for moment_s, step_s in after if step_s is not None]

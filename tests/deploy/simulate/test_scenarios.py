@@ -1,0 +1,87 @@
+"""Named disasters, each with its figure. Every invariant of a campaign holds in them, too."""
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from shoal.deploy.simulate.campaign import run_trial
+from shoal.deploy.simulate.events import Injected
+from shoal.deploy.simulate.swarm import SimSwarm
+from shoal.deploy.simulate.tiny_run import tiny_spec
+from shoal.deploy.simulate.trial import Trial
+from shoal.deploy.simulate.witness import Verdict, Witness
+from shoal.protocol.sim.chaos import Fault, FaultKind
+
+pytestmark = pytest.mark.sim
+
+
+def scenario(
+    *,
+    peers: int,
+    stages: int,
+    steps: int,
+    schedule: Sequence[Fault] = (),
+    microbatches: int = 6,
+    device_flop_per_s: float = 5e6,
+    seed: int = 1,
+    term_s: float = 60.0,
+) -> Trial:
+    return Trial(
+        seed=seed,
+        spec=tiny_spec(steps=steps, peers=peers, stages=stages, microbatches=microbatches, term_s=term_s),
+        latency_s=0.03,
+        rate_bytes_per_s=1e7,
+        jitter_s=0.005,
+        device_flop_per_s=device_flop_per_s,
+        speeds={f"n{number}": 1.0 for number in range(peers)},
+        schedule=tuple(schedule),
+    )
+
+
+def passed(witness: Witness) -> Verdict:
+    verdict = witness.verdict
+    assert verdict.broken is None, f"{verdict.broken}\n{verdict.detail}\n" + "\n".join(verdict.last_events)
+    return verdict
+
+
+@pytest.mark.parametrize(
+    ("peers", "side", "kind", "steps"),
+    [
+        (6, ("n0", "n1", "n2"), FaultKind.CUT, 8),
+        (5, ("n0", "n1", "n2"), FaultKind.CUT, 32),
+        (6, ("n0", "n2", "n4"), FaultKind.ONE_WAY_CUT, 8),
+    ],
+    ids=["50/50", "60/40", "one-way"],
+)
+def test_a_cut_of_two_minutes_makes_no_second_history(
+    peers: int, side: tuple[str, ...], kind: FaultKind, steps: int
+) -> None:
+    others = tuple(f"n{number}" for number in range(peers) if f"n{number}" not in side)
+    cut = Fault(kind=kind, at_s=5.0, lasts_s=120.0, whom=side, others=others)
+    verdict = passed(run_trial(scenario(peers=peers, stages=2, steps=steps, schedule=[cut])))
+    assert verdict.again_s <= 30.0
+
+
+def test_the_coordinator_dies_in_mid_run_and_others_go_on() -> None:
+    replaced_s: list[float] = []
+
+    async def script(swarm: SimSwarm, witness: Witness) -> None:
+        for _ in range(2):
+            await asyncio.sleep(10.0)
+            old = next(name for name in swarm.running if name in swarm.nodes and swarm.nodes[name].is_coordinator)
+            fault = Fault(kind=FaultKind.CRASH, at_s=0.0, lasts_s=None, whom=(old,))
+            began_s = swarm.world.now_s()
+            witness.see(Injected(at_s=began_s, fault=fault))
+            swarm.world.crash(swarm.world.peers[old])
+            alive = [name for name in swarm.running if name != old]
+            await swarm.until(lambda names=alive: any(swarm.nodes[n].is_coordinator for n in names))
+            replaced_s.append(swarm.world.now_s() - began_s)
+            await asyncio.sleep(15.0)
+            swarm.launch(old)
+        await asyncio.sleep(10.0)
+
+    verdict = passed(run_trial(scenario(peers=6, stages=2, steps=30), script))
+    assert len(replaced_s) == 2
+    assert max(replaced_s) <= 8.0
+    assert max(verdict.recoveries_s) <= 20.0
