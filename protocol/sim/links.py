@@ -10,7 +10,8 @@ the stream's path is free, the receiver has credit, and the sender's uplink turn
 
 With unshared cards this is max(now, free) + n / rate + latency. Streams share an uplink by start-time fair queueing
 in bytes, as TCP flows do; a downlink serves frames in the order of their first bytes. Nothing being sent is stopped
-for something more urgent. Credit returns one latency after the handler ends.
+for something more urgent, but it goes on at the path's new rate if that changes (`flight.py`). Credit returns one
+latency after the handler ends.
 
 Loss and spikes delay a frame: a reliable stream retransmits, and keeps its order. A damaged one, or the credit that it
 comes back as, breaks the stream where the codec finds it: what arrived before is still handled, nothing behind it is.
@@ -20,7 +21,6 @@ the receiver's process or daemon ended. Opening a stream costs nothing, and one 
 """
 
 import heapq
-import math
 import random
 from collections.abc import Callable
 from typing import TypeVarTuple
@@ -29,6 +29,7 @@ from shoal.protocol.errors import Unreachable
 from shoal.protocol.sim.clock import Agenda
 from shoal.protocol.sim.cuts import Cut, Cuts
 from shoal.protocol.sim.damage import damaged_credit, damaged_data
+from shoal.protocol.sim.flight import Flights
 from shoal.protocol.sim.network import LinkSpec
 from shoal.protocol.sim.paths import Paths
 from shoal.protocol.sim.stream import Card, Frame, Stream
@@ -54,6 +55,7 @@ class Links:
         self._trace = trace
         self._rng = rng
         self._streams: dict[tuple[int, int], Stream] = {}
+        self._flights = Flights(paths.link, agenda, left=self._left, arrived=self._arrive)
         self.cuts = Cuts()
         self.stall_s = stall_s
 
@@ -148,7 +150,8 @@ class Links:
             if frame is not None:
                 card.tag_served = tag
                 stream.tag = tag + frame.nbytes
-                self._start(stream, frame, now_s)
+                self._record(Kind.FRAME_STARTED, stream, frame)
+                self._flights.start(stream, frame, now_s)
         if card.offers and card.grant is None:
             card.grant = self._agenda.at(card.up_free_s, self._grant_again, card)
 
@@ -156,46 +159,14 @@ class Links:
         card.grant = None
         self._grant(card)
 
-    def _start(self, stream: Stream, frame: Frame, now_s: float) -> None:
-        source, destination = stream.source, stream.destination
-        link = self.link(source.place, destination.place)
-        up = source.spec.up_bytes_per_s
-        leaves_s = now_s + frame.nbytes / min(link.rate_bytes_per_s, up)
-        source.up_free_s = now_s + frame.nbytes / up
-        stream.leaving = frame
-        self._record(Kind.FRAME_STARTED, stream, frame)
-        self._agenda.at(leaves_s, self._left, stream, frame)
-        delay_s = link.latency_s + _extra_s(link, stream.rng)
-        if link.corruption:
-            frame.is_damaged = stream.rng.random() < link.corruption
-        last_byte_s = leaves_s + delay_s
-        if destination.spec.down_bytes_per_s == math.inf:
-            self._arrive_at(last_byte_s, stream, frame)
-        else:
-            stream.first_byte_s = max(now_s + delay_s, stream.first_byte_s)
-            self._agenda.at(stream.first_byte_s, self._first_byte, stream, frame, last_byte_s)
-
     def _left(self, stream: Stream, frame: Frame) -> None:
-        if frame.epoch != stream.epoch:
-            return
         stream.leaving = None
         if not frame.left.done():
             frame.left.set_result(None)
         self._offer(stream)
 
-    def _first_byte(self, stream: Stream, frame: Frame, last_byte_s: float) -> None:
-        if frame.epoch != stream.epoch:
-            return
-        card = stream.destination
-        card.down_free_s = max(self._agenda.now_s(), card.down_free_s) + frame.nbytes / card.spec.down_bytes_per_s
-        self._arrive_at(max(card.down_free_s, last_byte_s), stream, frame)
-
-    def _arrive_at(self, at_s: float, stream: Stream, frame: Frame) -> None:
-        stream.arrives_s = max(at_s, stream.arrives_s)
-        self._agenda.at(stream.arrives_s, self._arrive, stream, frame)
-
     def _arrive(self, stream: Stream, frame: Frame) -> None:
-        if frame.epoch != stream.epoch or frame.epoch <= stream.refused_epoch:
+        if frame.epoch <= stream.refused_epoch:
             return
         if stream.held or self.cuts.is_cut(stream.source.place, stream.destination.place):
             stream.held.append(frame)
@@ -251,6 +222,12 @@ class Links:
         self._unwatch(stream)
         self._offer(stream)
         self._watch(stream)
+
+    def path_changed(self) -> None:
+        """What is under way goes on at the new rate, after the latency that it began with."""
+        self._flights.path_changed()
+        for stream in self._streams.values():
+            stream.control_free_s = min(stream.control_free_s, self._agenda.now_s())
 
     # Faults -------------------------------------------------------------------------------------------------------
 
@@ -379,13 +356,3 @@ class Links:
         self._trace.add(
             self._agenda.now_s(), kind, stream.source.number, stream.destination.number, frame.nbytes, frame.digest
         )
-
-
-def _extra_s(link: LinkSpec, rng: random.Random) -> float:
-    """Jitter, a spike, and the retransmissions of a frame that got lost."""
-    extra_s = rng.uniform(0.0, link.jitter_s) if link.jitter_s else 0.0
-    if link.spikes and rng.random() < link.spikes:
-        extra_s += rng.uniform(0.0, link.spike_s)
-    while link.loss and rng.random() < link.loss:
-        extra_s += link.loss_costs_s
-    return extra_s

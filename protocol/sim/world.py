@@ -186,8 +186,9 @@ class World:
         return random.Random(f"shoal sim/{self.seed}/{name}")  # a string is hashed by SHA-512, not by `hash`
 
     def set_link(self, source: SimPeer, destination: SimPeer, spec: LinkSpec) -> None:
-        """From now on, one way; what is under way keeps what it had, and a stream its queue. Disturbances stay."""
+        """From now on, one way; what is under way keeps its latency, and a stream its queue. Disturbances stay."""
         self._paths.set(source.transport.card.place, destination.transport.card.place, spec)
+        self._path_changed()
 
     # Faults -------------------------------------------------------------------------------------------------------
 
@@ -235,12 +236,14 @@ class World:
         """
         disturbed = self._paths.disturb(*_sides(a, b), disturbance, one_way=one_way)
         self._trace_cut(Kind.DISTURBED, disturbed, str(disturbance))
+        self._path_changed()
         return disturbed
 
     def calm(self, disturbed: Disturbed | None = None) -> None:
         """End one disturbance, or all."""
         self._trace_cut(Kind.CALMED, disturbed)
         self._paths.calm(disturbed)
+        self._path_changed()
 
     def slow_device(self, peer: SimPeer, factor: float) -> None:
         """Jobs of this machine's device take `factor` times what they should, from the next on; 1 ends it."""
@@ -309,6 +312,10 @@ class World:
         self._trace.add(self.now_s(), kind, peer.number, -1, 0, digest)
 
     # --------------------------------------------------------------------------------------------------------------
+
+    def _path_changed(self) -> None:
+        if self._agenda.is_running:  # a link may be set before anything runs
+            self._links.path_changed()
 
     def _machine(self, name: str, place: int | None) -> Machine:
         machine = self._machines.get(name)

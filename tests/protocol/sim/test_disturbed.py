@@ -117,6 +117,50 @@ def test_a_slow_path_slows_frames_and_calls_until_it_is_calm(speak: Speak) -> No
     run(main())
 
 
+@pytest.mark.parametrize("down_bytes_per_s", [math.inf, 1e9, 2e4])
+def test_what_began_on_a_slow_path_goes_on_at_full_speed_when_it_is_calm(down_bytes_per_s: float, speak: Speak) -> None:
+    async def main() -> None:
+        world = World(0, uniform(0.1, 1e6))
+        a, b = world.add_peer("a"), world.add_peer("b", down_bytes_per_s=down_bytes_per_s)
+        voice_a, voice_b = await speak(world)
+        disturbed = world.disturb([a], [b], Disturbance(slowness=100.0))
+        sends = [asyncio.create_task(voice_a.send(voice_b, nonce, bytes(100_000))) for nonce in range(3)]
+        await asyncio.sleep(2.0)  # a fifth of the first has left, at 10 kB/s
+        assert not sends[0].done()
+        world.calm(disturbed)
+        await sends[0]
+        assert world.now_s() == NEAR(2.08, abs=0.001)
+        await asyncio.gather(*sends)
+        assert world.now_s() == NEAR(2.28, abs=0.001)
+        await asyncio.sleep(60.0)
+        took_s = 100_000 / down_bytes_per_s
+        expected = [2.18, 2.28, 2.38] if took_s < 0.1 else [0.1 + took_s * number for number in (1, 2, 3)]
+        assert [at_s for at_s, _, _ in voice_b.chunks] == NEAR(expected, abs=0.02)
+        assert voice_b.nonces == [0, 1, 2]
+
+    run(main())
+
+
+def test_a_path_that_gets_slow_slows_what_is_leaving_and_lets_nothing_overtake(speak: Speak) -> None:
+    async def main() -> None:
+        world = World(0, uniform(1.0, 1e6))
+        a, b = world.add_peer("a"), world.add_peer("b")
+        voice_a, voice_b = await speak(world)
+        world.disturb([a], [b], Disturbance(spikes=0.5, spike_s=5.0))
+        for moment in range(20):
+            sends = asyncio.gather(*(voice_a.send(voice_b, 2 * moment + i, bytes(100_000)) for i in range(2)))
+            await asyncio.sleep(0.05)
+            slow = world.disturb([a], [b], Disturbance(slowness=10.0))
+            await asyncio.sleep(0.1)
+            world.calm(slow)
+            await sends
+            assert world.now_s() == NEAR((moment + 1) * (0.2 + 0.1 * 0.9), abs=0.01)
+        await asyncio.sleep(10.0)
+        assert voice_b.nonces == list(range(40))
+
+    run(main())
+
+
 def test_loss_swallows_calls_and_delays_frames_while_it_lasts(speak: Speak) -> None:
     async def main() -> None:
         world = World(0, uniform(0.05))

@@ -1,0 +1,124 @@
+"""One frame from its first byte that leaves to its last that arrives; the arithmetic stands atop `links.py`.
+
+A path whose rate changes meanwhile takes the bytes that have not left yet at its new rate: else a frame that began on
+a slow path would go on for minutes after the path is well again.
+"""
+
+import asyncio
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from shoal.protocol.sim.clock import Agenda
+from shoal.protocol.sim.network import LinkSpec
+from shoal.protocol.sim.stream import Frame, Stream
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """While the frame leaves, it is the last one on its stream, so it may still arrive earlier than was thought."""
+
+    frame: Frame
+    rate_bytes_per_s: float
+    leaves_s: float
+    delay_s: float
+    """From leaving to arriving, if no downlink is in the way."""
+    left: asyncio.TimerHandle
+    arrival: asyncio.TimerHandle | None = None
+    """Once the downlink has seen its first byte."""
+    through_card_s: float = 0.0
+    arrived_before_s: float = 0.0
+    """When the frame before it arrives."""
+
+
+class Flights:
+    """Of all streams.
+
+    Args:
+        link: two places -> the path from one to the other now.
+        left, arrived: called when the frame's last byte leaves or reaches the receiver's process, unless its stream
+            has broken since.
+    """
+
+    def __init__(
+        self,
+        link: Callable[[int, int], LinkSpec],
+        agenda: Agenda,
+        *,
+        left: Callable[[Stream, Frame], object],
+        arrived: Callable[[Stream, Frame], object],
+    ) -> None:
+        self._link = link
+        self._agenda = agenda
+        self._on_left = left
+        self._on_arrived = arrived
+        self._leaving: dict[Stream, _Flight] = {}
+
+    def start(self, stream: Stream, frame: Frame, now_s: float) -> None:
+        source, destination = stream.source, stream.destination
+        link = self._link(source.place, destination.place)
+        rate = min(link.rate_bytes_per_s, source.spec.up_bytes_per_s)
+        leaves_s = now_s + frame.nbytes / rate
+        source.up_free_s = now_s + frame.nbytes / source.spec.up_bytes_per_s
+        stream.leaving = frame
+        left = self._agenda.at(leaves_s, self._left, stream, frame)
+        delay_s = link.latency_s + _extra_s(link, stream.rng)
+        if link.corruption:
+            frame.is_damaged = stream.rng.random() < link.corruption
+        flight = self._leaving[stream] = _Flight(frame, rate, leaves_s, delay_s, left)
+        if destination.spec.down_bytes_per_s == math.inf:
+            self._arrive(stream, flight)
+        else:
+            stream.first_byte_s = max(now_s + delay_s, stream.first_byte_s)
+            self._agenda.at(stream.first_byte_s, self._first_byte, stream, flight)
+
+    def path_changed(self) -> None:
+        """Some path: what is leaving goes on at the rate that its path has now."""
+        now_s = self._agenda.now_s()
+        for stream, flight in self._leaving.items():
+            source = stream.source
+            rate = min(self._link(source.place, stream.destination.place).rate_bytes_per_s, source.spec.up_bytes_per_s)
+            if rate == flight.rate_bytes_per_s or flight.frame.epoch != stream.epoch:
+                continue
+            unsent_bytes = (flight.leaves_s - now_s) * flight.rate_bytes_per_s
+            flight.rate_bytes_per_s, flight.leaves_s = rate, now_s + unsent_bytes / rate
+            flight.left.cancel()
+            flight.left = self._agenda.at(flight.leaves_s, self._left, stream, flight.frame)
+            if flight.arrival is not None:
+                flight.arrival.cancel()
+                stream.arrives_s = flight.arrived_before_s
+                self._arrive(stream, flight)
+
+    def _left(self, stream: Stream, frame: Frame) -> None:
+        flight = self._leaving.get(stream)
+        if flight is not None and flight.frame is frame:
+            del self._leaving[stream]
+        if frame.epoch == stream.epoch:
+            self._on_left(stream, frame)
+
+    def _first_byte(self, stream: Stream, flight: _Flight) -> None:
+        if flight.frame.epoch == stream.epoch:
+            card = stream.destination
+            took_s = flight.frame.nbytes / card.spec.down_bytes_per_s
+            card.down_free_s = flight.through_card_s = max(self._agenda.now_s(), card.down_free_s) + took_s
+            self._arrive(stream, flight)
+
+    def _arrive(self, stream: Stream, flight: _Flight) -> None:
+        flight.arrived_before_s = stream.arrives_s
+        stream.arrives_s = max(flight.leaves_s + flight.delay_s, flight.through_card_s, stream.arrives_s)
+        flight.arrival = self._agenda.at(stream.arrives_s, self._arrived, stream, flight.frame)
+
+    def _arrived(self, stream: Stream, frame: Frame) -> None:
+        if frame.epoch == stream.epoch:
+            self._on_arrived(stream, frame)
+
+
+def _extra_s(link: LinkSpec, rng: random.Random) -> float:
+    """Jitter, a spike, and the retransmissions of a frame that got lost."""
+    extra_s = rng.uniform(0.0, link.jitter_s) if link.jitter_s else 0.0
+    if link.spikes and rng.random() < link.spikes:
+        extra_s += rng.uniform(0.0, link.spike_s)
+    while link.loss and rng.random() < link.loss:
+        extra_s += link.loss_costs_s
+    return extra_s
