@@ -138,9 +138,7 @@ class CoordinationCore:
         self._tick_at_s = self._ticked_s = now_s
         self._head_at_s = now_s
 
-    def restore(
-        self, record: ChainRecord, *, live: SignedPlan | None, accepted: SignedPlan | None, now_s: float
-    ) -> None:
+    def restore(self, record: ChainRecord, live: SignedPlan | None, accepted: SignedPlan | None, now_s: float) -> None:
         """After a restart, before anything else: what we obeyed and promised. If we coordinated, we do again."""
         self.chain.restore(record, live=live, accepted=accepted)
         if live is not None:

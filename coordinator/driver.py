@@ -277,7 +277,7 @@ class Coordination:
             accepted = self._plans.open(record.accepted, self._endpoint.peer_id)
         except RemoteError as error:
             raise LocalError(f"the stored plan does not hold ({error}): remove the state folder") from error
-        self._core.restore(record, live=live, accepted=accepted, now_s=self._clock.now_s())
+        self._core.restore(record, live, accepted, self._clock.now_s())
         if live is not None:
             self._obey(live)
 
