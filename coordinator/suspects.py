@@ -127,7 +127,7 @@ class Suspects:
                 unanswered
                 and len(inquiry.reporters) >= REPORTERS
                 and now_s >= inquiry.since_s + UNANSWERED_PATIENCE * roster.patience_s(peer)
-                and roster.sign_s(peer) < inquiry.since_s
+                and roster.sign_s(peer) <= inquiry.since_s
             ):
                 del self._inquiries[peer]
                 roster.leave(peer)
