@@ -273,7 +273,7 @@ class PeerDriver:
             return
         if self.replica is None:
             self._tenures += 1
-            self.replica = Replica(self._surroundings, plan, stage)
+            self.replica = Replica(self._surroundings, plan, stage, incarnation=self._incarnation)
             self.replica.start()
             self._measure_links(plan.members)
         else:
@@ -303,11 +303,15 @@ class PeerDriver:
         if self.replica:
             self._neighbours.say(self.replica.audience)
 
+    @property
+    def _incarnation(self) -> int:
+        """Each tenure of this process begins without state, as each process does."""
+        return self._endpoint.incarnation + self._tenures
+
     def _hello(self) -> Hello:
         replica = self.replica
         return Hello(
-            # Each tenure of this process begins without state, as each process does.
-            incarnation=self._endpoint.incarnation + self._tenures,
+            incarnation=self._incarnation,
             plan_sequence=self._plan.plan.sequence if self._plan else 0,
             stage=replica.stage if replica else -1,
             version=replica.version if replica else 0,
@@ -321,7 +325,7 @@ class PeerDriver:
 
     def _reborn(self, peer: PeerID) -> None:
         if self.replica:
-            self.replica.peer_died(peer)
+            self.replica.peer_reborn(peer)
 
     def _on_silence(self, peer: PeerID) -> None:
         if self.replica:

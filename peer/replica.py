@@ -72,7 +72,7 @@ class Surroundings:
 class Replica:
     """Our part of `plan`, as a member of stage `stage`."""
 
-    def __init__(self, surroundings: Surroundings, plan: Plan, stage: int) -> None:
+    def __init__(self, surroundings: Surroundings, plan: Plan, stage: int, *, incarnation: int) -> None:
         self._s = surroundings
         spec, me = surroundings.spec, surroundings.endpoint.peer_id
         self.stage = stage
@@ -109,6 +109,7 @@ class Replica:
             microbatches=spec.training.microbatches_per_step,
             tokens_per_microbatch=spec.training.microbatch_size * spec.model.context,
             has_loss=core.is_last,
+            incarnation=incarnation,
             deadline_s=spec.training.commit_deadline_s,
             quorum=spec.training.commit_quorum,
         )
@@ -193,9 +194,9 @@ class Replica:
     def peer_state(self, peer: PeerID, hello: Hello) -> None:
         """What a peer says of itself."""
         if hello.stage == self.stage:
-            self.group.mate_ready(peer, hello.ready, hello.is_open)
+            self.group.mate_ready(peer, hello.ready, hello.is_open, incarnation=hello.incarnation)
         elif peer in (*self.group.core.mates, *self.group.core.departing):
-            self.group.mate_lost(peer)
+            self.group.mate_elsewhere(peer, incarnation=hello.incarnation)
         stages = self._plan.stages
         if not self.pipeline.core.is_last and peer in stages[self.stage + 1].peers:
             if hello.stage != self.stage + 1:
@@ -209,9 +210,13 @@ class Replica:
             self.claims.wake()
 
     def peer_died(self, peer: PeerID) -> None:
-        """The plan has dropped it, and it had not said that it would go; or it has begun anew."""
+        """The plan has dropped it, and it had not said that it would go."""
         if peer in (*self.group.core.mates, *self.group.core.departing):
             self.group.mate_lost(peer)
+        self.peer_reborn(peer)
+
+    def peer_reborn(self, peer: PeerID) -> None:
+        """It has begun anew, which its mates may have heard from its Progress before."""
         self.pipeline.peer_lost(peer)
         self._open_if_fit()
         if self.claims:

@@ -306,6 +306,10 @@ class Hello(EraMessage, frozen=True, kw_only=True):
 class Progress(EraMessage, frozen=True):
     """What the sender has accumulated for `step`; sent to all mates whenever it grows."""
 
+    incarnation: int
+    """As in the sender's Hello: this may overtake that, or come after the sender has begun anew."""
+    count: int
+    """Of the sender's words in this incarnation: they may overtake each other."""
     stage: int
     step: int
     indices: bytes

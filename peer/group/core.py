@@ -44,6 +44,7 @@ class GroupCore:
         deadline_s: after this long at a version the lead commits with what there is, if that is at least
             `quorum` of M. 0: waits for all of it.
         catch_up_after_s: a mate's digest may overtake the end of our own round by this much.
+        incarnation: of this replica; it dies with all that it holds, and the next one has a higher number.
     """
 
     me: PeerID
@@ -56,8 +57,10 @@ class GroupCore:
     quorum: float
     catch_up_after_s: float = 1.0
     version: int = 0
+    incarnation: int = 0
     _members: Members = field(init=False)
     _plan_sequence: int = 0
+    _count: int = 0
     _announced_lead: PeerID | None = None
     _tallies: dict[int, dict[PeerID, Tally]] = field(default_factory=dict)
     _claimed: dict[int, IndexSet] = field(default_factory=dict)
@@ -140,15 +143,32 @@ class GroupCore:
         self._members.is_open = is_open
         return self._lead_may_have_changed(now_s)
 
-    def mate_ready(self, peer: PeerID, ready: bool, is_open: bool, *, now_s: float) -> list[Command]:
+    def mate_ready(self, peer: PeerID, ready: bool, is_open: bool, *, incarnation: int, now_s: float) -> list[Command]:
         """A mate says whether it holds state and takes part, and whether it takes traffic (it drains otherwise)."""
-        if not self._members.is_near(peer):
+        if not self._members.is_near(peer) or incarnation < self._members.incarnation(peer):
             return []
+        reborn = self.mate_reborn(peer, incarnation, now_s=now_s)
         if peer not in self.mates and not ready:
             return self.mate_lost(peer, now_s=now_s)  # it has left, and nobody waits for it
         news = self._members.state(peer, ready=ready, is_open=is_open)
         commands = self._tell_open_steps() if news else []
-        return [*commands, *self._lead_may_have_changed(now_s)]
+        return [*reborn, *commands, *self._lead_may_have_changed(now_s)]
+
+    def has_begun_anew(self, peer: PeerID, incarnation: int) -> bool:
+        """Whether what we know of it is of an earlier incarnation."""
+        return -1 < self._members.incarnation(peer) < incarnation
+
+    def mate_reborn(self, peer: PeerID, incarnation: int, *, now_s: float) -> list[Command]:
+        """A mate speaks as `incarnation`: an earlier one is lost. A Progress may have said so before the Hello does."""
+        lost = self.mate_lost(peer, now_s=now_s) if self.has_begun_anew(peer, incarnation) else []
+        self._members.speaks_as(peer, incarnation)
+        return lost
+
+    def mate_elsewhere(self, peer: PeerID, *, incarnation: int, now_s: float) -> list[Command]:
+        """A mate says that it is not of this stage (any more, or not yet)."""
+        if incarnation < self._members.incarnation(peer):
+            return []
+        return self.mate_lost(peer, now_s=now_s)
 
     def mate_lost(self, peer: PeerID, *, now_s: float) -> list[Command]:
         """It died or dropped its state: its contributions to open steps died with it."""
@@ -207,7 +227,10 @@ class GroupCore:
     def progress(self, source: PeerID, message: Progress, *, now_s: float) -> list[Command]:
         if not self._members.is_near(source):
             return []  # The last words of one whom we have counted out.
-        self._members.names(source, message.lead)
+        if message.incarnation < self._members.incarnation(source):
+            return []  # They were of one that has begun anew.
+        commands = self.mate_reborn(source, message.incarnation, now_s=now_s)
+        self._members.names(source, message.lead, count=message.count)
         if message.step >= self.version:
             self._losses.claimed(source, message.step, self._indices(message.claimed))
             tally = self._tally(message.step, source)
@@ -218,7 +241,7 @@ class GroupCore:
                 tally.indices, tally.loss_sum, tally.staleness_sum = indices, message.loss_sum, message.staleness_sum
                 tally.apart = {index: (loss, steps) for index, loss, steps in message.apart if index in indices}
             self._void_round_if_outgrown(message.step, source)
-        return self._try_round(now_s)
+        return [*commands, *self._try_round(now_s)]
 
     def round_started(self, message: RoundStart) -> list[Command]:
         """The lead's word (our own included)."""
@@ -323,6 +346,7 @@ class GroupCore:
 
     def _progress(self, step: int) -> Progress:
         mine = self._tally(step, self.me)
+        self._count += 1
         return Progress(
             stage=self.stage,
             step=step,
@@ -332,6 +356,8 @@ class GroupCore:
             loss_sum=mine.loss_sum,
             staleness_sum=mine.staleness_sum,
             apart=tuple((index, loss, steps) for index, (loss, steps) in sorted(mine.apart.items())),
+            incarnation=self.incarnation,
+            count=self._count,
         )
 
     def _open_steps(self) -> list[int]:

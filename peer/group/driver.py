@@ -132,11 +132,17 @@ class GroupDriver:
         for gone in sorted(before.difference(self.core.mates, self.core.departing)):
             self._outbox.forget(gone)
 
-    def mate_ready(self, peer: PeerID, ready: bool, is_open: bool) -> None:
-        self._perform(self.core.mate_ready(peer, ready, is_open, now_s=self._clock.now_s()))
+    def mate_ready(self, peer: PeerID, ready: bool, is_open: bool, *, incarnation: int) -> None:
+        now_s = self._clock.now_s()
+        if self.core.has_begun_anew(peer, incarnation):
+            self._outbox.forget(peer)
+        self._perform(self.core.mate_ready(peer, ready, is_open, incarnation=incarnation, now_s=now_s))
 
     def set_open(self, is_open: bool) -> None:
         self._perform(self.core.set_open(is_open, now_s=self._clock.now_s()))
+
+    def mate_elsewhere(self, peer: PeerID, *, incarnation: int) -> None:
+        self._perform(self.core.mate_elsewhere(peer, incarnation=incarnation, now_s=self._clock.now_s()))
 
     def mate_lost(self, peer: PeerID) -> None:
         self._outbox.forget(peer)  # what we had to say was meant for one that is gone
@@ -199,6 +205,8 @@ class GroupDriver:
 
     async def _on_progress_message(self, source: PeerID, message: Progress) -> Done:
         self._check(source, message.stage)
+        if self.core.has_begun_anew(source, message.incarnation):
+            self._outbox.forget(source)
         self._perform(self.core.progress(source, message, now_s=self._clock.now_s()))
         self._on_progress(source, message)
         return Done()

@@ -21,6 +21,8 @@ class Members:
     _present: set[PeerID] = field(default_factory=set)
     _absent: set[PeerID] = field(default_factory=set)
     _named: dict[PeerID, PeerID] = field(default_factory=dict)
+    _incarnations: dict[PeerID, int] = field(default_factory=dict)
+    _counts: dict[PeerID, int] = field(default_factory=dict)
 
     @property
     def mates(self) -> tuple[PeerID, ...]:
@@ -85,6 +87,10 @@ class Members:
     def _is_open(self, peer: PeerID) -> bool:
         return self.is_open if peer == self.me else peer not in self._closed_mates
 
+    def incarnation(self, peer: PeerID) -> int:
+        """The latest that we have heard of; -1: none."""
+        return self._incarnations.get(peer, -1)
+
     # --- what is heard ---
 
     def plan(self, members: Sequence[Member]) -> None:
@@ -99,9 +105,15 @@ class Members:
         self._present.add(peer)
         return news
 
-    def names(self, peer: PeerID, lead: PeerID) -> None:
-        """A mate says whom it takes for the lead."""
-        self._named[peer] = lead
+    def speaks_as(self, peer: PeerID, incarnation: int) -> None:
+        if incarnation != self._incarnations.get(peer):
+            self._counts.pop(peer, None)
+        self._incarnations[peer] = incarnation
+
+    def names(self, peer: PeerID, lead: PeerID, *, count: int) -> None:
+        """A mate says whom it takes for the lead; its words may overtake each other."""
+        if count > self._counts.get(peer, -1):
+            self._named[peer], self._counts[peer] = lead, count
         self._absent.discard(peer)
 
     def lost(self, peer: PeerID) -> None:
