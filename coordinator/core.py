@@ -327,9 +327,7 @@ class CoordinationCore:
             self._watch.excuse(now_s)
             commands.append(LookUp())
         commands += self._planning.press(now_s)
-        if self.is_coordinator:
-            return commands + self._govern(now_s)
-        return commands + self._follow(now_s)
+        return commands + (self._govern(now_s) if self.is_coordinator else self._follow(now_s))
 
     def _govern(self, now_s: float) -> list[Command]:
         live = self.chain.live
