@@ -45,6 +45,8 @@ class Router:
             return None
         weights = {peer: self.shares[peer] * self._pace.weight(peer, candidates) for peer in candidates}
         idle = [p for p in candidates if not self._outstanding.get(p) and self._pace.is_due(p, now_s)]
+        # Where microbatches are far apart everyone is due: then the laggard goes first, or it is never seen to recover.
+        idle = [p for p in idle if self._pace.weight(p, candidates) < 1.0] or idle
         # Outstanding first; among equals the one furthest behind its share, else a tie always feeds the same peer.
         target = min(
             idle or candidates,

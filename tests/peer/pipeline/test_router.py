@@ -104,6 +104,61 @@ def test_more_answers_than_questions_leave_no_debt_below_zero() -> None:
     assert made._outstanding == {}
 
 
+def test_one_many_times_slower_gets_one_at_a_time_and_seldom() -> None:
+    """Not shares, since a whole step waits for what it holds; and not nothing, since it may recover."""
+    made = router({A: 1.0, B: 1.0})
+    given_to: Counter[PeerID] = Counter()
+    for tick in range(1000):
+        target = made.pick(now_s=0.1 * tick)
+        assert target is not None
+        given_to[target] += 1
+        made.took(target, 0.1 if target == A else 3.0)
+        made.returned(target)
+    assert 2 <= given_to[B] <= 4, "every 20 * 3 s, after the first ones"
+    assert given_to[A] == 1000 - given_to[B]
+
+
+def test_one_that_has_recovered_gets_its_share_again() -> None:
+    made = router({A: 1.0, B: 1.0})
+    made.took(A, 0.1)
+    made.took(B, 10.0)
+    given_to: Counter[PeerID] = Counter()
+    for tick in range(40):
+        target = made.pick(now_s=1000.0 * tick)  # so far apart that a laggard is tried each time
+        assert target is not None
+        made.took(target, 0.1)
+        made.returned(target)
+    for _ in range(10):
+        target = made.pick(now_s=50_000.0)
+        assert target is not None
+        given_to[target] += 1
+    assert given_to[A] == given_to[B] == 5
+
+
+def test_a_small_window_does_not_starve_the_one_with_the_small_share() -> None:
+    """One microbatch out at a time and nine to one: by the shares alone the ninth would always come first."""
+    made = router({A: 1000.0, B: 1.0})
+    given_to: Counter[PeerID] = Counter()
+    for tick in range(61):
+        target = made.pick(now_s=1.0 * tick)
+        assert target is not None
+        given_to[target] += 1
+        made.returned(target)
+    assert given_to[B] >= 6, "within five seconds, and then every five"
+
+
+def test_one_that_owes_something_is_not_tried() -> None:
+    made = router({A: 1.0, B: 1.0})
+    assert made.pick(now_s=0.0) == A
+    assert made.pick(now_s=0.0) == B
+    made.returned(A)
+    assert [made.pick(now_s=1000.0 + tick) for tick in range(1)] == [A]
+    made.took(A, 0.1)
+    made.took(B, 100.0)
+    made.returned(A)
+    assert made.pick(now_s=10_000.0) == A, "B still has its first"
+
+
 @pytest.mark.parametrize("shares", [{A: 1.0, B: 3.0}, {A: 1.0, B: 1.0}])
 def test_a_new_plan_splits_from_its_own_beginning(shares: dict[PeerID, float]) -> None:
     """What an older plan gave is no debt of the new one: nobody gets a burst to make up for the past."""
