@@ -1,8 +1,10 @@
 """What died with replicas, and when to suspect that something did. Pure."""
 
 import math
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from statistics import median_low
 
 from shoal.peer.group.commands import AskRepair, Command
 from shoal.peer.pipeline.microbatch import IndexSet
@@ -10,6 +12,8 @@ from shoal.protocol.identity import PeerID
 
 STALL_STEPS = 4.0
 STALL_S_MIN = 5.0
+_STEPS_REMEMBERED = 8
+"""A step is what the median of so many was: one that stalled must not make us patient with the next."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -26,7 +30,7 @@ class Losses:
     _lost: dict[int, IndexSet] = field(default_factory=dict)
     _version_since_s: float = 0.0
     _grown_at_s: float = 0.0
-    _step_s: float = 0.0
+    _steps_s: deque[float] = field(default_factory=lambda: deque(maxlen=_STEPS_REMEMBERED))
 
     def claimed(self, peer: PeerID, step: int, indices: IndexSet) -> None:
         """By its own word, or because we have granted it: the word may not come any more."""
@@ -46,7 +50,7 @@ class Losses:
 
     def stepped(self, version: int, *, by_a_step: bool, now_s: float) -> None:
         if by_a_step and self._version_since_s > 0:
-            self._step_s = now_s - self._version_since_s
+            self._steps_s.append(now_s - self._version_since_s)
         self._version_since_s = self._grown_at_s = now_s
         for table in (self._claims, self._lost):
             for step in [s for s in table if s < version]:
@@ -54,7 +58,9 @@ class Losses:
 
     def suspect_at_s(self) -> float:
         """Never before a step has shown how long it takes."""
-        return self._grown_at_s + max(STALL_S_MIN, STALL_STEPS * self._step_s) if self._step_s > 0 else math.inf
+        if not self._steps_s:
+            return math.inf
+        return self._grown_at_s + max(STALL_S_MIN, STALL_STEPS * median_low(self._steps_s))
 
     def ask(self, version: int, lacks: Callable[[int, int], bool], *, now_s: float) -> list[Command]:
         """`lacks(step, index)`: nobody in the group has contributed it."""

@@ -1,0 +1,48 @@
+"""When a group's lead suspects that something was lost, and what it asks for."""
+
+import math
+
+import pytest
+
+from shoal.peer.group.commands import AskRepair
+from shoal.peer.group.losses import STALL_S_MIN, STALL_STEPS, Losses
+
+
+def after_steps(*seconds: float) -> tuple[Losses, float]:
+    """Losses of a group whose steps took so long, and what time it is then."""
+    losses, now_s = Losses(microbatches=4), 1.0
+    losses.stepped(0, by_a_step=False, now_s=now_s)
+    for version, step_s in enumerate(seconds, start=1):
+        now_s += step_s
+        losses.stepped(version, by_a_step=True, now_s=now_s)
+    return losses, now_s
+
+
+def test_nothing_is_suspected_before_a_step_has_shown_how_long_it_takes() -> None:
+    losses, _ = after_steps()
+    assert losses.suspect_at_s() == math.inf
+
+
+@pytest.mark.parametrize(("steps_s", "patience_s"), [([0.1], STALL_S_MIN), ([3.0, 3.0], STALL_STEPS * 3.0)])
+def test_patience_is_several_steps_but_no_less_than_seconds(steps_s: list[float], patience_s: float) -> None:
+    losses, now_s = after_steps(*steps_s)
+    assert losses.suspect_at_s() == pytest.approx(now_s + patience_s)
+
+
+def test_a_step_that_stalled_does_not_make_the_next_one_patient() -> None:
+    losses, now_s = after_steps(2.0, 2.0, 2.0, 40.0)
+    assert losses.suspect_at_s() == pytest.approx(now_s + STALL_STEPS * 2.0)
+
+
+def test_a_swarm_that_has_become_slow_is_believed() -> None:
+    losses, now_s = after_steps(*[2.0] * 8, *[20.0] * 5)
+    assert losses.suspect_at_s() == pytest.approx(now_s + STALL_STEPS * 20.0)
+
+
+def test_a_stall_asks_for_what_nobody_has_once_per_patience() -> None:
+    losses, now_s = after_steps(1.0)
+    due_s = losses.suspect_at_s()
+    asked = losses.ask(1, lambda step, index: index in (1, 3), now_s=due_s)
+    assert asked == [AskRepair(1, bytes([0b1010]))]
+    assert losses.ask(1, lambda step, index: True, now_s=due_s) == []
+    assert losses.suspect_at_s() > due_s > now_s
