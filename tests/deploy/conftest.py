@@ -49,9 +49,13 @@ class World:
         self.text.write_text("".join(f"fish {i % 7} swims {i * i % 31} miles\n" for i in range(3000)))
         self.commands: list[Command] = []
 
-    def spec(self, steps: int) -> Path:
+    def spec(self, steps: int, *, exact: bool = False) -> Path:
+        """`exact`: nothing stale, nothing rounded on the wire; its losses are those of one process."""
         path = self.folder / "run.toml"
-        path.write_text(SPEC.format(text=self.text, steps=steps))
+        text = SPEC.format(text=self.text, steps=steps)
+        if exact:
+            text = text.replace("[training]", "[training]\ns_max = 0") + '[wire]\nactivations = "fp32"\n'
+        path.write_text(text)
         return path
 
     def report(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, Any]]:

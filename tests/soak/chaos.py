@@ -7,6 +7,7 @@ if any run fails, and keeps that run's logs and lines.
 
 import argparse
 import json
+import math
 import os
 import shutil
 import statistics
@@ -22,6 +23,8 @@ import psutil
 
 STALL_S_MAX = 20.0
 DUPLICATES_SHARE_MAX = 0.001
+RECOVERY_S_MAX = 5.0
+"""Median over the kills of all runs; a single one may fall into another fault."""
 LOSS_RATIO_MAX = 0.02
 """Validation loss against the run in peace, at the last step that both have validated."""
 LEAVING_S_MAX = 200.0
@@ -99,7 +102,8 @@ def flaws(calm: Outcome | None, outcome: Outcome) -> list[str]:
     if calm is None:
         return found
     chaos = summary["chaos"]
-    found += [f"{name} {chaos[name]}" for name in ("left_behind", "unrecovered") if chaos[name]]
+    if chaos["left_behind"]:
+        found.append(f"{chaos['left_behind']} processes outlived their peers")
     common = common_loss(calm, outcome)
     if common is None:
         found.append("nothing was validated")
@@ -136,12 +140,18 @@ def line(label: str, outcome: Outcome, calm: Outcome | None) -> str:
     return f"{label}: {', '.join(parts)}"
 
 
+def all_recoveries_s(outcomes: list[Outcome]) -> list[float]:
+    """One for each kill of which it can be told; infinite where the pace did not come back."""
+    figures = [outcome.summary["chaos"] for outcome in outcomes if outcome.summary]
+    return [seconds for chaos in figures for seconds in [*chaos["recovery_s"], *[math.inf] * chaos["unrecovered"]]]
+
+
 def closing_line(calm: Outcome, outcomes: list[Outcome], num_failed: int) -> str:
     def median(values: list[float]) -> str:
         return f"{statistics.median(values):.2f}" if values else "-"
 
     told = [outcome for outcome in outcomes if outcome.summary]
-    recoveries = [seconds for outcome in told for seconds in outcome.summary["chaos"]["recovery_s"]]
+    recoveries = all_recoveries_s(outcomes)
     losses = [abs(common[1]) for outcome in told if (common := common_loss(calm, outcome))]
     return (
         f"{len(outcomes)} runs, {num_failed} failed; kills {sum(o.summary['chaos']['kills'] for o in told)}; medians: "
@@ -189,7 +199,11 @@ def main() -> int:
             calm = outcome
     assert calm is not None
     sys.stdout.write(closing_line(calm, outcomes, num_failed) + "\n")
-    return int(num_failed > 0)
+    recoveries = all_recoveries_s(outcomes)
+    slow = bool(recoveries) and statistics.median(recoveries) > RECOVERY_S_MAX
+    if slow:
+        sys.stdout.write(f"FAILED: the median recovery is longer than {RECOVERY_S_MAX:g} s\n")
+    return int(num_failed > 0 or slow)
 
 
 if __name__ == "__main__":
