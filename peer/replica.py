@@ -315,13 +315,15 @@ class Replica:
     def wants(self, microbatch: Microbatch) -> bool:
         return self.group.core.lacks(microbatch.step, microbatch.index)
 
-    def contributed(self, microbatch: Microbatch, *, loss: float, staleness_steps: int) -> None:
+    def contributed(self, microbatch: Microbatch, *, loss: float, staleness_steps: int, again: bool) -> None:
+        # What comes while a round stands must not outgrow it.
+        apart = again or self.group.core.has_round(microbatch.step)
         self.group.contributed(
             microbatch.step,
             microbatch.index,
             loss=loss,
             staleness_steps=staleness_steps,
-            apart=self.pipeline.runtime.is_apart(microbatch),
+            apart=self.pipeline.runtime.contribute(microbatch, apart=apart),
         )
         if self.claims:
             self.claims.made(microbatch)

@@ -195,7 +195,8 @@ class Claims:
         everyone = (self._group.me, *self._group.ready_mates)
         for source, (count, answer) in list(self._waiting.items()):
             share = max(1, math.ceil(self._group.share_of(source) * admissible))
-            if self._pace.weight(source, everyone) < 1.0:
+            since_s = min((at_s for peer, at_s in self._out.values() if peer == source), default=now_s)
+            if self._pace.weight(source, everyone, waiting_s=now_s - since_s) < 1.0:
                 # The whole step would wait for what it holds: now and then one, to see whether it has recovered.
                 share = 1 if self._pace.is_due(source, now_s) else 0
             granted = self.book.grant(min(count, share)) if not answer.done() else []

@@ -32,6 +32,7 @@ from shoal.protocol.messages import Digest, Progress, RoundMember, RoundStart
 from shoal.protocol.plan import Member
 
 _ATTEMPTS_PER_PLAN = 1000
+_RANKS = _TENURES = 1000
 
 
 @dataclass(kw_only=True, slots=True)
@@ -148,8 +149,9 @@ class GroupCore:
         if not self._members.is_near(peer) or incarnation < self._members.incarnation(peer):
             return []
         reborn = self.mate_reborn(peer, incarnation, now_s=now_s)
-        if peer not in self.mates and not ready:
-            return self.mate_lost(peer, now_s=now_s)  # it has left, and nobody waits for it
+        if not ready and (peer not in self.mates or self._members.is_ready(peer)):
+            # It has left, and nobody waits for it: nor for its part of a round that it has not heard of.
+            return [*reborn, *self.mate_lost(peer, now_s=now_s)]
         news = self._members.state(peer, ready=ready, is_open=is_open)
         commands = self._tell_open_steps() if news else []
         return [*reborn, *commands, *self._lead_may_have_changed(now_s)]
@@ -316,11 +318,15 @@ class GroupCore:
             times.append(self._losses.suspect_at_s())
         return min(times, default=float("inf"))
 
-    def stands(self, message: RoundStart) -> bool:
-        """Whether it is still the latest word on its step, and says of us what is true."""
-        said = next((member.indices for member in message.members if member.peer == self.me), None)
-        is_latest = self.ready and self._rounds.get(message.step) is message
-        return is_latest and said is not None and self._tally(message.step, self.me).may_bring(self._indices(said))
+    def press(self) -> list[Command]:
+        """The open round does not end: as its lead, tell it again. A member may have forgotten it with a mate that it
+        counted lost, or have held to that one's round when it heard of ours."""
+        start = self._rounds.get(self.version)
+        return [Tell(start)] if self.is_lead and start is not None else []
+
+    def has_round(self, step: int) -> bool:
+        """A round of `step` is open, with what we have said so far."""
+        return step in self._rounds
 
     @property
     def owes(self) -> bool:
@@ -359,6 +365,14 @@ class GroupCore:
             incarnation=self.incarnation,
             count=self._count,
         )
+
+    @property
+    def _attempt(self) -> int:
+        """No two leads, nor two tenures of one, open different rounds under one number: each may not have heard of the
+        other's, and their parts must not meet in one sum."""
+        rank = [member.peer for member in self._members.planned].index(self.me)
+        order = self._plan_sequence * _ATTEMPTS_PER_PLAN + self._retries
+        return (order * _RANKS + rank) * _TENURES + self.incarnation % _TENURES
 
     def _open_steps(self) -> list[int]:
         """Steps about which there is something to say; the current one always."""
@@ -401,7 +415,7 @@ class GroupCore:
         start = RoundStart(
             stage=self.stage,
             step=step,
-            attempt=self._plan_sequence * _ATTEMPTS_PER_PLAN + self._retries,
+            attempt=self._attempt,
             members=members,
             duplicates=shares.duplicates,
             given_up=missing,

@@ -299,10 +299,6 @@ class GroupDriver:
         return [*near, *(peer for peer in named if peer != self.core.me and peer not in near)]
 
     def _begin(self, start: RoundStart) -> None:
-        job_over = self._pipeline.summing(start.step)
-        if job_over is not None:
-            self._tasks.spawn(self._begin_after(job_over, start), f"begin round {start.step}")
-            return
         microbatches = self.core.microbatches
         mine = next(member.indices for member in start.members if member.peer == self.core.me)
         sum_N = self._pipeline.runtime.gradient_sum(start.step, IndexSet.from_bytes(mine, count=microbatches))
@@ -315,12 +311,6 @@ class GroupDriver:
         for source, meta, payload in self._early.pop((start.step, start.attempt), []):
             self._take(reduction, source, meta, payload)
         self._complete(reduction)
-
-    async def _begin_after(self, job_over: "asyncio.Future[None]", start: RoundStart) -> None:
-        """The sum holds something of the running job already, which is in nobody's tally before its end."""
-        await asyncio.wait({job_over})
-        if self.core.stands(start) and not self._closed:
-            self._begin(start)
 
     def _take(self, reduction: Reduction, source: PeerID, meta: ReducePart | GatherPart, payload: Payload) -> None:
         if isinstance(meta, ReducePart):
@@ -371,6 +361,7 @@ class GroupDriver:
             reduction = self._reductions.get(self.core.version)
             if reduction is not None and reduction is last and not reduction.is_complete and not self._closed:
                 logger.info("round %d does not end: sending our part of it again", reduction.start.step)
+                self._perform(self.core.press())
                 for peer in reduction.others:
                     self._send_all([out for out in reduction.scatter() if out.target == peer], reduction, ReducePart)
                     self._send_all([out for out in reduction.finished() if out.target == peer], reduction, GatherPart)

@@ -65,13 +65,10 @@ class LayerLayout:
                 raise ValueError(f"{name} must have shape {shape}, has {tuple(tensors[name].shape)}")
         return torch.cat([tensors[name].reshape(-1).to(torch.float32) for name in self.names])
 
-    def detached(self, leaves: Mapping[str, Tensor], gradient_N: Tensor) -> dict[str, Tensor]:
-        """Leaves that share memory with `leaves`, but whose gradients go to `gradient_N` [numel]."""
-        gradients = self.views(gradient_N)
-        fresh = {name: leaf.detach().requires_grad_() for name, leaf in leaves.items()}
-        for name, leaf in fresh.items():
-            leaf.grad = gradients[name]
-        return fresh
+    def collect(self, leaves: Mapping[str, Tensor], gradient_N: Tensor) -> None:
+        """Let the next `backward` add the gradients of `leaves` into `gradient_N` [numel], in place."""
+        for name, gradient in self.views(gradient_N).items():
+            leaves[name].grad = gradient
 
     def _ranges(self, flat_N: Tensor) -> Iterator[tuple[str, tuple[int, ...], int, int]]:
         if flat_N.shape != (self.numel,):

@@ -91,8 +91,6 @@ class Job:
     kind: JobKind
     microbatch: Microbatch | None
     version: int
-    again: bool = False
-    """What it adds is kept apart."""
 
     def __str__(self) -> str:
         letter = {"forward": "F", "backward": "B", "loss": "L", "validate": "V", "step": "S"}[self.kind]
@@ -117,10 +115,12 @@ class SendGradient:
 
 @dataclass(frozen=True, slots=True)
 class Contributed:
-    """Backward is done and the gradient sum of its step holds it."""
+    """Backward is done, its gradient is here."""
 
     microbatch: Microbatch
     staleness_steps: int
+    again: bool = False
+    """A mate may have it, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,13 +204,6 @@ class PipelineCore:
     def holds(self, microbatch: Microbatch) -> bool:
         return microbatch in self._flights
 
-    def is_summing(self, step: int) -> bool:
-        """The running job adds to the gradient sum of `step`."""
-        job = self._running
-        if job is None or job.microbatch is None:
-            return False
-        return job.kind in ("backward", "loss") and job.microbatch.step == step
-
     def handle(self, event: Event, *, now_s: float) -> list[Command]:
         match event:
             case Arrived(microbatch, source, again):
@@ -282,8 +275,8 @@ class PipelineCore:
         assert flight is not None
         commands: list[Command] = []
         if job.kind in ("backward", "loss"):
-            # The gradient sum holds it, whatever has become of its source.
-            commands = [Contributed(job.microbatch, flight.staleness_steps)]
+            # Whatever has become of its source.
+            commands = [Contributed(job.microbatch, flight.staleness_steps, flight.again)]
         if self._flights.get(job.microbatch) is not flight:
             # Its source was lost while it ran; by now it may have come again, from another one.
             return commands if self.holds(job.microbatch) else [*commands, Forget(job.microbatch)]
@@ -367,7 +360,7 @@ class PipelineCore:
             flight.waits_no_more(now_s)
         if microbatch.validates:
             return self._run(Job("validate", microbatch, self.version))
-        return self._run(Job("loss" if self.is_last else "forward", microbatch, self.version, flight.again))
+        return self._run(Job("loss" if self.is_last else "forward", microbatch, self.version))
 
     def _is_admitted(self, microbatch: Microbatch) -> bool:
         if microbatch.step < self.version:

@@ -58,7 +58,7 @@ class Upwards(Protocol):
         """Whether the group still lacks this stage's gradient of it."""
         ...
 
-    def contributed(self, microbatch: Microbatch, *, loss: float, staleness_steps: int) -> None: ...
+    def contributed(self, microbatch: Microbatch, *, loss: float, staleness_steps: int, again: bool) -> None: ...
 
     def finished(self, microbatch: Microbatch, *, loss: float) -> None:
         """Stage 0: through the whole pipeline; `loss` is that of a validation microbatch."""
@@ -112,7 +112,6 @@ class PipelineDriver:
         self._unwanted: set[Microbatch] = set()  # computed for the other stages only: our group has its gradient
         self._mean_gradient_N: Tensor | None = None
         self._tasks = Tasks(upwards.failed)
-        self._job_over: asyncio.Future[None] | None = None
         self._closed = False
 
     def install(self) -> None:
@@ -129,10 +128,6 @@ class PipelineDriver:
         """Median seconds of the recent forwards (of the whole loss job at the last stage); 0 before the first."""
         recent = [e.ended_s - e.started_s for e in list(self.timeline)[-64:] if e.job.kind in ("forward", "loss")]
         return median(recent) if recent else 0.0
-
-    def summing(self, step: int) -> "asyncio.Future[None] | None":
-        """Done when the running job is over and told of, if it adds to the gradient sum of `step`; else None."""
-        return self._job_over if self.core.is_summing(step) else None
 
     # --- told by the rest of the peer ---
 
@@ -207,8 +202,7 @@ class PipelineDriver:
         for command in self.core.handle(event, now_s=self._clock.now_s()):
             match command:
                 case Job():
-                    self._job_over = asyncio.get_running_loop().create_future()
-                    self._tasks.spawn(self._run(command, self._job_over), f"job {command}")
+                    self._tasks.spawn(self._run(command), f"job {command}")
                 case SendActivation(microbatch, target, again):
                     self._tasks.spawn(self._send_activation(microbatch, target, again), f"activation {microbatch}")
                 case SendGradient(microbatch, target, waited_s):
@@ -222,15 +216,15 @@ class PipelineDriver:
                         waited_s=waited_s,
                     )
                     self._tasks.spawn(self._send_gradient(target, meta, payload), f"gradient {microbatch}")
-                case Contributed(microbatch, staleness_steps) if microbatch not in self._unwanted:
+                case Contributed(microbatch, staleness_steps, again) if microbatch not in self._unwanted:
                     loss = self._losses.get(microbatch, 0.0)
-                    self.upwards.contributed(microbatch, loss=loss, staleness_steps=staleness_steps)
+                    self.upwards.contributed(microbatch, loss=loss, staleness_steps=staleness_steps, again=again)
                 case Finished(microbatch):
                     self.upwards.finished(microbatch, loss=self._losses.get(microbatch, math.nan))
                 case Forget(microbatch):
                     self._forget(microbatch)
 
-    async def _run(self, job: Job, over: "asyncio.Future[None]") -> None:
+    async def _run(self, job: Job) -> None:
         work, flop = self._work(job)
         timed = await self._compute.run("forward" if job.kind == "loss" else job.kind, work, flop=flop)
         self.timeline.append(TimelineEntry(job=job, started_s=timed.started_s, ended_s=timed.ended_s))
@@ -238,10 +232,9 @@ class PipelineDriver:
             state, digest, skipped = timed.value
             self._handle(JobDone(job))
             self.upwards.stepped(state, digest, skipped)
-        else:
-            self._keep(job, job.microbatch, timed.value)
-            self._handle(JobDone(job))
-        over.set_result(None)
+            return
+        self._keep(job, job.microbatch, timed.value)
+        self._handle(JobDone(job))
 
     def _work(self, job: Job) -> tuple[Callable[[], Any], float]:
         """The job as a function for the device's thread, and its arithmetic in FLOP."""
@@ -261,8 +254,8 @@ class PipelineDriver:
             return (lambda: runtime.validate(microbatch, payload)), runtime.forward_flop
         if job.kind == "loss":
             flop = runtime.forward_flop + runtime.backward_flop
-            return (lambda: runtime.loss(microbatch, payload, contributes=wanted, again=job.again)), flop
-        return (lambda: runtime.forward(microbatch, payload, contributes=wanted, again=job.again)), runtime.forward_flop
+            return (lambda: runtime.loss(microbatch, payload, contributes=wanted)), flop
+        return (lambda: runtime.forward(microbatch, payload, contributes=wanted)), runtime.forward_flop
 
     def _keep(self, job: Job, microbatch: Microbatch, value: Any) -> None:
         if job.kind == "loss":

@@ -32,10 +32,13 @@ class Pace:
         self._takes_s.pop(peer, None)
         self._tried_s.pop(peer, None)
 
-    def weight(self, peer: PeerID, among: Iterable[PeerID]) -> float:
-        """1 for who keeps pace with the quickest of `among`, less for who does not."""
+    def weight(self, peer: PeerID, among: Iterable[PeerID], *, waiting_s: float = 0.0) -> float:
+        """1 for who keeps pace with the quickest of `among`, less for who does not.
+
+        `waiting_s`: for how long it has had something that is not back.
+        """
         best_s = min((self._takes_s[other] for other in among if other in self._takes_s), default=0.0)
-        takes_s = self._takes_s.get(peer, best_s)
+        takes_s = max(self._takes_s.get(peer, best_s), waiting_s)
         return best_s / takes_s if takes_s > LAGS * best_s > 0.0 else 1.0
 
     def is_due(self, peer: PeerID, now_s: float) -> bool:

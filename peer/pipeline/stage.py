@@ -31,7 +31,7 @@ APART_MAX = 16
 """Gradients of one step that are kept apart from its sum: each is as large as the stage."""
 
 Leaves = dict[str, dict[str, Tensor]]
-"""Layer key -> tensor name -> autograd leaf; each leaf's `.grad` is a view of its step's gradient sum."""
+"""Layer key -> tensor name -> autograd leaf."""
 
 
 @dataclass(slots=True)
@@ -43,8 +43,6 @@ class _Context:
     y_BTD: Tensor | None
     """None: made again from `x` at the backward."""
     contributes: bool
-    apart_N: Tensor | None
-    """Where its gradient goes, if not into the step's sum."""
 
 
 class StageRuntime:
@@ -71,7 +69,8 @@ class StageRuntime:
         self._leaves: dict[int, Leaves] = {}  # step -> weights for it, made from the current version
         self._sums: dict[int, Tensor] = {}  # step -> gradient sum [N]
         self._summed: set[Microbatch] = set()  # what the sums hold
-        self._apart: dict[int, dict[int, Tensor]] = {}  # step -> index -> gradient [N] of what ran again
+        self._apart: dict[int, dict[int, Tensor]] = {}  # step -> index -> gradient [N] that may be left out
+        self._finished: dict[Microbatch, Tensor] = {}  # gradient [N] of a backward that nobody has been told of yet
         self._contexts: dict[Microbatch, _Context] = {}
         tokens = spec.training.microbatch_size * spec.model.context
         self.forward_flop = sum(forward_flop(spec.model, key, tokens) for key in self.keys)
@@ -107,28 +106,24 @@ class StageRuntime:
 
     # --- jobs ---
 
-    def forward(
-        self, microbatch: Microbatch, payload: Payload | None, *, contributes: bool = True, again: bool = False
-    ) -> bytearray:
+    def forward(self, microbatch: Microbatch, payload: Payload | None, *, contributes: bool = True) -> bytearray:
         """Not the last stage: input (None at stage 0, which reads the data) -> activation for the next stage.
 
-        Args:
-            contributes: its backward adds to the step's sum; a mate's sum has it otherwise.
-            again: a mate's sum may come to have it, too: it must be possible to leave it out of ours.
+        `contributes`: its gradient is wanted; a mate's sum has it otherwise.
         """
         x, targets_BT = self._input(microbatch, payload)
-        leaves, apart_N = self._weights_of(microbatch, contributes, again)
+        leaves = self._leaves_of(microbatch)
         if self.spec.training.keep == "recompute":
             with torch.no_grad():
                 y_BTD = self._run(leaves, x)
-            self._contexts[microbatch] = _Context(leaves, x, None, contributes, apart_N)
+            self._contexts[microbatch] = _Context(leaves, x, None, contributes)
         else:
             y_BTD = self._run(leaves, x)
-            self._contexts[microbatch] = _Context(leaves, x, y_BTD, contributes, apart_N)
+            self._contexts[microbatch] = _Context(leaves, x, y_BTD, contributes)
         return self._wire.encode_activation(y_BTD.detach(), targets_BT)
 
     def loss(
-        self, microbatch: Microbatch, payload: Payload | None, *, contributes: bool = True, again: bool = False
+        self, microbatch: Microbatch, payload: Payload | None, *, contributes: bool = True
     ) -> tuple[float, bytearray | None]:
         """The last stage: forward, loss and backward in one.
 
@@ -136,24 +131,24 @@ class StageRuntime:
         finite, the gradient is zero and nothing is added: no non-finite number may reach an optimizer.
         """
         x, targets_BT = self._input(microbatch, payload)
-        leaves, apart_N = self._weights_of(microbatch, contributes, again)
+        leaves = self._leaves_of(microbatch)
         loss = self._loss(self._run(leaves, x), targets_BT)
+        self._collect(microbatch, leaves, contributes)
         value = float(loss.detach())
         if math.isfinite(value):
             loss.backward()  # type: ignore[no-untyped-call]
-            self._added(microbatch, contributes, apart_N)
         else:
             logger.warning("microbatch %s has a loss of %s: nothing is learnt from it", microbatch, value)
         return value, self._input_gradient(x)
 
     def backward(self, microbatch: Microbatch, payload: Payload) -> bytearray | None:
-        """Gradient of our output -> gradient of our input (None at stage 0); adds to the step's sum."""
+        """Gradient of our output -> gradient of our input (None at stage 0); `contribute` takes that of the weights."""
         context = self._contexts.pop(microbatch)
         grad_BTD = self._wire.decode_gradient(payload, self.device)
+        self._collect(microbatch, context.leaves, context.contributes)
         if bool(grad_BTD.isfinite().all()):
             y_BTD = self._run(context.leaves, context.x) if context.y_BTD is None else context.y_BTD
             y_BTD.backward(grad_BTD)  # type: ignore[no-untyped-call]
-            self._added(microbatch, context.contributes, context.apart_N)
         else:
             logger.warning("microbatch %s came back with a gradient that is not finite: it counts as zero", microbatch)
         return self._input_gradient(context.x)
@@ -194,15 +189,32 @@ class StageRuntime:
 
     # --- between jobs ---
 
-    def is_apart(self, microbatch: Microbatch) -> bool:
-        """Whether its gradient is kept apart from its step's sum."""
-        return microbatch.index in self._apart.get(microbatch.step, {})
+    def contribute(self, microbatch: Microbatch, *, apart: bool = False) -> bool:
+        """Its backward is done and the others are about to be told: add its gradient to the step's sum, or keep it
+        `apart` from that if there is room, so that it can be left out.
+
+        On the loop's thread, as `gradient_sum` is: what the sum holds is exactly what has been told.
+        Returns: whether it is kept apart.
+        """
+        gradient_N = self._finished.pop(microbatch, None)
+        if gradient_N is None or microbatch.step < self.version:
+            return False
+        kept = self._apart.setdefault(microbatch.step, {})
+        if apart and len(kept) < APART_MAX:
+            kept[microbatch.index] = gradient_N
+            return True
+        if microbatch.step in self._sums:
+            self._sums[microbatch.step] += gradient_N
+        else:
+            self._sums[microbatch.step] = gradient_N
+        self._summed.add(microbatch)
+        return False
 
     def gradient_sum(self, step: int, indices: IndexSet | None = None) -> Tensor:
         """The sum over our contributions to `step`, float32 [N] on the CPU; of those kept apart `indices`, if given.
 
-        A copy: a job that runs, or a microbatch that comes late, must not change what others have seen of it. It is
-        added to the sum all the same, for another attempt at the step.
+        A copy: a microbatch that comes late must not change what others have seen of it. It is added to the sum all
+        the same, for another attempt at the step.
         """
         total_N = self._sums.get(step)
         sum_N = torch.zeros(self.num_parameters) if total_N is None else total_N.to("cpu", copy=True)
@@ -213,6 +225,7 @@ class StageRuntime:
 
     def forget(self, microbatch: Microbatch) -> None:
         self._contexts.pop(microbatch, None)
+        self._finished.pop(microbatch, None)
 
     # --- inside ---
 
@@ -236,32 +249,19 @@ class StageRuntime:
             return logits_BTV.new_tensor(math.nan)
         return llama.loss(logits_BTV, targets_BT)
 
-    def _weights_of(self, microbatch: Microbatch, contributes: bool, again: bool) -> tuple[Leaves, Tensor | None]:
-        """The weights it wants; the gradient is added to its step's sum, unless that or a mate's holds it already.
+    def _leaves_of(self, microbatch: Microbatch) -> Leaves:
+        """The weights it wants, as leaves of its own: its gradient is nobody else's."""
+        weights = self._weights(microbatch.step)
+        return {key: {name: x.detach().requires_grad_() for name, x in named.items()} for key, named in weights.items()}
 
-        Returns: (leaves, where the gradient is kept apart from the sum, if it is).
-        """
-        leaves = self._weights(microbatch.step)
-        if microbatch in self._summed or self.is_apart(microbatch) or not contributes:
-            # It came again, because somebody before us died. The group counts it once, so its gradient goes nowhere.
-            return {
-                key: {name: x.detach().requires_grad_() for name, x in named.items()} for key, named in leaves.items()
-            }, None
-        if again and microbatch.step >= self.version and len(self._apart.get(microbatch.step, {})) < APART_MAX:
-            apart_N = torch.zeros(self.num_parameters, device=self.device)
-            return {
-                key: layer_layout(self.spec.model, key).detached(named, apart_N[self._spans[key]])
-                for key, named in leaves.items()
-            }, apart_N
-        return leaves, None
-
-    def _added(self, microbatch: Microbatch, contributes: bool, apart_N: Tensor | None) -> None:
-        """Its backward is done."""
-        if apart_N is not None:
-            if microbatch.step >= self.version and microbatch not in self._summed:
-                self._apart.setdefault(microbatch.step, {}).setdefault(microbatch.index, apart_N)
-        elif contributes:
-            self._summed.add(microbatch)
+    def _collect(self, microbatch: Microbatch, leaves: Leaves, contributes: bool) -> None:
+        """The backward that follows leaves its gradient in one flat tensor, if anybody wants it."""
+        if not contributes or microbatch in self._summed or microbatch.index in self._apart.get(microbatch.step, {}):
+            return  # It came again, because somebody before us died. The group counts it once.
+        gradient_N = torch.zeros(self.num_parameters, device=self.device)
+        for key, named in leaves.items():
+            layer_layout(self.spec.model, key).collect(named, gradient_N[self._spans[key]])
+        self._finished[microbatch] = gradient_N
 
     def _weights(self, step: int) -> Leaves:
         """ŵ_step: the current weights if they are that step's, else their prediction. Made once.
@@ -272,28 +272,20 @@ class StageRuntime:
         if step in self._leaves:
             return self._leaves[step]
         staleness_steps = max(0, step - self.state.version) if self.spec.training.predict else 0
-        sum_N = self._sum(step)
         leaves: Leaves = {}
         for key, layer in self.state.layers.items():
             param_N = self._before[key] if step < self.state.version and key in self._before else layer.param_N
             if staleness_steps:
                 with torch.no_grad():
                     param_N = predict_layer(self.spec, key, layer, self.state.version, staleness_steps)
-            leaves[key] = layer_layout(self.spec.model, key).leaves(param_N, sum_N[self._spans[key]])
+            leaves[key] = layer_layout(self.spec.model, key).leaves(param_N)
         self._leaves[step] = leaves
         return leaves
-
-    def _sum(self, step: int) -> Tensor:
-        if step < self.version:  # A straggler: its step is committed without it.
-            return torch.zeros(self.num_parameters, device=self.device)
-        if step not in self._sums:
-            self._sums[step] = torch.zeros(self.num_parameters, device=self.device)
-        return self._sums[step]
 
     def _forget_old_steps(self) -> None:
         """The weights that were made from another version, and the sums of the steps before this one."""
         self._leaves.clear()
-        # A state is loaded on the loop's thread while a job may add to these on the device's: iterate over copies.
+        # A step ends on the device's thread while the loop's may add to these: iterate over copies.
         for table in (self._sums, self._apart):
             for step in [s for s in list(table) if s < self.version]:
                 del table[step]

@@ -252,17 +252,3 @@ def test_stage_zero_measures_training_and_not_validation() -> None:
     feed(made, Arrived(A, None), JobDone(job("forward", 0, 0)), GradientArrived(A, DOWN))
     feed(made, JobDone(job("backward", 0, 0)))
     assert (made.window.in_flight, len(made.window._round_trips_s)) == (0, 1)
-
-
-def test_a_sum_is_in_motion_while_a_job_adds_to_it() -> None:
-    made = core()
-    feed(made, Arrived(A, UP))
-    assert not made.is_summing(0), "a forward adds nothing"
-    feed(made, JobDone(job("forward", 0, 0)), GradientArrived(A, DOWN))
-    assert made.is_summing(0)
-    assert not made.is_summing(1)
-    feed(made, JobDone(job("backward", 0, 0)))
-    assert not made.is_summing(0)
-    last = core(stage=2)
-    feed(last, Arrived(A, UP))
-    assert last.is_summing(0), "loss, forward and backward are one job"

@@ -20,8 +20,8 @@ from shoal.peer.data.microbatch import microbatch as training_microbatch
 from shoal.peer.data.microbatch import validation_microbatch
 from shoal.peer.model import llama
 from shoal.peer.model.layout import all_layer_keys, layer_layout
-from shoal.peer.pipeline.microbatch import Microbatch
-from shoal.peer.pipeline.stage import StageRuntime
+from shoal.peer.pipeline.microbatch import IndexSet, Microbatch
+from shoal.peer.pipeline.stage import APART_MAX, StageRuntime
 from shoal.peer.pipeline.state import StageState, initial_state, predict_layer
 from shoal.protocol.spec import RunSpec
 
@@ -56,16 +56,30 @@ def stages(spec: RunSpec, corpus: Corpus, cut: tuple[int, ...]) -> list[StageRun
     return made
 
 
+def loss(runtime: StageRuntime, microbatch: Microbatch, payload: Any, **how: bool) -> tuple[float, bytearray | None]:
+    """And tell the others."""
+    result = runtime.loss(microbatch, payload, **how)
+    runtime.contribute(microbatch)
+    return result
+
+
+def backward(runtime: StageRuntime, microbatch: Microbatch, payload: Any) -> bytearray | None:
+    """And tell the others."""
+    result = runtime.backward(microbatch, payload)
+    runtime.contribute(microbatch)
+    return result
+
+
 def run(pipeline: list[StageRuntime], microbatch: Microbatch) -> float:
     """Through all stages and back. Returns: the loss."""
     payload: Any = None
     for runtime in pipeline[:-1]:
         payload = runtime.forward(microbatch, payload)
-    loss, payload = pipeline[-1].loss(microbatch, payload)
+    value, payload = loss(pipeline[-1], microbatch, payload)
     for runtime in reversed(pipeline[:-1]):
-        payload = runtime.backward(microbatch, payload)
+        payload = backward(runtime, microbatch, payload)
     assert payload is None
-    return loss
+    return value
 
 
 def commit(pipeline: list[StageRuntime], step: int, count: int) -> None:
@@ -134,9 +148,9 @@ def test_the_order_of_microbatches_in_flight_does_not_matter_to_any_of_them(spec
     ms = [Microbatch(0, i) for i in range(3)]
     sent = {m: first.forward(m, None) for m in ms}
     for m in reversed(ms):
-        _, back = last.loss(m, sent[m])
+        _, back = loss(last, m, sent[m])
         assert back is not None
-        first.backward(m, back)
+        backward(first, m, back)
     _, gradient_N = uncut(spec, corpus, parameters([first, last]), ms)
     torch.testing.assert_close(gradient([first, last], 0), gradient_N, rtol=0, atol=1e-6)
 
@@ -253,10 +267,10 @@ def test_what_it_was_forwarded_with_it_is_backwarded_with(spec: RunSpec, corpus:
     seen = {key: leaves for runtime in (first, last) for key, leaves in runtime._weights(1).items()}
     before = {key: layer_layout(spec.model, key).flatten(leaves).detach() for key, leaves in seen.items()}
     sent = first.forward(ahead, None)
-    _, back = last.loss(ahead, sent)
+    _, back = loss(last, ahead, sent)
     commit([first, last], 0, 1)
     assert back is not None
-    first.backward(ahead, back)
+    backward(first, ahead, back)
     _, gradient_N = uncut(spec, corpus, before, [ahead])
     torch.testing.assert_close(gradient([first, last], 1), gradient_N, rtol=0, atol=1e-6)
 
@@ -278,9 +292,9 @@ def test_at_most_s_max_and_two_copies_of_the_weights_are_alive(
         if away:
             microbatch, sent = away.popleft()
             most = max(most, first.weight_copies())
-            _, back = last.loss(microbatch, sent)
+            _, back = loss(last, microbatch, sent)
             assert back is not None
-            first.backward(microbatch, back)
+            backward(first, microbatch, back)
             done += 1
         if done >= (first.version + 1) * M + (commit_lag if away else 0):
             commit([first], first.version, M)
@@ -334,9 +348,9 @@ def test_a_gradient_that_is_not_finite_never_enters_the_sum(
 ) -> None:
     first, middle, last = stages(trained_with(spec, keep=keep), corpus, (1, 2))
     m = Microbatch(0, 0)
-    _, back = last.loss(m, middle.forward(m, first.forward(m, None)))
+    _, back = loss(last, m, middle.forward(m, first.forward(m, None)))
     assert back is not None
-    back = middle.backward(m, poisoned(back, value))
+    back = backward(middle, m, poisoned(back, value))
     assert back is not None
     assert not any(back), "the stage before must not get it either"
     assert not middle.gradient_sum(0).any()
@@ -346,8 +360,8 @@ def test_a_gradient_that_is_not_finite_never_enters_the_sum(
 def test_an_activation_that_is_not_finite_teaches_nothing(spec: RunSpec, corpus: Corpus, value: float) -> None:
     first, last = stages(spec, corpus, (1,))
     m = Microbatch(0, 0)
-    loss, back = last.loss(m, poisoned(first.forward(m, None), value))
-    assert loss != loss
+    nats, back = loss(last, m, poisoned(first.forward(m, None), value))
+    assert nats != nats
     assert back is not None
     assert not any(back)
     assert not last.gradient_sum(0).any()
@@ -362,8 +376,8 @@ def test_a_target_that_is_no_token_teaches_nothing_and_breaks_nothing(
     m = Microbatch(0, 0)
     payload = first.forward(m, None)
     torch.frombuffer(payload, dtype=torch.int32)[-1] = token
-    loss, _ = last.loss(m, bytearray(payload))
-    assert loss != loss
+    nats, _ = loss(last, m, bytearray(payload))
+    assert nats != nats
     assert not last.gradient_sum(0).any()
     validated = last.validate(Microbatch(0, -1), bytearray(payload))
     assert validated != validated
@@ -378,9 +392,9 @@ def test_a_straggler_does_not_change_the_sum_that_was_handed_out(spec: RunSpec, 
     sent = first.forward(early, None)
     handed_out = [runtime.gradient_sum(0) for runtime in pipeline]
     copies = [sum_N.clone() for sum_N in handed_out]
-    _, back = last.loss(early, sent)
+    _, back = loss(last, early, sent)
     assert back is not None
-    first.backward(early, back)
+    backward(first, early, back)
     run(list(pipeline), late)
     assert all(torch.equal(a, b) for a, b in zip(handed_out, copies, strict=True))
     assert copies[0].any()
@@ -412,7 +426,7 @@ def test_a_round_that_begins_while_a_job_runs_gets_a_sum_that_the_job_does_not_c
 
     sent = first.forward(m, None) if job != "forward" else bytearray()
     if job == "backward":
-        _, back = last.loss(m, sent)
+        _, back = loss(last, m, sent)
         decode = first._wire.decode_gradient
 
         def decode_gradient(*args: Any) -> Tensor:
@@ -421,15 +435,15 @@ def test_a_round_that_begins_while_a_job_runs_gets_a_sum_that_the_job_does_not_c
 
         monkeypatch.setattr(first._wire, "decode_gradient", decode_gradient)
         assert back is not None
-        first.backward(m, back)
+        backward(first, m, back)
     else:
         monkeypatch.setattr(llama, "run_layers", run_layers)
         if job == "forward":
-            _, back = last.loss(m, first.forward(m, None))
+            _, back = loss(last, m, first.forward(m, None))
             assert back is not None
-            first.backward(m, back)
+            backward(first, m, back)
         else:
-            last.loss(m, sent)
+            loss(last, m, sent)
     assert torch.equal(*handed_out)
     assert handed_out[0].any()
 
@@ -501,3 +515,32 @@ def test_what_is_forgotten_is_not_kept(spec: RunSpec, corpus: Corpus) -> None:
     first.forget(Microbatch(0, 0))
     first.forget(Microbatch(0, 1))
     assert not first._contexts
+
+
+def test_what_is_kept_apart_is_in_the_sum_only_if_it_is_asked_for(spec: RunSpec, corpus: Corpus) -> None:
+    (runtime,) = stages(spec, corpus, ())
+    for index, apart in ((0, False), (1, True), (2, True)):
+        runtime.loss(Microbatch(0, index), None)
+        assert runtime.contribute(Microbatch(0, index), apart=apart) is apart
+    for kept in ([0], [0, 1], [0, 2], [0, 1, 2]):
+        _, gradient_N = uncut(spec, corpus, parameters([runtime]), [Microbatch(0, i) for i in kept])
+        sum_N = runtime.gradient_sum(0, IndexSet(sum(1 << i for i in kept)))
+        torch.testing.assert_close(sum_N, gradient_N, rtol=0, atol=1e-6)
+
+
+def test_a_job_that_is_done_is_in_no_sum_before_the_others_are_told(spec: RunSpec, corpus: Corpus) -> None:
+    """A round that begins in between must find in the sum what the tally says, and nothing else."""
+    (runtime,) = stages(spec, corpus, ())
+    runtime.loss(Microbatch(0, 0), None)
+    assert not runtime.gradient_sum(0).any()
+    assert not runtime.contribute(Microbatch(0, 0))
+    assert runtime.gradient_sum(0).any()
+
+
+def test_there_is_room_for_so_many_apart_and_no_more(spec: RunSpec, corpus: Corpus) -> None:
+    (runtime,) = stages(trained_with(spec, microbatches_per_step=APART_MAX + 2), corpus, ())
+    kept = []
+    for index in range(APART_MAX + 2):
+        runtime.loss(Microbatch(0, index), None)
+        kept.append(runtime.contribute(Microbatch(0, index), apart=True))
+    assert kept == [True] * APART_MAX + [False] * 2
