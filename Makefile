@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: setup demo test check bench soak soak-chaos
+.PHONY: setup demo test check bench soak soak-coordination soak-chaos
 
 setup: $(STAMP)
 
@@ -31,6 +31,10 @@ bench: setup
 # Thirty minutes of demo; says how each peer's memory grew.
 soak: setup
 	$(BIN)/python tests/soak/memory.py $(ARGS)
+
+# Ten thousand small swarms of coordinators under every fault at once. ARGS='--seeds 500' for less.
+soak-coordination: setup
+	$(BIN)/python tests/soak/coordination.py $(ARGS)
 
 # `shoal demo --chaos` twenty times against one run in peace: what faults cost. ARGS='--runs 2 --seconds 90' for less.
 soak-chaos: setup

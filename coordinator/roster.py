@@ -74,6 +74,11 @@ class Roster:
         arrivals = self.presences[peer].arrivals
         return arrivals.last_s + max(OVERDUE_HEARTBEATS * self.heartbeat_s, arrivals.usual_s)
 
+    def was_heard(self, peer: PeerID) -> bool:
+        """Whether a heartbeat of `peer` has come; who is expected is alive without."""
+        seen = self.presences.get(peer)
+        return seen is not None and seen.heartbeat is not None
+
     def is_gone(self, peer: PeerID, now_s: float) -> bool:
         """It left, or was silent for too long, or was never heard of."""
         seen = self.presences.get(peer)

@@ -17,8 +17,8 @@ HEAD_HEARTBEATS = 10.0
 """How often the coordinator renews the directory's record of the chain."""
 ALONE_HEARTBEATS = 1.0
 """How often it looks there while it hears no majority: the others may have another coordinator."""
-PLAN_HEARTBEATS = 0.125
-"""How often it looks whether another plan would be better; at once when somebody dies."""
+PLAN_HEARTBEATS = 0.5
+"""How often it looks whether another plan would be better; at once when somebody comes, is heard first, or dies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,8 @@ class Tenure:
         self._succession = Succession(term_s=swarm.term_s, heartbeat_s=swarm.heartbeat_s, now_s=now_s)
         self._head_at_s = now_s
         self._plan_at_s = now_s
-        self._num_gone = 0
+        self._known: tuple[tuple[PeerID, ...], bool] = (), False
+        """Who was alive when it last looked, and whether it had heard them all."""
 
     def begin(self, plan: Plan, now_s: float, *, continuing: bool, silent: PeerID | None) -> None:
         """A term of ours begins. `silent`: whose silence brought it, if that is why."""
@@ -102,8 +103,8 @@ class Tenure:
         """
         roster = self._governor.roster
         commands = self._suspects.look(roster, live.plan, now_s)
-        alive = {self._me, *roster.alive(now_s)}
-        hears = is_quorum(alive, live.plan.members, self._owner)
+        alive = roster.alive(now_s)
+        hears = is_quorum({self._me, *alive}, live.plan.members, self._owner)
         alone = outranked or not hears
         why = "there is another coordinator" if hears else "hears no majority of the plan's members"
         if now_s >= self._head_at_s:
@@ -124,17 +125,19 @@ class Tenure:
                 commands.append(Ask(peer=heir, message=self._governor.will(live, now_s)))
         if self._succession.is_waiting:
             return commands, None
-        more, want = self._next_plan(live, now_s, sequence=sequence)
+        more, want = self._next_plan(live, alive, now_s, sequence=sequence)
         return commands + more, want
 
-    def _next_plan(self, live: SignedPlan, now_s: float, *, sequence: int) -> tuple[list[Command], Want]:
+    def _next_plan(
+        self, live: SignedPlan, alive: tuple[PeerID, ...], now_s: float, *, sequence: int
+    ) -> tuple[list[Command], Want]:
         roster = self._governor.roster
-        num_gone = sum(1 for peer in live.plan.members if roster.is_gone(peer, now_s))
-        if now_s < self._plan_at_s and num_gone == self._num_gone:
+        known = alive, all(roster.was_heard(peer) for peer in alive)
+        if now_s < self._plan_at_s and known == self._known:
             return [], None
         if not self._suspects.is_settled(roster, live.plan, now_s):
             return [], None
-        self._plan_at_s, self._num_gone = now_s + PLAN_HEARTBEATS * self._heartbeat_s, num_gone
+        self._plan_at_s, self._known = now_s + PLAN_HEARTBEATS * self._heartbeat_s, known
         draft, reason = self._governor.next_plan(live.plan, now_s, sequence=sequence)
         if draft is None:
             return [Note(text=reason)] if reason else [], None

@@ -13,7 +13,7 @@ it sends one of the messages that plans are made with. At the end all that ends 
     tests/soak/coordination.py [--seeds 10000] [--first 0] [--jobs 2]      all of them; says what it found
     tests/soak/coordination.py --replay 4711                               one, with what happened in it
 
-Part of `make soak`; 200 of them are in the suite (`tests/coordinator/test_safety.py`).
+`make soak-coordination`; 200 of them are in the suite (`tests/coordinator/test_safety.py`).
 """
 
 import argparse
