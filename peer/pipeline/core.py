@@ -152,6 +152,8 @@ class _Flight:
     staleness_steps: int = 0
     target: PeerID | None = None
     """Who owes us its gradient; None again once it is back."""
+    doubted: PeerID | None = None
+    """Who had it last when it was asked for once more: maybe it is only slow, so somebody else is tried."""
     waiting_since_s: float = 0.0
     waited_s: float = 0.0
     sent_s: float = 0.0
@@ -244,7 +246,7 @@ class PipelineCore:
         if waits and flight.target is not None:
             # Who wants it once more has waited too long: its activation or its gradient was lost between us and there.
             self.router.returned(flight.target)
-            flight.target = None
+            flight.doubted, flight.target = flight.target, None
             flight.waiting_since_s = now_s
             self._unsent.add(microbatch)
             return self._send_unsent(now_s)
@@ -289,11 +291,11 @@ class PipelineCore:
     def _send_unsent(self, now_s: float) -> list[Command]:
         commands: list[Command] = []
         for microbatch in sorted(self._unsent):
-            target = self.router.pick(now_s=now_s)
+            flight = self._flights[microbatch]
+            target = self.router.pick(now_s=now_s, avoid=flight.doubted)
             if target is None:
                 break
             self._unsent.remove(microbatch)
-            flight = self._flights[microbatch]
             commands.append(SendActivation(microbatch, target, flight.again or flight.sent_before))
             flight.target = target
             flight.sent_before = True

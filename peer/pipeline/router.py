@@ -38,9 +38,10 @@ class Router:
     def has_target(self) -> bool:
         return any(peer in self._ready for peer in self.shares)
 
-    def pick(self, *, now_s: float) -> PeerID | None:
-        """The next target, counted as outstanding; None if nobody is ready."""
-        candidates = [peer for peer in self.shares if peer in self._ready]
+    def pick(self, *, now_s: float, avoid: PeerID | None = None) -> PeerID | None:
+        """The next target, counted as outstanding; not `avoid` if there is another. None if nobody is ready."""
+        ready = [peer for peer in self.shares if peer in self._ready]
+        candidates = [peer for peer in ready if peer != avoid] or ready
         if not candidates:
             return None
         weights = {peer: self.shares[peer] * self._pace.weight(peer, candidates) for peer in candidates}

@@ -252,3 +252,22 @@ def test_stage_zero_measures_training_and_not_validation() -> None:
     feed(made, Arrived(A, None), JobDone(job("forward", 0, 0)), GradientArrived(A, DOWN))
     feed(made, JobDone(job("backward", 0, 0)))
     assert (made.window.in_flight, len(made.window._round_trips_s)) == (0, 1)
+
+
+def test_what_is_asked_for_again_goes_to_somebody_else() -> None:
+    made = core(targets=(DOWN, OTHER))
+    feed(made, Arrived(A, UP))
+    (sent,) = feed(made, JobDone(job("forward", 0, 0)))
+    assert isinstance(sent, SendActivation)
+    (again,) = feed(made, Arrived(A, UP))
+    assert isinstance(again, SendActivation)
+    assert {sent.target, again.target} == {DOWN, OTHER}
+    (once_more,) = feed(made, Arrived(A, UP))
+    assert isinstance(once_more, SendActivation)
+    assert once_more.target == sent.target
+
+
+def test_what_is_asked_for_again_goes_to_the_same_if_there_is_nobody_else() -> None:
+    made = core()
+    feed(made, Arrived(A, UP), JobDone(job("forward", 0, 0)))
+    assert feed(made, Arrived(A, UP)) == [SendActivation(A, DOWN, True)]
