@@ -19,6 +19,7 @@ from shoal.deploy.simulate.witness import Verdict, Witness
 from shoal.protocol.errors import LocalError
 from shoal.protocol.sim.chaos import play
 from shoal.protocol.sim.loop import Deadlock, VirtualTimeLoop, run
+from shoal.protocol.sim.world import SimPeer
 
 TICK_S = 0.25
 BEGINS_S = 120.0
@@ -82,6 +83,9 @@ async def _suffer(swarm: SimSwarm, witness: Witness, script: Script) -> None:
     while not breaking.done():
         await _tick(swarm, witness)
     breaking.result()
+    healed_s = swarm.world.now_s()
+    while any(_works_since(peer, healed_s) for peer in swarm.world.peers.values()):
+        await _tick(swarm, witness)  # what a device began while it was slow takes as long as it takes
     witness.see(Quiet(at_s=swarm.world.now_s()))
     while swarm.running:
         if swarm.world.now_s() > LASTS_S_MAX:
@@ -96,6 +100,12 @@ async def _tick(swarm: SimSwarm, witness: Witness) -> None:
     witness.see(Ticked(at_s=swarm.world.now_s(), running=swarm.running))
     if witness.verdict.broken is not None:
         raise Broken
+
+
+def _works_since(peer: SimPeer, before_s: float) -> bool:
+    """Whether a job runs that began before then."""
+    last = peer.compute.timeline[-1] if peer.is_alive and peer.compute.timeline else None
+    return last is not None and last.started_s < before_s < last.ended_s and last.ended_s > peer.clock.now_s()
 
 
 def _scheduled(trial: Trial) -> Script:
