@@ -25,7 +25,7 @@ from shoal.peer.group.agreement import UNCOMPARED_MAX, Agreement
 from shoal.peer.group.commands import CatchUp, Command, Reduce, Tell
 from shoal.peer.group.losses import Losses
 from shoal.peer.group.members import Members
-from shoal.peer.group.tally import Tally, share_out
+from shoal.peer.group.tally import Tallies, share_out
 from shoal.peer.pipeline.microbatch import IndexSet
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Digest, Progress, RoundMember, RoundStart
@@ -63,8 +63,7 @@ class GroupCore:
     _plan_sequence: int = 0
     _count: int = 0
     _announced_lead: PeerID | None = None
-    _tallies: dict[int, dict[PeerID, Tally]] = field(default_factory=dict)
-    _claimed: dict[int, IndexSet] = field(default_factory=dict)
+    _tallies: Tallies = field(init=False)
     _rounds: dict[int, RoundStart] = field(default_factory=dict)
     _behind: tuple[PeerID, float] | None = None
     _agreement: Agreement = field(init=False)
@@ -74,6 +73,7 @@ class GroupCore:
 
     def __post_init__(self) -> None:
         self._members = Members(me=self.me)
+        self._tallies = Tallies(me=self.me, microbatches=self.microbatches)
         self._agreement = Agreement(
             me=self.me,
             stage=self.stage,
@@ -175,9 +175,8 @@ class GroupCore:
     def mate_lost(self, peer: PeerID, *, now_s: float) -> list[Command]:
         """It died or dropped its state: its contributions to open steps died with it."""
         self._members.lost(peer)
-        for step in sorted(self._losses.steps_claimed_by(peer).union(self._tallies)):
-            tally = self._tallies.get(step, {}).pop(peer, Tally())
-            self._losses.died(peer, step, tally.indices)
+        for step in sorted(self._losses.steps_claimed_by(peer).union(self._tallies.steps)):
+            self._losses.died(peer, step, self._tallies.lose(peer, step))
         start = self._rounds.get(self.version)
         if start is not None and any(member.peer == peer for member in start.members):
             # Nobody can finish it now, unless somebody has: then that one's digest tells us to catch up instead.
@@ -195,12 +194,11 @@ class GroupCore:
 
     def lacks(self, step: int, index: int) -> bool:
         """Nobody here has contributed it, as far as we know."""
-        tallies = self._tallies.get(step, {}).values()
-        return step >= self.version and not any(index in tally.indices for tally in tallies)
+        return step >= self.version and not self._tallies.is_held(step, index)
 
     def claimed(self, step: int, index: int) -> list[Command]:
         """Stage 0: we have been granted it."""
-        self._claimed.setdefault(step, IndexSet()).add(index)
+        self._tallies.claim(step, index)
         return [Tell(self._progress(step))]
 
     def granted(self, peer: PeerID, step: int, index: int) -> None:
@@ -214,15 +212,9 @@ class GroupCore:
         """Our backward of (step, index) is in the gradient sum, or kept apart from it because it ran again."""
         if step < self.version:
             return []
-        tally = self._tally(step, self.me)
-        if index in tally.indices:
+        if not self._tallies.add(step, index, loss=loss, staleness_steps=staleness_steps, apart=apart):
             return []
-        tally.indices.add(index)
-        if apart:
-            tally.apart[index] = (loss, staleness_steps)
         self._losses.grown(now_s)
-        tally.loss_sum += loss
-        tally.staleness_sum += staleness_steps
         self._void_round_if_outgrown(step, self.me)
         return [Tell(self._progress(step)), *self._try_round(now_s)]
 
@@ -234,14 +226,9 @@ class GroupCore:
         commands = self.mate_reborn(source, message.incarnation, now_s=now_s)
         self._members.names(source, message.lead, count=message.count)
         if message.step >= self.version:
-            self._losses.claimed(source, message.step, self._indices(message.claimed))
-            tally = self._tally(message.step, source)
-            indices = self._indices(message.indices)
-            if len(indices) > len(tally.indices):
+            self._losses.claimed(source, message.step, self._tallies.indices(message.claimed))
+            if self._tallies.take(source, message):
                 self._losses.grown(now_s)
-            if len(indices) >= len(tally.indices):  # Calls may overtake each other; a contribution only grows.
-                tally.indices, tally.loss_sum, tally.staleness_sum = indices, message.loss_sum, message.staleness_sum
-                tally.apart = {index: (loss, steps) for index, loss, steps in message.apart if index in indices}
             self._void_round_if_outgrown(message.step, source)
         return [*commands, *self._try_round(now_s)]
 
@@ -253,7 +240,7 @@ class GroupCore:
         if message.step < self.version or (known is not None and known.attempt >= message.attempt):
             return []
         mine = next((member.indices for member in message.members if member.peer == self.me), None)
-        if mine is not None and not self._tally(message.step, self.me).may_bring(self._indices(mine)):
+        if mine is not None and not self._may_bring(self.me, message.step, mine):
             # Our sum holds more than the lead knew: an average must count what it contains. It will open another.
             return [Tell(self._progress(message.step))]
         self._rounds[message.step] = message
@@ -265,7 +252,7 @@ class GroupCore:
         if start is None or step != self.version or self.lead != self.me:
             return
         said = next((member.indices for member in start.members if member.peer == peer), None)
-        if said is not None and not self._tally(step, peer).may_bring(self._indices(said)):
+        if said is not None and not self._may_bring(peer, step, said):
             del self._rounds[step]
             self._retries += 1
 
@@ -278,14 +265,9 @@ class GroupCore:
         self._retries = 0
         self._behind = None
         oldest = version - UNCOMPARED_MAX
-        tables = (
-            (self._tallies, version),
-            (self._claimed, version),
-            (self._rounds, oldest),
-        )
-        for table, first in tables:
-            for step in [s for s in table if s < first]:
-                del table[step]
+        self._tallies.forget_before(version)
+        for step in [s for s in self._rounds if s < oldest]:
+            del self._rounds[step]
         self._agreement.forget_before(oldest)
         self._agreement.heard(self.me, version, digest)
         commands: list[Command] = [Tell(Digest(stage=self.stage, version=version, digest=digest))]
@@ -332,9 +314,8 @@ class GroupCore:
     def owes(self) -> bool:
         """Others count on us: for what we have contributed, for our part of a round and our word on its result, or for
         a version that nobody else has reached."""
-        contributed = any(len(tallies[self.me].indices) for tallies in self._tallies.values() if self.me in tallies)
         in_round = any(m.peer == self.me for start in self._rounds.values() for m in start.members)
-        return contributed or in_round or self._agreement.is_alone_at(self.version, self.ready_mates)
+        return self._tallies.has_own or in_round or self._agreement.is_alone_at(self.version, self.ready_mates)
 
     @property
     def round_mates(self) -> tuple[PeerID, ...]:
@@ -344,27 +325,13 @@ class GroupCore:
 
     # --- inside ---
 
-    def _tally(self, step: int, peer: PeerID) -> Tally:
-        return self._tallies.setdefault(step, {}).setdefault(peer, Tally())
-
-    def _indices(self, bitmap: bytes) -> IndexSet:
-        return IndexSet.from_bytes(bitmap, count=self.microbatches)
+    def _may_bring(self, peer: PeerID, step: int, bitmap: bytes) -> bool:
+        return self._tallies.tally(step, peer).may_bring(self._tallies.indices(bitmap))
 
     def _progress(self, step: int) -> Progress:
-        mine = self._tally(step, self.me)
         self._count += 1
-        return Progress(
-            stage=self.stage,
-            step=step,
-            lead=self.lead or PeerID(""),
-            indices=mine.indices.to_bytes(),
-            claimed=self._claimed.get(step, IndexSet()).to_bytes(),
-            loss_sum=mine.loss_sum,
-            staleness_sum=mine.staleness_sum,
-            apart=tuple((index, loss, steps) for index, (loss, steps) in sorted(mine.apart.items())),
-            incarnation=self.incarnation,
-            count=self._count,
-        )
+        lead = self.lead or PeerID("")
+        return self._tallies.word(step, stage=self.stage, lead=lead, incarnation=self.incarnation, count=self._count)
 
     @property
     def _attempt(self) -> int:
@@ -374,12 +341,9 @@ class GroupCore:
         order = self._plan_sequence * _ATTEMPTS_PER_PLAN + self._retries
         return (order * _RANKS + rank) * _TENURES + self.incarnation % _TENURES
 
-    def _open_steps(self) -> list[int]:
-        """Steps about which there is something to say; the current one always."""
-        return sorted({self.version, *(s for table in (self._tallies, self._claimed) for s in table)})
-
     def _tell_open_steps(self) -> list[Command]:
-        return [Tell(self._progress(step)) for step in self._open_steps()]
+        """Of the current one always."""
+        return [Tell(self._progress(step)) for step in sorted({self.version, *self._tallies.steps})]
 
     def _lead_may_have_changed(self, now_s: float) -> list[Command]:
         commands: list[Command] = []
@@ -392,7 +356,7 @@ class GroupCore:
         step = self.version
         if not self.is_lead or step >= self.steps or step in self._rounds:
             return []
-        tallies = self._tallies.get(step, {})
+        tallies = self._tallies.of(step)
         bandwidths = {member.peer: member.bandwidth for member in self._members.planned}
         # Ready members in rank order, then those who contributed and have since left the plan: they owe and are owed.
         # A member that is not ready takes no part, so what it has contributed is not there until it is ready again.

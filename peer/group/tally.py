@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from shoal.peer.pipeline.microbatch import IndexSet
 from shoal.protocol.identity import PeerID
+from shoal.protocol.messages import Progress
 
 
 @dataclass(slots=True)
@@ -59,3 +60,90 @@ def share_out(ranked: Sequence[PeerID], tallies: Mapping[PeerID, Tally]) -> Shar
         staleness_sum += tally.staleness_sum - sum(steps for _, steps in left_out.values())
     duplicates = sum(len(indices) for indices in brought.values()) - len(union)
     return Shares(brought, union, duplicates, loss_sum, staleness_sum)
+
+
+@dataclass(kw_only=True, slots=True)
+class Tallies:
+    """What every member has said of every open step, ourselves included.
+
+    Args:
+        microbatches: M, per step.
+    """
+
+    me: PeerID
+    microbatches: int
+    _by_step: dict[int, dict[PeerID, Tally]] = field(default_factory=dict)
+    _claimed: dict[int, IndexSet] = field(default_factory=dict)
+
+    def of(self, step: int) -> Mapping[PeerID, Tally]:
+        return self._by_step.get(step, {})
+
+    def tally(self, step: int, peer: PeerID) -> Tally:
+        return self._by_step.setdefault(step, {}).setdefault(peer, Tally())
+
+    def indices(self, bitmap: bytes) -> IndexSet:
+        return IndexSet.from_bytes(bitmap, count=self.microbatches)
+
+    def is_held(self, step: int, index: int) -> bool:
+        """Somebody has contributed it."""
+        return any(index in tally.indices for tally in self.of(step).values())
+
+    @property
+    def has_own(self) -> bool:
+        """Something of ours is not committed yet."""
+        return any(len(tallies[self.me].indices) for tallies in self._by_step.values() if self.me in tallies)
+
+    @property
+    def steps(self) -> set[int]:
+        """About which there is something to say."""
+        return {*self._by_step, *self._claimed}
+
+    def claim(self, step: int, index: int) -> None:
+        """We have been granted it."""
+        self._claimed.setdefault(step, IndexSet()).add(index)
+
+    def add(self, step: int, index: int, *, loss: float, staleness_steps: int, apart: bool) -> bool:
+        """We contribute it. Returns: False: we had before."""
+        tally = self.tally(step, self.me)
+        if index in tally.indices:
+            return False
+        tally.indices.add(index)
+        if apart:
+            tally.apart[index] = (loss, staleness_steps)
+        tally.loss_sum += loss
+        tally.staleness_sum += staleness_steps
+        return True
+
+    def take(self, source: PeerID, message: Progress) -> bool:
+        """A mate's word on a step. Returns: whether it has contributed more."""
+        tally, indices = self.tally(message.step, source), self.indices(message.indices)
+        grown = len(indices) > len(tally.indices)
+        if len(indices) >= len(tally.indices):  # Calls may overtake each other; a contribution only grows.
+            tally.indices, tally.loss_sum, tally.staleness_sum = indices, message.loss_sum, message.staleness_sum
+            tally.apart = {index: (loss, steps) for index, loss, steps in message.apart if index in indices}
+        return grown
+
+    def lose(self, peer: PeerID, step: int) -> IndexSet:
+        """It died. Returns: what it had contributed to `step`."""
+        return self._by_step.get(step, {}).pop(peer, Tally()).indices
+
+    def forget_before(self, version: int) -> None:
+        for table in (self._by_step, self._claimed):
+            for step in [s for s in table if s < version]:
+                del table[step]
+
+    def word(self, step: int, *, stage: int, lead: PeerID, incarnation: int, count: int) -> Progress:
+        """Ours on a step."""
+        mine = self.tally(step, self.me)
+        return Progress(
+            stage=stage,
+            step=step,
+            lead=lead,
+            indices=mine.indices.to_bytes(),
+            claimed=self._claimed.get(step, IndexSet()).to_bytes(),
+            loss_sum=mine.loss_sum,
+            staleness_sum=mine.staleness_sum,
+            apart=tuple((index, loss, steps) for index, (loss, steps) in sorted(mine.apart.items())),
+            incarnation=incarnation,
+            count=count,
+        )
