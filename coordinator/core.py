@@ -256,7 +256,10 @@ class CoordinationCore:
             self._watch.alarm(now_s)
             return [*commands, Reply(message=no_grant(self.chain, base, "still hears the coordinator"))]
         if request.sounding:
-            return [*commands, Reply(message=answer_sounding(self.chain, source, request, base))]
+            opinion = answer_sounding(self.chain, source, request, base)
+            if opinion.granted:
+                self._follower.gives_way(source, base.plan, now_s)
+            return [*commands, Reply(message=opinion)]
         reply = answer_request(self.chain, source, request, base)
         if reply.granted:
             self._follower.hold_off(now_s + TERM_HEARTBEATS * self._heartbeat_s)
@@ -307,9 +310,8 @@ class CoordinationCore:
                 self._proposer.unanswered(event)
         if event.refused:
             self._watch.refused(event.peer, self.plan, took_s=event.took_s, now_s=now_s)
-        if self.plan is None or not self.is_coordinator:
-            return []
-        return self._tenure.unanswered(event, self.plan, now_s)
+        plan = self.plan
+        return self._tenure.unanswered(event, plan, now_s) if plan and self.is_coordinator else []
 
     # --- time ---
 

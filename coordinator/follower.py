@@ -23,7 +23,8 @@ the coordinator of a thousand peers thousands of calls a second."""
 STAGGER_HEARTBEATS = 0.3
 """How much longer each next in turn waits before it tries, beside the three round trips that the one before needs."""
 STAGGER_ROUND_TRIPS = 3.0
-BACK_OFF_HEARTBEATS = 1.0
+GIVES_WAY_HEARTBEATS = 0.4
+BACK_OFF_HEARTBEATS = 0.5
 SOUNDING_HEARTBEATS = 3.0
 """How long to ask before pausing: who backs the coordinator at first will see for himself by then."""
 
@@ -66,6 +67,15 @@ class Follower:
     def hold_off(self, until_s: float) -> None:
         """Somebody else has the term, or ours came to nothing: do not ask before."""
         self._not_before_s = max(self._not_before_s, until_s)
+
+    def gives_way(self, candidate: PeerID, plan: Plan, now_s: float) -> None:
+        """We have told `candidate` that we miss the coordinator too: let it try first if it comes before us, or the two
+        of us share the members' promises and neither has a majority."""
+        theirs = election.standing(self._run, plan.term, plan.coordinator, plan.members, candidate)
+        ours = self._standing(plan)
+        if theirs is not None and ours is not None and theirs < ours:
+            self._sounding = None
+            self.hold_off(now_s + GIVES_WAY_HEARTBEATS * self._heartbeat_s)
 
     def back_off(self, now_s: float) -> None:
         """Ours came to nothing; candidates that met do not meet again."""

@@ -36,6 +36,8 @@ class Proposal:
     plan: SignedPlan | None = None
     agreed: set[PeerID] = field(default_factory=set)
     waiting: set[PeerID] = field(default_factory=set)
+    promised: set[PeerID] = field(default_factory=set)
+    """Who has granted this very term to somebody else."""
     found: tuple[int, SignedPlan] | None = None
     """(term of the vote, plan): the latest that a member has voted for and that may be live."""
 
@@ -75,6 +77,11 @@ class Proposal:
         self.plan, self.expires_at_s = plan, expires_at_s
         self.agreed.clear()
         self.waiting.clear()
+
+    @property
+    def is_hopeless(self) -> bool:
+        """Those who have not promised the term to another are no majority."""
+        return not is_quorum(set(self.base.plan.members) - self.promised, self.base.plan.members, self.owner)
 
     @property
     def carried(self) -> bool:

@@ -111,6 +111,11 @@ class Proposer:
         if term == proposal.term and proposal.handed_over and proposal.plan is None:
             # Promised to an heir before us, of whom the coordinator says by asking us that he did not make it.
             return self.campaign(proposal.base, now_s, handed_over=True, term=term + 1)
+        if term == proposal.term and proposal.plan is None:
+            proposal.promised.add(event.peer)
+            if proposal.is_hopeless:
+                self._give_up(f"{len(proposal.promised)} have promised it to another", outbid=True)
+                return []
         if term > proposal.term:
             self._term_max = max(self._term_max, term)
             self._give_up(f"{event.peer[-8:]} {reason}", outbid=True)

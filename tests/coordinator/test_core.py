@@ -389,12 +389,15 @@ def test_each_waits_its_turn_when_the_coordinator_is_silent(make_core, make_hear
     assert bool(pinged) == (turn < CLOSE_PEERS)
 
 
-def candidate(make_core, make_heartbeat, first):
+def candidate(make_core, make_heartbeat, first, *, turn=0):
     """The standby, at the moment at which it has asked who misses the coordinator. Returns: core, now, question."""
-    (me,) = (peer for peer in "bcdef" if standing("run", 1, "a", PEERS, peer) == 0)
+    (me,) = (peer for peer in "bcdef" if standing("run", 1, "a", PEERS, peer) == turn)
     core = make_core(me, first)
-    happened = missing(core, make_heartbeat, end_s=3.0)
-    return core, *next((at, c.message) for at, c in happened if isinstance(c, Ask) and c.message != Ping())
+    for quarter in range(40):
+        for at, command in tick(core, begin_s=quarter / 4, end_s=(quarter + 1) / 4):
+            if isinstance(command, Ask) and command.message != Ping():
+                return core, at, command.message
+    raise AssertionError("it never asks")
 
 
 def others_of(core):
@@ -434,6 +437,32 @@ def test_being_asked_promises_nothing(make_core, first):
     assert core.chain.granted_term == 1
     stranger = said(core.handle(Received(source="z", message=question, base=first), now_s=5.0))
     assert not stranger.granted
+
+
+@pytest.mark.parametrize(("turn", "other_turn", "goes_on"), [(0, 1, True), (1, 0, False)])
+def test_of_two_candidates_the_later_in_turn_gives_way(make_core, make_heartbeat, first, turn, other_turn, goes_on):
+    core, now_s, question = candidate(make_core, make_heartbeat, first, turn=turn)
+    other = next(peer for peer in "bcdef" if standing("run", 1, "a", PEERS, peer) == other_turn)
+    assert said(core.handle(Received(source=other, message=question, base=first), now_s=now_s)).granted
+    assert bool(asks(agree(core, question, now_s), TermRequest)) == goes_on
+
+
+def test_a_term_that_too_many_have_promised_to_another_is_given_up(make_core, make_heartbeat, first):
+    core, now_s, question = candidate(make_core, make_heartbeat, first)
+    request = asks(agree(core, question, now_s), TermRequest)["a"]
+    no = TermGrant(granted=False, reason="granted term 2 to another candidate", term=2)
+    commands = agree(core, request, now_s, reply=no)
+    assert "promised it to another" in only(commands, Note)[0].text
+    assert not asks([c for _, c in tick(core, begin_s=now_s, end_s=now_s + 0.2)], TermRequest)
+
+
+def test_an_heir_asks_for_the_next_term_when_another_has_got_this(make_core, first):
+    core = make_core("b", first)
+    will = HandOver(plan=first.envelope, roster=())
+    request = asks(core.handle(Received(source="a", message=will, plan=first), now_s=60.0), TermRequest)["c"]
+    no = TermGrant(granted=False, reason="granted term 2 to another candidate", term=2)
+    commands = core.handle(Answered(peer="c", asked=request, reply=no), now_s=60.1)
+    assert asks(commands, TermRequest)["c"].term == 3
 
 
 def test_whoever_is_asked_and_disagrees_looks_for_himself(make_core, make_heartbeat, first):
