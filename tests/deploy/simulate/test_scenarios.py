@@ -85,3 +85,23 @@ def test_the_coordinator_dies_in_mid_run_and_others_go_on() -> None:
     assert len(replaced_s) == 2
     assert max(replaced_s) <= 8.0
     assert max(verdict.recoveries_s) <= 20.0
+
+
+def test_all_replicas_of_a_stage_die_and_it_comes_back_from_outside() -> None:
+    lost_steps: list[int] = []
+
+    async def script(swarm: SimSwarm, witness: Witness) -> None:
+        interval = swarm.spec.swarm.snapshot_interval_steps
+        await swarm.until(lambda: len(witness.steps_s) > interval + 5)
+        before = max(step for _, stage, step in witness.commits if stage == 1) + 1
+        for name in [name for name in sorted(swarm.nodes) if swarm.stage_of(name) == 1]:
+            fault = Fault(kind=FaultKind.CRASH, at_s=0.0, lasts_s=None, whom=(name,))
+            witness.see(Injected(at_s=swarm.world.now_s(), fault=fault))
+            swarm.world.crash(swarm.world.peers[name])
+        await swarm.until(lambda: any(era == 1 for era, _, _ in witness.commits))
+        lost_steps.append(before - min(step for era, _, step in witness.commits if era == 1))
+
+    trial = scenario(peers=7, stages=3, steps=20, device_flop_per_s=8e6)
+    verdict = passed(run_trial(trial, script))
+    assert lost_steps[0] <= 10 + 1
+    assert max(verdict.recoveries_s) <= 60.0
