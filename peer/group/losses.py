@@ -1,6 +1,5 @@
 """What died with replicas, and when to suspect that something did. Pure."""
 
-import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from shoal.protocol.identity import PeerID
 
 STALL_STEPS = 4.0
 STALL_S_MIN = 5.0
+STALL_S_FIRST = 60.0
 _STEPS_REMEMBERED = 8
 """A step is what the median of so many was: one that stalled must not make us patient with the next."""
 
@@ -57,9 +57,9 @@ class Losses:
                 del table[step]
 
     def suspect_at_s(self) -> float:
-        """Never before a step has shown how long it takes."""
+        """Before a step has shown how long it takes, late: but a lead that has just begun must not wait for ever."""
         if not self._steps_s:
-            return math.inf
+            return self._grown_at_s + STALL_S_FIRST
         return self._grown_at_s + max(STALL_S_MIN, STALL_STEPS * median_low(self._steps_s))
 
     def ask(self, version: int, lacks: Callable[[int, int], bool], *, now_s: float) -> list[Command]:

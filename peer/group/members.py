@@ -63,8 +63,13 @@ class Members:
     def is_lead(self) -> bool:
         """We are the lead, and everyone who could think otherwise has said so."""
         return self.lead == self.me and all(
-            self._named.get(mate) == self.me for mate in self._ready_mates.union(self.mates) - self._absent
+            self._stands_back(mate) for mate in self._ready_mates.union(self.mates) - self._absent
         )
+
+    def _stands_back(self, mate: PeerID) -> bool:
+        """It names us; or one whom our plan has dropped: it drains, and hears of no plan before it has."""
+        named = self._named.get(mate, mate)
+        return named == self.me or (mate not in self.mates and named != mate and not self.is_near(named))
 
     def is_ready(self, peer: PeerID) -> bool:
         return self.ready if peer == self.me else peer in self._ready_mates
