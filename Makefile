@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: setup demo test check bench soak soak-coordination soak-chaos
+.PHONY: setup demo test check bench soak soak-coordination soak-chaos soak-frames
 
 setup: $(STAMP)
 
@@ -35,6 +35,10 @@ soak: setup
 # Ten thousand small swarms of coordinators under every fault at once. ARGS='--seeds 500' for less.
 soak-coordination: setup
 	$(BIN)/python tests/soak/coordination.py $(ARGS)
+
+# A million frames with flipped bits through the codec, two minutes. ARGS=20000 for less.
+soak-frames: setup
+	$(BIN)/python tests/soak/frames.py $(ARGS)
 
 # `shoal demo --chaos` twenty times against one run in peace: what faults cost. ARGS='--runs 2 --seconds 90' for less.
 soak-chaos: setup

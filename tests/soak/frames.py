@@ -1,4 +1,4 @@
-"""Does a damaged frame ever reach a handler? A million of them in a simulated world; run by `make soak`.
+"""Does a damaged frame ever reach a handler? A million of them in a simulated world; run by `make soak-frames`.
 
 Nine of ten frames between two peers get 1 to 8 bits flipped on the way, anywhere from the first byte of the header to
 the end marker, and go through the codec that real peers use. Each must break its stream; none may be handed over, and
