@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: setup demo test check bench soak soak-coordination soak-chaos soak-frames
+.PHONY: setup demo test check bench soak soak-coordination soak-chaos soak-frames soak-campaign
 
 setup: $(STAMP)
 
@@ -39,6 +39,10 @@ soak-coordination: setup
 # A million frames with flipped bits through the codec, two minutes. ARGS=20000 for less.
 soak-frames: setup
 	$(BIN)/python tests/soak/frames.py $(ARGS)
+
+# Five hundred whole swarms in virtual time, each broken in its own way, hours. ARGS='--seeds 20' for less.
+soak-campaign: setup
+	$(BIN)/python tests/soak/campaign.py $(ARGS)
 
 # `shoal demo --chaos` twenty times against one run in peace: what faults cost. ARGS='--runs 2 --seconds 90' for less.
 soak-chaos: setup

@@ -1,4 +1,4 @@
-"""Many seeds of `shoal simulate --campaign`, on all cores; run by `make soak` (`--seeds` for another number).
+"""Many seeds of `shoal simulate --campaign`, on all cores; run by `make soak-campaign` (`--seeds` for another number).
 
 Prints every seed that fails with the command that plays it again, and the sum of all.
 """

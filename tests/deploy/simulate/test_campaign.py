@@ -164,3 +164,14 @@ def test_the_command_ends_with_2_where_it_was_asked_nonsense(arguments: list[str
 
 def test_failures_are_events_of_their_node() -> None:
     assert str(Failed(at_s=1.0, name="a", life=0, error="x")) == "a failed: x"
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("seed", range(3))
+def test_a_short_campaign(seed: int) -> None:
+    """The long one is tests/soak/campaign.py."""
+    options = CampaignOptions(peers=6, stages=2, steps=20, fault_s=35.0, mean_gap_s=6.0)
+    verdict = campaign.run_seed(seed, options)
+    assert verdict.broken is None, failure(verdict, options)
+    assert verdict.steps == 20
+    assert sum(verdict.injected.values()) >= 2
