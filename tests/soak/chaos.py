@@ -51,6 +51,8 @@ def run_demo(folder: Path, arguments: argparse.Namespace, *extra: str) -> Outcom
     lines = folder / "lines.jsonl"
     command = [sys.executable, "-m", "shoal.deploy.cli", "demo", "--json", str(lines)]
     command += ["--peers", str(arguments.peers), "--seconds", str(arguments.seconds), *extra]
+    if arguments.spec:
+        command += ["--spec", str(arguments.spec)]
     if arguments.steps:
         command += ["--steps", str(arguments.steps)]
     with (folder / "output.log").open("wb") as output:
@@ -119,6 +121,7 @@ def line(label: str, outcome: Outcome, calm: Outcome | None) -> str:
     parts = [
         f"{summary['steps']} steps{'' if summary['finished'] else ' (time over)'} in {summary['seconds']:.0f} s",
         f"{summary['tokens_per_s']:,.0f} tokens/s",
+        f"staleness {summary['staleness_mean']:.2f}",  # its price is paid in loss, faults or none
         f"stall {summary['stall_s_max']:.1f} s",
         f"twice {summary['duplicates']} ({summary['duplicates_share']:.3%})",
         f"given up {summary['given_up']}",
@@ -168,6 +171,9 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=300.0, help="at most, each")
     parser.add_argument("--peers", type=int, default=8)
     parser.add_argument("--steps", type=int, default=0, help="of each run; 0: the demo's own number")
+    parser.add_argument(
+        "--spec", type=Path, default=None, help="of another run; with s_max = 0 the loss must not differ"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the first run's chaos; the others' follow")
     parser.add_argument("--kill-every", type=float, default=15.0, help="seconds")
     parser.add_argument("--suspend-for", type=float, default=20.0, help="seconds")
