@@ -1,0 +1,422 @@
+"""Machines and a network that do what they like, under stage groups of GroupCores (`replicas.py`).
+
+Played here: outboxes with one call at a time, Hellos and who has begun anew, frames. Between any two events anything
+else may happen: calls and frames get lost, processes die and come back, machines sleep and handle what was queued when
+they wake.
+"""
+
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+
+from shoal.peer.group.core import GroupCore
+from shoal.peer.pipeline.issue import IssueBook
+from shoal.peer.pipeline.microbatch import IndexSet, Microbatch
+from shoal.protocol.identity import PeerID
+from shoal.protocol.messages import CommitReport, Digest, Hello, Progress, RoundStart
+from shoal.protocol.plan import Member
+
+Action = Callable[[], None]
+STUCK_AFTER_S = 600.0
+DRAIN_S = 30.0
+PATIENCE_S = 5.0
+PRESS_S = 5.0
+
+
+class Box:
+    """What `Outbox` is to one peer: the latest word under each key, one call at a time."""
+
+    def __init__(self) -> None:
+        self.queue: dict[object, object] = {}
+        self.calling: tuple[object, object, dict[object, object]] | None = None
+        self.retry_at_s = 0.0
+
+    def post(self, key: object, message: object) -> None:
+        self.queue.pop(key, None)
+        self.queue[key] = message
+
+    def call(self) -> None:
+        key = next(iter(self.queue))
+        self.calling = (key, self.queue.pop(key), self.queue)
+
+    def failed(self, now_s: float) -> None:
+        assert self.calling
+        key, message, queue = self.calling
+        self.calling = None
+        if self.queue is queue:
+            if key not in queue:
+                self.queue = {key: message} | queue
+            self.retry_at_s = now_s + 0.5
+
+
+@dataclass(frozen=True)
+class Order:
+    """A plan. `rest`: its members that are not of this stage."""
+
+    sequence: int
+    members: tuple[Member, ...]
+    rest: tuple[PeerID, ...] = ()
+
+    @property
+    def names(self) -> tuple[PeerID, ...]:
+        return tuple(member.peer for member in self.members)
+
+    def since_of(self, peer: PeerID) -> int:
+        return next((member.since for member in self.members if member.peer == peer), self.sequence)
+
+
+@dataclass(eq=False)
+class Claim:
+    lead: PeerID
+    until_s: float = math.inf
+
+
+@dataclass(eq=False)
+class Round:
+    """One member's side of a reduction."""
+
+    start: RoundStart
+    parts: set[PeerID] = field(default_factory=set)
+    results: set[PeerID] = field(default_factory=set)
+    press_at_s: float = 0.0
+
+
+@dataclass(eq=False)
+class Tenure:
+    """One replica."""
+
+    core: GroupCore
+    book: IssueBook
+    order: Order
+    is_open: bool = False
+    has_stepped: bool = False
+    leaves_at_s: float = math.inf
+    boxes: dict[PeerID, Box] = field(default_factory=dict)
+    work: list[Microbatch] = field(default_factory=list)
+    running: list[Microbatch] = field(default_factory=list)
+    again: set[Microbatch] = field(default_factory=set)
+    claim: Claim | None = None
+    claims_at_s: float = 0.0
+    joins_at_s: float = math.inf
+    waiting: dict[PeerID, Claim] = field(default_factory=dict)
+    stepping: int = -1
+    digest: str = ""
+    means: dict[int, str] = field(default_factory=dict)
+    rounds: dict[int, Round] = field(default_factory=dict)
+    early: dict[tuple[int, int], list[tuple[PeerID, str]]] = field(default_factory=dict)
+
+    @property
+    def leaving(self) -> bool:
+        return self.leaves_at_s < math.inf
+
+
+@dataclass(eq=False)
+class Node:
+    """One peer: a machine, its process if it lives, and its replica if it has one."""
+
+    name: PeerID
+    alive: bool = True
+    asleep: bool = False
+    quitting: bool = False
+    life: int = 0
+    tenures: int = 0
+    count: int = 0
+    order: Order | None = None
+    renewing: bool = False
+    hellos: dict[PeerID, Hello] = field(default_factory=dict)
+    boxes: dict[PeerID, Box] = field(default_factory=dict)
+    inbox: list[Action] = field(default_factory=list)
+    tenure: Tenure | None = None
+
+    @property
+    def acts(self) -> bool:
+        return self.alive and not self.asleep
+
+
+@dataclass(kw_only=True)
+class Machines:
+    """The first order is for `size` peers who begin from the seed.
+
+    Args:
+        changes: orders after the first that no fault asks for.
+        deaths, sleeps, losses, flips: how many there may be, of processes, machines, calls and frames, states.
+    """
+
+    rng: random.Random
+    size: int
+    steps: int
+    M: int
+    s_max: int
+    changes: int = 0
+    deaths: int = 0
+    sleeps: int = 0
+    losses: int = 0
+    flips: int = 0
+    nodes: dict[PeerID, Node] = field(default_factory=dict)
+    orders: list[Order] = field(default_factory=list)
+    later: list[tuple[Node, Action]] = field(default_factory=list)
+    """What happens to somebody at some time, once awake."""
+    now_s: float = 1.0
+    grown_s: float = 0.0
+    made: Counter[Microbatch] = field(default_factory=Counter)
+    opened: dict[tuple[PeerID, int, int], RoundStart] = field(default_factory=dict)
+    reports: dict[int, list[CommitReport]] = field(default_factory=dict)
+    log: list[str] = field(default_factory=list)
+    is_hard: bool = False
+    """Something died, slept or got lost: microbatches may run twice, and reports be told twice."""
+    loses_replicas: bool = False
+    is_partial: bool = False
+    """Some may reach who others cannot. Then two may act as lead for the length of a call: what both grant runs twice,
+    and their rounds have different numbers."""
+
+    def __post_init__(self) -> None:
+        names = [PeerID(chr(97 + i)) for i in range(self.size)]
+        self.nodes = {name: Node(name) for name in names}
+        self.orders = [Order(1, tuple(Member(name, 1.0, 1.0, 1) for name in names))]
+        self.loses_replicas = bool(self.changes + self.deaths + self.flips + self.sleeps)
+        self.is_partial = bool(self.losses + self.flips + self.changes)
+        self.is_hard = bool(self.changes + self.deaths + self.sleeps + self.losses + self.flips)
+
+    def note(self, text: str) -> None:
+        self.log.append(f"{self.now_s:.2f} {text}")
+
+    # --- the loop ---
+
+    def run(self) -> None:
+        while not self._finished():
+            actions = self._actions()
+            faults = self._faults()
+            due_s = min(self._due_s(), default=math.inf)
+            is_quiet = not actions and (self.rng.random() < 0.5 or due_s > self.now_s + STUCK_AFTER_S)
+            if faults and (is_quiet or self.rng.random() < 0.02):
+                self.rng.choice(faults)()
+            elif actions:
+                self.now_s += self.rng.choice((0.001, 0.02))
+                self.rng.choice(actions)()
+            else:
+                assert due_s < self.grown_s + STUCK_AFTER_S, f"waits for ever: {self.stuck()}"
+                self.now_s = max(self.now_s, due_s)
+            assert self.now_s < self.grown_s + 10 * STUCK_AFTER_S, f"it never ends: {self.stuck()}"
+            leads = [n.name for n in self.nodes.values() if n.acts and n.tenure and n.tenure.core.is_lead]
+            leads = [name for name in leads if not self._is_counted_out(self.nodes[name])]
+            assert len(leads) <= 1 or self.is_partial, f"{leads} act as lead at once"
+
+    def _finished(self) -> bool:
+        order = self.orders[-1]
+        for node in self.nodes.values():
+            tenure = node.tenure
+            if (node.name in order.names) != (tenure is not None) or (node.alive and node.order is not order):
+                return False
+            if node.asleep or node.inbox or (tenure and (not tenure.core.ready or tenure.core.version < self.steps)):
+                return False
+        idle = not any(box.calling or box.queue for _, _, box in self._boxes())
+        return idle and not self.later and not self._actions()
+
+    def _boxes(self) -> Iterable[tuple[Node, PeerID, Box]]:
+        for node in self.nodes.values():
+            if node.alive:
+                yield from ((node, peer, box) for peer, box in node.boxes.items())
+                yield from ((node, peer, box) for peer, box in (node.tenure.boxes if node.tenure else {}).items())
+
+    def _actions(self) -> list[Action]:
+        actions: list[Action] = [partial(self._do, i) for i, (node, _) in enumerate(self.later) if not node.asleep]
+        for node, peer, box in self._boxes():
+            if box.calling is not None:
+                actions.append(partial(self._arrive, node, peer, box))
+            elif box.queue and box.retry_at_s <= self.now_s and not node.asleep:
+                actions.append(box.call)
+        for node in self.nodes.values():
+            if not node.acts:
+                continue
+            tenure = node.tenure
+            is_draining = tenure is not None and tenure.leaving and not node.quitting
+            if (node.order is not self.orders[-1] or node.renewing) and not is_draining:
+                actions.append(partial(self._follow, node))
+            if tenure is not None:
+                actions += self._deeds(node, tenure)
+        return actions
+
+    def _deeds(self, node: Node, tenure: Tenure) -> list[Action]:
+        """What a replica may do now."""
+        core, now_s = tenure.core, self.now_s
+        deeds: list[Action] = []
+        if core.next_timer_s() <= now_s:
+            deeds.append(lambda: self._perform(node, tenure, core.timer(now_s=self.now_s)))
+        deeds += [partial(self._compute, node, tenure, m) for m in tenure.work if m.step <= core.version + self.s_max]
+        if self._wants(tenure) and tenure.claims_at_s <= now_s:
+            deeds.append(partial(self._claim, node, tenure))
+        if tenure.joins_at_s <= now_s:
+            deeds.append(partial(self._join, node, tenure))
+        for ours in tenure.rounds.values():
+            if ours.start.step == core.version and ours.press_at_s <= now_s and core.version not in tenure.means:
+                deeds.append(partial(self._press, node, tenure, ours))
+        for source, claim in tenure.waiting.items():
+            if claim.until_s <= now_s:
+                deeds.append(partial(self._answer, tenure, source, []))
+        if tenure.leaving:
+            drained = not tenure.work and not tenure.running and not core.owes
+            if drained or tenure.leaves_at_s <= now_s:
+                deeds.append(partial(self._leave, node, tenure, drained))
+        return deeds
+
+    def _due_s(self) -> Iterable[float]:
+        for node in self.nodes.values():
+            tenure = node.tenure
+            if tenure and node.acts:
+                yield from (tenure.core.next_timer_s(), tenure.leaves_at_s, tenure.joins_at_s)
+                yield from (r.press_at_s for r in tenure.rounds.values() if tenure.core.version == r.start.step)
+                yield from (claim.until_s for claim in tenure.waiting.values())
+                if self._wants(tenure):
+                    yield tenure.claims_at_s
+        yield from (box.retry_at_s for node, _, box in self._boxes() if box.queue and not node.asleep)
+
+    def _do(self, at: int) -> None:
+        self.later.pop(at)[1]()
+
+    def _soon(self, node: Node, tenure: Tenure, action: Action) -> None:
+        """In this tenure, or never."""
+        self.later.append((node, lambda: action() if node.tenure is tenure else None))
+
+    def _frame(self, source: Node, target: PeerID, act: Callable[[Tenure], None]) -> None:
+        """To whatever replica is there; may be lost."""
+        at = self.nodes[target]
+        life, sender = at.life, source.life
+
+        def arrive() -> None:
+            dropped = source.life != sender and self.rng.random() < 0.5
+            if at.alive and at.life == life and at.tenure and not dropped and not self._is_lost():
+                act(at.tenure)
+
+        self.later.append((at, arrive))
+
+    def _is_lost(self) -> bool:
+        if self.losses and self.rng.random() < 0.05:
+            self.losses -= 1
+            self.note("something gets lost")
+            return True
+        return False
+
+    # --- calls ---
+
+    def _arrive(self, node: Node, peer: PeerID, box: Box) -> None:
+        """The call under way reaches `peer`, or does not."""
+        assert box.calling
+        at, message = self.nodes[peer], box.calling[1]
+        hear = partial(self._hear, at, at.life, node, message)
+        if at.acts and not self._is_lost():
+            hear()
+            if not self._is_lost():
+                box.calling = None
+                return
+        elif at.alive and at.asleep and self.rng.random() < 0.5:
+            at.inbox.append(hear)
+        box.failed(self.now_s)
+        if node.acts:
+            self._silence(node, peer)
+
+    def _forget(self, node: Node, boxes: dict[PeerID, Box], peer: PeerID) -> None:
+        """What is under way may still arrive."""
+        box = boxes.pop(peer, None)
+        if box is not None and box.calling is not None and self.rng.random() < 0.5:
+            at = self.nodes[peer]
+            self.later.append((at, partial(self._hear, at, at.life, node, box.calling[1])))
+
+    def _hear(self, at: Node, life: int, source: Node, message: object) -> None:
+        if at.life != life:
+            return
+        if isinstance(message, Hello):
+            self._heard(at, source.name, message)
+            reply, source_life = self._hello(at), source.life
+            self.later.append((source, lambda: self._replied(source, source_life, at.name, reply)))
+            return
+        tenure = at.tenure
+        if tenure is None:
+            return
+        core = tenure.core
+        if isinstance(message, Progress):
+            self._forget_elder(at, tenure, source.name, message.incarnation)
+            self._perform(at, tenure, core.progress(source.name, message, now_s=self.now_s))
+            tenure.book.take(message.step, IndexSet.from_bytes(message.indices, count=self.M))
+            tenure.book.take(message.step, IndexSet.from_bytes(message.claimed, count=self.M))
+        elif isinstance(message, RoundStart):
+            self._perform(at, tenure, core.round_started(message))
+        elif isinstance(message, Digest):
+            self._perform(at, tenure, core.digest(source.name, message, now_s=self.now_s))
+
+    def _replied(self, node: Node, life: int, source: PeerID, hello: Hello) -> None:
+        if node.alive and node.life == life:
+            self._heard(node, source, hello)
+
+    def _silence(self, node: Node, peer: PeerID) -> None:
+        tenure = node.tenure
+        if tenure is None:
+            return
+        if peer in (*tenure.core.mates, *tenure.core.departing):
+            self._perform(node, tenure, tenure.core.mate_silent(peer, now_s=self.now_s))
+            if peer not in tenure.core.mates:
+                self._forget(node, tenure.boxes, peer)
+        self._wake(tenure)
+        if peer in tenure.order.names:
+            self._say_hello(node, [peer])
+
+    # --- hellos ---
+
+    def _hello(self, node: Node) -> Hello:
+        node.count += 1
+        tenure = node.tenure
+        return Hello(
+            incarnation=1000 * node.life + node.tenures,
+            count=node.count,
+            plan_sequence=node.order.sequence if node.order else 0,
+            stage=0 if tenure else -1,
+            version=tenure.core.version if tenure else 0,
+            ready=bool(tenure and tenure.core.ready),
+            is_open=bool(tenure and tenure.is_open),
+        )
+
+    def _say_hello(self, node: Node, audience: Iterable[PeerID]) -> None:
+        for peer in audience:
+            if peer != node.name:
+                node.boxes.setdefault(peer, Box()).post("hello", self._hello(node))
+
+    def _heard(self, node: Node, source: PeerID, hello: Hello) -> None:
+        before = node.hellos.get(source)
+        if before is not None and (hello.incarnation, hello.count) <= (before.incarnation, before.count):
+            return
+        node.hellos[source] = hello
+        if before is not None and hello.incarnation > before.incarnation:
+            self._forget(node, node.boxes, source)
+            if node.tenure:
+                self._open_if_fit(node, node.tenure)
+        if node.tenure:
+            self._peer_state(node, node.tenure, source, hello)
+
+    def _peer_state(self, node: Node, tenure: Tenure, peer: PeerID, hello: Hello) -> None:
+        core = tenure.core
+        if hello.stage == 0:
+            self._forget_elder(node, tenure, peer, hello.incarnation)
+            ready = core.mate_ready(peer, hello.ready, hello.is_open, incarnation=hello.incarnation, now_s=self.now_s)
+            self._perform(node, tenure, ready)
+        elif peer in (*core.mates, *core.departing):
+            self._perform(node, tenure, core.mate_elsewhere(peer, incarnation=hello.incarnation, now_s=self.now_s))
+        self._open_if_fit(node, tenure)
+        self._wake(tenure)
+
+    def _forget_elder(self, node: Node, tenure: Tenure, peer: PeerID, incarnation: int) -> None:
+        if tenure.core.has_begun_anew(peer, incarnation):
+            self._forget(node, tenure.boxes, peer)
+
+    def _died(self, node: Node, peer: PeerID) -> None:
+        tenure = node.tenure
+        if tenure is not None:
+            if peer in (*tenure.core.mates, *tenure.core.departing):
+                self._mate_lost(node, tenure, peer)
+            self._open_if_fit(node, tenure)
+            self._wake(tenure)
+
+    def _mate_lost(self, node: Node, tenure: Tenure, peer: PeerID) -> None:
+        self._forget(node, tenure.boxes, peer)
+        self._perform(node, tenure, tenure.core.mate_lost(peer, now_s=self.now_s))
