@@ -250,9 +250,8 @@ class PeerDriver:
                 continue
             hello = self._neighbours.last_word(peer)
             self._neighbours.forget(peer)
-            if self.replica and (
-                returned or hello is None or hello.is_open
-            ):  # else it drains, and answers what it owes
+            drains = hello is not None and hello.draining and not returned
+            if self.replica and not drains:  # who drains still answers what it owes
                 self.replica.peer_died(peer)
 
     async def _take_place(self, before: SignedPlan | None, plan: Plan) -> None:
@@ -317,6 +316,7 @@ class PeerDriver:
             version=replica.version if replica else 0,
             ready=replica.is_ready if replica else False,
             is_open=replica.is_open if replica else False,
+            draining=replica.is_draining if replica else False,
         )
 
     def _heard(self, source: PeerID, hello: Hello) -> None:

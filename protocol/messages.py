@@ -300,7 +300,9 @@ class Hello(EraMessage, frozen=True, kw_only=True):
     ready: bool
     """Holds its stage's state and takes part in rounds."""
     is_open: bool
-    """Takes new traffic; a draining replica is ready but not open."""
+    """Takes new traffic; a newcomer may be ready and not open yet."""
+    draining: bool = False
+    """About to leave: ready and not open until all it owes is done, whether or not a plan still names it."""
 
 
 class Progress(EraMessage, frozen=True):
