@@ -51,3 +51,12 @@ def test_a_new_term_begins_afresh(succession):
     assert not succession.is_waiting
     assert not succession.is_due(120.9)
     assert succession.is_due(121.0)
+
+
+def test_an_heir_far_away_has_more_time(succession):
+    succession.next(["b", "c"], 60.0)
+    succession.accepted("c", 1.0, 60.5)
+    assert succession.is_due(60.0 + PATIENCE_HEARTBEATS)
+    succession.accepted("b", 0.5, 60.5)
+    assert not succession.is_due(60.5 + PATIENCE_HEARTBEATS + 2.9)
+    assert succession.is_due(60.5 + PATIENCE_HEARTBEATS + 3.0)
