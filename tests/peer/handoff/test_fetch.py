@@ -1,0 +1,164 @@
+"""State handed over between simulated peers: what they train, and what is in their snapshots."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+from shoal.peer.handoff.fetcher import StateFetcher
+from shoal.peer.handoff.inbox import ChunkInbox
+from shoal.peer.handoff.server import PINNED_S, StateServer
+from shoal.peer.pipeline.state import LayerState, StageState, initial_state
+from shoal.protocol.endpoint import Endpoint
+from shoal.protocol.errors import RemoteError, Unreachable
+from shoal.protocol.identity import PeerID
+from shoal.protocol.layers import stage_layer_keys
+from shoal.protocol.sim.loop import run
+from shoal.protocol.sim.network import uniform
+from shoal.protocol.sim.world import SimPeer, World
+from shoal.protocol.spec import RunSpec
+
+CPU = torch.device("cpu")
+ERA, VERSION = 1, 10
+
+
+@dataclass
+class Holder:
+    peer: SimPeer
+    endpoint: Endpoint
+    inbox: ChunkInbox
+    server: StateServer
+    trained: StageState | None
+    stored: dict[str, LayerState]
+
+    @property
+    def name(self) -> PeerID:
+        return self.peer.peer_id
+
+    def fetcher(self, spec: RunSpec, keys: tuple[str, ...]) -> StateFetcher:
+        return StateFetcher(spec, keys, endpoint=self.endpoint, inbox=self.inbox, device=CPU)
+
+
+def holder(world: World, name: str) -> Holder:
+    peer = world.add_peer(name, device_flop_per_s=1e12)
+    endpoint = Endpoint(peer.identity, peer.transport, run="run")
+
+    async def stored(era: int, version: int, keys: tuple[str, ...]) -> dict[str, LayerState]:
+        return {k: v for k, v in made.stored.items() if k in keys} if (era, version) == (ERA, VERSION) else {}
+
+    server = StateServer(endpoint=endpoint, clock=peer.clock, current=lambda: made.trained, stored=stored)
+    made = Holder(peer, endpoint, ChunkInbox(endpoint), server, None, {})
+    return made
+
+
+def play(scene: Callable[[list[Holder]], Coroutine[Any, Any, None]]) -> None:
+    async def main() -> None:
+        world = World(0, uniform(0.01, 1e7))
+        holders = [holder(world, name) for name in ("newcomer", "b", "c", "d")]
+        for one in holders:
+            for other in holders:
+                await one.peer.transport.introduce(other.name, other.peer.transport.addresses())
+        await scene(holders)
+
+    run(main())
+
+
+@pytest.fixture(scope="module")
+def keys(tiny_spec: RunSpec) -> tuple[str, ...]:
+    return stage_layer_keys(tiny_spec.model, 0, tiny_spec.model.num_layers)
+
+
+@pytest.fixture(scope="module")
+def state(tiny_spec: RunSpec, keys: tuple[str, ...]) -> StageState:
+    return replace(initial_state(tiny_spec, keys, CPU), version=VERSION)
+
+
+def test_layers_come_from_whoever_has_them_in_a_snapshot(
+    tiny_spec: RunSpec, keys: tuple[str, ...], state: StageState
+) -> None:
+    async def scene(holders: list[Holder]) -> None:
+        newcomer, b, c, _ = holders
+        b.stored = {key: state.layers[key] for key in keys[:2]}
+        c.stored = {key: state.layers[key] for key in keys[1:]}
+        names = [h.name for h in holders[1:]]
+        fetched = await newcomer.fetcher(tiny_spec, keys).fetch(names, version=VERSION, stored_era=ERA)
+        assert fetched.version == VERSION
+        assert fetched.digest() == state.digest()
+
+    play(scene)
+
+
+def test_a_layer_that_nobody_has_is_said_so(tiny_spec: RunSpec, keys: tuple[str, ...], state: StageState) -> None:
+    async def scene(holders: list[Holder]) -> None:
+        newcomer, b, _, _ = holders
+        b.stored = {key: state.layers[key] for key in keys[1:]}
+        with pytest.raises(Unreachable, match="nobody offers"):
+            await newcomer.fetcher(tiny_spec, keys).fetch([b.name], version=VERSION, stored_era=ERA)
+
+    play(scene)
+
+
+def lie(layer: LayerState) -> LayerState:
+    return replace(layer, param_N=layer.param_N + 1.0)
+
+
+def test_the_majority_of_holders_names_the_state(tiny_spec: RunSpec, keys: tuple[str, ...], state: StageState) -> None:
+    async def scene(holders: list[Holder]) -> None:
+        newcomer, liar, c, d = holders
+        liar.trained = replace(state, layers={key: lie(layer) for key, layer in state.layers.items()})
+        c.trained = d.trained = state
+        fetched = await newcomer.fetcher(tiny_spec, keys).fetch([h.name for h in (liar, c, d)])
+        assert fetched.digest() == state.digest()
+
+    play(scene)
+
+
+def test_one_that_sends_something_else_than_it_said_is_found_out(
+    tiny_spec: RunSpec, keys: tuple[str, ...], state: StageState
+) -> None:
+    async def scene(holders: list[Holder]) -> None:
+        newcomer, liar, c, _ = holders
+        liar.trained = c.trained = state
+        liar.server.pin(state)
+        pin = next(iter(liar.server._pins.values()))
+        pin.layers = {key: lie(layer) for key, layer in pin.layers.items()}
+        fetched = await newcomer.fetcher(tiny_spec, keys).fetch([liar.name, c.name])
+        assert fetched.digest() == state.digest()
+        with pytest.raises(RemoteError, match="contradicts"):
+            await newcomer.fetcher(tiny_spec, keys).fetch([liar.name])
+
+    play(scene)
+
+
+def test_two_fetches_at_once_on_one_inbox_do_not_meet(
+    tiny_spec: RunSpec, keys: tuple[str, ...], state: StageState
+) -> None:
+    async def scene(holders: list[Holder]) -> None:
+        newcomer, b, c, _ = holders
+        b.trained, c.stored = state, {key: lie(layer) for key, layer in state.layers.items()}
+        trained, stored = await asyncio.gather(
+            newcomer.fetcher(tiny_spec, keys).fetch([b.name]),
+            newcomer.fetcher(tiny_spec, keys).fetch([c.name], version=VERSION, stored_era=ERA),
+        )
+        assert trained.digest() == state.digest()
+        assert stored.digest() != state.digest()
+
+    play(scene)
+
+
+def test_a_pin_holds_back_what_newcomers_replay_until_it_is_old(state: StageState) -> None:
+    async def scene(holders: list[Holder]) -> None:
+        b = holders[1]
+        assert b.server.pinned_from() > VERSION
+        b.server.pin(state)
+        assert b.server.pinned_from() == VERSION
+        await asyncio.sleep(PINNED_S + 1.0)
+        assert b.server.pinned_from() > VERSION
+        b.server.pin(state)
+        b.server.reset()
+        assert b.server.pinned_from() > VERSION
+
+    play(scene)
