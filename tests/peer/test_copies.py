@@ -1,0 +1,185 @@
+"""Who keeps copies of a stage's snapshots, and who refuses."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from pathlib import PurePosixPath
+from random import Random
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from shoal.peer.archive import Archive
+from shoal.peer.copies import Copies, keepers
+from shoal.peer.handoff.inbox import ChunkInbox
+from shoal.peer.handoff.server import StateServer
+from shoal.peer.pipeline.state import StageState, initial_state
+from shoal.peer.tasks import Tasks
+from shoal.protocol.endpoint import Endpoint
+from shoal.protocol.errors import Refused
+from shoal.protocol.identity import PeerID
+from shoal.protocol.layers import stage_layer_keys
+from shoal.protocol.messages import Done, Keep
+from shoal.protocol.plan import Member, Plan, Stage
+from shoal.protocol.sim.disk import SimDisk
+from shoal.protocol.sim.loop import run
+from shoal.protocol.sim.network import uniform
+from shoal.protocol.sim.world import World
+from shoal.protocol.spec import RunSpec
+
+VERSION = 4
+
+
+def plan_of(stages: list[list[PeerID]], spares: list[PeerID]) -> Plan:
+    return Plan(
+        run="run",
+        term=1,
+        sequence=1,
+        previous="",
+        coordinator=stages[0][0],
+        stages=tuple(
+            Stage(i, i + 1, tuple(Member(peer, 1.0, 1.0) for peer in peers)) for i, peers in enumerate(stages)
+        ),
+        spares=tuple(spares),
+    )
+
+
+def test_spares_are_asked_first_then_the_stages_behind_once_around() -> None:
+    a, b, c, d, e = (PeerID(name) for name in "abcde")
+    plan = plan_of([[a], [b, c], [d]], [e])
+    assert keepers(plan, 1) == [e, d, a]
+    assert keepers(plan, 2) == [e, a, b, c]
+    assert keepers(plan_of([[a, b]], []), 0) == []
+
+
+class Peer:
+    """One that holds a stage, or keeps for others."""
+
+    def __init__(self, world: World, name: str, spec: RunSpec, plan: Callable[[], Plan], *, has_disk: bool) -> None:
+        self.sim = world.add_peer(name, device_flop_per_s=1e12)
+        self.name = self.sim.peer_id
+        self.endpoint = Endpoint(self.sim.identity, self.sim.transport, run="run")
+        self.disk = SimDisk(Random(0), name) if has_disk else None
+        self.state: StageState | None = None
+
+        async def inline(work: Callable[[], object]) -> object:
+            return work()
+
+        self.archive = Archive(self.disk, run="run", spec=spec, clock=self.sim.clock, run_blocking=inline)
+        server = StateServer(
+            endpoint=self.endpoint, clock=self.sim.clock, current=lambda: self.state, stored=self.archive.read
+        )
+        self.errors: list[BaseException] = []
+        self.tasks = Tasks(self.errors.append)
+        self.copies = Copies(
+            self.archive,
+            endpoint=self.endpoint,
+            spec=spec,
+            server=server,
+            inbox=ChunkInbox(self.endpoint),
+            plan=plan,
+            tasks=self.tasks,
+        )
+
+
+def play(
+    spec: RunSpec, scene: Callable[[dict[str, Peer], list[Plan]], Coroutine[Any, Any, None]], *, diskless: str = ""
+) -> None:
+    spec = msgspec.structs.replace(spec, swarm=msgspec.structs.replace(spec.swarm, snapshot_interval_steps=VERSION))
+
+    async def main() -> None:
+        world = World(0, uniform(0.01, 1e8))
+        plans: list[Plan] = []
+        peers = {n: Peer(world, n, spec, lambda: plans[-1], has_disk=n not in diskless) for n in "abcd"}
+        for one in peers.values():
+            for other in peers.values():
+                await one.sim.transport.introduce(other.name, other.sim.transport.addresses())
+        a, b, c, d = (peers[n].name for n in "abcd")
+        plans.append(plan_of([[a, b], [c], [d]], []))
+        keys = stage_layer_keys(spec.model, 0, 1)
+        for name in "ab":
+            peers[name].state = replace(initial_state(spec, keys, torch.device("cpu")), version=VERSION)
+        await scene(peers, plans)
+        for peer in peers.values():
+            assert peer.errors == []
+
+    run(main())
+
+
+def versions(peer: Peer) -> list[int]:
+    return [holding.version for holding in peer.archive.holdings]
+
+
+async def preserve(peer: Peer, *, rank: int, num_ready: int, among: dict[str, Peer]) -> None:
+    assert peer.state is not None
+    peer.copies.preserve(0, peer.state, rank=rank, num_ready=num_ready)
+    await peer.tasks.wait()
+    await asyncio.gather(*(other.tasks.wait() for other in among.values()))
+
+
+def test_both_writers_write_and_their_copies_are_on_two_peers(tiny_spec: RunSpec) -> None:
+    async def scene(peers: dict[str, Peer], plans: list[Plan]) -> None:
+        for rank, name in enumerate("ab"):
+            await preserve(peers[name], rank=rank, num_ready=2, among=peers)
+        assert {name: versions(peer) for name, peer in peers.items()} == {name: [VERSION] for name in "abcd"}
+
+    play(tiny_spec, scene)
+
+
+def test_a_group_of_one_sees_to_both_copies(tiny_spec: RunSpec) -> None:
+    async def scene(peers: dict[str, Peer], plans: list[Plan]) -> None:
+        await preserve(peers["a"], rank=0, num_ready=1, among=peers)
+        assert {name: versions(peer) for name, peer in peers.items()} == {
+            "a": [VERSION],
+            "b": [],
+            "c": [VERSION],
+            "d": [VERSION],
+        }
+
+    play(tiny_spec, scene)
+
+
+def test_one_without_a_disk_refuses_and_the_next_is_asked(tiny_spec: RunSpec) -> None:
+    async def scene(peers: dict[str, Peer], plans: list[Plan]) -> None:
+        await preserve(peers["a"], rank=0, num_ready=2, among=peers)
+        assert versions(peers["c"]) == []
+        assert versions(peers["d"]) == [VERSION]
+
+    play(tiny_spec, scene, diskless="c")
+
+
+def test_the_third_member_writes_nothing(tiny_spec: RunSpec) -> None:
+    async def scene(peers: dict[str, Peer], plans: list[Plan]) -> None:
+        await preserve(peers["a"], rank=2, num_ready=3, among=peers)
+        assert [versions(peer) for peer in peers.values()] == [[], [], [], []]
+
+    play(tiny_spec, scene)
+
+
+def test_a_stranger_and_other_layers_are_refused(tiny_spec: RunSpec) -> None:
+    async def scene(peers: dict[str, Peer], plans: list[Plan]) -> None:
+        a, d = peers["a"], peers["d"]
+        assert a.state is not None
+        with pytest.raises(Refused, match="other layers"):
+            await a.endpoint.ask(d.name, Keep(version=VERSION, layers=("head",)), Done)
+        plans.append(plan_of([[peers["b"].name], [d.name]], []))
+        with pytest.raises(Refused, match="does not know the sender"):
+            await a.endpoint.ask(d.name, Keep(version=VERSION, layers=tuple(a.state.layers)), Done)
+        assert versions(d) == []
+
+    play(tiny_spec, scene)
+
+
+def test_a_full_disk_is_no_reason_not_to_ask_others(tiny_spec: RunSpec) -> None:
+    async def scene(peers: dict[str, Peer], plans: list[Plan]) -> None:
+        a = peers["a"]
+        assert a.disk is not None
+        a.disk.make_folder(PurePosixPath("run"))
+        a.disk.limit(0)
+        await preserve(a, rank=0, num_ready=2, among=peers)
+        assert versions(a) == []
+        assert versions(peers["c"]) == [VERSION]
+
+    play(tiny_spec, scene)
