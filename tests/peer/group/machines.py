@@ -3,6 +3,8 @@
 Played here: outboxes with one call at a time, Hellos and who has begun anew, frames. Between any two events anything
 else may happen: calls and frames get lost, processes die and come back, machines sleep and handle what was queued when
 they wake.
+
+This file is long because the table of everything that may happen next needs all of the state in one place.
 """
 
 import math

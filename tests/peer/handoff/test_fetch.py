@@ -27,6 +27,7 @@ ERA, VERSION = 1, 10
 
 @dataclass
 class Holder:
+    world: World
     peer: SimPeer
     endpoint: Endpoint
     inbox: ChunkInbox
@@ -50,7 +51,7 @@ def holder(world: World, name: str) -> Holder:
         return {k: v for k, v in made.stored.items() if k in keys} if (era, version) == (ERA, VERSION) else {}
 
     server = StateServer(endpoint=endpoint, clock=peer.clock, current=lambda: made.trained, stored=stored)
-    made = Holder(peer, endpoint, ChunkInbox(endpoint), server, None, {})
+    made = Holder(world, peer, endpoint, ChunkInbox(endpoint), server, None, {})
     return made
 
 
@@ -129,6 +130,22 @@ def test_one_that_sends_something_else_than_it_said_is_found_out(
         assert fetched.digest() == state.digest()
         with pytest.raises(RemoteError, match="contradicts"):
             await newcomer.fetcher(tiny_spec, keys).fetch([liar.name])
+
+    play(scene)
+
+
+def test_when_the_last_holder_is_lost_on_the_way_the_fetch_says_so(
+    tiny_spec: RunSpec, keys: tuple[str, ...], state: StageState
+) -> None:
+    async def scene(holders: list[Holder]) -> None:
+        newcomer, b, c, _ = holders
+        b.trained = c.trained = state
+        fetch = asyncio.create_task(newcomer.fetcher(tiny_spec, keys).fetch([b.name, c.name]))
+        await asyncio.sleep(0.03)  # both have offered, or are about to: 20 ms there and back
+        for lost in (b, c):
+            lost.world.crash(lost.peer)
+        with pytest.raises(Unreachable):
+            await fetch
 
     play(scene)
 
