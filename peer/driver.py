@@ -260,10 +260,11 @@ class PeerDriver:
         place = None if stage is None else (stage, plan.stages[stage].first_layer, plan.stages[stage].last_layer)
         renewing, self._renewing = self._renewing, False
         if replica is not None and place != (replica.stage, *replica.layers):
-            if before is not None and plan.previous == before.digest:
+            is_counted_out = me not in plan.members and not self._draining
+            if before is not None and plan.previous == before.digest and not is_counted_out:
                 replica.depart(plan)
                 await replica.drain(_DRAIN_S, unless=self._era_is_over)
-            # Else we have missed a plan, and whether our mates still counted on us we cannot know.
+            # Else our mates have gone on without us; or we have missed a plan, and cannot know whether they have.
             await self._drop_replica()
         elif replica is not None and (renewing or (before is not None and plan.since_of(me) > before.plan.sequence)):
             logger.warning("stage %d: our state may not be our mates' any more: fetching it", replica.stage)
