@@ -1,11 +1,9 @@
 """When a group's lead suspects that something was lost, and what it asks for."""
 
-import math
-
 import pytest
 
 from shoal.peer.group.commands import AskRepair
-from shoal.peer.group.losses import STALL_S_MIN, STALL_STEPS, Losses
+from shoal.peer.group.losses import STALL_S_FIRST, STALL_S_MIN, STALL_STEPS, Losses
 
 
 def after_steps(*seconds: float) -> tuple[Losses, float]:
@@ -18,9 +16,9 @@ def after_steps(*seconds: float) -> tuple[Losses, float]:
     return losses, now_s
 
 
-def test_nothing_is_suspected_before_a_step_has_shown_how_long_it_takes() -> None:
-    losses, _ = after_steps()
-    assert losses.suspect_at_s() == math.inf
+def test_before_a_step_has_shown_how_long_it_takes_patience_is_long_but_not_without_end() -> None:
+    losses, now_s = after_steps()
+    assert losses.suspect_at_s() == now_s + STALL_S_FIRST
 
 
 @pytest.mark.parametrize(("steps_s", "patience_s"), [([0.1], STALL_S_MIN), ([3.0, 3.0], STALL_STEPS * 3.0)])
