@@ -104,8 +104,7 @@ class Claims:
             self._pace.took(grant[0], self._clock.now_s() - grant[1])
 
     def mate_lost(self, peer: PeerID) -> None:
-        """It begins anew, if at all."""
-        self._pace.forget(peer)
+        """It begins anew, if at all; how fast it is we still know."""
         self._out = {m: grant for m, grant in self._out.items() if grant[0] != peer}
 
     def wake(self) -> None:

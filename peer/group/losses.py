@@ -9,7 +9,8 @@ from shoal.peer.group.commands import AskRepair, Command
 from shoal.peer.pipeline.microbatch import IndexSet
 from shoal.protocol.identity import PeerID
 
-STALL_STEPS = 4.0
+STALL_STEPS = 2.0
+"""Without a single contribution. Asking in vain costs the others' time and nothing else."""
 STALL_S_MIN = 5.0
 STALL_S_FIRST = 60.0
 _STEPS_REMEMBERED = 8

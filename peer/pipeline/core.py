@@ -245,7 +245,7 @@ class PipelineCore:
             waits = True
         if waits and flight.target is not None:
             # Who wants it once more has waited too long: its activation or its gradient was lost between us and there.
-            self.router.returned(flight.target)
+            self.router.gave_up(flight.target, now_s - flight.sent_s)
             flight.doubted, flight.target = flight.target, None
             flight.waiting_since_s = now_s
             self._unsent.add(microbatch)

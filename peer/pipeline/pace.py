@@ -21,16 +21,17 @@ class Pace:
     _tried_s: dict[PeerID, float] = field(default_factory=dict)
 
     def took(self, peer: PeerID, seconds: float) -> None:
+        """Quick to believe that it is quick: it is tried so rarely that each answer must count."""
         before_s = self._takes_s.get(peer, seconds)
-        self._takes_s[peer] = before_s + _GAIN * (seconds - before_s)
+        gain = _GAIN if seconds > before_s else 1.0 - _GAIN
+        self._takes_s[peer] = before_s + gain * (seconds - before_s)
+
+    def gave_up(self, peer: PeerID, after_s: float) -> None:
+        """It has not answered in time: the next try is at least twice as far away as the last."""
+        self._takes_s[peer] = max(after_s, 2.0 * self._takes_s.get(peer, 0.0))
 
     def given(self, peer: PeerID, now_s: float) -> None:
         self._tried_s[peer] = now_s
-
-    def forget(self, peer: PeerID) -> None:
-        """It begins anew, maybe on another device."""
-        self._takes_s.pop(peer, None)
-        self._tried_s.pop(peer, None)
 
     def weight(self, peer: PeerID, among: Iterable[PeerID], *, waiting_s: float = 0.0) -> float:
         """1 for who keeps pace with the quickest of `among`, less for who does not.

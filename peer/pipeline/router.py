@@ -65,6 +65,11 @@ class Router:
         """A microbatch came back from `peer` after `seconds`, without what it stood in queues."""
         self._pace.took(peer, seconds)
 
+    def gave_up(self, peer: PeerID, after_s: float) -> None:
+        """What `peer` has had for `after_s` goes to somebody else."""
+        self._pace.gave_up(peer, after_s)
+        self.returned(peer)
+
     def returned(self, peer: PeerID) -> None:
         left = self._outstanding.get(peer, 0) - 1
         if left > 0:

@@ -11,6 +11,7 @@ from shoal.deploy.simulate.swarm import SimSwarm
 from shoal.deploy.simulate.tiny_run import tiny_spec
 from shoal.deploy.simulate.trial import Trial
 from shoal.deploy.simulate.witness import Verdict, Witness
+from shoal.peer.pipeline.microbatch import IndexSet
 from shoal.protocol.sim.chaos import Fault, FaultKind
 
 pytestmark = pytest.mark.sim
@@ -105,3 +106,58 @@ def test_all_replicas_of_a_stage_die_and_it_comes_back_from_outside() -> None:
     verdict = passed(run_trial(trial, script))
     assert lost_steps[0] <= 10 + 1
     assert max(verdict.recoveries_s) <= 60.0
+
+
+def steps_per_s(witness: Witness, from_s: float, to_s: float) -> float:
+    return sum(from_s < at_s <= to_s for at_s in witness.steps_s) / (to_s - from_s)
+
+
+def brought(witness: Witness, swarm: SimSwarm, name: str, from_s: float, to_s: float) -> int:
+    """Microbatches that `name` brought to the rounds of its stage."""
+    peer, M = swarm.world.peers[name].peer_id, swarm.spec.training.microbatches_per_step
+    newest = {(event.start.stage, event.start.step): event for event in witness.rounds if from_s < event.at_s <= to_s}
+    members = (member for event in newest.values() for member in event.start.members if member.peer == peer)
+    return sum(len(IndexSet.from_bytes(member.indices, count=M)) for member in members)
+
+
+WINDOW_S = 60.0
+SETTLES_S = 30.0
+
+
+def rate_with(stage: int, *, slowdown: float | None) -> tuple[float, int, bool]:
+    """Of a swarm of 2 x 3 in which one replica of `stage` is `slowdown` times slower, or (None) dead.
+
+    Returns: (steps/s, microbatches that it brought, whether the plan has it still).
+    """
+    figures: list[tuple[float, int, bool]] = []
+
+    async def script(swarm: SimSwarm, witness: Witness) -> None:
+        name = next(name for name in sorted(swarm.nodes, reverse=True) if swarm.stage_of(name) == stage)
+        peer = swarm.world.peers[name]
+        if slowdown is None:
+            swarm.world.crash(peer)
+        else:
+            swarm.world.slow_device(peer, slowdown)
+        await asyncio.sleep(SETTLES_S + WINDOW_S)
+        to_s = swarm.world.now_s()
+        watcher = next(node for name, node in swarm.nodes.items() if swarm.world.peers[name].is_alive)
+        plan = watcher.coordination.plan
+        assert plan is not None
+        rate = steps_per_s(witness, to_s - WINDOW_S, to_s)
+        share = brought(witness, swarm, name, to_s - WINDOW_S, to_s)
+        figures.append((rate, share, peer.peer_id in plan.plan.stages[stage].peers))
+        if slowdown is not None:
+            swarm.world.slow_device(peer, 1.0)
+
+    trial = scenario(peers=6, stages=2, steps=60, microbatches=12, device_flop_per_s=8e6)
+    passed(run_trial(trial, script))
+    return figures[0]
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_peer_a_hundred_times_slower_is_given_less_and_kept_and_holds_nobody_up(stage: int) -> None:
+    slow, share, is_kept = rate_with(stage, slowdown=100.0)
+    rest, _, _ = rate_with(stage, slowdown=None)
+    assert is_kept
+    assert slow >= 0.9 * rest, f"{slow:.3f} steps/s with it, {rest:.3f} without"
+    assert share <= 0.05 * slow * WINDOW_S * 12

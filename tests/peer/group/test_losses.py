@@ -28,8 +28,8 @@ def test_patience_is_several_steps_but_no_less_than_seconds(steps_s: list[float]
 
 
 def test_a_step_that_stalled_does_not_make_the_next_one_patient() -> None:
-    losses, now_s = after_steps(2.0, 2.0, 2.0, 40.0)
-    assert losses.suspect_at_s() == pytest.approx(now_s + STALL_STEPS * 2.0)
+    losses, now_s = after_steps(4.0, 4.0, 4.0, 40.0)
+    assert losses.suspect_at_s() == pytest.approx(now_s + STALL_STEPS * 4.0)
 
 
 def test_a_swarm_that_has_become_slow_is_believed() -> None:

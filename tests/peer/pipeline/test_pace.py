@@ -55,10 +55,20 @@ def test_a_quick_one_that_got_nothing_is_due_after_seconds() -> None:
     assert made.is_due(A, 7.0 + TRIES_APART_S)
 
 
-def test_who_begins_anew_is_measured_anew() -> None:
-    made = pace(a=1.0, b=10.0)
-    made.given(B, 0.0)
-    made.forget(B)
+def test_one_quick_answer_outweighs_an_old_slow_one() -> None:
+    made = pace(a=1.0, b=16.0)
+    made.took(B, 1.0)
+    assert made.weight(B, (A, B)) < 1.0
+    made.took(B, 1.0)
     assert made.weight(B, (A, B)) == 1.0
-    assert not made.is_due(B, 10.0)
-    assert made.is_due(B, 10.0 + TRIES_APART_S)
+
+
+def test_each_time_it_is_given_up_on_the_next_try_is_further_away() -> None:
+    made = pace(a=1.0)
+    made.given(B, 0.0)
+    made.gave_up(B, 10.0)
+    assert made.weight(B, (A, B)) == 0.1
+    assert not made.is_due(B, 10.0 * TRIES_APART - 1.0)
+    assert made.is_due(B, 10.0 * TRIES_APART)
+    made.gave_up(B, 10.0)
+    assert not made.is_due(B, 20.0 * TRIES_APART - 1.0)
