@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: setup demo test check bench soak soak-coordination soak-chaos soak-frames soak-campaign
+.PHONY: setup demo test check bench soak soak-memory soak-coordination soak-chaos soak-frames soak-campaign soak-goodput
 
 setup: $(STAMP)
 
@@ -28,8 +28,11 @@ check: setup
 bench: setup
 	@set -e; for script in tests/bench/*.py; do echo "== $$script"; $(BIN)/python $$script $(ARGS); done
 
+# All of them, a working day on two cores.
+soak: soak-memory soak-coordination soak-frames soak-campaign soak-chaos soak-goodput
+
 # Thirty minutes of demo; says how each peer's memory grew.
-soak: setup
+soak-memory: setup
 	$(BIN)/python tests/soak/memory.py $(ARGS)
 
 # Ten thousand small swarms of coordinators under every fault at once. ARGS='--seeds 500' for less.
@@ -47,3 +50,7 @@ soak-campaign: setup
 # `shoal demo --chaos` twenty times against one run in peace: what faults cost. ARGS='--runs 2 --seconds 90' for less.
 soak-chaos: setup
 	$(BIN)/python tests/soak/chaos.py $(ARGS)
+
+# Sixteen simulated peers, one killed every minute: steps/s against what the survivors can do.
+soak-goodput: setup
+	$(BIN)/python tests/soak/goodput.py $(ARGS)
