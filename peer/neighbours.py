@@ -113,6 +113,7 @@ class Neighbours:
         self._hellos[source] = hello
         if before is not None and hello.incarnation > before.incarnation:
             logger.info("%s begins anew", source[-8:])
-            self._outbox.forget(source)
+            self._outbox.forget(source)  # a call to the one before may be under way
+            self.say([source])  # and with it went a word that the new one may not have heard
             self._on_reborn(source)
         self._on_state(source, hello)

@@ -157,10 +157,14 @@ class Replica:
 
     @property
     def audience(self) -> list[PeerID]:
-        """Who wants to know whether we are ready: mates and both neighbouring stages."""
-        stages = self._plan.stages
+        """Who wants to know whether we are ready: mates and both neighbouring stages.
+
+        Also mates of a plan that has no place for us any more: they may wait for the word of one who drains.
+        """
+        stages, core = self._plan.stages, self.group.core
         near = [stages[i].peers for i in (self.stage - 1, self.stage, self.stage + 1) if 0 <= i < len(stages)]
-        return [peer for peers in near for peer in peers if peer != self._s.endpoint.peer_id]
+        peers = dict.fromkeys(peer for peers in (*near, core.mates, core.departing) for peer in peers)
+        return [peer for peer in peers if peer != self._s.endpoint.peer_id]
 
     # --- life ---
 

@@ -377,6 +377,7 @@ class Machines:
             version=tenure.core.version if tenure else 0,
             ready=bool(tenure and tenure.core.ready),
             is_open=bool(tenure and tenure.is_open),
+            draining=bool(tenure and tenure.leaving),
         )
 
     def _say_hello(self, node: Node, audience: Iterable[PeerID]) -> None:
@@ -391,6 +392,7 @@ class Machines:
         node.hellos[source] = hello
         if before is not None and hello.incarnation > before.incarnation:
             self._forget(node, node.boxes, source)
+            self._say_hello(node, [source])
             if node.tenure:
                 self._open_if_fit(node, node.tenure)
         if node.tenure:

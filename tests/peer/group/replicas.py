@@ -180,7 +180,8 @@ class World(Machines):
         tenure = node.tenure
         renewing, node.renewing = node.renewing, False
         if tenure is not None and me not in order.names:
-            if before is not None and order.sequence == before.sequence + 1:
+            is_counted_out = me not in order.rest and not node.quitting
+            if before is not None and order.sequence == before.sequence + 1 and not is_counted_out:
                 self._perform(node, tenure, tenure.core.plan_changed(order.members, order.sequence, now_s=self.now_s))
                 if not tenure.leaving:
                     self._drain(node, tenure)
@@ -202,7 +203,7 @@ class World(Machines):
             if node.tenure and peer in node.tenure.order.names:
                 self._peer_state(node, node.tenure, peer, hello)
         if node.tenure:
-            self._say_hello(node, node.tenure.order.names)
+            self._say_hello(node, audience(node.tenure))
 
     def _count_out(self, node: "Node", before: "Order", order: "Order") -> None:
         for peer in sorted({*before.names, *before.rest} - {node.name}):
@@ -212,7 +213,7 @@ class World(Machines):
                 continue
             hello = node.hellos.pop(peer, None)
             self._forget(node, node.boxes, peer)
-            if returned or hello is None or hello.is_open:
+            if returned or hello is None or not hello.draining:
                 self._died(node, peer)
 
     def _begin(self, node: "Node", order: "Order") -> None:
@@ -252,13 +253,13 @@ class World(Machines):
     def _drain(self, node: "Node", tenure: "Tenure") -> None:
         tenure.leaves_at_s, tenure.is_open = self.now_s + machines.DRAIN_S, False
         self._perform(node, tenure, tenure.core.set_open(False, now_s=self.now_s))
-        self._say_hello(node, tenure.order.names)
+        self._say_hello(node, audience(tenure))
 
     def _leave(self, node: "Node", tenure: "Tenure", drained: bool) -> None:
         self.note(f"{node.name} leaves, drained: {drained}")
         if drained:
             self._perform(node, tenure, tenure.core.set_ready(False, now_s=self.now_s))
-            self._say_hello(node, tenure.order.names)
+            self._say_hello(node, audience(tenure))
         self._abandon(node)
         if node.quitting:
             for peer, box in node.boxes.items():  # its last word, as far as it can be reached
@@ -272,7 +273,7 @@ class World(Machines):
         if tenure is not None:
             for peer in list(tenure.boxes):
                 self._forget(node, tenure.boxes, peer)
-            self._say_hello(node, tenure.order.names)  # that there is nothing to wait for any more
+            self._say_hello(node, audience(tenure))  # that there is nothing to wait for any more
 
     def _open_if_fit(self, node: "Node", tenure: "Tenure") -> None:
         core = tenure.core
@@ -281,7 +282,7 @@ class World(Machines):
         if self.s_max or tenure.has_stepped or core.version == 0 or not core.open_mates:
             tenure.is_open = True
             self._perform(node, tenure, core.set_open(True, now_s=self.now_s))
-            self._say_hello(node, tenure.order.names)
+            self._say_hello(node, audience(tenure))
 
     # --- state ---
 
@@ -323,7 +324,7 @@ class World(Machines):
         self.note(f"{node.name} is ready at {tenure.core.version}")
         self._perform(node, tenure, tenure.core.set_ready(True, now_s=self.now_s))
         self._open_if_fit(node, tenure)
-        self._say_hello(node, tenure.order.names)
+        self._say_hello(node, audience(tenure))
         self._wake(tenure)
 
     def _stepped(self, node: "Node", tenure: "Tenure", version: int, digest: str) -> None:
@@ -580,3 +581,9 @@ class World(Machines):
 
 def outcome(report: CommitReport) -> tuple[object, ...]:
     return (report.step, report.digest, report.duplicates, report.microbatches, report.given_up)
+
+
+def audience(tenure: "Tenure") -> list[PeerID]:
+    """Whom the plan names that it works under, and the mates that it has, if that is another."""
+    core = tenure.core
+    return list(dict.fromkeys((*tenure.order.names, *core.mates, *core.departing)))
