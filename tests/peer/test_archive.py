@@ -125,3 +125,20 @@ def test_a_snapshot_found_damaged_is_not_offered_again_until_it_is_written_anew(
     desk.write(20)
     assert desk.held[0] == (0, 20)
     assert tuple(desk.read(0, 20)) == KEYS
+
+
+def test_an_era_is_begun_once_in_all_lives(desk: Desk) -> None:
+    assert asyncio.run(desk.archive.begin_era(0))
+    assert not asyncio.run(desk.archive.begin_era(0)), "as after a state that was not the mates'"
+    desk.disk = desk.disk.crash()
+    desk.reopen()
+    assert not asyncio.run(desk.archive.begin_era(0)), "as after a restart under an old plan"
+    assert asyncio.run(desk.archive.begin_era(1))
+    assert not asyncio.run(desk.archive.begin_era(0))
+
+
+def test_a_disk_that_cannot_note_an_era_keeps_nobody_from_it(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
+    desk.disk.limit(0)
+    assert asyncio.run(desk.archive.begin_era(2))
+    assert "era 2" in caplog.text
+    assert not asyncio.run(desk.archive.begin_era(2))

@@ -1,0 +1,140 @@
+"""Where a replica's first state comes from: decided by the plan and by what this peer has begun before."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from shoal.peer.handoff.fetcher import StateFetcher
+from shoal.peer.joining import Joining
+from shoal.peer.model.layout import stage_layer_keys
+from shoal.peer.pipeline.state import StageState, initial_state
+from shoal.protocol.errors import Unreachable
+from shoal.protocol.identity import Identity, PeerID
+from shoal.protocol.plan import Member, Plan, Stage
+from shoal.protocol.sim.loop import run
+from shoal.protocol.spec import RunSpec
+
+ME, MATE, OTHER = (Identity.generate().peer_id for _ in range(3))
+
+
+@dataclass
+class Scene:
+    """A replica of the first layer; `fetched` is what it asked for, (holders, version, stored era)."""
+
+    spec: RunSpec
+    monkeypatch: pytest.MonkeyPatch
+    may_begin: bool = True
+    mates: tuple[PeerID, ...] = (MATE,)
+    silent_for: int = 0
+    mates_version: int = 7
+    group_version: int = 0
+    fetched: list[tuple[tuple[PeerID, ...], int, int]] = field(default_factory=list)
+    taken: list[int] = field(default_factory=list)
+
+    def join(self, plan: Plan) -> list[int]:
+        """Returns: the versions that it took over."""
+        keys = stage_layer_keys(self.spec.model, 0, 1)
+
+        async def fetch(_: object, holders: Sequence[PeerID], *, version: int = -1, stored_era: int = -1) -> StageState:
+            self.fetched.append((tuple(holders), version, stored_era))
+            if len(self.fetched) <= self.silent_for:
+                raise Unreachable(ME, "nobody is there")
+            layers = initial_state(self.spec, keys, torch.device("cpu")).layers
+            return StageState(version=self.mates_version if version < 0 else version, layers=layers)
+
+        async def take_over(state: StageState) -> None:
+            self.taken.append(state.version)
+            self.group_version = state.version
+
+        async def fetch_mean(mate: PeerID, step: int) -> bool:
+            return False
+
+        async def begin_era(era: int) -> bool:
+            return self.may_begin
+
+        async def compute(kind: str, work: Any, *, flop: float) -> Any:
+            return SimpleNamespace(value=work())
+
+        self.monkeypatch.setattr(StateFetcher, "fetch", fetch)
+        scene = self
+
+        class Core:
+            ready_mates = self.mates
+
+            @property
+            def version(self) -> int:
+                return scene.group_version
+
+        joining = Joining(
+            endpoint=cast(Any, SimpleNamespace(peer_id=ME)),
+            compute=cast(Any, SimpleNamespace(run=compute)),
+            inbox=cast(Any, None),
+            runtime=cast(Any, SimpleNamespace(spec=self.spec, keys=keys, device=torch.device("cpu"), step_flop=1.0)),
+            group=cast(Any, SimpleNamespace(core=Core(), fetch_mean=fetch_mean)),
+            take_over=take_over,
+            begin_era=begin_era,
+        )
+
+        async def main() -> None:
+            await asyncio.wait_for(joining.run(plan), 60.0)
+
+        run(main())
+        return self.taken
+
+
+def plan(*, fresh: bool, restore_version: int = 0, restore_era: int = 0) -> Plan:
+    members = tuple(Member(peer, 1.0, 1.0) for peer in (ME, MATE))
+    return Plan(
+        run="run",
+        term=1,
+        sequence=1,
+        previous="",
+        coordinator=ME,
+        stages=(Stage(0, 1, members), Stage(1, 2, (Member(OTHER, 1.0, 1.0),))),
+        era=restore_era + 1,
+        restore_version=restore_version,
+        restore_era=restore_era,
+        fresh=fresh,
+    )
+
+
+@pytest.fixture
+def scene(tiny_spec: RunSpec, monkeypatch: pytest.MonkeyPatch) -> Scene:
+    return Scene(tiny_spec, monkeypatch)
+
+
+def test_the_first_era_begins_with_the_seed_and_asks_nobody(scene: Scene) -> None:
+    assert scene.join(plan(fresh=True)) == [0]
+    assert scene.fetched == []
+
+
+def test_a_later_era_begins_with_the_snapshots_of_any_member_ourselves_first(scene: Scene) -> None:
+    assert scene.join(plan(fresh=True, restore_version=40, restore_era=2)) == [40]
+    assert scene.fetched == [((ME, MATE, OTHER), 40, 2)]
+
+
+def test_snapshots_that_are_not_there_yet_are_waited_for(scene: Scene) -> None:
+    scene.silent_for = 3
+    assert scene.join(plan(fresh=True, restore_version=40)) == [40]
+    assert len(scene.fetched) == 4
+
+
+def test_in_an_era_under_way_the_state_is_the_mates(scene: Scene) -> None:
+    assert scene.join(plan(fresh=False, restore_version=40)) == [7]
+    assert scene.fetched == [((MATE,), -1, -1)]
+
+
+@pytest.mark.parametrize("restore_version", [0, 40])
+def test_who_has_begun_this_era_before_asks_its_mates(scene: Scene, restore_version: int) -> None:
+    scene.may_begin = False
+    assert scene.join(plan(fresh=True, restore_version=restore_version)) == [7]
+
+
+def test_a_state_that_is_older_than_ours_is_not_taken(scene: Scene) -> None:
+    scene.group_version = 9
+    assert scene.join(plan(fresh=False)) == []
