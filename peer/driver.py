@@ -22,7 +22,8 @@ from shoal.peer.neighbours import Neighbours
 from shoal.peer.pipeline.driver import TimelineEntry
 from shoal.peer.pipeline.state import StageState
 from shoal.peer.probe import DeviceProbe, LinkProbe, probe_device
-from shoal.peer.replica import Replica, Surroundings
+from shoal.peer.replica import Replica
+from shoal.peer.surroundings import Surroundings
 from shoal.peer.tasks import Tasks
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.identity import PeerID

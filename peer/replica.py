@@ -6,17 +6,11 @@ takes traffic, and retires by draining. Who else is ready and open it learns fro
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Callable
 
-import torch
-
-from shoal.peer.data.corpus import Corpus
 from shoal.peer.group.claims import Claims
 from shoal.peer.group.core import GroupCore
 from shoal.peer.group.driver import GroupDriver
-from shoal.peer.handoff.inbox import ChunkInbox
-from shoal.peer.handoff.server import StateServer
 from shoal.peer.joining import Joining
 from shoal.peer.pipeline.core import PipelineCore
 from shoal.peer.pipeline.driver import PipelineDriver
@@ -26,47 +20,17 @@ from shoal.peer.pipeline.router import Router
 from shoal.peer.pipeline.stage import StageRuntime
 from shoal.peer.pipeline.state import StageState
 from shoal.peer.pipeline.window import Window
+from shoal.peer.surroundings import Surroundings
 from shoal.peer.tasks import Tasks
-from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import DataError, Refused, RemoteError, Unreachable
 from shoal.protocol.identity import PeerID
-from shoal.protocol.messages import CommitReport, Done, Hello, Progress, Repair, ValidationReport
+from shoal.protocol.messages import Done, Hello, Progress, Repair
 from shoal.protocol.plan import Plan
-from shoal.protocol.ports import Clock, Compute
-from shoal.protocol.spec import RunSpec
 
 logger = logging.getLogger(__name__)
 
 _RETRY_S = 1.0
 _REPAIR_TRIES = 10
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
-    """What a replica needs of its peer."""
-
-    endpoint: Endpoint
-    compute: Compute
-    clock: Clock
-    spec: RunSpec
-    corpus: Corpus | None
-    device: torch.device
-    on_commit: Callable[[CommitReport], None]
-    """To be reported."""
-    on_witness: Callable[[CommitReport], None]
-    """Reported by a mate."""
-    on_validation: Callable[[ValidationReport], None]
-    on_state: Callable[["Replica", StageState], None]
-    """Stepped or loaded; for snapshots."""
-    on_change: Callable[[], None]
-    """Ready or open changed: tell the neighbours."""
-    on_resync: Callable[[], None]
-    """Our state is not our mates'."""
-    on_unreachable: Callable[[PeerID], None]
-    begin_era: Callable[[int], Awaitable[bool]]
-    on_failure: Callable[[BaseException], None]
-    inbox: ChunkInbox
-    server: StateServer
 
 
 class Replica:

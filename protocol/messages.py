@@ -149,7 +149,7 @@ class TermRequest(_Message, frozen=True):
     handed_over: bool
     """The coordinator itself gave the term away, so members that still hear it need not wait until they do not."""
     sounding: bool = False
-    """Would you grant it? The receiver promises nothing: who lost only its own way to the coordinator spends no term."""
+    """Would you grant it? The receiver promises nothing: who only lost its way to the coordinator spends no term."""
 
 
 class TermGrant(_Message, frozen=True):

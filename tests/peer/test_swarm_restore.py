@@ -99,7 +99,8 @@ def test_a_peer_that_is_back_before_anyone_missed_it_begins_anew(make_swarm, tin
         swarm.obey([[f"{k}.{r}" for r in range(2)] for k in range(3)], fresh=False, unless=tuple(swarm.drivers))
         swarm.tell(name, driver)
         await swarm.until_step(STEPS)
-        assert driver.replica is not None and driver.replica.version == STEPS
+        assert driver.replica is not None
+        assert driver.replica.version == STEPS
         await swarm.close()
         return swarm
 

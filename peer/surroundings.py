@@ -1,0 +1,50 @@
+"""What a replica needs of its peer: the ports, the run, and whom to tell what."""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from shoal.peer.data.corpus import Corpus
+from shoal.peer.handoff.inbox import ChunkInbox
+from shoal.peer.handoff.server import StateServer
+from shoal.peer.pipeline.state import StageState
+from shoal.protocol.endpoint import Endpoint
+from shoal.protocol.identity import PeerID
+from shoal.protocol.messages import CommitReport, ValidationReport
+from shoal.protocol.ports import Clock, Compute
+from shoal.protocol.spec import RunSpec
+
+if TYPE_CHECKING:
+    from shoal.peer.replica import Replica
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """One for all replicas that a peer holds one after the other."""
+
+    endpoint: Endpoint
+    compute: Compute
+    clock: Clock
+    spec: RunSpec
+    corpus: Corpus | None
+    device: torch.device
+    on_commit: Callable[[CommitReport], None]
+    """To be reported."""
+    on_witness: Callable[[CommitReport], None]
+    """Reported by a mate."""
+    on_validation: Callable[[ValidationReport], None]
+    on_state: Callable[["Replica", StageState], None]
+    """Stepped or loaded; for snapshots."""
+    on_change: Callable[[], None]
+    """Ready or open changed: tell the neighbours."""
+    on_resync: Callable[[], None]
+    """Our state is not our mates'."""
+    on_unreachable: Callable[[PeerID], None]
+    """A call or a frame to it has failed."""
+    begin_era: Callable[[int], Awaitable[bool]]
+    """Whether we may begin it from its beginning."""
+    on_failure: Callable[[BaseException], None]
+    inbox: ChunkInbox
+    server: StateServer
