@@ -32,6 +32,8 @@ class Member:
     dismissed: bool = False
     """Told to leave."""
     suspended: bool = False
+    overslept: bool = False
+    """It was suspended when the run ended: there is nobody left who could tell it so."""
     left: Left | None = None
 
     @property

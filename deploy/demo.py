@@ -150,9 +150,10 @@ class Demo:
     async def _end(self) -> None:
         """Let the children leave by themselves if the run is done, else ask them to."""
         self._chronicle.board.phase = "leaving"
-        # Who has not joined yet would look for a run that is no more.
+        # Who has not joined yet, or slept when it ended, would look for a run that is no more.
         finished = self._chronicle.record.finished
-        self._crew.terminate([member for member in self._crew.alive if not finished or member.peer is None])
+        lost = [m for m in self._crew.alive if not finished or m.peer is None or m.overslept]
+        self._crew.terminate(lost)
         if not await self._swarm.wait(timeout_s=_END_S):
             for member in self._crew.alive:
                 self._chronicle.take_failure(member.name, f"did not leave in {_END_S:.0f} s and was killed")
