@@ -24,7 +24,7 @@ _FRAMES_PER_S = 2.0
 _RECENT_STEPS = 17
 """Over which the tokens/s of a step are measured."""
 _STEP_PATIENCE_S = 8.0
-"""A step waits so long for the last stage's word: when a reporter is killed, its mates wait five seconds for it."""
+"""A step waits so long for a word that is due: when a reporter is killed, its mates wait five seconds for it."""
 _STATUS_FRESH_S = 2.5
 
 
@@ -39,7 +39,9 @@ class Chronicle:
         self.board = Board(title=title, started_s=self.started_s, steps_total=spec.training.steps)
         self._spec = spec
         self._console = console
-        self._book = StepBook(num_stages=spec.swarm.stages, patience_s=_STEP_PATIENCE_S)
+        self._book = StepBook(
+            num_stages=spec.swarm.stages, lead_steps=spec.training.s_max + 2, patience_s=_STEP_PATIENCE_S
+        )
         self._plan: Obeys | None = None
         self._status_at_s = -_STATUS_FRESH_S
         self._validation_told = -1

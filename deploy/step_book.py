@@ -36,20 +36,27 @@ class Step:
 
 @dataclass(slots=True, kw_only=True)
 class _Open:
-    since_s: float
     at_s: float
+    passed_s: float | None = None
+    """When it became known that every stage must have committed it."""
     reports: dict[int, CommitReport] = field(default_factory=dict)
     told: StepDone | None = None
 
 
 class StepBook:
-    """Args:
-    patience_s: how long a step waits for a stage that has not reported it, and those after it for their turn.
+    """A step waits for every stage, however long the run stands still: when it goes on, they tell.
+
+    Args:
+        lead_steps: no stage commits step `t + lead_steps` before every other has committed `t`.
+        patience_s: how long a step waits for the word of a stage that must have committed it.
     """
 
-    def __init__(self, *, num_stages: int, patience_s: float) -> None:
+    def __init__(self, *, num_stages: int, lead_steps: int, patience_s: float) -> None:
         self._num_stages = num_stages
+        self._lead_steps = lead_steps
         self._patience_s = patience_s
+        self._reached: dict[int, _Key] = {}
+        """The newest step that each stage has reported."""
         self._open: dict[_Key, _Open] = {}
         self._newest: _Key = (0, -1)
         self._heard: set[tuple[_Key, int]] = set()
@@ -65,6 +72,7 @@ class StepBook:
         if (key, report.stage) in self._heard:
             return
         self._heard.add((key, report.stage))
+        self._reached[report.stage] = max(key, self._reached.get(report.stage, key))
         self.microbatches += report.microbatches + report.duplicates
         self.duplicates += report.duplicates
         self.given_up += report.given_up
@@ -73,12 +81,17 @@ class StepBook:
         if entry is not None:
             entry.reports[report.stage] = report
             entry.at_s = now_s
+        for older, waiting in self._open.items():
+            if waiting.passed_s is None and self._is_passed(older, waiting):
+                waiting.passed_s = now_s
 
     def tell(self, told: StepDone, now_s: float) -> None:
         """A coordinator's word."""
         entry = self._entry((told.era, told.step), now_s)
         if entry is not None and entry.told is None:
             entry.told = told
+            if told.loss is not None and entry.passed_s is None:
+                entry.passed_s = now_s
 
     def due(self, now_s: float, *, flush: bool = False) -> list[Step]:
         """Steps that are complete, or have been waited for long enough, in their order. `flush`: all that have a loss,
@@ -87,7 +100,7 @@ class StepBook:
         steps = []
         for key in sorted(self._open):
             entry = self._open[key]
-            waited = now_s >= entry.since_s + self._patience_s
+            waited = entry.passed_s is not None and now_s >= entry.passed_s + self._patience_s
             follows = key == (self._newest[0], self._newest[1] + 1)
             complete = follows and len(entry.reports) == self._num_stages
             if not (waited or complete or (flush and (entry.told or self._num_stages - 1 in entry.reports))):
@@ -99,10 +112,16 @@ class StepBook:
             steps.append(self._step(key, entry))
         return steps
 
+    def _is_passed(self, key: _Key, entry: _Open) -> bool:
+        """Whether the stages that have not reported it must have committed it."""
+        missing = (stage for stage in range(self._num_stages) if stage not in entry.reports)
+        led = (key[0], key[1] + self._lead_steps) <= max(self._reached.values())
+        return led or all(key < self._reached.get(stage, key) for stage in missing)
+
     def _entry(self, key: _Key, now_s: float) -> _Open | None:
         if key <= self._newest:
             return None  # it has been told without
-        return self._open.setdefault(key, _Open(since_s=now_s, at_s=now_s))
+        return self._open.setdefault(key, _Open(at_s=now_s))
 
     def _step(self, key: _Key, entry: _Open) -> Step:
         reports, told = list(entry.reports.values()), entry.told

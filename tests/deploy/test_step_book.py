@@ -44,7 +44,7 @@ def told(step: int, *, era: int = 0) -> StepDone:
 
 
 def book() -> StepBook:
-    return StepBook(num_stages=STAGES, patience_s=8.0)
+    return StepBook(num_stages=STAGES, lead_steps=2, patience_s=8.0)
 
 
 def numbers(steps: list[Step]) -> list[tuple[int, int]]:
@@ -91,11 +91,34 @@ def test_a_word_that_never_comes_holds_the_others_up_for_a_while_only() -> None:
         steps.commit(report(stage, 0), 1.0)
     for stage in range(STAGES):
         steps.commit(report(stage, 1), 2.0)
-    assert steps.due(8.9) == []
-    assert numbers(steps.due(9.0)) == [(0, 0), (0, 1)]
+    assert steps.due(9.9) == []
+    assert numbers(steps.due(10.0)) == [(0, 0), (0, 1)]
     steps.commit(report(1, 0, dissenting=1), 20.0)
     assert steps.due(20.0) == []
     assert steps.dissenting == 1, "what is found out late is found out"
+
+
+def test_a_stage_that_stands_still_is_waited_for_until_the_run_goes_on() -> None:
+    steps = book()
+    for stage in range(STAGES):
+        steps.commit(report(stage, 0), 1.0)
+    steps.due(1.0)
+    for stage in (0, 1):
+        steps.commit(report(stage, 1), 2.0)
+    assert steps.due(60.0) == [], "its last stage is suspended, not silent"
+    steps.commit(report(2, 1), 61.0)
+    (step,) = steps.due(61.0)
+    assert step.loss == 1.0
+
+
+def test_a_stage_that_never_speaks_holds_nobody_up_for_long_once_the_run_has_gone_on() -> None:
+    steps = book()
+    for step, at_s in [(0, 1.0), (1, 2.0), (2, 3.0)]:
+        for stage in (0, 1):
+            steps.commit(report(stage, step), at_s)
+    assert steps.due(10.9) == []
+    (first,) = steps.due(11.0)
+    assert (first.step, first.loss) == (0, None)
 
 
 def test_a_step_nobody_has_spoken_of_is_waited_for_as_well() -> None:
@@ -110,8 +133,8 @@ def test_a_coordinators_word_stands_in_for_a_stage_that_is_none_of_ours() -> Non
     steps = book()
     steps.commit(report(0, 0), 1.0)
     steps.tell(told(0), 2.0)
-    assert steps.due(8.9) == []
-    (step,) = steps.due(9.0)
+    assert steps.due(9.9) == []
+    (step,) = steps.due(10.0)
     assert (step.loss, step.duplicates, step.at_s) == (10.0, 1, 1.0)
 
 
