@@ -166,9 +166,6 @@ class Chaos:
     async def _resume_later(self, member: Member) -> None:
         try:
             await asyncio.sleep(self._options.suspend_s)
-        except asyncio.CancelledError:
-            member.overslept = True
-            raise
         finally:
             self._crew.resume(member)
         self._on_fault(FaultLine(kind="resume", peer=member.name))

@@ -4,8 +4,9 @@ import itertools
 import os
 import signal
 import sys
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from shoal.deploy.report import Joined, Left, Ready
@@ -32,8 +33,8 @@ class Member:
     dismissed: bool = False
     """Told to leave."""
     suspended: bool = False
-    overslept: bool = False
-    """It was suspended when the run ended: there is nobody left who could tell it so."""
+    awake_since_s: float = field(default_factory=time.monotonic)
+    """When it was started, or resumed after a suspension, in `time.monotonic()`."""
     left: Left | None = None
 
     @property
@@ -112,6 +113,7 @@ class Crew:
 
     def resume(self, member: Member) -> None:
         member.suspended = False
+        member.awake_since_s = time.monotonic()
         member.child.send(signal.SIGCONT)
 
     def terminate(self, members: Sequence[Member]) -> None:

@@ -30,6 +30,8 @@ _SAMPLER = "sampler"
 _RSS_S = 2.0
 _END_S = 30.0
 """For the children to write their last snapshot and leave, once the first has."""
+_FINDS_ITS_WAY_S = 15.0
+"""From a start, or the end of a suspension, until a peer surely knows what the others know."""
 _SAMPLE_S = 90.0
 
 
@@ -150,9 +152,10 @@ class Demo:
     async def _end(self) -> None:
         """Let the children leave by themselves if the run is done, else ask them to."""
         self._chronicle.board.phase = "leaving"
-        # Who has not joined yet, or slept when it ended, would look for a run that is no more.
-        finished = self._chronicle.record.finished
-        lost = [m for m in self._crew.alive if not finished or m.peer is None or m.overslept]
+        # Who has not found its way in, or back after a sleep, would look for a run that is no more.
+        record = self._chronicle.record
+        since_s = max([self._watched_until_s - _FINDS_ITS_WAY_S, *record.step_times_s[:1]])
+        lost = [m for m in self._crew.alive if not record.finished or m.peer is None or m.awake_since_s > since_s]
         self._crew.terminate(lost)
         if not await self._swarm.wait(timeout_s=_END_S):
             for member in self._crew.alive:
