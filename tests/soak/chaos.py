@@ -1,6 +1,6 @@
-"""Does a demo lose anything when its peers are killed? One run in peace, then many under `--chaos`, compared.
+"""Does a demo lose anything when its peers are killed? Some runs in peace, then many under `--chaos`, compared.
 
-Run by `make soak-chaos` (20 runs of 300 s with 8 peers: 1 h 45 min), or with less: `--runs 2 --seconds 90`. Every run
+Run by `make soak-chaos` (3 and 20 runs of 300 s with 8 peers: 2 h), or with less: `--runs 2 --calm 1 --seconds 90`. Every run
 has a chaos seed of its own, printed with it; `shoal demo --chaos --chaos-seed SEED` repeats its schedule. Exits with 1
 if any run fails, and keeps that run's logs and lines.
 """
@@ -26,7 +26,7 @@ DUPLICATES_SHARE_MAX = 0.001
 RECOVERY_S_MAX = 5.0
 """Median over the kills of all runs; a single one may fall into another fault."""
 LOSS_RATIO_MAX = 0.02
-"""Validation loss against the run in peace, at the last step that both have validated."""
+"""Validation loss above the median of the runs in peace, at the last step that all of these have validated too."""
 LEAVING_S_MAX = 200.0
 """For the start of the processes, the last snapshots and the sample, beyond `--seconds`."""
 
@@ -81,17 +81,26 @@ def processes_of(folder: Path) -> list[str]:
     return found
 
 
-def common_loss(calm: Outcome, stormy: Outcome) -> tuple[int, float] | None:
-    """(the last version that both have validated, how much higher the loss is under chaos, as a share)."""
-    versions = set(calm.validations).intersection(stormy.validations)
+Calm = dict[int, float]
+"""Validation loss by version: the median of the runs in peace."""
+
+
+def median_losses(runs: list[Outcome]) -> Calm:
+    versions = set.intersection(*(set(run.validations) for run in runs))
+    return {version: statistics.median(run.validations[version] for run in runs) for version in versions}
+
+
+def common_loss(calm: Calm, run: Outcome) -> tuple[int, float] | None:
+    """(the last version that both have validated, how much higher the run's loss is, as a share)."""
+    versions = set(calm).intersection(run.validations)
     if not versions:
         return None
     version = max(versions)
-    return version, stormy.validations[version] / calm.validations[version] - 1.0
+    return version, run.validations[version] / calm[version] - 1.0
 
 
-def flaws(calm: Outcome | None, outcome: Outcome) -> list[str]:
-    """What a run did not keep of its promises; `calm` None: it is the run in peace itself."""
+def flaws(calm: Calm | None, outcome: Outcome) -> list[str]:
+    """What a run did not keep of its promises; `calm` None: it is one in peace."""
     summary = outcome.summary
     if outcome.status != 0 or not summary:
         return [f"the demo ended with status {outcome.status}", *outcome.left_behind]
@@ -109,12 +118,12 @@ def flaws(calm: Outcome | None, outcome: Outcome) -> list[str]:
     common = common_loss(calm, outcome)
     if common is None:
         found.append("nothing was validated")
-    elif abs(common[1]) > LOSS_RATIO_MAX:
+    elif common[1] > LOSS_RATIO_MAX:
         found.append(f"validation loss {common[1]:+.1%} at version {common[0]}")
     return found
 
 
-def line(label: str, outcome: Outcome, calm: Outcome | None) -> str:
+def line(label: str, outcome: Outcome, calm: Calm | None) -> str:
     summary = outcome.summary
     if not summary:
         return f"{label}: no summary"
@@ -149,25 +158,26 @@ def all_recoveries_s(outcomes: list[Outcome]) -> list[float]:
     return [seconds for chaos in figures for seconds in [*chaos["recovery_s"], *[math.inf] * chaos["unrecovered"]]]
 
 
-def closing_line(calm: Outcome, outcomes: list[Outcome], num_failed: int) -> str:
+def closing_line(calm: Calm, outcomes: list[Outcome], num_failed: int) -> str:
     def median(values: list[float]) -> str:
         return f"{statistics.median(values):.2f}" if values else "-"
 
     told = [outcome for outcome in outcomes if outcome.summary]
     recoveries = all_recoveries_s(outcomes)
-    losses = [abs(common[1]) for outcome in told if (common := common_loss(calm, outcome))]
+    losses = [common[1] for outcome in told if (common := common_loss(calm, outcome))]
     return (
         f"{len(outcomes)} runs, {num_failed} failed; kills {sum(o.summary['chaos']['kills'] for o in told)}; medians: "
         f"stall {median([o.summary['stall_s_max'] for o in told])} s, recovery {median(recoveries)} s of "
-        f"{len(recoveries)}, validation loss off by {median([100 * loss for loss in losses])} %; worst: "
+        f"{len(recoveries)}, validation loss {median([100 * loss for loss in losses])} % above peace; worst: "
         f"stall {max((o.summary['stall_s_max'] for o in told), default=0.0):.1f} s, "
-        f"recovery {max(recoveries, default=0.0):.1f} s, validation loss {max(losses, default=0.0):.1%}"
+        f"recovery {max(recoveries, default=0.0):.1f} s, validation loss {max(losses, default=0.0):+.1%}"
     )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=20, help="under chaos, after one without")
+    parser.add_argument("--runs", type=int, default=20, help="under chaos")
+    parser.add_argument("--calm", type=int, default=3, help="runs in peace, before those")
     parser.add_argument("--seconds", type=float, default=300.0, help="at most, each")
     parser.add_argument("--peers", type=int, default=8)
     parser.add_argument("--steps", type=int, default=0, help="of each run; 0: the demo's own number")
@@ -177,33 +187,35 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the first run's chaos; the others' follow")
     parser.add_argument("--kill-every", type=float, default=15.0, help="seconds")
     parser.add_argument("--suspend-for", type=float, default=20.0, help="seconds")
-    parser.add_argument("--logs", type=Path, default=None, help="where failed runs are kept; default: a new folder")
+    parser.add_argument("--logs", type=Path, default=None, help="for all runs' lines and failed runs; default: new")
     arguments = parser.parse_args()
     root = arguments.logs or Path(tempfile.mkdtemp(prefix="shoal-chaos-"))
     storm = ["--chaos", "--kill-every", str(arguments.kill_every), "--suspend-for", str(arguments.suspend_for)]
-    calm: Outcome | None = None
+    peaceful: list[Outcome] = []
     outcomes: list[Outcome] = []
     num_failed = 0
-    for number in range(arguments.runs + 1):
-        seed = arguments.seed + number - 1
-        label = "in peace" if calm is None else f"run {number} (seed {seed})"
-        extra = [] if calm is None else [*storm, "--chaos-seed", str(seed)]
-        name = f"{time.strftime('%Y-%m-%d-%H%M%S')}-{number}"
-        outcome = run_demo(root / name, arguments, *extra)
+    for number in range(arguments.calm + arguments.runs):
+        stormy = number >= arguments.calm
+        seed = arguments.seed + number - arguments.calm
+        label = f"run {number - arguments.calm} (seed {seed})" if stormy else f"in peace {number}"
+        extra = [*storm, "--chaos-seed", str(seed)] if stormy else []
+        calm = median_losses(peaceful) if stormy else None
+        outcome = run_demo(root / f"{time.strftime('%Y-%m-%d-%H%M%S')}-{number}", arguments, *extra)
         found = flaws(calm, outcome)
         num_failed += bool(found)
         verdict = f"  FAILED: {'; '.join(found)}; see {outcome.folder}" if found else ""
         sys.stdout.write(line(label, outcome, calm) + verdict + "\n")
         sys.stdout.flush()
+        if not stormy and not outcome.summary:
+            return 1
+        (outcomes if stormy else peaceful).append(outcome)
+        shutil.copy(outcome.folder / "lines.jsonl", root / f"lines-{number}.jsonl")
         if not found:
             shutil.rmtree(outcome.folder)
-        if calm is not None:
-            outcomes.append(outcome)
-        elif not outcome.summary:
-            return 1
-        else:
-            calm = outcome
-    assert calm is not None
+    calm = median_losses(peaceful)
+    if len(peaceful) > 1:
+        apart = [common[1] for run in peaceful if (common := common_loss(calm, run))]
+        sys.stdout.write(f"in peace: validation losses {min(apart):+.1%} to {max(apart):+.1%} of their median\n")
     sys.stdout.write(closing_line(calm, outcomes, num_failed) + "\n")
     recoveries = all_recoveries_s(outcomes)
     slow = bool(recoveries) and statistics.median(recoveries) > RECOVERY_S_MAX
