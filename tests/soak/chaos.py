@@ -1,8 +1,8 @@
 """Does a demo lose anything when its peers are killed? Some runs in peace, then many under `--chaos`, compared.
 
-Run by `make soak-chaos` (3 and 20 runs of 300 s with 8 peers: 2 h), or with less: `--runs 2 --calm 1 --seconds 90`. Every run
-has a chaos seed of its own, printed with it; `shoal demo --chaos --chaos-seed SEED` repeats its schedule. Exits with 1
-if any run fails, and keeps that run's logs and lines.
+Run by `make soak-chaos` (3 and 20 runs of 300 s with 8 peers: 2 h), or with less: `--runs 2 --calm 1 --seconds 90`.
+Every run has a chaos seed of its own, printed with it; `shoal demo --chaos --chaos-seed SEED` repeats its schedule.
+Exits with 1 if any run fails, and keeps that run's logs and lines.
 """
 
 import argparse
