@@ -1,0 +1,258 @@
+"""A swarm as allocators and simulations see it: what each device can do, and what lies between any two of them.
+
+The file format is a JSON object, that of the DT-FM paper's cases with a few more optional fields; `load_topology`
+documents it. A diagonal is never read.
+"""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from shoal.protocol.errors import LocalError
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+_BITS_PER_BYTE = 8.0
+_GIGA = 1e9
+_MEGA = 1e6
+_TERA = 1e12
+_MILLI = 1e-3
+DEFAULT_FLOP_PER_S = 45e12
+"""Of a device whose file says nothing: a V100 in fp16, as in the DT-FM paper's measurements."""
+DEFAULT_MEMORY_BYTES = 16e9
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Topology:
+    """N devices. All arrays are read-only; rows are senders, columns receivers.
+
+    Raises: LocalError: sizes differ, a number is impossible, or a device can neither be reached nor reach anybody.
+    """
+
+    latency_s: Floats
+    """[N, N], one way, finite."""
+    bytes_per_s: Floats
+    """[N, N], what the path alone lets through; 0: there is no path."""
+    flop_per_s: Floats
+    """[N], as measured on real microbatches, not a peak."""
+    memory_bytes: Floats
+    """[N], for parameters, gradients, optimizer moments and activations."""
+    up_bytes_per_s: Floats
+    """[N], of its network card; inf if only paths limit it."""
+    down_bytes_per_s: Floats
+    """[N]"""
+    card: Ints
+    """[N], devices of one number share that card's `up_bytes_per_s` and `down_bytes_per_s`."""
+    names: tuple[str, ...]
+    regions: tuple[str, ...]
+    """[N], for people."""
+    may_feed: npt.NDArray[np.bool_]
+    """[N], whether it has the run's text and so may hold stage 0."""
+
+    def __post_init__(self) -> None:
+        flaw = _flaw(self)
+        if flaw:
+            raise LocalError(flaw)
+        for array in vars(self).values():
+            if isinstance(array, np.ndarray):
+                array.flags.writeable = False
+
+    @property
+    def num_devices(self) -> int:
+        return len(self.names)
+
+    def take(self, devices: "list[int] | Ints") -> "Topology":
+        """Those devices only, in that order."""
+        index = np.asarray(devices, dtype=np.int64)
+        square = np.ix_(index, index)
+        return Topology(
+            latency_s=self.latency_s[square],
+            bytes_per_s=self.bytes_per_s[square],
+            flop_per_s=self.flop_per_s[index],
+            memory_bytes=self.memory_bytes[index],
+            up_bytes_per_s=self.up_bytes_per_s[index],
+            down_bytes_per_s=self.down_bytes_per_s[index],
+            card=self.card[index],
+            names=tuple(self.names[i] for i in index),
+            regions=tuple(self.regions[i] for i in index),
+            may_feed=self.may_feed[index],
+        )
+
+
+def make_topology(
+    latency_s: Any,
+    bytes_per_s: Any,
+    *,
+    flop_per_s: Any = DEFAULT_FLOP_PER_S,
+    memory_bytes: Any = DEFAULT_MEMORY_BYTES,
+    up_bytes_per_s: Any = math.inf,
+    down_bytes_per_s: Any = math.inf,
+    card: Any = None,
+    names: tuple[str, ...] | None = None,
+    regions: tuple[str, ...] | None = None,
+    may_feed: Any = True,
+) -> Topology:
+    """From anything that numpy broadcasts to the shapes of `Topology`. Raises: LocalError."""
+    latency = _matrix("latency", latency_s)
+    rate = _matrix("bandwidth", bytes_per_s)
+    n = len(latency)
+
+    def per_device(value: Any, what: str) -> Floats:
+        array = np.asarray(value, dtype=np.float64)
+        if array.shape not in ((), (n,)):
+            raise LocalError(f"the {what} is given for {array.size} devices, the latency for {n}")
+        return np.broadcast_to(array, (n,)).copy()
+
+    return Topology(
+        latency_s=latency,
+        bytes_per_s=rate,
+        flop_per_s=per_device(flop_per_s, "speed"),
+        memory_bytes=per_device(memory_bytes, "memory"),
+        up_bytes_per_s=per_device(up_bytes_per_s, "upload"),
+        down_bytes_per_s=per_device(down_bytes_per_s, "download"),
+        card=np.arange(n) if card is None else np.asarray(card, dtype=np.int64).copy(),
+        names=tuple(f"device-{i}" for i in range(n)) if names is None else names,
+        regions=("",) * n if regions is None else regions,
+        may_feed=per_device(may_feed, "text") > 0.5,
+    )
+
+
+def load_topology(path: Path) -> tuple[Topology, "NetworkFile"]:
+    """Read a JSON object with `latency_ms` or `latency_s`, and `bandwidth_gbps` or `bandwidth_bits_per_s`, square
+    matrices, row = from; optional: `device_regions`, `devices` (one `DeviceEntry` each) and `workload`.
+
+    Raises: LocalError, in one line: no such file, not JSON (NaN is not), not square, a number that cannot be, a
+    device that nobody reaches.
+    """
+    try:
+        file = msgspec.json.decode(path.read_bytes(), type=NetworkFile)
+    except OSError as error:
+        raise LocalError(f"{path} cannot be read: {error.strerror}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise LocalError(f"{path} is not a network: {error}") from error
+    try:
+        return file.topology(), file
+    except LocalError as error:
+        raise LocalError(f"{path} is not a network: {error}") from error
+
+
+class DeviceEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One device of a network file; what is not said is the default."""
+
+    name: str = ""
+    tflops: float = DEFAULT_FLOP_PER_S / _TERA
+    memory_gb: float = DEFAULT_MEMORY_BYTES / _GIGA
+    up_mbps: float = math.inf
+    down_mbps: float = math.inf
+    card: int | None = None
+    """Devices with the same number sit behind one network card."""
+    has_text: bool = True
+
+
+class WorkloadEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """What the DT-FM objective needs of a run; sizes in 10^9 bytes as in the paper's code."""
+
+    gradient_gigabytes_per_stage: float
+    activation_gigabytes_per_replica: float
+    model: str = ""
+    num_layers: int = 0
+    layers_per_stage: int = 0
+    hidden_dim_of_model: int = 0
+    sequence_length_tokens: int = 0
+    global_batch_tokens: float = 0.0
+
+
+class NetworkFile(msgspec.Struct, frozen=True, kw_only=True):
+    """Other fields (source, constants of the case) are for people."""
+
+    latency_s: list[list[float]] | None = None
+    latency_ms: list[list[float]] | None = None
+    bandwidth_bits_per_s: list[list[float]] | None = None
+    bandwidth_gbps: list[list[float]] | None = None
+    name: str = ""
+    title: str = ""
+    device_regions: list[str] | None = None
+    devices: list[DeviceEntry] | None = None
+    workload: WorkloadEntry | None = None
+    num_stages: int | None = None
+    replicas_per_stage: int | None = None
+
+    def topology(self) -> Topology:
+        """Raises: LocalError."""
+        latency, latency_unit = (self.latency_s, 1.0) if self.latency_s is not None else (self.latency_ms, _MILLI)
+        rate, rate_unit = (
+            (self.bandwidth_bits_per_s, 1.0) if self.bandwidth_bits_per_s is not None else (self.bandwidth_gbps, _GIGA)
+        )
+        if latency is None or rate is None:
+            raise LocalError("it lacks latency_ms or bandwidth_gbps")
+        latency_s = _matrix("latency", latency) * latency_unit
+        bytes_per_s = _matrix("bandwidth", rate) * (rate_unit / _BITS_PER_BYTE)
+        n = len(latency_s)
+        entries = self.devices if self.devices is not None else [DeviceEntry()] * n
+        regions = self.device_regions if self.device_regions is not None else [""] * n
+        if len(entries) != n or len(regions) != n:
+            raise LocalError(f"{len(entries)} devices and {len(regions)} regions are named, the latency is for {n}")
+        cards = {entry.card: index for index, entry in reversed(list(enumerate(entries))) if entry.card is not None}
+        return make_topology(
+            latency_s,
+            bytes_per_s,
+            flop_per_s=[entry.tflops * _TERA for entry in entries],
+            memory_bytes=[entry.memory_gb * _GIGA for entry in entries],
+            up_bytes_per_s=[entry.up_mbps * _MEGA / _BITS_PER_BYTE for entry in entries],
+            down_bytes_per_s=[entry.down_mbps * _MEGA / _BITS_PER_BYTE for entry in entries],
+            card=[index if entry.card is None else cards[entry.card] for index, entry in enumerate(entries)],
+            names=tuple(entry.name or f"device-{index}" for index, entry in enumerate(entries)),
+            regions=tuple(regions),
+            may_feed=[float(entry.has_text) for entry in entries],
+        )
+
+
+def _matrix(what: str, rows: Any) -> Floats:
+    """A copy whose diagonal is a number that does no harm. Raises: LocalError: not square."""
+    size = len(rows)
+    if size == 0:
+        raise LocalError(f"the {what} matrix is empty")
+    for index, row in enumerate(rows):
+        if len(row) != size:
+            raise LocalError(f"the {what} matrix has {size} rows, but row {index} has {len(row)} columns")
+    matrix = np.array(rows, dtype=np.float64)
+    np.fill_diagonal(matrix, 0.0)
+    return matrix
+
+
+def _flaw(t: Topology) -> str | None:
+    """Why this cannot be a swarm, or None."""
+    n = t.num_devices
+    if t.latency_s.shape != (n, n) or t.bytes_per_s.shape != (n, n):
+        return f"latency is between {len(t.latency_s)} devices, bandwidth between {len(t.bytes_per_s)}, of {n}"
+    vectors = (t.flop_per_s, t.memory_bytes, t.up_bytes_per_s, t.down_bytes_per_s, t.card, t.may_feed)
+    if any(vector.shape != (n,) for vector in vectors) or len(t.regions) != n:
+        return f"not everything is said of all {n} devices"
+    for what, matrix in (("latency", t.latency_s), ("bandwidth", t.bytes_per_s)):
+        links = np.argwhere(~(np.isfinite(matrix) & (matrix >= 0.0)))
+        if len(links):
+            i, j = links[0]
+            return f"the {what} of link {i} -> {j} is {matrix[i, j]}, and must be a number of 0 or more"
+    for what, vector in (
+        ("speed", t.flop_per_s),
+        ("memory", t.memory_bytes),
+        ("upload", t.up_bytes_per_s),
+        ("download", t.down_bytes_per_s),
+    ):
+        bad = np.flatnonzero(~(vector > 0.0))
+        if len(bad):
+            return f"the {what} of {t.names[bad[0]]} is {vector[bad[0]]}, and must be above 0"
+    if not np.isfinite(t.flop_per_s).all() or not np.isfinite(t.memory_bytes).all():
+        return "a device has an infinite speed or memory"
+    open_paths = t.bytes_per_s > 0.0
+    np.fill_diagonal(open_paths, False)
+    lonely = np.flatnonzero(~(open_paths.any(axis=0) & open_paths.any(axis=1)))
+    if n > 1 and len(lonely):
+        return f"{t.names[lonely[0]]} has no link to or from any other device"
+    return None

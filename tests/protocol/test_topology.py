@@ -1,0 +1,65 @@
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shoal.protocol.errors import LocalError
+from shoal.protocol.topology import load_topology, make_topology
+
+TWO = {"latency_ms": [[0, 10], [20, 0]], "bandwidth_gbps": [[0, 1], [2, 0]]}
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "network.json"
+    path.write_text(text)
+    return path
+
+
+def test_a_file_is_read_in_si_units(tmp_path: Path) -> None:
+    devices = [{"tflops": 80, "memory_gb": 24, "up_mbps": 40, "down_mbps": 100, "card": 7}, {"card": 7}]
+    topology, file = load_topology(write(tmp_path, json.dumps(TWO | {"devices": devices, "title": "two"})))
+    assert topology.latency_s.tolist() == [[0.0, 0.01], [0.02, 0.0]]
+    assert topology.bytes_per_s.tolist() == [[0.0, 1.25e8], [2.5e8, 0.0]]
+    assert (topology.flop_per_s[0], topology.memory_bytes[0], topology.up_bytes_per_s[0]) == (80e12, 24e9, 5e6)
+    assert topology.card.tolist() == [0, 0]
+    assert file.title == "two"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"latency_ms": [[0, float("nan")], [1, 0]]}, "not a network"),
+        ({"latency_ms": [[0, -1], [1, 0]]}, "latency of link 0 -> 1"),
+        ({"latency_ms": [[0, 1, 2], [1, 0, 2]]}, "2 rows, but row 0 has 3"),
+        ({"bandwidth_gbps": [[0, 0], [0, 0]]}, "no link to or from"),
+        ({"bandwidth_gbps": [[0]]}, "between"),
+        ({"bandwidth_gbps": None}, "lacks"),
+        ({"device_regions": ["x"]}, "1 regions"),
+        ({"devices": [{"tflops": 0}, {}]}, "speed of device-0"),
+        ({"devices": [{"memory_gb": -1}, {}]}, "memory of device-0"),
+        ({"latency_ms": []}, "empty"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(tmp_path: Path, change: dict[str, object], says: str) -> None:
+    path = write(tmp_path, json.dumps(TWO | change))
+    with pytest.raises(LocalError, match=says) as raised:
+        load_topology(path)
+    assert "\n" not in str(raised.value)
+    assert str(path) in str(raised.value)
+
+
+def test_a_file_that_is_none(tmp_path: Path) -> None:
+    with pytest.raises(LocalError, match="cannot be read"):
+        load_topology(tmp_path / "nowhere.json")
+    with pytest.raises(LocalError, match="not a network"):
+        load_topology(write(tmp_path, "{"))
+
+
+def test_a_part_of_a_swarm() -> None:
+    topology = make_topology(np.arange(9.0).reshape(3, 3), np.ones((3, 3)), flop_per_s=[1.0, 2.0, 3.0])
+    part = topology.take([2, 0])
+    assert part.flop_per_s.tolist() == [3.0, 1.0]
+    assert part.latency_s.tolist() == [[0.0, 6.0], [2.0, 0.0]]
+    with pytest.raises(ValueError, match="read-only"):
+        part.flop_per_s[0] = 5.0
