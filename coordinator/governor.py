@@ -10,7 +10,7 @@ import msgspec
 
 from shoal.coordinator import election
 from shoal.coordinator.allocate.interface import NO_MOVES, Allocator, Layout, MeasuredPeer, NoLayout, Snapshot
-from shoal.coordinator.cost import layer_costs
+from shoal.coordinator.cost.layers import layer_costs
 from shoal.coordinator.era import Beginning, Disks, HolderWatch, disks_of, holders, next_beginning, stages_on
 from shoal.coordinator.ledger import Ledger, StepRecord
 from shoal.coordinator.proposal import Draft

@@ -1,6 +1,6 @@
 import pytest
 
-from shoal.coordinator.cost import layer_costs
+from shoal.coordinator.cost.layers import layer_costs
 from shoal.peer.model.flop import forward_flop
 from shoal.peer.model.layout import EMBED, HEAD, all_layer_keys
 from shoal.protocol.spec import ModelSpec

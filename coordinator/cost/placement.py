@@ -1,0 +1,52 @@
+"""What an allocator chooses, what it costs, and the interface of everything that can say so."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Who holds what, by device index of one `Topology`."""
+
+    stages: tuple[tuple[int, ...], ...]
+    """Members of each stage in pipeline order, each ascending."""
+    bounds: tuple[int, ...]
+    """Stage k holds layers [bounds[k], bounds[k + 1])."""
+
+    def __post_init__(self) -> None:
+        assert len(self.bounds) == len(self.stages) + 1
+        assert all(list(stage) == sorted(set(stage)) for stage in self.stages)
+
+    def spares(self, num_devices: int) -> tuple[int, ...]:
+        """Devices that hold nothing."""
+        placed = {device for stage in self.stages for device in stage}
+        return tuple(device for device in range(num_devices) if device not in placed)
+
+    def stage_of(self) -> dict[int, int]:
+        return {device: index for index, stage in enumerate(self.stages) for device in stage}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """Lower is better."""
+
+    seconds: float
+    """A step; inf: this placement cannot be (`why` says so)."""
+    parts: dict[str, float] = field(default_factory=dict)
+    """What it is made of, by name; units are in the objective's docstring."""
+    why: str = ""
+
+    @classmethod
+    def impossible(cls, why: str) -> "Cost":
+        return cls(seconds=math.inf, why=why)
+
+
+class Objective(Protocol):
+    """A formula over placements of one topology. Pure: the same placement costs the same, bit for bit."""
+
+    name: str
+
+    def cost(self, placement: Placement) -> Cost:
+        """Exact and slow; searches have incremental twins of it that a test holds against it."""
+        ...

@@ -1,0 +1,85 @@
+"""What one training step asks of the devices and the network, whatever the layout."""
+
+from dataclasses import dataclass
+
+from shoal.coordinator.cost.layers import layer_costs
+from shoal.protocol.spec import ModelSpec, RunSpec
+
+FP32_BYTES = 4.0
+STATE_BYTES_PER_PARAMETER = 12.0
+"""Resident: the parameter and two moments, each fp32."""
+_STEP_TENSORS_BYTES = 8.0
+"""While it steps: the summed gradient, and one more copy of the parameters that microbatches in flight still need."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """L layers; embedding and head belong to the first and the last."""
+
+    layer_flop: tuple[float, ...]
+    """[L], forward FLOP a microbatch."""
+    backward_per_forward: float
+    """2, or 3 where the backward computes the forward again."""
+    layer_parameters: tuple[float, ...]
+    """[L]"""
+    gradient_bytes_per_parameter: float
+    """On the wire, one way."""
+    layer_held_bytes: tuple[float, ...]
+    """[L], kept from a microbatch's forward to its backward."""
+    cut_bytes: float
+    """A microbatch's activation between two stages on the wire; its gradient on the way back is as large."""
+    microbatches: int
+    """M, a step."""
+    tokens_per_microbatch: int
+    s_max: int
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layer_flop)
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.microbatches * self.tokens_per_microbatch
+
+    def resident_bytes(self, first_layer: int, last_layer: int) -> float:
+        """What a replica of those layers needs beside its microbatches in flight."""
+        per_parameter = STATE_BYTES_PER_PARAMETER + _STEP_TENSORS_BYTES
+        return per_parameter * sum(self.layer_parameters[first_layer:last_layer])
+
+    @classmethod
+    def of(cls, spec: RunSpec) -> "Workload":
+        training, model = spec.training, spec.model
+        tokens = training.microbatch_size * model.context
+        recompute = training.keep == "recompute"
+        width = FP32_BYTES if spec.wire.activations == "fp32" else 2.0
+        return cls(
+            layer_flop=tuple(flop * tokens for flop in layer_costs(model)),
+            backward_per_forward=3.0 if recompute else 2.0,
+            layer_parameters=_layer_parameters(model),
+            gradient_bytes_per_parameter=FP32_BYTES,
+            layer_held_bytes=_held_bytes(model, tokens, recompute=recompute),
+            cut_bytes=width * tokens * model.dim,
+            microbatches=training.microbatches_per_step,
+            tokens_per_microbatch=tokens,
+            s_max=training.s_max,
+        )
+
+
+def _layer_parameters(model: ModelSpec) -> tuple[float, ...]:
+    D = model.dim
+    attention = 2.0 * D * D + 2.0 * D * model.num_kv_heads * model.head_dim
+    counts = [attention + 3.0 * D * model.ffn_dim + 2.0 * D] * model.num_layers
+    counts[0] += float(model.vocab_size * D)
+    counts[-1] += float(model.vocab_size * D + D)
+    return tuple(counts)
+
+
+def _held_bytes(model: ModelSpec, tokens: int, *, recompute: bool) -> tuple[float, ...]:
+    """What autograd keeps, in fp32: with recomputation only a stage's input, counted as one width a layer."""
+    if recompute:
+        return (FP32_BYTES * tokens * model.dim,) * model.num_layers
+    kv = model.num_kv_heads * model.head_dim
+    widths = 6.0 * model.dim + 2.0 * kv + 4.0 * model.ffn_dim
+    held = [FP32_BYTES * tokens * widths] * model.num_layers
+    held[-1] += FP32_BYTES * tokens * 2.0 * model.vocab_size
+    return tuple(held)
