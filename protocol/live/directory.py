@@ -158,7 +158,7 @@ class LiveDirectory:
             await self._compare_clocks(node, [peer for peer, uid in zip(strangers, met, strict=True) if uid])
 
     async def _compare_clocks(self, node: Any, peers: list[HivemindPeerID]) -> None:
-        """Say it when our clock is the one that is off: records then expire early or are refused without a reason."""
+        """Say it when our clock is the one that is off: records then lapse too early or too late."""
         differences = []
         for peer in peers[:_TIME_PROBES_MAX]:
             difference = await _clock_difference_s(node.protocol, peer)
@@ -167,12 +167,12 @@ class LiveDirectory:
         if differences and min(differences)[0] > MAX_DHT_TIME_DISCREPANCY_SECONDS:
             _, ours_ahead_s, peer_id = min(differences)
             logger.error(
-                "this machine's clock is %.1f s %s that of peer %s: records are refused at a difference of more than "
-                "%d s; set the clock (NTP)",
+                "this machine's clock is %.1f s %s that of peer %s: its records lapse too %s for the others, and theirs "
+                "too %s for it; set the clock (NTP)",
                 abs(ours_ahead_s),
                 "ahead of" if ours_ahead_s > 0 else "behind",
                 peer_id[-8:],
-                MAX_DHT_TIME_DISCREPANCY_SECONDS,
+                *(("late", "early") if ours_ahead_s > 0 else ("early", "late")),
             )
 
     async def _shut_down(self, node: Any) -> None:
