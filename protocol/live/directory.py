@@ -167,8 +167,8 @@ class LiveDirectory:
         if differences and min(differences)[0] > MAX_DHT_TIME_DISCREPANCY_SECONDS:
             _, ours_ahead_s, peer_id = min(differences)
             logger.error(
-                "this machine's clock is %.1f s %s that of peer %s: its records lapse too %s for the others, and theirs "
-                "too %s for it; set the clock (NTP)",
+                "this machine's clock is %.1f s %s that of peer %s: its records lapse too %s for the others, and "
+                "theirs too %s for it; set the clock (NTP)",
                 abs(ours_ahead_s),
                 "ahead of" if ours_ahead_s > 0 else "behind",
                 peer_id[-8:],
