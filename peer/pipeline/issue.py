@@ -47,15 +47,6 @@ class IssueBook:
         if step >= self.version:
             self._taken[step] = self._taken.get(step, IndexSet()) | indices
 
-    def give_back(self, microbatch: Microbatch) -> None:
-        """Its holder lost it: grant it again."""
-        if microbatch.step >= self.version and not microbatch.validates:
-            kept = IndexSet()
-            for index in range(self.microbatches):
-                if index != microbatch.index and index in self._taken.get(microbatch.step, IndexSet()):
-                    kept.add(index)
-            self._taken[microbatch.step] = kept
-
     @property
     def admissible(self) -> int:
         """Microbatches that could be granted now."""

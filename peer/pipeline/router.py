@@ -34,10 +34,6 @@ class Router:
     def is_ready(self, peer: PeerID) -> bool:
         return peer in self._ready
 
-    @property
-    def has_target(self) -> bool:
-        return any(peer in self._ready for peer in self.shares)
-
     def pick(self, *, now_s: float, avoid: PeerID | None = None) -> PeerID | None:
         """The next target, counted as outstanding; not `avoid` if there is another. None if nobody is ready."""
         ready = [peer for peer in self.shares if peer in self._ready]

@@ -47,27 +47,6 @@ def test_what_others_hold_is_not_granted() -> None:
     assert made.grant(9) == [Microbatch(0, 2), Microbatch(1, 1)]
 
 
-def test_what_was_given_back_is_granted_again_before_the_rest() -> None:
-    made = book(M=4)
-    assert made.grant(3) == [Microbatch(0, 0), Microbatch(0, 1), Microbatch(0, 2)]
-    made.give_back(Microbatch(0, 1))
-    assert made.grant(9) == [Microbatch(0, 1), Microbatch(0, 3)]
-
-
-def test_what_was_given_back_too_late_is_not_granted() -> None:
-    made = book()
-    made.grant(3)
-    made.reach(1)
-    made.give_back(Microbatch(0, 1))
-    assert made.grant(9) == [Microbatch(1, 0), Microbatch(1, 1), Microbatch(1, 2)]
-
-
-def test_giving_back_what_was_never_taken_changes_nothing() -> None:
-    made = book()
-    made.give_back(Microbatch(0, 1))
-    assert made.grant(9) == [Microbatch(0, 0), Microbatch(0, 1), Microbatch(0, 2)]
-
-
 def test_a_word_about_a_committed_step_is_not_kept() -> None:
     made = book()
     made.reach(2)
@@ -154,10 +133,6 @@ def test_each_is_granted_once_never_beyond_s_max_and_counted_rightly(
             if step < steps:
                 held |= {Microbatch(step, i) for i in range(M) if value >> i & 1}
                 made.take(step, IndexSet(value & (1 << M) - 1))
-        elif kind == "back" and held:
-            chosen = sorted(held)[value % len(held)]
-            made.give_back(chosen)
-            held.discard(chosen)
         elif kind == "grant":
             admissible = made.admissible
             granted = made.grant(value)

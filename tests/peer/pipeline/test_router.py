@@ -21,7 +21,6 @@ def router(shares: dict[PeerID, float], *, ready: list[PeerID] | None = None) ->
 def test_nobody_ready_is_nobody_picked() -> None:
     made = router({A: 1.0}, ready=[])
     assert made.pick(now_s=0.0) is None
-    assert not made.has_target
 
 
 def test_the_ready_one_of_two_gets_everything() -> None:
@@ -34,7 +33,6 @@ def test_a_ready_peer_without_a_share_is_no_target() -> None:
     made.set_ready(B, True)
     made.set_shares({C: 1.0})
     assert made.pick(now_s=0.0) is None
-    assert not made.has_target
 
 
 def test_ties_go_by_plan_order() -> None:
