@@ -109,7 +109,6 @@ EVENTS = st.lists(
         st.tuples(st.just("grant"), st.integers(1, 7)),
         st.tuples(st.just("reach"), st.just(0)),
         st.tuples(st.just("take"), st.integers(0, 31)),
-        st.tuples(st.just("back"), st.integers(0, 40)),
     ),
     max_size=60,
 )
