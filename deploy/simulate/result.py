@@ -1,0 +1,75 @@
+"""What a modelled run has shown; the vocabulary between the engine and whoever draws tables and pictures of it."""
+
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+JobKind = Literal["forward", "backward", "step", "validate", "probe", "send"]
+"""As `Compute` has them; a last stage's whole loss job counts as a forward. `send`: a device that waits until what it
+sends is out (`ModelledRun.blocking`)."""
+Change = Literal["joined", "left", "plan", "era"]
+
+
+class StepDone(NamedTuple):
+    """Every stage has committed it."""
+
+    step: int
+    committed_at_s: float
+
+
+class Span(NamedTuple):
+    """One job of one device."""
+
+    kind: JobKind
+    started_s: float
+    ended_s: float
+
+
+class Happened(NamedTuple):
+    """`device` is -1 for what concerns all; `text` is for people."""
+
+    at_s: float
+    change: Change
+    device: int
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SimResult:
+    """Seconds are virtual, from the start of the world; devices are indexes of the run's topology."""
+
+    steps: tuple[StepDone, ...]
+    tokens_per_step: int
+    timeline: tuple[tuple[Span, ...], ...]
+    """[N], in order of time; empty unless asked for."""
+    busy_s: tuple[float, ...]
+    """[N], how long each device has worked in all, probes not counted."""
+    traffic_bytes: npt.NDArray[np.int64]
+    """[N, N], all frames that began to leave, row = from; calls are not counted."""
+    events: tuple[Happened, ...]
+    duplicates: int
+    """Microbatches that were counted twice, over all commits and stages."""
+    given_up: int
+    """Microbatches that a commit went without."""
+    failures: tuple[str, ...]
+    """What nodes could not go on from, and what handlers raised: bugs, or a run that nobody could finish."""
+    ended_at_s: float
+    wall_s: float
+    num_events: int
+    """Of the trace."""
+    trace_hash: str
+    warm_up_steps: int = field(default=2)
+    """What `step_s` and `tokens_per_s` leave out at the beginning: joining, the pipeline's fill, windows that grow."""
+
+    @property
+    def step_s(self) -> float:
+        """Median seconds from one commit to the next, once it goes steadily; NaN if there are too few."""
+        at_s = np.array([step.committed_at_s for step in self.steps[self.warm_up_steps :]])
+        return float(np.median(np.diff(at_s))) if len(at_s) > 1 else float("nan")
+
+    @property
+    def tokens_per_s(self) -> float:
+        """At the median step."""
+        return self.tokens_per_step / self.step_s
