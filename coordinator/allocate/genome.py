@@ -1,0 +1,114 @@
+"""Assignments of devices to stages, and what evolution does to them. Pure; randomness is passed in.
+
+An assignment is int64 [N]: the stage of each device, or `LEFT_OUT`. Two assignments that differ only in the names of
+their stages, or in which of several interchangeable devices is where, are the same individual: `key` is equal, and
+`align` renames the one to look as much as possible like the other, so that a child of two good parents is not noise
+(Falkenauer 1992 on grouping problems: inherit groups, not genes).
+"""
+
+import random
+
+import numpy as np
+import numpy.typing as npt
+
+Assignment = npt.NDArray[np.int64]
+
+LEFT_OUT = -1
+"""Holds nothing, on purpose."""
+HOMELESS = -2
+"""Has lost its stage in a crossover or mutation; `Evaluator.repair` finds it another."""
+
+
+def key(assignment: Assignment, classes: Assignment, num_stages: int) -> bytes:
+    """Equal for assignments that are one up to the names of stages and of interchangeable devices.
+
+    Args: classes: int64 [N], devices of one number are interchangeable.
+    """
+    placed = assignment >= 0
+    stages = sorted(np.sort(classes[placed & (assignment == stage)]).tobytes() for stage in range(num_stages))
+    return b"/".join([*stages, np.sort(classes[~placed]).tobytes()])
+
+
+def align(first: Assignment, second: Assignment, classes: Assignment, num_stages: int) -> Assignment:
+    """`second` with stages renamed, and interchangeable devices exchanged, to agree with `first` on most devices.
+
+    Stages are paired by largest overlap first. That is not always the pairing of the largest total overlap, but it
+    keeps the most alike stages together, which is what a crossover wants; and it is N + K^2 log K.
+    """
+    num_classes = int(classes.max()) + 1
+    counts = [_counts(parent, classes, num_stages, num_classes) for parent in (first, second)]
+    overlap = np.array([np.minimum(row, counts[1]).sum(axis=1) for row in counts[0]])
+    names = np.full(num_stages, -1, dtype=np.int64)
+    taken = np.zeros(num_stages, dtype=np.bool_)
+    for pair in np.argsort(-overlap, axis=None, kind="stable"):
+        mine, theirs = divmod(int(pair), num_stages)
+        if not taken[mine] and names[theirs] < 0:
+            names[theirs] = mine
+            taken[mine] = True
+    renamed = np.where(second >= 0, names[np.maximum(second, 0)], second)
+    return _exchange(first, renamed, classes)
+
+
+def _counts(assignment: Assignment, classes: Assignment, num_stages: int, num_classes: int) -> Assignment:
+    """int64 [K, classes]: how many devices of each class a stage holds."""
+    placed = assignment >= 0
+    flat = assignment[placed] * num_classes + classes[placed]
+    counts: Assignment = np.bincount(flat, minlength=num_stages * num_classes).reshape(num_stages, num_classes)
+    return counts
+
+
+def _exchange(first: Assignment, second: Assignment, classes: Assignment) -> Assignment:
+    """`second` with places exchanged inside each class, so that most devices are where `first` has them."""
+    result = second.copy()
+    order = np.argsort(classes, kind="stable")
+    for members in np.split(order, np.flatnonzero(np.diff(classes[order])) + 1):
+        if len(members) == 1:
+            continue
+        places: dict[int, int] = {}
+        for place in second[members]:
+            places[int(place)] = places.get(int(place), 0) + 1
+        rest = []
+        for device in members:
+            wish = int(first[device])
+            if places.get(wish, 0) > 0:
+                places[wish] -= 1
+                result[device] = wish
+            else:
+                rest.append(device)
+        left = [place for place in sorted(places) for _ in range(places[place])]
+        result[rest] = left
+    return result
+
+
+def crossover(first: Assignment, second: Assignment, num_stages: int, rng: random.Random) -> Assignment:
+    """Some stages of `first` whole, the others from `second`, which must be aligned to it.
+
+    A device that `first` has in a stage that came from `second`, while `second` has it in one that came from `first`,
+    is `HOMELESS`.
+    """
+    kept = np.zeros(num_stages, dtype=np.bool_)
+    kept[rng.sample(range(num_stages), rng.randint(1, max(1, num_stages - 1)))] = True
+    from_first = (first >= 0) & kept[np.maximum(first, 0)]
+    clash = (second >= 0) & kept[np.maximum(second, 0)]
+    child: Assignment = np.where(from_first, first, np.where(clash, HOMELESS, second))
+    return child
+
+
+def mutate(assignment: Assignment, num_stages: int, rng: random.Random) -> Assignment:
+    """One to a few exchanges, moves, or a stage dissolved and seeded anew; devices may come out `HOMELESS`."""
+    child = assignment.copy()
+    devices = len(child)
+    kind = rng.randrange(3)
+    if kind == 0:
+        for _ in range(rng.randint(1, max(1, devices // 8))):
+            a, b = rng.randrange(devices), rng.randrange(devices)
+            child[a], child[b] = child[b], child[a]
+    elif kind == 1:
+        for _ in range(rng.randint(1, max(1, devices // 16))):
+            child[rng.randrange(devices)] = rng.randrange(num_stages)
+    else:
+        dissolved = rng.sample(range(num_stages), min(num_stages, rng.randint(1, 2)))
+        child[np.isin(child, dissolved)] = HOMELESS
+        seeds = rng.sample(range(devices), min(devices, len(dissolved)))
+        child[seeds] = dissolved[: len(seeds)]
+    return child

@@ -1,0 +1,170 @@
+"""The evolutionary search, for any objective: a small population, whole stages inherited, local search on every child.
+
+The objective comes as an `Evaluator`, which also knows which assignments may be (how large a stage may get, who may
+hold stage 0, whether a device may be left out) and does the local search, since only it can evaluate a change for a
+fraction of the price of an evaluation.
+
+**Budgets are work, not seconds.** A unit is about one number touched by a kernel's inner loop; what a call costs is
+counted, never timed. So the same evaluator, seed and work give the same assignment bit for bit on any machine, and a
+run with more work begins with exactly the steps of the run with less (it is an anytime algorithm: stop it anywhere).
+Seconds are turned into work by `WORK_PER_SECOND`.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from shoal.coordinator.allocate.genome import Assignment, align, crossover, key, mutate
+
+WORK_PER_SECOND = 100_000_000
+"""Fewer units than kernels do in a second of one core of the machines we measured (see README.md): a budget of S
+seconds takes at most S."""
+POPULATION = 8
+"""Individuals kept. Fewer lose the alternatives a crossover needs, more spread a second's work too thin."""
+_CHILD_WORK = 20_000
+_CHILD_WORK_PER_DEVICE = 200
+"""What the loop itself costs a child, in units: it is Python."""
+_MUTANTS = 0.35
+"""Share of children that have one parent and a mutation; the others have two parents."""
+_WARM_HEAT = 0.5
+"""Local search of children starts less hot than that of newcomers: hot enough to leave the parents' local minimum, cool
+enough to keep what was inherited."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Improved:
+    """What local search returns."""
+
+    assignment: Assignment
+    cost: float
+    work: int
+    """Units spent."""
+
+
+class Evaluator(Protocol):
+    """One objective over one topology. Deterministic: no clock, no global randomness, sums in a fixed order."""
+
+    num_devices: int
+    num_stages: int
+    classes: Assignment
+    """int64 [N], devices of one number are interchangeable: exchanging them changes no cost. All different is safe."""
+    share: int
+    """Work worth giving to one call of `improve`; about as much as it needs to reach a good local minimum."""
+
+    def cost(self, assignment: Assignment) -> float:
+        """The true objective of a feasible assignment, exact; inf if it cannot be."""
+        ...
+
+    def random(self, seed: int) -> Assignment:
+        """A feasible start; different seeds should give very different ones."""
+        ...
+
+    def repair(self, assignment: Assignment, *, seed: int) -> Assignment:
+        """Make it feasible with few changes: homes for the `genome.HOMELESS`, sizes, who holds stage 0.
+
+        Args: assignment: int64 [N] of stages, `LEFT_OUT` and `HOMELESS`; any sizes, empty stages too.
+        """
+        ...
+
+    def improve(self, assignment: Assignment, *, seed: int, work: int, heat: float) -> Improved:
+        """Local search on the true objective, from a feasible assignment.
+
+        Args: work: stop soon after so many units. heat: 0 accepts improvements only (and then never returns anything
+            worse than `assignment`), 1 is for starts of no value.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """The best of a search."""
+
+    assignment: Assignment
+    cost: float
+    work: int
+    history: tuple[tuple[int, float], ...]
+    """(work spent, cost) at each improvement of the best."""
+
+
+@dataclass(slots=True)
+class _Population:
+    """At most `size` individuals, no two the same up to names, best first."""
+
+    evaluator: Evaluator
+    size: int
+    members: list[tuple[float, bytes, Assignment]] = field(default_factory=list)
+
+    def add(self, cost: float, assignment: Assignment) -> bool:
+        """Returns whether it is the best now."""
+        name = key(assignment, self.evaluator.classes, self.evaluator.num_stages)
+        twin = next((index for index, member in enumerate(self.members) if member[1] == name), None)
+        if twin is not None:
+            if self.members[twin][0] <= cost:
+                return False
+            del self.members[twin]
+        self.members.append((cost, name, assignment))
+        self.members.sort(key=lambda member: member[:2])
+        del self.members[self.size :]
+        return self.members[0][2] is assignment
+
+    def parent(self, rng: random.Random) -> Assignment:
+        """The better of two drawn."""
+        return self.members[min(rng.randrange(len(self.members)) for _ in range(2))][2]
+
+
+def evolve(
+    evaluator: Evaluator,
+    *,
+    seed: int,
+    work: int,
+    start: Sequence[Assignment] = (),
+    keep: int = POPULATION,
+    share: int | None = None,
+) -> Found:
+    """Search until `work` units are spent, or a little more: the last local search is cut to what is left.
+
+    Args:
+        start: feasible assignments to begin with (the current plan, layouts by rule); the result is never worse than
+            the best of them. Each is first improved without heat, so a small budget already repairs a current plan.
+        keep: size of the population. share: work for one child, `evaluator.share` if None.
+    """
+    rng = random.Random(seed)
+    share = evaluator.share if share is None else share
+    population = _Population(evaluator, keep)
+    history: list[tuple[int, float]] = []
+    spent = 0
+
+    def take(assignment: Assignment, heat: float) -> None:
+        nonlocal spent
+        found = evaluator.improve(assignment, seed=rng.getrandbits(63), work=min(share, work - spent), heat=heat)
+        spent += found.work + _CHILD_WORK + _CHILD_WORK_PER_DEVICE * evaluator.num_devices
+        if population.add(found.cost, found.assignment):
+            history.append((spent, found.cost))
+
+    for assignment in start:
+        if population.add(evaluator.cost(assignment), assignment):
+            history.append((spent, population.members[0][0]))
+    for assignment in start:
+        if spent < work:
+            take(assignment, 0.0)
+    newcomers = keep - len(start)
+    while spent < work or not population.members:
+        if newcomers > 0 or len(population.members) < 2:
+            newcomers -= 1
+            take(evaluator.random(rng.getrandbits(63)), 1.0)
+        else:
+            take(_child(population, rng), _WARM_HEAT)
+    cost, _, best = population.members[0]
+    return Found(assignment=best, cost=cost, work=spent, history=tuple(history))
+
+
+def _child(population: _Population, rng: random.Random) -> Assignment:
+    evaluator = population.evaluator
+    first = population.parent(rng)
+    if rng.random() < _MUTANTS:
+        child = mutate(first, evaluator.num_stages, rng)
+    else:
+        second = align(first, population.parent(rng), evaluator.classes, evaluator.num_stages)
+        child = crossover(first, second, evaluator.num_stages, rng)
+    return evaluator.repair(child, seed=rng.getrandbits(63))
