@@ -19,16 +19,15 @@ from shoal.peer.data.microbatch import validation_microbatch
 from shoal.peer.model import llama
 from shoal.peer.model.flop import backward_flop, forward_flop
 from shoal.peer.model.layout import HEAD, layer_layout, stage_layer_keys
+from shoal.peer.pipeline.contributions import Contributions
 from shoal.peer.pipeline.microbatch import IndexSet, Microbatch
 from shoal.peer.pipeline.state import LayerState, StageState, predict_layer, step_layer
 from shoal.peer.pipeline.wire import ActivationWire
+from shoal.peer.vectors import VECTORS
 from shoal.protocol.ports import Payload
 from shoal.protocol.spec import RunSpec
 
 logger = logging.getLogger(__name__)
-
-APART_MAX = 16
-"""Gradients of one step that are kept apart from its sum: each is as large as the stage."""
 
 Leaves = dict[str, dict[str, Tensor]]
 """Layer key -> tensor name -> autograd leaf."""
@@ -67,10 +66,7 @@ class StageRuntime:
         self.num_parameters = sum(sizes)
         self._before: dict[str, Tensor] = {}  # parameters of the version before the current one
         self._leaves: dict[int, Leaves] = {}  # step -> weights for it, made from the current version
-        self._sums: dict[int, Tensor] = {}  # step -> gradient sum [N]
-        self._summed: set[Microbatch] = set()  # what the sums hold
-        self._apart: dict[int, dict[int, Tensor]] = {}  # step -> index -> gradient [N] that may be left out
-        self._finished: dict[Microbatch, Tensor] = {}  # gradient [N] of a backward that nobody has been told of yet
+        self._contributions = Contributions(self.num_parameters, VECTORS)
         self._contexts: dict[Microbatch, _Context] = {}
         tokens = spec.training.microbatch_size * spec.model.context
         self.forward_flop = sum(forward_flop(spec.model, key, tokens) for key in self.keys)
@@ -196,36 +192,15 @@ class StageRuntime:
         On the loop's thread, as `gradient_sum` is: what the sum holds is exactly what has been told.
         Returns: whether it is kept apart.
         """
-        gradient_N = self._finished.pop(microbatch, None)
-        if gradient_N is None or microbatch.step < self.version:
-            return False
-        kept = self._apart.setdefault(microbatch.step, {})
-        if apart and len(kept) < APART_MAX:
-            kept[microbatch.index] = gradient_N
-            return True
-        if microbatch.step in self._sums:
-            self._sums[microbatch.step] += gradient_N
-        else:
-            self._sums[microbatch.step] = gradient_N
-        self._summed.add(microbatch)
-        return False
+        return self._contributions.contribute(microbatch, version=self.version, apart=apart)
 
     def gradient_sum(self, step: int, indices: IndexSet | None = None) -> Tensor:
-        """The sum over our contributions to `step`, float32 [N] on the CPU; of those kept apart `indices`, if given.
-
-        A copy: a microbatch that comes late must not change what others have seen of it. It is added to the sum all
-        the same, for another attempt at the step.
-        """
-        total_N = self._sums.get(step)
-        sum_N = torch.zeros(self.num_parameters) if total_N is None else total_N.to("cpu", copy=True)
-        for index, gradient_N in sorted(self._apart.get(step, {}).items()):
-            if indices is None or index in indices:
-                sum_N += gradient_N.to("cpu")
-        return sum_N
+        """The sum over our contributions to `step`, float32 [N] on the CPU; of those kept apart `indices`, if given."""
+        return self._contributions.total(step, indices)
 
     def forget(self, microbatch: Microbatch) -> None:
         self._contexts.pop(microbatch, None)
-        self._finished.pop(microbatch, None)
+        self._contributions.forget(microbatch)
 
     # --- inside ---
 
@@ -256,12 +231,12 @@ class StageRuntime:
 
     def _collect(self, microbatch: Microbatch, leaves: Leaves, contributes: bool) -> None:
         """The backward that follows leaves its gradient in one flat tensor, if anybody wants it."""
-        if not contributes or microbatch in self._summed or microbatch.index in self._apart.get(microbatch.step, {}):
-            return  # It came again, because somebody before us died. The group counts it once.
+        if not contributes or self._contributions.has(microbatch):
+            return
         gradient_N = torch.zeros(self.num_parameters, device=self.device)
         for key, named in leaves.items():
             layer_layout(self.spec.model, key).collect(named, gradient_N[self._spans[key]])
-        self._finished[microbatch] = gradient_N
+        self._contributions.finish(microbatch, gradient_N)
 
     def _weights(self, step: int) -> Leaves:
         """ŵ_step: the current weights if they are that step's, else their prediction. Made once.
@@ -285,11 +260,7 @@ class StageRuntime:
     def _forget_old_steps(self) -> None:
         """The weights that were made from another version, and the sums of the steps before this one."""
         self._leaves.clear()
-        # A step ends on the device's thread while the loop's may add to these: iterate over copies.
-        for table in (self._sums, self._apart):
-            for step in [s for s in list(table) if s < self.version]:
-                del table[step]
-        self._summed.difference_update([m for m in list(self._summed) if m.step < self.version])
+        self._contributions.forget_before(self.version)
 
     def _input_gradient(self, x: Tensor) -> bytearray | None:
         if not x.is_floating_point():

@@ -20,8 +20,9 @@ from shoal.peer.data.microbatch import microbatch as training_microbatch
 from shoal.peer.data.microbatch import validation_microbatch
 from shoal.peer.model import llama
 from shoal.peer.model.layout import all_layer_keys, layer_layout
+from shoal.peer.pipeline.contributions import APART_MAX
 from shoal.peer.pipeline.microbatch import IndexSet, Microbatch
-from shoal.peer.pipeline.stage import APART_MAX, StageRuntime
+from shoal.peer.pipeline.stage import StageRuntime
 from shoal.peer.pipeline.state import StageState, initial_state, predict_layer
 from shoal.protocol.spec import RunSpec
 
@@ -477,7 +478,7 @@ def test_a_loaded_state_keeps_what_was_summed_for_its_steps_and_drops_the_rest(s
         run([runtime], Microbatch(step, 0))
     assert runtime.state is not None
     runtime.load(later(runtime.state, 2))
-    assert sorted(runtime._sums) == [2]
+    assert runtime._contributions.steps == [2]
     assert runtime.gradient_sum(2).any()
 
 

@@ -1,0 +1,54 @@
+"""Flat float32 vectors (gradient sums, layer states): where they live between the device and the wire, in what pieces
+they travel, and how they become bytes and numbers again.
+
+One of the two places where a peer without tensors differs from a real one; the other is `arithmetic.py`.
+"""
+
+import torch
+from torch import Tensor
+
+from shoal.peer.pipeline.state import LayerState
+from shoal.protocol.limits import BULK_CHUNK_BYTES
+from shoal.protocol.ports import Payload
+
+
+class Vectors:
+    """Args:
+    host: the device that vectors are on while they are summed and sent.
+    chunk_bytes: the largest piece.
+    """
+
+    def __init__(self, host: torch.device, *, chunk_bytes: int = BULK_CHUNK_BYTES) -> None:
+        self.host = host
+        self.chunk = chunk_bytes // 4
+        """Elements."""
+
+    def empty(self, size: int) -> Tensor:
+        """float32 [size], of any values."""
+        return torch.empty(size, device=self.host)
+
+    def zeros(self, size: int) -> Tensor:
+        return torch.zeros(size, device=self.host)
+
+    def on_host(self, values_N: Tensor) -> Tensor:
+        """`values_N` itself if it is there already."""
+        return values_N.to(self.host)
+
+    def copied(self, values_N: Tensor) -> Tensor:
+        """On the host, and nobody else's."""
+        return values_N.to(self.host, copy=True)
+
+    def payload_of(self, values_C: Tensor) -> Payload:
+        """The bytes of a float32 tensor, without copying."""
+        return memoryview(values_C.detach().contiguous().numpy().data).cast("B")
+
+    def values_of(self, payload: Payload) -> Tensor:
+        """float32 [bytes / 4], without copying."""
+        return torch.frombuffer(payload, dtype=torch.float32)
+
+    def layer_state(self, param_N: Tensor, moment1_N: Tensor, moment2_N: Tensor) -> LayerState:
+        return LayerState(param_N=param_N, moment1_N=moment1_N, moment2_N=moment2_N)
+
+
+VECTORS = Vectors(torch.device("cpu"))
+"""Of every peer that computes."""
