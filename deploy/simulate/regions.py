@@ -1,0 +1,181 @@
+"""A network as people say it: so many devices of a kind in a region, and what lies between regions."""
+
+import math
+
+import msgspec
+import numpy as np
+
+from shoal.protocol.errors import LocalError
+from shoal.protocol.limits import PEERS_MAX
+from shoal.protocol.topology import Floats, Topology, make_topology
+
+_BITS_PER_BYTE = 8.0
+_GIGA = 1e9
+_MEGA = 1e6
+_TERA = 1e12
+_MILLI = 1e-3
+
+
+class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A table of a scenario file. Checks raise ValueError; msgspec adds the path of the field."""
+
+
+def require(condition: bool, sentence: str) -> None:
+    if not condition:
+        raise ValueError(sentence)
+
+
+class Region(Section, frozen=True):
+    """`count` equal devices."""
+
+    name: str
+    count: int
+    place: str = ""
+    """Regions may share one, as those with DSL and with fibre in a town do; paths are between places. Default: the
+    region's name."""
+    tflops: float = 45.0
+    """Of a device, as measured on real microbatches, not a peak."""
+    memory_gb: float = 16.0
+    up_mbps: float = math.inf
+    """Of a network card."""
+    down_mbps: float = math.inf
+    devices_per_card: int = 1
+    """Devices of one machine share its card."""
+    last_mile_ms: float = 0.0
+    """Added to every path, once for each end that is here."""
+    inside_ms: float = 0.1
+    """One way between two machines of the place."""
+    inside_mbps: float = 10_000.0
+    machine_ms: float = 0.01
+    """One way between two devices of one machine."""
+    machine_mbps: float = 100_000.0
+    has_text: bool = True
+
+    def __post_init__(self) -> None:
+        require(bool(self.name), "a region needs a name")
+        require(0 < self.count <= PEERS_MAX, f"count must be in [1, {PEERS_MAX}], is {self.count}")
+        require(self.devices_per_card > 0, f"devices_per_card must be positive, is {self.devices_per_card}")
+        for name in ("tflops", "memory_gb", "inside_mbps", "machine_mbps"):
+            require(0.0 < getattr(self, name) < math.inf, f"{name} must be positive, is {getattr(self, name)}")
+        for name in ("up_mbps", "down_mbps"):
+            require(getattr(self, name) > 0.0, f"{name} must be positive, is {getattr(self, name)}")
+        for name in ("last_mile_ms", "inside_ms", "machine_ms"):
+            require(0.0 <= getattr(self, name) < math.inf, f"{name} must be 0 or more, is {getattr(self, name)}")
+
+    @property
+    def at(self) -> str:
+        return self.place or self.name
+
+
+class Path(Section, frozen=True):
+    """Between two places, or inside one that is named twice; the same both ways unless `back_mbps` says otherwise."""
+
+    between: tuple[str, str]
+    latency_ms: float
+    """One way."""
+    mbps: float
+    back_mbps: float | None = None
+    """From the second to the first."""
+
+    def __post_init__(self) -> None:
+        _require_link(self.latency_ms, self.mbps)
+        _require_link(self.latency_ms, self.mbps if self.back_mbps is None else self.back_mbps)
+
+
+class Elsewhere(Section, frozen=True):
+    """Between places that no path names."""
+
+    latency_ms: float
+    mbps: float
+
+    def __post_init__(self) -> None:
+        _require_link(self.latency_ms, self.mbps)
+
+
+class NetworkSection(Section, frozen=True):
+    """Either `file`, or regions and paths."""
+
+    file: str = ""
+    """A network file (`protocol/topology.py`), relative to the scenario's folder."""
+    region: tuple[Region, ...] = ()
+    path: tuple[Path, ...] = ()
+    elsewhere: Elsewhere | None = None
+
+    def __post_init__(self) -> None:
+        require(bool(self.file) != bool(self.region), "give either file or regions")
+        require(not self.file or not (self.path or self.elsewhere), "paths are for regions, not for a file")
+        names = [region.name for region in self.region]
+        require(len(set(names)) == len(names), "two regions have one name")
+        require(sum(region.count for region in self.region) <= PEERS_MAX, f"more than {PEERS_MAX} devices")
+        places = {region.at for region in self.region}
+        for path in self.path:
+            for place in path.between:
+                require(place in places, f"a path names {place!r}, where no region is")
+
+
+def topology_of(network: NetworkSection) -> Topology:
+    """Devices in the order of their regions, named `region-number`.
+
+    Raises: LocalError: two places without a path, or what `Topology` refuses.
+    """
+    regions = network.region
+    latency_RR, rate_RR = _between_regions(network)
+    region = np.repeat(np.arange(len(regions)), [r.count for r in regions])
+    number = np.concatenate([np.arange(r.count) for r in regions])
+
+    def each(values: list[float]) -> Floats:
+        return np.array(values, dtype=np.float64)[region]
+
+    card_of = np.array([r.devices_per_card for r in regions])[region]
+    # The first device of each machine names its card.
+    card = np.arange(len(region)) - number % card_of
+    last_mile_s = each([r.last_mile_ms * _MILLI for r in regions])
+    latency_s = latency_RR[np.ix_(region, region)] + last_mile_s[:, None] + last_mile_s[None, :]
+    bytes_per_s = rate_RR[np.ix_(region, region)].copy()
+    same = card[:, None] == card[None, :]
+    latency_s = np.where(same, each([r.machine_ms * _MILLI for r in regions])[:, None], latency_s)
+    bytes_per_s = np.where(same, each([_bytes_per_s(r.machine_mbps) for r in regions])[:, None], bytes_per_s)
+    return make_topology(
+        latency_s,
+        bytes_per_s,
+        flop_per_s=each([r.tflops * _TERA for r in regions]),
+        memory_bytes=each([r.memory_gb * _GIGA for r in regions]),
+        up_bytes_per_s=each([_bytes_per_s(r.up_mbps) for r in regions]),
+        down_bytes_per_s=each([_bytes_per_s(r.down_mbps) for r in regions]),
+        card=card,
+        names=tuple(f"{regions[r].name}-{n}" for r, n in zip(region, number, strict=True)),
+        regions=tuple(regions[r].name for r in region),
+        may_feed=each([float(r.has_text) for r in regions]),
+    )
+
+
+def _between_regions(network: NetworkSection) -> tuple[Floats, Floats]:
+    """One-way latency in seconds and bytes/s, [R, R], without last miles. Raises: LocalError."""
+    regions, elsewhere = network.region, network.elsewhere
+    paths: dict[tuple[str, str], tuple[float, float]] = {}
+    for path in network.path:
+        a, b = path.between
+        paths[b, a] = (path.latency_ms, path.mbps if path.back_mbps is None else path.back_mbps)
+        paths[a, b] = (path.latency_ms, path.mbps)
+    size = len(regions)
+    latency_s, bytes_per_s = np.zeros((size, size)), np.zeros((size, size))
+    for i, a in enumerate(regions):
+        for j, b in enumerate(regions):
+            found = paths.get((a.at, b.at))
+            if found is None and a.at == b.at:
+                found = (max(a.inside_ms, b.inside_ms), min(a.inside_mbps, b.inside_mbps))
+            if found is None and elsewhere is not None:
+                found = (elsewhere.latency_ms, elsewhere.mbps)
+            if found is None:
+                raise LocalError(f"there is no path between {a.at!r} and {b.at!r}, and no [network.elsewhere]")
+            latency_s[i, j], bytes_per_s[i, j] = found[0] * _MILLI, _bytes_per_s(found[1])
+    return latency_s, bytes_per_s
+
+
+def _bytes_per_s(mbps: float) -> float:
+    return mbps * _MEGA / _BITS_PER_BYTE
+
+
+def _require_link(latency_ms: float, mbps: float) -> None:
+    require(0.0 <= latency_ms < math.inf, f"latency_ms must be 0 or more, is {latency_ms}")
+    require(0.0 < mbps < math.inf, f"mbps must be positive, is {mbps}")

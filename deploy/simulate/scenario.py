@@ -1,0 +1,202 @@
+"""What to simulate: TOML, a network file or a shipped name -> a frozen `Scenario`.
+
+`README.md` of this folder walks through a file. Sections `[model]`, `[training]` and `[wire]` are those of a run spec
+(`protocol/spec.py`), `[network]` is in `regions.py`, `[[strategy]]` in `strategy.py`.
+"""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from shoal.deploy.simulate.regions import NetworkSection, Section, require, topology_of
+from shoal.deploy.simulate.strategy import DEFAULT, KNOWN, Strategy
+from shoal.protocol.errors import LocalError, ShoalError
+from shoal.protocol.spec import ModelSpec, OptimizerSpec, RunSpec, SwarmSpec, TrainingSpec, WireSpec
+from shoal.protocol.topology import NetworkFile, Topology, WorkloadEntry, load_topology
+
+SHIPPED = Path(__file__).parent / "scenarios"
+STEPS = 8
+"""Of a simulated run whose scenario does not say: two to warm up, the others to measure."""
+_HEAD_SIZE = 128
+
+
+class ChurnSection(Section, frozen=True):
+    """Who comes and goes."""
+
+    trace: str
+    """A trace (`traces.py`), relative to the scenario's folder."""
+    start_s: float | None = None
+    """Where in the trace the run begins. None: when half of the most nodes that it ever has are up."""
+    speedup: float = 1.0
+    """Trace seconds a simulated second."""
+
+    def __post_init__(self) -> None:
+        require(bool(self.trace), "trace is empty")
+        require(self.start_s is None or 0.0 <= self.start_s < math.inf, f"start_s is {self.start_s}")
+        require(0.0 < self.speedup < math.inf, f"speedup must be positive, is {self.speedup}")
+
+
+class ScenarioFile(Section, frozen=True):
+    """The TOML file."""
+
+    network: NetworkSection
+    title: str = ""
+    steps: int = STEPS
+    """Every strategy runs until it has committed so many, …"""
+    seconds: float | None = None
+    """… or for so long, of virtual time."""
+    stages: int | None = None
+    """None: as many as the planner finds best."""
+    model: ModelSpec = msgspec.field(default_factory=ModelSpec)
+    training: TrainingSpec = msgspec.field(default_factory=TrainingSpec)
+    wire: WireSpec = msgspec.field(default_factory=WireSpec)
+    churn: ChurnSection | None = None
+    strategy: tuple[Strategy, ...] = ()
+    """None given: those of `strategy.DEFAULT`."""
+
+    def __post_init__(self) -> None:
+        require(self.steps > 0, f"steps must be positive, is {self.steps}")
+        require(self.seconds is None or 0.0 < self.seconds < math.inf, f"seconds must be positive, is {self.seconds}")
+        require(
+            self.stages is None or 0 < self.stages <= self.model.num_layers,
+            f"stages must be in [1, {self.model.num_layers}], is {self.stages}",
+        )
+        names = [strategy.name for strategy in self.strategy]
+        require(len(set(names)) == len(names), "two strategies have one name")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Scenario:
+    """All that the strategies have in common."""
+
+    name: str
+    title: str
+    topology: Topology
+    spec: RunSpec
+    """`training.steps` is how far each strategy runs; `swarm.stages` says nothing where `stages` is None."""
+    stages: int | None
+    seconds: float | None
+    paper: WorkloadEntry | None
+    """The constants of the DT-FM objective, where the network file has them."""
+    trace: Path | None
+    churn: ChurnSection | None
+    strategies: tuple[Strategy, ...]
+
+
+def shipped_names() -> tuple[str, ...]:
+    return tuple(sorted(path.stem for path in SHIPPED.glob("*.toml")))
+
+
+def find_scenario(what: str) -> Scenario:
+    """A scenario file, a network file, or the name of a shipped scenario.
+
+    Raises: LocalError, in one line: there is none, or it says what cannot be.
+    """
+    path = Path(what).expanduser()
+    if path.suffix == ".json":
+        return _of_network(path)
+    if path.suffix == ".toml" or path.is_file():
+        return load_scenario(path)
+    if what in shipped_names():
+        return load_scenario(SHIPPED / f"{what}.toml")
+    raise LocalError(f"{what!r} is no file, and none of the shipped scenarios: {', '.join(shipped_names())}")
+
+
+def read_scenario(path: Path) -> ScenarioFile:
+    """Raises: LocalError."""
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise LocalError(f"cannot read the scenario {path}: {error.strerror or error}") from error
+    try:
+        return msgspec.toml.decode(raw, type=ScenarioFile)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:  # ValidationError is a DecodeError
+        raise LocalError(f"{path}: {str(error).splitlines()[0]}") from error
+
+
+def load_scenario(path: Path) -> Scenario:
+    """Raises: LocalError."""
+    file = read_scenario(path)
+    network: NetworkFile | None = None
+    if file.network.file:
+        topology, network = load_topology(path.parent / file.network.file)
+    else:
+        try:
+            topology = topology_of(file.network)
+        except ShoalError as error:
+            raise LocalError(f"{path}: {error}") from error
+    trace = None
+    if file.churn is not None:
+        trace = path.parent / file.churn.trace
+        if not trace.is_file():
+            raise LocalError(f"{path}: there is no trace {trace}")
+    return Scenario(
+        name=path.stem,
+        title=file.title or path.stem,
+        topology=topology,
+        spec=_spec(path.stem, file.model, msgspec.structs.replace(file.training, steps=file.steps), file.wire),
+        stages=file.stages,
+        seconds=file.seconds,
+        paper=network.workload if network is not None else None,
+        trace=trace,
+        churn=file.churn,
+        strategies=file.strategy or tuple(KNOWN[name] for name in DEFAULT),
+    )
+
+
+def _of_network(path: Path) -> Scenario:
+    topology, file = load_topology(path)
+    try:
+        model, training = run_of_workload(file.workload)
+    except ValueError as error:
+        raise LocalError(f"the workload of {path} cannot be: {error}") from error
+    return Scenario(
+        name=path.stem,
+        title=file.title or file.name or path.stem,
+        topology=topology,
+        spec=_spec(path.stem, model, training, WireSpec()),
+        stages=file.num_stages,
+        seconds=None,
+        paper=file.workload,
+        trace=None,
+        churn=None,
+        strategies=tuple(KNOWN[name] for name in DEFAULT),
+    )
+
+
+def run_of_workload(paper: WorkloadEntry | None) -> tuple[ModelSpec, TrainingSpec]:
+    """A decoder of the size that a network file speaks of, in microbatches of one sample.
+
+    The papers' layers have two matrices of 4 D² in their feed-forward part, ours three of D · F: F = 8 D / 3 makes
+    them equal. Without a workload: GPT-3 XL on 2^20 tokens a step, as in the DT-FM paper.
+    """
+    dim = _HEAD_SIZE * max(1, round((paper.hidden_dim_of_model if paper else 0) / _HEAD_SIZE)) if paper else 2048
+    context = (paper.sequence_length_tokens if paper else 0) or 2048
+    tokens = (paper.global_batch_tokens if paper else 0.0) or 2.0**20
+    heads = dim // _HEAD_SIZE
+    model = ModelSpec(
+        vocab_size=50_304,
+        dim=dim,
+        num_layers=(paper.num_layers if paper else 0) or 24,
+        num_heads=heads,
+        num_kv_heads=heads,
+        ffn_dim=8 * dim // 3,
+        context=context,
+    )
+    training = TrainingSpec(
+        steps=STEPS, microbatches_per_step=max(1, round(tokens / context)), microbatch_size=1, keep="recompute"
+    )
+    return model, training
+
+
+def _spec(name: str, model: ModelSpec, training: TrainingSpec, wire: WireSpec) -> RunSpec:
+    return RunSpec(
+        name=name[:64],
+        model=model,
+        training=msgspec.structs.replace(training, validation_interval_steps=0),
+        wire=wire,
+        optimizer=OptimizerSpec(warmup_steps=0),
+        swarm=SwarmSpec(stages=1, min_peers=1),
+    )

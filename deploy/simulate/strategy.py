@@ -1,0 +1,51 @@
+"""What a simulation may try: a layout, a staleness, a way over the wire, with churn or without."""
+
+from typing import Literal
+
+from shoal.deploy.simulate.regions import Section, require
+from shoal.protocol.spec import WireSpec
+
+LayoutName = Literal["ours", "given", "random", "mod", "greedy", "dtfm-paper", "dtfm", "live"]
+"""Who holds what. `ours` is the throughput planner, `dtfm` the search on the paper's objective, `live` whatever the
+coordinators of the simulated swarm decide, again at every change. The others are what one compares with."""
+
+
+class Strategy(Section, frozen=True):
+    """One row of the table."""
+
+    name: str
+    layout: LayoutName
+    blocking: bool = False
+    """A device computes nothing while it sends, as with synchronous calls of a collective library."""
+    s_max: int | None = None
+    """Largest staleness; None: the scenario's own."""
+    wire: WireSpec | None = None
+    """How tensors travel; None: as the scenario says."""
+    stages: int | None = None
+    """None: the scenario's own, and if that says nothing what the planner finds best."""
+    churn: bool = True
+    """False: nobody comes or goes, whatever the scenario says."""
+
+    def __post_init__(self) -> None:
+        require(0 < len(self.name) <= 40, "a strategy's name must have 1 to 40 characters")
+        require(self.s_max is None or 0 <= self.s_max <= 8, f"s_max must be in [0, 8], is {self.s_max}")
+        require(self.stages is None or self.stages > 0, f"stages must be positive, is {self.stages}")
+
+
+KNOWN: dict[str, Strategy] = {
+    strategy.name: strategy
+    for strategy in (
+        Strategy(name="ours", layout="ours"),
+        Strategy(name="ours-sync", layout="ours", s_max=0),
+        Strategy(name="live", layout="live"),
+        Strategy(name="greedy", layout="greedy"),
+        Strategy(name="mod", layout="mod", s_max=0),
+        Strategy(name="random", layout="random", s_max=0),
+        Strategy(name="given", layout="given", s_max=0),
+        Strategy(name="megatron", layout="given", blocking=True, s_max=0),
+        Strategy(name="dtfm", layout="dtfm", blocking=True, s_max=0),
+        Strategy(name="dtfm-paper", layout="dtfm-paper", blocking=True, s_max=0),
+    )
+}
+"""By the names that `--strategies` takes; `megatron` is a synchronous pipeline in the order of the devices."""
+DEFAULT = ("ours", "ours-sync", "random", "megatron")

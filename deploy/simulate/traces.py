@@ -1,0 +1,237 @@
+"""Recorded comings and goings of machines, and how a simulated swarm lives through them.
+
+A trace is a CSV file with a header, times in seconds. Three forms are known by their headers:
+
+    time_s,event,node             one `add` or `remove` a line
+    down_start_s,down_end_s,node  who was down from when to when; every node named is up otherwise
+    time_s,available              how many could be had; who goes when it falls is drawn from a seed
+"""
+
+import csv
+import math
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from shoal.deploy.simulate.modelled import Churn
+from shoal.protocol.errors import LocalError
+
+Kind = Literal["add", "remove"]
+_Rows = Iterator[tuple[int, list[str]]]
+"""(line of the file, fields)."""
+_NODES_MAX = 100_000
+
+
+class TraceEvent(NamedTuple):
+    at_s: float
+    kind: Kind
+    node: str
+
+
+def load_trace(path: Path, *, seed: int = 0) -> tuple[TraceEvent, ...]:
+    """By time. A node is added before it is removed, and never twice in a row.
+
+    Args:
+        seed: decides who goes where the file only counts.
+    Raises: LocalError, in one line: no such file, an unknown header, a line that says what cannot be.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise LocalError(f"the trace {path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise LocalError(f"the trace {path} is not text") from error
+    table = csv.reader(lines)
+    header = tuple(field.strip() for field in next(table, []))
+    read = _READERS.get(header)
+    if read is None:
+        known = "; ".join(",".join(names) for names in _READERS)
+        raise LocalError(f"{path} is no trace: its first line is {','.join(header)[:80]!r}, not one of {known}")
+    try:
+        rows = ((number, fields) for number, fields in enumerate(table, start=2) if fields)
+        events = tuple(read(_checked(rows, len(header)), random.Random(f"trace/{seed}")))
+    except (_BadLine, csv.Error) as error:
+        raise LocalError(f"{path}: {error}") from error
+    if not events:
+        raise LocalError(f"{path} is no trace: nothing happens in it")
+    return events
+
+
+def replay(
+    trace: Sequence[TraceEvent],
+    *,
+    num_devices: int,
+    seconds: float,
+    start_s: float | None = None,
+    speedup: float = 1.0,
+) -> tuple[Churn, ...]:
+    """Let `num_devices` devices live through `seconds` of a trace, from `start_s` on.
+
+    A node that comes takes the lowest device that is free, and none if all are taken. Where the trace never has as
+    many nodes at once as there are devices, several copies of it run side by side, each over devices of its own and
+    beginning at another time, as evenly spread over the trace as it is long.
+
+    Args:
+        start_s: in the trace. None: when half of the most nodes that it ever has are up for the first time.
+        speedup: trace seconds a simulated second.
+    Returns: by time. A device that is not there at the beginning is added later, if need be after the end.
+    """
+    assert min(seconds, speedup, num_devices) > 0
+    peak, half_s = _peak(trace)
+    begin_s = half_s if start_s is None else start_s
+    copies = math.ceil(num_devices / peak)
+    spread_s = max(0.0, trace[-1].at_s - begin_s - seconds * speedup) / copies
+    events: list[Churn] = []
+    for copy in range(copies):
+        devices = range(copy * peak, min(num_devices, (copy + 1) * peak))
+        events += _replay_copy(trace, devices, begin_s + copy * spread_s, seconds, speedup)
+    return tuple(sorted(events, key=lambda event: (event.at_s, event.kind, event.device)))
+
+
+def absent_at_first(events: Iterable[Churn]) -> frozenset[int]:
+    """Devices that are not there when a run begins."""
+    first: dict[int, Churn] = {}
+    for event in events:
+        first.setdefault(event.device, event)
+    return frozenset(device for device, event in first.items() if event.kind == "add" and event.at_s > 0.0)
+
+
+def _replay_copy(
+    trace: Sequence[TraceEvent], devices: range, begin_s: float, seconds: float, speedup: float
+) -> list[Churn]:
+    free = list(devices)
+    held: dict[str, int] = {}
+    at_first: set[int] = set()
+    events: list[Churn] = []
+    for at_s, kind, node in trace:
+        moment_s = (at_s - begin_s) / speedup
+        if moment_s > seconds:
+            break
+        if kind == "add" and free:
+            held[node] = device = min(free)
+            free.remove(device)
+        elif kind == "remove" and node in held:
+            device = held.pop(node)
+            free.append(device)
+        else:
+            continue
+        if moment_s > 0.0:
+            events.append(Churn(moment_s, kind, device))
+        else:
+            at_first = set(held.values())
+    seen = at_first | {event.device for event in events}
+    return events + [Churn(seconds + 1.0, "add", device) for device in devices if device not in seen]
+
+
+def _peak(trace: Sequence[TraceEvent]) -> tuple[int, float]:
+    """The most nodes up at once, and since when half of them are."""
+    up = peak = 0
+    counts = []
+    for at_s, kind, _ in trace:
+        up += 1 if kind == "add" else -1
+        peak = max(peak, up)
+        counts.append((at_s, up))
+    return peak, next(at_s for at_s, count in counts if 2 * count >= peak)
+
+
+# --- the three forms ---
+
+
+class _BadLine(Exception):
+    def __init__(self, line: int, what: str) -> None:
+        super().__init__(f"line {line}: {what}")
+
+
+def _checked(rows: Iterable[tuple[int, list[str]]], width: int) -> _Rows:
+    for number, fields in rows:
+        if len(fields) != width:
+            raise _BadLine(number, f"{len(fields)} fields, not {width}")
+        yield number, [field.strip() for field in fields]
+
+
+def _comings_and_goings(rows: _Rows, rng: random.Random) -> Iterator[TraceEvent]:
+    up: set[str] = set()
+    last_s = 0.0
+    for line, (time, event, node) in rows:
+        at_s = _seconds(line, time)
+        if at_s < last_s:
+            raise _BadLine(line, f"at {time} s, after {last_s:g} s")
+        last_s = at_s
+        if event == "add" and node not in up:
+            up.add(node)
+            yield TraceEvent(at_s, "add", node)
+        elif event == "remove" and node in up:
+            up.discard(node)
+            yield TraceEvent(at_s, "remove", node)
+        elif event in ("add", "remove"):
+            raise _BadLine(line, f"{node!r} is {'added twice' if event == 'add' else 'removed and not there'}")
+        else:
+            raise _BadLine(line, f"{event!r} is neither add nor remove")
+
+
+def _down_times(rows: _Rows, rng: random.Random) -> Iterator[TraceEvent]:
+    down: dict[str, list[tuple[float, float]]] = {}
+    for line, (start, end, node) in rows:
+        start_s, end_s = _seconds(line, start), _seconds(line, end)
+        if end_s < start_s:
+            raise _BadLine(line, f"{node!r} is up again before it is down")
+        down.setdefault(node, []).append((start_s, end_s))
+    events: list[TraceEvent] = []
+    for node, intervals in down.items():
+        merged = _merged(intervals)
+        if merged[0][0] > 0.0:
+            events.append(TraceEvent(0.0, "add", node))
+        for start_s, end_s in merged:
+            if start_s > 0.0:
+                events.append(TraceEvent(start_s, "remove", node))
+            events.append(TraceEvent(end_s, "add", node))
+    yield from sorted(events, key=lambda event: (event.at_s, event.kind == "add", event.node))
+
+
+def _merged(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Without overlaps and empty ones: two causes may have been written down for one absence."""
+    merged: list[tuple[float, float]] = []
+    for start_s, end_s in sorted(intervals):
+        if merged and start_s <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end_s, merged[-1][1]))
+        else:
+            merged.append((start_s, end_s))
+    return merged
+
+
+def _counts(rows: _Rows, rng: random.Random) -> Iterator[TraceEvent]:
+    up: list[str] = []
+    named = 0
+    last_s = 0.0
+    for line, (time, available) in rows:
+        at_s = _seconds(line, time)
+        if at_s < last_s:
+            raise _BadLine(line, f"at {time} s, after {last_s:g} s")
+        last_s = at_s
+        if not available.isdecimal() or int(available) > _NODES_MAX:
+            raise _BadLine(line, f"{available!r} is no number of nodes")
+        wanted = int(available)
+        while len(up) > wanted:
+            yield TraceEvent(at_s, "remove", up.pop(rng.randrange(len(up))))
+        while len(up) < wanted:
+            up.append(f"node{named}")
+            named += 1
+            yield TraceEvent(at_s, "add", up[-1])
+
+
+def _seconds(line: int, text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        raise _BadLine(line, f"{text!r} is no time") from None
+    if not 0.0 <= seconds < math.inf:
+        raise _BadLine(line, f"{text!r} is no time")
+    return seconds
+
+
+_READERS: dict[tuple[str, ...], Callable[[_Rows, random.Random], Iterator[TraceEvent]]] = {
+    ("time_s", "event", "node"): _comings_and_goings,
+    ("down_start_s", "down_end_s", "node"): _down_times,
+    ("time_s", "available"): _counts,
+}
