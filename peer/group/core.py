@@ -152,8 +152,7 @@ class GroupCore:
         if not ready and (peer not in self.mates or self._members.is_ready(peer)):
             # It has left, and nobody waits for it: nor for its part of a round that it has not heard of.
             return [*reborn, *self.mate_lost(peer, now_s=now_s)]
-        news = self._members.state(peer, ready=ready, is_open=is_open)
-        commands = self._tell_open_steps() if news else []
+        commands = self._tell_open_steps() if self._members.state(peer, ready=ready, is_open=is_open) else []
         return [*reborn, *commands, *self._lead_may_have_changed(now_s)]
 
     def has_begun_anew(self, peer: PeerID, incarnation: int) -> bool:
@@ -210,9 +209,8 @@ class GroupCore:
         self, step: int, index: int, *, loss: float, staleness_steps: int, now_s: float, apart: bool = False
     ) -> list[Command]:
         """Our backward of (step, index) is in the gradient sum, or kept apart from it because it ran again."""
-        if step < self.version:
-            return []
-        if not self._tallies.add(step, index, loss=loss, staleness_steps=staleness_steps, apart=apart):
+        tally = self._tallies
+        if step < self.version or not tally.add(step, index, loss=loss, staleness_steps=staleness_steps, apart=apart):
             return []
         self._losses.grown(now_s)
         self._void_round_if_outgrown(step, self.me)
@@ -256,9 +254,12 @@ class GroupCore:
             del self._rounds[step]
             self._retries += 1
 
-    def stepped(self, version: int, digest: str, *, now_s: float) -> list[Command]:
-        """We are at `version`, by a step or by fetching; `digest` is our state's."""
+    def stepped(self, version: int, digest: str, *, now_s: float, by: RoundStart | None = None) -> list[Command]:
+        """We are at `version`, by a step or by fetching; `digest` is our state's. `by`: whose result we stepped with,
+        which we may have given up meanwhile, when a member died that had done its part."""
         assert version >= self.version, f"version fell from {self.version} to {version}"
+        if by is not None:
+            self._rounds.setdefault(by.step, by)
         self._losses.stepped(version, by_a_step=version == self.version + 1, now_s=now_s)
         self.version = version
         self._version_since_s = now_s

@@ -98,6 +98,7 @@ class GroupDriver:
         self._early: dict[tuple[int, int], list[tuple[PeerID, ReducePart | GatherPart, Payload]]] = {}
         self._means: dict[int, Tensor] = {}  # step -> reduced gradient, until stepped and for those behind us
         self._committing = -1  # the version that the pipeline is stepping from
+        self._committing_round: RoundStart | None = None  # whose result it steps with; None: a mate's
         self._fetches: dict[int, _Fetch] = {}
         self._tasks = Tasks(pipeline.upwards.failed)
         self._timer: asyncio.TimerHandle | None = None
@@ -168,13 +169,11 @@ class GroupDriver:
     def stepped(self, version: int, digest: str) -> None:
         """The pipeline has stepped to `version`, or loaded a state of it."""
         keep_from = min(version - 1, self._retained_from())
-        for step in [s for s in self._means if s < keep_from]:
-            del self._means[step]
-        for step in [s for s in self._reductions if s < version]:
-            del self._reductions[step]
-        for key in [k for k in self._early if k[0] < version]:
-            del self._early[key]
-        self._perform(self.core.stepped(version, digest, now_s=self._clock.now_s()))
+        self._means = {step: mean_N for step, mean_N in self._means.items() if step >= keep_from}
+        self._reductions = {step: r for step, r in self._reductions.items() if step >= version}
+        self._early = {key: frames for key, frames in self._early.items() if key[0] >= version}
+        by = self._committing_round if version == self._committing + 1 else None
+        self._perform(self.core.stepped(version, digest, now_s=self._clock.now_s(), by=by))
         self._commit_if_complete()
 
     async def fetch_mean(self, mate: PeerID, step: int) -> bool:
@@ -330,6 +329,8 @@ class GroupDriver:
         if mean_N is not None and self._committing < version and not self._closed:
             assert self._pipeline.core.version == version, "the pipeline and the group disagree on the version"
             self._committing = version
+            ours = self._reductions.get(version)
+            self._committing_round = ours.start if ours is not None and ours.mean_N is mean_N else None
             self._pipeline.commit(version, mean_N)
 
     def _send_all(

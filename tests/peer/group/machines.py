@@ -107,6 +107,8 @@ class Tenure:
     stepping: int = -1
     digest: str = ""
     means: dict[int, str] = field(default_factory=dict)
+    by: dict[int, RoundStart] = field(default_factory=dict)
+    """Step -> the round of ours that its mean is the result of."""
     rounds: dict[int, Round] = field(default_factory=dict)
     early: dict[tuple[int, int], list[tuple[PeerID, str]]] = field(default_factory=dict)
 

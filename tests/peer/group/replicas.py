@@ -315,6 +315,7 @@ class World(Machines):
             tenure.joins_at_s = self.now_s + 1.0
         elif there.core.version > step:
             tenure.means[step] = there.means[step]
+            tenure.by.pop(step, None)
             self._commit_if_complete(node, tenure)
             self._soon(node, tenure, partial(self._replay, node, tenure))
         else:
@@ -327,13 +328,13 @@ class World(Machines):
         self._say_hello(node, audience(tenure))
         self._wake(tenure)
 
-    def _stepped(self, node: "Node", tenure: "Tenure", version: int, digest: str) -> None:
+    def _stepped(self, node: "Node", tenure: "Tenure", version: int, digest: str, by: RoundStart | None = None) -> None:
         tenure.digest = digest
         self.note(f"{node.name} is at {version} {digest}")
         tenure.rounds = {step: r for step, r in tenure.rounds.items() if step >= version}
         tenure.early = {key: frames for key, frames in tenure.early.items() if key[0] >= version}
         self.grown_s = self.now_s
-        self._perform(node, tenure, tenure.core.stepped(version, digest, now_s=self.now_s))
+        self._perform(node, tenure, tenure.core.stepped(version, digest, now_s=self.now_s, by=by))
         tenure.book.reach(version)
         self._serve_soon(node, tenure)
         self._wake(tenure)
@@ -349,7 +350,7 @@ class World(Machines):
         if tenure.core.version == step:
             digest = f"{zlib.crc32((tenure.digest + tenure.means[step]).encode()):08x}"
             tenure.has_stepped = True
-            self._stepped(node, tenure, step + 1, digest)
+            self._stepped(node, tenure, step + 1, digest, tenure.by.get(step))
             self._open_if_fit(node, tenure)
 
     # --- claims ---
@@ -518,6 +519,7 @@ class World(Machines):
             ours.results.add(source)
             if ours.results == members and step == tenure.core.version:
                 tenure.means[step] = repr(ours.start.members)
+                tenure.by[step] = ours.start
                 self._commit_if_complete(node, tenure)
 
     def _catch_up(self, node: "Node", tenure: "Tenure", mate: PeerID, step: int) -> None:
@@ -529,6 +531,7 @@ class World(Machines):
                 node.renewing = True
         elif there.core.version > step:
             tenure.means[step] = there.means[step]
+            tenure.by.pop(step, None)
             self._commit_if_complete(node, tenure)
 
     # --- checks ---
