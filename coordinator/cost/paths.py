@@ -1,0 +1,70 @@
+"""What a path between two devices lets through, as the transport uses it: credits, frames, and who shares a card."""
+
+import numpy as np
+
+from shoal.protocol.limits import BULK_CHUNK_BYTES, STREAM_CREDIT_BYTES
+from shoal.protocol.topology import Floats, Ints, Topology
+
+
+def path_bytes_per_s(topology: Topology, source: Ints, target: Ints, frame_bytes: float) -> Floats:
+    """[S, T] bytes/s that frames of `frame_bytes` reach from each of `source` [S] to each of `target` [T], cards aside.
+
+    A stream carries at most STREAM_CREDIT_BYTES of unanswered frames, or one frame if that is larger, and a frame's
+    credit is back after its own time on the path and a round trip: so credit / (frame / rate + round trip) bounds what
+    a long fat path gives (`protocol/frames.py`). 0 where there is no path, and from a device to itself.
+    """
+    rate = topology.bytes_per_s[np.ix_(source, target)].astype(np.float64)
+    there = topology.latency_s[np.ix_(source, target)].astype(np.float64)
+    back = topology.latency_s[np.ix_(target, source)].T.astype(np.float64)
+    frames = max(1.0, STREAM_CREDIT_BYTES // frame_bytes)
+    with np.errstate(divide="ignore"):
+        credited = frames * frame_bytes / (frame_bytes / rate + there + back)
+    limited = np.minimum(rate, credited)
+    limited[source[:, None] == target[None, :]] = 0.0
+    return limited
+
+
+def both_ways(topology: Topology, here: Ints, there: Ints, frame_bytes: float) -> Floats:
+    """[H, T] bytes/s of the slower direction: an activation is followed by a gradient of its size on its way back."""
+    forth = path_bytes_per_s(topology, here, there, frame_bytes)
+    return np.minimum(forth, path_bytes_per_s(topology, there, here, frame_bytes).T)
+
+
+def same_card(topology: Topology, here: Ints, there: Ints) -> "np.ndarray[tuple[int, int], np.dtype[np.bool_]]":
+    """[H, T] whether two devices sit behind one network card; what they send each other does not pass it."""
+    cards: np.ndarray[tuple[int, int], np.dtype[np.bool_]] = topology.card[here][:, None] == topology.card[there][None]
+    return cards
+
+
+def exchange_s(topology: Topology, here: Ints, there: Ints, frame_bytes: float) -> Floats:
+    """[H, T] seconds for a frame forth and one back with nothing in their way, cards included; inf without a path."""
+    inside = same_card(topology, here, there)
+
+    def one_way(source: Ints, target: Ints, within: "np.ndarray[tuple[int, int], np.dtype[np.bool_]]") -> Floats:
+        square = np.ix_(source, target)
+        card = np.minimum(topology.up_bytes_per_s[source][:, None], topology.down_bytes_per_s[target][None, :])
+        rate = np.where(within, np.inf, card)
+        with np.errstate(divide="ignore"):
+            seconds: Floats = topology.latency_s[square] + frame_bytes / np.minimum(rate, topology.bytes_per_s[square])
+        return seconds
+
+    return one_way(here, there, inside) + one_way(there, here, inside.T).T
+
+
+def reduction_parts(topology: Topology, members: Ints) -> Floats:
+    """[n], in proportion to the rate at which each member can exchange with its mates: the slower direction of its
+    card, divided among the mates behind it, or the sum of its paths if they are slower.
+
+    A member that adds up the part p of S bytes sends and receives S (1 + (n - 2) p), `peer/group/reduce.py`.
+    """
+    n = len(members)
+    if n < 2:
+        return np.ones(n)
+    path = both_ways(topology, members, members, BULK_CHUNK_BYTES).sum(axis=1)
+    mates = same_card(topology, members, members).sum(axis=1)
+    card = np.minimum(topology.up_bytes_per_s[members], topology.down_bytes_per_s[members]) / mates
+    rate = np.minimum(path, card)
+    # Nobody's part may be 0 in a plan.
+    rate = np.maximum(rate, 1e-6 * rate.max()) if rate.max() > 0.0 else np.ones(n)
+    parts: Floats = rate / rate.sum()
+    return parts

@@ -1,0 +1,37 @@
+"""How a placement's work is split: which part of its stage's traffic, and of its reduction, each member gets.
+
+Both go into the plan (`Member.share`, `Member.bandwidth`), and the throughput objective assumes exactly them. Whoever
+makes a plan of a placement, live or simulated, calls `split`.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from shoal.coordinator.cost.paths import reduction_parts
+from shoal.coordinator.cost.placement import Placement
+from shoal.coordinator.cost.throughput import ThroughputObjective
+from shoal.coordinator.cost.workload import Workload
+from shoal.protocol.topology import Topology
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """In the order of `Placement.stages`; each stage's numbers are positive and add to 1."""
+
+    shares: tuple[tuple[float, ...], ...]
+    """Of the stage's microbatches."""
+    parts: tuple[tuple[float, ...], ...]
+    """Of the stage's gradient, that the member adds up for everybody."""
+
+
+def split(topology: Topology, workload: Workload, placement: Placement) -> Split:
+    """Shares follow what each member can do in a step (`ThroughputObjective`): its compute, its paths to both
+    neighbours, and what the reduction leaves of its card. Empty stages give empty tuples."""
+    return Split(
+        shares=ThroughputObjective(topology, workload).shares(placement),
+        parts=tuple(
+            tuple(float(part) for part in reduction_parts(topology, np.asarray(stage, dtype=np.int64)))
+            for stage in placement.stages
+        ),
+    )

@@ -1,0 +1,297 @@
+"""Shoal's own objective: seconds a step of the asynchronous pipeline on unequal GPUs. Lower is more tokens/s.
+
+    T = max(T_flow, T_chain)          tokens/s = tokens a step / T
+
+**T_flow**, what the busiest thing needs for one step's work when everything overlaps: M microbatches through every
+stage and every pair of neighbouring stages, and the reduction of every stage, on the same cards. In T seconds member d
+of a stage can take
+
+    n_d(T) = min(T / job_d,  T out_d,  T in_d,  (T card_d - R_d) / (b away_d))          [microbatches]
+
+    job_d    (1 + backward_per_forward) F / flop_per_s: forward and backward on the one device (1F1B)       [s]
+    out_d    what its paths to the next stage carry, summed; in_d: to the one before. An activation is followed by a
+             gradient of its size on the way back, so a path's slower direction counts, and stream credit
+             (`paths.both_ways`)                                                             [microbatches/s]
+    card_d   the slower direction of its network card; of a shared card the part that its load is of all loads [bytes/s]
+    R_d      the reduction of S bytes among n: S sum over mates on other cards of (p_d + p_e), for d adds up the part
+             p_d (`paths.reduction_parts`, `peer/group/reduce.py`)                                     [bytes]
+    b away_d activation out, gradient back: each crosses the card in each direction once an edge of the stage; away is
+             the number of edges (2, at the ends 1) less what stays behind the card                     [bytes]
+
+T_stage is where the n_d add to M; T_pair = M / flow, the flow between two neighbouring stages if each member sends and
+takes what it can (`flow.fill`); a path between two mates needs S (p_d + p_e) / rate; a card needs R_d / card_d.
+
+**T_chain**, what follows from one another. A microbatch of step t begins when version t - s_max is there. So s_max + 1
+steps together last at least as long as issuing M microbatches to an otherwise idle pipeline, the round trip of the last
+one from stage k to the end and back, and the commit of stage k (reduction, four latencies of its vote, the optimizer's
+step), for the worst k. With s_max = 0 that is the synchronous flush with fill, drain and reduction exposed.
+
+    T_chain = (M / rate + max_k (round trip_k + commit_k) + claim) / (s_max + 1)
+
+**Memory.** Stage k's member holds `Workload.resident_bytes` and, for each microbatch in flight, what its backward
+needs; in flight are 1.5 (the window's gain, `peer/pipeline/window.py`) x its rate x its round trip, and one more, but
+never more than its share of s_max + 1 steps. What does not fit is impossible, and so are a stage without members, a
+member of stage 0 without the text, and a stage between whose members and its neighbour's there is no path.
+
+**Staleness** s = the part of a step's microbatches that start before the version they want. Its price is
+`staleness_penalty` x s x T on top, by default 0: what it costs in steps is not known yet.
+
+Source: ours; checked against the real drivers in virtual time (README).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from shoal.coordinator.cost.flow import fill
+from shoal.coordinator.cost.paths import both_ways, exchange_s, reduction_parts, same_card
+from shoal.coordinator.cost.placement import Cost, Placement
+from shoal.coordinator.cost.workload import Workload
+from shoal.protocol.topology import Floats, Ints, Topology
+
+WINDOW_GAIN = 1.5
+"""`peer/pipeline/window.py`, `Window.gain`."""
+COMMIT_LATENCIES = 4.0
+"""Progress to the lead, RoundStart, a part, its sum: one way each."""
+STEP_FLOP_PER_PARAMETER = 20.0
+"""`peer/pipeline/stage.py`, `step_flop`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stage:
+    """One stage with n members, each array [n]."""
+
+    members: Ints
+    flop: float
+    parameters: float
+    job_s: Floats
+    path_rate: Floats
+    """Microbatches/s that its paths to both neighbours carry."""
+    away: Floats
+    reduced: Floats
+    """R_d, bytes."""
+    reduce_path_s: float
+    latency_s: float
+    """Largest between two mates, one way."""
+
+
+class ThroughputObjective:
+    """Implements `Objective`. Parts, in seconds a step unless said otherwise:
+
+    step_s (T), flow_s, compute_s (the largest stage's M / sum of 1 / job), stage_s, pair_s and reduce_s (the parts of
+    T_flow), chain_s, round_trip_s (of one microbatch, nothing waiting), commit_s (the largest stage's), stale (0 to 1),
+    staleness_s (its price), tokens_per_s, slowest_stage (index), memory (largest needed / present).
+    """
+
+    name = "throughput"
+
+    def __init__(self, topology: Topology, workload: Workload, *, staleness_penalty: float = 0.0) -> None:
+        self.topology = topology
+        self.workload = workload
+        self.staleness_penalty = staleness_penalty
+
+    def shares(self, placement: Placement) -> tuple[tuple[float, ...], ...]:
+        """Each member's part of its stage's microbatches, positive; empty for an empty stage."""
+        if any(not stage for stage in placement.stages):
+            return tuple((1.0 / len(stage),) * len(stage) if stage else () for stage in placement.stages)
+        stages = self._stages(placement)
+        cards = self._cards(stages)
+        shares = []
+        for stage, card in zip(stages, cards, strict=True):
+            _, taken = self._saturate(stage, card)
+            floor = 1e-3 * taken.max() if taken.max() > 0.0 else 1.0
+            part = np.maximum(taken, floor)
+            shares.append(tuple(float(value) for value in part / part.sum()))
+        return tuple(shares)
+
+    def cost(self, placement: Placement) -> Cost:
+        if any(not stage for stage in placement.stages):
+            return Cost.impossible(f"nobody holds stage {next(i for i, s in enumerate(placement.stages) if not s)}")
+        if not self.topology.may_feed[list(placement.stages[0])].all():
+            return Cost.impossible("a member of stage 0 has not the text")
+        w = self.workload
+        stages = self._stages(placement)
+        cards = self._cards(stages)
+        saturated = [self._saturate(stage, card) for stage, card in zip(stages, cards, strict=True)]
+        free_rates = [self._free_rate(stage, card) for stage, card in zip(stages, cards, strict=True)]
+        stage_s = [seconds for seconds, _ in saturated]
+        if not all(math.isfinite(seconds) for seconds in stage_s):
+            return Cost.impossible(f"stage {stage_s.index(math.inf)} is cut off from its neighbour")
+        flows, hops_s = self._pairs(stages, [taken / s for s, taken in saturated])
+        if any(flow <= 0.0 for flow in flows):
+            return Cost.impossible(f"no path between stages {flows.index(0.0)} and {flows.index(0.0) + 1}")
+        pair_s = max((w.microbatches / flow for flow in flows), default=0.0)
+        flow_s = max(*stage_s, pair_s)
+        shares = [taken / taken.sum() for _, taken in saturated]
+        trips_s = _round_trips(
+            [float(share @ stage.job_s) for share, stage in zip(shares, stages, strict=True)], hops_s
+        )
+        commits_s = [self._commit_s(stage, card) for stage, card in zip(stages, cards, strict=True)]
+        chain_s = self._chain_s(stages, min(*free_rates, *flows, math.inf), trips_s, commits_s)
+        step_s = max(flow_s, chain_s)
+        memory, tight = self._memory(placement, shares, trips_s, step_s)
+        if memory > 1.0:
+            return Cost.impossible(f"stage {tight} does not fit into the memory of a member ({memory:.2f} times)")
+        stale = self._stale(trips_s, commits_s, step_s)
+        staleness_s = self.staleness_penalty * stale * step_s
+        parts = {
+            "step_s": step_s,
+            "flow_s": flow_s,
+            "compute_s": max(w.microbatches / float((1.0 / stage.job_s).sum()) for stage in stages),
+            "stage_s": max(stage_s),
+            "pair_s": pair_s,
+            "reduce_s": max(self._reduce_s(stage, card) for stage, card in zip(stages, cards, strict=True)),
+            "chain_s": chain_s,
+            "round_trip_s": trips_s[0],
+            "commit_s": max(commits_s),
+            "stale": stale,
+            "staleness_s": staleness_s,
+            "tokens_per_s": w.tokens_per_step / step_s,
+            "slowest_stage": float(stage_s.index(max(stage_s))),
+            "memory": memory,
+        }
+        return Cost(seconds=step_s + staleness_s, parts=parts)
+
+    # --- stages ---
+
+    def _stages(self, placement: Placement) -> list[_Stage]:
+        members = [np.asarray(stage, dtype=np.int64) for stage in placement.stages]
+        return [self._stage(placement, members, k) for k in range(len(members))]
+
+    def _stage(self, placement: Placement, groups: Sequence[Ints], k: int) -> _Stage:
+        t, w, members = self.topology, self.workload, groups[k]
+        first, last = placement.bounds[k], placement.bounds[k + 1]
+        flop, parameters = sum(w.layer_flop[first:last]), sum(w.layer_parameters[first:last])
+        path_rate, away = np.full(len(members), np.inf), np.zeros(len(members))
+        for neighbour in (k - 1, k + 1):
+            if 0 <= neighbour < len(groups):
+                others = groups[neighbour]
+                rate = both_ways(t, members, others, w.cut_bytes) / w.cut_bytes
+                path_rate = np.minimum(path_rate, rate.sum(axis=1))
+                speed = t.flop_per_s[others]
+                away += 1.0 - same_card(t, members, others) @ speed / speed.sum()
+        gradient_bytes = w.gradient_bytes_per_parameter * parameters
+        parts = reduction_parts(t, members)
+        between = gradient_bytes * (parts[:, None] + parts[None, :])
+        others_mask = ~np.eye(len(members), dtype=np.bool_)
+        reduce_path_s = latency_s = 0.0
+        if len(members) > 1:
+            path = both_ways(t, members, members, w.cut_bytes)
+            with np.errstate(divide="ignore"):
+                reduce_path_s = float((between / path)[others_mask].max())
+            latency_s = float(t.latency_s[np.ix_(members, members)][others_mask].max())
+        return _Stage(
+            members=members,
+            flop=flop,
+            parameters=parameters,
+            job_s=(1.0 + w.backward_per_forward) * flop / t.flop_per_s[members],
+            path_rate=path_rate,
+            away=away,
+            reduced=np.where(same_card(t, members, members), 0.0, between).sum(axis=1),
+            reduce_path_s=reduce_path_s,
+            latency_s=latency_s,
+        )
+
+    def _cards(self, stages: Sequence[_Stage]) -> list[Floats]:
+        """bytes/s of each member's card, the slower direction; of a shared one its part."""
+        t, w = self.topology, self.workload
+        load = np.zeros(t.num_devices)
+        for stage in stages:
+            speed = t.flop_per_s[stage.members]
+            load[stage.members] = w.microbatches * speed / speed.sum() * w.cut_bytes * stage.away + stage.reduced
+        of_card = np.bincount(t.card, weights=load, minlength=t.num_devices)[t.card]
+        rate = np.minimum(t.up_bytes_per_s, t.down_bytes_per_s)
+        part = np.where(load > 0.0, load / np.where(of_card > 0.0, of_card, 1.0), 1.0)
+        return [(rate * part)[stage.members] for stage in stages]
+
+    def _saturate(self, stage: _Stage, card: Floats) -> tuple[float, Floats]:
+        """(T_stage, what each member takes of M). Exact: Newton from the left on a concave, piecewise linear sum."""
+        M, per_card = float(self.workload.microbatches), self.workload.cut_bytes * stage.away
+        rate = np.minimum(1.0 / stage.job_s, stage.path_rate)
+        limited = (per_card > 0.0) & np.isfinite(card)
+        slope = np.where(limited, card / np.where(limited, per_card, 1.0), np.inf)
+        offset = np.where(limited, stage.reduced / np.where(limited, per_card, 1.0), 0.0)
+        seconds = self._reduce_s(stage, card)
+        for _ in range(2 * len(card) + 2):
+            by_card = np.where(limited, slope * seconds - offset, np.inf)
+            taken = np.maximum(np.minimum(rate * seconds, by_card), 0.0)
+            if (lack := M - float(taken.sum())) <= 1e-12 * M:
+                return seconds, taken
+            gain = float(np.where(by_card < rate * seconds, slope, rate).sum())
+            if gain <= 0.0:
+                return math.inf, taken
+            seconds += lack / gain
+        return seconds, taken
+
+    def _reduce_s(self, stage: _Stage, card: Floats) -> float:
+        """The reduction alone, at what is each member's of its card."""
+        return max(stage.reduce_path_s, float((stage.reduced / card).max()))
+
+    def _free_rate(self, stage: _Stage, card: Floats) -> float:
+        """Microbatches/s of the stage while it does not reduce."""
+        per_card = self.workload.cut_bytes * stage.away
+        by_card = np.where(per_card > 0.0, card / np.where(per_card > 0.0, per_card, 1.0), np.inf)
+        return float(np.minimum(np.minimum(1.0 / stage.job_s, stage.path_rate), by_card).sum())
+
+    # --- between stages ---
+
+    def _pairs(self, stages: Sequence[_Stage], rates: Sequence[Floats]) -> tuple[list[float], list[float]]:
+        """For each pair of neighbours: microbatches/s that get through, and their mean seconds forth and back."""
+        b = self.workload.cut_bytes
+        flows, hops_s = [], []
+        for k, (here, there) in enumerate(pairwise(stages)):
+            rate = both_ways(self.topology, here.members, there.members, b) / b
+            flow = fill(rates[k], rates[k + 1], rate)
+            hop_s = exchange_s(self.topology, here.members, there.members, b)
+            total = float(flow.sum())
+            flows.append(total)
+            hops_s.append(float((flow * np.where(flow > 0.0, hop_s, 0.0)).sum()) / total if total > 0.0 else math.inf)
+        return flows, hops_s
+
+    def _commit_s(self, stage: _Stage, card: Floats) -> float:
+        """From the last contribution to the new version, nothing else going on."""
+        step_s = STEP_FLOP_PER_PARAMETER * stage.parameters / float(self.topology.flop_per_s[stage.members].min())
+        return self._reduce_s(stage, card) + COMMIT_LATENCIES * stage.latency_s + step_s
+
+    def _chain_s(
+        self, stages: Sequence[_Stage], rate: float, trips_s: Sequence[float], commits_s: Sequence[float]
+    ) -> float:
+        tail_s = max(trip_s + commit_s for trip_s, commit_s in zip(trips_s, commits_s, strict=True))
+        return (self.workload.microbatches / rate + tail_s + stages[0].latency_s) / (self.workload.s_max + 1.0)
+
+    def _memory(
+        self, placement: Placement, shares: Sequence[Floats], trips_s: Sequence[float], step_s: float
+    ) -> tuple[float, int]:
+        """(largest needed / present, at which stage)."""
+        w = self.workload
+        most, where = 0.0, 0
+        for k, (members, share) in enumerate(zip(placement.stages, shares, strict=True)):
+            first, last = placement.bounds[k], placement.bounds[k + 1]
+            admitted = (w.s_max + 1.0) * w.microbatches * share
+            flying = np.minimum(
+                WINDOW_GAIN * share * w.microbatches / step_s * trips_s[k] + 1.0, np.maximum(admitted, 1.0)
+            )
+            needed = w.resident_bytes(first, last) + flying * sum(w.layer_held_bytes[first:last])
+            ratio = float((needed / self.topology.memory_bytes[list(members)]).max())
+            if ratio > most:
+                most, where = ratio, k
+        return most, where
+
+    def _stale(self, trips_s: Sequence[float], commits_s: Sequence[float], step_s: float) -> float:
+        """Microbatches issued between the last one of a step and its commit want a version that is not there."""
+        if self.workload.s_max == 0:
+            return 0.0
+        return min(1.0, max(t + c for t, c in zip(trips_s, commits_s, strict=True)) / step_s)
+
+
+def _round_trips(jobs_s: Sequence[float], hops_s: Sequence[float]) -> list[float]:
+    """From each stage to the end and back."""
+    trips_s = [0.0] * len(jobs_s)
+    below_s = 0.0
+    for k in range(len(jobs_s) - 1, -1, -1):
+        below_s += jobs_s[k] + (hops_s[k] if k < len(hops_s) else 0.0)
+        trips_s[k] = below_s
+    return trips_s
