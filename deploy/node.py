@@ -14,10 +14,12 @@ from pathlib import PurePosixPath
 import torch
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
+from shoal.coordinator.allocate.interface import Allocator
 from shoal.coordinator.driver import Coordination
 from shoal.coordinator.ledger import StepRecord
 from shoal.coordinator.store import PLANS, PlanStore
 from shoal.deploy.run_record import keep_spec
+from shoal.peer.arithmetic import Arithmetic, TorchArithmetic
 from shoal.peer.data.corpus import Corpus
 from shoal.peer.driver import PeerDriver
 from shoal.peer.pipeline.state import StageState
@@ -52,6 +54,8 @@ class Node:
     Args:
         owner: who signed the run's spec.
         corpus: the run's text; None: this peer is never at stage 0.
+        arithmetic: what it computes with, in place of `corpus` on `device`.
+        allocator: makes the plans while this peer coordinates; the same at every peer of the run.
         memory_bytes: as `PeerDriver` has it; virtual worlds must say.
         disk: plans obeyed and snapshots go to a folder of the run on it. None keeps nothing.
         spec_record: the owner's signed spec, to be kept on the directory; None keeps none there.
@@ -75,6 +79,8 @@ class Node:
         device: torch.device = _CPU,
         memory_bytes: int | None = None,
         corpus: Corpus | None,
+        arithmetic: Arithmetic | None = None,
+        allocator: Allocator | None = None,
         disk: Disk | None,
         rng: random.Random,
         spec_record: bytes | None = None,
@@ -97,10 +103,9 @@ class Node:
             compute=compute,
             clock=clock,
             spec=spec,
-            corpus=corpus,
+            arithmetic=arithmetic or TorchArithmetic(spec, corpus, device),
             disk=disk,
             name=name[:PEER_NAME_CHARS_MAX],
-            device=device,
             memory_bytes=memory_bytes,
             run_blocking=run_blocking,
             on_commit=on_commit,
@@ -114,7 +119,7 @@ class Node:
             clock=clock,
             spec=spec,
             owner=owner,
-            allocator=GreedyAllocator(),
+            allocator=allocator or GreedyAllocator(),
             store=PlanStore(disk, PurePosixPath(self.run) / PLANS),
             heartbeat=self.peer.heartbeat,
             on_plan=self._obey,

@@ -3,14 +3,13 @@
 import logging
 from collections.abc import Callable
 
-import torch
-
 from shoal.peer.archive import Archive
 from shoal.peer.handoff.fetcher import StateFetcher
 from shoal.peer.handoff.inbox import ChunkInbox
 from shoal.peer.handoff.server import StateServer
 from shoal.peer.pipeline.state import StageState
 from shoal.peer.tasks import Tasks
+from shoal.peer.vectors import VECTORS, Vectors
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused, RemoteError, Unreachable
 from shoal.protocol.identity import PeerID
@@ -23,7 +22,6 @@ logger = logging.getLogger(__name__)
 
 WRITERS = 2
 """Members of a group that write a snapshot each, and see to a copy outside each: one of them may die over it."""
-_CPU = torch.device("cpu")
 
 
 class Copies:
@@ -41,7 +39,9 @@ class Copies:
         inbox: ChunkInbox,
         plan: Callable[[], Plan | None],
         tasks: Tasks,
+        vectors: Vectors = VECTORS,
     ) -> None:
+        self._vectors = vectors
         self._archive = archive
         self._endpoint = endpoint
         self._spec = spec
@@ -96,7 +96,14 @@ class Copies:
 
     async def _keep(self, source: PeerID, message: Keep) -> None:
         era = self._endpoint.era
-        fetcher = StateFetcher(self._spec, message.layers, endpoint=self._endpoint, inbox=self._inbox, device=_CPU)
+        fetcher = StateFetcher(
+            self._spec,
+            message.layers,
+            endpoint=self._endpoint,
+            inbox=self._inbox,
+            device=self._vectors.host,
+            vectors=self._vectors,
+        )
         try:
             state = await fetcher.fetch([source], version=message.version)
             await self._archive.write(state, era=era)

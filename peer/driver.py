@@ -11,11 +11,10 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 import msgspec
-import torch
 
 from shoal.peer.archive import Archive
+from shoal.peer.arithmetic import Arithmetic
 from shoal.peer.copies import Copies
-from shoal.peer.data.corpus import Corpus
 from shoal.peer.handoff.inbox import ChunkInbox
 from shoal.peer.handoff.server import StateServer
 from shoal.peer.neighbours import Neighbours
@@ -49,7 +48,7 @@ class PeerDriver:
     """One peer of one run.
 
     Args:
-        corpus: the run's text, if this peer has it; else it is never at stage 0.
+        arithmetic: what it computes with; without the run's text it is never at stage 0.
         disk: snapshots go to the run's folder on it; None keeps none.
         memory_bytes: how much of the device's memory to claim; None: what is free. Virtual worlds must say, since what
             is free on the machine that simulates them differs from run to run.
@@ -66,10 +65,9 @@ class PeerDriver:
         compute: Compute,
         clock: Clock,
         spec: RunSpec,
-        corpus: Corpus | None,
+        arithmetic: Arithmetic,
         disk: Disk | None,
         name: str = "",
-        device: torch.device | None = None,
         memory_bytes: int | None = None,
         run_blocking: Callable[[Callable[[], object]], Awaitable[object]] = _inline,
         on_commit: Callable[[CommitReport], None] | None = None,
@@ -82,12 +80,11 @@ class PeerDriver:
         self._endpoint = endpoint
         self._compute = compute
         self._spec = spec
-        self._has_data = corpus is not None
+        self._arithmetic = arithmetic
         self._name = name
         self._on_commit = on_commit
         self._on_validation = on_validation
         self._on_state = on_state
-        self._device = device or torch.device("cpu")
         self._memory_bytes = memory_bytes
         self._probe: DeviceProbe | None = None
         self._plan: SignedPlan | None = None
@@ -110,8 +107,11 @@ class PeerDriver:
             silence_s=_SILENCE_HEARTBEATS * spec.swarm.heartbeat_s,
         )
         self._archive = Archive(disk, run=endpoint.run, spec=spec, clock=clock, run_blocking=run_blocking)
-        self._inbox = ChunkInbox(endpoint)
-        self._server = StateServer(endpoint=endpoint, clock=clock, current=self._current, stored=self._archive.read)
+        vectors = arithmetic.vectors
+        self._inbox = ChunkInbox(endpoint, vectors=vectors)
+        self._server = StateServer(
+            endpoint=endpoint, clock=clock, current=self._current, stored=self._archive.read, vectors=vectors
+        )
         self._copies = Copies(
             self._archive,
             endpoint=endpoint,
@@ -120,15 +120,15 @@ class PeerDriver:
             inbox=self._inbox,
             plan=lambda: self._plan.plan if self._plan else None,
             tasks=self._tasks,
+            vectors=vectors,
         )
-        self._link_probe = LinkProbe(endpoint=endpoint, clock=clock)
+        self._link_probe = LinkProbe(endpoint=endpoint, clock=clock, vectors=vectors)
         self._surroundings = Surroundings(
             endpoint=endpoint,
             compute=compute,
             clock=clock,
             spec=spec,
-            corpus=corpus,
-            device=self._device,
+            arithmetic=arithmetic,
             on_commit=self._committed,
             on_witness=self._witnessed,
             on_validation=self._validated,
@@ -147,7 +147,7 @@ class PeerDriver:
     async def start(self) -> None:
         """Measure the device, look what is on the disk. Raises: whatever the device raises: it is not fit."""
         await self._archive.open()
-        self._probe = await probe_device(self._spec, self._compute, self._device, memory_bytes=self._memory_bytes)
+        self._probe = await probe_device(self._spec, self._compute, self._arithmetic, memory_bytes=self._memory_bytes)
 
     async def drain(self, timeout_s: float = _DRAIN_S) -> bool:
         """Take nothing new, finish and see committed what is here. Returns: whether that came about."""
@@ -189,7 +189,7 @@ class PeerDriver:
             upload_bytes_per_s=max(rates, default=0.0),
             download_bytes_per_s=max(rates, default=0.0),
             addresses=self._endpoint.transport.addresses(),
-            has_data=self._has_data,
+            has_data=self._arithmetic.has_text,
         )
 
     def heartbeat(self) -> Heartbeat:

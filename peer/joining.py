@@ -4,11 +4,11 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
+from shoal.peer.arithmetic import Runtime
 from shoal.peer.group.driver import GroupDriver
 from shoal.peer.handoff.fetcher import StateFetcher
 from shoal.peer.handoff.inbox import ChunkInbox
-from shoal.peer.pipeline.stage import StageRuntime
-from shoal.peer.pipeline.state import StageState, initial_state
+from shoal.peer.pipeline.state import StageState
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused, RemoteError, Unreachable
 from shoal.protocol.plan import Plan
@@ -31,7 +31,7 @@ class Joining:
         endpoint: Endpoint,
         compute: Compute,
         inbox: ChunkInbox,
-        runtime: StageRuntime,
+        runtime: Runtime,
         group: GroupDriver,
         take_over: Callable[[StageState], Awaitable[None]],
         begin_era: Callable[[int], Awaitable[bool]],
@@ -60,9 +60,7 @@ class Joining:
 
     async def _from_seed(self) -> None:
         runtime = self._runtime
-        timed = await self._compute.run(
-            "step", lambda: initial_state(runtime.spec, runtime.keys, runtime.device), flop=runtime.step_flop
-        )
+        timed = await self._compute.run("step", runtime.initial_state, flop=runtime.step_flop)
         await self._take_over(timed.value)
 
     async def _from_snapshots(self, plan: Plan) -> None:
@@ -108,5 +106,10 @@ class Joining:
     def _fetcher(self) -> StateFetcher:
         runtime = self._runtime
         return StateFetcher(
-            runtime.spec, runtime.keys, endpoint=self._endpoint, inbox=self._inbox, device=runtime.device
+            runtime.spec,
+            runtime.keys,
+            endpoint=self._endpoint,
+            inbox=self._inbox,
+            device=runtime.device,
+            vectors=runtime.vectors,
         )

@@ -6,12 +6,9 @@ import itertools
 from dataclasses import dataclass
 from statistics import median
 
-import psutil
-import torch
-
-from shoal.peer.model import llama
+from shoal.peer.arithmetic import Arithmetic
 from shoal.peer.model.flop import forward_flop
-from shoal.peer.model.layout import init_layer, layer_layout
+from shoal.peer.vectors import VECTORS, Vectors
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused, RemoteError, Unreachable
 from shoal.protocol.identity import PeerID
@@ -35,41 +32,31 @@ class DeviceProbe:
 
 
 async def probe_device(
-    spec: RunSpec, compute: Compute, device: torch.device, *, memory_bytes: int | None = None
+    spec: RunSpec, compute: Compute, arithmetic: Arithmetic, *, memory_bytes: int | None = None
 ) -> DeviceProbe:
     """Time one decoder layer on `compute`. Takes a few forwards, after one that is not counted.
 
     Args:
         memory_bytes: how much memory to claim; None: what is free on the device now.
     """
-    layout = layer_layout(spec.model, "layers.0")
-    params = layout.views(init_layer(spec.model, "layers.0", 0).to(device))
-    rotary = llama.rotary_tables(spec.model, device)
-    x_BTD = torch.ones(spec.training.microbatch_size, spec.model.context, spec.model.dim, device=device)
+    forward = arithmetic.probe_job()
     flop = forward_flop(spec.model, "layers.0", spec.training.microbatch_size * spec.model.context)
-
-    def forward() -> None:
-        with torch.no_grad():
-            llama.decoder_layer(spec.model, 0, params, x_BTD, rotary)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
     seconds = []
     for _ in range(1 + _REPEATS):
         timed = await compute.run("probe", forward, flop=flop)
         seconds.append(timed.ended_s - timed.started_s)
-    if device.type == "cuda":
-        name, free_bytes = torch.cuda.get_device_name(device), torch.cuda.mem_get_info(device)[0]
-    else:
-        name, free_bytes = "cpu", psutil.virtual_memory().available
-    memory_bytes = free_bytes if memory_bytes is None else memory_bytes
-    return DeviceProbe(device=name, flop_per_s=flop / max(median(seconds[1:]), 1e-9), memory_bytes=memory_bytes)
+    return DeviceProbe(
+        device=arithmetic.device_name,
+        flop_per_s=flop / max(median(seconds[1:]), 1e-9),
+        memory_bytes=arithmetic.free_bytes() if memory_bytes is None else memory_bytes,
+    )
 
 
 class LinkProbe:
     """Measures round trip and rate towards one peer at a time; answers others who do."""
 
-    def __init__(self, *, endpoint: Endpoint, clock: Clock) -> None:
+    def __init__(self, *, endpoint: Endpoint, clock: Clock, vectors: Vectors = VECTORS) -> None:
+        self._vectors = vectors
         self._endpoint = endpoint
         self._clock = clock
         self._nonces = itertools.count()
@@ -95,7 +82,8 @@ class LinkProbe:
             await self._endpoint.send(peer, ProbeChunk(nonce=-1, echo=False), b"\0", priority=Priority.BULK)
             sent_s = self._clock.now_s()
             meta = ProbeChunk(nonce=nonce, echo=True)
-            await self._endpoint.send(peer, meta, bytes(payload_bytes), priority=Priority.BULK)
+            payload = self._vectors.payload_of(self._vectors.zeros(payload_bytes // 4))
+            await self._endpoint.send(peer, meta, payload, priority=Priority.BULK)
             async with asyncio.timeout(_ECHO_TIMEOUT_S):
                 await event.wait()
         except TimeoutError as error:

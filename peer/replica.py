@@ -17,7 +17,6 @@ from shoal.peer.pipeline.driver import PipelineDriver
 from shoal.peer.pipeline.issue import IssueBook
 from shoal.peer.pipeline.microbatch import IndexSet, Microbatch
 from shoal.peer.pipeline.router import Router
-from shoal.peer.pipeline.stage import StageRuntime
 from shoal.peer.pipeline.state import StageState
 from shoal.peer.pipeline.window import Window
 from shoal.peer.surroundings import Surroundings
@@ -45,11 +44,9 @@ class Replica:
         self._plan = plan
         self._draining = self._closed = False
         first = stage == 0
-        if first and surroundings.corpus is None:
+        if first and not surroundings.arithmetic.has_text:
             raise DataError("the plan puts this peer at stage 0, but it does not have the run's text")
-        runtime = StageRuntime(
-            spec, *self.layers, corpus=surroundings.corpus if first else None, device=surroundings.device
-        )
+        runtime = surroundings.arithmetic.runtime(*self.layers)
         core = PipelineCore(
             stage=stage,
             num_stages=len(plan.stages),

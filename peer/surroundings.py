@@ -4,9 +4,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
-from shoal.peer.data.corpus import Corpus
+from shoal.peer.arithmetic import Arithmetic
 from shoal.peer.handoff.inbox import ChunkInbox
 from shoal.peer.handoff.server import StateServer
 from shoal.peer.pipeline.state import StageState
@@ -28,8 +26,7 @@ class Surroundings:
     compute: Compute
     clock: Clock
     spec: RunSpec
-    corpus: Corpus | None
-    device: torch.device
+    arithmetic: Arithmetic
     on_commit: Callable[[CommitReport], None]
     """To be reported."""
     on_witness: Callable[[CommitReport], None]

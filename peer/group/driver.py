@@ -10,12 +10,11 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from shoal.peer.group.commands import AskRepair, CatchUp, Command, Reduce, Report, Resync, Tell, Witness
 from shoal.peer.group.core import GroupCore
-from shoal.peer.group.reduce import CHUNK, Outgoing, Reduction, payload_of
+from shoal.peer.group.reduce import Outgoing, Reduction
 from shoal.peer.outbox import Outbox
 from shoal.peer.pipeline.driver import PipelineDriver
 from shoal.peer.pipeline.microbatch import IndexSet
@@ -85,6 +84,7 @@ class GroupDriver:
     ) -> None:
         self.core = core
         self._pipeline = pipeline
+        self._vectors = pipeline.runtime.vectors
         self._endpoint = endpoint
         self._clock = clock
         self._on_report = on_report
@@ -183,7 +183,7 @@ class GroupDriver:
         Raises: Unreachable; Refused: the mate no longer has it.
         """
         size = self._pipeline.runtime.num_parameters
-        fetch = _Fetch(mate, torch.empty(size), set(range(0, size, CHUNK)))
+        fetch = _Fetch(mate, self._vectors.empty(size), set(range(0, size, self._vectors.chunk)))
         self._fetches[step] = fetch
         try:
             reply = await self._endpoint.ask(mate, ReducedRequest(stage=self.core.stage, step=step), Digest)
@@ -253,8 +253,8 @@ class GroupDriver:
         fetch = self._fetches.get(meta.step)
         if fetch is None or fetch.mate != source or meta.start not in fetch.missing:
             return
-        values_C = torch.frombuffer(payload, dtype=torch.float32)
-        if values_C.numel() != min(CHUNK, fetch.mean_N.numel() - meta.start):
+        values_C = self._vectors.values_of(payload)
+        if values_C.numel() != min(self._vectors.chunk, fetch.mean_N.numel() - meta.start):
             raise RemoteError(source, f"sent {values_C.numel()} numbers of a gradient at {meta.start}")
         fetch.mean_N[meta.start : meta.start + values_C.numel()] = values_C
         fetch.missing.discard(meta.start)
@@ -301,7 +301,7 @@ class GroupDriver:
         microbatches = self.core.microbatches
         mine = next(member.indices for member in start.members if member.peer == self.core.me)
         sum_N = self._pipeline.runtime.gradient_sum(start.step, IndexSet.from_bytes(mine, count=microbatches))
-        reduction = Reduction(self.core.me, start, sum_N, microbatches=microbatches)
+        reduction = Reduction(self.core.me, start, sum_N, microbatches=microbatches, vectors=self._vectors)
         self._reductions[start.step] = reduction
         for peer in reduction.others:
             outgoing = [out for out in reduction.scatter() if out.target == peer]
@@ -348,7 +348,8 @@ class GroupDriver:
         for out in outgoing:
             meta = kind(stage=start.stage, step=start.step, attempt=start.attempt, start=out.start)
             try:
-                await self._endpoint.send(out.target, meta, payload_of(out.values_C), priority=Priority.BULK)
+                payload = self._vectors.payload_of(out.values_C)
+                await self._endpoint.send(out.target, meta, payload, priority=Priority.BULK)
             except Unreachable as error:
                 logger.warning("reduction of step %d: %s", start.step, error)
                 return
@@ -369,12 +370,12 @@ class GroupDriver:
             last = reduction
 
     async def _send_mean(self, target: PeerID, step: int, mean_N: Tensor) -> None:
-        for start in range(0, mean_N.numel(), CHUNK):
+        chunk = self._vectors.chunk
+        for start in range(0, mean_N.numel(), chunk):
             meta = ReducedChunk(stage=self.core.stage, step=step, start=start)
+            payload = self._vectors.payload_of(mean_N[start : start + chunk])
             try:
-                await self._endpoint.send(
-                    target, meta, payload_of(mean_N[start : start + CHUNK]), priority=Priority.BULK
-                )
+                await self._endpoint.send(target, meta, payload, priority=Priority.BULK)
             except Unreachable as error:
                 logger.warning("catch-up: %s", error)
                 return

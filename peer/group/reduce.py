@@ -9,17 +9,14 @@ numbers whatever the group's size, and a chunk is on its way back before the nex
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from shoal.peer.pipeline.microbatch import IndexSet
+from shoal.peer.vectors import VECTORS, Vectors
 from shoal.protocol.errors import RemoteError
 from shoal.protocol.identity import PeerID
-from shoal.protocol.limits import BULK_CHUNK_BYTES
 from shoal.protocol.messages import RoundStart
 from shoal.protocol.ports import Payload
-
-CHUNK = BULK_CHUNK_BYTES // 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +42,16 @@ class Reduction:
     """One member's side of one round. Says what to send; takes what arrives.
 
     Args:
-        sum_N: our gradient sum, float32 [N] on the CPU.
+        sum_N: our gradient sum, float32 [N] on the host.
         microbatches: M.
     """
 
-    def __init__(self, me: PeerID, start: RoundStart, sum_N: Tensor, *, microbatches: int) -> None:
+    def __init__(
+        self, me: PeerID, start: RoundStart, sum_N: Tensor, *, microbatches: int, vectors: Vectors = VECTORS
+    ) -> None:
         self.start = start
-        self.mean_N = torch.empty_like(sum_N)
+        self.mean_N = vectors.empty(sum_N.numel())
+        self._vectors = vectors
         self._me = me
         self._sum_N = sum_N
         self._peers = [member.peer for member in start.members]
@@ -108,7 +108,7 @@ class Reduction:
         """
         if source not in self._contributors or start not in self._chunks(self._rank):
             raise RemoteError(source, f"sent a part at {start} that round {self.start.step} has not")
-        values_C = _values(payload, self._end(self._rank, start) - start, source)
+        values_C = self._values(payload, self._end(self._rank, start) - start, source)
         if start not in self._missing:
             return []  # It came twice.
         self._arrived.setdefault(start, {})[source] = values_C
@@ -120,7 +120,7 @@ class Reduction:
         if rank < 0 or rank == self._rank or start not in self._chunks(rank):
             raise RemoteError(source, f"sent a result at {start} that is not its part of round {self.start.step}")
         end = self._end(rank, start)
-        values_C = _values(payload, end - start, source)
+        values_C = self._values(payload, end - start, source)
         if start in self._missing:  # else it came twice, and the optimizer may be reading what came first
             self.mean_N[start:end] = values_C
             self._missing.discard(start)
@@ -140,21 +140,15 @@ class Reduction:
         return [Outgoing(peer, start, mean_C) for peer in self.others]
 
     def _chunks(self, rank: int) -> range:
-        return range(self._bounds[rank], self._bounds[rank + 1], CHUNK)
+        return range(self._bounds[rank], self._bounds[rank + 1], self._vectors.chunk)
 
     def _end(self, rank: int, start: int) -> int:
-        return min(start + CHUNK, self._bounds[rank + 1])
+        return min(start + self._vectors.chunk, self._bounds[rank + 1])
 
     def _owner(self, start: int) -> int:
         return next(rank for rank in range(len(self._peers)) if start in self._chunks(rank))
 
-
-def payload_of(values_C: Tensor) -> Payload:
-    """The bytes of a float32 tensor, without copying."""
-    return memoryview(values_C.detach().contiguous().numpy().data).cast("B")
-
-
-def _values(payload: Payload, size: int, source: PeerID) -> Tensor:
-    if len(payload) != 4 * size:
-        raise RemoteError(source, f"sent {len(payload)} bytes for {size} numbers")
-    return torch.frombuffer(payload, dtype=torch.float32)
+    def _values(self, payload: Payload, size: int, source: PeerID) -> Tensor:
+        if len(payload) != 4 * size:
+            raise RemoteError(source, f"sent {len(payload)} bytes for {size} numbers")
+        return self._vectors.values_of(payload)

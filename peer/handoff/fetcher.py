@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shoal.peer.group.reduce import CHUNK
 from shoal.peer.handoff.inbox import ChunkInbox
-from shoal.peer.handoff.server import RANGE, TRAINED
+from shoal.peer.handoff.server import RANGE_CHUNKS, TRAINED
 from shoal.peer.model.layout import layer_layout
 from shoal.peer.pipeline.state import LayerState, StageState
+from shoal.peer.vectors import VECTORS, Vectors
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused, RemoteError, Unreachable
 from shoal.protocol.identity import PeerID
@@ -42,8 +42,16 @@ class StateFetcher:
     """One fetch of the layers `keys`, at one version."""
 
     def __init__(
-        self, spec: RunSpec, keys: tuple[str, ...], *, endpoint: Endpoint, inbox: ChunkInbox, device: torch.device
+        self,
+        spec: RunSpec,
+        keys: tuple[str, ...],
+        *,
+        endpoint: Endpoint,
+        inbox: ChunkInbox,
+        device: torch.device,
+        vectors: Vectors = VECTORS,
     ) -> None:
+        self._vectors = vectors
         self._spec = spec
         self._keys = keys
         self._endpoint = endpoint
@@ -66,7 +74,8 @@ class StateFetcher:
         has_moment2 = self._spec.optimizer.name != "sgd"
         for key in self._keys:
             size = layer_layout(self._spec.model, key).numel
-            self._tensors[key] = (torch.empty(size), torch.empty(size), torch.empty(size if has_moment2 else 0))
+            empty = self._vectors.empty
+            self._tensors[key] = (empty(size), empty(size), empty(size if has_moment2 else 0))
         missing = list(self._keys)
         while missing:
             await self._fetch_layers(missing)
@@ -122,11 +131,12 @@ class StateFetcher:
 
     async def _fetch_layers(self, keys: Sequence[str]) -> None:
         """Fill the tensors of `keys`; who fails is nobody's source any more."""
+        width = RANGE_CHUNKS * self._vectors.chunk
         todo = [
-            _Range(key, index, start, min(start + RANGE, tensor.numel()))
+            _Range(key, index, start, min(start + width, tensor.numel()))
             for key in keys
             for index, tensor in enumerate(self._tensors[key])
-            for start in range(0, tensor.numel(), RANGE)
+            for start in range(0, tensor.numel(), width)
         ]
 
         async def work(peer: PeerID) -> None:
@@ -151,7 +161,7 @@ class StateFetcher:
     async def _fetch_range(self, peer: PeerID, wanted: _Range) -> None:
         what = (peer, self._stored_era, self._version, wanted.key, wanted.tensor)
         into_N = self._tensors[wanted.key][wanted.tensor]
-        starts = range(wanted.start, wanted.stop, CHUNK)
+        starts = range(wanted.start, wanted.stop, self._vectors.chunk)
         events = [self._inbox.expect(*what, start, into_N) for start in starts]
         request = StateChunkRequest(
             stored_era=self._stored_era,
@@ -173,9 +183,8 @@ class StateFetcher:
                 self._inbox.forget(*what, start)
 
     def _layer(self, key: str) -> LayerState:
-        param_N, moment1_N, moment2_N = self._tensors[key]
-        return LayerState(param_N=param_N, moment1_N=moment1_N, moment2_N=moment2_N)
+        return self._vectors.layer_state(*self._tensors[key])
 
     def _on_device(self, key: str) -> LayerState:
         param_N, moment1_N, moment2_N = (tensor.to(self._device) for tensor in self._tensors[key])
-        return LayerState(param_N=param_N, moment1_N=moment1_N, moment2_N=moment2_N)
+        return self._vectors.layer_state(param_N, moment1_N, moment2_N)

@@ -2,10 +2,9 @@
 
 import asyncio
 
-import torch
 from torch import Tensor
 
-from shoal.peer.group.reduce import CHUNK
+from shoal.peer.vectors import VECTORS, Vectors
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import RemoteError
 from shoal.protocol.identity import PeerID
@@ -19,14 +18,15 @@ _Key = tuple[PeerID, int, int, str, int, int]
 class ChunkInbox:
     """One a peer: several fetches may be under way, of several states."""
 
-    def __init__(self, endpoint: Endpoint) -> None:
+    def __init__(self, endpoint: Endpoint, *, vectors: Vectors = VECTORS) -> None:
+        self._vectors = vectors
         self._expected: dict[_Key, tuple[Tensor, asyncio.Event]] = {}
         endpoint.on_frame(StateChunk, self._on_chunk)
 
     def expect(
         self, peer: PeerID, stored_era: int, version: int, layer: str, tensor: int, start: int, into_N: Tensor
     ) -> asyncio.Event:
-        """The event is set when `into_N[start : start + CHUNK]` has been filled; call `forget` in any case."""
+        """The event is set when `into_N[start : start + chunk]` has been filled; call `forget` in any case."""
         event = asyncio.Event()
         self._expected[peer, stored_era, version, layer, tensor, start] = (into_N, event)
         return event
@@ -39,8 +39,8 @@ class ChunkInbox:
         into_N, event = self._expected.get(key, (None, None))
         if into_N is None or event is None:
             return  # late, or never asked for
-        values_C = torch.frombuffer(payload, dtype=torch.float32)
-        if values_C.numel() != min(CHUNK, into_N.numel() - meta.start):
+        values_C = self._vectors.values_of(payload)
+        if values_C.numel() != min(self._vectors.chunk, into_N.numel() - meta.start):
             raise RemoteError(source, f"sent {values_C.numel()} numbers at {meta.start} of {meta.layer}")
         into_N[meta.start : meta.start + values_C.numel()] = values_C
         event.set()

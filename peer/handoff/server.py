@@ -6,8 +6,8 @@ holders go on committing, and keep the reduced gradients since the oldest pinned
 
 from collections.abc import Awaitable, Callable, Iterable
 
-from shoal.peer.group.reduce import CHUNK, payload_of
 from shoal.peer.pipeline.state import LayerState, StageState
+from shoal.peer.vectors import VECTORS, Vectors
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused, RemoteError, Unreachable
 from shoal.protocol.identity import PeerID
@@ -16,8 +16,8 @@ from shoal.protocol.ports import Clock, Priority
 
 PINNED_S = 30.0
 """A pin outlives its last request by this much."""
-RANGE = 4 * CHUNK
-"""Elements a chunk request asks for at most: 4 MiB, so that a round trip is small against the transfer."""
+RANGE_CHUNKS = 4
+"""What a chunk request asks for at most: 4 MiB, so that a round trip is small against the transfer."""
 TRAINED = -1
 """In place of a stored era: what is trained here now."""
 
@@ -52,7 +52,9 @@ class StateServer:
         clock: Clock,
         current: Callable[[], StageState | None],
         stored: Callable[[int, int, tuple[str, ...]], Awaitable[dict[str, LayerState]]],
+        vectors: Vectors = VECTORS,
     ) -> None:
+        self._vectors = vectors
         self._endpoint = endpoint
         self._clock = clock
         self._current = current
@@ -112,11 +114,12 @@ class StateServer:
         layer = pin.layers.get(message.layer) if pin else None
         if pin is None or layer is None or not 0 <= message.tensor < 3:
             raise Refused(self._endpoint.peer_id, f"has not pinned version {message.version} of {message.layer}")
-        values_N = layer.tensors[message.tensor].cpu()
-        if not 0 <= message.start < message.stop <= min(values_N.numel(), message.start + RANGE):
+        values_N = self._vectors.on_host(layer.tensors[message.tensor])
+        chunk = self._vectors.chunk
+        if not 0 <= message.start < message.stop <= min(values_N.numel(), message.start + RANGE_CHUNKS * chunk):
             raise RemoteError(source, f"asks for elements {message.start} to {message.stop} of {values_N.numel()}")
         pin.until_s = self._clock.now_s() + PINNED_S
-        for start in range(message.start, message.stop, CHUNK):
+        for start in range(message.start, message.stop, chunk):
             meta = StateChunk(
                 stored_era=message.stored_era,
                 version=message.version,
@@ -124,7 +127,7 @@ class StateServer:
                 tensor=message.tensor,
                 start=start,
             )
-            payload = payload_of(values_N[start : min(start + CHUNK, message.stop)])
+            payload = self._vectors.payload_of(values_N[start : min(start + chunk, message.stop)])
             try:
                 await self._endpoint.send(source, meta, payload, priority=Priority.BULK)
             except Unreachable as error:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from shoal.peer.arithmetic import Runtime
 from shoal.peer.pipeline.core import (
     Arrived,
     Contributed,
@@ -33,7 +34,6 @@ from shoal.peer.pipeline.core import (
     VersionSet,
 )
 from shoal.peer.pipeline.microbatch import Microbatch
-from shoal.peer.pipeline.stage import StageRuntime
 from shoal.peer.pipeline.state import StageState
 from shoal.peer.pipeline.wire import ActivationWire
 from shoal.peer.tasks import Tasks
@@ -90,7 +90,7 @@ class PipelineDriver:
     def __init__(
         self,
         core: PipelineCore,
-        runtime: StageRuntime,
+        runtime: Runtime,
         *,
         endpoint: Endpoint,
         compute: Compute,

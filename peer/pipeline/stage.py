@@ -21,7 +21,7 @@ from shoal.peer.model.flop import backward_flop, forward_flop
 from shoal.peer.model.layout import HEAD, layer_layout, stage_layer_keys
 from shoal.peer.pipeline.contributions import Contributions
 from shoal.peer.pipeline.microbatch import IndexSet, Microbatch
-from shoal.peer.pipeline.state import LayerState, StageState, predict_layer, step_layer
+from shoal.peer.pipeline.state import LayerState, StageState, initial_state, predict_layer, step_layer
 from shoal.peer.pipeline.wire import ActivationWire
 from shoal.peer.vectors import VECTORS
 from shoal.protocol.ports import Payload
@@ -57,6 +57,7 @@ class StageRuntime:
         self.spec = spec
         self.keys = stage_layer_keys(spec.model, first_layer, last_layer)
         self.device = device
+        self.vectors = VECTORS
         self.state: StageState | None = None
         self._corpus = corpus
         self._wire = ActivationWire(spec)
@@ -66,7 +67,7 @@ class StageRuntime:
         self.num_parameters = sum(sizes)
         self._before: dict[str, Tensor] = {}  # parameters of the version before the current one
         self._leaves: dict[int, Leaves] = {}  # step -> weights for it, made from the current version
-        self._contributions = Contributions(self.num_parameters, VECTORS)
+        self._contributions = Contributions(self.num_parameters, self.vectors)
         self._contexts: dict[Microbatch, _Context] = {}
         tokens = spec.training.microbatch_size * spec.model.context
         self.forward_flop = sum(forward_flop(spec.model, key, tokens) for key in self.keys)
@@ -84,6 +85,10 @@ class StageRuntime:
     def remembers(self) -> bool:
         """Whether what others run again of the step before can be repaired here exactly (s_max = 0)."""
         return bool(self._before) or self.spec.training.s_max > 0
+
+    def initial_state(self) -> StageState:
+        """Version 0, from the run's seed."""
+        return initial_state(self.spec, self.keys, self.device)
 
     def load(self, state: StageState) -> None:
         """Take over `state`, from the seed, a mate or a snapshot. Contributions already summed stay."""

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 import torch
 
+from shoal.peer.arithmetic import TorchArithmetic
 from shoal.peer.data.corpus import Corpus, load_corpus
 from shoal.peer.driver import PeerDriver
 from shoal.protocol.endpoint import Endpoint
@@ -63,7 +64,7 @@ class Swarm:
                 compute=peer.compute,
                 clock=peer.clock,
                 spec=self.spec,
-                corpus=self.corpus,
+                arithmetic=TorchArithmetic(self.spec, self.corpus, torch.device("cpu")),
                 disk=disk,
                 name=name,
                 on_commit=lambda report: self.commits.setdefault(report.stage, {}).update({report.step: report}),

@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from shoal.peer.arithmetic import TorchArithmetic
 from shoal.peer.handoff.fetcher import StateFetcher
 from shoal.peer.joining import Joining
 from shoal.peer.model.layout import stage_layer_keys
@@ -74,7 +75,7 @@ class Scene:
             endpoint=cast(Any, SimpleNamespace(peer_id=ME)),
             compute=cast(Any, SimpleNamespace(run=compute)),
             inbox=cast(Any, None),
-            runtime=cast(Any, SimpleNamespace(spec=self.spec, keys=keys, device=torch.device("cpu"), step_flop=1.0)),
+            runtime=TorchArithmetic(self.spec, None, torch.device("cpu")).runtime(0, 1),
             group=cast(Any, SimpleNamespace(core=Core(), fetch_mean=fetch_mean)),
             take_over=take_over,
             begin_era=begin_era,

@@ -5,7 +5,6 @@ N elements of the gradient   C elements of a chunk
 
 import random
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import pytest
@@ -14,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shoal.peer.group import reduce
-from shoal.peer.group.reduce import Outgoing, Reduction, part_bounds, payload_of
+from shoal.peer.group.reduce import Outgoing, Reduction, part_bounds
 from shoal.peer.pipeline.microbatch import IndexSet
+from shoal.peer.vectors import Vectors
 from shoal.protocol.errors import RemoteError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import RoundMember, RoundStart
@@ -26,11 +25,8 @@ CHUNK = 8
 """Of the tests; the real one has 262,144 elements."""
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _short_chunks() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reduce, "CHUNK", CHUNK)
-        yield
+VECTORS = Vectors(torch.device("cpu"), chunk_bytes=4 * CHUNK)
+payload_of = VECTORS.payload_of
 
 
 def round_of(counts: list[int], bandwidths: list[float] | None = None) -> RoundStart:
@@ -69,7 +65,7 @@ class Round:
     def begin(self) -> None:
         """Everyone hears of it at once; parts that overtake the news are the driver's business."""
         for member, sum_N in zip(self.start.members, self.sums, strict=True):
-            self.members[member.peer] = Reduction(member.peer, self.start, sum_N, microbatches=M)
+            self.members[member.peer] = Reduction(member.peer, self.start, sum_N, microbatches=M, vectors=VECTORS)
         for peer, reduction in self.members.items():
             self.send(peer, "part", list(reduction.scatter()))
             self.send(peer, "result", reduction.own_chunks())
@@ -222,7 +218,7 @@ def test_payloads_are_the_little_endian_bytes(start: int, count: int) -> None:
 def waiting() -> Reduction:
     """Member 1 of 0, 1, 2, of which 2 contributes nothing; parts are 0..16, 16..32 and 32..48."""
     start = round_of([1, 1, 0])
-    return Reduction(PeerID("1"), start, torch.ones(48), microbatches=M)
+    return Reduction(PeerID("1"), start, torch.ones(48), microbatches=M, vectors=VECTORS)
 
 
 def floats(count: int, value: float = 1.0) -> bytearray:

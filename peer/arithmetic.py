@@ -1,0 +1,124 @@
+"""What a peer computes with: the one thing that differs between a peer that trains and one that only pretends to.
+
+Drivers decide who does what when, and ask for it here. `TorchArithmetic` does it; the modelled twin in
+`deploy/simulate` returns things of the same size, so that the same drivers run a thousand peers in one process.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import psutil
+import torch
+from torch import Tensor
+
+from shoal.peer.data.corpus import Corpus
+from shoal.peer.model import llama
+from shoal.peer.model.layout import init_layer, layer_layout
+from shoal.peer.pipeline.microbatch import IndexSet, Microbatch
+from shoal.peer.pipeline.stage import StageRuntime
+from shoal.peer.pipeline.state import StageState
+from shoal.peer.vectors import VECTORS, Vectors
+from shoal.protocol.ports import Payload
+from shoal.protocol.spec import RunSpec
+
+
+class Runtime(Protocol):
+    """One replica's part of the model; `StageRuntime` documents it."""
+
+    spec: RunSpec
+    vectors: Vectors
+    device: torch.device
+    keys: tuple[str, ...]
+    state: StageState | None
+    num_parameters: int
+    forward_flop: float
+    backward_flop: float
+    step_flop: float
+
+    @property
+    def version(self) -> int: ...
+
+    @property
+    def remembers(self) -> bool: ...
+
+    def initial_state(self) -> StageState: ...
+
+    def load(self, state: StageState) -> None: ...
+
+    def forward(self, microbatch: Microbatch, payload: Payload | None, *, contributes: bool = True) -> Payload: ...
+
+    def loss(
+        self, microbatch: Microbatch, payload: Payload | None, *, contributes: bool = True
+    ) -> tuple[float, Payload | None]: ...
+
+    def backward(self, microbatch: Microbatch, payload: Payload) -> Payload | None: ...
+
+    def validate(self, microbatch: Microbatch, payload: Payload | None) -> Payload | float: ...
+
+    def step(self, mean_gradient_N: Tensor) -> tuple[StageState, str, int]: ...
+
+    def contribute(self, microbatch: Microbatch, *, apart: bool = False) -> bool: ...
+
+    def gradient_sum(self, step: int, indices: IndexSet | None = None) -> Tensor: ...
+
+    def forget(self, microbatch: Microbatch) -> None: ...
+
+
+class Arithmetic(Protocol):
+    """Of one peer, for as long as it lives."""
+
+    vectors: Vectors
+    device_name: str
+    has_text: bool
+    """Whether it can read the run's data, and so hold stage 0."""
+
+    def free_bytes(self) -> int:
+        """Of the device's memory, now."""
+        ...
+
+    def probe_job(self) -> Callable[[], None]:
+        """The forward of one decoder layer, to be timed."""
+        ...
+
+    def runtime(self, first_layer: int, last_layer: int) -> Runtime:
+        """For a replica of decoder layers [first_layer, last_layer)."""
+        ...
+
+
+class TorchArithmetic:
+    """Implements `Arithmetic` on a device of torch.
+
+    Args:
+        corpus: the run's text, if this peer has it.
+    """
+
+    def __init__(self, spec: RunSpec, corpus: Corpus | None, device: torch.device) -> None:
+        self.vectors = VECTORS
+        self.device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+        self.has_text = corpus is not None
+        self._spec = spec
+        self._corpus = corpus
+        self._device = device
+
+    def free_bytes(self) -> int:
+        if self._device.type == "cuda":
+            return int(torch.cuda.mem_get_info(self._device)[0])
+        return int(psutil.virtual_memory().available)
+
+    def probe_job(self) -> Callable[[], None]:
+        spec, device = self._spec, self._device
+        params = layer_layout(spec.model, "layers.0").views(init_layer(spec.model, "layers.0", 0).to(device))
+        rotary = llama.rotary_tables(spec.model, device)
+        x_BTD = torch.ones(spec.training.microbatch_size, spec.model.context, spec.model.dim, device=device)
+
+        def forward() -> None:
+            with torch.no_grad():
+                llama.decoder_layer(spec.model, 0, params, x_BTD, rotary)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+
+        return forward
+
+    def runtime(self, first_layer: int, last_layer: int) -> StageRuntime:
+        corpus = self._corpus if first_layer == 0 else None
+        return StageRuntime(self._spec, first_layer, last_layer, corpus=corpus, device=self._device)
