@@ -58,16 +58,17 @@ class Flights:
     def start(self, stream: Stream, frame: Frame, now_s: float) -> None:
         source, destination = stream.source, stream.destination
         link = self._link(source.place, destination.place)
-        rate = min(link.rate_bytes_per_s, source.spec.up_bytes_per_s)
+        rate = min(link.rate_bytes_per_s, stream.up_bytes_per_s)
         leaves_s = now_s + frame.nbytes / rate
-        source.up_free_s = now_s + frame.nbytes / source.spec.up_bytes_per_s
+        if stream.up_bytes_per_s < math.inf:
+            source.plug.up_free_s = now_s + frame.nbytes / stream.up_bytes_per_s
         stream.leaving = frame
         left = self._agenda.at(leaves_s, self._left, stream, frame)
         delay_s = link.latency_s + _extra_s(link, stream.rng)
         if link.corruption:
             frame.is_damaged = stream.rng.random() < link.corruption
         flight = self._leaving[stream] = _Flight(frame, rate, leaves_s, delay_s, left)
-        if destination.spec.down_bytes_per_s == math.inf:
+        if stream.down_bytes_per_s == math.inf:
             self._arrive(stream, flight)
         else:
             stream.first_byte_s = max(now_s + delay_s, stream.first_byte_s)
@@ -77,8 +78,8 @@ class Flights:
         """Some path: what is leaving goes on at the rate that its path has now."""
         now_s = self._agenda.now_s()
         for stream, flight in self._leaving.items():
-            source = stream.source
-            rate = min(self._link(source.place, stream.destination.place).rate_bytes_per_s, source.spec.up_bytes_per_s)
+            link = self._link(stream.source.place, stream.destination.place)
+            rate = min(link.rate_bytes_per_s, stream.up_bytes_per_s)
             if rate == flight.rate_bytes_per_s or flight.frame.epoch != stream.epoch:
                 continue
             unsent_bytes = (flight.leaves_s - now_s) * flight.rate_bytes_per_s
@@ -99,9 +100,9 @@ class Flights:
 
     def _first_byte(self, stream: Stream, flight: _Flight) -> None:
         if flight.frame.epoch == stream.epoch:
-            card = stream.destination
-            took_s = flight.frame.nbytes / card.spec.down_bytes_per_s
-            card.down_free_s = flight.through_card_s = max(self._agenda.now_s(), card.down_free_s) + took_s
+            plug = stream.destination.plug
+            took_s = flight.frame.nbytes / stream.down_bytes_per_s
+            plug.down_free_s = flight.through_card_s = max(self._agenda.now_s(), plug.down_free_s) + took_s
             self._arrive(stream, flight)
 
     def _arrive(self, stream: Stream, flight: _Flight) -> None:

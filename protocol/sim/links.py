@@ -21,6 +21,7 @@ the receiver's process or daemon ended. Opening a stream costs nothing, and one 
 """
 
 import heapq
+import math
 import random
 from collections.abc import Callable
 from typing import TypeVarTuple
@@ -32,7 +33,7 @@ from shoal.protocol.sim.damage import damaged_credit, damaged_data
 from shoal.protocol.sim.flight import Flights
 from shoal.protocol.sim.network import LinkSpec
 from shoal.protocol.sim.paths import Paths
-from shoal.protocol.sim.stream import Card, Frame, Stream
+from shoal.protocol.sim.stream import Card, Frame, Plug, Stream
 from shoal.protocol.sim.trace import Kind, Trace
 
 Ts = TypeVarTuple("Ts")
@@ -133,31 +134,43 @@ class Links:
         ):
             return
         frame = stream.next_frame()
-        if frame is not None and stream.window.admits(frame.nbytes):
-            stream.is_offered = True
-            heapq.heappush(source.offers, (max(stream.tag, source.tag_served), destination.number, stream))
-            self._grant(source)
+        if frame is None or not stream.window.admits(frame.nbytes):
+            return
+        if stream.up_bytes_per_s == math.inf:
+            self._start(stream, self._agenda.now_s())
+            return
+        plug = source.plug
+        stream.is_offered = True
+        heapq.heappush(plug.offers, (max(stream.tag, plug.tag_served), destination.number, source.number, stream))
+        self._grant(plug)
 
-    def _grant(self, card: Card) -> None:
+    def _grant(self, plug: Plug) -> None:
         """Start frames while the uplink is free, from the stream that had the least of it."""
         now_s = self._agenda.now_s()
-        while card.offers and card.up_free_s <= now_s:
-            tag, _, stream = heapq.heappop(card.offers)
+        while plug.offers and plug.up_free_s <= now_s:
+            tag, _, _, stream = heapq.heappop(plug.offers)
             stream.is_offered = False
-            if not stream.destination.is_serving or self.cuts.is_cut(card.place, stream.destination.place):
+            if not stream.destination.is_serving or self.cuts.is_cut(stream.source.place, stream.destination.place):
                 continue  # since it was offered; healing and serving offer it again
-            frame = stream.take_next()
-            if frame is not None:
-                card.tag_served = tag
-                stream.tag = tag + frame.nbytes
-                self._record(Kind.FRAME_STARTED, stream, frame)
-                self._flights.start(stream, frame, now_s)
-        if card.offers and card.grant is None:
-            card.grant = self._agenda.at(card.up_free_s, self._grant_again, card)
+            nbytes = self._start(stream, now_s)
+            if nbytes is not None:
+                plug.tag_served = tag
+                stream.tag = tag + nbytes
+        if plug.offers and plug.grant is None:
+            plug.grant = self._agenda.at(plug.up_free_s, self._grant_again, plug)
 
-    def _grant_again(self, card: Card) -> None:
-        card.grant = None
-        self._grant(card)
+    def _start(self, stream: Stream, now_s: float) -> int | None:
+        """Let its next frame go, if it still has one that may. Returns: that one's bytes."""
+        frame = stream.take_next()
+        if frame is None:
+            return None
+        self._record(Kind.FRAME_STARTED, stream, frame)
+        self._flights.start(stream, frame, now_s)
+        return frame.nbytes
+
+    def _grant_again(self, plug: Plug) -> None:
+        plug.grant = None
+        self._grant(plug)
 
     def _left(self, stream: Stream, frame: Frame) -> None:
         stream.leaving = None

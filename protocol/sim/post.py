@@ -44,7 +44,7 @@ class Post:
         if link.loss and rng.random() < link.loss:
             self._record(Kind.CALL_LOST, stream, data)
             return
-        rate = min(link.rate_bytes_per_s, source.spec.up_bytes_per_s, destination.spec.down_bytes_per_s)
+        rate = min(link.rate_bytes_per_s, stream.up_bytes_per_s, stream.down_bytes_per_s)
         stream.control_free_s = max(self._agenda.now_s(), stream.control_free_s) + len(data) / rate
         jitter_s = rng.uniform(0.0, link.jitter_s) if link.jitter_s else 0.0
         if link.spikes and rng.random() < link.spikes:

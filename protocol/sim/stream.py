@@ -1,6 +1,7 @@
 """What is remembered about one peer's network card, and about the stream of frames from one peer to another."""
 
 import asyncio
+import math
 import random
 from collections import deque
 from collections.abc import Callable
@@ -40,24 +41,41 @@ class Frame:
         return replace(self, payload=payload, is_damaged=False, is_repeated=True)
 
 
+class Plug:
+    """Where cards meet the network: one uplink and one downlink. Most peers have one of their own; machines of one box
+    or one household share theirs, and what they send each other does not pass it.
+    """
+
+    def __init__(self, spec: CardSpec) -> None:
+        self.spec = spec
+        self.up_free_s = 0.0
+        self.down_free_s = 0.0
+        self.offers: list[tuple[float, int, int, Stream]] = []
+        """Heap of the streams that have a frame ready for the uplink: (fair-queueing tag, destination, source,
+        stream)."""
+        self.tag_served = 0.0
+        self.grant: asyncio.TimerHandle | None = None
+
+
 class Card:
-    """A peer as the network sees it: one uplink and one downlink, shared by all its streams.
+    """A peer as the network sees it.
 
     A peer that comes back after a crash has a new card: nothing on the wire is meant for the new process.
 
     Args:
         number: order of joining the world; unlike a PeerID never used twice.
         place: row of the network's matrix.
+        plug: shared by all of its streams, and maybe with other peers.
         frame_arrived: called when a frame is in `stream.arrived` and nobody handles that stream yet.
     """
 
     def __init__(
-        self, *, number: int, place: int, peer_id: PeerID, spec: CardSpec, frame_arrived: "Callable[[Stream], None]"
+        self, *, number: int, place: int, peer_id: PeerID, plug: Plug, frame_arrived: "Callable[[Stream], None]"
     ) -> None:
         self.number = number
         self.place = place
         self.peer_id = peer_id
-        self.spec = spec
+        self.plug = plug
         self.frame_arrived = frame_arrived
         self.is_alive = True
         self.is_serving = False
@@ -68,12 +86,6 @@ class Card:
         self.num_daemons_died = 0
         self.outgoing: dict[int, Stream] = {}
         self.incoming: dict[int, Stream] = {}
-        self.up_free_s = 0.0
-        self.down_free_s = 0.0
-        self.offers: list[tuple[float, int, Stream]] = []
-        """Heap of the streams that have a frame ready for the uplink: (fair-queueing tag, destination, stream)."""
-        self.tag_served = 0.0
-        self.grant: asyncio.TimerHandle | None = None
         self.flushed: asyncio.Future[None] | None = None
 
 
@@ -87,6 +99,9 @@ class Stream:
     def __init__(self, source: Card, destination: Card, *, queue_bytes: float, rng: random.Random) -> None:
         self.source = source
         self.destination = destination
+        inside = source.plug is destination.plug
+        self.up_bytes_per_s = math.inf if inside else source.plug.spec.up_bytes_per_s
+        self.down_bytes_per_s = math.inf if inside else destination.plug.spec.down_bytes_per_s
         self.rng = rng
         self.queue_bytes = queue_bytes
         self.epoch = 0

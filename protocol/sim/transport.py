@@ -16,10 +16,9 @@ from shoal.protocol.ports import CallHandler, FrameHandler, Payload, Priority
 from shoal.protocol.sim.clock import Agenda
 from shoal.protocol.sim.links import Links
 from shoal.protocol.sim.loop import owned_context
-from shoal.protocol.sim.network import CardSpec
 from shoal.protocol.sim.phantom import Phantom
 from shoal.protocol.sim.post import Condition, Post
-from shoal.protocol.sim.stream import Card, Frame, Stream
+from shoal.protocol.sim.stream import Card, Frame, Plug, Stream
 from shoal.protocol.sim.trace import Kind, Trace
 
 logger = logging.getLogger(__name__)
@@ -45,7 +44,7 @@ class SimTransport:
         *,
         number: int,
         place: int,
-        card: CardSpec,
+        plug: Plug,
         links: Links,
         post: Post,
         agenda: Agenda,
@@ -54,7 +53,7 @@ class SimTransport:
         failed: Callable[[Exception], None],
     ) -> None:
         self._peer_id = peer_id
-        self.card = Card(number=number, place=place, peer_id=peer_id, spec=card, frame_arrived=self._frame_arrived)
+        self.card = Card(number=number, place=place, peer_id=peer_id, plug=plug, frame_arrived=self._frame_arrived)
         self._links = links
         self._post = post
         self._agenda = agenda

@@ -7,7 +7,7 @@ import logging
 import math
 import random
 import struct
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -25,6 +25,7 @@ from shoal.protocol.sim.machine import Machine
 from shoal.protocol.sim.network import CardSpec, LinkSpec, Network
 from shoal.protocol.sim.paths import Disturbance, Disturbed, Paths
 from shoal.protocol.sim.post import Post
+from shoal.protocol.sim.stream import Plug
 from shoal.protocol.sim.trace import Event, Kind, Trace
 from shoal.protocol.sim.transport import SimTransport
 
@@ -103,6 +104,7 @@ class World:
         self._machines: dict[str, Machine] = {}
         self._name_at: dict[int, str] = {}
         self._next_place = 0
+        self._plugs: dict[Hashable, Plug] = {}
         self._by_id: dict[PeerID, SimPeer] = {}
         self._num_joined = 0
 
@@ -114,11 +116,15 @@ class World:
         overhead_s: float = 0.0,
         up_bytes_per_s: float = math.inf,
         down_bytes_per_s: float = math.inf,
+        plug: Hashable = None,
         place: int | None = None,
         modelled: bool | None = None,
     ) -> SimPeer:
         """A process joins; one of a name that crashed or was closed comes back with its identity, machine and address.
 
+        Args:
+            plug: peers that give the same one share one uplink and one downlink, at the rates that the first of them
+                gave; None: its own.
         Raises: LocalError: a peer of that name is alive, or the network has no place for it.
         """
         if name in self.peers and self.peers[name].is_alive:
@@ -131,7 +137,7 @@ class World:
             identity.peer_id,
             number=number,
             place=machine.place,
-            card=CardSpec(up_bytes_per_s=up_bytes_per_s, down_bytes_per_s=down_bytes_per_s),
+            plug=self._plug(plug, CardSpec(up_bytes_per_s=up_bytes_per_s, down_bytes_per_s=down_bytes_per_s)),
             links=self._links,
             post=self._post,
             agenda=self._agenda,
@@ -332,6 +338,9 @@ class World:
         machine.place = place
         self._name_at[place] = name
         return machine
+
+    def _plug(self, key: Hashable, spec: CardSpec) -> Plug:
+        return Plug(spec) if key is None else self._plugs.setdefault(key, Plug(spec))
 
     def _find(self, peer_id: PeerID) -> SimTransport | None:
         peer = self._by_id.get(peer_id)
