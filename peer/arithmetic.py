@@ -17,7 +17,7 @@ from shoal.peer.model.layout import init_layer, layer_layout
 from shoal.peer.pipeline.microbatch import IndexSet, Microbatch
 from shoal.peer.pipeline.stage import StageRuntime
 from shoal.peer.pipeline.state import StageState
-from shoal.peer.vectors import VECTORS, Vectors
+from shoal.peer.vectors import Vectors
 from shoal.protocol.ports import Payload
 from shoal.protocol.spec import RunSpec
 
@@ -93,7 +93,7 @@ class TorchArithmetic:
     """
 
     def __init__(self, spec: RunSpec, corpus: Corpus | None, device: torch.device) -> None:
-        self.vectors = VECTORS
+        self.vectors = Vectors(torch.device("cpu"), gradients=spec.wire.gradients)
         self.device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         self.has_text = corpus is not None
         self._spec = spec

@@ -4,6 +4,8 @@ they travel, and how they become bytes and numbers again.
 One of the two places where a peer without tensors differs from a real one; the other is `arithmetic.py`.
 """
 
+from typing import Final, Literal
+
 import torch
 from torch import Tensor
 
@@ -11,15 +13,27 @@ from shoal.peer.pipeline.state import LayerState
 from shoal.protocol.limits import BULK_CHUNK_BYTES
 from shoal.protocol.ports import Payload
 
+_DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
 
 class Vectors:
     """Args:
     host: the device that vectors are on while they are summed and sent.
     chunk_bytes: the largest piece.
+    gradients: as `WireSpec` has it.
     """
 
-    def __init__(self, host: torch.device, *, chunk_bytes: int = BULK_CHUNK_BYTES) -> None:
+    def __init__(
+        self,
+        host: torch.device,
+        *,
+        chunk_bytes: int = BULK_CHUNK_BYTES,
+        gradients: Literal["fp32", "bf16"] = "fp32",
+    ) -> None:
         self.host = host
+        self.gradient_bytes = _DTYPES[gradients].itemsize
+        """Of one number of a gradient on the wire."""
+        self._gradient_dtype = _DTYPES[gradients]
         self.chunk = chunk_bytes // 4
         """Elements."""
 
@@ -45,6 +59,22 @@ class Vectors:
     def values_of(self, payload: Payload) -> Tensor:
         """float32 [bytes / 4], without copying."""
         return torch.frombuffer(payload, dtype=torch.float32)
+
+    def gradient_payload(self, values_C: Tensor) -> Payload:
+        """A float32 piece of a gradient as bytes, rounded to nearest if the wire is narrower."""
+        if self._gradient_dtype == torch.float32:
+            return self.payload_of(values_C)
+        narrow_C = values_C.detach().to(self._gradient_dtype)
+        return memoryview(narrow_C.view(torch.uint8).numpy().data)
+
+    def gradient_of(self, payload: Payload) -> Tensor:
+        """float32 [bytes / `gradient_bytes`]."""
+        return torch.frombuffer(payload, dtype=self._gradient_dtype).to(torch.float32)
+
+    def round_gradient(self, values_C: Tensor) -> None:
+        """In place, to what others will read of it: once rounded it goes over the wire as often as one likes."""
+        if self._gradient_dtype != torch.float32:
+            values_C.copy_(values_C.to(self._gradient_dtype))
 
     def layer_state(self, param_N: Tensor, moment1_N: Tensor, moment2_N: Tensor) -> LayerState:
         return LayerState(param_N=param_N, moment1_N=moment1_N, moment2_N=moment2_N)

@@ -168,7 +168,10 @@ class WireSpec(_Section, frozen=True):
     """How tensors travel."""
 
     activations: Literal["fp32", "bf16"] = "bf16"
-    """Activations and their gradients. Parameter gradients and state always travel in fp32."""
+    """Activations and their gradients. State always travels in fp32."""
+    gradients: Literal["fp32", "bf16"] = "fp32"
+    """Parameter gradients in a reduction: each member's sum on its way to whoever adds, and the mean on its way back.
+    They are added in fp32 either way."""
 
 
 class RunSpec(_Section, frozen=True):

@@ -6,6 +6,7 @@ from shoal.coordinator.cost.layers import layer_costs
 from shoal.protocol.spec import ModelSpec, RunSpec
 
 FP32_BYTES = 4.0
+_WIDTHS = {"fp32": FP32_BYTES, "bf16": 2.0}
 STATE_BYTES_PER_PARAMETER = 12.0
 """Resident: the parameter and two moments, each fp32."""
 _STEP_TENSORS_BYTES = 8.0
@@ -51,12 +52,12 @@ class Workload:
         training, model = spec.training, spec.model
         tokens = training.microbatch_size * model.context
         recompute = training.keep == "recompute"
-        width = FP32_BYTES if spec.wire.activations == "fp32" else 2.0
+        width = _WIDTHS[spec.wire.activations]
         return cls(
             layer_flop=tuple(flop * tokens for flop in layer_costs(model)),
             backward_per_forward=3.0 if recompute else 2.0,
             layer_parameters=_layer_parameters(model),
-            gradient_bytes_per_parameter=FP32_BYTES,
+            gradient_bytes_per_parameter=_WIDTHS[spec.wire.gradients],
             layer_held_bytes=_held_bytes(model, tokens, recompute=recompute),
             cut_bytes=width * tokens * model.dim,
             microbatches=training.microbatches_per_step,

@@ -146,7 +146,7 @@ class GroupDriver:
         self._perform(self.core.mate_elsewhere(peer, incarnation=incarnation, now_s=self._clock.now_s()))
 
     def mate_lost(self, peer: PeerID) -> None:
-        self._outbox.forget(peer)  # what we had to say was meant for one that is gone
+        self._outbox.forget(peer)  # what we had to say was meant for it
         self._perform(self.core.mate_lost(peer, now_s=self._clock.now_s()))
 
     def set_ready(self, ready: bool) -> None:
@@ -253,10 +253,10 @@ class GroupDriver:
         fetch = self._fetches.get(meta.step)
         if fetch is None or fetch.mate != source or meta.start not in fetch.missing:
             return
-        values_C = self._vectors.values_of(payload)
-        if values_C.numel() != min(self._vectors.chunk, fetch.mean_N.numel() - meta.start):
-            raise RemoteError(source, f"sent {values_C.numel()} numbers of a gradient at {meta.start}")
-        fetch.mean_N[meta.start : meta.start + values_C.numel()] = values_C
+        size = min(self._vectors.chunk, fetch.mean_N.numel() - meta.start)
+        if len(payload) != self._vectors.gradient_bytes * size:
+            raise RemoteError(source, f"sent {len(payload)} bytes for {size} numbers of a gradient at {meta.start}")
+        fetch.mean_N[meta.start : meta.start + size] = self._vectors.gradient_of(payload)
         fetch.missing.discard(meta.start)
         if not fetch.missing:
             fetch.complete.set()
@@ -348,7 +348,7 @@ class GroupDriver:
         for out in outgoing:
             meta = kind(stage=start.stage, step=start.step, attempt=start.attempt, start=out.start)
             try:
-                payload = self._vectors.payload_of(out.values_C)
+                payload = self._vectors.gradient_payload(out.values_C)
                 await self._endpoint.send(out.target, meta, payload, priority=Priority.BULK)
             except Unreachable as error:
                 logger.warning("reduction of step %d: %s", start.step, error)
@@ -373,7 +373,7 @@ class GroupDriver:
         chunk = self._vectors.chunk
         for start in range(0, mean_N.numel(), chunk):
             meta = ReducedChunk(stage=self.core.stage, step=step, start=start)
-            payload = self._vectors.payload_of(mean_N[start : start + chunk])
+            payload = self._vectors.gradient_payload(mean_N[start : start + chunk])
             try:
                 await self._endpoint.send(target, meta, payload, priority=Priority.BULK)
             except Unreachable as error:

@@ -1,9 +1,11 @@
-"""The butterfly: reduce-scatter and all-gather among the members of one round, in fp32, chunk by chunk.
+"""The butterfly: reduce-scatter and all-gather among the members of one round, added in fp32, chunk by chunk.
 
 The stage's gradient [N] is cut into one part a member, sized by bandwidth. Every contributor sends each part to its
 owner; the owner adds them **in rank order** (so that nobody's arrival time changes a bit), divides by the number of
 microbatches and sends the same bytes to all. So all members end with equal bits, each has sent and received about 2 N
-numbers whatever the group's size, and a chunk is on its way back before the next one has arrived.
+numbers whatever the group's size, and a chunk is on its way back before the next one has arrived. On the wire numbers
+are as the run's spec says (`WireSpec.gradients`); narrower than fp32, the owner rounds the mean before it sends it, and
+steps with that itself.
 """
 
 from collections.abc import Iterator
@@ -135,6 +137,7 @@ class Reduction:
         for peer in self._contributors:
             mean_C += self._sum_N[start:end] if peer == self._me else arrived[peer]
         mean_C *= self._scale
+        self._vectors.round_gradient(mean_C)  # we step with what the others get
         self._arrived.pop(start, None)
         self._missing.discard(start)
         return [Outgoing(peer, start, mean_C) for peer in self.others]
@@ -149,6 +152,6 @@ class Reduction:
         return next(rank for rank in range(len(self._peers)) if start in self._chunks(rank))
 
     def _values(self, payload: Payload, size: int, source: PeerID) -> Tensor:
-        if len(payload) != 4 * size:
+        if len(payload) != self._vectors.gradient_bytes * size:
             raise RemoteError(source, f"sent {len(payload)} bytes for {size} numbers")
-        return self._vectors.values_of(payload)
+        return self._vectors.gradient_of(payload)

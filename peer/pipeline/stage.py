@@ -23,7 +23,7 @@ from shoal.peer.pipeline.contributions import Contributions
 from shoal.peer.pipeline.microbatch import IndexSet, Microbatch
 from shoal.peer.pipeline.state import LayerState, StageState, initial_state, predict_layer, step_layer
 from shoal.peer.pipeline.wire import ActivationWire
-from shoal.peer.vectors import VECTORS
+from shoal.peer.vectors import Vectors
 from shoal.protocol.ports import Payload
 from shoal.protocol.spec import RunSpec
 
@@ -57,7 +57,7 @@ class StageRuntime:
         self.spec = spec
         self.keys = stage_layer_keys(spec.model, first_layer, last_layer)
         self.device = device
-        self.vectors = VECTORS
+        self.vectors = Vectors(torch.device("cpu"), gradients=spec.wire.gradients)
         self.state: StageState | None = None
         self._corpus = corpus
         self._wire = ActivationWire(spec)

@@ -66,6 +66,20 @@ def test_every_commit_holds_each_microbatch_once_and_members_agree(make_swarm, t
 
 
 @pytest.mark.sim
+def test_gradients_in_bf16_leave_members_equal_and_cost_next_to_nothing(make_swarm, tiny_spec):
+    stages = [["a", "b"], ["c", "d", "e"], ["f", "g"]]
+    exact = losses_of(make_swarm, spec_with(tiny_spec, training={"steps": 10}), stages, steps=10)
+    spec = spec_with(tiny_spec, training={"steps": 10}, wire={"activations": "fp32", "gradients": "bf16"})
+    narrow = losses_of(make_swarm, spec, stages, steps=10)
+    for names in stages:
+        states = [narrow.drivers[name].replica.pipeline.runtime.state for name in names]
+        assert {state.version for state in states} == {10}
+        assert len({state.digest() for state in states}) == 1
+    assert narrow.losses != exact.losses
+    assert max(abs(a - b) for a, b in zip(narrow.losses, exact.losses, strict=True)) < 0.02
+
+
+@pytest.mark.sim
 def test_staleness_costs_little_and_never_passes_s_max(make_swarm, tiny_spec):
     synchronous = losses_of(make_swarm, tiny_spec, [["a", "b"], ["c", "d"], ["e", "f"]])
     stale = losses_of(make_swarm, spec_with(tiny_spec, training={"s_max": 1}), [["a", "b"], ["c", "d"], ["e", "f"]])
