@@ -22,7 +22,9 @@ from shoal.deploy.run_record import keep_spec
 from shoal.peer.arithmetic import Arithmetic, TorchArithmetic
 from shoal.peer.data.corpus import Corpus
 from shoal.peer.driver import PeerDriver
+from shoal.peer.links import LinkMeter, MeteredTransport
 from shoal.peer.pipeline.state import StageState
+from shoal.peer.pipeline.traffic import Traffic
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.incarnation import next_incarnation
@@ -55,6 +57,7 @@ class Node:
         owner: who signed the run's spec.
         corpus: the run's text; None: this peer is never at stage 0.
         arithmetic: what it computes with, in place of `corpus` on `device`.
+        traffic: as `PeerDriver` has it.
         allocator: makes the plans while this peer coordinates; the same at every peer of the run.
         memory_bytes: as `PeerDriver` has it; virtual worlds must say.
         disk: plans obeyed and snapshots go to a folder of the run on it. None keeps nothing.
@@ -80,6 +83,7 @@ class Node:
         memory_bytes: int | None = None,
         corpus: Corpus | None,
         arithmetic: Arithmetic | None = None,
+        traffic: Traffic | None = None,
         allocator: Allocator | None = None,
         disk: Disk | None,
         rng: random.Random,
@@ -95,7 +99,9 @@ class Node:
         self.owner = owner
         self.run = run_id(spec, owner)
         incarnation = next_incarnation(disk, PurePosixPath(self.run) / "incarnation", wall_s=clock.wall_s())
-        self.endpoint = Endpoint(identity, transport, run=self.run, first_sequence=incarnation)
+        meter = LinkMeter(clock)
+        metered = MeteredTransport(transport, meter, clock)
+        self.endpoint = Endpoint(identity, metered, run=self.run, first_sequence=incarnation)
         self._directory = directory
         self._spec_record = spec_record
         self.peer = PeerDriver(
@@ -104,8 +110,10 @@ class Node:
             clock=clock,
             spec=spec,
             arithmetic=arithmetic or TorchArithmetic(spec, corpus, device),
+            traffic=traffic,
             disk=disk,
             name=name[:PEER_NAME_CHARS_MAX],
+            meter=meter,
             memory_bytes=memory_bytes,
             run_blocking=run_blocking,
             on_commit=on_commit,

@@ -17,9 +17,11 @@ from shoal.peer.arithmetic import Arithmetic
 from shoal.peer.copies import Copies
 from shoal.peer.handoff.inbox import ChunkInbox
 from shoal.peer.handoff.server import StateServer
+from shoal.peer.links import LinkMeter
 from shoal.peer.neighbours import Neighbours
 from shoal.peer.pipeline.driver import TimelineEntry
 from shoal.peer.pipeline.state import StageState
+from shoal.peer.pipeline.traffic import AdaptiveTraffic, Traffic
 from shoal.peer.probe import DeviceProbe, LinkProbe, probe_device
 from shoal.peer.replica import Replica
 from shoal.peer.surroundings import Surroundings
@@ -49,7 +51,9 @@ class PeerDriver:
 
     Args:
         arithmetic: what it computes with; without the run's text it is never at stage 0.
+        traffic: how it feeds the next stage; None: as measurements say.
         disk: snapshots go to the run's folder on it; None keeps none.
+        meter: what the endpoint's calls and frames have shown of its links; None: they are not measured.
         memory_bytes: how much of the device's memory to claim; None: what is free. Virtual worlds must say, since what
             is free on the machine that simulates them differs from run to run.
         run_blocking: runs a function that blocks on the disk; `asyncio.to_thread` in life, inline in virtual time.
@@ -66,8 +70,10 @@ class PeerDriver:
         clock: Clock,
         spec: RunSpec,
         arithmetic: Arithmetic,
+        traffic: Traffic | None = None,
         disk: Disk | None,
         name: str = "",
+        meter: LinkMeter | None = None,
         memory_bytes: int | None = None,
         run_blocking: Callable[[Callable[[], object]], Awaitable[object]] = _inline,
         on_commit: Callable[[CommitReport], None] | None = None,
@@ -82,6 +88,7 @@ class PeerDriver:
         self._spec = spec
         self._arithmetic = arithmetic
         self._name = name
+        self._meter = meter or LinkMeter(clock)
         self._on_commit = on_commit
         self._on_validation = on_validation
         self._on_state = on_state
@@ -129,6 +136,7 @@ class PeerDriver:
             clock=clock,
             spec=spec,
             arithmetic=arithmetic,
+            traffic=traffic or AdaptiveTraffic(),
             on_commit=self._committed,
             on_witness=self._witnessed,
             on_validation=self._validated,
@@ -211,7 +219,7 @@ class PeerDriver:
             draining=self._draining,
             commits=tuple(commits),
             validations=tuple(self._validations),
-            links=tuple(self._links.values()),
+            links=self._meter.report(),
             holdings=self._archive.holdings,
             silent=self._neighbours.silent,
             forward_s=replica.pipeline.forward_s if replica else 0.0,
@@ -345,6 +353,7 @@ class PeerDriver:
                 report = await self._link_probe.measure_if_possible(peer)
                 if report:
                     self._links[peer] = report
+                    self._meter.probed(report)
 
         self._tasks.spawn(measure(), "measure links")
 

@@ -51,12 +51,15 @@ class Advert(_Part, frozen=True):
     protocol_version: int = PROTOCOL_VERSION
 
 
-class LinkReport(_Part, frozen=True):
-    """What the sender measured towards `peer`."""
+class LinkReport(_Part, frozen=True, array_like=True):
+    """What the sender measured of its link with `peer`; 0: not known."""
 
     peer: PeerID
     round_trip_s: float
     bytes_per_s: float
+    """Towards `peer`."""
+    received_bytes_per_s: float = 0.0
+    """From `peer`, at best: it can send at least so much."""
 
 
 class CommitReport(_Part, frozen=True, kw_only=True):
@@ -118,6 +121,7 @@ class Heartbeat(_Message, frozen=True, kw_only=True):
     validations: tuple[ValidationReport, ...] = ()
     """Every heartbeat repeats the newest that the sender led, so that no coordinator misses the run's last one."""
     links: tuple[LinkReport, ...] = ()
+    """Some of the sender's links: they take turns, `LINKS_PER_HEARTBEAT_MAX` at most."""
     holdings: tuple[Holding, ...] = ()
     silent: tuple[PeerID, ...] = ()
     """Members that the sender tries to reach and cannot: a hint, which makes the coordinator look sooner."""
@@ -206,6 +210,8 @@ class HandOver(_Message, frozen=True, kw_only=True):
     staleness_steps_mean: float = 0.0
     elapsed_s: float = 0.0
     """Since the run's first plan."""
+    searched: bool = False
+    """The sender has looked for a better layout than this plan's, and there was none worth its moves."""
 
 
 class Leave(_Message, frozen=True):

@@ -1,0 +1,174 @@
+"""What a peer measures of its links, against links whose figures are known."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+
+from shoal.peer.links import REPORTED_MAX, REPORTS_PER_BEAT, LinkMeter, MeteredTransport
+from shoal.protocol.identity import PeerID
+from shoal.protocol.limits import BULK_CHUNK_BYTES
+from shoal.protocol.messages import LinkReport
+from shoal.protocol.ports import Payload, Priority
+from shoal.protocol.sim.loop import run
+from shoal.protocol.sim.network import uniform
+from shoal.protocol.sim.world import SimPeer, World
+
+LATENCY_S = 0.03
+RATE = 2e6
+
+
+@dataclass
+class Hands:
+    """A clock that is set by hand."""
+
+    at_s: float = 0.0
+
+    def now_s(self) -> float:
+        return self.at_s
+
+    def wall_s(self) -> float:
+        return self.at_s
+
+
+@pytest.fixture
+def clock() -> Hands:
+    return Hands()
+
+
+@pytest.fixture
+def meter(clock: Hands) -> LinkMeter:
+    return LinkMeter(clock)
+
+
+def only(meter: LinkMeter) -> LinkReport:
+    (report,) = meter.report()
+    return report
+
+
+class Metered:
+    """A peer of a simulated world that answers calls after a while and keeps what it gets."""
+
+    def __init__(self, port: SimPeer) -> None:
+        self.port = port
+        self.meter = LinkMeter(port.clock)
+        self.transport = MeteredTransport(port.transport, self.meter, port.clock)
+        self.got: list[int] = []
+        self.transport.serve(on_call=self._answer, on_frame=self._take)
+
+    async def _answer(self, source: PeerID, request: bytes) -> bytes:
+        await asyncio.sleep(float(request.decode()))
+        return request
+
+    async def _take(self, source: PeerID, meta: bytes, payload: Payload) -> None:
+        self.got.append(len(payload))
+
+    def report(self) -> LinkReport:
+        return only(self.meter)
+
+
+@pytest.fixture
+def in_a_world() -> Callable[..., tuple[Metered, Metered]]:
+    def go(play: Callable[[Metered, Metered], object]) -> tuple[Metered, Metered]:
+        world = World(1, uniform(LATENCY_S, rate_bytes_per_s=RATE))
+        a, b = Metered(world.add_peer("a")), Metered(world.add_peer("b"))
+
+        async def main() -> None:
+            for here, there in ((a, b), (b, a)):
+                await here.transport.introduce(there.port.peer_id, there.transport.addresses())
+            await a.port.spawn(play(a, b))  # type: ignore[arg-type]
+
+        run(main())
+        assert world.failures == []
+        return a, b
+
+    return go
+
+
+def test_a_round_trip_is_that_of_the_quickest_answer(in_a_world: Callable[..., tuple[Metered, Metered]]) -> None:
+    async def play(a: Metered, b: Metered) -> None:
+        for work_s in ("0.5", "0", "0.2"):
+            await a.transport.call(b.port.peer_id, work_s.encode(), timeout_s=5.0)
+
+    a, b = in_a_world(play)
+    assert a.report().round_trip_s == pytest.approx(2 * LATENCY_S, rel=0.05)
+    assert b.meter.report() == ()
+
+
+def test_both_ends_measure_the_rate_of_a_transfer(in_a_world: Callable[..., tuple[Metered, Metered]]) -> None:
+    async def play(a: Metered, b: Metered) -> None:
+        for _ in range(4):
+            await a.transport.send(b.port.peer_id, b"", bytes(BULK_CHUNK_BYTES), priority=Priority.BULK)
+        await asyncio.sleep(5.0)
+
+    a, b = in_a_world(play)
+    assert b.got == [BULK_CHUNK_BYTES] * 4
+    assert a.report().bytes_per_s == pytest.approx(RATE, rel=0.05)
+    assert b.report().received_bytes_per_s == pytest.approx(RATE, rel=0.05)
+    assert b.report().bytes_per_s == 0.0
+
+
+def test_idle_time_does_not_count_and_frames_may_overlap(clock: Hands, meter: LinkMeter) -> None:
+    peer = PeerID("b")
+    for start_s in (0.0, 100.0):
+        clock.at_s = start_s
+        meter.send_begins(peer)
+        clock.at_s = start_s + 0.5
+        meter.send_begins(peer)
+        clock.at_s = start_s + 1.0
+        meter.send_ends(peer, 200_000, left=True)
+        clock.at_s = start_s + 2.0
+        meter.send_ends(peer, 200_000, left=True)
+    assert only(meter).bytes_per_s == pytest.approx(200_000.0)
+
+
+def test_what_did_not_go_out_says_nothing(clock: Hands, meter: LinkMeter) -> None:
+    peer = PeerID("b")
+    meter.send_begins(peer)
+    clock.at_s = 10.0
+    meter.send_ends(peer, 1_000_000, left=False)
+    assert meter.report() == ()
+    meter.send_begins(peer)
+    clock.at_s = 11.0
+    meter.send_ends(peer, 1_000_000, left=True)
+    assert only(meter).bytes_per_s == pytest.approx(1e6)
+
+
+def test_bursts_that_vanish_in_buffers_are_bounded_by_what_a_probe_has_shown(clock: Hands, meter: LinkMeter) -> None:
+    peer = PeerID("b")
+    meter.probed(LinkReport(peer=peer, round_trip_s=0.1, bytes_per_s=1e6))
+    assert only(meter).bytes_per_s == 1e6
+    meter.send_begins(peer)
+    clock.at_s = 0.001
+    meter.send_ends(peer, 1_000_000, left=True)
+    assert only(meter).bytes_per_s == 4e6
+
+
+def test_chunks_that_are_not_one_behind_the_other_say_nothing(clock: Hands, meter: LinkMeter) -> None:
+    peer = PeerID("b")
+    for at_s, nbytes in ((0.0, BULK_CHUNK_BYTES), (1.0, 100), (9.0, BULK_CHUNK_BYTES), (11.0, BULK_CHUNK_BYTES)):
+        clock.at_s = at_s
+        meter.received(peer, nbytes)
+    assert only(meter).received_bytes_per_s == BULK_CHUNK_BYTES / 2.0
+
+
+def test_the_busiest_links_take_turns(meter: LinkMeter) -> None:
+    peers = [PeerID(f"p{number:03}") for number in range(200)]
+    for number, peer in enumerate(peers):
+        meter.called(peer, 0.1)
+        meter.received(peer, number)
+    told = [meter.report() for _ in range(REPORTED_MAX // REPORTS_PER_BEAT)]
+    assert {len(reports) for reports in told} == {REPORTS_PER_BEAT}
+    assert [report.peer for reports in told for report in reports] == peers[: -REPORTED_MAX - 1 : -1]
+    assert [report.peer for report in meter.report()] == peers[: -REPORTS_PER_BEAT - 1 : -1]
+
+
+def test_a_peer_keeps_so_many_links_and_no_more(meter: LinkMeter) -> None:
+    busy = PeerID("busy")
+    meter.received(busy, 10_000)
+    meter.called(busy, 0.1)
+    for number in range(5_000):
+        meter.called(PeerID(f"p{number}"), 0.1)
+    assert len(meter._links) <= 256
+    assert meter.report()[0].peer == busy
