@@ -16,9 +16,7 @@ from shoal.peer.pipeline.core import PipelineCore
 from shoal.peer.pipeline.driver import PipelineDriver
 from shoal.peer.pipeline.issue import IssueBook
 from shoal.peer.pipeline.microbatch import IndexSet, Microbatch
-from shoal.peer.pipeline.router import Router
 from shoal.peer.pipeline.state import StageState
-from shoal.peer.pipeline.window import Window
 from shoal.peer.surroundings import Surroundings
 from shoal.peer.tasks import Tasks
 from shoal.protocol.errors import DataError, Refused, RemoteError, Unreachable
@@ -52,8 +50,8 @@ class Replica:
             num_stages=len(plan.stages),
             s_max=spec.training.s_max,
             version=0,
-            router=Router(),
-            window=Window(num_stages=len(plan.stages)) if first else None,
+            router=surroundings.traffic.router(),
+            window=surroundings.traffic.window(len(plan.stages)) if first else None,
         )
         self.pipeline = PipelineDriver(
             core,

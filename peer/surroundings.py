@@ -8,6 +8,7 @@ from shoal.peer.arithmetic import Arithmetic
 from shoal.peer.handoff.inbox import ChunkInbox
 from shoal.peer.handoff.server import StateServer
 from shoal.peer.pipeline.state import StageState
+from shoal.peer.pipeline.traffic import Traffic
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import CommitReport, ValidationReport
@@ -27,6 +28,7 @@ class Surroundings:
     clock: Clock
     spec: RunSpec
     arithmetic: Arithmetic
+    traffic: Traffic
     on_commit: Callable[[CommitReport], None]
     """To be reported."""
     on_witness: Callable[[CommitReport], None]
