@@ -58,7 +58,6 @@ class Node:
         corpus: the run's text; None: this peer is never at stage 0.
         arithmetic: what it computes with, in place of `corpus` on `device`.
         traffic: as `PeerDriver` has it.
-        traffic: as `PeerDriver` has it.
         allocator: makes the plans while this peer coordinates; the same at every peer of the run.
         memory_bytes: as `PeerDriver` has it; virtual worlds must say.
         disk: plans obeyed and snapshots go to a folder of the run on it. None keeps nothing.
@@ -84,7 +83,6 @@ class Node:
         memory_bytes: int | None = None,
         corpus: Corpus | None,
         arithmetic: Arithmetic | None = None,
-        traffic: Traffic | None = None,
         traffic: Traffic | None = None,
         allocator: Allocator | None = None,
         disk: Disk | None,
@@ -112,7 +110,6 @@ class Node:
             clock=clock,
             spec=spec,
             arithmetic=arithmetic or TorchArithmetic(spec, corpus, device),
-            traffic=traffic,
             traffic=traffic,
             disk=disk,
             name=name[:PEER_NAME_CHARS_MAX],

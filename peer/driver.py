@@ -52,7 +52,6 @@ class PeerDriver:
     Args:
         arithmetic: what it computes with; without the run's text it is never at stage 0.
         traffic: how it feeds the next stage; None: as measurements say.
-        traffic: how it feeds the next stage; None: as measurements say.
         disk: snapshots go to the run's folder on it; None keeps none.
         meter: what the endpoint's calls and frames have shown of its links; None: they are not measured.
         memory_bytes: how much of the device's memory to claim; None: what is free. Virtual worlds must say, since what
@@ -71,7 +70,6 @@ class PeerDriver:
         clock: Clock,
         spec: RunSpec,
         arithmetic: Arithmetic,
-        traffic: Traffic | None = None,
         traffic: Traffic | None = None,
         disk: Disk | None,
         name: str = "",
@@ -138,7 +136,6 @@ class PeerDriver:
             clock=clock,
             spec=spec,
             arithmetic=arithmetic,
-            traffic=traffic or AdaptiveTraffic(),
             traffic=traffic or AdaptiveTraffic(),
             on_commit=self._committed,
             on_witness=self._witnessed,
