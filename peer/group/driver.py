@@ -14,7 +14,8 @@ from torch import Tensor
 
 from shoal.peer.group.commands import AskRepair, CatchUp, Command, Reduce, Report, Resync, Tell, Witness
 from shoal.peer.group.core import GroupCore
-from shoal.peer.group.reduce import Outgoing, Reduction
+from shoal.peer.group.pieces import Pieces
+from shoal.peer.group.reduce import Reduction
 from shoal.peer.outbox import Outbox
 from shoal.peer.pipeline.driver import PipelineDriver
 from shoal.peer.pipeline.microbatch import IndexSet
@@ -34,14 +35,15 @@ from shoal.protocol.messages import (
     RoundStart,
 )
 from shoal.protocol.plan import Member
-from shoal.protocol.ports import Clock, Payload, Priority
+from shoal.protocol.ports import Clock, Payload
 
 logger = logging.getLogger(__name__)
 
 _EARLY_FRAMES_MAX = 4096
 _FETCH_TIMEOUT_S = 60.0
+"""Without a piece."""
 _PRESS_S = 5.0
-"""A round that is no further after this long has lost something."""
+"""A round in which nothing has moved for this long has lost something."""
 
 
 @dataclass(slots=True)
@@ -101,6 +103,7 @@ class GroupDriver:
         self._committing_round: RoundStart | None = None  # whose result it steps with; None: a mate's
         self._fetches: dict[int, _Fetch] = {}
         self._tasks = Tasks(pipeline.upwards.failed)
+        self._pieces = Pieces(endpoint, self._vectors, self._tasks, clock)
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
 
@@ -179,7 +182,7 @@ class GroupDriver:
     async def fetch_mean(self, mate: PeerID, step: int) -> bool:
         """Get the reduced gradient of `step` from `mate` and commit it.
 
-        Returns: False: the mate is itself at `step`, there is nothing to catch up with.
+        Returns: False: nothing to catch up with, the mate is itself at `step`, or what we lack is on its way.
         Raises: Unreachable; Refused: the mate no longer has it.
         """
         size = self._pipeline.runtime.num_parameters
@@ -189,16 +192,24 @@ class GroupDriver:
             reply = await self._endpoint.ask(mate, ReducedRequest(stage=self.core.stage, step=step), Digest)
             if reply.version <= step:
                 return False
-            async with asyncio.timeout(_FETCH_TIMEOUT_S):  # the reply and the frames come by different roads
-                await fetch.complete.wait()
-        except TimeoutError as error:
-            raise Unreachable(mate, f"its gradient of step {step} did not arrive") from error
+            await self._wait_for(fetch, step)  # the reply and the frames come by different roads
         finally:
             del self._fetches[step]
         if step == self.core.version:
             self._means[step] = fetch.mean_N
             self._commit_if_complete()
         return True
+
+    async def _wait_for(self, fetch: _Fetch, step: int) -> None:
+        """Raises: Unreachable: no piece of it has come for long."""
+        while not fetch.complete.is_set():
+            before = len(fetch.missing)
+            try:
+                async with asyncio.timeout(_FETCH_TIMEOUT_S):
+                    await fetch.complete.wait()
+            except TimeoutError as error:
+                if len(fetch.missing) == before:
+                    raise Unreachable(fetch.mate, f"its gradient of step {step} did not arrive") from error
 
     # --- messages ---
 
@@ -223,11 +234,13 @@ class GroupDriver:
     async def _on_reduced_request(self, source: PeerID, message: ReducedRequest) -> Digest:
         self._check(source, message.stage)
         version = self.core.version
+        if self._pieces.may_arrive(source, message.step):
+            return Digest(stage=self.core.stage, version=message.step, digest="")
         if message.step < version:
             mean_N = self._means.get(message.step)
             if mean_N is None:
                 raise Refused(self._endpoint.peer_id, f"the gradient of step {message.step} is no longer kept here")
-            self._tasks.spawn(self._send_mean(source, message.step, mean_N), "catch-up")
+            self._pieces.send_mean(source, self.core.stage, message.step, mean_N)
         return Digest(stage=self.core.stage, version=version, digest="")
 
     def _check(self, source: PeerID, stage: int) -> None:
@@ -304,16 +317,15 @@ class GroupDriver:
         reduction = Reduction(self.core.me, start, sum_N, microbatches=microbatches, vectors=self._vectors)
         self._reductions[start.step] = reduction
         for peer in reduction.others:
-            outgoing = [out for out in reduction.scatter() if out.target == peer]
-            self._send_all(outgoing, reduction, ReducePart)
-        self._send_all(reduction.own_chunks(), reduction, GatherPart)
+            self._pieces.send((out for out in reduction.scatter() if out.target == peer), start, ReducePart)
+        self._pieces.send(reduction.own_chunks(), start, GatherPart)
         for source, meta, payload in self._early.pop((start.step, start.attempt), []):
             self._take(reduction, source, meta, payload)
         self._complete(reduction)
 
     def _take(self, reduction: Reduction, source: PeerID, meta: ReducePart | GatherPart, payload: Payload) -> None:
         if isinstance(meta, ReducePart):
-            self._send_all(reduction.part_arrived(source, meta.start, payload), reduction, GatherPart)
+            self._pieces.send(reduction.part_arrived(source, meta.start, payload), reduction.start, GatherPart)
         else:
             reduction.result_arrived(source, meta.start, payload)
         self._complete(reduction)
@@ -333,61 +345,44 @@ class GroupDriver:
             self._committing_round = ours.start if ours is not None and ours.mean_N is mean_N else None
             self._pipeline.commit(version, mean_N)
 
-    def _send_all(
-        self, outgoing: list[Outgoing], reduction: Reduction, kind: type[ReducePart] | type[GatherPart]
-    ) -> None:
-        if outgoing:
-            self._tasks.spawn(
-                self._send_chunks(outgoing, reduction, kind), f"{kind.__name__} of {reduction.start.step}"
-            )
-
-    async def _send_chunks(
-        self, outgoing: list[Outgoing], reduction: Reduction, kind: type[ReducePart] | type[GatherPart]
-    ) -> None:
-        start = reduction.start
-        for out in outgoing:
-            meta = kind(stage=start.stage, step=start.step, attempt=start.attempt, start=out.start)
-            try:
-                payload = self._vectors.gradient_payload(out.values_C)
-                await self._endpoint.send(out.target, meta, payload, priority=Priority.BULK)
-            except Unreachable as error:
-                logger.warning("reduction of step %d: %s", start.step, error)
-                return
-
     async def _press(self) -> None:
         """Send again what may have been lost in a round that does not end: of a stream that breaks nobody knows what
         had arrived. Whoever has ended it meanwhile does not, but says so by its digest."""
-        last: Reduction | None = None
+        before: tuple[Reduction | None, int] = None, 0
+        moved_s = 0.0
         while True:
             await asyncio.sleep(_PRESS_S)
             reduction = self._reductions.get(self.core.version)
-            if reduction is not None and reduction is last and not reduction.is_complete and not self._closed:
-                logger.info("round %d does not end: sending our part of it again", reduction.start.step)
-                self._perform(self.core.press())
-                for peer in reduction.others:
-                    self._send_all([out for out in reduction.scatter() if out.target == peer], reduction, ReducePart)
-                    self._send_all([out for out in reduction.finished() if out.target == peer], reduction, GatherPart)
-            last = reduction
-
-    async def _send_mean(self, target: PeerID, step: int, mean_N: Tensor) -> None:
-        chunk = self._vectors.chunk
-        for start in range(0, mean_N.numel(), chunk):
-            meta = ReducedChunk(stage=self.core.stage, step=step, start=start)
-            payload = self._vectors.gradient_payload(mean_N[start : start + chunk])
-            try:
-                await self._endpoint.send(target, meta, payload, priority=Priority.BULK)
-            except Unreachable as error:
-                logger.warning("catch-up: %s", error)
-                return
+            now, now_s = (reduction, reduction.num_taken if reduction is not None else 0), self._clock.now_s()
+            # Large gradients on slow links take minutes, and all of it again would take as many more.
+            if now != before or self._pieces.is_sending:
+                before, moved_s = now, now_s
+            patience_s = max(_PRESS_S, 2.0 * self._pieces.slowest_s)
+            if reduction is None or reduction.is_complete or self._closed or now_s < moved_s + patience_s:
+                continue
+            moved_s = now_s
+            start = reduction.start
+            logger.info("round %d does not end: sending our part of it again", start.step)
+            self._perform(self.core.press())
+            for peer in reduction.others:
+                self._pieces.send((out for out in reduction.scatter() if out.target == peer), start, ReducePart)
+                self._pieces.send((out for out in reduction.finished() if out.target == peer), start, GatherPart)
 
     async def _catch_up(self, mate: PeerID, step: int) -> None:
         if step in self._fetches or step != self.core.version:
             return
-        try:
-            await self.fetch_mean(mate, step)
-        except (Unreachable, Refused, RemoteError) as error:
-            logger.warning("cannot catch up with step %d: %s; fetching the state instead", step, error)
-            self._on_resync(mate)
+        reduction = self._reductions.get(step)
+        # Whoever owes us a piece knows whether it is on its way; others would send us the whole of it once more.
+        owing = sorted(reduction.missing_from().intersection(self.core.mates)) if reduction is not None else []
+        for source in dict.fromkeys((*owing[:1], mate)):
+            try:
+                await self.fetch_mean(source, step)
+            except (Unreachable, Refused, RemoteError) as error:
+                if source == mate:
+                    logger.warning("cannot catch up with step %d: %s; fetching the state instead", step, error)
+                    self._on_resync(mate)
+            else:
+                return
 
     def _arm_timer(self) -> None:
         if self._timer:

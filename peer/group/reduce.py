@@ -63,6 +63,8 @@ class Reduction:
         self._scale = 1.0 / max(1, sum(counts))
         self._bounds = part_bounds([member.bandwidth for member in start.members], sum_N.numel())
         self._arrived: dict[int, dict[PeerID, Tensor]] = {}
+        self.num_taken = 0
+        """Pieces of others that were new."""
         self._missing = {c for rank in range(len(self._peers)) for c in self._chunks(rank)}
 
     @property
@@ -113,6 +115,7 @@ class Reduction:
         values_C = self._values(payload, self._end(self._rank, start) - start, source)
         if start not in self._missing:
             return []  # It came twice.
+        self.num_taken += source not in self._arrived.get(start, ())
         self._arrived.setdefault(start, {})[source] = values_C
         return self._finish(start)
 
@@ -126,6 +129,7 @@ class Reduction:
         if start in self._missing:  # else it came twice, and the optimizer may be reading what came first
             self.mean_N[start:end] = values_C
             self._missing.discard(start)
+            self.num_taken += 1
 
     def _finish(self, start: int) -> list[Outgoing]:
         others = [peer for peer in self._contributors if peer != self._me]

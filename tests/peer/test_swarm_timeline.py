@@ -55,3 +55,30 @@ def test_one_seed_gives_one_trace_and_another_seed_another(make_swarm, tiny_spec
     )
     assert first == again
     assert first != other
+
+
+@pytest.mark.sim
+def test_a_reduction_of_minutes_is_sent_once(make_swarm, tiny_spec):
+    """Its halves take 44 s each on this link, many times what a round that has lost something is given."""
+    builtins = msgspec.to_builtins(tiny_spec)
+    builtins["training"] |= {"steps": 3, "validation_interval_steps": 0}
+
+    async def main():
+        swarm = make_swarm(
+            msgspec.convert(builtins, type(tiny_spec)), network=uniform(latency_s=0.1, rate_bytes_per_s=2e3)
+        )
+        for name in ("a", "b"):
+            await swarm.add(name, device_flop_per_s=1e9)
+        swarm.obey([["a", "b"]], fresh=True)
+        await swarm.until_step(1)
+        started_s = swarm.world.now_s()
+        await swarm.until_step(3)
+        ended_s = swarm.world.now_s()
+        gradient_bytes = 4 * swarm.drivers["a"].replica.pipeline.runtime.num_parameters
+        await swarm.close()
+        assert swarm.world.failures == []
+        return (ended_s - started_s) / 2, gradient_bytes / 2e3
+
+    step_s, once_s = run(main())
+    assert once_s > 60.0
+    assert once_s < step_s < once_s + 5.0

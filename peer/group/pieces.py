@@ -1,0 +1,91 @@
+"""Sends pieces of gradients to mates, behind everything else on the wire."""
+
+import logging
+from collections import Counter
+from collections.abc import Iterable
+from typing import Final
+
+from torch import Tensor
+
+from shoal.peer.group.reduce import Outgoing
+from shoal.peer.tasks import Tasks
+from shoal.peer.vectors import Vectors
+from shoal.protocol.endpoint import Endpoint
+from shoal.protocol.errors import Unreachable
+from shoal.protocol.identity import PeerID
+from shoal.protocol.messages import GatherPart, ReducedChunk, ReducePart, RoundStart
+from shoal.protocol.ports import Clock, Priority
+
+logger = logging.getLogger(__name__)
+
+_FORGETS: Final = 0.95
+_ON_THE_WAY_S: Final = 2.0
+"""What has left takes a latency to arrive, and so did the question whether it has."""
+
+
+class Pieces:
+    """What one replica sends of its rounds, and to those who catch up with a step."""
+
+    def __init__(self, endpoint: Endpoint, vectors: Vectors, tasks: Tasks, clock: Clock) -> None:
+        self._endpoint = endpoint
+        self._vectors = vectors
+        self._tasks = tasks
+        self._clock = clock
+        self._unsent: Counter[tuple[PeerID, int]] = Counter()  # target, step
+        self.slowest_s = 0.0
+        """How long a piece has taken to leave of late, at most."""
+        self._last: dict[PeerID, tuple[int, float]] = {}  # target -> step and time of what left last
+
+    @property
+    def is_sending(self) -> bool:
+        """A piece of a round has not left yet: who waits for it waits for the network."""
+        return bool(self._unsent)
+
+    def may_arrive(self, target: PeerID, step: int) -> bool:
+        """Whether a piece of that step's round is on its way to `target`, or was a moment ago."""
+        last_step, left_s = self._last.get(target, (-1, 0.0))
+        is_fresh = last_step == step and self._clock.now_s() < left_s + _ON_THE_WAY_S
+        return is_fresh or (target, step) in self._unsent
+
+    def send(self, outgoing: Iterable[Outgoing], start: RoundStart, kind: type[ReducePart] | type[GatherPart]) -> None:
+        """One after the other, in the background."""
+        pieces = list(outgoing)
+        self._unsent.update((piece.target, start.step) for piece in pieces)
+        if pieces:
+            self._tasks.spawn(self._send(pieces, start, kind), f"{kind.__name__} of {start.step}")
+
+    def send_mean(self, target: PeerID, stage: int, step: int, mean_N: Tensor) -> None:
+        self._tasks.spawn(self._send_mean(target, stage, step, mean_N), "catch-up")
+
+    async def _send(self, pieces: list[Outgoing], start: RoundStart, kind: type[ReducePart] | type[GatherPart]) -> None:
+        lost: set[PeerID] = set()
+        for piece in pieces:
+            if piece.target not in lost:
+                meta = kind(stage=start.stage, step=start.step, attempt=start.attempt, start=piece.start)
+                payload = self._vectors.gradient_payload(piece.values_C)
+                began_s = self._clock.now_s()
+                try:
+                    await self._endpoint.send(piece.target, meta, payload, priority=Priority.BULK)
+                    left_s = self._clock.now_s()
+                    self.slowest_s = max(left_s - began_s, _FORGETS * self.slowest_s)
+                    self._last[piece.target] = start.step, left_s
+                except Unreachable as error:
+                    logger.warning("reduction of step %d: %s", start.step, error)
+                    lost.add(piece.target)
+            self._done_with(piece.target, start.step)
+
+    def _done_with(self, target: PeerID, step: int) -> None:
+        self._unsent[target, step] -= 1
+        if not self._unsent[target, step]:
+            del self._unsent[target, step]
+
+    async def _send_mean(self, target: PeerID, stage: int, step: int, mean_N: Tensor) -> None:
+        chunk = self._vectors.chunk
+        for start in range(0, mean_N.numel(), chunk):
+            meta = ReducedChunk(stage=stage, step=step, start=start)
+            payload = self._vectors.gradient_payload(mean_N[start : start + chunk])
+            try:
+                await self._endpoint.send(target, meta, payload, priority=Priority.BULK)
+            except Unreachable as error:
+                logger.warning("catch-up: %s", error)
+                return
