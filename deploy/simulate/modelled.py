@@ -4,19 +4,37 @@ The nodes are those of `shoal join`; only what they compute with is another (`ar
 them, with a model that none could hold, fit into one process.
 """
 
-from collections.abc import Sequence
+import asyncio
+import contextlib
+import dataclasses
+import gc
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+import msgspec
+
 from shoal.coordinator.allocate.interface import Allocator
 from shoal.coordinator.cost.placement import Placement
+from shoal.deploy.simulate.ledger import SimLedger, traffic_matrix
+from shoal.deploy.simulate.modelled_swarm import ModelledSwarm, Ports, check_devices, peer_ids
+from shoal.deploy.simulate.pinned import PinnedAllocator
 from shoal.deploy.simulate.result import SimResult
+from shoal.protocol.errors import LocalError
+from shoal.protocol.sim.loop import run as run_in_virtual_time
+from shoal.protocol.sim.matrix import MatrixNetwork
+from shoal.protocol.sim.world import SimPeer, World
 from shoal.protocol.spec import RunSpec
 from shoal.protocol.topology import Topology
 
+_READ_EVERY_S = 60.0
+"""Of virtual time; what devices have done is then added up, and forgotten unless a timeline is wanted."""
+
 
 class Churn(NamedTuple):
-    """`remove` is a power cut, `add` a (re)start; who is added first at a time above 0 is not there at the beginning."""
+    """`remove` is a power cut, `add` a (re)start; whose first event is an `add` above 0 s is not there before that."""
 
     at_s: float
     kind: Literal["add", "remove"]
@@ -52,4 +70,109 @@ class ModelledRun:
 
 def run_modelled(run: ModelledRun) -> SimResult:
     """Raises: LocalError: a device of the placement or of the churn does not exist, or the run cannot begin."""
-    raise NotImplementedError
+    devices = {device for stage in _placed(run) for device in stage}
+    check_devices(run.topology, devices, "the placement")
+    check_devices(run.topology, {event.device for event in run.churn}, "the churn")
+    begun_s = time.perf_counter()
+    with _collecting_rarely():
+        result = run_in_virtual_time(_play(run))
+    return dataclasses.replace(result, wall_s=time.perf_counter() - begun_s)
+
+
+async def _play(run: ModelledRun) -> SimResult:
+    t, spec = run.topology, _spec_of(run)
+    world = World(run.seed, MatrixNetwork(t), acquainted=run.introduced)
+    if isinstance(run.stages, Placement):
+        peers = peer_ids(world, range(t.num_devices))
+        allocator: Allocator | None = PinnedAllocator(run.stages, peers)
+    else:
+        allocator = run.stages
+    ledger = SimLedger(t.num_devices, spec.swarm.stages, steps=spec.training.steps, keeps_timeline=run.record_timeline)
+    swarm = ModelledSwarm(
+        world, t, spec, allocator, ledger, chunk_bytes=run.chunk_bytes, ports=_ports(run, world, ledger)
+    )
+    for device in sorted(set(range(t.num_devices)) - _absent(run)):
+        swarm.launch(device)
+    for event in sorted(run.churn, key=lambda event: event.at_s):
+        happen = swarm.launch if event.kind == "add" else swarm.remove
+        asyncio.get_running_loop().call_at(event.at_s, happen, event.device)
+    await _until_over(run, ledger)
+    ledger.read_jobs()
+    ledger.failures += [f"{name}: {error!r}" for name, error in world.failures]
+    return SimResult(
+        steps=tuple(ledger.steps),
+        tokens_per_step=spec.tokens_per_step,
+        timeline=ledger.timeline(),
+        busy_s=ledger.busy_s(),
+        traffic_bytes=traffic_matrix(world.sent_bytes, t.num_devices),
+        events=tuple(ledger.events),
+        duplicates=ledger.duplicates,
+        given_up=ledger.given_up,
+        failures=tuple(ledger.failures),
+        ended_at_s=world.now_s(),
+        wall_s=0.0,
+        num_events=world.num_events,
+        trace_hash=world.trace_hash(),
+    )
+
+
+async def _until_over(run: ModelledRun, ledger: SimLedger) -> None:
+    until_s = math.inf if run.seconds is None else run.seconds
+    loop = asyncio.get_running_loop()
+    while loop.time() < until_s and not ledger.reached.is_set():
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(min(until_s, loop.time() + _READ_EVERY_S)):
+                await ledger.reached.wait()
+        ledger.read_jobs()
+
+
+def _spec_of(run: ModelledRun) -> RunSpec:
+    """As the run spec is in this world. Raises: LocalError: it cannot be."""
+    spec, here = run.spec, run.topology.num_devices - len(_absent(run))
+    stages = len(_placed(run)) or spec.swarm.stages
+    swarm = {"stages": stages, "min_peers": max(stages, here), "snapshot_interval_steps": 0}
+    training = {"validation_interval_steps": 0, "steps": run.steps or spec.training.steps}
+    optimizer = {"warmup_steps": 0}
+    try:
+        return msgspec.structs.replace(
+            spec,
+            swarm=msgspec.structs.replace(spec.swarm, **swarm),
+            training=msgspec.structs.replace(spec.training, **training),
+            optimizer=msgspec.structs.replace(spec.optimizer, **optimizer),
+        )
+    except ValueError as error:
+        raise LocalError(f"this run cannot be: {error}") from error
+
+
+def _placed(run: ModelledRun) -> tuple[tuple[int, ...], ...]:
+    return run.stages.stages if isinstance(run.stages, Placement) else ()
+
+
+def _absent(run: ModelledRun) -> set[int]:
+    """Who comes later: its first event adds it."""
+    first: dict[int, Churn] = {}
+    for event in sorted(run.churn, key=lambda event: event.at_s):
+        first.setdefault(event.device, event)
+    return {device for device, event in first.items() if event.kind == "add" and event.at_s > 0.0}
+
+
+def _ports(run: ModelledRun, world: World, ledger: SimLedger) -> Callable[[int, SimPeer], Ports]:
+    def plain(device: int, peer: SimPeer) -> Ports:
+        return peer.transport, peer.compute, None
+
+    return plain
+
+
+@contextlib.contextmanager
+def _collecting_rarely() -> Iterator[None]:
+    """Python's cycle collector looks at everything that lives, and a world of a thousand peers is made of things that
+    live as long as it does."""
+    before = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(200_000, 20, 100)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()

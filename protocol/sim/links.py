@@ -58,6 +58,8 @@ class Links:
         self._streams: dict[tuple[int, int], Stream] = {}
         self._flights = Flights(paths.link, agenda, left=self._left, arrived=self._arrive)
         self.cuts = Cuts()
+        self.sent_bytes: dict[tuple[int, int], int] = {}
+        """(from, to) by place -> bytes of all frames that began to leave."""
         self.stall_s = stall_s
 
     # Frames -------------------------------------------------------------------------------------------------------
@@ -164,6 +166,8 @@ class Links:
         frame = stream.take_next()
         if frame is None:
             return None
+        pair = stream.source.place, stream.destination.place
+        self.sent_bytes[pair] = self.sent_bytes.get(pair, 0) + frame.nbytes
         self._record(Kind.FRAME_STARTED, stream, frame)
         self._flights.start(stream, frame, now_s)
         return frame.nbytes

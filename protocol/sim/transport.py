@@ -34,6 +34,7 @@ class SimTransport:
     Like libp2p, it reaches whom it was introduced to under an address that holds, and whoever has reached it before.
 
     Args:
+        acquainted: it can reach everybody without that.
         find: PeerID -> the transport of the process that runs, or ran last, under that identity.
         failed: called with what a handler raised, except `RemoteError`, which is the other peer's fault.
     """
@@ -51,6 +52,7 @@ class SimTransport:
         trace: Trace,
         find: "Callable[[PeerID], SimTransport | None]",
         failed: Callable[[Exception], None],
+        acquainted: bool = False,
     ) -> None:
         self._peer_id = peer_id
         self.card = Card(number=number, place=place, peer_id=peer_id, plug=plug, frame_arrived=self._frame_arrived)
@@ -59,6 +61,7 @@ class SimTransport:
         self._agenda = agenda
         self._trace = trace
         self._find = find
+        self._acquainted = acquainted
         self._failed = failed
         self._on_call: CallHandler | None = None
         self._on_frame: FrameHandler | None = None
@@ -91,7 +94,8 @@ class SimTransport:
             accept()
 
     async def introduce(self, peer: PeerID, addresses: Sequence[str]) -> None:
-        self._addresses_of.setdefault(peer, set()).update(addresses)
+        if not self._acquainted:
+            self._addresses_of.setdefault(peer, set()).update(addresses)
 
     async def close(self) -> None:
         """Give frames that have left two seconds to be handled, then leave nothing running. Again does nothing."""
@@ -323,7 +327,11 @@ class SimTransport:
         target = self._find(peer)
         if target is None:
             return None
-        known = peer in self._met or not self._addresses_of.get(peer, set()).isdisjoint(target.addresses())
+        known = (
+            self._acquainted
+            or peer in self._met
+            or not self._addresses_of.get(peer, set()).isdisjoint(target.addresses())
+        )
         return target if known else None
 
     def _spawn(

@@ -7,7 +7,7 @@ import logging
 import math
 import random
 import struct
-from collections.abc import Callable, Coroutine, Hashable, Iterable
+from collections.abc import Callable, Coroutine, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -75,6 +75,7 @@ class World:
     Args:
         seed: everything random follows from it: identities, jitter, loss, and every `rng(name)`.
         stall_s: after how long without progress a stream towards a silent peer breaks.
+        acquainted: everybody knows everybody's address from the beginning; else whom nobody introduced is unreachable.
         modelled: peers compute by `ModelledCompute` unless they say otherwise.
         watch: called with every event of the trace.
     """
@@ -86,6 +87,7 @@ class World:
         *,
         stall_s: float = CALL_TIMEOUT_S,
         modelled: bool = False,
+        acquainted: bool = False,
         watch: Callable[[Event], None] | None = None,
     ) -> None:
         self.seed = seed
@@ -95,6 +97,7 @@ class World:
         self.failures: list[tuple[str, Exception]] = []
         """(peer's name, what one of its handlers raised): a bug in a driver, unless a test wants it."""
         self._modelled = modelled
+        self._acquainted = acquainted
         self._agenda = Agenda()
         self._trace = Trace(watch)
         self._paths = Paths(network)
@@ -132,7 +135,7 @@ class World:
         machine = self._machine(name, place)
         number = self._num_joined
         self._num_joined += 1
-        identity = Identity(hashlib.blake2b(f"shoal sim identity/{self.seed}/{name}".encode(), digest_size=32).digest())
+        identity = self.identity(name)
         transport = SimTransport(
             identity.peer_id,
             number=number,
@@ -143,6 +146,7 @@ class World:
             agenda=self._agenda,
             trace=self._trace,
             find=self._find,
+            acquainted=self._acquainted,
             failed=lambda error: self._handler_failed(name, error),
         )
         compute = ModelledCompute if (self._modelled if modelled is None else modelled) else ExecutingCompute
@@ -175,6 +179,15 @@ class World:
         joined_s = self._agenda.now_s() if self._agenda.is_running else 0.0
         self._trace.add(joined_s, Kind.JOINED, number, machine.place, 0, digest)
         return peer
+
+    def identity(self, name: str) -> Identity:
+        """Of whoever is, or will be, added under this name."""
+        return Identity(hashlib.blake2b(f"shoal sim identity/{self.seed}/{name}".encode(), digest_size=32).digest())
+
+    @property
+    def sent_bytes(self) -> Mapping[tuple[int, int], int]:
+        """(from, to) by place -> bytes of all frames that began to leave; calls are not counted."""
+        return self._links.sent_bytes
 
     def trace_hash(self) -> str:
         """Of everything that has happened so far, in hexadecimal."""

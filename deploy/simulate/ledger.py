@@ -1,0 +1,120 @@
+"""What a modelled run writes down while it goes: commits, plans, who came and went, how long devices worked."""
+
+import asyncio
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+from shoal.deploy.simulate.result import Change, Happened, Span, StepDone
+from shoal.protocol.messages import CommitReport
+from shoal.protocol.plan import Plan
+from shoal.protocol.sim.world import SimPeer
+
+_NOT_WORK = ("probe",)
+
+
+class SimLedger:
+    """Args:
+    num_stages: how many commits make a step; plans may change it.
+    steps: tell `reached` once so many steps are committed by every stage.
+    """
+
+    def __init__(self, num_devices: int, num_stages: int, *, steps: int, keeps_timeline: bool) -> None:
+        self.steps: list[StepDone] = []
+        self.events: list[Happened] = []
+        self.failures: list[str] = []
+        self.duplicates = 0
+        self.given_up = 0
+        self.reached = asyncio.Event()
+        self._num_stages = num_stages
+        self._wanted = steps
+        self._keeps_timeline = keeps_timeline
+        self._timeline: list[list[Span]] = [[] for _ in range(num_devices)]
+        self._busy_s = np.zeros(num_devices)
+        self._commits: dict[tuple[int, int], set[int]] = {}  # (era, step) -> stages
+        self._plans: set[tuple[int, int]] = set()
+        self._era = 0
+        self._peers: dict[int, SimPeer] = {}
+        self._read: dict[int, int] = {}
+
+    # --- told by nodes ---
+
+    def joined(self, device: int, peer: SimPeer, name: str) -> None:
+        self._read_jobs(device)
+        self._peers[device], self._read[device] = peer, 0
+        self._note("joined", device, name)
+
+    def left(self, device: int, name: str) -> None:
+        self._note("left", device, name)
+
+    def failed(self, what: str) -> None:
+        self.failures.append(what)
+
+    def obeyed(self, plan: Plan) -> None:
+        """Everybody says so of every plan."""
+        if plan.order in self._plans:
+            return
+        self._plans.add(plan.order)
+        self._num_stages = len(plan.stages)
+        if plan.era > self._era:
+            self._era = plan.era
+            self._note("era", -1, f"back to version {plan.restore_version}")
+            self.steps = [step for step in self.steps if step.step < plan.restore_version]
+        self._note("plan", -1, plan.reason)
+
+    def committed(self, report: CommitReport) -> None:
+        """Every member says so of every commit of its group."""
+        stages = self._commits.setdefault((report.era, report.step), set())
+        if report.stage in stages:
+            return
+        stages.add(report.stage)
+        self.duplicates += report.duplicates
+        self.given_up += report.given_up
+        if len(stages) == self._num_stages and report.era == self._era:
+            self.steps.append(StepDone(report.step, self._now_s()))
+            if report.step + 1 >= self._wanted:
+                self.reached.set()
+
+    # --- devices ---
+
+    def read_jobs(self) -> None:
+        """Take over what devices have done since the last time; they forget it."""
+        for device in self._peers:
+            self._read_jobs(device)
+
+    def busy_s(self) -> tuple[float, ...]:
+        return tuple(float(seconds) for seconds in self._busy_s)
+
+    def timeline(self) -> tuple[tuple[Span, ...], ...]:
+        return tuple(tuple(spans) for spans in self._timeline) if self._keeps_timeline else ()
+
+    def kept_busy(self, device: int, span: Span) -> None:
+        """By something that is no job."""
+        if self._keeps_timeline:
+            self._timeline[device].append(span)
+
+    def _read_jobs(self, device: int) -> None:
+        peer = self._peers.get(device)
+        if peer is None:
+            return
+        jobs = peer.compute.timeline
+        done = [job for job in jobs if job.kind not in _NOT_WORK]
+        self._busy_s[device] += sum(job.ended_s - job.started_s for job in done)
+        if self._keeps_timeline:
+            self._timeline[device] += [Span(job.kind, job.started_s, job.ended_s) for job in done]
+        jobs.clear()
+
+    def _note(self, change: Change, device: int, text: str) -> None:
+        self.events.append(Happened(self._now_s(), change, device, text))
+
+    def _now_s(self) -> float:
+        return asyncio.get_running_loop().time()
+
+
+def traffic_matrix(sent: Mapping[tuple[int, int], int], num_devices: int) -> npt.NDArray[np.int64]:
+    """[N, N] bytes, from those of pairs."""
+    matrix = np.zeros((num_devices, num_devices), dtype=np.int64)
+    for (source, destination), nbytes in sent.items():
+        matrix[source, destination] = nbytes
+    return matrix

@@ -1,0 +1,138 @@
+"""Nodes on modelled devices in one world: who is launched and falls when, and what of it is written down."""
+
+import asyncio
+from collections.abc import Callable
+
+from shoal.coordinator.allocate.interface import Allocator
+from shoal.deploy.node import Node
+from shoal.deploy.simulate.arithmetic import ModelledArithmetic
+from shoal.deploy.simulate.ledger import SimLedger
+from shoal.peer.pipeline.traffic import Traffic
+from shoal.protocol.errors import LocalError
+from shoal.protocol.identity import PeerID
+from shoal.protocol.messages import CommitReport
+from shoal.protocol.plan import SignedPlan
+from shoal.protocol.ports import Compute, Transport
+from shoal.protocol.sim.world import SimPeer, World
+from shoal.protocol.spec import RunSpec
+from shoal.protocol.topology import Topology
+
+Ports = tuple[Transport, Compute, Traffic | None]
+"""What a node gets of its peer; a system with other habits (`blocking.py`) puts something around them."""
+
+
+class ModelledSwarm:
+    """Device i of the topology is the peer of that number's name.
+
+    Args:
+        ports: (device, peer) -> what its node gets.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        topology: Topology,
+        spec: RunSpec,
+        allocator: Allocator | None,
+        ledger: SimLedger,
+        *,
+        chunk_bytes: int,
+        ports: Callable[[int, SimPeer], Ports] = lambda device, peer: (peer.transport, peer.compute, None),
+    ) -> None:
+        self._world = world
+        self._topology = topology
+        self._spec = spec
+        self._allocator = allocator
+        self._ledger = ledger
+        self._chunk_bytes = chunk_bytes
+        self._ports = ports
+        self._owner: PeerID | None = None
+        self._lives: dict[int, int] = {}
+        self._peers: dict[int, SimPeer] = {}
+
+    def launch(self, device: int) -> None:
+        """Start the next process of `device`; nothing if one runs."""
+        if device in self._peers and self._peers[device].is_alive:
+            return
+        t, name = self._topology, name_of(device)
+        peer = self._world.add_peer(
+            name,
+            place=device,
+            device_flop_per_s=float(t.flop_per_s[device]),
+            up_bytes_per_s=float(t.up_bytes_per_s[device]),
+            down_bytes_per_s=float(t.down_bytes_per_s[device]),
+            plug=int(t.card[device]),
+        )
+        self._peers[device] = peer
+        self._owner = self._owner or peer.peer_id
+        self._lives[device] = life = self._lives.get(device, -1) + 1
+        self._ledger.joined(device, peer, t.names[device])
+        task = peer.spawn(self._live(device, life, peer), name="life")
+        task.add_done_callback(lambda done: self._over(device, done))
+
+    def remove(self, device: int) -> None:
+        """As a power cut; nothing if it is not there."""
+        peer = self._peers.get(device)
+        if peer is not None and peer.is_alive:
+            self._world.crash(peer)
+            self._ledger.left(device, self._topology.names[device])
+
+    async def _live(self, device: int, life: int, peer: SimPeer) -> None:
+        assert self._owner is not None
+        transport, compute, traffic = self._ports(device, peer)
+        t, ledger = self._topology, self._ledger
+
+        def committed(report: CommitReport) -> None:
+            ledger.committed(report)
+
+        def obeyed(plan: SignedPlan) -> None:
+            ledger.obeyed(plan.plan)
+
+        node = Node(
+            identity=peer.identity,
+            transport=transport,
+            directory=peer.directory,
+            compute=compute,
+            clock=peer.clock,
+            spec=self._spec,
+            owner=self._owner,
+            name=t.names[device],
+            corpus=None,
+            arithmetic=ModelledArithmetic(
+                self._spec,
+                has_text=bool(t.may_feed[device]),
+                memory_bytes=float(t.memory_bytes[device]),
+                chunk_bytes=self._chunk_bytes,
+            ),
+            traffic=traffic,
+            allocator=self._allocator,
+            disk=None,
+            rng=self._world.rng(f"{name_of(device)}, life {life}"),
+            on_plan=obeyed,
+            on_commit=committed,
+        )
+        await node.start()
+        await node.wait_done()
+        await node.close()
+
+    def _over(self, device: int, task: "asyncio.Task[None]") -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._ledger.failed(f"{self._topology.names[device]}: {error!r}")
+            if not isinstance(error, Exception):
+                raise error
+
+
+def name_of(device: int) -> str:
+    return f"device {device}"
+
+
+def peer_ids(world: World, devices: range) -> dict[int, PeerID]:
+    """Who the devices are, there or not."""
+    return {device: world.identity(name_of(device)).peer_id for device in devices}
+
+
+def check_devices(topology: Topology, devices: set[int], what: str) -> None:
+    """Raises: LocalError: `what` names a device that the topology has not."""
+    strange = sorted(device for device in devices if not 0 <= device < topology.num_devices)
+    if strange:
+        raise LocalError(f"{what} names device {strange[0]}, the network has {topology.num_devices}")
