@@ -4,7 +4,6 @@
 """
 
 import asyncio
-import contextlib
 import importlib.metadata
 import logging
 import sys
@@ -17,6 +16,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from shoal.deploy import places
+from shoal.deploy.simulate.command import simulate
 from shoal.protocol.errors import LocalError, ShoalError
 from shoal.protocol.invite import Invite, parse_invite
 from shoal.protocol.spec import load_spec
@@ -192,38 +192,23 @@ def join(
     run(join_run(found, chosen))
 
 
-@app.command()
-def simulate(
-    campaign: Annotated[int | None, typer.Option(min=1, metavar="SEEDS", help="Try so many seeds of faults.")] = None,
-    first_seed: Annotated[int, typer.Option(min=0, help="The first of them.")] = 0,
-    peers: Annotated[int, typer.Option(min=1, help="Peers of the simulated swarm.")] = 9,
-    steps: Annotated[int, typer.Option(min=1, help="Steps of its run.")] = 45,
-    fault_seconds: Annotated[float, typer.Option(min=0, help="How long things go wrong.")] = 60.0,
-    kind: Annotated[list[str] | None, typer.Option(help="Only faults of this kind; may be repeated.")] = None,
-    json: Annotated[Path | None, typer.Option(help="Write a line a seed, as JSON.")] = None,
-    verbose: Verbose = False,
-) -> None:
-    """Run whole swarms in virtual time: with --campaign, break them and check that they train on."""
-    if campaign is None:
-        raise LocalError("say what to simulate: --campaign SEEDS breaks a swarm in that many ways")
-    logging.basicConfig(level=logging.INFO if verbose else logging.CRITICAL, stream=sys.stderr)
-    from shoal.deploy.simulate.campaign import run_seed
-    from shoal.deploy.simulate.report import failure, json_line, one_line, summary
-    from shoal.deploy.simulate.trial import CampaignOptions, parse_kinds
+app.command()(simulate)
 
-    options = CampaignOptions(peers=peers, steps=steps, fault_s=fault_seconds, kinds=parse_kinds(kind or ()))
-    verdicts = []
-    with json.open("wb") if json else contextlib.nullcontext() as file:
-        for seed in range(first_seed, first_seed + campaign):
-            verdicts.append(verdict := run_seed(seed, options))
-            typer.echo(one_line(verdict))
-            if verdict.broken is not None:
-                typer.echo(failure(verdict, options))
-            if file is not None:
-                file.write(json_line(verdict))
-    typer.echo(summary(verdicts))
-    if any(verdict.broken is not None for verdict in verdicts):
-        raise typer.Exit(EXIT_FAILED)
+
+@app.command()
+def plan(
+    network: Annotated[str, typer.Argument(metavar="NETWORK.json", help="A network file, or a scenario.")],
+    objective: Annotated[str, typer.Option(help="throughput, or dtfm for the DT-FM paper's.")] = "throughput",
+    seconds: Annotated[float, typer.Option(min=0.001, help="How long to search, of one core.")] = 1.0,
+    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same plan.")] = 0,
+    stages: Annotated[int | None, typer.Option(min=1, help="Default: the file's, else what is best.")] = None,
+    compare: Annotated[bool, typer.Option("--compare", help="All layouts, in a table.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Everything, as JSON.")] = False,
+) -> None:
+    """Say who should hold which layers, and what that costs."""
+    from shoal.deploy.plan_command import show_plan
+
+    show_plan(network, objective, seconds=seconds, seed=seed, stages=stages, compare=compare, as_json=json)
 
 
 @app.command()

@@ -159,15 +159,15 @@ def _between_regions(network: NetworkSection) -> tuple[Floats, Floats]:
         paths[a, b] = (path.latency_ms, path.mbps)
     size = len(regions)
     latency_s, bytes_per_s = np.zeros((size, size)), np.zeros((size, size))
-    for i, a in enumerate(regions):
-        for j, b in enumerate(regions):
-            found = paths.get((a.at, b.at))
-            if found is None and a.at == b.at:
-                found = (max(a.inside_ms, b.inside_ms), min(a.inside_mbps, b.inside_mbps))
+    for i, here in enumerate(regions):
+        for j, there in enumerate(regions):
+            found = paths.get((here.at, there.at))
+            if found is None and here.at == there.at:
+                found = (max(here.inside_ms, there.inside_ms), min(here.inside_mbps, there.inside_mbps))
             if found is None and elsewhere is not None:
                 found = (elsewhere.latency_ms, elsewhere.mbps)
             if found is None:
-                raise LocalError(f"there is no path between {a.at!r} and {b.at!r}, and no [network.elsewhere]")
+                raise LocalError(f"there is no path between {here.at!r} and {there.at!r}, and no [network.elsewhere]")
             latency_s[i, j], bytes_per_s[i, j] = found[0] * _MILLI, _bytes_per_s(found[1])
     return latency_s, bytes_per_s
 

@@ -2,19 +2,19 @@
 
 from typing import Literal
 
+from shoal.deploy.layouts import LayoutName
 from shoal.deploy.simulate.regions import Section, require
 from shoal.protocol.spec import WireSpec
 
-LayoutName = Literal["ours", "given", "random", "mod", "greedy", "dtfm-paper", "dtfm", "live"]
-"""Who holds what. `ours` is the throughput planner, `dtfm` the search on the paper's objective, `live` whatever the
-coordinators of the simulated swarm decide, again at every change. The others are what one compares with."""
+Layout = Literal[LayoutName, "live"]
+"""Who holds what; `live` is whatever the coordinators of the simulated swarm decide, again at every change."""
 
 
 class Strategy(Section, frozen=True):
     """One row of the table."""
 
     name: str
-    layout: LayoutName
+    layout: Layout
     blocking: bool = False
     """A device computes nothing while it sends, as with synchronous calls of a collective library."""
     s_max: int | None = None

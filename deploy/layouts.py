@@ -1,0 +1,97 @@
+"""Layouts by name: what we would do, and what one compares with."""
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from shoal.coordinator.allocate.partition import partition
+from shoal.coordinator.cost.placement import Placement
+from shoal.coordinator.cost.workload import Workload
+from shoal.protocol.errors import LocalError
+from shoal.protocol.topology import Topology, WorkloadEntry
+
+LayoutName = Literal["ours", "dtfm", "given", "random", "mod", "greedy", "dtfm-paper"]
+"""`ours` is the throughput planner, `dtfm` our search on the DT-FM objective, `dtfm-paper` that paper's algorithm."""
+LAYOUT_NAMES: tuple[LayoutName, ...] = get_args(LayoutName)
+DEVICES_PER_STAGE = 8
+"""Of layouts that cannot choose how many stages there are, where nothing says it: as in the DT-FM paper."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Request:
+    """What a layout is asked for. Pure: an equal request gives an equal layout."""
+
+    topology: Topology
+    workload: Workload
+    paper: WorkloadEntry | None = None
+    """Constants of the DT-FM objective; None: derived from `workload`."""
+    stages: int | None = None
+    """None: as many as the layout finds best."""
+    seed: int = 0
+    seconds: float = 1.0
+    """For a search, of one core: converted to a fixed amount of work, never timed."""
+
+    @property
+    def num_stages(self) -> int:
+        """Raises: LocalError: more stages than devices or layers."""
+        most = min(self.topology.num_devices, self.workload.num_layers)
+        if self.stages is not None and not 0 < self.stages <= most:
+            raise LocalError(
+                f"{self.stages} stages cannot be: there are {self.topology.num_devices} devices and "
+                f"{self.workload.num_layers} layers"
+            )
+        return self.stages or max(1, min(most, math.ceil(self.topology.num_devices / DEVICES_PER_STAGE)))
+
+
+def layout(name: LayoutName, request: Request) -> Placement:
+    """Raises: LocalError, NoLayout: it cannot be."""
+    if name not in _LAYOUTS:
+        raise LocalError(f"there is no layout {name} yet")
+    return _LAYOUTS[name](request)
+
+
+def _ours(request: Request) -> Placement:
+    from shoal.coordinator.allocate.planner import plan  # numba takes a second to import
+    from shoal.coordinator.allocate.search import WORK_PER_SECOND
+
+    num_stages = None if request.stages is None else request.num_stages
+    work = max(1, round(request.seconds * WORK_PER_SECOND))
+    return plan(request.topology, request.workload, num_stages=num_stages, seed=request.seed, work=work).placement
+
+
+def _given(request: Request) -> Placement:
+    return _dealt(request, list(range(request.topology.num_devices)))
+
+
+def _random(request: Request) -> Placement:
+    devices = list(range(request.topology.num_devices))
+    random.Random(f"random layout/{request.seed}").shuffle(devices)
+    return _dealt(request, devices)
+
+
+def _mod(request: Request) -> Placement:
+    K, n = request.num_stages, request.topology.num_devices
+    return _placement(request, [list(range(k, n, K)) for k in range(K)])
+
+
+def _dealt(request: Request, devices: Sequence[int]) -> Placement:
+    """Neighbours in `devices` into one stage, sizes as equal as can be."""
+    K, n = request.num_stages, len(devices)
+    return _placement(request, [devices[n * k // K : n * (k + 1) // K] for k in range(K)])
+
+
+def _placement(request: Request, groups: Sequence[Sequence[int]]) -> Placement:
+    return Placement(
+        stages=tuple(tuple(sorted(group)) for group in groups),
+        bounds=partition(request.workload.layer_flop, len(groups)),
+    )
+
+
+_LAYOUTS: dict[LayoutName, Callable[[Request], Placement]] = {
+    "ours": _ours,
+    "given": _given,
+    "random": _random,
+    "mod": _mod,
+}

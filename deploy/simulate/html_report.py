@@ -1,0 +1,185 @@
+"""One HTML file that shows a comparison: nothing is fetched, and nothing that was named by others is read as markup.
+
+`page/` has the template, the style and the script; the script draws from one JSON object, `PageData`.
+"""
+
+import html
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from string import Template
+
+import msgspec
+import numpy as np
+
+from shoal.deploy.simulate.gantt import DEVICES_MAX, KINDS, SAYS, STEPS_MAX, Chart, chart_of
+from shoal.deploy.simulate.outcome import Outcome, Row
+from shoal.deploy.simulate.result import SimResult
+from shoal.deploy.simulate.scenario import Scenario
+from shoal.deploy.simulate.table import LEGEND, cells, headings
+from shoal.protocol.topology import Floats, Topology
+
+PAGE = Path(__file__).parent / "page"
+_POINTS_MAX = 400
+_LABELS_MAX = 80
+_EVENTS_MAX = 2000
+
+
+class Map(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes a step, row to column."""
+
+    title: str
+    labels: tuple[str, ...]
+    bytes: tuple[tuple[float, ...], ...]
+
+
+class Shown(msgspec.Struct, frozen=True, kw_only=True):
+    """One strategy."""
+
+    name: str
+    about: str
+    pace: tuple[tuple[float, float, float], ...]
+    """(from, to, tokens/s)."""
+    events: tuple[tuple[float, str, str], ...]
+    gantt: Chart
+    maps: tuple[Map, ...]
+    layout: tuple[tuple[int, str, int, str], ...]
+    """(stage, layers, devices, who)."""
+
+
+class PageData(msgspec.Struct, frozen=True, kw_only=True):
+    kinds: tuple[str, ...] = KINDS
+    says: tuple[str, ...] = SAYS
+    strategies: tuple[Shown, ...]
+
+
+def render_html(scenario: Scenario, seed: int, outcomes: Sequence[Outcome], rows: Sequence[Row]) -> str:
+    shown = tuple(_shown(scenario, outcome) for outcome in outcomes)
+    spec = scenario.spec
+    subtitle = (
+        f"{scenario.topology.num_devices} devices, {spec.model.num_layers} layers of {spec.model.dim}, "
+        f"{spec.tokens_per_step:,} tokens a step; simulated by shoal in virtual time, seed {seed}."
+    )
+    window = f"At most the last {STEPS_MAX} steps and {DEVICES_MAX} devices."
+    return Template(_part("page.html")).substitute(
+        title=html.escape(scenario.title),
+        subtitle=html.escape(subtitle),
+        table=_table(rows),
+        legend=html.escape(LEGEND),
+        window=html.escape(window),
+        style=_part("page.css"),
+        script=_part("page.js"),
+        data=_embedded(PageData(strategies=shown)),
+    )
+
+
+def _part(name: str) -> str:
+    return (PAGE / name).read_text(encoding="utf-8")
+
+
+def _embedded(data: PageData) -> str:
+    """JSON that cannot end the script element it stands in."""
+    text = msgspec.json.encode(data).decode()
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _table(rows: Sequence[Row]) -> str:
+    head = "".join(f"<th{_kind(heading)}>{html.escape(heading)}</th>" for heading in headings())
+    body = "\n".join(
+        "<tr>"
+        + "".join(f"<td{_kind(h)}>{html.escape(c)}</td>" for h, c in zip(headings(), cells(row), strict=True))
+        + "</tr>"
+        for row in rows
+    )
+    return f"<table><thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table>"
+
+
+def _kind(heading: str) -> str:
+    return ' class="text"' if heading == headings()[-1] else ""
+
+
+def _shown(scenario: Scenario, outcome: Outcome) -> Shown:
+    result, topology = outcome.result, scenario.topology
+    if result is None:
+        empty = Chart(start=0.0, end=1.0, unit=1.0, rows=())
+        return Shown(
+            name=outcome.strategy.name,
+            about=outcome.problem,
+            pace=(),
+            events=(),
+            gantt=empty,
+            maps=(),
+            layout=_layout(outcome, topology),
+        )
+    return Shown(
+        name=outcome.strategy.name,
+        about=_about(outcome, result),
+        pace=pace(result),
+        events=tuple((e.at_s, e.change, e.text) for e in result.events[-_EVENTS_MAX:]),
+        gantt=chart_of(result, outcome.placement, topology),
+        maps=_maps(outcome, result, topology),
+        layout=_layout(outcome, topology),
+    )
+
+
+def _about(outcome: Outcome, result: SimResult) -> str:
+    failures = f" Failures: {'; '.join(result.failures[:3])}." if result.failures else ""
+    return (
+        f"{len(result.steps)} steps in {result.ended_at_s:,.1f} s, which took {result.wall_s:,.1f} s to simulate; "
+        f"{result.duplicates} microbatches counted twice, {result.given_up} given up; trace {result.trace_hash[:16]}."
+        f"{failures}"
+    )
+
+
+def pace(result: SimResult) -> tuple[tuple[float, float, float], ...]:
+    """(from, to, tokens/s) between commits; of a long run the mean of several steps."""
+    commits_s = [0.0, *(step.committed_at_s for step in result.steps)]
+    every = max(1, len(commits_s) // _POINTS_MAX)
+    counted = [*range(0, len(commits_s) - 1, every), len(commits_s) - 1]
+    return tuple(
+        (commits_s[a], commits_s[b], (b - a) * result.tokens_per_step / (commits_s[b] - commits_s[a]))
+        for a, b in pairwise(counted)
+        if commits_s[b] > commits_s[a]
+    )
+
+
+def _maps(outcome: Outcome, result: SimResult, topology: Topology) -> tuple[Map, ...]:
+    """By region, by stage and by device, as far as there are any and not too many."""
+    steps = max(1, len(result.steps))
+    maps = []
+    if len(set(topology.regions)) > 1:
+        maps.append(_map("regions", result, [region or "elsewhere" for region in topology.regions], steps))
+    if outcome.placement is not None:
+        stage_of = outcome.placement.stage_of()
+        names = [f"stage {stage_of[d]}" if d in stage_of else "spare" for d in range(topology.num_devices)]
+        order = [f"stage {k}" for k in range(len(outcome.placement.stages))] + ["spare"]
+        maps.append(_map("stages", result, names, steps, order=[name for name in order if name in names]))
+    if topology.num_devices <= _LABELS_MAX:
+        maps.append(_map("devices", result, list(topology.names), steps))
+    return tuple(found for found in maps if len(found.labels) <= _LABELS_MAX)
+
+
+def _map(title: str, result: SimResult, names: Sequence[str], steps: int, *, order: Sequence[str] | None = None) -> Map:
+    labels = tuple(dict.fromkeys(names) if order is None else order)
+    index = np.array([labels.index(name) for name in names])
+    bytes_: Floats = np.zeros((len(labels), len(labels)))
+    np.add.at(bytes_, (index[:, None], index[None, :]), result.traffic_bytes / steps)
+    return Map(title=title, labels=labels, bytes=tuple(tuple(map(float, row)) for row in bytes_.round()))
+
+
+def _layout(outcome: Outcome, topology: Topology) -> tuple[tuple[int, str, int, str], ...]:
+    placement = outcome.placement
+    if placement is None:
+        return ()
+    return tuple(
+        (k, f"{first}-{last - 1}", len(stage), counted(stage, topology))
+        for k, (stage, (first, last)) in enumerate(zip(placement.stages, pairwise(placement.bounds), strict=True))
+    )
+
+
+def counted(stage: Sequence[int], topology: Topology) -> str:
+    """`4 Tokyo, 2 Seoul`; device names where the network has no regions."""
+    if not any(topology.regions):
+        return ", ".join(topology.names[device] for device in stage)
+    regions = [topology.regions[device] or "elsewhere" for device in stage]
+    return ", ".join(f"{regions.count(region)} {region}" for region in dict.fromkeys(regions))

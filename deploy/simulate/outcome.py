@@ -1,0 +1,132 @@
+"""What came of one strategy, as figures: the line of the table, of the JSON file and of the report."""
+
+import math
+from dataclasses import dataclass
+
+import msgspec
+
+from shoal.coordinator.cost.placement import Cost, Placement
+from shoal.deploy.simulate.result import SimResult
+from shoal.deploy.simulate.strategy import Strategy
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Outcome:
+    """A strategy, who held what, what was expected of it, and what happened."""
+
+    strategy: Strategy
+    placement: Placement | None
+    """None: the simulated coordinators decided, or nothing could be placed."""
+    predicted: Cost | None
+    """By the throughput objective; None for what it is not a model of: a layout that changes."""
+    result: SimResult | None
+    problem: str = ""
+    """Why there is no result."""
+    planned_s: float = 0.0
+    """What finding the placement took, of this machine's time."""
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """Figures of an `Outcome`; None: there is none. Means are over the steps after the run has warmed up."""
+
+    strategy: str
+    layout: str
+    stages: tuple[tuple[int, ...], ...] | None
+    """Device indexes, in pipeline order."""
+    bounds: tuple[int, ...] | None
+    """Stage k holds layers [bounds[k], bounds[k + 1])."""
+    steps: int
+    """Committed."""
+    tokens_per_s: float | None
+    step_s: float | None
+    predicted_tokens_per_s: float | None
+    measured_over_predicted: float | None
+    bytes_per_step: float | None
+    """Between devices, all frames."""
+    idle_share: float | None
+    """Of the time of devices that hold a stage, from the first steady step on; None without a timeline."""
+    bound_by: str
+    """What the prediction says is busiest, or the reason why there is no figure."""
+    duplicates: int
+    given_up: int
+    failures: tuple[str, ...]
+    simulated_s: float | None
+    wall_s: float | None
+    planned_s: float
+    trace_hash: str
+
+
+def row_of(outcome: Outcome) -> Row:
+    result, placement, predicted = outcome.result, outcome.placement, outcome.predicted
+    tokens_per_s = _finite(result.tokens_per_s) if result is not None else None
+    expected = _finite(predicted.parts.get("tokens_per_s", math.nan)) if predicted is not None else None
+    return Row(
+        strategy=outcome.strategy.name,
+        layout=outcome.strategy.layout,
+        stages=placement.stages if placement is not None else None,
+        bounds=placement.bounds if placement is not None else None,
+        steps=len(result.steps) if result is not None else 0,
+        tokens_per_s=tokens_per_s,
+        step_s=_finite(result.step_s) if result is not None else None,
+        predicted_tokens_per_s=expected,
+        measured_over_predicted=tokens_per_s / expected if tokens_per_s and expected else None,
+        bytes_per_step=float(result.traffic_bytes.sum()) / len(result.steps) if result and result.steps else None,
+        idle_share=idle_share(outcome),
+        bound_by=outcome.problem or _trouble(result) or bound_by(predicted),
+        duplicates=result.duplicates if result is not None else 0,
+        given_up=result.given_up if result is not None else 0,
+        failures=result.failures if result is not None else (),
+        simulated_s=result.ended_at_s if result is not None else None,
+        wall_s=result.wall_s if result is not None else None,
+        planned_s=outcome.planned_s,
+        trace_hash=result.trace_hash if result is not None else "",
+    )
+
+
+def idle_share(outcome: Outcome) -> float | None:
+    """The part of the time in which those that hold a stage computed nothing; sending while blocked is idle too."""
+    result = outcome.result
+    if result is None or len(result.steps) <= result.warm_up_steps + 1 or not any(result.timeline):
+        return None
+    begin_s = result.steps[result.warm_up_steps].committed_at_s
+    end_s = result.steps[-1].committed_at_s
+    if outcome.placement is not None:
+        devices = [device for stage in outcome.placement.stages for device in stage]
+    else:
+        devices = [device for device, spans in enumerate(result.timeline) if spans]
+    busy_s = sum(
+        max(0.0, min(span.ended_s, end_s) - max(span.started_s, begin_s))
+        for device in devices
+        for span in result.timeline[device]
+        if span.kind not in ("send", "probe")
+    )
+    return max(0.0, 1.0 - busy_s / (len(devices) * (end_s - begin_s)))
+
+
+def bound_by(cost: Cost | None) -> str:
+    """What the throughput objective finds slowest; its docstring has the parts."""
+    if cost is None or not cost.parts:
+        return cost.why if cost is not None else ""
+    parts = cost.parts
+    if parts["chain_s"] >= parts["flow_s"]:
+        return "one step after the other"
+    stage = f"stage {int(parts['slowest_stage'])}"
+    slowest = parts["flow_s"] * (1.0 - 1e-3)
+    if parts["compute_s"] >= slowest:
+        return f"computing, {stage}"
+    if parts["reduce_s"] >= slowest:
+        return "reducing gradients"
+    if parts["stage_s"] >= slowest:
+        return f"the network of {stage}"
+    return "paths between stages"
+
+
+def _trouble(result: SimResult | None) -> str:
+    """Why a result has no pace."""
+    if result is None or math.isfinite(result.step_s):
+        return ""
+    return result.failures[0] if result.failures else f"{len(result.steps)} steps in {result.ended_at_s:.0f} s"
+
+
+def _finite(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None
