@@ -1,0 +1,310 @@
+"""The compiled inner loop of the search on the DT-FM objective: annealing over explicit pipelines.
+
+A layout is the int64 [K, R] of `matching.py`, so a change is priced by the few sums it touches (0.1 to 0.5 us at 64
+devices, an exact evaluation 30 us) and the exact matching and order are needed at the ends only. Four kinds of change:
+
+- two places exchange their devices;
+- two columns exchange a stretch of several stages. Without it a search freezes: where devices come in boxes, moving one
+  device of a box alone makes two boundaries slow, moving its whole stretch makes none slow;
+- two columns exchange everything below a boundary: the same groups, matched in another way;
+- a stretch of stages turns around: the same groups in another order.
+
+What is annealed is the objective with its two maxima replaced by root mean squares, which also see what is not the
+worst, turning into the true one as the temperature falls. No transcendental functions (square roots are exact to the
+last bit everywhere, powers and logarithms are not) and the rules of `matching.py` besides.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import njit
+
+_REFRESH = 4096
+"""Trials between recomputations of all running sums, so that rounding cannot add up."""
+_PROBES = 128
+"""Trials that only measure how much a trial changes, to scale the temperature."""
+_SMOOTH_END = 0.01
+"""Share of the smooth objective that stays, to break ties."""
+
+
+class State(NamedTuple):
+    """A layout and its running sums."""
+
+    x: Any
+    """int64 [K, R]"""
+    sums: Any
+    """[K, R], dp of every place."""
+    row_worst: Any
+    row_square: Any
+    """[K], the largest of `sums` and their squares added."""
+    edge_worst: Any
+    edge_mean: Any
+    """[K - 1], the longest hop of a boundary and the root mean square of all its hops."""
+
+
+class Links(NamedTuple):
+    """What never changes."""
+
+    share: Any
+    """[2, N, N], seconds of all-reduce between two mates of a small (0) or a full (1) stage; symmetric."""
+    hop: Any
+    """[N, N], seconds from one device to one of the next stage; symmetric."""
+    classes: Any
+    """int64 [N], devices of one number are interchangeable."""
+
+
+@njit(cache=True)
+def draw(lots):
+    """uint64: SplitMix64 (Steele, Lea, Flood 2014). lots: uint64 [1], advanced."""
+    lots[0] += np.uint64(0x9E3779B97F4A7C15)
+    z = lots[0]
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+@njit(cache=True)
+def below(lots, n):
+    """int64 in [0, n), n < 2^32."""
+    return np.int64(((draw(lots) >> np.uint64(32)) * np.uint64(n)) >> np.uint64(32))
+
+
+# --- what things cost ---
+
+
+@njit(cache=True)
+def _boundary(above, under, hop):
+    """Between two stages, int64 [R]: (the longest hop, the root mean square of all)."""
+    R = len(above)
+    worst, square, up, down = 0.0, 0.0, -1, -1
+    for c in range(R):
+        u, v = above[c], under[c]
+        if u >= 0 and v >= 0:
+            h = hop[u, v]
+            worst = max(worst, h)
+            square += h * h
+        elif u >= 0:
+            up = u
+        elif v >= 0:
+            down = v
+    if up >= 0 or down >= 0:
+        h = np.inf
+        if up >= 0 and down >= 0:
+            h = hop[up, down]
+        else:
+            alone, row = (up, under) if up >= 0 else (down, above)
+            for v in row:
+                if v >= 0:
+                    h = min(h, hop[alone, v])
+        worst = max(worst, h)
+        square += h * h
+    return worst, np.sqrt(square / R)
+
+
+@njit(cache=True)
+def _full(row):
+    """1 if a stage has no hole, else 0: which all-reduce is its."""
+    for d in row:
+        if d < 0:
+            return 0
+    return 1
+
+
+@njit(cache=True)
+def _row(row, share, sums):
+    """dp of every place of a stage; 0 for a hole."""
+    R, full = len(row), _full(row)
+    for c in range(R):
+        total = 0.0
+        if row[c] >= 0:
+            for m in range(R):
+                if m != c and row[m] >= 0:
+                    total += share[full, row[c], row[m]]
+        sums[c] = total
+
+
+@njit(cache=True)
+def _replaced(row, c, leaves, comes, share, old, sums):
+    """`_row` with `comes` at c, from `old` when that was `leaves`; neither is a hole. share: [N, N], of its size."""
+    total = 0.0
+    for m in range(len(row)):
+        e = row[m]
+        if m != c and e >= 0:
+            gain = share[e, comes]
+            sums[m] = old[m] - share[e, leaves] + gain
+            total += gain
+        else:
+            sums[m] = 0.0
+    sums[c] = total
+
+
+@njit(cache=True)
+def _spread(sums):
+    worst, square = 0.0, 0.0
+    for s in sums:
+        worst = max(worst, s)
+        square += s * s
+    return worst, square
+
+
+@njit(cache=True)
+def _refresh(s, links):
+    for k in range(len(s.x)):
+        _row(s.x[k], links.share, s.sums[k])
+        s.row_worst[k], s.row_square[k] = _spread(s.sums[k])
+        if k:
+            s.edge_worst[k - 1], s.edge_mean[k - 1] = _boundary(s.x[k - 1], s.x[k], links.hop)
+
+
+@njit(cache=True)
+def _energy(s, devices, smooth):
+    """The objective, blended with its smooth form."""
+    dp, square, pp, mean = 0.0, 0.0, 0.0, 0.0
+    for k in range(len(s.row_worst)):
+        dp = max(dp, s.row_worst[k])
+        square += s.row_square[k]
+    for k in range(len(s.edge_worst)):
+        pp += s.edge_worst[k]
+        mean += s.edge_mean[k]
+    return (1.0 - smooth) * (dp + 2.0 * pp) + smooth * (np.sqrt(square / devices) + 2.0 * mean)
+
+
+# --- changes: each returns (energy after it, work), and undoes itself where that is above `bound` ---
+
+
+@njit(cache=True)
+def _exchange(s, links, trial, kept, k, j, c, m, length, smooth, bound):
+    """Stages k.. of column c with stages j.. of column m, `length` of them, not overlapping unless k == j.
+
+    Args: trial: float64 [K, R], scratch. kept: four float64 [K] or [K - 1], scratch.
+    """
+    x, (K, R) = s.x, s.x.shape
+    differ = False
+    for i in range(length):
+        d, e = x[k + i, c], x[j + i, m]
+        differ = differ or (d != e if d < 0 or e < 0 else links.classes[d] != links.classes[e])
+    if not differ:
+        return bound + 1.0, 20 + length
+    work = 20 + (length * 4 + 2) * R + 6 * K
+    kept[0][:], kept[1][:], kept[2][:], kept[3][:] = s.row_worst, s.row_square, s.edge_worst, s.edge_mean
+    for i in range(length):
+        d, e = x[k + i, c], x[j + i, m]
+        x[k + i, c], x[j + i, m] = e, d
+        for row, place, leaves, comes in ((k + i, c, d, e), (j + i, m, e, d)):
+            if k == j:
+                continue
+            if d >= 0 and e >= 0:
+                share = links.share[_full(x[row])]
+                _replaced(x[row], place, leaves, comes, share, s.sums[row], trial[row])
+            else:
+                _row(x[row], links.share, trial[row])
+                work += R * R
+            s.row_worst[row], s.row_square[row] = _spread(trial[row])
+    for start in (k, j):
+        for edge in range(max(start - 1, 0), min(start + length, K - 1)):
+            s.edge_worst[edge], s.edge_mean[edge] = _boundary(x[edge], x[edge + 1], links.hop)
+    new = _energy(s, len(links.classes), smooth)
+    if new > bound:
+        for i in range(length):
+            x[k + i, c], x[j + i, m] = x[j + i, m], x[k + i, c]
+        s.row_worst[:], s.row_square[:], s.edge_worst[:], s.edge_mean[:] = kept[0], kept[1], kept[2], kept[3]
+    elif k == j:
+        s.sums[k, c], s.sums[k, m] = s.sums[k, m], s.sums[k, c]
+    else:
+        for i in range(length):
+            s.sums[k + i] = trial[k + i]
+            s.sums[j + i] = trial[j + i]
+    return new, work
+
+
+@njit(cache=True)
+def _cross(s, links, k, c, m, smooth, bound):
+    """Everything below stage k of the columns c and m."""
+    x, K = s.x, len(s.x)
+    worst, mean = s.edge_worst[k], s.edge_mean[k]
+    x[k + 1, c], x[k + 1, m] = x[k + 1, m], x[k + 1, c]
+    s.edge_worst[k], s.edge_mean[k] = _boundary(x[k], x[k + 1], links.hop)
+    new = _energy(s, len(links.classes), smooth)
+    if new > bound:
+        x[k + 1, c], x[k + 1, m] = x[k + 1, m], x[k + 1, c]
+        s.edge_worst[k], s.edge_mean[k] = worst, mean
+    else:
+        s.sums[k + 1, c], s.sums[k + 1, m] = s.sums[k + 1, m], s.sums[k + 1, c]
+        for i in range(k + 2, K):
+            x[i, c], x[i, m] = x[i, m], x[i, c]
+            s.sums[i, c], s.sums[i, m] = s.sums[i, m], s.sums[i, c]
+    return new, 20 + x.shape[1] + 4 * K
+
+
+@njit(cache=True)
+def _turn(s, links, i, j, smooth, bound):
+    """Stages i..j, i < j."""
+    x, (K, R) = s.x, s.x.shape
+    before, after = max(i - 1, 0), min(j, K - 2)
+    kept = (s.edge_worst[before], s.edge_mean[before], s.edge_worst[after], s.edge_mean[after])
+    if i > 0:
+        s.edge_worst[before], s.edge_mean[before] = _boundary(x[i - 1], x[j], links.hop)
+    if j < K - 1:
+        s.edge_worst[after], s.edge_mean[after] = _boundary(x[i], x[j + 1], links.hop)
+    new = _energy(s, len(links.classes), smooth)
+    if new > bound:
+        s.edge_worst[before], s.edge_mean[before], s.edge_worst[after], s.edge_mean[after] = kept
+    else:
+        x[i : j + 1] = x[i : j + 1][::-1].copy()
+        s.sums[i : j + 1] = s.sums[i : j + 1][::-1].copy()
+        s.row_worst[i : j + 1] = s.row_worst[i : j + 1][::-1].copy()
+        s.row_square[i : j + 1] = s.row_square[i : j + 1][::-1].copy()
+        s.edge_worst[i:j] = s.edge_worst[i:j][::-1].copy()
+        s.edge_mean[i:j] = s.edge_mean[i:j][::-1].copy()
+    return new, 20 + 2 * R + 4 * K
+
+
+@njit(cache=True)
+def anneal(x, links, seed, work, heat, smooth):
+    """Change x in place, ever more greedily.
+
+    Args: x: K >= 2. heat: first temperature in mean changes of a trial; 0 accepts no loss. smooth: first share of the
+        smooth objective, in [0, 1]. Returns: work done, about 180 million units a second.
+    """
+    K, R = x.shape
+    s = State(x, np.zeros((K, R)), np.zeros(K), np.zeros(K), np.zeros(K - 1), np.zeros(K - 1))
+    trial, kept = np.zeros((K, R)), (np.zeros(K), np.zeros(K), np.zeros(K - 1), np.zeros(K - 1))
+    lots = np.array([seed], np.uint64)
+    spent, trials, probed, mean, heat_now, smooth_now, now = 0, 0, 0, 0.0, 0.0, smooth, 0.0
+    while spent < work:
+        if trials % 64 == 0:
+            if trials % _REFRESH == 0:
+                _refresh(s, links)
+                spent += K * R * R
+            rest = max(0.0, 1.0 - spent / work)
+            heat_now = mean * heat * rest * rest * rest
+            smooth_now = max(smooth * rest, _SMOOTH_END)
+            now = _energy(s, len(links.classes), smooth_now)
+        trials += 1
+        probing = heat > 0.0 and probed < _PROBES
+        u = np.float64(below(lots, 1 << 20)) / (1 << 20)
+        # 3 u^2 is 1 in the mean: a threshold drawn without the logarithm that Metropolis needs.
+        bound = -1.0 if probing else now + heat_now * 3.0 * u * u
+        kind, new, cost = below(lots, 64), np.inf, 20
+        if kind < 52:
+            length = 1 if kind < 32 else 1 + below(lots, max(1, K // 2))
+            k, j = below(lots, K + 1 - length), below(lots, K + 1 - length)
+            c, m = below(lots, R), below(lots, R)
+            if abs(k - j) >= length or (k == j and length == 1 and c != m):
+                new, cost = _exchange(s, links, trial, kept, k, j, c, m, length, smooth_now, bound)
+        elif kind < 60:
+            k, c, m = below(lots, K - 1), below(lots, R), below(lots, R)
+            if c != m:
+                new, cost = _cross(s, links, k, c, m, smooth_now, bound)
+        else:
+            i, j = below(lots, K), below(lots, K)
+            i, j = min(i, j), max(i, j)
+            if i < j and j - i < K - 1:
+                new, cost = _turn(s, links, i, j, smooth_now, bound)
+        spent += cost
+        if probing and new > 0.0 and new < np.inf:
+            probed += 1
+            mean += abs(new - now) / _PROBES
+        elif new <= bound:
+            now = new
+    return spent

@@ -1,0 +1,181 @@
+"""The DT-FM objective as an `Evaluator`, and the planner on top: equal stages, exact order, every device placed."""
+
+from collections.abc import Sequence
+from random import Random
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shoal.coordinator.allocate.genome import Assignment
+from shoal.coordinator.allocate.search import Improved, evolve
+from shoal.coordinator.cost.dtfm import DtfmObjective, hop_seconds, share_seconds
+from shoal.coordinator.cost.placement import Cost, Placement
+from shoal.protocol.errors import LocalError
+from shoal.protocol.topology import Floats, Topology, WorkloadEntry
+
+NO_PATH_S = 1e9
+"""Instead of infinity: sums of it can be subtracted again."""
+_SHARE = 2_000_000
+"""Work of one local search at least; 64 devices settle in 2 to 10 million."""
+_SHARE_PER_DEVICE = 60_000
+_POLISH = 8
+"""The last part of a local search, 1 / 8 of its work, starts from exact matching and order and accepts no loss."""
+_HEAT = 0.6
+"""First temperature at heat 1, in mean changes of a trial."""
+
+
+class DtfmEvaluator:
+    """Implements `search.Evaluator`. Stages are as equal as can be: N mod K of them hold one device more; no device is
+    left out; who has text is not asked, the paper has no such thing.
+
+    Raises: LocalError: more stages than devices.
+    """
+
+    def __init__(self, topology: Topology, workload: WorkloadEntry, num_stages: int) -> None:
+        from shoal.coordinator.allocate import dtfm_kernels, matching  # numba takes a second to import
+
+        if not 0 < num_stages <= topology.num_devices:
+            raise LocalError(f"{topology.num_devices} devices cannot form {num_stages} stages")
+        self._kernels: Any = dtfm_kernels
+        self._matching: Any = matching
+        self.num_devices = topology.num_devices
+        self.num_stages = num_stages
+        self.places = -(-self.num_devices // num_stages)
+        """R, of the largest stage."""
+        small = max(1, self.places - (self.num_devices % num_stages != 0))
+        share = np.stack([share_seconds(topology, workload, size) for size in (small, self.places)])
+        self._share: Floats = np.minimum(share, NO_PATH_S)
+        self._hop: Floats = np.minimum(hop_seconds(topology, workload), NO_PATH_S)
+        self.classes = interchangeable(share[1], self._hop)
+        self._links = dtfm_kernels.Links(self._share, self._hop, self.classes)
+        self.share = _SHARE + _SHARE_PER_DEVICE * self.num_devices
+
+    # --- Evaluator ---
+
+    def cost(self, assignment: Assignment) -> float:
+        return self._settle(self._layout(assignment))[0]
+
+    def random(self, seed: int) -> Assignment:
+        assignment = np.arange(self.num_devices, dtype=np.int64) % self.num_stages
+        order = list(range(self.num_devices))
+        Random(seed).shuffle(order)
+        return assignment[order]
+
+    def repair(self, assignment: Assignment, *, seed: int) -> Assignment:
+        """Devices drawn from stages that are too large, and the homeless, fill those that are too small."""
+        rng, K = Random(seed), self.num_stages
+        result = assignment.copy()
+        floor, extra = divmod(self.num_devices, K)
+        sizes = np.bincount(result[result >= 0], minlength=K)
+        # The largest keep the one device more: fewest moves.
+        room = np.full(K, floor)
+        room[sorted(range(K), key=lambda k: (-sizes[k], k))[:extra]] += 1
+        loose = np.flatnonzero(result < 0).tolist()
+        for k in np.flatnonzero(sizes > room):
+            loose += rng.sample(np.flatnonzero(result == k).tolist(), int(sizes[k] - room[k]))
+        rng.shuffle(loose)
+        holes = np.repeat(np.arange(K), np.maximum(room - sizes, 0))
+        result[loose] = holes
+        return result
+
+    def improve(self, assignment: Assignment, *, seed: int, work: int, heat: float) -> Improved:
+        x = self._layout(assignment)
+        before, spent = self._settle(x)
+        if self.num_stages == 1 or self.places == self.num_devices:
+            return Improved(assignment=assignment, cost=before, work=spent)
+        found, best = before, x.copy()
+        if heat > 0.0:
+            budget = work - work // _POLISH - spent
+            spent += self._kernels.anneal(x, self._links, np.uint64(seed), budget, heat * _HEAT, 1.0)
+            found, more = self._settle(x)
+            best = x.copy()
+            spent += more
+        spent += self._kernels.anneal(x, self._links, np.uint64(seed + 1), work - spent, 0.0, 0.0)
+        polished, more = self._settle(x)
+        if polished < found:
+            found, best = polished, x
+        return Improved(assignment=self._assignment(best), cost=found, work=spent + more)
+
+    # --- layouts: int64 [K, R], see matching.py ---
+
+    def stages(self, assignment: Assignment) -> tuple[tuple[int, ...], ...]:
+        """In the best order, each ascending."""
+        x = self._layout(assignment)
+        self._settle(x)
+        return tuple(tuple(sorted(int(device) for device in row if device >= 0)) for row in x)
+
+    def _layout(self, assignment: Assignment) -> Assignment:
+        x = np.full((self.num_stages, self.places), -1, dtype=np.int64)
+        for k in range(self.num_stages):
+            members = np.flatnonzero(assignment == k)
+            x[k, : len(members)] = members
+        return x
+
+    def _settle(self, x: Assignment) -> tuple[float, int]:
+        """Order and match it, in place. Returns: (cost, work)."""
+        dp, pp, work = self._matching.settle(x, self._share, self._hop)
+        return float(dp + 2.0 * pp), int(work)
+
+    def _assignment(self, x: Assignment) -> Assignment:
+        assignment = np.empty(self.num_devices, dtype=np.int64)
+        for k, row in enumerate(x):
+            assignment[row[row >= 0]] = k
+        return assignment
+
+
+def interchangeable(*costs: Floats) -> npt.NDArray[np.int64]:
+    """Classes of devices that cost the same with everybody else and between themselves.
+
+    Args: costs: each float64 [N, N], symmetric. Returns: int64 [N], class by class of first appearance.
+    """
+    N = len(costs[0])
+    classes = np.full(N, -1, dtype=np.int64)
+    alike: dict[bytes, list[int]] = {}
+    count = 0
+    for device in range(N):
+        # Who is interchangeable has the same costs in some order; only those are compared one by one.
+        others = alike.setdefault(b"".join(np.sort(cost[device]).tobytes() for cost in costs), [])
+        for other in others:
+            rest = np.ones(N, dtype=np.bool_)
+            rest[device] = rest[other] = False
+            if all(np.array_equal(cost[device, rest], cost[other, rest]) for cost in costs):
+                classes[device] = classes[other]
+                break
+        else:
+            others.append(device)
+            classes[device] = count
+            count += 1
+    return classes
+
+
+def plan_dtfm(
+    topology: Topology,
+    workload: WorkloadEntry,
+    *,
+    num_stages: int,
+    seed: int,
+    work: int,
+    start: Sequence[Placement] = (),
+) -> tuple[Placement, Cost]:
+    """The cheapest layout on the DT-FM objective that `work` units find; stages in the best order, layers dealt evenly.
+
+    Args: start: placements of all devices on equal stages; the result costs no more than any of them.
+    Raises: LocalError: more stages than devices.
+    """
+    evaluator = DtfmEvaluator(topology, workload, num_stages)
+    found = evolve(evaluator, seed=seed, work=work, start=[_assigned(topology, placement) for placement in start])
+    placement = even(evaluator.stages(found.assignment), workload.num_layers)
+    return placement, DtfmObjective(topology, workload).cost(placement)
+
+
+def even(stages: tuple[tuple[int, ...], ...], num_layers: int) -> Placement:
+    """Layers dealt as evenly as can be; one a stage where the workload does not say how many there are."""
+    K = len(stages)
+    layers = max(num_layers, K)
+    return Placement(stages=stages, bounds=tuple(layers * k // K for k in range(K + 1)))
+
+
+def _assigned(topology: Topology, placement: Placement) -> Assignment:
+    stage_of = placement.stage_of()
+    return np.array([stage_of[device] for device in range(topology.num_devices)], dtype=np.int64)

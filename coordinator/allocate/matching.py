@@ -1,0 +1,225 @@
+"""Exact bottleneck matching of two stages and exact order of all, compiled; what the DT-FM objective needs.
+
+A layout is int64 [K, R] of devices: row = stage in pipeline order, column = who hands to whom; -1 is the hole of a
+stage that is one smaller than the largest. Two neighbouring stages with a hole in different columns hand over between
+the two devices that are left; a device opposite the only hole shares the nearest partner.
+
+No fastmath, no parallel loops, sums in a fixed order: the same result bit for bit on any machine. A kernel here calls
+only kernels of this file, because numba's cache of a function does not notice a change in another file that it calls.
+"""
+
+import numpy as np
+from numba import njit
+
+ORDER_EXACT_MAX = 13
+"""Stages up to which the order is solved exactly: Held-Karp visits K^2 2^K states, 1.4 million at 13."""
+
+
+@njit(cache=True)
+def match(hop, rows, num_rows, columns, num_columns, partner):
+    """Bottleneck matching that leaves no row out, num_rows <= num_columns; O(rows * columns^2).
+
+    Rows join one after the other, each along the augmenting path whose longest edge is shortest. That is optimal: where
+    all rows so far can be matched within a bound, so can the next, by an alternating path within the same bound.
+
+    Args: partner: int64, filled: index into `rows` of each index into `columns`, or -1. Returns: the longest edge.
+    """
+    slack = np.empty(num_columns)
+    way = np.empty(num_columns, np.int64)
+    done = np.empty(num_columns, np.bool_)
+    back = np.empty(num_rows, np.int64)
+    partner[:num_columns] = -1
+    bound = 0.0
+    for first in range(num_rows):
+        slack[:] = np.inf
+        done[:] = False
+        row = first
+        while True:
+            best, free, reach = -1, False, np.inf
+            for j in range(num_columns):
+                if done[j]:
+                    continue
+                edge = hop[rows[row], columns[j]]
+                if edge < slack[j]:
+                    slack[j] = edge
+                    way[j] = row
+                value = max(slack[j], bound)
+                if best < 0 or value < reach or (value == reach and not free and partner[j] < 0):
+                    best, free, reach = j, partner[j] < 0, value
+            bound = reach
+            done[best] = True
+            if free:
+                break
+            row = partner[best]
+        while True:
+            row = way[best]
+            partner[best] = row
+            if row == first:
+                break
+            best, back[row] = back[row], best
+        back[row] = best
+    return bound
+
+
+@njit(cache=True)
+def members(row, out):
+    """Copy the devices of a stage, holes skipped. Returns: how many."""
+    count = 0
+    for device in row:
+        if device >= 0:
+            out[count] = device
+            count += 1
+    return count
+
+
+@njit(cache=True)
+def handover(hop, a, num_a, b, num_b, partner):
+    """Between two stages, each member of the larger has a partner. Returns: (longest hop, whether a is the rows)."""
+    flip = num_a > num_b
+    rows, num_rows, columns, num_columns = (b, num_b, a, num_a) if flip else (a, num_a, b, num_b)
+    bound = match(hop, rows, num_rows, columns, num_columns, partner)
+    for j in range(num_columns):
+        if partner[j] < 0:
+            nearest = np.inf
+            for i in range(num_rows):
+                nearest = min(nearest, hop[rows[i], columns[j]])
+            bound = max(bound, nearest)
+    return bound, not flip
+
+
+@njit(cache=True)
+def open_path(cost, order):
+    """Shortest path through all K nodes, both ends free (Held and Karp 1962); above `ORDER_EXACT_MAX` by 2-opt.
+
+    Args: cost: float64 [K, K], symmetric. order: int64 [K], filled; a start for the 2-opt. Returns: its length.
+    """
+    K = len(cost)
+    if K > ORDER_EXACT_MAX:
+        return _two_opt(cost, order)
+    best = np.full((1 << K, K), np.inf)
+    for k in range(K):
+        best[1 << k, k] = 0.0
+    for mask in range(1, 1 << K):
+        for last in range(K):
+            length = best[mask, last]
+            if length == np.inf:
+                continue
+            for node in range(K):
+                if mask >> node & 1 == 0:
+                    longer = length + cost[last, node]
+                    if longer < best[mask | 1 << node, node]:
+                        best[mask | 1 << node, node] = longer
+    mask, last = (1 << K) - 1, 0
+    for k in range(1, K):
+        if best[mask, k] < best[mask, last]:
+            last = k
+    total = best[mask, last]
+    for position in range(K - 1, -1, -1):
+        order[position] = last
+        mask ^= 1 << last
+        if mask:
+            node, shortest = -1, np.inf
+            for k in range(K):
+                if mask >> k & 1 and best[mask, k] + cost[k, last] < shortest:
+                    node, shortest = k, best[mask, k] + cost[k, last]
+            last = node
+    return total
+
+
+@njit(cache=True)
+def _two_opt(cost, order):
+    """Reverse stretches while that shortens the path."""
+    K = len(cost)
+    better = True
+    while better:
+        better = False
+        for i in range(K - 1):
+            for j in range(i + 1, K):
+                before, after = 0.0, 0.0
+                if i > 0:
+                    before += cost[order[i - 1], order[i]]
+                    after += cost[order[i - 1], order[j]]
+                if j < K - 1:
+                    before += cost[order[j], order[j + 1]]
+                    after += cost[order[i], order[j + 1]]
+                if after < before - 1e-12 * before:
+                    order[i : j + 1] = order[i : j + 1][::-1].copy()
+                    better = True
+    total = 0.0
+    for i in range(K - 1):
+        total += cost[order[i], order[i + 1]]
+    return total
+
+
+@njit(cache=True)
+def settle(x, share, hop):
+    """Put the stages in the best order and the devices in the best columns, in place.
+
+    Args: share: float64 [2, N, N], seconds of all-reduce between two mates of a small (0) or a full (1) stage.
+        hop: float64 [N, N], symmetric. Returns: (dp, pp, work).
+    """
+    K, R = x.shape
+    groups = np.empty((K, R), np.int64)
+    sizes = np.empty(K, np.int64)
+    partner = np.empty(R, np.int64)
+    dp = 0.0
+    for k in range(K):
+        sizes[k] = members(np.sort(x[k]), groups[k])
+        dp = max(dp, slowest_member(groups[k], sizes[k], share[1 if sizes[k] == R else 0]))
+    cost = np.zeros((K, K))
+    for k in range(K):
+        for j in range(k):
+            cost[k, j], _ = handover(hop, groups[k], sizes[k], groups[j], sizes[j], partner)
+            cost[j, k] = cost[k, j]
+    order = np.arange(K)
+    pp = open_path(cost, order)
+    if groups[order[0], 0] > groups[order[-1], 0]:
+        order = order[::-1].copy()
+    x[0, :] = -1
+    x[0, : sizes[order[0]]] = groups[order[0], : sizes[order[0]]]
+    for k in range(1, K):
+        under, num_under = groups[order[k]], sizes[order[k]]
+        above, num_above = groups[order[k - 1]], sizes[order[k - 1]]
+        _, above_is_rows = handover(hop, above, num_above, under, num_under, partner)
+        x[k, :] = -1
+        _columns(x, k, above, num_above, under, num_under, partner, above_is_rows)
+    return dp, pp, K * K * R * R * 2 + (K * K << min(K, ORDER_EXACT_MAX))
+
+
+@njit(cache=True)
+def _columns(x, k, above, num_above, under, num_under, partner, above_is_rows):
+    """Write stage k of x so that partners share a column; who has none gets the column that is left."""
+    R = x.shape[1]
+    column = np.empty(num_above, np.int64)
+    for c in range(R):
+        for i in range(num_above):
+            if x[k - 1, c] == above[i]:
+                column[i] = c
+    if above_is_rows:
+        left = -1
+        for j in range(num_under):
+            if partner[j] >= 0:
+                x[k, column[partner[j]]] = under[j]
+            else:
+                left = j
+        for c in range(R):
+            if left >= 0 and x[k, c] < 0:
+                x[k, c] = under[left]
+                left = -1
+    else:
+        for i in range(num_above):
+            if partner[i] >= 0:
+                x[k, column[i]] = under[partner[i]]
+
+
+@njit(cache=True)
+def slowest_member(group, size, share):
+    """dp of one stage: the largest sum over mates."""
+    worst = 0.0
+    for i in range(size):
+        total = 0.0
+        for j in range(size):
+            if j != i:
+                total += share[group[i], group[j]]
+        worst = max(worst, total)
+    return worst

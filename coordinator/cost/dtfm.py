@@ -1,0 +1,140 @@
+"""The objective of the DT-FM paper (Yuan et al. 2022, arXiv 2206.01288, section 3): seconds of communication a step.
+
+    total = dp + 2 pp
+    dp = max over stages S and members d of  sum over e in S \\ {d} of  2 (latency + G / (bandwidth |S|))
+    pp = length of the shortest open path over the stages; the distance of two stages is the bottleneck (longest hop) of
+         the perfect matching between them whose bottleneck is shortest;  hop = latency + A / bandwidth
+
+G is a stage's gradient, A a replica's activations of one step, both in bits when bandwidth is in bits/s; the paper
+counts 10^9 bytes to a gigabyte. |S| is the number of replicas. The formula has no compute, memory or overlap in it.
+
+We differ where the paper says nothing:
+- **asymmetric links**: both directions are used once, so twice a one-way time becomes the sum of both ways. Where links
+  are symmetric that is the paper's number.
+- **stages of different size**: each member of the smaller has a partner of its own, and each that is left over in the
+  larger shares the nearest. A is per replica as the file gives it, whatever the size.
+- **more than `ORDER_EXACT_MAX` stages**: their order is taken as the placement gives it.
+"""
+
+import numpy as np
+
+from shoal.coordinator.cost.placement import Cost, Placement
+from shoal.protocol.topology import Floats, Topology, WorkloadEntry
+
+ORDER_EXACT_MAX = 13
+"""Held and Karp's table has K 2^K entries, 106,496 at 13 stages."""
+_GIGABYTE = 1e9
+
+
+def share_seconds(topology: Topology, workload: WorkloadEntry, replicas: int) -> Floats:
+    """float64 [N, N], symmetric: what one mate adds to dp in a stage of that size; inf without a path, 0 to itself."""
+    part = workload.gradient_gigabytes_per_stage * _GIGABYTE / replicas
+    return _both_ways(topology, part)
+
+
+def hop_seconds(topology: Topology, workload: WorkloadEntry) -> Floats:
+    """float64 [N, N], symmetric: mean of both ways between neighbouring stages; inf without a path, 0 to itself."""
+    return _both_ways(topology, workload.activation_gigabytes_per_replica * _GIGABYTE) / 2.0
+
+
+def _both_ways(topology: Topology, size_bytes: float) -> Floats:
+    with np.errstate(divide="ignore"):
+        one_way = topology.latency_s + size_bytes / topology.bytes_per_s
+    np.fill_diagonal(one_way, 0.0)
+    return one_way + one_way.T
+
+
+class DtfmObjective:
+    """Implements `placement.Objective`. `Cost.parts`: `dp_s` and `pp_s`, which is 2 pp; their sum is `seconds`."""
+
+    name = "dtfm"
+
+    def __init__(self, topology: Topology, workload: WorkloadEntry) -> None:
+        self.topology = topology
+        self.workload = workload
+        self._hop = hop_seconds(topology, workload)
+
+    def cost(self, placement: Placement) -> Cost:
+        if not all(placement.stages):
+            return Cost.impossible("a stage has no device")
+        dp = max(self._slowest_member(stage) for stage in placement.stages)
+        pp = 2.0 * shortest_open_path(self._distances(placement))
+        if not np.isfinite(dp + pp):
+            return Cost.impossible("two devices that must talk have no path between them")
+        return Cost(seconds=dp + pp, parts={"dp_s": dp, "pp_s": pp})
+
+    def _slowest_member(self, stage: tuple[int, ...]) -> float:
+        share = share_seconds(self.topology.take(list(stage)), self.workload, len(stage)) if len(stage) > 1 else None
+        return 0.0 if share is None else float(share.sum(axis=1).max())
+
+    def _distances(self, placement: Placement) -> Floats:
+        """float64 [K, K]; where the order is given, only what that needs."""
+        K = len(placement.stages)
+        distances = np.full((K, K), np.inf)
+        for k in range(K):
+            for other in range(k + 1, K if K <= ORDER_EXACT_MAX else min(K, k + 2)):
+                hop = self._hop[np.ix_(placement.stages[k], placement.stages[other])]
+                distances[k, other] = distances[other, k] = bottleneck(hop)
+        return distances
+
+
+def bottleneck(hop: Floats) -> float:
+    """Longest hop of the best handover between two stages, by binary search over the hops there are.
+
+    Args: hop: float64 [P, Q]. Each member of the smaller side gets a partner of its own, each other the nearest.
+    """
+    hop = hop if hop.shape[0] <= hop.shape[1] else hop.T
+    values = np.unique(hop)
+    low, high = 0, len(values) - 1
+    while low < high:
+        middle = (low + high) // 2
+        if _matches(hop <= values[middle]):
+            high = middle
+        else:
+            low = middle + 1
+    return max(float(values[low]), float(hop.min(axis=0).max()))
+
+
+def _matches(near: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> bool:
+    """Whether every row can have a column of its own (Kuhn's algorithm)."""
+    columns = [np.flatnonzero(row).tolist() for row in near]
+    owner: dict[int, int] = {}
+    return all(_find(row, columns, owner, set()) for row in range(len(columns)))
+
+
+def _find(row: int, columns: list[list[int]], owner: dict[int, int], seen: set[int]) -> bool:
+    """Give `row` a column, moving others along; depth first without recursion, which a large stage would exhaust."""
+    trail, choices = [row], [iter(columns[row])]
+    taken: list[int] = []
+    while trail:
+        column = next((c for c in choices[-1] if c not in seen), None)
+        if column is None:
+            trail.pop()
+            choices.pop()
+            if taken:
+                taken.pop()
+            continue
+        seen.add(column)
+        taken.append(column)
+        if column not in owner:
+            owner.update(zip(taken, trail, strict=True))
+            return True
+        trail.append(owner[column])
+        choices.append(iter(columns[owner[column]]))
+    return False
+
+
+def shortest_open_path(distances: Floats) -> float:
+    """Through all K nodes, both ends free (Held and Karp 1962); above `ORDER_EXACT_MAX`, in the order given."""
+    K = len(distances)
+    if K > ORDER_EXACT_MAX:
+        return float(sum(distances[k, k + 1] for k in range(K - 1)))
+    best = np.full((1 << K, K), np.inf)
+    best[1 << np.arange(K), np.arange(K)] = 0.0
+    for visited in range(1, 1 << K):
+        reach = (best[visited][:, None] + distances).min(axis=0)
+        for node in range(K):
+            if not visited >> node & 1:
+                there = best[visited | 1 << node]
+                there[node] = min(there[node], reach[node])
+    return float(best[-1].min())
