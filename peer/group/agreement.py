@@ -5,6 +5,7 @@ that most have is the group's; who has another fetches the state, and the first 
 others keep the report for as long as its reporter may die with it: whoever counts, counts a commit once.
 """
 
+import math
 from collections import deque
 from collections.abc import Collection, Container, Mapping
 from dataclasses import dataclass, field
@@ -15,6 +16,9 @@ from shoal.protocol.messages import CommitReport, RoundStart
 
 UNCOMPARED_MAX = 16
 """Versions that we may be ahead of a member's digest: its device may be slow to step, though its network is not."""
+MUTE_S = 5.0
+"""A member that has not spoken of a version for so long after we stepped has no vote, if most others have spoken. One
+whose part of a round was empty is not missed by the round itself, only by those who wait for its word."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -34,6 +38,10 @@ class Agreement:
     has_loss: bool
     _digests: dict[int, dict[PeerID, str]] = field(default_factory=dict)
     _spoken: dict[PeerID, int] = field(default_factory=dict)
+    _since_s: dict[int, float] = field(default_factory=dict)
+    """Step -> when we first saw its round behind us."""
+    next_s: float = math.inf
+    """When a round may settle without anybody's word."""
     _unreported: deque[tuple[PeerID, CommitReport]] = field(default_factory=lambda: deque(maxlen=UNCOMPARED_MAX))
 
     def heard(self, peer: PeerID, version: int, digest: str) -> None:
@@ -43,6 +51,7 @@ class Agreement:
     def forget_before(self, version: int) -> None:
         for old in [v for v in self._digests if v < version]:
             del self._digests[old]
+        self._since_s = {step: since_s for step, since_s in self._since_s.items() if step >= version}
 
     def ahead_of(self, version: int) -> PeerID | None:
         """A member that has spoken of a later version, of the latest if there are several."""
@@ -57,13 +66,27 @@ class Agreement:
         """It died: what it may not have reported any more."""
         return [Report(report) for peer, report in self._unreported if peer == reporter]
 
-    def settle(self, rounds: Mapping[int, RoundStart], version: int, gone: Container[PeerID]) -> list[RoundStart]:
-        """Rounds up to `version` of which every member has spoken, or is gone: the dead do not vote.
+    def settle(
+        self, rounds: Mapping[int, RoundStart], version: int, gone: Container[PeerID], *, now_s: float
+    ) -> list[RoundStart]:
+        """Rounds up to `version` of which every member has spoken, or is gone: the dead do not vote, nor do the mute.
 
         A member that has only spoken of a later version has skipped one, by fetching that later state.
         """
-        past = [start for step, start in sorted(rounds.items()) if step < version]
-        return [r for r in past if all(m.peer in gone or self._spoken.get(m.peer, -1) > r.step for m in r.members)]
+        settled, self.next_s = [], math.inf
+        for step, start in sorted(rounds.items()):
+            if step >= version:
+                break
+            spoken = [m.peer for m in start.members if self._spoken.get(m.peer, -1) > step]
+            mute_s = self._since_s.setdefault(step, now_s) + MUTE_S
+            overdue = now_s >= mute_s or step < version - UNCOMPARED_MAX
+            if all(m.peer in gone or m.peer in spoken for m in start.members) or (
+                overdue and 2 * len(spoken) > len(start.members)
+            ):
+                settled.append(start)
+            elif now_s < mute_s:
+                self.next_s = min(self.next_s, mute_s)
+        return settled
 
     def conclude(self, start: RoundStart, gone: Container[PeerID], *, in_plan: bool) -> list[Command]:
         """Compare what the members of a settled round have said; `in_plan`: the plan has a place for us."""

@@ -182,7 +182,7 @@ class GroupCore:
             del self._rounds[self.version]
             self._retries += 1
         left = self._agreement.reports_left_by(peer)
-        return [*left, *self._compare(), *self._lead_may_have_changed(now_s)]
+        return [*left, *self._compare(now_s), *self._lead_may_have_changed(now_s)]
 
     def mate_silent(self, peer: PeerID, *, now_s: float) -> list[Command]:
         """It cannot be reached: nobody can wait for its word on who leads, least of all if it was about to leave."""
@@ -265,14 +265,14 @@ class GroupCore:
         self._version_since_s = now_s
         self._retries = 0
         self._behind = None
-        oldest = version - UNCOMPARED_MAX
         self._tallies.forget_before(version)
+        self._agreement.heard(self.me, version, digest)
+        commands: list[Command] = [Tell(Digest(stage=self.stage, version=version, digest=digest))]
+        commands += self._compare(now_s)
+        oldest = version - UNCOMPARED_MAX
         for step in [s for s in self._rounds if s < oldest]:
             del self._rounds[step]
         self._agreement.forget_before(oldest)
-        self._agreement.heard(self.me, version, digest)
-        commands: list[Command] = [Tell(Digest(stage=self.stage, version=version, digest=digest))]
-        commands += self._compare()
         ahead = self._agreement.ahead_of(version)
         if ahead is not None:
             self._behind = (ahead, now_s + self.catch_up_after_s)
@@ -284,22 +284,22 @@ class GroupCore:
         self._agreement.heard(source, message.version, message.digest)
         if message.version > self.version and self._behind is None:
             self._behind = (source, now_s + self.catch_up_after_s)
-        return self._compare()
+        return self._compare(now_s)
 
     def timer(self, *, now_s: float) -> list[Command]:
         if self._behind is not None and now_s >= self._behind[1]:
             mate = self._behind[0]
             self._behind = (mate, now_s + 2 * self.catch_up_after_s)
             return [CatchUp(mate, self.version)] if self.ready else []
-        return self._try_round(now_s)
+        return [*self._compare(now_s), *self._try_round(now_s)]
 
     def next_timer_s(self) -> float:
-        times = [self._behind[1]] if self._behind else []
+        times = [self._agreement.next_s, *([self._behind[1]] if self._behind else [])]
         if self.deadline_s > 0 and self.version not in self._rounds:
             times.append(self._version_since_s + self.deadline_s)
         if self.is_lead and self.version < self.steps and self.version not in self._rounds:
             times.append(self._losses.suspect_at_s())
-        return min(times, default=float("inf"))
+        return min(times)
 
     def press(self) -> list[Command]:
         """The open round does not end: as its lead, tell it again. A member may have forgotten it with a mate that it
@@ -389,12 +389,12 @@ class GroupCore:
         )
         return [Tell(start), *self.round_started(start)]
 
-    def _compare(self) -> list[Command]:
+    def _compare(self, now_s: float) -> list[Command]:
         """Compare the states of all committed versions of which every member of the round has spoken."""
         named = {member.peer for start in self._rounds.values() for member in start.members}
         gone = {peer for peer in named if self._members.is_gone(peer)}
         commands: list[Command] = []
-        for start in self._agreement.settle(self._rounds, self.version, gone):
+        for start in self._agreement.settle(self._rounds, self.version, gone, now_s=now_s):
             del self._rounds[start.step]
             commands += self._agreement.conclude(start, gone, in_plan=self._members.in_plan)
         return commands
