@@ -4,7 +4,8 @@ from collections import OrderedDict
 
 from shoal.protocol.errors import RemoteError
 from shoal.protocol.identity import PeerID
-from shoal.protocol.plan import SignedPlan, open_mandate, open_plan
+from shoal.protocol.plan import SignedPlan, open_mandate
+from shoal.protocol.seals import SEALS, Seals
 
 PLANS_OPENED_MAX = 16
 """Signatures of plans last seen, so that a plan that comes with twenty heartbeats is verified once."""
@@ -13,7 +14,8 @@ PLANS_OPENED_MAX = 16
 class OpenedPlans:
     """Of one run, whose owner signs mandates."""
 
-    def __init__(self, run: str, *, owner: PeerID, num_layers: int) -> None:
+    def __init__(self, run: str, *, owner: PeerID, num_layers: int, seals: Seals = SEALS) -> None:
+        self._seals = seals
         self._run, self._owner, self._num_layers = run, owner, num_layers
         self._opened: OrderedDict[bytes, SignedPlan] = OrderedDict()
 
@@ -23,7 +25,9 @@ class OpenedPlans:
             return None
         plan = self._opened.pop(data, None)
         if plan is None:
-            plan = open_plan(data, run=self._run, owner=self._owner, source=source, num_layers=self._num_layers)
+            plan = self._seals.open_plan(
+                data, run=self._run, owner=self._owner, source=source, num_layers=self._num_layers
+            )
         self._opened[data] = plan
         if len(self._opened) > PLANS_OPENED_MAX:
             self._opened.popitem(last=False)

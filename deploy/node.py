@@ -32,6 +32,7 @@ from shoal.protocol.limits import PEER_NAME_CHARS_MAX
 from shoal.protocol.messages import CommitReport, SwarmStatus, ValidationReport
 from shoal.protocol.plan import SignedPlan
 from shoal.protocol.ports import Clock, Compute, Directory, Disk, Transport
+from shoal.protocol.seals import SEALS, Seals
 from shoal.protocol.spec import RunSpec, run_id
 
 _GOODBYE_S = 2.0
@@ -58,6 +59,7 @@ class Node:
         corpus: the run's text; None: this peer is never at stage 0.
         arithmetic: what it computes with, in place of `corpus` on `device`.
         traffic: as `PeerDriver` has it.
+        seals: other ones only in a world where everybody is ours.
         allocator: makes the plans while this peer coordinates; the same at every peer of the run.
         memory_bytes: as `PeerDriver` has it; virtual worlds must say.
         disk: plans obeyed and snapshots go to a folder of the run on it. None keeps nothing.
@@ -84,6 +86,7 @@ class Node:
         corpus: Corpus | None,
         arithmetic: Arithmetic | None = None,
         traffic: Traffic | None = None,
+        seals: Seals = SEALS,
         allocator: Allocator | None = None,
         disk: Disk | None,
         rng: random.Random,
@@ -101,7 +104,7 @@ class Node:
         incarnation = next_incarnation(disk, PurePosixPath(self.run) / "incarnation", wall_s=clock.wall_s())
         meter = LinkMeter(clock)
         metered = MeteredTransport(transport, meter, clock)
-        self.endpoint = Endpoint(identity, metered, run=self.run, first_sequence=incarnation)
+        self.endpoint = Endpoint(identity, metered, run=self.run, first_sequence=incarnation, seals=seals)
         self._directory = directory
         self._spec_record = spec_record
         self.peer = PeerDriver(

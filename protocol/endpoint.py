@@ -12,11 +12,12 @@ from typing import Any, TypeVar
 import msgspec
 
 from shoal.protocol import messages
-from shoal.protocol.envelope import ReplayGuard, seal, unseal
+from shoal.protocol.envelope import ReplayGuard
 from shoal.protocol.errors import Refused, RemoteError
 from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.limits import CALL_TIMEOUT_S
 from shoal.protocol.ports import Payload, Priority, Transport
+from shoal.protocol.seals import SEALS, Seals
 
 logger = logging.getLogger(__name__)
 
@@ -36,12 +37,21 @@ class Endpoint:
     (`EraMessage`), and such a message of another era is refused, a frame dropped.
     """
 
-    def __init__(self, identity: Identity, transport: Transport, *, run: str, first_sequence: int = 0) -> None:
+    def __init__(
+        self,
+        identity: Identity,
+        transport: Transport,
+        *,
+        run: str,
+        first_sequence: int = 0,
+        seals: Seals = SEALS,
+    ) -> None:
         # After a restart under the same identity sequences must not begin again below what others have seen:
         # `first_sequence` is then the wall clock in microseconds.
         self.identity = identity
         self.transport = transport
         self.run = run
+        self.seals = seals
         self.incarnation = first_sequence
         self.term = 0
         self.era = 0
@@ -75,7 +85,7 @@ class Endpoint:
         else:
             request = self._seal("call", message)
             raw = await self.transport.call(peer, request, timeout_s=timeout_s)
-            reply = _decode(_MESSAGES, unseal(raw, "reply", run=self.run, source=peer).body, peer)
+            reply = _decode(_MESSAGES, self.seals.unseal(raw, "reply", run=self.run, source=peer).body, peer)
         if isinstance(reply, messages.Refusal):
             raise Refused(peer, reply.reason)
         if not isinstance(reply, expect):
@@ -96,7 +106,7 @@ class Endpoint:
 
     def open_record(self, data: bytes, *, source: PeerID) -> tuple[PeerID, Any]:
         """Returns: (signer, record). Raises: RemoteError."""
-        envelope = unseal(data, "record", run=self.run, source=source, relayed=True)
+        envelope = self.seals.unseal(data, "record", run=self.run, source=source, relayed=True)
         return envelope.sender, _decode(_RECORDS, envelope.body, source)
 
     def _stamped(self, message: msgspec.Struct) -> msgspec.Struct:
@@ -105,7 +115,7 @@ class Endpoint:
         return message
 
     def _seal(self, domain: Any, message: msgspec.Struct) -> bytes:
-        return seal(
+        return self.seals.seal(
             self.identity,
             domain,
             run=self.run,
@@ -116,7 +126,7 @@ class Endpoint:
 
     async def _handle_call(self, source: PeerID, request: bytes) -> bytes:
         try:
-            envelope = unseal(request, "call", run=self.run, source=source)
+            envelope = self.seals.unseal(request, "call", run=self.run, source=source)
             if not self._guard.accept(source, envelope.sequence):
                 raise RemoteError(source, f"repeated its call {envelope.sequence}")
             reply = await self._dispatch(source, _decode(_MESSAGES, envelope.body, source))

@@ -6,6 +6,7 @@ application key to transport address that the design asks for holds by construct
 """
 
 import os
+from functools import lru_cache
 from pathlib import Path
 from typing import NewType
 
@@ -105,10 +106,16 @@ def public_key_of(peer_id: PeerID) -> bytes:
     return raw[6:]
 
 
+@lru_cache(maxsize=4096)
+def _verifier(peer_id: PeerID) -> Ed25519PublicKey:
+    """Base58 in Python takes half as long as the signature's check."""
+    return Ed25519PublicKey.from_public_bytes(public_key_of(peer_id))
+
+
 def verify(peer_id: PeerID, signature: bytes, data: bytes) -> bool:
     """Whether `peer_id` signed `data`. Never raises on what came from a network."""
     try:
-        Ed25519PublicKey.from_public_bytes(public_key_of(peer_id)).verify(signature, data)
+        _verifier(peer_id).verify(signature, data)
     except (InvalidSignature, ValueError):
         return False
     return True

@@ -13,6 +13,7 @@ from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import CommitReport
 from shoal.protocol.plan import SignedPlan
 from shoal.protocol.ports import Compute, Transport
+from shoal.protocol.sim.trust import TrustingSeals
 from shoal.protocol.sim.world import SimPeer, World
 from shoal.protocol.spec import RunSpec
 from shoal.protocol.topology import Topology
@@ -46,6 +47,7 @@ class ModelledSwarm:
         self._ledger = ledger
         self._chunk_bytes = chunk_bytes
         self._ports = ports
+        self._seals = TrustingSeals()
         self._owner: PeerID | None = None
         self._lives: dict[int, int] = {}
         self._peers: dict[int, SimPeer] = {}
@@ -105,6 +107,7 @@ class ModelledSwarm:
                 chunk_bytes=self._chunk_bytes,
             ),
             traffic=traffic,
+            seals=self._seals,
             allocator=self._allocator,
             disk=None,
             rng=self._world.rng(f"{name_of(device)}, life {life}"),

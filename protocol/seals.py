@@ -1,0 +1,33 @@
+"""How a peer signs what it says and opens what it hears: envelopes and plans, as `envelope.py` and `plan.py` have them.
+
+An endpoint is given one, so that a world of a thousand modelled peers, all of whom are ours, need not spend its time on
+signatures (`sim/trust.py`). Nothing that listens to a network may be given another than `SEALS`.
+"""
+
+from typing import Protocol
+
+from shoal.protocol.envelope import Domain, Envelope, seal, unseal
+from shoal.protocol.identity import Identity, PeerID
+from shoal.protocol.plan import SignedPlan, open_plan
+
+
+class Seals(Protocol):
+    def seal(self, identity: Identity, domain: Domain, *, run: str, term: int, sequence: int, body: bytes) -> bytes: ...
+
+    def unseal(self, data: bytes, domain: Domain, *, run: str, source: PeerID, relayed: bool = False) -> Envelope:
+        """Raises: RemoteError."""
+        ...
+
+    def open_plan(self, data: bytes, *, run: str, owner: PeerID, source: PeerID, num_layers: int) -> SignedPlan:
+        """Raises: RemoteError."""
+        ...
+
+
+class _Signed:
+    seal = staticmethod(seal)
+    unseal = staticmethod(unseal)
+    open_plan = staticmethod(open_plan)
+
+
+SEALS: Seals = _Signed()
+"""Ed25519, everything checked."""

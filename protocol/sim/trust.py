@@ -1,0 +1,46 @@
+"""Envelopes in a world where nobody lies and nothing is damaged: as large as others, and taken at their word.
+
+Ed25519 and the walk for nesting are two thirds of what a call costs in virtual time, and decide nothing among peers
+that are all ours. What is damaged or forged on purpose is for worlds with real seals.
+"""
+
+from collections import OrderedDict
+
+import msgspec
+
+from shoal.protocol.envelope import Domain, Envelope
+from shoal.protocol.errors import RemoteError
+from shoal.protocol.identity import Identity, PeerID
+from shoal.protocol.plan import SignedPlan, open_plan
+
+_NO_SIGNATURE = bytes(64)
+_PLANS_MAX = 64
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(Envelope)
+
+
+class TrustingSeals:
+    """Implements `Seals`; one for all peers of a world, so that a plan is opened once and not a thousand times."""
+
+    def __init__(self) -> None:
+        self._plans: OrderedDict[bytes, SignedPlan] = OrderedDict()
+
+    def seal(self, identity: Identity, domain: Domain, *, run: str, term: int, sequence: int, body: bytes) -> bytes:
+        return _ENCODER.encode(Envelope(run, term, identity.peer_id, sequence, body, _NO_SIGNATURE))
+
+    def unseal(self, data: bytes, domain: Domain, *, run: str, source: PeerID, relayed: bool = False) -> Envelope:
+        try:
+            envelope = _DECODER.decode(data)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise RemoteError(source, f"sent an unreadable message ({error})") from error
+        if envelope.run != run:
+            raise RemoteError(source, f"speaks for run {envelope.run[:12]!r}, this is {run[:12]!r}")
+        return envelope
+
+    def open_plan(self, data: bytes, *, run: str, owner: PeerID, source: PeerID, num_layers: int) -> SignedPlan:
+        plan = self._plans.get(data)
+        if plan is None:
+            plan = self._plans[data] = open_plan(data, run=run, owner=owner, source=source, num_layers=num_layers)
+            if len(self._plans) > _PLANS_MAX:
+                self._plans.popitem(last=False)
+        return plan
