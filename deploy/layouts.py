@@ -15,6 +15,7 @@ from shoal.protocol.topology import Topology, WorkloadEntry
 LayoutName = Literal["ours", "dtfm", "given", "random", "mod", "greedy", "dtfm-paper"]
 """`ours` is the throughput planner, `dtfm` our search on the DT-FM objective, `dtfm-paper` that paper's algorithm."""
 LAYOUT_NAMES: tuple[LayoutName, ...] = get_args(LayoutName)
+_GIGABYTE = 1e9
 DEVICES_PER_STAGE = 8
 """Of layouts that cannot choose how many stages there are, where nothing says it: as in the DT-FM paper."""
 
@@ -44,6 +45,26 @@ class Request:
             )
         return self.stages or max(1, min(most, math.ceil(self.topology.num_devices / DEVICES_PER_STAGE)))
 
+    @property
+    def work(self) -> int:
+        """`seconds` as units of work. Never more than that long on the machines we measured."""
+        from shoal.coordinator.allocate.search import WORK_PER_SECOND
+
+        return max(1, round(self.seconds * WORK_PER_SECOND))
+
+    @property
+    def constants(self) -> WorkloadEntry:
+        """Of the DT-FM objective: what the network file says, else what the run would send. Raises: LocalError."""
+        if self.paper is not None:
+            return self.paper
+        w, K = self.workload, self.num_stages
+        replicas = self.topology.num_devices / K
+        return WorkloadEntry(
+            gradient_gigabytes_per_stage=w.gradient_bytes_per_parameter * sum(w.layer_parameters) / K / _GIGABYTE,
+            activation_gigabytes_per_replica=w.cut_bytes * w.microbatches / replicas / _GIGABYTE,
+            num_layers=w.num_layers,
+        )
+
 
 def layout(name: LayoutName, request: Request) -> Placement:
     """Raises: LocalError, NoLayout: it cannot be."""
@@ -54,11 +75,19 @@ def layout(name: LayoutName, request: Request) -> Placement:
 
 def _ours(request: Request) -> Placement:
     from shoal.coordinator.allocate.planner import plan  # numba takes a second to import
-    from shoal.coordinator.allocate.search import WORK_PER_SECOND
 
     num_stages = None if request.stages is None else request.num_stages
-    work = max(1, round(request.seconds * WORK_PER_SECOND))
-    return plan(request.topology, request.workload, num_stages=num_stages, seed=request.seed, work=work).placement
+    found = plan(request.topology, request.workload, num_stages=num_stages, seed=request.seed, work=request.work)
+    return found.placement
+
+
+def _dtfm(request: Request) -> Placement:
+    from shoal.coordinator.allocate.dtfm_search import plan_dtfm
+
+    found, _ = plan_dtfm(
+        request.topology, request.constants, num_stages=request.num_stages, seed=request.seed, work=request.work
+    )
+    return _placement(request, found.stages)
 
 
 def _given(request: Request) -> Placement:
@@ -91,6 +120,7 @@ def _placement(request: Request, groups: Sequence[Sequence[int]]) -> Placement:
 
 _LAYOUTS: dict[LayoutName, Callable[[Request], Placement]] = {
     "ours": _ours,
+    "dtfm": _dtfm,
     "given": _given,
     "random": _random,
     "mod": _mod,

@@ -13,6 +13,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from shoal.coordinator.cost.dtfm import DtfmObjective
 from shoal.coordinator.cost.placement import Cost, Objective, Placement
 from shoal.coordinator.cost.throughput import ThroughputObjective
 from shoal.coordinator.cost.workload import Workload
@@ -146,7 +147,7 @@ def print_json(what: object) -> None:
 def objective_of(name: ObjectiveName, request: Request) -> Objective:
     if name == "throughput":
         return ThroughputObjective(request.topology, request.workload)
-    raise LocalError("there is no objective dtfm yet")
+    return DtfmObjective(request.topology, request.constants)
 
 
 # --- for people ---

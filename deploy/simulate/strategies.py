@@ -11,6 +11,7 @@ from shoal.coordinator.cost.placement import Placement
 from shoal.coordinator.cost.throughput import ThroughputObjective
 from shoal.coordinator.cost.workload import Workload
 from shoal.deploy.layouts import LayoutName, Request, layout
+from shoal.deploy.simulate.blocking import Lockstep
 from shoal.deploy.simulate.modelled import Churn, ModelledRun, run_modelled
 from shoal.deploy.simulate.outcome import Outcome
 from shoal.deploy.simulate.scenario import Scenario
@@ -93,20 +94,20 @@ def run_strategy(scenario: Scenario, strategy: Strategy, churn: Sequence[Churn],
             spec = _live_spec(scenario, strategy, spec, present, options)
         else:
             placement = _placed(strategy.layout, _request(scenario, strategy, spec, present, options), present)
-            if not strategy.blocking:  # which the objective is no model of
+            if strategy.blocking == "no":  # which the objective is no model of
                 cost = ThroughputObjective(scenario.topology, Workload.of(spec)).cost(placement)
         planned_s = time.perf_counter() - begun_s
         result = run_modelled(
             ModelledRun(
                 topology=scenario.topology,
-                spec=spec,
+                spec=_longer(spec),
                 stages=placement,
                 seed=options.seed,
                 churn=events,
                 steps=spec.training.steps,
                 seconds=scenario.seconds,
                 record_timeline=True,
-                blocking=strategy.blocking,
+                blocking=Lockstep.of(strategy.blocking, placement),
             )
         )
     except ShoalError as error:
@@ -120,6 +121,12 @@ def spec_of(scenario: Scenario, strategy: Strategy) -> RunSpec:
     if strategy.s_max is not None:
         training = msgspec.structs.replace(training, s_max=strategy.s_max)
     return msgspec.structs.replace(spec, training=training, wire=strategy.wire or spec.wire)
+
+
+def _longer(spec: RunSpec) -> RunSpec:
+    """The run goes on after what we look at: its last steps would have nothing to overlap with."""
+    steps = spec.training.steps + spec.training.s_max + 1
+    return msgspec.structs.replace(spec, training=msgspec.structs.replace(spec.training, steps=steps))
 
 
 def _request(

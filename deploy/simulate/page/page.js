@@ -44,7 +44,7 @@ function tip(event, text) {
 // --- throughput over time ---
 
 function drawThroughput() {
-  const box = at("throughput"), W = 1180, H = 300, L = 64, R = 12, T = 10, B = 46;
+  const box = at("throughput"), W = 1180, H = 300, L = 64, R = 24, T = 10, B = 46;
   const lines = data.strategies.filter((s) => s.pace.length);
   if (!lines.length) return void (box.textContent = "No strategy committed a step.");
   const end = Math.max(...lines.map((s) => s.pace.at(-1)[1]));
