@@ -3,21 +3,26 @@
 `plan` searches, `repair` mends at once what a loss has left. Both score with `cost.throughput.ThroughputObjective`.
 """
 
+import math
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from shoal.coordinator.allocate.genome import LEFT_OUT, Assignment
+from shoal.coordinator.allocate.hierarchy import Level, coarsen, levels, refine
 from shoal.coordinator.allocate.interface import NoLayout
-from shoal.coordinator.allocate.partition import partition
+from shoal.coordinator.allocate.repair import mend
+from shoal.coordinator.allocate.search import POPULATION, evolve
+from shoal.coordinator.allocate.throughput_search import IMPOSSIBLE, ThroughputEvaluator
 from shoal.coordinator.cost.placement import Cost, Placement
 from shoal.coordinator.cost.shares import split
 from shoal.coordinator.cost.throughput import ThroughputObjective
 from shoal.coordinator.cost.workload import Workload
+from shoal.protocol.limits import STAGES_MAX
 from shoal.protocol.topology import Topology
 
-WORK_64 = 60_000_000
-"""Units that give 64 devices a plan within a second of one core; see README.md."""
+_STAGE_CHOICES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +51,7 @@ def plan(
     *,
     num_stages: int | None = None,
     seed: int = 0,
-    work: int = WORK_64,
+    work: int | None = None,
     current: Placement | None = None,
     horizon_s: float = 600.0,
     gain_min: float = 0.02,
@@ -56,38 +61,43 @@ def plan(
 
     Args:
         num_stages: None: several are tried, the best is taken; with a `current`, its number.
-        work: a budget in units of `search.WORK_PER_SECOND`, not in seconds.
+        work: a budget in units of `search.WORK_PER_SECOND`, not in seconds; None: `default_work`.
         current: where everybody is, empty stages allowed; the search begins there, and what a device has to fetch to
             hold other layers counts as lost work, spread over `horizon_s`.
         gain_min: what a change must gain beyond that (relative), else `current` is returned as it is.
     Raises: NoLayout: no placement of so many stages is possible.
     """
-    stages = num_stages or (
-        len(current.stages) if current else min(workload.num_layers, max(1, topology.num_devices // 4))
+    now = _now(topology, workload, current, staleness_penalty)
+    if num_stages is None and current is not None:
+        num_stages = len(current.stages)
+    search = _Search(
+        topology,
+        workload,
+        seed=seed,
+        current=None if now is None else now.placement,
+        horizon_s=horizon_s,
+        staleness_penalty=staleness_penalty,
     )
-    bounds = partition(workload.layer_flop, stages)
-    groups: list[list[int]] = [[] for _ in range(stages)]
-    speed = [0.0] * stages
-    order = sorted(range(topology.num_devices), key=lambda d: (-float(topology.flop_per_s[d]), d))
-    for device in order:
-        open_to = [k for k in range(stages) if k > 0 or topology.may_feed[device]]
-        if open_to:
-            k = min(open_to, key=lambda k: (bool(groups[k]), speed[k], k))
-            groups[k].append(device)
-            speed[k] += float(topology.flop_per_s[device])
-    placement = Placement(stages=tuple(tuple(sorted(group)) for group in groups), bounds=bounds)
-    return planned(topology, workload, placement, staleness_penalty=staleness_penalty)
+    work = default_work(topology.num_devices) if work is None else work
+    found, seconds, spent = search.best(num_stages, work)
+    if now is not None and (found is None or seconds > now.cost.seconds * (1.0 - gain_min)):
+        return replace(now, work=spent)
+    if found is None:
+        raise NoLayout(search.why_not(num_stages))
+    result = planned(topology, workload, found, staleness_penalty=staleness_penalty)
+    moving_s = (seconds / result.cost.seconds - 1.0) * horizon_s if current is not None else 0.0
+    return replace(result, moving_s=max(0.0, moving_s), work=spent)
 
 
-def repair(topology: Topology, workload: Workload, current: Placement, lost: Collection[int]) -> Planned:
-    """`current` without the devices `lost`, by the fewest changes: spares take their places where that helps, a stage
-    that nobody holds any more gets somebody from the richest; boundaries stay. No search.
+def repair(topology: Topology, workload: Workload, current: Placement, lost: Collection[int] = ()) -> Planned:
+    """`current` without the devices `lost`, by few changes: a stage that nobody holds any more gets a spare or somebody
+    from the richest, spares join and a member moves where that helps; boundaries stay. No search (`repair.py`).
 
-    Raises: NoLayout.
+    Raises: NoLayout: there are not enough devices, or the model does not fit into theirs.
     """
-    gone = set(lost)
-    stages = tuple(tuple(d for d in stage if d not in gone) for stage in current.stages)
-    return planned(topology, workload, Placement(stages=stages, bounds=current.bounds))
+    placement, cost = mend(topology, workload, ThroughputObjective(topology, workload), current, lost=lost)
+    result = _scored(topology, workload, placement, cost)
+    return replace(result, left_out=tuple(d for d in result.left_out if d not in set(lost)))
 
 
 def planned(topology: Topology, workload: Workload, placement: Placement, *, staleness_penalty: float = 0.0) -> Planned:
@@ -95,6 +105,19 @@ def planned(topology: Topology, workload: Workload, placement: Placement, *, sta
     cost = ThroughputObjective(topology, workload, staleness_penalty=staleness_penalty).cost(placement)
     if not np.isfinite(cost.seconds):
         raise NoLayout(cost.why)
+    return _scored(topology, workload, placement, cost)
+
+
+WORK_64 = 60_000_000
+"""Half a second of one core."""
+
+
+def default_work(num_devices: int) -> int:
+    """Units for about half a second with 64 devices, 3 s with 1,000, 30 s with 10,000, on one core."""
+    return 40_000_000 + 300_000 * num_devices
+
+
+def _scored(topology: Topology, workload: Workload, placement: Placement, cost: Cost) -> Planned:
     shares = split(topology, workload, placement)
     return Planned(
         placement=placement,
@@ -104,3 +127,111 @@ def planned(topology: Topology, workload: Workload, placement: Placement, *, sta
         parts=shares.parts,
         left_out=placement.spares(topology.num_devices),
     )
+
+
+def _now(topology: Topology, workload: Workload, current: Placement | None, staleness_penalty: float) -> Planned | None:
+    """Where everybody is, with newcomers and spares where they help, but nobody moved; None if that cannot be."""
+    if current is None:
+        return None
+    objective = ThroughputObjective(topology, workload, staleness_penalty=staleness_penalty)
+    try:
+        placement, cost = mend(topology, workload, objective, current, may_move=False)
+    except NoLayout:
+        return None
+    return _scored(topology, workload, placement, cost)
+
+
+class _Search:
+    """One call of `plan`."""
+
+    def __init__(
+        self,
+        topology: Topology,
+        workload: Workload,
+        *,
+        seed: int,
+        current: Placement | None,
+        horizon_s: float,
+        staleness_penalty: float,
+    ) -> None:
+        self._topology = topology
+        self._workload = workload
+        self._seed = seed
+        self._current = current
+        self._horizon_s = horizon_s
+        self._staleness_penalty = staleness_penalty
+        self._levels = levels(topology, workload)
+
+    def best(self, num_stages: int | None, work: int) -> tuple[Placement | None, float, int]:
+        """(placement, seconds with moving, work spent); None if none is possible."""
+        if num_stages is not None:
+            return self._solve(num_stages, work)
+        choices = self._choices()
+        probes = [(*self._solve(k, work // (3 * len(choices))), k) for k in choices]
+        spent = sum(did for _, _, did, _ in probes)
+        _, _, _, chosen = min(probes, key=lambda probe: (probe[1], probe[3]))
+        found, seconds, did = self._solve(chosen, work - spent)
+        for placement, probed_s, _, _ in probes:
+            if probed_s < seconds:
+                found, seconds = placement, probed_s
+        return found, seconds, spent + did
+
+    def why_not(self, num_stages: int | None) -> str:
+        t, w = self._topology, self._workload
+        k = num_stages or self._choices()[-1]
+        if t.num_devices < k:
+            return f"{t.num_devices} devices cannot hold {k} stages"
+        if not t.may_feed.any():
+            return "nobody has the run's text to hold stage 0"
+        have, need = float(t.memory_bytes.sum()) / 1e9, w.resident_bytes(0, w.num_layers) / 1e9
+        return f"the model does not fit: it takes {need:.1f} GB and what is in flight, all devices have {have:.1f} GB"
+
+    def _choices(self) -> list[int]:
+        """Numbers of stages that are tried."""
+        most = min(self._workload.num_layers, self._topology.num_devices, STAGES_MAX)
+        return [k for k in _STAGE_CHOICES if k < most] + [most]
+
+    def _solve(self, num_stages: int, work: int) -> tuple[Placement | None, float, int]:
+        if num_stages > min(self._topology.num_devices, self._workload.num_layers) or not self._topology.may_feed.any():
+            return None, math.inf, 0
+        spent = 0
+        start: Assignment | None = None
+        for index, level in enumerate(self._levels):
+            evaluator = self._evaluator(level, num_stages)
+            begin = [] if start is None else [refine(start, self._levels[index - 1], level)]
+            if self._current is not None:
+                begin.append(coarsen(_assignment(self._topology.num_devices, self._current), level))
+            begin = [evaluator.repair(each, seed=self._seed) for each in begin]
+            budget = (work - spent) // (len(self._levels) - index)
+            keep, share = (POPULATION, None) if start is None else (len(begin), budget)
+            found = evolve(evaluator, seed=self._seed, work=budget, start=begin, keep=keep, share=share)
+            spent += found.work
+            start = found.assignment
+        assert start is not None
+        last = self._levels[-1]
+        bounds = evaluator.placement_of(start).bounds
+        flat = start[last.unit_of]
+        stages = tuple(tuple(int(d) for d in np.flatnonzero(flat == k)) for k in range(num_stages))
+        if found.cost >= IMPOSSIBLE or not all(stages):
+            return None, math.inf, spent
+        return Placement(stages=stages, bounds=bounds), found.cost, spent
+
+    def _evaluator(self, level: Level, num_stages: int) -> ThroughputEvaluator:
+        """Moving is counted for single devices only."""
+        flat = len(level.weight) == self._topology.num_devices
+        return ThroughputEvaluator(
+            level.topology,
+            self._workload,
+            num_stages,
+            weight=None if flat else level.weight,
+            current=self._current if flat else None,
+            horizon_s=self._horizon_s,
+            staleness_penalty=self._staleness_penalty,
+        )
+
+
+def _assignment(num_devices: int, placement: Placement) -> Assignment:
+    assignment = np.full(num_devices, LEFT_OUT, dtype=np.int64)
+    for k, stage in enumerate(placement.stages):
+        assignment[list(stage)] = k
+    return assignment

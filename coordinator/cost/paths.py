@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from shoal.protocol.limits import BULK_CHUNK_BYTES, STREAM_CREDIT_BYTES
+from shoal.protocol.limits import STREAM_CREDIT_BYTES
 from shoal.protocol.topology import Floats, Ints, Topology
 
 
@@ -51,7 +51,7 @@ def exchange_s(topology: Topology, here: Ints, there: Ints, frame_bytes: float) 
     return one_way(here, there, inside) + one_way(there, here, inside.T).T
 
 
-def reduction_parts(topology: Topology, members: Ints) -> Floats:
+def reduction_parts(topology: Topology, members: Ints, frame_bytes: float) -> Floats:
     """[n], in proportion to the rate at which each member can exchange with its mates: the slower direction of its
     card, divided among the mates behind it, or the sum of its paths if they are slower.
 
@@ -60,7 +60,7 @@ def reduction_parts(topology: Topology, members: Ints) -> Floats:
     n = len(members)
     if n < 2:
         return np.ones(n)
-    path = both_ways(topology, members, members, BULK_CHUNK_BYTES).sum(axis=1)
+    path = both_ways(topology, members, members, frame_bytes).sum(axis=1)
     mates = same_card(topology, members, members).sum(axis=1)
     card = np.minimum(topology.up_bytes_per_s[members], topology.down_bytes_per_s[members]) / mates
     rate = np.minimum(path, card)

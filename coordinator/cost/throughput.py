@@ -174,7 +174,7 @@ class ThroughputObjective:
                 speed = t.flop_per_s[others]
                 away += 1.0 - same_card(t, members, others) @ speed / speed.sum()
         gradient_bytes = w.gradient_bytes_per_parameter * parameters
-        parts = reduction_parts(t, members)
+        parts = reduction_parts(t, members, w.cut_bytes)
         between = gradient_bytes * (parts[:, None] + parts[None, :])
         others_mask = ~np.eye(len(members), dtype=np.bool_)
         reduce_path_s = latency_s = 0.0
@@ -212,7 +212,7 @@ class ThroughputObjective:
         M, per_card = float(self.workload.microbatches), self.workload.cut_bytes * stage.away
         rate = np.minimum(1.0 / stage.job_s, stage.path_rate)
         limited = (per_card > 0.0) & np.isfinite(card)
-        slope = np.where(limited, card / np.where(limited, per_card, 1.0), np.inf)
+        slope = np.where(limited, card / np.where(limited, per_card, 1.0), 0.0)
         offset = np.where(limited, stage.reduced / np.where(limited, per_card, 1.0), 0.0)
         seconds = self._reduce_s(stage, card)
         for _ in range(2 * len(card) + 2):

@@ -1,0 +1,137 @@
+"""Large swarms: cluster, solve, refine. A swarm of clusters is a swarm again, of fewer and larger units.
+
+Devices that are near each other and alike become one unit of a coarse topology: speeds and cards add up, the paths
+between two units are as many as pairs of their devices, memory is the smallest. The search runs on a hundred units,
+then, from what it found, on ten times as many, and on the devices themselves where there are not too many.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from shoal.coordinator.allocate.genome import Assignment
+from shoal.coordinator.cost.workload import Workload
+from shoal.protocol.topology import Floats, Ints, Topology
+
+UNITS = 128
+"""Of the coarsest level: the search does as well with so many as it does for so many devices, in a second."""
+FINER = 8
+FLAT_MAX = 2048
+"""Devices up to which the last level is the devices themselves: a move among n members of a stage costs n^2."""
+_NEIGHBOURHOODS = 48
+_NEAR = 0.05
+"""Who is nearer to a leader than this part of the largest distance is of its neighbourhood."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Level:
+    """One view of a swarm."""
+
+    topology: Topology
+    """Of U units: flop_per_s and cards of all devices of the unit together; memory, latency and paths of one."""
+    weight: Ints
+    """[U], devices in each unit."""
+    unit_of: Ints
+    """[N]"""
+
+
+def levels(topology: Topology, workload: Workload) -> list[Level]:
+    """From the coarsest to the finest; for a small swarm only that of single devices."""
+    n = topology.num_devices
+    near = _neighbourhoods(topology, workload.cut_bytes) if n > 2 * UNITS else np.zeros(n, dtype=np.int64)
+    views = []
+    units = UNITS
+    while 2 * units < n and units <= FLAT_MAX:
+        views.append(_coarse(topology, near, units))
+        units *= FINER
+    if n <= FLAT_MAX:
+        views.append(Level(topology=topology, weight=np.ones(n, dtype=np.int64), unit_of=np.arange(n)))
+    return views
+
+
+def refine(assignment: Assignment, coarse: Level, fine: Level) -> Assignment:
+    """What a coarse assignment says of the finer units: where the first of their devices is."""
+    _, first = np.unique(fine.unit_of, return_index=True)
+    finer: Assignment = assignment[coarse.unit_of[first]]
+    return finer
+
+
+def coarsen(assignment: Assignment, level: Level) -> Assignment:
+    """What an assignment of devices says of units: where most of their devices are, the lowest stage among equals."""
+    lowest = int(assignment.min())
+    votes = np.zeros((len(level.weight), int(assignment.max()) - lowest + 1), dtype=np.int64)
+    np.add.at(votes, (level.unit_of, assignment - lowest), 1)
+    chosen: Assignment = votes.argmax(axis=1).astype(np.int64) + lowest
+    return chosen
+
+
+def _neighbourhoods(topology: Topology, frame_bytes: float) -> Ints:
+    """[N]: leaders are taken one after the other, each the device that is farthest from all before (Gonzalez 1985);
+    everyone belongs to the nearest one. Distance: seconds of a frame there and back."""
+    n = topology.num_devices
+    distance = np.full(n, np.inf)
+    nearest = np.zeros(n, dtype=np.int64)
+    leader, reach = 0, 0.0
+    for number in range(_NEIGHBOURHOODS):
+        to_leader = _exchange_s(topology, leader, frame_bytes)
+        closer = to_leader < distance
+        nearest[closer] = number
+        distance = np.minimum(distance, to_leader)
+        if number == 0:
+            reach = float(distance.max())
+        leader = int(np.argmax(distance))
+        if distance[leader] <= _NEAR * reach:
+            break
+    return nearest
+
+
+def _exchange_s(topology: Topology, leader: int, frame_bytes: float) -> Floats:
+    rate = np.minimum(topology.bytes_per_s[leader], topology.bytes_per_s[:, leader]).astype(np.float64)
+    seconds: Floats = topology.latency_s[leader].astype(np.float64) + topology.latency_s[:, leader]
+    seconds = seconds + 2.0 * frame_bytes / np.maximum(rate, 1.0)
+    seconds[leader] = 0.0
+    return seconds
+
+
+def _coarse(topology: Topology, near: Ints, units: int) -> Level:
+    """Each neighbourhood, ordered by text, memory, card and speed, in slices of about N / units."""
+    n = topology.num_devices
+    order = np.lexsort(
+        (np.arange(n), topology.flop_per_s, topology.card, topology.memory_bytes, topology.may_feed, near)
+    )
+    unit_of = np.zeros(n, dtype=np.int64)
+    number, size = 0, n / units
+    for neighbourhood in range(int(near.max()) + 1):
+        for feeds in (False, True):
+            members = order[(near[order] == neighbourhood) & (topology.may_feed[order] == feeds)]
+            if len(members):
+                slices = max(1, round(len(members) / size))
+                unit_of[members] = number + np.arange(len(members)) * slices // len(members)
+                number += slices
+    _, first = np.unique(unit_of, return_index=True)
+    weight = np.bincount(unit_of)
+
+    def summed(values: Floats) -> Floats:
+        total: Floats = np.bincount(unit_of, weights=values).astype(np.float64)
+        return total
+
+    behind = np.bincount(topology.card, minlength=int(topology.card.max()) + 1)[topology.card]
+    memory = np.full(number, np.inf)
+    np.minimum.at(memory, unit_of, topology.memory_bytes)
+    square = np.ix_(first, first)
+    return Level(
+        topology=Topology(
+            latency_s=topology.latency_s[square],
+            bytes_per_s=topology.bytes_per_s[square],
+            flop_per_s=summed(topology.flop_per_s),
+            memory_bytes=memory,
+            up_bytes_per_s=summed(topology.up_bytes_per_s / behind),
+            down_bytes_per_s=summed(topology.down_bytes_per_s / behind),
+            card=np.arange(number),
+            names=tuple(topology.names[i] for i in first),
+            regions=tuple(topology.regions[i] for i in first),
+            may_feed=topology.may_feed[first],
+        ),
+        weight=weight,
+        unit_of=unit_of,
+    )

@@ -1,0 +1,353 @@
+"""The throughput objective as an `Evaluator`: assignments whose labels are places in the pipeline, cut by exact DP.
+
+`search.evolve` takes individuals that differ only in the names of stages for one and keeps the cheaper; here names are
+positions, so that means the better order. Bounds are no part of an individual: they are the exact cut for its groups
+(or those of the current plan where moving state costs more than that gains), mended by local search.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shoal.coordinator.allocate.genome import HOMELESS, LEFT_OUT, Assignment
+from shoal.coordinator.allocate.search import Improved
+from shoal.coordinator.cost.paths import path_bytes_per_s
+from shoal.coordinator.cost.placement import Placement
+from shoal.coordinator.cost.workload import STATE_BYTES_PER_PARAMETER, Workload
+from shoal.protocol.limits import STREAM_CREDIT_BYTES
+from shoal.protocol.topology import Floats, Ints, Topology
+
+if TYPE_CHECKING:
+    from shoal.coordinator.allocate.throughput_kernels import Problem, State
+
+IMPOSSIBLE = 1e9
+"""`throughput_kernels.IMPOSSIBLE`; that module takes a second to import, which only a search needs."""
+_SHARE_PER_DEVICE = 20_000
+
+
+class ThroughputEvaluator:
+    """Implements `search.Evaluator`.
+
+    Args:
+        weight: int64 [N], how many alike devices each of the topology stands for (`hierarchy.py`), 1 if None. Then
+            flop_per_s and cards are of all of them together, memory and paths of one.
+        current: where everybody is now: moving state costs. horizon_s: over what time that is spread.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        workload: Workload,
+        num_stages: int,
+        *,
+        weight: Ints | None = None,
+        current: Placement | None = None,
+        carries: Floats | None = None,
+        horizon_s: float = 600.0,
+        staleness_penalty: float = 0.0,
+    ) -> None:
+        from shoal.coordinator.allocate import throughput_kernels
+
+        self._kernels: Any = throughput_kernels
+        self.num_devices = topology.num_devices
+        self.num_stages = num_stages
+        self.classes: Assignment = np.arange(topology.num_devices)
+        self.share = _SHARE_PER_DEVICE * topology.num_devices
+        self.topology = topology
+        self._weight = np.ones(topology.num_devices) if weight is None else weight.astype(np.float64)
+        self._current = current
+        self.problem = self._problem(workload, carries, horizon_s, staleness_penalty)
+        self._state = _state(self.problem, num_stages)
+        self._kept = _state(self.problem, num_stages)
+        self._known: dict[bytes, tuple[float, Ints]] = {}
+
+    # --- Evaluator ---
+
+    def cost(self, assignment: Assignment) -> float:
+        return self._cut(assignment)[0]
+
+    def random(self, seed: int) -> Assignment:
+        """Devices near each other side by side in a row; the row is dealt out stage by stage, or in turns, or both, so
+        that each stage gets about as much speed. One in four of them ignores distance."""
+        rng = Random(seed)
+        row = self._able(self._row(rng), rng)
+        num_blocks = rng.choice([1, 1, 2, 4, self.num_stages])
+        assignment = np.full(self.num_devices, LEFT_OUT, dtype=np.int64)
+        speed = self.topology.flop_per_s
+        if rng.random() < 0.5:
+            # Whole stages of neighbours.
+            total = float(speed[row].sum())
+            reached = 0.0
+            for device in row:
+                assignment[device] = min(self.num_stages - 1, int(self.num_stages * reached / total))
+                reached += float(speed[device])
+        else:
+            # Whole pipelines of neighbours: every block of the row holds all stages.
+            size = -(-len(row) // num_blocks)
+            for begin in range(0, len(row), size):
+                given = [0.0] * self.num_stages
+                block = sorted(row[begin : begin + size], key=lambda d: (-speed[d], rng.random()))
+                for device in block:
+                    k = given.index(min(given))
+                    assignment[device] = k
+                    given[k] += float(speed[device])
+        return self.repair(assignment, seed=rng.getrandbits(63))
+
+    def repair(self, assignment: Assignment, *, seed: int) -> Assignment:
+        """Homes with the least speed for the homeless, the slowest of the richest stage for an empty one."""
+        fixed = assignment.copy()
+        feeds, speed = self.topology.may_feed, self.topology.flop_per_s
+        fixed[(fixed == 0) & ~feeds] = HOMELESS
+        rich = np.bincount(fixed[fixed >= 0], weights=speed[fixed >= 0], minlength=self.num_stages)
+        rng = Random(seed)
+        homeless = np.flatnonzero(fixed == HOMELESS).tolist()
+        rng.shuffle(homeless)
+        for device in homeless:
+            open_to = range(self.num_stages) if feeds[device] else range(1, self.num_stages)
+            k = min(open_to, key=lambda k: (rich[k], k), default=LEFT_OUT)
+            fixed[device] = k
+            if k >= 0:
+                rich[k] += speed[device]
+        for k in range(self.num_stages):
+            if not (fixed == k).any():
+                self._find_one(fixed, k)
+        return fixed
+
+    def improve(self, assignment: Assignment, *, seed: int, work: int, heat: float) -> Improved:
+        before, bounds, spent = self._cut_work(assignment)
+        stage, found_bounds = assignment.copy(), bounds.copy()
+        self._kernels.build(self.problem, self._state, assignment, bounds)
+        limit = max(0, work - spent)
+        found, did = self._kernels.improve(
+            self.problem, self._state, self._kept, seed, limit, heat, stage, found_bounds
+        )
+        if not found < before and heat == 0.0:
+            stage, found_bounds = assignment.copy(), bounds
+        # In the order of devices, as `cost` has it: sums depend on it in the last bit.
+        cost, _, again = self._cut_work(stage, found_bounds)
+        return Improved(assignment=stage, cost=cost, work=spent + int(did) + again)
+
+    # --- placements ---
+
+    def assignment_of(self, placement: Placement) -> Assignment:
+        assignment = np.full(self.num_devices, LEFT_OUT, dtype=np.int64)
+        for k, stage in enumerate(placement.stages):
+            assignment[list(stage)] = k
+        return assignment
+
+    def placement_of(self, assignment: Assignment) -> Placement:
+        _, bounds = self._cut(assignment)
+        stages = tuple(tuple(int(d) for d in np.flatnonzero(assignment == k)) for k in range(self.num_stages))
+        return Placement(stages=stages, bounds=tuple(int(bound) for bound in bounds))
+
+    def moving_s(self) -> float:
+        """Of the placement evaluated last."""
+        return float(self._kernels.moving_s(self.problem, self._state))
+
+    def evaluate(self, assignment: Assignment, bounds: Sequence[int] | Ints) -> float:
+        """Cost with these bounds, moving included."""
+        work = np.zeros(1, dtype=np.int64)
+        self._kernels.build(self.problem, self._state, assignment, np.asarray(bounds, dtype=np.int64))
+        cost, _ = self._kernels.evaluate(self.problem, self._state, work)
+        return float(cost)
+
+    # --- inside ---
+
+    def _cut(self, assignment: Assignment) -> tuple[float, Ints]:
+        self._cut_work(assignment)
+        return self._known[assignment.tobytes()]
+
+    def _cut_work(self, assignment: Assignment, known: Ints | None = None) -> tuple[float, Ints, int]:
+        """(cost, bounds, work): the cheapest of the exact cut, the current plan's and one that a search has found."""
+        name = assignment.tobytes()
+        kernels, problem, state = self._kernels, self.problem, self._state
+        work = np.zeros(1, dtype=np.int64)
+        candidates = []
+        if name not in self._known:
+            even = np.linspace(0, len(problem.flop_to) - 1, self.num_stages + 1).astype(np.int64)
+            kernels.build(problem, state, assignment, even)
+            kernels.evaluate(problem, state, work)
+            if state.count.all():
+                kernels.cut(problem, state, work)
+            candidates.append(state.bounds.copy())
+            if self._current is not None and len(self._current.bounds) == self.num_stages + 1:
+                candidates.append(np.array(self._current.bounds, dtype=np.int64))
+        if known is not None:
+            candidates.append(known)
+        for bounds in candidates:
+            kernels.build(problem, state, assignment, bounds)
+            cost, _ = kernels.evaluate(problem, state, work)
+            if name not in self._known or cost < self._known[name][0]:
+                self._known[name] = (float(cost), bounds.copy())
+        cost, bounds = self._known[name]
+        return cost, bounds, int(work[0])
+
+    def _find_one(self, fixed: Assignment, k: int) -> None:
+        """Somebody for the empty stage k."""
+        speed = self.topology.flop_per_s
+        able = np.ones(self.num_devices, dtype=np.bool_) if k > 0 else self.topology.may_feed.copy()
+        for left in np.flatnonzero(able & (fixed == LEFT_OUT)):
+            fixed[left] = k
+            return
+        sizes = np.bincount(fixed[fixed >= 0], minlength=self.num_stages)
+        rich = np.bincount(fixed[fixed >= 0], weights=speed[fixed >= 0], minlength=self.num_stages)
+        donors = [d for d in np.flatnonzero(able) if fixed[d] >= 0 and sizes[fixed[d]] > 1]
+        if donors:
+            fixed[min(donors, key=lambda d: (-rich[fixed[d]], speed[d], d))] = k
+
+    def _row(self, rng: Random) -> list[int]:
+        """A random device, then always the nearest that is left (by round trip with an activation); one in four:
+        anyhow."""
+        row = list(range(self.num_devices))
+        if rng.random() < 0.25:
+            rng.shuffle(row)
+            return row
+        q = self.problem.q
+        at = rng.randrange(self.num_devices)
+        left = np.ones(self.num_devices, dtype=np.bool_)
+        jitter = np.array([rng.random() for _ in row])
+        row = [at]
+        left[at] = False
+        for _ in range(self.num_devices - 1):
+            at = int(np.argmax(np.where(left, q[at] * (1.0 + 0.1 * jitter), -1.0)))
+            left[at] = False
+            row.append(at)
+        return row
+
+    def _able(self, row: list[int], rng: Random) -> list[int]:
+        """Half of the time without those whose network is worst: one of them makes a whole reduction slow, so where
+        several are in one stage no single move gets better."""
+        if rng.random() < 0.5:
+            return row
+        p = self.problem
+        card = p.card_rate[p.card] / np.bincount(p.card)[p.card]
+        quality = np.minimum(card, np.median(p.q, axis=1) * p.cut_bytes)
+        keep = max(2 * self.num_stages, round(len(row) * rng.uniform(0.2, 1.0)))
+        chosen = set(sorted(row, key=lambda d: (-quality[d], d))[:keep])
+        return [device for device in row if device in chosen]
+
+    def _problem(
+        self, workload: Workload, carries: Floats | None, horizon_s: float, staleness_penalty: float
+    ) -> "Problem":
+        t, w, n = self.topology, workload, self.topology.num_devices
+        cards, card = np.unique(t.card, return_inverse=True)
+        slower = np.minimum(t.up_bytes_per_s, t.down_bytes_per_s)
+        card_rate = np.zeros(len(cards))
+        card_rate[card] = slower
+        q = np.zeros((n, n), dtype=t.bytes_per_s.dtype)
+        self._kernels.exchange_rates(
+            t.latency_s, t.bytes_per_s, self._weight, w.cut_bytes, float(STREAM_CREDIT_BYTES), q
+        )
+        finite = bool(np.isfinite(slower).any())
+        home = _Homes(self.topology, workload, self._current, carries)
+        problem: Problem = self._kernels.Problem(
+            flop=t.flop_per_s,
+            weight=self._weight,
+            memory=t.memory_bytes,
+            card=card.astype(np.int64),
+            card_rate=card_rate,
+            up=t.up_bytes_per_s / self._weight,
+            down=t.down_bytes_per_s / self._weight,
+            feeds=t.may_feed,
+            latency=t.latency_s,
+            rate=t.bytes_per_s,
+            q=q,
+            flop_to=np.cumsum([0.0, *w.layer_flop]),
+            parameters_to=np.cumsum([0.0, *w.layer_parameters]),
+            held_to=np.cumsum([0.0, *w.layer_held_bytes]),
+            home=home.stage,
+            home_first=home.first,
+            home_last=home.last,
+            fetch_rate=home.fetch_rate,
+            carries=home.carries,
+            microbatches=float(w.microbatches),
+            job_per_flop=1.0 + w.backward_per_forward,
+            cut_bytes=float(w.cut_bytes),
+            gradient_bytes=float(w.gradient_bytes_per_parameter),
+            resident_bytes=w.resident_bytes(0, 1) / w.layer_parameters[0],
+            state_bytes=STATE_BYTES_PER_PARAMETER,
+            s_max=float(w.s_max),
+            staleness_penalty=float(staleness_penalty),
+            horizon_s=float(horizon_s),
+            shared_cards=finite and len(cards) < n,
+            has_cards=finite,
+        )
+        return problem
+
+
+class _Homes:
+    """What everybody holds now, and at which rate it would get anything else."""
+
+    def __init__(
+        self, topology: Topology, workload: Workload, current: Placement | None, carries: Floats | None
+    ) -> None:
+        n = topology.num_devices
+        self.stage = np.full(n, -1, dtype=np.int64)
+        self.first, self.last = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64)
+        self.fetch_rate = np.ones(n)
+        self.carries = np.zeros(n)
+        if current is None:
+            return
+        for k, (members, (first, last)) in enumerate(zip(current.stages, pairwise(current.bounds), strict=True)):
+            chosen = list(members)
+            self.stage[chosen], self.first[chosen], self.last[chosen] = k, first, last
+            if chosen:
+                speed = topology.flop_per_s[chosen]
+                self.carries[chosen] = speed / speed.sum()
+        if carries is not None:
+            self.carries = carries
+        placed = np.flatnonzero(self.stage >= 0)
+        for device in placed:
+            here = np.array([device])
+            best = float(path_bytes_per_s(topology, placed, here, workload.cut_bytes).max())
+            self.fetch_rate[device] = max(1.0, min(best, float(topology.down_bytes_per_s[device])))
+
+
+def _state(problem: "Problem", num_stages: int) -> "State":
+    from shoal.coordinator.allocate.throughput_kernels import State
+
+    n, K, C = len(problem.flop), num_stages, len(problem.card_rate)
+
+    def each() -> Floats:
+        return np.zeros(n)
+
+    def per_stage() -> Floats:
+        return np.zeros(K)
+
+    def flags() -> Any:
+        return np.ones(K, dtype=np.bool_)
+
+    return State(
+        stage=np.full(n, -1, dtype=np.int64),
+        at=np.zeros(n, dtype=np.int64),
+        members=np.zeros((K, n), dtype=np.int64),
+        count=np.zeros(K, dtype=np.int64),
+        bounds=np.zeros(K + 1, dtype=np.int64),
+        out_rate=each(),
+        in_rate=each(),
+        away_out=each(),
+        away_in=each(),
+        part=each(),
+        reduced=each(),
+        load=each(),
+        slope=each(),
+        offset=each(),
+        taken=each(),
+        card=each(),
+        path_unit=per_stage(),
+        latency=per_stage(),
+        seconds=per_stage(),
+        free=per_stage(),
+        commit=per_stage(),
+        job=per_stage(),
+        strain=per_stage(),
+        flow=per_stage(),
+        hop=per_stage(),
+        paths_dirty=flags(),
+        dirty=flags(),
+        pair_dirty=flags(),
+        card_load=np.zeros(C),
+    )

@@ -1,0 +1,137 @@
+"""Plans of the throughput planner: repeatable, steady, mended at once, and impossible in one line."""
+
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shoal.coordinator.allocate.bounds import best_bounds
+from shoal.coordinator.allocate.hierarchy import levels
+from shoal.coordinator.allocate.interface import NoLayout
+from shoal.coordinator.allocate.planner import Planned, plan, planned, repair
+from shoal.coordinator.cost.placement import Placement
+from shoal.protocol.topology import Topology, make_topology
+
+_SPEC = importlib.util.spec_from_file_location("allocate_swarms", Path(__file__).with_name("swarms.py"))
+assert _SPEC
+assert _SPEC.loader
+swarms = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(swarms)
+
+WORK = 8_000_000
+
+
+def check(found: Planned, topology: Topology) -> None:
+    placed = [device for stage in found.placement.stages for device in stage]
+    assert sorted([*placed, *found.left_out]) == list(range(topology.num_devices))
+    assert all(topology.may_feed[device] for device in found.placement.stages[0])
+    for stage, shares, parts in zip(found.placement.stages, found.shares, found.parts, strict=True):
+        assert len(stage) == len(shares) == len(parts) > 0
+        assert min(*shares, *parts) > 0.0
+        assert sum(shares) == pytest.approx(1.0)
+        assert sum(parts) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_same_swarm_and_seed_give_the_same_plan(seed: int) -> None:
+    topology, workload = swarms.swarm(seed, 16), swarms.workload()
+    first, second = (plan(topology, workload, seed=seed, work=WORK) for _ in range(2))
+    check(first, topology)
+    assert first == second
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_nobody_moves_while_nothing_changes(seed: int) -> None:
+    topology, workload = swarms.swarm(seed, 14, cards=False), swarms.workload(microbatches=200)
+    now = plan(topology, workload, num_stages=3, seed=seed, work=2 * WORK).placement
+    for later in range(2):
+        assert plan(topology, workload, seed=100 + later, work=WORK, current=now).placement == now
+
+
+def test_what_is_worth_a_move_is_moved_and_what_is_not_is_left() -> None:
+    topology = make_topology(
+        np.full((6, 6), 0.01), np.full((6, 6), 1e9), flop_per_s=[4e13, 4e13, 4e13, 4e13, 1e13, 1e13]
+    )
+    workload = swarms.workload(microbatches=64)
+    lopsided = Placement(stages=((0, 1, 2, 3), (4, 5)), bounds=(0, 3, 6))
+    moved = plan(topology, workload, seed=0, work=WORK, current=lopsided)
+    assert moved.cost.seconds < 0.8 * planned(topology, workload, lopsided).cost.seconds
+    assert moved.moving_s > 0.0
+    kept = plan(topology, workload, seed=0, work=WORK, current=lopsided, horizon_s=0.01)
+    assert kept.placement == lopsided
+
+
+def test_a_newcomer_is_taken_in_without_anybody_else_moving() -> None:
+    topology = make_topology(np.full((7, 7), 0.01), np.full((7, 7), 1e9), flop_per_s=2e13)
+    now = Placement(stages=((0, 1, 2), (3, 4, 5)), bounds=(0, 3, 6))
+    found = plan(topology, swarms.workload(microbatches=64), work=WORK, current=now)
+    assert found.left_out == ()
+    assert set(found.placement.stages[0]) >= {0, 1, 2}
+    assert set(found.placement.stages[1]) >= {3, 4, 5}
+
+
+def test_a_device_that_would_slow_the_others_down_is_left_out() -> None:
+    up = [1e8] * 6 + [2e4]
+    topology = make_topology(np.full((7, 7), 0.01), np.full((7, 7), 1e8), flop_per_s=2e13, up_bytes_per_s=up)
+    found = plan(topology, swarms.workload(microbatches=1000), num_stages=2, work=WORK)
+    assert found.left_out == (6,)
+
+
+def test_a_lost_replica_is_replaced_by_a_spare() -> None:
+    topology = make_topology(np.full((5, 5), 0.01), np.full((5, 5), 1e9), flop_per_s=2e13)
+    now = Placement(stages=((0, 1), (2, 3)), bounds=(0, 3, 6))
+    found = repair(topology, swarms.workload(microbatches=64), now, lost=[2])
+    assert found.placement == Placement(stages=((0, 1), (3, 4)), bounds=(0, 3, 6))
+    assert found.left_out == ()
+
+
+def test_a_stage_without_anybody_gets_one_of_the_richest() -> None:
+    topology = make_topology(np.full((5, 5), 0.01), np.full((5, 5), 1e9), flop_per_s=2e13)
+    now = Placement(stages=((0, 1, 2), (3,), (4,)), bounds=(0, 2, 4, 6))
+    found = repair(topology, swarms.workload(), now, lost=[3])
+    assert all(found.placement.stages)
+    assert set(found.placement.stages[0]) < {0, 1, 2}
+    assert 4 in found.placement.stages[2]
+    assert found.placement.bounds == now.bounds
+
+
+def test_a_stage_that_became_the_slowest_gets_a_member_of_another() -> None:
+    topology = make_topology(np.full((8, 8), 0.01), np.full((8, 8), 1e9), flop_per_s=2e13)
+    now = Placement(stages=((0, 1, 2, 3), (4, 5, 6, 7)), bounds=(0, 3, 6))
+    found = repair(topology, swarms.workload(microbatches=64), now, lost=[5, 6])
+    assert [len(stage) for stage in found.placement.stages] == [3, 3]
+
+
+def test_what_cannot_be_is_said_in_one_line() -> None:
+    topology = make_topology(np.full((3, 3), 0.01), np.full((3, 3), 1e9), memory_bytes=1e8)
+    with pytest.raises(NoLayout, match="does not fit"):
+        plan(topology, swarms.workload(), num_stages=2, work=100_000)
+    with pytest.raises(NoLayout, match="3 devices cannot hold 4 stages"):
+        plan(topology, swarms.workload(), num_stages=4, work=100_000)
+    blind = make_topology(np.full((3, 3), 0.01), np.full((3, 3), 1e9), may_feed=0.0)
+    with pytest.raises(NoLayout, match="text"):
+        plan(blind, swarms.workload(), num_stages=2, work=100_000)
+    two = make_topology(np.full((2, 2), 0.01), np.full((2, 2), 1e9))
+    with pytest.raises(NoLayout, match="nobody is left"):
+        repair(two, swarms.workload(), Placement(stages=((0,), (1,)), bounds=(0, 3, 6)), lost=[0])
+
+
+def test_faster_groups_get_more_layers() -> None:
+    topology = make_topology(np.full((4, 4), 0.001), np.full((4, 4), 1e9), flop_per_s=[1e13, 1e13, 3e13, 3e13])
+    placement = best_bounds(topology, swarms.workload(layers=8), [(0, 1), (2, 3)])
+    assert placement.bounds == (0, 2, 8)
+
+
+def test_a_large_swarm_is_clustered_and_solved() -> None:
+    topology = swarms.swarm(3, 600, cards=False, memory_gb=(20.0, 30.0))
+    views = levels(topology, swarms.workload())
+    assert len(views) == 2
+    assert len(views[0].weight) < 200
+    assert views[0].weight.sum() == 600
+    assert float(views[0].topology.flop_per_s.sum()) == pytest.approx(float(topology.flop_per_s.sum()))
+    workload = swarms.workload(layers=12, microbatches=2000, cut_bytes=1e5)
+    found = plan(topology, workload, num_stages=4, work=30_000_000)
+    check(found, topology)
+    bound = 3.0 * sum(workload.layer_flop) * workload.microbatches / float(topology.flop_per_s.sum())
+    assert found.cost.parts["compute_s"] < 1.3 * bound

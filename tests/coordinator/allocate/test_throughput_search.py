@@ -1,0 +1,97 @@
+"""The compiled evaluation against the plain formula, and the search on it against trying everything."""
+
+import importlib.util
+import itertools
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shoal.coordinator.allocate.search import evolve
+from shoal.coordinator.allocate.throughput_search import IMPOSSIBLE, ThroughputEvaluator
+from shoal.coordinator.cost.throughput import ThroughputObjective
+
+_SPEC = importlib.util.spec_from_file_location("allocate_swarms", Path(__file__).with_name("swarms.py"))
+assert _SPEC
+assert _SPEC.loader
+swarms = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(swarms)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_compiled_cost_is_that_of_the_formula(seed: int) -> None:
+    stages, layers = 1 + seed % 4, 6
+    topology = swarms.swarm(seed, 12, cards=seed % 3 > 0)
+    workload = swarms.workload(layers=layers, s_max=seed % 2, cut_bytes=[4e6, 1e5, 1e8][seed % 3])
+    evaluator = ThroughputEvaluator(topology, workload, stages, staleness_penalty=0.3)
+    objective = ThroughputObjective(topology, workload, staleness_penalty=0.3)
+    possible = 0
+    for each in range(10):
+        placement = swarms.random_placement(topology, layers, stages, 100 * seed + each)
+        plain = objective.cost(placement).seconds
+        compiled = evaluator.evaluate(evaluator.assignment_of(placement), placement.bounds)
+        possible += math.isfinite(plain)
+        assert (compiled >= IMPOSSIBLE) == math.isinf(plain)
+        assert math.isinf(plain) or compiled == pytest.approx(plain, rel=1e-9)
+    assert possible
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_local_search_says_it_has_found_is_what_it_costs(seed: int) -> None:
+    """Thousands of moves, taken back and not, leave no stale number behind."""
+    topology = swarms.swarm(seed, 14, cards=seed % 2 > 0)
+    evaluator = ThroughputEvaluator(topology, swarms.workload(), 3)
+    start = evaluator.random(seed)
+    found = evaluator.improve(start, seed=seed, work=2_000_000, heat=1.0)
+    state, kernels = evaluator._state, evaluator._kernels
+    kernels.improve(evaluator.problem, state, evaluator._kept, seed, 200_000, 1.0, start.copy(), state.bounds.copy())
+    again = evaluator.evaluate(state.stage.copy(), state.bounds.copy())
+    kernels.build(evaluator.problem, state, found.assignment, np.array(evaluator.placement_of(found.assignment).bounds))
+    placement = evaluator.placement_of(found.assignment)
+    assert math.isfinite(again)
+    assert found.cost == ThroughputObjective(topology, swarms.workload()).cost(placement).seconds or (
+        found.cost == pytest.approx(ThroughputObjective(topology, swarms.workload()).cost(placement).seconds, rel=1e-9)
+    )
+
+
+def test_the_cut_is_the_best_of_all_cuts() -> None:
+    for seed in range(20):
+        topology = swarms.swarm(seed, 9, cards=seed % 2 > 0, memory_gb=(50.0, 60.0))
+        workload = swarms.workload(layers=8)
+        evaluator = ThroughputEvaluator(topology, workload, 3)
+        assignment = evaluator.random(seed)
+        found = evaluator.placement_of(assignment)
+        kernels, problem, state = evaluator._kernels, evaluator.problem, evaluator._state
+
+        def slowest(bounds: tuple[int, ...]) -> float:
+            kernels.build(problem, state, assignment, np.array(bounds))  # noqa: B023
+            kernels.evaluate(problem, state, np.zeros(1, dtype=np.int64))  # noqa: B023
+            return float(state.seconds.max())  # noqa: B023
+
+        if problem.shared_cards:
+            continue  # There the parts of a card depend on all cuts at once.
+        best = min(slowest((0, a, b, 8)) for a, b in itertools.combinations(range(1, 8), 2))
+        assert slowest(found.bounds) == pytest.approx(best, rel=1e-9)
+
+
+def exhaustive(evaluator: ThroughputEvaluator, layers: int) -> float:
+    n, stages = evaluator.num_devices, evaluator.num_stages
+    best = math.inf
+    cuts = [(0, *cut, layers) for cut in itertools.combinations(range(1, layers), stages - 1)]
+    feeds = evaluator.topology.may_feed
+    for labels in itertools.product(range(-1, stages), repeat=n):
+        if len(set(labels) - {-1}) < stages or any(k == 0 and not feeds[d] for d, k in enumerate(labels)):
+            continue
+        assignment = np.array(labels, dtype=np.int64)
+        best = min(best, *(evaluator.evaluate(assignment, cut) for cut in cuts))
+    return best
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_small_swarms_are_solved(seed: int) -> None:
+    """The whole comparison, 50 cases of up to 7 devices, is `tests/bench/planner.py --exhaustive`."""
+    topology = swarms.swarm(seed, 5)
+    evaluator = ThroughputEvaluator(topology, swarms.workload(layers=4), 2 + seed % 2)
+    found = evolve(evaluator, seed=0, work=20_000_000)
+    assert found.cost <= exhaustive(evaluator, 4) * 1.005
