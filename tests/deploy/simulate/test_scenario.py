@@ -1,5 +1,6 @@
 """Scenario files: what they become, and one clear line for what they cannot be."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -99,6 +100,12 @@ def test_shipped_scenarios_can_be_read(name: str) -> None:
 def test_the_promised_scenarios_are_shipped() -> None:
     promised = {"data-centre", "two-universities", "eight-cities", "home-gpus", "mixed-cards"}
     assert promised <= set(shipped_names())
+
+
+def test_the_example_of_the_readme_can_be_read(tmp_path: Path) -> None:
+    (example,) = re.findall(r"```toml\n(.*?)```", (SHIPPED.parent / "README.md").read_text(), re.DOTALL)
+    (tmp_path / "spot.csv").write_text("time_s,event,node\n0,add,a\n")
+    assert scenario(tmp_path, example).topology.num_devices == 13
 
 
 REGION = '[network]\nregion = [{ name = "A", count = 2 }]\n'
