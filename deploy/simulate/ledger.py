@@ -87,7 +87,9 @@ class SimLedger:
         return tuple(float(seconds) for seconds in self._busy_s)
 
     def timeline(self) -> tuple[tuple[Span, ...], ...]:
-        return tuple(tuple(spans) for spans in self._timeline) if self._keeps_timeline else ()
+        if not self._keeps_timeline:
+            return ()
+        return tuple(tuple(sorted(spans, key=lambda span: span.started_s)) for spans in self._timeline)
 
     def kept_busy(self, device: int, span: Span) -> None:
         """By something that is no job."""

@@ -18,10 +18,11 @@ import msgspec
 
 from shoal.coordinator.allocate.interface import Allocator
 from shoal.coordinator.cost.placement import Placement
+from shoal.deploy.simulate.blocking import BlockingDevice, Lockstep
 from shoal.deploy.simulate.ledger import SimLedger, traffic_matrix
 from shoal.deploy.simulate.modelled_swarm import ModelledSwarm, Ports, check_devices, peer_ids
 from shoal.deploy.simulate.pinned import PinnedAllocator
-from shoal.deploy.simulate.result import SimResult
+from shoal.deploy.simulate.result import SimResult, Span
 from shoal.protocol.errors import LocalError
 from shoal.protocol.sim.loop import run as run_in_virtual_time
 from shoal.protocol.sim.matrix import MatrixNetwork
@@ -59,9 +60,8 @@ class ModelledRun:
     seconds: float | None = None
     """End then, of virtual time."""
     record_timeline: bool = False
-    blocking: bool = False
-    """A device computes nothing while an activation or a gradient of its own is on its way out, as with synchronous
-    point-to-point calls of a collective library. For baselines."""
+    blocking: Lockstep | None = None
+    """The habits of another system, for baselines: a device that computes nothing while it sends, fixed pipelines."""
     chunk_bytes: int = 8 << 20
     """Gradient sums and states travel in pieces of this size; 1 MiB in life, where a frame costs less than here."""
     introduced: bool = True
@@ -89,7 +89,7 @@ async def _play(run: ModelledRun) -> SimResult:
         allocator = run.stages
     ledger = SimLedger(t.num_devices, spec.swarm.stages, steps=spec.training.steps, keeps_timeline=run.record_timeline)
     swarm = ModelledSwarm(
-        world, t, spec, allocator, ledger, chunk_bytes=run.chunk_bytes, ports=_ports(run, world, ledger)
+        world, t, spec, allocator, ledger, chunk_bytes=run.chunk_bytes, ports=_ports(run, spec, world, ledger)
     )
     for device in sorted(set(range(t.num_devices)) - _absent(run)):
         swarm.launch(device)
@@ -156,11 +156,28 @@ def _absent(run: ModelledRun) -> set[int]:
     return {device for device, event in first.items() if event.kind == "add" and event.at_s > 0.0}
 
 
-def _ports(run: ModelledRun, world: World, ledger: SimLedger) -> Callable[[int, SimPeer], Ports]:
+def _ports(run: ModelledRun, spec: RunSpec, world: World, ledger: SimLedger) -> Callable[[int, SimPeer], Ports]:
+    latency_s, lockstep = run.topology.latency_s, run.blocking
+    peers = peer_ids(world, range(run.topology.num_devices))
+    devices = {peer: device for device, peer in peers.items()}
+
     def plain(device: int, peer: SimPeer) -> Ports:
         return peer.transport, peer.compute, None
 
-    return plain
+    def blocked(device: int, peer: SimPeer) -> Ports:
+        assert lockstep is not None
+        held_up = BlockingDevice(
+            peer.transport,
+            peer.compute,
+            peer.clock,
+            until=lockstep.until,
+            latency_s=lambda other: float(latency_s[device, devices[other]]),
+            sent=lambda began_s, ended_s: ledger.kept_busy(device, Span("send", began_s, ended_s)),
+        )
+        traffic = lockstep.traffic(device, peers, microbatches=spec.training.microbatches_per_step)
+        return held_up.transport, held_up.compute, traffic
+
+    return plain if lockstep is None else blocked
 
 
 @contextlib.contextmanager

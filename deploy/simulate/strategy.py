@@ -3,6 +3,7 @@
 from typing import Literal
 
 from shoal.deploy.layouts import LayoutName
+from shoal.deploy.simulate.blocking import Blocking
 from shoal.deploy.simulate.regions import Section, require
 from shoal.protocol.spec import WireSpec
 
@@ -15,8 +16,9 @@ class Strategy(Section, frozen=True):
 
     name: str
     layout: Layout
-    blocking: bool = False
-    """A device computes nothing while it sends, as with synchronous calls of a collective library."""
+    blocking: Blocking = "no"
+    """Whether a device computes nothing while it `sends`, or (`exchanges`) until the message has arrived, as with
+    synchronous calls of a collective library. Pipelines are then fixed: the i-th members of all stages, if even."""
     s_max: int | None = None
     """Largest staleness; None: the scenario's own."""
     wire: WireSpec | None = None
@@ -42,9 +44,9 @@ KNOWN: dict[str, Strategy] = {
         Strategy(name="mod", layout="mod", s_max=0),
         Strategy(name="random", layout="random", s_max=0),
         Strategy(name="given", layout="given", s_max=0),
-        Strategy(name="megatron", layout="given", blocking=True, s_max=0),
-        Strategy(name="dtfm", layout="dtfm", blocking=True, s_max=0),
-        Strategy(name="dtfm-paper", layout="dtfm-paper", blocking=True, s_max=0),
+        Strategy(name="megatron", layout="given", blocking="exchanges", s_max=0),
+        Strategy(name="dtfm", layout="dtfm", blocking="sends", s_max=0),
+        Strategy(name="dtfm-paper", layout="dtfm-paper", blocking="sends", s_max=0),
     )
 }
 """By the names that `--strategies` takes; `megatron` is a synchronous pipeline in the order of the devices."""
