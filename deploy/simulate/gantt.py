@@ -67,7 +67,9 @@ def with_waits(spans: Sequence[Span]) -> list[tuple[str, float, float]]:
 
 
 def _devices(result: SimResult, placement: Placement | None) -> list[int]:
-    """At most `DEVICES_MAX`, spread evenly over all that worked."""
+    """At most `DEVICES_MAX`, spread evenly over all that worked; none without a timeline."""
+    if not result.timeline:
+        return []
     if placement is not None:
         order = [device for stage in placement.stages for device in stage]
     else:
