@@ -75,6 +75,9 @@ def _compare(scenario: "Scenario", names: str | None, options: "Options", json: 
     from shoal.deploy.simulate.strategies import chosen_strategies, churn_of, run_strategy, with_options
     from shoal.deploy.simulate.table import LEGEND, comparison, table_of
 
+    for path in (json, html):
+        if path is not None and not path.parent.is_dir():  # said now, and not after minutes of simulation
+            raise LocalError(f"cannot write {path}: there is no folder {path.parent}")
     strategies = chosen_strategies(scenario, names)
     scenario = with_options(scenario, options)
     churn = churn_of(scenario, options.seed)

@@ -1,0 +1,183 @@
+"""`shoal simulate` of a tiny scenario, and what it refuses."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from typer.testing import CliRunner, Result
+
+from shoal.deploy import cli
+from shoal.deploy.simulate.modelled import Churn
+from shoal.deploy.simulate.outcome import row_of
+from shoal.deploy.simulate.scenario import Scenario, find_scenario, shipped_names
+from shoal.deploy.simulate.strategies import (
+    CHURN_SECONDS,
+    Options,
+    chosen_strategies,
+    churn_of,
+    run_strategy,
+    spec_of,
+    with_options,
+)
+from shoal.deploy.simulate.strategy import KNOWN, Strategy
+from shoal.deploy.simulate.table import Comparison
+from shoal.protocol.spec import WireSpec
+
+TINY = """
+title = "Tiny"
+steps = 5
+stages = 2
+[network]
+region = [{ name = "A", count = 2, tflops = 0.001 }, { name = "B", count = 2, tflops = 0.001 }]
+elsewhere = { latency_ms = 20, mbps = 100 }
+[model]
+num_layers = 4
+[training]
+microbatches_per_step = 8
+"""
+TRACE = "time_s,event,node\n0,add,a\n0,add,b\n0,add,c\n0,add,d\n50,remove,b\n"
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.toml"
+    path.write_text(TINY)
+    return path
+
+
+def shoal(*arguments: object) -> Result:
+    return CliRunner().invoke(cli.app, ["simulate", *map(str, arguments)])
+
+
+def complaint(*arguments: object) -> str:
+    """The one line that the command says."""
+    result = shoal(*arguments)
+    assert result.exit_code == cli.EXIT_USER_ERROR, result.output
+    (line,) = result.stderr.splitlines()
+    return line
+
+
+# --- the command ---
+
+
+def test_strategies_are_compared_in_a_table_a_file_and_a_page(tmp_path: Path, tiny: Path) -> None:
+    json, html = tmp_path / "out.json", tmp_path / "out.html"
+    result = shoal(tiny, "--strategies", "given,megatron", "--json", json, "--html", html, "--seed", 3)
+    assert result.exit_code == 0, result.output
+    assert "Tiny" in result.stdout
+    found = msgspec.json.decode(json.read_bytes(), type=Comparison)
+    assert (found.scenario, found.seed, found.devices) == ("tiny", 3, ("A-0", "A-1", "B-0", "B-1"))
+    given, megatron = found.rows
+    assert (given.strategy, given.stages, given.bounds) == ("given", ((0, 1), (2, 3)), (0, 2, 4))
+    assert given.steps == megatron.steps == 5
+    assert given.tokens_per_s is not None
+    assert given.predicted_tokens_per_s is not None
+    assert given.measured_over_predicted == pytest.approx(given.tokens_per_s / given.predicted_tokens_per_s)
+    assert given.idle_share is not None
+    assert 0 < given.idle_share < 1
+    assert megatron.predicted_tokens_per_s is None, "the objective is no model of devices that wait for what they send"
+    assert megatron.tokens_per_s is not None
+    for row in found.rows:
+        assert not row.failures
+        assert row.strategy in result.stdout
+    assert "<title>Tiny</title>" in html.read_text()
+
+
+def test_shipped_scenarios_are_listed() -> None:
+    result = shoal("--list")
+    assert result.exit_code == 0
+    assert [line.split()[0] for line in result.stdout.splitlines()] == list(shipped_names())
+
+
+def test_what_cannot_be_simulated_is_said_in_a_line(tmp_path: Path, tiny: Path) -> None:
+    assert "say what to simulate" in complaint()
+    assert "say what to simulate" in complaint(tiny, "--campaign", 1)
+    assert "'atlantis' is no file" in complaint("atlantis")
+    assert "'best' is no strategy: take some of ours, " in complaint(tiny, "--strategies", "ours,best")
+    assert "no strategy is named" in complaint(tiny, "--strategies", ",")
+    (tmp_path / "trace.csv").write_text("when,what\n")
+    assert "trace.csv is no trace" in complaint(tiny, "--trace", tmp_path / "trace.csv")
+
+
+def test_a_result_that_cannot_be_written_is_said_before_anything_is_simulated(tmp_path: Path, tiny: Path) -> None:
+    for option in ("--json", "--html"):
+        result = shoal(tiny, "--strategies", "given", option, tmp_path / "none" / "out")
+        assert (result.exit_code, result.stdout) == (cli.EXIT_USER_ERROR, "")
+        assert result.stderr == f"shoal: cannot write {tmp_path}/none/out: there is no folder {tmp_path}/none\n"
+
+
+def test_what_cannot_be_placed_is_a_line_of_the_table_and_a_failure(tiny: Path) -> None:
+    tiny.write_text(TINY.replace("stages = 2", "stages = 3").replace("count = 2, tflops", "count = 1, tflops"))
+    result = shoal(tiny, "--strategies", "given")
+    assert result.exit_code == cli.EXIT_FAILED
+    assert "3 stages cannot be" in " ".join(result.stdout.split())
+
+
+# --- what a strategy is ---
+
+
+def test_strategies_of_the_scenario_hide_those_we_know(tmp_path: Path, tiny: Path) -> None:
+    tiny.write_text(TINY + '[[strategy]]\nname = "ours"\nlayout = "mod"\n')
+    scenario = find_scenario(str(tiny))
+    assert [s.layout for s in chosen_strategies(scenario, None)] == ["mod"]
+    assert [s.layout for s in chosen_strategies(scenario, "megatron, ours")] == ["given", "mod"]
+
+
+def test_a_strategy_changes_staleness_and_wire_only_where_it_says_so(tiny: Path) -> None:
+    scenario = find_scenario(str(tiny))
+    assert spec_of(scenario, KNOWN["ours"]) == scenario.spec
+    changed = spec_of(scenario, Strategy(name="x", layout="mod", s_max=0, wire=WireSpec(activations="fp32")))
+    assert changed.training == msgspec.structs.replace(scenario.spec.training, s_max=0)
+    assert changed.wire.activations == "fp32"
+
+
+def with_trace(tiny: Path, options: Options) -> Scenario:
+    (tiny.parent / "trace.csv").write_text(TRACE)
+    tiny.write_text(TINY + '[churn]\ntrace = "trace.csv"\nstart_s = 0\n')
+    return with_options(find_scenario(str(tiny)), options)
+
+
+def test_a_trace_ends_a_run_by_time_unless_steps_are_asked_for(tiny: Path) -> None:
+    assert with_trace(tiny, Options()).seconds == CHURN_SECONDS
+    assert with_trace(tiny, Options(seconds=9.0)).seconds == 9.0
+    by_steps = with_trace(tiny, Options(steps=4))
+    assert (by_steps.seconds, by_steps.spec.training.steps) == (None, 4)
+
+
+def test_a_swarm_lives_through_a_trace(tiny: Path) -> None:
+    options = Options(seconds=100.0, steps=1000)
+    scenario = with_trace(tiny, options)
+    churn = churn_of(scenario, 0)
+    assert churn == ((50.0, "remove", 1),)
+    outcome = run_strategy(scenario, KNOWN["live"], churn, options)
+    row = row_of(outcome)
+    assert outcome.result is not None
+    assert (outcome.placement, row.predicted_tokens_per_s) == (None, None)
+    assert not row.failures
+    assert [event.device for event in outcome.result.events if event.change == "left"] == [1]
+    assert outcome.result.steps[-1].committed_at_s > 65.0, "it went on without device 1"
+
+
+def test_a_strategy_may_be_left_in_peace(tiny: Path) -> None:
+    options = Options(seconds=100.0, steps=2)
+    scenario = with_trace(tiny, options)
+    peace = Strategy(name="peace", layout="given", churn=False)
+    outcome = run_strategy(scenario, peace, (Churn(1.0, "remove", 1),), options)
+    assert outcome.result is not None
+    assert not [event for event in outcome.result.events if event.change == "left"]
+    assert len(outcome.result.steps) == 2
+
+
+def test_a_layout_is_of_those_who_are_there_at_first(tiny: Path) -> None:
+    options = Options(steps=2)
+    scenario = with_trace(tiny, options)
+    (tiny.parent / "trace.csv").write_text("time_s,event,node\n0,add,a\n0,add,b\n0,add,c\n1000,add,d\n")
+    outcome = run_strategy(scenario, KNOWN["mod"], churn_of(scenario, 0), options)
+    assert outcome.placement is not None
+    assert outcome.placement.stages == ((0, 2), (1,))
+
+
+def test_nobody_there_is_an_outcome(tiny: Path) -> None:
+    everybody_late = tuple(Churn(5.0, "add", device) for device in range(4))
+    outcome = run_strategy(find_scenario(str(tiny)), KNOWN["mod"], everybody_late, Options())
+    assert (outcome.result, outcome.problem) == (None, "nobody is there at the beginning")
