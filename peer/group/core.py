@@ -198,7 +198,7 @@ class GroupCore:
     def claimed(self, step: int, index: int) -> list[Command]:
         """Stage 0: we have been granted it."""
         self._tallies.claim(step, index)
-        return [Tell(self._progress(step))]
+        return [Tell(self._progress(step), can_wait=True)]
 
     def granted(self, peer: PeerID, step: int, index: int) -> None:
         """Stage 0, as the lead: a mate is about to make it."""
@@ -214,7 +214,7 @@ class GroupCore:
             return []
         self._losses.grown(now_s)
         self._void_round_if_outgrown(step, self.me)
-        return [Tell(self._progress(step)), *self._try_round(now_s)]
+        return [Tell(self._progress(step), can_wait=True), *self._try_round(now_s)]
 
     def progress(self, source: PeerID, message: Progress, *, now_s: float) -> list[Command]:
         if not self._members.is_near(source):

@@ -16,6 +16,7 @@ from shoal.peer.group.commands import AskRepair, CatchUp, Command, Reduce, Repor
 from shoal.peer.group.core import GroupCore
 from shoal.peer.group.pieces import Pieces
 from shoal.peer.group.reduce import Reduction
+from shoal.peer.group.telling import Telling
 from shoal.peer.outbox import Outbox
 from shoal.peer.pipeline.driver import PipelineDriver
 from shoal.peer.pipeline.microbatch import IndexSet
@@ -96,6 +97,7 @@ class GroupDriver:
         self._on_repair = on_repair
         self._retained_from = retained_from
         self._outbox = Outbox(endpoint, on_trouble=on_unreachable)
+        self._telling = Telling(self._outbox, self._audience)
         self._reductions: dict[int, Reduction] = {}
         self._early: dict[tuple[int, int], list[tuple[PeerID, ReducePart | GatherPart, Payload]]] = {}
         self._means: dict[int, Tensor] = {}  # step -> reduced gradient, until stepped and for those behind us
@@ -125,6 +127,7 @@ class GroupDriver:
         self._closed = True
         if self._timer:
             self._timer.cancel()
+        self._telling.close()
         await self._tasks.cancel()
         await self._outbox.close()
 
@@ -281,10 +284,10 @@ class GroupDriver:
             return
         for command in commands:
             match command:
+                case Tell(Progress() as message, can_wait=True) if message.lead not in ("", self.core.me):
+                    self._telling.the_lead(message.lead, message)
                 case Tell(message):
-                    key = (type(message), message.version if isinstance(message, Digest) else message.step)
-                    for mate in self._audience(message):
-                        self._outbox.post(mate, key, message)
+                    self._telling.everybody(message)
                 case Reduce(start):
                     self._begin(start)
                 case Report(report):
@@ -317,7 +320,7 @@ class GroupDriver:
         reduction = Reduction(self.core.me, start, sum_N, microbatches=microbatches, vectors=self._vectors)
         self._reductions[start.step] = reduction
         for peer in reduction.others:
-            self._pieces.send((out for out in reduction.scatter() if out.target == peer), start, ReducePart)
+            self._pieces.send(reduction.scatter_to(peer), start, ReducePart)
         self._pieces.send(reduction.own_chunks(), start, GatherPart)
         for source, meta, payload in self._early.pop((start.step, start.attempt), []):
             self._take(reduction, source, meta, payload)
@@ -365,7 +368,7 @@ class GroupDriver:
             logger.info("round %d does not end: sending our part of it again", start.step)
             self._perform(self.core.press())
             for peer in reduction.others:
-                self._pieces.send((out for out in reduction.scatter() if out.target == peer), start, ReducePart)
+                self._pieces.send(reduction.scatter_to(peer), start, ReducePart)
                 self._pieces.send((out for out in reduction.finished() if out.target == peer), start, GatherPart)
 
     async def _catch_up(self, mate: PeerID, step: int) -> None:

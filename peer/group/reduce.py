@@ -85,12 +85,16 @@ class Reduction:
     def scatter(self) -> Iterator[Outgoing]:
         """Our contribution to each other member's part. Part after part, beginning behind our own rank, so that the
         members do not all send to the first one at once."""
+        for step in range(1, len(self._peers)):
+            yield from self.scatter_to(self._peers[(self._rank + step) % len(self._peers)])
+
+    def scatter_to(self, peer: PeerID) -> Iterator[Outgoing]:
+        """Of that, what goes to one of them."""
         if self._me not in self._contributors:
             return
-        for step in range(1, len(self._peers)):
-            rank = (self._rank + step) % len(self._peers)
-            for chunk in self._chunks(rank):
-                yield Outgoing(self._peers[rank], chunk, self._sum_N[chunk : self._end(rank, chunk)])
+        rank = self._peers.index(peer)
+        for chunk in self._chunks(rank):
+            yield Outgoing(peer, chunk, self._sum_N[chunk : self._end(rank, chunk)])
 
     def own_chunks(self) -> list[Outgoing]:
         """Chunks of our part that need nothing from others (a lone contributor, or a group of one)."""

@@ -184,15 +184,16 @@ class SimTransport:
             accept = target._accept_call
             self._post.send(self.card, target.card, request, lambda data, how: accept(self, data, digest, how, reply))
         self._calls[reply] = peer
+        why = f"no answer within {timeout_s:g} s" if target is not None else "no address that holds is known"
+        late = Unreachable(peer, why)
+        timer = self._agenda.loop.call_later(timeout_s, _fail, reply, late)  # a quarter of what asyncio.timeout costs
         try:
-            async with asyncio.timeout(timeout_s):
-                return await reply
-        except TimeoutError:
-            why = f"no answer within {timeout_s:g} s" if target is not None else "no address that holds is known"
-            raise Unreachable(peer, why) from None
+            return await reply
         finally:
+            timer.cancel()
             del self._calls[reply]
-            if reply.cancelled() and target is not None and self.card.is_alive and self.card.is_up:
+            given_up = reply.cancelled() or (reply.done() and reply.exception() is late)
+            if given_up and target is not None and self.card.is_alive and self.card.is_up:
                 self._abandon(target, reply)
 
     def _accept_call(
@@ -354,3 +355,8 @@ class SimTransport:
 
     def _record(self, kind: Kind, source: Card, destination: Card, nbytes: int, digest: int) -> None:
         self._trace.add(self._agenda.now_s(), kind, source.number, destination.number, nbytes, digest)
+
+
+def _fail(reply: asyncio.Future[bytes], error: Unreachable) -> None:
+    if not reply.done():
+        reply.set_exception(error)

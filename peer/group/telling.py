@@ -1,0 +1,56 @@
+"""What a replica tells its mates: at once, or the lead at once and the others when it has gathered a little.
+
+A step of thousands of microbatches in a group of dozens would otherwise be hundreds of thousands of calls: each
+contribution told to everybody. Only the lead acts on them. The others need them once one of them leads, and a change of
+lead makes everybody say everything to everybody anyway.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable
+from typing import Final
+
+from shoal.peer.outbox import Outbox
+from shoal.protocol.identity import PeerID
+from shoal.protocol.messages import Digest, Progress, RoundStart
+
+_GATHER_S: Final = 1.0
+"""If the lead falls together with who contributed, what that one did in its last second has to be missed by time."""
+
+_Word = Progress | RoundStart | Digest
+
+
+class Telling:
+    """Args: audience: whom a message concerns."""
+
+    def __init__(self, outbox: Outbox, audience: Callable[[_Word], Iterable[PeerID]]) -> None:
+        self._outbox = outbox
+        self._audience = audience
+        self._gathered: dict[tuple[type, int], Progress] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    def everybody(self, message: _Word) -> None:
+        key = _key(message)
+        self._gathered.pop(key, None)
+        for mate in self._audience(message):
+            self._outbox.post(mate, key, message)
+
+    def the_lead(self, lead: PeerID, message: Progress) -> None:
+        """The others later: the last word on that step only."""
+        key = _key(message)
+        self._outbox.post(lead, key, message)
+        self._gathered[key] = message
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(_GATHER_S, self._spread)
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _spread(self) -> None:
+        self._timer = None
+        for message in list(self._gathered.values()):
+            self.everybody(message)
+
+
+def _key(message: _Word) -> tuple[type, int]:
+    return type(message), message.version if isinstance(message, Digest) else message.step

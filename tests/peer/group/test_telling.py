@@ -1,0 +1,66 @@
+import asyncio
+from typing import Any, cast
+
+from shoal.peer.group.telling import Telling
+from shoal.protocol.identity import PeerID
+from shoal.protocol.messages import Progress
+from shoal.protocol.sim.loop import run
+
+LEAD, B, C = PeerID("lead"), PeerID("b"), PeerID("c")
+
+
+def word(count: int, step: int = 0) -> Progress:
+    return Progress(
+        incarnation=0, count=count, stage=0, step=step, indices=b"", lead=LEAD, claimed=b"", loss_sum=0, staleness_sum=0
+    )
+
+
+class Posted:
+    """Stands in for the outbox: (when, to whom, which word)."""
+
+    def __init__(self) -> None:
+        self.words: list[tuple[float, PeerID, int, int]] = []
+
+    def post(self, peer: PeerID, key: object, message: Progress) -> None:
+        self.words.append((asyncio.get_running_loop().time(), peer, message.step, message.count))
+
+
+def made() -> tuple[Telling, Posted]:
+    posted = Posted()
+    return Telling(cast(Any, posted), lambda message: [LEAD, B, C]), posted
+
+
+def test_the_lead_hears_at_once_and_the_others_the_last_word_within_a_second() -> None:
+    async def main() -> None:
+        telling, posted = made()
+        for count in (1, 2):
+            telling.the_lead(LEAD, word(count))
+            await asyncio.sleep(0.25)
+        assert posted.words == [(0.0, LEAD, 0, 1), (0.25, LEAD, 0, 2)]
+        await asyncio.sleep(1.0)
+        assert posted.words[2:] == [(1.0, LEAD, 0, 2), (1.0, B, 0, 2), (1.0, C, 0, 2)]
+
+    run(main())
+
+
+def test_what_everybody_has_heard_is_not_said_again() -> None:
+    async def main() -> None:
+        telling, posted = made()
+        telling.the_lead(LEAD, word(1))
+        telling.the_lead(LEAD, word(2, step=1))
+        telling.everybody(word(3))
+        await asyncio.sleep(5.0)
+        assert [entry[2:] for entry in posted.words if entry[1] == B] == [(0, 3), (1, 2)]
+
+    run(main())
+
+
+def test_once_closed_it_says_nothing() -> None:
+    async def main() -> None:
+        telling, posted = made()
+        telling.the_lead(LEAD, word(1))
+        telling.close()
+        await asyncio.sleep(5.0)
+        assert [peer for _, peer, _, _ in posted.words] == [LEAD]
+
+    run(main())
