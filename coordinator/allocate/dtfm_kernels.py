@@ -182,7 +182,12 @@ def _exchange(s, links, trial, kept, k, j, c, m, length, smooth, bound):
     differ = False
     for i in range(length):
         d, e = x[k + i, c], x[j + i, m]
-        differ = differ or (d != e if d < 0 or e < 0 else links.classes[d] != links.classes[e])
+        if d < 0 or e < 0:
+            differ = differ or d != e
+            if k != j and d != e and not _full(x[j + i if d < 0 else k + i]):
+                return bound + 1.0, 20 + length + R  # A stage has one hole at most.
+        else:
+            differ = differ or links.classes[d] != links.classes[e]
     if not differ:
         return bound + 1.0, 20 + length
     work = 20 + (length * 4 + 2) * R + 6 * K

@@ -46,15 +46,20 @@ class DtfmEvaluator:
         small = max(1, self.places - (self.num_devices % num_stages != 0))
         share = np.stack([share_seconds(topology, workload, size) for size in (small, self.places)])
         self._share: Floats = np.minimum(share, NO_PATH_S)
-        self._hop: Floats = np.minimum(hop_seconds(topology, workload), NO_PATH_S)
-        self.classes = interchangeable(share[1], self._hop)
-        self._links = dtfm_kernels.Links(self._share, self._hop, self.classes)
+        self.hop: Floats = np.minimum(hop_seconds(topology, workload), NO_PATH_S)
+        """float64 [N, N], symmetric, seconds."""
+        self.classes = interchangeable(share[1], self.hop)
+        self._links = dtfm_kernels.Links(self._share, self.hop, self.classes)
+        self._scratch = tuple(
+            np.empty(shape, dtype=np.int64) for shape in ((num_stages, self.places), num_stages, num_stages)
+        )
         self.share = _SHARE + _SHARE_PER_DEVICE * self.num_devices
 
     # --- Evaluator ---
 
     def cost(self, assignment: Assignment) -> float:
-        return self._settle(self._layout(assignment))[0]
+        dp, pp = self._matching.price(self._layout(assignment), self._share, self.hop, *self._scratch)
+        return float(dp + 2.0 * pp)
 
     def random(self, seed: int) -> Assignment:
         assignment = np.arange(self.num_devices, dtype=np.int64) % self.num_stages
@@ -106,15 +111,16 @@ class DtfmEvaluator:
         return tuple(tuple(sorted(int(device) for device in row if device >= 0)) for row in x)
 
     def _layout(self, assignment: Assignment) -> Assignment:
-        x = np.full((self.num_stages, self.places), -1, dtype=np.int64)
-        for k in range(self.num_stages):
-            members = np.flatnonzero(assignment == k)
-            x[k, : len(members)] = members
-        return x
+        x = np.full(self.num_stages * self.places, -1, dtype=np.int64)
+        order = np.argsort(assignment, kind="stable")
+        sizes = np.bincount(assignment, minlength=self.num_stages)
+        place = np.arange(self.num_devices) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        x[assignment[order] * self.places + place] = order
+        return x.reshape(self.num_stages, self.places)
 
     def _settle(self, x: Assignment) -> tuple[float, int]:
         """Order and match it, in place. Returns: (cost, work)."""
-        dp, pp, work = self._matching.settle(x, self._share, self._hop)
+        dp, pp, work = self._matching.settle(x, self._share, self.hop)
         return float(dp + 2.0 * pp), int(work)
 
     def _assignment(self, x: Assignment) -> Assignment:

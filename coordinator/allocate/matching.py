@@ -152,15 +152,14 @@ def _two_opt(cost, order):
 
 
 @njit(cache=True)
-def settle(x, share, hop):
-    """Put the stages in the best order and the devices in the best columns, in place.
+def price(x, share, hop, groups, sizes, order):
+    """Exact cost of a layout's groups, whatever their order and columns.
 
     Args: share: float64 [2, N, N], seconds of all-reduce between two mates of a small (0) or a full (1) stage.
-        hop: float64 [N, N], symmetric. Returns: (dp, pp, work).
+        hop: float64 [N, N], symmetric. groups: int64 [K, R], filled: members of each stage of x, ascending.
+        sizes: int64 [K], filled. order: int64 [K], filled: the best order. Returns: (dp, pp).
     """
     K, R = x.shape
-    groups = np.empty((K, R), np.int64)
-    sizes = np.empty(K, np.int64)
     partner = np.empty(R, np.int64)
     dp = 0.0
     for k in range(K):
@@ -168,21 +167,36 @@ def settle(x, share, hop):
         dp = max(dp, slowest_member(groups[k], sizes[k], share[1 if sizes[k] == R else 0]))
     cost = np.zeros((K, K))
     for k in range(K):
+        order[k] = k
         for j in range(k):
             cost[k, j], _ = handover(hop, groups[k], sizes[k], groups[j], sizes[j], partner)
             cost[j, k] = cost[k, j]
-    order = np.arange(K)
     pp = open_path(cost, order)
     if groups[order[0], 0] > groups[order[-1], 0]:
-        order = order[::-1].copy()
+        order[:] = order[::-1].copy()
+    return dp, pp
+
+
+@njit(cache=True)
+def settle(x, share, hop):
+    """Put the stages of x in the best order and the devices in the best columns, in place.
+
+    Args: as of `price`. Returns: (dp, pp, work).
+    """
+    K, R = x.shape
+    groups = np.empty((K, R), np.int64)
+    sizes = np.empty(K, np.int64)
+    order = np.empty(K, np.int64)
+    partner = np.empty(R, np.int64)
+    dp, pp = price(x, share, hop, groups, sizes, order)
     x[0, :] = -1
     x[0, : sizes[order[0]]] = groups[order[0], : sizes[order[0]]]
     for k in range(1, K):
-        under, num_under = groups[order[k]], sizes[order[k]]
-        above, num_above = groups[order[k - 1]], sizes[order[k - 1]]
-        _, above_is_rows = handover(hop, above, num_above, under, num_under, partner)
+        above, under = order[k - 1], order[k]
+        args = (groups[above], sizes[above], groups[under], sizes[under], partner)
+        _, above_is_rows = handover(hop, *args)
         x[k, :] = -1
-        _columns(x, k, above, num_above, under, num_under, partner, above_is_rows)
+        _columns(x, k, *args, above_is_rows)
     return dp, pp, K * K * R * R * 2 + (K * K << min(K, ORDER_EXACT_MAX))
 
 
