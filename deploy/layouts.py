@@ -6,10 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from shoal.coordinator.allocate.greedy import GreedyAllocator
+from shoal.coordinator.allocate.interface import SPEED_MAX, MeasuredPeer, Snapshot
 from shoal.coordinator.allocate.partition import partition
 from shoal.coordinator.cost.placement import Placement
 from shoal.coordinator.cost.workload import Workload
 from shoal.protocol.errors import LocalError
+from shoal.protocol.identity import PeerID
 from shoal.protocol.topology import Topology, WorkloadEntry
 
 LayoutName = Literal["ours", "dtfm", "given", "random", "mod", "greedy", "dtfm-paper"]
@@ -68,8 +71,6 @@ class Request:
 
 def layout(name: LayoutName, request: Request) -> Placement:
     """Raises: LocalError, NoLayout: it cannot be."""
-    if name not in _LAYOUTS:
-        raise LocalError(f"there is no layout {name} yet")
     return _LAYOUTS[name](request)
 
 
@@ -88,6 +89,34 @@ def _dtfm(request: Request) -> Placement:
         request.topology, request.constants, num_stages=request.num_stages, seed=request.seed, work=request.work
     )
     return _placement(request, found.stages)
+
+
+def _paper(request: Request) -> Placement:
+    from shoal.coordinator.allocate.paper import plan_dtfm_paper
+
+    found, _ = plan_dtfm_paper(request.topology, request.constants, num_stages=request.num_stages, seed=request.seed)
+    return _placement(request, found.stages)
+
+
+def _greedy(request: Request) -> Placement:
+    """By speed alone: what the live coordinator answers a change with before it has searched."""
+    t = request.topology
+    peers = tuple(
+        MeasuredPeer(
+            peer=PeerID(f"{device:08}"),
+            flop_per_s=float(t.flop_per_s[device]),
+            upload_bytes_per_s=min(float(t.up_bytes_per_s[device]), SPEED_MAX),
+            memory_bytes=int(t.memory_bytes[device]),
+            has_data=bool(t.may_feed[device]),
+        )
+        for device in range(t.num_devices)
+    )
+    snapshot = Snapshot(peers=peers, layer_costs=request.workload.layer_flop, num_stages=request.num_stages)
+    found = GreedyAllocator().allocate(snapshot, None, seed=request.seed)
+    return Placement(
+        stages=tuple(tuple(sorted(int(member.peer) for member in stage.members)) for stage in found.stages),
+        bounds=(0, *(stage.last_layer for stage in found.stages)),
+    )
 
 
 def _given(request: Request) -> Placement:
@@ -124,4 +153,6 @@ _LAYOUTS: dict[LayoutName, Callable[[Request], Placement]] = {
     "given": _given,
     "random": _random,
     "mod": _mod,
+    "greedy": _greedy,
+    "dtfm-paper": _paper,
 }

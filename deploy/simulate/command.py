@@ -78,8 +78,8 @@ def _compare(scenario: "Scenario", names: str | None, options: "Options", json: 
     for path in (json, html):
         if path is not None and not path.parent.is_dir():  # said now, and not after minutes of simulation
             raise LocalError(f"cannot write {path}: there is no folder {path.parent}")
-    strategies = chosen_strategies(scenario, names)
     scenario = with_options(scenario, options)
+    strategies = chosen_strategies(scenario, names)
     churn = churn_of(scenario, options.seed)
     console, progress = Console(highlight=False), Console(stderr=True, highlight=False)
     console.print(scenario.title, markup=False, style="bold")

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from shoal.deploy.simulate.regions import NetworkSection, Section, require, topology_of
-from shoal.deploy.simulate.strategy import DEFAULT, KNOWN, Strategy
+from shoal.deploy.simulate.strategy import Strategy
 from shoal.protocol.errors import LocalError, ShoalError
 from shoal.protocol.spec import ModelSpec, OptimizerSpec, RunSpec, SwarmSpec, TrainingSpec, WireSpec
 from shoal.protocol.topology import NetworkFile, Topology, WorkloadEntry, load_topology
@@ -54,7 +54,7 @@ class ScenarioFile(Section, frozen=True):
     wire: WireSpec = msgspec.field(default_factory=WireSpec)
     churn: ChurnSection | None = None
     strategy: tuple[Strategy, ...] = ()
-    """None given: those of `strategy.DEFAULT`."""
+    """None given: those of `strategy.DEFAULT`, or `CHURN_DEFAULT`."""
 
     def __post_init__(self) -> None:
         require(self.steps > 0, f"steps must be positive, is {self.steps}")
@@ -83,6 +83,7 @@ class Scenario:
     trace: Path | None
     churn: ChurnSection | None
     strategies: tuple[Strategy, ...]
+    """Empty: those of `strategy.DEFAULT`, or `CHURN_DEFAULT`."""
 
 
 def shipped_names() -> tuple[str, ...]:
@@ -142,7 +143,7 @@ def load_scenario(path: Path) -> Scenario:
         paper=network.workload if network is not None else None,
         trace=trace,
         churn=file.churn,
-        strategies=file.strategy or tuple(KNOWN[name] for name in DEFAULT),
+        strategies=file.strategy,
     )
 
 
@@ -162,7 +163,7 @@ def _of_network(path: Path) -> Scenario:
         paper=file.workload,
         trace=None,
         churn=None,
-        strategies=tuple(KNOWN[name] for name in DEFAULT),
+        strategies=(),
     )
 
 

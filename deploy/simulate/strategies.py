@@ -15,7 +15,7 @@ from shoal.deploy.simulate.blocking import Lockstep
 from shoal.deploy.simulate.modelled import Churn, ModelledRun, run_modelled
 from shoal.deploy.simulate.outcome import Outcome
 from shoal.deploy.simulate.scenario import Scenario
-from shoal.deploy.simulate.strategy import KNOWN, Strategy
+from shoal.deploy.simulate.strategy import CHURN_DEFAULT, DEFAULT, KNOWN, Strategy
 from shoal.deploy.simulate.traces import absent_at_first, load_trace, replay
 from shoal.protocol.errors import LocalError, ShoalError
 from shoal.protocol.spec import RunSpec
@@ -42,7 +42,8 @@ def chosen_strategies(scenario: Scenario, names: str | None) -> tuple[Strategy, 
     Raises: LocalError: there is none of that name.
     """
     if names is None:
-        return scenario.strategies
+        default = DEFAULT if scenario.trace is None else CHURN_DEFAULT
+        return scenario.strategies or tuple(KNOWN[name] for name in default)
     known = KNOWN | {strategy.name: strategy for strategy in scenario.strategies}
     wanted = [name.strip() for name in names.split(",") if name.strip()]
     for name in wanted:

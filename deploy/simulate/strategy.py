@@ -40,6 +40,7 @@ KNOWN: dict[str, Strategy] = {
         Strategy(name="ours", layout="ours"),
         Strategy(name="ours-sync", layout="ours", s_max=0),
         Strategy(name="live", layout="live"),
+        Strategy(name="peace", layout="live", churn=False),
         Strategy(name="greedy", layout="greedy"),
         Strategy(name="mod", layout="mod", s_max=0),
         Strategy(name="random", layout="random", s_max=0),
@@ -51,3 +52,5 @@ KNOWN: dict[str, Strategy] = {
 }
 """By the names that `--strategies` takes; `megatron` is a synchronous pipeline in the order of the devices."""
 DEFAULT = ("ours", "ours-sync", "random", "megatron")
+CHURN_DEFAULT = ("live", "peace")
+"""Where devices come and go: a layout that never changes ends with the first stage that is left alone."""

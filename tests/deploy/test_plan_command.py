@@ -46,7 +46,7 @@ def planned(*arguments: str) -> Any:
     return msgspec.json.decode(result.stdout)
 
 
-@pytest.mark.parametrize("objective", ["throughput"])
+@pytest.mark.parametrize("objective", ["throughput", "dtfm"])
 def test_a_plan_covers_layers_and_devices_once(tmp_path: Path, objective: str) -> None:
     report = planned(network(tmp_path), "--objective", objective, "--stages", "2", "--seconds", "0.05")
     assert [stage["stage"] for stage in report["stages"]] == [0, 1]
@@ -81,6 +81,19 @@ def test_all_layouts_are_compared(tmp_path: Path) -> None:
     assert [stage["devices"] for stage in by_name["mod"]["stages"]] == [[0, 2], [1, 3]]
     costs = [report["cost_s"] for report in reports if report["cost_s"] is not None]
     assert by_name["ours"]["cost_s"] == min(costs)
+
+
+def test_the_other_objective_compares_its_own_search(tmp_path: Path) -> None:
+    result = shoal("plan", network(tmp_path), "--compare", "--objective", "dtfm", "--stages", "2", "--seconds", "0.05")
+    assert result.exit_code == 0, result.output
+    assert [line.split()[0] for line in result.stdout.splitlines()[-6:]] == [
+        "dtfm",
+        "given",
+        "random",
+        "mod",
+        "greedy",
+        "dtfm-paper",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -119,7 +132,7 @@ def test_an_impossible_wish_is_refused_in_one_line(tmp_path: Path, arguments: li
 
 def test_no_plan_says_why(tmp_path: Path) -> None:
     devices = [{"memory_gb": 0.001}] * 4
-    result = shoal("plan", network(tmp_path, devices=devices), "--stages", "2")
+    result = shoal("plan", network(tmp_path, devices=devices), "--stages", "2", "--seconds", "0.05")
     assert result.exit_code == cli.EXIT_USER_ERROR
     assert "no plan for " in result.stderr
     assert len(result.stderr.splitlines()) == 1

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from shoal.deploy.simulate.scenario import SHIPPED, Scenario, find_scenario, load_scenario, shipped_names
-from shoal.deploy.simulate.strategy import DEFAULT
 from shoal.protocol.errors import LocalError
 
 TWO_PLACES = """
@@ -73,7 +72,7 @@ def test_a_network_file_and_a_trace_are_beside_the_scenario(tmp_path: Path) -> N
     found = scenario(tmp_path, '[network]\nfile = "net.json"\n[churn]\ntrace = "churn.csv"\n')
     assert found.topology.num_devices == 2
     assert found.trace == tmp_path / "churn.csv"
-    assert [s.name for s in found.strategies] == list(DEFAULT)
+    assert found.strategies == ()
 
 
 def test_a_network_alone_is_a_scenario(tmp_path: Path) -> None:

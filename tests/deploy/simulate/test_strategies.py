@@ -19,7 +19,7 @@ from shoal.deploy.simulate.strategies import (
     spec_of,
     with_options,
 )
-from shoal.deploy.simulate.strategy import KNOWN, Strategy
+from shoal.deploy.simulate.strategy import DEFAULT, KNOWN, Strategy
 from shoal.deploy.simulate.table import Comparison
 from shoal.protocol.spec import WireSpec
 
@@ -121,6 +121,11 @@ def test_strategies_of_the_scenario_hide_those_we_know(tmp_path: Path, tiny: Pat
     scenario = find_scenario(str(tiny))
     assert [s.layout for s in chosen_strategies(scenario, None)] == ["mod"]
     assert [s.layout for s in chosen_strategies(scenario, "megatron, ours")] == ["given", "mod"]
+
+
+def test_where_nothing_is_named_churn_decides(tiny: Path) -> None:
+    assert [s.name for s in chosen_strategies(find_scenario(str(tiny)), None)] == list(DEFAULT)
+    assert [s.name for s in chosen_strategies(with_trace(tiny, Options()), None)] == ["live", "peace"]
 
 
 def test_a_strategy_changes_staleness_and_wire_only_where_it_says_so(tiny: Path) -> None:
