@@ -32,6 +32,7 @@ from shoal.coordinator.events import (
     Persist,
     Received,
     Reply,
+    Searched,
     SendHeartbeat,
     Tell,
     TimerFired,
@@ -134,9 +135,7 @@ class CoordinationCore:
             adopt=self._adopt,
         )
         self._leaving = False
-        self._heartbeat_at_s = now_s
-        self._tick_at_s = self._ticked_s = now_s
-        self._head_at_s = now_s
+        self._heartbeat_at_s = self._head_at_s = self._tick_at_s = self._ticked_s = now_s
 
     def restore(self, record: ChainRecord, live: SignedPlan | None, accepted: SignedPlan | None, now_s: float) -> None:
         """After a restart, before anything else: what we obeyed and promised. If we coordinated, we do again."""
@@ -188,17 +187,18 @@ class CoordinationCore:
                 self._own = event.heartbeat
                 if event.heartbeat.draining:
                     self._tenure.hasten(now_s)
-                return []
             case HeadFound():
                 if self._watch.found(event.head, self.plan, me=self.me):
                     self._heartbeat_at_s = now_s  # who coordinates a plan above ours answers with it
-                return []
+            case Searched():
+                self._tick_at_s = now_s  # what it has found is acted upon at once
+                return self._planning.searched(event)
             case Leaving():
                 self._leaving = True
                 self._tenure.hasten(now_s)
-                return []
             case TimerFired():
                 return self._timer_fired(now_s)
+        return []
 
     # --- calls from others ---
 

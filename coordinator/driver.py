@@ -29,6 +29,7 @@ from shoal.coordinator.events import (
     Publish,
     Received,
     Reply,
+    Search,
     SendHeartbeat,
     Tell,
     TimerFired,
@@ -39,6 +40,7 @@ from shoal.coordinator.ledger import HISTORY_STEPS, StepRecord
 from shoal.coordinator.notices import Notices
 from shoal.coordinator.opened import OpenedPlans
 from shoal.coordinator.reports import ReportOutbox
+from shoal.coordinator.searcher import RunBlocking, Searcher, inline
 from shoal.coordinator.store import PlanStore
 from shoal.coordinator.word import Word
 from shoal.protocol.endpoint import Endpoint
@@ -92,6 +94,7 @@ class Coordination:
         heartbeat: what this peer says of itself. Each report may be in one heartbeat only; it is kept here until a
             coordinator has it.
         on_plan: called with every plan that this peer is to obey, in order. Must not block.
+        run_blocking: runs a search for a layout; `asyncio.to_thread` in life, inline in virtual time.
         on_step: called with every step that completes while this peer coordinates; around a hand-over a step may be
             told twice, by two peers.
     """
@@ -109,6 +112,7 @@ class Coordination:
         heartbeat: Callable[[], Heartbeat],
         on_plan: Callable[[SignedPlan], None],
         rng: random.Random,
+        run_blocking: RunBlocking = inline,
         on_step: Callable[[StepRecord], None] | None = None,
     ) -> None:
         self._endpoint, self._directory, self._clock = endpoint, directory, clock
@@ -126,6 +130,7 @@ class Coordination:
             now_s=clock.now_s(),
         )
         self._enquiry = Enquiry(endpoint=endpoint, core=self._core, clock=clock, timeout_s=self._timeout_s)
+        self._searcher = Searcher(allocator, run_blocking, tell=self._feed)
         self._word = Word(store, clock)
         self._notices = Notices(endpoint, directory, clock)
         self._reports = ReportOutbox()
@@ -246,6 +251,8 @@ class Coordination:
                 self._spawn(self._notices.publish(command.plan))
             case LookUp():
                 self._spawn(self._look_up())
+            case Search():
+                self._spawn(self._searcher.run(command.job))
             case Tell():
                 self.history.append(command.record)
                 if self._on_step is not None:

@@ -4,7 +4,9 @@ from dataclasses import dataclass
 
 import msgspec
 
+from shoal.coordinator.allocate.interface import Layout
 from shoal.coordinator.chain import ChainRecord
+from shoal.coordinator.improvement import SearchJob
 from shoal.coordinator.ledger import StepRecord
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Heartbeat, PlanHead
@@ -73,7 +75,18 @@ class Leaving:
     """We want to go: give the role away now."""
 
 
-Event = Received | Answered | Unanswered | Beat | HeadFound | TimerFired | Leaving
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Searched:
+    """What came of a `Search`. `is_possible`: whether another has a chance; `is_bug`: it broke down."""
+
+    job: SearchJob
+    reason: str
+    layout: Layout | None = None
+    is_possible: bool = True
+    is_bug: bool = False
+
+
+Event = Received | Answered | Unanswered | Beat | HeadFound | TimerFired | Leaving | Searched
 
 # --- commands, carried out in order ---
 
@@ -123,6 +136,13 @@ class LookUp:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Search:
+    """Look for a better layout, however long it takes: `Searched`."""
+
+    job: SearchJob
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Tell:
     """A step is complete."""
 
@@ -143,4 +163,4 @@ class Alarm:
     text: str
 
 
-Command = SendHeartbeat | Ask | Reply | Persist | Obey | Publish | LookUp | Tell | Note | Alarm
+Command = SendHeartbeat | Ask | Reply | Persist | Obey | Publish | LookUp | Search | Tell | Note | Alarm

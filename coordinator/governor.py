@@ -3,20 +3,19 @@
 Every peer has one, since everyone's turn comes; while somebody else coordinates it hears nothing and decides nothing.
 """
 
-from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 
 import msgspec
 
 from shoal.coordinator import election
-from shoal.coordinator.allocate.interface import NO_MOVES, Allocator, Layout, MeasuredPeer, NoLayout, Snapshot
-from shoal.coordinator.cost.layers import layer_costs
-from shoal.coordinator.era import Beginning, Disks, HolderWatch, disks_of, holders, next_beginning, stages_on
+from shoal.coordinator.allocate.interface import NO_MOVES, Allocator, Layout, MeasuredPeer, NoLayout, Searching
+from shoal.coordinator.era import Beginning, Disks, HolderWatch, disks_of, holders, next_beginning
+from shoal.coordinator.improvement import Improvement, SearchJob, Swarm, places_of
 from shoal.coordinator.ledger import Ledger, StepRecord
 from shoal.coordinator.proposal import Draft
 from shoal.coordinator.roster import Roster
+from shoal.coordinator.survey import Survey
 from shoal.protocol.identity import PeerID
-from shoal.protocol.layers import all_layer_keys
 from shoal.protocol.messages import HandOver, Heartbeat, Reset, SwarmStatus
 from shoal.protocol.plan import Plan, SignedPlan
 from shoal.protocol.spec import RunSpec
@@ -26,8 +25,10 @@ STATUS_PEERS_MAX = 256
 HANDOVER_ADVERTS_MAX = 64
 """The successor hears from everyone within a heartbeat anyway; adverts only spare it that wait for most."""
 WAITING_FOR_DISKS = "waiting for the disks that have the rest of a snapshot"
-FORMER_PLACES_MAX = 4096
-"""Peers of whom we remember where they worked last."""
+LOOKING_FOR_FIRST = "looking for a first layout"
+NETWORK_PEERS_MAX = 256
+"""For more than these a repaired plan's shares follow speeds alone: what lies between them takes too long to put
+together for a plan that must come at once. A search has it always."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -48,10 +49,10 @@ class Governor:
     _settled_for: tuple[object, ...] | None = None
     """The swarm for which the live plan, or the refusal to make another, is right."""
     _will: HandOver | None = None
-    _layer_costs: tuple[float, ...] = field(init=False)
+    _survey: Survey = field(init=False)
+    _improvement: Improvement = field(init=False)
+    _job: SearchJob | None = None
     _holders: HolderWatch = field(init=False)
-    _former: OrderedDict[PeerID, int] = field(default_factory=OrderedDict)
-    """Where each peer had a stage last, in plans that we obeyed."""
 
     def __post_init__(self) -> None:
         swarm = self.spec.swarm
@@ -65,7 +66,8 @@ class Governor:
             validates=training.validation_interval_steps > 0,
             lead_steps=training.s_max + 1,
         )
-        self._layer_costs = layer_costs(self.spec.model)
+        self._survey = Survey(self.spec)
+        self._improvement = Improvement(swarm.heartbeat_s, enabled=isinstance(self.allocator, Searching))
         self._holders = HolderWatch(swarm.heartbeat_s, 0.0)
 
     # --- what comes in ---
@@ -76,6 +78,7 @@ class Governor:
             return False
         if heartbeat.era == self.ledger.era:
             self.ledger.note_version(heartbeat.stage, heartbeat.version)
+        self._survey.hear(peer, heartbeat)
         flaws = self.ledger.note_commits(heartbeat.commits, now_s)
         self.complaints += [f"{peer} reports {flaw}" for flaw in flaws]
         self.ledger.note_validations(heartbeat.validations)
@@ -84,12 +87,7 @@ class Governor:
     def obey(self, plan: Plan, now_s: float) -> None:
         """A plan is live, whoever coordinates; the first one that we see is the best we know of the run's beginning."""
         self.begun_s = now_s if self.begun_s is None else self.begun_s
-        for index, stage in enumerate(plan.stages):
-            for peer in stage.peers:
-                self._former[peer] = index
-                self._former.move_to_end(peer)
-        while len(self._former) > FORMER_PLACES_MAX:
-            self._former.popitem(last=False)
+        self._survey.obey(plan)
         if plan.era != self.ledger.era:
             self.ledger.rewind(plan.era, plan.restore_version)
             self._holders = HolderWatch(self.spec.swarm.heartbeat_s, now_s)
@@ -105,6 +103,8 @@ class Governor:
         if not continuing:
             # What we knew in an earlier term of ours is stale: who had left may be back, who drained may be gone.
             self.roster = Roster(self.spec.swarm.heartbeat_s)
+            self._improvement.begin_term(plan, now_s, searched=will is not None and will.searched)
+            self._survey.begin_term(plan)
         if will is not None:
             for peer, advert in will.roster:
                 self.roster.expect(peer, advert, now_s)
@@ -130,7 +130,13 @@ class Governor:
         if not any(peer.has_data for peer in peers):
             return None, "waiting for a peer that has the run's text"
         disks = disks_of(self.roster, now_s)
-        layout, reason = self._layout(peers, None, disks, sequence=1)
+        swarm = _swarm(peers)
+        layout = self._improvement.take(None, swarm)
+        if layout is None and self._improvement.awaits_first(swarm, now_s):
+            snapshot = self._survey.snapshot(peers, None, disks, knows_network=True)
+            self._job = self._improvement.begin(snapshot, None, swarm, now_s, seed=1)
+            return None, LOOKING_FOR_FIRST
+        layout, reason = (layout, layout.reason) if layout else self._layout(peers, None, disks, sequence=1)
         if layout is None or disks.era_max < 0:
             return (None, reason) if layout is None else (Draft(layout=layout), reason)
         # All have died and forgotten their plans; some have kept their snapshots.
@@ -153,7 +159,7 @@ class Governor:
         swarm = _swarm(peers)
         under_way = live.fresh and not fresh
         if not lost and not under_way and swarm == self._settled_for:
-            return None, ""
+            return self._improve(live, peers, disks, now_s, sequence=sequence)
         layout, reason = self._layout(peers, live, disks, sequence=sequence)
         if layout is None:
             self._settled_for = swarm
@@ -166,7 +172,7 @@ class Governor:
                 return _restarted(layout, beginning, what)
             if swarm == self._settled_for:
                 return None, f"{what}: {WAITING_FOR_DISKS}"
-        if layout.places() == _places(live):
+        if layout.places() == places_of(live):
             if under_way:
                 # Who restarts, or comes to this plan late, must not begin the era again.
                 layout = replace(layout, reason=f"era {live.era} is under way")
@@ -196,6 +202,18 @@ class Governor:
     def unsettle(self) -> None:
         """A plan came to nothing: the swarm is still to be provided for."""
         self._settled_for = self._will = None
+        self._improvement.forget()
+
+    def take_job(self) -> SearchJob | None:
+        """What is to be searched now, once."""
+        job, self._job = self._job, None
+        return job
+
+    def searched(self, job: SearchJob, layout: Layout | None, *, is_possible: bool) -> bool:
+        """What came of it. Returns: whether anybody still wants to know."""
+        if not is_possible:
+            self._improvement.give_up()
+        return self._improvement.returned(job, layout)
 
     @property
     def version_max(self) -> int:
@@ -236,6 +254,7 @@ class Governor:
             tokens_per_s=self.ledger.tokens_per_s,
             staleness_steps_mean=self.ledger.staleness_mean,
             elapsed_s=self._elapsed_s(now_s),
+            searched=self._improvement.has_searched(live.plan),
         )
 
     def tell(self, live: Plan, now_s: float, *, flush: bool = False) -> list[StepRecord]:
@@ -280,27 +299,33 @@ class Governor:
     def _layout(
         self, peers: tuple[MeasuredPeer, ...], previous: Plan | None, disks: Disks, *, sequence: int
     ) -> tuple[Layout | None, str]:
-        whole = disks.newest_whole(all_layer_keys(self.spec.model))
-
-        def homes(peer: MeasuredPeer) -> tuple[int, ...]:
-            on_disk = stages_on(disks, peer.peer, whole, previous, self.spec.model) if whole and previous else ()
-            stages = (peer.synced_stage, self._former.get(peer.peer), *on_disk)
-            return tuple(dict.fromkeys(stage for stage in stages if stage is not None))
-
-        peers = tuple(replace(peer, homes=homes(peer)) for peer in peers)
-        snapshot = Snapshot(peers=peers, layer_costs=self._layer_costs, num_stages=self.spec.swarm.stages)
+        knows = isinstance(self.allocator, Searching) and len(peers) <= NETWORK_PEERS_MAX
+        snapshot = self._survey.snapshot(peers, previous, disks, knows_network=knows)
         try:
             layout = self.allocator.allocate(snapshot, previous, seed=sequence)
         except NoLayout as flaw:
             return None, f"no new plan: {flaw}"
         return layout, layout.reason
 
+    def _improve(
+        self, live: Plan, peers: tuple[MeasuredPeer, ...], disks: Disks, now_s: float, *, sequence: int
+    ) -> tuple[Draft | None, str]:
+        """Nothing has happened: what a search has found, or time to begin one."""
+        swarm = _swarm(peers)
+        layout = self._improvement.take(live, swarm)
+        if layout is not None and _keeps_state(layout, live, peers):
+            return Draft(layout=layout), layout.reason
+        if not live.fresh and self._improvement.is_due(live, swarm, now_s):
+            snapshot = self._survey.snapshot(peers, live, disks, knows_network=True)
+            self._job = self._improvement.begin(snapshot, live, swarm, now_s, seed=sequence)
+        return None, ""
+
     def _elapsed_s(self, now_s: float) -> float:
         return now_s - self.begun_s if self.begun_s is not None else 0.0
 
 
-def _swarm(peers: tuple[MeasuredPeer, ...]) -> tuple[object, ...]:
-    """What a change of must lead to a new layout. Speeds are not in it: they are noise to a plan that moves nobody.
+def _swarm(peers: tuple[MeasuredPeer, ...]) -> Swarm:
+    """What a change of must lead to a new layout at once. Speeds are not in it: they may lead to a search.
 
     Who holds its state matters only while somebody waits for that to be allowed to go.
     """
@@ -315,8 +340,14 @@ def _restarted(layout: Layout, beginning: Beginning, why: str) -> tuple[Draft, s
     return Draft(layout=layout, beginning=beginning), layout.reason
 
 
-def _places(plan: Plan) -> object:
-    return Layout(stages=plan.stages, spares=plan.spares, reason="").places()
+def _keeps_state(layout: Layout, live: Plan, peers: tuple[MeasuredPeer, ...]) -> bool:
+    """Whether each stage keeps somebody who holds its state now, and nobody drains."""
+    synced = {peer.peer: peer.synced_stage for peer in peers}
+    stays = all(
+        any(synced.get(peer) == index and peer in live.stages[index].peers for peer in stage.peers)
+        for index, stage in enumerate(layout.stages)
+    )
+    return stays and not any(peer.draining for peer in peers)
 
 
 def _stage_key(plan: Plan, peer: PeerID) -> int:

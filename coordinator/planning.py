@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from shoal.coordinator.chain import PlanChain
-from shoal.coordinator.events import Answered, Ask, Command, LookUp, Note, Publish, Reply
+from shoal.coordinator.events import Alarm, Answered, Ask, Command, LookUp, Note, Publish, Reply, Search, Searched
 from shoal.coordinator.follower import Follower
 from shoal.coordinator.governor import Governor
 from shoal.coordinator.proposal import Draft
@@ -38,7 +38,8 @@ class Planning:
         """As the owner: make the first plan alone, if it is time."""
         draft, reason = self._governor.first_plan(now_s)
         if draft is None:
-            return [Note(text=reason)]
+            job = self._governor.take_job()
+            return [Note(text=reason), *([Search(job=job)] if job else [])]
         signed = self._proposer.make(None, 1, draft)
         return [Note(text=reason), *self._went_live(signed, (), now_s)]
 
@@ -97,6 +98,13 @@ class Planning:
     def press(self, now_s: float) -> list[Command]:
         """Time has passed."""
         return self._conclude(self._proposer.press(now_s), now_s) if self._proposer.is_busy else []
+
+    def searched(self, event: Searched) -> list[Command]:
+        """What a search has found is a plan's next time we look, if it still fits."""
+        wanted = self._governor.searched(event.job, event.layout, is_possible=event.is_possible)
+        if event.is_bug:
+            return [Alarm(text=event.reason)]
+        return [Note(text=event.reason)] if wanted else []
 
     def _conclude(self, commands: list[Command], now_s: float) -> list[Command]:
         """`commands` are the proposer's; see whether it came to an end with them."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from shoal.coordinator.chain import is_quorum
-from shoal.coordinator.events import Answered, Ask, Command, LookUp, Note, Publish, Unanswered
+from shoal.coordinator.events import Answered, Ask, Command, LookUp, Note, Publish, Search, Unanswered
 from shoal.coordinator.governor import Governor
 from shoal.coordinator.proposal import Draft
 from shoal.coordinator.succession import Succession
@@ -140,6 +140,8 @@ class Tenure:
         self._plan_at_s, self._known = now_s + PLAN_HEARTBEATS * self._heartbeat_s, known
         draft, reason = self._governor.next_plan(live.plan, now_s, sequence=sequence)
         if draft is None:
-            return [Note(text=reason)] if reason else [], None
+            job = self._governor.take_job()
+            search: list[Command] = [Search(job=job)] if job else []
+            return [Note(text=reason), *search] if reason else search, None
         self._governor.settle(live.plan, now_s)
         return [Note(text=reason)], draft

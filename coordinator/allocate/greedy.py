@@ -7,7 +7,7 @@ old one if that is about as poor; a stage that lost its last holder gets a spare
 who leaves is left out.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -20,7 +20,7 @@ from shoal.protocol.plan import Member, Plan, Stage
 
 
 @dataclass(slots=True)
-class _Slot:
+class Slot:
     """A stage while it is being filled. `holders` includes those who drain and may not go yet."""
 
     index: int
@@ -42,18 +42,38 @@ class _Slot:
         return peer.has_data or self.index > 0
 
 
+Choose = Callable[[Sequence[Slot], Sequence[Slot], MeasuredPeer], Slot]
+"""(all, those that it may serve, a newcomer) -> one of the latter."""
+
+
 class GreedyAllocator:
     """Implements `Allocator`."""
 
     def allocate(self, snapshot: Snapshot, previous: Plan | None, *, seed: int) -> Layout:
+        return self.arrange(snapshot, previous, seed=seed)
+
+    def arrange(
+        self,
+        snapshot: Snapshot,
+        previous: Plan | None,
+        *,
+        seed: int,
+        aside: Collection[PeerID] = (),
+        choose: Choose | None = None,
+    ) -> Layout:
+        """Args: aside: spares that are to stay spares. choose: where a newcomer helps most, if not by speed.
+
+        Raises: NoLayout.
+        """
         by_id = {peer.peer: peer for peer in snapshot.peers}
-        slots = _cut(snapshot) if previous is None else _keep(snapshot, previous, by_id)
+        slots = _cut(snapshot) if previous is None else slots_of(snapshot, previous, by_id)
         placed = {peer.peer for slot in slots for peer in slot.holders}
         newcomers = sorted(
-            (peer for peer in snapshot.peers if peer.peer not in placed and not peer.draining),
+            (p for p in snapshot.peers if p.peer not in placed and p.peer not in aside and not p.draining),
             key=lambda peer: (-peer.flop_per_s, _lot(seed, peer.peer)),
         )
-        spares = _deal(slots, newcomers)
+        kept_aside = [peer for peer in aside if peer in by_id and not by_id[peer].draining]
+        spares = tuple(sorted((*_deal(slots, newcomers, choose or poorest), *kept_aside)))
         moved = _rescue(slots)
         _release(slots)
         for slot in slots:
@@ -62,21 +82,21 @@ class GreedyAllocator:
                     raise NoLayout(f"{len(placed) + len(newcomers)} peers cannot hold {len(slots)} stages")
                 what = "has the run's text" if slot.index == 0 else "is free"
                 raise NoLayout(f"nobody {what} to hold stage {slot.index}")
-        stages = tuple(_stage(slot) for slot in slots)
+        stages = tuple(stage_of(slot) for slot in slots)
         return Layout(stages=stages, spares=spares, reason=_reason(stages, spares, previous, moved))
 
 
-def _cut(snapshot: Snapshot) -> list[_Slot]:
+def _cut(snapshot: Snapshot) -> list[Slot]:
     bounds = partition(snapshot.layer_costs, snapshot.num_stages)
     return [
-        _Slot(index, first, last, sum(snapshot.layer_costs[first:last]))
+        Slot(index, first, last, sum(snapshot.layer_costs[first:last]))
         for index, (first, last) in enumerate(pairwise(bounds))
     ]
 
 
-def _keep(snapshot: Snapshot, previous: Plan, by_id: dict[PeerID, MeasuredPeer]) -> list[_Slot]:
+def slots_of(snapshot: Snapshot, previous: Plan, by_id: dict[PeerID, MeasuredPeer]) -> list[Slot]:
     return [
-        _Slot(
+        Slot(
             index,
             stage.first_layer,
             stage.last_layer,
@@ -88,7 +108,7 @@ def _keep(snapshot: Snapshot, previous: Plan, by_id: dict[PeerID, MeasuredPeer])
     ]
 
 
-def _deal(slots: Sequence[_Slot], newcomers: Iterable[MeasuredPeer]) -> tuple[PeerID, ...]:
+def _deal(slots: Sequence[Slot], newcomers: Iterable[MeasuredPeer], choose: Choose) -> tuple[PeerID, ...]:
     """Each newcomer to the poorest stage it may serve. Returns: those who may serve none, in order."""
     waiting = list(newcomers)
     spares: list[PeerID] = []
@@ -105,13 +125,13 @@ def _deal(slots: Sequence[_Slot], newcomers: Iterable[MeasuredPeer]) -> tuple[Pe
         peer = waiting.pop(0)
         fitting = [slot for slot in open_slots if slot.admits(peer)] or [slot for slot in slots if slot.admits(peer)]
         if fitting:
-            _choose(fitting, peer).holders.append(peer)
+            choose(slots, fitting, peer).holders.append(peer)
         else:
             spares.append(peer.peer)
     return tuple(sorted(spares))
 
 
-def _choose(fitting: Sequence[_Slot], peer: MeasuredPeer) -> _Slot:
+def poorest(slots: Sequence[Slot], fitting: Sequence[Slot], peer: MeasuredPeer) -> Slot:
     """The poorest; or a home of the peer's that is no richer than the poorest would become."""
     poorest = min(fitting, key=lambda slot: (slot.wealth, slot.index))
     bound = poorest.wealth + peer.flop_per_s / poorest.cost
@@ -119,7 +139,7 @@ def _choose(fitting: Sequence[_Slot], peer: MeasuredPeer) -> _Slot:
     return min(homes, key=lambda slot: peer.homes.index(slot.index), default=poorest)
 
 
-def _rescue(slots: Sequence[_Slot]) -> list[tuple[PeerID, int]]:
+def _rescue(slots: Sequence[Slot]) -> list[tuple[PeerID, int]]:
     """Give each stage that nobody lasting holds a member of the richest stage that can spare one.
 
     Stage 0 may take the only holder of another, if nobody else can read the text: that stage comes later.
@@ -144,7 +164,7 @@ def _rescue(slots: Sequence[_Slot]) -> list[tuple[PeerID, int]]:
     return moved
 
 
-def _reluctance(slot: _Slot, peer: MeasuredPeer) -> int:
+def _reluctance(slot: Slot, peer: MeasuredPeer) -> int:
     """What moving `peer` away costs its stage: 3 everything, 2 its state, 1 its lead, 0 nothing."""
     if len(slot.stayers) == 1:
         return 3
@@ -154,7 +174,7 @@ def _reluctance(slot: _Slot, peer: MeasuredPeer) -> int:
     return 1 if peer is slot.stayers[0] else 0
 
 
-def _release(slots: Sequence[_Slot]) -> None:
+def _release(slots: Sequence[Slot]) -> None:
     """Let draining peers go where somebody who stays holds the state; keep the first where nobody does."""
     for slot in slots:
         leaving = [peer for peer in slot.holders if peer.draining]
@@ -165,7 +185,7 @@ def _release(slots: Sequence[_Slot]) -> None:
             slot.holders = [peer for peer in slot.holders if peer is last or not peer.draining]
 
 
-def _stage(slot: _Slot) -> Stage:
+def stage_of(slot: Slot) -> Stage:
     speed = sum(peer.flop_per_s for peer in slot.holders)
     upload = sum(peer.upload_bytes_per_s for peer in slot.holders)
     members = (

@@ -2,8 +2,10 @@
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
+from shoal.coordinator.cost.workload import Workload
+from shoal.coordinator.measured import MeasuredNetwork
 from shoal.protocol.errors import ShoalError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Advert
@@ -53,6 +55,10 @@ class Snapshot:
     layer_costs: tuple[float, ...]
     """FLOP a token of each decoder layer, embedding and head included at the ends."""
     num_stages: int
+    workload: Workload | None = None
+    """What a step asks; with `network`, what a search needs beside the rest."""
+    network: MeasuredNetwork | None = None
+    """What lies between `peers`, in their order."""
 
     def __post_init__(self) -> None:
         ids = [peer.peer for peer in self.peers]
@@ -79,9 +85,24 @@ class NoLayout(ShoalError):
 
 class Allocator(Protocol):
     def allocate(self, snapshot: Snapshot, previous: Plan | None, *, seed: int) -> Layout:
-        """A pure function: the same arguments give the same layout, bit for bit.
+        """A layout for the swarm as it is, within milliseconds. A pure function: the same arguments give the same
+        layout, bit for bit.
 
         Raises: NoLayout.
+        """
+        ...
+
+
+@runtime_checkable
+class Searching(Allocator, Protocol):
+    """An allocator that answers a change at once by hardly moving anybody, and then looks for something better."""
+
+    def search(self, snapshot: Snapshot, previous: Plan | None, *, seed: int) -> tuple[Layout | None, str]:
+        """A better layout than `previous`, or a first one. Pure; may take seconds, and run in a thread of its own.
+
+        Args: snapshot: with workload and network; of exactly the members of `previous`, if there is one.
+        Returns: (None: there is none worth its moves, why).
+        Raises: ImportError: what searches is not installed. LocalError: the snapshot cannot be.
         """
         ...
 

@@ -1,12 +1,17 @@
 from dataclasses import replace
 
+import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
 from shoal.coordinator.allocate.interface import Layout, MeasuredPeer, NoLayout, Snapshot
+from shoal.coordinator.allocate.live import EvolutionaryAllocator
+from shoal.coordinator.cost.workload import Workload
+from shoal.coordinator.measured import MeasuredNetwork
 from shoal.protocol.plan import Member, Plan, Stage, plan_flaw
+from shoal.protocol.spec import RunSpec
 
 ALLOCATOR = GreedyAllocator()
 COSTS = (1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
@@ -19,6 +24,21 @@ def measured(peer, speed=1.0, **says):
 
 def snapshot(peers, num_stages=3):
     return Snapshot(peers=tuple(sorted(peers, key=lambda peer: peer.peer)), layer_costs=COSTS, num_stages=num_stages)
+
+
+def with_network(snapshot):
+    """Two cities by their names, and two peers of three have measured each other."""
+    names = [ord(peer.peer[0]) for peer in snapshot.peers]
+    near = np.array([[a % 2 == b % 2 for b in names] for a in names])
+    unknown = np.array([[(a + b) % 3 == 0 for b in names] for a in names])
+    return replace(
+        snapshot,
+        workload=Workload.of(RunSpec()),
+        network=MeasuredNetwork(
+            latency_s=np.where(unknown, np.nan, np.where(near, 0.005, 0.05)),
+            bytes_per_s=np.where(unknown, np.nan, np.where(near, 1e8, 1e6)),
+        ),
+    )
 
 
 def as_plan(layout, sequence=1):
@@ -53,8 +73,8 @@ def swarms(draw, min_peers=1, names="abcdefghijklmno"):
     ]
 
 
-def check(layout, peers):
-    """What every layout promises."""
+def check(layout, peers, *, by_speed=True):
+    """What every layout promises. Args: by_speed: shares follow speeds alone."""
     plan = as_plan(layout)
     assert plan_flaw(plan, num_layers=len(COSTS)) is None
     by_id = {peer.peer: peer for peer in peers}
@@ -65,13 +85,17 @@ def check(layout, peers):
     for stage in plan.stages:
         assert sum(member.share for member in stage.members) == pytest.approx(1.0)
         assert sum(member.bandwidth for member in stage.members) == pytest.approx(1.0)
+        if not by_speed:
+            continue
         fastest = max(stage.members, key=lambda member: by_id[member.peer].flop_per_s)
         assert fastest.share == max(member.share for member in stage.members)
 
 
-def allocate(peers, previous=None, seed=0):
+def allocate(peers, previous=None, seed=0, *, live=False):
+    """Args: live: by the live coordinator's allocator, which repairs with the same rules and knows the network."""
+    allocator, shot = (EvolutionaryAllocator(), with_network(snapshot(peers))) if live else (ALLOCATOR, snapshot(peers))
     try:
-        return ALLOCATOR.allocate(snapshot(peers), previous, seed=seed)
+        return allocator.allocate(shot, previous, seed=seed)
     except NoLayout:
         return None
 
@@ -84,27 +108,31 @@ def orphans_of(previous, by_id):
     )
 
 
-@given(swarms(), st.integers(0, 9))
-def test_a_first_layout_holds_what_it_promises(peers, seed):
-    layout = allocate(peers, seed=seed)
+@pytest.mark.parametrize("live", [False, True])
+@settings(deadline=None)
+@given(peers=swarms(), seed=st.integers(0, 9))
+def test_a_first_layout_holds_what_it_promises(live, peers, seed):
+    layout = allocate(peers, seed=seed, live=live)
     stayers = [peer for peer in peers if not peer.draining]
     possible = len(stayers) >= 3 and any(peer.has_data for peer in stayers)
     assert (layout is not None) is possible
     if layout is not None:
-        check(layout, stayers)
-        assert layout == allocate(list(reversed(peers)), seed=seed)
+        check(layout, stayers, by_speed=not live)
+        assert layout == allocate(list(reversed(peers)), seed=seed, live=live)
 
 
-@given(swarms(), swarms(), st.integers(0, 9))
-def test_a_later_layout_holds_what_it_promises_and_moves_few(before, after, seed):
+@pytest.mark.parametrize("live", [False, True])
+@settings(deadline=None)
+@given(before=swarms(), after=swarms(), seed=st.integers(0, 9))
+def test_a_later_layout_holds_what_it_promises_and_moves_few(live, before, after, seed):
     first = allocate([peer for peer in before if not peer.draining])
     assume(first is not None)
     previous = as_plan(first)
-    layout = allocate(after, previous, seed=seed)
-    assert layout == allocate(after, previous, seed=seed)
+    layout = allocate(after, previous, seed=seed, live=live)
+    assert layout == allocate(after, previous, seed=seed, live=live)
     if layout is None:
         return
-    check(layout, after)
+    check(layout, after, by_speed=not live)
     assert [(s.first_layer, s.last_layer) for s in layout.stages] == [
         (s.first_layer, s.last_layer) for s in previous.stages
     ]

@@ -1,0 +1,47 @@
+"""Runs the searches of a core where they block nobody, and brings back what they found."""
+
+import logging
+from collections.abc import Awaitable, Callable
+
+from shoal.coordinator.allocate.interface import Allocator, Layout, Searching
+from shoal.coordinator.events import Searched
+from shoal.coordinator.improvement import SearchJob
+from shoal.protocol.errors import LocalError
+
+logger = logging.getLogger(__name__)
+
+RunBlocking = Callable[[Callable[[], object]], Awaitable[object]]
+
+
+async def inline(work: Callable[[], object]) -> object:
+    """For virtual time, where nothing may take any."""
+    return work()
+
+
+class Searcher:
+    """Args:
+    run_blocking: `asyncio.to_thread` in life; a search's kernels let other threads run.
+    tell: hears what came of each.
+    """
+
+    def __init__(self, allocator: Allocator, run_blocking: RunBlocking, *, tell: Callable[[Searched], object]) -> None:
+        self._allocator, self._run_blocking, self._tell = allocator, run_blocking, tell
+
+    async def run(self, job: SearchJob) -> None:
+        """Whatever goes wrong, the coordinator goes on with repaired layouts."""
+        self._tell(await self._search(job))
+
+    async def _search(self, job: SearchJob) -> Searched:
+        allocator, found = self._allocator, list[tuple[Layout | None, str]]()
+        assert isinstance(allocator, Searching), "nobody else is asked to"
+        try:
+            await self._run_blocking(lambda: found.append(allocator.search(job.snapshot, job.previous, seed=job.seed)))
+        except ImportError as error:
+            return Searched(job=job, reason=f"layouts are made without a search: {error}", is_possible=False)
+        except LocalError as error:
+            return Searched(job=job, reason=f"no search: {error}")
+        except Exception:
+            logger.exception("a search for a layout failed")
+            return Searched(job=job, reason="a search for a layout failed", is_bug=True)
+        ((layout, reason),) = found
+        return Searched(job=job, layout=layout, reason=reason)

@@ -1,0 +1,78 @@
+"""What is known of peers beside that they are there: what they measured, where they worked. Makes snapshots. Pure."""
+
+from collections import OrderedDict
+from dataclasses import replace
+
+from shoal.coordinator.allocate.interface import MeasuredPeer, Snapshot
+from shoal.coordinator.cost.layers import layer_costs
+from shoal.coordinator.cost.workload import Workload
+from shoal.coordinator.era import Disks, stages_on
+from shoal.coordinator.measured import LinkBook, SpeedBook
+from shoal.protocol.identity import PeerID
+from shoal.protocol.layers import all_layer_keys
+from shoal.protocol.messages import Heartbeat
+from shoal.protocol.plan import Plan
+from shoal.protocol.spec import RunSpec
+
+FORMER_PLACES_MAX = 4096
+"""Peers of whom we remember where they worked last."""
+
+
+class Survey:
+    def __init__(self, spec: RunSpec) -> None:
+        self._spec = spec
+        self._layer_costs = layer_costs(spec.model)
+        self._workload = Workload.of(spec)
+        self._links, self._speeds = LinkBook(), SpeedBook()
+        self._plan: Plan | None = None
+        self._former: OrderedDict[PeerID, int] = OrderedDict()
+
+    def obey(self, plan: Plan) -> None:
+        """A plan is live: whoever has a stage in it may come back to it one day."""
+        self._plan = plan
+        for index, stage in enumerate(plan.stages):
+            for peer in stage.peers:
+                self._former[peer] = index
+                self._former.move_to_end(peer)
+        while len(self._former) > FORMER_PLACES_MAX:
+            self._former.popitem(last=False)
+
+    def begin_term(self, plan: Plan) -> None:
+        """We coordinate now: forget who is not there any more."""
+        self._links.keep(plan.members)
+        self._speeds.keep(plan.members)
+
+    def hear(self, peer: PeerID, heartbeat: Heartbeat) -> None:
+        self._links.note(peer, heartbeat.links)
+        plan, stage, w = self._plan, heartbeat.stage, self._workload
+        if plan is None or heartbeat.plan_sequence != plan.sequence or stage is None or heartbeat.forward_s <= 0.0:
+            return
+        if 0 <= stage < len(plan.stages):
+            first, last = plan.stages[stage].first_layer, plan.stages[stage].last_layer
+            # The last stage's figure is of forward and backward in one.
+            times = 1.0 + (w.backward_per_forward if stage == len(plan.stages) - 1 else 0.0)
+            self._speeds.note(peer, (first, last), times * sum(w.layer_flop[first:last]) / heartbeat.forward_s)
+
+    def snapshot(
+        self, peers: tuple[MeasuredPeer, ...], previous: Plan | None, disks: Disks, *, knows_network: bool
+    ) -> Snapshot:
+        """Args: peers: as they say of themselves. knows_network: takes a while where there are many."""
+        model = self._spec.model
+        whole = disks.newest_whole(all_layer_keys(model))
+
+        def homes(peer: MeasuredPeer) -> tuple[int, ...]:
+            on_disk = stages_on(disks, peer.peer, whole, previous, model) if whole and previous else ()
+            stages = (peer.synced_stage, self._former.get(peer.peer), *on_disk)
+            return tuple(dict.fromkeys(stage for stage in stages if stage is not None))
+
+        speeds = self._speeds.speeds({peer.peer: peer.flop_per_s for peer in peers})
+        uploads = self._links.uploads({peer.peer: peer.upload_bytes_per_s for peer in peers})
+        return Snapshot(
+            peers=tuple(
+                replace(p, homes=homes(p), flop_per_s=speeds[p.peer], upload_bytes_per_s=uploads[p.peer]) for p in peers
+            ),
+            layer_costs=self._layer_costs,
+            num_stages=self._spec.swarm.stages,
+            workload=self._workload,
+            network=self._links.network([peer.peer for peer in peers]) if knows_network else None,
+        )

@@ -1,0 +1,287 @@
+"""How a governor plans with an allocator that searches."""
+
+import random
+from dataclasses import dataclass, field
+
+import msgspec
+import pytest
+
+from shoal.coordinator.allocate.greedy import GreedyAllocator
+from shoal.coordinator.allocate.interface import Layout
+from shoal.coordinator.allocate.live import EvolutionaryAllocator
+from shoal.coordinator.governor import LOOKING_FOR_FIRST, Governor
+from shoal.coordinator.improvement import FIRST_PATIENCE_S, REST_HEARTBEATS, SETTLE_HEARTBEATS
+from shoal.protocol.identity import PeerID
+from shoal.protocol.messages import LinkReport
+from shoal.protocol.plan import Plan
+from shoal.protocol.spec import RunSpec, SwarmSpec, TrainingSpec
+
+SPEC = RunSpec(
+    training=TrainingSpec(steps=100_000, microbatches_per_step=24),
+    swarm=SwarmSpec(stages=3, min_peers=6, heartbeat_s=1.0, term_s=60.0),
+)
+GROUPS = [["a", "d"], ["b", "e"], ["c", "f"]]
+STAGE_OF = {peer: stage for stage, group in enumerate(GROUPS) for peer in group}
+SEARCHED_S = SETTLE_HEARTBEATS + 2.0
+
+
+@dataclass
+class Scripted(GreedyAllocator):
+    """Finds what it is told to."""
+
+    finds: Layout | None = None
+    asked: list[object] = field(default_factory=list)
+
+    def search(self, snapshot, previous, *, seed):
+        self.asked.append((snapshot, previous, seed))
+        return self.finds, "searched"
+
+
+@pytest.fixture
+def allocator():
+    return Scripted()
+
+
+@pytest.fixture
+def governor(allocator):
+    return Governor(run="run", spec=SPEC, allocator=allocator)
+
+
+@pytest.fixture
+def live(make_plan):
+    return make_plan(GROUPS, coordinator="a", fresh=False)
+
+
+@pytest.fixture
+def better(make_plan):
+    stages = make_plan([["a", "d", "e"], ["b"], ["c", "f"]], coordinator="a").plan.stages
+    return Layout(stages=stages, spares=(), reason="search: 1 move")
+
+
+@pytest.fixture
+def hear(governor, make_heartbeat):
+    def everybody(peers="abcdef", *, now_s=0.0, **says):
+        for peer in peers:
+            usual = {"version": 57, "synced": True, "stage": STAGE_OF.get(peer)}
+            governor.hear(peer, make_heartbeat(peer, **(usual | says)), now_s)
+
+    return everybody
+
+
+def begin(governor, live, now_s=0.0):
+    governor.obey(live.plan, now_s)
+    governor.begin_term(live.plan, now_s, continuing=False, silent=None)
+
+
+def answer(governor, allocator, job):
+    layout, _ = allocator.search(job.snapshot, job.previous, seed=job.seed)
+    return governor.searched(job, layout, is_possible=True)
+
+
+def test_the_first_plan_waits_for_a_search(governor, allocator, hear, better):
+    hear(synced=False, stage=None)
+    assert governor.first_plan(0.0) == (None, LOOKING_FOR_FIRST)
+    job = governor.take_job()
+    assert job is not None
+    assert job.previous is None
+    assert job.snapshot.network is not None
+    assert governor.first_plan(0.5) == (None, LOOKING_FOR_FIRST)
+    assert governor.take_job() is None
+    allocator.finds = better
+    assert answer(governor, allocator, job)
+    draft, reason = governor.first_plan(1.0)
+    assert draft.layout == better
+    assert reason == better.reason
+
+
+def test_the_first_plan_does_without_when_nothing_is_found_or_it_takes_too_long(governor, allocator, hear):
+    hear(synced=False, stage=None)
+    governor.first_plan(0.0)
+    job = governor.take_job()
+    hear(now_s=FIRST_PATIENCE_S, synced=False, stage=None)
+    draft, reason = governor.first_plan(FIRST_PATIENCE_S)
+    assert draft is not None
+    assert reason.startswith("first plan: 6 peers")
+    answer(governor, allocator, job)
+    assert governor.first_plan(1.0)[0] is not None
+
+
+def test_a_search_behind_a_change_makes_a_second_plan(governor, allocator, hear, live, better):
+    begin(governor, live)
+    hear()
+    assert governor.next_plan(live.plan, 1.0, sequence=2) == (None, "")
+    assert governor.take_job() is None
+    hear(now_s=SEARCHED_S)
+    governor.next_plan(live.plan, 2.0, sequence=2)
+    governor.next_plan(live.plan, 2.0 + SETTLE_HEARTBEATS, sequence=2)
+    job = governor.take_job()
+    assert job.previous == live.plan
+    allocator.finds = better
+    assert answer(governor, allocator, job)
+    draft, reason = governor.next_plan(live.plan, SEARCHED_S + 1.0, sequence=2)
+    assert draft.layout == better
+    assert draft.beginning is None
+    assert reason == better.reason
+
+
+@pytest.mark.parametrize("change", ["drains", "comes", "loses its state"])
+def test_what_was_found_for_another_swarm_is_dropped(governor, allocator, hear, live, better, change):
+    begin(governor, live)
+    hear()
+    governor.next_plan(live.plan, 1.0, sequence=2)
+    governor.next_plan(live.plan, 2.0, sequence=2)
+    hear(now_s=SEARCHED_S)
+    governor.next_plan(live.plan, SEARCHED_S, sequence=2)
+    job = governor.take_job()
+    allocator.finds = better
+    match change:
+        case "drains":
+            hear("b", now_s=SEARCHED_S, draining=True)
+        case "comes":
+            hear("g", now_s=SEARCHED_S, synced=False, stage=None)
+        case "loses its state":
+            hear("b", now_s=SEARCHED_S, synced=False)  # it alone was to keep stage 1
+    answer(governor, allocator, job)
+    draft, _ = governor.next_plan(live.plan, SEARCHED_S + 0.5, sequence=2)
+    assert draft is None or draft.layout != better
+
+
+def test_nothing_is_searched_before_the_first_commit(governor, hear, make_plan):
+    live = make_plan(GROUPS, coordinator="a")
+    begin(governor, live)
+    for second in range(100):
+        hear(version=0, now_s=float(second))
+        governor.next_plan(live.plan, float(second), sequence=2)
+        assert governor.take_job() is None
+
+
+def test_without_numba_the_coordinator_goes_on(governor, hear, live):
+    begin(governor, live)
+    jobs = []
+    for second in range(200):
+        hear(now_s=float(second))
+        assert governor.next_plan(live.plan, float(second), sequence=2) == (None, "")
+        if job := governor.take_job():
+            jobs.append(job)
+            governor.searched(job, None, is_possible=False)
+    assert len(jobs) == 1
+
+
+def test_the_successor_is_told_what_has_been_searched(governor, allocator, hear, live):
+    begin(governor, live)
+    assert not governor.will(live, 0.0).searched
+    for second in range(20):
+        hear(now_s=float(second))
+        governor.next_plan(live.plan, float(second), sequence=2)
+        if job := governor.take_job():
+            answer(governor, allocator, job)
+    assert governor.will(live, 20.0).searched
+    heir = Governor(run="run", spec=SPEC, allocator=allocator)
+    heir.obey(live.plan, 20.0)
+    heir.inherit(governor.will(live, 20.0))
+    heir.begin_term(live.plan, 20.0, continuing=False, silent=None)
+    assert len(allocator.asked) == 1
+
+
+class Quiet:
+    """Nine peers whose figures are noise around what is: heartbeats with links and seconds a forward."""
+
+    def __init__(self, make_heartbeat, *, noise, seed):
+        self.rng = random.Random(seed)
+        self.make_heartbeat, self.noise = make_heartbeat, noise
+        self.peers = [f"p{number}" for number in range(9)]
+        self.speeds = {peer: 1e10 * (1.0 + number % 3) for number, peer in enumerate(self.peers)}
+
+    def noisy(self, figure):
+        return figure * self.rng.uniform(1.0 - self.noise, 1.0 + self.noise)
+
+    def links(self, peer, second):
+        others = [other for other in self.peers if other != peer]
+        told = [others[(4 * second + index) % len(others)] for index in range(4)]
+        near = {other: int(other[1]) // 3 == int(peer[1]) // 3 for other in others}
+        return tuple(
+            LinkReport(
+                peer=other,
+                round_trip_s=self.noisy(0.01 if near[other] else 0.09),
+                bytes_per_s=self.noisy(5e7 if near[other] else 2e6),
+                received_bytes_per_s=self.noisy(5e7 if near[other] else 2e6),
+            )
+            for other in told
+        )
+
+    def beat(self, peer, plan, flop_of, second):
+        stage = plan.stage_of(peer) if plan else None
+        last = plan is not None and stage == len(plan.stages) - 1
+        flop = flop_of(stage) * (3.0 if last else 1.0) if stage is not None else 0.0
+        return self.make_heartbeat(
+            peer,
+            plan_sequence=plan.sequence if plan else 0,
+            stage=stage,
+            version=second,
+            synced=stage is not None,
+            links=self.links(peer, second),
+            forward_s=self.noisy(flop / self.speeds[peer]),
+        )
+
+
+@pytest.mark.sim
+def test_a_quiet_hour_of_noisy_measurements_moves_nobody(make_heartbeat, make_unsigned):
+    """Sixty terms by sixty coordinators, each of which hears figures that are off by up to 10 %."""
+    quiet = Quiet(make_heartbeat, noise=0.1, seed=3)
+    allocator = EvolutionaryAllocator()
+    workload_flop = Governor(run="run", spec=SPEC, allocator=allocator)._survey._workload.layer_flop
+    plan, plans, searches = None, [], []
+
+    def flop_of(stage):
+        return sum(workload_flop[plan.stages[stage].first_layer : plan.stages[stage].last_layer])
+
+    governors = [Governor(run="run", spec=SPEC, allocator=allocator) for _ in range(4)]
+    governor, second = governors[0], 0
+
+    def search(job):
+        layout, _ = allocator.search(job.snapshot, job.previous, seed=job.seed)
+        searches.append(second)
+        governor.searched(job, layout, is_possible=True)
+
+    def hear():
+        for peer in quiet.peers:
+            governor.hear(peer, quiet.beat(peer, plan, flop_of, second), float(second))
+
+    hear()
+    assert governor.first_plan(0.0)[0] is None
+    search(governor.take_job())
+    draft, _ = governor.first_plan(0.0)
+    plan = plan_after(None, draft, term=1)
+    for second in range(1, 3600):
+        if (second - 1) % 60 == 0:
+            term = 1 + second // 60
+            will = governor.will(make_unsigned(plan), float(second)) if term > 1 else None
+            governor = governors[term % len(governors)]
+            plan = msgspec.structs.replace(plan, term=term, sequence=plan.sequence + 1, fresh=False)
+            for each in governors:
+                each.obey(plan, float(second))
+            if will:
+                governor.inherit(will)
+            governor.begin_term(plan, float(second), continuing=False, silent=None)
+        hear()
+        draft, reason = governor.next_plan(plan, float(second), sequence=plan.sequence + 1)
+        if draft is not None:
+            plans.append((second, reason))
+            plan = plan_after(plan, draft, term=plan.term)
+        if job := governor.take_job():
+            search(job)
+    assert [when for when, _ in plans if when > 2 * REST_HEARTBEATS] == [], plans
+    assert len([when for when in searches if when > 120]) <= 12, "no more than about one in ten terms"
+
+
+def plan_after(before, draft, *, term):
+    return Plan(
+        run="run",
+        term=term,
+        sequence=before.sequence + 1 if before else 1,
+        previous="",
+        coordinator=PeerID("p0"),
+        stages=draft.layout.stages,
+        spares=draft.layout.spares,
+        fresh=before is None,
+    )

@@ -1,0 +1,127 @@
+"""What the coordinator believes of what peers report."""
+
+import math
+import random
+
+import numpy as np
+import pytest
+
+from shoal.coordinator.measured import BOAST, LINKS_KEPT_MAX, ODD_REPORTS, SPEED_REPORTS, LinkBook, Smoothed, SpeedBook
+from shoal.protocol.identity import PeerID
+from shoal.protocol.limits import LINKS_PER_HEARTBEAT_MAX
+from shoal.protocol.messages import LinkReport
+
+A, B, C = (PeerID(name) for name in "abc")
+
+
+def report(peer, *, round_trip_s=0.1, sends=1e6, receives=0.0):
+    return LinkReport(peer=peer, round_trip_s=round_trip_s, bytes_per_s=sends, received_bytes_per_s=receives)
+
+
+@pytest.fixture
+def book():
+    return LinkBook()
+
+
+def test_noise_of_ten_percent_leaves_two():
+    rng = random.Random(5)
+    figure = Smoothed()
+    settled = []
+    for index in range(400):
+        figure.add(3e8 * rng.uniform(0.9, 1.1))
+        if index >= 32:
+            settled.append(figure.value / 3e8)
+    assert 0.96 < min(settled) < max(settled) < 1.04
+    assert np.std(settled) < 0.02
+
+
+def test_one_odd_figure_hardly_counts_and_three_are_believed():
+    figure = Smoothed()
+    for _ in range(20):
+        figure.add(100.0)
+    figure.add(1000.0)
+    assert 100.0 < figure.value < 103.0
+    for _ in range(ODD_REPORTS - 1):
+        figure.add(1000.0)
+    assert figure.value == pytest.approx(1000.0)
+
+
+def test_odd_figures_to_both_sides_are_noise():
+    figure = Smoothed()
+    for _ in range(20):
+        figure.add(100.0)
+    for _ in range(10):
+        figure.add(1000.0)
+        figure.add(10.0)
+    assert 90.0 < figure.value < 110.0
+
+
+def test_who_measures_says_what_lies_between(book):
+    book.note(A, [report(B, round_trip_s=0.08, sends=2e6)])
+    network = book.network([A, B, C])
+    assert network.latency_s[0, 1] == network.latency_s[1, 0] == pytest.approx(0.04)
+    assert network.bytes_per_s[0, 1] == pytest.approx(2e6)
+    assert math.isnan(network.bytes_per_s[1, 0])
+    assert np.isnan(network.latency_s[2]).all()
+
+
+def test_of_two_round_trips_the_longer_counts(book):
+    book.note(A, [report(B, round_trip_s=0.001)])
+    book.note(B, [report(A, round_trip_s=0.2)])
+    assert book.network([A, B]).latency_s[0, 1] == pytest.approx(0.1)
+
+
+def test_a_boast_is_bounded_by_what_has_arrived(book):
+    book.note(A, [report(B, sends=1e9)])
+    assert book.network([A, B]).bytes_per_s[0, 1] == pytest.approx(1e9), "nobody else has measured it"
+    book.note(B, [report(A, receives=1e6)])
+    assert book.network([A, B]).bytes_per_s[0, 1] == pytest.approx(BOAST * 1e6)
+
+
+def test_a_receiver_cannot_make_a_link_faster_than_its_sender_says(book):
+    book.note(A, [report(B, sends=1e6)])
+    book.note(B, [report(A, receives=1e11)])
+    assert book.network([A, B]).bytes_per_s[0, 1] == pytest.approx(1e6)
+
+
+@pytest.mark.parametrize("figure", [math.nan, math.inf, -1.0, 0.0, 1e300])
+def test_figures_that_cannot_be_are_not_kept(book, figure):
+    book.note(A, [report(B, round_trip_s=figure, sends=figure, receives=figure), report(A, sends=5.0)])
+    network = book.network([A, B])
+    assert np.isnan(network.latency_s).all()
+    assert np.isnan(network.bytes_per_s).all()
+
+
+def test_nobody_fills_the_book(book):
+    for beat in range(50):
+        book.note(A, [report(PeerID(f"p{beat}-{index}")) for index in range(1000)])
+    assert len(book._links[A]) == LINKS_KEPT_MAX
+    assert f"p49-{LINKS_PER_HEARTBEAT_MAX - 1}" in book._links[A]
+    book.keep([B])
+    assert not book._links
+
+
+def test_who_is_not_measured_uploads_as_it_claims_or_as_the_others_do(book):
+    book.note(A, [report(B, sends=1e6), report(C, sends=3e6)])
+    assert book.uploads({A: 5e9, B: 1.0, C: 8e6}) == {A: pytest.approx(2e6), B: pytest.approx(5e6), C: 8e6}
+    assert LinkBook().uploads({A: 1.0, B: 1.0}) == {A: 1.0, B: 1.0}
+
+
+def test_a_device_is_as_fast_as_its_microbatches_say():
+    speeds = SpeedBook()
+    for _ in range(SPEED_REPORTS):
+        assert speeds.measured(A) is None
+        speeds.note(A, (0, 2), 5e11)
+    assert speeds.measured(A) == pytest.approx(5e11)
+    speeds.note(A, (2, 4), 1e11)
+    assert speeds.measured(A) is None, "another stage is another figure"
+
+
+def test_a_claim_is_worth_what_claims_have_been_worth():
+    speeds = SpeedBook()
+    for _ in range(SPEED_REPORTS):
+        speeds.note(A, (0, 2), 5e11)
+        speeds.note(B, (2, 4), 2e11)
+    found = speeds.speeds({A: 1e12, B: 4e11, C: 3e12})
+    assert found == {A: pytest.approx(5e11), B: pytest.approx(2e11), C: pytest.approx(1.5e12)}
+    assert SpeedBook().speeds({A: 7.0}) == {A: 7.0}

@@ -1,0 +1,65 @@
+"""What a search brings back, whatever becomes of it."""
+
+import asyncio
+
+import pytest
+
+from shoal.coordinator.allocate.greedy import GreedyAllocator
+from shoal.coordinator.allocate.interface import Layout, Snapshot
+from shoal.coordinator.events import Searched
+from shoal.coordinator.improvement import SearchJob
+from shoal.coordinator.searcher import Searcher, inline
+from shoal.protocol.errors import LocalError
+
+JOB = SearchJob(
+    number=1,
+    snapshot=Snapshot(peers=(), layer_costs=(1.0,), num_stages=1),
+    previous=None,
+    swarm=(),
+    seed=7,
+)
+LAYOUT = Layout(stages=(), spares=(), reason="found")
+
+
+class Scripted(GreedyAllocator):
+    def __init__(self, outcome):
+        self.outcome = outcome
+
+    def search(self, snapshot, previous, *, seed):
+        assert (snapshot, previous, seed) == (JOB.snapshot, None, 7)
+        if isinstance(self.outcome, Exception):
+            raise self.outcome
+        return self.outcome
+
+
+@pytest.mark.parametrize(
+    ("outcome", "expected"),
+    [
+        ((LAYOUT, "found"), Searched(job=JOB, layout=LAYOUT, reason="found")),
+        ((None, "stays"), Searched(job=JOB, reason="stays")),
+        (LocalError("a sentence"), Searched(job=JOB, reason="no search: a sentence")),
+        (
+            ImportError("no numba"),
+            Searched(job=JOB, reason="layouts are made without a search: no numba", is_possible=False),
+        ),
+        (ZeroDivisionError(), Searched(job=JOB, reason="a search for a layout failed", is_bug=True)),
+    ],
+)
+def test_whatever_happens_the_core_hears_of_it(outcome, expected):
+    heard = []
+    asyncio.run(Searcher(Scripted(outcome), inline, tell=heard.append).run(JOB))
+    assert heard == [expected]
+
+
+def test_a_search_runs_where_it_is_told_to():
+    ran = []
+
+    async def elsewhere(work):
+        ran.append("began")
+        await asyncio.sleep(0)
+        work()
+
+    heard = []
+    asyncio.run(Searcher(Scripted((LAYOUT, "found")), elsewhere, tell=heard.append).run(JOB))
+    assert ran == ["began"]
+    assert heard[0].layout == LAYOUT
