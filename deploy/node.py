@@ -13,8 +13,8 @@ from pathlib import PurePosixPath
 
 import torch
 
-from shoal.coordinator.allocate.greedy import GreedyAllocator
 from shoal.coordinator.allocate.interface import Allocator
+from shoal.coordinator.allocate.live import EvolutionaryAllocator
 from shoal.coordinator.driver import Coordination
 from shoal.coordinator.ledger import StepRecord
 from shoal.coordinator.store import PLANS, PlanStore
@@ -64,7 +64,8 @@ class Node:
         memory_bytes: as `PeerDriver` has it; virtual worlds must say.
         disk: plans obeyed and snapshots go to a folder of the run on it. None keeps nothing.
         spec_record: the owner's signed spec, to be kept on the directory; None keeps none there.
-        run_blocking: runs what blocks on the disk; `asyncio.to_thread` in life, inline in virtual time.
+        run_blocking: runs what blocks on the disk or computes for long; `asyncio.to_thread` in life, inline in virtual
+            time.
         on_step: sees the steps while this peer coordinates.
         on_plan: sees every plan that this peer obeys.
         on_commit, on_validation, on_state: as `PeerDriver` has them.
@@ -130,10 +131,11 @@ class Node:
             clock=clock,
             spec=spec,
             owner=owner,
-            allocator=allocator or GreedyAllocator(),
+            allocator=allocator or EvolutionaryAllocator(),
             store=PlanStore(disk, PurePosixPath(self.run) / PLANS),
             heartbeat=self.peer.heartbeat,
             on_plan=self._obey,
+            run_blocking=run_blocking,
             rng=rng,
             on_step=on_step,
         )
