@@ -18,6 +18,8 @@ import msgspec
 
 from shoal.coordinator.allocate.interface import Allocator
 from shoal.coordinator.cost.placement import Placement
+from shoal.coordinator.cost.shares import split
+from shoal.coordinator.cost.workload import Workload
 from shoal.deploy.simulate.blocking import BlockingDevice, Lockstep
 from shoal.deploy.simulate.ledger import SimLedger, traffic_matrix
 from shoal.deploy.simulate.modelled_swarm import ModelledSwarm, Ports, check_devices, peer_ids
@@ -84,7 +86,7 @@ async def _play(run: ModelledRun) -> SimResult:
     world = World(run.seed, MatrixNetwork(t), acquainted=run.introduced)
     if isinstance(run.stages, Placement):
         peers = peer_ids(world, range(t.num_devices))
-        allocator: Allocator | None = PinnedAllocator(run.stages, peers)
+        allocator: Allocator | None = PinnedAllocator(run.stages, peers, split(t, Workload.of(spec), run.stages))
     else:
         allocator = run.stages
     ledger = SimLedger(t.num_devices, spec.swarm.stages, steps=spec.training.steps, keeps_timeline=run.record_timeline)

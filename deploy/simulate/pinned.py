@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from itertools import pairwise
 
-from shoal.coordinator.allocate.interface import Layout, MeasuredPeer, NoLayout, Snapshot
+from shoal.coordinator.allocate.interface import Layout, NoLayout, Snapshot
 from shoal.coordinator.cost.placement import Placement
+from shoal.coordinator.cost.shares import Split
 from shoal.protocol.identity import PeerID
 from shoal.protocol.plan import Member, Plan, Stage
 
@@ -14,33 +15,31 @@ class PinnedAllocator:
 
     Args:
         peers: device index -> who it is.
+        split: traffic and reduction of each member, in the placement's order, as the throughput objective assumes it.
     """
 
     searches = False
 
-    def __init__(self, placement: Placement, peers: Mapping[int, PeerID]) -> None:
+    def __init__(self, placement: Placement, peers: Mapping[int, PeerID], split: Split) -> None:
         self._placement = placement
         self._peers = peers
+        self._members = {
+            peers[device]: Member(peer=peers[device], share=share, bandwidth=part)
+            for devices, shares, parts in zip(placement.stages, split.shares, split.parts, strict=True)
+            for device, share, part in zip(devices, shares, parts, strict=True)
+        }
 
     def allocate(self, snapshot: Snapshot, previous: Plan | None, *, seed: int) -> Layout:
-        there = {peer.peer: peer for peer in snapshot.peers}
+        there = {peer.peer for peer in snapshot.peers}
         stages: list[Stage] = []
         for devices, (first, last) in zip(self._placement.stages, pairwise(self._placement.bounds), strict=True):
-            holders = [there[self._peers[device]] for device in devices if self._peers[device] in there]
-            if not holders:
+            members = tuple(self._members[self._peers[device]] for device in devices if self._peers[device] in there)
+            if not members:
                 raise NoLayout(f"nobody is there who could hold stage {len(stages)}")
-            stages.append(Stage(first_layer=first, last_layer=last, members=_members(holders)))
+            stages.append(Stage(first_layer=first, last_layer=last, members=members))
         placed = {member.peer for stage in stages for member in stage.members}
-        spares = tuple(peer for peer in there if peer not in placed)
+        spares = tuple(peer.peer for peer in snapshot.peers if peer.peer not in placed)
         return Layout(stages=tuple(stages), spares=spares, reason=f"the given placement: {len(placed)} peers hold it")
 
     def search(self, snapshot: Snapshot, previous: Plan | None, *, seed: int) -> tuple[Layout | None, str]:
         return None, "the placement is given"
-
-
-def _members(holders: list[MeasuredPeer]) -> tuple[Member, ...]:
-    """Traffic by speed, equal parts of the reduction."""
-    speed = sum(peer.flop_per_s for peer in holders)
-    return tuple(
-        Member(peer=peer.peer, share=peer.flop_per_s / speed, bandwidth=1.0 / len(holders)) for peer in holders
-    )
