@@ -5,6 +5,8 @@ Peers persist the highest they have seen and refuse anything lower, so a coordin
 (or a replayed plan) is obeyed by nobody.
 """
 
+from functools import cached_property
+
 import msgspec
 from blake3 import blake3
 
@@ -25,19 +27,19 @@ class Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like
     whether it was counted out meanwhile: its mates went on without it, so its state may be another than theirs."""
 
 
-class Stage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+class Stage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, dict=True):
     """Decoder layers [first_layer, last_layer) and who holds them; the member's position is its rank."""
 
     first_layer: int
     last_layer: int
     members: tuple[Member, ...]
 
-    @property
+    @cached_property
     def peers(self) -> tuple[PeerID, ...]:
         return tuple(member.peer for member in self.members)
 
 
-class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     """Stages in pipeline order. `sequence` counts plans of the run, over all terms, from 1."""
 
     run: str
@@ -62,21 +64,24 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The owner's leave to the coordinator to make this plan without votes (`sign_mandate`): the plan before it has
     lost its majority. Empty in every other plan."""
 
-    @property
+    @cached_property
     def members(self) -> tuple[PeerID, ...]:
         """Everyone who votes on the next plan: holders in stage order, then spares."""
         return tuple(peer for stage in self.stages for peer in stage.peers) + self.spares
 
     def stage_of(self, peer: PeerID) -> int | None:
-        for index, stage in enumerate(self.stages):
-            if peer in stage.peers:
-                return index
-        return None
+        place = self._places.get(peer)
+        return place[0] if place else None
 
     def since_of(self, peer: PeerID) -> int:
         """Since which plan it holds its place; this one's sequence if it holds none."""
-        places = (member.since for stage in self.stages for member in stage.members if member.peer == peer)
-        return next(places, self.sequence)
+        place = self._places.get(peer)
+        return place[1] if place else self.sequence
+
+    @cached_property
+    def _places(self) -> dict[PeerID, tuple[int, int]]:
+        """Who holds a stage -> (which, since which plan)."""
+        return {m.peer: (index, m.since) for index, stage in enumerate(self.stages) for m in stage.members}
 
     @property
     def order(self) -> tuple[int, int]:

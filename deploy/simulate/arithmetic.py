@@ -1,7 +1,7 @@
 """What a peer computes with that only pretends to: things of the right size and version, and nothing in them.
 
-Vectors are tensors on torch's `meta` device, which have a shape and no storage; their payloads, and activations, are
-phantoms, which links charge for. Jobs take their time in the simulated device, which is told their FLOP as ever.
+Vectors are extents; their payloads, and activations, are phantoms, which links charge for. Jobs take their time in the
+simulated device, which is told their FLOP as ever.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,40 @@ from shoal.protocol.ports import Payload
 from shoal.protocol.sim.phantom import Phantom
 from shoal.protocol.spec import RunSpec
 
-_META = torch.device("meta")
+_NOWHERE = torch.device("meta")
+
+
+class Extent:
+    """Stands for a flat tensor where only its size matters: what is done to its numbers is done to none.
+
+    A tensor on torch's `meta` device is the same thing, at 100 us an addition.
+    """
+
+    __slots__ = ("_size",)
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def numel(self) -> int:
+        return self._size
+
+    def __getitem__(self, part: slice) -> "Extent":
+        return Extent(len(range(*part.indices(self._size))))
+
+    def __setitem__(self, part: slice, values: object) -> None:
+        pass
+
+    def __iadd__(self, other: object) -> "Extent":
+        return self
+
+    def __imul__(self, other: object) -> "Extent":
+        return self
+
+    def zero_(self) -> "Extent":
+        return self
+
+    def to(self, *where: object, **how: object) -> "Extent":
+        return self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +69,13 @@ class ModelledVectors(Vectors):
     """Flat vectors that have only a size."""
 
     def __init__(self, *, chunk_bytes: int, gradients: Literal["fp32", "bf16"] = "fp32") -> None:
-        super().__init__(_META, chunk_bytes=chunk_bytes, gradients=gradients)
+        super().__init__(_NOWHERE, chunk_bytes=chunk_bytes, gradients=gradients)
+
+    def empty(self, size: int) -> Tensor:
+        return cast(Tensor, cast(Any, Extent(size)))
+
+    def zeros(self, size: int) -> Tensor:
+        return self.empty(size)
 
     def payload_of(self, values_C: Tensor) -> Payload:
         return _phantom(4 * values_C.numel())
@@ -63,7 +102,7 @@ class ModelledRuntime:
     def __init__(self, spec: RunSpec, first_layer: int, last_layer: int, *, vectors: Vectors) -> None:
         self.spec = spec
         self.vectors = vectors
-        self.device = _META
+        self.device = _NOWHERE
         self.keys = stage_layer_keys(spec.model, first_layer, last_layer)
         self.state: StageState | None = None
         self.num_parameters = sum(layer_layout(spec.model, key).numel for key in self.keys)

@@ -50,8 +50,13 @@ class Members:
     @property
     def lead(self) -> PeerID | None:
         """The first ready and open member by rank; if all of them drain, the first ready one."""
-        ready = [member.peer for member in self.planned if self.is_ready(member.peer)]
-        return next((peer for peer in ready if self._is_open(peer)), ready[0] if ready else None)
+        first_ready = None
+        for member in self.planned:
+            if self.is_ready(member.peer):
+                if self._is_open(member.peer):
+                    return member.peer
+                first_ready = first_ready or member.peer
+        return first_ready
 
     @property
     def standing(self) -> tuple[int, int]:

@@ -72,10 +72,18 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
             raise RuntimeError("Event loop is closed")
         if math.isnan(when):
             raise ValueError("a timer cannot be set for NaN seconds")
-        timer = asyncio.TimerHandle(when, callback, args, self, context)
-        timer._scheduled = True  # type: ignore[attr-defined]
+        timer = _Timer(when, callback, args, self, context)
         heapq.heappush(self._timers, (when, next(self._timer_order), timer))
         return timer
+
+    def call_soon(
+        self, callback: Callable[[*Ts], object], *args: *Ts, context: contextvars.Context | None = None
+    ) -> asyncio.Handle:
+        if self.is_closed():
+            raise RuntimeError("Event loop is closed")
+        handle = _Handle(callback, args, self, context)
+        self._ready.append(handle)
+        return handle
 
     def create_task(
         self,
@@ -133,7 +141,7 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         # As in asyncio: what these callbacks make ready runs in the next round, after timers that are due by then.
         for _ in range(len(ready)):
             handle = ready.popleft()
-            if handle.cancelled():
+            if handle._cancelled:
                 continue
             if self._frozen and (owner := _owner_of(handle)) in self._frozen:
                 self._frozen[owner].append(handle)
@@ -192,6 +200,51 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         self._timers.clear()
         self._frozen.clear()
         super().close()
+
+
+class _Handle(asyncio.Handle):
+    """asyncio's, made in half the time: this loop has no debug mode, and makes a million of them a minute."""
+
+    __slots__ = ()
+
+    def __init__(
+        self,
+        callback: Callable[..., object],
+        args: tuple[Any, ...],
+        loop: VirtualTimeLoop,
+        context: contextvars.Context | None,
+    ) -> None:
+        self._context = contextvars.copy_context() if context is None else context
+        self._loop = loop
+        self._callback = callback
+        self._args = args
+        self._cancelled = False
+        self._repr = None
+        self._source_traceback = None
+
+
+class _Timer(asyncio.TimerHandle):
+    """As `_Handle`."""
+
+    __slots__ = ()
+
+    def __init__(
+        self,
+        when: float,
+        callback: Callable[..., object],
+        args: tuple[Any, ...],
+        loop: VirtualTimeLoop,
+        context: contextvars.Context | None,
+    ) -> None:
+        self._context = contextvars.copy_context() if context is None else context
+        self._loop = loop
+        self._callback = callback
+        self._args = args
+        self._cancelled = False
+        self._repr = None
+        self._source_traceback = None
+        self._when = when
+        self._scheduled = True
 
 
 class _OrderedTask(asyncio.Task[T]):
