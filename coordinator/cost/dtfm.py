@@ -16,6 +16,8 @@ We differ where the paper says nothing:
 - **more than `ORDER_EXACT_MAX` stages**: their order is taken as the placement gives it.
 """
 
+import math
+
 import numpy as np
 
 from shoal.coordinator.cost.placement import Cost, Placement
@@ -29,17 +31,18 @@ _GIGABYTE = 1e9
 def share_seconds(topology: Topology, workload: WorkloadEntry, replicas: int) -> Floats:
     """float64 [N, N], symmetric: what one mate adds to dp in a stage of that size; inf without a path, 0 to itself."""
     part = workload.gradient_gigabytes_per_stage * _GIGABYTE / replicas
-    return _both_ways(topology, part)
+    return _both_ways(topology.latency_s, topology.bytes_per_s, part)
 
 
 def hop_seconds(topology: Topology, workload: WorkloadEntry) -> Floats:
     """float64 [N, N], symmetric: mean of both ways between neighbouring stages; inf without a path, 0 to itself."""
-    return _both_ways(topology, workload.activation_gigabytes_per_replica * _GIGABYTE) / 2.0
+    size = workload.activation_gigabytes_per_replica * _GIGABYTE
+    return _both_ways(topology.latency_s, topology.bytes_per_s, size) / 2.0
 
 
-def _both_ways(topology: Topology, size_bytes: float) -> Floats:
+def _both_ways(latency_s: Floats, bytes_per_s: Floats, size_bytes: float) -> Floats:
     with np.errstate(divide="ignore"):
-        one_way = topology.latency_s + size_bytes / topology.bytes_per_s
+        one_way = latency_s + size_bytes / bytes_per_s
     np.fill_diagonal(one_way, 0.0)
     return one_way + one_way.T
 
@@ -59,13 +62,16 @@ class DtfmObjective:
             return Cost.impossible("a stage has no device")
         dp = max(self._slowest_member(stage) for stage in placement.stages)
         pp = 2.0 * shortest_open_path(self._distances(placement))
-        if not np.isfinite(dp + pp):
+        if not math.isfinite(dp + pp):
             return Cost.impossible("two devices that must talk have no path between them")
         return Cost(seconds=dp + pp, parts={"dp_s": dp, "pp_s": pp})
 
     def _slowest_member(self, stage: tuple[int, ...]) -> float:
-        share = share_seconds(self.topology.take(list(stage)), self.workload, len(stage)) if len(stage) > 1 else None
-        return 0.0 if share is None else float(share.sum(axis=1).max())
+        mates = np.ix_(stage, stage)
+        part = self.workload.gradient_gigabytes_per_stage * _GIGABYTE / len(stage)
+        share = _both_ways(self.topology.latency_s[mates], self.topology.bytes_per_s[mates], part)
+        # fsum is exact, so no machine adds in another order.
+        return max(math.fsum(row) for row in share.tolist())
 
     def _distances(self, placement: Placement) -> Floats:
         """float64 [K, K]; where the order is given, only what that needs."""
