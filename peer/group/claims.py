@@ -58,6 +58,7 @@ class Claims:
         self._task: asyncio.Task[None] | None = None
         self._draining = False
         self._pace = Pace()
+        self._made_s: dict[PeerID, float] = {}  # when each claimant last contributed something of ours
         self._out: dict[Microbatch, tuple[PeerID, float]] = {}  # granted by us: to whom and when
 
     def install(self) -> None:
@@ -101,6 +102,7 @@ class Claims:
         """Whoever it was granted to has contributed it."""
         grant = self._out.pop(microbatch, None)
         if grant is not None:
+            self._made_s[grant[0]] = self._clock.now_s()
             self._pace.took(grant[0], self._clock.now_s() - grant[1])
 
     def mate_lost(self, peer: PeerID) -> None:
@@ -194,7 +196,9 @@ class Claims:
         everyone = (self._group.me, *self._group.ready_mates)
         for source, (count, answer) in list(self._waiting.items()):
             share = max(1, math.ceil(self._group.share_of(source) * admissible))
+            # Who has made something since is not stuck: what it waits for is at a slow replica further on.
             since_s = min((at_s for peer, at_s in self._out.values() if peer == source), default=now_s)
+            since_s = max(since_s, self._made_s.get(source, 0.0))
             if self._pace.weight(source, everyone, waiting_s=now_s - since_s) < 1.0:
                 # The whole step would wait for what it holds: now and then one, to see whether it has recovered.
                 share = 1 if self._pace.is_due(source, now_s) else 0
