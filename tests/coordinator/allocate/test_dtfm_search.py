@@ -66,9 +66,58 @@ def test_settled_stages_are_in_the_order_and_columns_that_are_paid_for():
         assert state.edge_worst.sum() == pytest.approx(pp, rel=1e-12)
 
 
+def changes(rng, K, R):
+    """(name, arguments between the state and `smooth`) of one of each kind."""
+    length = int(rng.integers(1, K // 2 + 1))
+    k, j = sorted(rng.permutation(K - length + 1)[:2].tolist())
+    c, m = rng.permutation(R)[:2].tolist()
+    if j - k >= length:
+        yield dtfm_kernels._exchange, (k, j, c, m, length)
+    yield dtfm_kernels._exchange, (k, k, c, m, 1)
+    yield dtfm_kernels._cross, (min(k, K - 2), c, m)
+    i, j = sorted(rng.permutation(K)[:2].tolist())
+    if j - i < K - 1:
+        yield dtfm_kernels._turn, (i, j)
+
+
 @pytest.mark.parametrize(("devices", "stages"), [(24, 4), (26, 4), (23, 5)])
-def test_running_sums_stay_true_through_every_kind_of_change(devices, stages):
-    """A trial that is undone in a wrong way, or a stage of a wrong size, shows as a cost that nobody has."""
+def test_a_change_keeps_running_sums_true_or_leaves_no_trace(devices, stages):
+    evaluator = DtfmEvaluator(random_network(devices, 3), PAPER_WORKLOAD, stages)
+    K, R, links = stages, evaluator.places, evaluator._links
+    rng = np.random.default_rng(devices)
+    scratch = (np.zeros((K, R)), (np.zeros(K), np.zeros(K), np.zeros(K - 1), np.zeros(K - 1)))
+
+    def fresh(x):
+        state = dtfm_kernels.State(
+            x.copy(), np.zeros((K, R)), np.zeros(K), np.zeros(K), np.zeros(K - 1), np.zeros(K - 1)
+        )
+        dtfm_kernels._refresh(state, links)
+        return state
+
+    tried = 0
+    for seed in range(100):
+        x = evaluator._layout(evaluator.random(seed))
+        rng.permuted(x, axis=1, out=x)
+        for change, where in changes(rng, K, R):
+            extra = scratch if change is dtfm_kernels._exchange else ()
+            state = fresh(x)
+            refused, _ = change(state, links, *extra, *where, 0.5, -1.0)
+            for mine, before in zip(state, fresh(x), strict=True):
+                assert (mine == before).all(), change
+            if refused == 0.0:
+                continue  # Would have done nothing, or made two holes.
+            tried += 1
+            taken, _ = change(state, links, *extra, *where, 0.5, np.inf)
+            assert (state.x != x).any()
+            for mine, truth in zip(state, fresh(state.x), strict=True):
+                np.testing.assert_allclose(mine, truth, rtol=1e-9, atol=1e-9)
+            assert taken == refused == pytest.approx(dtfm_kernels._energy(state, devices, 0.5), rel=1e-12)
+            assert (state.x < 0).sum(axis=1).max() <= 1
+    assert tried > 200
+
+
+@pytest.mark.parametrize(("devices", "stages"), [(24, 4), (26, 4), (23, 5)])
+def test_local_search_returns_what_it_says(devices, stages):
     topology = random_network(devices, 3)
     evaluator = DtfmEvaluator(topology, PAPER_WORKLOAD, stages)
     for heat in (0.0, 0.3, 1.0):
