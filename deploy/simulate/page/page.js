@@ -63,7 +63,7 @@ function drawThroughput() {
     for (const [t, change, text] of s.events) {
       const away = change === "left";
       const mark = element("line", { x1: x(t), x2: x(t), y1: H - B, y2: H - B + (away ? -12 : 6), "stroke-width": 1.5,
-        stroke: `var(--${away ? "send" : change === "joined" ? "backward" : "quiet"})`, opacity: 0.75 });
+        stroke: `var(--${colour(index)})`, opacity: change === "plan" ? 0.45 : 0.9 });
       mark.append(element("title", {}, `${s.name}, ${t.toFixed(1)} s: ${text}`));
       if (t <= end) svg.append(mark);
     }
@@ -78,7 +78,7 @@ function drawThroughput() {
     keys.append(element("span", {}, swatch, s.name));
   }
   if (lines.some((s) => s.events.some((e) => e[1] === "left")))
-    keys.append(element("span", {}, "marks: up, a device left; down, one joined or a plan changed"));
+    keys.append(element("span", {}, "marks: up, a device left; down, one joined or the plan changed"));
   box.replaceChildren(svg, keys);
 }
 
