@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import msgspec
 
 from shoal.coordinator.cost.placement import Cost, Placement
-from shoal.deploy.simulate.result import SimResult
+from shoal.deploy.simulate.result import JobKind, SimResult
 from shoal.deploy.simulate.strategy import Strategy
 
 
@@ -46,7 +46,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     idle_share: float | None
     """Of the time of devices that hold a stage, from the first steady step on; None without a timeline."""
     bound_by: str
-    """What the prediction says is busiest, or the reason why there is no figure."""
+    """What the prediction says is busiest; without one, what was seen; or the reason why there is no figure."""
     duplicates: int
     given_up: int
     failures: tuple[str, ...]
@@ -72,7 +72,7 @@ def row_of(outcome: Outcome) -> Row:
         measured_over_predicted=tokens_per_s / expected if tokens_per_s and expected else None,
         bytes_per_step=float(result.traffic_bytes.sum()) / len(result.steps) if result and result.steps else None,
         idle_share=idle_share(outcome),
-        bound_by=outcome.problem or _trouble(result) or bound_by(predicted),
+        bound_by=outcome.problem or _trouble(result) or bound_by(predicted) or _seen(outcome),
         duplicates=result.duplicates if result is not None else 0,
         given_up=result.given_up if result is not None else 0,
         failures=result.failures if result is not None else (),
@@ -85,6 +85,14 @@ def row_of(outcome: Outcome) -> Row:
 
 def idle_share(outcome: Outcome) -> float | None:
     """The part of the time in which those that hold a stage computed nothing; sending while blocked is idle too."""
+    shares = time_shares(outcome)
+    if shares is None:
+        return None
+    return max(0.0, 1.0 - sum(share for kind, share in shares.items() if kind not in ("send", "probe")))
+
+
+def time_shares(outcome: Outcome) -> dict[JobKind, float] | None:
+    """By kind of job, of the time of those that hold a stage, once it goes steadily; None without a timeline."""
     result = outcome.result
     if result is None or len(result.steps) <= result.warm_up_steps + 1 or not any(result.timeline):
         return None
@@ -94,13 +102,12 @@ def idle_share(outcome: Outcome) -> float | None:
         devices = [device for stage in outcome.placement.stages for device in stage]
     else:
         devices = [device for device, spans in enumerate(result.timeline) if spans]
-    busy_s = sum(
-        max(0.0, min(span.ended_s, end_s) - max(span.started_s, begin_s))
-        for device in devices
-        for span in result.timeline[device]
-        if span.kind not in ("send", "probe")
-    )
-    return max(0.0, 1.0 - busy_s / (len(devices) * (end_s - begin_s)))
+    seconds: dict[JobKind, float] = {}
+    for device in devices:
+        for kind, started_s, ended_s in result.timeline[device]:
+            inside_s = max(0.0, min(ended_s, end_s) - max(started_s, begin_s))
+            seconds[kind] = seconds.get(kind, 0.0) + inside_s
+    return {kind: s / (len(devices) * (end_s - begin_s)) for kind, s in seconds.items()}
 
 
 def bound_by(cost: Cost | None) -> str:
@@ -119,6 +126,17 @@ def bound_by(cost: Cost | None) -> str:
     if parts["stage_s"] >= slowest:
         return f"the network of {stage}"
     return "paths between stages"
+
+
+def _seen(outcome: Outcome) -> str:
+    """What can be said where there is no prediction."""
+    result, shares = outcome.result, time_shares(outcome)
+    if result is None:
+        return ""
+    if shares is not None and shares.get("send", 0.0) > 0.0:
+        return f"sending, {shares['send']:.0%} of the time"
+    counts = {change: sum(event.change == change for event in result.events) for change in ("plan", "left")}
+    return f"{counts['plan']} plans, {counts['left']} devices lost"
 
 
 def _trouble(result: SimResult | None) -> str:

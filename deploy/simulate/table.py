@@ -12,7 +12,7 @@ from shoal.deploy.simulate.scenario import Scenario
 
 LEGEND = (
     "predicted: by the planner's model of a steady run; ratio: measured / predicted; idle: of the devices that hold a "
-    "stage, while it goes steadily; bound by: what the model finds busiest."
+    "stage, while it goes steadily; bound by: what the model finds busiest, or else what was seen."
 )
 
 
