@@ -412,7 +412,7 @@ def _fill(P, S, k, supply, demand):
 # --- the whole ---
 
 
-@njit(cache=True)
+@njit(cache=True, nogil=True)
 def evaluate(P, S, work):
     """(cost with moving, what local search looks at) of the placement, everything dirty computed again.
 
@@ -501,7 +501,7 @@ def _memory(P, S, step_s):
     return most
 
 
-@njit(cache=True)
+@njit(cache=True, nogil=True)
 def moving_s(P, S):
     """Seconds of the whole swarm's work that getting here from the current plan costs: what each device does not do
     while it fetches the layers that it has not. Newcomers did nothing before, so they cost nothing."""
@@ -526,7 +526,7 @@ def moving_s(P, S):
 # --- where the model is cut ---
 
 
-@njit(cache=True)
+@njit(cache=True, nogil=True)
 def cut(P, S, work):
     """Set the bounds for which the slowest stage of these members is fastest, exactly: dynamic programming over all
     cuts, each stage's time being that of `_saturate` with its own members. What does not fit in memory with two
@@ -571,7 +571,7 @@ def cut(P, S, work):
 RELOCATE, EXCHANGE, LAYER, RENAME = 0, 1, 2, 3
 
 
-@njit(cache=True)
+@njit(cache=True, nogil=True)
 def build(P, S, stage, bounds):
     """Make S this placement, everything dirty. Members come in ascending order."""
     S.count[:] = 0
@@ -713,7 +713,7 @@ def _propose(P, S, random):
     return RENAME, slow, k
 
 
-@njit(cache=True)
+@njit(cache=True, nogil=True)
 def improve(P, S, B, seed, limit, heat, best_stage, best_bounds):
     """Local search from the placement in S until `limit` units are spent. B: a State to keep copies in.
 
