@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import math
+from collections import deque
 from collections.abc import Callable
 
 from shoal.peer.group.core import GroupCore
@@ -22,6 +23,8 @@ logger = logging.getLogger(__name__)
 _PATIENCE_S = 5.0
 """How long the lead keeps a claim open when everything admissible is taken."""
 _RETRY_S = 0.2
+_ASKED_MAX = 16
+"""The quickest of so many answers is one that did not wait for something to become admissible."""
 
 
 class Claims:
@@ -53,6 +56,7 @@ class Claims:
         self._outbox = Outbox(endpoint)
         self._losses: dict[int, dict[int, float]] = {}
         self._changed = asyncio.Event()
+        self._asked_s: deque[float] = deque(maxlen=_ASKED_MAX)  # how long recent answers took
         self._asked: tuple[PeerID, asyncio.Future[Grant]] | None = None
         self._waiting: dict[PeerID, tuple[int, asyncio.Future[list[Microbatch]]]] = {}
         self._task: asyncio.Task[None] | None = None
@@ -149,6 +153,7 @@ class Claims:
 
     async def _ask(self, lead: PeerID, count: int) -> Grant:
         """As long as it is the lead: a claim may stay open for seconds."""
+        began_s = self._clock.now_s()
         ask = asyncio.ensure_future(self._endpoint.ask(lead, Claim(count=count), Grant, timeout_s=2 * _PATIENCE_S))
         self._asked = (lead, ask)
         try:
@@ -156,14 +161,19 @@ class Claims:
         finally:
             self._asked = None
             ask.cancel()
-        return Grant(items=()) if ask.cancelled() else ask.result()
+        if ask.cancelled():
+            return Grant(items=())
+        grant = ask.result()
+        self._asked_s.append(self._clock.now_s() - began_s)
+        return grant
 
     def _wanted(self) -> int:
         window = self._pipeline.window
         if self._draining or window is None or not self._group.ready:
             return 0
-        # One more than fits, so that the next is here when a place falls free.
-        return window.size + 1 - window.in_flight - self._pipeline.num_waiting
+        # More than fits, so that the next is here when a place falls free: as many as do while a claim is on its way.
+        ahead = 1 + min(window.size, math.ceil(window.rate_per_s * min(self._asked_s, default=0.0)))
+        return window.size + ahead - window.in_flight - self._pipeline.num_waiting
 
     # --- the lead ---
 

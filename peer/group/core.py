@@ -329,9 +329,9 @@ class GroupCore:
     def _may_bring(self, peer: PeerID, step: int, bitmap: bytes) -> bool:
         return self._tallies.tally(step, peer).may_bring(self._tallies.indices(bitmap))
 
-    def _progress(self, step: int) -> Progress:
+    def _progress(self, step: int, *, names_lead: bool = True) -> Progress:
         self._count += 1
-        lead = self.lead or PeerID("")
+        lead = (names_lead and self.lead) or PeerID("")
         return self._tallies.word(step, stage=self.stage, lead=lead, incarnation=self.incarnation, count=self._count)
 
     @property
@@ -343,15 +343,15 @@ class GroupCore:
         return (order * _RANKS + rank) * _TENURES + self.incarnation % _TENURES
 
     def _tell_open_steps(self) -> list[Command]:
-        """Of the current one always."""
-        return [Tell(self._progress(step)) for step in sorted({self.version, *self._tallies.steps})]
+        """Of the current one always, and last: only it names our lead, who must not grant again what the others say."""
+        later = [Tell(self._progress(s, names_lead=False)) for s in sorted(self._tallies.steps) if s != self.version]
+        return [*later, Tell(self._progress(self.version))]
 
     def _lead_may_have_changed(self, now_s: float) -> list[Command]:
-        commands: list[Command] = []
-        if self.lead != self._announced_lead:
-            self._announced_lead = self.lead
-            commands = self._tell_open_steps()
-        return [*commands, *self._try_round(now_s)]
+        if self.lead == self._announced_lead:
+            return self._try_round(now_s)
+        self._announced_lead = self.lead
+        return [*self._tell_open_steps(), *self._try_round(now_s)]
 
     def _try_round(self, now_s: float) -> list[Command]:
         step = self.version

@@ -34,6 +34,7 @@ from shoal.peer.pipeline.core import (
     VersionSet,
 )
 from shoal.peer.pipeline.microbatch import Microbatch
+from shoal.peer.pipeline.queueing import LinkQueues
 from shoal.peer.pipeline.state import StageState
 from shoal.peer.pipeline.wire import ActivationWire
 from shoal.peer.tasks import Tasks
@@ -109,6 +110,8 @@ class PipelineDriver:
         self._outputs: dict[Microbatch, Payload] = {}  # what we send next for it; kept until answered
         self._gradients: dict[Microbatch, Payload] = {}
         self._losses: dict[Microbatch, float] = {}
+        self._activation_queues, self._gradient_queues = LinkQueues(), LinkQueues()
+        self._waited_s: dict[Microbatch, float] = {}  # that its activation stood in line to leave
         self._unwanted: set[Microbatch] = set()  # computed for the other stages only: our group has its gradient
         self._mean_gradient_N: Tensor | None = None
         self._tasks = Tasks(upwards.failed)
@@ -184,7 +187,8 @@ class PipelineDriver:
             self._losses[microbatch] = meta.loss
         else:
             self._gradients[microbatch] = payload
-        self._handle(GradientArrived(microbatch, source, meta.waited_s))
+        waited_s = meta.waited_s + self._waited_s.pop(microbatch, 0.0)
+        self._handle(GradientArrived(microbatch, source, waited_s))
 
     def _check(self, source: PeerID, microbatch: Microbatch) -> None:
         training = self.runtime.spec.training
@@ -213,7 +217,7 @@ class PipelineDriver:
                         step=microbatch.step,
                         index=microbatch.index,
                         loss=loss,
-                        waited_s=waited_s,
+                        waited_s=waited_s + self._gradient_queues.last_waited_s(target),
                     )
                     self._tasks.spawn(self._send_gradient(target, meta, payload), f"gradient {microbatch}")
                 case Contributed(microbatch, staleness_steps, again) if microbatch not in self._unwanted:
@@ -267,7 +271,7 @@ class PipelineDriver:
             self._outputs[microbatch] = value
 
     def _forget(self, microbatch: Microbatch) -> None:
-        for table in (self._inputs, self._outputs, self._gradients, self._losses):
+        for table in (self._inputs, self._outputs, self._gradients, self._losses, self._waited_s):
             table.pop(microbatch, None)
         self._unwanted.discard(microbatch)
         self.runtime.forget(microbatch)
@@ -277,8 +281,12 @@ class PipelineDriver:
         if payload is None:
             return  # Forgotten before the task began.
         meta = Activation(stage=self.core.stage + 1, step=microbatch.step, index=microbatch.index, again=again)
+        began_s = self._clock.now_s()
         try:
             await self._endpoint.send(target, meta, payload, priority=Priority.ACTIVATION)
+            waited_s = self._activation_queues.sent(target, self._clock.now_s() - began_s)
+            if self.core.holds(microbatch):
+                self._waited_s[microbatch] = waited_s
         except Unreachable as error:
             logger.warning("activation %s: %s; sending it elsewhere", microbatch, error)
             self._handle(PeerLost(target))
@@ -286,8 +294,11 @@ class PipelineDriver:
 
     async def _send_gradient(self, target: PeerID, meta: Gradient, payload: Payload) -> None:
         for wait_s in _GRADIENT_RETRIES_S:
+            began_s = self._clock.now_s()
             try:
                 await self._endpoint.send(target, meta, payload, priority=Priority.GRADIENT)
+                if payload:
+                    self._gradient_queues.sent(target, self._clock.now_s() - began_s)
             except Unreachable as error:
                 logger.warning("gradient (%d, %d): %s", meta.step, meta.index, error)
                 self.upwards.unreachable(target)

@@ -2,15 +2,16 @@
 
 Just enough to keep the slowest stage busy: every further one only waits in a queue, costs memory and comes back
 staler. Found by measuring, in the manner of BBR (Cardwell et al. 2016): the pipeline's bottleneck rate is the largest
-recent delivery rate, its empty round trip the smallest recent one; their product is what the pipeline holds when it
-is full and nothing queues. A gain above 1 keeps probing: if the pipeline was not full, the rate rises and so does the
-window; if it was, only the queues grow.
+recent delivery rate, its empty round trip the mean recent one without its waiting; their product is what the pipeline
+holds when it is full and nothing queues. The mean, for microbatches go different ways: with replicas on several
+continents the quickest says little of what all of them together hold. A gain above 1 keeps probing: if the pipeline
+was not full, the rate rises and so does the window; if it was, only the queues grow.
 
-The time that a microbatch stood in queues is subtracted from its round trip: each stage knows it and says so with the
-gradient. A network cannot, so BBR empties its queue now and then to see an empty round trip. Without either, a full
-pipeline always measures rate x round trip = what is in flight, and the window grows by its gain for ever: a model of
-this pipeline had 25 to 40 times too much in flight within minutes. Draining would cost throughput, and several
-stage-0 replicas would have to drain at the same time. Time spent waiting for a link is not known and not subtracted.
+The time that a microbatch stood in queues, for a device or for a link, is subtracted from its round trip: each stage
+knows it and says so with the gradient. A network cannot, so BBR empties its queue now and then to see an empty round
+trip. Without either, a full pipeline always measures rate x round trip = what is in flight, and the window grows by
+its gain for ever: a model of this pipeline had 25 to 40 times too much in flight within minutes. Draining would cost
+throughput, and several stage-0 replicas would have to drain at the same time.
 """
 
 from collections import deque
@@ -32,7 +33,7 @@ class Window:
         num_stages: the window starts at `num_stages + 1`: one in each stage and one on the way.
         gain: window over the measured product of rate and round trip, > 1. With equal stages whose jobs take +-30 %
             of the mean, 1.25 keeps the slowest one busy for 85 to 90 % of the time, 1.5 for 92 to 94 %.
-        memory: how many recent microbatches the largest rate and the smallest round trip are taken over; the limit
+        memory: how many recent microbatches the largest rate and the mean round trip are taken over; the limit
             forgets a better past, so that a plan change is felt within `memory` microbatches.
     """
 
@@ -60,6 +61,11 @@ class Window:
     def has_room(self) -> bool:
         return len(self._sent) < self.size
 
+    @property
+    def rate_per_s(self) -> float:
+        """At which microbatches come back of late, at most; 0: not known yet."""
+        return max(self._rates, default=0.0)
+
     def sent(self, key: object, *, now_s: float) -> None:
         if not self._sent:
             # The pipe was empty: time spent idle is no sign of a slow pipeline.
@@ -81,7 +87,7 @@ class Window:
             self._rates.append((self._delivered - sent.delivered) / elapsed_s)
         self._round_trips_s.append(max(0.0, now_s - sent.at_s - waited_s))
         if len(self._round_trips_s) >= self.size or len(self._round_trips_s) == self.memory:
-            product = max(self._rates, default=0.0) * min(self._round_trips_s)
+            product = self.rate_per_s * sum(self._round_trips_s) / len(self._round_trips_s)
             self.size = max(2, min(self.size_max, int(self.gain * product) + 1))
 
     def forget(self, key: object) -> None:

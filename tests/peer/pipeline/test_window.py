@@ -97,12 +97,17 @@ def test_it_never_grows_beyond_its_limit() -> None:
 
 @dataclass
 class Pipeline:
-    """`heads` replicas of stage 0 before one replica of each other stage. `noise`: jobs take 1 +- noise of the mean."""
+    """`heads` replicas of stage 0 before one replica of each other stage. `noise`: jobs take 1 +- noise of the mean.
+    `far_s`: the stages between the first and the last have two replicas, this much more latency lies around the second.
+    `link_s`: a link carries one message at a time, for so long; as in the driver, the wait for it is told.
+    """
 
     seconds_K: list[float]
     latency_s: float
     heads: int = 1
     noise: float = 0.0
+    far_s: float | None = None
+    link_s: float = 0.0
     now_s: float = 0.0
     cores: dict[PeerID, PipelineCore] = field(default_factory=dict)
     busy_s: Counter[PeerID] = field(default_factory=Counter)
@@ -110,13 +115,18 @@ class Pipeline:
     _order: "itertools.count[int]" = field(default_factory=itertools.count)
     _indices: "itertools.count[int]" = field(default_factory=itertools.count)
     _agenda: list[tuple[float, int, PeerID, Event]] = field(default_factory=list)
+    _free_s: dict[tuple[PeerID, PeerID], float] = field(default_factory=dict)
+    _waits: dict[tuple[Microbatch, PeerID], float] = field(default_factory=dict)
     _rng: random.Random = field(default_factory=lambda: random.Random(1))
 
     def __post_init__(self) -> None:
         K = len(self.seconds_K)
+        middle = 1 if self.far_s is None else 2
+        replicas = [self.heads, *[middle] * (K - 2), 1] if K > 1 else [self.heads]
         for stage in range(K):
-            for replica in range(self.heads if stage == 0 else 1):
-                router = Router(shares={PeerID(f"{stage + 1}.0"): 1.0} if stage + 1 < K else {})
+            for replica in range(replicas[stage]):
+                after = range(replicas[stage + 1]) if stage + 1 < K else ()
+                router = Router(shares={PeerID(f"{stage + 1}.{there}"): 1.0 for there in after})
                 head = Window(num_stages=K) if stage == 0 else None
                 self.cores[PeerID(f"{stage}.{replica}")] = PipelineCore(
                     stage=stage, num_stages=K, s_max=0, version=0, router=router, window=head
@@ -166,11 +176,26 @@ class Pipeline:
                     self.busy_s[name] += seconds
                     self._later(seconds, name, JobDone(command))
                 case SendActivation(microbatch, target):
-                    self._later(self.latency_s, target, Arrived(microbatch, name))
+                    waited_s = self._waits[microbatch, name] = self._link(name, target)
+                    self._later(waited_s + self._way_s(name, target), target, Arrived(microbatch, name))
                 case SendGradient(microbatch, target, waited_s):
-                    self._later(self.latency_s, target, GradientArrived(microbatch, name, waited_s))
+                    link_s = self._link(name, target)
+                    told_s = waited_s + link_s + self._waits.pop((microbatch, target))
+                    event = GradientArrived(microbatch, name, told_s)
+                    self._later(link_s + self._way_s(name, target), target, event)
                 case Finished():
                     self.finished += 1
+
+    def _way_s(self, source: PeerID, target: PeerID) -> float:
+        """Without waiting."""
+        between_far = any(peer.endswith(".1") and not peer.startswith("0") for peer in (source, target))
+        return self.latency_s + self.link_s + (self.far_s or 0.0) * between_far
+
+    def _link(self, source: PeerID, target: PeerID) -> float:
+        """Take it for one message. Returns: the wait for it."""
+        free_s = max(self.now_s, self._free_s.get((source, target), 0.0))
+        self._free_s[source, target] = free_s + self.link_s
+        return free_s - self.now_s
 
     def _later(self, seconds: float, name: PeerID, event: Event) -> None:
         heapq.heappush(self._agenda, (self.now_s + seconds, next(self._order), name, event))
@@ -206,6 +231,28 @@ def test_jobs_of_uneven_length_cost_little_and_do_not_inflate_it(seconds_K: list
     pipeline.run(100.0)
     assert pipeline.run(150.0) >= 0.9
     assert pipeline.in_flight_max <= 2.5 * pipeline.product + 1
+
+
+@pytest.mark.parametrize("far_s", [0.2, 0.5])
+def test_ways_of_unequal_length_are_filled(far_s: float) -> None:
+    """With the smallest round trip in the place of the mean the window stays too small for the longer ways."""
+    pipeline = Pipeline([0.05, 0.2, 0.2, 0.2, 0.05], 0.05, far_s=far_s)
+    pipeline.run(60.0)
+    assert pipeline.run(60.0) >= 0.87
+    held = pipeline.in_flight_max
+    pipeline.run(180.0)
+    assert pipeline.in_flight_max <= 1.3 * held, "it goes on growing"
+
+
+def test_a_slow_link_is_kept_busy_and_no_line_forms_before_it() -> None:
+    """A message takes half a second to leave, the slowest stage 0.3 s: two messages a second in each direction."""
+    pipeline = Pipeline([0.1, 0.1, 0.1], 0.1, link_s=0.5)
+    pipeline.run(60.0)
+    before = pipeline.finished
+    pipeline.run(120.0)
+    assert pipeline.finished - before >= 0.95 * 120.0 / 0.5
+    empty_s = 0.9 + 4 * (0.1 + 0.5)
+    assert pipeline.in_flight_max <= 2 * empty_s / 0.5 + 1
 
 
 def test_it_follows_a_pipeline_that_gets_longer_and_shorter_again() -> None:
