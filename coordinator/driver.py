@@ -190,6 +190,8 @@ class Coordination:
         self._enquiry.serve()
         self._spawn(self._look_up())
         self._spawn(self._notices.meet())
+        if self.plan is None and self._core.owner == self._endpoint.peer_id:
+            self._spawn(self._searcher.prepare())  # while the others arrive
         self._feed(TimerFired())
 
     async def close(self, leave: bool) -> None:

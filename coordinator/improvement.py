@@ -30,8 +30,8 @@ LOOK_HEARTBEATS = 10.0
 """How often it looks whether figures have changed."""
 AFRESH_TERMS = 10
 """Each such term is searched whatever the predecessor says: changes too slow for one term are seen that way."""
-FIRST_PATIENCE_S = 20.0
-"""How long the first plan waits for a search: it may have to compile what it runs, once a machine."""
+FIRST_PATIENCE_S = 10.0
+"""How long the first plan waits for a search: it may still have to compile what it runs, once a machine."""
 SPEED_DRIFT = 1.3
 LINK_DRIFT = 1.6
 LATENCY_DRIFT_S = 0.005

@@ -1,5 +1,6 @@
 """Runs the searches of a core where they block nobody, and brings back what they found."""
 
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 
@@ -26,6 +27,12 @@ class Searcher:
 
     def __init__(self, allocator: Allocator, run_blocking: RunBlocking, *, tell: Callable[[Searched], object]) -> None:
         self._allocator, self._run_blocking, self._tell = allocator, run_blocking, tell
+
+    async def prepare(self) -> None:
+        """Before there is anything to search; what is wrong with it, the first search will say."""
+        if isinstance(self._allocator, Searching):
+            with contextlib.suppress(ImportError):
+                await self._run_blocking(self._allocator.prepare)
 
     async def run(self, job: SearchJob) -> None:
         """Whatever goes wrong, the coordinator goes on with repaired layouts."""

@@ -97,6 +97,13 @@ class Allocator(Protocol):
 class Searching(Allocator, Protocol):
     """An allocator that answers a change at once by hardly moving anybody, and then looks for something better."""
 
+    def prepare(self) -> None:
+        """What the first search would have to do first, where there is time for it: it may compile for a minute.
+
+        Raises: ImportError.
+        """
+        ...
+
     def search(self, snapshot: Snapshot, previous: Plan | None, *, seed: int) -> tuple[Layout | None, str]:
         """A better layout than `previous`, or a first one. Pure; may take seconds, and run in a thread of its own.
 

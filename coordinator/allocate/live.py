@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
+import numpy as np
+
 from shoal.coordinator.allocate.greedy import Choose, GreedyAllocator, Slot, poorest, slots_of, stage_of
 from shoal.coordinator.allocate.interface import Layout, MeasuredPeer, NoLayout, Snapshot
 from shoal.coordinator.allocate.network import topology_of
@@ -25,7 +27,8 @@ from shoal.coordinator.cost.throughput import ThroughputObjective
 from shoal.coordinator.cost.workload import Workload
 from shoal.protocol.identity import PeerID
 from shoal.protocol.plan import Member, Plan, Stage
-from shoal.protocol.topology import Topology
+from shoal.protocol.spec import RunSpec
+from shoal.protocol.topology import Topology, make_topology
 
 MARGIN = 0.05
 """Of tokens/s. Figures are averages over 16 reports, so noise of +-10 % in each is 1.5 % in them."""
@@ -67,6 +70,12 @@ class EvolutionaryAllocator:
             return self._greedy.arrange(snapshot, previous, seed=seed, aside=aside, choose=choose)
         except NoLayout:
             return self._greedy.arrange(snapshot, previous, seed=seed, choose=choose)
+
+    def prepare(self) -> None:
+        from shoal.coordinator.allocate.planner import plan
+
+        pair = make_topology(np.full((2, 2), 0.01), np.full((2, 2), 1e6))
+        plan(pair, Workload.of(RunSpec()), num_stages=2, work=1)
 
     def search(self, snapshot: Snapshot, previous: Plan | None, *, seed: int) -> tuple[Layout | None, str]:
         if any(peer.draining for peer in snapshot.peers):

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
+from shoal.coordinator.allocate.interface import Allocator
 from shoal.coordinator.driver import Coordination
 from shoal.coordinator.ledger import StepRecord
 from shoal.coordinator.store import PlanStore
@@ -162,8 +163,16 @@ class FakeSwarm:
     """Peers of one run in one world; the first that is added owns it."""
 
     def __init__(
-        self, seed: int, *, min_peers: int, heartbeat_s: float = 1.0, term_s: float = 60.0, steps: int = 50
+        self,
+        seed: int,
+        *,
+        min_peers: int,
+        heartbeat_s: float = 1.0,
+        term_s: float = 60.0,
+        steps: int = 50,
+        allocator: Allocator | None = None,
     ) -> None:
+        self.allocator = allocator or GreedyAllocator()
         self.world = World(seed, uniform(0.02, jitter_s=0.005))
         self.peers: dict[str, FakePeer] = {}
         self.spec = RunSpec(
@@ -189,7 +198,7 @@ class FakeSwarm:
             clock=port.clock,
             spec=self.spec,
             owner=self._owner.peer_id,
-            allocator=GreedyAllocator(),
+            allocator=self.allocator,
             store=store or PlanStore(port.disk if keeps else None),
             heartbeat=peer.heartbeat,
             on_plan=peer.obey,

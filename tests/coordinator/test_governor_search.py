@@ -32,6 +32,9 @@ class Scripted(GreedyAllocator):
     finds: Layout | None = None
     asked: list[object] = field(default_factory=list)
 
+    def prepare(self):
+        pass
+
     def search(self, snapshot, previous, *, seed):
         self.asked.append((snapshot, previous, seed))
         return self.finds, "searched"

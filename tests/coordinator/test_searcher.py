@@ -25,6 +25,9 @@ class Scripted(GreedyAllocator):
     def __init__(self, outcome):
         self.outcome = outcome
 
+    def prepare(self):
+        raise ImportError
+
     def search(self, snapshot, previous, *, seed):
         assert (snapshot, previous, seed) == (JOB.snapshot, None, 7)
         if isinstance(self.outcome, Exception):
@@ -49,6 +52,11 @@ def test_whatever_happens_the_core_hears_of_it(outcome, expected):
     heard = []
     asyncio.run(Searcher(Scripted(outcome), inline, tell=heard.append).run(JOB))
     assert heard == [expected]
+
+
+def test_what_cannot_be_prepared_is_left_for_the_search_to_say():
+    asyncio.run(Searcher(Scripted((LAYOUT, "found")), inline, tell=print).prepare())
+    asyncio.run(Searcher(GreedyAllocator(), inline, tell=print).prepare())
 
 
 def test_a_search_runs_where_it_is_told_to():
