@@ -19,6 +19,8 @@ ADVERT_RENEWED_S = 20.0
 """Two renewals may fail before the directory forgets us."""
 HEAD_EXPIRES_S = 120.0
 """A newcomer finds the chain this long after the last coordinator fell silent; the highest of several counts."""
+READERS = 64
+"""Peers that may read all adverts with each renewal of their own."""
 DIALS_MAX = 16
 """Peers that are introduced at the same time; a dial to one that is gone takes seconds."""
 
@@ -36,7 +38,7 @@ class Notices:
         self._addresses: dict[PeerID, tuple[str, ...]] = {}
         self._dials = asyncio.Semaphore(DIALS_MAX)
         self._advert: Advert | None = None
-        self._renew_at_s = 0.0
+        self._renew_at_s = self._read_at_s = 0.0
 
     def knows(self, peer: PeerID) -> bool:
         """Whether we have heard where `peer` is."""
@@ -53,7 +55,11 @@ class Notices:
     async def advertise(self, advert: Advert) -> None:
         """Post our own advert, and learn where the others are."""
         await self._store(self._peers_key, AdvertRecord(advert=advert), ADVERT_EXPIRES_S)
-        await self.meet()
+        now_s = self._clock.now_s()
+        if now_s >= self._read_at_s:
+            # Everybody reads what everybody posts: in a swarm of hundreds less often, or it does little else.
+            self._read_at_s = now_s + ADVERT_RENEWED_S * (len(self._addresses) // READERS)
+            await self.meet()
 
     async def publish(self, signed: SignedPlan) -> None:
         """Post that the chain is at our plan."""

@@ -40,6 +40,8 @@ T = TypeVar("T")
 _DRAIN_S = 30.0
 _FAREWELL_S = 2.0
 _SILENCE_HEARTBEATS = 3.0
+PROBES_MAX = 24
+"""Links that a newcomer measures before it has used them. In large stages traffic shows the others."""
 
 
 async def _inline(work: Callable[[], T]) -> T:
@@ -244,19 +246,26 @@ class PeerDriver:
             elif before is not None:
                 self._count_out(before.plan, plan)
             self._endpoint.era = plan.era
+            replica = self.replica
             await self._take_place(before, plan)
-            # Hellos may have come before the plan did.
-            for peer, hello in self._neighbours.words():
-                if self.replica and peer in self.replica.audience:
-                    self.replica.peer_state(peer, hello)
-            self._say_hello()
+            self._recall(before.plan if before is not None and replica is self.replica else None, plan)
+            if self.replica:
+                self._neighbours.say_news(self.replica.audience)
+
+    def _recall(self, before: Plan | None, plan: Plan) -> None:
+        """Hellos may have come before the plan did. Args: before: what our replica has lived under; None: it is new."""
+        audience = frozenset(self.replica.audience) if self.replica else frozenset()
+        for peer, hello in self._neighbours.words():
+            is_known = before is not None and before.stage_of(peer) == plan.stage_of(peer)
+            if self.replica and peer in audience and not is_known:
+                self.replica.peer_state(peer, hello)
 
     def _count_out(self, before: Plan, plan: Plan) -> None:
         """Whoever a plan between the two has dropped (maybe one that we never saw) has nothing of ours any more."""
-        for peer in sorted(set(before.members) - {self._endpoint.peer_id}):
-            returned = before.stage_of(peer) == plan.stage_of(peer) and plan.since_of(peer) > before.sequence
-            if peer in plan.members and not returned:
+        for peer in plan.dropped_since(before):
+            if peer == self._endpoint.peer_id:
                 continue
+            returned = plan.has(peer)
             hello = self._neighbours.last_word(peer)
             self._neighbours.forget(peer)
             drains = hello is not None and hello.draining and not returned
@@ -269,7 +278,7 @@ class PeerDriver:
         place = None if stage is None else (stage, plan.stages[stage].first_layer, plan.stages[stage].last_layer)
         renewing, self._renewing = self._renewing, False
         if replica is not None and place != (replica.stage, *replica.layers):
-            is_counted_out = me not in plan.members and not self._draining
+            is_counted_out = not plan.has(me) and not self._draining
             if before is not None and plan.previous == before.digest and not is_counted_out:
                 replica.depart(plan)
                 await replica.drain(_DRAIN_S, unless=self._era_is_over)
@@ -348,8 +357,11 @@ class PeerDriver:
 
     def _measure_links(self, peers: tuple[PeerID, ...]) -> None:
         async def measure() -> None:
-            audience = self.replica.audience if self.replica else []
-            for peer in [p for p in audience if p in peers and p not in self._links]:
+            audience = [p for p in (self.replica.audience if self.replica else []) if p in peers]
+            # Each begins elsewhere, so that those of a large stage look at different ones.
+            begin = peers.index(self._endpoint.peer_id) * PROBES_MAX % max(1, len(audience))
+            chosen = [*audience[begin:], *audience[:begin]][:PROBES_MAX]
+            for peer in [p for p in chosen if p not in self._links]:
                 report = await self._link_probe.measure_if_possible(peer)
                 if report:
                     self._links[peer] = report

@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 _KEY = "hello"
 
+_Where = tuple[int, int, bool, bool, bool]
+
 
 class Neighbours:
     """Args:
@@ -50,13 +52,23 @@ class Neighbours:
         self._count = 0
         self._hellos: dict[PeerID, Hello] = {}
         self._silent: dict[PeerID, float] = {}
+        self._posted: dict[PeerID, _Where] = {}
+        self._told: dict[PeerID, _Where] = {}  # what each has answered to
         self._outbox = Outbox(endpoint, expect=Hello, on_reply=self._on_reply, on_trouble=self.unreachable)
         endpoint.on(Hello, self._on_hello)
 
     def say(self, audience: Iterable[PeerID]) -> None:
         """Our state has changed, or theirs may not know it."""
         for peer in audience:
-            self._outbox.post(peer, _KEY, self._next())
+            word = self._next()
+            self._posted[peer] = _where(word)
+            self._outbox.post(peer, _KEY, word)
+
+    def say_news(self, audience: Iterable[PeerID]) -> None:
+        """To those who have not answered to what we would say now. In a swarm of a thousand everybody else's place
+        changes every few seconds, and a hundred neighbours need not hear each time that ours has not."""
+        now = _where(self._own())
+        self.say(peer for peer in audience if self._told.get(peer) != now)
 
     def last_word(self, peer: PeerID) -> Hello | None:
         return self._hellos.get(peer)
@@ -69,10 +81,11 @@ class Neighbours:
         """No plan names it any more, or what it said was of an era that is over."""
         self._hellos.pop(peer, None)
         self._silent.pop(peer, None)
+        self._told.pop(peer, None)
         self._outbox.forget(peer)
 
     def forget_all(self) -> None:
-        for peer in set(self._hellos) | set(self._silent):
+        for peer in set(self._hellos) | set(self._silent) | set(self._told):
             self.forget(peer)
 
     @property
@@ -103,6 +116,8 @@ class Neighbours:
 
     def _on_reply(self, source: PeerID, reply: object) -> None:
         assert isinstance(reply, Hello)
+        if self._outbox.is_empty(source):
+            self._told[source] = self._posted[source]
         self._heard(source, reply)
 
     def _heard(self, source: PeerID, hello: Hello) -> None:
@@ -113,7 +128,13 @@ class Neighbours:
         self._hellos[source] = hello
         if before is not None and hello.incarnation > before.incarnation:
             logger.info("%s begins anew", source[-8:])
+            self._told.pop(source, None)
             self._outbox.forget(source)  # a call to the one before may be under way
             self.say([source])  # and with it went a word that the new one may not have heard
             self._on_reborn(source)
         self._on_state(source, hello)
+
+
+def _where(hello: Hello) -> _Where:
+    """What others act on."""
+    return hello.incarnation, hello.stage, hello.ready, hello.is_open, hello.draining

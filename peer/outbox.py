@@ -48,6 +48,10 @@ class Outbox:
             task.add_done_callback(_raise_bugs)
             self._senders[peer] = task
 
+    def is_empty(self, peer: PeerID) -> bool:
+        """Nothing waits to be sent to it; the last word may be under way."""
+        return not self._queues.get(peer)
+
     def forget(self, peer: PeerID) -> None:
         """Stop trying, also what is under way: it is gone, and a call to the dead may take its whole timeout, during
         which nothing would be said to who comes back under that name.

@@ -5,8 +5,8 @@ from typing import Final
 PROTOCOL_VERSION: Final = 1
 """Agreed at join; peers of another version are refused with a sentence, so messages may be strict."""
 
-CONTROL_BYTES_MAX: Final = 64 * 1024
-"""A control message on the wire. A plan for 500 peers is about 50 KiB."""
+CONTROL_BYTES_MAX: Final = 256 * 1024
+"""A control message on the wire. A plan for 1,000 peers is about 80 KiB, and an offer carries two."""
 CONTROL_DEPTH_MAX: Final = 8
 """Nesting of a control message. Ours nest four deep; hivemind's own DHT records two."""
 RECORD_BYTES_MAX: Final = 32 * 1024

@@ -1,4 +1,4 @@
-"""Control messages: closed, typed, at most 64 KiB; decoded once, at the edge.
+"""Control messages: closed, typed, at most 256 KiB; decoded once, at the edge.
 
 Four conversations: a peer with the coordinator (heartbeat, plans, status), a peer with the directory (records), a
 replica with its stage group (progress, rounds, digests, claims) and a newcomer with a holder (state).

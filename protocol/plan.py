@@ -69,6 +69,27 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
         """Everyone who votes on the next plan: holders in stage order, then spares."""
         return tuple(peer for stage in self.stages for peer in stage.peers) + self.spares
 
+    def has(self, peer: PeerID) -> bool:
+        """Whether it is a member; `members` would be searched from end to end."""
+        return peer in self._everybody
+
+    def dropped_since(self, before: "Plan") -> list[PeerID]:
+        """Members of `before` whom it, or a plan in between, has counted out, though they may be back in their place.
+
+        Of spares nobody can tell whether they were away, so they count as such.
+        """
+        back = {
+            peer
+            for peer, (stage, since) in self._places.items()
+            if since > before.sequence and before.stage_of(peer) == stage
+        }
+        back.update(set(self.spares).intersection(before.spares))
+        return sorted((before._everybody - self._everybody) | back)
+
+    @cached_property
+    def _everybody(self) -> frozenset[PeerID]:
+        return frozenset(self.members)
+
     def stage_of(self, peer: PeerID) -> int | None:
         place = self._places.get(peer)
         return place[0] if place else None

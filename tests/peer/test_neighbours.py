@@ -142,3 +142,33 @@ def test_saying_something_brings_the_answer_home() -> None:
         assert speaker.told == [("state", listener.peer.peer_id, 0)]
 
     play(scene)
+
+
+def test_who_has_answered_hears_only_news() -> None:
+    async def scene(listener: Ear, speaker: Ear) -> None:
+        there = [listener.peer.peer_id]
+        for _ in range(2):
+            speaker.neighbours.say_news(there)
+            await speaker.neighbours.flush(10.0)
+        assert len(listener.told) == 1
+        speaker.neighbours.say(there)
+        await speaker.neighbours.flush(10.0)
+        assert len(listener.told) == 2
+
+    play(scene)
+
+
+def test_a_newborn_hears_again_what_the_one_before_had_answered_to() -> None:
+    async def scene(listener: Ear, speaker: Ear) -> None:
+        there = [listener.peer.peer_id]
+        speaker.neighbours.say_news(there)
+        await speaker.neighbours.flush(10.0)
+        await tell(listener, speaker, hello(1, incarnation=2))
+        await speaker.neighbours.flush(10.0)
+        assert len(listener.told) == 2
+        speaker.neighbours.forget(listener.peer.peer_id)
+        speaker.neighbours.say_news(there)
+        await speaker.neighbours.flush(10.0)
+        assert len(listener.told) == 3
+
+    play(scene)

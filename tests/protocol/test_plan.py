@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from shoal.protocol.errors import RemoteError
-from shoal.protocol.identity import Identity
+from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.plan import Member, Plan, Stage, open_mandate, open_plan, plan_flaw, sign_mandate, sign_plan
 
 OWNER, COORDINATOR, OTHER = (Identity(bytes([number] * 32)) for number in range(3))
@@ -74,3 +74,22 @@ def test_what_no_plan_can_say(fields: dict[str, object], flaw: str) -> None:
     assert flaw in found
     with pytest.raises(RemoteError, match="impossible plan"):
         opened(plan_by(COORDINATOR, **fields))
+
+
+def test_who_was_dropped_since_is_gone_or_back_in_its_place() -> None:
+    a, b, c, d, e = (PeerID(name) for name in "abcde")
+    before = Plan(
+        run="r",
+        term=1,
+        sequence=4,
+        previous="",
+        coordinator=a,
+        stages=(Stage(0, 1, (Member(a, 1, 1, 1), Member(b, 1, 1, 2), Member(c, 1, 1, 3))),),
+        spares=(d, e),
+    )
+    stayed, back = Member(a, 1, 1, 1), Member(b, 1, 1, 6)
+    stage = Stage(0, 1, (stayed, back, Member(d, 1, 1, 7)))
+    after = msgspec.structs.replace(before, sequence=7, stages=(stage,), spares=(e,))
+    assert after.dropped_since(before) == [b, c, e]
+    assert [after.has(peer) for peer in (a, c, d, e)] == [True, False, True, True]
+    assert (after.stage_of(d), after.since_of(b), after.since_of(e), after.stage_of(e)) == (0, 6, 7, None)
