@@ -4,6 +4,7 @@ import contextlib
 import logging
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -79,6 +80,8 @@ def _compare(scenario: "Scenario", names: str | None, options: "Options", json: 
         if path is not None and not path.parent.is_dir():  # said now, and not after minutes of simulation
             raise LocalError(f"cannot write {path}: there is no folder {path.parent}")
     scenario = with_options(scenario, options)
+    # Hours with churn are millions of jobs.
+    options = replace(options, timeline=html is not None or scenario.trace is None)
     strategies = chosen_strategies(scenario, names)
     churn = churn_of(scenario, options.seed)
     console, progress = Console(highlight=False), Console(stderr=True, highlight=False)

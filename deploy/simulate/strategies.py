@@ -34,6 +34,8 @@ class Options:
     trace: Path | None = None
     plan_seconds: float = 1.0
     """For a search, of one core."""
+    timeline: bool = True
+    """Keep what every device did when, which idle shares and pages need: 100 bytes a job."""
 
 
 def chosen_strategies(scenario: Scenario, names: str | None) -> tuple[Strategy, ...]:
@@ -107,7 +109,7 @@ def run_strategy(scenario: Scenario, strategy: Strategy, churn: Sequence[Churn],
                 churn=events,
                 steps=spec.training.steps,
                 seconds=scenario.seconds,
-                record_timeline=True,
+                record_timeline=options.timeline,
                 blocking=Lockstep.of(strategy.blocking, placement),
             )
         )
