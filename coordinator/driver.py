@@ -94,7 +94,7 @@ class Coordination:
         heartbeat: what this peer says of itself. Each report may be in one heartbeat only; it is kept here until a
             coordinator has it.
         on_plan: called with every plan that this peer is to obey, in order. Must not block.
-        run_blocking: runs a search for a layout; `asyncio.to_thread` in life, inline in virtual time.
+        run_blocking: runs searches for a layout, which may take a minute; inline in virtual time.
         on_step: called with every step that completes while this peer coordinates; around a hand-over a step may be
             told twice, by two peers.
     """

@@ -21,7 +21,7 @@ async def inline(work: Callable[[], object]) -> object:
 
 class Searcher:
     """Args:
-    run_blocking: `asyncio.to_thread` in life; a search's kernels let other threads run.
+    run_blocking: in life a thread, of which a search's kernels make good use; inline in virtual time.
     tell: hears what came of each.
     """
 

@@ -64,8 +64,8 @@ class Node:
         memory_bytes: as `PeerDriver` has it; virtual worlds must say.
         disk: plans obeyed and snapshots go to a folder of the run on it. None keeps nothing.
         spec_record: the owner's signed spec, to be kept on the directory; None keeps none there.
-        run_blocking: runs what blocks on the disk or computes for long; `asyncio.to_thread` in life, inline in virtual
-            time.
+        run_blocking: runs what blocks on the disk; `asyncio.to_thread` in life, inline in virtual time.
+        run_search: runs searches for a layout; `in_background` in life, inline in virtual time.
         on_step: sees the steps while this peer coordinates.
         on_plan: sees every plan that this peer obeys.
         on_commit, on_validation, on_state: as `PeerDriver` has them.
@@ -93,6 +93,7 @@ class Node:
         rng: random.Random,
         spec_record: bytes | None = None,
         run_blocking: RunBlocking = _inline,
+        run_search: RunBlocking = _inline,
         on_step: Callable[[StepRecord], None] | None = None,
         on_plan: Callable[[SignedPlan], None] | None = None,
         on_commit: Callable[[CommitReport], None] | None = None,
@@ -135,7 +136,7 @@ class Node:
             store=PlanStore(disk, PurePosixPath(self.run) / PLANS),
             heartbeat=self.peer.heartbeat,
             on_plan=self._obey,
-            run_blocking=run_blocking,
+            run_blocking=run_search,
             rng=rng,
             on_step=on_step,
         )

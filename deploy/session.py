@@ -15,6 +15,7 @@ import msgspec
 import torch
 
 from shoal.coordinator.ledger import StepRecord
+from shoal.deploy.background import in_background
 from shoal.deploy.heap import trim_heap, trim_heap_forever
 from shoal.deploy.node import Node
 from shoal.deploy.output import Output, make_output
@@ -157,6 +158,7 @@ async def _take_part(
         rng=random.Random(),  # only jitter and plan seeds: what must be reproducible is drawn from the spec's seed
         spec_record=record,
         run_blocking=asyncio.to_thread,
+        run_search=in_background,
         on_step=lambda step: output.say(_step_done(step, network.identity.peer_id)),
         on_commit=lambda report: output.say(Committed(report=report)),
         on_validation=lambda report: output.say(Validated(report=report)),
