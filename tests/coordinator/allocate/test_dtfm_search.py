@@ -183,8 +183,8 @@ def test_the_same_seed_gives_the_same_plan_and_another_may_not():
 def test_this_plan_is_the_same_on_every_machine():
     """Update the line if the search changes; a machine on which alone it fails breaks the promise."""
     placement, cost = plan_dtfm(random_network(14, 2), PAPER_WORKLOAD, num_stages=4, seed=3, work=100_000)
-    assert cost.seconds.hex() == "0x1.a49e68ba50affp+5"
-    assert placement.stages == ((0, 1, 5, 7), (3, 6, 8, 11), (4, 10, 12), (2, 9, 13))
+    assert cost.seconds.hex() == "0x1.92da72eaf98d8p+5"
+    assert placement.stages == ((0, 7, 8, 10), (1, 4, 9, 11), (3, 5, 13), (2, 6, 12))
 
 
 def test_what_one_starts_with_is_never_made_worse():
