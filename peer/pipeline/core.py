@@ -7,8 +7,10 @@ Theory of operation. A microbatch is here in one of four states:
     returned  gradient is back, backward not begun
     (gone)    backward done, contributed to its step, gradient sent upstream
 
-The device runs one job at a time. Backward goes before forward (1F1B: it frees memory here and unblocks the stage
-before), a commit's optimizer step before both (everything after it is one step less stale), lower steps before higher.
+The device runs one job at a time. Backward goes before forward (it frees memory here and unblocks the stage before), but
+after each the forward that waits has its turn (1F1B): gradients come in bursts, and a stage that does all of a burst
+first sends the next burst of activations afterwards, and starves the stages behind it meanwhile. A commit's optimizer
+step goes before both (everything after it is one step less stale), lower steps before higher.
 The last stage has no `away`: loss, forward and backward are one job.
 
 At stage 0 a forward also needs room in the window.
@@ -185,6 +187,8 @@ class PipelineCore:
     _running: Job | None = None
     _running_flight: _Flight | None = None
     _step_ready: bool = False
+    _was_backward: bool = False
+    """The last of the jobs that take turns."""
 
     @property
     def is_first(self) -> bool:
@@ -344,14 +348,16 @@ class PipelineCore:
         if self._step_ready:
             self._step_ready = False
             return self._run(Job("step", None, self.version))
-        if self._returned:
+        admitted = [m for m in self._waiting if self._is_admitted(m)]
+        if self._returned and not (admitted and self._was_backward):
+            self._was_backward = True
             microbatch = min(self._returned)
             self._returned.remove(microbatch)
             self._flights[microbatch].waits_no_more(now_s)
             return self._run(Job("backward", microbatch, self.version))
-        admitted = [m for m in self._waiting if self._is_admitted(m)]
         if not admitted:
             return []
+        self._was_backward = False
         microbatch = min(admitted)
         self._waiting.remove(microbatch)
         flight = self._flights[microbatch]

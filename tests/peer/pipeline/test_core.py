@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 
 from shoal.peer.pipeline.core import (
@@ -77,6 +79,18 @@ def test_backward_goes_before_forward() -> None:
     feed(made, Arrived(A, UP), JobDone(job("forward", 0, 0)), Arrived(B, UP), Arrived(C, UP))
     feed(made, GradientArrived(A, DOWN))
     assert feed(made, JobDone(job("forward", 0, 1))) == [SendActivation(B, DOWN), job("backward", 0, 0)]
+
+
+def test_after_a_backward_the_forward_that_waits_has_its_turn() -> None:
+    """Or a burst of gradients would starve the stages behind us."""
+    made = core()
+    for index in range(2):
+        feed(made, Arrived(Microbatch(0, index), UP), JobDone(job("forward", 0, index)))
+    feed(made, Arrived(Microbatch(0, 2), UP), Arrived(Microbatch(0, 3), UP))
+    feed(made, GradientArrived(Microbatch(0, 0), DOWN), GradientArrived(Microbatch(0, 1), DOWN))
+    order = [job("forward", 0, 2), job("backward", 0, 0), job("forward", 0, 3), job("backward", 0, 1)]
+    for now, then in itertools.pairwise(order):
+        assert feed(made, JobDone(now))[-1] == then
 
 
 def test_a_step_goes_before_backward_and_lower_microbatches_before_higher() -> None:

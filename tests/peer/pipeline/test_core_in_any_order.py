@@ -40,6 +40,8 @@ class Replica:
     name: PeerID
     core: PipelineCore
     running: Job | None = None
+    had_turn: bool = False
+    """The last job that was no step was a backward."""
     inputs: set[Microbatch] = field(default_factory=set)
     contexts: set[Microbatch] = field(default_factory=set)
     gradients: set[Microbatch] = field(default_factory=set)
@@ -53,11 +55,12 @@ class Replica:
         assert job.version == version
         if microbatch is None:
             return
+        had_turn, self.had_turn = self.had_turn, job.kind == "backward"
         if job.kind == "backward":
             self.contexts.remove(microbatch)
             self.gradients.remove(microbatch)
             return
-        assert not self.core._returned, "forward before backward"
+        assert had_turn or not self.core._returned, "two forwards before a backward"
         assert not self.core._step_ready, "forward before the step"
         assert microbatch.step - version <= (0 if microbatch.validates else self.core.s_max), "not admitted yet"
         if not self.core.is_first:
