@@ -7,10 +7,10 @@ Theory of operation. A microbatch is here in one of four states:
     returned  gradient is back, backward not begun
     (gone)    backward done, contributed to its step, gradient sent upstream
 
-The device runs one job at a time. Backward goes before forward (it frees memory here and unblocks the stage before), but
-after each the forward that waits has its turn (1F1B): gradients come in bursts, and a stage that does all of a burst
-first sends the next burst of activations afterwards, and starves the stages behind it meanwhile. A commit's optimizer
-step goes before both (everything after it is one step less stale), lower steps before higher.
+The device runs one job at a time. Backward goes before forward (it frees memory here and unblocks the stage before),
+but after each the forward that waits has its turn (1F1B): gradients come in bursts, and a stage that does all of a
+burst first sends the next burst of activations afterwards, and starves the stages behind it meanwhile. A commit's
+optimizer step goes before both (everything after it is one step less stale), lower steps before higher.
 The last stage has no `away`: loss, forward and backward are one job.
 
 At stage 0 a forward also needs room in the window.
