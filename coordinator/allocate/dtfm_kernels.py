@@ -1,6 +1,6 @@
 """The compiled inner loop of the search on the DT-FM objective: annealing over explicit pipelines.
 
-A layout is the int64 [K, R] of `matching.py`, so a change is priced by the few sums it touches (0.1 to 0.5 us at 64
+A layout is the int64 [K, R] of `matching.py`, so a change is priced by the few sums it touches (0.4 us at 64
 devices, an exact evaluation 30 us) and the exact matching and order are needed at the ends only. Four kinds of change:
 
 - two places exchange their devices;
@@ -73,12 +73,12 @@ def below(lots, n):
 
 
 @njit(cache=True)
-def _boundary(above, under, hop):
-    """Between two stages, int64 [R]: (the longest hop, the root mean square of all)."""
-    R = len(above)
+def _boundary(x, above, under, hop):
+    """Between two stages: (the longest hop, the root mean square of all)."""
+    R = x.shape[1]
     worst, square, up, down = 0.0, 0.0, -1, -1
     for c in range(R):
-        u, v = above[c], under[c]
+        u, v = x[above, c], x[under, c]
         if u >= 0 and v >= 0:
             h = hop[u, v]
             worst = max(worst, h)
@@ -93,67 +93,67 @@ def _boundary(above, under, hop):
             h = hop[up, down]
         else:
             alone, row = (up, under) if up >= 0 else (down, above)
-            for v in row:
-                if v >= 0:
-                    h = min(h, hop[alone, v])
+            for c in range(R):
+                if x[row, c] >= 0:
+                    h = min(h, hop[alone, x[row, c]])
         worst = max(worst, h)
         square += h * h
     return worst, np.sqrt(square / R)
 
 
 @njit(cache=True)
-def _full(row):
+def _full(x, k):
     """1 if a stage has no hole, else 0: which all-reduce is its."""
-    for d in row:
-        if d < 0:
+    for c in range(x.shape[1]):
+        if x[k, c] < 0:
             return 0
     return 1
 
 
 @njit(cache=True)
-def _row(row, share, sums):
-    """dp of every place of a stage; 0 for a hole."""
-    R, full = len(row), _full(row)
+def _row(x, k, share, sums):
+    """dp of every place of a stage into sums[k]; 0 for a hole."""
+    R, full = x.shape[1], _full(x, k)
     for c in range(R):
         total = 0.0
-        if row[c] >= 0:
+        if x[k, c] >= 0:
             for m in range(R):
-                if m != c and row[m] >= 0:
-                    total += share[full, row[c], row[m]]
-        sums[c] = total
+                if m != c and x[k, m] >= 0:
+                    total += share[full, x[k, c], x[k, m]]
+        sums[k, c] = total
 
 
 @njit(cache=True)
-def _replaced(row, c, leaves, comes, share, old, sums):
-    """`_row` with `comes` at c, from `old` when that was `leaves`; neither is a hole. share: [N, N], of its size."""
-    total = 0.0
-    for m in range(len(row)):
-        e = row[m]
+def _replaced(x, k, c, leaves, comes, share, old, sums):
+    """`_row` with `comes` at c, from `old` when that was `leaves`; neither is a hole."""
+    total, full = 0.0, _full(x, k)
+    for m in range(x.shape[1]):
+        e = x[k, m]
         if m != c and e >= 0:
-            gain = share[e, comes]
-            sums[m] = old[m] - share[e, leaves] + gain
+            gain = share[full, comes, e]
+            sums[k, m] = old[k, m] - share[full, leaves, e] + gain
             total += gain
         else:
-            sums[m] = 0.0
-    sums[c] = total
+            sums[k, m] = 0.0
+    sums[k, c] = total
 
 
 @njit(cache=True)
-def _spread(sums):
+def _spread(sums, k):
     worst, square = 0.0, 0.0
-    for s in sums:
-        worst = max(worst, s)
-        square += s * s
+    for c in range(sums.shape[1]):
+        worst = max(worst, sums[k, c])
+        square += sums[k, c] * sums[k, c]
     return worst, square
 
 
 @njit(cache=True)
 def _refresh(s, links):
     for k in range(len(s.x)):
-        _row(s.x[k], links.share, s.sums[k])
-        s.row_worst[k], s.row_square[k] = _spread(s.sums[k])
+        _row(s.x, k, links.share, s.sums)
+        s.row_worst[k], s.row_square[k] = _spread(s.sums, k)
         if k:
-            s.edge_worst[k - 1], s.edge_mean[k - 1] = _boundary(s.x[k - 1], s.x[k], links.hop)
+            s.edge_worst[k - 1], s.edge_mean[k - 1] = _boundary(s.x, k - 1, k, links.hop)
 
 
 @njit(cache=True)
@@ -176,7 +176,7 @@ def _energy(s, devices, smooth):
 def _exchange(s, links, trial, kept, k, j, c, m, length, smooth, bound):
     """Stages k.. of column c with stages j.. of column m, `length` of them, not overlapping unless k == j.
 
-    Args: trial: float64 [K, R], scratch. kept: four float64 [K] or [K - 1], scratch.
+    Args: trial: float64 [K, R], scratch. kept: float64 [4, K], scratch.
     """
     x, (K, R) = s.x, s.x.shape
     differ = False
@@ -184,42 +184,61 @@ def _exchange(s, links, trial, kept, k, j, c, m, length, smooth, bound):
         d, e = x[k + i, c], x[j + i, m]
         if d < 0 or e < 0:
             differ = differ or d != e
-            if k != j and d != e and not _full(x[j + i if d < 0 else k + i]):
+            if k != j and d != e and not _full(x, j + i if d < 0 else k + i):
                 return bound + 1.0, 20 + length + R  # A stage has one hole at most.
         else:
             differ = differ or links.classes[d] != links.classes[e]
     if not differ:
         return bound + 1.0, 20 + length
     work = 20 + (length * 4 + 2) * R + 6 * K
-    kept[0][:], kept[1][:], kept[2][:], kept[3][:] = s.row_worst, s.row_square, s.edge_worst, s.edge_mean
+    _keep(s, kept)
     for i in range(length):
         d, e = x[k + i, c], x[j + i, m]
         x[k + i, c], x[j + i, m] = e, d
-        for row, place, leaves, comes in ((k + i, c, d, e), (j + i, m, e, d)):
-            if k == j:
-                continue
-            if d >= 0 and e >= 0:
-                share = links.share[_full(x[row])]
-                _replaced(x[row], place, leaves, comes, share, s.sums[row], trial[row])
-            else:
-                _row(x[row], links.share, trial[row])
-                work += R * R
-            s.row_worst[row], s.row_square[row] = _spread(trial[row])
+        if k == j:
+            continue
+        if d >= 0 and e >= 0:
+            _replaced(x, k + i, c, d, e, links.share, s.sums, trial)
+            _replaced(x, j + i, m, e, d, links.share, s.sums, trial)
+        else:
+            _row(x, k + i, links.share, trial)
+            _row(x, j + i, links.share, trial)
+            work += 2 * R * R
+        s.row_worst[k + i], s.row_square[k + i] = _spread(trial, k + i)
+        s.row_worst[j + i], s.row_square[j + i] = _spread(trial, j + i)
     for start in (k, j):
         for edge in range(max(start - 1, 0), min(start + length, K - 1)):
-            s.edge_worst[edge], s.edge_mean[edge] = _boundary(x[edge], x[edge + 1], links.hop)
+            s.edge_worst[edge], s.edge_mean[edge] = _boundary(x, edge, edge + 1, links.hop)
     new = _energy(s, len(links.classes), smooth)
     if new > bound:
         for i in range(length):
             x[k + i, c], x[j + i, m] = x[j + i, m], x[k + i, c]
-        s.row_worst[:], s.row_square[:], s.edge_worst[:], s.edge_mean[:] = kept[0], kept[1], kept[2], kept[3]
+        _give_back(s, kept)
     elif k == j:
         s.sums[k, c], s.sums[k, m] = s.sums[k, m], s.sums[k, c]
     else:
         for i in range(length):
-            s.sums[k + i] = trial[k + i]
-            s.sums[j + i] = trial[j + i]
+            for place in range(R):
+                s.sums[k + i, place] = trial[k + i, place]
+                s.sums[j + i, place] = trial[j + i, place]
     return new, work
+
+
+@njit(cache=True)
+def _keep(s, kept):
+    """All totals; loops, since numba's slice assignments cost more than the few numbers of a stage."""
+    for k in range(len(s.row_worst)):
+        kept[0, k], kept[1, k] = s.row_worst[k], s.row_square[k]
+    for k in range(len(s.edge_worst)):
+        kept[2, k], kept[3, k] = s.edge_worst[k], s.edge_mean[k]
+
+
+@njit(cache=True)
+def _give_back(s, kept):
+    for k in range(len(s.row_worst)):
+        s.row_worst[k], s.row_square[k] = kept[0, k], kept[1, k]
+    for k in range(len(s.edge_worst)):
+        s.edge_worst[k], s.edge_mean[k] = kept[2, k], kept[3, k]
 
 
 @njit(cache=True)
@@ -228,7 +247,7 @@ def _cross(s, links, k, c, m, smooth, bound):
     x, K = s.x, len(s.x)
     worst, mean = s.edge_worst[k], s.edge_mean[k]
     x[k + 1, c], x[k + 1, m] = x[k + 1, m], x[k + 1, c]
-    s.edge_worst[k], s.edge_mean[k] = _boundary(x[k], x[k + 1], links.hop)
+    s.edge_worst[k], s.edge_mean[k] = _boundary(x, k, k + 1, links.hop)
     new = _energy(s, len(links.classes), smooth)
     if new > bound:
         x[k + 1, c], x[k + 1, m] = x[k + 1, m], x[k + 1, c]
@@ -248,9 +267,9 @@ def _turn(s, links, i, j, smooth, bound):
     before, after = max(i - 1, 0), min(j, K - 2)
     kept = (s.edge_worst[before], s.edge_mean[before], s.edge_worst[after], s.edge_mean[after])
     if i > 0:
-        s.edge_worst[before], s.edge_mean[before] = _boundary(x[i - 1], x[j], links.hop)
+        s.edge_worst[before], s.edge_mean[before] = _boundary(x, i - 1, j, links.hop)
     if j < K - 1:
-        s.edge_worst[after], s.edge_mean[after] = _boundary(x[i], x[j + 1], links.hop)
+        s.edge_worst[after], s.edge_mean[after] = _boundary(x, i, j + 1, links.hop)
     new = _energy(s, len(links.classes), smooth)
     if new > bound:
         s.edge_worst[before], s.edge_mean[before], s.edge_worst[after], s.edge_mean[after] = kept
@@ -269,11 +288,11 @@ def anneal(x, links, seed, work, heat, smooth):
     """Change x in place, ever more greedily.
 
     Args: x: K >= 2. heat: first temperature in mean changes of a trial; 0 accepts no loss. smooth: first share of the
-        smooth objective, in [0, 1]. Returns: work done, about 180 million units a second.
+        smooth objective, in [0, 1]. Returns: work done, about 300 million units a second.
     """
     K, R = x.shape
     s = State(x, np.zeros((K, R)), np.zeros(K), np.zeros(K), np.zeros(K - 1), np.zeros(K - 1))
-    trial, kept = np.zeros((K, R)), (np.zeros(K), np.zeros(K), np.zeros(K - 1), np.zeros(K - 1))
+    trial, kept = np.zeros((K, R)), np.zeros((4, K))
     lots = np.array([seed], np.uint64)
     spent, trials, probed, mean, heat_now, smooth_now, now = 0, 0, 0, 0.0, 0.0, smooth, 0.0
     while spent < work:

@@ -85,7 +85,7 @@ def test_a_change_keeps_running_sums_true_or_leaves_no_trace(devices, stages):
     evaluator = DtfmEvaluator(random_network(devices, 3), PAPER_WORKLOAD, stages)
     K, R, links = stages, evaluator.places, evaluator._links
     rng = np.random.default_rng(devices)
-    scratch = (np.zeros((K, R)), (np.zeros(K), np.zeros(K), np.zeros(K - 1), np.zeros(K - 1)))
+    scratch = (np.zeros((K, R)), np.zeros((4, K)))
 
     def fresh(x):
         state = dtfm_kernels.State(
@@ -116,7 +116,7 @@ def test_a_change_keeps_running_sums_true_or_leaves_no_trace(devices, stages):
     assert tried > 200
 
 
-@pytest.mark.parametrize(("devices", "stages"), [(24, 4), (26, 4), (23, 5)])
+@pytest.mark.parametrize(("devices", "stages"), [(24, 4), (26, 4), (23, 5), (15, 15)])
 def test_local_search_returns_what_it_says(devices, stages):
     topology = random_network(devices, 3)
     evaluator = DtfmEvaluator(topology, PAPER_WORKLOAD, stages)
@@ -142,13 +142,13 @@ def test_small_networks_are_solved_exactly(devices, stages):
             for labels in itertools.product(range(stages), repeat=devices)
             if sorted(np.bincount(labels, minlength=stages)) == sizes and labels[0] == 0
         )
-        assert evolve(evaluator, seed=seed, work=2_000_000).cost == pytest.approx(best, rel=1e-12)
+        assert evolve(evaluator, seed=seed, work=1_000_000).cost == pytest.approx(best, rel=1e-12)
 
 
 @pytest.mark.parametrize(("case", "goal"), [(1, 3.440), (2, 31.634), (3, 16.087), (4, 34.802), (5, 49.218)])
 def test_the_papers_cases_cost_no_more_than_the_best_known(case, goal):
     topology = paper_network(case)
-    placement, cost = plan_dtfm(topology, PAPER_WORKLOAD, num_stages=8, seed=0, work=30_000_000)
+    placement, cost = plan_dtfm(topology, PAPER_WORKLOAD, num_stages=8, seed=0, work=20_000_000)
     assert round(cost.seconds, 3) <= goal
     assert cost == DtfmObjective(topology, PAPER_WORKLOAD).cost(placement)
     assert placement.bounds == (0, 3, 6, 9, 12, 15, 18, 21, 24)
@@ -166,7 +166,7 @@ def test_the_papers_own_algorithm_is_never_better_on_uneven_networks(seed):
 
 def test_the_papers_own_algorithm_ends_where_its_code_does():
     for case, seconds in ((1, 3.440), (2, 49.504)):
-        _, cost = plan_dtfm_paper(paper_network(case), PAPER_WORKLOAD, num_stages=8, seed=0, evaluations=3_000)
+        _, cost = plan_dtfm_paper(paper_network(case), PAPER_WORKLOAD, num_stages=8, seed=0, evaluations=1_500)
         assert round(cost.seconds, 3) == seconds
 
 
@@ -183,8 +183,8 @@ def test_the_same_seed_gives_the_same_plan_and_another_may_not():
 def test_this_plan_is_the_same_on_every_machine():
     """Update the line if the search changes; a machine on which alone it fails breaks the promise."""
     placement, cost = plan_dtfm(random_network(14, 2), PAPER_WORKLOAD, num_stages=4, seed=3, work=100_000)
-    assert cost.seconds.hex() == "0x1.92da72eaf98d8p+5"
-    assert placement.stages == ((0, 7, 8, 10), (1, 4, 9, 11), (3, 5, 13), (2, 6, 12))
+    assert cost.seconds.hex() == "0x1.84f0056ac0fd3p+5"
+    assert placement.stages == ((0, 7, 8), (4, 9, 10, 11), (1, 5, 13), (2, 3, 6, 12))
 
 
 def test_what_one_starts_with_is_never_made_worse():
