@@ -36,7 +36,7 @@ class Proposal:
     """None: it cannot be; `cost.why` says so."""
     cost: Cost
     seconds: float
-    """It took, of this machine's time."""
+    """It took, of one core, loading the compiled kernels included."""
 
 
 class StageLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,14 +65,14 @@ class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
 
 def propose(name: LayoutName, request: Request, objective: Objective) -> Proposal:
     """A layout that cannot be is a proposal too, with the reason as its cost."""
-    begun_s = time.perf_counter()
+    begun_s = time.process_time()
     try:
         placement = layout(name, request)
     except ShoalError as error:
         return Proposal(
-            name=name, placement=None, cost=Cost.impossible(str(error)), seconds=time.perf_counter() - begun_s
+            name=name, placement=None, cost=Cost.impossible(str(error)), seconds=time.process_time() - begun_s
         )
-    seconds = time.perf_counter() - begun_s
+    seconds = time.process_time() - begun_s
     return Proposal(name=name, placement=placement, cost=objective.cost(placement), seconds=seconds)
 
 
@@ -161,7 +161,7 @@ def plan_view(proposal: Proposal, topology: Topology) -> RenderableType:
     lines: list[RenderableType] = [_stages_table(placement, topology), Text()]
     if spares := placement.spares(topology.num_devices):
         lines += [Text(f"left out: {_who(spares, topology)} ({_indexes(spares)})"), Text()]
-    lines += [_cost_table(proposal.cost), Text(), Text(f"took {_seconds(proposal.seconds)}", style="dim")]
+    lines += [_cost_table(proposal.cost), Text(), Text(f"took {_seconds(proposal.seconds)} of one core", style="dim")]
     return Group(*lines)
 
 
