@@ -40,29 +40,30 @@ RATE_MAX = 1e12
 class Smoothed:
     """A positive figure without its noise, but not without its changes."""
 
-    __slots__ = ("_log", "_odd", "count")
+    __slots__ = ("_odd", "count", "log")
 
     def __init__(self) -> None:
         self.count = 0
-        self._log = 0.0
+        self.log = math.nan
+        """NaN: no figure yet."""
         self._odd = 0
 
     @property
     def value(self) -> float:
-        return math.exp(self._log)
+        return math.exp(self.log)
 
     def add(self, figure: float) -> None:
         if not self.count:
-            self._log, self.count = math.log(figure), 1
+            self.log, self.count = math.log(figure), 1
             return
-        off = math.log(figure) - self._log
+        off = math.log(figure) - self.log
         direction = 0 if abs(off) <= math.log(ODD) else 1 if off > 0 else -1
         self._odd = self._odd + direction if self._odd * direction > 0 else direction
         if abs(self._odd) >= ODD_REPORTS:
-            self._log, self.count, self._odd = math.log(figure), 1, 0
+            self.log, self.count, self._odd = math.log(figure), 1, 0
             return
         self.count = min(self.count + 1, STEADY_REPORTS)
-        self._log += min(max(off, -math.log(ODD)), math.log(ODD)) / self.count
+        self.log += min(max(off, -math.log(ODD)), math.log(ODD)) / self.count
 
 
 @dataclass(slots=True)
@@ -122,21 +123,19 @@ class LinkBook:
 
     def network(self, peers: Sequence[PeerID]) -> MeasuredNetwork:
         number = {peer: index for index, peer in enumerate(peers)}
+        found = [
+            (number[reporter], number[target], link.round_trip_s.log, link.sent.log, link.received.log)
+            for reporter, links in self._links.items()
+            if reporter in number
+            for target, link in links.items()
+            if target in number
+        ]
         latency_s, sent, received = (np.full((len(peers), len(peers)), np.nan) for _ in range(3))
-        for reporter, links in self._links.items():
-            i = number.get(reporter)
-            if i is None:
-                continue
-            for target, link in links.items():
-                j = number.get(target)
-                if j is None:
-                    continue
-                if link.round_trip_s.count:
-                    latency_s[i, j] = link.round_trip_s.value / 2
-                if link.sent.count:
-                    sent[i, j] = link.sent.value
-                if link.received.count:
-                    received[j, i] = link.received.value
+        if found:
+            columns = np.array(found)
+            i, j = columns[:, 0].astype(np.int64), columns[:, 1].astype(np.int64)
+            latency_s[i, j] = np.exp(columns[:, 2]) / 2
+            sent[i, j], received[j, i] = np.exp(columns[:, 3]), np.exp(columns[:, 4])
         return MeasuredNetwork(
             latency_s=np.fmax(latency_s, latency_s.T),
             bytes_per_s=np.where(np.isnan(sent), received, np.fmin(sent, BOAST * received)),

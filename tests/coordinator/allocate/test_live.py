@@ -138,7 +138,7 @@ def test_searches_end_where_nothing_is_worth_a_move():
 
 def test_noise_of_ten_percent_moves_nobody():
     previous = as_plan(first())
-    assert all(search(previous, noise=0.1, seed=seed)[0] is None for seed in range(12))
+    assert all(search(previous, noise=0.1, seed=seed)[0] is None for seed in range(6))
 
 
 def test_nobody_moves_while_somebody_drains():
@@ -186,9 +186,12 @@ def test_spares_come_back_when_without_them_there_is_no_layout():
 
 
 def test_a_newcomer_goes_where_its_network_makes_it_useful():
-    previous = plan_of([["a", "b", "c"], ["e", "f", "g"], ["i", "j"]])
-    layout = ALLOCATOR.allocate(snapshot_of("abcdefgij", previous=previous), previous, seed=2)
-    by_speed = GreedyAllocator().allocate(snapshot_of("abcdefgij", previous=previous), previous, seed=2)
+    previous = plan_of([["a", "b", "c"], ["e", "f", "g", "h"], ["i", "j", "k"]])
+    snapshot = snapshot_of("abcdefghijk", previous=previous)
+    snapshot.network.bytes_per_s[3, 4:] /= 10.0
+    snapshot.network.bytes_per_s[4:, 3] /= 10.0
+    layout = ALLOCATOR.allocate(snapshot, previous, seed=2)
+    by_speed = GreedyAllocator().allocate(snapshot, previous, seed=2)
     assert "d" in groups(by_speed)[2], "where speed is least, in another city"
     assert "d" in groups(layout)[0]
 
