@@ -214,14 +214,18 @@ class NetworkFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _matrix(what: str, rows: Any) -> Floats:
-    """A copy whose diagonal is a number that does no harm. Raises: LocalError: not square."""
+    """A copy whose diagonal is a number that does no harm; a float32 array stays one, for swarms of thousands.
+
+    Raises: LocalError: not square.
+    """
     size = len(rows)
     if size == 0:
         raise LocalError(f"the {what} matrix is empty")
     for index, row in enumerate(rows):
         if len(row) != size:
             raise LocalError(f"the {what} matrix has {size} rows, but row {index} has {len(row)} columns")
-    matrix = np.array(rows, dtype=np.float64)
+    single = isinstance(rows, np.ndarray) and rows.dtype == np.float32
+    matrix: Floats = np.array(rows, dtype=np.float32 if single else np.float64)
     np.fill_diagonal(matrix, 0.0)
     return matrix
 

@@ -299,7 +299,7 @@ def _saturate(P, S, k, first, last):
 def _time_stage(P, S, k):
     """Seconds, free rate, commit and mean job of stage k. Returns: work."""
     first, last = S.bounds[k], S.bounds[k + 1]
-    seconds, reduce_s = _saturate(P, S, k, first, last)
+    seconds, _ = _saturate(P, S, k, first, last)
     S.seconds[k] = seconds
     job = P.job_per_flop * (P.flop_to[last] - P.flop_to[first])
     gradient = P.gradient_bytes * (P.parameters_to[last] - P.parameters_to[first])
@@ -316,7 +316,7 @@ def _time_stage(P, S, k):
     S.free[k] = free
     S.job[k] = weighted / sum_taken if sum_taken > 0.0 else np.inf
     parameters = P.parameters_to[last] - P.parameters_to[first]
-    S.commit[k] = reduce_s + _LATENCIES * S.latency[k] + _STEP_FLOP * parameters / slowest
+    S.commit[k] = _LATENCIES * S.latency[k] + _STEP_FLOP * parameters / slowest
     return 12 * S.count[k]
 
 
@@ -456,6 +456,7 @@ def evaluate(P, S, work):
 def _sum_up(P, S, work):
     K = len(S.count)
     rate = np.inf
+    slowest = 0
     flow_s = mean_s = trip = tail = 0.0
     for k in range(K):
         if k < K - 1:
@@ -463,21 +464,49 @@ def _sum_up(P, S, work):
                 return 1e4 * IMPOSSIBLE, 1e4 * IMPOSSIBLE
             rate = min(rate, S.flow[k])
             flow_s = max(flow_s, P.microbatches / S.flow[k])
-        rate = min(rate, S.free[k])
+        if S.free[k] < S.free[slowest]:
+            slowest = k
         flow_s = max(flow_s, S.seconds[k])
         mean_s += (S.seconds[k] + S.strain[k]) / K
+    uneven = 0.0
     for k in range(K - 1, -1, -1):
         trip += S.job[k] + (S.hop[k] if k < K - 1 else 0.0)
-        tail = max(tail, trip + S.commit[k])
-    chain_s = (P.microbatches / rate + tail + S.latency[0]) / (P.s_max + 1.0)
-    step_s = max(flow_s, chain_s)
+        tail = max(tail, trip + S.commit[k] + _reduce_s(P, S, k, flow_s))
+        if S.count[k] > 1:
+            uneven = max(uneven, S.job[k] / 2.0)
+    issue_s = P.microbatches / min(rate, S.free[slowest]) - S.job[slowest]
+    chain_s = (issue_s + tail + S.latency[0] + uneven) / (P.s_max + 1.0)
+    larger = max(flow_s, chain_s)
+    square = (min(flow_s, chain_s) / larger) ** 2
+    step_s = larger * np.sqrt(np.sqrt(1.0 + square * square)) if P.s_max > 0.0 else chain_s
     memory = _memory(P, S, step_s)
     if memory > 1.0:
         return IMPOSSIBLE * memory, IMPOSSIBLE * memory
     stale = min(1.0, tail / step_s) if P.s_max > 0.0 else 0.0
-    work[0] += len(S.stage) + 8 * K
+    work[0] += 2 * len(S.stage) + 16 * K
     cost = step_s * (1.0 + P.staleness_penalty * stale) * (1.0 + moving_s(P, S) / P.horizon_s)
     return cost, cost + _GUIDE * (mean_s + chain_s)
+
+
+@njit(cache=True)
+def _reduce_s(P, S, k, flow_s):
+    """The reduction on what activations leave of the cards."""
+    gradient = P.gradient_bytes * (P.parameters_to[S.bounds[k + 1]] - P.parameters_to[S.bounds[k]])
+    seconds = S.path_unit[k] * gradient
+    sum_taken = 0.0
+    for a in range(S.count[k]):
+        sum_taken += S.taken[S.members[k, a]]
+    for a in range(S.count[k]):
+        d = S.members[k, a]
+        reduced = S.reduced[d] * gradient
+        if reduced > 0.0:
+            card = S.card[d]
+            if P.s_max > 0.0:
+                share = S.taken[d] / sum_taken
+                busy = P.cut_bytes * (S.away_out[d] + S.away_in[d]) * share * P.microbatches / flow_s
+                card = max(card - busy, reduced / flow_s)
+            seconds = max(seconds, reduced / card)
+    return seconds
 
 
 @njit(cache=True)
@@ -728,7 +757,7 @@ def improve(P, S, B, seed, limit, heat, best_stage, best_bounds):
     best_stage[:] = S.stage
     best_bounds[:] = S.bounds
     while work[0] < limit:
-        work[0] += 32
+        work[0] += 64
         kind, x, y = _propose(P, S, random)
         if kind < 0:
             continue

@@ -5,8 +5,9 @@ import numpy as np
 from shoal.protocol.topology import Floats
 
 ROUNDS = 6
-"""Of offering; a router finds such a flow by queues that grow on what is too slow. In random cases of 8 x 8 six rounds
-give 97 % of the largest flow or more (median 99.9 %)."""
+"""Of offering; a router finds such a flow by queues that grow on what is too slow. Of the largest flow (by linear
+programming, 200 random cases of up to 8 x 8 where half of the paths are too slow) this gives 94 % in the median, 73 %
+at least."""
 
 
 def fill(supply: Floats, demand: Floats, path: Floats) -> Floats:

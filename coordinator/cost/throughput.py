@@ -1,6 +1,6 @@
 """Shoal's own objective: seconds a step of the asynchronous pipeline on unequal GPUs. Lower is more tokens/s.
 
-    T = max(T_flow, T_chain)          tokens/s = tokens a step / T
+    T = (T_flow^4 + T_chain^4)^(1/4);  with s_max = 0: T = T_chain          tokens/s = tokens a step / T
 
 **T_flow**, what the busiest thing needs for one step's work when everything overlaps: M microbatches through every
 stage and every pair of neighbouring stages, and the reduction of every stage, on the same cards. In T seconds member d
@@ -24,9 +24,19 @@ takes what it can (`flow.fill`); a path between two mates needs S (p_d + p_e) / 
 **T_chain**, what follows from one another. A microbatch of step t begins when version t - s_max is there. So s_max + 1
 steps together last at least as long as issuing M microbatches to an otherwise idle pipeline, the round trip of the last
 one from stage k to the end and back, and the commit of stage k (reduction, four latencies of its vote, the optimizer's
-step), for the worst k. With s_max = 0 that is the synchronous flush with fill, drain and reduction exposed.
+step), for the worst k. With s_max = 0 that is the synchronous flush with fill, drain and reduction exposed; else the
+reduction has of each card what the activations of the next step leave.
 
-    T_chain = (M / rate + max_k (round trip_k + commit_k) + claim) / (s_max + 1)
+    T_chain = (M / rate - job_slowest + max_k (round trip_k + commit_k) + claim + job / 2) / (s_max + 1)
+
+    rate     of the slowest stage or pair while nobody reduces                              [microbatches/s]
+    job_slowest  of that stage: the last microbatch's own is in its round trip                              [s]
+    claim    a latency of stage 0: the lead grants what its mates make
+    job / 2  of the largest stage with more than one member: M does not divide evenly
+    commit_k max over d of R_d / (card_d - b away_d share_d M / T_flow), and its paths       [s]
+
+The two are joined by a norm and not by the larger alone, since where both are near T neither is met: a pipeline that
+waits for the reduction of its cards is late for the next chain. The exponent is fitted to simulations (README).
 
 **Memory.** Stage k's member holds `Workload.resident_bytes` and, for each microbatch in flight, what its backward
 needs; in flight are 1.5 (the window's gain, `peer/pipeline/window.py`) x its rate x its round trip, and one more, but
@@ -126,12 +136,15 @@ class ThroughputObjective:
         pair_s = max((w.microbatches / flow for flow in flows), default=0.0)
         flow_s = max(*stage_s, pair_s)
         shares = [taken / taken.sum() for _, taken in saturated]
-        trips_s = _round_trips(
-            [float(share @ stage.job_s) for share, stage in zip(shares, stages, strict=True)], hops_s
-        )
-        commits_s = [self._commit_s(stage, card) for stage, card in zip(stages, cards, strict=True)]
-        chain_s = self._chain_s(stages, min(*free_rates, *flows, math.inf), trips_s, commits_s)
-        step_s = max(flow_s, chain_s)
+        jobs_s = [float(share @ stage.job_s) for share, stage in zip(shares, stages, strict=True)]
+        trips_s = _round_trips(jobs_s, hops_s)
+        commits_s = [
+            self._commit_s(stage, card, share, flow_s) for stage, card, share in zip(stages, cards, shares, strict=True)
+        ]
+        slowest = int(np.argmin(free_rates))
+        issue_s = w.microbatches / min(free_rates[slowest], *flows, math.inf) - jobs_s[slowest]
+        chain_s = self._chain_s(stages, issue_s, trips_s, commits_s, jobs_s)
+        step_s = _joined(flow_s, chain_s) if w.s_max > 0 else chain_s
         memory, tight = self._memory(placement, shares, trips_s, step_s)
         if memory > 1.0:
             return Cost.impossible(f"stage {tight} does not fit into the memory of a member ({memory:.2f} times)")
@@ -251,16 +264,31 @@ class ThroughputObjective:
             hops_s.append(float((flow * np.where(flow > 0.0, hop_s, 0.0)).sum()) / total if total > 0.0 else math.inf)
         return flows, hops_s
 
-    def _commit_s(self, stage: _Stage, card: Floats) -> float:
-        """From the last contribution to the new version, nothing else going on."""
+    def _commit_s(self, stage: _Stage, card: Floats, share: Floats, flow_s: float) -> float:
+        """From the last contribution to the new version."""
+        w = self.workload
         step_s = STEP_FLOP_PER_PARAMETER * stage.parameters / float(self.topology.flop_per_s[stage.members].min())
-        return self._reduce_s(stage, card) + COMMIT_LATENCIES * stage.latency_s + step_s
+        if w.s_max > 0:
+            # Not less than the part that the flow has counted with: rounding must not leave nothing.
+            busy = w.cut_bytes * stage.away * share * w.microbatches / flow_s
+            card = np.maximum(card - busy, stage.reduced / flow_s)
+        reduce_s = max(
+            stage.reduce_path_s,
+            float(np.where(stage.reduced > 0.0, stage.reduced / np.maximum(card, 1e-300), 0.0).max()),
+        )
+        return reduce_s + COMMIT_LATENCIES * stage.latency_s + step_s
 
     def _chain_s(
-        self, stages: Sequence[_Stage], rate: float, trips_s: Sequence[float], commits_s: Sequence[float]
+        self,
+        stages: Sequence[_Stage],
+        issue_s: float,
+        trips_s: Sequence[float],
+        commits_s: Sequence[float],
+        jobs_s: Sequence[float],
     ) -> float:
         tail_s = max(trip_s + commit_s for trip_s, commit_s in zip(trips_s, commits_s, strict=True))
-        return (self.workload.microbatches / rate + tail_s + stages[0].latency_s) / (self.workload.s_max + 1.0)
+        uneven_s = max(job_s / 2.0 * (len(stage.members) > 1) for job_s, stage in zip(jobs_s, stages, strict=True))
+        return (issue_s + tail_s + stages[0].latency_s + uneven_s) / (self.workload.s_max + 1.0)
 
     def _memory(
         self, placement: Placement, shares: Sequence[Floats], trips_s: Sequence[float], step_s: float
@@ -285,6 +313,13 @@ class ThroughputObjective:
         if self.workload.s_max == 0:
             return 0.0
         return min(1.0, max(t + c for t, c in zip(trips_s, commits_s, strict=True)) / step_s)
+
+
+def _joined(a: float, b: float) -> float:
+    """4-norm; square roots are the same everywhere, powers are not."""
+    larger = max(a, b)
+    square = (min(a, b) / larger) ** 2
+    return larger * math.sqrt(math.sqrt(1.0 + square * square))
 
 
 def _round_trips(jobs_s: Sequence[float], hops_s: Sequence[float]) -> list[float]:

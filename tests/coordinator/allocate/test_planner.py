@@ -41,12 +41,12 @@ def test_the_same_swarm_and_seed_give_the_same_plan(seed: int) -> None:
     assert first == second
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_nobody_moves_while_nothing_changes(seed: int) -> None:
     topology, workload = swarms.swarm(seed, 14, cards=False), swarms.workload(microbatches=200)
-    now = plan(topology, workload, num_stages=3, seed=seed, work=2 * WORK).placement
+    now = plan(topology, workload, num_stages=3, seed=seed, work=5 * WORK).placement
     for later in range(2):
-        assert plan(topology, workload, seed=100 + later, work=WORK, current=now).placement == now
+        assert plan(topology, workload, seed=100 + later, work=WORK // 4, current=now).placement == now
 
 
 def test_what_is_worth_a_move_is_moved_and_what_is_not_is_left() -> None:
@@ -131,7 +131,7 @@ def test_a_large_swarm_is_clustered_and_solved() -> None:
     assert views[0].weight.sum() == 600
     assert float(views[0].topology.flop_per_s.sum()) == pytest.approx(float(topology.flop_per_s.sum()))
     workload = swarms.workload(layers=12, microbatches=2000, cut_bytes=1e5)
-    found = plan(topology, workload, num_stages=4, work=30_000_000)
+    found = plan(topology, workload, num_stages=4, work=20_000_000)
     check(found, topology)
     bound = 3.0 * sum(workload.layer_flop) * workload.microbatches / float(topology.flop_per_s.sum())
     assert found.cost.parts["compute_s"] < 1.3 * bound
