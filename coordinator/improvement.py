@@ -25,7 +25,8 @@ SETTLE_HEARTBEATS = 8.0
 """Newcomers have fetched their state by then, or the search comes later; peers tell of four links a heartbeat."""
 REST_HEARTBEATS = 30.0
 REST_PEERS = 256
-"""So many are searched in a second or two; where they are more, searches are further apart, for they take longer."""
+"""So many are searched in a second or two; where they are more, searches and looks are further apart, for they take
+longer."""
 LOOK_HEARTBEATS = 10.0
 """How often it looks whether figures have changed."""
 AFRESH_TERMS = 10
@@ -123,14 +124,14 @@ class Improvement:
             if self._running is not None and self._running.swarm == swarm:
                 return None
         else:
-            self._due_s = now_s + LOOK_HEARTBEATS * self._heartbeat_s
+            apart = self._heartbeat_s * max(1.0, len(snapshot.peers) / REST_PEERS)
+            self._due_s = now_s + LOOK_HEARTBEATS * apart
             if self._inherited is not None and self._inherited == places:
                 self._inherited, self._last = None, _Searched(places, swarm, snapshot)
                 return None
             if last and (last.places, last.swarm) == (places, swarm) and not has_drifted(last.snapshot, snapshot):
                 return None
-            rest = REST_HEARTBEATS * max(1.0, len(snapshot.peers) / REST_PEERS)
-            self._due_s = now_s + rest * self._heartbeat_s
+            self._due_s = now_s + REST_HEARTBEATS * apart
         self._num_jobs += 1
         self._running = SearchJob(number=self._num_jobs, snapshot=snapshot, previous=plan, swarm=swarm, seed=seed)
         return self._running
