@@ -8,10 +8,12 @@ from shoal.protocol.messages import CommitReport, Digest, Progress, RoundStart
 
 @dataclass(frozen=True, slots=True)
 class Tell:
-    """Send `message` to every mate; if it `can_wait`, to the lead at once and to the others before long."""
+    """Send `message` to every mate, or only `to` one; if it `can_wait`, to the lead at once and to the others before
+    long."""
 
     message: Progress | RoundStart | Digest
     can_wait: bool = False
+    to: PeerID | None = None
 
 
 @dataclass(frozen=True, slots=True)

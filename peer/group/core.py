@@ -152,7 +152,7 @@ class GroupCore:
         if not ready and (peer not in self.mates or self._members.is_ready(peer)):
             # It has left, and nobody waits for it: nor for its part of a round that it has not heard of.
             return [*reborn, *self.mate_lost(peer, now_s=now_s)]
-        commands = self._tell_open_steps() if self._members.state(peer, ready=ready, is_open=is_open) else []
+        commands = self._tell_open_steps(to=peer) if self._members.state(peer, ready=ready, is_open=is_open) else []
         return [*reborn, *commands, *self._lead_may_have_changed(now_s)]
 
     def has_begun_anew(self, peer: PeerID, incarnation: int) -> bool:
@@ -342,10 +342,10 @@ class GroupCore:
         order = self._plan_sequence * _ATTEMPTS_PER_PLAN + self._retries
         return (order * _RANKS + rank) * _TENURES + self.incarnation % _TENURES
 
-    def _tell_open_steps(self) -> list[Command]:
+    def _tell_open_steps(self, *, to: PeerID | None = None) -> list[Command]:
         """Of the current one always, and last: only it names our lead, who must not grant again what the others say."""
-        later = [Tell(self._progress(s, names_lead=False)) for s in sorted(self._tallies.steps) if s != self.version]
-        return [*later, Tell(self._progress(self.version))]
+        later = [self._progress(s, names_lead=False) for s in sorted(self._tallies.steps) if s != self.version]
+        return [Tell(message, to=to) for message in (*later, self._progress(self.version))]
 
     def _lead_may_have_changed(self, now_s: float) -> list[Command]:
         if self.lead == self._announced_lead:

@@ -97,7 +97,7 @@ class GroupDriver:
         self._on_repair = on_repair
         self._retained_from = retained_from
         self._outbox = Outbox(endpoint, on_trouble=on_unreachable)
-        self._telling = Telling(self._outbox, self._audience)
+        self._telling = Telling(self.core.me, self._outbox, self._audience)
         self._reductions: dict[int, Reduction] = {}
         self._early: dict[tuple[int, int], list[tuple[PeerID, ReducePart | GatherPart, Payload]]] = {}
         self._means: dict[int, Tensor] = {}  # step -> reduced gradient, until stepped and for those behind us
@@ -284,10 +284,8 @@ class GroupDriver:
             return
         for command in commands:
             match command:
-                case Tell(Progress() as message, can_wait=True) if message.lead not in ("", self.core.me):
-                    self._telling.the_lead(message.lead, message)
-                case Tell(message):
-                    self._telling.everybody(message)
+                case Tell():
+                    self._telling.tell(command)
                 case Reduce(start):
                     self._begin(start)
                 case Report(report):

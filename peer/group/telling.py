@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Callable, Iterable
 from typing import Final
 
+from shoal.peer.group.commands import Tell
 from shoal.peer.outbox import Outbox
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Digest, Progress, RoundStart
@@ -22,19 +23,29 @@ _Word = Progress | RoundStart | Digest
 class Telling:
     """Args: audience: whom a message concerns."""
 
-    def __init__(self, outbox: Outbox, audience: Callable[[_Word], Iterable[PeerID]]) -> None:
+    def __init__(self, me: PeerID, outbox: Outbox, audience: Callable[[_Word], Iterable[PeerID]]) -> None:
+        self._me = me
         self._outbox = outbox
         self._audience = audience
         self._gathered: dict[tuple[type, int], Progress] = {}
         self._timer: asyncio.TimerHandle | None = None
 
-    def everybody(self, message: _Word) -> None:
+    def tell(self, command: Tell) -> None:
+        match command:
+            case Tell(Progress() as message, can_wait=True) if message.lead not in ("", self._me):
+                self._the_lead(message.lead, message)
+            case Tell(message, to=None):
+                self._everybody(message)
+            case Tell(message, to=str() as mate):
+                self._outbox.post(mate, _key(message), message)
+
+    def _everybody(self, message: _Word) -> None:
         key = _key(message)
         self._gathered.pop(key, None)
         for mate in self._audience(message):
             self._outbox.post(mate, key, message)
 
-    def the_lead(self, lead: PeerID, message: Progress) -> None:
+    def _the_lead(self, lead: PeerID, message: Progress) -> None:
         """The others later: the last word on that step only."""
         key = _key(message)
         self._outbox.post(lead, key, message)
@@ -49,7 +60,7 @@ class Telling:
     def _spread(self) -> None:
         self._timer = None
         for message in list(self._gathered.values()):
-            self.everybody(message)
+            self._everybody(message)
 
 
 def _key(message: _Word) -> tuple[type, int]:

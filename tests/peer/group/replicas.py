@@ -440,8 +440,8 @@ class World(Machines):
     def _perform(self, node: "Node", tenure: "Tenure", commands: list[Command]) -> None:
         for command in commands:
             match command:
-                case Tell(message):
-                    self._tell(node, tenure, message)
+                case Tell(message, to=to):
+                    self._tell(node, tenure, message, to)
                 case Reduce(start):
                     self._reduce(node, tenure, start)
                 case Report(report) | Witness(report):
@@ -460,7 +460,7 @@ class World(Machines):
                 case Resync():
                     raise AssertionError(f"{node.name} is told that its state is wrong")
 
-    def _tell(self, node: "Node", tenure: "Tenure", message: Progress | RoundStart | Digest) -> None:
+    def _tell(self, node: "Node", tenure: "Tenure", message: Progress | RoundStart | Digest, to: PeerID | None) -> None:
         core = tenure.core
         audience = [*core.mates, *core.departing]
         if isinstance(message, RoundStart):
@@ -469,7 +469,7 @@ class World(Machines):
         elif isinstance(message, Digest):
             audience += [peer for peer in core.round_mates if peer not in audience]
         key = (type(message), message.version if isinstance(message, Digest) else message.step)
-        for mate in audience:
+        for mate in audience if to is None else [to]:
             tenure.boxes.setdefault(mate, Box()).post(key, message)
 
     def _reduce(self, node: "Node", tenure: "Tenure", start: RoundStart) -> None:

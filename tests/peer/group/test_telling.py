@@ -1,12 +1,13 @@
 import asyncio
 from typing import Any, cast
 
+from shoal.peer.group.commands import Tell
 from shoal.peer.group.telling import Telling
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Progress
 from shoal.protocol.sim.loop import run
 
-LEAD, B, C = PeerID("lead"), PeerID("b"), PeerID("c")
+ME, LEAD, B, C = PeerID("me"), PeerID("lead"), PeerID("b"), PeerID("c")
 
 
 def word(count: int, step: int = 0) -> Progress:
@@ -27,14 +28,14 @@ class Posted:
 
 def made() -> tuple[Telling, Posted]:
     posted = Posted()
-    return Telling(cast(Any, posted), lambda message: [LEAD, B, C]), posted
+    return Telling(ME, cast(Any, posted), lambda message: [LEAD, B, C]), posted
 
 
 def test_the_lead_hears_at_once_and_the_others_the_last_word_within_a_second() -> None:
     async def main() -> None:
         telling, posted = made()
         for count in (1, 2):
-            telling.the_lead(LEAD, word(count))
+            telling.tell(Tell(word(count), can_wait=True))
             await asyncio.sleep(0.25)
         assert posted.words == [(0.0, LEAD, 0, 1), (0.25, LEAD, 0, 2)]
         await asyncio.sleep(1.0)
@@ -46,9 +47,9 @@ def test_the_lead_hears_at_once_and_the_others_the_last_word_within_a_second() -
 def test_what_everybody_has_heard_is_not_said_again() -> None:
     async def main() -> None:
         telling, posted = made()
-        telling.the_lead(LEAD, word(1))
-        telling.the_lead(LEAD, word(2, step=1))
-        telling.everybody(word(3))
+        telling.tell(Tell(word(1), can_wait=True))
+        telling.tell(Tell(word(2, step=1), can_wait=True))
+        telling.tell(Tell(word(3)))
         await asyncio.sleep(5.0)
         assert [entry[2:] for entry in posted.words if entry[1] == B] == [(0, 3), (1, 2)]
 
@@ -58,9 +59,29 @@ def test_what_everybody_has_heard_is_not_said_again() -> None:
 def test_once_closed_it_says_nothing() -> None:
     async def main() -> None:
         telling, posted = made()
-        telling.the_lead(LEAD, word(1))
+        telling.tell(Tell(word(1), can_wait=True))
         telling.close()
         await asyncio.sleep(5.0)
         assert [peer for _, peer, _, _ in posted.words] == [LEAD]
+
+    run(main())
+
+
+def test_a_word_to_one_is_for_nobody_else() -> None:
+    async def main() -> None:
+        telling, posted = made()
+        telling.tell(Tell(word(1), to=B))
+        await asyncio.sleep(5.0)
+        assert posted.words == [(0.0, B, 0, 1)]
+
+    run(main())
+
+
+def test_the_lead_itself_tells_everybody_at_once() -> None:
+    async def main() -> None:
+        posted = Posted()
+        telling = Telling(LEAD, cast(Any, posted), lambda message: [B, C])
+        telling.tell(Tell(word(1), can_wait=True))
+        assert [peer for _, peer, _, _ in posted.words] == [B, C]
 
     run(main())
