@@ -19,6 +19,8 @@ from shoal.protocol.topology import NetworkFile, Topology, WorkloadEntry, load_t
 SHIPPED = Path(__file__).parent / "scenarios"
 STEPS = 8
 """Of a simulated run whose scenario does not say: two to warm up, the others to measure."""
+STEPS_MAX = 1_000_000
+"""Of one that ends by time."""
 _HEAD_SIZE = 128
 
 
@@ -43,10 +45,10 @@ class ScenarioFile(Section, frozen=True):
 
     network: NetworkSection
     title: str = ""
-    steps: int = STEPS
-    """Every strategy runs until it has committed so many, …"""
+    steps: int | None = None
+    """Every strategy runs until it has committed so many; None: `STEPS`, or as many as there is time for."""
     seconds: float | None = None
-    """… or for so long, of virtual time."""
+    """It ends then at the latest, of virtual time. None: never; with churn after `strategies.CHURN_SECONDS`."""
     stages: int | None = None
     """None: as many as the planner finds best."""
     model: ModelSpec = msgspec.field(default_factory=ModelSpec)
@@ -57,7 +59,7 @@ class ScenarioFile(Section, frozen=True):
     """None given: those of `strategy.DEFAULT`, or `CHURN_DEFAULT`."""
 
     def __post_init__(self) -> None:
-        require(self.steps > 0, f"steps must be positive, is {self.steps}")
+        require(self.steps is None or self.steps > 0, f"steps must be positive, is {self.steps}")
         require(self.seconds is None or 0.0 < self.seconds < math.inf, f"seconds must be positive, is {self.seconds}")
         require(
             self.stages is None or 0 < self.stages <= self.model.num_layers,
@@ -128,6 +130,7 @@ def load_scenario(path: Path) -> Scenario:
             topology = topology_of(file.network)
         except ShoalError as error:
             raise LocalError(f"{path}: {error}") from error
+    steps = file.steps or (STEPS if file.seconds is None and file.churn is None else STEPS_MAX)
     trace = None
     if file.churn is not None:
         trace = path.parent / file.churn.trace
@@ -137,7 +140,7 @@ def load_scenario(path: Path) -> Scenario:
         name=path.stem,
         title=file.title or path.stem,
         topology=topology,
-        spec=_spec(path.stem, file.model, msgspec.structs.replace(file.training, steps=file.steps), file.wire),
+        spec=_spec(path.stem, file.model, msgspec.structs.replace(file.training, steps=steps), file.wire),
         stages=file.stages,
         seconds=file.seconds,
         paper=network.workload if network is not None else None,

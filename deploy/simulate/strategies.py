@@ -14,7 +14,7 @@ from shoal.deploy.layouts import LayoutName, Request, layout
 from shoal.deploy.simulate.blocking import Lockstep
 from shoal.deploy.simulate.modelled import Churn, ModelledRun, run_modelled
 from shoal.deploy.simulate.outcome import Outcome
-from shoal.deploy.simulate.scenario import Scenario
+from shoal.deploy.simulate.scenario import STEPS_MAX, Scenario
 from shoal.deploy.simulate.strategy import CHURN_DEFAULT, DEFAULT, KNOWN, Strategy
 from shoal.deploy.simulate.traces import absent_at_first, load_trace, replay
 from shoal.protocol.errors import LocalError, ShoalError
@@ -57,7 +57,7 @@ def chosen_strategies(scenario: Scenario, names: str | None) -> tuple[Strategy, 
 
 
 def with_options(scenario: Scenario, options: Options) -> Scenario:
-    """Lasts as long as `options` say. With churn a time ends the run, not its steps. Raises: LocalError."""
+    """Lasts as long as `options` say: a time, or a trace, takes the place of the scenario's steps."""
     training = scenario.spec.training
     trace = options.trace or scenario.trace
     seconds = options.seconds or scenario.seconds
@@ -65,6 +65,8 @@ def with_options(scenario: Scenario, options: Options) -> Scenario:
         seconds = CHURN_SECONDS
     if options.steps is not None:
         training = msgspec.structs.replace(training, steps=options.steps)
+    elif options.seconds is not None or options.trace is not None:
+        training = msgspec.structs.replace(training, steps=STEPS_MAX)
     return replace(
         scenario, spec=msgspec.structs.replace(scenario.spec, training=training), seconds=seconds, trace=trace
     )

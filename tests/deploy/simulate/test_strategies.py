@@ -9,7 +9,7 @@ from typer.testing import CliRunner, Result
 from shoal.deploy import cli
 from shoal.deploy.simulate.modelled import Churn
 from shoal.deploy.simulate.outcome import row_of
-from shoal.deploy.simulate.scenario import Scenario, find_scenario, shipped_names
+from shoal.deploy.simulate.scenario import STEPS_MAX, Scenario, find_scenario, shipped_names
 from shoal.deploy.simulate.strategies import (
     CHURN_SECONDS,
     Options,
@@ -142,11 +142,19 @@ def with_trace(tiny: Path, options: Options) -> Scenario:
     return with_options(find_scenario(str(tiny)), options)
 
 
-def test_a_trace_ends_a_run_by_time_unless_steps_are_asked_for(tiny: Path) -> None:
-    assert with_trace(tiny, Options()).seconds == CHURN_SECONDS
-    assert with_trace(tiny, Options(seconds=9.0)).seconds == 9.0
-    by_steps = with_trace(tiny, Options(steps=4))
-    assert (by_steps.seconds, by_steps.spec.training.steps) == (None, 4)
+def test_a_time_or_a_trace_takes_the_place_of_steps(tiny: Path) -> None:
+    def lasts(options: Options, *, churn: bool = False) -> tuple[float | None, int]:
+        found = with_trace(tiny, options) if churn else with_options(find_scenario(str(tiny)), options)
+        return found.seconds, found.spec.training.steps
+
+    assert lasts(Options()) == (None, 5)
+    assert lasts(Options(steps=4)) == (None, 4)
+    assert lasts(Options(seconds=9.0)) == (9.0, STEPS_MAX)
+    assert lasts(Options(seconds=9.0, steps=4)) == (9.0, 4)
+    (tiny.parent / "other.csv").write_text(TRACE)
+    assert lasts(Options(trace=tiny.parent / "other.csv")) == (CHURN_SECONDS, STEPS_MAX)
+    assert lasts(Options(trace=tiny.parent / "other.csv", steps=4)) == (None, 4)
+    assert lasts(Options(), churn=True) == (CHURN_SECONDS, 5), "the file says so many steps"
 
 
 def test_a_swarm_lives_through_a_trace(tiny: Path) -> None:
