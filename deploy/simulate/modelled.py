@@ -21,7 +21,7 @@ from shoal.coordinator.cost.placement import Placement
 from shoal.coordinator.cost.shares import split
 from shoal.coordinator.cost.workload import Workload
 from shoal.deploy.simulate.blocking import BlockingDevice, Lockstep
-from shoal.deploy.simulate.ledger import SimLedger, traffic_matrix
+from shoal.deploy.simulate.logbook import SimLedger, traffic_matrix
 from shoal.deploy.simulate.modelled_swarm import ModelledSwarm, Ports, check_devices, peer_ids
 from shoal.deploy.simulate.pinned import PinnedAllocator
 from shoal.deploy.simulate.result import SimResult, Span

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from shoal.coordinator.allocate.interface import Allocator
 from shoal.deploy.node import Node
 from shoal.deploy.simulate.arithmetic import ModelledArithmetic
-from shoal.deploy.simulate.ledger import SimLedger
+from shoal.deploy.simulate.logbook import SimLedger
 from shoal.peer.pipeline.traffic import Traffic
 from shoal.protocol.errors import LocalError
 from shoal.protocol.identity import PeerID

@@ -6,7 +6,6 @@ a slow path would go on for minutes after the path is well again.
 
 import asyncio
 import math
-import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -64,7 +63,7 @@ class Flights:
             source.plug.up_free_s = now_s + frame.nbytes / stream.up_bytes_per_s
         stream.leaving = frame
         left = self._agenda.at(leaves_s, self._left, stream, frame)
-        delay_s = link.latency_s + _extra_s(link, stream.rng)
+        delay_s = link.latency_s + _extra_s(link, stream)
         if link.corruption:
             frame.is_damaged = stream.rng.random() < link.corruption
         flight = self._leaving[stream] = _Flight(frame, rate, leaves_s, delay_s, left)
@@ -115,11 +114,11 @@ class Flights:
             self._on_arrived(stream, frame)
 
 
-def _extra_s(link: LinkSpec, rng: random.Random) -> float:
+def _extra_s(link: LinkSpec, stream: Stream) -> float:
     """Jitter, a spike, and the retransmissions of a frame that got lost."""
-    extra_s = rng.uniform(0.0, link.jitter_s) if link.jitter_s else 0.0
-    if link.spikes and rng.random() < link.spikes:
-        extra_s += rng.uniform(0.0, link.spike_s)
-    while link.loss and rng.random() < link.loss:
+    extra_s = stream.rng.uniform(0.0, link.jitter_s) if link.jitter_s else 0.0
+    if link.spikes and stream.rng.random() < link.spikes:
+        extra_s += stream.rng.uniform(0.0, link.spike_s)
+    while link.loss and stream.rng.random() < link.loss:
         extra_s += link.loss_costs_s
     return extra_s

@@ -24,6 +24,7 @@ import heapq
 import math
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVarTuple
 
 from shoal.protocol.errors import Unreachable
@@ -67,7 +68,7 @@ class Links:
     def send(self, source: Card, destination: Card, frame: Frame) -> None:
         """Queue `frame`; `frame.left` tells the rest."""
         stream = self.stream(source, destination)
-        stream.waiting[frame.priority].append(frame)
+        stream.put(frame)
         self._record(Kind.FRAME_QUEUED, stream, frame)
         self._offer(stream)
         self._watch(stream)
@@ -119,7 +120,7 @@ class Links:
                 source,
                 destination,
                 queue_bytes=self.link(source.place, destination.place).queue_bytes,
-                rng=self._rng(f"link {source.number} {destination.number}"),
+                make_rng=partial(self._rng, f"link {source.number} {destination.number}"),
             )
             source.outgoing[destination.number] = destination.incoming[source.number] = stream
             self._streams[source.number, destination.number] = stream

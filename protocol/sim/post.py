@@ -40,24 +40,23 @@ class Post:
         """Call `deliver` when `data` arrives: once, never, or on a link that repeats twice."""
         link = self._link(source.place, destination.place)
         stream = self._stream(source, destination)
-        rng = stream.rng
-        if link.loss and rng.random() < link.loss:
+        if link.loss and stream.rng.random() < link.loss:
             self._record(Kind.CALL_LOST, stream, data)
             return
         rate = min(link.rate_bytes_per_s, stream.up_bytes_per_s, stream.down_bytes_per_s)
         stream.control_free_s = max(self._agenda.now_s(), stream.control_free_s) + len(data) / rate
-        jitter_s = rng.uniform(0.0, link.jitter_s) if link.jitter_s else 0.0
-        if link.spikes and rng.random() < link.spikes:
-            jitter_s += rng.uniform(0.0, link.spike_s)
+        jitter_s = stream.rng.uniform(0.0, link.jitter_s) if link.jitter_s else 0.0
+        if link.spikes and stream.rng.random() < link.spikes:
+            jitter_s += stream.rng.uniform(0.0, link.spike_s)
         condition: Condition = "whole"
-        if data and link.corruption and rng.random() < link.corruption:
-            data, condition = _damaged(data, rng), "damaged"
+        if data and link.corruption and stream.rng.random() < link.corruption:
+            data, condition = _damaged(data, stream.rng), "damaged"
             self._record(Kind.CALL_DAMAGED, stream, data)
         arrives_s = stream.control_free_s + link.latency_s + jitter_s
         connection = -1 if self._cuts.is_cut(source.place, destination.place) else stream.connection
         self._agenda.at(arrives_s, self._arrive, stream, connection, data, condition, deliver)
-        if link.duplication and rng.random() < link.duplication:
-            again_s = arrives_s + rng.uniform(0.0, link.repeat_s)
+        if link.duplication and stream.rng.random() < link.duplication:
+            again_s = arrives_s + stream.rng.uniform(0.0, link.repeat_s)
             self._agenda.at(again_s, self._arrive, stream, connection, data, "repeated", deliver)
 
     def _arrive(self, stream: Stream, connection: int, data: bytes, condition: Condition, deliver: Deliver) -> None:

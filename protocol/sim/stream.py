@@ -6,6 +6,7 @@ import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from shoal.protocol.frames import CreditWindow
 from shoal.protocol.identity import PeerID
@@ -96,13 +97,15 @@ class Stream:
     what comes of an epoch up to `refused_epoch`, so that nothing is handled behind a gap.
     """
 
-    def __init__(self, source: Card, destination: Card, *, queue_bytes: float, rng: random.Random) -> None:
+    def __init__(
+        self, source: Card, destination: Card, *, queue_bytes: float, make_rng: Callable[[], random.Random]
+    ) -> None:
         self.source = source
         self.destination = destination
         inside = source.plug is destination.plug
         self.up_bytes_per_s = math.inf if inside else source.plug.spec.up_bytes_per_s
         self.down_bytes_per_s = math.inf if inside else destination.plug.spec.down_bytes_per_s
-        self.rng = rng
+        self._make_rng = make_rng
         self.queue_bytes = queue_bytes
         self.epoch = 0
         self.refused_epoch = 0
@@ -117,19 +120,30 @@ class Stream:
         self.is_offered = False
         self.stall: asyncio.TimerHandle | None = None
         self.serving: asyncio.Task[None] | None = None
-        self.arrived: deque[Frame] = deque()
+        self.arrived: list[Frame] = []
         self.clear()
+
+    @cached_property
+    def rng(self) -> random.Random:
+        """Made when something is drawn: most links of a thousand peers carry a few calls and draw nothing."""
+        return self._make_rng()
 
     def clear(self) -> None:
         """As new, for frames that will be sent from now on; what has arrived stays until the first of these arrives."""
         self.epoch += 1
         self.window = CreditWindow(int(min(self.queue_bytes, STREAM_CREDIT_BYTES)))
-        self.waiting: tuple[deque[Frame], ...] = tuple(deque() for _ in range(_NUM_PRIORITIES))
+        self.waiting: tuple[deque[Frame], ...] = ()
+        """By priority, once there has been a frame."""
         self.leaving: Frame | None = None
-        self.held: deque[Frame] = deque()
+        self.held: list[Frame] = []
         """Frames that reached a cut in the network; they come in order once it heals."""
         self.held_credits: list[int] = []
         self.first_byte_s = self.arrives_s = 0.0
+
+    def put(self, frame: Frame) -> None:
+        if not self.waiting:
+            self.waiting = tuple(deque() for _ in range(_NUM_PRIORITIES))
+        self.waiting[frame.priority].append(frame)
 
     @property
     def is_idle(self) -> bool:

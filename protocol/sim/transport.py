@@ -308,7 +308,7 @@ class SimTransport:
         self._met.add(source)
         try:
             while stream.arrived:
-                frame = stream.arrived.popleft()
+                frame = stream.arrived.pop(0)
                 # A handler sees bytes in the port's types; phantoms only meet handlers of modelled peers.
                 await self._on_frame(source, frame.meta, cast(Payload, frame.payload))
                 self._links.handled(stream, frame)
