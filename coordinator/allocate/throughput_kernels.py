@@ -720,7 +720,7 @@ def _propose(P, S, random):
         d = _burden(S, slow)
         return (RELOCATE, d, -1) if S.count[slow] > 1 else (-1, 0, 0)
     if dice < 45:
-        d, k = below(random, N), slow
+        d, k = below(random, N), -1 if below(random, 8) == 0 else slow
         if S.stage[d] == k or (S.stage[d] >= 0 and S.count[S.stage[d]] == 1) or (k == 0 and not P.feeds[d]):
             return -1, 0, 0
         return RELOCATE, d, k

@@ -88,10 +88,10 @@ def exhaustive(evaluator: ThroughputEvaluator, layers: int) -> float:
     return best
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_small_swarms_are_solved(seed: int) -> None:
     """The whole comparison, 50 cases of up to 7 devices, is `tests/bench/planner.py --exhaustive`."""
     topology = swarms.swarm(seed, 5)
     evaluator = ThroughputEvaluator(topology, swarms.workload(layers=4), 2 + seed % 2)
-    found = evolve(evaluator, seed=0, work=20_000_000)
+    found = evolve(evaluator, seed=0, work=10_000_000)
     assert found.cost <= exhaustive(evaluator, 4) * 1.005
