@@ -18,8 +18,9 @@ from shoal.coordinator.measured import CLAIM_MIN
 from shoal.protocol.topology import Floats, Topology, make_topology
 
 DEFAULT_LATENCY_S = 0.05
-DEFAULT_BYTES_PER_S = 12.5e6
-"""100 Mbit/s."""
+DEFAULT_BYTES_PER_S = 1.25e9
+"""10 Gbit/s, so that compute and memory decide where nothing is known of any link. Lost: 100 Mbit/s, by which a first
+plan had better not replicate large stages: two peers of 32 equal ones got 20 of 24 layers, and boundaries stay."""
 
 
 def topology_of(snapshot: Snapshot) -> Topology:
