@@ -94,7 +94,7 @@ class PlanChain:
         assert self.live is not None
         if base.digest != self.live.digest:
             return Grant(granted=False, reason=f"obeys plan {self.order}, above {base.plan.order}")
-        if candidate not in base.plan.members:
+        if not base.plan.has(candidate):
             return Grant(granted=False, reason=f"plan {base.plan.order} does not know the candidate")
         if term <= base.plan.term and candidate != base.plan.coordinator:
             return Grant(granted=False, reason=f"term {term} is not above the live plan's {base.plan.term}")

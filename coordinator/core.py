@@ -347,7 +347,7 @@ class CoordinationCore:
     def _follow(self, now_s: float) -> list[Command]:
         live = self.chain.live
         commands: list[Command] = []
-        known = live is not None and self.me in live.plan.members
+        known = live is not None and live.plan.has(self.me)
         lost = now_s >= self._watch.suspect_at_s or not (known or self._watch.heard_lately(now_s))
         if (lost or not self._watch.head_known) and now_s >= self._head_at_s:
             self._head_at_s = now_s + (HEAD_HEARTBEATS if known else STRANGER_HEARTBEATS) * self._heartbeat_s
@@ -397,4 +397,4 @@ class CoordinationCore:
     def _eligible(self, plan: Plan) -> bool:
         own = self._own
         able = own is None or (own.advert.willing_to_coordinate and not own.draining)
-        return able and self.me in plan.members and not self._leaving
+        return able and plan.has(self.me) and not self._leaving

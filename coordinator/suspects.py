@@ -64,10 +64,10 @@ class Suspects:
 
     def report(self, reporter: PeerID, silent: Collection[PeerID], plan: Plan, now_s: float) -> None:
         """`reporter` cannot reach these."""
-        if not silent or reporter not in plan.members:
+        if not silent or not plan.has(reporter):
             return
         for peer in tuple(silent)[:LINKS_PER_HEARTBEAT_MAX]:
-            if peer in plan.members and peer not in (reporter, self._me):
+            if plan.has(peer) and peer not in (reporter, self._me):
                 inquiry = self._suspect(peer, now_s)
                 if _are_neighbours(plan, reporter, peer):
                     inquiry.reporters[reporter] = None

@@ -30,7 +30,7 @@ def answer_request(chain: PlanChain, source: PeerID, request: TermRequest, base:
 def answer_sounding(chain: PlanChain, source: PeerID, request: TermRequest, base: SignedPlan) -> TermGrant:
     """Whether the request would be granted; nothing is promised."""
     live = chain.live
-    if live is None or live.digest != base.digest or source not in base.plan.members:
+    if live is None or live.digest != base.digest or not base.plan.has(source):
         return no_grant(chain, base, f"obeys plan {chain.order}")
     if request.term <= chain.granted_term:
         return no_grant(chain, base, f"granted term {chain.granted_term}, not below {request.term}")
