@@ -597,7 +597,7 @@ def cut(P, S, work):
 
 # --- moves ---
 
-RELOCATE, EXCHANGE, LAYER, RENAME = 0, 1, 2, 3
+RELOCATE, EXCHANGE, LAYER, RENAME, CARRY = 0, 1, 2, 3, 4
 
 
 @njit(cache=True, nogil=True)
@@ -645,7 +645,7 @@ def _relocate(S, d, k):
 @njit(cache=True)
 def _apply(S, kind, x, y):
     """RELOCATE device x to stage y; EXCHANGE the stages of devices x and y; a LAYER from stage x to stage y, those
-    between shift; RENAME: stages x and y exchange their members."""
+    between shift; RENAME: stages x and y exchange their members; CARRY: and their numbers of layers."""
     if kind == RELOCATE:
         _relocate(S, x, y)
     elif kind == EXCHANGE:
@@ -659,6 +659,12 @@ def _apply(S, kind, x, y):
         for k in range(min(x, y), max(x, y) + 1):
             S.dirty[k] = True
     else:
+        if kind == CARRY:
+            first, last = min(x, y), max(x, y)
+            more = (S.bounds[last + 1] - S.bounds[last]) - (S.bounds[first + 1] - S.bounds[first])
+            for bound in range(first + 1, last + 1):
+                S.bounds[bound] += more
+            S.dirty[first : last + 1] = True
         for a in range(max(S.count[x], S.count[y])):
             mine = S.members[x, a]
             S.members[x, a] = S.members[y, a]
@@ -732,14 +738,14 @@ def _propose(P, S, random):
     k = below(random, K)
     if k == slow:
         return -1, 0, 0
-    if dice < 95:
+    if dice < 94:
         return (LAYER, slow, k) if S.bounds[slow + 1] - S.bounds[slow] > 1 else (-1, 0, 0)
     if k == 0 or slow == 0:
         other = max(k, slow)
         for a in range(S.count[other]):
             if not P.feeds[S.members[other, a]]:
                 return -1, 0, 0
-    return RENAME, slow, k
+    return (RENAME if dice < 97 else CARRY), slow, k
 
 
 @njit(cache=True, nogil=True)

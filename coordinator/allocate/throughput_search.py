@@ -218,9 +218,13 @@ class ThroughputEvaluator:
         return row
 
     def _able(self, row: list[int], rng: Random) -> list[int]:
-        """Half of the time without those whose network is worst: one of them makes a whole reduction slow, so where
+        """Often without those whose network is worst: one of them makes a whole reduction slow, so where
         several are in one stage no single move gets better."""
-        if rng.random() < 0.5:
+        dice = rng.random()
+        if dice < 0.25:
+            # A few that are near each other.
+            return row[: rng.randint(self.num_stages, len(row))] if len(row) > self.num_stages else row
+        if dice < 0.6:
             return row
         p = self.problem
         card = p.card_rate[p.card] / np.bincount(p.card)[p.card]
