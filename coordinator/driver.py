@@ -273,7 +273,7 @@ class Coordination:
         self._endpoint.term = plan.term
         logger.info("plan %d of term %d: %s", plan.sequence, plan.term, plan.reason)
         self._moved_on.set()
-        if not all(self._notices.knows(peer) for peer in plan.members):
+        if self._notices.should_read(plan):
             self._spawn(self._notices.meet())
         self._on_plan(signed)
 

@@ -9,7 +9,7 @@ from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import RemoteError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Advert, AdvertRecord, PlanHead
-from shoal.protocol.plan import SignedPlan
+from shoal.protocol.plan import Plan, SignedPlan
 from shoal.protocol.ports import Clock, Directory
 
 logger = logging.getLogger(__name__)
@@ -44,6 +44,20 @@ class Notices:
         """Whether we have heard where `peer` is."""
         return peer == self._endpoint.peer_id or peer in self._addresses
 
+    def should_read(self, plan: Plan) -> bool:
+        """Whether a member of `plan` is a stranger whom we should look up now.
+
+        Those whom we work with at once. Others at once in small swarms; in large ones not every time that somebody
+        comes, or a thousand peers read a thousand records each.
+        """
+        me = self._endpoint.peer_id
+        stage = plan.stage_of(me)
+        near = [] if stage is None else plan.stages[max(0, stage - 1) : stage + 2]
+        if not all(self.knows(peer) for part in near for peer in part.peers):
+            return True
+        may_read = plan.coordinator == me or self._clock.now_s() >= self._read_at_s
+        return may_read and not all(self.knows(peer) for peer in plan.members)
+
     def is_due(self, advert: Advert) -> bool:
         """Whether to `advertise` now: it changed, or what is posted is about to lapse. True once."""
         now_s = self._clock.now_s()
@@ -55,10 +69,7 @@ class Notices:
     async def advertise(self, advert: Advert) -> None:
         """Post our own advert, and learn where the others are."""
         await self._store(self._peers_key, AdvertRecord(advert=advert), ADVERT_EXPIRES_S)
-        now_s = self._clock.now_s()
-        if now_s >= self._read_at_s:
-            # Everybody reads what everybody posts: in a swarm of hundreds less often, or it does little else.
-            self._read_at_s = now_s + ADVERT_RENEWED_S * (len(self._addresses) // READERS)
+        if self._clock.now_s() >= self._read_at_s:
             await self.meet()
 
     async def publish(self, signed: SignedPlan) -> None:
@@ -82,8 +93,10 @@ class Notices:
         return head
 
     async def meet(self) -> None:
-        """Read where everybody is."""
+        """Read where everybody is. Everybody reads what everybody posts: in a swarm of hundreds less often, or it does
+        little else."""
         await self.adverts()
+        self._read_at_s = self._clock.now_s() + ADVERT_RENEWED_S * (len(self._addresses) // READERS)
 
     async def adverts(self) -> dict[PeerID, Advert]:
         """What everybody says of himself. Who is new, or has moved, is introduced to the transport on the way."""
