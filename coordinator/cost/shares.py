@@ -31,7 +31,9 @@ def split(topology: Topology, workload: Workload, placement: Placement) -> Split
     return Split(
         shares=ThroughputObjective(topology, workload).shares(placement),
         parts=tuple(
-            tuple(float(part) for part in reduction_parts(topology, np.asarray(stage, dtype=np.int64), workload.cut_bytes))
+            tuple(
+                float(part) for part in reduction_parts(topology, np.asarray(stage, dtype=np.int64), workload.cut_bytes)
+            )
             for stage in placement.stages
         ),
     )
