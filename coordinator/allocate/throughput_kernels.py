@@ -5,7 +5,7 @@ unit is a device, or in the coarse view of a large swarm a cluster of `weight` a
 Only what a move touches is computed again: the paths of the stages that gained or lost a member and of their
 neighbours, then the times of those stages, then the flows between them.
 
-It is longer than other files, all of it in one, because numba's cache of a function does not notice a change in another file that it calls.
+This file is long because numba's cache of a function does not notice a change in another file that it calls.
 No fastmath, no parallel loops, no transcendental functions, integer randomness of our own, sums in the order of
 members: the same result bit for bit on any machine.
 """
