@@ -6,6 +6,7 @@ that see different candidates may both try, and `chain.PlanChain` lets one of th
 """
 
 from collections.abc import Iterable
+from functools import lru_cache
 
 from blake3 import blake3
 
@@ -14,11 +15,13 @@ from shoal.protocol.identity import PeerID
 
 def rank(run: str, term: int, candidates: Iterable[PeerID]) -> tuple[PeerID, ...]:
     """The candidates of `term`, first in turn first; each once, in an order that differs from term to term."""
+    return tuple(sorted(set(candidates), key=lambda peer: _lot(run, term, peer)))
 
-    def key(peer: PeerID) -> tuple[bytes, PeerID]:
-        return blake3(f"{run}/{term}/{peer}".encode()).digest(length=16), peer
 
-    return tuple(sorted(set(candidates), key=key))
+@lru_cache(maxsize=4096)
+def _lot(run: str, term: int, peer: PeerID) -> tuple[bytes, PeerID]:
+    """Drawn for every member at every tick of a term."""
+    return blake3(f"{run}/{term}/{peer}".encode()).digest(length=16), peer
 
 
 def standing(run: str, term: int, coordinator: PeerID, candidates: Iterable[PeerID], peer: PeerID) -> int | None:
