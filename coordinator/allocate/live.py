@@ -37,7 +37,7 @@ HORIZON_S = 600.0
 STAY = 0.5
 """The part of a stage's holders that a search leaves there, rounded up: who comes must be able to fetch its state."""
 SMALL_DEVICES = 32
-"""With fewer the search spends less than the planner's own budget, by the square: there is less to find."""
+"""With fewer the search spends in proportion less than the planner's own budget: there is less to find."""
 
 
 NEWCOMERS_MAX = 8
@@ -174,6 +174,8 @@ def _with(stages: tuple[tuple[int, ...], ...], index: int, device: int) -> tuple
 def _better(snapshot: Snapshot, previous: Plan, seed: int) -> tuple[Layout | None, str]:
     """Raises: NoLayout, LocalError."""
     from shoal.coordinator.allocate.planner import plan
+    from shoal.coordinator.allocate.staying import best_with_stayers
+    from shoal.coordinator.allocate.throughput_search import ThroughputEvaluator
 
     by_id = {peer.peer: peer for peer in snapshot.peers}
     slots = slots_of(snapshot, previous, by_id)
@@ -203,12 +205,13 @@ def _better(snapshot: Snapshot, previous: Plan, seed: int) -> tuple[Layout | Non
         horizon_s=HORIZON_S,
         gain_min=MARGIN,
     )
-    found = _half_stays(current, planned.placement, topology)
+    evaluator = ThroughputEvaluator(topology, workload, len(slots), current=current, horizon_s=HORIZON_S)
+    found, with_moves_s = best_with_stayers(evaluator, current, planned.placement, stay=STAY)
     objective = ThroughputObjective(topology, workload)
     before, after = objective.cost(current), objective.cost(found)
     gain = before.seconds / after.seconds - 1.0
     num_moved = sum(current.stage_of().get(d) != found.stage_of().get(d) for d in range(topology.num_devices))
-    if num_moved == 0 or not gain >= MARGIN or planned.moving_s > HORIZON_S * (1.0 - after.seconds / before.seconds):
+    if num_moved == 0 or not gain >= MARGIN or with_moves_s >= before.seconds:
         return None, f"stays: no layout was found that is {100 * MARGIN:.0f} % better and worth its moves"
     _refill(slots, found, topology, by_id)
     holding = {peer.peer for slot in slots for peer in slot.holders}
@@ -230,20 +233,6 @@ def _by_stage(workload: Workload, stages: Sequence[Stage]) -> Workload:
         layer_parameters=sums(workload.layer_parameters),
         layer_held_bytes=sums(workload.layer_held_bytes),
     )
-
-
-def _half_stays(current: Placement, found: Placement, topology: Topology) -> Placement:
-    """`found` with some who were to leave a stage back in it, the fastest first, where too few would stay."""
-    stages = [list(stage) for stage in found.stages]
-    for index, before in enumerate(current.stages):
-        leavers = sorted(set(before) - set(stages[index]), key=lambda d: (-topology.flop_per_s[d], d))
-        num_back = len(leavers) - (len(before) - math.ceil(STAY * len(before)))
-        for device in leavers[: max(0, num_back)]:
-            for stage in stages:
-                if device in stage:
-                    stage.remove(device)
-            stages[index].append(device)
-    return Placement(stages=tuple(tuple(sorted(stage)) for stage in stages), bounds=found.bounds)
 
 
 def _refill(slots: list[Slot], found: Placement, topology: Topology, by_id: dict[PeerID, MeasuredPeer]) -> None:
@@ -286,4 +275,4 @@ def _shared(topology: Topology, workload: Workload, stages: tuple[Stage, ...]) -
 def _work(num_devices: int) -> int:
     from shoal.coordinator.allocate.planner import default_work
 
-    return round(default_work(num_devices) * min(1.0, (num_devices / SMALL_DEVICES) ** 2))
+    return round(default_work(num_devices) * min(1.0, num_devices / SMALL_DEVICES))
