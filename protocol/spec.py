@@ -12,7 +12,10 @@ from blake3 import blake3
 
 from shoal.protocol.errors import SpecError
 from shoal.protocol.identity import PeerID
-from shoal.protocol.limits import MICROBATCHES_PER_STEP_MAX, STAGES_MAX
+from shoal.protocol.limits import FRAME_PAYLOAD_BYTES_MAX, MICROBATCHES_PER_STEP_MAX, STAGES_MAX
+
+_TARGET_BYTES = 4
+"""Each token's target travels with its activation."""
 
 
 class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -198,6 +201,13 @@ class RunSpec(_Section, frozen=True):
         _require(
             self.optimizer.warmup_steps <= self.training.steps,
             f"optimizer.warmup_steps {self.optimizer.warmup_steps} is more than training.steps {self.training.steps}",
+        )
+        tokens = self.training.microbatch_size * self.model.context
+        frame_bytes = tokens * ((4 if self.wire.activations == "fp32" else 2) * self.model.dim + _TARGET_BYTES)
+        _require(
+            frame_bytes <= FRAME_PAYLOAD_BYTES_MAX,
+            f"training.microbatch_size {self.training.microbatch_size} makes activations of {frame_bytes >> 20} MiB, "
+            f"more than the {FRAME_PAYLOAD_BYTES_MAX >> 20} MiB that fit into a frame",
         )
 
     @property

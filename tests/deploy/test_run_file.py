@@ -29,6 +29,10 @@ def test_changes_reach_sections_and_the_top() -> None:
     [
         ({"swarm.stages": 7, "swarm.min_peers": 7}, "swarm.stages 7"),
         ({"training.steps": 0}, "steps"),
+        (
+            {"training.microbatch_size": 4096, "model.context": 1024},
+            "microbatch_size 4096 makes activations of 1040 MiB",
+        ),
         ({"swarm.nonsense": 1}, "nonsense"),
     ],
 )
