@@ -1,0 +1,50 @@
+"""How the staleness of weights is made up for: one interface (`Compensation`, in compensation.py), strategies by name.
+
+    strategy = compensation("calibrated", "adamw")                  # one object a layer; it may learn
+    w_N = strategy.weights(layer, settings, staleness_steps)        # at the forward; at the backward too unless .stash
+    g_N = strategy.corrected(g_N, displacement_N, layer, settings)  # if .corrects: at the commit, before the reduction
+    strategy.committed(before, after, settings)                     # after every step
+
+`layer` is a `LayerState` at version v, `settings` what `shoal.kernels.optimizer` is told there
+(`state.hyperparameters`); nothing here knows of stages, microbatches or the run. The README of `peer/pipeline` compares
+the strategies.
+"""
+
+from collections.abc import Mapping
+from typing import Final
+
+from shoal.peer.pipeline.prediction.calibrated import Calibrated
+from shoal.peer.pipeline.prediction.compensation import Compensation, Settings
+from shoal.peer.pipeline.prediction.correction import DelayCompensation
+from shoal.peer.pipeline.prediction.extrapolation import LookAhead, PipeOptim, SpecTrain
+from shoal.peer.pipeline.prediction.stale import NoCompensation, Stash
+
+__all__ = [
+    "COMPENSATIONS",
+    "Calibrated",
+    "Compensation",
+    "DelayCompensation",
+    "LookAhead",
+    "NoCompensation",
+    "PipeOptim",
+    "Settings",
+    "SpecTrain",
+    "Stash",
+    "compensation",
+]
+
+COMPENSATIONS: Final[Mapping[str, type[Compensation]]] = {
+    "none": NoCompensation,
+    "stash": Stash,
+    "spectrain": SpecTrain,
+    "pipeoptim": PipeOptim,
+    "lookahead": LookAhead,
+    "calibrated": Calibrated,
+    "dc": DelayCompensation,
+}
+"""By the name that the run spec uses."""
+
+
+def compensation(name: str, optimizer: str) -> Compensation:
+    """The strategy `name` for one layer that `optimizer` (a name of `OPTIMIZERS`) trains. Raises: KeyError."""
+    return COMPENSATIONS[name](optimizer)

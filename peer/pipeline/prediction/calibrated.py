@@ -1,0 +1,93 @@
+"""PipeOptim's direction, as far as the layer really goes in it."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shoal.peer.pipeline.prediction.compensation import Settings
+from shoal.peer.pipeline.prediction.extrapolation import PipeOptim
+from shoal.peer.pipeline.state import LayerState
+
+MEMORY = 0.9
+"""Share of the sums that a measurement leaves: the gain is a mean of about the last ten."""
+GAIN_MAX = 2.0
+"""The second step of SGD with momentum 0.9 is 1.9 times its first; what asks for more is noise."""
+
+
+@dataclass(slots=True)
+class _Gain:
+    """⟨actual, predicted⟩ / ‖predicted‖² over one staleness, both sums with a fading memory."""
+
+    product: float = 0.0
+    square: float = 0.0
+
+    @property
+    def value(self) -> float:
+        return min(max(self.product / self.square, 0.0), GAIN_MAX) if self.square > 0 else 1.0
+
+    def measured(self, product: float, square: float) -> None:
+        self.product = MEMORY * self.product + product
+        self.square = MEMORY * self.square + square
+
+
+@dataclass(slots=True)
+class _Trace:
+    """A predicted way that is being compared with the one taken since."""
+
+    way_N: Tensor
+    staleness_steps: int
+    next_version: int
+    product: float = 0.0
+    steps: int = 0
+
+
+class Calibrated(PipeOptim):
+    """ŵ = w + k_s (p_s - w): p_s is PipeOptim's prediction over s steps, k_s the gain that would have fitted of late.
+
+    k_s = ⟨w_{v+s} - w_v, p_s - w_v⟩ / ‖p_s - w_v‖², measured whenever s steps have been made, for each s that was asked
+    for; 1 before the first measurement. Steps that turn back on themselves give a small gain, a steady gradient 1.
+
+    For s = 1 the measurement keeps nothing; for s > 1 the predicted way [N] is kept over s - 1 commits. The way that
+    was taken is summed by its product with it, step by step, so w_v itself is not kept.
+    """
+
+    def __init__(self, optimizer: str) -> None:
+        super().__init__(optimizer)
+        self._gains: dict[int, _Gain] = {}  # by staleness, the one measured last at the end
+        self._trace: _Trace | None = None
+
+    def gain(self, staleness_steps: int) -> float:
+        """k_s, in [0, GAIN_MAX]."""
+        return self._gains.get(staleness_steps, _Gain()).value
+
+    def _ahead(self, layer: LayerState, settings: Settings, staleness_steps: int) -> Tensor:
+        self._gains.setdefault(staleness_steps, _Gain())
+        predicted_N = self._predicted(layer, settings, staleness_steps)
+        if predicted_N is layer.param_N:
+            return predicted_N
+        return layer.param_N.lerp(predicted_N, self.gain(staleness_steps))
+
+    def committed(self, before: LayerState, after: LayerState, settings: Settings) -> None:
+        trace = self._trace
+        if trace is None or trace.next_version != settings["step"]:  # else a state was loaded meanwhile
+            trace = self._begin(before, settings)
+        if trace is None:
+            return
+        trace.product += float(torch.dot(after.param_N - before.param_N, trace.way_N))
+        trace.steps += 1
+        trace.next_version += 1
+        self._trace = trace
+        if trace.steps == trace.staleness_steps:
+            self._trace = None
+            gain = self._gains.pop(trace.staleness_steps)
+            gain.measured(trace.product, float(torch.dot(trace.way_N, trace.way_N)))
+            self._gains[trace.staleness_steps] = gain
+
+    def _begin(self, layer: LayerState, settings: Settings) -> _Trace | None:
+        """Of the staleness that was measured longest ago; None if nobody has asked for any."""
+        if not self._gains:
+            return None
+        staleness_steps = next(iter(self._gains))
+        way_N = self._predicted(layer, settings, staleness_steps) - layer.param_N
+        return _Trace(way_N, staleness_steps, next_version=settings["step"])

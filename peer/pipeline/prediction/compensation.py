@@ -1,0 +1,73 @@
+"""The interface of all strategies against staleness.
+
+A microbatch of step t wants the weights w_t. Where the layer is at version v < t it is stale by s = t - v steps, and a
+strategy says what it computes with instead (ŵ), whether its backward uses the same weights again, and what becomes of
+its gradient once w_t is known.
+
+What a strategy learns stays on this peer, and so do its weights; members of a group may differ in both. What all must
+have bit for bit is the optimizer's step, which no strategy touches: `corrected` comes before the reduction.
+
+N parameters of one layer
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from shoal.kernels.optimizer import OPTIMIZERS
+from shoal.peer.pipeline.state import LayerState
+
+Settings = Mapping[str, Any]
+"""Keyword arguments of the optimizer at the layer's version (`state.hyperparameters`); "step" is that version."""
+
+
+class Compensation:
+    """Of one layer. Subclasses say what is ahead (`_ahead`), and change the flags where these do not fit.
+
+    Args:
+        optimizer: a name of `shoal.kernels.optimizer.OPTIMIZERS`.
+    """
+
+    stash: ClassVar[bool] = True
+    """The backward uses the forward's weights, kept until then. False: it runs the forward again, with `weights` of the
+    version that is there by then."""
+    predicts: ClassVar[bool] = True
+    """`weights` makes a new tensor. False: they are the layer's own."""
+    corrects: ClassVar[bool] = False
+    """`corrected` does something, so the weights of each gradient are kept until its step commits."""
+
+    def __init__(self, optimizer: str) -> None:
+        self.optimizer = OPTIMIZERS[optimizer]
+
+    def weights(self, layer: LayerState, settings: Settings, staleness_steps: int) -> Tensor:
+        """ŵ, what a microbatch of step `settings["step"] + staleness_steps` computes with: float32 [N].
+
+        At staleness 0 (or less: a repair) `layer.param_N` itself, whatever the strategy.
+        """
+        return self._ahead(layer, settings, staleness_steps) if staleness_steps > 0 else layer.param_N
+
+    def corrected(self, gradient_N: Tensor, displacement_N: Tensor, layer: LayerState, settings: Settings) -> Tensor:
+        """What the gradient would have been at w_t, as far as the strategy can tell: float32 [N].
+
+        Called for a step t that is about to be committed, on one member's own mean gradient, before it is reduced.
+
+        Args:
+            gradient_N: float32 [N], mean over the member's microbatches of the step; not changed.
+            displacement_N: float32 [N], w_t - ŵ, mean over the same microbatches (0 for those with s = 0).
+            layer, settings: at version t.
+        """
+        return gradient_N
+
+    def committed(self, before: LayerState, after: LayerState, settings: Settings) -> None:
+        """The layer has stepped. `settings` are those of `before`. Not called for a step that left the layer alone."""
+
+    def _ahead(self, layer: LayerState, settings: Settings, staleness_steps: int) -> Tensor:
+        """As `weights`, for `staleness_steps` > 0. May not change `layer`."""
+        raise NotImplementedError
+
+    def _predicted(self, layer: LayerState, settings: Settings, staleness_steps: int) -> Tensor:
+        """Where the optimizer expects its own next steps to lead: float32 [N]; `layer.param_N` itself at version 0."""
+        return self.optimizer.predict(
+            layer.param_N, layer.moment1_N, layer.moment2_N, staleness_steps=staleness_steps, **settings
+        )

@@ -1,0 +1,31 @@
+"""Gradients of stale weights corrected to first order, once the weights that they were meant for are known."""
+
+from typing import ClassVar
+
+from torch import Tensor
+
+from shoal.peer.pipeline.prediction.compensation import Settings
+from shoal.peer.pipeline.prediction.stale import Stash
+from shoal.peer.pipeline.state import LayerState
+
+STRENGTH = 0.04
+"""λ of DC-ASGD-c, tuned in the paper for SGD on CIFAR-10."""
+
+
+class DelayCompensation(Stash):
+    """g(w_t) ~ g(ŵ) + λ g g (w_t - ŵ), elementwise; ŵ are the weights that were there.
+
+    g g stands in for the diagonal of the Hessian. Of a mean over B tokens whose noise outweighs it, B g g would be the
+    Fisher information, so λ belongs to a batch size. The correction is linear in ŵ: with several microbatches of one
+    step at different ŵ their mean gradient and mean displacement are enough, but for g being a mean as well.
+    Source: DC-ASGD (Zheng et al., 2017, arXiv 1609.08326), equation 10.
+    """
+
+    corrects: ClassVar[bool] = True
+
+    def __init__(self, optimizer: str, *, strength: float = STRENGTH) -> None:
+        super().__init__(optimizer)
+        self.strength = strength
+
+    def corrected(self, gradient_N: Tensor, displacement_N: Tensor, layer: LayerState, settings: Settings) -> Tensor:
+        return gradient_N + self.strength * gradient_N * gradient_N * displacement_N

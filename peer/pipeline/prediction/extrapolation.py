@@ -1,0 +1,46 @@
+"""Weights predicted by going on the way that the optimizer is on."""
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from shoal.peer.pipeline.prediction.compensation import Compensation, Settings
+from shoal.peer.pipeline.state import LayerState
+
+
+class PipeOptim(Compensation):
+    """ŵ = w - lr s Δw, where Δw is the direction of the run's own optimizer: m (SGD), m^ / (sqrt(v^) + eps) (Adam).
+
+    Source: PipeOptim (2023, arXiv 2312.00839). The rules are in `shoal.kernels.optimizer`, where weight decay and bias
+    correction are predicted too. We keep ŵ for the backward; the paper's backward takes the weights that are there by
+    then, which is what `keep = "recompute"` makes of it.
+    """
+
+    def _ahead(self, layer: LayerState, settings: Settings, staleness_steps: int) -> Tensor:
+        return self._predicted(layer, settings, staleness_steps)
+
+
+class SpecTrain(Compensation):
+    """ŵ = w - lr s m: along the momentum, over the steps still missing at the forward and again at the backward.
+
+    Source: SpecTrain (Chen et al., 2018, arXiv 1809.02839), equations 3 and 4. Made for SGD with momentum; Adam's first
+    moment is a mean of gradients, so there lr s m is far shorter than the way that the weights go.
+    """
+
+    stash: ClassVar[bool] = False
+
+    def _ahead(self, layer: LayerState, settings: Settings, staleness_steps: int) -> Tensor:
+        return torch.add(layer.param_N, layer.moment1_N, alpha=-settings["learning_rate"] * staleness_steps)
+
+
+class LookAhead(Compensation):
+    """ŵ = w + (β + β² + … + β^s) d: where momentum alone takes the weights, with every gradient to come left out.
+
+    d is the optimizer's predicted next step, β its beta1. At s = 1 this is Nesterov's look-ahead w + β d, which arXiv
+    2505.01099 shows to correct delay (there with s = 1 whatever the delay, and with stashed weights as here).
+    """
+
+    def _ahead(self, layer: LayerState, settings: Settings, staleness_steps: int) -> Tensor:
+        way = sum(settings["beta1"] ** step for step in range(1, staleness_steps + 1))
+        return layer.param_N.lerp(self._predicted(layer, settings, 1), way)
