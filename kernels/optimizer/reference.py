@@ -1,4 +1,5 @@
-"""Optimizer steps and weight prediction in plain torch: the CPU path, and what fast twins are tested against.
+"""Optimizer steps and weight prediction in plain torch: the CPU path, and what fast twins are tested against. Muon's
+are in `muon.py`.
 
 State of one layer is three flat fp32 tensors of N elements. The first `num_decayed` elements are matrices and get
 decoupled weight decay; the rest are norms and do not.
@@ -8,10 +9,11 @@ Convention: `step` is the version of `param_N`, the number of steps it has taken
 old version; each function allocates its results and at most one temporary.
 
 **Steps give the same bits on every device.** Replicas compare digests after a step, and they have different CPUs,
-thread counts and GPUs. So a step is made of operations that IEEE 754 rounds in one way only (+, -, *, /, sqrt, one
-rounding each): no lerp, addcmul, addcdiv or alpha=, which are fused where the CPU has fused multiply-add and not where
-it has not; no division by a scalar, which CUDA turns into a multiplication; no reduction in float32, whose order
-depends on the number of threads. Predictions are local and need not be equal, so they take the fused operations.
+thread counts and GPUs. So a step is made of operations that IEEE 754 rounds in one way only (+, -, *, /, one rounding
+each, and the root of `roots.py`, since torch's is not so rounded): no lerp, addcmul, addcdiv or alpha=, which are fused
+where the CPU has fused multiply-add and not where it has not; no division by a scalar, which CUDA turns into a
+multiplication; no reduction in float32, whose order depends on the number of threads. Predictions are local and need
+not be equal, so they take the fused operations.
 
 Sources: SGD with momentum; AdamW (Loshchilov and Hutter, 2019, arXiv 1711.05101); NAdam (Dozat, 2016), with constant
 momentum as `torch.optim.NAdam(momentum_decay=math.inf)`. Prediction: PipeOptim (2023, arXiv 2312.00839),
@@ -28,8 +30,12 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from shoal.kernels.optimizer.roots import rounded_sqrt
+
 NORM_PART: Final = 1 << 20
 """Elements whose squares are in memory as float64 at a time: 8 MiB."""
+Matrices = tuple[tuple[int, int, int], ...]
+"""(first element, rows, columns) of each hidden matrix in a flat layer. All rules take them, only Muon's looks."""
 
 
 def sgd_step(
@@ -45,6 +51,7 @@ def sgd_step(
     weight_decay: float,
     num_decayed: int,
     step: int,
+    matrices: Matrices = (),
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One step of SGD with momentum `beta1`: m = beta1 m + g, w = (1 - lr wd) w - lr m.
 
@@ -73,6 +80,7 @@ def adamw_step(
     weight_decay: float,
     num_decayed: int,
     step: int,
+    matrices: Matrices = (),
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One step of AdamW, equal to `torch.optim.AdamW`. Arguments and result as `sgd_step`; all four are [N]."""
     moment1_N, moment2_N = _moments(grad_N, moment1_N, moment2_N, beta1, beta2)
@@ -94,6 +102,7 @@ def nadam_step(
     weight_decay: float,
     num_decayed: int,
     step: int,
+    matrices: Matrices = (),
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One step of NAdam, equal to `torch.optim.NAdam(decoupled_weight_decay=True, momentum_decay=math.inf)`.
 
@@ -119,6 +128,7 @@ def sgd_predict(
     num_decayed: int,
     step: int,
     staleness_steps: int,
+    matrices: Matrices = (),
 ) -> Tensor:
     """Where `staleness_steps` more steps of `sgd_step` will have taken `param_N`, if they go as the last ones went.
 
@@ -148,6 +158,7 @@ def adamw_predict(
     num_decayed: int,
     step: int,
     staleness_steps: int,
+    matrices: Matrices = (),
 ) -> Tensor:
     """As `sgd_predict`, for `adamw_step`; the direction is m^ / (sqrt(v^) + epsilon), both bias-corrected."""
     if staleness_steps == 0 or step == 0:
@@ -170,6 +181,7 @@ def nadam_predict(
     num_decayed: int,
     step: int,
     staleness_steps: int,
+    matrices: Matrices = (),
 ) -> Tensor:
     """As `sgd_predict`, for `nadam_step`; the next gradient is taken to be the bias-corrected first moment."""
     if staleness_steps == 0 or step == 0:
@@ -215,7 +227,7 @@ def _moments(grad_N: Tensor, moment1_N: Tensor, moment2_N: Tensor, beta1: float,
 
 def _root(moment2_N: Tensor, beta2: float, num_steps: int, epsilon: float) -> Tensor:
     """sqrt of the bias-corrected second moment after `num_steps`, plus epsilon: float32 [N]."""
-    return moment2_N.sqrt().mul_((1 - beta2**num_steps) ** -0.5).add_(epsilon)
+    return rounded_sqrt(moment2_N).mul_((1 - beta2**num_steps) ** -0.5).add_(epsilon)
 
 
 def _drifted(
