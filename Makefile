@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: setup demo test check bench soak soak-memory soak-coordination soak-chaos soak-frames soak-campaign soak-goodput
+.PHONY: setup demo test check bench soak soak-memory soak-coordination soak-chaos soak-frames soak-campaign soak-goodput bench-staleness
 
 setup: $(STAMP)
 
@@ -27,6 +27,17 @@ check: setup
 
 bench: setup
 	@set -e; for script in tests/bench/*.py; do echo "== $$script"; $(BIN)/python $$script $(ARGS); done
+
+# What staleness costs and what makes up for it, many hours on all cores; goes on where it was stopped. ARGS=--short for
+# five minutes, ARGS='--only c-all-stale' for a table, ARGS=--list to see what is missing.
+bench-staleness: .venv/.study
+	$(BIN)/python tests/bench/staleness/study.py $(ARGS)
+
+# The rated sentences are in the source distribution only.
+.venv/.study: $(STAMP)
+	$(BIN)/python -m pip install -c deploy/constraints.txt -e '.[dev,study]'
+	$(BIN)/python -m pip download --no-deps --no-binary :all: -d .venv/share/staleness vaderSentiment==3.3.2
+	touch $@
 
 # All of them, a working day on two cores.
 soak: soak-memory soak-coordination soak-frames soak-campaign soak-chaos soak-goodput

@@ -1,0 +1,281 @@
+"""What the study runs: tables of rows. A row is a run at several learning rates, then at its best one with more seeds.
+
+`full()` is what the README's figures are of, many hours of two cores; `short()` has every kind of row in it and takes
+five minutes: enough to see that it works, too little to learn from.
+"""
+
+import functools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+from settings import Finished, HeavyTailed, Method, Paper, Regime, Run, Steps, Swarm
+from tasks import BatchShape
+
+from shoal.protocol.spec import OptimizerSpec
+
+DEFAULT = Method(name="calibrated")
+"""The compensation that the run spec takes by default."""
+OURS = ("none", "spectrain", "pipeoptim", "lookahead", "calibrated", "dc")
+"""Compensations that are compared; "stash" is "none" in regime C, where weights are kept until the backward."""
+
+Role = Literal["", "synchronous", "none"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """`run` is of seed 0; its learning rate is replaced by each of `rates`."""
+
+    label: str
+    run: Run
+    rates: tuple[float, ...]
+    seeds: int = 1
+    """Of the best rate; the others have one."""
+    role: Role = ""
+    """What the gaps of the table's other rows are measured between."""
+
+    def first(self) -> list[Run]:
+        return [self.at(rate, 0) for rate in self.rates]
+
+    def more(self, best_rate: float) -> list[Run]:
+        return [self.at(best_rate, seed) for seed in range(1, self.seeds)]
+
+    def at(self, rate: float, seed: int) -> Run:
+        optimizer = msgspec.structs.replace(self.run.optimizer, learning_rate=rate)
+        return msgspec.structs.replace(self.run, optimizer=optimizer, seed=seed)
+
+    def best_rate(self, finished: dict[str, Finished]) -> float | None:
+        """That of the smallest validation loss of seed 0; None while one of them is missing, or where all diverge."""
+        outcomes = {rate: finished.get(self.at(rate, 0).key) for rate in self.rates}
+        if not all(outcomes.values()):
+            return None
+        losses = {
+            rate: found.outcome.validation_loss
+            for rate, found in outcomes.items()
+            if found is not None and found.outcome.validation_loss is not None
+        }
+        return min(losses, key=lambda rate: losses[rate]) if losses else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    name: str
+    title: str
+    rows: tuple[Row, ...]
+
+    def wanted(self, finished: dict[str, Finished]) -> list[Run]:
+        """Runs that are missing and can be said by now, those of one seed first."""
+        runs = [run for row in self.rows for run in row.first()]
+        for row in self.rows:
+            best_rate = row.best_rate(finished)
+            runs += row.more(best_rate) if best_rate is not None else []
+        return [run for run in runs if run.key not in finished]
+
+
+def wanted(tables: Iterable[Table], finished: dict[str, Finished]) -> list[Run]:
+    """Of all tables, each once."""
+    by_key = {run.key: run for table in tables for run in table.wanted(finished)}
+    return list(by_key.values())
+
+
+# --- what rows are made of ---
+
+ADAMW = OptimizerSpec(name="adamw", warmup_steps=20)
+NADAM = OptimizerSpec(name="nadam", warmup_steps=20)
+MUON = OptimizerSpec(name="muon", warmup_steps=20)
+SGD = OptimizerSpec(name="sgd", warmup_steps=20, weight_decay=0.001)
+SMOOTH_NADAM = OptimizerSpec(name="nadam", beta1=0.99, warmup_steps=20)
+"""With stashing this is arXiv 2505.01099."""
+
+STEP_4096 = BatchShape(microbatches_per_step=16, microbatch_size=1)
+"""Of 256 tokens a sample."""
+UPDATE_1024 = BatchShape(microbatches_per_step=1, microbatch_size=4)
+STEP_64 = BatchShape(microbatches_per_step=16, microbatch_size=4)
+UPDATE_16 = BatchShape(microbatches_per_step=1, microbatch_size=16)
+RATES = (1e-3, 2e-3, 4e-3, 8e-3)
+ALL_STALE = Steps(shares=(1.0,))
+QUARTER_STALE = Steps(shares=(0.25,))
+NOT_STASHED = Method(name="pipeoptim", stash=False)
+
+
+def _row(
+    label: str,
+    regime: Regime,
+    method: Method | str = "none",
+    *,
+    table: str,
+    task: str = "bytes",
+    optimizer: OptimizerSpec = ADAMW,
+    shape: BatchShape = STEP_4096,
+    updates: int = 400,
+    points: int = 20,
+    rates: tuple[float, ...] = RATES,
+    seeds: int = 1,
+    role: Role = "",
+) -> Row:
+    run = Run(
+        task=task,
+        shape=shape,
+        regime=regime,
+        method=Method(name=method) if isinstance(method, str) else method,
+        optimizer=optimizer,
+        updates=updates,
+        validate_every=max(1, updates // points),
+        group=table,
+    )
+    return Row(label=label, run=run, rates=rates, seeds=seeds, role=role)
+
+
+# --- regime C ---
+
+
+def _all_stale() -> Table:
+    row = functools.partial(_row, table="c-all-stale")
+    rows = [
+        row("synchronous", Steps(), seeds=3, role="synchronous"),
+        row("none", ALL_STALE, seeds=3, role="none"),
+    ]
+    for name in OURS[1:]:
+        rows.append(row(name, ALL_STALE, name, seeds=3 if name in ("pipeoptim", DEFAULT.name) else 1))
+    return Table(
+        name="c-all-stale", title="Regime C, AdamW, every microbatch one step stale, 400 steps", rows=tuple(rows)
+    )
+
+
+def _optimizers() -> list[Table]:
+    rates = {"nadam": RATES, "muon": (2e-3, 4e-3, 8e-3, 1.6e-2), "sgd": (0.05, 0.1, 0.2, 0.4)}
+    tables = []
+    for optimizer in (NADAM, MUON, SGD):
+        name = f"c-{optimizer.name}"
+        row = functools.partial(_row, table=name, optimizer=optimizer, rates=rates[optimizer.name])
+        rows = [row("synchronous", Steps(), role="synchronous"), row("none", ALL_STALE, role="none")]
+        rows += [row(method, ALL_STALE, method) for method in ("pipeoptim", "lookahead", "calibrated")]
+        title = f"Regime C, {optimizer.name}, every microbatch one step stale, 400 steps"
+        tables.append(Table(name=name, title=title, rows=tuple(rows)))
+    return tables
+
+
+def _shares() -> Table:
+    regimes = {
+        "a quarter stale": QUARTER_STALE,
+        "half stale": Steps(shares=(0.5,)),
+        "s_max 2, halves": Steps(shares=(0.5, 0.5)),
+        "a quarter stale, a kill in 20 steps": Steps(shares=(0.25,), steps_a_kill=20),
+    }
+    row = functools.partial(_row, table="c-shares", rates=(2e-3, 4e-3))
+    rows = [row("synchronous", Steps(), role="synchronous"), row("all stale: none", ALL_STALE, role="none")]
+    for label, regime in regimes.items():
+        for method in ("none", "pipeoptim", DEFAULT.name):
+            rows.append(row(f"{label}: {method}", regime, method))
+    return Table(name="c-shares", title="Regime C, AdamW, shares of stale microbatches, 400 steps", rows=tuple(rows))
+
+
+def _long() -> Table:
+    row = functools.partial(_row, table="c-long", updates=4000, rates=(4e-3,), seeds=3, points=40)
+    rows = (
+        row("synchronous", Steps(), role="synchronous"),
+        row("none", ALL_STALE, role="none"),
+        row("pipeoptim", ALL_STALE, "pipeoptim"),
+        row(DEFAULT.name, ALL_STALE, DEFAULT),
+        row(f"a quarter stale: {DEFAULT.name}", QUARTER_STALE, DEFAULT),
+    )
+    return Table(name="c-long", title="Regime C, AdamW, 4,000 steps", rows=rows)
+
+
+# --- regimes A and B ---
+
+
+def _one_a_step(name: str, title: str, regime: Regime, synchronous: Regime) -> Table:
+    row = functools.partial(_row, table=name, shape=UPDATE_1024, updates=2000, rates=(5e-4, 1e-3, 2e-3))
+    rows = (
+        row("synchronous", synchronous, seeds=3, role="synchronous"),
+        row("none", regime, seeds=3, role="none"),
+        row("PipeDream (stash)", regime, "stash"),
+        row("SpecTrain", regime, "spectrain"),
+        row("PipeOptim (not stashed)", regime, NOT_STASHED, seeds=3),
+        row("PipeOptim, stashed", regime, "pipeoptim"),
+        row("look-ahead", regime, "lookahead"),
+        row("calibrated", regime, "calibrated", seeds=3),
+        row("NAdam, beta1 .99, stash", regime, "stash", optimizer=SMOOTH_NADAM, seeds=3),
+        row("NAdam, beta1 .99, calibrated", regime, "calibrated", optimizer=SMOOTH_NADAM),
+    )
+    return Table(name=name, title=title, rows=rows)
+
+
+def _paper() -> Table:
+    return _one_a_step("a", "Regime A, 8 stages, one microbatch an update", Paper(), Paper(synchronous=True))
+
+
+def _heavy_tailed() -> Table:
+    title = "Regime B, 8 stages, 16 in flight, Pareto hops"
+    return _one_a_step("b", title, HeavyTailed(), HeavyTailed(in_flight=1))
+
+
+# --- the other tasks ---
+
+
+def _classifiers() -> list[Table]:
+    tables = []
+    for task, optimizer, rates in (
+        ("digits", SGD, (0.02, 0.05, 0.1)),
+        ("digits", ADAMW, (1e-3, 3e-3)),
+        ("sentences", ADAMW, (3e-4, 1e-3)),
+    ):
+        at = functools.partial(_row, task=task, optimizer=optimizer, rates=rates, seeds=3)
+        tail = f"{task}-{optimizer.name}"
+        row = functools.partial(at, table=f"a-{tail}", shape=UPDATE_16, updates=2000)
+        rows = [row("synchronous", Paper(synchronous=True), role="synchronous"), row("none", Paper(), role="none")]
+        rows += [row("PipeDream (stash)", Paper(), "stash"), row("PipeOptim (not stashed)", Paper(), NOT_STASHED)]
+        rows += [row(method, Paper(), method) for method in ("pipeoptim", "spectrain", "calibrated")]
+        tables.append(Table(name=f"a-{tail}", title=f"Regime A, {task}, {optimizer.name}", rows=tuple(rows)))
+        row = functools.partial(at, table=f"c-{tail}", shape=STEP_64, updates=400)
+        rows = [row("synchronous", Steps(), role="synchronous"), row("none", ALL_STALE, role="none")]
+        rows += [row(method, ALL_STALE, method) for method in ("pipeoptim", "calibrated")]
+        tables.append(Table(name=f"c-{tail}", title=f"Regime C, {task}, {optimizer.name}", rows=tuple(rows)))
+    return tables
+
+
+# --- the swarm itself ---
+
+
+def _swarm(replicas: int) -> Table:
+    row = functools.partial(_row, table=f"swarm-{replicas}", rates=(4e-3,))
+    rows = [
+        row("synchronous", Swarm(replicas=replicas, s_max=0), "stash", role="synchronous"),
+        row("s_max 1: none", Swarm(replicas=replicas, s_max=1), "stash", role="none"),
+    ]
+    for s_max in (1, 2):
+        rows.append(row(f"s_max {s_max}: {DEFAULT.name}", Swarm(replicas=replicas, s_max=s_max), DEFAULT))
+    title = f"The swarm's drivers, eight cities, 8 stages of {replicas}"
+    return Table(name=f"swarm-{replicas}", title=title, rows=tuple(rows))
+
+
+def full() -> list[Table]:
+    """In the order of what one wants to know first."""
+    first = [_all_stale(), _paper(), _heavy_tailed(), _swarm(1), _swarm(2), _shares()]
+    return [*first, *_classifiers(), *_optimizers(), _long()]
+
+
+def short() -> list[Table]:
+    """A twentieth of each kind of row, at one rate."""
+    tables = [_all_stale(), _paper(), _heavy_tailed(), *_classifiers()[::2], *_optimizers()[:2], _swarm(1)]
+    return [_shortened(table) for table in tables]
+
+
+def _shortened(table: Table) -> Table:
+    few = [row for row in table.rows if row.role or row.run.method == DEFAULT]
+    rows: Sequence[Row] = [_short_row(row) for row in few]
+    return Table(name=f"short-{table.name}", title=f"{table.title}, cut short", rows=tuple(rows))
+
+
+def _short_row(row: Row) -> Row:
+    updates = {"swarm": 8, "a": 100, "b": 100}.get(row.run.group.split("-")[0], 40)
+    run = msgspec.structs.replace(
+        row.run,
+        updates=updates,
+        validate_every=max(1, updates // 4),
+        group=f"short-{row.run.group}",
+        optimizer=msgspec.structs.replace(row.run.optimizer, warmup_steps=5),
+    )
+    return Row(label=row.label, run=run, rates=row.rates[1:2] or row.rates, role=row.role)
