@@ -15,7 +15,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from shoal.peer.data.corpus import Corpus
 from shoal.peer.data.microbatch import microbatch, validation_microbatch
-from shoal.peer.model.layout import all_layer_keys, init_layer, layer_layout
+from shoal.peer.model.layout import EMBED, HEAD, all_layer_keys, init_layer, layer_layout
 from shoal.peer.model.llama import Params, loss, rotary_tables, run_layers
 from shoal.peer.model.schedule import learning_rate
 from shoal.protocol.spec import OptimizerSpec, RunSpec
@@ -41,13 +41,13 @@ def train(spec: RunSpec, corpus: Corpus, *, steps: int, on_step: OnStep | None =
     """Train from the run's initial weights for `steps` steps of its schedule."""
     keys = all_layer_keys(spec.model)
     params_by_key = _initial(spec)
-    tensors = [tensor for params in params_by_key.values() for tensor in params.values()]
-    optimizer = _optimizer(spec.optimizer, tensors)
+    optimizers = _optimizers(spec, params_by_key)
     rotary = rotary_tables(spec.model)
     M = spec.training.microbatches_per_step
     for step in range(steps):
         started_s = time.perf_counter()
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
         total = 0.0
         for index in range(M):
             tokens_BT, targets_BT = microbatch(corpus, spec, step, index)
@@ -55,7 +55,8 @@ def train(spec: RunSpec, corpus: Corpus, *, steps: int, on_step: OnStep | None =
             torch.autograd.backward(value / M)
             total += value.item()
         norms = [_clip(list(params.values()), spec.optimizer.clip_norm) for params in params_by_key.values()]
-        _step(spec.optimizer, optimizer, learning_rate(spec.optimizer, step, spec.training.steps))
+        for optimizer in optimizers:
+            _step(spec.optimizer, optimizer, learning_rate(spec.optimizer, step, spec.training.steps))
         record = StepLoss(
             step=step, loss=total / M, grad_norm=math.hypot(*norms), seconds=time.perf_counter() - started_s
         )
@@ -84,6 +85,20 @@ def _initial(spec: RunSpec) -> dict[str, dict[str, Tensor]]:
     }
 
 
+def _optimizers(run: RunSpec, params_by_key: Mapping[str, Params]) -> list[torch.optim.Optimizer]:
+    """torch's; two for Muon, which has AdamW for what is no hidden matrix."""
+    tensors = [tensor for params in params_by_key.values() for tensor in params.values()]
+    if run.optimizer.name != "muon":
+        return [_optimizer(run.optimizer, tensors)]
+    of_layers = [params.values() for key, params in params_by_key.items() if key not in (EMBED, HEAD)]
+    hidden = [tensor for values in of_layers for tensor in values if tensor.ndim == 2]
+    rest = [tensor for tensor in tensors if not any(tensor is one for one in hidden)]
+    muon = torch.optim.Muon(
+        hidden, weight_decay=run.optimizer.weight_decay, momentum=run.optimizer.beta1, adjust_lr_fn="match_rms_adamw"
+    )
+    return [muon, _optimizer(run.optimizer, rest)]
+
+
 def _optimizer(spec: OptimizerSpec, tensors: list[Tensor]) -> torch.optim.Optimizer:
     """torch's optimizer; matrices decay, norms do not."""
     groups = [
@@ -92,7 +107,7 @@ def _optimizer(spec: OptimizerSpec, tensors: list[Tensor]) -> torch.optim.Optimi
     ]
     betas = (spec.beta1, spec.beta2)
     match spec.name:
-        case "adamw":
+        case "adamw" | "muon":
             return torch.optim.AdamW(groups, betas=betas, eps=spec.epsilon)
         case "nadam":
             return torch.optim.NAdam(

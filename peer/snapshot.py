@@ -29,7 +29,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from shoal.peer.model.layout import layer_layout
-from shoal.peer.pipeline.state import LayerState
+from shoal.peer.pipeline.state import LayerState, moment2_numel
 from shoal.protocol.errors import LocalError
 from shoal.protocol.ports import Disk
 from shoal.protocol.spec import ModelSpec, RunSpec
@@ -326,7 +326,8 @@ def _read_layer(disk: Disk, path: PurePosixPath, manifest: _Manifest, key: str) 
             moment1_N=moments["moment1"],
             moment2_N=moments["moment2"],
         )
-        if layer.moment1_N.shape != (layout.numel,) or layer.moment2_N.shape not in ((layout.numel,), (0,)):
+        moment2_shapes = ((layout.numel,), (moment2_numel(manifest.spec, key),), (0,))
+        if layer.moment1_N.shape != (layout.numel,) or layer.moment2_N.shape not in moment2_shapes:
             raise ValueError(
                 f"the moments of {key} have {tuple(layer.moment1_N.shape)} and {tuple(layer.moment2_N.shape)}"
             )

@@ -83,8 +83,8 @@ class DataSpec(_Section, frozen=True):
 class OptimizerSpec(_Section, frozen=True):
     """One of the optimizers of `shoal.kernels.optimizer`, with its schedule."""
 
-    name: Literal["sgd", "adamw", "nadam"] = "nadam"
-    """sgd is with momentum `beta1`."""
+    name: Literal["sgd", "adamw", "nadam", "muon"] = "nadam"
+    """sgd is with momentum `beta1`; so is muon, whose embedding, head and norms take adamw's rule."""
     learning_rate: float = 4e-3
     """Peak learning rate."""
     beta1: float = 0.9

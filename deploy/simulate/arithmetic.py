@@ -15,7 +15,7 @@ from shoal.peer.model.flop import backward_flop, forward_flop
 from shoal.peer.model.layout import HEAD, layer_layout, stage_layer_keys
 from shoal.peer.pipeline.contributions import Contributions
 from shoal.peer.pipeline.microbatch import IndexSet, Microbatch
-from shoal.peer.pipeline.state import LayerState, StageState
+from shoal.peer.pipeline.state import LayerState, StageState, moment2_numel
 from shoal.peer.pipeline.wire import ActivationWire
 from shoal.peer.vectors import Vectors
 from shoal.protocol.ports import Payload
@@ -109,7 +109,7 @@ class ModelledRuntime:
         tokens = spec.training.microbatch_size * spec.model.context
         self.forward_flop = sum(forward_flop(spec.model, key, tokens) for key in self.keys)
         self.backward_flop = sum(backward_flop(spec.model, key, tokens) for key in self.keys)
-        if spec.training.keep == "recompute":
+        if spec.training.recomputes:
             self.backward_flop += self.forward_flop
         self.step_flop = 20.0 * self.num_parameters
         self._contributions = Contributions(self.num_parameters, vectors)
@@ -131,12 +131,11 @@ class ModelledRuntime:
         return self._has_stepped or self.spec.training.s_max > 0
 
     def initial_state(self) -> StageState:
-        has_moment2 = self.spec.optimizer.name != "sgd"
         layers = {}
         for key in self.keys:
             size = layer_layout(self.spec.model, key).numel
             param_N, moment1_N = self.vectors.empty(size), self.vectors.empty(size)
-            moment2_N = self.vectors.empty(size if has_moment2 else 0)
+            moment2_N = self.vectors.empty(moment2_numel(self.spec, key))
             layers[key] = self.vectors.layer_state(param_N, moment1_N, moment2_N)
         return StageState(version=0, layers=layers)
 

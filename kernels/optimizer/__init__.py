@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, Literal, Protocol
 
 from torch import Tensor
 
+from shoal.kernels.optimizer.muon import hidden_numel, muon_predict, muon_step
 from shoal.kernels.optimizer.reference import (
+    Matrices,
     adamw_predict,
     adamw_step,
     clip,
@@ -18,10 +20,13 @@ from shoal.kernels.optimizer.reference import (
 
 __all__ = [
     "OPTIMIZERS",
+    "Matrices",
     "Optimizer",
     "adamw_predict",
     "adamw_step",
     "clip",
+    "muon_predict",
+    "muon_step",
     "nadam_predict",
     "nadam_step",
     "sgd_predict",
@@ -46,6 +51,7 @@ class Step(Protocol):
         weight_decay: float,
         num_decayed: int,
         step: int,
+        matrices: Matrices = (),
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
@@ -66,6 +72,7 @@ class Predict(Protocol):
         num_decayed: int,
         step: int,
         staleness_steps: int,
+        matrices: Matrices = (),
     ) -> Tensor: ...
 
 
@@ -75,18 +82,29 @@ class Optimizer:
 
     step: Step
     predict: Predict
-    has_moment2: bool
-    """Whether `moment2_N` is [N] or stays empty, [0]."""
+    moment2_of: Literal["all", "rest", "none"]
+    """The elements that have a second moment; "rest": those behind the hidden matrices."""
 
-    def moments(self, param_N: Tensor) -> tuple[Tensor, Tensor]:
+    def moment2_numel(self, numel: int, matrices: Matrices = ()) -> int:
+        """Elements of `moment2_N` for a layer of `numel` elements with these hidden matrices."""
+        match self.moment2_of:
+            case "all":
+                return numel
+            case "rest":
+                return numel - hidden_numel(matrices)
+            case "none":
+                return 0
+
+    def moments(self, param_N: Tensor, matrices: Matrices = ()) -> tuple[Tensor, Tensor]:
         """(moment1_N, moment2_N) of version 0, on the device of `param_N`."""
-        moment1_N = param_N.new_zeros(param_N.shape)
-        return moment1_N, param_N.new_zeros(param_N.shape if self.has_moment2 else (0,))
+        num_elements = self.moment2_numel(param_N.numel(), matrices)
+        return param_N.new_zeros(param_N.shape), param_N.new_zeros(num_elements)
 
 
 OPTIMIZERS: Final[Mapping[str, Optimizer]] = {
-    "sgd": Optimizer(step=sgd_step, predict=sgd_predict, has_moment2=False),
-    "adamw": Optimizer(step=adamw_step, predict=adamw_predict, has_moment2=True),
-    "nadam": Optimizer(step=nadam_step, predict=nadam_predict, has_moment2=True),
+    "sgd": Optimizer(step=sgd_step, predict=sgd_predict, moment2_of="none"),
+    "adamw": Optimizer(step=adamw_step, predict=adamw_predict, moment2_of="all"),
+    "nadam": Optimizer(step=nadam_step, predict=nadam_predict, moment2_of="all"),
+    "muon": Optimizer(step=muon_step, predict=muon_predict, moment2_of="rest"),
 }
 """By the name that the run spec uses."""

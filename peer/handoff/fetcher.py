@@ -14,7 +14,7 @@ from torch import Tensor
 from shoal.peer.handoff.inbox import ChunkInbox
 from shoal.peer.handoff.server import RANGE_CHUNKS, TRAINED
 from shoal.peer.model.layout import layer_layout
-from shoal.peer.pipeline.state import LayerState, StageState
+from shoal.peer.pipeline.state import LayerState, StageState, moment2_numel
 from shoal.peer.vectors import VECTORS, Vectors
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused, RemoteError, Unreachable
@@ -71,11 +71,10 @@ class StateFetcher:
         self._version, self._stored_era = version, stored_era
         digests = self._choose(await self._offers(holders))
         logger.info("fetching version %d of %d layers", self._version, len(self._keys))
-        has_moment2 = self._spec.optimizer.name != "sgd"
         for key in self._keys:
             size = layer_layout(self._spec.model, key).numel
             empty = self._vectors.empty
-            self._tensors[key] = (empty(size), empty(size), empty(size if has_moment2 else 0))
+            self._tensors[key] = (empty(size), empty(size), empty(moment2_numel(self._spec, key)))
         missing = list(self._keys)
         while missing:
             await self._fetch_layers(missing)

@@ -37,6 +37,15 @@ class LayerLayout:
     num_decayed: int
     """Elements [0, num_decayed) are matrices."""
 
+    @property
+    def matrices(self) -> tuple[tuple[int, int, int], ...]:
+        """(first element, rows, columns) of the hidden matrices. The rows of embedding and head are not one map from
+        vectors to vectors but a vector a token each, so theirs do not count."""
+        if self.key in (EMBED, HEAD):
+            return ()
+        tensors = zip(self.offsets, self.shapes, strict=True)
+        return tuple((offset, shape[0], shape[1]) for offset, shape in tensors if len(shape) == 2)
+
     def views(self, flat_N: Tensor) -> dict[str, Tensor]:
         """Name -> view of `flat_N` [numel]; no copies, and writes go through."""
         return {name: flat_N[start:end].view(shape) for name, shape, start, end in self._ranges(flat_N)}

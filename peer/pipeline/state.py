@@ -20,7 +20,7 @@ from shoal.protocol.spec import RunSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerState:
-    """float32 [numel] each, in the layer's layout; `moment2_N` may be empty, [0]."""
+    """float32 [numel] each, in the layer's layout; `moment2_N` may be shorter or empty, see `moment2_numel`."""
 
     param_N: Tensor
     moment1_N: Tensor
@@ -62,7 +62,8 @@ def initial_state(spec: RunSpec, keys: tuple[str, ...], device: torch.device) ->
     layers = {}
     for key in keys:
         param_N = init_layer(spec.model, key, spec.seed).to(device)
-        moment1_N, moment2_N = OPTIMIZERS[spec.optimizer.name].moments(param_N)
+        matrices = layer_layout(spec.model, key).matrices
+        moment1_N, moment2_N = OPTIMIZERS[spec.optimizer.name].moments(param_N, matrices)
         layers[key] = LayerState(param_N=param_N, moment1_N=moment1_N, moment2_N=moment2_N)
     return StageState(version=0, layers=layers)
 
@@ -102,4 +103,11 @@ def hyperparameters(spec: RunSpec, key: str, version: int) -> dict[str, Any]:
         "weight_decay": spec.optimizer.weight_decay,
         "num_decayed": layer_layout(spec.model, key).num_decayed,
         "step": version,
+        "matrices": layer_layout(spec.model, key).matrices,
     }
+
+
+def moment2_numel(spec: RunSpec, key: str) -> int:
+    """Elements of a layer's `moment2_N`: as many as it has parameters, fewer with Muon, none with SGD."""
+    layout = layer_layout(spec.model, key)
+    return OPTIMIZERS[spec.optimizer.name].moment2_numel(layout.numel, layout.matrices)

@@ -25,7 +25,7 @@ from shoal.protocol.errors import LocalError
 from shoal.protocol.live.disk import LiveDisk
 from shoal.protocol.ports import Disk
 from shoal.protocol.sim.disk import SimDisk
-from shoal.protocol.spec import ModelSpec, RunSpec, SwarmSpec
+from shoal.protocol.spec import ModelSpec, OptimizerSpec, RunSpec, SwarmSpec
 
 MODEL = ModelSpec(dim=8, num_layers=2, num_heads=2, num_kv_heads=1, ffn_dim=12, context=8, norm_eps=1e-7)
 KEYS = all_layer_keys(MODEL)
@@ -108,6 +108,17 @@ def test_part_of_the_layers_and_an_empty_second_moment_are_fine(disk: SimDisk) -
     got = read_snapshot(disk, write_snapshot(disk, FOLDER, run=RUN, version=2, layers=layers, spec=SPEC))
     assert list(got.layers) == ["head"]
     assert got.layers["head"].moment2_N.shape == (0,)
+
+
+def test_a_second_moment_of_what_is_no_hidden_matrix_is_fine_where_the_spec_says_muon(disk: SimDisk) -> None:
+    param, key = init_layer(MODEL, "layers.0", 0), "layers.0"
+    layers = {key: LayerState(param_N=param, moment1_N=param, moment2_N=torch.ones(2 * MODEL.dim))}
+    spec = RunSpec(seed=3, model=MODEL, swarm=SwarmSpec(stages=2), optimizer=OptimizerSpec(name="muon"))
+    got = read_snapshot(disk, write_snapshot(disk, FOLDER, run=RUN, version=2, layers=layers, spec=spec))
+    assert_layers(got.layers, layers)
+    written = write_snapshot(disk, FOLDER, run=RUN, version=3, layers=layers, spec=SPEC)
+    with pytest.raises(DamagedSnapshot, match="the moments of"):
+        read_snapshot(disk, written)
 
 
 def test_only_the_newest_are_kept_and_other_runs_left_alone(disk: SimDisk) -> None:

@@ -34,14 +34,15 @@ def losses_of(make_swarm, spec, stages, *, seed=0, steps=STEPS):
 
 
 @pytest.mark.sim
-@pytest.mark.parametrize("optimizer", ["adamw", "nadam", "sgd"])
+@pytest.mark.parametrize("optimizer", ["adamw", "nadam", "sgd", "muon"])
 def test_three_stages_of_two_replicas_equal_one_process(make_swarm, tiny_spec, optimizer):
     rate = 0.05 if optimizer == "sgd" else 3e-3
     spec = spec_with(tiny_spec, optimizer={"name": optimizer, "learning_rate": rate})
     swarm = losses_of(make_swarm, spec, [["0.0", "0.1"], ["1.0", "1.1"], ["2.0", "2.1"]])
     single = [step.loss for step in train(spec, load_corpus(spec.data, context=spec.model.context), steps=STEPS)]
     assert single[-1] < single[0] - 0.3, "the yardstick itself does not learn"
-    assert max(abs(a - b) for a, b in zip(swarm.losses, single, strict=True)) < 1e-4
+    tolerance = 2e-2 if optimizer == "muon" else 1e-4  # torch's Muon rounds to bfloat16
+    assert max(abs(a - b) for a, b in zip(swarm.losses, single, strict=True)) < tolerance
 
 
 @pytest.mark.sim

@@ -174,7 +174,7 @@ def test_empty_odd_and_strided_tensors_give_what_contiguous_ones_give(
     step_fn, predict_fn = functions(twin, name)
     param_N, grad_N = randn(n * stride, seed)[::stride], randn(n * stride, seed + 1)[::stride]
     moment1_N = randn(n * stride, seed + 2)[::stride]
-    has_moment2 = OPTIMIZERS[name].has_moment2
+    has_moment2 = OPTIMIZERS[name].moment2_of == "all"
     moment2_N = randn(n * stride, seed + 3).square()[::stride] if has_moment2 else torch.zeros(0)
     arguments = (param_N, grad_N, moment1_N, moment2_N)
     got = step_fn(*arguments, **SETTINGS, num_decayed=n // 2, step=4)

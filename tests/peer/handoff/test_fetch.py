@@ -5,6 +5,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -19,7 +20,7 @@ from shoal.protocol.layers import stage_layer_keys
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
 from shoal.protocol.sim.world import SimPeer, World
-from shoal.protocol.spec import RunSpec
+from shoal.protocol.spec import OptimizerSpec, RunSpec
 
 CPU = torch.device("cpu")
 ERA, VERSION = 1, 10
@@ -87,6 +88,20 @@ def test_layers_come_from_whoever_has_them_in_a_snapshot(
         names = [h.name for h in holders[1:]]
         fetched = await newcomer.fetcher(tiny_spec, keys).fetch(names, version=VERSION, stored_era=ERA)
         assert fetched.version == VERSION
+        assert fetched.digest() == state.digest()
+
+    play(scene)
+
+
+def test_second_moments_may_be_shorter_than_the_parameters(tiny_spec: RunSpec, keys: tuple[str, ...]) -> None:
+    spec = msgspec.structs.replace(tiny_spec, optimizer=OptimizerSpec(name="muon"))
+    state = initial_state(spec, keys, CPU)
+    assert 0 < state.layers["layers.0"].moment2_N.numel() < state.layers["layers.0"].param_N.numel()
+
+    async def scene(holders: list[Holder]) -> None:
+        newcomer, b, _, _ = holders
+        b.trained = state
+        fetched = await newcomer.fetcher(spec, keys).fetch([b.name])
         assert fetched.digest() == state.digest()
 
     play(scene)

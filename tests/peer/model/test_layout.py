@@ -23,6 +23,14 @@ def test_the_stages_of_any_cut_make_the_whole_model() -> None:
     assert all_layer_keys(MODEL) == ("embed", "layers.0", "layers.1", "layers.2", "layers.3", "head")
 
 
+def test_hidden_matrices_are_a_layers_first_elements_and_embedding_and_head_have_none() -> None:
+    layout = layer_layout(MODEL, "layers.1")
+    assert [(rows, columns) for _, rows, columns in layout.matrices] == list(layout.shapes[:7])
+    assert [first for first, _, _ in layout.matrices] == list(layout.offsets[:7])
+    assert sum(rows * columns for _, rows, columns in layout.matrices) == layout.num_decayed
+    assert layer_layout(MODEL, "embed").matrices == layer_layout(MODEL, "head").matrices == ()
+
+
 @pytest.mark.parametrize(("first", "last"), [(0, 0), (2, 1), (-1, 2), (0, 5)])
 def test_a_range_outside_the_model_is_refused(first: int, last: int) -> None:
     with pytest.raises(ValueError, match="decoder layers"):

@@ -1,0 +1,129 @@
+"""Muon in plain torch: hidden matrices step along an orthogonal matrix, everything else takes AdamW's rule.
+
+As in `reference.py`: nothing is changed in place, and steps give the same bits on every device. The first moment is
+AdamW's too, an average of gradients and not their sum: what is made orthogonal does not depend on its length.
+A hidden matrix needs no second moment, so `moment2_N` has only the elements behind the matrices.
+
+Sources: Muon (Jordan, 2024, https://kellerjordan.github.io/posts/muon), in its Nesterov form, five iterations. Length
+of a step and weight decay: Moonlight (2025, arXiv 2502.16982, section 2.2). The same as
+`torch.optim.Muon(nesterov=True, adjust_lr_fn="match_rms_adamw")` but that torch rounds the iterations to bfloat16.
+
+N elements of one layer   H elements of its hidden matrices, which come first   R rows   C columns
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from shoal.kernels.optimizer.orthogonal import orthogonal, orthogonal_nearby
+from shoal.kernels.optimizer.reference import Matrices, adamw_predict, adamw_step
+
+
+def muon_step(
+    param_N: Tensor,
+    grad_N: Tensor,
+    moment1_N: Tensor,
+    moment2_N: Tensor,
+    *,
+    learning_rate: float,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    weight_decay: float,
+    num_decayed: int,
+    step: int,
+    matrices: Matrices = (),
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One step of Muon; arguments and result as `reference.adamw_step`, but for two.
+
+    Args:
+        moment2_N: float32 [N - H].
+        matrices: those that are made orthogonal: one behind the other from element 0 on, all of them decayed.
+    Raises: ValueError: the matrices lie elsewhere.
+    """
+    H = hidden_numel(matrices)
+    rest = adamw_step(
+        param_N[H:],
+        grad_N[H:],
+        moment1_N[H:],
+        moment2_N,
+        learning_rate=learning_rate,
+        beta1=beta1,
+        beta2=beta2,
+        epsilon=epsilon,
+        weight_decay=weight_decay,
+        num_decayed=num_decayed - H,
+        step=step,
+    )
+    params, moments = [], []
+    for first, R, C in matrices:
+        part = slice(first, first + R * C)
+        fresh_N = grad_N[part] * (1 - beta1)
+        moment_N = (moment1_N[part] * beta1).add_(fresh_N)
+        nesterov_RC = (moment_N * beta1).add_(fresh_N).view(R, C)
+        change_N = orthogonal(nesterov_RC).view(-1).mul_(-learning_rate * _length(R, C))
+        params.append((param_N[part] * (1 - learning_rate * weight_decay)).add_(change_N))
+        moments.append(moment_N)
+    return torch.cat((*params, rest[0])), torch.cat((*moments, rest[1])), rest[2]
+
+
+def muon_predict(
+    param_N: Tensor,
+    moment1_N: Tensor,
+    moment2_N: Tensor,
+    *,
+    learning_rate: float,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    weight_decay: float,
+    num_decayed: int,
+    step: int,
+    staleness_steps: int,
+    matrices: Matrices = (),
+) -> Tensor:
+    """As `reference.adamw_predict`, for `muon_step`; the direction is that of the first moment, made orthogonal.
+
+    With a gradient that repeats the moment is a multiple of it, and the length of what is made orthogonal does not
+    matter: exact from the first step on, as AdamW's is.
+    """
+    if staleness_steps == 0 or step == 0:
+        return param_N
+    H = hidden_numel(matrices)
+    rest_N = adamw_predict(
+        param_N[H:],
+        moment1_N[H:],
+        moment2_N,
+        learning_rate=learning_rate,
+        beta1=beta1,
+        beta2=beta2,
+        epsilon=epsilon,
+        weight_decay=weight_decay,
+        num_decayed=num_decayed - H,
+        step=step,
+        staleness_steps=staleness_steps,
+    )
+    keep = 1 - learning_rate * weight_decay
+    way = learning_rate * sum(keep**j for j in range(staleness_steps))  # a change is decayed by the steps after it
+    predicted_N = torch.cat((param_N[:H] * keep**staleness_steps, rest_N))
+    for first, R, C in matrices:
+        part = slice(first, first + R * C)
+        direction_N = orthogonal_nearby(moment1_N[part].reshape(R, C)).view(-1)
+        predicted_N[part].add_(direction_N, alpha=-way * _length(R, C))
+    return predicted_N
+
+
+def hidden_numel(matrices: Matrices) -> int:
+    """H. Raises: ValueError: the matrices are not one behind the other from element 0 on."""
+    end = 0
+    for first, R, C in matrices:
+        if first != end:
+            raise ValueError(f"Muon wants a layer's matrices first and without gaps; one begins at {first}, not {end}")
+        end += R * C
+    return end
+
+
+def _length(R: int, C: int) -> float:
+    """Of a step in learning rates: its root mean square is AdamW's, 0.2, since an orthogonal one's is 1/sqrt(max)."""
+    return 0.2 * math.sqrt(max(R, C))

@@ -1,0 +1,222 @@
+"""Muon, and the exact products that its bits rest on. N elements of one layer, R rows, C columns."""
+
+from typing import Any
+
+import pytest
+import torch
+from blake3 import blake3
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from shoal.kernels.optimizer import OPTIMIZERS, adamw_predict, adamw_step, muon_predict, muon_step
+from shoal.kernels.optimizer.orthogonal import exact_matmul, fixed, operand_bits, orthogonal, orthogonal_nearby
+
+SETTINGS: dict[str, Any] = {"learning_rate": 3e-3, "beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8, "weight_decay": 0.1}
+MATRICES = ((0, 24, 40), (960, 40, 24), (1920, 8, 8))
+H, DECAYED, N = 1984, 1984 + 30, 1984 + 30 + 17
+"""Three hidden matrices, then 30 elements that decay as an embedding's do, then 17 of a norm."""
+
+GOLDEN = "394fd5d1e0767704"
+
+
+def randn(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def start(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    param_N = randn(N, seed=seed)
+    return (param_N, *OPTIMIZERS["muon"].moments(param_N, MATRICES))
+
+
+def step_on(state: tuple[Tensor, Tensor, Tensor], grad_N: Tensor, step: int) -> tuple[Tensor, Tensor, Tensor]:
+    return muon_step(state[0], grad_N, *state[1:], **SETTINGS, num_decayed=DECAYED, step=step, matrices=MATRICES)
+
+
+# --- products ---
+
+
+@given(K=st.integers(1, 70), peak=st.floats(-60, 60), seed=st.integers(0, 99))
+def test_products_are_exact_in_every_order(K: int, peak: float, seed: int) -> None:
+    a_RK = fixed(randn(5, K, seed=seed).double() * 2.0**peak, terms=K)
+    b_KC = fixed(randn(K, 6, seed=seed + 1).double() * 2.0**-peak, terms=K)
+    product_RC = exact_matmul(a_RK, b_KC)
+    true_RC = a_RK.whole_RC.to(torch.int64) @ b_KC.whole_RC.to(torch.int64)
+    assert torch.equal(product_RC, true_RC.double() * a_RK.unit * b_KC.unit)
+    order = torch.randperm(K, generator=torch.Generator().manual_seed(seed))
+    assert torch.equal(a_RK.whole_RC[:, order] @ b_KC.whole_RC[order], true_RC.double())
+    halves = [a_RK.whole_RC[:, part] @ b_KC.whole_RC[part] for part in (slice(0, K // 2), slice(K // 2, None))]
+    assert torch.equal(halves[1] + halves[0], true_RC.double())
+
+
+def test_products_of_the_largest_operands_do_not_overflow_the_significand() -> None:
+    for K in (1, 2, 3, 1024, 8192, 8193):
+        a_1K, b_K1 = (
+            fixed(torch.ones(1, K).double(), terms=K),
+            fixed(torch.full((K, 1), 1 - 2.0**-40, dtype=torch.float64), terms=K),
+        )
+        assert b_K1.whole_RC[0, 0] == 2 ** operand_bits(K)
+        assert exact_matmul(a_1K, b_K1) == a_1K.whole_RC[0, 0] * b_K1.whole_RC[0, 0] * K * a_1K.unit * b_K1.unit
+        assert 2 * operand_bits(K) + (K - 1).bit_length() in (52, 53)
+
+
+def test_what_is_rounded_is_within_half_a_unit_and_zero_is_never_negative() -> None:
+    x_RC = randn(7, 9, seed=0).double()
+    rounded = fixed(x_RC, terms=9)
+    assert ((rounded.whole_RC * rounded.unit - x_RC).abs() <= rounded.unit / 2).all()
+    assert rounded.unit <= x_RC.abs().max() * 2.0 ** (1 - operand_bits(9))
+    nothing, negative = fixed(torch.zeros(2, 2).double(), terms=2), fixed(-torch.ones(2, 2).double(), terms=2)
+    assert not exact_matmul(nothing, negative).signbit().any()
+
+
+# --- orthogonality ---
+
+
+@given(
+    R=st.integers(1, 40), C=st.integers(1, 40), scale=st.sampled_from([1e-30, 1e-3, 1.0, 1e30]), seed=st.integers(0, 99)
+)
+def test_singular_values_come_near_one_and_singular_vectors_stay(R: int, C: int, scale: float, seed: int) -> None:
+    x_RC = randn(R, C, seed=seed) * scale
+    u_RK, s_K, v_KC = torch.linalg.svd(x_RC.double(), full_matrices=False)
+    for got_RC in (orthogonal(x_RC), orthogonal_nearby(x_RC)):
+        assert got_RC.dtype == torch.float32
+        assert got_RC.is_contiguous()
+        core_KK = u_RK.T @ got_RC.double() @ v_KC.T
+        values_K = core_KK.diagonal()
+        assert (core_KK - values_K.diag()).abs().max() < 2e-3
+        large_K = s_K > 0.002 * s_K.square().sum().sqrt()
+        assert values_K[large_K].min() > 0.67  # 0.682 and 1.202 are the iteration's own extremes
+        assert values_K[large_K].max() < 1.21
+        assert values_K.min() > -1e-3
+
+
+def test_zeros_stay_zeros() -> None:
+    for make in (orthogonal, orthogonal_nearby):
+        assert torch.equal(make(torch.zeros(4, 7)), torch.zeros(4, 7))
+
+
+def test_the_exact_way_is_near_the_plain_one() -> None:
+    for shape in ((64, 256), (256, 64), (96, 96)):
+        x_RC = randn(*shape, seed=1)
+        assert (orthogonal(x_RC) - orthogonal_nearby(x_RC)).abs().max() < 2e-4
+
+
+# --- bits ---
+
+
+def test_bits_of_steps_are_the_same_on_every_device() -> None:
+    """As `test_optimizer.py`'s: replicas compare digests."""
+    param_N = torch.arange(N) % 977 / 1024 - 0.5
+    grad_N = torch.arange(N) ** 2 % 1013 / 1024 - 0.5
+    state = (param_N, *OPTIMIZERS["muon"].moments(param_N, MATRICES))
+    for step in range(3):
+        state = step_on(state, grad_N, step)
+    digest = blake3()
+    for tensor in state:
+        digest.update(tensor.numpy().tobytes())
+    assert digest.hexdigest(length=8) == GOLDEN
+
+
+def test_bits_do_not_depend_on_threads_or_on_the_order_in_which_products_are_summed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    state, grad_N = start(), randn(150 * 200, seed=4)
+    wanted = step_on(state, grad_N[:N], 3)
+    large_RC = orthogonal(grad_N.view(150, 200))
+    threads = torch.get_num_threads()
+    try:
+        for num_threads in (1, 2, 7):
+            torch.set_num_threads(num_threads)
+            assert torch.equal(orthogonal(grad_N.view(150, 200)), large_RC)
+            assert all(torch.equal(a, b) for a, b in zip(step_on(state, grad_N[:N], 3), wanted, strict=True))
+    finally:
+        torch.set_num_threads(threads)
+    plain = Tensor.__matmul__
+
+    def backwards_in_blocks(a_RK: Tensor, b_KC: Tensor) -> Tensor:
+        parts = zip(a_RK.flip(1).split(7, dim=1), b_KC.flip(0).split(7), strict=True)
+        return torch.stack([plain(a, b) for a, b in parts]).sum(0)
+
+    x_RC = randn(96, 128, seed=2)
+    assert not torch.equal(plain(x_RC, x_RC.T), backwards_in_blocks(x_RC, x_RC.T))
+    monkeypatch.setattr(Tensor, "__matmul__", backwards_in_blocks)
+    assert torch.equal(orthogonal(grad_N.view(150, 200)), large_RC)
+    assert all(torch.equal(a, b) for a, b in zip(step_on(state, grad_N[:N], 3), wanted, strict=True))
+
+
+# --- the rule ---
+
+
+def plain_orthogonal(x_RC: Tensor) -> Tensor:
+    x_RC = x_RC / x_RC.norm()
+    for _ in range(5):
+        gram_RR = x_RC @ x_RC.T
+        x_RC = 3.4445 * x_RC + (-4.7750 * gram_RR + 2.0315 * gram_RR @ gram_RR) @ x_RC
+    return x_RC
+
+
+def test_matrices_step_as_plain_float32_muon_does_and_the_rest_as_adamw() -> None:
+    state = start()
+    plain = [state[0][first : first + R * C].view(R, C).clone() for first, R, C in MATRICES]
+    momenta = [torch.zeros_like(matrix) for matrix in plain]
+    rest = (state[0][H:], state[1][H:], state[2])
+    for step in range(20):
+        grad_N = randn(N, seed=step + 1) + 0.3
+        state = step_on(state, grad_N, step)
+        rest = adamw_step(rest[0], grad_N[H:], *rest[1:], **SETTINGS, num_decayed=DECAYED - H, step=step)
+        for index, (first, R, C) in enumerate(MATRICES):
+            grad_RC = grad_N[first : first + R * C].view(R, C)
+            momenta[index] = 0.9 * momenta[index] + grad_RC
+            change_RC = 0.2 * max(R, C) ** 0.5 * plain_orthogonal(0.9 * momenta[index] + grad_RC)
+            plain[index] = plain[index] * (1 - 3e-3 * 0.1) - 3e-3 * change_RC
+    torch.testing.assert_close(state[0][:H], torch.cat([matrix.view(-1) for matrix in plain]), rtol=1e-4, atol=1e-4)
+    for got, want in zip((state[0][H:], state[1][H:], state[2]), rest, strict=True):
+        assert torch.equal(got, want)
+
+
+def test_a_step_is_as_long_as_one_of_adamw() -> None:
+    """0.2 learning rates in the root mean square, which is AdamW's usual one."""
+    for R, C in ((64, 256), (256, 64), (128, 128)):
+        param_N = torch.zeros(R * C)
+        after_N, _, _ = muon_step(
+            param_N,
+            randn(R * C, seed=3),
+            param_N,
+            param_N[:0],
+            **SETTINGS,
+            num_decayed=R * C,
+            step=0,
+            matrices=((0, R, C),),
+        )
+        assert 0.14 < float(after_N.square().mean().sqrt()) / SETTINGS["learning_rate"] < 0.24
+
+
+def test_without_matrices_it_is_adamw() -> None:
+    param_N, grad_N, moment1_N = (randn(50, seed=seed) for seed in range(3))
+    moment2_N = moment1_N.square()
+    arguments: dict[str, Any] = {**SETTINGS, "num_decayed": 30, "step": 4}
+    got = muon_step(param_N, grad_N, moment1_N, moment2_N, **arguments)
+    want = adamw_step(param_N, grad_N, moment1_N, moment2_N, **arguments)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    predicted_N = muon_predict(param_N, moment1_N, moment2_N, **arguments, staleness_steps=2)
+    assert torch.equal(predicted_N, adamw_predict(param_N, moment1_N, moment2_N, **arguments, staleness_steps=2))
+
+
+def test_only_what_is_no_hidden_matrix_has_a_second_moment() -> None:
+    assert [tensor.numel() for tensor in start()] == [N, N, N - H]
+    assert OPTIMIZERS["muon"].moment2_numel(50) == 50
+
+
+@pytest.mark.parametrize("matrices", [((4, 2, 3),), ((0, 2, 3), (7, 2, 3)), ((6, 2, 3), (0, 2, 3))])
+def test_matrices_with_gaps_are_refused(matrices: tuple[tuple[int, int, int], ...]) -> None:
+    zero_N = torch.zeros(13)
+    with pytest.raises(ValueError, match="without gaps"):
+        muon_step(zero_N, zero_N, zero_N, zero_N, **SETTINGS, num_decayed=13, step=0, matrices=matrices)
+
+
+def test_nothing_is_changed_in_place() -> None:
+    state, grad_N = step_on(start(), randn(N, seed=8), 0), randn(N, seed=9)
+    before = [tensor.clone() for tensor in (*state, grad_N)]
+    step_on(state, grad_N, 1)
+    muon_predict(*state, **SETTINGS, num_decayed=DECAYED, step=1, staleness_steps=2, matrices=MATRICES)
+    assert all(torch.equal(a, b) for a, b in zip((*state, grad_N), before, strict=True))
