@@ -119,10 +119,11 @@ class TrainingSpec(_Section, frozen=True):
     """Samples a microbatch."""
     s_max: int = 1
     """Largest staleness a microbatch may be computed with; 0 is synchronous training."""
-    predict: bool = True
-    """Predict the weights of step t from older ones (PipeOptim); otherwise use the older ones as they are."""
+    compensation: Literal["none", "stash", "spectrain", "pipeoptim", "lookahead", "calibrated", "dc"] = "pipeoptim"
+    """What is done about staleness: a strategy of `shoal.peer.pipeline.prediction`."""
     keep: Literal["stash", "recompute"] = "stash"
-    """Between forward and backward a microbatch keeps its activations, or only its input."""
+    """Between forward and backward a microbatch keeps its activations and weights, or only its input. Its backward then
+    runs the forward again, with the weights that its step has by then."""
     validation_interval_steps: int = 20
     """0: never validate."""
     validation_microbatches: int = 4
@@ -143,6 +144,11 @@ class TrainingSpec(_Section, frozen=True):
         _require(self.validation_interval_steps >= 0, "validation_interval_steps must not be negative")
         _require(self.commit_deadline_s >= 0, "commit_deadline_s must not be negative")
         _require(0 < self.commit_quorum <= 1, "commit_quorum must be in (0, 1]")
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether a backward runs its forward again, to save memory or because the compensation wants newer weights."""
+        return self.keep == "recompute" or self.compensation in ("none", "spectrain")
 
 
 class SwarmSpec(_Section, frozen=True):
@@ -215,6 +221,12 @@ class RunSpec(_Section, frozen=True):
         return self.training.microbatches_per_step * self.training.microbatch_size * self.model.context
 
 
+_REPLACED = {
+    "predict": 'say compensation = "pipeoptim" for what predict = true was, "stash" for false',
+}
+"""Fields that former specs had."""
+
+
 def load_spec(path: Path) -> RunSpec:
     """Read a run spec.
 
@@ -227,7 +239,7 @@ def load_spec(path: Path) -> RunSpec:
     try:
         return msgspec.toml.decode(raw, type=RunSpec)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:  # ValidationError is a DecodeError
-        raise SpecError(f"{path}: {str(error).splitlines()[0]}") from error
+        raise SpecError(f"{path}: {_told(error)}") from error
 
 
 def encode_spec(spec: RunSpec) -> bytes:
@@ -240,7 +252,14 @@ def decode_spec(data: bytes) -> RunSpec:
     try:
         return msgspec.msgpack.decode(data, type=RunSpec)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise SpecError(f"the run's spec cannot be read: {str(error).splitlines()[0]}") from error
+        raise SpecError(f"the run's spec cannot be read: {_told(error)}") from error
+
+
+def _told(error: Exception) -> str:
+    """In one line, and what there is instead of a field that is gone."""
+    line = str(error).splitlines()[0]
+    instead = [advice for name, advice in _REPLACED.items() if f"unknown field `{name}`" in line]
+    return "; ".join([line, *instead])
 
 
 def run_id(spec: RunSpec, owner: PeerID) -> str:

@@ -51,7 +51,7 @@ class Workload:
     def of(cls, spec: RunSpec) -> "Workload":
         training, model = spec.training, spec.model
         tokens = training.microbatch_size * model.context
-        recompute = training.keep == "recompute"
+        recompute = training.recomputes
         width = _WIDTHS[spec.wire.activations]
         return cls(
             layer_flop=tuple(flop * tokens for flop in layer_costs(model)),

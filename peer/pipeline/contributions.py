@@ -7,10 +7,15 @@ may have to be left out stays apart from the sum.
 from torch import Tensor
 
 from shoal.peer.pipeline.microbatch import IndexSet, Microbatch
+from shoal.peer.pipeline.weights import WeightSet
 from shoal.peer.vectors import Vectors
 
 APART_MAX = 16
 """Gradients of one step that are kept apart from its sum: each is as large as the stage."""
+
+
+_Gradient = tuple[Tensor, WeightSet | None]
+"""And the weights that it was taken at."""
 
 
 class Contributions:
@@ -20,9 +25,9 @@ class Contributions:
         self._size = size
         self._vectors = vectors
         self._sums: dict[int, Tensor] = {}  # by step
-        self._summed: set[Microbatch] = set()  # what the sums hold
-        self._apart: dict[int, dict[int, Tensor]] = {}  # step -> index -> what may be left out
-        self._finished: dict[Microbatch, Tensor] = {}  # of a backward that nobody has been told of yet
+        self._summed: dict[Microbatch, WeightSet | None] = {}  # what the sums hold
+        self._apart: dict[int, dict[int, _Gradient]] = {}  # step -> index -> what may be left out
+        self._finished: dict[Microbatch, _Gradient] = {}  # of a backward that nobody has been told of yet
 
     @property
     def steps(self) -> list[int]:
@@ -33,9 +38,9 @@ class Contributions:
         """It came again, because somebody before us died. The group counts it once."""
         return microbatch in self._summed or microbatch.index in self._apart.get(microbatch.step, {})
 
-    def finish(self, microbatch: Microbatch, gradient_N: Tensor) -> None:
-        """Its backward writes into `gradient_N`."""
-        self._finished[microbatch] = gradient_N
+    def finish(self, microbatch: Microbatch, gradient_N: Tensor, weights: WeightSet | None = None) -> None:
+        """Its backward writes into `gradient_N`. `weights` are those that it is taken at, if they will be asked for."""
+        self._finished[microbatch] = (gradient_N, weights)
 
     def forget(self, microbatch: Microbatch) -> None:
         self._finished.pop(microbatch, None)
@@ -45,18 +50,19 @@ class Contributions:
 
         Returns: whether it is kept apart.
         """
-        gradient_N = self._finished.pop(microbatch, None)
-        if gradient_N is None or microbatch.step < version:
+        finished = self._finished.pop(microbatch, None)
+        if finished is None or microbatch.step < version:
             return False
         kept = self._apart.setdefault(microbatch.step, {})
         if apart and len(kept) < APART_MAX:
-            kept[microbatch.index] = gradient_N
+            kept[microbatch.index] = finished
             return True
+        gradient_N, weights = finished
         if microbatch.step in self._sums:
             self._sums[microbatch.step] += gradient_N
         else:
             self._sums[microbatch.step] = gradient_N
-        self._summed.add(microbatch)
+        self._summed[microbatch] = weights
         return False
 
     def total(self, step: int, indices: IndexSet | None = None) -> Tensor:
@@ -67,14 +73,24 @@ class Contributions:
         """
         total_N = self._sums.get(step)
         sum_N = self._vectors.zeros(self._size) if total_N is None else self._vectors.copied(total_N)
-        for index, gradient_N in sorted(self._apart.get(step, {}).items()):
-            if indices is None or index in indices:
-                sum_N += self._vectors.on_host(gradient_N)
+        for gradient_N, _ in self._asked_for(step, indices):
+            sum_N += self._vectors.on_host(gradient_N)
         return sum_N
+
+    def taken_at(self, step: int, indices: IndexSet | None = None) -> list[WeightSet | None]:
+        """The weights of each gradient that `total` adds up."""
+        summed = [weights for microbatch, weights in list(self._summed.items()) if microbatch.step == step]
+        return [*summed, *(weights for _, weights in self._asked_for(step, indices))]
 
     def forget_before(self, version: int) -> None:
         # A step ends on the device's thread while the loop's may add to these: iterate over copies.
         for table in (self._sums, self._apart):
             for step in [s for s in list(table) if s < version]:
-                del table[step]
-        self._summed.difference_update([m for m in list(self._summed) if m.step < version])
+                table.pop(step, None)
+        for microbatch in [m for m in list(self._summed) if m.step < version]:
+            self._summed.pop(microbatch, None)
+
+    def _asked_for(self, step: int, indices: IndexSet | None) -> list[_Gradient]:
+        """Of those kept apart."""
+        kept = self._apart.get(step, {})
+        return [kept[index] for index in sorted(kept) if indices is None or index in indices]

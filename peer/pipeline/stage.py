@@ -1,7 +1,9 @@
 """The arithmetic of one replica: forward and backward with the weights each step wants, and the optimizer step.
 
 Every method runs on the device's one thread, as a job. What a microbatch was forwarded with it is backwarded with:
-its context holds the very tensors (`keep = "stash"`), or the input and the weights to make them again ("recompute").
+its context holds the very tensors. Unless memory is short (`keep = "recompute"`) or the run's compensation wants it
+otherwise: then it holds the input only, and the backward runs the forward again with the weights for its step that the
+version of that moment has.
 
 B samples   T tokens   D width   N parameters of the stage, its layers' flat buffers one behind the other
 """
@@ -21,7 +23,8 @@ from shoal.peer.model.flop import backward_flop, forward_flop
 from shoal.peer.model.layout import HEAD, layer_layout, stage_layer_keys
 from shoal.peer.pipeline.contributions import Contributions
 from shoal.peer.pipeline.microbatch import IndexSet, Microbatch
-from shoal.peer.pipeline.state import LayerState, StageState, initial_state, predict_layer, step_layer
+from shoal.peer.pipeline.state import LayerState, StageState, initial_state, step_layer
+from shoal.peer.pipeline.weights import Weights, WeightSet
 from shoal.peer.pipeline.wire import ActivationWire
 from shoal.peer.vectors import Vectors
 from shoal.protocol.ports import Payload
@@ -33,14 +36,22 @@ Leaves = dict[str, dict[str, Tensor]]
 """Layer key -> tensor name -> autograd leaf."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class _Forward:
+    """One that was run, for its backward."""
+
+    weights: WeightSet
+    leaves: Leaves
+    y_BTD: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class _Context:
     """A microbatch between its forward and its backward."""
 
-    leaves: Leaves
     x: Tensor
-    y_BTD: Tensor | None
-    """None: made again from `x` at the backward."""
+    kept: _Forward | None
+    """None: run again at the backward."""
     contributes: bool
 
 
@@ -65,14 +76,13 @@ class StageRuntime:
         sizes = [layer_layout(spec.model, key).numel for key in self.keys]
         self._spans = {key: slice(sum(sizes[:i]), sum(sizes[: i + 1])) for i, key in enumerate(self.keys)}
         self.num_parameters = sum(sizes)
-        self._before: dict[str, Tensor] = {}  # parameters of the version before the current one
-        self._leaves: dict[int, Leaves] = {}  # step -> weights for it, made from the current version
+        self._weights = Weights(spec, self.keys)
         self._contributions = Contributions(self.num_parameters, self.vectors)
         self._contexts: dict[Microbatch, _Context] = {}
         tokens = spec.training.microbatch_size * spec.model.context
         self.forward_flop = sum(forward_flop(spec.model, key, tokens) for key in self.keys)
         self.backward_flop = sum(backward_flop(spec.model, key, tokens) for key in self.keys)
-        if spec.training.keep == "recompute":
+        if spec.training.recomputes:
             self.backward_flop += self.forward_flop
         self.step_flop = 20.0 * self.num_parameters
 
@@ -84,7 +94,7 @@ class StageRuntime:
     @property
     def remembers(self) -> bool:
         """Whether what others run again of the step before can be repaired here exactly (s_max = 0)."""
-        return bool(self._before) or self.spec.training.s_max > 0
+        return self._weights.remembers or self.spec.training.s_max > 0
 
     def initial_state(self) -> StageState:
         """Version 0, from the run's seed."""
@@ -94,16 +104,12 @@ class StageRuntime:
         """Take over `state`, from the seed, a mate or a snapshot. Contributions already summed stay."""
         assert tuple(state.layers) == self.keys, "the state is another stage's"
         self.state = state
-        self._before = {}
-        self._forget_old_steps()
+        self._weights.loaded()
+        self._contributions.forget_before(self.version)
 
     def weight_copies(self) -> int:
-        """Distinct parameter buffers alive for the stage's first layer: the current one, predictions, stashes."""
-        first = self.keys[0]
-        name = layer_layout(self.spec.model, first).names[0]
-        sets = [*self._leaves.values(), *(context.leaves for context in self._contexts.values())]
-        pointers = {leaves[first][name].data_ptr() for leaves in sets}
-        return len(pointers | ({self.state.layers[first].param_N.data_ptr()} if self.state else set()))
+        """Copies of the stage's parameters alive: the current one, predictions, stashes. At most `s_max + 2`."""
+        return self._weights.copies(self.state)
 
     # --- jobs ---
 
@@ -113,14 +119,12 @@ class StageRuntime:
         `contributes`: its gradient is wanted; a mate's sum has it otherwise.
         """
         x, targets_BT = self._input(microbatch, payload)
-        leaves = self._leaves_of(microbatch)
-        if self.spec.training.keep == "recompute":
-            with torch.no_grad():
-                y_BTD = self._run(leaves, x)
-            self._contexts[microbatch] = _Context(leaves, x, None, contributes)
-        else:
+        weights, leaves = self._weights_of(microbatch)
+        recomputes = self.spec.training.recomputes
+        with torch.set_grad_enabled(not recomputes):
             y_BTD = self._run(leaves, x)
-            self._contexts[microbatch] = _Context(leaves, x, y_BTD, contributes)
+        kept = None if recomputes else _Forward(weights, leaves, y_BTD)
+        self._contexts[microbatch] = _Context(x, kept, contributes)
         return self._wire.encode_activation(y_BTD.detach(), targets_BT)
 
     def loss(
@@ -132,9 +136,9 @@ class StageRuntime:
         finite, the gradient is zero and nothing is added: no non-finite number may reach an optimizer.
         """
         x, targets_BT = self._input(microbatch, payload)
-        leaves = self._leaves_of(microbatch)
+        weights, leaves = self._weights_of(microbatch)
         loss = self._loss(self._run(leaves, x), targets_BT)
-        self._collect(microbatch, leaves, contributes)
+        self._collect(microbatch, weights, leaves, contributes)
         value = float(loss.detach())
         if math.isfinite(value):
             loss.backward()  # type: ignore[no-untyped-call]
@@ -145,10 +149,12 @@ class StageRuntime:
     def backward(self, microbatch: Microbatch, payload: Payload) -> bytearray | None:
         """Gradient of our output -> gradient of our input (None at stage 0); `contribute` takes that of the weights."""
         context = self._contexts.pop(microbatch)
+        kept = context.kept
         grad_BTD = self._wire.decode_gradient(payload, self.device)
-        self._collect(microbatch, context.leaves, context.contributes)
+        weights, leaves = (kept.weights, kept.leaves) if kept else self._weights_of(microbatch)
+        self._collect(microbatch, weights, leaves, context.contributes)
         if bool(grad_BTD.isfinite().all()):
-            y_BTD = self._run(context.leaves, context.x) if context.y_BTD is None else context.y_BTD
+            y_BTD = kept.y_BTD if kept else self._run(leaves, context.x)
             y_BTD.backward(grad_BTD)  # type: ignore[no-untyped-call]
         else:
             logger.warning("microbatch %s came back with a gradient that is not finite: it counts as zero", microbatch)
@@ -158,7 +164,8 @@ class StageRuntime:
     def validate(self, microbatch: Microbatch, payload: Payload | None) -> bytearray | float:
         """Forward at the committed version. Returns: the activation, or the loss at the last stage."""
         x, targets_BT = self._input(microbatch, payload)
-        y = self._run(self._weights(self.version), x)
+        _, leaves = self._weights_of(microbatch)
+        y = self._run(leaves, x)
         if self.keys[-1] == HEAD:
             return float(self._loss(y, targets_BT))
         return self._wire.encode_activation(y, targets_BT)
@@ -181,11 +188,8 @@ class StageRuntime:
         after = StageState(version=before.version + 1, layers=layers)
         if self.state is before:  # else another one was loaded meanwhile, because this one was not the group's
             self.state = after
-            if self.spec.training.s_max == 0:
-                # Others may be a step behind us at most, and what they run again must give what it gave: exact repair.
-                # With staleness admitted it is not worth a copy, `s_max + 2` are alive already.
-                self._before = {key: layer.param_N for key, layer in before.layers.items()}
-            self._forget_old_steps()
+            self._weights.stepped(before, after)
+            self._contributions.forget_before(after.version)
         return after, after.digest(), skipped
 
     # --- between jobs ---
@@ -200,8 +204,17 @@ class StageRuntime:
         return self._contributions.contribute(microbatch, version=self.version, apart=apart)
 
     def gradient_sum(self, step: int, indices: IndexSet | None = None) -> Tensor:
-        """The sum over our contributions to `step`, float32 [N] on the CPU; of those kept apart `indices`, if given."""
-        return self._contributions.total(step, indices)
+        """The sum over our contributions to `step`, float32 [N] on the CPU; of those kept apart `indices`, if given.
+
+        Corrected for the weights that they were taken at, if the run's compensation does so and `step` is the current
+        one. (A round may be called before our own step to it has ended; then what they should have been taken at is
+        not known, and the sum stays as it is.)
+        """
+        sum_N = self._contributions.total(step, indices)
+        state = self.state
+        if self._weights.corrects and state is not None and state.version == step:
+            self._weights.correct(state, sum_N, self._contributions.taken_at(step, indices), self._spans)
+        return sum_N
 
     def forget(self, microbatch: Microbatch) -> None:
         self._contexts.pop(microbatch, None)
@@ -229,43 +242,22 @@ class StageRuntime:
             return logits_BTV.new_tensor(math.nan)
         return llama.loss(logits_BTV, targets_BT)
 
-    def _leaves_of(self, microbatch: Microbatch) -> Leaves:
-        """The weights it wants, as leaves of its own: its gradient is nobody else's."""
-        weights = self._weights(microbatch.step)
-        return {key: {name: x.detach().requires_grad_() for name, x in named.items()} for key, named in weights.items()}
+    def _weights_of(self, microbatch: Microbatch) -> tuple[WeightSet, Leaves]:
+        """What it wants of the current version, and that as leaves of its own: its gradient is nobody else's."""
+        state = self.state
+        assert state is not None
+        weights = self._weights.of(state, state.version if microbatch.validates else microbatch.step)
+        leaves = {key: layer_layout(self.spec.model, key).leaves(x_N) for key, x_N in weights.params.items()}
+        return weights, leaves
 
-    def _collect(self, microbatch: Microbatch, leaves: Leaves, contributes: bool) -> None:
+    def _collect(self, microbatch: Microbatch, weights: WeightSet, leaves: Leaves, contributes: bool) -> None:
         """The backward that follows leaves its gradient in one flat tensor, if anybody wants it."""
         if not contributes or self._contributions.has(microbatch):
             return
         gradient_N = torch.zeros(self.num_parameters, device=self.device)
         for key, named in leaves.items():
             layer_layout(self.spec.model, key).collect(named, gradient_N[self._spans[key]])
-        self._contributions.finish(microbatch, gradient_N)
-
-    def _weights(self, step: int) -> Leaves:
-        """ŵ_step: the current weights if they are that step's, else their prediction. Made once.
-
-        A step that is committed here and not elsewhere wants weights of the past: the version before is kept for it.
-        """
-        assert self.state is not None
-        if step in self._leaves:
-            return self._leaves[step]
-        staleness_steps = max(0, step - self.state.version) if self.spec.training.predict else 0
-        leaves: Leaves = {}
-        for key, layer in self.state.layers.items():
-            param_N = self._before[key] if step < self.state.version and key in self._before else layer.param_N
-            if staleness_steps:
-                with torch.no_grad():
-                    param_N = predict_layer(self.spec, key, layer, self.state.version, staleness_steps)
-            leaves[key] = layer_layout(self.spec.model, key).leaves(param_N)
-        self._leaves[step] = leaves
-        return leaves
-
-    def _forget_old_steps(self) -> None:
-        """The weights that were made from another version, and the sums of the steps before this one."""
-        self._leaves.clear()
-        self._contributions.forget_before(self.version)
+        self._contributions.finish(microbatch, gradient_N, weights if self._weights.corrects else None)
 
     def _input_gradient(self, x: Tensor) -> bytearray | None:
         if not x.is_floating_point():

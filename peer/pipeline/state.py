@@ -82,17 +82,6 @@ def step_layer(spec: RunSpec, key: str, layer: LayerState, grad_N: Tensor, versi
     return LayerState(param_N=param_N, moment1_N=moment1_N, moment2_N=moment2_N)
 
 
-def predict_layer(spec: RunSpec, key: str, layer: LayerState, version: int, staleness_steps: int) -> Tensor:
-    """The parameters of `version + staleness_steps` as far as `version` can tell (PipeOptim): float32 [numel]."""
-    return OPTIMIZERS[spec.optimizer.name].predict(
-        layer.param_N,
-        layer.moment1_N,
-        layer.moment2_N,
-        staleness_steps=staleness_steps,
-        **hyperparameters(spec, key, version),
-    )
-
-
 def hyperparameters(spec: RunSpec, key: str, version: int) -> dict[str, Any]:
     """The keyword arguments that every optimizer of `shoal.kernels.optimizer` takes at `version`."""
     return {

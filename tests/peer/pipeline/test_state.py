@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from shoal.peer.model.layout import all_layer_keys, layer_layout
-from shoal.peer.pipeline.state import LayerState, StageState, initial_state, predict_layer, step_layer
+from shoal.peer.pipeline.state import LayerState, StageState, initial_state, step_layer
 from shoal.protocol.spec import RunSpec
 
 CPU = torch.device("cpu")
@@ -72,33 +72,6 @@ def test_no_optimizer_sees_a_gradient_whose_norm_is_not_finite(tiny_spec: RunSpe
     grad_N = torch.full_like(layer.param_N, 3e38) if value == 3e38 else torch.zeros_like(layer.param_N)
     grad_N[7] = value
     assert step_layer(tiny_spec, KEY, layer, grad_N, 1) is None
-
-
-def test_no_steps_ahead_are_the_weights_themselves(tiny_spec: RunSpec) -> None:
-    layer = stepped(tiny_spec, 2)
-    assert torch.equal(predict_layer(tiny_spec, KEY, layer, 2, 0), layer.param_N)
-
-
-def test_steps_ahead_go_the_way_of_the_steps_before_and_further_for_more_of_them(tiny_spec: RunSpec) -> None:
-    """With a gradient that does not change, the prediction is nearer to the truth than standing still is."""
-    layer = initial_state(tiny_spec, (KEY,), CPU).layers[KEY]
-    grad_N = torch.randn(layer.param_N.shape, generator=torch.Generator().manual_seed(0))
-    path = [layer]
-    for version in range(8):
-        after = step_layer(tiny_spec, KEY, path[-1], grad_N, version)
-        assert after is not None
-        path.append(after)
-    for ahead in (1, 2, 3):
-        predicted_N = predict_layer(tiny_spec, KEY, path[5], 5, ahead)
-        truth_N, stale_N = path[5 + ahead].param_N, path[5].param_N
-        assert (predicted_N - truth_N).norm() < 0.5 * (stale_N - truth_N).norm()
-
-
-def test_predicting_leaves_the_state_alone(tiny_spec: RunSpec) -> None:
-    layer = stepped(tiny_spec, 2)
-    before = layer.digest()
-    predict_layer(tiny_spec, KEY, layer, 2, 2)
-    assert layer.digest() == before
 
 
 def test_sgd_keeps_no_second_moment_and_still_has_a_digest(tiny_spec: RunSpec) -> None:
