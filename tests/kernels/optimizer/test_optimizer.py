@@ -124,28 +124,6 @@ def test_nothing_is_changed_in_place(twin: ModuleType, name: str) -> None:
 
 @each_twin
 @each_name
-@given(staleness=st.integers(1, 8), n=st.integers(1, 40), data=st.data())
-def test_prediction_is_the_own_next_steps_when_the_gradient_is_constant(
-    twin: ModuleType, name: str, staleness: int, n: int, data: st.DataObject
-) -> None:
-    num_decayed = data.draw(st.integers(0, n))
-    step_fn, predict_fn = functions(twin, name)
-    grad_N = randn(n, 5)
-    state = start(name, n)
-    # SGD's momentum is its steady 1 / (1 - beta1) only after many steps; the bias-corrected two are exact at once.
-    settled = 250 if name == "sgd" else data.draw(st.integers(1, 30))
-    for step in range(settled):
-        state = step_fn(state[0], grad_N, *state[1:], **SETTINGS, num_decayed=num_decayed, step=step)
-    predicted_N = predict_fn(*state, **SETTINGS, num_decayed=num_decayed, step=settled, staleness_steps=staleness)
-    old_N = state[0]
-    for step in range(settled, settled + staleness):
-        state = step_fn(state[0], grad_N, *state[1:], **SETTINGS, num_decayed=num_decayed, step=step)
-    torch.testing.assert_close(predicted_N, state[0], rtol=1e-5, atol=2e-6)
-    assert not torch.allclose(predicted_N, old_N, rtol=1e-5, atol=2e-6)
-
-
-@each_twin
-@each_name
 def test_without_staleness_or_history_the_very_same_tensor_is_returned(twin: ModuleType, name: str) -> None:
     step_fn, predict_fn = functions(twin, name)
     state = start(name, 17)
