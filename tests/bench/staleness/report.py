@@ -130,9 +130,9 @@ def _judged(
 def _sooner(outcomes: Sequence[Outcome], synchronous: Sequence[Outcome]) -> str:
     if not synchronous or not synchronous[0].curve:
         return ""
-    end = synchronous[0].curve[-1]
-    reached_s = seconds_to(end.loss, outcomes[0].curve)
-    return f"{end.virtual_s / reached_s:.2f}" if math.isfinite(reached_s) else "-"
+    end = synchronous[0].curve[-1].loss  # which noise may have let the curve reach before
+    reached_s = seconds_to(end, outcomes[0].curve)
+    return f"{seconds_to(end, synchronous[0].curve) / reached_s:.2f}" if math.isfinite(reached_s) else "-"
 
 
 def plot(table: Table, finished: dict[str, Finished], out: Path) -> bool:

@@ -26,7 +26,7 @@ from tasks import BatchShape, Task
 HERE = Path(__file__).parent
 LINES = "runs.jsonl"
 RESULTS = "results.json"
-UNITS_PER_S = {"bytes": 8000.0, "digits": 900.0, "sentences": 1200.0}
+UNITS_PER_S = {"bytes": 7000.0, "digits": 700.0, "sentences": 250.0}
 """What a core trains of each task, for the estimate of how long it takes."""
 TASKS_KEPT = 4
 

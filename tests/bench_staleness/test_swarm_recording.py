@@ -1,0 +1,76 @@
+"""The light form of our regime is the real one: the drivers' run, recorded and played again, trains the same."""
+
+import msgspec
+import numpy as np
+import pytest
+import swarm
+from regimes import Recorder, steps
+from settings import Swarm
+
+from shoal.protocol.topology import make_topology
+
+NETWORK = make_topology(
+    0.05 * (1 - np.eye(4)) + 1e-3, np.full((4, 4), 1e6), flop_per_s=2e7, regions=("north", "north", "south", "south")
+)
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("method", ["stash", "pipeoptim"])
+def test_the_swarms_recorded_staleness_played_lightly_gives_its_losses(tiny, run_of, method, monkeypatch):
+    task = tiny(microbatches=6, updates=12)
+    run = run_of(task, Swarm(stages=2, replicas=2, s_max=1), method)
+    monkeypatch.setattr(swarm, "find_scenario", lambda name: Given(task))
+    real = Recorder(task, run)
+    recording = swarm.train_swarm(task, run, real)
+    assert len(recording.staleness) == 12 * 6
+    everything = [s for staleness in recording.staleness.values() for s in staleness]
+    assert 0.05 < sum(everything) / len(everything) < 1.0
+    assert max(everything) == 1
+    light = Recorder(task, run)
+    steps(task, run, recording, light)
+    assert max(abs(a - b) for a, b in zip(real.losses, light.losses, strict=True)) < 2e-4
+    ours, theirs = real.outcome(), light.outcome()
+    assert ours.staleness_mean == pytest.approx(theirs.staleness_mean, abs=1e-3)
+    assert ours.validation_loss == pytest.approx(theirs.validation_loss, abs=1e-3)
+    assert ours.virtual_s == theirs.virtual_s > 0
+    synchronous = Recorder(task, run)
+    steps(task, run, Fresh(recording), synchronous)
+    assert max(abs(a - b) for a, b in zip(real.losses, synchronous.losses, strict=True)) > 1e-3, "staleness shows"
+
+
+class Given:
+    """A scenario whose workload is the task's own: nothing is slowed down."""
+
+    def __init__(self, task):
+        self.topology = NETWORK
+        wire = msgspec.structs.replace(task.spec.wire, activations="fp32")
+        self.spec = msgspec.structs.replace(task.spec, wire=wire)
+
+
+class Fresh:
+    """The same plan with nothing stale."""
+
+    s_max = 0
+
+    def __init__(self, recording):
+        self.stages, self.ends_s, self._groups = recording.stages, recording.ends_s, recording.groups
+
+    def groups(self, step):
+        return [group._replace(staleness=(0,) * len(group.staleness)) for group in self._groups(step)]
+
+
+def test_regions_become_stages_on_the_shortest_way_and_small_models_take_as_long_as_large_ones(tiny):
+    latency_s = np.array([[0, 9, 1], [9, 0, 2], [1, 2, 0]]) * 1e-3 + 1e-4
+    topology = make_topology(
+        latency_s.repeat(2, 0).repeat(2, 1), np.full((6, 6), 1e8), regions=("a", "a", "b", "b", "c", "c")
+    )
+    assert swarm.devices_of(topology, 3, 2) in ([[0, 1], [4, 5], [2, 3]], [[2, 3], [4, 5], [0, 1]])
+    assert len(swarm.devices_of(topology, 6, 1)) == 6
+    with pytest.raises(ValueError, match="too few"):
+        swarm.devices_of(topology, 3, 3)
+    small = tiny().spec
+    large = msgspec.structs.replace(small, model=msgspec.structs.replace(small.model, dim=64, ffn_dim=128))
+    slow = swarm.slowed_down(topology, large, small)
+    assert swarm._flop(small) / slow.flop_per_s[0] == pytest.approx(swarm._flop(large) / topology.flop_per_s[0])
+    assert slow.bytes_per_s[0, 1] == pytest.approx(5e7)
+    assert (slow.latency_s == topology.latency_s).all()
