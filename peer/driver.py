@@ -185,7 +185,14 @@ class PeerDriver:
 
     def obey(self, signed: SignedPlan) -> None:
         """A live plan, newer than all before."""
-        self._plan = signed
+        before, self._plan = self._plan, signed
+        if before is not None and before.plan.era == signed.plan.era:
+            self._count_out(before.plan, signed.plan)
+            if self.replica is not None and self.replica.is_draining:
+                # It may wait for just those of whom the plan speaks, and what follows the plan waits for it.
+                self.replica.depart(signed.plan)
+                self._recall(before.plan, signed.plan)
+                self._neighbours.say_news(self.replica.audience)
         self._follow_soon()
 
     def advert(self) -> Advert:
@@ -243,8 +250,6 @@ class PeerDriver:
             if before is not None and before.plan.era != plan.era:
                 await self._drop_replica()
                 self._neighbours.forget_all()
-            elif before is not None:
-                self._count_out(before.plan, plan)
             self._endpoint.era = plan.era
             replica = self.replica
             await self._take_place(before, plan)

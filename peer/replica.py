@@ -150,24 +150,28 @@ class Replica:
             self.claims.wake()
 
     def depart(self, plan: Plan) -> None:
-        """A plan without us in this place: whoever leads now must be able to close our last rounds."""
+        """A plan without us in this place, while we drain: whoever leads now must be able to close our last rounds, and
+        whoever holds the next stage to take what we still have to send there."""
         if self.stage < len(plan.stages):
-            self.group.plan_changed(plan.stages[self.stage].members, plan.sequence)
+            self.follow(plan)
 
     def peer_state(self, peer: PeerID, hello: Hello) -> None:
         """What a peer says of itself."""
         if hello.stage == self.stage:
-            self.group.mate_ready(peer, hello.ready, hello.is_open, incarnation=hello.incarnation)
+            self.group.mate_ready(
+                peer, hello.ready, hello.is_open, drains=hello.draining, incarnation=hello.incarnation
+            )
         elif peer in (*self.group.core.mates, *self.group.core.departing):
             self.group.mate_elsewhere(peer, incarnation=hello.incarnation)
         stages = self._plan.stages
         if not self.pipeline.core.is_last and peer in stages[self.stage + 1].peers:
-            if hello.stage != self.stage + 1:
-                self.pipeline.peer_lost(peer)
-            elif hello.is_open:
+            if hello.stage == self.stage + 1 and hello.is_open:
                 self.pipeline.peer_ready(peer)
+            elif hello.stage in (self.stage - 1, self.stage + 1):
+                # It will still answer what it owes there; or it comes from before us, and still waits for what we owe.
+                self.pipeline.core.router.set_ready(peer, False)
             else:
-                self.pipeline.core.router.set_ready(peer, False)  # it will still answer what it owes
+                self.pipeline.peer_lost(peer)
         self._open_if_fit()
         if self.claims:
             self.claims.wake()

@@ -144,9 +144,15 @@ class GroupCore:
         self._members.is_open = is_open
         return self._lead_may_have_changed(now_s)
 
-    def mate_ready(self, peer: PeerID, ready: bool, is_open: bool, *, incarnation: int, now_s: float) -> list[Command]:
-        """A mate says whether it holds state and takes part, and whether it takes traffic (it drains otherwise)."""
-        if not self._members.is_near(peer) or incarnation < self._members.incarnation(peer):
+    def mate_ready(
+        self, peer: PeerID, ready: bool, is_open: bool, *, incarnation: int, now_s: float, drains: bool = False
+    ) -> list[Command]:
+        """A mate says whether it holds state and takes part, and whether it takes traffic.
+
+        `drains`: it is on its way out, and may have left the plan before we came into it.
+        """
+        is_near = self._members.is_near(peer) or (ready and drains)
+        if not is_near or incarnation < self._members.incarnation(peer):
             return []
         reborn = self.mate_reborn(peer, incarnation, now_s=now_s)
         if not ready and (peer not in self.mates or self._members.is_ready(peer)):
@@ -222,6 +228,8 @@ class GroupCore:
         if message.incarnation < self._members.incarnation(source):
             return []  # They were of one that has begun anew.
         commands = self.mate_reborn(source, message.incarnation, now_s=now_s)
+        if not self._members.has_spoken(source):
+            commands += self._tell_open_steps(to=source)  # it did not know us before, and may have let ours pass
         self._members.names(source, message.lead, count=message.count)
         if message.step >= self.version:
             self._losses.claimed(source, message.step, self._tallies.indices(message.claimed))

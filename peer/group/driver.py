@@ -139,11 +139,11 @@ class GroupDriver:
         for gone in sorted(before.difference(self.core.mates, self.core.departing)):
             self._outbox.forget(gone)
 
-    def mate_ready(self, peer: PeerID, ready: bool, is_open: bool, *, incarnation: int) -> None:
+    def mate_ready(self, peer: PeerID, ready: bool, is_open: bool, *, drains: bool, incarnation: int) -> None:
         now_s = self._clock.now_s()
         if self.core.has_begun_anew(peer, incarnation):
             self._outbox.forget(peer)
-        self._perform(self.core.mate_ready(peer, ready, is_open, incarnation=incarnation, now_s=now_s))
+        self._perform(self.core.mate_ready(peer, ready, is_open, drains=drains, incarnation=incarnation, now_s=now_s))
 
     def set_open(self, is_open: bool) -> None:
         self._perform(self.core.set_open(is_open, now_s=self._clock.now_s()))

@@ -72,9 +72,13 @@ class Members:
         )
 
     def _stands_back(self, mate: PeerID) -> bool:
-        """It names us; or one whom our plan has dropped: it drains, and hears of no plan before it has."""
+        """It names us; or one whom our plan has dropped, because it drains and has not heard of that plan yet."""
         named = self._named.get(mate, mate)
         return named == self.me or (mate not in self.mates and named != mate and not self.is_near(named))
+
+    def has_spoken(self, peer: PeerID) -> bool:
+        """Of whom it takes for the lead."""
+        return peer in self._named
 
     def is_ready(self, peer: PeerID) -> bool:
         return self.ready if peer == self.me else peer in self._ready_mates

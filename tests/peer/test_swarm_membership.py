@@ -67,6 +67,68 @@ def test_newcomers_take_traffic_and_leavers_drain_without_a_stall_or_a_loss(make
 
 
 @pytest.mark.sim
+@pytest.mark.parametrize(
+    "vanishes",
+    [
+        "whom it sent to, dead",
+        "whom it sent to, for another whom it has not met",
+        "its mates, for one whom it has not met",
+    ],
+)
+def test_who_moves_away_hears_of_later_plans_while_it_drains(make_swarm, tiny_spec, vanishes):
+    builtins = msgspec.to_builtins(tiny_spec)
+    builtins["training"] |= {"s_max": 1, "steps": 20}
+    spec = msgspec.convert(builtins, type(tiny_spec))
+    speeds = {"0.0": 4e7, "0.1": 4e7, "1.0": 2e7, "1.1": 2e7, "2.0": 4e7}
+
+    async def main():
+        swarm = make_swarm(spec, network=uniform(latency_s=0.05, rate_bytes_per_s=1e7))
+
+        async def obey(*stages):
+            swarm.obey([stage.split() for stage in stages], fresh=swarm.plan is None)
+            await asyncio.sleep(0.1)  # some are on their way into a plan when the next one comes
+
+        for name, speed in speeds.items():
+            await swarm.add(name, device_flop_per_s=speed)
+        await obey("0.0 0.1", "1.0 1.1", "2.0")
+        await swarm.until_step(3)
+        match vanishes:
+            case "whom it sent to, dead":
+                await obey("0.1", "1.0 1.1", "2.0 0.0")
+                swarm.world.crash(swarm.peer("1.0"))
+                swarm.drivers.pop("1.0")
+                await obey("0.1", "1.1", "2.0 0.0")
+            case "whom it sent to, for another whom it has not met":
+                await swarm.add("1.2", device_flop_per_s=2e7)
+                await obey("0.1", "1.0 1.1", "2.0 0.0")
+                await obey("0.1", "1.0 1.1 1.2", "2.0 0.0")
+                await swarm.until(lambda: swarm.drivers["1.2"].heartbeat().synced)
+                for name in ("1.0", "1.1"):
+                    swarm.world.crash(swarm.peer(name))
+                    swarm.drivers.pop(name)
+                await obey("0.1", "1.2", "2.0 0.0")
+            case "its mates, for one whom it has not met":
+                await swarm.add("0.2", device_flop_per_s=4e7)
+                await obey("0.1", "1.0 1.1", "2.0 0.0")
+                await obey("0.1 0.2", "1.0 1.1", "2.0 0.0")
+                await swarm.until(lambda: swarm.drivers["0.2"].heartbeat().synced)
+                await obey("0.2", "1.0 1.1", "2.0 0.0 0.1")
+        changed_s = swarm.world.now_s()
+        await swarm.until_step(len(swarm.commits[0]) + 4)
+        moved_s = swarm.world.now_s() - changed_s
+        await swarm.until_step(20)
+        await swarm.close()
+        assert swarm.world.failures == []
+        return swarm, moved_s
+
+    swarm, moved_s = run(main())
+    assert moved_s < 15.0, "somebody waited for the drain's timeout"
+    for stage in range(3):
+        commits = [swarm.commits[stage][step] for step in range(20)]
+        assert {(c.microbatches, c.given_up) for c in commits} == {(6, 0)}
+
+
+@pytest.mark.sim
 def test_a_newcomer_holds_the_very_bits_of_its_mates(make_swarm, tiny_spec):
     builtins = msgspec.to_builtins(tiny_spec)
     builtins["training"] |= {"s_max": 1, "steps": 12}

@@ -1,9 +1,13 @@
 """When a group's lead suspects that something was lost, and what it asks for."""
 
+from itertools import pairwise
+
 import pytest
 
 from shoal.peer.group.commands import AskRepair
 from shoal.peer.group.losses import STALL_S_FIRST, STALL_S_MIN, STALL_STEPS, Losses
+from shoal.peer.pipeline.microbatch import IndexSet
+from shoal.protocol.identity import PeerID
 
 
 def after_steps(*seconds: float) -> tuple[Losses, float]:
@@ -18,6 +22,19 @@ def after_steps(*seconds: float) -> tuple[Losses, float]:
 
 def test_before_a_step_has_shown_how_long_it_takes_patience_is_long_but_not_without_end() -> None:
     losses, now_s = after_steps()
+    assert losses.suspect_at_s() == now_s + STALL_S_FIRST
+
+
+def test_who_knows_of_a_death_asks_again_soon_and_then_ever_later() -> None:
+    losses, now_s = after_steps()
+    losses.died(PeerID("mate"), 0, IndexSet(0b0110))
+    asked_s = []
+    for _ in range(6):
+        assert losses.ask(0, lambda step, index: True, now_s=losses.suspect_at_s()) != []
+        asked_s.append(losses.suspect_at_s() - now_s)
+    waits_s = [later - sooner for sooner, later in pairwise([STALL_S_MIN, *asked_s])]
+    assert waits_s == [10.0, 20.0, 40.0, STALL_S_FIRST, STALL_S_FIRST, STALL_S_FIRST]
+    losses.stepped(1, by_a_step=False, now_s=now_s)
     assert losses.suspect_at_s() == now_s + STALL_S_FIRST
 
 
