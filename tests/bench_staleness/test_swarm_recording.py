@@ -38,6 +38,22 @@ def test_the_swarms_recorded_staleness_played_lightly_gives_its_losses(tiny, run
     assert max(abs(a - b) for a, b in zip(real.losses, synchronous.losses, strict=True)) > 1e-3, "staleness shows"
 
 
+@pytest.mark.sim
+def test_a_swarm_whose_replicas_die_makes_all_of_its_steps(tiny, run_of, monkeypatch):
+    task = tiny(microbatches=6, updates=30)
+    monkeypatch.setattr(swarm, "find_scenario", lambda name: Given(task))
+    outcomes = []
+    for kill_every_s in (0.0, 4.0):
+        run = run_of(task, Swarm(stages=2, replicas=2, kill_every_s=kill_every_s, back_s=3.0), "pipeoptim")
+        recorder = Recorder(task, run)
+        swarm.train_swarm(task, run, recorder)
+        assert len(recorder.losses) == 30
+        outcomes.append(recorder.outcome())
+    peace, churn = outcomes
+    assert churn.virtual_s > peace.virtual_s
+    assert churn.validation_loss == pytest.approx(peace.validation_loss, abs=0.3)
+
+
 class Given:
     """A scenario whose workload is the task's own: nothing is slowed down."""
 

@@ -247,6 +247,9 @@ def _swarm(replicas: int) -> Table:
     ]
     for s_max in (1, 2):
         rows.append(row(f"s_max {s_max}: {DEFAULT.name}", Swarm(replicas=replicas, s_max=s_max), DEFAULT))
+    if replicas > 1:
+        regime = Swarm(replicas=replicas, s_max=1, kill_every_s=120.0)
+        rows.append(row(f"s_max 1, a kill in two minutes: {DEFAULT.name}", regime, DEFAULT))
     title = f"The swarm's drivers, eight cities, 8 stages of {replicas}"
     return Table(name=f"swarm-{replicas}", title=title, rows=tuple(rows))
 

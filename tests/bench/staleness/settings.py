@@ -98,9 +98,15 @@ class Swarm(_Settings, frozen=True, tag="swarm"):
     replicas: int = 1
     """Devices of each stage, one region a stage where there are as many."""
     s_max: int = 1
+    kill_every_s: float = 0.0
+    """A replica dies so often, on average, of virtual time; 0: nobody does."""
+    back_s: float = 10.0
+    """It comes back after so long, without its state; the next one dies so much later at the earliest."""
 
     def __post_init__(self) -> None:
         _require(self.stages > 0 and self.replicas > 0, "stages and replicas must be positive")
+        _require(self.kill_every_s == 0 or self.replicas > 1, "the only holder of a stage must not die")
+        _require(self.kill_every_s >= 0 and self.back_s > 0, "nobody dies before they are back")
 
 
 Regime = Paper | HeavyTailed | Steps | Swarm

@@ -1,7 +1,7 @@
 """The real drivers in virtual time, with real gradients: what is stale is what the swarm lets be.
 
 `Recording` writes down at which version each stage was when it forwarded each microbatch; as a `Plan` that record can
-be played by `regimes.steps`, which must then train the same (a test does it). No coordinator: the plan is given.
+be played by `regimes.steps`, which must then train the same (a test does it). Where devices work is given.
 
 The model is small, the network and the cards are not. So devices are slowed down until a microbatch takes them as long
 as the scenario's own takes them, and links until its activations do. Its gradients are then relatively smaller than the
@@ -9,6 +9,7 @@ large model's, by (parameters / activations), so reductions are cheap here.
 """
 
 import asyncio
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,23 +23,27 @@ from settings import Run, Swarm
 from tasks import ByteGPT, Task
 from torch import Tensor
 
+from shoal.coordinator.cost.placement import Placement
+from shoal.coordinator.cost.shares import split
+from shoal.coordinator.cost.workload import Workload
+from shoal.deploy.node import Node
+from shoal.deploy.simulate.modelled_swarm import name_of, peer_ids
+from shoal.deploy.simulate.pinned import PinnedAllocator
 from shoal.deploy.simulate.scenario import find_scenario
 from shoal.peer.arithmetic import TorchArithmetic
 from shoal.peer.data.corpus import Corpus
-from shoal.peer.driver import PeerDriver
 from shoal.peer.model.flop import backward_flop, forward_flop
 from shoal.peer.model.layout import all_layer_keys, stage_layer_keys
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.pipeline.stage import StageRuntime
 from shoal.peer.pipeline.state import StageState
-from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.messages import CommitReport
-from shoal.protocol.plan import Member, Plan, Stage, sign_plan
 from shoal.protocol.ports import Payload
 from shoal.protocol.sim.loop import run as run_in_virtual_time
 from shoal.protocol.sim.matrix import MatrixNetwork
-from shoal.protocol.sim.world import World
-from shoal.protocol.spec import RunSpec, WireSpec, run_id
+from shoal.protocol.sim.trust import TrustingSeals
+from shoal.protocol.sim.world import SimPeer, World
+from shoal.protocol.spec import RunSpec, WireSpec
 from shoal.protocol.topology import Topology
 
 MEMORY_BYTES = 16 << 30
@@ -53,9 +58,12 @@ class Recording:
     staleness: dict[tuple[int, int], list[int]] = field(default_factory=dict)
     """(step, index) -> staleness by stage; of a microbatch that ran twice, that of the last time."""
     ended_s: dict[int, float] = field(default_factory=dict)
-    """Step -> when the last stage to commit it did."""
+    """Step -> when the last stage to commit it did, from the first forward on: a swarm needs a while to come together."""
+    began_s: float | None = None
 
     def forwarded(self, stage: int, microbatch: Microbatch, version: int) -> None:
+        if self.began_s is None:
+            self.began_s = asyncio.get_running_loop().time()
         at = (microbatch.step, microbatch.index)
         self.staleness.setdefault(at, [0] * len(self.stages))[stage] = max(0, microbatch.step - version)
 
@@ -134,9 +142,7 @@ def _spec(spec: RunSpec, run: Run) -> RunSpec:
         compensation=run.method.name,
         validation_interval_steps=0,
     )
-    swarm = msgspec.structs.replace(
-        spec.swarm, stages=stages, min_peers=stages * replicas, snapshot_interval_steps=0, heartbeat_s=10.0, term_s=60.0
-    )
+    swarm = msgspec.structs.replace(spec.swarm, stages=stages, min_peers=stages * replicas, snapshot_interval_steps=0)
     wire = WireSpec(activations="fp32", gradients="fp32")
     return msgspec.structs.replace(spec, training=training, swarm=swarm, wire=wire, optimizer=run.optimizer)
 
@@ -144,65 +150,97 @@ def _spec(spec: RunSpec, run: Run) -> RunSpec:
 async def _play(
     task: ByteGPT, run: Run, spec: RunSpec, topology: Topology, chosen: list[list[int]], recorder: Recorder
 ) -> Recording:
-    bounds = [spec.model.num_layers * stage // len(chosen) for stage in range(len(chosen) + 1)]
-    keys = [stage_layer_keys(spec.model, first, last) for first, last in itertools.pairwise(bounds)]
-    recording = Recording(keys, spec.training.s_max)
+    bounds = tuple(spec.model.num_layers * stage // len(chosen) for stage in range(len(chosen) + 1))
+    recording = Recording(
+        [stage_layer_keys(spec.model, *ends) for ends in itertools.pairwise(bounds)], spec.training.s_max
+    )
     world = World(run.seed, MatrixNetwork(topology), acquainted=True)
+    placement = Placement(stages=tuple(tuple(sorted(devices)) for devices in chosen), bounds=bounds)
     watch = _Watch(run, recording, recorder)
-    drivers = {}
-    owner = world.identity(f"device {chosen[0][0]}")
-    for device in sorted(itertools.chain(*chosen)):
-        name = f"device {device}"
-        peer = world.add_peer(
+    nodes = _Nodes(task, spec, world, topology, placement, watch, recording)
+    for device in itertools.chain(*chosen):
+        nodes.launch(device)
+    kills = asyncio.create_task(nodes.suffer(run))
+    try:
+        await watch.over
+    finally:
+        kills.cancel()
+        await asyncio.wait({kills})
+    watch.check(world, kills)
+    return recording
+
+
+class _Nodes:
+    """Whole nodes, each with its turn as coordinator; whoever coordinates makes the plan that was given."""
+
+    def __init__(
+        self,
+        task: ByteGPT,
+        spec: RunSpec,
+        world: World,
+        topology: Topology,
+        placement: Placement,
+        watch: "_Watch",
+        recording: Recording,
+    ) -> None:
+        self._spec, self._world, self._topology, self._placement = spec, world, topology, placement
+        self._watch = watch
+        self._arithmetic = functools.partial(RecordingArithmetic, spec, task.corpus, recording)
+        peers = peer_ids(world, range(topology.num_devices))
+        self._owner = peers[placement.stages[0][0]]
+        self._allocator = PinnedAllocator(placement, peers, split(topology, Workload.of(spec), placement))
+        self._seals = TrustingSeals()
+        self._lives: dict[int, int] = {}
+
+    def launch(self, device: int) -> None:
+        """Its next process."""
+        t, name = self._topology, name_of(device)
+        peer = self._world.add_peer(
             name,
             place=device,
-            device_flop_per_s=float(topology.flop_per_s[device]),
-            up_bytes_per_s=float(topology.up_bytes_per_s[device]),
-            down_bytes_per_s=float(topology.down_bytes_per_s[device]),
-            plug=int(topology.card[device]),
+            device_flop_per_s=float(t.flop_per_s[device]),
+            up_bytes_per_s=float(t.up_bytes_per_s[device]),
+            down_bytes_per_s=float(t.down_bytes_per_s[device]),
+            plug=int(t.card[device]),
         )
-        driver = PeerDriver(
-            endpoint=Endpoint(peer.identity, peer.transport, run=run_id(spec, owner.peer_id)),
+        self._lives[device] = life = self._lives.get(device, -1) + 1
+        peer.spawn(self._live(peer, name, life), name="life").add_done_callback(self._watch.ended)
+
+    async def suffer(self, run: Run) -> None:
+        """Somebody dies and comes back, again and again; one at a time, so that a stage always has a holder."""
+        assert isinstance(run.regime, Swarm)
+        rng = self._world.rng("kills")
+        while run.regime.kill_every_s > 0:
+            await asyncio.sleep(rng.expovariate(1 / run.regime.kill_every_s))
+            device = rng.choice([device for stage in self._placement.stages for device in stage])
+            self._world.crash(self._world.peers[name_of(device)])
+            await asyncio.sleep(run.regime.back_s)
+            self.launch(device)
+            await asyncio.sleep(run.regime.back_s)
+
+    async def _live(self, peer: SimPeer, name: str, life: int) -> None:
+        node = Node(
+            identity=peer.identity,
+            transport=peer.transport,
+            directory=peer.directory,
             compute=peer.compute,
             clock=peer.clock,
-            spec=spec,
-            arithmetic=RecordingArithmetic(spec, task.corpus, recording),
-            disk=None,
+            spec=self._spec,
+            owner=self._owner,
             name=name,
+            corpus=None,
+            arithmetic=self._arithmetic(),
+            seals=self._seals,
+            allocator=self._allocator,
             memory_bytes=MEMORY_BYTES,
-            on_commit=watch.committed,
-            on_state=watch.stepped,
+            disk=None,
+            rng=self._world.rng(f"{name}, life {life}"),
+            on_commit=self._watch.committed,
+            on_state=self._watch.stepped,
         )
-        await peer.spawn(driver.start())
-        drivers[name] = driver
-    plan = Plan(
-        run=run_id(spec, owner.peer_id),
-        term=1,
-        sequence=1,
-        previous="",
-        coordinator=owner.peer_id,
-        stages=tuple(
-            Stage(first, last, tuple(Member(world.identity(f"device {d}").peer_id, 1.0, 1.0, 1) for d in devices))
-            for (first, last), devices in zip(itertools.pairwise(bounds), chosen, strict=True)
-        ),
-        fresh=True,
-    )
-    signed = sign_plan(owner, plan)
-    for name, driver in drivers.items():
-        world.peers[name].context().run(driver.obey, signed)
-    try:
-        await asyncio.wait(
-            {watch.over, *(driver.failure for driver in drivers.values())}, return_when="FIRST_COMPLETED"
-        )
-        for failed in (watch.over, *(driver.failure for driver in drivers.values())):
-            if failed.done():
-                failed.result()
-    finally:
-        for name, driver in drivers.items():
-            await world.peers[name].spawn(driver.close())
-    if world.failures:
-        raise RuntimeError(f"a driver failed: {world.failures[0]!r}") from world.failures[0][1]
-    return recording
+        await node.start()
+        await node.wait_done()
+        await node.close()
 
 
 class _Watch:
@@ -229,8 +267,21 @@ class _Watch:
             self._states.setdefault(state.version, {})[stage] = state
             self._look(state.version)
 
+    def ended(self, life: "asyncio.Task[None]") -> None:
+        """Of a node's own will, or by an error, which ends the run."""
+        error = None if life.cancelled() else life.exception()
+        if error is not None and not self.over.done():
+            self.over.set_exception(error)
+
+    def check(self, world: World, kills: "asyncio.Task[None]") -> None:
+        """Raises: what has failed unseen."""
+        if not kills.cancelled():
+            kills.result()
+        if world.failures:
+            raise RuntimeError(f"a driver failed: {world.failures[0]!r}") from world.failures[0][1]
+
     def _committed_by_all(self, step: int, commits: dict[int, CommitReport]) -> None:
-        now_s = asyncio.get_running_loop().time()
+        now_s = asyncio.get_running_loop().time() - (self._recording.began_s or 0.0)
         self._recording.ended_s[step] = now_s
         num_stages = len(self._recording.stages)
         for (t, _), staleness in self._recording.staleness.items():
