@@ -7,8 +7,10 @@ import msgspec
 import pytest
 import torch
 from layers import cut
+from pipeline import play, schedule_of
 from plans import Group, LightPlan
-from regimes import Recorder, play, steps, train
+from recorder import Recorder
+from regimes import steps, train
 from schedule import heavy_tailed, one_by_one
 from settings import HeavyTailed, Method, Paper, Run, Steps
 from tasks import Batch, BatchShape
@@ -27,14 +29,7 @@ def played(task, run):
     if isinstance(regime, Steps):
         plan = LightPlan(regime, run.shape.microbatches_per_step, task.keys, run.seed)
         return recorder.losses, steps(task, run, plan, recorder)
-    actions = (
-        one_by_one(regime.stages, run.updates, synchronous=regime.synchronous)
-        if isinstance(regime, Paper)
-        else heavy_tailed(
-            regime.stages, run.updates, in_flight=regime.in_flight, hop_s=0.5, tail=regime.tail, seed=run.seed
-        )
-    )
-    return recorder.losses, play(task, run, actions, recorder)
+    return recorder.losses, play(task, run, schedule_of(run), recorder)
 
 
 def equal(a, b):

@@ -2,9 +2,11 @@
 
 import msgspec
 import numpy as np
+import places
 import pytest
 import swarm
-from regimes import Recorder, steps
+from recorder import Recorder
+from regimes import steps
 from settings import Swarm
 
 from shoal.protocol.topology import make_topology
@@ -80,13 +82,13 @@ def test_regions_become_stages_on_the_shortest_way_and_small_models_take_as_long
     topology = make_topology(
         latency_s.repeat(2, 0).repeat(2, 1), np.full((6, 6), 1e8), regions=("a", "a", "b", "b", "c", "c")
     )
-    assert swarm.devices_of(topology, 3, 2) in ([[0, 1], [4, 5], [2, 3]], [[2, 3], [4, 5], [0, 1]])
-    assert len(swarm.devices_of(topology, 6, 1)) == 6
+    assert places.devices_of(topology, 3, 2) in ([[0, 1], [4, 5], [2, 3]], [[2, 3], [4, 5], [0, 1]])
+    assert len(places.devices_of(topology, 6, 1)) == 6
     with pytest.raises(ValueError, match="too few"):
-        swarm.devices_of(topology, 3, 3)
+        places.devices_of(topology, 3, 3)
     small = tiny().spec
     large = msgspec.structs.replace(small, model=msgspec.structs.replace(small.model, dim=64, ffn_dim=128))
-    slow = swarm.slowed_down(topology, large, small)
-    assert swarm._flop(small) / slow.flop_per_s[0] == pytest.approx(swarm._flop(large) / topology.flop_per_s[0])
+    slow = places.slowed_down(topology, large, small)
+    assert places._flop(small) / slow.flop_per_s[0] == pytest.approx(places._flop(large) / topology.flop_per_s[0])
     assert slow.bytes_per_s[0, 1] == pytest.approx(5e7)
     assert (slow.latency_s == topology.latency_s).all()

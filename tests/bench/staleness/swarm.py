@@ -15,10 +15,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
-import numpy as np
 import torch
+from places import devices_of, slowed_down
 from plans import Group
-from regimes import Recorder
+from recorder import Recorder
 from settings import Run, Swarm
 from tasks import ByteGPT, Task
 from torch import Tensor
@@ -32,8 +32,7 @@ from shoal.deploy.simulate.pinned import PinnedAllocator
 from shoal.deploy.simulate.scenario import find_scenario
 from shoal.peer.arithmetic import TorchArithmetic
 from shoal.peer.data.corpus import Corpus
-from shoal.peer.model.flop import backward_flop, forward_flop
-from shoal.peer.model.layout import all_layer_keys, stage_layer_keys
+from shoal.peer.model.layout import stage_layer_keys
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.pipeline.stage import StageRuntime
 from shoal.peer.pipeline.state import StageState
@@ -58,7 +57,7 @@ class Recording:
     staleness: dict[tuple[int, int], list[int]] = field(default_factory=dict)
     """(step, index) -> staleness by stage; of a microbatch that ran twice, that of the last time."""
     ended_s: dict[int, float] = field(default_factory=dict)
-    """Step -> when the last stage to commit it did, from the first forward on: a swarm needs a while to come together."""
+    """Step -> when the last stage committed it, from the first forward on: a swarm needs a while to come together."""
     began_s: float | None = None
 
     def forwarded(self, stage: int, microbatch: Microbatch, version: int) -> None:
@@ -310,60 +309,3 @@ class _Watch:
         except Exception as error:  # of the recorder: it ends the run, and no driver
             if not self.over.done():
                 self.over.set_exception(error)
-
-
-def devices_of(topology: Topology, stages: int, replicas: int) -> list[list[int]]:
-    """One region a stage, in the order of the shortest way through them; several stages a region where there are fewer.
-
-    Raises: ValueError: too few devices.
-    """
-    by_region: dict[str, list[int]] = {}
-    for device in range(topology.num_devices):
-        by_region.setdefault(topology.regions[device], []).append(device)
-    regions = list(by_region)[:stages]
-    heads = [by_region[region][0] for region in regions]
-    latency_s = topology.latency_s[np.ix_(heads, heads)]
-
-    def length_s(order: tuple[int, ...]) -> float:
-        return float(sum(latency_s[a, b] for a, b in itertools.pairwise(order)))
-
-    order = min(itertools.permutations(range(len(regions))), key=length_s)
-    places = [regions[order[stage * len(regions) // stages]] for stage in range(stages)]
-    chosen = []
-    for place in places:
-        if len(by_region[place]) < replicas:
-            raise ValueError(f"{place or 'the network'} has too few devices for {stages} stages of {replicas}")
-        chosen.append([by_region[place].pop(0) for _ in range(replicas)])
-    return chosen
-
-
-def slowed_down(topology: Topology, large: RunSpec, small: RunSpec) -> Topology:
-    """So that a microbatch of `small` takes devices and links as long as one of `large`."""
-    compute = _flop(small) / _flop(large)
-    message = _message_bytes(small) / _message_bytes(large)
-    return Topology(
-        latency_s=topology.latency_s.copy(),
-        bytes_per_s=topology.bytes_per_s * message,
-        flop_per_s=topology.flop_per_s * compute,
-        memory_bytes=topology.memory_bytes.copy(),
-        up_bytes_per_s=topology.up_bytes_per_s * message,
-        down_bytes_per_s=topology.down_bytes_per_s * message,
-        card=topology.card.copy(),
-        names=topology.names,
-        regions=topology.regions,
-        may_feed=topology.may_feed.copy(),
-    )
-
-
-def _flop(spec: RunSpec) -> float:
-    """Of a microbatch through all layers, forward and backward."""
-    tokens = spec.training.microbatch_size * spec.model.context
-    return sum(
-        forward_flop(spec.model, key, tokens) + backward_flop(spec.model, key, tokens)
-        for key in all_layer_keys(spec.model)
-    )
-
-
-def _message_bytes(spec: RunSpec) -> float:
-    width = 4 if spec.wire.activations == "fp32" else 2
-    return float(spec.training.microbatch_size * spec.model.context * spec.model.dim * width)
