@@ -36,6 +36,9 @@ HORIZON_S = 600.0
 """How long a layout is expected to last. Volunteers come and go: what pays later than that is not worth moving for."""
 STAY = 0.5
 """The part of a stage's holders that a search leaves there, rounded up: who comes must be able to fetch its state."""
+HOLDERS_MIN = 2
+"""A search leaves no stage with fewer that had as many, and newcomers go first to one that has. Where volunteers come
+and go, a lone holder's death costs everybody the steps since the last snapshot, which no layout is worth."""
 SMALL_DEVICES = 32
 """With fewer the search spends in proportion less than the planner's own budget: there is less to find."""
 
@@ -96,6 +99,7 @@ class _Place:
 
     def choose(self, slots: Sequence[Slot], fitting: Sequence[Slot], peer: MeasuredPeer) -> Slot:
         """A home of the newcomer's is as good if that costs less than `MARGIN`."""
+        fitting = [slot for slot in fitting if len(slot.stayers) < HOLDERS_MIN] or fitting
         seconds = self.seconds(slots, fitting, peer)
         best = min(seconds.values())
         if not math.isfinite(best):
@@ -206,7 +210,7 @@ def _better(snapshot: Snapshot, previous: Plan, seed: int) -> tuple[Layout | Non
         gain_min=MARGIN,
     )
     evaluator = ThroughputEvaluator(topology, workload, len(slots), current=current, horizon_s=HORIZON_S)
-    found, with_moves_s = best_with_stayers(evaluator, current, planned.placement, stay=STAY)
+    found, with_moves_s = best_with_stayers(evaluator, current, planned.placement, stay=STAY, holders_min=HOLDERS_MIN)
     objective = ThroughputObjective(topology, workload)
     before, after = objective.cost(current), objective.cost(found)
     gain = before.seconds / after.seconds - 1.0

@@ -1,12 +1,14 @@
 """From what a search has found to what a live swarm can do in one plan: enough holders of each stage stay in it.
 
-Who comes to a stage fetches its state from those who stay. The search knows nothing of that, and what it found with
+Who comes to a stage fetches its state from those who stay, and a stage whose last holder dies takes the whole run back
+to a snapshot. The search knows nothing of that, and what it found with
 some put back may be worse than what there is; so moves that keep enough are climbed from there, and from the current
 placement, by the compiled objective. What one plan may not do a later one can.
 """
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from shoal.coordinator.allocate.genome import LEFT_OUT, Assignment
 from shoal.coordinator.allocate.throughput_search import ThroughputEvaluator
@@ -19,34 +21,62 @@ TRIED_DEVICES = 128
 """Among more, who goes back is the fastest, untried."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Needs:
+    """What one plan may not do, by stage."""
+
+    home: Assignment
+    stayers: tuple[int, ...]
+    """So many of those who hold its state stay."""
+    holders: tuple[int, ...]
+    """So many hold it afterwards, newcomers included."""
+
+    def broken(self, at: Assignment, k: int) -> bool:
+        here = at == k
+        return int(((self.home == k) & here).sum()) < self.stayers[k] or int(here.sum()) < self.holders[k]
+
+    def keep(self, at: Assignment, device: int) -> bool:
+        """Whether the stage that `device` has in `at` cannot let it go."""
+        k, here = int(at[device]), at == at[device]
+        stays = int(self.home[device]) == k and int(((self.home == k) & here).sum()) <= self.stayers[k]
+        return stays or int(here.sum()) <= self.holders[k]
+
+
 def best_with_stayers(
-    evaluator: ThroughputEvaluator, current: Placement, found: Placement, *, stay: float
+    evaluator: ThroughputEvaluator, current: Placement, found: Placement, *, stay: float, holders_min: int = 1
 ) -> tuple[Placement, float]:
     """Args:
         evaluator: of the swarm, with `current` as its current placement.
         stay: the part of each stage's holders that stays there, rounded up.
+        holders_min: no stage that has as many holders may be left with fewer.
     Returns: (placement with the bounds of `current`, its seconds a step, what moving costs included).
     """
     home = evaluator.assignment_of(current)
-    needed = [math.ceil(stay * len(stage)) for stage in current.stages]
+    needs = _Needs(
+        home,
+        tuple(math.ceil(stay * len(stage)) for stage in current.stages),
+        tuple(min(len(stage), holders_min) for stage in current.stages),
+    )
     goal = evaluator.assignment_of(found)
-    _put_back(evaluator, home, goal, needed, current.bounds)
-    climbed = [_climb(evaluator, home, start, needed, current.bounds) for start in (goal, home.copy())]
+    _put_back(evaluator, goal, needs, current.bounds)
+    climbed = [_climb(evaluator, start, needs, current.bounds) for start in (goal, home.copy())]
     seconds, best = min(climbed, key=lambda one: one[0])
     stages = tuple(tuple(int(d) for d in (best == k).nonzero()[0]) for k in range(len(current.stages)))
     return Placement(stages=stages, bounds=current.bounds), seconds
 
 
-def _put_back(
-    evaluator: ThroughputEvaluator, home: Assignment, goal: Assignment, needed: Sequence[int], bounds: Sequence[int]
-) -> None:
-    """In `goal`, one leaver after the other back home while too few stay there, each time the one that costs least."""
-    for k, least in enumerate(needed):
-        leavers = [int(d) for d in ((home == k) & (goal != k)).nonzero()[0]]
-        while int(((home == k) & (goal == k)).sum()) < least:
-            back = min(leavers, key=lambda d: (_price(evaluator, goal, d, k, bounds), d))
-            leavers.remove(back)
-            goal[back] = k
+def _put_back(evaluator: ThroughputEvaluator, goal: Assignment, needs: _Needs, bounds: Sequence[int]) -> None:
+    """In `goal`, one leaver after the other back home while its stage lacks it, each time the one that costs least.
+
+    Who goes back may be lacking where it was; but it has come home for good, so this ends.
+    """
+    while lacking := [k for k in range(len(needs.stayers)) if needs.broken(goal, k)]:
+        for k in lacking:
+            leavers = [int(d) for d in ((needs.home == k) & (goal != k)).nonzero()[0]]
+            while needs.broken(goal, k):
+                back = min(leavers, key=lambda d: (_price(evaluator, goal, d, k, bounds), d))
+                leavers.remove(back)
+                goal[back] = k
 
 
 def _price(evaluator: ThroughputEvaluator, at: Assignment, device: int, k: int, bounds: Sequence[int]) -> float:
@@ -64,7 +94,7 @@ def _moved(evaluator: ThroughputEvaluator, at: Assignment, device: int, k: int, 
 
 
 def _climb(
-    evaluator: ThroughputEvaluator, home: Assignment, at: Assignment, needed: Sequence[int], bounds: Sequence[int]
+    evaluator: ThroughputEvaluator, at: Assignment, needs: _Needs, bounds: Sequence[int]
 ) -> tuple[float, Assignment]:
     """Single moves, to another stage or to none, the first that helps, until none does. `at` is changed."""
     seconds, left = evaluator.evaluate(at, bounds), EVALUATIONS_MAX * DEVICES // max(DEVICES, len(at))
@@ -73,10 +103,10 @@ def _climb(
         helped = False
         for device in range(len(at)):
             here = int(at[device])
-            if here >= 0 and _is_needed(home, at, device, needed):
+            if here >= 0 and needs.keep(at, device):
                 continue
-            for k in (*range(len(needed)), LEFT_OUT):
-                if k == here or (here >= 0 and int((at == here).sum()) == 1):
+            for k in (*range(len(needs.stayers)), LEFT_OUT):
+                if k == here or (here >= 0 and needs.keep(at, device)):
                     continue
                 left -= 1
                 moved_s = _moved(evaluator, at, device, k, bounds)
@@ -85,9 +115,3 @@ def _climb(
             if left <= 0:
                 break
     return seconds, at
-
-
-def _is_needed(home: Assignment, at: Assignment, device: int, needed: Sequence[int]) -> bool:
-    """Whether its stage could not let it go: so many of those who hold its state must stay."""
-    k = int(at[device])
-    return int(home[device]) == k and int(((home == k) & (at == k)).sum()) <= needed[k]

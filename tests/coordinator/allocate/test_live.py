@@ -196,6 +196,13 @@ def test_a_newcomer_goes_where_its_network_makes_it_useful():
     assert "d" in groups(layout)[0]
 
 
+def test_a_newcomer_goes_first_where_somebody_is_alone():
+    previous = plan_of([["a", "b", "c"], ["e"], ["i", "j", "k"]])
+    says = {peer: {"flop_per_s": 1e8} for peer in "abcijk"}  # a step waits for them, and hardly for e
+    layout = ALLOCATOR.allocate(snapshot_of("abcdeijk", previous=previous, says=says), previous, seed=2)
+    assert "d" in groups(layout)[1]
+
+
 def test_shares_are_those_that_the_objective_assumes():
     previous = plan_of([["a", "b"], ["e", "f"], ["i", "j"]])
     says = {"b": {"flop_per_s": 2e9}}

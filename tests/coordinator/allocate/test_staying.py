@@ -24,8 +24,9 @@ def three_cities(num_devices: int, seed: int):
     return make_topology(np.where(near, 0.01, 0.1), np.where(near, 1e8, 3e5), flop_per_s=speeds)
 
 
+@pytest.mark.parametrize("holders_min", [1, 2, 4])
 @pytest.mark.parametrize("seed", range(6))
-def test_enough_stay_and_it_is_never_worse_than_what_there_is(seed: int) -> None:
+def test_enough_stay_and_it_is_never_worse_than_what_there_is(seed: int, holders_min: int) -> None:
     rng = random.Random(seed)
     topology = three_cities(12, seed)
     names = list(range(12))
@@ -35,13 +36,23 @@ def test_enough_stay_and_it_is_never_worse_than_what_there_is(seed: int) -> None
     current = Placement(stages=stages, bounds=(0, 1, 2, 3))
     found = plan(topology, WORKLOAD, num_stages=STAGES, seed=seed, work=2_000_000, current=current).placement
     evaluator = ThroughputEvaluator(topology, WORKLOAD, STAGES, current=current)
-    best, seconds = best_with_stayers(evaluator, current, found, stay=0.5)
+    best, seconds = best_with_stayers(evaluator, current, found, stay=0.5, holders_min=holders_min)
     assert best.bounds == current.bounds
     for before, after in zip(current.stages, best.stages, strict=True):
         assert len(set(before) & set(after)) >= math.ceil(0.5 * len(before))
+        assert len(after) >= min(holders_min, len(before))
     objective = ThroughputObjective(topology, WORKLOAD)
     assert objective.cost(best).seconds <= seconds <= objective.cost(current).seconds * (1.0 + 1e-9)
-    assert best_with_stayers(evaluator, current, found, stay=0.5) == (best, seconds)
+    assert best_with_stayers(evaluator, current, found, stay=0.5, holders_min=holders_min) == (best, seconds)
+
+
+def test_a_slow_crowd_elsewhere_leaves_nobody_alone_with_a_stage() -> None:
+    topology = three_cities(8, 1)
+    current = Placement(stages=((0, 1), (2, 3), (4, 5, 6, 7)), bounds=(0, 1, 2, 3))
+    crowd = Placement(stages=((0,), (2,), (1, 3, 4, 5, 6, 7)), bounds=(0, 1, 2, 3))
+    evaluator = ThroughputEvaluator(topology, WORKLOAD, STAGES, current=current)
+    best, _ = best_with_stayers(evaluator, current, crowd, stay=0.5, holders_min=2)
+    assert min(len(stage) for stage in best.stages) == 2
 
 
 def test_what_a_search_has_found_is_taken_as_it_is_where_enough_stay() -> None:
