@@ -1,87 +1,32 @@
 """Optimizer step and weight prediction on one layer's flat state. See `reference.py` for the arithmetic."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Final, Literal, Protocol
+from functools import cache, wraps
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any, Final, Literal, TypeVar, cast
 
+import torch
 from torch import Tensor
 
-from shoal.kernels.optimizer.muon import hidden_numel, muon_predict, muon_step
-from shoal.kernels.optimizer.reference import (
-    Matrices,
-    adamw_predict,
-    adamw_step,
-    clip,
-    nadam_predict,
-    nadam_step,
-    sgd_predict,
-    sgd_step,
-)
+from shoal.kernels.optimizer import advance, muon, reference
+from shoal.kernels.optimizer.reference import clip
+from shoal.kernels.optimizer.rules import Advance, Ahead, Matrices, Predict, Step
 
-__all__ = [
-    "OPTIMIZERS",
-    "Matrices",
-    "Optimizer",
-    "adamw_predict",
-    "adamw_step",
-    "clip",
-    "muon_predict",
-    "muon_step",
-    "nadam_predict",
-    "nadam_step",
-    "sgd_predict",
-    "sgd_step",
-]
+__all__ = ["OPTIMIZERS", "Advance", "Ahead", "Matrices", "Optimizer", "Predict", "Step", "clip"]
 
-
-class Step(Protocol):
-    """`step` is the version of `param_N`: step t of the swarm is made with `step=t`."""
-
-    def __call__(
-        self,
-        param_N: Tensor,
-        grad_N: Tensor,
-        moment1_N: Tensor,
-        moment2_N: Tensor,
-        *,
-        learning_rate: float,
-        beta1: float,
-        beta2: float,
-        epsilon: float,
-        weight_decay: float,
-        num_decayed: int,
-        step: int,
-        matrices: Matrices = (),
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
-
-
-class Predict(Protocol):
-    """`step` is the version of `param_N`; the result estimates version `step + staleness_steps`."""
-
-    def __call__(
-        self,
-        param_N: Tensor,
-        moment1_N: Tensor,
-        moment2_N: Tensor,
-        *,
-        learning_rate: float,
-        beta1: float,
-        beta2: float,
-        epsilon: float,
-        weight_decay: float,
-        num_decayed: int,
-        step: int,
-        staleness_steps: int,
-        matrices: Matrices = (),
-    ) -> Tensor: ...
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Optimizer:
-    """A step and the prediction that belongs to it."""
+    """A step, the prediction that belongs to it, and both in one pass; each chooses its twin by where tensors are."""
 
     step: Step
     predict: Predict
+    advance: Advance
     moment2_of: Literal["all", "rest", "none"]
     """The elements that have a second moment; "rest": those behind the hidden matrices."""
 
@@ -91,7 +36,7 @@ class Optimizer:
             case "all":
                 return numel
             case "rest":
-                return numel - hidden_numel(matrices)
+                return numel - muon.hidden_numel(matrices)
             case "none":
                 return 0
 
@@ -101,10 +46,39 @@ class Optimizer:
         return param_N.new_zeros(param_N.shape), param_N.new_zeros(num_elements)
 
 
+@cache
+def _triton() -> ModuleType | None:
+    """The Triton twins, where they can run. Imported late: who has no CUDA device needs no Triton."""
+    if torch.version.cuda is None or find_spec("triton") is None:
+        return None
+    return import_module("shoal.kernels.optimizer.triton_advance")
+
+
+def _by_device(name: str, function: _F) -> _F:
+    """`function`, or its Triton twin `name` for float32 tensors on a CUDA device."""
+
+    @wraps(function)
+    def choose(param_N: Tensor, *args: Any, **kwargs: Any) -> Any:
+        fits = param_N.is_cuda and param_N.dtype == torch.float32
+        twin = getattr(_triton(), name, function) if fits else function
+        return twin(param_N, *args, **kwargs)
+
+    return cast(_F, choose)
+
+
+def _optimizer(name: str, rules: ModuleType, moment2_of: Literal["all", "rest", "none"]) -> Optimizer:
+    return Optimizer(
+        step=_by_device(f"{name}_step", getattr(rules, f"{name}_step")),
+        predict=_by_device(f"{name}_predict", getattr(rules, f"{name}_predict")),
+        advance=_by_device(f"{name}_advance", getattr(advance, f"{name}_advance")),
+        moment2_of=moment2_of,
+    )
+
+
 OPTIMIZERS: Final[Mapping[str, Optimizer]] = {
-    "sgd": Optimizer(step=sgd_step, predict=sgd_predict, moment2_of="none"),
-    "adamw": Optimizer(step=adamw_step, predict=adamw_predict, moment2_of="all"),
-    "nadam": Optimizer(step=nadam_step, predict=nadam_predict, moment2_of="all"),
-    "muon": Optimizer(step=muon_step, predict=muon_predict, moment2_of="rest"),
+    "sgd": _optimizer("sgd", reference, "none"),
+    "adamw": _optimizer("adamw", reference, "all"),
+    "nadam": _optimizer("nadam", reference, "all"),
+    "muon": _optimizer("muon", muon, "rest"),
 }
 """By the name that the run spec uses."""

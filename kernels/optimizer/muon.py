@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from shoal.kernels.optimizer.orthogonal import orthogonal, orthogonal_nearby
-from shoal.kernels.optimizer.reference import Matrices, adamw_predict, adamw_step
+from shoal.kernels.optimizer.reference import adamw_predict, adamw_step
+from shoal.kernels.optimizer.rules import Matrices
 
 
 def muon_step(

@@ -31,11 +31,10 @@ import torch
 from torch import Tensor
 
 from shoal.kernels.optimizer.roots import rounded_sqrt
+from shoal.kernels.optimizer.rules import Matrices
 
 NORM_PART: Final = 1 << 20
 """Elements whose squares are in memory as float64 at a time: 8 MiB."""
-Matrices = tuple[tuple[int, int, int], ...]
-"""(first element, rows, columns) of each hidden matrix in a flat layer. All rules take them, only Muon's looks."""
 
 
 def sgd_step(
@@ -139,7 +138,9 @@ def sgd_predict(
     """
     if staleness_steps == 0 or step == 0:
         return param_N
-    param_N, decayed, plain = _drifted(param_N, learning_rate, weight_decay, num_decayed, [1.0] * staleness_steps)
+    param_N, decayed, plain = _drifted(
+        param_N, learning_rate, weight_decay, num_decayed, sgd_gains(beta1, step, staleness_steps)
+    )
     param_N[:num_decayed].add_(moment1_N[:num_decayed], alpha=-decayed)
     param_N[num_decayed:].add_(moment1_N[num_decayed:], alpha=-plain)
     return param_N
@@ -164,7 +165,7 @@ def adamw_predict(
     if staleness_steps == 0 or step == 0:
         return param_N
     scale_N = _root(moment2_N, beta2, step, epsilon)
-    gains = [1 / (1 - beta1**step)] * staleness_steps
+    gains = adamw_gains(beta1, step, staleness_steps)
     return _moved(*_drifted(param_N, learning_rate, weight_decay, num_decayed, gains), moment1_N, scale_N, num_decayed)
 
 
@@ -187,14 +188,42 @@ def nadam_predict(
     if staleness_steps == 0 or step == 0:
         return param_N
     scale_N = _root(moment2_N, beta2, step, epsilon)
-    # With a constant gradient g the first moment after n steps is (1 - beta1^n) g. Inserted into the two terms of
-    # nadam_step at version n, that gives a multiple of g, which is moment1 / (1 - beta1^step) by assumption.
-    gains = [
+    gains = nadam_gains(beta1, step, staleness_steps)
+    return _moved(*_drifted(param_N, learning_rate, weight_decay, num_decayed, gains), moment1_N, scale_N, num_decayed)
+
+
+def sgd_gains(beta1: float, step: int, staleness_steps: int) -> list[float]:
+    """How long each of the next steps is, in learning rates times the direction, which is the first moment."""
+    return [1.0] * staleness_steps
+
+
+def adamw_gains(beta1: float, step: int, staleness_steps: int) -> list[float]:
+    """As `sgd_gains`; the direction is moment1 / (sqrt(v^) + epsilon) at version `step`."""
+    return [1 / (1 - beta1**step)] * staleness_steps
+
+
+def nadam_gains(beta1: float, step: int, staleness_steps: int) -> list[float]:
+    """As `adamw_gains`.
+
+    With a constant gradient g the first moment after n steps is (1 - beta1^n) g. Inserted into the two terms of
+    `nadam_step` at version n, that gives a multiple of g, which is moment1 / (1 - beta1^step) by assumption.
+    """
+    return [
         (beta1 * (1 - beta1 ** (n + 1)) / (1 - beta1 ** (n + 2)) + (1 - beta1) / (1 - beta1 ** (n + 1)))
         / (1 - beta1**step)
         for n in range(step, step + staleness_steps)
     ]
-    return _moved(*_drifted(param_N, learning_rate, weight_decay, num_decayed, gains), moment1_N, scale_N, num_decayed)
+
+
+def ways(learning_rate: float, weight_decay: float, gains: Sequence[float]) -> tuple[float, float, float]:
+    """What len(gains) steps do to a weight.
+
+    Returns: (share of a decayed weight that is kept, how far it goes along the direction, how far another one goes). An
+        update made j steps before the end is itself decayed j times: lr (1 - lr wd)^j.
+    """
+    keep = 1 - learning_rate * weight_decay
+    decayed = learning_rate * sum(gain * keep**j for j, gain in enumerate(reversed(gains)))
+    return keep ** len(gains), decayed, learning_rate * sum(gains)
 
 
 def clip(grad_N: Tensor, *, clip_norm: float) -> tuple[Tensor, float]:
@@ -233,16 +262,9 @@ def _root(moment2_N: Tensor, beta2: float, num_steps: int, epsilon: float) -> Te
 def _drifted(
     param_N: Tensor, learning_rate: float, weight_decay: float, num_decayed: int, gains: Sequence[float]
 ) -> tuple[Tensor, float, float]:
-    """What len(gains) steps do apart from the direction they go in.
-
-    Args:
-        gains: length of each step in learning rates times the direction.
-    Returns: (a copy after the weight decay alone, way that a decayed element goes, way that another one goes). An
-        update made j steps before the end is itself decayed j times: lr (1 - lr wd)^j.
-    """
-    keep = 1 - learning_rate * weight_decay
-    decayed = learning_rate * sum(gain * keep**j for j, gain in enumerate(reversed(gains)))
-    return _decayed(param_N, 1 - keep ** len(gains), num_decayed), decayed, learning_rate * sum(gains)
+    """(a copy after the weight decay alone, the two ways of `ways`)."""
+    kept, decayed, plain = ways(learning_rate, weight_decay, gains)
+    return _decayed(param_N, 1 - kept, num_decayed), decayed, plain
 
 
 def _moved(
