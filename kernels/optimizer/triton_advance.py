@@ -102,7 +102,7 @@ def _run(
     """(the new (param_N, moment1_N, moment2_N), copies). Without a gradient no step is made; `ahead` counts from what
     there is then."""
     check_compute_dtype(compute_dtype)
-    s, steps, adapts, numel = settings, grad_N is not None, name != "sgd", old[0].numel()
+    s, steps, numel = settings, grad_N is not None, old[0].numel()
     param_N, moment1_N, moment2_N = (tensor.contiguous() for tensor in old)
     # torch's order of operations, so that the same numbers are rounded to float32 on their way into the kernel.
     fresh, past, rate = 0.0, 0.0, -s.learning_rate
@@ -119,14 +119,17 @@ def _run(
     version = s.step + steps
     narrow = compute_dtype == torch.bfloat16
     if numel:
-        advance_kernel[(triton.cdiv(numel, BLOCK),)](
-            param_N, param_N if grad_N is None else grad_N.contiguous(), moment1_N, moment2_N, *new,
-            tuple(copies[i].view(torch.int16) if narrow else copies[i] for i in made),
-            tuple(_ways(name, ahead[i], ahead_learning_rate, s.beta1, s.weight_decay, version) for i in made),
-            numel, s.num_decayed, 1 - s.learning_rate * s.weight_decay, s.beta1, 1 - s.beta1, s.beta2, 1 - s.beta2,
-            (1 - s.beta2**version) ** -0.5, s.epsilon, fresh, past, rate,
-            STEPS=steps, ADAPTS=adapts, NESTEROV=name == "nadam", NARROW=narrow, BLOCK=BLOCK, enable_fp_fusion=False,
-        )  # fmt: skip
+        # Triton launches on the current device, whatever it is given.
+        with torch.cuda.device_of(param_N):  # type: ignore[no-untyped-call]
+            advance_kernel[(triton.cdiv(numel, BLOCK),)](
+                param_N, param_N if grad_N is None else grad_N.contiguous(), moment1_N, moment2_N, *new,
+                tuple(copies[i].view(torch.int16) if narrow else copies[i] for i in made),
+                tuple(_ways(name, ahead[i], ahead_learning_rate, s.beta1, s.weight_decay, version) for i in made),
+                numel, s.num_decayed, 1 - s.learning_rate * s.weight_decay, s.beta1, 1 - s.beta1, s.beta2, 1 - s.beta2,
+                (1 - s.beta2**version) ** -0.5, s.epsilon, fresh, past, rate,
+                STEPS=steps, ADAPTS=name != "sgd", NESTEROV=name == "nadam", NARROW=narrow, BLOCK=BLOCK,
+                enable_fp_fusion=False,
+            )  # fmt: skip
     return new, copies
 
 
