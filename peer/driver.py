@@ -19,7 +19,6 @@ from shoal.peer.handoff.inbox import ChunkInbox
 from shoal.peer.handoff.server import StateServer
 from shoal.peer.links import LinkMeter
 from shoal.peer.neighbours import Neighbours
-from shoal.peer.pipeline.driver import TimelineEntry
 from shoal.peer.pipeline.state import StageState
 from shoal.peer.pipeline.traffic import AdaptiveTraffic, Traffic
 from shoal.peer.probe import DeviceProbe, LinkProbe, probe_device
@@ -176,10 +175,6 @@ class PeerDriver:
             await self.replica.close()
         await self._tasks.wait()
         await self._neighbours.close()
-
-    @property
-    def timeline(self) -> list[TimelineEntry]:
-        return list(self.replica.pipeline.timeline) if self.replica else []
 
     # --- with the coordinator ---
 

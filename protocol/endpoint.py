@@ -7,6 +7,7 @@ nobody handles, or that does not decode, is the sender's fault and says so.
 import itertools
 import logging
 from collections.abc import Awaitable, Callable
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import msgspec
@@ -27,6 +28,8 @@ M = TypeVar("M", bound=msgspec.Struct)
 _ENCODER = msgspec.msgpack.Encoder()
 _MESSAGES: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(messages.Message)
 _FRAMES: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(messages.FrameMeta)
+_RECORDS_KEPT = 4096
+"""Opened records of the directory, of all runs of this process."""
 _RECORDS: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(messages.Record)
 
 
@@ -106,8 +109,7 @@ class Endpoint:
 
     def open_record(self, data: bytes, *, source: PeerID) -> tuple[PeerID, Any]:
         """Returns: (signer, record). Raises: RemoteError."""
-        envelope = self.seals.unseal(data, "record", run=self.run, source=source, relayed=True)
-        return envelope.sender, _decode(_RECORDS, envelope.body, source)
+        return _open_record(self.seals, self.run, data, source)
 
     def _stamped(self, message: msgspec.Struct) -> msgspec.Struct:
         if isinstance(message, messages.EraMessage) and message.era != self.era:
@@ -155,6 +157,13 @@ class Endpoint:
             logger.debug("dropped a %s frame of era %d", type(header).__name__, header.era)
             return
         await handler(source, header, payload)
+
+
+@lru_cache(maxsize=_RECORDS_KEPT)
+def _open_record(seals: Seals, run: str, data: bytes, source: PeerID) -> tuple[PeerID, Any]:
+    """Most records are the same at the next reading, and immutable."""
+    envelope = seals.unseal(data, "record", run=run, source=source, relayed=True)
+    return envelope.sender, _decode(_RECORDS, envelope.body, source)
 
 
 def _decode(decoder: "msgspec.msgpack.Decoder[Any]", body: bytes, source: PeerID) -> Any:

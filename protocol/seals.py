@@ -12,6 +12,8 @@ from shoal.protocol.plan import SignedPlan, open_plan
 
 
 class Seals(Protocol):
+    def __hash__(self) -> int: ...
+
     def seal(self, identity: Identity, domain: Domain, *, run: str, term: int, sequence: int, body: bytes) -> bytes: ...
 
     def unseal(self, data: bytes, domain: Domain, *, run: str, source: PeerID, relayed: bool = False) -> Envelope:

@@ -28,7 +28,7 @@ from shoal.peer.group.members import Members
 from shoal.peer.group.tally import Tallies, share_out
 from shoal.peer.pipeline.microbatch import IndexSet
 from shoal.protocol.identity import PeerID
-from shoal.protocol.messages import Digest, Progress, RoundMember, RoundStart
+from shoal.protocol.messages import Digest, Progress, RoundStart
 from shoal.protocol.plan import Member
 
 _ATTEMPTS_PER_PLAN = 1000
@@ -377,23 +377,8 @@ class GroupCore:
             overdue = self.deadline_s > 0 and now_s >= self._version_since_s + self.deadline_s
             if not overdue or len(shares.union) < self.quorum * self.microbatches:
                 return self._losses.ask(step, self.lacks, now_s=now_s)
-        members = tuple(
-            RoundMember(
-                peer=peer,
-                bandwidth=bandwidths.get(peer, min(bandwidths.values())),
-                indices=shares.brought.get(peer, IndexSet()).to_bytes(),
-            )
-            for peer in ranked
-        )
-        start = RoundStart(
-            stage=self.stage,
-            step=step,
-            attempt=self._attempt,
-            members=members,
-            duplicates=shares.duplicates,
-            given_up=missing,
-            loss_sum=shares.loss_sum,
-            staleness_sum=shares.staleness_sum,
+        start = shares.round(
+            ranked, bandwidths, stage=self.stage, step=step, attempt=self._attempt, of=self.microbatches
         )
         return [Tell(start), *self.round_started(start)]
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from shoal.peer.pipeline.microbatch import IndexSet
 from shoal.protocol.identity import PeerID
-from shoal.protocol.messages import Progress
+from shoal.protocol.messages import Progress, RoundMember, RoundStart
 
 
 @dataclass(slots=True)
@@ -42,6 +42,40 @@ class Shares:
     duplicates: int
     loss_sum: float
     staleness_sum: int
+
+    def round(
+        self,
+        ranked: Sequence[PeerID],
+        bandwidths: Mapping[PeerID, float],
+        *,
+        stage: int,
+        step: int,
+        attempt: int,
+        of: int,
+    ) -> RoundStart:
+        """Args:
+        ranked: its members. Who is in no plan any more has no bandwidth: it reduces no more than the one with least.
+        of: microbatches that a step has.
+        """
+        least = min(bandwidths.values())
+        members = tuple(
+            RoundMember(
+                peer=peer,
+                bandwidth=bandwidths.get(peer, least),
+                indices=self.brought.get(peer, IndexSet()).to_bytes(),
+            )
+            for peer in ranked
+        )
+        return RoundStart(
+            stage=stage,
+            step=step,
+            attempt=attempt,
+            members=members,
+            duplicates=self.duplicates,
+            given_up=of - len(self.union),
+            loss_sum=self.loss_sum,
+            staleness_sum=self.staleness_sum,
+        )
 
 
 def share_out(ranked: Sequence[PeerID], tallies: Mapping[PeerID, Tally]) -> Shares:
