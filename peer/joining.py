@@ -81,7 +81,7 @@ class Joining:
         """Fetch their state, replay what they committed meanwhile."""
         while True:
             try:
-                state = await self._fetcher().fetch(self._group.core.ready_mates)
+                state = await self._fetcher().fetch(self._group.core.holders)
                 if state.version >= self._group.core.version:
                     await self._take_over(state)
                 while not await self._is_current():
@@ -94,11 +94,11 @@ class Joining:
 
     async def _is_current(self) -> bool:
         """Replay one commit of the mates; True if there is none left."""
-        mates = self._group.core.ready_mates
-        if not mates:
+        holders = self._group.core.holders
+        if not holders:
             raise Unreachable(self._endpoint.peer_id, "all mates have gone")
         self._stepped.clear()
-        if not await self._group.fetch_mean(mates[0], self._group.core.version):
+        if not await self._group.fetch_mean(holders[0], self._group.core.version):
             return True
         await self._stepped.wait()
         return False

@@ -109,6 +109,11 @@ class GroupCore:
         return self._members.departing
 
     @property
+    def holders(self) -> tuple[PeerID, ...]:
+        """Who else has the stage's state, those who stay first."""
+        return (*self.ready_mates, *self.departing)
+
+    @property
     def lead(self) -> PeerID | None:
         """The first ready and open member by rank; if all of them drain, the first ready one."""
         return self._members.lead

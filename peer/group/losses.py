@@ -31,8 +31,8 @@ class Losses:
     _lost: dict[int, IndexSet] = field(default_factory=dict)
     _version_since_s: float = 0.0
     _grown_at_s: float = 0.0
-    _is_bereft: bool = False
-    """Something is known to have died since the last step."""
+    _may_lack: bool = False
+    """Something has died since the last step, or may have before we came, of which nobody has told us."""
     _num_asked: int = 0
     """In vain, since then."""
     _steps_s: deque[float] = field(default_factory=lambda: deque(maxlen=_STEPS_REMEMBERED))
@@ -44,7 +44,7 @@ class Losses:
 
     def died(self, peer: PeerID, step: int, contributed: IndexSet) -> None:
         claimed = self._claims.get(step, {}).pop(peer, IndexSet())
-        self._is_bereft = self._is_bereft or len(contributed | claimed) > 0
+        self._may_lack = self._may_lack or len(contributed | claimed) > 0
         self._lost[step] = self._lost.get(step, IndexSet()) | contributed | claimed
 
     def steps_claimed_by(self, peer: PeerID) -> set[int]:
@@ -58,7 +58,7 @@ class Losses:
         if by_a_step and self._version_since_s > 0:
             self._steps_s.append(now_s - self._version_since_s)
         self._version_since_s = self._grown_at_s = now_s
-        self._is_bereft, self._num_asked = False, 0
+        self._may_lack, self._num_asked = not by_a_step and version > 0, 0
         for table in (self._claims, self._lost):
             for step in [s for s in table if s < version]:
                 del table[step]
@@ -66,11 +66,12 @@ class Losses:
     def suspect_at_s(self) -> float:
         """Before a step has shown how long it takes, late: but a lead that has just begun must not wait for ever.
 
-        Sooner if something has died: stage 0 does not run again what is on its way back, and the dead may have sent it.
+        Sooner, and then ever later, if something may be lacking. Asking once is not enough: stage 0 does not run again
+        what is on its way back, and the dead may have sent it.
         """
         if not self._steps_s:
             sooner_s = STALL_S_MIN * 2.0**self._num_asked
-            return self._grown_at_s + (min(sooner_s, STALL_S_FIRST) if self._is_bereft else STALL_S_FIRST)
+            return self._grown_at_s + (min(sooner_s, STALL_S_FIRST) if self._may_lack else STALL_S_FIRST)
         return self._grown_at_s + max(STALL_S_MIN, STALL_STEPS * median_low(self._steps_s))
 
     def ask(self, version: int, lacks: Callable[[int, int], bool], *, now_s: float) -> list[Command]:

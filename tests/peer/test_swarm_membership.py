@@ -73,6 +73,7 @@ def test_newcomers_take_traffic_and_leavers_drain_without_a_stall_or_a_loss(make
         "whom it sent to, dead",
         "whom it sent to, for another whom it has not met",
         "its mates, for one whom it has not met",
+        "who was to stay, when two stages swap members",
     ],
 )
 def test_who_moves_away_hears_of_later_plans_while_it_drains(make_swarm, tiny_spec, vanishes):
@@ -113,6 +114,13 @@ def test_who_moves_away_hears_of_later_plans_while_it_drains(make_swarm, tiny_sp
                 await obey("0.1 0.2", "1.0 1.1", "2.0 0.0")
                 await swarm.until(lambda: swarm.drivers["0.2"].heartbeat().synced)
                 await obey("0.2", "1.0 1.1", "2.0 0.0 0.1")
+            case "who was to stay, when two stages swap members":
+                await obey("0.0", "1.0 0.1", "2.0 1.1")
+                swarm.world.crash(swarm.peer("1.0"))
+                swarm.drivers.pop("1.0")
+                await obey("0.0", "0.1", "2.0 1.1")
+                await swarm.add("1.2", device_flop_per_s=2e7)
+                await obey("0.0", "0.1 1.2", "2.0 1.1")
         changed_s = swarm.world.now_s()
         await swarm.until_step(len(swarm.commits[0]) + 4)
         moved_s = swarm.world.now_s() - changed_s

@@ -34,8 +34,12 @@ def test_who_knows_of_a_death_asks_again_soon_and_then_ever_later() -> None:
         asked_s.append(losses.suspect_at_s() - now_s)
     waits_s = [later - sooner for sooner, later in pairwise([STALL_S_MIN, *asked_s])]
     assert waits_s == [10.0, 20.0, 40.0, STALL_S_FIRST, STALL_S_FIRST, STALL_S_FIRST]
-    losses.stepped(1, by_a_step=False, now_s=now_s)
-    assert losses.suspect_at_s() == now_s + STALL_S_FIRST
+
+
+def test_who_comes_to_a_run_that_is_under_way_does_not_know_what_died_before() -> None:
+    losses, now_s = after_steps()
+    losses.stepped(7, by_a_step=False, now_s=now_s)
+    assert losses.suspect_at_s() == now_s + STALL_S_MIN
 
 
 @pytest.mark.parametrize(("steps_s", "patience_s"), [([0.1], STALL_S_MIN), ([3.0, 3.0], STALL_STEPS * 3.0)])
