@@ -17,8 +17,8 @@ from shoal.protocol.messages import Digest, Progress, RoundStart
 _GATHER_S: Final = 1.0
 """If the lead falls together with who contributed, what that one did in its last second has to be missed by time."""
 _GATHER_MATES: Final = 8
-"""Of a larger group the others hear later, so that nobody says more a second: a group of forty has forty times forty
-pairs."""
+"""In a larger group the others hear later, by the square of how much larger it is: the group as a whole says no more a
+second. A group of forty has forty times forty pairs."""
 
 _Word = Progress | RoundStart | Digest
 
@@ -55,7 +55,7 @@ class Telling:
         self._gathered[key] = message
         if self._timer is None:
             crowd = sum(1 for _ in self._audience(message)) / _GATHER_MATES
-            self._timer = asyncio.get_running_loop().call_later(_GATHER_S * max(1.0, crowd), self._spread)
+            self._timer = asyncio.get_running_loop().call_later(_GATHER_S * max(1.0, crowd * crowd), self._spread)
 
     def close(self) -> None:
         if self._timer is not None:

@@ -114,8 +114,8 @@ def main() -> None:
     options = parser.parse_args()
     usual = {
         "step": {"peers": 64, "stages": 8, "microbatches": 512, "microbatch_size": 1, "steps": 4},
-        "hour": {"peers": 1000, "stages": 24, "microbatches": 256, "microbatch_size": 16, "steps": 10_000},
-    }[options.what] | {"heartbeat_s": 1.0 if options.what == "step" else 30.0, "term_s": 1800.0}
+        "hour": {"peers": 1000, "stages": 24, "microbatches": 512, "microbatch_size": 16, "steps": 10_000},
+    }[options.what] | {"heartbeat_s": 1.0 if options.what == "step" else 10.0, "term_s": 1800.0}
     for name, value in usual.items():
         if getattr(options, name) is None:
             setattr(options, name, value)
