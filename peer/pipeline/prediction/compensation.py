@@ -10,6 +10,7 @@ have bit for bit is the optimizer's step, which no strategy touches: `corrected`
 N parameters of one layer
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -22,7 +23,7 @@ Settings = Mapping[str, Any]
 """Keyword arguments of the optimizer at the layer's version (`state.hyperparameters`); "step" is that version."""
 
 
-class Compensation:
+class Compensation(ABC):
     """Of one layer. Subclasses say what is ahead (`_ahead`), and change the flags where these do not fit.
 
     Args:
@@ -62,9 +63,9 @@ class Compensation:
     def committed(self, before: LayerState, after: LayerState, settings: Settings) -> None:
         """The layer has stepped. `settings` are those of `before`. Not called for a step that left the layer alone."""
 
+    @abstractmethod
     def _ahead(self, layer: LayerState, settings: Settings, staleness_steps: int) -> Tensor:
         """As `weights`, for `staleness_steps` > 0. May not change `layer`."""
-        raise NotImplementedError
 
     def _predicted(self, layer: LayerState, settings: Settings, staleness_steps: int) -> Tensor:
         """Where the optimizer expects its own next steps to lead: float32 [N]; `layer.param_N` itself at version 0."""
