@@ -65,7 +65,7 @@ class Scene:
         scene = self
 
         class Core:
-            ready_mates = self.mates
+            holders = self.mates
 
             @property
             def version(self) -> int:
