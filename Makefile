@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: setup demo test check bench soak soak-memory soak-coordination soak-chaos soak-frames soak-campaign soak-goodput bench-staleness
+.PHONY: setup demo test check bench soak soak-memory soak-coordination soak-chaos soak-frames soak-campaign soak-moves soak-goodput bench-staleness
 
 setup: $(STAMP)
 
@@ -40,7 +40,7 @@ bench-staleness: .venv/.study
 	touch $@
 
 # All of them, a working day on two cores.
-soak: soak-memory soak-coordination soak-frames soak-campaign soak-chaos soak-goodput
+soak: soak-memory soak-coordination soak-frames soak-campaign soak-moves soak-chaos soak-goodput
 
 # Thirty minutes of demo; says how each peer's memory grew.
 soak-memory: setup
@@ -57,6 +57,10 @@ soak-frames: setup
 # Five hundred whole swarms in virtual time, each broken in its own way, hours. ARGS='--seeds 20' for less.
 soak-campaign: setup
 	$(BIN)/python tests/soak/campaign.py $(ARGS)
+
+# A hundred swarms in which members move all the time while others die, an hour. ARGS='--seeds 10' for less.
+soak-moves: setup
+	$(BIN)/python tests/soak/moves.py $(ARGS)
 
 # `shoal demo --chaos` twenty times against one run in peace: what faults cost. ARGS='--runs 2 --seconds 90' for less.
 soak-chaos: setup

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from shoal.coordinator.allocate.interface import Allocator
 from shoal.coordinator.ledger import StepRecord
 from shoal.deploy.node import Node
 from shoal.deploy.run_record import fetch_spec, seal_spec
@@ -40,6 +41,7 @@ class SimSwarm:
 
     Args:
         corpus: the run's text; `without_text` names the peers that do not have it.
+        allocator: makes the plans, whoever coordinates; None: the one of `shoal join`.
         on_event: called with everything that is seen, in order.
     """
 
@@ -51,6 +53,7 @@ class SimSwarm:
         seed: int,
         network: Network,
         device_flop_per_s: float = 2e8,
+        allocator: Allocator | None = None,
         on_event: Callable[[Event], None] | None = None,
     ) -> None:
         self.spec = spec
@@ -63,6 +66,7 @@ class SimSwarm:
         self.ended: set[str] = set()
         """Whose newest process has ended by itself."""
         self._device_flop_per_s = device_flop_per_s
+        self._allocator = allocator
         self._on_event = on_event or (lambda event: None)
         self._owner: SimPeer | None = None
         self._speeds: dict[str, float] = {}
@@ -170,6 +174,7 @@ class SimSwarm:
             name=name,
             memory_bytes=_MEMORY_BYTES,
             corpus=self.corpus if self._with_text[name] else None,
+            allocator=self._allocator,
             disk=peer.disk,
             rng=self.world.rng(f"{name}, life {life}"),
             spec_record=record,
