@@ -183,7 +183,7 @@ class PeerDriver:
         before, self._plan = self._plan, signed
         if before is not None and before.plan.era == signed.plan.era:
             self._count_out(before.plan, signed.plan)
-            if self.replica is not None and self.replica.is_draining:
+            if self.replica and self.replica.is_draining:
                 # It may wait for just those of whom the plan speaks, and what follows the plan waits for it.
                 self.replica.depart(signed.plan)
                 self._recall(before.plan, signed.plan)
@@ -262,15 +262,14 @@ class PeerDriver:
 
     def _count_out(self, before: Plan, plan: Plan) -> None:
         """Whoever a plan between the two has dropped (maybe one that we never saw) has nothing of ours any more."""
-        for peer in plan.dropped_since(before):
-            if peer == self._endpoint.peer_id:
-                continue
-            returned = plan.has(peer)
-            hello = self._neighbours.last_word(peer)
+        for peer in (peer for peer in plan.dropped_since(before) if peer != self._endpoint.peer_id):
+            # Who was to go elsewhere in the plan did not leave of its own accord: it died on the way.
+            drains = self._neighbours.drains(peer, before.stage_of(peer)) and not plan.has(peer)
             self._neighbours.forget(peer)
-            drains = hello is not None and hello.draining and not returned
-            if self.replica and not drains:  # who drains still answers what it owes
+            if self.replica and not drains:
                 self.replica.peer_died(peer)
+            elif drains:
+                self._neighbours.say([peer])  # it still answers what it owes, unless it is dropped because it died
 
     async def _take_place(self, before: SignedPlan | None, plan: Plan) -> None:
         me, replica = self._endpoint.peer_id, self.replica
@@ -347,7 +346,9 @@ class PeerDriver:
             self.replica.peer_reborn(peer)
 
     def _on_silence(self, peer: PeerID) -> None:
-        if self.replica:
+        if self.replica and self._plan is not None and not self._plan.plan.has(peer):
+            self.replica.peer_died(peer)  # while it drained, or right after
+        elif self.replica:
             self.replica.peer_silent(peer)
             if peer in self.replica.audience:
                 self._neighbours.say([peer])  # its answer says that it is there again

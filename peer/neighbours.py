@@ -70,8 +70,10 @@ class Neighbours:
         now = _where(self._own())
         self.say(peer for peer in audience if self._told.get(peer) != now)
 
-    def last_word(self, peer: PeerID) -> Hello | None:
-        return self._hellos.get(peer)
+    def drains(self, peer: PeerID, stage: int | None) -> bool:
+        """By its last word, and there."""
+        hello = self._hellos.get(peer)
+        return hello is not None and hello.draining and hello.stage == stage
 
     def words(self) -> list[tuple[PeerID, Hello]]:
         """The last of each, in the order of names."""

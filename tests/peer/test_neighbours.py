@@ -71,7 +71,7 @@ def test_a_word_that_a_later_one_has_overtaken_changes_nothing() -> None:
     async def scene(listener: Ear, speaker: Ear) -> None:
         await tell(speaker, listener, hello(3, version=3), hello(2, version=2), hello(3, version=3))
         assert listener.told == [("state", speaker.peer.peer_id, 3)]
-        last = listener.neighbours.last_word(speaker.peer.peer_id)
+        last = dict(listener.neighbours.words()).get(speaker.peer.peer_id)
         assert last is not None
         assert last.version == 3
 

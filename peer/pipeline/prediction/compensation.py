@@ -60,7 +60,9 @@ class Compensation(ABC):
         """
         return gradient_N
 
-    def committed(self, before: LayerState, after: LayerState, settings: Settings) -> None:
+    def committed(  # noqa: B027 - most have nothing to learn
+        self, before: LayerState, after: LayerState, settings: Settings
+    ) -> None:
         """The layer has stepped. `settings` are those of `before`. Not called for a step that left the layer alone."""
 
     @abstractmethod
