@@ -15,7 +15,7 @@ from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Digest, Progress, RoundStart
 
 _GATHER_S: Final = 1.0
-"""If the lead falls together with who contributed, what that one did in its last second has to be missed by time."""
+"""If the lead falls together with who contributed, what that one did since has to be missed by time."""
 _GATHER_MATES: Final = 8
 """In a larger group the others hear later, by the square of how much larger it is: the group as a whole says no more a
 second. A group of forty has forty times forty pairs."""
