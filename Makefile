@@ -29,7 +29,7 @@ bench: setup
 	@set -e; for script in tests/bench/*.py; do echo "== $$script"; $(BIN)/python $$script $(ARGS); done
 
 # What staleness costs and what makes up for it, many hours on all cores; goes on where it was stopped. ARGS=--short for
-# five minutes, ARGS='--only c-all-stale' for a table, ARGS=--list to see what is missing.
+# five minutes, ARGS='--only c-adamw' for a table, ARGS=--list to see what is missing.
 bench-staleness: .venv/.study
 	$(BIN)/python tests/bench/staleness/study.py $(ARGS)
 

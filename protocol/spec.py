@@ -119,7 +119,7 @@ class TrainingSpec(_Section, frozen=True):
     """Samples a microbatch."""
     s_max: int = 1
     """Largest staleness a microbatch may be computed with; 0 is synchronous training."""
-    compensation: Literal["none", "stash", "spectrain", "pipeoptim", "lookahead", "calibrated", "dc"] = "pipeoptim"
+    compensation: Literal["none", "stash", "spectrain", "pipeoptim", "lookahead", "calibrated", "dc", "eager"] = "eager"
     """What is done about staleness: a strategy of `shoal.peer.pipeline.prediction`."""
     keep: Literal["stash", "recompute"] = "stash"
     """Between forward and backward a microbatch keeps its activations and weights, or only its input. Its backward then

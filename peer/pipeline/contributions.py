@@ -4,6 +4,8 @@ What its sum of a step holds is exactly what the others have been told: a gradie
 may have to be left out stays apart from the sum.
 """
 
+from threading import Lock
+
 from torch import Tensor
 
 from shoal.peer.pipeline.microbatch import IndexSet, Microbatch
@@ -25,6 +27,8 @@ class Contributions:
         self._size = size
         self._vectors = vectors
         self._sums: dict[int, Tensor] = {}  # by step
+        self._nums: dict[int, int] = {}  # by step: how many gradients its sum is of
+        self._adding = Lock()  # the device's thread looks at sums to which the loop's adds
         self._summed: dict[Microbatch, WeightSet | None] = {}  # what the sums hold
         self._apart: dict[int, dict[int, _Gradient]] = {}  # step -> index -> what may be left out
         self._finished: dict[Microbatch, _Gradient] = {}  # of a backward that nobody has been told of yet
@@ -58,10 +62,12 @@ class Contributions:
             kept[microbatch.index] = finished
             return True
         gradient_N, weights = finished
-        if microbatch.step in self._sums:
-            self._sums[microbatch.step] += gradient_N
-        else:
-            self._sums[microbatch.step] = gradient_N
+        with self._adding:
+            if microbatch.step in self._sums:
+                self._sums[microbatch.step] += gradient_N
+            else:
+                self._sums[microbatch.step] = gradient_N
+            self._nums[microbatch.step] = self.num(microbatch.step) + 1
         self._summed[microbatch] = weights
         return False
 
@@ -77,6 +83,16 @@ class Contributions:
             sum_N += self._vectors.on_host(gradient_N)
         return sum_N
 
+    def num(self, step: int) -> int:
+        """Gradients in the sum of `step`, without those kept apart."""
+        return self._nums.get(step, 0)
+
+    def mean(self, step: int) -> Tensor | None:
+        """Of those, float32 [N] on their device, a copy; None if there are none."""
+        with self._adding:
+            sum_N = self._sums.get(step)
+            return None if sum_N is None else sum_N / self._nums[step]
+
     def taken_at(self, step: int, indices: IndexSet | None = None) -> list[WeightSet | None]:
         """The weights of each gradient that `total` adds up."""
         summed = [weights for microbatch, weights in list(self._summed.items()) if microbatch.step == step]
@@ -84,9 +100,10 @@ class Contributions:
 
     def forget_before(self, version: int) -> None:
         # A step ends on the device's thread while the loop's may add to these: iterate over copies.
-        for table in (self._sums, self._apart):
-            for step in [s for s in list(table) if s < version]:
-                table.pop(step, None)
+        with self._adding:
+            for table in (self._nums, self._sums, self._apart):
+                for step in [s for s in list(table) if s < version]:
+                    table.pop(step, None)
         for microbatch in [m for m in list(self._summed) if m.step < version]:
             self._summed.pop(microbatch, None)
 

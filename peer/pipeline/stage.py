@@ -76,8 +76,8 @@ class StageRuntime:
         sizes = [layer_layout(spec.model, key).numel for key in self.keys]
         self._spans = {key: slice(sum(sizes[:i]), sum(sizes[: i + 1])) for i, key in enumerate(self.keys)}
         self.num_parameters = sum(sizes)
-        self._weights = Weights(spec, self.keys)
         self._contributions = Contributions(self.num_parameters, self.vectors)
+        self._weights = Weights(spec, self._spans, self._contributions)
         self._contexts: dict[Microbatch, _Context] = {}
         tokens = spec.training.microbatch_size * spec.model.context
         self.forward_flop = sum(forward_flop(spec.model, key, tokens) for key in self.keys)
@@ -213,7 +213,7 @@ class StageRuntime:
         sum_N = self._contributions.total(step, indices)
         state = self.state
         if self._weights.corrects and state is not None and state.version == step:
-            self._weights.correct(state, sum_N, self._contributions.taken_at(step, indices), self._spans)
+            self._weights.correct(state, sum_N, self._contributions.taken_at(step, indices))
         return sum_N
 
     def forget(self, microbatch: Microbatch) -> None:

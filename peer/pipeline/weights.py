@@ -10,19 +10,39 @@ one, even if a commit has made a fresher one possible. A commit turns a step ahe
 microbatches get w_t itself, but old ones may still hold what they got. So at most 1 + s_max + 1 are alive. (A fresher
 set at every version would be up to (s_max + 1)(s_max + 2) / 2: the same at s_max = 1, 6 and not 4 at s_max = 2.)
 Strategies that predict nothing need no such rule: their sets are the versions that were, at most s_max + 1.
+
+A strategy that sees the open steps' gradients makes a fresher set for a step ahead when it has seen half as much again,
+as long as there is room. There is, where not many microbatches are in flight: those of the step before that were let in
+early have come back by then. Should the first set of a step find no room for once, its microbatches compute with the
+current weights until there is.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Final, Protocol
 from weakref import WeakSet, WeakValueDictionary
 
 import torch
 from torch import Tensor
 
+from shoal.kernels.optimizer import clip
 from shoal.peer.pipeline.prediction import COMPENSATIONS, compensation
 from shoal.peer.pipeline.state import StageState, hyperparameters
 from shoal.protocol.spec import RunSpec
+
+FRESHER: Final = 1.5
+"""A set is made anew for so many times the gradients that it was made with. Less would be a set for each microbatch."""
+
+
+class OpenGradients(Protocol):
+    """This member's own, of steps that are not committed yet."""
+
+    def num(self, step: int) -> int: ...
+
+    def mean(self, step: int) -> Tensor | None:
+        """Of all `num`: float32 [N], the stage's layers one behind the other; None if there are none."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
@@ -31,20 +51,30 @@ class WeightSet:
 
     params: Mapping[str, Tensor]
     """Layer key -> float32 [numel]."""
+    version: int
+    """That it was made at."""
+    num_seen: int = 0
+    """Gradients of open steps that it was made with."""
 
 
 class Weights:
     """Of the stage with the layers `keys`. States are handed in: another thread may load one at any time.
 
     `keep = "recompute"` keeps nothing for steps ahead: their weights are made for each job anew.
+
+    Args:
+        spans: of each layer in the stage's flat vector.
     """
 
-    def __init__(self, spec: RunSpec, keys: tuple[str, ...]) -> None:
+    def __init__(self, spec: RunSpec, spans: Mapping[str, slice], gradients: OpenGradients) -> None:
         self._spec = spec
-        self._first = keys[0]
+        self._spans = spans
+        self._gradients = gradients
+        self._first = next(iter(spans))
         name = spec.training.compensation
-        self._compensations = {key: compensation(name, spec.optimizer.name) for key in keys}
-        self._predicts, self.corrects = COMPENSATIONS[name].predicts, COMPENSATIONS[name].corrects
+        self._compensations = {key: compensation(name, spec.optimizer.name) for key in spans}
+        strategy = COMPENSATIONS[name]
+        self._predicts, self._sees, self.corrects = strategy.predicts, strategy.sees, strategy.corrects
         self._made: tuple[StageState | None, dict[int, WeightSet]] = (None, {})  # of which state, step -> weights
         self._ahead: WeakValueDictionary[int, WeightSet] = WeakValueDictionary()  # step -> its newest that is alive
         self._alive: WeakSet[WeightSet] = WeakSet()
@@ -63,17 +93,21 @@ class Weights:
         before = self._before
         if step < state.version and before is not None:
             return before
-        staleness_steps = max(0, step - state.version)
+        if step <= state.version:
+            return self._current(state)
         sets = self._sets_of(state)
-        if (known := sets.get(state.version + staleness_steps)) is not None:
-            return known
-        weights = self._ahead.get(step) if staleness_steps and self._predicts else None
-        if weights is None:
-            weights = self._make(state, staleness_steps)
-        if staleness_steps:
-            self._ahead[step] = weights
-        if not staleness_steps or self._spec.training.keep == "stash":
-            sets[state.version + staleness_steps] = weights
+        weights = sets.get(step)
+        if weights is None and self._predicts:
+            weights = self._ahead.get(step)
+        if weights is None or self._outdated(weights, state, step):
+            weights = None
+            sets.pop(step, None)  # now it is alive only if somebody computes with it
+            if self._sees and not self._has_room(state):
+                return self._ahead.get(step) or self._current(state)
+            weights = self._make(state, step - state.version)
+        self._ahead[step] = weights
+        if self._spec.training.keep == "stash":
+            sets[step] = weights
         return weights
 
     def stepped(self, before: StageState, after: StageState) -> None:
@@ -82,7 +116,8 @@ class Weights:
         if self._spec.training.s_max == 0:
             # Others may be a step behind us at most, and what they run again must give what it gave: exact repair.
             # With staleness admitted it is not worth a copy, `s_max + 2` are alive already.
-            self._before = self._kept({key: layer.param_N for key, layer in before.layers.items()})
+            params = {key: layer.param_N for key, layer in before.layers.items()}
+            self._before = self._kept(WeightSet(params, before.version))
         for key, layer in before.layers.items():
             if after.layers[key] is not layer:
                 settings = hyperparameters(self._spec, key, before.version)
@@ -94,15 +129,13 @@ class Weights:
         self._before = None
 
     @torch.no_grad()
-    def correct(
-        self, state: StageState, sum_N: Tensor, taken_at: Iterable[WeightSet | None], spans: Mapping[str, slice]
-    ) -> None:
+    def correct(self, state: StageState, sum_N: Tensor, taken_at: Iterable[WeightSet | None]) -> None:
         """Correct the sum of our gradients of step `state.version`, in place, for having been taken elsewhere.
 
         If all were taken at the current weights, the sum stays as it is, bit for bit.
 
         Args:
-            sum_N: float32 [N] on the CPU, the stage's layers at `spans`.
+            sum_N: float32 [N] on the CPU.
             taken_at: the weights of each gradient in the sum.
         """
         counts = Counter(weights for weights in taken_at if weights is not None)
@@ -116,15 +149,34 @@ class Weights:
             displacement_N = torch.zeros_like(layer.param_N)
             for weights, count in counts.items():
                 displacement_N.add_(layer.param_N - weights.params[key], alpha=count / total)
-            mean_N = sum_N[spans[key]].to(layer.param_N.device) / total
+            mean_N = sum_N[self._spans[key]].to(layer.param_N.device) / total
             settings = hyperparameters(self._spec, key, state.version)
             mean_N = self._compensations[key].corrected(mean_N, displacement_N, layer, settings)
-            sum_N[spans[key]] = mean_N * total
+            sum_N[self._spans[key]] = mean_N * total
 
     def copies(self, state: StageState | None) -> int:
         """Distinct parameter buffers alive for the first layer."""
         pointers = {weights.params[self._first].data_ptr() for weights in list(self._alive)}
         return len(pointers | ({state.layers[self._first].param_N.data_ptr()} if state else set()))
+
+    def _current(self, state: StageState) -> WeightSet:
+        sets = self._sets_of(state)
+        if state.version not in sets:
+            sets[state.version] = self._make(state, 0)
+        return sets[state.version]
+
+    def _outdated(self, weights: WeightSet, state: StageState, step: int) -> bool:
+        """Whether a strategy that sees has seen enough more, since these were made for `step`."""
+        if not self._sees:
+            return False
+        num_seen = self._num_seen(state, step)
+        return weights.version < state.version or (num_seen > 0 and num_seen >= FRESHER * weights.num_seen)
+
+    def _num_seen(self, state: StageState, step: int) -> int:
+        return sum(self._gradients.num(open_step) for open_step in range(state.version, step))
+
+    def _has_room(self, state: StageState) -> bool:
+        return self.copies(state) < self._spec.training.s_max + 2
 
     def _sets_of(self, state: StageState) -> dict[int, WeightSet]:
         made_for, sets = self._made
@@ -136,13 +188,21 @@ class Weights:
 
     @torch.no_grad()
     def _make(self, state: StageState, staleness_steps: int) -> WeightSet:
+        ahead = range(state.version, state.version + staleness_steps) if self._sees else ()
+        num_seen = sum(self._gradients.num(step) for step in ahead)
+        seen_N = [self._gradients.mean(step) for step in ahead]
         params = {}
         for key, layer in state.layers.items():
             settings = hyperparameters(self._spec, key, state.version)
-            params[key] = self._compensations[key].weights(layer, settings, staleness_steps)
-        return self._kept(params)
+            seen = [None if mean_N is None else self._clipped(mean_N[self._spans[key]]) for mean_N in seen_N]
+            params[key] = self._compensations[key].weights(layer, settings, staleness_steps, seen)
+        return self._kept(WeightSet(params, state.version, num_seen))
 
-    def _kept(self, params: Mapping[str, Tensor]) -> WeightSet:
-        weights = WeightSet(params)
+    def _clipped(self, gradient_N: Tensor) -> Tensor | None:
+        """As the step will; None if that would leave the layer alone, because it is not finite."""
+        clipped_N, norm = clip(gradient_N, clip_norm=self._spec.optimizer.clip_norm)
+        return clipped_N if norm < float("inf") else None
+
+    def _kept(self, weights: WeightSet) -> WeightSet:
         self._alive.add(weights)
         return weights

@@ -50,7 +50,7 @@ def test_synchronous_steps_are_those_of_one_process(tiny, run_of, corpus, name, 
     assert losses[-1] < losses[0] - 0.1
 
 
-@pytest.mark.parametrize("method", ["none", "pipeoptim", "calibrated", "dc"])
+@pytest.mark.parametrize("method", ["none", "pipeoptim", "calibrated", "dc", "eager"])
 def test_a_share_of_zero_is_synchronous_bit_for_bit(tiny, run_of, method):
     task = tiny()
     losses, params = played(task, run_of(task, Steps()))
@@ -132,10 +132,37 @@ def test_stale_microbatches_compute_with_what_was_predicted_a_version_ago(tiny, 
 
 
 def test_a_share_says_how_many_microbatches_are_stale():
-    plan = LightPlan(Steps(shares=(0.25, 0.25)), 8, ("a",), 0)
-    assert plan.groups(0) == (Group(tuple(range(8)), (0,)),), "before the first step there is nothing older"
-    assert plan.groups(1) == (Group((0, 1, 2, 3), (1,)), Group((4, 5, 6, 7), (0,)))
-    assert plan.groups(7) == (Group((0, 1), (2,)), Group((2, 3), (1,)), Group((4, 5, 6, 7), (0,)))
+    plan = LightPlan(Steps(shares=(0.25, 0.25), waiting=1.0), 8, ("a",), 0)
+    every = tuple(range(8))
+    assert plan.groups(0) == (Group(every, (0,)),), "before the first step there is nothing older"
+    assert plan.groups(1) == (Group((0, 1, 2, 3), (1,), every), Group((4, 5, 6, 7), (0,)))
+    assert plan.groups(7) == (Group((0, 1), (2,), every), Group((2, 3), (1,), every), Group((4, 5, 6, 7), (0,)))
+
+
+def test_a_member_has_seen_what_it_computed_itself_and_what_had_ended():
+    def seen(**regime):
+        plan = LightPlan(Steps(**regime), 16, ("a",), 0)
+        return [(len(group.indices), group.seen) for group in plan.groups(3) if group.staleness == (1,)]
+
+    assert seen(shares=(0.25,), waiting=1.0, replicas=4) == [(4, (0, 4, 8, 12))]
+    assert seen(shares=(0.25,)) == [(4, tuple(range(12)))]
+    assert seen(shares=(1.0,)) == [(16, ())], "with everything in flight there is no room for fresher weights"
+    assert seen(shares=(0.5,), waiting=0.5) == [(8, tuple(range(12)))]
+    # Half of them early: 8, then 12 of the 16 have ended.
+    assert seen(shares=(0.5,)) == [(4, tuple(range(8))), (4, tuple(range(12)))]
+
+
+def test_who_has_seen_all_of_a_step_trains_as_if_nothing_were_stale(tiny, run_of):
+    """One member whose reduction takes a whole step's time: eager weights are the next version's, to the last bit."""
+    task = tiny()
+
+    def params(method="eager", **regime):
+        return played(task, run_of(task, Steps(**regime), method))[1]
+
+    synchronous = params()
+    assert equal(params(shares=(1.0,), waiting=1.0), synchronous)
+    assert not equal(params("pipeoptim", shares=(1.0,), waiting=1.0), synchronous)
+    assert not equal(params(shares=(1.0,), waiting=1.0, replicas=2), synchronous)
 
 
 def test_after_a_kill_all_of_the_next_step_is_as_stale_as_may_be_and_comes_late():
@@ -301,13 +328,14 @@ def test_staleness_costs_and_every_compensation_trains(tiny, run_of):
     task = tiny(microbatches=1, updates=24)
     regime = HeavyTailed(stages=4, in_flight=8)
     ends = {}
-    for name in ("none", "stash", "spectrain", "pipeoptim", "lookahead", "calibrated", "dc"):
+    for name in ("none", "stash", "spectrain", "pipeoptim", "lookahead", "calibrated", "dc", "eager"):
         losses, _ = played(task, run_of(task, regime, name))
         assert losses[-1] < losses[0] - 0.1
         ends[name] = losses
     outcomes = [train(task, run_of(task, its, "stash")) for its in (regime, Paper(stages=4, synchronous=True))]
     assert outcomes[0].validation_loss > outcomes[1].validation_loss
     assert outcomes[0].staleness_mean > 2
+    assert ends.pop("eager") == ends["pipeoptim"], "of one microbatch a step nobody sees a part"
     assert len({tuple(losses) for losses in ends.values()}) == len(ends)
 
 

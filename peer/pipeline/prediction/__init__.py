@@ -1,7 +1,7 @@
 """How the staleness of weights is made up for: one interface (`Compensation`, in compensation.py), strategies by name.
 
     strategy = compensation("calibrated", "adamw")                  # one object a layer; it may learn
-    w_N = strategy.weights(layer, settings, staleness_steps)        # at the forward; at the backward too unless .stash
+    w_N = strategy.weights(layer, settings, staleness_steps, seen)  # at the forward; at the backward too unless .stash
     g_N = strategy.corrected(g_N, displacement_N, layer, settings)  # if .corrects: at the commit, before the reduction
     strategy.committed(before, after, settings)                     # after every step
 
@@ -16,6 +16,7 @@ from typing import Final
 from shoal.peer.pipeline.prediction.calibrated import Calibrated
 from shoal.peer.pipeline.prediction.compensation import Compensation, Settings
 from shoal.peer.pipeline.prediction.correction import DelayCompensation
+from shoal.peer.pipeline.prediction.eager import Eager
 from shoal.peer.pipeline.prediction.extrapolation import LookAhead, PipeOptim, SpecTrain
 from shoal.peer.pipeline.prediction.stale import NoCompensation, Stash
 
@@ -24,6 +25,7 @@ __all__ = [
     "Calibrated",
     "Compensation",
     "DelayCompensation",
+    "Eager",
     "LookAhead",
     "NoCompensation",
     "PipeOptim",
@@ -41,6 +43,7 @@ COMPENSATIONS: Final[Mapping[str, type[Compensation]]] = {
     "lookahead": LookAhead,
     "calibrated": Calibrated,
     "dc": DelayCompensation,
+    "eager": Eager,
 }
 """By the name that the run spec uses."""
 

@@ -1,5 +1,6 @@
 """PipeOptim's direction, as far as the layer really goes in it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -61,7 +62,9 @@ class Calibrated(PipeOptim):
         """k_s, in [0, GAIN_MAX]."""
         return self._gains.get(staleness_steps, _Gain()).value
 
-    def _ahead(self, layer: LayerState, settings: Settings, staleness_steps: int) -> Tensor:
+    def _ahead(
+        self, layer: LayerState, settings: Settings, staleness_steps: int, seen: Sequence[Tensor | None]
+    ) -> Tensor:
         self._gains.setdefault(staleness_steps, _Gain())
         predicted_N = self._predicted(layer, settings, staleness_steps)
         if predicted_N is layer.param_N:

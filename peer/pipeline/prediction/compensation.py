@@ -11,7 +11,7 @@ N parameters of one layer
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -35,18 +35,26 @@ class Compensation(ABC):
     version that is there by then."""
     predicts: ClassVar[bool] = True
     """`weights` makes a new tensor. False: they are the layer's own."""
+    sees: ClassVar[bool] = False
+    """`weights` makes use of what this member has of the open steps' gradients, and is worth asking again for more."""
     corrects: ClassVar[bool] = False
     """`corrected` does something, so the weights of each gradient are kept until its step commits."""
 
     def __init__(self, optimizer: str) -> None:
         self.optimizer = OPTIMIZERS[optimizer]
 
-    def weights(self, layer: LayerState, settings: Settings, staleness_steps: int) -> Tensor:
+    def weights(
+        self, layer: LayerState, settings: Settings, staleness_steps: int, seen: Sequence[Tensor | None] = ()
+    ) -> Tensor:
         """ŵ, what a microbatch of step `settings["step"] + staleness_steps` computes with: float32 [N].
 
         At staleness 0 (or less: a repair) `layer.param_N` itself, whatever the strategy.
+
+        Args:
+            seen: of the layer's version and the ones after it, this member's own mean gradient so far, clipped as the
+                step will clip it: float32 [N], not changed; None where there is none. Only for who `sees`.
         """
-        return self._ahead(layer, settings, staleness_steps) if staleness_steps > 0 else layer.param_N
+        return self._ahead(layer, settings, staleness_steps, seen) if staleness_steps > 0 else layer.param_N
 
     def corrected(self, gradient_N: Tensor, displacement_N: Tensor, layer: LayerState, settings: Settings) -> Tensor:
         """What the gradient would have been at w_t, as far as the strategy can tell: float32 [N].
@@ -66,7 +74,9 @@ class Compensation(ABC):
         """The layer has stepped. `settings` are those of `before`. Not called for a step that left the layer alone."""
 
     @abstractmethod
-    def _ahead(self, layer: LayerState, settings: Settings, staleness_steps: int) -> Tensor:
+    def _ahead(
+        self, layer: LayerState, settings: Settings, staleness_steps: int, seen: Sequence[Tensor | None]
+    ) -> Tensor:
         """As `weights`, for `staleness_steps` > 0. May not change `layer`."""
 
     def _predicted(self, layer: LayerState, settings: Settings, staleness_steps: int) -> Tensor:

@@ -1,5 +1,6 @@
 """Weights predicted by going on the way that the optimizer is on."""
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -17,7 +18,9 @@ class PipeOptim(Compensation):
     then, which is what `keep = "recompute"` makes of it.
     """
 
-    def _ahead(self, layer: LayerState, settings: Settings, staleness_steps: int) -> Tensor:
+    def _ahead(
+        self, layer: LayerState, settings: Settings, staleness_steps: int, seen: Sequence[Tensor | None]
+    ) -> Tensor:
         return self._predicted(layer, settings, staleness_steps)
 
 
@@ -30,7 +33,9 @@ class SpecTrain(Compensation):
 
     stash: ClassVar[bool] = False
 
-    def _ahead(self, layer: LayerState, settings: Settings, staleness_steps: int) -> Tensor:
+    def _ahead(
+        self, layer: LayerState, settings: Settings, staleness_steps: int, seen: Sequence[Tensor | None]
+    ) -> Tensor:
         return torch.add(layer.param_N, layer.moment1_N, alpha=-settings["learning_rate"] * staleness_steps)
 
 
@@ -41,6 +46,8 @@ class LookAhead(Compensation):
     2505.01099 shows to correct delay (there with s = 1 whatever the delay, and with stashed weights as here).
     """
 
-    def _ahead(self, layer: LayerState, settings: Settings, staleness_steps: int) -> Tensor:
+    def _ahead(
+        self, layer: LayerState, settings: Settings, staleness_steps: int, seen: Sequence[Tensor | None]
+    ) -> Tensor:
         way = sum(settings["beta1"] ** step for step in range(1, staleness_steps + 1))
         return layer.param_N.lerp(self._predicted(layer, settings, 1), way)

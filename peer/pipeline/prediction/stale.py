@@ -1,5 +1,6 @@
 """The weights as they are: what every other strategy is compared with."""
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 from torch import Tensor
@@ -17,7 +18,9 @@ class Stash(Compensation):
 
     predicts: ClassVar[bool] = False
 
-    def _ahead(self, layer: LayerState, settings: Settings, staleness_steps: int) -> Tensor:
+    def _ahead(
+        self, layer: LayerState, settings: Settings, staleness_steps: int, seen: Sequence[Tensor | None]
+    ) -> Tensor:
         return layer.param_N
 
 

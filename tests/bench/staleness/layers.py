@@ -33,9 +33,14 @@ class Layer:
         self._optimizer = optimizer
         self._updates = updates
 
-    def weights(self, staleness_steps: int) -> Tensor:
-        """What a microbatch `staleness_steps` ahead of this version computes with: float32 [N]."""
-        return self.compensation.weights(self.state, self._settings(), staleness_steps)
+    def weights(self, staleness_steps: int, seen_N: Tensor | None = None) -> Tensor:
+        """What a microbatch `staleness_steps` ahead of this version computes with: float32 [N].
+
+        Args:
+            seen_N: mean gradient of a part of the step that is made from this version.
+        """
+        seen = [] if seen_N is None else [clip(seen_N, clip_norm=self._optimizer.clip_norm)[0]]
+        return self.compensation.weights(self.state, self._settings(), staleness_steps, seen)
 
     def step(self, gradient_N: Tensor, displacement_N: Tensor | None = None) -> None:
         """Commit the mean gradient. A layer whose gradient is not finite stays what it is, one version on.

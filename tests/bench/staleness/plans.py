@@ -9,6 +9,8 @@ from typing import NamedTuple, Protocol
 
 from settings import Steps
 
+from shoal.peer.pipeline.weights import FRESHER
+
 REPAIR_SLOTS = 2.0
 """A repair runs the microbatches that died through the pipeline once more: so many times its length."""
 
@@ -19,6 +21,9 @@ class Group(NamedTuple):
     indices: tuple[int, ...]
     staleness: tuple[int, ...]
     """By stage."""
+    seen: tuple[int, ...] = ()
+    """Microbatches of the step that the weights are made at whose gradients the member has by then: what a compensation
+    that sees is shown. (Of the steps between that one and theirs it has none.)"""
 
 
 class Plan(Protocol):
@@ -56,16 +61,39 @@ class LightPlan:
         counts: Mapping[int, int] = self._counts
         if self.s_max and step > 0 and self.kills(step - 1):
             counts = {self.s_max: self._num}
-        groups: list[Group] = []
+        by_staleness: dict[int, list[int]] = {}
         first = 0
         for staleness, count in sorted(counts.items(), reverse=True):
             stale = min(staleness, step)  # the first step has no version before it
-            if groups and groups[-1].staleness == (stale,):
-                groups[-1] = Group((*groups[-1].indices, *range(first, first + count)), (stale,))
-            elif count:
-                groups.append(Group(tuple(range(first, first + count)), (stale,)))
+            by_staleness.setdefault(stale, []).extend(range(first, first + count))
             first += count
-        return tuple(groups)
+        groups = []
+        for staleness, indices in by_staleness.items():
+            if staleness == 0:
+                groups.append(Group(tuple(indices), (0,)))
+            elif staleness == 1:
+                groups += self._sharing(indices)
+            else:
+                groups.append(Group(tuple(indices), (staleness,), self._own(self._num)))
+        return tuple(group for group in groups if group.indices)
+
+    def _sharing(self, stale: Sequence[int]) -> list[Group]:
+        """Of those that are one step stale: who computes with the same weights, by the rule of `weights.py`."""
+        num_early = len(stale) - round(len(stale) * self._regime.waiting)
+        has_room = num_early <= self._num / 2  # those let in early have come back before the next step begins
+        groups: list[Group] = []
+        for place, index in enumerate(stale):
+            seen = self._own(min(self._num, self._num - num_early + place))
+            known = len(groups[-1].seen) if groups else -1
+            if known < 0 or (has_room and len(seen) > 0 and len(seen) >= FRESHER * known):
+                groups.append(Group((index,), (1,), seen))
+            else:
+                groups[-1] = groups[-1]._replace(indices=(*groups[-1].indices, index))
+        return groups
+
+    def _own(self, ended: int) -> tuple[int, ...]:
+        """Of the first `ended` microbatches of a step, those that a member has computed itself."""
+        return tuple(range(0, ended, self._regime.replicas))
 
     def ends_s(self, step: int) -> float:
         while len(self._ends_s) <= step:

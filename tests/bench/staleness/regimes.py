@@ -4,12 +4,12 @@
 is stale in each step (`plans.py`), all microbatches that share weights in one pass; the swarm itself is in `swarm.py`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from layers import Layer
 from pipeline import play, schedule_of
-from plans import LightPlan, Plan
+from plans import Group, LightPlan, Plan
 from recorder import Diverged, Recorder
 from settings import HeavyTailed, Outcome, Paper, Run, Steps, Swarm
 from tasks import Task, chunks
@@ -42,35 +42,108 @@ def steps(task: Task, run: Run, plan: Plan, recorder: Recorder) -> dict[str, Ten
     Returns: the parameters at the end, by layer.
     """
     layers = {key: Layer(task, key, run.optimizer, run.method, updates=run.updates) for key in task.keys}
-    gradients = {key: torch.zeros(layer.layout.numel) for key, layer in layers.items()}
-    ahead: dict[int, dict[tuple[str, int], Tensor]] = {}  # step -> (layer, staleness) -> weights
     stage_of = {key: stage for stage, keys in enumerate(plan.stages) for key in keys}
+    made: dict[int, _Made] = {}  # step -> weights for it
     for step in range(run.updates):
-        for s in range(min(plan.s_max, run.updates - 1 - step) + 1):
-            for group in plan.groups(step + s):
-                for key in task.keys:
-                    made = ahead.setdefault(step + s, {})
-                    if group.staleness[stage_of[key]] == s and (key, s) not in made:
-                        made[key, s] = layers[key].weights(s)
-        for gradient_N in gradients.values():
-            gradient_N.zero_()
-        weights, loss = ahead.pop(step), 0.0
+        ahead = range(step + 1, min(step + plan.s_max, run.updates - 1) + 1)
+        made.setdefault(step, {}).update(_weights(layers, stage_of, plan.groups(step), 0, {}))
+        weights, loss = made.pop(step), 0.0
         displacement: dict[str, Tensor] = {}
-        num = sum(len(group.indices) for group in plan.groups(step))
-        for group in plan.groups(step):
-            used = {key: weights[key, group.staleness[stage_of[key]]] for key in task.keys}
-            parts = [task.microbatch(step, index) for index in group.indices]
-            part = len(parts) / num
-            loss += part * _pass(task, layers, used, gradients, parts, scale=part)
+        groups = plan.groups(step)
+        num = sum(len(group.indices) for group in groups)
+        views = {group.seen for later in ahead for group in plan.groups(later) if min(group.staleness) > 0}
+        sums = _Sums(layers, views)
+        for group in groups:
+            used = {key: weights[key, group.staleness[stage_of[key]], group.seen] for key in task.keys}
+            for indices in sums.apart(group.indices):
+                parts = [task.microbatch(step, index) for index in indices]
+                loss += _pass(task, layers, used, sums.into(indices), parts) / num
+            part = len(group.indices) / num
             recorder.stale(sum(group.staleness) / len(group.staleness), part)
             _displaced(layers, used, part, displacement)
         recorder.updated(loss, plan.ends_s(step))
-        for key, layer in layers.items():
-            layer.step(gradients[key], displacement.get(key))
+        for later in ahead:
+            made.setdefault(later, {}).update(_weights(layers, stage_of, plan.groups(later), later - step, sums.seen()))
+        for key, gradient_N in sums.total().items():
+            layers[key].step(gradient_N / num, displacement.get(key))
         if recorder.wants(step + 1):
             params = {key: layer.state.param_N for key, layer in layers.items()}
             recorder.reached(step + 1, params, plan.ends_s(step))
     return {key: layer.state.param_N for key, layer in layers.items()}
+
+
+_Seen = tuple[int, ...]
+"""Microbatches, by index."""
+_Gradients = dict[str, Tensor]
+"""By layer."""
+_Made = dict[tuple[str, int, _Seen], Tensor]
+"""(layer, staleness, what was seen) -> weights."""
+
+
+def _weights(
+    layers: dict[str, Layer],
+    stage_of: dict[str, int],
+    groups: Sequence[Group],
+    staleness_steps: int,
+    seen: dict[_Seen, _Gradients],
+) -> _Made:
+    """What these groups' layers that are so stale compute with, made at the version that is there now."""
+    made: _Made = {}
+    for group in groups:
+        gradients = seen.get(group.seen, {})
+        for key, layer in layers.items():
+            if group.staleness[stage_of[key]] == staleness_steps:
+                made[key, staleness_steps, group.seen] = layer.weights(staleness_steps, gradients.get(key))
+    return made
+
+
+class _Sums:
+    """The gradients of one step, those apart that somebody will be shown without the others.
+
+    Args:
+        views: what will be asked for.
+    """
+
+    def __init__(self, layers: dict[str, Layer], views: set[_Seen]) -> None:
+        sees = any(layer.compensation.sees for layer in layers.values())
+        self._sizes = {key: layer.layout.numel for key, layer in layers.items()}
+        self._views = {view: frozenset(view) for view in views if view and sees}
+        self._sums: dict[frozenset[_Seen], _Gradients] = {}  # by who sees them
+
+    def apart(self, indices: Sequence[int]) -> list[list[int]]:
+        """In parts of which each view sees all or nothing."""
+        parts: dict[frozenset[_Seen], list[int]] = {}
+        for index in indices:
+            parts.setdefault(self._who_sees(index), []).append(index)
+        return list(parts.values())
+
+    def into(self, indices: Sequence[int]) -> _Gradients:
+        """Where such a part's gradients are added."""
+        who = self._who_sees(indices[0])
+        if who not in self._sums:
+            self._sums[who] = {key: torch.zeros(size) for key, size in self._sizes.items()}
+        return self._sums[who]
+
+    def seen(self) -> dict[_Seen, _Gradients]:
+        """Each view's mean."""
+        return {
+            view: {key: sum_N / len(view) for key, sum_N in self._added(lambda who, view=view: view in who).items()}
+            for view in self._views
+        }
+
+    def total(self) -> _Gradients:
+        return self._added(lambda who: True)
+
+    def _who_sees(self, index: int) -> frozenset[_Seen]:
+        return frozenset(view for view, indices in self._views.items() if index in indices)
+
+    def _added(self, wanted: Callable[[frozenset[_Seen]], bool]) -> _Gradients:
+        total = {key: torch.zeros(size) for key, size in self._sizes.items()}
+        for who, gradients in self._sums.items():
+            if wanted(who):
+                for key, gradient_N in gradients.items():
+                    total[key] += gradient_N
+        return total
 
 
 def _pass(
@@ -79,19 +152,17 @@ def _pass(
     weights: dict[str, Tensor],
     gradients: dict[str, Tensor],
     parts: Sequence[tuple[Tensor, Tensor]],
-    *,
-    scale: float,
 ) -> float:
-    """Forward and backward of all `parts` with `weights`; `scale` times their mean gradient is added to `gradients`.
+    """Forward and backward of all `parts`, microbatches, with `weights`; the sum of their gradients is added.
 
-    Returns: their mean loss. In chunks, because a core is fastest with what its cache holds.
+    Returns: the sum of their losses. In chunks, because a core is fastest with what its cache holds.
     """
     total, num = 0.0, sum(len(targets) for _, targets in parts)
     for x, targets in chunks(parts, task.chunk_samples):
         leaves = {key: layer.leaves(weights[key], gradients[key]) for key, layer in layers.items()}
         loss = task.loss(task.run(task.keys, leaves, x), targets)
-        share = len(targets) / num
-        torch.autograd.backward(loss * (scale * share))
+        share = len(targets) / num * len(parts)
+        torch.autograd.backward(loss * share)
         total += share * loss.item()
     return total
 

@@ -68,6 +68,11 @@ class Steps(_Settings, frozen=True, tag="C"):
 
     shares: tuple[float, ...] = ()
     """Share of a step's microbatches that is stale by 1, by 2, ...; () is synchronous training."""
+    replicas: int = 1
+    """Members of each stage; a member has computed one in so many of a step's gradients itself."""
+    waiting: float = 0.0
+    """Share of the stale microbatches that is let in while the step before is being reduced, so that a member has all
+    of its own gradients of that; the others are let in while its last microbatches are still under way."""
     steps_a_kill: float = 0.0
     """A replica dies so often, on average. The step that waits for its repairs lets the whole next one in: all of its
     microbatches are as stale as `shares` is long. 0: nobody dies."""
@@ -82,6 +87,8 @@ class Steps(_Settings, frozen=True, tag="C"):
     def __post_init__(self) -> None:
         _require(all(0 <= share <= 1 for share in self.shares), "shares must be in [0, 1]")
         _require(sum(self.shares) <= 1 + 1e-9, "shares add to more than 1")
+        _require(self.replicas > 0, f"replicas must be positive, is {self.replicas}")
+        _require(0 <= self.waiting <= 1, f"waiting must be in [0, 1], is {self.waiting}")
         _require(self.steps_a_kill >= 0, f"steps_a_kill must not be negative, is {self.steps_a_kill}")
 
     @property
