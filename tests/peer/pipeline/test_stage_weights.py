@@ -20,7 +20,7 @@ from shoal.peer.model.layout import layer_layout
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.pipeline.prediction import COMPENSATIONS, compensation
 from shoal.peer.pipeline.stage import StageRuntime
-from shoal.peer.pipeline.state import LayerState, StageState, hyperparameters
+from shoal.peer.pipeline.state import LayerState, StageState, hyperparameters, step_layer
 from shoal.peer.pipeline.wire import ActivationWire
 from shoal.protocol.spec import RunSpec
 
@@ -215,13 +215,20 @@ def test_at_one_version_a_backward_that_runs_the_forward_again_gives_the_bits_of
 # --- how many ---
 
 
-def play(runtime: StageRuntime, choose: Callable[[list[Any]], Any], *, until: int, staggered: bool = False) -> int:
-    """Two microbatches a step: forwards in order as they are admitted, backwards of any that is away, commits when they
-    may come. `staggered`: the second one of the last step admitted waits for the next version.
+def play(
+    runtime: StageRuntime,
+    choose: Callable[[list[Any]], Any],
+    *,
+    until: int,
+    microbatches: int = 2,
+    staggered: bool = False,
+) -> int:
+    """So many microbatches a step: forwards in order as they are admitted, backwards of any that is away, commits when
+    they may come. `staggered`: the second one of the last step admitted waits for the next version.
 
     Returns: the most copies that were alive.
     """
-    s_max, microbatches = runtime.spec.training.s_max, 2
+    s_max = runtime.spec.training.s_max
     away: list[Microbatch] = []
     work = [Microbatch(step, index) for step in range(2, until) for index in range(microbatches)]
     done: dict[int, int] = {}
@@ -268,6 +275,16 @@ def test_at_most_s_max_and_two_copies_of_the_weights_are_alive(make: Make, name:
         assert runtime.weight_copies() == (2 if s_max == 0 else 1), "what is left when nothing is in flight"
 
 
+@pytest.mark.parametrize("s_max", [1, 2, 3])
+def test_nor_more_of_a_strategy_that_makes_them_anew_within_a_step(make: Make, s_max: int) -> None:
+    most = []
+    for seed in range(8):
+        runtime = make("eager", s_max=s_max)
+        most.append(play(runtime, random.Random(seed).choice, until=7, microbatches=6))
+        assert runtime.weight_copies() == 1
+    assert max(most) == s_max + 2
+
+
 @pytest.mark.parametrize("name", ["pipeoptim", "lookahead", "calibrated"])
 @pytest.mark.parametrize("s_max", [0, 1, 2, 3])
 def test_as_many_as_that_there_can_be(make: Make, name: str, s_max: int) -> None:
@@ -299,6 +316,78 @@ def test_a_step_ahead_has_one_set_while_it_is_held_and_a_fresh_one_afterwards(ma
     runtime.load(runtime.state or StageState(version=0, layers={}))  # the cache of this version forgets it, too
     del held_N
     assert torch.equal(used(runtime, 4), wanted(runtime, 1))
+
+
+# --- what is seen ---
+
+
+def stepped(runtime: StageRuntime, layer: LayerState, mean_N: Tensor, version: int) -> LayerState:
+    """What the optimizer makes of it."""
+    made = step_layer(runtime.spec, KEY, layer, mean_N, version)
+    assert made is not None
+    return made
+
+
+def test_eager_weights_are_the_optimizers_step_with_what_was_contributed(make: Make) -> None:
+    runtime = make("eager")
+    assert torch.equal(used(runtime, 3), wanted(make("pipeoptim"), 1)), "nothing was seen"
+    for index in range(2):
+        forward(runtime, Microbatch(2, index))
+        backward(runtime, Microbatch(2, index))
+    mean_N = runtime.gradient_sum(2) / 2
+    expected = stepped(runtime, layer_of(runtime), mean_N, 2)
+    assert torch.equal(used(runtime, 3), expected.param_N)
+    # Two steps ahead: of the second nothing is here, so it goes on as the first would.
+    settings = hyperparameters(runtime.spec, KEY, 2)
+    further_N = OPTIMIZERS["adamw"].predict(*expected.tensors, staleness_steps=1, **{**settings, "step": 3})
+    assert torch.equal(used(runtime, 4), further_N)
+    runtime.step(mean_N)
+    assert torch.equal(layer_of(runtime).param_N, expected.param_N), "alone, a member had it all"
+
+
+def test_what_is_finished_but_told_nobody_is_not_seen(make: Make) -> None:
+    runtime = make("eager")
+    forward(runtime, Microbatch(2, 0))
+    runtime.backward(Microbatch(2, 0), ActivationWire(runtime.spec).encode_gradient(numbers(runtime.spec, 9)))
+    assert torch.equal(used(runtime, 3), wanted(make("pipeoptim"), 1))
+
+
+def test_they_are_made_anew_for_half_as_many_gradients_again(make: Make) -> None:
+    runtime, versions = make("eager"), []
+    for index in range(8):
+        versions.append(used(runtime, 3).clone())
+        forward(runtime, Microbatch(2, index))
+        backward(runtime, Microbatch(2, index))
+    assert [i for i in range(1, 8) if not torch.equal(versions[i], versions[i - 1])] == [1, 2, 3, 5]
+
+
+def test_where_there_is_no_room_a_step_keeps_what_it_has_or_takes_the_current_weights(make: Make) -> None:
+    runtime = make("eager", s_max=1)
+    forward(runtime, Microbatch(3, 0))  # holds a set that saw nothing
+    for index in range(3):
+        if index == 1:
+            forward(runtime, Microbatch(3, 1))  # holds one that saw the first
+        forward(runtime, Microbatch(2, index))
+        backward(runtime, Microbatch(2, index))
+    assert runtime.weight_copies() == 3
+    fullest_N = used(runtime, 3)
+    assert fullest_N.data_ptr() == held(runtime)[-1].untyped_storage().data_ptr(), (
+        "that which saw more of those that are held"
+    )
+    runtime.step(gradient(runtime, 2))
+    assert runtime.weight_copies() == 3
+    assert used(runtime, 4) is layer_of(runtime).param_N, "the first of a step finds no room"
+    backward(runtime, Microbatch(3, 0))
+    assert used(runtime, 4) is not layer_of(runtime).param_N
+    assert runtime.weight_copies() == 3
+
+
+def test_a_gradient_that_no_step_would_take_is_not_seen(make: Make) -> None:
+    runtime, broken = make("eager"), Microbatch(2, 0)
+    gradients = torch.full((runtime.num_parameters,), torch.inf)
+    runtime._contributions.finish(broken, gradients)
+    runtime.contribute(broken)
+    assert torch.equal(used(runtime, 3), wanted(make("pipeoptim"), 1))
 
 
 # --- corrections ---
