@@ -7,7 +7,7 @@ others keep the report for as long as its reporter may die with it: whoever coun
 
 import math
 from collections import deque
-from collections.abc import Collection, Container, Mapping
+from collections.abc import Callable, Collection, Container, Mapping
 from dataclasses import dataclass, field
 
 from shoal.peer.group.commands import Command, Report, Resync, Witness
@@ -53,10 +53,15 @@ class Agreement:
             del self._digests[old]
         self._since_s = {step: since_s for step, since_s in self._since_s.items() if step >= version}
 
-    def ahead_of(self, version: int) -> PeerID | None:
-        """A member that has spoken of a later version, of the latest if there are several."""
-        latest = max((v for v in self._digests if v > version), default=None)
-        return None if latest is None else min(self._digests[latest])
+    def is_behind(self, version: int) -> bool:
+        """Somebody has spoken of a later one."""
+        return any(spoken > version for spoken in self._spoken.values())
+
+    def ahead_of(self, version: int, is_gone: Callable[[PeerID], bool]) -> list[PeerID]:
+        """Who is past `version`: those who are least far, since who is further may have dropped what leads there."""
+        ahead = {peer: spoken for peer, spoken in self._spoken.items() if spoken > version and not is_gone(peer)}
+        first = min(ahead.values(), default=version)
+        return sorted(peer for peer, spoken in ahead.items() if spoken == first)
 
     def is_alone_at(self, version: int, mates: Collection[PeerID]) -> bool:
         """Whether there are mates and none has spoken of this version, or a later one."""

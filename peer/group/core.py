@@ -18,6 +18,7 @@ highest. A member that was left out of a round, or missed its end, sees from its
 asks one of them for the reduced gradient (`CatchUp`).
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -65,7 +66,9 @@ class GroupCore:
     _announced_lead: PeerID | None = None
     _tallies: Tallies = field(init=False)
     _rounds: dict[int, RoundStart] = field(default_factory=dict)
-    _behind: tuple[PeerID, float] | None = None
+    _behind_at_s: float = math.inf
+    """When to ask a mate that is ahead."""
+    _num_asked: int = 0
     _agreement: Agreement = field(init=False)
     _losses: Losses = field(init=False)
     _version_since_s: float = 0.0
@@ -251,7 +254,7 @@ class GroupCore:
         if message.step < self.version or (known is not None and known.attempt >= message.attempt):
             return []
         mine = next((member.indices for member in message.members if member.peer == self.me), None)
-        if mine is not None and not self._may_bring(self.me, message.step, mine):
+        if mine is not None and not self._tallies.may_bring(self.me, message.step, mine):
             # Our sum holds more than the lead knew: an average must count what it contains. It will open another.
             return [Tell(self._progress(message.step))]
         self._rounds[message.step] = message
@@ -263,7 +266,7 @@ class GroupCore:
         if start is None or step != self.version or self.lead != self.me:
             return
         said = next((member.indices for member in start.members if member.peer == peer), None)
-        if said is not None and not self._may_bring(peer, step, said):
+        if said is not None and not self._tallies.may_bring(peer, step, said):
             del self._rounds[step]
             self._retries += 1
 
@@ -277,7 +280,6 @@ class GroupCore:
         self.version = version
         self._version_since_s = now_s
         self._retries = 0
-        self._behind = None
         self._tallies.forget_before(version)
         self._agreement.heard(self.me, version, digest)
         commands: list[Command] = [Tell(Digest(stage=self.stage, version=version, digest=digest))]
@@ -286,28 +288,24 @@ class GroupCore:
         for step in [s for s in self._rounds if s < oldest]:
             del self._rounds[step]
         self._agreement.forget_before(oldest)
-        ahead = self._agreement.ahead_of(version)
-        if ahead is not None:
-            self._behind = (ahead, now_s + self.catch_up_after_s)
+        self._behind_at_s = now_s + self.catch_up_after_s if self._agreement.is_behind(version) else math.inf
         return commands + self._try_round(now_s)
 
     def digest(self, source: PeerID, message: Digest, *, now_s: float) -> list[Command]:
         if message.version < self.version and message.version - 1 not in self._rounds:
             return []
         self._agreement.heard(source, message.version, message.digest)
-        if message.version > self.version and self._behind is None:
-            self._behind = (source, now_s + self.catch_up_after_s)
+        if message.version > self.version:
+            self._behind_at_s = min(self._behind_at_s, now_s + self.catch_up_after_s)
         return self._compare(now_s)
 
     def timer(self, *, now_s: float) -> list[Command]:
-        if self._behind is not None and now_s >= self._behind[1]:
-            mate = self._behind[0]
-            self._behind = (mate, now_s + 2 * self.catch_up_after_s)
-            return [CatchUp(mate, self.version)] if self.ready else []
+        if now_s >= self._behind_at_s:
+            return self._catch_up(now_s)
         return [*self._compare(now_s), *self._try_round(now_s)]
 
     def next_timer_s(self) -> float:
-        times = [self._agreement.next_s, *([self._behind[1]] if self._behind else [])]
+        times = [self._agreement.next_s, self._behind_at_s]
         if self.deadline_s > 0 and self.version not in self._rounds:
             times.append(self._version_since_s + self.deadline_s)
         if self.is_lead and self.version < self.steps and self.version not in self._rounds:
@@ -338,9 +336,6 @@ class GroupCore:
         return tuple(sorted(named - {self.me}))
 
     # --- inside ---
-
-    def _may_bring(self, peer: PeerID, step: int, bitmap: bytes) -> bool:
-        return self._tallies.tally(step, peer).may_bring(self._tallies.indices(bitmap))
 
     def _progress(self, step: int, *, names_lead: bool = True) -> Progress:
         self._count += 1
@@ -386,6 +381,13 @@ class GroupCore:
             ranked, bandwidths, stage=self.stage, step=step, attempt=self._attempt, of=self.microbatches
         )
         return [Tell(start), *self.round_started(start)]
+
+    def _catch_up(self, now_s: float) -> list[Command]:
+        """Another one each time: a mate may be dead, and not all of us should ask the same."""
+        self._behind_at_s = now_s + 2 * self.catch_up_after_s
+        self._num_asked += 1
+        ahead = self._agreement.ahead_of(self.version, self._members.is_gone) if self.ready else []
+        return [CatchUp(ahead[(self.standing[0] + self._num_asked) % len(ahead)], self.version)] if ahead else []
 
     def _compare(self, now_s: float) -> list[Command]:
         """Compare the states of all committed versions of which every member of the round has spoken."""

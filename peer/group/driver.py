@@ -8,10 +8,10 @@ The path of a commit through this file: `contributed` -> (`Progress` to the mate
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from shoal.peer.group.catching_up import CatchingUp
 from shoal.peer.group.commands import AskRepair, CatchUp, Command, Reduce, Report, Resync, Tell, Witness
 from shoal.peer.group.core import GroupCore
 from shoal.peer.group.pieces import Pieces
@@ -22,7 +22,7 @@ from shoal.peer.pipeline.driver import PipelineDriver
 from shoal.peer.pipeline.microbatch import IndexSet
 from shoal.peer.tasks import Tasks
 from shoal.protocol.endpoint import Endpoint
-from shoal.protocol.errors import Refused, RemoteError, Unreachable
+from shoal.protocol.errors import Refused, RemoteError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import (
     CommitReport,
@@ -30,8 +30,6 @@ from shoal.protocol.messages import (
     Done,
     GatherPart,
     Progress,
-    ReducedChunk,
-    ReducedRequest,
     ReducePart,
     RoundStart,
 )
@@ -41,20 +39,8 @@ from shoal.protocol.ports import Clock, Payload
 logger = logging.getLogger(__name__)
 
 _EARLY_FRAMES_MAX = 4096
-_FETCH_TIMEOUT_S = 60.0
-"""Without a piece."""
 _PRESS_S = 5.0
 """A round in which nothing has moved for this long has lost something."""
-
-
-@dataclass(slots=True)
-class _Fetch:
-    """A reduced gradient on its way to us."""
-
-    mate: PeerID
-    mean_N: Tensor
-    missing: set[int]
-    complete: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class GroupDriver:
@@ -103,9 +89,20 @@ class GroupDriver:
         self._means: dict[int, Tensor] = {}  # step -> reduced gradient, until stepped and for those behind us
         self._committing = -1  # the version that the pipeline is stepping from
         self._committing_round: RoundStart | None = None  # whose result it steps with; None: a mate's
-        self._fetches: dict[int, _Fetch] = {}
         self._tasks = Tasks(pipeline.upwards.failed)
         self._pieces = Pieces(endpoint, self._vectors, self._tasks, clock)
+        self._catching_up = CatchingUp(
+            stage=core.stage,
+            size=pipeline.runtime.num_parameters,
+            vectors=self._vectors,
+            endpoint=endpoint,
+            pieces=self._pieces,
+            means=lambda: self._means,
+            version=lambda: self.core.version,
+            on_mean=self._mean_came,
+            on_behind=on_resync,
+        )
+        self._pressed: tuple[Reduction | None, int] = None, 0  # what stood still when we pressed it, and where
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
 
@@ -113,10 +110,9 @@ class GroupDriver:
         self._endpoint.on(Progress, self._on_progress_message)
         self._endpoint.on(RoundStart, self._on_round_start)
         self._endpoint.on(Digest, self._on_digest)
-        self._endpoint.on(ReducedRequest, self._on_reduced_request)
         self._endpoint.on_frame(ReducePart, self._on_part)
         self._endpoint.on_frame(GatherPart, self._on_part)
-        self._endpoint.on_frame(ReducedChunk, self._on_reduced_chunk)
+        self._catching_up.install()
         self._tasks.spawn(self._press(), "press")
 
     def retire(self) -> None:
@@ -153,6 +149,7 @@ class GroupDriver:
 
     def mate_lost(self, peer: PeerID) -> None:
         self._outbox.forget(peer)  # what we had to say was meant for it
+        self._catching_up.mate_lost(peer)
         self._perform(self.core.mate_lost(peer, now_s=self._clock.now_s()))
 
     def set_ready(self, ready: bool) -> None:
@@ -177,42 +174,15 @@ class GroupDriver:
         keep_from = min(version - 1, self._retained_from())
         self._means = {step: mean_N for step, mean_N in self._means.items() if step >= keep_from}
         self._reductions = {step: r for step, r in self._reductions.items() if step >= version}
+        self._pressed = None, 0
         self._early = {key: frames for key, frames in self._early.items() if key[0] >= version}
         by = self._committing_round if version == self._committing + 1 else None
         self._perform(self.core.stepped(version, digest, now_s=self._clock.now_s(), by=by))
         self._commit_if_complete()
 
     async def fetch_mean(self, mate: PeerID, step: int) -> bool:
-        """Get the reduced gradient of `step` from `mate` and commit it.
-
-        Returns: False: nothing to catch up with, the mate is itself at `step`, or what we lack is on its way.
-        Raises: Unreachable; Refused: the mate no longer has it.
-        """
-        size = self._pipeline.runtime.num_parameters
-        fetch = _Fetch(mate, self._vectors.empty(size), set(range(0, size, self._vectors.chunk)))
-        self._fetches[step] = fetch
-        try:
-            reply = await self._endpoint.ask(mate, ReducedRequest(stage=self.core.stage, step=step), Digest)
-            if reply.version <= step:
-                return False
-            await self._wait_for(fetch, step)  # the reply and the frames come by different roads
-        finally:
-            del self._fetches[step]
-        if step == self.core.version:
-            self._means[step] = fetch.mean_N
-            self._commit_if_complete()
-        return True
-
-    async def _wait_for(self, fetch: _Fetch, step: int) -> None:
-        """Raises: Unreachable: no piece of it has come for long."""
-        while not fetch.complete.is_set():
-            before = len(fetch.missing)
-            try:
-                async with asyncio.timeout(_FETCH_TIMEOUT_S):
-                    await fetch.complete.wait()
-            except TimeoutError as error:
-                if len(fetch.missing) == before:
-                    raise Unreachable(fetch.mate, f"its gradient of step {step} did not arrive") from error
+        """As `CatchingUp.fetch`."""
+        return await self._catching_up.fetch(mate, step)
 
     # --- messages ---
 
@@ -234,18 +204,6 @@ class GroupDriver:
         self._perform(self.core.digest(source, message, now_s=self._clock.now_s()))
         return Done()
 
-    async def _on_reduced_request(self, source: PeerID, message: ReducedRequest) -> Digest:
-        self._check(source, message.stage)
-        version = self.core.version
-        if self._pieces.may_arrive(source, message.step):
-            return Digest(stage=self.core.stage, version=message.step, digest="")
-        if message.step < version:
-            mean_N = self._means.get(message.step)
-            if mean_N is None:
-                raise Refused(self._endpoint.peer_id, f"the gradient of step {message.step} is no longer kept here")
-            self._pieces.send_mean(source, self.core.stage, message.step, mean_N)
-        return Digest(stage=self.core.stage, version=version, digest="")
-
     def _check(self, source: PeerID, stage: int) -> None:
         if stage != self.core.stage:
             raise Refused(self._endpoint.peer_id, f"holds stage {self.core.stage}, not {stage}")
@@ -265,18 +223,6 @@ class GroupDriver:
         elif reduction.start.attempt == meta.attempt:
             self._take(reduction, source, meta, payload)
 
-    async def _on_reduced_chunk(self, source: PeerID, meta: ReducedChunk, payload: Payload) -> None:
-        fetch = self._fetches.get(meta.step)
-        if fetch is None or fetch.mate != source or meta.start not in fetch.missing:
-            return
-        size = min(self._vectors.chunk, fetch.mean_N.numel() - meta.start)
-        if len(payload) != self._vectors.gradient_bytes * size:
-            raise RemoteError(source, f"sent {len(payload)} bytes for {size} numbers of a gradient at {meta.start}")
-        fetch.mean_N[meta.start : meta.start + size] = self._vectors.gradient_of(payload)
-        fetch.missing.discard(meta.start)
-        if not fetch.missing:
-            fetch.complete.set()
-
     # --- inside ---
 
     def _perform(self, commands: list[Command]) -> None:
@@ -295,7 +241,7 @@ class GroupDriver:
                 case AskRepair(step, indices):
                     self._on_repair(step, indices)
                 case CatchUp(mate, step):
-                    self._tasks.spawn(self._catch_up(mate, step), f"catch up with step {step}")
+                    self._catch_up(mate, step)
                 case Resync(mate, version):
                     logger.error("our state at version %d is not the group's: fetching it", version)
                     self._on_resync(mate)
@@ -346,6 +292,10 @@ class GroupDriver:
             self._committing_round = ours.start if ours is not None and ours.mean_N is mean_N else None
             self._pipeline.commit(version, mean_N)
 
+    def _mean_came(self, step: int, mean_N: Tensor) -> None:
+        self._means[step] = mean_N
+        self._commit_if_complete()
+
     async def _press(self) -> None:
         """Send again what may have been lost in a round that does not end: of a stream that breaks nobody knows what
         had arrived. Whoever has ended it meanwhile does not, but says so by its digest."""
@@ -362,6 +312,7 @@ class GroupDriver:
             if reduction is None or reduction.is_complete or self._closed or now_s < moved_s + patience_s:
                 continue
             moved_s = now_s
+            self._pressed = now
             start = reduction.start
             logger.info("round %d does not end: sending our part of it again", start.step)
             self._perform(self.core.press())
@@ -369,21 +320,13 @@ class GroupDriver:
                 self._pieces.send(reduction.scatter_to(peer), start, ReducePart)
                 self._pieces.send((out for out in reduction.finished() if out.target == peer), start, GatherPart)
 
-    async def _catch_up(self, mate: PeerID, step: int) -> None:
-        if step in self._fetches or step != self.core.version:
-            return
+    def _catch_up(self, mate: PeerID, step: int) -> None:
+        owing: list[PeerID] = []
         reduction = self._reductions.get(step)
-        # Whoever owes us a piece knows whether it is on its way; others would send us the whole of it once more.
-        owing = sorted(reduction.missing_from().intersection(self.core.mates)) if reduction is not None else []
-        for source in dict.fromkeys((*owing[:1], mate)):
-            try:
-                await self.fetch_mean(source, step)
-            except (Unreachable, Refused, RemoteError) as error:
-                if source == mate:
-                    logger.warning("cannot catch up with step %d: %s; fetching the state instead", step, error)
-                    self._on_resync(mate)
-            else:
-                return
+        if reduction is not None and self._pressed != (reduction, reduction.num_taken):
+            owing = sorted(reduction.missing_from().intersection(self.core.mates))
+        catch_up = self._catching_up.catch_up(mate, step, owing=owing[0] if owing else None)
+        self._tasks.spawn(catch_up, f"catch up with step {step}")
 
     def _arm_timer(self) -> None:
         if self._timer:

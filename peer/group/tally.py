@@ -118,6 +118,10 @@ class Tallies:
     def indices(self, bitmap: bytes) -> IndexSet:
         return IndexSet.from_bytes(bitmap, count=self.microbatches)
 
+    def may_bring(self, peer: PeerID, step: int, bitmap: bytes) -> bool:
+        """Whether a round that wants exactly these of `peer` can have them."""
+        return self.tally(step, peer).may_bring(self.indices(bitmap))
+
     def is_held(self, step: int, index: int) -> bool:
         """Somebody has contributed it."""
         return any(index in tally.indices for tally in self.of(step).values())

@@ -524,9 +524,9 @@ class World(Machines):
 
     def _catch_up(self, node: "Node", tenure: "Tenure", mate: PeerID, step: int) -> None:
         there = self.nodes[mate].tenure if self.nodes[mate].acts else None
-        if tenure.core.version != step or tenure.stepping >= step:
+        if tenure.core.version != step or tenure.stepping >= step or there is None or self._is_lost():
             return
-        if there is None or self._is_lost() or (there.core.version > step and step not in there.means):
+        if there.core.version > step and step not in there.means:
             if tenure.core.ready and not tenure.leaving:
                 node.renewing = True
         elif there.core.version > step:

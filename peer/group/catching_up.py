@@ -1,0 +1,161 @@
+"""A committed step's reduced gradient, from a mate that has it: for who missed the end of a round, and for newcomers.
+
+Who is behind after a round may only have to wait: its pieces are on their way, and the whole gradient would be sent
+once more. So it first asks one that owes it a piece, and believes that one unless its round stands still. Then those
+who are behind may hold to a later attempt than the one that their mates have ended, and owe each other what they will
+never have: only somebody who is past the step can help.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from torch import Tensor
+
+from shoal.peer.group.pieces import Pieces
+from shoal.peer.vectors import Vectors
+from shoal.protocol.endpoint import Endpoint
+from shoal.protocol.errors import Refused, RemoteError, Unreachable
+from shoal.protocol.identity import PeerID
+from shoal.protocol.messages import Digest, ReducedChunk, ReducedRequest
+from shoal.protocol.ports import Payload
+
+logger = logging.getLogger(__name__)
+
+_FETCH_TIMEOUT_S: Final = 60.0
+"""Without a piece."""
+
+
+@dataclass(slots=True)
+class _Fetch:
+    """A reduced gradient on its way to us."""
+
+    mate: PeerID
+    mean_N: Tensor
+    missing: set[int]
+    is_lost: bool = False
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class CatchingUp:
+    """One replica's side of it: what it asks for, and what it gives.
+
+    Args:
+        means: step -> reduced gradient, of those that are kept.
+        version: ours.
+        on_mean: the reduced gradient of our own version has come.
+        on_behind: we are too far behind `mate`: fetch the state from it.
+    """
+
+    def __init__(
+        self,
+        *,
+        stage: int,
+        size: int,
+        vectors: Vectors,
+        endpoint: Endpoint,
+        pieces: Pieces,
+        means: Callable[[], Mapping[int, Tensor]],
+        version: Callable[[], int],
+        on_mean: Callable[[int, Tensor], None],
+        on_behind: Callable[[PeerID], None],
+    ) -> None:
+        self._stage = stage
+        self._size = size
+        self._vectors = vectors
+        self._endpoint = endpoint
+        self._pieces = pieces
+        self._means = means
+        self._version = version
+        self._on_mean = on_mean
+        self._on_behind = on_behind
+        self._fetches: dict[int, _Fetch] = {}
+
+    def install(self) -> None:
+        self._endpoint.on(ReducedRequest, self._on_request)
+        self._endpoint.on_frame(ReducedChunk, self._on_chunk)
+
+    def mate_lost(self, peer: PeerID) -> None:
+        """Nothing more comes of it."""
+        for fetch in self._fetches.values():
+            if fetch.mate == peer:
+                fetch.is_lost = True
+                fetch.over.set()
+
+    async def catch_up(self, mate: PeerID, step: int, *, owing: PeerID | None) -> None:
+        """Get what `mate`, who is past `step`, has of it, unless it is on its way to us anyway.
+
+        Args: owing: who owes us a piece of our round of `step`; None: there is none, or it stands still.
+        """
+        if step in self._fetches or step != self._version():
+            return
+        for source in dict.fromkeys((owing or mate, mate)):
+            try:
+                await self.fetch(source, step)
+            except Unreachable as error:
+                # Nor is it to blame for that: if it is dead, all of us would throw our states away for it at once.
+                logger.info("cannot catch up with step %d yet: %s", step, error)
+            except (Refused, RemoteError) as error:
+                if source == mate:
+                    logger.warning("cannot catch up with step %d: %s; fetching the state instead", step, error)
+                    self._on_behind(mate)
+            else:
+                return
+
+    async def fetch(self, mate: PeerID, step: int) -> bool:
+        """Get the reduced gradient of `step` from `mate`; if that is still our version then, it is committed.
+
+        Returns: False: nothing to catch up with, the mate is itself at `step`, or what we lack is on its way.
+        Raises: Unreachable; Refused: the mate no longer has it.
+        """
+        fetch = _Fetch(mate, self._vectors.empty(self._size), set(range(0, self._size, self._vectors.chunk)))
+        self._fetches[step] = fetch
+        try:
+            reply = await self._endpoint.ask(mate, ReducedRequest(stage=self._stage, step=step), Digest)
+            if reply.version <= step:
+                return False
+            await self._wait_for(fetch, step)  # the reply and the frames come by different roads
+        finally:
+            del self._fetches[step]
+        if step == self._version():
+            self._on_mean(step, fetch.mean_N)
+        return True
+
+    async def _wait_for(self, fetch: _Fetch, step: int) -> None:
+        """Raises: Unreachable: no piece of it has come for long, or none will any more."""
+        while fetch.missing:
+            before = len(fetch.missing)
+            try:
+                async with asyncio.timeout(_FETCH_TIMEOUT_S):
+                    await fetch.over.wait()
+            except TimeoutError:
+                fetch.is_lost = len(fetch.missing) == before
+            if fetch.missing and fetch.is_lost:
+                raise Unreachable(fetch.mate, f"its gradient of step {step} did not arrive")
+
+    async def _on_request(self, source: PeerID, message: ReducedRequest) -> Digest:
+        if message.stage != self._stage:
+            raise Refused(self._endpoint.peer_id, f"holds stage {self._stage}, not {message.stage}")
+        version = self._version()
+        if self._pieces.may_arrive(source, message.step):
+            return Digest(stage=self._stage, version=message.step, digest="")
+        if message.step < version:
+            mean_N = self._means().get(message.step)
+            if mean_N is None:
+                raise Refused(self._endpoint.peer_id, f"the gradient of step {message.step} is no longer kept here")
+            self._pieces.send_mean(source, self._stage, message.step, mean_N)
+        return Digest(stage=self._stage, version=version, digest="")
+
+    async def _on_chunk(self, source: PeerID, meta: ReducedChunk, payload: Payload) -> None:
+        fetch = self._fetches.get(meta.step)
+        if fetch is None or fetch.mate != source or meta.start not in fetch.missing:
+            return
+        size = min(self._vectors.chunk, fetch.mean_N.numel() - meta.start)
+        if len(payload) != self._vectors.gradient_bytes * size:
+            raise RemoteError(source, f"sent {len(payload)} bytes for {size} numbers of a gradient at {meta.start}")
+        fetch.mean_N[meta.start : meta.start + size] = self._vectors.gradient_of(payload)
+        fetch.missing.discard(meta.start)
+        if not fetch.missing:
+            fetch.over.set()

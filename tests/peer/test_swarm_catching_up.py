@@ -1,0 +1,66 @@
+"""A round that some members end, and others leave for a later attempt at the same step."""
+
+import asyncio
+
+import msgspec
+import pytest
+
+from shoal.protocol.messages import ReducePart
+from shoal.protocol.sim.loop import run
+from shoal.protocol.sim.network import uniform
+
+STEPS = 5
+
+
+def keep_from(pieces, peers, step):
+    """What it has reduced of `step` does not reach `peers`."""
+    send = pieces.send
+
+    def send_to_others(outgoing, start, kind):
+        is_lost = kind is not ReducePart and start.step == step
+        send([out for out in outgoing if not (is_lost and out.target in peers)], start, kind)
+
+    pieces.send = send_to_others
+
+
+def open_anew(group, step):
+    """As a lead does whose round a late contribution has outgrown."""
+    core = group.core
+    assert core.is_lead
+    assert core.version == step
+    del core._rounds[step]
+    core._retries += 1
+    group._perform(core._try_round(group._clock.now_s()))
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("num_ahead", [1, 3])
+def test_those_who_owe_each_other_a_later_attempt_get_the_step_from_those_who_have_it(make_swarm, tiny_spec, num_ahead):
+    builtins = msgspec.to_builtins(tiny_spec)
+    builtins["training"] |= {"steps": STEPS, "microbatches_per_step": 12, "validation_interval_steps": 0}
+    spec = msgspec.convert(builtins, type(tiny_spec))
+
+    async def main():
+        swarm = make_swarm(spec, network=uniform(latency_s=0.05, rate_bytes_per_s=1e7))
+        for number in range(6):
+            await swarm.add(str(number), device_flop_per_s=4e7)
+        # Those ahead come last by name: the others ask each other first.
+        names = sorted(swarm.drivers, key=lambda name: swarm.peer(name).peer_id)
+        behind, ahead = names[:-num_ahead], names[-num_ahead:]
+        replicas = {name: swarm.drivers[name] for name in names}
+        swarm.obey([names], fresh=True)
+        await swarm.until_step(1)
+        keep_from(replicas[ahead[0]].replica.group._pieces, {swarm.peer(name).peer_id for name in behind}, 1)
+        await swarm.until(lambda: all(replicas[name].replica.version == 2 for name in ahead))
+        swarm.peer(names[0]).context().run(open_anew, replicas[names[0]].replica.group, 1)
+        anew_s = swarm.world.now_s()
+        await swarm.until_step(3)
+        assert swarm.world.now_s() < anew_s + 20.0
+        await swarm.until(lambda: all(driver.replica.version == STEPS for driver in replicas.values()))
+        await asyncio.sleep(5.0)  # the last reports
+        await swarm.close()
+        return swarm
+
+    swarm = run(main())
+    commits = [swarm.commits[0][step] for step in range(STEPS)]
+    assert {(c.members, c.microbatches, c.duplicates, c.given_up, c.dissenting) for c in commits} == {(6, 12, 0, 0, 0)}
