@@ -144,7 +144,7 @@ def test_a_member_has_seen_what_it_computed_itself_and_what_had_ended():
         plan = LightPlan(Steps(**regime), 16, ("a",), 0)
         return [(len(group.indices), group.seen) for group in plan.groups(3) if group.staleness == (1,)]
 
-    assert seen(shares=(0.25,), waiting=1.0, replicas=4) == [(4, (0, 4, 8, 12))]
+    assert seen(shares=(0.25,), waiting=1.0, replicas=4) == [(1, (r, r + 4, r + 8, r + 12)) for r in range(4)]
     assert seen(shares=(0.25,)) == [(4, tuple(range(12)))]
     assert seen(shares=(1.0,)) == [(16, ())], "with everything in flight there is no room for fresher weights"
     assert seen(shares=(0.5,), waiting=0.5) == [(8, tuple(range(12)))]

@@ -74,7 +74,9 @@ class LightPlan:
             elif staleness == 1:
                 groups += self._sharing(indices)
             else:
-                groups.append(Group(tuple(indices), (staleness,), self._own(self._num)))
+                for member in range(self._regime.replicas):
+                    of_member = tuple(index for index in indices if self._is_of(member, index))
+                    groups.append(Group(of_member, (staleness,), self._own(member, self._num)))
         return tuple(group for group in groups if group.indices)
 
     def _sharing(self, stale: Sequence[int]) -> list[Group]:
@@ -82,18 +84,24 @@ class LightPlan:
         num_early = len(stale) - round(len(stale) * self._regime.waiting)
         has_room = num_early <= self._num / 2  # those let in early have come back before the next step begins
         groups: list[Group] = []
+        newest: dict[int, int] = {}  # member -> its group
         for place, index in enumerate(stale):
-            seen = self._own(min(self._num, self._num - num_early + place))
-            known = len(groups[-1].seen) if groups else -1
-            if known < 0 or (has_room and len(seen) > 0 and len(seen) >= FRESHER * known):
+            member = index % self._regime.replicas
+            seen = self._own(member, min(self._num, self._num - num_early + place))
+            known = groups[newest[member]] if member in newest else None
+            if known is None or (has_room and len(seen) > 0 and len(seen) >= FRESHER * len(known.seen)):
+                newest[member] = len(groups)
                 groups.append(Group((index,), (1,), seen))
             else:
-                groups[-1] = groups[-1]._replace(indices=(*groups[-1].indices, index))
+                groups[newest[member]] = known._replace(indices=(*known.indices, index))
         return groups
 
-    def _own(self, ended: int) -> tuple[int, ...]:
-        """Of the first `ended` microbatches of a step, those that a member has computed itself."""
-        return tuple(range(0, ended, self._regime.replicas))
+    def _is_of(self, member: int, index: int) -> bool:
+        return index % self._regime.replicas == member
+
+    def _own(self, member: int, ended: int) -> tuple[int, ...]:
+        """Of the first `ended` microbatches of a step, those that the member has computed itself."""
+        return tuple(index for index in range(ended) if self._is_of(member, index))
 
     def ends_s(self, step: int) -> float:
         while len(self._ends_s) <= step:

@@ -69,7 +69,7 @@ class Steps(_Settings, frozen=True, tag="C"):
     shares: tuple[float, ...] = ()
     """Share of a step's microbatches that is stale by 1, by 2, ...; () is synchronous training."""
     replicas: int = 1
-    """Members of each stage; a member has computed one in so many of a step's gradients itself."""
+    """Members of each stage: each computes one in so many of a step's microbatches, with what it has seen itself."""
     waiting: float = 0.0
     """Share of the stale microbatches that is let in while the step before is being reduced, so that a member has all
     of its own gradients of that; the others are let in while its last microbatches are still under way."""
