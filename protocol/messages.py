@@ -512,6 +512,8 @@ class Gradient(EraMessage, frozen=True):
     loss: float
     waited_s: float
     """How long it stood in queues from the receiver's sending it on until now: no sign of a long way."""
+    commit_s: float
+    """From the last contribution to a step to the next version, at that of the stages so far where it takes longest."""
 
 
 class ReducePart(EraMessage, frozen=True):

@@ -27,6 +27,8 @@ ALLOWED_AT_TOP = {*HOUSES, "tests", "pyproject.toml", "README.md", "LICENSE", "C
 CORE_NAMES = {
     "core.py",
     "window.py",
+    "control.py",
+    "commits.py",
     "election.py",
     "chain.py",
     "roster.py",

@@ -19,10 +19,12 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from shoal.coordinator.cost.placement import Placement
+from shoal.peer.pipeline.control import Control
 from shoal.peer.pipeline.router import Router
 from shoal.peer.pipeline.window import Window
 from shoal.protocol.identity import PeerID
 from shoal.protocol.ports import CallHandler, Clock, Compute, FrameHandler, JobKind, Payload, Priority, Timed, Transport
+from shoal.protocol.spec import TrainingSpec
 
 T = TypeVar("T")
 
@@ -211,3 +213,6 @@ class LockstepTraffic:
 
     def window(self, num_stages: int) -> Window:
         return FixedWindow(num_stages=num_stages, in_flight_max=self.in_flight or self.held, held=self.held)
+
+    def control(self, training: TrainingSpec) -> Control | None:
+        return None

@@ -173,7 +173,7 @@ class Claims:
             return 0
         # More than fits, so that the next is here when a place falls free: as many as do while a claim is on its way.
         ahead = 1 + min(window.size, math.ceil(window.rate_per_s * min(self._asked_s, default=0.0)))
-        return window.size + ahead - window.in_flight - self._pipeline.num_waiting
+        return self._pipeline.room + ahead - self._pipeline.num_waiting
 
     # --- the lead ---
 

@@ -13,12 +13,15 @@ burst first sends the next burst of activations afterwards, and starves the stag
 optimizer step goes before both (everything after it is one step less stale), lower steps before higher.
 The last stage has no `away`: loss, forward and backward are one job.
 
-At stage 0 a forward also needs room in the window.
+At stage 0 a forward also needs room in the window, and one of a later step than the version the control's leave.
 """
 
 from dataclasses import dataclass, field
 from typing import Literal
 
+from shoal.peer.pipeline.commits import CommitTimes
+from shoal.peer.pipeline.control import Control
+from shoal.peer.pipeline.flight import Flight
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.pipeline.router import Router
 from shoal.peer.pipeline.window import Window
@@ -44,6 +47,7 @@ class GradientArrived:
     microbatch: Microbatch
     source: PeerID
     waited_s: float = 0.0
+    commit_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +112,13 @@ class SendActivation:
 
 @dataclass(frozen=True, slots=True)
 class SendGradient:
-    """`waited_s`: how long the microbatch stood in queues here and in all later stages, forth and back."""
+    """`waited_s`: how long the microbatch stood in queues here and in all later stages, forth and back. `commit_s`: how
+    long commits take, in that of these stages where they take longest."""
 
     microbatch: Microbatch
     target: PeerID
     waited_s: float = 0.0
+    commit_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,28 +148,6 @@ class Forget:
 Command = Job | SendActivation | SendGradient | Contributed | Finished | Forget
 
 
-@dataclass(slots=True)
-class _Flight:
-    """What is known of one microbatch that is here."""
-
-    sources: set[PeerID]
-    """Who waits for its gradient: none at stage 0, and more than one where somebody before us was doubted or died."""
-    again: bool = False
-    """It may have been before us elsewhere; what comes after us is told so too."""
-    sent_before: bool = False
-    staleness_steps: int = 0
-    target: PeerID | None = None
-    """Who owes us its gradient; None again once it is back."""
-    doubted: PeerID | None = None
-    """Who had it last when it was asked for once more: maybe it is only slow, so somebody else is tried."""
-    waiting_since_s: float = 0.0
-    waited_s: float = 0.0
-    sent_s: float = 0.0
-
-    def waits_no_more(self, now_s: float) -> None:
-        self.waited_s += now_s - self.waiting_since_s
-
-
 @dataclass(kw_only=True, slots=True)
 class PipelineCore:
     """One replica of stage `stage` of `num_stages`.
@@ -172,6 +156,7 @@ class PipelineCore:
         s_max: a microbatch of step t runs when t - version <= s_max.
         router: replicas of the next stage (unused by the last).
         window: stage 0 only.
+        control: with a window; None: whatever s_max admits.
     """
 
     stage: int
@@ -180,12 +165,14 @@ class PipelineCore:
     version: int
     router: Router
     window: Window | None = None
-    _flights: dict[Microbatch, _Flight] = field(default_factory=dict)
+    control: Control | None = None
+    _flights: dict[Microbatch, Flight] = field(default_factory=dict)
     _waiting: set[Microbatch] = field(default_factory=set)
     _returned: set[Microbatch] = field(default_factory=set)
     _unsent: set[Microbatch] = field(default_factory=set)
     _running: Job | None = None
-    _running_flight: _Flight | None = None
+    _running_flight: Flight | None = None
+    _commits: CommitTimes = field(default_factory=CommitTimes)
     _step_ready: bool = False
     _was_backward: bool = False
     """The last of the jobs that take turns."""
@@ -203,6 +190,13 @@ class PipelineCore:
         return len(self._waiting)
 
     @property
+    def room(self) -> int:
+        """Stage 0: microbatches that could begin, did we have them; less than 0 where the window has shrunk."""
+        assert self.window is not None
+        held_back = any(self._is_held_back(m) for m in self._waiting)
+        return 0 if held_back else self.window.size - self.window.in_flight
+
+    @property
     def is_idle(self) -> bool:
         """Nothing is here at all."""
         return not self._flights and self._running is None
@@ -214,7 +208,8 @@ class PipelineCore:
         match event:
             case Arrived(microbatch, source, again):
                 commands = self._arrive(microbatch, source, again, now_s)
-            case GradientArrived(microbatch, source, waited_s):
+            case GradientArrived(microbatch, source, waited_s, commit_s):
+                self._commits.told(commit_s)
                 commands = self._gradient(microbatch, source, waited_s, now_s)
             case JobDone(job):
                 commands = self._job_done(job, now_s)
@@ -227,6 +222,7 @@ class PipelineCore:
                 if version > self.version:
                     self._step_ready = False  # Its gradient belongs to a version that we no longer have.
                 self.version = version
+                self._commits.loaded(version)
                 commands = []
             case PeerReady(peer):
                 self.router.set_ready(peer, True)
@@ -238,7 +234,7 @@ class PipelineCore:
     def _arrive(self, microbatch: Microbatch, source: PeerID | None, again: bool, now_s: float) -> list[Command]:
         flight = self._flights.get(microbatch)
         if flight is None:
-            flight = self._flights[microbatch] = _Flight(set(), again=again, waiting_since_s=now_s)
+            flight = self._flights[microbatch] = Flight(set(), again=again, waiting_since_s=now_s)
             self._waiting.add(microbatch)
         if source is not None:
             # It may be here already: whoever was before us was doubted, and another one sent it again. Which of them
@@ -277,12 +273,16 @@ class PipelineCore:
         if job.microbatch is None:
             if job.version == self.version:  # else a state was loaded while it ran
                 self.version += 1
+                self._commits.stepped(self.version, now_s=now_s)
+                if self.control and self.window:
+                    self.control.reached(self.version, self.window, commit_s=self._commits.longest_s)
             return []
         assert flight is not None
         commands: list[Command] = []
         if job.kind in ("backward", "loss"):
             # Whatever has become of its source.
             commands = [Contributed(job.microbatch, flight.staleness_steps, flight.again)]
+            self._commits.contributed(job.microbatch.step, now_s=now_s)
         if self._flights.get(job.microbatch) is not flight:
             # Its source was lost while it ran; by now it may have come again, from another one.
             return commands if self.holds(job.microbatch) else [*commands, Forget(job.microbatch)]
@@ -307,7 +307,7 @@ class PipelineCore:
             flight.waits_no_more(now_s)
         return commands
 
-    def _leave(self, microbatch: Microbatch, flight: _Flight, now_s: float) -> list[Command]:
+    def _leave(self, microbatch: Microbatch, flight: Flight, now_s: float) -> list[Command]:
         del self._flights[microbatch]
         if self.is_first:
             if self.window and microbatch.validates:
@@ -315,7 +315,8 @@ class PipelineCore:
             elif self.window:
                 self.window.returned(microbatch, now_s=now_s, waited_s=flight.waited_s)
             return [Finished(microbatch), Forget(microbatch)]
-        back = [SendGradient(microbatch, source, flight.waited_s) for source in sorted(flight.sources)]
+        commit_s = self._commits.longest_s
+        back = [SendGradient(microbatch, source, flight.waited_s, commit_s) for source in sorted(flight.sources)]
         return [*back, Forget(microbatch)]
 
     def _lost(self, peer: PeerID, now_s: float) -> list[Command]:
@@ -366,6 +367,8 @@ class PipelineCore:
             self.window.sent(microbatch, now_s=now_s)
         else:
             flight.waits_no_more(now_s)
+        if self.control and not microbatch.validates and not flight.again:
+            self.control.begun(microbatch.step)
         if microbatch.validates:
             return self._run(Job("validate", microbatch, self.version))
         return self._run(Job("loss" if self.is_last else "forward", microbatch, self.version))
@@ -375,8 +378,16 @@ class PipelineCore:
             return True  # A repair: others cannot go on without it, so it must not queue behind what waits for them.
         if self.window and not self.window.has_room:
             return False
+        if self._is_held_back(microbatch):
+            return False
         # Validation is of a committed version, never of a prediction.
         return microbatch.step - self.version <= (0 if microbatch.validates else self.s_max)
+
+    def _is_held_back(self, microbatch: Microbatch) -> bool:
+        ahead = microbatch.step - self.version
+        if self.control is None or self.window is None or ahead <= 0 or self._flights[microbatch].again:
+            return False
+        return not self.control.lets_in(ahead, self.window)
 
     def _run(self, job: Job) -> list[Command]:
         self._running = job

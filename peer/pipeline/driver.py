@@ -179,6 +179,8 @@ class PipelineDriver:
         self._check(source, microbatch)
         if not 0.0 <= meta.waited_s < math.inf:
             raise RemoteError(source, f"says that a microbatch waited {meta.waited_s} s")
+        if not 0.0 <= meta.commit_s < math.inf:
+            raise RemoteError(source, f"says that commits take {meta.commit_s} s")
         if not microbatch.validates:
             self._wire.check_gradient(payload, source)
         if not self.core.holds(microbatch):
@@ -188,7 +190,7 @@ class PipelineDriver:
         else:
             self._gradients[microbatch] = payload
         waited_s = meta.waited_s + self._waited_s.pop(microbatch, 0.0)
-        self._handle(GradientArrived(microbatch, source, waited_s))
+        self._handle(GradientArrived(microbatch, source, waited_s, meta.commit_s))
 
     def _check(self, source: PeerID, microbatch: Microbatch) -> None:
         training = self.runtime.spec.training
@@ -209,7 +211,7 @@ class PipelineDriver:
                     self._tasks.spawn(self._run(command), f"job {command}")
                 case SendActivation(microbatch, target, again):
                     self._tasks.spawn(self._send_activation(microbatch, target, again), f"activation {microbatch}")
-                case SendGradient(microbatch, target, waited_s):
+                case SendGradient(microbatch, target, waited_s, commit_s):
                     payload = b"" if microbatch.validates else self._outputs.get(microbatch, b"")
                     loss = self._losses.get(microbatch, 0.0)
                     meta = Gradient(
@@ -218,6 +220,7 @@ class PipelineDriver:
                         index=microbatch.index,
                         loss=loss,
                         waited_s=waited_s + self._gradient_queues.last_waited_s(target),
+                        commit_s=commit_s,
                     )
                     self._tasks.spawn(self._send_gradient(target, meta, payload), f"gradient {microbatch}")
                 case Contributed(microbatch, staleness_steps, again) if microbatch not in self._unwanted:

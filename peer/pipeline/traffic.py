@@ -1,9 +1,15 @@
-"""Which way a replica's microbatches go, and how many of them are under way: the parts that a comparison exchanges."""
+"""Which way a replica's microbatches go, how many of them are under way, and how many run ahead of the version: the
+parts that a comparison exchanges.
+"""
 
+from dataclasses import dataclass
 from typing import Protocol
 
+from shoal.peer.pipeline.control import Control
 from shoal.peer.pipeline.router import Router
 from shoal.peer.pipeline.window import Window
+from shoal.protocol.spec import TrainingSpec
+from shoal.protocol.staleness import PRICES
 
 
 class Traffic(Protocol):
@@ -15,12 +21,28 @@ class Traffic(Protocol):
         """At stage 0."""
         ...
 
+    def control(self, training: TrainingSpec) -> Control | None:
+        """At stage 0. None: whatever s_max admits."""
+        ...
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptiveTraffic:
-    """By the plan's shares, and as many as the pipeline is measured to need."""
+    """By the plan's shares, and as many as the pipeline is measured to need.
+
+    Args:
+        controlled: nothing runs ahead that does not save time; False: whatever s_max admits does, for comparisons.
+    """
+
+    controlled: bool = True
 
     def router(self) -> Router:
         return Router()
 
     def window(self, num_stages: int) -> Window:
         return Window(num_stages=num_stages)
+
+    def control(self, training: TrainingSpec) -> Control | None:
+        if not self.controlled or training.s_max == 0:
+            return None
+        return Control(s_max=training.s_max, price=PRICES[training.compensation])

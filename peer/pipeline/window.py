@@ -66,6 +66,15 @@ class Window:
         """At which microbatches come back of late, at most; 0: not known yet."""
         return max(self._rates, default=0.0)
 
+    @property
+    def round_trip_s(self) -> float:
+        """The mean of late, without waiting; 0: not known yet."""
+        return sum(self._round_trips_s) / max(1, len(self._round_trips_s))
+
+    def size_at(self, gain: float) -> int:
+        """What the window would be with another gain, once something has been measured."""
+        return max(2, min(self.size_max, int(gain * self.rate_per_s * self.round_trip_s) + 1))
+
     def sent(self, key: object, *, now_s: float) -> None:
         if not self._sent:
             # The pipe was empty: time spent idle is no sign of a slow pipeline.
@@ -87,8 +96,7 @@ class Window:
             self._rates.append((self._delivered - sent.delivered) / elapsed_s)
         self._round_trips_s.append(max(0.0, now_s - sent.at_s - waited_s))
         if len(self._round_trips_s) >= self.size or len(self._round_trips_s) == self.memory:
-            product = self.rate_per_s * sum(self._round_trips_s) / len(self._round_trips_s)
-            self.size = max(2, min(self.size_max, int(self.gain * product) + 1))
+            self.size = self.size_at(self.gain)
 
     def forget(self, key: object) -> None:
         """`key` says nothing about the pipeline: it was lost, or did not go all the way."""

@@ -12,6 +12,7 @@ import torch
 from shoal.peer.arithmetic import TorchArithmetic
 from shoal.peer.data.corpus import Corpus, load_corpus
 from shoal.peer.driver import PeerDriver
+from shoal.peer.pipeline.traffic import Traffic
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.messages import CommitReport, ValidationReport
 from shoal.protocol.plan import Member, Plan, SignedPlan, Stage, sign_plan
@@ -49,7 +50,13 @@ class Swarm:
         return self.world.peers[name]
 
     async def add(
-        self, name: str, *, device_flop_per_s: float = 1e12, disk: Disk | None = None, keeps: bool = False
+        self,
+        name: str,
+        *,
+        device_flop_per_s: float = 1e12,
+        disk: Disk | None = None,
+        keeps: bool = False,
+        traffic: Traffic | None = None,
     ) -> PeerDriver:
         """`keeps`: it has the disk that this world gives its name."""
         peer = self.world.add_peer(name, device_flop_per_s=device_flop_per_s)
@@ -65,6 +72,7 @@ class Swarm:
                 clock=peer.clock,
                 spec=self.spec,
                 arithmetic=TorchArithmetic(self.spec, self.corpus, torch.device("cpu")),
+                traffic=traffic,
                 disk=disk,
                 name=name,
                 on_commit=lambda report: self.commits.setdefault(report.stage, {}).update({report.step: report}),

@@ -1,8 +1,12 @@
 """What asynchrony buys, read off the devices' timelines in virtual time."""
 
+from statistics import mean
+
 import msgspec
 import pytest
 
+from shoal.peer.pipeline.control import Control
+from shoal.peer.pipeline.traffic import AdaptiveTraffic
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
 
@@ -46,6 +50,49 @@ def test_one_step_of_staleness_hides_the_bubble_and_the_commit(make_swarm, tiny_
     synchronous, _ = busy(make_swarm, tiny_spec, s_max=0, from_step=4, to_step=14)
     assert asynchronous >= 0.90
     assert synchronous <= 0.75
+
+
+class Priced(AdaptiveTraffic):
+    """With a price of staleness that no study can change."""
+
+    def control(self, training):
+        return Control(s_max=training.s_max, price=0.6)
+
+
+def ahead(make_swarm, spec, *, traffic, from_step=3, to_step=7):
+    """(seconds a step, mean staleness) of a swarm whose pipeline is long and whose commits are short."""
+    builtins = msgspec.to_builtins(spec)
+    builtins["training"] |= {"s_max": 1, "steps": to_step, "microbatches_per_step": 24}
+    builtins["training"]["validation_interval_steps"] = 0
+    stages = [["0.0"], ["1.0"], ["2.0"]]
+
+    async def main():
+        swarm = make_swarm(
+            msgspec.convert(builtins, type(spec)),
+            network=uniform(latency_s=0.3, rate_bytes_per_s=1e8, jitter_s=0.002),
+        )
+        for names in stages:
+            for name in names:
+                await swarm.add(name, device_flop_per_s=4e7, traffic=traffic)
+        swarm.obey(stages, fresh=True)
+        await swarm.until_step(from_step)
+        started_s = swarm.world.now_s()
+        await swarm.until_step(to_step)
+        step_s = (swarm.world.now_s() - started_s) / (to_step - from_step)
+        reports = [swarm.commits[stage][step] for stage in range(len(stages)) for step in range(from_step, to_step)]
+        await swarm.close()
+        assert swarm.world.failures == []
+        return step_s, mean(report.staleness_steps_mean for report in reports)
+
+    return run(main())
+
+
+@pytest.mark.sim
+def test_control_makes_fewer_microbatches_stale_and_steps_no_longer(make_swarm, tiny_spec):
+    free_s, free_staleness = ahead(make_swarm, tiny_spec, traffic=AdaptiveTraffic(controlled=False))
+    step_s, staleness = ahead(make_swarm, tiny_spec, traffic=Priced())
+    assert step_s <= 1.02 * free_s
+    assert 0.0 < staleness <= 0.8 * free_staleness
 
 
 @pytest.mark.sim

@@ -2,6 +2,7 @@ import itertools
 
 import pytest
 
+from shoal.peer.pipeline.control import Choice, Control
 from shoal.peer.pipeline.core import (
     Arrived,
     Command,
@@ -285,3 +286,83 @@ def test_what_is_asked_for_again_goes_to_the_same_if_there_is_nobody_else() -> N
     made = core()
     feed(made, Arrived(A, UP), JobDone(job("forward", 0, 0)))
     assert feed(made, Arrived(A, UP)) == [SendActivation(A, DOWN, True)]
+
+
+# --- running ahead ---
+
+
+def head(*, steps_ahead: int, in_flight_max: int | None = None) -> PipelineCore:
+    """A stage 0 whose control has chosen: of later steps none, or while fewer than so many are in flight."""
+    made = core(stage=0)
+    made.control = Control(s_max=1, price=0.2)
+    made.control.choice = Choice(steps_ahead=steps_ahead, gain=1.0, step_s=1.0, staleness_steps=0.0)
+    assert made.window is not None
+    if in_flight_max is not None:
+        made.window._round_trips_s.append(in_flight_max - 1.0)
+        made.window._rates.append(1.0)
+        assert made.window.size_at(1.0) == in_flight_max
+    return made
+
+
+NEXT = Microbatch(1, 0)
+
+
+def test_what_may_not_run_ahead_waits_for_the_version() -> None:
+    made = head(steps_ahead=0)
+    assert feed(made, Arrived(NEXT, None)) == []
+    assert feed(made, Arrived(A, None)) == [job("forward", 0, 0)]
+    feed(made, JobDone(job("forward", 0, 0)), GradientArrived(A, DOWN), JobDone(job("backward", 0, 0)))
+    feed(made, StepReady(0))
+    assert feed(made, JobDone(Job("step", None, 0))) == [job("forward", 1, 0, 1)]
+
+
+def test_a_repair_does_not_wait_with_the_others() -> None:
+    made = head(steps_ahead=0)
+    assert feed(made, Arrived(Microbatch(1, 1), None)) == []
+    assert feed(made, Arrived(NEXT, None, again=True)) == [job("forward", 1, 0)]
+
+
+def test_some_run_ahead_and_a_loaded_version_lets_in_the_others() -> None:
+    made = head(steps_ahead=1, in_flight_max=2)
+    assert feed(made, Arrived(NEXT, None)) == [job("forward", 1, 0)]
+    assert feed(made, Arrived(Microbatch(1, 1), None), JobDone(job("forward", 1, 0)))[-1] == job("forward", 1, 1)
+    feed(made, Arrived(Microbatch(1, 2), None))
+    assert feed(made, JobDone(job("forward", 1, 1))) == [SendActivation(Microbatch(1, 1), DOWN)]
+    assert feed(made, VersionSet(1)) == [job("forward", 1, 2, 1)]
+
+
+def test_the_current_step_has_the_whole_window() -> None:
+    made = head(steps_ahead=1, in_flight_max=2)
+    for index in range(3):
+        commands = feed(made, Arrived(Microbatch(0, index), None))
+        if index:
+            commands = feed(made, JobDone(job("forward", 0, index - 1)))
+        assert commands[-1] == job("forward", 0, index)
+
+
+def test_room_is_what_could_begin_now() -> None:
+    made = head(steps_ahead=0)
+    assert made.window is not None
+    assert made.room == made.window.size
+    feed(made, Arrived(A, None))
+    assert made.room == made.window.size - 1
+    feed(made, Arrived(NEXT, None))
+    assert made.room == 0, "a claim would bring more of what must wait"
+
+
+def test_the_stage_before_is_told_how_long_commits_take() -> None:
+    made = core()
+    made.handle(VersionSet(1), now_s=0.0)
+    for step, done_s, version_s in ((1, 1.0, 2.0), (2, 5.0, 8.0)):
+        made.handle(Arrived(Microbatch(step, 0), UP), now_s=done_s)
+        made.handle(JobDone(job("forward", step, 0, step)), now_s=done_s)
+        made.handle(GradientArrived(Microbatch(step, 0), DOWN, commit_s=0.5), now_s=done_s)
+        sent = made.handle(JobDone(job("backward", step, 0, step)), now_s=done_s)
+        assert SendGradient(Microbatch(step, 0), UP, commit_s=0.5) in sent
+        made.handle(StepReady(step), now_s=version_s)
+        made.handle(JobDone(Job("step", None, step)), now_s=version_s)
+    made.handle(Arrived(Microbatch(3, 0), UP), now_s=9.0)
+    made.handle(JobDone(job("forward", 3, 0, 3)), now_s=9.0)
+    made.handle(GradientArrived(Microbatch(3, 0), DOWN, commit_s=0.5), now_s=9.0)
+    sent = made.handle(JobDone(job("backward", 3, 0, 3)), now_s=9.0)
+    assert SendGradient(Microbatch(3, 0), UP, commit_s=3.0) in sent
