@@ -363,7 +363,7 @@ class GroupCore:
 
     def _try_round(self, now_s: float) -> list[Command]:
         step = self.version
-        if not self.is_lead or step >= self.steps or step in self._rounds:
+        if step in self._rounds or step >= self.steps or not self.is_lead:
             return []
         tallies = self._tallies.of(step)
         bandwidths = {member.peer: member.bandwidth for member in self._members.planned}
@@ -371,13 +371,12 @@ class GroupCore:
         # A member that is not ready takes no part, so what it has contributed is not there until it is ready again.
         ranked = [peer for peer in bandwidths if self._members.is_ready(peer)]
         ranked += [p for p in sorted(tallies) if p not in bandwidths and len(tallies[p].indices) and p != self.me]
-        shares = share_out(ranked, tallies)
-        missing = self.microbatches - len(shares.union)
-        if missing:
+        num_held = self._tallies.num_held(step, ranked)
+        if num_held < self.microbatches:
             overdue = self.deadline_s > 0 and now_s >= self._version_since_s + self.deadline_s
-            if not overdue or len(shares.union) < self.quorum * self.microbatches:
+            if not overdue or num_held < self.quorum * self.microbatches:
                 return self._losses.ask(step, self.lacks, now_s=now_s)
-        start = shares.round(
+        start = share_out(ranked, tallies).round(
             ranked, bandwidths, stage=self.stage, step=step, attempt=self._attempt, of=self.microbatches
         )
         return [Tell(start), *self.round_started(start)]

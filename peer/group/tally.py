@@ -5,7 +5,7 @@ what runs again is kept apart from the sum until the step is committed, and whoe
 out. Then a repair changes nothing but the time. Only what ran twice without anyone knowing is counted twice.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shoal.peer.pipeline.microbatch import IndexSet
@@ -121,6 +121,14 @@ class Tallies:
     def may_bring(self, peer: PeerID, step: int, bitmap: bytes) -> bool:
         """Whether a round that wants exactly these of `peer` can have them."""
         return self.tally(step, peer).may_bring(self.indices(bitmap))
+
+    def num_held(self, step: int, by: Iterable[PeerID]) -> int:
+        """How many microbatches these have contributed together."""
+        tallies, union = self.of(step), IndexSet()
+        for peer in by:
+            if peer in tallies:
+                union = union | tallies[peer].indices
+        return len(union)
 
     def is_held(self, step: int, index: int) -> bool:
         """Somebody has contributed it."""

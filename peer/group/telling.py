@@ -38,14 +38,16 @@ class Telling:
             case Tell(Progress() as message, can_wait=True) if message.lead not in ("", self._me):
                 self._the_lead(message.lead, message)
             case Tell(message, to=None):
-                self._everybody(message)
+                self._everybody(message, self._audience(message))
+                if isinstance(message, Digest):  # what led here is nobody's concern any more
+                    self._gathered = {key: word for key, word in self._gathered.items() if word.step >= message.version}
             case Tell(message, to=str() as mate):
                 self._outbox.post(mate, _key(message), message)
 
-    def _everybody(self, message: _Word) -> None:
+    def _everybody(self, message: _Word, mates: Iterable[PeerID]) -> None:
         key = _key(message)
         self._gathered.pop(key, None)
-        for mate in self._audience(message):
+        for mate in mates:
             self._outbox.post(mate, key, message)
 
     def _the_lead(self, lead: PeerID, message: Progress) -> None:
@@ -64,7 +66,7 @@ class Telling:
     def _spread(self) -> None:
         self._timer = None
         for message in list(self._gathered.values()):
-            self._everybody(message)
+            self._everybody(message, [mate for mate in self._audience(message) if mate != message.lead])
 
 
 def _key(message: _Word) -> tuple[type, int]:

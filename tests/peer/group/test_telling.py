@@ -4,7 +4,7 @@ from typing import Any, cast
 from shoal.peer.group.commands import Tell
 from shoal.peer.group.telling import Telling
 from shoal.protocol.identity import PeerID
-from shoal.protocol.messages import Progress
+from shoal.protocol.messages import Digest, Progress
 from shoal.protocol.sim.loop import run
 
 ME, LEAD, B, C = PeerID("me"), PeerID("lead"), PeerID("b"), PeerID("c")
@@ -22,8 +22,10 @@ class Posted:
     def __init__(self) -> None:
         self.words: list[tuple[float, PeerID, int, int]] = []
 
-    def post(self, peer: PeerID, key: object, message: Progress) -> None:
-        self.words.append((asyncio.get_running_loop().time(), peer, message.step, message.count))
+    def post(self, peer: PeerID, key: object, message: Progress | Digest) -> None:
+        """Of a digest, its version and 0."""
+        said = (message.version, 0) if isinstance(message, Digest) else (message.step, message.count)
+        self.words.append((asyncio.get_running_loop().time(), peer, *said))
 
 
 def made() -> tuple[Telling, Posted]:
@@ -39,7 +41,7 @@ def test_the_lead_hears_at_once_and_the_others_the_last_word_within_a_second() -
             await asyncio.sleep(0.25)
         assert posted.words == [(0.0, LEAD, 0, 1), (0.25, LEAD, 0, 2)]
         await asyncio.sleep(1.0)
-        assert posted.words[2:] == [(1.0, LEAD, 0, 2), (1.0, B, 0, 2), (1.0, C, 0, 2)]
+        assert posted.words[2:] == [(1.0, B, 0, 2), (1.0, C, 0, 2)]
 
     run(main())
 
@@ -52,6 +54,18 @@ def test_what_everybody_has_heard_is_not_said_again() -> None:
         telling.tell(Tell(word(3)))
         await asyncio.sleep(5.0)
         assert [entry[2:] for entry in posted.words if entry[1] == B] == [(0, 3), (1, 2)]
+
+    run(main())
+
+
+def test_of_what_is_committed_meanwhile_the_others_do_not_hear() -> None:
+    async def main() -> None:
+        telling, posted = made()
+        telling.tell(Tell(word(1), can_wait=True))
+        telling.tell(Tell(word(2, step=1), can_wait=True))
+        telling.tell(Tell(Digest(stage=0, version=1, digest="")))
+        await asyncio.sleep(5.0)
+        assert [entry[2:] for entry in posted.words if entry[1] == B] == [(1, 0), (1, 2)]
 
     run(main())
 
