@@ -65,6 +65,7 @@ def replay(
     seconds: float,
     start_s: float | None = None,
     speedup: float = 1.0,
+    copies_max: int | None = None,
 ) -> tuple[Churn, ...]:
     """Let `num_devices` devices live through `seconds` of a trace, from `start_s` on.
 
@@ -75,12 +76,13 @@ def replay(
     Args:
         start_s: in the trace. None: when half of the most nodes that it ever has are up for the first time.
         speedup: trace seconds a simulated second.
+        copies_max: of the trace; devices that no copy has are there all the time. None: as many as it takes.
     Returns: by time. A device that is not there at the beginning is added later, if need be after the end.
     """
     assert min(seconds, speedup, num_devices) > 0
     peak, half_s = _peak(trace)
     begin_s = half_s if start_s is None else start_s
-    copies = math.ceil(num_devices / peak)
+    copies = min(math.ceil(num_devices / peak), copies_max or num_devices)
     spread_s = max(0.0, trace[-1].at_s - begin_s - seconds * speedup) / copies
     events: list[Churn] = []
     for copy in range(copies):

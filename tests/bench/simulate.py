@@ -6,8 +6,10 @@ does counts little; the same arguments give the same trace hash.
     simulate.py step --microbatches 4096
     simulate.py hour --peers 1000 --seconds 3600 --churn
 
-A trace of 32 nodes becomes one of a thousand peers by running side by side as often as it takes, each copy over peers
-of its own and beginning at another time (`deploy/simulate/traces.py`). Without --churn nobody comes or goes.
+The trace (AWS p3 spot instances, `aws_p3_bamboo.csv`) is of 32 nodes at most. By default it runs side by side as often
+as a thousand peers take, each copy over peers of its own and beginning at another time (`deploy/simulate/traces.py`):
+somebody dies every seven seconds. With --copies 1, 32 of the peers live through the trace and the others stay. Without
+--churn nobody comes or goes.
 """
 
 import argparse
@@ -38,11 +40,11 @@ def spec_of(options: argparse.Namespace) -> RunSpec:
     return msgspec.convert(
         {
             "model": {
-                "dim": 2048,
+                "dim": options.dim,
                 "num_layers": LAYERS,
-                "num_heads": 16,
-                "num_kv_heads": 16,
-                "ffn_dim": 5504,
+                "num_heads": options.dim // 128,
+                "num_kv_heads": options.dim // 128,
+                "ffn_dim": options.dim * 43 // 16,
                 "context": 2048,
             },
             "optimizer": {"warmup_steps": 0},
@@ -85,7 +87,7 @@ def an_hour(options: argparse.Namespace) -> ModelledRun:
     churn: tuple[Churn, ...] = ()
     if options.churn:
         trace = Path(str(files("shoal.deploy.simulate") / "scenarios" / "aws_p3_bamboo.csv"))
-        churn = replay(load_trace(trace), num_devices=options.peers, seconds=options.seconds)
+        churn = replay(load_trace(trace), num_devices=options.peers, seconds=options.seconds, copies_max=options.copies)
     return ModelledRun(
         topology=cities(options.peers),
         spec=spec_of(options),
@@ -109,7 +111,9 @@ def main() -> None:
     parser.add_argument("--heartbeat-s", type=float)
     parser.add_argument("--term-s", type=float)
     parser.add_argument("--chunk-mib", type=int, default=32)
+    parser.add_argument("--dim", type=int, default=2048, help="of the model: a layer has 12 dim² parameters")
     parser.add_argument("--churn", action="store_true")
+    parser.add_argument("--copies", type=int, help="of the trace, at most")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     usual = {

@@ -109,6 +109,12 @@ def test_who_never_comes_is_added_after_the_end() -> None:
     assert absent_at_first(churn) == {1}
 
 
+def test_of_a_larger_swarm_those_without_a_copy_of_the_trace_stay() -> None:
+    trace = [TraceEvent(0.0, "add", "a"), TraceEvent(0.0, "add", "b"), TraceEvent(30.0, "remove", "b")]
+    events = replay(trace, num_devices=10, seconds=60.0, start_s=0.0, copies_max=1)
+    assert [(event.at_s, event.kind, event.device) for event in events] == [(30.0, "remove", 1)]
+
+
 def test_nodes_without_a_free_device_are_left_out() -> None:
     assert replay(FOUR, num_devices=1, seconds=100, start_s=0) == (Churn(20, "remove", 0), Churn(30, "add", 0))
 
