@@ -55,9 +55,8 @@ def plan(
     current: Placement | None = None,
     horizon_s: float = 600.0,
     gain_min: float = 0.02,
-    staleness_penalty: float = 0.0,
 ) -> Planned:
-    """The placement of the most tokens a second that the search finds.
+    """The placement with the shortest time to a loss that the search finds: tokens/s, less what staleness costs.
 
     Args:
         num_stages: None: several are tried, the best is taken; with a `current`, its number.
@@ -67,7 +66,7 @@ def plan(
         gain_min: what a change must gain beyond that (relative), else `current` is returned as it is.
     Raises: NoLayout: no placement of so many stages is possible.
     """
-    now = _now(topology, workload, current, staleness_penalty)
+    now = _now(topology, workload, current)
     if num_stages is None and current is not None:
         num_stages = len(current.stages)
     search = _Search(
@@ -76,7 +75,6 @@ def plan(
         seed=seed,
         current=None if now is None else now.placement,
         horizon_s=horizon_s,
-        staleness_penalty=staleness_penalty,
     )
     work = default_work(topology.num_devices) if work is None else work
     found, seconds, spent = search.best(num_stages, work)
@@ -84,7 +82,7 @@ def plan(
         return replace(now, work=spent)
     if found is None:
         raise NoLayout(search.why_not(num_stages))
-    result = planned(topology, workload, found, staleness_penalty=staleness_penalty)
+    result = planned(topology, workload, found)
     moving_s = (seconds / result.cost.seconds - 1.0) * horizon_s if current is not None else 0.0
     return replace(result, moving_s=max(0.0, moving_s), work=spent)
 
@@ -100,9 +98,9 @@ def repair(topology: Topology, workload: Workload, current: Placement, lost: Col
     return replace(result, left_out=tuple(d for d in result.left_out if d not in set(lost)))
 
 
-def planned(topology: Topology, workload: Workload, placement: Placement, *, staleness_penalty: float = 0.0) -> Planned:
+def planned(topology: Topology, workload: Workload, placement: Placement) -> Planned:
     """Score a placement from anywhere. Raises: NoLayout: it is impossible, and why."""
-    cost = ThroughputObjective(topology, workload, staleness_penalty=staleness_penalty).cost(placement)
+    cost = ThroughputObjective(topology, workload).cost(placement)
     if not np.isfinite(cost.seconds):
         raise NoLayout(cost.why)
     return _scored(topology, workload, placement, cost)
@@ -129,11 +127,11 @@ def _scored(topology: Topology, workload: Workload, placement: Placement, cost: 
     )
 
 
-def _now(topology: Topology, workload: Workload, current: Placement | None, staleness_penalty: float) -> Planned | None:
+def _now(topology: Topology, workload: Workload, current: Placement | None) -> Planned | None:
     """Where everybody is, with newcomers and spares where they help, but nobody moved; None if that cannot be."""
     if current is None:
         return None
-    objective = ThroughputObjective(topology, workload, staleness_penalty=staleness_penalty)
+    objective = ThroughputObjective(topology, workload)
     try:
         placement, cost = mend(topology, workload, objective, current, may_move=False)
     except NoLayout:
@@ -152,14 +150,12 @@ class _Search:
         seed: int,
         current: Placement | None,
         horizon_s: float,
-        staleness_penalty: float,
     ) -> None:
         self._topology = topology
         self._workload = workload
         self._seed = seed
         self._current = current
         self._horizon_s = horizon_s
-        self._staleness_penalty = staleness_penalty
         self._levels = levels(topology, workload)
 
     def best(self, num_stages: int | None, work: int) -> tuple[Placement | None, float, int]:
@@ -226,7 +222,6 @@ class _Search:
             weight=None if flat else level.weight,
             current=self._current if flat else None,
             horizon_s=self._horizon_s,
-            staleness_penalty=self._staleness_penalty,
         )
 
 

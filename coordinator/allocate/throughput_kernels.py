@@ -68,7 +68,7 @@ class Problem(NamedTuple):
     state_bytes: float
     """The last three: of a parameter."""
     s_max: float
-    staleness_penalty: float
+    staleness_price: float
     horizon_s: float
     shared_cards: bool
     has_cards: bool
@@ -102,9 +102,11 @@ class State(NamedTuple):
     seconds: Any
     free: Any
     commit: Any
+    tail: Any
     job: Any
     strain: Any
-    """[K]; strain: the mean member's seconds of the reduction, where `commit` has the largest."""
+    """[K]; tail: from a microbatch's arrival to its step's commit, as last summed up; strain: the mean member's seconds
+    of the reduction, where `commit` has the largest."""
     flow: Any
     hop: Any
     """[K], towards the next."""
@@ -457,7 +459,7 @@ def _sum_up(P, S, work):
     K = len(S.count)
     rate = np.inf
     slowest = 0
-    flow_s = mean_s = trip = tail = 0.0
+    flow_s = mean_s = trip = tail = stale = 0.0
     for k in range(K):
         if k < K - 1:
             if S.flow[k] <= 0.0:
@@ -471,7 +473,8 @@ def _sum_up(P, S, work):
     uneven = 0.0
     for k in range(K - 1, -1, -1):
         trip += S.job[k] + (S.hop[k] if k < K - 1 else 0.0)
-        tail = max(tail, trip + S.commit[k] + _reduce_s(P, S, k, flow_s))
+        S.tail[k] = trip + S.commit[k] + _reduce_s(P, S, k, flow_s)
+        tail = max(tail, S.tail[k])
         if S.count[k] > 1:
             uneven = max(uneven, S.job[k] / 2.0)
     issue_s = P.microbatches / min(rate, S.free[slowest]) - S.job[slowest]
@@ -482,9 +485,10 @@ def _sum_up(P, S, work):
     memory = _memory(P, S, step_s)
     if memory > 1.0:
         return IMPOSSIBLE * memory, IMPOSSIBLE * memory
-    stale = min(1.0, tail / step_s) if P.s_max > 0.0 else 0.0
+    for k in range(K):
+        stale += min(P.s_max, S.tail[k] / step_s) / K
     work[0] += 2 * len(S.stage) + 16 * K
-    cost = step_s * (1.0 + P.staleness_penalty * stale) * (1.0 + moving_s(P, S) / P.horizon_s)
+    cost = step_s * (1.0 + P.staleness_price * stale) * (1.0 + moving_s(P, S) / P.horizon_s)
     return cost, cost + _GUIDE * (mean_s + chain_s)
 
 

@@ -47,7 +47,6 @@ class ThroughputEvaluator:
         current: Placement | None = None,
         carries: Floats | None = None,
         horizon_s: float = 600.0,
-        staleness_penalty: float = 0.0,
     ) -> None:
         from shoal.coordinator.allocate import throughput_kernels
 
@@ -59,7 +58,7 @@ class ThroughputEvaluator:
         self.topology = topology
         self._weight = np.ones(topology.num_devices) if weight is None else weight.astype(np.float64)
         self._current = current
-        self.problem = self._problem(workload, carries, horizon_s, staleness_penalty)
+        self.problem = self._problem(workload, carries, horizon_s)
         self._state = _state(self.problem, num_stages)
         self._kept = _state(self.problem, num_stages)
         self._known: dict[bytes, tuple[float, Ints]] = {}
@@ -233,9 +232,7 @@ class ThroughputEvaluator:
         chosen = set(sorted(row, key=lambda d: (-quality[d], d))[:keep])
         return [device for device in row if device in chosen]
 
-    def _problem(
-        self, workload: Workload, carries: Floats | None, horizon_s: float, staleness_penalty: float
-    ) -> "Problem":
+    def _problem(self, workload: Workload, carries: Floats | None, horizon_s: float) -> "Problem":
         t, w, n = self.topology, workload, self.topology.num_devices
         cards, card = np.unique(t.card, return_inverse=True)
         slower = np.minimum(t.up_bytes_per_s, t.down_bytes_per_s)
@@ -274,7 +271,7 @@ class ThroughputEvaluator:
             resident_bytes=w.resident_bytes(0, 1) / w.layer_parameters[0],
             state_bytes=STATE_BYTES_PER_PARAMETER,
             s_max=float(w.s_max),
-            staleness_penalty=float(staleness_penalty),
+            staleness_price=float(w.staleness_price),
             horizon_s=float(horizon_s),
             shared_cards=finite and len(cards) < n,
             has_cards=finite,
@@ -346,6 +343,7 @@ def _state(problem: "Problem", num_stages: int) -> "State":
         seconds=per_stage(),
         free=per_stage(),
         commit=per_stage(),
+        tail=per_stage(),
         job=per_stage(),
         strain=per_stage(),
         flow=per_stage(),

@@ -1,6 +1,7 @@
-"""Shoal's own objective: seconds a step of the asynchronous pipeline on unequal GPUs. Lower is more tokens/s.
+"""Shoal's own objective: seconds a step of the asynchronous pipeline on unequal GPUs, times what its staleness costs.
 
     T = (T_flow^4 + T_chain^4)^(1/4);  with s_max = 0: T = T_chain          tokens/s = tokens a step / T
+    time to a loss ~ T (1 + price s)
 
 **T_flow**, what the busiest thing needs for one step's work when everything overlaps: M microbatches through every
 stage and every pair of neighbouring stages, and the reduction of every stage, on the same cards. In T seconds member d
@@ -43,8 +44,13 @@ needs; in flight are 1.5 (the window's gain, `peer/pipeline/window.py`) x its ra
 never more than its share of s_max + 1 steps. What does not fit is impossible, and so are a stage without members, a
 member of stage 0 without the text, and a stage between whose members and its neighbour's there is no path.
 
-**Staleness** s = the part of a step's microbatches that start before the version they want. Its price is
-`staleness_penalty` x s x T on top, by default 0: what it costs in steps is not known yet.
+**Staleness** s, the mean over microbatches and stages. What starts at stage k between the last microbatch of a step and
+its commit wants a version that is not there:
+
+    s = mean over k of min(s_max, (round trip_k + commit_k) / T)
+
+Its price is the workload's, by the run's compensation (`protocol/staleness.py`); `peer/pipeline/control.py` decides by
+the same prices how much of it there is.
 
 Source: ours; checked against the real drivers in virtual time (README).
 """
@@ -60,6 +66,7 @@ from shoal.coordinator.cost.flow import fill
 from shoal.coordinator.cost.paths import both_ways, exchange_s, reduction_parts, same_card
 from shoal.coordinator.cost.placement import Cost, Placement
 from shoal.coordinator.cost.workload import Workload
+from shoal.protocol.staleness import more_steps
 from shoal.protocol.topology import Floats, Ints, Topology
 
 WINDOW_GAIN = 1.5
@@ -92,16 +99,15 @@ class ThroughputObjective:
     """Implements `Objective`. Parts, in seconds a step unless said otherwise:
 
     step_s (T), flow_s, compute_s (the largest stage's M / sum of 1 / job), stage_s, pair_s and reduce_s (the parts of
-    T_flow), chain_s, round_trip_s (of one microbatch, nothing waiting), commit_s (the largest stage's), stale (0 to 1),
-    staleness_s (its price), tokens_per_s, slowest_stage (index), memory (largest needed / present).
+    T_flow), chain_s, round_trip_s (of one microbatch, nothing waiting), commit_s (the largest stage's), stale (s, 0 to
+    s_max), staleness_s (what it costs), tokens_per_s, slowest_stage (index), memory (largest needed / present).
     """
 
     name = "throughput"
 
-    def __init__(self, topology: Topology, workload: Workload, *, staleness_penalty: float = 0.0) -> None:
+    def __init__(self, topology: Topology, workload: Workload) -> None:
         self.topology = topology
         self.workload = workload
-        self.staleness_penalty = staleness_penalty
 
     def shares(self, placement: Placement) -> tuple[tuple[float, ...], ...]:
         """Each member's part of its stage's microbatches, positive; empty for an empty stage."""
@@ -149,7 +155,7 @@ class ThroughputObjective:
         if memory > 1.0:
             return Cost.impossible(f"stage {tight} does not fit into the memory of a member ({memory:.2f} times)")
         stale = self._stale(trips_s, commits_s, step_s)
-        staleness_s = self.staleness_penalty * stale * step_s
+        seconds = step_s * more_steps(w.staleness_price, stale)
         parts = {
             "step_s": step_s,
             "flow_s": flow_s,
@@ -161,12 +167,12 @@ class ThroughputObjective:
             "round_trip_s": trips_s[0],
             "commit_s": max(commits_s),
             "stale": stale,
-            "staleness_s": staleness_s,
+            "staleness_s": seconds - step_s,
             "tokens_per_s": w.tokens_per_step / step_s,
             "slowest_stage": float(stage_s.index(max(stage_s))),
             "memory": memory,
         }
-        return Cost(seconds=step_s + staleness_s, parts=parts)
+        return Cost(seconds=seconds, parts=parts)
 
     # --- stages ---
 
@@ -309,10 +315,10 @@ class ThroughputObjective:
         return most, where
 
     def _stale(self, trips_s: Sequence[float], commits_s: Sequence[float], step_s: float) -> float:
-        """Microbatches issued between the last one of a step and its commit want a version that is not there."""
-        if self.workload.s_max == 0:
-            return 0.0
-        return min(1.0, max(t + c for t, c in zip(trips_s, commits_s, strict=True)) / step_s)
+        """Steps, the mean of all stages."""
+        s_max = float(self.workload.s_max)
+        stale = sum(min(s_max, (t + c) / step_s) for t, c in zip(trips_s, commits_s, strict=True))
+        return stale / len(trips_s)
 
 
 def _joined(a: float, b: float) -> float:

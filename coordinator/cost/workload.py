@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from shoal.coordinator.cost.layers import layer_costs
 from shoal.protocol.spec import ModelSpec, RunSpec
+from shoal.protocol.staleness import PRICES
 
 FP32_BYTES = 4.0
 _WIDTHS = {"fp32": FP32_BYTES, "bf16": 2.0}
@@ -33,6 +34,8 @@ class Workload:
     """M, a step."""
     tokens_per_microbatch: int
     s_max: int
+    staleness_price: float = 0.0
+    """Further steps that a step of mean staleness costs, as a part of all (`protocol/staleness.py`)."""
 
     @property
     def num_layers(self) -> int:
@@ -63,6 +66,7 @@ class Workload:
             microbatches=training.microbatches_per_step,
             tokens_per_microbatch=tokens,
             s_max=training.s_max,
+            staleness_price=PRICES[training.compensation],
         )
 
 

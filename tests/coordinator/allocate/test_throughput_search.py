@@ -3,6 +3,7 @@
 import importlib.util
 import itertools
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,8 +25,9 @@ def test_the_compiled_cost_is_that_of_the_formula(seed: int) -> None:
     stages, layers = 1 + seed % 4, 6
     topology = swarms.swarm(seed, 12, cards=seed % 3 > 0)
     workload = swarms.workload(layers=layers, s_max=seed % 2, cut_bytes=[4e6, 1e5, 1e8][seed % 3])
-    evaluator = ThroughputEvaluator(topology, workload, stages, staleness_penalty=0.3)
-    objective = ThroughputObjective(topology, workload, staleness_penalty=0.3)
+    workload = replace(workload, staleness_price=0.3)
+    evaluator = ThroughputEvaluator(topology, workload, stages)
+    objective = ThroughputObjective(topology, workload)
     possible = 0
     for each in range(10):
         placement = swarms.random_placement(topology, layers, stages, 100 * seed + each)

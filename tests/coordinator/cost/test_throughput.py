@@ -1,6 +1,7 @@
 """The throughput objective on swarms small enough to be reckoned by hand."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -142,7 +143,7 @@ def test_stages_without_a_path_between_them_are_impossible() -> None:
 def test_staleness_has_a_price_that_is_told_apart() -> None:
     placement = Placement(stages=((0,), (1,)), bounds=(0, 2, 4))
     free = ThroughputObjective(lan(2, latency_s=0.1), workload()).cost(placement)
-    priced = ThroughputObjective(lan(2, latency_s=0.1), workload(), staleness_penalty=0.5).cost(placement)
+    priced = ThroughputObjective(lan(2, latency_s=0.1), replace(workload(), staleness_price=0.5)).cost(placement)
     assert priced.parts["step_s"] == free.parts["step_s"]
     assert priced.parts["staleness_s"] == pytest.approx(0.5 * free.parts["stale"] * free.seconds)
     assert priced.seconds == pytest.approx(free.seconds + priced.parts["staleness_s"])
@@ -154,3 +155,15 @@ def test_flow_goes_around_slow_paths() -> None:
     around = fill(even, even, np.array([[0.1, 9.0], [9.0, 0.1]]))
     assert around.sum() == pytest.approx(2.0, rel=0.02)
     assert (around <= np.array([[0.1, 9.0], [9.0, 0.1]])).all()
+
+
+def test_staleness_is_the_mean_of_all_stages_and_never_more_than_is_admitted() -> None:
+    """The first stage's microbatches are on their way for long, the last one's end where they begin."""
+    swarm, placement = lan(2, latency_s=1.0), Placement(stages=((0,), (1,)), bounds=(0, 2, 4))
+    found = ThroughputObjective(swarm, workload()).cost(placement)
+    job_s, hop_s = 3 * 2 * FLOP / 1e13, 2 * (1.0 + CUT / 1e12)
+    step_s = STEP_FLOP_PER_PARAMETER * 2 * PARAMETERS / 1e13
+    trips_s = (2 * job_s + hop_s, job_s)
+    assert found.parts["stale"] == pytest.approx(sum(trip_s + step_s for trip_s in trips_s) / 2 / found.parts["step_s"])
+    few = ThroughputObjective(swarm, workload(microbatches=1)).cost(placement)
+    assert few.parts["stale"] <= 1.0
