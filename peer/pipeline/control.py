@@ -15,11 +15,12 @@ time, since jobs take unequal times. So of each step the part x = min(1, idle / 
     T(0)    = W + idle
 
 The second is what follows from one another: a microbatch of step t begins when version t - k is there. What begins
-while the version is on its way is stale: at stage 0 for C + g R of every T seconds, at the last stage for C, which is
+while the version is on its way is stale: at stage 0 for C + g R of every T seconds, at the last stage for C, but by no
+more than k steps. So the mean over a step's microbatches and over the stages is
 
-    s(k, g) = min(k, (C + g R / 2) / T)                                        [steps]
+    s(k, g) = mean over u in [0, 1] of min(k, (C + u g R) / T)                 [steps]
 
-as the mean over a step's microbatches and over the stages. With the price of staleness (`protocol/staleness.py`)
+With the price of staleness (`protocol/staleness.py`)
 
     time to a loss  ~  T (1 + price s)
 
@@ -101,13 +102,20 @@ def expected(measured: Measured, steps_ahead: int, gain: float) -> Choice:
     filled_s = work_s * (1.0 - part + part / busy(gain))
     chain_s = (work_s / busy(gain) + idle_s) / (steps_ahead + 1.0)
     step_s = max(filled_s, chain_s)
-    stale_s = measured.commit_s + gain * measured.round_trip_s / 2.0
+    last, first = measured.commit_s / step_s, (measured.commit_s + gain * measured.round_trip_s) / step_s
     return Choice(
-        steps_ahead=steps_ahead,
-        gain=gain,
-        step_s=step_s,
-        staleness_steps=min(float(steps_ahead), stale_s / step_s),
+        steps_ahead=steps_ahead, gain=gain, step_s=step_s, staleness_steps=_mean_below(steps_ahead, last, first)
     )
+
+
+def _mean_below(most: float, low: float, high: float) -> float:
+    """Of min(most, x) for x uniform in [low, high]."""
+    if high <= most:
+        return (low + high) / 2.0
+    if low >= most:
+        return most
+    below = (most - low) / (high - low)
+    return below * (low + most) / 2.0 + (1.0 - below) * most
 
 
 def choose(measured: Measured, *, s_max: int, price: float, gain_max: float) -> Choice:
