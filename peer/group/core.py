@@ -84,7 +84,7 @@ class GroupCore:
             tokens_per_microbatch=self.tokens_per_microbatch,
             has_loss=self.has_loss,
         )
-        self._losses = Losses(microbatches=self.microbatches)
+        self._losses = Losses(microbatches=self.microbatches, is_first=self.stage == 0)
 
     # --- who ---
 

@@ -27,6 +27,8 @@ class Losses:
     """
 
     microbatches: int
+    is_first: bool = False
+    """Of stage 0: what it lacks is mostly on its way, and it would run all of that again."""
     _claims: dict[int, dict[PeerID, IndexSet]] = field(default_factory=dict)
     _lost: dict[int, IndexSet] = field(default_factory=dict)
     _version_since_s: float = 0.0
@@ -72,7 +74,11 @@ class Losses:
         if not self._steps_s:
             sooner_s = STALL_S_MIN * 2.0**self._num_asked
             return self._grown_at_s + (min(sooner_s, STALL_S_FIRST) if self._may_lack else STALL_S_FIRST)
-        return self._grown_at_s + max(STALL_S_MIN, STALL_STEPS * median_low(self._steps_s))
+        patience_s = max(STALL_S_MIN, STALL_STEPS * median_low(self._steps_s))
+        # Steps that take minutes may do so because of just such losses.
+        return self._grown_at_s + (
+            min(patience_s, STALL_S_FIRST) if self._may_lack and not self.is_first else patience_s
+        )
 
     def ask(self, version: int, lacks: Callable[[int, int], bool], *, now_s: float) -> list[Command]:
         """`lacks(step, index)`: nobody in the group has contributed it."""

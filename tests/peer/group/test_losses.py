@@ -36,6 +36,14 @@ def test_who_knows_of_a_death_asks_again_soon_and_then_ever_later() -> None:
     assert waits_s == [10.0, 20.0, 40.0, STALL_S_FIRST, STALL_S_FIRST, STALL_S_FIRST]
 
 
+def test_after_a_death_it_does_not_wait_for_steps_that_took_minutes_unless_the_pipeline_is_all_that_it_misses() -> None:
+    for is_first, patience_s in ((False, STALL_S_FIRST), (True, STALL_STEPS * 300.0)):
+        losses, now_s = after_steps(300.0, 300.0)
+        losses.is_first = is_first
+        losses.died(PeerID("mate"), 2, IndexSet(0b0110))
+        assert losses.suspect_at_s() == now_s + patience_s
+
+
 def test_who_comes_to_a_run_that_is_under_way_does_not_know_what_died_before() -> None:
     losses, now_s = after_steps()
     losses.stepped(7, by_a_step=False, now_s=now_s)
