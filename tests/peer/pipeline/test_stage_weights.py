@@ -1,6 +1,7 @@
 """Which weights StageRuntime gives a microbatch at its forward and at its backward, and how many copies that takes.
 
 A stage of one decoder layer, given activations and gradients made up: what is before and after it does not matter here.
+This file is long because every strategy is played through on that one stage.
 
 B samples   T tokens   D width   N parameters of the stage
 """
