@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 from shoal.coordinator.cost.layers import layer_costs
 from shoal.protocol.spec import ModelSpec, RunSpec
-from shoal.protocol.staleness import PRICES
 
 FP32_BYTES = 4.0
 _WIDTHS = {"fp32": FP32_BYTES, "bf16": 2.0}
@@ -35,7 +34,8 @@ class Workload:
     tokens_per_microbatch: int
     s_max: int
     staleness_price: float = 0.0
-    """Further steps that a step of mean staleness costs, as a part of all (`protocol/staleness.py`)."""
+    """Further steps that a step of mean staleness costs, as a part of all (`protocol/staleness.py`). 0 until planning
+    with a price keeps a quiet swarm as still as planning without (`test_governor_search.py`)."""
 
     @property
     def num_layers(self) -> int:
@@ -66,7 +66,6 @@ class Workload:
             microbatches=training.microbatches_per_step,
             tokens_per_microbatch=tokens,
             s_max=training.s_max,
-            staleness_price=PRICES[training.compensation],
         )
 
 

@@ -3,7 +3,6 @@ import pytest
 
 from shoal.coordinator.cost.workload import Workload
 from shoal.protocol.spec import RunSpec, WireSpec
-from shoal.protocol.staleness import PRICES
 
 
 @pytest.mark.parametrize(
@@ -22,11 +21,3 @@ def test_what_travels_is_as_wide_as_the_wire_says(
     numbers = spec.training.microbatch_size * spec.model.context * spec.model.dim
     assert workload.cut_bytes == cut_bytes_per_number * numbers
     assert workload.gradient_bytes_per_parameter == gradient_bytes
-
-
-def test_staleness_costs_what_it_costs_with_the_runs_compensation() -> None:
-    spec = RunSpec()
-    for compensation in ("none", "eager"):
-        training = msgspec.structs.replace(spec.training, compensation=compensation)
-        workload = Workload.of(msgspec.structs.replace(spec, training=training))
-        assert workload.staleness_price == PRICES[compensation]
