@@ -8,7 +8,7 @@ one. So what counts is not tokens/s but
 The price depends on what is done about staleness, `training.compensation`. s is the mean over the microbatches of a
 step and over the stages, as commit reports have it.
 
-Source: ours; the figures are those of `tests/bench/staleness`.
+Source: ours. The form is an assumption, and the prices are not measured yet: `tests/bench/staleness` is to give both.
 """
 
 from collections.abc import Mapping

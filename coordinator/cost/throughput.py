@@ -49,9 +49,8 @@ its commit wants a version that is not there:
 
     s = mean over k of min(s_max, (round trip_k + commit_k) / T)
 
-Its price is that of the workload, 0 for now (`Workload.staleness_price` says why);
-`peer/pipeline/control.py` decides by those
-of `protocol/staleness.py` how much of it there is.
+Its price is that of the workload, 0 for now (`Workload.staleness_price` says why). How much of it there is
+`peer/pipeline/control.py` decides, by the prices of `protocol/staleness.py`.
 
 Source: ours; checked against the real drivers in virtual time (README).
 """
