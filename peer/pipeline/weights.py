@@ -38,7 +38,9 @@ FRESHER: Final = 1.5
 class OpenGradients(Protocol):
     """This member's own, of steps that are not committed yet."""
 
-    def num(self, step: int) -> int: ...
+    def num(self, step: int) -> int:
+        """How many there are."""
+        ...
 
     def mean(self, step: int) -> Tensor | None:
         """Of all `num`: float32 [N], the stage's layers one behind the other; None if there are none."""
@@ -58,12 +60,13 @@ class WeightSet:
 
 
 class Weights:
-    """Of the stage with the layers `keys`. States are handed in: another thread may load one at any time.
+    """Of one stage. States are handed in: another thread may load one at any time.
 
     `keep = "recompute"` keeps nothing for steps ahead: their weights are made for each job anew.
 
     Args:
-        spans: of each layer in the stage's flat vector.
+        spans: layer key -> where it lies in the stage's flat vector.
+        gradients: what a strategy that sees is shown.
     """
 
     def __init__(self, spec: RunSpec, spans: Mapping[str, slice], gradients: OpenGradients) -> None:
@@ -189,7 +192,8 @@ class Weights:
     @torch.no_grad()
     def _make(self, state: StageState, staleness_steps: int) -> WeightSet:
         ahead = range(state.version, state.version + staleness_steps) if self._sees else ()
-        num_seen = sum(self._gradients.num(step) for step in ahead)
+        # Counted first: what the loop's thread adds meanwhile makes the set look older than it is, never fresher.
+        num_seen = self._num_seen(state, state.version + len(ahead))
         seen_N = [self._gradients.mean(step) for step in ahead]
         params = {}
         for key, layer in state.layers.items():
