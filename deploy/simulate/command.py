@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shoal.deploy.commands.options import EXIT_FAILED
 from shoal.protocol.errors import LocalError
 
 if TYPE_CHECKING:
     from shoal.deploy.simulate.scenario import Scenario
     from shoal.deploy.simulate.strategies import Options
 
-EXIT_FAILED = 1
 _CAMPAIGN_STEPS = 45
 
 

@@ -7,6 +7,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from shoal.deploy import cli
+from shoal.deploy.commands.options import EXIT_FAILED
 from shoal.deploy.simulate.modelled import Churn
 from shoal.deploy.simulate.outcome import row_of
 from shoal.deploy.simulate.scenario import STEPS_MAX, Scenario, find_scenario, shipped_names
@@ -109,7 +110,7 @@ def test_a_result_that_cannot_be_written_is_said_before_anything_is_simulated(tm
 def test_what_cannot_be_placed_is_a_line_of_the_table_and_a_failure(tiny: Path) -> None:
     tiny.write_text(TINY.replace("stages = 2", "stages = 3").replace("count = 2, tflops", "count = 1, tflops"))
     result = shoal(tiny, "--strategies", "given")
-    assert result.exit_code == cli.EXIT_FAILED
+    assert result.exit_code == EXIT_FAILED
     assert "3 stages cannot be" in " ".join(result.stdout.split())
 
 

@@ -1,0 +1,41 @@
+"""What several commands share: options, logging, the run that is up here."""
+
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shoal.deploy import places
+from shoal.protocol.errors import LocalError
+from shoal.protocol.invite import Invite, parse_invite
+
+EXIT_FAILED = 1
+EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 130
+DEFAULT_LISTEN = "0.0.0.0:0"
+
+Listen = Annotated[str, typer.Option(help="HOST:PORT, :PORT or a multiaddr; port 0 lets the system choose.")]
+StateDir = Annotated[
+    Path | None, typer.Option(help="Where identity, plans and snapshots are kept. Default: below the user's state.")
+]
+Threads = Annotated[int, typer.Option(min=0, help="Torch's threads; 0: its own choice.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N; auto is the first GPU, or the CPU without one.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log what happens to standard error.")]
+Reports = Annotated[bool, typer.Option("--reports", hidden=True, help="Report to a parent process as JSON lines.")]
+
+
+def start_logging(verbose: bool) -> None:
+    logging.basicConfig(
+        level=logging.INFO if verbose else logging.WARNING,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+
+
+def running_invite() -> Invite:
+    note = places.last_running()
+    if note is None:
+        raise LocalError("no run is up on this machine: give its invite, as in `shoal status INVITE`")
+    return parse_invite(note.invite)

@@ -1,0 +1,20 @@
+"""`shoal plan`: who should hold which layers."""
+
+from typing import Annotated
+
+import typer
+
+
+def plan(
+    network: Annotated[str, typer.Argument(metavar="NETWORK.json", help="A network file, or a scenario.")],
+    objective: Annotated[str, typer.Option(help="throughput, or dtfm for the DT-FM paper's.")] = "throughput",
+    seconds: Annotated[float, typer.Option(min=0.001, help="How long to search, of one core.")] = 1.0,
+    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same plan.")] = 0,
+    stages: Annotated[int | None, typer.Option(min=1, help="Default: the file's, else what is best.")] = None,
+    compare: Annotated[bool, typer.Option("--compare", help="All layouts, in a table.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Everything, as JSON.")] = False,
+) -> None:
+    """Say who should hold which layers, and what that costs."""
+    from shoal.deploy.plan_command import show_plan
+
+    show_plan(network, objective, seconds=seconds, seed=seed, stages=stages, compare=compare, as_json=json)

@@ -1,0 +1,53 @@
+"""`shoal recover`: the owner's forced reset."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from shoal.deploy import places
+from shoal.deploy.commands.options import Verbose, running_invite, start_logging
+from shoal.protocol.invite import parse_invite
+
+
+def recover(
+    invite: Annotated[str | None, typer.Argument(help="Default: the run that was last started here.")] = None,
+    state_dir: Annotated[Path | None, typer.Option(help="The host's folder, where the owner's key is.")] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Say what was found and done as JSON.")] = False,
+    verbose: Verbose = False,
+) -> None:
+    """Let a run go on that has lost half of its peers or more for good. Needs the key of the run's owner."""
+    found = parse_invite(invite) if invite else running_invite()
+    start_logging(verbose)
+    from shoal.deploy.recover import find_owner, recovery
+    from shoal.deploy.recover_view import WARNING, as_json, headline, outcome, situation_table
+    from shoal.protocol.live.run import run
+
+    hosts = [state_dir] if state_dir else sorted((places.state_root() / "hosts").glob("*"))
+    owner, folder = find_owner(found, hosts)
+
+    async def look() -> Any:
+        async with recovery(found) as session:
+            return await session.look()
+
+    async def reset() -> Any:
+        async with recovery(found) as session:
+            now = await session.look()  # it may have changed while the user thought about it
+            return now, await session.reset(now, owner, folder)
+
+    situation = run(look())
+    console = Console(highlight=False, stderr=json)
+    console.print(headline(situation), markup=False)
+    console.print(situation_table(situation))
+    if not yes:
+        console.print(WARNING, markup=False)
+        typer.confirm("Go on without them?", abort=True, err=json)
+    situation, recovered = run(reset())
+    if json:
+        import msgspec
+
+        typer.echo(msgspec.json.encode(as_json(situation, recovered)).decode())
+        return
+    console.print(outcome(recovered, situation), markup=False, soft_wrap=True)
