@@ -70,22 +70,26 @@ def claim_first_free(parent: Path, prefix: str) -> FolderLock:
 
 
 class Running(msgspec.Struct, frozen=True):
-    """A run that a process of this user hosts now. `created_s` tells a reused process number from the same process."""
+    """A run that a process of this user takes part in now. `created_s` tells a reused process number from the same
+    process.
+    """
 
     pid: int
     created_s: float
     started_s: float
     invite: str
+    folder: str = ""
+    """The peer's own: its control socket is there."""
 
 
 @contextlib.contextmanager
-def announced(invite: str) -> Iterator[None]:
-    """While this lasts, `shoal status` without an argument finds the run."""
+def announced(invite: str, folder: Path | None = None) -> Iterator[None]:
+    """While this lasts, `shoal status` without an argument finds the run, and `shoal leave` the peer in `folder`."""
     me = psutil.Process()
     folder = state_root() / "running"
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{me.pid}.json"
-    note = Running(me.pid, me.create_time(), time.time(), invite)
+    note = Running(me.pid, me.create_time(), time.time(), invite, str(folder.resolve()) if folder else "")
     temporary = path.with_suffix(".new")
     temporary.write_bytes(msgspec.json.encode(note))
     temporary.replace(path)
@@ -96,7 +100,12 @@ def announced(invite: str) -> Iterator[None]:
 
 
 def last_running() -> Running | None:
-    """The run that came up last among those whose process still lives; notes of dead ones are swept."""
+    """The run that came up last among those whose process still lives."""
+    return next(iter(all_running()), None)
+
+
+def all_running() -> list[Running]:
+    """Peers of this user whose process still lives, the newest first; notes of dead ones are swept."""
     alive = []
     for path in sorted((state_root() / "running").glob("*.json")):
         try:
@@ -107,7 +116,7 @@ def last_running() -> Running | None:
             alive.append(note)
         else:
             path.unlink(missing_ok=True)
-    return max(alive, key=lambda note: (note.started_s, note.pid), default=None)
+    return sorted(alive, key=lambda note: (note.started_s, note.pid), reverse=True)
 
 
 def _lives(note: Running) -> bool:

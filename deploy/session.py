@@ -7,15 +7,17 @@ import logging
 import random
 import signal
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
 
 from shoal.coordinator.ledger import StepRecord
 from shoal.deploy.background import in_background
+from shoal.deploy.control_socket import ControlServer
 from shoal.deploy.heap import trim_heap, trim_heap_forever
 from shoal.deploy.node import Node
 from shoal.deploy.output import Output, make_output
@@ -88,6 +90,11 @@ class Stop:
             self._main.cancel()
         self.drains = number == signal.SIGINT
         self.asked.set()
+
+    async def leave(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The control socket's `leave`: like Ctrl-C, or like SIGTERM with `drains` false."""
+        self._ask(signal.SIGINT if arguments.get("drains", True) else signal.SIGTERM)
+        return {}
 
 
 async def host_run(spec: RunSpec, corpus: Corpus, options: Options) -> None:
@@ -165,8 +172,11 @@ async def _take_part(
         on_plan=lambda signed: output.say(_obeys(signed.plan)),
     )
     invite = make_invite(node.run, owner, network.transport.addresses())
+    control = ControlServer(options.folder)
+    control.on("leave", stop.leave)
     try:
-        with announced(invite):
+        await _start_control(control)
+        with announced(invite, options.folder):
             await node.start()
             trim_heap()  # of what reading the text and the probe needed
             stop.takes_part = True
@@ -182,6 +192,15 @@ async def _take_part(
         await node.close()
         compute.close()
         output.close()
+        await control.close()
+
+
+async def _start_control(control: ControlServer) -> None:
+    """A file system without sockets keeps nobody from taking part."""
+    try:
+        await control.start()
+    except LocalError as error:
+        logger.warning("%s: `shoal leave` and the like will not reach this peer", error)
 
 
 async def _until_done(node: Node, output: Output, stop: Stop) -> bool:
