@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from shoal.deploy.commands.demo import demo
-from shoal.deploy.commands.options import EXIT_INTERRUPTED, EXIT_USER_ERROR
+from shoal.deploy.commands.options import EXIT_INTERRUPTED, EXIT_USER_ERROR, examples_of
 from shoal.deploy.commands.plan import plan
 from shoal.deploy.commands.recover import recover
 from shoal.deploy.commands.status import status
@@ -36,10 +36,17 @@ class _Group(TyperGroup):
 app = typer.Typer(
     cls=_Group,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     help="Strangers lend spare GPUs to one training run.",
+    epilog="""\b
+Begin with:
+  # a swarm of six peers on this machine
+  shoal demo
+  # a run of your own, and an invite to it
+  shoal host run.toml
+  # take part in somebody's
+  shoal join shoal1…""",
 )
 
 
@@ -59,7 +66,7 @@ def options(
 
 
 for command in (demo, host, join, status, plan, simulate, recover):
-    app.command()(command)
+    app.command(epilog=examples_of(command))(command)
 
 
 def main() -> None:

@@ -9,13 +9,19 @@ import typer
 from rich.console import Console
 
 from shoal.deploy import places
-from shoal.deploy.commands.options import EXIT_INTERRUPTED
+from shoal.deploy.commands.options import EXIT_INTERRUPTED, examples
 from shoal.protocol.spec import load_spec
 
 DEMO_PEERS = 6
 CHAOS_PEERS = 8
 
 
+@examples(
+    "shoal demo  # six peers, three stages, until the run is done",
+    "shoal demo --peers 4 --stages 2 --steps 50  # smaller and sooner",
+    "shoal demo --chaos --seconds 300  # kill a peer every 15 s and watch it mend",
+    "shoal demo --data ~/notes --json demo.jsonl  # your own text, and a line a step to a file",
+)
 def demo(
     peers: Annotated[int | None, typer.Option(min=1, help="Peer processes. Default: 6; with --chaos 8.")] = None,
     stages: Annotated[int, typer.Option(min=1, help="Pipeline stages.")] = 3,

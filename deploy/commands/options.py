@@ -1,9 +1,10 @@
-"""What several commands share: options, logging, the run that is up here."""
+"""What several commands share: options, examples, logging, the run that is up here."""
 
 import logging
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 import typer
 
@@ -24,6 +25,30 @@ Threads = Annotated[int, typer.Option(min=0, help="Torch's threads; 0: its own c
 Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N; auto is the first GPU, or the CPU without one.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log what happens to standard error.")]
 Reports = Annotated[bool, typer.Option("--reports", hidden=True, help="Report to a parent process as JSON lines.")]
+
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+_EXAMPLES: dict[str, str] = {}
+"""Help's last paragraph, by module and name of the command's function."""
+
+
+def examples(*lines: str) -> Callable[[_Command], _Command]:
+    """What `--help` ends with: whole command lines, each with what it is for behind two spaces and a #.
+
+    tests/deploy/test_help.py asks every command for some, and that their options exist.
+    """
+    parts = [line.partition("  # ") for line in lines]
+    text = "".join(f"\n  # {why}\n  {line}" for line, _, why in parts)
+
+    def keep(command: _Command) -> _Command:
+        _EXAMPLES[f"{command.__module__}.{command.__qualname__}"] = f"\b\nExamples:{text}"  # \b: lines stay lines
+        return command
+
+    return keep
+
+
+def examples_of(command: Callable[..., Any]) -> str | None:
+    return _EXAMPLES.get(f"{command.__module__}.{command.__qualname__}")
 
 
 def start_logging(verbose: bool) -> None:

@@ -4,7 +4,14 @@ from typing import Annotated
 
 import typer
 
+from shoal.deploy.commands.options import examples
 
+
+@examples(
+    "shoal plan home-gpus  # the layout of a shipped scenario, and its cost in parts",
+    "shoal plan home-gpus --compare  # ours beside random, greedy and others",
+    "shoal plan network.json --stages 4 --json  # of your own network, for a script",
+)
 def plan(
     network: Annotated[str, typer.Argument(metavar="NETWORK.json", help="A network file, or a scenario.")],
     objective: Annotated[str, typer.Option(help="throughput, or dtfm for the DT-FM paper's.")] = "throughput",

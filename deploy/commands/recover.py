@@ -7,10 +7,14 @@ import typer
 from rich.console import Console
 
 from shoal.deploy import places
-from shoal.deploy.commands.options import Verbose, running_invite, start_logging
+from shoal.deploy.commands.options import Verbose, examples, running_invite, start_logging
 from shoal.protocol.invite import parse_invite
 
 
+@examples(
+    "shoal recover  # the run that this machine hosts: look, ask, go on",
+    "shoal recover shoal1… --yes --json  # with an invite of anybody, without a question",
+)
 def recover(
     invite: Annotated[str | None, typer.Argument(help="Default: the run that was last started here.")] = None,
     state_dir: Annotated[Path | None, typer.Option(help="The host's folder, where the owner's key is.")] = None,
@@ -18,7 +22,10 @@ def recover(
     json: Annotated[bool, typer.Option("--json", help="Say what was found and done as JSON.")] = False,
     verbose: Verbose = False,
 ) -> None:
-    """Let a run go on that has lost half of its peers or more for good. Needs the key of the run's owner."""
+    """Go on with a run that has lost half of its peers for good.
+
+    For half or more of them: with fewer gone the others go on by themselves. Needs the key of the run's owner.
+    """
     found = parse_invite(invite) if invite else running_invite()
     start_logging(verbose)
     from shoal.deploy.recover import find_owner, recovery

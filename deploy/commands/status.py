@@ -5,10 +5,15 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from shoal.deploy.commands.options import Verbose, running_invite, start_logging
+from shoal.deploy.commands.options import Verbose, examples, running_invite, start_logging
 from shoal.protocol.invite import parse_invite
 
 
+@examples(
+    "shoal status  # the run that is up on this machine",
+    "shoal status shoal1…  # any run, with its invite, without taking part",
+    "shoal status --json  # everything, for a script",
+)
 def status(
     invite: Annotated[str | None, typer.Argument(help="Default: the run that was last started here.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Everything, as JSON.")] = False,

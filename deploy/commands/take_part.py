@@ -15,12 +15,18 @@ from shoal.deploy.commands.options import (
     StateDir,
     Threads,
     Verbose,
+    examples,
     start_logging,
 )
 from shoal.protocol.invite import parse_invite
 from shoal.protocol.spec import load_spec
 
 
+@examples(
+    "shoal host run.toml  # start a run, print its invite, take part",
+    "shoal host run.toml --listen :4001 --name alice  # on a port that the router forwards",
+    "shoal host run.toml --device cuda:1 --state-dir /data/run  # another GPU, another disk",
+)
 def host(
     run_toml: Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run spec (protocol/spec.py).")],
     name: Annotated[str, typer.Option(help="What others see.")] = "host",
@@ -50,6 +56,12 @@ def host(
     run(host_run(spec, corpus, chosen))
 
 
+@examples(
+    "shoal join shoal1…  # take part, with the first GPU or the CPU",
+    "shoal join shoal1… --name bob --device cuda:1  # as bob, with the second GPU",
+    "shoal join shoal1… --data ~/corpus.txt  # with the text of the run: the first stage needs it",
+    "shoal join - < invite.txt  # the invite from standard input",
+)
 def join(
     invite: Annotated[str, typer.Argument(help="What the host printed; - reads it from standard input.")],
     name: Annotated[str, typer.Option(help="What others see.")] = "volunteer",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shoal.deploy.commands.options import EXIT_FAILED
+from shoal.deploy.commands.options import EXIT_FAILED, examples
 from shoal.protocol.errors import LocalError
 
 if TYPE_CHECKING:
@@ -20,6 +20,12 @@ if TYPE_CHECKING:
 _CAMPAIGN_STEPS = 45
 
 
+@examples(
+    "shoal simulate --list  # the shipped scenarios",
+    "shoal simulate two-universities --html report.html  # ours against other layouts, and a page",
+    "shoal simulate home-gpus --strategies ours,random --seed 3  # only these",
+    "shoal simulate --campaign 20  # break twenty swarms, each in its own way",
+)
 def simulate(
     what: Annotated[
         str | None,
@@ -40,7 +46,10 @@ def simulate(
     kind: Annotated[list[str] | None, typer.Option(help="Only faults of this kind; may be repeated.")] = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what happens to standard error.")] = False,
 ) -> None:
-    """Run whole swarms in virtual time: see what a layout gives; or break them, with --campaign."""
+    """Run whole swarms in virtual time.
+
+    Says what a layout gives beside others; with --campaign breaks swarms on purpose and says whether they survive.
+    """
     if list_:
         return _list_shipped()
     if (what is None) == (campaign is None):

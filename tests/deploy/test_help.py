@@ -1,0 +1,100 @@
+"""Help that teaches: every command has it, with examples, and the examples are commands that exist."""
+
+import shlex
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from shoal.deploy import cli
+from shoal.deploy.commands.options import examples
+
+GROUP: Any = typer.main.get_command(cli.app)
+
+
+def commands(group: Any = GROUP, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every command with its path, those of groups included."""
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from commands(command, (*path, name))
+        else:
+            yield (*path, name), command
+
+
+def parse(line: str) -> None:
+    """As the shell and `shoal` would, without running it. Raises: click's UsageError, with what is wrong."""
+    words = shlex.split(line.partition(" < ")[0], comments=True)
+    assert words[0] == "shoal", line
+    command, rest = GROUP, words[1:]
+    while hasattr(command, "commands") and rest and not rest[0].startswith("-"):
+        assert rest[0] in command.commands, f"{line}: there is no command {rest[0]!r}"
+        command, rest = command.commands[rest[0]], rest[1:]
+    command.make_context(" ".join(words), rest, resilient_parsing=False)
+
+
+COMMANDS = list(commands())
+
+
+@pytest.mark.parametrize("path", [path for path, _ in COMMANDS], ids=" ".join)
+def test_help_runs_and_says_what_for(path: tuple[str, ...]) -> None:
+    result = CliRunner().invoke(cli.app, [*path, "--help"])
+    assert result.exit_code == 0, result.output
+    assert "Examples:" in result.output
+
+
+@pytest.mark.parametrize(("path", "command"), COMMANDS, ids=[" ".join(path) for path, _ in COMMANDS])
+def test_examples_are_commands_that_exist(path: tuple[str, ...], command: Any) -> None:
+    lines = [line.strip() for line in (command.epilog or "").splitlines()]
+    shown = [line for line in lines if line.startswith("shoal ")]
+    assert shown, f"`shoal {' '.join(path)}` teaches by no example: give its function @examples(…)"
+    for line in shown:
+        assert line.startswith(" ".join(("shoal", *path)))
+        parse(line)
+
+
+@pytest.mark.parametrize(("path", "command"), COMMANDS, ids=[" ".join(path) for path, _ in COMMANDS])
+def test_every_option_says_what_it_is(path: tuple[str, ...], command: Any) -> None:
+    silent = [param.name for param in command.params if not getattr(param, "help", None)]
+    assert not silent
+    summary = command.get_short_help_str(limit=66)
+    assert not summary.endswith("..."), f"the list of commands would cut {summary!r}"
+
+
+@pytest.mark.parametrize("line", ["shoal join --nobody", "shoal fly", "shoal plan", "shoal demo --peers none"])
+def test_an_example_that_does_not_exist_would_be_seen(line: str) -> None:
+    with pytest.raises(Exception, match=r"no command|No such option|[Mm]issing|valid integer"):
+        parse(line)
+
+
+def test_examples_keep_their_lines() -> None:
+    app = typer.Typer(rich_markup_mode=None)
+
+    @examples("shoal f  # do it", "shoal f --again  # do it again, a text that would be filled otherwise")
+    def f() -> None:
+        """F."""
+
+    from shoal.deploy.commands.options import examples_of
+
+    app.command(epilog=examples_of(f))(f)
+    output = CliRunner().invoke(app, ["--help"]).output
+    assert "  # do it again, a text that would be filled otherwise\n    shoal f --again\n" in output
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_is_offered(shell: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the shell asks for it: the words so far in variables, an instruction in another."""
+    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
+    shown = CliRunner().invoke(cli.app, ["--show-completion", shell], prog_name="shoal")
+    assert shown.exit_code == 0, shown.output
+    assert "_SHOAL_COMPLETE" in shown.output
+
+
+def test_completion_knows_the_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("_SHOAL_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", "shoal st")
+    monkeypatch.setenv("COMP_CWORD", "1")
+    offered = CliRunner().invoke(cli.app, [], prog_name="shoal").output.split()
+    assert "status" in offered
+    assert "demo" not in offered
