@@ -17,135 +17,31 @@ At stage 0 a forward also needs room in the window, and one of a later step than
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 from shoal.peer.pipeline.commits import CommitTimes
 from shoal.peer.pipeline.control import Control
+from shoal.peer.pipeline.events import (
+    Arrived,
+    Command,
+    Contributed,
+    Event,
+    Finished,
+    Forget,
+    GradientArrived,
+    Job,
+    JobDone,
+    PeerLost,
+    PeerReady,
+    SendActivation,
+    SendGradient,
+    StepReady,
+    VersionSet,
+)
 from shoal.peer.pipeline.flight import Flight
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.pipeline.router import Router
 from shoal.peer.pipeline.window import Window
 from shoal.protocol.identity import PeerID
-
-# --- events ---
-
-
-@dataclass(frozen=True, slots=True)
-class Arrived:
-    """An activation came in from `source`, or (stage 0, source None) the lead granted us the microbatch."""
-
-    microbatch: Microbatch
-    source: PeerID | None
-    again: bool = False
-    """It may have run before, here or elsewhere."""
-
-
-@dataclass(frozen=True, slots=True)
-class GradientArrived:
-    """The next stage is done with it. For validation: the loss is known."""
-
-    microbatch: Microbatch
-    source: PeerID
-    waited_s: float = 0.0
-    commit_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class JobDone:
-    job: "Job"
-
-
-@dataclass(frozen=True, slots=True)
-class StepReady:
-    """The group has the whole reduced gradient of `step`."""
-
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
-class VersionSet:
-    """State was loaded at `version`, by no step of ours."""
-
-    version: int
-
-
-@dataclass(frozen=True, slots=True)
-class PeerReady:
-    """`peer`, of the next stage, takes traffic."""
-
-    peer: PeerID
-
-
-@dataclass(frozen=True, slots=True)
-class PeerLost:
-    """`peer` died, left the plan, or no longer takes traffic and will not answer what it owes."""
-
-    peer: PeerID
-
-
-Event = Arrived | GradientArrived | JobDone | StepReady | VersionSet | PeerReady | PeerLost
-
-# --- commands ---
-
-JobKind = Literal["forward", "backward", "loss", "validate", "step"]
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One run of the device. `microbatch` is None for a step; `version` is the one it runs at."""
-
-    kind: JobKind
-    microbatch: Microbatch | None
-    version: int
-
-    def __str__(self) -> str:
-        letter = {"forward": "F", "backward": "B", "loss": "L", "validate": "V", "step": "S"}[self.kind]
-        return f"{letter}{self.microbatch or self.version}"
-
-
-@dataclass(frozen=True, slots=True)
-class SendActivation:
-    microbatch: Microbatch
-    target: PeerID
-    again: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class SendGradient:
-    """`waited_s`: how long the microbatch stood in queues here and in all later stages, forth and back. `commit_s`: how
-    long commits take, in that of these stages where they take longest."""
-
-    microbatch: Microbatch
-    target: PeerID
-    waited_s: float = 0.0
-    commit_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Contributed:
-    """Backward is done, its gradient is here."""
-
-    microbatch: Microbatch
-    staleness_steps: int
-    again: bool = False
-    """A mate may have it, too."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """Stage 0: the microbatch is through the whole pipeline."""
-
-    microbatch: Microbatch
-
-
-@dataclass(frozen=True, slots=True)
-class Forget:
-    """Free what is kept for it: nobody will ask any more."""
-
-    microbatch: Microbatch
-
-
-Command = Job | SendActivation | SendGradient | Contributed | Finished | Forget
 
 
 @dataclass(kw_only=True, slots=True)

@@ -16,7 +16,8 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from shoal.peer.arithmetic import Runtime
-from shoal.peer.pipeline.core import (
+from shoal.peer.pipeline.core import PipelineCore
+from shoal.peer.pipeline.events import (
     Arrived,
     Contributed,
     Event,
@@ -27,7 +28,6 @@ from shoal.peer.pipeline.core import (
     JobDone,
     PeerLost,
     PeerReady,
-    PipelineCore,
     SendActivation,
     SendGradient,
     StepReady,

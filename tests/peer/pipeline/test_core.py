@@ -3,7 +3,8 @@ import itertools
 import pytest
 
 from shoal.peer.pipeline.control import Choice, Control
-from shoal.peer.pipeline.core import (
+from shoal.peer.pipeline.core import PipelineCore
+from shoal.peer.pipeline.events import (
     Arrived,
     Command,
     Contributed,
@@ -15,7 +16,6 @@ from shoal.peer.pipeline.core import (
     JobDone,
     PeerLost,
     PeerReady,
-    PipelineCore,
     SendActivation,
     SendGradient,
     StepReady,

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.peer.pipeline.core import (
+from shoal.peer.pipeline.core import PipelineCore
+from shoal.peer.pipeline.events import (
     Arrived,
     Contributed,
     Event,
@@ -22,7 +23,6 @@ from shoal.peer.pipeline.core import (
     JobDone,
     PeerLost,
     PeerReady,
-    PipelineCore,
     SendActivation,
     SendGradient,
     StepReady,

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from shoal.peer.pipeline.core import (
+from shoal.peer.pipeline.core import PipelineCore
+from shoal.peer.pipeline.events import (
     Arrived,
     Event,
     Finished,
@@ -22,7 +23,6 @@ from shoal.peer.pipeline.core import (
     Job,
     JobDone,
     PeerReady,
-    PipelineCore,
     SendActivation,
     SendGradient,
 )
