@@ -22,6 +22,11 @@ from shoal.protocol.seals import SEALS, Seals
 
 logger = logging.getLogger(__name__)
 
+_Address = tuple[type, int | None]
+"""A kind of message and a group."""
+_MessageHandler = Callable[[PeerID, Any], Awaitable[msgspec.Struct]]
+_FrameHandler = Callable[[PeerID, Any, Payload], Awaitable[None]]
+H = TypeVar("H")
 R = TypeVar("R", bound=msgspec.Struct)
 M = TypeVar("M", bound=msgspec.Struct)
 
@@ -60,20 +65,34 @@ class Endpoint:
         self.era = 0
         self._sequence = itertools.count(first_sequence)
         self._guard = ReplayGuard()
-        self._on_message: dict[type, Callable[[PeerID, Any], Awaitable[msgspec.Struct]]] = {}
-        self._on_frame: dict[type, Callable[[PeerID, Any, Payload], Awaitable[None]]] = {}
+        self._on_message: dict[_Address, _MessageHandler] = {}
+        self._on_frame: dict[_Address, _FrameHandler] = {}
         transport.serve(on_call=self._handle_call, on_frame=self._handle_frame)
 
     @property
     def peer_id(self) -> PeerID:
         return self.identity.peer_id
 
-    def on(self, kind: type[M], handler: Callable[[PeerID, M], Awaitable[msgspec.Struct]]) -> None:
-        """Answer messages of `kind`; a `Refusal` (returned, or raised as `Refused`) tells the sender why not."""
-        self._on_message[kind] = handler
+    def on(
+        self, kind: type[M], handler: Callable[[PeerID, M], Awaitable[msgspec.Struct]], *, stage: int | None = None
+    ) -> None:
+        """Answer messages of `kind`; a `Refusal` (returned, or raised as `Refused`) tells the sender why not.
 
-    def on_frame(self, kind: type[M], handler: Callable[[PeerID, M, Payload], Awaitable[None]]) -> None:
-        self._on_frame[kind] = handler
+        Args:
+            stage: those for this group alone, by the message's `stage`; None: all that no group takes.
+        """
+        self._on_message[kind, stage] = handler
+
+    def on_frame(
+        self, kind: type[M], handler: Callable[[PeerID, M, Payload], Awaitable[None]], *, stage: int | None = None
+    ) -> None:
+        self._on_frame[kind, stage] = handler
+
+    def leave_stage(self, stage: int) -> None:
+        """Whatever still comes for this group is refused, and its frames are dropped."""
+        for handlers in (self._on_message, self._on_frame):
+            for address in [address for address in handlers if address[1] == stage]:
+                del handlers[address]
 
     async def ask(
         self, peer: PeerID, message: msgspec.Struct, expect: type[R], *, timeout_s: float = CALL_TIMEOUT_S
@@ -99,7 +118,9 @@ class Endpoint:
         """Put one tensor frame on the stream to `peer`. Raises: Unreachable."""
         meta = self._stamped(meta)
         if peer == self.peer_id:
-            await self._on_frame[type(meta)](peer, meta, payload)
+            handler = _handler(self._on_frame, meta)
+            if handler is not None:
+                await handler(peer, meta, payload)
             return
         await self.transport.send(peer, _ENCODER.encode(meta), payload, priority=priority)
 
@@ -140,16 +161,18 @@ class Endpoint:
         return self._seal("reply", reply)
 
     async def _dispatch(self, source: PeerID, message: msgspec.Struct) -> msgspec.Struct:
-        handler = self._on_message.get(type(message))
+        handler = _handler(self._on_message, message)
         if handler is None:
-            return messages.Refusal(reason=f"{type(message).__name__} is not answered here")
+            stage = getattr(message, "stage", None)
+            where = "here" if stage is None else f"for stage {stage} here"
+            return messages.Refusal(reason=f"{type(message).__name__} is not answered {where}")
         if isinstance(message, messages.EraMessage) and message.era != self.era:
             return messages.Refusal(reason=f"trains in era {self.era}, not {message.era}")
         return self._stamped(await handler(source, message))
 
     async def _handle_frame(self, source: PeerID, meta: bytes, payload: Payload) -> None:
         header = _decode(_FRAMES, meta, source)
-        handler = self._on_frame.get(type(header))
+        handler = _handler(self._on_frame, header)
         if handler is None:
             logger.debug("dropped a %s frame from %s: nobody here takes it", type(header).__name__, source[-8:])
             return
@@ -157,6 +180,12 @@ class Endpoint:
             logger.debug("dropped a %s frame of era %d", type(header).__name__, header.era)
             return
         await handler(source, header, payload)
+
+
+def _handler(handlers: dict[_Address, H], message: msgspec.Struct) -> H | None:
+    """The group's that it is for, else everybody's."""
+    kind = type(message)
+    return handlers.get((kind, getattr(message, "stage", None))) or handlers.get((kind, None))
 
 
 @lru_cache(maxsize=_RECORDS_KEPT)

@@ -22,7 +22,7 @@ from shoal.peer.pipeline.driver import PipelineDriver
 from shoal.peer.pipeline.microbatch import IndexSet
 from shoal.peer.tasks import Tasks
 from shoal.protocol.endpoint import Endpoint
-from shoal.protocol.errors import Refused, RemoteError
+from shoal.protocol.errors import RemoteError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import (
     CommitReport,
@@ -107,11 +107,12 @@ class GroupDriver:
         self._closed = False
 
     def install(self) -> None:
-        self._endpoint.on(Progress, self._on_progress_message)
-        self._endpoint.on(RoundStart, self._on_round_start)
-        self._endpoint.on(Digest, self._on_digest)
-        self._endpoint.on_frame(ReducePart, self._on_part)
-        self._endpoint.on_frame(GatherPart, self._on_part)
+        stage = self.core.stage
+        self._endpoint.on(Progress, self._on_progress_message, stage=stage)
+        self._endpoint.on(RoundStart, self._on_round_start, stage=stage)
+        self._endpoint.on(Digest, self._on_digest, stage=stage)
+        self._endpoint.on_frame(ReducePart, self._on_part, stage=stage)
+        self._endpoint.on_frame(GatherPart, self._on_part, stage=stage)
         self._catching_up.install()
         self._tasks.spawn(self._press(), "press")
 
@@ -123,6 +124,7 @@ class GroupDriver:
         self._closed = True
         if self._timer:
             self._timer.cancel()
+        self._endpoint.leave_stage(self.core.stage)
         self._telling.close()
         await self._tasks.cancel()
         await self._outbox.close()
@@ -187,7 +189,6 @@ class GroupDriver:
     # --- messages ---
 
     async def _on_progress_message(self, source: PeerID, message: Progress) -> Done:
-        self._check(source, message.stage)
         if self.core.has_begun_anew(source, message.incarnation):
             self._outbox.forget(source)
         self._perform(self.core.progress(source, message, now_s=self._clock.now_s()))
@@ -195,23 +196,17 @@ class GroupDriver:
         return Done()
 
     async def _on_round_start(self, source: PeerID, message: RoundStart) -> Done:
-        self._check(source, message.stage)
         self._perform(self.core.round_started(message))
         return Done()
 
     async def _on_digest(self, source: PeerID, message: Digest) -> Done:
-        self._check(source, message.stage)
         self._perform(self.core.digest(source, message, now_s=self._clock.now_s()))
         return Done()
-
-    def _check(self, source: PeerID, stage: int) -> None:
-        if stage != self.core.stage:
-            raise Refused(self._endpoint.peer_id, f"holds stage {self.core.stage}, not {stage}")
 
     # --- frames ---
 
     async def _on_part(self, source: PeerID, meta: ReducePart | GatherPart, payload: Payload) -> None:
-        if meta.stage != self.core.stage or meta.step < self.core.version:
+        if meta.step < self.core.version:
             return
         reduction = self._reductions.get(meta.step)
         if reduction is None or reduction.start.attempt < meta.attempt:

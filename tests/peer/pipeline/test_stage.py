@@ -396,7 +396,7 @@ def test_a_state_that_is_loaded_while_a_step_runs_stays(
     mean_N = runtime.gradient_sum(0)
     assert runtime.state is not None
     loaded = later(runtime.state, 5)
-    module = __import__("shoal.peer.pipeline.stage", fromlist=["step_layer"])
+    module = __import__("shoal.peer.pipeline.shard", fromlist=["step_layer"])
     plain = module.step_layer
 
     def step_layer(*args: Any) -> Any:

@@ -1,0 +1,132 @@
+"""What a replica holds of some layers: their state at the current version, what steps want of it, and gradients.
+
+N parameters of all its layers, their flat buffers one behind the other
+"""
+
+import torch
+from torch import Tensor
+
+from shoal.peer.model.layout import layer_layout
+from shoal.peer.pipeline.contributions import Contributions
+from shoal.peer.pipeline.microbatch import IndexSet, Microbatch
+from shoal.peer.pipeline.state import LayerState, StageState, initial_state, step_layer
+from shoal.peer.pipeline.weights import Weights, WeightSet
+from shoal.peer.vectors import Vectors
+from shoal.protocol.spec import RunSpec
+
+Leaves = dict[str, dict[str, Tensor]]
+"""Layer key -> tensor name -> autograd leaf."""
+
+
+class Shard:
+    """The layers `keys` of one replica; what is computed with them is its subclasses' business.
+
+    Jobs run on the device's one thread; `contribute` and `gradient_sum` on the loop's.
+    """
+
+    def __init__(self, spec: RunSpec, keys: tuple[str, ...], *, device: torch.device) -> None:
+        self.spec = spec
+        self.keys = keys
+        self.device = device
+        self.vectors = Vectors(torch.device("cpu"), gradients=spec.wire.gradients)
+        self.state: StageState | None = None
+        sizes = [layer_layout(spec.model, key).numel for key in keys]
+        self._spans = {key: slice(sum(sizes[:i]), sum(sizes[: i + 1])) for i, key in enumerate(keys)}
+        self.num_parameters = sum(sizes)
+        self.step_flop = 20.0 * self.num_parameters
+        self._contributions = Contributions(self.num_parameters, self.vectors)
+        self._weights = Weights(spec, self._spans, self._contributions)
+
+    @property
+    def version(self) -> int:
+        assert self.state is not None, "the stage has no state yet"
+        return self.state.version
+
+    @property
+    def remembers(self) -> bool:
+        """Whether what others run again of the step before can be repaired here exactly (s_max = 0)."""
+        return self._weights.remembers or self.spec.training.s_max > 0
+
+    def initial_state(self) -> StageState:
+        """Version 0, from the run's seed."""
+        return initial_state(self.spec, self.keys, self.device)
+
+    def load(self, state: StageState) -> None:
+        """Take over `state`, from the seed, a mate or a snapshot. Contributions already summed stay."""
+        assert tuple(state.layers) == self.keys, "the state is another stage's"
+        self.state = state
+        self._weights.loaded()
+        self._contributions.forget_before(self.version)
+
+    def weight_copies(self) -> int:
+        """Copies of the stage's parameters alive: the current one, predictions, stashes. At most `s_max + 2`."""
+        return self._weights.copies(self.state)
+
+    @torch.no_grad()
+    def step(self, mean_gradient_N: Tensor) -> tuple[StageState, str, int]:
+        """Commit: the optimizer's step with the reduced gradient, float32 [N].
+
+        Returns: (the new state, its digest, layers left alone because their gradient was not finite).
+        """
+        before = self.state
+        assert before is not None
+        layers: dict[str, LayerState] = {}
+        skipped = 0
+        for key, layer in before.layers.items():
+            grad_N = mean_gradient_N[self._spans[key]].to(self.device)
+            stepped = step_layer(self.spec, key, layer, grad_N, before.version)
+            skipped += stepped is None
+            layers[key] = stepped or layer
+        after = StageState(version=before.version + 1, layers=layers)
+        if self.state is before:  # else another one was loaded meanwhile, because this one was not the group's
+            self.state = after
+            self._weights.stepped(before, after)
+            self._contributions.forget_before(after.version)
+        return after, after.digest(), skipped
+
+    # --- between jobs ---
+
+    def contribute(self, microbatch: Microbatch, *, apart: bool = False) -> bool:
+        """Its backward is done and the others are about to be told: add its gradient to the step's sum, or keep it
+        `apart` from that if there is room, so that it can be left out.
+
+        On the loop's thread, as `gradient_sum` is: what the sum holds is exactly what has been told.
+        Returns: whether it is kept apart.
+        """
+        return self._contributions.contribute(microbatch, version=self.version, apart=apart)
+
+    def gradient_sum(self, step: int, indices: IndexSet | None = None) -> Tensor:
+        """The sum over our contributions to `step`, float32 [N] on the CPU; of those kept apart `indices`, if given.
+
+        Corrected for the weights that they were taken at, if the run's compensation does so and `step` is the current
+        one. (A round may be called before our own step to it has ended; then what they should have been taken at is
+        not known, and the sum stays as it is.)
+        """
+        sum_N = self._contributions.total(step, indices)
+        state = self.state
+        if self._weights.corrects and state is not None and state.version == step:
+            self._weights.correct(state, sum_N, self._contributions.taken_at(step, indices))
+        return sum_N
+
+    def forget(self, microbatch: Microbatch) -> None:
+        """Nobody will ask for it any more."""
+        self._contributions.forget(microbatch)
+
+    # --- for subclasses, within a job ---
+
+    def _weights_of(self, microbatch: Microbatch) -> tuple[WeightSet, Leaves]:
+        """What it wants of the current version, and that as leaves of its own: its gradient is nobody else's."""
+        state = self.state
+        assert state is not None
+        weights = self._weights.of(state, state.version if microbatch.validates else microbatch.step)
+        leaves = {key: layer_layout(self.spec.model, key).leaves(x_N) for key, x_N in weights.params.items()}
+        return weights, leaves
+
+    def _collect(self, microbatch: Microbatch, weights: WeightSet, leaves: Leaves, contributes: bool) -> None:
+        """The backward that follows leaves its gradient in one flat tensor, if anybody wants it."""
+        if not contributes or self._contributions.has(microbatch):
+            return
+        gradient_N = torch.zeros(self.num_parameters, device=self.device)
+        for key, named in leaves.items():
+            layer_layout(self.spec.model, key).collect(named, gradient_N[self._spans[key]])
+        self._contributions.finish(microbatch, gradient_N, weights if self._weights.corrects else None)
