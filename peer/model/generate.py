@@ -1,15 +1,88 @@
-"""Sample text from the model."""
+"""Sample from the model, token by token.
 
-from collections.abc import Mapping
+The first forward takes the whole prompt and remembers each layer's keys and values; from then on a token is a forward
+of one token. Positions are absolute, so once the context is full every further token moves all others by one place
+and nothing remembered holds: from there on each is a forward of the last `context` tokens.
+
+B samples (always 1)   T tokens   G key and value heads   K head size   V vocabulary
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 
 import torch
+from torch import Tensor
 
 from shoal.peer.model.layout import all_layer_keys
 from shoal.peer.model.llama import Params, rotary_tables, run_layers
 from shoal.protocol.spec import ModelSpec
 
 
-@torch.inference_mode()
+class Sampler:
+    """Chooses tokens from logits.
+
+    Args:
+        temperature: 0 takes the likeliest token.
+        top_p: in (0, 1]; only the likeliest tokens that together have this probability are drawn from.
+        seed: the same one gives the same tokens on the same machine.
+    Raises: ValueError: temperature or top_p is out of range.
+    """
+
+    def __init__(self, *, temperature: float = 0.8, top_p: float = 1.0, seed: int = 0) -> None:
+        if not temperature >= 0:
+            raise ValueError(f"temperature must not be negative, is {temperature}")
+        if not 0 < top_p <= 1:
+            raise ValueError(f"top-p must be in (0, 1], is {top_p}")
+        self._temperature = temperature
+        self._top_p = top_p
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def choose(self, logits_V: Tensor) -> int:
+        """float32 [V] on the CPU -> a token."""
+        if self._temperature == 0:
+            return int(logits_V.argmax())
+        weights_V = torch.softmax(logits_V / self._temperature, dim=-1)
+        if self._top_p < 1:
+            weights_V = self._nucleus(weights_V)
+        return int(torch.multinomial(weights_V, 1, generator=self._generator))
+
+    def _nucleus(self, weights_V: Tensor) -> Tensor:
+        """Zero but for the fewest likeliest tokens that have `top_p` between them; the likeliest always stays."""
+        ordered_V, index_V = weights_V.sort(descending=True, stable=True)
+        before_V = ordered_V.cumsum(-1) - ordered_V
+        return torch.zeros_like(weights_V).scatter(-1, index_V, ordered_V.where(before_V < self._top_p, 0.0))
+
+
+class _KeysValues:
+    """Of one layer, [1, G, T, K] each; room for the whole context is taken once."""
+
+    def __init__(self, context: int) -> None:
+        self._context = context
+        self._length = 0
+        self._keys = self._values = torch.empty(0)
+
+    def __call__(self, key_BGTK: Tensor, value_BGTK: Tensor) -> tuple[Tensor, Tensor]:
+        if self._length == 0:
+            B, G, _, K = key_BGTK.shape
+            self._keys, self._values = (key_BGTK.new_empty(B, G, self._context, K) for _ in range(2))
+        start, self._length = self._length, self._length + key_BGTK.shape[2]
+        self._keys[:, :, start : self._length] = key_BGTK
+        self._values[:, :, start : self._length] = value_BGTK
+        return self._keys[:, :, : self._length], self._values[:, :, : self._length]
+
+
+def stream(
+    model: ModelSpec, params_by_key: Mapping[str, Params], prompt: Sequence[int], sampler: Sampler
+) -> Iterator[int]:
+    """Continue `prompt` without end: one token at a time, on the device of the parameters.
+
+    Raises: ValueError: the prompt is empty.
+    """
+    if not prompt:
+        raise ValueError("the prompt must have at least one token")
+    return _stream(model, params_by_key, list(prompt), sampler)
+
+
 def generate(
     model: ModelSpec,
     params_by_key: Mapping[str, Params],
@@ -20,24 +93,35 @@ def generate(
 ) -> bytes:
     """Continue `prompt` by `num_tokens` bytes and return only the continuation.
 
-    Each token is one forward over the last `context` bytes. Temperature 0 takes the likeliest byte.
     Raises: ValueError: the prompt is empty, or the vocabulary is larger than bytes.
     """
     if not prompt:
         raise ValueError("the prompt must have at least one byte")
     if model.vocab_size > 256:
         raise ValueError(f"a vocabulary of {model.vocab_size} tokens is not bytes")
+    sampler = Sampler(temperature=temperature, seed=seed)
+    return bytes(islice(stream(model, params_by_key, prompt, sampler), num_tokens))
+
+
+def _stream(
+    model: ModelSpec, params_by_key: Mapping[str, Params], tokens: list[int], sampler: Sampler
+) -> Iterator[int]:
     keys = all_layer_keys(model)
-    rotary = rotary_tables(model)
-    generator = torch.Generator().manual_seed(seed)
-    text = bytearray(prompt)
-    for _ in range(num_tokens):
-        tokens_BT = torch.tensor([list(text[-model.context :])])
-        logits_V = run_layers(model, keys, params_by_key, tokens_BT, rotary)[0, -1].float()
-        if temperature == 0:
-            token = int(logits_V.argmax())
-        else:
-            weights_V = torch.softmax(logits_V / temperature, dim=-1)
-            token = int(torch.multinomial(weights_V, 1, generator=generator))
-        text.append(token)
-    return bytes(text[len(prompt) :])
+    device = next(iter(params_by_key[keys[0]].values())).device
+    cos_TK, sin_TK = rotary_tables(model, device)
+    remember = {key: _KeysValues(model.context) for key in keys}
+    known = 0  # tokens whose keys and values are remembered
+    while True:
+        # Not a decorator: a generator would leave the mode on for whoever reads it.
+        with torch.inference_mode():
+            if len(tokens) <= model.context:
+                new_BT = torch.tensor([tokens[known:]], device=device)
+                rotary = cos_TK[known:], sin_TK[known:]
+                known = len(tokens)
+                logits_BTV = run_layers(model, keys, params_by_key, new_BT, rotary, remember)
+            else:
+                window_BT = torch.tensor([tokens[-model.context :]], device=device)
+                logits_BTV = run_layers(model, keys, params_by_key, window_BT, (cos_TK, sin_TK))
+            token = sampler.choose(logits_BTV[0, -1].float().cpu())
+        tokens = [*tokens[-model.context :], token] if len(tokens) > model.context else [*tokens, token]
+        yield token

@@ -5,7 +5,7 @@ No modules: a layer's tensors are whatever version of them the caller hands in, 
 B samples   T tokens   D width   H query heads   G key and value heads   K head size   F hidden width   V vocabulary
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -18,6 +18,10 @@ Params = Mapping[str, Tensor]
 """Hugging Face tensor name -> tensor, of one layer."""
 Rotary = tuple[Tensor, Tensor]
 """(cos_TK, sin_TK), see `rotary_tables`."""
+Remember = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Takes the keys and values of new tokens, [B, G, T, K] each; returns those of all tokens so far, the new ones last.
+
+With it a forward of one more token looks at those before it without their forward; `rotary` begins at the new ones."""
 
 
 def rotary_tables(model: ModelSpec, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Rotary:
@@ -34,11 +38,14 @@ def embed(model: ModelSpec, params: Params, tokens_BT: Tensor) -> Tensor:
     return functional.embedding(tokens_BT, params["model.embed_tokens.weight"])
 
 
-def decoder_layer(model: ModelSpec, index: int, params: Params, x_BTD: Tensor, rotary: Rotary) -> Tensor:
-    """Attention and SwiGLU with their residuals: [B, T, D] -> [B, T, D]. T is at most the context."""
+def decoder_layer(
+    model: ModelSpec, index: int, params: Params, x_BTD: Tensor, rotary: Rotary, remember: Remember | None = None
+) -> Tensor:
+    """Attention and SwiGLU with their residuals: [B, T, D] -> [B, T, D]. T is at most the context, and with what is
+    remembered 1 after the first call."""
     at = f"model.layers.{index}."
     normed_BTD = functional.rms_norm(x_BTD, (model.dim,), params[at + "input_layernorm.weight"], model.norm_eps)
-    x_BTD = x_BTD + _attention(model, at + "self_attn.", params, normed_BTD, rotary)
+    x_BTD = x_BTD + _attention(model, at + "self_attn.", params, normed_BTD, rotary, remember)
     normed_BTD = functional.rms_norm(
         x_BTD, (model.dim,), params[at + "post_attention_layernorm.weight"], model.norm_eps
     )
@@ -59,9 +66,14 @@ def loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
 
 
 def run_layers(
-    model: ModelSpec, keys: Sequence[str], params_by_key: Mapping[str, Params], x: Tensor, rotary: Rotary
+    model: ModelSpec,
+    keys: Sequence[str],
+    params_by_key: Mapping[str, Params],
+    x: Tensor,
+    rotary: Rotary,
+    remember: Mapping[str, Remember] | None = None,
 ) -> Tensor:
-    """Chain the layers `keys`: a stage's forward.
+    """Chain the layers `keys`: a stage's forward. `remember`: by layer, for sampling.
 
     `x` is int64 tokens [B, T] if keys[0] is "embed", otherwise [B, T, D]; the result is logits [B, T, V] if keys[-1]
     is "head", otherwise [B, T, D].
@@ -73,20 +85,25 @@ def run_layers(
         elif key == HEAD:
             x = head(model, params, x)
         else:
-            x = decoder_layer(model, layer_index(key), params, x, rotary)
+            x = decoder_layer(model, layer_index(key), params, x, rotary, remember[key] if remember else None)
     return x
 
 
-def _attention(model: ModelSpec, at: str, params: Params, x_BTD: Tensor, rotary: Rotary) -> Tensor:
+def _attention(
+    model: ModelSpec, at: str, params: Params, x_BTD: Tensor, rotary: Rotary, remember: Remember | None
+) -> Tensor:
     B, T, D = x_BTD.shape
     query_BHTK = _heads(functional.linear(x_BTD, params[at + "q_proj.weight"]), model.num_heads)
     key_BGTK = _heads(functional.linear(x_BTD, params[at + "k_proj.weight"]), model.num_kv_heads)
     value_BGTK = _heads(functional.linear(x_BTD, params[at + "v_proj.weight"]), model.num_kv_heads)
+    query_BHTK, key_BGTK = _rotate(query_BHTK, rotary), _rotate(key_BGTK, rotary)
+    if remember is not None:
+        key_BGTK, value_BGTK = remember(key_BGTK, value_BGTK)
     out_BHTK = functional.scaled_dot_product_attention(
-        _rotate(query_BHTK, rotary),
-        _rotate(key_BGTK, rotary),
+        query_BHTK,
+        key_BGTK,
         value_BGTK,
-        is_causal=True,
+        is_causal=key_BGTK.shape[2] == T,
         enable_gqa=model.num_heads != model.num_kv_heads,
     )
     return functional.linear(out_BHTK.transpose(1, 2).reshape(B, T, D), params[at + "o_proj.weight"])
