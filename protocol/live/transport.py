@@ -17,6 +17,7 @@ from hivemind.utils.multiaddr import Multiaddr
 
 from shoal.protocol.errors import LocalError, RemoteError, TransportError, Unreachable
 from shoal.protocol.identity import Identity, PeerID, public_key_of
+from shoal.protocol.invite import split_address
 from shoal.protocol.limits import ADDRESSES_MAX, CONTROL_BYTES_MAX, PEERS_MAX, PROTOCOL_VERSION
 from shoal.protocol.live.daemon import Daemon
 from shoal.protocol.live.handshake import Greeter, Hello
@@ -298,7 +299,7 @@ class LiveTransport:
             return False
         try:
             async with asyncio.timeout(_DIAL_TIMEOUT_S):
-                await p2p._client.connect(_hivemind_id(peer), [Multiaddr(_split(text)[1][0]) for text in addresses])
+                await p2p._client.connect(_hivemind_id(peer), [Multiaddr(split_address(text)[0]) for text in addresses])
             return True
         except Exception as error:  # strangers send addresses, and hivemind's parser raises what it likes
             logger.debug("cannot connect to %s: %r", peer[-8:], error)
@@ -309,20 +310,14 @@ class _CallFailedError(Exception):
     """Says to the caller that we failed, and not how."""
 
 
-def _split(address: str) -> tuple[PeerID, tuple[str, ...]]:
-    """`…/p2p/ID` -> (ID, (`…`,)); without an ID, an empty one."""
-    where, _, peer = address.partition("/p2p/")
-    return PeerID(peer), (where,)
-
-
 def _initial_peer(address: str) -> tuple[PeerID, tuple[str, ...]]:
-    peer, where = _split(address)
+    where, peer = split_address(address)
     try:
-        public_key_of(peer)
-        Multiaddr(where[0])
+        public_key_of(PeerID(peer))
+        Multiaddr(where)
     except ValueError as error:
         raise TransportError(f"{address!r} is not the address of a peer") from error
-    return peer, where
+    return PeerID(peer), (where,)
 
 
 def _hivemind_id(peer: PeerID) -> HivemindPeerID:
