@@ -296,8 +296,12 @@ class GroupDriver:
         had arrived. Whoever has ended it meanwhile does not, but says so by its digest."""
         before: tuple[Reduction | None, int] = None, 0
         moved_s = 0.0
+        version = -1
         while True:
             await asyncio.sleep(_PRESS_S)
+            if version == self.core.version < self.core.steps and self.core.ready:
+                logger.info("stage %d stays at version %d: %s", self.core.stage, version, self.core.waits_for())
+            version = self.core.version
             reduction = self._reductions.get(self.core.version)
             now, now_s = (reduction, reduction.num_taken if reduction is not None else 0), self._clock.now_s()
             # Large gradients on slow links take minutes, and all of it again would take as many more.
