@@ -40,7 +40,7 @@ class Replica:
         self.layers = (plan.stages[stage].first_layer, plan.stages[stage].last_layer)
         self.is_open = False
         self._plan = plan
-        self._draining = self._closed = False
+        self.is_paused = self._draining = self._closed = False
         first = stage == 0
         if first and not surroundings.arithmetic.has_text:
             raise DataError("the plan puts this peer at stage 0, but it does not have the run's text")
@@ -198,6 +198,26 @@ class Replica:
         if self.claims:
             self.claims.wake()
 
+    def pause(self, *, at_once: bool) -> None:
+        """Take nothing new and hand on what is here, but stay: what we have contributed is reduced with our mates'.
+
+        Args: at_once: no backward begins either; else those whose gradients come back do.
+        """
+        self.is_paused = True
+        self.is_open = False
+        if self.claims:
+            self.claims.drain()
+        self.group.set_open(False)
+        self._s.on_change()
+        self.pipeline.pause(at_once=at_once)
+
+    def resume(self) -> None:
+        self.is_paused = False
+        self.pipeline.resume()
+        if self.claims and not self._draining:
+            self.claims.drain(False)
+        self._open_if_fit()
+
     async def drain(self, timeout_s: float, *, unless: Callable[[], bool] = lambda: False) -> bool:
         """Take nothing new, finish what is here, see every contribution committed, `unless` that has become pointless.
 
@@ -266,7 +286,7 @@ class Replica:
         repeat exactly what others may have to run again. Unless nobody else is there to take it.
         """
         runtime = self.pipeline.runtime
-        if self.is_open or self._draining or not self.is_ready:
+        if self.is_open or self._draining or self.is_paused or not self.is_ready:
             return
         at_the_beginning = self.version == self._plan.restore_version
         if runtime.remembers or at_the_beginning or not self.group.core.open_mates:
@@ -282,6 +302,15 @@ class Replica:
 
     def wants(self, microbatch: Microbatch) -> bool:
         return self.group.core.lacks(microbatch.step, microbatch.index)
+
+    @property
+    def lead(self) -> PeerID | None:
+        return self.group.core.lead
+
+    def handed_back(self, microbatch: Microbatch, *, begun: bool) -> None:
+        if self.claims is None:
+            raise Refused(self._s.endpoint.peer_id, "does not lead stage 0")
+        self.claims.handed_back(microbatch, begun=begun)
 
     def contributed(self, microbatch: Microbatch, *, loss: float, staleness_steps: int, again: bool) -> None:
         # What comes while a round stands must not outgrow it.
