@@ -4,7 +4,6 @@ import asyncio
 import itertools
 from dataclasses import dataclass
 
-import msgspec
 import pytest
 import torch
 
@@ -33,6 +32,8 @@ class Seen:
     ledger: list[tuple[int, int, int]]
     """(microbatches, given up, dissenting) of each commit of each stage."""
     plans_without: bool
+    back_s: float
+    """From the end of the pause to its first job."""
 
 
 def watch_jobs(swarm, name, into):
@@ -91,9 +92,7 @@ def paused_run(spec, *, stage, for_s, seed=0):
     at_s = [committed_at[last, step][0] for step in range(STEPS)]
     ledger = [(r.microbatches, r.given_up, r.dissenting) for _, r in committed_at.values()]
     gaps_s = [later - sooner for sooner, later in itertools.pairwise(at_s)]
-    print(f"stage {stage}, {for_s:g} s: last job {max(jobs_after_s):.2f} s after, back in {back_s:.1f} s")
-    print(f"steps of {sorted(gaps_s)[len(gaps_s) // 2]:.2f} s, the longest {max(gaps_s):.2f}")
-    return Seen(swarm, jobs_after_s, gaps_s, ledger, without)
+    return Seen(swarm, jobs_after_s, gaps_s, ledger, without, back_s)
 
 
 @pytest.mark.sim
@@ -104,6 +103,7 @@ def test_a_peer_pauses_and_comes_back_and_nothing_is_lost(stage, for_s):
     assert 0.0 < max(seen.jobs_after_s) < 1.0
     assert set(seen.ledger) == {(8, 0, 0)}
     assert seen.plans_without == (for_s > 10.0)
+    assert seen.back_s < 10.0
     assert max(seen.gaps_s) < 4.0 * sorted(seen.gaps_s)[len(seen.gaps_s) // 2], "the swarm stood still"
     assert sum(step.duplicates for step in seen.swarm.steps.values()) == 0
     single = [step.loss for step in train(spec, seen.swarm.corpus, steps=STEPS)]
