@@ -9,8 +9,25 @@ from typing import Literal
 import msgspec
 
 from shoal.protocol.identity import PeerID
+from shoal.protocol.messages import PeerStatus
+
+SILENT_S = 3.0
+"""From when on a view says that a peer has not been heard."""
 
 PeerState = Literal["training", "fetching", "draining", "silent", "spare", "unheard"]
+
+
+def peer_state(peer: PeerStatus) -> PeerState:
+    """What it is doing, in one word; the worst first."""
+    if peer.seen_s_ago > SILENT_S:
+        return "silent"
+    if peer.draining:
+        return "draining"
+    if peer.stage is None:
+        return "spare"
+    if peer.version < 0:
+        return "unheard"
+    return "training" if peer.synced else "fetching"
 
 
 class _Shown(msgspec.Struct, frozen=True, kw_only=True):
@@ -145,7 +162,10 @@ class View(_Shown, frozen=True):
     validation_loss: float | None
     tokens_per_s: float
     staleness_steps_mean: float
+    now_s: float
+    """Seconds since 1970, on this machine's clock."""
     elapsed_s: float
+    """Since the run's first plan."""
     left_s: float | None
     """Until the last step at the present pace; None: not known."""
     status_age_s: float | None
