@@ -91,8 +91,7 @@ def loss_of_masks(masks: Iterable[int], failure_probability: Sequence[float]) ->
     if smallest and not smallest[0]:
         return Loss(low=1.0, high=1.0)
     parts = [_component_loss(component, failure_probability) for component in _components(smallest)]
-    low, high = (_any_of([side(part) for part in parts]) for side in (lambda p: p.low, lambda p: p.high))
-    return Loss(low=low, high=high)
+    return Loss(low=_any_of([part.low for part in parts]), high=_any_of([part.high for part in parts]))
 
 
 def _any_of(probabilities: Sequence[float]) -> float:
