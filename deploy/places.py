@@ -86,9 +86,9 @@ class Running(msgspec.Struct, frozen=True):
 def announced(invite: str, folder: Path | None = None) -> Iterator[None]:
     """While this lasts, `shoal status` without an argument finds the run, and `shoal leave` the peer in `folder`."""
     me = psutil.Process()
-    folder = state_root() / "running"
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{me.pid}.json"
+    notes = state_root() / "running"
+    notes.mkdir(parents=True, exist_ok=True)
+    path = notes / f"{me.pid}.json"
     note = Running(me.pid, me.create_time(), time.time(), invite, str(folder.resolve()) if folder else "")
     temporary = path.with_suffix(".new")
     temporary.write_bytes(msgspec.json.encode(note))
