@@ -24,6 +24,12 @@ def state_root() -> Path:
     return (Path(base) if base else Path.home() / ".local" / "state") / "shoal"
 
 
+def cache_root() -> Path:
+    """The folder of what can be made again: prepared text."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "shoal"
+
+
 class FolderLock:
     """Holds a peer's folder for one process; two peers with one identity would look like a replay to the others."""
 
