@@ -19,12 +19,16 @@ from shoal.deploy.commands.plan import plan
 from shoal.deploy.commands.recover import recover
 from shoal.deploy.commands.status import status
 from shoal.deploy.commands.take_part import host, join
+from shoal.deploy.dashboard.address import with_default
 from shoal.deploy.simulate.command import simulate
 from shoal.protocol.errors import ShoalError
 
 
 class _Group(TyperGroup):
     """Ends every command that fails for a reason we know with one line and no traceback."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, with_default(args))
 
     def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
         try:

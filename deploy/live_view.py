@@ -14,14 +14,16 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from shoal.deploy.dashboard.limiting import limited_by
 from shoal.deploy.dashboard.view import PeerState, peer_state
-from shoal.deploy.report import StepDone
+from shoal.deploy.report import Contribution, StepDone
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import PeerStatus, SwarmStatus
 
 _BARS = "▁▂▃▄▅▆▇█"
 _SPARKLINE_COLUMNS = 20
 _NOTES_SHOWN = 4
+_PREFIXES = ("", "k", "M", "G", "T", "P", "E")
 
 
 _STATES: Mapping[PeerState, tuple[str, str]] = {
@@ -50,6 +52,8 @@ class Board:
     num_steps: int = 0
     """Steps seen."""
     losses: list[float] = field(default_factory=list)
+    mine: Contribution | None = None
+    """What this peer gives, if this is a peer's view."""
     notes: deque[str] = field(default_factory=lambda: deque(maxlen=_NOTES_SHOWN))
 
     def add_step(self, step: StepDone, now_s: float, *, num_steps: int = 1) -> None:
@@ -78,6 +82,8 @@ def render(board: Board, now_s: float) -> RenderableType:
         parts.append(_figures(board))
     if board.status is not None:
         parts.append(stage_table(board.status))
+    if board.mine is not None:
+        parts.append(_contribution(board.mine, board.status))
     parts.extend(Text(f"· {printable(note)}", style="dim", overflow="ellipsis", no_wrap=True) for note in board.notes)
     return Panel(Group(*parts), title=Text(printable(board.title)), title_align="left")
 
@@ -197,6 +203,24 @@ def _figures(board: Board) -> Text:
         text.append(f"  val {board.validation[1]:.3f} (step {board.validation[0]})")
     text.append(f"  {board.step.tokens_per_s:,.0f} tokens/s  staleness {board.step.staleness_mean:.2f}")
     return text
+
+
+def _contribution(mine: Contribution, status: SwarmStatus | None) -> Text:
+    limits = limited_by(mine, status.peers if status else (), num_stages=len(status.stages) if status else 0)
+    sent, received = sum(link[1] for link in mine.links), sum(link[2] for link in mine.links)
+    text = Text("this peer gives ", overflow="fold")
+    text.append(f"{quantity(mine.flop_per_s, 'FLOP/s')}", style="bold")
+    text.append(f", sends {quantity(sent, 'B/s')}, receives {quantity(received, 'B/s')}; ")
+    text.append(limits.text if limits.kind == "pause" else f"limited by {printable(limits.text)}", style="cyan")
+    return text
+
+
+def quantity(value: float, unit: str) -> str:
+    """`9.72 TFLOP/s`."""
+    power = 0
+    while value >= 999.5 and power < len(_PREFIXES) - 1:
+        value, power = value / 1000.0, power + 1
+    return f"{value:.3g} {_PREFIXES[power]}{unit}"
 
 
 def _ordered(peers: Iterable[PeerStatus]) -> list[PeerStatus]:

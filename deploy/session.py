@@ -19,6 +19,10 @@ import torch
 from shoal.coordinator.ledger import StepRecord
 from shoal.deploy.background import in_background
 from shoal.deploy.control_socket import ControlServer
+from shoal.deploy.dashboard.address import Address
+from shoal.deploy.dashboard.beside import serving
+from shoal.deploy.dashboard.contribution import ContributionMeter, MeteredCompute
+from shoal.deploy.dashboard.feed import RunFacts
 from shoal.deploy.doctor.problem import Problem
 from shoal.deploy.doctor.split import SplitWatch
 from shoal.deploy.heap import trim_heap, trim_heap_forever
@@ -47,6 +51,8 @@ _STATUS_S = 1.0
 _ASKS_EVERY = 5
 """A child that does not coordinate asks for the status at every fifth of these: the coordinator may be none of its
 parent's, and any child may die."""
+_POLLS_MAX = 20
+"""Of all who watch together, a second: in a larger swarm each asks the coordinator more rarely."""
 _FIND_RUN_S = 20.0
 
 
@@ -64,6 +70,8 @@ class Options:
     device: torch.device
     reports: bool
     """Speak to a parent process, not to a person."""
+    dashboard: Address | None = None
+    """Where to show the run as a page."""
     data: str = ""
     """Where the run's text is on this machine, if not where the spec says."""
     announce: tuple[str, ...] = ()
@@ -168,10 +176,29 @@ async def _take_part(
     options: Options,
     stop: Stop,
 ) -> None:
-    output = make_output(reports=options.reports, title=f"shoal {spec.name}", steps_total=spec.training.steps)
+    title = f"shoal {spec.name}"
+    async with serving(options.dashboard, RunFacts.of(spec), title=title) as showing:
+        output = showing.beside(make_output(reports=options.reports, title=title, steps_total=spec.training.steps))
+        if showing.url:
+            output.say(Note(text=f"dashboard: {showing.url}"))
+        await _train(network, spec, owner, corpus, record, options, stop, output)
+
+
+async def _train(
+    network: Network,
+    spec: RunSpec,
+    owner: PeerID,
+    corpus: Corpus | None,
+    record: bytes,
+    options: Options,
+    stop: Stop,
+    output: Output,
+) -> None:
     # On a CPU shared with others the thread's own seconds say what it could give; a GPU's are not the thread's.
     probe_clock = time.thread_time if options.device.type == "cpu" else time.perf_counter
-    compute = ThreadCompute(initializer=lambda: _prepare_thread(options.threads), probe_clock=probe_clock)
+    compute = MeteredCompute(
+        ThreadCompute(initializer=lambda: _prepare_thread(options.threads), probe_clock=probe_clock)
+    )
     node = Node(
         identity=network.identity,
         transport=network.transport,
@@ -209,7 +236,8 @@ async def _take_part(
             output.say(Joined(peer=node.peer_id, name=options.name, invite=invite))
             if corpus is None:
                 output.say(Note(text="this machine has not the run's text: it will not be used for the first stage"))
-            finished = await _until_done(node, network.transport, output, stop)
+            meter = ContributionMeter(node, compute, LoopClock(), name=options.name)
+            finished = await _until_done(node, network.transport, output, stop, meter)
         output.say(Left(peer=node.peer_id, state_dir=str(options.folder / node.run), finished=finished))
     finally:
         await node.close()
@@ -235,9 +263,11 @@ async def _start_control(control: ControlServer) -> None:
         logger.warning("%s: `shoal leave` and the like will not reach this peer", error)
 
 
-async def _until_done(node: Node, transport: LiveTransport, output: Output, stop: Stop) -> bool:
+async def _until_done(
+    node: Node, transport: LiveTransport, output: Output, stop: Stop, meter: ContributionMeter
+) -> bool:
     """Whether the run was done, rather than we told to stop."""
-    watching = asyncio.create_task(_watch(node, output), name="watch the swarm")
+    watching = asyncio.create_task(_watch(node, output, meter), name="watch the swarm")
     looking = asyncio.create_task(_split_watch(node, transport, output).run(), name="look for another swarm")
     trimming = asyncio.create_task(trim_heap_forever(), name="trim the heap")
     done = asyncio.create_task(node.wait_done(), name="wait for the end")
@@ -271,10 +301,13 @@ def _split_watch(node: Node, transport: LiveTransport, output: Output) -> SplitW
     )
 
 
-async def _watch(node: Node, output: Output) -> None:
+async def _watch(node: Node, output: Output, meter: ContributionMeter) -> None:
     for turn in itertools.count():
         await asyncio.sleep(_STATUS_S)
-        if output.polls or node.is_coordinator or turn % _ASKS_EVERY == 0:
+        output.say(meter.measure())
+        plan = node.coordination.plan
+        every = max(1, len(plan.plan.members) // _POLLS_MAX) if plan is not None and output.polls else _ASKS_EVERY
+        if node.is_coordinator or turn % every == 0:
             try:
                 output.say(Status(status=await node.status()))
             except ShoalError as error:

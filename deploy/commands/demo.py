@@ -9,7 +9,8 @@ import typer
 from rich.console import Console
 
 from shoal.deploy import places
-from shoal.deploy.commands.options import EXIT_INTERRUPTED, examples
+from shoal.deploy.commands.options import EXIT_INTERRUPTED, Dashboard, examples
+from shoal.deploy.dashboard.address import parse_address
 from shoal.protocol.spec import load_spec
 
 DEMO_PEERS = 6
@@ -20,6 +21,7 @@ CHAOS_PEERS = 8
     "shoal demo  # six peers, three stages, until the run is done",
     "shoal demo --peers 4 --stages 2 --steps 50  # smaller and sooner",
     "shoal demo --chaos --seconds 300  # kill a peer every 15 s and watch it mend",
+    "shoal demo --dashboard  # and open http://127.0.0.1:8640/ to see it",
     "shoal demo --data ~/notes --json demo.jsonl  # your own text, and a line a step to a file",
 )
 def demo(
@@ -36,6 +38,7 @@ def demo(
     chaos_seed: Annotated[int, typer.Option(min=0, help="Decides when which fault comes, and whom it meets.")] = 0,
     kill_every: Annotated[float, typer.Option(min=0.1, help="Seconds from one killed peer to the next.")] = 15.0,
     suspend_for: Annotated[float, typer.Option(min=0.1, help="Seconds that one peer is stopped for.")] = 20.0,
+    dashboard: Dashboard = None,
 ) -> None:
     """Train with a swarm of real peers on this machine, and show it."""
     from shoal.deploy.chaos import ChaosOptions
@@ -59,6 +62,7 @@ def demo(
         json_path=json,
         data=data,
         keep=keep,
+        dashboard=parse_address(dashboard) if dashboard else None,
         chaos=ChaosOptions(seed=chaos_seed, kill_every_s=kill_every, suspend_s=suspend_for) if chaos else None,
     )
     console = Console(highlight=False)
