@@ -87,7 +87,7 @@ class Replica:
             retained_from=surroundings.server.pinned_from,
         )
         self.claims = self._make_claims(group) if first else None
-        self._joining = Joining(
+        self.joining = Joining(
             endpoint=surroundings.endpoint,
             compute=surroundings.compute,
             inbox=surroundings.inbox,
@@ -258,7 +258,7 @@ class Replica:
 
     async def _join(self) -> None:
         try:
-            await self._joining.run(self._plan)
+            await self.joining.run(self._plan)
         except (OSError, RuntimeError, ValueError) as error:
             self._s.on_failure(error)
             return
@@ -335,7 +335,7 @@ class Replica:
         if skipped_layers:
             logger.error("step %d: %d layers had a gradient that is not finite", state.version, skipped_layers)
         self.group.stepped(state.version, digest)
-        self._joining.stepped()
+        self.joining.stepped()
         if self.claims:
             self.claims.reach(state.version)
         self._s.on_state(self, state)
