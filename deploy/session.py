@@ -32,8 +32,10 @@ from shoal.deploy.output import Output, make_output
 from shoal.deploy.places import announced
 from shoal.deploy.report import Committed, Joined, Left, Note, Obeys, Ready, Status, StepDone, Validated
 from shoal.deploy.run_record import fetch_spec, seal_spec
-from shoal.peer.data.corpus import PYTHON_LIBRARY, Corpus, load_corpus
-from shoal.protocol.errors import DataError, LocalError, ShoalError
+from shoal.deploy.run_text import find_corpus
+from shoal.peer.data.corpus import Corpus
+from shoal.peer.initial import InitialWeights
+from shoal.protocol.errors import LocalError, ShoalError
 from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.invite import Invite, make_invite, split_address, worth_telling
 from shoal.protocol.live.clock import LoopClock
@@ -74,6 +76,10 @@ class Options:
     """Where to show the run as a page."""
     data: str = ""
     """Where the run's text is on this machine, if not where the spec says."""
+    tokenizer: str = ""
+    """Where the run's tokenizer.json is on this machine."""
+    initial: InitialWeights | None = None
+    """What the run begins with, if not with its seed; only its host has it."""
     announce: tuple[str, ...] = ()
     """Multiaddrs without `/p2p/…` to tell the others, in place of those that this machine knows of itself."""
 
@@ -134,7 +140,7 @@ async def join_run(invite: Invite, options: Options) -> None:
     identity = Identity.load_or_create(options.folder / "identity.key")
     async with _network(identity, invite.run, options, invited=invite.addresses) as network:
         spec, record = await fetch_spec(network.directory, invite, timeout_s=_FIND_RUN_S)
-        corpus = await asyncio.to_thread(_find_corpus, spec, options)
+        corpus = await asyncio.to_thread(find_corpus, spec, data=options.data, tokenizer=options.tokenizer)
         await _take_part(network, spec, invite.owner, corpus, record, options, stop)
 
 
@@ -210,6 +216,7 @@ async def _train(
         name=options.name,
         device=options.device,
         corpus=corpus,
+        initial=options.initial,
         disk=LiveDisk(options.folder),
         rng=random.Random(),  # only jitter and plan seeds: what must be reproducible is drawn from the spec's seed
         spec_record=record,
@@ -329,29 +336,6 @@ def _obeys(plan: Plan) -> Obeys:
     )
 
 
-def _find_corpus(spec: RunSpec, options: Options) -> Corpus | None:
-    """The run's text, or None if this machine has another.
-
-    A path in the spec means a file of the host's; on this machine a stranger would have chosen what we read.
-
-    Raises: DataError: the user named a text, and it is missing or not the run's.
-    """
-    if not options.data and spec.data.source != PYTHON_LIBRARY:
-        return None
-    source = options.data or spec.data.source
-    try:
-        corpus = load_corpus(msgspec.structs.replace(spec.data, source=source), context=spec.model.context)
-    except DataError:
-        if options.data:
-            raise
-        return None
-    if corpus.digest == spec.data.digest:
-        return corpus
-    if options.data:
-        raise DataError(f"{options.data} is not the text that this run trains on")
-    return None
-
-
 def pick_device(wanted: str) -> torch.device:
     """`auto`, `cpu`, `cuda` or `cuda:N`. Raises: LocalError: torch knows no such device, or has none here."""
     if wanted == "auto":
@@ -370,17 +354,3 @@ def pick_device(wanted: str) -> torch.device:
 def _prepare_thread(threads: int) -> None:
     if threads:
         torch.set_num_threads(threads)
-
-
-def load_own_corpus(spec: RunSpec) -> tuple[RunSpec, Corpus]:
-    """The host's text, and the spec that names it.
-
-    Raises: DataError.
-    """
-    corpus = load_corpus(spec.data, context=spec.model.context)
-    if spec.data.digest not in ("", corpus.digest):
-        raise DataError(
-            f"{spec.data.source} has not the digest that the run spec names: remove `digest`, or restore it"
-        )
-    data = msgspec.structs.replace(spec.data, digest=corpus.digest)
-    return msgspec.structs.replace(spec, data=data), corpus
