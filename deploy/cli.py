@@ -8,7 +8,7 @@ import importlib.metadata
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from shoal.deploy.commands.demo import demo
 from shoal.deploy.commands.doctor import doctor
@@ -31,9 +31,6 @@ from shoal.protocol.errors import ShoalError
 class _Group(TyperGroup):
     """Ends every command that fails for a reason we know with one line and no traceback."""
 
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, with_default(args))
-
     def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
         try:
             return super().invoke(ctx)
@@ -42,6 +39,13 @@ class _Group(TyperGroup):
             raise typer.Exit(EXIT_USER_ERROR) from error
         except (KeyboardInterrupt, asyncio.CancelledError) as error:
             raise typer.Exit(EXIT_INTERRUPTED) from error
+
+
+class _Command(TyperCommand):
+    """Lets `--dashboard` stand without its address, which typer has no way to say."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, with_default(args))
 
 
 app = typer.Typer(
@@ -77,7 +81,7 @@ def options(
 
 
 for command in (demo, host, join, invite, leave, doctor, status, plan, simulate, recover, export, generate):
-    app.command(epilog=examples_of(command))(command)
+    app.command(cls=_Command, epilog=examples_of(command))(command)
 app.command("import", epilog=examples_of(import_))(import_)
 
 tokenizer = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Vocabularies for a run's text.")
