@@ -50,10 +50,15 @@ def host(
     spec = load_spec(run_toml)
     shown = parse_address(dashboard) if dashboard else None
     start_logging(verbose or reports)
-    from shoal.deploy.session import Options, host_run, load_own_corpus, pick_device
+    from shoal.deploy.import_model import open_initial
+    from shoal.deploy.progress import progress_bar
+    from shoal.deploy.run_text import load_own_corpus
+    from shoal.deploy.session import Options, host_run, pick_device
     from shoal.protocol.live.run import run
 
     spec, corpus = load_own_corpus(spec)
+    with progress_bar("checking the weights") as tell:
+        initial = open_initial(spec, lambda done, layers: tell(done / layers))
     folder = places.claim_folder(state_dir or places.state_root() / "hosts" / _file_name(spec.name))
     chosen = Options(
         name=name,
@@ -64,6 +69,7 @@ def host(
         device=pick_device(device),
         reports=reports,
         dashboard=shown,
+        initial=initial,
     )
     run(host_run(spec, corpus, chosen))
 
@@ -81,6 +87,7 @@ def join(
     announce: Announce = None,
     state_dir: StateDir = None,
     data: Annotated[str, typer.Option(help="Where the run's text is on this machine.")] = "",
+    tokenizer: Annotated[str, typer.Option(help="Where its tokenizer.json is, if it has one.")] = "",
     threads: Threads = 0,
     device: Device = "auto",
     dashboard: Dashboard = None,
@@ -109,6 +116,7 @@ def join(
         reports=reports,
         dashboard=shown,
         data=data,
+        tokenizer=tokenizer,
     )
     try:
         run(join_run(found, chosen))
