@@ -26,7 +26,9 @@ CHAOS_PEERS = 8
 )
 def demo(
     peers: Annotated[int | None, typer.Option(min=1, help="Peer processes. Default: 6; with --chaos 8.")] = None,
-    stages: Annotated[int, typer.Option(min=1, help="Pipeline stages.")] = 3,
+    stages: Annotated[
+        int | None, typer.Option(min=1, help="Pipeline stages. Default: the spec's, 3 of the demo.")
+    ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Steps of the run. Default: the demo's.")] = None,
     seconds: Annotated[float | None, typer.Option(min=0, help="Stop after this long, finished or not.")] = None,
     json: Annotated[Path | None, typer.Option(help="Write a line a step and a final summary, as JSON.")] = None,
@@ -46,8 +48,10 @@ def demo(
     from shoal.deploy.run_file import DEMO_SPEC, with_changes
 
     peers = peers or (CHAOS_PEERS if chaos else DEMO_PEERS)
-    changes: dict[str, object] = {"seed": seed, "swarm.stages": stages, "swarm.min_peers": peers}
+    changes: dict[str, object] = {"seed": seed, "swarm.min_peers": peers}
     base = load_spec(spec or DEMO_SPEC)
+    if stages is not None:
+        changes["swarm.stages"] = stages
     if steps is not None:
         changes["training.steps"] = steps
         changes["optimizer.warmup_steps"] = min(base.optimizer.warmup_steps, steps)
