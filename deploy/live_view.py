@@ -16,7 +16,7 @@ from rich.text import Text
 
 from shoal.deploy.dashboard.limiting import limited_by
 from shoal.deploy.dashboard.view import PeerState, peer_state
-from shoal.deploy.report import Contribution, StepDone
+from shoal.deploy.report import Contribution, Phase, StepDone
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import PeerStatus, SwarmStatus
 
@@ -54,6 +54,8 @@ class Board:
     losses: list[float] = field(default_factory=list)
     mine: Contribution | None = None
     """What this peer gives, if this is a peer's view."""
+    fetching: Phase | None = None
+    """What this peer does before it can take part."""
     notes: deque[str] = field(default_factory=lambda: deque(maxlen=_NOTES_SHOWN))
 
     def add_step(self, step: StepDone, now_s: float, *, num_steps: int = 1) -> None:
@@ -78,6 +80,8 @@ class Board:
 def render(board: Board, now_s: float) -> RenderableType:
     """The whole live view."""
     parts: list[RenderableType] = [_headline(board, now_s), _progress(board, now_s)]
+    if board.fetching is not None:
+        parts.append(_fetching(board.fetching))
     if board.losses:
         parts.append(_figures(board))
     if board.status is not None:
@@ -97,6 +101,8 @@ def stage_table(status: SwarmStatus) -> Table:
     table.add_column("version", justify="right")
     table.add_column("window", justify="right")
     table.add_column("forward ms", justify="right")
+    table.add_column("share", justify="right")
+    table.add_column("speed", justify="right", no_wrap=True)
     table.add_column("state", no_wrap=True)
     for stage, (first, last) in enumerate(status.stages):
         holders = _ordered(peer for peer in status.peers if peer.stage == stage)
@@ -195,6 +201,16 @@ def _progress(board: Board, now_s: float) -> Table:
     return row
 
 
+def _fetching(phase: Phase) -> Table:
+    row = Table.grid(padding=(0, 1), expand=True)
+    row.add_column(no_wrap=True)
+    row.add_column(ratio=1)
+    row.add_column(no_wrap=True)
+    bar = ProgressBar(total=1.0, completed=phase.part or 0.0)
+    row.add_row(phase.name, bar, "" if phase.left_s is None else f"{duration(phase.left_s)} left")
+    return row
+
+
 def _figures(board: Board) -> Text:
     assert board.step is not None
     text = Text(f"loss {board.losses[-1]:.3f} ", no_wrap=True, overflow="ellipsis")
@@ -227,11 +243,14 @@ def _ordered(peers: Iterable[PeerStatus]) -> list[PeerStatus]:
     return sorted(peers, key=lambda peer: (peer.name, peer.peer))
 
 
-def _peer_cells(peer: PeerStatus, coordinator: PeerID) -> tuple[Text, str, str, str, Text]:
+def _peer_cells(peer: PeerStatus, coordinator: PeerID) -> tuple[Text, str, str, str, str, str, Text]:
     name = Text(f"{_name(peer)}{' ★' if peer.peer == coordinator else ''}")
     window = str(peer.window) if peer.window else ""
     forward = f"{peer.forward_s * 1e3:.1f}" if peer.forward_s else ""
     state = peer_state(peer)
     words, style = _STATES[state]
     said = f"silent for {peer.seen_s_ago:.0f} s" if state == "silent" else words
-    return name, str(peer.version) if peer.version >= 0 else "", window, forward, Text(said, style=style)
+    version = str(peer.version) if peer.version >= 0 else ""
+    share = f"{100 * peer.share:.0f} %" if peer.share else ""
+    speed = quantity(peer.flop_per_s, "FLOP/s") if peer.flop_per_s else ""
+    return name, version, window, forward, share, speed, Text(said, style=style)
