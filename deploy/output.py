@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.live import Live
 
 from shoal.deploy.live_view import Board, plain_line, render, short
-from shoal.deploy.report import Contribution, Joined, Left, Note, Ready, Report, Status, StepDone, write_report
+from shoal.deploy.report import Contribution, Joined, Left, Note, Phase, Ready, Report, Status, StepDone, write_report
 
 _FRAMES_PER_S = 2.0
 
@@ -69,6 +69,10 @@ class TerminalOutput:
                 self._take_status(report)
             case Contribution():
                 self._board.mine = report
+            case Phase():
+                self._board.fetching = report if report.part is not None else None
+                if self._board.step is None:
+                    self._board.phase = report.name
             case Note():
                 self._note(report.text)
             case Left():

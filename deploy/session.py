@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import functools
 import itertools
 import logging
 import random
@@ -23,27 +22,27 @@ from shoal.deploy.dashboard.address import Address
 from shoal.deploy.dashboard.beside import serving
 from shoal.deploy.dashboard.contribution import ContributionMeter, MeteredCompute
 from shoal.deploy.dashboard.feed import RunFacts
-from shoal.deploy.doctor.problem import Problem
 from shoal.deploy.doctor.split import SplitWatch
 from shoal.deploy.heap import trim_heap, trim_heap_forever
-from shoal.deploy.known_peers import KnownPeers, keep, whom_to_name, whom_to_try
+from shoal.deploy.invite_verb import InviteVerb
+from shoal.deploy.joining_view import FetchWatch, JoiningView
+from shoal.deploy.known_peers import KnownPeers, keep, whom_to_try
 from shoal.deploy.node import Node
 from shoal.deploy.output import Output, make_output
 from shoal.deploy.places import announced
-from shoal.deploy.report import Committed, Joined, Left, Note, Obeys, Ready, Status, StepDone, Validated
+from shoal.deploy.report import Committed, Joined, Left, Note, Obeys, Phase, Ready, Status, StepDone, Validated
 from shoal.deploy.run_record import fetch_spec, seal_spec
 from shoal.deploy.run_text import find_corpus
 from shoal.peer.data.corpus import Corpus
 from shoal.peer.initial import InitialWeights
 from shoal.protocol.errors import LocalError, ShoalError
 from shoal.protocol.identity import Identity, PeerID
-from shoal.protocol.invite import Invite, make_invite, split_address, worth_telling
+from shoal.protocol.invite import Invite, make_invite, worth_telling
 from shoal.protocol.live.clock import LoopClock
 from shoal.protocol.live.compute import ThreadCompute
 from shoal.protocol.live.directory import LiveDirectory
 from shoal.protocol.live.disk import LiveDisk
 from shoal.protocol.live.transport import LiveTransport, dialable
-from shoal.protocol.messages import StatusRequest, SwarmStatus
 from shoal.protocol.plan import Plan
 from shoal.protocol.spec import RunSpec, run_id
 
@@ -138,10 +137,15 @@ async def join_run(invite: Invite, options: Options) -> None:
     """
     stop = Stop()
     identity = Identity.load_or_create(options.folder / "identity.key")
-    async with _network(identity, invite.run, options, invited=invite.addresses) as network:
-        spec, record = await fetch_spec(network.directory, invite, timeout_s=_FIND_RUN_S)
-        corpus = await asyncio.to_thread(find_corpus, spec, data=options.data, tokenizer=options.tokenizer)
-        await _take_part(network, spec, invite.owner, corpus, record, options, stop)
+    with JoiningView(reports=options.reports) as view:
+        view.tell("starting the network")
+        async with _network(identity, invite.run, options, invited=invite.addresses) as network:
+            view.tell("looking for the run")
+            spec, record = await fetch_spec(network.directory, invite, timeout_s=_FIND_RUN_S)
+            view.tell("reading the text")
+            corpus = await asyncio.to_thread(find_corpus, spec, data=options.data, tokenizer=options.tokenizer)
+            view.close()
+            await _take_part(network, spec, invite.owner, corpus, record, options, stop)
 
 
 @contextlib.asynccontextmanager
@@ -230,10 +234,11 @@ async def _train(
     invite = make_invite(node.run, owner, worth_telling(network.transport.addresses()))
     control = ControlServer(options.folder)
     control.on("leave", stop.leave)
-    control.on("invite", functools.partial(_invite, network.transport, node.run, owner))
+    control.on("invite", InviteVerb(network.transport, run=node.run, owner=owner).answer)
     try:
-        await _start_control(control)
+        await control.try_start()
         with announced(invite, options.folder):
+            output.say(Phase(name="measuring this machine"))
             await node.start()
             trim_heap()  # of what reading the text and the probe needed
             stop.takes_part = True
@@ -253,29 +258,15 @@ async def _train(
         await control.close()
 
 
-async def _invite(transport: LiveTransport, run: str, owner: PeerID, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The control socket's `invite`: who is there now, and where. `peers`: how many to name, us included."""
-    connected, known = await transport.connected(), transport.known()
-    others = {peer: dialable(known[peer]) for peer in connected if peer in known}
-    addresses = whom_to_name(transport.addresses(), others, num_peers=int(arguments.get("peers", 1)))
-    peers = {split_address(address)[1] for address in addresses}
-    return {"invite": make_invite(run, owner, addresses), "run": run, "peers": len(peers)}
-
-
-async def _start_control(control: ControlServer) -> None:
-    """A file system without sockets keeps nobody from taking part."""
-    try:
-        await control.start()
-    except LocalError as error:
-        logger.warning("%s: `shoal leave` and the like will not reach this peer", error)
-
-
 async def _until_done(
     node: Node, transport: LiveTransport, output: Output, stop: Stop, meter: ContributionMeter
 ) -> bool:
     """Whether the run was done, rather than we told to stop."""
     watching = asyncio.create_task(_watch(node, output, meter), name="watch the swarm")
-    looking = asyncio.create_task(_split_watch(node, transport, output).run(), name="look for another swarm")
+    split = SplitWatch.of(
+        node.endpoint, transport, own_status=node.status, say=lambda text: output.say(Note(text=text))
+    )
+    looking = asyncio.create_task(split.run(), name="look for another swarm")
     trimming = asyncio.create_task(trim_heap_forever(), name="trim the heap")
     done = asyncio.create_task(node.wait_done(), name="wait for the end")
     asked = asyncio.create_task(stop.asked.wait(), name="wait for a signal")
@@ -294,23 +285,14 @@ async def _until_done(
         await asyncio.gather(watching, looking, trimming, done, asked, return_exceptions=True)
 
 
-def _split_watch(node: Node, transport: LiveTransport, output: Output) -> SplitWatch:
-    def say(problem: Problem) -> None:
-        logger.warning("%s; %s", problem.sentence, problem.remedy)
-        output.say(Note(text=f"{problem.sentence}; {problem.remedy}"))
-
-    return SplitWatch(
-        around=transport,
-        own_status=node.status,
-        ask=lambda peer: node.endpoint.ask(peer, StatusRequest(), SwarmStatus),
-        me=node.peer_id,
-        say=say,
-    )
-
-
 async def _watch(node: Node, output: Output, meter: ContributionMeter) -> None:
+    fetch = FetchWatch()
     for turn in itertools.count():
         await asyncio.sleep(_STATUS_S)
+        replica = node.peer.replica
+        phase = fetch.look(replica.joining.progress if replica is not None else None, time.monotonic())
+        if phase is not None:
+            output.say(phase)
         output.say(meter.measure())
         plan = node.coordination.plan
         every = max(1, len(plan.plan.members) // _POLLS_MAX) if plan is not None and output.polls else _ASKS_EVERY
