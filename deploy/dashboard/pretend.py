@@ -85,8 +85,8 @@ class Pretend:
         self._step = min(self._step + _TOKENS_PER_S / (16 * _MICROBATCH), _STEPS)
         rng = self._rng
         if self._second % _TERM_S == 0:
-            self._coordinator = rng.choice(sorted(self._peers))
-            self._plan(f"hand-over in term {self._term}")
+            before, self._coordinator = self._coordinator, rng.choice(sorted(self._peers))
+            self._plan(f"term {self._term}: hand-over from {before[-8:]}")
         if rng.random() < self._churn / 30:
             (self._go if len(self._peers) >= self._size else self._join)()
         for peer, status in self._peers.items():

@@ -13,7 +13,7 @@ from shoal.protocol.messages import SwarmStatus
 
 CHANGES_SHOWN = 6
 SPARKLINE_COLUMNS = 32
-_SIGNS = {"plan": ("◆", "cyan"), "joined": ("+", "green"), "left": ("−", "red"), "note": ("·", "dim")}
+_SIGNS = {"plan": ("◆", "cyan"), "joined": ("+", "green"), "left": ("-", "red"), "note": ("·", "dim")}
 
 
 def render_view(view: View, status: SwarmStatus | None, curves: Curves) -> RenderableType:
@@ -23,7 +23,7 @@ def render_view(view: View, status: SwarmStatus | None, curves: Curves) -> Rende
         parts.append(_figures(view, curves))
     if status is not None:
         parts.append(stage_table(status))
-    parts += [Text(f"− {gone.name} left {duration(gone.ago_s)} ago", style="red") for gone in view.gone]
+    parts += [Text(f"- {gone.name} left {duration(gone.ago_s)} ago", style="red") for gone in view.gone]
     if view.changes:
         parts.append(Text("what changed, and why", style="dim"))
         parts += [_change(change, view.now_s) for change in view.changes[:CHANGES_SHOWN]]

@@ -23,7 +23,7 @@ export class Charts {
     }
     for (const point of growth.points) point.forEach((value, index) => this.columns[index].push(value));
     // The role moves every minute: what is worth a mark is who came, went or moved.
-    this.plans = changes.filter((change) => change.kind === "plan" && !change.text.startsWith("hand-over")).map((change) => change.at_s);
+    this.plans = changes.filter((change) => change.kind === "plan" && !change.text.includes("hand-over from")).map((change) => change.at_s);
   }
 
   // Drawing is dear: only what has changed, and only while somebody can see it.
