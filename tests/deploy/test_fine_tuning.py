@@ -1,0 +1,72 @@
+"""From somebody's model to a run of real peers that goes on from it, and back to a model."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shoal.deploy.import_model import FolderWeights
+from shoal.peer import single_process
+from shoal.peer.data.corpus import load_corpus
+from shoal.protocol.spec import load_spec
+
+pytestmark = pytest.mark.process
+
+transformers = pytest.importorskip("transformers")
+
+STEPS = 6
+
+
+def save_model(folder: Path) -> None:
+    """Logits far from even, so that its loss is not that of any fresh model."""
+    torch.manual_seed(11)
+    config = transformers.LlamaConfig(
+        vocab_size=256,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=32,
+        tie_word_embeddings=False,
+        initializer_range=0.2,
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def test_a_swarm_goes_on_from_a_model_and_what_it_learns_is_a_model_again(
+    world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_model(tmp_path / "model")
+    base = world.spec(STEPS, exact=True)
+    tuned = tmp_path / "tuned.toml"
+    assert world.shoal("import", tmp_path / "model", tuned, "--spec", base).wait(120) == 0, world.logs()
+
+    host = world.shoal("host", tuned, "--listen", "127.0.0.1:0", "--device", "cpu", "--threads", 1, "--reports")
+    invite = json.loads(host.line('{"event":"Ready"'))["invite"]
+    joined = world.shoal("join", invite, "--listen", "127.0.0.1:0", "--device", "cpu", "--threads", 1, "--reports")
+    assert host.wait(120) == 0, world.logs()
+    assert joined.wait(60) == 0, world.logs()
+
+    spec = load_spec(tuned)
+    weights = FolderWeights(tmp_path / "model", spec.model)
+    monkeypatch.setattr(single_process, "init_layer", lambda model, key, seed: weights.layer(key))
+    corpus = load_corpus(spec.data, context=spec.model.context)
+    alone = [step.loss for step in single_process.train(spec, corpus, steps=STEPS)]
+    lines = [json.loads(line) for line in host.output.splitlines() + joined.output.splitlines()]
+    reports = {line["report"]["step"]: line["report"]["loss"] for line in lines if _has_loss(line)}
+    assert [reports[step] for step in sorted(reports)] == pytest.approx(alone, abs=1e-4)
+
+    done = world.shoal("export", tmp_path / "learnt", "--json")
+    assert done.wait(120) == 0, world.logs()
+    assert json.loads(done.output)["version"] == STEPS
+    assert FolderWeights(tmp_path / "learnt", spec.model).digests() != spec.initial.digests
+    written = world.shoal("generate", "--prompt", "fish ", "-n", 20, "--device", "cpu", "--json")
+    assert written.wait(120) == 0, world.logs()
+    assert json.loads(written.output)["text"]
+
+
+def _has_loss(line: dict[str, Any]) -> bool:
+    return line.get("event") == "Committed" and line["report"].get("loss") is not None
