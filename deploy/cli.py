@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from shoal.deploy.commands.config import check, path, set_, show
 from shoal.deploy.commands.demo import demo
 from shoal.deploy.commands.doctor import doctor
 from shoal.deploy.commands.export import export
@@ -18,12 +19,13 @@ from shoal.deploy.commands.import_ import import_
 from shoal.deploy.commands.invite import invite
 from shoal.deploy.commands.leave import leave
 from shoal.deploy.commands.options import EXIT_INTERRUPTED, EXIT_USER_ERROR, examples_of
+from shoal.deploy.commands.pause import pause, resume
 from shoal.deploy.commands.plan import plan
 from shoal.deploy.commands.recover import recover
 from shoal.deploy.commands.status import status
 from shoal.deploy.commands.take_part import host, join
-from shoal.deploy.dashboard.address import with_default
 from shoal.deploy.commands.tokenizer import train
+from shoal.deploy.dashboard.address import with_default
 from shoal.deploy.simulate.command import simulate
 from shoal.protocol.errors import ShoalError
 
@@ -80,9 +82,33 @@ def options(
     pass
 
 
-for command in (demo, host, join, invite, leave, doctor, status, plan, simulate, recover, export, generate):
+for command in (
+    demo,
+    host,
+    join,
+    invite,
+    leave,
+    pause,
+    resume,
+    doctor,
+    status,
+    plan,
+    simulate,
+    recover,
+    export,
+    generate,
+):
     app.command(cls=_Command, epilog=examples_of(command))(command)
 app.command("import", epilog=examples_of(import_))(import_)
+
+config = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="What you have set on this machine: how much to give, and when."
+)
+config.command(cls=_Command, epilog=examples_of(show))(show)
+config.command("set", cls=_Command, epilog=examples_of(set_))(set_)
+config.command(cls=_Command, epilog=examples_of(check))(check)
+config.command(cls=_Command, epilog=examples_of(path))(path)
+app.add_typer(config, name="config")
 
 tokenizer = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Vocabularies for a run's text.")
 tokenizer.command(epilog=examples_of(train))(train)

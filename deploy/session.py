@@ -27,6 +27,9 @@ from shoal.deploy.heap import trim_heap, trim_heap_forever
 from shoal.deploy.invite_verb import InviteVerb
 from shoal.deploy.joining_view import FetchWatch, JoiningView
 from shoal.deploy.known_peers import KnownPeers, keep, whom_to_try
+from shoal.deploy.manners.device import memory_claim, stand_back
+from shoal.deploy.manners.keeper import Keeper, looking_at
+from shoal.deploy.manners.limits import Limits
 from shoal.deploy.node import Node
 from shoal.deploy.output import Output, make_output
 from shoal.deploy.places import announced
@@ -42,6 +45,7 @@ from shoal.protocol.live.clock import LoopClock
 from shoal.protocol.live.compute import ThreadCompute
 from shoal.protocol.live.directory import LiveDirectory
 from shoal.protocol.live.disk import LiveDisk
+from shoal.protocol.live.throttle import Throttle
 from shoal.protocol.live.transport import LiveTransport, dialable
 from shoal.protocol.plan import Plan
 from shoal.protocol.spec import RunSpec, run_id
@@ -71,6 +75,8 @@ class Options:
     device: torch.device
     reports: bool
     """Speak to a parent process, not to a person."""
+    limits: Limits = Limits()  # noqa: RUF009  frozen
+    """What this machine's owner gives, and when."""
     dashboard: Address | None = None
     """Where to show the run as a page."""
     data: str = ""
@@ -161,6 +167,7 @@ async def _network(identity: Identity, run: str, options: Options, *, invited: S
             listen=options.listen,
             announce=options.announce,
             initial_peers=dialable(whom_to_try(invited, remembered, me=identity.peer_id)),
+            throttle=Throttle(options.limits.rates),
         )
         stack.push_async_callback(transport.close)
         directory = await LiveDirectory.start(transport)
@@ -207,7 +214,11 @@ async def _train(
     # On a CPU shared with others the thread's own seconds say what it could give; a GPU's are not the thread's.
     probe_clock = time.thread_time if options.device.type == "cpu" else time.perf_counter
     compute = MeteredCompute(
-        ThreadCompute(initializer=lambda: _prepare_thread(options.threads), probe_clock=probe_clock)
+        ThreadCompute(
+            initializer=lambda: _prepare_thread(options),
+            probe_clock=probe_clock,
+            share=options.limits.compute_share,
+        )
     )
     node = Node(
         identity=network.identity,
@@ -219,6 +230,7 @@ async def _train(
         owner=owner,
         name=options.name,
         device=options.device,
+        memory_bytes=memory_claim(options.limits, options.device),
         corpus=corpus,
         initial=options.initial,
         disk=LiveDisk(options.folder),
@@ -233,6 +245,13 @@ async def _train(
     )
     invite = make_invite(node.run, owner, worth_telling(network.transport.addresses()))
     control = ControlServer(options.folder)
+    keeper = Keeper(
+        options.limits,
+        node.peer.pausing,
+        say=lambda text: output.say(Note(text=text)),
+        look=looking_at(options.device),
+    )
+    keeper.install(control)
     control.on("leave", stop.leave)
     control.on("invite", InviteVerb(network.transport, run=node.run, owner=owner).answer)
     try:
@@ -242,16 +261,18 @@ async def _train(
             await node.start()
             trim_heap()  # of what reading the text and the probe needed
             stop.takes_part = True
+            keeper.start()
             logger.info("this machine gives %.1f GFLOP/s", node.peer.advert().flop_per_s / 1e9)
             if owner == node.peer_id:
                 output.say(Ready(peer=node.peer_id, run=node.run, invite=invite))
             output.say(Joined(peer=node.peer_id, name=options.name, invite=invite))
             if corpus is None:
                 output.say(Note(text="this machine has not the run's text: it will not be used for the first stage"))
-            meter = ContributionMeter(node, compute, LoopClock(), name=options.name)
+            meter = ContributionMeter(node, compute, LoopClock(), name=options.name, limits=keeper.report)
             finished = await _until_done(node, network.transport, output, stop, meter)
         output.say(Left(peer=node.peer_id, state_dir=str(options.folder / node.run), finished=finished))
     finally:
+        await keeper.close()
         await node.close()
         compute.close()
         output.close()
@@ -333,6 +354,7 @@ def pick_device(wanted: str) -> torch.device:
     return device
 
 
-def _prepare_thread(threads: int) -> None:
-    if threads:
-        torch.set_num_threads(threads)
+def _prepare_thread(options: Options) -> None:
+    stand_back(options.limits)  # first: torch's own threads begin as this one is
+    if options.threads:
+        torch.set_num_threads(options.threads)

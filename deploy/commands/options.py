@@ -38,6 +38,13 @@ Dashboard = Annotated[
         help=f"Show the run as a web page, read only, at {address.DEFAULT} unless told otherwise.",
     ),
 ]
+Limit = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME=VALUE",
+        help="What to give at most, over what `shoal config show` says: upload_mbit_s=5. As often as needed.",
+    ),
+]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log what happens to standard error.")]
 Reports = Annotated[
     bool, typer.Option("--json", "--reports", help="Say what happens as JSON lines, for a script or a parent process.")

@@ -14,6 +14,7 @@ from shoal.deploy.commands.options import (
     Announce,
     Dashboard,
     Device,
+    Limit,
     Listen,
     Reports,
     StateDir,
@@ -22,7 +23,9 @@ from shoal.deploy.commands.options import (
     examples,
     start_logging,
 )
+from shoal.deploy.config import load_settings
 from shoal.deploy.dashboard.address import parse_address
+from shoal.deploy.manners.limits import with_overrides
 from shoal.protocol.errors import RunNotFound
 from shoal.protocol.invite import Invite, parse_invite
 from shoal.protocol.spec import load_spec
@@ -43,12 +46,14 @@ def host(
     threads: Threads = 0,
     device: Device = "auto",
     dashboard: Dashboard = None,
+    limit: Limit = None,
     verbose: Verbose = False,
     reports: Reports = False,
 ) -> None:
     """Start a run: print an invite, and take part."""
     spec = load_spec(run_toml)
     shown = parse_address(dashboard) if dashboard else None
+    limits = with_overrides(load_settings().limits, limit or [])
     start_logging(verbose or reports)
     from shoal.deploy.import_model import open_initial
     from shoal.deploy.progress import progress_bar
@@ -68,6 +73,7 @@ def host(
         threads=threads,
         device=pick_device(device),
         reports=reports,
+        limits=limits,
         dashboard=shown,
         initial=initial,
     )
@@ -77,6 +83,7 @@ def host(
 @examples(
     "shoal join shoal1…  # take part, with the first GPU or the CPU",
     "shoal join shoal1… --name bob --device cuda:1  # as bob, with the second GPU",
+    "shoal join shoal1… --limit upload_mbit_s=5 --limit only_when_idle=true  # and not everything it has",
     "shoal join shoal1… --data ~/corpus.txt  # with the text of the run: the first stage needs it",
     "shoal join - < invite.txt  # the invite from standard input",
 )
@@ -91,12 +98,14 @@ def join(
     threads: Threads = 0,
     device: Device = "auto",
     dashboard: Dashboard = None,
+    limit: Limit = None,
     verbose: Verbose = False,
     reports: Reports = False,
 ) -> None:
     """Take part in a run."""
     found = parse_invite(invite) if invite != "-" else None
     shown = parse_address(dashboard) if dashboard else None
+    limits = with_overrides(load_settings().limits, limit or [])
     start_logging(verbose or reports)
     from shoal.deploy.session import Options, join_run, pick_device
     from shoal.protocol.live.run import run
@@ -114,6 +123,7 @@ def join(
         threads=threads,
         device=pick_device(device),
         reports=reports,
+        limits=limits,
         dashboard=shown,
         data=data,
         tokenizer=tokenizer,

@@ -1,0 +1,111 @@
+"""The settings of this user on this machine: one TOML in the user's configuration folder.
+
+`$XDG_CONFIG_HOME/shoal/config.toml`, `~/.config/shoal/config.toml` without it. No file: every default. Options of a
+command stand above it. It is read when a peer starts.
+"""
+
+import ast
+import inspect
+import itertools
+import os
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from shoal.deploy.manners import limits as limits_module
+from shoal.deploy.manners.limits import Limits, parse_value
+from shoal.protocol.errors import LocalError
+
+
+class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Raises: ValueError."""
+
+    limits: Limits = Limits()
+
+
+def config_path() -> Path:
+    base = os.environ.get("XDG_CONFIG_HOME")
+    return (Path(base) if base else Path.home() / ".config") / "shoal" / "config.toml"
+
+
+def load_settings() -> Settings:
+    """Raises: LocalError: the file is not what it should be, with what is wrong."""
+    text = _read()
+    return _decode(text) if text is not None else Settings()
+
+
+def as_toml(settings: Settings) -> str:
+    """All of them, each with what it means; a file like this is a valid one."""
+    lines = ["[limits]"]
+    for name, meaning in meanings().items():
+        lines += [f"# {line}" for line in meaning.splitlines()]
+        lines.append(f"{name} = {_toml(getattr(settings.limits, name))}")
+    return "\n".join(lines) + "\n"
+
+
+@cache
+def meanings() -> dict[str, str]:
+    """Limit -> its docstring."""
+    tree = ast.parse(inspect.getsource(limits_module))
+    (body,) = (node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == Limits.__name__)
+    found = {}
+    for field, doc in itertools.pairwise(body):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(doc, ast.Expr):
+            found[field.target.id] = inspect.cleandoc(ast.literal_eval(doc.value))
+    return found
+
+
+def set_limit(name: str, text: str) -> Settings:
+    """Put `name` = `text` into the file, and leave the rest of it as it is.
+
+    Returns: what holds from now on. Raises: LocalError.
+    """
+    if name not in Limits.__struct_fields__:
+        raise LocalError(f"there is no setting {name!r}: there are {', '.join(Limits.__struct_fields__)}")
+    changed = _with_line(_read() or "", f"{name} = {_toml(parse_value(name, text))}", name)
+    settings = _decode(changed)
+    path = config_path()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = path.with_suffix(".new")
+        new.write_text(changed)
+        new.replace(path)
+    except OSError as error:
+        raise LocalError(f"cannot write {path}: {error.strerror or error}") from error
+    return settings
+
+
+def _read() -> str | None:
+    try:
+        return config_path().read_text()
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise LocalError(f"cannot read {config_path()}: {error}") from error
+
+
+def _decode(text: str) -> Settings:
+    try:
+        return msgspec.toml.decode(text, type=Settings)
+    except (msgspec.DecodeError, ValueError) as error:
+        raise LocalError(f"{config_path()}: {error}") from error
+
+
+def _with_line(text: str, line: str, name: str) -> str:
+    lines = text.splitlines()
+    begin = next((i for i, old in enumerate(lines) if re.match(r"\s*\[\s*limits\s*\]", old)), None)
+    if begin is None:
+        return "\n".join([*lines, *([""] if lines else []), "[limits]", line]) + "\n"
+    end = next((i for i in range(begin + 1, len(lines)) if lines[i].lstrip().startswith("[")), len(lines))
+    for i in range(begin + 1, end):
+        if re.match(rf"\s*{name}\s*=", lines[i]):
+            return "\n".join([*lines[:i], line, *lines[i + 1 :]]) + "\n"
+    return "\n".join([*lines[: begin + 1], line, *lines[begin + 1 :]]) + "\n"
+
+
+def _toml(value: Any) -> str:
+    """Of a number, a truth value or a text: JSON's form is TOML's."""
+    return msgspec.json.encode(value).decode()

@@ -1,0 +1,77 @@
+"""Decides whether a peer may compute now, and says why not. Pure.
+
+A peer pauses while there is any reason to, each with its own way out: its owner's word, the hours, somebody at the
+machine. What cannot be known is no reason; the owner is told once that it cannot.
+"""
+
+from dataclasses import dataclass, field
+
+from shoal.deploy.manners.hours import is_within, parse_hours
+from shoal.deploy.manners.limits import Limits
+
+BUSY_SHARE = 0.1
+"""Of the device or the processors, used by others: below it is what a desktop does by itself."""
+QUIET_S = 60.0
+"""Once others have used the device it must have been quiet for so long: they come back between two of their jobs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """One look at the machine; None: it cannot be known."""
+
+    minute: int
+    """Since midnight, local time."""
+    input_idle_s: float | None = None
+    """Since the last key or movement of the mouse."""
+    others_share: float | None = None
+    """Of the device that computes, in [0, 1], used by other programs."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Manners:
+    """Args: limits: hours and idleness of these count here."""
+
+    limits: Limits
+    asked: dict[str, str] = field(default_factory=dict)
+    """Who has asked for a pause -> in which words it is told."""
+    _busy_until_s: float = 0.0
+    _seen: Seen | None = None
+
+    def ask(self, who: str, reason: str) -> None:
+        self.asked[who] = reason
+
+    def take_back(self, *who: str) -> None:
+        for name in who:
+            self.asked.pop(name, None)
+
+    def look(self, seen: Seen, *, now_s: float) -> None:
+        self._seen = seen
+        if seen.others_share is not None and seen.others_share > BUSY_SHARE:
+            self._busy_until_s = now_s + QUIET_S
+
+    def reasons(self, *, now_s: float) -> tuple[str, ...]:
+        """Why not to compute now; empty: nothing speaks against it."""
+        found = list(self.asked.values())
+        limits, seen = self.limits, self._seen
+        if seen is None:
+            return tuple(found)
+        if not is_within(parse_hours(limits.hours), seen.minute):
+            found.append(f"outside the hours {limits.hours}")
+        if limits.only_when_idle:
+            if seen.input_idle_s is not None and seen.input_idle_s < 60.0 * limits.idle_minutes:
+                found.append("somebody uses this machine")
+            if now_s < self._busy_until_s:
+                found.append("other programs use the device")
+        return tuple(found)
+
+    @property
+    def unknowable(self) -> tuple[str, ...]:
+        """What was asked for and cannot be known here, for a person."""
+        if not self.limits.only_when_idle or self._seen is None:
+            return ()
+        found = []
+        if self._seen.input_idle_s is None:
+            found.append("only_when_idle: this machine does not say when its keyboard and mouse were last used")
+        if self._seen.others_share is None:
+            found.append("only_when_idle: this machine does not say what other programs do with the device")
+        return tuple(found)

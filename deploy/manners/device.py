@@ -1,0 +1,32 @@
+"""Limits that a device keeps for us: memory, and how far its thread stands back."""
+
+import os
+import sys
+import threading
+
+import psutil
+import torch
+
+from shoal.deploy.manners.limits import Limits
+
+
+def memory_claim(limits: Limits, device: torch.device) -> int | None:
+    """Bytes that the swarm may plan with; None: whatever is free. On a GPU torch takes no more from now on.
+
+    A CPU's memory is only claimed, not enforced: what a stage needs is known before it is given one.
+    """
+    if limits.memory_gb == 0.0:
+        return None
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limits.memory_bytes / total), device)
+    else:
+        free = psutil.virtual_memory().available
+    return int(min(free, limits.memory_bytes))
+
+
+def stand_back(limits: Limits) -> None:
+    """Of the thread that calls, and those it starts: the network's stays as it is. Elsewhere than on Linux a process
+    has one priority, and the network would stand back too: there it is left alone."""
+    if limits.nice and sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), limits.nice)

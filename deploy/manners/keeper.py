@@ -1,0 +1,153 @@
+"""Keeps a running peer to its owner's manners: looks at the machine now and then, pauses the peer, and resumes it."""
+
+import asyncio
+import datetime
+import logging
+import signal
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+
+from shoal.deploy import report
+from shoal.deploy.control_socket import ControlServer
+from shoal.deploy.manners.core import Manners, Seen
+from shoal.deploy.manners.limits import Limits
+from shoal.deploy.manners.watching import ProcessorUse, gpu_others_share, input_idle_s
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 5.0
+_OWNER = "owner"
+_TERMINAL = "terminal"
+
+
+class Pausable(Protocol):
+    """As `peer.pausing.Pausing` is."""
+
+    @property
+    def is_paused(self) -> bool: ...
+
+    def pause(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+
+class Keeper:
+    """Of one peer, from `start` to `close`.
+
+    Args:
+        say: tells a person a sentence.
+        look: at the machine; blocks.
+        run_blocking: runs `look`.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        pausing: Pausable,
+        *,
+        say: Callable[[str], None],
+        look: Callable[[], Seen],
+        run_blocking: Callable[[Callable[[], Seen]], Awaitable[Seen]] = asyncio.to_thread,
+    ) -> None:
+        self._manners = Manners(limits=limits)
+        self._pausing = pausing
+        self._say = say
+        self._look = look
+        self._run_blocking = run_blocking
+        self._told: tuple[str, ...] = ()
+        self._warned: set[str] = set()
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Why the peer does not compute now."""
+        return self._manners.reasons(now_s=asyncio.get_running_loop().time())
+
+    def report(self) -> report.Limits:
+        """For those who show what this peer gives."""
+        return report.Limits(
+            paused=self._pausing.is_paused, why="; ".join(self.reasons), caps=self._manners.limits.in_words
+        )
+
+    def install(self, control: ControlServer) -> None:
+        """Answer `shoal pause`, `shoal resume` and Ctrl-Z."""
+        control.on("pause", self._on_pause)
+        control.on("resume", self._on_resume)
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTSTP, self._on_stop_key)
+        loop.add_signal_handler(signal.SIGCONT, self._on_continue)
+
+    def start(self) -> None:
+        limits = self._manners.limits
+        if limits.hours or limits.only_when_idle:
+            self._task = asyncio.create_task(self._watch(), name="manners")
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _watch(self) -> None:
+        while True:
+            try:
+                seen = await self._run_blocking(self._look)
+            except Exception:  # whatever a stranger's machine has in place of what we ask
+                logger.exception("cannot look at this machine")
+            else:
+                self._manners.look(seen, now_s=asyncio.get_running_loop().time())
+                for sentence in self._manners.unknowable:
+                    if sentence not in self._warned:
+                        self._warned.add(sentence)
+                        self._say(sentence)
+                self._apply()
+            await asyncio.sleep(LOOK_S)
+
+    def _apply(self) -> None:
+        reasons = self.reasons
+        if reasons and not self._pausing.is_paused:
+            self._pausing.pause()
+        elif not reasons and self._pausing.is_paused:
+            self._pausing.resume()
+        if reasons != self._told:
+            self._told = reasons
+            self._say(f"paused: {'; '.join(reasons)}" if reasons else "computing again")
+
+    async def _on_pause(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        self._manners.ask(_OWNER, "you asked for it (`shoal resume` ends it)")
+        self._apply()
+        return self._answer()
+
+    async def _on_resume(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What speaks against computing besides the owner's own word still does."""
+        self._manners.take_back(_OWNER, _TERMINAL)
+        self._apply()
+        return self._answer()
+
+    def _answer(self) -> Mapping[str, Any]:
+        return {"paused": self._pausing.is_paused, "reasons": list(self.reasons)}
+
+    def _on_stop_key(self) -> None:
+        """Ctrl-Z again goes on: a process that does not stop cannot be brought to the foreground."""
+        if _TERMINAL in self._manners.asked:
+            self._on_continue()
+        else:
+            self._manners.ask(_TERMINAL, "Ctrl-Z (again goes on, Ctrl-C leaves)")
+            self._apply()
+
+    def _on_continue(self) -> None:
+        self._manners.take_back(_TERMINAL)
+        self._apply()
+
+
+def looking_at(device: torch.device) -> Callable[[], Seen]:
+    """A function that looks at this machine, for a peer that computes on `device`."""
+    processors = ProcessorUse()
+
+    def look() -> Seen:
+        now = datetime.datetime.now().astimezone()
+        others = gpu_others_share(device.index or 0) if device.type == "cuda" else processors.others_share()
+        return Seen(minute=60 * now.hour + now.minute, input_idle_s=input_idle_s(), others_share=others)
+
+    return look

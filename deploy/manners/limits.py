@@ -1,0 +1,104 @@
+"""What a volunteer gives, and when: the `[limits]` of the settings, and `--limit NAME=VALUE` over them."""
+
+import math
+from typing import Annotated, Any
+
+import msgspec
+
+from shoal.deploy.manners.hours import parse_hours
+from shoal.protocol.errors import LocalError
+from shoal.protocol.token_bucket import RateLimits
+
+MBIT = 1e6 / 8
+"""Bytes."""
+GB = 1e9
+
+
+class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One docstring per field: `shoal config show` prints them.
+
+    Raises: ValueError.
+    """
+
+    compute_share: Annotated[float, msgspec.Meta(gt=0.0, le=1.0)] = 1.0
+    """Share of the device's time, above 0 and at most 1: after each job it rests for the remainder."""
+    memory_gb: Annotated[float, msgspec.Meta(ge=0.0)] = 0.0
+    """Memory of the device that the swarm may plan with, in GB; on a GPU torch takes no more. 0: what is free."""
+    upload_mbit_s: Annotated[float, msgspec.Meta(ge=0.0)] = 0.0
+    """Mbit/s sent, of all traffic. 0: no limit."""
+    download_mbit_s: Annotated[float, msgspec.Meta(ge=0.0)] = 0.0
+    """Mbit/s received, of all traffic. 0: no limit."""
+    hours: str = ""
+    """When to compute, in local time, such as "22:00-07:00" or "09:00-12:00, 13:00-17:00". Empty: always."""
+    only_when_idle: bool = False
+    """Compute only while nobody uses this machine: no keyboard, no mouse, no other work on the device."""
+    idle_minutes: Annotated[float, msgspec.Meta(ge=0.0)] = 5.0
+    """With only_when_idle: how long nobody must have used it."""
+    nice: Annotated[int, msgspec.Meta(ge=0, le=19)] = 0
+    """How far the computing (not the network) stands back behind other programs: 0 not at all, 19 altogether."""
+
+    def __post_init__(self) -> None:
+        parse_hours(self.hours)
+        for name in ("memory_gb", "upload_mbit_s", "download_mbit_s", "idle_minutes"):
+            if not math.isfinite(getattr(self, name)):
+                raise ValueError(f"{name} must be a number")
+        for name in ("upload_mbit_s", "download_mbit_s"):
+            if 0.0 < getattr(self, name) < MBIT_S_MIN:
+                raise ValueError(f"{name} must be 0 or at least {MBIT_S_MIN:g}: a peer's own word needs as much")
+
+    @property
+    def rates(self) -> RateLimits:
+        return RateLimits(
+            upload_bytes_per_s=self.upload_mbit_s * MBIT or math.inf,
+            download_bytes_per_s=self.download_mbit_s * MBIT or math.inf,
+        )
+
+    @property
+    def memory_bytes(self) -> float:
+        """Infinite: no limit."""
+        return self.memory_gb * GB or math.inf
+
+    @property
+    def in_words(self) -> tuple[str, ...]:
+        """Those that bound how much is given, for a person."""
+        words = (
+            (self.compute_share < 1.0, f"{self.compute_share:.0%} of the device's time"),
+            (self.memory_gb > 0.0, f"{self.memory_gb:g} GB of its memory"),
+            (self.upload_mbit_s > 0.0, f"upload at most {self.upload_mbit_s:g} Mbit/s"),
+            (self.download_mbit_s > 0.0, f"download at most {self.download_mbit_s:g} Mbit/s"),
+            (bool(self.hours), f"only {self.hours}"),
+            (self.only_when_idle, f"only when unused for {self.idle_minutes:g} minutes"),
+        )
+        return tuple(text for holds, text in words if holds)
+
+
+MBIT_S_MIN = 0.1
+"""A heartbeat and a few votes a second."""
+
+
+def with_overrides(limits: Limits, overrides: list[str]) -> Limits:
+    """`limits` with each `NAME=VALUE` in place of its own.
+
+    Raises: LocalError: there is no such limit, or it cannot have that value.
+    """
+    fields = msgspec.to_builtins(limits)
+    for text in overrides:
+        name, equals, value = text.partition("=")
+        name = name.strip()
+        if not equals or name not in fields:
+            raise LocalError(f"--limit {text}: write NAME=VALUE, where NAME is one of {', '.join(fields)}")
+        fields[name] = parse_value(name, value)
+    try:
+        return msgspec.convert(fields, Limits)
+    except (msgspec.ValidationError, ValueError) as error:
+        raise LocalError(f"--limit {' '.join(overrides)}: {error}") from error
+
+
+def parse_value(name: str, text: str) -> Any:
+    """As a person writes it: `5`, `true`, `22:00-07:00`. Raises: LocalError."""
+    default = getattr(Limits(), name)
+    try:
+        return msgspec.convert(text.strip(), type(default), strict=False)
+    except msgspec.ValidationError as error:
+        wants = {bool: "true or false", int: "a whole number", float: "a number"}[type(default)]
+        raise LocalError(f"{name} is {wants}, not {text.strip()!r}") from error

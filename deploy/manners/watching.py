@@ -1,0 +1,128 @@
+"""What a machine says of its use: keyboard and mouse, the GPU, the processors. Blocks for up to a few seconds.
+
+| what               | is asked of                                                                           |
+|--------------------|---------------------------------------------------------------------------------------|
+| keyboard and mouse | `ioreg` (macOS); Mutter by `gdbus` (GNOME); `xprintidle` (X11); input on terminals    |
+| GPU                | `nvidia-smi pmon`: processes that are not ours. Not in most containers                |
+| processors         | all that is busy, less ours and our children's, where a CPU computes                  |
+
+What does not answer is unknown; the shortest idle time that any of them says counts.
+"""
+
+import os
+import platform
+import re
+import subprocess
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import psutil
+
+_TIMEOUT_S = 3.0
+
+
+def input_idle_s() -> float | None:
+    """Seconds since somebody last used keyboard or mouse; None: nothing here says."""
+    readers: list[Callable[[], float | None]] = [_terminal_idle_s]
+    if platform.system() == "Darwin":
+        readers.append(_mac_idle_s)
+    elif os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"):
+        readers += [_mutter_idle_s, _x11_idle_s]
+    known = [seconds for reader in readers if (seconds := reader()) is not None]
+    return min(known, default=None)
+
+
+def parse_pmon(text: str, ours: Iterable[int]) -> float:
+    """Output of `nvidia-smi pmon -c 1 -s u`: share of the GPU, in [0, 1], used by processes that are not `ours`."""
+    own, percent = set(ours), 0.0
+    for line in text.splitlines():
+        columns = line.split()
+        if not line.startswith("#") and len(columns) > 3 and columns[1].isdecimal() and int(columns[1]) not in own:
+            percent += float(columns[3]) if columns[3].isdecimal() else 0.0
+    return min(1.0, percent / 100.0)
+
+
+def gpu_others_share(index: int) -> float | None:
+    """Share of GPU `index`, in [0, 1], used by others; None: the driver does not say."""
+    text = _run("nvidia-smi", "pmon", "-c", "1", "-s", "u", "-i", str(index))
+    return None if text is None else parse_pmon(text, _our_pids())
+
+
+class ProcessorUse:
+    """Of all processors together, between two calls of `others_share`."""
+
+    def __init__(self) -> None:
+        self._before = self._now()
+
+    def others_share(self) -> float | None:
+        """In [0, 1], used by other programs since the last call; None: no time has passed."""
+        before, now = self._before, self._now()
+        self._before = now
+        whole_s, busy_s, own_s = (b - a for a, b in zip(before, now, strict=True))
+        return None if whole_s <= 0.0 else min(1.0, max(0.0, busy_s - max(0.0, own_s)) / whole_s)
+
+    def _now(self) -> tuple[float, float, float]:
+        times = psutil.cpu_times()
+        whole_s = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
+        own_s = 0.0
+        for process in _our_processes():
+            try:
+                own = process.cpu_times()
+            except psutil.Error:
+                continue
+            own_s += own.user + own.system
+        return whole_s, whole_s - times.idle - getattr(times, "iowait", 0.0), own_s
+
+
+def _our_processes() -> list[psutil.Process]:
+    me = psutil.Process()
+    try:
+        return [me, *me.children(recursive=True)]
+    except psutil.Error:
+        return [me]
+
+
+def _our_pids() -> list[int]:
+    return [process.pid for process in _our_processes()]
+
+
+def _terminal_idle_s() -> float | None:
+    """By when one of our terminals was last typed at, as `w` does it. Root's are of any program: they say nothing."""
+    now_s, newest_s = time.time(), None
+    for folder in ("/dev/pts", "/dev"):
+        for path in Path(folder).glob("[0-9]*" if folder == "/dev/pts" else "tty[0-9]*"):
+            try:
+                status = path.stat()
+            except OSError:
+                continue
+            if status.st_uid == os.getuid() != 0:
+                newest_s = max(newest_s or 0.0, status.st_atime)
+    return None if newest_s is None else max(0.0, now_s - newest_s)
+
+
+def _mac_idle_s() -> float | None:
+    text = _run("ioreg", "-c", "IOHIDSystem", "-d", "4")
+    found = re.search(r'"HIDIdleTime"\s*=\s*(\d+)', text or "")
+    return int(found[1]) / 1e9 if found else None
+
+
+def _mutter_idle_s() -> float | None:
+    monitor = "org.gnome.Mutter.IdleMonitor"
+    where = ("--dest", monitor, "--object-path", "/org/gnome/Mutter/IdleMonitor/Core")
+    text = _run("gdbus", "call", "--session", *where, "--method", f"{monitor}.GetIdletime")
+    found = re.search(r"uint64 (\d+)", text or "")
+    return int(found[1]) / 1e3 if found else None
+
+
+def _x11_idle_s() -> float | None:
+    text = (_run("xprintidle") or "").strip()
+    return int(text) / 1e3 if text.isdecimal() else None
+
+
+def _run(*command: str) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout

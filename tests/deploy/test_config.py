@@ -1,0 +1,78 @@
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from shoal.deploy import cli, config
+from shoal.deploy.manners.limits import Limits
+
+
+@pytest.fixture(autouse=True)
+def own_config(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+
+
+def shoal(*arguments):
+    result = CliRunner().invoke(cli.app, ["config", *arguments])
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_what_is_shown_is_a_file_that_means_the_same_and_says_what_each_is():
+    code, shown, _ = shoal("show")
+    assert code == 0
+    assert msgspec.toml.decode(shown.encode(), type=config.Settings) == config.Settings()
+    assert set(config.meanings()) == set(Limits.__struct_fields__)
+    assert all(f"# {line}" in shown for meaning in config.meanings().values() for line in meaning.splitlines())
+
+
+def test_setting_one_leaves_the_rest_of_the_file_alone(tmp_path):
+    assert shoal("check") == (0, f"{config.config_path()}: not there, so all defaults hold\n", "")
+    assert shoal("set", "upload_mbit_s", "5")[0] == 0
+    path = tmp_path / "shoal" / "config.toml"
+    assert shoal("path")[1] == f"{path}\n"
+    path.write_text("# mine\n" + path.read_text() + "nice = 7 # because\n")
+    assert shoal("set", "upload_mbit_s", "2.5")[0] == 0
+    assert shoal("set", "hours", "22:00-07:00")[0] == 0
+    assert config.load_settings().limits == Limits(upload_mbit_s=2.5, nice=7, hours="22:00-07:00")
+    text = path.read_text()
+    assert "# mine" in text
+    assert "nice = 7 # because" in text
+    assert text.count("upload_mbit_s") == 1
+    assert msgspec.json.decode(shoal("show", "--json")[1])["limits"]["nice"] == 7
+    assert shoal("check")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("[limits]\nuplod = 1\n", "uplod"),
+        ("[limits]\nnice = 40\n", "nice"),
+        ("[limits\n", "config.toml"),
+        ('[limits]\nhours = "late"\n', "22:00-07:00"),
+        ("[other]\n", "other"),
+    ],
+)
+def test_a_file_that_is_wrong_is_one_line_that_names_it(tmp_path, text, complaint):
+    (tmp_path / "shoal").mkdir()
+    (tmp_path / "shoal" / "config.toml").write_text(text)
+    code, out, err = shoal("check")
+    assert (code, out) == (cli.EXIT_USER_ERROR, "")
+    (line,) = err.splitlines()
+    assert complaint in line
+    assert "config.toml" in line
+
+
+def test_a_setting_that_cannot_be_leaves_the_file_as_it_is():
+    shoal("set", "nice", "5")
+    for name, value in (("nice", "50"), ("nice", "very"), ("niceness", "5"), ("hours", "late")):
+        code, _, err = shoal("set", name, value)
+        assert code == cli.EXIT_USER_ERROR
+        assert len(err.splitlines()) == 1
+    assert config.load_settings().limits == Limits(nice=5)
+
+
+def test_pausing_where_nothing_runs_is_said(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    for command in ("pause", "resume"):
+        result = CliRunner().invoke(cli.app, [command])
+        assert result.exit_code == cli.EXIT_USER_ERROR
+        assert "no peer runs" in result.stderr
