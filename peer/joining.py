@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from shoal.peer.arithmetic import Runtime
+from shoal.peer.arithmetic import Held
 from shoal.peer.group.driver import GroupDriver
 from shoal.peer.handoff.fetcher import StateFetcher
 from shoal.peer.handoff.inbox import ChunkInbox
@@ -31,7 +31,7 @@ class Joining:
         endpoint: Endpoint,
         compute: Compute,
         inbox: ChunkInbox,
-        runtime: Runtime,
+        runtime: Held,
         group: GroupDriver,
         take_over: Callable[[StageState], Awaitable[None]],
         begin_era: Callable[[int], Awaitable[bool]],
