@@ -3,6 +3,7 @@
 Every peer has one, since everyone's turn comes; while somebody else coordinates it hears nothing and decides nothing.
 """
 
+from collections import deque
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -16,12 +17,14 @@ from shoal.coordinator.proposal import Draft
 from shoal.coordinator.roster import Roster
 from shoal.coordinator.survey import Survey
 from shoal.protocol.identity import PeerID
-from shoal.protocol.messages import HandOver, Heartbeat, Reset, SwarmStatus
+from shoal.protocol.messages import HandOver, Heartbeat, PlanNote, Reset, SwarmStatus
 from shoal.protocol.plan import Plan, SignedPlan
 from shoal.protocol.spec import RunSpec
 
 STATUS_PEERS_MAX = 256
 """A peer's line is about 200 bytes; more would not fit in one message."""
+STATUS_PLANS_MAX = 16
+STATUS_REASON_CHARS_MAX = 160
 HANDOVER_ADVERTS_MAX = 64
 """The successor hears from everyone within a heartbeat anyway; adverts only spare it that wait for most."""
 WAITING_FOR_DISKS = "waiting for the disks that have the rest of a snapshot"
@@ -53,6 +56,8 @@ class Governor:
     _improvement: Improvement = field(init=False)
     _job: SearchJob | None = None
     _holders: HolderWatch = field(init=False)
+    _obeyed: deque[tuple[float, PlanNote]] = field(default_factory=lambda: deque(maxlen=STATUS_PLANS_MAX))
+    """(since when, what of it is for people)."""
 
     def __post_init__(self) -> None:
         swarm = self.spec.swarm
@@ -87,6 +92,8 @@ class Governor:
     def obey(self, plan: Plan, now_s: float) -> None:
         """A plan is live, whoever coordinates; the first one that we see is the best we know of the run's beginning."""
         self.begun_s = now_s if self.begun_s is None else self.begun_s
+        reason = plan.reason[:STATUS_REASON_CHARS_MAX]
+        self._obeyed.append((now_s, PlanNote(plan.term, plan.sequence, 0.0, plan.coordinator, reason)))
         self._survey.obey(plan)
         if plan.era != self.ledger.era:
             self.ledger.rewind(plan.era, plan.restore_version)
@@ -262,7 +269,11 @@ class Governor:
 
     def status(self, live: Plan, now_s: float) -> SwarmStatus:
         ids = sorted({*live.members, *self.roster.alive(now_s)}, key=lambda p: (_stage_key(live, p), p))
-        peers = (self.roster.status(peer, live.stage_of(peer), now_s) for peer in ids[:STATUS_PEERS_MAX])
+        shares = _shares(live)
+        peers = (
+            self.roster.status(peer, live.stage_of(peer), now_s, share=shares.get(peer, 0.0))
+            for peer in ids[:STATUS_PEERS_MAX]
+        )
         return SwarmStatus(
             run=self.run,
             name=self.spec.name,
@@ -280,6 +291,7 @@ class Governor:
             peers=tuple(peer for peer in peers if peer is not None),
             era=self.ledger.era,
             elapsed_s=self._elapsed_s(now_s),
+            plans=tuple(msgspec.structs.replace(note, seconds_ago=now_s - at_s) for at_s, note in self._obeyed),
         )
 
     def _measured(self, era: int, now_s: float) -> tuple[MeasuredPeer, ...]:
@@ -348,6 +360,16 @@ def _keeps_state(layout: Layout, live: Plan, peers: tuple[MeasuredPeer, ...]) ->
         for index, stage in enumerate(layout.stages)
     )
     return stays and not any(peer.draining for peer in peers)
+
+
+def _shares(plan: Plan) -> dict[PeerID, float]:
+    """Of each holder, of its stage's traffic."""
+    totals = [sum(member.share for member in stage.members) for stage in plan.stages]
+    return {
+        member.peer: member.share / total
+        for stage, total in zip(plan.stages, totals, strict=True)
+        for member in stage.members
+    }
 
 
 def _stage_key(plan: Plan, peer: PeerID) -> int:

@@ -146,7 +146,7 @@ class Roster:
             if presence.advert is not None
         )
 
-    def status(self, peer: PeerID, stage: int | None, now_s: float) -> PeerStatus | None:
+    def status(self, peer: PeerID, stage: int | None, now_s: float, *, share: float = 0.0) -> PeerStatus | None:
         seen = self.presences.get(peer)
         if seen is None or seen.advert is None:
             return None
@@ -162,6 +162,8 @@ class Roster:
             seen_s_ago=now_s - seen.arrivals.last_s,
             forward_s=beat.forward_s if beat else 0.0,
             window=beat.window if beat else 0,
+            share=round(share, 4),
+            flop_per_s=seen.advert.flop_per_s,
         )
 
     def _arrivals(self, now_s: float) -> Arrivals:

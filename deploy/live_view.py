@@ -5,7 +5,7 @@ Names and reasons come from other peers: they are shown without control characte
 
 import itertools
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rich.console import Group, RenderableType
@@ -14,6 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from shoal.deploy.dashboard.view import PeerState, peer_state
 from shoal.deploy.report import StepDone
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import PeerStatus, SwarmStatus
@@ -21,8 +22,16 @@ from shoal.protocol.messages import PeerStatus, SwarmStatus
 _BARS = "▁▂▃▄▅▆▇█"
 _SPARKLINE_COLUMNS = 20
 _NOTES_SHOWN = 4
-_SILENT_S = 3.0
-"""From when on the view says that a peer has not been heard."""
+
+
+_STATES: Mapping[PeerState, tuple[str, str]] = {
+    "silent": ("silent", "red"),
+    "draining": ("draining", "yellow"),
+    "spare": ("waiting for work", "dim"),
+    "unheard": ("not heard yet", "dim"),
+    "fetching": ("fetching state", "yellow"),
+    "training": ("training", "green"),
+}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -198,16 +207,7 @@ def _peer_cells(peer: PeerStatus, coordinator: PeerID) -> tuple[Text, str, str, 
     name = Text(f"{_name(peer)}{' ★' if peer.peer == coordinator else ''}")
     window = str(peer.window) if peer.window else ""
     forward = f"{peer.forward_s * 1e3:.1f}" if peer.forward_s else ""
-    if peer.seen_s_ago > _SILENT_S:
-        state = Text(f"silent for {peer.seen_s_ago:.0f} s", style="red")
-    elif peer.draining:
-        state = Text("draining", style="yellow")
-    elif peer.stage is None:
-        state = Text("waiting for work", style="dim")
-    elif peer.version < 0:
-        state = Text("not heard yet", style="dim")
-    elif not peer.synced:
-        state = Text("fetching state", style="yellow")
-    else:
-        state = Text("training", style="green")
-    return name, str(peer.version) if peer.version >= 0 else "", window, forward, state
+    state = peer_state(peer)
+    words, style = _STATES[state]
+    said = f"silent for {peer.seen_s_ago:.0f} s" if state == "silent" else words
+    return name, str(peer.version) if peer.version >= 0 else "", window, forward, Text(said, style=style)

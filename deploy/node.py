@@ -104,8 +104,9 @@ class Node:
         self.owner = owner
         self.run = run_id(spec, owner)
         incarnation = next_incarnation(disk, PurePosixPath(self.run) / "incarnation", wall_s=clock.wall_s())
-        meter = LinkMeter(clock)
-        metered = MeteredTransport(transport, meter, clock)
+        self.links = LinkMeter(clock)
+        """What passes between this peer and each other one."""
+        metered = MeteredTransport(transport, self.links, clock)
         self.endpoint = Endpoint(identity, metered, run=self.run, first_sequence=incarnation, seals=seals)
         self._directory = directory
         self._spec_record = spec_record
@@ -118,7 +119,7 @@ class Node:
             traffic=traffic,
             disk=disk,
             name=name[:PEER_NAME_CHARS_MAX],
-            meter=meter,
+            meter=self.links,
             memory_bytes=memory_bytes,
             run_blocking=run_blocking,
             on_commit=on_commit,

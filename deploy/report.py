@@ -86,6 +86,46 @@ class Status(_Report, frozen=True):
     status: SwarmStatus
 
 
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """What the person at a peer's machine has set, as far as it bounds what the peer gives now."""
+
+    paused: bool = False
+    why: str = ""
+    """Of the pause, for people."""
+    caps: tuple[str, ...] = ()
+    """In words: `upload at most 5 Mbit/s`."""
+
+
+class Contribution(_Report, frozen=True):
+    """What a peer gives, by its own measurements. Rates and shares are over the last ten seconds."""
+
+    peer: PeerID
+    name: str
+    stage: int | None
+    synced: bool
+    """Holds its stage's state."""
+    busy: float
+    """Share of the time in which the device computed."""
+    sending: float
+    """Share of the time in which a frame was on its way out, to whomever."""
+    waiting: int
+    """Microbatches that stand here until the device has time."""
+    flop_per_s: float
+    microbatches_per_s: float
+    flop_total: float
+    microbatches_total: int
+    """Forwards computed, a microbatch that came again included."""
+    sent_bytes_total: float
+    received_bytes_total: float
+    """Of frames: activations, gradients, parts of reductions, state."""
+    links: tuple[tuple[PeerID, float, float], ...]
+    """(peer, bytes/s sent, bytes/s received), of the busiest."""
+    memory_bytes: int
+    """Resident, of the process without its network daemon."""
+    uptime_s: float
+    limits: Limits | None = None
+
+
 class Note(_Report, frozen=True):
     """A sentence for people: a plan, a hand-over, a peer lost."""
 
@@ -101,7 +141,7 @@ class Left(_Report, frozen=True):
     """The run had reached its last step."""
 
 
-Report = Ready | Joined | Obeys | Committed | Validated | StepDone | Status | Note | Left
+Report = Ready | Joined | Obeys | Committed | Validated | StepDone | Status | Contribution | Note | Left
 
 _ENCODER = msgspec.json.Encoder()
 _DECODER: msgspec.json.Decoder[Report] = msgspec.json.Decoder(Report)

@@ -27,7 +27,7 @@ from shoal.deploy.run_record import fetch_spec, seal_spec
 from shoal.peer.data.corpus import PYTHON_LIBRARY, Corpus, load_corpus
 from shoal.protocol.errors import DataError, LocalError, ShoalError
 from shoal.protocol.identity import Identity, PeerID
-from shoal.protocol.invite import Invite, make_invite
+from shoal.protocol.invite import Invite, make_invite, worth_telling
 from shoal.protocol.live.clock import LoopClock
 from shoal.protocol.live.compute import ThreadCompute
 from shoal.protocol.live.directory import LiveDirectory
@@ -171,7 +171,7 @@ async def _take_part(
         on_validation=lambda report: output.say(Validated(report=report)),
         on_plan=lambda signed: output.say(_obeys(signed.plan)),
     )
-    invite = make_invite(node.run, owner, network.transport.addresses())
+    invite = make_invite(node.run, owner, worth_telling(network.transport.addresses()))
     control = ControlServer(options.folder)
     control.on("leave", stop.leave)
     try:

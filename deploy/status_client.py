@@ -9,7 +9,7 @@ from pathlib import Path
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import LocalError, Refused, RemoteError, Unreachable
 from shoal.protocol.identity import Identity, PeerID
-from shoal.protocol.invite import Invite
+from shoal.protocol.invite import Invite, split_address
 from shoal.protocol.live.transport import LiveTransport
 from shoal.protocol.messages import StatusRequest, SwarmStatus
 
@@ -40,4 +40,4 @@ async def ask_swarm(invite: Invite) -> SwarmStatus:
 
 def _peers(invite: Invite) -> list[PeerID]:
     """Whom the addresses lead to, each once, in the invite's order."""
-    return list(dict.fromkeys(PeerID(address.rpartition("/p2p/")[2]) for address in invite.addresses))
+    return list(dict.fromkeys(PeerID(split_address(address)[1]) for address in invite.addresses))

@@ -19,6 +19,7 @@ from shoal.peer.handoff.inbox import ChunkInbox
 from shoal.peer.handoff.server import StateServer
 from shoal.peer.links import LinkMeter
 from shoal.peer.neighbours import Neighbours
+from shoal.peer.pausing import Pausing
 from shoal.peer.pipeline.state import StageState
 from shoal.peer.pipeline.traffic import AdaptiveTraffic, Traffic
 from shoal.peer.probe import DeviceProbe, LinkProbe, probe_device
@@ -40,8 +41,6 @@ T = TypeVar("T")
 _DRAIN_S = 30.0
 _FAREWELL_S = 2.0
 _SILENCE_HEARTBEATS = 3.0
-PROBES_MAX = 24
-"""Links that a newcomer measures before it has used them. In large stages traffic shows the others."""
 
 
 async def _inline(work: Callable[[], T]) -> T:
@@ -105,6 +104,7 @@ class PeerDriver:
         self._validations: deque[ValidationReport] = deque(maxlen=1)
         self._links: dict[PeerID, LinkReport] = {}
         self._draining = False
+        self.pausing = Pausing(replica=lambda: self.replica, on_change=self._say_hello)
         self._tasks = Tasks(self._fail)
         self._neighbours = Neighbours(
             endpoint=endpoint,
@@ -174,6 +174,7 @@ class PeerDriver:
             await asyncio.gather(self._transition, return_exceptions=True)
         if self.replica:
             await self.replica.close()
+        await self.pausing.close()
         await self._tasks.wait()
         await self._neighbours.close()
 
@@ -221,7 +222,7 @@ class PeerDriver:
             stage=replica.stage if replica else None,
             version=replica.version if replica else 0,
             synced=replica.is_ready if replica else False,
-            draining=self._draining,
+            draining=self._is_leaving,
             commits=tuple(commits),
             validations=tuple(self._validations),
             links=self._meter.report(),
@@ -278,7 +279,7 @@ class PeerDriver:
         place = None if stage is None else (stage, plan.stages[stage].first_layer, plan.stages[stage].last_layer)
         renewing, self._renewing = self._renewing, False
         if replica is not None and place != (replica.stage, *replica.layers):
-            is_counted_out = not plan.has(me) and not self._draining
+            is_counted_out = not plan.has(me) and not self._is_leaving
             if before is not None and plan.previous == before.digest and not is_counted_out:
                 replica.depart(plan)
                 await replica.drain(_DRAIN_S, unless=self._era_is_over)
@@ -287,12 +288,13 @@ class PeerDriver:
         elif replica is not None and (renewing or (before is not None and plan.since_of(me) > before.plan.sequence)):
             logger.warning("stage %d: our state may not be our mates' any more: fetching it", replica.stage)
             await self._drop_replica()
-        if stage is None or self._draining:
+        if stage is None or self._draining or (self.replica is None and self._is_leaving):
             return
         if self.replica is None:
             self._tenures += 1
             self.replica = Replica(self._surroundings, plan, stage, incarnation=self._incarnation)
             self.replica.start()
+            self.pausing.begun(self.replica)
             self._measure_links(plan.members)
         else:
             self.replica.follow(plan)
@@ -322,6 +324,10 @@ class PeerDriver:
             self._neighbours.say(self.replica.audience)
 
     @property
+    def _is_leaving(self) -> bool:
+        return self._draining or self.pausing.is_leaving
+
+    @property
     def _incarnation(self) -> int:
         """Each tenure of this process begins without state, as each process does."""
         return self._endpoint.incarnation + self._tenures
@@ -335,7 +341,7 @@ class PeerDriver:
             version=replica.version if replica else 0,
             ready=replica.is_ready if replica else False,
             is_open=replica.is_open if replica else False,
-            draining=replica.is_draining if replica else False,
+            draining=replica.is_draining or self.pausing.is_leaving if replica else False,
         )
 
     def _heard(self, source: PeerID, hello: Hello) -> None:
@@ -360,14 +366,9 @@ class PeerDriver:
     def _measure_links(self, peers: tuple[PeerID, ...]) -> None:
         async def measure() -> None:
             audience = [p for p in (self.replica.audience if self.replica else []) if p in peers]
-            # Each begins elsewhere, so that those of a large stage look at different ones.
-            begin = peers.index(self._endpoint.peer_id) * PROBES_MAX % max(1, len(audience))
-            chosen = [*audience[begin:], *audience[:begin]][:PROBES_MAX]
-            for peer in [p for p in chosen if p not in self._links]:
-                report = await self._link_probe.measure_if_possible(peer)
-                if report:
-                    self._links[peer] = report
-                    self._meter.probed(report)
+            turn = peers.index(self._endpoint.peer_id)
+            async for report in self._link_probe.measure_some(audience, turn=turn, known=self._links):
+                self._meter.probed(report)
 
         self._tasks.spawn(measure(), "measure links")
 

@@ -41,14 +41,15 @@ _RATE_MAX = 1e12
 
 class _Link:
     __slots__ = (
-        "bytes",
         "chunk_at_s",
         "chunks",
         "num_sending",
         "pending",
         "probed",
+        "received_bytes",
         "round_trips",
         "samples",
+        "sent_bytes",
         "since_s",
     )
 
@@ -61,7 +62,12 @@ class _Link:
         self.chunk_at_s: float | None = None
         self.num_sending = 0
         self.since_s = 0.0
-        self.bytes = 0.0
+        self.sent_bytes = 0.0
+        self.received_bytes = 0.0
+
+    @property
+    def bytes(self) -> float:
+        return self.sent_bytes + self.received_bytes
 
     @property
     def sent_rate(self) -> float:
@@ -86,6 +92,18 @@ class LinkMeter:
         self._clock = clock
         self._links: dict[PeerID, _Link] = {}
         self._turn: list[PeerID] = []
+        self._num_sending = 0
+        self._since_s = 0.0
+        self._sending_s = 0.0
+
+    @property
+    def sending_s(self) -> float:
+        """Seconds so far in which something was on its way out, to whomever."""
+        return self._sending_s + (self._clock.now_s() - self._since_s if self._num_sending else 0.0)
+
+    def traffic(self) -> dict[PeerID, tuple[float, float]]:
+        """Bytes of frames (sent, received) so far, by peer. Who was idle for long begins at 0 again."""
+        return {peer: (link.sent_bytes, link.received_bytes) for peer, link in self._links.items()}
 
     def called(self, peer: PeerID, took_s: float) -> None:
         """`peer` answered a call after `took_s`."""
@@ -100,16 +118,22 @@ class LinkMeter:
         if link.num_sending == 0:
             link.since_s = self._clock.now_s()
         link.num_sending += 1
+        if self._num_sending == 0:
+            self._since_s = self._clock.now_s()
+        self._num_sending += 1
 
     def send_ends(self, peer: PeerID, nbytes: int, *, left: bool) -> None:
         """Args: left: whether it went out; if not, how long that took says nothing of the link."""
         link = self._links[peer]
         now_s = self._clock.now_s()
         link.num_sending -= 1
+        self._num_sending -= 1
+        if self._num_sending == 0:
+            self._sending_s += now_s - self._since_s
         before_bytes, before_s = link.pending
         link.pending = (before_bytes + nbytes, before_s + now_s - link.since_s) if left else (0.0, 0.0)
         link.since_s = now_s
-        link.bytes += nbytes
+        link.sent_bytes += nbytes
         if link.pending[0] >= _SAMPLE_BYTES:
             link.samples.append(link.pending)
             link.pending = 0.0, 0.0
@@ -117,7 +141,7 @@ class LinkMeter:
     def received(self, peer: PeerID, nbytes: int) -> None:
         """A frame with `nbytes` of payload is here."""
         link = self._link(peer)
-        link.bytes += nbytes
+        link.received_bytes += nbytes
         if nbytes != BULK_CHUNK_BYTES:  # a full chunk has another behind it: the sender had more to send
             link.chunk_at_s = None
             return

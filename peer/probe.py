@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import itertools
+from collections.abc import AsyncIterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -52,6 +53,10 @@ async def probe_device(
     )
 
 
+PROBES_MAX = 24
+"""Links that a newcomer measures before it has used them. In large stages traffic shows the others."""
+
+
 class LinkProbe:
     """Measures round trip and rate towards one peer at a time; answers others who do."""
 
@@ -93,6 +98,21 @@ class LinkProbe:
         elapsed_s = self._clock.now_s() - sent_s
         rate = payload_bytes / max(elapsed_s - round_trip_s, 1e-6)
         return LinkReport(peer=peer, round_trip_s=round_trip_s, bytes_per_s=rate)
+
+    async def measure_some(
+        self, audience: Sequence[PeerID], *, turn: int, known: MutableMapping[PeerID, LinkReport]
+    ) -> AsyncIterator[LinkReport]:
+        """Of those in `audience` that are not `known`, and note them there.
+
+        Args: turn: each peer has another one, so that those of a large stage look at different ones.
+        """
+        begin = turn * PROBES_MAX % max(1, len(audience))
+        chosen = [*audience[begin:], *audience[:begin]][:PROBES_MAX]
+        for peer in [p for p in chosen if p not in known]:
+            report = await self.measure_if_possible(peer)
+            if report:
+                known[peer] = report
+                yield report
 
     async def measure_if_possible(self, peer: PeerID) -> LinkReport | None:
         try:

@@ -10,7 +10,7 @@ from shoal.peer.pipeline.issue import IssueBook
 from shoal.peer.pipeline.microbatch import IndexSet, Microbatch
 from shoal.peer.surroundings import Surroundings
 from shoal.peer.tenure import Tenure
-from shoal.protocol.errors import DataError
+from shoal.protocol.errors import DataError, Refused
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Hello, Progress
 from shoal.protocol.plan import Member, Plan
@@ -112,6 +112,26 @@ class Replica(Tenure):
             self.claims.mate_lost(peer)
         self._wake()
 
+    def pause(self, *, at_once: bool) -> None:
+        """Take nothing new and hand on what is here, but stay: what we have contributed is reduced with our mates'.
+
+        Args: at_once: no backward begins either; else those whose gradients come back do.
+        """
+        self.is_paused = True
+        self.is_open = False
+        if self.claims:
+            self.claims.drain()
+        self.group.set_open(False)
+        self._s.on_change()
+        self.pipeline.pause(at_once=at_once)
+
+    def resume(self) -> None:
+        self.is_paused = False
+        self.pipeline.resume()
+        if self.claims and not self._draining:
+            self.claims.drain(False)
+        self._open_if_fit()
+
     async def drain(self, timeout_s: float, *, unless: Callable[[], bool] = lambda: False) -> bool:
         if self.claims:
             self.claims.drain()
@@ -124,6 +144,15 @@ class Replica(Tenure):
         await super().close()
 
     # --- told by the pipeline and the group ---
+
+    @property
+    def lead(self) -> PeerID | None:
+        return self.group.core.lead
+
+    def handed_back(self, microbatch: Microbatch, *, begun: bool) -> None:
+        if self.claims is None:
+            raise Refused(self._s.endpoint.peer_id, "does not lead stage 0")
+        self.claims.handed_back(microbatch, begun=begun)
 
     def contributed(self, microbatch: Microbatch, *, loss: float, staleness_steps: int, again: bool) -> None:
         super().contributed(microbatch, loss=loss, staleness_steps=staleness_steps, again=again)

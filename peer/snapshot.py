@@ -233,21 +233,26 @@ def list_snapshots(
             continue
         path = folder / name
         try:
-            manifest = _read_manifest(disk, path)
+            found.append(look_at(disk, path))
         except DamagedSnapshot as damage:
             on_damage(damage)
-            continue
-        found.append(
-            StoredSnapshot(
-                path=path,
-                run=manifest.run,
-                era=manifest.era,
-                version=manifest.version,
-                keys=manifest.layers,
-                spec=manifest.spec,
-            )
-        )
     return sorted(found, key=lambda stored: (stored.age, stored.path))
+
+
+def look_at(disk: Disk, path: PurePosixPath) -> StoredSnapshot:
+    """What the snapshot whose own folder is `path` promises; reads its manifest and no layer.
+
+    Raises: DamagedSnapshot: the manifest does not hold.
+    """
+    manifest = _read_manifest(disk, path)
+    return StoredSnapshot(
+        path=path,
+        run=manifest.run,
+        era=manifest.era,
+        version=manifest.version,
+        keys=manifest.layers,
+        spec=manifest.spec,
+    )
 
 
 def read_snapshot(disk: Disk, path: PurePosixPath) -> Snapshot:

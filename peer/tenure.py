@@ -63,7 +63,7 @@ class Tenure:
         self.is_open = False
         self._plan = plan
         self._work = work
-        self._draining = self._closed = False
+        self.is_paused = self._draining = self._closed = False
         spec = surroundings.spec
         group = GroupCore(
             me=surroundings.endpoint.peer_id,
@@ -235,7 +235,7 @@ class Tenure:
         """Take traffic. A newcomer to a synchronous run waits for its first step of its own: until then it could not
         repeat exactly what others may have to run again. Unless nobody else is there to take it.
         """
-        if self.is_open or self._draining or not self.is_ready:
+        if self.is_open or self._draining or self.is_paused or not self.is_ready:
             return
         at_the_beginning = self.version == self._plan.restore_version
         if self._work.runtime.remembers or at_the_beginning or not self.group.core.open_mates:

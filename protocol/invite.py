@@ -1,33 +1,67 @@
-"""Invites: what one volunteer needs to find a run. Short enough to paste in a chat."""
+"""Invites: what one volunteer needs to find a run. Short enough to paste in a chat.
+
+    "shoal1" base58( version:1 run:8 owner:32 peer* check:4 )
+    peer     header:1 [key:32] address*     header: the number of addresses, + 128 for the owner, whose key is known
+    address  4 ip:4 port:2 | 6 ip:16 port:2 | 0 length:1 text    kinds; the text is a multiaddr without /p2p/…
+
+78 characters with one address of the host's, 187 with those of three members: as msgpack with the addresses as text
+it was 228 and 457. A letter that got lost is noticed (`check` is BLAKE3 of the rest), and what a chat puts around an
+invite, or between its letters, does no harm.
+"""
+
+import ipaddress
+import re
+import struct
+from collections.abc import Iterable, Iterator, Sequence
 
 import base58
 import msgspec
 from blake3 import blake3
 
 from shoal.protocol.errors import InviteError
-from shoal.protocol.identity import PeerID, public_key_of
-from shoal.protocol.limits import ADDRESSES_MAX, PROTOCOL_VERSION
+from shoal.protocol.identity import PeerID, peer_id_of, public_key_of
+from shoal.protocol.limits import ADDRESS_CHARS_MAX, ADDRESSES_MAX, PROTOCOL_VERSION
 
 PREFIX = "shoal1"
+"""Base58 has no l: it is nowhere within an invite."""
 _CHECK_BYTES = 4
+_RUN_BYTES, _KEY_BYTES = 8, 32
+_IS_OWNER = 128
+_CHARS_MAX = 4096
+"""Eight addresses as text, each of another peer, are 3,300; and base58 takes time that grows with the square."""
+_TEXT, _IP4, _IP6 = 0, 4, 6
+_AROUND = "`'\"<>()[].,;:!?*_"
+_TCP = re.compile(r"^/ip([46])/([^/]+)/tcp/(\d{1,5})$")
 
 
-class Invite(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Invite(msgspec.Struct, frozen=True):
     """`addresses` are multiaddrs with `/p2p/…` of peers that let a newcomer in; `owner` signs the run spec."""
 
     protocol_version: int
     run: str
+    """16 hex digits."""
     owner: PeerID
     addresses: tuple[str, ...]
 
     def encode(self) -> str:
-        body = msgspec.msgpack.encode(self)
+        """Raises: ValueError: a part of it is none, such as the address of nobody."""
+        body = bytes((self.protocol_version,)) + bytes.fromhex(self.run) + public_key_of(self.owner)
+        if len(self.addresses) > ADDRESSES_MAX:
+            raise ValueError(f"{len(self.addresses)} addresses are more than an invite has")
+        grouped: dict[str, list[str]] = {}
+        for address in self.addresses:
+            where, peer = split_address(address)
+            grouped.setdefault(peer, []).append(where)
+        for peer, places in grouped.items():
+            own = peer == self.owner
+            body += bytes(((_IS_OWNER if own else 0) + len(places),))
+            body += (b"" if own else public_key_of(PeerID(peer))) + b"".join(map(_encode_address, places))
         check = blake3(body).digest(length=_CHECK_BYTES)
         return PREFIX + str(base58.b58encode(body + check), "ascii")
 
 
-def make_invite(run: str, owner: PeerID, addresses: tuple[str, ...]) -> str:
-    return Invite(PROTOCOL_VERSION, run, owner, addresses[:ADDRESSES_MAX]).encode()
+def make_invite(run: str, owner: PeerID, addresses: Sequence[str]) -> str:
+    return Invite(PROTOCOL_VERSION, run, owner, tuple(addresses[:ADDRESSES_MAX])).encode()
 
 
 def parse_invite(text: str) -> Invite:
@@ -35,28 +69,117 @@ def parse_invite(text: str) -> Invite:
 
     Raises: InviteError: one line that says whether it is no invite, mistyped, or of another version.
     """
-    text = text.strip()
-    if not text.startswith(PREFIX):
+    _, prefix, rest = "".join(text.split()).rpartition(PREFIX)
+    if not prefix:
         raise InviteError(f"this is not a shoal invite (they begin with {PREFIX!r}): ask the host for a fresh one")
     try:
-        raw = base58.b58decode(text[len(PREFIX) :])
+        raw = base58.b58decode(rest.strip(_AROUND)[:_CHARS_MAX])
     except ValueError as error:
         raise InviteError("the invite has a character that none contains: copy it again, whole") from error
     body, check = raw[:-_CHECK_BYTES], raw[-_CHECK_BYTES:]
     if len(raw) <= _CHECK_BYTES or blake3(body).digest(length=_CHECK_BYTES) != check:
         raise InviteError("the invite is damaged or cut short: copy it again, whole")
+    if body[0] != PROTOCOL_VERSION:
+        older, remedy = ("older", "the host") if body[0] < PROTOCOL_VERSION else ("newer", "you")
+        raise InviteError(
+            f"the invite is of protocol version {body[0]}, {older} than this shoal's {PROTOCOL_VERSION}: "
+            f"{remedy} must upgrade"
+        )
     try:
-        version = msgspec.msgpack.decode(body, type=tuple)[0]
-        if version != PROTOCOL_VERSION:
-            older, remedy = ("older", "the host") if version < PROTOCOL_VERSION else ("newer", "you")
-            raise InviteError(
-                f"the invite is of protocol version {version}, {older} than this shoal's {PROTOCOL_VERSION}: "
-                f"{remedy} must upgrade"
-            )
-        invite = msgspec.msgpack.decode(body, type=Invite)
-        public_key_of(invite.owner)
-    except (msgspec.DecodeError, ValueError, IndexError, TypeError) as error:
+        invite = _decode(body)
+    except (ValueError, IndexError, struct.error) as error:
         raise InviteError("the invite's content is not that of an invite: ask the host for a fresh one") from error
     if not invite.addresses:
         raise InviteError("the invite names no address: ask the host for a fresh one")
     return invite
+
+
+def split_address(address: str) -> tuple[str, str]:
+    """`/ip4/…/tcp/…/p2p/ID` -> (`/ip4/…/tcp/…`, `ID`), also where the way leads over a relay with an ID of its own.
+
+    Without a peer at its end: (`address`, "").
+    """
+    where, slash, peer = address.rpartition("/p2p/")
+    return (where, peer) if slash and "/" not in peer else (address, "")
+
+
+def worth_telling(addresses: Iterable[str]) -> tuple[str, ...]:
+    """For an invite: what the whole world reaches first, then the local network; this machine only if that is all."""
+    ranked = [(_rank(address), address) for address in addresses]
+    best = min((rank for rank, _ in ranked), default=0)
+    kept = [(rank, address) for rank, address in ranked if rank < _LOOPBACK or best >= _LOOPBACK]
+    return tuple(address for _, address in sorted(kept, key=lambda pair: pair[0]))
+
+
+_LOOPBACK = 2
+
+
+def _rank(address: str) -> int:
+    match = _TCP.match(split_address(address)[0])
+    try:
+        ip = ipaddress.ip_address(match[2]) if match else None
+    except ValueError:
+        ip = None
+    if ip is None:
+        return 0  # a name, or a relay: somebody chose to tell it
+    return _LOOPBACK if ip.is_loopback or ip.is_link_local else int(not ip.is_global)
+
+
+def _encode_address(where: str) -> bytes:
+    match = _TCP.match(where)
+    if match is not None and int(match[3]) <= 65535:
+        try:
+            ip = ipaddress.ip_address(match[2])
+        except ValueError:
+            pass
+        else:
+            if str(ip) == match[2] and ip.version == int(match[1]):
+                return bytes((_IP4 if ip.version == 4 else _IP6,)) + ip.packed + struct.pack(">H", int(match[3]))
+    text = where.encode()
+    if not 0 < len(text) <= ADDRESS_CHARS_MAX - 1:
+        raise ValueError(f"{where!r} is too long for an invite")
+    return bytes((_TEXT, len(text))) + text
+
+
+def _decode(body: bytes) -> Invite:
+    """Raises: ValueError, IndexError, struct.error: it is none."""
+    start = 1 + _RUN_BYTES + _KEY_BYTES
+    owner = body[1 + _RUN_BYTES : start]
+    return Invite(
+        body[0], body[1 : 1 + _RUN_BYTES].hex(), _peer_id(owner), tuple(_decode_addresses(body[start:], owner))
+    )
+
+
+def _decode_addresses(rest: bytes, owner: bytes) -> Iterator[str]:
+    total = 0
+    while rest:
+        header, rest = rest[0], rest[1:]
+        key = owner
+        if not header & _IS_OWNER:
+            key, rest = rest[:_KEY_BYTES], rest[_KEY_BYTES:]
+        total += header % _IS_OWNER
+        if total > ADDRESSES_MAX:
+            raise ValueError("more addresses than an invite has")
+        for _ in range(header % _IS_OWNER):
+            where, rest = _decode_address(rest)
+            yield f"{where}/p2p/{_peer_id(key)}"
+
+
+def _decode_address(rest: bytes) -> tuple[str, bytes]:
+    kind, rest = rest[0], rest[1:]
+    if kind == _TEXT:
+        length = rest[0]
+        text = rest[1 : 1 + length]
+        if len(text) != length or not text.startswith(b"/"):
+            raise ValueError("no multiaddr")
+        return text.decode("ascii"), rest[1 + length :]
+    size = {_IP4: 4, _IP6: 16}.get(kind, 0)
+    ip = ipaddress.ip_address(rest[:size])
+    (port,) = struct.unpack_from(">H", rest, size)
+    return f"/ip{ip.version}/{ip}/tcp/{port}", rest[size + 2 :]
+
+
+def _peer_id(key: bytes) -> PeerID:
+    if len(key) != _KEY_BYTES:
+        raise ValueError("no key")
+    return peer_id_of(key)

@@ -34,6 +34,8 @@ ADDRESS_CHARS_MAX: Final = 256
 """One multiaddr. Through a relay: two peer IDs of 52 characters and an address."""
 STAGES_MAX: Final = 256
 PEERS_MAX: Final = 20_000
+EXPERTS_MAX: Final = 1024
+"""In one layer."""
 MICROBATCHES_PER_STEP_MAX: Final = 4096
 REPORTS_PER_HEARTBEAT_MAX: Final = 16
 LINKS_PER_HEARTBEAT_MAX: Final = 16

@@ -251,7 +251,7 @@ class StatusRequest(_Message, frozen=True):
     pass
 
 
-class PeerStatus(_Part, frozen=True):
+class PeerStatus(_Part, frozen=True, omit_defaults=True):
     peer: PeerID
     name: str
     device: str
@@ -263,10 +263,25 @@ class PeerStatus(_Part, frozen=True):
     seen_s_ago: float
     forward_s: float
     window: int
+    share: float = 0.0
+    """Of its stage's traffic, by the plan; 0 for a spare."""
+    flop_per_s: float = 0.0
+    """By its probe."""
 
 
-class SwarmStatus(_Message, frozen=True, kw_only=True):
-    """What `shoal status` and the live view show; from the coordinator's heartbeats."""
+class PlanNote(_Part, frozen=True, array_like=True):
+    """One link of the chain, for people."""
+
+    term: int
+    sequence: int
+    seconds_ago: float
+    """Since the sender began to obey it."""
+    coordinator: PeerID
+    reason: str
+
+
+class SwarmStatus(_Message, frozen=True, kw_only=True, omit_defaults=True):
+    """What `shoal status`, the live view and the dashboard show; from the coordinator's heartbeats."""
 
     run: str
     name: str
@@ -286,6 +301,8 @@ class SwarmStatus(_Message, frozen=True, kw_only=True):
     era: int = 0
     """How often the run has gone back to a snapshot."""
     elapsed_s: float
+    plans: tuple[PlanNote, ...] = ()
+    """The newest that the coordinator has obeyed, oldest first."""
 
 
 # --- inside a stage group ---
@@ -379,6 +396,14 @@ class Repair(EraMessage, frozen=True):
 
     step: int
     indices: bytes
+
+
+class HandBack(EraMessage, frozen=True):
+    """The sender, of `stage`, pauses and will not make these: (step, index, whether it may have run). Whoever sent them
+    sends them elsewhere; of stage 0 its lead makes them."""
+
+    stage: int
+    items: tuple[tuple[int, int, bool], ...]
 
 
 class ValidationResult(EraMessage, frozen=True):
@@ -476,6 +501,7 @@ Message = (
     | Claim
     | Grant
     | Repair
+    | HandBack
     | ValidationResult
     | StateRequest
     | StateOffer

@@ -12,7 +12,7 @@ from blake3 import blake3
 
 from shoal.protocol.errors import SpecError
 from shoal.protocol.identity import PeerID
-from shoal.protocol.limits import FRAME_PAYLOAD_BYTES_MAX, MICROBATCHES_PER_STEP_MAX, STAGES_MAX
+from shoal.protocol.limits import EXPERTS_MAX, FRAME_PAYLOAD_BYTES_MAX, MICROBATCHES_PER_STEP_MAX, STAGES_MAX
 
 _TARGET_BYTES = 4
 """Each token's target travels with its activation."""
@@ -41,13 +41,19 @@ class ModelSpec(_Section, frozen=True):
     num_kv_heads: int = 2
     """Key and value heads; divides num_heads."""
     ffn_dim: int = 352
-    """Hidden width F of SwiGLU."""
+    """Hidden width F of SwiGLU; of each expert's, where there are experts."""
     context: int = 256
     """Tokens T a sample has."""
     rope_theta: float = 10_000.0
     """Base of the rotary frequencies."""
     norm_eps: float = 1e-5
     """Epsilon inside RMSNorm."""
+    num_experts: int = 0
+    """Experts E in every decoder layer, in place of its one SwiGLU; 0: a dense model."""
+    experts_per_token: int = 2
+    """K, of E, that each token is sent to."""
+    router_aux_loss: float = 0.01
+    """What the load-balancing loss of each layer weighs beside the loss; it is 1 where the load is even."""
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim", "context"):
@@ -59,25 +65,77 @@ class ModelSpec(_Section, frozen=True):
             f"num_kv_heads {self.num_kv_heads} does not divide num_heads {self.num_heads}",
         )
         _require(self.rope_theta > 1 and self.norm_eps > 0, "rope_theta must be > 1 and norm_eps > 0")
+        self._check_experts()
+
+    def _check_experts(self) -> None:
+        if self.num_experts == 0:
+            for name, default in _OF_EXPERTS.items():
+                _require(
+                    getattr(self, name) == default,
+                    f"{name} means nothing in a dense model: num_experts is 0 or missing",
+                )
+            return
+        _require(
+            0 < self.num_experts <= EXPERTS_MAX, f"num_experts must be in [0, {EXPERTS_MAX}], is {self.num_experts}"
+        )
+        _require(
+            0 < self.experts_per_token <= self.num_experts,
+            f"experts_per_token must be in [1, num_experts {self.num_experts}], is {self.experts_per_token}",
+        )
+        _require(self.router_aux_loss >= 0, f"router_aux_loss must not be negative, is {self.router_aux_loss}")
 
     @property
     def head_dim(self) -> int:
         return self.dim // self.num_heads
+
+    @property
+    def experts_computed(self) -> int:
+        """SwiGLUs of width F that a token passes in each decoder layer."""
+        return self.experts_per_token if self.num_experts else 1
+
+    @property
+    def experts_held(self) -> int:
+        """SwiGLUs of width F that each decoder layer has."""
+        return self.num_experts or 1
+
+
+_OF_EXPERTS = {"experts_per_token": 2, "router_aux_loss": 0.01}
+"""Fields that a dense model leaves at their defaults, which are these."""
 
 
 class DataSpec(_Section, frozen=True):
     """What the run reads. Only stage-0 peers need it."""
 
     source: str = "python-library"
-    """`python-library` (the sources of Python's standard library) or the path of a text file or folder."""
+    """`python-library` (the sources of Python's standard library), the path of a file or folder (text, JSON lines,
+    Parquet), or `hf:NAME`, a data set of the Hugging Face hub."""
     validation_fraction: float = 0.05
     """Share of the text that training never sees."""
     digest: str = ""
     """BLAKE3 of the prepared text, filled in by the host; a stage-0 peer whose text differs is not used for stage 0."""
+    field: str = "text"
+    """Where the text is in a line of JSON, in a Parquet file or in a data set."""
+    subset: str = ""
+    """Of a data set that has several."""
+    split: str = "train"
+    """Of a data set. Validation is taken from it too."""
+    tokens_max: int = 0
+    """Read no further once there are this many tokens; 0: read everything."""
+    tokenizer: str = "bytes"
+    """`bytes`, or the path of a tokenizer.json."""
+    tokenizer_digest: str = ""
+    """BLAKE3 of that file, filled in by the host."""
 
     def __post_init__(self) -> None:
         _require(bool(self.source), "source is empty")
+        _require(bool(self.field) and bool(self.tokenizer), "field and tokenizer must not be empty")
+        _require(self.tokens_max >= 0, f"tokens_max must not be negative, is {self.tokens_max}")
         _require(0 < self.validation_fraction < 0.5, f"validation_fraction {self.validation_fraction} not in (0, 0.5)")
+
+
+_DATA = DataSpec()
+_LATER_OF_DATA = ("field", "subset", "split", "tokens_max", "tokenizer", "tokenizer_digest")
+"""Fields that the first specs did not have."""
 
 
 class OptimizerSpec(_Section, frozen=True):
@@ -183,6 +241,18 @@ class WireSpec(_Section, frozen=True):
     They are added in fp32 either way."""
 
 
+class InitialSpec(_Section, frozen=True):
+    """The weights that the run begins with, where they are not made from its seed. `shoal import` writes this."""
+
+    source: str = ""
+    """Folder on the host's machine; everybody else asks the host."""
+    digests: tuple[str, ...] = ()
+    """BLAKE3 (32 hex digits) of each layer's parameters, embedding first; empty: weights come from the seed."""
+
+    def __post_init__(self) -> None:
+        _require(bool(self.source) == bool(self.digests), "source and digests come together")
+
+
 class RunSpec(_Section, frozen=True):
     """The whole agreement."""
 
@@ -196,6 +266,7 @@ class RunSpec(_Section, frozen=True):
     training: TrainingSpec = msgspec.field(default_factory=TrainingSpec)
     swarm: SwarmSpec = msgspec.field(default_factory=SwarmSpec)
     wire: WireSpec = msgspec.field(default_factory=WireSpec)
+    initial: InitialSpec = msgspec.field(default_factory=InitialSpec)
 
     def __post_init__(self) -> None:
         _require(0 < len(self.name) <= 64, "name must have 1 to 64 characters")
@@ -207,6 +278,10 @@ class RunSpec(_Section, frozen=True):
         _require(
             self.optimizer.warmup_steps <= self.training.steps,
             f"optimizer.warmup_steps {self.optimizer.warmup_steps} is more than training.steps {self.training.steps}",
+        )
+        _require(
+            len(self.initial.digests) in (0, self.model.num_layers + 2),
+            f"initial.digests has {len(self.initial.digests)} entries for {self.model.num_layers + 2} layers",
         )
         tokens = self.training.microbatch_size * self.model.context
         frame_bytes = tokens * ((4 if self.wire.activations == "fp32" else 2) * self.model.dim + _TARGET_BYTES)
@@ -243,8 +318,21 @@ def load_spec(path: Path) -> RunSpec:
 
 
 def encode_spec(spec: RunSpec) -> bytes:
-    """Canonical bytes: equal specs give equal bytes."""
-    return msgspec.msgpack.encode(spec)
+    """Canonical bytes: equal specs give equal bytes.
+
+    What the first specs did not have is left out where it says nothing: their bytes, and so their runs' ids, stay what
+    they were.
+    """
+    tables = msgspec.to_builtins(spec)
+    if not spec.model.num_experts:
+        for name in ("num_experts", *_OF_EXPERTS):
+            del tables["model"][name]
+    for name in _LATER_OF_DATA:
+        if getattr(spec.data, name) == getattr(_DATA, name):
+            del tables["data"][name]
+    if not spec.initial.digests:
+        del tables["initial"]
+    return msgspec.msgpack.encode(tables)
 
 
 def decode_spec(data: bytes) -> RunSpec:

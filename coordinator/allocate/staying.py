@@ -1,9 +1,9 @@
 """From what a search has found to what a live swarm can do in one plan: enough holders of each stage stay in it.
 
-Who comes to a stage fetches its state from those who stay, and a stage whose last holder dies takes the whole run back
-to a snapshot. The search knows nothing of that, and what it found with
-some put back may be worse than what there is; so moves that keep enough are climbed from there, and from the current
-placement, by the compiled objective. What one plan may not do a later one can.
+Who comes to a stage fetches its state from those who stay, in seconds to minutes, and a stage whose last holder
+dies takes the whole run back to a snapshot: newcomers do not count until they have it. The search knows nothing of
+that, and what it found with some put back may be worse than what there is; so moves that keep enough are climbed from
+there, and from the current placement, by the compiled objective. What one plan may not do a later one can.
 """
 
 import math
@@ -28,18 +28,14 @@ class _Needs:
     home: Assignment
     stayers: tuple[int, ...]
     """So many of those who hold its state stay."""
-    holders: tuple[int, ...]
-    """So many hold it afterwards, newcomers included."""
 
     def broken(self, at: Assignment, k: int) -> bool:
-        here = at == k
-        return int(((self.home == k) & here).sum()) < self.stayers[k] or int(here.sum()) < self.holders[k]
+        return int(((self.home == k) & (at == k)).sum()) < self.stayers[k]
 
     def keep(self, at: Assignment, device: int) -> bool:
         """Whether the stage that `device` has in `at` cannot let it go."""
-        k, here = int(at[device]), at == at[device]
-        stays = int(self.home[device]) == k and int(((self.home == k) & here).sum()) <= self.stayers[k]
-        return stays or int(here.sum()) <= self.holders[k]
+        k = int(at[device])
+        return int(self.home[device]) == k and int(((self.home == k) & (at == k)).sum()) <= self.stayers[k]
 
 
 def best_with_stayers(
@@ -48,14 +44,13 @@ def best_with_stayers(
     """Args:
         evaluator: of the swarm, with `current` as its current placement.
         stay: the part of each stage's holders that stays there, rounded up.
-        holders_min: no stage that has as many holders may be left with fewer.
+        holders_min: no stage that has as many holders may be left with fewer, not even until newcomers have its state.
     Returns: (placement with the bounds of `current`, its seconds a step, what moving costs included).
     """
     home = evaluator.assignment_of(current)
     needs = _Needs(
         home,
-        tuple(math.ceil(stay * len(stage)) for stage in current.stages),
-        tuple(min(len(stage), holders_min) for stage in current.stages),
+        tuple(max(math.ceil(stay * len(stage)), min(len(stage), holders_min)) for stage in current.stages),
     )
     goal = evaluator.assignment_of(found)
     _put_back(evaluator, goal, needs, current.bounds)

@@ -7,10 +7,12 @@ def layer_costs(model: ModelSpec) -> tuple[float, ...]:
     """Forward FLOP a token of each decoder layer; embedding and head are on top of the first and the last.
 
     Matmuls only, attention causal over (context + 1) / 2 tokens on average. A backward is twice a forward everywhere,
-    so it changes no balance. The embedding is a gather: its cost is counted as the D values it moves.
+    so it changes no balance. The embedding is a gather: its cost is counted as the D values it moves. Of experts those
+    count that a token is sent to, and the router.
     """
     D = model.dim
-    projections = 2 * D * D + 2 * D * model.num_kv_heads * model.head_dim + 3 * D * model.ffn_dim
+    experts = model.experts_computed * 3 * D * model.ffn_dim + D * model.num_experts
+    projections = 2 * D * D + 2 * D * model.num_kv_heads * model.head_dim + experts
     attention = D * (model.context + 1)
     costs = [2.0 * (projections + attention)] * model.num_layers
     costs[0] += float(D)

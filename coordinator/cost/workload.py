@@ -72,7 +72,8 @@ class Workload:
 def _layer_parameters(model: ModelSpec) -> tuple[float, ...]:
     D = model.dim
     attention = 2.0 * D * D + 2.0 * D * model.num_kv_heads * model.head_dim
-    counts = [attention + 3.0 * D * model.ffn_dim + 2.0 * D] * model.num_layers
+    experts = 3.0 * D * model.ffn_dim * model.experts_held + D * model.num_experts
+    counts = [attention + experts + 2.0 * D] * model.num_layers
     counts[0] += float(model.vocab_size * D)
     counts[-1] += float(model.vocab_size * D + D)
     return tuple(counts)
@@ -83,7 +84,9 @@ def _held_bytes(model: ModelSpec, tokens: int, *, recompute: bool) -> tuple[floa
     if recompute:
         return (FP32_BYTES * tokens * model.dim,) * model.num_layers
     kv = model.num_kv_heads * model.head_dim
-    widths = 6.0 * model.dim + 2.0 * kv + 4.0 * model.ffn_dim
+    widths = 6.0 * model.dim + 2.0 * kv + 4.0 * model.ffn_dim * model.experts_computed
+    if model.num_experts:  # a row in and a row out for each token and expert
+        widths += 2.0 * model.dim * model.experts_per_token
     held = [FP32_BYTES * tokens * widths] * model.num_layers
     held[-1] += FP32_BYTES * tokens * 2.0 * model.vocab_size
     return tuple(held)

@@ -1,19 +1,28 @@
-"""`shoal plan`: who should hold which layers."""
+"""`shoal plan`: who should hold which layers, or which experts."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from shoal.deploy.commands.options import examples
+from shoal.protocol.errors import LocalError
 
 
 @examples(
     "shoal plan home-gpus  # the layout of a shipped scenario, and its cost in parts",
     "shoal plan home-gpus --compare  # ours beside random, greedy and others",
     "shoal plan network.json --stages 4 --json  # of your own network, for a script",
+    "shoal plan --experts experts.json  # replicas of experts on nodes, and what they survive",
 )
 def plan(
-    network: Annotated[str, typer.Argument(metavar="NETWORK.json", help="A network file, or a scenario.")],
+    network: Annotated[
+        str | None, typer.Argument(metavar="NETWORK.json", help="A network file, or a scenario.")
+    ] = None,
+    experts: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.json", help="Slots and loads: say who should hold which experts instead."),
+    ] = None,
     objective: Annotated[str, typer.Option(help="throughput, or dtfm for the DT-FM paper's.")] = "throughput",
     seconds: Annotated[float, typer.Option(min=0.001, help="How long to search, of one core.")] = 1.0,
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same plan.")] = 0,
@@ -21,7 +30,14 @@ def plan(
     compare: Annotated[bool, typer.Option("--compare", help="All layouts, in a table.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Everything, as JSON.")] = False,
 ) -> None:
-    """Say who should hold which layers, and what that costs."""
-    from shoal.deploy.plan_command import show_plan
+    """Say who should hold which layers, and what that costs; or, with --experts, which experts."""
+    if (network is None) == (experts is None):
+        raise LocalError("say what to plan for: either NETWORK.json or --experts FILE.json")
+    if experts is not None:
+        from shoal.deploy.experts_command import show_experts
 
-    show_plan(network, objective, seconds=seconds, seed=seed, stages=stages, compare=compare, as_json=json)
+        show_experts(experts, seed=seed, as_json=json)
+    elif network is not None:
+        from shoal.deploy.plan_command import show_plan
+
+        show_plan(network, objective, seconds=seconds, seed=seed, stages=stages, compare=compare, as_json=json)

@@ -1,13 +1,11 @@
-"""The text of a run, as bytes, with the part that training never sees.
+"""The text of a run, as tokens, with the part that training never sees.
 
-`python-library` is the source of Python's standard library; anything else is the path of a text file or of a folder.
-Files are taken in the order of their names, so that every machine with the same files prepares the same bytes;
-`digest` says whether it did.
+`python-library` is the source of Python's standard library; anything else is a path, or a data set of the hub
+(`documents.py`). Text files as bytes are read here; everything else is packed (`packing.py`). Files are taken in the
+order of their names, so that every machine with the same files prepares the same tokens; `digest` says whether it did.
 """
 
-import os
-import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -18,32 +16,33 @@ from blake3 import blake3
 from numpy.typing import NDArray
 from torch import Tensor
 
+from shoal.peer.data.documents import HUB, Files, find_files, read_text
+from shoal.peer.data.documents import PYTHON_LIBRARY as PYTHON_LIBRARY
+from shoal.peer.data.packing import OnProgress, pack
+from shoal.peer.data.tokenizer import BYTES, load_tokenizer
 from shoal.protocol.errors import DataError
-from shoal.protocol.spec import DataSpec
+from shoal.protocol.spec import DataSpec, ModelSpec
 
-PYTHON_LIBRARY: Final = "python-library"
-LIBRARY_FOLDERS_LEFT_OUT: Final = frozenset(
-    {"site-packages", "dist-packages", "test", "tests", "idlelib", "idle_test", "lib2to3", "__pycache__"}
-)
 SEPARATOR: Final = b"\n"
 """Between files; source files end in a newline already, so it reads as an empty line."""
-UNDECODED_BYTES_MAX: Final = 3
-"""A prefix of a UTF-8 file may end inside a character of up to four bytes."""
-PROBE_BYTES: Final = 64 * 1024
-"""How much of a file decides whether it is text: a folder may hold large binaries."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Corpus:
-    """Byte tokens in memory: uint8 [N]."""
+    """Tokens in memory, or mapped into it: uint8, uint16 or int32 [N]."""
 
     text_N: Tensor
     """Training text, then validation text."""
     num_training: int
-    """Bytes [0, num_training) are for training."""
+    """Tokens [0, num_training) are for training."""
     num_files: int
+    """Files, or documents where a file has several."""
     digest: str
-    """BLAKE3 (64 hex digits) of the prepared bytes and of where they are split."""
+    """BLAKE3 (64 hex digits) of the prepared tokens and of where they are split."""
+    vocab_size: int = 256
+    """Tokens are below it."""
+    tokenizer_digest: str = ""
+    """Of the tokenizer.json; empty for bytes."""
 
     @property
     def training(self) -> Tensor:
@@ -53,73 +52,76 @@ class Corpus:
     def validation(self) -> Tensor:
         return self.text_N[self.num_training :]
 
+    def check_fits(self, model: ModelSpec) -> None:
+        """Raises: DataError: the model's vocabulary is too small for this text."""
+        if self.vocab_size > model.vocab_size:
+            raise DataError(
+                f"the text has tokens up to {self.vocab_size - 1}: model.vocab_size must be at least "
+                f"{self.vocab_size}, is {model.vocab_size}"
+            )
 
-def load_corpus(spec: DataSpec, *, context: int = 1) -> Corpus:
+
+def load_corpus(
+    spec: DataSpec,
+    *,
+    context: int = 1,
+    tokenizer: Path | None = None,
+    cache: Path | None = None,
+    on_progress: OnProgress | None = None,
+) -> Corpus:
     """Read and split the text of `spec`.
 
-    Validation is whole files, chosen by a hash of their names until the share is reached; where no choice of whole
-    files comes near the share (one file, or few large ones), it is the tail of all text.
+    Validation is whole files or documents, chosen by a hash of their names or texts, until the share is reached; where
+    no choice of whole ones comes near the share (one file, or few large ones), it is the tail of all text.
 
     Args:
         context: tokens of a sample; training and validation must each have at least one.
+        tokenizer: where the tokenizer.json is on this machine, if not where the spec says.
+        cache: where to keep what is packed; None keeps nothing.
     Raises: DataError: nothing there, no text in it, or too little.
     """
-    if spec.source == PYTHON_LIBRARY:
-        root = Path(sysconfig.get_path("stdlib"))
-        paths = [path for path in _files(root, LIBRARY_FOLDERS_LEFT_OUT) if path.suffix == ".py"]
+    is_hub = spec.source.startswith(HUB)
+    files = None if is_hub else find_files(spec.source)
+    where = spec.source if files is None else str(files.root)
+    if files is not None and files.are_text and spec.tokenizer == BYTES and not spec.tokens_max:
+        corpus = _read_bytes(files, spec.validation_fraction)
     else:
-        root = Path(spec.source).expanduser()
-        if not root.exists():
-            raise DataError(f"there is no file or folder {root} to train on")
-        paths = [root] if root.is_file() else list(_files(root, frozenset()))
-    named = [(path.relative_to(root).as_posix(), text) for path in paths if (text := _read_text(path)) is not None]
-    if not named:
-        raise DataError(f"{root} has no text: nothing in it is UTF-8" if paths else f"the folder {root} has no files")
-    corpus = _split(named, spec.validation_fraction)
+        corpus = _read_packed(spec, tokenizer, cache, on_progress, where)
     shortest = min(corpus.num_training, corpus.text_N.numel() - corpus.num_training)
     if shortest < context + 1:
+        unit = "bytes" if spec.tokenizer == BYTES else "tokens"
         raise DataError(
-            f"{root} has too little text: {corpus.text_N.numel()} bytes leave {shortest} for training or validation, "
-            f"a sample takes {context + 1}"
+            f"{where} has too little text: {corpus.text_N.numel()} {unit} leave {shortest} for training or "
+            f"validation, a sample takes {context + 1}"
         )
     return corpus
 
 
-def _files(root: Path, folders_left_out: frozenset[str]) -> Iterator[Path]:
-    """Regular files under `root` in the order of their names, without hidden ones and without linked folders."""
-    for folder, subfolders, names in os.walk(root):
-        subfolders[:] = sorted(name for name in subfolders if not name.startswith(".") and name not in folders_left_out)
-        for name in sorted(names):
-            path = Path(folder, name)
-            if not name.startswith(".") and path.is_file():
-                yield path
+def _read_packed(
+    spec: DataSpec, tokenizer_path: Path | None, cache: Path | None, on_progress: OnProgress | None, where: str
+) -> Corpus:
+    tokenizer = load_tokenizer(spec, path=tokenizer_path)
+    tokens_N, packed = pack(spec, tokenizer, cache=cache, on_progress=on_progress)
+    if not packed.num_documents:
+        raise DataError(f"{where} has no text")
+    return Corpus(
+        text_N=torch.from_numpy(tokens_N),
+        num_training=packed.num_training,
+        num_files=packed.num_documents,
+        digest=packed.digest,
+        vocab_size=tokenizer.vocab_size,
+        tokenizer_digest=tokenizer.digest,
+    )
 
 
-def _read_text(path: Path) -> bytes | None:
-    """The file's bytes, or None if it is empty or not UTF-8 text.
-
-    Raises: DataError: it cannot be read.
-    """
-    try:
-        with path.open("rb") as file:
-            text = file.read(PROBE_BYTES)
-            if not _is_text(text, whole=False):
-                return None
-            text += file.read()
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
-    return text if text and _is_text(text, whole=True) else None
-
-
-def _is_text(text: bytes, *, whole: bool) -> bool:
-    """Whether `text` is UTF-8 without NUL; a part of a file may end inside a character."""
-    if b"\0" in text:
-        return False
-    try:
-        text.decode()
-    except UnicodeDecodeError as error:
-        return not whole and error.start >= len(text) - UNDECODED_BYTES_MAX
-    return True
+def _read_bytes(files: Files, validation_fraction: float) -> Corpus:
+    named = [(files.name(path), text) for path in files.paths if (text := read_text(path)) is not None]
+    if not named:
+        root = files.root
+        raise DataError(
+            f"{root} has no text: nothing in it is UTF-8" if files.paths else f"the folder {root} has no files"
+        )
+    return _split(named, validation_fraction)
 
 
 def _split(named: list[tuple[str, bytes]], validation_fraction: float) -> Corpus:
@@ -139,6 +141,7 @@ def _split(named: list[tuple[str, bytes]], validation_fraction: float) -> Corpus
         num_training=num_training,
         num_files=len(sizes),
         digest=blake3(num_training.to_bytes(8)).update(text_N.data).hexdigest(),
+        vocab_size=int(text_N.max()) + 1,
     )
 
 

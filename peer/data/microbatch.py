@@ -4,7 +4,7 @@ The training text is cut into blocks of `context` tokens plus the next one as th
 every block once, in an order that is a keyed permutation of the block numbers; it is computed block by block, so a
 large corpus costs no memory and any microbatch can be made without the ones before it.
 
-B samples   T tokens   N bytes
+B samples   T tokens   N tokens of the text
 """
 
 import torch
@@ -77,10 +77,11 @@ def _key(seed: int, data_pass: int) -> bytes:
 def _num_blocks(text_N: Tensor, context: int) -> int:
     num_blocks = (text_N.numel() - 1) // context
     if num_blocks < 1:
-        raise DataError(f"{text_N.numel()} bytes of text are too few for one sample of {context + 1}")
+        raise DataError(f"{text_N.numel()} tokens of text are too few for one sample of {context + 1}")
     return num_blocks
 
 
 def _samples(text_N: Tensor, starts: list[int], context: int) -> tuple[Tensor, Tensor]:
-    sample_BT = torch.stack([text_N[start : start + context + 1] for start in starts]).long()
+    # To int64 before anything else: torch does little with uint16.
+    sample_BT = torch.stack([text_N[start : start + context + 1].long() for start in starts])
     return sample_BT[:, :-1].contiguous(), sample_BT[:, 1:].contiguous()

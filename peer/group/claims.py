@@ -73,9 +73,11 @@ class Claims:
     def start(self) -> None:
         self._task = asyncio.create_task(self._claim_forever(), name="claims")
 
-    def drain(self) -> None:
-        """Claim no more."""
-        self._draining = True
+    def drain(self, draining: bool = True) -> None:
+        """Claim no more; or go on."""
+        self._draining = draining
+        if not draining:
+            self.wake()
 
     async def close(self) -> None:
         if self._task:
@@ -243,6 +245,13 @@ class Claims:
             if index in indices:
                 logger.info("microbatch (%d, %d) runs again", step, index)
                 self._on_grant(Microbatch(step, index), True)
+
+    def handed_back(self, microbatch: Microbatch, *, begun: bool) -> None:
+        """A mate pauses and will not make it: it runs here, as a repair does. Raises: Refused: we do not lead."""
+        if not self._group.is_lead:
+            raise Refused(self._endpoint.peer_id, "does not lead stage 0")
+        self._out.pop(microbatch, None)
+        self._on_grant(microbatch, begun)
 
     async def _on_validation_result(self, source: PeerID, message: ValidationResult) -> Done:
         if not 0 <= message.index < self.book.validation_microbatches or not 0 <= message.step <= self.book.steps:

@@ -26,14 +26,12 @@ from shoal.peer.group.agreement import UNCOMPARED_MAX, Agreement
 from shoal.peer.group.commands import CatchUp, Command, Reduce, Tell
 from shoal.peer.group.losses import Losses
 from shoal.peer.group.members import Members
-from shoal.peer.group.tally import Tallies, share_out
+from shoal.peer.group.standstill import standstill
+from shoal.peer.group.tally import Tallies, attempt, share_out
 from shoal.peer.pipeline.microbatch import IndexSet
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Digest, Progress, RoundStart
 from shoal.protocol.plan import Member
-
-_ATTEMPTS_PER_PLAN = 1000
-_RANKS = _TENURES = 1000
 
 
 @dataclass(kw_only=True, slots=True)
@@ -322,6 +320,11 @@ class GroupCore:
         """A round of `step` is open, with what we have said so far."""
         return step in self._rounds
 
+    def waits_for(self) -> str:
+        """What keeps us at this version, for the log."""
+        missing = [index for index in range(self.microbatches) if self.lacks(self.version, index)]
+        return standstill(self._members, self._rounds.get(self.version), missing)
+
     @property
     def owes(self) -> bool:
         """Others count on us: for what we have contributed, for our part of a round and our word on its result, or for
@@ -344,11 +347,8 @@ class GroupCore:
 
     @property
     def _attempt(self) -> int:
-        """No two leads, nor two tenures of one, open different rounds under one number: each may not have heard of the
-        other's, and their parts must not meet in one sum."""
         rank = [member.peer for member in self._members.planned].index(self.me)
-        order = self._plan_sequence * _ATTEMPTS_PER_PLAN + self._retries
-        return (order * _RANKS + rank) * _TENURES + self.incarnation % _TENURES
+        return attempt(self._plan_sequence, self._retries, rank=rank, incarnation=self.incarnation)
 
     def _tell_open_steps(self, *, to: PeerID | None = None) -> list[Command]:
         """Of the current one always, and last: only it names our lead, who must not grant again what the others say."""

@@ -17,6 +17,7 @@ from shoal.peer.group.catching_up import CatchingUp
 from shoal.peer.group.commands import AskRepair, CatchUp, Command, Reduce, Report, Resync, Tell, Witness
 from shoal.peer.group.core import GroupCore
 from shoal.peer.group.pieces import Pieces
+from shoal.peer.group.pressing import PRESS_S, Pressing
 from shoal.peer.group.reduce import Reduction
 from shoal.peer.group.telling import Telling
 from shoal.peer.outbox import Outbox
@@ -40,8 +41,6 @@ from shoal.protocol.ports import Clock, Payload
 logger = logging.getLogger(__name__)
 
 _EARLY_FRAMES_MAX = 4096
-_PRESS_S = 5.0
-"""A round in which nothing has moved for this long has lost something."""
 
 
 class Stepper(Protocol):
@@ -119,7 +118,7 @@ class GroupDriver:
             on_mean=self._mean_came,
             on_behind=on_resync,
         )
-        self._pressed: tuple[Reduction | None, int] = None, 0  # what stood still when we pressed it, and where
+        self._pressing = Pressing()
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
 
@@ -169,6 +168,7 @@ class GroupDriver:
     def mate_lost(self, peer: PeerID) -> None:
         self._outbox.forget(peer)  # what we had to say was meant for it
         self._catching_up.mate_lost(peer)
+        self._pieces.forget(peer)
         self._perform(self.core.mate_lost(peer, now_s=self._clock.now_s()))
 
     def set_ready(self, ready: bool) -> None:
@@ -193,7 +193,6 @@ class GroupDriver:
         keep_from = min(version - 1, self._retained_from())
         self._means = {step: mean_N for step, mean_N in self._means.items() if step >= keep_from}
         self._reductions = {step: r for step, r in self._reductions.items() if step >= version}
-        self._pressed = None, 0
         self._early = {key: frames for key, frames in self._early.items() if key[0] >= version}
         by = self._committing_round if version == self._committing + 1 else None
         self._perform(self.core.stepped(version, digest, now_s=self._clock.now_s(), by=by))
@@ -311,31 +310,32 @@ class GroupDriver:
     async def _press(self) -> None:
         """Send again what may have been lost in a round that does not end: of a stream that breaks nobody knows what
         had arrived. Whoever has ended it meanwhile does not, but says so by its digest."""
-        before: tuple[Reduction | None, int] = None, 0
-        moved_s = 0.0
+        version = -1
         while True:
-            await asyncio.sleep(_PRESS_S)
-            reduction = self._reductions.get(self.core.version)
-            now, now_s = (reduction, reduction.num_taken if reduction is not None else 0), self._clock.now_s()
-            # Large gradients on slow links take minutes, and all of it again would take as many more.
-            if now != before or self._pieces.is_sending:
-                before, moved_s = now, now_s
-            patience_s = max(_PRESS_S, 2.0 * self._pieces.slowest_s)
-            if reduction is None or reduction.is_complete or self._closed or now_s < moved_s + patience_s:
+            await asyncio.sleep(PRESS_S)
+            if version == self.core.version < self.core.steps and self.core.ready:
+                logger.info("stage %d stays at version %d: %s", self.core.stage, version, self.core.waits_for())
+            version, now_s = self.core.version, self._clock.now_s()
+            reduction = self._reductions.get(version)
+            if not self._pressing.stands_still(reduction, now_s) or reduction is None or self._closed:
                 continue
-            moved_s = now_s
-            self._pressed = now
-            start = reduction.start
-            logger.info("round %d does not end: sending our part of it again", start.step)
+            owing = ", ".join(peer[-8:] for peer in sorted(reduction.missing_from()))
+            logger.info("round %d does not end, for want of pieces from %s", version, owing)
             self._perform(self.core.press())
             for peer in reduction.others:
-                self._pieces.send(reduction.scatter_to(peer), start, ReducePart)
-                self._pieces.send((out for out in reduction.finished() if out.target == peer), start, GatherPart)
+                took_s = self._pieces.slowest_s(peer)
+                if not self._pieces.is_sending_to(peer) and self._pressing.is_due(peer, now_s, took_s=took_s):
+                    self._send_again(reduction, peer)
+
+    def _send_again(self, reduction: Reduction, peer: PeerID) -> None:
+        self._pieces.send(reduction.scatter_to(peer), reduction.start, ReducePart)
+        finished = (out for out in reduction.finished() if out.target == peer)
+        self._pieces.send(finished, reduction.start, GatherPart)
 
     def _catch_up(self, mate: PeerID, step: int) -> None:
         owing: list[PeerID] = []
         reduction = self._reductions.get(step)
-        if reduction is not None and self._pressed != (reduction, reduction.num_taken):
+        if reduction is not None and not self._pressing.was_in_vain(reduction):
             owing = sorted(reduction.missing_from().intersection(self.core.mates))
         catch_up = self._catching_up.catch_up(mate, step, owing=owing[0] if owing else None)
         self._tasks.spawn(catch_up, f"catch up with step {step}")

@@ -67,9 +67,13 @@ class Members:
     @property
     def is_lead(self) -> bool:
         """We are the lead, and everyone who could think otherwise has said so."""
-        return self.lead == self.me and all(
-            self._stands_back(mate) for mate in self._ready_mates.union(self.mates) - self._absent
-        )
+        return self.lead == self.me and not self.doubtful
+
+    @property
+    def doubtful(self) -> list[PeerID]:
+        """Who could take somebody else than us for the lead, as far as we have heard."""
+        asked = self._ready_mates.union(self.mates) - self._absent
+        return sorted(mate for mate in asked if not self._stands_back(mate))
 
     def _stands_back(self, mate: PeerID) -> bool:
         """It names us; or one whom our plan has dropped, because it drains and has not heard of that plan yet."""

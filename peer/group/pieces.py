@@ -32,14 +32,20 @@ class Pieces:
         self._tasks = tasks
         self._clock = clock
         self._unsent: Counter[tuple[PeerID, int]] = Counter()  # target, step
-        self.slowest_s = 0.0
-        """How long a piece has taken to leave of late, at most."""
+        self._slowest_s: dict[PeerID, float] = {}
         self._last: dict[PeerID, tuple[int, float]] = {}  # target -> step and time of what left last
 
-    @property
-    def is_sending(self) -> bool:
-        """A piece of a round has not left yet: who waits for it waits for the network."""
-        return bool(self._unsent)
+    def is_sending_to(self, target: PeerID) -> bool:
+        """A piece of a round has not left for it yet: if it waits for that, it waits for the network."""
+        return any(peer == target for peer, _ in self._unsent)
+
+    def slowest_s(self, target: PeerID) -> float:
+        """How long a piece has taken to leave for it of late, at most."""
+        return self._slowest_s.get(target, 0.0)
+
+    def forget(self, target: PeerID) -> None:
+        """It has gone, and what it let us wait for says nothing about who comes back under that name."""
+        self._slowest_s.pop(target, None)
 
     def may_arrive(self, target: PeerID, step: int) -> bool:
         """Whether a piece of that step's round is on its way to `target`, or was a moment ago."""
@@ -67,7 +73,7 @@ class Pieces:
                 try:
                     await self._endpoint.send(piece.target, meta, payload, priority=Priority.BULK)
                     left_s = self._clock.now_s()
-                    self.slowest_s = max(left_s - began_s, _FORGETS * self.slowest_s)
+                    self._slowest_s[piece.target] = max(left_s - began_s, _FORGETS * self.slowest_s(piece.target))
                     self._last[piece.target] = start.step, left_s
                 except Unreachable as error:
                     logger.warning("reduction of step %d: %s", start.step, error)

@@ -12,14 +12,16 @@ BACKWARD_PER_FORWARD: Final = 2.0
 def forward_flop(model: ModelSpec, key: str, num_tokens: int) -> float:
     """Matmul FLOP (a multiply-add is 2) of one layer's forward on `num_tokens` tokens in samples of `context`.
 
-    Attention is counted causal: a token looks at (context + 1) / 2 others on average. The embedding is a gather, 0.
+    Attention is counted causal: a token looks at (context + 1) / 2 others on average. The embedding is a gather, 0. Of
+    experts those count that a token is sent to, and the router.
     """
     D = model.dim
     if key == EMBED:
         return 0.0
     if key == HEAD:
         return 2.0 * num_tokens * D * model.vocab_size
-    projections = 2 * D * D + 2 * D * model.num_kv_heads * model.head_dim + 3 * D * model.ffn_dim
+    experts = model.experts_computed * 3 * D * model.ffn_dim + D * model.num_experts
+    projections = 2 * D * D + 2 * D * model.num_kv_heads * model.head_dim + experts
     attention = D * (model.context + 1)  # scores and weighted values: 2 * D * (context + 1) / 2 multiply-adds
     return 2.0 * num_tokens * (projections + attention)
 

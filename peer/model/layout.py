@@ -3,13 +3,19 @@
 State is kept by layer (`protocol.layers` has their names). All tensors of a layer share one flat fp32 buffer, so that
 reducing, stepping, hashing, sending and predicting a layer is one operation on one tensor. Matrices come first:
 elements [0, num_decayed) get weight decay, the norms after them do not.
-Tensor names are Hugging Face's for Llama.
+Tensor names are Hugging Face's for Llama, and for Mixtral where there are experts.
+
+A layer with experts has units, which can be placed, clipped and stepped one without the other: "layers.3.experts.0",
+"layers.3.experts.1" … one behind the other from element 0 on, and behind them the rest, "layers.3.trunk". Each has a
+layout of its own, so that whatever is done to a layer can be done to a unit by its key.
 """
 
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate, pairwise
+from typing import Final
 
 import torch
 from blake3 import blake3
@@ -21,14 +27,19 @@ from shoal.protocol.layers import all_layer_keys as all_layer_keys
 from shoal.protocol.layers import stage_layer_keys as stage_layer_keys
 from shoal.protocol.spec import ModelSpec
 
+EXPERTS: Final = "experts"
+TRUNK: Final = "trunk"
+EXPERT_MATRICES: Final = ("w1", "w2", "w3")
+"""Of one expert: gate, down and up."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerLayout:
-    """The tensors of one layer. All tuples are in buffer order."""
+    """The tensors of one layer, or of a unit of one. All tuples are in buffer order."""
 
     key: str
     names: tuple[str, ...]
-    """Hugging Face Llama names."""
+    """Hugging Face names."""
     shapes: tuple[tuple[int, ...], ...]
     offsets: tuple[int, ...]
     """First element of each tensor in the flat buffer."""
@@ -94,9 +105,35 @@ def layer_index(key: str) -> int:
     return int(index)
 
 
+def expert_key(key: str, expert: int) -> str:
+    """Of one expert of the decoder layer `key`."""
+    return f"{key}.{EXPERTS}.{expert}"
+
+
+def unit_keys(model: ModelSpec, key: str) -> tuple[str, ...]:
+    """The units of a layer in buffer order; a layer without experts is one unit, itself, and so is a unit."""
+    if not model.num_experts or key.count(".") != 1:
+        return (key,)
+    return (*(expert_key(key, expert) for expert in range(model.num_experts)), f"{key}.{TRUNK}")
+
+
 @lru_cache(maxsize=1024)
+def unit_slices(model: ModelSpec, key: str) -> Mapping[str, slice]:
+    """Unit -> its part of the layer's flat buffer; together they are all of it."""
+    units = unit_keys(model, key)
+    ends = list(accumulate((layer_layout(model, unit).numel for unit in units), initial=0))
+    return {unit: slice(first, last) for unit, (first, last) in zip(units, pairwise(ends), strict=True)}
+
+
+def expert_slices(model: ModelSpec, key: str) -> tuple[slice, ...]:
+    """Each expert's part of the flat buffer of the decoder layer `key`; none if it has no experts."""
+    parts = unit_slices(model, key)
+    return tuple(parts[expert_key(key, expert)] for expert in range(len(parts) - 1))
+
+
+@lru_cache(maxsize=16384)
 def layer_layout(model: ModelSpec, key: str) -> LayerLayout:
-    """Raises: ValueError: the model has no such layer."""
+    """Of a layer, or of a unit of one. Raises: ValueError: the model has no such layer."""
     matrices, norms = _tensors(model, key)
     shapes = matrices | norms
     sizes = [math.prod(shape) for shape in shapes.values()]
@@ -104,7 +141,7 @@ def layer_layout(model: ModelSpec, key: str) -> LayerLayout:
         key=key,
         names=tuple(shapes),
         shapes=tuple(shapes.values()),
-        offsets=tuple(sum(sizes[:i]) for i in range(len(sizes))),
+        offsets=tuple(accumulate(sizes[:-1], initial=0)),
         numel=sum(sizes),
         num_decayed=sum(sizes[: len(matrices)]),
     )
@@ -115,19 +152,22 @@ def num_parameters(model: ModelSpec) -> int:
 
 
 def init_layer(model: ModelSpec, key: str, seed: int) -> Tensor:
-    """Initial parameters of one layer: float32 [numel].
+    """Initial parameters of one layer, or of a unit of one: float32 [numel].
 
-    A pure function of (model, key, seed): no other layer is needed, and every peer gets the same bits.
+    A pure function of (model, key, seed): no other layer or unit is needed, and every peer gets the same bits.
     Matrices have standard deviation 0.02, the two that write into the residual stream 0.02 / sqrt(2 L), norms are 1.
     They are sums of four uniform numbers, so almost normal and at most 3.5 deviations long; torch's normal numbers
     differ in their last bits between CPUs.
     """
+    units = unit_keys(model, key)
+    if len(units) > 1:
+        return torch.cat([init_layer(model, unit, seed) for unit in units])
     layout = layer_layout(model, key)
     generator = torch.Generator().manual_seed(int.from_bytes(blake3(f"{seed} {key}".encode()).digest(length=7)))
     flat_N = torch.ones(layout.numel)
     for name, view in layout.views(flat_N).items():
         if view.ndim == 2:
-            residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+            residual = name.endswith(("o_proj.weight", "down_proj.weight", "w2.weight"))
             std = 0.02 / math.sqrt(2 * model.num_layers) if residual else 0.02
             total = sum(torch.rand(view.shape, generator=generator) for _ in range(4))
             torch.mul(total - 2, std * math.sqrt(3), out=view)  # a uniform number has variance 1/12
@@ -142,17 +182,52 @@ def _tensors(model: ModelSpec, key: str) -> tuple[dict[str, tuple[int, ...]], di
         return {"model.embed_tokens.weight": (model.vocab_size, D)}, {}
     if key == HEAD:
         return {"lm_head.weight": (model.vocab_size, D)}, {"model.norm.weight": (D,)}
-    index = layer_index(key)
-    if index >= model.num_layers:
-        raise ValueError(f"the model has {model.num_layers} decoder layers, there is no {key!r}")
+    index, unit = _unit(model, key)
     at = f"model.layers.{index}."
-    matrices: dict[str, tuple[int, ...]] = {
+    attention: dict[str, tuple[int, ...]] = {
         at + "self_attn.q_proj.weight": (D, D),
         at + "self_attn.k_proj.weight": (kv_dim, D),
         at + "self_attn.v_proj.weight": (kv_dim, D),
         at + "self_attn.o_proj.weight": (D, D),
-        at + "mlp.gate_proj.weight": (F, D),
-        at + "mlp.up_proj.weight": (F, D),
-        at + "mlp.down_proj.weight": (D, F),
     }
-    return matrices, {at + "input_layernorm.weight": (D,), at + "post_attention_layernorm.weight": (D,)}
+    norms: dict[str, tuple[int, ...]] = {
+        at + "input_layernorm.weight": (D,),
+        at + "post_attention_layernorm.weight": (D,),
+    }
+    if not model.num_experts:
+        dense: dict[str, tuple[int, ...]] = {
+            at + "mlp.gate_proj.weight": (F, D),
+            at + "mlp.up_proj.weight": (F, D),
+            at + "mlp.down_proj.weight": (D, F),
+        }
+        return attention | dense, norms
+    trunk = {**attention, at + "block_sparse_moe.gate.weight": (model.num_experts, D)}
+    if unit == TRUNK:
+        return trunk, norms
+    if unit is not None:
+        return {expert_name(index, int(unit), w): (D, F) if w == "w2" else (F, D) for w in EXPERT_MATRICES}, {}
+    experts: dict[str, tuple[int, ...]] = {}
+    for expert in range(model.num_experts):
+        experts |= _tensors(model, expert_key(key, expert))[0]
+    return experts | trunk, norms
+
+
+def expert_name(index: int, expert: int, matrix: str) -> str:
+    """Hugging Face's for Mixtral; `matrix` is one of `EXPERT_MATRICES`."""
+    return f"model.layers.{index}.block_sparse_moe.experts.{expert}.{matrix}.weight"
+
+
+def _unit(model: ModelSpec, key: str) -> tuple[int, str | None]:
+    """(index of the decoder layer, "trunk" or the number of an expert; None: all of it)."""
+    layer, dot, unit = key.removeprefix("layers.").partition(".")
+    index = layer_index("layers." + layer if key.startswith("layers.") else key)
+    if index >= model.num_layers:
+        raise ValueError(f"the model has {model.num_layers} decoder layers, there is no {key!r}")
+    if not dot:
+        return index, None
+    kind, _, number = unit.partition(".")
+    if model.num_experts and unit == TRUNK:
+        return index, unit
+    if kind == EXPERTS and number in map(str, range(model.num_experts)):
+        return index, number
+    raise ValueError(f"a decoder layer with {model.num_experts} experts has no unit {key!r}")

@@ -13,6 +13,9 @@ burst first sends the next burst of activations afterwards, and starves the stag
 optimizer step goes before both (everything after it is one step less stale), lower steps before higher.
 The last stage has no `away`: loss, forward and backward are one job.
 
+A pause gives everything back but what has been contributed: first what has no forward yet, a little later the rest.
+What comes meanwhile (it was on its way) goes back at once. Commits are stepped as ever: others wait for our word.
+
 At stage 0 a forward also needs room in the window, and one of a later step than the version the control's leave.
 """
 
@@ -28,10 +31,14 @@ from shoal.peer.pipeline.events import (
     Finished,
     Forget,
     GradientArrived,
+    HandBack,
+    HandedBack,
     Job,
     JobDone,
+    Paused,
     PeerLost,
     PeerReady,
+    Resumed,
     SendActivation,
     SendGradient,
     StepReady,
@@ -70,6 +77,7 @@ class PipelineCore:
     _running_flight: Flight | None = None
     _commits: CommitTimes = field(default_factory=CommitTimes)
     _step_ready: bool = False
+    _pause: Paused | None = None
     _was_backward: bool = False
     """The last of the jobs that take turns."""
 
@@ -125,6 +133,13 @@ class PipelineCore:
                 commands = self._send_unsent(now_s)
             case PeerLost(peer):
                 commands = self._lost(peer, now_s)
+            case HandedBack(microbatch, peer):
+                commands = self._handed_back(microbatch, peer, now_s)
+            case Paused() | Resumed():
+                self._pause = event if isinstance(event, Paused) else None
+                commands = []
+        if self._pause is not None:
+            commands += self._hand_back(all_of_it=self._pause.at_once)
         return commands + self._next_job(now_s)
 
     def _arrive(self, microbatch: Microbatch, source: PeerID | None, again: bool, now_s: float) -> list[Command]:
@@ -230,6 +245,30 @@ class PipelineCore:
                     # Stage 0 will issue it again; nobody waits for this gradient.
                     commands += self._drop(microbatch)
         return commands + self._send_unsent(now_s)
+
+    def _handed_back(self, microbatch: Microbatch, peer: PeerID, now_s: float) -> list[Command]:
+        flight = self._flights.get(microbatch)
+        if flight is None or flight.target != peer:
+            return []
+        self.router.returned(peer)
+        flight.doubted, flight.target = peer, None
+        flight.waiting_since_s = now_s
+        self._unsent.add(microbatch)
+        return self._send_unsent(now_s)
+
+    def _hand_back(self, *, all_of_it: bool) -> list[Command]:
+        commands: list[Command] = []
+        for microbatch in sorted(self._flights if all_of_it else self._waiting):
+            flight = self._flights[microbatch]
+            if flight is self._running_flight:
+                continue
+            begun = flight.again or microbatch not in self._waiting
+            back = [HandBack(microbatch, source, begun) for source in sorted(flight.sources)]
+            commands += back or [HandBack(microbatch, None, begun)]
+            if self.window:
+                self.window.forget(microbatch)
+            commands += self._drop(microbatch)
+        return commands
 
     def _drop(self, microbatch: Microbatch) -> list[Command]:
         flight = self._flights.pop(microbatch)

@@ -24,15 +24,20 @@ from shoal.peer.pipeline.events import (
     Finished,
     Forget,
     GradientArrived,
+    HandBack,
+    HandedBack,
     Job,
     JobDone,
+    Paused,
     PeerLost,
     PeerReady,
+    Resumed,
     SendActivation,
     SendGradient,
     StepReady,
     VersionSet,
 )
+from shoal.peer.pipeline.handing_back import HandingBack
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.pipeline.queueing import LinkQueues
 from shoal.peer.pipeline.state import StageState
@@ -60,6 +65,18 @@ class Upwards(Protocol):
         ...
 
     def contributed(self, microbatch: Microbatch, *, loss: float, staleness_steps: int, again: bool) -> None: ...
+
+    @property
+    def lead(self) -> PeerID | None:
+        """Of our group."""
+        ...
+
+    @property
+    def is_paused(self) -> bool: ...
+
+    def handed_back(self, microbatch: Microbatch, *, begun: bool) -> None:
+        """Stage 0, as its lead: a mate pauses and will not make it. Raises: Refused: we do not lead."""
+        ...
 
     def finished(self, microbatch: Microbatch, *, loss: float) -> None:
         """Stage 0: through the whole pipeline; `loss` is that of a validation microbatch."""
@@ -115,11 +132,13 @@ class PipelineDriver:
         self._unwanted: set[Microbatch] = set()  # computed for the other stages only: our group has its gradient
         self._mean_gradient_N: Tensor | None = None
         self._tasks = Tasks(upwards.failed)
+        self._handing_back = HandingBack(endpoint, core.stage, upwards, self._tasks)
         self._closed = False
 
     def install(self) -> None:
         self._endpoint.on_frame(Activation, self._on_activation)
         self._endpoint.on_frame(Gradient, self._on_gradient)
+        self._handing_back.install(self._check, on_back=lambda m, peer: self._handle(HandedBack(m, peer)))
 
     async def close(self) -> None:
         """Drop everything in flight. The job that runs is waited for: a device cannot be interrupted."""
@@ -161,6 +180,13 @@ class PipelineDriver:
 
     def peer_lost(self, peer: PeerID) -> None:
         self._handle(PeerLost(peer))
+
+    def pause(self, *, at_once: bool) -> None:
+        """Begin nothing new; `at_once`: and no backward either."""
+        self._handle(Paused(at_once))
+
+    def resume(self) -> None:
+        self._handle(Resumed())
 
     def refresh(self) -> None:
         """Shares changed: whatever waited for a target may have one now."""
@@ -214,7 +240,9 @@ class PipelineDriver:
     def _handle(self, event: Event) -> None:
         if self._closed:
             return
-        for command in self.core.handle(event, now_s=self._clock.now_s()):
+        commands = self.core.handle(event, now_s=self._clock.now_s())
+        self._handing_back.send([command for command in commands if isinstance(command, HandBack)])
+        for command in commands:
             match command:
                 case Job():
                     self._tasks.spawn(self._run(command), f"job {command}")

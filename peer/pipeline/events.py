@@ -62,7 +62,30 @@ class PeerLost:
     peer: PeerID
 
 
-Event = Arrived | GradientArrived | JobDone | StepReady | VersionSet | PeerReady | PeerLost
+@dataclass(frozen=True, slots=True)
+class HandedBack:
+    """`peer`, of the next stage, will not make it: it pauses."""
+
+    microbatch: Microbatch
+    peer: PeerID
+
+
+@dataclass(frozen=True, slots=True)
+class Paused:
+    """We pause: no forward begins any more, and what has none yet goes back to whoever sent it. Backwards go on as
+    gradients come, unless `at_once`: then everything goes back but the job that runs."""
+
+    at_once: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """As before the pause."""
+
+
+Event = (
+    Arrived | GradientArrived | JobDone | StepReady | VersionSet | PeerReady | PeerLost | HandedBack | Paused | Resumed
+)
 
 # --- commands ---
 
@@ -124,4 +147,14 @@ class Forget:
     microbatch: Microbatch
 
 
-Command = Job | SendActivation | SendGradient | Contributed | Finished | Forget
+@dataclass(frozen=True, slots=True)
+class HandBack:
+    """It will not be made here: whoever sent it sends it elsewhere. At stage 0 (target None) the lead sees to it."""
+
+    microbatch: Microbatch
+    target: PeerID | None
+    begun: bool
+    """It may have run, here or elsewhere."""
+
+
+Command = Job | SendActivation | SendGradient | Contributed | Finished | Forget | HandBack

@@ -17,6 +17,7 @@ from hivemind.utils.multiaddr import Multiaddr
 
 from shoal.protocol.errors import LocalError, RemoteError, TransportError, Unreachable
 from shoal.protocol.identity import Identity, PeerID, public_key_of
+from shoal.protocol.invite import split_address
 from shoal.protocol.limits import ADDRESSES_MAX, CONTROL_BYTES_MAX, PEERS_MAX, PROTOCOL_VERSION
 from shoal.protocol.live.daemon import Daemon
 from shoal.protocol.live.handshake import Greeter, Hello
@@ -32,6 +33,8 @@ _OPEN_TIMEOUT_S = 10.0
 _FLUSH_TIMEOUT_S = 2.0
 _DIALS_AT_ONCE = 16
 _LONELY_S = 10.0
+_STRAGGLERS_S = 0.5
+"""Once somebody answers, the dead hold nobody up for longer."""
 _NOT_DIALLED = ("failed to find any peer", "routing: not found", "failed to dial")
 """Daemon errors after which the request certainly never left, so that it may be sent again."""
 
@@ -51,6 +54,7 @@ class LiveTransport:
         self._served = asyncio.Event()
         self._closing = False
         self._keeper: asyncio.Task[None] | None = None
+        self._dials: set[asyncio.Task[bool]] = set()
         self._greeter = Greeter(identity=identity, run=run, addresses=self.addresses)
         prefix = f"/shoal/{PROTOCOL_VERSION}/{run}"
         self._call_name, self._frames_name = f"{prefix}/call", f"{prefix}/frames"
@@ -80,8 +84,9 @@ class LiveTransport:
         await daemon.start()
         self = cls(identity, run, daemon)
         try:
-            for address in initial_peers:
-                self._remember(*_initial_peer(address))
+            for peer, places in _by_peer(initial_peers).items():
+                if peer != self.peer_id:  # a restart may be told of itself
+                    self._remember(peer, places)
             await daemon.add_setup(self._set_up)
             self._keeper = asyncio.create_task(self._keep_connected(), name="stay connected")
         except BaseException:
@@ -120,6 +125,13 @@ class LiveTransport:
             return
         self._remember(peer, addresses)
         await self._dial(peer)
+
+    def known(self) -> dict[PeerID, tuple[str, ...]]:
+        """Where everyone was last said to be, dead or alive: multiaddrs with `/p2p/…`."""
+        return {
+            peer: tuple(f"{split_address(place)[0]}/p2p/{peer}" for place in places)
+            for peer, places in self._addresses.items()
+        }
 
     async def connected(self) -> frozenset[PeerID]:
         """Peers that the daemon holds a connection to, whoever opened it; none while it restarts."""
@@ -163,6 +175,10 @@ class LiveTransport:
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.gather(self._keeper, return_exceptions=True)
+        dials = tuple(self._dials)
+        for dial in dials:
+            dial.cancel()
+        await asyncio.gather(*dials, return_exceptions=True)
         await asyncio.gather(*(outbox.close() for outbox in self._outboxes.values()))
         await asyncio.gather(*(inbox.close() for inbox in self._inboxes.values()))
         await self._daemon.close()
@@ -274,15 +290,27 @@ class LiveTransport:
             return False
 
     async def _dial_everyone(self, p2p: Any) -> None:
+        """Try everyone at once; return soon after somebody answers, and go on with those who have not meanwhile."""
         gate = asyncio.Semaphore(_DIALS_AT_ONCE)
 
         async def dial(peer: PeerID) -> bool:
             async with gate:
                 return await self._dial_on(p2p, peer)
 
-        reached = await asyncio.gather(*(dial(peer) for peer in tuple(self._addresses)))
-        if reached and not any(reached):
-            logger.warning("none of the %d known peers can be reached now", len(reached))
+        waiting = {asyncio.create_task(dial(peer), name="dial") for peer in tuple(self._addresses)}
+        self._dials |= waiting
+        for task in waiting:
+            task.add_done_callback(self._dials.discard)
+        reached = 0
+        while waiting:
+            done, waiting = await asyncio.wait(
+                waiting, timeout=_STRAGGLERS_S if reached else None, return_when=asyncio.FIRST_COMPLETED
+            )
+            if not done:
+                return
+            reached += sum(task.result() for task in done if not task.cancelled())
+        if self._addresses and not reached:
+            logger.warning("none of the %d known peers can be reached now", len(self._addresses))
 
     async def _keep_connected(self) -> None:
         """Whoever has lost everyone tries everyone again: our network was down, or the others' was."""
@@ -298,7 +326,7 @@ class LiveTransport:
             return False
         try:
             async with asyncio.timeout(_DIAL_TIMEOUT_S):
-                await p2p._client.connect(_hivemind_id(peer), [Multiaddr(_split(text)[1][0]) for text in addresses])
+                await p2p._client.connect(_hivemind_id(peer), [Multiaddr(split_address(text)[0]) for text in addresses])
             return True
         except Exception as error:  # strangers send addresses, and hivemind's parser raises what it likes
             logger.debug("cannot connect to %s: %r", peer[-8:], error)
@@ -309,20 +337,18 @@ class _CallFailedError(Exception):
     """Says to the caller that we failed, and not how."""
 
 
-def _split(address: str) -> tuple[PeerID, tuple[str, ...]]:
-    """`…/p2p/ID` -> (ID, (`…`,)); without an ID, an empty one."""
-    where, _, peer = address.partition("/p2p/")
-    return PeerID(peer), (where,)
-
-
-def _initial_peer(address: str) -> tuple[PeerID, tuple[str, ...]]:
-    peer, where = _split(address)
-    try:
-        public_key_of(peer)
-        Multiaddr(where[0])
-    except ValueError as error:
-        raise TransportError(f"{address!r} is not the address of a peer") from error
-    return peer, where
+def _by_peer(addresses: Sequence[str]) -> dict[PeerID, list[str]]:
+    """All that is said of each peer. Raises: TransportError: an address is none, or of nobody."""
+    found: dict[PeerID, list[str]] = {}
+    for address in addresses:
+        where, peer = split_address(address)
+        try:
+            public_key_of(PeerID(peer))
+            Multiaddr(where)
+        except ValueError as error:
+            raise TransportError(f"{address!r} is not the address of a peer") from error
+        found.setdefault(PeerID(peer), []).append(where)
+    return found
 
 
 def _hivemind_id(peer: PeerID) -> HivemindPeerID:

@@ -64,7 +64,7 @@ def test_an_invite_from_standard_input_is_checked_too() -> None:
 @pytest.mark.parametrize(("version", "who"), [(0, "the host must upgrade"), (99, "you must upgrade")])
 def test_an_invite_of_another_protocol_version(version: int, who: str) -> None:
     owner = Identity(bytes(32)).peer_id
-    invite = Invite(version, RUN, owner, ("/ip4/127.0.0.1/tcp/9",)).encode()
+    invite = Invite(version, RUN, owner, (f"/ip4/127.0.0.1/tcp/9/p2p/{owner}",)).encode()
     line = complaint("join", invite)
     assert f"protocol version {version}" in line
     assert who in line

@@ -13,6 +13,9 @@ from shoal.protocol.invite import make_invite, parse_invite
 from shoal.protocol.limits import ADDRESSES_MAX
 
 OWNER = Identity.generate().peer_id
+RUN = "0123456789abcdef"
+PEERS = [Identity(bytes([number]) * 32).peer_id for number in range(6)]
+HOST = 5
 
 
 class PretendSwarm(Swarm):
@@ -35,41 +38,41 @@ def crew_of(count: int, *, addresses: int = 1) -> tuple[Crew, PretendSwarm, list
         child: Any = SimpleNamespace(name=f"peer-{number}", is_running=True, send=lambda signal: None)
         member = Member(child=child)
         crew.members.append(member)
-        own = tuple(f"/ip4/127.0.0.{index + 1}/tcp/1/p2p/{number}" for index in range(addresses))
-        crew.take(member, Joined(peer=PeerID(str(number)), name=child.name, invite=make_invite("run", OWNER, own)))
+        own = tuple(f"/ip4/127.0.0.{index + 1}/tcp/1/p2p/{PEERS[number]}" for index in range(addresses))
+        crew.take(member, Joined(peer=PEERS[number], name=child.name, invite=make_invite(RUN, OWNER, own)))
     return crew, swarm, crew.members
 
 
-def invited_by(crew: Crew, swarm: PretendSwarm) -> list[str]:
+def invited_by(crew: Crew, swarm: PretendSwarm) -> list[int]:
     """The peers behind the addresses that a newcomer is given."""
     child: Any = SimpleNamespace(name="newcomer", is_running=True)
     asyncio.run(crew.let_in(Member(child=child)))
     invite = parse_invite(swarm.told["newcomer"])
-    assert (invite.run, invite.owner) == ("run", OWNER)
-    return [address.rpartition("/")[2] for address in invite.addresses]
+    assert (invite.run, invite.owner) == (RUN, OWNER)
+    return [PEERS.index(PeerID(address.rpartition("/")[2])) for address in invite.addresses]
 
 
 def test_before_anybody_has_joined_the_hosts_invite_is_all_there_is() -> None:
     crew, swarm, (host,) = crew_of(1)
     host.invite = ""
-    own = make_invite("run", OWNER, ("/ip4/127.0.0.1/tcp/1/p2p/host",))
-    crew.take(host, Ready(peer=OWNER, run="run", invite=own))
+    own = make_invite(RUN, OWNER, (f"/ip4/127.0.0.1/tcp/1/p2p/{PEERS[HOST]}",))
+    crew.take(host, Ready(peer=OWNER, run=RUN, invite=own))
     assert crew.invite == own
-    assert invited_by(crew, swarm) == ["host"]
+    assert invited_by(crew, swarm) == [HOST]
 
 
 def test_the_dead_and_the_suspended_invite_nobody() -> None:
     crew, swarm, members = crew_of(4)
     asyncio.run(crew.kill(members[0]))
     crew.suspend(members[2])
-    assert invited_by(crew, swarm) == ["1", "3"]
+    assert invited_by(crew, swarm) == [1, 3]
     crew.resume(members[2])
-    assert invited_by(crew, swarm) == ["1", "2", "3"]
+    assert invited_by(crew, swarm) == [1, 2, 3]
 
 
 def test_one_address_of_each_comes_before_a_second_of_any() -> None:
     crew, swarm, _ = crew_of(5, addresses=2)
-    assert invited_by(crew, swarm) == ["0", "1", "2", "3", "4", "0", "1", "2"][:ADDRESSES_MAX]
+    assert sorted(invited_by(crew, swarm)) == sorted([0, 1, 2, 3, 4, 0, 1, 2][:ADDRESSES_MAX])
 
 
 def test_a_namesake_is_another_member() -> None:

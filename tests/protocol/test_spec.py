@@ -4,7 +4,17 @@ import msgspec
 import pytest
 
 from shoal.protocol.errors import SpecError
-from shoal.protocol.spec import RunSpec, TrainingSpec, decode_spec, encode_spec, load_spec
+from shoal.protocol.identity import PeerID
+from shoal.protocol.spec import (
+    DataSpec,
+    InitialSpec,
+    RunSpec,
+    TrainingSpec,
+    decode_spec,
+    encode_spec,
+    load_spec,
+    run_id,
+)
 
 
 def test_a_spec_that_went_over_the_wire_is_the_same() -> None:
@@ -28,3 +38,27 @@ def test_an_unknown_compensation_is_refused(tmp_path: Path) -> None:
     path.write_text('[training]\ncompensation = "hope"\n')
     with pytest.raises(SpecError, match=r"hope.*compensation"):
         load_spec(path)
+
+
+def test_a_spec_that_uses_nothing_new_has_the_bytes_that_it_always_had() -> None:
+    """Or runs that are under way could not be joined by who upgrades."""
+    assert run_id(RunSpec(), PeerID("owner")) == "e37fc9b64b38ae7a"
+
+
+def test_what_is_new_is_in_the_bytes_where_it_says_something() -> None:
+    specs = [
+        RunSpec(),
+        RunSpec(data=DataSpec(tokenizer="x.json", tokenizer_digest="00")),
+        RunSpec(data=DataSpec(tokens_max=5)),
+        RunSpec(data=DataSpec(field="content")),
+        RunSpec(initial=InitialSpec(source="/weights", digests=("00",) * 8)),
+    ]
+    assert len({encode_spec(spec) for spec in specs}) == len(specs)
+    assert [decode_spec(encode_spec(spec)) for spec in specs] == specs
+
+
+def test_initial_weights_need_a_digest_of_every_layer() -> None:
+    with pytest.raises(ValueError, match=r"7 entries for 8 layers"):
+        RunSpec(initial=InitialSpec(source="/weights", digests=("00",) * 7))
+    with pytest.raises(ValueError, match="come together"):
+        InitialSpec(source="/weights")

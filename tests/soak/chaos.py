@@ -86,7 +86,7 @@ Calm = dict[int, float]
 
 
 def median_losses(runs: list[Outcome]) -> Calm:
-    versions = set.intersection(*(set(run.validations) for run in runs))
+    versions = set.intersection(*(set(run.validations) for run in runs)) if runs else set()
     return {version: statistics.median(run.validations[version] for run in runs) for version in versions}
 
 

@@ -19,10 +19,14 @@ from shoal.peer.pipeline.events import (
     Finished,
     Forget,
     GradientArrived,
+    HandBack,
+    HandedBack,
     Job,
     JobDone,
+    Paused,
     PeerLost,
     PeerReady,
+    Resumed,
     SendActivation,
     SendGradient,
     StepReady,
@@ -90,6 +94,7 @@ class Play:
     peers: dict[PeerID, Replica] = field(default_factory=dict)
     air: list[tuple[PeerID, Event]] = field(default_factory=list)
     doubted: set[tuple[PeerID, PeerID]] = field(default_factory=set)
+    paused: set[PeerID] = field(default_factory=set)
     finished: Counter[Microbatch] = field(default_factory=Counter)
     contributed: list[Counter[Microbatch]] = field(default_factory=list)
     granted: list[Microbatch] = field(default_factory=list)
@@ -122,7 +127,7 @@ class Play:
             self.granted.append(microbatch)
             self.air.append((PeerID(f"0.{self.rng.randrange(self.replicas)}"), Arrived(microbatch, None)))
 
-    def run(self, *, doubts: int = 0, deaths: int = 0) -> None:
+    def run(self, *, doubts: int = 0, deaths: int = 0, pauses: int = 0) -> None:
         """Until nothing is left to happen."""
         for _ in range(100_000):
             moves = [*self.air, *(r.name for r in self.peers.values() if r.running), *self._commits()]
@@ -132,10 +137,17 @@ class Play:
             elif deaths and self.rng.random() < 0.02:
                 deaths -= 1
                 self._kill()
+            elif pauses and self.rng.random() < 0.1:
+                pauses -= 1
+                self._pause()
+            elif self.paused and self.rng.random() < 0.03:
+                self._resume()
             elif moves:
                 self._play(self.rng.choice(moves))
             elif self.doubted:
                 self._believe()
+            elif self.paused:
+                self._resume()
             else:
                 return
         raise AssertionError("it never ends")
@@ -186,11 +198,38 @@ class Play:
                     assert 0 <= staleness_steps <= self.s_max
                     replica.told[microbatch] += 1
                     self.contributed[replica.core.stage][microbatch] += 1
+                case HandBack(microbatch, None, begun):
+                    self.air.append((self._takes(replica.name), Arrived(microbatch, None, begun)))
+                case HandBack(microbatch, target, _) if target is not None:
+                    self.air.append((target, HandedBack(microbatch, replica.name)))
                 case Finished(microbatch):
                     self.finished[microbatch] += 1
                 case Forget(microbatch):
                     for table in (replica.inputs, replica.contexts, replica.gradients):
                         table.discard(microbatch)
+
+    def _takes(self, name: PeerID) -> PeerID:
+        """Who leads stage 0 while `name` pauses."""
+        return self.rng.choice([p for p, r in self.peers.items() if r.core.is_first and p not in self.paused] or [name])
+
+    def _pause(self) -> None:
+        """Any, at once or in two goes; those before it may hear of that late."""
+        who = self.rng.choice(sorted(self.peers))
+        self.paused.add(who)
+        self.do(self.peers[who], Paused(at_once=self.rng.random() < 0.5))
+        for replica in self.peers.values():
+            if self.rng.random() < 0.5:
+                replica.core.router.set_ready(who, False)
+
+    def _resume(self) -> None:
+        who = self.rng.choice(sorted(self.paused))
+        self.paused.discard(who)
+        if who not in self.peers:
+            return
+        self.do(self.peers[who], Resumed())
+        for replica in self.peers.values():
+            if who in replica.core.router.shares:
+                self.do(replica, PeerReady(who))
 
     def _doubt(self) -> None:
         """Somebody takes a living neighbour for dead, and believes in it again later."""
@@ -273,5 +312,16 @@ def test_false_suspicion_costs_work_but_no_microbatch_and_no_memory(seed: int, d
 def test_deaths_cost_work_but_no_microbatch_and_no_memory(seed: int, doubts: int, deaths: int, **sizes: int) -> None:
     made = play(seed, **sizes)
     made.run(doubts=doubts if made.stages > 1 else 0, deaths=deaths)
+    made.check_all_is_done_and_nothing_left()
+    assert made.contributed[0] == Counter(m for m in made.granted if not m.validates)
+
+
+@settings(max_examples=150, deadline=None)
+@given(**PLAYS, pauses=st.integers(1, 6), doubts=st.integers(0, 3), deaths=st.integers(0, 2))
+def test_pauses_cost_work_but_no_microbatch_and_no_memory(
+    seed: int, pauses: int, doubts: int, deaths: int, **sizes: int
+) -> None:
+    made = play(seed, **sizes)
+    made.run(pauses=pauses, doubts=doubts if made.stages > 1 else 0, deaths=deaths)
     made.check_all_is_done_and_nothing_left()
     assert made.contributed[0] == Counter(m for m in made.granted if not m.validates)

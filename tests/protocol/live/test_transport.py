@@ -176,6 +176,37 @@ def test_an_initial_peer_that_is_down_keeps_nobody_out(live_peer):
     run(main())
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_all_addresses_of_an_initial_peer_are_tried(live_peer, order):
+    async def main():
+        a, _ = await live_peer("a")
+        two = (f"/ip4/127.0.0.1/tcp/9/p2p/{a.peer_id}", *a.addresses())
+        b, _ = await live_peer("b", initial_peers=two[::order])
+        assert a.peer_id in await b.connected()
+        assert a.addresses()[0] in b.known()[a.peer_id]
+        await a.close()
+        await b.close()
+
+    run(main())
+
+
+def test_an_initial_peer_that_keeps_silent_holds_nobody_up(live_peer):
+    async def main():
+        with socket.socket() as silent:
+            silent.bind(("127.0.0.1", 0))
+            silent.listen()
+            mute = f"/ip4/127.0.0.1/tcp/{silent.getsockname()[1]}/p2p/{Identity.generate().peer_id}"
+            a, _ = await live_peer("a")
+            b, _ = await live_peer("b", initial_peers=(mute, *a.addresses()))
+            assert a.peer_id in await b.connected()
+            assert any(task.get_name() == "dial" for task in asyncio.all_tasks()), "it waited for the silent one"
+            await b.close()
+            assert not any(task.get_name() == "dial" for task in asyncio.all_tasks())
+            await a.close()
+
+    run(main())
+
+
 @pytest.mark.parametrize("address", ["", "/ip4/127.0.0.1/tcp/1", "/ip4/127.0.0.1/tcp/1/p2p/QmNonsense", "/ip4/x/p2p/"])
 def test_an_initial_peer_that_is_none_is_named(live_peer, address):
     async def main():

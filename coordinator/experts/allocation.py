@@ -1,0 +1,91 @@
+"""How many replicas each expert gets: slots follow the load, and nobody has fewer than `min_replicas`.
+
+A slot is a unit of work: an expert with r of them has its tokens cut in r parts, whoever holds them. So counts may
+exceed the number of nodes; a node that then holds an expert twice keeps one copy of it and computes two parts.
+"""
+
+import heapq
+import math
+from collections.abc import Sequence
+
+from shoal.protocol.errors import LocalError
+
+
+def replica_counts(loads: Sequence[float], *, num_slots: int, min_replicas: int) -> tuple[int, ...]:
+    """Give each slot beyond the minimum to whoever then has the largest load per replica.
+
+    No counts have a less busy busiest replica: a slot given earlier was given above the final largest load.
+
+    Args:
+        loads: tokens or any other measure an expert, finite and >= 0.
+        num_slots: all are given.
+        min_replicas: >= 1.
+    Returns: int [E], sums to `num_slots`; of equal loads the lower expert comes first.
+    Raises: LocalError: loads are no loads, or there are too few slots.
+    """
+    _check(loads, num_slots, min_replicas)
+    replicas = [min_replicas] * len(loads)
+    waiting = [(-load / min_replicas, expert) for expert, load in enumerate(loads)]
+    heapq.heapify(waiting)
+    for _ in range(num_slots - min_replicas * len(loads)):
+        _, expert = waiting[0]
+        replicas[expert] += 1
+        heapq.heapreplace(waiting, (-loads[expert] / replicas[expert], expert))
+    return tuple(replicas)
+
+
+def paper_replica_counts(loads: Sequence[float], *, num_slots: int, min_replicas: int) -> tuple[int, ...]:
+    """In ascending order of load, each expert's share of what is left, rounded down, and at least the minimum.
+
+    Args, returns, raises: as of `replica_counts`. The minimum is kept by all: of m experts left the coldest has at
+    most a part in m of the load, so the others keep theirs.
+    Source: Lazarus, arXiv 2407.04656, equation 1.
+    """
+    _check(loads, num_slots, min_replicas)
+    replicas = [0] * len(loads)
+    left, rest = num_slots, math.fsum(loads)
+    ascending = sorted(range(len(loads)), key=lambda expert: (loads[expert], expert))
+    for position, expert in enumerate(ascending):
+        # An even share where nothing is loaded; the small push undoes rounding in sums such as 0.1 + 0.2.
+        share = loads[expert] / rest if rest > 0.0 else 1.0 / (len(loads) - position)
+        is_last = position == len(loads) - 1
+        replicas[expert] = left if is_last else max(math.floor(share * left + 1e-9), min_replicas)
+        left -= replicas[expert]
+        rest = math.fsum(loads[other] for other in ascending[position + 1 :])
+    return tuple(replicas)
+
+
+def busiest_replica_load_ratio(loads: Sequence[float], replicas: Sequence[int]) -> float:
+    """The largest load per replica, over the load of each slot if all were equal: 1 is ideal.
+
+    An expert without replicas has no busiest one and counts nothing. Returns: >= 0; 1 where nothing is loaded.
+    """
+    total, num_slots = math.fsum(loads), sum(replicas)
+    if total <= 0.0 or num_slots == 0:
+        return 1.0
+    return max(load / count for load, count in zip(loads, replicas, strict=True) if count) * num_slots / total
+
+
+def attainable_min_replicas(slots: Sequence[int], num_experts: int) -> int:
+    """The most different nodes that every one of the experts can be on at once.
+
+    A node with c slots is on the side of at most min(c, E) experts, and E experts need f nodes each; by Gale and
+    Ryser these two and f <= N are all it takes, since all experts need the same number.
+    """
+    if num_experts == 0:
+        return len(slots)
+    return min(sum(1 for c in slots if c > 0), sum(min(c, num_experts) for c in slots) // num_experts)
+
+
+def _check(loads: Sequence[float], num_slots: int, min_replicas: int) -> None:
+    if not loads:
+        raise LocalError("there are no experts: give each a load, 0 if it is unknown")
+    if not all(math.isfinite(load) and load >= 0.0 for load in loads):
+        raise LocalError("loads must be finite and not negative")
+    if min_replicas < 1:
+        raise LocalError("an expert needs at least one replica: min_replicas is below 1")
+    if num_slots < min_replicas * len(loads):
+        raise LocalError(
+            f"{len(loads)} experts with {min_replicas} replicas each need {min_replicas * len(loads)} slots, "
+            f"there are {num_slots}"
+        )

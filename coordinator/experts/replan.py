@@ -1,0 +1,198 @@
+"""Whether to move experts now, and to where: a pure function that is asked every so many steps and at every failure."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from shoal.coordinator.experts.allocation import (
+    attainable_min_replicas,
+    busiest_replica_load_ratio,
+    replica_counts,
+)
+from shoal.coordinator.experts.history import rounded
+from shoal.coordinator.experts.mending import mend
+from shoal.coordinator.experts.migration import Wave, fewest_fetches, num_fetches, transition
+from shoal.coordinator.experts.placement import FAILURE_PROBABILITY_ASSUMED, place
+from shoal.coordinator.experts.recovery import Placement, holder_masks, loss_of_masks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """One live peer, as far as experts go."""
+
+    slots: int
+    """0: it holds nothing after the next plan, as a draining peer."""
+    failure_probability: float = FAILURE_PROBABILITY_ASSUMED
+    """Until the next re-placement: `history.failure_probability`. Counts in steps of a factor of two."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hysteresis:
+    """How much better a new placement must be. The next look at what was chosen finds no reason to move again."""
+
+    busier: float = 1.25
+    """Stay while the busiest replica is at most so many times as busy as it need be."""
+    riskier: float = 4.0
+    """Stay while a loss is at most so many times as probable as it need be."""
+    risk_ignored: float = 1e-6
+    """A loss less probable than this is no reason for anything."""
+
+    def __post_init__(self) -> None:
+        if self.busier < 1.0 or self.riskier < 1.0 or self.risk_ignored < 0.0:
+            raise ValueError("busier and riskier are factors of at least 1, risk_ignored a probability")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replan:
+    placement: Mapping[str, tuple[int, ...]]
+    """Experts in each peer's slots; twice: two parts of the work and one copy."""
+    min_replicas: int
+    """Different holders of each expert that is held: what was asked for, or what there are slots for."""
+    missing: tuple[int, ...]
+    """Experts for which there is no slot."""
+    waves: tuple[Wave, ...]
+    """How to get there; empty: everything stays."""
+    busiest_replica_load_ratio: float
+    loss_probability: float
+    """An upper bound where the exact figure would take too long."""
+    reason: str
+
+    @property
+    def num_fetches(self) -> int:
+        return sum(len(wave.fetches) for wave in self.waves)
+
+
+def replan(
+    current: Mapping[str, Sequence[int]],
+    loads: Sequence[float],
+    nodes: Mapping[str, Node],
+    *,
+    min_replicas: int,
+    hysteresis: Hysteresis | None = None,
+    seed: int = 0,
+) -> Replan:
+    """Keep what there is while it will do; else mend it; else place anew, with the fewest fetches.
+
+    Args:
+        current: experts in the slots of each peer, as the live plan says; peers that are not in `nodes` are dead.
+        loads: float [E], >= 0, measured, smoothed by whoever measures.
+        nodes: everybody who lives.
+        min_replicas: different holders of each expert, >= 1; fewer where there are too few slots.
+    Deterministic; the same whatever the order of the mappings.
+    """
+    return _Decision(current, loads, nodes, min_replicas, hysteresis or Hysteresis(), seed).made()
+
+
+class _Decision:
+    def __init__(
+        self,
+        current: Mapping[str, Sequence[int]],
+        loads: Sequence[float],
+        nodes: Mapping[str, Node],
+        min_replicas: int,
+        hysteresis: Hysteresis,
+        seed: int,
+    ) -> None:
+        self.hysteresis, self.seed = hysteresis, seed
+        self.peers = sorted(peer for peer in nodes if nodes[peer].slots > 0)
+        self.slots = [nodes[peer].slots for peer in self.peers]
+        self.chances = [rounded(nodes[peer].failure_probability) for peer in self.peers]
+        self.live = {peer: tuple(experts) for peer, experts in current.items() if peer in nodes}
+        self.experts = _kept(self.live, loads, self.slots)
+        """In order; from here on an expert is its place in this list."""
+        self.loads = [loads[expert] for expert in self.experts]
+        self.missing = tuple(sorted(set(range(len(loads))) - set(self.experts)))
+        self.promised = min(min_replicas, attainable_min_replicas(self.slots, len(self.experts)))
+        index = {expert: i for i, expert in enumerate(self.experts)}
+        self.now = tuple(
+            tuple(sorted(index[expert] for expert in self.live.get(peer, ()) if expert in index)) for peer in self.peers
+        )
+        self.was_at = {peer for peer, experts in current.items() if experts}
+        self.slots_of = {peer: nodes[peer].slots for peer in nodes}
+
+    def made(self) -> Replan:
+        if not self.experts:
+            return self._result(((),) * len(self.peers), "there are no slots for experts")
+        replicas = replica_counts(self.loads, num_slots=sum(self.slots), min_replicas=self.promised)
+        ratio = busiest_replica_load_ratio(self.loads, replicas)
+        why = self._why_not_stay(ratio * self.hysteresis.busier)
+        if not why and self._loss(self.now) <= self.hysteresis.risk_ignored:
+            return self._result(self.now, "nothing to gain")
+        fresh = self._fresh(replicas)
+        loss_max = max(self.hysteresis.risk_ignored, self.hysteresis.riskier * self._loss(fresh))
+        if not why:
+            if self._loss(self.now) <= loss_max:
+                return self._result(self.now, "nothing to gain")
+            why = "a loss is needlessly probable"
+        mended = self._mended(ratio)
+        if (
+            mended is not None
+            and self._ratio(mended) <= ratio * self.hysteresis.busier
+            and self._loss(mended) <= loss_max
+            and num_fetches(self.now, mended) <= num_fetches(self.now, fresh)
+        ):
+            return self._result(mended, f"{why}: mended")
+        return self._result(fresh, f"{why}: placed anew")
+
+    def _why_not_stay(self, ratio_max: float) -> str:
+        """Empty: it may."""
+        if self.was_at != set(self.peers):
+            return "peers came or went"
+        if any(len(part) != count for part, count in zip(self.now, self.slots, strict=True)):
+            return "slots changed"
+        holders = [mask.bit_count() for mask in holder_masks(self.now, len(self.experts))]
+        if min(holders) < self.promised:
+            return "an expert has too few holders"
+        if self._ratio(self.now) > ratio_max:
+            return "the load moved"
+        return ""
+
+    def _fresh(self, replicas: Sequence[int]) -> Placement:
+        target = place(
+            replicas, self.slots, failure_probability=self.chances, min_replicas=self.promised, seed=self.seed
+        )
+        return fewest_fetches(self.now, target, kinds=list(zip(self.slots, self.chances, strict=True)))
+
+    def _mended(self, ratio: float) -> Placement | None:
+        if 2 * sum(map(len, self.now)) < sum(self.slots):
+            return None  # Filling slots one by one is for a few.
+        return mend(
+            self.now,
+            self.slots,
+            self.loads,
+            min_replicas=self.promised,
+            # Halfway to the best, so that the next small change of loads is no reason to move again.
+            ratio_max=ratio * (1.0 + self.hysteresis.busier) / 2.0,
+            failure_probability=self.chances,
+        )
+
+    def _ratio(self, placement: Placement) -> float:
+        counts = [0] * len(self.experts)
+        for part in placement:
+            for expert in part:
+                counts[expert] += 1
+        return busiest_replica_load_ratio(self.loads, counts)
+
+    def _loss(self, placement: Placement) -> float:
+        return loss_of_masks(holder_masks(placement, len(self.experts)), self.chances).high
+
+    def _result(self, placement: Placement, reason: str) -> Replan:
+        target = {
+            peer: tuple(self.experts[expert] for expert in part)
+            for peer, part in zip(self.peers, placement, strict=True)
+        }
+        return Replan(
+            placement=target,
+            min_replicas=self.promised,
+            missing=self.missing,
+            waves=transition(self.live, target, slots=self.slots_of, min_replicas=self.promised),
+            busiest_replica_load_ratio=self._ratio(placement),
+            loss_probability=self._loss(placement) if not self.missing else 1.0,
+            reason=reason,
+        )
+
+
+def _kept(live: Mapping[str, Sequence[int]], loads: Sequence[float], slots: Sequence[int]) -> list[int]:
+    """Where there are fewer slots than experts: those that somebody still has, then the most loaded."""
+    held = {expert for experts in live.values() for expert in experts}
+    ranked = sorted(range(len(loads)), key=lambda expert: (expert not in held, -loads[expert], expert))
+    return sorted(ranked[: sum(slots)])

@@ -1,0 +1,76 @@
+"""Where a dashboard listens: `--dashboard`, or with `:8640`, `192.168.1.7:8640`, `box.local:0` behind it."""
+
+import ipaddress
+import re
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shoal.protocol.errors import LocalError
+
+OPTION = "--dashboard"
+DEFAULT = "127.0.0.1:8640"
+_BACKLOG = 64
+_LOOKS_LIKE_ONE = re.compile(r"(\[[0-9A-Fa-f:.%]+\]|[^:/\s]*):\d+")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Address:
+    host: str
+    port: int
+    """0: the system chooses one."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the machine, if the user has called it by one."""
+        return () if _is_ip(self.host) else (self.host,)
+
+    @property
+    def is_public(self) -> bool:
+        """Others may reach it."""
+        return self.host != "localhost" and not (_is_ip(self.host) and ipaddress.ip_address(self.host).is_loopback)
+
+    def url(self, *, port: int) -> str:
+        host = "127.0.0.1" if self.host == "0.0.0.0" else "::1" if self.host == "::" else self.host
+        return f"http://[{host}]:{port}/" if ":" in host else f"http://{host}:{port}/"
+
+    def bind(self) -> socket.socket:
+        """A listening socket. Raises: LocalError."""
+        try:
+            family, _, _, _, where = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0]
+            return socket.create_server(where[:2], family=family, backlog=_BACKLOG)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise LocalError(
+                f"the dashboard cannot listen on {self.host}:{self.port}: {reason}; "
+                f"give it another address, as in {OPTION} 127.0.0.1:0"
+            ) from error
+
+
+def parse_address(text: str) -> Address:
+    """`HOST:PORT`, or `:PORT` on loopback. Raises: LocalError: it is neither."""
+    if not _LOOKS_LIKE_ONE.fullmatch(text):
+        raise LocalError(f"{OPTION} {text}: write HOST:PORT, as in {DEFAULT}")
+    host, _, port = text.rpartition(":")
+    if int(port) > 65535:
+        raise LocalError(f"{OPTION} {text}: ports end at 65535")
+    return Address(host=host.strip("[]") or "127.0.0.1", port=int(port))
+
+
+def with_default(args: Sequence[str]) -> list[str]:
+    """Command line arguments in which a bare `--dashboard` has its default: an option whose value may be left out."""
+    filled: list[str] = []
+    for index, arg in enumerate(args):
+        filled.append(arg)
+        follows = args[index + 1] if index + 1 < len(args) else ""
+        if arg == OPTION and not _LOOKS_LIKE_ONE.fullmatch(follows):
+            filled.append(DEFAULT)
+    return filled
+
+
+def _is_ip(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,84 @@
+"""Who is in the swarm, who came and who went, from the coordinator's table as it changes. Pure.
+
+A peer counts as gone once two tables in a row lack it and some seconds have passed: a coordinator that has just taken
+over does not know everybody's advert yet.
+"""
+
+from dataclasses import dataclass
+
+from shoal.protocol.identity import PeerID
+from shoal.protocol.messages import PeerStatus, SwarmStatus
+
+GONE_AFTER_S = 4.0
+NAMES_MAX = 4096
+
+
+@dataclass(slots=True, kw_only=True)
+class _Known:
+    status: PeerStatus
+    since_s: float
+    seen_s: float
+    missed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Departure:
+    peer: PeerID
+    name: str
+    stage: int | None
+    at_s: float
+
+
+class Census:
+    def __init__(self) -> None:
+        self.departures: list[Departure] = []
+        """Of those who have not come back, oldest first."""
+        self._known: dict[PeerID, _Known] = {}
+        self._names: dict[PeerID, str] = {}
+        self._by_ending: dict[str, str] = {}
+        self._began = False
+
+    def take(self, status: SwarmStatus, now_s: float) -> tuple[list[PeerID], list[Departure]]:
+        """Returns: (who has come, who has gone) since the table before; of the first table nobody."""
+        joined = []
+        for peer in status.peers:
+            known = self._known.get(peer.peer)
+            if known is None:
+                # Who was there before we looked did not come while we did.
+                since_s = now_s if self._began else -float("inf")
+                self._known[peer.peer] = _Known(status=peer, since_s=since_s, seen_s=now_s)
+                joined += [peer.peer] if self._began else []
+            else:
+                known.status, known.seen_s, known.missed = peer, now_s, 0
+            self.name(peer.peer, peer.name)
+        self._began = self._began or bool(status.peers)
+        listed = {peer.peer for peer in status.peers}
+        self.departures = [departure for departure in self.departures if departure.peer not in listed]
+        gone = []
+        for id_, known in list(self._known.items()):
+            if id_ in listed:
+                continue
+            known.missed += 1
+            if known.missed > 1 and now_s - known.seen_s >= GONE_AFTER_S:
+                del self._known[id_]
+                gone.append(Departure(peer=id_, name=self.name_of(id_), stage=known.status.stage, at_s=now_s))
+        self.departures = (self.departures + gone)[-NAMES_MAX:]
+        return joined, gone
+
+    def since_s(self, peer: PeerID) -> float:
+        """When it came, as far as we have seen; minus infinity: before we looked."""
+        known = self._known.get(peer)
+        return known.since_s if known else -float("inf")
+
+    def name(self, peer: PeerID, name: str) -> None:
+        """`peer` calls itself `name`, or nothing."""
+        if name and (peer in self._names or len(self._names) < NAMES_MAX):
+            self._names[peer] = name
+            self._by_ending[peer[-8:]] = name
+
+    def name_of(self, peer: PeerID) -> str:
+        return self._names.get(peer) or peer[-8:]
+
+    def named(self, ending: str) -> str:
+        """Whose identifier ends so; the ending itself if nobody's does."""
+        return self._by_ending.get(ending, ending)

@@ -1,0 +1,136 @@
+"""What one peer gives, from what it measures anyway: its device's jobs, its links, its memory.
+
+`MeteredCompute` goes between a peer and its device. Nothing here asks another peer anything.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import psutil
+
+from shoal.deploy.node import Node
+from shoal.deploy.report import Contribution, Limits
+from shoal.protocol.identity import PeerID
+from shoal.protocol.ports import Clock, Compute, JobKind, Timed
+
+T = TypeVar("T")
+
+WINDOW_S = 10.0
+LINKS_MAX = 16
+
+
+class MeteredCompute:
+    """Implements `Compute`: `compute`, with what it does added up. The probe does not count: it is no work."""
+
+    def __init__(self, compute: Compute) -> None:
+        self._compute = compute
+        self.busy_s = 0.0
+        self.flop = 0.0
+        self.microbatches = 0
+
+    async def run(self, kind: JobKind, work: Callable[[], T], *, flop: float) -> Timed[T]:
+        """Raises: whatever `work` raises, or the device."""
+        timed = await self._compute.run(kind, work, flop=flop)
+        if kind != "probe":
+            self.busy_s += timed.ended_s - timed.started_s
+            self.flop += flop
+            self.microbatches += kind == "forward"
+        return timed
+
+    def close(self) -> None:
+        self._compute.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sample:
+    """Totals at one moment."""
+
+    at_s: float
+    busy_s: float
+    sending_s: float
+    flop: float
+    microbatches: int
+    traffic: dict[PeerID, tuple[float, float]]
+
+
+class ContributionMeter:
+    """Args: limits: what the person at this machine has set; None: nothing.
+
+    Totals of traffic are of this object's life: `LinkMeter` forgets who was idle for long.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        compute: MeteredCompute,
+        clock: Clock,
+        *,
+        name: str,
+        limits: Callable[[], Limits] | None = None,
+    ) -> None:
+        self._node, self._compute, self._clock, self._name, self._limits = node, compute, clock, name, limits
+        self._started_s = clock.now_s()
+        self._samples: deque[_Sample] = deque([self._sample()])
+        self._sent_total = self._received_total = 0.0
+        self._process = psutil.Process()
+
+    def measure(self) -> Contribution:
+        now, last = self._sample(), self._samples[-1]
+        for peer, (sent, received) in now.traffic.items():
+            sent_before, received_before = last.traffic.get(peer, (0.0, 0.0))
+            self._sent_total += _grown(sent_before, sent)
+            self._received_total += _grown(received_before, received)
+        self._samples.append(now)
+        while len(self._samples) > 2 and self._samples[1].at_s <= now.at_s - WINDOW_S:
+            self._samples.popleft()
+        first = self._samples[0]
+        seconds = max(now.at_s - first.at_s, 1e-9)
+        replica = self._node.peer.replica
+        return Contribution(
+            peer=self._node.peer_id,
+            name=self._name,
+            stage=replica.stage if replica else None,
+            synced=replica.is_ready if replica else False,
+            busy=min(1.0, (now.busy_s - first.busy_s) / seconds),
+            sending=min(1.0, (now.sending_s - first.sending_s) / seconds),
+            waiting=replica.pipeline.core.num_waiting if replica else 0,
+            flop_per_s=(now.flop - first.flop) / seconds,
+            microbatches_per_s=(now.microbatches - first.microbatches) / seconds,
+            flop_total=now.flop,
+            microbatches_total=now.microbatches,
+            sent_bytes_total=self._sent_total,
+            received_bytes_total=self._received_total,
+            links=_busiest(first.traffic, now.traffic, seconds),
+            memory_bytes=self._process.memory_info().rss,
+            uptime_s=now.at_s - self._started_s,
+            limits=self._limits() if self._limits else None,
+        )
+
+    def _sample(self) -> _Sample:
+        compute, links = self._compute, self._node.links
+        return _Sample(
+            at_s=self._clock.now_s(),
+            busy_s=compute.busy_s,
+            sending_s=links.sending_s,
+            flop=compute.flop,
+            microbatches=compute.microbatches,
+            traffic=links.traffic(),
+        )
+
+
+def _grown(before: float, now: float) -> float:
+    """A link that was forgotten meanwhile begins at 0 again."""
+    return now - before if now >= before else now
+
+
+def _busiest(
+    first: dict[PeerID, tuple[float, float]], now: dict[PeerID, tuple[float, float]], seconds: float
+) -> tuple[tuple[PeerID, float, float], ...]:
+    rates = []
+    for peer, (sent, received) in now.items():
+        sent_before, received_before = first.get(peer, (0.0, 0.0))
+        rates.append((peer, _grown(sent_before, sent) / seconds, _grown(received_before, received) / seconds))
+    used = [rate for rate in rates if rate[1] or rate[2]]
+    return tuple(sorted(used, key=lambda rate: (-rate[1] - rate[2], rate[0]))[:LINKS_MAX])

@@ -1,0 +1,344 @@
+"""Puts a view of the run together from what a peer says of it anyway (`report.py`). Holds no socket, clock or file.
+
+Whoever has a feed tells it every report; whoever shows the run asks for `view` and `curves`. Nothing here asks another
+peer anything, and nothing that another peer said goes on with control characters in it, or at any length.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+
+from shoal.deploy.dashboard.census import Census
+from shoal.deploy.dashboard.curves import Curves
+from shoal.deploy.dashboard.limiting import limited_by
+from shoal.deploy.dashboard.picture import flows, links
+from shoal.deploy.dashboard.view import (
+    ChangeView,
+    ExpertView,
+    GoneView,
+    LimitsView,
+    MineView,
+    PeerView,
+    Point,
+    View,
+    peer_state,
+)
+from shoal.deploy.live_view import printable
+from shoal.deploy.report import (
+    Contribution,
+    Joined,
+    Left,
+    Limits,
+    Note,
+    Obeys,
+    Ready,
+    Report,
+    Status,
+    StepDone,
+    Validated,
+)
+from shoal.protocol.identity import PeerID
+from shoal.protocol.limits import PEER_NAME_CHARS_MAX
+from shoal.protocol.messages import PeerStatus, PlanNote, SwarmStatus
+from shoal.protocol.spec import RunSpec
+
+CHANGES_MAX = 200
+CHANGES_SHOWN = 60
+TEXT_CHARS_MAX = 240
+NEW_S = 20.0
+"""For so long a peer is shown as new, and one that went as gone."""
+STALE_S = 15.0
+"""After so long without a word of the coordinator the page says so."""
+SAME_S = 30.0
+"""A plan and the coordinator's table may speak of one arrival so far apart."""
+CONTRIBUTION_S = 20.0
+"""For so long what a peer said of itself counts."""
+_ENDING = re.compile(r"\b[1-9A-HJ-NP-Za-km-z]{8}\b")
+_WIRE_BYTES = 2
+"""An element of an activation or its gradient, in the wire's dtype."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFacts:
+    """What of the run spec a view needs."""
+
+    name: str
+    steps: int
+    num_layers: int
+    tokens_per_step: int
+    tokens_per_microbatch: int
+    activation_bytes_per_token: int
+
+    @classmethod
+    def of(cls, spec: RunSpec) -> "RunFacts":
+        return cls(
+            name=spec.name,
+            steps=spec.training.steps,
+            num_layers=spec.model.num_layers,
+            tokens_per_step=spec.tokens_per_step,
+            tokens_per_microbatch=spec.training.microbatch_size * spec.model.context,
+            activation_bytes_per_token=spec.model.dim * _WIRE_BYTES,
+        )
+
+
+class Feed:
+    """Args:
+    title: of the page.
+    wall_minus_clock_s: what to add to `now_s` for seconds since 1970.
+    """
+
+    def __init__(self, facts: RunFacts, *, title: str, wall_minus_clock_s: float) -> None:
+        self.curves = Curves()
+        self.experts: tuple[ExpertView, ...] = ()
+        """Whoever knows of experts sets it."""
+        self.me: PeerID | None = None
+        """Whose machine this is: the first peer that is heard of."""
+        self._facts, self._title, self._wall_s = facts, title, wall_minus_clock_s
+        self._phase = "starting"
+        self._run = ""
+        self._status: SwarmStatus | None = None
+        self._status_at_s = 0.0
+        self._plan: Obeys | PlanNote | None = None
+        self._plans_told: set[tuple[int, int]] = set()
+        self._census = Census()
+        self._changes: list[ChangeView] = []
+        """Oldest first, peers by the end of their identifiers as plans have them."""
+        self._contributions: dict[PeerID, tuple[float, Contribution]] = {}
+        self._told = (0, -1)
+        """(era, step) of the newest point."""
+        self._validation: float | None = None
+        self._validation_told: float | None = None
+
+    # --- what comes ---
+
+    def take(self, report: Report, now_s: float) -> None:
+        match report:
+            case Ready():
+                self.me, self._run = self.me or report.peer, report.run
+            case Joined():
+                self.me = self.me or report.peer
+                self._census.name(report.peer, _clean(report.name, PEER_NAME_CHARS_MAX))
+                self._phase = "waiting for a plan" if self._phase == "starting" else self._phase
+            case Obeys():
+                self._take_plan(report, now_s)
+            case Status():
+                self._take_status(report.status, now_s)
+            case StepDone():
+                self._phase = "training"
+                self._add_point(
+                    (report.era, report.step), report.loss, report.tokens_per_s, report.staleness_mean, now_s
+                )
+            case Validated():
+                self._validation = report.report.loss
+            case Contribution():
+                self._contributions[report.peer] = now_s, report
+            case Note():
+                self._note(now_s, "note", report.text)
+            case Left():
+                if report.peer == self.me:
+                    self._phase = "the run is done" if report.finished else "left"
+
+    def _take_plan(self, plan: Obeys | PlanNote, now_s: float) -> None:
+        """In a demo everyone tells every plan, and who returns begins with an old one."""
+        order = plan.term, plan.sequence
+        if order in self._plans_told:
+            return
+        self._plans_told.add(order)
+        if self._plan is None or order > (self._plan.term, self._plan.sequence):
+            self._plan = plan
+        ago_s = plan.seconds_ago if isinstance(plan, PlanNote) else 0.0
+        change = ChangeView(
+            at_s=now_s - ago_s + self._wall_s,
+            kind="plan",
+            text=_clean(plan.reason, TEXT_CHARS_MAX),
+            sequence=plan.sequence,
+            term=plan.term,
+            coordinator=plan.coordinator,
+        )
+        self._add_change(change)
+
+    def _take_status(self, status: SwarmStatus, now_s: float) -> None:
+        before = self._status
+        if before is not None and (status.term, status.plan_sequence) < (before.term, before.plan_sequence):
+            return  # from one that was suspended and thinks for a moment that it still coordinates
+        self._status, self._status_at_s, self._run = status, now_s, status.run
+        joined, gone = self._census.take(status, now_s)
+        for note in status.plans:
+            self._take_plan(note, now_s)
+        for peer in joined:
+            self._note(now_s, "joined", f"{peer[-8:]} joined")
+        for departure in gone:
+            self._note(now_s, "left", f"{departure.peer[-8:]} left")
+        if status.step >= status.steps:
+            self._phase = "the run is done"
+        elif status.step > 0 or status.loss is not None:
+            self._phase = "training"
+        elif self._phase != "left":
+            self._phase = "first step under way"
+        if status.validation_loss is not None:
+            self._validation = status.validation_loss
+        if status.step > 0:
+            key = status.era, status.step - 1
+            self._add_point(key, status.loss, status.tokens_per_s, status.staleness_steps_mean, now_s)
+
+    def _add_point(
+        self, key: tuple[int, int], loss: float | None, tokens_per_s: float, staleness: float, now_s: float
+    ) -> None:
+        if key <= self._told:
+            return
+        self._told = key
+        news = self._validation != self._validation_told
+        self._validation_told = self._validation
+        self.curves.add(
+            Point(
+                at_s=now_s + self._wall_s,
+                step=key[1] + 1,
+                loss=loss,
+                validation_loss=self._validation if news else None,
+                tokens_per_s=tokens_per_s,
+                staleness_steps_mean=staleness,
+            )
+        )
+
+    def _note(self, now_s: float, kind: Literal["joined", "left", "note"], text: str) -> None:
+        self._add_change(ChangeView(at_s=now_s + self._wall_s, kind=kind, text=_clean(text, TEXT_CHARS_MAX)))
+
+    def _add_change(self, change: ChangeView) -> None:
+        """A plan that says who came or went makes the line that says only that superfluous."""
+        if any(_says(known, change) for known in self._changes):
+            return
+        kept = [known for known in self._changes if not _says(change, known)]
+        self._changes = sorted([*kept, change], key=lambda known: known.at_s)[-CHANGES_MAX:]
+
+    # --- what is shown ---
+
+    def view(self, now_s: float) -> View:
+        status, plan, census = self._status, self._plan, self._census
+        peers = status.peers if status else ()
+        tokens_per_s = status.tokens_per_s if status else 0.0
+        coordinator = plan.coordinator if plan else PeerID("")
+        contributions = {
+            peer: told for peer, (at_s, told) in self._contributions.items() if now_s - at_s < CONTRIBUTION_S
+        }
+        steps = status.steps if status else self._facts.steps
+        step = status.step if status else 0
+        left = (steps - step) * self._facts.tokens_per_step
+        bytes_per_s = tokens_per_s * self._facts.activation_bytes_per_token
+        mine = contributions.get(self.me) if self.me else None
+        status_age_s = now_s - self._status_at_s if status else None
+        return View(
+            title=self._title,
+            run=self._run,
+            name=_clean(status.name if status else self._facts.name, TEXT_CHARS_MAX),
+            phase=self._spoken_phase(status_age_s),
+            term=plan.term if plan else 0,
+            sequence=plan.sequence if plan else 0,
+            reason=self._with_names(plan.reason) if plan else "",
+            era=status.era if status else 0,
+            step=step,
+            steps=steps,
+            loss=status.loss if status else None,
+            validation_loss=self._validation,
+            tokens_per_s=tokens_per_s,
+            staleness_steps_mean=status.staleness_steps_mean if status else 0.0,
+            now_s=now_s + self._wall_s,
+            elapsed_s=status.elapsed_s + now_s - self._status_at_s if status else 0.0,
+            left_s=left / tokens_per_s if tokens_per_s > 0.0 and left > 0 else None,
+            status_age_s=status_age_s,
+            coordinator=coordinator,
+            coordinator_name=census.name_of(coordinator) if coordinator else "",
+            stages=status.stages if status else (),
+            peers=tuple(self._peer(peer, coordinator, now_s) for peer in peers),
+            gone=tuple(
+                GoneView(id=gone.peer, name=gone.name, stage=gone.stage, ago_s=now_s - gone.at_s)
+                for gone in census.departures
+                if now_s - gone.at_s < NEW_S
+            ),
+            links=links(peers, contributions, bytes_per_s),
+            flows=flows(status.stages if status else (), bytes_per_s),
+            experts=self.experts,
+            mine=self._mine(mine) if mine else None,
+            others=tuple(self._mine(told) for peer, told in sorted(contributions.items()) if peer != self.me),
+            changes=tuple(self._named(change) for change in self._changes[: -CHANGES_SHOWN - 1 : -1]),
+        )
+
+    def _spoken_phase(self, status_age_s: float | None) -> str:
+        if status_age_s is not None and status_age_s > STALE_S and self._phase == "training":
+            return f"no word of the coordinator for {status_age_s:.0f} s"
+        return self._phase
+
+    def _peer(self, peer: PeerStatus, coordinator: PeerID, now_s: float) -> PeerView:
+        return PeerView(
+            id=peer.peer,
+            name=self._census.name_of(peer.peer),
+            device=_clean(peer.device, PEER_NAME_CHARS_MAX),
+            stage=peer.stage,
+            state=peer_state(peer),
+            version=peer.version,
+            seen_s_ago=round(peer.seen_s_ago, 1),
+            forward_s=round(peer.forward_s, 5),
+            window=peer.window,
+            share=peer.share,
+            flop_per_s=float(f"{peer.flop_per_s:.3g}"),
+            is_coordinator=peer.peer == coordinator,
+            is_me=peer.peer == self.me,
+            is_new=now_s - self._census.since_s(peer.peer) < NEW_S,
+        )
+
+    def _mine(self, told: Contribution) -> MineView:
+        status, facts = self._status, self._facts
+        stages = status.stages if status else ()
+        tokens_per_s = told.microbatches_per_s * facts.tokens_per_microbatch
+        held = stages[told.stage] if told.stage is not None and told.stage < len(stages) else (0, 0)
+        swarm_tokens_per_s = status.tokens_per_s if status else 0.0
+        layers = tokens_per_s * (held[1] - held[0]) / facts.num_layers
+        return MineView(
+            peer=told.peer,
+            name=self._census.name_of(told.peer),
+            limited_by=limited_by(told, status.peers if status else (), num_stages=len(stages)),
+            limits=_limits(told.limits),
+            busy=told.busy,
+            sending=told.sending,
+            flop_per_s=told.flop_per_s,
+            tokens_per_s=tokens_per_s,
+            work_share=min(1.0, layers / swarm_tokens_per_s) if swarm_tokens_per_s > 0.0 else 0.0,
+            sent_bytes_per_s=sum(sent for _, sent, _ in told.links),
+            received_bytes_per_s=sum(received for _, _, received in told.links),
+            flop_total=told.flop_total,
+            microbatches_total=told.microbatches_total,
+            tokens_total=told.microbatches_total * facts.tokens_per_microbatch,
+            sent_bytes_total=told.sent_bytes_total,
+            received_bytes_total=told.received_bytes_total,
+            memory_bytes=told.memory_bytes,
+            uptime_s=told.uptime_s,
+        )
+
+    def _named(self, change: ChangeView) -> ChangeView:
+        coordinator = self._census.name_of(PeerID(change.coordinator)) if change.coordinator else ""
+        return msgspec.structs.replace(change, text=self._with_names(change.text), coordinator=coordinator)
+
+    def _with_names(self, text: str) -> str:
+        """Plans speak of peers by the end of their identifiers."""
+        return _ENDING.sub(lambda found: self._census.named(found.group()), _clean(text, TEXT_CHARS_MAX))
+
+
+def _says(plan: ChangeView, change: ChangeView) -> bool:
+    return (
+        plan.kind == "plan"
+        and change.kind in ("joined", "left")
+        and change.text in plan.text
+        and abs(change.at_s - plan.at_s) < SAME_S
+    )
+
+
+def _limits(limits: Limits | None) -> LimitsView | None:
+    if limits is None:
+        return None
+    return LimitsView(paused=limits.paused, why=limits.why, caps=limits.caps)
+
+
+def _clean(text: str, chars_max: int) -> str:
+    shown = printable(text)
+    return shown if len(shown) <= chars_max else shown[: chars_max - 1] + "…"

@@ -1,0 +1,96 @@
+"""What a page of another site that the user has open may not do: read the dashboard, frame it, or become it.
+
+A browser sends a page's requests from the user's machine, so listening on loopback keeps no page out. Three checks do:
+
+- **Host** must be an address, `localhost`, or the name that the user has given. A site that points its own name at
+  127.0.0.1 (DNS rebinding) still sends its own name here.
+- **Origin**, where there is one, must be the Host: WebSockets know no other rule. No CORS header is ever sent.
+- **Sec-Fetch-Site** of another site only for a link that the user follows.
+
+There is nothing to do here but read: any other method is refused.
+"""
+
+import ipaddress
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+HEADERS: Mapping[str, str] = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+        "require-trusted-types-for 'script'; trusted-types 'none'"
+    ),
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Cache-Control": "no-cache",
+}
+_FORBIDDEN_CLOSE = 4403
+
+
+class Guard:
+    """Args: names: by which the user calls this machine, besides its addresses and `localhost`."""
+
+    def __init__(self, app: ASGIApp, *, names: Sequence[str] = ()) -> None:
+        self._app = app
+        self._names = frozenset(name.lower() for name in names) | {"localhost"}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket"):
+            await self._app(scope, receive, send)
+            return
+        complaint = self.complaint(Headers(scope=scope), scope.get("method", "GET"))
+        if scope["type"] == "websocket":
+            if complaint:
+                await send({"type": "websocket.close", "code": _FORBIDDEN_CLOSE, "reason": complaint})
+            else:
+                await self._app(scope, receive, send)
+            return
+
+        async def send_guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(HEADERS)
+            await send(message)
+
+        if complaint:
+            response = PlainTextResponse(complaint + "\n", status_code=HTTPStatus.FORBIDDEN)
+            await response(scope, receive, send_guarded)
+        else:
+            await self._app(scope, receive, send_guarded)
+
+    def complaint(self, headers: Headers, method: str) -> str:
+        """Why a request is refused; empty if it is not."""
+        if method not in ("GET", "HEAD"):
+            return "the dashboard only shows"
+        host = headers.get("host", "")
+        if not self._is_ours(host):
+            return "this name is not the dashboard's: open it by its address"
+        origin = headers.get("origin")
+        if origin is not None and urlsplit(origin).netloc.lower() != host.lower():
+            return "a page of another site may not read the dashboard"
+        if headers.get("sec-fetch-site") in ("cross-site", "same-site") and headers.get("sec-fetch-mode") != "navigate":
+            return "a page of another site may not use the dashboard"
+        return ""
+
+    def _is_ours(self, host: str) -> bool:
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+        except ValueError:
+            return False
+        return name in self._names or _is_address(name)
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,64 @@
+"""What keeps a peer from giving more: one sentence from what it measures and what the coordinator tells. Pure.
+
+Asked in this order; the first that holds is the answer. A device that computes nine tenths of the time is busy, one
+that computes half of it waits for somebody.
+
+| | holds when |
+|---|---|
+| pause | the person at the machine, or a limit of theirs, has paused it |
+| place, state | it holds no stage; it fetches its stage's state |
+| device | it computed nearly all the time, or has work that stands and waits for it |
+| cap | something is nearly always on its way out, and a limit on the upload is set |
+| upload | something is nearly always on its way out |
+| swarm | it waits: for the stage with the least capacity, if that is another one |
+"""
+
+from collections.abc import Sequence
+
+from shoal.deploy.dashboard.view import LimitedBy
+from shoal.deploy.report import Contribution
+from shoal.protocol.messages import PeerStatus
+
+BUSY = 0.85
+QUEUES_BUSY = 0.6
+"""With microbatches waiting for the device all the while, the rest of the time is the program's own."""
+SENDING = 0.8
+FORWARDS_OF_A_MICROBATCH = 3.0
+"""A backward is two forwards. The last stage's figure has both in it."""
+
+
+def limited_by(mine: Contribution, peers: Sequence[PeerStatus], *, num_stages: int) -> LimitedBy:
+    """Args: peers: as the coordinator tells them; none if it was not heard yet."""
+    limits = mine.limits
+    if limits is not None and limits.paused:
+        return LimitedBy(kind="pause", text=f"paused: {limits.why}" if limits.why else "paused")
+    if mine.stage is None:
+        return LimitedBy(kind="place", text="no place in the plan yet: it stands by as a spare")
+    if not mine.synced:
+        return LimitedBy(kind="state", text=f"fetching the state of stage {mine.stage} from its mates")
+    if mine.busy >= BUSY or (mine.busy >= QUEUES_BUSY and mine.waiting > 0):
+        return LimitedBy(kind="device", text=f"the device: it computes {mine.busy:.0%} of the time")
+    if mine.sending >= SENDING:
+        cap = next((cap for cap in limits.caps if "upload" in cap), "") if limits is not None else ""
+        if cap:
+            return LimitedBy(kind="cap", text=f"your limit: {cap}")
+        return LimitedBy(kind="upload", text=f"the upload: something is on its way out {mine.sending:.0%} of the time")
+    if mine.microbatches_per_s == 0.0:
+        return LimitedBy(kind="swarm", text="nothing to compute: the swarm sends it no microbatches now")
+    slowest = slowest_stage(peers, num_stages=num_stages)
+    waits = f"the device computes {mine.busy:.0%} of the time and waits for others"
+    if slowest is None or slowest == mine.stage:
+        return LimitedBy(kind="swarm", text=f"the swarm: {waits}")
+    return LimitedBy(kind="swarm", text=f"the swarm: {waits}, stage {slowest} is the slowest")
+
+
+def slowest_stage(peers: Sequence[PeerStatus], *, num_stages: int) -> int | None:
+    """The stage that could do the fewest microbatches a second; None while one is not known."""
+    rates = [0.0] * num_stages
+    for peer in peers:
+        if peer.stage is not None and peer.stage < num_stages and peer.synced and peer.forward_s > 0.0:
+            times = 1.0 if peer.stage == num_stages - 1 else FORWARDS_OF_A_MICROBATCH
+            rates[peer.stage] += 1.0 / (times * peer.forward_s)
+    if not rates or min(rates) == 0.0:
+        return None
+    return min(range(num_stages), key=lambda stage: (rates[stage], stage))

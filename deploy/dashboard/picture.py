@@ -1,0 +1,48 @@
+"""Who exchanges how much with whom, as far as it is known. Pure.
+
+What a peer has measured counts. Of other links the plan's shares say how a stage's traffic is spread, and the present
+pace how much there is: an activation there and a gradient back for every token.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from shoal.deploy.dashboard.view import LinkView
+from shoal.deploy.report import Contribution
+from shoal.protocol.identity import PeerID
+from shoal.protocol.messages import PeerStatus
+
+LINKS_MAX = 400
+"""In a larger swarm single links would be a grey area: the page shows what flows between stages."""
+
+
+def links(
+    peers: Sequence[PeerStatus], contributions: Mapping[PeerID, Contribution], bytes_per_s: float
+) -> tuple[LinkView, ...]:
+    """Between two peers, both ways added. Args: bytes_per_s: one way between two stages, at the present pace."""
+    listed = {peer.peer for peer in peers}
+    found: dict[tuple[PeerID, PeerID], LinkView] = {}
+    for source, told in contributions.items():
+        for target, sent, received in told.links:
+            if source in listed and target in listed:
+                pair = min(source, target), max(source, target)
+                before = found.get(pair)
+                rate = max(sent + received, before.bytes_per_s if before else 0.0)
+                found[pair] = LinkView(*pair, round(rate), True)
+    by_stage: dict[int, list[PeerStatus]] = {}
+    for peer in peers:
+        if peer.stage is not None and peer.share > 0.0:
+            by_stage.setdefault(peer.stage, []).append(peer)
+    if sum(len(group) * len(by_stage.get(stage + 1, ())) for stage, group in by_stage.items()) > LINKS_MAX:
+        return ()
+    for stage, group in by_stage.items():
+        for a in group:
+            for b in by_stage.get(stage + 1, ()):
+                pair = min(a.peer, b.peer), max(a.peer, b.peer)
+                if pair not in found and not (a.peer in contributions or b.peer in contributions):
+                    found[pair] = LinkView(*pair, round(2 * bytes_per_s * a.share * b.share), False)
+    return tuple(found[pair] for pair in sorted(found))
+
+
+def flows(stages: Sequence[tuple[int, int]], bytes_per_s: float) -> tuple[float, ...]:
+    """Both ways added, from each stage to the next."""
+    return tuple(round(2 * bytes_per_s) for _ in stages[1:])

@@ -1,0 +1,215 @@
+"""Serves the page, its data and `/metrics` from inside a peer's own event loop.
+
+| path | what |
+|---|---|
+| `/` and its files | the page, as it lies in `static/` |
+| `/live` | WebSocket: the view every second, and what the curves have grown by |
+| `/state.json` | the view, once |
+| `/metrics` | the same for Prometheus |
+
+Whoever looks costs the peer: a view is put together once a second for all of them, and for nobody not at all.
+"""
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import FileResponse, PlainTextResponse, Response
+from starlette.routing import Mount, Route, WebSocketRoute
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from shoal.deploy.dashboard.address import Address
+from shoal.deploy.dashboard.feed import Feed
+from shoal.deploy.dashboard.guard import Guard
+from shoal.deploy.dashboard.view import Point, View
+from shoal.deploy.metrics import CONTENT_TYPE, render_metrics
+
+logger = logging.getLogger(__name__)
+
+STATIC = Path(__file__).parent / "static"
+PERIOD_S = 1.0
+VIEWERS_MAX = 16
+REQUEST_BYTES_MAX = 1024
+"""A viewer has nothing to say."""
+_TOO_MANY_CLOSE = 4429
+_END_S = 2.0
+
+
+class Growth(msgspec.Struct, frozen=True, kw_only=True):
+    """Points of the curves from number `first` on; a reader of another `generation` forgets what it has."""
+
+    generation: int
+    first: int
+    points: Sequence[Point]
+
+
+class Update(msgspec.Struct, frozen=True, kw_only=True):
+    """One message to a viewer."""
+
+    view: View
+    curves: Growth
+
+
+class Dashboard:
+    """The application, without a socket.
+
+    Args:
+        feed: told by its owner.
+        now_s: the feed's clock.
+        names: hosts under which it may be opened, besides addresses and `localhost`.
+    """
+
+    def __init__(self, feed: Feed, *, now_s: Callable[[], float], names: Sequence[str] = ()) -> None:
+        self._feed, self._now_s = feed, now_s
+        self._encoder = msgspec.json.Encoder()
+        self._viewers = 0
+        self._closing = asyncio.Event()
+        self._asked_s = -float("inf")
+        self._view: View | None = None
+        self._view_at_s = -float("inf")
+        self.app: ASGIApp = Guard(
+            Starlette(
+                routes=[
+                    Route("/", self._page),
+                    Route("/metrics", self._metrics),
+                    Route("/state.json", self._state),
+                    WebSocketRoute("/live", self._live),
+                    Mount("/static", StaticFiles(directory=STATIC)),
+                ]
+            ),
+            names=names,
+        )
+
+    @property
+    def is_watched(self) -> bool:
+        """Somebody looks, or has asked within a minute: fresh figures are worth something."""
+        return self._viewers > 0 or self._now_s() - self._asked_s < 60.0
+
+    def close(self) -> None:
+        """Send every viewer away."""
+        self._closing.set()
+
+    async def _page(self, request: Request) -> Response:
+        return FileResponse(STATIC / "index.html")
+
+    async def _metrics(self, request: Request) -> Response:
+        self._asked_s = self._now_s()
+        return PlainTextResponse(render_metrics(self._current()), media_type=CONTENT_TYPE)
+
+    async def _state(self, request: Request) -> Response:
+        self._asked_s = self._now_s()
+        return Response(self._encoder.encode(self._current()), media_type="application/json")
+
+    async def _live(self, socket: WebSocket) -> None:
+        if self._viewers >= VIEWERS_MAX:
+            await socket.close(_TOO_MANY_CLOSE, "too many look already")
+            return
+        await socket.accept()
+        self._viewers += 1
+        sending = asyncio.create_task(self._send(socket), name="send to a viewer")
+        gone = asyncio.create_task(_until_gone(socket), name="wait for a viewer to go")
+        closing = asyncio.create_task(self._closing.wait(), name="wait for the end")
+        tasks = (sending, gone, closing)
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._viewers -= 1
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        if self._closing.is_set():
+            with contextlib.suppress(RuntimeError, WebSocketDisconnect):
+                await socket.close(1001)
+
+    async def _send(self, socket: WebSocket) -> None:
+        generation, sent = -1, 0
+        while True:
+            curves = self._feed.curves
+            if curves.generation != generation:
+                generation, sent = curves.generation, 0
+            growth = Growth(generation=generation, first=sent, points=curves.points[sent:])
+            update = Update(view=self._current(), curves=growth)
+            sent = len(curves.points)
+            await socket.send_text(self._encoder.encode(update).decode())
+            await asyncio.sleep(PERIOD_S)
+
+    def _current(self) -> View:
+        """One for all who look within half a period."""
+        now_s = self._now_s()
+        if self._view is None or now_s - self._view_at_s > PERIOD_S / 2:
+            self._view, self._view_at_s = self._feed.view(now_s), now_s
+        return self._view
+
+
+async def _until_gone(socket: WebSocket) -> None:
+    with contextlib.suppress(WebSocketDisconnect):
+        while True:
+            await socket.receive_text()
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to the peer: Ctrl-C drains it, and the dashboard shows that to its end."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class DashboardServer:
+    """`Dashboard` on a socket, from `start` to `close`."""
+
+    def __init__(self, dashboard: Dashboard, address: Address) -> None:
+        self._dashboard, self._address = dashboard, address
+        self._socket: socket.socket | None = None
+        self._server: _Server | None = None
+        self._serving: asyncio.Task[None] | None = None
+
+    @property
+    def url(self) -> str:
+        assert self._socket is not None, "not started"
+        return self._address.url(port=self._socket.getsockname()[1])
+
+    async def start(self) -> None:
+        """Raises: LocalError: the address is taken, or not this machine's."""
+        self._socket = self._address.bind()
+        config = uvicorn.Config(
+            self._dashboard.app,
+            ws="websockets-sansio",
+            ws_max_size=REQUEST_BYTES_MAX,
+            ws_per_message_deflate=False,
+            lifespan="off",
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            date_header=False,
+            proxy_headers=False,
+            limit_concurrency=8 * VIEWERS_MAX,
+            timeout_graceful_shutdown=int(_END_S),
+        )
+        self._server = _Server(config)
+        self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]), name="serve the dashboard")
+        self._serving.add_done_callback(_say_why)
+
+    async def close(self) -> None:
+        self._dashboard.close()
+        if self._server is not None and self._serving is not None:
+            self._server.should_exit = True
+            await asyncio.gather(self._serving, return_exceptions=True)
+        if self._socket is not None:
+            self._socket.close()
+
+
+def _say_why(task: asyncio.Task[None]) -> None:
+    """The peer trains on without its dashboard."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("the dashboard has ended: %r", error)

@@ -1,0 +1,200 @@
+"""What a page, a scrape of `/metrics` or a terminal may show of a run, at one moment. Plain values, JSON on the wire.
+
+Strings that came from other peers have been made printable and cut to length (`feed.py`); who shows them still has to
+escape them for where they go.
+"""
+
+from typing import Literal
+
+import msgspec
+
+from shoal.protocol.identity import PeerID
+from shoal.protocol.messages import PeerStatus
+
+SILENT_S = 3.0
+"""From when on a view says that a peer has not been heard."""
+
+PeerState = Literal["training", "fetching", "draining", "silent", "spare", "unheard"]
+
+
+def peer_state(peer: PeerStatus) -> PeerState:
+    """What it is doing, in one word; the worst first."""
+    if peer.seen_s_ago > SILENT_S:
+        return "silent"
+    if peer.draining:
+        return "draining"
+    if peer.stage is None:
+        return "spare"
+    if peer.version < 0:
+        return "unheard"
+    return "training" if peer.synced else "fetching"
+
+
+class _Shown(msgspec.Struct, frozen=True, kw_only=True):
+    pass
+
+
+class PeerView(_Shown, frozen=True):
+    """One line of the coordinator's table."""
+
+    id: PeerID
+    name: str
+    device: str
+    stage: int | None
+    state: PeerState
+    version: int
+    """-1: not heard yet."""
+    seen_s_ago: float
+    forward_s: float
+    """Median of a microbatch's forward (last stage: and backward); 0: none yet."""
+    window: int
+    share: float
+    """Of its stage's traffic, in [0, 1]."""
+    flop_per_s: float
+    """By its probe; 0: not told."""
+    is_coordinator: bool
+    is_me: bool
+    is_new: bool
+    """It joined a short while ago."""
+
+
+class GoneView(_Shown, frozen=True):
+    """A peer that was here a short while ago."""
+
+    id: PeerID
+    name: str
+    stage: int | None
+    ago_s: float
+
+
+class LinkView(_Shown, frozen=True, array_like=True):
+    """Traffic from one peer to another, bytes/s."""
+
+    source: PeerID
+    target: PeerID
+    bytes_per_s: float
+    measured: bool
+    """By one of its ends; else by the plan's shares at the present pace."""
+
+
+class ExpertView(_Shown, frozen=True):
+    """One expert of a stage with mixture-of-experts layers."""
+
+    stage: int
+    expert: int
+    load: float
+    """Relative to an even spread: 1 is average."""
+    replicas: int
+
+
+class ChangeView(_Shown, frozen=True):
+    """A line of the run's history."""
+
+    at_s: float
+    """Seconds since 1970, on this machine's clock."""
+    kind: Literal["plan", "joined", "left", "note"]
+    text: str
+    sequence: int = 0
+    """Of a plan; with `term` its order."""
+    term: int = 0
+    coordinator: str = ""
+
+
+class LimitsView(_Shown, frozen=True):
+    """What the person at this machine has set."""
+
+    paused: bool = False
+    why: str = ""
+    """Of the pause: by hand, outside the hours, somebody uses the machine."""
+    caps: tuple[str, ...] = ()
+    """In words: `upload at most 5 Mbit/s`."""
+
+
+class LimitedBy(_Shown, frozen=True):
+    """What keeps a peer from giving more."""
+
+    kind: Literal["pause", "cap", "device", "upload", "state", "place", "swarm", "nothing", "unknown"]
+    text: str
+
+
+class MineView(_Shown, frozen=True):
+    """What one peer gives, by its own measurements; rates are over the last ten seconds."""
+
+    peer: PeerID
+    name: str
+    limited_by: LimitedBy
+    limits: LimitsView | None
+    busy: float
+    """Share of the time in which the device computed, in [0, 1]."""
+    sending: float
+    """Share of the time in which something was on its way out, in [0, 1]."""
+    flop_per_s: float
+    tokens_per_s: float
+    """That went through this peer's layers."""
+    work_share: float
+    """Of the whole run's work: its tokens times its share of the layers, in [0, 1]."""
+    sent_bytes_per_s: float
+    received_bytes_per_s: float
+    flop_total: float
+    microbatches_total: int
+    tokens_total: int
+    sent_bytes_total: float
+    received_bytes_total: float
+    memory_bytes: int
+    uptime_s: float
+
+
+class View(_Shown, frozen=True):
+    """Everything but the curves."""
+
+    title: str
+    run: str
+    name: str
+    phase: str
+    """What it is doing, in words."""
+    term: int
+    sequence: int
+    reason: str
+    era: int
+    step: int
+    steps: int
+    loss: float | None
+    validation_loss: float | None
+    tokens_per_s: float
+    staleness_steps_mean: float
+    now_s: float
+    """Seconds since 1970, on this machine's clock."""
+    elapsed_s: float
+    """Since the run's first plan."""
+    left_s: float | None
+    """Until the last step at the present pace; None: not known."""
+    status_age_s: float | None
+    """Since the coordinator was last heard of; None: never."""
+    coordinator: PeerID
+    coordinator_name: str
+    stages: tuple[tuple[int, int], ...]
+    """Layer ranges."""
+    peers: tuple[PeerView, ...]
+    """In stage order, spares last."""
+    gone: tuple[GoneView, ...]
+    links: tuple[LinkView, ...]
+    flows: tuple[float, ...]
+    """Bytes/s from each stage to the next, activations there and gradients back."""
+    experts: tuple[ExpertView, ...]
+    mine: MineView | None
+    others: tuple[MineView, ...]
+    """Of other peers that told us: in a demo all of them."""
+    changes: tuple[ChangeView, ...]
+    """Newest first."""
+
+
+class Point(_Shown, frozen=True, array_like=True):
+    """One point of the curves."""
+
+    at_s: float
+    """Seconds since 1970, on this machine's clock."""
+    step: int
+    loss: float | None
+    validation_loss: float | None
+    tokens_per_s: float
+    staleness_steps_mean: float

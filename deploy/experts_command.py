@@ -1,0 +1,154 @@
+"""`shoal plan --experts FILE.json`: how many replicas of which expert, on which node, and what that survives."""
+
+from pathlib import Path
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from shoal.coordinator.experts.allocation import (
+    attainable_min_replicas,
+    busiest_replica_load_ratio,
+    replica_counts,
+)
+from shoal.coordinator.experts.placement import FAILURE_PROBABILITY_ASSUMED, place
+from shoal.coordinator.experts.recovery import loss_probability, recovery_by_failures
+from shoal.coordinator.experts.shares import busiest_node_load_ratio, token_shares
+from shoal.protocol.errors import LocalError
+
+NODES_MAX = 10_000
+EXPERTS_MAX = 10_000
+SLOTS_MAX = 100_000
+"""Together: more is a slip of the pen, and would be searched for minutes."""
+
+
+class ExpertsFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    slots: tuple[int, ...]
+    """Of each node."""
+    loads: tuple[float, ...]
+    """Of each expert, in any unit."""
+    failure_probability: tuple[float, ...] | None = None
+    """Of each node; null: all alike."""
+    min_replicas: int = 2
+    """Different nodes for each expert: fewer failures than that lose nothing."""
+
+
+class ExpertsReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What `--json` prints."""
+
+    replicas: tuple[int, ...]
+    placement: tuple[tuple[int, ...], ...]
+    """Experts in the slots of each node; twice: two parts of its tokens, and one copy."""
+    recovery_probability: float
+    """That no expert loses all of its holders; a lower bound if not exact. Without failure probabilities in the file,
+    each node fails with `FAILURE_PROBABILITY_ASSUMED`."""
+    recovery_probability_is_exact: bool
+    loss_probability: float
+    """The rest, in full precision."""
+    recovery_by_failures: tuple[float, ...] | None
+    """[k] if k nodes fail, any of them alike; null: too many nodes to count."""
+    busiest_replica_load_ratio: float
+    """1: every replica has the same load."""
+    busiest_node_load_ratio: float
+    """With the best shares of tokens; 1: every node has the same load for each of its slots."""
+
+
+def show_experts(path: Path, *, seed: int, as_json: bool) -> None:
+    """Raises: LocalError: the file cannot be read, or asks for what cannot be."""
+    asked = read_experts(path)
+    report = plan_experts(asked, seed=seed)
+    if as_json:
+        typer.echo(msgspec.json.encode(report).decode())
+        return
+    console = Console(highlight=False)
+    console.print(_placement_table(asked, report))
+    console.print()
+    console.print(_figures_table(asked, report))
+
+
+def read_experts(path: Path) -> ExpertsFile:
+    try:
+        asked = msgspec.json.decode(path.read_bytes(), type=ExpertsFile)
+    except OSError as error:
+        raise LocalError(f"cannot read {path}: {error.strerror or error}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise LocalError(f"{path} is no description of experts: {error}") from error
+    if why := _wrong(asked):
+        raise LocalError(f"{path}: {why}")
+    return asked
+
+
+def _wrong(asked: ExpertsFile) -> str:
+    """What cannot be, in words; the loads are checked by whoever counts replicas."""
+    chances = asked.failure_probability
+    if not 0 < len(asked.slots) <= NODES_MAX:
+        return f"slots: between 1 and {NODES_MAX} nodes, each with its number of slots"
+    if min(asked.slots) < 0 or sum(asked.slots) > SLOTS_MAX:
+        return f"slots: not negative, and at most {SLOTS_MAX} together"
+    if len(asked.loads) > EXPERTS_MAX:
+        return f"loads: at most {EXPERTS_MAX} experts"
+    if chances is not None and len(chances) != len(asked.slots):
+        return f"failure_probability: one for each of the {len(asked.slots)} nodes, or null"
+    if chances is not None and not all(0.0 <= chance <= 1.0 for chance in chances):
+        return "failure_probability: each between 0 and 1"
+    if asked.loads and asked.min_replicas > (most := attainable_min_replicas(asked.slots, len(asked.loads))):
+        return f"min_replicas: at most {most} different nodes for each of {len(asked.loads)} experts with these slots"
+    return ""
+
+
+def plan_experts(asked: ExpertsFile, *, seed: int) -> ExpertsReport:
+    chances = asked.failure_probability
+    replicas = replica_counts(asked.loads, num_slots=sum(asked.slots), min_replicas=asked.min_replicas)
+    placement = place(replicas, asked.slots, failure_probability=chances, min_replicas=asked.min_replicas, seed=seed)
+    loss = loss_probability(placement, len(replicas), chances or [FAILURE_PROBABILITY_ASSUMED] * len(asked.slots))
+    speeds = [max(count, 1e-9) for count in asked.slots]
+    shares = token_shares(placement, asked.loads, speeds)
+    return ExpertsReport(
+        replicas=replicas,
+        placement=placement,
+        recovery_probability=1.0 - loss.high,
+        recovery_probability_is_exact=loss.is_exact,
+        loss_probability=loss.high,
+        recovery_by_failures=recovery_by_failures(placement, len(replicas)),
+        busiest_replica_load_ratio=busiest_replica_load_ratio(asked.loads, replicas),
+        busiest_node_load_ratio=busiest_node_load_ratio(placement, asked.loads, speeds, shares),
+    )
+
+
+# --- for people ---
+
+
+def _placement_table(asked: ExpertsFile, report: ExpertsReport) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("node", justify="right")
+    if asked.failure_probability is not None:
+        table.add_column("fails", justify="right")
+    table.add_column("experts", overflow="fold")
+    for node, experts in enumerate(report.placement):
+        cells = [str(node), _experts(experts)]
+        if asked.failure_probability is not None:
+            cells.insert(1, f"{asked.failure_probability[node]:.3g}")
+        table.add_row(*cells)
+    return table
+
+
+def _experts(experts: tuple[int, ...]) -> str:
+    """`0 3x2 7`."""
+    times = {expert: experts.count(expert) for expert in experts}
+    return " ".join(str(expert) if count == 1 else f"{expert}x{count}" for expert, count in times.items())
+
+
+def _figures_table(asked: ExpertsFile, report: ExpertsReport) -> Table:
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column()
+    table.add_column(overflow="fold")
+    table.add_row("replicas", " ".join(map(str, report.replicas)))
+    about = "" if report.recovery_probability_is_exact else "at most "
+    assumed = f" (if each node fails with {FAILURE_PROBABILITY_ASSUMED:g})" if asked.failure_probability is None else ""
+    table.add_row("loss of an expert", f"{about}{report.loss_probability:.3g}{assumed}")
+    if report.recovery_by_failures is not None and len(report.placement) <= 32:
+        table.add_row("survives k failures", " ".join(f"{chance:.3f}" for chance in report.recovery_by_failures))
+    table.add_row("busiest replica", f"{report.busiest_replica_load_ratio:.3f} times the ideal load")
+    table.add_row("busiest node", f"{report.busiest_node_load_ratio:.3f} times the ideal load")
+    return table

@@ -1,0 +1,174 @@
+"""`shoal export`: a snapshot as a folder that `transformers` loads.
+
+One layer is in memory at a time. What is written is hidden until it is whole: a folder that is there is complete.
+"""
+
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import msgspec
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from shoal.deploy.found_snapshot import FoundSnapshot
+from shoal.deploy.hf_config import config_of, generation_config_of, tokenizer_config_of
+from shoal.peer.data.tokenizer import BYTES, byte_tokenizer_json, load_tokenizer, read_tokenizer
+from shoal.peer.model.layout import layer_layout
+from shoal.peer.snapshot import DamagedSnapshot, log_damage
+from shoal.protocol.errors import LocalError
+from shoal.protocol.spec import RunSpec
+
+SHARD_BYTES: Final = 5_000_000_000
+DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+OnBytes = Callable[[int, int], None]
+"""Told how many bytes of the weights are written, of how many."""
+
+
+class Exported(msgspec.Struct, frozen=True, kw_only=True):
+    """What was written."""
+
+    folder: str
+    run: str
+    era: int
+    version: int
+    parameters: int
+    bytes: int
+    """Of the weights."""
+    shards: int
+
+
+def export(
+    snapshots: Sequence[FoundSnapshot],
+    out: Path,
+    *,
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+    shard_bytes: int = SHARD_BYTES,
+    tokenizer: Path | None = None,
+    on_bytes: OnBytes | None = None,
+) -> Exported:
+    """Write the first of `snapshots` that is sound to the folder `out`, which must not be there yet.
+
+    Args:
+        dtype: of the weights; training has them in float32.
+        shard_bytes: how large a file of weights may get; a larger tensor gets one of its own.
+        tokenizer: where the run's tokenizer.json is, if not where its spec says.
+    Raises: LocalError: `out` is there, the disk is full, or no snapshot is sound. DataError: there is no tokenizer.
+    """
+    if out.exists():
+        raise LocalError(f"{out} is there already: name a folder that is not")
+    damaged: DamagedSnapshot | None = None
+    for snapshot in snapshots:
+        try:
+            return _export(snapshot, out, dtype, shard_bytes, tokenizer, on_bytes)
+        except DamagedSnapshot as damage:
+            log_damage(damage)
+            damaged = damaged or damage
+        except OSError as error:
+            raise LocalError(f"cannot write {out}: {error.strerror or error}") from error
+    raise damaged or LocalError("there is nothing to export")
+
+
+def _export(
+    snapshot: FoundSnapshot, out: Path, dtype: str, shard_bytes: int, tokenizer: Path | None, on_bytes: OnBytes | None
+) -> Exported:
+    files = _small_files(snapshot.spec, dtype, tokenizer)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = out.parent / f".unfinished-{out.name}-{os.getpid()}"
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir()
+    try:
+        for name, data in files.items():
+            (unfinished / name).write_bytes(data)
+        num_bytes, shards = _write_weights(snapshot, unfinished, DTYPES[dtype], shard_bytes, on_bytes)
+        unfinished.rename(out)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return Exported(
+        folder=str(out),
+        run=snapshot.run,
+        era=snapshot.era,
+        version=snapshot.version,
+        parameters=num_bytes // DTYPES[dtype].itemsize,
+        bytes=num_bytes,
+        shards=shards,
+    )
+
+
+def _small_files(spec: RunSpec, dtype: str, tokenizer_path: Path | None) -> dict[str, bytes]:
+    """Everything but the weights."""
+    tokenizer = load_tokenizer(spec.data, path=tokenizer_path)
+    if spec.data.tokenizer == BYTES:
+        vocabulary = byte_tokenizer_json()
+    else:
+        vocabulary = read_tokenizer(tokenizer_path or Path(spec.data.tokenizer).expanduser())
+    end = tokenizer.end_of_text
+    tables: dict[str, dict[str, Any]] = {
+        "config.json": config_of(spec.model, dtype=dtype, end_of_text=end),
+        "generation_config.json": generation_config_of(end_of_text=end),
+        "tokenizer_config.json": tokenizer_config_of(
+            spec.model, end_of_text=None if end is None else tokenizer.decode([end])
+        ),
+    }
+    return {"tokenizer.json": vocabulary} | {name: _json(table) for name, table in tables.items()}
+
+
+def _write_weights(
+    snapshot: FoundSnapshot, folder: Path, dtype: torch.dtype, shard_bytes: int, on_bytes: OnBytes | None
+) -> tuple[int, int]:
+    """Returns: (bytes of all tensors, files)."""
+    model = snapshot.spec.model
+    layouts = [layer_layout(model, key) for key in snapshot.keys]
+    sizes = {
+        name: math.prod(shape) * dtype.itemsize
+        for layout in layouts
+        for name, shape in zip(layout.names, layout.shapes, strict=True)
+    }
+    shards = _cut(sizes, shard_bytes)
+    total, done = sum(sizes.values()), 0
+    tensors = _tensors(snapshot, dtype)
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(shards, 1):
+        file = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        content: dict[str, Tensor] = {}
+        for name in names:
+            found, content[name] = next(tensors)
+            assert found == name
+            done += sizes[name]
+            if on_bytes is not None:
+                on_bytes(done, total)
+        safetensors.torch.save_file(content, folder / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(names, file)
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / "model.safetensors.index.json").write_bytes(_json(index))
+    return total, len(shards)
+
+
+def _tensors(snapshot: FoundSnapshot, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """By Hugging Face name, in the order of the layouts; each a copy, so that a layer is free once it is passed."""
+    for key in snapshot.keys:
+        layout = layer_layout(snapshot.spec.model, key)
+        for name, view in layout.views(snapshot.read(key)).items():
+            yield name, view.to(dtype, copy=True)
+
+
+def _cut(sizes: dict[str, int], shard_bytes: int) -> list[list[str]]:
+    """Tensors in order, as many to a file as fit."""
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name, num_bytes in sizes.items():
+        if shards[-1] and size + num_bytes > shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += num_bytes
+    return shards
+
+
+def _json(table: object) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(table)) + b"\n"

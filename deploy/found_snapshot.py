@@ -1,0 +1,131 @@
+"""Find the newest state of a run on this machine: what `shoal export` and `shoal generate` begin with.
+
+Peers write their own stage's layers, and copies of others'; `shoal demo` leaves one snapshot of everything. So a
+version is put together from whatever folders have its layers.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Final
+
+from torch import Tensor
+
+from shoal.deploy import places
+from shoal.peer.model.layout import all_layer_keys
+from shoal.peer.snapshot import (
+    MANIFEST,
+    UNFINISHED_PREFIX,
+    DamagedSnapshot,
+    StoredSnapshot,
+    log_damage,
+    look_at,
+    read_layers,
+)
+from shoal.protocol.errors import LocalError
+from shoal.protocol.live.disk import LiveDisk
+from shoal.protocol.ports import Disk
+from shoal.protocol.spec import RunSpec
+
+_NAMED_MAX: Final = 3
+"""Missing layers that a message names."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundSnapshot:
+    """One version of which every layer is in some folder. Whether it is sound shows when it is read."""
+
+    run: str
+    era: int
+    version: int
+    spec: RunSpec
+    parts: Mapping[str, Sequence[tuple[Disk, PurePosixPath]]]
+    """Layer -> snapshots that have it; their own folders."""
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return all_layer_keys(self.spec.model)
+
+    def read(self, key: str) -> Tensor:
+        """The layer's parameters, float32 [numel], from the first place where it is sound.
+
+        Raises: DamagedSnapshot: it is sound nowhere.
+        """
+        for disk, path in self.parts[key][:-1]:
+            try:
+                return read_layers(disk, path, [key])[key].param_N
+            except DamagedSnapshot as damage:
+                log_damage(damage)
+        disk, path = self.parts[key][-1]
+        return read_layers(disk, path, [key])[key].param_N
+
+
+def find_snapshots(where: Path | None = None) -> list[FoundSnapshot]:
+    """Versions of one run that are whole, newest first.
+
+    Args:
+        where: a snapshot's own folder, or one that has snapshots somewhere below; None: all that shoal keeps on this
+            machine. If there are several runs, the one that was written to last.
+    Raises: LocalError: there is none.
+    """
+    root = where if where is not None else places.state_root()
+    manifests = _manifests(root)
+    if not manifests:
+        raise LocalError(f"there is no snapshot in {root}: name one, or a folder of a peer or a demo")
+    stored = [seen for manifest in manifests if (seen := _look_at(manifest)) is not None]
+    if not stored:
+        raise LocalError(f"there is no sound snapshot in {root}")
+    newest = max(stored, key=lambda seen: (seen[0], seen[2].path))
+    of_run = [(disk, snapshot) for _, disk, snapshot in stored if snapshot.run == newest[2].run]
+    ages = sorted({snapshot.age for _, snapshot in of_run}, reverse=True)
+    whole = [found for age in ages if (found := _whole([part for part in of_run if part[1].age == age])) is not None]
+    if not whole:
+        here = [snapshot.keys for _, snapshot in of_run if snapshot.age == ages[0]]
+        raise LocalError(_what_is_missing(root, newest[2], here))
+    return whole
+
+
+def _manifests(root: Path) -> list[Path]:
+    if (root / MANIFEST).is_file():
+        return [root / MANIFEST]
+    found = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if not name.startswith(UNFINISHED_PREFIX)]
+        if MANIFEST in names:
+            found.append(Path(folder, MANIFEST))
+    return found
+
+
+def _look_at(manifest: Path) -> tuple[float, Disk, StoredSnapshot] | None:
+    """(when it was written, the disk it is on, what it promises)."""
+    folder = manifest.parent.resolve()
+    disk = LiveDisk(folder.parent)
+    try:
+        return manifest.stat().st_mtime, disk, look_at(disk, PurePosixPath(folder.name))
+    except DamagedSnapshot as damage:
+        log_damage(damage)
+    except FileNotFoundError:
+        pass  # its peer has just removed it, because it has newer ones
+    return None
+
+
+def _whole(parts: Sequence[tuple[Disk, StoredSnapshot]]) -> FoundSnapshot | None:
+    first = parts[0][1]
+    places_of = {
+        key: [(disk, snapshot.path) for disk, snapshot in parts if key in snapshot.keys]
+        for key in all_layer_keys(first.spec.model)
+    }
+    if not all(places_of.values()):
+        return None
+    return FoundSnapshot(run=first.run, era=first.era, version=first.version, spec=first.spec, parts=places_of)
+
+
+def _what_is_missing(root: Path, newest: StoredSnapshot, here: Sequence[tuple[str, ...]]) -> str:
+    found = {key for keys in here for key in keys}
+    missing = [key for key in all_layer_keys(newest.spec.model) if key not in found]
+    named = ", ".join(missing[:_NAMED_MAX]) + (f" and {len(missing) - _NAMED_MAX} more" if missing[_NAMED_MAX:] else "")
+    return (
+        f"no version in {root} has every layer: of run {newest.run} it lacks {named or 'some of each version'}; "
+        "other peers hold those stages, copy their snapshots here"
+    )

@@ -1,0 +1,120 @@
+"""A run for Prometheus: the same facts as on the dashboard, in its text format. Pure.
+
+Counters are of this process; gauges of the whole run come from the coordinator and are as old as
+`shoal_status_age_seconds` says. A metric without a value is left out.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal, get_args
+
+from shoal.deploy.dashboard.view import MineView, PeerState, View
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+Sample = tuple[Mapping[str, str], float]
+
+
+def render_metrics(view: View) -> str:
+    """Every family with its help and type, the run's first, then stages, peers and what this peer gives."""
+    return "".join(line for part in (_run, _stages, _peers, _mine) for line in part(view))
+
+
+def _run(view: View) -> Iterator[str]:
+    labels = {"run": view.run, "name": view.name}
+    yield from _family("shoal_run_info", "gauge", "The run that this peer takes part in.", [(labels, 1.0)])
+    plain: Sequence[tuple[str, str, float | None]] = (
+        ("shoal_step", "Steps that every stage has committed.", view.step),
+        ("shoal_steps", "Steps of the whole run.", view.steps),
+        ("shoal_loss", "Training loss of the newest step, nats a token.", view.loss),
+        ("shoal_validation_loss", "The newest validation's loss, nats a token.", view.validation_loss),
+        ("shoal_tokens_per_second", "The swarm's throughput.", view.tokens_per_s),
+        ("shoal_staleness_steps", "Mean staleness of the newest step's gradients.", view.staleness_steps_mean),
+        ("shoal_era", "How often the run has gone back to a snapshot.", view.era),
+        ("shoal_term", "The coordinator's term.", view.term),
+        ("shoal_plan_sequence", "Plans of the run so far.", view.sequence),
+        ("shoal_elapsed_seconds", "Since the run's first plan.", view.elapsed_s),
+        ("shoal_left_seconds", "Until the last step at the present pace.", view.left_s),
+        ("shoal_status_age_seconds", "Since this peer last heard of the coordinator.", view.status_age_s),
+    )
+    for name, about, value in plain:
+        yield from _family(name, "gauge", about, [] if value is None else [({}, float(value))])
+
+
+def _stages(view: View) -> Iterator[str]:
+    states: Sequence[PeerState] = get_args(PeerState)
+    counts = {state: float(sum(peer.state == state for peer in view.peers)) for state in states}
+    yield from _family("shoal_peers", "gauge", "Peers by what they do.", [({"state": s}, n) for s, n in counts.items()])
+    replicas = [
+        ({"stage": str(stage)}, float(sum(peer.stage == stage and peer.state == "training" for peer in view.peers)))
+        for stage in range(len(view.stages))
+    ]
+    yield from _family("shoal_stage_replicas", "gauge", "Peers that train a stage.", replicas)
+    flows = [({"stage": str(stage)}, rate) for stage, rate in enumerate(view.flows)]
+    yield from _family(
+        "shoal_stage_flow_bytes_per_second", "gauge", "Activations to the next stage and gradients back.", flows
+    )
+
+
+def _peers(view: View) -> Iterator[str]:
+    def labels(index: int) -> Mapping[str, str]:
+        peer = view.peers[index]
+        return {"peer": peer.id[-8:], "name": peer.name, "stage": "" if peer.stage is None else str(peer.stage)}
+
+    def family(name: str, about: str, values: Sequence[float | None]) -> Iterator[str]:
+        samples = [(labels(index), value) for index, value in enumerate(values) if value is not None]
+        yield from _family(name, "gauge", about, samples)
+
+    peers = view.peers
+    yield from family(
+        "shoal_peer_version", "Steps in a peer's state.", [p.version if p.version >= 0 else None for p in peers]
+    )
+    yield from family("shoal_peer_share", "Of its stage's traffic, by the plan.", [p.share for p in peers])
+    yield from family("shoal_peer_forward_seconds", "Median of a forward.", [p.forward_s or None for p in peers])
+    yield from family("shoal_peer_flops", "FLOP/s by its probe.", [p.flop_per_s or None for p in peers])
+    yield from family("shoal_peer_seen_seconds", "Since its last heartbeat.", [p.seen_s_ago for p in peers])
+
+
+def _mine(view: View) -> Iterator[str]:
+    mine = view.mine
+    if mine is None:
+        return
+    gauges: Sequence[tuple[str, str, float]] = (
+        ("shoal_self_busy_ratio", "Share of the time in which the device computes.", mine.busy),
+        ("shoal_self_sending_ratio", "Share of the time in which something is on its way out.", mine.sending),
+        ("shoal_self_flops", "FLOP/s that this peer gives.", mine.flop_per_s),
+        ("shoal_self_tokens_per_second", "Tokens through this peer's layers.", mine.tokens_per_s),
+        ("shoal_self_work_ratio", "This peer's share of the run's work.", mine.work_share),
+        ("shoal_self_memory_bytes", "Resident memory of this process.", mine.memory_bytes),
+        ("shoal_self_uptime_seconds", "Since this process takes part.", mine.uptime_s),
+        ("shoal_self_paused", "1 while this peer is paused.", float(mine.limits is not None and mine.limits.paused)),
+    )
+    for name, about, value in gauges:
+        yield from _family(name, "gauge", about, [({}, value)])
+    limiting = [({"by": mine.limited_by.kind}, 1.0)]
+    yield from _family("shoal_self_limited", "gauge", "What keeps this peer from giving more.", limiting)
+    yield from _totals(mine)
+
+
+def _totals(mine: MineView) -> Iterator[str]:
+    totals: Sequence[tuple[str, str, float]] = (
+        ("shoal_self_flop_total", "Arithmetic given.", mine.flop_total),
+        ("shoal_self_microbatches_total", "Microbatches computed.", mine.microbatches_total),
+        ("shoal_self_tokens_total", "Tokens through this peer's layers.", mine.tokens_total),
+        ("shoal_self_sent_bytes_total", "Frames sent.", mine.sent_bytes_total),
+        ("shoal_self_received_bytes_total", "Frames received.", mine.received_bytes_total),
+    )
+    for name, about, value in totals:
+        yield from _family(name, "counter", about, [({}, value)])
+
+
+def _family(name: str, kind: Literal["gauge", "counter"], about: str, samples: Sequence[Sample]) -> Iterator[str]:
+    if not samples:
+        return
+    yield f"# HELP {name} {about}\n# TYPE {name} {kind}\n"
+    for labels, value in samples:
+        inside = ",".join(f'{label}="{_escaped(text)}"' for label, text in labels.items())
+        yield f"{name}{{{inside}}} {value:.10g}\n" if inside else f"{name} {value:.10g}\n"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')

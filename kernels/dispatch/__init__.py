@@ -1,0 +1,15 @@
+"""Tokens to their experts and back, and the experts' matrix products. See `reference.py` for the arithmetic.
+
+    groups = group(chosen_NK, num_experts)
+    x_PD = permute(x_ND, groups)                              # rows sorted by expert
+    y_PR = grouped_matmul(x_PD, weights, groups.offset_E)     # each expert's rows times its matrix
+    y_ND = combine(y_PR, weight_NK, groups)                   # back, weighted
+
+The three are differentiable in every tensor that is not of whole numbers. Which twin computes is decided by where the
+tensors are.
+"""
+
+from shoal.kernels.dispatch.differentiable import combine, grouped_matmul, permute
+from shoal.kernels.dispatch.groups import Groups, counts, group
+
+__all__ = ["Groups", "combine", "counts", "group", "grouped_matmul", "permute"]

@@ -1,0 +1,57 @@
+"""Tokens sorted by the expert that they are sent to.
+
+A token is sent to K experts, so N tokens make P = N K rows. Rows of one expert lie together, in the order of the
+tokens. Nothing is padded and nothing is dropped: an expert has as many rows as tokens chose it, be it none or all.
+
+N tokens   K choices a token   P rows   E experts
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Groups:
+    """Which row is whose. All are int64 and on the device of the choices."""
+
+    row_NK: Tensor
+    """[N, K], the row of each choice."""
+    choice_P: Tensor
+    """[P], n K + k of each row: the inverse of `row_NK`."""
+    token_P: Tensor
+    """[P], n of each row."""
+    offset_E: Tensor
+    """[E + 1]: rows [offset_E[e], offset_E[e + 1]) are expert e's; the last is P."""
+
+    @property
+    def counts_E(self) -> Tensor:
+        """int64 [E], rows of each expert."""
+        return self.offset_E.diff()
+
+
+def group(chosen_NK: Tensor, num_experts: int) -> Groups:
+    """Sort the choices by expert. Nothing waits for the device.
+
+    Args:
+        chosen_NK: int64 [N, K], in [0, num_experts). Others are not looked for: on a GPU that would be a wait.
+    """
+    chosen_P = chosen_NK.reshape(-1)
+    choice_P = chosen_P.argsort(stable=True)
+    row_NK = torch.empty_like(choice_P)
+    row_NK[choice_P] = torch.arange(len(choice_P), device=chosen_P.device)
+    offset_E = chosen_P.new_zeros(num_experts + 1)
+    offset_E[1:] = counts(chosen_NK, num_experts).cumsum(0)
+    return Groups(
+        row_NK=row_NK.view(chosen_NK.shape),
+        choice_P=choice_P,
+        token_P=choice_P // chosen_NK.shape[1],
+        offset_E=offset_E,
+    )
+
+
+def counts(chosen_NK: Tensor, num_experts: int) -> Tensor:
+    """int64 [E], how often each expert was chosen. (`bincount` would wait for a GPU.)"""
+    chosen_P = chosen_NK.reshape(-1)
+    return chosen_P.new_zeros(num_experts).scatter_add_(0, chosen_P, torch.ones_like(chosen_P))

@@ -1,0 +1,311 @@
+"""Tokens to their experts and back, and the experts' products, in Triton: twins of `reference.py`.
+
+Nothing waits for the device: how many tiles a product has depends on counts that only the device knows, so as many
+programs are started as there can be at most, one for every `rows` rows and one more an expert, and those that find
+nothing to do end. A tile never crosses from one expert to the next, and rows behind an expert's last are masked:
+nothing is padded in memory. Sums are in float32; bf16 operands go to the tensor cores as they are.
+
+`TRITON_INTERPRET=1`, set when this file is first imported, runs it on a CPU; for tests only. Its bf16 arithmetic is
+wrong, so there everything is widened first, and bf16 is rounded by integer arithmetic everywhere.
+
+Letters as in `reference.py`.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from shoal.kernels.dispatch.groups import Groups
+
+INTERPRETED: Final = os.environ.get("TRITON_INTERPRET") == "1"
+BLOCK_D: int = 1024
+"""Elements of a row that a program moves at a time."""
+GROUP: Final = 8
+"""Row tiles whose column tiles are computed one after the other, so that the matrix stays in the L2 cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Of a product: its rows, its columns, what it sums at a time; and how a card runs it."""
+
+    rows: int
+    columns: int
+    terms: int
+    warps: int
+    stages: int
+
+
+TILES: Mapping[torch.dtype, Tile] = {
+    torch.bfloat16: Tile(128, 128, 64, 8, 3),
+    torch.float32: Tile(64, 64, 32, 4, 3),
+}
+"""Usual sizes for cards of these years; chosen without one."""
+
+
+@triton.jit
+def _add(x, y):
+    """For reductions. (Triton's own `sum` is interpreted only if Triton was first imported to be.)"""
+    return x + y
+
+
+@triton.jit
+def _narrowed(x):
+    """The bits of float32 `x` as bf16, to the nearest, ties to even: int16."""
+    bits = x.to(tl.int32, bitcast=True)
+    bits = tl.where(x == x, bits + 0x7FFF + ((bits >> 16) & 1), 0x7FC00000)
+    return (bits >> 16).to(tl.int16)
+
+
+@triton.jit
+def spread_kernel(
+    x_ND, y_PD, weight_P, choice_P, token_P, out_PD, dot_P, width,
+    WEIGHTED: tl.constexpr, NARROW: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One row: its token's, copied; or, WEIGHTED, times its choice's weight, beside its product with a row of `y_PD`,
+    which goes to where the choice is. NARROW: the result is bf16, given as int16."""
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.load(token_P + row)
+    if WEIGHTED:
+        choice = tl.load(choice_P + row)
+        weight = tl.load(weight_P + choice)
+        dot = tl.full((BLOCK,), 0.0, tl.float32)
+    for start in range(0, width, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        inside = at < width
+        x = tl.load(x_ND + token * width + at, mask=inside, other=0.0)
+        if WEIGHTED:
+            x = x.to(tl.float32)
+            dot += x * tl.load(y_PD + row * width + at, mask=inside, other=0.0).to(tl.float32)
+            x = x * weight
+            if NARROW:
+                x = _narrowed(x)
+        tl.store(out_PD + row * width + at, x, mask=inside)
+    if WEIGHTED:
+        tl.store(dot_P + choice, tl.reduce(dot, 0, _add))
+
+
+@triton.jit
+def gather_kernel(
+    x_PD, weight_NK, row_NK, out_ND, width,
+    CHOICES: tl.constexpr, WEIGHTED: tl.constexpr, NARROW: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One token: the sum over its rows, WEIGHTED or not, of a part of their width."""
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < width
+    total = tl.full((BLOCK,), 0.0, tl.float32)
+    for k in tl.static_range(CHOICES):
+        row = tl.load(row_NK + token * CHOICES + k)
+        x = tl.load(x_PD + row * width + at, mask=inside, other=0.0).to(tl.float32)
+        if WEIGHTED:
+            x = x * tl.load(weight_NK + token * CHOICES + k)
+        total += x
+    if NARROW:
+        tl.store(out_ND + token * width + at, _narrowed(total), mask=inside)
+    else:
+        tl.store(out_ND + token * width + at, total, mask=inside)
+
+
+@triton.jit
+def matmul_kernel(
+    x_PT, weight, offset_E, y_PW, num_experts, width, terms, stride_expert, stride_width, stride_term,
+    EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TERMS: tl.constexpr, GROUP: tl.constexpr,
+    PRECISION: tl.constexpr, WIDEN: tl.constexpr, NARROW: tl.constexpr,
+):  # fmt: skip
+    """One tile of rows times an expert's matrix, [P, T] x [T, W]. EXPERTS: their number, rounded up to a power of 2."""
+    program = tl.program_id(0)
+    column_tiles = (width + COLUMNS - 1) // COLUMNS
+    first_tile = program // (GROUP * column_tiles) * GROUP
+    tiles_here = tl.minimum(tl.num_programs(0) // column_tiles - first_tile, GROUP)
+    within = program % (GROUP * column_tiles)
+    tile = first_tile + within % tiles_here
+    columns = within // tiles_here * COLUMNS + tl.arange(0, COLUMNS)
+    # Whose tile is it? Experts have ceil(rows / ROWS) tiles each, one behind the other.
+    experts = tl.arange(0, EXPERTS)
+    firsts = tl.load(offset_E + experts, mask=experts < num_experts, other=0)
+    lasts = tl.load(offset_E + experts + 1, mask=experts < num_experts, other=0)
+    tiles = (lasts - firsts + ROWS - 1) // ROWS
+    upto = tl.associative_scan(tiles, 0, _add)
+    expert = tl.reduce((upto <= tile).to(tl.int32), 0, _add)
+    if expert < num_experts:
+        mine = experts == expert
+        last = tl.reduce(tl.where(mine, lasts, 0), 0, _add)
+        tile -= tl.reduce(tl.where(mine, upto - tiles, 0), 0, _add)
+        rows = tl.reduce(tl.where(mine, firsts, 0), 0, _add) + tile * ROWS + tl.arange(0, ROWS)
+        weight += expert.to(tl.int64) * stride_expert
+        total = tl.full((ROWS, COLUMNS), 0.0, tl.float32)
+        for start in range(0, terms, TERMS):
+            at = start + tl.arange(0, TERMS)
+            x = tl.load(
+                x_PT + rows[:, None] * terms + at[None, :],
+                mask=(rows < last)[:, None] & (at < terms)[None, :],
+                other=0.0,
+            )
+            w = tl.load(
+                weight + at[:, None] * stride_term + columns[None, :] * stride_width,
+                mask=(at < terms)[:, None] & (columns < width)[None, :], other=0.0,
+            )  # fmt: skip
+            if WIDEN:
+                x, w = x.to(tl.float32), w.to(tl.float32)
+            total = tl.dot(x, w, total, input_precision=PRECISION)
+        out = y_PW + rows[:, None] * width + columns[None, :]
+        inside = (rows < last)[:, None] & (columns < width)[None, :]
+        if NARROW:
+            tl.store(out, _narrowed(total), mask=inside)
+        else:
+            tl.store(out, total, mask=inside)
+
+
+@triton.jit
+def outer_kernel(
+    grad_PR, x_PC, offset_E, out_ERC, height, width,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TERMS: tl.constexpr,
+    PRECISION: tl.constexpr, WIDEN: tl.constexpr, NARROW: tl.constexpr,
+):  # fmt: skip
+    """One tile of an expert's [R, C], the sum over its rows of both factors."""
+    expert = tl.program_id(1).to(tl.int64)
+    column_tiles = (width + COLUMNS - 1) // COLUMNS
+    rows = tl.program_id(0) // column_tiles * ROWS + tl.arange(0, ROWS)
+    columns = tl.program_id(0) % column_tiles * COLUMNS + tl.arange(0, COLUMNS)
+    first = tl.load(offset_E + expert)
+    last = tl.load(offset_E + expert + 1)
+    total = tl.full((ROWS, COLUMNS), 0.0, tl.float32)
+    for start in range(first, last, TERMS):
+        at = start + tl.arange(0, TERMS)
+        grad = tl.load(
+            grad_PR + at[None, :] * height + rows[:, None],
+            mask=(at < last)[None, :] & (rows < height)[:, None], other=0.0,
+        )  # fmt: skip
+        x = tl.load(
+            x_PC + at[:, None] * width + columns[None, :],
+            mask=(at < last)[:, None] & (columns < width)[None, :], other=0.0,
+        )  # fmt: skip
+        if WIDEN:
+            grad, x = grad.to(tl.float32), x.to(tl.float32)
+        total = tl.dot(grad, x, total, input_precision=PRECISION)
+    out = out_ERC + expert * height * width + rows[:, None].to(tl.int64) * width + columns[None, :]
+    inside = (rows < height)[:, None] & (columns < width)[None, :]
+    if NARROW:
+        tl.store(out, _narrowed(total), mask=inside)
+    else:
+        tl.store(out, total, mask=inside)
+
+
+def permute(x_ND: Tensor, groups: Groups) -> Tensor:
+    """See `reference.permute`."""
+    return _spread(x_ND, groups)[0]
+
+
+def permute_backward(grad_PD: Tensor, groups: Groups) -> Tensor:
+    """See `reference.permute_backward`."""
+    return _gathered(grad_PD, None, groups)
+
+
+def combine(y_PD: Tensor, weight_NK: Tensor, groups: Groups) -> Tensor:
+    """See `reference.combine`."""
+    return _gathered(y_PD, weight_NK, groups)
+
+
+def combine_backward(grad_ND: Tensor, y_PD: Tensor, weight_NK: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
+    """See `reference.combine_backward`."""
+    return _spread(grad_ND, groups, y_PD, weight_NK)
+
+
+def grouped_matmul(x_PC: Tensor, weights: Sequence[Tensor], offset_E: Tensor, *, transposed: bool = False) -> Tensor:
+    """See `reference.grouped_matmul`."""
+    num_experts, (R, C) = len(weights), weights[0].shape
+    width, terms = (C, R) if transposed else (R, C)
+    y_PW, tile = x_PC.new_empty(len(x_PC), width), TILES[x_PC.dtype]
+    if y_PW.numel():
+        first, stride_expert = _evenly_spaced(weights)
+        row_tiles = min(len(x_PC), triton.cdiv(len(x_PC), tile.rows) + num_experts - 1)
+        # Triton launches on the current device, whatever it is given.
+        with torch.cuda.device_of(x_PC):  # type: ignore[no-untyped-call]
+            matmul_kernel[(row_tiles * triton.cdiv(width, tile.columns),)](
+                x_PC, first, offset_E, _bits(y_PW), num_experts, width, terms,
+                stride_expert, 1 if transposed else C, C if transposed else 1,
+                EXPERTS=triton.next_power_of_2(num_experts), GROUP=GROUP, **_launch(x_PC.dtype),
+            )  # fmt: skip
+    return y_PW
+
+
+def grouped_outer(grad_PR: Tensor, x_PC: Tensor, offset_E: Tensor) -> tuple[Tensor, ...]:
+    """See `reference.grouped_outer`."""
+    num_experts, R, C, tile = len(offset_E) - 1, grad_PR.shape[1], x_PC.shape[1], TILES[x_PC.dtype]
+    out_ERC = grad_PR.new_empty(num_experts, R, C)
+    if out_ERC.numel():
+        with torch.cuda.device_of(x_PC):  # type: ignore[no-untyped-call]
+            outer_kernel[(triton.cdiv(R, tile.rows) * triton.cdiv(C, tile.columns), num_experts)](
+                grad_PR, x_PC, offset_E, _bits(out_ERC), R, C, **_launch(x_PC.dtype)
+            )
+    return out_ERC.unbind()
+
+
+def _spread(
+    x_ND: Tensor, groups: Groups, y_PD: Tensor | None = None, weight_NK: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(rows [P, D], with weights; their products with the rows of `y_PD`, [N, K])."""
+    weighted, (P, D) = y_PD is not None, (len(groups.token_P), x_ND.shape[1])
+    out_PD = x_ND.new_empty(P, D)
+    dot_NK = x_ND.new_empty(groups.row_NK.shape, dtype=torch.float32)
+    if dot_NK.numel():
+        with torch.cuda.device_of(x_ND):  # type: ignore[no-untyped-call]
+            spread_kernel[(P,)](
+                x_ND, x_ND if y_PD is None else y_PD, dot_NK if weight_NK is None else weight_NK,
+                groups.choice_P, groups.token_P, _bits(out_PD) if weighted else out_PD, dot_NK, D,
+                WEIGHTED=weighted, NARROW=out_PD.dtype == torch.bfloat16, BLOCK=_block(D),
+            )  # fmt: skip
+    return out_PD, dot_NK
+
+
+def _gathered(x_PD: Tensor, weight_NK: Tensor | None, groups: Groups) -> Tensor:
+    (N, K), D = groups.row_NK.shape, x_PD.shape[1]
+    out_ND = x_PD.new_empty(N, D)
+    if out_ND.numel():
+        with torch.cuda.device_of(x_PD):  # type: ignore[no-untyped-call]
+            gather_kernel[(N, triton.cdiv(D, _block(D)))](
+                x_PD, groups.row_NK if weight_NK is None else weight_NK, groups.row_NK, _bits(out_ND), D,
+                CHOICES=K, WEIGHTED=weight_NK is not None, NARROW=out_ND.dtype == torch.bfloat16, BLOCK=_block(D),
+            )  # fmt: skip
+    return out_ND
+
+
+def _block(width: int) -> int:
+    return min(BLOCK_D, int(triton.next_power_of_2(width)))
+
+
+def _bits(out: Tensor) -> Tensor:
+    """What a kernel writes to: bf16 as int16."""
+    return out.view(torch.int16) if out.dtype == torch.bfloat16 else out
+
+
+def _launch(dtype: torch.dtype) -> dict[str, Any]:
+    """What both products are told."""
+    tile, tf32 = TILES[dtype], torch.backends.cuda.matmul.allow_tf32
+    return {
+        "ROWS": tile.rows,
+        "COLUMNS": tile.columns,
+        "TERMS": tile.terms,
+        "PRECISION": "tf32" if tf32 and dtype == torch.float32 else "ieee",
+        "WIDEN": INTERPRETED,
+        "NARROW": dtype == torch.bfloat16,
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
+    }
+
+
+def _evenly_spaced(weights: Sequence[Tensor]) -> tuple[Tensor, int]:
+    """(the first matrix, elements from each to the next). Those that do not lie so are copied together."""
+    places = [weight.data_ptr() for weight in weights]
+    step = places[1] - places[0] if len(places) > 1 else 0
+    even = all(place == places[0] + i * step for i, place in enumerate(places))
+    if even and step % weights[0].element_size() == 0 and all(weight.is_contiguous() for weight in weights):
+        return weights[0], step // weights[0].element_size()
+    together_ERC = torch.stack(tuple(weights))
+    return together_ERC[0], together_ERC.stride(0)

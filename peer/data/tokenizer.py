@@ -1,0 +1,233 @@
+"""Vocabularies: bytes, or whatever a tokenizer.json says.
+
+A text that is encoded and decoded comes back, and what a text says never counts as a special token.
+"""
+
+import codecs
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import msgspec
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from shoal.protocol.errors import DataError
+from shoal.protocol.spec import DataSpec
+
+BYTES: Final = "bytes"
+END_OF_TEXT: Final = "<|endoftext|>"
+_ENDS: Final = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|im_end|>")
+"""What vocabularies call the token that ends a document; the first that there is counts."""
+FILE_BYTES_MAX: Final = 256 << 20
+"""No tokenizer.json comes near; a run spec of a stranger names the path."""
+_UNDECODED_TOKENS_MAX: Final = 8
+"""A character is at most four bytes, each of them a token at worst."""
+
+Tokens = NDArray[Any]
+"""uint8, uint16 or int32 [N], by the size of the vocabulary."""
+
+
+class Tokenizer(Protocol):
+    vocab_size: int
+    """Tokens are below it."""
+    digest: str
+    """BLAKE3 of the file; empty for bytes."""
+    end_of_text: int | None
+    dtype: np.dtype[Any]
+    separator: Sequence[int]
+    """Between documents: the end of a text if the vocabulary has such a token, otherwise a newline."""
+
+    def encode(self, texts: Sequence[str], *, special: bool = False) -> list[Tokens]:
+        """`special`: what looks like a special token is one; never so for text that others wrote."""
+        ...
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """What is no UTF-8 reads as U+FFFD; special tokens read as they are called."""
+        ...
+
+
+class ByteTokenizer:
+    """Token b is byte b. A model may have room for more tokens; they mean nothing."""
+
+    vocab_size = 256
+    digest = ""
+    end_of_text: int | None = None
+    dtype: np.dtype[Any] = np.dtype(np.uint8)
+    separator: Sequence[int] = b"\n"
+
+    def encode(self, texts: Sequence[str], *, special: bool = False) -> list[Tokens]:
+        return [np.frombuffer(text.encode(errors="replace"), dtype=np.uint8) for text in texts]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return b"".join(_byte(token) for token in tokens).decode(errors="replace")
+
+
+class FileTokenizer:
+    """A tokenizer.json.
+
+    Args:
+        data: the file's content.
+        name: what to call it in a message.
+    Raises: DataError: the library is not installed, or cannot read it.
+    """
+
+    def __init__(self, data: bytes, *, name: str) -> None:
+        library = _library(name)
+        try:
+            self._tokenizer = library.Tokenizer.from_buffer(data)
+        except Exception as error:  # the library raises nothing narrower
+            raise DataError(f"{name} is not a tokenizer.json: {str(error).splitlines()[0]}") from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        tokens = self._tokenizer.get_vocab(with_added_tokens=True)
+        if not tokens:
+            raise DataError(f"{name} has no tokens")
+        self.vocab_size = max(tokens.values()) + 1
+        self.digest = blake3(data).hexdigest()
+        self.end_of_text: int | None = next((tokens[end] for end in _ENDS if end in tokens), None)
+        self.dtype: np.dtype[Any] = _dtype(self.vocab_size)
+        self.separator: Sequence[int] = (
+            self.encode(["\n"])[0].tolist() if self.end_of_text is None else [self.end_of_text]
+        )
+
+    def encode(self, texts: Sequence[str], *, special: bool = False) -> list[Tokens]:
+        self._tokenizer.encode_special_tokens = not special
+        encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(one.ids, dtype=self.dtype) for one in encoded]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))
+
+
+class Detokenizer:
+    """Text from tokens that come one by one: what is no whole character yet waits for the next."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._bytes = codecs.getincrementaldecoder("utf-8")("replace")
+        self._tokens: list[int] = []
+        self._read = 0
+        """Tokens before it have been told. They stay, since a token may read otherwise where nothing is before it."""
+
+    def feed(self, token: int) -> str:
+        if isinstance(self._tokenizer, ByteTokenizer):
+            return self._bytes.decode(_byte(token))
+        self._tokens.append(token)
+        before = self._tokenizer.decode(self._tokens[: self._read])
+        text = self._tokenizer.decode(self._tokens)
+        if text.endswith("\ufffd") and len(self._tokens) - self._read < _UNDECODED_TOKENS_MAX:
+            return ""
+        self._tokens = self._tokens[self._read :]
+        self._read = len(self._tokens)
+        return text[len(before) :]
+
+
+def load_tokenizer(spec: DataSpec, *, path: Path | None = None) -> Tokenizer:
+    """The vocabulary of a run.
+
+    Args:
+        path: where its tokenizer.json is on this machine, if not where the spec says.
+    Raises: DataError: it cannot be read, or is not the one that the spec names.
+    """
+    if spec.tokenizer == BYTES:
+        return ByteTokenizer()
+    data = read_tokenizer(path or Path(spec.tokenizer).expanduser())
+    if spec.tokenizer_digest not in ("", blake3(data).hexdigest()):
+        raise DataError(f"{path or spec.tokenizer} is not the tokenizer that this run uses")
+    return FileTokenizer(data, name=str(path or spec.tokenizer))
+
+
+def read_tokenizer(path: Path) -> bytes:
+    """Raises: DataError: there is no such file."""
+    try:
+        if not path.is_file():
+            raise DataError(f"there is no tokenizer {path}")
+        with path.open("rb") as file:
+            data = file.read(FILE_BYTES_MAX + 1)
+    except OSError as error:
+        raise DataError(f"cannot read the tokenizer {path}: {error.strerror or error}") from error
+    if len(data) > FILE_BYTES_MAX:
+        raise DataError(f"{path} is too large to be a tokenizer.json")
+    return data
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int, *, on_text: Callable[[], None] | None = None) -> bytes:
+    """A byte-level BPE vocabulary: any text has an encoding, and comes back from it.
+
+    Returns: the content of a tokenizer.json.
+    Raises: DataError: the library is not installed. ValueError: `vocab_size` has no room for all bytes and the end of
+        text.
+    """
+    if vocab_size < 257:
+        raise ValueError(f"a vocabulary has at least 257 tokens (bytes and the end of a text), not {vocab_size}")
+    library = _library("`shoal tokenizer train`")
+    tokenizer = library.Tokenizer(library.models.BPE())
+    tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = library.decoders.ByteLevel()
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(library.pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return str(tokenizer.to_str(pretty=True)).encode()
+
+
+def byte_tokenizer_json() -> bytes:
+    """A tokenizer.json in which token b is byte b, for tools that know no other form.
+
+    A BPE vocabulary without merges: each byte is written as the printable character that GPT-2 gave it.
+    """
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    table: dict[str, Any] = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": byte_level,
+        "post_processor": None,
+        "decoder": byte_level,
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": False,
+            "vocab": {letter: byte for byte, letter in enumerate(_letters())},
+            "merges": [],
+        },
+    }
+    return msgspec.json.format(msgspec.json.encode(table))
+
+
+def _letters() -> list[str]:
+    """The character of each byte: itself if it is printable Latin-1, else the next from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+
+
+def _byte(token: int) -> bytes:
+    """0xFF is in no UTF-8 text."""
+    return bytes((min(token, 0xFF),))
+
+
+def _dtype(vocab_size: int) -> np.dtype[Any]:
+    if vocab_size <= 1 << 8:
+        return np.dtype(np.uint8)
+    return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.int32)
+
+
+def _library(user: str) -> Any:
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise DataError(f"{user} needs the tokenizers library: pip install 'shoal[data]'") from error
+    return tokenizers

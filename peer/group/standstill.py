@@ -1,0 +1,19 @@
+"""What a group waits for, in words: the first thing to know when a run stands still."""
+
+from collections.abc import Sequence
+
+from shoal.peer.group.members import Members
+from shoal.protocol.messages import RoundStart
+
+
+def standstill(members: Members, open_round: RoundStart | None, missing: Sequence[int]) -> str:
+    """Args: missing: microbatches of the step that nobody has contributed."""
+    if open_round is not None:
+        return "the round of " + ", ".join(member.peer[-8:] for member in open_round.members)
+    what = f"microbatches {list(missing)}" if missing else "a round"
+    if members.lead is None:
+        return f"{what}, and somebody who leads"
+    if members.lead != members.me:
+        return f"{what}, from {members.lead[-8:]}, who leads"
+    others = ", ".join(peer[-8:] for peer in members.doubtful)
+    return f"{what}; we lead, but have not heard so from {others}" if others else f"{what}; we lead"

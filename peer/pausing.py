@@ -1,0 +1,81 @@
+"""A peer whose owner wants the device for something else: it computes no more, and owes nobody anything.
+
+    pause     at once         closed: neighbours and mates send nothing new; what has not begun goes back
+    + 0.5 s   no backward     what has no gradient yet goes back too; what has been contributed is still reduced
+    + 10 s    leaving         heartbeats and Hellos say so: the next plan is made without us, and the replica drains
+    resume    as before, or as a newcomer does if a plan has been made without us: the swarm may be many steps on
+
+It stays a member of the swarm throughout: it votes, answers, hands its state on and keeps its snapshots. Who alone
+holds its stage's state stays in the plan until somebody else has it.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import Final
+
+from shoal.peer.replica import Replica
+
+BACKWARDS_S: Final = 0.5
+"""How long gradients that come back are still worth a backward. With the job that runs then: within a second,
+where none takes longer than half of one."""
+HOLDS_PLACE_S: Final = 10.0
+"""A pause that is shorter costs no plan and no transfer of state."""
+
+
+class Pausing:
+    """Args:
+    replica: ours, if there is one.
+    on_change: what we say of ourselves has changed.
+    """
+
+    def __init__(self, *, replica: Callable[[], Replica | None], on_change: Callable[[], None]) -> None:
+        self.is_leaving = False
+        """The next plan should do without us."""
+        self._replica = replica
+        self._on_change = on_change
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def is_paused(self) -> bool:
+        return self._task is not None
+
+    def pause(self) -> None:
+        """Again does nothing."""
+        if self._task is None:
+            self._task = asyncio.create_task(self._pause(), name="pause")
+
+    def resume(self) -> None:
+        """Again does nothing."""
+        if self._task is None:
+            return
+        self._task.cancel()
+        self._task = None
+        self.is_leaving = False
+        if replica := self._replica():
+            replica.resume()
+        self._on_change()
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+
+    def begun(self, replica: Replica) -> None:
+        """A plan has given us a place while we pause."""
+        if self.is_paused:
+            replica.pause(at_once=True)
+
+    async def _pause(self) -> None:
+        self._apply(at_once=False)
+        await asyncio.sleep(BACKWARDS_S)
+        self._apply(at_once=True)
+        await asyncio.sleep(HOLDS_PLACE_S - BACKWARDS_S)
+        self.is_leaving = True
+        self._on_change()
+        await asyncio.Event().wait()
+
+    def _apply(self, *, at_once: bool) -> None:
+        if replica := self._replica():
+            replica.pause(at_once=at_once)
