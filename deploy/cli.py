@@ -11,6 +11,9 @@ import typer
 from typer.core import TyperGroup
 
 from shoal.deploy.commands.demo import demo
+from shoal.deploy.commands.doctor import doctor
+from shoal.deploy.commands.invite import invite
+from shoal.deploy.commands.leave import leave
 from shoal.deploy.commands.options import EXIT_INTERRUPTED, EXIT_USER_ERROR, examples_of
 from shoal.deploy.commands.plan import plan
 from shoal.deploy.commands.recover import recover
@@ -65,7 +68,7 @@ def options(
     pass
 
 
-for command in (demo, host, join, status, plan, simulate, recover):
+for command in (demo, host, join, invite, leave, doctor, status, plan, simulate, recover):
     app.command(epilog=examples_of(command))(command)
 
 

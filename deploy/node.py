@@ -22,6 +22,7 @@ from shoal.deploy.run_record import keep_spec
 from shoal.peer.arithmetic import Arithmetic, TorchArithmetic
 from shoal.peer.data.corpus import Corpus
 from shoal.peer.driver import PeerDriver
+from shoal.peer.initial import InitialWeights
 from shoal.peer.links import LinkMeter, MeteredTransport
 from shoal.peer.pipeline.state import StageState
 from shoal.peer.pipeline.traffic import Traffic
@@ -57,6 +58,7 @@ class Node:
     Args:
         owner: who signed the run's spec.
         corpus: the run's text; None: this peer is never at stage 0.
+        initial: the weights that the run begins with; only its host has them, and only if not the seed makes them.
         arithmetic: what it computes with, in place of `corpus` on `device`.
         traffic: as `PeerDriver` has it.
         seals: other ones only in a world where everybody is ours.
@@ -85,6 +87,7 @@ class Node:
         device: torch.device = _CPU,
         memory_bytes: int | None = None,
         corpus: Corpus | None,
+        initial: InitialWeights | None = None,
         arithmetic: Arithmetic | None = None,
         traffic: Traffic | None = None,
         seals: Seals = SEALS,
@@ -126,6 +129,7 @@ class Node:
             on_validation=on_validation,
             on_state=on_state,
         )
+        self.peer.server.initial = initial
         self._on_plan = on_plan
         self.coordination = Coordination(
             endpoint=self.endpoint,

@@ -24,6 +24,12 @@ def state_root() -> Path:
     return (Path(base) if base else Path.home() / ".local" / "state") / "shoal"
 
 
+def cache_root() -> Path:
+    """The folder of what can be made again: prepared text."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "shoal"
+
+
 class FolderLock:
     """Holds a peer's folder for one process; two peers with one identity would look like a replay to the others."""
 
@@ -86,9 +92,9 @@ class Running(msgspec.Struct, frozen=True):
 def announced(invite: str, folder: Path | None = None) -> Iterator[None]:
     """While this lasts, `shoal status` without an argument finds the run, and `shoal leave` the peer in `folder`."""
     me = psutil.Process()
-    folder = state_root() / "running"
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{me.pid}.json"
+    notes = state_root() / "running"
+    notes.mkdir(parents=True, exist_ok=True)
+    path = notes / f"{me.pid}.json"
     note = Running(me.pid, me.create_time(), time.time(), invite, str(folder.resolve()) if folder else "")
     temporary = path.with_suffix(".new")
     temporary.write_bytes(msgspec.json.encode(note))

@@ -11,7 +11,7 @@ import msgspec
 
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.envelope import seal, unseal
-from shoal.protocol.errors import LocalError, RemoteError, SpecError
+from shoal.protocol.errors import RemoteError, RunNotFound, SpecError
 from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.invite import Invite
 from shoal.protocol.messages import SpecRecord
@@ -56,7 +56,7 @@ async def fetch_spec(directory: Directory, invite: Invite, *, timeout_s: float) 
     """Find the invite's run.
 
     Returns: the spec and the record it came in.
-    Raises: LocalError: nobody has it in time; the sentence says whether anything else was found.
+    Raises: RunNotFound: nobody has it in time; the sentence says whether anything else was found.
     """
     refused = ""
     try:
@@ -69,7 +69,7 @@ async def fetch_spec(directory: Directory, invite: Invite, *, timeout_s: float) 
                         refused = f" ({error})"
                 await asyncio.sleep(_ASK_AGAIN_S)
     except TimeoutError as error:
-        raise LocalError(
+        raise RunNotFound(
             f"nobody at the invite's addresses has the run {invite.run}{refused}: "
             "is the host up, and is this its latest invite?"
         ) from error

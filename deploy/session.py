@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import logging
 import random
@@ -18,7 +19,10 @@ import torch
 from shoal.coordinator.ledger import StepRecord
 from shoal.deploy.background import in_background
 from shoal.deploy.control_socket import ControlServer
+from shoal.deploy.doctor.problem import Problem
+from shoal.deploy.doctor.split import SplitWatch
 from shoal.deploy.heap import trim_heap, trim_heap_forever
+from shoal.deploy.known_peers import KnownPeers, keep, whom_to_name, whom_to_try
 from shoal.deploy.node import Node
 from shoal.deploy.output import Output, make_output
 from shoal.deploy.places import announced
@@ -27,12 +31,13 @@ from shoal.deploy.run_record import fetch_spec, seal_spec
 from shoal.peer.data.corpus import PYTHON_LIBRARY, Corpus, load_corpus
 from shoal.protocol.errors import DataError, LocalError, ShoalError
 from shoal.protocol.identity import Identity, PeerID
-from shoal.protocol.invite import Invite, make_invite, worth_telling
+from shoal.protocol.invite import Invite, make_invite, split_address, worth_telling
 from shoal.protocol.live.clock import LoopClock
 from shoal.protocol.live.compute import ThreadCompute
 from shoal.protocol.live.directory import LiveDirectory
 from shoal.protocol.live.disk import LiveDisk
-from shoal.protocol.live.transport import LiveTransport
+from shoal.protocol.live.transport import LiveTransport, dialable
+from shoal.protocol.messages import StatusRequest, SwarmStatus
 from shoal.protocol.plan import Plan
 from shoal.protocol.spec import RunSpec, run_id
 
@@ -61,6 +66,8 @@ class Options:
     """Speak to a parent process, not to a person."""
     data: str = ""
     """Where the run's text is on this machine, if not where the spec says."""
+    announce: tuple[str, ...] = ()
+    """Multiaddrs without `/p2p/…` to tell the others, in place of those that this machine knows of itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +112,7 @@ async def host_run(spec: RunSpec, corpus: Corpus, options: Options) -> None:
     stop = Stop()
     identity = Identity.load_or_create(options.folder / "identity.key")
     run = run_id(spec, identity.peer_id)
-    async with _network(identity, run, options, initial_peers=()) as network:
+    async with _network(identity, run, options, invited=()) as network:
         record = seal_spec(identity, spec)
         await _take_part(network, spec, identity.peer_id, corpus, record, options, stop)
 
@@ -117,24 +124,39 @@ async def join_run(invite: Invite, options: Options) -> None:
     """
     stop = Stop()
     identity = Identity.load_or_create(options.folder / "identity.key")
-    async with _network(identity, invite.run, options, initial_peers=invite.addresses) as network:
+    async with _network(identity, invite.run, options, invited=invite.addresses) as network:
         spec, record = await fetch_spec(network.directory, invite, timeout_s=_FIND_RUN_S)
         corpus = await asyncio.to_thread(_find_corpus, spec, options)
         await _take_part(network, spec, invite.owner, corpus, record, options, stop)
 
 
 @contextlib.asynccontextmanager
-async def _network(
-    identity: Identity, run: str, options: Options, *, initial_peers: Sequence[str]
-) -> AsyncIterator[Network]:
+async def _network(identity: Identity, run: str, options: Options, *, invited: Sequence[str]) -> AsyncIterator[Network]:
+    """`invited`: an invite's addresses; whoever was met in the run before is tried beside them."""
     async with contextlib.AsyncExitStack() as stack:
+        file = KnownPeers(LiveDisk(options.folder), run)
+        remembered = await asyncio.to_thread(file.read)
         transport = await LiveTransport.start(
-            identity, run=run, state_dir=options.folder, listen=options.listen, initial_peers=initial_peers
+            identity,
+            run=run,
+            state_dir=options.folder,
+            listen=options.listen,
+            announce=options.announce,
+            initial_peers=dialable(whom_to_try(invited, remembered, me=identity.peer_id)),
         )
         stack.push_async_callback(transport.close)
         directory = await LiveDirectory.start(transport)
         stack.push_async_callback(directory.close)
+        keeping = asyncio.create_task(
+            keep(file, transport, LoopClock(), run_blocking=asyncio.to_thread), name="keep the known peers"
+        )
+        stack.push_async_callback(_cancelled, keeping)
         yield Network(identity=identity, transport=transport, directory=directory)
+
+
+async def _cancelled(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 async def _take_part(
@@ -174,6 +196,7 @@ async def _take_part(
     invite = make_invite(node.run, owner, worth_telling(network.transport.addresses()))
     control = ControlServer(options.folder)
     control.on("leave", stop.leave)
+    control.on("invite", functools.partial(_invite, network.transport, node.run, owner))
     try:
         await _start_control(control)
         with announced(invite, options.folder):
@@ -186,13 +209,22 @@ async def _take_part(
             output.say(Joined(peer=node.peer_id, name=options.name, invite=invite))
             if corpus is None:
                 output.say(Note(text="this machine has not the run's text: it will not be used for the first stage"))
-            finished = await _until_done(node, output, stop)
+            finished = await _until_done(node, network.transport, output, stop)
         output.say(Left(peer=node.peer_id, state_dir=str(options.folder / node.run), finished=finished))
     finally:
         await node.close()
         compute.close()
         output.close()
         await control.close()
+
+
+async def _invite(transport: LiveTransport, run: str, owner: PeerID, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The control socket's `invite`: who is there now, and where. `peers`: how many to name, us included."""
+    connected, known = await transport.connected(), transport.known()
+    others = {peer: dialable(known[peer]) for peer in connected if peer in known}
+    addresses = whom_to_name(transport.addresses(), others, num_peers=int(arguments.get("peers", 1)))
+    peers = {split_address(address)[1] for address in addresses}
+    return {"invite": make_invite(run, owner, addresses), "run": run, "peers": len(peers)}
 
 
 async def _start_control(control: ControlServer) -> None:
@@ -203,9 +235,10 @@ async def _start_control(control: ControlServer) -> None:
         logger.warning("%s: `shoal leave` and the like will not reach this peer", error)
 
 
-async def _until_done(node: Node, output: Output, stop: Stop) -> bool:
+async def _until_done(node: Node, transport: LiveTransport, output: Output, stop: Stop) -> bool:
     """Whether the run was done, rather than we told to stop."""
     watching = asyncio.create_task(_watch(node, output), name="watch the swarm")
+    looking = asyncio.create_task(_split_watch(node, transport, output).run(), name="look for another swarm")
     trimming = asyncio.create_task(trim_heap_forever(), name="trim the heap")
     done = asyncio.create_task(node.wait_done(), name="wait for the end")
     asked = asyncio.create_task(stop.asked.wait(), name="wait for a signal")
@@ -219,9 +252,23 @@ async def _until_done(node: Node, output: Output, stop: Stop) -> bool:
         await node.leave(drains=stop.drains)
         return False
     finally:
-        for task in (watching, trimming, done, asked):
+        for task in (watching, looking, trimming, done, asked):
             task.cancel()
-        await asyncio.gather(watching, trimming, done, asked, return_exceptions=True)
+        await asyncio.gather(watching, looking, trimming, done, asked, return_exceptions=True)
+
+
+def _split_watch(node: Node, transport: LiveTransport, output: Output) -> SplitWatch:
+    def say(problem: Problem) -> None:
+        logger.warning("%s; %s", problem.sentence, problem.remedy)
+        output.say(Note(text=f"{problem.sentence}; {problem.remedy}"))
+
+    return SplitWatch(
+        around=transport,
+        own_status=node.status,
+        ask=lambda peer: node.endpoint.ask(peer, StatusRequest(), SwarmStatus),
+        me=node.peer_id,
+        say=say,
+    )
 
 
 async def _watch(node: Node, output: Output) -> None:
@@ -304,17 +351,3 @@ def load_own_corpus(spec: RunSpec) -> tuple[RunSpec, Corpus]:
         )
     data = msgspec.structs.replace(spec.data, digest=corpus.digest)
     return msgspec.structs.replace(spec, data=data), corpus
-
-
-def listen_addresses(text: str) -> tuple[str, ...]:
-    """`HOST:PORT`, `:PORT` (all interfaces) or a multiaddr.
-
-    Raises: LocalError: it is none of these.
-    """
-    if text.startswith("/"):
-        return (text,)
-    host, colon, port = text.rpartition(":")
-    if not colon or not port.isdecimal():
-        raise LocalError(f"cannot listen on {text!r}: write HOST:PORT, :PORT or /ip4/ADDRESS/tcp/PORT")
-    host = host.strip("[]") or "0.0.0.0"
-    return (f"/ip{6 if ':' in host else 4}/{host}/tcp/{port}",)

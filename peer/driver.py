@@ -118,14 +118,14 @@ class PeerDriver:
         self._archive = Archive(disk, run=endpoint.run, spec=spec, clock=clock, run_blocking=run_blocking)
         vectors = arithmetic.vectors
         self._inbox = ChunkInbox(endpoint, vectors=vectors)
-        self._server = StateServer(
+        self.server = StateServer(
             endpoint=endpoint, clock=clock, current=self._current, stored=self._archive.read, vectors=vectors
         )
         self._copies = Copies(
             self._archive,
             endpoint=endpoint,
             spec=spec,
-            server=self._server,
+            server=self.server,
             inbox=self._inbox,
             plan=lambda: self._plan.plan if self._plan else None,
             tasks=self._tasks,
@@ -149,7 +149,7 @@ class PeerDriver:
             begin_era=self._archive.begin_era,
             on_failure=self._fail,
             inbox=self._inbox,
-            server=self._server,
+            server=self.server,
         )
 
     # --- life ---
@@ -305,7 +305,7 @@ class PeerDriver:
         if replica is not None:
             self._neighbours.say(replica.audience)  # that there is nothing to wait for any more
             await replica.close()
-            self._server.reset()
+            self.server.reset()
 
     def _era_is_over(self) -> bool:
         return self._plan is not None and self._plan.plan.era != self._endpoint.era

@@ -1,14 +1,19 @@
-"""How a replica comes by its stage's state: from the run's seed, from snapshots, or from its mates."""
+"""How a replica comes by its stage's state: from the run's seed or the weights that it begins with, from snapshots, or
+from its mates.
+"""
 
 import asyncio
+import functools
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 from shoal.peer.arithmetic import Held
 from shoal.peer.group.driver import GroupDriver
 from shoal.peer.handoff.fetcher import StateFetcher
 from shoal.peer.handoff.inbox import ChunkInbox
-from shoal.peer.pipeline.state import StageState
+from shoal.peer.handoff.server import INITIAL
+from shoal.peer.initial import begins_with_weights, first_state, foreign_layers
+from shoal.peer.pipeline.state import LayerState, StageState
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused, RemoteError, Unreachable
 from shoal.protocol.plan import Plan
@@ -55,6 +60,8 @@ class Joining:
             await self._from_mates()
         elif plan.restore_version:
             await self._from_snapshots(plan)
+        elif begins_with_weights(self._runtime.spec):
+            await self._from_initial_weights(plan)
         else:
             await self._from_seed()
 
@@ -62,6 +69,40 @@ class Joining:
         runtime = self._runtime
         timed = await self._compute.run("step", runtime.initial_state, flop=runtime.step_flop)
         await self._take_over(timed.value)
+
+    async def _from_initial_weights(self, plan: Plan) -> None:
+        runtime = self._runtime
+        while True:
+            layers = await self._initial_layers(plan)
+            if layers is None:
+                await asyncio.sleep(_RETRY_S)
+                continue
+            begin = functools.partial(first_state, runtime.spec, layers, runtime.device)
+            timed = await self._compute.run("step", begin, flop=runtime.step_flop)
+            await self._take_over(timed.value)
+            return
+
+    async def _initial_layers(self, plan: Plan) -> Mapping[str, LayerState] | None:
+        """What the run's spec names, from the host, which alone has it; who that is, the answers show.
+
+        If somebody offers something else, each is asked alone. Returns: None: nobody has it now.
+        """
+        me = self._endpoint.peer_id
+        peers = [me, *(peer for peer in plan.members if peer != me)]
+        for holders in (peers, *([peer] for peer in peers)):
+            try:
+                layers = (await self._fetcher().fetch(holders, version=0, stored_era=INITIAL)).layers
+            except (Unreachable, Refused, RemoteError) as error:
+                logger.info("no weights to begin with: %s", error)
+                if holders is peers:
+                    return None
+                continue
+            check = functools.partial(foreign_layers, self._runtime.spec, layers)
+            foreign = (await self._compute.run("step", check, flop=0.0)).value
+            if not foreign:
+                return layers
+            logger.warning("these are not the weights that the run begins with: %s", ", ".join(foreign))
+        return None
 
     async def _from_snapshots(self, plan: Plan) -> None:
         """The version at which the era begins, from whoever has it on disk, ourselves first."""

@@ -15,8 +15,9 @@ from torch.nn.utils import clip_grad_norm_
 
 from shoal.peer.data.corpus import Corpus
 from shoal.peer.data.microbatch import microbatch, validation_microbatch
-from shoal.peer.model.layout import EMBED, HEAD, all_layer_keys, init_layer, layer_layout
+from shoal.peer.model.layout import EMBED, HEAD, all_layer_keys, init_layer, layer_layout, unit_keys
 from shoal.peer.model.llama import Params, loss, rotary_tables, run_layers
+from shoal.peer.model.mixture import Mixture
 from shoal.peer.model.schedule import learning_rate
 from shoal.protocol.spec import OptimizerSpec, RunSpec
 
@@ -51,10 +52,17 @@ def train(spec: RunSpec, corpus: Corpus, *, steps: int, on_step: OnStep | None =
         total = 0.0
         for index in range(M):
             tokens_BT, targets_BT = microbatch(corpus, spec, step, index)
-            value = loss(run_layers(spec.model, keys, params_by_key, tokens_BT, rotary), targets_BT)
-            torch.autograd.backward(value / M)
+            balances: list[Tensor] = []
+            logits = run_layers(spec.model, keys, params_by_key, tokens_BT, rotary, mixture=Mixture(balances=balances))
+            value = loss(logits, targets_BT)
+            entire = value + spec.model.router_aux_loss * torch.stack(balances).sum() if balances else value
+            torch.autograd.backward(entire / M)
             total += value.item()
-        norms = [_clip(list(params.values()), spec.optimizer.clip_norm) for params in params_by_key.values()]
+        norms = [
+            _clip([params[name] for name in layer_layout(spec.model, unit).names], spec.optimizer.clip_norm)
+            for key, params in params_by_key.items()
+            for unit in unit_keys(spec.model, key)
+        ]
         for optimizer in optimizers:
             _step(spec.optimizer, optimizer, learning_rate(spec.optimizer, step, spec.training.steps))
         record = StepLoss(
@@ -128,5 +136,5 @@ def _step(spec: OptimizerSpec, optimizer: torch.optim.Optimizer, rate: float) ->
 
 
 def _clip(tensors: list[Tensor], clip_norm: float) -> float:
-    """Clip one layer; its norm before."""
+    """Clip one unit, a layer or an expert; its norm before."""
     return float(clip_grad_norm_(tensors, clip_norm or math.inf))

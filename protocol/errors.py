@@ -21,6 +21,10 @@ class InviteError(LocalError):
     """An invite cannot be read, or is for another protocol version."""
 
 
+class RunNotFound(LocalError):
+    """Nobody who could be reached has the run of an invite."""
+
+
 class DataError(LocalError):
     """The text that a run trains on is missing, empty or not the run's."""
 

@@ -18,13 +18,24 @@ EXIT_INTERRUPTED = 130
 DEFAULT_LISTEN = "0.0.0.0:0"
 
 Listen = Annotated[str, typer.Option(help="HOST:PORT, :PORT or a multiaddr; port 0 lets the system choose.")]
+Announce = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="HOST:PORT under which others reach this machine, if it cannot know: a port that the router forwards."
+    ),
+]
 StateDir = Annotated[
     Path | None, typer.Option(help="Where identity, plans and snapshots are kept. Default: below the user's state.")
 ]
 Threads = Annotated[int, typer.Option(min=0, help="Torch's threads; 0: its own choice.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N; auto is the first GPU, or the CPU without one.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log what happens to standard error.")]
-Reports = Annotated[bool, typer.Option("--reports", hidden=True, help="Report to a parent process as JSON lines.")]
+Reports = Annotated[
+    bool, typer.Option("--json", "--reports", help="Say what happens as JSON lines, for a script or a parent process.")
+]
+Running = Annotated[
+    Path | None, typer.Option("--state-dir", help="Of which peer, if several run here. Default: the last started.")
+]
 
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
@@ -64,3 +75,16 @@ def running_invite() -> Invite:
     if note is None:
         raise LocalError("no run is up on this machine: give its invite, as in `shoal status INVITE`")
     return parse_invite(note.invite)
+
+
+def running_here(state_dir: Path | None) -> Path:
+    """The folder of the peer that runs on this machine: the one in `state_dir`, or the one that came up last.
+
+    Raises: LocalError: there is none.
+    """
+    if state_dir is not None:
+        return state_dir
+    note = places.last_running()
+    if note is None or not note.folder:
+        raise LocalError("no peer runs on this machine, or another user started it")
+    return Path(note.folder)

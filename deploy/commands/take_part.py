@@ -2,13 +2,16 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
 from shoal.deploy import places
+from shoal.deploy.addresses import announced_addresses, listen_addresses
 from shoal.deploy.commands.options import (
     DEFAULT_LISTEN,
+    EXIT_USER_ERROR,
+    Announce,
     Device,
     Listen,
     Reports,
@@ -18,19 +21,21 @@ from shoal.deploy.commands.options import (
     examples,
     start_logging,
 )
-from shoal.protocol.invite import parse_invite
+from shoal.protocol.errors import RunNotFound
+from shoal.protocol.invite import Invite, parse_invite
 from shoal.protocol.spec import load_spec
 
 
 @examples(
     "shoal host run.toml  # start a run, print its invite, take part",
-    "shoal host run.toml --listen :4001 --name alice  # on a port that the router forwards",
+    "shoal host run.toml --listen :4001 --announce 84.12.33.7:4001  # on a port that the router forwards",
     "shoal host run.toml --device cuda:1 --state-dir /data/run  # another GPU, another disk",
 )
 def host(
     run_toml: Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run spec (protocol/spec.py).")],
     name: Annotated[str, typer.Option(help="What others see.")] = "host",
     listen: Listen = DEFAULT_LISTEN,
+    announce: Announce = None,
     state_dir: StateDir = None,
     threads: Threads = 0,
     device: Device = "auto",
@@ -40,7 +45,7 @@ def host(
     """Start a run: print an invite, and take part."""
     spec = load_spec(run_toml)
     start_logging(verbose or reports)
-    from shoal.deploy.session import Options, host_run, listen_addresses, load_own_corpus, pick_device
+    from shoal.deploy.session import Options, host_run, load_own_corpus, pick_device
     from shoal.protocol.live.run import run
 
     spec, corpus = load_own_corpus(spec)
@@ -49,6 +54,7 @@ def host(
         name=name,
         folder=folder.path,
         listen=listen_addresses(listen),
+        announce=announced_addresses(announce or ()),
         threads=threads,
         device=pick_device(device),
         reports=reports,
@@ -66,6 +72,7 @@ def join(
     invite: Annotated[str, typer.Argument(help="What the host printed; - reads it from standard input.")],
     name: Annotated[str, typer.Option(help="What others see.")] = "volunteer",
     listen: Listen = DEFAULT_LISTEN,
+    announce: Announce = None,
     state_dir: StateDir = None,
     data: Annotated[str, typer.Option(help="Where the run's text is on this machine.")] = "",
     threads: Threads = 0,
@@ -76,24 +83,44 @@ def join(
     """Take part in a run."""
     found = parse_invite(invite) if invite != "-" else None
     start_logging(verbose or reports)
-    from shoal.deploy.session import Options, join_run, listen_addresses, pick_device
+    from shoal.deploy.session import Options, join_run, pick_device
     from shoal.protocol.live.run import run
 
     if found is None:  # after the imports: a parent starts us before it has the invite
         found = parse_invite(sys.stdin.readline())
-    addresses = listen_addresses(listen)
+    addresses, told = listen_addresses(listen), announced_addresses(announce or ())
     parent = places.state_root() / "runs" / found.run
     folder = places.claim_folder(state_dir) if state_dir else places.claim_first_free(parent, "peer")
     chosen = Options(
         name=name,
         folder=folder.path,
         listen=addresses,
+        announce=told,
         threads=threads,
         device=pick_device(device),
         reports=reports,
         data=data,
     )
-    run(join_run(found, chosen))
+    try:
+        run(join_run(found, chosen))
+    except RunNotFound as error:
+        folder.release()
+        _explain(error, found, addresses, folder.path, device)
+
+
+def _explain(error: RunNotFound, invite: Invite, listen: tuple[str, ...], folder: Path, device: str) -> NoReturn:
+    """Say why nobody was found, as `shoal doctor` would."""
+    from shoal.deploy.commands.doctor import diagnosis_of
+    from shoal.deploy.doctor.view import problem_lines
+
+    typer.echo("shoal: nobody has answered; looking for the reason…", err=True)
+    diagnosis = diagnosis_of(invite, listen=listen, state_dir=folder, device=device)
+    if diagnosis.main is None:
+        raise error
+    for problem in diagnosis.problems:
+        for line in problem_lines(problem):
+            typer.echo(line, err=True)
+    raise typer.Exit(EXIT_USER_ERROR) from error
 
 
 def _file_name(text: str) -> str:

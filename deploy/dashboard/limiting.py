@@ -37,16 +37,18 @@ def limited_by(mine: Contribution, peers: Sequence[PeerStatus], *, num_stages: i
     if not mine.synced:
         return LimitedBy(kind="state", text=f"fetching the state of stage {mine.stage} from its mates")
     if mine.busy >= BUSY or (mine.busy >= QUEUES_BUSY and mine.waiting > 0):
-        return LimitedBy(kind="device", text=f"the device: it computes {mine.busy:.0%} of the time")
+        return LimitedBy(kind="device", text=f"the device: it computes {100 * mine.busy:.0f} % of the time")
     if mine.sending >= SENDING:
         cap = next((cap for cap in limits.caps if "upload" in cap), "") if limits is not None else ""
         if cap:
             return LimitedBy(kind="cap", text=f"your limit: {cap}")
-        return LimitedBy(kind="upload", text=f"the upload: something is on its way out {mine.sending:.0%} of the time")
+        return LimitedBy(
+            kind="upload", text=f"the upload: something is on its way out {100 * mine.sending:.0f} % of the time"
+        )
     if mine.microbatches_per_s == 0.0:
         return LimitedBy(kind="swarm", text="nothing to compute: the swarm sends it no microbatches now")
     slowest = slowest_stage(peers, num_stages=num_stages)
-    waits = f"the device computes {mine.busy:.0%} of the time and waits for others"
+    waits = f"the device computes {100 * mine.busy:.0f} % of the time and waits for others"
     if slowest is None or slowest == mine.stage:
         return LimitedBy(kind="swarm", text=f"the swarm: {waits}")
     return LimitedBy(kind="swarm", text=f"the swarm: {waits}, stage {slowest} is the slowest")

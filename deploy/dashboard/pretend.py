@@ -34,6 +34,9 @@ _ALPHABET = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
 _PLANS = 16
 _TERM_S = 60
 _STEPS = 4000
+_TOKENS_PER_S = 7200.0
+_MICROBATCH = 1024
+_ACTIVATION_BYTES = 2048
 
 
 class Pretend:
@@ -60,9 +63,9 @@ class Pretend:
             name="tiny-stories",
             steps=_STEPS,
             num_layers=2 * self._stages,
-            tokens_per_step=131_072,
-            tokens_per_microbatch=4096,
-            activation_bytes_per_token=2048,
+            tokens_per_step=16 * _MICROBATCH,
+            tokens_per_microbatch=_MICROBATCH,
+            activation_bytes_per_token=_ACTIVATION_BYTES,
         )
 
     def begin(self, feed: Feed, now_s: float, *, history_s: int) -> None:
@@ -79,7 +82,7 @@ class Pretend:
 
     def _reports(self) -> list[Report]:
         self._second += 1
-        self._step = min(self._step + 0.55, _STEPS)
+        self._step = min(self._step + _TOKENS_PER_S / (16 * _MICROBATCH), _STEPS)
         rng = self._rng
         if self._second % _TERM_S == 0:
             self._coordinator = rng.choice(sorted(self._peers))
@@ -121,7 +124,7 @@ class Pretend:
             plan_reason=self._plans[-1][1].reason,
             step=step,
             steps=_STEPS,
-            tokens_per_s=72_000.0 * pace * min(1.0, self._second / 8),
+            tokens_per_s=_TOKENS_PER_S * pace * min(1.0, self._second / 8),
             loss=loss,
             validation_loss=1.65 + 4.2 * (1 + (step // 50 * 50) / 30) ** -0.45 if step >= 50 else None,
             staleness_steps_mean=max(0.0, 0.31 + self._rng.gauss(0.0, 0.03)),
@@ -138,13 +141,19 @@ class Pretend:
 
     def _contribution(self) -> Contribution:
         mine = self._peers[self.me]
-        links = [
-            (peer.peer, 1.1e6 * peer.share * 2, 0.9e6 * peer.share * 2)
+        rate = _TOKENS_PER_S * _ACTIVATION_BYTES * mine.share
+        near = [
+            peer
             for peer in self._peers.values()
             if peer.stage is not None and mine.stage is not None and abs(peer.stage - mine.stage) <= 1 and peer != mine
         ]
-        self._sent += 2.2e6
+        links = [
+            (p.peer, rate * p.share, 0.9 * rate * p.share) if p.stage != mine.stage else (p.peer, 3e5, 3e5)
+            for p in near
+        ]
+        self._sent += sum(sent for _, sent, _ in links)
         self._flop += 0.3 * mine.flop_per_s
+        microbatches_per_s = _TOKENS_PER_S / _MICROBATCH * mine.share
         return Contribution(
             peer=self.me,
             name=mine.name,
@@ -154,15 +163,15 @@ class Pretend:
             sending=0.41,
             waiting=0,
             flop_per_s=0.3 * mine.flop_per_s,
-            microbatches_per_s=8.7,
+            microbatches_per_s=microbatches_per_s,
             flop_total=self._flop,
-            microbatches_total=int(8.7 * self._second),
+            microbatches_total=int(microbatches_per_s * self._second),
             sent_bytes_total=self._sent,
             received_bytes_total=0.9 * self._sent,
             links=tuple(links[:16]),
             memory_bytes=1_240_000_000,
             uptime_s=float(self._second),
-            limits=Limits(caps=("upload at most 20 Mbit/s", "GPU at most 80 % of the time")),
+            limits=Limits(caps=("upload at most 100 Mbit/s", "GPU at most 80 % of the time")),
         )
 
     def _join(self, *, seen: bool = True) -> None:
@@ -183,7 +192,7 @@ class Pretend:
             synced=not seen,
             draining=False,
             seen_s_ago=0.1,
-            forward_s=0.002 + 0.02 * rng.random(),
+            forward_s=0.004 * math.sqrt(DEVICES[0][1] / flop_per_s) * (0.9 + 0.2 * rng.random()),
             window=6 if stage == 0 else 0,
             flop_per_s=flop_per_s * (0.9 + 0.2 * rng.random()),
         )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shoal.peer.handoff.inbox import ChunkInbox
-from shoal.peer.handoff.server import RANGE_CHUNKS, TRAINED
+from shoal.peer.handoff.server import INITIAL, RANGE_CHUNKS, TRAINED
 from shoal.peer.model.layout import layer_layout
 from shoal.peer.pipeline.state import LayerState, StageState, moment2_numel
 from shoal.peer.vectors import VECTORS, Vectors
@@ -63,7 +63,8 @@ class StateFetcher:
         self._stored_era = TRAINED
 
     async def fetch(self, holders: Sequence[PeerID], *, version: int = -1, stored_era: int = TRAINED) -> StageState:
-        """Get `version`, or the newest that a holder trains; of what they train, or of a stored era's snapshots.
+        """Get `version`, or the newest that a holder trains; of what they train, or of a stored era's snapshots, or of
+        what the run begins with (`INITIAL`; then there are no moments).
 
         Raises: Unreachable: some layer has no holder, or all of its were lost on the way. RemoteError: the only holder
             of a layer sent something else than it had said.
@@ -74,7 +75,8 @@ class StateFetcher:
         for key in self._keys:
             size = layer_layout(self._spec.model, key).numel
             empty = self._vectors.empty
-            self._tensors[key] = (empty(size), empty(size), empty(moment2_numel(self._spec, key)))
+            moments = (0, 0) if stored_era == INITIAL else (size, moment2_numel(self._spec, key))
+            self._tensors[key] = (empty(size), empty(moments[0]), empty(moments[1]))
         missing = list(self._keys)
         while missing:
             await self._fetch_layers(missing)

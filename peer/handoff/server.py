@@ -4,15 +4,19 @@ What is asked for is pinned (state is immutable, so a pin is a reference) and se
 holders go on committing, and keep the reduced gradients since the oldest pinned version, which a newcomer replays.
 """
 
+import logging
 from collections.abc import Awaitable, Callable, Iterable
 
+from shoal.peer.initial import InitialWeights, bare_layer
 from shoal.peer.pipeline.state import LayerState, StageState
 from shoal.peer.vectors import VECTORS, Vectors
 from shoal.protocol.endpoint import Endpoint
-from shoal.protocol.errors import Refused, RemoteError, Unreachable
+from shoal.protocol.errors import LocalError, Refused, RemoteError, Unreachable
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Done, StateChunk, StateChunkRequest, StateOffer, StateRequest
 from shoal.protocol.ports import Clock, Priority
+
+logger = logging.getLogger(__name__)
 
 PINNED_S = 30.0
 """A pin outlives its last request by this much."""
@@ -20,9 +24,11 @@ RANGE_CHUNKS = 4
 """What a chunk request asks for at most: 4 MiB, so that a round trip is small against the transfer."""
 TRAINED = -1
 """In place of a stored era: what is trained here now."""
+INITIAL = -2
+"""In place of a stored era: the parameters that the run begins with, as version 0 and without moments."""
 
 _Key = tuple[int, int]
-"""(stored era or `TRAINED`, version)."""
+"""(stored era, `TRAINED` or `INITIAL`, version)."""
 
 
 class _Pin:
@@ -60,6 +66,8 @@ class StateServer:
         self._current = current
         self._stored = stored
         self._pins: dict[_Key, _Pin] = {}
+        self.initial: InitialWeights | None = None
+        """Of the host, if its run does not begin from the seed."""
         endpoint.on(StateRequest, self._on_request)
         endpoint.on(StateChunkRequest, self._on_chunk_request)
 
@@ -90,6 +98,9 @@ class StateServer:
     async def _on_request(self, source: PeerID, message: StateRequest) -> StateOffer:
         self._forget_old()
         wanted = set(message.layers)
+        if message.stored_era == INITIAL:
+            bare = await self._begun_with(message.layers)
+            return self._offer((INITIAL, 0), bare.items(), wanted)
         if message.stored_era != TRAINED:
             layers = await self._stored(message.stored_era, message.version, message.layers)
             if not layers:
@@ -103,6 +114,16 @@ class StateServer:
         if message.version not in (-1, state.version):
             raise Refused(self._endpoint.peer_id, f"is at version {state.version}, not {message.version}")
         return self._offer((TRAINED, state.version), state.layers.items(), wanted)
+
+    async def _begun_with(self, keys: tuple[str, ...]) -> dict[str, LayerState]:
+        me = self._endpoint.peer_id
+        if self.initial is None:
+            raise Refused(me, "has not what the run begins with")
+        try:
+            return {key: bare_layer(param_N) for key, param_N in (await self.initial.read(keys)).items()}
+        except LocalError as error:
+            logger.error("cannot give what the run begins with: %s", error)
+            raise Refused(me, "cannot read what the run begins with") from error
 
     def _offer(self, key: _Key, layers: Iterable[tuple[str, LayerState]], wanted: set[str]) -> StateOffer:
         pin = self._pin(key, layers)

@@ -1,4 +1,4 @@
-"""The decoder as pure functions on dicts of tensors, in Hugging Face's Llama conventions.
+"""The decoder as pure functions on dicts of tensors, in Hugging Face's Llama (with experts: Mixtral) conventions.
 
 No modules: a layer's tensors are whatever version of them the caller hands in, stale, predicted or fresh.
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from shoal.peer.model.layout import EMBED, HEAD, layer_index
+from shoal.peer.model.mixture import LOCAL, Mixture, mixture_layer
 from shoal.protocol.spec import ModelSpec
 
 Params = Mapping[str, Tensor]
@@ -39,16 +40,25 @@ def embed(model: ModelSpec, params: Params, tokens_BT: Tensor) -> Tensor:
 
 
 def decoder_layer(
-    model: ModelSpec, index: int, params: Params, x_BTD: Tensor, rotary: Rotary, remember: Remember | None = None
+    model: ModelSpec,
+    index: int,
+    params: Params,
+    x_BTD: Tensor,
+    rotary: Rotary,
+    remember: Remember | None = None,
+    *,
+    mixture: Mixture = LOCAL,
 ) -> Tensor:
-    """Attention and SwiGLU with their residuals: [B, T, D] -> [B, T, D]. T is at most the context, and with what is
-    remembered 1 after the first call."""
+    """Attention and SwiGLU, or a mixture of them, with residuals: [B, T, D] -> [B, T, D]. T is at most the context, and
+    with what is remembered 1 after the first call."""
     at = f"model.layers.{index}."
     normed_BTD = functional.rms_norm(x_BTD, (model.dim,), params[at + "input_layernorm.weight"], model.norm_eps)
     x_BTD = x_BTD + _attention(model, at + "self_attn.", params, normed_BTD, rotary, remember)
     normed_BTD = functional.rms_norm(
         x_BTD, (model.dim,), params[at + "post_attention_layernorm.weight"], model.norm_eps
     )
+    if model.num_experts:
+        return x_BTD + mixture_layer(model, index, params, normed_BTD.flatten(0, 1), mixture).view_as(x_BTD)
     gate_BTF = functional.linear(normed_BTD, params[at + "mlp.gate_proj.weight"])
     up_BTF = functional.linear(normed_BTD, params[at + "mlp.up_proj.weight"])
     return x_BTD + functional.linear(functional.silu(gate_BTF) * up_BTF, params[at + "mlp.down_proj.weight"])
@@ -72,6 +82,8 @@ def run_layers(
     x: Tensor,
     rotary: Rotary,
     remember: Mapping[str, Remember] | None = None,
+    *,
+    mixture: Mixture = LOCAL,
 ) -> Tensor:
     """Chain the layers `keys`: a stage's forward. `remember`: by layer, for sampling.
 
@@ -85,7 +97,8 @@ def run_layers(
         elif key == HEAD:
             x = head(model, params, x)
         else:
-            x = decoder_layer(model, layer_index(key), params, x, rotary, remember[key] if remember else None)
+            remembered = remember[key] if remember else None
+            x = decoder_layer(model, layer_index(key), params, x, rotary, remembered, mixture=mixture)
     return x
 
 

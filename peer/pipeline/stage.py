@@ -10,6 +10,7 @@ B samples   T tokens   D width   N parameters of the stage, its layers' flat buf
 
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,7 @@ from shoal.peer.data.microbatch import validation_microbatch
 from shoal.peer.model import llama
 from shoal.peer.model.flop import backward_flop, forward_flop
 from shoal.peer.model.layout import HEAD, stage_layer_keys
+from shoal.peer.model.mixture import ExpertLoads, Experts, Mixture
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.pipeline.shard import Leaves, Shard
 from shoal.peer.pipeline.weights import WeightSet
@@ -29,6 +31,9 @@ from shoal.protocol.ports import Payload
 from shoal.protocol.spec import RunSpec
 
 logger = logging.getLogger(__name__)
+
+ExpertsOf = Callable[[Microbatch, Leaves], Experts]
+"""Who computes the experts when a microbatch passes the stage with those weights; asked again for each pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +60,22 @@ class StageRuntime(Shard):
 
     Args:
         corpus: stage 0 only.
+        experts_of: None: the stage's own, here.
     """
 
     def __init__(
-        self, spec: RunSpec, first_layer: int, last_layer: int, *, corpus: Corpus | None, device: torch.device
+        self,
+        spec: RunSpec,
+        first_layer: int,
+        last_layer: int,
+        *,
+        corpus: Corpus | None,
+        device: torch.device,
+        experts_of: ExpertsOf | None = None,
     ) -> None:
         super().__init__(spec, stage_layer_keys(spec.model, first_layer, last_layer), device=device)
+        self.expert_loads = ExpertLoads(spec.model.num_experts)
+        self._experts_of = experts_of
         self._corpus = corpus
         self._wire = ActivationWire(spec)
         self._rotary = llama.rotary_tables(spec.model, device)
@@ -82,7 +97,7 @@ class StageRuntime(Shard):
         weights, leaves = self._weights_of(microbatch)
         recomputes = self.spec.training.recomputes
         with torch.set_grad_enabled(not recomputes):
-            y_BTD = self._run(leaves, x)
+            y_BTD = self._run(microbatch, leaves, x, counts=True)
         kept = None if recomputes else _Forward(weights, leaves, y_BTD)
         self._contexts[microbatch] = _Context(x, kept, contributes)
         return self._wire.encode_activation(y_BTD.detach(), targets_BT)
@@ -97,7 +112,7 @@ class StageRuntime(Shard):
         """
         x, targets_BT = self._input(microbatch, payload)
         weights, leaves = self._weights_of(microbatch)
-        loss = self._loss(self._run(leaves, x), targets_BT)
+        loss = self._loss(self._run(microbatch, leaves, x, counts=True), targets_BT)
         self._collect(microbatch, weights, leaves, contributes)
         value = float(loss.detach())
         if math.isfinite(value):
@@ -114,7 +129,7 @@ class StageRuntime(Shard):
         weights, leaves = (kept.weights, kept.leaves) if kept else self._weights_of(microbatch)
         self._collect(microbatch, weights, leaves, context.contributes)
         if bool(grad_BTD.isfinite().all()):
-            y_BTD = kept.y_BTD if kept else self._run(leaves, context.x)
+            y_BTD = kept.y_BTD if kept else self._run(microbatch, leaves, context.x)
             y_BTD.backward(grad_BTD)  # type: ignore[no-untyped-call]
         else:
             logger.warning("microbatch %s came back with a gradient that is not finite: it counts as zero", microbatch)
@@ -125,7 +140,7 @@ class StageRuntime(Shard):
         """Forward at the committed version. Returns: the activation, or the loss at the last stage."""
         x, targets_BT = self._input(microbatch, payload)
         _, leaves = self._weights_of(microbatch)
-        y = self._run(leaves, x)
+        y = self._run(microbatch, leaves, x)
         if self.keys[-1] == HEAD:
             return float(self._loss(y, targets_BT))
         return self._wire.encode_activation(y, targets_BT)
@@ -147,8 +162,13 @@ class StageRuntime(Shard):
             tokens_BT, targets_BT = training_microbatch(self._corpus, self.spec, microbatch.step, microbatch.index)
         return tokens_BT.to(self.device), targets_BT.to(self.device)
 
-    def _run(self, leaves: Leaves, x: Tensor) -> Tensor:
-        return llama.run_layers(self.spec.model, self.keys, leaves, x, self._rotary)
+    def _run(self, microbatch: Microbatch, leaves: Leaves, x: Tensor, *, counts: bool = False) -> Tensor:
+        """`counts`: it is no validation, and no repetition of what was run before."""
+        mixture = Mixture(
+            experts=self._experts_of(microbatch, leaves) if self._experts_of else None,
+            loads=self.expert_loads if counts else None,
+        )
+        return llama.run_layers(self.spec.model, self.keys, leaves, x, self._rotary, mixture=mixture)
 
     def _loss(self, logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
         """NaN if a target is no token: a neighbour sent nonsense, and torch would raise, or lose its GPU's context."""

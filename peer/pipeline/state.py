@@ -4,6 +4,7 @@ Immutable by convention: an optimizer step makes new tensors. So a version that 
 a snapshot still uses lives as long as they hold it, and not a moment longer, and nobody counts references but Python.
 """
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,9 +14,11 @@ from torch import Tensor
 from xxhash import xxh3_128
 
 from shoal.kernels.optimizer import OPTIMIZERS, clip
-from shoal.peer.model.layout import init_layer, layer_layout
+from shoal.peer.model.layout import init_layer, layer_layout, unit_slices
 from shoal.peer.model.schedule import learning_rate
 from shoal.protocol.spec import RunSpec
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,17 +72,51 @@ def initial_state(spec: RunSpec, keys: tuple[str, ...], device: torch.device) ->
 
 
 def step_layer(spec: RunSpec, key: str, layer: LayerState, grad_N: Tensor, version: int) -> LayerState | None:
-    """One optimizer step from `version` with the reduced gradient, clipped by this layer's own norm.
+    """One optimizer step from `version` with the reduced gradient, clipped by the norm of each unit of this layer.
 
-    Returns: the layer at `version + 1`; None if the gradient is not finite, which no optimizer may see.
+    A unit whose gradient is not finite, which no optimizer may see, stays as it is. So a step of a layer is a step of
+    each of its units, whoever holds it: the same bits. `key` may be a unit's.
+    Returns: the layer at `version + 1`; None if no unit's gradient is finite.
     """
-    clipped_N, norm = clip(grad_N, clip_norm=spec.optimizer.clip_norm)
-    if not norm < float("inf"):  # also catches NaN
+    clipped_N, spoilt = clipped(spec, key, grad_N)
+    if clipped_N is None:
         return None
     param_N, moment1_N, moment2_N = OPTIMIZERS[spec.optimizer.name].step(
         layer.param_N, clipped_N, layer.moment1_N, layer.moment2_N, **hyperparameters(spec, key, version)
     )
-    return LayerState(param_N=param_N, moment1_N=moment1_N, moment2_N=moment2_N)
+    after = LayerState(param_N=param_N, moment1_N=moment1_N, moment2_N=moment2_N)
+    for unit in spoilt:
+        logger.warning("at version %d the gradient of %s was not finite: it stays as it is", version, unit)
+        for old_N, new_N, span in zip(layer.tensors, after.tensors, unit_spans(spec, key, unit), strict=True):
+            new_N[span] = old_N[span]
+    return after
+
+
+def clipped(spec: RunSpec, key: str, grad_N: Tensor) -> tuple[Tensor | None, tuple[str, ...]]:
+    """(the gradient of a layer as its step wants it, None if that would leave the layer alone; its spoilt units).
+
+    Each unit is clipped by its own norm, so that an expert's step needs nothing from whoever holds the rest of its
+    layer. A spoilt unit's gradient is not finite, and zero here.
+    """
+    slices = unit_slices(spec.model, key)
+    parts, spoilt = [], []
+    for unit, span in slices.items():
+        part_N, norm = clip(grad_N[span], clip_norm=spec.optimizer.clip_norm)
+        if not norm < float("inf"):  # also catches NaN
+            spoilt.append(unit)
+            part_N = torch.zeros_like(part_N)
+        parts.append(part_N)
+    if len(spoilt) == len(slices):
+        return None, tuple(spoilt)
+    return (parts[0] if len(parts) == 1 else torch.cat(parts)), tuple(spoilt)
+
+
+def unit_spans(spec: RunSpec, key: str, unit: str) -> tuple[slice, slice, slice]:
+    """Where a unit lies in each of the tensors of its layer's `LayerState`. An expert's part of the second moment is
+    empty with Muon, which has none for matrices."""
+    span = unit_slices(spec.model, key)[unit]
+    missing = layer_layout(spec.model, key).numel - moment2_numel(spec, key)  # the first so many elements have none
+    return span, span, slice(max(0, span.start - missing), max(0, span.stop - missing))
 
 
 def hyperparameters(spec: RunSpec, key: str, version: int) -> dict[str, Any]:

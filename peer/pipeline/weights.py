@@ -26,9 +26,8 @@ from weakref import WeakSet, WeakValueDictionary
 import torch
 from torch import Tensor
 
-from shoal.kernels.optimizer import clip
 from shoal.peer.pipeline.prediction import COMPENSATIONS, compensation
-from shoal.peer.pipeline.state import StageState, hyperparameters
+from shoal.peer.pipeline.state import StageState, clipped, hyperparameters
 from shoal.protocol.spec import RunSpec
 
 FRESHER: Final = 1.5
@@ -198,14 +197,13 @@ class Weights:
         params = {}
         for key, layer in state.layers.items():
             settings = hyperparameters(self._spec, key, state.version)
-            seen = [None if mean_N is None else self._clipped(mean_N[self._spans[key]]) for mean_N in seen_N]
+            seen = [None if mean_N is None else self._clipped(key, mean_N[self._spans[key]]) for mean_N in seen_N]
             params[key] = self._compensations[key].weights(layer, settings, staleness_steps, seen)
         return self._kept(WeightSet(params, state.version, num_seen))
 
-    def _clipped(self, gradient_N: Tensor) -> Tensor | None:
+    def _clipped(self, key: str, gradient_N: Tensor) -> Tensor | None:
         """As the step will; None if that would leave the layer alone, because it is not finite."""
-        clipped_N, norm = clip(gradient_N, clip_norm=self._spec.optimizer.clip_norm)
-        return clipped_N if norm < float("inf") else None
+        return clipped(self._spec, key, gradient_N)[0]
 
     def _kept(self, weights: WeightSet) -> WeightSet:
         self._alive.add(weights)

@@ -19,6 +19,7 @@ from shoal.protocol.errors import LocalError, RemoteError, TransportError, Unrea
 from shoal.protocol.identity import Identity, PeerID, public_key_of
 from shoal.protocol.invite import split_address
 from shoal.protocol.limits import ADDRESSES_MAX, CONTROL_BYTES_MAX, PEERS_MAX, PROTOCOL_VERSION
+from shoal.protocol.live.about import ABOUT_NAME, AboutAnswerer
 from shoal.protocol.live.daemon import Daemon
 from shoal.protocol.live.handshake import Greeter, Hello
 from shoal.protocol.live.inbox import Inbox
@@ -55,6 +56,7 @@ class LiveTransport:
         self._closing = False
         self._keeper: asyncio.Task[None] | None = None
         self._dials: set[asyncio.Task[bool]] = set()
+        self._about = AboutAnswerer(run=run, seen_at=self._seen_at)
         self._greeter = Greeter(identity=identity, run=run, addresses=self.addresses)
         prefix = f"/shoal/{PROTOCOL_VERSION}/{run}"
         self._call_name, self._frames_name = f"{prefix}/call", f"{prefix}/frames"
@@ -191,6 +193,7 @@ class LiveTransport:
     async def _set_up(self, p2p: Any) -> None:
         """Register with a fresh daemon and introduce it to everyone we know."""
         await p2p._client.add_unary_handler(self._call_name, self._answer)
+        await p2p._client.add_unary_handler(ABOUT_NAME, self._about.answer)
         await p2p.add_binary_stream_handler(self._frames_name, self._accept)
         await self._dial_everyone(p2p)
 
@@ -272,6 +275,12 @@ class LiveTransport:
 
     # Where peers are
 
+    async def _seen_at(self, peer: PeerID) -> tuple[str, ...]:
+        """Where its connections to us come from."""
+        p2p = await self._daemon.p2p()
+        infos = [info for info in await p2p.list_peers() if info.peer_id.to_base58() == peer]
+        return tuple(str(address) for info in infos for address in info.addrs)
+
     def _met(self, link: Link, hello: Hello) -> None:
         self._remember(link.peer, hello.addresses)
 
@@ -335,6 +344,16 @@ class LiveTransport:
 
 class _CallFailedError(Exception):
     """Says to the caller that we failed, and not how."""
+
+
+def dialable(addresses: Sequence[str]) -> tuple[str, ...]:
+    """Without those that are no addresses of peers: strangers told them, and they may be on our disk by now."""
+    kept = []
+    for address in addresses:
+        with suppress(TransportError):
+            _by_peer((address,))
+            kept.append(address)
+    return tuple(kept)
 
 
 def _by_peer(addresses: Sequence[str]) -> dict[PeerID, list[str]]:

@@ -3,7 +3,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from shoal.deploy.places import Running, announced, claim_first_free, claim_folder, last_running, state_root
+from shoal.deploy.places import (
+    Running,
+    all_running,
+    announced,
+    claim_first_free,
+    claim_folder,
+    last_running,
+    state_root,
+)
 from shoal.protocol.errors import LocalError
 
 
@@ -46,7 +54,13 @@ def test_a_run_is_found_only_while_it_lasts() -> None:
         found = last_running()
         assert found is not None
         assert found.invite == "shoal1abc"
+        assert found.folder == ""
     assert last_running() is None
+
+
+def test_a_note_says_where_the_peer_is(tmp_path: Path) -> None:
+    with announced("shoal1abc", tmp_path / "peer"):
+        assert [note.folder for note in all_running()] == [str(tmp_path / "peer")]
 
 
 def test_the_note_of_a_dead_process_is_swept() -> None:

@@ -1,12 +1,13 @@
 import math
 
+import msgspec
 import pytest
 import torch
 
 from shoal.kernels.optimizer import OPTIMIZERS, clip
 from shoal.peer.data.corpus import Corpus
 from shoal.peer.data.microbatch import microbatch
-from shoal.peer.model.layout import all_layer_keys, init_layer, layer_layout
+from shoal.peer.model.layout import all_layer_keys, init_layer, layer_layout, unit_slices
 from shoal.peer.model.llama import loss, rotary_tables, run_layers
 from shoal.peer.model.schedule import learning_rate
 from shoal.peer.single_process import StepLoss, train, validate
@@ -53,8 +54,10 @@ def train_flat(spec: RunSpec, corpus: Corpus, steps: int) -> list[tuple[float, f
             total += value.item()
         norms = []
         for key in keys:
-            grad_N, norm = clip(gradients[key] / M, clip_norm=o.clip_norm)
-            norms.append(norm)
+            slices = unit_slices(spec.model, key).values()
+            clipped = [clip(gradients[key][span] / M, clip_norm=o.clip_norm) for span in slices]
+            grad_N = torch.cat([part_N for part_N, _ in clipped])
+            norms += [norm for _, norm in clipped]
             param_N, moment1_N, moment2_N = state[key]
             state[key] = optimizer.step(
                 param_N,
@@ -92,6 +95,18 @@ def test_torchs_muon_and_ours_make_nearly_the_same_training() -> None:
     flat = [value for value, _ in train_flat(run, corpus(), 20)]
     assert plain == pytest.approx(flat, abs=0.02)
     assert plain[-1] < plain[0] - 1.0
+
+
+def test_a_model_with_experts_trains_alike_with_the_balance_added_and_entered_in_each_layer() -> None:
+    dense = spec("adamw", clip_norm=0.1)
+    tables = msgspec.to_builtins(dense)
+    tables["model"] |= {"num_experts": 4, "router_aux_loss": 0.5}
+    run = msgspec.convert(tables, RunSpec)
+    plain = list(train(run, corpus(), steps=12))
+    flat = train_flat(run, corpus(), 12)
+    assert [record.loss for record in plain] == pytest.approx([value for value, _ in flat], abs=1e-4)
+    assert [record.grad_norm for record in plain] == pytest.approx([norm for _, norm in flat], rel=1e-2)
+    assert plain[-1].loss < plain[0].loss - 0.5
 
 
 def test_it_learns_and_validation_says_so() -> None:

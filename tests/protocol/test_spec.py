@@ -1,4 +1,5 @@
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -8,6 +9,7 @@ from shoal.protocol.identity import PeerID
 from shoal.protocol.spec import (
     DataSpec,
     InitialSpec,
+    ModelSpec,
     RunSpec,
     TrainingSpec,
     decode_spec,
@@ -62,3 +64,34 @@ def test_initial_weights_need_a_digest_of_every_layer() -> None:
         RunSpec(initial=InitialSpec(source="/weights", digests=("00",) * 7))
     with pytest.raises(ValueError, match="come together"):
         InitialSpec(source="/weights")
+
+
+# --- experts ---
+
+
+def test_a_dense_run_is_named_as_before_there_were_experts() -> None:
+    """Its bytes, and so its id, have nothing of them."""
+    tables = msgspec.msgpack.decode(encode_spec(RunSpec()))
+    of_experts = {"num_experts", "experts_per_token", "router_aux_loss"}
+    assert list(tables["model"]) == [name for name in ModelSpec.__struct_fields__ if name not in of_experts]
+    assert msgspec.convert(tables, RunSpec) == RunSpec()
+    spec = RunSpec(model=ModelSpec(num_experts=4, experts_per_token=1, router_aux_loss=0.0))
+    assert decode_spec(encode_spec(spec)) == spec
+    assert run_id(spec, PeerID("owner")) != run_id(RunSpec(), PeerID("owner"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"num_experts": -1}, "num_experts must be in"),
+        ({"num_experts": 5000}, "num_experts must be in"),
+        ({"num_experts": 4, "experts_per_token": 5}, "experts_per_token must be in"),
+        ({"num_experts": 4, "experts_per_token": 0}, "experts_per_token must be in"),
+        ({"num_experts": 4, "router_aux_loss": -0.1}, "router_aux_loss must not be negative"),
+        ({"experts_per_token": 1}, "experts_per_token means nothing in a dense model"),
+        ({"router_aux_loss": 0.5}, "router_aux_loss means nothing in a dense model"),
+    ],
+)
+def test_experts_that_cannot_be_are_refused(fields: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        ModelSpec(**fields)

@@ -3,6 +3,7 @@
 import { byId, compact } from "./format.js";
 
 const HEIGHT = 176;
+const MARKS_TALL_MAX = 12;
 const [AT, , LOSS, VALIDATION, PACE, STALE] = [0, 1, 2, 3, 4, 5];
 
 export class Charts {
@@ -21,23 +22,24 @@ export class Charts {
       this.columns = [[], [], [], [], [], []];
     }
     for (const point of growth.points) point.forEach((value, index) => this.columns[index].push(value));
-    this.plans = changes.filter((change) => change.kind === "plan").map((change) => change.at_s);
+    // The role moves every minute: what is worth a mark is who came, went or moved.
+    this.plans = changes.filter((change) => change.kind === "plan" && !change.text.startsWith("hand-over")).map((change) => change.at_s);
   }
 
   // Drawing is dear: only what has changed, and only while somebody can see it.
   draw() {
     const style = getComputedStyle(document.documentElement);
-    const theme = ["--quiet", "--line", "--accent", "--second", "--ink"].map((name) => style.getPropertyValue(name).trim());
+    const theme = ["--quiet", "--line", "--accent", "--second"].map((name) => style.getPropertyValue(name).trim());
     const drawn = [theme, this.generation, this.columns[AT].length, this.plans.length, this.plans[0]].join();
     if (drawn === this.drawn) return;
-    if (!this.charts.length || this.drawn.split(",", 5).join() !== theme.join()) this.build(theme);
+    if (!this.charts.length || this.drawn.split(",", theme.length).join() !== theme.join()) this.build(theme);
     this.drawn = drawn;
     for (const chart of this.charts) chart.plot.setData([this.columns[AT], ...chart.of.map((index) => this.columns[index])]);
   }
 
   build(theme) {
     for (const chart of this.charts) chart.plot.destroy();
-    const [quiet, line, accent, second, ink] = theme;
+    const [quiet, line, accent, second] = theme;
     const font = "11px system-ui, sans-serif";
     const axis = { stroke: quiet, font, grid: { stroke: line, width: 1 }, ticks: { show: false } };
     const make = (id, of, series, range) => {
@@ -53,12 +55,16 @@ export class Charts {
           { ...axis, space: 64, size: 28, values: (u, splits) => splits.map((at) => clock(at, splits)) },
           { ...axis, size: 46, space: 34, values: (u, splits) => splits.map((value) => short(value)) },
         ],
-        series: [{ label: "at", value: (u, at) => (at === null ? "" : `${clock(at)} · step ${this.stepAt(u)}`) }, ...series],
+        series: [{ label: "at", value: (u, at) => (at === null ? "now" : `${clock(at)}, step ${this.stepAt(u)}`) }, ...series],
         hooks: { drawClear: [(u) => this.markPlans(u, quiet)] },
       }, [[], ...of.map(() => [])], target);
       this.charts.push({ plot, of, target });
     };
-    const number = (digits) => (u, value) => (value === null || value === undefined ? "" : digits === null ? compact(value) : value.toFixed(digits));
+    // Without a pointer the legend says the newest.
+    const number = (digits) => (u, value, series) => {
+      const said = value ?? (u.cursor.idx === null || u.cursor.idx === undefined ? newest(u.data[series]) : null);
+      return said === null ? "–" : digits === null ? compact(said) : said.toFixed(digits);
+    };
     const area = `${accent}22`;
     this.charts = [];
     make("chart-loss", [LOSS, VALIDATION], [
@@ -67,7 +73,6 @@ export class Charts {
     ], (u, low, high) => padded(low, high));
     make("chart-pace", [PACE], [{ label: "tokens/s", stroke: accent, fill: area, width: 1.5, points: { show: false }, value: number(null) }], (u, low, high) => [0, (high || 1) * 1.1]);
     make("chart-stale", [STALE], [{ label: "steps", stroke: accent, fill: area, width: 1.5, points: { show: false }, value: number(2) }], (u, low, high) => [0, Math.max(0.1, (high || 0) * 1.15)]);
-    void ink;
   }
 
   stepAt(plot) {
@@ -77,15 +82,16 @@ export class Charts {
 
   markPlans(plot, color) {
     const { ctx, bbox } = plot;
+    const height = this.plans.length > MARKS_TALL_MAX ? 7 * devicePixelRatio : bbox.height;
     ctx.save();
     ctx.strokeStyle = color;
-    ctx.globalAlpha = 0.35;
-    ctx.setLineDash([2 * devicePixelRatio, 4 * devicePixelRatio]);
+    ctx.globalAlpha = this.plans.length > MARKS_TALL_MAX ? 0.7 : 0.35;
+    if (height === bbox.height) ctx.setLineDash([2 * devicePixelRatio, 4 * devicePixelRatio]);
     ctx.beginPath();
     for (const at of this.plans) {
       const x = Math.round(plot.valToPos(at, "x", true)) + 0.5;
       if (x < bbox.left || x > bbox.left + bbox.width) continue;
-      ctx.moveTo(x, bbox.top);
+      ctx.moveTo(x, bbox.top + bbox.height - height);
       ctx.lineTo(x, bbox.top + bbox.height);
     }
     ctx.stroke();
@@ -98,6 +104,11 @@ export class Charts {
       if (width > 0 && width !== plot.width) plot.setSize({ width, height: HEIGHT });
     }
   }
+}
+
+function newest(values) {
+  for (let index = values.length - 1; index >= 0; index -= 1) if (values[index] !== null && values[index] !== undefined) return values[index];
+  return null;
 }
 
 function padded(low, high) {

@@ -6,8 +6,8 @@ from shoal.peer.model.layout import EMBED, HEAD, all_layer_keys
 from shoal.protocol.spec import ModelSpec
 
 
-def test_a_layer_costs_what_the_peer_counts_for_it():
-    model = ModelSpec(num_layers=3)
+@pytest.mark.parametrize("model", [ModelSpec(num_layers=3), ModelSpec(num_layers=3, num_experts=8)])
+def test_a_layer_costs_what_the_peer_counts_for_it(model):
     costs = layer_costs(model)
     middle = [key for key in all_layer_keys(model) if key not in (EMBED, HEAD)]
     assert middle

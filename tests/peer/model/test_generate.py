@@ -26,6 +26,17 @@ def test_greedy_text_is_the_likeliest_byte_each_time_beyond_the_context_too() ->
     assert len(got) == 12
 
 
+def test_a_model_with_experts_writes_with_what_it_remembers_too() -> None:
+    model = ModelSpec(dim=16, num_layers=2, num_heads=2, num_kv_heads=1, ffn_dim=24, context=8, num_experts=3)
+    params = {key: layer_layout(model, key).views(5 * init_layer(model, key, 1)) for key in KEYS}
+    text = b"def"
+    got = generate(model, params, text, 8, temperature=0)
+    for byte in got:
+        logits_BTV = run_layers(model, KEYS, params, torch.tensor([list(text[-8:])]), rotary_tables(model))
+        assert byte == int(logits_BTV[0, -1].argmax())
+        text += bytes([byte])
+
+
 def test_the_seed_decides_the_sample() -> None:
     first, again, other = (generate(MODEL, PARAMS, b"x", 20, temperature=1.0, seed=seed) for seed in (1, 1, 2))
     assert first == again

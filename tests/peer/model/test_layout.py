@@ -1,16 +1,20 @@
 import pytest
 import torch
 from blake3 import blake3
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.peer.model.layout import (
     all_layer_keys,
+    expert_key,
+    expert_slices,
     init_layer,
     layer_index,
     layer_layout,
     num_parameters,
     stage_layer_keys,
+    unit_keys,
+    unit_slices,
 )
 from shoal.protocol.spec import ModelSpec
 
@@ -87,6 +91,7 @@ def test_gradients_of_leaves_add_up_in_the_flat_buffer() -> None:
     assert not flat_N.requires_grad
 
 
+@settings(deadline=None)  # nothing here is about time, and the machine may be busy
 @given(seed=st.integers(0, 2**63 - 1), key=st.sampled_from(all_layer_keys(MODEL)))
 def test_init_is_a_pure_function_of_seed_and_key(seed: int, key: str) -> None:
     flat_N = init_layer(MODEL, key, seed)
@@ -119,3 +124,73 @@ def test_init_has_the_documented_deviations() -> None:
 def test_num_parameters_counts_every_layer() -> None:
     per_layer = 2 * 32 * 32 + 2 * 16 * 32 + 3 * 48 * 32 + 2 * 32
     assert num_parameters(MODEL) == 4 * per_layer + 2 * 256 * 32 + 32
+
+
+# --- layers with experts ---
+
+MIXTURE = ModelSpec(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=48, context=16, num_experts=3)
+
+
+def test_experts_are_units_one_behind_the_other_and_the_trunk_is_the_rest() -> None:
+    assert unit_keys(MIXTURE, "layers.1") == (*(f"layers.1.experts.{e}" for e in range(3)), "layers.1.trunk")
+    slices = unit_slices(MIXTURE, "layers.1")
+    size = 3 * 48 * 32
+    assert expert_slices(MIXTURE, "layers.1") == (slice(0, size), slice(size, 2 * size), slice(2 * size, 3 * size))
+    assert slices["layers.1.trunk"] == slice(3 * size, layer_layout(MIXTURE, "layers.1").numel)
+    for key in ("embed", "head"):
+        assert unit_slices(MIXTURE, key) == {key: slice(0, layer_layout(MIXTURE, key).numel)}
+        assert expert_slices(MIXTURE, key) == ()
+    assert unit_keys(MODEL, "layers.1") == ("layers.1",)
+
+
+def test_a_unit_has_the_layout_and_the_first_values_of_its_part_of_the_layer() -> None:
+    layer = layer_layout(MIXTURE, "layers.1")
+    flat_N = init_layer(MIXTURE, "layers.1", 5)
+    views = layer.views(flat_N)
+    names: list[str] = []
+    for unit, span in unit_slices(MIXTURE, "layers.1").items():
+        layout = layer_layout(MIXTURE, unit)
+        assert torch.equal(flat_N[span], init_layer(MIXTURE, unit, 5))
+        for name, view in layout.views(flat_N[span]).items():
+            assert view.data_ptr() == views[name].data_ptr()
+        is_expert = ".experts." in unit
+        assert layout.num_decayed == (layout.numel if is_expert else layout.numel - 64)
+        assert sum(rows * columns for _, rows, columns in layout.matrices) == layout.num_decayed
+        names += layout.names
+    assert tuple(names) == layer.names
+    assert sum(rows * columns for _, rows, columns in layer.matrices) == layer.num_decayed
+
+
+def test_names_and_shapes_are_mixtrals() -> None:
+    shapes = dict(zip(layer_layout(MIXTURE, "layers.0").names, layer_layout(MIXTURE, "layers.0").shapes, strict=True))
+    at = "model.layers.0.block_sparse_moe."
+    assert shapes[at + "gate.weight"] == (3, 32)
+    assert [shapes[f"{at}experts.2.{w}.weight"] for w in ("w1", "w2", "w3")] == [(48, 32), (32, 48), (48, 32)]
+    assert not [name for name in shapes if ".mlp." in name]
+    assert len(shapes) == 4 + 1 + 9 + 2
+
+
+def test_experts_start_differently_and_those_that_write_into_the_residual_small() -> None:
+    model = ModelSpec(num_experts=2)
+    first, second = (init_layer(model, expert_key("layers.2", expert), 0) for expert in range(2))
+    assert not torch.equal(first, second)
+    views = layer_layout(model, "layers.2.experts.1").views(second)
+    deviations = {name.split(".")[-2]: view.std().item() for name, view in views.items()}
+    assert deviations["w1"] == pytest.approx(0.02, rel=0.02)
+    assert deviations["w3"] == pytest.approx(0.02, rel=0.02)
+    assert deviations["w2"] == pytest.approx(0.02 / 12**0.5, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "key", ["layers.0.experts.3", "layers.0.experts.-1", "layers.0.experts.01", "layers.0.experts", "layers.0.x",
+            "layers.2.trunk", "layers.0.", "embed.trunk"],
+)  # fmt: skip
+def test_an_unknown_unit_is_refused(key: str) -> None:
+    with pytest.raises(ValueError, match="decoder layer"):
+        layer_layout(MIXTURE, key)
+
+
+def test_a_dense_model_has_no_units() -> None:
+    for key in ("layers.0.trunk", "layers.0.experts.0"):
+        with pytest.raises(ValueError, match="0 experts"):
+            layer_layout(MODEL, key)

@@ -325,10 +325,10 @@ def test_a_round_that_begins_while_a_job_runs_gets_a_sum_that_the_job_does_not_c
         if not handed_out:
             handed_out.extend([runtime.gradient_sum(0), runtime.gradient_sum(0).clone()])
 
-    def run_layers(*args: Any) -> Any:
+    def run_layers(*args: Any, **kwargs: Any) -> Any:
         if "backward" not in job:
             begin_round()
-        return plain(*args)
+        return plain(*args, **kwargs)
 
     sent = first.forward(m, None) if job != "forward" else bytearray()
     if job == "backward":

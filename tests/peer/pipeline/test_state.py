@@ -1,13 +1,14 @@
 """N parameters of a layer"""
 
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import pytest
 import torch
 
-from shoal.peer.model.layout import all_layer_keys, layer_layout
-from shoal.peer.pipeline.state import LayerState, StageState, initial_state, step_layer
+from shoal.peer.model.layout import all_layer_keys, layer_layout, unit_slices
+from shoal.peer.pipeline.state import LayerState, StageState, initial_state, step_layer, unit_spans
 from shoal.protocol.spec import RunSpec
 
 CPU = torch.device("cpu")
@@ -81,3 +82,64 @@ def test_sgd_keeps_no_second_moment_and_still_has_a_digest(tiny_spec: RunSpec) -
     assert layer.moment2_N.numel() == 0
     assert layer.moment1_N.numel() == layer_layout(spec.model, KEY).numel
     assert layer.digest() == stepped(spec, 1).digest()
+
+
+# --- units of a layer with experts ---
+
+
+def with_experts(spec: RunSpec, optimizer: str = "adamw", **fields: Any) -> RunSpec:
+    tables = msgspec.to_builtins(spec)
+    tables["model"] |= {"num_experts": 3}
+    tables["optimizer"] |= {"name": optimizer, "clip_norm": 0.5, **fields}
+    return msgspec.convert(tables, RunSpec)
+
+
+def part_of(spec: RunSpec, layer: LayerState, unit: str) -> LayerState:
+    spans = unit_spans(spec, KEY, unit)
+    tensors = [tensor[span] for tensor, span in zip(layer.tensors, spans, strict=True)]
+    return LayerState(param_N=tensors[0], moment1_N=tensors[1], moment2_N=tensors[2])
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "nadam", "muon"])
+def test_a_step_of_a_layer_is_a_step_of_each_unit_by_itself(tiny_spec: RunSpec, optimizer: str) -> None:
+    """Bit for bit: so whoever holds one expert steps it as its mates do who hold the layer."""
+    spec = with_experts(tiny_spec, optimizer)
+    slices = unit_slices(spec.model, KEY)
+    assert len(slices) == 4
+    layer = initial_state(spec, (KEY,), CPU).layers[KEY]
+    units = initial_state(spec, tuple(slices), CPU).layers
+    generator = torch.Generator().manual_seed(0)
+    for version in range(3):
+        grad_N = torch.randn(layer.param_N.shape, generator=generator)
+        for i, span in enumerate(slices.values()):
+            grad_N[span] *= 1e-4 * 10**i  # some are clipped, and some are not
+        after = step_layer(spec, KEY, layer, grad_N, version)
+        assert after is not None
+        layer = after
+        for unit, span in slices.items():
+            assert part_of(spec, layer, unit).digest() != units[unit].digest()
+            stepped_unit = step_layer(spec, unit, units[unit], grad_N[span], version)
+            assert stepped_unit is not None
+            units = {**units, unit: stepped_unit}
+            assert part_of(spec, layer, unit).digest() == stepped_unit.digest(), unit
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "muon"])
+@pytest.mark.parametrize("spoilt", ["layers.1.experts.0", "layers.1.experts.2", "layers.1.trunk"])
+def test_a_unit_with_a_gradient_that_is_not_finite_stays_and_the_others_step(
+    tiny_spec: RunSpec, spoilt: str, optimizer: str
+) -> None:
+    spec = with_experts(tiny_spec, optimizer)
+    layer = stepped(spec, 1)
+    grad_N = torch.ones_like(layer.param_N)
+    grad_N[unit_slices(spec.model, KEY)[spoilt].start + 5] = float("nan")
+    after = step_layer(spec, KEY, layer, grad_N, 1)
+    assert after is not None
+    assert all(bool(tensor.isfinite().all()) for tensor in after.tensors)
+    same = [
+        unit
+        for unit in unit_slices(spec.model, KEY)
+        if part_of(spec, after, unit).digest() == part_of(spec, layer, unit).digest()
+    ]
+    assert same == [spoilt]
+    assert step_layer(spec, KEY, layer, torch.full_like(grad_N, float("inf")), 1) is None

@@ -1,0 +1,75 @@
+"""`shoal doctor`: which side is at fault, and what to do."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shoal.deploy import places
+from shoal.deploy.addresses import listen_addresses
+from shoal.deploy.commands.options import (
+    DEFAULT_LISTEN,
+    EXIT_FAILED,
+    Device,
+    Listen,
+    StateDir,
+    Verbose,
+    examples,
+    start_logging,
+)
+from shoal.protocol.invite import Invite, parse_invite
+
+if TYPE_CHECKING:
+    from shoal.deploy.doctor.diagnosis import Diagnosis
+
+
+@examples(
+    "shoal doctor  # this machine, and the run that is up here if there is one",
+    "shoal doctor shoal1…  # and the way to this run: clock, ports, DNS, version, host",
+    "shoal doctor shoal1… --listen :4001  # whether others can connect to this port",
+    "shoal doctor --json  # for a script; exit code 1 if something keeps this machine out",
+)
+def doctor(
+    invite: Annotated[str | None, typer.Argument(help="Of the run to reach. Default: one that is up here.")] = None,
+    listen: Listen = DEFAULT_LISTEN,
+    state_dir: StateDir = None,
+    device: Device = "auto",
+    json: Annotated[bool, typer.Option("--json", help="Everything, as JSON.")] = False,
+    verbose: Verbose = False,
+) -> None:
+    """Say what keeps this machine out of a run, and whose it is to mend."""
+    note = places.last_running() if invite is None else None
+    text = note.invite if note is not None else invite
+    found = parse_invite(text) if text else None
+    start_logging(verbose)
+    from shoal.deploy.doctor.view import as_json, lines
+
+    diagnosis = diagnosis_of(found, listen=listen_addresses(listen), state_dir=state_dir, device=device)
+    if json:
+        import msgspec
+
+        typer.echo(msgspec.json.encode(as_json(diagnosis)).decode())
+    else:
+        for line in lines(diagnosis):
+            typer.echo(line)
+    if diagnosis.main is not None:
+        raise typer.Exit(EXIT_FAILED)
+
+
+def diagnosis_of(invite: Invite | None, *, listen: tuple[str, ...], state_dir: Path | None, device: str) -> "Diagnosis":
+    """Look at the machine, and at the way to the invite's run."""
+    from shoal.deploy.doctor.diagnosis import diagnose
+    from shoal.deploy.doctor.probes import LiveProbes, examine
+    from shoal.deploy.known_peers import all_known
+    from shoal.protocol.live.run import run
+    from shoal.protocol.live.transport import dialable
+
+    more = dialable(all_known(places.state_root(), invite.run)) if invite else ()
+    looking = examine(
+        LiveProbes(listen),
+        invite=invite,
+        folder=state_dir or places.state_root(),
+        wants_cuda=device.startswith("cuda"),
+        more=more,
+    )
+    return diagnose(run(looking))

@@ -1,0 +1,77 @@
+"""`shoal leave`: ask the peer that runs here to drain and end."""
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shoal.deploy import places
+from shoal.deploy.commands.options import EXIT_FAILED, Running, examples, running_here
+from shoal.protocol.errors import LocalError
+
+if TYPE_CHECKING:
+    import psutil
+
+_LOOK_S = 0.1
+_DRAIN_S_MAX = 120.0
+"""A drain takes half a minute at most, and ends with a last validation."""
+
+
+@examples(
+    "shoal leave  # finish what is in flight, say good-bye, end",
+    "shoal leave --all  # every peer of this user on this machine",
+    "shoal leave --now  # without waiting for work in flight",
+)
+def leave(
+    state_dir: Running = None,
+    everyone: Annotated[
+        bool, typer.Option("--all", help="All peers that run here, not only the last started.")
+    ] = False,
+    now: Annotated[bool, typer.Option("--now", help="Do not finish what is in flight: others do it again.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Say who left as JSON.")] = False,
+) -> None:
+    """Ask the peer that runs here to drain and end."""
+    import msgspec
+    import psutil
+
+    from shoal.deploy.control_socket import ask
+
+    notes = places.all_running()
+    folder = None if everyone else running_here(state_dir).resolve()
+    leaving = [note for note in notes if note.folder and (everyone or str(folder) == note.folder)]
+    if not leaving:
+        raise LocalError("no peer runs on this machine" if folder is None else f"no peer runs in {folder}")
+    processes = []
+    for note in leaving:
+        ask(Path(note.folder), "leave", drains=not now)
+        try:
+            processes.append(psutil.Process(note.pid))
+        except psutil.NoSuchProcess:
+            continue  # as quick as that
+        if not json:
+            typer.echo(f"leaving: the peer in {note.folder} finishes what is in flight")
+    still = _wait(processes)
+    if json:
+        left = [{"folder": note.folder, "left": all(note.pid != late.pid for late in still)} for note in leaving]
+        typer.echo(msgspec.json.encode(left).decode())
+    for process in still:
+        typer.echo(f"process {process.pid} has not ended in {_DRAIN_S_MAX:.0f} s: `shoal leave --now` again", err=True)
+    if still:
+        raise typer.Exit(EXIT_FAILED)
+
+
+def _wait(processes: "list[psutil.Process]") -> "list[psutil.Process]":
+    """Those that have not ended in time. One that only its parent has not noticed yet has."""
+    import psutil
+
+    def ended(process: psutil.Process) -> bool:
+        try:
+            return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
+
+    deadline = time.monotonic() + _DRAIN_S_MAX
+    while (still := [process for process in processes if not ended(process)]) and time.monotonic() < deadline:
+        time.sleep(_LOOK_S)
+    return still

@@ -1,0 +1,46 @@
+// Puts the page together: one update a second, drawn while somebody looks.
+
+import { Charts } from "./charts.js";
+import { byId, say } from "./format.js";
+import { connect } from "./live.js";
+import { contribution, Everyone, headline, history, tiles } from "./panels.js";
+import { Picture } from "./picture.js";
+
+const charts = new Charts(), picture = new Picture(), everyone = new Everyone();
+const LINKS = { connecting: "connecting", live: "live", lost: "lost, looking for it" };
+let view = null;
+
+function draw() {
+  if (view === null || document.visibilityState === "hidden") return;
+  headline(view);
+  tiles(view);
+  picture.draw(view);
+  contribution(view);
+  charts.draw();
+  history(view);
+  everyone.draw(view);
+}
+
+contribution.again = draw;
+
+byId("theme").addEventListener("click", () => {
+  window.nextTheme();
+  theme();
+  draw();
+});
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+document.addEventListener("visibilitychange", draw);
+
+function theme() {
+  say(byId("theme").firstElementChild, document.documentElement.dataset.theme);
+}
+
+theme();
+connect((update) => {
+  view = update.view;
+  charts.take(update.curves, view.changes);
+  draw();
+}, (link) => {
+  document.body.dataset.link = link;
+  say(byId("link").querySelector("b"), LINKS[link]);
+});

@@ -1,0 +1,284 @@
+"""From findings to sentences: which side is at fault, and what to do. Pure, so that every diagnosis has a test.
+
+`diagnose` asks the machine, then the network from our own plug outwards, then the run. Where a cause explains the
+symptoms behind it, only the cause is said: without a network nobody is told that the host is down.
+"""
+
+import ipaddress
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from shoal.deploy.doctor.findings import AddressFound, Dial, Findings, NetworkFound, PeerFound
+from shoal.deploy.doctor.machine import machine_problems
+from shoal.deploy.doctor.problem import Problem
+from shoal.deploy.doctor.split import split_of
+from shoal.protocol.limits import PROTOCOL_VERSION
+
+CLOCK_S_MAX = 3.0
+"""hivemind refuses records of a node whose clock differs by more."""
+_CLOCK_UNEASY_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """`problems` in the order in which to solve them, those that keep us out first; `fine` says what was found well."""
+
+    problems: tuple[Problem, ...]
+    fine: tuple[str, ...]
+
+    @property
+    def main(self) -> Problem | None:
+        """What keeps us out, if anything does."""
+        return next((problem for problem in self.problems if problem.fatal), None)
+
+
+def diagnose(findings: Findings) -> Diagnosis:
+    problems = [*machine_problems(findings.machine, wants_cuda=findings.wants_cuda), *_network_problems(findings)]
+    ordered = sorted(problems, key=lambda problem: not problem.fatal)  # stable: else as they were found
+    return Diagnosis(problems=tuple(ordered), fine=tuple(_fine(findings, {problem.code for problem in problems})))
+
+
+def _network_problems(findings: Findings) -> Iterator[Problem]:
+    network = findings.network
+    if network.daemon_error:
+        yield Problem(
+            code="network-daemon",
+            side="you",
+            sentence=f"the network part of shoal does not start on this machine: {network.daemon_error}",
+            remedy="give another port with --listen, or free it; if it is not about a port, run again with --verbose",
+        )
+        return
+    if network.online is False:
+        yield Problem(
+            code="offline",
+            side="you",
+            sentence="this machine has no network: no interface has an address that leads anywhere",
+            remedy="plug it in or connect to the Wi-Fi, and try again",
+        )
+        return
+    reached = [peer for peer in network.peers if peer.speaks]
+    if network.addresses and not reached:
+        yield _nobody_answers(network)
+        return
+    if reached and all(peer.mute for peer in reached):
+        yield Problem(
+            code="mute",
+            side="host",
+            sentence=f"the peers of the invite take connections and answer nothing ({reached[0].mute})",
+            remedy="their process hangs, is suspended or far too busy: ask the host to look, or another member for an "
+            "invite (`shoal invite`)",
+        )
+        return
+    yield from _run_problems(findings, reached)
+    yield from _clock_problems(findings, reached)
+    yield from _reachability_problems(network, reached)
+
+
+# --- nobody answers ---
+
+
+def _nobody_answers(network: NetworkFound) -> Problem:
+    """Why none of the invite's addresses leads to a peer: of several reasons the one that is nearest to success."""
+    by_dial = {dial: [address for address in network.addresses if address.dial is dial] for dial in Dial}
+    if answering := by_dial[Dial.ANSWERS]:
+        return Problem(
+            code="bootstrap-down",
+            side="host",
+            sentence=f"the peers of the invite are gone: somebody else answers at {_places(answering)}",
+            remedy="ask for a fresh invite: any member's `shoal invite` prints one",
+        )
+    if refusing := by_dial[Dial.REFUSED]:
+        return Problem(
+            code="bootstrap-down",
+            side="host",
+            sentence=f"the peers of the invite are not up: nothing listens on {_places(refusing)}",
+            remedy="ask the host to start it again, or any member for a fresh invite (`shoal invite`)",
+        )
+    if named := by_dial[Dial.NO_NAME]:
+        names = ", ".join(sorted({address.host for address in named}))
+        return Problem(
+            code="dns",
+            side="you" if all(_is_name(address) for address in network.addresses) else "host",
+            sentence=f"the name {names} leads to no address",
+            remedy="see whether this machine resolves other names (`getent hosts python.org`): if it does, the host "
+            "must put the name right; if not, this machine's DNS is at fault",
+        )
+    if all(_is_private(address) for address in network.addresses):
+        return Problem(
+            code="nat-without-relay",
+            side="host",
+            sentence=f"the invite has only addresses of the host's own network ({_places(network.addresses)}): the "
+            "host is behind a router (NAT), and no relay leads to it",
+            remedy="join from that network; or let the host's router forward a port, and the host start with "
+            "`--listen :4001 --announce PUBLIC-ADDRESS:4001` and send a fresh invite",
+        )
+    if by_dial[Dial.SILENT]:
+        port = by_dial[Dial.SILENT][0].port
+        return Problem(
+            code="port-closed",
+            side="host",
+            sentence=f"nothing comes back from {_places(by_dial[Dial.SILENT])}: a firewall or a router keeps the port "
+            "closed, or the machine is off",
+            remedy=f"the host must let TCP port {port} in (firewall, and forwarding on the router), or be switched on; "
+            "a network that lets nothing out but web pages does the same on your side",
+        )
+    return Problem(
+        code="no-route",
+        side="you",
+        sentence=f"this machine's network knows no way to {_places(network.addresses)}",
+        remedy="check the network connection, a VPN, and whether it has IPv6 if the addresses are of that kind",
+    )
+
+
+def _places(addresses: Sequence[AddressFound]) -> str:
+    return ", ".join(dict.fromkeys(f"{address.host} port {address.port}" for address in addresses))
+
+
+def _ip(address: AddressFound) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(address.host)
+    except ValueError:
+        return None
+
+
+def _is_name(address: AddressFound) -> bool:
+    return _ip(address) is None
+
+
+def _is_private(address: AddressFound) -> bool:
+    ip = _ip(address)
+    return ip is not None and not ip.is_global
+
+
+# --- somebody answers ---
+
+
+def _run_problems(findings: Findings, reached: Sequence[PeerFound]) -> Iterator[Problem]:
+    """Version, run, spec and whether it is one swarm."""
+    invite = findings.invite
+    if invite is None or not reached:
+        return
+    versions = {peer.protocol_version for peer in reached if peer.protocol_version is not None}
+    if versions and PROTOCOL_VERSION not in versions:
+        yield _other_version(max(versions), next(peer.shoal for peer in reached if peer.shoal or peer.protocol_version))
+        return
+    runs = {peer.run for peer in reached if peer.run is not None}
+    if runs and invite.run not in runs:
+        yield Problem(
+            code="wrong-run",
+            side="host",
+            sentence=f"the peers of the invite are up, but take part in run {', '.join(sorted(runs))} and not in "
+            f"{invite.run}: the host has started another one since",
+            remedy="ask for a fresh invite: any member's `shoal invite` prints one",
+        )
+        return
+    if findings.network.record_found is False:
+        yield Problem(
+            code="no-record",
+            side="host",
+            sentence="the peers of the invite are up and in this run, but its spec is not on the directory",
+            remedy="try again in half a minute: the host may just have started; if it stays so, its clock is off "
+            "(`shoal doctor` there says it)",
+        )
+    if (split := split_of(findings.network.views)) is not None:
+        yield split
+
+
+def _other_version(theirs: int, shoal: str) -> Problem:
+    newer = theirs > PROTOCOL_VERSION
+    called = f" (shoal {shoal})" if shoal else ""
+    return Problem(
+        code="protocol-version",
+        side="you" if newer else "host",
+        sentence=f"the run speaks protocol version {theirs}{called}, this shoal speaks {PROTOCOL_VERSION}: "
+        f"{'ours' if newer else 'theirs'} is the older one",
+        remedy="upgrade shoal here" if newer else "the host must upgrade and start anew, or you install their version",
+    )
+
+
+def _clock_problems(findings: Findings, reached: Sequence[PeerFound]) -> Iterator[Problem]:
+    ahead_s = sorted(peer.ahead_s for peer in reached if peer.ahead_s is not None)
+    if not ahead_s:
+        return
+    middle_s = statistics.median(ahead_s)
+    far_off = abs(middle_s) > CLOCK_S_MAX
+    if far_off or abs(middle_s) > _CLOCK_UNEASY_S:
+        # One other clock may itself be wrong, and is, if a time service keeps ours.
+        theirs = findings.machine.clock_synchronised is True and len(ahead_s) == 1
+        how = f"{abs(middle_s):.1f} s {'ahead of' if middle_s > 0 else 'behind'}"
+        whose = f"the host's clock is {abs(middle_s):.1f} s {'behind' if middle_s > 0 else 'ahead of'} ours"
+        yield Problem(
+            code="clock",
+            side="host" if theirs else "you",
+            sentence=f"{whose}, which a time service keeps" if theirs else f"this machine's clock is {how} the others'",
+            remedy=("the host must switch" if theirs else "switch") + " the time service on: "
+            "`sudo timedatectl set-ntp true`, or `sudo chronyc makestep`",
+            fatal=far_off,
+        )
+        return
+    odd = [peer for peer in reached if peer.ahead_s is not None and abs(peer.ahead_s - middle_s) > CLOCK_S_MAX]
+    for peer in odd:
+        yield Problem(
+            code="clock",
+            side="host",
+            sentence=f"the clock of peer {peer.peer[-8:]} is {abs(peer.ahead_s or 0.0):.1f} s off: the others refuse "
+            "its records",
+            remedy="whoever runs it must switch the time service on: `sudo timedatectl set-ntp true`",
+            fatal=False,
+        )
+
+
+def _reachability_problems(network: NetworkFound, reached: Sequence[PeerFound]) -> Iterator[Problem]:
+    """Not fatal: we still reach those who can be reached."""
+    called_back = [peer.called_back for peer in reached if peer.called_back is not None]
+    if not called_back or any(called_back) or network.relayed:
+        return
+    port = network.port or 4001
+    own = [ipaddress.ip_address(address) for address in network.own_addresses]
+    version = 4 if any(ip.version == 4 for ip in own) else 6
+    if not any(ip.is_global for ip in own if ip.version == version):
+        yield Problem(
+            code="nat-without-relay",
+            side="you",
+            sentence=f"nobody can connect to this machine: it is behind a router (NAT) that lets nothing in to port "
+            f"{port}, and no relay leads around it",
+            remedy="let the router forward TCP port 4001 here and join with `--listen :4001 --announce "
+            "PUBLIC-ADDRESS:4001`; without that you work only with peers that can be reached",
+            fatal=False,
+        )
+    else:
+        yield Problem(
+            code="port-closed",
+            side="you",
+            sentence=f"nobody can connect to this machine: a firewall keeps port {port} closed",
+            remedy="open one, such as `sudo ufw allow 4001/tcp`, and join with `--listen :4001`",
+            fatal=False,
+        )
+
+
+# --- what is well ---
+
+
+def _fine(findings: Findings, wrong: set[str]) -> Iterator[str]:
+    machine, network = findings.machine, findings.network
+    if machine.folder and not wrong & {"disk-full", "disk-not-writable"} and machine.disk_free_bytes is not None:
+        yield f"disk: {machine.disk_free_bytes / 1e9:.0f} GB free in {machine.folder}"
+    if machine.memory_free_bytes is not None and "memory" not in wrong:
+        yield f"memory: {machine.memory_free_bytes / 1e9:.1f} GB free"
+    if machine.gpu.usable:
+        yield f"GPU: {machine.gpu.usable}, driver {machine.gpu.driver or 'unknown'}, torch {machine.gpu.torch_version}"
+    elif machine.gpu.present is False and not findings.wants_cuda:
+        yield "GPU: none of NVIDIA's, so this machine computes on its CPU"
+    if network.online and not network.daemon_error:
+        yield f"network: up, {', '.join(network.own_addresses[:3])}"
+    reached = [peer for peer in network.peers if peer.speaks]
+    if reached:
+        yield f"peers: {len(reached)} of the invite's answer"
+    offsets = [abs(peer.ahead_s) for peer in reached if peer.ahead_s is not None]
+    if offsets and "clock" not in wrong:
+        yield f"clock: within {max(offsets):.1f} s of theirs"
+    if reached and findings.invite and not wrong & {"protocol-version", "wrong-run"}:
+        yield f"run: {findings.invite.run}, protocol {PROTOCOL_VERSION}"
+    if any(peer.called_back for peer in reached):
+        yield f"port: others can connect to this machine on {network.port}"

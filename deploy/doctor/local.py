@@ -1,0 +1,156 @@
+"""What a machine says of itself: GPU, clock, disk, memory, network. Blocking, and Linux's where it must be."""
+
+import ctypes
+import ipaddress
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
+
+import psutil
+
+from shoal.deploy.doctor.findings import GpuFound, MachineFound
+
+_NVIDIA = "0x10de"
+_DISPLAY = "0x03"
+"""PCI class of display and 3D controllers."""
+_CLOCK_UNSYNCHRONISED = 0x40
+"""STA_UNSYNC of adjtimex(2)."""
+_TIMEX_BYTES = 208
+_TIMEX_STATUS_OFFSET = 40
+"""struct timex on 64-bit Linux: modes, offset, freq, maxerror, esterror, status; each but the last in 8 bytes."""
+
+
+def machine(folder: Path, *, root: Path = Path("/")) -> MachineFound:
+    """Args:
+    root: where /sys and /proc are.
+    """
+    free_bytes, error = disk(folder)
+    return MachineFound(
+        gpu=gpu(root),
+        clock_synchronised=clock_synchronised(),
+        folder=str(folder),
+        folder_error=error,
+        disk_free_bytes=free_bytes,
+        memory_free_bytes=memory_free_bytes(root),
+    )
+
+
+def gpu(root: Path = Path("/")) -> GpuFound:
+    present, driver = nvidia(root)
+    try:
+        import torch
+    except Exception as error:  # a broken installation raises what it likes
+        return GpuFound(present=present, driver=driver, torch_version="", torch_error=_one_line(error))
+    usable, why = 0, ""
+    if torch.version.cuda:
+        try:
+            usable = torch.cuda.device_count() if torch.cuda.is_available() else 0
+            if not usable and present:
+                torch.cuda.init()  # type: ignore[no-untyped-call]  # says why not
+        except Exception as error:
+            why = _one_line(error)
+    return GpuFound(
+        present=present,
+        driver=driver,
+        torch_version=str(torch.__version__),
+        torch_cuda=torch.version.cuda or "",
+        torch_error=why,
+        usable=usable,
+    )
+
+
+def nvidia(root: Path = Path("/")) -> tuple[bool | None, str | None]:
+    """Whether a GPU of NVIDIA's is on the bus, and the driver's version (empty: not loaded); None: nobody can tell."""
+    driver = root / "proc/driver/nvidia/version"
+    try:
+        text = driver.read_text()
+        match = re.search(r"Module[^\n]*?\s(\d+\.[\d.]+)", text)
+        version = match[1] if match else "unknown"
+        return True, version
+    except OSError:
+        pass
+    devices = root / "sys/bus/pci/devices"
+    if not devices.is_dir():
+        return None, None
+    for device in devices.iterdir():
+        try:
+            vendor, kind = (device / "vendor").read_text().strip(), (device / "class").read_text().strip()
+        except OSError:
+            continue
+        if vendor == _NVIDIA and kind.startswith(_DISPLAY):
+            return True, ""
+    return False, ""
+
+
+def disk(folder: Path) -> tuple[int | None, str]:
+    """Bytes free where `folder` is or would be, and why nothing can be written there (empty: it can)."""
+    there = folder
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    try:
+        free_bytes = shutil.disk_usage(there).free
+    except OSError as error:
+        return None, error.strerror or str(error)
+    try:
+        if not there.is_dir():
+            raise NotADirectoryError(0, f"{there} is a file")
+        with tempfile.TemporaryFile(dir=there) as file:
+            file.write(bytes(4096))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        return free_bytes, (error.strerror or str(error)).lower()
+    return free_bytes, ""
+
+
+def memory_free_bytes(root: Path = Path("/")) -> int:
+    """What this machine has left, or this container if that is less."""
+    free = psutil.virtual_memory().available
+    group = root / "sys/fs/cgroup"
+    try:
+        limit, used = ((group / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        if limit.isdecimal() and used.isdecimal():
+            reclaimable = _inactive_file_bytes((group / "memory.stat").read_text())
+            free = min(free, max(int(limit) - int(used) + reclaimable, 0))
+    except OSError:
+        pass  # no container, or of another kind
+    return int(free)
+
+
+def _inactive_file_bytes(stat: str) -> int:
+    """Pages that the kernel gives up when asked."""
+    match = re.search(r"^inactive_file (\d+)$", stat, re.MULTILINE)
+    return int(match[1]) if match else 0
+
+
+def clock_synchronised() -> bool | None:
+    """By the kernel: whether a time service keeps this machine's clock."""
+    try:
+        buffer = ctypes.create_string_buffer(_TIMEX_BYTES)
+        if ctypes.CDLL(None).adjtimex(buffer) < 0:
+            return None
+    except (OSError, AttributeError):
+        return None
+    status = int.from_bytes(buffer.raw[_TIMEX_STATUS_OFFSET : _TIMEX_STATUS_OFFSET + 4], "little")
+    return not status & _CLOCK_UNSYNCHRONISED
+
+
+def own_addresses() -> tuple[str, ...]:
+    """IP addresses of the interfaces that are up, loopback and link-local left out; IPv4 first."""
+    up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
+    found = []
+    for name, addresses in psutil.net_if_addrs().items():
+        for address in addresses if name in up else ():
+            try:
+                ip = ipaddress.ip_address(address.address.partition("%")[0])
+            except ValueError:
+                continue  # a MAC address
+            if not (ip.is_loopback or ip.is_link_local):
+                found.append(ip)
+    return tuple(str(ip) for ip in sorted(found, key=lambda ip: (ip.version, ip.packed)))
+
+
+def _one_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [repr(error)])[0][:200]

@@ -1,0 +1,170 @@
+"""Finds out about this machine and the way to a run. `examine` puts together what the probes say.
+
+Nothing here decides what is wrong (`diagnosis.py`), and nothing waits longer than a newcomer would.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from shoal.deploy.doctor import dialling, local
+from shoal.deploy.doctor.findings import AddressFound, Dial, Findings, MachineFound, NetworkFound, PeerFound, SwarmView
+from shoal.deploy.doctor.split import view_of
+from shoal.deploy.run_record import fetch_spec
+from shoal.protocol.endpoint import Endpoint
+from shoal.protocol.errors import RemoteError, RunNotFound, ShoalError, TransportError, Unreachable
+from shoal.protocol.identity import Identity, PeerID
+from shoal.protocol.invite import Invite, split_address
+from shoal.protocol.limits import PROTOCOL_VERSION
+from shoal.protocol.live.about import ask_about
+from shoal.protocol.live.directory import LiveDirectory
+from shoal.protocol.live.transport import LiveTransport
+from shoal.protocol.messages import StatusRequest, SwarmStatus
+
+_ASK_S = 10.0
+_CALL_BACK_S = 12.0
+_RECORD_S = 6.0
+_NO_RUN = "doctor"
+
+
+class Probes(Protocol):
+    def machine(self, folder: Path) -> MachineFound:
+        """Blocks."""
+        ...
+
+    async def network(self, invite: Invite | None, more: Sequence[str]) -> NetworkFound:
+        """`more`: addresses of peers of the run beside the invite's, for a look at who knows whom."""
+        ...
+
+
+async def examine(
+    probes: Probes, *, invite: Invite | None, folder: Path, wants_cuda: bool, more: Sequence[str] = ()
+) -> Findings:
+    """Machine and network at once: torch's import takes as long as a dead address."""
+    machine, network = await asyncio.gather(asyncio.to_thread(probes.machine, folder), probes.network(invite, more))
+    return Findings(machine=machine, network=network, invite=invite, wants_cuda=wants_cuda)
+
+
+class LiveProbes:
+    """The real ones.
+
+    Args:
+        listen: what the peer listens on, or will: its port is tried.
+        dial: how a TCP connection to (host, port) goes.
+    """
+
+    def __init__(self, listen: Sequence[str], *, dial: dialling.Dialler = dialling.dial) -> None:
+        self._listen = tuple(listen)
+        self._dial = dial
+
+    def machine(self, folder: Path) -> MachineFound:
+        return local.machine(folder)
+
+    async def network(self, invite: Invite | None, more: Sequence[str]) -> NetworkFound:
+        own = local.own_addresses()
+        addresses = await self._dial_all(invite.addresses if invite else ())
+        local_only = all(dialling.is_loopback(address.host) for address in addresses)
+        found = NetworkFound(
+            online=bool(own) or (bool(addresses) and local_only), own_addresses=own, addresses=addresses
+        )
+        worth_asking = any(address.dial in (Dial.ANSWERS, Dial.UNTRIED) for address in addresses)
+        if invite is not None and not worth_asking:
+            return found
+        return await self._ask_around(found, invite, more)
+
+    async def _dial_all(self, addresses: Sequence[str]) -> tuple[AddressFound, ...]:
+        async def one(address: str) -> AddressFound:
+            where, peer = split_address(address)
+            host, port = dialling.host_and_port(where)
+            outcome = await self._dial(host, port) if port else Dial.UNTRIED
+            return AddressFound(peer=PeerID(peer), host=host, port=port, dial=outcome)
+
+        return tuple(await asyncio.gather(*map(one, addresses)))
+
+    async def _ask_around(self, found: NetworkFound, invite: Invite | None, more: Sequence[str]) -> NetworkFound:
+        """Start a network daemon of our own, and ask those whom it reaches."""
+        run, invited = (invite.run, invite.addresses) if invite else (_NO_RUN, ())
+        async with contextlib.AsyncExitStack() as stack:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-doctor-"))
+            identity = Identity.generate()
+            try:
+                transport = await LiveTransport.start(
+                    identity,
+                    run=run,
+                    state_dir=Path(folder),
+                    listen=self._listen,
+                    initial_peers=tuple(dict.fromkeys((*invited, *more))),
+                )
+            except TransportError as error:
+                return _with(found, daemon_error=str(error))
+            stack.push_async_callback(transport.close)
+            port = next((port for _, port in map(dialling.host_and_port, transport.addresses()) if port), None)
+            connected = await transport.connected()
+            guests = dict.fromkeys(PeerID(split_address(address)[1]) for address in invited)
+            peers = await asyncio.gather(*(_peer(transport, peer, peer in connected, port or 0) for peer in guests))
+            found = _with(
+                found,
+                port=port,
+                peers=tuple(peers),
+                relayed=any("/p2p-circuit" in address for address in transport.addresses()),
+            )
+            of_the_run = [peer.peer for peer in peers if peer.run == run and peer.protocol_version == PROTOCOL_VERSION]
+            if invite is None or not of_the_run:
+                return found
+            directory = await LiveDirectory.start(transport)
+            stack.push_async_callback(directory.close)
+            endpoint = Endpoint(identity, transport, run=run)
+            asked = dict.fromkeys((*of_the_run, *sorted(connected)))
+            views = await asyncio.gather(*(_view(endpoint, peer) for peer in asked))
+            return _with(
+                found,
+                views=tuple(view for view in views if view is not None),
+                record_found=await _has_record(directory, invite),
+            )
+
+
+def _with(found: NetworkFound, **changes: object) -> NetworkFound:
+    return dataclasses.replace(found, **changes)  # type: ignore[arg-type]
+
+
+async def _peer(transport: LiveTransport, peer: PeerID, connected: bool, port: int) -> PeerFound:
+    """First the time, whose answer must not wait for anything; then whether it can call us back."""
+    if not connected:
+        return PeerFound(peer=peer)
+    try:
+        answered = await ask_about(transport.daemon, peer, timeout_s=_ASK_S)
+    except Unreachable as error:
+        return PeerFound(peer=peer, speaks=True, mute=error.why)
+    except RemoteError as error:
+        return PeerFound(peer=peer, speaks=True, mute=str(error))
+    called_back = None
+    with contextlib.suppress(Unreachable, RemoteError):
+        called_back = (await ask_about(transport.daemon, peer, port=port, timeout_s=_CALL_BACK_S)).about.called_back
+    return PeerFound(
+        peer=peer,
+        speaks=True,
+        protocol_version=answered.about.protocol_version,
+        shoal=answered.about.shoal,
+        run=answered.about.run,
+        ahead_s=answered.ahead_s,
+        called_back=called_back,
+    )
+
+
+async def _view(endpoint: Endpoint, peer: PeerID) -> SwarmView | None:
+    try:
+        return view_of(peer, await endpoint.ask(peer, StatusRequest(), SwarmStatus, timeout_s=_ASK_S))
+    except ShoalError:
+        return None
+
+
+async def _has_record(directory: LiveDirectory, invite: Invite) -> bool:
+    try:
+        await fetch_spec(directory, invite, timeout_s=_RECORD_S)
+        return True
+    except RunNotFound:
+        return False

@@ -1,0 +1,195 @@
+"""`shoal import`: a run that begins with the weights of a Hugging Face folder, instead of with its seed.
+
+Nothing is copied: the run spec names the folder and has a digest of every layer, the host reads the layers from there
+when peers ask, and each peer checks what it gets. So the folder must stay where it is until the run has gone on.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import safetensors
+from torch import Tensor
+
+from shoal.deploy.hf_config import is_ignored, model_of
+from shoal.peer.data.tokenizer import BYTES, FileTokenizer, byte_tokenizer_json, read_tokenizer
+from shoal.peer.initial import weights_digest
+from shoal.peer.model.layout import all_layer_keys, layer_layout
+from shoal.protocol.errors import DataError, LocalError
+from shoal.protocol.spec import DataSpec, InitialSpec, ModelSpec, OptimizerSpec, RunSpec, SwarmSpec, TrainingSpec
+
+OnLayer = Callable[[int, int], None]
+"""Told how many layers are read, of how many."""
+
+_NAMED_MAX: Final = 3
+"""Tensors that a message names."""
+_STAGES: Final = 3
+
+
+class FolderWeights:
+    """Implements `InitialWeights` on a folder in Hugging Face's layout.
+
+    Raises: LocalError: its tensors are not those of `model`, or there are none in safetensors form.
+    """
+
+    def __init__(self, folder: Path, model: ModelSpec) -> None:
+        self._folder = folder
+        self._model = model
+        self._file_of = _tensor_files(folder)
+        wanted = {name for key in all_layer_keys(model) for name in layer_layout(model, key).names}
+        missing = sorted(wanted - set(self._file_of))
+        unknown = sorted(name for name in set(self._file_of) - wanted if not is_ignored(name))
+        if missing:
+            raise LocalError(f"{folder} has not every weight of its config: {_some(missing)} missing")
+        if unknown:
+            raise LocalError(f"{folder} has weights that shoal's model has not: {_some(unknown)}")
+
+    async def read(self, keys: Sequence[str]) -> Mapping[str, Tensor]:
+        known = [key for key in keys if key in all_layer_keys(self._model)]
+        return {key: await asyncio.to_thread(self.layer, key) for key in known}
+
+    def layer(self, key: str) -> Tensor:
+        """float32 [numel]. Raises: LocalError: a file cannot be read, or a shape is another."""
+        layout = layer_layout(self._model, key)
+        tensors: dict[str, Tensor] = {}
+        try:
+            for file in sorted({self._file_of[name] for name in layout.names}):
+                with safetensors.safe_open(file, framework="pt") as opened:
+                    names = [name for name in layout.names if self._file_of[name] == file]
+                    tensors |= {name: opened.get_tensor(name) for name in names}
+            return layout.flatten(tensors)
+        except (OSError, ValueError, safetensors.SafetensorError) as error:
+            raise LocalError(f"cannot read {key} from {self._folder}: {error}") from error
+
+    def digests(self, on_layer: OnLayer | None = None) -> tuple[str, ...]:
+        """Of all layers, in their order."""
+        keys = all_layer_keys(self._model)
+        found = []
+        for number, key in enumerate(keys, 1):
+            found.append(weights_digest(self.layer(key)))
+            if on_layer is not None:
+                on_layer(number, len(keys))
+        return tuple(found)
+
+
+def import_model(
+    folder: Path,
+    *,
+    base: RunSpec | None = None,
+    source: str = "",
+    context: int | None = None,
+    stages: int | None = None,
+    on_layer: OnLayer | None = None,
+) -> RunSpec:
+    """A run spec that begins with the weights in `folder`.
+
+    Args:
+        base: where everything comes from that the folder does not say; None: what suits fine-tuning.
+        source: what to train on; empty: what `base` says.
+        context: tokens of a sample; None: what the model allows, at most 1,024.
+        stages: None: three, or as many as there are layers.
+    Raises: LocalError: this is no model that shoal can train; the line says why. DataError: its tokenizer.
+    """
+    folder = folder.expanduser().resolve()
+    model = model_of(_read_json(folder / "config.json"), context=context)
+    weights = FolderWeights(folder, model)
+    base = base or _for_fine_tuning(folder.name, model)
+    data = msgspec.structs.replace(base.data, tokenizer=_tokenizer_of(folder, model), tokenizer_digest="", digest="")
+    swarm = base.swarm
+    if stages is not None:
+        swarm = msgspec.structs.replace(swarm, stages=stages, min_peers=max(stages, swarm.min_peers))
+    try:
+        return msgspec.structs.replace(
+            base,
+            model=model,
+            data=msgspec.structs.replace(data, source=source) if source else data,
+            swarm=swarm,
+            initial=InitialSpec(source=str(folder), digests=weights.digests(on_layer)),
+        )
+    except ValueError as error:
+        raise LocalError(f"no run can be made of {folder}: {error}") from error
+
+
+def open_initial(spec: RunSpec, on_layer: OnLayer | None = None) -> FolderWeights | None:
+    """The weights that the host's run begins with, every layer checked; None if the seed makes them.
+
+    Raises: LocalError: they are not there, or not what they were.
+    """
+    if not spec.initial.digests:
+        return None
+    folder = Path(spec.initial.source).expanduser()
+    weights = FolderWeights(folder, spec.model)
+    if weights.digests(on_layer) != spec.initial.digests:
+        raise LocalError(f"the weights in {folder} have changed since `shoal import`: import them again")
+    return weights
+
+
+def _for_fine_tuning(name: str, model: ModelSpec) -> RunSpec:
+    stages = min(_STAGES, model.num_layers)
+    return RunSpec(
+        name=(name or "imported")[:64],
+        model=model,
+        data=DataSpec(),
+        # Weights that are good already want small steps, and no pull towards zero.
+        optimizer=OptimizerSpec(name="adamw", learning_rate=2e-5, weight_decay=0.0),
+        training=TrainingSpec(microbatches_per_step=16, microbatch_size=1, validation_microbatches=16),
+        swarm=SwarmSpec(stages=stages, min_peers=stages),
+    )
+
+
+def _tokenizer_of(folder: Path, model: ModelSpec) -> str:
+    """What to write as `data.tokenizer`. Raises: DataError."""
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        if model.vocab_size == 256:
+            return BYTES
+        raise DataError(f"{folder} has no tokenizer.json: save its tokenizer there in that form")
+    data = read_tokenizer(path)
+    if _is_bytes(data):
+        return BYTES
+    vocab_size = FileTokenizer(data, name=str(path)).vocab_size
+    if vocab_size > model.vocab_size:
+        raise DataError(f"{path} has {vocab_size} tokens, and the model's vocabulary {model.vocab_size}")
+    return str(path)
+
+
+def _is_bytes(data: bytes) -> bool:
+    """Whether it is the one that `shoal export` writes, maybe saved again by others."""
+    try:
+        ours, found = (msgspec.json.decode(text) for text in (byte_tokenizer_json(), data))
+        return bool(found["model"]["vocab"] == ours["model"]["vocab"] and not found["model"]["merges"])
+    except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError):
+        return False
+
+
+def _tensor_files(folder: Path) -> dict[str, Path]:
+    """Tensor name -> its file."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        pickled = any(folder.glob("*.bin"))
+        advice = ": its weights are pickled, save them as safetensors" if pickled else ""
+        raise LocalError(f"there are no *.safetensors in {folder}{advice}")
+    found: dict[str, Path] = {}
+    for file in files:
+        try:
+            with safetensors.safe_open(file, framework="pt") as opened:
+                found |= dict.fromkeys(opened.keys(), file)
+        except (OSError, safetensors.SafetensorError) as error:
+            raise LocalError(f"cannot read {file}: {error}") from error
+    return found
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except OSError as error:
+        raise LocalError(f"cannot read {path}: {error.strerror or error}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise LocalError(f"{path} is no model's config: {error}") from error
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMED_MAX} more" if len(names) > _NAMED_MAX else ""
+    return ", ".join(names[:_NAMED_MAX]) + more

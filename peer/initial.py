@@ -1,0 +1,63 @@
+"""Weights that a run begins with, where they are not made from its seed.
+
+The run's spec has a digest of every layer; the host has the weights and serves them as one would a snapshot, and
+whoever begins the run's first version fetches its own layers and checks them. Moments are made, not fetched: at version
+0 they follow from the parameters.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from blake3 import blake3
+from torch import Tensor
+
+from shoal.kernels.optimizer import OPTIMIZERS
+from shoal.peer.model.layout import layer_layout
+from shoal.peer.pipeline.state import LayerState, StageState
+from shoal.protocol.layers import all_layer_keys
+from shoal.protocol.spec import RunSpec
+
+
+class InitialWeights(Protocol):
+    """Who has them."""
+
+    async def read(self, keys: Sequence[str]) -> Mapping[str, Tensor]:
+        """The parameters of those of these layers that there are, float32 [numel] each in the layer's layout.
+
+        Raises: LocalError: they cannot be read any more.
+        """
+        ...
+
+
+def weights_digest(param_N: Tensor) -> str:
+    """32 hex digits: BLAKE3 of the float32 values, little-endian, in the layer's layout."""
+    values = param_N.detach().cpu().contiguous().numpy().astype("<f4", copy=False)
+    return blake3(values.view(np.uint8).data).hexdigest(length=16)
+
+
+def begins_with_weights(spec: RunSpec) -> bool:
+    """Whether version 0 is not made from the seed."""
+    return bool(spec.initial.digests)
+
+
+def bare_layer(param_N: Tensor) -> LayerState:
+    """A layer on its way to who begins with it: without moments."""
+    return LayerState(param_N=param_N, moment1_N=param_N.new_empty(0), moment2_N=param_N.new_empty(0))
+
+
+def foreign_layers(spec: RunSpec, layers: Mapping[str, LayerState]) -> tuple[str, ...]:
+    """Which of them are not the ones that the run begins with."""
+    digests = dict(zip(all_layer_keys(spec.model), spec.initial.digests, strict=True))
+    return tuple(key for key, layer in layers.items() if weights_digest(layer.param_N) != digests[key])
+
+
+def first_state(spec: RunSpec, layers: Mapping[str, LayerState], device: torch.device) -> StageState:
+    """Version 0 of a stage that begins with these parameters."""
+    whole = {}
+    for key, layer in layers.items():
+        param_N = layer.param_N.to(device)
+        moment1_N, moment2_N = OPTIMIZERS[spec.optimizer.name].moments(param_N, layer_layout(spec.model, key).matrices)
+        whole[key] = LayerState(param_N=param_N, moment1_N=moment1_N, moment2_N=moment2_N)
+    return StageState(version=0, layers=whole)

@@ -1,0 +1,148 @@
+"""What any shoal tells any other before they agree on a run or a version: who it is, what time it has, and whether it
+can call back.
+
+The handler's name has neither run nor version in it, and unknown fields are ignored, so that peers of all versions
+understand each other as far as this goes. A caller is called back only at the address that it called from.
+"""
+
+import asyncio
+import importlib.metadata
+import ipaddress
+import logging
+import re
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError, P2PHandlerError
+from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID as HivemindPeerID
+
+from shoal.protocol.errors import RemoteError, TransportError, Unreachable
+from shoal.protocol.identity import PeerID
+from shoal.protocol.limits import CONTROL_BYTES_MAX, PROTOCOL_VERSION
+from shoal.protocol.live.daemon import Daemon
+
+logger = logging.getLogger(__name__)
+
+ABOUT_NAME = "/shoal/about"
+_REQUEST_BYTES_MAX = 256
+_CALLS_BACK_AT_ONCE = 4
+_CALL_BACK_TIMEOUT_S = 3.0
+_TCP = re.compile(r"^/ip[46]/([^/]+)/tcp/\d+$")
+
+
+class AboutRequest(msgspec.Struct, frozen=True):
+    port: int = 0
+    """On which the caller listens and wants to be called; 0: none."""
+
+
+class About(msgspec.Struct, frozen=True):
+    protocol_version: int
+    run: str
+    shoal: str = ""
+    """The program's version, for people."""
+    wall_s: float = 0.0
+    """Seconds since 1970 by its clock."""
+    called_back: bool | None = None
+    """Whether a connection to the caller's port came about; None: not tried."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answered:
+    about: About
+    ahead_s: float
+    """By how much our clock is ahead of the other's, to half a round trip."""
+
+
+class AboutAnswerer:
+    """Answers on behalf of one peer.
+
+    Args:
+        seen_at: the multiaddrs from which a peer is connected to us.
+        wall_s: seconds since 1970.
+    """
+
+    def __init__(
+        self,
+        *,
+        run: str,
+        seen_at: Callable[[PeerID], Awaitable[Sequence[str]]],
+        wall_s: Callable[[], float] = time.time,
+    ) -> None:
+        self._run = run
+        self._wall_s = wall_s
+        self._shoal = importlib.metadata.version("shoal")
+        self._seen_at = seen_at
+        self._calling_back = 0
+
+    async def answer(self, request: bytes, caller: HivemindPeerID) -> bytes:
+        """A handler of the daemon's. Never raises on what came from a network."""
+        called_back = await self._call_back(request, PeerID(caller.to_base58()))
+        about = About(
+            PROTOCOL_VERSION,
+            self._run,
+            importlib.metadata.version("shoal"),
+            wall_s=self._wall_s(),
+            called_back=called_back,
+        )
+        return msgspec.json.encode(about)
+
+    async def _call_back(self, request: bytes, caller: PeerID) -> bool | None:
+        try:
+            port = msgspec.json.decode(request, type=AboutRequest).port if len(request) <= _REQUEST_BYTES_MAX else 0
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return None
+        if not 1024 <= port <= 65535 or self._calling_back >= _CALLS_BACK_AT_ONCE:
+            return None
+        self._calling_back += 1
+        try:
+            host = _host_of(await self._seen_at(caller))
+            return None if host is None else await _answers(host, port)
+        finally:
+            self._calling_back -= 1
+
+
+def _host_of(addresses: Sequence[str]) -> str | None:
+    """Where a connection comes from; None if it leads over a relay."""
+    for address in addresses:
+        match = _TCP.match(address)
+        if match is not None:
+            try:
+                return str(ipaddress.ip_address(match[1]))
+            except ValueError:
+                continue
+    return None
+
+
+async def _answers(host: str, port: int) -> bool:
+    try:
+        async with asyncio.timeout(_CALL_BACK_TIMEOUT_S):
+            _, writer = await asyncio.open_connection(host, port)
+    except (OSError, TimeoutError):
+        return False
+    writer.close()
+    return True
+
+
+async def ask_about(daemon: Daemon, peer: PeerID, *, port: int = 0, timeout_s: float) -> Answered:
+    """Ask a connected peer of any run. Raises: Unreachable. RemoteError: its answer is none."""
+    request = msgspec.json.encode(AboutRequest(port))
+    sent_s = time.time()
+    try:
+        async with asyncio.timeout(timeout_s):
+            p2p: Any = await daemon.p2p()
+            reply = await p2p._client.call_unary_handler(HivemindPeerID.from_base58(peer), ABOUT_NAME, request)
+    except TimeoutError as error:
+        raise Unreachable(peer, f"no answer in {timeout_s:g} s") from error
+    except (TransportError, P2PDaemonError, P2PHandlerError, OSError, EOFError) as error:
+        raise Unreachable(peer, (str(error).splitlines() or [repr(error)])[0][:120]) from error
+    middle_s = (sent_s + time.time()) / 2
+    try:
+        if len(reply) > CONTROL_BYTES_MAX:
+            raise RemoteError(peer, "answered with too much")
+        about = msgspec.json.decode(reply, type=About)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RemoteError(peer, f"said nothing readable about itself ({error})") from error
+    return Answered(about=about, ahead_s=middle_s - about.wall_s)

@@ -1,0 +1,206 @@
+"""The doctor on real network daemons: each fault provoked, and named."""
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.deploy.doctor import dialling
+from shoal.deploy.doctor.diagnosis import Diagnosis, diagnose
+from shoal.deploy.doctor.findings import Dial, MachineFound
+from shoal.deploy.doctor.probes import LiveProbes, examine
+from shoal.deploy.run_file import DEMO_SPEC
+from shoal.deploy.run_record import keep_spec, seal_spec
+from shoal.protocol.endpoint import Endpoint
+from shoal.protocol.identity import Identity, PeerID
+from shoal.protocol.invite import Invite
+from shoal.protocol.limits import PROTOCOL_VERSION
+from shoal.protocol.live import about
+from shoal.protocol.live.directory import LiveDirectory
+from shoal.protocol.live.run import run
+from shoal.protocol.live.transport import LiveTransport
+from shoal.protocol.spec import load_spec, run_id
+
+pytestmark = pytest.mark.process
+
+LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
+OWNER = Identity(bytes(32))
+SPEC = load_spec(DEMO_SPEC)
+RUN = run_id(SPEC, OWNER.peer_id)
+
+
+class NoMachine(LiveProbes):
+    """The network alone: torch's import tells nothing here."""
+
+    def machine(self, folder: Path) -> MachineFound:
+        return MachineFound()
+
+
+async def looked(invite: Invite, *, listen: tuple[str, ...] = LOOPBACK, **options: Any) -> Diagnosis:
+    probes = NoMachine(listen, **options)
+    return diagnose(await examine(probes, invite=invite, folder=Path(), wants_cuda=False))
+
+
+def beside_a_peer(
+    tmp_path: Path, test: Callable[[LiveTransport, Invite], Awaitable[None]], *, named: str = RUN, takes_part: str = RUN
+) -> None:
+    """Run `test` beside a peer that takes part in one run, with an invite of another or the same."""
+
+    async def main() -> None:
+        host = await LiveTransport.start(OWNER, run=takes_part, state_dir=tmp_path / "host", listen=LOOPBACK)
+        directory = await LiveDirectory.start(host)
+        endpoint = Endpoint(OWNER, host, run=takes_part)
+        keeping = asyncio.create_task(keep_spec(directory, endpoint, seal_spec(OWNER, SPEC)))
+        try:
+            await test(host, Invite(PROTOCOL_VERSION, named, OWNER.peer_id, host.addresses()))
+        finally:
+            keeping.cancel()
+            await asyncio.gather(keeping, return_exceptions=True)
+            await directory.close()
+            await host.close()
+
+    run(main())
+
+
+def test_a_run_that_can_be_joined_has_nothing_wrong(tmp_path: Path) -> None:
+    async def test(host: LiveTransport, invite: Invite) -> None:
+        diagnosis = await looked(invite)
+        assert diagnosis.problems == ()
+        assert any(line.startswith("port: others can connect") for line in diagnosis.fine)
+        assert any(line.startswith("clock: within") for line in diagnosis.fine)
+
+    beside_a_peer(tmp_path, test)
+
+
+def test_what_a_peer_says_of_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One daemon for several faults: each costs a second."""
+
+    async def test(host: LiveTransport, invite: Invite) -> None:
+        for ahead_s in (-60.0, 60.0):
+            monkeypatch.setattr(host._about, "_wall_s", lambda ahead_s=ahead_s: about.time.time() - ahead_s)
+            (problem,) = (await looked(invite)).problems
+            assert problem.code == "clock"
+            assert f"60.0 s {'ahead of' if ahead_s > 0 else 'behind'}" in problem.sentence
+        monkeypatch.undo()
+
+        monkeypatch.setattr(about, "PROTOCOL_VERSION", PROTOCOL_VERSION + 1)
+        (problem,) = (await looked(invite)).problems
+        assert (problem.code, problem.side) == ("protocol-version", "you")
+        monkeypatch.undo()
+
+        async def no_way_back(host: str, port: int) -> bool:
+            return False
+
+        monkeypatch.setattr(about, "_answers", no_way_back)
+        (problem,) = (await looked(invite)).problems
+        assert (problem.code, problem.side) in (("nat-without-relay", "you"), ("port-closed", "you"))
+        assert not problem.fatal
+
+    beside_a_peer(tmp_path, test)
+
+
+def test_another_run(tmp_path: Path) -> None:
+    async def test(host: LiveTransport, invite: Invite) -> None:
+        (problem,) = (await looked(invite)).problems
+        assert problem.code == "wrong-run"
+        assert host.run in problem.sentence
+
+    beside_a_peer(tmp_path, test, takes_part="fedcba9876543210")
+
+
+def test_somebody_else_at_the_address(tmp_path: Path) -> None:
+    async def test(host: LiveTransport, invite: Invite) -> None:
+        stranger = Identity.generate().peer_id
+        address = invite.addresses[0].replace(OWNER.peer_id, stranger)
+        (problem,) = (await looked(Invite(PROTOCOL_VERSION, RUN, OWNER.peer_id, (address,)))).problems
+        assert problem.code == "bootstrap-down"
+        assert "somebody else answers" in problem.sentence
+
+    beside_a_peer(tmp_path, test)
+
+
+def at(place: str) -> Invite:
+    return Invite(PROTOCOL_VERSION, RUN, OWNER.peer_id, (f"{place}/p2p/{OWNER.peer_id}",))
+
+
+def test_nobody_at_the_address() -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        port = closed.getsockname()[1]
+        (problem,) = run(looked(at(f"/ip4/127.0.0.1/tcp/{port}"))).problems
+    assert problem.code == "bootstrap-down"
+    assert f"127.0.0.1 port {port}" in problem.sentence
+
+
+@pytest.mark.parametrize(
+    ("place", "dial", "code"),
+    [
+        ("/dns4/train.example.org/tcp/4001", Dial.NO_NAME, "dns"),
+        ("/ip4/84.12.33.7/tcp/4001", Dial.SILENT, "port-closed"),
+        ("/ip4/192.168.7.7/tcp/4001", Dial.SILENT, "nat-without-relay"),
+        ("/ip4/84.12.33.7/tcp/4001", Dial.NO_ROUTE, "no-route"),
+    ],
+)
+def test_a_way_that_is_closed(place: str, dial: Dial, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def dialled(host: str, port: int) -> Dial:
+        return dial
+
+    monkeypatch.setattr("shoal.deploy.doctor.local.own_addresses", lambda: ("192.168.1.2",))
+    (problem,) = run(looked(at(place), dial=dialled)).problems
+    assert problem.code == code
+
+
+def test_no_network_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def dialled(host: str, port: int) -> Dial:
+        return Dial.NO_ROUTE
+
+    monkeypatch.setattr("shoal.deploy.doctor.local.own_addresses", lambda: ())
+    (problem,) = run(looked(at("/ip4/84.12.33.7/tcp/4001"), dial=dialled)).problems
+    assert problem.code == "offline"
+
+
+def test_a_port_of_ours_that_is_taken() -> None:
+    async def dialled(host: str, port: int) -> Dial:
+        return Dial.ANSWERS
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        looking = looked(at("/ip4/127.0.0.1/tcp/9"), listen=(f"/ip4/127.0.0.1/tcp/{port}",), dial=dialled)
+        (problem,) = run(looking).problems
+    assert problem.code == "network-daemon"
+    assert "address already in use" in problem.sentence
+
+
+def test_a_stranger_is_called_back_only_where_it_is_and_not_below_1024(tmp_path: Path) -> None:
+    async def test(host: LiveTransport, invite: Invite) -> None:
+        guest = await LiveTransport.start(
+            Identity.generate(), run="another", state_dir=tmp_path / "guest", initial_peers=host.addresses()
+        )
+        try:
+            _, port = dialling.host_and_port(guest.addresses()[0])
+            for asked, answer in ((0, None), (22, None), (70_000, None), (port, True)):
+                found = await about.ask_about(guest.daemon, host.peer_id, port=asked, timeout_s=20)
+                assert found.about.called_back is answer
+                assert found.about.run == RUN
+            p2p = await guest.daemon.p2p()
+            peer = about.HivemindPeerID.from_base58(host.peer_id)
+            for rubbish in (b"", b"{", b"x" * 5000, b'{"port": "x"}', b'{"port": 5000, "more": [[[1]]]}'):
+                reply = await p2p._client.call_unary_handler(peer, about.ABOUT_NAME, rubbish)
+                assert b'"run"' in reply
+        finally:
+            await guest.close()
+
+    beside_a_peer(tmp_path, test)
+
+
+def test_a_peer_id_is_all_that_a_call_back_goes_by() -> None:
+    host = about._host_of
+    peer = PeerID("12D3")
+    assert host(["/ip4/84.12.33.7/tcp/50000"]) == "84.12.33.7"
+    assert host([f"/ip4/84.12.33.7/tcp/1/p2p/{peer}/p2p-circuit", "/ip6/2001:db8::1/tcp/5"]) == "2001:db8::1"
+    assert host(["/ip4/nonsense/tcp/1", "/unix/x"]) is None

@@ -1,0 +1,140 @@
+"""A run that begins with weights: the host has them, everybody gets their own layers of them and no others."""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from shoal.peer import single_process
+from shoal.peer.initial import bare_layer, first_state, foreign_layers, weights_digest
+from shoal.peer.model.layout import all_layer_keys, init_layer
+from shoal.peer.pipeline.state import initial_state
+from shoal.protocol.errors import LocalError
+from shoal.protocol.sim.loop import run
+from shoal.protocol.sim.network import uniform
+from shoal.protocol.spec import InitialSpec, RunSpec
+
+CPU = torch.device("cpu")
+NETWORK = uniform(latency_s=0.02, rate_bytes_per_s=1e7)
+
+
+class Weights:
+    """Implements `InitialWeights`; counts how often a layer was asked for."""
+
+    def __init__(self, spec: RunSpec, seed: int = 77) -> None:
+        self._spec, self._seed = spec, seed
+        self.broken = False
+        self.asked: list[str] = []
+
+    def layer(self, key: str) -> torch.Tensor:
+        return 3 * init_layer(self._spec.model, key, self._seed)
+
+    async def read(self, keys: Sequence[str]) -> Mapping[str, torch.Tensor]:
+        self.asked += keys
+        if self.broken:
+            raise LocalError("the folder is gone")
+        return {key: self.layer(key) for key in keys if key in all_layer_keys(self._spec.model)}
+
+
+@pytest.fixture
+def weights(tiny_spec: RunSpec) -> Weights:
+    return Weights(tiny_spec)
+
+
+@pytest.fixture
+def spec(tiny_spec: RunSpec, weights: Weights) -> RunSpec:
+    digests = tuple(weights_digest(weights.layer(key)) for key in all_layer_keys(tiny_spec.model))
+    return msgspec.structs.replace(tiny_spec, initial=InitialSpec(source="/host/only", digests=digests))
+
+
+def test_a_digest_is_of_the_values_and_of_nothing_else() -> None:
+    values_N = torch.arange(6.0)
+    assert weights_digest(values_N) == weights_digest(torch.arange(12.0).view(6, 2)[:, 0] / 2)
+    assert weights_digest(values_N) != weights_digest(values_N.flip(0))
+    assert len(weights_digest(values_N)) == 32
+
+
+def test_what_is_not_the_runs_is_seen(spec: RunSpec, weights: Weights) -> None:
+    layers = {key: bare_layer(weights.layer(key)) for key in ("layers.1", "head")}
+    assert foreign_layers(spec, layers) == ()
+    layers["head"].param_N[5] += 1e-6
+    assert foreign_layers(spec, layers) == ("head",)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "sgd"])
+def test_a_first_state_has_the_moments_that_one_from_the_seed_has(spec: RunSpec, optimizer: str) -> None:
+    spec = msgspec.structs.replace(spec, optimizer=msgspec.structs.replace(spec.optimizer, name=optimizer))
+    keys = ("embed", "layers.0")
+    bare = {key: bare_layer(init_layer(spec.model, key, spec.seed)) for key in keys}
+    assert first_state(spec, bare, CPU).digest() == initial_state(spec, keys, CPU).digest()
+
+
+def train(
+    make_swarm: Callable[..., Any],
+    spec: RunSpec,
+    stages: list[list[str]],
+    *,
+    servers: Mapping[str, Weights],
+    steps: int = 4,
+    prepare: Callable[[Any], None] = lambda swarm: None,
+) -> Any:
+    """A swarm in which `servers` say that they have what the run begins with."""
+
+    async def main() -> Any:
+        swarm = make_swarm(spec, network=NETWORK)
+        for name in [name for names in stages for name in names]:
+            driver = await swarm.add(name)
+            driver.server.initial = servers.get(name)
+        prepare(swarm)
+        swarm.obey(stages, fresh=True)
+        await swarm.until_step(steps)
+        await swarm.close()
+        return swarm
+
+    return run(main())
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("stages", [[["a"]], [["a"], ["b", "c"], ["d"]]], ids=["alone", "three stages"])
+def test_a_swarm_trains_on_from_the_hosts_weights_as_one_process_would(
+    make_swarm: Callable[..., Any],
+    spec: RunSpec,
+    weights: Weights,
+    monkeypatch: pytest.MonkeyPatch,
+    stages: list[list[str]],
+) -> None:
+    swarm = train(make_swarm, spec, stages, servers={"a": weights})
+    monkeypatch.setattr(single_process, "init_layer", lambda model, key, seed: weights.layer(key))
+    alone = [step.loss for step in single_process.train(spec, swarm.corpus, steps=4)]
+    assert swarm.losses[:4] == pytest.approx(alone, abs=1e-5)
+    holders = 1 if len(stages) == 1 else 2
+    assert weights.asked.count("layers.1") == holders  # each replica of its stage once
+
+
+@pytest.mark.sim
+def test_who_offers_other_weights_is_passed_over(
+    make_swarm: Callable[..., Any], spec: RunSpec, weights: Weights, caplog: pytest.LogCaptureFixture
+) -> None:
+    liars = [Weights(spec, seed) for seed in (1, 1)]
+    servers = {"a": liars[0], "b": liars[1], "d": weights}
+    swarm = train(make_swarm, spec, [["a"], ["b", "c"], ["d"]], servers=servers, steps=1)
+    honest = train(make_swarm, spec, [["a"], ["b", "c"], ["d"]], servers={"d": weights}, steps=1)
+    assert swarm.losses[0] == honest.losses[0]
+    assert "not the weights that the run begins with" in caplog.text
+
+
+@pytest.mark.sim
+def test_weights_that_are_not_there_yet_are_waited_for(
+    make_swarm: Callable[..., Any], spec: RunSpec, weights: Weights
+) -> None:
+    weights.broken = True
+
+    def mend(swarm: Any) -> None:
+        asyncio.get_running_loop().call_later(20.0, lambda: setattr(weights, "broken", False))
+
+    swarm = train(make_swarm, spec, [["a"], ["b"], ["c"]], servers={"b": weights}, steps=1, prepare=mend)
+    assert weights.asked.count("head") > 5
+    assert swarm.losses
