@@ -11,6 +11,7 @@ import msgspec
 from rich.console import Console, RenderableType
 from rich.live import Live
 
+from shoal.deploy.dashboard.beside import Showing
 from shoal.deploy.live_view import Board, plain_line, render, short
 from shoal.deploy.report import Committed, Joined, Left, Note, Obeys, Ready, Report, Status, StepDone, Validated
 from shoal.deploy.step_book import Step, StepBook
@@ -48,6 +49,13 @@ class Chronicle:
         self._recent: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._live: Live | None = None
         self._json: IO[bytes] | None = None
+        self._dashboard: Showing | None = None
+
+    def show_on(self, dashboard: Showing) -> None:
+        """From now on it is told everything too."""
+        self._dashboard = dashboard
+        if dashboard.url:
+            self._print(f"dashboard: {dashboard.url}")
 
     @contextlib.contextmanager
     def kept(self, json_path: Path | None) -> Iterator[None]:
@@ -71,6 +79,8 @@ class Chronicle:
     def take(self, name: str, report: Report) -> None:
         """`name` is the child's."""
         now_s = time.monotonic()
+        if not isinstance(report, Committed | StepDone):
+            self._show(report)
         match report:
             case Ready():
                 self.record.run = report.run
@@ -102,6 +112,7 @@ class Chronicle:
         fault = msgspec.structs.replace(fault, seconds=round(now_s - self.started_s, 3))
         self.record.faults.append((now_s, fault))
         self._write_json(fault)
+        self._show(Note(text=f"chaos: {fault.kind.replace('_', ' ')} {fault.peer}"))
         stage = "" if fault.stage is None else f", stage {fault.stage}"
         self.note(f"chaos at {fault.seconds:.1f} s: {fault.kind.replace('_', ' ')} {fault.peer}{stage}")
 
@@ -166,6 +177,10 @@ class Chronicle:
 
     # --- inside ---
 
+    def _show(self, report: Report) -> None:
+        if self._dashboard is not None:
+            self._dashboard.take(report)
+
     def _take_plan(self, plan: Obeys) -> None:
         """Everyone tells every plan; who returns begins with an old one."""
         before, order = self._plan, (plan.term, plan.sequence)
@@ -204,6 +219,7 @@ class Chronicle:
         news = validation is not None and validation[0] != self._validation_told
         self._validation_told = validation[0] if validation else -1
         self.record.add(shown, step.at_s)
+        self._show(shown)
         self.board.add_step(shown, step.at_s)
         self._write_json(
             StepLine(

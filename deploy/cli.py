@@ -8,10 +8,13 @@ import importlib.metadata
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from shoal.deploy.commands.demo import demo
 from shoal.deploy.commands.doctor import doctor
+from shoal.deploy.commands.export import export
+from shoal.deploy.commands.generate import generate
+from shoal.deploy.commands.import_ import import_
 from shoal.deploy.commands.invite import invite
 from shoal.deploy.commands.leave import leave
 from shoal.deploy.commands.options import EXIT_INTERRUPTED, EXIT_USER_ERROR, examples_of
@@ -19,6 +22,8 @@ from shoal.deploy.commands.plan import plan
 from shoal.deploy.commands.recover import recover
 from shoal.deploy.commands.status import status
 from shoal.deploy.commands.take_part import host, join
+from shoal.deploy.dashboard.address import with_default
+from shoal.deploy.commands.tokenizer import train
 from shoal.deploy.simulate.command import simulate
 from shoal.protocol.errors import ShoalError
 
@@ -34,6 +39,13 @@ class _Group(TyperGroup):
             raise typer.Exit(EXIT_USER_ERROR) from error
         except (KeyboardInterrupt, asyncio.CancelledError) as error:
             raise typer.Exit(EXIT_INTERRUPTED) from error
+
+
+class _Command(TyperCommand):
+    """Lets `--dashboard` stand without its address, which typer has no way to say."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, with_default(args))
 
 
 app = typer.Typer(
@@ -68,8 +80,13 @@ def options(
     pass
 
 
-for command in (demo, host, join, invite, leave, doctor, status, plan, simulate, recover):
-    app.command(epilog=examples_of(command))(command)
+for command in (demo, host, join, invite, leave, doctor, status, plan, simulate, recover, export, generate):
+    app.command(cls=_Command, epilog=examples_of(command))(command)
+app.command("import", epilog=examples_of(import_))(import_)
+
+tokenizer = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Vocabularies for a run's text.")
+tokenizer.command(epilog=examples_of(train))(train)
+app.add_typer(tokenizer, name="tokenizer")
 
 
 def main() -> None:

@@ -84,6 +84,13 @@ class ControlServer:
         except OSError as error:
             raise LocalError(f"cannot make the control socket {self.path}: {error.strerror or error}") from error
 
+    async def try_start(self) -> None:
+        """A file system without sockets keeps nobody from taking part."""
+        try:
+            await self.start()
+        except LocalError as error:
+            logger.warning("%s: `shoal leave` and the like will not reach this peer", error)
+
     async def close(self) -> None:
         """Again does nothing."""
         if self._server is None:

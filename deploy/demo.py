@@ -19,6 +19,9 @@ from rich.console import Console
 from shoal.deploy.chaos import Chaos, ChaosOptions
 from shoal.deploy.chronicle import Chronicle
 from shoal.deploy.crew import Crew, environment, last_line
+from shoal.deploy.dashboard.address import Address
+from shoal.deploy.dashboard.beside import serving
+from shoal.deploy.dashboard.feed import RunFacts
 from shoal.deploy.report import Joined, Left, Ready, read_report
 from shoal.deploy.run_file import write_spec
 from shoal.deploy.summary import Summary
@@ -47,6 +50,8 @@ class DemoOptions:
     keep: bool = False
     """Keep the peers' own folders too."""
     chaos: ChaosOptions | None = None
+    dashboard: Address | None = None
+    """Where to show it as a page."""
 
 
 class Demo:
@@ -72,6 +77,12 @@ class Demo:
         assert main is not None
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, self._interrupt, main)
+        facts = RunFacts.of(self._options.spec)
+        async with serving(self._options.dashboard, facts, title=self._chronicle.board.title) as dashboard:
+            self._chronicle.show_on(dashboard)
+            return await self._run()
+
+    async def _run(self) -> Summary:
         with self._chronicle.kept(self._options.json_path):
             measuring = asyncio.create_task(self._measure_memory(), name="measure memory")
             try:

@@ -14,14 +14,16 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from shoal.deploy.dashboard.limiting import limited_by
 from shoal.deploy.dashboard.view import PeerState, peer_state
-from shoal.deploy.report import StepDone
+from shoal.deploy.report import Contribution, Phase, StepDone
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import PeerStatus, SwarmStatus
 
 _BARS = "▁▂▃▄▅▆▇█"
 _SPARKLINE_COLUMNS = 20
 _NOTES_SHOWN = 4
+_PREFIXES = ("", "k", "M", "G", "T", "P", "E")
 
 
 _STATES: Mapping[PeerState, tuple[str, str]] = {
@@ -50,6 +52,10 @@ class Board:
     num_steps: int = 0
     """Steps seen."""
     losses: list[float] = field(default_factory=list)
+    mine: Contribution | None = None
+    """What this peer gives, if this is a peer's view."""
+    fetching: Phase | None = None
+    """What this peer does before it can take part."""
     notes: deque[str] = field(default_factory=lambda: deque(maxlen=_NOTES_SHOWN))
 
     def add_step(self, step: StepDone, now_s: float, *, num_steps: int = 1) -> None:
@@ -74,10 +80,14 @@ class Board:
 def render(board: Board, now_s: float) -> RenderableType:
     """The whole live view."""
     parts: list[RenderableType] = [_headline(board, now_s), _progress(board, now_s)]
+    if board.fetching is not None:
+        parts.append(_fetching(board.fetching))
     if board.losses:
         parts.append(_figures(board))
     if board.status is not None:
         parts.append(stage_table(board.status))
+    if board.mine is not None:
+        parts.append(_contribution(board.mine, board.status))
     parts.extend(Text(f"· {printable(note)}", style="dim", overflow="ellipsis", no_wrap=True) for note in board.notes)
     return Panel(Group(*parts), title=Text(printable(board.title)), title_align="left")
 
@@ -91,6 +101,8 @@ def stage_table(status: SwarmStatus) -> Table:
     table.add_column("version", justify="right")
     table.add_column("window", justify="right")
     table.add_column("forward ms", justify="right")
+    table.add_column("share", justify="right")
+    table.add_column("speed", justify="right", no_wrap=True)
     table.add_column("state", no_wrap=True)
     for stage, (first, last) in enumerate(status.stages):
         holders = _ordered(peer for peer in status.peers if peer.stage == stage)
@@ -189,6 +201,16 @@ def _progress(board: Board, now_s: float) -> Table:
     return row
 
 
+def _fetching(phase: Phase) -> Table:
+    row = Table.grid(padding=(0, 1), expand=True)
+    row.add_column(no_wrap=True)
+    row.add_column(ratio=1)
+    row.add_column(no_wrap=True)
+    bar = ProgressBar(total=1.0, completed=phase.part or 0.0)
+    row.add_row(phase.name, bar, "" if phase.left_s is None else f"{duration(phase.left_s)} left")
+    return row
+
+
 def _figures(board: Board) -> Text:
     assert board.step is not None
     text = Text(f"loss {board.losses[-1]:.3f} ", no_wrap=True, overflow="ellipsis")
@@ -199,15 +221,36 @@ def _figures(board: Board) -> Text:
     return text
 
 
+def _contribution(mine: Contribution, status: SwarmStatus | None) -> Text:
+    limits = limited_by(mine, status.peers if status else (), num_stages=len(status.stages) if status else 0)
+    sent, received = sum(link[1] for link in mine.links), sum(link[2] for link in mine.links)
+    text = Text("this peer gives ", overflow="fold")
+    text.append(f"{quantity(mine.flop_per_s, 'FLOP/s')}", style="bold")
+    text.append(f", sends {quantity(sent, 'B/s')}, receives {quantity(received, 'B/s')}; ")
+    text.append(limits.text if limits.kind == "pause" else f"limited by {printable(limits.text)}", style="cyan")
+    return text
+
+
+def quantity(value: float, unit: str) -> str:
+    """`9.72 TFLOP/s`."""
+    power = 0
+    while value >= 999.5 and power < len(_PREFIXES) - 1:
+        value, power = value / 1000.0, power + 1
+    return f"{value:.3g} {_PREFIXES[power]}{unit}"
+
+
 def _ordered(peers: Iterable[PeerStatus]) -> list[PeerStatus]:
     return sorted(peers, key=lambda peer: (peer.name, peer.peer))
 
 
-def _peer_cells(peer: PeerStatus, coordinator: PeerID) -> tuple[Text, str, str, str, Text]:
+def _peer_cells(peer: PeerStatus, coordinator: PeerID) -> tuple[Text, str, str, str, str, str, Text]:
     name = Text(f"{_name(peer)}{' ★' if peer.peer == coordinator else ''}")
     window = str(peer.window) if peer.window else ""
     forward = f"{peer.forward_s * 1e3:.1f}" if peer.forward_s else ""
     state = peer_state(peer)
     words, style = _STATES[state]
     said = f"silent for {peer.seen_s_ago:.0f} s" if state == "silent" else words
-    return name, str(peer.version) if peer.version >= 0 else "", window, forward, Text(said, style=style)
+    version = str(peer.version) if peer.version >= 0 else ""
+    share = f"{100 * peer.share:.0f} %" if peer.share else ""
+    speed = quantity(peer.flop_per_s, "FLOP/s") if peer.flop_per_s else ""
+    return name, version, window, forward, share, speed, Text(said, style=style)

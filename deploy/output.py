@@ -7,14 +7,15 @@ from rich.console import Console
 from rich.live import Live
 
 from shoal.deploy.live_view import Board, plain_line, render, short
-from shoal.deploy.report import Joined, Left, Note, Ready, Report, Status, StepDone, write_report
+from shoal.deploy.report import Contribution, Joined, Left, Note, Phase, Ready, Report, Status, StepDone, write_report
 
 _FRAMES_PER_S = 2.0
 
 
 class Output(Protocol):
-    polls: bool
-    """Whether it wants the swarm's status also from peers that do not coordinate."""
+    @property
+    def polls(self) -> bool:
+        """Whether it wants the swarm's status also from peers that do not coordinate."""
 
     def say(self, report: Report) -> None: ...
 
@@ -66,6 +67,12 @@ class TerminalOutput:
                 self._note(f"takes part as {report.name} ({short(report.peer)})")
             case Status():
                 self._take_status(report)
+            case Contribution():
+                self._board.mine = report
+            case Phase():
+                self._board.fetching = report if report.part is not None else None
+                if self._board.step is None:
+                    self._board.phase = report.name
             case Note():
                 self._note(report.text)
             case Left():

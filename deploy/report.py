@@ -132,6 +132,16 @@ class Note(_Report, frozen=True):
     text: str
 
 
+class Phase(_Report, frozen=True):
+    """What a peer that does not train yet does now; one without a part ends the one before."""
+
+    name: str
+    part: float | None = None
+    """Done, in [0, 1]."""
+    left_s: float | None = None
+    """Until it is done, by its pace so far."""
+
+
 class Left(_Report, frozen=True):
     """The process has drained; its snapshots are in `state_dir`."""
 
@@ -141,7 +151,7 @@ class Left(_Report, frozen=True):
     """The run had reached its last step."""
 
 
-Report = Ready | Joined | Obeys | Committed | Validated | StepDone | Status | Contribution | Note | Left
+Report = Ready | Joined | Obeys | Committed | Validated | StepDone | Status | Contribution | Note | Phase | Left
 
 _ENCODER = msgspec.json.Encoder()
 _DECODER: msgspec.json.Decoder[Report] = msgspec.json.Decoder(Report)

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import functools
 import itertools
 import logging
 import random
@@ -19,25 +18,31 @@ import torch
 from shoal.coordinator.ledger import StepRecord
 from shoal.deploy.background import in_background
 from shoal.deploy.control_socket import ControlServer
-from shoal.deploy.doctor.problem import Problem
+from shoal.deploy.dashboard.address import Address
+from shoal.deploy.dashboard.beside import serving
+from shoal.deploy.dashboard.contribution import ContributionMeter, MeteredCompute
+from shoal.deploy.dashboard.feed import RunFacts
 from shoal.deploy.doctor.split import SplitWatch
 from shoal.deploy.heap import trim_heap, trim_heap_forever
-from shoal.deploy.known_peers import KnownPeers, keep, whom_to_name, whom_to_try
+from shoal.deploy.invite_verb import InviteVerb
+from shoal.deploy.joining_view import FetchWatch, JoiningView
+from shoal.deploy.known_peers import KnownPeers, keep, whom_to_try
 from shoal.deploy.node import Node
 from shoal.deploy.output import Output, make_output
 from shoal.deploy.places import announced
-from shoal.deploy.report import Committed, Joined, Left, Note, Obeys, Ready, Status, StepDone, Validated
+from shoal.deploy.report import Committed, Joined, Left, Note, Obeys, Phase, Ready, Status, StepDone, Validated
 from shoal.deploy.run_record import fetch_spec, seal_spec
-from shoal.peer.data.corpus import PYTHON_LIBRARY, Corpus, load_corpus
-from shoal.protocol.errors import DataError, LocalError, ShoalError
+from shoal.deploy.run_text import find_corpus
+from shoal.peer.data.corpus import Corpus
+from shoal.peer.initial import InitialWeights
+from shoal.protocol.errors import LocalError, ShoalError
 from shoal.protocol.identity import Identity, PeerID
-from shoal.protocol.invite import Invite, make_invite, split_address, worth_telling
+from shoal.protocol.invite import Invite, make_invite, worth_telling
 from shoal.protocol.live.clock import LoopClock
 from shoal.protocol.live.compute import ThreadCompute
 from shoal.protocol.live.directory import LiveDirectory
 from shoal.protocol.live.disk import LiveDisk
 from shoal.protocol.live.transport import LiveTransport, dialable
-from shoal.protocol.messages import StatusRequest, SwarmStatus
 from shoal.protocol.plan import Plan
 from shoal.protocol.spec import RunSpec, run_id
 
@@ -47,6 +52,8 @@ _STATUS_S = 1.0
 _ASKS_EVERY = 5
 """A child that does not coordinate asks for the status at every fifth of these: the coordinator may be none of its
 parent's, and any child may die."""
+_POLLS_MAX = 20
+"""Of all who watch together, a second: in a larger swarm each asks the coordinator more rarely."""
 _FIND_RUN_S = 20.0
 
 
@@ -64,8 +71,14 @@ class Options:
     device: torch.device
     reports: bool
     """Speak to a parent process, not to a person."""
+    dashboard: Address | None = None
+    """Where to show the run as a page."""
     data: str = ""
     """Where the run's text is on this machine, if not where the spec says."""
+    tokenizer: str = ""
+    """Where the run's tokenizer.json is on this machine."""
+    initial: InitialWeights | None = None
+    """What the run begins with, if not with its seed; only its host has it."""
     announce: tuple[str, ...] = ()
     """Multiaddrs without `/p2p/…` to tell the others, in place of those that this machine knows of itself."""
 
@@ -124,10 +137,15 @@ async def join_run(invite: Invite, options: Options) -> None:
     """
     stop = Stop()
     identity = Identity.load_or_create(options.folder / "identity.key")
-    async with _network(identity, invite.run, options, invited=invite.addresses) as network:
-        spec, record = await fetch_spec(network.directory, invite, timeout_s=_FIND_RUN_S)
-        corpus = await asyncio.to_thread(_find_corpus, spec, options)
-        await _take_part(network, spec, invite.owner, corpus, record, options, stop)
+    with JoiningView(reports=options.reports) as view:
+        view.tell("starting the network")
+        async with _network(identity, invite.run, options, invited=invite.addresses) as network:
+            view.tell("looking for the run")
+            spec, record = await fetch_spec(network.directory, invite, timeout_s=_FIND_RUN_S)
+            view.tell("reading the text")
+            corpus = await asyncio.to_thread(find_corpus, spec, data=options.data, tokenizer=options.tokenizer)
+            view.close()
+            await _take_part(network, spec, invite.owner, corpus, record, options, stop)
 
 
 @contextlib.asynccontextmanager
@@ -168,10 +186,29 @@ async def _take_part(
     options: Options,
     stop: Stop,
 ) -> None:
-    output = make_output(reports=options.reports, title=f"shoal {spec.name}", steps_total=spec.training.steps)
+    title = f"shoal {spec.name}"
+    async with serving(options.dashboard, RunFacts.of(spec), title=title) as showing:
+        output = showing.beside(make_output(reports=options.reports, title=title, steps_total=spec.training.steps))
+        if showing.url:
+            output.say(Note(text=f"dashboard: {showing.url}"))
+        await _train(network, spec, owner, corpus, record, options, stop, output)
+
+
+async def _train(
+    network: Network,
+    spec: RunSpec,
+    owner: PeerID,
+    corpus: Corpus | None,
+    record: bytes,
+    options: Options,
+    stop: Stop,
+    output: Output,
+) -> None:
     # On a CPU shared with others the thread's own seconds say what it could give; a GPU's are not the thread's.
     probe_clock = time.thread_time if options.device.type == "cpu" else time.perf_counter
-    compute = ThreadCompute(initializer=lambda: _prepare_thread(options.threads), probe_clock=probe_clock)
+    compute = MeteredCompute(
+        ThreadCompute(initializer=lambda: _prepare_thread(options.threads), probe_clock=probe_clock)
+    )
     node = Node(
         identity=network.identity,
         transport=network.transport,
@@ -183,6 +220,7 @@ async def _take_part(
         name=options.name,
         device=options.device,
         corpus=corpus,
+        initial=options.initial,
         disk=LiveDisk(options.folder),
         rng=random.Random(),  # only jitter and plan seeds: what must be reproducible is drawn from the spec's seed
         spec_record=record,
@@ -196,10 +234,11 @@ async def _take_part(
     invite = make_invite(node.run, owner, worth_telling(network.transport.addresses()))
     control = ControlServer(options.folder)
     control.on("leave", stop.leave)
-    control.on("invite", functools.partial(_invite, network.transport, node.run, owner))
+    control.on("invite", InviteVerb(network.transport, run=node.run, owner=owner).answer)
     try:
-        await _start_control(control)
+        await control.try_start()
         with announced(invite, options.folder):
+            output.say(Phase(name="measuring this machine"))
             await node.start()
             trim_heap()  # of what reading the text and the probe needed
             stop.takes_part = True
@@ -209,7 +248,8 @@ async def _take_part(
             output.say(Joined(peer=node.peer_id, name=options.name, invite=invite))
             if corpus is None:
                 output.say(Note(text="this machine has not the run's text: it will not be used for the first stage"))
-            finished = await _until_done(node, network.transport, output, stop)
+            meter = ContributionMeter(node, compute, LoopClock(), name=options.name)
+            finished = await _until_done(node, network.transport, output, stop, meter)
         output.say(Left(peer=node.peer_id, state_dir=str(options.folder / node.run), finished=finished))
     finally:
         await node.close()
@@ -218,27 +258,15 @@ async def _take_part(
         await control.close()
 
 
-async def _invite(transport: LiveTransport, run: str, owner: PeerID, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The control socket's `invite`: who is there now, and where. `peers`: how many to name, us included."""
-    connected, known = await transport.connected(), transport.known()
-    others = {peer: dialable(known[peer]) for peer in connected if peer in known}
-    addresses = whom_to_name(transport.addresses(), others, num_peers=int(arguments.get("peers", 1)))
-    peers = {split_address(address)[1] for address in addresses}
-    return {"invite": make_invite(run, owner, addresses), "run": run, "peers": len(peers)}
-
-
-async def _start_control(control: ControlServer) -> None:
-    """A file system without sockets keeps nobody from taking part."""
-    try:
-        await control.start()
-    except LocalError as error:
-        logger.warning("%s: `shoal leave` and the like will not reach this peer", error)
-
-
-async def _until_done(node: Node, transport: LiveTransport, output: Output, stop: Stop) -> bool:
+async def _until_done(
+    node: Node, transport: LiveTransport, output: Output, stop: Stop, meter: ContributionMeter
+) -> bool:
     """Whether the run was done, rather than we told to stop."""
-    watching = asyncio.create_task(_watch(node, output), name="watch the swarm")
-    looking = asyncio.create_task(_split_watch(node, transport, output).run(), name="look for another swarm")
+    watching = asyncio.create_task(_watch(node, output, meter), name="watch the swarm")
+    split = SplitWatch.of(
+        node.endpoint, transport, own_status=node.status, say=lambda text: output.say(Note(text=text))
+    )
+    looking = asyncio.create_task(split.run(), name="look for another swarm")
     trimming = asyncio.create_task(trim_heap_forever(), name="trim the heap")
     done = asyncio.create_task(node.wait_done(), name="wait for the end")
     asked = asyncio.create_task(stop.asked.wait(), name="wait for a signal")
@@ -257,24 +285,18 @@ async def _until_done(node: Node, transport: LiveTransport, output: Output, stop
         await asyncio.gather(watching, looking, trimming, done, asked, return_exceptions=True)
 
 
-def _split_watch(node: Node, transport: LiveTransport, output: Output) -> SplitWatch:
-    def say(problem: Problem) -> None:
-        logger.warning("%s; %s", problem.sentence, problem.remedy)
-        output.say(Note(text=f"{problem.sentence}; {problem.remedy}"))
-
-    return SplitWatch(
-        around=transport,
-        own_status=node.status,
-        ask=lambda peer: node.endpoint.ask(peer, StatusRequest(), SwarmStatus),
-        me=node.peer_id,
-        say=say,
-    )
-
-
-async def _watch(node: Node, output: Output) -> None:
+async def _watch(node: Node, output: Output, meter: ContributionMeter) -> None:
+    fetch = FetchWatch()
     for turn in itertools.count():
         await asyncio.sleep(_STATUS_S)
-        if output.polls or node.is_coordinator or turn % _ASKS_EVERY == 0:
+        replica = node.peer.replica
+        phase = fetch.look(replica.joining.progress if replica is not None else None, time.monotonic())
+        if phase is not None:
+            output.say(phase)
+        output.say(meter.measure())
+        plan = node.coordination.plan
+        every = max(1, len(plan.plan.members) // _POLLS_MAX) if plan is not None and output.polls else _ASKS_EVERY
+        if node.is_coordinator or turn % every == 0:
             try:
                 output.say(Status(status=await node.status()))
             except ShoalError as error:
@@ -296,29 +318,6 @@ def _obeys(plan: Plan) -> Obeys:
     )
 
 
-def _find_corpus(spec: RunSpec, options: Options) -> Corpus | None:
-    """The run's text, or None if this machine has another.
-
-    A path in the spec means a file of the host's; on this machine a stranger would have chosen what we read.
-
-    Raises: DataError: the user named a text, and it is missing or not the run's.
-    """
-    if not options.data and spec.data.source != PYTHON_LIBRARY:
-        return None
-    source = options.data or spec.data.source
-    try:
-        corpus = load_corpus(msgspec.structs.replace(spec.data, source=source), context=spec.model.context)
-    except DataError:
-        if options.data:
-            raise
-        return None
-    if corpus.digest == spec.data.digest:
-        return corpus
-    if options.data:
-        raise DataError(f"{options.data} is not the text that this run trains on")
-    return None
-
-
 def pick_device(wanted: str) -> torch.device:
     """`auto`, `cpu`, `cuda` or `cuda:N`. Raises: LocalError: torch knows no such device, or has none here."""
     if wanted == "auto":
@@ -337,17 +336,3 @@ def pick_device(wanted: str) -> torch.device:
 def _prepare_thread(threads: int) -> None:
     if threads:
         torch.set_num_threads(threads)
-
-
-def load_own_corpus(spec: RunSpec) -> tuple[RunSpec, Corpus]:
-    """The host's text, and the spec that names it.
-
-    Raises: DataError.
-    """
-    corpus = load_corpus(spec.data, context=spec.model.context)
-    if spec.data.digest not in ("", corpus.digest):
-        raise DataError(
-            f"{spec.data.source} has not the digest that the run spec names: remove `digest`, or restore it"
-        )
-    data = msgspec.structs.replace(spec.data, digest=corpus.digest)
-    return msgspec.structs.replace(spec, data=data), corpus

@@ -3,7 +3,9 @@
 A throwaway identity that joins nothing: any peer answers a `StatusRequest`, by asking the coordinator if need be.
 """
 
+import contextlib
 import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 from shoal.protocol.endpoint import Endpoint
@@ -18,24 +20,39 @@ _ASK_TIMEOUT_S = 10.0
 
 async def ask_swarm(invite: Invite) -> SwarmStatus:
     """Raises: LocalError: nobody whom the invite names can say; the sentence has the last reason."""
+    async with asking(invite) as ask:
+        return await ask()
+
+
+@contextlib.asynccontextmanager
+async def asking(invite: Invite) -> AsyncIterator[Callable[[], Awaitable[SwarmStatus]]]:
+    """What asks once each time it is called, first whom answered last. It raises: LocalError, as `ask_swarm`."""
     identity = Identity.generate()
-    reason = "it names nobody"
     with tempfile.TemporaryDirectory(prefix="shoal-status-") as folder:
         transport = await LiveTransport.start(
             identity, run=invite.run, state_dir=Path(folder), initial_peers=invite.addresses
         )
-        try:
-            endpoint = Endpoint(identity, transport, run=invite.run)
-            for peer in _peers(invite):
+        endpoint = Endpoint(identity, transport, run=invite.run)
+        peers = _peers(invite)
+
+        async def ask() -> SwarmStatus:
+            reason = "it names nobody"
+            for peer in tuple(peers):
                 try:
-                    return await endpoint.ask(peer, StatusRequest(), SwarmStatus, timeout_s=_ASK_TIMEOUT_S)
+                    status = await endpoint.ask(peer, StatusRequest(), SwarmStatus, timeout_s=_ASK_TIMEOUT_S)
                 except Refused as error:
                     reason = error.reason
                 except (Unreachable, RemoteError) as error:
                     reason = str(error)
+                else:
+                    peers.sort(key=lambda other: other != peer)
+                    return status
+            raise LocalError(f"no status of run {invite.run}: {reason}")
+
+        try:
+            yield ask
         finally:
             await transport.close()
-    raise LocalError(f"no status of run {invite.run}: {reason}")
 
 
 def _peers(invite: Invite) -> list[PeerID]:

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping
 
 from shoal.peer.arithmetic import Held
 from shoal.peer.group.driver import GroupDriver
-from shoal.peer.handoff.fetcher import StateFetcher
+from shoal.peer.handoff.fetcher import FetchProgress, StateFetcher
 from shoal.peer.handoff.inbox import ChunkInbox
 from shoal.peer.handoff.server import INITIAL
 from shoal.peer.initial import begins_with_weights, first_state, foreign_layers
@@ -49,6 +49,8 @@ class Joining:
         self._take_over = take_over
         self._begin_era = begin_era
         self._stepped = asyncio.Event()
+        self.progress: FetchProgress | None = None
+        """Of the fetch that is under way."""
 
     def stepped(self) -> None:
         """The pipeline has stepped."""
@@ -56,6 +58,12 @@ class Joining:
 
     async def run(self, plan: Plan) -> None:
         """Until we hold what our mates hold, or what the era of `plan` begins with. Tries for as long as it takes."""
+        try:
+            await self._come_by(plan)
+        finally:
+            self.progress = None
+
+    async def _come_by(self, plan: Plan) -> None:
         if not plan.fresh or not await self._begin_era(plan.era):
             await self._from_mates()
         elif plan.restore_version:
@@ -146,7 +154,7 @@ class Joining:
 
     def _fetcher(self) -> StateFetcher:
         runtime = self._runtime
-        return StateFetcher(
+        fetcher = StateFetcher(
             runtime.spec,
             runtime.keys,
             endpoint=self._endpoint,
@@ -154,3 +162,5 @@ class Joining:
             device=runtime.device,
             vectors=runtime.vectors,
         )
+        self.progress = fetcher.progress
+        return fetcher

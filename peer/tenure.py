@@ -90,7 +90,7 @@ class Tenure:
             on_failure=surroundings.on_failure,
             retained_from=surroundings.server.pinned_from,
         )
-        self._joining = Joining(
+        self.joining = Joining(
             endpoint=surroundings.endpoint,
             compute=surroundings.compute,
             inbox=surroundings.inbox,
@@ -210,7 +210,7 @@ class Tenure:
 
     async def _join(self) -> None:
         try:
-            await self._joining.run(self._plan)
+            await self.joining.run(self._plan)
         except (OSError, RuntimeError, ValueError) as error:
             self._s.on_failure(error)
             return
@@ -267,7 +267,7 @@ class Tenure:
         if skipped_layers:
             logger.error("step %d: %d layers had a gradient that is not finite", state.version, skipped_layers)
         self.group.stepped(state.version, digest)
-        self._joining.stepped()
+        self.joining.stepped()
         self._reached(state.version)
         self._s.on_state(self, state)
         self._open_if_fit()

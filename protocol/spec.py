@@ -155,7 +155,8 @@ class OptimizerSpec(_Section, frozen=True):
     final_learning_rate_fraction: float = 0.1
     """Cosine decay ends at this fraction of the peak at the run's last step."""
     clip_norm: float = 1.0
-    """Gradient norm bound, per layer (so that nothing depends on where the model is cut). 0: no clipping."""
+    """Gradient norm bound, per layer (so that nothing depends on where the model is cut); where there are experts, of
+    each by itself and of the rest of its layer (so that nothing depends on where they are). 0: no clipping."""
 
     def __post_init__(self) -> None:
         _require(self.learning_rate > 0, f"learning_rate must be positive, is {self.learning_rate}")

@@ -9,7 +9,8 @@ import typer
 from rich.console import Console
 
 from shoal.deploy import places
-from shoal.deploy.commands.options import EXIT_INTERRUPTED, examples
+from shoal.deploy.commands.options import EXIT_INTERRUPTED, Dashboard, examples
+from shoal.deploy.dashboard.address import parse_address
 from shoal.protocol.spec import load_spec
 
 DEMO_PEERS = 6
@@ -20,11 +21,14 @@ CHAOS_PEERS = 8
     "shoal demo  # six peers, three stages, until the run is done",
     "shoal demo --peers 4 --stages 2 --steps 50  # smaller and sooner",
     "shoal demo --chaos --seconds 300  # kill a peer every 15 s and watch it mend",
+    "shoal demo --dashboard  # and open http://127.0.0.1:8640/ to see it",
     "shoal demo --data ~/notes --json demo.jsonl  # your own text, and a line a step to a file",
 )
 def demo(
     peers: Annotated[int | None, typer.Option(min=1, help="Peer processes. Default: 6; with --chaos 8.")] = None,
-    stages: Annotated[int, typer.Option(min=1, help="Pipeline stages.")] = 3,
+    stages: Annotated[
+        int | None, typer.Option(min=1, help="Pipeline stages. Default: the spec's, 3 of the demo.")
+    ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Steps of the run. Default: the demo's.")] = None,
     seconds: Annotated[float | None, typer.Option(min=0, help="Stop after this long, finished or not.")] = None,
     json: Annotated[Path | None, typer.Option(help="Write a line a step and a final summary, as JSON.")] = None,
@@ -36,6 +40,7 @@ def demo(
     chaos_seed: Annotated[int, typer.Option(min=0, help="Decides when which fault comes, and whom it meets.")] = 0,
     kill_every: Annotated[float, typer.Option(min=0.1, help="Seconds from one killed peer to the next.")] = 15.0,
     suspend_for: Annotated[float, typer.Option(min=0.1, help="Seconds that one peer is stopped for.")] = 20.0,
+    dashboard: Dashboard = None,
 ) -> None:
     """Train with a swarm of real peers on this machine, and show it."""
     from shoal.deploy.chaos import ChaosOptions
@@ -43,8 +48,10 @@ def demo(
     from shoal.deploy.run_file import DEMO_SPEC, with_changes
 
     peers = peers or (CHAOS_PEERS if chaos else DEMO_PEERS)
-    changes: dict[str, object] = {"seed": seed, "swarm.stages": stages, "swarm.min_peers": peers}
+    changes: dict[str, object] = {"seed": seed, "swarm.min_peers": peers}
     base = load_spec(spec or DEMO_SPEC)
+    if stages is not None:
+        changes["swarm.stages"] = stages
     if steps is not None:
         changes["training.steps"] = steps
         changes["optimizer.warmup_steps"] = min(base.optimizer.warmup_steps, steps)
@@ -59,6 +66,7 @@ def demo(
         json_path=json,
         data=data,
         keep=keep,
+        dashboard=parse_address(dashboard) if dashboard else None,
         chaos=ChaosOptions(seed=chaos_seed, kill_every_s=kill_every, suspend_s=suspend_for) if chaos else None,
     )
     console = Console(highlight=False)

@@ -9,6 +9,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from shoal.deploy import places
+from shoal.deploy.dashboard import address
 from shoal.protocol.errors import LocalError
 from shoal.protocol.invite import Invite, parse_invite
 
@@ -29,6 +30,14 @@ StateDir = Annotated[
 ]
 Threads = Annotated[int, typer.Option(min=0, help="Torch's threads; 0: its own choice.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N; auto is the first GPU, or the CPU without one.")]
+Dashboard = Annotated[
+    str | None,
+    typer.Option(
+        address.OPTION,
+        metavar="[HOST:PORT]",
+        help=f"Show the run as a web page, read only, at {address.DEFAULT} unless told otherwise.",
+    ),
+]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log what happens to standard error.")]
 Reports = Annotated[
     bool, typer.Option("--json", "--reports", help="Say what happens as JSON lines, for a script or a parent process.")

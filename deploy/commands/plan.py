@@ -30,7 +30,10 @@ def plan(
     compare: Annotated[bool, typer.Option("--compare", help="All layouts, in a table.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Everything, as JSON.")] = False,
 ) -> None:
-    """Say who should hold which layers, and what that costs; or, with --experts, which experts."""
+    """Say who should hold which layers, and what that costs.
+
+    With --experts: who should hold which experts, and what that survives.
+    """
     if (network is None) == (experts is None):
         raise LocalError("say what to plan for: either NETWORK.json or --experts FILE.json")
     if experts is not None:

@@ -11,12 +11,14 @@ from shoal.protocol.invite import parse_invite
 
 @examples(
     "shoal status  # the run that is up on this machine",
+    "shoal status --watch  # until Ctrl-C, with curves and what changed",
     "shoal status shoal1…  # any run, with its invite, without taking part",
     "shoal status --json  # everything, for a script",
 )
 def status(
     invite: Annotated[str | None, typer.Argument(help="Default: the run that was last started here.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Everything, as JSON.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Keep asking and show it until Ctrl-C.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Everything, as JSON; with --watch a line an answer.")] = False,
     verbose: Verbose = False,
 ) -> None:
     """Show who holds what, how fast, and with what loss."""
@@ -26,13 +28,18 @@ def status(
     from shoal.deploy.status_client import ask_swarm
     from shoal.protocol.live.run import run
 
+    console = Console(highlight=False)
+    if watch:
+        from shoal.deploy.status_watch import watch as keep_asking
+
+        run(keep_asking(found, console, as_json=json))
+        return
     seen = run(ask_swarm(found))
     if json:
         import msgspec
 
         typer.echo(msgspec.json.encode(seen).decode())
         return
-    console = Console(highlight=False)
     for line in status_lines(seen):
         console.print(line, markup=False)
     console.print(stage_table(seen))

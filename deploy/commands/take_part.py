@@ -12,6 +12,7 @@ from shoal.deploy.commands.options import (
     DEFAULT_LISTEN,
     EXIT_USER_ERROR,
     Announce,
+    Dashboard,
     Device,
     Listen,
     Reports,
@@ -21,6 +22,7 @@ from shoal.deploy.commands.options import (
     examples,
     start_logging,
 )
+from shoal.deploy.dashboard.address import parse_address
 from shoal.protocol.errors import RunNotFound
 from shoal.protocol.invite import Invite, parse_invite
 from shoal.protocol.spec import load_spec
@@ -29,6 +31,7 @@ from shoal.protocol.spec import load_spec
 @examples(
     "shoal host run.toml  # start a run, print its invite, take part",
     "shoal host run.toml --listen :4001 --announce 84.12.33.7:4001  # on a port that the router forwards",
+    "shoal host run.toml --dashboard  # and open http://127.0.0.1:8640/ to see it",
     "shoal host run.toml --device cuda:1 --state-dir /data/run  # another GPU, another disk",
 )
 def host(
@@ -39,16 +42,23 @@ def host(
     state_dir: StateDir = None,
     threads: Threads = 0,
     device: Device = "auto",
+    dashboard: Dashboard = None,
     verbose: Verbose = False,
     reports: Reports = False,
 ) -> None:
     """Start a run: print an invite, and take part."""
     spec = load_spec(run_toml)
+    shown = parse_address(dashboard) if dashboard else None
     start_logging(verbose or reports)
-    from shoal.deploy.session import Options, host_run, load_own_corpus, pick_device
+    from shoal.deploy.import_model import open_initial
+    from shoal.deploy.progress import progress_bar
+    from shoal.deploy.run_text import load_own_corpus
+    from shoal.deploy.session import Options, host_run, pick_device
     from shoal.protocol.live.run import run
 
     spec, corpus = load_own_corpus(spec)
+    with progress_bar("checking the weights") as tell:
+        initial = open_initial(spec, lambda done, layers: tell(done / layers))
     folder = places.claim_folder(state_dir or places.state_root() / "hosts" / _file_name(spec.name))
     chosen = Options(
         name=name,
@@ -58,6 +68,8 @@ def host(
         threads=threads,
         device=pick_device(device),
         reports=reports,
+        dashboard=shown,
+        initial=initial,
     )
     run(host_run(spec, corpus, chosen))
 
@@ -75,13 +87,16 @@ def join(
     announce: Announce = None,
     state_dir: StateDir = None,
     data: Annotated[str, typer.Option(help="Where the run's text is on this machine.")] = "",
+    tokenizer: Annotated[str, typer.Option(help="Where its tokenizer.json is, if it has one.")] = "",
     threads: Threads = 0,
     device: Device = "auto",
+    dashboard: Dashboard = None,
     verbose: Verbose = False,
     reports: Reports = False,
 ) -> None:
     """Take part in a run."""
     found = parse_invite(invite) if invite != "-" else None
+    shown = parse_address(dashboard) if dashboard else None
     start_logging(verbose or reports)
     from shoal.deploy.session import Options, join_run, pick_device
     from shoal.protocol.live.run import run
@@ -99,7 +114,9 @@ def join(
         threads=threads,
         device=pick_device(device),
         reports=reports,
+        dashboard=shown,
         data=data,
+        tokenizer=tokenizer,
     )
     try:
         run(join_run(found, chosen))

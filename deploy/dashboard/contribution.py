@@ -105,8 +105,14 @@ class ContributionMeter:
             links=_busiest(first.traffic, now.traffic, seconds),
             memory_bytes=self._process.memory_info().rss,
             uptime_s=now.at_s - self._started_s,
-            limits=self._limits() if self._limits else None,
+            limits=self._what_limits(),
         )
+
+    def _what_limits(self) -> Limits | None:
+        limits = self._limits() if self._limits else None
+        if self._node.peer.pausing.is_paused and not (limits and limits.paused):
+            return Limits(paused=True, caps=limits.caps if limits else ())
+        return limits
 
     def _sample(self) -> _Sample:
         compute, links = self._compute, self._node.links

@@ -55,6 +55,8 @@ SAME_S = 30.0
 """A plan and the coordinator's table may speak of one arrival so far apart."""
 CONTRIBUTION_S = 20.0
 """For so long what a peer said of itself counts."""
+RECENT_POINTS = 60
+"""Over which the pace is taken where a step's tokens are not known."""
 _ENDING = re.compile(r"\b[1-9A-HJ-NP-Za-km-z]{8}\b")
 _WIRE_BYTES = 2
 """An element of an activation or its gradient, in the wire's dtype."""
@@ -67,9 +69,10 @@ class RunFacts:
     name: str
     steps: int
     num_layers: int
-    tokens_per_step: int
-    tokens_per_microbatch: int
-    activation_bytes_per_token: int
+    tokens_per_step: int = 0
+    """0: not known, as to whoever only asks for the status."""
+    tokens_per_microbatch: int = 0
+    activation_bytes_per_token: int = 0
 
     @classmethod
     def of(cls, spec: RunSpec) -> "RunFacts":
@@ -224,7 +227,6 @@ class Feed:
         }
         steps = status.steps if status else self._facts.steps
         step = status.step if status else 0
-        left = (steps - step) * self._facts.tokens_per_step
         bytes_per_s = tokens_per_s * self._facts.activation_bytes_per_token
         mine = contributions.get(self.me) if self.me else None
         status_age_s = now_s - self._status_at_s if status else None
@@ -245,7 +247,7 @@ class Feed:
             staleness_steps_mean=status.staleness_steps_mean if status else 0.0,
             now_s=now_s + self._wall_s,
             elapsed_s=status.elapsed_s + now_s - self._status_at_s if status else 0.0,
-            left_s=left / tokens_per_s if tokens_per_s > 0.0 and left > 0 else None,
+            left_s=self._left_s(steps - step, tokens_per_s),
             status_age_s=status_age_s,
             coordinator=coordinator,
             coordinator_name=census.name_of(coordinator) if coordinator else "",
@@ -263,6 +265,15 @@ class Feed:
             others=tuple(self._mine(told) for peer, told in sorted(contributions.items()) if peer != self.me),
             changes=tuple(self._named(change) for change in self._changes[: -CHANGES_SHOWN - 1 : -1]),
         )
+
+    def _left_s(self, steps: int, tokens_per_s: float) -> float | None:
+        if steps <= 0:
+            return None
+        if self._facts.tokens_per_step and tokens_per_s > 0.0:
+            return steps * self._facts.tokens_per_step / tokens_per_s
+        recent = self.curves.points[-RECENT_POINTS:]
+        done = recent[-1].step - recent[0].step if recent else 0
+        return steps * (recent[-1].at_s - recent[0].at_s) / done if done > 0 else None
 
     def _spoken_phase(self, status_age_s: float | None) -> str:
         if status_age_s is not None and status_age_s > STALE_S and self._phase == "training":

@@ -12,9 +12,10 @@ from typing import Protocol
 
 from shoal.deploy.doctor.findings import SwarmView
 from shoal.deploy.doctor.problem import Problem
+from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import ShoalError
 from shoal.protocol.identity import PeerID
-from shoal.protocol.messages import SwarmStatus
+from shoal.protocol.messages import StatusRequest, SwarmStatus
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +86,29 @@ class SplitWatch:
         self._me, self._say = me, say
         self._turn = 0
         self._said = False
+
+    @classmethod
+    def of(
+        cls,
+        endpoint: Endpoint,
+        around: Around,
+        *,
+        own_status: Callable[[], Awaitable[SwarmStatus]],
+        say: Callable[[str], None],
+    ) -> "SplitWatch":
+        """Of a peer that takes part. `say` is told a sentence, which goes to the log too."""
+
+        def tell(problem: Problem) -> None:
+            logger.warning("%s; %s", problem.sentence, problem.remedy)
+            say(f"{problem.sentence}; {problem.remedy}")
+
+        return cls(
+            around=around,
+            own_status=own_status,
+            ask=lambda peer: endpoint.ask(peer, StatusRequest(), SwarmStatus),
+            me=endpoint.peer_id,
+            say=tell,
+        )
 
     async def run(self) -> None:
         while True:

@@ -136,8 +136,8 @@ def matmul_kernel(
     if expert < num_experts:
         mine = experts == expert
         last = tl.reduce(tl.where(mine, lasts, 0), 0, _add)
-        tile -= tl.reduce(tl.where(mine, upto - tiles, 0), 0, _add)
-        rows = tl.reduce(tl.where(mine, firsts, 0), 0, _add) + tile * ROWS + tl.arange(0, ROWS)
+        before = tl.reduce(tl.where(mine, upto - tiles, 0), 0, _add)
+        rows = tl.reduce(tl.where(mine, firsts, 0), 0, _add) + (tile - before) * ROWS + tl.arange(0, ROWS)
         weight += expert.to(tl.int64) * stride_expert
         total = tl.full((ROWS, COLUMNS), 0.0, tl.float32)
         for start in range(0, terms, TERMS):

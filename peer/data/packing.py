@@ -69,6 +69,29 @@ def pack(
         raise DataError(f"cannot keep the prepared text in {where}: {error.strerror or error}") from error
 
 
+def training_texts(spec: DataSpec, *, bytes_max: int, on_progress: OnProgress | None = None) -> Iterator[str]:
+    """Documents that a run with this data would train on, until there are `bytes_max` of them, for a vocabulary.
+
+    A single document would be for both sides, so it is given although it may be for validation as a whole.
+    Raises: DataError: nothing there, or no text in it.
+    """
+    size, kept_back = 0, ""
+    for text, done in read_documents(spec):
+        if on_progress is not None:
+            on_progress(max(done, min(1.0, size / bytes_max)))
+        if _is_validation(text, spec):
+            kept_back = kept_back or text
+            continue
+        size += len(text.encode(errors="replace"))
+        yield text
+        if size >= bytes_max:
+            return
+    if not size:
+        if not kept_back:
+            raise DataError(f"{spec.source} has no text")
+        yield kept_back
+
+
 def _cache_key(spec: DataSpec, tokenizer: Tokenizer) -> str:
     about = [_FORMAT, identify(spec), spec.field, spec.validation_fraction, spec.tokens_max, tokenizer.digest]
     return blake3(msgspec.json.encode(about)).hexdigest(length=16)
@@ -132,15 +155,12 @@ def _tokenise(
 ) -> int:
     """Returns: how many documents there were."""
     separator = np.array(list(tokenizer.separator), dtype=tokenizer.dtype).tobytes()
-    below = int(spec.validation_fraction * 256**_HASH_BYTES)
     num_documents = num_tokens = 0
     for batch in _batches(read_documents(spec)):
         for document, tokens in zip(batch, tokenizer.encode([document.text for document in batch]), strict=True):
             if spec.tokens_max and num_tokens >= spec.tokens_max:
                 return num_documents
-            text = document.text.encode(errors="replace")
-            is_validation = int.from_bytes(blake3(text).digest(length=_HASH_BYTES)) < below
-            into = validation if is_validation else training
+            into = validation if _is_validation(document.text, spec) else training
             into.write(tokens.tobytes())
             into.write(separator)
             num_documents += 1
@@ -148,6 +168,11 @@ def _tokenise(
         if on_progress is not None:
             on_progress(max(batch[-1].done, min(1.0, num_tokens / spec.tokens_max) if spec.tokens_max else 0.0))
     return num_documents
+
+
+def _is_validation(text: str, spec: DataSpec) -> bool:
+    number = int.from_bytes(blake3(text.encode(errors="replace")).digest(length=_HASH_BYTES))
+    return number < int(spec.validation_fraction * 256**_HASH_BYTES)
 
 
 def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:

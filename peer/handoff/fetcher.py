@@ -38,6 +38,14 @@ class _Range:
     stop: int
 
 
+@dataclass(slots=True)
+class FetchProgress:
+    """Elements that are here, of how many; a layer that must come again counts anew. 0 of 0: it is being asked for."""
+
+    done: int = 0
+    total: int = 0
+
+
 class StateFetcher:
     """One fetch of the layers `keys`, at one version."""
 
@@ -61,6 +69,7 @@ class StateFetcher:
         self._sources: dict[str, list[PeerID]] = {}
         self._version = -1
         self._stored_era = TRAINED
+        self.progress = FetchProgress()
 
     async def fetch(self, holders: Sequence[PeerID], *, version: int = -1, stored_era: int = TRAINED) -> StageState:
         """Get `version`, or the newest that a holder trains; of what they train, or of a stored era's snapshots, or of
@@ -77,6 +86,7 @@ class StateFetcher:
             empty = self._vectors.empty
             moments = (0, 0) if stored_era == INITIAL else (size, moment2_numel(self._spec, key))
             self._tensors[key] = (empty(size), empty(moments[0]), empty(moments[1]))
+        self.progress.total = sum(tensor.numel() for layer in self._tensors.values() for tensor in layer)
         missing = list(self._keys)
         while missing:
             await self._fetch_layers(missing)
@@ -87,6 +97,7 @@ class StateFetcher:
                     raise RemoteError(culprit, f"sent a state of {key} that its own digest contradicts")
                 # With several sources nobody knows who erred: fetch it again without one, then without the next.
                 logger.warning("layer %s did not match its digest: fetching it again", key)
+                self.progress.done -= sum(tensor.numel() for tensor in self._tensors[key])
                 self._sources[key].remove(culprit)
         return StageState(version=self._version, layers={key: self._on_device(key) for key in self._keys})
 
@@ -177,6 +188,7 @@ class StateFetcher:
                 await self._endpoint.ask(peer, request, Done, timeout_s=_RANGE_TIMEOUT_S)
                 for event in events:
                     await event.wait()
+            self.progress.done += wanted.stop - wanted.start
         except TimeoutError as error:
             raise Unreachable(peer, "state did not arrive in time") from error
         finally:

@@ -20,6 +20,8 @@ class ThreadCompute:
             job.
         probe_clock: what probes are timed with. `time.thread_time` for a CPU: six peers that start on one machine
             would otherwise measure each other's start, and differ by a factor of four.
+        share: of the device's time. After each job it rests, and a job is said to have taken the rest as well: that is
+            how fast the device is for those who plan with it.
     """
 
     def __init__(
@@ -27,12 +29,18 @@ class ThreadCompute:
         *,
         initializer: Callable[[], None] | None = None,
         probe_clock: Callable[[], float] = time.monotonic,
+        share: float = 1.0,
     ) -> None:
+        if not 0.0 < share <= 1.0:
+            raise ValueError(f"a share of {share} of a device's time cannot be")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="compute")
         self._initializer = initializer
         self._probe_clock = probe_clock
         self._initialized = False
         self._is_closed = False
+        self._rest_per_s = 1.0 / share - 1.0
+        self._rests_until_s = 0.0
+        self._turn = asyncio.Lock()
 
     async def run(self, kind: JobKind, work: Callable[[], T], *, flop: float) -> Timed[T]:
         """Cancelling does not stop a job that has begun: its result is dropped, and the next job waits for it.
@@ -41,7 +49,14 @@ class ThreadCompute:
         """
         if self._is_closed:
             raise LocalError("this device is closed")
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._timed, kind, work)
+        loop = asyncio.get_running_loop()
+        if self._rest_per_s == 0.0:
+            return await loop.run_in_executor(self._thread, self._timed, kind, work)
+        async with self._turn:
+            await asyncio.sleep(max(0.0, self._rests_until_s - time.monotonic()))
+            if self._is_closed:
+                raise LocalError("this device is closed")
+            return await loop.run_in_executor(self._thread, self._timed, kind, work)
 
     def close(self) -> None:
         """Cancel the jobs that have not begun; one that has runs to its end, and the thread ends with it."""
@@ -56,4 +71,7 @@ class ThreadCompute:
         clock = self._probe_clock if kind == "probe" else time.monotonic
         started_s, clock_started_s = time.monotonic(), clock()
         value = work()
-        return Timed(value=value, started_s=started_s, ended_s=started_s + clock() - clock_started_s)
+        took_s = clock() - clock_started_s
+        rest_s = (time.monotonic() - started_s) * self._rest_per_s
+        self._rests_until_s = time.monotonic() + rest_s
+        return Timed(value=value, started_s=started_s, ended_s=started_s + took_s * (1.0 + self._rest_per_s))

@@ -21,16 +21,25 @@ from shoal.protocol.frames import (
 )
 from shoal.protocol.identity import PeerID
 from shoal.protocol.live.handshake import Greeter, Hello
-from shoal.protocol.ports import Payload
+from shoal.protocol.live.throttle import Intake, Throttle
+from shoal.protocol.ports import Payload, Priority
 
 _HANDSHAKE_TIMEOUT_S = 10.0
 
 
 class Link(asyncio.BufferedProtocol):
-    """Args: on_frame, on_lost: called from the loop; `on_lost` once, with why."""
+    """Args:
+    on_frame, on_lost: called from the loop; `on_lost` once, with why.
+    throttle: what passes here is within its limits; None: there are none.
+    """
 
     def __init__(
-        self, peer: PeerID, *, on_frame: Callable[["Link", Frame], None], on_lost: Callable[["Link", str], None]
+        self,
+        peer: PeerID,
+        *,
+        on_frame: Callable[["Link", Frame], None],
+        on_lost: Callable[["Link", str], None],
+        throttle: Throttle | None = None,
     ) -> None:
         self.peer = peer
         self.window = CreditWindow()
@@ -38,6 +47,9 @@ class Link(asyncio.BufferedProtocol):
         self.why_lost = "the stream ended"
         self._on_frame = on_frame
         self._on_lost = on_lost
+        self._throttle = throttle or Throttle()
+        self._upload = self._throttle.upload
+        self._intake: Intake | None = None
         self._sequence = 1  # HELLO was 0
         self._writable = asyncio.Event()
         self._writable.set()
@@ -96,18 +108,22 @@ class Link(asyncio.BufferedProtocol):
         # drained() then means that the kernel has it all, and a caller may use its buffer again
         transport.set_write_buffer_limits(high=0)
         self._transport = transport
+        if self._throttle.download is not None:
+            self._intake = Intake(self._throttle.download, transport, self.lost.is_set)
         transport.resume_reading()
 
     def _next_sequence(self) -> int:
         self._sequence += 1
         return self._sequence - 1
 
-    async def write_frame(self, meta: bytes, payload: Payload) -> None:
+    async def write_frame(self, meta: bytes, payload: Payload, priority: Priority) -> None:
         """Returns when the kernel has every byte. Raises: EOFError: the stream broke."""
         pieces = encode_frame(FrameType.DATA, self._next_sequence(), meta, payload)
         if memoryview(payload).nbytes <= PIECE_BYTES // 8:
             pieces = iter([b"".join(pieces)])  # one write is cheaper than three when there is little to copy
-        for piece in pieces:
+        for piece in pieces if self._upload is None else self._upload.cut(pieces):
+            if self._upload is not None:
+                await self._upload.admit(len(piece), priority)
             if self.lost.is_set():
                 raise EOFError(self.why_lost)
             self._transport.write(piece)
@@ -119,7 +135,9 @@ class Link(asyncio.BufferedProtocol):
         """Return the credit of a frame that has been handled."""
         self.window.give_back(frame_bytes, self.peer)
         if not self.lost.is_set():
-            self._transport.write(encode_credit(self._next_sequence(), frame_bytes))
+            credit = encode_credit(self._next_sequence(), frame_bytes)
+            self._transport.write(credit)
+            self._throttle.sent(len(credit))
 
     def abort(self, why: str) -> None:
         """Close now; `on_lost` follows."""
@@ -130,9 +148,13 @@ class Link(asyncio.BufferedProtocol):
     # asyncio.BufferedProtocol
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        return self._assembler.buffer()
+        room = self._assembler.buffer()
+        return room if self._intake is None else room[: self._intake.slice_bytes]
 
     def buffer_updated(self, nbytes: int) -> None:
+        self._throttle.received(nbytes)
+        if self._intake is not None:
+            self._intake.came()
         try:
             frame = self._assembler.advance(nbytes)
             if frame is not None:
@@ -150,6 +172,8 @@ class Link(asyncio.BufferedProtocol):
             self.why_lost = f"the stream broke ({exc})"
         self.lost.set()
         self._writable.set()
+        if self._intake is not None:
+            self._intake.close()
         self._on_lost(self, self.why_lost)
 
     def pause_writing(self) -> None:

@@ -87,7 +87,7 @@ class Outbox:
             while True:
                 waiting = await self._next(self._link)
                 try:
-                    await self._link.write_frame(waiting.meta, waiting.payload)
+                    await self._link.write_frame(waiting.meta, waiting.payload, waiting.priority)
                 except BaseException:
                     heapq.heappush(self._queue, waiting)  # its sender is told with the others
                     raise

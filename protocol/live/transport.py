@@ -25,6 +25,7 @@ from shoal.protocol.live.handshake import Greeter, Hello
 from shoal.protocol.live.inbox import Inbox
 from shoal.protocol.live.link import Link
 from shoal.protocol.live.outbox import Outbox
+from shoal.protocol.live.throttle import Throttle
 from shoal.protocol.ports import CallHandler, FrameHandler, Payload, Priority
 
 logger = logging.getLogger(__name__)
@@ -43,10 +44,11 @@ _NOT_DIALLED = ("failed to find any peer", "routing: not found", "failed to dial
 class LiveTransport:
     """Made by `start`. `serve` must follow; what arrives before waits for it."""
 
-    def __init__(self, identity: Identity, run: str, daemon: Daemon) -> None:
+    def __init__(self, identity: Identity, run: str, daemon: Daemon, throttle: Throttle) -> None:
         self._identity = identity
         self._run = run
         self._daemon = daemon
+        self._throttle = throttle
         self._addresses: dict[PeerID, tuple[str, ...]] = {}
         self._outboxes: dict[PeerID, Outbox] = {}
         self._inboxes: dict[PeerID, Inbox] = {}
@@ -72,19 +74,21 @@ class LiveTransport:
         announce: Sequence[str] = (),
         initial_peers: Sequence[str] = (),
         use_relay: bool = True,
+        throttle: Throttle | None = None,
     ) -> "LiveTransport":
         """Start the network daemon and connect to whichever initial peers answer.
 
         Args:
             listen, announce: multiaddrs without `/p2p/…`; announce replaces what others are told.
             initial_peers: multiaddrs with `/p2p/…`. None of them needs to be up: a bootstrap peer may be the one down.
+            throttle: keeps what passes within its limits; None: there are none.
         Raises: TransportError: the daemon cannot start, a port is in use, or the state folder is another peer's.
         """
         daemon = Daemon(
             identity, state_dir, listen=listen, announce=announce, relays=initial_peers, use_relay=use_relay
         )
         await daemon.start()
-        self = cls(identity, run, daemon)
+        self = cls(identity, run, daemon, throttle or Throttle())
         try:
             for peer, places in _by_peer(initial_peers).items():
                 if peer != self.peer_id:  # a restart may be told of itself
@@ -208,6 +212,7 @@ class LiveTransport:
     async def _call(self, peer: PeerID, request: bytes) -> bytes:
         p2p = await self._daemon.p2p()
         reply: bytes = await p2p._client.call_unary_handler(_hivemind_id(peer), self._call_name, request)
+        self._throttle.called(sent=len(request), received=len(reply))
         return reply
 
     async def _answer(self, request: bytes, caller: HivemindPeerID) -> bytes:
@@ -221,6 +226,7 @@ class LiveTransport:
             reply = await self._on_call(source, request)
             if len(reply) > CONTROL_BYTES_MAX:
                 raise ValueError(f"a reply of {len(reply)} bytes is larger than any peer accepts")
+            self._throttle.called(sent=len(reply), received=len(request))
             return reply
         except RemoteError as error:
             logger.warning("refused a call: %s", error)
@@ -239,7 +245,7 @@ class LiveTransport:
                     if not _may_repeat(error) or not await self._dial(peer):
                         raise
                     reader, writer = await self._open_stream(peer)
-            link = Link(peer, on_frame=outbox.on_frame, on_lost=outbox.on_lost)
+            link = Link(peer, on_frame=outbox.on_frame, on_lost=outbox.on_lost, throttle=self._throttle)
             await link.open(reader, writer, self._greeter, calls=True, on_open=self._met)
             return link
         except TimeoutError as error:
@@ -258,7 +264,7 @@ class LiveTransport:
         inbox = self._inboxes.get(source)
         if inbox is None:
             inbox = self._inboxes[source] = Inbox(source, self._on_frame)
-        link = Link(source, on_frame=inbox.on_frame, on_lost=inbox.on_lost)
+        link = Link(source, on_frame=inbox.on_frame, on_lost=inbox.on_lost, throttle=self._throttle)
 
         def opened(link: Link, hello: Hello) -> None:
             self._met(link, hello)

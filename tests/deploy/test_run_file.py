@@ -41,6 +41,12 @@ def test_an_impossible_change_names_its_field(changes: dict[str, object], field:
         with_changes(RunSpec(), changes)
 
 
+def test_the_run_with_experts_is_a_valid_one_of_two_stages_and_six_peers() -> None:
+    spec = load_spec(DEMO_SPEC.with_name("moe.toml"))
+    assert (spec.swarm.stages, spec.swarm.min_peers) == (2, 6)
+    assert (spec.model.num_experts, spec.model.experts_per_token) == (8, 2)
+
+
 def test_the_demo_is_a_valid_run_of_three_stages_and_six_peers() -> None:
     spec = load_spec(DEMO_SPEC)
     assert (spec.swarm.stages, spec.swarm.min_peers) == (3, 6)

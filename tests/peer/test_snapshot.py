@@ -96,6 +96,22 @@ def test_parameters_have_their_hugging_face_names_and_shapes(tmp_path: Path) -> 
     assert len(tensors) == 9
 
 
+def test_experts_have_mixtrals_names_and_read_back(tmp_path: Path) -> None:
+    model = ModelSpec(dim=8, num_layers=2, num_heads=2, num_kv_heads=1, ffn_dim=12, context=8, num_experts=3)
+    spec = RunSpec(model=model, swarm=SwarmSpec(stages=2))
+    param = init_layer(model, "layers.1", 0)
+    layers = {"layers.1": LayerState(param_N=param, moment1_N=param / 3, moment2_N=param.square())}
+    disk = LiveDisk(tmp_path)
+    path = write_snapshot(disk, FOLDER, run=RUN, version=1, layers=layers, spec=spec)
+    tensors = safetensors.torch.load_file(tmp_path / path / "layers.1.safetensors")
+    at = "model.layers.1.block_sparse_moe."
+    assert tensors[at + "gate.weight"].shape == (3, 8)
+    assert [tensors[f"{at}experts.2.{w}.weight"].shape for w in ("w1", "w2", "w3")] == [(12, 8), (8, 12), (12, 8)]
+    got = read_snapshot(disk, path)
+    assert got.spec == spec
+    assert_layers(got.layers, layers)
+
+
 def test_a_person_can_read_the_manifest(tmp_path: Path) -> None:
     path = write(LiveDisk(tmp_path), 7, era=1)
     lines = (tmp_path / path / "manifest.json").read_text().splitlines()

@@ -143,8 +143,11 @@ def test_who_moves_away_hears_of_later_plans_while_it_drains(make_swarm, tiny_sp
 
 
 @pytest.mark.sim
-def test_a_newcomer_holds_the_very_bits_of_its_mates(make_swarm, tiny_spec):
+@pytest.mark.parametrize(("num_experts", "optimizer"), [(0, "adamw"), (4, "adamw"), (4, "muon")])
+def test_a_newcomer_holds_the_very_bits_of_its_mates(make_swarm, tiny_spec, num_experts, optimizer):
     builtins = msgspec.to_builtins(tiny_spec)
+    builtins["model"]["num_experts"] = num_experts
+    builtins["optimizer"]["name"] = optimizer
     builtins["training"] |= {"s_max": 1, "steps": 12}
     spec = msgspec.convert(builtins, type(tiny_spec))
 
@@ -167,12 +170,14 @@ def test_a_newcomer_holds_the_very_bits_of_its_mates(make_swarm, tiny_spec):
 
 
 @pytest.mark.sim
-def test_a_snapshot_is_written_at_the_end_and_reads_back(make_swarm, tiny_spec, tmp_path):
+@pytest.mark.parametrize("num_experts", [0, 4])
+def test_a_snapshot_is_written_at_the_end_and_reads_back(make_swarm, tiny_spec, tmp_path, num_experts):
     from shoal.peer.snapshot import list_snapshots, read_snapshot
     from shoal.protocol.live.disk import LiveDisk
 
     builtins = msgspec.to_builtins(tiny_spec)
     builtins["training"]["steps"] = 3
+    builtins["model"]["num_experts"] = num_experts
     spec = msgspec.convert(builtins, type(tiny_spec))
 
     async def main():

@@ -103,6 +103,8 @@ SEEN = {
     "nothing seen": ALL_STALE,
 }
 """What a member has of a step when it computes the next one, all of that stale. Says nothing to who does not see."""
+FEWER = (100, 150, 200, 300)
+"""Steps, where others have 400."""
 NOT_STASHED = Method(name="pipeoptim", stash=False)
 
 
@@ -166,6 +168,24 @@ def _all_stale() -> list[Table]:
         title = f"Regime C, {optimizer.name}, every microbatch one step stale, 400 steps"
         tables.append(Table(name=name, title=title, rows=tuple(rows)))
     return tables
+
+
+def _fewer_steps() -> Table:
+    """What a synchronous run reaches in fewer steps, at a rate that staleness is measured at: what a loss is worth in
+    steps, and so the prices of `shoal.protocol.staleness`."""
+    rows = [
+        _row(
+            f"{optimizer.name}, {steps} steps",
+            Steps(),
+            table="c-fewer",
+            optimizer=optimizer,
+            updates=steps,
+            rates=(rate,),
+        )
+        for optimizer, rate in ((ADAMW, 4e-3), (NADAM, 4e-3), (MUON, 8e-3))
+        for steps in FEWER
+    ]
+    return Table(name="c-fewer", title="Regime C, synchronous runs of fewer steps", rows=tuple(rows))
 
 
 def _shares() -> Table:
@@ -278,7 +298,7 @@ def _swarm(replicas: int = 1, scenario: str = "eight-cities") -> Table:
 
 def full() -> list[Table]:
     """In the order of what one wants to know first."""
-    first = [_check(), *_all_stale(), _paper(), _heavy_tailed(), _swarm(1), _swarm(2), _shares()]
+    first = [_check(), *_all_stale(), _fewer_steps(), _paper(), _heavy_tailed(), _swarm(1), _swarm(2), _shares()]
     return [*first, *_classifiers(), *(_swarm(1, scenario) for scenario in NETWORKS), _long()]
 
 

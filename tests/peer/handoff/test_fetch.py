@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 
-from shoal.peer.handoff.fetcher import StateFetcher
+from shoal.peer.handoff.fetcher import FetchProgress, StateFetcher
 from shoal.peer.handoff.inbox import ChunkInbox
 from shoal.peer.handoff.server import PINNED_S, StateServer
 from shoal.peer.pipeline.state import LayerState, StageState, initial_state
@@ -141,8 +141,11 @@ def test_one_that_sends_something_else_than_it_said_is_found_out(
         liar.server.pin(state)
         pin = next(iter(liar.server._pins.values()))
         pin.layers = {key: lie(layer) for key, layer in pin.layers.items()}
-        fetched = await newcomer.fetcher(tiny_spec, keys).fetch([liar.name, c.name])
+        fetcher = newcomer.fetcher(tiny_spec, keys)
+        fetched = await fetcher.fetch([liar.name, c.name])
         assert fetched.digest() == state.digest()
+        numels = [tensor.numel() for layer in state.layers.values() for tensor in layer.tensors]
+        assert fetcher.progress == FetchProgress(sum(numels), sum(numels))  # what came twice counts once
         with pytest.raises(RemoteError, match="contradicts"):
             await newcomer.fetcher(tiny_spec, keys).fetch([liar.name])
 

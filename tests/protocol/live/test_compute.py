@@ -1,5 +1,6 @@
 import asyncio
 import threading
+import time
 
 import pytest
 
@@ -61,3 +62,29 @@ def test_close_cancels_what_waits_and_the_thread_ends_with_its_job():
         assert not threads[0].is_alive()
 
     asyncio.run(main())
+
+
+def test_a_device_that_is_shared_rests_after_each_job_and_says_that_it_is_slower():
+    took_s = []
+
+    def job():
+        began_s = time.monotonic()
+        time.sleep(0.01)
+        took_s.append(time.monotonic() - began_s)
+
+    async def main():
+        compute = ThreadCompute(share=0.25)
+        timed = await asyncio.gather(*(compute.run("forward", job, flop=0.0) for _ in range(3)))
+        compute.close()
+        return timed
+
+    timed = asyncio.run(main())
+    for before, after, seconds in zip(timed, timed[1:], took_s, strict=False):
+        assert before.ended_s - before.started_s >= 4 * seconds
+        assert after.started_s - before.started_s >= 4 * seconds
+
+
+@pytest.mark.parametrize("share", [0.0, -0.5, 1.5])
+def test_a_share_that_cannot_be_is_refused(share):
+    with pytest.raises(ValueError, match="share"):
+        ThreadCompute(share=share)

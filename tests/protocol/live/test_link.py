@@ -8,7 +8,7 @@ from shoal.protocol.frames import FrameType, encode_credit, encode_frame, wire_b
 from shoal.protocol.identity import Identity
 from shoal.protocol.limits import STREAM_CREDIT_BYTES
 from shoal.protocol.live import handshake
-from shoal.protocol.ports import Payload
+from shoal.protocol.ports import Payload, Priority
 
 LOOPS = [asyncio.run, uvloop.run]
 
@@ -25,7 +25,7 @@ def test_frames_go_one_way_and_credit_the_other(socket_pair, run, eventually):
         async with socket_pair() as (caller, listener):
             sending, receiving = await both(caller, listener)
             for size in (0, 1, 100_000, 3_000_000):
-                await sending.write_frame(b"%d" % size, bytes(size))
+                await sending.write_frame(b"%d" % size, bytes(size), Priority.BULK)
             await eventually(lambda: len(listener.frames) == 4)
             assert [(frame.meta, len(frame.payload)) for frame in listener.frames] == [
                 (b"%d" % size, size) for size in (0, 1, 100_000, 3_000_000)
@@ -57,7 +57,7 @@ def test_a_frame_has_left_only_when_the_kernel_has_all_of_it(socket_pair, run, e
             sending, receiving = await both(caller, listener)
             receiving._transport.pause_reading()
             payload = bytearray(8_000_000)
-            write = asyncio.create_task(sending.write_frame(b"", payload))
+            write = asyncio.create_task(sending.write_frame(b"", payload, Priority.BULK))
             await asyncio.sleep(0.05)
             assert not write.done()
             receiving._transport.resume_reading()
@@ -163,7 +163,7 @@ def test_what_no_honest_sender_sends_ends_the_stream(socket_pair, wire, why):
             assert why in receiving.why_lost
             await sending.lost.wait()
             with pytest.raises(EOFError):
-                await sending.write_frame(b"", b"")
+                await sending.write_frame(b"", b"", Priority.BULK)
 
     asyncio.run(main())
 

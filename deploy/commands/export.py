@@ -1,0 +1,67 @@
+"""`shoal export`: what the swarm has trained, for the tools that people have."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from shoal.deploy.commands.options import Verbose, examples, start_logging
+from shoal.protocol.errors import LocalError
+
+_GB = 1_000_000_000
+
+
+@examples(
+    "shoal export my-model  # the newest snapshot on this machine",
+    "shoal export ~/.local/state/shoal/demo my-model  # of the demos only",
+    "shoal export my-model --dtype bfloat16  # at half the size",
+    "shoal export my-model --tokenizer tokenizer.json  # of a run with a vocabulary of its own",
+)
+def export(
+    paths: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="[SNAPSHOT] OUT",
+            help="The folder to make; before it a snapshot, or a folder with snapshots in it. "
+            "Default: the run that was written to last on this machine.",
+        ),
+    ],
+    format: Annotated[Literal["hf"], typer.Option(help="hf: what Hugging Face's transformers loads.")] = "hf",
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"], typer.Option(help="Of the weights; training has float32.")
+    ] = "float32",
+    shard_gb: Annotated[float, typer.Option(min=0.001, help="How large a file of weights may get.")] = 5.0,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="The run's tokenizer.json, if it is not where the run's spec says.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Say what was written as JSON.")] = False,
+    verbose: Verbose = False,
+) -> None:
+    """Write a snapshot as a folder that transformers loads."""
+    if len(paths) > 2:
+        raise LocalError("say at most two folders: a snapshot, and the folder to make")
+    *where, out = paths
+    start_logging(verbose)
+    from shoal.deploy.export import export as write
+    from shoal.deploy.found_snapshot import find_snapshots
+    from shoal.deploy.progress import progress_bar
+
+    snapshots = find_snapshots(where[0] if where else None)
+    with progress_bar("writing") as tell:
+        done = write(
+            snapshots,
+            out,
+            dtype=dtype,
+            shard_bytes=int(shard_gb * _GB),
+            tokenizer=tokenizer,
+            on_bytes=lambda done, total: tell(done / total),
+        )
+    if json:
+        import msgspec
+
+        typer.echo(msgspec.json.encode(done).decode())
+        return
+    files = f"{done.shards} files" if done.shards > 1 else "one file"
+    typer.echo(f"run {done.run}, version {done.version}: {done.parameters:,} parameters")
+    typer.echo(f"{done.folder}: {done.bytes / 1e6:,.1f} MB of {dtype} in {files}")
+    typer.echo(f"load it with transformers.AutoModelForCausalLM.from_pretrained({done.folder!r})")

@@ -1,0 +1,57 @@
+"""`shoal import`: a run that goes on from somebody's weights."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shoal.deploy.commands.options import Verbose, examples, start_logging
+from shoal.protocol.errors import LocalError
+from shoal.protocol.spec import load_spec
+
+
+@examples(
+    "shoal import ./Llama-3.2-1B run.toml --data ./stories.jsonl  # then: shoal host run.toml",
+    "shoal import ./my-model run.toml --spec base.toml  # steps, rate and stages as in base.toml",
+    "shoal import ./my-model run.toml --context 512 --stages 2  # shorter samples, two stages",
+)
+def import_(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="config.json, *.safetensors and a tokenizer.json.")],
+    run_toml: Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run spec to write, for `shoal host`.")],
+    data: Annotated[str, typer.Option(help="What to train on: a path, or hf:NAME. RUN.toml says more.")] = "",
+    spec: Annotated[Path | None, typer.Option(help="A run spec that says what FOLDER does not.")] = None,
+    context: Annotated[int | None, typer.Option(min=1, help="Tokens of a sample. Default: at most 1,024.")] = None,
+    stages: Annotated[int | None, typer.Option(min=1, help="Pipeline stages. Default: three.")] = None,
+    verbose: Verbose = False,
+) -> None:
+    """Make a run spec that begins with a model's weights."""
+    base = load_spec(spec) if spec else None
+    if run_toml.exists():
+        raise LocalError(f"{run_toml} is there already: name a file that is not")
+    start_logging(verbose)
+    from shoal.deploy.import_model import import_model
+    from shoal.deploy.progress import progress_bar
+    from shoal.deploy.run_file import write_spec
+    from shoal.peer.model.layout import num_parameters
+
+    source = data if not data or data.startswith("hf:") else str(Path(data).expanduser().resolve())
+    with progress_bar("reading the weights") as tell:
+        made = import_model(
+            folder,
+            base=base,
+            source=source,
+            context=context,
+            stages=stages,
+            on_layer=lambda done, layers: tell(done / layers),
+        )
+    try:
+        write_spec(made, run_toml)
+    except OSError as error:
+        raise LocalError(f"cannot write {run_toml}: {error.strerror or error}") from error
+    kind = f"{made.model.num_experts} experts a layer" if made.model.num_experts else "dense"
+    typer.echo(
+        f"{num_parameters(made.model):,} parameters in {made.model.num_layers} layers, {kind}, "
+        f"{made.model.vocab_size:,} tokens, context {made.model.context}"
+    )
+    typer.echo(f"{made.data.source} in {made.swarm.stages} stages; the weights stay in {made.initial.source}")
+    typer.echo(f"look through {run_toml}, then: shoal host {run_toml}")

@@ -1,0 +1,48 @@
+"""`shoal tokenizer train`: a vocabulary for a run's text."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shoal.deploy.commands.options import examples
+from shoal.protocol.errors import LocalError
+
+_MB = 1_000_000
+
+
+@examples(
+    "shoal tokenizer train stories.jsonl tokenizer.json  # 8,192 tokens, from the field text",
+    "shoal tokenizer train python-library tokenizer.json --vocab-size 4096  # of what the demo reads",
+    "shoal tokenizer train hf:roneneldan/TinyStories tokenizer.json --text-mb 200  # of a streamed data set",
+)
+def train(
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="As `data.source` in a run spec.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT.json", help="The tokenizer.json to write.")],
+    vocab_size: Annotated[
+        int, typer.Option(min=257, help="Tokens, the 256 bytes and the end of text included.")
+    ] = 8192,
+    field: Annotated[str, typer.Option(help="Where the text is in a line of JSON, a row or an example.")] = "text",
+    subset: Annotated[str, typer.Option(help="Of a data set that has several.")] = "",
+    split: Annotated[str, typer.Option(help="Of a data set.")] = "train",
+    text_mb: Annotated[float, typer.Option(min=0.001, help="Read no more text than this.")] = 1000.0,
+) -> None:
+    """Learn a byte-level BPE vocabulary from a text."""
+    if out.exists():
+        raise LocalError(f"{out} is there already: name a file that is not")
+    from shoal.deploy.progress import progress_bar
+    from shoal.peer.data.packing import training_texts
+    from shoal.peer.data.tokenizer import FileTokenizer, train_bpe
+    from shoal.protocol.spec import DataSpec
+
+    spec = DataSpec(source=source, field=field, subset=subset, split=split)
+    with progress_bar("reading the text") as tell:
+        data = train_bpe(training_texts(spec, bytes_max=int(text_mb * _MB), on_progress=tell), vocab_size)
+    found = FileTokenizer(data, name=str(out)).vocab_size
+    try:
+        out.write_bytes(data)
+    except OSError as error:
+        raise LocalError(f"cannot write {out}: {error.strerror or error}") from error
+    note = "" if found == vocab_size else f" (the text has no use for {vocab_size:,})"
+    typer.echo(f"{out}: {found:,} tokens{note}")
+    typer.echo(f'in the run spec: vocab_size = {found} below [model], tokenizer = "{out.resolve()}" below [data]')

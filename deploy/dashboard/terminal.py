@@ -1,0 +1,77 @@
+"""`shoal status --watch`: the dashboard's facts on a terminal. Pure; rich draws."""
+
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from shoal.deploy.dashboard.curves import Curves
+from shoal.deploy.dashboard.view import ChangeView, View
+from shoal.deploy.live_view import duration, quantity, sparkline, stage_table
+from shoal.protocol.messages import SwarmStatus
+
+CHANGES_SHOWN = 6
+SPARKLINE_COLUMNS = 32
+_SIGNS = {"plan": ("◆", "cyan"), "joined": ("+", "green"), "left": ("−", "red"), "note": ("·", "dim")}
+
+
+def render_view(view: View, status: SwarmStatus | None, curves: Curves) -> RenderableType:
+    """`status`: the one that the view was made of; None: nobody has answered yet."""
+    parts: list[RenderableType] = [_headline(view), _progress(view)]
+    if view.step:
+        parts.append(_figures(view, curves))
+    if status is not None:
+        parts.append(stage_table(status))
+    parts += [Text(f"− {gone.name} left {duration(gone.ago_s)} ago", style="red") for gone in view.gone]
+    if view.changes:
+        parts.append(Text("what changed, and why", style="dim"))
+        parts += [_change(change, view.now_s) for change in view.changes[:CHANGES_SHOWN]]
+    return Panel(Group(*parts), title=Text(f"{view.name or 'shoal'}  {view.run}"), title_align="left")
+
+
+def _headline(view: View) -> Text:
+    text = Text(view.phase, style="bold", no_wrap=True, overflow="ellipsis")
+    text.append(f"   up {duration(view.elapsed_s)}   term {view.term}, ", style="dim")
+    text.append(f"coordinator {view.coordinator_name}")
+    if view.era:
+        text.append(f"   went back to a snapshot {view.era} times", style="yellow")
+    return text
+
+
+def _progress(view: View) -> Table:
+    row = Table.grid(padding=(0, 1), expand=True)
+    row.add_column(no_wrap=True)
+    row.add_column(ratio=1)
+    row.add_column(no_wrap=True)
+    bar = ProgressBar(total=max(view.steps, 1), completed=view.step)
+    row.add_row(f"step {view.step}/{view.steps}", bar, "" if view.left_s is None else f"{duration(view.left_s)} left")
+    return row
+
+
+def _figures(view: View, curves: Curves) -> Table:
+    points = curves.points
+    grid = Table.grid(padding=(0, 2))
+    validation = "" if view.validation_loss is None else f"validation {view.validation_loss:.3f}"
+    loss = "-" if view.loss is None else f"{view.loss:.3f}"
+    losses = [point.loss for point in points if point.loss is not None]
+    grid.add_row(
+        "loss", Text(loss, style="bold"), Text(sparkline(losses, SPARKLINE_COLUMNS), style="green"), validation
+    )
+    paces = [point.tokens_per_s for point in points]
+    pace = Text(f"{view.tokens_per_s:,.0f} tokens/s", style="bold")
+    flow = f"{quantity(view.flows[0], 'B/s')} between stages" if view.flows and view.flows[0] else ""
+    grid.add_row("throughput", pace, Text(sparkline(paces, SPARKLINE_COLUMNS), style="cyan"), flow)
+    stale = [point.staleness_steps_mean for point in points]
+    value = Text(f"{view.staleness_steps_mean:.2f} steps", style="bold")
+    grid.add_row("staleness", value, Text(sparkline(stale, SPARKLINE_COLUMNS), style="magenta"), "")
+    return grid
+
+
+def _change(change: ChangeView, now_s: float) -> Text:
+    sign, style = _SIGNS[change.kind]
+    text = Text(f"{sign} ", style=style, no_wrap=True, overflow="ellipsis")
+    text.append(change.text or "a plan", style="default")
+    about = f"  plan {change.sequence}, by {change.coordinator}" if change.kind == "plan" else ""
+    text.append(f"{about}  {duration(max(0.0, now_s - change.at_s))} ago", style="dim")
+    return text

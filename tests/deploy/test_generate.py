@@ -1,0 +1,105 @@
+"""What a person sees of a snapshot that writes."""
+
+import json
+from pathlib import Path, PurePosixPath
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from shoal.deploy import cli
+from shoal.deploy.found_snapshot import find_snapshots
+from shoal.deploy.generate import fit_for_terminal, load_writer
+from shoal.peer.data.tokenizer import FileTokenizer, train_bpe
+from shoal.peer.model.generate import Sampler, generate
+from shoal.peer.model.layout import all_layer_keys, init_layer, layer_layout
+from shoal.peer.pipeline.state import LayerState
+from shoal.peer.snapshot import write_snapshot
+from shoal.protocol.live.disk import LiveDisk
+from shoal.protocol.spec import DataSpec, ModelSpec, RunSpec, SwarmSpec
+
+TEXTS = [f"the {i % 7}th fish of shoal {i % 13} schwimmt größer\n" for i in range(200)]
+MODEL = ModelSpec(dim=16, num_layers=2, num_heads=2, num_kv_heads=1, ffn_dim=24, context=16)
+BPE_MODEL = ModelSpec(dim=16, num_layers=2, num_heads=2, num_kv_heads=1, ffn_dim=24, context=16, vocab_size=290)
+
+
+def layer(model: ModelSpec, key: str) -> torch.Tensor:
+    return 5 * init_layer(model, key, 1)
+
+
+def write(folder: Path, model: ModelSpec, data: DataSpec | None = None) -> Path:
+    layers = {}
+    for key in all_layer_keys(model):
+        param_N = layer(model, key)
+        layers[key] = LayerState(param_N=param_N, moment1_N=param_N / 2, moment2_N=param_N.square())
+    spec = RunSpec(model=model, data=data or DataSpec(), swarm=SwarmSpec(stages=2))
+    write_snapshot(LiveDisk(folder), PurePosixPath(), run="run", version=7, layers=layers, spec=spec)
+    return folder
+
+
+def shoal(*arguments: object, stdin: str | None = None) -> str:
+    result = CliRunner().invoke(cli.app, ["generate", *map(str, arguments)], input=stdin)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_the_command_writes_what_the_model_does(tmp_path: Path) -> None:
+    folder = write(tmp_path, MODEL)
+    params = {key: layer_layout(MODEL, key).views(layer(MODEL, key)) for key in all_layer_keys(MODEL)}
+    expected = generate(MODEL, params, b"fish", 30, temperature=0.7, seed=5).decode(errors="replace")
+    options = ("--temperature", 0.7, "--top-p", 1, "--seed", 5, "--device", "cpu", "--json", "-n", 30)
+    said = json.loads(shoal(folder, "--prompt", "fish", *options))
+    assert said == {"run": "run", "version": 7, "seed": 5, "prompt": "fish", "text": said["text"]}
+    assert expected.startswith(said["text"])
+    assert len(expected) - len(said["text"]) <= 1  # a character that its last byte only begins
+    assert json.loads(shoal(folder, "--prompt", "-", *options, stdin="fish"))["text"] == said["text"]
+
+
+def test_without_a_seed_two_texts_differ_and_each_says_its_own(tmp_path: Path) -> None:
+    folder = write(tmp_path, MODEL)
+    one, other = (json.loads(shoal(folder, "--json", "--device", "cpu", "-n", 20)) for _ in range(2))
+    assert one["seed"] != other["seed"]
+    assert one["text"] != other["text"]
+
+
+def test_a_text_ends_where_the_model_ends_it(tmp_path: Path) -> None:
+    vocabulary = train_bpe(TEXTS, 290)
+    (tmp_path / "tokenizer.json").write_bytes(vocabulary)
+    end = FileTokenizer(vocabulary, name="bpe").end_of_text
+    write(tmp_path / "peer", BPE_MODEL, DataSpec(tokenizer=str(tmp_path / "tokenizer.json")))
+    writer = load_writer(find_snapshots(tmp_path / "peer"), device=torch.device("cpu"))
+
+    class Ending:
+        """Chooses two tokens, then the end."""
+
+        def __init__(self) -> None:
+            (tokens,) = writer.tokenizer.encode(["fish"])
+            self._tokens = iter([*tokens.tolist(), end])
+
+        def choose(self, logits_V: torch.Tensor) -> int:
+            assert logits_V.shape == (290,)
+            return next(self._tokens)  # type: ignore[return-value]
+
+    assert "".join(writer.write("the ", 50, Ending())) == "fish"  # type: ignore[arg-type]
+    assert len(list(writer.write("", 3, Sampler(seed=1)))) <= 3  # begins a document of its own
+
+
+def test_a_terminal_gets_no_commands_from_a_model() -> None:
+    assert fit_for_terminal("a\x1b[2J\tü\r\n\x07€") == "a?[2J\tü?\n?€"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("/nowhere",), "there is no snapshot in /nowhere"),
+        (("SNAPSHOT", "--top-p", 0), "top-p must be in"),
+        (("SNAPSHOT", "--device", "gpu7"), "is no device"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line(tmp_path: Path, arguments: tuple[object, ...], sentence: str) -> None:
+    folder = write(tmp_path, MODEL)
+    words = [str(folder) if word == "SNAPSHOT" else str(word) for word in arguments]
+    result = CliRunner().invoke(cli.app, ["generate", *words])
+    assert result.exit_code == cli.EXIT_USER_ERROR
+    (line,) = result.stderr.splitlines()
+    assert sentence in line

@@ -1,0 +1,89 @@
+"""What a newcomer sees while it waits."""
+
+import io
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from shoal.deploy.joining_view import FetchWatch, JoiningView, expected, phase_row
+from shoal.deploy.live_view import Board, render
+from shoal.deploy.output import TerminalOutput
+from shoal.deploy.report import Phase, read_report
+from shoal.peer.handoff.fetcher import FetchProgress
+
+
+def drawn(what: object) -> str:
+    console = Console(file=io.StringIO(), width=80, force_terminal=False)
+    console.print(what)
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_the_bar_only_grows_and_waits_for_a_phase_that_lasts() -> None:
+    names = ["starting the network", "looking for the run", "reading the text", "measuring this machine"]
+    parts, left = [], []
+    for name in names:
+        for spent_s in (0.0, 1.0, 100.0):
+            phase = expected(name, spent_s)
+            parts.append(phase.part)
+            left.append(phase.left_s)
+    assert parts == sorted(parts)
+    assert left == sorted(left, reverse=True)
+    assert (parts[0], left[-1]) == (0.0, 0.0)
+    assert expected(names[1], 100.0) == Phase(name=names[1], part=expected(names[2], 0.0).part, left_s=left[6])
+
+
+def test_a_row_says_what_and_how_long_still() -> None:
+    row = drawn(phase_row(Phase(name="fetching state", part=0.5, left_s=12.3)))
+    assert "fetching state" in row
+    assert "12 s left" in row
+    assert "left" not in drawn(phase_row(Phase(name="fetching state", part=0.0)))
+
+
+def test_time_left_follows_the_pace() -> None:
+    watch = FetchWatch()
+    assert watch.look(None, 0.0) is None
+    progress = FetchProgress()
+    assert watch.look(progress, 10.0) == Phase(name="fetching state", part=0.0)
+    progress.done, progress.total = 25, 100
+    assert watch.look(progress, 15.0) == Phase(name="fetching state", part=0.25, left_s=15.0)
+    progress.done = 75
+    assert watch.look(progress, 20.0) == Phase(name="fetching state", part=0.75, left_s=pytest.approx(10 / 3))
+    assert watch.look(None, 21.0) == Phase(name="catching up")
+    assert watch.look(None, 22.0) is None
+    again = FetchProgress(50, 100)
+    assert watch.look(again, 30.0) == Phase(name="fetching state", part=0.5, left_s=0.0)
+
+
+def test_the_view_of_a_run_shows_the_fetch_until_it_is_over() -> None:
+    output = TerminalOutput(title="shoal", steps_total=10, console=Console(file=io.StringIO(), width=80))
+    output.say(Phase(name="fetching state", part=0.25, left_s=75.0))
+    assert "fetching state" in drawn(render(output._board, 1.0))
+    assert "1:15 left" in drawn(render(output._board, 1.0))
+    output.say(Phase(name="catching up"))
+    assert "1:15 left" not in drawn(render(output._board, 1.0))
+    assert "catching up" in drawn(render(output._board, 1.0))
+    assert "fetching" not in drawn(render(Board(title="t", started_s=0.0), 1.0))
+
+
+def test_a_script_is_told_the_phases(capsys: pytest.CaptureFixture[str]) -> None:
+    with JoiningView(reports=True) as view:
+        view.tell("starting the network")
+        view.tell("looking for the run")
+    told = [read_report(line.encode()) for line in capsys.readouterr().out.splitlines()]
+    assert [phase.name for phase in told if isinstance(phase, Phase)] == ["starting the network", "looking for the run"]
+
+
+def test_a_terminal_is_left_as_it_was() -> None:
+    console = Console(file=io.StringIO(), width=80, force_terminal=True)
+    with JoiningView(reports=False, console=console) as view:
+        view.tell("starting the network")
+        view.tell("looking for the run")
+    view.close()
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "looking for the run" in text
+    assert "\x1b[2K" in text.rpartition("left")[2], "the line was not wiped"
+
+
+def test_a_phase_is_one_json_line() -> None:
+    assert msgspec.json.decode(msgspec.json.encode(Phase(name="x", part=0.5)))["event"] == "Phase"
