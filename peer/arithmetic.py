@@ -22,8 +22,8 @@ from shoal.protocol.ports import Payload
 from shoal.protocol.spec import RunSpec
 
 
-class Runtime(Protocol):
-    """One replica's part of the model; `StageRuntime` documents it."""
+class Held(Protocol):
+    """Some layers, as one replica has them; `shoal.peer.pipeline.shard.Shard` documents it."""
 
     spec: RunSpec
     vectors: Vectors
@@ -31,8 +31,6 @@ class Runtime(Protocol):
     keys: tuple[str, ...]
     state: StageState | None
     num_parameters: int
-    forward_flop: float
-    backward_flop: float
     step_flop: float
 
     @property
@@ -45,6 +43,21 @@ class Runtime(Protocol):
 
     def load(self, state: StageState) -> None: ...
 
+    def step(self, mean_gradient_N: Tensor) -> tuple[StageState, str, int]: ...
+
+    def contribute(self, microbatch: Microbatch, *, apart: bool = False) -> bool: ...
+
+    def gradient_sum(self, step: int, indices: IndexSet | None = None) -> Tensor: ...
+
+    def forget(self, microbatch: Microbatch) -> None: ...
+
+
+class Runtime(Held, Protocol):
+    """One replica's part of the model; `StageRuntime` documents it."""
+
+    forward_flop: float
+    backward_flop: float
+
     def forward(self, microbatch: Microbatch, payload: Payload | None, *, contributes: bool = True) -> Payload: ...
 
     def loss(
@@ -54,14 +67,6 @@ class Runtime(Protocol):
     def backward(self, microbatch: Microbatch, payload: Payload) -> Payload | None: ...
 
     def validate(self, microbatch: Microbatch, payload: Payload | None) -> Payload | float: ...
-
-    def step(self, mean_gradient_N: Tensor) -> tuple[StageState, str, int]: ...
-
-    def contribute(self, microbatch: Microbatch, *, apart: bool = False) -> bool: ...
-
-    def gradient_sum(self, step: int, indices: IndexSet | None = None) -> Tensor: ...
-
-    def forget(self, microbatch: Microbatch) -> None: ...
 
 
 class Arithmetic(Protocol):

@@ -26,6 +26,7 @@ from shoal.peer.probe import DeviceProbe, LinkProbe, probe_device
 from shoal.peer.replica import Replica
 from shoal.peer.surroundings import Surroundings
 from shoal.peer.tasks import Tasks
+from shoal.peer.tenure import Tenure
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import REPORTS_PER_HEARTBEAT_MAX
@@ -388,11 +389,11 @@ class PeerDriver:
         if self._on_validation:
             self._on_validation(report)
 
-    def _state_changed(self, replica: Replica, state: StageState) -> None:
+    def _state_changed(self, tenure: Tenure, state: StageState) -> None:
         if self._on_state:
-            self._on_state(replica.stage, state)
-        rank, num_ready = replica.group.core.standing
-        self._copies.preserve(replica.stage, state, rank=rank, num_ready=num_ready)
+            self._on_state(tenure.group_id, state)
+        rank, num_ready = tenure.group.core.standing
+        self._copies.preserve(tenure.group_id, state, rank=rank, num_ready=num_ready)
 
     def _fail(self, error: BaseException) -> None:
         logger.error("this peer cannot go on: %r", error)

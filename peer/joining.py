@@ -7,7 +7,7 @@ import functools
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 
-from shoal.peer.arithmetic import Runtime
+from shoal.peer.arithmetic import Held
 from shoal.peer.group.driver import GroupDriver
 from shoal.peer.handoff.fetcher import FetchProgress, StateFetcher
 from shoal.peer.handoff.inbox import ChunkInbox
@@ -36,7 +36,7 @@ class Joining:
         endpoint: Endpoint,
         compute: Compute,
         inbox: ChunkInbox,
-        runtime: Runtime,
+        runtime: Held,
         group: GroupDriver,
         take_over: Callable[[StageState], Awaitable[None]],
         begin_era: Callable[[int], Awaitable[bool]],

@@ -16,7 +16,7 @@ from shoal.protocol.ports import Clock, Compute
 from shoal.protocol.spec import RunSpec
 
 if TYPE_CHECKING:
-    from shoal.peer.replica import Replica
+    from shoal.peer.tenure import Tenure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class Surroundings:
     on_witness: Callable[[CommitReport], None]
     """Reported by a mate."""
     on_validation: Callable[[ValidationReport], None]
-    on_state: Callable[["Replica", StageState], None]
+    on_state: Callable[["Tenure", StageState], None]
     """Stepped or loaded; for snapshots."""
     on_change: Callable[[], None]
     """Ready or open changed: tell the neighbours."""

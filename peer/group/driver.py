@@ -8,9 +8,11 @@ The path of a commit through this file: `contributed` -> (`Progress` to the mate
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from torch import Tensor
 
+from shoal.peer.arithmetic import Held
 from shoal.peer.group.catching_up import CatchingUp
 from shoal.peer.group.commands import AskRepair, CatchUp, Command, Reduce, Report, Resync, Tell, Witness
 from shoal.peer.group.core import GroupCore
@@ -19,7 +21,6 @@ from shoal.peer.group.pressing import PRESS_S, Pressing
 from shoal.peer.group.reduce import Reduction
 from shoal.peer.group.telling import Telling
 from shoal.peer.outbox import Outbox
-from shoal.peer.pipeline.driver import PipelineDriver
 from shoal.peer.pipeline.microbatch import IndexSet
 from shoal.peer.tasks import Tasks
 from shoal.protocol.endpoint import Endpoint
@@ -42,6 +43,20 @@ logger = logging.getLogger(__name__)
 _EARLY_FRAMES_MAX = 4096
 
 
+class Stepper(Protocol):
+    """What computes the gradients and makes the step."""
+
+    @property
+    def runtime(self) -> Held: ...
+
+    @property
+    def version(self) -> int: ...
+
+    def commit(self, step: int, mean_gradient_N: Tensor) -> None:
+        """The reduced gradient of `step` is complete: step as soon as the running job ends."""
+        ...
+
+
 class GroupDriver:
     """One replica's part in its stage group.
 
@@ -51,6 +66,7 @@ class GroupDriver:
         on_resync: our state is not the group's; fetch it from that mate.
         on_repair: contributions to a step were lost; stage 0 must run these microbatches (a bitmap) again.
         on_unreachable: a mate does not answer.
+        on_failure: this peer cannot go on.
         on_progress: a mate's Progress, after the core has seen it (the issue book wants its claims).
         retained_from: the oldest version some newcomer still builds on; reduced gradients from there on are kept.
     """
@@ -58,7 +74,7 @@ class GroupDriver:
     def __init__(
         self,
         core: GroupCore,
-        pipeline: PipelineDriver,
+        stepper: Stepper,
         *,
         endpoint: Endpoint,
         clock: Clock,
@@ -68,11 +84,12 @@ class GroupDriver:
         on_progress: Callable[[PeerID, Progress], None],
         on_repair: Callable[[int, bytes], None],
         on_unreachable: Callable[[PeerID], None],
+        on_failure: Callable[[BaseException], None],
         retained_from: Callable[[], int],
     ) -> None:
         self.core = core
-        self._pipeline = pipeline
-        self._vectors = pipeline.runtime.vectors
+        self._stepper = stepper
+        self._vectors = stepper.runtime.vectors
         self._endpoint = endpoint
         self._clock = clock
         self._on_report = on_report
@@ -88,11 +105,11 @@ class GroupDriver:
         self._means: dict[int, Tensor] = {}  # step -> reduced gradient, until stepped and for those behind us
         self._committing = -1  # the version that the pipeline is stepping from
         self._committing_round: RoundStart | None = None  # whose result it steps with; None: a mate's
-        self._tasks = Tasks(pipeline.upwards.failed)
+        self._tasks = Tasks(on_failure)
         self._pieces = Pieces(endpoint, self._vectors, self._tasks, clock)
         self._catching_up = CatchingUp(
             stage=core.stage,
-            size=pipeline.runtime.num_parameters,
+            size=stepper.runtime.num_parameters,
             vectors=self._vectors,
             endpoint=endpoint,
             pieces=self._pieces,
@@ -254,7 +271,7 @@ class GroupDriver:
     def _begin(self, start: RoundStart) -> None:
         microbatches = self.core.microbatches
         mine = next(member.indices for member in start.members if member.peer == self.core.me)
-        sum_N = self._pipeline.runtime.gradient_sum(start.step, IndexSet.from_bytes(mine, count=microbatches))
+        sum_N = self._stepper.runtime.gradient_sum(start.step, IndexSet.from_bytes(mine, count=microbatches))
         reduction = Reduction(self.core.me, start, sum_N, microbatches=microbatches, vectors=self._vectors)
         self._reductions[start.step] = reduction
         for peer in reduction.others:
@@ -280,11 +297,11 @@ class GroupDriver:
         version = self.core.version
         mean_N = self._means.get(version)
         if mean_N is not None and self._committing < version and not self._closed:
-            assert self._pipeline.core.version == version, "the pipeline and the group disagree on the version"
+            assert self._stepper.version == version, "the pipeline and the group disagree on the version"
             self._committing = version
             ours = self._reductions.get(version)
             self._committing_round = ours.start if ours is not None and ours.mean_N is mean_N else None
-            self._pipeline.commit(version, mean_N)
+            self._stepper.commit(version, mean_N)
 
     def _mean_came(self, step: int, mean_N: Tensor) -> None:
         self._means[step] = mean_N

@@ -146,6 +146,15 @@ class PipelineDriver:
         await self._tasks.cancel()
 
     @property
+    def version(self) -> int:
+        return self.core.version
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is here at all."""
+        return self.core.is_idle
+
+    @property
     def forward_s(self) -> float:
         """Median seconds of the recent forwards (of the whole loss job at the last stage); 0 before the first."""
         recent = [e.ended_s - e.started_s for e in list(self.timeline)[-64:] if e.job.kind in ("forward", "loss")]
