@@ -7,11 +7,13 @@ one `Sample` as JSON.
 import argparse
 import sys
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from pathlib import Path, PurePosixPath
 
 import msgspec
 
-from shoal.peer.model.generate import generate
+from shoal.peer.data.tokenizer import load_tokenizer
+from shoal.peer.model.generate import Sampler, stream
 from shoal.peer.model.layout import all_layer_keys, layer_layout
 from shoal.peer.pipeline.state import LayerState
 from shoal.peer.snapshot import (
@@ -81,8 +83,10 @@ def write_sample(path: Path, *, num_tokens: int, seed: int = 0) -> Sample:
     found = read_snapshot(LiveDisk(path.parent), PurePosixPath(path.name))
     model = found.spec.model
     params = {key: layer_layout(model, key).views(layer.param_N) for key, layer in found.layers.items()}
-    text = generate(model, params, PROMPT.encode(), num_tokens, temperature=TEMPERATURE, seed=seed)
-    return Sample(snapshot=str(path), version=found.version, text=PROMPT + text.decode(errors="replace"))
+    tokenizer = load_tokenizer(found.spec.data)
+    prompt = tokenizer.encode([PROMPT])[0].tolist()
+    tokens = islice(stream(model, params, prompt, Sampler(temperature=TEMPERATURE, seed=seed)), num_tokens)
+    return Sample(snapshot=str(path), version=found.version, text=PROMPT + tokenizer.decode(list(tokens)))
 
 
 def main() -> int:

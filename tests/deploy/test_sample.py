@@ -2,15 +2,18 @@
 
 from pathlib import Path, PurePosixPath
 
+import msgspec
 import pytest
 
-from shoal.deploy.sample import merge_snapshots, write_sample
-from shoal.peer.model.layout import all_layer_keys, init_layer
+from shoal.deploy.sample import PROMPT, TEMPERATURE, merge_snapshots, write_sample
+from shoal.peer.data.tokenizer import train_bpe
+from shoal.peer.model.generate import generate
+from shoal.peer.model.layout import all_layer_keys, init_layer, layer_layout
 from shoal.peer.pipeline.state import LayerState
 from shoal.peer.snapshot import Snapshot, read_snapshot, write_snapshot
 from shoal.protocol.errors import LocalError
 from shoal.protocol.live.disk import LiveDisk
-from shoal.protocol.spec import ModelSpec, RunSpec, SwarmSpec
+from shoal.protocol.spec import DataSpec, ModelSpec, RunSpec, SwarmSpec
 
 MODEL = ModelSpec(dim=8, num_layers=2, num_heads=2, num_kv_heads=1, ffn_dim=12, context=8)
 SPEC = RunSpec(seed=3, model=MODEL, swarm=SwarmSpec(stages=2))
@@ -81,6 +84,26 @@ def test_if_nobody_has_it_whole_the_version_before_is_taken(tmp_path: Path) -> N
         last = write(tmp_path / "b", version, BACK)
     rot(last / f"{BACK[0]}.moments.safetensors")
     assert_is(merged(tmp_path, "a", "b"), era=0, version=1)
+
+
+def test_the_sample_of_a_byte_model_is_what_it_always_was(tmp_path: Path) -> None:
+    params = {key: layer_layout(MODEL, key).views(layer(key, 0, 1).param_N) for key in KEYS}
+    expected = generate(MODEL, params, PROMPT.encode(), 50, temperature=TEMPERATURE, seed=3)
+    sample = write_sample(write(tmp_path, 1, KEYS), num_tokens=50, seed=3)
+    assert sample.text == PROMPT + expected.decode(errors="replace")
+
+
+def test_a_model_with_a_vocabulary_of_its_own_writes_too(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(train_bpe(["def fish(): return größer"] * 9, 270))
+    model = msgspec.structs.replace(MODEL, vocab_size=270)
+    data = DataSpec(tokenizer=str(tmp_path / "tokenizer.json"))
+    spec = RunSpec(model=model, data=data, swarm=SwarmSpec(stages=2))
+    layers = {}
+    for key in KEYS:
+        param_N = init_layer(model, key, 1)
+        layers[key] = LayerState(param_N=param_N, moment1_N=param_N / 2, moment2_N=param_N.square())
+    path = write_snapshot(LiveDisk(tmp_path), ROOT, run="run", version=1, layers=layers, spec=spec)
+    assert len(write_sample(tmp_path / path, num_tokens=40).text) > 40
 
 
 def test_without_any_snapshot_it_is_said(tmp_path: Path) -> None:
