@@ -1,7 +1,6 @@
 """Help that teaches: every command has it, with examples, and the examples are commands that exist."""
 
-import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -23,17 +22,6 @@ def commands(group: Any = GROUP, path: tuple[str, ...] = ()) -> Iterator[tuple[t
             yield (*path, name), command
 
 
-def parse(line: str) -> None:
-    """As the shell and `shoal` would, without running it. Raises: click's UsageError, with what is wrong."""
-    words = shlex.split(line.partition(" < ")[0], comments=True)
-    assert words[0] == "shoal", line
-    command, rest = GROUP, words[1:]
-    while hasattr(command, "commands") and rest and not rest[0].startswith("-"):
-        assert rest[0] in command.commands, f"{line}: there is no command {rest[0]!r}"
-        command, rest = command.commands[rest[0]], rest[1:]
-    command.make_context(" ".join(words), rest, resilient_parsing=False)
-
-
 COMMANDS = list(commands())
 
 
@@ -45,13 +33,15 @@ def test_help_runs_and_says_what_for(path: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize(("path", "command"), COMMANDS, ids=[" ".join(path) for path, _ in COMMANDS])
-def test_examples_are_commands_that_exist(path: tuple[str, ...], command: Any) -> None:
+def test_examples_are_commands_that_exist(
+    path: tuple[str, ...], command: Any, parse_command: Callable[[str], None]
+) -> None:
     lines = [line.strip() for line in (command.epilog or "").splitlines()]
     shown = [line for line in lines if line.startswith("shoal ")]
     assert shown, f"`shoal {' '.join(path)}` teaches by no example: give its function @examples(…)"
     assert any(line.startswith(" ".join(("shoal", *path))) for line in shown)
     for line in shown:
-        parse(line)
+        parse_command(line)
 
 
 @pytest.mark.parametrize(("path", "command"), COMMANDS, ids=[" ".join(path) for path, _ in COMMANDS])
@@ -63,9 +53,9 @@ def test_every_option_says_what_it_is(path: tuple[str, ...], command: Any) -> No
 
 
 @pytest.mark.parametrize("line", ["shoal join --nobody", "shoal fly", "shoal join", "shoal demo --peers none"])
-def test_an_example_that_does_not_exist_would_be_seen(line: str) -> None:
+def test_an_example_that_does_not_exist_would_be_seen(line: str, parse_command: Callable[[str], None]) -> None:
     with pytest.raises(Exception, match=r"no command|No such option|[Mm]issing|valid integer"):
-        parse(line)
+        parse_command(line)
 
 
 def test_examples_keep_their_lines() -> None:

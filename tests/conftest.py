@@ -1,0 +1,31 @@
+"""What tests of several houses share."""
+
+import shlex
+from collections.abc import Callable
+
+import pytest
+
+
+def _parse(line: str) -> None:
+    """Take `shoal …` apart as the shell and the command would, without running it.
+
+    Raises: AssertionError, or click's UsageError: there is no such command, or it takes no such thing.
+    """
+    import typer
+
+    from shoal.deploy import cli
+
+    words = shlex.split(line.partition(" < ")[0].partition(" | ")[0], comments=True)
+    assert words
+    assert words[0] == "shoal", line
+    command, rest = typer.main.get_command(cli.app), words[1:]
+    while hasattr(command, "commands") and rest and not rest[0].startswith("-"):
+        assert rest[0] in command.commands, f"{line}: there is no command {rest[0]!r}"
+        command, rest = command.commands[rest[0]], rest[1:]
+    command.make_context(" ".join(words), rest, resilient_parsing=False)
+
+
+@pytest.fixture(scope="session")
+def parse_command() -> Callable[[str], None]:
+    """A command line that begins with `shoal` -> nothing, or an error that says what of it does not exist."""
+    return _parse

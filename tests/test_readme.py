@@ -1,0 +1,163 @@
+"""The README's code blocks are commands that exist and files that can be read; what takes seconds and no network is run.
+
+A block is a shell session unless its fence says otherwise. In one with `$ ` prompts the other lines are output.
+"""
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+SHELLS = {"", "sh", "bash", "shell", "console", "text"}
+ELSEWHERE = {
+    "cd",
+    "curl",
+    "docker",
+    "git",
+    "helm",
+    "kubectl",
+    "launchctl",
+    "nvidia-smi",
+    "pip",
+    "python",
+    "python3",
+    "python3.11",
+    "source",
+    "sudo",
+    "systemctl",
+}
+"""Programs that are not ours, and act on the world or need it: only the paths of ours that they name are checked."""
+RUN = {
+    "shoal plan home-gpus --compare": ["layout", "ours", "greedy", "dtfm-paper"],
+    "shoal simulate --list": ["home-gpus", "two-universities"],
+    "shoal --version": ["shoal"],
+}
+"""What ends in seconds on a machine without a network, and words that it prints. The rest starts a run, joins one, or
+takes minutes: it is parsed."""
+
+
+def blocks(text: str = README) -> Iterator[tuple[str, str]]:
+    """(language, content) of every fenced block."""
+    for match in re.finditer(r"^```(\w*)[^\n]*\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        yield match[1], match[2]
+
+
+def typed(text: str = README) -> list[str]:
+    """The command lines of all shell blocks, without prompts and folders, continued lines joined."""
+    found: list[str] = []
+    for language, content in blocks(text):
+        if language not in SHELLS:
+            continue
+        lines = content.replace("\\\n", " ").splitlines()
+        prompted = any(line.startswith("$ ") for line in lines)
+        for line in lines:
+            if not line.strip() or line.lstrip().startswith("#") or (prompted and not line.startswith("$ ")):
+                continue
+            found.append(line.removeprefix("$ ").strip().removeprefix(".venv/bin/"))
+    return found
+
+
+def bare(line: str) -> str:
+    return re.sub(r"\s+#.*$", "", line).strip()
+
+
+LINES = typed()
+
+
+def test_there_is_something_to_type() -> None:
+    assert any(line.startswith("shoal join") for line in LINES)
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_a_line_is_a_command_that_exists(line: str, parse_command: Callable[[str], None]) -> None:
+    check(line, parse_command)
+
+
+def check(line: str, parse_command: Callable[[str], None]) -> None:
+    program, _, rest = line.partition(" ")
+    if "=" in program:  # a variable for one command
+        return check(rest, parse_command)
+    if program == "shoal":
+        return parse_command(line)
+    if program == "make":
+        (target, *_) = rest.split()
+        assert re.search(rf"^{re.escape(target)}:", (ROOT / "Makefile").read_text(), re.MULTILINE), line
+        return None
+    assert program in ELSEWHERE, f"{line!r}: what is {program!r}? Output needs a `$ ` before its block's commands"
+    ours = [word for word in bare(rest).split() if re.match(r"^(deploy|tests|protocol|peer|coordinator)/", word)]
+    assert [word for word in ours if not (ROOT / word).exists()] == []
+    return None
+
+
+def test_files_can_be_read() -> None:
+    for language, content in blocks():
+        read(language, content)
+
+
+def read(language: str, content: str) -> None:
+    if language == "toml":
+        from shoal.protocol.spec import RunSpec
+
+        msgspec.convert(tomllib.loads(content), RunSpec)
+    elif language == "json":
+        msgspec.json.decode(content)
+    elif language == "python":
+        compile(content, "README.md", "exec")
+    elif language not in SHELLS | {"mermaid", "yaml", "ini", "diff"}:
+        pytest.fail(f"say here how a block of {language!r} is checked")
+
+
+@pytest.mark.parametrize(
+    ("language", "content"),
+    [("toml", "steps = = 3"), ("toml", "[training]\nstep = 3"), ("json", "{"), ("python", "def")],
+)
+def test_a_file_that_cannot_be_read_is_seen(language: str, content: str) -> None:
+    with pytest.raises((ValueError, SyntaxError)):
+        read(language, content)
+
+
+@pytest.mark.parametrize("line", [line for line in map(bare, LINES) if line in RUN])
+def test_a_line_runs(line: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "shoal.deploy.cli", *line.split()[1:]]
+    environment = os.environ | {"XDG_STATE_HOME": str(tmp_path), "COLUMNS": "120"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert [word for word in RUN[line] if word not in done.stdout] == []
+
+
+def test_links_lead_to_files() -> None:
+    targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", README)
+    local = [target for target in targets if not re.match(r"[a-z]+:", target)]
+    assert local
+    assert [target for target in local if not (ROOT / target).exists()] == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "```\nshoal fly\n```\n",
+        "```\nshoal join --nowhere X\n```\n",
+        "```\nmake nothing\n```\n",
+        "```\nmystery --x\n```\n",
+        "```\ndocker build deploy/nowhere\n```\n",
+        "```\n$ shoal fly \\\n  away\noutput\n```\n",
+    ],
+)
+def test_an_offender_is_seen(text: str, parse_command: Callable[[str], None]) -> None:
+    (line,) = typed(text)
+    with pytest.raises((AssertionError, Exception), match=r"no command|No such option|nothing|mystery|nowhere"):
+        check(line, parse_command)
+
+
+def test_output_is_no_command(parse_command: Callable[[str], None]) -> None:
+    (line,) = typed("```\n$ X=1 shoal plan home-gpus   # why\nlayout 3\n\n```\n")
+    check(line, parse_command)
