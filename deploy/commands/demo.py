@@ -56,7 +56,7 @@ def demo(
         changes["training.steps"] = steps
         changes["optimizer.warmup_steps"] = min(base.optimizer.warmup_steps, steps)
     if data:
-        changes["data.source"] = data = str(Path(data).expanduser().resolve())
+        changes["data.source"] = data if data.startswith("hf:") else str(Path(data).expanduser().resolve())
     folder = places.state_root() / "demo" / time.strftime("%Y-%m-%d-%H%M%S")
     chosen = DemoOptions(
         spec=with_changes(base, changes),
@@ -64,7 +64,6 @@ def demo(
         folder=places.claim_folder(folder).path,
         seconds_max=seconds,
         json_path=json,
-        data=data,
         keep=keep,
         dashboard=parse_address(dashboard) if dashboard else None,
         chaos=ChaosOptions(seed=chaos_seed, kill_every_s=kill_every, suspend_s=suspend_for) if chaos else None,
