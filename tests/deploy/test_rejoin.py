@@ -16,6 +16,12 @@ def events(command: Any, kind: str) -> list[dict[str, Any]]:
     return [event for event in found if event["event"] == kind]
 
 
+def members(command: Any) -> set[str]:
+    """Of the swarm that a peer is in, by its newest status."""
+    told = events(command, "Status")
+    return {peer["peer"] for peer in told[-1]["status"]["peers"]} if told else set()
+
+
 def known(folder: Path) -> set[str]:
     return {
         peer["peer"] for path in folder.glob("*/known_peers.json") for peer in json.loads(path.read_text())["peers"]
@@ -48,6 +54,12 @@ def test_a_restart_finds_the_run_though_the_host_is_gone(world: Any) -> None:
     again = world.shoal(*join, world.folder / "second")
     world.until(lambda: events(again, "Joined"))
     assert events(again, "Joined")[0]["peer"] == bob
+
+    hosting = world.shoal("host", world.folder / "run.toml", "--state-dir", world.folder / "host", *common)
+    world.until(lambda: events(hosting, "Ready"))
+    world.until(lambda: {alice, bob} <= members(hosting), timeout_s=120)
+    hosting.process.send_signal(signal.SIGKILL)
+    hosting.wait(10)
 
     stranger = world.shoal(*join, world.folder / "third")
     assert stranger.wait(120) == 2
