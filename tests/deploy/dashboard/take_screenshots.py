@@ -1,4 +1,4 @@
-"""Takes the pictures of `deploy/dashboard/README.md`: `python tests/deploy/dashboard/take_screenshots.py [FOLDER [NAME…]]`.
+"""Takes the pictures of `deploy/dashboard/README.md`: `python take_screenshots.py [FOLDER [NAME…]]`.
 
 Needs Debian's chromium, and pillow to make the files small.
 """
