@@ -47,7 +47,7 @@ async def asking(invite: Invite) -> AsyncIterator[Callable[[], Awaitable[SwarmSt
                 else:
                     peers.sort(key=lambda other: other != peer)
                     return status
-            raise LocalError(f"no status of run {invite.run}: {reason}")
+            raise LocalError(f"no status of run {invite.run}: {reason}; `shoal doctor` with its invite says why")
 
         try:
             yield ask

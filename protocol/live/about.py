@@ -13,7 +13,7 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError, P2PHandlerError
@@ -33,6 +33,9 @@ _CALL_BACK_TIMEOUT_S = 3.0
 _TCP = re.compile(r"^/ip[46]/([^/]+)/tcp/\d+$")
 
 
+_Name = Annotated[str, msgspec.Meta(max_length=64)]
+
+
 class AboutRequest(msgspec.Struct, frozen=True):
     port: int = 0
     """On which the caller listens and wants to be called; 0: none."""
@@ -40,8 +43,8 @@ class AboutRequest(msgspec.Struct, frozen=True):
 
 class About(msgspec.Struct, frozen=True):
     protocol_version: int
-    run: str
-    shoal: str = ""
+    run: _Name
+    shoal: _Name = ""
     """The program's version, for people."""
     wall_s: float = 0.0
     """Seconds since 1970 by its clock."""
@@ -136,7 +139,9 @@ async def ask_about(daemon: Daemon, peer: PeerID, *, port: int = 0, timeout_s: f
             reply = await p2p._client.call_unary_handler(HivemindPeerID.from_base58(peer), ABOUT_NAME, request)
     except TimeoutError as error:
         raise Unreachable(peer, f"no answer in {timeout_s:g} s") from error
-    except (TransportError, P2PDaemonError, P2PHandlerError, OSError, EOFError) as error:
+    except P2PHandlerError as error:  # whose text is the other's
+        raise Unreachable(peer, "it failed to answer") from error
+    except (TransportError, P2PDaemonError, OSError, EOFError) as error:
         raise Unreachable(peer, (str(error).splitlines() or [repr(error)])[0][:120]) from error
     middle_s = (sent_s + time.time()) / 2
     try:
@@ -145,4 +150,6 @@ async def ask_about(daemon: Daemon, peer: PeerID, *, port: int = 0, timeout_s: f
         about = msgspec.json.decode(reply, type=About)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RemoteError(peer, f"said nothing readable about itself ({error})") from error
+    if not (about.run + about.shoal).isprintable():
+        raise RemoteError(peer, "said something of itself that is no name")
     return Answered(about=about, ahead_s=middle_s - about.wall_s)
