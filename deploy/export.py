@@ -142,6 +142,7 @@ def _write_weights(
             if on_bytes is not None:
                 on_bytes(done, total)
         safetensors.torch.save_file(content, folder / file, metadata={"format": "pt"})
+        shutil.copymode(folder / "config.json", folder / file)  # the library lets only its owner read it
         weight_map |= dict.fromkeys(names, file)
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}

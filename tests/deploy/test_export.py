@@ -124,6 +124,8 @@ def test_half_precision_is_half_the_size_and_nearly_the_same(tmp_path: Path) -> 
     write(tmp_path / "peer", DENSE)
     done = export(find_snapshots(tmp_path / "peer"), tmp_path / "out", dtype="bfloat16")
     assert done.bytes == 2 * num_parameters(DENSE)
+    modes = {path.stat().st_mode for path in (tmp_path / "out").iterdir()}
+    assert len(modes) == 1, "some files are readable for others and some are not"
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert all(tensor.dtype == torch.bfloat16 for tensor in found.values())
     name = "model.layers.0.mlp.up_proj.weight"
