@@ -87,7 +87,14 @@ class Swarm:
         return self.drivers[name]
 
     def obey(
-        self, stages: list[list[str]], *, fresh: bool, era: int = 0, restore: int = 0, unless: tuple[str, ...] = ()
+        self,
+        stages: list[list[str]],
+        *,
+        fresh: bool,
+        era: int = 0,
+        restore: int = 0,
+        spares: tuple[str, ...] = (),
+        unless: tuple[str, ...] = (),
     ) -> None:
         """Give every peer (`unless` named) the next plan: equal layer ranges, equal shares."""
         layers = self.spec.model.num_layers
@@ -115,6 +122,7 @@ class Swarm:
                 )
                 for i, names in enumerate(stages)
             ),
+            spares=tuple(self.peer(name).peer_id for name in spares),
             fresh=fresh,
             era=era,
             restore_version=restore,
