@@ -47,18 +47,23 @@ async def looked(invite: Invite, *, listen: tuple[str, ...] = LOOPBACK, **option
 
 
 def beside_a_peer(
-    tmp_path: Path, test: Callable[[LiveTransport, Invite], Awaitable[None]], *, named: str = RUN, takes_part: str = RUN
+    tmp_path: Path,
+    test: Callable[[LiveTransport, Invite], Awaitable[None]],
+    *,
+    takes_part: str = RUN,
+    keeps_spec: bool = True,
 ) -> None:
-    """Run `test` beside a peer that takes part in one run, with an invite of another or the same."""
+    """Run `test` beside a peer that takes part in a run, with an invite to `RUN`."""
 
     async def main() -> None:
         host = await LiveTransport.start(OWNER, run=takes_part, state_dir=tmp_path / "host", listen=LOOPBACK)
         directory = await LiveDirectory.start(host)
         endpoint = Endpoint(OWNER, host, run=takes_part)
         answers(endpoint, {OWNER.peer_id})
-        keeping = asyncio.create_task(keep_spec(directory, endpoint, seal_spec(OWNER, SPEC)))
+        record = seal_spec(OWNER, SPEC)
+        keeping = asyncio.create_task(keep_spec(directory, endpoint, record) if keeps_spec else asyncio.sleep(0))
         try:
-            await test(host, Invite(PROTOCOL_VERSION, named, OWNER.peer_id, host.addresses()))
+            await test(host, Invite(PROTOCOL_VERSION, RUN, OWNER.peer_id, host.addresses()))
         finally:
             keeping.cancel()
             await asyncio.gather(keeping, return_exceptions=True)
@@ -103,6 +108,15 @@ def test_what_a_peer_says_of_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert not problem.fatal
 
     beside_a_peer(tmp_path, test)
+
+
+def test_a_run_whose_spec_nobody_keeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(host: LiveTransport, invite: Invite) -> None:
+        (problem,) = (await looked(invite)).problems
+        assert problem.code == "no-record"
+
+    monkeypatch.setattr("shoal.deploy.doctor.probes._RECORD_S", 0.5)
+    beside_a_peer(tmp_path, test, keeps_spec=False)
 
 
 def test_another_run(tmp_path: Path) -> None:
