@@ -152,7 +152,9 @@ async def join_run(invite: Invite, options: Options) -> None:
             patience_s = _FIND_RUN_S if await network.transport.connected() else _FIND_ANYBODY_S
             spec, record = await fetch_spec(network.directory, invite, timeout_s=patience_s)
             view.tell("reading the text")
-            corpus = await asyncio.to_thread(find_corpus, spec, data=options.data, tokenizer=options.tokenizer)
+            corpus = await asyncio.to_thread(
+                find_corpus, spec, data=options.data, tokenizer=options.tokenizer, on_progress=view.reached
+            )
             view.close()
             await _take_part(network, spec, invite.owner, corpus, record, options, stop)
 
