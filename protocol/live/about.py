@@ -18,9 +18,11 @@ from typing import Annotated, Any
 import msgspec
 from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError, P2PHandlerError
 from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID as HivemindPeerID
+from hivemind.utils.multiaddr import Multiaddr
 
 from shoal.protocol.errors import RemoteError, TransportError, Unreachable
 from shoal.protocol.identity import PeerID
+from shoal.protocol.invite import split_address
 from shoal.protocol.limits import CONTROL_BYTES_MAX, PROTOCOL_VERSION
 from shoal.protocol.live.daemon import Daemon
 
@@ -30,6 +32,8 @@ ABOUT_NAME = "/shoal/about"
 _REQUEST_BYTES_MAX = 256
 _CALLS_BACK_AT_ONCE = 4
 _CALL_BACK_TIMEOUT_S = 3.0
+_SOMEBODY_ELSE = "peer id mismatch"
+"""What go-libp2p says of a handshake with another key than the address names."""
 _TCP = re.compile(r"^/ip[46]/([^/]+)/tcp/\d+$")
 
 
@@ -127,6 +131,21 @@ async def _answers(host: str, port: int) -> bool:
         return False
     writer.close()
     return True
+
+
+async def reach(daemon: Daemon, peer: PeerID, addresses: Sequence[str], *, timeout_s: float) -> None:
+    """Connect, if that is not so already. Raises: Unreachable: why not. RemoteError: somebody else is there."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            p2p: Any = await daemon.p2p()
+            places = [Multiaddr(split_address(address)[0]) for address in addresses]
+            await p2p._client.connect(HivemindPeerID.from_base58(peer), places)
+    except TimeoutError as error:
+        raise Unreachable(peer, f"no handshake in {timeout_s:g} s") from error
+    except (TransportError, P2PDaemonError, OSError, EOFError, ValueError) as error:
+        if _SOMEBODY_ELSE in str(error):
+            raise RemoteError(peer, "is not at its address: somebody else answers there") from error
+        raise Unreachable(peer, (str(error).splitlines() or [repr(error)])[0][:120]) from error
 
 
 async def ask_about(daemon: Daemon, peer: PeerID, *, port: int = 0, timeout_s: float) -> Answered:
