@@ -125,8 +125,7 @@ def test_a_swarm_trains_on_from_the_hosts_weights_as_one_process_would(
     monkeypatch.setattr(single_process, "init_layer", lambda model, key, seed: weights.layer(key))
     alone = [step.loss for step in single_process.train(spec, swarm.corpus, steps=4)]
     assert swarm.losses[:4] == pytest.approx(alone, abs=1e-5)
-    holders = 1 if len(stages) == 1 else 2
-    assert weights.asked.count("layers.1") == holders  # each replica of its stage once
+    assert sorted(weights.asked) == sorted(all_layer_keys(spec.model))  # read once, though a stage has two replicas
 
 
 @pytest.mark.sim
@@ -163,7 +162,6 @@ def test_who_goes_back_to_the_beginning_begins_with_the_same_weights(
 
     first, second = run(main())
     assert first == second
-    assert weights.asked.count("head") == 2
 
 
 @pytest.mark.sim
