@@ -106,13 +106,12 @@ def _small_files(spec: RunSpec, dtype: str, tokenizer_path: Path | None) -> dict
         vocabulary = byte_tokenizer_json()
     else:
         vocabulary = read_tokenizer(tokenizer_path or Path(spec.data.tokenizer).expanduser())
-    end = tokenizer.end_of_text
+    begin, end = next(iter(tokenizer.beginning), None), tokenizer.end_of_text
+    begin_text, end_text = (None if token is None else tokenizer.decode([token]) for token in (begin, end))
     tables: dict[str, dict[str, Any]] = {
-        "config.json": config_of(spec.model, dtype=dtype, end_of_text=end),
-        "generation_config.json": generation_config_of(end_of_text=end),
-        "tokenizer_config.json": tokenizer_config_of(
-            spec.model, end_of_text=None if end is None else tokenizer.decode([end])
-        ),
+        "config.json": config_of(spec.model, dtype=dtype, begin_of_text=begin, end_of_text=end),
+        "generation_config.json": generation_config_of(begin_of_text=begin, end_of_text=end),
+        "tokenizer_config.json": tokenizer_config_of(spec.model, begin_of_text=begin_text, end_of_text=end_text),
     }
     return {"tokenizer.json": vocabulary} | {name: _json(table) for name, table in tables.items()}
 
