@@ -118,7 +118,7 @@ function padded(low, high) {
 }
 
 function short(value) {
-  return Math.abs(value) >= 1000 ? compact(value) : String(Math.round(value * 1000) / 1000);
+  return Math.abs(value) >= 1000 ? compact(value).replace(/\.?0+(?=[a-zA-Z])/, "") : String(Math.round(value * 1000) / 1000);
 }
 
 function clock(at_s, splits) {

@@ -6,7 +6,7 @@ from shoal.deploy.dashboard.limiting import limited_by, slowest_stage
 from shoal.deploy.report import Limits
 
 PAUSED = Limits(paused=True, why="somebody uses this machine")
-CAPPED = Limits(caps=("GPU at most 80 % of the time", "upload at most 5 Mbit/s"))
+CAPPED = Limits(caps=("50% of the device's time", "upload at most 5 Mbit/s"))
 
 
 @pytest.mark.parametrize(
@@ -20,6 +20,8 @@ CAPPED = Limits(caps=("GPU at most 80 % of the time", "upload at most 5 Mbit/s")
         ({"busy": 0.7, "waiting": 3}, "device", "70 %"),
         ({"busy": 0.7, "waiting": 0}, "swarm", "waits for others"),
         ({"sending": 0.9, "limits": CAPPED}, "cap", "5 Mbit/s"),
+        ({"busy": 0.5, "waiting": 2, "limits": CAPPED}, "cap", "50% of the device's time"),
+        ({"busy": 0.3, "limits": CAPPED}, "swarm", "waits for others"),
         ({"sending": 0.9}, "upload", "90 %"),
         ({"sending": 0.9, "busy": 0.95}, "device", "95 %"),
         ({"microbatches_per_s": 0.0}, "swarm", "nothing to compute"),
