@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: setup demo test check bench soak soak-memory soak-coordination soak-chaos soak-frames soak-campaign soak-moves soak-goodput soak-experts bench-staleness
+.PHONY: setup demo test check bench soak soak-memory soak-coordination soak-chaos soak-frames soak-campaign soak-moves soak-pauses soak-goodput soak-experts bench-staleness
 
 setup: $(STAMP)
 
@@ -40,7 +40,7 @@ bench-staleness: .venv/.study
 	touch $@
 
 # All of them, a working day on two cores.
-soak: soak-memory soak-coordination soak-frames soak-campaign soak-moves soak-chaos soak-goodput soak-experts
+soak: soak-memory soak-coordination soak-frames soak-campaign soak-moves soak-pauses soak-chaos soak-goodput soak-experts
 
 # Thirty minutes of demo; says how each peer's memory grew.
 soak-memory: setup
@@ -61,6 +61,10 @@ soak-campaign: setup
 # A hundred swarms in which members move all the time while others die, an hour. ARGS='--seeds 10' for less.
 soak-moves: setup
 	$(BIN)/python tests/soak/moves.py $(ARGS)
+
+# Two hundred swarms in which up to half of the peers pause and come back, a quarter of an hour. ARGS='--seeds 10' for less.
+soak-pauses: setup
+	$(BIN)/python tests/soak/pauses.py $(ARGS)
 
 # `shoal demo --chaos` twenty times against one run in peace: what faults cost. ARGS='--runs 2 --seconds 90' for less.
 soak-chaos: setup
