@@ -201,8 +201,8 @@ async def _take_part(
     title = f"shoal {spec.name}"
     async with serving(options.dashboard, RunFacts.of(spec), title=title) as showing:
         output = showing.beside(make_output(reports=options.reports, title=title, steps_total=spec.training.steps))
-        if showing.url:
-            output.say(Note(text=f"dashboard: {showing.url}"))
+        if showing.announcement:
+            output.say(Note(text=showing.announcement))
         await _train(network, spec, owner, corpus, record, options, stop, output)
 
 

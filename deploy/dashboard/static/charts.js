@@ -47,7 +47,7 @@ export class Charts {
       const plot = new window.uPlot({
         width: Math.max(200, target.clientWidth),
         height: HEIGHT,
-        padding: [8, 8, 0, 0],
+        padding: [8, 20, 0, 0],
         cursor: { sync: { key: "shoal" }, y: false, points: { size: 6 }, drag: { x: true, y: false } },
         legend: { live: true, markers: { show: false } },
         scales: { x: { time: true }, y: { range } },

@@ -3,7 +3,7 @@
 import { Charts } from "./charts.js";
 import { byId, say } from "./format.js";
 import { connect } from "./live.js";
-import { contribution, Everyone, headline, history, tiles } from "./panels.js";
+import { choosePeer, contribution, Everyone, headline, history, tiles } from "./panels.js";
 import { Picture } from "./picture.js";
 
 const charts = new Charts(), picture = new Picture(), everyone = new Everyone();
@@ -24,6 +24,7 @@ function draw() {
 }
 
 contribution.again = draw;
+picture.onChoose = choosePeer;
 
 byId("theme").addEventListener("click", () => {
   window.nextTheme();

@@ -34,6 +34,14 @@ export function tiles(view) {
 
 let whose = "";
 
+// A peer that has told nothing of itself is not chosen.
+export function choosePeer(id) {
+  const select = byId("whose");
+  if (![...select.options].some((option) => option.value === id)) return;
+  select.value = id;
+  select.onchange();
+}
+
 export function contribution(view) {
   const all = [view.mine, ...view.others].filter(Boolean);
   byId("mine").hidden = !all.length;

@@ -19,10 +19,14 @@ export class Picture {
     this.nodes = new Map();
     this.lines = new Map();
     this.view = null;
+    this.onChoose = () => {};
     new ResizeObserver(() => this.view && this.draw(this.view)).observe(this.root);
     this.root.addEventListener("pointerover", (event) => this.point(event));
     this.root.addEventListener("pointerleave", () => this.showTip(null));
-    this.root.addEventListener("click", (event) => this.point(event));
+    this.root.addEventListener("click", (event) => {
+      this.point(event);
+      if (this.pointed) this.onChoose(this.pointed);
+    });
   }
 
   draw(view) {

@@ -133,6 +133,21 @@ def test_it_loads_updates_and_asks_only_its_own_peer(served, visit, make_status,
     assert visit.complaints == []
 
 
+def test_in_a_demo_each_peer_can_be_chosen(served, visit, two_peers, make_contribution, id_of):
+    served.take(Joined(peer=id_of("a"), name="peer-a", invite=""))
+    served.take(two_peers)
+    visit.page.goto(served.url)
+    for letter in "ab":
+        served.take(make_contribution(letter, stage="ab".index(letter), busy=0.25 if letter == "a" else 0.75))
+    visit.until("document.querySelector('#busy-text').textContent === '25 %'")
+    visit.page.click(f"[data-peer='{id_of('b')}']")
+    assert visit.page.inner_text("#busy-text") == "75 %"
+    assert visit.page.inner_text("#mine-title") == "A peer"
+    visit.page.select_option("#whose", id_of("a"))
+    assert visit.page.inner_text("#busy-text") == "25 %"
+    assert visit.complaints == []
+
+
 def test_it_finds_its_peer_again(served, visit, make_status, make_peer, two_peers):
     served.take(two_peers)
     visit.page.goto(served.url)

@@ -1,5 +1,6 @@
 """A demo and a volunteer of it, both with a dashboard: real processes."""
 
+import json
 import signal
 from collections.abc import Callable
 from typing import Any
@@ -51,6 +52,14 @@ def test_a_demo_and_a_volunteer_show_the_same_run(world: Any) -> None:
     assert scraped.headers["content-type"] == CONTENT_TYPE
     assert f'shoal_run_info{{run="{own["run"]}",name="small"}} 1' in scraped.text
     assert "shoal_self_flops" in scraped.text
+
+    watch = world.shoal("status", invite, "--watch", "--json")
+    world.until(lambda: watch.output.count("\n") >= 3)
+    watch.process.send_signal(signal.SIGINT)
+    assert watch.wait(60) == 130, watch.errors
+    seen = [json.loads(line) for line in watch.output.splitlines()]
+    assert seen[0]["run"] == own["run"]
+    assert [line["step"] for line in seen] == sorted(line["step"] for line in seen)
 
     volunteer.process.send_signal(signal.SIGINT)
     assert volunteer.wait(60) == 0, world.logs()
