@@ -8,7 +8,6 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
 
 import msgspec
 
@@ -37,13 +36,12 @@ from shoal.protocol.spec import RunSpec
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 _DRAIN_S = 30.0
 _FAREWELL_S = 2.0
 _SILENCE_HEARTBEATS = 3.0
 
 
-async def _inline(work: Callable[[], T]) -> T:
+async def _inline(work: Callable[[], object]) -> object:
     return work()
 
 
@@ -365,11 +363,11 @@ class PeerDriver:
 
     def _measure_links(self, peers: tuple[PeerID, ...]) -> None:
         async def measure() -> None:
-            audience = [p for p in (self.replica.audience if self.replica else []) if p in peers]
-            turn = peers.index(self._endpoint.peer_id)
-            async for report in self._link_probe.measure_some(audience, turn=turn, known=self._links):
+            near = [p for p in (self.replica.audience if self.replica else []) if p in peers]
+            async for report in self._link_probe.measure_some(near, turn=peers.index(me), known=self._links):
                 self._meter.probed(report)
 
+        me = self._endpoint.peer_id
         self._tasks.spawn(measure(), "measure links")
 
     # --- told by the replica ---
