@@ -144,7 +144,8 @@ def _first(snapshot: Snapshot, seed: int) -> tuple[Layout, str]:
     topology, workload = topology_of(snapshot), snapshot.workload
     assert workload is not None
     planned = plan(topology, workload, num_stages=snapshot.num_stages, seed=seed, work=_work(topology.num_devices))
-    placement = _with_left_out(ThroughputObjective(topology, workload), planned.placement)
+    objective = ThroughputObjective(topology, workload)
+    placement = _nobody_alone(objective, _with_left_out(objective, planned.placement))
     slots = [
         Slot(index, first, last, 1.0, [snapshot.peers[device] for device in stage])
         for index, (stage, (first, last)) in enumerate(zip(placement.stages, pairwise(placement.bounds), strict=True))
@@ -169,6 +170,25 @@ def _with_left_out(objective: ThroughputObjective, placement: Placement) -> Plac
         if min(costs) <= seconds_max:
             placement = options[costs.index(min(costs))]
     return placement
+
+
+def _nobody_alone(objective: ThroughputObjective, placement: Placement) -> Placement:
+    """With a stage's only holder gone the run goes back to a snapshot. So where there are enough peers each stage has
+    `HOLDERS_MIN`, and who costs least there goes; the speeds of a first look are not worth that risk."""
+    while True:
+        stages = placement.stages
+        lonely = next((k for k, stage in enumerate(stages) if len(stage) < HOLDERS_MIN), None)
+        givers = [(k, device) for k, stage in enumerate(stages) if len(stage) > HOLDERS_MIN for device in stage]
+        if lonely is None or not givers:
+            return placement
+        options = []
+        for k, device in givers:
+            rest = tuple(d for d in stages[k] if d != device)
+            options.append(replace(placement, stages=_with((*stages[:k], rest, *stages[k + 1 :]), lonely, device)))
+        costs = [objective.cost(option).seconds for option in options]
+        if not math.isfinite(min(costs)):
+            return placement
+        placement = options[costs.index(min(costs))]
 
 
 def _with(stages: tuple[tuple[int, ...], ...], index: int, device: int) -> tuple[tuple[int, ...], ...]:

@@ -96,6 +96,15 @@ def test_a_first_layout_keeps_what_is_exchanged_inside_cities():
     assert layout == first(), "the same snapshot and seed: the same layout"
 
 
+@pytest.mark.parametrize("says", [{"a": {"flop_per_s": 2e12}}, {"a": {"flop_per_s": 2e12}, "b": {"has_data": False}}])
+def test_a_first_layout_leaves_nobody_alone_with_a_stage_where_there_are_enough(says):
+    """A machine that was idle when it looked seems many times faster than the others on it."""
+    layout, _ = ALLOCATOR.search(snapshot_of("abcdef", says=says), None, seed=1)
+    assert [len(stage.members) for stage in layout.stages] == [2, 2, 2]
+    if "b" in says:
+        assert "b" not in layout.stages[0].peers
+
+
 def as_plan(layout):
     return replace_stages(plan_of(SPLIT), layout)
 
