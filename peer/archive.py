@@ -54,6 +54,8 @@ class Archive:
         self._complained_s = -_COMPLAIN_S
         self.era_begun = -1
         """The newest era that this peer, in this life or an earlier one, has begun from its beginning."""
+        self._groups_begun: set[int] = set()
+        """In which groups, in this life."""
 
     @property
     def keeps(self) -> bool:
@@ -78,13 +80,18 @@ class Archive:
             await self._run_blocking(self._look)
             await self._run_blocking(self._recall_era)
 
-    async def begin_era(self, era: int) -> bool:
-        """Whether this peer may begin `era` from its beginning: once in all its lives, since whoever comes back finds
-        that the others have gone on, or that the state is lost.
+    async def begin_era(self, era: int, group: int = 0) -> bool:
+        """Whether this peer may begin `era` from its beginning, as a member of a group: once in all its lives, since
+        whoever comes back finds that the others have gone on, or that the state is lost. In the life that begins it,
+        once in each group.
         """
+        if era == self.era_begun and self._groups_begun and group not in self._groups_begun:
+            self._groups_begun.add(group)
+            return True
         if era <= self.era_begun:
             return False
         self.era_begun = era
+        self._groups_begun = {group}
         disk = self._disk
         if disk is None:
             return True

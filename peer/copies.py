@@ -7,16 +7,16 @@ from shoal.peer.archive import Archive
 from shoal.peer.handoff.fetcher import StateFetcher
 from shoal.peer.handoff.inbox import ChunkInbox
 from shoal.peer.handoff.server import StateServer
+from shoal.peer.model.layout import expert_keys, stage_layer_keys, trunk_keys
 from shoal.peer.pipeline.state import StageState
 from shoal.peer.tasks import Tasks
 from shoal.peer.vectors import VECTORS, Vectors
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused, RemoteError, Unreachable
 from shoal.protocol.identity import PeerID
-from shoal.protocol.layers import stage_layer_keys
 from shoal.protocol.messages import Done, Keep
 from shoal.protocol.plan import Plan
-from shoal.protocol.spec import RunSpec
+from shoal.protocol.spec import ModelSpec, RunSpec
 
 logger = logging.getLogger(__name__)
 
@@ -52,20 +52,20 @@ class Copies:
         self._fetching: set[PeerID] = set()
         endpoint.on(Keep, self._on_keep)
 
-    def preserve(self, stage: int, state: StageState, *, rank: int, num_ready: int) -> None:
+    def preserve(self, group: int, state: StageState, *, rank: int, num_ready: int) -> None:
         """We have stepped to `state` as member `rank` of our group: it may be our turn to write it down."""
         if self._archive.is_due(state.version) and rank < WRITERS:
             # A group of one sees to both copies outside itself.
             copies = [rank] if num_ready > 1 else list(range(WRITERS))
-            self._tasks.spawn(self._preserve(stage, state, copies), f"snapshot {state.version}")
+            self._tasks.spawn(self._preserve(group, state, copies), f"snapshot {state.version}")
 
-    async def _preserve(self, stage: int, state: StageState, copies: list[int]) -> None:
+    async def _preserve(self, group: int, state: StageState, copies: list[int]) -> None:
         self._server.pin(state)
         await self._archive.write(state, era=self._endpoint.era)
         plan = self._plan()
         if plan is None:
             return
-        outside = keepers(plan, stage)
+        outside = keepers(plan, group)
         message = Keep(version=state.version, layers=tuple(state.layers))
         for copy in copies:
             # Each writer begins elsewhere, so that both copies are on one peer only where there is no other.
@@ -80,18 +80,16 @@ class Copies:
     async def _on_keep(self, source: PeerID, message: Keep) -> Done:
         me = self._endpoint.peer_id
         plan = self._plan()
-        stage = plan.stage_of(source) if plan else None
         if not self._archive.keeps:
             raise Refused(me, "keeps nothing on disk")
-        if plan is None or stage is None:
+        if plan is None or not plan.groups_of(source):
             raise Refused(me, "does not know the sender as a holder")
-        first, last = plan.stages[stage].first_layer, plan.stages[stage].last_layer
-        if message.layers != stage_layer_keys(self._spec.model, first, last):
-            raise RemoteError(source, f"asks to keep other layers than those of stage {stage}")
+        if not any(message.layers == group_keys(plan, group, self._spec.model) for group in plan.groups_of(source)):
+            raise RemoteError(source, "asks to keep other layers than those that it holds")
         if source in self._fetching:
             raise Refused(me, "still fetches the one before")
         self._fetching.add(source)
-        self._tasks.spawn(self._keep(source, message), f"keep version {message.version} of stage {stage}")
+        self._tasks.spawn(self._keep(source, message), f"keep version {message.version} of {message.layers[0]}")
         return Done()
 
     async def _keep(self, source: PeerID, message: Keep) -> None:
@@ -113,11 +111,24 @@ class Copies:
             self._fetching.discard(source)
 
 
-def keepers(plan: Plan, stage: int) -> list[PeerID]:
-    """Who keeps copies of `stage`, in the order in which to ask: spares, then the stages after it, once around.
+def group_keys(plan: Plan, group: int, model: ModelSpec) -> tuple[str, ...]:
+    """What its members hold."""
+    if group < len(plan.stages):
+        stage = plan.stages[group]
+        return (trunk_keys if plan.experts else stage_layer_keys)(model, stage.first_layer, stage.last_layer)
+    entry = plan.experts[group - len(plan.stages)]
+    stage = plan.stages[entry.stage]
+    return expert_keys(stage.first_layer, stage.last_layer, entry.expert)
+
+
+def keepers(plan: Plan, group: int) -> list[PeerID]:
+    """Who keeps copies of what `group` holds, in the order in which to ask: spares, then the stages after it, once
+    around; an expert's, its own stage's members too, if they do not hold it.
 
     The same peers every time, as long as the plan stays: then old copies give way to new ones.
     """
     num_stages = len(plan.stages)
-    later = [plan.stages[(stage + i) % num_stages].peers for i in range(1, num_stages)]
-    return [*plan.spares, *(peer for peers in later for peer in peers)]
+    members = {member.peer for member in plan.group_members(group)}
+    stage = group if group < num_stages else plan.experts[group - num_stages].stage
+    later = [plan.stages[(stage + i) % num_stages].peers for i in range(1, num_stages + 1)]
+    return [peer for peer in (*plan.spares, *(peer for peers in later for peer in peers)) if peer not in members]

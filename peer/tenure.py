@@ -18,7 +18,7 @@ from shoal.peer.surroundings import Surroundings
 from shoal.peer.tasks import Tasks
 from shoal.protocol.errors import Refused, RemoteError, Unreachable
 from shoal.protocol.identity import PeerID
-from shoal.protocol.messages import Done, Progress, Repair
+from shoal.protocol.messages import Done, Hello, Progress, Repair
 from shoal.protocol.plan import Member, Plan
 
 logger = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ class Tenure:
             runtime=work.runtime,
             group=self.group,
             take_over=self._take_over,
-            begin_era=surroundings.begin_era,
+            begin_era=lambda era: surroundings.begin_era(era, group_id),
         )
         self._tasks = Tasks(surroundings.on_failure)
         self._sync_task: asyncio.Task[None] | None = None
@@ -136,6 +136,18 @@ class Tenure:
 
     def _near(self) -> list[tuple[PeerID, ...]]:
         """Who works with our group, besides its members."""
+        raise NotImplementedError
+
+    def peer_state(self, peer: PeerID, hello: Hello) -> None:
+        """What a peer says of itself."""
+        raise NotImplementedError
+
+    def peer_died(self, peer: PeerID) -> None:
+        """The plan has dropped it, and it had not said that it would go."""
+        raise NotImplementedError
+
+    def peer_reborn(self, peer: PeerID) -> None:
+        """It has begun anew in its stage, which its mates may have heard from its Progress before."""
         raise NotImplementedError
 
     def _wake(self) -> None:
@@ -245,7 +257,7 @@ class Tenure:
 
     def _resync(self, mate: PeerID) -> None:
         if self.is_ready and not self._draining:
-            self._s.on_resync()
+            self._s.on_resync(self)
 
     # --- told by the work and the group ---
 

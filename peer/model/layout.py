@@ -110,6 +110,22 @@ def expert_key(key: str, expert: int) -> str:
     return f"{key}.{EXPERTS}.{expert}"
 
 
+def trunk_key(key: str) -> str:
+    """Of what is left of the decoder layer `key` without its experts."""
+    return f"{key}.{TRUNK}"
+
+
+def trunk_keys(model: ModelSpec, first: int, last: int) -> tuple[str, ...]:
+    """What a stage of decoder layers [first, last) holds when its experts are elsewhere."""
+    keys = stage_layer_keys(model, first, last)
+    return tuple(key if key in (EMBED, HEAD) else trunk_key(key) for key in keys)
+
+
+def expert_keys(first: int, last: int, expert: int) -> tuple[str, ...]:
+    """One expert of all of the decoder layers [first, last)."""
+    return tuple(expert_key(f"layers.{index}", expert) for index in range(first, last))
+
+
 def unit_keys(model: ModelSpec, key: str) -> tuple[str, ...]:
     """The units of a layer in buffer order; a layer without experts is one unit, itself, and so is a unit."""
     if not model.num_experts or key.count(".") != 1:

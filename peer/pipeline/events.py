@@ -35,6 +35,14 @@ class JobDone:
 
 
 @dataclass(frozen=True, slots=True)
+class JobParked:
+    """It waits for other peers, and leaves the device to whatever else there is meanwhile. What it still needs of the
+    device it gets beside the jobs of the core's choice; in the end there is a `JobDone` all the same."""
+
+    job: "Job"
+
+
+@dataclass(frozen=True, slots=True)
 class StepReady:
     """The group has the whole reduced gradient of `step`."""
 
@@ -84,7 +92,17 @@ class Resumed:
 
 
 Event = (
-    Arrived | GradientArrived | JobDone | StepReady | VersionSet | PeerReady | PeerLost | HandedBack | Paused | Resumed
+    Arrived
+    | GradientArrived
+    | JobDone
+    | JobParked
+    | StepReady
+    | VersionSet
+    | PeerReady
+    | PeerLost
+    | HandedBack
+    | Paused
+    | Resumed
 )
 
 # --- commands ---

@@ -69,7 +69,7 @@ class Peer:
 
         self.archive = Archive(self.disk, run="run", spec=spec, clock=self.sim.clock, run_blocking=inline)
         server = StateServer(
-            endpoint=self.endpoint, clock=self.sim.clock, current=lambda: self.state, stored=self.archive.read
+            endpoint=self.endpoint, clock=self.sim.clock, current=lambda _: self.state, stored=self.archive.read
         )
         self.errors: list[BaseException] = []
         self.tasks = Tasks(self.errors.append)

@@ -1,0 +1,74 @@
+"""A swarm whose experts are placed is one model: with `s_max = 0` it follows the plain single-process loop, whoever holds
+what, and whoever dies."""
+
+import msgspec
+import pytest
+
+from shoal.peer.data.corpus import load_corpus
+from shoal.peer.single_process import train
+from shoal.protocol.sim.loop import run
+from shoal.protocol.sim.network import uniform
+
+STAGES = [["a", "b", "c"], ["d", "e", "f"]]
+EXPERTS = [
+    [["a", "b"], ["b", "c"], ["c", "a"], ["a", "b", "c"]],
+    [["d", "e"], ["e", "f"], ["f", "d"], ["e"]],
+]
+STEPS = 6
+
+
+def tiny(tiny_spec, **training):
+    tables = msgspec.to_builtins(tiny_spec)
+    tables["model"] |= {"dim": 16, "ffn_dim": 24, "num_layers": 2, "context": 16, "num_experts": 4}
+    tables["model"] |= {"router_aux_loss": 0.1}
+    tables["training"] |= {"steps": STEPS, "microbatches_per_step": 4} | training
+    tables["optimizer"] |= {"learning_rate": 1e-2}
+    tables["swarm"] |= {"stages": 2}
+    return msgspec.convert(tables, type(tiny_spec))
+
+
+def single(spec, steps):
+    return [step.loss for step in train(spec, load_corpus(spec.data, context=spec.model.context), steps=steps)]
+
+
+async def started(make_swarm, spec, stages=STAGES, experts=EXPERTS, *, seed=0):
+    swarm = make_swarm(spec, seed=seed, network=uniform(latency_s=0.02, rate_bytes_per_s=1e7))
+    for name in sorted({name for names in stages for name in names}):
+        await swarm.add(name, device_flop_per_s=1e8)
+    swarm.obey(stages, fresh=True, experts=experts)
+    return swarm
+
+
+async def committed(swarm, steps):
+    """Every group has, the experts' too."""
+    plan = swarm.plan.plan
+    groups = range(len(plan.stages) + len(plan.experts))
+    await swarm.until(lambda: all(steps - 1 in swarm.commits.get(group, {}) for group in groups))
+
+
+def check_groups(swarm, steps):
+    """Each microbatch once a step in every group, and all members of a group equal at its end."""
+    plan = swarm.plan.plan
+    for group in range(len(plan.stages) + len(plan.experts)):
+        for step in range(steps):
+            commit = swarm.commits[group][step]
+            assert (commit.microbatches, commit.duplicates, commit.given_up) == (4, 0, 0), (group, step)
+            assert commit.dissenting == 0
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("training", [{}, {"keep": "recompute"}], ids=["stash", "recompute"])
+def test_two_stages_of_three_peers_equal_one_process(make_swarm, tiny_spec, training):
+    spec = tiny(tiny_spec, **training)
+
+    async def main():
+        swarm = await started(make_swarm, spec)
+        await committed(swarm, STEPS)
+        await swarm.close()
+        assert swarm.world.failures == []
+        return swarm
+
+    swarm, wanted = run(main()), single(spec, STEPS)
+    assert wanted[-1] < wanted[0] - 0.1, "the yardstick itself does not learn"
+    assert max(abs(a - b) for a, b in zip(swarm.losses, wanted, strict=True)) < 1e-4
+    check_groups(swarm, STEPS)
