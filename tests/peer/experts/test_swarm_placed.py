@@ -1,6 +1,8 @@
 """A swarm whose experts are placed is one model: with `s_max = 0` it follows the plain single-process loop, whoever holds
 what, and whoever dies."""
 
+import asyncio
+
 import msgspec
 import pytest
 
@@ -31,11 +33,11 @@ def single(spec, steps):
     return [step.loss for step in train(spec, load_corpus(spec.data, context=spec.model.context), steps=steps)]
 
 
-async def started(make_swarm, spec, stages=STAGES, experts=EXPERTS, *, seed=0):
+async def started(make_swarm, spec, stages=STAGES, experts=EXPERTS, *, spares=(), seed=0):
     swarm = make_swarm(spec, seed=seed, network=uniform(latency_s=0.02, rate_bytes_per_s=1e7))
-    for name in sorted({name for names in stages for name in names}):
+    for name in sorted({name for names in stages for name in names}.union(spares)):
         await swarm.add(name, device_flop_per_s=1e8)
-    swarm.obey(stages, fresh=True, experts=experts)
+    swarm.obey(stages, fresh=True, experts=experts, spares=spares)
     return swarm
 
 
@@ -71,4 +73,43 @@ def test_two_stages_of_three_peers_equal_one_process(make_swarm, tiny_spec, trai
     swarm, wanted = run(main()), single(spec, STEPS)
     assert wanted[-1] < wanted[0] - 0.1, "the yardstick itself does not learn"
     assert max(abs(a - b) for a, b in zip(swarm.losses, wanted, strict=True)) < 1e-4
+    check_groups(swarm, STEPS)
+
+
+def without(names, name):
+    return [peer for peer in names if peer != name]
+
+
+def killed(make_swarm, spec, kills, *, experts=EXPERTS, spares=(), seed=0, dropped_after_s=4.0, steps=STEPS):
+    """`kills` is {step: name}; the plan drops a killed peer `dropped_after_s` later, and nobody takes its place."""
+
+    async def main():
+        stages, units, idle = STAGES, experts, spares
+        swarm = await started(make_swarm, spec, stages, units, spares=idle, seed=seed)
+        for step, name in sorted(kills.items()):
+            await swarm.until_step(step)
+            await asyncio.sleep(swarm.world.rng(f"moment {step}").random())
+            swarm.world.crash(swarm.peer(name))
+            del swarm.drivers[name]
+            await asyncio.sleep(dropped_after_s)
+            stages = [without(names, name) for names in stages]
+            units = [[without(names, name) for names in of_stage] for of_stage in units]
+            idle = without(idle, name)
+            swarm.obey(stages, fresh=False, experts=units, spares=tuple(idle))
+        await committed(swarm, steps)
+        await swarm.close()
+        return swarm
+
+    return run(main())
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("seed", range(4))
+def test_holders_that_die_in_the_middle_change_no_step(make_swarm, tiny_spec, seed):
+    """Members of a stage who hold its experts, and one who holds nothing else."""
+    spec = tiny(tiny_spec)
+    experts = [[["a", "x"], ["b", "c"], ["x", "a"], ["a", "b", "c"]], [["d", "e"], ["x", "f"], ["f", "d"], ["e", "d"]]]
+    kills = {1: "b", 3: "x", 4: "e"}
+    swarm = killed(make_swarm, spec, kills, experts=experts, spares=("x",), seed=seed)
+    assert max(abs(a - b) for a, b in zip(swarm.losses, single(spec, STEPS), strict=True)) < 1e-4
     check_groups(swarm, STEPS)
