@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: setup demo test check bench soak soak-memory soak-coordination soak-chaos soak-frames soak-campaign soak-moves soak-goodput bench-staleness
+.PHONY: setup demo test check bench soak soak-memory soak-coordination soak-chaos soak-frames soak-campaign soak-moves soak-pauses soak-goodput soak-experts bench-staleness
 
 setup: $(STAMP)
 
@@ -40,7 +40,7 @@ bench-staleness: .venv/.study
 	touch $@
 
 # All of them, a working day on two cores.
-soak: soak-memory soak-coordination soak-frames soak-campaign soak-moves soak-chaos soak-goodput
+soak: soak-memory soak-coordination soak-frames soak-campaign soak-moves soak-pauses soak-chaos soak-goodput soak-experts
 
 # Thirty minutes of demo; says how each peer's memory grew.
 soak-memory: setup
@@ -62,6 +62,10 @@ soak-campaign: setup
 soak-moves: setup
 	$(BIN)/python tests/soak/moves.py $(ARGS)
 
+# Two hundred swarms in which up to half of the peers pause and come back, a quarter of an hour. ARGS='--seeds 10' for less.
+soak-pauses: setup
+	$(BIN)/python tests/soak/pauses.py $(ARGS)
+
 # `shoal demo --chaos` twenty times against one run in peace: what faults cost. ARGS='--runs 2 --seconds 90' for less.
 soak-chaos: setup
 	$(BIN)/python tests/soak/chaos.py $(ARGS)
@@ -69,3 +73,7 @@ soak-chaos: setup
 # Sixteen simulated peers, one killed every minute: steps/s against what the survivors can do.
 soak-goodput: setup
 	$(BIN)/python tests/soak/goodput.py $(ARGS)
+
+# Ten thousand settings of experts on up to 12 nodes: promises kept, neither rule ever better. ARGS='--settings 500' for less.
+soak-experts: setup
+	$(BIN)/python tests/soak/experts.py $(ARGS)

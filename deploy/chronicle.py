@@ -54,8 +54,8 @@ class Chronicle:
     def show_on(self, dashboard: Showing) -> None:
         """From now on it is told everything too."""
         self._dashboard = dashboard
-        if dashboard.url:
-            self._print(f"dashboard: {dashboard.url}")
+        if dashboard.announcement:
+            self._print(dashboard.announcement)
 
     @contextlib.contextmanager
     def kept(self, json_path: Path | None) -> Iterator[None]:

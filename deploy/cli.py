@@ -22,6 +22,7 @@ from shoal.deploy.commands.options import EXIT_INTERRUPTED, EXIT_USER_ERROR, exa
 from shoal.deploy.commands.pause import pause, resume
 from shoal.deploy.commands.plan import plan
 from shoal.deploy.commands.recover import recover
+from shoal.deploy.commands.service import install, show_, uninstall
 from shoal.deploy.commands.status import status
 from shoal.deploy.commands.take_part import host, join
 from shoal.deploy.commands.tokenizer import train
@@ -109,6 +110,12 @@ config.command("set", cls=_Command, epilog=examples_of(set_))(set_)
 config.command(cls=_Command, epilog=examples_of(check))(check)
 config.command(cls=_Command, epilog=examples_of(path))(path)
 app.add_typer(config, name="config")
+
+service = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="A peer that starts with this user.")
+service.command(cls=_Command, epilog=examples_of(install))(install)
+service.command(cls=_Command, epilog=examples_of(uninstall))(uninstall)
+service.command("show", cls=_Command, epilog=examples_of(show_))(show_)
+app.add_typer(service, name="service")
 
 tokenizer = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Vocabularies for a run's text.")
 tokenizer.command(epilog=examples_of(train))(train)

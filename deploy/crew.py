@@ -50,10 +50,11 @@ class Crew:
     """Args:
     folder: each peer's own folder goes to `peers/NAME` in here, its standard error to `logs/NAME.log`.
     spec_path: of the run that the host starts.
-    data: the run's text, if it is not what the spec names on every machine.
+    data: the run's text, if it is not what every machine has.
+    tokenizer: the run's tokenizer.json, if it has one.
     """
 
-    def __init__(self, swarm: Swarm, *, folder: Path, spec_path: Path, data: str) -> None:
+    def __init__(self, swarm: Swarm, *, folder: Path, spec_path: Path, data: str, tokenizer: str = "") -> None:
         self.members: list[Member] = []
         """In the order of their starts."""
         self.invite = ""
@@ -61,7 +62,7 @@ class Crew:
         self._swarm = swarm
         self._folder = folder
         self._spec_path = spec_path
-        self._data = data
+        self._text = [*(["--data", data] if data else []), *(["--tokenizer", tokenizer] if tokenizer else [])]
         self._numbers = itertools.count(1)
 
     @property
@@ -87,8 +88,8 @@ class Crew:
         name = name or f"peer-{next(self._numbers)}"
         common = ["--name", name, "--state-dir", str(self.peers_folder / name), "--listen", "127.0.0.1:0"]
         what = ["host", str(self._spec_path)] if hosts else ["join", "-"]
-        if self._data and not hosts:
-            common += ["--data", self._data]
+        if not hosts:
+            common += self._text
         argv = [*CLI, *what, *common, "--threads", "1", "--device", "cpu", "--reports"]
         for folder in (self.peers_folder, self.logs):
             folder.mkdir(parents=True, exist_ok=True)

@@ -27,7 +27,7 @@ from shoal.deploy.run_file import write_spec
 from shoal.deploy.summary import Summary
 from shoal.deploy.swarm import Child, Swarm
 from shoal.protocol.errors import LocalError
-from shoal.protocol.spec import RunSpec
+from shoal.protocol.spec import DataSpec, RunSpec
 
 _SAMPLER = "sampler"
 _RSS_S = 2.0
@@ -36,6 +36,8 @@ _END_S = 30.0
 _FINDS_ITS_WAY_S = 15.0
 """From a start, or the end of a suspension, until a peer surely knows what the others know."""
 _SAMPLE_S = 90.0
+_EVERYWHERE = DataSpec()
+"""What every machine has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +48,6 @@ class DemoOptions:
     """Logs, peers' state and the snapshot go here."""
     seconds_max: float | None = None
     json_path: Path | None = None
-    data: str = ""
     keep: bool = False
     """Keep the peers' own folders too."""
     chaos: ChaosOptions | None = None
@@ -66,7 +67,15 @@ class Demo:
         )
         self._started_s = self._watched_until_s = time.monotonic()
         self._swarm = Swarm(on_line=self._on_line, on_exit=self._on_exit)
-        self._crew = Crew(self._swarm, folder=options.folder, spec_path=options.folder / "run.toml", data=options.data)
+        data = options.spec.data
+        self._crew = Crew(
+            self._swarm,
+            folder=options.folder,
+            spec_path=options.folder / "run.toml",
+            # What a volunteer must name because a stranger has chosen it is the user's own here.
+            data=data.source if data.source != _EVERYWHERE.source else "",
+            tokenizer=data.tokenizer if data.tokenizer != _EVERYWHERE.tokenizer else "",
+        )
         self._changed = asyncio.Event()
         self._interrupts = 0
         self._sample_line = b""

@@ -106,13 +106,12 @@ def _small_files(spec: RunSpec, dtype: str, tokenizer_path: Path | None) -> dict
         vocabulary = byte_tokenizer_json()
     else:
         vocabulary = read_tokenizer(tokenizer_path or Path(spec.data.tokenizer).expanduser())
-    end = tokenizer.end_of_text
+    begin, end = next(iter(tokenizer.beginning), None), tokenizer.end_of_text
+    begin_text, end_text = (None if token is None else tokenizer.decode([token]) for token in (begin, end))
     tables: dict[str, dict[str, Any]] = {
-        "config.json": config_of(spec.model, dtype=dtype, end_of_text=end),
-        "generation_config.json": generation_config_of(end_of_text=end),
-        "tokenizer_config.json": tokenizer_config_of(
-            spec.model, end_of_text=None if end is None else tokenizer.decode([end])
-        ),
+        "config.json": config_of(spec.model, dtype=dtype, begin_of_text=begin, end_of_text=end),
+        "generation_config.json": generation_config_of(begin_of_text=begin, end_of_text=end),
+        "tokenizer_config.json": tokenizer_config_of(spec.model, begin_of_text=begin_text, end_of_text=end_text),
     }
     return {"tokenizer.json": vocabulary} | {name: _json(table) for name, table in tables.items()}
 
@@ -142,6 +141,7 @@ def _write_weights(
             if on_bytes is not None:
                 on_bytes(done, total)
         safetensors.torch.save_file(content, folder / file, metadata={"format": "pt"})
+        shutil.copymode(folder / "config.json", folder / file)  # the library lets only its owner read it
         weight_map |= dict.fromkeys(names, file)
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}

@@ -31,7 +31,8 @@ class Writer:
         Raises: LocalError: the prompt has tokens that the model does not know.
         """
         model = self.snapshot.spec.model
-        tokens = self.tokenizer.encode([prompt], special=True)[0].tolist() or list(self.tokenizer.separator)
+        said = self.tokenizer.encode([prompt], special=True)[0].tolist()
+        tokens = [*self.tokenizer.beginning, *said] or list(self.tokenizer.separator)
         if max(tokens) >= model.vocab_size:
             raise LocalError(f"the prompt has token {max(tokens)}, and the model knows {model.vocab_size}")
         return self._write(tokens, num_tokens, sampler)

@@ -15,7 +15,7 @@ _IGNORED: Final = ("rotary_emb.inv_freq",)
 """Older files have the rotary frequencies, which follow from the config."""
 
 
-def config_of(model: ModelSpec, *, dtype: str, end_of_text: int | None) -> dict[str, Any]:
+def config_of(model: ModelSpec, *, dtype: str, begin_of_text: int | None, end_of_text: int | None) -> dict[str, Any]:
     """What `transformers` reads as `config.json`."""
     config: dict[str, Any] = {
         "architectures": ["LlamaForCausalLM"],
@@ -39,7 +39,7 @@ def config_of(model: ModelSpec, *, dtype: str, end_of_text: int | None) -> dict[
         "tie_word_embeddings": False,
         "initializer_range": 0.02,
         "use_cache": True,
-        "bos_token_id": None,
+        "bos_token_id": begin_of_text,
         "eos_token_id": end_of_text,
         "pad_token_id": None,
         "dtype": dtype,
@@ -58,15 +58,22 @@ def config_of(model: ModelSpec, *, dtype: str, end_of_text: int | None) -> dict[
     return config
 
 
-def generation_config_of(*, end_of_text: int | None) -> dict[str, Any]:
-    return {"bos_token_id": None, "eos_token_id": end_of_text, "do_sample": True, "temperature": 0.8, "top_p": 0.95}
+def generation_config_of(*, begin_of_text: int | None, end_of_text: int | None) -> dict[str, Any]:
+    return {
+        "bos_token_id": begin_of_text,
+        "eos_token_id": end_of_text,
+        "do_sample": True,
+        "temperature": 0.8,
+        "top_p": 0.95,
+    }
 
 
-def tokenizer_config_of(model: ModelSpec, *, end_of_text: str | None) -> dict[str, Any]:
+def tokenizer_config_of(model: ModelSpec, *, begin_of_text: str | None, end_of_text: str | None) -> dict[str, Any]:
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": model.context,
         "clean_up_tokenization_spaces": False,
+        "bos_token": begin_of_text,
         "eos_token": end_of_text,
     }
 

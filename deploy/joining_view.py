@@ -52,7 +52,7 @@ class JoiningView:
         self._reports, self._now_s = reports, now_s
         self._console = console or Console(highlight=False)
         self._live: Live | None = None
-        self._name, self._since_s = "", now_s()
+        self._name, self._since_s, self._part = "", now_s(), 0.0
 
     def __enter__(self) -> "JoiningView":
         return self
@@ -69,7 +69,7 @@ class JoiningView:
             self._live = None
 
     def tell(self, name: str) -> None:
-        self._name, self._since_s = name, self._now_s()
+        self._name, self._since_s, self._part = name, self._now_s(), 0.0
         if self._reports:
             write_report(expected(name, 0.0))
         elif self._console.is_terminal and self._live is None:
@@ -81,8 +81,19 @@ class JoiningView:
             )
             self._live.start()
 
+    def reached(self, part: float) -> None:
+        """The share of this phase that is done; from then on the bar is of this phase alone. Any thread may say so."""
+        self._part = part
+
+    def now(self) -> Phase:
+        """What to show."""
+        spent_s, part = self._now_s() - self._since_s, self._part
+        if part <= 0:
+            return expected(self._name, spent_s)
+        return Phase(name=self._name, part=part, left_s=spent_s * (1 - part) / part)
+
     def _render(self) -> RenderableType:
-        return phase_row(expected(self._name, self._now_s() - self._since_s))
+        return phase_row(self.now())
 
 
 class FetchWatch:

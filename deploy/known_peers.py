@@ -12,8 +12,9 @@ from typing import Protocol
 
 import msgspec
 
+from shoal.deploy import places
 from shoal.protocol.identity import PeerID
-from shoal.protocol.invite import split_address, worth_telling
+from shoal.protocol.invite import Invite, split_address, worth_telling
 from shoal.protocol.limits import ADDRESSES_MAX
 from shoal.protocol.live.disk import LiveDisk
 from shoal.protocol.ports import Clock, Disk
@@ -84,6 +85,11 @@ def all_known(root: Path, run: str) -> tuple[str, ...]:
     files += [KnownPeers(LiveDisk(path.parent.parent), run) for path in root.glob(f"*/*/*/{run}/{FILE_NAME}")]
     known = sorted((peer for file in files for peer in file.read()), key=lambda peer: -peer.seen_s)
     return tuple(dict.fromkeys(address for peer in known[:TRIED_MAX] for address in peer.addresses))
+
+
+def ways_to(invite: Invite) -> tuple[str, ...]:
+    """The addresses of an invite, then of those whom any peer of this user has met in its run: for commands."""
+    return tuple(dict.fromkeys((*invite.addresses, *all_known(places.state_root(), invite.run))))
 
 
 def merge(known: Sequence[KnownPeer], seen: Mapping[PeerID, Sequence[str]], *, now_s: float) -> tuple[KnownPeer, ...]:

@@ -11,9 +11,9 @@ OnShare = Callable[[float], None]
 
 
 @contextlib.contextmanager
-def progress_bar(what: str) -> Iterator[OnShare]:
+def progress_bar(what: str, *, console: Console | None = None) -> Iterator[OnShare]:
     """While this lasts. `what` is a word or two in front of it."""
-    console = Console(stderr=True, highlight=False)
+    console = console or Console(stderr=True, highlight=False)
     if not console.is_terminal:
         yield lambda share: None
         return

@@ -261,17 +261,17 @@ def _remember(folder: Path, run: str, term: int) -> None:
 async def recovery(invite: Invite) -> AsyncIterator[Recovery]:
     """On libp2p, with an identity of its own. Raises: LocalError: the run cannot be found."""
     # hivemind takes a second: what only looks at a situation does not need it.
+    from shoal.deploy.known_peers import ways_to
     from shoal.deploy.run_record import fetch_spec
     from shoal.protocol.live.clock import LoopClock
     from shoal.protocol.live.directory import LiveDirectory
-    from shoal.protocol.live.transport import LiveTransport
+    from shoal.protocol.live.transport import LiveTransport, dialable
 
     async with contextlib.AsyncExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-recover-"))
         identity = Identity.generate()
-        transport = await LiveTransport.start(
-            identity, run=invite.run, state_dir=Path(folder), initial_peers=invite.addresses
-        )
+        ways = dialable(ways_to(invite))
+        transport = await LiveTransport.start(identity, run=invite.run, state_dir=Path(folder), initial_peers=ways)
         stack.push_async_callback(transport.close)
         directory = await LiveDirectory.start(transport)
         stack.push_async_callback(directory.close)

@@ -7,6 +7,7 @@ import msgspec
 from shoal.deploy import places
 from shoal.deploy.progress import progress_bar
 from shoal.peer.data.corpus import PYTHON_LIBRARY, Corpus, load_corpus
+from shoal.peer.data.packing import OnProgress
 from shoal.peer.data.tokenizer import BYTES
 from shoal.protocol.errors import DataError
 from shoal.protocol.spec import DataSpec, RunSpec
@@ -17,7 +18,8 @@ def load_own_corpus(spec: RunSpec) -> tuple[RunSpec, Corpus]:
 
     Raises: DataError.
     """
-    corpus = _load(spec.data, spec)
+    with progress_bar("reading the text") as tell:
+        corpus = _load(spec.data, spec, on_progress=tell)
     if spec.data.digest not in ("", corpus.digest):
         raise DataError(
             f"{spec.data.source} has not the digest that the run spec names: remove `digest`, or restore it"
@@ -26,7 +28,9 @@ def load_own_corpus(spec: RunSpec) -> tuple[RunSpec, Corpus]:
     return msgspec.structs.replace(spec, data=data), corpus
 
 
-def find_corpus(spec: RunSpec, *, data: str = "", tokenizer: str = "") -> Corpus | None:
+def find_corpus(
+    spec: RunSpec, *, data: str = "", tokenizer: str = "", on_progress: OnProgress | None = None
+) -> Corpus | None:
     """The run's text, or None if this machine has another.
 
     A path in the spec means a file of the host's; on this machine a stranger would have chosen what we read, or what we
@@ -44,7 +48,8 @@ def find_corpus(spec: RunSpec, *, data: str = "", tokenizer: str = "") -> Corpus
         raise DataError("this run has a vocabulary of its own: give its tokenizer.json with --tokenizer")
     wanted = msgspec.structs.replace(spec.data, source=data or spec.data.source)
     try:
-        corpus = _load(wanted, spec, tokenizer=Path(tokenizer).expanduser() if needs_tokenizer else None)
+        path = Path(tokenizer).expanduser() if needs_tokenizer else None
+        corpus = _load(wanted, spec, tokenizer=path, on_progress=on_progress)
     except DataError:
         if data:
             raise
@@ -56,14 +61,15 @@ def find_corpus(spec: RunSpec, *, data: str = "", tokenizer: str = "") -> Corpus
     return None
 
 
-def _load(data: DataSpec, spec: RunSpec, *, tokenizer: Path | None = None) -> Corpus:
-    with progress_bar("reading the text") as tell:
-        corpus = load_corpus(
-            data,
-            context=spec.model.context,
-            tokenizer=tokenizer,
-            cache=places.cache_root() / "text",
-            on_progress=tell,
-        )
+def _load(
+    data: DataSpec, spec: RunSpec, *, tokenizer: Path | None = None, on_progress: OnProgress | None = None
+) -> Corpus:
+    corpus = load_corpus(
+        data,
+        context=spec.model.context,
+        tokenizer=tokenizer,
+        cache=places.cache_root() / "text",
+        on_progress=on_progress,
+    )
     corpus.check_fits(spec.model)
     return corpus

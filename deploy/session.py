@@ -59,6 +59,8 @@ parent's, and any child may die."""
 _POLLS_MAX = 20
 """Of all who watch together, a second: in a larger swarm each asks the coordinator more rarely."""
 _FIND_RUN_S = 20.0
+_FIND_ANYBODY_S = 11.0
+"""Once no address has answered: the transport tries them all again after ten."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,9 +149,12 @@ async def join_run(invite: Invite, options: Options) -> None:
         view.tell("starting the network")
         async with _network(identity, invite.run, options, invited=invite.addresses) as network:
             view.tell("looking for the run")
-            spec, record = await fetch_spec(network.directory, invite, timeout_s=_FIND_RUN_S)
+            patience_s = _FIND_RUN_S if await network.transport.connected() else _FIND_ANYBODY_S
+            spec, record = await fetch_spec(network.directory, invite, timeout_s=patience_s)
             view.tell("reading the text")
-            corpus = await asyncio.to_thread(find_corpus, spec, data=options.data, tokenizer=options.tokenizer)
+            corpus = await asyncio.to_thread(
+                find_corpus, spec, data=options.data, tokenizer=options.tokenizer, on_progress=view.reached
+            )
             view.close()
             await _take_part(network, spec, invite.owner, corpus, record, options, stop)
 
@@ -196,8 +201,8 @@ async def _take_part(
     title = f"shoal {spec.name}"
     async with serving(options.dashboard, RunFacts.of(spec), title=title) as showing:
         output = showing.beside(make_output(reports=options.reports, title=title, steps_total=spec.training.steps))
-        if showing.url:
-            output.say(Note(text=f"dashboard: {showing.url}"))
+        if showing.announcement:
+            output.say(Note(text=showing.announcement))
         await _train(network, spec, owner, corpus, record, options, stop, output)
 
 

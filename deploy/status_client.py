@@ -5,21 +5,25 @@ A throwaway identity that joins nothing: any peer answers a `StatusRequest`, by 
 
 import contextlib
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 
+from shoal.deploy.known_peers import ways_to
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import LocalError, Refused, RemoteError, Unreachable
 from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.invite import Invite, split_address
-from shoal.protocol.live.transport import LiveTransport
+from shoal.protocol.live.transport import LiveTransport, dialable
 from shoal.protocol.messages import StatusRequest, SwarmStatus
 
 _ASK_TIMEOUT_S = 10.0
 
 
 async def ask_swarm(invite: Invite) -> SwarmStatus:
-    """Raises: LocalError: nobody whom the invite names can say; the sentence has the last reason."""
+    """From whoever the invite names, or a peer here has met in its run.
+
+    Raises: LocalError: none of them can say; the sentence has the last reason.
+    """
     async with asking(invite) as ask:
         return await ask()
 
@@ -29,25 +33,27 @@ async def asking(invite: Invite) -> AsyncIterator[Callable[[], Awaitable[SwarmSt
     """What asks once each time it is called, first whom answered last. It raises: LocalError, as `ask_swarm`."""
     identity = Identity.generate()
     with tempfile.TemporaryDirectory(prefix="shoal-status-") as folder:
-        transport = await LiveTransport.start(
-            identity, run=invite.run, state_dir=Path(folder), initial_peers=invite.addresses
-        )
+        ways = dialable(ways_to(invite))
+        transport = await LiveTransport.start(identity, run=invite.run, state_dir=Path(folder), initial_peers=ways)
         endpoint = Endpoint(identity, transport, run=invite.run)
-        peers = _peers(invite)
+        connected = await transport.connected()
+        peers = sorted(_peers(ways), key=lambda peer: peer not in connected)
 
         async def ask() -> SwarmStatus:
-            reason = "it names nobody"
+            reason = ""
             for peer in tuple(peers):
                 try:
                     status = await endpoint.ask(peer, StatusRequest(), SwarmStatus, timeout_s=_ASK_TIMEOUT_S)
                 except Refused as error:
                     reason = error.reason
                 except (Unreachable, RemoteError) as error:
-                    reason = str(error)
+                    reason = reason or str(error)  # who answers at all knows better
                 else:
                     peers.sort(key=lambda other: other != peer)
                     return status
-            raise LocalError(f"no status of run {invite.run}: {reason}")
+            raise LocalError(
+                f"no status of run {invite.run}: {reason or 'it names nobody'}; `shoal doctor` with its invite says why"
+            )
 
         try:
             yield ask
@@ -55,6 +61,6 @@ async def asking(invite: Invite) -> AsyncIterator[Callable[[], Awaitable[SwarmSt
             await transport.close()
 
 
-def _peers(invite: Invite) -> list[PeerID]:
-    """Whom the addresses lead to, each once, in the invite's order."""
-    return list(dict.fromkeys(PeerID(split_address(address)[1]) for address in invite.addresses))
+def _peers(addresses: Sequence[str]) -> list[PeerID]:
+    """Whom the addresses lead to, each once, in their order."""
+    return list(dict.fromkeys(PeerID(split_address(address)[1]) for address in addresses))

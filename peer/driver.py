@@ -7,7 +7,6 @@ does the training.
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection
-from typing import TypeVar
 
 from shoal.peer.archive import Archive
 from shoal.peer.arithmetic import Arithmetic
@@ -36,13 +35,12 @@ from shoal.protocol.spec import RunSpec
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 _DRAIN_S = 30.0
 _FAREWELL_S = 2.0
 _SILENCE_HEARTBEATS = 3.0
 
 
-async def _inline(work: Callable[[], T]) -> T:
+async def _inline(work: Callable[[], object]) -> object:
     return work()
 
 
@@ -200,17 +198,9 @@ class PeerDriver:
 
     def advert(self) -> Advert:
         assert self._probe is not None, "not started"
-        rates = [link.bytes_per_s for link in self._links.values()]
-        return Advert(
-            name=self._name,
-            device=self._probe.device,
-            flop_per_s=self._probe.flop_per_s,
-            memory_bytes=self._probe.memory_bytes,
-            upload_bytes_per_s=max(rates, default=0.0),
-            download_bytes_per_s=max(rates, default=0.0),
-            addresses=self._endpoint.transport.addresses(),
-            has_data=self._arithmetic.has_text,
-        )
+        rate = max((link.bytes_per_s for link in self._links.values()), default=0.0)
+        addresses = self._endpoint.transport.addresses()
+        return self._probe.advert(self._name, rate, addresses, has_data=self._arithmetic.has_text)
 
     def heartbeat(self) -> Heartbeat:
         """Hands over the reports since the last one: the caller must see to it that they arrive."""
@@ -288,7 +278,9 @@ class PeerDriver:
             is_counted_out = not plan.has(me) and not self._is_leaving
             if before is not None and plan.previous == before.digest and not is_counted_out:
                 replica.depart(plan)
-                await replica.drain(_DRAIN_S, unless=self._era_is_over)
+                await replica.drain(
+                    _DRAIN_S, unless=lambda: self._plan is None or self._plan.plan.era != self._endpoint.era
+                )
             # Else our mates have gone on without us; or we have missed a plan, and cannot know whether they have.
             await self._drop_replica()
         elif replica is not None and (renewing or (before is not None and plan.since_of(me) > before.plan.sequence)):
@@ -313,9 +305,6 @@ class PeerDriver:
             self._neighbours.say(replica.audience)  # that there is nothing to wait for any more
             await replica.close()
             self.server.forget(replica.pipeline.runtime.keys)
-
-    def _era_is_over(self) -> bool:
-        return self._plan is not None and self._plan.plan.era != self._endpoint.era
 
     def _renew(self, tenure: Tenure) -> None:
         """Its state is not its mates': begin anew, as a newcomer would."""
@@ -392,11 +381,11 @@ class PeerDriver:
 
     def _measure_links(self, peers: tuple[PeerID, ...]) -> None:
         async def measure() -> None:
-            audience = [p for p in (self.replica.audience if self.replica else []) if p in peers]
-            turn = peers.index(self._endpoint.peer_id)
-            async for report in self._link_probe.measure_some(audience, turn=turn, known=self._links):
+            near = [p for p in (self.replica.audience if self.replica else []) if p in peers]
+            async for report in self._link_probe.measure_some(near, turn=peers.index(me), known=self._links):
                 self._meter.probed(report)
 
+        me = self._endpoint.peer_id
         self._tasks.spawn(measure(), "measure links")
 
     # --- told by the tenures ---

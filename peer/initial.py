@@ -14,7 +14,7 @@ from blake3 import blake3
 from torch import Tensor
 
 from shoal.kernels.optimizer import OPTIMIZERS
-from shoal.peer.model.layout import layer_layout
+from shoal.peer.model.layout import layer_layout, unit_slices
 from shoal.peer.pipeline.state import LayerState, StageState
 from shoal.protocol.layers import all_layer_keys
 from shoal.protocol.spec import RunSpec
@@ -53,11 +53,19 @@ def foreign_layers(spec: RunSpec, layers: Mapping[str, LayerState]) -> tuple[str
     return tuple(key for key, layer in layers.items() if weights_digest(layer.param_N) != digests[key])
 
 
-def first_state(spec: RunSpec, layers: Mapping[str, LayerState], device: torch.device) -> StageState:
-    """Version 0 of a stage that begins with these parameters."""
-    whole = {}
-    for key, layer in layers.items():
-        param_N = layer.param_N.to(device)
-        moment1_N, moment2_N = OPTIMIZERS[spec.optimizer.name].moments(param_N, layer_layout(spec.model, key).matrices)
-        whole[key] = LayerState(param_N=param_N, moment1_N=moment1_N, moment2_N=moment2_N)
-    return StageState(version=0, layers=whole)
+def layers_of(keys: Sequence[str]) -> tuple[str, ...]:
+    """The layers that have these units, or are these; digests are of whole layers, so those are fetched."""
+    return tuple(dict.fromkeys(".".join(key.split(".")[:2]) for key in keys))
+
+
+def first_state(
+    spec: RunSpec, keys: Sequence[str], layers: Mapping[str, LayerState], device: torch.device
+) -> StageState:
+    """Version 0 of whoever holds `keys`, layers or units of them, and begins with the parameters of `layers`."""
+    begun = {}
+    for key in keys:
+        (layer,) = layers_of([key])
+        param_N = layers[layer].param_N[unit_slices(spec.model, layer)[key] if key != layer else slice(None)].to(device)
+        moments = OPTIMIZERS[spec.optimizer.name].moments(param_N, layer_layout(spec.model, key).matrices)
+        begun[key] = LayerState(param_N=param_N, moment1_N=moments[0], moment2_N=moments[1])
+    return StageState(version=0, layers=begun)

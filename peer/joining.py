@@ -5,17 +5,18 @@ from its mates.
 import asyncio
 import functools
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from shoal.peer.arithmetic import Held
 from shoal.peer.group.driver import GroupDriver
 from shoal.peer.handoff.fetcher import FetchProgress, StateFetcher
 from shoal.peer.handoff.inbox import ChunkInbox
 from shoal.peer.handoff.server import INITIAL
-from shoal.peer.initial import begins_with_weights, first_state, foreign_layers
+from shoal.peer.initial import begins_with_weights, first_state, foreign_layers, layers_of
 from shoal.peer.pipeline.state import LayerState, StageState
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused, RemoteError, Unreachable
+from shoal.protocol.identity import PeerID
 from shoal.protocol.plan import Plan
 from shoal.protocol.ports import Compute
 
@@ -28,6 +29,7 @@ class Joining:
     """Args:
     take_over: make a state ours; the pipeline and the group know it when this returns.
     begin_era: whether we may begin an era from its beginning, which is once.
+    members: of the newest plan; None: those of the plan that `run` was given.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class Joining:
         group: GroupDriver,
         take_over: Callable[[StageState], Awaitable[None]],
         begin_era: Callable[[int], Awaitable[bool]],
+        members: Callable[[], Sequence[PeerID]] | None = None,
     ) -> None:
         self._endpoint = endpoint
         self._compute = compute
@@ -48,6 +51,7 @@ class Joining:
         self._group = group
         self._take_over = take_over
         self._begin_era = begin_era
+        self._members = members
         self._stepped = asyncio.Event()
         self.progress: FetchProgress | None = None
         """Of the fetch that is under way."""
@@ -85,7 +89,7 @@ class Joining:
             if layers is None:
                 await asyncio.sleep(_RETRY_S)
                 continue
-            begin = functools.partial(first_state, runtime.spec, layers, runtime.device)
+            begin = functools.partial(first_state, runtime.spec, runtime.keys, layers, runtime.device)
             timed = await self._compute.run("step", begin, flop=runtime.step_flop)
             await self._take_over(timed.value)
             return
@@ -96,10 +100,13 @@ class Joining:
         If somebody offers something else, each is asked alone. Returns: None: nobody has it now.
         """
         me = self._endpoint.peer_id
-        peers = [me, *(peer for peer in plan.members if peer != me)]
+        # A host that was away when this plan was made is in a later one.
+        members = self._members() if self._members is not None else plan.members
+        peers = [me, *(peer for peer in members if peer != me)]
+        wanted = layers_of(self._runtime.keys)
         for holders in (peers, *([peer] for peer in peers)):
             try:
-                layers = (await self._fetcher().fetch(holders, version=0, stored_era=INITIAL)).layers
+                layers = (await self._fetcher(wanted).fetch(holders, version=0, stored_era=INITIAL)).layers
             except (Unreachable, Refused, RemoteError) as error:
                 logger.info("no weights to begin with: %s", error)
                 if holders is peers:
@@ -152,11 +159,12 @@ class Joining:
         await self._stepped.wait()
         return False
 
-    def _fetcher(self) -> StateFetcher:
+    def _fetcher(self, keys: tuple[str, ...] | None = None) -> StateFetcher:
+        """`keys`: None: ours."""
         runtime = self._runtime
         fetcher = StateFetcher(
             runtime.spec,
-            runtime.keys,
+            keys or runtime.keys,
             endpoint=self._endpoint,
             inbox=self._inbox,
             device=runtime.device,

@@ -98,6 +98,7 @@ class Tenure:
             group=self.group,
             take_over=self._take_over,
             begin_era=lambda era: surroundings.begin_era(era, group_id),
+            members=lambda: self._plan.members,
         )
         self._tasks = Tasks(surroundings.on_failure)
         self._sync_task: asyncio.Task[None] | None = None

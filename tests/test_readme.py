@@ -1,4 +1,4 @@
-"""The README's code blocks are commands that exist and files that can be read; what takes seconds and no network is run.
+"""The README's code blocks are commands that exist and files that can be read; what takes seconds and no network runs.
 
 A block is a shell session unless its fence says otherwise. In one with `$ ` prompts the other lines are output.
 """

@@ -66,7 +66,7 @@ from shoal.coordinator.cost.flow import fill
 from shoal.coordinator.cost.paths import both_ways, exchange_s, reduction_parts, same_card
 from shoal.coordinator.cost.placement import Cost, Placement
 from shoal.coordinator.cost.workload import Workload
-from shoal.protocol.staleness import more_steps
+from shoal.protocol.staleness import Price
 from shoal.protocol.topology import Floats, Ints, Topology
 
 WINDOW_GAIN = 1.5
@@ -155,7 +155,7 @@ class ThroughputObjective:
         if memory > 1.0:
             return Cost.impossible(f"stage {tight} does not fit into the memory of a member ({memory:.2f} times)")
         stale = self._stale(trips_s, commits_s, step_s)
-        seconds = step_s * more_steps(w.staleness_price, stale)
+        seconds = step_s * Price(w.staleness_price).more_steps(stale)
         parts = {
             "step_s": step_s,
             "flow_s": flow_s,

@@ -1,9 +1,9 @@
 """Simulated annealing over placements, and what it minimises.
 
-Theory of operation. Counts and slots are fixed, so every move exchanges replicas between nodes: of one pair, or of
-as many as it takes to give one expert the holders of another (sharing all holders is what makes losses coincide; one
-replica at a time the way there leads through worse placements). A cost sees the experts' holders only, as masks.
-Budgets are iterations, never seconds: the same seed gives the same placement on any machine.
+Theory of operation. Counts and slots are fixed, so every move exchanges replicas between nodes: of one pair, of as many
+as it takes to give one expert the holders of another, or all that two nodes hold (sharing all holders is what makes
+losses coincide; one replica at a time the way there leads through worse placements). A cost sees the experts' holders
+only, as masks. Budgets are iterations, never seconds: the same seed gives the same placement on any machine.
 """
 
 import math
@@ -30,7 +30,7 @@ SHORT = 10.0
 """Cost of falling behind what is asked for at some number of failures, per unit of probability."""
 TWICE = 1e-6
 """Cost of an expert twice on one node: less than any set of failures, so it only decides between equals."""
-ALIGN_SHARE = 0.3
+ALIGN_SHARE, TRADE_SHARE = 0.3, 0.1
 """Of all moves; the others are single exchanges."""
 
 Cost = Callable[[Sequence[int]], float]
@@ -133,7 +133,7 @@ def anneal(
     if len(placement) < 2 or num_experts < 2:
         return cost(table.masks) + TWICE * table.num_twice(), placement
     now = best = cost(table.masks) + TWICE * table.num_twice()
-    best_slots = [list(slots) for slots in table.slots]
+    since_best: list[_Exchange] = []  # Undone at the end: cheaper than a copy at every improvement.
     for i in range(iterations):
         moves = table.propose(rng)
         if not moves:
@@ -142,11 +142,14 @@ def anneal(
         heat = temperature * (1.0 - i / iterations) ** 2
         if after <= now or (heat > 0.0 and rng.random() < math.exp((now - after) / heat)):
             now = after
+            since_best += moves
             if now < best - 1e-12:
-                best, best_slots = now, [list(slots) for slots in table.slots]
+                best = now
+                since_best.clear()
         else:
             table.undo(moves)
-    return best, tuple(tuple(sorted(slots)) for slots in best_slots)
+    table.undo(since_best)
+    return best, table.placement()
 
 
 def part_twins(placement: Placement, num_experts: int, cost: Cost) -> Placement:
@@ -162,7 +165,7 @@ def part_twins(placement: Placement, num_experts: int, cost: Cost) -> Placement:
                     now = min(now, after)
                     break
                 table.exchange(i, b, j, a)
-    return tuple(tuple(sorted(slots)) for slots in table.slots)
+    return table.placement()
 
 
 _Exchange = tuple[int, int, int, int]
@@ -183,19 +186,25 @@ class _Table:
         self._num_slots = sum(map(len, placement))
         self._num_copies = sum(mask.bit_count() for mask in self.masks)
 
+    def placement(self) -> Placement:
+        return tuple(tuple(sorted(slots)) for slots in self.slots)
+
     def num_twice(self) -> int:
         return self._num_slots - self._num_copies
 
     def propose(self, rng: random.Random) -> list[_Exchange]:
         """Make a random move. Returns: its exchanges, for `undo`; empty if there is nothing to exchange."""
         moves: list[_Exchange] = []
-        if rng.random() < ALIGN_SHARE:
+        kind = rng.random()
+        if kind < ALIGN_SHARE:
             a, b = (int(rng.random() * len(self.masks)) for _ in range(2))
             if self.masks[a] != self.masks[b]:
                 self._align(a, b, rng, moves)
             return moves
         i, j = (int(rng.random() * len(self.slots)) for _ in range(2))
-        if i != j and self.slots[i] and self.slots[j]:
+        if i != j and kind < ALIGN_SHARE + TRADE_SHARE:
+            self._trade(i, j, rng, moves)
+        elif i != j and self.slots[i] and self.slots[j]:
             a, b = _any(self.slots[i], rng), _any(self.slots[j], rng)
             if a != b:
                 self.exchange(i, a, j, b)
@@ -229,6 +238,16 @@ class _Table:
                 displaced = _any(lacking or others, rng)
                 self.exchange(i, a, j, displaced)
                 moves.append((i, a, j, displaced))
+
+    def _trade(self, i: int, j: int, rng: random.Random, moves: list[_Exchange]) -> None:
+        """Two nodes give each other all they hold, as far as the smaller one's slots go."""
+        mine, theirs = list(self.slots[i]), list(self.slots[j])
+        rng.shuffle(mine)
+        rng.shuffle(theirs)
+        for a, b in zip(mine, theirs, strict=False):
+            if a != b:
+                self.exchange(i, a, j, b)
+                moves.append((i, a, j, b))
 
     def exchange(self, i: int, a: int, j: int, b: int) -> None:
         self.slots[i][self.slots[i].index(a)] = b

@@ -56,7 +56,7 @@ def demo(
         changes["training.steps"] = steps
         changes["optimizer.warmup_steps"] = min(base.optimizer.warmup_steps, steps)
     if data:
-        changes["data.source"] = data = str(Path(data).expanduser().resolve())
+        changes["data.source"] = data if data.startswith("hf:") else str(Path(data).expanduser().resolve())
     folder = places.state_root() / "demo" / time.strftime("%Y-%m-%d-%H%M%S")
     chosen = DemoOptions(
         spec=with_changes(base, changes),
@@ -64,7 +64,6 @@ def demo(
         folder=places.claim_folder(folder).path,
         seconds_max=seconds,
         json_path=json,
-        data=data,
         keep=keep,
         dashboard=parse_address(dashboard) if dashboard else None,
         chaos=ChaosOptions(seed=chaos_seed, kill_every_s=kill_every, suspend_s=suspend_for) if chaos else None,
@@ -73,14 +72,14 @@ def demo(
 
     async def run() -> bool:
         swarm = Demo(chosen, console)
-        _print_summary(console, await swarm.run())
+        _print_summary(console, await swarm.run(), unit="byte" if base.data.tokenizer == "bytes" else "token")
         return swarm.interrupted
 
     if asyncio.run(run()):
         raise typer.Exit(EXIT_INTERRUPTED)
 
 
-def _print_summary(console: Console, summary: Any) -> None:
+def _print_summary(console: Console, summary: Any, *, unit: str) -> None:
     from shoal.deploy.live_view import printable
 
     def say(label: str, text: str) -> None:
@@ -90,7 +89,7 @@ def _print_summary(console: Console, summary: Any) -> None:
         return "-" if value is None else f"{value:.3f}"
 
     say("steps", f"{summary.steps} in {summary.seconds:.0f} s, {summary.tokens_per_s:,.0f} tokens/s")
-    say("loss", f"{loss(summary.loss_first)} -> {loss(summary.loss_last)} nats a byte, val {loss(summary.val_loss)}")
+    say("loss", f"{loss(summary.loss_first)} -> {loss(summary.loss_last)} nats a {unit}, val {loss(summary.val_loss)}")
     say("staleness", f"{summary.staleness_mean:.2f} steps, {summary.coordinator_terms} coordinator terms")
     say(
         "ledger",

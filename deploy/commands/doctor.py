@@ -60,11 +60,11 @@ def diagnosis_of(invite: Invite | None, *, listen: tuple[str, ...], state_dir: P
     """Look at the machine, and at the way to the invite's run."""
     from shoal.deploy.doctor.diagnosis import diagnose
     from shoal.deploy.doctor.probes import LiveProbes, examine
-    from shoal.deploy.known_peers import all_known
+    from shoal.deploy.known_peers import ways_to
     from shoal.protocol.live.run import run
     from shoal.protocol.live.transport import dialable
 
-    more = dialable(all_known(places.state_root(), invite.run)) if invite else ()
+    more = tuple(way for way in dialable(ways_to(invite)) if way not in invite.addresses) if invite else ()
     looking = examine(
         LiveProbes(listen),
         invite=invite,

@@ -29,7 +29,13 @@ StateDir = Annotated[
     Path | None, typer.Option(help="Where identity, plans and snapshots are kept. Default: below the user's state.")
 ]
 Threads = Annotated[int, typer.Option(min=0, help="Torch's threads; 0: its own choice.")]
-Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N; auto is the first GPU, or the CPU without one.")]
+Device = Annotated[
+    str,
+    typer.Option(
+        help="cpu, cuda or cuda:N; auto is the first GPU, or the CPU without one.",
+        autocompletion=lambda: ["auto", "cpu", "cuda", "cuda:0", "cuda:1"],
+    ),
+]
 Dashboard = Annotated[
     str | None,
     typer.Option(
@@ -76,6 +82,12 @@ def examples(*lines: str) -> Callable[[_Command], _Command]:
 
 def examples_of(command: Callable[..., Any]) -> str | None:
     return _EXAMPLES.get(f"{command.__module__}.{command.__qualname__}")
+
+
+def scenario_names(incomplete: str) -> list[str]:
+    """For completion: the shipped scenarios, without reading one."""
+    names = sorted(path.stem for path in (Path(__file__).parent.parent / "simulate" / "scenarios").glob("*.toml"))
+    return [name for name in names if name.startswith(incomplete)]
 
 
 def start_logging(verbose: bool) -> None:

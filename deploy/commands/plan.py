@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from shoal.deploy.commands.options import examples
+from shoal.deploy.commands.options import examples, scenario_names
 from shoal.protocol.errors import LocalError
 
 
@@ -17,7 +17,8 @@ from shoal.protocol.errors import LocalError
 )
 def plan(
     network: Annotated[
-        str | None, typer.Argument(metavar="NETWORK.json", help="A network file, or a scenario.")
+        str | None,
+        typer.Argument(metavar="NETWORK.json", help="A network file, or a scenario.", autocompletion=scenario_names),
     ] = None,
     experts: Annotated[
         Path | None,

@@ -140,7 +140,7 @@ def _explain(error: RunNotFound, invite: Invite, listen: tuple[str, ...], folder
     from shoal.deploy.commands.doctor import diagnosis_of
     from shoal.deploy.doctor.view import problem_lines
 
-    typer.echo("shoal: nobody has answered; looking for the reason…", err=True)
+    typer.echo(f"shoal: nobody at the invite's addresses has the run {invite.run}; looking for the reason…", err=True)
     diagnosis = diagnosis_of(invite, listen=listen, state_dir=folder, device=device)
     if diagnosis.main is None:
         raise error

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 class Showing:
     """Where a dashboard is, and what feeds it. Without an address there is none, and everything here does nothing."""
 
-    def __init__(self, feed: Feed, dashboard: "Dashboard | None", url: str) -> None:
-        self.url = url
-        """Empty: there is none."""
+    def __init__(self, feed: Feed, dashboard: "Dashboard | None", announcement: str) -> None:
+        self.announcement = announcement
+        """Where it is, for a person; empty: there is none."""
         self._feed, self._dashboard = feed, dashboard
 
     @property
@@ -65,6 +65,7 @@ async def serving(address: Address | None, facts: RunFacts, *, title: str) -> As
     server = DashboardServer(dashboard, address)
     await server.start()
     try:
-        yield Showing(feed, dashboard, server.url)
+        public = " (whoever reaches this address can read it)" if address.is_public else ""
+        yield Showing(feed, dashboard, f"dashboard: {server.url}{public}")
     finally:
         await server.close()

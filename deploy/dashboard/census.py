@@ -6,11 +6,19 @@ over does not know everybody's advert yet.
 
 from dataclasses import dataclass
 
+from shoal.deploy.live_view import printable
 from shoal.protocol.identity import PeerID
+from shoal.protocol.limits import PEER_NAME_CHARS_MAX
 from shoal.protocol.messages import PeerStatus, SwarmStatus
 
 GONE_AFTER_S = 4.0
 NAMES_MAX = 4096
+
+
+def clean(text: str, chars_max: int) -> str:
+    """What another peer said, as it may be shown: without control characters, at most so long."""
+    shown = printable(text)
+    return shown if len(shown) <= chars_max else shown[: chars_max - 1] + "…"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -71,7 +79,8 @@ class Census:
         return known.since_s if known else -float("inf")
 
     def name(self, peer: PeerID, name: str) -> None:
-        """`peer` calls itself `name`, or nothing."""
+        """`peer` calls itself `name`, or nothing; it may say anything."""
+        name = clean(name, PEER_NAME_CHARS_MAX)
         if name and (peer in self._names or len(self._names) < NAMES_MAX):
             self._names[peer] = name
             self._by_ending[peer[-8:]] = name

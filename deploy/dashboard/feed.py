@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from shoal.deploy.dashboard.census import Census
+from shoal.deploy.dashboard.census import Census, clean
 from shoal.deploy.dashboard.curves import Curves
 from shoal.deploy.dashboard.limiting import limited_by
 from shoal.deploy.dashboard.picture import flows, links
@@ -25,7 +25,6 @@ from shoal.deploy.dashboard.view import (
     View,
     peer_state,
 )
-from shoal.deploy.live_view import printable
 from shoal.deploy.report import (
     Contribution,
     Joined,
@@ -122,7 +121,7 @@ class Feed:
                 self.me, self._run = self.me or report.peer, report.run
             case Joined():
                 self.me = self.me or report.peer
-                self._census.name(report.peer, _clean(report.name, PEER_NAME_CHARS_MAX))
+                self._census.name(report.peer, report.name)
                 self._phase = "waiting for a plan" if self._phase == "starting" else self._phase
             case Obeys():
                 self._take_plan(report, now_s)
@@ -155,7 +154,7 @@ class Feed:
         change = ChangeView(
             at_s=now_s - ago_s + self._wall_s,
             kind="plan",
-            text=_clean(plan.reason, TEXT_CHARS_MAX),
+            text=clean(plan.reason, TEXT_CHARS_MAX),
             sequence=plan.sequence,
             term=plan.term,
             coordinator=plan.coordinator,
@@ -206,7 +205,7 @@ class Feed:
         )
 
     def _note(self, now_s: float, kind: Literal["joined", "left", "note"], text: str) -> None:
-        self._add_change(ChangeView(at_s=now_s + self._wall_s, kind=kind, text=_clean(text, TEXT_CHARS_MAX)))
+        self._add_change(ChangeView(at_s=now_s + self._wall_s, kind=kind, text=clean(text, TEXT_CHARS_MAX)))
 
     def _add_change(self, change: ChangeView) -> None:
         """A plan that says who came or went makes the line that says only that superfluous."""
@@ -233,7 +232,7 @@ class Feed:
         return View(
             title=self._title,
             run=self._run,
-            name=_clean(status.name if status else self._facts.name, TEXT_CHARS_MAX),
+            name=clean(status.name if status else self._facts.name, TEXT_CHARS_MAX),
             phase=self._spoken_phase(status_age_s),
             term=plan.term if plan else 0,
             sequence=plan.sequence if plan else 0,
@@ -284,7 +283,7 @@ class Feed:
         return PeerView(
             id=peer.peer,
             name=self._census.name_of(peer.peer),
-            device=_clean(peer.device, PEER_NAME_CHARS_MAX),
+            device=clean(peer.device, PEER_NAME_CHARS_MAX),
             stage=peer.stage,
             state=peer_state(peer),
             version=peer.version,
@@ -332,7 +331,7 @@ class Feed:
 
     def _with_names(self, text: str) -> str:
         """Plans speak of peers by the end of their identifiers."""
-        return _ENDING.sub(lambda found: self._census.named(found.group()), _clean(text, TEXT_CHARS_MAX))
+        return _ENDING.sub(lambda found: self._census.named(found.group()), clean(text, TEXT_CHARS_MAX))
 
 
 def _says(plan: ChangeView, change: ChangeView) -> bool:
@@ -348,8 +347,3 @@ def _limits(limits: Limits | None) -> LimitsView | None:
     if limits is None:
         return None
     return LimitsView(paused=limits.paused, why=limits.why, caps=limits.caps)
-
-
-def _clean(text: str, chars_max: int) -> str:
-    shown = printable(text)
-    return shown if len(shown) <= chars_max else shown[: chars_max - 1] + "…"

@@ -171,7 +171,7 @@ class Pretend:
             links=tuple(links[:16]),
             memory_bytes=1_240_000_000,
             uptime_s=float(self._second),
-            limits=Limits(caps=("upload at most 100 Mbit/s", "GPU at most 80 % of the time")),
+            limits=Limits(caps=("upload at most 100 Mbit/s", "80% of the device's time")),
         )
 
     def _join(self, *, seen: bool = True) -> None:

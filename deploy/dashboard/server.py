@@ -41,6 +41,7 @@ VIEWERS_MAX = 16
 REQUEST_BYTES_MAX = 1024
 """A viewer has nothing to say."""
 _TOO_MANY_CLOSE = 4429
+_GOING_AWAY = 1001
 _END_S = 2.0
 
 
@@ -115,24 +116,18 @@ class Dashboard:
             return
         await socket.accept()
         self._viewers += 1
-        sending = asyncio.create_task(self._send(socket), name="send to a viewer")
-        gone = asyncio.create_task(_until_gone(socket), name="wait for a viewer to go")
-        closing = asyncio.create_task(self._closing.wait(), name="wait for the end")
-        tasks = (sending, gone, closing)
         try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            await self._send(socket)
+            await socket.close(_GOING_AWAY)
+        except WebSocketDisconnect:
+            pass  # which the next message to a viewer that has gone says
         finally:
             self._viewers -= 1
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-        if self._closing.is_set():
-            with contextlib.suppress(RuntimeError, WebSocketDisconnect):
-                await socket.close(1001)
 
     async def _send(self, socket: WebSocket) -> None:
+        """Until the dashboard closes. Raises: WebSocketDisconnect: the viewer has gone."""
         generation, sent = -1, 0
-        while True:
+        while not self._closing.is_set():
             curves = self._feed.curves
             if curves.generation != generation:
                 generation, sent = curves.generation, 0
@@ -140,7 +135,9 @@ class Dashboard:
             update = Update(view=self._current(), curves=growth)
             sent = len(curves.points)
             await socket.send_text(self._encoder.encode(update).decode())
-            await asyncio.sleep(PERIOD_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(PERIOD_S):
+                    await self._closing.wait()
 
     def _current(self) -> View:
         """One for all who look within half a period."""
@@ -148,12 +145,6 @@ class Dashboard:
         if self._view is None or now_s - self._view_at_s > PERIOD_S / 2:
             self._view, self._view_at_s = self._feed.view(now_s), now_s
         return self._view
-
-
-async def _until_gone(socket: WebSocket) -> None:
-    with contextlib.suppress(WebSocketDisconnect):
-        while True:
-            await socket.receive_text()
 
 
 class _Server(uvicorn.Server):

@@ -272,7 +272,7 @@ def _fine(findings: Findings, wrong: set[str]) -> Iterator[str]:
         yield "GPU: none of NVIDIA's, so this machine computes on its CPU"
     if network.online and not network.daemon_error:
         yield f"network: up, {', '.join(network.own_addresses[:3])}"
-    reached = [peer for peer in network.peers if peer.speaks]
+    reached = [peer for peer in network.peers if peer.speaks and not peer.mute]
     if reached:
         yield f"peers: {len(reached)} of the invite's answer"
     offsets = [abs(peer.ahead_s) for peer in reached if peer.ahead_s is not None]

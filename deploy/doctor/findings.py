@@ -39,7 +39,7 @@ class AddressFound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerFound:
-    """What a peer whose port answers said; all None: libp2p's handshake failed, so that it is somebody else."""
+    """What a peer whose port answers said."""
 
     peer: PeerID
     protocol_version: int | None = None
@@ -51,7 +51,7 @@ class PeerFound:
     called_back: bool | None = None
     """Whether it could connect to the port on which we listen."""
     speaks: bool = False
-    """It is the peer: libp2p's handshake says so."""
+    """It is not somebody else: libp2p's handshake has shown a key, and it is the peer's; or it shows none."""
     mute: str = ""
     """Why it said nothing all the same, in the network's words."""
 

@@ -20,7 +20,7 @@ from shoal.protocol.errors import RemoteError, RunNotFound, ShoalError, Transpor
 from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.invite import Invite, split_address
 from shoal.protocol.limits import PROTOCOL_VERSION
-from shoal.protocol.live.about import ask_about
+from shoal.protocol.live.about import ask_about, reach
 from shoal.protocol.live.directory import LiveDirectory
 from shoal.protocol.live.transport import LiveTransport
 from shoal.protocol.messages import StatusRequest, SwarmStatus
@@ -29,6 +29,7 @@ _ASK_S = 10.0
 _CALL_BACK_S = 12.0
 _RECORD_S = 6.0
 _NO_RUN = "doctor"
+_WORTH_ASKING = (Dial.ANSWERS, Dial.UNTRIED)
 
 
 class Probes(Protocol):
@@ -71,8 +72,7 @@ class LiveProbes:
         found = NetworkFound(
             online=bool(own) or (bool(addresses) and local_only), own_addresses=own, addresses=addresses
         )
-        worth_asking = any(address.dial in (Dial.ANSWERS, Dial.UNTRIED) for address in addresses)
-        if invite is not None and not worth_asking:
+        if invite is not None and not any(address.dial in _WORTH_ASKING for address in addresses):
             return found
         return await self._ask_around(found, invite, more)
 
@@ -93,19 +93,15 @@ class LiveProbes:
             identity = Identity.generate()
             try:
                 transport = await LiveTransport.start(
-                    identity,
-                    run=run,
-                    state_dir=Path(folder),
-                    listen=self._listen,
-                    initial_peers=tuple(dict.fromkeys((*invited, *more))),
+                    identity, run=run, state_dir=Path(folder), listen=self._listen, initial_peers=more
                 )
             except TransportError as error:
                 return _with(found, daemon_error=str(error))
             stack.push_async_callback(transport.close)
             port = next((port for _, port in map(dialling.host_and_port, transport.addresses()) if port), None)
-            connected = await transport.connected()
-            guests = dict.fromkeys(PeerID(split_address(address)[1]) for address in invited)
-            peers = await asyncio.gather(*(_peer(transport, peer, peer in connected, port or 0) for peer in guests))
+            guests = dict.fromkeys(address.peer for address in found.addresses if address.dial in _WORTH_ASKING)
+            places = {guest: [at for at in invited if split_address(at)[1] == guest] for guest in guests}
+            peers = await asyncio.gather(*(_peer(transport, guest, places[guest], port or 0) for guest in guests))
             found = _with(
                 found,
                 port=port,
@@ -118,7 +114,7 @@ class LiveProbes:
             directory = await LiveDirectory.start(transport)
             stack.push_async_callback(directory.close)
             endpoint = Endpoint(identity, transport, run=run)
-            asked = dict.fromkeys((*of_the_run, *sorted(connected)))
+            asked = dict.fromkeys((*of_the_run, *sorted(await transport.connected())))
             views = await asyncio.gather(*(_view(endpoint, peer) for peer in asked))
             return _with(
                 found,
@@ -131,10 +127,14 @@ def _with(found: NetworkFound, **changes: object) -> NetworkFound:
     return dataclasses.replace(found, **changes)  # type: ignore[arg-type]
 
 
-async def _peer(transport: LiveTransport, peer: PeerID, connected: bool, port: int) -> PeerFound:
+async def _peer(transport: LiveTransport, peer: PeerID, addresses: Sequence[str], port: int) -> PeerFound:
     """First the time, whose answer must not wait for anything; then whether it can call us back."""
-    if not connected:
+    try:
+        await reach(transport.daemon, peer, addresses, timeout_s=_ASK_S)
+    except RemoteError:
         return PeerFound(peer=peer)
+    except Unreachable as error:
+        return PeerFound(peer=peer, speaks=True, mute=error.why)
     try:
         answered = await ask_about(transport.daemon, peer, timeout_s=_ASK_S)
     except Unreachable as error:

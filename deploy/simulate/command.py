@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shoal.deploy.commands.options import EXIT_FAILED, examples
+from shoal.deploy.commands.options import EXIT_FAILED, examples, scenario_names
 from shoal.protocol.errors import LocalError
 
 if TYPE_CHECKING:
@@ -29,7 +29,11 @@ _CAMPAIGN_STEPS = 45
 def simulate(
     what: Annotated[
         str | None,
-        typer.Argument(metavar="SCENARIO", help="SCENARIO.toml, NETWORK.json, or the name of a shipped one."),
+        typer.Argument(
+            metavar="SCENARIO",
+            help="SCENARIO.toml, NETWORK.json, or the name of a shipped one.",
+            autocompletion=scenario_names,
+        ),
     ] = None,
     list_: Annotated[bool, typer.Option("--list", help="List the shipped scenarios.")] = False,
     strategies: Annotated[str | None, typer.Option(help="Only these, as in `ours,megatron`.")] = None,

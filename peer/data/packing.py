@@ -154,17 +154,18 @@ def _tokenise(
     spec: DataSpec, tokenizer: Tokenizer, training: IO[bytes], validation: IO[bytes], on_progress: OnProgress | None
 ) -> int:
     """Returns: how many documents there were."""
-    separator = np.array(list(tokenizer.separator), dtype=tokenizer.dtype).tobytes()
+    before, behind = (
+        np.array(list(tokens), dtype=tokenizer.dtype).tobytes() for tokens in (tokenizer.beginning, tokenizer.separator)
+    )
     num_documents = num_tokens = 0
     for batch in _batches(read_documents(spec)):
         for document, tokens in zip(batch, tokenizer.encode([document.text for document in batch]), strict=True):
             if spec.tokens_max and num_tokens >= spec.tokens_max:
                 return num_documents
             into = validation if _is_validation(document.text, spec) else training
-            into.write(tokens.tobytes())
-            into.write(separator)
+            into.writelines((before, tokens.tobytes(), behind))
             num_documents += 1
-            num_tokens += len(tokens) + len(tokenizer.separator)
+            num_tokens += len(tokenizer.beginning) + len(tokens) + len(tokenizer.separator)
         if on_progress is not None:
             on_progress(max(batch[-1].done, min(1.0, num_tokens / spec.tokens_max) if spec.tokens_max else 0.0))
     return num_documents

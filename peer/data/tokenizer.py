@@ -36,8 +36,10 @@ class Tokenizer(Protocol):
     """BLAKE3 of the file; empty for bytes."""
     end_of_text: int | None
     dtype: np.dtype[Any]
+    beginning: Sequence[int]
+    """Before a document, or a prompt: what the vocabulary wants there, often nothing."""
     separator: Sequence[int]
-    """Between documents: the end of a text if the vocabulary has such a token, otherwise a newline."""
+    """Behind a document: the end of a text if the vocabulary has such a token, otherwise a newline."""
 
     def encode(self, texts: Sequence[str], *, special: bool = False) -> list[Tokens]:
         """`special`: what looks like a special token is one; never so for text that others wrote."""
@@ -55,6 +57,7 @@ class ByteTokenizer:
     digest = ""
     end_of_text: int | None = None
     dtype: np.dtype[Any] = np.dtype(np.uint8)
+    beginning: Sequence[int] = ()
     separator: Sequence[int] = b"\n"
 
     def encode(self, texts: Sequence[str], *, special: bool = False) -> list[Tokens]:
@@ -88,6 +91,8 @@ class FileTokenizer:
         self.digest = blake3(data).hexdigest()
         self.end_of_text: int | None = next((tokens[end] for end in _ENDS if end in tokens), None)
         self.dtype: np.dtype[Any] = _dtype(self.vocab_size)
+        around = self._tokenizer.encode("", add_special_tokens=True).ids  # some put an end there too
+        self.beginning: Sequence[int] = [token for token in around if token != self.end_of_text]
         self.separator: Sequence[int] = (
             self.encode(["\n"])[0].tolist() if self.end_of_text is None else [self.end_of_text]
         )

@@ -12,7 +12,7 @@ _ANY = 2**62
 
 
 class ExpertTenure(Tenure):
-    """Our part of `plan` in group `group_id`: an expert of all layers of a stage, whether we are of that stage or not."""
+    """Our part of `plan` in group `group_id`: an expert of all layers of a stage, be we of that stage or not."""
 
     def __init__(self, surroundings: Surroundings, plan: Plan, group_id: int, *, incarnation: int) -> None:
         unit = plan.experts[group_id - len(plan.stages)]

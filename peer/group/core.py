@@ -186,6 +186,7 @@ class GroupCore:
     def mate_lost(self, peer: PeerID, *, now_s: float) -> list[Command]:
         """It died or dropped its state: its contributions to open steps died with it."""
         self._members.lost(peer)
+        self._losses.mate_died()
         for step in sorted(self._losses.steps_claimed_by(peer).union(self._tallies.steps)):
             self._losses.died(peer, step, self._tallies.lose(peer, step))
         start = self._rounds.get(self.version)

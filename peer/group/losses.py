@@ -13,6 +13,11 @@ STALL_STEPS = 2.0
 """Without a single contribution. Asking in vain costs the others' time and nothing else."""
 STALL_S_MIN = 5.0
 STALL_S_FIRST = 60.0
+STALL_S_DEATH = 1.5
+"""After a mate has died, for the first time: what it had contributed it may not have told any more. This costs a call,
+since stage 0 does not run again what is not back there yet."""
+STALL_S_PIPELINE = 10.0
+"""Of stage 0, which would run all that is on its way again."""
 _STEPS_REMEMBERED = 8
 """A step is what the median of so many was: one that stalled must not make us patient with the next."""
 
@@ -44,9 +49,13 @@ class Losses:
         claims = self._claims.setdefault(step, {})
         claims[peer] = claims.get(peer, IndexSet()) | indices
 
+    def mate_died(self) -> None:
+        """Whatever we know of it."""
+        self._may_lack = True
+
     def died(self, peer: PeerID, step: int, contributed: IndexSet) -> None:
+        """What we know of it."""
         claimed = self._claims.get(step, {}).pop(peer, IndexSet())
-        self._may_lack = self._may_lack or len(contributed | claimed) > 0
         self._lost[step] = self._lost.get(step, IndexSet()) | contributed | claimed
 
     def steps_claimed_by(self, peer: PeerID) -> set[int]:
@@ -71,14 +80,23 @@ class Losses:
         Sooner, and then ever later, if something may be lacking. Asking once is not enough: stage 0 does not run again
         what is on its way back, and the dead may have sent it.
         """
+        return self._grown_at_s + (self._patience_after_a_death_s if self._may_lack else self._patience_s)
+
+    @property
+    def _patience_s(self) -> float:
         if not self._steps_s:
-            sooner_s = STALL_S_MIN * 2.0**self._num_asked
-            return self._grown_at_s + (min(sooner_s, STALL_S_FIRST) if self._may_lack else STALL_S_FIRST)
-        patience_s = max(STALL_S_MIN, STALL_STEPS * median_low(self._steps_s))
+            return STALL_S_FIRST
+        least_s = STALL_S_PIPELINE if self.is_first else STALL_S_MIN
+        return max(least_s, STALL_STEPS * median_low(self._steps_s))
+
+    @property
+    def _patience_after_a_death_s(self) -> float:
+        if not self.is_first and self._num_asked == 0:
+            return STALL_S_DEATH
+        if not self._steps_s:
+            return min(STALL_S_MIN * 2.0 ** (self._num_asked - (not self.is_first)), STALL_S_FIRST)
         # Steps that take minutes may do so because of just such losses.
-        return self._grown_at_s + (
-            min(patience_s, STALL_S_FIRST) if self._may_lack and not self.is_first else patience_s
-        )
+        return self._patience_s if self.is_first else min(self._patience_s, STALL_S_FIRST)
 
     def ask(self, version: int, lacks: Callable[[int, int], bool], *, now_s: float) -> list[Command]:
         """`lacks(step, index)`: nobody in the group has contributed it."""

@@ -130,7 +130,9 @@ class StateServer:
         if self.initial is None:
             raise Refused(me, "has not what the run begins with")
         try:
-            return {key: bare_layer(param_N) for key, param_N in (await self.initial.read(keys)).items()}
+            pin = self._pins.get((INITIAL, 0))
+            missing = [key for key in keys if pin is None or key not in pin.layers]
+            return {key: bare_layer(param_N) for key, param_N in (await self.initial.read(missing)).items()}
         except LocalError as error:
             logger.error("cannot give what the run begins with: %s", error)
             raise Refused(me, "cannot read what the run begins with") from error

@@ -22,13 +22,13 @@ more than k steps. So the mean over a step's microbatches and over the stages is
 
 With the price of staleness (`protocol/staleness.py`)
 
-    time to a loss  ~  T (1 + price s)
+    time to a loss  ~  T (1 + price s^power)
 
-**What comes of it.** Below a price of about 1 (2 without reductions) it pays to fill the idle time, above it
-synchronous training is best; between none and all ahead the product is concave, so nothing else is ever best. What is
-chosen in between is g. Without reductions (C = 0) a g of 1.1 to 1.3 is best: what a window of 1.5 has in flight beyond
-that waits in queues while the version that it could have had is on its way. Where reductions take long compared to the
-round trip, staleness comes of them and not of queues, and the whole window is best.
+**What comes of it.** With power 1, below a price of about 1 (2 without reductions) it pays to fill the idle time, above
+it synchronous training is best. With a high power, and steps long compared to the idle time, staleness costs hardly
+anything. What is chosen in between is g. Without reductions (C = 0) a g of 1.1 to 1.3 is best: what a window of 1.5 has
+in flight beyond that waits in queues while the version that it could have had is on its way. Where reductions take long
+compared to the round trip, staleness comes of them and not of queues, and the whole window is best.
 
 **Measuring does not fulfil itself**: g is never below 1, so the pipeline never holds less than it takes to fill it, and
 the rate is the largest of late, measured while a step's own microbatches have the whole window to themselves.
@@ -44,7 +44,7 @@ from statistics import mean
 
 from shoal.peer.pipeline.commits import STEPS
 from shoal.peer.pipeline.window import Window
-from shoal.protocol.staleness import more_steps
+from shoal.protocol.staleness import Price
 
 BUSY_LACK = 0.1
 """e(g) = g^3 / (g^3 + 0.1). Six equal stages, jobs of +-30 %: with g = 1, 1.1, 1.25, 1.5, 2 the slowest is busy for 88,
@@ -118,17 +118,17 @@ def _mean_below(most: float, low: float, high: float) -> float:
     return below * (low + most) / 2.0 + (1.0 - below) * most
 
 
-def choose(measured: Measured, *, s_max: int, price: float, gain_max: float) -> Choice:
+def choose(measured: Measured, *, s_max: int, price: Price, gain_max: float) -> Choice:
     """What makes the time to a loss shortest; of equals, more steps ahead: in case a version comes late for once.
 
     Args:
         s_max: steps that a microbatch may be ahead.
-        price: of a step of mean staleness (`protocol.staleness.PRICES`), >= 0.
+        price: of staleness (`protocol.staleness.PRICES`).
         gain_max: the window's own, >= 1.
     """
 
     def time_to_loss(choice: Choice) -> tuple[float, int]:
-        return choice.step_s * more_steps(price, choice.staleness_steps), -choice.steps_ahead
+        return choice.step_s * price.more_steps(choice.staleness_steps), -choice.steps_ahead
 
     pairs = itertools.product(range(s_max + 1), _gains(gain_max))
     return min((expected(measured, steps_ahead, gain) for steps_ahead, gain in pairs), key=time_to_loss)
@@ -150,7 +150,7 @@ class Control:
     """
 
     s_max: int
-    price: float
+    price: Price
     choice: Choice | None = None
     """The newest."""
     _begun: dict[int, int] = field(default_factory=dict)

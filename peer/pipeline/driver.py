@@ -281,11 +281,10 @@ class PipelineDriver:
                     )
                     self._tasks.spawn(self._send_gradient(target, meta, payload), f"gradient {microbatch}")
                 case Contributed(microbatch, staleness_steps, again):
-                    self._settle(microbatch, again=again)
-                    if microbatch in self._unwanted:
-                        continue
-                    loss = self._losses.get(microbatch, 0.0)
-                    self.upwards.contributed(microbatch, loss=loss, staleness_steps=staleness_steps, again=again)
+                    self._end_passage(microbatch, done=True, again=again)
+                    if microbatch not in self._unwanted:
+                        loss = self._losses.get(microbatch, 0.0)
+                        self.upwards.contributed(microbatch, loss=loss, staleness_steps=staleness_steps, again=again)
                 case Finished(microbatch):
                     self.upwards.finished(microbatch, loss=self._losses.get(microbatch, math.nan))
                 case Forget(microbatch):
@@ -319,19 +318,18 @@ class PipelineDriver:
         if self.experts is None:
             return None
         if job.kind != "backward":
-            self._abandon(microbatch)
+            self._end_passage(microbatch, done=False)
             self._passages[microbatch] = self.experts.begin(microbatch)
         return self._passages[microbatch]
 
-    def _settle(self, microbatch: Microbatch, *, again: bool) -> None:
-        """Its backward is done: its experts' holders may count it."""
+    def _end_passage(self, microbatch: Microbatch, *, done: bool, again: bool = False) -> None:
+        """`done`: its backward is, and its experts' holders may count it; else nobody asks for it any more."""
         passage = self._passages.pop(microbatch, None)
-        if passage is not None and self.experts is not None:
+        if passage is None or self.experts is None:
+            return
+        if done:
             self.experts.settle(passage, again=again)
-
-    def _abandon(self, microbatch: Microbatch) -> None:
-        passage = self._passages.pop(microbatch, None)
-        if passage is not None and self.experts is not None:
+        else:
             self.experts.abandon(passage)
 
     def _work(self, job: Job) -> tuple[Callable[[], Any], float]:
@@ -368,7 +366,7 @@ class PipelineDriver:
         for table in (self._inputs, self._outputs, self._gradients, self._losses, self._waited_s):
             table.pop(microbatch, None)
         self._unwanted.discard(microbatch)
-        self._abandon(microbatch)
+        self._end_passage(microbatch, done=False)
         self.runtime.forget(microbatch)
 
     async def _send_activation(self, microbatch: Microbatch, target: PeerID, again: bool) -> None:

@@ -13,14 +13,16 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError, P2PHandlerError
 from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID as HivemindPeerID
+from hivemind.utils.multiaddr import Multiaddr
 
 from shoal.protocol.errors import RemoteError, TransportError, Unreachable
 from shoal.protocol.identity import PeerID
+from shoal.protocol.invite import split_address
 from shoal.protocol.limits import CONTROL_BYTES_MAX, PROTOCOL_VERSION
 from shoal.protocol.live.daemon import Daemon
 
@@ -30,7 +32,12 @@ ABOUT_NAME = "/shoal/about"
 _REQUEST_BYTES_MAX = 256
 _CALLS_BACK_AT_ONCE = 4
 _CALL_BACK_TIMEOUT_S = 3.0
+_SOMEBODY_ELSE = "peer id mismatch"
+"""What go-libp2p says of a handshake with another key than the address names."""
 _TCP = re.compile(r"^/ip[46]/([^/]+)/tcp/\d+$")
+
+
+_Name = Annotated[str, msgspec.Meta(max_length=64)]
 
 
 class AboutRequest(msgspec.Struct, frozen=True):
@@ -40,8 +47,8 @@ class AboutRequest(msgspec.Struct, frozen=True):
 
 class About(msgspec.Struct, frozen=True):
     protocol_version: int
-    run: str
-    shoal: str = ""
+    run: _Name
+    shoal: _Name = ""
     """The program's version, for people."""
     wall_s: float = 0.0
     """Seconds since 1970 by its clock."""
@@ -126,6 +133,21 @@ async def _answers(host: str, port: int) -> bool:
     return True
 
 
+async def reach(daemon: Daemon, peer: PeerID, addresses: Sequence[str], *, timeout_s: float) -> None:
+    """Connect, if that is not so already. Raises: Unreachable: why not. RemoteError: somebody else is there."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            p2p: Any = await daemon.p2p()
+            places = [Multiaddr(split_address(address)[0]) for address in addresses]
+            await p2p._client.connect(HivemindPeerID.from_base58(peer), places)
+    except TimeoutError as error:
+        raise Unreachable(peer, f"no handshake in {timeout_s:g} s") from error
+    except (TransportError, P2PDaemonError, OSError, EOFError, ValueError) as error:
+        if _SOMEBODY_ELSE in str(error):
+            raise RemoteError(peer, "is not at its address: somebody else answers there") from error
+        raise Unreachable(peer, (str(error).splitlines() or [repr(error)])[0][:120]) from error
+
+
 async def ask_about(daemon: Daemon, peer: PeerID, *, port: int = 0, timeout_s: float) -> Answered:
     """Ask a connected peer of any run. Raises: Unreachable. RemoteError: its answer is none."""
     request = msgspec.json.encode(AboutRequest(port))
@@ -136,7 +158,9 @@ async def ask_about(daemon: Daemon, peer: PeerID, *, port: int = 0, timeout_s: f
             reply = await p2p._client.call_unary_handler(HivemindPeerID.from_base58(peer), ABOUT_NAME, request)
     except TimeoutError as error:
         raise Unreachable(peer, f"no answer in {timeout_s:g} s") from error
-    except (TransportError, P2PDaemonError, P2PHandlerError, OSError, EOFError) as error:
+    except P2PHandlerError as error:  # whose text is the other's
+        raise Unreachable(peer, "it failed to answer") from error
+    except (TransportError, P2PDaemonError, OSError, EOFError) as error:
         raise Unreachable(peer, (str(error).splitlines() or [repr(error)])[0][:120]) from error
     middle_s = (sent_s + time.time()) / 2
     try:
@@ -145,4 +169,6 @@ async def ask_about(daemon: Daemon, peer: PeerID, *, port: int = 0, timeout_s: f
         about = msgspec.json.decode(reply, type=About)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RemoteError(peer, f"said nothing readable about itself ({error})") from error
+    if not (about.run + about.shoal).isprintable():
+        raise RemoteError(peer, "said something of itself that is no name")
     return Answered(about=about, ahead_s=middle_s - about.wall_s)

@@ -84,9 +84,8 @@ class LiveTransport:
             throttle: keeps what passes within its limits; None: there are none.
         Raises: TransportError: the daemon cannot start, a port is in use, or the state folder is another peer's.
         """
-        daemon = Daemon(
-            identity, state_dir, listen=listen, announce=announce, relays=initial_peers, use_relay=use_relay
-        )
+        relays = [address for address in initial_peers if "/p2p-circuit" not in address]
+        daemon = Daemon(identity, state_dir, listen=listen, announce=announce, relays=relays, use_relay=use_relay)
         await daemon.start()
         self = cls(identity, run, daemon, throttle or Throttle())
         try:

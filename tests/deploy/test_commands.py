@@ -155,7 +155,7 @@ def test_the_doctors_word(fatal: bool, code: int, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("known", [True, False])
 def test_join_says_why_nobody_was_found(known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     async def nobody(*arguments: object) -> None:
-        raise RunNotFound("nobody at the invite's addresses has the run")
+        raise RunNotFound("is the host up?")
 
     problems = (PROBLEM,) if known else ()
     monkeypatch.setattr("shoal.deploy.session.join_run", nobody)
@@ -163,7 +163,8 @@ def test_join_says_why_nobody_was_found(known: bool, monkeypatch: pytest.MonkeyP
     result = shoal("join", INVITE)
     assert (result.exit_code, result.stdout) == (2, "")
     assert ("the clock is off" in result.stderr) is known
-    assert ("nobody at the invite's addresses has the run" in result.stderr) is not known
+    assert "nobody at the invite's addresses has the run 0123456789abcdef; looking for the reason" in result.stderr
+    assert ("is the host up?" in result.stderr) is not known
     assert "Traceback" not in result.stderr
 
 

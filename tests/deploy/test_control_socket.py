@@ -143,3 +143,17 @@ def test_a_caller_that_waits_does_not_keep_the_peer(tmp_path: Path) -> None:
             await asking
 
     served(tmp_path, use)
+
+
+def test_a_file_system_without_sockets_keeps_nobody_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / SOCKET_NAME).mkdir()
+
+    async def main() -> None:
+        server = ControlServer(tmp_path)
+        with pytest.raises(LocalError, match="cannot make the control socket"):
+            await server.start()
+        await server.try_start()
+        await server.close()
+
+    asyncio.run(main())
+    assert "will not reach this peer" in caplog.text

@@ -84,3 +84,24 @@ def test_a_namesake_is_another_member() -> None:
     assert crew.member_of(child) is again
     assert crew.member_of(members[1].child) is members[1]
     assert crew.alive == [members[0], again]
+
+
+def test_those_who_join_are_told_what_the_host_reads_in_its_spec(tmp_path: Path) -> None:
+    started: list[list[str]] = []
+
+    class Starting(PretendSwarm):
+        async def start(self, name: str, argv: Any, **_: Any) -> Any:
+            started.append(list(argv))
+            return SimpleNamespace(name=name, is_running=True)
+
+    crew = Crew(Starting(), folder=tmp_path, spec_path=tmp_path / "run.toml", data="/text", tokenizer="/t.json")
+
+    async def start_two() -> None:
+        await crew.start()
+        await crew.start()
+
+    asyncio.run(start_two())
+    host, join = (" ".join(argv) for argv in started)
+    assert "--data /text --tokenizer /t.json" in join
+    assert "--data" not in host
+    assert "--tokenizer" not in host

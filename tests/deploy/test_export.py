@@ -9,7 +9,9 @@ import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
+from typer.testing import CliRunner
 
+from shoal.deploy import cli
 from shoal.deploy.export import export
 from shoal.deploy.found_snapshot import FoundSnapshot, find_snapshots
 from shoal.peer.data.tokenizer import train_bpe
@@ -124,6 +126,8 @@ def test_half_precision_is_half_the_size_and_nearly_the_same(tmp_path: Path) -> 
     write(tmp_path / "peer", DENSE)
     done = export(find_snapshots(tmp_path / "peer"), tmp_path / "out", dtype="bfloat16")
     assert done.bytes == 2 * num_parameters(DENSE)
+    modes = {path.stat().st_mode for path in (tmp_path / "out").iterdir()}
+    assert len(modes) == 1, "some files are readable for others and some are not"
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert all(tensor.dtype == torch.bfloat16 for tensor in found.values())
     name = "model.layers.0.mlp.up_proj.weight"
@@ -159,6 +163,20 @@ def test_if_the_newest_is_damaged_the_one_before_is_taken(tmp_path: Path) -> Non
     with torch.inference_mode():
         logits_BTV = theirs(tmp_path / "out")(tokens_BT).logits
     assert torch.allclose(logits_BTV, ours(DENSE, tokens_BT, version=1), atol=1e-4, rtol=0)
+
+
+def test_the_command_says_what_it_has_written(tmp_path: Path) -> None:
+    write(tmp_path / "peer", DENSE)
+    said = [
+        CliRunner().invoke(cli.app, ["export", str(tmp_path / "peer"), str(tmp_path / name), *options])
+        for name, options in (("one", ["--dtype", "bfloat16"]), ("two", ["--json"]))
+    ]
+    assert [result.exit_code for result in said] == [0, 0], said[0].output + said[1].output
+    assert f"run run, version 1: {num_parameters(DENSE):,} parameters" in said[0].stdout
+    assert "of bfloat16 in one file" in said[0].stdout
+    assert said[0].stderr == said[1].stderr == ""
+    assert json.loads(said[1].stdout)["bytes"] == 4 * num_parameters(DENSE)
+    assert (tmp_path / "two" / "config.json").is_file()
 
 
 # --- which snapshot ---

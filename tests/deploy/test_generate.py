@@ -55,6 +55,15 @@ def test_the_command_writes_what_the_model_does(tmp_path: Path) -> None:
     assert json.loads(shoal(folder, "--prompt", "-", *options, stdin="fish"))["text"] == said["text"]
 
 
+def test_a_person_sees_the_prompt_and_the_text_and_a_pipe_gets_nothing_else(tmp_path: Path) -> None:
+    folder = write(tmp_path, MODEL)
+    options = ["--prompt", "fish", "--seed", "5", "--device", "cpu", "-n", "30"]
+    text = json.loads(shoal(folder, *options, "--json"))["text"]
+    result = CliRunner().invoke(cli.app, ["generate", str(folder), *options])
+    assert result.stdout == f"fish{text}\n"
+    assert result.stderr.startswith("run run, version 7, seed 5: 30 tokens, ")
+
+
 def test_without_a_seed_two_texts_differ_and_each_says_its_own(tmp_path: Path) -> None:
     folder = write(tmp_path, MODEL)
     one, other = (json.loads(shoal(folder, "--json", "--device", "cpu", "-n", 20)) for _ in range(2))

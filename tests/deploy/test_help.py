@@ -81,10 +81,21 @@ def test_completion_is_offered(shell: str, monkeypatch: pytest.MonkeyPatch) -> N
     assert "_SHOAL_COMPLETE" in shown.output
 
 
-def test_completion_knows_the_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("words", "offered", "not_offered"),
+    [
+        ("shoal st", "status", "demo"),
+        ("shoal simulate home", "home-gpus", "two-universities"),
+        ("shoal plan two", "two-universities", "home-gpus"),
+        ("shoal join --device cu", "cuda", "cpu"),
+    ],
+)
+def test_completion_knows_commands_scenarios_and_devices(
+    words: str, offered: str, not_offered: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("_SHOAL_COMPLETE", "complete_bash")
-    monkeypatch.setenv("COMP_WORDS", "shoal st")
-    monkeypatch.setenv("COMP_CWORD", "1")
-    offered = CliRunner().invoke(cli.app, [], prog_name="shoal").output.split()
-    assert "status" in offered
-    assert "demo" not in offered
+    monkeypatch.setenv("COMP_WORDS", words)
+    monkeypatch.setenv("COMP_CWORD", str(len(words.split()) - 1))
+    found = CliRunner().invoke(cli.app, [], prog_name="shoal").output.split()
+    assert offered in found
+    assert not_offered not in found

@@ -87,3 +87,15 @@ def test_a_terminal_is_left_as_it_was() -> None:
 
 def test_a_phase_is_one_json_line() -> None:
     assert msgspec.json.decode(msgspec.json.encode(Phase(name="x", part=0.5)))["event"] == "Phase"
+
+
+def test_a_phase_that_knows_its_share_says_what_is_left_at_its_own_pace() -> None:
+    now_s = [100.0]
+    with JoiningView(reports=False, console=Console(file=io.StringIO()), now_s=lambda: now_s[0]) as view:
+        view.tell("reading the text")
+        assert view.now() == expected("reading the text", 0.0)
+        now_s[0] += 30.0
+        view.reached(0.25)
+        assert view.now() == Phase(name="reading the text", part=0.25, left_s=90.0)
+        view.tell("measuring this machine")
+        assert view.now() == expected("measuring this machine", 0.0)

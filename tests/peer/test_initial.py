@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shoal.peer import single_process
-from shoal.peer.initial import bare_layer, first_state, foreign_layers, weights_digest
+from shoal.peer.initial import bare_layer, first_state, foreign_layers, layers_of, weights_digest
 from shoal.peer.model.layout import all_layer_keys, init_layer
 from shoal.peer.pipeline.state import initial_state
 from shoal.protocol.errors import LocalError
@@ -69,7 +69,22 @@ def test_a_first_state_has_the_moments_that_one_from_the_seed_has(spec: RunSpec,
     spec = msgspec.structs.replace(spec, optimizer=msgspec.structs.replace(spec.optimizer, name=optimizer))
     keys = ("embed", "layers.0")
     bare = {key: bare_layer(init_layer(spec.model, key, spec.seed)) for key in keys}
-    assert first_state(spec, bare, CPU).digest() == initial_state(spec, keys, CPU).digest()
+    assert first_state(spec, keys, bare, CPU).digest() == initial_state(spec, keys, CPU).digest()
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_who_holds_experts_alone_begins_with_its_part_of_their_layer(spec: RunSpec, optimizer: str) -> None:
+    """And checks it as a whole."""
+    spec = msgspec.structs.replace(
+        spec,
+        model=msgspec.structs.replace(spec.model, num_experts=4),
+        optimizer=msgspec.structs.replace(spec.optimizer, name=optimizer),
+    )
+    keys = ("layers.1.experts.2", "layers.1.trunk", "head")
+    assert layers_of(keys) == ("layers.1", "head")
+    assert layers_of(("layers.12", "embed")) == ("layers.12", "embed")
+    bare = {key: bare_layer(init_layer(spec.model, key, spec.seed)) for key in layers_of(keys)}
+    assert first_state(spec, keys, bare, CPU).digest() == initial_state(spec, keys, CPU).digest()
 
 
 def train(
@@ -110,8 +125,7 @@ def test_a_swarm_trains_on_from_the_hosts_weights_as_one_process_would(
     monkeypatch.setattr(single_process, "init_layer", lambda model, key, seed: weights.layer(key))
     alone = [step.loss for step in single_process.train(spec, swarm.corpus, steps=4)]
     assert swarm.losses[:4] == pytest.approx(alone, abs=1e-5)
-    holders = 1 if len(stages) == 1 else 2
-    assert weights.asked.count("layers.1") == holders  # each replica of its stage once
+    assert sorted(weights.asked) == sorted(all_layer_keys(spec.model))  # read once, though a stage has two replicas
 
 
 @pytest.mark.sim
@@ -124,6 +138,51 @@ def test_who_offers_other_weights_is_passed_over(
     honest = train(make_swarm, spec, [["a"], ["b", "c"], ["d"]], servers={"d": weights}, steps=1)
     assert swarm.losses[0] == honest.losses[0]
     assert "not the weights that the run begins with" in caplog.text
+
+
+@pytest.mark.sim
+def test_who_goes_back_to_the_beginning_begins_with_the_same_weights(
+    make_swarm: Callable[..., Any], spec: RunSpec, weights: Weights
+) -> None:
+    """A stage has died before the first snapshot; its host is a spare."""
+    stages = [["a"], ["b"], ["c"]]
+
+    async def main() -> list[list[float]]:
+        swarm = make_swarm(spec, network=NETWORK)
+        for name in ("a", "b", "c", "host"):
+            (await swarm.add(name)).server.initial = weights if name == "host" else None
+        lives = []
+        for era in range(2):
+            swarm.obey(stages, fresh=True, era=era, spares=("host",))
+            await swarm.until_step(2)
+            lives.append(swarm.losses[:2])
+            swarm.commits.clear()
+        await swarm.close()
+        return lives
+
+    first, second = run(main())
+    assert first == second
+
+
+@pytest.mark.sim
+def test_a_host_that_was_away_when_the_plan_was_made_is_asked_when_it_is_back(
+    make_swarm: Callable[..., Any], spec: RunSpec, weights: Weights
+) -> None:
+    stages = [["a"], ["b"], ["c"]]
+
+    async def main() -> None:
+        swarm = make_swarm(spec, network=NETWORK)
+        for name in ("a", "b", "c", "host"):
+            (await swarm.add(name)).server.initial = weights if name == "host" else None
+        swarm.obey(stages, fresh=True)
+        await asyncio.sleep(10.0)
+        assert weights.asked == []
+        swarm.obey(stages, fresh=True, spares=("host",))
+        await swarm.until_step(1)
+        await swarm.close()
+
+    run(main())
+    assert sorted(weights.asked) == sorted(all_layer_keys(spec.model))
 
 
 @pytest.mark.sim

@@ -9,6 +9,7 @@ from shoal.peer.pipeline.control import Control
 from shoal.peer.pipeline.traffic import AdaptiveTraffic
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
+from shoal.protocol.staleness import Price
 
 STAGES = [["0.0", "0.1"], ["1.0", "1.1"], ["2.0", "2.1"]]
 
@@ -56,7 +57,7 @@ class Priced(AdaptiveTraffic):
     """With a price of staleness that no study can change."""
 
     def control(self, training):
-        return Control(s_max=training.s_max, price=0.6)
+        return Control(s_max=training.s_max, price=Price(0.6))
 
 
 def ahead(make_swarm, spec, *, traffic, from_step=3, to_step=7):

@@ -47,7 +47,7 @@ export class Charts {
       const plot = new window.uPlot({
         width: Math.max(200, target.clientWidth),
         height: HEIGHT,
-        padding: [8, 8, 0, 0],
+        padding: [8, 20, 0, 0],
         cursor: { sync: { key: "shoal" }, y: false, points: { size: 6 }, drag: { x: true, y: false } },
         legend: { live: true, markers: { show: false } },
         scales: { x: { time: true }, y: { range } },
@@ -118,7 +118,7 @@ function padded(low, high) {
 }
 
 function short(value) {
-  return Math.abs(value) >= 1000 ? compact(value) : String(Math.round(value * 1000) / 1000);
+  return Math.abs(value) >= 1000 ? compact(value).replace(/\.?0+(?=[a-zA-Z])/, "") : String(Math.round(value * 1000) / 1000);
 }
 
 function clock(at_s, splits) {

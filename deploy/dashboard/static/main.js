@@ -3,12 +3,13 @@
 import { Charts } from "./charts.js";
 import { byId, say } from "./format.js";
 import { connect } from "./live.js";
-import { contribution, Everyone, headline, history, tiles } from "./panels.js";
+import { choosePeer, contribution, Everyone, headline, history, tiles } from "./panels.js";
 import { Picture } from "./picture.js";
 
 const charts = new Charts(), picture = new Picture(), everyone = new Everyone();
 const LINKS = { connecting: "connecting", live: "live", lost: "lost, looking for it" };
-let view = null;
+const ROWS_EVERY_UPDATE = 40;
+let view = null, updates = 0;
 
 function draw() {
   if (view === null || document.visibilityState === "hidden") return;
@@ -18,10 +19,12 @@ function draw() {
   contribution(view);
   charts.draw();
   history(view);
-  everyone.draw(view);
+  // Two hundred rows cost half of what the page does: they may be a few seconds old.
+  if (view.peers.length < ROWS_EVERY_UPDATE || updates % 4 === 0 || everyone.view === undefined) everyone.draw(view);
 }
 
 contribution.again = draw;
+picture.onChoose = choosePeer;
 
 byId("theme").addEventListener("click", () => {
   window.nextTheme();
@@ -38,6 +41,7 @@ function theme() {
 theme();
 connect((update) => {
   view = update.view;
+  updates += 1;
   charts.take(update.curves, view.changes);
   draw();
 }, (link) => {

@@ -3,7 +3,7 @@
 import { ago, byId, compact, duration, element, loss, mark, percent, plural, say } from "./format.js";
 
 const WORDS = { training: "training", fetching: "fetching state", draining: "draining", silent: "silent", spare: "standing by", unheard: "not heard yet" };
-const SIGNS = { plan: "◆", joined: "+", left: "−", note: "·" };
+const SIGNS = { plan: "◆", joined: "+", left: "−", turn: "↻", note: "·" };
 
 export function headline(view) {
   say(byId("name"), view.name || "shoal");
@@ -33,6 +33,14 @@ export function tiles(view) {
 }
 
 let whose = "";
+
+// A peer that has told nothing of itself is not chosen.
+export function choosePeer(id) {
+  const select = byId("whose");
+  if (![...select.options].some((option) => option.value === id)) return;
+  select.value = id;
+  select.onchange();
+}
 
 export function contribution(view) {
   const all = [view.mine, ...view.others].filter(Boolean);
@@ -98,14 +106,22 @@ export function history(view) {
   if (list.dataset.shown !== wanted) {
     list.dataset.shown = wanted;
     list.replaceChildren(...view.changes.map((change) => {
-      const line = element("li", change.kind);
+      const kind = kindOf(change), line = element("li", kind);
       const about = change.kind === "plan" ? `plan ${change.sequence} · term ${change.term} · by ${change.coordinator}` : "";
-      line.append(element("i", "", SIGNS[change.kind]), element("span", "", change.text || "a plan"), element("small", "", about), element("time"));
+      line.append(element("i", "", SIGNS[kind]), element("span", "", change.text || "a plan"), element("small", "", about), element("time"));
       return line;
     }));
   }
   view.changes.forEach((change, index) => say(list.children[index].lastChild, ago(view.now_s - change.at_s)));
   if (!view.changes.length && !list.children.length) list.append(element("li", "quiet", "nothing yet"));
+}
+
+// Plans of one sort are told from others at a glance; what they say is in the line.
+function kindOf(change) {
+  if (change.kind !== "plan") return change.kind;
+  if (change.text.includes("hand-over from")) return "turn";
+  const [came, went] = [change.text.includes(" joined"), change.text.includes(" left")];
+  return came === went ? "plan" : came ? "joined" : "left";
 }
 
 const COLUMNS = [

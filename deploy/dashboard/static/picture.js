@@ -6,9 +6,9 @@
 import { byId, compact, element, mark, percent, say, svg } from "./format.js";
 
 const CARDS_MAX = 48, STACK_MAX = 9;
-const CARD = { height: 50, gap: 12 }, ROOMY = { height: 70, gap: 44 }, HEAD = 44, MARGIN = 6;
+const CARD = { height: 50, gap: 12 }, ROOMY = { height: 74, gap: 54 }, HEAD = 44, MARGIN = 6;
 const COLUMN_MIN = 140, COLUMN_ROOMY = 190, STACK_ROOMY = 3;
-const DOT = 21, DOT_RADIUS = 7.5;
+const DOT = 21, DOT_RADIUS = 7.5, DOT_PITCH_ROOMY = 25, ROWS_ROOMY = 10;
 const WORDS = { training: "training", fetching: "fetching state", draining: "draining", silent: "silent", spare: "spare", unheard: "not heard yet" };
 
 export class Picture {
@@ -19,10 +19,14 @@ export class Picture {
     this.nodes = new Map();
     this.lines = new Map();
     this.view = null;
+    this.onChoose = () => {};
     new ResizeObserver(() => this.view && this.draw(this.view)).observe(this.root);
     this.root.addEventListener("pointerover", (event) => this.point(event));
     this.root.addEventListener("pointerleave", () => this.showTip(null));
-    this.root.addEventListener("click", (event) => this.point(event));
+    this.root.addEventListener("click", (event) => {
+      this.point(event);
+      if (this.pointed) this.onChoose(this.pointed);
+    });
   }
 
   draw(view) {
@@ -154,13 +158,13 @@ export class Picture {
     const gap = Math.min(30, Math.max(12, column * 0.16)), box = column - gap;
     const per = Math.max(1, Math.floor((box - 10) / DOT));
     const rows = Math.max(...groups.map((group) => Math.ceil(group.length / per)));
-    const height = rows * DOT + 12;
+    const pitch = rows <= ROWS_ROOMY ? DOT_PITCH_ROOMY : DOT, height = rows * pitch + 12;
     groups.forEach((group, stage) => {
       const x = column * stage + gap / 2;
       this.head(view, stage, x + box / 2, 16, "middle", column < 84);
       this.behind.append(svg("rect", { x, y: HEAD, width: box, height, rx: 10, class: "stage" }));
       if (stage) this.behind.append(svg("path", { d: arrow(x - gap, HEAD + height / 2, gap), class: "flow" }));
-      group.forEach((peer, index) => this.dot(peer, x + (box - per * DOT) / 2 + DOT * (index % per + 0.5), HEAD + 6 + DOT * (Math.floor(index / per) + 0.5)));
+      group.forEach((peer, index) => this.dot(peer, x + (box - per * DOT) / 2 + DOT * (index % per + 0.5), HEAD + 6 + pitch * (Math.floor(index / per) + 0.5)));
     });
     const below = this.experts(view, HEAD + height + 12, (stage) => [column * stage + gap / 2, box]);
     return this.spareDots(spares, below, width);

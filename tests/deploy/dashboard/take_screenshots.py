@@ -1,9 +1,10 @@
-"""Takes the pictures of `deploy/dashboard/README.md`: `python tests/deploy/dashboard/take_screenshots.py [FOLDER [NAME…]]`.
+"""Takes the pictures of `deploy/dashboard/README.md`: `python take_screenshots.py [FOLDER [NAME…]]`.
 
 Needs Debian's chromium, and pillow to make the files small.
 """
 
 import io
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -14,7 +15,9 @@ from playwright.sync_api import Browser, sync_playwright
 
 FOLDER = Path(__file__).parents[3] / "deploy" / "dashboard" / "screenshots"
 CHROMIUM = "/usr/bin/chromium"
-COLORS = 160
+STATIC = FOLDER.parent / "static"
+COLORS = 255
+STRIPE = 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +43,17 @@ SHOTS = (
 )
 
 
+def palette_of(picture: Image.Image) -> Image.Image:
+    """Few colours, among them those that matter though few pixels have them: the page's own, light and dark."""
+    named = sorted(set(re.findall(r": (#[0-9a-f]{6});", (STATIC / "style.css").read_text())))
+    stripes = Image.new("RGB", (picture.width, picture.height + STRIPE * len(named)))
+    stripes.paste(picture.convert("RGB"))
+    for index, color in enumerate(named):
+        y = picture.height + STRIPE * index
+        stripes.paste(Image.new("RGB", (picture.width, STRIPE), color), (0, y))
+    return stripes.quantize(COLORS, Image.Quantize.MEDIANCUT, kmeans=1, dither=Image.Dither.NONE)
+
+
 def take(browser: Browser, shot: Shot, folder: Path) -> None:
     argv = [sys.executable, "-m", "shoal.deploy.dashboard.pretend", *shot.arguments, "--dashboard", "127.0.0.1:0"]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as server:
@@ -63,7 +77,7 @@ def take(browser: Browser, shot: Shot, folder: Path) -> None:
             context.close()
         finally:
             server.terminate()
-    small = picture.convert("RGB").quantize(COLORS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    small = picture.convert("RGB").quantize(palette=palette_of(picture), dither=Image.Dither.NONE)
     small.save(folder / f"{shot.name}.png", optimize=True)
 
 

@@ -1,11 +1,13 @@
 """What a machine says of itself, from files that say so."""
 
 import shutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch
 
 from shoal.deploy.doctor import local
 from shoal.deploy.doctor.diagnosis import diagnose
@@ -36,6 +38,44 @@ def test_the_drivers_version_is_read(tmp_path: Path) -> None:
     (tmp_path / "proc/driver/nvidia").mkdir(parents=True)
     (tmp_path / "proc/driver/nvidia/version").write_text(DRIVER)
     assert local.nvidia(tmp_path) == (True, "570.86.15")
+
+
+def codes(root: Path) -> list[str]:
+    findings = Findings(machine=MachineFound(gpu=local.gpu(root)), wants_cuda=True)
+    return [problem.code for problem in diagnose(findings).problems]
+
+
+@pytest.fixture
+def with_driver(tmp_path: Path) -> Path:
+    (tmp_path / "proc/driver/nvidia").mkdir(parents=True)
+    (tmp_path / "proc/driver/nvidia/version").write_text(DRIVER)
+    return tmp_path
+
+
+def test_torch_without_cuda(with_driver: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert codes(with_driver) == ["torch-without-cuda"]
+
+
+def test_a_driver_that_torch_cannot_use(with_driver: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 12020).\nPlease update")
+
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", refuse)
+    assert codes(with_driver) == ["cuda-unusable"]
+    assert local.gpu(with_driver).torch_error.endswith("(found version 12020).")
+
+
+def test_torch_that_cannot_be_loaded(with_driver: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert codes(with_driver) == ["torch-broken"]
+
+
+def test_no_gpu_at_all(tmp_path: Path) -> None:
+    (tmp_path / "sys/bus/pci/devices").mkdir(parents=True)
+    assert codes(tmp_path) == ["no-gpu"]
 
 
 def test_where_there_is_no_bus_nothing_is_claimed(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from shoal.deploy.doctor import dialling
@@ -22,6 +23,7 @@ from shoal.protocol.live import about
 from shoal.protocol.live.directory import LiveDirectory
 from shoal.protocol.live.run import run
 from shoal.protocol.live.transport import LiveTransport
+from shoal.protocol.messages import PeerStatus, StatusRequest, SwarmStatus
 from shoal.protocol.spec import load_spec, run_id
 
 pytestmark = pytest.mark.process
@@ -45,17 +47,23 @@ async def looked(invite: Invite, *, listen: tuple[str, ...] = LOOPBACK, **option
 
 
 def beside_a_peer(
-    tmp_path: Path, test: Callable[[LiveTransport, Invite], Awaitable[None]], *, named: str = RUN, takes_part: str = RUN
+    tmp_path: Path,
+    test: Callable[[LiveTransport, Invite], Awaitable[None]],
+    *,
+    takes_part: str = RUN,
+    keeps_spec: bool = True,
 ) -> None:
-    """Run `test` beside a peer that takes part in one run, with an invite of another or the same."""
+    """Run `test` beside a peer that takes part in a run, with an invite to `RUN`."""
 
     async def main() -> None:
         host = await LiveTransport.start(OWNER, run=takes_part, state_dir=tmp_path / "host", listen=LOOPBACK)
         directory = await LiveDirectory.start(host)
         endpoint = Endpoint(OWNER, host, run=takes_part)
-        keeping = asyncio.create_task(keep_spec(directory, endpoint, seal_spec(OWNER, SPEC)))
+        answers(endpoint, {OWNER.peer_id})
+        record = seal_spec(OWNER, SPEC)
+        keeping = asyncio.create_task(keep_spec(directory, endpoint, record) if keeps_spec else asyncio.sleep(0))
         try:
-            await test(host, Invite(PROTOCOL_VERSION, named, OWNER.peer_id, host.addresses()))
+            await test(host, Invite(PROTOCOL_VERSION, RUN, OWNER.peer_id, host.addresses()))
         finally:
             keeping.cancel()
             await asyncio.gather(keeping, return_exceptions=True)
@@ -102,6 +110,15 @@ def test_what_a_peer_says_of_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     beside_a_peer(tmp_path, test)
 
 
+def test_a_run_whose_spec_nobody_keeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(host: LiveTransport, invite: Invite) -> None:
+        (problem,) = (await looked(invite)).problems
+        assert problem.code == "no-record"
+
+    monkeypatch.setattr("shoal.deploy.doctor.probes._RECORD_S", 0.5)
+    beside_a_peer(tmp_path, test, keeps_spec=False)
+
+
 def test_another_run(tmp_path: Path) -> None:
     async def test(host: LiveTransport, invite: Invite) -> None:
         (problem,) = (await looked(invite)).problems
@@ -109,6 +126,64 @@ def test_another_run(tmp_path: Path) -> None:
         assert host.run in problem.sentence
 
     beside_a_peer(tmp_path, test, takes_part="fedcba9876543210")
+
+
+def test_two_swarms_of_one_run(tmp_path: Path) -> None:
+    """Two peers of the run, each of which tells of a swarm without the other."""
+
+    async def test(host: LiveTransport, invite: Invite) -> None:
+        other = Identity(bytes([1]) * 32)
+        transport = await LiveTransport.start(other, run=RUN, state_dir=tmp_path / "other", listen=LOOPBACK)
+        endpoint = Endpoint(other, transport, run=RUN)
+        try:
+            both = invite.addresses + transport.addresses()
+            named = msgspec.structs.replace(invite, addresses=both)
+            for swarm, codes in (({OWNER.peer_id, other.peer_id}, []), ({other.peer_id}, ["two-swarms"])):
+                answers(endpoint, swarm)
+                diagnosis = await looked(named)
+                assert [problem.code for problem in diagnosis.problems] == codes
+        finally:
+            await transport.close()
+
+    beside_a_peer(tmp_path, test)
+
+
+def answers(endpoint: Endpoint, members: set[PeerID]) -> None:
+    """Let a peer tell of a swarm of these members, around itself."""
+    head = PeerStatus(
+        peer=endpoint.peer_id,
+        name="",
+        device="cpu",
+        stage=0,
+        version=1,
+        synced=True,
+        draining=False,
+        seen_s_ago=0.0,
+        forward_s=0.0,
+        window=1,
+    )
+    status = SwarmStatus(
+        run=RUN,
+        name="small",
+        coordinator=endpoint.peer_id,
+        term=1,
+        plan_sequence=1,
+        plan_reason="",
+        step=1,
+        steps=2,
+        tokens_per_s=0.0,
+        loss=None,
+        validation_loss=None,
+        staleness_steps_mean=0.0,
+        stages=((0, 1),),
+        peers=tuple(msgspec.structs.replace(head, peer=peer) for peer in sorted(members)),
+        elapsed_s=1.0,
+    )
+
+    async def answer(source: PeerID, message: StatusRequest) -> SwarmStatus:
+        return status
+
+    endpoint.on(StatusRequest, answer)
 
 
 def test_somebody_else_at_the_address(tmp_path: Path) -> None:
@@ -194,6 +269,17 @@ def test_a_stranger_is_called_back_only_where_it_is_and_not_below_1024(tmp_path:
                 assert b'"run"' in reply
         finally:
             await guest.close()
+
+    beside_a_peer(tmp_path, test)
+
+
+@pytest.mark.parametrize("run_name", ["\x1b[2J", "x" * 65])
+def test_what_a_stranger_calls_its_run_never_reaches_a_terminal(run_name: str, tmp_path: Path) -> None:
+    async def test(host: LiveTransport, invite: Invite) -> None:
+        host._about._run = run_name
+        (problem,) = (await looked(invite)).problems
+        assert problem.code == "mute"
+        assert run_name not in problem.sentence
 
     beside_a_peer(tmp_path, test)
 

@@ -13,6 +13,7 @@ import msgspec
 import pyarrow
 import pyarrow.parquet
 import pytest
+import tokenizers
 import torch
 
 from shoal.peer.data import packing
@@ -185,6 +186,23 @@ def test_a_tokenizer_packs_documents_with_its_end_of_text_between_them(tmp_path:
     texts = [tokenizer.decode(tokens[a + 1 : b]) for a, b in zip([-1, *ends], ends, strict=False)]
     assert sorted(texts) == TEXTS
     assert tokens[corpus.num_training - 1] == tokenizer.end_of_text  # validation begins with a document
+
+
+def test_a_vocabulary_that_begins_documents_has_its_way(tmp_path: Path, bpe: Path) -> None:
+    library = tokenizers.Tokenizer.from_file(str(bpe))
+    library.add_special_tokens(["<s>"])
+    begin = library.token_to_id("<s>")
+    template = tokenizers.processors.TemplateProcessing(
+        single="<s> $A <|endoftext|>", special_tokens=[("<s>", begin), ("<|endoftext|>", 0)]
+    )
+    library.post_processor = template
+    library.save(str(bpe))
+    tokenizer = FileTokenizer(bpe.read_bytes(), name="bpe")
+    assert (list(tokenizer.beginning), list(tokenizer.separator)) == ([begin], [0])
+    tokens = bpe_corpus(tmp_path, bpe).text_N.tolist()
+    assert tokens[:1] == [begin]
+    assert tokens.count(begin) == tokens.count(0) == len(TEXTS)
+    assert all(tokens[i + 1] == begin for i, token in enumerate(tokens[:-1]) if token == 0)
 
 
 def test_microbatches_of_a_mapped_corpus_are_those_of_one_in_memory(tmp_path: Path, bpe: Path) -> None:

@@ -1,5 +1,5 @@
-"""A swarm whose experts are placed is one model: with `s_max = 0` it follows the plain single-process loop, whoever holds
-what, and whoever dies."""
+"""A swarm whose experts are placed is one model: with `s_max = 0` it follows the plain single-process loop, whoever
+holds what, and whoever dies."""
 
 import asyncio
 

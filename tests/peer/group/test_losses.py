@@ -5,9 +5,14 @@ from itertools import pairwise
 import pytest
 
 from shoal.peer.group.commands import AskRepair
-from shoal.peer.group.losses import STALL_S_FIRST, STALL_S_MIN, STALL_STEPS, Losses
-from shoal.peer.pipeline.microbatch import IndexSet
-from shoal.protocol.identity import PeerID
+from shoal.peer.group.losses import (
+    STALL_S_DEATH,
+    STALL_S_FIRST,
+    STALL_S_MIN,
+    STALL_S_PIPELINE,
+    STALL_STEPS,
+    Losses,
+)
 
 
 def after_steps(*seconds: float) -> tuple[Losses, float]:
@@ -25,29 +30,42 @@ def test_before_a_step_has_shown_how_long_it_takes_patience_is_long_but_not_with
     assert losses.suspect_at_s() == now_s + STALL_S_FIRST
 
 
-def test_who_knows_of_a_death_asks_again_soon_and_then_ever_later() -> None:
+@pytest.mark.parametrize(
+    ("is_first", "expected_s"),
+    [(False, [STALL_S_DEATH, 5.0, 10.0, 20.0, 40.0, STALL_S_FIRST]), (True, [5.0, 10.0, 20.0, 40.0, 60.0, 60.0])],
+)
+def test_who_knows_of_a_death_asks_soon_and_then_ever_later(is_first: bool, expected_s: list[float]) -> None:
     losses, now_s = after_steps()
-    losses.died(PeerID("mate"), 0, IndexSet(0b0110))
-    asked_s = []
-    for _ in range(6):
-        assert losses.ask(0, lambda step, index: True, now_s=losses.suspect_at_s()) != []
-        asked_s.append(losses.suspect_at_s() - now_s)
-    waits_s = [later - sooner for sooner, later in pairwise([STALL_S_MIN, *asked_s])]
-    assert waits_s == [10.0, 20.0, 40.0, STALL_S_FIRST, STALL_S_FIRST, STALL_S_FIRST]
+    losses.is_first = is_first
+    losses.mate_died()
+    asked_s = [now_s]
+    for _ in expected_s:
+        asked_s.append(losses.suspect_at_s())
+        assert losses.ask(0, lambda step, index: True, now_s=asked_s[-1]) != []
+    assert [later - sooner for sooner, later in pairwise(asked_s)] == expected_s
 
 
 def test_after_a_death_it_does_not_wait_for_steps_that_took_minutes_unless_the_pipeline_is_all_that_it_misses() -> None:
     for is_first, patience_s in ((False, STALL_S_FIRST), (True, STALL_STEPS * 300.0)):
         losses, now_s = after_steps(300.0, 300.0)
         losses.is_first = is_first
-        losses.died(PeerID("mate"), 2, IndexSet(0b0110))
+        losses.mate_died()
+        if not is_first:
+            losses.ask(2, lambda step, index: True, now_s=now_s + STALL_S_DEATH)
+            now_s += STALL_S_DEATH
         assert losses.suspect_at_s() == now_s + patience_s
+
+
+def test_stage_0_is_in_no_hurry_to_run_again_what_is_on_its_way() -> None:
+    losses, now_s = after_steps(0.1)
+    losses.is_first = True
+    assert losses.suspect_at_s() == now_s + STALL_S_PIPELINE
 
 
 def test_who_comes_to_a_run_that_is_under_way_does_not_know_what_died_before() -> None:
     losses, now_s = after_steps()
     losses.stepped(7, by_a_step=False, now_s=now_s)
-    assert losses.suspect_at_s() == now_s + STALL_S_MIN
+    assert losses.suspect_at_s() == now_s + STALL_S_DEATH
 
 
 @pytest.mark.parametrize(("steps_s", "patience_s"), [([0.1], STALL_S_MIN), ([3.0, 3.0], STALL_STEPS * 3.0)])

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from shoal.peer.pipeline.control import Choice, Control, Measured, busy, choose, expected
 from shoal.peer.pipeline.window import Window
+from shoal.protocol.staleness import Price
 
 GAIN = 1.5
 
@@ -24,10 +25,10 @@ measurements = st.builds(
     commit_s=st.floats(0.0, 1e3),
     microbatches=st.floats(0.2, 4096.0),
 )
-prices = st.floats(0.0, 4.0)
+prices = st.builds(Price, st.floats(0.0, 4.0), st.sampled_from([0.5, 1.0, 4.4]))
 
 
-def seconds(measured: Measured, price: float, steps_ahead: int, gain: float) -> float:
+def seconds(measured: Measured, price: Price, steps_ahead: int, gain: float) -> float:
     """The time to a loss by the formulas at the top of the module, written down a second time."""
     r, R, C, M = measured.rate_per_s, measured.round_trip_s, measured.commit_s, measured.microbatches
     W, idle = M / r, max(0.0, R - 1 / r + C)
@@ -36,62 +37,62 @@ def seconds(measured: Measured, price: float, steps_ahead: int, gain: float) -> 
     e, x = gain**3 / (gain**3 + 0.1), min(1.0, idle / W)
     T = max(W * (1 - x + x / e), (W / e + idle) / (steps_ahead + 1))
     s = sum(min(steps_ahead, (C + (u + 0.5) / 64 * gain * R) / T) for u in range(64)) / 64
-    return T * (1 + price * s)
+    return T * (1 + price.at_one * s**price.power)
 
 
 @given(measured=measurements, s_max=st.integers(0, 4), price=prices)
-def test_nothing_is_better_than_what_is_chosen(measured: Measured, s_max: int, price: float) -> None:
+def test_nothing_is_better_than_what_is_chosen(measured: Measured, s_max: int, price: Price) -> None:
     chosen = choose(measured, s_max=s_max, price=price, gain_max=GAIN)
     gains = [1.0 + 0.01 * place for place in range(51)]
     best = min(seconds(measured, price, k, gain) for k, gain in itertools.product(range(s_max + 1), gains))
     found = seconds(measured, price, chosen.steps_ahead, chosen.gain)
-    assert found == pytest.approx(chosen.step_s * (1 + price * chosen.staleness_steps), rel=1e-3)
+    assert found == pytest.approx(chosen.step_s * price.more_steps(chosen.staleness_steps), rel=1e-3)
     assert found <= best * 1.003, "gains in between the steps that are tried are worth that much at most"
 
 
 @given(measured=measurements, s_max=st.integers(0, 4), price=prices)
-def test_it_is_never_later_than_synchronous_training(measured: Measured, s_max: int, price: float) -> None:
+def test_it_is_never_later_than_synchronous_training(measured: Measured, s_max: int, price: Price) -> None:
     chosen = choose(measured, s_max=s_max, price=price, gain_max=GAIN)
     synchronous_s = measured.work_s + measured.idle_s
-    assert chosen.step_s * (1 + price * chosen.staleness_steps) <= synchronous_s * (1 + 1e-9)
+    assert chosen.step_s * price.more_steps(chosen.staleness_steps) <= synchronous_s * (1 + 1e-9)
 
 
 @given(measured=measurements, s_max=st.integers(1, 4), low=prices, high=prices)
-def test_a_higher_price_never_buys_shorter_steps(measured: Measured, s_max: int, low: float, high: float) -> None:
-    low, high = sorted((low, high))
+def test_a_higher_price_never_buys_shorter_steps(measured: Measured, s_max: int, low: Price, high: Price) -> None:
+    low, high = Price(min(low.at_one, high.at_one), low.power), Price(max(low.at_one, high.at_one), low.power)
     cheap, dear = (choose(measured, s_max=s_max, price=price, gain_max=GAIN) for price in (low, high))
     assert cheap.step_s <= dear.step_s * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("measured", [NO_REDUCTION, LONG_REDUCTION, SHORT_STEPS])
 def test_what_costs_nothing_is_let_in_and_what_costs_too_much_is_not(measured: Measured) -> None:
-    free = choose(measured, s_max=2, price=0.0, gain_max=GAIN)
+    free = choose(measured, s_max=2, price=Price(0.0), gain_max=GAIN)
     assert (free.steps_ahead, free.gain) == (2, GAIN)
-    dear = choose(measured, s_max=2, price=5.0, gain_max=GAIN)
+    dear = choose(measured, s_max=2, price=Price(5.0), gain_max=GAIN)
     assert (dear.steps_ahead, dear.staleness_steps) == (0, 0.0)
     assert dear.step_s == pytest.approx(measured.work_s + measured.idle_s)
 
 
-@pytest.mark.parametrize("price", [0.0, 0.2, 0.9])
-def test_who_may_not_be_stale_is_not(price: float) -> None:
+@pytest.mark.parametrize("price", [Price(0.0), Price(0.2), Price(0.9)])
+def test_who_may_not_be_stale_is_not(price: Price) -> None:
     assert choose(NO_REDUCTION, s_max=0, price=price, gain_max=GAIN).steps_ahead == 0
 
 
 def test_queues_are_cut_where_staleness_comes_of_them() -> None:
-    chosen = choose(NO_REDUCTION, s_max=1, price=0.2, gain_max=GAIN)
+    chosen = choose(NO_REDUCTION, s_max=1, price=Price(0.2), gain_max=GAIN)
     assert chosen.steps_ahead == 1
     assert 1.0 < chosen.gain < 1.4
     assert chosen.staleness_steps < 0.9 * expected(NO_REDUCTION, 1, GAIN).staleness_steps
 
 
 def test_the_whole_window_is_used_where_the_reduction_takes_long() -> None:
-    assert choose(LONG_REDUCTION, s_max=1, price=0.2, gain_max=GAIN).gain == GAIN
+    assert choose(LONG_REDUCTION, s_max=1, price=Price(0.2), gain_max=GAIN).gain == GAIN
 
 
 def test_a_step_that_is_shorter_than_the_way_takes_all_that_s_max_allows() -> None:
-    chosen = choose(SHORT_STEPS, s_max=2, price=0.2, gain_max=GAIN)
+    chosen = choose(SHORT_STEPS, s_max=2, price=Price(0.2), gain_max=GAIN)
     assert chosen.steps_ahead == 2
-    assert chosen.step_s < 0.4 * choose(SHORT_STEPS, s_max=0, price=0.2, gain_max=GAIN).step_s
+    assert chosen.step_s < 0.4 * choose(SHORT_STEPS, s_max=0, price=Price(0.2), gain_max=GAIN).step_s
 
 
 def test_more_in_flight_keeps_devices_busier() -> None:
@@ -115,7 +116,7 @@ def fill(window: Window, count: int) -> None:
 
 
 def test_before_a_step_is_measured_nothing_is_held_back() -> None:
-    control, window = Control(s_max=1, price=5.0), Window(num_stages=3)
+    control, window = Control(s_max=1, price=Price(5.0)), Window(num_stages=3)
     fill(window, 100)
     assert control.lets_in(1, window)
     control.reached(1, window, commit_s=1.0)
@@ -124,23 +125,23 @@ def test_before_a_step_is_measured_nothing_is_held_back() -> None:
 
 
 def test_it_measures_its_own_part_of_a_step() -> None:
-    control, window = Control(s_max=1, price=0.0), measured_window()
+    control, window = Control(s_max=1, price=Price(0.0)), measured_window()
     for _ in range(40):
         control.begun(0)
     for _ in range(7):
         control.begun(1)  # ahead; they count for their own step
     control.reached(1, window, commit_s=1.0)
     measured = Measured(rate_per_s=4.0, round_trip_s=2.0, commit_s=1.0, microbatches=40.0)
-    assert control.choice == choose(measured, s_max=1, price=0.0, gain_max=window.gain)
+    assert control.choice == choose(measured, s_max=1, price=Price(0.0), gain_max=window.gain)
     for _ in range(13):
         control.begun(1)
     control.reached(2, window, commit_s=1.0)
     measured = replace(measured, microbatches=30.0)
-    assert control.choice == choose(measured, s_max=1, price=0.0, gain_max=window.gain)
+    assert control.choice == choose(measured, s_max=1, price=Price(0.0), gain_max=window.gain)
 
 
 def test_so_many_are_let_in_that_an_empty_pipeline_is_full_with_them() -> None:
-    control, window = Control(s_max=2, price=0.0), measured_window()
+    control, window = Control(s_max=2, price=Price(0.0)), measured_window()
     control.choice = Choice(steps_ahead=1, gain=1.25, step_s=1.0, staleness_steps=1.0)
     fill(window, 10)
     assert control.lets_in(1, window), "ten of 1.25 x 8 + 1"
@@ -150,13 +151,13 @@ def test_so_many_are_let_in_that_an_empty_pipeline_is_full_with_them() -> None:
 
 
 def test_the_whole_window_is_the_windows_affair() -> None:
-    control, window = Control(s_max=1, price=0.0), measured_window()
+    control, window = Control(s_max=1, price=Price(0.0)), measured_window()
     control.choice = Choice(steps_ahead=1, gain=window.gain, step_s=1.0, staleness_steps=1.0)
     fill(window, 100)
     assert control.lets_in(1, window)
 
 
 def test_synchronous_training_lets_none_in() -> None:
-    control = Control(s_max=1, price=0.0)
+    control = Control(s_max=1, price=Price(0.0))
     control.choice = Choice(steps_ahead=0, gain=1.0, step_s=1.0, staleness_steps=0.0)
     assert not control.lets_in(1, measured_window())

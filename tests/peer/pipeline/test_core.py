@@ -29,6 +29,7 @@ from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.pipeline.router import Router
 from shoal.peer.pipeline.window import Window
 from shoal.protocol.identity import PeerID
+from shoal.protocol.staleness import Price
 
 UP, DOWN, OTHER = (PeerID(name) for name in ("up", "down", "other"))
 
@@ -298,7 +299,7 @@ def test_what_is_asked_for_again_goes_to_the_same_if_there_is_nobody_else() -> N
 def head(*, steps_ahead: int, in_flight_max: int | None = None) -> PipelineCore:
     """A stage 0 whose control has chosen: of later steps none, or while fewer than so many are in flight."""
     made = core(stage=0)
-    made.control = Control(s_max=1, price=0.2)
+    made.control = Control(s_max=1, price=Price(0.2))
     made.control.choice = Choice(steps_ahead=steps_ahead, gain=1.0, step_s=1.0, staleness_steps=0.0)
     assert made.window is not None
     if in_flight_max is not None:

@@ -1,0 +1,100 @@
+"""A peer as a service of this user: a systemd unit, or a launchd agent on macOS, from templates in this folder."""
+
+import os
+import plistlib
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from shoal.protocol.errors import LocalError
+
+UNIT: Final = "shoal.service"
+AGENT: Final = "org.shoal.peer"
+_HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """What is written where, and what makes the system take notice."""
+
+    path: Path
+    text: str
+    on: tuple[tuple[str, ...], ...]
+    off: tuple[tuple[str, ...], ...]
+
+
+def service(arguments: Sequence[str], *, platform: str = sys.platform) -> Service:
+    """`arguments` of `shoal join`. Raises: LocalError: this system has neither systemd nor launchd."""
+    if platform == "darwin":
+        path = Path.home() / "Library" / "LaunchAgents" / f"{AGENT}.plist"
+        domain = f"gui/{os.getuid()}"
+        on: tuple[tuple[str, ...], ...] = (("launchctl", "bootstrap", domain, str(path)),)
+        return Service(path, _agent(arguments), on, (("launchctl", "bootout", f"{domain}/{AGENT}"),))
+    if not platform.startswith("linux"):
+        raise LocalError(f"shoal installs no service on {platform}")
+    base = os.environ.get("XDG_CONFIG_HOME")
+    path = (Path(base) if base else Path.home() / ".config") / "systemd" / "user" / UNIT
+    systemctl = ("systemctl", "--user")
+    on = ((*systemctl, "daemon-reload"), (*systemctl, "enable", "--now", UNIT))
+    return Service(path, _unit(arguments), on, ((*systemctl, "disable", "--now", UNIT),))
+
+
+def install(arguments: Sequence[str]) -> Path:
+    """Write it and start it, now and whenever this user's services start. Raises: LocalError."""
+    wanted = service(arguments)
+    try:
+        wanted.path.parent.mkdir(parents=True, exist_ok=True)
+        wanted.path.write_text(wanted.text)
+        wanted.path.chmod(0o600)  # who has the invite may join
+    except OSError as error:
+        raise LocalError(f"cannot write {wanted.path}: {error.strerror or error}") from error
+    for command in wanted.on:
+        _run(command)
+    return wanted.path
+
+
+def uninstall() -> Path:
+    """Stop it and remove it. Raises: LocalError: there is none, or it cannot be stopped."""
+    found = service(())
+    if not found.path.exists():
+        raise LocalError(f"no service is installed: {found.path} is not there")
+    for command in found.off:
+        _run(command)
+    found.path.unlink()
+    return found.path
+
+
+def _unit(arguments: Sequence[str]) -> str:
+    template = (_HERE / "systemd" / UNIT).read_text()
+    return template.replace("@SHOAL@", _quoted(_shoal())).replace("@ARGUMENTS@", " ".join(map(_quoted, arguments)))
+
+
+def _agent(arguments: Sequence[str]) -> str:
+    agent = plistlib.loads((_HERE / "launchd" / f"{AGENT}.plist").read_bytes())
+    agent["ProgramArguments"] = [_shoal(), "join", *arguments]
+    agent["StandardErrorPath"] = agent["StandardOutPath"] = str(Path.home() / "Library" / "Logs" / "shoal.log")
+    return plistlib.dumps(agent, sort_keys=False).decode()
+
+
+def _quoted(word: str) -> str:
+    """For a unit: `%` begins a specifier there, `$` a variable, and quotes are as a shell's."""
+    return shlex.quote(word.replace("\\", "\\\\")).replace("%", "%%").replace("$", "$$")
+
+
+def _shoal() -> str:
+    """The command of the environment that runs now: a service has no PATH of ours."""
+    return str(Path(sys.executable).parent / "shoal")
+
+
+def _run(command: Sequence[str]) -> None:
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True)
+    except FileNotFoundError as error:
+        raise LocalError(f"this machine has no {command[0]}: `shoal service show` prints what to install") from error
+    except subprocess.CalledProcessError as error:
+        why = (error.stderr or error.stdout or "").strip().splitlines()
+        raise LocalError(f"`{' '.join(command)}` failed: {why[-1] if why else error.returncode}") from error

@@ -1,0 +1,174 @@
+"""Re-placement as the coordinator asks for it: after failures, as loads move, and not for noise."""
+
+import random
+from collections.abc import Mapping, Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.coordinator.experts.allocation import busiest_replica_load_ratio, replica_counts
+from shoal.coordinator.experts.replan import Hysteresis, Node, Replan, replan
+
+LOADS = [9.0, 5.0, 3.0, 2.0, 1.0, 1.0, 1.0, 1.0]
+
+
+def swarm(num_peers: int, slots: int = 4, **changes: Node) -> dict[str, Node]:
+    return {f"p{i}": Node(slots=slots) for i in range(num_peers)} | changes
+
+
+def holders(placement: Mapping[str, Sequence[int]], expert: int) -> int:
+    return sum(expert in experts for experts in placement.values())
+
+
+def check(plan: Replan, current: Mapping[str, Sequence[int]], nodes: Mapping[str, Node], num_experts: int) -> None:
+    """All slots full, the promise kept, and the waves lead there."""
+    assert {peer: len(experts) for peer, experts in plan.placement.items()} == {
+        peer: node.slots for peer, node in nodes.items() if node.slots
+    }
+    for expert in set(range(num_experts)) - set(plan.missing):
+        assert holders(plan.placement, expert) >= plan.min_replicas
+    held = {peer: set(experts) for peer, experts in current.items() if peer in nodes}
+    for wave in plan.waves:
+        for fetch in wave.fetches:
+            held.setdefault(fetch.to, set()).add(fetch.expert)
+        for drop in wave.drops:
+            held[drop.peer_id].remove(drop.expert)
+    assert {p: having for p, having in held.items() if having} == {p: set(e) for p, e in plan.placement.items() if e}
+
+
+def test_the_first_plan_places_everything() -> None:
+    nodes = swarm(6)
+    plan = replan({}, LOADS, nodes, min_replicas=2)
+    check(plan, {}, nodes, len(LOADS))
+    assert plan.reason == "peers came or went: placed anew"
+    assert all(fetch.source is None for fetch in plan.waves[0].fetches)
+
+
+def test_asked_again_it_finds_nothing_to_do() -> None:
+    nodes = swarm(6)
+    first = replan({}, LOADS, nodes, min_replicas=2)
+    again = replan(first.placement, LOADS, nodes, min_replicas=2)
+    assert again.placement == first.placement
+    assert (again.waves, again.reason) == ((), "nothing to gain")
+
+
+def test_after_a_failure_little_is_fetched_and_the_promise_is_back() -> None:
+    nodes = swarm(6)
+    first = replan({}, LOADS, nodes, min_replicas=2)
+    for dead in nodes:
+        left = {peer: node for peer, node in nodes.items() if peer != dead}
+        plan = replan(first.placement, LOADS, left, min_replicas=2)
+        check(plan, first.placement, left, len(LOADS))
+        assert plan.min_replicas == 2
+        # 4 slots were lost; experts that were on two nodes need a holder again, and little beyond them moves.
+        assert plan.num_fetches <= 8
+        assert "peers came or went" in plan.reason
+
+
+def test_a_newcomer_is_filled_and_nobody_else_moves() -> None:
+    nodes = swarm(6)
+    first = replan({}, LOADS, nodes, min_replicas=2)
+    more = nodes | {"new": Node(slots=4)}
+    plan = replan(first.placement, LOADS, more, min_replicas=2)
+    check(plan, first.placement, more, len(LOADS))
+    assert {fetch.to for wave in plan.waves for fetch in wave.fetches} == {"new"}
+
+
+def test_a_draining_peer_hands_over_before_it_drops() -> None:
+    nodes = swarm(6)
+    first = replan({}, LOADS, nodes, min_replicas=2)
+    draining = nodes | {"p2": Node(slots=0)}
+    plan = replan(first.placement, LOADS, draining, min_replicas=2)
+    check(plan, first.placement, draining, len(LOADS))
+    assert "p2" not in plan.placement
+    held = {peer: set(experts) for peer, experts in first.placement.items()}
+    for wave in plan.waves:
+        for fetch in wave.fetches:
+            held[fetch.to].add(fetch.expert)
+        for drop in wave.drops:
+            held[drop.peer_id].remove(drop.expert)
+        assert all(sum(expert in having for having in held.values()) >= 2 for expert in range(len(LOADS)))
+
+
+def test_noise_moves_nobody_and_a_shift_does() -> None:
+    rng = random.Random(1)
+    nodes = swarm(10, slots=6)
+    plan = first = replan({}, LOADS, nodes, min_replicas=2)
+    for _ in range(30):
+        plan = replan(plan.placement, [load * rng.uniform(0.92, 1.08) for load in LOADS], nodes, min_replicas=2)
+        assert not plan.waves
+    shifted = LOADS[::-1]
+    plan = replan(first.placement, shifted, nodes, min_replicas=2)
+    assert plan.num_fetches
+    assert plan.reason.startswith("the load moved")
+    best = busiest_replica_load_ratio(shifted, replica_counts(shifted, num_slots=60, min_replicas=2))
+    assert plan.busiest_replica_load_ratio <= best * Hysteresis().busier
+
+
+def test_a_node_that_has_become_unreliable_loses_what_is_rare() -> None:
+    loads = [20.0] * 4 + [1.0] * 4
+    nodes = swarm(8, slots=4)
+    first = replan({}, loads, {p: Node(slots=4, failure_probability=0.01) for p in nodes}, min_replicas=2)
+    rare = next(peer for peer, experts in first.placement.items() if 7 in experts)
+    changed = {p: Node(slots=4, failure_probability=0.6 if p == rare else 0.01) for p in nodes}
+    plan = replan(first.placement, loads, changed, min_replicas=2)
+    assert plan.waves
+    assert plan.reason.startswith("a loss is needlessly probable")
+    assert not replan(plan.placement, loads, changed, min_replicas=2).waves
+
+
+def test_too_few_slots_hold_what_is_alive_and_then_what_is_loaded() -> None:
+    plan = replan({"a": (0, 1), "b": (2, 3)}, [1.0, 1.0, 1.0, 1.0], {"a": Node(slots=2)}, min_replicas=2)
+    assert plan.placement == {"a": (0, 1)}
+    assert (plan.missing, plan.min_replicas, plan.loss_probability) == ((2, 3), 1, 1.0)
+    plan = replan({}, [1.0, 5.0, 3.0], {"a": Node(slots=2)}, min_replicas=2)
+    assert (plan.placement, plan.missing) == ({"a": (1, 2)}, (0,))
+
+
+def test_a_promise_that_cannot_be_kept_is_lowered() -> None:
+    plan = replan({}, [1.0] * 6, {"a": Node(slots=4), "b": Node(slots=4)}, min_replicas=2)
+    assert plan.min_replicas == 1
+    assert not plan.missing
+
+
+def test_nobody_with_slots_is_an_empty_plan() -> None:
+    plan = replan({"a": (0,)}, [1.0], {"b": Node(slots=0)}, min_replicas=1)
+    assert (plan.placement, plan.missing) == ({}, (0,))
+
+
+def test_the_order_of_mappings_does_not_matter() -> None:
+    nodes = swarm(6)
+    first = replan({}, LOADS, nodes, min_replicas=2)
+    backwards = dict(reversed(nodes.items()))
+    assert replan({}, LOADS, backwards, min_replicas=2) == first
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 10_000))
+def test_every_history_of_changes_keeps_the_promise_and_comes_to_rest(seed: int) -> None:
+    rng = random.Random(seed)
+    num_experts = rng.randint(1, 8)
+    loads = [rng.uniform(0.0, 4.0) for _ in range(num_experts)]
+    nodes = {f"p{i}": Node(slots=rng.randint(1, 4)) for i in range(rng.randint(1, 7))}
+    current: Mapping[str, tuple[int, ...]] = {}
+    for turn in range(5):
+        event = rng.randrange(4)
+        if event == 0 and len(nodes) > 1:
+            del nodes[rng.choice(sorted(nodes))]
+        elif event == 1 and len(nodes) < 9:
+            nodes[f"n{turn}"] = Node(slots=rng.randint(1, 4), failure_probability=rng.choice([0.01, 0.2]))
+        elif event == 2:
+            nodes[rng.choice(sorted(nodes))] = Node(slots=rng.randint(0, 4))
+        else:
+            loads = [load * rng.uniform(0.3, 3.0) for load in loads]
+        plan = replan(current, loads, nodes, min_replicas=2)
+        check(plan, current, nodes, num_experts)
+        again = replan(plan.placement, loads, nodes, min_replicas=2)
+        assert (again.placement, again.waves) == (plan.placement, ())
+        current = plan.placement
+
+
+def test_hysteresis_is_checked() -> None:
+    with pytest.raises(ValueError, match="factors"):
+        Hysteresis(busier=0.9)

@@ -1,0 +1,64 @@
+"""A dashboard beside what a peer says otherwise."""
+
+import asyncio
+
+import httpx
+import pytest
+
+from shoal.deploy.dashboard.address import parse_address
+from shoal.deploy.dashboard.beside import serving
+from shoal.deploy.dashboard.feed import RunFacts
+from shoal.deploy.report import Note
+
+FACTS = RunFacts(name="a-run", steps=10, num_layers=2)
+
+
+class Heard:
+    polls = False
+
+    def __init__(self) -> None:
+        self.reports: list[object] = []
+
+    def say(self, report: object) -> None:
+        self.reports.append(report)
+
+    def close(self) -> None:
+        self.reports.append("closed")
+
+
+def test_without_an_address_there_is_none_and_nothing_changes():
+    async def scenario() -> None:
+        output = Heard()
+        async with serving(None, FACTS, title="") as showing:
+            assert showing.beside(output) is output
+            assert (showing.announcement, showing.is_watched) == ("", False)
+            showing.take(Note(text="x"))
+
+    asyncio.run(scenario())
+
+
+def test_every_report_goes_to_both_and_who_looks_wants_the_status():
+    async def scenario() -> None:
+        output, note = Heard(), Note(text="somebody said so")
+        async with serving(parse_address("127.0.0.1:0"), FACTS, title="") as showing:
+            both = showing.beside(output)
+            both.say(note)
+            assert not both.polls
+            url = showing.announcement.removeprefix("dashboard: ")
+            async with httpx.AsyncClient() as client:
+                state = (await client.get(f"{url}state.json")).json()
+            assert [change["text"] for change in state["changes"]] == ["somebody said so"]
+            assert both.polls
+            both.close()
+        assert output.reports == [note, "closed"]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("address", "warns"), [("127.0.0.1:0", False), ("0.0.0.0:0", True)])
+def test_on_an_address_of_others_it_says_who_can_read_it(address, warns):
+    async def scenario() -> str:
+        async with serving(parse_address(address), FACTS, title="") as showing:
+            return showing.announcement
+
+    assert ("whoever reaches this address" in asyncio.run(scenario())) == warns

@@ -1,0 +1,54 @@
+"""Curves in bounded memory."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.deploy.dashboard.curves import POINTS_MAX, Curves
+from shoal.deploy.dashboard.view import Point
+
+
+def point(number: int, **says: object) -> Point:
+    usual = {"loss": 1.0, "validation_loss": None, "tokens_per_s": 10.0, "staleness_steps_mean": 0.5}
+    return Point(at_s=float(number), step=number, **(usual | says))  # type: ignore[arg-type]
+
+
+@given(count=st.integers(1, 5 * POINTS_MAX))
+def test_points_are_few_in_order_and_reach_to_the_end(count: int) -> None:
+    curves = Curves()
+    for number in range(count):
+        curves.add(point(number))
+    steps = [shown.step for shown in curves.points]
+    assert len(steps) < POINTS_MAX
+    assert steps == sorted(set(steps))
+    assert count - 1 - steps[-1] <= 2 * count / len(steps)
+
+
+def test_points_that_a_reader_has_stay_while_the_generation_does() -> None:
+    curves, seen = Curves(), []
+    generation = curves.generation
+    for number in range(3 * POINTS_MAX):
+        curves.add(point(number))
+        if curves.generation != generation:
+            generation = curves.generation
+        else:
+            assert curves.points[: len(seen)] == seen
+        seen = list(curves.points)
+    assert generation > 0
+
+
+def test_no_validation_is_lost_between_points() -> None:
+    curves = Curves()
+    for number in range(POINTS_MAX + 10):
+        curves.add(point(number))
+    before = len(curves.points)
+    curves.add(point(POINTS_MAX + 10, validation_loss=2.0))
+    assert len(curves.points) == before + 1
+    assert curves.points[-1].validation_loss == 2.0
+
+
+def test_what_was_between_two_points_is_in_their_mean() -> None:
+    curves = Curves()
+    for number in range(POINTS_MAX):
+        curves.add(point(number, loss=float(number % 2), tokens_per_s=float(number % 2)))
+    assert {shown.loss for shown in curves.points} == {0.5}
+    assert {shown.tokens_per_s for shown in curves.points} == {0.5}

@@ -1,0 +1,70 @@
+"""A demo and a volunteer of it, both with a dashboard: real processes."""
+
+import json
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from shoal.deploy.metrics import CONTENT_TYPE
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
+
+
+def test_a_demo_and_a_volunteer_show_the_same_run(world: Any) -> None:
+    there = "--dashboard", "127.0.0.1:0"
+    demo = world.shoal("demo", "--spec", world.spec(100_000), "--peers", 2, "--stages", 2, *there)
+    url = demo.line("dashboard: ").split()[1]
+    assert httpx.get(url).status_code == 200
+    invite = demo.line("shoal join ").split()[2]
+    options = "--name", "volunteer", "--data", world.text, "--listen", "127.0.0.1:0"
+    volunteer = world.shoal("join", invite, *options, *there)
+    own_url = volunteer.line("dashboard: ").split()[1]
+
+    def state(of: str) -> dict[str, Any]:
+        return dict(httpx.get(f"{of}state.json").json())
+
+    def trains(of: str, names: set[str]) -> Callable[[], bool]:
+        def holds() -> bool:
+            view = state(of)
+            here = {peer["name"] for peer in view["peers"] if peer["state"] == "training"}
+            return here == names and view["step"] > 0 and view["loss"] is not None
+
+        return holds
+
+    everybody = {"peer-1", "peer-2", "volunteer"}
+    world.until(trains(url, everybody))
+    world.until(trains(own_url, everybody))
+    world.until(lambda: state(own_url)["mine"]["microbatches_total"] > 0)
+    shown, own = state(url), state(own_url)
+    assert own["run"] == shown["run"]
+    assert own["mine"]["name"] == "volunteer"
+    assert 0.0 < own["mine"]["busy"] <= 1.0
+    assert shown["mine"]["name"] == "peer-1"
+    assert [other["name"] for other in shown["others"]] == ["peer-2"]
+    assert any(measured for *_, measured in shown["links"])
+    assert "first plan: 2 peers on 2 stages" in [change["text"] for change in own["changes"]], "from before it came"
+    assert "volunteer joined" in [change["text"] for change in shown["changes"]]
+
+    scraped = httpx.get(f"{own_url}metrics")
+    assert scraped.headers["content-type"] == CONTENT_TYPE
+    assert f'shoal_run_info{{run="{own["run"]}",name="small"}} 1' in scraped.text
+    assert "shoal_self_flops" in scraped.text
+
+    watch = world.shoal("status", invite, "--watch", "--json")
+    world.until(lambda: watch.output.count("\n") >= 3)
+    watch.process.send_signal(signal.SIGINT)
+    assert watch.wait(60) == 130, watch.errors
+    seen = [json.loads(line) for line in watch.output.splitlines()]
+    assert seen[0]["run"] == own["run"]
+    assert [line["step"] for line in seen] == sorted(line["step"] for line in seen)
+
+    volunteer.process.send_signal(signal.SIGINT)
+    assert volunteer.wait(60) == 0, world.logs()
+    world.until(trains(url, {"peer-1", "peer-2"}))
+    world.until(lambda: "volunteer left" in [change["text"] for change in state(url)["changes"]])
+    demo.process.send_signal(signal.SIGINT)
+    assert demo.wait(60) == 130, demo.output + world.logs()
+    assert not world.ours()

@@ -1,0 +1,285 @@
+"""Every file with which shoal is deployed: its form, the paths that it names, the commands and options that it runs."""
+
+import configparser
+import json
+import os
+import plistlib
+import re
+import shlex
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import typer
+import yaml
+from typer.testing import CliRunner
+
+from shoal.deploy import cli, service
+from shoal.deploy.config import Settings
+from shoal.protocol.errors import LocalError
+from shoal.protocol.identity import Identity
+from shoal.protocol.invite import make_invite
+from shoal.protocol.spec import load_spec
+
+DEPLOY = Path(cli.__file__).parent
+ROOT = DEPLOY.parent
+GROUP: Any = typer.main.get_command(cli.app)
+FOLDERS = ("docker", "compose", "systemd", "launchd", "kubernetes", "cloud-init")
+DOCKERFILES = sorted(path for path in (DEPLOY / "docker").glob("Dockerfile.*") if path.suffix != ".dockerignore")
+COMPOSE = yaml.safe_load((DEPLOY / "compose" / "compose.yaml").read_text())
+OBJECTS = list(yaml.safe_load_all((DEPLOY / "kubernetes" / "shoal.yaml").read_text()))
+USER_DATA = (DEPLOY / "cloud-init" / "user-data.yaml").read_text()
+
+
+def check_command(words: list[str]) -> None:
+    """That `shoal` has this command and these options; what it is given is not looked at.
+
+    Raises: click's UsageError.
+    """
+    command, rest = GROUP, words
+    while hasattr(command, "commands") and rest and not rest[0].startswith("-"):
+        assert rest[0] in command.commands, f"{' '.join(words)}: there is no command {rest[0]!r}"
+        command, rest = command.commands[rest[0]], rest[1:]
+    if rest != ["--help"]:
+        command.make_context(" ".join(words), list(rest), resilient_parsing=False)
+
+
+def shoal_words(script: str) -> list[list[str]]:
+    """The commands of `shoal` in a line of shell."""
+    found = []
+    for part in re.split(r"&&|\|\||;|\|", script):
+        words = shlex.split(re.sub(r"[<>]\s*\S+", "", part), comments=True)
+        if words and words[0] == "exec":
+            words = words[1:]
+        if words and words[0].rpartition("/")[2] == "shoal":
+            found.append(words[1:])
+    return found
+
+
+def check_all(*ways: list[str]) -> int:
+    """Each is a program with its arguments, or a shell with a line. Returns: how many are commands of shoal."""
+    lines: list[list[str]] = []
+    for words in ways:
+        lines += shoal_words(words[2]) if words[:2] == ["sh", "-c"] else [words[1:]] if words[:1] == ["shoal"] else []
+    for line in lines:
+        check_command(line)
+    return len(lines)
+
+
+# --- docker ---
+
+
+def instructions(path: Path) -> list[tuple[str, str]]:
+    lines = [line for line in path.read_text().splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    joined = "\n".join(lines).replace("\\\n", " ")
+    return [tuple(line.split(maxsplit=1)) for line in joined.splitlines()]  # type: ignore[misc]
+
+
+def test_there_is_an_image_for_processors_and_one_for_gpus() -> None:
+    assert [path.name for path in DOCKERFILES] == ["Dockerfile.cpu", "Dockerfile.cuda"]
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.suffix[1:])
+def test_an_image_runs_shoal_as_nobody_special_and_says_whether_it_is_well(path: Path) -> None:
+    found = instructions(path)
+    known = {"FROM", "WORKDIR", "COPY", "RUN", "ENV", "USER", "VOLUME", "EXPOSE", "STOPSIGNAL", "HEALTHCHECK"}
+    assert {name for name, _ in found} <= known | {"ENTRYPOINT", "CMD"}
+    last = dict(found)
+    uid = int(last["USER"])
+    assert uid > 0
+    assert any(f"--uid {uid}" in text for name, text in found if name == "RUN")
+    assert last["STOPSIGNAL"] == "SIGINT"
+    assert json.loads(last["ENTRYPOINT"]) == ["shoal"]
+    check_command(json.loads(last["CMD"]))
+    (health,) = (json.loads(text.partition("CMD")[2]) for name, text in found if name == "HEALTHCHECK")
+    assert health[0] == "shoal"
+    check_command(health[1:])
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.suffix[1:])
+def test_an_image_is_made_of_what_is_there_and_pinned(path: Path) -> None:
+    text = path.read_text()
+    sources = [line.split()[1] for line in text.splitlines() if line.startswith("COPY") and "--from" not in line]
+    assert all((ROOT / source).exists() for source in sources)
+    assert all((ROOT / name).is_file() for name in re.findall(r"-c (\S+)", text))
+    pins = (DEPLOY / "constraints.txt").read_text().split()
+    assert all(f"torch=={version}" in pins for version in re.findall(r"torch==([\d.]+)", text))
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(re.findall(r"'\.\[(\w+)\]'", text)) == {"data"} <= set(extras)
+    python = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"]
+    assert re.findall(r"FROM python:([\d.]+)", text) == ["3.11", "3.11"]
+    assert python.startswith(">=3.11")
+    assert path.with_name(f"{path.name}.dockerignore").is_file()
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.suffix[1:])
+def test_the_commands_above_an_image_are_such(path: Path) -> None:
+    lines = [line for line in path.read_text().splitlines() if line.startswith("#   docker ")]
+    build, start = (shlex.split(line.lstrip("# ")) for line in lines)
+    assert (ROOT / build[build.index("-f") + 1]).samefile(path)
+    image = build[build.index("-t") + 1]
+    check_command(start[start.index(image) + 1 :])
+
+
+# --- compose ---
+
+
+def test_compose_names_what_is_there() -> None:
+    base = DEPLOY / "compose"
+    for name, one in COMPOSE["services"].items():
+        assert (base / one["build"]["context"]).resolve() == ROOT
+        dockerfile = one["build"]["dockerfile"]
+        assert {ROOT / dockerfile.replace("${SHOAL_IMAGE:-cpu}", kind) for kind in ("cpu", "cuda")} == set(DOCKERFILES)
+        assert one["stop_signal"] == "SIGINT"
+        for volume in one["volumes"]:
+            source = volume.split(":")[0]
+            assert (base / source).exists() if source.startswith(".") else source in COMPOSE["volumes"]
+        assert set(one.get("depends_on", {})) <= set(COMPOSE["services"]) - {name}
+        health = one.get("healthcheck", {"test": ["CMD"]})["test"][1:]
+        program = [*one.get("entrypoint", ["shoal"]), *one.get("command", [])]
+        assert check_all(program, health) == (2 if name == "host" else 1)
+    assert load_spec(base / "run.toml").swarm.min_peers <= 3
+
+
+# --- kubernetes ---
+
+
+def test_kubernetes_objects_fit_together() -> None:
+    assert [(o["kind"], o["metadata"]["name"]) for o in OBJECTS] == [
+        ("Service", "shoal-host"),
+        ("StatefulSet", "shoal-host"),
+        ("StatefulSet", "shoal-peer"),
+    ]
+    for one in OBJECTS[1:]:
+        spec, pod = one["spec"], one["spec"]["template"]["spec"]
+        assert one["apiVersion"] == "apps/v1"
+        assert spec["selector"]["matchLabels"] == spec["template"]["metadata"]["labels"]
+        assert spec["serviceName"] == OBJECTS[0]["metadata"]["name"]
+        assert pod["securityContext"]["runAsNonRoot"]
+        assert pod["terminationGracePeriodSeconds"] >= 60
+        volumes = {v["name"] for v in pod["volumes"]} | {v["metadata"]["name"] for v in spec["volumeClaimTemplates"]}
+        (container,) = pod["containers"]
+        assert {mount["name"] for mount in container["volumeMounts"]} == volumes
+        program = [*container.get("command", ["shoal"]), *container.get("args", [])]
+        probes = [container[name]["exec"]["command"] for name in ("startupProbe", "livenessProbe") if name in container]
+        assert check_all(program, container["lifecycle"]["preStop"]["exec"]["command"], *probes) == 2 + len(probes)
+    assert OBJECTS[0]["spec"]["selector"] == OBJECTS[1]["spec"]["template"]["metadata"]["labels"]
+
+
+# --- systemd, launchd, cloud-init ---
+
+
+def unit(text: str) -> configparser.ConfigParser:
+    parsed = configparser.ConfigParser(interpolation=None, strict=True)
+    parsed.optionxform = str  # type: ignore[assignment,method-assign]
+    parsed.read_string(text)
+    assert parsed.sections() == ["Unit", "Service", "Install"]
+    assert parsed["Service"]["KillSignal"] == "SIGINT"
+    return parsed
+
+
+@pytest.fixture
+def invite() -> str:
+    owner = Identity(bytes(32)).peer_id
+    return make_invite("0123456789abcdef", owner, (f"/ip4/127.0.0.1/tcp/9/p2p/{owner}",))
+
+
+@pytest.fixture
+def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """With a systemctl that writes down what it is told, and fails if it is told to."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    tool = tmp_path / "bin" / "systemctl"
+    tool.parent.mkdir()
+    tool.write_text(
+        f'#!/bin/sh\necho "$@" >> {tmp_path}/told\n[ -e {tmp_path}/fails ] && echo no bus >&2 && exit 1\nexit 0\n'
+    )
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tool.parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(service.sys, "platform", "linux")
+    return tmp_path
+
+
+def test_a_service_is_installed_started_shown_and_removed(home: Path, invite: str) -> None:
+    arguments = [invite, "--limit", "hours=22:00-07:00, 12-13", "--name", "50% $HOME"]
+    shown = CliRunner().invoke(cli.app, ["service", "show", *arguments])
+    result = CliRunner().invoke(cli.app, ["service", "install", *arguments])
+    assert result.exit_code == 0, result.output
+    path = home / ".config" / "systemd" / "user" / "shoal.service"
+    assert shown.stdout == f"# {path}\n{path.read_text()}"
+    assert path.stat().st_mode & 0o077 == 0, "who reads the invite may join"
+    command = unit(path.read_text())["Service"]["ExecStart"]
+    words = shlex.split(command.replace("%%", "%").replace("$$", "$"))
+    assert Path(words[0]).name == "shoal"
+    assert [words[words.index(o) + 1] for o in ("--limit", "--name")] == ["hours=22:00-07:00, 12-13", "50% $HOME"]
+    check_command(words[1:])
+    assert CliRunner().invoke(cli.app, ["service", "uninstall"]).exit_code == 0
+    assert not path.exists()
+    told = (home / "told").read_text().splitlines()
+    assert told == [
+        "--user daemon-reload",
+        "--user enable --now shoal.service",
+        "--user disable --now shoal.service",
+    ]
+
+
+def test_what_goes_wrong_with_a_service_is_one_line(home: Path, invite: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for arguments, complaint in (
+        (["uninstall"], "no service is installed"),
+        (["install", "hello"], "not a shoal invite"),
+        (["install", invite, "--limit", "uplod=5"], "uplod"),
+    ):
+        result = CliRunner().invoke(cli.app, ["service", *arguments])
+        assert result.exit_code == cli.EXIT_USER_ERROR
+        assert complaint in result.stderr
+        assert len(result.stderr.splitlines()) == 1
+    (home / "fails").touch()
+    with pytest.raises(LocalError, match="no bus"):
+        service.install([invite])
+    monkeypatch.setenv("PATH", str(home))
+    with pytest.raises(LocalError, match="no systemctl"):
+        service.install([invite])
+    with pytest.raises(LocalError, match="win32"):
+        service.service([], platform="win32")
+
+
+def test_an_agent_for_launchd_is_a_property_list_that_runs_shoal(home: Path, invite: str) -> None:
+    made = service.service([invite, "--name", "a <b> & c"], platform="darwin")
+    agent = plistlib.loads(made.text.encode())
+    assert made.path == home / "Library" / "LaunchAgents" / f"{agent['Label']}.plist"
+    assert agent["KeepAlive"] == {"SuccessfulExit": False}
+    assert Path(agent["ProgramArguments"][0]).name == "shoal"
+    check_command(agent["ProgramArguments"][1:])
+    assert "@" not in made.text
+
+
+def test_cloud_init_installs_what_is_there_and_joins() -> None:
+    assert USER_DATA.startswith("#cloud-config\n")
+    data = yaml.safe_load(USER_DATA)
+    files = {one["path"]: one["content"] for one in data["write_files"]}
+    found = unit(files["/etc/systemd/system/shoal.service"])["Service"]
+    command = shlex.split(found["ExecStart"].replace("%H", "name"))
+    check_command(command[1:])
+    environment = dict(line.split("=", 1) for line in files[found["EnvironmentFile"]].splitlines())
+    assert set(environment) == {"REPOSITORY", "INVITE"}
+    assert "${INVITE}" in command
+    msgspec.toml.decode(files["/etc/shoal/shoal/config.toml"], type=Settings)
+    scripts = [line[2] for line in data["runcmd"] if line[0] == "sh"]
+    named = [name for line in scripts for name in re.findall(r"/opt/shoal/(deploy/\S+)", line)]
+    assert named
+    assert all((ROOT / name).exists() for name in named)
+    assert command[0] == "/opt/shoal/.venv/bin/shoal"
+    assert "/opt/shoal/.venv/bin/pip install" in " ".join(scripts)
+    assert found["User"] in [user["name"] for user in data["users"] if isinstance(user, dict)]
+
+
+@pytest.mark.parametrize("folder", [*FOLDERS, "manners"])
+def test_the_commands_that_a_readme_shows_exist(folder: str) -> None:
+    blocks = re.findall(r"^```\n(.*?)^```", (DEPLOY / folder / "README.md").read_text(), re.S | re.M)
+    for line in "".join(blocks).splitlines():
+        for words in shoal_words(
+            line.partition("exec CONTAINER ")[2] or re.sub(r"^docker compose exec \w+ ", "", line)
+        ):
+            check_command(words)
