@@ -199,8 +199,8 @@ class PeerDriver:
     def advert(self) -> Advert:
         assert self._probe is not None, "not started"
         rate = max((link.bytes_per_s for link in self._links.values()), default=0.0)
-        addresses = self._endpoint.transport.addresses()
-        return self._probe.advert(self._name, rate, addresses, has_data=self._arithmetic.has_text)
+        where = self._endpoint.transport.addresses()
+        return self._probe.advert(self._name, rate, where, has_data=self._arithmetic.has_text)
 
     def heartbeat(self) -> Heartbeat:
         """Hands over the reports since the last one: the caller must see to it that they arrive."""
@@ -270,9 +270,7 @@ class PeerDriver:
     async def _take_place(self, before: SignedPlan | None, plan: Plan) -> None:
         me, replica = self._endpoint.peer_id, self.replica
         stage = plan.stage_of(me)
-        place = None
-        if stage is not None:
-            place = (stage, plan.stages[stage].first_layer, plan.stages[stage].last_layer, bool(plan.experts))
+        place = None if stage is None else (stage, *plan.stages[stage].layers, bool(plan.experts))
         renewing, self._renewing = self._renewing, False
         if replica is not None and place != (replica.stage, *replica.layers, replica.experts_placed):
             is_counted_out = not plan.has(me) and not self._is_leaving

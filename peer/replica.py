@@ -23,7 +23,7 @@ class Replica(Tenure):
     def __init__(self, surroundings: Surroundings, plan: Plan, stage: int, *, incarnation: int) -> None:
         spec = surroundings.spec
         self.stage = stage
-        self.layers = (plan.stages[stage].first_layer, plan.stages[stage].last_layer)
+        self.layers = plan.stages[stage].layers
         first = stage == 0
         if first and not surroundings.arithmetic.has_text:
             raise DataError("the plan puts this peer at stage 0, but it does not have the run's text")

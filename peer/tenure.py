@@ -151,6 +151,11 @@ class Tenure:
         """It has begun anew in its stage, which its mates may have heard from its Progress before."""
         raise NotImplementedError
 
+    @property
+    def _is_needed(self) -> bool:
+        """Who comes after us has not what we have."""
+        return False
+
     def _wake(self) -> None:
         """Something has changed on which work may have waited."""
 
@@ -193,7 +198,7 @@ class Tenure:
         self.group.set_open(False)
         self._s.on_change()
         until_s = self._s.clock.now_s() + timeout_s
-        while not self._work.is_idle or self.group.core.owes:
+        while not self._work.is_idle or self.group.core.owes or self._is_needed:
             if unless():
                 return False
             if self._s.clock.now_s() >= until_s:

@@ -34,6 +34,10 @@ class Stage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=
     last_layer: int
     members: tuple[Member, ...]
 
+    @property
+    def layers(self) -> tuple[int, int]:
+        return self.first_layer, self.last_layer
+
     @cached_property
     def peers(self) -> tuple[PeerID, ...]:
         return tuple(member.peer for member in self.members)

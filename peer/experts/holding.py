@@ -16,9 +16,8 @@ class ExpertTenure(Tenure):
 
     def __init__(self, surroundings: Surroundings, plan: Plan, group_id: int, *, incarnation: int) -> None:
         unit = plan.experts[group_id - len(plan.stages)]
-        stage = plan.stages[unit.stage]
         self.stage = unit.stage
-        self.layers = (stage.first_layer, stage.last_layer)
+        self.layers = plan.stages[unit.stage].layers
         self.work = ExpertWork(
             surroundings.arithmetic.expert(*self.layers, unit.expert),
             unit.stage,
@@ -34,9 +33,8 @@ class ExpertTenure(Tenure):
         if not 0 <= at < len(plan.experts):
             return False
         unit = plan.experts[at]
-        stage = plan.stages[unit.stage]
-        place = (unit.stage, unit.expert, stage.first_layer, stage.last_layer)
-        return place == (self.stage, self.work.expert, *self.layers)
+        place = (unit.stage, unit.expert, plan.stages[unit.stage].layers)
+        return place == (self.stage, self.work.expert, self.layers)
 
     @property
     def place(self) -> ExpertPlace:
@@ -60,6 +58,11 @@ class ExpertTenure(Tenure):
     def _near(self) -> list[tuple[PeerID, ...]]:
         mates = tuple(member.peer for member in self._plan.group_members(self.group_id))
         return [self._plan.stages[self.stage].peers, mates]
+
+    @property
+    def _is_needed(self) -> bool:
+        core = self.group.core
+        return bool(core.mates) and not core.ready_mates
 
     def depart(self, plan: Plan) -> None:
         """A plan without us in this place, while we drain: whoever leads now must be able to close our last rounds."""

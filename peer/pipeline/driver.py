@@ -307,8 +307,7 @@ class PipelineDriver:
             assert self.experts is not None
             assert passage is not None
             output = await self.experts.exchange(passage, timed.value.call)
-            resume = functools.partial(timed.value.resume, output)
-            timed = await self._compute.run(kind, resume, flop=timed.value.flop)
+            timed = await self._compute.run(kind, functools.partial(timed.value.resume, output), flop=timed.value.flop)
             self.timeline.append(TimelineEntry(job=job, started_s=timed.started_s, ended_s=timed.ended_s))
         self._keep(job, job.microbatch, timed.value)
         self._handle(JobDone(job))

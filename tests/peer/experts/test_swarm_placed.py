@@ -113,3 +113,42 @@ def test_holders_that_die_in_the_middle_change_no_step(make_swarm, tiny_spec, se
     swarm = killed(make_swarm, spec, kills, experts=experts, spares=("x",), seed=seed)
     assert max(abs(a - b) for a, b in zip(swarm.losses, single(spec, STEPS), strict=True)) < 1e-4
     check_groups(swarm, STEPS)
+
+
+@pytest.mark.sim
+def test_a_run_with_staleness_counts_each_microbatch_once_whoever_dies(make_swarm, tiny_spec):
+    spec = tiny(tiny_spec, s_max=1, steps=10)
+    experts = [[["a", "c"], ["b", "x"], ["c", "a"], ["a", "b"]], [["d", "e"], ["x", "f"], ["f", "d"], ["e", "d"]]]
+    swarm = killed(make_swarm, spec, {2: "a", 5: "x"}, experts=experts, spares=("x",), steps=10)
+    check_groups(swarm, 10)
+    assert swarm.losses[-1] < swarm.losses[0] - 0.3
+
+
+MOVES = [
+    [[["a", "b"], ["b", "c"], ["c", "a"], ["a"]], [["d", "e"], ["e", "f"], ["f", "d"], ["x"]]],
+    [[["x"], ["b", "d"], ["c", "a", "b"], ["a"]], [["a", "e"], ["f"], ["f", "d"], ["d"]]],
+    [[["c", "b"], ["x", "c"], ["b"], ["f"]], [["a", "x"], ["d"], ["f", "d"], ["e"]]],
+    [[["a", "b"], ["b", "c"], ["c", "a"], ["a"]], [["d", "e"], ["e", "f"], ["f", "d"], ["x"]]],
+]
+"""Also all holders of an expert at once."""
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("seed", range(2))
+def test_experts_that_move_change_no_step(make_swarm, tiny_spec, seed):
+    spec = tiny(tiny_spec, steps=8)
+
+    async def main():
+        swarm = await started(make_swarm, spec, STAGES, MOVES[0], spares=("x",), seed=seed)
+        for step, experts in zip((1, 3, 5), MOVES[1:], strict=True):
+            await swarm.until_step(step)
+            await asyncio.sleep(swarm.world.rng(f"moment {step}").random())
+            swarm.obey(STAGES, fresh=False, experts=experts, spares=("x",))
+        await committed(swarm, 8)
+        await swarm.close()
+        assert swarm.world.failures == []
+        return swarm
+
+    swarm = run(main())
+    assert max(abs(a - b) for a, b in zip(swarm.losses, single(spec, 8), strict=True)) < 1e-4
+    check_groups(swarm, 8)
