@@ -199,15 +199,22 @@ class Tenure:
         self._s.on_change()
         until_s = self._s.clock.now_s() + timeout_s
         while not self._work.is_idle or self.group.core.owes or self._is_needed:
-            if unless():
+            if unless() or not self._draining:
                 return False
             if self._s.clock.now_s() >= until_s:
                 logger.warning("left work behind: group %d did not drain in %.0f s", self.group_id, timeout_s)
                 return False
             await asyncio.sleep(0.05)
+        if not self._draining:
+            return False
         self.group.set_ready(False)
         self._s.on_change()
         return True
+
+    def stay(self, plan: Plan) -> None:
+        """A plan has given us our place back before we had drained."""
+        self._draining = False
+        self.follow(plan)
 
     def retire(self) -> None:
         """We take part in nothing any more, whatever still arrives."""

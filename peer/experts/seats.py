@@ -101,6 +101,9 @@ class ExpertSeats:
             for group in sorted(self._tenures):
                 if group not in self._draining:
                     await self._follow_with(group, before, signed.plan, renew=group in renewing)
+                elif group in signed.plan.groups_of(self._me) and self._tenures[group].is_place_of(signed.plan):
+                    self._draining.discard(group)
+                    self._tenures[group].stay(signed.plan)
                 else:
                     self._tenures[group].depart(signed.plan)
             self._begin_missing(signed.plan)
@@ -147,7 +150,7 @@ class ExpertSeats:
 
     async def _leave(self, group: int, tenure: ExpertTenure) -> None:
         await tenure.drain(_DRAIN_S, unless=lambda: self._tenures.get(group) is not tenure)
-        if self._tenures.get(group) is tenure:
+        if self._tenures.get(group) is tenure and tenure.is_draining:
             await self._drop(group)
         self._again = True  # a plan may have given it back to us meanwhile
         self.follow_soon()
