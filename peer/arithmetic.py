@@ -15,6 +15,7 @@ from shoal.peer.data.corpus import Corpus
 from shoal.peer.experts.shard import ExpertShard
 from shoal.peer.model import llama
 from shoal.peer.model.layout import init_layer, layer_layout
+from shoal.peer.model.mixture import ExpertLoads
 from shoal.peer.pipeline.microbatch import IndexSet, Microbatch
 from shoal.peer.pipeline.stage import StageRuntime
 from shoal.peer.pipeline.state import StageState
@@ -60,6 +61,7 @@ class Runtime(Held, Protocol):
 
     forward_flop: float
     backward_flop: float
+    expert_loads: ExpertLoads
 
     def forward(
         self, microbatch: Microbatch, payload: Payload | None, *, contributes: bool = True

@@ -7,16 +7,16 @@ from shoal.peer.archive import Archive
 from shoal.peer.handoff.fetcher import StateFetcher
 from shoal.peer.handoff.inbox import ChunkInbox
 from shoal.peer.handoff.server import StateServer
-from shoal.peer.model.layout import expert_keys, stage_layer_keys, trunk_keys
 from shoal.peer.pipeline.state import StageState
 from shoal.peer.tasks import Tasks
 from shoal.peer.vectors import VECTORS, Vectors
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused, RemoteError, Unreachable
 from shoal.protocol.identity import PeerID
+from shoal.protocol.layers import group_keys
 from shoal.protocol.messages import Done, Keep
 from shoal.protocol.plan import Plan
-from shoal.protocol.spec import ModelSpec, RunSpec
+from shoal.protocol.spec import RunSpec
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class Copies:
             raise Refused(me, "keeps nothing on disk")
         if plan is None or not plan.groups_of(source):
             raise Refused(me, "does not know the sender as a holder")
-        if not any(message.layers == group_keys(plan, group, self._spec.model) for group in plan.groups_of(source)):
+        if not any(message.layers == group_keys(self._spec.model, plan, group) for group in plan.groups_of(source)):
             raise RemoteError(source, "asks to keep other layers than those that it holds")
         if source in self._fetching:
             raise Refused(me, "still fetches the one before")
@@ -109,16 +109,6 @@ class Copies:
             logger.warning("no copy of version %d: %s", message.version, error)
         finally:
             self._fetching.discard(source)
-
-
-def group_keys(plan: Plan, group: int, model: ModelSpec) -> tuple[str, ...]:
-    """What its members hold."""
-    if group < len(plan.stages):
-        stage = plan.stages[group]
-        return (trunk_keys if plan.experts else stage_layer_keys)(model, stage.first_layer, stage.last_layer)
-    entry = plan.experts[group - len(plan.stages)]
-    stage = plan.stages[entry.stage]
-    return expert_keys(stage.first_layer, stage.last_layer, entry.expert)
 
 
 def keepers(plan: Plan, group: int) -> list[PeerID]:

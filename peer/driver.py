@@ -83,9 +83,7 @@ class PeerDriver:
         """Gets an exception when this peer cannot go on."""
         self._endpoint = endpoint
         self._compute = compute
-        self._spec = spec
-        self._arithmetic = arithmetic
-        self._name = name
+        self._spec, self._arithmetic, self._name = spec, arithmetic, name
         self._meter = meter or LinkMeter(clock)
         self.reports = Reports(endpoint, on_commit=on_commit, on_validation=on_validation)
         self._on_state = on_state
@@ -199,8 +197,8 @@ class PeerDriver:
     def advert(self) -> Advert:
         assert self._probe is not None, "not started"
         rate = max((link.bytes_per_s for link in self._links.values()), default=0.0)
-        where = self._endpoint.transport.addresses()
-        return self._probe.advert(self._name, rate, where, has_data=self._arithmetic.has_text)
+        at = self._endpoint.transport.addresses()
+        return self._probe.advert(self._name, rate, at, has_data=self._arithmetic.has_text)
 
     def heartbeat(self) -> Heartbeat:
         """Hands over the reports since the last one: the caller must see to it that they arrive."""
@@ -219,6 +217,8 @@ class PeerDriver:
             validations=tuple(self.reports.validations),
             links=self._meter.report(),
             holdings=self._archive.holdings,
+            held=tuple((place.group, place.version) for place in self.experts.places if place.ready),
+            loads=replica.expert_loads if replica else (),
             silent=self._neighbours.silent,
             forward_s=replica.pipeline.forward_s if replica else 0.0,
             window=window.size if window else 0,
@@ -373,7 +373,6 @@ class PeerDriver:
             self._neighbours.say([peer])  # its answer says that it is there again
 
     def _current(self, keys: Collection[str]) -> StageState | None:
-        """Of the tenure that is ready and holds these layers."""
         states = (tenure.state for tenure in self._tenures if tenure.is_ready)
         return next((state for state in states if state is not None and set(keys) <= state.layers.keys()), None)
 

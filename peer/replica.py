@@ -5,6 +5,7 @@ from collections.abc import Callable
 from shoal.peer.experts.dispatch import ExpertDispatch
 from shoal.peer.group.claims import Claims
 from shoal.peer.group.core import GroupCore
+from shoal.peer.model.layout import layer_index
 from shoal.peer.pipeline.core import PipelineCore
 from shoal.peer.pipeline.driver import PipelineDriver
 from shoal.peer.pipeline.issue import IssueBook
@@ -65,6 +66,12 @@ class Replica(Tenure):
     def _wake(self) -> None:
         if self.claims:
             self.claims.wake()
+
+    @property
+    def expert_loads(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """As a heartbeat tells them; none if the experts are not placed."""
+        loads = self.pipeline.runtime.expert_loads if self.experts_placed else None
+        return tuple((layer_index(key), counts) for key, counts in loads.totals().items()) if loads else ()
 
     # --- life ---
 

@@ -123,6 +123,10 @@ class Heartbeat(_Message, frozen=True, kw_only=True):
     links: tuple[LinkReport, ...] = ()
     """Some of the sender's links: they take turns, `LINKS_PER_HEARTBEAT_MAX` at most."""
     holdings: tuple[Holding, ...] = ()
+    held: tuple[tuple[int, int], ...] = ()
+    """(group, version) of the experts whose state the sender holds."""
+    loads: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    """(decoder layer, tokens that the sender's microbatches have sent to each expert), since it took its place."""
     silent: tuple[PeerID, ...] = ()
     """Members that the sender tries to reach and cannot: a hint, which makes the coordinator look sooner."""
     forward_s: float = 0.0

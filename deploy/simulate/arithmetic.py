@@ -14,6 +14,7 @@ from torch import Tensor
 from shoal.peer.experts.shard import ExpertShard
 from shoal.peer.model.flop import backward_flop, forward_flop
 from shoal.peer.model.layout import HEAD, layer_layout, stage_layer_keys
+from shoal.peer.model.mixture import ExpertLoads
 from shoal.peer.pipeline.contributions import Contributions
 from shoal.peer.pipeline.microbatch import IndexSet, Microbatch
 from shoal.peer.pipeline.state import LayerState, StageState, moment2_numel
@@ -114,6 +115,7 @@ class ModelledRuntime:
         if spec.training.recomputes:
             self.backward_flop += self.forward_flop
         self.step_flop = 20.0 * self.num_parameters
+        self.expert_loads = ExpertLoads(spec.model.num_experts)
         self._contributions = Contributions(self.num_parameters, vectors)
         self._gradient_N = vectors.empty(self.num_parameters)
         self._contributes: dict[Microbatch, bool] = {}
