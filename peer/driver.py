@@ -96,7 +96,7 @@ class PeerDriver:
         self._renewing = False
         self._links: dict[PeerID, LinkReport] = {}
         self._draining = False
-        self.pausing = Pausing(replica=lambda: self.replica, on_change=self._say_hello)
+        self.pausing = Pausing(tenures=lambda: self._tenures, on_change=self._say_hello)
         self._tasks = Tasks(self._fail)
         self._neighbours = Neighbours(
             endpoint=endpoint,
@@ -149,6 +149,7 @@ class PeerDriver:
             self._neighbours,
             plan=lambda: self._plan,
             is_leaving=lambda: self._is_leaving,
+            on_begun=self.pausing.begun,
             on_change=self._say_hello,
         )
 

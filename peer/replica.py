@@ -143,16 +143,10 @@ class Replica(Tenure):
         self._wake()
 
     def pause(self, *, at_once: bool) -> None:
-        """Take nothing new and hand on what is here, but stay: what we have contributed is reduced with our mates'.
-
-        Args: at_once: no backward begins either; else those whose gradients come back do.
-        """
-        self.is_paused = True
-        self.is_open = False
+        """Args: at_once: no backward begins either; else those whose gradients come back do."""
         if self.claims:
             self.claims.drain()
-        self.group.set_open(False)
-        self._s.on_change()
+        super().pause(at_once=at_once)
         self.pipeline.pause(at_once=at_once)
 
     def resume(self) -> None:
@@ -160,7 +154,7 @@ class Replica(Tenure):
         self.pipeline.resume()
         if self.claims and not self._draining:
             self.claims.drain(False)
-        self._open_if_fit()
+        super().resume()
 
     async def drain(self, timeout_s: float, *, unless: Callable[[], bool] = lambda: False) -> bool:
         if self.claims:

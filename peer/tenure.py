@@ -188,6 +188,20 @@ class Tenure:
             self.group.mate_silent(peer)
         self._wake()
 
+    def pause(self, *, at_once: bool) -> None:
+        """Take nothing new and hand on what is here, but stay: what we have contributed is reduced with our mates'.
+
+        Args: at_once: what others could do as well is not even ended.
+        """
+        self.is_paused = True
+        self.is_open = False
+        self.group.set_open(False)
+        self._s.on_change()
+
+    def resume(self) -> None:
+        self.is_paused = False
+        self._open_if_fit()
+
     async def drain(self, timeout_s: float, *, unless: Callable[[], bool] = lambda: False) -> bool:
         """Take nothing new, finish what is here, see every contribution committed, `unless` that has become pointless.
 

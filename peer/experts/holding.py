@@ -64,6 +64,15 @@ class ExpertTenure(Tenure):
         core = self.group.core
         return bool(core.mates) and not core.ready_mates
 
+    def pause(self, *, at_once: bool) -> None:
+        """Args: at_once: tokens are refused, and go to another holder."""
+        super().pause(at_once=at_once)
+        self.work.pause(at_once)
+
+    def resume(self) -> None:
+        self.work.pause(False)
+        super().resume()
+
     def depart(self, plan: Plan) -> None:
         """A plan without us in this place, while we drain: whoever leads now must be able to close our last rounds."""
         if self.is_place_of(plan):

@@ -27,6 +27,7 @@ class ExpertSeats:
     """Args:
     plan: the newest.
     is_leaving: this peer is to take no new place.
+    on_begun: a tenure has begun.
     on_change: what we say of ourselves has changed.
     """
 
@@ -37,6 +38,7 @@ class ExpertSeats:
         *,
         plan: Callable[[], SignedPlan | None],
         is_leaving: Callable[[], bool],
+        on_begun: Callable[[Tenure], None],
         on_change: Callable[[], None],
     ) -> None:
         self._s = surroundings
@@ -44,7 +46,7 @@ class ExpertSeats:
         self._neighbours = neighbours
         self._plan = plan
         self._is_leaving = is_leaving
-        self._on_change = on_change
+        self._on_begun, self._on_change = on_begun, on_change
         self._tenures: dict[int, ExpertTenure] = {}
         self._draining: set[int] = set()
         self._renewing: set[int] = set()
@@ -136,6 +138,7 @@ class ExpertSeats:
                 incarnation = self._s.endpoint.incarnation + self._num_begun
                 tenure = self._tenures[group] = ExpertTenure(self._s, plan, group, incarnation=incarnation)
                 tenure.start()
+                self._on_begun(tenure)
                 for peer, hello in self._neighbours.words():
                     if peer in tenure.audience:
                         tenure.peer_state(peer, hello)

@@ -127,11 +127,13 @@ class ExpertServer:
         return any(meta.step - work.version > ahead for work in works)
 
     def _held(self, stage: int, experts: list[int], layer: int | None = None) -> "list[ExpertWork]":
-        """Raises: Refused: one is not here, or not ready."""
+        """To compute `layer` with, if given. Raises: Refused: one is not here, or not ready."""
         works = [self._works.get((stage, expert)) for expert in experts]
         held = [work for work in works if work is not None and work.serves]
         if len(held) < len(experts):
             raise Refused(self._endpoint.peer_id, f"does not hold all of the experts {experts} of stage {stage}")
+        if layer is not None and any(work.is_paused for work in held):
+            raise Refused(self._endpoint.peer_id, "pauses")
         if layer is not None and any(layer not in work.runtime.layers for work in held):
             raise Refused(self._endpoint.peer_id, f"holds no experts of layer {layer} in stage {stage}")
         return held

@@ -50,6 +50,8 @@ class ExpertWork:
         self.expert = runtime.expert
         self.upwards = upwards
         self.version = 0
+        self.is_paused = False
+        """Computes nothing."""
         self._compute = compute
         self._server = server
         self._tasks = Tasks(upwards.failed)
@@ -75,6 +77,10 @@ class ExpertWork:
         self.runtime.load(state)
         self.version = state.version
         self._server.wake()
+
+    def pause(self, is_paused: bool) -> None:
+        self.is_paused = is_paused
+        self._server.wake()  # what waits is refused
 
     def commit(self, step: int, mean_gradient_N: Tensor) -> None:
         self._tasks.spawn(self._step(step, mean_gradient_N), f"step {step} of expert {self.expert}")

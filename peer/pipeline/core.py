@@ -38,6 +38,7 @@ from shoal.peer.pipeline.events import (
     HandedBack,
     Job,
     JobDone,
+    JobDropped,
     JobParked,
     Paused,
     PeerLost,
@@ -110,6 +111,11 @@ class PipelineCore:
         """Nothing is here at all."""
         return not self._flights and self._running is None and not self._parked
 
+    @property
+    def stops(self) -> bool:
+        """No job goes on, unless it runs already: all has been handed back."""
+        return self._pause is not None and self._pause.at_once
+
     def holds(self, microbatch: Microbatch) -> bool:
         return microbatch in self._flights
 
@@ -124,6 +130,8 @@ class PipelineCore:
                 commands = self._job_done(job, now_s)
             case JobParked(job):
                 commands = self._park(job)
+            case JobDropped(job):
+                commands = self._drop_parked(job)
             case StepReady(step):
                 assert step == self.version, f"a step to {step + 1} at version {self.version}"
                 self._step_ready = True
@@ -192,6 +200,12 @@ class PipelineCore:
         self._parked[job.microbatch] = self._running_flight
         self._running = self._running_flight = None
         return []
+
+    def _drop_parked(self, job: Job) -> list[Command]:
+        assert job.microbatch is not None, "a step waits for nobody"
+        flight = self._parked.pop(job.microbatch)
+        assert self._flights.get(job.microbatch) is not flight, "it has not been handed back"
+        return [] if self.holds(job.microbatch) else [Forget(job.microbatch)]
 
     def _is_busy(self, flight: Flight) -> bool:
         """A job of it runs, or is parked."""
@@ -281,7 +295,7 @@ class PipelineCore:
         commands: list[Command] = []
         for microbatch in sorted(self._flights if all_of_it else self._waiting):
             flight = self._flights[microbatch]
-            if self._is_busy(flight):
+            if flight is self._running_flight:
                 continue
             begun = flight.again or microbatch not in self._waiting
             back = [HandBack(microbatch, source, begun) for source in sorted(flight.sources)]

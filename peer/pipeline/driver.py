@@ -11,7 +11,6 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from statistics import median
 from typing import Any, Protocol
 
@@ -32,6 +31,7 @@ from shoal.peer.pipeline.events import (
     HandedBack,
     Job,
     JobDone,
+    JobDropped,
     JobParked,
     Paused,
     PeerLost,
@@ -40,6 +40,7 @@ from shoal.peer.pipeline.events import (
     SendActivation,
     SendGradient,
     StepReady,
+    TimelineEntry,
     VersionSet,
 )
 from shoal.peer.pipeline.handing_back import HandingBack
@@ -97,15 +98,6 @@ class Upwards(Protocol):
     def failed(self, error: BaseException) -> None:
         """A bug or a broken machine: this peer cannot go on."""
         ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TimelineEntry:
-    """One job: `F(3, 1)` is the forward of microbatch (3, 1). Seconds of this peer's clock."""
-
-    job: Job
-    started_s: float
-    ended_s: float
 
 
 class PipelineDriver:
@@ -307,6 +299,9 @@ class PipelineDriver:
             assert self.experts is not None
             assert passage is not None
             output = await self.experts.exchange(passage, timed.value.call)
+            if self.core.stops:
+                self._handle(JobDropped(job))
+                return
             timed = await self._compute.run(kind, functools.partial(timed.value.resume, output), flop=timed.value.flop)
             self.timeline.append(TimelineEntry(job=job, started_s=timed.started_s, ended_s=timed.ended_s))
         self._keep(job, job.microbatch, timed.value)

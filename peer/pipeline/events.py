@@ -43,6 +43,13 @@ class JobParked:
 
 
 @dataclass(frozen=True, slots=True)
+class JobDropped:
+    """A parked one does not go on, since we pause: nothing comes of it."""
+
+    job: "Job"
+
+
+@dataclass(frozen=True, slots=True)
 class StepReady:
     """The group has the whole reduced gradient of `step`."""
 
@@ -96,6 +103,7 @@ Event = (
     | GradientArrived
     | JobDone
     | JobParked
+    | JobDropped
     | StepReady
     | VersionSet
     | PeerReady
@@ -121,6 +129,15 @@ class Job:
     def __str__(self) -> str:
         letter = {"forward": "F", "backward": "B", "loss": "L", "validate": "V", "step": "S"}[self.kind]
         return f"{letter}{self.microbatch or self.version}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimelineEntry:
+    """One job, or a part of one: `F(3, 1)` is the forward of microbatch (3, 1). Seconds of this peer's clock."""
+
+    job: Job
+    started_s: float
+    ended_s: float
 
 
 @dataclass(frozen=True, slots=True)

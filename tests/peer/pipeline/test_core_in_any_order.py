@@ -23,6 +23,7 @@ from shoal.peer.pipeline.events import (
     HandedBack,
     Job,
     JobDone,
+    JobDropped,
     JobParked,
     Paused,
     PeerLost,
@@ -190,7 +191,11 @@ class Play:
             return
         name, event = move
         if isinstance(event, Job):
-            self.do(self.peers[name], JobDone(self.peers[name].end(event)))
+            if self.peers[name].core.stops:
+                self.peers[name].parked.remove(event)
+                self.do(self.peers[name], JobDropped(event))
+            else:
+                self.do(self.peers[name], JobDone(self.peers[name].end(event)))
             return
         if move in self.air:
             self.air.remove((name, event))
