@@ -104,3 +104,44 @@ def test_an_expert_without_a_holder_sends_the_run_back_to_its_snapshots():
     for group in range(2 + 8):
         for step in range(4, STEPS):
             assert commits[1, group, step].microbatches == spec.training.microbatches_per_step
+
+
+def watch_jobs(swarm, name, into):
+    compute = swarm.world.peers[name].compute
+    run_job = compute.run
+
+    async def noting(kind, work, *, flop):
+        timed = await run_job(kind, work, flop=flop)
+        if kind in ("forward", "backward", "validate"):
+            into.append(swarm.world.now_s())
+        return timed
+
+    compute.run = noting
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("for_s", [5.0, 25.0])
+def test_a_holder_that_pauses_computes_nothing_and_costs_no_step(for_s):
+    spec = placed_spec()
+    seen = []
+
+    async def main(swarm):
+        await swarm.until(lambda: len(swarm.steps) > 3)
+        name = next(n for n in swarm.nodes if swarm.stage_of(n) == 1)
+        jobs = []
+        watch_jobs(swarm, name, jobs)
+        peer, pausing, began_s = swarm.world.peers[name], swarm.nodes[name].peer.pausing, swarm.world.now_s()
+        peer.context().run(pausing.pause)
+        await asyncio.sleep(for_s)
+        seen.extend(at_s - began_s for at_s in jobs)
+        jobs.clear()
+        peer.context().run(pausing.resume)
+
+    swarm, plans, commits = played(spec, main)
+    assert max(seen, default=0.0) < 1.0
+    assert {plan.era for plan in plans} == {0}
+    losses = [swarm.steps[step].loss for step in range(STEPS)]
+    wanted = [step.loss for step in train(spec, tiny_corpus(), steps=STEPS)]
+    assert max(abs(a - b) for a, b in zip(losses, wanted, strict=True)) < 1e-4
+    M = spec.training.microbatches_per_step
+    assert {(r.microbatches, r.given_up, r.dissenting) for r in commits.values()} == {(M, 0, 0)}
