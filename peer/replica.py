@@ -5,7 +5,6 @@ from collections.abc import Callable
 from shoal.peer.experts.dispatch import ExpertDispatch
 from shoal.peer.group.claims import Claims
 from shoal.peer.group.core import GroupCore
-from shoal.peer.model.layout import layer_index
 from shoal.peer.pipeline.core import PipelineCore
 from shoal.peer.pipeline.driver import PipelineDriver
 from shoal.peer.pipeline.issue import IssueBook
@@ -68,10 +67,10 @@ class Replica(Tenure):
             self.claims.wake()
 
     @property
-    def expert_loads(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    def expert_loads(self) -> tuple[int, ...]:
         """As a heartbeat tells them; none if the experts are not placed."""
-        loads = self.pipeline.runtime.expert_loads if self.experts_placed else None
-        return tuple((layer_index(key), counts) for key, counts in loads.totals().items()) if loads else ()
+        loads = self.pipeline.runtime.expert_loads.totals() if self.experts_placed else {}
+        return tuple(sum(counts) for counts in zip(*loads.values(), strict=True))
 
     # --- life ---
 

@@ -125,8 +125,9 @@ class Heartbeat(_Message, frozen=True, kw_only=True):
     holdings: tuple[Holding, ...] = ()
     held: tuple[tuple[int, int], ...] = ()
     """(group, version) of the experts whose state the sender holds."""
-    loads: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    """(decoder layer, tokens that the sender's microbatches have sent to each expert), since it took its place."""
+    loads: tuple[int, ...] = ()
+    """Tokens that the sender's microbatches have sent to each expert, over all layers of its stage, since it took its
+    place there; empty if the experts are not placed."""
     silent: tuple[PeerID, ...] = ()
     """Members that the sender tries to reach and cannot: a hint, which makes the coordinator look sooner."""
     forward_s: float = 0.0

@@ -13,7 +13,7 @@ from blake3 import blake3
 from shoal.protocol.envelope import seal, unseal
 from shoal.protocol.errors import RemoteError
 from shoal.protocol.identity import Identity, PeerID
-from shoal.protocol.limits import EXPERTS_MAX, PEERS_MAX, STAGES_MAX
+from shoal.protocol.limits import PEERS_MAX, STAGES_MAX
 
 
 class Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
@@ -223,7 +223,9 @@ def open_mandate(data: bytes, *, run: str, owner: PeerID, source: PeerID) -> tup
         raise RemoteError(source, f"sent an unreadable mandate ({error})") from error
 
 
-def open_plan(data: bytes, *, run: str, owner: PeerID, source: PeerID, num_layers: int) -> SignedPlan:
+def open_plan(
+    data: bytes, *, run: str, owner: PeerID, source: PeerID, num_layers: int, num_experts: int = 0
+) -> SignedPlan:
     """Verify and decode a plan that `source` handed us (it need not be the signer).
 
     Raises: RemoteError: unreadable, not signed by the coordinator it names, not a partition of the layers, or with a
@@ -236,7 +238,7 @@ def open_plan(data: bytes, *, run: str, owner: PeerID, source: PeerID, num_layer
         raise RemoteError(source, f"sent an unreadable plan ({error})") from error
     if plan.coordinator != envelope.sender or plan.run != run or plan.order != (envelope.term, envelope.sequence):
         raise RemoteError(source, "sent a plan that its signer's envelope contradicts")
-    flaw = plan_flaw(plan, num_layers=num_layers)
+    flaw = plan_flaw(plan, num_layers=num_layers, num_experts=num_experts)
     if flaw:
         raise RemoteError(source, f"sent an impossible plan: {flaw}")
     if plan.mandate:
@@ -246,8 +248,8 @@ def open_plan(data: bytes, *, run: str, owner: PeerID, source: PeerID, num_layer
     return SignedPlan(plan, data, blake3(envelope.body).hexdigest(length=16))
 
 
-def plan_flaw(plan: Plan, *, num_layers: int) -> str | None:
-    """Why the plan cannot be right, or None."""
+def plan_flaw(plan: Plan, *, num_layers: int, num_experts: int = 0) -> str | None:
+    """Why the plan cannot be right, or None. `num_experts`: of a layer of the run's model."""
     if not 0 < len(plan.stages) <= STAGES_MAX:
         return f"{len(plan.stages)} stages"
     if len(plan.members) > PEERS_MAX or len(set(plan.members)) != len(plan.members):
@@ -262,7 +264,7 @@ def plan_flaw(plan: Plan, *, num_layers: int) -> str | None:
         if flaw:
             return f"stage {index} {flaw}"
         at = stage.last_layer
-    return _experts_flaw(plan) if at == num_layers else f"it covers {at} of {num_layers} layers"
+    return _experts_flaw(plan, num_experts) if at == num_layers else f"it covers {at} of {num_layers} layers"
 
 
 def _members_flaw(members: tuple[Member, ...], sequence: int) -> str | None:
@@ -275,8 +277,8 @@ def _members_flaw(members: tuple[Member, ...], sequence: int) -> str | None:
     return None
 
 
-def _experts_flaw(plan: Plan) -> str | None:
-    if len(plan.experts) > EXPERTS_MAX * len(plan.stages) or len(plan.experts) % len(plan.stages):
+def _experts_flaw(plan: Plan, num_experts: int) -> str | None:
+    if len(plan.experts) not in (0, num_experts * len(plan.stages)):
         return f"{len(plan.experts)} groups of experts for {len(plan.stages)} stages"
     for number, entry in enumerate(plan.experts):
         if (entry.stage, entry.expert) != divmod(number, plan.num_experts):

@@ -18,6 +18,8 @@ MIN_REPLICAS = 2
 """Holders of each expert, where there are slots for so many."""
 LOOK_STEPS = 50
 """After so many steps loads are looked at again."""
+COUNT_MAX = 1 << 53
+"""More tokens than that nobody has sent."""
 SHARE_MIN = 0.01
 """Of an expert's tokens: who holds it has some share of them, or it would be no member."""
 FADE = 0.9
@@ -35,7 +37,7 @@ class ExpertPlaces:
     slots: int
     _loads: dict[int, list[float]] = field(default_factory=dict)
     """Stage -> tokens of each expert, of late."""
-    _told: dict[tuple[PeerID, int], tuple[int, ...]] = field(default_factory=dict)
+    _told: dict[PeerID, tuple[int, ...]] = field(default_factory=dict)
     _looked: tuple[int, int] = (0, 0)
     """(era, version)."""
 
@@ -43,17 +45,17 @@ class ExpertPlaces:
         """Add up what its microbatches have sent to each expert since it said so last."""
         if not self.slots or heartbeat.stage is None or not 0 <= heartbeat.stage < STAGES_MAX:
             return
+        counts = heartbeat.loads
+        if len(counts) != self.num_experts or not all(0 <= count < COUNT_MAX for count in counts):
+            return
+        before = self._told.get(peer, counts)  # what it has sent in the time of another coordinator says little of now
+        if any(now < then for now, then in zip(counts, before, strict=True)):
+            before = (0,) * self.num_experts  # it has begun anew
+        self._told[peer] = counts
         loads = self._loads.get(heartbeat.stage, [0.0] * self.num_experts)
-        loads = [FADE * load for load in loads]
-        for layer, counts in heartbeat.loads:
-            if len(counts) != self.num_experts or not all(0 <= count < 2**53 for count in counts):
-                continue
-            before = self._told.get((peer, layer), (0,) * self.num_experts)
-            if any(now < then for now, then in zip(counts, before, strict=True)):
-                before = (0,) * self.num_experts  # it has begun anew
-            self._told[peer, layer] = counts
-            loads = [load + now - then for load, now, then in zip(loads, counts, before, strict=True)]
-        self._loads[heartbeat.stage] = loads
+        self._loads[heartbeat.stage] = [
+            FADE * load + now - then for load, now, then in zip(loads, counts, before, strict=True)
+        ]
 
     def is_due(self, live: Plan, version: int) -> bool:
         """Whether it is time to look whether the load has moved. Once every so many steps."""

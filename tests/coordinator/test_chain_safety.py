@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from shoal.coordinator.allocate.interface import Layout
 from shoal.coordinator.chain import PlanChain
-from shoal.coordinator.experts.groups import ExpertPlaces
 from shoal.coordinator.events import Answered, Ask
+from shoal.coordinator.experts.groups import ExpertPlaces
 from shoal.coordinator.proposal import Draft, Proposal
 from shoal.coordinator.proposer import Carried, Proposer
 from shoal.coordinator.voter import answer_offer, answer_request

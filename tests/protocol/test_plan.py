@@ -119,7 +119,7 @@ def placed(*experts: ExpertGroup) -> Plan:
 
 def test_groups_are_stages_then_experts_and_a_peer_may_be_in_several() -> None:
     plan = placed()
-    assert plan_flaw(plan, num_layers=2) is None
+    assert plan_flaw(plan, num_layers=2, num_experts=2) is None
     assert [plan.expert_group(stage, expert) for stage in (0, 1) for expert in (0, 1)] == [2, 3, 4, 5]
     assert [plan.groups_of(PeerID(name)) for name in ("a", "b", "spare", "nobody")] == [
         (0, 2, 4),
@@ -144,6 +144,7 @@ def test_a_spare_that_holds_an_expert_is_known_to_have_stayed() -> None:
     ("change", "flaw"),
     [
         (lambda held: held[:3], "3 groups of experts for 2 stages"),
+        (lambda held: held[:2], "2 groups of experts for 2 stages"),
         (lambda held: (held[1], held[0], *held[2:]), "not in its place"),
         (lambda held: (ExpertGroup(0, 0, ()), *held[1:]), "has no member"),
         (lambda held: (ExpertGroup(0, 0, (Member(PeerID("stranger"), 1.0, 1.0),)), *held[1:]), "no member"),
@@ -152,6 +153,6 @@ def test_a_spare_that_holds_an_expert_is_known_to_have_stayed() -> None:
     ],
 )
 def test_what_no_placement_of_experts_can_be(change, flaw: str) -> None:  # type: ignore[no-untyped-def]
-    found = plan_flaw(placed(*change(placed().experts)), num_layers=2)
+    found = plan_flaw(placed(*change(placed().experts)), num_layers=2, num_experts=2)
     assert found is not None
     assert flaw in found
