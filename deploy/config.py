@@ -81,7 +81,7 @@ def set_limit(name: str, text: str) -> Settings:
 def _read() -> str | None:
     try:
         return config_path().read_text()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, UnicodeDecodeError) as error:
         raise LocalError(f"cannot read {config_path()}: {error}") from error

@@ -25,7 +25,7 @@ from shoal.peer.replica import Replica
 from shoal.peer.reports import Reports
 from shoal.peer.surroundings import Surroundings
 from shoal.peer.tasks import Tasks
-from shoal.peer.tenure import Tenure
+from shoal.peer.tenures import Tenure
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Advert, CommitReport, Heartbeat, Hello, LinkReport, ValidationReport

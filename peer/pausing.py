@@ -14,7 +14,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from shoal.peer.tenure import Tenure
+from shoal.peer.tenures import Tenure
 
 BACKWARDS_S: Final = 0.5
 """How long gradients that come back are still worth a backward. With the job that runs then: within a second,

@@ -10,7 +10,7 @@ from shoal.peer.pipeline.driver import PipelineDriver
 from shoal.peer.pipeline.issue import IssueBook
 from shoal.peer.pipeline.microbatch import IndexSet, Microbatch
 from shoal.peer.surroundings import Surroundings
-from shoal.peer.tenure import Tenure
+from shoal.peer.tenures import Tenure
 from shoal.protocol.errors import DataError, Refused
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Hello, Progress

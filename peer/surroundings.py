@@ -17,7 +17,7 @@ from shoal.protocol.ports import Clock, Compute
 from shoal.protocol.spec import RunSpec
 
 if TYPE_CHECKING:
-    from shoal.peer.tenure import Tenure
+    from shoal.peer.tenures import Tenure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,8 +19,8 @@ FAILURE_PROBABILITY_ASSUMED = 0.05
 """Of each node, where nobody says and the number of failures does not do."""
 
 _ROUNDS = ((3, 1_500), (8, 1_500), (8, 1_500), (8, 4_000), (16, 4_000), (16, 4_000))
-"""(starts, iterations of each). The later ones only while MRO or spread is better at some number of failures: the
-second in 2 of 100 settings, the last in 1 of 10,000."""
+"""(starts, iterations of each). The later ones only while MRO or spread is better at some number of failures: 2 of
+3,000 random settings of up to 12 nodes got beyond the first, none beyond the third."""
 _UNEQUAL_ROUND = (4, 2_500)
 _LARGE_ROUND = (1, 600)
 _ITERATIONS_PER_SLOT = 60

@@ -1,5 +1,6 @@
 """Whether to move experts now, and to where: a pure function that is asked every so many steps and at every failure."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -122,7 +123,7 @@ class _Decision:
             return self._result(self.now, "nothing to gain")
         glance = self._fresh(replicas, _GLANCE_EFFORT)
         if not why:
-            if self._loss(self.now) <= self._loss_max(glance):
+            if self._loss(self.now) <= self._loss_max(glance, self.hysteresis.riskier):
                 return self._result(self.now, "nothing to gain")
             why = "a loss is needlessly probable"
         # The glance is one of both, or what is found now could look bad at the next.
@@ -131,7 +132,7 @@ class _Decision:
         if (
             mended is not None
             and self._ratio(mended) <= ratio * self.hysteresis.busier
-            and self._loss(mended) <= self._loss_max(fresh)
+            and self._loss(mended) <= self._loss_max(fresh, math.sqrt(self.hysteresis.riskier))
             and num_fetches(self.now, mended) <= num_fetches(self.now, fresh)
         ):
             return self._result(mended, f"{why}: mended")
@@ -150,8 +151,8 @@ class _Decision:
             return "the load moved"
         return ""
 
-    def _loss_max(self, fresh: Placement) -> float:
-        return max(self.hysteresis.risk_ignored, self.hysteresis.riskier * self._loss(fresh))
+    def _loss_max(self, fresh: Placement, riskier: float) -> float:
+        return max(self.hysteresis.risk_ignored, riskier * self._loss(fresh))
 
     def _fresh(self, replicas: Sequence[int], effort: float) -> Placement:
         target = place(
@@ -172,7 +173,7 @@ class _Decision:
             self.slots,
             self.loads,
             min_replicas=self.promised,
-            # Halfway to the best, so that the next small change of loads is no reason to move again.
+            # Halfway to the best, here and for the loss: the next small change is no reason to move again.
             ratio_max=ratio * (1.0 + self.hysteresis.busier) / 2.0,
             failure_probability=self.chances,
         )

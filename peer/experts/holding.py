@@ -2,7 +2,7 @@
 
 from shoal.peer.experts.work import ExpertWork
 from shoal.peer.surroundings import Surroundings
-from shoal.peer.tenure import Tenure
+from shoal.peer.tenures import Tenure
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import ExpertPlace, Hello
 from shoal.protocol.plan import Member, Plan

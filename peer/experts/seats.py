@@ -13,7 +13,7 @@ from shoal.peer.experts.holding import ExpertTenure
 from shoal.peer.neighbours import Neighbours
 from shoal.peer.surroundings import Surroundings
 from shoal.peer.tasks import Tasks
-from shoal.peer.tenure import Tenure
+from shoal.peer.tenures import Tenure
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import ExpertPlace
 from shoal.protocol.plan import Plan, SignedPlan

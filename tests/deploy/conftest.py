@@ -44,7 +44,8 @@ class World:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.environment = os.environ | {"XDG_STATE_HOME": str(folder / "state")}
+        own = {"XDG_STATE_HOME": str(folder / "state"), "XDG_CONFIG_HOME": str(folder / "config")}
+        self.environment = os.environ | own
         self.text = folder / "text.txt"
         self.text.write_text("".join(f"fish {i % 7} swims {i * i % 31} miles\n" for i in range(3000)))
         self.commands: list[Command] = []

@@ -1,3 +1,5 @@
+import os
+
 import msgspec
 import pytest
 from typer.testing import CliRunner
@@ -59,6 +61,11 @@ def test_a_file_that_is_wrong_is_one_line_that_names_it(tmp_path, text, complain
     (line,) = err.splitlines()
     assert complaint in line
     assert "config.toml" in line
+
+
+def test_who_has_no_configuration_folder_has_all_defaults(monkeypatch):
+    monkeypatch.setenv("XDG_CONFIG_HOME", os.devnull)
+    assert config.load_settings() == config.Settings()
 
 
 def test_a_setting_that_cannot_be_leaves_the_file_as_it_is():

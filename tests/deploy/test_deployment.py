@@ -84,7 +84,7 @@ def test_there_is_an_image_for_processors_and_one_for_gpus() -> None:
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.suffix[1:])
 def test_an_image_runs_shoal_as_nobody_special_and_says_whether_it_is_well(path: Path) -> None:
     found = instructions(path)
-    known = {"FROM", "WORKDIR", "COPY", "RUN", "ENV", "USER", "VOLUME", "EXPOSE", "STOPSIGNAL", "HEALTHCHECK"}
+    known = {"ARG", "FROM", "WORKDIR", "COPY", "RUN", "ENV", "USER", "VOLUME", "EXPOSE", "STOPSIGNAL", "HEALTHCHECK"}
     assert {name for name, _ in found} <= known | {"ENTRYPOINT", "CMD"}
     last = dict(found)
     uid = int(last["USER"])

@@ -96,7 +96,7 @@ def paused_run(spec, *, stage, for_s, seed=0):
 
 
 @pytest.mark.sim
-@pytest.mark.parametrize(("stage", "for_s"), [(0, 30.0), (1, 5.0), (2, 30.0)])
+@pytest.mark.parametrize(("stage", "for_s"), [(0, 30.0), (2, 5.0)])
 def test_a_peer_pauses_and_comes_back_and_nothing_is_lost(stage, for_s):
     spec = tiny_spec(steps=STEPS, peers=6, s_max=0, microbatches=8)
     seen = paused_run(spec, stage=stage, for_s=for_s)

@@ -112,7 +112,9 @@ def main() -> None:
         if wrong := one_history(rng) if seed % 20 == 0 else one_placement(rng):
             failed += 1
             sys.stdout.write(f"--only {seed}: {wrong}\n")
-            sys.stdout.flush()
+        if seed % 500 == 499:
+            sys.stdout.write(f"{seed + 1} settings so far\n")
+        sys.stdout.flush()
     sys.stdout.write(f"{len(seeds)} settings, {failed} wrong\n")
     sys.exit(1 if failed else 0)
 

@@ -170,22 +170,17 @@ def _all_stale() -> list[Table]:
     return tables
 
 
-def _fewer_steps() -> Table:
+def _fewer_steps() -> list[Table]:
     """What a synchronous run reaches in fewer steps, at a rate that staleness is measured at: what a loss is worth in
     steps, and so the prices of `shoal.protocol.staleness`."""
-    rows = [
-        _row(
-            f"{optimizer.name}, {steps} steps",
-            Steps(),
-            table="c-fewer",
-            optimizer=optimizer,
-            updates=steps,
-            rates=(rate,),
-        )
-        for optimizer, rate in ((ADAMW, 4e-3), (NADAM, 4e-3), (MUON, 8e-3))
-        for steps in FEWER
-    ]
-    return Table(name="c-fewer", title="Regime C, synchronous runs of fewer steps", rows=tuple(rows))
+    tables = []
+    for optimizer, rate in ((ADAMW, 4e-3), (NADAM, 4e-3), (MUON, 8e-3)):
+        name = f"c-fewer-{optimizer.name}"
+        row = functools.partial(_row, table=name, optimizer=optimizer, rates=(rate,))
+        rows = [row("synchronous", Steps(), role="synchronous"), row("all stale: none", ALL_STALE, role="none")]
+        rows += [row(f"synchronous, {steps} steps", Steps(), updates=steps) for steps in FEWER]
+        tables.append(Table(name=name, title=f"Regime C, {optimizer.name}, runs of fewer steps", rows=tuple(rows)))
+    return tables
 
 
 def _shares() -> Table:
@@ -298,7 +293,7 @@ def _swarm(replicas: int = 1, scenario: str = "eight-cities") -> Table:
 
 def full() -> list[Table]:
     """In the order of what one wants to know first."""
-    first = [_check(), *_all_stale(), _fewer_steps(), _paper(), _heavy_tailed(), _swarm(1), _swarm(2), _shares()]
+    first = [_check(), *_all_stale(), *_fewer_steps(), _paper(), _heavy_tailed(), _swarm(1), _swarm(2), _shares()]
     return [*first, *_classifiers(), *(_swarm(1, scenario) for scenario in NETWORKS), _long()]
 
 

@@ -1,0 +1,97 @@
+"""A pause, at one replica: what goes back, and what is still finished."""
+
+from shoal.peer.pipeline.core import PipelineCore
+from shoal.peer.pipeline.events import (
+    Arrived,
+    Command,
+    Contributed,
+    Event,
+    Forget,
+    GradientArrived,
+    HandBack,
+    HandedBack,
+    Job,
+    JobDone,
+    Paused,
+    Resumed,
+    SendActivation,
+    SendGradient,
+    StepReady,
+)
+from shoal.peer.pipeline.microbatch import Microbatch
+from shoal.peer.pipeline.router import Router
+from shoal.peer.pipeline.window import Window
+from shoal.protocol.identity import PeerID
+
+UP, DOWN, OTHER = (PeerID(name) for name in ("up", "down", "other"))
+
+
+def core(*, stage: int = 1, num_stages: int = 3, s_max: int = 1, targets: tuple[PeerID, ...] = (DOWN,)) -> PipelineCore:
+    """All targets are ready."""
+    router = Router()
+    router.set_shares(dict.fromkeys(targets, 1.0))
+    for target in targets:
+        router.set_ready(target, True)
+    window = Window(num_stages=num_stages) if stage == 0 else None
+    return PipelineCore(stage=stage, num_stages=num_stages, s_max=s_max, version=0, router=router, window=window)
+
+
+def feed(made: PipelineCore, *events: Event) -> list[Command]:
+    """The commands of the last event."""
+    commands: list[Command] = []
+    for event in events:
+        commands = made.handle(event, now_s=0.0)
+    return commands
+
+
+def job(kind: str, step: int, index: int, version: int = 0) -> Job:
+    return Job(kind, Microbatch(step, index), version)  # type: ignore[arg-type]
+
+
+A, B, C = Microbatch(0, 0), Microbatch(0, 1), Microbatch(0, 2)
+
+
+def test_a_pause_hands_back_what_has_not_begun_and_finishes_what_has() -> None:
+    made = core()
+    feed(made, Arrived(A, UP), JobDone(job("forward", 0, 0)), Arrived(B, UP), Arrived(C, OTHER))
+    assert feed(made, Paused(at_once=False)) == [HandBack(C, OTHER, False), Forget(C)]
+    assert feed(made, JobDone(job("forward", 0, 1))) == [SendActivation(B, DOWN)]
+    assert feed(made, GradientArrived(A, DOWN)) == [job("backward", 0, 0)]
+    assert feed(made, JobDone(job("backward", 0, 0))) == [Contributed(A, 0), SendGradient(A, UP), Forget(A)]
+    assert feed(made, Paused(at_once=True)) == [HandBack(B, UP, True), Forget(B)]
+    assert made.is_idle
+    assert feed(made, GradientArrived(B, DOWN)) == []
+    assert feed(made, Arrived(B, UP)) == [HandBack(B, UP, False), Forget(B)], "it was on its way"
+    feed(made, Resumed())
+    assert feed(made, Arrived(B, UP)) == [job("forward", 0, 1)]
+
+
+def test_the_job_that_runs_when_everything_goes_back_still_counts() -> None:
+    made = core()
+    feed(made, Arrived(A, UP), JobDone(job("forward", 0, 0)), GradientArrived(A, DOWN))
+    assert feed(made, Paused(at_once=True)) == []
+    assert feed(made, JobDone(job("backward", 0, 0))) == [Contributed(A, 0), SendGradient(A, UP), Forget(A)]
+
+
+def test_a_commit_is_stepped_during_a_pause() -> None:
+    assert feed(core(), Paused(at_once=True), StepReady(0)) == [Job("step", None, 0)]
+
+
+def test_what_is_handed_back_goes_to_another_replica() -> None:
+    made = core(targets=(DOWN, OTHER))
+    feed(made, Arrived(A, UP))
+    assert feed(made, JobDone(job("forward", 0, 0))) == [SendActivation(A, DOWN)]
+    assert feed(made, HandedBack(A, OTHER)) == [], "it does not have it"
+    assert feed(made, HandedBack(A, DOWN)) == [SendActivation(A, OTHER, True)]
+    assert feed(made, GradientArrived(A, DOWN)) == []
+    assert feed(made, GradientArrived(A, OTHER)) == [job("backward", 0, 0)]
+
+
+def test_stage_0_forgets_in_its_window_what_it_hands_back() -> None:
+    made = core(stage=0)
+    feed(made, Arrived(A, None), JobDone(job("forward", 0, 0)), Arrived(B, None), JobDone(job("forward", 0, 1)))
+    assert made.window is not None
+    assert made.window.in_flight == 2
+    back = feed(made, Paused(at_once=True))
+    assert [c for c in back if isinstance(c, HandBack)] == [HandBack(A, None, True), HandBack(B, None, True)]
+    assert made.window.in_flight == 0
