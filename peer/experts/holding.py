@@ -62,7 +62,8 @@ class ExpertTenure(Tenure):
     @property
     def _is_needed(self) -> bool:
         core = self.group.core
-        return bool(core.mates) and not core.ready_mates
+        is_over = self.version >= self._s.spec.training.steps
+        return bool(core.mates) and not core.ready_mates and not is_over
 
     def pause(self, *, at_once: bool) -> None:
         """Args: at_once: tokens are refused, and go to another holder."""
