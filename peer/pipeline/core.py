@@ -111,10 +111,10 @@ class PipelineCore:
         """Nothing is here at all."""
         return not self._flights and self._running is None and not self._parked
 
-    @property
-    def stops(self) -> bool:
-        """No job goes on, unless it runs already: all has been handed back."""
-        return self._pause is not None and self._pause.at_once
+    def goes_on(self, job: Job) -> bool:
+        """Whether anything comes of a parked job."""
+        assert job.microbatch is not None, "a step waits for nobody"
+        return not self._parked[job.microbatch].handed_back
 
     def holds(self, microbatch: Microbatch) -> bool:
         return microbatch in self._flights
@@ -203,8 +203,8 @@ class PipelineCore:
 
     def _drop_parked(self, job: Job) -> list[Command]:
         assert job.microbatch is not None, "a step waits for nobody"
-        flight = self._parked.pop(job.microbatch)
-        assert self._flights.get(job.microbatch) is not flight, "it has not been handed back"
+        assert not self.goes_on(job), f"{job} has not been handed back"
+        del self._parked[job.microbatch]
         return [] if self.holds(job.microbatch) else [Forget(job.microbatch)]
 
     def _is_busy(self, flight: Flight) -> bool:
@@ -297,6 +297,7 @@ class PipelineCore:
             flight = self._flights[microbatch]
             if flight is self._running_flight:
                 continue
+            flight.handed_back = True
             begun = flight.again or microbatch not in self._waiting
             back = [HandBack(microbatch, source, begun) for source in sorted(flight.sources)]
             commands += back or [HandBack(microbatch, None, begun)]

@@ -299,7 +299,7 @@ class PipelineDriver:
             assert self.experts is not None
             assert passage is not None
             output = await self.experts.exchange(passage, timed.value.call)
-            if self.core.stops:
+            if not self.core.goes_on(job):
                 self._handle(JobDropped(job))
                 return
             timed = await self._compute.run(kind, functools.partial(timed.value.resume, output), flop=timed.value.flop)

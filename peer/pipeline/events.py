@@ -44,7 +44,7 @@ class JobParked:
 
 @dataclass(frozen=True, slots=True)
 class JobDropped:
-    """A parked one does not go on, since we pause: nothing comes of it."""
+    """A parked one does not go on, since its microbatch has been handed back: nothing comes of it."""
 
     job: "Job"
 

@@ -191,7 +191,7 @@ class Play:
             return
         name, event = move
         if isinstance(event, Job):
-            if self.peers[name].core.stops:
+            if not self.peers[name].core.goes_on(event):
                 self.peers[name].parked.remove(event)
                 self.do(self.peers[name], JobDropped(event))
             else:
