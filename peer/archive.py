@@ -5,6 +5,7 @@ and each asks a peer outside the group to keep a copy. When a layer has no holde
 heartbeats (`holdings`) which version is still complete, and the run goes back to it.
 """
 
+import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Iterable
@@ -48,6 +49,8 @@ class Archive:
         self._spec = spec
         self._clock = clock
         self._run_blocking = run_blocking
+        self._writing = asyncio.Lock()
+        """One after the other: of several groups at once, who looks first might note last what is there."""
         self._stored: dict[PurePosixPath, snapshot.StoredSnapshot] = {}
         self._damaged: set[PurePosixPath] = set()
         """Not to be offered to others; found so when they were read."""
@@ -129,7 +132,8 @@ class Archive:
             self._look()
 
         try:
-            await self._run_blocking(write)
+            async with self._writing:
+                await self._run_blocking(write)
         except (OSError, LocalError) as error:
             self._complain(f"no snapshot of version {state.version}: {error}")
             return False

@@ -49,7 +49,7 @@ class Copies:
         self._inbox = inbox
         self._plan = plan
         self._tasks = tasks
-        self._fetching: set[PeerID] = set()
+        self._fetching: set[tuple[PeerID, tuple[str, ...]]] = set()
         endpoint.on(Keep, self._on_keep)
 
     def preserve(self, group: int, state: StageState, *, rank: int, num_ready: int) -> None:
@@ -86,9 +86,9 @@ class Copies:
             raise Refused(me, "does not know the sender as a holder")
         if not any(message.layers == group_keys(self._spec.model, plan, group) for group in plan.groups_of(source)):
             raise RemoteError(source, "asks to keep other layers than those that it holds")
-        if source in self._fetching:
+        if (source, message.layers) in self._fetching:
             raise Refused(me, "still fetches the one before")
-        self._fetching.add(source)
+        self._fetching.add((source, message.layers))
         self._tasks.spawn(self._keep(source, message), f"keep version {message.version} of {message.layers[0]}")
         return Done()
 
@@ -108,7 +108,7 @@ class Copies:
         except (Unreachable, Refused, RemoteError) as error:
             logger.warning("no copy of version %d: %s", message.version, error)
         finally:
-            self._fetching.discard(source)
+            self._fetching.discard((source, message.layers))
 
 
 def keepers(plan: Plan, group: int) -> list[PeerID]:
