@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -116,6 +117,8 @@ class Command:
                 stdout=stdout,
                 stderr=stderr,
                 start_new_session=True,
+                # A shell starts what runs in its background with SIGINT ignored, and children inherit that.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
 
     @property
