@@ -110,8 +110,7 @@ class CoordinationCore:
     ) -> None:
         self.run, self.me, self.owner = run, me, owner
         self.chain, self.governor = chain, governor
-        self.done = False
-        self._rng = rng
+        self.done, self._rng = False, rng
         self._heartbeat_s = spec.swarm.heartbeat_s
         self._own: Heartbeat | None = None
         self._proposer = Proposer(
@@ -120,6 +119,7 @@ class CoordinationCore:
             chain=chain,
             sign=sign,
             is_fresh=lambda base: governor.is_fresh(base.plan, self._own, leads=self.is_coordinator),
+            experts=governor.experts,
             heartbeat_s=spec.swarm.heartbeat_s,
         )
         self._follower = Follower(run=run, me=me, owner=owner, heartbeat_s=self._heartbeat_s, rng=rng, now_s=now_s)

@@ -134,7 +134,7 @@ class Coordination:
         self._word = Word(store, clock)
         self._notices = Notices(endpoint, directory, clock)
         self._reports = ReportOutbox()
-        self._plans = OpenedPlans(endpoint.run, owner=owner, num_layers=spec.model.num_layers, seals=endpoint.seals)
+        self._plans = OpenedPlans(endpoint.run, owner=owner, model=spec.model, seals=endpoint.seals)
         self._said = ""
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None

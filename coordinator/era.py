@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from shoal.coordinator.allocate.interface import Layout
 from shoal.coordinator.roster import Roster
 from shoal.protocol.identity import PeerID
-from shoal.protocol.layers import all_layer_keys, stage_layer_keys
+from shoal.protocol.layers import group_keys, held_keys
 from shoal.protocol.messages import Holding
 from shoal.protocol.plan import Plan
 from shoal.protocol.spec import ModelSpec
@@ -70,7 +70,7 @@ class Disks:
 
 
 class HolderWatch:
-    """Since when each stage has had nobody who holds its state."""
+    """Since when each stage, and each placed expert, has had nobody who holds its state."""
 
     def __init__(self, heartbeat_s: float, now_s: float) -> None:
         self._heartbeat_s = heartbeat_s
@@ -81,16 +81,16 @@ class HolderWatch:
     def lost(
         self, plan: Plan, holders: Sequence[frozenset[PeerID]], alive: Collection[PeerID], now_s: float
     ) -> tuple[int, ...]:
-        """Stages of `plan` that nobody will hold again unless the run goes back.
+        """Groups of `plan` whose state nobody will hold again unless the run goes back.
 
-        `holders` are, by stage, those who hold its state now, or could make it without the others.
+        `holders` are, by group, those who hold its state now, or could make it without the others.
         """
         lost = []
-        for index, stage in enumerate(plan.stages):
+        for index in range(len(plan.stages) + len(plan.experts)):
             if holders[index]:
                 self._held[index] = now_s, holders[index]
                 continue
-            last_s, former = self._held.get(index, (self._begun_s, frozenset(stage.peers)))
+            last_s, former = self._held.get(index, (self._begun_s, _members(plan, index)))
             # Who has died will not come back with what was in its memory.
             if now_s >= last_s + PATIENCE_HEARTBEATS * self._heartbeat_s or former.isdisjoint(alive):
                 lost.append(index)
@@ -117,31 +117,38 @@ def disks_of(roster: Roster, now_s: float, *, among: Layout | None = None) -> Di
 def holders(
     live: Plan, roster: Roster, disks: Disks, model: ModelSpec, *, fresh: bool, now_s: float
 ) -> list[frozenset[PeerID]]:
-    """By stage, who holds its state or, in a plan that is still `fresh`, could make it."""
-    snapshot = disks.newest_whole(all_layer_keys(model))
+    """By group, who holds its state or, in a plan that is still `fresh`, could make it."""
+    snapshot = disks.newest_whole(held_keys(model, placed=bool(live.experts)))
     # Who is behind a whole snapshot of its own era has begun that era again, without being told to.
     floor = snapshot[1] if snapshot and snapshot[0] == live.era else live.restore_version
     beats = [(peer, beat) for peer in roster.alive(now_s) if (beat := roster.presences[peer].heartbeat)]
-    synced = [(peer, beat) for peer, beat in beats if beat.synced and beat.era == live.era and beat.version >= floor]
+    current = [(peer, beat) for peer, beat in beats if beat.era == live.era]
     found = []
-    for index, stage in enumerate(live.stages):
-        keys = stage_layer_keys(model, stage.first_layer, stage.last_layer)
+    for index in range(len(live.stages) + len(live.experts)):
+        keys = group_keys(model, live, index)
         if fresh and (live.restore_version == 0 or disks.covers((live.restore_era, live.restore_version), keys)):
-            found.append(frozenset(stage.peers))
+            found.append(_members(live, index))
+        elif index < len(live.stages):
+            synced = (peer for peer, beat in current if beat.synced and beat.stage == index and beat.version >= floor)
+            found.append(frozenset(synced))
         else:
-            found.append(frozenset(peer for peer, beat in synced if beat.stage == index))
+            found.append(frozenset(p for p, beat in current if dict(beat.held).get(index, -1) >= floor))
     return found
 
 
-def next_beginning(live: Plan | None, roster: Roster, disks: Disks, model: ModelSpec) -> Beginning:
+def _members(plan: Plan, group: int) -> frozenset[PeerID]:
+    return frozenset(member.peer for member in plan.group_members(group))
+
+
+def next_beginning(live: Plan | None, roster: Roster, disks: Disks, model: ModelSpec, *, placed: bool) -> Beginning:
     """Of the era after all that anybody here has heard of, from the newest snapshot that is whole on `disks`."""
     heard = (seen.heartbeat.era for seen in roster.presences.values() if seen.heartbeat)
     era = 1 + max(live.era if live else 0, disks.era_max, *(era for era in heard if era < ERA_MAX), 0)
-    from_era, version = disks.newest_whole(all_layer_keys(model)) or (0, 0)
+    from_era, version = disks.newest_whole(held_keys(model, placed=placed)) or (0, 0)
     return Beginning(era=era, version=version, from_era=from_era)
 
 
 def stages_on(disks: Disks, peer: PeerID, snapshot: tuple[int, int], plan: Plan, model: ModelSpec) -> tuple[int, ...]:
     """Stages of `plan` of which `peer` has all layers of `snapshot` on its disk."""
-    ranges = (stage_layer_keys(model, stage.first_layer, stage.last_layer) for stage in plan.stages)
+    ranges = (group_keys(model, plan, index) for index in range(len(plan.stages)))
     return tuple(index for index, keys in enumerate(ranges) if disks.has(peer, snapshot, keys))

@@ -11,6 +11,7 @@ import msgspec
 from shoal.coordinator import election
 from shoal.coordinator.allocate.interface import NO_MOVES, Allocator, Layout, MeasuredPeer, NoLayout, Searching
 from shoal.coordinator.era import Beginning, Disks, HolderWatch, disks_of, holders, next_beginning
+from shoal.coordinator.experts.groups import ExpertPlaces
 from shoal.coordinator.improvement import Improvement, SearchJob, Swarm, places_of
 from shoal.coordinator.ledger import Ledger, StepRecord
 from shoal.coordinator.proposal import Draft
@@ -44,6 +45,7 @@ class Governor:
     spec: RunSpec
     allocator: Allocator
     roster: Roster = field(init=False)
+    experts: ExpertPlaces = field(init=False)
     ledger: Ledger = field(init=False)
     begun_s: float | None = None
     """When the run's first plan was made, in this clock, as far as we know."""
@@ -63,8 +65,10 @@ class Governor:
         swarm = self.spec.swarm
         self.roster = Roster(swarm.heartbeat_s)
         training = self.spec.training
+        self.experts = ExpertPlaces(num_experts=self.spec.model.num_experts, slots=swarm.expert_slots)
         self.ledger = Ledger(
             num_stages=swarm.stages,
+            num_experts=self.spec.model.num_experts if swarm.expert_slots else 0,
             steps=training.steps,
             microbatches=training.microbatches_per_step,
             heartbeat_s=swarm.heartbeat_s,
@@ -83,6 +87,9 @@ class Governor:
             return False
         if heartbeat.era == self.ledger.era:
             self.ledger.note_version(heartbeat.stage, heartbeat.version)
+            for group, version in heartbeat.held:
+                self.ledger.note_version(group, version)
+            self.experts.hear(peer, heartbeat)
         self._survey.hear(peer, heartbeat)
         flaws = self.ledger.note_commits(heartbeat.commits, now_s)
         self.complaints += [f"{peer} reports {flaw}" for flaw in flaws]
@@ -147,7 +154,7 @@ class Governor:
         if layout is None or disks.era_max < 0:
             return (None, reason) if layout is None else (Draft(layout=layout), reason)
         # All have died and forgotten their plans; some have kept their snapshots.
-        beginning = next_beginning(None, self.roster, disks, self.spec.model)
+        beginning = next_beginning(None, self.roster, disks, self.spec.model, placed=self._placed)
         if beginning.version == 0 and not self._holders.is_hopeless(now_s):
             return None, WAITING_FOR_DISKS
         return _restarted(layout, beginning, "restart from disk")
@@ -173,8 +180,8 @@ class Governor:
             return None, reason
         if lost:
             within = disks_of(self.roster, now_s, among=layout)  # from others nobody could fetch a snapshot
-            beginning = next_beginning(live, self.roster, within, self.spec.model)
-            what = f"stage {lost[0]} has no holder left"
+            beginning = next_beginning(live, self.roster, within, self.spec.model, placed=self._placed)
+            what = f"{_group_name(live, lost[0])} has no holder left"
             if beginning.version or disks.era_max < 0 or self._holders.is_hopeless(now_s):
                 return _restarted(layout, beginning, what)
             if swarm == self._settled_for:
@@ -324,6 +331,11 @@ class Governor:
     ) -> tuple[Draft | None, str]:
         """Nothing has happened: what a search has found, or time to begin one."""
         swarm = _swarm(peers)
+        if self.experts.is_due(live, self.ledger.step):
+            placed = self.experts.place(live.stages, live, sequence=sequence)
+            if placed != live.experts:
+                moved = Layout(stages=live.stages, spares=live.spares, reason="experts go where the load is")
+                return Draft(layout=moved), moved.reason
         layout = self._improvement.take(live, swarm)
         if layout is not None and _keeps_state(layout, live, peers):
             return Draft(layout=layout), layout.reason
@@ -332,8 +344,19 @@ class Governor:
             self._job = self._improvement.begin(snapshot, live, swarm, now_s, seed=sequence)
         return None, ""
 
+    @property
+    def _placed(self) -> bool:
+        return self.spec.swarm.expert_slots > 0
+
     def _elapsed_s(self, now_s: float) -> float:
         return now_s - self.begun_s if self.begun_s is not None else 0.0
+
+
+def _group_name(plan: Plan, group: int) -> str:
+    if group < len(plan.stages):
+        return f"stage {group}"
+    entry = plan.experts[group - len(plan.stages)]
+    return f"expert {entry.expert} of stage {entry.stage}"
 
 
 def _swarm(peers: tuple[MeasuredPeer, ...]) -> Swarm:

@@ -52,6 +52,7 @@ class Ledger:
         self,
         *,
         num_stages: int,
+        num_experts: int = 0,
         steps: int,
         microbatches: int,
         heartbeat_s: float,
@@ -75,6 +76,7 @@ class Ledger:
         self._validation: ValidationReport | None = None
         self._validation_told = -1
         self._versions = [0] * num_stages
+        self._expert_versions = [0] * (num_stages * num_experts)
         self.history: deque[StepRecord] = deque(maxlen=HISTORY_STEPS)
         self.loss: float | None = None
         """Of the newest step that is known."""
@@ -94,7 +96,9 @@ class Ledger:
 
     @property
     def done(self) -> bool:
-        """Every stage has committed the last step, and what came out of it has been validated."""
+        """Every stage has committed the last step, its experts too, and what came out of it has been validated."""
+        if any(version < self._steps for version in self._expert_versions):
+            return False
         validated = self._validation is not None and self._validation.step >= self._steps
         return self.step >= self._steps and (validated or not self._validates)
 
@@ -118,6 +122,7 @@ class Ledger:
         self._commits.clear()
         self.era = era
         self._versions = [min(version, self._steps)] * self._num_stages
+        self._expert_versions = [min(version, self._steps)] * len(self._expert_versions)
         self._reports = {step: by_stage for step, by_stage in self._reports.items() if step < version}
         self._untold = {step: at_s for step, at_s in self._untold.items() if step < version}
         self._told = deque((step for step in self._told if step < version), maxlen=HISTORY_STEPS)
@@ -127,15 +132,20 @@ class Ledger:
         self._validation_told = min(self._validation_told, version)
 
     def note_version(self, stage: int | None, version: int) -> None:
-        """A holder of `stage` says that its state is at `version`."""
+        """A holder of `stage`, or of that group of experts, says that its state is at `version`."""
         if stage is not None and 0 <= stage < self._num_stages:
             self._versions[stage] = min(max(self._versions[stage], version), self._steps)
+        elif stage is not None and 0 <= stage - self._num_stages < len(self._expert_versions):
+            at = stage - self._num_stages
+            self._expert_versions[at] = min(max(self._expert_versions[at], version), self._steps)
 
     def note_commits(self, reports: Iterable[CommitReport], now_s: float) -> list[str]:
         """Returns: what is wrong with those that contradict themselves, which do not count."""
         flaws = []
         for report in reports:
             newest = max(self._reports, default=0)
+            if report.era == self.era and report.stage >= self._num_stages and report.step < self._steps:
+                self.note_version(report.stage, report.step + 1)  # of experts that is all there is to count
             if not (0 <= report.stage < self._num_stages and newest - HISTORY_STEPS < report.step < self._steps):
                 continue
             if report.era != self.era:

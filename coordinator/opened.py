@@ -6,6 +6,7 @@ from shoal.protocol.errors import RemoteError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.plan import SignedPlan, open_mandate
 from shoal.protocol.seals import SEALS, Seals
+from shoal.protocol.spec import ModelSpec
 
 PLANS_OPENED_MAX = 16
 """Signatures of plans last seen, so that a plan that comes with twenty heartbeats is verified once."""
@@ -14,9 +15,9 @@ PLANS_OPENED_MAX = 16
 class OpenedPlans:
     """Of one run, whose owner signs mandates."""
 
-    def __init__(self, run: str, *, owner: PeerID, num_layers: int, seals: Seals = SEALS) -> None:
+    def __init__(self, run: str, *, owner: PeerID, model: ModelSpec, seals: Seals = SEALS) -> None:
         self._seals = seals
-        self._run, self._owner, self._num_layers = run, owner, num_layers
+        self._run, self._owner, self._model = run, owner, model
         self._opened: OrderedDict[bytes, SignedPlan] = OrderedDict()
 
     def open(self, data: bytes, source: PeerID) -> SignedPlan | None:
@@ -26,7 +27,12 @@ class OpenedPlans:
         plan = self._opened.pop(data, None)
         if plan is None:
             plan = self._seals.open_plan(
-                data, run=self._run, owner=self._owner, source=source, num_layers=self._num_layers
+                data,
+                run=self._run,
+                owner=self._owner,
+                source=source,
+                num_layers=self._model.num_layers,
+                num_experts=self._model.num_experts,
             )
         self._opened[data] = plan
         if len(self._opened) > PLANS_OPENED_MAX:

@@ -8,6 +8,7 @@ import msgspec
 from shoal.coordinator.allocate.interface import Layout
 from shoal.coordinator.chain import PlanChain
 from shoal.coordinator.events import Answered, Ask, Command, Persist, Unanswered
+from shoal.coordinator.experts.groups import ExpertPlaces
 from shoal.coordinator.proposal import Draft, Proposal
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import TermGrant
@@ -40,6 +41,7 @@ class Proposer:
     chain: this peer's own, whose vote is the first that each proposal gets.
     sign: signs a plan in our name; deterministic.
     is_fresh: whether a plan on this base is made before anything was committed in its era.
+    experts: who is to hold them.
     """
 
     def __init__(
@@ -50,10 +52,11 @@ class Proposer:
         chain: PlanChain,
         sign: Callable[[Plan], SignedPlan],
         is_fresh: Callable[[SignedPlan], bool],
+        experts: ExpertPlaces,
         heartbeat_s: float,
     ) -> None:
         self._me, self._owner, self._chain = me, owner, chain
-        self._sign, self._is_fresh = sign, is_fresh
+        self._sign, self._is_fresh, self._experts = sign, is_fresh, experts
         self._patience_s = PROPOSAL_HEARTBEATS * heartbeat_s
         self._proposal: Proposal | None = None
         self._outcome: Carried | GivenUp | None = None
@@ -139,13 +142,15 @@ class Proposer:
         self._sequence_max = sequence
         before, begins = base.plan if base else None, draft.beginning
         era = begins.era if begins else before.era if before else 0
+        goes_on = before if before and before.era == era else None
+        stages = _since(draft.layout.stages, goes_on, sequence)
         plan = Plan(
             run=self._chain.run,
             term=term,
             sequence=sequence,
             previous=base.digest if base else "",
             coordinator=self._me,
-            stages=_since(draft.layout.stages, before if before and before.era == era else None, sequence),
+            stages=stages,
             spares=draft.layout.spares,
             era=era,
             restore_version=begins.version if begins else before.restore_version if before else 0,
@@ -154,6 +159,7 @@ class Proposer:
             seed=sequence,
             reason=draft.layout.reason,
             mandate=mandate,
+            experts=self._experts.place(stages, goes_on, sequence=sequence),
         )
         return self._sign(plan)
 

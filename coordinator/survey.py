@@ -9,7 +9,7 @@ from shoal.coordinator.cost.workload import Workload
 from shoal.coordinator.era import Disks, stages_on
 from shoal.coordinator.measured import LinkBook, SpeedBook
 from shoal.protocol.identity import PeerID
-from shoal.protocol.layers import all_layer_keys
+from shoal.protocol.layers import held_keys
 from shoal.protocol.messages import Heartbeat
 from shoal.protocol.plan import Plan
 from shoal.protocol.spec import RunSpec
@@ -58,7 +58,7 @@ class Survey:
     ) -> Snapshot:
         """Args: peers: as they say of themselves. knows_network: takes a while where there are many."""
         model = self._spec.model
-        whole = disks.newest_whole(all_layer_keys(model))
+        whole = disks.newest_whole(held_keys(model, placed=self._spec.swarm.expert_slots > 0))
 
         def homes(peer: MeasuredPeer) -> tuple[int, ...]:
             on_disk = stages_on(disks, peer.peer, whole, previous, model) if whole and previous else ()

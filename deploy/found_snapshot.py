@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Final
 
+import torch
 from torch import Tensor
 
 from shoal.deploy import places
-from shoal.peer.model.layout import all_layer_keys
+from shoal.peer.model.layout import all_layer_keys, unit_keys
 from shoal.peer.snapshot import (
     MANIFEST,
     UNFINISHED_PREFIX,
@@ -24,6 +25,7 @@ from shoal.peer.snapshot import (
     read_layers,
 )
 from shoal.protocol.errors import LocalError
+from shoal.protocol.layers import held_keys
 from shoal.protocol.live.disk import LiveDisk
 from shoal.protocol.ports import Disk
 from shoal.protocol.spec import RunSpec
@@ -41,7 +43,7 @@ class FoundSnapshot:
     version: int
     spec: RunSpec
     parts: Mapping[str, Sequence[tuple[Disk, PurePosixPath]]]
-    """Layer -> snapshots that have it; their own folders."""
+    """Layer -> snapshots that have it; their own folders. Units of layers, where the run's experts are placed."""
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -52,6 +54,11 @@ class FoundSnapshot:
 
         Raises: DamagedSnapshot: it is sound nowhere.
         """
+        if key in self.parts:
+            return self._read(key)
+        return torch.cat([self._read(unit) for unit in unit_keys(self.spec.model, key)])
+
+    def _read(self, key: str) -> Tensor:
         for disk, path in self.parts[key][:-1]:
             try:
                 return read_layers(disk, path, [key])[key].param_N
@@ -113,17 +120,21 @@ def _look_at(manifest: Path) -> tuple[float, Disk, StoredSnapshot] | None:
 def _whole(parts: Sequence[tuple[Disk, StoredSnapshot]]) -> FoundSnapshot | None:
     first = parts[0][1]
     places_of = {
-        key: [(disk, snapshot.path) for disk, snapshot in parts if key in snapshot.keys]
-        for key in all_layer_keys(first.spec.model)
+        key: [(disk, snapshot.path) for disk, snapshot in parts if key in snapshot.keys] for key in _held(first.spec)
     }
     if not all(places_of.values()):
         return None
     return FoundSnapshot(run=first.run, era=first.era, version=first.version, spec=first.spec, parts=places_of)
 
 
+def _held(spec: RunSpec) -> tuple[str, ...]:
+    """What the peers of a run write down."""
+    return held_keys(spec.model, placed=spec.swarm.expert_slots > 0)
+
+
 def _what_is_missing(root: Path, newest: StoredSnapshot, here: Sequence[tuple[str, ...]]) -> str:
     found = {key for keys in here for key in keys}
-    missing = [key for key in all_layer_keys(newest.spec.model) if key not in found]
+    missing = [key for key in _held(newest.spec) if key not in found]
     named = ", ".join(missing[:_NAMED_MAX]) + (f" and {len(missing) - _NAMED_MAX} more" if missing[_NAMED_MAX:] else "")
     return (
         f"no version in {root} has every layer: of run {newest.run} it lacks {named or 'some of each version'}; "

@@ -29,6 +29,7 @@ from shoal.protocol.limits import CONTROL_BYTES_MAX
 from shoal.protocol.messages import Advert, Done, Reset, Standing, StandingRequest, StatusRequest, SwarmStatus
 from shoal.protocol.plan import Plan, SignedPlan, open_plan, sign_mandate
 from shoal.protocol.ports import Clock, Directory
+from shoal.protocol.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
 
@@ -129,9 +130,9 @@ class Recovery:
     """
 
     def __init__(
-        self, *, endpoint: Endpoint, directory: Directory, clock: Clock, owner: PeerID, num_layers: int
+        self, *, endpoint: Endpoint, directory: Directory, clock: Clock, owner: PeerID, model: ModelSpec
     ) -> None:
-        self._endpoint, self._owner, self._num_layers = endpoint, owner, num_layers
+        self._endpoint, self._owner, self._model = endpoint, owner, model
         self._notices = Notices(endpoint, directory, clock)
         self._clock = clock
 
@@ -202,7 +203,10 @@ class Recovery:
 
     def _open(self, data: bytes, source: PeerID) -> SignedPlan | None:
         run = self._endpoint.run
-        return open_plan(data, run=run, owner=self._owner, source=source, num_layers=self._num_layers) if data else None
+        if not data:
+            return None
+        sizes = {"num_layers": self._model.num_layers, "num_experts": self._model.num_experts}
+        return open_plan(data, run=run, owner=self._owner, source=source, **sizes)
 
 
 def _roster(situation: Situation, *, spare_bytes: int) -> tuple[tuple[PeerID, Advert], ...]:
@@ -282,5 +286,5 @@ async def recovery(invite: Invite) -> AsyncIterator[Recovery]:
             directory=directory,
             clock=LoopClock(),
             owner=invite.owner,
-            num_layers=spec.model.num_layers,
+            model=spec.model,
         )

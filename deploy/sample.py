@@ -15,7 +15,7 @@ import msgspec
 from shoal.peer.data.tokenizer import load_tokenizer
 from shoal.peer.model.generate import Sampler, stream
 from shoal.peer.model.layout import all_layer_keys, layer_layout
-from shoal.peer.pipeline.state import LayerState
+from shoal.peer.pipeline.state import LayerState, joined
 from shoal.peer.snapshot import (
     DamagedSnapshot,
     StoredSnapshot,
@@ -26,8 +26,10 @@ from shoal.peer.snapshot import (
     write_snapshot,
 )
 from shoal.protocol.errors import LocalError, ShoalError
+from shoal.protocol.layers import held_keys
 from shoal.protocol.live.disk import LiveDisk
 from shoal.protocol.ports import Disk
+from shoal.protocol.spec import RunSpec
 
 PROMPT = "def "
 TEMPERATURE = 0.6
@@ -54,7 +56,7 @@ def merge_snapshots(folders: Iterable[Path], into: Path) -> Path:
     ages = sorted({stored.age for _, stored in found if stored.run == first.run})
     for era, version in reversed(ages):
         parts = [part for part in found if part[1].run == first.run and part[1].age == (era, version)]
-        layers = _merge(all_layer_keys(first.spec.model), parts)
+        layers = _merge(first.spec, parts)
         if layers is not None:
             target = LiveDisk(into)
             path = write_snapshot(
@@ -64,18 +66,21 @@ def merge_snapshots(folders: Iterable[Path], into: Path) -> Path:
     raise LocalError("no version has a snapshot of every layer yet")
 
 
-def _merge(keys: Sequence[str], parts: Sequence[tuple[Disk, StoredSnapshot]]) -> dict[str, LayerState] | None:
-    """All layers, each from the first part in which it is sound; None if one is in no part."""
+def _merge(spec: RunSpec, parts: Sequence[tuple[Disk, StoredSnapshot]]) -> dict[str, LayerState] | None:
+    """All layers, each (or each of its units) from the first part in which it is sound; None if one is in no part."""
+    keys = held_keys(spec.model, placed=spec.swarm.expert_slots > 0)
     if not set(keys) <= {key for _, stored in parts for key in stored.keys}:
         return None
-    layers: dict[str, LayerState] = {}
+    found: dict[str, LayerState] = {}
     for disk, stored in parts:
-        for key in [key for key in stored.keys if key not in layers]:
+        for key in [key for key in stored.keys if key not in found]:
             try:
-                layers |= read_layers(disk, stored.path, [key])
+                found |= read_layers(disk, stored.path, [key])
             except DamagedSnapshot as damage:
                 log_damage(damage)
-    return {key: layers[key] for key in keys} if set(keys) <= set(layers) else None
+    if not set(keys) <= set(found):
+        return None
+    return {key: found[key] if key in keys else joined(spec, key, found) for key in all_layer_keys(spec.model)}
 
 
 def write_sample(path: Path, *, num_tokens: int, seed: int = 0) -> Sample:

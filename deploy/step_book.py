@@ -61,7 +61,7 @@ class StepBook:
         self._newest: _Key = (0, -1)
         self._heard: set[tuple[_Key, int]] = set()
         self.microbatches = 0
-        """Contributed to commits, summed over the stages; `duplicates` of them were not needed."""
+        """Contributed to commits, summed over the groups; `duplicates` of them were not needed."""
         self.duplicates = 0
         self.given_up = 0
         self.dissenting = 0
@@ -72,11 +72,13 @@ class StepBook:
         if (key, report.stage) in self._heard:
             return
         self._heard.add((key, report.stage))
-        self._reached[report.stage] = max(key, self._reached.get(report.stage, key))
         self.microbatches += report.microbatches + report.duplicates
         self.duplicates += report.duplicates
         self.given_up += report.given_up
         self.dissenting += report.dissenting
+        if report.stage >= self._num_stages:
+            return  # of experts: a step waits for its stages
+        self._reached[report.stage] = max(key, self._reached.get(report.stage, key))
         entry = self._entry(key, now_s)
         if entry is not None:
             entry.reports[report.stage] = report

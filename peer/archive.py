@@ -5,6 +5,7 @@ and each asks a peer outside the group to keep a copy. When a layer has no holde
 heartbeats (`holdings`) which version is still complete, and the run goes back to it.
 """
 
+import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Iterable
@@ -48,12 +49,16 @@ class Archive:
         self._spec = spec
         self._clock = clock
         self._run_blocking = run_blocking
+        self._writing = asyncio.Lock()
+        """One after the other: of several groups at once, who looks first might note last what is there."""
         self._stored: dict[PurePosixPath, snapshot.StoredSnapshot] = {}
         self._damaged: set[PurePosixPath] = set()
         """Not to be offered to others; found so when they were read."""
         self._complained_s = -_COMPLAIN_S
         self.era_begun = -1
         """The newest era that this peer, in this life or an earlier one, has begun from its beginning."""
+        self._groups_begun: set[int] = set()
+        """In which groups, in this life."""
 
     @property
     def keeps(self) -> bool:
@@ -78,13 +83,18 @@ class Archive:
             await self._run_blocking(self._look)
             await self._run_blocking(self._recall_era)
 
-    async def begin_era(self, era: int) -> bool:
-        """Whether this peer may begin `era` from its beginning: once in all its lives, since whoever comes back finds
-        that the others have gone on, or that the state is lost.
+    async def begin_era(self, era: int, group: int = 0) -> bool:
+        """Whether this peer may begin `era` from its beginning, as a member of a group: once in all its lives, since
+        whoever comes back finds that the others have gone on, or that the state is lost. In the life that begins it,
+        once in each group.
         """
+        if era == self.era_begun and self._groups_begun and group not in self._groups_begun:
+            self._groups_begun.add(group)
+            return True
         if era <= self.era_begun:
             return False
         self.era_begun = era
+        self._groups_begun = {group}
         disk = self._disk
         if disk is None:
             return True
@@ -122,7 +132,8 @@ class Archive:
             self._look()
 
         try:
-            await self._run_blocking(write)
+            async with self._writing:
+                await self._run_blocking(write)
         except (OSError, LocalError) as error:
             self._complain(f"no snapshot of version {state.version}: {error}")
             return False

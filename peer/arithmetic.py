@@ -12,11 +12,14 @@ import torch
 from torch import Tensor
 
 from shoal.peer.data.corpus import Corpus
+from shoal.peer.experts.shard import ExpertShard
 from shoal.peer.model import llama
 from shoal.peer.model.layout import init_layer, layer_layout
+from shoal.peer.model.mixture import ExpertLoads
 from shoal.peer.pipeline.microbatch import IndexSet, Microbatch
 from shoal.peer.pipeline.stage import StageRuntime
 from shoal.peer.pipeline.state import StageState
+from shoal.peer.pipeline.suspended import Suspended
 from shoal.peer.vectors import Vectors
 from shoal.protocol.ports import Payload
 from shoal.protocol.spec import RunSpec
@@ -53,20 +56,24 @@ class Held(Protocol):
 
 
 class Runtime(Held, Protocol):
-    """One replica's part of the model; `StageRuntime` documents it."""
+    """One replica's part of the model; `StageRuntime` documents it. Where the experts are elsewhere, what a job returns
+    may be `Suspended`."""
 
     forward_flop: float
     backward_flop: float
+    expert_loads: ExpertLoads
 
-    def forward(self, microbatch: Microbatch, payload: Payload | None, *, contributes: bool = True) -> Payload: ...
+    def forward(
+        self, microbatch: Microbatch, payload: Payload | None, *, contributes: bool = True
+    ) -> Payload | Suspended: ...
 
     def loss(
         self, microbatch: Microbatch, payload: Payload | None, *, contributes: bool = True
-    ) -> tuple[float, Payload | None]: ...
+    ) -> tuple[float, Payload | None] | Suspended: ...
 
-    def backward(self, microbatch: Microbatch, payload: Payload) -> Payload | None: ...
+    def backward(self, microbatch: Microbatch, payload: Payload) -> Payload | Suspended | None: ...
 
-    def validate(self, microbatch: Microbatch, payload: Payload | None) -> Payload | float: ...
+    def validate(self, microbatch: Microbatch, payload: Payload | None) -> Payload | float | Suspended: ...
 
 
 class Arithmetic(Protocol):
@@ -85,8 +92,12 @@ class Arithmetic(Protocol):
         """The forward of one decoder layer, to be timed."""
         ...
 
-    def runtime(self, first_layer: int, last_layer: int) -> Runtime:
-        """For a replica of decoder layers [first_layer, last_layer)."""
+    def runtime(self, first_layer: int, last_layer: int, *, placed: bool = False) -> Runtime:
+        """For a replica of decoder layers [first_layer, last_layer), without their experts if those are placed."""
+        ...
+
+    def expert(self, first_layer: int, last_layer: int, expert: int) -> ExpertShard:
+        """For a holder of one expert of those layers."""
         ...
 
 
@@ -124,6 +135,9 @@ class TorchArithmetic:
 
         return forward
 
-    def runtime(self, first_layer: int, last_layer: int) -> StageRuntime:
+    def runtime(self, first_layer: int, last_layer: int, *, placed: bool = False) -> StageRuntime:
         corpus = self._corpus if first_layer == 0 else None
-        return StageRuntime(self._spec, first_layer, last_layer, corpus=corpus, device=self._device)
+        return StageRuntime(self._spec, first_layer, last_layer, corpus=corpus, device=self._device, placed=placed)
+
+    def expert(self, first_layer: int, last_layer: int, expert: int) -> ExpertShard:
+        return ExpertShard(self._spec, first_layer, last_layer, expert, device=self._device)

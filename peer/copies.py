@@ -13,7 +13,7 @@ from shoal.peer.vectors import VECTORS, Vectors
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused, RemoteError, Unreachable
 from shoal.protocol.identity import PeerID
-from shoal.protocol.layers import stage_layer_keys
+from shoal.protocol.layers import group_keys
 from shoal.protocol.messages import Done, Keep
 from shoal.protocol.plan import Plan
 from shoal.protocol.spec import RunSpec
@@ -49,23 +49,23 @@ class Copies:
         self._inbox = inbox
         self._plan = plan
         self._tasks = tasks
-        self._fetching: set[PeerID] = set()
+        self._fetching: set[tuple[PeerID, tuple[str, ...]]] = set()
         endpoint.on(Keep, self._on_keep)
 
-    def preserve(self, stage: int, state: StageState, *, rank: int, num_ready: int) -> None:
+    def preserve(self, group: int, state: StageState, *, rank: int, num_ready: int) -> None:
         """We have stepped to `state` as member `rank` of our group: it may be our turn to write it down."""
         if self._archive.is_due(state.version) and rank < WRITERS:
             # A group of one sees to both copies outside itself.
             copies = [rank] if num_ready > 1 else list(range(WRITERS))
-            self._tasks.spawn(self._preserve(stage, state, copies), f"snapshot {state.version}")
+            self._tasks.spawn(self._preserve(group, state, copies), f"snapshot {state.version}")
 
-    async def _preserve(self, stage: int, state: StageState, copies: list[int]) -> None:
+    async def _preserve(self, group: int, state: StageState, copies: list[int]) -> None:
         self._server.pin(state)
         await self._archive.write(state, era=self._endpoint.era)
         plan = self._plan()
         if plan is None:
             return
-        outside = keepers(plan, stage)
+        outside = keepers(plan, group)
         message = Keep(version=state.version, layers=tuple(state.layers))
         for copy in copies:
             # Each writer begins elsewhere, so that both copies are on one peer only where there is no other.
@@ -80,18 +80,16 @@ class Copies:
     async def _on_keep(self, source: PeerID, message: Keep) -> Done:
         me = self._endpoint.peer_id
         plan = self._plan()
-        stage = plan.stage_of(source) if plan else None
         if not self._archive.keeps:
             raise Refused(me, "keeps nothing on disk")
-        if plan is None or stage is None:
+        if plan is None or not plan.groups_of(source):
             raise Refused(me, "does not know the sender as a holder")
-        first, last = plan.stages[stage].first_layer, plan.stages[stage].last_layer
-        if message.layers != stage_layer_keys(self._spec.model, first, last):
-            raise RemoteError(source, f"asks to keep other layers than those of stage {stage}")
-        if source in self._fetching:
+        if not any(message.layers == group_keys(self._spec.model, plan, group) for group in plan.groups_of(source)):
+            raise RemoteError(source, "asks to keep other layers than those that it holds")
+        if (source, message.layers) in self._fetching:
             raise Refused(me, "still fetches the one before")
-        self._fetching.add(source)
-        self._tasks.spawn(self._keep(source, message), f"keep version {message.version} of stage {stage}")
+        self._fetching.add((source, message.layers))
+        self._tasks.spawn(self._keep(source, message), f"keep version {message.version} of {message.layers[0]}")
         return Done()
 
     async def _keep(self, source: PeerID, message: Keep) -> None:
@@ -110,14 +108,17 @@ class Copies:
         except (Unreachable, Refused, RemoteError) as error:
             logger.warning("no copy of version %d: %s", message.version, error)
         finally:
-            self._fetching.discard(source)
+            self._fetching.discard((source, message.layers))
 
 
-def keepers(plan: Plan, stage: int) -> list[PeerID]:
-    """Who keeps copies of `stage`, in the order in which to ask: spares, then the stages after it, once around.
+def keepers(plan: Plan, group: int) -> list[PeerID]:
+    """Who keeps copies of what `group` holds, in the order in which to ask: spares, then the stages after it, once
+    around; an expert's, its own stage's members too, if they do not hold it.
 
     The same peers every time, as long as the plan stays: then old copies give way to new ones.
     """
     num_stages = len(plan.stages)
-    later = [plan.stages[(stage + i) % num_stages].peers for i in range(1, num_stages)]
-    return [*plan.spares, *(peer for peers in later for peer in peers)]
+    members = {member.peer for member in plan.group_members(group)}
+    stage = group if group < num_stages else plan.experts[group - num_stages].stage
+    later = [plan.stages[(stage + i) % num_stages].peers for i in range(1, num_stages + 1)]
+    return [peer for peer in (*plan.spares, *(peer for peers in later for peer in peers)) if peer not in members]

@@ -6,14 +6,13 @@ does the training.
 
 import asyncio
 import logging
-from collections import deque
-from collections.abc import Awaitable, Callable
-
-import msgspec
+from collections.abc import Awaitable, Callable, Collection
 
 from shoal.peer.archive import Archive
 from shoal.peer.arithmetic import Arithmetic
 from shoal.peer.copies import Copies
+from shoal.peer.experts.seats import ExpertSeats
+from shoal.peer.experts.server import ExpertServer
 from shoal.peer.handoff.inbox import ChunkInbox
 from shoal.peer.handoff.server import StateServer
 from shoal.peer.links import LinkMeter
@@ -23,12 +22,12 @@ from shoal.peer.pipeline.state import StageState
 from shoal.peer.pipeline.traffic import AdaptiveTraffic, Traffic
 from shoal.peer.probe import DeviceProbe, LinkProbe, probe_device
 from shoal.peer.replica import Replica
+from shoal.peer.reports import Reports
 from shoal.peer.surroundings import Surroundings
 from shoal.peer.tasks import Tasks
 from shoal.peer.tenures import Tenure
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.identity import PeerID
-from shoal.protocol.limits import REPORTS_PER_HEARTBEAT_MAX
 from shoal.protocol.messages import Advert, CommitReport, Heartbeat, Hello, LinkReport, ValidationReport
 from shoal.protocol.plan import Plan, SignedPlan
 from shoal.protocol.ports import Clock, Compute, Disk
@@ -84,25 +83,20 @@ class PeerDriver:
         """Gets an exception when this peer cannot go on."""
         self._endpoint = endpoint
         self._compute = compute
-        self._spec = spec
-        self._arithmetic = arithmetic
-        self._name = name
+        self._spec, self._arithmetic, self._name = spec, arithmetic, name
         self._meter = meter or LinkMeter(clock)
-        self._on_commit = on_commit
-        self._on_validation = on_validation
+        self.reports = Reports(endpoint, on_commit=on_commit, on_validation=on_validation)
         self._on_state = on_state
         self._memory_bytes = memory_bytes
         self._probe: DeviceProbe | None = None
         self._plan: SignedPlan | None = None
         self._followed: SignedPlan | None = None
         self._transition: asyncio.Task[None] | None = None
-        self._tenures = 0
+        self._num_begun = 0
         self._renewing = False
-        self._commits: list[CommitReport] = []
-        self._validations: deque[ValidationReport] = deque(maxlen=1)
         self._links: dict[PeerID, LinkReport] = {}
         self._draining = False
-        self.pausing = Pausing(replica=lambda: self.replica, on_change=self._say_hello)
+        self.pausing = Pausing(tenures=lambda: self._tenures, on_change=self._say_hello)
         self._tasks = Tasks(self._fail)
         self._neighbours = Neighbours(
             endpoint=endpoint,
@@ -137,9 +131,9 @@ class PeerDriver:
             spec=spec,
             arithmetic=arithmetic,
             traffic=traffic or AdaptiveTraffic(),
-            on_commit=self._committed,
-            on_witness=self._witnessed,
-            on_validation=self._validated,
+            on_commit=self.reports.committed,
+            on_witness=self.reports.witnessed,
+            on_validation=self.reports.validated,
             on_state=self._state_changed,
             on_change=self._say_hello,
             on_resync=self._renew,
@@ -148,6 +142,15 @@ class PeerDriver:
             on_failure=self._fail,
             inbox=self._inbox,
             server=self.server,
+            experts=ExpertServer(endpoint=endpoint, compute=compute, spec=spec, tasks=self._tasks),
+        )
+        self.experts = ExpertSeats(
+            self._surroundings,
+            self._neighbours,
+            plan=lambda: self._plan,
+            is_leaving=lambda: self._is_leaving,
+            on_begun=self.pausing.begun,
+            on_change=self._say_hello,
         )
 
     # --- life ---
@@ -162,7 +165,7 @@ class PeerDriver:
         self._draining = True
         if self._transition:
             await asyncio.gather(self._transition, return_exceptions=True)
-        drained = await self.replica.drain(timeout_s) if self.replica else True
+        drained = all(await asyncio.gather(*(tenure.drain(timeout_s) for tenure in self._tenures)))
         await self._neighbours.flush(_FAREWELL_S)  # mates wait for the word of one who leaves
         return drained
 
@@ -172,6 +175,7 @@ class PeerDriver:
             await asyncio.gather(self._transition, return_exceptions=True)
         if self.replica:
             await self.replica.close()
+        await self.experts.close()
         await self.pausing.close()
         await self._tasks.wait()
         await self._neighbours.close()
@@ -188,28 +192,17 @@ class PeerDriver:
                 self.replica.depart(signed.plan)
                 self._recall(before.plan, signed.plan)
                 self._neighbours.say_news(self.replica.audience)
+            self.experts.follow_soon()
         self._follow_soon()
 
     def advert(self) -> Advert:
         assert self._probe is not None, "not started"
-        rates = [link.bytes_per_s for link in self._links.values()]
-        return Advert(
-            name=self._name,
-            device=self._probe.device,
-            flop_per_s=self._probe.flop_per_s,
-            memory_bytes=self._probe.memory_bytes,
-            upload_bytes_per_s=max(rates, default=0.0),
-            download_bytes_per_s=max(rates, default=0.0),
-            addresses=self._endpoint.transport.addresses(),
-            has_data=self._arithmetic.has_text,
-        )
+        rate = max((link.bytes_per_s for link in self._links.values()), default=0.0)
+        at = self._endpoint.transport.addresses()
+        return self._probe.advert(self._name, rate, at, has_data=self._arithmetic.has_text)
 
     def heartbeat(self) -> Heartbeat:
         """Hands over the reports since the last one: the caller must see to it that they arrive."""
-        commits, self._commits = (
-            self._commits[:REPORTS_PER_HEARTBEAT_MAX],
-            self._commits[REPORTS_PER_HEARTBEAT_MAX:],
-        )
         replica = self.replica
         window = replica.pipeline.core.window if replica else None
         return Heartbeat(
@@ -221,10 +214,12 @@ class PeerDriver:
             version=replica.version if replica else 0,
             synced=replica.is_ready if replica else False,
             draining=self._is_leaving,
-            commits=tuple(commits),
-            validations=tuple(self._validations),
+            commits=self.reports.take_commits(),
+            validations=tuple(self.reports.validations),
             links=self._meter.report(),
             holdings=self._archive.holdings,
+            held=tuple((place.group, place.version) for place in self.experts.places if place.ready),
+            loads=replica.expert_loads if replica else (),
             silent=self._neighbours.silent,
             forward_s=replica.pipeline.forward_s if replica else 0.0,
             window=window.size if window else 0,
@@ -244,8 +239,10 @@ class PeerDriver:
             plan = self._followed.plan
             if before is not None and before.plan.era != plan.era:
                 await self._drop_replica()
+                await self.experts.drop_all()
                 self._neighbours.forget_all()
             self._endpoint.era = plan.era
+            self.experts.follow_soon()
             replica = self.replica
             await self._take_place(before, plan)
             self._recall(before.plan if before is not None and replica is self.replica else None, plan)
@@ -256,7 +253,7 @@ class PeerDriver:
         """Hellos may have come before the plan did. Args: before: what our replica has lived under; None: it is new."""
         audience = frozenset(self.replica.audience) if self.replica else frozenset()
         for peer, hello in self._neighbours.words():
-            is_known = before is not None and before.stage_of(peer) == plan.stage_of(peer)
+            is_known = before is not None and before.groups_of(peer) == plan.groups_of(peer)
             if self.replica and peer in audience and not is_known:
                 self.replica.peer_state(peer, hello)
 
@@ -266,21 +263,23 @@ class PeerDriver:
             # Who was to go elsewhere in the plan did not leave of its own accord: it died on the way.
             drains = self._neighbours.drains(peer, before.stage_of(peer)) and not plan.has(peer)
             self._neighbours.forget(peer)
-            if self.replica and not drains:
-                self.replica.peer_died(peer)
-            elif drains:
+            if not drains:
+                self._died(peer)
+            else:
                 self._neighbours.say([peer])  # it still answers what it owes, unless it is dropped because it died
 
     async def _take_place(self, before: SignedPlan | None, plan: Plan) -> None:
         me, replica = self._endpoint.peer_id, self.replica
         stage = plan.stage_of(me)
-        place = None if stage is None else (stage, plan.stages[stage].first_layer, plan.stages[stage].last_layer)
+        place = None if stage is None else (stage, *plan.stages[stage].layers, bool(plan.experts))
         renewing, self._renewing = self._renewing, False
-        if replica is not None and place != (replica.stage, *replica.layers):
+        if replica is not None and place != (replica.stage, *replica.layers, replica.experts_placed):
             is_counted_out = not plan.has(me) and not self._is_leaving
             if before is not None and plan.previous == before.digest and not is_counted_out:
                 replica.depart(plan)
-                await replica.drain(_DRAIN_S, unless=self._era_is_over)
+                await replica.drain(
+                    _DRAIN_S, unless=lambda: self._plan is None or self._plan.plan.era != self._endpoint.era
+                )
             # Else our mates have gone on without us; or we have missed a plan, and cannot know whether they have.
             await self._drop_replica()
         elif replica is not None and (renewing or (before is not None and plan.since_of(me) > before.plan.sequence)):
@@ -289,10 +288,11 @@ class PeerDriver:
         if stage is None or self._draining or (self.replica is None and self._is_leaving):
             return
         if self.replica is None:
-            self._tenures += 1
+            self._num_begun += 1
             self.replica = Replica(self._surroundings, plan, stage, incarnation=self._incarnation)
             self.replica.start()
             self.pausing.begun(self.replica)
+            self.replica.experts_at(me, self._hello())
             self._measure_links(plan.members)
         else:
             self.replica.follow(plan)
@@ -303,13 +303,13 @@ class PeerDriver:
         if replica is not None:
             self._neighbours.say(replica.audience)  # that there is nothing to wait for any more
             await replica.close()
-            self.server.reset()
+            self.server.forget(replica.pipeline.runtime.keys)
 
-    def _era_is_over(self) -> bool:
-        return self._plan is not None and self._plan.plan.era != self._endpoint.era
-
-    def _renew(self) -> None:
-        """Our state is not our mates': begin anew, as a newcomer would."""
+    def _renew(self, tenure: Tenure) -> None:
+        """Its state is not its mates': begin anew, as a newcomer would."""
+        if tenure is not self.replica:
+            self.experts.renew(tenure)
+            return
         self._renewing = True
         self._follow_soon()
 
@@ -318,8 +318,13 @@ class PeerDriver:
             self._fail(error)
 
     def _say_hello(self) -> None:
+        self._neighbours.say(self._audience)
         if self.replica:
-            self._neighbours.say(self.replica.audience)
+            self.replica.experts_at(self._endpoint.peer_id, self._hello())
+
+    @property
+    def _audience(self) -> list[PeerID]:
+        return list(dict.fromkeys(peer for tenure in self._tenures for peer in tenure.audience))
 
     @property
     def _is_leaving(self) -> bool:
@@ -328,7 +333,7 @@ class PeerDriver:
     @property
     def _incarnation(self) -> int:
         """Each tenure of this process begins without state, as each process does."""
-        return self._endpoint.incarnation + self._tenures
+        return self._endpoint.incarnation + self._num_begun
 
     def _hello(self) -> Hello:
         replica = self.replica
@@ -339,27 +344,38 @@ class PeerDriver:
             version=replica.version if replica else 0,
             ready=replica.is_ready if replica else False,
             is_open=replica.is_open if replica else False,
-            draining=replica.is_draining or self.pausing.is_leaving if replica else False,
+            draining=replica.is_draining or self.pausing.is_leaving if replica else self._is_leaving,
+            experts=self.experts.places,
         )
 
+    @property
+    def _tenures(self) -> list[Tenure]:
+        return [self.replica, *self.experts.tenures] if self.replica else [*self.experts.tenures]
+
     def _heard(self, source: PeerID, hello: Hello) -> None:
-        if self.replica:
-            self.replica.peer_state(source, hello)
+        for tenure in self._tenures:
+            tenure.peer_state(source, hello)
 
     def _reborn(self, peer: PeerID) -> None:
-        if self.replica:
-            self.replica.peer_reborn(peer)
+        for tenure in self._tenures:
+            tenure.peer_reborn(peer)
+
+    def _died(self, peer: PeerID) -> None:
+        for tenure in self._tenures:
+            tenure.peer_died(peer)
 
     def _on_silence(self, peer: PeerID) -> None:
-        if self.replica and self._plan is not None and not self._plan.plan.has(peer):
-            self.replica.peer_died(peer)  # while it drained, or right after
-        elif self.replica:
-            self.replica.peer_silent(peer)
-            if peer in self.replica.audience:
-                self._neighbours.say([peer])  # its answer says that it is there again
+        if self._plan is not None and not self._plan.plan.has(peer):
+            self._died(peer)  # while it drained, or right after
+            return
+        for tenure in self._tenures:
+            tenure.peer_silent(peer)
+        if peer in self._audience:
+            self._neighbours.say([peer])  # its answer says that it is there again
 
-    def _current(self) -> StageState | None:
-        return self.replica.state if self.replica and self.replica.is_ready else None
+    def _current(self, keys: Collection[str]) -> StageState | None:
+        states = (tenure.state for tenure in self._tenures if tenure.is_ready)
+        return next((state for state in states if state is not None and set(keys) <= state.layers.keys()), None)
 
     def _measure_links(self, peers: tuple[PeerID, ...]) -> None:
         async def measure() -> None:
@@ -370,22 +386,7 @@ class PeerDriver:
         me = self._endpoint.peer_id
         self._tasks.spawn(measure(), "measure links")
 
-    # --- told by the replica ---
-
-    def _committed(self, report: CommitReport) -> None:
-        report = msgspec.structs.replace(report, era=self._endpoint.era)
-        self._commits.append(report)
-        self._witnessed(report)
-
-    def _witnessed(self, report: CommitReport) -> None:
-        if self._on_commit:
-            self._on_commit(msgspec.structs.replace(report, era=self._endpoint.era))
-
-    def _validated(self, report: ValidationReport) -> None:
-        report = msgspec.structs.replace(report, era=self._endpoint.era)
-        self._validations.append(report)
-        if self._on_validation:
-            self._on_validation(report)
+    # --- told by the tenures ---
 
     def _state_changed(self, tenure: Tenure, state: StageState) -> None:
         if self._on_state:

@@ -13,14 +13,14 @@ import msgspec
 from shoal.peer.outbox import Outbox
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.identity import PeerID
-from shoal.protocol.messages import Hello
+from shoal.protocol.messages import ExpertPlace, Hello
 from shoal.protocol.ports import Clock
 
 logger = logging.getLogger(__name__)
 
 _KEY = "hello"
 
-_Where = tuple[int, int, bool, bool, bool]
+_Where = tuple[int, int, bool, bool, bool, tuple[ExpertPlace, ...]]
 
 
 class Neighbours:
@@ -73,7 +73,7 @@ class Neighbours:
     def drains(self, peer: PeerID, stage: int | None) -> bool:
         """By its last word, and there."""
         hello = self._hellos.get(peer)
-        return hello is not None and hello.draining and hello.stage == stage
+        return hello is not None and hello.draining and hello.stage == (-1 if stage is None else stage)
 
     def words(self) -> list[tuple[PeerID, Hello]]:
         """The last of each, in the order of names."""
@@ -139,4 +139,5 @@ class Neighbours:
 
 def _where(hello: Hello) -> _Where:
     """What others act on."""
-    return hello.incarnation, hello.stage, hello.ready, hello.is_open, hello.draining
+    experts = tuple(msgspec.structs.replace(place, version=0) for place in hello.experts)
+    return hello.incarnation, hello.stage, hello.ready, hello.is_open, hello.draining, experts

@@ -11,10 +11,10 @@ holds its stage's state stays in the plan until somebody else has it.
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
-from shoal.peer.replica import Replica
+from shoal.peer.tenures import Tenure
 
 BACKWARDS_S: Final = 0.5
 """How long gradients that come back are still worth a backward. With the job that runs then: within a second,
@@ -25,14 +25,14 @@ HOLDS_PLACE_S: Final = 10.0
 
 class Pausing:
     """Args:
-    replica: ours, if there is one.
+    tenures: ours.
     on_change: what we say of ourselves has changed.
     """
 
-    def __init__(self, *, replica: Callable[[], Replica | None], on_change: Callable[[], None]) -> None:
+    def __init__(self, *, tenures: Callable[[], Sequence[Tenure]], on_change: Callable[[], None]) -> None:
         self.is_leaving = False
         """The next plan should do without us."""
-        self._replica = replica
+        self._tenures = tenures
         self._on_change = on_change
         self._task: asyncio.Task[None] | None = None
 
@@ -52,8 +52,8 @@ class Pausing:
         self._task.cancel()
         self._task = None
         self.is_leaving = False
-        if replica := self._replica():
-            replica.resume()
+        for tenure in self._tenures():
+            tenure.resume()
         self._on_change()
 
     async def close(self) -> None:
@@ -62,10 +62,10 @@ class Pausing:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
 
-    def begun(self, replica: Replica) -> None:
+    def begun(self, tenure: Tenure) -> None:
         """A plan has given us a place while we pause."""
         if self.is_paused:
-            replica.pause(at_once=True)
+            tenure.pause(at_once=True)
 
     async def _pause(self) -> None:
         self._apply(at_once=False)
@@ -77,5 +77,5 @@ class Pausing:
         await asyncio.Event().wait()
 
     def _apply(self, *, at_once: bool) -> None:
-        if replica := self._replica():
-            replica.pause(at_once=at_once)
+        for tenure in self._tenures():
+            tenure.pause(at_once=at_once)

@@ -14,7 +14,7 @@ from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused, RemoteError, Unreachable
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import BULK_CHUNK_BYTES
-from shoal.protocol.messages import LinkReport, Ping, ProbeChunk
+from shoal.protocol.messages import Advert, LinkReport, Ping, ProbeChunk
 from shoal.protocol.ports import Clock, Compute, Payload, Priority
 from shoal.protocol.spec import RunSpec
 
@@ -30,6 +30,19 @@ class DeviceProbe:
     device: str
     flop_per_s: float
     memory_bytes: int
+
+    def advert(self, name: str, bytes_per_s: float, addresses: tuple[str, ...], *, has_data: bool) -> Advert:
+        """What a peer with this device claims. Args: bytes_per_s: of its best link, 0 if none is known."""
+        return Advert(
+            name=name,
+            device=self.device,
+            flop_per_s=self.flop_per_s,
+            memory_bytes=self.memory_bytes,
+            upload_bytes_per_s=bytes_per_s,
+            download_bytes_per_s=bytes_per_s,
+            addresses=addresses,
+            has_data=has_data,
+        )
 
 
 async def probe_device(

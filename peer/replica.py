@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from shoal.peer.experts.dispatch import ExpertDispatch
 from shoal.peer.group.claims import Claims
 from shoal.peer.group.core import GroupCore
 from shoal.peer.pipeline.core import PipelineCore
@@ -22,11 +23,13 @@ class Replica(Tenure):
     def __init__(self, surroundings: Surroundings, plan: Plan, stage: int, *, incarnation: int) -> None:
         spec = surroundings.spec
         self.stage = stage
-        self.layers = (plan.stages[stage].first_layer, plan.stages[stage].last_layer)
+        self.layers = plan.stages[stage].layers
         first = stage == 0
         if first and not surroundings.arithmetic.has_text:
             raise DataError("the plan puts this peer at stage 0, but it does not have the run's text")
-        runtime = surroundings.arithmetic.runtime(*self.layers)
+        self.experts_placed = bool(plan.experts)
+        runtime = surroundings.arithmetic.runtime(*self.layers, placed=self.experts_placed)
+        experts = ExpertDispatch(surroundings, plan, stage, incarnation=incarnation) if plan.experts else None
         core = PipelineCore(
             stage=stage,
             num_stages=len(plan.stages),
@@ -43,6 +46,7 @@ class Replica(Tenure):
             compute=surroundings.compute,
             clock=surroundings.clock,
             upwards=self,
+            experts=experts,
         )
         super().__init__(surroundings, plan, stage, self.pipeline, incarnation=incarnation, has_loss=core.is_last)
         self.claims = self._make_claims(self.group.core) if first else None
@@ -52,11 +56,21 @@ class Replica(Tenure):
 
     def _near(self) -> list[tuple[PeerID, ...]]:
         stages = self._plan.stages
-        return [stages[i].peers for i in (self.stage - 1, self.stage, self.stage + 1) if 0 <= i < len(stages)]
+        holders = [entry.peers for entry in self._plan.experts if entry.stage == self.stage]
+        return [
+            *(stages[i].peers for i in (self.stage - 1, self.stage, self.stage + 1) if 0 <= i < len(stages)),
+            *holders,
+        ]
 
     def _wake(self) -> None:
         if self.claims:
             self.claims.wake()
+
+    @property
+    def expert_loads(self) -> tuple[int, ...]:
+        """As a heartbeat tells them; none if the experts are not placed."""
+        loads = self.pipeline.runtime.expert_loads.totals() if self.experts_placed else {}
+        return tuple(sum(counts) for counts in zip(*loads.values(), strict=True))
 
     # --- life ---
 
@@ -70,6 +84,8 @@ class Replica(Tenure):
     def follow(self, plan: Plan) -> None:
         if not self.pipeline.core.is_last:
             self.pipeline.core.router.set_shares({m.peer: m.share for m in plan.stages[self.stage + 1].members})
+        if self.pipeline.experts:
+            self.pipeline.experts.follow(plan)
         super().follow(plan)
         self.pipeline.refresh()
 
@@ -81,6 +97,7 @@ class Replica(Tenure):
 
     def peer_state(self, peer: PeerID, hello: Hello) -> None:
         """What a peer says of itself."""
+        self.experts_at(peer, hello)
         if hello.stage == self.stage:
             self.group.mate_ready(
                 peer, hello.ready, hello.is_open, drains=hello.draining, incarnation=hello.incarnation
@@ -99,8 +116,20 @@ class Replica(Tenure):
         self._open_if_fit()
         self._wake()
 
+    def experts_at(self, peer: PeerID, hello: Hello) -> None:
+        """What a peer, maybe we ourselves, holds of our layers' experts."""
+        if self.pipeline.experts:
+            self.pipeline.experts.heard(peer, hello)
+
+    def peer_silent(self, peer: PeerID) -> None:
+        if self.pipeline.experts:
+            self.pipeline.experts.lost(peer)
+        super().peer_silent(peer)
+
     def peer_died(self, peer: PeerID) -> None:
         """The plan has dropped it, and it had not said that it would go."""
+        if self.pipeline.experts:
+            self.pipeline.experts.lost(peer)
         self.mate_died(peer)
         self.peer_reborn(peer)
 
@@ -113,16 +142,10 @@ class Replica(Tenure):
         self._wake()
 
     def pause(self, *, at_once: bool) -> None:
-        """Take nothing new and hand on what is here, but stay: what we have contributed is reduced with our mates'.
-
-        Args: at_once: no backward begins either; else those whose gradients come back do.
-        """
-        self.is_paused = True
-        self.is_open = False
+        """Args: at_once: no backward begins either; else those whose gradients come back do."""
         if self.claims:
             self.claims.drain()
-        self.group.set_open(False)
-        self._s.on_change()
+        super().pause(at_once=at_once)
         self.pipeline.pause(at_once=at_once)
 
     def resume(self) -> None:
@@ -130,7 +153,7 @@ class Replica(Tenure):
         self.pipeline.resume()
         if self.claims and not self._draining:
             self.claims.drain(False)
-        self._open_if_fit()
+        super().resume()
 
     async def drain(self, timeout_s: float, *, unless: Callable[[], bool] = lambda: False) -> bool:
         if self.claims:

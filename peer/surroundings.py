@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shoal.peer.arithmetic import Arithmetic
+from shoal.peer.experts.server import ExpertServer
 from shoal.peer.handoff.inbox import ChunkInbox
 from shoal.peer.handoff.server import StateServer
 from shoal.peer.pipeline.state import StageState
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
-    """One for all replicas that a peer holds one after the other."""
+    """One for all tenures of a peer."""
 
     endpoint: Endpoint
     compute: Compute
@@ -38,12 +39,13 @@ class Surroundings:
     """Stepped or loaded; for snapshots."""
     on_change: Callable[[], None]
     """Ready or open changed: tell the neighbours."""
-    on_resync: Callable[[], None]
+    on_resync: Callable[["Tenure"], None]
     """Our state is not our mates'."""
     on_unreachable: Callable[[PeerID], None]
     """A call or a frame to it has failed."""
-    begin_era: Callable[[int], Awaitable[bool]]
-    """Whether we may begin it from its beginning."""
+    begin_era: Callable[[int, int], Awaitable[bool]]
+    """Whether we may begin it from its beginning, in a group."""
     on_failure: Callable[[BaseException], None]
     inbox: ChunkInbox
     server: StateServer
+    experts: ExpertServer

@@ -18,7 +18,7 @@ from shoal.peer.surroundings import Surroundings
 from shoal.peer.tasks import Tasks
 from shoal.protocol.errors import Refused, RemoteError, Unreachable
 from shoal.protocol.identity import PeerID
-from shoal.protocol.messages import Done, Progress, Repair
+from shoal.protocol.messages import Done, Hello, Progress, Repair
 from shoal.protocol.plan import Member, Plan
 
 logger = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ class Tenure:
             runtime=work.runtime,
             group=self.group,
             take_over=self._take_over,
-            begin_era=surroundings.begin_era,
+            begin_era=lambda era: surroundings.begin_era(era, group_id),
             members=lambda: self._plan.members,
         )
         self._tasks = Tasks(surroundings.on_failure)
@@ -139,6 +139,23 @@ class Tenure:
         """Who works with our group, besides its members."""
         raise NotImplementedError
 
+    def peer_state(self, peer: PeerID, hello: Hello) -> None:
+        """What a peer says of itself."""
+        raise NotImplementedError
+
+    def peer_died(self, peer: PeerID) -> None:
+        """The plan has dropped it, and it had not said that it would go."""
+        raise NotImplementedError
+
+    def peer_reborn(self, peer: PeerID) -> None:
+        """It has begun anew in its stage, which its mates may have heard from its Progress before."""
+        raise NotImplementedError
+
+    @property
+    def _is_needed(self) -> bool:
+        """Who comes after us has not what we have."""
+        return False
+
     def _wake(self) -> None:
         """Something has changed on which work may have waited."""
 
@@ -171,6 +188,20 @@ class Tenure:
             self.group.mate_silent(peer)
         self._wake()
 
+    def pause(self, *, at_once: bool) -> None:
+        """Take nothing new and hand on what is here, but stay: what we have contributed is reduced with our mates'.
+
+        Args: at_once: what others could do as well is not even ended.
+        """
+        self.is_paused = True
+        self.is_open = False
+        self.group.set_open(False)
+        self._s.on_change()
+
+    def resume(self) -> None:
+        self.is_paused = False
+        self._open_if_fit()
+
     async def drain(self, timeout_s: float, *, unless: Callable[[], bool] = lambda: False) -> bool:
         """Take nothing new, finish what is here, see every contribution committed, `unless` that has become pointless.
 
@@ -181,16 +212,23 @@ class Tenure:
         self.group.set_open(False)
         self._s.on_change()
         until_s = self._s.clock.now_s() + timeout_s
-        while not self._work.is_idle or self.group.core.owes:
-            if unless():
+        while not self._work.is_idle or self.group.core.owes or self._is_needed:
+            if unless() or not self._draining:
                 return False
             if self._s.clock.now_s() >= until_s:
                 logger.warning("left work behind: group %d did not drain in %.0f s", self.group_id, timeout_s)
                 return False
             await asyncio.sleep(0.05)
+        if not self._draining:
+            return False
         self.group.set_ready(False)
         self._s.on_change()
         return True
+
+    def stay(self, plan: Plan) -> None:
+        """A plan has given us our place back before we had drained."""
+        self._draining = False
+        self.follow(plan)
 
     def retire(self) -> None:
         """We take part in nothing any more, whatever still arrives."""
@@ -246,7 +284,7 @@ class Tenure:
 
     def _resync(self, mate: PeerID) -> None:
         if self.is_ready and not self._draining:
-            self._s.on_resync()
+            self._s.on_resync(self)
 
     # --- told by the work and the group ---
 

@@ -1,12 +1,28 @@
 """The names of a model's layers, under which its state is kept, sent, and reported as held on a disk.
 
-State is kept by layer: "embed", "layers.0" ... "layers.{L-1}", "head" (final norm and output projection).
+State is kept by layer: "embed", "layers.0" ... "layers.{L-1}", "head" (final norm and output projection). Where experts
+are placed, by unit: "layers.3.experts.5", and "layers.3.trunk" for the rest of that layer.
 """
 
+from typing import Final
+
+from shoal.protocol.plan import Plan
 from shoal.protocol.spec import ModelSpec
 
 EMBED = "embed"
 HEAD = "head"
+EXPERTS: Final = "experts"
+TRUNK: Final = "trunk"
+
+
+def expert_key(key: str, expert: int) -> str:
+    """Of one expert of the decoder layer `key`."""
+    return f"{key}.{EXPERTS}.{expert}"
+
+
+def trunk_key(key: str) -> str:
+    """Of what is left of the decoder layer `key` without its experts."""
+    return f"{key}.{TRUNK}"
 
 
 def all_layer_keys(model: ModelSpec) -> tuple[str, ...]:
@@ -24,3 +40,30 @@ def stage_layer_keys(model: ModelSpec, first: int, last: int) -> tuple[str, ...]
         raise ValueError(f"decoder layers [{first}, {last}) are not a part of [0, {model.num_layers})")
     keys = [f"layers.{index}" for index in range(first, last)]
     return (*([EMBED] if first == 0 else []), *keys, *([HEAD] if last == model.num_layers else []))
+
+
+def trunk_keys(model: ModelSpec, first: int, last: int) -> tuple[str, ...]:
+    """What a stage of decoder layers [first, last) holds when its experts are elsewhere."""
+    keys = stage_layer_keys(model, first, last)
+    return tuple(key if key in (EMBED, HEAD) else trunk_key(key) for key in keys)
+
+
+def expert_keys(first: int, last: int, expert: int) -> tuple[str, ...]:
+    """One expert of all of the decoder layers [first, last)."""
+    return tuple(expert_key(f"layers.{index}", expert) for index in range(first, last))
+
+
+def held_keys(model: ModelSpec, *, placed: bool) -> tuple[str, ...]:
+    """Everything that a run's state is made of; `placed`: its experts are."""
+    if not placed:
+        return all_layer_keys(model)
+    experts = (expert_keys(0, model.num_layers, expert) for expert in range(model.num_experts))
+    return (*trunk_keys(model, 0, model.num_layers), *(key for keys in experts for key in keys))
+
+
+def group_keys(model: ModelSpec, plan: Plan, group: int) -> tuple[str, ...]:
+    """What the members of a group of `plan` hold."""
+    if group < len(plan.stages):
+        return (trunk_keys if plan.experts else stage_layer_keys)(model, *plan.stages[group].layers)
+    entry = plan.experts[group - len(plan.stages)]
+    return expert_keys(*plan.stages[entry.stage].layers, entry.expert)

@@ -2,7 +2,7 @@
 
 from typing import Final
 
-PROTOCOL_VERSION: Final = 1
+PROTOCOL_VERSION: Final = 2
 """Agreed at join; peers of another version are refused with a sentence, so messages may be strict."""
 
 CONTROL_BYTES_MAX: Final = 256 * 1024
@@ -36,6 +36,10 @@ STAGES_MAX: Final = 256
 PEERS_MAX: Final = 20_000
 EXPERTS_MAX: Final = 1024
 """In one layer."""
+EXPERTS_PER_FRAME_MAX: Final = 256
+"""Whose tokens go in one frame: its meta names each of them, in a few bytes."""
+QUEUED_TOKENS_MAX: Final = 4096
+"""Requests for experts that a peer will hold: those of each microbatch under way, one a layer at a time."""
 MICROBATCHES_PER_STEP_MAX: Final = 4096
 REPORTS_PER_HEARTBEAT_MAX: Final = 16
 LINKS_PER_HEARTBEAT_MAX: Final = 16

@@ -123,6 +123,11 @@ class Heartbeat(_Message, frozen=True, kw_only=True):
     links: tuple[LinkReport, ...] = ()
     """Some of the sender's links: they take turns, `LINKS_PER_HEARTBEAT_MAX` at most."""
     holdings: tuple[Holding, ...] = ()
+    held: tuple[tuple[int, int], ...] = ()
+    """(group, version) of the experts whose state the sender holds."""
+    loads: tuple[int, ...] = ()
+    """Tokens that the sender's microbatches have sent to each expert, over all layers of its stage, since it took its
+    place there; empty if the experts are not placed."""
     silent: tuple[PeerID, ...] = ()
     """Members that the sender tries to reach and cannot: a hint, which makes the coordinator look sooner."""
     forward_s: float = 0.0
@@ -308,6 +313,17 @@ class SwarmStatus(_Message, frozen=True, kw_only=True, omit_defaults=True):
 # --- inside a stage group ---
 
 
+class ExpertPlace(_Part, frozen=True, array_like=True):
+    """How the sender is as a member of a group of experts' holders; as in its Hello, of that group."""
+
+    group: int
+    incarnation: int
+    version: int
+    ready: bool
+    is_open: bool
+    draining: bool = False
+
+
 class Hello(EraMessage, frozen=True, kw_only=True):
     """Where the sender stands: to mates and to both neighbouring stages, when that changes. Answered in kind."""
 
@@ -326,6 +342,8 @@ class Hello(EraMessage, frozen=True, kw_only=True):
     """Takes new traffic; a newcomer may be ready and not open yet."""
     draining: bool = False
     """About to leave: ready and not open until all it owes is done, whether or not a plan still names it."""
+    experts: tuple[ExpertPlace, ...] = ()
+    """By group."""
 
 
 class Progress(EraMessage, frozen=True):
@@ -404,6 +422,24 @@ class HandBack(EraMessage, frozen=True):
 
     stage: int
     items: tuple[tuple[int, int, bool], ...]
+
+
+class ExpertDone(EraMessage, frozen=True, kw_only=True):
+    """A member of `stage` is through with a microbatch: what these experts' holder has added up of it is whole.
+
+    Refused if the holder lacks some of it; then another one gets it all."""
+
+    stage: int
+    incarnation: int
+    """Of the sender's tenure, as in its ExpertTokens; so is `passage`."""
+    passage: int
+    step: int
+    index: int
+    experts: tuple[tuple[int, int], ...]
+    """(expert, how many layers' backwards it has had). Who was sent no token has had none, and counts it all the
+    same: every microbatch of a step is counted once by every expert."""
+    again: bool
+    """It may have come before, maybe to another holder: keep what it adds apart."""
 
 
 class ValidationResult(EraMessage, frozen=True):
@@ -502,6 +538,7 @@ Message = (
     | Grant
     | Repair
     | HandBack
+    | ExpertDone
     | ValidationResult
     | StateRequest
     | StateOffer
@@ -540,6 +577,39 @@ class Gradient(EraMessage, frozen=True):
     """How long it stood in queues from the receiver's sending it on until now: no sign of a long way."""
     commit_s: float
     """From the last contribution to a step to the next version, at that of the stages so far where it takes longest."""
+
+
+class ExpertTokens(EraMessage, frozen=True, kw_only=True):
+    """Tokens of one microbatch in one layer, to a holder of some of its experts. Payload: the tokens [N, D] in the wire
+    dtype, one expert's behind the other's; for a backward the gradients [N, D] of what came out of them behind all of
+    these."""
+
+    stage: int
+    """Whose experts they are, and the sender's."""
+    incarnation: int
+    """Of the sender's tenure."""
+    passage: int
+    """Which of the sender's runs of the microbatch: one may be given up and begun anew."""
+    serial: int
+    """Of the sender's frames in this tenure; the same when it asks once more."""
+    step: int
+    index: int
+    layer: int
+    """The decoder layer."""
+    backward: bool
+    counts: tuple[tuple[int, int], ...]
+    """(expert, tokens), of whom there are any."""
+
+
+class ExpertOutput(EraMessage, frozen=True, kw_only=True):
+    """What became of ExpertTokens: the experts' outputs [N, D], for a backward the gradients of the tokens."""
+
+    stage: int
+    """The receiver's."""
+    incarnation: int
+    serial: int
+    refused: str = ""
+    """Why there is none; for people."""
 
 
 class ReducePart(EraMessage, frozen=True):
@@ -586,7 +656,17 @@ class ProbeChunk(_Message, frozen=True):
     echo: bool
 
 
-FrameMeta = Activation | Gradient | ReducePart | GatherPart | StateChunk | ReducedChunk | ProbeChunk
+FrameMeta = (
+    Activation
+    | Gradient
+    | ExpertTokens
+    | ExpertOutput
+    | ReducePart
+    | GatherPart
+    | StateChunk
+    | ReducedChunk
+    | ProbeChunk
+)
 
 
 # --- directory records ---

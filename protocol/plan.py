@@ -34,6 +34,22 @@ class Stage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=
     last_layer: int
     members: tuple[Member, ...]
 
+    @property
+    def layers(self) -> tuple[int, int]:
+        return self.first_layer, self.last_layer
+
+    @cached_property
+    def peers(self) -> tuple[PeerID, ...]:
+        return tuple(member.peer for member in self.members)
+
+
+class ExpertGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, dict=True):
+    """Expert `expert` of all layers of stage `stage`, and who holds it; the member's position is its rank."""
+
+    stage: int
+    expert: int
+    members: tuple[Member, ...]
+
     @cached_property
     def peers(self) -> tuple[PeerID, ...]:
         return tuple(member.peer for member in self.members)
@@ -63,6 +79,11 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     mandate: bytes = b""
     """The owner's leave to the coordinator to make this plan without votes (`sign_mandate`): the plan before it has
     lost its majority. Empty in every other plan."""
+    experts: tuple[ExpertGroup, ...] = ()
+    """By stage, then expert: all of them, and stages hold the rest of their layers; or none, and stages hold whole
+    layers. Holders are members of the plan already, of that stage or not.
+
+    Who holds one thing is a *group*, and has a number: stages come first, expert j of stage s is K + s E + j."""
 
     @cached_property
     def members(self) -> tuple[PeerID, ...]:
@@ -76,15 +97,20 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     def dropped_since(self, before: "Plan") -> list[PeerID]:
         """Members of `before` whom it, or a plan in between, has counted out, though they may be back in their place.
 
-        Of spares nobody can tell whether they were away, so they count as such.
+        Of spares nobody can tell whether they were away, unless they hold experts, so they count as such.
         """
         back = {
             peer
             for peer, (stage, since) in self._places.items()
             if since > before.sequence and before.stage_of(peer) == stage
         }
-        back.update(set(self.spares).intersection(before.spares))
+        back.update(p for p in set(self.spares).intersection(before.spares) if not self._has_stayed(p, before))
         return sorted((before._everybody - self._everybody) | back)
+
+    def _has_stayed(self, peer: PeerID, before: "Plan") -> bool:
+        """One of its places shows that it was in every plan since."""
+        seats = self._seats.get(peer, {})
+        return any(since <= before.sequence and group in before._seats.get(peer, {}) for group, since in seats.items())
 
     @cached_property
     def _everybody(self) -> frozenset[PeerID]:
@@ -103,6 +129,42 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     def _places(self) -> dict[PeerID, tuple[int, int]]:
         """Who holds a stage -> (which, since which plan)."""
         return {m.peer: (index, m.since) for index, stage in enumerate(self.stages) for m in stage.members}
+
+    # --- groups ---
+
+    @property
+    def num_experts(self) -> int:
+        """Of each layer, that are placed; 0: none are."""
+        return len(self.experts) // len(self.stages)
+
+    def expert_group(self, stage: int, expert: int) -> int:
+        """Its number."""
+        return len(self.stages) + stage * self.num_experts + expert
+
+    def group_members(self, group: int) -> tuple[Member, ...]:
+        """None of a group that the plan has not."""
+        stages = len(self.stages)
+        if group < stages:
+            return self.stages[group].members
+        return self.experts[group - stages].members if group < stages + len(self.experts) else ()
+
+    def groups_of(self, peer: PeerID) -> tuple[int, ...]:
+        """Those that it is a member of, in order."""
+        return tuple(self._seats.get(peer, ()))
+
+    def since_in(self, peer: PeerID, group: int) -> int:
+        """Since which plan it is a member of the group; this one's sequence if it is none."""
+        return self._seats.get(peer, {}).get(group, self.sequence)
+
+    @cached_property
+    def _seats(self) -> dict[PeerID, dict[int, int]]:
+        """Who is a member of a group -> which, and since which plan."""
+        seats: dict[PeerID, dict[int, int]] = {}
+        holders = [entry.members for entry in self.stages] + [entry.members for entry in self.experts]
+        for group, members in enumerate(holders):
+            for member in members:
+                seats.setdefault(member.peer, {})[group] = member.since
+        return seats
 
     @property
     def order(self) -> tuple[int, int]:
@@ -161,7 +223,9 @@ def open_mandate(data: bytes, *, run: str, owner: PeerID, source: PeerID) -> tup
         raise RemoteError(source, f"sent an unreadable mandate ({error})") from error
 
 
-def open_plan(data: bytes, *, run: str, owner: PeerID, source: PeerID, num_layers: int) -> SignedPlan:
+def open_plan(
+    data: bytes, *, run: str, owner: PeerID, source: PeerID, num_layers: int, num_experts: int = 0
+) -> SignedPlan:
     """Verify and decode a plan that `source` handed us (it need not be the signer).
 
     Raises: RemoteError: unreadable, not signed by the coordinator it names, not a partition of the layers, or with a
@@ -174,7 +238,7 @@ def open_plan(data: bytes, *, run: str, owner: PeerID, source: PeerID, num_layer
         raise RemoteError(source, f"sent an unreadable plan ({error})") from error
     if plan.coordinator != envelope.sender or plan.run != run or plan.order != (envelope.term, envelope.sequence):
         raise RemoteError(source, "sent a plan that its signer's envelope contradicts")
-    flaw = plan_flaw(plan, num_layers=num_layers)
+    flaw = plan_flaw(plan, num_layers=num_layers, num_experts=num_experts)
     if flaw:
         raise RemoteError(source, f"sent an impossible plan: {flaw}")
     if plan.mandate:
@@ -184,8 +248,8 @@ def open_plan(data: bytes, *, run: str, owner: PeerID, source: PeerID, num_layer
     return SignedPlan(plan, data, blake3(envelope.body).hexdigest(length=16))
 
 
-def plan_flaw(plan: Plan, *, num_layers: int) -> str | None:
-    """Why the plan cannot be right, or None."""
+def plan_flaw(plan: Plan, *, num_layers: int, num_experts: int = 0) -> str | None:
+    """Why the plan cannot be right, or None. `num_experts`: of a layer of the run's model."""
     if not 0 < len(plan.stages) <= STAGES_MAX:
         return f"{len(plan.stages)} stages"
     if len(plan.members) > PEERS_MAX or len(set(plan.members)) != len(plan.members):
@@ -196,11 +260,32 @@ def plan_flaw(plan: Plan, *, num_layers: int) -> str | None:
     for index, stage in enumerate(plan.stages):
         if stage.first_layer != at or stage.last_layer <= at:
             return f"stage {index} does not begin where the one before ends"
-        if not stage.members:
-            return f"stage {index} has no member"
-        if not all(m.share > 0 and m.bandwidth > 0 and m.share + m.bandwidth < 1e18 for m in stage.members):
-            return f"stage {index} has a share that is not a positive number"
-        if not all(0 <= m.since <= plan.sequence for m in stage.members):
-            return f"stage {index} has a member that holds its place since a plan to come"
+        flaw = _members_flaw(stage.members, plan.sequence)
+        if flaw:
+            return f"stage {index} {flaw}"
         at = stage.last_layer
-    return None if at == num_layers else f"it covers {at} of {num_layers} layers"
+    return _experts_flaw(plan, num_experts) if at == num_layers else f"it covers {at} of {num_layers} layers"
+
+
+def _members_flaw(members: tuple[Member, ...], sequence: int) -> str | None:
+    if not members:
+        return "has no member"
+    if not all(m.share > 0 and m.bandwidth > 0 and m.share + m.bandwidth < 1e18 for m in members):
+        return "has a share that is not a positive number"
+    if not all(0 <= m.since <= sequence for m in members):
+        return "has a member that holds its place since a plan to come"
+    return None
+
+
+def _experts_flaw(plan: Plan, num_experts: int) -> str | None:
+    if len(plan.experts) not in (0, num_experts * len(plan.stages)):
+        return f"{len(plan.experts)} groups of experts for {len(plan.stages)} stages"
+    for number, entry in enumerate(plan.experts):
+        if (entry.stage, entry.expert) != divmod(number, plan.num_experts):
+            return f"expert {entry.expert} of stage {entry.stage} is not in its place"
+        flaw = _members_flaw(entry.members, plan.sequence)
+        if flaw:
+            return f"expert {entry.expert} of stage {entry.stage} {flaw}"
+        if len(set(entry.peers)) != len(entry.peers) or not all(plan.has(peer) for peer in entry.peers):
+            return f"expert {entry.expert} of stage {entry.stage} is held by a peer twice, or by one that is no member"
+    return None

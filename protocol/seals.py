@@ -20,7 +20,9 @@ class Seals(Protocol):
         """Raises: RemoteError."""
         ...
 
-    def open_plan(self, data: bytes, *, run: str, owner: PeerID, source: PeerID, num_layers: int) -> SignedPlan:
+    def open_plan(
+        self, data: bytes, *, run: str, owner: PeerID, source: PeerID, num_layers: int, num_experts: int = 0
+    ) -> SignedPlan:
         """Raises: RemoteError."""
         ...
 

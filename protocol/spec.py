@@ -223,6 +223,9 @@ class SwarmSpec(_Section, frozen=True):
     """How long one peer is coordinator before the role moves on."""
     snapshot_interval_steps: int = 50
     """Steps between snapshots; 0: only at the end."""
+    expert_slots: int = 0
+    """Experts that a member of a stage holds, each of all of the stage's layers; more where its stage has too few
+    members for all. 0: every member holds whole layers, with all of their experts."""
 
     def __post_init__(self) -> None:
         _require(0 < self.stages <= STAGES_MAX, f"stages must be in [1, {STAGES_MAX}], is {self.stages}")
@@ -230,6 +233,7 @@ class SwarmSpec(_Section, frozen=True):
         _require(self.heartbeat_s > 0, "heartbeat_s must be positive")
         _require(self.term_s >= 2 * self.heartbeat_s, "term_s must be at least two heartbeats")
         _require(self.snapshot_interval_steps >= 0, "snapshot_interval_steps must not be negative")
+        _require(self.expert_slots >= 0, "expert_slots must not be negative")
 
 
 class WireSpec(_Section, frozen=True):
@@ -284,8 +288,16 @@ class RunSpec(_Section, frozen=True):
             len(self.initial.digests) in (0, self.model.num_layers + 2),
             f"initial.digests has {len(self.initial.digests)} entries for {self.model.num_layers + 2} layers",
         )
+        _require(
+            not self.swarm.expert_slots or self.model.num_experts > 0,
+            "swarm.expert_slots means nothing in a dense model: model.num_experts is 0 or missing",
+        )
         tokens = self.training.microbatch_size * self.model.context
-        frame_bytes = tokens * ((4 if self.wire.activations == "fp32" else 2) * self.model.dim + _TARGET_BYTES)
+        row_bytes = (4 if self.wire.activations == "fp32" else 2) * self.model.dim
+        frame_bytes = tokens * (row_bytes + _TARGET_BYTES)
+        if self.swarm.expert_slots:
+            # All of a microbatch's tokens may go to one holder, and back with their gradients.
+            frame_bytes = max(frame_bytes, 2 * tokens * row_bytes * self.model.experts_per_token)
         _require(
             frame_bytes <= FRAME_PAYLOAD_BYTES_MAX,
             f"training.microbatch_size {self.training.microbatch_size} makes activations of {frame_bytes >> 20} MiB, "
@@ -328,6 +340,8 @@ def encode_spec(spec: RunSpec) -> bytes:
     if not spec.model.num_experts:
         for name in ("num_experts", *_OF_EXPERTS):
             del tables["model"][name]
+    if not spec.swarm.expert_slots:
+        del tables["swarm"]["expert_slots"]
     for name in _LATER_OF_DATA:
         if getattr(spec.data, name) == getattr(_DATA, name):
             del tables["data"][name]

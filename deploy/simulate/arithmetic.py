@@ -11,13 +11,16 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
+from shoal.peer.experts.shard import ExpertShard
 from shoal.peer.model.flop import backward_flop, forward_flop
 from shoal.peer.model.layout import HEAD, layer_layout, stage_layer_keys
+from shoal.peer.model.mixture import ExpertLoads
 from shoal.peer.pipeline.contributions import Contributions
 from shoal.peer.pipeline.microbatch import IndexSet, Microbatch
 from shoal.peer.pipeline.state import LayerState, StageState, moment2_numel
 from shoal.peer.pipeline.wire import ActivationWire
 from shoal.peer.vectors import Vectors
+from shoal.protocol.errors import LocalError
 from shoal.protocol.ports import Payload
 from shoal.protocol.sim.phantom import Phantom
 from shoal.protocol.spec import RunSpec
@@ -112,6 +115,7 @@ class ModelledRuntime:
         if spec.training.recomputes:
             self.backward_flop += self.forward_flop
         self.step_flop = 20.0 * self.num_parameters
+        self.expert_loads = ExpertLoads(spec.model.num_experts)
         self._contributions = Contributions(self.num_parameters, vectors)
         self._gradient_N = vectors.empty(self.num_parameters)
         self._contributes: dict[Microbatch, bool] = {}
@@ -207,8 +211,15 @@ class ModelledArithmetic:
     def probe_job(self) -> Callable[[], None]:
         return lambda: None
 
-    def runtime(self, first_layer: int, last_layer: int) -> ModelledRuntime:
+    def runtime(self, first_layer: int, last_layer: int, *, placed: bool = False) -> ModelledRuntime:
+        """Raises: LocalError: experts are placed."""
+        if placed:
+            raise LocalError("modelled devices hold whole layers, with their experts")
         return ModelledRuntime(self._spec, first_layer, last_layer, vectors=self.vectors)
+
+    def expert(self, first_layer: int, last_layer: int, expert: int) -> ExpertShard:
+        """Raises: LocalError."""
+        raise LocalError("modelled devices hold whole layers, with their experts")
 
 
 def _phantom(nbytes: int) -> Payload:

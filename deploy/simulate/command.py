@@ -46,6 +46,7 @@ def simulate(
     campaign: Annotated[int | None, typer.Option(min=1, metavar="SEEDS", help="Try so many seeds of faults.")] = None,
     first_seed: Annotated[int, typer.Option(min=0, help="The first of them.")] = 0,
     peers: Annotated[int, typer.Option(min=1, help="Peers of a campaign's swarm.")] = 9,
+    experts: Annotated[int, typer.Option(min=0, help="Experts of a campaign's model, placed among its peers.")] = 0,
     fault_seconds: Annotated[float, typer.Option(min=0, help="How long things go wrong in a campaign.")] = 60.0,
     kind: Annotated[list[str] | None, typer.Option(help="Only faults of this kind; may be repeated.")] = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what happens to standard error.")] = False,
@@ -64,7 +65,8 @@ def simulate(
     logging.basicConfig(level=logging.INFO if verbose else logging.CRITICAL, stream=sys.stderr)
     if campaign is not None:
         seeds = range(first_seed, first_seed + campaign)
-        return _campaign(seeds, peers, steps or _CAMPAIGN_STEPS, fault_seconds, kind or (), json)
+        sizes = (peers, steps or _CAMPAIGN_STEPS, experts, fault_seconds)
+        return _campaign(seeds, *sizes, kind or (), json)
     from shoal.deploy.simulate.scenario import find_scenario
     from shoal.deploy.simulate.strategies import Options
 
@@ -127,13 +129,21 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def _campaign(
-    seeds: range, peers: int, steps: int, fault_seconds: float, kinds: Sequence[str], json: Path | None
+    seeds: range,
+    peers: int,
+    steps: int,
+    experts: int,
+    fault_seconds: float,
+    kinds: Sequence[str],
+    json: Path | None,
 ) -> None:
     from shoal.deploy.simulate.campaign import run_seed
     from shoal.deploy.simulate.report import failure, json_line, one_line, summary
     from shoal.deploy.simulate.trial import CampaignOptions, parse_kinds
 
-    options = CampaignOptions(peers=peers, steps=steps, fault_s=fault_seconds, kinds=parse_kinds(kinds))
+    options = CampaignOptions(
+        peers=peers, steps=steps, experts=experts, fault_s=fault_seconds, kinds=parse_kinds(kinds)
+    )
     verdicts = []
     with json.open("wb") if json else contextlib.nullcontext() as file:
         for seed in seeds:

@@ -298,7 +298,8 @@ class EveryoneEnds:
             case Quiet():
                 self._quiet_s = event.at_s
             case Committed(report=report) if report.step == self.expected.steps - 1:
-                self._complete.setdefault(report.stage, event.at_s)
+                if report.stage < self.expected.stages:  # else of experts
+                    self._complete.setdefault(report.stage, event.at_s)
             case Ticked() if event.running and len(self._complete) == self.expected.stages:
                 late_s = event.at_s - max(self._quiet_s, *self._complete.values())
                 if late_s > ENDS_S:

@@ -37,10 +37,13 @@ def failure(verdict: Verdict, options: CampaignOptions) -> str:
     return "\n".join(lines)
 
 
+_OPTIONS = (("--peers", "peers"), ("--steps", "steps"), ("--experts", "experts"), ("--fault-seconds", "fault_s"))
+
+
 def replay_command(seed: int, options: CampaignOptions) -> str:
     defaults = CampaignOptions()
     words = ["shoal simulate --campaign 1", f"--first-seed {seed}"]
-    for option, name in (("--peers", "peers"), ("--steps", "steps"), ("--fault-seconds", "fault_s")):
+    for option, name in _OPTIONS:
         if getattr(options, name) != getattr(defaults, name):
             words.append(f"{option} {getattr(options, name):g}")
     if options.kinds != defaults.kinds:

@@ -1,6 +1,7 @@
 """A run small enough to simulate by the hundred: real gradients of a tiny model on a text made up here."""
 
 import functools
+import math
 
 import msgspec
 import torch
@@ -14,11 +15,19 @@ _VALIDATION_FRACTION = 0.05
 
 
 def tiny_spec(
-    *, steps: int, peers: int, stages: int = 3, s_max: int = 0, microbatches: int = 6, term_s: float = 10.0
+    *,
+    steps: int,
+    peers: int,
+    stages: int = 3,
+    s_max: int = 0,
+    microbatches: int = 6,
+    term_s: float = 10.0,
+    experts: int = 0,
 ) -> RunSpec:
     """A step is about 1 MFLOP a stage and microbatch. Activations travel in fp32, so that `s_max = 0` trains exactly
-    as one process does."""
-    return msgspec.convert(
+    as one process does. `experts`: of each layer, placed; each member of a stage holds three quarters of them."""
+    placed = {"model": {"num_experts": experts}, "swarm": {"expert_slots": math.ceil(0.75 * experts)}}
+    spec = msgspec.convert(
         {
             "name": "simulated",
             "seed": 3,
@@ -43,6 +52,12 @@ def tiny_spec(
         },
         RunSpec,
     )
+    if not experts:
+        return spec
+    tables = msgspec.to_builtins(spec)
+    for name, fields in placed.items():
+        tables[name] |= fields
+    return msgspec.convert(tables, RunSpec)
 
 
 @functools.cache

@@ -21,6 +21,8 @@ class CampaignOptions:
     peers: int = 9
     stages: int = 3
     steps: int = 45
+    experts: int = 0
+    """Of each layer, placed among the members of its stage; 0: a dense model."""
     fault_s: float = 60.0
     """Nothing goes wrong later than this after the first commit."""
     mean_gap_s: float = 8.0
@@ -62,6 +64,7 @@ def draw_trial(seed: int, options: CampaignOptions) -> Trial:
         peers=options.peers,
         stages=options.stages,
         s_max=rng.choice((0, 0, 1)),
+        experts=options.experts,
         term_s=rng.choice((5.0, 15.0, 60.0)),
     )
     schedule = draw_schedule(rng, names, duration_s=options.fault_s, mean_gap_s=options.mean_gap_s, kinds=options.kinds)

@@ -5,7 +5,7 @@ holders go on committing, and keep the reduced gradients since the oldest pinned
 """
 
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable
 
 from shoal.peer.initial import InitialWeights, bare_layer
 from shoal.peer.pipeline.state import LayerState, StageState
@@ -42,12 +42,17 @@ class _Pin:
             if key not in self.layers:
                 self.layers[key], self.digests[key] = layer, layer.digest()
 
+    def forget(self, keys: Collection[str]) -> None:
+        for key in keys:
+            self.layers.pop(key, None)
+            self.digests.pop(key, None)
+
 
 class StateServer:
     """One a peer, whatever it holds.
 
     Args:
-        current: what this peer trains, or None while it has no state.
+        current: what this peer trains of which these layers are a part, or None while it has no such state.
         stored: (era, version, layer keys) -> those of the layers that are in a snapshot here.
     """
 
@@ -56,7 +61,7 @@ class StateServer:
         *,
         endpoint: Endpoint,
         clock: Clock,
-        current: Callable[[], StageState | None],
+        current: Callable[[Collection[str]], StageState | None],
         stored: Callable[[int, int, tuple[str, ...]], Awaitable[dict[str, LayerState]]],
         vectors: Vectors = VECTORS,
     ) -> None:
@@ -80,9 +85,13 @@ class StateServer:
         self._forget_old()
         return min((version for era, version in self._pins if era == TRAINED), default=2**62)
 
-    def reset(self) -> None:
-        """Another tenure begins: what an earlier one has pinned is of no use to anybody."""
-        self._pins = {key: pin for key, pin in self._pins.items() if key[0] != TRAINED}
+    def forget(self, keys: Collection[str]) -> None:
+        """A tenure that held these layers is over: what it has pinned is of no use to anybody."""
+        for (era, version), pin in list(self._pins.items()):
+            if era == TRAINED:
+                pin.forget(keys)
+                if not pin.layers:
+                    del self._pins[era, version]
 
     def _forget_old(self) -> None:
         now_s = self._clock.now_s()
@@ -106,10 +115,11 @@ class StateServer:
             if not layers:
                 raise Refused(self._endpoint.peer_id, "has no such snapshot")
             return self._offer((message.stored_era, message.version), layers.items(), wanted)
-        if (TRAINED, message.version) in self._pins:
+        pinned = self._pins.get((TRAINED, message.version))
+        if pinned is not None and wanted <= pinned.layers.keys():
             return self._offer((TRAINED, message.version), (), wanted)
-        state = self._current()
-        if state is None or not wanted <= set(state.layers):
+        state = self._current(message.layers)
+        if state is None:
             raise Refused(self._endpoint.peer_id, "does not hold that state")
         if message.version not in (-1, state.version):
             raise Refused(self._endpoint.peer_id, f"is at version {state.version}, not {message.version}")

@@ -9,6 +9,18 @@ BACKWARD_PER_FORWARD: Final = 2.0
 """A matmul's backward is two matmuls of its size: one for the input's gradient, one for the weight's."""
 
 
+def expert_flop(model: ModelSpec, num_tokens: int) -> float:
+    """Matmul FLOP of one expert's forward on `num_tokens` tokens that were sent to it."""
+    return 2.0 * num_tokens * 3 * model.dim * model.ffn_dim
+
+
+def trunk_flop(model: ModelSpec, key: str, num_tokens: int) -> float:
+    """As `forward_flop`, without what the experts of the layer do."""
+    if not model.num_experts or key in (EMBED, HEAD):
+        return forward_flop(model, key, num_tokens)
+    return forward_flop(model, key, num_tokens) - expert_flop(model, num_tokens * model.experts_per_token)
+
+
 def forward_flop(model: ModelSpec, key: str, num_tokens: int) -> float:
     """Matmul FLOP (a multiply-add is 2) of one layer's forward on `num_tokens` tokens in samples of `context`.
 

@@ -22,13 +22,15 @@ from blake3 import blake3
 from torch import Tensor
 
 from shoal.protocol.layers import EMBED as EMBED
+from shoal.protocol.layers import EXPERTS, TRUNK
 from shoal.protocol.layers import HEAD as HEAD
 from shoal.protocol.layers import all_layer_keys as all_layer_keys
+from shoal.protocol.layers import expert_key as expert_key
+from shoal.protocol.layers import expert_keys as expert_keys
 from shoal.protocol.layers import stage_layer_keys as stage_layer_keys
+from shoal.protocol.layers import trunk_keys as trunk_keys
 from shoal.protocol.spec import ModelSpec
 
-EXPERTS: Final = "experts"
-TRUNK: Final = "trunk"
 EXPERT_MATRICES: Final = ("w1", "w2", "w3")
 """Of one expert: gate, down and up."""
 
@@ -103,11 +105,6 @@ def layer_index(key: str) -> int:
     if prefix != "layers" or not index.isdecimal():
         raise ValueError(f"{key!r} is not the key of a decoder layer")
     return int(index)
-
-
-def expert_key(key: str, expert: int) -> str:
-    """Of one expert of the decoder layer `key`."""
-    return f"{key}.{EXPERTS}.{expert}"
 
 
 def unit_keys(model: ModelSpec, key: str) -> tuple[str, ...]:

@@ -52,16 +52,23 @@ def decoder_layer(
     """Attention and SwiGLU, or a mixture of them, with residuals: [B, T, D] -> [B, T, D]. T is at most the context, and
     with what is remembered 1 after the first call."""
     at = f"model.layers.{index}."
-    normed_BTD = functional.rms_norm(x_BTD, (model.dim,), params[at + "input_layernorm.weight"], model.norm_eps)
-    x_BTD = x_BTD + _attention(model, at + "self_attn.", params, normed_BTD, rotary, remember)
-    normed_BTD = functional.rms_norm(
-        x_BTD, (model.dim,), params[at + "post_attention_layernorm.weight"], model.norm_eps
-    )
+    x_BTD, normed_BTD = attend(model, index, params, x_BTD, rotary, remember)
     if model.num_experts:
         return x_BTD + mixture_layer(model, index, params, normed_BTD.flatten(0, 1), mixture).view_as(x_BTD)
     gate_BTF = functional.linear(normed_BTD, params[at + "mlp.gate_proj.weight"])
     up_BTF = functional.linear(normed_BTD, params[at + "mlp.up_proj.weight"])
     return x_BTD + functional.linear(functional.silu(gate_BTF) * up_BTF, params[at + "mlp.down_proj.weight"])
+
+
+def attend(
+    model: ModelSpec, index: int, params: Params, x_BTD: Tensor, rotary: Rotary, remember: Remember | None = None
+) -> tuple[Tensor, Tensor]:
+    """The first half of a layer. Returns: ([B, T, D] with the residual, that normalised for the second half)."""
+    at = f"model.layers.{index}."
+    normed_BTD = functional.rms_norm(x_BTD, (model.dim,), params[at + "input_layernorm.weight"], model.norm_eps)
+    x_BTD = x_BTD + _attention(model, at + "self_attn.", params, normed_BTD, rotary, remember)
+    weight_D = params[at + "post_attention_layernorm.weight"]
+    return x_BTD, functional.rms_norm(x_BTD, (model.dim,), weight_D, model.norm_eps)
 
 
 def head(model: ModelSpec, params: Params, x_BTD: Tensor) -> Tensor:

@@ -13,6 +13,9 @@ burst first sends the next burst of activations afterwards, and starves the stag
 optimizer step goes before both (everything after it is one step less stale), lower steps before higher.
 The last stage has no `away`: loss, forward and backward are one job.
 
+A job that waits for other peers (for experts that are elsewhere) is parked: the device does others. It must, or two
+peers would wait for each other for ever, or forwards of a step for a version that only the backwards behind them make.
+
 A pause gives everything back but what has been contributed: first what has no forward yet, a little later the rest.
 What comes meanwhile (it was on its way) goes back at once. Commits are stepped as ever: others wait for our word.
 
@@ -35,6 +38,8 @@ from shoal.peer.pipeline.events import (
     HandedBack,
     Job,
     JobDone,
+    JobDropped,
+    JobParked,
     Paused,
     PeerLost,
     PeerReady,
@@ -75,6 +80,7 @@ class PipelineCore:
     _unsent: set[Microbatch] = field(default_factory=set)
     _running: Job | None = None
     _running_flight: Flight | None = None
+    _parked: dict[Microbatch, Flight] = field(default_factory=dict)
     _commits: CommitTimes = field(default_factory=CommitTimes)
     _step_ready: bool = False
     _pause: Paused | None = None
@@ -103,7 +109,12 @@ class PipelineCore:
     @property
     def is_idle(self) -> bool:
         """Nothing is here at all."""
-        return not self._flights and self._running is None
+        return not self._flights and self._running is None and not self._parked
+
+    def goes_on(self, job: Job) -> bool:
+        """Whether anything comes of a parked job."""
+        assert job.microbatch is not None, "a step waits for nobody"
+        return not self._parked[job.microbatch].handed_back
 
     def holds(self, microbatch: Microbatch) -> bool:
         return microbatch in self._flights
@@ -117,6 +128,10 @@ class PipelineCore:
                 commands = self._gradient(microbatch, source, waited_s, now_s)
             case JobDone(job):
                 commands = self._job_done(job, now_s)
+            case JobParked(job):
+                commands = self._park(job)
+            case JobDropped(job):
+                commands = self._drop_parked(job)
             case StepReady(step):
                 assert step == self.version, f"a step to {step + 1} at version {self.version}"
                 self._step_ready = True
@@ -178,9 +193,29 @@ class PipelineCore:
         self._returned.add(microbatch)
         return []
 
+    def _park(self, job: Job) -> list[Command]:
+        assert job == self._running, f"{job} is not the job that runs"
+        assert job.microbatch is not None, "a step waits for nobody"
+        assert self._running_flight is not None
+        self._parked[job.microbatch] = self._running_flight
+        self._running = self._running_flight = None
+        return []
+
+    def _drop_parked(self, job: Job) -> list[Command]:
+        assert job.microbatch is not None, "a step waits for nobody"
+        assert not self.goes_on(job), f"{job} has not been handed back"
+        del self._parked[job.microbatch]
+        return [] if self.holds(job.microbatch) else [Forget(job.microbatch)]
+
+    def _is_busy(self, flight: Flight) -> bool:
+        """A job of it runs, or is parked."""
+        return flight is self._running_flight or any(flight is parked for parked in self._parked.values())
+
     def _job_done(self, job: Job, now_s: float) -> list[Command]:
-        assert job == self._running, f"{job} is not the job that runs, {self._running} is"
-        flight, self._running, self._running_flight = self._running_flight, None, None
+        flight = None if job.microbatch is None else self._parked.pop(job.microbatch, None)
+        if flight is None:
+            assert job == self._running, f"{job} is not the job that runs, {self._running} is"
+            flight, self._running, self._running_flight = self._running_flight, None, None
         if job.microbatch is None:
             if job.version == self.version:  # else a state was loaded while it ran
                 self.version += 1
@@ -262,6 +297,7 @@ class PipelineCore:
             flight = self._flights[microbatch]
             if flight is self._running_flight:
                 continue
+            flight.handed_back = True
             begun = flight.again or microbatch not in self._waiting
             back = [HandBack(microbatch, source, begun) for source in sorted(flight.sources)]
             commands += back or [HandBack(microbatch, None, begun)]
@@ -276,7 +312,7 @@ class PipelineCore:
             self.router.returned(flight.target)
         for place in (self._waiting, self._returned, self._unsent):
             place.discard(microbatch)
-        return [] if self._running_flight is flight else [Forget(microbatch)]
+        return [] if self._is_busy(flight) else [Forget(microbatch)]
 
     def _next_job(self, now_s: float) -> list[Command]:
         if self._running is not None:
@@ -309,6 +345,8 @@ class PipelineCore:
         return self._run(Job("loss" if self.is_last else "forward", microbatch, self.version))
 
     def _is_admitted(self, microbatch: Microbatch) -> bool:
+        if microbatch in self._parked:
+            return False  # It came again, from another source, while a job of its first coming waits.
         if microbatch.step < self.version:
             return True  # A repair: others cannot go on without it, so it must not queue behind what waits for them.
         if self.window and not self.window.has_room:

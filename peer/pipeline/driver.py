@@ -2,20 +2,23 @@
 
 The path of a microbatch through this file: `grant` (stage 0) or `_on_activation` -> `_run` (forward)
 -> `_send_activation` -> `_on_gradient` -> `_run` (backward) -> `Upwards.contributed` and `_send_gradient`.
+Where experts are elsewhere, `_run` goes through `peer/experts/dispatch.py` at each layer.
 """
 
 import asyncio
+import functools
 import logging
 import math
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from statistics import median
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from shoal.peer.arithmetic import Runtime
+from shoal.peer.experts.dispatch import ExpertDispatch
+from shoal.peer.experts.passage import Passage
 from shoal.peer.pipeline.core import PipelineCore
 from shoal.peer.pipeline.events import (
     Arrived,
@@ -28,6 +31,8 @@ from shoal.peer.pipeline.events import (
     HandedBack,
     Job,
     JobDone,
+    JobDropped,
+    JobParked,
     Paused,
     PeerLost,
     PeerReady,
@@ -35,12 +40,14 @@ from shoal.peer.pipeline.events import (
     SendActivation,
     SendGradient,
     StepReady,
+    TimelineEntry,
     VersionSet,
 )
 from shoal.peer.pipeline.handing_back import HandingBack
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.pipeline.queueing import LinkQueues
 from shoal.peer.pipeline.state import StageState
+from shoal.peer.pipeline.suspended import Suspended
 from shoal.peer.pipeline.wire import ActivationWire
 from shoal.peer.tasks import Tasks
 from shoal.protocol.endpoint import Endpoint
@@ -93,17 +100,12 @@ class Upwards(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TimelineEntry:
-    """One job: `F(3, 1)` is the forward of microbatch (3, 1). Seconds of this peer's clock."""
-
-    job: Job
-    started_s: float
-    ended_s: float
-
-
 class PipelineDriver:
-    """One replica's traffic and work. Handlers must be installed (`install`) before the first frame."""
+    """One replica's traffic and work. Handlers must be installed (`install`) before the first frame.
+
+    Args:
+        experts: who computes the experts, if they are placed.
+    """
 
     def __init__(
         self,
@@ -114,8 +116,10 @@ class PipelineDriver:
         compute: Compute,
         clock: Clock,
         upwards: Upwards,
+        experts: ExpertDispatch | None = None,
     ) -> None:
         self.core = core
+        self.experts = experts
         self.runtime = runtime
         self.timeline: deque[TimelineEntry] = deque(maxlen=_TIMELINE_MAX)
         self._endpoint = endpoint
@@ -129,6 +133,7 @@ class PipelineDriver:
         self._losses: dict[Microbatch, float] = {}
         self._activation_queues, self._gradient_queues = LinkQueues(), LinkQueues()
         self._waited_s: dict[Microbatch, float] = {}  # that its activation stood in line to leave
+        self._passages: dict[Microbatch, Passage] = {}
         self._unwanted: set[Microbatch] = set()  # computed for the other stages only: our group has its gradient
         self._mean_gradient_N: Tensor | None = None
         self._tasks = Tasks(upwards.failed)
@@ -138,12 +143,16 @@ class PipelineDriver:
     def install(self) -> None:
         self._endpoint.on_frame(Activation, self._on_activation)
         self._endpoint.on_frame(Gradient, self._on_gradient)
+        if self.experts:
+            self.experts.install()
         self._handing_back.install(self._check, on_back=lambda m, peer: self._handle(HandedBack(m, peer)))
 
     async def close(self) -> None:
         """Drop everything in flight. The job that runs is waited for: a device cannot be interrupted."""
         self._closed = True
         await self._tasks.cancel()
+        if self.experts:
+            await self.experts.close()
 
     @property
     def version(self) -> int:
@@ -152,13 +161,16 @@ class PipelineDriver:
     @property
     def is_idle(self) -> bool:
         """Nothing is here at all."""
-        return self.core.is_idle
+        return self.core.is_idle and (self.experts is None or self.experts.is_idle)
 
     @property
     def forward_s(self) -> float:
         """Median seconds of the recent forwards (of the whole loss job at the last stage); 0 before the first."""
-        recent = [e.ended_s - e.started_s for e in list(self.timeline)[-64:] if e.job.kind in ("forward", "loss")]
-        return median(recent) if recent else 0.0
+        took_s: dict[Job, float] = {}
+        for entry in list(self.timeline)[-64:]:
+            if entry.job.kind in ("forward", "loss"):  # of a job in parts there is an entry each
+                took_s[entry.job] = took_s.get(entry.job, 0.0) + entry.ended_s - entry.started_s
+        return median(took_s.values()) if took_s else 0.0
 
     # --- told by the rest of the peer ---
 
@@ -260,9 +272,11 @@ class PipelineDriver:
                         commit_s=commit_s,
                     )
                     self._tasks.spawn(self._send_gradient(target, meta, payload), f"gradient {microbatch}")
-                case Contributed(microbatch, staleness_steps, again) if microbatch not in self._unwanted:
-                    loss = self._losses.get(microbatch, 0.0)
-                    self.upwards.contributed(microbatch, loss=loss, staleness_steps=staleness_steps, again=again)
+                case Contributed(microbatch, staleness_steps, again):
+                    self._end_passage(microbatch, done=True, again=again)
+                    if microbatch not in self._unwanted:
+                        loss = self._losses.get(microbatch, 0.0)
+                        self.upwards.contributed(microbatch, loss=loss, staleness_steps=staleness_steps, again=again)
                 case Finished(microbatch):
                     self.upwards.finished(microbatch, loss=self._losses.get(microbatch, math.nan))
                 case Forget(microbatch):
@@ -270,15 +284,47 @@ class PipelineDriver:
 
     async def _run(self, job: Job) -> None:
         work, flop = self._work(job)
-        timed = await self._compute.run("forward" if job.kind == "loss" else job.kind, work, flop=flop)
+        kind = "forward" if job.kind == "loss" else job.kind
+        timed = await self._compute.run(kind, work, flop=flop)
         self.timeline.append(TimelineEntry(job=job, started_s=timed.started_s, ended_s=timed.ended_s))
         if job.microbatch is None:
             state, digest, skipped = timed.value
             self._handle(JobDone(job))
             self.upwards.stepped(state, digest, skipped)
             return
+        passage = self._passage(job, job.microbatch)
+        if isinstance(timed.value, Suspended):
+            self._handle(JobParked(job))
+        while isinstance(timed.value, Suspended):
+            assert self.experts is not None
+            assert passage is not None
+            output = await self.experts.exchange(passage, timed.value.call)
+            if not self.core.goes_on(job):
+                self._handle(JobDropped(job))
+                return
+            timed = await self._compute.run(kind, functools.partial(timed.value.resume, output), flop=timed.value.flop)
+            self.timeline.append(TimelineEntry(job=job, started_s=timed.started_s, ended_s=timed.ended_s))
         self._keep(job, job.microbatch, timed.value)
         self._handle(JobDone(job))
+
+    def _passage(self, job: Job, microbatch: Microbatch) -> Passage | None:
+        """Where experts are placed: of this run of the microbatch, the same for its forward and its backward."""
+        if self.experts is None:
+            return None
+        if job.kind != "backward":
+            self._end_passage(microbatch, done=False)
+            self._passages[microbatch] = self.experts.begin(microbatch)
+        return self._passages[microbatch]
+
+    def _end_passage(self, microbatch: Microbatch, *, done: bool, again: bool = False) -> None:
+        """`done`: its backward is, and its experts' holders may count it; else nobody asks for it any more."""
+        passage = self._passages.pop(microbatch, None)
+        if passage is None or self.experts is None:
+            return
+        if done:
+            self.experts.settle(passage, again=again)
+        else:
+            self.experts.abandon(passage)
 
     def _work(self, job: Job) -> tuple[Callable[[], Any], float]:
         """The job as a function for the device's thread, and its arithmetic in FLOP."""
@@ -314,6 +360,7 @@ class PipelineDriver:
         for table in (self._inputs, self._outputs, self._gradients, self._losses, self._waited_s):
             table.pop(microbatch, None)
         self._unwanted.discard(microbatch)
+        self._end_passage(microbatch, done=False)
         self.runtime.forget(microbatch)
 
     async def _send_activation(self, microbatch: Microbatch, target: PeerID, again: bool) -> None:

@@ -35,6 +35,21 @@ class JobDone:
 
 
 @dataclass(frozen=True, slots=True)
+class JobParked:
+    """It waits for other peers, and leaves the device to whatever else there is meanwhile. What it still needs of the
+    device it gets beside the jobs of the core's choice; in the end there is a `JobDone` all the same."""
+
+    job: "Job"
+
+
+@dataclass(frozen=True, slots=True)
+class JobDropped:
+    """A parked one does not go on, since its microbatch has been handed back: nothing comes of it."""
+
+    job: "Job"
+
+
+@dataclass(frozen=True, slots=True)
 class StepReady:
     """The group has the whole reduced gradient of `step`."""
 
@@ -84,7 +99,18 @@ class Resumed:
 
 
 Event = (
-    Arrived | GradientArrived | JobDone | StepReady | VersionSet | PeerReady | PeerLost | HandedBack | Paused | Resumed
+    Arrived
+    | GradientArrived
+    | JobDone
+    | JobParked
+    | JobDropped
+    | StepReady
+    | VersionSet
+    | PeerReady
+    | PeerLost
+    | HandedBack
+    | Paused
+    | Resumed
 )
 
 # --- commands ---
@@ -103,6 +129,15 @@ class Job:
     def __str__(self) -> str:
         letter = {"forward": "F", "backward": "B", "loss": "L", "validate": "V", "step": "S"}[self.kind]
         return f"{letter}{self.microbatch or self.version}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimelineEntry:
+    """One job, or a part of one: `F(3, 1)` is the forward of microbatch (3, 1). Seconds of this peer's clock."""
+
+    job: Job
+    started_s: float
+    ended_s: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,8 @@ class Flight:
     """Who owes us its gradient; None again once it is back."""
     doubted: PeerID | None = None
     """Who had it last when it was asked for once more: maybe it is only slow, so somebody else is tried."""
+    handed_back: bool = False
+    """While a job of it was parked, of which nothing comes any more."""
     waiting_since_s: float = 0.0
     waited_s: float = 0.0
     sent_s: float = 0.0

@@ -5,6 +5,8 @@ its context holds the very tensors. Unless memory is short (`keep = "recompute"`
 otherwise: then it holds the input only, and the backward runs the forward again with the weights for its step that the
 version of that moment has.
 
+Where the experts are elsewhere (`placed`), a job returns `Suspended` at each layer, and goes on when it is resumed.
+
 B samples   T tokens   D width   N parameters of the stage, its layers' flat buffers one behind the other
 """
 
@@ -19,12 +21,16 @@ from torch import Tensor
 from shoal.peer.data.corpus import Corpus
 from shoal.peer.data.microbatch import microbatch as training_microbatch
 from shoal.peer.data.microbatch import validation_microbatch
+from shoal.peer.experts.wire import TokenWire
 from shoal.peer.model import llama
-from shoal.peer.model.flop import backward_flop, forward_flop
-from shoal.peer.model.layout import HEAD, stage_layer_keys
+from shoal.peer.model.flop import BACKWARD_PER_FORWARD, trunk_flop
+from shoal.peer.model.flop import forward_flop as whole_flop
+from shoal.peer.model.layout import HEAD, stage_layer_keys, trunk_keys
 from shoal.peer.model.mixture import ExpertLoads, Experts, Mixture
 from shoal.peer.pipeline.microbatch import Microbatch
+from shoal.peer.pipeline.passing import InParts, Passing, Whole, part_flop
 from shoal.peer.pipeline.shard import Leaves, Shard
+from shoal.peer.pipeline.suspended import Suspended
 from shoal.peer.pipeline.weights import WeightSet
 from shoal.peer.pipeline.wire import ActivationWire
 from shoal.protocol.ports import Payload
@@ -42,6 +48,7 @@ class _Forward:
 
     weights: WeightSet
     leaves: Leaves
+    passing: Passing
     y_BTD: Tensor
 
 
@@ -61,6 +68,8 @@ class StageRuntime(Shard):
     Args:
         corpus: stage 0 only.
         experts_of: None: the stage's own, here.
+        placed: the experts are elsewhere, and not of this shard; jobs may return `Suspended`. What is said of a job's
+            arithmetic is then said of its first part.
     """
 
     def __init__(
@@ -72,23 +81,32 @@ class StageRuntime(Shard):
         corpus: Corpus | None,
         device: torch.device,
         experts_of: ExpertsOf | None = None,
+        placed: bool = False,
     ) -> None:
-        super().__init__(spec, stage_layer_keys(spec.model, first_layer, last_layer), device=device)
+        keys = (trunk_keys if placed else stage_layer_keys)(spec.model, first_layer, last_layer)
+        super().__init__(spec, keys, device=device)
+        self._placed = placed
         self.expert_loads = ExpertLoads(spec.model.num_experts)
         self._experts_of = experts_of
         self._corpus = corpus
         self._wire = ActivationWire(spec)
         self._rotary = llama.rotary_tables(spec.model, device)
         self._contexts: dict[Microbatch, _Context] = {}
+        self._token_wire = TokenWire(spec)
         tokens = spec.training.microbatch_size * spec.model.context
-        self.forward_flop = sum(forward_flop(spec.model, key, tokens) for key in self.keys)
-        self.backward_flop = sum(backward_flop(spec.model, key, tokens) for key in self.keys)
+        layers = stage_layer_keys(spec.model, first_layer, last_layer)
+        self._flop = sum((trunk_flop if placed else whole_flop)(spec.model, key, tokens) for key in layers)
+        self.forward_flop = part_flop(layers, self._flop) if placed else self._flop
+        self.backward_flop = BACKWARD_PER_FORWARD * self.forward_flop
         if spec.training.recomputes:
-            self.backward_flop += self.forward_flop
+            # In parts, the forward is run again before the first of them.
+            self.backward_flop = self.forward_flop + (0.0 if placed else self.backward_flop)
 
     # --- jobs ---
 
-    def forward(self, microbatch: Microbatch, payload: Payload | None, *, contributes: bool = True) -> bytearray:
+    def forward(
+        self, microbatch: Microbatch, payload: Payload | None, *, contributes: bool = True
+    ) -> bytearray | Suspended:
         """Not the last stage: input (None at stage 0, which reads the data) -> activation for the next stage.
 
         `contributes`: its gradient is wanted; a mate's sum has it otherwise.
@@ -96,15 +114,19 @@ class StageRuntime(Shard):
         x, targets_BT = self._input(microbatch, payload)
         weights, leaves = self._weights_of(microbatch)
         recomputes = self.spec.training.recomputes
-        with torch.set_grad_enabled(not recomputes):
-            y_BTD = self._run(microbatch, leaves, x, counts=True)
-        kept = None if recomputes else _Forward(weights, leaves, y_BTD)
-        self._contexts[microbatch] = _Context(x, kept, contributes)
-        return self._wire.encode_activation(y_BTD.detach(), targets_BT)
+        passing = self._passing(microbatch, leaves, counts=True)
+
+        def end(y_BTD: Tensor) -> bytearray:
+            kept = None if recomputes else _Forward(weights, leaves, passing, y_BTD)
+            self._contexts[microbatch] = _Context(x, kept, contributes)
+            return self._wire.encode_activation(y_BTD.detach(), targets_BT)
+
+        value: bytearray | Suspended = passing.forward(x, end, grad=not recomputes)
+        return value
 
     def loss(
         self, microbatch: Microbatch, payload: Payload | None, *, contributes: bool = True
-    ) -> tuple[float, bytearray | None]:
+    ) -> tuple[float, bytearray | None] | Suspended:
         """The last stage: forward, loss and backward in one.
 
         Returns: (loss in nats a token, gradient for the stage before; None if there is none). If the loss is not
@@ -112,38 +134,58 @@ class StageRuntime(Shard):
         """
         x, targets_BT = self._input(microbatch, payload)
         weights, leaves = self._weights_of(microbatch)
-        loss = self._loss(self._run(microbatch, leaves, x, counts=True), targets_BT)
-        self._collect(microbatch, weights, leaves, contributes)
-        value = float(loss.detach())
-        if math.isfinite(value):
-            loss.backward()  # type: ignore[no-untyped-call]
-        else:
-            logger.warning("microbatch %s has a loss of %s: nothing is learnt from it", microbatch, value)
-        return value, self._input_gradient(x)
+        passing = self._passing(microbatch, leaves, counts=True)
 
-    def backward(self, microbatch: Microbatch, payload: Payload) -> bytearray | None:
+        def turn(logits_BTV: Tensor) -> tuple[float, bytearray | None] | Suspended:
+            loss = self._loss(logits_BTV, targets_BT)
+            self._collect(microbatch, weights, leaves, contributes)
+            value = float(loss.detach())
+            if not math.isfinite(value):
+                logger.warning("microbatch %s has a loss of %s: nothing is learnt from it", microbatch, value)
+                return value, self._input_gradient(x)
+            back: tuple[float, bytearray | None] | Suspended = passing.backward(
+                loss, None, lambda: (value, self._input_gradient(x))
+            )
+            return back
+
+        ended: tuple[float, bytearray | None] | Suspended = passing.forward(x, turn, grad=True)
+        return ended
+
+    def backward(self, microbatch: Microbatch, payload: Payload) -> bytearray | Suspended | None:
         """Gradient of our output -> gradient of our input (None at stage 0); `contribute` takes that of the weights."""
         context = self._contexts.pop(microbatch)
         kept = context.kept
         grad_BTD = self._wire.decode_gradient(payload, self.device)
         weights, leaves = (kept.weights, kept.leaves) if kept else self._weights_of(microbatch)
         self._collect(microbatch, weights, leaves, context.contributes)
-        if bool(grad_BTD.isfinite().all()):
-            y_BTD = kept.y_BTD if kept else self._run(microbatch, leaves, context.x)
-            y_BTD.backward(grad_BTD)  # type: ignore[no-untyped-call]
-        else:
+        if not bool(grad_BTD.isfinite().all()):
             logger.warning("microbatch %s came back with a gradient that is not finite: it counts as zero", microbatch)
-        return self._input_gradient(context.x)
+            return self._input_gradient(context.x)
+        passing = kept.passing if kept else self._passing(microbatch, leaves, counts=False)
 
-    @torch.no_grad()
-    def validate(self, microbatch: Microbatch, payload: Payload | None) -> bytearray | float:
+        def back(y_BTD: Tensor) -> bytearray | Suspended | None:
+            value: bytearray | Suspended | None = passing.backward(
+                y_BTD, grad_BTD, lambda: self._input_gradient(context.x)
+            )
+            return value
+
+        ended: bytearray | Suspended | None = back(kept.y_BTD) if kept else passing.forward(context.x, back, grad=True)
+        return ended
+
+    def validate(self, microbatch: Microbatch, payload: Payload | None) -> bytearray | float | Suspended:
         """Forward at the committed version. Returns: the activation, or the loss at the last stage."""
         x, targets_BT = self._input(microbatch, payload)
         _, leaves = self._weights_of(microbatch)
-        y = self._run(microbatch, leaves, x)
-        if self.keys[-1] == HEAD:
-            return float(self._loss(y, targets_BT))
-        return self._wire.encode_activation(y, targets_BT)
+
+        def end(y: Tensor) -> bytearray | float:
+            if self.keys[-1] == HEAD:
+                return float(self._loss(y, targets_BT))
+            return self._wire.encode_activation(y, targets_BT)
+
+        value: bytearray | float | Suspended = self._passing(microbatch, leaves, counts=False).forward(
+            x, end, grad=False
+        )
+        return value
 
     def forget(self, microbatch: Microbatch) -> None:
         self._contexts.pop(microbatch, None)
@@ -162,13 +204,13 @@ class StageRuntime(Shard):
             tokens_BT, targets_BT = training_microbatch(self._corpus, self.spec, microbatch.step, microbatch.index)
         return tokens_BT.to(self.device), targets_BT.to(self.device)
 
-    def _run(self, microbatch: Microbatch, leaves: Leaves, x: Tensor, *, counts: bool = False) -> Tensor:
+    def _passing(self, microbatch: Microbatch, leaves: Leaves, *, counts: bool) -> Passing:
         """`counts`: it is no validation, and no repetition of what was run before."""
-        mixture = Mixture(
-            experts=self._experts_of(microbatch, leaves) if self._experts_of else None,
-            loads=self.expert_loads if counts else None,
-        )
-        return llama.run_layers(self.spec.model, self.keys, leaves, x, self._rotary, mixture=mixture)
+        loads = self.expert_loads if counts else None
+        if self._placed:
+            return InParts(self.spec, leaves, self._rotary, self._token_wire, loads, self._flop)
+        experts = self._experts_of(microbatch, leaves) if self._experts_of else None
+        return Whole(self.spec, leaves, self._rotary, Mixture(experts=experts, loads=loads))
 
     def _loss(self, logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
         """NaN if a target is no token: a neighbour sent nonsense, and torch would raise, or lose its GPU's context."""

@@ -119,6 +119,13 @@ def unit_spans(spec: RunSpec, key: str, unit: str) -> tuple[slice, slice, slice]
     return span, span, slice(max(0, span.start - missing), max(0, span.stop - missing))
 
 
+def joined(spec: RunSpec, key: str, units: Mapping[str, LayerState]) -> LayerState:
+    """A whole layer of its units."""
+    tensors = zip(*(units[unit].tensors for unit in unit_slices(spec.model, key)), strict=True)
+    param_N, moment1_N, moment2_N = (torch.cat(parts) for parts in tensors)
+    return LayerState(param_N=param_N, moment1_N=moment1_N, moment2_N=moment2_N)
+
+
 def hyperparameters(spec: RunSpec, key: str, version: int) -> dict[str, Any]:
     """The keyword arguments that every optimizer of `shoal.kernels.optimizer` takes at `version`."""
     return {

@@ -37,10 +37,14 @@ class TrustingSeals:
             raise RemoteError(source, f"speaks for run {envelope.run[:12]!r}, this is {run[:12]!r}")
         return envelope
 
-    def open_plan(self, data: bytes, *, run: str, owner: PeerID, source: PeerID, num_layers: int) -> SignedPlan:
+    def open_plan(
+        self, data: bytes, *, run: str, owner: PeerID, source: PeerID, num_layers: int, num_experts: int = 0
+    ) -> SignedPlan:
         plan = self._plans.get(data)
         if plan is None:
-            plan = self._plans[data] = open_plan(data, run=run, owner=owner, source=source, num_layers=num_layers)
+            plan = self._plans[data] = open_plan(
+                data, run=run, owner=owner, source=source, num_layers=num_layers, num_experts=num_experts
+            )
             if len(self._plans) > _PLANS_MAX:
                 self._plans.popitem(last=False)
         return plan

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from shoal.coordinator.allocate.interface import Layout
 from shoal.coordinator.chain import PlanChain
 from shoal.coordinator.events import Answered, Ask
+from shoal.coordinator.experts.groups import ExpertPlaces
 from shoal.coordinator.proposal import Draft, Proposal
 from shoal.coordinator.proposer import Carried, Proposer
 from shoal.coordinator.voter import answer_offer, answer_request
@@ -51,7 +52,15 @@ class Bag:
         return signed
 
     def proposer(self, peer, chain) -> Proposer:
-        return Proposer(me=peer, owner=OWNER, chain=chain, sign=self.sign, is_fresh=lambda _: False, heartbeat_s=1.0)
+        return Proposer(
+            me=peer,
+            owner=OWNER,
+            chain=chain,
+            sign=self.sign,
+            is_fresh=lambda _: False,
+            experts=ExpertPlaces(num_experts=0, slots=0),
+            heartbeat_s=1.0,
+        )
 
     def begin(self, members) -> None:
         for peer in PEERS:

@@ -210,3 +210,17 @@ def test_a_run_that_goes_back_is_not_done():
     assert ledger.done
     ledger.rewind(1, 1)
     assert not ledger.done
+
+
+def test_the_run_is_done_when_its_experts_have_the_last_step_too() -> None:
+    ledger = Ledger(
+        num_stages=1, num_experts=2, steps=1, microbatches=8, heartbeat_s=1.0, validates=False, lead_steps=2
+    )
+    ledger.note_version(0, 1)
+    ledger.note_version(1, 1)
+    assert not ledger.done
+    assert ledger.step == 1
+    ledger.note_version(2, 1)
+    assert ledger.done
+    ledger.rewind(1, 0)
+    assert not ledger.done

@@ -27,7 +27,7 @@ async def visitor(swarm, name="visitor"):
         directory=port.directory,
         clock=port.clock,
         owner=owner.peer_id,
-        num_layers=swarm.spec.model.num_layers,
+        model=swarm.spec.model,
     )
     return port, endpoint, recovery, owner
 

@@ -63,6 +63,16 @@ def test_a_step_is_told_when_the_last_stage_has_spoken() -> None:
     assert steps.due(100.0, flush=True) == []
 
 
+def test_a_step_waits_for_its_stages_and_not_for_its_experts() -> None:
+    steps = book()
+    for group in (0, 1, STAGES, STAGES + 5):
+        steps.commit(report(group, 0, duplicates=1), 1.0)
+    assert steps.due(1.0) == []
+    steps.commit(report(2, 0), 1.0)
+    assert numbers(steps.due(1.0)) == [(0, 0)]
+    assert (steps.microbatches, steps.duplicates) == (5 * 8 + 4, 4)
+
+
 def test_all_members_of_a_group_say_it_and_it_counts_once() -> None:
     steps = book()
     for _ in range(3):

@@ -15,7 +15,7 @@ from shoal.peer.driver import PeerDriver
 from shoal.peer.pipeline.traffic import Traffic
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.messages import CommitReport, ValidationReport
-from shoal.protocol.plan import Member, Plan, SignedPlan, Stage, sign_plan
+from shoal.protocol.plan import ExpertGroup, Member, Plan, SignedPlan, Stage, sign_plan
 from shoal.protocol.ports import Disk
 from shoal.protocol.sim.network import Network
 from shoal.protocol.sim.world import SimPeer, World
@@ -43,7 +43,7 @@ class Swarm:
 
     @property
     def validations(self) -> list[ValidationReport]:
-        reports = [r for d in self.drivers.values() for r in d._validations]
+        reports = [r for d in self.drivers.values() for r in d.reports.validations]
         return sorted(reports, key=lambda r: r.step)
 
     def peer(self, name: str) -> SimPeer:
@@ -91,23 +91,29 @@ class Swarm:
         stages: list[list[str]],
         *,
         fresh: bool,
+        experts: list[list[list[str]]] | None = None,
+        spares: tuple[str, ...] = (),
         era: int = 0,
         restore: int = 0,
-        spares: tuple[str, ...] = (),
         unless: tuple[str, ...] = (),
     ) -> None:
-        """Give every peer (`unless` named) the next plan: equal layer ranges, equal shares."""
+        """Give every peer (`unless` named) the next plan: equal layer ranges, equal shares.
+
+        `experts`: who holds them, by stage and expert; None: they are not placed.
+        """
         layers = self.spec.model.num_layers
         bounds = [layers * i // len(stages) for i in range(len(stages) + 1)]
         owner = next(iter(self.world.peers.values()))
         before = self.plan
         sequence = before.plan.sequence + 1 if before else 1
-        stays = {
-            m.peer: m.since
-            for i, names in enumerate(stages)
-            for m in (before.plan.stages[i].members if before and before.plan.era == era else ())
-            if m.peer in [self.peer(name).peer_id for name in names]
-        }
+
+        def members(group: int, names: list[str]) -> tuple[Member, ...]:
+            stayed = before.plan.group_members(group) if before and before.plan.era == era else ()
+            since = {member.peer: member.since for member in stayed}
+            peers = [self.peer(name).peer_id for name in names]
+            return tuple(Member(peer, 1.0, 1.0, since.get(peer, sequence)) for peer in peers)
+
+        units = [(stage, expert) for stage, of_stage in enumerate(experts or ()) for expert in range(len(of_stage))]
         plan = Plan(
             run=run_id(self.spec, owner.peer_id),
             term=1,
@@ -115,14 +121,13 @@ class Swarm:
             previous=before.digest if before else "",
             coordinator=owner.peer_id,
             stages=tuple(
-                Stage(
-                    bounds[i],
-                    bounds[i + 1],
-                    tuple(Member(p, 1.0, 1.0, stays.get(p, sequence)) for p in [self.peer(n).peer_id for n in names]),
-                )
-                for i, names in enumerate(stages)
+                Stage(bounds[stage], bounds[stage + 1], members(stage, names)) for stage, names in enumerate(stages)
             ),
             spares=tuple(self.peer(name).peer_id for name in spares),
+            experts=tuple(
+                ExpertGroup(stage, expert, members(len(stages) + number, experts[stage][expert] if experts else []))
+                for number, (stage, expert) in enumerate(units)
+            ),
             fresh=fresh,
             era=era,
             restore_version=restore,

@@ -20,9 +20,9 @@ from shoal.peer.tasks import Tasks
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused
 from shoal.protocol.identity import PeerID
-from shoal.protocol.layers import stage_layer_keys
+from shoal.protocol.layers import group_keys, stage_layer_keys
 from shoal.protocol.messages import Done, Keep
-from shoal.protocol.plan import Member, Plan, Stage
+from shoal.protocol.plan import ExpertGroup, Member, Plan, Stage
 from shoal.protocol.sim.disk import SimDisk
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
@@ -69,7 +69,7 @@ class Peer:
 
         self.archive = Archive(self.disk, run="run", spec=spec, clock=self.sim.clock, run_blocking=inline)
         server = StateServer(
-            endpoint=self.endpoint, clock=self.sim.clock, current=lambda: self.state, stored=self.archive.read
+            endpoint=self.endpoint, clock=self.sim.clock, current=lambda _: self.state, stored=self.archive.read
         )
         self.errors: list[BaseException] = []
         self.tasks = Tasks(self.errors.append)
@@ -183,3 +183,27 @@ def test_a_full_disk_is_no_reason_not_to_ask_others(tiny_spec: RunSpec) -> None:
         assert versions(peers["c"]) == [VERSION]
 
     play(tiny_spec, scene)
+
+
+def test_a_peer_of_several_groups_has_copies_of_all_at_once(tiny_spec: RunSpec) -> None:
+    tables = msgspec.to_builtins(tiny_spec)
+    tables["model"] |= {"num_experts": 2}
+    spec = msgspec.convert(tables, RunSpec)
+
+    async def scene(peers: dict[str, Peer], plans: list[Plan]) -> None:
+        stages = plans[-1].stages
+        experts = tuple(ExpertGroup(i, j, stages[i].members[:1]) for i in range(len(stages)) for j in range(2))
+        plans.append(msgspec.structs.replace(plans[-1], experts=experts))
+        held = [group_keys(spec.model, plans[-1], group) for group in plans[-1].groups_of(peers["a"].name)]
+        assert len(held) == 3
+        whole = initial_state(spec, tuple(key for keys in held for key in keys), torch.device("cpu"))
+        peers["a"].state = replace(whole, version=VERSION)
+        for group, keys in zip(plans[-1].groups_of(peers["a"].name), held, strict=True):
+            state = StageState(version=VERSION, layers={key: whole.layers[key] for key in keys})
+            peers["a"].copies.preserve(group, state, rank=0, num_ready=1)
+        await peers["a"].tasks.wait()
+        await asyncio.gather(*(other.tasks.wait() for other in peers.values()))
+        kept = {name: {holding.layers for holding in peers[name].archive.holdings} for name in "bcd"}
+        assert all(sum(keys in kept[name] for name in "bcd") == 2 for keys in held)
+
+    play(spec, scene)

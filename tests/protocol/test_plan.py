@@ -5,7 +5,17 @@ import pytest
 
 from shoal.protocol.errors import RemoteError
 from shoal.protocol.identity import Identity, PeerID
-from shoal.protocol.plan import Member, Plan, Stage, open_mandate, open_plan, plan_flaw, sign_mandate, sign_plan
+from shoal.protocol.plan import (
+    ExpertGroup,
+    Member,
+    Plan,
+    Stage,
+    open_mandate,
+    open_plan,
+    plan_flaw,
+    sign_mandate,
+    sign_plan,
+)
 
 OWNER, COORDINATOR, OTHER = (Identity(bytes([number] * 32)) for number in range(3))
 RUN = "run"
@@ -93,3 +103,56 @@ def test_who_was_dropped_since_is_gone_or_back_in_its_place() -> None:
     assert after.dropped_since(before) == [b, c, e]
     assert [after.has(peer) for peer in (a, c, d, e)] == [True, False, True, True]
     assert (after.stage_of(d), after.since_of(b), after.since_of(e), after.stage_of(e)) == (0, 6, 7, None)
+
+
+def placed(*experts: ExpertGroup) -> Plan:
+    a, b, spare = (Member(PeerID(name), 1.0, 1.0, 4) for name in ("a", "b", "spare"))
+    usual = experts or (
+        ExpertGroup(0, 0, (a,)),
+        ExpertGroup(0, 1, (b, spare)),
+        ExpertGroup(1, 0, (a, b)),
+        ExpertGroup(1, 1, (spare,)),
+    )
+    stages = (Stage(0, 1, (a,)), Stage(1, 2, (b,)))
+    return plan_by(COORDINATOR, stages=stages, experts=usual, spares=(PeerID("spare"),))
+
+
+def test_groups_are_stages_then_experts_and_a_peer_may_be_in_several() -> None:
+    plan = placed()
+    assert plan_flaw(plan, num_layers=2, num_experts=2) is None
+    assert [plan.expert_group(stage, expert) for stage in (0, 1) for expert in (0, 1)] == [2, 3, 4, 5]
+    assert [plan.groups_of(PeerID(name)) for name in ("a", "b", "spare", "nobody")] == [
+        (0, 2, 4),
+        (1, 3, 4),
+        (3, 5),
+        (),
+    ]
+    assert [member.peer for member in plan.group_members(3)] == ["b", "spare"]
+    assert (plan.group_members(6), plan.since_in(PeerID("a"), 4), plan.since_in(PeerID("a"), 5)) == ((), 4, 4)
+
+
+def test_a_spare_that_holds_an_expert_is_known_to_have_stayed() -> None:
+    before, held = placed(), placed().experts
+    after = msgspec.structs.replace(before, sequence=9)
+    assert after.dropped_since(before) == []
+    back = Member(PeerID("spare"), 1.0, 1.0, 8)
+    experts = (held[0], ExpertGroup(0, 1, (held[1].members[0], back)), held[2], ExpertGroup(1, 1, (back,)))
+    assert msgspec.structs.replace(after, experts=experts).dropped_since(before) == ["spare"]
+
+
+@pytest.mark.parametrize(
+    ("change", "flaw"),
+    [
+        (lambda held: held[:3], "3 groups of experts for 2 stages"),
+        (lambda held: held[:2], "2 groups of experts for 2 stages"),
+        (lambda held: (held[1], held[0], *held[2:]), "not in its place"),
+        (lambda held: (ExpertGroup(0, 0, ()), *held[1:]), "has no member"),
+        (lambda held: (ExpertGroup(0, 0, (Member(PeerID("stranger"), 1.0, 1.0),)), *held[1:]), "no member"),
+        (lambda held: (ExpertGroup(0, 0, held[0].members * 2), *held[1:]), "by a peer twice"),
+        (lambda held: (ExpertGroup(0, 0, (Member(PeerID("a"), 0.0, 1.0),)), *held[1:]), "not a positive number"),
+    ],
+)
+def test_what_no_placement_of_experts_can_be(change, flaw: str) -> None:  # type: ignore[no-untyped-def]
+    found = plan_flaw(placed(*change(placed().experts)), num_layers=2, num_experts=2)
+    assert found is not None
+    assert flaw in found

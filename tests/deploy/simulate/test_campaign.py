@@ -42,6 +42,15 @@ def test_a_run_without_faults_is_one_history_and_breaks_nothing() -> None:
 
 
 @pytest.mark.sim
+def test_a_run_with_placed_experts_breaks_nothing_either() -> None:
+    options = CampaignOptions(peers=6, stages=2, steps=8, experts=4, fault_s=12.0, mean_gap_s=4.0)
+    verdict = run_trial(draw_trial(2, options)).verdict
+    assert (verdict.broken, verdict.detail) == (None, "")
+    assert sum(verdict.injected.values()) > 0
+    assert (verdict.steps, verdict.microbatches, verdict.given_up) == (8, 6 * 8 * (2 + 2 * 4), 0)
+
+
+@pytest.mark.sim
 def test_what_breaks_an_invariant_ends_the_run_and_is_the_same_again() -> None:
     async def script(swarm: SimSwarm, witness: Witness) -> None:
         swarm.world.failures.append(("n3", ValueError("on purpose")))

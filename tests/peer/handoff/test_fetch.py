@@ -51,7 +51,7 @@ def holder(world: World, name: str) -> Holder:
     async def stored(era: int, version: int, keys: tuple[str, ...]) -> dict[str, LayerState]:
         return {k: v for k, v in made.stored.items() if k in keys} if (era, version) == (ERA, VERSION) else {}
 
-    server = StateServer(endpoint=endpoint, clock=peer.clock, current=lambda: made.trained, stored=stored)
+    server = StateServer(endpoint=endpoint, clock=peer.clock, current=lambda _: made.trained, stored=stored)
     made = Holder(world, peer, endpoint, ChunkInbox(endpoint), server, None, {})
     return made
 
@@ -193,7 +193,7 @@ def test_a_pin_holds_back_what_newcomers_replay_until_it_is_old(state: StageStat
         await asyncio.sleep(PINNED_S + 1.0)
         assert b.server.pinned_from() > VERSION
         b.server.pin(state)
-        b.server.reset()
+        b.server.forget(state.layers)
         assert b.server.pinned_from() > VERSION
 
     play(scene)

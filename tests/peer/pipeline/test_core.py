@@ -14,6 +14,7 @@ from shoal.peer.pipeline.events import (
     GradientArrived,
     Job,
     JobDone,
+    JobParked,
     PeerLost,
     PeerReady,
     SendActivation,
@@ -62,6 +63,25 @@ def test_a_microbatch_goes_forward_on_back_and_home() -> None:
     assert feed(made, GradientArrived(A, DOWN)) == [job("backward", 0, 0)]
     assert feed(made, JobDone(job("backward", 0, 0))) == [Contributed(A, 0), SendGradient(A, UP), Forget(A)]
     assert made.is_idle
+
+
+def test_while_a_job_is_parked_the_device_does_others() -> None:
+    """Backwards behind it too, or it might wait for the version that they make."""
+    made = core()
+    feed(made, Arrived(A, UP), JobDone(job("forward", 0, 0)), Arrived(Microbatch(1, 0), UP), GradientArrived(A, DOWN))
+    assert feed(made, JobParked(job("forward", 1, 0))) == [job("backward", 0, 0)]
+    assert feed(made, JobParked(job("backward", 0, 0)), StepReady(0)) == [Job("step", None, 0)]
+    assert feed(made, JobDone(job("backward", 0, 0))) == [Contributed(A, 0), SendGradient(A, UP), Forget(A)]
+    assert feed(made, JobDone(job("forward", 1, 0))) == [SendActivation(Microbatch(1, 0), DOWN)]
+    assert not made.is_idle
+
+
+def test_what_comes_again_waits_for_its_parked_job() -> None:
+    made = core()
+    feed(made, Arrived(A, UP), JobParked(job("forward", 0, 0)))
+    assert feed(made, PeerLost(UP)) == []
+    assert feed(made, Arrived(A, OTHER)) == []
+    assert feed(made, JobDone(job("forward", 0, 0))) == [job("forward", 0, 0)]
 
 
 def test_the_last_stage_does_all_in_one_job() -> None:

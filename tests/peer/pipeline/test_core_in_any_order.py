@@ -23,6 +23,8 @@ from shoal.peer.pipeline.events import (
     HandedBack,
     Job,
     JobDone,
+    JobDropped,
+    JobParked,
     Paused,
     PeerLost,
     PeerReady,
@@ -44,6 +46,8 @@ class Replica:
     name: PeerID
     core: PipelineCore
     running: Job | None = None
+    parked: list[Job] = field(default_factory=list)
+    """They wait for other peers."""
     had_turn: bool = False
     """The last job that was no step was a backward."""
     inputs: set[Microbatch] = field(default_factory=set)
@@ -54,6 +58,7 @@ class Replica:
 
     def start(self, job: Job) -> None:
         assert self.running is None, "two jobs at once"
+        assert all(job.microbatch != parked.microbatch for parked in self.parked), "a microbatch in two jobs"
         self.running = job
         version, microbatch = self.core.version, job.microbatch
         assert job.version == version
@@ -70,9 +75,20 @@ class Replica:
         if not self.core.is_first:
             self.inputs.remove(microbatch)
 
-    def end(self) -> Job:
+    def park(self) -> Job:
         assert self.running is not None
         job, self.running = self.running, None
+        self.parked.append(job)
+        return job
+
+    def end(self, parked: Job | None = None) -> Job:
+        """The job that runs, or one that is parked."""
+        job = parked or self.running
+        assert job is not None
+        if parked is None:
+            self.running = None
+        else:
+            self.parked.remove(parked)
         if job.kind == "forward" and job.microbatch:
             self.contexts.add(job.microbatch)
         if job.kind in ("backward", "loss") and job.microbatch:
@@ -91,6 +107,8 @@ class Play:
     M: int
     s_max: int
     validation: int
+    parks: bool = False
+    """Jobs may wait for other peers."""
     peers: dict[PeerID, Replica] = field(default_factory=dict)
     air: list[tuple[PeerID, Event]] = field(default_factory=list)
     doubted: set[tuple[PeerID, PeerID]] = field(default_factory=set)
@@ -130,7 +148,9 @@ class Play:
     def run(self, *, doubts: int = 0, deaths: int = 0, pauses: int = 0) -> None:
         """Until nothing is left to happen."""
         for _ in range(100_000):
-            moves = [*self.air, *(r.name for r in self.peers.values() if r.running), *self._commits()]
+            running = [r.name for r in self.peers.values() if r.running]
+            parked = [(r.name, job) for r in self.peers.values() for job in r.parked]
+            moves: list[tuple[PeerID, Event | Job] | PeerID] = [*self.air, *running, *parked, *self._commits()]
             if doubts and self.rng.random() < 0.1:
                 doubts -= 1
                 self._doubt()
@@ -163,14 +183,22 @@ class Play:
             and all(self.contributed[replica.core.stage][Microbatch(v, i)] for i in range(self.M))
         ]
 
-    def _play(self, move: tuple[PeerID, Event] | PeerID) -> None:
+    def _play(self, move: tuple[PeerID, Event | Job] | PeerID) -> None:
         if isinstance(move, str):
             replica = self.peers[move]
-            self.do(replica, JobDone(replica.end()))
+            waits = self.parks and replica.running and replica.running.microbatch and self.rng.random() < 0.5
+            self.do(replica, JobParked(replica.park()) if waits else JobDone(replica.end()))
+            return
+        name, event = move
+        if isinstance(event, Job):
+            if not self.peers[name].core.goes_on(event):
+                self.peers[name].parked.remove(event)
+                self.do(self.peers[name], JobDropped(event))
+            else:
+                self.do(self.peers[name], JobDone(self.peers[name].end(event)))
             return
         if move in self.air:
-            self.air.remove(move)
-        name, event = move
+            self.air.remove((name, event))
         if name not in self.peers:
             return
         replica = self.peers[name]
@@ -281,11 +309,12 @@ PLAYS = {
     "M": st.integers(1, 6),
     "s_max": st.integers(0, 2),
     "validation": st.integers(0, 2),
+    "parks": st.booleans(),
 }
 
 
-def play(seed: int, **sizes: int) -> Play:
-    return Play(random.Random(seed), **sizes)
+def play(seed: int, *, parks: bool | int = False, **sizes: int) -> Play:
+    return Play(random.Random(seed), parks=bool(parks), **sizes)
 
 
 @settings(max_examples=100, deadline=None)

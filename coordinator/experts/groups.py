@@ -1,0 +1,143 @@
+"""The plan's groups of experts: who holds which expert of each stage, by what they are measured to carry.
+
+The members of a stage hold its experts. What there is stays while it will do (`replan.py`); whom a plan names anew
+takes the state from those who still have it, and who stay until then.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from shoal.coordinator.experts.replan import Node, replan
+from shoal.coordinator.experts.shares import token_shares
+from shoal.protocol.identity import PeerID
+from shoal.protocol.limits import STAGES_MAX
+from shoal.protocol.messages import Heartbeat
+from shoal.protocol.plan import ExpertGroup, Member, Plan, Stage
+
+MIN_REPLICAS = 2
+"""Holders of each expert, where there are slots for so many."""
+LOOK_STEPS = 50
+"""After so many steps loads are looked at again."""
+COUNT_MAX = 1 << 53
+"""More tokens than that nobody has sent."""
+SHARE_MIN = 0.01
+"""Of an expert's tokens: who holds it has some share of them, or it would be no member."""
+FADE = 0.9
+"""What an older load counts for, a heartbeat later: a few dozen heartbeats are remembered."""
+
+
+@dataclass(slots=True, kw_only=True)
+class ExpertPlaces:
+    """Args:
+    num_experts: of each layer.
+    slots: experts a member of a stage holds; 0: they are not placed.
+    """
+
+    num_experts: int
+    slots: int
+    _loads: dict[int, list[float]] = field(default_factory=dict)
+    """Stage -> tokens of each expert, of late."""
+    _told: dict[PeerID, tuple[int, ...]] = field(default_factory=dict)
+    _looked: tuple[int, int] = (0, 0)
+    """(era, version)."""
+
+    def hear(self, peer: PeerID, heartbeat: Heartbeat) -> None:
+        """Add up what its microbatches have sent to each expert since it said so last."""
+        if not self.slots or heartbeat.stage is None or not 0 <= heartbeat.stage < STAGES_MAX:
+            return
+        counts = heartbeat.loads
+        if len(counts) != self.num_experts or not all(0 <= count < COUNT_MAX for count in counts):
+            return
+        before = self._told.get(peer, counts)  # what it has sent in the time of another coordinator says little of now
+        if any(now < then for now, then in zip(counts, before, strict=True)):
+            before = (0,) * self.num_experts  # it has begun anew
+        self._told[peer] = counts
+        loads = self._loads.get(heartbeat.stage, [0.0] * self.num_experts)
+        self._loads[heartbeat.stage] = [
+            FADE * load + now - then for load, now, then in zip(loads, counts, before, strict=True)
+        ]
+
+    def is_due(self, live: Plan, version: int) -> bool:
+        """Whether it is time to look whether the load has moved. Once every so many steps."""
+        era, looked = self._looked
+        if not live.experts or (era == live.era and looked <= version < looked + LOOK_STEPS):
+            return False
+        self._looked = (live.era, version)
+        return True
+
+    def place(self, stages: Sequence[Stage], before: Plan | None, *, sequence: int) -> tuple[ExpertGroup, ...]:
+        """Args: before: the plan before, if it is of the same era."""
+        if not self.slots:
+            return ()
+        placed = []
+        for index, stage in enumerate(stages):
+            same = before is not None and len(before.stages) == len(stages) and before.experts
+            held = before.stages[index].layers == stage.layers if before is not None and same else False
+            groups = before.experts[index * self.num_experts :][: self.num_experts] if before and held else ()
+            placed += self._place_stage(index, stage, groups, sequence)
+        return tuple(placed)
+
+    def _place_stage(self, index: int, stage: Stage, groups: Sequence[ExpertGroup], sequence: int) -> list[ExpertGroup]:
+        slots = max(self.slots, -(-self.num_experts // len(stage.members)))
+        slots = min(slots, self.num_experts)
+        current: dict[PeerID, list[int]] = {}
+        since: dict[tuple[int, PeerID], int] = {}
+        for entry in groups:
+            for member in entry.members:
+                current.setdefault(member.peer, []).append(entry.expert)
+                since[entry.expert, member.peer] = member.since
+        nodes: dict[str, Node] = {peer: Node(slots=slots) for peer in stage.peers}
+        loads = self._loads_of(index, groups)
+        chosen = replan(
+            _filled(current, nodes, slots), loads, nodes, min_replicas=min(MIN_REPLICAS, len(nodes)), seed=sequence
+        ).placement
+        return _groups(index, stage, chosen, loads, since, sequence)
+
+    def _loads_of(self, stage: int, groups: Sequence[ExpertGroup]) -> list[float]:
+        """As measured; else those for which what there is would be right."""
+        loads = self._loads.get(stage)
+        if loads is not None and sum(loads) > 0.0:
+            return loads
+        if groups:
+            return [float(len(entry.members)) for entry in groups]
+        return [1.0] * self.num_experts
+
+
+def _filled(
+    current: Mapping[PeerID, Sequence[int]], nodes: Mapping[str, Node], slots: int
+) -> dict[str, tuple[int, ...]]:
+    """A plan says who holds an expert, not in how many slots: who has room has more of what it holds already."""
+    filled: dict[str, tuple[int, ...]] = {}
+    for peer, experts in current.items():
+        room = slots - len(experts) if peer in nodes else 0
+        filled[peer] = (*experts, *(experts[i % len(experts)] for i in range(max(0, room))))
+    return filled
+
+
+def _groups(
+    index: int,
+    stage: Stage,
+    chosen: Mapping[str, Sequence[int]],
+    loads: Sequence[float],
+    since: Mapping[tuple[int, PeerID], int],
+    sequence: int,
+) -> list[ExpertGroup]:
+    members = {member.peer: member for member in stage.members}
+    placement = tuple(tuple(chosen.get(peer, ())) for peer in stage.peers)
+    speeds = [member.share for member in stage.members]
+    shares = token_shares(placement, loads, speeds)
+    groups = []
+    for expert in range(len(loads)):
+        holders = [node for node, experts in enumerate(placement) if expert in experts]
+        held = {stage.peers[node]: max(SHARE_MIN, shares[expert].get(node, 0.0)) for node in holders}
+        groups.append(
+            ExpertGroup(
+                index,
+                expert,
+                tuple(
+                    Member(peer, share, members[peer].bandwidth, since.get((expert, peer), sequence))
+                    for peer, share in held.items()
+                ),
+            )
+        )
+    return groups

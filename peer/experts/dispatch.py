@@ -1,0 +1,369 @@
+"""Sends the tokens of a stage's microbatches to the experts' holders, and brings back what these make of them.
+
+Of each expert one holder is chosen for a microbatch as a whole: ourselves if we are one, else by the plan's shares and
+by what each has of ours already. A layer is one frame to each of them, of just the tokens there are. Who dies, refuses
+or is lost is replaced for what is left; the backwards that it had done are done again by the other, when the microbatch
+is *settled*: each holder is told that it is through, and counts it.
+
+If nobody is there for an expert, and none of those whom the plan names is to be heard, its tokens are passed by: they
+go on by the residual, and are counted.
+"""
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from shoal.peer.experts.passage import Part, Passage
+from shoal.peer.experts.wire import TokenWire
+from shoal.peer.pipeline.microbatch import Microbatch
+from shoal.peer.pipeline.router import Router
+from shoal.peer.pipeline.suspended import ExpertCall
+from shoal.peer.surroundings import Surroundings
+from shoal.peer.tasks import Tasks
+from shoal.protocol.errors import Refused, RemoteError, Unreachable
+from shoal.protocol.identity import PeerID
+from shoal.protocol.limits import EXPERTS_PER_FRAME_MAX
+from shoal.protocol.messages import Done, ExpertDone, ExpertOutput, ExpertTokens, Hello
+from shoal.protocol.plan import Plan
+from shoal.protocol.ports import Payload, Priority
+
+logger = logging.getLogger(__name__)
+
+_ASK_AGAIN_S: Final = (10.0, 20.0, 40.0)
+"""A frame may be lost with its stream, both ways, or the holder waits for a version. After the last, another is tried,
+if there is one."""
+_RETRY_S: Final = 0.2
+_PASS_BY_S: Final = 10.0
+"""Nobody has been there for so long, nor is expected: the tokens are passed by."""
+
+
+@dataclass(slots=True, eq=False)
+class _Asked:
+    """A frame on its way."""
+
+    holder: PeerID
+    size: int
+    answer: "asyncio.Future[Payload | None]"
+    """None: the holder could not, or is lost."""
+
+
+class ExpertDispatch:
+    """One tenure in stage `stage`; our part of `plan`."""
+
+    def __init__(self, surroundings: Surroundings, plan: Plan, stage: int, *, incarnation: int) -> None:
+        self._s = surroundings
+        self._me = surroundings.endpoint.peer_id
+        self._plan = plan
+        self._stage = stage
+        self._incarnation = incarnation
+        self._wire = TokenWire(surroundings.spec)
+        self._experts = range(plan.num_experts)
+        self._routers: dict[int, Router] = {expert: surroundings.traffic.router() for expert in self._experts}
+        self._numbers, self._serials = itertools.count(), itertools.count()
+        self._asked: dict[int, _Asked] = {}
+        self._unsettled = 0
+        self._absent: set[PeerID] = set()
+        """Whom we know to be lost."""
+        self._places: dict[PeerID, dict[int, int]] = {}
+        """Holder -> expert -> incarnation, of those that it has, open or not."""
+        self._tasks = Tasks(surroundings.on_failure)
+        self.num_passed_by = 0
+        """Tokens."""
+
+    def install(self) -> None:
+        self._s.endpoint.on_frame(ExpertOutput, self._on_output, stage=self._stage)
+
+    async def close(self) -> None:
+        await self._tasks.cancel()
+
+    @property
+    def is_idle(self) -> bool:
+        return self._unsettled == 0
+
+    # --- who is there ---
+
+    def follow(self, plan: Plan) -> None:
+        self._plan = plan
+        for expert, router in self._routers.items():
+            members = plan.group_members(plan.expert_group(self._stage, expert))
+            router.set_shares({member.peer: member.share for member in members})
+
+    def heard(self, peer: PeerID, hello: Hello) -> None:
+        """What a peer says of itself."""
+        self._absent.discard(peer)
+        before, places = self._places.get(peer, {}), {place.group: place for place in hello.experts}
+        now: dict[int, int] = {}
+        for expert, router in self._routers.items():
+            place = places.get(self._plan.expert_group(self._stage, expert))
+            router.set_ready(peer, place is not None and place.is_open)
+            if place is not None:
+                now[expert] = place.incarnation
+        self._places[peer] = now
+        if any(now.get(expert) != incarnation for expert, incarnation in before.items()):
+            self._give_up(peer)  # on some of what it has; the rest it is asked once more
+
+    def lost(self, peer: PeerID) -> None:
+        """It died, or cannot be reached."""
+        self._absent.add(peer)
+        self._places.pop(peer, None)
+        for router in self._routers.values():
+            router.set_ready(peer, False)
+        self._give_up(peer)
+
+    # --- told by the pipeline ---
+
+    def begin(self, microbatch: Microbatch) -> Passage:
+        return Passage(next(self._numbers), microbatch)
+
+    async def exchange(self, passage: Passage, call: ExpertCall) -> Payload:
+        """What the experts of one layer make of their rows: [P, D] in the wire dtype; zero where nobody was there."""
+        output = bytearray(len(call.tokens))
+        spans = self._wire.rows(dict(enumerate(call.counts)))
+        todo = {expert for expert in self._experts if call.counts[expert]}
+        for expert in sorted(todo):
+            if call.gradients is None:
+                passage.passed_by.discard((call.layer, expert))
+            elif (call.layer, expert) in passage.passed_by:
+                todo.remove(expert)
+            else:
+                rows, part = spans[expert], passage.part(expert)
+                part.asked[call.layer] = (memoryview(call.tokens)[rows], memoryview(call.gradients)[rows])
+        began_s = self._s.clock.now_s()
+        while todo:
+            by_holder = self._choose(passage, sorted(todo))
+            if by_holder:
+                began_s = self._s.clock.now_s()
+                asks = [self._ask(passage, call, *share, spans, output) for share in by_holder]
+                todo -= {expert for served in await asyncio.gather(*asks) for expert in served}
+            elif self._s.clock.now_s() - began_s >= _PASS_BY_S and all(self._is_lost(expert) for expert in todo):
+                self._pass_by(passage, call, todo)
+                break
+            if todo:
+                await asyncio.sleep(_RETRY_S)  # somebody will come, or who has refused will no longer
+        return output
+
+    def settle(self, passage: Passage, *, again: bool) -> None:
+        """Its backward is through. `again`: it may have run before."""
+        self._unsettled += 1
+        self._tasks.spawn(self._settle(passage, again), f"settle {passage.microbatch}")
+
+    def abandon(self, passage: Passage) -> None:
+        """Nobody wants it any more."""
+        for expert, part in passage.parts.items():
+            self._release(expert, part)
+
+    # --- a layer ---
+
+    def _choose(self, passage: Passage, experts: Sequence[int]) -> list[tuple[PeerID, list[int]]]:
+        """Of those experts that somebody is there for, as much as fits a frame."""
+        by_holder: dict[PeerID, list[int]] = {}
+        for expert in experts:
+            holder = self._holder(expert, passage.part(expert))
+            if holder is not None:
+                by_holder.setdefault(holder, []).append(expert)
+        return [
+            (holder, held[at : at + EXPERTS_PER_FRAME_MAX])
+            for holder, held in by_holder.items()
+            for at in range(0, len(held), EXPERTS_PER_FRAME_MAX)
+        ]
+
+    def _holder(self, expert: int, part: Part) -> PeerID | None:
+        if part.holder in self._absent:
+            self._release(expert, part)
+            part.lose()
+        if part.holder is None:
+            router = self._routers[expert]
+            mine = self._me in router.shares and router.is_ready(self._me) and self._me != part.avoid
+            part.holder = self._me if mine else router.pick(now_s=self._s.clock.now_s(), avoid=part.avoid)
+        return part.holder
+
+    async def _ask(
+        self,
+        passage: Passage,
+        call: ExpertCall,
+        holder: PeerID,
+        experts: Sequence[int],
+        spans: dict[int, slice],
+        output: bytearray,
+    ) -> list[int]:
+        """Returns: the experts whose rows are in `output` now: all of these, or none."""
+        pieces = [memoryview(call.tokens)[spans[expert]] for expert in experts]
+        if call.gradients is not None:
+            pieces += [memoryview(call.gradients)[spans[expert]] for expert in experts]
+        counts = {expert: call.counts[expert] for expert in experts}
+        answer = await self._answer(passage, call.layer, holder, counts, pieces, backward=call.backward)
+        if answer is None:
+            return []
+        for expert, span in self._wire.rows(counts).items():
+            output[spans[expert]] = answer[span]
+            if call.backward:
+                passage.part(expert).done.add(call.layer)
+        return list(experts)
+
+    async def _answer(
+        self,
+        passage: Passage,
+        layer: int,
+        holder: PeerID,
+        counts: dict[int, int],
+        pieces: Iterable[Payload],
+        *,
+        backward: bool,
+    ) -> Payload | None:
+        """Of `holder`. None: it has none of these experts of this passage any more."""
+        serial = next(self._serials)
+        microbatch = passage.microbatch
+        meta = ExpertTokens(
+            stage=self._stage,
+            incarnation=self._incarnation,
+            passage=passage.number,
+            serial=serial,
+            step=microbatch.step,
+            index=microbatch.index,
+            layer=layer,
+            backward=backward,
+            counts=tuple(counts.items()),
+        )
+        size = sum(counts.values()) * self._wire.row_bytes
+        asked = _Asked(holder, size, asyncio.get_running_loop().create_future())
+        self._asked[serial] = asked
+        priority = Priority.GRADIENT if backward else Priority.ACTIVATION
+        try:
+            answer = await self._send_until_answered(asked, meta, bytearray().join(pieces), priority)
+        finally:
+            del self._asked[serial]
+        if answer is None:
+            for expert in counts:
+                part = passage.part(expert)
+                if part.holder == holder:
+                    self._release(expert, part)
+                    part.lose()
+        return answer
+
+    async def _send_until_answered(
+        self, asked: _Asked, meta: ExpertTokens, payload: Payload, priority: Priority
+    ) -> Payload | None:
+        for attempt in itertools.count():
+            try:
+                await self._s.endpoint.send(asked.holder, meta, payload, priority=priority)
+            except Unreachable as error:
+                logger.info("tokens of (%d, %d): %s; sending them elsewhere", meta.step, meta.index, error)
+                self._s.on_unreachable(asked.holder)
+                return None
+            wait_s = _ASK_AGAIN_S[min(attempt, len(_ASK_AGAIN_S) - 1)]
+            await asyncio.wait({asked.answer}, timeout=wait_s)
+            if asked.answer.done():
+                return asked.answer.result()
+            if attempt >= len(_ASK_AGAIN_S) - 1 and self._has_others(meta, asked.holder):
+                return None
+        raise AssertionError("counts without end")
+
+    def _has_others(self, meta: ExpertTokens, holder: PeerID) -> bool:
+        routers = (self._routers[expert] for expert, _ in meta.counts)
+        return all(any(peer != holder and r.is_ready(peer) for peer in r.shares) for r in routers)
+
+    async def _on_output(self, source: PeerID, meta: ExpertOutput, payload: Payload) -> None:
+        asked = self._asked.get(meta.serial) if meta.incarnation == self._incarnation else None
+        if asked is None or asked.holder != source or asked.answer.done():
+            return  # a late answer
+        if meta.refused:
+            logger.info("%s takes no tokens: %s", source[-8:], meta.refused)
+            asked.answer.set_result(None)
+            return
+        if len(payload) != asked.size:
+            asked.answer.set_result(None)
+            raise RemoteError(source, f"answered with {len(payload)} bytes of tokens where {asked.size} are due")
+        asked.answer.set_result(payload)
+
+    # --- the end of a passage ---
+
+    async def _settle(self, passage: Passage, again: bool) -> None:
+        try:
+            todo, began_s = set(self._experts), self._s.clock.now_s()
+            while todo:
+                by_holder = self._choose(passage, sorted(todo))
+                if by_holder:
+                    began_s = self._s.clock.now_s()
+                    closing = [self._close(passage, *share, again) for share in by_holder]
+                    todo -= {expert for closed in await asyncio.gather(*closing) for expert in closed}
+                elif self._s.clock.now_s() - began_s >= _PASS_BY_S and all(self._is_lost(expert) for expert in todo):
+                    break
+                if todo:
+                    await asyncio.sleep(_RETRY_S)  # somebody will come, or who has refused will no longer
+        finally:
+            self._unsettled -= 1
+            self.abandon(passage)
+
+    async def _close(self, passage: Passage, holder: PeerID, experts: Sequence[int], again: bool) -> list[int]:
+        """Returns: those that have counted it: all or none."""
+        for expert in experts:
+            if not await self._do_again(passage, expert, holder):
+                return []
+        message = ExpertDone(
+            stage=self._stage,
+            incarnation=self._incarnation,
+            passage=passage.number,
+            step=passage.microbatch.step,
+            index=passage.microbatch.index,
+            experts=tuple((expert, len(passage.part(expert).asked)) for expert in experts),
+            again=again or any(passage.part(expert).replaced for expert in experts),
+        )
+        try:
+            await self._s.endpoint.ask(holder, message, Done)
+        except Unreachable as error:
+            logger.info("cannot settle %s: %s", passage.microbatch, error)
+            self._s.on_unreachable(holder)
+        except (Refused, RemoteError) as error:
+            logger.info("cannot settle %s: %s", passage.microbatch, error)
+        else:
+            return list(experts)
+        for expert in experts:
+            part = passage.part(expert)
+            self._release(expert, part)
+            part.lose()
+        return []
+
+    async def _do_again(self, passage: Passage, expert: int, holder: PeerID) -> bool:
+        """What another holder had done of its backward."""
+        part = passage.part(expert)
+        for layer in sorted(part.asked.keys() - part.done, reverse=True):
+            tokens, gradients = part.asked[layer]
+            counts = {expert: len(tokens) // self._wire.row_bytes}
+            answer = await self._answer(passage, layer, holder, counts, (tokens, gradients), backward=True)
+            if answer is None:
+                return False
+            part.done.add(layer)
+        return True
+
+    # --- inside ---
+
+    def _release(self, expert: int, part: Part) -> None:
+        if part.holder is not None:
+            self._routers[expert].returned(part.holder)
+
+    def _give_up(self, peer: PeerID) -> None:
+        for asked in self._asked.values():
+            if asked.holder == peer and not asked.answer.done():
+                asked.answer.set_result(None)
+
+    def _is_lost(self, expert: int) -> bool:
+        """None of those whom the plan names is to be heard."""
+        return all(peer in self._absent for peer in self._routers[expert].shares)
+
+    def _pass_by(self, passage: Passage, call: ExpertCall, experts: Iterable[int]) -> None:
+        for expert in experts:
+            self.num_passed_by += call.counts[expert]
+            logger.warning(
+                "nobody holds expert %d of stage %d: %d tokens of %s pass it by",
+                expert,
+                self._stage,
+                call.counts[expert],
+                passage.microbatch,
+            )
+            if call.gradients is None:
+                passage.passed_by.add((call.layer, expert))
+            else:
+                passage.part(expert).asked.pop(call.layer, None)

@@ -1,0 +1,174 @@
+"""The expert tenures of one peer: which it begins, renews, drains and drops, by the plans.
+
+Unlike a replica's, a drain holds nothing up: an expert that leaves is idle within a microbatch or two, others begin
+meanwhile, and who gives one place to somebody else goes on with all others.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Final
+
+from shoal.peer.experts.holding import ExpertTenure
+from shoal.peer.neighbours import Neighbours
+from shoal.peer.surroundings import Surroundings
+from shoal.peer.tasks import Tasks
+from shoal.peer.tenures import Tenure
+from shoal.protocol.identity import PeerID
+from shoal.protocol.messages import ExpertPlace
+from shoal.protocol.plan import Plan, SignedPlan
+
+logger = logging.getLogger(__name__)
+
+_DRAIN_S: Final = 30.0
+
+
+class ExpertSeats:
+    """Args:
+    plan: the newest.
+    is_leaving: this peer is to take no new place.
+    on_begun: a tenure has begun.
+    on_change: what we say of ourselves has changed.
+    """
+
+    def __init__(
+        self,
+        surroundings: Surroundings,
+        neighbours: Neighbours,
+        *,
+        plan: Callable[[], SignedPlan | None],
+        is_leaving: Callable[[], bool],
+        on_begun: Callable[[Tenure], None],
+        on_change: Callable[[], None],
+    ) -> None:
+        self._s = surroundings
+        self._me = surroundings.endpoint.peer_id
+        self._neighbours = neighbours
+        self._plan = plan
+        self._is_leaving = is_leaving
+        self._on_begun, self._on_change = on_begun, on_change
+        self._tenures: dict[int, ExpertTenure] = {}
+        self._draining: set[int] = set()
+        self._renewing: set[int] = set()
+        self._again = False
+        self._followed: SignedPlan | None = None
+        self._num_begun = 0
+        self._transition: asyncio.Task[None] | None = None
+        self._tasks = Tasks(surroundings.on_failure)
+
+    @property
+    def tenures(self) -> list[ExpertTenure]:
+        return [tenure for _, tenure in sorted(self._tenures.items())]
+
+    @property
+    def places(self) -> tuple[ExpertPlace, ...]:
+        """What our Hello says."""
+        return tuple(tenure.place for tenure in self.tenures)
+
+    @property
+    def audience(self) -> list[PeerID]:
+        return list(dict.fromkeys(peer for tenure in self.tenures for peer in tenure.audience))
+
+    # --- plans ---
+
+    def follow_soon(self) -> None:
+        if self._transition is None or self._transition.done():
+            self._transition = asyncio.create_task(self._follow(), name="follow the plan's experts")
+            self._transition.add_done_callback(self._transition_done)
+
+    def renew(self, tenure: Tenure) -> None:
+        """Its state is not its mates'."""
+        self._renewing.add(tenure.group_id)
+        self.follow_soon()
+
+    async def drop_all(self) -> None:
+        for group in sorted(self._tenures):
+            await self._drop(group)
+
+    async def close(self) -> None:
+        if self._transition is not None:
+            self._transition.cancel()
+            await asyncio.gather(self._transition, return_exceptions=True)
+        await self._tasks.cancel()
+        await self.drop_all()
+
+    async def _follow(self) -> None:
+        while (signed := self._plan()) is not None and (signed is not self._followed or self._renewing or self._again):
+            if signed.plan.era != self._s.endpoint.era:
+                self._followed = None
+                await self.drop_all()
+                return  # and begin when this peer is of that era
+            before, self._followed = self._followed, signed
+            renewing, self._renewing, self._again = self._renewing, set(), False
+            for group in sorted(self._tenures):
+                if group not in self._draining:
+                    await self._follow_with(group, before, signed.plan, renew=group in renewing)
+                elif group in signed.plan.groups_of(self._me) and self._tenures[group].is_place_of(signed.plan):
+                    self._draining.discard(group)
+                    self._tenures[group].stay(signed.plan)
+                else:
+                    self._tenures[group].depart(signed.plan)
+            self._begin_missing(signed.plan)
+            self._recall(before.plan if before is not None else None, signed.plan)
+            self._neighbours.say_news(self.audience)
+            self._on_change()
+
+    async def _follow_with(self, group: int, before: SignedPlan | None, plan: Plan, *, renew: bool) -> None:
+        tenure = self._tenures[group]
+        if not tenure.is_place_of(plan):
+            await self._drop(group)  # it means something else now
+        elif group not in plan.groups_of(self._me):
+            counted_out = not plan.has(self._me) and not self._is_leaving()
+            if before is None or plan.previous != before.digest or counted_out:
+                await self._drop(group)
+                return
+            tenure.depart(plan)
+            self._draining.add(group)
+            self._tasks.spawn(self._leave(group, tenure), f"leave group {group}")
+        elif renew or (before is not None and plan.since_in(self._me, group) > before.plan.sequence):
+            logger.warning("group %d: our state may not be our mates' any more: fetching it", group)
+            await self._drop(group)
+        else:
+            tenure.follow(plan)
+
+    def _begin_missing(self, plan: Plan) -> None:
+        for group in plan.groups_of(self._me):
+            if group >= len(plan.stages) and group not in self._tenures and not self._is_leaving():
+                self._num_begun += 1
+                incarnation = self._s.endpoint.incarnation + self._num_begun
+                tenure = self._tenures[group] = ExpertTenure(self._s, plan, group, incarnation=incarnation)
+                tenure.start()
+                self._on_begun(tenure)
+                for peer, hello in self._neighbours.words():
+                    if peer in tenure.audience:
+                        tenure.peer_state(peer, hello)
+
+    def _recall(self, before: Plan | None, plan: Plan) -> None:
+        """Hellos may have come before the plan did."""
+        for peer, hello in self._neighbours.words():
+            if before is not None and before.groups_of(peer) != plan.groups_of(peer):
+                for tenure in self.tenures:
+                    if peer in tenure.audience:
+                        tenure.peer_state(peer, hello)
+
+    async def _leave(self, group: int, tenure: ExpertTenure) -> None:
+        await tenure.drain(_DRAIN_S, unless=lambda: self._tenures.get(group) is not tenure)
+        if self._tenures.get(group) is tenure and tenure.is_draining:
+            await self._drop(group)
+        self._again = True  # a plan may have given it back to us meanwhile
+        self.follow_soon()
+
+    async def _drop(self, group: int) -> None:
+        """With all it holds: what others need of it is made again."""
+        tenure = self._tenures.pop(group, None)
+        if tenure is None:
+            return
+        self._draining.discard(group)
+        self._neighbours.say(tenure.audience)  # that there is nothing to wait for any more
+        await tenure.close()
+        self._s.server.forget(tenure.work.runtime.keys)
+        self._on_change()
+
+    def _transition_done(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._s.on_failure(error)

@@ -1,0 +1,180 @@
+"""Where tokens for experts arrive: one a peer, for all that it holds.
+
+A request waits until every expert that it names is near enough to its step (t - version <= s_max), is computed as one
+job, and is answered once. Nothing that a sender says is trusted: sizes follow from the spec, and what is not here is
+refused, for the sender to take elsewhere.
+
+N tokens   D width
+"""
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from shoal.peer.experts.shard import Run
+from shoal.peer.experts.wire import TokenWire
+from shoal.peer.pipeline.microbatch import Microbatch
+from shoal.peer.tasks import Tasks
+from shoal.protocol.endpoint import Endpoint
+from shoal.protocol.errors import Refused, RemoteError, Unreachable
+from shoal.protocol.identity import PeerID
+from shoal.protocol.limits import QUEUED_TOKENS_MAX
+from shoal.protocol.messages import Done, ExpertDone, ExpertOutput, ExpertTokens
+from shoal.protocol.ports import Compute, Payload, Priority
+from shoal.protocol.spec import RunSpec
+
+if TYPE_CHECKING:
+    from shoal.peer.experts.work import ExpertWork
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Request:
+    source: PeerID
+    meta: ExpertTokens
+    payload: Payload
+
+    @property
+    def run(self) -> Run:
+        return run_of(self.source, self.meta)
+
+
+def run_of(source: PeerID, meta: ExpertTokens | ExpertDone) -> Run:
+    return Run(Microbatch(meta.step, meta.index), source, meta.incarnation, meta.passage)
+
+
+class ExpertServer:
+    """Args: tasks: what this peer does in the background."""
+
+    def __init__(self, *, endpoint: Endpoint, compute: Compute, spec: RunSpec, tasks: Tasks) -> None:
+        self._endpoint = endpoint
+        self._compute = compute
+        self._s_max = spec.training.s_max
+        self._tasks = tasks
+        self._wire = TokenWire(spec)
+        self._works: dict[tuple[int, int], ExpertWork] = {}
+        self._pending: dict[tuple[PeerID, int, int], _Request] = {}
+        self._changed = asyncio.Event()
+        endpoint.on_frame(ExpertTokens, self._on_tokens)
+        endpoint.on(ExpertDone, self._on_done)
+
+    def add(self, work: "ExpertWork") -> None:
+        self._works[work.stage, work.expert] = work
+
+    def remove(self, work: "ExpertWork") -> None:
+        if self._works.get((work.stage, work.expert)) is work:
+            del self._works[work.stage, work.expert]
+        self.wake()
+
+    def wake(self) -> None:
+        """Something has come to another version, or is here no more."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def num_pending(self, work: "ExpertWork") -> int:
+        """Requests that name it."""
+        return sum(
+            request.meta.stage == work.stage and any(expert == work.expert for expert, _ in request.meta.counts)
+            for request in self._pending.values()
+        )
+
+    # --- tokens ---
+
+    async def _on_tokens(self, source: PeerID, meta: ExpertTokens, payload: Payload) -> None:
+        self._wire.check_tokens(meta, payload, source)
+        key = (source, meta.incarnation, meta.serial)
+        if key in self._pending:
+            return  # asked once more
+        request = _Request(source, meta, payload)
+        if len(self._pending) >= QUEUED_TOKENS_MAX:
+            self._tasks.spawn(self._answer(request, b"", "has too much to do"), "refuse tokens")
+            return
+        self._pending[key] = request
+        self._tasks.spawn(self._serve(key, request), f"tokens of ({meta.step}, {meta.index})")
+
+    async def _serve(self, key: tuple[PeerID, int, int], request: _Request) -> None:
+        payload, refused = bytearray(), ""
+        try:
+            payload = await self._compute_when_admitted(request)
+        except Refused as refusal:
+            refused = refusal.reason
+        finally:
+            del self._pending[key]
+        await self._answer(request, payload, refused)
+
+    async def _compute_when_admitted(self, request: _Request) -> bytearray:
+        """Raises: Refused: what it names is not here, or no more."""
+        meta = request.meta
+        while self._waits(request):
+            await self._changed.wait()
+        works = self._held(meta.stage, [expert for expert, _ in meta.counts], meta.layer)
+        wanted = [meta.backward and work.upwards.wants(request.run.microbatch) for work in works]
+        flop = sum(w.flop(count, backward=meta.backward) for w, (_, count) in zip(works, meta.counts, strict=True))
+        timed = await self._compute.run(
+            "backward" if meta.backward else "forward", lambda: self._work(request, works, wanted), flop=flop
+        )
+        return timed.value
+
+    def _waits(self, request: _Request) -> bool:
+        """For a version. Raises: Refused: it is not here."""
+        meta = request.meta
+        works = self._held(meta.stage, [expert for expert, _ in meta.counts], meta.layer)
+        ahead = 0 if meta.index < 0 else self._s_max
+        return any(meta.step - work.version > ahead for work in works)
+
+    def _held(self, stage: int, experts: list[int], layer: int | None = None) -> "list[ExpertWork]":
+        """To compute `layer` with, if given. Raises: Refused: one is not here, or not ready."""
+        works = [self._works.get((stage, expert)) for expert in experts]
+        held = [work for work in works if work is not None and work.serves]
+        if len(held) < len(experts):
+            raise Refused(self._endpoint.peer_id, f"does not hold all of the experts {experts} of stage {stage}")
+        if layer is not None and any(work.is_paused for work in held):
+            raise Refused(self._endpoint.peer_id, "pauses")
+        if layer is not None and any(layer not in work.runtime.layers for work in held):
+            raise Refused(self._endpoint.peer_id, f"holds no experts of layer {layer} in stage {stage}")
+        return held
+
+    def _work(self, request: _Request, works: "list[ExpertWork]", wanted: list[bool]) -> bytearray:
+        """On the device's thread."""
+        meta = request.meta
+        size = len(request.payload) // (2 if meta.backward else 1)
+        view = memoryview(request.payload)
+        outputs = []
+        spans = self._wire.rows(dict(meta.counts))
+        for work, is_wanted in zip(works, wanted, strict=True):
+            runtime, span = work.runtime, spans[work.expert]
+            x_ND = self._wire.decode(view[:size][span], runtime.device)
+            if meta.backward:
+                grad_ND = self._wire.decode(view[size:][span], runtime.device)
+                outputs.append(runtime.backward(request.run, meta.layer, x_ND, grad_ND, wanted=is_wanted))
+            else:
+                outputs.append(runtime.forward(request.run.microbatch, meta.layer, x_ND))
+        return self._wire.encode(torch.cat(outputs))
+
+    async def _answer(self, request: _Request, payload: Payload, refused: str) -> None:
+        meta = request.meta
+        output = ExpertOutput(stage=meta.stage, incarnation=meta.incarnation, serial=meta.serial, refused=refused)
+        priority = Priority.GRADIENT if meta.backward else Priority.ACTIVATION
+        try:
+            await self._endpoint.send(request.source, output, payload, priority=priority)
+        except Unreachable as error:
+            logger.info("cannot give tokens back: %s", error)  # it asks again if it is still there
+
+    # --- the end of a run ---
+
+    async def _on_done(self, source: PeerID, message: ExpertDone) -> Done:
+        self._wire.check_microbatch(message.step, message.index, source)
+        if message.index < 0:
+            raise RemoteError(source, "says that a validation is to be counted")
+        run = run_of(source, message)
+        works = self._held(message.stage, [expert for expert, _ in message.experts])
+        for work, (_, layers) in zip(works, message.experts, strict=True):
+            if message.step >= work.version and layers > 0 and not work.has_whole(run, layers):
+                raise Refused(self._endpoint.peer_id, f"has not all of microbatch {run.microbatch}")
+        for work in works:
+            work.close_run(run, again=message.again)
+        return Done()

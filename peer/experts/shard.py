@@ -1,0 +1,156 @@
+"""The arithmetic of one expert of all layers of a stage: tokens in, tokens out, and the gradient of its weights.
+
+Nothing is kept between a forward and its backward, which brings the tokens again. So a holder that dies or is slow is
+replaced by any other in the middle of a microbatch. What is kept is a gradient for each run of a microbatch, *open*
+until whoever runs it says that it is through.
+
+N tokens   D width
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from shoal.peer.model.flop import expert_flop
+from shoal.peer.model.layout import EXPERT_MATRICES, expert_key, expert_keys, expert_name, layer_layout
+from shoal.peer.pipeline.microbatch import Microbatch
+from shoal.peer.pipeline.shard import Shard
+from shoal.peer.pipeline.state import StageState
+from shoal.peer.pipeline.weights import WeightSet
+from shoal.protocol.identity import PeerID
+from shoal.protocol.spec import RunSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run of a microbatch, by one tenure of a member of the stage."""
+
+    microbatch: Microbatch
+    source: PeerID
+    incarnation: int
+    passage: int
+
+
+@dataclass(slots=True)
+class _Open:
+    """Args: gradient_N: None: nobody wants it."""
+
+    gradient_N: Tensor | None
+    weights: WeightSet
+    staleness_steps: int
+    layers: set[int] = field(default_factory=set)
+    """Whose backward is in it."""
+
+
+class ExpertShard(Shard):
+    """Expert `expert` of the decoder layers [first_layer, last_layer). Jobs run on the device's one thread, the rest on
+    the loop's."""
+
+    def __init__(self, spec: RunSpec, first_layer: int, last_layer: int, expert: int, *, device: torch.device) -> None:
+        super().__init__(spec, expert_keys(first_layer, last_layer, expert), device=device)
+        self.expert = expert
+        self.layers = range(first_layer, last_layer)
+        self._open: dict[Run, _Open] = {}
+
+    # --- jobs ---
+
+    @torch.no_grad()
+    def forward(self, microbatch: Microbatch, layer: int, x_ND: Tensor) -> Tensor:
+        """What the expert of decoder layer `layer` makes of the tokens, with the weights that their step wants:
+        float32 [N, D] -> [N, D]."""
+        flat_N = self._wanted(microbatch).params[self._key(layer)]
+        return self._swiglu(layer, layer_layout(self.spec.model, self._key(layer)).views(flat_N), x_ND)
+
+    def backward(self, run: Run, layer: int, x_ND: Tensor, grad_ND: Tensor, *, wanted: bool) -> Tensor:
+        """Gradient of the output -> of the tokens, float32 [N, D]; that of the weights is added to the run's, once a
+        layer however often it is asked for.
+
+        Args: wanted: the group lacks the microbatch; of the first backward of a run it holds for the others.
+        """
+        weights = self._wanted(run.microbatch)
+        opened = self._open.get(run)
+        if opened is None:
+            gradient_N = torch.zeros(self.num_parameters, device=self.device) if wanted else None
+            staleness_steps = max(0, run.microbatch.step - self.version)
+            opened = self._open[run] = _Open(gradient_N, weights, staleness_steps)
+        if not bool(grad_ND.isfinite().all()):
+            opened.layers.add(layer)
+            return torch.zeros_like(x_ND)
+        key = self._key(layer)
+        layout = layer_layout(self.spec.model, key)
+        if opened.gradient_N is not None and layer not in opened.layers:
+            leaves = layout.leaves(weights.params[key], opened.gradient_N[self._spans[key]])
+        else:
+            leaves = layout.views(weights.params[key])
+        x_ND = x_ND.detach().requires_grad_()
+        with torch.enable_grad():
+            torch.autograd.backward(self._swiglu(layer, leaves, x_ND), grad_ND)
+        opened.layers.add(layer)
+        assert x_ND.grad is not None
+        return x_ND.grad
+
+    def forward_flop(self, num_tokens: int) -> float:
+        return expert_flop(self.spec.model, num_tokens)
+
+    def backward_flop(self, num_tokens: int) -> float:
+        """With the forward, which is run again."""
+        return 3.0 * expert_flop(self.spec.model, num_tokens)
+
+    # --- between jobs ---
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    def layers_done(self, run: Run) -> int:
+        """How many layers' backwards are in its gradient."""
+        opened = self._open.get(run)
+        return len(opened.layers) if opened else 0
+
+    def close(self, run: Run, *, wanted: bool) -> int | None:
+        """It is through: its gradient may be contributed, zero if no token came.
+
+        Args: wanted: if no token came.
+        Returns: how many steps stale it is; None: it adds nothing.
+        """
+        opened = self._open.pop(run, None)
+        if self._contributions.has(run.microbatch) or run.microbatch.step < self.version:
+            return None
+        if opened is None:
+            if not wanted:
+                return None
+            self._contributions.finish(run.microbatch, torch.zeros(self.num_parameters, device=self.device))
+            return max(0, run.microbatch.step - self.version)
+        if opened.gradient_N is None:
+            return None
+        kept = opened.weights if self._weights.corrects else None
+        self._contributions.finish(run.microbatch, opened.gradient_N, kept)
+        return opened.staleness_steps
+
+    def drop(self, source: PeerID) -> None:
+        """It died, or has begun anew: nobody will say of its runs that they are through."""
+        for run in [run for run in list(self._open) if run.source == source]:
+            self._open.pop(run, None)
+
+    def step(self, mean_gradient_N: Tensor) -> tuple[StageState, str, int]:
+        stepped = super().step(mean_gradient_N)
+        for run in [run for run in list(self._open) if run.microbatch.step < stepped[0].version]:
+            self._open.pop(run, None)  # the step did without it
+        return stepped
+
+    # --- inside ---
+
+    def _wanted(self, microbatch: Microbatch) -> WeightSet:
+        state = self.state
+        assert state is not None
+        return self._weights.of(state, state.version if microbatch.validates else microbatch.step)
+
+    def _key(self, layer: int) -> str:
+        return expert_key(f"layers.{layer}", self.expert)
+
+    def _swiglu(self, layer: int, params: dict[str, Tensor], x_ND: Tensor) -> Tensor:
+        w1_FD, w2_DF, w3_FD = (params[expert_name(layer, self.expert, matrix)] for matrix in EXPERT_MATRICES)
+        hidden_NF = functional.silu(functional.linear(x_ND, w1_FD)) * functional.linear(x_ND, w3_FD)
+        return functional.linear(hidden_NF, w2_DF)

@@ -1,0 +1,75 @@
+"""Tokens on their way to experts, as bytes. As everywhere, shapes follow from the run spec and from counts that are
+checked against it, and what a sender gives itself is rounded like what it gives others: where an expert is must not
+change what it makes of a token.
+
+P rows, sorted by expert   D width
+"""
+
+from collections.abc import Mapping
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from shoal.protocol.errors import RemoteError
+from shoal.protocol.identity import PeerID
+from shoal.protocol.messages import ExpertTokens
+from shoal.protocol.ports import Payload
+from shoal.protocol.spec import RunSpec
+
+_DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class TokenWire:
+    """Of one run."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        self._width = spec.model.dim
+        self._dtype = _DTYPES[spec.wire.activations]
+        self._training = spec.training
+        self._num_experts = spec.model.num_experts
+        self.tokens = spec.training.microbatch_size * spec.model.context
+        """Of a microbatch; no expert gets more."""
+        self.row_bytes = self._dtype.itemsize * self._width
+
+    def encode(self, x_PD: Tensor) -> bytearray:
+        payload = bytearray(self.row_bytes * len(x_PD))
+        if payload:
+            torch.frombuffer(payload, dtype=self._dtype).view(-1, self._width).copy_(x_PD.detach())
+        return payload
+
+    def decode(self, payload: Payload, device: torch.device) -> Tensor:
+        """float32 [P, D] on `device`, nobody else's."""
+        if not len(payload):
+            return torch.zeros(0, self._width, device=device)
+        rows_PD = torch.frombuffer(payload, dtype=self._dtype).view(-1, self._width)
+        return rows_PD.to(device, torch.float32, copy=True)
+
+    def rows(self, counts: Mapping[int, int]) -> dict[int, slice]:
+        """Expert -> its bytes, where each has so many rows, one's behind the other's."""
+        spans, at = {}, 0
+        for expert, count in counts.items():
+            spans[expert] = slice(at, at + count * self.row_bytes)
+            at += count * self.row_bytes
+        return spans
+
+    def check_tokens(self, meta: ExpertTokens, payload: Payload, source: PeerID) -> None:
+        """Raises: RemoteError: no honest peer of this run sends such tokens."""
+        self.check_microbatch(meta.step, meta.index, source)
+        experts = [expert for expert, _ in meta.counts]
+        if not experts or experts != sorted(set(experts)) or not 0 <= experts[0] <= experts[-1] < self._num_experts:
+            raise RemoteError(source, "sent tokens to experts that this run has not, or to one twice")
+        if not all(0 < count <= self.tokens for _, count in meta.counts):
+            raise RemoteError(source, f"sent an expert another number of tokens than 1 to {self.tokens}")
+        wanted = sum(count for _, count in meta.counts) * self.row_bytes * (2 if meta.backward else 1)
+        if len(payload) != wanted:
+            raise RemoteError(source, f"sent {len(payload)} bytes of tokens where it announced {wanted}")
+        if meta.backward and meta.index < 0:
+            raise RemoteError(source, "sent gradients of a validation")
+
+    def check_microbatch(self, step: int, index: int, source: PeerID) -> None:
+        """Raises: RemoteError."""
+        training = self._training
+        known = -training.validation_microbatches <= index < training.microbatches_per_step
+        if not (0 <= step <= training.steps and known):
+            raise RemoteError(source, f"sent microbatch ({step}, {index}), which this run has not")

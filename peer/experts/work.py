@@ -1,0 +1,113 @@
+"""What a holder of one expert does: serves tokens, is told which microbatches are through, and steps when told."""
+
+import logging
+from typing import Protocol
+
+from torch import Tensor
+
+from shoal.peer.experts.server import ExpertServer
+from shoal.peer.experts.shard import ExpertShard, Run
+from shoal.peer.pipeline.microbatch import Microbatch
+from shoal.peer.pipeline.state import StageState
+from shoal.peer.tasks import Tasks
+from shoal.protocol.identity import PeerID
+from shoal.protocol.ports import Compute
+
+logger = logging.getLogger(__name__)
+
+
+class Upwards(Protocol):
+    """What the work tells the rest of the peer."""
+
+    @property
+    def serves(self) -> bool:
+        """We hold the group's state, and take part."""
+        ...
+
+    def wants(self, microbatch: Microbatch) -> bool: ...
+
+    def contributed(self, microbatch: Microbatch, *, loss: float, staleness_steps: int, again: bool) -> None: ...
+
+    def stepped(self, state: StageState, digest: str, skipped_layers: int) -> None: ...
+
+    def failed(self, error: BaseException) -> None: ...
+
+
+class ExpertWork:
+    """Implements `Work`, with expert `expert` of stage `stage`. `version` changes on the loop's thread alone."""
+
+    def __init__(
+        self,
+        runtime: ExpertShard,
+        stage: int,
+        *,
+        compute: Compute,
+        server: ExpertServer,
+        upwards: Upwards,
+    ) -> None:
+        self.runtime = runtime
+        self.stage = stage
+        self.expert = runtime.expert
+        self.upwards = upwards
+        self.version = 0
+        self.is_paused = False
+        """Computes nothing."""
+        self._compute = compute
+        self._server = server
+        self._tasks = Tasks(upwards.failed)
+        self._closed = False
+
+    @property
+    def serves(self) -> bool:
+        return self.upwards.serves and not self._closed
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._server.num_pending(self) and not self.runtime.num_open
+
+    def install(self) -> None:
+        self._server.add(self)
+
+    async def close(self) -> None:
+        self._closed = True
+        self._server.remove(self)
+        await self._tasks.cancel()
+
+    def load(self, state: StageState) -> None:
+        self.runtime.load(state)
+        self.version = state.version
+        self._server.wake()
+
+    def pause(self, is_paused: bool) -> None:
+        self.is_paused = is_paused
+        self._server.wake()  # what waits is refused
+
+    def commit(self, step: int, mean_gradient_N: Tensor) -> None:
+        self._tasks.spawn(self._step(step, mean_gradient_N), f"step {step} of expert {self.expert}")
+
+    async def _step(self, step: int, mean_gradient_N: Tensor) -> None:
+        timed = await self._compute.run("step", lambda: self.runtime.step(mean_gradient_N), flop=self.runtime.step_flop)
+        state, digest, skipped = timed.value
+        if self.version != step:
+            return  # a state was loaded while it ran
+        self.version = step + 1
+        self.upwards.stepped(state, digest, skipped)
+        self._server.wake()
+
+    # --- told by the server ---
+
+    def flop(self, num_tokens: int, *, backward: bool) -> float:
+        return self.runtime.backward_flop(num_tokens) if backward else self.runtime.forward_flop(num_tokens)
+
+    def has_whole(self, run: Run, num_layers: int) -> bool:
+        return self.runtime.layers_done(run) == num_layers
+
+    def close_run(self, run: Run, *, again: bool) -> None:
+        """It is through: it counts, if the group lacks it."""
+        staleness_steps = self.runtime.close(run, wanted=self.upwards.wants(run.microbatch))
+        if staleness_steps is not None:
+            self.upwards.contributed(run.microbatch, loss=0.0, staleness_steps=staleness_steps, again=again)
+
+    def source_lost(self, peer: PeerID) -> None:
+        """It died, or has begun anew."""
+        self.runtime.drop(peer)

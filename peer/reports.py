@@ -1,0 +1,56 @@
+"""What a peer reports of its work: commits and validations, until the coordinator has them."""
+
+from collections import deque
+from collections.abc import Callable
+
+import msgspec
+
+from shoal.protocol.endpoint import Endpoint
+from shoal.protocol.limits import REPORTS_PER_HEARTBEAT_MAX
+from shoal.protocol.messages import CommitReport, ValidationReport
+
+
+class Reports:
+    """Args:
+    on_commit: sees every commit of a group that this peer is in, whoever reports it.
+    on_validation: sees every validation that this peer leads.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        *,
+        on_commit: Callable[[CommitReport], None] | None,
+        on_validation: Callable[[ValidationReport], None] | None,
+    ) -> None:
+        self._endpoint = endpoint
+        self._on_commit = on_commit
+        self._on_validation = on_validation
+        self._commits: list[CommitReport] = []
+        self.validations: deque[ValidationReport] = deque(maxlen=1)
+        """The newest that we led."""
+
+    def take_commits(self) -> tuple[CommitReport, ...]:
+        """As many as a heartbeat carries, oldest first; they are the caller's from now on."""
+        taken, self._commits = (
+            self._commits[:REPORTS_PER_HEARTBEAT_MAX],
+            self._commits[REPORTS_PER_HEARTBEAT_MAX:],
+        )
+        return tuple(taken)
+
+    def committed(self, report: CommitReport) -> None:
+        """Ours to report."""
+        report = msgspec.structs.replace(report, era=self._endpoint.era)
+        self._commits.append(report)
+        self.witnessed(report)
+
+    def witnessed(self, report: CommitReport) -> None:
+        """A mate's."""
+        if self._on_commit:
+            self._on_commit(msgspec.structs.replace(report, era=self._endpoint.era))
+
+    def validated(self, report: ValidationReport) -> None:
+        report = msgspec.structs.replace(report, era=self._endpoint.era)
+        self.validations.append(report)
+        if self._on_validation:
+            self._on_validation(report)

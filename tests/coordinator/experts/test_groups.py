@@ -1,0 +1,128 @@
+"""The plan's groups of experts: complete, stable while nothing happens, and where the load is."""
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from shoal.coordinator.experts.groups import LOOK_STEPS, ExpertPlaces
+from shoal.protocol.identity import PeerID
+from shoal.protocol.messages import Advert, Heartbeat
+from shoal.protocol.plan import Member, Plan, Stage, plan_flaw
+
+E = 8
+
+
+def names(count: int, *, first: int = 0) -> tuple[PeerID, ...]:
+    return tuple(PeerID(f"p{number:02}") for number in range(first, first + count))
+
+
+def stages(*groups: tuple[PeerID, ...]) -> tuple[Stage, ...]:
+    return tuple(Stage(i, i + 1, tuple(Member(p, 1.0, 1.0, 1) for p in peers)) for i, peers in enumerate(groups))
+
+
+def planned(places: ExpertPlaces, groups: tuple[Stage, ...], before: Plan | None = None, *, sequence: int = 1) -> Plan:
+    plan = Plan(
+        run="r",
+        term=1,
+        sequence=sequence,
+        previous="",
+        coordinator=groups[0].peers[0],
+        stages=groups,
+        experts=places.place(groups, before, sequence=sequence),
+    )
+    assert plan_flaw(plan, num_layers=len(groups), num_experts=E) is None
+    return plan
+
+
+def beat(stage: int, loads: tuple[int, ...]) -> Heartbeat:
+    advert = Advert(
+        name="p",
+        device="cpu",
+        flop_per_s=1.0,
+        memory_bytes=1,
+        upload_bytes_per_s=1.0,
+        download_bytes_per_s=1.0,
+        addresses=(),
+        has_data=True,
+    )
+    return Heartbeat(
+        advert=advert,
+        plan_sequence=1,
+        plan_digest="",
+        stage=stage,
+        version=0,
+        synced=True,
+        draining=False,
+        loads=loads,
+    )
+
+
+def holders(plan: Plan, stage: int) -> list[int]:
+    return [len(entry.members) for entry in plan.experts if entry.stage == stage]
+
+
+def test_without_slots_nothing_is_placed() -> None:
+    assert ExpertPlaces(num_experts=E, slots=0).place(stages(names(3)), None, sequence=1) == ()
+
+
+@pytest.mark.parametrize(("peers", "slots"), [(1, 1), (2, 3), (3, 4), (6, 3), (5, 8)])
+def test_every_expert_of_every_stage_has_holders_among_its_members(peers: int, slots: int) -> None:
+    both = stages(names(peers), names(peers, first=peers))
+    plan = planned(ExpertPlaces(num_experts=E, slots=slots), both)
+    assert len(plan.experts) == 2 * E
+    for entry in plan.experts:
+        assert set(entry.peers) <= set(both[entry.stage].peers)
+    if peers * slots >= 2 * E and peers > 1:
+        assert min(holders(plan, 0)) >= 2
+
+
+def test_while_nothing_happens_nobody_moves() -> None:
+    places = ExpertPlaces(num_experts=E, slots=3)
+    plan = planned(places, stages(names(6)))
+    later = planned(places, plan.stages, plan, sequence=9)
+    assert later.experts == plan.experts
+    another = planned(ExpertPlaces(num_experts=E, slots=3), plan.stages, plan, sequence=9)
+    assert another.experts == plan.experts, "a coordinator that has measured nothing yet moves nobody"
+
+
+def test_who_stays_keeps_its_place_when_another_dies() -> None:
+    places = ExpertPlaces(num_experts=E, slots=4)
+    plan = planned(places, stages(names(6)))
+    left = stages(names(5))
+    after = planned(places, left, plan, sequence=2)
+    kept = [
+        (entry.expert, member.peer)
+        for entry, before in zip(after.experts, plan.experts, strict=True)
+        for member in entry.members
+        if member.peer in before.peers
+    ]
+    assert len(kept) >= 12, "most of the twenty slots stay as they were"
+    assert all(after.since_in(peer, 1 + expert) == 1 for expert, peer in kept)
+    moved = [m for entry in after.experts for m in entry.members if (entry.expert, m.peer) not in kept]
+    assert all(member.since == 2 for member in moved)
+
+
+def test_a_hot_expert_gets_more_holders_and_the_look_is_not_taken_at_every_step() -> None:
+    places = ExpertPlaces(num_experts=E, slots=5)
+    plan = planned(places, stages(names(6)))
+    counts = [0] * E
+    for _ in range(20):
+        for peer in names(6):
+            counts = [count + (700 if expert == 5 else 100) for expert, count in enumerate(counts)]
+            places.hear(peer, beat(0, tuple(counts)))
+    after = planned(places, plan.stages, plan, sequence=2)
+    assert holders(after, 0)[5] > holders(plan, 0)[5]
+    assert holders(after, 0)[5] == max(holders(after, 0))
+    assert not places.is_due(plan, LOOK_STEPS - 1)
+    assert places.is_due(plan, LOOK_STEPS)
+    assert not places.is_due(plan, LOOK_STEPS + 1)
+    assert places.is_due(msgspec.structs.replace(plan, era=1), LOOK_STEPS + 1), "another era begins anew"
+
+
+def test_nonsense_is_not_measured() -> None:
+    places, usual = ExpertPlaces(num_experts=E, slots=3), ExpertPlaces(num_experts=E, slots=3)
+    for loads in ((), (1,) * (E + 1), (-1,) * E, (1 << 60,) * E):
+        places.hear(PeerID("liar"), beat(0, loads))
+    places.hear(PeerID("liar"), beat(10**6, (1,) * E))
+    assert replace(places) == replace(usual)
