@@ -6,6 +6,7 @@ What a group works at is its subclasses' business. Who else is ready and open it
 
 import asyncio
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Protocol
 
@@ -44,7 +45,7 @@ class Work(Stepper, Protocol):
     async def close(self) -> None: ...
 
 
-class Tenure:
+class Tenure(ABC):
     """Our part of `plan` in its group `group_id`."""
 
     def __init__(
@@ -131,32 +132,32 @@ class Tenure:
 
     # --- what a subclass says ---
 
+    @abstractmethod
     def _members(self, plan: Plan) -> tuple[Member, ...]:
         """Of our group, in `plan`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _near(self) -> list[tuple[PeerID, ...]]:
         """Who works with our group, besides its members."""
-        raise NotImplementedError
 
+    @abstractmethod
     def peer_state(self, peer: PeerID, hello: Hello) -> None:
         """What a peer says of itself."""
-        raise NotImplementedError
 
+    @abstractmethod
     def peer_died(self, peer: PeerID) -> None:
         """The plan has dropped it, and it had not said that it would go."""
-        raise NotImplementedError
 
+    @abstractmethod
     def peer_reborn(self, peer: PeerID) -> None:
         """It has begun anew in its stage, which its mates may have heard from its Progress before."""
-        raise NotImplementedError
 
     @property
     def _is_needed(self) -> bool:
         """Who comes after us has not what we have."""
         return False
 
-    def _wake(self) -> None:
+    def _wake(self) -> None:  # noqa: B027  # a kind of tenure may do nothing then
         """Something has changed on which work may have waited."""
 
     # --- life ---
@@ -267,7 +268,7 @@ class Tenure:
             self._s.on_state(self, state)
             self._reached(state.version)
 
-    def _reached(self, version: int) -> None:
+    def _reached(self, version: int) -> None:  # noqa: B027  # a kind of tenure may do nothing then
         """We are at `version`, by a step or because we have taken over a state."""
 
     def _open_if_fit(self) -> None:
@@ -334,5 +335,5 @@ class Tenure:
                     return
             await asyncio.sleep(_RETRY_S)
 
-    def _mate_progress(self, source: PeerID, message: Progress) -> None:
+    def _mate_progress(self, source: PeerID, message: Progress) -> None:  # noqa: B027  # a kind of tenure may do nothing then
         """A mate has said what it has."""
