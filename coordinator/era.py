@@ -136,6 +136,19 @@ def holders(
     return found
 
 
+def is_last_holder(peer: PeerID, plan: Plan, held: Sequence[frozenset[PeerID]]) -> bool:
+    """Whether nobody but `peer` holds the state of some group. Args: held: by group, who holds it now (`holders`)."""
+    return any((now or _members(plan, group)) == {peer} for group, now in enumerate(held))
+
+
+def group_name(plan: Plan, group: int) -> str:
+    """For people."""
+    if group < len(plan.stages):
+        return f"stage {group}"
+    entry = plan.experts[group - len(plan.stages)]
+    return f"expert {entry.expert} of stage {entry.stage}"
+
+
 def _members(plan: Plan, group: int) -> frozenset[PeerID]:
     return frozenset(member.peer for member in plan.group_members(group))
 

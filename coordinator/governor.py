@@ -10,20 +10,28 @@ import msgspec
 
 from shoal.coordinator import election
 from shoal.coordinator.allocate.interface import NO_MOVES, Allocator, Layout, MeasuredPeer, NoLayout, Searching
-from shoal.coordinator.era import Beginning, Disks, HolderWatch, disks_of, holders, next_beginning
+from shoal.coordinator.era import (
+    Beginning,
+    Disks,
+    HolderWatch,
+    disks_of,
+    group_name,
+    holders,
+    is_last_holder,
+    next_beginning,
+)
 from shoal.coordinator.experts.groups import ExpertPlaces
 from shoal.coordinator.improvement import Improvement, SearchJob, Swarm, places_of
 from shoal.coordinator.ledger import Ledger, StepRecord
 from shoal.coordinator.proposal import Draft
 from shoal.coordinator.roster import Roster
+from shoal.coordinator.status import swarm_status
 from shoal.coordinator.survey import Survey
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import HandOver, Heartbeat, PlanNote, Reset, SwarmStatus
 from shoal.protocol.plan import Plan, SignedPlan
 from shoal.protocol.spec import RunSpec
 
-STATUS_PEERS_MAX = 256
-"""A peer's line is about 200 bytes; more would not fit in one message."""
 STATUS_PLANS_MAX = 16
 STATUS_REASON_CHARS_MAX = 160
 HANDOVER_ADVERTS_MAX = 64
@@ -168,7 +176,8 @@ class Governor:
             return None, ""  # they will be heard or suspected shortly; until then we know too little to move anybody
         disks = disks_of(self.roster, now_s)
         fresh = live.fresh and self.version_max <= live.restore_version
-        lost = self._lost(live, disks, fresh=fresh, now_s=now_s)
+        held = holders(live, self.roster, disks, self.spec.model, fresh=fresh, now_s=now_s)
+        lost = self._holders.lost(live, held, self.roster.alive(now_s), now_s)
         peers = self._measured(live.era, now_s)
         swarm = _swarm(peers)
         under_way = live.fresh and not fresh
@@ -181,7 +190,7 @@ class Governor:
         if lost:
             within = disks_of(self.roster, now_s, among=layout)  # from others nobody could fetch a snapshot
             beginning = next_beginning(live, self.roster, within, self.spec.model, placed=self._placed)
-            what = f"{_group_name(live, lost[0])} has no holder left"
+            what = f"{group_name(live, lost[0])} has no holder left"
             if beginning.version or disks.era_max < 0 or self._holders.is_hopeless(now_s):
                 return _restarted(layout, beginning, what)
             if swarm == self._settled_for:
@@ -194,6 +203,12 @@ class Governor:
             self._settled_for = swarm
             return None, ""
         return Draft(layout=layout), layout.reason
+
+    def is_irreplaceable(self, peer: PeerID, live: Plan, now_s: float) -> bool:
+        """Whether the state of a group of `live` would be lost with `peer`."""
+        disks = disks_of(self.roster, now_s)
+        held = holders(live, self.roster, disks, self.spec.model, fresh=False, now_s=now_s)
+        return is_last_holder(peer, live, held)
 
     def reset_plan(self, live: SignedPlan, reset: Reset, now_s: float, *, sequence: int) -> tuple[Draft | None, str]:
         """A plan for those that the owner has found in reach. What state is lost with the others is seen to later."""
@@ -275,30 +290,10 @@ class Governor:
         return self.ledger.tell(now_s, term=live.term, peers=len(live.members), flush=flush)
 
     def status(self, live: Plan, now_s: float) -> SwarmStatus:
-        ids = sorted({*live.members, *self.roster.alive(now_s)}, key=lambda p: (_stage_key(live, p), p))
-        shares = _shares(live)
-        peers = (
-            self.roster.status(peer, live.stage_of(peer), now_s, share=shares.get(peer, 0.0))
-            for peer in ids[:STATUS_PEERS_MAX]
-        )
-        return SwarmStatus(
-            run=self.run,
-            name=self.spec.name,
-            coordinator=live.coordinator,
-            term=live.term,
-            plan_sequence=live.sequence,
-            plan_reason=live.reason,
-            step=self.ledger.step,
-            steps=self.spec.training.steps,
-            tokens_per_s=self.ledger.tokens_per_s,
-            loss=self.ledger.loss,
-            validation_loss=self.ledger.validation_loss,
-            staleness_steps_mean=self.ledger.staleness_mean,
-            stages=tuple((stage.first_layer, stage.last_layer) for stage in live.stages),
-            peers=tuple(peer for peer in peers if peer is not None),
-            era=self.ledger.era,
-            elapsed_s=self._elapsed_s(now_s),
-            plans=tuple(msgspec.structs.replace(note, seconds_ago=now_s - at_s) for at_s, note in self._obeyed),
+        plans = tuple(msgspec.structs.replace(note, seconds_ago=now_s - at_s) for at_s, note in self._obeyed)
+        elapsed_s = self._elapsed_s(now_s)
+        return swarm_status(
+            self.run, self.spec, live, self.roster, self.ledger, plans, elapsed_s=elapsed_s, now_s=now_s
         )
 
     def _measured(self, era: int, now_s: float) -> tuple[MeasuredPeer, ...]:
@@ -310,10 +305,6 @@ class Governor:
 
         peers = self.roster.measured(now_s)
         return tuple(peer if follows(peer.peer) else replace(peer, synced_stage=None) for peer in peers)
-
-    def _lost(self, live: Plan, disks: Disks, *, fresh: bool, now_s: float) -> tuple[int, ...]:
-        held = holders(live, self.roster, disks, self.spec.model, fresh=fresh, now_s=now_s)
-        return self._holders.lost(live, held, self.roster.alive(now_s), now_s)
 
     def _layout(
         self, peers: tuple[MeasuredPeer, ...], previous: Plan | None, disks: Disks, *, sequence: int
@@ -352,13 +343,6 @@ class Governor:
         return now_s - self.begun_s if self.begun_s is not None else 0.0
 
 
-def _group_name(plan: Plan, group: int) -> str:
-    if group < len(plan.stages):
-        return f"stage {group}"
-    entry = plan.experts[group - len(plan.stages)]
-    return f"expert {entry.expert} of stage {entry.stage}"
-
-
 def _swarm(peers: tuple[MeasuredPeer, ...]) -> Swarm:
     """What a change of must lead to a new layout at once. Speeds are not in it: they may lead to a search.
 
@@ -383,18 +367,3 @@ def _keeps_state(layout: Layout, live: Plan, peers: tuple[MeasuredPeer, ...]) ->
         for index, stage in enumerate(layout.stages)
     )
     return stays and not any(peer.draining for peer in peers)
-
-
-def _shares(plan: Plan) -> dict[PeerID, float]:
-    """Of each holder, of its stage's traffic."""
-    totals = [sum(member.share for member in stage.members) for stage in plan.stages]
-    return {
-        member.peer: member.share / total
-        for stage, total in zip(plan.stages, totals, strict=True)
-        for member in stage.members
-    }
-
-
-def _stage_key(plan: Plan, peer: PeerID) -> int:
-    stage = plan.stage_of(peer)
-    return len(plan.stages) if stage is None else stage

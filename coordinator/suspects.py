@@ -6,7 +6,8 @@
 | a member cannot reach another         | two pings refused in a row | its process is gone: out                        |
 | (`Heartbeat.silent`)                  | no answer                  | out after its patience (`roster`); after half   |
 | a first refusal: everybody is called  |                            | of it if two neighbours cannot reach it either  |
-| up, as who dies together is one plan  |                            |                                                 |
+| up, as who dies together is one plan  | refused, and a group's     | given time to come back: a network daemon that  |
+|                                       | state is nowhere else      | died is there again sooner than a snapshot is   |
 
 A process that was stopped keeps its connections and answers nothing, so silence alone needs time; and the reports of
 others alone need the coordinator's own finding, since what they cannot reach may be their own link.
@@ -26,6 +27,9 @@ from shoal.protocol.plan import Plan
 PING_HEARTBEATS = 0.25
 AGAIN_HEARTBEATS = 0.06
 """Between a refusal and the second try."""
+RETURN_HEARTBEATS = 3.0
+"""How long who alone holds a group's state is asked again before its refusals count. A peer's network daemon that died
+is back after .5 to .9 s on an idle machine; going back to a snapshot costs everybody more than this."""
 UNANSWERED_PATIENCE = 0.5
 """For which share of a peer's patience our own pings must go unanswered before two reports count: it may be busy."""
 REPORTERS = 2
@@ -44,6 +48,8 @@ class Inquiry:
     pinged: bool = False
     answered: bool = False
     refused_s: float | None = None
+    returns_by_s: float = -math.inf
+    """Until when we hope to see it again although it refuses us."""
     reporters: dict[PeerID, None] = field(default_factory=dict)
     """In the order of their reports."""
 
@@ -84,7 +90,7 @@ class Suspects:
             return []
         reporters, inquiry.reporters = inquiry.reporters, {}
         if roster.overdue_at_s(peer) <= now_s:
-            inquiry.answered, inquiry.refused_s = True, None
+            inquiry.answered, inquiry.refused_s, inquiry.returns_by_s = True, None, -math.inf
             inquiry.ping_at_s = now_s + 2 * PING_HEARTBEATS * self._heartbeat_s
         else:
             del self._inquiries[peer]
@@ -93,8 +99,10 @@ class Suspects:
         names = ", ".join(reporter[-8:] for reporter in reporters)
         return [Note(text=f"{peer[-8:]} answers: only its links to {names} are broken")]
 
-    def refused(self, peer: PeerID, roster: Roster, plan: Plan, *, took_s: float, now_s: float) -> list[Command]:
-        """Nobody answers where it was."""
+    def refused(
+        self, peer: PeerID, roster: Roster, plan: Plan, *, irreplaceable: bool, took_s: float, now_s: float
+    ) -> list[Command]:
+        """Nobody answers where it was. Args: irreplaceable: the state of some group would be lost with it."""
         inquiry = self._inquiries.get(peer)
         if inquiry is None:
             return []
@@ -107,6 +115,10 @@ class Suspects:
             return []
         if now_s - took_s <= inquiry.refused_s:
             return []  # under way when the first was refused: the same piece of news
+        if irreplaceable:
+            inquiry.returns_by_s = inquiry.refused_s + RETURN_HEARTBEATS * self._heartbeat_s
+            if now_s < inquiry.returns_by_s:
+                return []
         del self._inquiries[peer]
         roster.leave(peer)
         return [Note(text=f"{peer[-8:]} is gone: its connections are refused")]
@@ -143,6 +155,8 @@ class Suspects:
         if not dead <= self._dead:
             self._wait_until_s = now_s + TOGETHER_HEARTBEATS * self._heartbeat_s
         self._dead = dead
+        if any(now_s < inquiry.returns_by_s for inquiry in self._inquiries.values()):
+            return False  # nobody can train without it, so a plan without the others gains nothing
         if not dead or now_s >= self._wait_until_s:
             return True
         return not any(self._is_imminent(peer, inquiry, roster, now_s) for peer, inquiry in self._inquiries.items())

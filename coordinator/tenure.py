@@ -87,8 +87,14 @@ class Tenure:
             self._succession.declined(event.peer, now_s)
             return [Note(text=f"{event.peer[-8:]} does not take the role: {event.reason}")]
         if isinstance(event.asked, Ping) and event.refused:
-            roster = self._governor.roster
-            return self._suspects.refused(event.peer, roster, plan, took_s=event.took_s, now_s=now_s)
+            return self._suspects.refused(
+                event.peer,
+                self._governor.roster,
+                plan,
+                irreplaceable=self._governor.is_irreplaceable(event.peer, plan, now_s),
+                took_s=event.took_s,
+                now_s=now_s,
+            )
         return []
 
     # --- time ---

@@ -1,6 +1,6 @@
 import pytest
 
-from shoal.coordinator.era import MISSING_HEARTBEATS, PATIENCE_HEARTBEATS, Disks, HolderWatch
+from shoal.coordinator.era import MISSING_HEARTBEATS, PATIENCE_HEARTBEATS, Disks, HolderWatch, is_last_holder
 from shoal.protocol.messages import Holding
 
 LAYERS = ("embed", "layers.0", "layers.1", "head")
@@ -95,3 +95,15 @@ def test_disks_that_are_away_are_waited_for_once_it_is_lost(plan):
     assert watch.is_hopeless(50.0 + 2 * MISSING_HEARTBEATS)
     watch.lost(plan, ALL, "abcdef", 120.0)
     assert not watch.is_hopeless(121.0), "found, and lost again: that counts anew"
+
+
+def test_who_alone_holds_a_state_is_known(plan):
+    assert not is_last_holder("b", plan, ALL)
+    assert is_last_holder("b", plan, [ALL[0], frozenset("b"), ALL[2]]), "its mate still fetches it"
+    assert not is_last_holder("e", plan, [ALL[0], frozenset("b"), ALL[2]])
+    assert not is_last_holder("b", plan, without(1)), "nobody has said yet who holds it"
+
+
+def test_a_lone_member_holds_alone_even_if_nobody_has_said_so(make_plan):
+    lone = make_plan([["a", "d"], ["b"], ["c", "f"]], coordinator="a").plan
+    assert is_last_holder("b", lone, [frozenset()] * 3)

@@ -114,7 +114,8 @@ def test_silent_members_are_soon_out_of_the_plan(run_swarm, how, within_s, how_m
         await swarm.begin(8)
         await asyncio.sleep(5)
         coordinator = swarm.coordinator
-        victims = [peer for peer in swarm.alive() if peer is not coordinator][:how_many]
+        others = {swarm.coordinator.plan.stage_of(p.peer_id): p for p in swarm.alive() if p is not coordinator}
+        victims = [peer for _, peer in sorted(others.items())][:how_many]  # of each stage somebody is left
         rest = [peer for peer in swarm.alive() if peer not in victims]
         for peer in victims:
             down(swarm, peer, how)

@@ -82,6 +82,22 @@ def test_a_stage_whose_members_all_die_is_made_again_from_snapshots(run_swarm, s
     run_swarm(scenario, steps=1000, min_peers=9, seed=seed)
 
 
+@pytest.mark.parametrize("away_s", [1.5, 2.5])
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_lone_holder_whose_daemon_restarts_is_waited_for(run_swarm, which, away_s):
+    async def scenario(swarm):
+        await trained(swarm, 4)
+        alone = [holders(swarm, stage) for stage in range(3) if len(holders(swarm, stage)) == 1]
+        (lone,) = alone[which]
+        stage = lone.plan.stage_of(lone.peer_id)
+        swarm.world.kill_daemon(lone.port, restarts_in_s=away_s)
+        await asyncio.sleep(15.0)
+        assert swarm.agreed()
+        assert {(peer.plan.era, peer.plan.stage_of(lone.peer_id)) for peer in swarm.alive()} == {(0, stage)}
+
+    run_swarm(scenario, steps=1000, min_peers=4)
+
+
 def test_a_stage_whose_members_restart_waits_a_little_and_goes_back(run_swarm, record_property):
     async def scenario(swarm):
         await trained(swarm)

@@ -2,7 +2,7 @@ import pytest
 
 from shoal.coordinator.events import Ask, Note
 from shoal.coordinator.roster import FLOOR_HEARTBEATS, Roster
-from shoal.coordinator.suspects import ROLL_CALL_HEARTBEATS, TOGETHER_HEARTBEATS, Suspects
+from shoal.coordinator.suspects import RETURN_HEARTBEATS, ROLL_CALL_HEARTBEATS, TOGETHER_HEARTBEATS, Suspects
 from shoal.protocol.messages import Ping
 
 GROUPS = [["a", "d"], ["b", "e"], ["c", "f"]]
@@ -57,21 +57,54 @@ def test_two_refusals_in_a_row_and_it_is_out(suspects, roster, plan, make_heartb
     hear(roster, make_heartbeat, "abcde", BEGIN_S + 1)
     now_s = BEGIN_S + 1.11
     suspects.look(roster, plan, now_s)
-    assert suspects.refused("f", roster, plan, took_s=0.04, now_s=now_s + 0.04) == []
+    assert suspects.refused("f", roster, plan, irreplaceable=False, took_s=0.04, now_s=now_s + 0.04) == []
     called = asked(suspects.look(roster, plan, now_s + 0.05))
     assert sorted(called) == list("bcde"), "who else died with it?"
-    assert suspects.refused("f", roster, plan, took_s=0.5, now_s=now_s + 0.06) == [], "the same piece of news"
+    assert suspects.refused("f", roster, plan, irreplaceable=False, took_s=0.5, now_s=now_s + 0.06) == [], (
+        "the same piece of news"
+    )
     assert asked(suspects.look(roster, plan, now_s + 0.12)) == ["f"]
-    assert "is gone" in notes(suspects.refused("f", roster, plan, took_s=0.04, now_s=now_s + 0.16))[0]
+    assert (
+        "is gone" in notes(suspects.refused("f", roster, plan, irreplaceable=False, took_s=0.04, now_s=now_s + 0.16))[0]
+    )
     assert roster.is_gone("f", now_s + 0.16)
+
+
+def refuse(suspects, roster, plan, *, until_s):
+    """Every ping to f is refused after 40 ms. Returns: when each was sent."""
+    sent, now_s = [], BEGIN_S
+    while now_s < until_s:
+        if "f" in asked(suspects.look(roster, plan, now_s)):
+            sent.append(now_s - BEGIN_S)
+            suspects.refused("f", roster, plan, irreplaceable=True, took_s=0.04, now_s=now_s + 0.04)
+        now_s += 1 / 16
+    return sent
+
+
+def test_who_alone_holds_a_state_is_given_time_to_come_back(suspects, roster, plan, make_heartbeat):
+    suspects.begin(("f",), BEGIN_S)
+    sent = refuse(suspects, roster, plan, until_s=BEGIN_S + RETURN_HEARTBEATS - 0.2)
+    assert not roster.is_gone("f", BEGIN_S + RETURN_HEARTBEATS - 0.2)
+    assert len(sent) > 8, "it is asked all the time"
+    assert not suspects.is_settled(roster, plan, BEGIN_S + RETURN_HEARTBEATS - 0.2), "and nobody is moved meanwhile"
+    hear(roster, make_heartbeat, "f", BEGIN_S + 2.9)
+    suspects.heard("f")
+    assert asked(suspects.look(roster, plan, BEGIN_S + 3.0)) == []
+    assert suspects.is_settled(roster, plan, BEGIN_S + 3.0)
+
+
+def test_and_then_it_is_out_too(suspects, roster, plan):
+    suspects.begin(("f",), BEGIN_S)
+    refuse(suspects, roster, plan, until_s=BEGIN_S + RETURN_HEARTBEATS + 0.4)
+    assert roster.is_gone("f", BEGIN_S + RETURN_HEARTBEATS + 0.4)
 
 
 def test_an_answer_between_two_refusals_clears_it(suspects, roster, plan):
     suspects.begin(("f",), BEGIN_S)
     suspects.look(roster, plan, BEGIN_S)
-    suspects.refused("f", roster, plan, took_s=0.04, now_s=BEGIN_S + 0.04)
+    suspects.refused("f", roster, plan, irreplaceable=False, took_s=0.04, now_s=BEGIN_S + 0.04)
     suspects.answered("f", roster, BEGIN_S + 0.2)
-    suspects.refused("f", roster, plan, took_s=0.04, now_s=BEGIN_S + 0.3)
+    suspects.refused("f", roster, plan, irreplaceable=False, took_s=0.04, now_s=BEGIN_S + 0.3)
     assert not roster.is_gone("f", BEGIN_S + 0.3)
 
 
@@ -142,13 +175,13 @@ def test_a_death_waits_for_those_that_may_have_died_with_it(suspects, roster, pl
     suspects.begin("ef", BEGIN_S)
     suspects.look(roster, plan, BEGIN_S)
     for peer in "ef":
-        suspects.refused(peer, roster, plan, took_s=0.04, now_s=BEGIN_S + 0.04)
+        suspects.refused(peer, roster, plan, irreplaceable=False, took_s=0.04, now_s=BEGIN_S + 0.04)
     suspects.look(roster, plan, BEGIN_S + 0.12)
     for peer in "bcd":
         suspects.answered(peer, roster, BEGIN_S + 0.1)
-    suspects.refused("f", roster, plan, took_s=0.04, now_s=BEGIN_S + 0.16)
+    suspects.refused("f", roster, plan, irreplaceable=False, took_s=0.04, now_s=BEGIN_S + 0.16)
     assert not suspects.is_settled(roster, plan, BEGIN_S + 0.16)
-    suspects.refused("e", roster, plan, took_s=0.04, now_s=BEGIN_S + 0.18)
+    suspects.refused("e", roster, plan, irreplaceable=False, took_s=0.04, now_s=BEGIN_S + 0.18)
     assert suspects.is_settled(roster, plan, BEGIN_S + 0.18)
 
 
@@ -156,7 +189,7 @@ def test_a_death_does_not_wait_long(suspects, roster, plan):
     suspects.begin("ef", BEGIN_S)
     suspects.look(roster, plan, BEGIN_S)
     for took_s, now_s in ((0.04, BEGIN_S + 0.04), (0.04, BEGIN_S + 0.16)):
-        suspects.refused("f", roster, plan, took_s=took_s, now_s=now_s)
+        suspects.refused("f", roster, plan, irreplaceable=False, took_s=took_s, now_s=now_s)
     assert not suspects.is_settled(roster, plan, BEGIN_S + 0.16)
     called_s = BEGIN_S + 0.04 + ROLL_CALL_HEARTBEATS + 0.01
     assert suspects.is_settled(roster, plan, called_s), "those who were called up had their time"

@@ -1,0 +1,65 @@
+"""The swarm in one message, for people: who is where, and how far the run has come. Pure."""
+
+from shoal.coordinator.ledger import Ledger
+from shoal.coordinator.roster import Roster
+from shoal.protocol.identity import PeerID
+from shoal.protocol.messages import PlanNote, SwarmStatus
+from shoal.protocol.plan import Plan
+from shoal.protocol.spec import RunSpec
+
+STATUS_PEERS_MAX = 256
+"""A peer's line is about 200 bytes; more would not fit in one message."""
+
+
+def swarm_status(
+    run: str,
+    spec: RunSpec,
+    live: Plan,
+    roster: Roster,
+    ledger: Ledger,
+    plans: tuple[PlanNote, ...],
+    *,
+    elapsed_s: float,
+    now_s: float,
+) -> SwarmStatus:
+    """Args: plans: the live ones of late; elapsed_s: since the run began."""
+    ids = sorted({*live.members, *roster.alive(now_s)}, key=lambda peer: (_stage_key(live, peer), peer))
+    shares = _shares(live)
+    peers = (
+        roster.status(peer, live.stage_of(peer), now_s, share=shares.get(peer, 0.0)) for peer in ids[:STATUS_PEERS_MAX]
+    )
+    return SwarmStatus(
+        run=run,
+        name=spec.name,
+        coordinator=live.coordinator,
+        term=live.term,
+        plan_sequence=live.sequence,
+        plan_reason=live.reason,
+        step=ledger.step,
+        steps=spec.training.steps,
+        tokens_per_s=ledger.tokens_per_s,
+        loss=ledger.loss,
+        validation_loss=ledger.validation_loss,
+        staleness_steps_mean=ledger.staleness_mean,
+        stages=tuple((stage.first_layer, stage.last_layer) for stage in live.stages),
+        peers=tuple(peer for peer in peers if peer is not None),
+        era=ledger.era,
+        elapsed_s=elapsed_s,
+        plans=plans,
+    )
+
+
+def _shares(plan: Plan) -> dict[PeerID, float]:
+    """Of each holder, of its stage's traffic."""
+    totals = [sum(member.share for member in stage.members) for stage in plan.stages]
+    return {
+        member.peer: member.share / total
+        for stage, total in zip(plan.stages, totals, strict=True)
+        for member in stage.members
+    }
+
+
+def _stage_key(plan: Plan, peer: PeerID) -> int:
+    """Spares come last."""
+    stage = plan.stage_of(peer)
+    return len(plan.stages) if stage is None else stage
