@@ -9,7 +9,7 @@ import msgspec
 from shoal.protocol.errors import SpecError
 from shoal.protocol.spec import RunSpec, load_spec
 
-DEMO_SPEC = Path(__file__).parent / "demo.toml"
+DEMO_SPEC = Path(__file__).parent / "demo" / "demo.toml"
 
 
 def with_changes(spec: RunSpec, changes: Mapping[str, object]) -> RunSpec:

@@ -43,8 +43,8 @@ def demo(
     dashboard: Dashboard = None,
 ) -> None:
     """Train with a swarm of real peers on this machine, and show it."""
-    from shoal.deploy.chaos import ChaosOptions
-    from shoal.deploy.demo import Demo, DemoOptions
+    from shoal.deploy.demo.chaos import ChaosOptions
+    from shoal.deploy.demo.driver import Demo, DemoOptions
     from shoal.deploy.run_file import DEMO_SPEC, with_changes
 
     peers = peers or (CHAOS_PEERS if chaos else DEMO_PEERS)

@@ -2,7 +2,7 @@ import itertools
 
 import pytest
 
-from shoal.deploy.pace import WINDOW_STEPS, longest_stall_s, recovery_s
+from shoal.deploy.demo.pace import WINDOW_STEPS, longest_stall_s, recovery_s
 
 
 def at(*spans: tuple[int, float], start_s: float = 0.0) -> list[float]:

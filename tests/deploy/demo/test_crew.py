@@ -5,9 +5,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from shoal.deploy.crew import Crew, Member
+from shoal.deploy.demo.crew import Crew, Member
+from shoal.deploy.demo.swarm import Swarm
 from shoal.deploy.report import Joined, Ready
-from shoal.deploy.swarm import Swarm
 from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.invite import make_invite, parse_invite
 from shoal.protocol.limits import ADDRESSES_MAX

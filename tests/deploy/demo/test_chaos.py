@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from shoal.deploy.chaos import COMES_BACK_EVERY, Chaos, ChaosOptions, expendable, schedule
-from shoal.deploy.crew import Crew, Member
-from shoal.deploy.summary import FaultLine
-from shoal.deploy.swarm import Swarm
+from shoal.deploy.demo.chaos import COMES_BACK_EVERY, Chaos, ChaosOptions, expendable, schedule
+from shoal.deploy.demo.crew import Crew, Member
+from shoal.deploy.demo.summary import FaultLine
+from shoal.deploy.demo.swarm import Swarm
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import PeerStatus, SwarmStatus
 from shoal.protocol.sim.loop import run

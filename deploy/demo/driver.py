@@ -16,16 +16,16 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from shoal.deploy.chaos import Chaos, ChaosOptions
-from shoal.deploy.chronicle import Chronicle
-from shoal.deploy.crew import Crew, environment, last_line
 from shoal.deploy.dashboard.address import Address
 from shoal.deploy.dashboard.beside import serving
 from shoal.deploy.dashboard.feed import RunFacts
+from shoal.deploy.demo.chaos import Chaos, ChaosOptions
+from shoal.deploy.demo.chronicle import Chronicle
+from shoal.deploy.demo.crew import Crew, environment, last_line
+from shoal.deploy.demo.summary import Summary
+from shoal.deploy.demo.swarm import Child, Swarm
 from shoal.deploy.report import Joined, Left, Ready, read_report
 from shoal.deploy.run_file import write_spec
-from shoal.deploy.summary import Summary
-from shoal.deploy.swarm import Child, Swarm
 from shoal.protocol.errors import LocalError
 from shoal.protocol.spec import DataSpec, RunSpec
 
@@ -191,7 +191,14 @@ class Demo:
             return "", ""
         self._chronicle.board.phase = "writing a sample"
         log = self._crew.logs / f"{_SAMPLER}.log"
-        argv = [sys.executable, "-m", "shoal.deploy.sample", "--into", str(self._options.folder / "snapshot"), *folders]
+        argv = [
+            sys.executable,
+            "-m",
+            "shoal.deploy.ship.sample",
+            "--into",
+            str(self._options.folder / "snapshot"),
+            *folders,
+        ]
         child = await self._swarm.start(_SAMPLER, argv, env=environment(), log=log)
         try:
             async with asyncio.timeout(_SAMPLE_S):

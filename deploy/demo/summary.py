@@ -8,7 +8,7 @@ from typing import Literal
 
 import msgspec
 
-from shoal.deploy.pace import gaps_s, longest_stall_s, recovery_s
+from shoal.deploy.demo.pace import gaps_s, longest_stall_s, recovery_s
 from shoal.deploy.report import StepDone, Validated
 from shoal.protocol.messages import SwarmStatus
 

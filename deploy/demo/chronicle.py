@@ -12,10 +12,10 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 
 from shoal.deploy.dashboard.beside import Showing
+from shoal.deploy.demo.step_book import Step, StepBook
+from shoal.deploy.demo.summary import FaultLine, Record, StepLine, Summary
 from shoal.deploy.live_view import Board, plain_line, render, short
 from shoal.deploy.report import Committed, Joined, Left, Note, Obeys, Ready, Report, Status, StepDone, Validated
-from shoal.deploy.step_book import Step, StepBook
-from shoal.deploy.summary import FaultLine, Record, StepLine, Summary
 from shoal.protocol.errors import LocalError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import SwarmStatus

@@ -11,8 +11,8 @@ from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from shoal.deploy.crew import Crew, Member
-from shoal.deploy.summary import FaultLine
+from shoal.deploy.demo.crew import Crew, Member
+from shoal.deploy.demo.summary import FaultLine
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import SwarmStatus
 

@@ -1,7 +1,7 @@
 import random
 
+from shoal.deploy.demo.step_book import Step, StepBook
 from shoal.deploy.report import StepDone
-from shoal.deploy.step_book import Step, StepBook
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import CommitReport
 

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from shoal.deploy.demo.swarm import Child, Swarm
 from shoal.deploy.report import Joined, Left, Ready
-from shoal.deploy.swarm import Child, Swarm
 from shoal.protocol.identity import PeerID
 from shoal.protocol.invite import make_invite, parse_invite
 from shoal.protocol.limits import ADDRESSES_MAX
