@@ -29,9 +29,9 @@ def import_(
     if run_toml.exists():
         raise LocalError(f"{run_toml} is there already: name a file that is not")
     start_logging(verbose)
-    from shoal.deploy.import_model import import_model
     from shoal.deploy.progress import progress_bar
     from shoal.deploy.run_file import write_spec
+    from shoal.deploy.ship.import_model import import_model
     from shoal.peer.model.layout import num_parameters
 
     source = data if not data or data.startswith("hf:") else str(Path(data).expanduser().resolve())

@@ -38,10 +38,10 @@ def plan(
     if (network is None) == (experts is None):
         raise LocalError("say what to plan for: either NETWORK.json or --experts FILE.json")
     if experts is not None:
-        from shoal.deploy.experts_command import show_experts
+        from shoal.deploy.planning.experts import show_experts
 
         show_experts(experts, seed=seed, as_json=json)
     elif network is not None:
-        from shoal.deploy.plan_command import show_plan
+        from shoal.deploy.planning.command import show_plan
 
         show_plan(network, objective, seconds=seconds, seed=seed, stages=stages, compare=compare, as_json=json)

@@ -55,10 +55,10 @@ def host(
     shown = parse_address(dashboard) if dashboard else None
     limits = with_overrides(load_settings().limits, limit or [])
     start_logging(verbose or reports)
-    from shoal.deploy.import_model import open_initial
     from shoal.deploy.progress import progress_bar
     from shoal.deploy.run_text import load_own_corpus
     from shoal.deploy.session import Options, host_run, pick_device
+    from shoal.deploy.ship.import_model import open_initial
     from shoal.protocol.live.run import run
 
     spec, corpus = load_own_corpus(spec)

@@ -10,7 +10,7 @@ import msgspec
 from shoal.coordinator.cost.placement import Placement
 from shoal.coordinator.cost.throughput import ThroughputObjective
 from shoal.coordinator.cost.workload import Workload
-from shoal.deploy.layouts import LayoutName, Request, layout
+from shoal.deploy.planning.layouts import LayoutName, Request, layout
 from shoal.deploy.simulate.blocking import Lockstep
 from shoal.deploy.simulate.modelled import Churn, ModelledRun, run_modelled
 from shoal.deploy.simulate.outcome import Outcome

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from shoal.deploy.layouts import LayoutName
+from shoal.deploy.planning.layouts import LayoutName
 from shoal.deploy.simulate.blocking import Blocking
 from shoal.deploy.simulate.regions import Section, require
 from shoal.protocol.spec import WireSpec

@@ -5,7 +5,7 @@ from pathlib import Path, PurePosixPath
 import msgspec
 import pytest
 
-from shoal.deploy.sample import PROMPT, TEMPERATURE, merge_snapshots, write_sample
+from shoal.deploy.ship.sample import PROMPT, TEMPERATURE, merge_snapshots, write_sample
 from shoal.peer.data.tokenizer import train_bpe
 from shoal.peer.model.generate import generate
 from shoal.peer.model.layout import all_layer_keys, init_layer, layer_layout

@@ -15,8 +15,8 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from shoal.deploy.found_snapshot import FoundSnapshot
-from shoal.deploy.hf_config import config_of, generation_config_of, tokenizer_config_of
+from shoal.deploy.ship.found_snapshot import FoundSnapshot
+from shoal.deploy.ship.hf_config import config_of, generation_config_of, tokenizer_config_of
 from shoal.peer.data.tokenizer import BYTES, byte_tokenizer_json, load_tokenizer, read_tokenizer
 from shoal.peer.model.layout import layer_layout
 from shoal.peer.snapshot import DamagedSnapshot, log_damage

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 import torch
 
-from shoal.deploy.found_snapshot import find_snapshots
-from shoal.deploy.sample import merge_snapshots
+from shoal.deploy.ship.found_snapshot import find_snapshots
+from shoal.deploy.ship.sample import merge_snapshots
 from shoal.deploy.simulate.tiny_run import tiny_spec
 from shoal.peer.pipeline.state import initial_state
 from shoal.peer.snapshot import read_snapshot, write_snapshot

@@ -17,8 +17,8 @@ from shoal.coordinator.cost.dtfm import DtfmObjective
 from shoal.coordinator.cost.placement import Cost, Objective, Placement
 from shoal.coordinator.cost.throughput import ThroughputObjective
 from shoal.coordinator.cost.workload import Workload
-from shoal.deploy.layouts import LAYOUT_NAMES, LayoutName, Request, layout
 from shoal.deploy.live_view import printable
+from shoal.deploy.planning.layouts import LAYOUT_NAMES, LayoutName, Request, layout
 from shoal.deploy.simulate.scenario import find_scenario
 from shoal.protocol.errors import LocalError, ShoalError
 from shoal.protocol.topology import Topology

@@ -13,7 +13,7 @@ import msgspec
 import safetensors
 from torch import Tensor
 
-from shoal.deploy.hf_config import is_ignored, model_of
+from shoal.deploy.ship.hf_config import is_ignored, model_of
 from shoal.peer.data.tokenizer import BYTES, FileTokenizer, byte_tokenizer_json, read_tokenizer
 from shoal.peer.initial import weights_digest
 from shoal.peer.model.layout import all_layer_keys, layer_layout

@@ -8,8 +8,8 @@ import torch
 from typer.testing import CliRunner
 
 from shoal.deploy import cli
-from shoal.deploy.found_snapshot import find_snapshots
-from shoal.deploy.generate import fit_for_terminal, load_writer
+from shoal.deploy.ship.found_snapshot import find_snapshots
+from shoal.deploy.ship.generate import fit_for_terminal, load_writer
 from shoal.peer.data.tokenizer import FileTokenizer, train_bpe
 from shoal.peer.model.generate import Sampler, generate
 from shoal.peer.model.layout import all_layer_keys, init_layer, layer_layout

@@ -1,7 +1,7 @@
 """Put the stages' snapshots together and let the model write: the end of `shoal demo`.
 
-A process of its own (`python -m shoal.deploy.sample`), because it needs torch and its parent must stay light. Prints
-one `Sample` as JSON.
+A process of its own (`python -m shoal.deploy.ship.sample`), because it needs torch and its parent must stay light.
+Prints one `Sample` as JSON.
 """
 
 import argparse
@@ -95,7 +95,7 @@ def write_sample(path: Path, *, num_tokens: int, seed: int = 0) -> Sample:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="shoal.deploy.sample")
+    parser = argparse.ArgumentParser(prog="shoal.deploy.ship.sample")
     parser.add_argument("--into", type=Path, required=True)
     parser.add_argument("--num-tokens", type=int, default=400)
     parser.add_argument("folders", nargs="+", type=Path)

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from shoal.deploy import cli
-from shoal.deploy.export import export
-from shoal.deploy.found_snapshot import FoundSnapshot, find_snapshots
+from shoal.deploy.ship.export import export
+from shoal.deploy.ship.found_snapshot import FoundSnapshot, find_snapshots
 from shoal.peer.data.tokenizer import train_bpe
 from shoal.peer.model.generate import Sampler, stream
 from shoal.peer.model.layout import all_layer_keys, init_layer, layer_layout, num_parameters

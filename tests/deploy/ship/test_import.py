@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from shoal.deploy import cli
-from shoal.deploy.export import export
-from shoal.deploy.found_snapshot import find_snapshots
-from shoal.deploy.import_model import FolderWeights, import_model, open_initial
+from shoal.deploy.ship.export import export
+from shoal.deploy.ship.found_snapshot import find_snapshots
+from shoal.deploy.ship.import_model import FolderWeights, import_model, open_initial
 from shoal.peer.data.tokenizer import BYTES, train_bpe
 from shoal.peer.initial import weights_digest
 from shoal.peer.model.layout import all_layer_keys, init_layer, layer_layout

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.deploy.import_model import FolderWeights
+from shoal.deploy.ship.import_model import FolderWeights
 from shoal.peer import single_process
 from shoal.peer.data.corpus import load_corpus
 from shoal.protocol.spec import load_spec

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from shoal.deploy.found_snapshot import FoundSnapshot
+from shoal.deploy.ship.found_snapshot import FoundSnapshot
 from shoal.peer.data.tokenizer import Detokenizer, Tokenizer, load_tokenizer
 from shoal.peer.model.generate import Sampler, stream
 from shoal.peer.model.layout import layer_layout

@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 
 from shoal.coordinator.cost.placement import Cost, Placement
 from shoal.deploy import cli
-from shoal.deploy.plan_command import Proposal, _indexes, compare_view
+from shoal.deploy.planning.command import Proposal, _indexes, compare_view
 
 GOOD = {
     "title": "Two pairs",
