@@ -73,7 +73,9 @@ class Governor:
         swarm = self.spec.swarm
         self.roster = Roster(swarm.heartbeat_s)
         training = self.spec.training
-        self.experts = ExpertPlaces(num_experts=self.spec.model.num_experts, slots=swarm.expert_slots)
+        self.experts = ExpertPlaces(
+            num_experts=self.spec.model.num_experts, slots=swarm.expert_slots, min_replicas=swarm.expert_replicas
+        )
         self.ledger = Ledger(
             num_stages=swarm.stages,
             num_experts=self.spec.model.num_experts if swarm.expert_slots else 0,
@@ -293,7 +295,15 @@ class Governor:
         plans = tuple(msgspec.structs.replace(note, seconds_ago=now_s - at_s) for at_s, note in self._obeyed)
         elapsed_s = self._elapsed_s(now_s)
         return swarm_status(
-            self.run, self.spec, live, self.roster, self.ledger, plans, elapsed_s=elapsed_s, now_s=now_s
+            self.run,
+            self.spec,
+            live,
+            self.roster,
+            self.ledger,
+            self.experts,
+            plans,
+            elapsed_s=elapsed_s,
+            now_s=now_s,
         )
 
     def _measured(self, era: int, now_s: float) -> tuple[MeasuredPeer, ...]:

@@ -122,6 +122,12 @@ class Roster:
         seen = self.presences.get(peer)
         return seen is not None and seen.heartbeat is not None and seen.heartbeat.draining
 
+    def holds(self, peer: PeerID, group: int, era: int) -> bool:
+        """Whether it has said that it holds the state of this group of experts."""
+        seen = self.presences.get(peer)
+        beat = seen.heartbeat if seen is not None else None
+        return beat is not None and beat.era == era and any(held == group for held, _ in beat.held)
+
     def may_coordinate(self, peer: PeerID, now_s: float) -> bool:
         seen = self.presences.get(peer)
         if seen is None or seen.heartbeat is None or self.is_gone(peer, now_s):

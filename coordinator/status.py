@@ -1,14 +1,19 @@
 """The swarm in one message, for people: who is where, and how far the run has come. Pure."""
 
+from collections.abc import Sequence
+
+from shoal.coordinator.experts.groups import ExpertPlaces
 from shoal.coordinator.ledger import Ledger
 from shoal.coordinator.roster import Roster
 from shoal.protocol.identity import PeerID
-from shoal.protocol.messages import PlanNote, SwarmStatus
+from shoal.protocol.messages import ExpertStatus, PlanNote, SwarmStatus
 from shoal.protocol.plan import Plan
 from shoal.protocol.spec import RunSpec
 
 STATUS_PEERS_MAX = 256
 """A peer's line is about 200 bytes; more would not fit in one message."""
+STATUS_EXPERTS_MAX = 1024
+"""An expert's is about 50 with three holders."""
 
 
 def swarm_status(
@@ -17,6 +22,7 @@ def swarm_status(
     live: Plan,
     roster: Roster,
     ledger: Ledger,
+    experts: ExpertPlaces,
     plans: tuple[PlanNote, ...],
     *,
     elapsed_s: float,
@@ -25,9 +31,10 @@ def swarm_status(
     """Args: plans: the live ones of late; elapsed_s: since the run began."""
     ids = sorted({*live.members, *roster.alive(now_s)}, key=lambda peer: (_stage_key(live, peer), peer))
     shares = _shares(live)
-    peers = (
+    told = (
         roster.status(peer, live.stage_of(peer), now_s, share=shares.get(peer, 0.0)) for peer in ids[:STATUS_PEERS_MAX]
     )
+    peers = tuple(peer for peer in told if peer is not None)
     return SwarmStatus(
         run=run,
         name=spec.name,
@@ -42,11 +49,33 @@ def swarm_status(
         validation_loss=ledger.validation_loss,
         staleness_steps_mean=ledger.staleness_mean,
         stages=tuple((stage.first_layer, stage.last_layer) for stage in live.stages),
-        peers=tuple(peer for peer in peers if peer is not None),
+        peers=peers,
         era=ledger.era,
         elapsed_s=elapsed_s,
         plans=plans,
+        experts=_experts(live, roster, experts, [peer.peer for peer in peers]),
     )
+
+
+def _experts(live: Plan, roster: Roster, experts: ExpertPlaces, listed: Sequence[PeerID]) -> tuple[ExpertStatus, ...]:
+    """Args: listed: whom the status names."""
+    positions = {peer: position for position, peer in enumerate(listed)}
+    loads = [experts.load_shares(stage) for stage in range(len(live.stages))] if live.experts else []
+    found = []
+    for entry in live.experts[:STATUS_EXPERTS_MAX]:
+        group = live.expert_group(entry.stage, entry.expert)
+        members = [peer for peer in entry.peers if peer in positions]
+        holders = [peer for peer in members if roster.holds(peer, group, live.era)]
+        found.append(
+            ExpertStatus(
+                stage=entry.stage,
+                expert=entry.expert,
+                load=round(loads[entry.stage][entry.expert], 4),
+                holders=tuple(positions[peer] for peer in holders),
+                coming=tuple(positions[peer] for peer in members if peer not in holders),
+            )
+        )
+    return tuple(found)
 
 
 def _shares(plan: Plan) -> dict[PeerID, float]:

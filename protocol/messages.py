@@ -274,6 +274,19 @@ class PeerStatus(_Part, frozen=True, omit_defaults=True):
     """By its probe."""
 
 
+class ExpertStatus(_Part, frozen=True, omit_defaults=True):
+    """One expert of all layers of a stage whose experts are spread over its members."""
+
+    stage: int
+    expert: int
+    load: float = 0.0
+    """Share of the tokens that its stage has sent to experts of late, in [0, 1]; all 0 while nobody has told."""
+    holders: tuple[int, ...] = ()
+    """Whom the plan names and who hold its state, as positions in `SwarmStatus.peers`."""
+    coming: tuple[int, ...] = ()
+    """Whom it names and who have not said yet that they do."""
+
+
 class PlanNote(_Part, frozen=True, array_like=True):
     """One link of the chain, for people."""
 
@@ -308,6 +321,8 @@ class SwarmStatus(_Message, frozen=True, kw_only=True, omit_defaults=True):
     elapsed_s: float
     plans: tuple[PlanNote, ...] = ()
     """The newest that the coordinator has obeyed, oldest first."""
+    experts: tuple[ExpertStatus, ...] = ()
+    """By stage and expert; none if every member holds whole layers."""
 
 
 # --- inside a stage group ---

@@ -224,8 +224,11 @@ class SwarmSpec(_Section, frozen=True):
     snapshot_interval_steps: int = 50
     """Steps between snapshots; 0: only at the end."""
     expert_slots: int = 0
-    """Experts that a member of a stage holds, each of all of the stage's layers; more where its stage has too few
-    members for all. 0: every member holds whole layers, with all of their experts."""
+    """Experts that a member of a stage holds, each of all of the stage's layers; more where `expert_replicas` takes
+    more. 0: every member holds whole layers, with all of their experts."""
+    expert_replicas: int = 2
+    """Members that hold each expert at least, as far as its stage has so many: while fewer than that die at a time,
+    nothing is lost. 1: `expert_slots` is kept wherever they are enough for one copy of each."""
 
     def __post_init__(self) -> None:
         _require(0 < self.stages <= STAGES_MAX, f"stages must be in [1, {STAGES_MAX}], is {self.stages}")
@@ -234,6 +237,7 @@ class SwarmSpec(_Section, frozen=True):
         _require(self.term_s >= 2 * self.heartbeat_s, "term_s must be at least two heartbeats")
         _require(self.snapshot_interval_steps >= 0, "snapshot_interval_steps must not be negative")
         _require(self.expert_slots >= 0, "expert_slots must not be negative")
+        _require(self.expert_replicas > 0, f"expert_replicas must be positive, is {self.expert_replicas}")
 
 
 class WireSpec(_Section, frozen=True):
@@ -341,7 +345,8 @@ def encode_spec(spec: RunSpec) -> bytes:
         for name in ("num_experts", *_OF_EXPERTS):
             del tables["model"][name]
     if not spec.swarm.expert_slots:
-        del tables["swarm"]["expert_slots"]
+        for name in ("expert_slots", "expert_replicas"):
+            del tables["swarm"][name]
     for name in _LATER_OF_DATA:
         if getattr(spec.data, name) == getattr(_DATA, name):
             del tables["data"][name]

@@ -14,8 +14,6 @@ from shoal.protocol.limits import STAGES_MAX
 from shoal.protocol.messages import Heartbeat
 from shoal.protocol.plan import ExpertGroup, Member, Plan, Stage
 
-MIN_REPLICAS = 2
-"""Holders of each expert, where there are slots for so many."""
 LOOK_STEPS = 50
 """After so many steps loads are looked at again."""
 COUNT_MAX = 1 << 53
@@ -31,10 +29,12 @@ class ExpertPlaces:
     """Args:
     num_experts: of each layer.
     slots: experts a member of a stage holds; 0: they are not placed.
+    min_replicas: holders of each expert, where the stage has so many members; these hold more where that takes more.
     """
 
     num_experts: int
     slots: int
+    min_replicas: int = 2
     _loads: dict[int, list[float]] = field(default_factory=dict)
     """Stage -> tokens of each expert, of late."""
     _told: dict[PeerID, tuple[int, ...]] = field(default_factory=dict)
@@ -57,6 +57,12 @@ class ExpertPlaces:
             FADE * load + now - then for load, now, then in zip(loads, counts, before, strict=True)
         ]
 
+    def load_shares(self, stage: int) -> list[float]:
+        """Of the tokens that `stage` has sent to experts of late: float [E] that sums to 1, or all 0: nobody told."""
+        loads = self._loads.get(stage, [0.0] * self.num_experts)
+        total = sum(loads)
+        return [load / total for load in loads] if total > 0.0 else [0.0] * self.num_experts
+
     def is_due(self, live: Plan, version: int) -> bool:
         """Whether it is time to look whether the load has moved. Once every so many steps."""
         era, looked = self._looked
@@ -78,7 +84,8 @@ class ExpertPlaces:
         return tuple(placed)
 
     def _place_stage(self, index: int, stage: Stage, groups: Sequence[ExpertGroup], sequence: int) -> list[ExpertGroup]:
-        slots = max(self.slots, -(-self.num_experts // len(stage.members)))
+        min_replicas = min(self.min_replicas, len(stage.members))
+        slots = max(self.slots, -(-self.num_experts * min_replicas // len(stage.members)))
         slots = min(slots, self.num_experts)
         current: dict[PeerID, list[int]] = {}
         since: dict[tuple[int, PeerID], int] = {}
@@ -89,7 +96,7 @@ class ExpertPlaces:
         nodes: dict[str, Node] = {peer: Node(slots=slots) for peer in stage.peers}
         loads = self._loads_of(index, groups)
         chosen = replan(
-            _filled(current, nodes, slots), loads, nodes, min_replicas=min(MIN_REPLICAS, len(nodes)), seed=sequence
+            _filled(current, nodes, slots), loads, nodes, min_replicas=min_replicas, seed=sequence
         ).placement
         return _groups(index, stage, chosen, loads, since, sequence)
 

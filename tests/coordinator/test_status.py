@@ -4,8 +4,12 @@ import msgspec
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
 from shoal.coordinator.governor import STATUS_PLANS_MAX, STATUS_REASON_CHARS_MAX, Governor
-from shoal.protocol.messages import SwarmStatus
-from shoal.protocol.spec import RunSpec, SwarmSpec
+from shoal.coordinator.status import STATUS_EXPERTS_MAX
+from shoal.protocol.identity import PeerID
+from shoal.protocol.limits import CONTROL_BYTES_MAX
+from shoal.protocol.messages import ExpertStatus, SwarmStatus
+from shoal.protocol.plan import ExpertGroup, Member
+from shoal.protocol.spec import ModelSpec, RunSpec, SwarmSpec
 
 SPEC = RunSpec(swarm=SwarmSpec(stages=2, min_peers=3, heartbeat_s=1.0, term_s=60.0))
 PEER_ID_CHARS = 52
@@ -54,6 +58,54 @@ def test_two_hundred_peers_and_a_full_history_fit_in_a_frame(make_plan, make_hea
     assert len(msgspec.msgpack.encode(status)) < FRAME_BYTES
 
 
+def with_experts(num_experts: int) -> Governor:
+    model = ModelSpec(num_experts=num_experts)
+    spec = RunSpec(model=model, swarm=SwarmSpec(stages=2, min_peers=3, heartbeat_s=1.0, term_s=60.0, expert_slots=2))
+    return Governor(run="run", spec=spec, allocator=GreedyAllocator())
+
+
+def held_by(stage: int, expert: int, *peers: str) -> ExpertGroup:
+    return ExpertGroup(stage, expert, tuple(Member(PeerID(peer), 1.0, 1.0, 1) for peer in peers))
+
+
+def test_experts_are_shown_with_their_load_and_who_holds_them_already(make_plan, make_heartbeat):
+    coordinator = with_experts(2)
+    live = make_plan([["a", "b"], ["c"]], coordinator="a").plan
+    placed = (held_by(0, 0, "b", "a"), held_by(0, 1, "a"), held_by(1, 0, "c"), held_by(1, 1, "c", "gone"))
+    live = msgspec.structs.replace(live, experts=placed)
+    coordinator.obey(live, 0.0)
+    for counts in ((0, 0), (30, 90)):
+        coordinator.hear("a", make_heartbeat("a", stage=0, held=((2, 7), (3, 7)), loads=counts), 1.0)
+        coordinator.hear("b", make_heartbeat("b", stage=0), 1.0)
+    coordinator.hear("c", make_heartbeat("c", stage=1, era=1, held=((4, 7), (5, 7))), 1.0)
+    status = coordinator.status(live, 2.0)
+    a, b, c = (next(at for at, peer in enumerate(status.peers) if peer.peer == name) for name in "abc")
+    assert status.experts == (
+        ExpertStatus(stage=0, expert=0, load=0.25, holders=(a,), coming=(b,)),
+        ExpertStatus(stage=0, expert=1, load=0.75, holders=(a,)),
+        ExpertStatus(stage=1, expert=0, coming=(c,)),
+        ExpertStatus(stage=1, expert=1, coming=(c,)),
+    ), "c speaks of another era, and nobody knows of one who is gone"
+
+
+def test_a_thousand_experts_fit_in_a_message(make_plan, make_heartbeat):
+    coordinator = with_experts(700)
+    peers = [f"{number:0{PEER_ID_CHARS}}" for number in range(200)]
+    live = make_plan([peers[:100], peers[100:]], coordinator=peers[0]).plan
+    of = [tuple(peers[100 * (n // 700) + (n + k) % 100] for k in range(4)) for n in range(1400)]
+    placed = tuple(held_by(*divmod(n, 700), *of[n]) for n in range(1400))
+    live = msgspec.structs.replace(live, experts=placed)
+    coordinator.obey(live, 0.0)
+    for stage in range(2):
+        for peer in peers[100 * stage : 100 * (stage + 1)]:
+            for beat in range(2):
+                loads = tuple(1000 * beat + n for n in range(700))
+                coordinator.hear(peer, make_heartbeat(peer, stage=stage, version=12345, loads=loads), 1.0)
+    status = coordinator.status(live, 2.0)
+    assert len(status.experts) == STATUS_EXPERTS_MAX
+    assert len(msgspec.msgpack.encode(status)) < CONTROL_BYTES_MAX // 2
+
+
 def test_a_status_of_before_there_was_a_history_is_read(make_plan, make_heartbeat):
     coordinator = governor()
     live = make_plan([["a"], ["b"]], coordinator="a").plan
@@ -61,6 +113,7 @@ def test_a_status_of_before_there_was_a_history_is_read(make_plan, make_heartbea
     coordinator.hear("a", make_heartbeat("a"), 0.5)
     fields = msgspec.msgpack.decode(msgspec.msgpack.encode(coordinator.status(live, 1.0)))
     del fields["plans"]
+    assert "experts" not in fields
     for peer in fields["peers"]:
         del peer["share"], peer["flop_per_s"]
     read = msgspec.msgpack.decode(msgspec.msgpack.encode(fields), type=SwarmStatus)

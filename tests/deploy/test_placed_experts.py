@@ -84,7 +84,8 @@ def test_a_death_is_placed_anew_and_costs_no_step():
 @pytest.mark.sim
 def test_an_expert_without_a_holder_sends_the_run_back_to_its_snapshots():
     spec = placed_spec()
-    spec = msgspec.structs.replace(spec, swarm=msgspec.structs.replace(spec.swarm, snapshot_interval_steps=4))
+    once = msgspec.structs.replace(spec.swarm, snapshot_interval_steps=4, expert_replicas=1)
+    spec = msgspec.structs.replace(spec, swarm=once)
 
     async def main(swarm):
         await swarm.until(lambda: len(swarm.steps) > 5)

@@ -11,6 +11,7 @@ from shoal.protocol.spec import (
     InitialSpec,
     ModelSpec,
     RunSpec,
+    SwarmSpec,
     TrainingSpec,
     decode_spec,
     encode_spec,
@@ -74,8 +75,10 @@ def test_a_dense_run_is_named_as_before_there_were_experts() -> None:
     tables = msgspec.msgpack.decode(encode_spec(RunSpec()))
     of_experts = {"num_experts", "experts_per_token", "router_aux_loss"}
     assert list(tables["model"]) == [name for name in ModelSpec.__struct_fields__ if name not in of_experts]
+    assert not {"expert_slots", "expert_replicas"} & set(tables["swarm"])
     assert msgspec.convert(tables, RunSpec) == RunSpec()
-    spec = RunSpec(model=ModelSpec(num_experts=4, experts_per_token=1, router_aux_loss=0.0))
+    model = ModelSpec(num_experts=4, experts_per_token=1, router_aux_loss=0.0)
+    spec = RunSpec(model=model, swarm=SwarmSpec(expert_slots=2, expert_replicas=3))
     assert decode_spec(encode_spec(spec)) == spec
     assert run_id(spec, PeerID("owner")) != run_id(RunSpec(), PeerID("owner"))
 

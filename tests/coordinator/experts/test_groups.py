@@ -66,15 +66,32 @@ def test_without_slots_nothing_is_placed() -> None:
     assert ExpertPlaces(num_experts=E, slots=0).place(stages(names(3)), None, sequence=1) == ()
 
 
+@pytest.mark.parametrize("min_replicas", [1, 2, 3])
 @pytest.mark.parametrize(("peers", "slots"), [(1, 1), (2, 3), (3, 4), (6, 3), (5, 8)])
-def test_every_expert_of_every_stage_has_holders_among_its_members(peers: int, slots: int) -> None:
+def test_every_expert_of_every_stage_has_holders_among_its_members(peers: int, slots: int, min_replicas: int) -> None:
     both = stages(names(peers), names(peers, first=peers))
-    plan = planned(ExpertPlaces(num_experts=E, slots=slots), both)
+    plan = planned(ExpertPlaces(num_experts=E, slots=slots, min_replicas=min_replicas), both)
     assert len(plan.experts) == 2 * E
     for entry in plan.experts:
         assert set(entry.peers) <= set(both[entry.stage].peers)
-    if peers * slots >= 2 * E and peers > 1:
-        assert min(holders(plan, 0)) >= 2
+    promised = min(peers, min_replicas)
+    assert min(holders(plan, 0)) >= promised
+    needed = -(-E * promised // peers)
+    held = [sum(peer in entry.peers for entry in plan.experts) for peer in both[0].peers]
+    assert max(held) <= max(slots, needed), "who has room for what is promised takes no more than it was told"
+
+
+def test_one_death_after_another_loses_nothing_while_two_are_left() -> None:
+    """Slots for one copy each and a half, as three members of the demo would have; each time the lost are copied."""
+    places = ExpertPlaces(num_experts=E, slots=4)
+    left = names(4)
+    plan = planned(places, stages(left))
+    while len(left) > 1:
+        held = [set(entry.peers) for entry in plan.experts]
+        assert all(len(peers) >= 2 for peers in held)
+        left = left[1:]
+        assert all(peers.intersection(left) for peers in held)
+        plan = planned(places, stages(left), plan, sequence=plan.sequence + 1)
 
 
 def test_while_nothing_happens_nobody_moves() -> None:
@@ -118,6 +135,15 @@ def test_a_hot_expert_gets_more_holders_and_the_look_is_not_taken_at_every_step(
     assert places.is_due(plan, LOOK_STEPS)
     assert not places.is_due(plan, LOOK_STEPS + 1)
     assert places.is_due(msgspec.structs.replace(plan, era=1), LOOK_STEPS + 1), "another era begins anew"
+
+
+def test_the_load_is_told_as_shares() -> None:
+    places = ExpertPlaces(num_experts=E, slots=3)
+    assert places.load_shares(0) == [0.0] * E
+    places.hear(PeerID("p00"), beat(0, (0,) * E))
+    places.hear(PeerID("p00"), beat(0, (30, 10) + (0,) * (E - 2)))
+    assert places.load_shares(0) == [0.75, 0.25] + [0.0] * (E - 2)
+    assert places.load_shares(1) == [0.0] * E
 
 
 def test_nonsense_is_not_measured() -> None:
