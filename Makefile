@@ -16,9 +16,9 @@ $(STAMP): pyproject.toml deploy/constraints.txt
 demo: setup
 	$(BIN)/shoal demo $(ARGS)
 
-# The whole suite, real peers included. ARGS='-m "not process"' leaves those out.
+# The whole suite on two cores: real peers on one, the rest beside them. ARGS='-m "not process"' leaves the former out.
 test: setup
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
 
 check: setup
 	$(BIN)/ruff check .

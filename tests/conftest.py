@@ -6,6 +6,13 @@ from collections.abc import Callable
 import pytest
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """For `-n 2 --dist loadgroup`: swarms of real processes one after the other, beside them the other files."""
+    for item in items:
+        group = "processes" if item.get_closest_marker("process") else str(item.path)
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
 def _parse(line: str) -> None:
     """Take `shoal …` apart as the shell and the command would, without running it.
 
