@@ -16,6 +16,7 @@ from rich.text import Text
 
 from shoal.deploy.dashboard.limiting import limited_by
 from shoal.deploy.dashboard.view import PeerState, peer_state
+from shoal.deploy.expert_view import expert_table
 from shoal.deploy.report import Contribution, Phase, StepDone
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import PeerStatus, SwarmStatus
@@ -85,11 +86,19 @@ def render(board: Board, now_s: float) -> RenderableType:
     if board.losses:
         parts.append(_figures(board))
     if board.status is not None:
-        parts.append(stage_table(board.status))
+        parts.extend(tables(board.status))
     if board.mine is not None:
         parts.append(_contribution(board.mine, board.status))
     parts.extend(Text(f"· {printable(note)}", style="dim", overflow="ellipsis", no_wrap=True) for note in board.notes)
     return Panel(Group(*parts), title=Text(printable(board.title)), title_align="left")
+
+
+def tables(status: SwarmStatus) -> list[RenderableType]:
+    """Who holds what, and which experts if these are spread."""
+    shown: list[RenderableType] = [stage_table(status)]
+    if status.experts:
+        shown.append(expert_table(status, [_name(peer) for peer in status.peers]))
+    return shown
 
 
 def stage_table(status: SwarmStatus) -> Table:

@@ -15,8 +15,8 @@ Sample = tuple[Mapping[str, str], float]
 
 
 def render_metrics(view: View) -> str:
-    """Every family with its help and type, the run's first, then stages, peers and what this peer gives."""
-    return "".join(line for part in (_run, _stages, _peers, _mine) for line in part(view))
+    """Every family with its help and type, the run's first, then stages, experts, peers and what this peer gives."""
+    return "".join(line for part in (_run, _stages, _experts, _peers, _mine) for line in part(view))
 
 
 def _run(view: View) -> Iterator[str]:
@@ -53,6 +53,14 @@ def _stages(view: View) -> Iterator[str]:
     yield from _family(
         "shoal_stage_flow_bytes_per_second", "gauge", "Activations to the next stage and gradients back.", flows
     )
+
+
+def _experts(view: View) -> Iterator[str]:
+    labelled = [({"stage": str(expert.stage), "expert": str(expert.expert)}, expert) for expert in view.experts]
+    copies = [(labels, float(expert.replicas)) for labels, expert in labelled]
+    yield from _family("shoal_expert_replicas", "gauge", "Peers that hold an expert of a stage.", copies)
+    loads = [(labels, expert.load) for labels, expert in labelled if expert.load is not None]
+    yield from _family("shoal_expert_load", "gauge", "Tokens of an expert, over an even share.", loads)
 
 
 def _peers(view: View) -> Iterator[str]:

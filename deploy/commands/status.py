@@ -24,7 +24,7 @@ def status(
     """Show who holds what, how fast, and with what loss."""
     found = parse_invite(invite) if invite else running_invite()
     start_logging(verbose)
-    from shoal.deploy.live_view import stage_table, status_lines
+    from shoal.deploy.live_view import status_lines, tables
     from shoal.deploy.status_client import ask_swarm
     from shoal.protocol.live.run import run
 
@@ -42,4 +42,5 @@ def status(
         return
     for line in status_lines(seen):
         console.print(line, markup=False)
-    console.print(stage_table(seen))
+    for table in tables(seen):
+        console.print(table)

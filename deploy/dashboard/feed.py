@@ -12,11 +12,11 @@ import msgspec
 
 from shoal.deploy.dashboard.census import Census, clean
 from shoal.deploy.dashboard.curves import Curves
+from shoal.deploy.dashboard.experts import expert_views
 from shoal.deploy.dashboard.limiting import limited_by
 from shoal.deploy.dashboard.picture import flows, links
 from shoal.deploy.dashboard.view import (
     ChangeView,
-    ExpertView,
     GoneView,
     LimitsView,
     MineView,
@@ -93,8 +93,6 @@ class Feed:
 
     def __init__(self, facts: RunFacts, *, title: str, wall_minus_clock_s: float) -> None:
         self.curves = Curves()
-        self.experts: tuple[ExpertView, ...] = ()
-        """Whoever knows of experts sets it."""
         self.me: PeerID | None = None
         """Whose machine this is: the first peer that is heard of."""
         self._facts, self._title, self._wall_s = facts, title, wall_minus_clock_s
@@ -259,7 +257,7 @@ class Feed:
             ),
             links=links(peers, contributions, bytes_per_s),
             flows=flows(status.stages if status else (), bytes_per_s),
-            experts=self.experts,
+            experts=expert_views(status) if status else (),
             mine=self._mine(mine) if mine else None,
             others=tuple(self._mine(told) for peer, told in sorted(contributions.items()) if peer != self.me),
             changes=tuple(self._named(change) for change in self._changes[: -CHANGES_SHOWN - 1 : -1]),

@@ -11,16 +11,16 @@ import hashlib
 import math
 import random
 import time
+from collections.abc import Sequence
 
 import msgspec
 
 from shoal.deploy.dashboard.address import DEFAULT, parse_address
 from shoal.deploy.dashboard.feed import Feed, RunFacts
 from shoal.deploy.dashboard.server import Dashboard, DashboardServer
-from shoal.deploy.dashboard.view import ExpertView
 from shoal.deploy.report import Contribution, Joined, Limits, Report, Status
 from shoal.protocol.identity import PeerID
-from shoal.protocol.messages import PeerStatus, PlanNote, SwarmStatus
+from shoal.protocol.messages import ExpertStatus, PeerStatus, PlanNote, SwarmStatus
 
 NAMES = (
     "ada", "brook", "cedar", "delta", "ember", "fjord", "grove", "heron", "iris", "juno", "kelp", "lumen", "maple",
@@ -76,7 +76,6 @@ class Pretend:
 
     def tell(self, feed: Feed, now_s: float) -> None:
         """What is said in one second."""
-        feed.experts = self._spread()
         for report in self._reports():
             feed.take(report, now_s)
 
@@ -115,6 +114,9 @@ class Pretend:
         # Powers of steps, as losses of language models fall.
         loss = 1.6 + 4.2 * (1 + self._step / 30) ** -0.45 + noise if step else None
         pace = 1.0 + 0.04 * math.sin(self._second / 17) + self._rng.gauss(0.0, 0.015)
+        peers = tuple(
+            sorted(self._peers.values(), key=lambda p: (self._stages if p.stage is None else p.stage, p.peer))
+        )
         return SwarmStatus(
             run="4f7c21ab90de3365",
             name="tiny-stories",
@@ -129,14 +131,13 @@ class Pretend:
             validation_loss=1.65 + 4.2 * (1 + (step // 50 * 50) / 30) ** -0.45 if step >= 50 else None,
             staleness_steps_mean=max(0.0, 0.31 + self._rng.gauss(0.0, 0.03)),
             stages=tuple((2 * stage, 2 * stage + 2) for stage in range(self._stages)),
-            peers=tuple(
-                sorted(self._peers.values(), key=lambda p: (self._stages if p.stage is None else p.stage, p.peer))
-            ),
+            peers=peers,
             elapsed_s=float(self._second),
             plans=tuple(
                 msgspec.structs.replace(note, seconds_ago=float(self._second - second))
                 for second, note in self._plans[-_PLANS:]
             ),
+            experts=self._spread(peers),
         )
 
     def _contribution(self) -> Contribution:
@@ -222,13 +223,18 @@ class Pretend:
         note = PlanNote(self._term, len(self._plans) + 1, 0.0, self._coordinator, reason)
         self._plans.append((self._second, note))
 
-    def _spread(self) -> tuple[ExpertView, ...]:
+    def _spread(self, peers: Sequence[PeerStatus]) -> tuple[ExpertStatus, ...]:
+        """More copies where the load is, on the stage's members in turn."""
         rng = random.Random(1)
-        loads = [rng.lognormvariate(0.0, 0.5) for _ in range(self._stages * self._experts)]
-        return tuple(
-            ExpertView(stage=index // self._experts, expert=index % self._experts, load=load, replicas=1 + round(load))
-            for index, load in enumerate(loads)
-        )
+        experts = []
+        for stage in range(self._stages):
+            members = [at for at, peer in enumerate(peers) if peer.stage == stage]
+            loads = [rng.lognormvariate(0.0, 0.5) for _ in range(self._experts)]
+            for expert, load in enumerate(loads):
+                copies = min(len(members), 1 + round(load))
+                held = tuple(members[(expert + copy) % len(members)] for copy in range(copies))
+                experts.append(ExpertStatus(stage=stage, expert=expert, load=load / sum(loads), holders=held))
+        return tuple(experts)
 
 
 async def serve(pretend: Pretend, address: str, *, history_s: int) -> None:

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from shoal.deploy.dashboard.curves import Curves
 from shoal.deploy.dashboard.view import ChangeView, View
-from shoal.deploy.live_view import duration, quantity, sparkline, stage_table
+from shoal.deploy.live_view import duration, quantity, sparkline, tables
 from shoal.protocol.messages import SwarmStatus
 
 CHANGES_SHOWN = 6
@@ -22,7 +22,7 @@ def render_view(view: View, status: SwarmStatus | None, curves: Curves) -> Rende
     if view.step:
         parts.append(_figures(view, curves))
     if status is not None:
-        parts.append(stage_table(status))
+        parts += tables(status)
     parts += [Text(f"- {gone.name} left {duration(gone.ago_s)} ago", style="red") for gone in view.gone]
     if view.changes:
         parts.append(Text("what changed, and why", style="dim"))

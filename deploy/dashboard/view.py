@@ -82,9 +82,14 @@ class ExpertView(_Shown, frozen=True):
 
     stage: int
     expert: int
-    load: float
-    """Relative to an even spread: 1 is average."""
+    load: float | None
+    """Relative to an even spread: 1 is average. None: not known yet."""
     replicas: int
+    """Peers that hold it."""
+    holders: tuple[int, ...] = ()
+    """As positions in `View.peers`."""
+    coming: tuple[int, ...] = ()
+    """Who is to hold it and is fetching it."""
 
 
 class ChangeView(_Shown, frozen=True):

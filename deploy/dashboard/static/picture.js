@@ -18,6 +18,7 @@ export class Picture {
     this.shape = "";
     this.nodes = new Map();
     this.lines = new Map();
+    this.cells = new Map();
     this.view = null;
     this.onChoose = () => {};
     new ResizeObserver(() => this.view && this.draw(this.view)).observe(this.root);
@@ -37,7 +38,7 @@ export class Picture {
     const spares = view.peers.filter((peer) => peer.stage === null).sort(byName);
     const small = view.peers.length <= CARDS_MAX && Math.max(...groups.map((group) => group.length)) <= STACK_MAX;
     const gone = small ? view.gone : [];
-    const shape = JSON.stringify([width, small, view.stages, groups.map(ids), ids(spares), ids(gone), view.links.map((l) => l[0] + l[1]), view.experts.length]);
+    const shape = JSON.stringify([width, small, view.stages, groups.map(ids), ids(spares), ids(gone), view.links.map((l) => l[0] + l[1]), view.experts.map(expertKey)]);
     if (shape !== this.shape) {
       this.shape = shape;
       this.build(view, groups, spares, gone, width, small);
@@ -49,6 +50,7 @@ export class Picture {
     const known = new Set(this.nodes.keys());
     this.nodes.clear();
     this.lines.clear();
+    this.cells.clear();
     const drawing = svg("svg", { width, role: "img" });
     this.behind = svg("g");
     this.front = svg("g");
@@ -220,11 +222,14 @@ export class Picture {
   expertRow(view, stage, x, y, width, otherwise) {
     const experts = view.experts.filter((expert) => expert.stage === stage);
     if (!experts.length) return otherwise;
-    const size = 13, per = Math.max(1, Math.floor(width / size));
+    const size = 16, per = Math.max(1, Math.floor(width / size));
     experts.forEach((expert, index) => {
-      const cell = svg("rect", { x: x + size * (index % per), y: y + 12 + size * Math.floor(index / per), width: size - 2, height: size - 2, rx: 3, class: "expert", "fill-opacity": Math.min(1, 0.12 + 0.4 * expert.load) });
-      cell.append(svg("title", {}, `expert ${expert.expert}: ${expert.load.toFixed(2)} times the usual load, on ${expert.replicas} peers`));
-      this.front.append(cell);
+      const left = x + size * (index % per), top = y + 12 + size * Math.floor(index / per), side = size - 2;
+      const group = svg("g", { class: "expert" }), title = svg("title"), box = svg("rect", { x: left, y: top, width: side, height: side, rx: 3 });
+      const copies = svg("text", { x: left + side / 2, y: top + side - 3, "text-anchor": "middle" });
+      group.append(title, box, copies);
+      this.front.append(group);
+      this.cells.set(expertKey(expert), { title, box, copies });
     });
     this.front.append(svg("text", { x, y: y + 6, class: "about" }, `${experts.length} experts`));
     return y + 18 + size * Math.ceil(experts.length / per);
@@ -247,6 +252,13 @@ export class Picture {
       mark(line.path, "stroke-width", (1 + 6 * Math.sqrt(rate / most)).toFixed(1));
       mark(line.path, "class", measured ? "link measured" : "link");
       say(line.title, `${nameOf(everyone, a)} ↔ ${nameOf(everyone, b)}: ${compact(rate, "B/s")}${measured ? ", measured" : ", by the plan's shares"}`);
+    }
+    for (const expert of view.experts) {
+      const cell = this.cells.get(expertKey(expert));
+      if (!cell) continue;
+      mark(cell.box, "fill-opacity", Math.min(1, 0.12 + 0.4 * (expert.load ?? 1)).toFixed(2));
+      say(cell.copies, String(expert.replicas));
+      say(cell.title, aboutExpert(expert, view.peers));
     }
     const shown = view.peers.filter((peer) => peer.state === "training").length;
     mark(this.drawing, "aria-label", `${view.peers.length} peers on ${view.stages.length} stages, ${shown} training`);
@@ -287,6 +299,15 @@ const layers = ([first, last]) => (last - first === 1 ? `layer ${first}` : `laye
 const nameOf = (everyone, id) => everyone.get(id)?.name ?? id.slice(-8);
 const cut = (text, room, per) => (text.length * per <= room ? text : `${text.slice(0, Math.max(1, Math.floor(room / per) - 1))}…`);
 const arrow = (x, y, gap) => `M${x + 3} ${y}h${gap - 9}m-4 -4l5 4l-5 4`;
+
+const expertKey = (expert) => `${expert.stage}.${expert.expert}`;
+
+function aboutExpert(expert, peers) {
+  const load = expert.load === null ? "" : `${expert.load.toFixed(2)} times the usual load, `;
+  const names = (positions) => positions.map((at) => peers[at]?.name).filter(Boolean).join(", ");
+  const coming = expert.coming.length ? `; fetched by ${names(expert.coming)}` : "";
+  return `expert ${expert.expert}: ${load}held by ${names(expert.holders) || "nobody"}${coming}`;
+}
 
 function about(peer) {
   if (peer.state === "silent") return `silent for ${Math.round(peer.seen_s_ago)} s`;

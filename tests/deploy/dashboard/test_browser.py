@@ -210,7 +210,11 @@ def test_on_a_phone_nothing_is_wider_than_the_phone(browser, peers, stages):
         assert visit.page.evaluate("document.documentElement.scrollWidth") <= 360
         shown = visit.page.locator("#picture .peer:not(.gone)").count()
         assert shown == len(feed.view(time.monotonic()).peers)
-        assert visit.page.locator("#picture .expert").count() == 4 * stages
+        cells = visit.page.locator("#picture .expert")
+        assert cells.count() == 4 * stages
+        first = feed.view(time.monotonic()).experts[0]
+        assert cells.first.locator("text").text_content() == str(first.replicas)
+        assert "times the usual load, held by " in cells.first.locator("title").text_content()
         visit.page.tap("#picture .peer.me")
         assert "(this peer)" in visit.page.inner_text("#tip")
         assert visit.complaints == []

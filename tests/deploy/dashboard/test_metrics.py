@@ -36,7 +36,7 @@ def parsed(text: str) -> dict[str, list[tuple[dict[str, str], float]]]:
 
 @pytest.fixture
 def crowded() -> dict[str, list[tuple[dict[str, str], float]]]:
-    pretend = Pretend(peers=6, stages=3)
+    pretend = Pretend(peers=6, stages=3, experts=4)
     feed = Feed(pretend.facts(), title="", wall_minus_clock_s=0.0)
     pretend.begin(feed, 200.0, history_s=120)
     return parsed(render_metrics(feed.view(200.0)))
@@ -64,6 +64,15 @@ def test_the_run_its_stages_its_peers_and_this_one(feed, make_status, make_peer,
     assert families["shoal_self_microbatches_total"] == [({}, 40.0)]
     assert families["shoal_self_paused"] == [({}, 1.0)]
     assert families["shoal_self_limited"] == [({"by": "pause"}, 1.0)]
+
+
+def test_experts_have_their_replicas_and_their_load(crowded):
+    replicas, loads = crowded["shoal_expert_replicas"], crowded["shoal_expert_load"]
+    assert [labels for labels, _ in replicas] == [
+        {"stage": str(stage), "expert": str(expert)} for stage in range(3) for expert in range(4)
+    ]
+    assert all(1.0 <= count <= 2.0 for _, count in replicas)
+    assert sum(load for labels, load in loads if labels["stage"] == "1") == pytest.approx(4.0, abs=0.01)
 
 
 def test_a_name_cannot_forge_a_sample(feed, make_status, make_peer):
