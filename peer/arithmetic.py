@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from shoal.peer.data.corpus import Corpus
+from shoal.peer.experts.runs import Run
 from shoal.peer.experts.shard import ExpertShard
+from shoal.peer.experts.wire import TokenWire
 from shoal.peer.model import llama
 from shoal.peer.model.layout import init_layer, layer_layout
 from shoal.peer.model.mixture import ExpertLoads
@@ -21,6 +23,7 @@ from shoal.peer.pipeline.stage import StageRuntime
 from shoal.peer.pipeline.state import StageState
 from shoal.peer.pipeline.suspended import Suspended
 from shoal.peer.vectors import Vectors
+from shoal.protocol.identity import PeerID
 from shoal.protocol.ports import Payload
 from shoal.protocol.spec import RunSpec
 
@@ -76,10 +79,35 @@ class Runtime(Held, Protocol):
     def validate(self, microbatch: Microbatch, payload: Payload | None) -> Payload | float | Suspended: ...
 
 
+class HeldExpert(Held, Protocol):
+    """One holder's expert; `ExpertShard` documents it."""
+
+    expert: int
+    layers: range
+
+    @property
+    def num_open(self) -> int: ...
+
+    def forward(self, microbatch: Microbatch, layer: int, x_ND: Tensor) -> Tensor: ...
+
+    def backward(self, run: Run, layer: int, x_ND: Tensor, grad_ND: Tensor, *, wanted: bool) -> Tensor: ...
+
+    def forward_flop(self, num_tokens: int) -> float: ...
+
+    def backward_flop(self, num_tokens: int) -> float: ...
+
+    def layers_done(self, run: Run) -> int: ...
+
+    def close(self, run: Run, *, wanted: bool) -> int | None: ...
+
+    def drop(self, source: PeerID) -> None: ...
+
+
 class Arithmetic(Protocol):
     """Of one peer, for as long as it lives."""
 
     vectors: Vectors
+    tokens: TokenWire
     device_name: str
     has_text: bool
     """Whether it can read the run's data, and so hold stage 0."""
@@ -96,7 +124,7 @@ class Arithmetic(Protocol):
         """For a replica of decoder layers [first_layer, last_layer), without their experts if those are placed."""
         ...
 
-    def expert(self, first_layer: int, last_layer: int, expert: int) -> ExpertShard:
+    def expert(self, first_layer: int, last_layer: int, expert: int) -> HeldExpert:
         """For a holder of one expert of those layers."""
         ...
 
@@ -110,6 +138,7 @@ class TorchArithmetic:
 
     def __init__(self, spec: RunSpec, corpus: Corpus | None, device: torch.device) -> None:
         self.vectors = Vectors(torch.device("cpu"), gradients=spec.wire.gradients)
+        self.tokens = TokenWire(spec)
         self.device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         self.has_text = corpus is not None
         self._spec = spec

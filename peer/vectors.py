@@ -1,7 +1,8 @@
 """Flat float32 vectors (gradient sums, layer states): where they live between the device and the wire, in what pieces
 they travel, and how they become bytes and numbers again.
 
-One of the two places where a peer without tensors differs from a real one; the other is `arithmetic.py`.
+One of the places where a peer without tensors differs from a real one; the others are `arithmetic.py` and, for tokens
+on their way to experts, `experts/wire.py`.
 """
 
 from typing import Final, Literal

@@ -1,209 +1,150 @@
 """What a peer computes with that only pretends to: things of the right size and version, and nothing in them.
 
-Vectors are extents; their payloads, and activations, are phantoms, which links charge for. Jobs take their time in the
-simulated device, which is told their FLOP as ever.
+Vectors are extents; their payloads, activations and tokens are phantoms, which links charge for (`extents.py`). Jobs
+take their time in the simulated device, which is told their FLOP as ever. Where experts are placed, how many tokens
+each gets is drawn (`routing.py`).
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal, cast
+from collections.abc import Callable, Sequence
+from typing import Any
 
-import torch
-from torch import Tensor
-
-from shoal.peer.experts.shard import ExpertShard
-from shoal.peer.model.flop import backward_flop, forward_flop
-from shoal.peer.model.layout import HEAD, layer_layout, stage_layer_keys
+from shoal.deploy.simulate.extents import ModelledVectors, phantom
+from shoal.deploy.simulate.modelled_expert import ModelledExpert, ModelledTokenWire
+from shoal.deploy.simulate.modelled_shard import ModelledShard
+from shoal.deploy.simulate.routing import Routing
+from shoal.peer.experts.wire import TokenWire
+from shoal.peer.model.flop import BACKWARD_PER_FORWARD, forward_flop, trunk_flop
+from shoal.peer.model.layout import EMBED, HEAD, layer_index, stage_layer_keys, trunk_keys
 from shoal.peer.model.mixture import ExpertLoads
-from shoal.peer.pipeline.contributions import Contributions
-from shoal.peer.pipeline.microbatch import IndexSet, Microbatch
-from shoal.peer.pipeline.state import LayerState, StageState, moment2_numel
+from shoal.peer.pipeline.microbatch import Microbatch
+from shoal.peer.pipeline.passing import part_flop
+from shoal.peer.pipeline.suspended import ExpertCall, Suspended
 from shoal.peer.pipeline.wire import ActivationWire
 from shoal.peer.vectors import Vectors
-from shoal.protocol.errors import LocalError
 from shoal.protocol.ports import Payload
-from shoal.protocol.sim.phantom import Phantom
 from shoal.protocol.spec import RunSpec
 
-_NOWHERE = torch.device("meta")
 
+class ModelledRuntime(ModelledShard):
+    """Implements `Runtime`. Every loss is 0: nothing is learnt.
 
-class Extent:
-    """Stands for a flat tensor where only its size matters: what is done to its numbers is done to none.
-
-    A tensor on torch's `meta` device is the same thing, at 100 us an addition.
+    Args: routing: None: the experts are the layers' own, if there are any.
     """
 
-    __slots__ = ("_size",)
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-
-    def numel(self) -> int:
-        return self._size
-
-    def __getitem__(self, part: slice) -> "Extent":
-        return Extent(len(range(*part.indices(self._size))))
-
-    def __setitem__(self, part: slice, values: object) -> None:
-        pass
-
-    def __iadd__(self, other: object) -> "Extent":
-        return self
-
-    def __imul__(self, other: object) -> "Extent":
-        return self
-
-    def zero_(self) -> "Extent":
-        return self
-
-    def to(self, *where: object, **how: object) -> "Extent":
-        return self
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelledLayerState(LayerState):
-    def digest(self) -> str:
-        """Equal at all replicas and versions: nobody here computes anything that could differ."""
-        return f"modelled-{self.param_N.numel()}"
-
-
-class ModelledVectors(Vectors):
-    """Flat vectors that have only a size."""
-
-    def __init__(self, *, chunk_bytes: int, gradients: Literal["fp32", "bf16"] = "fp32") -> None:
-        super().__init__(_NOWHERE, chunk_bytes=chunk_bytes, gradients=gradients)
-
-    def empty(self, size: int) -> Tensor:
-        return cast(Tensor, cast(Any, Extent(size)))
-
-    def zeros(self, size: int) -> Tensor:
-        return self.empty(size)
-
-    def payload_of(self, values_C: Tensor) -> Payload:
-        return _phantom(4 * values_C.numel())
-
-    def values_of(self, payload: Payload) -> Tensor:
-        return self.empty(len(payload) // 4)
-
-    def gradient_payload(self, values_C: Tensor) -> Payload:
-        return _phantom(self.gradient_bytes * values_C.numel())
-
-    def gradient_of(self, payload: Payload) -> Tensor:
-        return self.empty(len(payload) // self.gradient_bytes)
-
-    def round_gradient(self, values_C: Tensor) -> None:
-        """Nothing is there to be rounded."""
-
-    def layer_state(self, param_N: Tensor, moment1_N: Tensor, moment2_N: Tensor) -> LayerState:
-        return ModelledLayerState(param_N=param_N, moment1_N=moment1_N, moment2_N=moment2_N)
-
-
-class ModelledRuntime:
-    """Implements `Runtime`. Every loss is 0: nothing is learnt."""
-
-    def __init__(self, spec: RunSpec, first_layer: int, last_layer: int, *, vectors: Vectors) -> None:
-        self.spec = spec
-        self.vectors = vectors
-        self.device = _NOWHERE
-        self.keys = stage_layer_keys(spec.model, first_layer, last_layer)
-        self.state: StageState | None = None
-        self.num_parameters = sum(layer_layout(spec.model, key).numel for key in self.keys)
+    def __init__(
+        self, spec: RunSpec, first_layer: int, last_layer: int, *, vectors: Vectors, routing: Routing | None = None
+    ) -> None:
+        placed = routing is not None
+        layers = stage_layer_keys(spec.model, first_layer, last_layer)
+        super().__init__(spec, trunk_keys(spec.model, first_layer, last_layer) if placed else layers, vectors=vectors)
         tokens = spec.training.microbatch_size * spec.model.context
-        self.forward_flop = sum(forward_flop(spec.model, key, tokens) for key in self.keys)
-        self.backward_flop = sum(backward_flop(spec.model, key, tokens) for key in self.keys)
+        flop = sum((trunk_flop if placed else forward_flop)(spec.model, key, tokens) for key in layers)
+        self.forward_flop = part_flop(layers, flop) if placed else flop
+        self.backward_flop = BACKWARD_PER_FORWARD * self.forward_flop
         if spec.training.recomputes:
-            self.backward_flop += self.forward_flop
-        self.step_flop = 20.0 * self.num_parameters
+            # In parts, the forward is run again before the first of them.
+            self.backward_flop = self.forward_flop + (0.0 if placed else self.backward_flop)
         self.expert_loads = ExpertLoads(spec.model.num_experts)
-        self._contributions = Contributions(self.num_parameters, vectors)
-        self._gradient_N = vectors.empty(self.num_parameters)
+        self._routing = routing
+        self._cuts = [layer_index(key) for key in layers if key not in (EMBED, HEAD)] if placed else []
         self._contributes: dict[Microbatch, bool] = {}
-        self._has_stepped = False
         wire = ActivationWire(spec)
-        self._activation = _phantom(wire.tensor_bytes + wire.targets_bytes)
-        self._output = _phantom(wire.tensor_bytes)
+        self._activation = phantom(wire.tensor_bytes + wire.targets_bytes)
+        self._output = phantom(wire.tensor_bytes)
         self._is_first = first_layer == 0
-
-    @property
-    def version(self) -> int:
-        assert self.state is not None, "the stage has no state yet"
-        return self.state.version
-
-    @property
-    def remembers(self) -> bool:
-        return self._has_stepped or self.spec.training.s_max > 0
-
-    def initial_state(self) -> StageState:
-        layers = {}
-        for key in self.keys:
-            size = layer_layout(self.spec.model, key).numel
-            param_N, moment1_N = self.vectors.empty(size), self.vectors.empty(size)
-            moment2_N = self.vectors.empty(moment2_numel(self.spec, key))
-            layers[key] = self.vectors.layer_state(param_N, moment1_N, moment2_N)
-        return StageState(version=0, layers=layers)
-
-    def load(self, state: StageState) -> None:
-        assert tuple(state.layers) == self.keys, "the state is another stage's"
-        self.state = state
-        self._has_stepped = False
-        self._contributions.forget_before(self.version)
 
     # --- jobs ---
 
-    def forward(self, microbatch: Microbatch, payload: Payload | None, *, contributes: bool = True) -> Payload:
-        self._contributes[microbatch] = contributes
-        return self._activation
+    def forward(
+        self, microbatch: Microbatch, payload: Payload | None, *, contributes: bool = True
+    ) -> Payload | Suspended:
+        def end() -> Payload:
+            self._contributes[microbatch] = contributes
+            return self._activation
+
+        ended: Payload | Suspended = self._forth(microbatch, end, counts=True)
+        return ended
 
     def loss(
         self, microbatch: Microbatch, payload: Payload | None, *, contributes: bool = True
-    ) -> tuple[float, Payload | None]:
-        self._finish(microbatch, contributes)
-        return 0.0, None if self._is_first else self._output
+    ) -> tuple[float, Payload | None] | Suspended:
+        def end() -> tuple[float, Payload | None]:
+            self._finish(microbatch, contributes)
+            return 0.0, None if self._is_first else self._output
 
-    def backward(self, microbatch: Microbatch, payload: Payload) -> Payload | None:
-        self._finish(microbatch, self._contributes.pop(microbatch))
-        return None if self._is_first else self._output
+        ended: tuple[float, Payload | None] | Suspended = self._forth(
+            microbatch, lambda: self._back(microbatch, end), counts=True
+        )
+        return ended
 
-    def validate(self, microbatch: Microbatch, payload: Payload | None) -> Payload | float:
-        return 0.0 if self.keys[-1] == HEAD else self._activation
+    def backward(self, microbatch: Microbatch, payload: Payload) -> Payload | Suspended | None:
+        contributes = self._contributes.pop(microbatch)
 
-    def step(self, mean_gradient_N: Tensor) -> tuple[StageState, str, int]:
-        assert self.state is not None
-        before = self.state
-        after = StageState(version=before.version + 1, layers=before.layers)
-        if self.state is before:
-            self.state = after
-            self._has_stepped = True
-            self._contributions.forget_before(self.version)
-        return after, after.digest(), 0
+        def end() -> Payload | None:
+            self._finish(microbatch, contributes)
+            return None if self._is_first else self._output
 
-    # --- between jobs ---
+        ended: Payload | Suspended | None
+        if self.spec.training.recomputes:
+            ended = self._forth(microbatch, lambda: self._back(microbatch, end), counts=False)
+        else:
+            ended = self._back(microbatch, end)
+        return ended
 
-    def contribute(self, microbatch: Microbatch, *, apart: bool = False) -> bool:
-        return self._contributions.contribute(microbatch, version=self.version, apart=apart)
+    def validate(self, microbatch: Microbatch, payload: Payload | None) -> Payload | float | Suspended:
+        def end() -> Payload | float:
+            return 0.0 if self.keys[-1] == HEAD else self._activation
 
-    def gradient_sum(self, step: int, indices: IndexSet | None = None) -> Tensor:
-        return self._contributions.total(step, indices)
+        ended: Payload | float | Suspended = self._forth(microbatch, end, counts=False)
+        return ended
 
     def forget(self, microbatch: Microbatch) -> None:
         self._contributes.pop(microbatch, None)
-        self._contributions.forget(microbatch)
+        super().forget(microbatch)
 
-    def _finish(self, microbatch: Microbatch, contributes: bool) -> None:
-        if contributes and not self._contributions.has(microbatch):
-            self._contributions.finish(microbatch, self._gradient_N)
+    # --- inside ---
+
+    def _forth(self, microbatch: Microbatch, then: Callable[[], Any], *, counts: bool) -> Any:
+        """`counts`: it is no validation, and no repetition of what was run before."""
+        if self._routing is not None and counts:
+            for layer in self._cuts:
+                self.expert_loads.add(layer, self._routing.loads_of(microbatch, layer))
+        return self._through(microbatch, self._cuts, then, backward=False)
+
+    def _back(self, microbatch: Microbatch, then: Callable[[], Any]) -> Any:
+        return self._through(microbatch, self._cuts[::-1], then, backward=True)
+
+    def _through(
+        self, microbatch: Microbatch, layers: Sequence[int], then: Callable[[], Any], *, backward: bool
+    ) -> Any:
+        """A job with a cut at each of `layers`."""
+        if self._routing is None or not layers:
+            return then()
+        counts = self._routing.counts_of(microbatch, layers[0])
+        tokens = self._routing.tokens
+        return Suspended(
+            call=ExpertCall(layer=layers[0], counts=counts, tokens=tokens, gradients=tokens if backward else None),
+            resume=lambda output: self._through(microbatch, layers[1:], then, backward=backward),
+            flop=(BACKWARD_PER_FORWARD if backward else 1.0) * self.forward_flop,
+        )
 
 
 class ModelledArithmetic:
-    """Implements `Arithmetic`."""
+    """Implements `Arithmetic`.
 
-    def __init__(self, spec: RunSpec, *, has_text: bool, memory_bytes: float, chunk_bytes: int) -> None:
+    Args: routing: where experts are placed.
+    """
+
+    def __init__(
+        self, spec: RunSpec, *, has_text: bool, memory_bytes: float, chunk_bytes: int, routing: Routing | None = None
+    ) -> None:
         self.vectors: Vectors = ModelledVectors(chunk_bytes=chunk_bytes, gradients=spec.wire.gradients)
+        self.tokens: TokenWire = ModelledTokenWire(spec)
         self.device_name = "modelled"
         self.has_text = has_text
         self._memory_bytes = int(memory_bytes)
         self._spec = spec
+        self._routing = routing
 
     def free_bytes(self) -> int:
         return self._memory_bytes
@@ -212,16 +153,9 @@ class ModelledArithmetic:
         return lambda: None
 
     def runtime(self, first_layer: int, last_layer: int, *, placed: bool = False) -> ModelledRuntime:
-        """Raises: LocalError: experts are placed."""
-        if placed:
-            raise LocalError("modelled devices hold whole layers, with their experts")
-        return ModelledRuntime(self._spec, first_layer, last_layer, vectors=self.vectors)
+        routing = self._routing if placed else None
+        assert routing is not None or not placed, "a plan places experts, the run spec has none"
+        return ModelledRuntime(self._spec, first_layer, last_layer, vectors=self.vectors, routing=routing)
 
-    def expert(self, first_layer: int, last_layer: int, expert: int) -> ExpertShard:
-        """Raises: LocalError."""
-        raise LocalError("modelled devices hold whole layers, with their experts")
-
-
-def _phantom(nbytes: int) -> Payload:
-    """Handlers of modelled peers only ever ask for its length."""
-    return cast(Payload, cast(Any, Phantom(nbytes)))
+    def expert(self, first_layer: int, last_layer: int, expert: int) -> ModelledExpert:
+        return ModelledExpert(self._spec, first_layer, last_layer, expert, vectors=self.vectors)

@@ -16,23 +16,23 @@ _NOT_WORK = ("probe",)
 
 class SimLedger:
     """Args:
-    num_stages: how many commits make a step; plans may change it.
-    steps: tell `reached` once so many steps are committed by every stage.
+    num_groups: how many commits make a step, those of experts included; plans may change it.
+    steps: tell `reached` once so many steps are committed by every group.
     """
 
-    def __init__(self, num_devices: int, num_stages: int, *, steps: int, keeps_timeline: bool) -> None:
+    def __init__(self, num_devices: int, num_groups: int, *, steps: int, keeps_timeline: bool) -> None:
         self.steps: list[StepDone] = []
         self.events: list[Happened] = []
         self.failures: list[str] = []
         self.duplicates = 0
         self.given_up = 0
         self.reached = asyncio.Event()
-        self._num_stages = num_stages
+        self._num_groups = num_groups
         self._wanted = steps
         self._keeps_timeline = keeps_timeline
         self._timeline: list[list[Span]] = [[] for _ in range(num_devices)]
         self._busy_s = np.zeros(num_devices)
-        self._commits: dict[tuple[int, int], set[int]] = {}  # (era, step) -> stages
+        self._commits: dict[tuple[int, int], set[int]] = {}  # (era, step) -> groups
         self._plans: set[tuple[int, int]] = set()
         self._era = 0
         self._peers: dict[int, SimPeer] = {}
@@ -56,7 +56,7 @@ class SimLedger:
         if plan.order in self._plans:
             return
         self._plans.add(plan.order)
-        self._num_stages = len(plan.stages)
+        self._num_groups = len(plan.stages) + len(plan.experts)
         if plan.era > self._era:
             self._era = plan.era
             self._note("era", -1, f"back to version {plan.restore_version}")
@@ -65,13 +65,13 @@ class SimLedger:
 
     def committed(self, report: CommitReport) -> None:
         """Every member says so of every commit of its group."""
-        stages = self._commits.setdefault((report.era, report.step), set())
-        if report.stage in stages:
+        groups = self._commits.setdefault((report.era, report.step), set())
+        if report.stage in groups:
             return
-        stages.add(report.stage)
+        groups.add(report.stage)
         self.duplicates += report.duplicates
         self.given_up += report.given_up
-        if len(stages) == self._num_stages and report.era == self._era:
+        if len(groups) == self._num_groups and report.era == self._era:
             self.steps.append(StepDone(report.step, self._now_s()))
             if report.step + 1 >= self._wanted:
                 self.reached.set()

@@ -25,6 +25,7 @@ from shoal.deploy.simulate.logbook import SimLedger, traffic_matrix
 from shoal.deploy.simulate.modelled_swarm import ModelledSwarm, Ports, check_devices, peer_ids
 from shoal.deploy.simulate.pinned import PinnedAllocator
 from shoal.deploy.simulate.result import SimResult, Span
+from shoal.deploy.simulate.routing import Routing
 from shoal.protocol.errors import LocalError
 from shoal.protocol.sim.loop import run as run_in_virtual_time
 from shoal.protocol.sim.matrix import MatrixNetwork
@@ -66,12 +67,15 @@ class ModelledRun:
     """The habits of another system, for baselines: a device that computes nothing while it sends, fixed pipelines."""
     chunk_bytes: int = 8 << 20
     """Gradient sums and states travel in pieces of this size; 1 MiB in life, where a frame costs less than here."""
+    expert_loads: Sequence[float] | None = None
+    """Where the run spec places experts (`swarm.expert_slots`): what part of the tokens wants each. None: all alike."""
     introduced: bool = True
     """Everybody knows everybody's address from the beginning; else they learn it from the directory, as in life."""
 
 
 def run_modelled(run: ModelledRun) -> SimResult:
-    """Raises: LocalError: a device of the placement or of the churn does not exist, or the run cannot begin."""
+    """Raises: LocalError: a device of the placement or of the churn does not exist, or the run cannot begin, or its
+    experts' loads are not those of its experts."""
     devices = {device for stage in _placed(run) for device in stage}
     check_devices(run.topology, devices, "the placement")
     check_devices(run.topology, {event.device for event in run.churn}, "the churn")
@@ -91,7 +95,14 @@ async def _play(run: ModelledRun) -> SimResult:
         allocator = run.stages
     ledger = SimLedger(t.num_devices, spec.swarm.stages, steps=spec.training.steps, keeps_timeline=run.record_timeline)
     swarm = ModelledSwarm(
-        world, t, spec, allocator, ledger, chunk_bytes=run.chunk_bytes, ports=_ports(run, spec, world, ledger)
+        world,
+        t,
+        spec,
+        allocator,
+        ledger,
+        chunk_bytes=run.chunk_bytes,
+        ports=_ports(run, spec, world, ledger),
+        routing=Routing(spec, run.expert_loads) if spec.swarm.expert_slots else None,
     )
     for device in sorted(set(range(t.num_devices)) - _absent(run)):
         swarm.launch(device)

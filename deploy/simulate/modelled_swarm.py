@@ -7,6 +7,7 @@ from shoal.coordinator.allocate.interface import Allocator
 from shoal.deploy.node import Node
 from shoal.deploy.simulate.arithmetic import ModelledArithmetic
 from shoal.deploy.simulate.logbook import SimLedger
+from shoal.deploy.simulate.routing import Routing
 from shoal.peer.pipeline.traffic import Traffic
 from shoal.protocol.errors import LocalError
 from shoal.protocol.identity import PeerID
@@ -27,6 +28,7 @@ class ModelledSwarm:
 
     Args:
         ports: (device, peer) -> what its node gets.
+        routing: where the run places experts.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class ModelledSwarm:
         *,
         chunk_bytes: int,
         ports: Callable[[int, SimPeer], Ports] = lambda device, peer: (peer.transport, peer.compute, None),
+        routing: Routing | None = None,
     ) -> None:
         self._world = world
         self._topology = topology
@@ -47,6 +50,7 @@ class ModelledSwarm:
         self._ledger = ledger
         self._chunk_bytes = chunk_bytes
         self._ports = ports
+        self._routing = routing
         self._seals = TrustingSeals()
         self._owner: PeerID | None = None
         self._lives: dict[int, int] = {}
@@ -105,6 +109,7 @@ class ModelledSwarm:
                 has_text=bool(t.may_feed[device]),
                 memory_bytes=float(t.memory_bytes[device]),
                 chunk_bytes=self._chunk_bytes,
+                routing=self._routing,
             ),
             traffic=traffic,
             seals=self._seals,

@@ -13,7 +13,7 @@ Change = Literal["joined", "left", "plan", "era"]
 
 
 class StepDone(NamedTuple):
-    """Every stage has committed it."""
+    """Every group has committed it: stages, and the experts' holders where they are placed."""
 
     step: int
     committed_at_s: float

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Final
 
 from shoal.peer.experts.passage import Part, Passage
-from shoal.peer.experts.wire import TokenWire
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.pipeline.router import Router
 from shoal.peer.pipeline.suspended import ExpertCall
@@ -59,7 +58,7 @@ class ExpertDispatch:
         self._plan = plan
         self._stage = stage
         self._incarnation = incarnation
-        self._wire = TokenWire(surroundings.spec)
+        self._wire = surroundings.arithmetic.tokens
         self._experts = range(plan.num_experts)
         self._routers: dict[int, Router] = {expert: surroundings.traffic.router() for expert in self._experts}
         self._numbers, self._serials = itertools.count(), itertools.count()
@@ -120,7 +119,7 @@ class ExpertDispatch:
 
     async def exchange(self, passage: Passage, call: ExpertCall) -> Payload:
         """What the experts of one layer make of their rows: [P, D] in the wire dtype; zero where nobody was there."""
-        output = bytearray(len(call.tokens))
+        output = self._wire.room(len(call.tokens))
         spans = self._wire.rows(dict(enumerate(call.counts)))
         todo = {expert for expert in self._experts if call.counts[expert]}
         for expert in sorted(todo):
@@ -130,7 +129,8 @@ class ExpertDispatch:
                 todo.remove(expert)
             else:
                 rows, part = spans[expert], passage.part(expert)
-                part.asked[call.layer] = (memoryview(call.tokens)[rows], memoryview(call.gradients)[rows])
+                tokens, gradients = self._wire.part(call.tokens, rows), self._wire.part(call.gradients, rows)
+                part.asked[call.layer] = (tokens, gradients)
         began_s = self._s.clock.now_s()
         while todo:
             by_holder = self._choose(passage, sorted(todo))
@@ -187,18 +187,18 @@ class ExpertDispatch:
         holder: PeerID,
         experts: Sequence[int],
         spans: dict[int, slice],
-        output: bytearray,
+        output: Payload,
     ) -> list[int]:
         """Returns: the experts whose rows are in `output` now: all of these, or none."""
-        pieces = [memoryview(call.tokens)[spans[expert]] for expert in experts]
+        pieces = [self._wire.part(call.tokens, spans[expert]) for expert in experts]
         if call.gradients is not None:
-            pieces += [memoryview(call.gradients)[spans[expert]] for expert in experts]
+            pieces += [self._wire.part(call.gradients, spans[expert]) for expert in experts]
         counts = {expert: call.counts[expert] for expert in experts}
         answer = await self._answer(passage, call.layer, holder, counts, pieces, backward=call.backward)
         if answer is None:
             return []
         for expert, span in self._wire.rows(counts).items():
-            output[spans[expert]] = answer[span]
+            self._wire.write(output, spans[expert], self._wire.part(answer, span))
             if call.backward:
                 passage.part(expert).done.add(call.layer)
         return list(experts)
@@ -232,7 +232,7 @@ class ExpertDispatch:
         self._asked[serial] = asked
         priority = Priority.GRADIENT if backward else Priority.ACTIVATION
         try:
-            answer = await self._send_until_answered(asked, meta, bytearray().join(pieces), priority)
+            answer = await self._send_until_answered(asked, meta, self._wire.joined(pieces), priority)
         finally:
             del self._asked[serial]
         if answer is None:

@@ -12,9 +12,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
-from shoal.peer.experts.shard import Run
+from shoal.peer.experts.runs import Run
 from shoal.peer.experts.wire import TokenWire
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.tasks import Tasks
@@ -48,14 +46,17 @@ def run_of(source: PeerID, meta: ExpertTokens | ExpertDone) -> Run:
 
 
 class ExpertServer:
-    """Args: tasks: what this peer does in the background."""
+    """Args:
+    wire: of this peer's arithmetic.
+    tasks: what this peer does in the background.
+    """
 
-    def __init__(self, *, endpoint: Endpoint, compute: Compute, spec: RunSpec, tasks: Tasks) -> None:
+    def __init__(self, *, endpoint: Endpoint, compute: Compute, spec: RunSpec, wire: TokenWire, tasks: Tasks) -> None:
         self._endpoint = endpoint
         self._compute = compute
         self._s_max = spec.training.s_max
         self._tasks = tasks
-        self._wire = TokenWire(spec)
+        self._wire = wire
         self._works: dict[tuple[int, int], ExpertWork] = {}
         self._pending: dict[tuple[PeerID, int, int], _Request] = {}
         self._changed = asyncio.Event()
@@ -97,7 +98,7 @@ class ExpertServer:
         self._tasks.spawn(self._serve(key, request), f"tokens of ({meta.step}, {meta.index})")
 
     async def _serve(self, key: tuple[PeerID, int, int], request: _Request) -> None:
-        payload, refused = bytearray(), ""
+        payload, refused = self._wire.room(0), ""
         try:
             payload = await self._compute_when_admitted(request)
         except Refused as refusal:
@@ -106,7 +107,7 @@ class ExpertServer:
             del self._pending[key]
         await self._answer(request, payload, refused)
 
-    async def _compute_when_admitted(self, request: _Request) -> bytearray:
+    async def _compute_when_admitted(self, request: _Request) -> Payload:
         """Raises: Refused: what it names is not here, or no more."""
         meta = request.meta
         while self._waits(request):
@@ -138,22 +139,24 @@ class ExpertServer:
             raise Refused(self._endpoint.peer_id, f"holds no experts of layer {layer} in stage {stage}")
         return held
 
-    def _work(self, request: _Request, works: "list[ExpertWork]", wanted: list[bool]) -> bytearray:
+    def _work(self, request: _Request, works: "list[ExpertWork]", wanted: list[bool]) -> Payload:
         """On the device's thread."""
         meta = request.meta
         size = len(request.payload) // (2 if meta.backward else 1)
-        view = memoryview(request.payload)
+        tokens = self._wire.part(request.payload, slice(0, size))
+        gradients = self._wire.part(request.payload, slice(size, None))
         outputs = []
         spans = self._wire.rows(dict(meta.counts))
         for work, is_wanted in zip(works, wanted, strict=True):
             runtime, span = work.runtime, spans[work.expert]
-            x_ND = self._wire.decode(view[:size][span], runtime.device)
+            x_ND = self._wire.decode(self._wire.part(tokens, span), runtime.device)
             if meta.backward:
-                grad_ND = self._wire.decode(view[size:][span], runtime.device)
-                outputs.append(runtime.backward(request.run, meta.layer, x_ND, grad_ND, wanted=is_wanted))
+                grad_ND = self._wire.decode(self._wire.part(gradients, span), runtime.device)
+                y_ND = runtime.backward(request.run, meta.layer, x_ND, grad_ND, wanted=is_wanted)
             else:
-                outputs.append(runtime.forward(request.run.microbatch, meta.layer, x_ND))
-        return self._wire.encode(torch.cat(outputs))
+                y_ND = runtime.forward(request.run.microbatch, meta.layer, x_ND)
+            outputs.append(self._wire.encode(y_ND))
+        return self._wire.joined(outputs)
 
     async def _answer(self, request: _Request, payload: Payload, refused: str) -> None:
         meta = request.meta

@@ -7,12 +7,11 @@ until whoever runs it says that it is through.
 N tokens   D width
 """
 
-from dataclasses import dataclass, field
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from shoal.peer.experts.runs import OpenRuns, Run
 from shoal.peer.model.flop import expert_flop
 from shoal.peer.model.layout import EXPERT_MATRICES, expert_key, expert_keys, expert_name, layer_layout
 from shoal.peer.pipeline.microbatch import Microbatch
@@ -23,27 +22,6 @@ from shoal.protocol.identity import PeerID
 from shoal.protocol.spec import RunSpec
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """One run of a microbatch, by one tenure of a member of the stage."""
-
-    microbatch: Microbatch
-    source: PeerID
-    incarnation: int
-    passage: int
-
-
-@dataclass(slots=True)
-class _Open:
-    """Args: gradient_N: None: nobody wants it."""
-
-    gradient_N: Tensor | None
-    weights: WeightSet
-    staleness_steps: int
-    layers: set[int] = field(default_factory=set)
-    """Whose backward is in it."""
-
-
 class ExpertShard(Shard):
     """Expert `expert` of the decoder layers [first_layer, last_layer). Jobs run on the device's one thread, the rest on
     the loop's."""
@@ -52,7 +30,7 @@ class ExpertShard(Shard):
         super().__init__(spec, expert_keys(first_layer, last_layer, expert), device=device)
         self.expert = expert
         self.layers = range(first_layer, last_layer)
-        self._open: dict[Run, _Open] = {}
+        self._open = OpenRuns(self._contributions)
 
     # --- jobs ---
 
@@ -74,7 +52,7 @@ class ExpertShard(Shard):
         if opened is None:
             gradient_N = torch.zeros(self.num_parameters, device=self.device) if wanted else None
             staleness_steps = max(0, run.microbatch.step - self.version)
-            opened = self._open[run] = _Open(gradient_N, weights, staleness_steps)
+            opened = self._open.begin(run, gradient_N=gradient_N, weights=weights, staleness_steps=staleness_steps)
         if not bool(grad_ND.isfinite().all()):
             opened.layers.add(layer)
             return torch.zeros_like(x_ND)
@@ -106,8 +84,7 @@ class ExpertShard(Shard):
 
     def layers_done(self, run: Run) -> int:
         """How many layers' backwards are in its gradient."""
-        opened = self._open.get(run)
-        return len(opened.layers) if opened else 0
+        return self._open.layers_done(run)
 
     def close(self, run: Run, *, wanted: bool) -> int | None:
         """It is through: its gradient may be contributed, zero if no token came.
@@ -115,29 +92,18 @@ class ExpertShard(Shard):
         Args: wanted: if no token came.
         Returns: how many steps stale it is; None: it adds nothing.
         """
-        opened = self._open.pop(run, None)
-        if self._contributions.has(run.microbatch) or run.microbatch.step < self.version:
-            return None
-        if opened is None:
-            if not wanted:
-                return None
-            self._contributions.finish(run.microbatch, torch.zeros(self.num_parameters, device=self.device))
-            return max(0, run.microbatch.step - self.version)
-        if opened.gradient_N is None:
-            return None
-        kept = opened.weights if self._weights.corrects else None
-        self._contributions.finish(run.microbatch, opened.gradient_N, kept)
-        return opened.staleness_steps
+        zero_N = None
+        if wanted and self._open.get(run) is None:
+            zero_N = torch.zeros(self.num_parameters, device=self.device)
+        return self._open.close(run, version=self.version, zero_N=zero_N, keeps_weights=self._weights.corrects)
 
     def drop(self, source: PeerID) -> None:
         """It died, or has begun anew: nobody will say of its runs that they are through."""
-        for run in [run for run in list(self._open) if run.source == source]:
-            self._open.pop(run, None)
+        self._open.drop(source)
 
     def step(self, mean_gradient_N: Tensor) -> tuple[StageState, str, int]:
         stepped = super().step(mean_gradient_N)
-        for run in [run for run in list(self._open) if run.microbatch.step < stepped[0].version]:
-            self._open.pop(run, None)  # the step did without it
+        self._open.forget_before(stepped[0].version)
         return stepped
 
     # --- inside ---

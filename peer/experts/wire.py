@@ -2,10 +2,12 @@
 checked against it, and what a sender gives itself is rounded like what it gives others: where an expert is must not
 change what it makes of a token.
 
+The third place, with `peer/vectors.py` and `peer/arithmetic.py`, where a peer without tensors differs from a real one.
+
 P rows, sorted by expert   D width
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 import torch
@@ -52,6 +54,22 @@ class TokenWire:
             spans[expert] = slice(at, at + count * self.row_bytes)
             at += count * self.row_bytes
         return spans
+
+    def room(self, nbytes: int) -> Payload:
+        """Of zeros, to be written to."""
+        return bytearray(nbytes)
+
+    def part(self, payload: Payload, span: slice) -> Payload:
+        """Of it, without copying."""
+        return memoryview(payload)[span]
+
+    def write(self, into: Payload, span: slice, part: Payload) -> None:
+        """Args: into: of `room`."""
+        memoryview(into)[span] = part
+
+    def joined(self, parts: Iterable[Payload]) -> Payload:
+        """One behind the other."""
+        return bytearray().join(parts)
 
     def check_tokens(self, meta: ExpertTokens, payload: Payload, source: PeerID) -> None:
         """Raises: RemoteError: no honest peer of this run sends such tokens."""

@@ -5,8 +5,9 @@ from typing import Protocol
 
 from torch import Tensor
 
+from shoal.peer.arithmetic import HeldExpert
+from shoal.peer.experts.runs import Run
 from shoal.peer.experts.server import ExpertServer
-from shoal.peer.experts.shard import ExpertShard, Run
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.pipeline.state import StageState
 from shoal.peer.tasks import Tasks
@@ -38,7 +39,7 @@ class ExpertWork:
 
     def __init__(
         self,
-        runtime: ExpertShard,
+        runtime: HeldExpert,
         stage: int,
         *,
         compute: Compute,

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.peer.experts.shard import ExpertShard, Run
+from shoal.peer.experts.runs import Run
+from shoal.peer.experts.shard import ExpertShard
 from shoal.peer.experts.wire import TokenWire
 from shoal.peer.model.layout import expert_key, init_layer, layer_layout
 from shoal.peer.pipeline.microbatch import Microbatch

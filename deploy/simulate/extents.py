@@ -1,0 +1,90 @@
+"""What stands for tensors and bytes where only their size matters, and for the states and vectors made of them."""
+
+from dataclasses import dataclass
+from typing import Any, Final, Literal, cast
+
+import torch
+from torch import Tensor
+
+from shoal.peer.pipeline.state import LayerState
+from shoal.peer.vectors import Vectors
+from shoal.protocol.ports import Payload
+from shoal.protocol.sim.phantom import Phantom
+
+NOWHERE: Final = torch.device("meta")
+
+
+class Extent:
+    """Stands for a flat tensor where only its size matters: what is done to its numbers is done to none.
+
+    A tensor on torch's `meta` device is the same thing, at 100 us an addition.
+    """
+
+    __slots__ = ("_size",)
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def numel(self) -> int:
+        return self._size
+
+    def __getitem__(self, part: slice) -> "Extent":
+        return Extent(len(range(*part.indices(self._size))))
+
+    def __setitem__(self, part: slice, values: object) -> None:
+        pass
+
+    def __iadd__(self, other: object) -> "Extent":
+        return self
+
+    def __imul__(self, other: object) -> "Extent":
+        return self
+
+    def zero_(self) -> "Extent":
+        return self
+
+    def to(self, *where: object, **how: object) -> "Extent":
+        return self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelledLayerState(LayerState):
+    def digest(self) -> str:
+        """Equal at all replicas and versions: nobody here computes anything that could differ."""
+        return f"modelled-{self.param_N.numel()}"
+
+
+class ModelledVectors(Vectors):
+    """Flat vectors that have only a size."""
+
+    def __init__(self, *, chunk_bytes: int, gradients: Literal["fp32", "bf16"] = "fp32") -> None:
+        super().__init__(NOWHERE, chunk_bytes=chunk_bytes, gradients=gradients)
+
+    def empty(self, size: int) -> Tensor:
+        return cast(Tensor, cast(Any, Extent(size)))
+
+    def zeros(self, size: int) -> Tensor:
+        return self.empty(size)
+
+    def payload_of(self, values_C: Tensor) -> Payload:
+        return phantom(4 * values_C.numel())
+
+    def values_of(self, payload: Payload) -> Tensor:
+        return self.empty(len(payload) // 4)
+
+    def gradient_payload(self, values_C: Tensor) -> Payload:
+        return phantom(self.gradient_bytes * values_C.numel())
+
+    def gradient_of(self, payload: Payload) -> Tensor:
+        return self.empty(len(payload) // self.gradient_bytes)
+
+    def round_gradient(self, values_C: Tensor) -> None:
+        """Nothing is there to be rounded."""
+
+    def layer_state(self, param_N: Tensor, moment1_N: Tensor, moment2_N: Tensor) -> LayerState:
+        return ModelledLayerState(param_N=param_N, moment1_N=moment1_N, moment2_N=moment2_N)
+
+
+def phantom(nbytes: int) -> Payload:
+    """Handlers of modelled peers only ever ask for its length."""
+    return cast(Payload, cast(Any, Phantom(nbytes)))

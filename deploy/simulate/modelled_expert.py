@@ -1,0 +1,97 @@
+"""One expert at a modelled holder, and tokens that have only a size on their way there."""
+
+from collections.abc import Iterable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from shoal.deploy.simulate.extents import Extent, phantom
+from shoal.deploy.simulate.modelled_shard import ModelledShard
+from shoal.peer.experts.runs import OpenRuns, Run
+from shoal.peer.experts.wire import TokenWire
+from shoal.peer.model.flop import BACKWARD_PER_FORWARD, expert_flop
+from shoal.peer.model.layout import expert_keys
+from shoal.peer.pipeline.microbatch import Microbatch
+from shoal.peer.pipeline.state import StageState
+from shoal.peer.vectors import Vectors
+from shoal.protocol.identity import PeerID
+from shoal.protocol.ports import Payload
+from shoal.protocol.spec import RunSpec
+
+
+class ModelledTokenWire(TokenWire):
+    """Rows are extents, of one element a row."""
+
+    def encode(self, x_PD: Tensor) -> bytearray:
+        return cast(bytearray, phantom(self.row_bytes * x_PD.numel()))
+
+    def decode(self, payload: Payload, device: torch.device) -> Tensor:
+        return cast(Tensor, cast(Any, Extent(len(payload) // self.row_bytes)))
+
+    def room(self, nbytes: int) -> Payload:
+        return phantom(nbytes)
+
+    def part(self, payload: Payload, span: slice) -> Payload:
+        return phantom(len(range(*span.indices(len(payload)))))
+
+    def write(self, into: Payload, span: slice, part: Payload) -> None:
+        """Nothing is there to be written."""
+
+    def joined(self, parts: Iterable[Payload]) -> Payload:
+        return phantom(sum(len(part) for part in parts))
+
+
+class ModelledExpert(ModelledShard):
+    """Implements `HeldExpert`."""
+
+    def __init__(self, spec: RunSpec, first_layer: int, last_layer: int, expert: int, *, vectors: Vectors) -> None:
+        super().__init__(spec, expert_keys(first_layer, last_layer, expert), vectors=vectors)
+        self.expert = expert
+        self.layers = range(first_layer, last_layer)
+        self._open = OpenRuns(self._contributions)
+
+    # --- jobs ---
+
+    def forward(self, microbatch: Microbatch, layer: int, x_ND: Tensor) -> Tensor:
+        return x_ND
+
+    def backward(self, run: Run, layer: int, x_ND: Tensor, grad_ND: Tensor, *, wanted: bool) -> Tensor:
+        opened = self._open.get(run)
+        if opened is None:
+            opened = self._open.begin(
+                run,
+                gradient_N=self._gradient_N if wanted else None,
+                weights=None,
+                staleness_steps=max(0, run.microbatch.step - self.version),
+            )
+        opened.layers.add(layer)
+        return grad_ND
+
+    def forward_flop(self, num_tokens: int) -> float:
+        return expert_flop(self.spec.model, num_tokens)
+
+    def backward_flop(self, num_tokens: int) -> float:
+        """With the forward, which is run again."""
+        return (1.0 + BACKWARD_PER_FORWARD) * expert_flop(self.spec.model, num_tokens)
+
+    def step(self, mean_gradient_N: Tensor) -> tuple[StageState, str, int]:
+        stepped = super().step(mean_gradient_N)
+        self._open.forget_before(stepped[0].version)
+        return stepped
+
+    # --- between jobs ---
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    def layers_done(self, run: Run) -> int:
+        return self._open.layers_done(run)
+
+    def close(self, run: Run, *, wanted: bool) -> int | None:
+        zero_N = self._gradient_N if wanted else None
+        return self._open.close(run, version=self.version, zero_N=zero_N, keeps_weights=False)
+
+    def drop(self, source: PeerID) -> None:
+        self._open.drop(source)

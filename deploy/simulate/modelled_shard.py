@@ -1,0 +1,76 @@
+"""What a modelled peer holds of some layers or of some experts: states and gradients that have only a size."""
+
+from torch import Tensor
+
+from shoal.deploy.simulate.extents import NOWHERE
+from shoal.peer.model.layout import layer_layout
+from shoal.peer.pipeline.contributions import Contributions
+from shoal.peer.pipeline.microbatch import IndexSet, Microbatch
+from shoal.peer.pipeline.state import StageState, moment2_numel
+from shoal.peer.vectors import Vectors
+from shoal.protocol.spec import RunSpec
+
+
+class ModelledShard:
+    """Implements `Held`, for the layers or units `keys`."""
+
+    def __init__(self, spec: RunSpec, keys: tuple[str, ...], *, vectors: Vectors) -> None:
+        self.spec = spec
+        self.vectors = vectors
+        self.device = NOWHERE
+        self.keys = keys
+        self.state: StageState | None = None
+        self.num_parameters = sum(layer_layout(spec.model, key).numel for key in keys)
+        self.step_flop = 20.0 * self.num_parameters
+        self._contributions = Contributions(self.num_parameters, vectors)
+        self._gradient_N = vectors.empty(self.num_parameters)
+        self._has_stepped = False
+
+    @property
+    def version(self) -> int:
+        assert self.state is not None, "the stage has no state yet"
+        return self.state.version
+
+    @property
+    def remembers(self) -> bool:
+        return self._has_stepped or self.spec.training.s_max > 0
+
+    def initial_state(self) -> StageState:
+        layers = {}
+        for key in self.keys:
+            size = layer_layout(self.spec.model, key).numel
+            param_N, moment1_N = self.vectors.empty(size), self.vectors.empty(size)
+            moment2_N = self.vectors.empty(moment2_numel(self.spec, key))
+            layers[key] = self.vectors.layer_state(param_N, moment1_N, moment2_N)
+        return StageState(version=0, layers=layers)
+
+    def load(self, state: StageState) -> None:
+        assert tuple(state.layers) == self.keys, "the state is another stage's"
+        self.state = state
+        self._has_stepped = False
+        self._contributions.forget_before(self.version)
+
+    def step(self, mean_gradient_N: Tensor) -> tuple[StageState, str, int]:
+        assert self.state is not None
+        before = self.state
+        after = StageState(version=before.version + 1, layers=before.layers)
+        if self.state is before:
+            self.state = after
+            self._has_stepped = True
+            self._contributions.forget_before(self.version)
+        return after, after.digest(), 0
+
+    # --- between jobs ---
+
+    def contribute(self, microbatch: Microbatch, *, apart: bool = False) -> bool:
+        return self._contributions.contribute(microbatch, version=self.version, apart=apart)
+
+    def gradient_sum(self, step: int, indices: IndexSet | None = None) -> Tensor:
+        return self._contributions.total(step, indices)
+
+    def forget(self, microbatch: Microbatch) -> None:
+        self._contributions.forget(microbatch)
+
+    def _finish(self, microbatch: Microbatch, contributes: bool) -> None:
+        if contributes and not self._contributions.has(microbatch):
+            self._contributions.finish(microbatch, self._gradient_N)

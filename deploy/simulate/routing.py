@@ -1,0 +1,56 @@
+"""How many tokens of a microbatch a modelled router sends to each expert: drawn from given loads, as a pure function of
+the run's seed, so that a repetition asks for the same."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal.deploy.simulate.extents import phantom
+from shoal.peer.experts.wire import TokenWire
+from shoal.peer.pipeline.microbatch import Microbatch
+from shoal.protocol.errors import LocalError
+from shoal.protocol.ports import Payload
+from shoal.protocol.spec import RunSpec
+
+_SEED = 0x5EED
+"""Keeps these draws apart from others of the run's seed."""
+
+
+class Routing:
+    """Args:
+    loads: [E], of any scale: what part of the tokens wants each expert, in every layer. None: all alike.
+    Raises: LocalError: they are not the run's.
+    """
+
+    def __init__(self, spec: RunSpec, loads: Sequence[float] | None = None) -> None:
+        model = spec.model
+        loads = [1.0] * model.num_experts if loads is None else list(loads)
+        if len(loads) != model.num_experts or min(loads) < 0.0 or not 0.0 < sum(loads) < float("inf"):
+            raise LocalError(f"the loads of {model.num_experts} experts are not {len(loads)} numbers of at least 0")
+        self._tokens = spec.training.microbatch_size * model.context
+        rows = self._tokens * model.experts_per_token
+        self._share_E = np.array(loads) / sum(loads)
+        self._rows = rows
+        self._seed = spec.seed
+        self.tokens: Payload = phantom(rows * TokenWire(spec).row_bytes)
+        """What all experts of a layer get together, as they travel."""
+        self.counts_of = lru_cache(maxsize=4096)(self._drawn)
+
+    def loads_of(self, microbatch: Microbatch, layer: int) -> Tensor:
+        """int64 [E]."""
+        return torch.tensor(self.counts_of(microbatch, layer))
+
+    def _drawn(self, microbatch: Microbatch, layer: int) -> tuple[int, ...]:
+        """Rows of each expert: independent draws. No token goes to one twice: what is beyond is given to the others, in
+        the order of their loads."""
+        rng = np.random.default_rng((_SEED, self._seed, microbatch.step, microbatch.index % (1 << 32), layer))
+        count_E = rng.multinomial(self._rows, self._share_E)
+        beyond = 0
+        for expert in np.argsort(-self._share_E, kind="stable"):
+            wanted = int(count_E[expert]) + beyond
+            count_E[expert] = min(wanted, self._tokens)
+            beyond = wanted - int(count_E[expert])
+        return tuple(int(count) for count in count_E)

@@ -1,0 +1,87 @@
+"""Runs of microbatches that are *open* at one expert's holder: their backwards have begun, and whoever runs them has
+not said yet that they are through."""
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from shoal.peer.pipeline.contributions import Contributions
+from shoal.peer.pipeline.microbatch import Microbatch
+from shoal.peer.pipeline.weights import WeightSet
+from shoal.protocol.identity import PeerID
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run of a microbatch, by one tenure of a member of the stage."""
+
+    microbatch: Microbatch
+    source: PeerID
+    incarnation: int
+    passage: int
+
+
+@dataclass(slots=True)
+class OpenRun:
+    """Args:
+    gradient_N: None: nobody wants it.
+    weights: that the run began with, if they will be asked for.
+    """
+
+    gradient_N: Tensor | None
+    weights: WeightSet | None
+    staleness_steps: int
+    layers: set[int] = field(default_factory=set)
+    """Whose backward is in it."""
+
+
+class OpenRuns:
+    """Of one expert; a gradient goes to `contributions` when its run is closed."""
+
+    def __init__(self, contributions: Contributions) -> None:
+        self._contributions = contributions
+        self._open: dict[Run, OpenRun] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def get(self, run: Run) -> OpenRun | None:
+        return self._open.get(run)
+
+    def begin(self, run: Run, *, gradient_N: Tensor | None, weights: WeightSet | None, staleness_steps: int) -> OpenRun:
+        opened = self._open[run] = OpenRun(gradient_N, weights, staleness_steps)
+        return opened
+
+    def layers_done(self, run: Run) -> int:
+        """How many layers' backwards are in its gradient."""
+        opened = self._open.get(run)
+        return len(opened.layers) if opened else 0
+
+    def close(self, run: Run, *, version: int, zero_N: Tensor | None, keeps_weights: bool) -> int | None:
+        """It is through: its gradient may be contributed, `zero_N` if no token came.
+
+        Args: zero_N: None: nobody wants it if no token came.
+        Returns: how many steps stale it is; None: it adds nothing.
+        """
+        opened = self._open.pop(run, None)
+        if self._contributions.has(run.microbatch) or run.microbatch.step < version:
+            return None
+        if opened is None:
+            if zero_N is None:
+                return None
+            self._contributions.finish(run.microbatch, zero_N)
+            return max(0, run.microbatch.step - version)
+        if opened.gradient_N is None:
+            return None
+        self._contributions.finish(run.microbatch, opened.gradient_N, opened.weights if keeps_weights else None)
+        return opened.staleness_steps
+
+    def drop(self, source: PeerID) -> None:
+        """It died, or has begun anew: nobody will say of its runs that they are through."""
+        for run in [run for run in list(self._open) if run.source == source]:
+            self._open.pop(run, None)
+
+    def forget_before(self, version: int) -> None:
+        """The steps did without them."""
+        for run in [run for run in list(self._open) if run.microbatch.step < version]:
+            self._open.pop(run, None)
