@@ -6,10 +6,12 @@ from typing import Any
 
 import msgspec
 
+from shoal.protocol.complaint import complaint
 from shoal.protocol.errors import SpecError
 from shoal.protocol.spec import RunSpec, load_spec
 
 DEMO_SPEC = Path(__file__).parent / "demo" / "demo.toml"
+MOE_SPEC = DEMO_SPEC.with_name("moe.toml")
 
 
 def with_changes(spec: RunSpec, changes: Mapping[str, object]) -> RunSpec:
@@ -24,7 +26,7 @@ def with_changes(spec: RunSpec, changes: Mapping[str, object]) -> RunSpec:
     try:
         return msgspec.convert(table, RunSpec)
     except msgspec.ValidationError as error:
-        raise SpecError(str(error)) from error
+        raise SpecError(complaint(error, RunSpec)) from error
 
 
 def dump_spec(spec: RunSpec) -> str:

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -11,7 +11,11 @@ from rich.console import Console
 from shoal.deploy import places
 from shoal.deploy.commands.options import EXIT_INTERRUPTED, Dashboard, examples
 from shoal.deploy.dashboard.address import parse_address
+from shoal.protocol.errors import LocalError
 from shoal.protocol.spec import load_spec
+
+if TYPE_CHECKING:
+    from shoal.deploy.demo.summary import Summary
 
 DEMO_PEERS = 6
 CHAOS_PEERS = 8
@@ -21,6 +25,7 @@ CHAOS_PEERS = 8
     "shoal demo  # six peers, three stages, until the run is done",
     "shoal demo --peers 4 --stages 2 --steps 50  # smaller and sooner",
     "shoal demo --chaos --seconds 300  # kill a peer every 15 s and watch it mend",
+    "shoal demo --moe  # eight experts a layer, spread over six peers, and one who holds the busiest is killed",
     "shoal demo --dashboard  # and open http://127.0.0.1:8640/ to see it",
     "shoal demo --data ~/notes --json demo.jsonl  # your own text, and a line a step to a file",
 )
@@ -36,6 +41,9 @@ def demo(
     seed: Annotated[int, typer.Option(min=0, help="Decides initial weights and the order of the data.")] = 0,
     spec: Annotated[Path | None, typer.Option(help="A run spec instead of the demo's own.")] = None,
     keep: Annotated[bool, typer.Option(help="Keep the peers' folders, not only the final snapshot and logs.")] = False,
+    moe: Annotated[
+        bool, typer.Option("--moe", help="A mixture of experts; half-way a holder of the busiest is killed.")
+    ] = False,
     chaos: Annotated[bool, typer.Option("--chaos", help="Kill, replace and suspend peers while they train.")] = False,
     chaos_seed: Annotated[int, typer.Option(min=0, help="Decides when which fault comes, and whom it meets.")] = 0,
     kill_every: Annotated[float, typer.Option(min=0.1, help="Seconds from one killed peer to the next.")] = 15.0,
@@ -45,11 +53,13 @@ def demo(
     """Train with a swarm of real peers on this machine, and show it."""
     from shoal.deploy.demo.chaos import ChaosOptions
     from shoal.deploy.demo.driver import Demo, DemoOptions
-    from shoal.deploy.run_file import DEMO_SPEC, with_changes
+    from shoal.deploy.run_file import DEMO_SPEC, MOE_SPEC, with_changes
 
     peers = peers or (CHAOS_PEERS if chaos else DEMO_PEERS)
     changes: dict[str, object] = {"seed": seed, "swarm.min_peers": peers}
-    base = load_spec(spec or DEMO_SPEC)
+    base = load_spec(spec or (MOE_SPEC if moe else DEMO_SPEC))
+    if moe and not base.swarm.expert_slots:
+        raise LocalError(f"--moe needs a run with swarm.expert_slots; {spec} has none")
     if stages is not None:
         changes["swarm.stages"] = stages
     if steps is not None:
@@ -66,6 +76,7 @@ def demo(
         json_path=json,
         keep=keep,
         dashboard=parse_address(dashboard) if dashboard else None,
+        kills_holder=moe,
         chaos=ChaosOptions(seed=chaos_seed, kill_every_s=kill_every, suspend_s=suspend_for) if chaos else None,
     )
     console = Console(highlight=False)
@@ -79,40 +90,8 @@ def demo(
         raise typer.Exit(EXIT_INTERRUPTED)
 
 
-def _print_summary(console: Console, summary: Any, *, unit: str) -> None:
-    from shoal.deploy.live_view import printable
+def _print_summary(console: Console, summary: "Summary", *, unit: str) -> None:
+    from shoal.deploy.demo.summary_view import summary_lines
 
-    def say(label: str, text: str) -> None:
-        console.print(f"{label:<12} {text}", markup=False, soft_wrap=True)
-
-    def loss(value: float | None) -> str:
-        return "-" if value is None else f"{value:.3f}"
-
-    say("steps", f"{summary.steps} in {summary.seconds:.0f} s, {summary.tokens_per_s:,.0f} tokens/s")
-    say("loss", f"{loss(summary.loss_first)} -> {loss(summary.loss_last)} nats a {unit}, val {loss(summary.val_loss)}")
-    say("staleness", f"{summary.staleness_mean:.2f} steps, {summary.coordinator_terms} coordinator terms")
-    say(
-        "ledger",
-        f"{summary.duplicates} microbatches twice ({summary.duplicates_share:.2%}), {summary.given_up} given up, "
-        f"{summary.dissenting} members dissented; longest wait for a step {summary.stall_s_max:.1f} s",
-    )
-    if summary.eras:
-        say("snapshots", f"the run went back to one {summary.eras} times")
-    if summary.chaos:
-        chaos = summary.chaos
-        median = "-" if chaos.recovery_s_median is None else f"{chaos.recovery_s_median:.1f} s"
-        say(
-            "chaos",
-            f"{chaos.kills} peers killed, {chaos.coordinator_kills} coordinating, {chaos.suspensions} suspended; "
-            f"full pace again after {median} (median of {len(chaos.recovery_s)}, never after {chaos.unrecovered})",
-        )
-    if summary.failed:
-        say("failed", f"{summary.failed} peers came to a bad end by themselves")
-    if summary.rss_mb_max:
-        say("memory", f"at most {max(summary.rss_mb_max.values()):.0f} MB a peer")
-    if summary.snapshot:
-        say("snapshot", summary.snapshot)
-        say("sample", "")
-        for line in summary.sample.splitlines():  # an untrained model writes any byte, the terminal's commands too
-            console.print(printable(line), markup=False, soft_wrap=True)
-    say("logs", f"{summary.folder}/logs")
+    for label, text in summary_lines(summary, unit=unit):
+        console.print(f"{label:<12} {text}" if label else text, markup=False, soft_wrap=True)

@@ -57,11 +57,12 @@ def schedule(options: ChaosOptions, rng: random.Random) -> Iterator[Act]:
 
 
 def expendable(crew: Crew, status: SwarmStatus) -> list[Member]:
-    """Whom the run can lose now: whoever holds no state, and whoever has a mate that holds the same and can be reached.
+    """Whom the run can lose now: whoever holds no state, and whoever has mates that hold the same, each expert of it
+    too, and can be reached.
 
     A member that is not in the status yet has joined nothing; one whose state nobody has heard of may be fetching it.
     """
-    unable = {member.peer for member in crew.members if member.suspended or not member.is_alive}
+    unable: set[PeerID | None] = {member.peer for member in crew.members if member.suspended or not member.is_alive}
     holders: dict[int, set[PeerID]] = {}
     stage_of: dict[PeerID | None, int] = {}
     for peer in status.peers:
@@ -70,9 +71,15 @@ def expendable(crew: Crew, status: SwarmStatus) -> list[Member]:
             if peer.synced and not peer.draining and peer.peer not in unable:
                 holders.setdefault(peer.stage, set()).add(peer.peer)
 
+    listed = [peer.peer for peer in status.peers]
+    units = [{listed[at] for at in unit.holders if 0 <= at < len(listed)} - unable for unit in status.experts]
+
     def can_go(member: Member) -> bool:
         stage = stage_of.get(member.peer)
-        return stage is None or bool(holders.get(stage, set()).difference({member.peer}))
+        held = [unit for unit in units if member.peer in unit]
+        if stage is not None:
+            held.append(holders.get(stage, set()))
+        return all(unit.difference({member.peer}) for unit in held)
 
     return [member for member in crew.alive if not member.suspended and can_go(member)]
 

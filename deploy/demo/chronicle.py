@@ -14,6 +14,7 @@ from rich.live import Live
 from shoal.deploy.dashboard.beside import Showing
 from shoal.deploy.demo.step_book import Step, StepBook
 from shoal.deploy.demo.summary import FaultLine, Record, StepLine, Summary
+from shoal.deploy.expert_view import expert_lines
 from shoal.deploy.live_view import Board, plain_line, render, short
 from shoal.deploy.report import Committed, Joined, Left, Note, Obeys, Ready, Report, Status, StepDone, Validated
 from shoal.protocol.errors import LocalError
@@ -114,6 +115,7 @@ class Chronicle:
         self._write_json(fault)
         self._show(Note(text=f"chaos: {fault.kind.replace('_', ' ')} {fault.peer}"))
         stage = "" if fault.stage is None else f", stage {fault.stage}"
+        stage += "" if fault.expert is None else f", which holds expert {fault.expert}, the busiest"
         self.note(f"chaos at {fault.seconds:.1f} s: {fault.kind.replace('_', ' ')} {fault.peer}{stage}")
 
     def take_left_behind(self, name: str, processes: Sequence[int]) -> None:
@@ -164,6 +166,7 @@ class Chronicle:
             validations=dict(sorted(record.validations.items())),
             failed=record.failed,
             chaos=record.chaos() if chaos else None,
+            experts=record.experts.figures,
             seconds=round(time.monotonic() - self.started_s, 1),
             first_step_s=None if first_step_s is None else round(first_step_s, 1),
             rss_mb_max=dict(record.rss_mb_max),
@@ -198,6 +201,12 @@ class Chronicle:
         if before is None or order >= (before.term, before.plan_sequence):
             self.record.see(status)
             self.board.status, self._status_at_s = status, now_s
+            plan = self._plan
+            # Who has just taken over does not know everybody's advert yet.
+            whole = plan is not None and plan.sequence == status.plan_sequence and len(status.peers) >= plan.peers
+            if whole and self.record.experts.see(status) and self._live is None:
+                for line in expert_lines(status):
+                    self._print(line)
 
     def _tell_step(self, step: Step) -> None:
         validation = self.board.validation

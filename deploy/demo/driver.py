@@ -22,6 +22,7 @@ from shoal.deploy.dashboard.feed import RunFacts
 from shoal.deploy.demo.chaos import Chaos, ChaosOptions
 from shoal.deploy.demo.chronicle import Chronicle
 from shoal.deploy.demo.crew import Crew, environment, last_line
+from shoal.deploy.demo.expert_kill import ExpertKill
 from shoal.deploy.demo.summary import Summary
 from shoal.deploy.demo.swarm import Child, Swarm
 from shoal.deploy.report import Joined, Left, Ready, read_report
@@ -51,6 +52,8 @@ class DemoOptions:
     keep: bool = False
     """Keep the peers' own folders too."""
     chaos: ChaosOptions | None = None
+    kills_holder: bool = False
+    """Without chaos: kill one who holds the busiest expert when half is over."""
     dashboard: Address | None = None
     """Where to show it as a page."""
 
@@ -105,7 +108,7 @@ class Demo:
                 await asyncio.gather(measuring, return_exceptions=True)
             summary = self._chronicle.sum_up(
                 peers=self._options.peers,
-                chaos=self._options.chaos is not None,
+                chaos=self._options.chaos is not None or self._options.kills_holder,
                 watched_until_s=self._watched_until_s,
                 snapshot=snapshot,
                 sample=text,
@@ -153,9 +156,19 @@ class Demo:
     async def _upset(self) -> None:
         """Faults, once there is training to upset, and until there would be no time left to recover."""
         options = self._options
-        if options.chaos is None:
+        if options.chaos is None and not options.kills_holder:
             return
         await self._wait_for(lambda: self._chronicle.record.first is not None)
+        if options.chaos is None:
+            kill = ExpertKill(
+                self._crew,
+                is_time=self._is_half_over,
+                status=lambda: self._chronicle.status,
+                on_fault=self._chronicle.take_fault,
+                on_left_behind=self._chronicle.take_left_behind,
+            )
+            await kill.run()
+            return
         until_s = None
         if options.seconds_max is not None:
             until_s = self._started_s + options.seconds_max - time.monotonic() - options.chaos.kill_every_s
@@ -168,6 +181,15 @@ class Demo:
             until_s=until_s,
         )
         await chaos.run()
+
+    def _is_half_over(self) -> bool:
+        record, seconds_max = self._chronicle.record, self._options.seconds_max
+        if seconds_max is not None and record.step_times_s:
+            since_s = record.step_times_s[0]
+            left_s = self._started_s + seconds_max - since_s
+            if time.monotonic() >= since_s + left_s / 2:
+                return True
+        return 2 * record.steps_seen >= self._options.spec.training.steps
 
     async def _end(self) -> None:
         """Let the children leave by themselves if the run is done, else ask them to."""

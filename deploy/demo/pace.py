@@ -48,6 +48,22 @@ def recovery_s(times_s: Sequence[float], fault_s: float) -> float | None:
     return float("inf")
 
 
+def lost_s(times_s: Sequence[float], fault_s: float) -> float | None:
+    """Seconds of work that a fault has cost: from it until the pace is back, less what the steps in between take at the
+    pace before.
+
+    Args: times_s: as `recovery_s` has them.
+    Returns: seconds, >= 0; None where it cannot be told; infinite if the pace has not come back.
+    """
+    gone_s = recovery_s(times_s, fault_s)
+    if gone_s is None or gone_s == float("inf"):
+        return gone_s
+    before = [at_s for at_s in times_s if at_s <= fault_s][-BEFORE_STEPS:]
+    pace_s = statistics.median(_windows_s(before)) / WINDOW_STEPS
+    done = sum(fault_s < at_s <= fault_s + gone_s for at_s in times_s)
+    return max(0.0, gone_s - done * pace_s)
+
+
 def _windows_s(times_s: Sequence[float]) -> list[float]:
     """Seconds that each window of steps took, by its first step."""
     return [end_s - begin_s for begin_s, end_s in zip(times_s, times_s[WINDOW_STEPS:], strict=False)]

@@ -8,7 +8,8 @@ from typing import Literal
 
 import msgspec
 
-from shoal.deploy.demo.pace import gaps_s, longest_stall_s, recovery_s
+from shoal.deploy.demo.expert_book import ExpertBook, ExpertFigures
+from shoal.deploy.demo.pace import gaps_s, longest_stall_s, lost_s, recovery_s
 from shoal.deploy.report import StepDone, Validated
 from shoal.protocol.messages import SwarmStatus
 
@@ -17,7 +18,7 @@ KILLS: Sequence[FaultKind] = ("kill", "kill_coordinator")
 
 
 class ChaosFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """What `--chaos` did, and what it cost."""
+    """What `--chaos` did, or the one kill of `--moe`, and what it cost."""
 
     kills: int
     """The coordinator's included."""
@@ -27,6 +28,8 @@ class ChaosFigures(msgspec.Struct, frozen=True, kw_only=True):
     """For each kill that has enough steps before and after it (`pace.recovery_s`), ascending."""
     recovery_s_median: float | None
     """Of those and the unrecovered; None: of none, or more than half are unrecovered."""
+    lost_s_max: float | None
+    """Seconds of work that the most expensive kill cost (`pace.lost_s`); None: not known, or the pace is not back."""
     unrecovered: int
     """Kills after which the pace has not come back, though there were steps enough to tell."""
     left_behind: int
@@ -68,6 +71,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     failed: int
     """Peers that ended by themselves with an error, or did not leave when all was over."""
     chaos: ChaosFigures | None
+    experts: ExpertFigures | None
+    """None: they are not placed."""
     seconds: float
     """Of the whole demo."""
     first_step_s: float | None
@@ -102,7 +107,7 @@ class StepLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FaultLine(msgspec.Struct, frozen=True, kw_only=True):
-    """And what `--chaos` did, among the steps."""
+    """And what `--chaos` did, or the one kill of `--moe`, among the steps."""
 
     event: Literal["fault"] = "fault"
     kind: FaultKind
@@ -110,6 +115,8 @@ class FaultLine(msgspec.Struct, frozen=True, kw_only=True):
     """Its name."""
     stage: int | None = None
     """That it held; None: none, or it is new."""
+    expert: int | None = None
+    """Of that stage, for which it was chosen."""
     seconds: float = 0.0
     """Since the demo began."""
 
@@ -131,6 +138,7 @@ class Record:
     left_behind: int = 0
     failed: int = 0
     rss_mb_max: dict[str, float] = field(default_factory=dict)
+    experts: ExpertBook = field(default_factory=ExpertBook)
     run: str = ""
     finished: bool = False
 
@@ -179,12 +187,14 @@ class Record:
         kills = [(at_s, fault) for at_s, fault in self.faults if fault.kind in KILLS]
         told = [seconds for at_s, _ in kills if (seconds := recovery_s(self.step_times_s, at_s)) is not None]
         recovered = sorted(round(seconds, 2) for seconds in told if math.isfinite(seconds))
+        lost = [seconds for at_s, _ in kills if (seconds := lost_s(self.step_times_s, at_s)) is not None]
         return ChaosFigures(
             kills=len(kills),
             coordinator_kills=sum(fault.kind == "kill_coordinator" for _, fault in kills),
             suspensions=sum(fault.kind == "suspend" for _, fault in self.faults),
             recovery_s=recovered,
             recovery_s_median=_finite(statistics.median(told)) if told else None,
+            lost_s_max=_finite(max(lost)) if lost else None,
             unrecovered=len(told) - len(recovered),
             left_behind=self.left_behind,
         )

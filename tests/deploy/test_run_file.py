@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.deploy.run_file import DEMO_SPEC, dump_spec, with_changes, write_spec
+from shoal.deploy.run_file import DEMO_SPEC, MOE_SPEC, dump_spec, with_changes, write_spec
 from shoal.protocol.errors import SpecError
 from shoal.protocol.spec import DataSpec, OptimizerSpec, RunSpec, load_spec
 
@@ -42,7 +42,7 @@ def test_an_impossible_change_names_its_field(changes: dict[str, object], field:
 
 
 def test_the_run_with_experts_is_a_valid_one_of_two_stages_and_six_peers() -> None:
-    spec = load_spec(DEMO_SPEC.with_name("moe.toml"))
+    spec = load_spec(MOE_SPEC)
     assert (spec.swarm.stages, spec.swarm.min_peers) == (2, 6)
     assert (spec.model.num_experts, spec.model.experts_per_token) == (8, 2)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from shoal.deploy.demo.chaos import COMES_BACK_EVERY, Chaos, ChaosOptions, expendable, schedule
@@ -14,7 +15,7 @@ from shoal.deploy.demo.crew import Crew, Member
 from shoal.deploy.demo.summary import FaultLine
 from shoal.deploy.demo.swarm import Swarm
 from shoal.protocol.identity import PeerID
-from shoal.protocol.messages import PeerStatus, SwarmStatus
+from shoal.protocol.messages import ExpertStatus, PeerStatus, SwarmStatus
 from shoal.protocol.sim.loop import run
 
 
@@ -134,6 +135,17 @@ def test_the_only_one_who_holds_its_stage_is_spared() -> None:
         assert names(expendable(crew, status({"a": 0, "b": 0, "c": 1, "d": 1}))) == []
 
     run(main())
+
+
+def test_the_only_one_who_holds_an_expert_is_spared() -> None:
+    crew = PretendCrew("abc")
+    seen = status({"a": 0, "b": 0, "c": 0})
+    one = ExpertStatus(stage=0, expert=0, holders=(1,), coming=(2,))
+    assert names(expendable(crew, msgspec.structs.replace(seen, experts=(one,)))) == ["a", "c"]
+    two = ExpertStatus(stage=0, expert=0, holders=(1, 2))
+    assert names(expendable(crew, msgspec.structs.replace(seen, experts=(two,)))) == ["a", "b", "c"]
+    crew.suspend(crew.members[2])
+    assert names(expendable(crew, msgspec.structs.replace(seen, experts=(two,)))) == ["a"]
 
 
 def play(options: ChaosOptions, crew: PretendCrew, see: Any, until_s: float) -> list[FaultLine]:

@@ -2,7 +2,7 @@ import itertools
 
 import pytest
 
-from shoal.deploy.demo.pace import WINDOW_STEPS, longest_stall_s, recovery_s
+from shoal.deploy.demo.pace import WINDOW_STEPS, longest_stall_s, lost_s, recovery_s
 
 
 def at(*spans: tuple[int, float], start_s: float = 0.0) -> list[float]:
@@ -45,3 +45,17 @@ def test_the_longest_stall_may_be_the_last() -> None:
     assert longest_stall_s(times) == 3.0
     assert longest_stall_s(times, end_s=times[-1] + 7.0) == 7.0
     assert longest_stall_s([], end_s=7.0) == 0.0
+
+
+def test_what_a_fault_has_cost_is_the_wait_less_the_steps_that_came_meanwhile() -> None:
+    assert lost_s(at((40, 0.5), (1, 4.0), (40, 0.5)), 20.1) == pytest.approx(3.9 - 0.5)
+    slower = at((40, 0.5), (20, 0.6), (40, 0.5))
+    gone_s = recovery_s(slower, 20.0)
+    assert gone_s is not None
+    assert lost_s(slower, 20.0) == pytest.approx(gone_s / 6, abs=0.1)
+    assert lost_s(at((80, 0.5)), 20.1) == 0.0
+
+
+def test_what_never_comes_back_costs_without_end_and_too_few_steps_tell_nothing() -> None:
+    assert lost_s(at((40, 0.5), (40, 0.6)), 20.0) == float("inf")
+    assert lost_s([], 1.0) is None

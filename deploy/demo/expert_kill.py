@@ -1,0 +1,62 @@
+"""`shoal demo --moe`: one kill, of a peer that holds the busiest expert, when half of the demo is over."""
+
+import asyncio
+from collections.abc import Callable
+
+from shoal.deploy.demo.chaos import expendable
+from shoal.deploy.demo.crew import Crew, Member
+from shoal.deploy.demo.summary import FaultKind, FaultLine
+from shoal.protocol.messages import ExpertStatus, SwarmStatus
+
+_LOOK_S = 0.2
+
+
+def victim(crew: Crew, status: SwarmStatus) -> tuple[Member, ExpertStatus] | None:
+    """Of the holders of the busiest expert one whom the run can lose; who coordinates last, for that is another story.
+
+    None: nobody has told of loads yet, or the run can lose none of them now.
+    """
+    if not any(expert.load > 0.0 for expert in status.experts):
+        return None
+    busiest = max(status.experts, key=lambda expert: (expert.load, -expert.stage, -expert.expert))
+    holders = {status.peers[at].peer for at in busiest.holders if 0 <= at < len(status.peers)}
+    held = [member for member in expendable(crew, status) if member.peer in holders]
+    chosen = min(held, key=lambda member: (member.peer == status.coordinator, member.name), default=None)
+    return (chosen, busiest) if chosen is not None else None
+
+
+class ExpertKill:
+    """Args:
+    is_time: whether half is over.
+    status, on_fault, on_left_behind: as `Chaos` has them.
+    """
+
+    def __init__(
+        self,
+        crew: Crew,
+        *,
+        is_time: Callable[[], bool],
+        status: Callable[[], SwarmStatus | None],
+        on_fault: Callable[[FaultLine], None],
+        on_left_behind: Callable[[str, list[int]], None],
+    ) -> None:
+        self._crew = crew
+        self._is_time = is_time
+        self._status = status
+        self._on_fault = on_fault
+        self._on_left_behind = on_left_behind
+
+    async def run(self) -> None:
+        """Until it is done. Nobody comes in the killed one's place."""
+        while True:
+            status = self._status() if self._is_time() else None
+            found = victim(self._crew, status) if status is not None else None
+            if status is not None and found is not None:
+                break
+            await asyncio.sleep(_LOOK_S)
+        member, expert = found
+        kind: FaultKind = "kill_coordinator" if member.peer == status.coordinator else "kill"
+        self._on_fault(FaultLine(kind=kind, peer=member.name, stage=expert.stage, expert=expert.expert))
+        left = await self._crew.kill(member)
+        if left:
+            self._on_left_behind(member.name, left)
