@@ -16,7 +16,8 @@ from typing import Any
 import msgspec
 
 from shoal.deploy.manners import limits as limits_module
-from shoal.deploy.manners.limits import Limits, parse_value
+from shoal.deploy.manners.limits import Limits, parse_value, with_value
+from shoal.protocol.complaint import complaint
 from shoal.protocol.errors import LocalError
 
 
@@ -65,7 +66,9 @@ def set_limit(name: str, text: str) -> Settings:
     """
     if name not in Limits.__struct_fields__:
         raise LocalError(f"there is no setting {name!r}: there are {', '.join(Limits.__struct_fields__)}")
-    changed = _with_line(_read() or "", f"{name} = {_toml(parse_value(name, text))}", name)
+    value = parse_value(name, text)
+    with_value(Limits(), name, value)  # so that the blame is on what was typed, and not on the file
+    changed = _with_line(_read() or "", f"{name} = {_toml(value)}", name)
     settings = _decode(changed)
     path = config_path()
     try:
@@ -91,7 +94,7 @@ def _decode(text: str) -> Settings:
     try:
         return msgspec.toml.decode(text, type=Settings)
     except (msgspec.DecodeError, ValueError) as error:
-        raise LocalError(f"{config_path()}: {error}") from error
+        raise LocalError(f"{config_path()}: {complaint(error, Settings)}") from error
 
 
 def _with_line(text: str, line: str, name: str) -> str:

@@ -10,6 +10,7 @@ from typing import Literal
 import msgspec
 from blake3 import blake3
 
+from shoal.protocol.complaint import complaint
 from shoal.protocol.errors import SpecError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import EXPERTS_MAX, FRAME_PAYLOAD_BYTES_MAX, MICROBATCHES_PER_STEP_MAX, STAGES_MAX
@@ -365,9 +366,8 @@ def decode_spec(data: bytes) -> RunSpec:
 
 def _told(error: Exception) -> str:
     """In one line, and what there is instead of a field that is gone."""
-    line = str(error).splitlines()[0]
-    instead = [advice for name, advice in _REPLACED.items() if f"unknown field `{name}`" in line]
-    return "; ".join([line, *instead])
+    instead = [advice for name, advice in _REPLACED.items() if f"unknown field `{name}`" in str(error)]
+    return "; ".join([complaint(error, RunSpec), *instead])
 
 
 def run_id(spec: RunSpec, owner: PeerID) -> str:

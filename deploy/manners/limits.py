@@ -6,6 +6,7 @@ from typing import Annotated, Any
 import msgspec
 
 from shoal.deploy.manners.hours import parse_hours
+from shoal.protocol.complaint import complaint
 from shoal.protocol.errors import LocalError
 from shoal.protocol.token_bucket import RateLimits
 
@@ -81,17 +82,22 @@ def with_overrides(limits: Limits, overrides: list[str]) -> Limits:
 
     Raises: LocalError: there is no such limit, or it cannot have that value.
     """
-    fields = msgspec.to_builtins(limits)
     for text in overrides:
         name, equals, value = text.partition("=")
         name = name.strip()
-        if not equals or name not in fields:
-            raise LocalError(f"--limit {text}: write NAME=VALUE, where NAME is one of {', '.join(fields)}")
-        fields[name] = parse_value(name, value)
+        if not equals or name not in Limits.__struct_fields__:
+            names = ", ".join(Limits.__struct_fields__)
+            raise LocalError(f"--limit {text}: write NAME=VALUE, where NAME is one of {names}")
+        limits = with_value(limits, name, parse_value(name, value))
+    return limits
+
+
+def with_value(limits: Limits, name: str, value: Any) -> Limits:
+    """Raises: LocalError: it cannot have that value."""
     try:
-        return msgspec.convert(fields, Limits)
+        return msgspec.convert(msgspec.to_builtins(limits) | {name: value}, Limits)
     except (msgspec.ValidationError, ValueError) as error:
-        raise LocalError(f"--limit {' '.join(overrides)}: {error}") from error
+        raise LocalError(complaint(error, Limits)) from error
 
 
 def parse_value(name: str, text: str) -> Any:

@@ -15,6 +15,7 @@ from shoal.coordinator.experts.allocation import (
 from shoal.coordinator.experts.placement import FAILURE_PROBABILITY_ASSUMED, place
 from shoal.coordinator.experts.recovery import loss_probability, recovery_by_failures
 from shoal.coordinator.experts.shares import busiest_node_load_ratio, token_shares
+from shoal.protocol.complaint import complaint
 from shoal.protocol.errors import LocalError
 
 NODES_MAX = 10_000
@@ -73,7 +74,7 @@ def read_experts(path: Path) -> ExpertsFile:
     except OSError as error:
         raise LocalError(f"cannot read {path}: {error.strerror or error}") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise LocalError(f"{path} is no description of experts: {error}") from error
+        raise LocalError(f"{path} is no description of experts: {complaint(error, ExpertsFile)}") from error
     if why := _wrong(asked):
         raise LocalError(f"{path}: {why}")
     return asked

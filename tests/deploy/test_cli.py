@@ -82,15 +82,14 @@ def test_a_run_spec_that_is_not_toml(tmp_path: Path) -> None:
 def test_a_run_spec_with_an_unknown_field(tmp_path: Path) -> None:
     path = written(tmp_path / "run.toml", "[training]\nstep = 10\n")
     line = complaint("host", path)
-    assert "`step`" in line
-    assert "$.training" in line
+    assert line == f"{path}: [training] has no 'step': did you mean steps?"
 
 
 @pytest.mark.parametrize(
     ("text", "field"),
     [
         ("[training]\nsteps = -1\n", "steps must be positive"),
-        ('[training]\nsteps = "many"\n', "$.training.steps"),
+        ('[training]\nsteps = "many"\n', "training.steps must be a whole number, not a text"),
         ("[swarm]\nstages = 9\nmin_peers = 9\n", "swarm.stages 9 is more than model.num_layers 6"),
         ("[model]\ndim = 100\nnum_heads = 3\n", "num_heads 3 does not divide dim 100"),
     ],

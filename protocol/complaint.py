@@ -1,0 +1,88 @@
+"""What is wrong with a file that a person wrote, in that person's words and not in the decoder's."""
+
+import difflib
+import re
+from types import UnionType
+from typing import Any, Final, Literal, Union, get_args, get_origin
+
+import msgspec
+
+_WHERE: Final = re.compile(r" - at `(?:key in )?\$\.?([^`]*)`$")
+_UNKNOWN: Final = re.compile(r"Object contains unknown field `(.*)`")
+_KIND: Final = re.compile(r"Expected `([^`]*)`, got `([^`]*)`")
+_BOUND: Final = re.compile(r"Expected `[^`]*` (>=|<=|>|<) (\S+)")
+_NO_CHOICE: Final = re.compile(r"Invalid enum value (.*)")
+_MISSING: Final = re.compile(r"Object missing required field `(.*)`")
+
+_KINDS: Final = {
+    "int": "a whole number",
+    "float": "a number",
+    "str": "a text in quotes",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "a table",
+    "null": "nothing",
+}
+_BOUNDS: Final = {">=": "at least", "<=": "at most", ">": "more than", "<": "less than"}
+
+
+def complaint(error: Exception, kind: type) -> str:
+    """One line: the field as its author names it, and what is wrong with it.
+
+    Args:
+        error: from decoding a `kind` (a msgspec struct) by msgspec, or a ValueError of one of its checks.
+    """
+    line = str(error).splitlines()[0] if str(error) else type(error).__name__
+    path = ""
+    if where := _WHERE.search(line):
+        line, path = line[: where.start()], where[1]
+    if isinstance(error, msgspec.DecodeError) and not isinstance(error, msgspec.ValidationError):
+        return f"not well formed: {line}"
+    if unknown := _UNKNOWN.fullmatch(line):
+        return _no_such(unknown[1], path, _field_names(_type_at(kind, path)))
+    if missing := _MISSING.fullmatch(line):
+        return f"{_table(path)}{missing[1]} is missing"
+    if wrong := _KIND.fullmatch(line):
+        wanted = " or ".join(_KINDS.get(name, name) for name in wrong[1].split(" | ") if name != "null")
+        found = "a fraction" if wrong.groups() == ("int", "float") else _KINDS.get(wrong[2], wrong[2])
+        return f"{path or 'the whole'} must be {wanted}, not {found}"
+    if bound := _BOUND.fullmatch(line):
+        return f"{path} must be {_BOUNDS[bound[1]]} {bound[2].removesuffix('.0')}"
+    if choice := _NO_CHOICE.fullmatch(line):
+        choices = _choices(_type_at(kind, path))
+        return f"{path} cannot be {choice[1]}" + (f": it is one of {', '.join(map(str, choices))}" if choices else "")
+    return _table(path) + line
+
+
+def _no_such(name: str, path: str, names: tuple[str, ...]) -> str:
+    said = f"[{path}] has no {name!r}" if path else f"there is no {name!r}"
+    if near := difflib.get_close_matches(name, names, n=1):
+        return f"{said}: did you mean {near[0]}?"
+    return f"{said}: there are {', '.join(names)}" if names else said
+
+
+def _table(path: str) -> str:
+    """`[model] `, as the file's headings are; nothing at the top."""
+    return f"[{path}] " if path else ""
+
+
+def _type_at(kind: Any, path: str) -> Any:
+    """Of the field `a.b` of a struct; None: it has no such."""
+    for name in filter(None, path.split(".")):
+        if not (isinstance(kind, type) and issubclass(kind, msgspec.Struct)):
+            return None
+        kind = next((field.type for field in msgspec.structs.fields(kind) if field.encode_name == name), None)
+    return kind
+
+
+def _field_names(kind: Any) -> tuple[str, ...]:
+    return kind.__struct_encode_fields__ if isinstance(kind, type) and issubclass(kind, msgspec.Struct) else ()
+
+
+def _choices(kind: Any) -> tuple[object, ...]:
+    """Of a `Literal`, one in a union included."""
+    if get_origin(kind) is Literal:
+        return get_args(kind)
+    if get_origin(kind) in (Union, UnionType):
+        return tuple(choice for part in get_args(kind) for choice in _choices(part))
+    return ()
