@@ -174,17 +174,19 @@ def _with_left_out(objective: ThroughputObjective, placement: Placement) -> Plac
 
 def _nobody_alone(objective: ThroughputObjective, placement: Placement) -> Placement:
     """With a stage's only holder gone the run goes back to a snapshot. So where there are enough peers each stage has
-    `HOLDERS_MIN`, and who costs least there goes; the speeds of a first look are not worth that risk."""
+    `HOLDERS_MIN`, and who costs least there goes, whether it was left out or elsewhere; the speeds of a first look are
+    not worth that risk."""
     while True:
         stages = placement.stages
         lonely = next((k for k, stage in enumerate(stages) if len(stage) < HOLDERS_MIN), None)
-        givers = [(k, device) for k, stage in enumerate(stages) if len(stage) > HOLDERS_MIN for device in stage]
-        if lonely is None or not givers:
+        left_out = placement.spares(objective.topology.num_devices)[:LEFT_OUT_TRIED]
+        givers = [device for stage in stages if len(stage) > HOLDERS_MIN for device in stage]
+        if lonely is None or not (givers or left_out):
             return placement
         options = []
-        for k, device in givers:
-            rest = tuple(d for d in stages[k] if d != device)
-            options.append(replace(placement, stages=_with((*stages[:k], rest, *stages[k + 1 :]), lonely, device)))
+        for device in (*left_out, *givers):
+            rest = tuple(tuple(d for d in stage if d != device) for stage in stages)
+            options.append(replace(placement, stages=_with(rest, lonely, device)))
         costs = [objective.cost(option).seconds for option in options]
         if not math.isfinite(min(costs)):
             return placement

@@ -5,10 +5,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from shoal.coordinator.allocate import live
 from shoal.coordinator.allocate.greedy import GreedyAllocator
 from shoal.coordinator.allocate.interface import MeasuredPeer, Snapshot
 from shoal.coordinator.allocate.live import EvolutionaryAllocator
+from shoal.coordinator.allocate.network import topology_of
 from shoal.coordinator.cost.layers import layer_costs
+from shoal.coordinator.cost.placement import Placement
+from shoal.coordinator.cost.throughput import ThroughputObjective
 from shoal.coordinator.cost.workload import Workload
 from shoal.coordinator.measured import MeasuredNetwork
 from shoal.protocol.identity import PeerID
@@ -103,6 +107,18 @@ def test_a_first_layout_leaves_nobody_alone_with_a_stage_where_there_are_enough(
     assert [len(stage.members) for stage in layout.stages] == [2, 2, 2]
     if "b" in says:
         assert "b" not in layout.stages[0].peers
+
+
+def test_who_was_left_out_stands_by_whoever_is_alone():
+    snapshot = snapshot_of("abcefi", says={"b": {"has_data": False}})
+    objective = ThroughputObjective(topology_of(snapshot), snapshot.workload)
+    lonely = Placement(stages=((0,), (2,), (3,)), bounds=(0, 2, 4, 6))
+    stages = live._nobody_alone(objective, lonely).stages
+    assert sorted(map(len, stages)) == [2, 2, 2]
+    assert all(before[0] in after for before, after in zip(lonely.stages, stages, strict=True))
+    assert 1 not in stages[0], "it has no text"
+    two = Placement(stages=((0, 2), (3,)), bounds=(0, 3, 6))
+    assert [len(stage) for stage in live._nobody_alone(objective, two).stages] == [2, 2]
 
 
 def as_plan(layout):
