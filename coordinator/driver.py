@@ -164,6 +164,11 @@ class Coordination:
         return self._core.done
 
     @property
+    def said(self) -> str:
+        """What this peer last noted as a coordinator, such as what it waits for; empty: nothing yet."""
+        return self._said
+
+    @property
     def silence_s(self) -> float:
         """For how long nobody that coordinates has answered us; 0 if we coordinate."""
         return 0.0 if self._core.is_coordinator else self._clock.now_s() - self._heard_s

@@ -6,10 +6,28 @@ from typing import Protocol
 from rich.console import Console
 from rich.live import Live
 
+from shoal.deploy.dashboard.view import peer_state
 from shoal.deploy.live_view import Board, plain_line, render, short
-from shoal.deploy.report import Contribution, Joined, Left, Note, Phase, Ready, Report, Status, StepDone, write_report
+from shoal.deploy.report import (
+    Contribution,
+    Joined,
+    Left,
+    Note,
+    Phase,
+    Ready,
+    Report,
+    Status,
+    StepDone,
+    Validated,
+    write_report,
+)
+from shoal.protocol.messages import SwarmStatus
 
 _FRAMES_PER_S = 2.0
+_HOW_TO_STOP = "Ctrl-C leaves once what is in flight is done; Ctrl-Z pauses, and goes on"
+_WHAT_NEXT = (
+    "`shoal generate -p TEXT` lets the model write, `shoal export FOLDER` makes a folder for transformers of it"
+)
 
 
 class Output(Protocol):
@@ -47,6 +65,7 @@ class TerminalOutput:
         self._console = console or Console(stderr=False)
         self._board = Board(title=title, started_s=time.monotonic(), steps_total=steps_total)
         self._live: Live | None = None
+        self._hosts = False
         if self._console.is_terminal:
             self._live = Live(
                 get_renderable=lambda: render(self._board, time.monotonic()),
@@ -59,26 +78,30 @@ class TerminalOutput:
     def say(self, report: Report) -> None:
         match report:
             case Ready():
+                self._hosts = True
                 self._print("others join with:")
                 # One logical line, whatever the terminal's width: it is there to be copied.
                 self._print(f"shoal join {report.invite}", soft_wrap=True)
             case Joined():
                 self._board.phase = "waiting for a plan"
                 self._note(f"takes part as {report.name} ({short(report.peer)})")
+                self._note(_HOW_TO_STOP)
             case Status():
                 self._take_status(report)
             case Contribution():
                 self._board.mine = report
             case Phase():
-                self._board.fetching = report if report.part is not None else None
-                if self._board.step is None:
-                    self._board.phase = report.name
+                self._take_phase(report)
+            case Validated():
+                self._board.validation = report.report.step, report.report.loss
             case Note():
                 self._note(report.text)
             case Left():
                 self._board.phase = "the run is done" if report.finished else "left"
                 if report.state_dir:
                     self._print(f"state and snapshots: {report.state_dir}", soft_wrap=True)
+                if report.finished and self._hosts:
+                    self._print(_WHAT_NEXT)
             case StepDone():
                 pass  # the status says it
 
@@ -87,17 +110,34 @@ class TerminalOutput:
             self._live.stop()
             self._live = None
 
+    def _take_phase(self, phase: Phase) -> None:
+        board = self._board
+        board.fetching = phase if phase.part is not None else None
+        if board.step is None:
+            is_news = phase.part is None and phase.name != board.phase
+            board.phase = phase.name
+            if self._live is None and is_news:
+                self._print(phase.name)
+
     def _take_status(self, report: Status) -> None:
         board, status = self._board, report.status
         board.status, board.steps_total = status, status.steps
+        if status.validation_loss is not None and (board.validation or (0, None))[1] != status.validation_loss:
+            board.validation = status.step, status.validation_loss
+        self._take_step(status)
+        if board.fetching is None:
+            board.phase = phase_of(status)
+
+    def _take_step(self, status: SwarmStatus) -> None:
+        board = self._board
         last = -1 if board.step is None else board.step.step
         if status.step - 1 <= last:
             return
         step = StepDone(
             step=status.step - 1,
             loss=status.loss,
-            validation_loss=status.validation_loss,
-            validation_step=status.step if status.validation_loss is not None else None,
+            validation_loss=None,  # the board has it
+            validation_step=None,
             tokens_per_s=status.tokens_per_s,
             staleness_mean=status.staleness_steps_mean,
             duplicates=0,
@@ -119,6 +159,14 @@ class TerminalOutput:
 
     def _print(self, text: str, *, soft_wrap: bool = True) -> None:
         self._console.print(text, soft_wrap=soft_wrap, markup=False, highlight=False)
+
+
+def phase_of(status: SwarmStatus) -> str:
+    """What the run as a whole does, or waits for."""
+    for stage in range(len(status.stages)):
+        if not any(peer.stage == stage and peer_state(peer) != "silent" for peer in status.peers):
+            return f"waiting: nobody holds stage {stage}"
+    return "training" if status.step else "at the first step"
 
 
 def make_output(*, reports: bool, title: str, steps_total: int) -> Output:

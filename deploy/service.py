@@ -44,16 +44,27 @@ def service(arguments: Sequence[str], *, platform: str = sys.platform) -> Servic
 
 
 def install(arguments: Sequence[str]) -> Path:
-    """Write it and start it, now and whenever this user's services start. Raises: LocalError."""
+    """Write it and start it, now and whenever this user's services start.
+
+    Raises: LocalError: it cannot be written, or the system does not start it; then nothing is left of it.
+    """
     wanted = service(arguments)
+    former = wanted.path.read_bytes() if wanted.path.exists() else None
     try:
         wanted.path.parent.mkdir(parents=True, exist_ok=True)
         wanted.path.write_text(wanted.text)
         wanted.path.chmod(0o600)  # who has the invite may join
     except OSError as error:
         raise LocalError(f"cannot write {wanted.path}: {error.strerror or error}") from error
-    for command in wanted.on:
-        _run(command)
+    try:
+        for command in wanted.on:
+            _run(command)
+    except LocalError:
+        if former is None:
+            wanted.path.unlink(missing_ok=True)
+        else:
+            wanted.path.write_bytes(former)
+        raise
     return wanted.path
 
 
@@ -97,4 +108,7 @@ def _run(command: Sequence[str]) -> None:
         raise LocalError(f"this machine has no {command[0]}: `shoal service show` prints what to install") from error
     except subprocess.CalledProcessError as error:
         why = (error.stderr or error.stdout or "").strip().splitlines()
-        raise LocalError(f"`{' '.join(command)}` failed: {why[-1] if why else error.returncode}") from error
+        raise LocalError(
+            f"`{' '.join(command)}` failed: {why[-1] if why else error.returncode}; "
+            "`shoal service show` prints what to install by hand"
+        ) from error

@@ -271,6 +271,8 @@ async def _train(
             if owner == node.peer_id:
                 output.say(Ready(peer=node.peer_id, run=node.run, invite=invite))
             output.say(Joined(peer=node.peer_id, name=options.name, invite=invite))
+            if limits := options.limits.in_words:
+                output.say(Note(text=f"limits that you have set: {', '.join(limits)}"))
             if corpus is None:
                 output.say(Note(text="this machine has not the run's text: it will not be used for the first stage"))
             meter = ContributionMeter(node, compute, LoopClock(), name=options.name, limits=keeper.report)
@@ -312,9 +314,12 @@ async def _until_done(
 
 
 async def _watch(node: Node, output: Output, meter: ContributionMeter) -> None:
-    fetch = FetchWatch()
+    fetch, waits_for = FetchWatch(), ""
     for turn in itertools.count():
         await asyncio.sleep(_STATUS_S)
+        if node.coordination.plan is None and (now := _before_the_plan(node)) != waits_for:
+            waits_for = now
+            output.say(Phase(name=now))
         replica = node.peer.replica
         phase = fetch.look(replica.joining.progress if replica is not None else None, time.monotonic())
         if phase is not None:
@@ -327,6 +332,11 @@ async def _watch(node: Node, output: Output, meter: ContributionMeter) -> None:
                 output.say(Status(status=await node.status()))
             except ShoalError as error:
                 logger.debug("no status: %s", error)  # between two coordinators there is none
+
+
+def _before_the_plan(node: Node) -> str:
+    """What the run waits for; only the host, who makes the first plan, knows how many are here."""
+    return node.coordination.said or f"waiting for peers: the run begins with {node.spec.swarm.min_peers}"
 
 
 def _step_done(record: StepRecord, coordinator: PeerID) -> StepDone:
@@ -345,15 +355,10 @@ def _obeys(plan: Plan) -> Obeys:
 
 
 def pick_device(wanted: str) -> torch.device:
-    """`auto`, `cpu`, `cuda` or `cuda:N`. Raises: LocalError: torch knows no such device, or has none here."""
+    """`auto`, `cpu`, `cuda` or `cuda:N`. Raises: LocalError: torch sees no such device here."""
     if wanted == "auto":
         return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(wanted)
-    except RuntimeError as error:
-        raise LocalError(f"--device {wanted} is no device: say cpu, cuda or cuda:N") from error
-    if device.type not in ("cpu", "cuda"):
-        raise LocalError(f"--device {wanted}: shoal computes on cpu and cuda")
+    device = torch.device(wanted)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise LocalError(f"--device {wanted}: torch sees {torch.cuda.device_count()} CUDA devices on this machine")
     return device

@@ -40,17 +40,19 @@ async def asking(invite: Invite) -> AsyncIterator[Callable[[], Awaitable[SwarmSt
         peers = sorted(_peers(ways), key=lambda peer: peer not in connected)
 
         async def ask() -> SwarmStatus:
-            reason = ""
+            reason = refusal = ""
             for peer in tuple(peers):
                 try:
                     status = await endpoint.ask(peer, StatusRequest(), SwarmStatus, timeout_s=_ASK_TIMEOUT_S)
                 except Refused as error:
-                    reason = error.reason
+                    refusal = error.reason
                 except (Unreachable, RemoteError) as error:
-                    reason = reason or str(error)  # who answers at all knows better
+                    reason = str(error)
                 else:
                     peers.sort(key=lambda other: other != peer)
                     return status
+            if refusal:
+                raise LocalError(f"run {invite.run} is up, and cannot say yet how it does: {refusal}")
             raise LocalError(
                 f"no status of run {invite.run}: {reason or 'it names nobody'}; `shoal doctor` with its invite says why"
             )

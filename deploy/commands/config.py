@@ -29,12 +29,21 @@ def path() -> None:
     typer.echo(str(config_path()))
 
 
-@examples("shoal config check  # read the file, and say what is wrong with it")
-def check() -> None:
+@examples(
+    "shoal config check  # read the file, and say what is wrong with it",
+    "shoal config check --json  # for a script; exit code 2 if something is",
+)
+def check(json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False) -> None:
     """Say what is wrong with the file."""
+    import msgspec
+
     from shoal.deploy.config import config_path, load_settings
 
     load_settings()
+    if json:
+        said = {"path": str(config_path()), "exists": config_path().exists()}
+        typer.echo(msgspec.json.encode(said).decode())
+        return
     typer.echo(
         f"{config_path()}: " + ("no fault in it" if config_path().exists() else "not there, so all defaults hold")
     )

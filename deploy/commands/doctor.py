@@ -1,7 +1,7 @@
 """`shoal doctor`: which side is at fault, and what to do."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -10,6 +10,7 @@ from shoal.deploy.addresses import listen_addresses
 from shoal.deploy.commands.options import (
     DEFAULT_LISTEN,
     EXIT_FAILED,
+    EXIT_USER_ERROR,
     Device,
     Listen,
     StateDir,
@@ -17,6 +18,7 @@ from shoal.deploy.commands.options import (
     examples,
     start_logging,
 )
+from shoal.protocol.errors import RunNotFound
 from shoal.protocol.invite import Invite, parse_invite
 
 if TYPE_CHECKING:
@@ -37,7 +39,7 @@ def doctor(
     json: Annotated[bool, typer.Option("--json", help="Everything, as JSON.")] = False,
     verbose: Verbose = False,
 ) -> None:
-    """Say what keeps this machine out of a run, and whose it is to mend."""
+    """Say what keeps this machine out of a run, and who can mend it."""
     note = places.last_running() if invite is None else None
     text = note.invite if note is not None else invite
     found = parse_invite(text) if text else None
@@ -54,6 +56,22 @@ def doctor(
             typer.echo(line)
     if diagnosis.main is not None:
         raise typer.Exit(EXIT_FAILED)
+
+
+def explain(
+    error: RunNotFound, invite: Invite, *, listen: tuple[str, ...], state_dir: Path | None, device: str
+) -> NoReturn:
+    """Say why nobody of a run was found, and end the command."""
+    from shoal.deploy.doctor.view import problem_lines
+
+    typer.echo(f"shoal: nobody at the invite's addresses has the run {invite.run}; looking for the reason…", err=True)
+    diagnosis = diagnosis_of(invite, listen=listen, state_dir=state_dir, device=device)
+    if diagnosis.main is None:
+        raise error
+    for problem in diagnosis.problems:
+        for line in problem_lines(problem):
+            typer.echo(line, err=True)
+    raise typer.Exit(EXIT_USER_ERROR) from error
 
 
 def diagnosis_of(invite: Invite | None, *, listen: tuple[str, ...], state_dir: Path | None, device: str) -> "Diagnosis":

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from shoal.deploy.commands.options import Verbose, examples, start_logging
+from shoal.deploy.commands.options import Verbose, check_writable, data_source, examples, start_logging
 from shoal.protocol.errors import LocalError
 from shoal.protocol.spec import load_spec
 
@@ -22,19 +22,21 @@ def import_(
     spec: Annotated[Path | None, typer.Option(help="A run spec that says what FOLDER does not.")] = None,
     context: Annotated[int | None, typer.Option(min=1, help="Tokens of a sample. Default: at most 1,024.")] = None,
     stages: Annotated[int | None, typer.Option(min=1, help="Pipeline stages. Default: three.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Say what was made as JSON.")] = False,
     verbose: Verbose = False,
 ) -> None:
     """Make a run spec that begins with a model's weights."""
     base = load_spec(spec) if spec else None
     if run_toml.exists():
         raise LocalError(f"{run_toml} is there already: name a file that is not")
+    check_writable(run_toml)
+    source = data_source(data)
     start_logging(verbose)
     from shoal.deploy.progress import progress_bar
     from shoal.deploy.run_file import write_spec
     from shoal.deploy.ship.import_model import import_model
     from shoal.peer.model.layout import num_parameters
 
-    source = data if not data or data.startswith("hf:") else str(Path(data).expanduser().resolve())
     with progress_bar("reading the weights") as tell:
         made = import_model(
             folder,
@@ -48,6 +50,12 @@ def import_(
         write_spec(made, run_toml)
     except OSError as error:
         raise LocalError(f"cannot write {run_toml}: {error.strerror or error}") from error
+    if json:
+        import msgspec
+
+        said = {"run_toml": str(run_toml), "parameters": num_parameters(made.model), "spec": made}
+        typer.echo(msgspec.json.encode(said).decode())
+        return
     kind = f"{made.model.num_experts} experts a layer" if made.model.num_experts else "dense"
     typer.echo(
         f"{num_parameters(made.model):,} parameters in {made.model.num_layers} layers, {kind}, "

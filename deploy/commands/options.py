@@ -1,6 +1,7 @@
 """What several commands share: options, examples, logging, the run that is up here."""
 
 import logging
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,11 +19,24 @@ EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
 DEFAULT_LISTEN = "0.0.0.0:0"
 
+_DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,4})?")
+_HUB = "hf:"
+_PYTHON_LIBRARY = "python-library"
+"""As `peer.data` has them, whose import takes torch along."""
+
+
+def _device_name(text: str) -> str:
+    if not _DEVICE.fullmatch(text):
+        raise LocalError(f"--device {text}: shoal computes on cpu, cuda or cuda:N, and auto takes the best of them")
+    return text
+
+
 Listen = Annotated[str, typer.Option(help="HOST:PORT, :PORT or a multiaddr; port 0 lets the system choose.")]
 Announce = Annotated[
     list[str] | None,
     typer.Option(
-        help="HOST:PORT under which others reach this machine, if it cannot know: a port that the router forwards."
+        metavar="HOST:PORT",
+        help="HOST:PORT under which others reach this machine, if it cannot know: a port that the router forwards.",
     ),
 ]
 StateDir = Annotated[
@@ -33,6 +47,7 @@ Device = Annotated[
     str,
     typer.Option(
         help="cpu, cuda or cuda:N; auto is the first GPU, or the CPU without one.",
+        callback=_device_name,
         autocompletion=lambda: ["auto", "cpu", "cuda", "cuda:0", "cuda:1"],
     ),
 ]
@@ -84,24 +99,62 @@ def examples_of(command: Callable[..., Any]) -> str | None:
     return _EXAMPLES.get(f"{command.__module__}.{command.__qualname__}")
 
 
+def data_source(text: str) -> str:
+    """What a run spec says for `--data`: a path from the root on, or what is no path.
+
+    Raises: LocalError: there is no such file or folder.
+    """
+    if not text or text == _PYTHON_LIBRARY or text.startswith(_HUB):
+        return text
+    path = Path(text).expanduser().resolve()
+    if not path.exists():
+        raise LocalError(f"there is no file or folder {path} to train on")
+    return str(path)
+
+
+def check_writable(path: Path) -> None:
+    """Said now, and not after minutes of work. Raises: LocalError: no file can be written there."""
+    if path.is_dir():
+        raise LocalError(f"cannot write {path}: it is a folder")
+    if not path.absolute().parent.is_dir():
+        raise LocalError(f"cannot write {path}: there is no folder {path.parent}")
+
+
 def scenario_names(incomplete: str) -> list[str]:
     """For completion: the shipped scenarios, without reading one."""
     names = sorted(path.stem for path in (Path(__file__).parent.parent / "simulate" / "scenarios").glob("*.toml"))
     return [name for name in names if name.startswith(incomplete)]
 
 
+class _StandardError(logging.StreamHandler[Any]):
+    """To what standard error is when something is said: a live view takes it over, to write above itself."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> Any:
+        return sys.stderr
+
+    @stream.setter
+    def stream(self, stream: Any) -> None:
+        raise AttributeError("it is always standard error")
+
+
 def start_logging(verbose: bool) -> None:
+    """`verbose`: everything, with when and where; else warnings, as this program's word to its user."""
     logging.basicConfig(
         level=logging.INFO if verbose else logging.WARNING,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        stream=sys.stderr,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s" if verbose else "shoal: %(message)s",
+        handlers=[_StandardError()],
     )
 
 
-def running_invite() -> Invite:
+def running_invite(command: str) -> Invite:
+    """Of the run that came up last on this machine. Raises: LocalError: none is up; `command` takes an invite."""
     note = places.last_running()
     if note is None:
-        raise LocalError("no run is up on this machine: give its invite, as in `shoal status INVITE`")
+        raise LocalError(f"no run is up on this machine: give its invite, as in `shoal {command} INVITE`")
     return parse_invite(note.invite)
 
 

@@ -7,7 +7,10 @@ import typer
 from rich.console import Console
 
 from shoal.deploy import places
-from shoal.deploy.commands.options import Verbose, examples, running_invite, start_logging
+from shoal.deploy.addresses import listen_addresses
+from shoal.deploy.commands.doctor import explain
+from shoal.deploy.commands.options import DEFAULT_LISTEN, Verbose, examples, running_invite, start_logging
+from shoal.protocol.errors import RunNotFound
 from shoal.protocol.invite import parse_invite
 
 
@@ -26,7 +29,7 @@ def recover(
 
     For half or more of them: with fewer gone the others go on by themselves. Needs the key of the run's owner.
     """
-    found = parse_invite(invite) if invite else running_invite()
+    found = parse_invite(invite) if invite else running_invite("recover")
     start_logging(verbose)
     from shoal.deploy.recover import find_owner, recovery
     from shoal.deploy.recover_view import WARNING, as_json, headline, outcome, situation_table
@@ -44,7 +47,10 @@ def recover(
             now = await session.look()  # it may have changed while the user thought about it
             return now, await session.reset(now, owner, folder)
 
-    situation = run(look())
+    try:
+        situation = run(look())
+    except RunNotFound as error:
+        explain(error, found, listen=listen_addresses(DEFAULT_LISTEN), state_dir=state_dir, device="cpu")
     console = Console(highlight=False, stderr=json)
     console.print(headline(situation), markup=False)
     console.print(situation_table(situation))

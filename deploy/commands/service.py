@@ -4,12 +4,11 @@ from typing import Annotated
 
 import typer
 
-from shoal.deploy.commands.options import Limit, Listen, examples
+from shoal.deploy.commands.options import DEFAULT_LISTEN, Device, Limit, Listen, examples
 from shoal.protocol.invite import parse_invite
 
 _Invite = Annotated[str, typer.Argument(help="What the host printed.")]
 _Name = Annotated[str, typer.Option(help="What others see.")]
-_Device = Annotated[str, typer.Option(help="As for `shoal join`.")]
 
 
 @examples(
@@ -19,8 +18,8 @@ _Device = Annotated[str, typer.Option(help="As for `shoal join`.")]
 def install(
     invite: _Invite,
     name: _Name = "volunteer",
-    listen: Listen = "0.0.0.0:0",
-    device: _Device = "auto",
+    listen: Listen = DEFAULT_LISTEN,
+    device: Device = "auto",
     limit: Limit = None,
 ) -> None:
     """Join, now and whenever this user's services start."""
@@ -42,8 +41,8 @@ def uninstall() -> None:
 def show_(
     invite: _Invite,
     name: _Name = "volunteer",
-    listen: Listen = "0.0.0.0:0",
-    device: _Device = "auto",
+    listen: Listen = DEFAULT_LISTEN,
+    device: Device = "auto",
     limit: Limit = None,
 ) -> None:
     """Print what would be written, and where."""

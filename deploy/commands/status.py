@@ -22,7 +22,7 @@ def status(
     verbose: Verbose = False,
 ) -> None:
     """Show who holds what, how fast, and with what loss."""
-    found = parse_invite(invite) if invite else running_invite()
+    found = parse_invite(invite) if invite else running_invite("status")
     start_logging(verbose)
     from shoal.deploy.live_view import status_lines, tables
     from shoal.deploy.status_client import ask_swarm

@@ -2,15 +2,15 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 
 from shoal.deploy import places
 from shoal.deploy.addresses import announced_addresses, listen_addresses
+from shoal.deploy.commands.doctor import explain
 from shoal.deploy.commands.options import (
     DEFAULT_LISTEN,
-    EXIT_USER_ERROR,
     Announce,
     Dashboard,
     Device,
@@ -20,6 +20,7 @@ from shoal.deploy.commands.options import (
     StateDir,
     Threads,
     Verbose,
+    data_source,
     examples,
     start_logging,
 )
@@ -27,7 +28,7 @@ from shoal.deploy.config import load_settings
 from shoal.deploy.dashboard.address import parse_address
 from shoal.deploy.manners.limits import with_overrides
 from shoal.protocol.errors import RunNotFound
-from shoal.protocol.invite import Invite, parse_invite
+from shoal.protocol.invite import parse_invite
 from shoal.protocol.spec import load_spec
 
 
@@ -104,6 +105,7 @@ def join(
 ) -> None:
     """Take part in a run."""
     found = parse_invite(invite) if invite != "-" else None
+    text = data_source(data)
     shown = parse_address(dashboard) if dashboard else None
     limits = with_overrides(load_settings().limits, limit or [])
     start_logging(verbose or reports)
@@ -125,29 +127,14 @@ def join(
         reports=reports,
         limits=limits,
         dashboard=shown,
-        data=data,
+        data=text,
         tokenizer=tokenizer,
     )
     try:
         run(join_run(found, chosen))
     except RunNotFound as error:
         folder.release()
-        _explain(error, found, addresses, folder.path, device)
-
-
-def _explain(error: RunNotFound, invite: Invite, listen: tuple[str, ...], folder: Path, device: str) -> NoReturn:
-    """Say why nobody was found, as `shoal doctor` would."""
-    from shoal.deploy.commands.doctor import diagnosis_of
-    from shoal.deploy.doctor.view import problem_lines
-
-    typer.echo(f"shoal: nobody at the invite's addresses has the run {invite.run}; looking for the reason…", err=True)
-    diagnosis = diagnosis_of(invite, listen=listen, state_dir=folder, device=device)
-    if diagnosis.main is None:
-        raise error
-    for problem in diagnosis.problems:
-        for line in problem_lines(problem):
-            typer.echo(line, err=True)
-    raise typer.Exit(EXIT_USER_ERROR) from error
+        explain(error, found, listen=addresses, state_dir=folder.path, device=device)
 
 
 def _file_name(text: str) -> str:

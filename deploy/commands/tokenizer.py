@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from shoal.deploy.commands.options import examples
+from shoal.deploy.commands.options import check_writable, data_source, examples
 from shoal.protocol.errors import LocalError
 
 _MB = 1_000_000
@@ -26,16 +26,18 @@ def train(
     subset: Annotated[str, typer.Option(help="Of a data set that has several.")] = "",
     split: Annotated[str, typer.Option(help="Of a data set.")] = "train",
     text_mb: Annotated[float, typer.Option(min=0.001, help="Read no more text than this.")] = 1000.0,
+    json: Annotated[bool, typer.Option("--json", help="Say what was learnt as JSON.")] = False,
 ) -> None:
     """Learn a byte-level BPE vocabulary from a text."""
     if out.exists():
         raise LocalError(f"{out} is there already: name a file that is not")
+    check_writable(out)
     from shoal.deploy.progress import progress_bar
     from shoal.peer.data.packing import training_texts
     from shoal.peer.data.tokenizer import FileTokenizer, train_bpe
     from shoal.protocol.spec import DataSpec
 
-    spec = DataSpec(source=source, field=field, subset=subset, split=split)
+    spec = DataSpec(source=data_source(source), field=field, subset=subset, split=split)
     with progress_bar("reading the text") as tell:
         data = train_bpe(training_texts(spec, bytes_max=int(text_mb * _MB), on_progress=tell), vocab_size)
     found = FileTokenizer(data, name=str(out)).vocab_size
@@ -43,6 +45,11 @@ def train(
         out.write_bytes(data)
     except OSError as error:
         raise LocalError(f"cannot write {out}: {error.strerror or error}") from error
+    if json:
+        import msgspec
+
+        typer.echo(msgspec.json.encode({"tokenizer": str(out.resolve()), "vocab_size": found}).decode())
+        return
     note = "" if found == vocab_size else f" (the text has no use for {vocab_size:,})"
     typer.echo(f"{out}: {found:,} tokens{note}")
     typer.echo(f'in the run spec: vocab_size = {found} below [model], tokenizer = "{out.resolve()}" below [data]')

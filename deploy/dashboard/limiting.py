@@ -32,6 +32,8 @@ def limited_by(mine: Contribution, peers: Sequence[PeerStatus], *, num_stages: i
     limits = mine.limits
     if limits is not None and limits.paused:
         return LimitedBy(kind="pause", text=f"paused: {limits.why}" if limits.why else "paused")
+    if mine.stage is None and num_stages == 0:
+        return LimitedBy(kind="place", text="nothing to do: no plan of the run has been heard yet")
     if mine.stage is None:
         return LimitedBy(kind="place", text="no place in the plan yet: it stands by as a spare")
     if not mine.synced:

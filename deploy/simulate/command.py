@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shoal.deploy.commands.options import EXIT_FAILED, examples, scenario_names
+from shoal.deploy.commands.options import EXIT_FAILED, check_writable, examples, scenario_names
 from shoal.protocol.errors import LocalError
 
 if TYPE_CHECKING:
@@ -63,6 +63,9 @@ def simulate(
             "swarm in that many ways"
         )
     logging.basicConfig(level=logging.INFO if verbose else logging.CRITICAL, stream=sys.stderr)
+    for path in (json, html):
+        if path is not None:
+            check_writable(path)
     if campaign is not None:
         seeds = range(first_seed, first_seed + campaign)
         sizes = (peers, steps or _CAMPAIGN_STEPS, experts, fault_seconds)
@@ -91,9 +94,6 @@ def _compare(scenario: "Scenario", names: str | None, options: "Options", json: 
     from shoal.deploy.simulate.strategies import chosen_strategies, churn_of, run_strategy, with_options
     from shoal.deploy.simulate.table import LEGEND, comparison, table_of
 
-    for path in (json, html):
-        if path is not None and not path.parent.is_dir():  # said now, and not after minutes of simulation
-            raise LocalError(f"cannot write {path}: there is no folder {path.parent}")
     scenario = with_options(scenario, options)
     # Hours with churn are millions of jobs.
     options = replace(options, timeline=html is not None or scenario.trace is None)

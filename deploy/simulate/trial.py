@@ -82,7 +82,7 @@ def draw_trial(seed: int, options: CampaignOptions) -> Trial:
 
 def parse_kinds(names: Sequence[str]) -> tuple[FaultKind, ...]:
     """All kinds if there are no `names`. Raises: LocalError: one of them is no kind of fault."""
-    try:
-        return tuple(FaultKind(name) for name in names) or tuple(FaultKind)
-    except ValueError as error:
-        raise LocalError(f"{error}: a fault is one of {', '.join(FaultKind)}") from error
+    for name in names:
+        if name not in set(FaultKind):
+            raise LocalError(f"{name!r} is no fault: take some of {', '.join(FaultKind)}")
+    return tuple(FaultKind(name) for name in names) or tuple(FaultKind)

@@ -303,8 +303,11 @@ class LiveTransport:
         except (TransportError, TimeoutError):
             return False
 
-    async def _dial_everyone(self, p2p: Any) -> None:
-        """Try everyone at once; return soon after somebody answers, and go on with those who have not meanwhile."""
+    async def _dial_everyone(self, p2p: Any) -> bool:
+        """Try everyone at once; return soon after somebody answers, and go on with those who have not meanwhile.
+
+        Returns: whether somebody answered.
+        """
         gate = asyncio.Semaphore(_DIALS_AT_ONCE)
 
         async def dial(peer: PeerID) -> bool:
@@ -321,17 +324,24 @@ class LiveTransport:
                 waiting, timeout=_STRAGGLERS_S if reached else None, return_when=asyncio.FIRST_COMPLETED
             )
             if not done:
-                return
+                break
             reached += sum(task.result() for task in done if not task.cancelled())
-        if self._addresses and not reached:
-            logger.warning("none of the %d known peers can be reached now", len(self._addresses))
+        return reached > 0
 
     async def _keep_connected(self) -> None:
-        """Whoever has lost everyone tries everyone again: our network was down, or the others' was."""
+        """Whoever has lost everyone tries everyone again: our network was down, or the others' was.
+
+        Warns once a loss. Of who has never met anybody, whoever started us speaks.
+        """
+        was_connected = False
         while True:
             await asyncio.sleep(_LONELY_S)
-            if self._addresses and not await self.connected():
-                await self._dial_everyone(await self._daemon.p2p())
+            if await self.connected():
+                was_connected = True
+            elif self._addresses and not await self._dial_everyone(await self._daemon.p2p()):
+                if was_connected:
+                    logger.warning("none of the %d known peers can be reached now", len(self._addresses))
+                was_connected = False
 
     async def _dial_on(self, p2p: Any, peer: PeerID) -> bool:
         """Whether `peer` is connected now, as far as its remembered addresses help."""

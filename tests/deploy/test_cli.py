@@ -1,5 +1,8 @@
 """Bad input: one clear line on standard error, exit code 2, no traceback."""
 
+import contextlib
+import io
+import logging
 import os
 import socket
 import subprocess
@@ -11,6 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from shoal.deploy import cli, places
+from shoal.deploy.commands.options import data_source, start_logging
 from shoal.protocol.identity import Identity
 from shoal.protocol.invite import Invite, make_invite
 
@@ -143,6 +147,59 @@ def test_status_with_no_run_up() -> None:
     assert "no run is up on this machine" in complaint("status")
 
 
+def test_recover_with_no_run_up_names_itself() -> None:
+    assert "`shoal recover INVITE`" in complaint("recover")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("join", an_invite(), "--data"),
+        ("import", "model", "run.toml", "--data"),
+        ("tokenizer", "train"),
+    ],
+)
+def test_a_text_that_is_not_there(tmp_path: Path, command: tuple[str, ...]) -> None:
+    more = (tmp_path / "out.json",) if command[0] == "tokenizer" else ()
+    assert f"there is no file or folder {tmp_path}/none" in complaint(*command, tmp_path / "none", *more)
+
+
+def test_a_source_is_a_path_or_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(written(tmp_path / "text", "words").parent)
+    assert data_source("text") == str(tmp_path / "text")
+    assert [data_source(name) for name in ("", "python-library", "hf:a/b")] == ["", "python-library", "hf:a/b"]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("simulate", "home-gpus", "--json"),
+        ("simulate", "home-gpus", "--html"),
+        ("simulate", "--campaign", "1", "--json"),
+        ("import", "model"),
+        ("tokenizer", "train", "python-library"),
+    ],
+)
+def test_what_cannot_be_written_is_said_before_the_work(tmp_path: Path, command: tuple[str, ...]) -> None:
+    assert f"there is no folder {tmp_path}/none" in complaint(*command, tmp_path / "none" / "file")
+    if "--json" in command or "--html" in command:
+        assert "it is a folder" in complaint(*command, tmp_path)
+
+
+def test_a_warning_is_one_plain_line_wherever_standard_error_goes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A live view replaces `sys.stderr`, long after logging was set up."""
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    start_logging(False)
+    elsewhere = io.StringIO()
+    logging.getLogger("shoal.test").warning("the %s is wet", "fish")
+    with contextlib.redirect_stderr(elsewhere):
+        logging.getLogger("shoal.test").warning("still")
+    assert capsys.readouterr().err == "shoal: the fish is wet\n"
+    assert elsewhere.getvalue() == "shoal: still\n"
+
+
 @pytest.fixture
 def taken_port() -> Iterator[int]:
     with socket.socket() as listener:
@@ -174,9 +231,13 @@ def test_light_commands_do_not_import_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
-@pytest.mark.parametrize(
-    ("device", "word"), [("mps", "shoal computes on"), ("gpu7", "no device"), ("cuda:99", "CUDA devices")]
-)
+@pytest.mark.parametrize("device", ["mps", "gpu7", "cuda:", "cuda:one", ""])
+@pytest.mark.parametrize("command", [("join", an_invite()), ("service", "show", an_invite()), ("generate",)])
+def test_a_device_that_is_none_is_refused_before_anything_is_done(command: tuple[str, ...], device: str) -> None:
+    assert f"--device {device}: shoal computes on cpu, cuda or cuda:N" in complaint(*command, "--device", device)
+
+
+@pytest.mark.parametrize(("device", "word"), [("cuda:99", "CUDA devices")])
 def test_a_device_that_is_not_there(tmp_path: Path, device: str, word: str) -> None:
     spec = tmp_path / "run.toml"
     spec.write_text(f'[data]\nsource = "{__file__}"\n[model]\ncontext = 16\n')

@@ -236,8 +236,14 @@ def test_what_goes_wrong_with_a_service_is_one_line(home: Path, invite: str, mon
         assert complaint in result.stderr
         assert len(result.stderr.splitlines()) == 1
     (home / "fails").touch()
+    with pytest.raises(LocalError, match="no bus; `shoal service show`"):
+        service.install([invite])
+    path = service.service(()).path
+    assert not path.exists(), "a service that never started is left behind"
+    path.write_text("the one before")
     with pytest.raises(LocalError, match="no bus"):
         service.install([invite])
+    assert path.read_text() == "the one before"
     monkeypatch.setenv("PATH", str(home))
     with pytest.raises(LocalError, match="no systemctl"):
         service.install([invite])

@@ -35,6 +35,10 @@ def test_the_first_reason_that_holds_is_said(says, kind, text, make_contribution
     assert text in found.text
 
 
+def test_before_the_first_plan_nobody_is_a_spare(make_contribution):
+    assert "no plan" in limited_by(make_contribution(stage=None), (), num_stages=0).text
+
+
 def test_who_holds_the_slowest_stage_is_not_told_that_it_waits_for_it(make_contribution, make_peer):
     peers = make_peer("a", 0, forward_s=0.1), make_peer("b", 1)
     assert "slowest" not in limited_by(make_contribution(), peers, num_stages=2).text

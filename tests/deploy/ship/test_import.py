@@ -210,6 +210,7 @@ def test_weights_that_change_after_the_import_do_not_start_a_run(tmp_path: Path)
 def test_the_command_writes_a_spec_that_host_reads(tmp_path: Path) -> None:
     folder = exported(tmp_path)
     out = tmp_path / "run.toml"
+    (tmp_path / "text").write_text("words")
     arguments = ["import", str(folder), str(out), "--data", str(tmp_path / "text"), "--stages", "2"]
     result = CliRunner().invoke(cli.app, arguments)
     assert result.exit_code == 0, result.output

@@ -144,7 +144,7 @@ def test_a_line_of_json_a_seed() -> None:
 def test_kinds_by_name() -> None:
     assert parse_kinds(()) == tuple(FaultKind)
     assert parse_kinds(("crash", "one-way cut")) == (FaultKind.CRASH, FaultKind.ONE_WAY_CUT)
-    with pytest.raises(LocalError, match="a fault is one of crash"):
+    with pytest.raises(LocalError, match="no fault: take some of crash"):
         parse_kinds(("flood",))
 
 

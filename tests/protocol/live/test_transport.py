@@ -235,6 +235,44 @@ def test_whoever_lost_everyone_finds_them_again(live_peer, monkeypatch):
     run(main())
 
 
+def test_who_loses_everyone_warns_once(live_peer, monkeypatch, caplog):
+    """Not at all if it never met anybody: whoever started it says so."""
+    monkeypatch.setattr(transport_module, "_LONELY_S", 0.05)
+    dials, met = [], set()
+
+    async def looked(transport, look=transport_module.LiveTransport.connected):
+        found = await look(transport)
+        if found:
+            met.add(transport.peer_id)
+        return found
+
+    async def counted(transport, p2p, dial=transport_module.LiveTransport._dial_everyone):
+        reached = await dial(transport, p2p)
+        dials.append(transport.peer_id)
+        return reached
+
+    monkeypatch.setattr(transport_module.LiveTransport, "connected", looked)
+    monkeypatch.setattr(transport_module.LiveTransport, "_dial_everyone", counted)
+
+    async def main():
+        a, _ = await live_peer("a")
+        b, _ = await live_peer("b", initial_peers=a.addresses())
+        async with asyncio.timeout(30):
+            while b.peer_id not in met:  # noqa: ASYNC110 - it looks by itself, every 0.05 s
+                await asyncio.sleep(0.05)
+            await a.close()
+            c, _ = await live_peer("c", initial_peers=a.addresses())
+            while dials.count(b.peer_id) < 5 or dials.count(c.peer_id) < 4:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        await b.close()
+        await c.close()
+
+    run(main())
+    assert [line.getMessage() for line in caplog.records if "can be reached now" in line.getMessage()] == [
+        "none of the 1 known peers can be reached now"
+    ]
+
+
 def test_close_leaves_nothing_behind(live_peer, tmp_path):
     async def main():
         a, _ = await live_peer("a")

@@ -1,0 +1,109 @@
+"""What a person sees of a peer of theirs, in the order in which they see it."""
+
+import io
+import itertools
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from shoal.deploy.output import TerminalOutput, phase_of
+from shoal.deploy.report import Joined, Left, Note, Phase, Ready, Status
+from shoal.protocol.identity import PeerID
+from shoal.protocol.messages import PeerStatus, SwarmStatus
+
+A, B = (PeerID("12D3KooW" + letter * 44) for letter in "AB")
+
+
+def peer(peer_id: PeerID, stage: int, **says: Any) -> PeerStatus:
+    usual = {"name": "", "device": "cpu", "version": 0, "synced": True, "draining": False, "seen_s_ago": 0.1}
+    return PeerStatus(peer=peer_id, stage=stage, **(usual | {"forward_s": 0.0, "window": 0} | says))
+
+
+def status(step: int, **says: Any) -> SwarmStatus:
+    usual: dict[str, Any] = {
+        "peers": (peer(A, 0), peer(B, 1)),
+        "validation_loss": None,
+        "loss": 4.0 if step else None,
+    }
+    return SwarmStatus(
+        run="0123456789abcdef",
+        name="small",
+        coordinator=A,
+        term=1,
+        plan_sequence=1,
+        plan_reason="first plan",
+        step=step,
+        steps=100,
+        tokens_per_s=10.0,
+        staleness_steps_mean=0.0,
+        stages=((0, 2), (2, 4)),
+        elapsed_s=1.0,
+        **(usual | says),
+    )
+
+
+@pytest.fixture
+def said() -> io.StringIO:
+    return io.StringIO()
+
+
+@pytest.fixture
+def output(said: io.StringIO) -> TerminalOutput:
+    return TerminalOutput(title="shoal small", steps_total=100, console=Console(file=said, width=200))
+
+
+def test_a_host_reads_the_invite_what_it_waits_for_and_in_the_end_what_to_do_with_it(
+    output: TerminalOutput, said: io.StringIO
+) -> None:
+    output.say(Phase(name="measuring this machine"))
+    output.say(Ready(peer=A, run="r", invite="shoal1x"))
+    output.say(Joined(peer=A, name="host", invite="shoal1x"))
+    for here in (1, 1, 2):
+        output.say(Phase(name=f"waiting for peers: {here} of 2 are here"))
+    output.say(Status(status=status(1)))
+    output.say(Left(peer=A, state_dir="/state", finished=True))
+    lines = said.getvalue().splitlines()
+    wanted = [
+        "measuring this machine",
+        "others join with:",
+        "shoal join shoal1x",
+        "takes part as host",
+        "Ctrl-C leaves",
+        "waiting for peers: 1 of 2",
+        "waiting for peers: 2 of 2",
+        "step 1/100",
+        "state and snapshots: /state",
+        "`shoal generate",
+    ]
+    assert len(lines) == len(wanted), lines
+    assert all(line.startswith(start) for line, start in zip(lines, wanted, strict=True)), lines
+
+
+def test_a_guest_is_not_told_to_export_what_it_has_a_part_of(output: TerminalOutput, said: io.StringIO) -> None:
+    output.say(Joined(peer=B, name="guest", invite="shoal1x"))
+    output.say(Note(text="by the way"))
+    output.say(Left(peer=B, state_dir="/state", finished=True))
+    assert "by the way" in said.getvalue()
+    assert "export" not in said.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("step", "peers", "phase"),
+    [
+        (0, (peer(A, 0), peer(B, 1)), "at the first step"),
+        (7, (peer(A, 0), peer(B, 1)), "training"),
+        (7, (peer(A, 0), peer(B, 1, draining=True)), "training"),
+        (7, (peer(A, 0), peer(B, 1, seen_s_ago=30.0)), "waiting: nobody holds stage 1"),
+        (7, (peer(B, 1),), "waiting: nobody holds stage 0"),
+    ],
+)
+def test_what_the_run_does(step: int, peers: tuple[PeerStatus, ...], phase: str) -> None:
+    assert phase_of(status(step, peers=peers)) == phase
+
+
+def test_a_validation_keeps_the_step_at_which_it_was_news(output: TerminalOutput) -> None:
+    losses = (None, 5.0, 5.0, 5.0, 4.0)
+    for step, loss in zip(itertools.count(1), losses, strict=False):
+        output.say(Status(status=status(step, validation_loss=loss)))
+        assert output._board.validation == {None: None, 5.0: (2, 5.0), 4.0: (5, 4.0)}[loss]
