@@ -421,6 +421,10 @@ class Grant(EraMessage, frozen=True):
     """`items` are (step, index); index < 0 is validation microbatch -1 - index at version `step`."""
 
     items: tuple[tuple[int, int], ...]
+    steps_ahead: int = -1
+    """How far the lead wants everybody to run ahead, and with how much in flight (`pipeline/control.py`); -1: it does
+    not know yet."""
+    gain: float = 1.0
 
 
 class Repair(EraMessage, frozen=True):

@@ -68,7 +68,8 @@ class Problem(NamedTuple):
     state_bytes: float
     """The last three: of a parameter."""
     s_max: float
-    staleness_price: float
+    price: Any
+    """[2, 2], `Price`: (at one, half powers) where all of the open step is seen, and where none is."""
     horizon_s: float
     shared_cards: bool
     has_cards: bool
@@ -459,7 +460,7 @@ def _sum_up(P, S, work):
     K = len(S.count)
     rate = np.inf
     slowest = 0
-    flow_s = mean_s = trip = tail = stale = 0.0
+    flow_s = mean_s = uneven = 0.0
     for k in range(K):
         if k < K - 1:
             if S.flow[k] <= 0.0:
@@ -470,31 +471,59 @@ def _sum_up(P, S, work):
             slowest = k
         flow_s = max(flow_s, S.seconds[k])
         mean_s += (S.seconds[k] + S.strain[k]) / K
-    uneven = 0.0
-    for k in range(K - 1, -1, -1):
-        trip += S.job[k] + (S.hop[k] if k < K - 1 else 0.0)
-        S.tail[k] = trip + S.commit[k] + _reduce_s(P, S, k, flow_s)
-        tail = max(tail, S.tail[k])
         if S.count[k] > 1:
             uneven = max(uneven, S.job[k] / 2.0)
-    issue_s = P.microbatches / min(rate, S.free[slowest]) - S.job[slowest]
-    chain_s = (issue_s + tail + S.latency[0] + uneven) / (P.s_max + 1.0)
-    larger = max(flow_s, chain_s)
-    square = (min(flow_s, chain_s) / larger) ** 2
-    step_s = larger * np.sqrt(np.sqrt(1.0 + square * square)) if P.s_max > 0.0 else chain_s
+    work[0] += 2 * len(S.stage) + 16 * K
+    rest_s = P.microbatches / min(rate, S.free[slowest]) - S.job[slowest] + S.latency[0] + uneven
+    step_s, seconds, chain_s = _paced(P, S, flow_s, rest_s, P.s_max)
+    if P.s_max > 0.0:
+        behind_s, behind, behind_chain_s = _paced(P, S, flow_s, rest_s, 0.0)
+        work[0] += 8 * K
+        if behind < seconds:
+            step_s, seconds, chain_s = behind_s, behind, behind_chain_s
     memory = _memory(P, S, step_s)
     if memory > 1.0:
         return IMPOSSIBLE * memory, IMPOSSIBLE * memory
-    for k in range(K):
-        stale += min(P.s_max, S.tail[k] / step_s) / K
-    work[0] += 2 * len(S.stage) + 16 * K
-    cost = step_s * (1.0 + P.staleness_price * stale) * (1.0 + moving_s(P, S) / P.horizon_s)
+    cost = seconds * (1.0 + moving_s(P, S) / P.horizon_s)
     return cost, cost + _GUIDE * (mean_s + chain_s)
 
 
 @njit(cache=True)
+def _paced(P, S, flow_s, rest_s, ahead):
+    """(T, times what staleness costs, T_chain) with so many steps ahead of the versions."""
+    K = len(S.count)
+    trip = tail = commit = stale = 0.0
+    for k in range(K - 1, -1, -1):
+        trip += S.job[k] + (S.hop[k] if k < K - 1 else 0.0)
+        commit_k = S.commit[k] + _reduce_s(P, S, k, flow_s if ahead > 0.0 else np.inf)
+        commit = max(commit, commit_k)
+        S.tail[k] = trip + commit_k
+        tail = max(tail, S.tail[k])
+    chain_s = (rest_s + tail) / (ahead + 1.0)
+    if ahead == 0.0:
+        return chain_s, chain_s, chain_s
+    larger = max(flow_s, chain_s)
+    square = (min(flow_s, chain_s) / larger) ** 2
+    step_s = larger * np.sqrt(np.sqrt(1.0 + square * square))
+    for k in range(K):
+        stale += min(ahead, S.tail[k] / step_s) / K
+    seen = 1.0 - min(1.0, trip / step_s) * trip / (trip + commit)
+    more = seen * _further(P.price[0], stale) + (1.0 - seen) * _further(P.price[1], stale)
+    return step_s, step_s * (1.0 + more), chain_s
+
+
+@njit(cache=True)
+def _further(price, stale):
+    """`Price.more_steps` less 1."""
+    power = np.sqrt(stale) if int(price[1]) % 2 == 1 else 1.0
+    for _ in range(int(price[1]) // 2):
+        power *= stale
+    return price[0] * power
+
+
+@njit(cache=True)
 def _reduce_s(P, S, k, flow_s):
-    """The reduction on what activations leave of the cards."""
+    """The reduction on what activations leave of the cards, all of them if `flow_s` is inf."""
     gradient = P.gradient_bytes * (P.parameters_to[S.bounds[k + 1]] - P.parameters_to[S.bounds[k]])
     seconds = S.path_unit[k] * gradient
     sum_taken = 0.0
@@ -505,7 +534,7 @@ def _reduce_s(P, S, k, flow_s):
         reduced = S.reduced[d] * gradient
         if reduced > 0.0:
             card = S.card[d]
-            if P.s_max > 0.0:
+            if flow_s < np.inf:
                 share = S.taken[d] / sum_taken
                 busy = P.cut_bytes * (S.away_out[d] + S.away_in[d]) * share * P.microbatches / flow_s
                 card = max(card - busy, reduced / flow_s)

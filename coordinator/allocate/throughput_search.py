@@ -271,7 +271,7 @@ class ThroughputEvaluator:
             resident_bytes=w.resident_bytes(0, 1) / w.layer_parameters[0],
             state_bytes=STATE_BYTES_PER_PARAMETER,
             s_max=float(w.s_max),
-            staleness_price=float(w.staleness_price),
+            price=np.array([[price.at_one, price.half_powers] for price in (w.price, w.price.unseen or w.price)]),
             horizon_s=float(horizon_s),
             shared_cards=finite and len(cards) < n,
             has_cards=finite,

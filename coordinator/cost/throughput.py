@@ -1,7 +1,7 @@
 """Shoal's own objective: seconds a step of the asynchronous pipeline on unequal GPUs, times what its staleness costs.
 
-    T = (T_flow^4 + T_chain^4)^(1/4);  with s_max = 0: T = T_chain          tokens/s = tokens a step / T
-    time to a loss ~ T (1 + price s)
+    T = (T_flow^4 + T_chain(s_max)^4)^(1/4);  nothing ahead: T = T_chain(0)          tokens/s = tokens a step / T
+    time to a loss ~ T (1 + price(s))
 
 **T_flow**, what the busiest thing needs for one step's work when everything overlaps: M microbatches through every
 stage and every pair of neighbouring stages, and the reduction of every stage, on the same cards. In T seconds member d
@@ -28,7 +28,7 @@ one from stage k to the end and back, and the commit of stage k (reduction, four
 step), for the worst k. With s_max = 0 that is the synchronous flush with fill, drain and reduction exposed; else the
 reduction has of each card what the activations of the next step leave.
 
-    T_chain = (M / rate - job_slowest + max_k (round trip_k + commit_k) + claim + job / 2) / (s_max + 1)
+    T_chain(s_max) = (M / rate - job_slowest + max_k (round trip_k + commit_k) + claim + job / 2) / (s_max + 1)
 
     rate     of the slowest stage or pair while nobody reduces                              [microbatches/s]
     job_slowest  of that stage: the last microbatch's own is in its round trip                              [s]
@@ -49,8 +49,11 @@ its commit wants a version that is not there:
 
     s = mean over k of min(s_max, (round trip_k + commit_k) / T)
 
-Its price is that of the workload, 0 for now (`Workload.staleness_price` says why). How much of it there is
-`peer/pipeline/control.py` decides, by the prices of `protocol/staleness.py`.
+of which what begins while the open step is in flight has not seen all of it, and lacks min(1, round trip_0 / T) x
+round trip_0 / (round trip_0 + commit) on average at most. What that costs is the workload's price
+(`protocol/staleness.py`), and where it costs more than running ahead gains, nothing runs ahead: T = T_chain(0), s = 0.
+The pipeline's control (`peer/pipeline/control.py`) decides by the same model; plans are made without a price
+(`Workload.price` says why).
 
 Source: ours; checked against the real drivers in virtual time (README).
 """
@@ -66,7 +69,6 @@ from shoal.coordinator.cost.flow import fill
 from shoal.coordinator.cost.paths import both_ways, exchange_s, reduction_parts, same_card
 from shoal.coordinator.cost.placement import Cost, Placement
 from shoal.coordinator.cost.workload import Workload
-from shoal.protocol.staleness import Price
 from shoal.protocol.topology import Floats, Ints, Topology
 
 WINDOW_GAIN = 1.5
@@ -93,6 +95,19 @@ class _Stage:
     reduce_path_s: float
     latency_s: float
     """Largest between two mates, one way."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pace:
+    """Of a placement, for so many steps ahead."""
+
+    step_s: float
+    seconds: float
+    """The same times what staleness costs."""
+    chain_s: float
+    commit_s: float
+    """The largest stage's."""
+    stale: float
 
 
 class ThroughputObjective:
@@ -144,18 +159,13 @@ class ThroughputObjective:
         shares = [taken / taken.sum() for _, taken in saturated]
         jobs_s = [float(share @ stage.job_s) for share, stage in zip(shares, stages, strict=True)]
         trips_s = _round_trips(jobs_s, hops_s)
-        commits_s = [
-            self._commit_s(stage, card, share, flow_s) for stage, card, share in zip(stages, cards, shares, strict=True)
-        ]
         slowest = int(np.argmin(free_rates))
         issue_s = w.microbatches / min(free_rates[slowest], *flows, math.inf) - jobs_s[slowest]
-        chain_s = self._chain_s(stages, issue_s, trips_s, commits_s, jobs_s)
-        step_s = _joined(flow_s, chain_s) if w.s_max > 0 else chain_s
+        pace = self._pace(stages, cards, shares, flow_s, issue_s, trips_s, jobs_s)
+        step_s = pace.step_s
         memory, tight = self._memory(placement, shares, trips_s, step_s)
         if memory > 1.0:
             return Cost.impossible(f"stage {tight} does not fit into the memory of a member ({memory:.2f} times)")
-        stale = self._stale(trips_s, commits_s, step_s)
-        seconds = step_s * Price(w.staleness_price).more_steps(stale)
         parts = {
             "step_s": step_s,
             "flow_s": flow_s,
@@ -163,16 +173,16 @@ class ThroughputObjective:
             "stage_s": max(stage_s),
             "pair_s": pair_s,
             "reduce_s": max(self._reduce_s(stage, card) for stage, card in zip(stages, cards, strict=True)),
-            "chain_s": chain_s,
+            "chain_s": pace.chain_s,
             "round_trip_s": trips_s[0],
-            "commit_s": max(commits_s),
-            "stale": stale,
-            "staleness_s": seconds - step_s,
+            "commit_s": pace.commit_s,
+            "stale": pace.stale,
+            "staleness_s": pace.seconds - step_s,
             "tokens_per_s": w.tokens_per_step / step_s,
             "slowest_stage": float(stage_s.index(max(stage_s))),
             "memory": memory,
         }
-        return Cost(seconds=seconds, parts=parts)
+        return Cost(seconds=pace.seconds, parts=parts)
 
     # --- stages ---
 
@@ -270,11 +280,38 @@ class ThroughputObjective:
             hops_s.append(float((flow * np.where(flow > 0.0, hop_s, 0.0)).sum()) / total if total > 0.0 else math.inf)
         return flows, hops_s
 
+    def _pace(
+        self,
+        stages: Sequence[_Stage],
+        cards: Sequence[Floats],
+        shares: Sequence[Floats],
+        flow_s: float,
+        issue_s: float,
+        trips_s: Sequence[float],
+        jobs_s: Sequence[float],
+    ) -> "_Pace":
+        """Ahead of the versions as far as s_max allows, or not at all: what is sooner at a loss."""
+        w = self.workload
+
+        def paced(steps_ahead: int) -> _Pace:
+            commits_s = [
+                self._commit_s(stage, card, share, flow_s if steps_ahead else math.inf)
+                for stage, card, share in zip(stages, cards, shares, strict=True)
+            ]
+            chain_s = self._chain_s(stages, issue_s, trips_s, commits_s, jobs_s, steps_ahead)
+            step_s = _joined(flow_s, chain_s) if steps_ahead else chain_s
+            stale = _stale(trips_s, commits_s, step_s, steps_ahead)
+            unseen = min(1.0, trips_s[0] / step_s) * trips_s[0] / (trips_s[0] + max(commits_s))
+            seconds = step_s * w.price.more_steps(stale, seen=1.0 - unseen)
+            return _Pace(step_s=step_s, seconds=seconds, chain_s=chain_s, commit_s=max(commits_s), stale=stale)
+
+        return min((paced(steps_ahead) for steps_ahead in dict.fromkeys((w.s_max, 0))), key=lambda pace: pace.seconds)
+
     def _commit_s(self, stage: _Stage, card: Floats, share: Floats, flow_s: float) -> float:
-        """From the last contribution to the new version."""
+        """From the last contribution to the new version. Args: flow_s: inf: no other step's activations are about."""
         w = self.workload
         step_s = STEP_FLOP_PER_PARAMETER * stage.parameters / float(self.topology.flop_per_s[stage.members].min())
-        if w.s_max > 0:
+        if flow_s < math.inf:
             # Not less than the part that the flow has counted with: rounding must not leave nothing.
             busy = w.cut_bytes * stage.away * share * w.microbatches / flow_s
             card = np.maximum(card - busy, stage.reduced / flow_s)
@@ -291,10 +328,11 @@ class ThroughputObjective:
         trips_s: Sequence[float],
         commits_s: Sequence[float],
         jobs_s: Sequence[float],
+        steps_ahead: int,
     ) -> float:
         tail_s = max(trip_s + commit_s for trip_s, commit_s in zip(trips_s, commits_s, strict=True))
         uneven_s = max(job_s / 2.0 * (len(stage.members) > 1) for job_s, stage in zip(jobs_s, stages, strict=True))
-        return (issue_s + tail_s + stages[0].latency_s + uneven_s) / (self.workload.s_max + 1.0)
+        return (issue_s + tail_s + stages[0].latency_s + uneven_s) / (steps_ahead + 1.0)
 
     def _memory(
         self, placement: Placement, shares: Sequence[Floats], trips_s: Sequence[float], step_s: float
@@ -314,11 +352,11 @@ class ThroughputObjective:
                 most, where = ratio, k
         return most, where
 
-    def _stale(self, trips_s: Sequence[float], commits_s: Sequence[float], step_s: float) -> float:
-        """Steps, the mean of all stages."""
-        s_max = float(self.workload.s_max)
-        stale = sum(min(s_max, (t + c) / step_s) for t, c in zip(trips_s, commits_s, strict=True))
-        return stale / len(trips_s)
+
+def _stale(trips_s: Sequence[float], commits_s: Sequence[float], step_s: float, steps_ahead: int) -> float:
+    """Steps, the mean of all stages."""
+    stale = sum(min(float(steps_ahead), (t + c) / step_s) for t, c in zip(trips_s, commits_s, strict=True))
+    return stale / len(trips_s)
 
 
 def _joined(a: float, b: float) -> float:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from shoal.coordinator.cost.layers import layer_costs
 from shoal.protocol.spec import ModelSpec, RunSpec
+from shoal.protocol.staleness import FREE, Price
 
 FP32_BYTES = 4.0
 _WIDTHS = {"fp32": FP32_BYTES, "bf16": 2.0}
@@ -33,9 +34,9 @@ class Workload:
     """M, a step."""
     tokens_per_microbatch: int
     s_max: int
-    staleness_price: float = 0.0
-    """Further steps that a step of mean staleness costs, as a part of all (`protocol/staleness.py`). 0 until planning
-    with a price keeps a quiet swarm as still as planning without (`test_governor_search.py`)."""
+    price: Price = FREE
+    """Of staleness. `of` leaves it free: with what the pipeline's control decides by (`PRICES`) plans of slow networks
+    rest on how long a reduction takes beside the activations, which is foreseen least well (README)."""
 
     @property
     def num_layers(self) -> int:

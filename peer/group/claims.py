@@ -146,6 +146,9 @@ class Claims:
                 logger.debug("no grant: %s", error)
                 await asyncio.sleep(_RETRY_S)
                 continue
+            control = self._pipeline.control
+            if control is not None:
+                control.follow(grant.steps_ahead, grant.gain)
             # If the lead has changed meanwhile, our Progress, which names the new one, did not claim these: it will
             # grant them again.
             for step, index in grant.items if lead == self._group.lead else ():
@@ -193,7 +196,11 @@ class Claims:
         finally:
             if self._waiting.get(source) == (message.count, answer):
                 del self._waiting[source]
-        return Grant(items=tuple((m.step, m.index) for m in granted))
+        items = tuple((m.step, m.index) for m in granted)
+        choice = self._pipeline.control.choice if self._pipeline.control else None
+        if choice is None:
+            return Grant(items=items)
+        return Grant(items=items, steps_ahead=choice.steps_ahead, gain=choice.gain)
 
     def _serve_soon(self) -> None:
         """Together with whoever else claims in this turn of the loop."""

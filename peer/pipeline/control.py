@@ -20,7 +20,12 @@ more than k steps. So the mean over a step's microbatches and over the stages is
 
     s(k, g) = mean over u in [0, 1] of min(k, (C + u g R) / T)                 [steps]
 
-With the price of staleness (`protocol/staleness.py`)
+Of what is stale, the part gR / (C + gR) begins while microbatches of the open step are still in flight, and has not
+seen what these bring, g r R / M of the step at most:
+
+    seen(g) >= 1 - min(1, g r R / M) gR / (C + gR)
+
+With the price of staleness (`protocol/staleness.py`), which may depend on that,
 
     time to a loss  ~  T (1 + price s^power)
 
@@ -32,6 +37,10 @@ compared to the round trip, staleness comes of them and not of queues, and the w
 
 **Measuring does not fulfil itself**: g is never below 1, so the pipeline never holds less than it takes to fill it, and
 the rate is the largest of late, measured while a step's own microbatches have the whole window to themselves.
+
+**One choice for a group.** A step ends for all replicas of stage 0 at once, so the lead's choice comes with what it
+grants and is everybody's. In eight cities with thirty replicas near and far ones chose differently, and steps took
+6.1 s where 4.6 were planned.
 
 Source: ours; e(g) is fitted to simulations (`BUSY_LACK`).
 """
@@ -68,6 +77,12 @@ class Measured:
     @property
     def work_s(self) -> float:
         return self.microbatches / self.rate_per_s
+
+    def seen(self, gain: float) -> float:
+        """The part of a step that is back here when a microbatch of a later one begins, at the least."""
+        flying_s = gain * self.round_trip_s
+        while_flying = flying_s / (self.commit_s + flying_s)
+        return 1.0 - min(1.0, self.rate_per_s * flying_s / self.microbatches) * while_flying
 
     @property
     def idle_s(self) -> float:
@@ -128,7 +143,8 @@ def choose(measured: Measured, *, s_max: int, price: Price, gain_max: float) -> 
     """
 
     def time_to_loss(choice: Choice) -> tuple[float, int]:
-        return choice.step_s * price.more_steps(choice.staleness_steps), -choice.steps_ahead
+        more_steps = price.more_steps(choice.staleness_steps, seen=measured.seen(choice.gain))
+        return choice.step_s * more_steps, -choice.steps_ahead
 
     pairs = itertools.product(range(s_max + 1), _gains(gain_max))
     return min((expected(measured, steps_ahead, gain) for steps_ahead, gain in pairs), key=time_to_loss)
@@ -152,7 +168,9 @@ class Control:
     s_max: int
     price: Price
     choice: Choice | None = None
-    """The newest."""
+    """The newest of our own."""
+    _led: tuple[int, float] | None = None
+    """(k, g) as the group's lead has chosen."""
     _begun: dict[int, int] = field(default_factory=dict)
     """Step -> microbatches of ours."""
     _own: deque[int] = field(default_factory=lambda: deque(maxlen=STEPS))
@@ -175,9 +193,22 @@ class Control:
         )
         self.choice = choose(measured, s_max=self.s_max, price=self.price, gain_max=window.gain)
 
+    def follow(self, steps_ahead: int, gain: float) -> None:
+        """What the group's lead has chosen, < 0: nothing yet. A step ends for all replicas at once, so where some run
+        ahead and others do not it is as stale as if all did, and as late as if none."""
+        self._led = (steps_ahead, gain) if steps_ahead >= 0 else None
+
     def lets_in(self, steps_ahead: int, window: Window) -> bool:
         """Whether a microbatch so many steps ahead of the version, at least one, may begin."""
-        if self.choice is None:
+        if self.in_force is None:
             return True
-        fits = self.choice.gain >= window.gain or window.in_flight < window.size_at(self.choice.gain)
-        return fits and steps_ahead <= self.choice.steps_ahead
+        most_ahead, gain = self.in_force
+        fits = gain >= window.gain or window.in_flight < window.size_at(gain)
+        return fits and steps_ahead <= most_ahead
+
+    @property
+    def in_force(self) -> tuple[int, float] | None:
+        """(k, g): the lead's choice, or ours while it has none."""
+        if self._led is None and self.choice is not None:
+            return self.choice.steps_ahead, self.choice.gain
+        return self._led

@@ -1,5 +1,6 @@
 """What asynchrony buys, read off the devices' timelines in virtual time."""
 
+from dataclasses import dataclass
 from statistics import mean
 
 import msgspec
@@ -28,7 +29,8 @@ def busy(make_swarm, spec, *, s_max, from_step, to_step, seed=0):
         )
         for names in STAGES:
             for name in names:
-                await swarm.add(name, device_flop_per_s=4e7)
+                # Of a run this small no more than a few microbatches are ever seen: control would not run ahead.
+                await swarm.add(name, device_flop_per_s=4e7, traffic=AdaptiveTraffic(controlled=False))
         swarm.obey(STAGES, fresh=True)
         await swarm.until_step(from_step)
         started_s = swarm.world.now_s()
@@ -53,11 +55,14 @@ def test_one_step_of_staleness_hides_the_bubble_and_the_commit(make_swarm, tiny_
     assert synchronous <= 0.75
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Priced(AdaptiveTraffic):
     """With a price of staleness that no study can change."""
 
+    price: float = 0.6
+
     def control(self, training):
-        return Control(s_max=training.s_max, price=Price(0.6))
+        return Control(s_max=training.s_max, price=Price(self.price))
 
 
 def ahead(make_swarm, spec, *, traffic, from_step=3, to_step=7):
@@ -94,6 +99,33 @@ def test_control_makes_fewer_microbatches_stale_and_steps_no_longer(make_swarm, 
     step_s, staleness = ahead(make_swarm, tiny_spec, traffic=Priced())
     assert step_s <= 1.02 * free_s
     assert 0.0 < staleness <= 0.8 * free_staleness
+
+
+@pytest.mark.sim
+def test_replicas_of_one_stage_run_ahead_alike(make_swarm, tiny_spec):
+    """Alone one of them would, and the other would not."""
+    builtins = msgspec.to_builtins(tiny_spec)
+    builtins["training"] |= {"s_max": 1, "steps": 6, "microbatches_per_step": 24, "validation_interval_steps": 0}
+
+    async def main():
+        swarm = make_swarm(
+            msgspec.convert(builtins, type(tiny_spec)), network=uniform(latency_s=0.3, rate_bytes_per_s=1e8)
+        )
+        for name, price in (("0.0", 0.6), ("0.1", 9.0), ("1.0", 0.6)):
+            await swarm.add(name, device_flop_per_s=4e7, traffic=Priced(price=price))
+        swarm.obey([["0.0", "0.1"], ["1.0"]], fresh=True)
+        await swarm.until_step(5)
+        controls = [swarm.drivers[name].replica.pipeline.core.control for name in ("0.0", "0.1")]
+        own = [(control.choice.steps_ahead, control.choice.gain) for control in controls]
+        in_force = {control.in_force for control in controls}
+        await swarm.close()
+        assert swarm.world.failures == []
+        return own, in_force
+
+    own, in_force = run(main())
+    assert [steps_ahead for steps_ahead, _ in own] == [1, 0]
+    assert len(in_force) == 1, "the lead's"
+    assert in_force < set(own)
 
 
 @pytest.mark.sim

@@ -12,6 +12,7 @@ import pytest
 from shoal.coordinator.allocate.search import evolve
 from shoal.coordinator.allocate.throughput_search import IMPOSSIBLE, ThroughputEvaluator
 from shoal.coordinator.cost.throughput import ThroughputObjective
+from shoal.protocol.staleness import Price
 
 _SPEC = importlib.util.spec_from_file_location("allocate_swarms", Path(__file__).with_name("swarms.py"))
 assert _SPEC
@@ -20,12 +21,16 @@ swarms = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(swarms)
 
 
+PRICES = Price(0.3), Price(0.77, 9, unseen=Price(1.4, 1)), Price(3.0, 1)
+"""Cheap, as it is, and so dear that nothing runs ahead."""
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_the_compiled_cost_is_that_of_the_formula(seed: int) -> None:
     stages, layers = 1 + seed % 4, 6
     topology = swarms.swarm(seed, 12, cards=seed % 3 > 0)
     workload = swarms.workload(layers=layers, s_max=seed % 2, cut_bytes=[4e6, 1e5, 1e8][seed % 3])
-    workload = replace(workload, staleness_price=0.3)
+    workload = replace(workload, price=PRICES[seed % len(PRICES)])
     evaluator = ThroughputEvaluator(topology, workload, stages)
     objective = ThroughputObjective(topology, workload)
     possible = 0

@@ -25,7 +25,7 @@ measurements = st.builds(
     commit_s=st.floats(0.0, 1e3),
     microbatches=st.floats(0.2, 4096.0),
 )
-prices = st.builds(Price, st.floats(0.0, 4.0), st.sampled_from([0.5, 1.0, 4.4]))
+prices = st.builds(Price, st.floats(0.0, 4.0), st.sampled_from([1, 2, 9]))
 
 
 def seconds(measured: Measured, price: Price, steps_ahead: int, gain: float) -> float:
@@ -37,7 +37,7 @@ def seconds(measured: Measured, price: Price, steps_ahead: int, gain: float) -> 
     e, x = gain**3 / (gain**3 + 0.1), min(1.0, idle / W)
     T = max(W * (1 - x + x / e), (W / e + idle) / (steps_ahead + 1))
     s = sum(min(steps_ahead, (C + (u + 0.5) / 64 * gain * R) / T) for u in range(64)) / 64
-    return T * (1 + price.at_one * s**price.power)
+    return T * (1 + price.at_one * s ** (price.half_powers / 2))
 
 
 @given(measured=measurements, s_max=st.integers(0, 4), price=prices)
@@ -59,7 +59,10 @@ def test_it_is_never_later_than_synchronous_training(measured: Measured, s_max: 
 
 @given(measured=measurements, s_max=st.integers(1, 4), low=prices, high=prices)
 def test_a_higher_price_never_buys_shorter_steps(measured: Measured, s_max: int, low: Price, high: Price) -> None:
-    low, high = Price(min(low.at_one, high.at_one), low.power), Price(max(low.at_one, high.at_one), low.power)
+    low, high = (
+        Price(min(low.at_one, high.at_one), low.half_powers),
+        Price(max(low.at_one, high.at_one), low.half_powers),
+    )
     cheap, dear = (choose(measured, s_max=s_max, price=price, gain_max=GAIN) for price in (low, high))
     assert cheap.step_s <= dear.step_s * (1 + 1e-9)
 
@@ -93,6 +96,21 @@ def test_a_step_that_is_shorter_than_the_way_takes_all_that_s_max_allows() -> No
     chosen = choose(SHORT_STEPS, s_max=2, price=Price(0.2), gain_max=GAIN)
     assert chosen.steps_ahead == 2
     assert chosen.step_s < 0.4 * choose(SHORT_STEPS, s_max=0, price=Price(0.2), gain_max=GAIN).step_s
+
+
+SEES = Price(0.77, 9, unseen=Price(1.4, 1))
+"""Of a strategy that is better the more it sees."""
+
+
+def test_it_runs_ahead_where_most_of_a_step_is_back_and_not_where_all_of_it_is_in_flight() -> None:
+    long_steps = replace(NO_REDUCTION, commit_s=2.0)
+    assert long_steps.seen(1.0) == pytest.approx(1.0 - 0.1 * 4.0 / 6.0)
+    assert choose(long_steps, s_max=1, price=SEES, gain_max=GAIN).steps_ahead == 1
+    # Eight cities with sixteen microbatches a step: twice as fast ahead, and 2.2 times as many steps.
+    all_in_flight = Measured(rate_per_s=7.0, round_trip_s=2.4, commit_s=0.1, microbatches=16.0)
+    assert all_in_flight.seen(1.0) == pytest.approx(1.0 - 2.4 / 2.5)
+    assert choose(all_in_flight, s_max=1, price=SEES, gain_max=GAIN).steps_ahead == 0
+    assert choose(all_in_flight, s_max=1, price=Price(SEES.at_one, SEES.half_powers), gain_max=GAIN).steps_ahead == 1
 
 
 def test_more_in_flight_keeps_devices_busier() -> None:
@@ -161,3 +179,18 @@ def test_synchronous_training_lets_none_in() -> None:
     control = Control(s_max=1, price=Price(0.0))
     control.choice = Choice(steps_ahead=0, gain=1.0, step_s=1.0, staleness_steps=0.0)
     assert not control.lets_in(1, measured_window())
+
+
+def test_what_the_groups_lead_has_chosen_goes_before_our_own() -> None:
+    control, window = Control(s_max=2, price=Price(0.0)), measured_window()
+    control.choice = Choice(steps_ahead=2, gain=window.gain, step_s=1.0, staleness_steps=1.0)
+    control.follow(1, 1.25)
+    fill(window, 10)
+    assert control.lets_in(1, window)
+    assert not control.lets_in(2, window)
+    fill(window, 1)
+    assert not control.lets_in(1, window)
+    control.follow(0, 1.0)
+    assert not control.lets_in(1, measured_window())
+    control.follow(-1, 1.0)
+    assert control.lets_in(2, window), "the lead does not know yet"
