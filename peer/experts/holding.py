@@ -63,7 +63,9 @@ class ExpertTenure(Tenure):
     def _is_needed(self) -> bool:
         core = self.group.core
         is_over = self.version >= self._s.spec.training.steps
-        return bool(core.mates) and not core.ready_mates and not is_over
+        # As many must have it without us as the plan promises, or the next death could be one too many.
+        promised = min(len(core.mates), self._s.spec.swarm.expert_replicas)
+        return len(core.ready_mates) < promised and not is_over
 
     def pause(self, *, at_once: bool) -> None:
         """Args: at_once: tokens are refused, and go to another holder."""
