@@ -5,12 +5,10 @@ import contextlib
 import itertools
 import logging
 import random
-import signal
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
@@ -26,28 +24,28 @@ from shoal.deploy.doctor.split import SplitWatch
 from shoal.deploy.heap import trim_heap, trim_heap_forever
 from shoal.deploy.invite_verb import InviteVerb
 from shoal.deploy.joining_view import FetchWatch, JoiningView
-from shoal.deploy.known_peers import KnownPeers, keep, whom_to_try
 from shoal.deploy.manners.device import memory_claim, stand_back
 from shoal.deploy.manners.keeper import Keeper, looking_at
 from shoal.deploy.manners.limits import Limits
+from shoal.deploy.network import Network, open_network
 from shoal.deploy.node import Node
 from shoal.deploy.output import Output, make_output
 from shoal.deploy.places import announced
 from shoal.deploy.report import Committed, Joined, Left, Note, Obeys, Phase, Ready, Status, StepDone, Validated
 from shoal.deploy.run_record import fetch_spec, seal_spec
 from shoal.deploy.run_text import find_corpus
+from shoal.deploy.stop import Stop
 from shoal.peer.data.corpus import Corpus
 from shoal.peer.initial import InitialWeights
-from shoal.protocol.errors import LocalError, ShoalError
+from shoal.protocol.errors import ShoalError
 from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.invite import Invite, make_invite, worth_telling
 from shoal.protocol.live.clock import LoopClock
 from shoal.protocol.live.compute import ThreadCompute
-from shoal.protocol.live.directory import LiveDirectory
 from shoal.protocol.live.disk import LiveDisk
-from shoal.protocol.live.throttle import Throttle
-from shoal.protocol.live.transport import LiveTransport, dialable
+from shoal.protocol.live.transport import LiveTransport
 from shoal.protocol.plan import Plan
+from shoal.protocol.ports import Compute
 from shoal.protocol.spec import RunSpec, run_id
 
 logger = logging.getLogger(__name__)
@@ -92,37 +90,15 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Network:
-    identity: Identity
-    transport: LiveTransport
-    directory: LiveDirectory
+class _Run:
+    """What this process takes part in."""
 
-
-class Stop:
-    """Ctrl-C asks once for a drain; SIGTERM leaves without waiting for work in flight. A second signal is at once, and
-    so is one that comes before we take part: the main task is cancelled.
-    """
-
-    def __init__(self) -> None:
-        self.asked = asyncio.Event()
-        self.drains = True
-        self.takes_part = False
-        main = asyncio.current_task()
-        assert main is not None
-        self._main = main
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, self._ask, number)
-
-    def _ask(self, number: signal.Signals) -> None:
-        if self.asked.is_set() or not self.takes_part:
-            self._main.cancel()
-        self.drains = number == signal.SIGINT
-        self.asked.set()
-
-    async def leave(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The control socket's `leave`: like Ctrl-C, or like SIGTERM with `drains` false."""
-        self._ask(signal.SIGINT if arguments.get("drains", True) else signal.SIGTERM)
-        return {}
+    spec: RunSpec
+    owner: PeerID
+    record: bytes
+    """The owner's signed spec."""
+    corpus: Corpus | None
+    """None: this machine has not the run's text."""
 
 
 async def host_run(spec: RunSpec, corpus: Corpus, options: Options) -> None:
@@ -133,9 +109,9 @@ async def host_run(spec: RunSpec, corpus: Corpus, options: Options) -> None:
     stop = Stop()
     identity = Identity.load_or_create(options.folder / "identity.key")
     run = run_id(spec, identity.peer_id)
-    async with _network(identity, run, options, invited=()) as network:
+    async with _network(identity, run, options) as network:
         record = seal_spec(identity, spec)
-        await _take_part(network, spec, identity.peer_id, corpus, record, options, stop)
+        await _take_part(network, _Run(spec=spec, owner=identity.peer_id, record=record, corpus=corpus), options, stop)
 
 
 async def join_run(invite: Invite, options: Options) -> None:
@@ -156,91 +132,61 @@ async def join_run(invite: Invite, options: Options) -> None:
                 find_corpus, spec, data=options.data, tokenizer=options.tokenizer, on_progress=view.reached
             )
             view.close()
-            await _take_part(network, spec, invite.owner, corpus, record, options, stop)
+            await _take_part(network, _Run(spec=spec, owner=invite.owner, record=record, corpus=corpus), options, stop)
 
 
-@contextlib.asynccontextmanager
-async def _network(identity: Identity, run: str, options: Options, *, invited: Sequence[str]) -> AsyncIterator[Network]:
-    """`invited`: an invite's addresses; whoever was met in the run before is tried beside them."""
-    async with contextlib.AsyncExitStack() as stack:
-        file = KnownPeers(LiveDisk(options.folder), run)
-        remembered = await asyncio.to_thread(file.read)
-        transport = await LiveTransport.start(
-            identity,
-            run=run,
-            state_dir=options.folder,
-            listen=options.listen,
-            announce=options.announce,
-            initial_peers=dialable(whom_to_try(invited, remembered, me=identity.peer_id)),
-            throttle=Throttle(options.limits.rates),
-        )
-        stack.push_async_callback(transport.close)
-        directory = await LiveDirectory.start(transport)
-        stack.push_async_callback(directory.close)
-        keeping = asyncio.create_task(
-            keep(file, transport, LoopClock(), run_blocking=asyncio.to_thread), name="keep the known peers"
-        )
-        stack.push_async_callback(_cancelled, keeping)
-        yield Network(identity=identity, transport=transport, directory=directory)
+def _network(
+    identity: Identity, run: str, options: Options, *, invited: Sequence[str] = ()
+) -> contextlib.AbstractAsyncContextManager[Network]:
+    return open_network(
+        identity,
+        run,
+        folder=options.folder,
+        listen=options.listen,
+        announce=options.announce,
+        rates=options.limits.rates,
+        invited=invited,
+    )
 
 
-async def _cancelled(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-
-
-async def _take_part(
-    network: Network,
-    spec: RunSpec,
-    owner: PeerID,
-    corpus: Corpus | None,
-    record: bytes,
-    options: Options,
-    stop: Stop,
-) -> None:
-    title = f"shoal {spec.name}"
-    async with serving(options.dashboard, RunFacts.of(spec), title=title) as showing:
-        output = showing.beside(make_output(reports=options.reports, title=title, steps_total=spec.training.steps))
+async def _take_part(network: Network, run: _Run, options: Options, stop: Stop) -> None:
+    title = f"shoal {run.spec.name}"
+    async with serving(options.dashboard, RunFacts.of(run.spec), title=title) as showing:
+        output = showing.beside(make_output(reports=options.reports, title=title, steps_total=run.spec.training.steps))
         if showing.announcement:
             output.say(Note(text=showing.announcement))
-        await _train(network, spec, owner, corpus, record, options, stop, output)
+        await _train(network, run, options, stop, output)
 
 
-async def _train(
-    network: Network,
-    spec: RunSpec,
-    owner: PeerID,
-    corpus: Corpus | None,
-    record: bytes,
-    options: Options,
-    stop: Stop,
-    output: Output,
-) -> None:
+def _make_compute(options: Options) -> MeteredCompute:
     # On a CPU shared with others the thread's own seconds say what it could give; a GPU's are not the thread's.
     probe_clock = time.thread_time if options.device.type == "cpu" else time.perf_counter
-    compute = MeteredCompute(
+    return MeteredCompute(
         ThreadCompute(
             initializer=lambda: _prepare_thread(options),
             probe_clock=probe_clock,
             share=options.limits.compute_share,
         )
     )
-    node = Node(
+
+
+def _make_node(network: Network, run: _Run, options: Options, compute: Compute, output: Output) -> Node:
+    return Node(
         identity=network.identity,
         transport=network.transport,
         directory=network.directory,
         compute=compute,
         clock=LoopClock(),
-        spec=spec,
-        owner=owner,
+        spec=run.spec,
+        owner=run.owner,
         name=options.name,
         device=options.device,
         memory_bytes=memory_claim(options.limits, options.device),
-        corpus=corpus,
+        corpus=run.corpus,
         initial=options.initial,
         disk=LiveDisk(options.folder),
         rng=random.Random(),  # only jitter and plan seeds: what must be reproducible is drawn from the spec's seed
-        spec_record=record,
+        spec_record=run.record,
         run_blocking=asyncio.to_thread,
         run_search=in_background,
         on_step=lambda step: output.say(_step_done(step, network.identity.peer_id)),
@@ -248,7 +194,12 @@ async def _train(
         on_validation=lambda report: output.say(Validated(report=report)),
         on_plan=lambda signed: output.say(_obeys(signed.plan)),
     )
-    invite = make_invite(node.run, owner, worth_telling(network.transport.addresses()))
+
+
+async def _train(network: Network, run: _Run, options: Options, stop: Stop, output: Output) -> None:
+    compute = _make_compute(options)
+    node = _make_node(network, run, options, compute, output)
+    invite = make_invite(node.run, run.owner, worth_telling(network.transport.addresses()))
     control = ControlServer(options.folder)
     keeper = Keeper(
         options.limits,
@@ -258,7 +209,7 @@ async def _train(
     )
     keeper.install(control)
     control.on("leave", stop.leave)
-    control.on("invite", InviteVerb(network.transport, run=node.run, owner=owner).answer)
+    control.on("invite", InviteVerb(network.transport, run=node.run, owner=run.owner).answer)
     try:
         await control.try_start()
         with announced(invite, options.folder):
@@ -268,12 +219,12 @@ async def _train(
             stop.takes_part = True
             keeper.start()
             logger.info("this machine gives %.1f GFLOP/s", node.peer.advert().flop_per_s / 1e9)
-            if owner == node.peer_id:
+            if run.owner == node.peer_id:
                 output.say(Ready(peer=node.peer_id, run=node.run, invite=invite))
             output.say(Joined(peer=node.peer_id, name=options.name, invite=invite))
             if limits := options.limits.in_words:
                 output.say(Note(text=f"limits that you have set: {', '.join(limits)}"))
-            if corpus is None:
+            if run.corpus is None:
                 output.say(Note(text="this machine has not the run's text: it will not be used for the first stage"))
             meter = ContributionMeter(node, compute, LoopClock(), name=options.name, limits=keeper.report)
             finished = await _until_done(node, network.transport, output, stop, meter)
@@ -352,16 +303,6 @@ def _obeys(plan: Plan) -> Obeys:
         reason=plan.reason,
         peers=len(plan.members),
     )
-
-
-def pick_device(wanted: str) -> torch.device:
-    """`auto`, `cpu`, `cuda` or `cuda:N`. Raises: LocalError: torch sees no such device here."""
-    if wanted == "auto":
-        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    device = torch.device(wanted)
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise LocalError(f"--device {wanted}: torch sees {torch.cuda.device_count()} CUDA devices on this machine")
-    return device
 
 
 def _prepare_thread(options: Options) -> None:

@@ -3,6 +3,7 @@
 A block is a shell session unless its fence says otherwise. In one with `$ ` prompts the other lines are output.
 """
 
+import ast
 import os
 import re
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
@@ -139,6 +141,23 @@ def test_links_lead_to_files() -> None:
     local = [target for target in targets if not re.match(r"[a-z]+:", target)]
     assert local
     assert [target for target in local if not (ROOT / target).exists()] == []
+
+
+def test_the_path_of_a_microbatch_names_what_is_there() -> None:
+    """Each `Class.method` and `function` of the table, in one of the files that it links."""
+    section = README.partition("## The path of a microbatch")[2].partition("\n## ")[0]
+    defined = {name for target in re.findall(r"\]\(([^)]+\.py)\)", section) for name in definitions(ROOT / target)}
+    named = set(re.findall(r"`([A-Z]\w+(?:\.\w+)?|[a-z_]{3,})`", section))
+    assert len(named) > 10
+    assert named <= defined, sorted(named - defined)
+
+
+def definitions(path: Path) -> Iterator[str]:
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, (*FUNCTIONS, ast.ClassDef)):
+            yield node.name
+        if isinstance(node, ast.ClassDef):
+            yield from (f"{node.name}.{each.name}" for each in ast.walk(node) if isinstance(each, FUNCTIONS))
 
 
 @pytest.mark.parametrize(

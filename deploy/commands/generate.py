@@ -38,7 +38,7 @@ def generate(
 ) -> None:
     """Let a snapshot write, and show it as it comes."""
     start_logging(verbose)
-    from shoal.deploy.session import pick_device
+    from shoal.deploy.manners.device import pick_device
     from shoal.deploy.ship.found_snapshot import find_snapshots
     from shoal.deploy.ship.generate import fit_for_terminal, load_writer
     from shoal.peer.model.generate import Sampler

@@ -20,9 +20,6 @@ EXIT_INTERRUPTED = 130
 DEFAULT_LISTEN = "0.0.0.0:0"
 
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,4})?")
-_HUB = "hf:"
-_PYTHON_LIBRARY = "python-library"
-"""As `peer.data` has them, whose import takes torch along."""
 
 
 def _device_name(text: str) -> str:
@@ -104,7 +101,9 @@ def data_source(text: str) -> str:
 
     Raises: LocalError: there is no such file or folder.
     """
-    if not text or text == _PYTHON_LIBRARY or text.startswith(_HUB):
+    from shoal.peer.data.documents import HUB, PYTHON_LIBRARY
+
+    if not text or text == PYTHON_LIBRARY or text.startswith(HUB):
         return text
     path = Path(text).expanduser().resolve()
     if not path.exists():

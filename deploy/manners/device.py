@@ -1,4 +1,4 @@
-"""Limits that a device keeps for us: memory, and how far its thread stands back."""
+"""The device: which one, and the limits that it keeps for us: memory, and how far its thread stands back."""
 
 import os
 import sys
@@ -8,6 +8,17 @@ import psutil
 import torch
 
 from shoal.deploy.manners.limits import Limits
+from shoal.protocol.errors import LocalError
+
+
+def pick_device(wanted: str) -> torch.device:
+    """`auto`, `cpu`, `cuda` or `cuda:N`. Raises: LocalError: torch sees no such device here."""
+    if wanted == "auto":
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    device = torch.device(wanted)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise LocalError(f"--device {wanted}: torch sees {torch.cuda.device_count()} CUDA devices on this machine")
+    return device
 
 
 def memory_claim(limits: Limits, device: torch.device) -> int | None:

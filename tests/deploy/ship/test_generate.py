@@ -102,7 +102,7 @@ def test_a_terminal_gets_no_commands_from_a_model() -> None:
     [
         (("/nowhere",), "there is no snapshot in /nowhere"),
         (("SNAPSHOT", "--top-p", 0), "top-p must be in"),
-        (("SNAPSHOT", "--device", "gpu7"), "is no device"),
+        (("SNAPSHOT", "--device", "gpu7"), "shoal computes on cpu"),
     ],
 )
 def test_what_cannot_be_done_is_one_line(tmp_path: Path, arguments: tuple[object, ...], sentence: str) -> None:
