@@ -1,23 +1,15 @@
 """Plans of the throughput planner: repeatable, steady, mended at once, and impossible in one line."""
 
-import importlib.util
-from pathlib import Path
-
 import numpy as np
 import pytest
 
+import allocate_swarms as swarms
 from shoal.coordinator.allocate.bounds import best_bounds
 from shoal.coordinator.allocate.hierarchy import levels
 from shoal.coordinator.allocate.interface import NoLayout
 from shoal.coordinator.allocate.planner import Planned, plan, planned, repair
 from shoal.coordinator.cost.placement import Placement
 from shoal.protocol.topology import Topology, make_topology
-
-_SPEC = importlib.util.spec_from_file_location("allocate_swarms", Path(__file__).with_name("swarms.py"))
-assert _SPEC
-assert _SPEC.loader
-swarms = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(swarms)
 
 WORK = 8_000_000
 

@@ -1,25 +1,17 @@
 """The compiled evaluation against the plain formula, and the search on it against trying everything."""
 
-import importlib.util
 import itertools
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 
+import allocate_swarms as swarms
 from shoal.coordinator.allocate.search import evolve
 from shoal.coordinator.allocate.throughput_search import IMPOSSIBLE, ThroughputEvaluator
 from shoal.coordinator.cost.throughput import ThroughputObjective
 from shoal.protocol.staleness import Price
-
-_SPEC = importlib.util.spec_from_file_location("allocate_swarms", Path(__file__).with_name("swarms.py"))
-assert _SPEC
-assert _SPEC.loader
-swarms = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(swarms)
-
 
 PRICES = Price(0.3), Price(0.77, 9, unseen=Price(1.4, 1)), Price(3.0, 1)
 """Cheap, as it is, and so dear that nothing runs ahead."""

@@ -1,22 +1,15 @@
-"""Stage groups of GroupCores with whatever may happen to them between any two events (`replicas.py`, `machines.py`).
+"""Stage groups of GroupCores with whatever may happen to them between any two events (`tests/lib`).
 
 Always asserted: a round holds every microbatch at least once, its duplicates are exactly the surplus and nothing is
 given up; no two rounds share a number; all reports of a step say the same; everybody alive ends at the last version
 with one digest; nobody waits for ever.
 """
 
-import importlib.util
 import random
-import sys
-from pathlib import Path
 
 import pytest
 
-_SPEC = importlib.util.spec_from_file_location("group_replicas", Path(__file__).with_name("replicas.py"))
-assert _SPEC
-assert _SPEC.loader
-replicas = sys.modules["group_replicas"] = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(replicas)
+import group_replicas as replicas
 
 MOST = {"changes": 4, "deaths": 3, "sleeps": 2, "losses": 8, "flips": 3}
 

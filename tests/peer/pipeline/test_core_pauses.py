@@ -1,11 +1,9 @@
 """A pause, at one replica: what goes back, and what is still finished."""
 
-from shoal.peer.pipeline.core import PipelineCore
+from pipeline_cores import DOWN, OTHER, UP, A, B, C, core, feed, job
 from shoal.peer.pipeline.events import (
     Arrived,
-    Command,
     Contributed,
-    Event,
     Forget,
     GradientArrived,
     HandBack,
@@ -18,37 +16,6 @@ from shoal.peer.pipeline.events import (
     SendGradient,
     StepReady,
 )
-from shoal.peer.pipeline.microbatch import Microbatch
-from shoal.peer.pipeline.router import Router
-from shoal.peer.pipeline.window import Window
-from shoal.protocol.identity import PeerID
-
-UP, DOWN, OTHER = (PeerID(name) for name in ("up", "down", "other"))
-
-
-def core(*, stage: int = 1, num_stages: int = 3, s_max: int = 1, targets: tuple[PeerID, ...] = (DOWN,)) -> PipelineCore:
-    """All targets are ready."""
-    router = Router()
-    router.set_shares(dict.fromkeys(targets, 1.0))
-    for target in targets:
-        router.set_ready(target, True)
-    window = Window(num_stages=num_stages) if stage == 0 else None
-    return PipelineCore(stage=stage, num_stages=num_stages, s_max=s_max, version=0, router=router, window=window)
-
-
-def feed(made: PipelineCore, *events: Event) -> list[Command]:
-    """The commands of the last event."""
-    commands: list[Command] = []
-    for event in events:
-        commands = made.handle(event, now_s=0.0)
-    return commands
-
-
-def job(kind: str, step: int, index: int, version: int = 0) -> Job:
-    return Job(kind, Microbatch(step, index), version)  # type: ignore[arg-type]
-
-
-A, B, C = Microbatch(0, 0), Microbatch(0, 1), Microbatch(0, 2)
 
 
 def test_a_pause_hands_back_what_has_not_begun_and_finishes_what_has() -> None:

@@ -1,4 +1,4 @@
-"""A stage group of GroupCores with their issue books, in the world of `machines.py`.
+"""A stage group of GroupCores with their issue books, in the world of `group_machines.py`.
 
 Played here: what is around the cores, as `peer/driver.py`, `peer/replica.py`, `peer/joining.py` and the drivers of
 `peer/group/` do it, a coordinator whose plans add members, move them away and drop them, and the checks. `World.run`
@@ -7,15 +7,13 @@ ends when everybody is at the last version, or with an AssertionError.
 This file is long because one world, with everything that can go wrong in it, serves every property.
 """
 
-import importlib.util
 import math
-import sys
 import zlib
 from collections import Counter
 from collections.abc import Iterable
 from functools import partial
-from pathlib import Path
 
+from group_machines import DRAIN_S, PATIENCE_S, PRESS_S, Action, Box, Claim, Machines, Node, Order, Round, Tenure
 from shoal.peer.group.commands import AskRepair, CatchUp, Command, Reduce, Report, Resync, Tell, Witness
 from shoal.peer.group.core import GroupCore
 from shoal.peer.pipeline.issue import IssueBook
@@ -23,22 +21,6 @@ from shoal.peer.pipeline.microbatch import IndexSet, Microbatch
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import CommitReport, Digest, Progress, RoundStart
 from shoal.protocol.plan import Member
-
-_SPEC = importlib.util.spec_from_file_location("group_machines", Path(__file__).with_name("machines.py"))
-assert _SPEC
-assert _SPEC.loader
-machines = sys.modules["group_machines"] = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(machines)
-Action = machines.Action
-Box, Claim, Machines, Node, Order, Round, Tenure = (
-    machines.Box,
-    machines.Claim,
-    machines.Machines,
-    machines.Node,
-    machines.Order,
-    machines.Round,
-    machines.Tenure,
-)
 
 
 class World(Machines):
@@ -251,7 +233,7 @@ class World(Machines):
         self._wake(tenure)
 
     def _drain(self, node: "Node", tenure: "Tenure") -> None:
-        tenure.leaves_at_s, tenure.is_open = self.now_s + machines.DRAIN_S, False
+        tenure.leaves_at_s, tenure.is_open = self.now_s + DRAIN_S, False
         self._perform(node, tenure, tenure.core.set_open(False, now_s=self.now_s))
         self._say_hello(node, audience(tenure))
 
@@ -376,7 +358,7 @@ class World(Machines):
             if tenure.claim is claim:
                 tenure.claim, tenure.claims_at_s = None, self.now_s + 0.2
             return
-        claim.until_s = self.now_s + machines.PATIENCE_S
+        claim.until_s = self.now_s + PATIENCE_S
         at.tenure.waiting[node.name] = claim
         self._serve_soon(at, at.tenure)
 
@@ -474,7 +456,7 @@ class World(Machines):
 
     def _reduce(self, node: "Node", tenure: "Tenure", start: RoundStart) -> None:
         self.note(f"{node.name} reduces {start.step}.{start.attempt} of {' '.join(m.peer for m in start.members)}")
-        tenure.rounds[start.step] = Round(start, press_at_s=self.now_s + machines.PRESS_S)
+        tenure.rounds[start.step] = Round(start, press_at_s=self.now_s + PRESS_S)
         for member in start.members:
             self._send(node, tenure, member.peer, start, "part")
         for source, kind in tenure.early.pop((start.step, start.attempt), []):
@@ -483,7 +465,7 @@ class World(Machines):
     def _press(self, node: "Node", tenure: "Tenure", ours: "Round") -> None:
         """What was lost on the way is sent again."""
         self._perform(node, tenure, tenure.core.press())
-        ours.press_at_s = self.now_s + machines.PRESS_S
+        ours.press_at_s = self.now_s + PRESS_S
         members = [member.peer for member in ours.start.members]
         for kind in ("part", "result") if ours.parts == set(members) else ("part",):
             for peer in members:

@@ -1,4 +1,4 @@
-"""Machines and a network that do what they like, under stage groups of GroupCores (`replicas.py`).
+"""Machines and a network that do what they like, under stage groups of GroupCores (`group_replicas.py`).
 
 Played here: outboxes with one call at a time, Hellos and who has begun anew, frames. Between any two events anything
 else may happen: calls and frames get lost, processes die and come back, machines sleep and handle what was queued when
