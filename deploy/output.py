@@ -6,7 +6,7 @@ from typing import Protocol
 from rich.console import Console
 from rich.live import Live
 
-from shoal.deploy.dashboard.view import peer_state
+from shoal.deploy.dashboard.view import DONE, run_phase
 from shoal.deploy.live_view import Board, plain_line, render, short
 from shoal.deploy.report import (
     Contribution,
@@ -97,7 +97,7 @@ class TerminalOutput:
             case Note():
                 self._note(report.text)
             case Left():
-                self._board.phase = "the run is done" if report.finished else "left"
+                self._board.phase = DONE if report.finished else "left"
                 if report.state_dir:
                     self._print(f"state and snapshots: {report.state_dir}", soft_wrap=True)
                 if report.finished and self._hosts:
@@ -126,7 +126,7 @@ class TerminalOutput:
             board.validation = status.step, status.validation_loss
         self._take_step(status)
         if board.fetching is None:
-            board.phase = phase_of(status)
+            board.phase = run_phase(status)
 
     def _take_step(self, status: SwarmStatus) -> None:
         board = self._board
@@ -159,14 +159,6 @@ class TerminalOutput:
 
     def _print(self, text: str, *, soft_wrap: bool = True) -> None:
         self._console.print(text, soft_wrap=soft_wrap, markup=False, highlight=False)
-
-
-def phase_of(status: SwarmStatus) -> str:
-    """What the run as a whole does, or waits for."""
-    for stage in range(len(status.stages)):
-        if not any(peer.stage == stage and peer_state(peer) != "silent" for peer in status.peers):
-            return f"waiting: nobody holds stage {stage}"
-    return "training" if status.step else "at the first step"
 
 
 def make_output(*, reports: bool, title: str, steps_total: int) -> Output:

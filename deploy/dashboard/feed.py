@@ -16,6 +16,8 @@ from shoal.deploy.dashboard.experts import expert_views
 from shoal.deploy.dashboard.limiting import limited_by
 from shoal.deploy.dashboard.picture import flows, links
 from shoal.deploy.dashboard.view import (
+    DONE,
+    FIRST_STEP,
     ChangeView,
     GoneView,
     LimitsView,
@@ -24,6 +26,7 @@ from shoal.deploy.dashboard.view import (
     Point,
     View,
     peer_state,
+    run_phase,
 )
 from shoal.deploy.report import (
     Contribution,
@@ -32,6 +35,7 @@ from shoal.deploy.report import (
     Limits,
     Note,
     Obeys,
+    Phase,
     Ready,
     Report,
     Status,
@@ -134,11 +138,14 @@ class Feed:
                 self._validation = report.report.loss
             case Contribution():
                 self._contributions[report.peer] = now_s, report
+            case Phase():
+                if self._status is None:
+                    self._phase = report.name
             case Note():
                 self._note(now_s, "note", report.text)
             case Left():
                 if report.peer == self.me:
-                    self._phase = "the run is done" if report.finished else "left"
+                    self._phase = DONE if report.finished else "left"
 
     def _take_plan(self, plan: Obeys | PlanNote, now_s: float) -> None:
         """In a demo everyone tells every plan, and who returns begins with an old one."""
@@ -171,12 +178,9 @@ class Feed:
             self._note(now_s, "joined", f"{peer[-8:]} joined")
         for departure in gone:
             self._note(now_s, "left", f"{departure.peer[-8:]} left")
-        if status.step >= status.steps:
-            self._phase = "the run is done"
-        elif status.step > 0 or status.loss is not None:
-            self._phase = "training"
-        elif self._phase != "left":
-            self._phase = "first step under way"
+        phase = run_phase(status)
+        if phase != FIRST_STEP or self._phase != "left":
+            self._phase = phase
         if status.validation_loss is not None:
             self._validation = status.validation_loss
         if status.step > 0:
@@ -273,7 +277,7 @@ class Feed:
         return steps * (recent[-1].at_s - recent[0].at_s) / done if done > 0 else None
 
     def _spoken_phase(self, status_age_s: float | None) -> str:
-        if status_age_s is not None and status_age_s > STALE_S and self._phase == "training":
+        if status_age_s is not None and status_age_s > STALE_S and self._phase not in ("left", DONE):
             return f"no word of the coordinator for {status_age_s:.0f} s"
         return self._phase
 

@@ -9,7 +9,7 @@ from typing import Literal
 import msgspec
 
 from shoal.protocol.identity import PeerID
-from shoal.protocol.messages import PeerStatus
+from shoal.protocol.messages import PeerStatus, SwarmStatus
 
 SILENT_S = 3.0
 """From when on a view says that a peer has not been heard."""
@@ -28,6 +28,20 @@ def peer_state(peer: PeerStatus) -> PeerState:
     if peer.version < 0:
         return "unheard"
     return "training" if peer.synced else "fetching"
+
+
+DONE = "the run is done"
+FIRST_STEP = "first step under way"
+
+
+def run_phase(status: SwarmStatus) -> str:
+    """What the run as a whole does, or waits for."""
+    if status.step >= status.steps:
+        return DONE
+    for stage in range(len(status.stages)):
+        if not any(peer.stage == stage and peer_state(peer) != "silent" for peer in status.peers):
+            return f"waiting: nobody holds stage {stage}"
+    return "training" if status.step > 0 or status.loss is not None else FIRST_STEP
 
 
 class _Shown(msgspec.Struct, frozen=True, kw_only=True):

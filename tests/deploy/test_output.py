@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from shoal.deploy.output import TerminalOutput, phase_of
+from shoal.deploy.dashboard.view import run_phase
+from shoal.deploy.output import TerminalOutput
 from shoal.deploy.report import Joined, Left, Note, Phase, Ready, Status
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import PeerStatus, SwarmStatus
@@ -91,15 +92,16 @@ def test_a_guest_is_not_told_to_export_what_it_has_a_part_of(output: TerminalOut
 @pytest.mark.parametrize(
     ("step", "peers", "phase"),
     [
-        (0, (peer(A, 0), peer(B, 1)), "at the first step"),
+        (0, (peer(A, 0), peer(B, 1)), "first step under way"),
         (7, (peer(A, 0), peer(B, 1)), "training"),
         (7, (peer(A, 0), peer(B, 1, draining=True)), "training"),
         (7, (peer(A, 0), peer(B, 1, seen_s_ago=30.0)), "waiting: nobody holds stage 1"),
         (7, (peer(B, 1),), "waiting: nobody holds stage 0"),
+        (100, (), "the run is done"),
     ],
 )
 def test_what_the_run_does(step: int, peers: tuple[PeerStatus, ...], phase: str) -> None:
-    assert phase_of(status(step, peers=peers)) == phase
+    assert run_phase(status(step, peers=peers)) == phase
 
 
 def test_a_validation_keeps_the_step_at_which_it_was_news(output: TerminalOutput) -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from shoal.deploy.dashboard.census import GONE_AFTER_S
 from shoal.deploy.dashboard.feed import NEW_S, STALE_S, TEXT_CHARS_MAX
-from shoal.deploy.report import Joined, Left, Limits, Note, Obeys, Ready, Status, StepDone
+from shoal.deploy.report import Joined, Left, Limits, Note, Obeys, Phase, Ready, Status, StepDone
 from shoal.protocol.messages import PlanNote
 
 
@@ -140,6 +140,15 @@ def test_it_says_when_the_coordinator_is_silent(feed, two_peers):
     feed.take(two_peers, 0.0)
     assert feed.view(STALE_S).phase == "training"
     assert "no word of the coordinator" in feed.view(STALE_S + 1.0).phase
+
+
+def test_it_says_what_is_waited_for(feed, make_status, make_peer, id_of):
+    feed.take(Joined(peer=id_of("a"), name="peer-a", invite=""), 0.0)
+    feed.take(Phase(name="waiting for peers: 1 of 2 are here"), 1.0)
+    assert feed.view(1.0).phase == "waiting for peers: 1 of 2 are here"
+    feed.take(Status(status=make_status(make_peer("a", 0))), 2.0)
+    feed.take(Phase(name="catching up"), 2.0)
+    assert feed.view(2.0).phase == "waiting: nobody holds stage 1"
 
 
 def test_the_end_is_said(feed, make_status, make_peer, id_of):

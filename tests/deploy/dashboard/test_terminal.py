@@ -40,7 +40,7 @@ def test_it_shows_the_figures_the_swarm_and_what_changed(feed, two_peers, id_of)
 
 
 def test_before_the_first_step_there_are_no_figures(feed, make_status, make_peer):
-    status = Status(status=make_status(make_peer("a"), step=0, loss=None, tokens_per_s=0.0))
+    status = Status(status=make_status(make_peer("a", 0), make_peer("b", 1), step=0, loss=None, tokens_per_s=0.0))
     feed.take(status, 0.0)
     text = drawn(feed, status, 0.0)
     assert "first step under way" in text
