@@ -13,6 +13,7 @@ time is put in afterwards: an hour of a simulated swarm takes half an hour of a 
 """
 
 import argparse
+import logging
 import math
 import statistics
 import time
@@ -349,6 +350,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=4800.0, help="of the trace")
     parser.add_argument("--steps", type=int, default=65, help="with a hot expert")
     options = parser.parse_args()
+    logging.getLogger("shoal").setLevel(logging.ERROR)  # that the dead cannot be reached is known
     if options.what == "hot":
         show_hot(options.steps)
         return
