@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from shoal.deploy import places
-from shoal.deploy.commands.options import EXIT_INTERRUPTED, Dashboard, examples
+from shoal.deploy.commands.options import EXIT_INTERRUPTED, Dashboard, check_writable, data_source, examples
 from shoal.deploy.dashboard.address import parse_address
 from shoal.protocol.errors import LocalError
 from shoal.protocol.spec import load_spec
@@ -66,7 +66,9 @@ def demo(
         changes["training.steps"] = steps
         changes["optimizer.warmup_steps"] = min(base.optimizer.warmup_steps, steps)
     if data:
-        changes["data.source"] = data if data.startswith("hf:") else str(Path(data).expanduser().resolve())
+        changes["data.source"] = data_source(data)
+    if json is not None:
+        check_writable(json)
     folder = places.state_root() / "demo" / time.strftime("%Y-%m-%d-%H%M%S")
     chosen = DemoOptions(
         spec=with_changes(base, changes),

@@ -157,6 +157,7 @@ def test_recover_with_no_run_up_names_itself() -> None:
         ("join", an_invite(), "--data"),
         ("import", "model", "run.toml", "--data"),
         ("tokenizer", "train"),
+        ("demo", "--data"),
     ],
 )
 def test_a_text_that_is_not_there(tmp_path: Path, command: tuple[str, ...]) -> None:
@@ -176,6 +177,7 @@ def test_a_source_is_a_path_or_a_name(tmp_path: Path, monkeypatch: pytest.Monkey
         ("simulate", "home-gpus", "--json"),
         ("simulate", "home-gpus", "--html"),
         ("simulate", "--campaign", "1", "--json"),
+        ("demo", "--json"),
         ("import", "model"),
         ("tokenizer", "train", "python-library"),
     ],
