@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shoal.kernels.optimizer import OPTIMIZERS, clip, reference
+from twins import DEVICE
 
 NAMES = ["sgd", "adamw", "nadam"]
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
 SETTINGS: dict[str, Any] = {"learning_rate": 3e-3, "beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8, "weight_decay": 0.1}
 
 GOLDEN = {"sgd": "d946b9f6ae60f8e7", "adamw": "67b08474ff217d44", "nadam": "1087672c40cfacea"}

@@ -1,0 +1,32 @@
+"""A Triton module as the suite runs it: on the card if there is one, else under Triton's interpreter."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from types import ModuleType
+
+import pytest
+import torch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@contextmanager
+def twin(name: str, *, shrink: Callable[[pytest.MonkeyPatch, ModuleType], None]) -> Iterator[ModuleType]:
+    """The module of that name. `shrink` makes its blocks fit for being interpreted.
+
+    Triton decides when a kernel is made whether to interpret it, and asks again as it goes. So the variable is set for
+    as long as the module is in use, and nobody else gets a module that was made meanwhile.
+    """
+    pytest.importorskip("triton")
+    if DEVICE != "cpu":
+        yield import_module(name)
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        patch.delitem(sys.modules, name, raising=False)
+        module = import_module(name)
+        shrink(patch, module)
+        yield module
+        sys.modules.pop(name, None)
