@@ -101,6 +101,8 @@ class ExpertSeats:
             before, self._followed = self._followed, signed
             renewing, self._renewing, self._again = self._renewing, set(), False
             for group in sorted(self._tenures):
+                if group not in self._tenures:
+                    continue  # it had drained by the time that another one was dropped
                 if group not in self._draining:
                     await self._follow_with(group, before, signed.plan, renew=group in renewing)
                 elif group in signed.plan.groups_of(self._me) and self._tenures[group].is_place_of(signed.plan):

@@ -1,0 +1,80 @@
+"""Which of its tenures a peer begins, keeps and drops by a plan, while others of them come to their end."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+from shoal.peer.experts.seats import ExpertSeats
+from shoal.protocol.identity import PeerID
+from shoal.protocol.plan import ExpertGroup, Member, Plan, Stage
+from shoal.protocol.sim.loop import run
+
+ME, MATE = PeerID("me"), PeerID("mate")
+
+
+def plan_without_me() -> Plan:
+    mate = (Member(MATE, 1.0, 1.0, 1),)
+    return Plan(
+        run="r",
+        term=1,
+        sequence=2,
+        previous="",
+        coordinator=MATE,
+        stages=(Stage(0, 1, (Member(ME, 1.0, 1.0, 1), *mate)),),
+        experts=tuple(ExpertGroup(0, expert, mate) for expert in range(3)),
+    )
+
+
+class PretendTenure:
+    """One of group `group_id` whose place is another's now; `on_close` happens while it is being closed."""
+
+    def __init__(self, group_id: int, on_close: Any = None) -> None:
+        self.group_id, self._on_close = group_id, on_close
+        self.audience: list[PeerID] = []
+        self.work = SimpleNamespace(runtime=SimpleNamespace(keys=()))
+        self.is_closed = False
+
+    def is_place_of(self, plan: Plan) -> bool:
+        return False
+
+    async def close(self) -> None:
+        self.is_closed = True
+        await asyncio.sleep(0.1)
+        if self._on_close is not None:
+            await self._on_close()
+
+
+def test_one_that_has_drained_while_another_was_dropped_is_passed_over() -> None:
+    async def main() -> None:
+        failures: list[BaseException] = []
+        signed: Any = SimpleNamespace(plan=plan_without_me(), digest="d")
+        surroundings: Any = SimpleNamespace(
+            endpoint=SimpleNamespace(peer_id=ME, era=0, incarnation=1),
+            on_failure=failures.append,
+            server=SimpleNamespace(forget=lambda keys: None),
+        )
+        neighbours: Any = SimpleNamespace(
+            say=lambda peers: None, say_news=lambda peers: None, words=lambda: ()
+        )
+        seats = ExpertSeats(
+            surroundings,
+            neighbours,
+            plan=lambda: signed,
+            is_leaving=lambda: False,
+            on_begun=lambda tenure: None,
+            on_change=lambda: None,
+        )
+        drained: Any = PretendTenure(2)
+        first: Any = PretendTenure(1, on_close=lambda: seats._drop(2))
+        seats._tenures = {1: first, 2: drained}
+        seats._draining = {2}
+        seats.follow_soon()
+        assert seats._transition is not None
+        await asyncio.wait({seats._transition})
+        assert failures == []
+        assert first.is_closed
+        assert drained.is_closed
+        assert seats.tenures == []
+        await seats.close()
+
+    run(main())
