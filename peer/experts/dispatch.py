@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from shoal.peer.experts.passage import Part, Passage
+from shoal.peer.experts.patience import Patience
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.pipeline.router import Router
 from shoal.peer.pipeline.suspended import ExpertCall
@@ -33,7 +34,9 @@ logger = logging.getLogger(__name__)
 
 _ASK_AGAIN_S: Final = (10.0, 20.0, 40.0)
 """A frame may be lost with its stream, both ways, or the holder waits for a version. After the last, another is tried,
-if there is one."""
+if there is one, though nothing says that others are quicker (`patience.py`)."""
+_LOOK_S: Final = 0.5
+"""So often whether a holder is out of all proportion slower than others."""
 _RETRY_S: Final = 0.2
 _PASS_BY_S: Final = 10.0
 """Nobody has been there for so long, nor is expected: the tokens are passed by."""
@@ -44,7 +47,9 @@ class _Asked:
     """A frame on its way."""
 
     holder: PeerID
+    step: int
     size: int
+    sent_s: float
     answer: "asyncio.Future[Payload | None]"
     """None: the holder could not, or is lost."""
 
@@ -68,6 +73,7 @@ class ExpertDispatch:
         """Whom we know to be lost."""
         self._places: dict[PeerID, dict[int, int]] = {}
         """Holder -> expert -> incarnation, of those that it has, open or not."""
+        self._patience = Patience()
         self._tasks = Tasks(surroundings.on_failure)
         self.num_passed_by = 0
         """Tokens."""
@@ -177,7 +183,9 @@ class ExpertDispatch:
         if part.holder is None:
             router = self._routers[expert]
             mine = self._me in router.shares and router.is_ready(self._me) and self._me != part.avoid
-            part.holder = self._me if mine else router.pick(now_s=self._s.clock.now_s(), avoid=part.avoid)
+            now_s = self._s.clock.now_s()
+            shunned = self._patience.shunned(now_s)
+            part.holder = self._me if mine else router.pick(now_s=now_s, avoid=part.avoid, shunned=shunned)
         return part.holder
 
     async def _ask(
@@ -228,7 +236,7 @@ class ExpertDispatch:
             counts=tuple(counts.items()),
         )
         size = sum(counts.values()) * self._wire.row_bytes
-        asked = _Asked(holder, size, asyncio.get_running_loop().create_future())
+        asked = _Asked(holder, microbatch.step, size, self._s.clock.now_s(), asyncio.get_running_loop().create_future())
         self._asked[serial] = asked
         priority = Priority.GRADIENT if backward else Priority.ACTIVATION
         try:
@@ -253,13 +261,27 @@ class ExpertDispatch:
                 logger.info("tokens of (%d, %d): %s; sending them elsewhere", meta.step, meta.index, error)
                 self._s.on_unreachable(asked.holder)
                 return None
-            wait_s = _ASK_AGAIN_S[min(attempt, len(_ASK_AGAIN_S) - 1)]
-            await asyncio.wait({asked.answer}, timeout=wait_s)
+            await self._wait(asked, meta, _ASK_AGAIN_S[min(attempt, len(_ASK_AGAIN_S) - 1)])
             if asked.answer.done():
                 return asked.answer.result()
             if attempt >= len(_ASK_AGAIN_S) - 1 and self._has_others(meta, asked.holder):
                 return None
         raise AssertionError("counts without end")
+
+    async def _wait(self, asked: _Asked, meta: ExpertTokens, for_s: float) -> None:
+        """For its answer; if others have long answered what it has not, somebody else is to have it."""
+        until_s = self._s.clock.now_s() + for_s
+        while (now_s := self._s.clock.now_s()) < until_s and not asked.answer.done():
+            await asyncio.wait({asked.answer}, timeout=min(_LOOK_S, until_s - now_s))
+            now_s = self._s.clock.now_s()
+            if asked.answer.done() or asked.holder == self._me:
+                continue  # what we do not get done ourselves others wait for, too
+            is_over = self._patience.is_over(asked.holder, asked.step, sent_s=asked.sent_s, now_s=now_s)
+            if is_over and self._has_others(meta, asked.holder):
+                after_s = now_s - asked.sent_s
+                logger.info("nothing from %s after %.1f s; asking others", asked.holder[-8:], after_s)
+                self._patience.gave_up(asked.holder, after_s=after_s, now_s=now_s)
+                asked.answer.set_result(None)
 
     def _has_others(self, meta: ExpertTokens, holder: PeerID) -> bool:
         routers = (self._routers[expert] for expert, _ in meta.counts)
@@ -276,6 +298,7 @@ class ExpertDispatch:
         if len(payload) != asked.size:
             asked.answer.set_result(None)
             raise RemoteError(source, f"answered with {len(payload)} bytes of tokens where {asked.size} are due")
+        self._patience.answered(source, asked.step, sent_s=asked.sent_s, now_s=self._s.clock.now_s())
         asked.answer.set_result(payload)
 
     # --- the end of a passage ---

@@ -1,6 +1,6 @@
 """Which replica of the next stage gets the next microbatch."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from shoal.peer.pipeline.pace import Pace
@@ -34,10 +34,12 @@ class Router:
     def is_ready(self, peer: PeerID) -> bool:
         return peer in self._ready
 
-    def pick(self, *, now_s: float, avoid: PeerID | None = None) -> PeerID | None:
-        """The next target, counted as outstanding; not `avoid` if there is another. None if nobody is ready."""
+    def pick(self, *, now_s: float, avoid: PeerID | None = None, shunned: Collection[PeerID] = ()) -> PeerID | None:
+        """The next target, counted as outstanding; not `avoid` if there is another, nor one who is `shunned`
+        if there is one beside them. None if nobody is ready."""
         ready = [peer for peer in self.shares if peer in self._ready]
         candidates = [peer for peer in ready if peer != avoid] or ready
+        candidates = [peer for peer in candidates if peer not in shunned] or candidates
         if not candidates:
             return None
         weights = {peer: self.shares[peer] * self._pace.weight(peer, candidates) for peer in candidates}

@@ -174,3 +174,10 @@ def test_a_new_plan_splits_from_its_own_beginning(shares: dict[PeerID, float]) -
         made.returned(target)
     expected = {peer: round(4 * share / sum(shares.values())) for peer, share in shares.items()}
     assert all(abs(given_to[peer] - expected[peer]) <= 1 for peer in shares)
+
+
+def test_who_is_shunned_gets_nothing_while_there_is_somebody_else() -> None:
+    made = router({A: 5.0, B: 1.0})
+    assert [made.pick(now_s=0.0, shunned={A}) for _ in range(3)] == [B, B, B]
+    assert made.pick(now_s=0.0, shunned={A, B}) == A
+    assert made.pick(now_s=0.0, avoid=B, shunned={A}) == A, "not who could not, though the other is slow"
