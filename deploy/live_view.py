@@ -5,10 +5,11 @@ Names and reasons come from other peers: they are shown without control characte
 
 import itertools
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -26,6 +27,20 @@ _SPARKLINE_COLUMNS = 20
 _NOTES_SHOWN = 4
 _PREFIXES = ("", "k", "M", "G", "T", "P", "E")
 
+
+_COLUMNS: Sequence[tuple[str, Literal["left", "right"]]] = (
+    ("stage", "left"),
+    ("layers", "left"),
+    ("peer", "left"),
+    ("version", "right"),
+    ("window", "right"),
+    ("fwd ms", "right"),
+    ("share", "right"),
+    ("speed", "right"),
+    ("state", "left"),
+)
+_LEFT_OUT_FIRST = ("window", "layers", "fwd ms", "share", "speed", "version")
+_WIDTH_MAX = 10_000
 
 _STATES: Mapping[PeerState, tuple[str, str]] = {
     "silent": ("silent", "red"),
@@ -101,25 +116,42 @@ def tables(status: SwarmStatus) -> list[RenderableType]:
     return shown
 
 
-def stage_table(status: SwarmStatus) -> Table:
-    """Who holds what."""
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("stage")
-    table.add_column("layers")
-    table.add_column("peer", no_wrap=True)
-    table.add_column("version", justify="right")
-    table.add_column("window", justify="right")
-    table.add_column("forward ms", justify="right")
-    table.add_column("share", justify="right")
-    table.add_column("speed", justify="right", no_wrap=True)
-    table.add_column("state", no_wrap=True)
+def stage_table(status: SwarmStatus) -> RenderableType:
+    """Who holds what, in as many columns as there is room for."""
+    return _Fitting(lambda left_out: _stage_table(status, left_out), _LEFT_OUT_FIRST)
+
+
+class _Fitting:
+    """A table without the least important of its columns where there is no room for all of them."""
+
+    def __init__(self, table: Callable[[Collection[str]], Table], columns: Sequence[str]) -> None:
+        self._table, self._columns = table, columns
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for number in range(len(self._columns) + 1):
+            table = self._table(self._columns[:number])
+            if console.measure(table, options=options.update(width=_WIDTH_MAX)).maximum <= options.max_width:
+                break
+        yield table
+
+
+def _stage_table(status: SwarmStatus, left_out: Collection[str]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
+    shown = [index for index, (name, _) in enumerate(_COLUMNS) if name not in left_out]
+    for index in shown:
+        name, justify = _COLUMNS[index]
+        table.add_column(name, justify=justify, no_wrap=True)
+
+    def add(*cells: str | Text) -> None:
+        table.add_row(*(cells[index] for index in shown))
+
     for stage, (first, last) in enumerate(status.stages):
         holders = _ordered(peer for peer in status.peers if peer.stage == stage)
         for row, peer in enumerate(holders):
             where = (str(stage), f"{first}-{last - 1}") if row == 0 else ("", "")
-            table.add_row(*where, *_peer_cells(peer, status.coordinator))
+            add(*where, *_peer_cells(peer, status.coordinator))
     for peer in _ordered(peer for peer in status.peers if peer.stage is None):
-        table.add_row("spare", "", *_peer_cells(peer, status.coordinator))
+        add("spare", "", *_peer_cells(peer, status.coordinator))
     return table
 
 

@@ -81,6 +81,16 @@ def test_table_says_who_holds_what() -> None:
     assert "waiting for work" in spare
 
 
+@pytest.mark.parametrize("width", [50, 60, 70, 80, 110])
+def test_a_narrow_terminal_has_fewer_columns_and_cuts_none(width: int) -> None:
+    lines = drawn(stage_table(STATUS), width=width).splitlines()
+    assert len(lines) == 4
+    assert all("…" not in line for line in lines)
+    assert all(word in lines[1] for word in ("peer-1", "training"))
+    assert ("window" in lines[0]) is (width >= 80)
+    assert ("version" in lines[0]) is (width >= 50)
+
+
 @pytest.mark.parametrize(
     ("change", "text"),
     [({"seen_s_ago": 9.0}, "silent for 9 s"), ({"draining": True}, "draining"), ({"synced": False}, "fetching state")],
