@@ -152,6 +152,19 @@ def test_the_path_of_a_microbatch_names_what_is_there() -> None:
     assert named <= defined, sorted(named - defined)
 
 
+def test_the_messages_of_the_table_are_said_somewhere() -> None:
+    section = README.partition("## When something is wrong")[2].partition("\n## ")[0]
+    messages = re.findall(r"^\| `([^`]+)` \|", section, re.MULTILINE)
+    assert len(messages) > 8
+    source = "".join(path.read_text() for house in ("deploy", "protocol", "coordinator") for path in sources(house))
+    pieces = [piece.strip() for message in messages for piece in re.split(r"…|\b[01]\b", message) if len(piece) > 3]
+    assert [piece for piece in pieces if piece not in source] == []
+
+
+def sources(house: str) -> Iterator[Path]:
+    return (ROOT / house).rglob("*.py")
+
+
 def definitions(path: Path) -> Iterator[str]:
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, (*FUNCTIONS, ast.ClassDef)):
