@@ -4,7 +4,8 @@ import { byId, compact } from "./format.js";
 
 const HEIGHT = 176;
 const MARKS_TALL_MAX = 12;
-const [AT, , LOSS, VALIDATION, PACE, STALE] = [0, 1, 2, 3, 4, 5];
+const STEPS_UNSETTLED = 4;
+const [AT, STEP, LOSS, VALIDATION, PACE, STALE] = [0, 1, 2, 3, 4, 5];
 
 export class Charts {
   constructor() {
@@ -71,12 +72,18 @@ export class Charts {
       { label: "loss", stroke: accent, width: 1.5, points: { show: false }, spanGaps: true, value: number(3) },
       { label: "validation", stroke: second, width: 1.5, dash: [], points: { show: true, size: 5, fill: second }, spanGaps: true, value: number(3) },
     ], (u, low, high) => padded(low, high));
-    make("chart-pace", [PACE], [{ label: "tokens/s", stroke: accent, fill: area, width: 1.5, points: { show: false }, value: number(null) }], (u, low, high) => [0, (high || 1) * 1.1]);
+    make("chart-pace", [PACE], [{ label: "tokens/s", stroke: accent, fill: area, width: 1.5, points: { show: false }, value: number(null) }], (u, low, high) => [0, (this.settled(u.data[1], high) || 1) * 1.1]);
     make("chart-stale", [STALE], [{ label: "steps", stroke: accent, fill: area, width: 1.5, points: { show: false }, value: number(2) }], (u, low, high) => [0, Math.max(0.1, (high || 0) * 1.15)]);
   }
 
+  // A pace over one or two steps may be ten times what it will be, and would flatten the rest of the curve.
+  settled(paces, high) {
+    const usual = paces.filter((pace, index) => pace !== null && this.columns[STEP][index] > STEPS_UNSETTLED);
+    return usual.length ? Math.min(high, Math.max(...usual)) : high;
+  }
+
   stepAt(plot) {
-    const step = this.columns[1][plot.cursor.idx];
+    const step = this.columns[STEP][plot.cursor.idx];
     return step === undefined ? "" : step;
   }
 

@@ -140,6 +140,7 @@ def test_in_a_demo_each_peer_can_be_chosen(served, visit, two_peers, make_contri
     for letter in "ab":
         served.take(make_contribution(letter, stage="ab".index(letter), busy=0.25 if letter == "a" else 0.75))
     visit.until("document.querySelector('#busy-text').textContent === '25 %'")
+    visit.until("document.querySelectorAll('#whose option').length === 2")  # of whom nothing is known, nothing is shown
     visit.page.click(f"[data-peer='{id_of('b')}']")
     assert visit.page.inner_text("#busy-text") == "75 %"
     assert visit.page.inner_text("#mine-title") == "A peer"
