@@ -48,7 +48,9 @@ def simulate(
     peers: Annotated[int, typer.Option(min=1, help="Peers of a campaign's swarm.")] = 9,
     experts: Annotated[int, typer.Option(min=0, help="Experts of a campaign's model, placed among its peers.")] = 0,
     fault_seconds: Annotated[float, typer.Option(min=0, help="How long things go wrong in a campaign.")] = 60.0,
-    kind: Annotated[list[str] | None, typer.Option(help="Only faults of this kind; may be repeated.")] = None,
+    kind: Annotated[
+        list[str] | None, typer.Option(metavar="KIND", help="Only faults of this kind; may be repeated.")
+    ] = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what happens to standard error.")] = False,
 ) -> None:
     """Run whole swarms in virtual time.
