@@ -153,7 +153,9 @@ class Measured:
     changes: list[Change] = field(default_factory=list)
 
     def rate(self, nodes: int) -> float:
-        return statistics.mean(self.rates[nodes])
+        """With another number than was measured, as much a node as with the nearest that was."""
+        nearest = min(self.rates, key=lambda n: abs(n - nodes))
+        return statistics.mean(self.rates[nearest]) * nodes / nearest
 
     def lost_s(self, *, died: bool, nodes: int | None = None) -> float:
         """At a change to `nodes`, or at any."""
@@ -169,6 +171,7 @@ class Measured:
             nodes += 0 if event is None else 1 if event.kind == "add" else -1
             before = [s for s in at_s if s <= begin_s]
             within = [s for s in at_s if begin_s < s <= last_s]
+            assert len(within) > 3, f"{len(within)} steps with {nodes} nodes are too few to say: a longer --apart"
             # The second half goes steadily, but for a step or two in which something moves.
             step_s = statistics.median(b - a for a, b in pairwise(within[len(within) // 2 - 1 :]))
             self.rates.setdefault(nodes, []).append(MICROBATCHES * SAMPLES_PER_DEVICE / step_s)
