@@ -11,6 +11,14 @@ OnShare = Callable[[float], None]
 
 
 @contextlib.contextmanager
+def sign_of_life(what: str, *, console: Console | None = None) -> Iterator[None]:
+    """While this lasts: for seconds of which nobody can say how many are left."""
+    console = console or Console(stderr=True, highlight=False)
+    with console.status(what) if console.is_terminal else contextlib.nullcontext():
+        yield
+
+
+@contextlib.contextmanager
 def progress_bar(what: str, *, console: Console | None = None) -> Iterator[OnShare]:
     """While this lasts. `what` is a word or two in front of it."""
     console = console or Console(stderr=True, highlight=False)

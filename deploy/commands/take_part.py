@@ -56,12 +56,14 @@ def host(
     shown = parse_address(dashboard) if dashboard else None
     limits = with_overrides(load_settings().limits, limit or [])
     start_logging(verbose or reports)
-    from shoal.deploy.manners.device import pick_device
-    from shoal.deploy.progress import progress_bar
-    from shoal.deploy.run_text import load_own_corpus
-    from shoal.deploy.session import Options, host_run
-    from shoal.deploy.ship.import_model import open_initial
-    from shoal.protocol.live.run import run
+    from shoal.deploy.progress import progress_bar, sign_of_life
+
+    with sign_of_life("starting"):
+        from shoal.deploy.manners.device import pick_device
+        from shoal.deploy.run_text import load_own_corpus
+        from shoal.deploy.session import Options, host_run
+        from shoal.deploy.ship.import_model import open_initial
+        from shoal.protocol.live.run import run
 
     spec, corpus = load_own_corpus(spec)
     with progress_bar("checking the weights") as tell:
@@ -110,9 +112,12 @@ def join(
     shown = parse_address(dashboard) if dashboard else None
     limits = with_overrides(load_settings().limits, limit or [])
     start_logging(verbose or reports)
-    from shoal.deploy.manners.device import pick_device
-    from shoal.deploy.session import Options, join_run
-    from shoal.protocol.live.run import run
+    from shoal.deploy.progress import sign_of_life
+
+    with sign_of_life("starting"):
+        from shoal.deploy.manners.device import pick_device
+        from shoal.deploy.session import Options, join_run
+        from shoal.protocol.live.run import run
 
     if found is None:  # after the imports: a parent starts us before it has the invite
         found = parse_invite(sys.stdin.readline())
