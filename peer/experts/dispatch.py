@@ -13,45 +13,26 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Final
 
+from shoal.peer.experts.asking import Asking
 from shoal.peer.experts.passage import Part, Passage
-from shoal.peer.experts.patience import Patience
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.pipeline.router import Router
 from shoal.peer.pipeline.suspended import ExpertCall
 from shoal.peer.surroundings import Surroundings
 from shoal.peer.tasks import Tasks
-from shoal.protocol.errors import Refused, RemoteError, Unreachable
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import EXPERTS_PER_FRAME_MAX
-from shoal.protocol.messages import Done, ExpertDone, ExpertOutput, ExpertTokens, Hello
+from shoal.protocol.messages import ExpertDone, ExpertOutput, ExpertTokens, Hello
 from shoal.protocol.plan import Plan
-from shoal.protocol.ports import Payload, Priority
+from shoal.protocol.ports import Payload
 
 logger = logging.getLogger(__name__)
 
-_ASK_AGAIN_S: Final = (10.0, 20.0, 40.0)
-"""A frame may be lost with its stream, both ways, or the holder waits for a version. After the last, another is tried,
-if there is one, though nothing says that others are quicker (`patience.py`)."""
-_LOOK_S: Final = 0.5
-"""So often whether a holder is out of all proportion slower than others."""
 _RETRY_S: Final = 0.2
 _PASS_BY_S: Final = 10.0
 """Nobody has been there for so long, nor is expected: the tokens are passed by."""
-
-
-@dataclass(slots=True, eq=False)
-class _Asked:
-    """A frame on its way."""
-
-    holder: PeerID
-    step: int
-    size: int
-    sent_s: float
-    answer: "asyncio.Future[Payload | None]"
-    """None: the holder could not, or is lost."""
 
 
 class ExpertDispatch:
@@ -66,14 +47,13 @@ class ExpertDispatch:
         self._wire = surroundings.arithmetic.tokens
         self._experts = range(plan.num_experts)
         self._routers: dict[int, Router] = {expert: surroundings.traffic.router() for expert in self._experts}
-        self._numbers, self._serials = itertools.count(), itertools.count()
-        self._asked: dict[int, _Asked] = {}
+        self._numbers = itertools.count()
+        self._asking = Asking(surroundings, has_others=self._has_others)
         self._unsettled = 0
         self._absent: set[PeerID] = set()
         """Whom we know to be lost."""
         self._places: dict[PeerID, dict[int, int]] = {}
         """Holder -> expert -> incarnation, of those that it has, open or not."""
-        self._patience = Patience()
         self._tasks = Tasks(surroundings.on_failure)
         self.num_passed_by = 0
         """Tokens."""
@@ -83,6 +63,7 @@ class ExpertDispatch:
 
     async def close(self) -> None:
         await self._tasks.cancel()
+        await self._asking.close()
 
     @property
     def is_idle(self) -> bool:
@@ -108,7 +89,7 @@ class ExpertDispatch:
                 now[expert] = place.incarnation
         self._places[peer] = now
         if any(now.get(expert) != incarnation for expert, incarnation in before.items()):
-            self._give_up(peer)  # on some of what it has; the rest it is asked once more
+            self._asking.give_up(peer)  # on some of what it has; the rest it is asked once more
 
     def lost(self, peer: PeerID) -> None:
         """It died, or cannot be reached."""
@@ -116,7 +97,7 @@ class ExpertDispatch:
         self._places.pop(peer, None)
         for router in self._routers.values():
             router.set_ready(peer, False)
-        self._give_up(peer)
+        self._asking.give_up(peer)
 
     # --- told by the pipeline ---
 
@@ -183,8 +164,7 @@ class ExpertDispatch:
         if part.holder is None:
             router = self._routers[expert]
             mine = self._me in router.shares and router.is_ready(self._me) and self._me != part.avoid
-            now_s = self._s.clock.now_s()
-            shunned = self._patience.shunned(now_s)
+            now_s, shunned = self._s.clock.now_s(), self._asking.shunned
             part.holder = self._me if mine else router.pick(now_s=now_s, avoid=part.avoid, shunned=shunned)
         return part.holder
 
@@ -222,13 +202,12 @@ class ExpertDispatch:
         backward: bool,
     ) -> Payload | None:
         """Of `holder`. None: it has none of these experts of this passage any more."""
-        serial = next(self._serials)
         microbatch = passage.microbatch
         meta = ExpertTokens(
             stage=self._stage,
             incarnation=self._incarnation,
             passage=passage.number,
-            serial=serial,
+            serial=self._asking.next_serial(),
             step=microbatch.step,
             index=microbatch.index,
             layer=layer,
@@ -236,13 +215,7 @@ class ExpertDispatch:
             counts=tuple(counts.items()),
         )
         size = sum(counts.values()) * self._wire.row_bytes
-        asked = _Asked(holder, microbatch.step, size, self._s.clock.now_s(), asyncio.get_running_loop().create_future())
-        self._asked[serial] = asked
-        priority = Priority.GRADIENT if backward else Priority.ACTIVATION
-        try:
-            answer = await self._send_until_answered(asked, meta, self._wire.joined(pieces), priority)
-        finally:
-            del self._asked[serial]
+        answer = await self._asking.ask(holder, meta, self._wire.joined(pieces), size=size)
         if answer is None:
             for expert in counts:
                 part = passage.part(expert)
@@ -251,55 +224,13 @@ class ExpertDispatch:
                     part.lose()
         return answer
 
-    async def _send_until_answered(
-        self, asked: _Asked, meta: ExpertTokens, payload: Payload, priority: Priority
-    ) -> Payload | None:
-        for attempt in itertools.count():
-            try:
-                await self._s.endpoint.send(asked.holder, meta, payload, priority=priority)
-            except Unreachable as error:
-                logger.info("tokens of (%d, %d): %s; sending them elsewhere", meta.step, meta.index, error)
-                self._s.on_unreachable(asked.holder)
-                return None
-            await self._wait(asked, meta, _ASK_AGAIN_S[min(attempt, len(_ASK_AGAIN_S) - 1)])
-            if asked.answer.done():
-                return asked.answer.result()
-            if attempt >= len(_ASK_AGAIN_S) - 1 and self._has_others(meta, asked.holder):
-                return None
-        raise AssertionError("counts without end")
-
-    async def _wait(self, asked: _Asked, meta: ExpertTokens, for_s: float) -> None:
-        """For its answer; if others have long answered what it has not, somebody else is to have it."""
-        until_s = self._s.clock.now_s() + for_s
-        while (now_s := self._s.clock.now_s()) < until_s and not asked.answer.done():
-            await asyncio.wait({asked.answer}, timeout=min(_LOOK_S, until_s - now_s))
-            now_s = self._s.clock.now_s()
-            if asked.answer.done() or asked.holder == self._me:
-                continue  # what we do not get done ourselves others wait for, too
-            is_over = self._patience.is_over(asked.holder, asked.step, sent_s=asked.sent_s, now_s=now_s)
-            if is_over and self._has_others(meta, asked.holder):
-                after_s = now_s - asked.sent_s
-                logger.info("nothing from %s after %.1f s; asking others", asked.holder[-8:], after_s)
-                self._patience.gave_up(asked.holder, after_s=after_s, now_s=now_s)
-                asked.answer.set_result(None)
-
     def _has_others(self, meta: ExpertTokens, holder: PeerID) -> bool:
         routers = (self._routers[expert] for expert, _ in meta.counts)
         return all(any(peer != holder and r.is_ready(peer) for peer in r.shares) for r in routers)
 
     async def _on_output(self, source: PeerID, meta: ExpertOutput, payload: Payload) -> None:
-        asked = self._asked.get(meta.serial) if meta.incarnation == self._incarnation else None
-        if asked is None or asked.holder != source or asked.answer.done():
-            return  # a late answer
-        if meta.refused:
-            logger.info("%s takes no tokens: %s", source[-8:], meta.refused)
-            asked.answer.set_result(None)
-            return
-        if len(payload) != asked.size:
-            asked.answer.set_result(None)
-            raise RemoteError(source, f"answered with {len(payload)} bytes of tokens where {asked.size} are due")
-        self._patience.answered(source, asked.step, sent_s=asked.sent_s, now_s=self._s.clock.now_s())
-        asked.answer.set_result(payload)
+        if meta.incarnation == self._incarnation:
+            self._asking.answered(source, meta, payload)
 
     # --- the end of a passage ---
 
@@ -334,14 +265,7 @@ class ExpertDispatch:
             experts=tuple((expert, len(passage.part(expert).asked)) for expert in experts),
             again=again or any(passage.part(expert).replaced for expert in experts),
         )
-        try:
-            await self._s.endpoint.ask(holder, message, Done)
-        except Unreachable as error:
-            logger.info("cannot settle %s: %s", passage.microbatch, error)
-            self._s.on_unreachable(holder)
-        except (Refused, RemoteError) as error:
-            logger.info("cannot settle %s: %s", passage.microbatch, error)
-        else:
+        if await self._asking.tell(holder, message):
             return list(experts)
         for expert in experts:
             part = passage.part(expert)
@@ -366,11 +290,6 @@ class ExpertDispatch:
     def _release(self, expert: int, part: Part) -> None:
         if part.holder is not None:
             self._routers[expert].returned(part.holder)
-
-    def _give_up(self, peer: PeerID) -> None:
-        for asked in self._asked.values():
-            if asked.holder == peer and not asked.answer.done():
-                asked.answer.set_result(None)
 
     def _is_lost(self, expert: int) -> bool:
         """None of those whom the plan names is to be heard."""

@@ -53,9 +53,7 @@ def test_one_that_has_drained_while_another_was_dropped_is_passed_over() -> None
             on_failure=failures.append,
             server=SimpleNamespace(forget=lambda keys: None),
         )
-        neighbours: Any = SimpleNamespace(
-            say=lambda peers: None, say_news=lambda peers: None, words=lambda: ()
-        )
+        neighbours: Any = SimpleNamespace(say=lambda peers: None, say_news=lambda peers: None, words=lambda: ())
         seats = ExpertSeats(
             surroundings,
             neighbours,

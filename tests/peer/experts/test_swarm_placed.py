@@ -157,13 +157,13 @@ def test_experts_that_move_change_no_step(make_swarm, tiny_spec, seed):
 @pytest.mark.sim
 def test_who_gives_its_place_to_another_stays_until_that_one_could_do_without_a_mate(make_swarm, tiny_spec):
     """e hands expert 0 over to f. As soon as e is gone d dies, whose expert it was as well."""
-    spec = tiny(tiny_spec, steps=8)
+    spec = tiny(tiny_spec, steps=5)
     before = [EXPERTS[0], [["d", "e"], ["e", "f"], ["f", "d"], ["e", "f"]]]
     after = [EXPERTS[0], [["d", "f"], ["e", "f"], ["f", "d"], ["e", "f"]]]
 
     async def main():
         swarm = await started(make_swarm, spec, STAGES, before)
-        await swarm.until_step(2)
+        await swarm.until_step(1)
         group = swarm.plan.plan.expert_group(1, 0)
         swarm.obey(STAGES, fresh=False, experts=after)
         e = swarm.drivers["e"]
@@ -173,10 +173,10 @@ def test_who_gives_its_place_to_another_stays_until_that_one_could_do_without_a_
         await asyncio.sleep(4.0)
         units = [[without(names, "d") for names in of_stage] for of_stage in after]
         swarm.obey([without(names, "d") for names in STAGES], fresh=False, experts=units)
-        await committed(swarm, 8)
+        await committed(swarm, 5)
         await swarm.close()
         return swarm
 
     swarm = run(main())
-    assert max(abs(a - b) for a, b in zip(swarm.losses, single(spec, 8), strict=True)) < 1e-4
-    check_groups(swarm, 8)
+    assert max(abs(a - b) for a, b in zip(swarm.losses, single(spec, 5), strict=True)) < 1e-4
+    check_groups(swarm, 5)

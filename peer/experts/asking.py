@@ -1,0 +1,154 @@
+"""Asks holders for what they make of tokens, and tells them what is through: until there is an answer, or it is clear
+that somebody else should be asked. Whom, `dispatch.py` decides."""
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from shoal.peer.experts.patience import Patience
+from shoal.peer.surroundings import Surroundings
+from shoal.peer.tasks import Tasks
+from shoal.protocol.errors import Refused, RemoteError, Unreachable
+from shoal.protocol.identity import PeerID
+from shoal.protocol.messages import Done, ExpertDone, ExpertOutput, ExpertTokens
+from shoal.protocol.ports import Payload, Priority
+
+logger = logging.getLogger(__name__)
+
+_ASK_AGAIN_S: Final = (10.0, 20.0, 40.0)
+"""A frame may be lost with its stream, both ways, or the holder waits for a version. After the last, another is tried,
+if there is one, though nothing says that others are quicker (`patience.py`)."""
+_LOOK_S: Final = 0.5
+"""So often whether a holder is out of all proportion slower than others."""
+
+
+@dataclass(slots=True, eq=False)
+class _Asked:
+    """A frame on its way."""
+
+    holder: PeerID
+    step: int
+    size: int
+    sent_s: float
+    answer: "asyncio.Future[Payload | None]"
+    """None: the holder could not, or is lost."""
+
+    def give_up(self) -> None:
+        if not self.answer.done():
+            self.answer.set_result(None)
+
+
+class Asking:
+    """Args: has_others: whether somebody else could have all of that."""
+
+    def __init__(self, surroundings: Surroundings, *, has_others: Callable[[ExpertTokens, PeerID], bool]) -> None:
+        self._s = surroundings
+        self._me = surroundings.endpoint.peer_id
+        self._has_others = has_others
+        self._asked: dict[int, _Asked] = {}
+        self._telling: dict[asyncio.Future[None], PeerID] = {}
+        self._serials = itertools.count()
+        self._patience = Patience()
+        self._tasks = Tasks(surroundings.on_failure)
+
+    async def close(self) -> None:
+        await self._tasks.cancel()
+
+    @property
+    def shunned(self) -> frozenset[PeerID]:
+        """Who is out of all proportion slower than others."""
+        return self._patience.shunned(self._s.clock.now_s())
+
+    def next_serial(self) -> int:
+        return next(self._serials)
+
+    async def ask(self, holder: PeerID, meta: ExpertTokens, payload: Payload, *, size: int) -> Payload | None:
+        """`size`: bytes that the answer must have. None: somebody else is to be asked."""
+        now_s = self._s.clock.now_s()
+        asked = _Asked(holder, meta.step, size, now_s, asyncio.get_running_loop().create_future())
+        self._asked[meta.serial] = asked
+        try:
+            for attempt in itertools.count():
+                # To who has lost its power a frame is on its way for long: that must not keep us from asking others.
+                self._tasks.spawn(self._send(asked, meta, payload), f"tokens of ({meta.step}, {meta.index})")
+                await self._wait(asked, meta, _ASK_AGAIN_S[min(attempt, len(_ASK_AGAIN_S) - 1)])
+                if asked.answer.done():
+                    return asked.answer.result()
+                if attempt >= len(_ASK_AGAIN_S) - 1 and self._has_others(meta, holder):
+                    return None
+            raise AssertionError("counts without end")
+        finally:
+            asked.give_up()
+            del self._asked[meta.serial]
+
+    def answered(self, source: PeerID, meta: ExpertOutput, payload: Payload) -> None:
+        """Raises: RemoteError: with other than what it was asked for."""
+        asked = self._asked.get(meta.serial)
+        if asked is None or asked.holder != source or asked.answer.done():
+            return  # a late answer
+        if meta.refused:
+            logger.info("%s takes no tokens: %s", source[-8:], meta.refused)
+            asked.give_up()
+            return
+        if len(payload) != asked.size:
+            asked.give_up()
+            raise RemoteError(source, f"answered with {len(payload)} bytes of tokens where {asked.size} are due")
+        self._patience.answered(source, asked.step, sent_s=asked.sent_s, now_s=self._s.clock.now_s())
+        asked.answer.set_result(payload)
+
+    async def tell(self, holder: PeerID, message: ExpertDone) -> bool:
+        """Whether it has counted that."""
+        given_up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._telling[given_up] = holder
+        telling = asyncio.ensure_future(self._s.endpoint.ask(holder, message, Done))
+        either: set[asyncio.Future[Any]] = {telling, given_up}
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if telling.done():
+                telling.result()
+            return telling.done()
+        except Unreachable as error:
+            logger.info("cannot settle (%d, %d): %s", message.step, message.index, error)
+            self._s.on_unreachable(holder)
+        except (Refused, RemoteError) as error:
+            logger.info("cannot settle (%d, %d): %s", message.step, message.index, error)
+        finally:
+            telling.cancel()
+            del self._telling[given_up]
+        return False
+
+    def give_up(self, peer: PeerID) -> None:
+        """It is lost, or has not any more what it had."""
+        for asked in self._asked.values():
+            if asked.holder == peer:
+                asked.give_up()
+        for given_up, holder in self._telling.items():
+            if holder == peer and not given_up.done():
+                given_up.set_result(None)
+
+    async def _send(self, asked: _Asked, meta: ExpertTokens, payload: Payload) -> None:
+        priority = Priority.GRADIENT if meta.backward else Priority.ACTIVATION
+        try:
+            await self._s.endpoint.send(asked.holder, meta, payload, priority=priority)
+        except Unreachable as error:
+            logger.info("tokens of (%d, %d): %s; sending them elsewhere", meta.step, meta.index, error)
+            self._s.on_unreachable(asked.holder)
+            asked.give_up()
+
+    async def _wait(self, asked: _Asked, meta: ExpertTokens, for_s: float) -> None:
+        """For its answer; if others have long answered what it has not, somebody else is to have it."""
+        until_s = self._s.clock.now_s() + for_s
+        while (now_s := self._s.clock.now_s()) < until_s and not asked.answer.done():
+            await asyncio.wait({asked.answer}, timeout=min(_LOOK_S, until_s - now_s))
+            now_s = self._s.clock.now_s()
+            if asked.answer.done() or asked.holder == self._me:
+                continue  # what we do not get done ourselves others wait for, too
+            is_over = self._patience.is_over(asked.holder, asked.step, sent_s=asked.sent_s, now_s=now_s)
+            if is_over and self._has_others(meta, asked.holder):
+                after_s = now_s - asked.sent_s
+                logger.info("nothing from %s after %.1f s; asking others", asked.holder[-8:], after_s)
+                self._patience.gave_up(asked.holder, after_s=after_s, now_s=now_s)
+                asked.give_up()
