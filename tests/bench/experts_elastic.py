@@ -168,20 +168,22 @@ class Measured:
     def read(self, result: SimResult, churn: Sequence[Churn], end_s: float) -> None:
         at_s = [step.committed_at_s for step in result.steps]
         plans_s = [event.at_s for event in result.events if event.change == "plan"]
+        phases: list[tuple[Churn | None, int, float, list[float]]] = []
         nodes = NODES
         for i, begin_s in enumerate((0.0, *(event.at_s for event in churn))):
             event, last_s = churn[i - 1] if i else None, churn[i].at_s if i < len(churn) else end_s
             nodes += 0 if event is None else 1 if event.kind == "add" else -1
-            before = [s for s in at_s if s <= begin_s]
             within = [s for s in at_s if begin_s < s <= last_s]
-            assert len(within) > 3, f"{len(within)} steps with {nodes} nodes are too few to say: a longer --apart"
-            # The second half goes steadily, but for a step or two in which something moves.
-            step_s = statistics.median(b - a for a, b in pairwise(within[len(within) // 2 - 1 :]))
-            self.rates.setdefault(nodes, []).append(MICROBATCHES * SAMPLES_PER_DEVICE / step_s)
+            phases.append((event, nodes, max((s for s in at_s if s <= begin_s), default=0.0), within))
+            if len(within) > 4:
+                # The second half goes steadily, but for a step or two in which something moves.
+                step_s = statistics.median(b - a for a, b in pairwise(within[len(within) // 2 - 1 :]))
+                self.rates.setdefault(nodes, []).append(MICROBATCHES * SAMPLES_PER_DEVICE / step_s)
+        for event, nodes, before_s, within in phases:
             if event is not None:
-                lost_s = within[-1] - before[-1] - len(within) * step_s
-                planned_s = min(s for s in plans_s if s > begin_s) - begin_s
-                self.changes.append(Change(nodes, event.kind == "remove", planned_s, lost_s))
+                due_s = len(within) * MICROBATCHES * SAMPLES_PER_DEVICE / self.rate(nodes)
+                planned_s = min(s for s in plans_s if s > event.at_s) - event.at_s
+                self.changes.append(Change(nodes, event.kind == "remove", planned_s, within[-1] - before_s - due_s))
 
 
 def measured(model: Model, seeds: int, apart_s: float) -> Measured:
