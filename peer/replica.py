@@ -37,7 +37,7 @@ class Replica(Tenure):
             version=0,
             router=surroundings.traffic.router(),
             window=surroundings.traffic.window(len(plan.stages)) if first else None,
-            control=surroundings.traffic.control(spec.training) if first else None,
+            control=surroundings.traffic.control(spec) if first else None,
         )
         self.pipeline = PipelineDriver(
             core,

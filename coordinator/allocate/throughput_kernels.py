@@ -474,10 +474,10 @@ def _sum_up(P, S, work):
         if S.count[k] > 1:
             uneven = max(uneven, S.job[k] / 2.0)
     work[0] += 2 * len(S.stage) + 16 * K
-    rest_s = P.microbatches / min(rate, S.free[slowest]) - S.job[slowest] + S.latency[0] + uneven
-    step_s, seconds, chain_s = _paced(P, S, flow_s, rest_s, P.s_max)
+    issue_s = P.microbatches / min(rate, S.free[slowest]) - S.job[slowest]
+    step_s, seconds, chain_s = _paced(P, S, flow_s, issue_s, uneven, P.s_max)
     if P.s_max > 0.0:
-        behind_s, behind, behind_chain_s = _paced(P, S, flow_s, rest_s, 0.0)
+        behind_s, behind, behind_chain_s = _paced(P, S, flow_s, issue_s, uneven, 0.0)
         work[0] += 8 * K
         if behind < seconds:
             step_s, seconds, chain_s = behind_s, behind, behind_chain_s
@@ -489,7 +489,7 @@ def _sum_up(P, S, work):
 
 
 @njit(cache=True)
-def _paced(P, S, flow_s, rest_s, ahead):
+def _paced(P, S, flow_s, issue_s, uneven, ahead):
     """(T, times what staleness costs, T_chain) with so many steps ahead of the versions."""
     K = len(S.count)
     trip = tail = commit = stale = 0.0
@@ -499,7 +499,7 @@ def _paced(P, S, flow_s, rest_s, ahead):
         commit = max(commit, commit_k)
         S.tail[k] = trip + commit_k
         tail = max(tail, S.tail[k])
-    chain_s = (rest_s + tail) / (ahead + 1.0)
+    chain_s = (issue_s + tail + S.latency[0] + uneven) / (ahead + 1.0)
     if ahead == 0.0:
         return chain_s, chain_s, chain_s
     larger = max(flow_s, chain_s)

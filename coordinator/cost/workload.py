@@ -35,8 +35,8 @@ class Workload:
     tokens_per_microbatch: int
     s_max: int
     price: Price = FREE
-    """Of staleness. `of` leaves it free: with what the pipeline's control decides by (`PRICES`) plans of slow networks
-    rest on how long a reduction takes beside the activations, which is foreseen least well (README)."""
+    """Of staleness. `of` leaves it free: with what the pipeline's control decides by (`price_of`) plans of slow
+    networks rest on how long a reduction takes beside the activations, which is foreseen least well (README)."""
 
     @property
     def num_layers(self) -> int:

@@ -24,7 +24,7 @@ from shoal.peer.pipeline.router import Router
 from shoal.peer.pipeline.window import Window
 from shoal.protocol.identity import PeerID
 from shoal.protocol.ports import CallHandler, Clock, Compute, FrameHandler, JobKind, Payload, Priority, Timed, Transport
-from shoal.protocol.spec import TrainingSpec
+from shoal.protocol.spec import RunSpec
 
 T = TypeVar("T")
 
@@ -214,5 +214,5 @@ class LockstepTraffic:
     def window(self, num_stages: int) -> Window:
         return FixedWindow(num_stages=num_stages, in_flight_max=self.in_flight or self.held, held=self.held)
 
-    def control(self, training: TrainingSpec) -> Control | None:
+    def control(self, spec: RunSpec) -> Control | None:
         return None

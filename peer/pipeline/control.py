@@ -138,7 +138,7 @@ def choose(measured: Measured, *, s_max: int, price: Price, gain_max: float) -> 
 
     Args:
         s_max: steps that a microbatch may be ahead.
-        price: of staleness (`protocol.staleness.PRICES`).
+        price: of staleness (`protocol.staleness.price_of`).
         gain_max: the window's own, >= 1.
     """
 

@@ -8,8 +8,8 @@ from typing import Protocol
 from shoal.peer.pipeline.control import Control
 from shoal.peer.pipeline.router import Router
 from shoal.peer.pipeline.window import Window
-from shoal.protocol.spec import TrainingSpec
-from shoal.protocol.staleness import PRICES
+from shoal.protocol.spec import RunSpec
+from shoal.protocol.staleness import price_of
 
 
 class Traffic(Protocol):
@@ -21,7 +21,7 @@ class Traffic(Protocol):
         """At stage 0."""
         ...
 
-    def control(self, training: TrainingSpec) -> Control | None:
+    def control(self, spec: RunSpec) -> Control | None:
         """At stage 0. None: whatever s_max admits."""
         ...
 
@@ -42,7 +42,8 @@ class AdaptiveTraffic:
     def window(self, num_stages: int) -> Window:
         return Window(num_stages=num_stages)
 
-    def control(self, training: TrainingSpec) -> Control | None:
+    def control(self, spec: RunSpec) -> Control | None:
+        training = spec.training
         if not self.controlled or training.s_max == 0:
             return None
-        return Control(s_max=training.s_max, price=PRICES[training.compensation])
+        return Control(s_max=training.s_max, price=price_of(training.compensation, optimizer=spec.optimizer.name))

@@ -7,6 +7,7 @@ from pathlib import PurePosixPath
 import msgspec
 import pytest
 
+from shoal.peer.pipeline.traffic import AdaptiveTraffic
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
 
@@ -91,7 +92,8 @@ def test_who_moves_away_hears_of_later_plans_while_it_drains(make_swarm, tiny_sp
             await asyncio.sleep(0.1)  # some are on their way into a plan when the next one comes
 
         for name, speed in speeds.items():
-            await swarm.add(name, device_flop_per_s=speed)
+            # As much in flight as may be: who is to drain is not done when the next plan comes.
+            await swarm.add(name, device_flop_per_s=speed, traffic=AdaptiveTraffic(controlled=False))
         await obey("0.0 0.1", "1.0 1.1", "2.0")
         await swarm.until_step(3)
         match vanishes:

@@ -61,8 +61,8 @@ class Priced(AdaptiveTraffic):
 
     price: float = 0.6
 
-    def control(self, training):
-        return Control(s_max=training.s_max, price=Price(self.price))
+    def control(self, spec):
+        return Control(s_max=spec.training.s_max, price=Price(self.price))
 
 
 def ahead(make_swarm, spec, *, traffic, from_step=3, to_step=7):
