@@ -135,7 +135,7 @@ class Coordination:
         self._notices = Notices(endpoint, directory, clock)
         self._reports = ReportOutbox()
         self._plans = OpenedPlans(endpoint.run, owner=owner, model=spec.model, seals=endpoint.seals)
-        self._said = ""
+        self.said = ""  # what it last noted as a coordinator, such as what it waits for
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at_s = 0.0
@@ -162,11 +162,6 @@ class Coordination:
     def done(self) -> bool:
         """The run has reached its last step."""
         return self._core.done
-
-    @property
-    def said(self) -> str:
-        """What this peer last noted as a coordinator, such as what it waits for; empty: nothing yet."""
-        return self._said
 
     @property
     def silence_s(self) -> float:
@@ -265,9 +260,9 @@ class Coordination:
                 if self._on_step is not None:
                     self._on_step(command.record)
             case Note():
-                if command.text != self._said:
+                if command.text != self.said:
                     logger.info("%s", command.text)
-                self._said = command.text
+                self.said = command.text
             case Alarm():
                 self.num_alarms += 1
                 logger.error("%s", command.text)

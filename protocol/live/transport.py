@@ -304,10 +304,7 @@ class LiveTransport:
             return False
 
     async def _dial_everyone(self, p2p: Any) -> bool:
-        """Try everyone at once; return soon after somebody answers, and go on with those who have not meanwhile.
-
-        Returns: whether somebody answered.
-        """
+        """Try everyone at once; go on with those who have not answered. Returns: soon, whether somebody has."""
         gate = asyncio.Semaphore(_DIALS_AT_ONCE)
 
         async def dial(peer: PeerID) -> bool:
@@ -320,19 +317,15 @@ class LiveTransport:
             task.add_done_callback(self._dials.discard)
         reached = 0
         while waiting:
-            done, waiting = await asyncio.wait(
-                waiting, timeout=_STRAGGLERS_S if reached else None, return_when=asyncio.FIRST_COMPLETED
-            )
+            patience_s = _STRAGGLERS_S if reached else None
+            done, waiting = await asyncio.wait(waiting, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
             if not done:
                 break
             reached += sum(task.result() for task in done if not task.cancelled())
         return reached > 0
 
     async def _keep_connected(self) -> None:
-        """Whoever has lost everyone tries everyone again: our network was down, or the others' was.
-
-        Warns once a loss. Of who has never met anybody, whoever started us speaks.
-        """
+        """Whoever has lost everyone tries everyone again. Warns once a loss; those who never met anybody know."""
         was_connected = False
         while True:
             await asyncio.sleep(_LONELY_S)
