@@ -142,9 +142,7 @@ class PeerDriver:
             on_failure=self._fail,
             inbox=self._inbox,
             server=self.server,
-            experts=ExpertServer(
-                endpoint=endpoint, compute=compute, spec=spec, wire=arithmetic.tokens, tasks=self._tasks
-            ),
+            experts=ExpertServer(arithmetic.tokens, endpoint=endpoint, compute=compute, spec=spec, tasks=self._tasks),
         )
         self.experts = ExpertSeats(
             self._surroundings,

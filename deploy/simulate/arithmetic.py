@@ -8,6 +8,8 @@ each gets is drawn (`routing.py`).
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from shoal.deploy.simulate.extents import ModelledVectors, phantom
 from shoal.deploy.simulate.modelled_expert import ModelledExpert, ModelledTokenWire
 from shoal.deploy.simulate.modelled_shard import ModelledShard
@@ -108,7 +110,7 @@ class ModelledRuntime(ModelledShard):
         """`counts`: it is no validation, and no repetition of what was run before."""
         if self._routing is not None and counts:
             for layer in self._cuts:
-                self.expert_loads.add(layer, self._routing.loads_of(microbatch, layer))
+                self.expert_loads.add(layer, torch.tensor(self._routing.counts_of(microbatch, layer)))
         return self._through(microbatch, self._cuts, then, backward=False)
 
     def _back(self, microbatch: Microbatch, then: Callable[[], Any]) -> Any:

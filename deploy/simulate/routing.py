@@ -5,8 +5,6 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from shoal.deploy.simulate.extents import phantom
 from shoal.peer.experts.wire import TokenWire
@@ -38,10 +36,6 @@ class Routing:
         self.tokens: Payload = phantom(rows * TokenWire(spec).row_bytes)
         """What all experts of a layer get together, as they travel."""
         self.counts_of = lru_cache(maxsize=4096)(self._drawn)
-
-    def loads_of(self, microbatch: Microbatch, layer: int) -> Tensor:
-        """int64 [E]."""
-        return torch.tensor(self.counts_of(microbatch, layer))
 
     def _drawn(self, microbatch: Microbatch, layer: int) -> tuple[int, ...]:
         """Rows of each expert: independent draws. No token goes to one twice: what is beyond is given to the others, in

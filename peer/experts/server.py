@@ -51,7 +51,7 @@ class ExpertServer:
     tasks: what this peer does in the background.
     """
 
-    def __init__(self, *, endpoint: Endpoint, compute: Compute, spec: RunSpec, wire: TokenWire, tasks: Tasks) -> None:
+    def __init__(self, wire: TokenWire, *, endpoint: Endpoint, compute: Compute, spec: RunSpec, tasks: Tasks) -> None:
         self._endpoint = endpoint
         self._compute = compute
         self._s_max = spec.training.s_max
