@@ -275,9 +275,10 @@ NETWORKS = ("data-centre", "two-universities", "mixed-cards", "home-gpus", "spot
 """The shipped ones beside the eight cities."""
 
 
-def _swarm(replicas: int = 1, scenario: str = "eight-cities") -> Table:
-    name = f"swarm-{scenario}-{replicas}"
-    row = functools.partial(_row, table=name, rates=(4e-3,))
+def _swarm(replicas: int = 1, scenario: str = "eight-cities", optimizer: OptimizerSpec = MUON) -> Table:
+    name = f"swarm-{scenario}-{replicas}-{optimizer.name}"
+    rate = 8e-3 if optimizer == MUON else 4e-3
+    row = functools.partial(_row, table=name, optimizer=optimizer, rates=(rate,))
     at = functools.partial(Swarm, scenario=scenario, replicas=replicas)
     rows = [
         row("synchronous", at(s_max=0), "stash", role="synchronous"),
@@ -287,14 +288,15 @@ def _swarm(replicas: int = 1, scenario: str = "eight-cities") -> Table:
     if replicas > 1:
         rows.append(row("s_max 0, a kill in two minutes", at(s_max=0, kill_every_s=120.0), "stash"))
         rows.append(row(f"s_max 1, as often: {DEFAULT.name}", at(s_max=1, kill_every_s=120.0), DEFAULT))
-    title = f"The swarm's drivers, {scenario}, 8 stages of {replicas}"
+    title = f"The swarm's drivers, {scenario}, 8 stages of {replicas}, {optimizer.name}"
     return Table(name=name, title=title, rows=tuple(rows))
 
 
 def full() -> list[Table]:
     """In the order of what one wants to know first."""
-    first = [_check(), *_all_stale(), *_fewer_steps(), _paper(), _heavy_tailed(), _swarm(1), _swarm(2), _shares()]
-    return [*first, *_classifiers(), *(_swarm(1, scenario) for scenario in NETWORKS), _long()]
+    first = [_check(), *_all_stale(), *_fewer_steps(), _paper(), _heavy_tailed(), _shares()]
+    swarms = [_swarm(1), _swarm(2), _swarm(1, optimizer=ADAMW), *(_swarm(1, scenario) for scenario in NETWORKS)]
+    return [*first, *swarms, *_classifiers(), _long()]
 
 
 def short() -> list[Table]:
