@@ -25,7 +25,7 @@ Muon, whose steps have a length of their own, minds staleness far less.
 
 Beside it, the drivers themselves in eight cities with 16 microbatches a step, all of them in flight, so that hardly
 anything was seen (AdamW, s = 0.44): 2.114 = 181 steps, 2.2 times as many for steps 1.94 times as fast; NAdam's price
-of `pipeoptim` says 1.9.
+of `pipeoptim` says 1.9. With Muon there 1.159, 349 steps, 1.15 times as many; its price says 1.27.
 """
 
 import math
