@@ -142,13 +142,11 @@ class Claims:
                 continue
             try:
                 grant = await self._ask(lead, count)
+                self._follow(lead, grant)
             except (Unreachable, Refused, RemoteError) as error:
                 logger.debug("no grant: %s", error)
                 await asyncio.sleep(_RETRY_S)
                 continue
-            control = self._pipeline.control
-            if control is not None:
-                control.follow(grant.steps_ahead, grant.gain)
             # If the lead has changed meanwhile, our Progress, which names the new one, did not claim these: it will
             # grant them again.
             for step, index in grant.items if lead == self._group.lead else ():
@@ -171,6 +169,13 @@ class Claims:
         grant = ask.result()
         self._asked_s.append(self._clock.now_s() - began_s)
         return grant
+
+    def _follow(self, lead: PeerID, grant: Grant) -> None:
+        if self._pipeline.control is not None:
+            try:
+                self._pipeline.control.follow(grant.steps_ahead, grant.gain)
+            except ValueError as error:
+                raise RemoteError(lead, str(error)) from None
 
     def _wanted(self) -> int:
         window = self._pipeline.window

@@ -46,6 +46,7 @@ Source: ours; e(g) is fitted to simulations (`BUSY_LACK`).
 """
 
 import itertools
+import math
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -195,7 +196,12 @@ class Control:
 
     def follow(self, steps_ahead: int, gain: float) -> None:
         """What the group's lead has chosen, < 0: nothing yet. A step ends for all replicas at once, so where some run
-        ahead and others do not it is as stale as if all did, and as late as if none."""
+        ahead and others do not it is as stale as if all did, and as late as if none.
+
+        Raises: ValueError: no control chooses that.
+        """
+        if not 1.0 <= gain < math.inf:
+            raise ValueError(f"wants {gain} times what the pipeline holds in flight")
         self._led = (steps_ahead, gain) if steps_ahead >= 0 else None
 
     def lets_in(self, steps_ahead: int, window: Window) -> bool:

@@ -1,6 +1,7 @@
 """The model, what is chosen by it, and who may begin then. `tests/peer/test_swarm_timeline.py` has what comes of it."""
 
 import itertools
+import math
 from dataclasses import replace
 
 import pytest
@@ -194,3 +195,11 @@ def test_what_the_groups_lead_has_chosen_goes_before_our_own() -> None:
     assert not control.lets_in(1, measured_window())
     control.follow(-1, 1.0)
     assert control.lets_in(2, window), "the lead does not know yet"
+
+
+@pytest.mark.parametrize("gain", [math.nan, math.inf, -math.inf, 0.0, 0.99])
+def test_what_no_control_chooses_is_not_followed(gain: float) -> None:
+    control = Control(s_max=1, price=Price(0.0))
+    with pytest.raises(ValueError, match="in flight"):
+        control.follow(1, gain)
+    assert control.in_force is None
