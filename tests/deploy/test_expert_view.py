@@ -8,6 +8,7 @@ from shoal.deploy.expert_view import EXPERTS_SHOWN, PEERS_SHOWN, expert_lines, e
 from shoal.deploy.live_view import tables
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import ExpertStatus, PeerStatus, SwarmStatus
+from statuses import swarm_status
 
 
 def status(*experts: ExpertStatus, peers: int = 3, stages: int = 1) -> SwarmStatus:
@@ -26,19 +27,8 @@ def status(*experts: ExpertStatus, peers: int = 3, stages: int = 1) -> SwarmStat
         )
         for at in range(peers)
     )
-    return SwarmStatus(
-        run="r",
-        name="n",
+    return swarm_status(
         coordinator=told[0].peer,
-        term=1,
-        plan_sequence=1,
-        plan_reason="",
-        step=1,
-        steps=10,
-        tokens_per_s=0.0,
-        loss=None,
-        validation_loss=None,
-        staleness_steps_mean=0.0,
         stages=tuple((stage, stage + 1) for stage in range(stages)),
         peers=told,
         elapsed_s=1.0,

@@ -16,8 +16,9 @@ from shoal.deploy.report import Committed, Left, Obeys, Status, StepDone, Valida
 from shoal.deploy.run_file import DEMO_SPEC, with_changes
 from shoal.protocol.errors import LocalError
 from shoal.protocol.identity import PeerID
-from shoal.protocol.messages import CommitReport, SwarmStatus, ValidationReport
+from shoal.protocol.messages import CommitReport, ValidationReport
 from shoal.protocol.spec import load_spec
+from statuses import swarm_status
 
 STAGES = 2
 A, B = PeerID("12D3KooWA"), PeerID("12D3KooWB")
@@ -41,19 +42,10 @@ def commit(stage: int, step: int, *, duplicates: int = 0) -> Committed:
 
 def status(term: int, sequence: int, coordinator: PeerID = A) -> Status:
     return Status(
-        status=SwarmStatus(
-            run="r",
-            name="n",
+        status=swarm_status(
             coordinator=coordinator,
             term=term,
             plan_sequence=sequence,
-            plan_reason="",
-            step=1,
-            steps=10,
-            tokens_per_s=0.0,
-            loss=None,
-            validation_loss=None,
-            staleness_steps_mean=0.0,
             stages=((0, 1), (1, 2)),
             peers=(),
             elapsed_s=0.0,

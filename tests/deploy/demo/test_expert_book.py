@@ -3,6 +3,7 @@
 from shoal.deploy.demo.expert_book import ExpertBook, ExpertFigures
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import ExpertStatus, PeerStatus, SwarmStatus
+from statuses import swarm_status
 
 
 def status(*experts: ExpertStatus) -> SwarmStatus:
@@ -21,19 +22,9 @@ def status(*experts: ExpertStatus) -> SwarmStatus:
         )
         for name in "abc"
     )
-    return SwarmStatus(
-        run="r",
-        name="n",
+    return swarm_status(
         coordinator=PeerID("a"),
-        term=1,
-        plan_sequence=1,
-        plan_reason="",
         step=0,
-        steps=10,
-        tokens_per_s=0.0,
-        loss=None,
-        validation_loss=None,
-        staleness_steps_mean=0.0,
         stages=((0, 1),),
         peers=peers,
         elapsed_s=0.0,

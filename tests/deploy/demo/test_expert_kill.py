@@ -13,6 +13,7 @@ from shoal.deploy.demo.swarm import Swarm
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import ExpertStatus, PeerStatus, SwarmStatus
 from shoal.protocol.sim.loop import run
+from statuses import swarm_status
 
 
 def status(*experts: ExpertStatus, names: str = "abc", coordinator: str = "a") -> SwarmStatus:
@@ -31,19 +32,9 @@ def status(*experts: ExpertStatus, names: str = "abc", coordinator: str = "a") -
         )
         for name in names
     )
-    return SwarmStatus(
-        run="r",
-        name="n",
+    return swarm_status(
         coordinator=PeerID(coordinator),
-        term=1,
-        plan_sequence=1,
-        plan_reason="",
         step=0,
-        steps=10,
-        tokens_per_s=0.0,
-        loss=None,
-        validation_loss=None,
-        staleness_steps_mean=0.0,
         stages=((0, 1),),
         peers=peers,
         elapsed_s=0.0,

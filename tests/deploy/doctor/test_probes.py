@@ -25,6 +25,7 @@ from shoal.protocol.live.run import run
 from shoal.protocol.live.transport import LiveTransport
 from shoal.protocol.messages import PeerStatus, StatusRequest, SwarmStatus
 from shoal.protocol.spec import load_spec, run_id
+from statuses import swarm_status
 
 pytestmark = pytest.mark.process
 
@@ -162,19 +163,11 @@ def answers(endpoint: Endpoint, members: set[PeerID]) -> None:
         forward_s=0.0,
         window=1,
     )
-    status = SwarmStatus(
+    status = swarm_status(
         run=RUN,
         name="small",
         coordinator=endpoint.peer_id,
-        term=1,
-        plan_sequence=1,
-        plan_reason="",
-        step=1,
         steps=2,
-        tokens_per_s=0.0,
-        loss=None,
-        validation_loss=None,
-        staleness_steps_mean=0.0,
         stages=((0, 1),),
         peers=tuple(msgspec.structs.replace(head, peer=peer) for peer in sorted(members)),
         elapsed_s=1.0,

@@ -9,6 +9,7 @@ from shoal.protocol.errors import Unreachable
 from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.messages import PeerStatus, SwarmStatus
 from shoal.protocol.sim.loop import run
+from statuses import swarm_status
 
 PEERS = [Identity(number.to_bytes(32, "big")).peer_id for number in range(20)]
 
@@ -29,19 +30,11 @@ def status(*members: int) -> SwarmStatus:
         )
         for member in members
     )
-    return SwarmStatus(
+    return swarm_status(
         run="run",
         name="small",
         coordinator=PEERS[members[0]],
-        term=1,
-        plan_sequence=1,
-        plan_reason="",
-        step=1,
         steps=2,
-        tokens_per_s=0.0,
-        loss=None,
-        validation_loss=None,
-        staleness_steps_mean=0.0,
         stages=((0, 1),),
         peers=peers,
         elapsed_s=1.0,
