@@ -1,9 +1,9 @@
 """Sends the tokens of a stage's microbatches to the experts' holders, and brings back what these make of them.
 
-Of each expert one holder is chosen for a microbatch as a whole: ourselves if we are one, else by the plan's shares and
-by what each has of ours already. A layer is one frame to each of them, of just the tokens there are. Who dies, refuses
-or is lost is replaced for what is left; the backwards that it had done are done again by the other, when the microbatch
-is *settled*: each holder is told that it is through, and counts it.
+Of each expert one holder is chosen for a microbatch as a whole (`choice.py`): ourselves as far as the plan's shares go,
+else by these and by what each has of ours already. A layer is one frame to each of them, of just the tokens there are.
+Who dies, refuses or is lost is replaced for what is left; the backwards that it had done are done again by the other,
+when the microbatch is *settled*: each holder is told that it is through, and counts it.
 
 If nobody is there for an expert, and none of those whom the plan names is to be heard, its tokens are passed by: they
 go on by the residual, and are counted.
@@ -16,9 +16,9 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from shoal.peer.experts.asking import Asking
+from shoal.peer.experts.choice import HolderRouter
 from shoal.peer.experts.passage import Part, Passage
 from shoal.peer.pipeline.microbatch import Microbatch
-from shoal.peer.pipeline.router import Router
 from shoal.peer.pipeline.suspended import ExpertCall
 from shoal.peer.surroundings import Surroundings
 from shoal.peer.tasks import Tasks
@@ -46,7 +46,7 @@ class ExpertDispatch:
         self._incarnation = incarnation
         self._wire = surroundings.arithmetic.tokens
         self._experts = range(plan.num_experts)
-        self._routers: dict[int, Router] = {expert: surroundings.traffic.router() for expert in self._experts}
+        self._routers: dict[int, HolderRouter] = {expert: HolderRouter(me=self._me) for expert in self._experts}
         self._numbers = itertools.count()
         self._asking = Asking(surroundings, has_others=self._has_others)
         self._unsettled = 0
@@ -73,9 +73,10 @@ class ExpertDispatch:
 
     def follow(self, plan: Plan) -> None:
         self._plan = plan
+        senders = {member.peer: member.share for member in plan.stages[self._stage].members}
         for expert, router in self._routers.items():
             members = plan.group_members(plan.expert_group(self._stage, expert))
-            router.set_shares({member.peer: member.share for member in members})
+            router.follow({member.peer: member.share for member in members}, senders)
 
     def heard(self, peer: PeerID, hello: Hello) -> None:
         """What a peer says of itself."""
@@ -162,10 +163,8 @@ class ExpertDispatch:
             self._release(expert, part)
             part.lose()
         if part.holder is None:
-            router = self._routers[expert]
-            mine = self._me in router.shares and router.is_ready(self._me) and self._me != part.avoid
             now_s, shunned = self._s.clock.now_s(), self._asking.shunned
-            part.holder = self._me if mine else router.pick(now_s=now_s, avoid=part.avoid, shunned=shunned)
+            part.holder = self._routers[expert].pick(now_s=now_s, avoid=part.avoid, shunned=shunned)
         return part.holder
 
     async def _ask(

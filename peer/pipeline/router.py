@@ -20,7 +20,7 @@ class Router:
     shares: Mapping[PeerID, float] = field(default_factory=dict)
     _ready: set[PeerID] = field(default_factory=set)
     _outstanding: dict[PeerID, int] = field(default_factory=dict)
-    _given: dict[PeerID, int] = field(default_factory=dict)
+    _given: dict[PeerID, float] = field(default_factory=dict)
     _pace: Pace = field(default_factory=Pace)
 
     def set_shares(self, shares: Mapping[PeerID, float]) -> None:
@@ -43,21 +43,23 @@ class Router:
         if not candidates:
             return None
         weights = {peer: self.shares[peer] * self._pace.weight(peer, candidates) for peer in candidates}
-        idle = [p for p in candidates if not self._outstanding.get(p) and self._pace.is_due(p, now_s)]
-        # Where microbatches are far apart everyone is due: then the laggard goes first, or it is never seen to recover.
-        idle = [p for p in idle if self._pace.weight(p, candidates) < 1.0] or idle
-        # Outstanding first; among equals the one furthest behind its share, else a tie always feeds the same peer.
-        target = min(
-            idle or candidates,
-            key=lambda p: (
-                (self._outstanding.get(p, 0) + 1) / weights[p],
-                (self._given.get(p, 0) + 1) / weights[p],
-            ),
-        )
+        due = self._due(candidates, now_s)
+        target = min(due or candidates, key=lambda peer: self._load(peer, weights[peer]))
         self._pace.given(target, now_s)
         self._outstanding[target] = self._outstanding.get(target, 0) + 1
         self._given[target] = self._given.get(target, 0) + 1
         return target
+
+    def _due(self, candidates: Collection[PeerID], now_s: float) -> list[PeerID]:
+        """Who has had nothing for so long that one of them is next, whatever the shares say."""
+        idle = [p for p in candidates if not self._outstanding.get(p) and self._pace.is_due(p, now_s)]
+        # Where microbatches are far apart everyone is due: then the laggard goes first, or it is never seen to recover.
+        return [p for p in idle if self._pace.weight(p, candidates) < 1.0] or idle
+
+    def _load(self, peer: PeerID, weight: float) -> tuple[float, ...]:
+        """The next goes to whoever has least."""
+        # Outstanding first; among equals the one furthest behind its share, else a tie always feeds the same peer.
+        return (self._outstanding.get(peer, 0) + 1) / weight, (self._given.get(peer, 0) + 1) / weight
 
     def took(self, peer: PeerID, seconds: float) -> None:
         """A microbatch came back from `peer` after `seconds`, without what it stood in queues."""
