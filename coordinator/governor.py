@@ -3,7 +3,6 @@
 Every peer has one, since everyone's turn comes; while somebody else coordinates it hears nothing and decides nothing.
 """
 
-from collections import deque
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -23,17 +22,16 @@ from shoal.coordinator.era import (
 from shoal.coordinator.experts.groups import ExpertPlaces
 from shoal.coordinator.improvement import Improvement, SearchJob, Swarm, places_of
 from shoal.coordinator.ledger import Ledger, StepRecord
+from shoal.coordinator.plan_notes import PlanNotes
 from shoal.coordinator.proposal import Draft
 from shoal.coordinator.roster import Roster
 from shoal.coordinator.status import swarm_status
 from shoal.coordinator.survey import Survey
 from shoal.protocol.identity import PeerID
-from shoal.protocol.messages import HandOver, Heartbeat, PlanNote, Reset, SwarmStatus
+from shoal.protocol.messages import HandOver, Heartbeat, Reset, SwarmStatus
 from shoal.protocol.plan import Plan, SignedPlan
 from shoal.protocol.spec import RunSpec
 
-STATUS_PLANS_MAX = 16
-STATUS_REASON_CHARS_MAX = 160
 HANDOVER_ADVERTS_MAX = 64
 """The successor hears from everyone within a heartbeat anyway; adverts only spare it that wait for most."""
 WAITING_FOR_DISKS = "waiting for the disks that have the rest of a snapshot"
@@ -66,8 +64,7 @@ class Governor:
     _improvement: Improvement = field(init=False)
     _job: SearchJob | None = None
     _holders: HolderWatch = field(init=False)
-    _obeyed: deque[tuple[float, PlanNote]] = field(default_factory=lambda: deque(maxlen=STATUS_PLANS_MAX))
-    """(since when, what of it is for people)."""
+    _notes: PlanNotes = field(default_factory=PlanNotes)
 
     def __post_init__(self) -> None:
         swarm = self.spec.swarm
@@ -109,8 +106,7 @@ class Governor:
     def obey(self, plan: Plan, now_s: float) -> None:
         """A plan is live, whoever coordinates; the first one that we see is the best we know of the run's beginning."""
         self.begun_s = now_s if self.begun_s is None else self.begun_s
-        reason = plan.reason[:STATUS_REASON_CHARS_MAX]
-        self._obeyed.append((now_s, PlanNote(plan.term, plan.sequence, 0.0, plan.coordinator, reason)))
+        self._notes.obey(plan, now_s)
         self._survey.obey(plan)
         if plan.era != self.ledger.era:
             self.ledger.rewind(plan.era, plan.restore_version)
@@ -134,6 +130,9 @@ class Governor:
                 self.roster.expect(peer, advert, now_s)
             self.begun_s = now_s - max(0.0, will.elapsed_s)
             self.ledger.take_over(will)
+            if not continuing:
+                self.experts.take_over(will.loads)
+                self._notes.inherit(will.plans, now_s)
         for peer in plan.members:
             self.roster.expect(peer, None, now_s)
         if silent in plan.members:
@@ -286,13 +285,14 @@ class Governor:
             staleness_steps_mean=self.ledger.staleness_mean,
             elapsed_s=self._elapsed_s(now_s),
             searched=self._improvement.has_searched(live.plan),
+            plans=self._notes.tell(now_s),
+            loads=self.experts.loads(len(live.plan.stages)),
         )
 
     def tell(self, live: Plan, now_s: float, *, flush: bool = False) -> list[StepRecord]:
         return self.ledger.tell(now_s, term=live.term, peers=len(live.members), flush=flush)
 
     def status(self, live: Plan, now_s: float) -> SwarmStatus:
-        plans = tuple(msgspec.structs.replace(note, seconds_ago=now_s - at_s) for at_s, note in self._obeyed)
         elapsed_s = self._elapsed_s(now_s)
         return swarm_status(
             self.run,
@@ -301,7 +301,7 @@ class Governor:
             self.roster,
             self.ledger,
             self.experts,
-            plans,
+            self._notes.tell(now_s),
             elapsed_s=elapsed_s,
             now_s=now_s,
         )

@@ -217,6 +217,10 @@ class HandOver(_Message, frozen=True, kw_only=True):
     """Since the run's first plan."""
     searched: bool = False
     """The sender has looked for a better layout than this plan's, and there was none worth its moves."""
+    plans: "tuple[PlanNote, ...]" = ()
+    """Of late, oldest first."""
+    loads: tuple[tuple[float, ...], ...] = ()
+    """Tokens of late, by stage and expert, where experts are placed; a stage of which nothing is known has none."""
 
 
 class Leave(_Message, frozen=True):

@@ -20,6 +20,8 @@ COUNT_MAX = 1 << 53
 """More tokens than that nobody has sent."""
 SHARE_MIN = 0.01
 """Of an expert's tokens: who holds it has some share of them, or it would be no member."""
+HANDED_OVER_MAX = 4096
+"""Loads, of all stages: 36 KB of a message."""
 FADE = 0.9
 """What an older load counts for, a heartbeat later: a few dozen heartbeats are remembered."""
 
@@ -57,6 +59,18 @@ class ExpertPlaces:
             FADE * load + now - then for load, now, then in zip(loads, counts, before, strict=True)
         ]
 
+    def loads(self, num_stages: int) -> tuple[tuple[float, ...], ...]:
+        """For the next coordinator: by stage and expert. None of a model with more experts than a message takes."""
+        if not self.slots or num_stages * self.num_experts > HANDED_OVER_MAX:
+            return ()
+        return tuple(tuple(self._loads.get(stage, ())) for stage in range(num_stages))
+
+    def take_over(self, loads: Sequence[Sequence[float]]) -> None:
+        """What the coordinator before us has measured: without it everybody's shares would change for nothing."""
+        for stage, counts in enumerate(loads[:STAGES_MAX]):
+            if len(counts) == self.num_experts and all(0.0 <= count < COUNT_MAX for count in counts):
+                self._loads[stage] = list(counts)
+
     def load_shares(self, stage: int) -> list[float]:
         """Of the tokens that `stage` has sent to experts of late: float [E] that sums to 1, or all 0: nobody told."""
         loads = self._loads.get(stage, [0.0] * self.num_experts)
@@ -85,6 +99,8 @@ class ExpertPlaces:
 
     def _place_stage(self, index: int, stage: Stage, groups: Sequence[ExpertGroup], sequence: int) -> list[ExpertGroup]:
         min_replicas = min(self.min_replicas, len(stage.members))
+        if groups and not self._is_measured(index) and _is_whole(groups, stage, min_replicas):
+            return list(groups)  # until somebody has measured where tokens go, what there is will do
         slots = max(self.slots, -(-self.num_experts * min_replicas // len(stage.members)))
         slots = min(slots, self.num_experts)
         current: dict[PeerID, list[int]] = {}
@@ -100,14 +116,22 @@ class ExpertPlaces:
         ).placement
         return _groups(index, stage, chosen, loads, since, sequence)
 
+    def _is_measured(self, stage: int) -> bool:
+        return sum(self._loads.get(stage, ())) > 0.0
+
     def _loads_of(self, stage: int, groups: Sequence[ExpertGroup]) -> list[float]:
         """As measured; else those for which what there is would be right."""
-        loads = self._loads.get(stage)
-        if loads is not None and sum(loads) > 0.0:
-            return loads
+        if self._is_measured(stage):
+            return self._loads[stage]
         if groups:
             return [float(len(entry.members)) for entry in groups]
         return [1.0] * self.num_experts
+
+
+def _is_whole(groups: Sequence[ExpertGroup], stage: Stage, min_replicas: int) -> bool:
+    """Whether these are the stage's members, all of them, and each expert is on as many as it should be."""
+    holders = {peer for entry in groups for peer in entry.peers}
+    return holders == {*stage.peers} and all(len(entry.members) >= min_replicas for entry in groups)
 
 
 def _filled(

@@ -3,7 +3,8 @@
 import msgspec
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
-from shoal.coordinator.governor import STATUS_PLANS_MAX, STATUS_REASON_CHARS_MAX, Governor
+from shoal.coordinator.governor import Governor
+from shoal.coordinator.plan_notes import NOTES_MAX, REASON_CHARS_MAX
 from shoal.coordinator.status import STATUS_EXPERTS_MAX
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import CONTROL_BYTES_MAX
@@ -34,20 +35,20 @@ def test_a_peer_is_shown_with_its_speed_and_its_share_of_its_stage(make_plan, ma
 
 def test_the_newest_plans_are_told_with_their_reasons(make_plan):
     coordinator = governor()
-    for sequence in range(1, STATUS_PLANS_MAX + 4):
+    for sequence in range(1, NOTES_MAX + 4):
         plan = make_plan([["a"], ["b"]], coordinator="a", order=(1, sequence), reason=f"{sequence} " + "x" * 500).plan
         coordinator.obey(plan, float(sequence))
-    status = coordinator.status(plan, STATUS_PLANS_MAX + 10.0)
-    assert [note.sequence for note in status.plans] == list(range(4, STATUS_PLANS_MAX + 4))
+    status = coordinator.status(plan, NOTES_MAX + 10.0)
+    assert [note.sequence for note in status.plans] == list(range(4, NOTES_MAX + 4))
     assert [note.seconds_ago for note in status.plans[-2:]] == [8.0, 7.0]
-    assert status.plans[-1].reason.startswith(f"{STATUS_PLANS_MAX + 3} ")
-    assert len(status.plans[-1].reason) == STATUS_REASON_CHARS_MAX
+    assert status.plans[-1].reason.startswith(f"{NOTES_MAX + 3} ")
+    assert len(status.plans[-1].reason) == REASON_CHARS_MAX
 
 
 def test_two_hundred_peers_and_a_full_history_fit_in_a_frame(make_plan, make_heartbeat):
     coordinator = governor()
     peers = [f"{number:0{PEER_ID_CHARS}}" for number in range(200)]
-    for sequence in range(1, STATUS_PLANS_MAX + 1):
+    for sequence in range(1, NOTES_MAX + 1):
         plan = make_plan([peers[:90], peers[90:]], coordinator=peers[0], order=(1, sequence), reason="x" * 500).plan
         coordinator.obey(plan, 0.0)
     for stage, group in enumerate((peers[:90], peers[90:])):

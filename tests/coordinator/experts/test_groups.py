@@ -137,6 +137,45 @@ def test_a_hot_expert_gets_more_holders_and_the_look_is_not_taken_at_every_step(
     assert places.is_due(msgspec.structs.replace(plan, era=1), LOOK_STEPS + 1), "another era begins anew"
 
 
+def shares_of(plan: Plan) -> list[dict[PeerID, float]]:
+    return [{member.peer: member.share for member in entry.members} for entry in plan.experts]
+
+
+def measured(places: ExpertPlaces) -> None:
+    """Half of all tokens want expert 5."""
+    for beats in (0, 1):
+        for peer in names(6):
+            places.hear(peer, beat(0, tuple(beats * (700 if expert == 5 else 100) for expert in range(E))))
+
+
+def test_who_takes_over_without_a_word_leaves_the_shares_as_they_are() -> None:
+    places = ExpertPlaces(num_experts=E, slots=5)
+    measured(places)
+    plan = planned(places, stages(names(6)))
+    heir = ExpertPlaces(num_experts=E, slots=5)
+    assert shares_of(planned(heir, plan.stages, plan, sequence=2)) == shares_of(plan)
+    assert planned(heir, plan.stages, plan, sequence=2).experts == plan.experts
+
+
+def test_who_takes_over_with_a_word_plans_by_what_was_measured() -> None:
+    places, heir = (ExpertPlaces(num_experts=E, slots=5) for _ in range(2))
+    measured(places)
+    before = planned(places, stages(names(6)))
+    heir.take_over(places.loads(1))
+    assert heir.load_shares(0) == places.load_shares(0)
+    dead = stages(names(5))
+    assert planned(heir, dead, before, sequence=2).experts == planned(places, dead, before, sequence=2).experts
+
+
+def test_a_word_that_cannot_be_is_not_taken() -> None:
+    places = ExpertPlaces(num_experts=E, slots=3)
+    for counts in ((1.0,) * (E - 1), (float("nan"),) * E, (float("inf"),) * E, (-1.0,) * E):
+        places.take_over((counts,))
+    assert places.load_shares(0) == [0.0] * E
+    assert ExpertPlaces(num_experts=E, slots=0).loads(2) == ()
+    assert places.loads(2) == ((), ())
+
+
 def test_the_load_is_told_as_shares() -> None:
     places = ExpertPlaces(num_experts=E, slots=3)
     assert places.load_shares(0) == [0.0] * E

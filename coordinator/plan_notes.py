@@ -1,0 +1,38 @@
+"""The plans of late, for people: a status tells them, whoever coordinates. Pure."""
+
+from collections import deque
+from collections.abc import Iterable
+
+import msgspec
+
+from shoal.protocol.messages import PlanNote
+from shoal.protocol.plan import Plan
+
+NOTES_MAX = 16
+REASON_CHARS_MAX = 160
+
+
+class PlanNotes:
+    """What this peer has obeyed, and what coordinators before it have."""
+
+    def __init__(self) -> None:
+        self._notes: deque[tuple[float, PlanNote]] = deque(maxlen=NOTES_MAX)
+        """(since when, what)."""
+
+    def obey(self, plan: Plan, now_s: float) -> None:
+        reason = plan.reason[:REASON_CHARS_MAX]
+        self._notes.append((now_s, PlanNote(plan.term, plan.sequence, 0.0, plan.coordinator, reason)))
+
+    def inherit(self, notes: Iterable[PlanNote], now_s: float) -> None:
+        """Those from before our own first."""
+        first = min(((note.term, note.sequence) for _, note in self._notes), default=None)
+        missed = [
+            (now_s - max(0.0, note.seconds_ago), msgspec.structs.replace(note, reason=note.reason[:REASON_CHARS_MAX]))
+            for note in notes
+            if first is None or (note.term, note.sequence) < first
+        ]
+        self._notes = deque([*missed, *self._notes], maxlen=NOTES_MAX)
+
+    def tell(self, now_s: float) -> tuple[PlanNote, ...]:
+        """Oldest first."""
+        return tuple(msgspec.structs.replace(note, seconds_ago=now_s - at_s) for at_s, note in self._notes)

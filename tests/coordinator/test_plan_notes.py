@@ -1,0 +1,34 @@
+"""What people are told of the plans so far, by whoever coordinates."""
+
+from shoal.coordinator.plan_notes import NOTES_MAX, REASON_CHARS_MAX, PlanNotes
+from shoal.protocol.identity import PeerID
+from shoal.protocol.messages import PlanNote
+
+
+def obeying(make_plan, *sequences: int) -> PlanNotes:
+    notes = PlanNotes()
+    for sequence in sequences:
+        notes.obey(make_plan([["a"], ["b"]], coordinator="a", order=(1, sequence), reason=f"{sequence}").plan, sequence)
+    return notes
+
+
+def test_who_came_later_is_told_what_was_before_and_nothing_twice(make_plan):
+    notes = obeying(make_plan, 4, 5)
+    notes.inherit(obeying(make_plan, 1, 2, 3, 4).tell(7.0), 107.0)
+    told = notes.tell(107.0)
+    assert [note.reason for note in told] == ["1", "2", "3", "4", "5"]
+    assert [note.seconds_ago for note in told][:3] == [6.0, 5.0, 4.0]
+
+
+def test_the_newest_are_kept_and_none_is_longer_than_a_line(make_plan):
+    notes = obeying(make_plan, 50)
+    notes.inherit([PlanNote(1, i, float(50 - i), PeerID("a"), "x" * 999) for i in range(1, 50)], 0.0)
+    told = notes.tell(0.0)
+    assert [note.sequence for note in told] == list(range(51 - NOTES_MAX, 51))
+    assert {len(note.reason) for note in told[:-1]} == {REASON_CHARS_MAX}
+
+
+def test_nobody_remembers_the_future():
+    notes = PlanNotes()
+    notes.inherit([PlanNote(1, 1, -5.0, PeerID("a"), "")], 10.0)
+    assert notes.tell(10.0)[0].seconds_ago == 0.0
