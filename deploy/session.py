@@ -17,7 +17,7 @@ from shoal.coordinator.ledger import StepRecord
 from shoal.deploy.background import in_background
 from shoal.deploy.control_socket import ControlServer
 from shoal.deploy.dashboard.address import Address
-from shoal.deploy.dashboard.beside import serving
+from shoal.deploy.dashboard.beside import Showing, serving
 from shoal.deploy.dashboard.contribution import ContributionMeter, MeteredCompute
 from shoal.deploy.dashboard.feed import RunFacts
 from shoal.deploy.doctor.split import SplitWatch
@@ -151,11 +151,11 @@ def _network(
 
 async def _take_part(network: Network, run: _Run, options: Options, stop: Stop) -> None:
     title = f"shoal {run.spec.name}"
-    async with serving(options.dashboard, RunFacts.of(run.spec), title=title) as showing:
+    async with serving(options.dashboard, RunFacts.of(run.spec), title=title, steers=True) as showing:
         output = showing.beside(make_output(reports=options.reports, title=title, steps_total=run.spec.training.steps))
         if showing.announcement:
             output.say(Note(text=showing.announcement))
-        await _train(network, run, options, stop, output)
+        await _train(network, run, options, stop, output, showing)
 
 
 def _make_compute(options: Options) -> MeteredCompute:
@@ -196,7 +196,7 @@ def _make_node(network: Network, run: _Run, options: Options, compute: Compute, 
     )
 
 
-async def _train(network: Network, run: _Run, options: Options, stop: Stop, output: Output) -> None:
+async def _train(network: Network, run: _Run, options: Options, stop: Stop, output: Output, showing: Showing) -> None:
     compute = _make_compute(options)
     node = _make_node(network, run, options, compute, output)
     invite = make_invite(node.run, run.owner, worth_telling(network.transport.addresses()))
@@ -208,6 +208,7 @@ async def _train(network: Network, run: _Run, options: Options, stop: Stop, outp
         look=looking_at(options.device),
     )
     keeper.install(control)
+    showing.steer(pause=keeper.pause, resume=keeper.resume)
     control.on("leave", stop.leave)
     control.on("invite", InviteVerb(network.transport, run=node.run, owner=run.owner).answer)
     try:

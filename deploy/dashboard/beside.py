@@ -12,15 +12,18 @@ from shoal.deploy.report import Report
 
 if TYPE_CHECKING:
     from shoal.deploy.dashboard.server import Dashboard
+    from shoal.deploy.dashboard.steering import Act, Steering
 
 
 class Showing:
     """Where a dashboard is, and what feeds it. Without an address there is none, and everything here does nothing."""
 
-    def __init__(self, feed: Feed, dashboard: "Dashboard | None", announcement: str) -> None:
+    def __init__(
+        self, feed: Feed, dashboard: "Dashboard | None", steering: "Steering | None", announcement: str
+    ) -> None:
         self.announcement = announcement
         """Where it is, for a person; empty: there is none."""
-        self._feed, self._dashboard = feed, dashboard
+        self._feed, self._dashboard, self._steering = feed, dashboard, steering
 
     @property
     def is_watched(self) -> bool:
@@ -29,6 +32,11 @@ class Showing:
     def take(self, report: Report) -> None:
         if self._dashboard is not None:
             self._feed.take(report, time.monotonic())
+
+    def steer(self, *, pause: "Act", resume: "Act") -> None:
+        """From now on whoever has the key can do that."""
+        if self._steering is not None:
+            self._steering.hand(pause=pause, resume=resume)
 
     def beside(self, output: Output) -> Output:
         return output if self._dashboard is None else _Both(output, self)
@@ -53,19 +61,24 @@ class _Both:
 
 
 @contextlib.asynccontextmanager
-async def serving(address: Address | None, facts: RunFacts, *, title: str) -> AsyncIterator[Showing]:
-    """Serve while this lasts. Raises: LocalError: not at that address."""
+async def serving(
+    address: Address | None, facts: RunFacts, *, title: str, steers: bool = False
+) -> AsyncIterator[Showing]:
+    """Serve while this lasts. Args: steers: `Showing.steer` will be called. Raises: LocalError: not at that address."""
     feed = Feed(facts, title=title, wall_minus_clock_s=time.time() - time.monotonic())
     if address is None:
-        yield Showing(feed, None, "")
+        yield Showing(feed, None, None, "")
         return
     from shoal.deploy.dashboard.server import Dashboard, DashboardServer  # most peers need no web server
+    from shoal.deploy.dashboard.steering import Steering
 
-    dashboard = Dashboard(feed, now_s=time.monotonic, names=address.names)
+    steering = Steering()
+    dashboard = Dashboard(feed, now_s=time.monotonic, names=address.names, steering=steering)
     server = DashboardServer(dashboard, address)
     await server.start()
     try:
         public = " (whoever reaches this address can read it)" if address.is_public else ""
-        yield Showing(feed, dashboard, f"dashboard: {server.url}{public}")
+        key = f"#{steering.key}" if steers else ""
+        yield Showing(feed, dashboard, steering, f"dashboard: {server.url}{key}{public}")
     finally:
         await server.close()

@@ -7,7 +7,7 @@ A browser sends a page's requests from the user's machine, so listening on loopb
 - **Origin**, where there is one, must be the Host: WebSockets know no other rule. No CORS header is ever sent.
 - **Sec-Fetch-Site** of another site only for a link that the user follows.
 
-There is nothing to do here but read: any other method is refused.
+There is nothing to do here but read, and two things for who has the key (`steering.py`): any other method is refused.
 """
 
 import ipaddress
@@ -18,6 +18,8 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from shoal.deploy.dashboard.steering import PATHS
 
 HEADERS: Mapping[str, str] = {
     "Content-Security-Policy": (
@@ -47,7 +49,7 @@ class Guard:
         if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
-        complaint = self.complaint(Headers(scope=scope), scope.get("method", "GET"))
+        complaint = self.complaint(Headers(scope=scope), scope.get("method", "GET"), scope["path"])
         if scope["type"] == "websocket":
             if complaint:
                 await send({"type": "websocket.close", "code": _FORBIDDEN_CLOSE, "reason": complaint})
@@ -66,9 +68,9 @@ class Guard:
         else:
             await self._app(scope, receive, send_guarded)
 
-    def complaint(self, headers: Headers, method: str) -> str:
+    def complaint(self, headers: Headers, method: str, path: str) -> str:
         """Why a request is refused; empty if it is not."""
-        if method not in ("GET", "HEAD"):
+        if method not in ("GET", "HEAD") and not (method == "POST" and path in PATHS):
             return "the dashboard only shows"
         host = headers.get("host", "")
         if not self._is_ours(host):

@@ -6,6 +6,7 @@
 | `/live` | WebSocket: the view every second, and what the curves have grown by |
 | `/state.json` | the view, once |
 | `/metrics` | the same for Prometheus |
+| `/pause`, `/resume` | POST, for who has the key (`steering.py`) |
 
 Whoever looks costs the peer: a view is put together once a second for all of them, and for nobody not at all.
 """
@@ -30,6 +31,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from shoal.deploy.dashboard.address import Address
 from shoal.deploy.dashboard.feed import Feed
 from shoal.deploy.dashboard.guard import Guard
+from shoal.deploy.dashboard.steering import Steering
 from shoal.deploy.dashboard.view import Point, View
 from shoal.deploy.metrics import CONTENT_TYPE, render_metrics
 
@@ -58,6 +60,8 @@ class Update(msgspec.Struct, frozen=True, kw_only=True):
 
     view: View
     curves: Growth
+    steers: bool
+    """Whoever has the key can do something here."""
 
 
 class Dashboard:
@@ -67,10 +71,19 @@ class Dashboard:
         feed: told by its owner.
         now_s: the feed's clock.
         names: hosts under which it may be opened, besides addresses and `localhost`.
+        steering: what whoever has its key can do; None: nothing.
     """
 
-    def __init__(self, feed: Feed, *, now_s: Callable[[], float], names: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        feed: Feed,
+        *,
+        now_s: Callable[[], float],
+        names: Sequence[str] = (),
+        steering: Steering | None = None,
+    ) -> None:
         self._feed, self._now_s = feed, now_s
+        self._steering = steering or Steering()
         self._encoder = msgspec.json.Encoder()
         self._viewers = 0
         self._closing = asyncio.Event()
@@ -84,6 +97,7 @@ class Dashboard:
                     Route("/metrics", self._metrics),
                     Route("/state.json", self._state),
                     WebSocketRoute("/live", self._live),
+                    *self._steering.routes,
                     Mount("/static", StaticFiles(directory=STATIC)),
                 ]
             ),
@@ -132,7 +146,7 @@ class Dashboard:
             if curves.generation != generation:
                 generation, sent = curves.generation, 0
             growth = Growth(generation=generation, first=sent, points=curves.points[sent:])
-            update = Update(view=self._current(), curves=growth)
+            update = Update(view=self._current(), curves=growth, steers=self._steering.works)
             sent = len(curves.points)
             await socket.send_text(self._encoder.encode(update).decode())
             with contextlib.suppress(TimeoutError):

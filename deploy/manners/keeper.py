@@ -73,8 +73,8 @@ class Keeper:
 
     def install(self, control: ControlServer) -> None:
         """Answer `shoal pause`, `shoal resume` and Ctrl-Z."""
-        control.on("pause", self._on_pause)
-        control.on("resume", self._on_resume)
+        control.on("pause", lambda arguments: self.pause())
+        control.on("resume", lambda arguments: self.resume())
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTSTP, self._on_stop_key)
         loop.add_signal_handler(signal.SIGCONT, self._on_continue)
@@ -114,12 +114,13 @@ class Keeper:
             self._told = reasons
             self._say(f"paused: {'; '.join(reasons)}" if reasons else "computing again")
 
-    async def _on_pause(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+    async def pause(self) -> Mapping[str, Any]:
+        """As the owner says. Returns: how it is now."""
         self._manners.ask(_OWNER, "you asked for it (`shoal resume` ends it)")
         self._apply()
         return self._answer()
 
-    async def _on_resume(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+    async def resume(self) -> Mapping[str, Any]:
         """What speaks against computing besides the owner's own word still does."""
         self._manners.take_back(_OWNER, _TERMINAL)
         self._apply()

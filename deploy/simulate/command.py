@@ -92,6 +92,7 @@ def _compare(scenario: "Scenario", names: str | None, options: "Options", json: 
     import msgspec
     from rich.console import Console
 
+    from shoal.deploy.progress import progress_bar
     from shoal.deploy.simulate.outcome import row_of
     from shoal.deploy.simulate.strategies import chosen_strategies, churn_of, run_strategy, with_options
     from shoal.deploy.simulate.table import LEGEND, comparison, table_of
@@ -101,12 +102,12 @@ def _compare(scenario: "Scenario", names: str | None, options: "Options", json: 
     options = replace(options, timeline=html is not None or scenario.trace is None)
     strategies = chosen_strategies(scenario, names)
     churn = churn_of(scenario, options.seed)
-    console, progress = Console(highlight=False), Console(stderr=True, highlight=False)
+    console = Console(highlight=False)
     console.print(scenario.title, markup=False, style="bold")
     outcomes, rows = [], []
     for strategy in strategies:
-        with progress.status(f"simulating {strategy.name}") if progress.is_terminal else contextlib.nullcontext():
-            outcomes.append(run_strategy(scenario, strategy, churn, options))
+        with progress_bar(f"simulating {strategy.name}") as tell:
+            outcomes.append(run_strategy(scenario, strategy, churn, replace(options, on_progress=tell)))
         rows.append(row_of(outcomes[-1]))
     console.print(table_of(rows))
     console.print(LEGEND, markup=False, style="dim")

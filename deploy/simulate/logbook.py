@@ -1,7 +1,7 @@
 """What a modelled run writes down while it goes: commits, plans, who came and went, how long devices worked."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -18,9 +18,18 @@ class SimLedger:
     """Args:
     num_groups: how many commits make a step, those of experts included; plans may change it.
     steps: tell `reached` once so many steps are committed by every group.
+    on_step: told of each step when every group has committed it.
     """
 
-    def __init__(self, num_devices: int, num_groups: int, *, steps: int, keeps_timeline: bool) -> None:
+    def __init__(
+        self,
+        num_devices: int,
+        num_groups: int,
+        *,
+        steps: int,
+        keeps_timeline: bool,
+        on_step: Callable[[StepDone], None] = lambda step: None,
+    ) -> None:
         self.steps: list[StepDone] = []
         self.events: list[Happened] = []
         self.failures: list[str] = []
@@ -29,6 +38,7 @@ class SimLedger:
         self.reached = asyncio.Event()
         self._num_groups = num_groups
         self._wanted = steps
+        self._on_step = on_step
         self._keeps_timeline = keeps_timeline
         self._timeline: list[list[Span]] = [[] for _ in range(num_devices)]
         self._busy_s = np.zeros(num_devices)
@@ -73,6 +83,7 @@ class SimLedger:
         self.given_up += report.given_up
         if len(groups) == self._num_groups and report.era == self._era:
             self.steps.append(StepDone(report.step, self._now_s()))
+            self._on_step(self.steps[-1])
             if report.step + 1 >= self._wanted:
                 self.reached.set()
 

@@ -24,7 +24,7 @@ from shoal.deploy.simulate.blocking import BlockingDevice, Lockstep
 from shoal.deploy.simulate.logbook import SimLedger, traffic_matrix
 from shoal.deploy.simulate.modelled_swarm import ModelledSwarm, Ports, check_devices, peer_ids
 from shoal.deploy.simulate.pinned import PinnedAllocator
-from shoal.deploy.simulate.result import SimResult, Span
+from shoal.deploy.simulate.result import SimResult, Span, StepDone
 from shoal.deploy.simulate.routing import Routing
 from shoal.protocol.errors import LocalError
 from shoal.protocol.sim.loop import run as run_in_virtual_time
@@ -69,6 +69,8 @@ class ModelledRun:
     """Gradient sums and states travel in pieces of this size; 1 MiB in life, where a frame costs less than here."""
     expert_loads: Sequence[float] | None = None
     """Where the run spec places experts (`swarm.expert_slots`): what part of the tokens wants each. None: all alike."""
+    on_progress: Callable[[float], None] = lambda share: None
+    """Told at every step which share of the run is over, in [0, 1]."""
     introduced: bool = True
     """Everybody knows everybody's address from the beginning; else they learn it from the directory, as in life."""
 
@@ -93,7 +95,13 @@ async def _play(run: ModelledRun) -> SimResult:
         allocator: Allocator | None = PinnedAllocator(run.stages, peers, split(t, Workload.of(spec), run.stages))
     else:
         allocator = run.stages
-    ledger = SimLedger(t.num_devices, spec.swarm.stages, steps=spec.training.steps, keeps_timeline=run.record_timeline)
+    ledger = SimLedger(
+        t.num_devices,
+        spec.swarm.stages,
+        steps=spec.training.steps,
+        keeps_timeline=run.record_timeline,
+        on_step=lambda step: run.on_progress(_share_over(run, spec, step)),
+    )
     swarm = ModelledSwarm(
         world,
         t,
@@ -127,6 +135,12 @@ async def _play(run: ModelledRun) -> SimResult:
         num_events=world.num_events,
         trace_hash=world.trace_hash(),
     )
+
+
+def _share_over(run: ModelledRun, spec: RunSpec, step: StepDone) -> float:
+    """Whichever end is nearer."""
+    by_steps = (step.step + 1) / spec.training.steps
+    return min(1.0, by_steps if run.seconds is None else max(by_steps, step.committed_at_s / run.seconds))
 
 
 async def _until_over(run: ModelledRun, ledger: SimLedger) -> None:

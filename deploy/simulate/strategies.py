@@ -1,7 +1,7 @@
 """Every strategy on the same path: a layout from whoever makes it, then one modelled run."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -36,6 +36,8 @@ class Options:
     """For a search, of one core."""
     timeline: bool = True
     """Keep what every device did when, which idle shares and pages need: 100 bytes a job."""
+    on_progress: Callable[[float], None] = lambda share: None
+    """Told which share of a strategy's run is over, in [0, 1]."""
 
 
 def chosen_strategies(scenario: Scenario, names: str | None) -> tuple[Strategy, ...]:
@@ -113,6 +115,7 @@ def run_strategy(scenario: Scenario, strategy: Strategy, churn: Sequence[Churn],
                 seconds=scenario.seconds,
                 record_timeline=options.timeline,
                 blocking=Lockstep.of(strategy.blocking, placement),
+                on_progress=options.on_progress,
             )
         )
     except ShoalError as error:

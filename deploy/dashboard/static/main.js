@@ -5,11 +5,12 @@ import { byId, say } from "./format.js";
 import { connect } from "./live.js";
 import { choosePeer, contribution, Everyone, headline, history, tiles } from "./panels.js";
 import { Picture } from "./picture.js";
+import { steering } from "./steering.js";
 
 const charts = new Charts(), picture = new Picture(), everyone = new Everyone();
 const LINKS = { connecting: "connecting", live: "live", lost: "lost, looking for it" };
 const ROWS_EVERY_UPDATE = 40;
-let view = null, updates = 0;
+let view = null, steers = false, updates = 0;
 
 function draw() {
   if (view === null || document.visibilityState === "hidden") return;
@@ -17,6 +18,7 @@ function draw() {
   tiles(view);
   picture.draw(view);
   contribution(view);
+  steering(view, steers);
   charts.draw();
   history(view);
   // Two hundred rows cost half of what the page does: they may be a few seconds old.
@@ -41,6 +43,7 @@ function theme() {
 theme();
 connect((update) => {
   view = update.view;
+  steers = update.steers;
   updates += 1;
   charts.take(update.curves, view.changes);
   draw();

@@ -62,3 +62,22 @@ def test_on_an_address_of_others_it_says_who_can_read_it(address, warns):
             return showing.announcement
 
     assert ("whoever reaches this address" in asyncio.run(scenario())) == warns
+
+
+def test_the_address_has_the_key_of_who_may_pause_and_only_where_one_can():
+    async def scenario() -> None:
+        async def act() -> dict[str, bool]:
+            return {"paused": True}
+
+        async with serving(parse_address("127.0.0.1:0"), FACTS, title="", steers=True) as showing:
+            url, _, key = showing.announcement.removeprefix("dashboard: ").partition("#")
+            async with httpx.AsyncClient(base_url=url, headers={"x-shoal-key": key}) as client:
+                assert (await client.post("pause")).status_code == 409
+                showing.steer(pause=act, resume=act)
+                assert (await client.post("pause")).json() == {"paused": True}
+        async with serving(parse_address("127.0.0.1:0"), FACTS, title="") as showing:
+            assert "#" not in showing.announcement
+        async with serving(None, FACTS, title="", steers=True) as showing:
+            showing.steer(pause=act, resume=act)
+
+    asyncio.run(scenario())

@@ -17,7 +17,8 @@ from shoal.deploy.dashboard.address import parse_address
 from shoal.deploy.dashboard.feed import Feed
 from shoal.deploy.dashboard.pretend import Pretend
 from shoal.deploy.dashboard.server import Dashboard, DashboardServer
-from shoal.deploy.report import Joined, Note, Status
+from shoal.deploy.dashboard.steering import Steering
+from shoal.deploy.report import Joined, Limits, Note, Status
 
 CHROMIUM = Path("/usr/bin/chromium")
 WAIT_MS = 60_000
@@ -32,6 +33,7 @@ class Served:
     def __init__(self, feed: Feed) -> None:
         self.feed = feed
         self.url = ""
+        self.steering = Steering()
         self._port = 0
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -39,7 +41,7 @@ class Served:
 
     def start(self) -> None:
         async def begin() -> None:
-            dashboard = Dashboard(self.feed, now_s=time.monotonic)
+            dashboard = Dashboard(self.feed, now_s=time.monotonic, steering=self.steering)
             self._server = DashboardServer(dashboard, parse_address(f"127.0.0.1:{self._port}"))
             await self._server.start()
 
@@ -147,6 +149,53 @@ def test_in_a_demo_each_peer_can_be_chosen(served, visit, two_peers, make_contri
     visit.page.select_option("#whose", id_of("a"))
     assert visit.page.inner_text("#busy-text") == "25 %"
     assert visit.complaints == []
+
+
+def test_who_came_with_the_key_pauses_the_peer_and_resumes_it(
+    served, visit, make_status, make_peer, two_peers, make_contribution, id_of
+):
+    paused = [False]
+
+    def be(wanted: bool) -> Any:
+        async def act() -> dict[str, Any]:
+            paused[0] = wanted
+            return {"paused": wanted, "reasons": []}
+
+        return act
+
+    def tell() -> None:
+        served.take(make_contribution("a", limits=Limits(paused=paused[0])))
+
+    served.steering.hand(pause=be(True), resume=be(False))
+    served.take(Joined(peer=id_of("a"), name="peer-a", invite=""))
+    served.take(two_peers)
+    tell()
+    visit.page.goto(served.url)
+    visit.until("document.querySelector('#busy-text').textContent === '50 %'")
+    assert visit.page.locator("#pause").is_hidden(), "who has no key has no button"
+    visit.page.goto("about:blank")
+    visit.page.goto(f"{served.url}#{served.steering.key}")
+    visit.until("document.querySelector('#pause').textContent === 'Pause'")
+    assert "#" not in visit.page.url, "the key is in no address that one would pass on"
+    with visit.page.expect_response("**/pause"):
+        visit.page.click("#pause")
+    assert paused == [True]
+    tell()
+    visit.until("document.querySelector('#pause').textContent === 'Resume'")
+    visit.page.reload()
+    visit.until("document.querySelector('#pause').textContent === 'Resume'")
+    with visit.page.expect_response("**/resume"):
+        visit.page.click("#pause")
+    assert paused == [False]
+    tell()
+    visit.until("document.querySelector('#pause').textContent === 'Pause'")
+    assert visit.complaints == []
+    visit.page.evaluate("sessionStorage.setItem('shoal-key', 'another')")
+    visit.page.reload()
+    visit.page.click("#pause")
+    visit.until("!document.querySelector('#refused').hidden")
+    assert "the address that the peer has printed" in visit.page.inner_text("#refused")
+    assert paused == [False]
 
 
 def test_it_finds_its_peer_again(served, visit, make_status, make_peer, two_peers):

@@ -21,7 +21,7 @@ def test_a_demo_and_a_volunteer_show_the_same_run(world: Any) -> None:
     invite = demo.line("shoal join ").split()[2]
     options = "--name", "volunteer", "--data", world.text, "--listen", "127.0.0.1:0"
     volunteer = world.shoal("join", invite, *options, *there)
-    own_url = volunteer.line("dashboard: ").split()[1]
+    own_url, _, key = volunteer.line("dashboard: ").split()[1].partition("#")
 
     def state(of: str) -> dict[str, Any]:
         return dict(httpx.get(f"{of}state.json").json())
@@ -52,6 +52,12 @@ def test_a_demo_and_a_volunteer_show_the_same_run(world: Any) -> None:
     assert scraped.headers["content-type"] == CONTENT_TYPE
     assert f'shoal_run_info{{run="{own["run"]}",name="small"}} 1' in scraped.text
     assert "shoal_self_flops" in scraped.text
+
+    world.until(lambda: httpx.post(f"{own_url}pause", headers={"x-shoal-key": key}).json()["paused"])
+    world.until(lambda: state(own_url)["mine"]["limited_by"]["kind"] == "pause")
+    assert httpx.post(f"{url}pause", headers={"x-shoal-key": key}).status_code == 403, "a demo's own page steers nobody"
+    assert not httpx.post(f"{own_url}resume", headers={"x-shoal-key": key}).json()["paused"]
+    world.until(trains(own_url, everybody))
 
     watch = world.shoal("status", invite, "--watch", "--json")
     world.until(lambda: watch.output.count("\n") >= 3)

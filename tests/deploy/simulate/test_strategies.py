@@ -1,5 +1,6 @@
 """`shoal simulate` of a tiny scenario, and what it refuses."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -189,6 +190,17 @@ def test_a_layout_is_of_those_who_are_there_at_first(tiny: Path) -> None:
     outcome = run_strategy(scenario, KNOWN["mod"], churn_of(scenario, 0), options)
     assert outcome.placement is not None
     assert outcome.placement.stages == ((0, 2), (1,))
+
+
+@pytest.mark.parametrize("options", [Options(steps=4), Options(seconds=100.0)])
+def test_whoever_waits_hears_how_much_is_over(tiny: Path, options: Options) -> None:
+    heard: list[float] = []
+    scenario = with_options(find_scenario(str(tiny)), options)
+    run_strategy(scenario, KNOWN["mod"], (), replace(options, on_progress=heard.append))
+    assert len(heard) >= 2
+    assert heard == sorted(heard)
+    assert 0.0 < heard[0] < 0.5
+    assert 0.7 < heard[-1] <= 1.0
 
 
 def test_nobody_there_is_an_outcome(tiny: Path) -> None:
