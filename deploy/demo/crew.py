@@ -14,6 +14,7 @@ from shoal.deploy.report import Joined, Left, Ready
 from shoal.protocol.identity import PeerID
 from shoal.protocol.invite import make_invite, parse_invite
 from shoal.protocol.limits import ADDRESSES_MAX
+from shoal.protocol.live import leftovers
 
 HOST = "peer-1"
 CLI = (sys.executable, "-m", "shoal.deploy.cli")
@@ -122,6 +123,11 @@ class Crew:
         for member in members:
             member.dismissed = True
             member.child.send(signal.SIGTERM)
+
+    async def tidy(self) -> None:
+        """Once nobody runs any more: remove the sockets of those who were killed, and did not come back to do so."""
+        for folder in sorted(self.peers_folder.glob("*")):
+            await leftovers.clear(folder)
 
     def take(self, member: Member, report: Ready | Joined | Left) -> None:
         match report:

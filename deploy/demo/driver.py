@@ -105,6 +105,7 @@ class Demo:
             finally:
                 measuring.cancel()
                 await self._swarm.close()
+                await self._crew.tidy()
                 await asyncio.gather(measuring, return_exceptions=True)
             summary = self._chronicle.sum_up(
                 peers=self._options.peers,

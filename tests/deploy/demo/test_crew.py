@@ -1,6 +1,9 @@
 """Who is let in, and by whom: children that pretend."""
 
 import asyncio
+import socket
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +14,7 @@ from shoal.deploy.report import Joined, Ready
 from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.invite import make_invite, parse_invite
 from shoal.protocol.limits import ADDRESSES_MAX
+from shoal.protocol.live import leftovers
 
 OWNER = Identity.generate().peer_id
 RUN = "0123456789abcdef"
@@ -105,3 +109,24 @@ def test_those_who_join_are_told_what_the_host_reads_in_its_spec(tmp_path: Path)
     assert "--data /text --tokenizer /t.json" in join
     assert "--data" not in host
     assert "--tokenizer" not in host
+
+
+def test_what_the_killed_leave_in_the_systems_folder_is_removed_at_the_end(tmp_path: Path) -> None:
+    crew = Crew(PretendSwarm(), folder=tmp_path, spec_path=Path(), data="")
+    sockets = []
+    for name in ("peer-1", "peer-2"):
+        path = tmp_path / f"hivemind-p2pd-{name}.sock"
+        with socket.socket(socket.AF_UNIX) as bound:
+            bound.bind(str(path))
+        sockets.append(path)
+        (crew.peers_folder / name).mkdir(parents=True)
+        leftovers.remember(crew.peers_folder / name, _gone_process(), [path])
+    (crew.peers_folder / "peer-3").mkdir()  # it has left in order
+    asyncio.run(crew.tidy())
+    assert not any(path.exists() for path in sockets)
+
+
+def _gone_process() -> int:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
