@@ -122,10 +122,5 @@ tokenizer.command(epilog=examples_of(train))(train)
 app.add_typer(tokenizer, name="tokenizer")
 
 
-def main() -> None:
-    """The console script."""
-    app(prog_name="shoal")
-
-
 if __name__ == "__main__":
-    main()
+    app(prog_name="shoal")
