@@ -4,6 +4,11 @@ import shlex
 from collections.abc import Callable
 
 import pytest
+from hypothesis import settings
+
+# How long an example takes says what else the machine does.
+settings.register_profile("shoal", deadline=None)
+settings.load_profile("shoal")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

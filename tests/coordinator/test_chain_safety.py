@@ -160,7 +160,7 @@ def check_many(unsigned) -> None:
         play(seed, unsigned).check()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(seed=st.integers(0, 2**32))
 def test_live_plans_make_one_chain(make_unsigned, seed):
     play(seed, make_unsigned).check()

@@ -1,13 +1,12 @@
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.protocol.token_bucket import RateLimits, TokenBucket
 
 
-@settings(deadline=None)
 @given(
     rate=st.floats(1.0, 1e9),
     sizes=st.lists(st.integers(1, 10_000_000), min_size=1, max_size=50),
@@ -28,7 +27,6 @@ def test_no_more_than_rate_burst_and_one_message_pass_in_any_time(rate, sizes, p
             total += size
 
 
-@settings(deadline=None)
 @given(rate=st.floats(1e3, 1e9), size=st.floats(0.01, 100.0))
 def test_who_always_has_something_to_send_gets_the_whole_rate(rate, size):
     bucket = TokenBucket(rate=rate, now_s=0.0)

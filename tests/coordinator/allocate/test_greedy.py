@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
@@ -109,7 +109,6 @@ def orphans_of(previous, by_id):
 
 
 @pytest.mark.parametrize("live", [False, True])
-@settings(deadline=None)
 @given(peers=swarms(), seed=st.integers(0, 9))
 def test_a_first_layout_holds_what_it_promises(live, peers, seed):
     layout = allocate(peers, seed=seed, live=live)
@@ -122,7 +121,6 @@ def test_a_first_layout_holds_what_it_promises(live, peers, seed):
 
 
 @pytest.mark.parametrize("live", [False, True])
-@settings(deadline=None)
 @given(before=swarms(), after=swarms(), seed=st.integers(0, 9))
 def test_a_later_layout_holds_what_it_promises_and_moves_few(live, before, after, seed):
     first = allocate([peer for peer in before if not peer.draining])

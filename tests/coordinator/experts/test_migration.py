@@ -4,7 +4,7 @@ import itertools
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.coordinator.experts.migration import (
@@ -59,7 +59,6 @@ def test_a_part_stays_with_its_kind() -> None:
     assert assign_parts(now, then) == ((2, 3), (0, 1))
 
 
-@settings(deadline=None)
 @given(seed=st.integers(0, 10_000), min_replicas=st.integers(1, 3))
 def test_nobody_is_interrupted_on_the_way(seed: int, min_replicas: int) -> None:
     rng = random.Random(seed)

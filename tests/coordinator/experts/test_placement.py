@@ -71,7 +71,7 @@ def every_placement(replicas: Sequence[int], slots: Sequence[int]) -> Iterator[P
             yield from ((part, *others) for others in every_placement(left, slots[1:]))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(task=tasks(nodes_max=4), seed=st.integers(0, 999))
 def test_small_cases_are_solved_to_the_end(task: tuple[list[int], tuple[int, ...], int], seed: int) -> None:
     """Against all placements that keep the promise."""
@@ -90,7 +90,7 @@ def test_small_cases_are_solved_to_the_end(task: tuple[list[int], tuple[int, ...
         assert loss_probability(ours, len(replicas), chance).low == pytest.approx(min(losses))
 
 
-@settings(max_examples=1_000, deadline=None)
+@settings(max_examples=1_000)
 @given(task=tasks(nodes_max=7), chance_seed=st.none() | st.integers(0, 99))
 def test_fewer_failures_than_the_minimum_lose_nothing(
     task: tuple[list[int], tuple[int, ...], int], chance_seed: int | None
@@ -105,7 +105,7 @@ def test_fewer_failures_than_the_minimum_lose_nothing(
     assert all(p == 1.0 for p in recovery(placement, len(replicas))[:min_replicas])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(task=tasks(nodes_max=40), many=st.integers(13, 30))
 def test_fewer_failures_than_the_minimum_lose_nothing_in_large_swarms(
     task: tuple[list[int], tuple[int, ...], int], many: int
@@ -122,7 +122,7 @@ def test_fewer_failures_than_the_minimum_lose_nothing_in_large_swarms(
     assert min(mask.bit_count() for mask in holder_masks(placement, 20)) >= min_replicas
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(num_nodes=st.integers(2, 9), slots_each=st.integers(1, 7), seed=st.integers(0, 10_000))
 def test_neither_mro_nor_spread_survives_more_at_any_number_of_failures(
     num_nodes: int, slots_each: int, seed: int

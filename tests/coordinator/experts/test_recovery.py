@@ -77,7 +77,7 @@ def test_levels_are_the_binomial_coefficients() -> None:
     assert [level.bit_count() for level in levels(9)] == [math.comb(9, k) for k in range(10)]
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(seed=st.integers(0, 10_000))
 def test_bounds_hold_what_is_drawn(seed: int) -> None:
     """40 nodes in one component, 30 experts: more than is counted exactly. 4,000 draws, five deviations."""

@@ -144,7 +144,7 @@ def test_the_order_of_mappings_does_not_matter() -> None:
     assert replan({}, LOADS, backwards, min_replicas=2) == first
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(seed=st.integers(0, 10_000))
 def test_every_history_of_changes_keeps_the_promise_and_comes_to_rest(seed: int) -> None:
     rng = random.Random(seed)

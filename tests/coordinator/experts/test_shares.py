@@ -27,7 +27,7 @@ def least_busy(placement: Placement, loads: list[float], speeds: list[float]) ->
     return float(solved.fun)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 10_000))
 def test_the_busiest_node_is_as_little_busy_as_can_be(seed: int) -> None:
     rng = random.Random(seed)

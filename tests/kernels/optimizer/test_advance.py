@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -38,7 +38,6 @@ def bits(tensor: Tensor) -> list[int]:
 
 @each_name
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@settings(deadline=None)
 @given(n=st.sampled_from([0, 1, 17, 1000]), step=st.integers(0, 9), ahead=aheads, seed=st.integers(0, 99))
 def test_it_is_a_step_and_then_predictions(
     twin: ModuleType, device: str, name: str, dtype: torch.dtype, n: int, step: int, ahead: list[Ahead], seed: int

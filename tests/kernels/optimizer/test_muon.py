@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from blake3 import blake3
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -38,7 +38,6 @@ def step_on(state: tuple[Tensor, Tensor, Tensor], grad_N: Tensor, step: int) -> 
 # --- products ---
 
 
-@settings(deadline=None)
 @given(K=st.integers(1, 70), peak=st.floats(-60, 60), seed=st.integers(0, 99))
 def test_products_are_exact_in_every_order(K: int, peak: float, seed: int) -> None:
     a_RK = fixed(randn(5, K, seed=seed).double() * 2.0**peak, terms=K)
@@ -75,7 +74,6 @@ def test_what_is_rounded_is_within_half_a_unit_and_zero_is_never_negative() -> N
 # --- orthogonality ---
 
 
-@settings(deadline=None)
 @given(
     R=st.integers(1, 40), C=st.integers(1, 40), scale=st.sampled_from([1e-30, 1e-3, 1.0, 1e30]), seed=st.integers(0, 99)
 )

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from blake3 import blake3
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -139,7 +139,6 @@ def test_only_matrices_decay(twin: ModuleType, name: str) -> None:
 
 
 @each_name
-@settings(deadline=None)
 @given(n=st.sampled_from([0, 1, 3, 15, 16, 17, 63, 65, 1025]), stride=st.integers(1, 3), seed=st.integers(0, 99))
 def test_empty_odd_and_strided_tensors_give_what_contiguous_ones_give(
     twin: ModuleType, name: str, n: int, stride: int, seed: int
@@ -174,7 +173,6 @@ def test_moments_of_version_0_are_zero_and_sgd_has_one(name: str) -> None:
     assert moment2_N.shape == ((0,) if name == "sgd" else (5,))
 
 
-@settings(deadline=None)
 @given(clip_norm=st.floats(0.01, 100), seed=st.integers(0, 99))
 def test_clip_is_torchs(clip_norm: float, seed: int) -> None:
     grad_N = randn(50, seed)

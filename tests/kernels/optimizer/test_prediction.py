@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -77,7 +77,6 @@ def cases(draw: st.DrawFn) -> Case:
     + [(name, torch.float64, 1e-11, 8) for name in OPTIMIZERS if name != "muon"],
     ids=str,
 )
-@settings(deadline=None)
 @given(case=cases())
 def test_it_is_the_own_next_steps_when_the_gradient_repeats(
     name: str, dtype: torch.dtype, tolerance: float, most: int, case: Case
@@ -99,7 +98,6 @@ def test_it_is_the_own_next_steps_when_the_gradient_repeats(
 
 
 @each_name
-@settings(deadline=None)
 @given(case=cases())
 def test_no_staleness_or_no_history_is_the_very_same_tensor(name: str, case: Case) -> None:
     """So not a bit can differ, whatever the moments say."""
@@ -112,7 +110,6 @@ def test_no_staleness_or_no_history_is_the_very_same_tensor(name: str, case: Cas
 
 
 @each_name
-@settings(deadline=None)
 @given(case=cases())
 def test_two_steps_ahead_is_one_step_ahead_of_where_one_step_leads(name: str, case: Case) -> None:
     """Staleness is a number of steps and nothing else: predictions of s = 1, 2, ... lie on one path."""

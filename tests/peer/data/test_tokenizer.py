@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import tokenizers
 from blake3 import blake3
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.peer.data.tokenizer import (
@@ -30,7 +30,6 @@ AWKWARD = st.text(alphabet="fish 7\n\t\0\x7f\x85ßé€漢😀e\u0301\u200b\u202
 """One to four bytes, combining, invisible, and what the vocabulary has merges for."""
 
 
-@settings(deadline=None)
 @given(text=AWKWARD)
 def test_a_byte_is_its_own_token_in_the_file_that_others_read(text: str) -> None:
     (tokens,) = BYTES_FILE.encode([text])
@@ -47,7 +46,6 @@ def test_every_byte_has_a_token_also_where_no_text_has_it() -> None:
 
 
 @pytest.mark.parametrize("tokenizer", [BPE, BYTES_FILE, ByteTokenizer()], ids=["bpe", "byte file", "bytes"])
-@settings(deadline=None)
 @given(texts=st.lists(AWKWARD, min_size=1, max_size=4))
 def test_what_is_encoded_comes_back(tokenizer: Tokenizer, texts: list[str]) -> None:
     encoded = tokenizer.encode(texts)
@@ -56,7 +54,6 @@ def test_what_is_encoded_comes_back(tokenizer: Tokenizer, texts: list[str]) -> N
 
 
 @pytest.mark.parametrize("tokenizer", [BPE, BYTES_FILE, ByteTokenizer()], ids=["bpe", "byte file", "bytes"])
-@settings(deadline=None)
 @given(text=AWKWARD)
 def test_a_text_told_token_by_token_is_the_text_and_never_half_a_character(tokenizer: Tokenizer, text: str) -> None:
     detokenizer = Detokenizer(tokenizer)

@@ -106,7 +106,7 @@ ROUNDS = {
 }
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(**ROUNDS, repeats=st.booleans())
 def test_in_any_order_all_members_end_with_the_same_bits_and_those_are_the_mean(
     members: list[tuple[int, float]], size: int, seed: int, repeats: bool
@@ -123,7 +123,7 @@ def test_in_any_order_all_members_end_with_the_same_bits_and_those_are_the_mean(
     assert all(torch.equal(a, b) for a, b in zip(made.sums, before, strict=True))
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(**ROUNDS)
 def test_on_a_narrow_wire_all_members_end_with_the_same_bits_near_the_mean(
     members: list[tuple[int, float]], size: int, seed: int
@@ -142,7 +142,7 @@ def test_on_a_narrow_wire_all_members_end_with_the_same_bits_near_the_mean(
     assert ((means[0] - made.mean()).abs() <= 2.0**-7 * largest_N / max(1, total) + 1e-30).all()
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(**ROUNDS)
 def test_missing_from_names_those_whose_word_is_still_out(
     members: list[tuple[int, float]], size: int, seed: int

@@ -317,7 +317,7 @@ def play(seed: int, *, parks: bool | int = False, **sizes: int) -> Play:
     return Play(random.Random(seed), parks=bool(parks), **sizes)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(**PLAYS)
 def test_in_any_order_each_microbatch_contributes_once_a_stage_and_finishes_once(seed: int, **sizes: int) -> None:
     made = play(seed, **sizes)
@@ -327,7 +327,7 @@ def test_in_any_order_each_microbatch_contributes_once_a_stage_and_finishes_once
     assert made.contributed == [training] * made.stages
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(**PLAYS, doubts=st.integers(1, 12))
 def test_false_suspicion_costs_work_but_no_microbatch_and_no_memory(seed: int, doubts: int, **sizes: int) -> None:
     made = play(seed, **sizes)
@@ -336,7 +336,7 @@ def test_false_suspicion_costs_work_but_no_microbatch_and_no_memory(seed: int, d
     assert made.contributed[0] == Counter(m for m in made.granted if not m.validates)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(**PLAYS, doubts=st.integers(0, 4), deaths=st.integers(1, 4))
 def test_deaths_cost_work_but_no_microbatch_and_no_memory(seed: int, doubts: int, deaths: int, **sizes: int) -> None:
     made = play(seed, **sizes)
@@ -345,7 +345,7 @@ def test_deaths_cost_work_but_no_microbatch_and_no_memory(seed: int, doubts: int
     assert made.contributed[0] == Counter(m for m in made.granted if not m.validates)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(**PLAYS, pauses=st.integers(1, 6), doubts=st.integers(0, 3), deaths=st.integers(0, 2))
 def test_pauses_cost_work_but_no_microbatch_and_no_memory(
     seed: int, pauses: int, doubts: int, deaths: int, **sizes: int

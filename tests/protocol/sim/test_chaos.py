@@ -6,7 +6,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.protocol.errors import LocalError, Unreachable
@@ -21,7 +21,6 @@ NAMES = tuple("abcdef")
 _DOWN = {FaultKind.CRASH, FaultKind.PAUSE, FaultKind.DEAD_DAEMON, FaultKind.POWER_CUT}
 
 
-@settings(deadline=None)
 @given(seed=st.integers(0, 10_000), down_max=st.integers(0, 3))
 def test_a_drawn_schedule_keeps_what_it_promises(seed: int, down_max: int) -> None:
     def draw() -> tuple[Fault, ...]:

@@ -3,7 +3,7 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.protocol.errors import LocalError
@@ -49,7 +49,6 @@ def test_a_modelled_device_takes_the_time_and_does_nothing() -> None:
     run(main())
 
 
-@settings(deadline=None)
 @given(
     jobs=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 5)), max_size=15),
     window=st.tuples(st.integers(0, 30), st.integers(1, 30)),

@@ -47,7 +47,6 @@ def test_one_to_eight_bits_flip_and_nothing_else(data: bytes, seed: int) -> None
     assert 1 <= sum((one ^ other).bit_count() for one, other in zip(data, flipped, strict=True)) <= 8
 
 
-@settings(deadline=None)
 @given(meta=st.binary(max_size=100), payload=st.binary(max_size=5000), seed=st.integers(0, 1000))
 def test_the_codec_finds_every_damage_of_a_frame(meta: bytes, payload: bytes, seed: int) -> None:
     assert isinstance(damaged_data(meta, payload, source=SOURCE, rng=random.Random(seed)), str)
@@ -220,7 +219,7 @@ def test_a_damaged_reply_is_unreachable_and_no_fault_of_the_peer(speak: Speak) -
     run(main())
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(seed=st.integers(0, 10**6))
 def test_no_flip_makes_another_envelope_that_holds(seed: int) -> None:
     data = bytearray(SEALED)

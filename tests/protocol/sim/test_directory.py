@@ -1,7 +1,7 @@
 import asyncio
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.protocol.limits import RECORD_BYTES_MAX, RECORD_EXPIRES_S_MAX
@@ -113,7 +113,6 @@ def test_a_crashed_peers_records_outlive_it_and_its_last_store_does_not_happen()
     run(main())
 
 
-@settings(deadline=None)
 @given(
     stores=st.lists(st.tuples(st.integers(0, 2), st.sampled_from("xyz"), st.integers(1, 40)), max_size=20),
 )

@@ -242,7 +242,7 @@ def test_a_frame_whose_sender_gives_up_never_leaves_and_the_next_one_does(listen
     run(main())
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     frames=st.lists(
         st.tuples(
