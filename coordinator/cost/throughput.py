@@ -1,6 +1,6 @@
 """Shoal's own objective: seconds a step of the asynchronous pipeline on unequal GPUs, times what its staleness costs.
 
-    T = (T_flow^4 + T_chain(s_max)^4)^(1/4);  nothing ahead: T = T_chain(0)          tokens/s = tokens a step / T
+    T = (T_flow^4 + T_chain(s_max)^4)^(1/4);  nothing ahead: T = T_chain(0)
     time to a loss ~ T (1 + price(s))
 
 **T_flow**, what the busiest thing needs for one step's work when everything overlaps: M microbatches through every
@@ -39,6 +39,8 @@ reduction has of each card what the activations of the next step leave.
 The two are joined by a norm and not by the larger alone, since where both are near T neither is met: a pipeline that
 waits for the reduction of its cards is late for the next chain. The exponent is fitted to simulations (README).
 
+T is what plans are compared by. The **tokens/s** that are said to people are foreseen more exactly (`foresight.py`).
+
 **Memory.** Stage k's member holds `Workload.resident_bytes` and, for each microbatch in flight, what its backward
 needs; in flight are 1.5 (the window's gain, `peer/pipeline/window.py`) x its rate x its round trip, and one more, but
 never more than its share of s_max + 1 steps. What does not fit is impossible, and so are a stage without members, a
@@ -60,12 +62,13 @@ Source: ours; checked against the real drivers in virtual time (README).
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
 from shoal.coordinator.cost.flow import fill
+from shoal.coordinator.cost.foresight import foreseen_s
+from shoal.coordinator.cost.pacing import STEP_FLOP_PER_PARAMETER, Flow, Pace, Stage, pace_of
 from shoal.coordinator.cost.paths import both_ways, exchange_s, reduction_parts, same_card
 from shoal.coordinator.cost.placement import Cost, Placement
 from shoal.coordinator.cost.workload import Workload
@@ -73,41 +76,6 @@ from shoal.protocol.topology import Floats, Ints, Topology
 
 WINDOW_GAIN = 1.5
 """`peer/pipeline/window.py`, `Window.gain`."""
-COMMIT_LATENCIES = 4.0
-"""Progress to the lead, RoundStart, a part, its sum: one way each."""
-STEP_FLOP_PER_PARAMETER = 20.0
-"""`peer/pipeline/stage.py`, `step_flop`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Stage:
-    """One stage with n members, each array [n]."""
-
-    members: Ints
-    flop: float
-    parameters: float
-    job_s: Floats
-    path_rate: Floats
-    """Microbatches/s that its paths to both neighbours carry."""
-    away: Floats
-    reduced: Floats
-    """R_d, bytes."""
-    reduce_path_s: float
-    latency_s: float
-    """Largest between two mates, one way."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Pace:
-    """Of a placement, for so many steps ahead."""
-
-    step_s: float
-    seconds: float
-    """The same times what staleness costs."""
-    chain_s: float
-    commit_s: float
-    """The largest stage's."""
-    stale: float
 
 
 class ThroughputObjective:
@@ -115,7 +83,8 @@ class ThroughputObjective:
 
     step_s (T), flow_s, compute_s (the largest stage's M / sum of 1 / job), stage_s, pair_s and reduce_s (the parts of
     T_flow), chain_s, round_trip_s (of one microbatch, nothing waiting), commit_s (the largest stage's), stale (s, 0 to
-    s_max), staleness_s (what it costs), tokens_per_s, slowest_stage (index), memory (largest needed / present).
+    s_max), staleness_s (what it costs), foreseen_s (with the control), tokens_per_s (then), slowest_stage (index),
+    memory (largest needed / present).
     """
 
     name = "throughput"
@@ -161,15 +130,26 @@ class ThroughputObjective:
         trips_s = _round_trips(jobs_s, hops_s)
         slowest = int(np.argmin(free_rates))
         issue_s = w.microbatches / min(free_rates[slowest], *flows, math.inf) - jobs_s[slowest]
-        pace = self._pace(stages, cards, shares, flow_s, issue_s, trips_s, jobs_s)
-        step_s = pace.step_s
+        flow = Flow(
+            stages=stages,
+            cards=cards,
+            shares=shares,
+            flow_s=flow_s,
+            compute_s=max(w.microbatches / float((1.0 / stage.job_s).sum()) for stage in stages),
+            issue_s=issue_s,
+            trips_s=trips_s,
+            jobs_s=jobs_s,
+        )
+        paces = (pace_of(w, flow, steps_ahead) for steps_ahead in dict.fromkeys((w.s_max, 0)))
+        pace = min(paces, key=lambda pace: pace.seconds)
+        step_s, foreseen = pace.step_s, self._foreseen_s(flow, pace)
         memory, tight = self._memory(placement, shares, trips_s, step_s)
         if memory > 1.0:
             return Cost.impossible(f"stage {tight} does not fit into the memory of a member ({memory:.2f} times)")
         parts = {
             "step_s": step_s,
             "flow_s": flow_s,
-            "compute_s": max(w.microbatches / float((1.0 / stage.job_s).sum()) for stage in stages),
+            "compute_s": flow.compute_s,
             "stage_s": max(stage_s),
             "pair_s": pair_s,
             "reduce_s": max(self._reduce_s(stage, card) for stage, card in zip(stages, cards, strict=True)),
@@ -178,7 +158,8 @@ class ThroughputObjective:
             "commit_s": pace.commit_s,
             "stale": pace.stale,
             "staleness_s": pace.seconds - step_s,
-            "tokens_per_s": w.tokens_per_step / step_s,
+            "foreseen_s": foreseen,
+            "tokens_per_s": w.tokens_per_step / foreseen,
             "slowest_stage": float(stage_s.index(max(stage_s))),
             "memory": memory,
         }
@@ -186,11 +167,11 @@ class ThroughputObjective:
 
     # --- stages ---
 
-    def _stages(self, placement: Placement) -> list[_Stage]:
+    def _stages(self, placement: Placement) -> list[Stage]:
         members = [np.asarray(stage, dtype=np.int64) for stage in placement.stages]
         return [self._stage(placement, members, k) for k in range(len(members))]
 
-    def _stage(self, placement: Placement, groups: Sequence[Ints], k: int) -> _Stage:
+    def _stage(self, placement: Placement, groups: Sequence[Ints], k: int) -> Stage:
         t, w, members = self.topology, self.workload, groups[k]
         first, last = placement.bounds[k], placement.bounds[k + 1]
         flop, parameters = sum(w.layer_flop[first:last]), sum(w.layer_parameters[first:last])
@@ -212,7 +193,7 @@ class ThroughputObjective:
             with np.errstate(divide="ignore"):
                 reduce_path_s = float((between / path)[others_mask].max())
             latency_s = float(t.latency_s[np.ix_(members, members)][others_mask].max())
-        return _Stage(
+        return Stage(
             members=members,
             flop=flop,
             parameters=parameters,
@@ -222,9 +203,10 @@ class ThroughputObjective:
             reduced=np.where(same_card(t, members, members), 0.0, between).sum(axis=1),
             reduce_path_s=reduce_path_s,
             latency_s=latency_s,
+            step_s=STEP_FLOP_PER_PARAMETER * parameters / float(t.flop_per_s[members].min()),
         )
 
-    def _cards(self, stages: Sequence[_Stage]) -> list[Floats]:
+    def _cards(self, stages: Sequence[Stage]) -> list[Floats]:
         """bytes/s of each member's card, the slower direction; of a shared one its part."""
         t, w = self.topology, self.workload
         load = np.zeros(t.num_devices)
@@ -236,7 +218,7 @@ class ThroughputObjective:
         part = np.where(load > 0.0, load / np.where(of_card > 0.0, of_card, 1.0), 1.0)
         return [(rate * part)[stage.members] for stage in stages]
 
-    def _saturate(self, stage: _Stage, card: Floats) -> tuple[float, Floats]:
+    def _saturate(self, stage: Stage, card: Floats) -> tuple[float, Floats]:
         """(T_stage, what each member takes of M). Exact: Newton from the left on a concave, piecewise linear sum."""
         M, per_card = float(self.workload.microbatches), self.workload.cut_bytes * stage.away
         rate = np.minimum(1.0 / stage.job_s, stage.path_rate)
@@ -255,11 +237,11 @@ class ThroughputObjective:
             seconds += lack / gain
         return seconds, taken
 
-    def _reduce_s(self, stage: _Stage, card: Floats) -> float:
+    def _reduce_s(self, stage: Stage, card: Floats) -> float:
         """The reduction alone, at what is each member's of its card."""
         return max(stage.reduce_path_s, float((stage.reduced / card).max()))
 
-    def _free_rate(self, stage: _Stage, card: Floats) -> float:
+    def _free_rate(self, stage: Stage, card: Floats) -> float:
         """Microbatches/s of the stage while it does not reduce."""
         per_card = self.workload.cut_bytes * stage.away
         by_card = np.where(per_card > 0.0, card / np.where(per_card > 0.0, per_card, 1.0), np.inf)
@@ -267,7 +249,7 @@ class ThroughputObjective:
 
     # --- between stages ---
 
-    def _pairs(self, stages: Sequence[_Stage], rates: Sequence[Floats]) -> tuple[list[float], list[float]]:
+    def _pairs(self, stages: Sequence[Stage], rates: Sequence[Floats]) -> tuple[list[float], list[float]]:
         """For each pair of neighbours: microbatches/s that get through, and their mean seconds forth and back."""
         b = self.workload.cut_bytes
         flows, hops_s = [], []
@@ -280,59 +262,21 @@ class ThroughputObjective:
             hops_s.append(float((flow * np.where(flow > 0.0, hop_s, 0.0)).sum()) / total if total > 0.0 else math.inf)
         return flows, hops_s
 
-    def _pace(
-        self,
-        stages: Sequence[_Stage],
-        cards: Sequence[Floats],
-        shares: Sequence[Floats],
-        flow_s: float,
-        issue_s: float,
-        trips_s: Sequence[float],
-        jobs_s: Sequence[float],
-    ) -> "_Pace":
-        """Ahead of the versions as far as s_max allows, or not at all: what is sooner at a loss."""
+    def _foreseen_s(self, flow: Flow, pace: Pace) -> float:
         w = self.workload
-
-        def paced(steps_ahead: int) -> _Pace:
-            commits_s = [
-                self._commit_s(stage, card, share, flow_s if steps_ahead else math.inf)
-                for stage, card, share in zip(stages, cards, shares, strict=True)
-            ]
-            chain_s = self._chain_s(stages, issue_s, trips_s, commits_s, jobs_s, steps_ahead)
-            step_s = _joined(flow_s, chain_s) if steps_ahead else chain_s
-            stale = _stale(trips_s, commits_s, step_s, steps_ahead)
-            unseen = min(1.0, trips_s[0] / step_s) * trips_s[0] / (trips_s[0] + max(commits_s))
-            seconds = step_s * w.price.more_steps(stale, seen=1.0 - unseen)
-            return _Pace(step_s=step_s, seconds=seconds, chain_s=chain_s, commit_s=max(commits_s), stale=stale)
-
-        return min((paced(steps_ahead) for steps_ahead in dict.fromkeys((w.s_max, 0))), key=lambda pace: pace.seconds)
-
-    def _commit_s(self, stage: _Stage, card: Floats, share: Floats, flow_s: float) -> float:
-        """From the last contribution to the new version. Args: flow_s: inf: no other step's activations are about."""
-        w = self.workload
-        step_s = STEP_FLOP_PER_PARAMETER * stage.parameters / float(self.topology.flop_per_s[stage.members].min())
-        if flow_s < math.inf:
-            # Not less than the part that the flow has counted with: rounding must not leave nothing.
-            busy = w.cut_bytes * stage.away * share * w.microbatches / flow_s
-            card = np.maximum(card - busy, stage.reduced / flow_s)
-        reduce_s = max(
-            stage.reduce_path_s,
-            float(np.where(stage.reduced > 0.0, stage.reduced / np.maximum(card, 1e-300), 0.0).max()),
+        if w.control is None or pace.steps_ahead == 0:
+            return pace.step_s
+        return foreseen_s(
+            lambda steps_ahead: pace_of(w, flow, steps_ahead).chain_s,
+            flow_s=flow.flow_s,
+            compute_s=flow.compute_s,
+            round_trip_s=flow.trips_s[0],
+            commit_s=pace.commit_s,
+            microbatches=w.microbatches,
+            s_max=w.s_max,
+            price=w.control,
+            gain_max=WINDOW_GAIN,
         )
-        return reduce_s + COMMIT_LATENCIES * stage.latency_s + step_s
-
-    def _chain_s(
-        self,
-        stages: Sequence[_Stage],
-        issue_s: float,
-        trips_s: Sequence[float],
-        commits_s: Sequence[float],
-        jobs_s: Sequence[float],
-        steps_ahead: int,
-    ) -> float:
-        tail_s = max(trip_s + commit_s for trip_s, commit_s in zip(trips_s, commits_s, strict=True))
-        uneven_s = max(job_s / 2.0 * (len(stage.members) > 1) for job_s, stage in zip(jobs_s, stages, strict=True))
-        return (issue_s + tail_s + stages[0].latency_s + uneven_s) / (steps_ahead + 1.0)
 
     def _memory(
         self, placement: Placement, shares: Sequence[Floats], trips_s: Sequence[float], step_s: float
@@ -351,19 +295,6 @@ class ThroughputObjective:
             if ratio > most:
                 most, where = ratio, k
         return most, where
-
-
-def _stale(trips_s: Sequence[float], commits_s: Sequence[float], step_s: float, steps_ahead: int) -> float:
-    """Steps, the mean of all stages."""
-    stale = sum(min(float(steps_ahead), (t + c) / step_s) for t, c in zip(trips_s, commits_s, strict=True))
-    return stale / len(trips_s)
-
-
-def _joined(a: float, b: float) -> float:
-    """4-norm; square roots are the same everywhere, powers are not."""
-    larger = max(a, b)
-    square = (min(a, b) / larger) ** 2
-    return larger * math.sqrt(math.sqrt(1.0 + square * square))
 
 
 def _round_trips(jobs_s: Sequence[float], hops_s: Sequence[float]) -> list[float]:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from shoal.coordinator.cost.layers import layer_costs
 from shoal.protocol.spec import ModelSpec, RunSpec
-from shoal.protocol.staleness import FREE, Price
+from shoal.protocol.staleness import FREE, Price, price_of
 
 FP32_BYTES = 4.0
 _WIDTHS = {"fp32": FP32_BYTES, "bf16": 2.0}
@@ -23,7 +23,7 @@ class Workload:
     backward_per_forward: float
     """2, or 3 where the backward computes the forward again."""
     layer_parameters: tuple[float, ...]
-    """[L]"""
+    """[L], of one replica. Of placed experts those that its slots hold: what it reduces is in proportion, too."""
     gradient_bytes_per_parameter: float
     """On the wire, one way."""
     layer_held_bytes: tuple[float, ...]
@@ -37,6 +37,9 @@ class Workload:
     price: Price = FREE
     """Of staleness. `of` leaves it free: with what the pipeline's control decides by (`price_of`) plans of slow
     networks rest on how long a reduction takes beside the activations, which is foreseen least well (README)."""
+
+    control: Price | None = None
+    """By which the pipeline chooses how much of what is allowed runs ahead (`foresight.py`); None: all of it."""
 
     @property
     def num_layers(self) -> int:
@@ -60,20 +63,27 @@ class Workload:
         return cls(
             layer_flop=tuple(flop * tokens for flop in layer_costs(model)),
             backward_per_forward=3.0 if recompute else 2.0,
-            layer_parameters=_layer_parameters(model),
+            layer_parameters=_layer_parameters(model, experts_held=_experts_held(spec)),
             gradient_bytes_per_parameter=_WIDTHS[spec.wire.gradients],
             layer_held_bytes=_held_bytes(model, tokens, recompute=recompute),
             cut_bytes=width * tokens * model.dim,
             microbatches=training.microbatches_per_step,
             tokens_per_microbatch=tokens,
             s_max=training.s_max,
+            control=price_of(training.compensation, optimizer=spec.optimizer.name) if training.s_max else None,
         )
 
 
-def _layer_parameters(model: ModelSpec) -> tuple[float, ...]:
+def _experts_held(spec: RunSpec) -> int:
+    """Of each layer, by one member of a stage with enough others for `expert_replicas`; 1 in a dense model."""
+    slots = spec.swarm.expert_slots
+    return min(spec.model.experts_held, slots) if slots else spec.model.experts_held
+
+
+def _layer_parameters(model: ModelSpec, *, experts_held: int) -> tuple[float, ...]:
     D = model.dim
     attention = 2.0 * D * D + 2.0 * D * model.num_kv_heads * model.head_dim
-    experts = 3.0 * D * model.ffn_dim * model.experts_held + D * model.num_experts
+    experts = 3.0 * D * model.ffn_dim * experts_held + D * model.num_experts
     counts = [attention + experts + 2.0 * D] * model.num_layers
     counts[0] += float(model.vocab_size * D)
     counts[-1] += float(model.vocab_size * D + D)

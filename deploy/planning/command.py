@@ -166,7 +166,7 @@ def plan_view(proposal: Proposal, topology: Topology) -> RenderableType:
 
 
 def compare_view(proposals: Sequence[Proposal]) -> Table:
-    """One line a layout; the cheapest is 1.00."""
+    """One line a layout; the cheapest is 1.00. Steps are as foreseen, which is not quite what plans are compared by."""
     finite = [p.cost.seconds for p in proposals if math.isfinite(p.cost.seconds)]
     best = min(finite, default=math.nan)
     with_tokens = any("tokens_per_s" in p.cost.parts for p in proposals)
@@ -180,7 +180,7 @@ def compare_view(proposals: Sequence[Proposal]) -> Table:
         is_possible = math.isfinite(cost.seconds)
         figures = [
             "-" if placement is None else str(len(placement.stages)),
-            _seconds(cost.seconds) if is_possible else "-",
+            _seconds(cost.parts.get("foreseen_s", cost.seconds)) if is_possible else "-",
             f"{cost.seconds / best:.2f}" if is_possible and best > 0.0 else "-",
         ]
         if with_tokens:

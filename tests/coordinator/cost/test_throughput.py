@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from shoal.coordinator.cost.flow import fill
+from shoal.coordinator.cost.pacing import STEP_FLOP_PER_PARAMETER
 from shoal.coordinator.cost.placement import Cost, Placement
 from shoal.coordinator.cost.shares import split
-from shoal.coordinator.cost.throughput import STEP_FLOP_PER_PARAMETER, ThroughputObjective
+from shoal.coordinator.cost.throughput import ThroughputObjective
 from shoal.coordinator.cost.workload import Workload
 from shoal.protocol.limits import STREAM_CREDIT_BYTES
 from shoal.protocol.staleness import Price
@@ -187,3 +188,12 @@ def test_staleness_is_the_mean_of_all_stages_and_never_more_than_is_admitted() -
     assert found.parts["stale"] == pytest.approx(sum(trip_s + step_s for trip_s in trips_s) / 2 / found.parts["step_s"])
     few = ThroughputObjective(swarm, workload(microbatches=1)).cost(placement)
     assert few.parts["stale"] <= 1.0
+
+
+def test_what_is_foreseen_is_with_the_control_and_a_plan_without() -> None:
+    swarm, priced = lan(4, up_bytes_per_s=5e6, down_bytes_per_s=5e6), Price(0.77, 9, unseen=Price(1.4, 1))
+    free, controlled = (cost(swarm, replace(workload(), control=price), (0, 1), (2, 3)) for price in (None, priced))
+    assert controlled.seconds == free.seconds
+    assert free.parts["tokens_per_s"] == pytest.approx(100_000 / free.parts["step_s"])
+    assert free.parts["step_s"] < controlled.parts["foreseen_s"]
+    assert controlled.parts["tokens_per_s"] == pytest.approx(100_000 / controlled.parts["foreseen_s"])

@@ -2,7 +2,7 @@ import msgspec
 import pytest
 
 from shoal.coordinator.cost.workload import Workload
-from shoal.protocol.spec import RunSpec, WireSpec
+from shoal.protocol.spec import ModelSpec, RunSpec, SwarmSpec, WireSpec
 
 
 @pytest.mark.parametrize(
@@ -21,3 +21,15 @@ def test_what_travels_is_as_wide_as_the_wire_says(
     numbers = spec.training.microbatch_size * spec.model.context * spec.model.dim
     assert workload.cut_bytes == cut_bytes_per_number * numbers
     assert workload.gradient_bytes_per_parameter == gradient_bytes
+
+
+def test_of_placed_experts_a_member_holds_and_reduces_what_its_slots_do() -> None:
+    model = ModelSpec(num_experts=8, experts_per_token=2)
+    whole, placed, roomy = (
+        Workload.of(RunSpec(model=model, swarm=SwarmSpec(expert_slots=slots))) for slots in (0, 3, 9)
+    )
+    expert = 3 * model.dim * model.ffn_dim
+    assert roomy.layer_parameters == whole.layer_parameters
+    for all_of_them, some in zip(whole.layer_parameters, placed.layer_parameters, strict=True):
+        assert all_of_them - some == 5 * expert
+    assert placed.layer_flop == whole.layer_flop

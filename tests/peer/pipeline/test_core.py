@@ -3,7 +3,7 @@ import itertools
 import pytest
 
 from pipeline_cores import DOWN, OTHER, UP, A, B, C, core, feed, job
-from shoal.peer.pipeline.control import Choice, Control
+from shoal.peer.pipeline.control import Control
 from shoal.peer.pipeline.core import PipelineCore
 from shoal.peer.pipeline.events import (
     Arrived,
@@ -22,6 +22,7 @@ from shoal.peer.pipeline.events import (
     VersionSet,
 )
 from shoal.peer.pipeline.microbatch import Microbatch
+from shoal.protocol.running_ahead import Choice
 from shoal.protocol.staleness import Price
 
 

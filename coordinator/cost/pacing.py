@@ -1,0 +1,123 @@
+"""How fast a placement goes when it is in full swing: from how long each part of a step takes to T. Pure.
+
+`throughput.py` has the formulas and their terms, and says how long each part takes.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from shoal.coordinator.cost.workload import Workload
+from shoal.protocol.topology import Floats, Ints
+
+COMMIT_LATENCIES = 4.0
+"""Progress to the lead, RoundStart, a part, its sum: one way each."""
+STEP_FLOP_PER_PARAMETER = 20.0
+"""`peer/pipeline/stage.py`, `step_flop`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """One stage with n members, each array [n]."""
+
+    members: Ints
+    flop: float
+    parameters: float
+    job_s: Floats
+    path_rate: Floats
+    """Microbatches/s that its paths to both neighbours carry."""
+    away: Floats
+    reduced: Floats
+    """R_d, bytes."""
+    reduce_path_s: float
+    latency_s: float
+    """Largest between two mates, one way."""
+    step_s: float
+    """Of the optimizer, at its slowest member."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flow:
+    """A placement in full swing."""
+
+    stages: Sequence[Stage]
+    cards: Sequence[Floats]
+    shares: Sequence[Floats]
+    """By stage, [n] each."""
+    flow_s: float
+    compute_s: float
+    issue_s: float
+    """Of a step's microbatches, but for the last one's own job."""
+    trips_s: Sequence[float]
+    """By stage: to the end and back."""
+    jobs_s: Sequence[float]
+    """By stage: the mean."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """Of a placement, for so many steps ahead."""
+
+    steps_ahead: int
+    step_s: float
+    seconds: float
+    """The same times what staleness costs."""
+    chain_s: float
+    commit_s: float
+    """The largest stage's."""
+    stale: float
+
+
+def pace_of(workload: Workload, flow: Flow, steps_ahead: int) -> Pace:
+    """With so many steps ahead of the versions."""
+    trips_s = flow.trips_s
+    commits_s = [
+        _commit_s(workload, stage, card, share, flow.flow_s if steps_ahead else math.inf)
+        for stage, card, share in zip(flow.stages, flow.cards, flow.shares, strict=True)
+    ]
+    chain_s = _chain_s(flow, commits_s, steps_ahead)
+    step_s = joined(flow.flow_s, chain_s) if steps_ahead else chain_s
+    stale = _stale(trips_s, commits_s, step_s, steps_ahead)
+    unseen = min(1.0, trips_s[0] / step_s) * trips_s[0] / (trips_s[0] + max(commits_s))
+    return Pace(
+        steps_ahead=steps_ahead,
+        step_s=step_s,
+        seconds=step_s * workload.price.more_steps(stale, seen=1.0 - unseen),
+        chain_s=chain_s,
+        commit_s=max(commits_s),
+        stale=stale,
+    )
+
+
+def joined(a: float, b: float) -> float:
+    """4-norm; square roots are the same everywhere, powers are not."""
+    larger = max(a, b)
+    square = (min(a, b) / larger) ** 2
+    return larger * math.sqrt(math.sqrt(1.0 + square * square))
+
+
+def _commit_s(workload: Workload, stage: Stage, card: Floats, share: Floats, flow_s: float) -> float:
+    """From the last contribution to the new version. Args: flow_s: inf: no other step's activations are about."""
+    if flow_s < math.inf:
+        # Not less than the part that the flow has counted with: rounding must not leave nothing.
+        busy = workload.cut_bytes * stage.away * share * workload.microbatches / flow_s
+        card = np.maximum(card - busy, stage.reduced / flow_s)
+    reduce_s = max(
+        stage.reduce_path_s,
+        float(np.where(stage.reduced > 0.0, stage.reduced / np.maximum(card, 1e-300), 0.0).max()),
+    )
+    return reduce_s + COMMIT_LATENCIES * stage.latency_s + stage.step_s
+
+
+def _chain_s(flow: Flow, commits_s: Sequence[float], steps_ahead: int) -> float:
+    tail_s = max(trip_s + commit_s for trip_s, commit_s in zip(flow.trips_s, commits_s, strict=True))
+    uneven = (job_s / 2.0 for job_s, stage in zip(flow.jobs_s, flow.stages, strict=True) if len(stage.members) > 1)
+    return (flow.issue_s + tail_s + flow.stages[0].latency_s + max(uneven, default=0.0)) / (steps_ahead + 1.0)
+
+
+def _stale(trips_s: Sequence[float], commits_s: Sequence[float], step_s: float, steps_ahead: int) -> float:
+    """Steps, the mean of all stages."""
+    stale = sum(min(float(steps_ahead), (t + c) / step_s) for t, c in zip(trips_s, commits_s, strict=True))
+    return stale / len(trips_s)
