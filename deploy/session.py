@@ -152,10 +152,10 @@ def _network(
 async def _take_part(network: Network, run: _Run, options: Options, stop: Stop) -> None:
     title = f"shoal {run.spec.name}"
     async with serving(options.dashboard, RunFacts.of(run.spec), title=title, steers=True) as showing:
-        output = showing.beside(make_output(reports=options.reports, title=title, steps_total=run.spec.training.steps))
+        output = make_output(reports=options.reports, title=title, steps_total=run.spec.training.steps)
         if showing.announcement:
-            output.say(Note(text=showing.announcement))
-        await _train(network, run, options, stop, output, showing)
+            output.say(Note(text=showing.announcement))  # not on the page: there is a key in it
+        await _train(network, run, options, stop, showing.beside(output), showing)
 
 
 def _make_compute(options: Options) -> MeteredCompute:
