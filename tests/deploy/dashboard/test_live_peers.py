@@ -53,7 +53,9 @@ def test_a_demo_and_a_volunteer_show_the_same_run(world: Any) -> None:
     assert f'shoal_run_info{{run="{own["run"]}",name="small"}} 1' in scraped.text
     assert "shoal_self_flops" in scraped.text
 
-    assert all(len(key) > 20 and key not in httpx.get(f"{own_url}{path}").text for path in ("", "state.json", "metrics"))
+    assert all(
+        len(key) > 20 and key not in httpx.get(f"{own_url}{path}").text for path in ("", "state.json", "metrics")
+    )
     world.until(lambda: httpx.post(f"{own_url}pause", headers={"x-shoal-key": key}).json()["paused"])
     world.until(lambda: state(own_url)["mine"]["limited_by"]["kind"] == "pause")
     assert httpx.post(f"{url}pause", headers={"x-shoal-key": key}).status_code == 403, "a demo's own page steers nobody"
