@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 _FILE = "p2pd.json"
 _GRACE_S = 4.0
-"""A daemon whose parent was killed ends by itself after 1.6 s."""
+"""The kernel ends a daemon with its parent, or it does so itself after 1.6 s."""
 
 
 def remember(state_dir: Path, process_id: int, sockets: Sequence[Path]) -> None:
@@ -50,8 +50,10 @@ async def clear(state_dir: Path) -> None:
     if _is_daemon(process_id, sockets):
         with contextlib.suppress(ProcessLookupError):
             os.kill(process_id, signal.SIGKILL)
-    for path in sockets:
-        if path.name.startswith("hivemind-p2p") and _is_dead_socket(path):
+    for path in (path for path in sockets if path.name.startswith("hivemind-p2p")):
+        while _is_listened_on(path) and loop.time() < deadline_s:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)  # a process that is being ended has lost its name before its sockets
+        if _is_dead_socket(path):
             path.unlink(missing_ok=True)
     forget(state_dir)
 
@@ -65,12 +67,19 @@ def _is_daemon(process_id: int, sockets: Sequence[Path]) -> bool:
     return any(str(path).encode() in command for path in sockets)
 
 
+def _is_listened_on(path: Path) -> bool:
+    return _connect(path) is None
+
+
 def _is_dead_socket(path: Path) -> bool:
+    return isinstance(_connect(path), ConnectionRefusedError)
+
+
+def _connect(path: Path) -> OSError | None:
+    """Returns: why not."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
             probe.connect(str(path))
-        except ConnectionRefusedError:
-            return True
-        except OSError:
-            return False
-    return False
+        except OSError as error:
+            return error
+    return None

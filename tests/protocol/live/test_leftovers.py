@@ -34,7 +34,8 @@ def test_sockets_of_a_killed_peer_are_removed_and_no_others(tmp_path):
     assert not (tmp_path / "p2pd.json").exists()
 
 
-def test_a_socket_that_somebody_listens_on_stays(tmp_path):
+def test_a_socket_that_somebody_listens_on_stays(tmp_path, monkeypatch):
+    monkeypatch.setattr(leftovers, "_GRACE_S", 0.2)
     path = tmp_path / "hivemind-p2pd-live.sock"
     with socket.socket(socket.AF_UNIX) as alive:
         alive.bind(str(path))
@@ -42,6 +43,24 @@ def test_a_socket_that_somebody_listens_on_stays(tmp_path):
         leftovers.remember(tmp_path, gone_process(), [path])
         asyncio.run(leftovers.clear(tmp_path))
         assert path.exists()
+
+
+def test_a_socket_that_is_closed_a_moment_later_is_removed(tmp_path):
+    """The kernel takes a killed process's name before it closes what it had open."""
+    path = tmp_path / "hivemind-p2pd-dying.sock"
+    leftovers.remember(tmp_path, gone_process(), [path])
+
+    async def main():
+        with socket.socket(socket.AF_UNIX) as dying:
+            dying.bind(str(path))
+            dying.listen()
+            clearing = asyncio.create_task(leftovers.clear(tmp_path))
+            await asyncio.sleep(0.1)
+            assert path.exists()
+        await clearing
+
+    asyncio.run(main())
+    assert not path.exists()
 
 
 def test_a_daemon_that_will_not_go_is_ended_and_another_process_of_its_number_is_not(tmp_path, monkeypatch):
