@@ -263,8 +263,9 @@ def compare(title: str, model: Model, seen: Measured, churn: Sequence[Churn], se
     undisturbed = sum(seen.rate(nodes) * (until - since) for since, until, nodes in there)
     lost = 0.0
     for event in churn:
-        nodes = next(nodes for since, until, nodes in there if since <= event.at_s < until)
-        lost += seen.rate(nodes) * seen.lost_s(died=event.kind == "remove", nodes=nodes)
+        nodes = next((nodes for since, until, nodes in there if since <= event.at_s < until), 0)
+        if nodes:  # else it is before the beginning, or nobody is left to lose anything
+            lost += seen.rate(nodes) * seen.lost_s(died=event.kind == "remove", nodes=nodes)
     ours = undisturbed - lost
     print(f"  {title}: {ours:.0f} samples, {ours / undisturbed:.1%} of undisturbed")
     for kind, restart_s in RESTARTS_S.items():
