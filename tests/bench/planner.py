@@ -27,8 +27,8 @@ from shoal.coordinator.cost.workload import Workload
 from shoal.protocol.spec import ModelSpec, RunSpec, TrainingSpec
 from shoal.protocol.topology import Topology, make_topology
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "coordinator" / "allocate"))
-import swarms
+sys.path.insert(0, str(Path(__file__).parents[1] / "lib"))
+import allocate_swarms as swarms
 
 STAGES = {64: 8, 1_000: 16, 10_000: 24}
 
