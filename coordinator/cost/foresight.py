@@ -13,9 +13,8 @@ to carry meanwhile. So it is what devices compute that adds to the chain:
 
     T = max(T_flow, (T_compute'^4 + T_chain'^4)^(1/4))
 
-The search's norm of T_flow and T_chain says 10 to 20 % too much where lines bound a step; with this one in its place it
-finds plans that are 2 to 5 % slower (simulated: data centre 6.53 s for 6.40, home GPUs 58.9 for 55.8), since both norms
-are the same to it where it matters, and slack is worth something.
+The search's norm of T_flow and T_chain says 15 % too much at home GPUs, whose lines bound a step; with this one in its
+place it finds plans that are slower (simulated: data centre 6.53 s for 6.40, home GPUs 58.9 for 55.8).
 
 Source: ours; e, x, idle and the choice of (k, g) are those of `protocol/running_ahead.py`. Checked in the README.
 """
@@ -42,9 +41,13 @@ def foreseen_s(
     """Seconds a step.
 
     Args:
-        chain_s: T_chain with so many steps ahead.
+        chain_s: steps ahead -> T_chain, s a step.
+        flow_s: T_flow, s a step. compute_s: T_compute, likewise, of the largest stage.
+        round_trip_s: of one microbatch that waits for nothing.
+        commit_s: from the last contribution to a step to the next version, of the stage where that takes longest.
+        microbatches: M, a step.
         price: of staleness, by which the control chooses.
-        gain_max: the window's.
+        gain_max: the window's, >= 1.
     """
     measured = Measured(
         rate_per_s=microbatches / flow_s, round_trip_s=round_trip_s, commit_s=commit_s, microbatches=microbatches

@@ -24,14 +24,18 @@ class Stage:
 
     members: Ints
     flop: float
+    """Of a microbatch's forward."""
     parameters: float
     job_s: Floats
+    """Forward and backward of a microbatch."""
     path_rate: Floats
     """Microbatches/s that its paths to both neighbours carry."""
     away: Floats
+    """Edges to neighbouring stages, less what stays behind the same card."""
     reduced: Floats
     """R_d, bytes."""
     reduce_path_s: float
+    """Of the reduction, over the slowest path between two mates."""
     latency_s: float
     """Largest between two mates, one way."""
     step_s: float
@@ -44,10 +48,13 @@ class Flow:
 
     stages: Sequence[Stage]
     cards: Sequence[Floats]
+    """By stage, [n] each: bytes/s of the slower direction; of a shared card the member's part."""
     shares: Sequence[Floats]
-    """By stage, [n] each."""
+    """By stage, [n] each: of its microbatches; sums to 1."""
     flow_s: float
+    """T_flow, s a step."""
     compute_s: float
+    """T_compute, s a step: of the largest stage, if it had nothing to wait for."""
     issue_s: float
     """Of a step's microbatches, but for the last one's own job."""
     trips_s: Sequence[float]
@@ -68,6 +75,7 @@ class Pace:
     commit_s: float
     """The largest stage's."""
     stale: float
+    """Steps, the mean of all stages."""
 
 
 def pace_of(workload: Workload, flow: Flow, steps_ahead: int) -> Pace:

@@ -32,6 +32,7 @@ class Steering:
     _acts: dict[str, Act] = field(default_factory=dict)
 
     def hand(self, *, pause: Act, resume: Act) -> None:
+        """From now on this is what the two do."""
         self._acts = {"/pause": pause, "/resume": resume}
 
     @property
