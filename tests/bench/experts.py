@@ -1,5 +1,6 @@
 """What the planning of experts is worth: every figure in coordinator/experts/README.md, by hand.
 
+    python tests/bench/experts.py            # all of them, one after another
     python tests/bench/experts.py recovery   # the known cases, beside MRO and spread
     python tests/bench/experts.py settings 1000 12   # so many random settings of up to so many nodes
     python tests/bench/experts.py unequal    # 24 swarms of unequal nodes against MRO in random orders
@@ -273,15 +274,18 @@ def show_hysteresis() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     shows = ["recovery", "settings", "unequal", "busiest", "planning", "migration", "hysteresis"]
-    parser.add_argument("what", choices=shows)
+    parser.add_argument("what", choices=[*shows, "all"], nargs="?", default="all")
     parser.add_argument("number", nargs="?", type=int, default=1_000)
     parser.add_argument("nodes_max", nargs="?", type=int, default=12)
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
-    if asked.what == "settings":
-        show_settings(asked.number, asked.nodes_max, asked.seed)
-    else:
-        globals()[f"show_{asked.what}"]()
+    for what in shows if asked.what == "all" else [asked.what]:
+        if asked.what == "all":
+            print(f"-- {what}")
+        if what == "settings":
+            show_settings(asked.number, asked.nodes_max, asked.seed)
+        else:
+            globals()[f"show_{what}"]()
 
 
 if __name__ == "__main__":
