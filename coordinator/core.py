@@ -375,7 +375,7 @@ class CoordinationCore:
         new_term = before is None or before.plan.term != plan.plan.term
         silent = before.plan.coordinator if before and now_s >= self._watch.suspect_at_s else None
         self._follower.obeys(plan.plan, new_term=new_term, replaced=silent, now_s=now_s)
-        self.governor.obey(plan.plan, now_s)
+        self.governor.obey(plan.plan, now_s, leads=was_coordinator and not new_term)
         if was_coordinator and not self.is_coordinator:
             assert before is not None
             commands += [Tell(record=record) for record in self.governor.tell(before.plan, now_s, flush=True)]

@@ -65,6 +65,8 @@ class Governor:
     _job: SearchJob | None = None
     _holders: HolderWatch = field(init=False)
     _notes: PlanNotes = field(default_factory=PlanNotes)
+    _members: frozenset[PeerID] = frozenset()
+    """Of the live plan."""
 
     def __post_init__(self) -> None:
         swarm = self.spec.swarm
@@ -97,14 +99,22 @@ class Governor:
             for group, version in heartbeat.held:
                 self.ledger.note_version(group, version)
             self.experts.hear(peer, heartbeat)
+        self.experts.records.heard(peer, now_s)
         self._survey.hear(peer, heartbeat)
         flaws = self.ledger.note_commits(heartbeat.commits, now_s)
         self.complaints += [f"{peer} reports {flaw}" for flaw in flaws]
         self.ledger.note_validations(heartbeat.validations)
         return True
 
-    def obey(self, plan: Plan, now_s: float) -> None:
-        """A plan is live, whoever coordinates; the first one that we see is the best we know of the run's beginning."""
+    def obey(self, plan: Plan, now_s: float, *, leads: bool = False) -> None:
+        """A plan is live, whoever coordinates; the first one that we see is the best we know of the run's beginning.
+
+        Args: leads: it is ours, as the one before was, so we know why whom it counts out is gone.
+        """
+        for peer in sorted(self._members.difference(plan.members)) if leads else ():
+            if self.roster.has_vanished(peer, now_s):
+                self.experts.records.lost(peer)
+        self._members = frozenset(plan.members)
         self.begun_s = now_s if self.begun_s is None else self.begun_s
         self._notes.obey(plan, now_s)
         self._survey.obey(plan)
@@ -131,7 +141,6 @@ class Governor:
             self.begun_s = now_s - max(0.0, will.elapsed_s)
             self.ledger.take_over(will)
             if not continuing:
-                self.experts.take_over(will.loads)
                 self._notes.inherit(will.plans, now_s)
         for peer in plan.members:
             self.roster.expect(peer, None, now_s)
@@ -140,8 +149,10 @@ class Governor:
         self.roster.forget_silent(now_s, keep=frozenset(plan.members))
 
     def inherit(self, will: HandOver) -> None:
-        """What the coordinator before us knows; for the term that we may get."""
+        """What the coordinator before us knows; for the term that we may get. Its first plan places experts already."""
         self._will = will
+        self.experts.take_over(will.loads)
+        self.experts.records.take_over(will.records)
 
     # --- what to do ---
 
@@ -287,6 +298,7 @@ class Governor:
             searched=self._improvement.has_searched(live.plan),
             plans=self._notes.tell(now_s),
             loads=self.experts.loads(len(live.plan.stages)),
+            records=self.experts.records.tell(live.plan.members) if self._placed else (),
         )
 
     def tell(self, live: Plan, now_s: float, *, flush: bool = False) -> list[StepRecord]:

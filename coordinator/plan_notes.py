@@ -1,10 +1,13 @@
 """The plans of late, for people: a status tells them, whoever coordinates. Pure."""
 
+import math
 from collections import deque
 from collections.abc import Iterable
 
 import msgspec
 
+from shoal.protocol.identity import PeerID
+from shoal.protocol.limits import PEER_ID_CHARS_MAX
 from shoal.protocol.messages import PlanNote
 from shoal.protocol.plan import Plan
 
@@ -27,12 +30,18 @@ class PlanNotes:
         """Those from before our own first."""
         first = min(((note.term, note.sequence) for _, note in self._notes), default=None)
         missed = [
-            (now_s - max(0.0, note.seconds_ago), msgspec.structs.replace(note, reason=note.reason[:REASON_CHARS_MAX]))
+            (now_s - max(0.0, note.seconds_ago), _cut(note))
             for note in notes
-            if first is None or (note.term, note.sequence) < first
+            if (first is None or (note.term, note.sequence) < first) and math.isfinite(note.seconds_ago)
         ]
         self._notes = deque([*missed, *self._notes], maxlen=NOTES_MAX)
 
     def tell(self, now_s: float) -> tuple[PlanNote, ...]:
         """Oldest first."""
         return tuple(msgspec.structs.replace(note, seconds_ago=now_s - at_s) for at_s, note in self._notes)
+
+
+def _cut(note: PlanNote) -> PlanNote:
+    """Not longer than one of ours, whoever tells it."""
+    coordinator = PeerID(note.coordinator[:PEER_ID_CHARS_MAX])
+    return msgspec.structs.replace(note, coordinator=coordinator, reason=note.reason[:REASON_CHARS_MAX])

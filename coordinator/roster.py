@@ -25,6 +25,7 @@ class Presence:
     advert: Advert | None = None
     heartbeat: Heartbeat | None = None
     left: bool = False
+    said_goodbye: bool = False
 
 
 @dataclass(slots=True)
@@ -99,7 +100,20 @@ class Roster:
         for presence in self.presences.values():
             presence.arrivals.excuse(now_s)
 
+    def has_vanished(self, peer: PeerID, now_s: float) -> bool:
+        """It is gone, and neither drained nor said good-bye before."""
+        seen = self.presences.get(peer)
+        polite = seen is None or seen.said_goodbye or self.draining(peer)
+        return not polite and self.is_gone(peer, now_s)
+
     def leave(self, peer: PeerID) -> None:
+        """It says good-bye."""
+        self.lose(peer)
+        if peer in self.presences:
+            self.presences[peer].said_goodbye = True
+
+    def lose(self, peer: PeerID) -> None:
+        """It has been found to be gone."""
         if peer in self.presences:
             self.presences[peer].left = True
 

@@ -120,7 +120,7 @@ class Suspects:
             if now_s < inquiry.returns_by_s:
                 return []
         del self._inquiries[peer]
-        roster.leave(peer)
+        roster.lose(peer)
         return [Note(text=f"{peer[-8:]} is gone: its connections are refused")]
 
     def look(self, roster: Roster, plan: Plan, now_s: float) -> list[Command]:
@@ -142,7 +142,7 @@ class Suspects:
                 and roster.sign_s(peer) <= inquiry.since_s
             ):
                 del self._inquiries[peer]
-                roster.leave(peer)
+                roster.lose(peer)
                 commands.append(Note(text=f"{peer[-8:]} is gone: neither its neighbours reach it nor we"))
             elif now_s >= inquiry.ping_at_s:
                 inquiry.pinged, inquiry.ping_at_s = True, now_s + PING_HEARTBEATS * self._heartbeat_s

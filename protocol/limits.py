@@ -29,6 +29,8 @@ CALL_TIMEOUT_S: Final = 10.0
 """A control call's bound. Failure detection proper measures round trips; this only frees the resources."""
 
 PEER_NAME_CHARS_MAX: Final = 40
+PEER_ID_CHARS_MAX: Final = 64
+"""Of one that others tell of. Ours have 52."""
 ADDRESSES_MAX: Final = 8
 ADDRESS_CHARS_MAX: Final = 256
 """One multiaddr. Through a relay: two peer IDs of 52 characters and an address."""

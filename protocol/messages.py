@@ -221,6 +221,8 @@ class HandOver(_Message, frozen=True, kw_only=True):
     """Of late, oldest first."""
     loads: tuple[tuple[float, ...], ...] = ()
     """Tokens of late, by stage and expert, where experts are placed; a stage of which nothing is known has none."""
+    records: "tuple[PeerRecord, ...]" = ()
+    """How often members and others of late have failed, where experts are placed."""
 
 
 class Leave(_Message, frozen=True):
@@ -300,6 +302,16 @@ class PlanNote(_Part, frozen=True, array_like=True):
     """Since the sender began to obey it."""
     coordinator: PeerID
     reason: str
+
+
+class PeerRecord(_Part, frozen=True, array_like=True):
+    """One peer's past, as coordinators have seen it."""
+
+    peer: PeerID
+    failures: float
+    """Times it was lost without a good-bye; those of long ago count in part."""
+    seen_s: float
+    """In which that could have happened."""
 
 
 class SwarmStatus(_Message, frozen=True, kw_only=True, omit_defaults=True):

@@ -4,9 +4,12 @@ The members of a stage hold its experts. What there is stays while it will do (`
 takes the state from those who still have it, and who stay until then.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
 
+from shoal.coordinator.experts.records import FailureRecords
 from shoal.coordinator.experts.replan import Node, replan
 from shoal.coordinator.experts.shares import token_shares
 from shoal.protocol.identity import PeerID
@@ -37,6 +40,8 @@ class ExpertPlaces:
     num_experts: int
     slots: int
     min_replicas: int = 2
+    records: FailureRecords = field(default_factory=FailureRecords)
+    """How likely each member fails."""
     _loads: dict[int, list[float]] = field(default_factory=dict)
     """Stage -> tokens of each expert, of late."""
     _told: dict[PeerID, tuple[int, ...]] = field(default_factory=dict)
@@ -109,10 +114,12 @@ class ExpertPlaces:
             for member in entry.members:
                 current.setdefault(member.peer, []).append(entry.expert)
                 since[entry.expert, member.peer] = member.since
-        nodes: dict[str, Node] = {peer: Node(slots=slots) for peer in stage.peers}
+        nodes: dict[str, Node] = {
+            peer: Node(slots=slots, failure_probability=self.records.probability(peer)) for peer in stage.peers
+        }
         loads = self._loads_of(index, groups)
         chosen = replan(
-            _filled(current, nodes, slots), loads, nodes, min_replicas=min_replicas, seed=sequence
+            _filled(current, nodes, slots, loads), loads, nodes, min_replicas=min_replicas, seed=sequence
         ).placement
         return _groups(index, stage, chosen, loads, since, sequence)
 
@@ -135,14 +142,27 @@ def _is_whole(groups: Sequence[ExpertGroup], stage: Stage, min_replicas: int) ->
 
 
 def _filled(
-    current: Mapping[PeerID, Sequence[int]], nodes: Mapping[str, Node], slots: int
+    current: Mapping[PeerID, Sequence[int]], nodes: Mapping[str, Node], slots: int, loads: Sequence[float]
 ) -> dict[str, tuple[int, ...]]:
-    """A plan says who holds an expert, not in how many slots: who has room has more of what it holds already."""
-    filled: dict[str, tuple[int, ...]] = {}
-    for peer, experts in current.items():
-        room = slots - len(experts) if peer in nodes else 0
-        filled[peer] = (*experts, *(experts[i % len(experts)] for i in range(max(0, room))))
-    return filled
+    """A plan says who holds an expert, not in how many slots: who has room has more of what is busiest, as when it was
+    placed. *Lost:* more of each in turn: the busiest replica seemed too busy, and quiet swarms moved on and on."""
+    filled = {peer: list(experts) for peer, experts in current.items()}
+    replicas: Counter[int] = Counter()
+    holders: dict[int, list[PeerID]] = {}
+    for peer in sorted(current.keys() & nodes.keys()):
+        replicas.update(current[peer])
+        for expert in current[peer]:
+            holders.setdefault(expert, []).append(peer)
+    busiest = [(-loads[expert] / replicas[expert], expert) for expert in holders]
+    heapify(busiest)
+    while busiest:
+        _, expert = heappop(busiest)
+        peer = min(holders[expert], key=lambda peer: len(filled[peer]))
+        if len(filled[peer]) < slots:
+            filled[peer].append(expert)
+            replicas[expert] += 1
+            heappush(busiest, (-loads[expert] / replicas[expert], expert))
+    return {peer: tuple(experts) for peer, experts in filled.items()}
 
 
 def _groups(

@@ -9,14 +9,14 @@ PROBABILITY_MIN = 2.0**-20
 """Of `rounded`: nobody never fails."""
 
 
-def failure_probability(num_failures: int, seen_s: float, *, horizon_s: float) -> float:
+def failure_probability(num_failures: float, seen_s: float, *, horizon_s: float) -> float:
     """The chance of a failure within the horizon, if failures come at a constant rate.
 
     The rate's prior is a gamma distribution worth `PRIOR_FAILURES` in `PRIOR_S`: a newcomer is neither trusted nor
     condemned, and after a day or two only its own record counts.
 
-    Args: num_failures: times it was lost without a good-bye. seen_s: seconds in which that could have happened.
-        horizon_s: as far ahead as a placement should last, about the time until the next is made.
+    Args: num_failures: times it was lost without a good-bye, old ones in part. seen_s: seconds in which that could have
+        happened. horizon_s: as far ahead as a placement should last, about the time until the next is made.
     """
     rate_per_s = (num_failures + PRIOR_FAILURES) / (max(0.0, seen_s) + PRIOR_S)
     return -math.expm1(-rate_per_s * horizon_s)

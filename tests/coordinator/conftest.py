@@ -24,7 +24,7 @@ from shoal.protocol.plan import Member, Plan, SignedPlan, Stage, plan_digest
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
 from shoal.protocol.sim.world import SimPeer, World
-from shoal.protocol.spec import RunSpec, SwarmSpec, TrainingSpec, run_id
+from shoal.protocol.spec import ModelSpec, RunSpec, SwarmSpec, TrainingSpec, run_id
 
 
 def advert_of(name: str, **claims: Any) -> Advert:
@@ -170,14 +170,18 @@ class FakeSwarm:
         heartbeat_s: float = 1.0,
         term_s: float = 60.0,
         steps: int = 50,
+        expert_slots: int = 0,
         allocator: Allocator | None = None,
     ) -> None:
         self.allocator = allocator or GreedyAllocator()
         self.world = World(seed, uniform(0.02, jitter_s=0.005))
         self.peers: dict[str, FakePeer] = {}
         self.spec = RunSpec(
+            model=ModelSpec(num_experts=4 if expert_slots else 0),
             training=TrainingSpec(steps=steps, validation_interval_steps=0),
-            swarm=SwarmSpec(stages=3, min_peers=min_peers, heartbeat_s=heartbeat_s, term_s=term_s),
+            swarm=SwarmSpec(
+                stages=3, min_peers=min_peers, heartbeat_s=heartbeat_s, term_s=term_s, expert_slots=expert_slots
+            ),
         )
         self._owner: SimPeer | None = None
 

@@ -1,7 +1,12 @@
 """What people are told of the plans so far, by whoever coordinates."""
 
+import math
+
+import pytest
+
 from shoal.coordinator.plan_notes import NOTES_MAX, REASON_CHARS_MAX, PlanNotes
 from shoal.protocol.identity import PeerID
+from shoal.protocol.limits import PEER_ID_CHARS_MAX
 from shoal.protocol.messages import PlanNote
 
 
@@ -32,3 +37,16 @@ def test_nobody_remembers_the_future():
     notes = PlanNotes()
     notes.inherit([PlanNote(1, 1, -5.0, PeerID("a"), "")], 10.0)
     assert notes.tell(10.0)[0].seconds_ago == 0.0
+
+
+@pytest.mark.parametrize("seconds_ago", [math.inf, math.nan])
+def test_what_was_at_no_time_is_not_told_on(seconds_ago):
+    notes = PlanNotes()
+    notes.inherit([PlanNote(1, 1, seconds_ago, PeerID("a"), "")], 10.0)
+    assert notes.tell(10.0) == ()
+
+
+def test_a_coordinator_that_is_no_name_is_cut():
+    notes = PlanNotes()
+    notes.inherit([PlanNote(1, 1, 0.0, PeerID("a" * 9999), "")], 10.0)
+    assert notes.tell(10.0)[0].coordinator == "a" * PEER_ID_CHARS_MAX

@@ -60,6 +60,18 @@ def test_who_leaves_is_gone_at_once_and_may_come_back(roster, make_heartbeat):
     assert roster.alive(3.0) == ("a",)
 
 
+def test_only_who_goes_without_a_word_has_vanished(roster, make_heartbeat):
+    for peer in "abcd":
+        roster.heard(peer, make_heartbeat(peer, draining=peer == "b"), 0.0)
+    roster.leave("c")
+    roster.lose("d")
+    roster.lose("stranger")
+    assert [peer for peer in "abcde" if roster.has_vanished(peer, 2.0)] == ["d"]
+    assert [peer for peer in "abcde" if roster.has_vanished(peer, 60.0)] == ["a", "d"]
+    roster.heard("d", make_heartbeat("d"), 60.0)
+    assert not roster.has_vanished("d", 60.0)
+
+
 def test_the_expected_are_alive_on_credit_and_unmeasured_without_an_advert(roster, make_advert):
     roster.expect("a", None, 0.0)
     roster.expect("b", make_advert("b"), 0.0)

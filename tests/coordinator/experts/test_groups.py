@@ -103,6 +103,17 @@ def test_while_nothing_happens_nobody_moves() -> None:
     assert another.experts == plan.experts, "a coordinator that has measured nothing yet moves nobody"
 
 
+@pytest.mark.parametrize(("members", "num_slots"), [(4, 6), (5, 13), (7, 12), (8, 15)])
+def test_nobody_moves_where_members_hold_an_expert_twice(members: int, num_slots: int) -> None:
+    """A plan does not say who holds what twice, and twice is what keeps a hot expert's replicas from being too busy."""
+    places = ExpertPlaces(num_experts=E, slots=num_slots)
+    places.take_over([[1.0 / (1 + expert) for expert in range(E)]])
+    plan = first = planned(places, stages(names(members)))
+    for look in range(2, 12):
+        plan = planned(places, plan.stages, plan, sequence=look)
+        assert plan.experts == first.experts
+
+
 def test_who_stays_keeps_its_place_when_another_dies() -> None:
     places = ExpertPlaces(num_experts=E, slots=4)
     plan = planned(places, stages(names(6)))
