@@ -50,7 +50,7 @@ class Survey:
         if 0 <= stage < len(plan.stages):
             first, last = plan.stages[stage].first_layer, plan.stages[stage].last_layer
             # The last stage's figure is of forward and backward in one.
-            times = 1.0 + (w.backward_per_forward if stage == len(plan.stages) - 1 else 0.0)
+            times = w.loss_per_forward if stage == len(plan.stages) - 1 else 1.0
             self._speeds.note(peer, (first, last), times * sum(w.layer_flop[first:last]) / heartbeat.forward_s)
 
     def snapshot(

@@ -16,6 +16,7 @@ from shoal.peer.experts.runs import Run
 from shoal.peer.experts.shard import ExpertShard
 from shoal.peer.experts.wire import TokenWire
 from shoal.peer.model import llama
+from shoal.peer.model.flop import JobFlop
 from shoal.peer.model.layout import init_layer, layer_layout
 from shoal.peer.model.mixture import ExpertLoads
 from shoal.peer.pipeline.microbatch import IndexSet, Microbatch
@@ -62,8 +63,8 @@ class Runtime(Held, Protocol):
     """One replica's part of the model; `StageRuntime` documents it. Where the experts are elsewhere, what a job returns
     may be `Suspended`."""
 
-    forward_flop: float
-    backward_flop: float
+    flop: JobFlop
+    """In parts, of the first part of the forward and of the backward."""
     expert_loads: ExpertLoads
 
     def forward(

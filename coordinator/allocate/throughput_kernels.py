@@ -62,6 +62,8 @@ class Problem(NamedTuple):
     """[N], its share of its stage's work now: what stands still while it fetches."""
     microbatches: float
     job_per_flop: float
+    loss_per_flop: float
+    """Of the last stage."""
     cut_bytes: float
     gradient_bytes: float
     resident_bytes: float
@@ -255,12 +257,19 @@ def _card_part(P, S, d):
 
 
 @njit(cache=True)
+def _job(P, first, last):
+    """FLOP of a microbatch there and back, `Workload.job_flop`."""
+    per_flop = P.loss_per_flop if last == P.flop_to.size - 1 else P.job_per_flop
+    return per_flop * (P.flop_to[last] - P.flop_to[first])
+
+
+@njit(cache=True)
 def _saturate(P, S, k, first, last):
     """T_stage of stage k with these layers; fills card, slope, offset and taken of its members. Returns: (seconds,
     seconds of the reduction alone)."""
     M = P.microbatches
     n = S.count[k]
-    job = P.job_per_flop * (P.flop_to[last] - P.flop_to[first])
+    job = _job(P, first, last)
     gradient = P.gradient_bytes * (P.parameters_to[last] - P.parameters_to[first])
     reduce_s = S.path_unit[k] * gradient
     for a in range(n):
@@ -304,7 +313,7 @@ def _time_stage(P, S, k):
     first, last = S.bounds[k], S.bounds[k + 1]
     seconds, _ = _saturate(P, S, k, first, last)
     S.seconds[k] = seconds
-    job = P.job_per_flop * (P.flop_to[last] - P.flop_to[first])
+    job = _job(P, first, last)
     gradient = P.gradient_bytes * (P.parameters_to[last] - P.parameters_to[first])
     free = sum_taken = weighted = strain = 0.0
     slowest = np.inf

@@ -266,6 +266,7 @@ class ThroughputEvaluator:
             carries=home.carries,
             microbatches=float(w.microbatches),
             job_per_flop=1.0 + w.backward_per_forward,
+            loss_per_flop=w.loss_per_forward,
             cut_bytes=float(w.cut_bytes),
             gradient_bytes=float(w.gradient_bytes_per_parameter),
             resident_bytes=w.resident_bytes(0, 1) / w.layer_parameters[0],

@@ -23,8 +23,6 @@ class Stage:
     """One stage with n members, each array [n]."""
 
     members: Ints
-    flop: float
-    """Of a microbatch's forward."""
     parameters: float
     job_s: Floats
     """Forward and backward of a microbatch."""

@@ -9,7 +9,8 @@ of a stage can take
 
     n_d(T) = min(T / job_d,  T out_d,  T in_d,  (T card_d - R_d) / (b away_d))          [microbatches]
 
-    job_d    (1 + backward_per_forward) F / flop_per_s: forward and backward on the one device (1F1B)       [s]
+    job_d    (1 + backward_per_forward) F / flop_per_s: forward and backward on the one device (1F1B); the last stage
+             has both in one and runs nothing again, whatever others do: 3 F / flop_per_s            [s]
     out_d    what its paths to the next stage carry, summed; in_d: to the one before. An activation is followed by a
              gradient of its size on the way back, so a path's slower direction counts, and stream credit
              (`paths.both_ways`)                                                             [microbatches/s]
@@ -174,7 +175,7 @@ class ThroughputObjective:
     def _stage(self, placement: Placement, groups: Sequence[Ints], k: int) -> Stage:
         t, w, members = self.topology, self.workload, groups[k]
         first, last = placement.bounds[k], placement.bounds[k + 1]
-        flop, parameters = sum(w.layer_flop[first:last]), sum(w.layer_parameters[first:last])
+        parameters = sum(w.layer_parameters[first:last])
         path_rate, away = np.full(len(members), np.inf), np.zeros(len(members))
         for neighbour in (k - 1, k + 1):
             if 0 <= neighbour < len(groups):
@@ -195,9 +196,8 @@ class ThroughputObjective:
             latency_s = float(t.latency_s[np.ix_(members, members)][others_mask].max())
         return Stage(
             members=members,
-            flop=flop,
             parameters=parameters,
-            job_s=(1.0 + w.backward_per_forward) * flop / t.flop_per_s[members],
+            job_s=w.job_flop(first, last) / t.flop_per_s[members],
             path_rate=path_rate,
             away=away,
             reduced=np.where(same_card(t, members, members), 0.0, between).sum(axis=1),

@@ -8,6 +8,7 @@ from shoal.protocol.staleness import FREE, Price, price_of
 
 FP32_BYTES = 4.0
 _WIDTHS = {"fp32": FP32_BYTES, "bf16": 2.0}
+BACKWARD_PER_FORWARD = 2.0
 STATE_BYTES_PER_PARAMETER = 12.0
 """Resident: the parameter and two moments, each fp32."""
 _STEP_TENSORS_BYTES = 8.0
@@ -21,7 +22,7 @@ class Workload:
     layer_flop: tuple[float, ...]
     """[L], forward FLOP a microbatch."""
     backward_per_forward: float
-    """2, or 3 where the backward computes the forward again."""
+    """2, or 3 where the backward computes the forward again: not at the last stage, whose loss is in one with both."""
     layer_parameters: tuple[float, ...]
     """[L], of one replica. Of placed experts those that its slots hold: what it reduces is in proportion, too."""
     gradient_bytes_per_parameter: float
@@ -49,6 +50,17 @@ class Workload:
     def tokens_per_step(self) -> int:
         return self.microbatches * self.tokens_per_microbatch
 
+    @property
+    def loss_per_forward(self) -> float:
+        """The last stage's job."""
+        return 1.0 + min(self.backward_per_forward, BACKWARD_PER_FORWARD)
+
+    def job_flop(self, first_layer: int, last_layer: int) -> float:
+        """Of a microbatch there and back through a stage of those layers."""
+        is_last = last_layer == self.num_layers
+        times = self.loss_per_forward if is_last else 1.0 + self.backward_per_forward
+        return times * sum(self.layer_flop[first_layer:last_layer])
+
     def resident_bytes(self, first_layer: int, last_layer: int) -> float:
         """What a replica of those layers needs beside its microbatches in flight."""
         per_parameter = STATE_BYTES_PER_PARAMETER + _STEP_TENSORS_BYTES
@@ -62,7 +74,7 @@ class Workload:
         width = _WIDTHS[spec.wire.activations]
         return cls(
             layer_flop=tuple(flop * tokens for flop in layer_costs(model)),
-            backward_per_forward=3.0 if recompute else 2.0,
+            backward_per_forward=BACKWARD_PER_FORWARD + (1.0 if recompute else 0.0),
             layer_parameters=_layer_parameters(model, experts_held=_experts_held(spec)),
             gradient_bytes_per_parameter=_WIDTHS[spec.wire.gradients],
             layer_held_bytes=_held_bytes(model, tokens, recompute=recompute),

@@ -15,7 +15,7 @@ from shoal.deploy.simulate.modelled_expert import ModelledExpert, ModelledTokenW
 from shoal.deploy.simulate.modelled_shard import ModelledShard
 from shoal.deploy.simulate.routing import Routing
 from shoal.peer.experts.wire import TokenWire
-from shoal.peer.model.flop import BACKWARD_PER_FORWARD, forward_flop, trunk_flop
+from shoal.peer.model.flop import BACKWARD_PER_FORWARD, forward_flop, job_flop, trunk_flop
 from shoal.peer.model.layout import EMBED, HEAD, layer_index, stage_layer_keys, trunk_keys
 from shoal.peer.model.mixture import ExpertLoads
 from shoal.peer.pipeline.microbatch import Microbatch
@@ -41,11 +41,7 @@ class ModelledRuntime(ModelledShard):
         super().__init__(spec, trunk_keys(spec.model, first_layer, last_layer) if placed else layers, vectors=vectors)
         tokens = spec.training.microbatch_size * spec.model.context
         flop = sum((trunk_flop if placed else forward_flop)(spec.model, key, tokens) for key in layers)
-        self.forward_flop = part_flop(layers, flop) if placed else flop
-        self.backward_flop = BACKWARD_PER_FORWARD * self.forward_flop
-        if spec.training.recomputes:
-            # In parts, the forward is run again before the first of them.
-            self.backward_flop = self.forward_flop + (0.0 if placed else self.backward_flop)
+        self.flop = job_flop(part_flop(layers, flop) if placed else flop, recomputes=spec.training.recomputes)
         self.expert_loads = ExpertLoads(spec.model.num_experts)
         self._routing = routing
         self._cuts = [layer_index(key) for key in layers if key not in (EMBED, HEAD)] if placed else []
@@ -127,7 +123,7 @@ class ModelledRuntime(ModelledShard):
         return Suspended(
             call=ExpertCall(layer=layers[0], counts=counts, tokens=tokens, gradients=tokens if backward else None),
             resume=lambda output: self._through(microbatch, layers[1:], then, backward=backward),
-            flop=(BACKWARD_PER_FORWARD if backward else 1.0) * self.forward_flop,
+            flop=(BACKWARD_PER_FORWARD if backward else 1.0) * self.flop.forward,
         )
 
 

@@ -1,5 +1,6 @@
 """Sends pieces of gradients to mates, behind everything else on the wire."""
 
+import itertools
 import logging
 from collections import Counter
 from collections.abc import Iterable
@@ -14,7 +15,7 @@ from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Unreachable
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import GatherPart, ReducedChunk, ReducePart, RoundStart
-from shoal.protocol.ports import Clock, Priority
+from shoal.protocol.ports import Clock, Payload, Priority
 
 logger = logging.getLogger(__name__)
 
@@ -54,31 +55,42 @@ class Pieces:
         return is_fresh or (target, step) in self._unsent
 
     def send(self, outgoing: Iterable[Outgoing], start: RoundStart, kind: type[ReducePart] | type[GatherPart]) -> None:
-        """One after the other, in the background."""
-        pieces = list(outgoing)
-        self._unsent.update((piece.target, start.step) for piece in pieces)
-        if pieces:
-            self._tasks.spawn(self._send(pieces, start, kind), f"{kind.__name__} of {start.step}")
+        """In the background, what is for one target one after the other: a mate that stalls holds up no other."""
+        by_target: dict[PeerID, list[Outgoing]] = {}
+        for piece in outgoing:
+            by_target.setdefault(piece.target, []).append(piece)
+        encoded = _Encoded(self._vectors, itertools.chain.from_iterable(by_target.values()))
+        for target, pieces in by_target.items():
+            self._unsent[target, start.step] += len(pieces)
+            self._tasks.spawn(self._send(target, pieces, encoded, start, kind), f"{kind.__name__} of {start.step}")
 
     def send_mean(self, target: PeerID, stage: int, step: int, mean_N: Tensor) -> None:
         self._tasks.spawn(self._send_mean(target, stage, step, mean_N), "catch-up")
 
-    async def _send(self, pieces: list[Outgoing], start: RoundStart, kind: type[ReducePart] | type[GatherPart]) -> None:
-        lost: set[PeerID] = set()
+    async def _send(
+        self,
+        target: PeerID,
+        pieces: list[Outgoing],
+        encoded: "_Encoded",
+        start: RoundStart,
+        kind: type[ReducePart] | type[GatherPart],
+    ) -> None:
+        is_lost = False
         for piece in pieces:
-            if piece.target not in lost:
+            if not is_lost:
+                payload = encoded.of(piece)
                 meta = kind(stage=start.stage, step=start.step, attempt=start.attempt, start=piece.start)
-                payload = self._vectors.gradient_payload(piece.values_C)
                 began_s = self._clock.now_s()
                 try:
-                    await self._endpoint.send(piece.target, meta, payload, priority=Priority.BULK)
+                    await self._endpoint.send(target, meta, payload, priority=Priority.BULK)
                     left_s = self._clock.now_s()
-                    self._slowest_s[piece.target] = max(left_s - began_s, _FORGETS * self.slowest_s(piece.target))
-                    self._last[piece.target] = start.step, left_s
+                    self._slowest_s[target] = max(left_s - began_s, _FORGETS * self.slowest_s(target))
+                    self._last[target] = start.step, left_s
                 except Unreachable as error:
                     logger.warning("reduction of step %d: %s", start.step, error)
-                    lost.add(piece.target)
-            self._done_with(piece.target, start.step)
+                    is_lost = True
+            encoded.done_with(piece)
+            self._done_with(target, start.step)
 
     def _done_with(self, target: PeerID, step: int) -> None:
         self._unsent[target, step] -= 1
@@ -95,3 +107,22 @@ class Pieces:
             except Unreachable as error:
                 logger.warning("catch-up: %s", error)
                 return
+
+
+class _Encoded:
+    """Pieces as bytes: those for several targets once, from the first that is sent to the last."""
+
+    def __init__(self, vectors: Vectors, pieces: Iterable[Outgoing]) -> None:
+        self._vectors = vectors
+        self._uses = Counter(piece.start for piece in pieces)
+        self._payloads: dict[int, Payload] = {}
+
+    def of(self, piece: Outgoing) -> Payload:
+        if piece.start not in self._payloads:
+            self._payloads[piece.start] = self._vectors.gradient_payload(piece.values_C)
+        return self._payloads[piece.start]
+
+    def done_with(self, piece: Outgoing) -> None:
+        self._uses[piece.start] -= 1
+        if not self._uses[piece.start]:
+            self._payloads.pop(piece.start, None)

@@ -1,5 +1,6 @@
 """Arithmetic of a layer, for cost models and for the simulated device."""
 
+from dataclasses import dataclass
 from typing import Final
 
 from shoal.peer.model.layout import EMBED, HEAD
@@ -7,6 +8,24 @@ from shoal.protocol.spec import ModelSpec
 
 BACKWARD_PER_FORWARD: Final = 2.0
 """A matmul's backward is two matmuls of its size: one for the input's gradient, one for the weight's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobFlop:
+    """Of one microbatch's jobs at a stage, or of their parts where experts are elsewhere."""
+
+    forward: float
+    backward: float
+    loss: float
+    """At the last stage: both in one, and nothing is run again, since what the forward has kept is still there."""
+
+
+def job_flop(forward: float, *, recomputes: bool) -> JobFlop:
+    """Args: forward: FLOP of it. recomputes: a backward runs the forward again before it."""
+    backward = BACKWARD_PER_FORWARD * forward
+    return JobFlop(
+        forward=forward, backward=forward + backward if recomputes else backward, loss=forward + backward
+    )
 
 
 def expert_flop(model: ModelSpec, num_tokens: int) -> float:

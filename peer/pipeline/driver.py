@@ -335,17 +335,16 @@ class PipelineDriver:
             return (lambda: runtime.step(mean_gradient_N)), runtime.step_flop
         if job.kind == "backward":
             gradient = self._gradients.pop(microbatch)
-            return (lambda: runtime.backward(microbatch, gradient)), runtime.backward_flop
+            return (lambda: runtime.backward(microbatch, gradient)), runtime.flop.backward
         payload = self._inputs.pop(microbatch, None)
         wanted = microbatch.validates or self.upwards.wants(microbatch)
         if not wanted:
             self._unwanted.add(microbatch)
         if job.kind == "validate":
-            return (lambda: runtime.validate(microbatch, payload)), runtime.forward_flop
+            return (lambda: runtime.validate(microbatch, payload)), runtime.flop.forward
         if job.kind == "loss":
-            flop = runtime.forward_flop + runtime.backward_flop
-            return (lambda: runtime.loss(microbatch, payload, contributes=wanted)), flop
-        return (lambda: runtime.forward(microbatch, payload, contributes=wanted)), runtime.forward_flop
+            return (lambda: runtime.loss(microbatch, payload, contributes=wanted)), runtime.flop.loss
+        return (lambda: runtime.forward(microbatch, payload, contributes=wanted)), runtime.flop.forward
 
     def _keep(self, job: Job, microbatch: Microbatch, value: Any) -> None:
         if job.kind == "loss":

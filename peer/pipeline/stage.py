@@ -23,7 +23,7 @@ from shoal.peer.data.microbatch import microbatch as training_microbatch
 from shoal.peer.data.microbatch import validation_microbatch
 from shoal.peer.experts.wire import TokenWire
 from shoal.peer.model import llama
-from shoal.peer.model.flop import BACKWARD_PER_FORWARD, trunk_flop
+from shoal.peer.model.flop import job_flop, trunk_flop
 from shoal.peer.model.flop import forward_flop as whole_flop
 from shoal.peer.model.layout import HEAD, stage_layer_keys, trunk_keys
 from shoal.peer.model.mixture import ExpertLoads, Experts, Mixture
@@ -96,11 +96,8 @@ class StageRuntime(Shard):
         tokens = spec.training.microbatch_size * spec.model.context
         layers = stage_layer_keys(spec.model, first_layer, last_layer)
         self._flop = sum((trunk_flop if placed else whole_flop)(spec.model, key, tokens) for key in layers)
-        self.forward_flop = part_flop(layers, self._flop) if placed else self._flop
-        self.backward_flop = BACKWARD_PER_FORWARD * self.forward_flop
-        if spec.training.recomputes:
-            # In parts, the forward is run again before the first of them.
-            self.backward_flop = self.forward_flop + (0.0 if placed else self.backward_flop)
+        forward_flop = part_flop(layers, self._flop) if placed else self._flop
+        self.flop = job_flop(forward_flop, recomputes=spec.training.recomputes)
 
     # --- jobs ---
 

@@ -22,7 +22,7 @@ def test_the_compiled_cost_is_that_of_the_formula(seed: int) -> None:
     stages, layers = 1 + seed % 4, 6
     topology = swarms.swarm(seed, 12, cards=seed % 3 > 0)
     workload = swarms.workload(layers=layers, s_max=seed % 2, cut_bytes=[4e6, 1e5, 1e8][seed % 3])
-    workload = replace(workload, price=PRICES[seed % len(PRICES)])
+    workload = replace(workload, price=PRICES[seed % len(PRICES)], backward_per_forward=2.0 + seed // 4 % 2)
     evaluator = ThroughputEvaluator(topology, workload, stages)
     objective = ThroughputObjective(topology, workload)
     possible = 0

@@ -49,6 +49,17 @@ def test_a_lone_device_computes_all_of_the_time() -> None:
     assert cost(alone, workload(s_max=0), (0,)).seconds == pytest.approx(jobs_s + step_s)
 
 
+def test_the_last_stage_runs_nothing_again() -> None:
+    """Its loss and backward are one job: what the forward kept is there. So it may have a third more layers."""
+    again = replace(workload(microbatches=1000, layers=7), backward_per_forward=3.0)
+    cut = {
+        bounds: ThroughputObjective(lan(2), again).cost(Placement(stages=((0,), (1,)), bounds=bounds)).parts["flow_s"]
+        for bounds in ((0, 3, 7), (0, 4, 7))
+    }
+    assert cut[0, 3, 7] == pytest.approx(1000 * 12 * FLOP / 1e13)
+    assert cut[0, 4, 7] == pytest.approx(1000 * 16 * FLOP / 1e13)
+
+
 def test_synchronous_training_adds_fill_drain_and_reduction() -> None:
     found = cost(lan(2, latency_s=0.5), workload(s_max=0), (0,), (1,))
     job_s, hop_s = 3 * 2 * FLOP / 1e13, 2 * (0.5 + CUT / 1e12)
