@@ -23,9 +23,7 @@ class JobFlop:
 def job_flop(forward: float, *, recomputes: bool) -> JobFlop:
     """Args: forward: FLOP of it. recomputes: a backward runs the forward again before it."""
     backward = BACKWARD_PER_FORWARD * forward
-    return JobFlop(
-        forward=forward, backward=forward + backward if recomputes else backward, loss=forward + backward
-    )
+    return JobFlop(forward=forward, backward=forward + backward if recomputes else backward, loss=forward + backward)
 
 
 def expert_flop(model: ModelSpec, num_tokens: int) -> float:
