@@ -10,7 +10,8 @@ from shoal.protocol.errors import LocalError
 
 OPTION = "--dashboard"
 DEFAULT = "127.0.0.1:8640"
-_BACKLOG = 64
+BACKLOG = 64
+"""Who connects and is not accepted yet. The loop may accept as many at once, each of them a file."""
 _LOOKS_LIKE_ONE = re.compile(r"(\[[0-9A-Fa-f:.%]+\]|[^:/\s]*):\d+")
 
 
@@ -38,7 +39,7 @@ class Address:
         """A listening socket. Raises: LocalError."""
         try:
             family, _, _, _, where = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0]
-            return socket.create_server(where[:2], family=family, backlog=_BACKLOG)
+            return socket.create_server(where[:2], family=family, backlog=BACKLOG)
         except OSError as error:
             reason = error.strerror or str(error)
             raise LocalError(

@@ -28,7 +28,8 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from shoal.deploy.dashboard.address import Address
+from shoal.deploy.dashboard.address import BACKLOG, Address
+from shoal.deploy.dashboard.connections import CONNECTIONS_MAX, Connection, Connections
 from shoal.deploy.dashboard.feed import Feed
 from shoal.deploy.dashboard.guard import Guard
 from shoal.deploy.dashboard.steering import Steering
@@ -162,7 +163,22 @@ class Dashboard:
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to the peer: Ctrl-C drains it, and the dashboard shows that to its end."""
+    """Leaves signals to the peer: Ctrl-C drains it, and the dashboard shows that to its end. Looks at connections."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.server_state = self._connections = Connections()
+
+    async def on_tick(self, counter: int) -> bool:
+        """Ten times a second."""
+        self._connections.look(asyncio.get_running_loop().time())
+        return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Says goodbye to viewers: uvicorn would wait for the rest, and stumble over a WebSocket with a broken head."""
+        self._connections.end_all_but_viewers()
+        await asyncio.sleep(0)  # which lets them go
+        await super().shutdown(sockets)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -188,6 +204,7 @@ class DashboardServer:
         self._socket = self._address.bind()
         config = uvicorn.Config(
             self._dashboard.app,
+            http=Connection,
             ws="websockets-sansio",
             ws_max_size=REQUEST_BYTES_MAX,
             ws_per_message_deflate=False,
@@ -198,7 +215,8 @@ class DashboardServer:
             server_header=False,
             date_header=False,
             proxy_headers=False,
-            limit_concurrency=8 * VIEWERS_MAX,
+            limit_concurrency=8 * CONNECTIONS_MAX,  # requests: of those that had to go some may still be under way
+            backlog=BACKLOG,  # uvicorn's 2,048 would be as many files at once
             timeout_graceful_shutdown=int(_END_S),
         )
         self._server = _Server(config)
