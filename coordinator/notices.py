@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Container
 
 import msgspec
 
@@ -25,6 +26,16 @@ DIALS_MAX = 16
 """Peers that are introduced at the same time; a dial to one that is gone takes seconds."""
 
 
+def peers_key(run: str) -> str:
+    """Where everybody's advert is."""
+    return f"shoal/{run}/peers"
+
+
+def plan_key(run: str) -> str:
+    """Where coordinators say how far the chain is."""
+    return f"shoal/{run}/plan"
+
+
 class Notices:
     """Records are signed and written under the writer's own name; what is not is ignored, so nobody speaks for others.
 
@@ -33,8 +44,7 @@ class Notices:
 
     def __init__(self, endpoint: Endpoint, directory: Directory, clock: Clock) -> None:
         self._endpoint, self._directory, self._clock = endpoint, directory, clock
-        self._peers_key = f"shoal/{endpoint.run}/peers"
-        self._plan_key = f"shoal/{endpoint.run}/plan"
+        self._peers_key, self._plan_key = peers_key(endpoint.run), plan_key(endpoint.run)
         self._addresses: dict[PeerID, tuple[str, ...]] = {}
         self._dials = asyncio.Semaphore(DIALS_MAX)
         self._advert: Advert | None = None
@@ -83,11 +93,11 @@ class Notices:
         )
         await self._store(self._plan_key, head, HEAD_EXPIRES_S)
 
-    async def look_up(self) -> PlanHead | None:
-        """The highest plan that a coordinator has posted."""
+    async def look_up(self, doubted: Container[PeerID] = ()) -> PlanHead | None:
+        """The highest plan that a coordinator has posted; of those in `doubted` only if nobody else has."""
         records = await self._records(self._plan_key)
         heads = [head for peer, head in records if isinstance(head, PlanHead) and head.coordinator == peer]
-        head = max(heads, key=lambda h: (h.term, h.sequence, h.coordinator), default=None)
+        head = max(heads, key=lambda h: (h.coordinator not in doubted, h.term, h.sequence, h.coordinator), default=None)
         if head is not None and self.is_news(head.coordinator, head.addresses):
             await self.introduce(head.coordinator, head.addresses)
         return head

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.deploy.known_peers import KnownPeers, keep, whom_to_try
+from shoal.deploy.record_rules import record_rules
 from shoal.protocol.identity import Identity
 from shoal.protocol.live.clock import LoopClock
 from shoal.protocol.live.directory import LiveDirectory
@@ -55,7 +56,7 @@ async def open_network(
             throttle=Throttle(rates),
         )
         stack.push_async_callback(transport.close)
-        directory = await LiveDirectory.start(transport)
+        directory = await LiveDirectory.start(transport, accept=record_rules(run))
         stack.push_async_callback(directory.close)
         keeping = asyncio.create_task(
             keep(file, transport, LoopClock(), run_blocking=asyncio.to_thread), name="keep the known peers"

@@ -76,14 +76,17 @@ async def fetch_spec(directory: Directory, invite: Invite, *, timeout_s: float) 
 
 
 async def keep_spec(directory: Directory, endpoint: Endpoint, record: bytes) -> None:
-    """Store the record now and again for as long as this runs. A store that fails is tried again soon.
+    """Store the record now and again for as long as this runs. A store that fails is tried again soon, then later and
+    later: where the key is full, others' copies are there.
 
     Without the record nobody can join, so no failure of the directory may end this.
     """
+    again_s = _ASK_AGAIN_S
     while True:
         try:
             stored = await directory.store(record_key(endpoint.run), endpoint.peer_id, record, expires_in_s=EXPIRES_S)
         except Exception as error:
             logger.warning("the directory did not take the run's spec: %r", error)
             stored = False
-        await asyncio.sleep(REFRESH_S if stored else _ASK_AGAIN_S)
+        await asyncio.sleep(REFRESH_S if stored else again_s)
+        again_s = _ASK_AGAIN_S if stored else min(2 * again_s, REFRESH_S)

@@ -94,6 +94,12 @@ class Endpoint:
             for address in [address for address in handlers if address[1] == stage]:
                 del handlers[address]
 
+    def off(self, *handlers: Callable[..., object]) -> None:
+        """Answer nothing by these any more, but by who replaced them: a handler keeps alive what it belongs to."""
+        for table in (self._on_message, self._on_frame):
+            for address in [address for address, handler in table.items() if handler in handlers]:
+                del table[address]
+
     async def ask(
         self, peer: PeerID, message: msgspec.Struct, expect: type[R], *, timeout_s: float = CALL_TIMEOUT_S
     ) -> R:
@@ -130,7 +136,7 @@ class Endpoint:
 
     def open_record(self, data: bytes, *, source: PeerID) -> tuple[PeerID, Any]:
         """Returns: (signer, record). Raises: RemoteError."""
-        return _open_record(self.seals, self.run, data, source)
+        return open_signed_record(self.seals, self.run, data, source)
 
     def _stamped(self, message: msgspec.Struct) -> msgspec.Struct:
         if isinstance(message, messages.EraMessage) and message.era != self.era:
@@ -189,8 +195,11 @@ def _handler(handlers: dict[_Address, H], message: msgspec.Struct) -> H | None:
 
 
 @lru_cache(maxsize=_RECORDS_KEPT)
-def _open_record(seals: Seals, run: str, data: bytes, source: PeerID) -> tuple[PeerID, Any]:
-    """Most records are the same at the next reading, and immutable."""
+def open_signed_record(seals: Seals, run: str, data: bytes, source: PeerID) -> tuple[PeerID, Any]:
+    """(signer, record) of what `source` stored. Most records are the same at the next reading, and immutable.
+
+    Raises: RemoteError.
+    """
     envelope = seals.unseal(data, "record", run=run, source=source, relayed=True)
     return envelope.sender, _decode(_RECORDS, envelope.body, source)
 

@@ -11,8 +11,12 @@ CONTROL_DEPTH_MAX: Final = 8
 """Nesting of a control message. Ours nest four deep; hivemind's own DHT records two."""
 RECORD_BYTES_MAX: Final = 32 * 1024
 """A directory value. From 4 MiB hivemind stores it nowhere and says True; small records also keep a get fast."""
-RECORD_EXPIRES_S_MAX: Final = 24 * 3600
-"""How far ahead a directory record may expire: nodes keep what strangers store until then."""
+KEY_BYTES_MAX: Final = 2 * 1024 * 1024
+"""All directory values under one key: hivemind sends no reply of 4 MiB, and a home line needs seconds for less. The
+adverts of 1,000 peers with eight addresses each are 1.2 MB, or 1.8 if all of these are relayed ones."""
+RECORD_EXPIRES_S_MAX: Final = 2 * 3600
+"""How far ahead a directory record may expire: nodes keep what strangers store until then. Ours last half an hour at
+most; the rest is for clocks that are an hour ahead."""
 
 FRAME_META_BYTES_MAX: Final = 4 * 1024
 """The header of one tensor frame."""
@@ -42,6 +46,10 @@ EXPERTS_PER_FRAME_MAX: Final = 256
 """Whose tokens go in one frame: its meta names each of them, in a few bytes."""
 QUEUED_TOKENS_MAX: Final = 4096
 """Requests for experts that a peer will hold: those of each microbatch under way, one a layer at a time."""
+QUEUED_TOKENS_OF_ONE_MAX: Final = QUEUED_TOKENS_MAX // 8
+"""Of those one sender's, until it has their answers: more than it has microbatches under way."""
+REFUSED_TOKENS_OF_ONE_MAX: Final = 64
+"""Refusals of such requests on their way to one sender, or to all strangers together; what is more is dropped."""
 MICROBATCHES_PER_STEP_MAX: Final = 4096
 REPORTS_PER_HEARTBEAT_MAX: Final = 16
 LINKS_PER_HEARTBEAT_MAX: Final = 16

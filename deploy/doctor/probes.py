@@ -14,6 +14,7 @@ from typing import Protocol
 from shoal.deploy.doctor import dialling, local
 from shoal.deploy.doctor.findings import AddressFound, Dial, Findings, MachineFound, NetworkFound, PeerFound, SwarmView
 from shoal.deploy.doctor.split import view_of
+from shoal.deploy.record_rules import record_rules
 from shoal.deploy.run_record import fetch_spec
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import RemoteError, RunNotFound, ShoalError, TransportError, Unreachable
@@ -111,7 +112,7 @@ class LiveProbes:
             of_the_run = [peer.peer for peer in peers if peer.run == run and peer.protocol_version == PROTOCOL_VERSION]
             if invite is None or not of_the_run:
                 return found
-            directory = await LiveDirectory.start(transport)
+            directory = await LiveDirectory.start(transport, accept=record_rules(run))
             stack.push_async_callback(directory.close)
             endpoint = Endpoint(identity, transport, run=run)
             asked = dict.fromkeys((*of_the_run, *sorted(await transport.connected())))

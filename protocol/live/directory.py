@@ -7,11 +7,12 @@ through the peers that the transport knows.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from hivemind.dht.node import DHTNode
 from hivemind.dht.protocol import DHTProtocol
+from hivemind.dht.routing import DHTID
 from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID as HivemindPeerID
 from hivemind.proto import dht_pb2
 from hivemind.utils.timed_storage import MAX_DHT_TIME_DISCREPANCY_SECONDS
@@ -20,6 +21,7 @@ from shoal.protocol.errors import TransportError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import RECORD_BYTES_MAX, RECORD_EXPIRES_S_MAX
 from shoal.protocol.live import guard
+from shoal.protocol.live.records import KeyRule, KeyRules, NothingCached, RecordStore
 from shoal.protocol.live.transport import LiveTransport
 
 logger = logging.getLogger(__name__)
@@ -27,7 +29,6 @@ logger = logging.getLogger(__name__)
 _GET_TIMEOUT_S = 10.0
 """hivemind never ends a search that met a record it cannot merge."""
 _CLOSE_TIMEOUT_S = 5.0
-_CACHED_KEYS_MAX = 256
 _STORED_KEYS_MAX = 20_000
 _TIME_PROBES_MAX = 3
 _JOIN_AGAIN_S = 20.0
@@ -36,21 +37,21 @@ _JOIN_AGAIN_S = 20.0
 class LiveDirectory:
     """Made by `start`, after the transport and its initial peers."""
 
-    def __init__(self, transport: LiveTransport, accept: Callable[[str, bytes], bool] | None) -> None:
+    def __init__(self, transport: LiveTransport, accept: Mapping[str, KeyRule] | None) -> None:
         self._transport = transport
-        self._gate = guard.RecordGate(accept)
+        self._rules: KeyRules | None = None
+        if accept is not None:
+            self._rules = {DHTID.generate(source=self._key(key)).to_bytes(): rule for key, rule in accept.items()}
         self._node: Any = None
         self._keeper: asyncio.Task[None] | None = None
 
     @classmethod
-    async def start(
-        cls, transport: LiveTransport, *, accept: Callable[[str, bytes], bool] | None = None
-    ) -> "LiveDirectory":
+    async def start(cls, transport: LiveTransport, *, accept: Mapping[str, KeyRule] | None = None) -> "LiveDirectory":
         """Join the directory through the peers that `transport` is connected to; with none of them, begin a new one.
 
         Args:
-            accept: (subkey, value) -> whether this node keeps, hands on and reads a record. Must be the same on all
-                peers; runs on every record that passes, so it should take microseconds.
+            accept: what this node keeps, hands on and reads under each key, and nothing under others; None: anything.
+                Must be the same on all peers.
         """
         self = cls(transport, accept)
         await transport.daemon.add_setup(self._set_up)
@@ -135,12 +136,12 @@ class LiveDirectory:
         node = await DHTNode.create(
             p2p=p2p,
             node_id=former.node_id if former is not None else None,
-            record_validator=self._gate,
-            cache_size=_CACHED_KEYS_MAX,
+            record_validator=guard.RecordGate(self._rules),
             cache_locally=False,  # every get asks for the latest anyway
             cache_nearest=0,  # it would store whole dictionaries under another expiry
         )
-        node.protocol.storage.maxsize = _STORED_KEYS_MAX
+        node.protocol.storage = RecordStore(self._rules, keys_max=_STORED_KEYS_MAX)
+        node.protocol.cache = NothingCached()
         if former is not None:
             former.is_alive = False
             node.protocol.storage = former.protocol.storage

@@ -8,16 +8,19 @@ import math
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgpack  # type: ignore[import-untyped]
+from hivemind.dht.protocol import DHTProtocol
+from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.dht.validation import DHTRecord, RecordValidatorBase
 from hivemind.utils.serializer import MSGPackSerializer
-from hivemind.utils.timed_storage import TimedStorage
+from hivemind.utils.timed_storage import TimedStorage, ValueWithExpiration
 
 from shoal.protocol.depth import TooDeep, check_depth
 from shoal.protocol.limits import RECORD_BYTES_MAX, RECORD_EXPIRES_S_MAX
+from shoal.protocol.live.records import KeyRules
 
 _TUPLE_EXT = 0x40
 _DICTIONARY_EXT = 0x50
@@ -34,6 +37,8 @@ def install() -> None:
         MSGPackSerializer.loads = classmethod(_guarded_loads)
         MSGPackSerializer._decode_ext_types = classmethod(_guarded_ext(MSGPackSerializer._decode_ext_types.__func__))
         TimedStorage.store = _keep_the_later(TimedStorage.store)
+        DHTProtocol._validate_dictionary = _keep_the_valid
+        DHTProtocol.call_find = _lapse_with_the_records(DHTProtocol.call_find)
 
 
 def _guarded_loads(cls: Any, buf: bytes) -> object:
@@ -72,17 +77,50 @@ def _keep_the_later(store: Callable[..., bool]) -> Callable[..., bool]:
     return store_later
 
 
+def _keep_the_valid(self: Any, key_bytes: bytes, dictionary: Any) -> bool:
+    """Hole: one record that is not valid, and all of a reply is refused. Who gets one past a node (its expiry a second
+    too far ahead for a slower clock) hides everybody else's from those who ask that node.
+    """
+    if self.record_validator is None:
+        return True
+    dictionary.maxsize = math.inf  # the sender's, of any type: a search that compares two of them may never end
+    with dictionary.freeze():
+        for subkey, (value, expiration_time) in tuple(dictionary.items()):
+            record = DHTRecord(key_bytes, self.serializer.dumps(subkey), value, expiration_time)
+            if not self.record_validator.validate(record):
+                del dictionary[subkey]
+    return bool(dictionary.data)
+
+
+def _lapse_with_the_records(call_find: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    """Hole: a reply's own expiry is believed. One that never lapses ends the search, and nobody else is asked."""
+
+    async def find(self: Any, peer: Any, keys: Any) -> Any:
+        found = await call_find(self, peer, keys)
+        return found and {key: (_lapsing(held), nearest) for key, (held, nearest) in found.items()}
+
+    return find
+
+
+def _lapsing(held: Any) -> Any:
+    """With its last record; None: there is none."""
+    if held is None or not isinstance(held.value, DictionaryDHTValue):
+        return None
+    expirations = [record.expiration_time for _, record in held.value.items()]
+    return ValueWithExpiration(held.value, max(expirations)) if expirations else None
+
+
 class RecordGate(RecordValidatorBase):  # type: ignore[misc]
     """Lets only our kind of record into this node: subkey a string, value opaque bytes, both small, expiring soon.
 
     Holes: a record without a subkey replaces all subkeys under its key; sizes and expiry have no bound.
 
     Args:
-        accept: (subkey, value) -> whether the record may be kept and handed on.
+        rules: what may stand where; None: anything, anywhere.
     """
 
-    def __init__(self, accept: Callable[[str, bytes], bool] | None = None) -> None:
-        self._accept = accept
+    def __init__(self, rules: KeyRules | None = None) -> None:
+        self._rules = rules
 
     def validate(self, record: DHTRecord) -> bool:
         seconds_left = record.expiration_time - time.time()
@@ -90,7 +128,12 @@ class RecordGate(RecordValidatorBase):  # type: ignore[misc]
             return False
         subkey = _subkey(record.subkey)
         value = _value(record.value)
-        return subkey is not None and value is not None and (self._accept is None or self._accept(subkey, value))
+        if subkey is None or value is None:
+            return False
+        if self._rules is None:
+            return True
+        rule = self._rules.get(record.key)
+        return rule is not None and rule.accept(subkey, value)
 
 
 def _subkey(packed: bytes) -> str | None:

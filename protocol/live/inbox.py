@@ -7,6 +7,7 @@ new one replaces the old, whose unhandled frames are dropped (its sender knows t
 import asyncio
 import logging
 from collections import deque
+from collections.abc import Callable
 
 from shoal.protocol.errors import RemoteError
 from shoal.protocol.frames import Frame, FrameType
@@ -17,10 +18,53 @@ from shoal.protocol.ports import FrameHandler
 logger = logging.getLogger(__name__)
 
 
+class Inboxes:
+    """The inbox of every peer that has a stream to us or frames to be handled, and of nobody else.
+
+    Sequences and credit belong to a stream, so nothing of a peer is needed until its next one; and strangers may take a
+    new identity for each.
+    """
+
+    def __init__(self) -> None:
+        self._inboxes: dict[PeerID, Inbox] = {}
+
+    def __len__(self) -> int:
+        return len(self._inboxes)
+
+    def attach(self, link: Link, handler: FrameHandler) -> None:
+        """`link` is its peer's stream from now on."""
+        inbox = self._inboxes.get(link.peer)
+        if inbox is None:
+            inbox = self._inboxes[link.peer] = Inbox(link.peer, handler, on_idle=self._forget)
+        inbox.attach(link)
+
+    def on_frame(self, link: Link, frame: Frame) -> None:
+        """Raises: RemoteError."""
+        inbox = self._inboxes.get(link.peer)
+        if inbox is not None:
+            inbox.on_frame(link, frame)
+
+    def on_lost(self, link: Link, why: str) -> None:
+        logger.debug("the stream from %s is closed: %s", link.peer[-8:], why)
+        inbox = self._inboxes.get(link.peer)
+        if inbox is not None:
+            inbox.on_lost(link)
+
+    async def close(self) -> None:
+        await asyncio.gather(*(inbox.close() for inbox in tuple(self._inboxes.values())))
+
+    def _forget(self, inbox: "Inbox") -> None:
+        if self._inboxes.get(inbox.peer) is inbox:
+            del self._inboxes[inbox.peer]
+
+
 class Inbox:
-    def __init__(self, peer: PeerID, handler: FrameHandler) -> None:
-        self._peer = peer
+    """Args: on_idle: called when the stream is gone and nothing is left to be handled."""
+
+    def __init__(self, peer: PeerID, handler: FrameHandler, *, on_idle: "Callable[[Inbox], None]") -> None:
+        self.peer = peer
         self._handler = handler
+        self._on_idle = on_idle
         self._queue: deque[tuple[Link, Frame]] = deque()
         self._link: Link | None = None
         self._worker: asyncio.Task[None] | None = None
@@ -29,21 +73,24 @@ class Inbox:
         """`link` is the peer's stream from now on."""
         if self._link is not None:
             self._link.abort("replaced by a new stream of the same peer")
-            self._queue.clear()
+        self._queue.clear()
         self._link = link
 
     def on_frame(self, link: Link, frame: Frame) -> None:
         """Raises: RemoteError."""
         if frame.type is not FrameType.DATA:
-            raise RemoteError(self._peer, "sent something else where only data belongs")
+            raise RemoteError(self.peer, "sent something else where only data belongs")
         if link is not self._link:
             return
         self._queue.append((link, frame))
         if self._worker is None:
-            self._worker = asyncio.create_task(self._work(), name=f"frames from {self._peer[-8:]}")
+            self._worker = asyncio.create_task(self._work(), name=f"frames from {self.peer[-8:]}")
 
-    def on_lost(self, link: Link, why: str) -> None:
-        logger.debug("the stream from %s is closed: %s", self._peer[-8:], why)
+    def on_lost(self, link: Link) -> None:
+        """What has arrived whole is still handled."""
+        if link is self._link:
+            self._link = None  # and with it what had come of a frame
+            self._check_idle()
 
     async def close(self) -> None:
         if self._link is not None:
@@ -53,24 +100,29 @@ class Inbox:
             self._worker.cancel()
             await asyncio.gather(self._worker, return_exceptions=True)
 
+    def _check_idle(self) -> None:
+        if self._link is None and self._worker is None:
+            self._on_idle(self)
+
     async def _work(self) -> None:
         try:
             while self._queue:
                 await self._handle(*self._queue.popleft())
         finally:
             self._worker = None
+            self._check_idle()
 
     async def _handle(self, link: Link, frame: Frame) -> None:
         frame_bytes = frame.wire_bytes
         try:
-            await self._handler(self._peer, frame.meta, frame.payload)
+            await self._handler(self.peer, frame.meta, frame.payload)
             del frame
             link.give_back(frame_bytes)
         except Exception as error:
             if isinstance(error, RemoteError):
-                logger.warning("closed the stream from %s: %s", self._peer[-8:], error)
+                logger.warning("closed the stream from %s: %s", self.peer[-8:], error)
             else:
-                logger.exception("closed the stream from %s: its frame could not be handled", self._peer[-8:])
-            if link is self._link:
-                self._queue.clear()
+                logger.exception("closed the stream from %s: its frame could not be handled", self.peer[-8:])
+            # By link, since the stream may be gone by now, or another in its place.
+            self._queue = deque(item for item in self._queue if item[0] is not link)
             link.abort(str(error))

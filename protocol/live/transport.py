@@ -22,7 +22,7 @@ from shoal.protocol.limits import ADDRESSES_MAX, CONTROL_BYTES_MAX, PEERS_MAX, P
 from shoal.protocol.live.about import ABOUT_NAME, AboutAnswerer
 from shoal.protocol.live.daemon import Daemon
 from shoal.protocol.live.handshake import Greeter, Hello
-from shoal.protocol.live.inbox import Inbox
+from shoal.protocol.live.inbox import Inboxes
 from shoal.protocol.live.link import Link
 from shoal.protocol.live.outbox import Outbox
 from shoal.protocol.live.throttle import Throttle
@@ -51,7 +51,7 @@ class LiveTransport:
         self._throttle = throttle
         self._addresses: dict[PeerID, tuple[str, ...]] = {}
         self._outboxes: dict[PeerID, Outbox] = {}
-        self._inboxes: dict[PeerID, Inbox] = {}
+        self._inboxes = Inboxes()
         self._on_call: CallHandler
         self._on_frame: FrameHandler
         self._served = asyncio.Event()
@@ -185,7 +185,7 @@ class LiveTransport:
             dial.cancel()
         await asyncio.gather(*dials, return_exceptions=True)
         await asyncio.gather(*(outbox.close() for outbox in self._outboxes.values()))
-        await asyncio.gather(*(inbox.close() for inbox in self._inboxes.values()))
+        await self._inboxes.close()
         await self._daemon.close()
 
     async def _flush(self) -> None:
@@ -260,14 +260,11 @@ class LiveTransport:
     async def _accept(self, info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         source = PeerID(info.peer_id.to_base58())
         await self._served.wait()
-        inbox = self._inboxes.get(source)
-        if inbox is None:
-            inbox = self._inboxes[source] = Inbox(source, self._on_frame)
-        link = Link(source, on_frame=inbox.on_frame, on_lost=inbox.on_lost, throttle=self._throttle)
+        link = Link(source, on_frame=self._inboxes.on_frame, on_lost=self._inboxes.on_lost, throttle=self._throttle)
 
         def opened(link: Link, hello: Hello) -> None:
             self._met(link, hello)
-            inbox.attach(link)
+            self._inboxes.attach(link, self._on_frame)
 
         try:
             await link.open(reader, writer, self._greeter, calls=False, on_open=opened)

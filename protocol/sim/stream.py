@@ -23,7 +23,7 @@ class Frame:
     """One frame between `send` and the end of its handler."""
 
     meta: bytes
-    payload: bytearray | Phantom
+    payload: bytearray | memoryview | Phantom
     priority: Priority
     nbytes: int
     """On the wire, header and trailer included; also what it costs in credit."""

@@ -1,15 +1,61 @@
+import asyncio
+
 import msgspec
 import pytest
 
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.envelope import seal, unseal
 from shoal.protocol.errors import Refused, RemoteError
-from shoal.protocol.messages import Ping
+from shoal.protocol.identity import PeerID
+from shoal.protocol.messages import Ping, ProbeChunk
+from shoal.protocol.ports import Payload, Priority
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
 from shoal.protocol.sim.world import World
 
 _NOT_UTF8 = b"\xc3("
+
+
+def test_what_an_endpoint_no_longer_holds_can_die_and_what_came_in_its_place_stays() -> None:
+    async def main() -> None:
+        world = World(0, uniform(0.05))
+        a, b = world.add_peer("a"), world.add_peer("b")
+        speaker, listener = (Endpoint(peer.identity, peer.transport, run="run") for peer in (a, b))
+        await a.transport.introduce(b.peer_id, b.transport.addresses())
+        old, new = Ear(), Ear()
+        old.install(listener)
+        assert await speaker.ask(b.peer_id, Ping(), Ping) == Ping()
+        listener.off(old.on_ping, old.on_chunk)
+        with pytest.raises(Refused, match="Ping is not answered here"):
+            await speaker.ask(b.peer_id, Ping(), Ping)
+        await speaker.send(b.peer_id, ProbeChunk(nonce=0, echo=False), b"\0", priority=Priority.BULK)
+        await asyncio.sleep(1.0)
+        assert old.chunks == 0
+        old.install(listener)
+        new.install(listener)
+        listener.off(old.on_ping, old.on_chunk)
+        assert await speaker.ask(b.peer_id, Ping(), Ping) == Ping()
+        await speaker.send(b.peer_id, ProbeChunk(nonce=0, echo=False), b"\0", priority=Priority.BULK)
+        await asyncio.sleep(1.0)
+        assert (old.chunks, new.chunks) == (0, 1)
+        assert world.failures == []
+
+    run(main())
+
+
+class Ear:
+    def __init__(self) -> None:
+        self.chunks = 0
+
+    def install(self, endpoint: Endpoint) -> None:
+        endpoint.on(Ping, self.on_ping)
+        endpoint.on_frame(ProbeChunk, self.on_chunk)
+
+    async def on_ping(self, source: PeerID, ping: Ping) -> Ping:
+        return ping
+
+    async def on_chunk(self, source: PeerID, meta: ProbeChunk, payload: Payload) -> None:
+        self.chunks += 1
 
 
 def test_a_string_that_is_not_utf8_is_the_senders_fault() -> None:

@@ -1,3 +1,7 @@
+import mmap
+import random
+
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,7 +21,7 @@ from shoal.protocol.frames import (
     wire_bytes,
 )
 from shoal.protocol.identity import PeerID
-from shoal.protocol.limits import FRAME_META_BYTES_MAX, FRAME_PAYLOAD_BYTES_MAX
+from shoal.protocol.limits import BULK_CHUNK_BYTES, FRAME_META_BYTES_MAX, FRAME_PAYLOAD_BYTES_MAX
 
 SOURCE = PeerID("12D3KooWNoisyNeighbour")
 HELLO = b"".join(encode_frame(FrameType.HELLO, 0, b"hello", b""))
@@ -99,11 +103,24 @@ def test_a_payload_of_any_item_size_counts_in_bytes():
     assert len(feed(FrameAssembler(SOURCE), HELLO + wire)[1].payload) == 16
 
 
-def test_the_receiver_may_write_to_and_resize_a_payload():
-    frame = feed(FrameAssembler(SOURCE), HELLO + data(1, b"", b"abc"))[1]
-    frame.payload[0] = 0
-    frame.payload.extend(b"more")
-    assert frame.payload == b"\0bcmore"
+@pytest.mark.parametrize("size", [3, BULK_CHUNK_BYTES, BULK_CHUNK_BYTES + 1, 3_000_000])
+def test_the_receiver_may_write_to_a_payload(size):
+    payload = random.Random(size).randbytes(size)
+    frame = feed(FrameAssembler(SOURCE), HELLO + data(1, b"", payload), step=PIECE_BYTES)[1]
+    assert (frame.payload, frame.wire_bytes) == (payload, wire_bytes(0, size))
+    frame.payload[0] = payload[0] ^ 1
+    assert frame.payload[0] != payload[0]
+    assert frame.payload[1:] == payload[1:]
+
+
+def test_a_payload_that_is_only_announced_takes_no_memory():
+    header = encode_frame(FrameType.DATA, 1, b"", memoryview(mmap.mmap(-1, FRAME_PAYLOAD_BYTES_MAX)))
+    assembler = FrameAssembler(SOURCE)
+    feed(assembler, HELLO)
+    before_bytes = psutil.Process().memory_info().rss
+    feed(assembler, bytes(next(header)))
+    assert len(assembler.buffer()) == FRAME_PAYLOAD_BYTES_MAX
+    assert psutil.Process().memory_info().rss - before_bytes < 100_000_000
 
 
 @pytest.mark.parametrize("sequence", [0, 2, 7, 2**64 - 1])

@@ -5,10 +5,15 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from hivemind.dht.routing import DHTID
+from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID as HivemindPeerID
+from hivemind.utils.serializer import MSGPackSerializer
 
 from shoal.protocol.errors import TransportError
+from shoal.protocol.limits import KEY_BYTES_MAX, RECORD_BYTES_MAX
 from shoal.protocol.live import directory as directory_module
 from shoal.protocol.live.directory import LiveDirectory
+from shoal.protocol.live.records import KeyRule
 from shoal.protocol.live.run import run
 
 pytestmark = pytest.mark.process
@@ -92,13 +97,63 @@ def test_a_stranger_cannot_replace_all_records_of_a_key(live_peer):
 
 def test_what_the_run_does_not_accept_is_neither_kept_nor_read(live_peer):
     async def main():
-        first, second = await joined(live_peer, 2, accept=lambda subkey, value: value.startswith(subkey.encode()))
+        rule = KeyRule(accept=lambda subkey, value: value.startswith(subkey.encode()))
+        first, second = await joined(live_peer, 2, accept={"key": rule})
         assert await first[1].store("key", "a", b"a is honest", expires_in_s=60)
+        assert not await first[1].store("another key", "a", b"a is honest", expires_in_s=60)
         stranger = second[1]._node
         stranger.protocol.record_validator = None
         await stranger.store("run/key", b"forged", time.time() + 600, subkey="a")
         assert await first[1].get("key") == {"a": b"a is honest"}
         await close(first, second)
+
+    run(main())
+
+
+def test_a_key_that_a_stranger_floods_can_still_be_read(live_peer):
+    async def main():
+        host, stranger = await joined(live_peer, 2)
+        assert await host[1].store("key", "host", b"the spec", expires_in_s=60)
+        node = stranger[1]._node
+        node.protocol.record_validator = None
+        for start in range(0, 200, 50):
+            records = range(start, start + 50)
+            await node.store_many(
+                ["run/key"] * 50,
+                [bytes(RECORD_BYTES_MAX)] * 50,
+                time.time() + 3600.0,
+                subkeys=[f"{number}" for number in records],
+                exclude_self=True,
+            )
+        await close(stranger)
+        late, _ = await live_peer("late", initial_peers=host[0].addresses())
+        directory = await LiveDirectory.start(late)
+        found = await directory.get("key")
+        assert found["host"] == b"the spec"
+        assert 50 < len(found) <= KEY_BYTES_MAX / RECORD_BYTES_MAX
+        await close((late, directory), host)
+
+    run(main())
+
+
+def test_what_a_stranger_wants_cached_hides_nothing(live_peer):
+    async def main():
+        host, stranger = await joined(live_peer, 2)
+        assert await host[1].store("key", "host", b"the spec", expires_in_s=60)
+        stored = await stranger[1]._node.protocol.call_store(
+            HivemindPeerID.from_base58(host[0].peer_id),
+            [DHTID.generate(source="run/key")],
+            [MSGPackSerializer.dumps(b"mine")],
+            time.time() + 3600.0,
+            subkeys=["stranger"],
+            in_cache=True,
+        )
+        assert stored == [False]
+        await close(stranger)
+        late, _ = await live_peer("late", initial_peers=host[0].addresses())
+        directory = await LiveDirectory.start(late)
+        assert await directory.get("key") == {"host": b"the spec"}
+        await close((late, directory), host)
 
     run(main())
 

@@ -1,4 +1,5 @@
 import asyncio
+import dataclasses
 import math
 import os
 import subprocess
@@ -7,6 +8,7 @@ import time
 
 import msgpack
 import pytest
+from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.dht.validation import DHTRecord
 from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID as HivemindPeerID
@@ -19,6 +21,7 @@ from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import RECORD_BYTES_MAX, RECORD_EXPIRES_S_MAX
 from shoal.protocol.live import guard
 from shoal.protocol.live.directory import LiveDirectory
+from shoal.protocol.live.records import KeyRule
 from shoal.protocol.live.run import run
 
 
@@ -113,9 +116,55 @@ def test_the_gate_keeps_other_records_out(stranger):
 
 
 def test_the_gate_asks_whoever_knows_the_records():
-    gate = guard.RecordGate(lambda subkey, value: value == subkey.encode())
+    gate = guard.RecordGate({b"key": KeyRule(accept=lambda subkey, value: value == subkey.encode())})
     assert gate.validate(record("mine", b"mine"))
     assert not gate.validate(record("mine", b"yours"))
+    assert not gate.validate(dataclasses.replace(record("mine", b"mine"), key=b"another key"))
+
+
+def dictionary(**seconds: float) -> DictionaryDHTValue:
+    """A record by each name, and when it lapses."""
+    records = DictionaryDHTValue()
+    for subkey, seconds_left in seconds.items():
+        records.store(subkey, MSGPackSerializer.dumps(b"value"), time.time() + seconds_left)
+    return MSGPackSerializer.loads(MSGPackSerializer.dumps(records))
+
+
+def protocol() -> DHTProtocol:
+    made = DHTProtocol(_initialized_with_create=True)
+    made.record_validator = guard.RecordGate()
+    return made
+
+
+def test_a_record_that_is_not_valid_does_not_take_the_others_along():
+    records = dictionary(good=60.0, late=RECORD_EXPIRES_S_MAX + 60.0, other=50.0)
+    records.maxsize = "a word"
+    assert protocol()._validate_dictionary(b"key", records)
+    assert {subkey for subkey, _ in records.items()} == {"good", "other"}
+    assert records.maxsize == math.inf
+    assert not protocol()._validate_dictionary(b"key", dictionary(late=RECORD_EXPIRES_S_MAX + 60.0))
+
+
+def test_a_reply_lapses_with_its_records_whatever_it_says():
+    replies = {
+        "honest": (timed_storage.ValueWithExpiration(dictionary(a=60.0, b=30.0), time.time() + 60.0), {}),
+        "for ever": (timed_storage.ValueWithExpiration(dictionary(a=60.0, b=30.0), math.inf), {}),
+        "empty": (timed_storage.ValueWithExpiration(dictionary(), math.inf), {"near": "by"}),
+        "regular": (timed_storage.ValueWithExpiration(b"no dictionary", math.inf), {}),
+        "nothing": (None, {}),
+    }
+
+    async def find(self, peer, keys):
+        return replies if peer == "there" else None
+
+    wrapped = guard._lapse_with_the_records(find)
+    found = asyncio.run(wrapped(None, "there", list(replies)))
+    for said in ("honest", "for ever"):
+        value, _ = found[said]
+        assert value.expiration_time == value.value.get("a").expiration_time
+    assert found["empty"] == (None, {"near": "by"})
+    assert found["regular"] == found["nothing"] == (None, {})
+    assert asyncio.run(wrapped(None, "gone", [])) is None
 
 
 class Control:

@@ -1,0 +1,65 @@
+"""Which records may stand in a run's directory: what a node asks before it keeps, hands on or reads one.
+
+A run spec proves itself, whoever stored it: the run is named after the hash of the spec and its owner. So all that can
+be found there is the spec, and nobody can crowd it out. The other records are what a peer says of itself, under its own
+name and signed by it.
+"""
+
+from collections.abc import Mapping
+from functools import lru_cache, partial
+
+from shoal.coordinator.notices import peers_key, plan_key
+from shoal.deploy.run_record import record_key
+from shoal.protocol.depth import TooDeep, check_depth
+from shoal.protocol.endpoint import open_signed_record
+from shoal.protocol.errors import RemoteError, SpecError
+from shoal.protocol.identity import PeerID
+from shoal.protocol.live.records import KeyRule
+from shoal.protocol.messages import AdvertRecord, PlanHead, SpecRecord
+from shoal.protocol.seals import SEALS
+from shoal.protocol.spec import decode_spec, run_id
+
+_COPIES_BYTES_MAX = 256 * 1024
+"""Of the spec: some 250 copies of it. The peers beyond them find that there is no room, and try again later."""
+_HEADS_BYTES_MAX = 256 * 1024
+"""Only coordinators post one, for two minutes. All keys together must fit one message: a node that finds itself further
+from them than a new one hands it all that it holds."""
+_NOTICE_BYTES_MAX = 4 * 1024
+"""One advert or head: eight addresses of 256 characters, and half as much beside them."""
+
+
+def record_rules(run: str) -> Mapping[str, KeyRule]:
+    """What `LiveDirectory` accepts; the same on all peers of the run."""
+    return {
+        record_key(run): KeyRule(accept=partial(_is_spec, run), bytes_max=_COPIES_BYTES_MAX),
+        peers_key(run): KeyRule(accept=partial(_is_own, run, AdvertRecord)),
+        plan_key(run): KeyRule(accept=partial(_is_own, run, PlanHead), bytes_max=_HEADS_BYTES_MAX),
+    }
+
+
+def _is_own(run: str, kind: type, subkey: str, value: bytes) -> bool:
+    if len(value) > _NOTICE_BYTES_MAX:
+        return False
+    try:
+        signer, record = open_signed_record(SEALS, run, value, PeerID(subkey))
+    except RemoteError:
+        return False
+    return signer == subkey and isinstance(record, kind)
+
+
+def _is_spec(run: str, subkey: str, value: bytes) -> bool:
+    try:
+        signer, record = open_signed_record(SEALS, run, value, PeerID(subkey))
+    except RemoteError:
+        return False
+    return isinstance(record, SpecRecord) and _makes(run, signer, record.spec)
+
+
+@lru_cache(maxsize=16)
+def _makes(run: str, owner: PeerID, spec: bytes) -> bool:
+    """Whether `run` is the owner's run of this spec."""
+    try:
+        check_depth(spec)
+        return run_id(decode_spec(spec), owner) == run
+    except (TooDeep, SpecError):
+        return False

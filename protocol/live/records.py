@@ -1,0 +1,120 @@
+"""What one node of the directory holds, and how much of it: whoever asks for a key must be able to get an answer.
+
+hivemind sends no reply of more than 4 MiB: whoever asks waits in vain, and then forgets the node. So what is under a
+key has a bound, and what is there first stays until it lapses: a stranger may store as much as he likes, beside it.
+"""
+
+import heapq
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
+from hivemind.utils.timed_storage import ValueWithExpiration
+
+from shoal.protocol.limits import KEY_BYTES_MAX
+
+_ENTRY_BYTES = 24
+"""Around a subkey and a value in a reply: a list of three, two lengths of up to five bytes, the expiry."""
+_GHOSTS_MIN = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyRule:
+    """What may stand under one key."""
+
+    accept: Callable[[str, bytes], bool]
+    """(subkey, value) -> whether a record may be kept, handed on and read. Runs on every one that passes, so it should
+    take microseconds, or remember what it has seen."""
+    bytes_max: int = KEY_BYTES_MAX
+    """Of all records under the key."""
+
+
+KeyRules = Mapping[bytes, KeyRule]
+"""By the key's id; nothing may stand under any other."""
+
+
+class RecordStore(DHTLocalStorage):  # type: ignore[misc]
+    """The records of one node.
+
+    Holes in hivemind's: a key has no bound; a search adds what others answer to the very records it found here; and
+    each renewal leaves the former expiry in memory until it has passed.
+    """
+
+    def __init__(self, rules: KeyRules | None = None, *, keys_max: int | None = None) -> None:
+        super().__init__(maxsize=keys_max)
+        self._rules = rules
+
+    def store_subkey(self, key: Any, subkey: Any, value: bytes, expiration_time: float) -> bool:
+        """False: the one that is there expires later, or there is no room."""
+        held = super().get(key)
+        if held is not None and isinstance(held.value, DictionaryDHTValue):
+            records = held.value
+        else:
+            records = DictionaryDHTValue()
+            records.data = _Measured()
+        records._remove_outdated()  # what has lapsed makes room
+        others_bytes = records.data.num_bytes - records.data.bytes_of(subkey)
+        if others_bytes + _wire_bytes(subkey, value) > self._bytes_max(key.to_bytes()):
+            return False
+        if not records.store(subkey, value, expiration_time):
+            return False
+        super().store(key, records, records.latest_expiration_time)
+        _drop_ghosts(records)
+        _drop_ghosts(self)
+        return True
+
+    def get(self, key: Any) -> Any:
+        """A copy: whoever asked adds to it what others answered."""
+        held = super().get(key)
+        if held is None or not isinstance(held.value, DictionaryDHTValue):
+            return held
+        copy = DictionaryDHTValue()
+        copy.data = dict(held.value.data)
+        copy.expiration_heap = list(held.value.expiration_heap)
+        copy.key_to_heap = dict(held.value.key_to_heap)
+        copy.latest_expiration_time = held.value.latest_expiration_time
+        return ValueWithExpiration(copy, held.expiration_time)
+
+    def _bytes_max(self, key: bytes) -> int:
+        rule = self._rules.get(key) if self._rules is not None else None
+        return rule.bytes_max if rule is not None else KEY_BYTES_MAX
+
+
+class NothingCached(DHTLocalStorage):  # type: ignore[misc]
+    """Hole: what a stranger stores as `in_cache` hides the records themselves if it expires later. We cache nothing."""
+
+    def store(self, key: Any, value: Any, expiration_time: float, subkey: Any = None) -> bool:
+        return False
+
+    def store_subkey(self, key: Any, subkey: Any, value: bytes, expiration_time: float) -> bool:
+        return False
+
+
+class _Measured(dict[Any, Any]):
+    """The records under one key by subkey; knows how many bytes of a reply they are."""
+
+    num_bytes = 0
+
+    def bytes_of(self, subkey: Any) -> int:
+        record = self.get(subkey)
+        return 0 if record is None else _wire_bytes(subkey, record.value)
+
+    def __setitem__(self, subkey: Any, record: Any) -> None:
+        self.num_bytes += _wire_bytes(subkey, record.value) - self.bytes_of(subkey)
+        super().__setitem__(subkey, record)
+
+    def __delitem__(self, subkey: Any) -> None:
+        self.num_bytes -= self.bytes_of(subkey)
+        super().__delitem__(subkey)
+
+
+def _wire_bytes(subkey: str, value: bytes) -> int:
+    return _ENTRY_BYTES + len(subkey.encode()) + len(value)
+
+
+def _drop_ghosts(storage: Any) -> None:
+    """Expiries that later ones have replaced."""
+    if len(storage.expiration_heap) > _GHOSTS_MIN + 2 * len(storage.data):
+        storage.expiration_heap = list(storage.key_to_heap.values())
+        heapq.heapify(storage.expiration_heap)
