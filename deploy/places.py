@@ -7,6 +7,7 @@ Everything is under `$XDG_STATE_HOME/shoal` (`~/.local/state/shoal`), because it
 import contextlib
 import fcntl
 import itertools
+import logging
 import os
 import time
 from collections.abc import Iterator
@@ -16,6 +17,8 @@ import msgspec
 import psutil
 
 from shoal.protocol.errors import LocalError
+
+logger = logging.getLogger(__name__)
 
 
 def state_root() -> Path:
@@ -76,33 +79,33 @@ def claim_first_free(parent: Path, prefix: str) -> FolderLock:
 
 
 class Running(msgspec.Struct, frozen=True):
-    """A run that a process of this user takes part in now. `created_s` tells a reused process number from the same
-    process.
-    """
+    """A run that a process of this user takes part in now."""
 
     pid: int
     created_s: float
+    """Tells the process from a later one with its number."""
     started_s: float
     invite: str
+    """For commands on this machine: it may name addresses that only they can use."""
     folder: str = ""
     """The peer's own: its control socket is there."""
 
 
 @contextlib.contextmanager
 def announced(invite: str, folder: Path | None = None) -> Iterator[None]:
-    """While this lasts, `shoal status` without an argument finds the run, and `shoal leave` the peer in `folder`."""
-    me = psutil.Process()
-    notes = state_root() / "running"
-    notes.mkdir(parents=True, exist_ok=True)
-    path = notes / f"{me.pid}.json"
-    note = Running(me.pid, me.create_time(), time.time(), invite, str(folder.resolve()) if folder else "")
-    temporary = path.with_suffix(".new")
-    temporary.write_bytes(msgspec.json.encode(note))
-    temporary.replace(path)
+    """While this lasts, `shoal status` without an argument finds the run, and `shoal leave` the peer in `folder`.
+
+    A disk that does not take the note is no reason not to take part: the peer's own folder may be on another.
+    """
+    path = state_root() / "running" / f"{os.getpid()}.json"
+    try:
+        _note(path, invite, folder)
+    except OSError as error:
+        logger.warning("`shoal status` and `leave` will not find this peer by themselves: %s", error)
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)
+        _remove(path)
 
 
 def last_running() -> Running | None:
@@ -121,12 +124,40 @@ def all_running() -> list[Running]:
         if _lives(note):
             alive.append(note)
         else:
-            path.unlink(missing_ok=True)
+            _remove(path)
     return sorted(alive, key=lambda note: (note.started_s, note.pid), reverse=True)
+
+
+def _note(path: Path, invite: str, folder: Path | None) -> None:
+    pid = os.getpid()
+    note = Running(pid, _created_s(pid), time.time(), invite, str(folder.resolve()) if folder else "")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".new")
+    try:
+        temporary.write_bytes(msgspec.json.encode(note))
+        temporary.replace(path)
+    except OSError:
+        _remove(temporary)
+        raise
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)
 
 
 def _lives(note: Running) -> bool:
     try:
-        return psutil.Process(note.pid).create_time() == note.created_s
-    except psutil.NoSuchProcess:
+        return _created_s(note.pid) == note.created_s
+    except (FileNotFoundError, ProcessLookupError, PermissionError, psutil.NoSuchProcess):  # or is not ours to see
         return False
+
+
+def _created_s(pid: int) -> float:
+    """When a process began: on Linux since the boot, where psutil adds when that was, which is another moment each time
+    the clock is set.
+    """
+    if not psutil.LINUX:
+        return psutil.Process(pid).create_time()
+    fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()  # a name may have blanks in it
+    return int(fields[19]) / os.sysconf("SC_CLK_TCK")

@@ -14,7 +14,7 @@ import logging
 import tempfile
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import msgspec
 
@@ -26,9 +26,10 @@ from shoal.protocol.errors import LocalError, Refused, RemoteError, Unreachable
 from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.invite import Invite
 from shoal.protocol.limits import CONTROL_BYTES_MAX
+from shoal.protocol.live.disk import LiveDisk
 from shoal.protocol.messages import Advert, Done, Reset, Standing, StandingRequest, StatusRequest, SwarmStatus
 from shoal.protocol.plan import Plan, SignedPlan, open_plan, sign_mandate
-from shoal.protocol.ports import Clock, Directory
+from shoal.protocol.ports import Clock, Directory, Disk
 from shoal.protocol.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
@@ -153,9 +154,9 @@ class Recovery:
         Raises: LocalError: it did not come about; the sentence says why.
         """
         assert owner.peer_id == self._owner
-        run = self._endpoint.run
-        term = max(situation.term_max, _mandated(folder, run)) + RESET_TERMS
-        _remember(folder, run, term)
+        run, disk = self._endpoint.run, LiveDisk(folder)
+        term = max(situation.term_max, _mandated(disk, run)) + RESET_TERMS
+        _remember(disk, run, term)
         coordinator = situation.coordinator(term)
         mandate = sign_mandate(owner, run=run, term=term, coordinator=coordinator)
         live = situation.base.envelope
@@ -240,25 +241,30 @@ def find_owner(invite: Invite, folders: Iterable[Path]) -> tuple[Identity, Path]
     )
 
 
-def _term_file(folder: Path, run: str) -> Path:
-    return folder / f"mandated-{run}.txt"
+def _term_file(run: str) -> PurePosixPath:
+    return PurePosixPath(f"mandated-{run}.txt")
 
 
-def _mandated(folder: Path, run: str) -> int:
+def _mandated(disk: Disk, run: str) -> int:
     """The last term that was mandated, which a plan that nobody in reach knows may have used."""
+    path = _term_file(run)
     try:
-        return int(_term_file(folder, run).read_text())
+        return int(disk.read(path))
     except FileNotFoundError:
         return 0
     except (OSError, ValueError) as error:
-        raise LocalError(f"cannot read {_term_file(folder, run)}, which says what was mandated: {error}") from error
+        raise LocalError(f"cannot read {disk.where(path)}, which says what was mandated: {error}") from error
 
 
-def _remember(folder: Path, run: str, term: int) -> None:
+def _remember(disk: Disk, run: str, term: int) -> None:
+    path = _term_file(run)
+    beside = path.with_suffix(".new")
     try:
-        _term_file(folder, run).write_text(f"{term}\n")
+        disk.write(beside, b"%d\n" % term)
+        disk.replace(beside, path)  # a full disk or a power cut leaves this term or the one before, and never none
+        disk.sync_folder(path.parent)
     except OSError as error:
-        raise LocalError(f"cannot write {_term_file(folder, run)}: {error.strerror}") from error
+        raise LocalError(f"cannot write {disk.where(path)}: {error.strerror}") from error
 
 
 @contextlib.asynccontextmanager
@@ -266,6 +272,7 @@ async def recovery(invite: Invite) -> AsyncIterator[Recovery]:
     """On libp2p, with an identity of its own. Raises: LocalError: the run cannot be found."""
     # hivemind takes a second: what only looks at a situation does not need it.
     from shoal.deploy.known_peers import ways_to
+    from shoal.deploy.record_rules import record_rules
     from shoal.deploy.run_record import fetch_spec
     from shoal.protocol.live.clock import LoopClock
     from shoal.protocol.live.directory import LiveDirectory
@@ -277,7 +284,7 @@ async def recovery(invite: Invite) -> AsyncIterator[Recovery]:
         ways = dialable(ways_to(invite))
         transport = await LiveTransport.start(identity, run=invite.run, state_dir=Path(folder), initial_peers=ways)
         stack.push_async_callback(transport.close)
-        directory = await LiveDirectory.start(transport)
+        directory = await LiveDirectory.start(transport, accept=record_rules(invite.run))
         stack.push_async_callback(directory.close)
         spec, _ = await fetch_spec(directory, invite, timeout_s=FIND_S)
         endpoint = Endpoint(identity, transport, run=invite.run)

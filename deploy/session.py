@@ -8,6 +8,7 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -128,8 +129,8 @@ async def join_run(invite: Invite, options: Options) -> None:
             patience_s = _FIND_RUN_S if await network.transport.connected() else _FIND_ANYBODY_S
             spec, record = await fetch_spec(network.directory, invite, timeout_s=patience_s)
             view.tell("reading the text")
-            corpus = await asyncio.to_thread(
-                find_corpus, spec, data=options.data, tokenizer=options.tokenizer, on_progress=view.reached
+            corpus = await in_background(  # Ctrl-C does not wait for it: a large text takes minutes
+                partial(find_corpus, spec, data=options.data, tokenizer=options.tokenizer, on_progress=view.reached)
             )
             view.close()
             await _take_part(network, _Run(spec=spec, owner=invite.owner, record=record, corpus=corpus), options, stop)
@@ -199,7 +200,8 @@ def _make_node(network: Network, run: _Run, options: Options, compute: Compute, 
 async def _train(network: Network, run: _Run, options: Options, stop: Stop, output: Output, showing: Showing) -> None:
     compute = _make_compute(options)
     node = _make_node(network, run, options, compute, output)
-    invite = make_invite(node.run, run.owner, worth_telling(network.transport.addresses()))
+    told = worth_telling(network.transport.addresses())
+    invite = make_invite(node.run, run.owner, told)
     control = ControlServer(options.folder)
     keeper = Keeper(
         options.limits,
@@ -213,7 +215,7 @@ async def _train(network: Network, run: _Run, options: Options, stop: Stop, outp
     control.on("invite", InviteVerb(network.transport, run=node.run, owner=run.owner).answer)
     try:
         await control.try_start()
-        with announced(invite, options.folder):
+        with announced(_for_commands(network, run.owner, told), options.folder):
             output.say(Phase(name="measuring this machine"))
             await node.start()
             trim_heap()  # of what reading the text and the probe needed
@@ -236,6 +238,12 @@ async def _train(network: Network, run: _Run, options: Options, stop: Stop, outp
         compute.close()
         output.close()
         await control.close()
+
+
+def _for_commands(network: Network, owner: PeerID, told: Sequence[str]) -> str:
+    """An invite for this machine alone: a router, or an address that changed, may keep it from the way others take."""
+    here = (f"{where}/p2p/{network.identity.peer_id}" for where in network.transport.daemon.local_addresses)
+    return make_invite(network.transport.run, owner, tuple(dict.fromkeys((*here, *told))))
 
 
 async def _until_done(

@@ -23,7 +23,7 @@ from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError
 from shoal.protocol.errors import TransportError
 from shoal.protocol.identity import Identity
 from shoal.protocol.live import guard, leftovers
-from shoal.protocol.live.listen import keep_ports, refuse_ports_in_use
+from shoal.protocol.live.listen import from_this_machine, keep_ports, refuse_ports_in_use
 
 logger = logging.getLogger(__name__)
 
@@ -127,6 +127,11 @@ class Daemon:
     @property
     def is_open(self) -> bool:
         return self._p2p is not None
+
+    @property
+    def local_addresses(self) -> tuple[str, ...]:
+        """Multiaddrs under which this machine itself reaches us, without `/p2p/…`: `visible` may lead it nowhere."""
+        return from_this_machine(self._listen)
 
     async def p2p(self) -> Any:
         """hivemind's P2P of the running daemon; waits while it restarts. Raises: TransportError: it is closed."""

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from shoal.protocol.errors import TransportError
 
 _TCP = re.compile(r"^/ip([46])/([^/]+)/tcp/(\d+)$")
+_OWN = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+"""Who listens on all addresses listens on these."""
 
 
 def refuse_ports_in_use(listen: Sequence[str]) -> None:
@@ -46,3 +48,9 @@ def keep_ports(listen: Sequence[str], visible: Sequence[str]) -> tuple[str, ...]
                 address = f"/ip{match[1]}/{match[2]}/tcp/{ports.pop()}"
         kept.append(address)
     return tuple(kept)
+
+
+def from_this_machine(listen: Sequence[str]) -> tuple[str, ...]:
+    """Where this machine itself reaches whoever listens so, whatever its network does; nothing for an unknown port."""
+    found = [match for match in map(_TCP.match, listen) if match is not None and int(match[3]) > 0]
+    return tuple(f"/ip{match[1]}/{_OWN.get(match[2], match[2])}/tcp/{match[3]}" for match in found)

@@ -66,8 +66,9 @@ class World:
         faults = [line for line in lines if line.get("event") == "fault"]
         return [line for line in lines if line not in faults], faults, summary
 
-    def shoal(self, *arguments: object) -> "Command":
-        command = Command(self, len(self.commands), *map(str, arguments))
+    def shoal(self, *arguments: object, first: str = "") -> "Command":
+        """`first`: Python that the command's process runs before it."""
+        command = Command(self, len(self.commands), *map(str, arguments), first=first)
         self.commands.append(command)
         return command
 
@@ -105,13 +106,15 @@ class World:
 class Command:
     """A `shoal` command that runs, its output in files: a pipe that nobody reads would stop it."""
 
-    def __init__(self, world: World, number: int, *arguments: str) -> None:
+    def __init__(self, world: World, number: int, *arguments: str, first: str = "") -> None:
+        patched = ["-c", f"{first}\nfrom shoal.deploy.cli import app\napp(prog_name='shoal')"]
+        program = patched if first else ["-m", "shoal.deploy.cli"]
         self._world = world
         self._stdout = world.folder / f"command-{number}.out"
         self._stderr = world.folder / f"command-{number}.log"
         with self._stdout.open("w") as stdout, self._stderr.open("w") as stderr:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "shoal.deploy.cli", *arguments],
+                [sys.executable, *program, *arguments],
                 env=world.environment,
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,

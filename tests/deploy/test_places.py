@@ -1,6 +1,9 @@
+import errno
+import os
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 
 from shoal.deploy.places import (
@@ -74,3 +77,29 @@ def test_the_note_of_a_dead_process_is_swept() -> None:
         assert found is not None
         assert found.invite == "alive"
         assert not (folder / "1.json").exists()
+
+
+@pytest.mark.skipif(not psutil.LINUX, reason="elsewhere the system itself says when a process began by the clock")
+def test_setting_the_clock_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    boot_s = psutil.boot_time()
+    with announced("shoal1abc"):
+        monkeypatch.setattr("psutil._pslinux.boot_time", lambda: boot_s + 1.0)
+        assert last_running() is not None
+
+
+def test_a_note_that_cannot_be_written_is_said_and_stops_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    state_root().mkdir()
+    (state_root() / "running").write_text("in the way")
+    with announced("shoal1abc"):
+        assert last_running() is None
+    assert "will not find this peer by themselves" in caplog.text
+
+
+def test_a_full_disk_has_no_half_of_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Path, "replace", full)
+        with announced("shoal1abc"):
+            assert list((state_root() / "running").iterdir()) == []

@@ -17,7 +17,7 @@ from shoal.coordinator.allocate.greedy import GreedyAllocator
 from shoal.coordinator.driver import Coordination
 from shoal.coordinator.store import PlanStore
 from shoal.deploy import cli
-from shoal.deploy.recover import Found, assess, find_owner
+from shoal.deploy.recover import Found, _mandated, _remember, assess, find_owner
 from shoal.deploy.recover_view import as_json, headline, situation_table
 from shoal.deploy.run_record import record_key, seal_spec
 from shoal.protocol.endpoint import Endpoint
@@ -30,6 +30,7 @@ from shoal.protocol.live.directory import LiveDirectory
 from shoal.protocol.live.transport import LiveTransport
 from shoal.protocol.messages import Advert, Heartbeat, Standing
 from shoal.protocol.plan import Member, Plan, SignedPlan, Stage, sign_plan
+from shoal.protocol.sim.disk import PowerCut, SimDisk
 from shoal.protocol.spec import RunSpec, SwarmSpec, run_id
 
 RUN = "0123456789abcdef"
@@ -141,6 +142,36 @@ def test_the_owners_key_is_found_among_the_hosted_runs(tmp_path: Path) -> None:
     assert (identity.peer_id, folder) == (PEERS[1].peer_id, tmp_path / "b")
     with pytest.raises(LocalError, match="is not on this machine"):
         find_owner(Invite(PROTOCOL_VERSION, RUN, PEERS[5].peer_id, ()), sorted(tmp_path.glob("*")))
+
+
+def test_a_full_disk_does_not_lose_what_was_mandated() -> None:
+    disk = SimDisk(random.Random(0))
+    assert _mandated(disk, RUN) == 0
+    _remember(disk, RUN, 7)
+    disk.limit(1)
+    with pytest.raises(LocalError, match=r"cannot write .*No space left"):
+        _remember(disk, RUN, 1007)
+    assert _mandated(disk, RUN) == 7
+    disk.limit(None)
+    _remember(disk, RUN, 1007)
+    assert _mandated(disk, RUN) == 1007
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_power_cut_leaves_the_last_mandated_term_or_the_new_one(seed: int) -> None:
+    for after in range(12):
+        disk = SimDisk(random.Random(seed))
+        _remember(disk, RUN, 7)
+        disk.cut_power(after=after)
+        try:
+            _remember(disk, RUN, 1007)
+        except PowerCut:
+            assert _mandated(disk.crash(), RUN) in (7, 1007)
+        else:
+            assert _mandated(disk.crash(), RUN) == 1007
+            break
+    else:
+        pytest.fail("the cut came before the end every time")
 
 
 def complaint(*arguments: object) -> str:

@@ -3,7 +3,7 @@ import socket
 import pytest
 
 from shoal.protocol.errors import TransportError
-from shoal.protocol.live.listen import keep_ports, refuse_ports_in_use
+from shoal.protocol.live.listen import from_this_machine, keep_ports, refuse_ports_in_use
 
 
 def test_free_and_chosen_ports_pass():
@@ -50,3 +50,8 @@ def test_a_host_that_is_not_ours_is_refused():
 )
 def test_a_chosen_port_is_kept_for_the_next_start(listen, visible, kept):
     assert keep_ports(listen, visible) == kept
+
+
+def test_this_machine_reaches_who_listens_on_all_addresses_by_loopback():
+    listen = ["/ip4/0.0.0.0/tcp/7", "/ip6/::/tcp/9", "/ip4/192.0.2.2/tcp/8", "/ip4/0.0.0.0/tcp/0"]
+    assert from_this_machine(listen) == ("/ip4/127.0.0.1/tcp/7", "/ip6/::1/tcp/9", "/ip4/192.0.2.2/tcp/8")
