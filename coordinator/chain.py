@@ -24,7 +24,8 @@ successor without votes (`Plan.mandate`), of a term so high that nothing which t
 themselves comes after it. That is a decision between two histories, and a person's.
 
 What this does not defend against: a peer that lies. `PlanLive` carries no proof of the votes. But two plans of one
-order are an alarm wherever they meet.
+order are an alarm wherever they meet, and nobody is talked into a promise that no honest candidate could outbid: a
+term far above all we know of is believed of who insists only, a step with each message.
 """
 
 from collections import OrderedDict
@@ -40,6 +41,11 @@ TIE_BREAK_PEERS_MAX = 4
 """In swarms up to this size the owner's vote decides a tie, so that one of two peers can go on alone."""
 OBEYED_MAX = 256
 """Plans whose hashes are remembered: four hours of terms in a swarm that nobody joins or leaves."""
+TERM_JUMP_MAX = 1 << 20
+"""How much higher a term may be at once: two years of terms, of a minute each. From here to where a record cannot hold
+it (2^64) are 2^44 messages, five hundred years of a thousand a second."""
+SEQUENCE_JUMP_MAX = 1 << 32
+"""How many sequences a plan may skip: offers that did not go live, of which there are a few a minute at worst."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,11 +88,23 @@ class PlanChain:
         self.num_forks = 0
         """How often we met another plan of an order that we had obeyed a plan of. It must stay 0."""
         self._obeyed: OrderedDict[tuple[int, int], str] = OrderedDict()
+        self._term_heard = 0
+        """As far as those have brought us who insist on a term that we did not believe."""
 
     @property
     def order(self) -> tuple[int, int]:
         """Of the live plan; (0, 0) before there is one."""
         return self.live.plan.order if self.live else (0, 0)
+
+    def takes_term(self, term: int) -> bool:
+        """Whether to take seriously what somebody says of `term`; if not, a little more of it the next time.
+
+        Without steps honest peers could be led so far apart that they never believe each other again.
+        """
+        limit = max(self._term_heard, self.granted_term, self.order[0]) + TERM_JUMP_MAX
+        if term > limit:
+            self._term_heard = limit
+        return term <= limit
 
     def grant(self, candidate: PeerID, term: int, base: SignedPlan) -> Grant:
         """Promise `term` to `candidate`, whose live plan is `base`. Adopts `base` if it is above ours."""
@@ -98,6 +116,8 @@ class PlanChain:
             return Grant(granted=False, reason=f"plan {base.plan.order} does not know the candidate")
         if term <= base.plan.term and candidate != base.plan.coordinator:
             return Grant(granted=False, reason=f"term {term} is not above the live plan's {base.plan.term}")
+        if not self.takes_term(term):
+            return Grant(granted=False, reason=f"no honest candidate is at term {term}")
         refusal = self._claim(candidate, term)
         if refusal:
             return Grant(granted=False, reason=refusal)
@@ -124,6 +144,8 @@ class PlanChain:
                 return Vote(accepted=False, reason=f"voted for another plan {plan.plan.order}")
             if voted.plan.order > plan.plan.order:
                 return Vote(accepted=False, reason=f"voted for plan {voted.plan.order}, above {plan.plan.order}")
+        if not self.takes_term(term):
+            return Vote(accepted=False, reason=f"no honest coordinator is at term {term}")
         refusal = self._claim(source, term)
         if refusal:
             return Vote(accepted=False, reason=refusal)
@@ -190,6 +212,8 @@ def link_flaw(plan: SignedPlan, base: SignedPlan) -> str:
         return f"plan {plan.plan.order} does not follow our plan {base.plan.order}"
     if plan.plan.sequence <= base.plan.sequence:
         return f"sequence {plan.plan.sequence} does not follow {base.plan.sequence}"
+    if plan.plan.sequence > base.plan.sequence + SEQUENCE_JUMP_MAX:
+        return f"sequence {plan.plan.sequence} is too far from {base.plan.sequence}"
     if plan.plan.term < base.plan.term:
         return f"term {plan.plan.term} is below {base.plan.term}"
     if plan.plan.term == base.plan.term and plan.plan.coordinator != base.plan.coordinator:

@@ -7,7 +7,7 @@ Theory of operation. What we are follows from the live plan: its coordinator, on
 | anyone      | heartbeat to the coordinator we know; vote (`chain`); adopt live plans above ours                  |
 | a member    | watch the coordinator (`follower`); when it is gone and it is our turn, ask for the next term      |
 | coordinator | watch the members, re-plan when they change, hand over at the term's end (`tenure`)                |
-| the owner   | make plan (1, 1) alone, once enough peers are here and the directory knows no plan of the run      |
+| the owner   | make plan (1, 1) alone, once enough peers are here and nobody knows of a plan of the run           |
 
 A `Proposal` is in flight or not. It goes from asking for the term (only when the term changes) to asking for votes, and
 ends live, expired, or overtaken by a plan above its base. A tick drives everything that waits: sixteen times a
@@ -124,6 +124,7 @@ class CoordinationCore:
         )
         self._follower = Follower(run=run, me=me, owner=owner, heartbeat_s=self._heartbeat_s, rng=rng, now_s=now_s)
         self._watch = self._follower.watch
+        self.doubted = self._watch.doubted  # whose word in the directory counts last
         self._tenure = Tenure(me=me, owner=owner, swarm=spec.swarm, governor=governor, now_s=now_s)
         self._planning = Planning(
             me=me,
@@ -188,7 +189,7 @@ class CoordinationCore:
                 if event.heartbeat.draining:
                     self._tenure.hasten(now_s)
             case HeadFound():
-                if self._watch.found(event.head, self.plan, me=self.me):
+                if self._watch.found(event.head, self.plan, me=self.me, now_s=now_s):
                     self._heartbeat_at_s = now_s  # who coordinates a plan above ours answers with it
             case Searched():
                 self._tick_at_s = now_s  # what it has found is acted upon at once
@@ -233,25 +234,24 @@ class CoordinationCore:
 
     def _hear(self, source: PeerID, heartbeat: Heartbeat, now_s: float) -> list[Command]:
         live = self.chain.live
-        leads = self.is_coordinator or (live is None and self.me == self.owner)
+        leads = self.is_coordinator or (live is None and self.me == self.owner and heartbeat.plan_sequence == 0)
         if leads and not self.governor.hear(source, heartbeat, now_s):
             return [Reply(message=Refusal(reason="this run has all the peers it can count"))]
         ledger = self.governor.ledger
         self.done = self.done or (leads and (ledger.done or (heartbeat.done and ledger.is_near_the_end)))
         reply = answer_heartbeat(self.chain, heartbeat, coordinator=self.coordinator, leads=leads, done=self.done)
         commands: list[Command] = [Reply(message=reply)]
-        if live is not None and heartbeat.plan_sequence > live.plan.sequence:
-            commands.append(LookUp())  # the chain has gone on without us
+        commands += self._planning.reported(heartbeat.plan_sequence, now_s)
         commands += [Alarm(text=text) for text in self.governor.complaints]
         self.governor.complaints.clear()
         if self.is_coordinator and live is not None:
-            commands += self._tenure.heard(source, heartbeat, live.plan, now_s)
+            self._tenure.heard(source, heartbeat, live.plan, now_s)
         return commands + (self._tell(now_s) if leads else [])
 
     def _grant(self, source: PeerID, request: TermRequest, base: SignedPlan, now_s: float) -> list[Command]:
         heard_lately = self.is_coordinator or self._watch.heard_lately(now_s)
         commands = self._adopt(base, now_s)
-        if heard_lately and not request.handed_over:
+        if heard_lately and not request.handed_over and source != self.me:
             # A peer that lost only its own way to the coordinator must not turn everybody else's over.
             self._watch.alarm(now_s)
             return [*commands, Reply(message=no_grant(self.chain, base, "still hears the coordinator"))]
@@ -292,13 +292,12 @@ class CoordinationCore:
             case HeartbeatReply() as reply:
                 self.done = self.done or reply.done
                 self._watch.replied(event.peer, reply, self.plan, me=self.me, took_s=event.took_s, now_s=now_s)
-                return commands
+                return commands + self._planning.remind(event.peer, reply)
             case Ping():
                 self._watch.answered(event.peer, self.plan, took_s=event.took_s, now_s=now_s)
                 return commands
             case TermGrant() if isinstance(event.asked, TermRequest) and event.asked.sounding:
-                self._follower.count(event)
-                return commands + self._planning.succeed(now_s)
+                return commands + self._planning.sounded(event, now_s)
             case _:
                 return commands + self._planning.count(event, now_s)
 
@@ -328,6 +327,7 @@ class CoordinationCore:
             self._tenure.excuse(now_s)
             self._watch.excuse(now_s)
             commands.append(LookUp())
+        self._watch.weigh_hint(now_s)
         commands += self._planning.press(now_s)
         return commands + (self._govern(now_s) if self.is_coordinator else self._follow(now_s))
 
@@ -349,13 +349,12 @@ class CoordinationCore:
         commands: list[Command] = []
         known = live is not None and live.plan.has(self.me)
         lost = now_s >= self._watch.suspect_at_s or not (known or self._watch.heard_lately(now_s))
+        lost = lost or (live is None and self._watch.run_exists(now_s))
         if (lost or not self._watch.head_known) and now_s >= self._head_at_s:
             self._head_at_s = now_s + (HEAD_HEARTBEATS if known else STRANGER_HEARTBEATS) * self._heartbeat_s
             commands.append(LookUp())
         if live is None:
-            if self.me == self.owner and self._watch.head_known and not self._watch.run_exists:
-                commands += self._planning.found_run(now_s)
-            return commands
+            return commands + (self._planning.found_run(now_s) if self.me == self.owner else [])
         eligible = self._eligible(live.plan)
         term = max(self.chain.granted_term, live.plan.term) + 1
         commands += self._follower.work(live, now_s, eligible=eligible, busy=self._proposer.is_busy, term=term)
@@ -364,20 +363,18 @@ class CoordinationCore:
     # --- plans ---
 
     def _adopt(self, plan: SignedPlan, now_s: float) -> list[Command]:
-        was_coordinator, before = self.is_coordinator, self.chain.live
-        num_forks = self.chain.num_forks
+        was_coordinator, before, num_forks = self.is_coordinator, self.chain.live, self.chain.num_forks
         new, reason = self.chain.adopt(plan)
         if not new:
             return [Alarm(text=reason)] if self.chain.num_forks > num_forks else []
         commands: list[Command] = [Persist(record=self.chain.record()), Obey(plan=plan)]
-        if self._proposer.drop():
+        if overtaken := self._proposer.drop():
             commands.append(Note(text=f"plan {plan.plan.order} overtook our proposal"))
         new_term = before is None or before.plan.term != plan.plan.term
         silent = before.plan.coordinator if before and now_s >= self._watch.suspect_at_s else None
         self._follower.obeys(plan.plan, new_term=new_term, replaced=silent, now_s=now_s)
         self.governor.obey(plan.plan, now_s, leads=was_coordinator and not new_term)
-        if was_coordinator and not self.is_coordinator:
-            assert before is not None
+        if before is not None and was_coordinator and not self.is_coordinator:
             commands += [Tell(record=record) for record in self.governor.tell(before.plan, now_s, flush=True)]
         if new_term:
             # A new coordinator plans once it has heard everyone: do not let it wait for the rhythm.
@@ -388,6 +385,8 @@ class CoordinationCore:
             self._tenure.begin(plan.plan, now_s, continuing=continuing, silent=None if continuing else silent)
             if not self._eligible(plan.plan):
                 self._tenure.hasten(now_s)
+        elif not self.is_coordinator and (overtaken or new_term):
+            self.governor.stand_by()
         return commands
 
     def _tell(self, now_s: float) -> list[Command]:

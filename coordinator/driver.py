@@ -116,7 +116,7 @@ class Coordination:
         on_step: Callable[[StepRecord], None] | None = None,
     ) -> None:
         self._endpoint, self._directory, self._clock = endpoint, directory, clock
-        self._spec, self._store = spec, store
+        self._spec = spec
         self._heartbeat, self._on_plan, self._on_step = heartbeat, on_plan, on_step
         self._core = CoordinationCore(
             run=endpoint.run,
@@ -182,7 +182,7 @@ class Coordination:
     async def start(self) -> None:
         """Take up where the store ended and begin to answer, report and, if it comes to that, coordinate.
 
-        Raises: LocalError: the store is damaged, or another run's.
+        Raises: LocalError: the store is damaged, another run's, or cannot be written.
         """
         self._restore()
         for kind in (Heartbeat, TermRequest, PlanOffer, PlanLive, HandOver, Leave, Ping, StandingRequest, Reset):
@@ -278,7 +278,7 @@ class Coordination:
         self._on_plan(signed)
 
     def _restore(self) -> None:
-        record = self._store.load(self._endpoint.run)
+        record = self._word.begin(self._core.chain.record())
         if record is None:
             return
         try:
@@ -337,19 +337,20 @@ class Coordination:
         try:
             expect = _ANSWER[type(message)]
             reply: msgspec.Struct = await self._endpoint.ask(peer, message, expect, timeout_s=self._timeout_s)
-            live = accepted = None
-            if isinstance(reply, TermGrant):
-                live, accepted = self._plans.open(reply.live, peer), self._plans.open(reply.accepted, peer)
-            elif isinstance(reply, PlanVote):
-                live = self._plans.open(reply.live, peer)
-        except (Unreachable, Refused, RemoteError) as error:
+            live = self._plans.open(reply.live, peer) if isinstance(reply, TermGrant | PlanVote) else None
+            accepted = self._plans.open(reply.accepted, peer) if isinstance(reply, TermGrant) else None
+        except (Unreachable, Refused, RemoteError, ValueError) as error:  # ValueError: too large for any peer
             self._failed(peer, message, error, asked_s)
             return
         took_s = self._clock.now_s() - asked_s
         self._feed(Answered(peer=peer, asked=message, reply=reply, live=live, accepted=accepted, took_s=took_s))
 
-    def _failed(self, peer: PeerID, asked: msgspec.Struct, error: ShoalError, asked_s: float) -> None:
+    def _failed(self, peer: PeerID, asked: msgspec.Struct, error: Exception, asked_s: float) -> None:
         """A network that fails before the time is up has found nobody; one that waits may have found somebody busy."""
+        if isinstance(error, ValueError):
+            logger.warning("no %s for %s: %s", type(asked).__name__, peer[-8:], error)
+            if isinstance(asked, TermRequest | PlanOffer):
+                return  # asked again it would be as large, and so are the others': the proposal waits for its end
         took_s = self._clock.now_s() - asked_s
         refused = isinstance(error, Unreachable) and took_s < REFUSED_TIMEOUTS * self._timeout_s
         reason = error.reason if isinstance(error, Refused) else str(error)
@@ -366,7 +367,7 @@ class Coordination:
         try:
             reply = await self._endpoint.ask(target, heartbeat, HeartbeatReply, timeout_s=self._timeout_s)
             live = self._plans.open(reply.plan, target)
-        except (Unreachable, Refused, RemoteError) as error:
+        except (Unreachable, Refused, RemoteError, ValueError) as error:  # ValueError: too large for any peer
             self._reports.failed(sent)
             self._failed(target, heartbeat, error, asked_s)
             await self._notices.meet()  # it may have moved, or we have never heard where it is
@@ -379,8 +380,7 @@ class Coordination:
             self._reports.arrived(sent)
         else:
             self._reports.failed(sent)
-        took_s = self._clock.now_s() - asked_s
-        self._feed(Answered(peer=target, asked=heartbeat, reply=reply, live=live, took_s=took_s))
+        self._feed(Answered(peer=target, asked=heartbeat, reply=reply, live=live, took_s=self._clock.now_s() - asked_s))
 
     @property
     def _timeout_s(self) -> float:
@@ -397,4 +397,4 @@ class Coordination:
             await self._endpoint.ask(self._core.coordinator, Leave(), Done, timeout_s=self._timeout_s)
 
     async def _look_up(self) -> None:
-        self._feed(HeadFound(head=await self._notices.look_up()))
+        self._feed(HeadFound(head=await self._notices.look_up(self._core.doubted)))

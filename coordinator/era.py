@@ -20,6 +20,8 @@ PATIENCE_HEARTBEATS = 3.0
 """How long a holder that is alive may be without its state, or may not have said so yet: it may be fetching it."""
 MISSING_HEARTBEATS = 30.0
 """How long to wait for the disks that would make a snapshot whole, before the run begins again from its seed."""
+RESIGNED_HEARTBEATS = 3.0
+"""How long who has waited in vain has to make the plan that does without, before the role may move on."""
 ERA_MAX = 1 << 48
 """What claims a later era is not believed: the next one's number must still fit in a plan."""
 
@@ -55,10 +57,13 @@ class Disks:
         """-1: there are none."""
         return max((era for era, _ in self.parts), default=-1)
 
+    def layers(self, snapshot: tuple[int, int]) -> frozenset[str]:
+        """Of `snapshot`, those that are on some disk."""
+        return frozenset().union(*self.parts.get(snapshot, {}).values())
+
     def covers(self, snapshot: tuple[int, int], layers: Iterable[str]) -> bool:
         """Whether each of `layers` is on some disk."""
-        found: frozenset[str] = frozenset().union(*self.parts.get(snapshot, {}).values())
-        return found.issuperset(layers)
+        return self.layers(snapshot).issuperset(layers)
 
     def newest_whole(self, layers: Collection[str]) -> tuple[int, int] | None:
         """The last (era, version) of which every layer is on some disk."""
@@ -103,6 +108,12 @@ class HolderWatch:
         self._lost_s = now_s if self._lost_s is None else self._lost_s
         return now_s >= self._lost_s + MISSING_HEARTBEATS * self._heartbeat_s
 
+    def is_waiting(self, now_s: float) -> bool:
+        """Somebody has asked whether it is hopeless, and it was not, or became so a moment ago."""
+        if self._lost_s is None:
+            return False
+        return now_s < self._lost_s + (MISSING_HEARTBEATS + RESIGNED_HEARTBEATS) * self._heartbeat_s
+
 
 def disks_of(roster: Roster, now_s: float, *, among: Layout | None = None) -> Disks:
     """Of those alive, or of those of them whom a plan with this layout would reach."""
@@ -121,18 +132,22 @@ def holders(
     snapshot = disks.newest_whole(held_keys(model, placed=bool(live.experts)))
     # Who is behind a whole snapshot of its own era has begun that era again, without being told to.
     floor = snapshot[1] if snapshot and snapshot[0] == live.era else live.restore_version
-    beats = [(peer, beat) for peer in roster.alive(now_s) if (beat := roster.presences[peer].heartbeat)]
-    current = [(peer, beat) for peer, beat in beats if beat.era == live.era]
+    num_stages = len(live.stages)
+    holding: dict[int, set[PeerID]] = {}
+    for peer in roster.alive(now_s):  # once: group by group, a thousand peers with hundreds of them take too long
+        beat = roster.presences[peer].heartbeat
+        if beat is None or beat.era != live.era:
+            continue
+        if beat.synced and beat.stage is not None and beat.stage < num_stages and beat.version >= floor:
+            holding.setdefault(beat.stage, set()).add(peer)
+        for group, version in beat.held:
+            if group >= num_stages and version >= floor:
+                holding.setdefault(group, set()).add(peer)
+    stored = disks.layers((live.restore_era, live.restore_version)) if fresh else frozenset()
     found = []
-    for index in range(len(live.stages) + len(live.experts)):
-        keys = group_keys(model, live, index)
-        if fresh and (live.restore_version == 0 or disks.covers((live.restore_era, live.restore_version), keys)):
-            found.append(_members(live, index))
-        elif index < len(live.stages):
-            synced = (peer for peer, beat in current if beat.synced and beat.stage == index and beat.version >= floor)
-            found.append(frozenset(synced))
-        else:
-            found.append(frozenset(p for p, beat in current if dict(beat.held).get(index, -1) >= floor))
+    for index in range(num_stages + len(live.experts)):
+        begins = fresh and (live.restore_version == 0 or stored.issuperset(group_keys(model, live, index)))
+        found.append(_members(live, index) if begins else frozenset(holding.get(index, ())))
     return found
 
 

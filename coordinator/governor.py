@@ -20,7 +20,8 @@ from shoal.coordinator.era import (
     next_beginning,
 )
 from shoal.coordinator.experts.groups import ExpertPlaces
-from shoal.coordinator.improvement import Improvement, SearchJob, Swarm, places_of
+from shoal.coordinator.handover import adverts, fitting
+from shoal.coordinator.improvement import Improvement, SearchJob, Swarm, keeps_state, places_of
 from shoal.coordinator.ledger import Ledger, StepRecord
 from shoal.coordinator.plan_notes import PlanNotes
 from shoal.coordinator.proposal import Draft
@@ -32,8 +33,6 @@ from shoal.protocol.messages import HandOver, Heartbeat, Reset, SwarmStatus
 from shoal.protocol.plan import Plan, SignedPlan
 from shoal.protocol.spec import RunSpec
 
-HANDOVER_ADVERTS_MAX = 64
-"""The successor hears from everyone within a heartbeat anyway; adverts only spare it that wait for most."""
 WAITING_FOR_DISKS = "waiting for the disks that have the rest of a snapshot"
 LOOKING_FOR_FIRST = "looking for a first layout"
 NETWORK_PEERS_MAX = 256
@@ -128,8 +127,11 @@ class Governor:
         `silent` is the coordinator before us if its silence is why we are here.
         """
         will, self._will = self._will, None
+        members = frozenset(plan.members)
         self._settled_for = None
-        self._holders = HolderWatch(self.spec.swarm.heartbeat_s, now_s)
+        self.experts.forget_strangers(members)
+        if not (continuing and self._holders.is_waiting(now_s)):
+            self._holders = HolderWatch(self.spec.swarm.heartbeat_s, now_s)
         if not continuing:
             # What we knew in an earlier term of ours is stale: who had left may be back, who drained may be gone.
             self.roster = Roster(self.spec.swarm.heartbeat_s)
@@ -146,13 +148,18 @@ class Governor:
             self.roster.expect(peer, None, now_s)
         if silent in plan.members:
             self.roster.doubt(silent, now_s)
-        self.roster.forget_silent(now_s, keep=frozenset(plan.members))
+        self.roster.forget_silent(now_s, keep=members)
 
     def inherit(self, will: HandOver) -> None:
         """What the coordinator before us knows; for the term that we may get. Its first plan places experts already."""
         self._will = will
         self.experts.take_over(will.loads)
         self.experts.records.take_over(will.records)
+
+    def stand_by(self) -> None:
+        """Somebody else coordinates: what we were to inherit came to nothing, and what is counted next others hear."""
+        self._will = None
+        self.experts.rest()
 
     # --- what to do ---
 
@@ -215,6 +222,11 @@ class Governor:
             self._settled_for = swarm
             return None, ""
         return Draft(layout=layout), layout.reason
+
+    def awaits_disks(self, now_s: float) -> bool:
+        """Whether a snapshot may still become whole. Who has begun to wait sees it through: it may take longer than a
+        term, and an heir begins anew."""
+        return self._holders.is_waiting(now_s)
 
     def is_irreplaceable(self, peer: PeerID, live: Plan, now_s: float) -> bool:
         """Whether the state of a group of `live` would be lost with `peer`."""
@@ -282,12 +294,10 @@ class Governor:
         return election.rank(self.run, live.term + 1, candidates)
 
     def will(self, live: SignedPlan, now_s: float) -> HandOver:
-        """What the successor should know."""
-        known = ((peer, self.roster.presences[peer].advert) for peer in self.roster.alive(now_s))
-        adverts = tuple((peer, advert) for peer, advert in known if advert is not None)
-        return HandOver(
+        """What the successor should know, as far as it fits into a message."""
+        will = HandOver(
             plan=live.envelope,
-            roster=adverts[:HANDOVER_ADVERTS_MAX],
+            roster=adverts(self.roster, now_s),
             era=self.ledger.era,
             version=self.version_max,
             loss=self.ledger.loss,
@@ -300,6 +310,7 @@ class Governor:
             loads=self.experts.loads(len(live.plan.stages)),
             records=self.experts.records.tell(live.plan.members) if self._placed else (),
         )
+        return fitting(will)
 
     def tell(self, live: Plan, now_s: float, *, flush: bool = False) -> list[StepRecord]:
         return self.ledger.tell(now_s, term=live.term, peers=len(live.members), flush=flush)
@@ -350,7 +361,7 @@ class Governor:
                 moved = Layout(stages=live.stages, spares=live.spares, reason="experts go where the load is")
                 return Draft(layout=moved), moved.reason
         layout = self._improvement.take(live, swarm)
-        if layout is not None and _keeps_state(layout, live, peers):
+        if layout is not None and keeps_state(layout, live, peers):
             return Draft(layout=layout), layout.reason
         if not live.fresh and self._improvement.is_due(live, swarm, now_s):
             snapshot = self._survey.snapshot(peers, live, disks, knows_network=True)
@@ -379,13 +390,3 @@ def _restarted(layout: Layout, beginning: Beginning, why: str) -> tuple[Draft, s
     moves = "" if layout.reason == NO_MOVES else f", {layout.reason}"
     layout = replace(layout, reason=f"{why}: back to {where}{moves}")
     return Draft(layout=layout, beginning=beginning), layout.reason
-
-
-def _keeps_state(layout: Layout, live: Plan, peers: tuple[MeasuredPeer, ...]) -> bool:
-    """Whether each stage keeps somebody who holds its state now, and nobody drains."""
-    synced = {peer.peer: peer.synced_stage for peer in peers}
-    stays = all(
-        any(synced.get(peer) == index and peer in live.stages[index].peers for peer in stage.peers)
-        for index, stage in enumerate(layout.stages)
-    )
-    return stays and not any(peer.draining for peer in peers)

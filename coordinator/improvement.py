@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shoal.coordinator.allocate.interface import Layout, Snapshot
+from shoal.coordinator.allocate.interface import Layout, MeasuredPeer, Snapshot
 from shoal.protocol.plan import Plan
 from shoal.protocol.topology import Floats
 
@@ -158,6 +158,16 @@ class Improvement:
 def places_of(plan: Plan) -> object:
     """Who holds what, without shares."""
     return Layout(stages=plan.stages, spares=plan.spares, reason="").places()
+
+
+def keeps_state(layout: Layout, live: Plan, peers: tuple[MeasuredPeer, ...]) -> bool:
+    """Whether each stage keeps somebody who holds its state now, and nobody drains."""
+    synced = {peer.peer: peer.synced_stage for peer in peers}
+    stays = all(
+        any(synced.get(peer) == index and peer in live.stages[index].peers for peer in stage.peers)
+        for index, stage in enumerate(layout.stages)
+    )
+    return stays and not any(peer.draining for peer in peers)
 
 
 def has_drifted(before: Snapshot, after: Snapshot) -> bool:

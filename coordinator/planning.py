@@ -10,7 +10,7 @@ from shoal.coordinator.proposal import Draft
 from shoal.coordinator.proposer import Carried, GivenUp, Proposer
 from shoal.coordinator.tenure import KeepRole, Tenure, Want
 from shoal.protocol.identity import PeerID
-from shoal.protocol.messages import Done, PlanLive, PlanVote, Refusal, Reset, TermGrant
+from shoal.protocol.messages import Done, HeartbeatReply, PlanLive, PlanVote, Refusal, Reset, TermGrant
 from shoal.protocol.plan import SignedPlan
 
 
@@ -36,12 +36,31 @@ class Planning:
 
     def found_run(self, now_s: float) -> list[Command]:
         """As the owner: make the first plan alone, if it is time."""
+        watch = self._follower.watch
+        if not watch.head_known:
+            return []
+        if watch.run_exists(now_s):
+            return [Note(text="waiting for word of the plan that this run has")]
         draft, reason = self._governor.first_plan(now_s)
         if draft is None:
             job = self._governor.take_job()
             return [Note(text=reason), *([Search(job=job)] if job else [])]
         signed = self._proposer.make(None, 1, draft)
         return [Note(text=reason), *self._went_live(signed, (), now_s)]
+
+    def reported(self, sequence: int, now_s: float) -> list[Command]:
+        """A peer obeys the plan of this sequence."""
+        live = self._chain.live
+        if sequence <= (live.plan.sequence if live else 0):
+            return []
+        self._follower.watch.is_behind(now_s)
+        return [LookUp()]  # the chain has gone on without us
+
+    def remind(self, peer: PeerID, reply: HeartbeatReply) -> list[Command]:
+        """`peer` has answered our heartbeat. If it coordinates our plan and has forgotten it, its disk failed it."""
+        live = self._chain.live
+        forgot = live is not None and live.plan.coordinator == peer != self._me and reply.term < live.plan.term
+        return [Ask(peer=peer, message=PlanLive(plan=live.envelope))] if live and forgot else []
 
     def reset(self, reset: Reset, base: SignedPlan, term: int, now_s: float) -> list[Command]:
         """The owner lets us make the next plan alone."""
@@ -94,6 +113,13 @@ class Planning:
             case _:
                 return []
         return self._conclude(self._proposer.count(event, agreed, reply.term, reply.reason, now_s), now_s)
+
+    def sounded(self, event: Answered, now_s: float) -> list[Command]:
+        """A member's opinion of a term that we might ask for."""
+        assert isinstance(event.reply, TermGrant)
+        if self._chain.takes_term(event.reply.term + 1):
+            self._follower.count(event)
+        return self.succeed(now_s)
 
     def press(self, now_s: float) -> list[Command]:
         """Time has passed."""

@@ -59,11 +59,11 @@ class Proposal:
             case _:
                 return False
 
-    def audience(self, me: PeerID) -> tuple[PeerID, ...]:
+    def audience(self) -> tuple[PeerID, ...]:
         """Whom to ask (again): voters, and with an offer also newcomers, who so learn early what comes."""
         newcomers = self.plan.plan.members if self.plan else ()
         everyone = dict.fromkeys((*self.base.plan.members, *newcomers))
-        return tuple(p for p in everyone if p != me and p not in self.agreed and p not in self.waiting)
+        return tuple(p for p in everyone if p not in self.agreed and p not in self.waiting)
 
     def learn(self, term: int, plan: SignedPlan) -> None:
         """A member has voted for `plan` in `term`; only the latest of those can be live."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import msgspec
 
 from shoal.coordinator.allocate.interface import Layout
-from shoal.coordinator.chain import PlanChain
+from shoal.coordinator.chain import PlanChain, is_quorum
 from shoal.coordinator.events import Answered, Ask, Command, Persist, Unanswered
 from shoal.coordinator.experts.groups import ExpertPlaces
 from shoal.coordinator.proposal import Draft, Proposal
@@ -38,7 +38,7 @@ class GivenUp:
 
 class Proposer:
     """Args:
-    chain: this peer's own, whose vote is the first that each proposal gets.
+    chain: this peer's own, whose vote is the first that each proposal gets, unless it would be the last as well.
     sign: signs a plan in our name; deterministic.
     is_fresh: whether a plan on this base is made before anything was committed in its era.
     experts: who is to hold them.
@@ -88,7 +88,7 @@ class Proposer:
             owner=self._owner,
             expires_at_s=now_s + self._patience_s,
             handed_over=handed_over,
-            agreed={self._me},
+            agreed=self._own_vote(base),
         )
         if self._chain.accepted is not None:
             self._proposal.learn(self._chain.accepted_term, self._chain.accepted)
@@ -106,6 +106,8 @@ class Proposer:
         if proposal is None or not proposal.is_about(event.asked):
             return []
         proposal.waiting.discard(event.peer)
+        if not self._chain.takes_term(term + 1):
+            return []  # nobody would believe the one above it, which we should have to ask for
         if event.accepted is not None and isinstance(event.reply, TermGrant):
             proposal.learn(event.reply.accepted_term, event.accepted)
         if agreed:
@@ -172,7 +174,7 @@ class Proposer:
         proposal = self._proposal
         if proposal is None:
             return []
-        peers, message = proposal.audience(self._me), proposal.message()
+        peers, message = proposal.audience(), proposal.message()
         proposal.waiting.update(peers)
         return [Ask(peer=peer, message=message) for peer in peers]
 
@@ -181,8 +183,14 @@ class Proposer:
         assert proposal is not None
         proposal.offer(plan, now_s + self._patience_s)
         if self._chain.vote(self._me, proposal.term, plan, proposal.base).accepted:
-            proposal.agreed.add(self._me)
+            proposal.agreed |= self._own_vote(proposal.base)
         return [Persist(record=self._chain.record()), *self._ask(), *self._advance(now_s)]
+
+    def _own_vote(self, base: SignedPlan) -> set[PeerID]:
+        """Ours, if it is not enough. If it alone carries a plan it must be on disk before that goes live: then we ask
+        ourselves like everybody else, and have an answer once it is."""
+        enough = is_quorum({self._me}, base.plan.members, self._owner)
+        return set() if enough else {self._me}
 
     def _advance(self, now_s: float) -> list[Command]:
         """Go from the term to the votes, or from the votes to a live plan, if a majority agrees."""

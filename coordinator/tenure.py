@@ -49,7 +49,8 @@ class Tenure:
         self._succession.begin(now_s)
         self._head_at_s = now_s + HEAD_HEARTBEATS * self._heartbeat_s
         self._governor.begin_term(plan, now_s, continuing=continuing, silent=silent)
-        self._suspects.begin(() if silent is None else (silent,), now_s)
+        # Of a dead coordinator that no plan names any more, as after a reset, nothing is asked.
+        self._suspects.begin((silent,) if silent in plan.members else (), now_s)
 
     def excuse(self, now_s: float) -> None:
         """We slept: nobody's silence until now counts."""
@@ -69,11 +70,10 @@ class Tenure:
 
     # --- what others say ---
 
-    def heard(self, peer: PeerID, heartbeat: Heartbeat, plan: Plan, now_s: float) -> list[Command]:
-        """A heartbeat, which the governor has noted."""
+    def heard(self, peer: PeerID, heartbeat: Heartbeat, plan: Plan, now_s: float) -> None:
+        """A heartbeat, which the governor has noted. Whom it calls silent is looked for at the next tick."""
         self._suspects.heard(peer)
         self._suspects.report(peer, heartbeat.silent, plan, now_s)
-        return self._suspects.look(self._governor.roster, plan, now_s) if heartbeat.silent else []
 
     def answered(self, event: Answered, now_s: float) -> list[Command]:
         if isinstance(event.asked, HandOver):
@@ -121,7 +121,7 @@ class Tenure:
             return [*commands, Note(text=f"makes no plans: {why}")], None
         if busy:
             return commands, None
-        if self._succession.is_due(now_s):
+        if self._succession.is_due(now_s) and not (eligible and self._governor.awaits_disks(now_s)):
             order = self._governor.successors(live.plan, now_s)
             heir = self._succession.next([peer for peer in order if peer != self._me or eligible], now_s)
             if heir == self._me:

@@ -34,6 +34,8 @@ def answer_sounding(chain: PlanChain, source: PeerID, request: TermRequest, base
         return no_grant(chain, base, f"obeys plan {chain.order}")
     if request.term <= chain.granted_term:
         return no_grant(chain, base, f"granted term {chain.granted_term}, not below {request.term}")
+    if not chain.takes_term(request.term):
+        return no_grant(chain, base, f"no honest candidate is at term {request.term}")
     return TermGrant(granted=True, term=chain.granted_term)
 
 

@@ -26,6 +26,11 @@ BACKING_HEARTBEATS = 1.15
 """Heartbeats vary by a twentieth: whoever waits for longer than this has missed one."""
 ALARM_HEARTBEATS = 2.0
 MEMORY_HEARTBEATS = 60.0
+HINT_HEARTBEATS = 5.0
+"""Who coordinates a plan above ours answers with it: for how long we believe that somebody does, and ask it."""
+DOUBT_HEARTBEATS = 60.0
+"""For how long we do not believe it again, if it did not. It may have been out of our reach."""
+DOUBTED_MAX = 64
 
 
 class CoordinatorWatch:
@@ -47,6 +52,12 @@ class CoordinatorWatch:
         self._replaced: tuple[PeerID, float] | None = None
         """A coordinator that lost the role by its silence, and since when it had been silent."""
         self._hint: tuple[Order, PeerID] | None = None
+        self._hint_until_s = now_s
+        self._is_named = False
+        self._behind_until_s = now_s
+        self.doubted: dict[PeerID, float] = {}
+        """Who is said to coordinate a plan above ours and has not shown it, and until when not to believe it. Oldest
+        first."""
         self.head_known = False
         """The directory has been asked where the chain is."""
 
@@ -56,10 +67,14 @@ class CoordinatorWatch:
             return self._hint[1]
         return live.coordinator if live else self._owner
 
-    @property
-    def run_exists(self) -> bool:
-        """Somebody has a plan of this run that we do not have."""
-        return self._hint is not None
+    def run_exists(self, now_s: float) -> bool:
+        """Somebody has a plan of this run that we do not have: the directory names it, though it may not answer, or
+        those who obey it report to us."""
+        return self._hint is not None or self._is_named or now_s < self._behind_until_s
+
+    def is_behind(self, now_s: float) -> None:
+        """A peer reports that it obeys a later plan than we."""
+        self._behind_until_s = now_s + MEMORY_HEARTBEATS * self._heartbeat_s
 
     # --- is it there ---
 
@@ -158,10 +173,26 @@ class CoordinatorWatch:
             self._close = False
         if self._hint is not None and self._hint[0] <= plan.order:
             self._hint = None
+        self.doubted.pop(plan.coordinator, None)
 
     def excuse(self, now_s: float) -> None:
         self._beats.excuse(now_s)
         self._pings.excuse(now_s)
+        self._hint_until_s = now_s + HINT_HEARTBEATS * self._heartbeat_s
+
+    def weigh_hint(self, now_s: float) -> None:
+        """Time has passed: whoever is said to have a plan above ours should have shown it by now."""
+        for peer in [peer for peer, until_s in self.doubted.items() if now_s >= until_s]:
+            del self.doubted[peer]
+        if self._hint is not None and now_s >= self._hint_until_s:
+            self._doubt(self._hint[1], now_s)
+            self._hint = None
+
+    def _doubt(self, peer: PeerID, now_s: float) -> None:
+        self.doubted.pop(peer, None)
+        self.doubted[peer] = now_s + DOUBT_HEARTBEATS * self._heartbeat_s
+        if len(self.doubted) > DOUBTED_MAX:
+            del self.doubted[next(iter(self.doubted))]
 
     def replied(
         self, peer: PeerID, reply: HeartbeatReply, live: Plan | None, *, me: PeerID, took_s: float, now_s: float
@@ -171,19 +202,27 @@ class CoordinatorWatch:
             self._beats.arrived(now_s)
             self._alive(took_s)
         elif not reply.is_coordinator and reply.coordinator not in (me, peer):
-            self._hear_of((reply.term, 0), reply.coordinator, live)
+            self._hear_of((reply.term, 0), reply.coordinator, live, now_s)
         if live is not None and peer != live.coordinator:
             self._was_wronged(peer, now_s)
 
-    def found(self, head: PlanHead | None, live: Plan | None, *, me: PeerID) -> bool:
+    def found(self, head: PlanHead | None, live: Plan | None, *, me: PeerID, now_s: float) -> bool:
         """What the directory says. Returns: whether it is news."""
         self.head_known = True
+        self._is_named = head is not None and head.coordinator != me
         if head is None or head.coordinator == me:
             return False
-        return self._hear_of((head.term, head.sequence), head.coordinator, live)
+        return self._hear_of((head.term, head.sequence), head.coordinator, live, now_s)
 
-    def _hear_of(self, order: Order, coordinator: PeerID, live: Plan | None) -> bool:
-        if order <= (live.order if live else (0, 0)) or (self._hint is not None and order <= self._hint[0]):
+    def _hear_of(self, order: Order, coordinator: PeerID, live: Plan | None, now_s: float) -> bool:
+        if order <= (live.order if live else (0, 0)) or coordinator in self.doubted:
             return False
-        self._hint = order, coordinator
+        if self._hint is not None:
+            if order <= self._hint[0]:
+                return False
+            if coordinator == self._hint[1]:
+                self._hint = order, coordinator  # and no more time to show it
+                return False
+            self._doubt(self._hint[1], now_s)  # else two who outdo each other would never have to show theirs
+        self._hint, self._hint_until_s = (order, coordinator), now_s + HINT_HEARTBEATS * self._heartbeat_s
         return True

@@ -1,7 +1,8 @@
 """A peer's word: what it promised and has not made durable yet, and what it must not say until then.
 
 On a disk that is full or broken a peer goes on obeying plans, sending heartbeats and answering them: none of that is a
-promise. It casts no vote, grants no term, and asks nobody for theirs, since its own counts among them.
+promise. It casts no vote, grants no term, and asks nobody for theirs, since its own counts among them. A new peer whose
+disk takes no record at all does not begin.
 """
 
 import logging
@@ -32,6 +33,17 @@ class Word:
         self._owed: ChainRecord | None = None
         """Promised in memory; the core does not say it again."""
         self._complained_s = -math.inf
+
+    def begin(self, first: ChainRecord) -> ChainRecord | None:
+        """What was promised before a restart; None: nothing ever was. Then `first` is kept: who cannot keep its word
+        should say so before it takes part.
+
+        Raises: LocalError: the store is damaged, another run's, or cannot be written.
+        """
+        record = self._store.load(first.run)
+        if record is None:
+            self._store.save(first)
+        return record
 
     def backed(self, commands: Iterable[Command]) -> Iterator[Command]:
         """The commands that may be carried out, in order; a promise that cannot be kept becomes a refusal."""

@@ -15,6 +15,9 @@ from shoal.protocol.errors import SpecError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import EXPERTS_MAX, FRAME_PAYLOAD_BYTES_MAX, MICROBATCHES_PER_STEP_MAX, STAGES_MAX
 
+TERM_HEARTBEATS_MIN = 4
+"""A coordinator takes three to be sure that a stage has lost its state, and looks every half: in a shorter term it
+would never be, nor its heirs."""
 _TARGET_BYTES = 4
 """Each token's target travels with its activation."""
 
@@ -237,7 +240,10 @@ class SwarmSpec(_Section, frozen=True):
         _require(0 < self.stages <= STAGES_MAX, f"stages must be in [1, {STAGES_MAX}], is {self.stages}")
         _require(self.min_peers >= self.stages, f"min_peers {self.min_peers} is fewer than stages {self.stages}")
         _require(self.heartbeat_s > 0, "heartbeat_s must be positive")
-        _require(self.term_s >= 2 * self.heartbeat_s, "term_s must be at least two heartbeats")
+        _require(
+            self.term_s >= TERM_HEARTBEATS_MIN * self.heartbeat_s,
+            f"term_s must be at least {TERM_HEARTBEATS_MIN} heartbeats, is {self.term_s / self.heartbeat_s:.3g}",
+        )
         _require(self.snapshot_interval_steps >= 0, "snapshot_interval_steps must not be negative")
         _require(self.expert_slots >= 0, "expert_slots must not be negative")
         _require(self.expert_replicas > 0, f"expert_replicas must be positive, is {self.expert_replicas}")

@@ -5,7 +5,7 @@ takes the state from those who still have it, and who stay until then.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
@@ -75,6 +75,15 @@ class ExpertPlaces:
         for stage, counts in enumerate(loads[:STAGES_MAX]):
             if len(counts) == self.num_experts and all(0.0 <= count < COUNT_MAX for count in counts):
                 self._loads[stage] = list(counts)
+
+    def rest(self) -> None:
+        """The role is elsewhere: what is sent from now on others count, and what we know is old when it returns."""
+        self._told.clear()
+        self._loads.clear()
+
+    def forget_strangers(self, members: Set[PeerID]) -> None:
+        """Of whom nothing is counted any more; who comes back begins anew."""
+        self._told = {peer: counts for peer, counts in self._told.items() if peer in members}
 
     def load_shares(self, stage: int) -> list[float]:
         """Of the tokens that `stage` has sent to experts of late: float [E] that sums to 1, or all 0: nobody told."""

@@ -2,7 +2,9 @@
 
 import pytest
 
-from shoal.coordinator.chain import PlanChain, is_quorum
+from shoal.coordinator.chain import SEQUENCE_JUMP_MAX, TERM_JUMP_MAX, PlanChain, is_quorum
+from shoal.coordinator.voter import answer_sounding
+from shoal.protocol.messages import TermRequest
 
 ABC = [["a"], ["b"], ["c"]]
 
@@ -99,6 +101,28 @@ def test_a_term_once_granted_is_nobody_elses(make_plan, chain, first):
     assert not chain.vote("c", 2, make_plan(ABC, coordinator="c", order=(2, 2), base=first), first).accepted
     assert not chain.vote("a", 1, make_plan(ABC, coordinator="a", order=(1, 2), base=first), first).accepted
     assert chain.grant("c", 3, first).granted
+
+
+def test_no_promise_is_given_that_nobody_could_outbid(make_plan, chain, first):
+    far = 2**64 - 1
+    offer = make_plan(ABC, coordinator="b", order=(2, 2), base=first)
+    for _ in range(1000):
+        assert not chain.grant("b", far, first).granted
+        assert not chain.vote("b", far, offer, first).accepted
+        assert not answer_sounding(chain, "b", TermRequest(term=far, live=b"", handed_over=True), first).granted
+    assert chain.record().granted_term == 1
+    assert chain.grant("c", 2, first).granted
+
+
+def test_a_term_far_ahead_is_believed_of_who_insists(chain, first):
+    far = 1 + 3 * TERM_JUMP_MAX  # where somebody who lies may have led a part of the members
+    assert [chain.grant("b", far, first).granted for _ in range(4)] == [False, False, True, True]
+
+
+def test_no_plan_uses_all_sequences_up(make_plan, chain, first):
+    far = make_plan(ABC, coordinator="a", order=(1, 2 + SEQUENCE_JUMP_MAX), base=first)
+    assert "too far" in chain.vote("a", 1, far, first).reason
+    assert chain.vote("a", 1, make_plan(ABC, coordinator="a", order=(1, 99), base=first), first).accepted
 
 
 def test_a_grant_tells_what_was_voted_for_before(make_plan, chain, first):

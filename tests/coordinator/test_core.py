@@ -6,6 +6,7 @@ This file is long because every row of the core's table has its tests here, on t
 import itertools
 import random
 
+import msgspec
 import pytest
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
@@ -346,6 +347,19 @@ def test_the_heir_asks_for_the_term_and_then_for_votes(make_core, first):
     assert core.is_coordinator
 
 
+def test_a_will_that_came_to_nothing_is_forgotten(make_core, make_plan, make_advert, first):
+    core = make_core("b", first)
+    will = HandOver(plan=first.envelope, roster=(("ghost", make_advert("ghost")),), elapsed_s=5.0)
+    core.handle(Received(source="a", message=will, plan=first), now_s=60.0)
+    other = make_plan(GROUPS, coordinator="c", order=(2, 2), base=first)
+    core.handle(Received(source="c", message=PlanLive(plan=other.envelope), plan=other), now_s=61.0)
+    own = make_plan(GROUPS, coordinator="b", order=(3, 3), base=other)
+    core.handle(Received(source="d", message=PlanLive(plan=own.envelope), plan=own), now_s=7200.0)
+    assert core.is_coordinator
+    assert "ghost" not in core.governor.roster.presences
+    assert core.governor.begun_s == 0.0
+
+
 def test_only_the_coordinator_hands_over(make_core, first):
     core = make_core("b", first)
     will = HandOver(plan=first.envelope, roster=())
@@ -532,6 +546,57 @@ def test_a_candidate_that_is_told_of_a_higher_term_stops(make_core, first):
     assert "granted term 7" in only(commands, Note)[0].text
     more = tick(core, begin_s=1.1, end_s=3.0)
     assert not asks([command for _, command in more], TermRequest)
+
+
+def test_a_term_that_cannot_be_outbid_stops_nobody(make_core, first):
+    core = make_core("b", first)
+    will = Received(source="a", message=HandOver(plan=first.envelope, roster=()), plan=first)
+    request = asks(core.handle(will, now_s=1.0), TermRequest)["c"]
+    lie = TermGrant(granted=False, reason="granted another", term=2**64 - 1)
+    for _ in range(9):
+        assert core.handle(Answered(peer="c", asked=request, reply=lie), now_s=1.1) == []
+    tick(core, begin_s=1.1, end_s=8.0)
+    commands = core.handle(will, now_s=8.0)
+    (kept,) = only(commands, Persist)
+    assert kept.record.granted_term == 3
+    assert msgspec.msgpack.encode(kept.record)
+
+
+def test_an_opinion_that_cannot_be_outbid_stops_nobody(make_core, make_heartbeat, first):
+    core, now_s, question = candidate(make_core, make_heartbeat, first)
+    liar = others_of(core)[0]
+    lie = TermGrant(granted=False, reason="granted another", term=2**64 - 1)
+    core.handle(Answered(peer=liar, asked=question, reply=lie, took_s=0.04), now_s=now_s)
+    assert asks(agree(core, question, now_s), TermRequest)["a"].term == 2
+
+
+def test_a_vote_that_carries_alone_counts_once_it_is_on_disk(make_core, make_plan):
+    core = make_core("a", make_plan([["a"], ["b"]], coordinator="b"))
+    live = core.chain.live
+    will = Received(source="b", message=HandOver(plan=live.envelope, roster=()), plan=live)
+    commands = core.handle(will, now_s=1.0)
+    assert sorted(asks(commands, TermRequest)) == ["a", "b"], "the owner's vote decides between two"
+    request = asks(commands, TermRequest)["a"]
+    reply = said(core.handle(Received(source="a", message=request, base=live), now_s=1.0))
+    offers = asks(core.handle(Answered(peer="a", asked=request, reply=reply), now_s=1.0), PlanOffer)
+    assert core.chain.live is live, "the driver asks it, as it does others, once the votes are kept"
+    plan = core.chain.accepted
+    vote = said(core.handle(Received(source="a", message=offers["a"], plan=plan, base=live), now_s=1.0))
+    assert Obey(plan=plan) in core.handle(Answered(peer="a", asked=offers["a"], reply=vote), now_s=1.0)
+
+
+def test_a_coordinator_that_has_forgotten_its_plan_is_reminded(make_core, make_heartbeat, first):
+    answer = HeartbeatReply(coordinator="a", term=0, is_coordinator=False)
+    commands = make_core("b", first).handle(Answered(peer="a", asked=make_heartbeat("b"), reply=answer), now_s=1.0)
+    assert asks(commands, PlanLive) == {"a": PlanLive(plan=first.envelope)}
+
+
+def test_an_owner_to_whom_somebody_reports_a_plan_makes_none(make_core, make_heartbeat, first):
+    core = make_core("a")
+    (reply,) = only(hear(core, make_heartbeat, "b", 0.0, plan_sequence=1, plan_digest=first.digest), Reply)
+    assert not reply.message.is_coordinator
+    list(hear(core, make_heartbeat, PEERS, 0.0))
+    assert not any(isinstance(command, Obey) for _, command in tick(core, begin_s=0.0, end_s=20.0))
 
 
 def test_answers_to_what_is_not_asked_any_more_are_ignored(make_core, first):

@@ -6,6 +6,7 @@ from pathlib import PurePosixPath
 import msgspec
 import pytest
 
+from shoal.coordinator.events import Unanswered
 from shoal.coordinator.store import PlanStore
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import LocalError, Refused
@@ -13,6 +14,8 @@ from shoal.protocol.live.disk import LiveDisk
 from shoal.protocol.messages import (
     CommitReport,
     Done,
+    HandOver,
+    Heartbeat,
     PlanHead,
     PlanLive,
     PlanOffer,
@@ -21,6 +24,7 @@ from shoal.protocol.messages import (
     SwarmStatus,
 )
 from shoal.protocol.plan import sign_plan
+from shoal.protocol.spec import run_id
 
 
 async def stranger(swarm, name="stranger"):
@@ -31,6 +35,21 @@ async def stranger(swarm, name="stranger"):
     for peer in swarm.alive():
         await port.transport.introduce(peer.peer_id, peer.port.transport.addresses())
     return port, endpoint
+
+
+def report(*, stage, microbatches):
+    return CommitReport(
+        stage=stage,
+        step=1,
+        members=2,
+        microbatches=microbatches,
+        duplicates=0,
+        given_up=0,
+        tokens=1,
+        staleness_steps_mean=0.0,
+        loss=None,
+        digest="",
+    )
 
 
 def test_a_peer_that_cannot_keep_its_word_does_not_give_it(run_swarm):
@@ -117,6 +136,106 @@ def test_a_head_that_somebody_else_wrote_leads_nobody_astray(run_swarm):
     run_swarm(scenario, min_peers=6)
 
 
+def test_what_is_too_large_to_send_is_not_answered(run_swarm):
+    async def scenario(swarm):
+        await swarm.begin(6)
+        peer, other = swarm.peers["p1"], swarm.peers["p2"].peer_id
+        coordination, transport = peer.coordination, peer.port.transport
+        call, feed, fed = transport.call, coordination._feed, []
+
+        async def too_large(target, request, *, timeout_s):
+            raise ValueError("a call of 300000 bytes is larger than any peer accepts")
+
+        def feeding(event):
+            fed.append(event)
+            return feed(event)
+
+        transport.call, coordination._feed = too_large, feeding
+        peer.commits.append(report(stage=0, microbatches=swarm.spec.training.microbatches_per_step))
+        for message in (HandOver(plan=b"", roster=()), PlanOffer(term=1, plan=b"", predecessor=b"")):
+            await peer.port.spawn(coordination._ask(other, message))
+        await asyncio.sleep(2.5)
+        unanswered = {type(event.asked) for event in fed if isinstance(event, Unanswered)}
+        assert {HandOver, Heartbeat} <= unanswered
+        assert PlanOffer not in unanswered, "or it would be made and signed again for everybody, at every tick"
+        transport.call = call
+        await swarm.until(lambda: not coordination._reports, within_s=3)
+
+    run_swarm(scenario, min_peers=6)
+
+
+@pytest.mark.parametrize("owner_dies", [False, True])
+def test_a_stranger_who_says_it_has_a_plan_leads_nobody_astray_for_long(run_swarm, owner_dies):
+    async def scenario(swarm):
+        await swarm.begin(6)
+        port, endpoint = await stranger(swarm)
+        if owner_dies:
+            swarm.world.crash(swarm.peers["p0"].port)
+            await swarm.until(swarm.agreed, within_s=10)
+        lie = PlanHead(term=99, sequence=99, digest="", coordinator=port.peer_id, addresses=port.transport.addresses())
+        await port.directory.store(
+            f"shoal/{endpoint.run}/plan", port.peer_id, endpoint.seal_record(lie), expires_in_s=60
+        )
+        await asyncio.sleep(30)
+        new = await swarm.add("new")
+        await swarm.until(lambda: new.order > (1, 1) and new.peer_id in new.plan.members, within_s=10)
+        assert swarm.coordinator.order < (99, 99)
+
+    run_swarm(scenario, min_peers=6)
+
+
+def test_a_run_of_which_the_directory_alone_remembers_a_plan_begins_once_it_has_forgotten(run_swarm):
+    async def scenario(swarm):
+        port = swarm.world.add_peer("gone")
+        endpoint = Endpoint(port.identity, port.transport, run=run_id(swarm.spec, swarm.world.identity("p0").peer_id))
+        head = PlanHead(term=3, sequence=9, digest="", coordinator=port.peer_id, addresses=())
+        key = f"shoal/{endpoint.run}/plan"
+        await port.directory.store(key, port.peer_id, endpoint.seal_record(head), expires_in_s=40)
+        swarm.world.crash(port)
+        for number in range(6):
+            await swarm.add(f"p{number}")
+        await asyncio.sleep(30)
+        assert swarm.peers["p0"].coordination.plan is None
+        assert "the plan that this run has" in swarm.peers["p0"].coordination.said
+        await swarm.until(lambda: all(peer.order == (1, 1) for peer in swarm.alive()), within_s=20)
+
+    run_swarm(scenario, min_peers=6)
+
+
+def test_an_owner_that_has_forgotten_its_plan_gets_it_back(run_swarm):
+    async def scenario(swarm):
+        owner = await swarm.add("p0", keeps=True)
+        owner.port.disk.limit(0)
+        for number in range(1, 6):
+            await swarm.add(f"p{number}")
+        await swarm.until(lambda: all(peer.order == (1, 1) for peer in swarm.alive()), within_s=10)
+        await swarm.add("p6")
+        await asyncio.sleep(3)
+        owner.port.disk.limit(None)
+        swarm.world.crash(owner.port)
+        owner = await swarm.add("p0", keeps=True)
+        assert owner.coordination.plan is None
+        await asyncio.sleep(20)
+        assert swarm.agreed()
+        assert len(swarm.coordinator.plan.members) == 7
+        swarm.chain()
+        assert all(peer.coordination.num_alarms == 0 for peer in swarm.alive())
+
+    run_swarm(scenario, min_peers=6)
+
+
+def test_who_cannot_keep_its_word_takes_no_part(run_swarm):
+    async def scenario(swarm):
+        await swarm.begin(6)
+        swarm.world.add_peer("full").disk.limit(0)
+        swarm.world.crash(swarm.world.peers["full"])
+        with pytest.raises(LocalError, match="cannot keep votes"):
+            await swarm.add("full", keeps=True)
+        swarm.world.crash(swarm.world.peers["full"])
+
+    run_swarm(scenario, min_peers=6)
+
+
 def test_the_endpoints_term_follows_the_plan(run_swarm):
     async def scenario(swarm):
         await swarm.begin(6)
@@ -167,19 +286,7 @@ def test_a_fork_and_a_ledger_that_does_not_add_up_are_alarms(run_swarm, caplog):
         assert victim.coordination.plan.digest == live.digest
         assert live.digest in caplog.text
         assert twin.digest in caplog.text
-        lie = CommitReport(
-            stage=0,
-            step=1,
-            members=2,
-            microbatches=99,
-            duplicates=0,
-            given_up=0,
-            tokens=1,
-            staleness_steps_mean=0.0,
-            loss=None,
-            digest="",
-        )
-        victim.commits.append(lie)
+        victim.commits.append(report(stage=0, microbatches=99))
         await swarm.until(lambda: owner.coordination.num_alarms == 1, within_s=3)
         assert victim.peer_id in caplog.text
 

@@ -1,7 +1,18 @@
 import pytest
 
-from shoal.coordinator.era import MISSING_HEARTBEATS, PATIENCE_HEARTBEATS, Disks, HolderWatch, is_last_holder
+from shoal.coordinator.era import (
+    MISSING_HEARTBEATS,
+    PATIENCE_HEARTBEATS,
+    RESIGNED_HEARTBEATS,
+    Disks,
+    HolderWatch,
+    holders,
+    is_last_holder,
+)
+from shoal.coordinator.roster import Roster
 from shoal.protocol.messages import Holding
+from shoal.protocol.plan import ExpertGroup, Member
+from shoal.protocol.spec import ModelSpec
 
 LAYERS = ("embed", "layers.0", "layers.1", "head")
 
@@ -95,6 +106,57 @@ def test_disks_that_are_away_are_waited_for_once_it_is_lost(plan):
     assert watch.is_hopeless(50.0 + 2 * MISSING_HEARTBEATS)
     watch.lost(plan, ALL, "abcdef", 120.0)
     assert not watch.is_hopeless(121.0), "found, and lost again: that counts anew"
+
+
+def test_a_wait_ends_a_little_after_it_is_known_to_be_in_vain(plan):
+    watch = HolderWatch(2.0, 0.0)
+    watch.lost(plan, without(1), "acdf", 50.0)
+    assert not watch.is_waiting(50.0), "as long as there is a whole snapshot nobody asks whether it is hopeless"
+    watch.is_hopeless(50.0)
+    assert watch.is_waiting(50.0)
+    hopeless_s = 50.0 + 2 * MISSING_HEARTBEATS
+    assert watch.is_hopeless(hopeless_s)
+    assert watch.is_waiting(hopeless_s)
+    assert not watch.is_waiting(hopeless_s + 2 * RESIGNED_HEARTBEATS)
+    watch.lost(plan, ALL, "abcdef", 60.0)
+    assert not watch.is_waiting(60.0)
+
+
+class Once(tuple):
+    """May be read through once."""
+
+    def __new__(cls, *held):
+        new = super().__new__(cls, held)
+        new.times = 0
+        return new
+
+    def __iter__(self):
+        self.times += 1
+        assert self.times == 1
+        return super().__iter__()
+
+
+def test_who_holds_what_is_read_from_each_heartbeat_once(make_plan, make_heartbeat):
+    """Groups 0 to 2 are the stages, 3 and 4 the experts of stage 0, and so on."""
+    experts = tuple(
+        ExpertGroup(stage, expert, tuple(Member(peer, 1.0, 1.0) for peer in group))
+        for stage, group in enumerate(ABC)
+        for expert in range(2)
+    )
+    live = make_plan(ABC, coordinator="a", experts=experts, era=1, restore_version=50, restore_era=0).plan
+    beats = {
+        "a": {"stage": 0, "version": 57, "synced": True, "held": Once((3, 57), (4, 49), (1, 57))},
+        "d": {"stage": 0, "version": 57, "synced": False, "held": Once((3, 50))},
+        "b": {"stage": 1, "version": 49, "synced": True, "held": Once((6, 50), (99, 50), (-1, 50))},
+        "c": {"stage": 2, "version": 57, "synced": True, "held": Once((8, 57)), "era": 0},
+        "f": {"stage": 3, "version": 57, "synced": True, "held": Once()},
+    }
+    roster = Roster(1.0)
+    for peer, says in beats.items():
+        roster.heard(peer, make_heartbeat(peer, **({"era": 1} | says)), 0.0)
+    model = ModelSpec(num_experts=2)
+    found = holders(live, roster, disks(), model, fresh=False, now_s=0.5)
+    assert ["".join(sorted(group)) for group in found] == ["a", "", "", "ad", "", "", "b", "", ""]
 
 
 def test_who_alone_holds_a_state_is_known(plan):

@@ -125,3 +125,16 @@ def test_a_hand_over_without_records_is_one(governor):
     will = msgspec.msgpack.decode(msgspec.msgpack.encode(plain), type=HandOver)
     governor.inherit(will)
     assert governor.experts.records == FailureRecords()
+
+
+def test_loads_of_an_old_term_do_not_come_back(governor, make_plan, make_heartbeat):
+    live = make_plan(GROUPS, coordinator="a").plan
+    governor.obey(live, 0.0)
+    governor.begin_term(live, 0.0, continuing=False, silent=None)
+    for count in (0, 100):
+        governor.hear("a", make_heartbeat("a", stage=0, loads=(count,) * 4), 0.0)
+    governor.stand_by()
+    governor.inherit(HandOver(plan=b"", roster=(), loads=((1.0,) * 4,)))
+    governor.begin_term(live, 600.0, continuing=False, silent=None)
+    governor.hear("a", make_heartbeat("a", stage=0, loads=(100_000, 200, 200, 200)), 600.0)
+    assert governor.experts.load_shares(0) == pytest.approx([0.25] * 4)

@@ -130,7 +130,8 @@ def test_who_only_fetches_its_state_takes_nobody_back(run_swarm):
     run_swarm(scenario, steps=1000, min_peers=6)
 
 
-def test_a_snapshot_that_is_nowhere_whole_is_waited_for_and_then_done_without(run_swarm):
+@pytest.mark.parametrize("term_s", [60.0, 20.0])
+def test_a_snapshot_that_is_nowhere_whole_is_waited_for_and_then_done_without(run_swarm, term_s):
     async def scenario(swarm):
         await swarm.begin(6)
         train(swarm)
@@ -143,7 +144,7 @@ def test_a_snapshot_that_is_nowhere_whole_is_waited_for_and_then_done_without(ru
         checked(swarm.coordinator.plan, version=0)
         assert "back to the seed" in swarm.coordinator.plan.reason
 
-    run_swarm(scenario, steps=1000, min_peers=6)
+    run_swarm(scenario, steps=1000, min_peers=6, term_s=term_s)
 
 
 def test_the_disk_that_was_missing_comes_back(run_swarm):

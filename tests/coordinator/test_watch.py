@@ -3,7 +3,10 @@ import pytest
 from shoal.coordinator.watch import (
     BACKING_HEARTBEATS,
     CLOSE_FLOOR_HEARTBEATS,
+    DOUBT_HEARTBEATS,
+    DOUBTED_MAX,
     FLOOR_HEARTBEATS,
+    HINT_HEARTBEATS,
     PING_HEARTBEATS,
     CoordinatorWatch,
 )
@@ -33,15 +36,15 @@ def test_before_any_plan_everyone_reports_to_the_owner(watch):
 
 
 def test_a_newcomer_reports_to_whom_the_directory_names(watch):
-    assert watch.found(head("c", 7, 9), None, me="new")
+    assert watch.found(head("c", 7, 9), None, me="new", now_s=0.0)
     assert watch.target(None) == "c"
-    assert watch.run_exists
+    assert watch.run_exists(0.0)
 
 
 def test_an_older_head_is_no_news(watch, plan):
-    assert not watch.found(head("c", 1, 1), plan, me="b")
-    assert watch.found(head("c", 2, 2), plan, me="b")
-    assert not watch.found(head("b", 2, 1), plan, me="b")
+    assert not watch.found(head("c", 1, 1), plan, me="b", now_s=0.0)
+    assert watch.found(head("c", 2, 2), plan, me="b", now_s=0.0)
+    assert not watch.found(head("b", 2, 1), plan, me="b", now_s=0.0)
     assert watch.target(plan) == "c"
 
 
@@ -51,11 +54,67 @@ def test_who_is_not_the_coordinator_names_who_is(watch, plan):
 
 
 def test_a_plan_ends_the_hint(watch, plan, make_plan):
-    watch.found(head("c", 2, 2), plan, me="b")
+    watch.found(head("c", 2, 2), plan, me="b", now_s=0.0)
     newer = make_plan([["owner"], ["b"], ["c"]], coordinator="c", order=(2, 2)).plan
     watch.obeys(newer, new_term=True, replaced=None, now_s=5.0)
-    assert not watch.run_exists
     assert watch.target(newer) == "c"
+    watch.found(None, newer, me="b", now_s=6.0)
+    assert not watch.run_exists(6.0)
+
+
+def test_who_does_not_show_its_plan_in_time_is_doubted_for_a_while(watch, plan):
+    late_s = HINT_HEARTBEATS
+    watch.found(head("liar", 99, 99), plan, me="b", now_s=0.0)
+    watch.found(head("liar", 99, 100), plan, me="b", now_s=late_s - 0.1)
+    assert watch.target(plan) == "liar"
+    watch.weigh_hint(late_s)
+    assert watch.target(plan) == "owner", "and another plan has not given it more time"
+    assert not watch.found(head("liar", 99, 101), plan, me="b", now_s=late_s)
+    assert watch.found(head("c", 2, 2), plan, me="b", now_s=late_s), "others are believed"
+    watch.weigh_hint(2 * late_s)
+    again_s = late_s + DOUBT_HEARTBEATS
+    watch.weigh_hint(again_s)
+    assert watch.found(head("liar", 99, 102), plan, me="b", now_s=again_s), "it may have been out of reach"
+
+
+def test_two_who_outdo_each_other_gain_no_time(watch, plan):
+    watch.found(head("liar", 9, 9), plan, me="b", now_s=0.0)
+    assert watch.found(head("other", 10, 10), plan, me="b", now_s=3.0)
+    assert not watch.found(head("liar", 11, 11), plan, me="b", now_s=6.0)
+    watch.weigh_hint(3.0 + HINT_HEARTBEATS)
+    assert watch.target(plan) == "owner"
+
+
+def test_who_shows_its_plan_is_not_doubted_any_more(watch, plan, make_plan):
+    watch.found(head("c", 2, 2), plan, me="b", now_s=0.0)
+    watch.weigh_hint(HINT_HEARTBEATS)
+    assert "c" in watch.doubted
+    newer = make_plan([["owner"], ["b"], ["c"]], coordinator="c", order=(2, 2)).plan
+    watch.obeys(newer, new_term=True, replaced=None, now_s=9.0)
+    assert watch.found(head("c", 3, 3), newer, me="b", now_s=9.0)
+
+
+def test_liars_without_number_take_no_room_without_end(watch, plan):
+    for number in range(2 * DOUBTED_MAX):
+        watch.found(head(f"liar {number}", 9 + number, 9), plan, me="b", now_s=0.0)
+    assert len(watch.doubted) == DOUBTED_MAX
+
+
+def test_the_run_exists_until_the_directory_has_forgotten_it(watch):
+    watch.found(head("c", 7, 9), None, me="owner", now_s=0.0)
+    watch.weigh_hint(HINT_HEARTBEATS)
+    assert watch.target(None) == "owner"
+    watch.found(head("c", 7, 9), None, me="owner", now_s=HINT_HEARTBEATS)
+    assert watch.run_exists(HINT_HEARTBEATS), "though who has its plan does not answer"
+    watch.found(None, None, me="owner", now_s=120.0)
+    assert not watch.run_exists(120.0)
+
+
+def test_a_sleep_of_ours_gives_it_more_time(watch, plan):
+    watch.found(head("c", 2, 2), plan, me="b", now_s=0.0)
+    watch.excuse(60.0)
+    watch.weigh_hint(60.0)
+    assert watch.target(plan) == "c"
 
 
 def listen(watch, plan, *, until_s, every_s=1.0):

@@ -3,12 +3,14 @@
 import asyncio
 import random
 
+import msgspec
 import pytest
 
 from shoal.coordinator.chain import ChainRecord
 from shoal.coordinator.events import Ask, LookUp, Note, Persist, Reply
 from shoal.coordinator.store import PlanStore
 from shoal.coordinator.word import COMPLAIN_EVERY_S, Word
+from shoal.protocol.errors import LocalError
 from shoal.protocol.messages import Done, PlanOffer, PlanVote, Refusal, TermGrant, TermRequest
 from shoal.protocol.sim.disk import SimDisk
 
@@ -45,6 +47,21 @@ def word(disk):
 def kept(disk):
     record = PlanStore(disk).load("run")
     return record.granted_term if record else 0
+
+
+def test_who_has_promised_nothing_yet_shows_that_it_could(word, disk):
+    disk.limit(0)
+    with pytest.raises(LocalError, match="cannot keep votes"):
+        word.begin(ChainRecord(run="run"))
+    disk.limit(None)
+    assert word.begin(ChainRecord(run="run")) is None
+    assert PlanStore(disk.crash()).load("run") == ChainRecord(run="run")
+
+
+def test_after_a_restart_a_full_disk_keeps_nobody_away(disk):
+    PlanStore(disk).save(keep(3).record)
+    disk.limit(0)
+    assert Word(PlanStore(disk), Time()).begin(ChainRecord(run="run")) == keep(3).record
 
 
 def test_a_promise_is_on_disk_before_it_is_given(word, disk):
@@ -116,3 +133,24 @@ def test_peers_on_full_disks_obey_and_are_voted_around(run_swarm):
         assert len(swarm.coordinator.plan.members) == 8
 
     run_swarm(scenario, min_peers=5, term_s=10.0)
+
+
+@pytest.mark.sim
+def test_a_lone_owners_plan_waits_for_its_disk(run_swarm):
+    async def scenario(swarm):
+        alone = msgspec.structs.replace(swarm.spec.swarm, stages=1, min_peers=1)
+        swarm.spec = msgspec.structs.replace(swarm.spec, swarm=alone)
+        owner = await swarm.add("p0", keeps=True)
+        await swarm.until(lambda: owner.order == (1, 1), within_s=10)
+        owner.port.disk.limit(0)
+        newcomer = await swarm.add("p1")
+        await asyncio.sleep(20.0)
+        assert (owner.order, len(owner.plan.members)) == ((1, 1), 1)
+        owner.port.disk.limit(None)
+        await swarm.until(lambda: swarm.agreed() and newcomer.peer_id in owner.plan.members, within_s=10)
+        await asyncio.sleep(60.0)  # terms go by with its own vote and the tie-break
+        assert swarm.agreed()
+        assert swarm.coordinator.plan.term >= 4
+        assert PlanStore(owner.port.disk).load(owner.plan.run).live == owner.coordination.plan.envelope
+
+    run_swarm(scenario, min_peers=3, term_s=10.0)

@@ -98,3 +98,9 @@ def test_a_dense_run_is_named_as_before_there_were_experts() -> None:
 def test_experts_that_cannot_be_are_refused(fields: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         ModelSpec(**fields)
+
+
+def test_a_term_in_which_no_loss_could_be_found_is_refused() -> None:
+    assert SwarmSpec(heartbeat_s=2.0, term_s=8.0)
+    with pytest.raises(ValueError, match=r"at least 4 heartbeats, is 3\.5"):
+        SwarmSpec(heartbeat_s=2.0, term_s=7.0)

@@ -178,6 +178,30 @@ def test_who_takes_over_with_a_word_plans_by_what_was_measured() -> None:
     assert planned(heir, dead, before, sequence=2).experts == planned(places, dead, before, sequence=2).experts
 
 
+def test_what_was_sent_while_others_coordinated_is_nothing_of_now() -> None:
+    places = ExpertPlaces(num_experts=E, slots=3)
+    peer = PeerID("p00")
+    places.hear(peer, beat(0, (0,) * E))
+    places.hear(peer, beat(0, (100,) * E))
+    places.rest()
+    assert places.load_shares(0) == [0.0] * E, "who takes over from the dead knows nothing"
+    places.take_over([[1.0] * E])
+    places.hear(peer, beat(0, (100_000,) + (200,) * (E - 1)))
+    assert places.load_shares(0) == pytest.approx([1 / E] * E)
+
+
+def test_a_stranger_that_comes_back_begins_anew() -> None:
+    places = ExpertPlaces(num_experts=E, slots=3)
+    stays, goes = names(2)
+    for peer in (stays, goes):
+        places.hear(peer, beat(0, (100,) * E))
+    places.forget_strangers({stays})
+    places.hear(goes, beat(0, (100_000,) + (100,) * (E - 1)))
+    assert places.load_shares(0) == [0.0] * E
+    places.hear(stays, beat(0, (100, 108) + (100,) * (E - 2)))
+    assert places.load_shares(0) == [0.0, 1.0] + [0.0] * (E - 2)
+
+
 def test_a_word_that_cannot_be_is_not_taken() -> None:
     places = ExpertPlaces(num_experts=E, slots=3)
     for counts in ((1.0,) * (E - 1), (float("nan"),) * E, (float("inf"),) * E, (-1.0,) * E):

@@ -1,0 +1,56 @@
+"""A will must fit into a message, whatever there is to say; what becomes of it is in `test_core.py`."""
+
+import msgspec
+import pytest
+
+from shoal.coordinator.allocate.greedy import GreedyAllocator
+from shoal.coordinator.governor import Governor
+from shoal.coordinator.handover import ADVERTS_MAX, LEAST_NEEDED, fitting
+from shoal.coordinator.proposal import ENVELOPE_BYTES
+from shoal.protocol.limits import CONTROL_BYTES_MAX
+from shoal.protocol.messages import HandOver, PeerRecord, PlanNote
+from shoal.protocol.spec import RunSpec, SwarmSpec
+
+NAMES = [f"{number:052}" for number in range(512)]
+GROUPS = [["a", "d"], ["b", "e"], ["c", "f"]]
+
+
+@pytest.fixture
+def make_large(make_advert):
+    """An advert with as many addresses as there may be, and long ones."""
+    return lambda name: make_advert(name, addresses=("x" * 200,) * 8)
+
+
+def size(will):
+    return len(msgspec.msgpack.encode(will)) + ENVELOPE_BYTES
+
+
+@pytest.mark.parametrize(
+    ("plan_bytes", "left_out"), [(60_000, 0), (120_000, 1), (200_000, 3), (230_000, 4), (300_000, 4)]
+)
+def test_what_is_needed_least_is_left_out_first(make_large, plan_bytes, left_out):
+    will = HandOver(
+        plan=bytes(plan_bytes),
+        roster=tuple((name, make_large(name)) for name in NAMES[:ADVERTS_MAX]),
+        version=57,
+        plans=tuple(PlanNote(1, sequence, 1.0, NAMES[0], "why " * 40) for sequence in range(16)),
+        loads=((1.0,) * 1024,) * 4,
+        records=tuple(PeerRecord(name, 1.0, 1.0) for name in NAMES),
+    )
+    less = fitting(will)
+    assert size(less) <= CONTROL_BYTES_MAX or plan_bytes > CONTROL_BYTES_MAX
+    assert [name for name in LEAST_NEEDED if getattr(less, name) == ()] == list(LEAST_NEEDED[:left_out])
+    assert msgspec.structs.replace(less, **{name: getattr(will, name) for name in LEAST_NEEDED}) == will
+
+
+def test_with_a_plan_for_a_thousand_there_is_a_will(make_plan, make_large, make_heartbeat):
+    spec = RunSpec(swarm=SwarmSpec(stages=3, min_peers=6))
+    governor = Governor(run="run", spec=spec, allocator=GreedyAllocator())
+    live = msgspec.structs.replace(make_plan(GROUPS, coordinator="a"), envelope=bytes(200 * 1024))
+    governor.obey(live.plan, 0.0)
+    for name in NAMES[: 2 * ADVERTS_MAX]:
+        governor.hear(name, make_heartbeat(name, advert=make_large(name), version=57), 0.0)
+    will = governor.will(live, 0.0)
+    assert size(will) <= CONTROL_BYTES_MAX
+    assert (will.plan, will.version, will.roster) == (live.envelope, 57, ())
+    assert len(will.plans) == 1
