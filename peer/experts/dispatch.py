@@ -31,6 +31,8 @@ from shoal.protocol.ports import Payload
 logger = logging.getLogger(__name__)
 
 _RETRY_S: Final = 0.2
+_RETRY_S_MAX: Final = 1.6
+"""Who refuses is asked less and less often: each time all of the tokens go there."""
 _PASS_BY_S: Final = 10.0
 """Nobody has been there for so long, nor is expected: the tokens are passed by."""
 
@@ -109,7 +111,7 @@ class ExpertDispatch:
         """What the experts of one layer make of their rows: [P, D] in the wire dtype; zero where nobody was there."""
         output = self._wire.room(len(call.tokens))
         spans = self._wire.rows(dict(enumerate(call.counts)))
-        todo = {expert for expert in self._experts if call.counts[expert]}
+        todo, wait_s = {expert for expert in self._experts if call.counts[expert]}, _RETRY_S
         for expert in sorted(todo):
             if call.gradients is None:
                 passage.passed_by.discard((call.layer, expert))
@@ -130,7 +132,8 @@ class ExpertDispatch:
                 self._pass_by(passage, call, todo)
                 break
             if todo:
-                await asyncio.sleep(_RETRY_S)  # somebody will come, or who has refused will no longer
+                await asyncio.sleep(wait_s)  # somebody will come, or who has refused will no longer
+                wait_s = min(2 * wait_s, _RETRY_S_MAX) if by_holder else _RETRY_S
         return output
 
     def settle(self, passage: Passage, *, again: bool) -> None:
@@ -235,7 +238,7 @@ class ExpertDispatch:
 
     async def _settle(self, passage: Passage, again: bool) -> None:
         try:
-            todo, began_s = set(self._experts), self._s.clock.now_s()
+            todo, began_s, wait_s = set(self._experts), self._s.clock.now_s(), _RETRY_S
             while todo:
                 by_holder = self._choose(passage, sorted(todo))
                 if by_holder:
@@ -245,7 +248,8 @@ class ExpertDispatch:
                 elif self._s.clock.now_s() - began_s >= _PASS_BY_S and all(self._is_lost(expert) for expert in todo):
                     break
                 if todo:
-                    await asyncio.sleep(_RETRY_S)  # somebody will come, or who has refused will no longer
+                    await asyncio.sleep(wait_s)  # somebody will come, or who has refused will no longer
+                    wait_s = min(2 * wait_s, _RETRY_S_MAX) if by_holder else _RETRY_S
         finally:
             self._unsettled -= 1
             self.abandon(passage)

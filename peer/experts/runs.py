@@ -2,6 +2,7 @@
 not said yet that they are through."""
 
 from dataclasses import dataclass, field
+from typing import Final
 
 from torch import Tensor
 
@@ -9,6 +10,10 @@ from shoal.peer.pipeline.contributions import Contributions
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.pipeline.weights import WeightSet
 from shoal.protocol.identity import PeerID
+
+AT_ONCE_MAX: Final = 4
+"""Runs of one microbatch by one sender, the latest: one may be settled while the next goes on, and one in between have
+been given up, which nobody tells us. Each has a gradient as large as the expert."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +54,9 @@ class OpenRuns:
         return self._open.get(run)
 
     def begin(self, run: Run, *, gradient_N: Tensor | None, weights: WeightSet | None, staleness_steps: int) -> OpenRun:
+        earlier = [r for r in list(self._open) if (r.source, r.microbatch) == (run.source, run.microbatch)]
+        for old in earlier[: 1 - AT_ONCE_MAX]:
+            self._open.pop(old, None)
         opened = self._open[run] = OpenRun(gradient_N, weights, staleness_steps)
         return opened
 

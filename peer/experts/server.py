@@ -1,8 +1,9 @@
 """Where tokens for experts arrive: one a peer, for all that it holds.
 
 A request waits until every expert that it names is near enough to its step (t - version <= s_max), is computed as one
-job, and is answered once. Nothing that a sender says is trusted: sizes follow from the spec, and what is not here is
-refused, for the sender to take elsewhere.
+job, and is answered once. Nothing that a sender says is trusted: it is of a plan, has so much room and no more, and
+sizes follow from the spec. What is not here, or further ahead of us than an honest sender gets, is refused, for the
+sender to take elsewhere.
 
 N tokens   D width
 """
@@ -13,13 +14,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shoal.peer.experts.runs import Run
+from shoal.peer.experts.senders import STRANGER, Room, Senders
 from shoal.peer.experts.wire import TokenWire
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.tasks import Tasks
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused, RemoteError, Unreachable
 from shoal.protocol.identity import PeerID
-from shoal.protocol.limits import QUEUED_TOKENS_MAX
+from shoal.protocol.limits import QUEUED_TOKENS_MAX, QUEUED_TOKENS_OF_ONE_MAX, REFUSED_TOKENS_OF_ONE_MAX
 from shoal.protocol.messages import Done, ExpertDone, ExpertOutput, ExpertTokens
 from shoal.protocol.ports import Compute, Payload, Priority
 from shoal.protocol.spec import RunSpec
@@ -52,6 +54,9 @@ class ExpertServer:
     """
 
     def __init__(self, wire: TokenWire, *, endpoint: Endpoint, compute: Compute, spec: RunSpec, tasks: Tasks) -> None:
+        self.senders = Senders(endpoint.peer_id)
+        self._room = Room(QUEUED_TOKENS_MAX, each=QUEUED_TOKENS_OF_ONE_MAX)
+        self._refusals = Room(QUEUED_TOKENS_MAX, each=REFUSED_TOKENS_OF_ONE_MAX)
         self._endpoint = endpoint
         self._compute = compute
         self._s_max = spec.training.s_max
@@ -90,12 +95,13 @@ class ExpertServer:
         key = (source, meta.incarnation, meta.serial)
         if key in self._pending:
             return  # asked once more
-        request = _Request(source, meta, payload)
-        if len(self._pending) >= QUEUED_TOKENS_MAX:
-            self._tasks.spawn(self._answer(request, b"", "has too much to do"), "refuse tokens")
-            return
-        self._pending[key] = request
-        self._tasks.spawn(self._serve(key, request), f"tokens of ({meta.step}, {meta.index})")
+        if not self.senders.admits(source):
+            self._refuse(source, meta, "does not know the sender as a member of the run", room_of=STRANGER)
+        elif not self._room.take(source):
+            self._refuse(source, meta, "has too much to do", room_of=source)
+        else:
+            request = self._pending[key] = _Request(source, meta, payload)
+            self._tasks.spawn(self._serve(key, request), f"tokens of ({meta.step}, {meta.index})")
 
     async def _serve(self, key: tuple[PeerID, int, int], request: _Request) -> None:
         payload, refused = self._wire.room(0), ""
@@ -105,7 +111,16 @@ class ExpertServer:
             refused = refusal.reason
         finally:
             del self._pending[key]
-        await self._answer(request, payload, refused)
+        await self._answer(request.source, request.meta, payload, refused)
+        self._room.leave(request.source)  # who does not read its answers has no room for more
+
+    def _refuse(self, source: PeerID, meta: ExpertTokens, why: str, *, room_of: PeerID) -> None:
+        if self._refusals.take(room_of):  # else it asks again
+            self._tasks.spawn(self._say_no(source, meta, why, room_of), "refuse tokens")
+
+    async def _say_no(self, source: PeerID, meta: ExpertTokens, why: str, room_of: PeerID) -> None:
+        await self._answer(source, meta, b"", why)
+        self._refusals.leave(room_of)
 
     async def _compute_when_admitted(self, request: _Request) -> Payload:
         """Raises: Refused: what it names is not here, or no more."""
@@ -121,11 +136,21 @@ class ExpertServer:
         return timed.value
 
     def _waits(self, request: _Request) -> bool:
-        """For a version. Raises: Refused: it is not here."""
+        """For a version. Raises: Refused: it is not here, or is far from that version."""
         meta = request.meta
         works = self._held(meta.stage, [expert for expert, _ in meta.counts], meta.layer)
+        self._check_near(works, meta.step)
         ahead = 0 if meta.index < 0 else self._s_max
         return any(meta.step - work.version > ahead for work in works)
+
+    def _check_near(self, works: "list[ExpertWork]", step: int) -> None:
+        """Raises: Refused: one is further behind `step` than whoever runs it can be ahead.
+
+        A stage at version v has had step v - 1 through its experts, which were at v - 1 - s_max then, or later; and it
+        begins nothing after v + s_max. Who is further behind slept, or missed the end of rounds: others are not.
+        """
+        if any(step - work.version > 2 * self._s_max + 1 for work in works):
+            raise Refused(self._endpoint.peer_id, f"is far behind step {step}")
 
     def _held(self, stage: int, experts: list[int], layer: int | None = None) -> "list[ExpertWork]":
         """To compute `layer` with, if given. Raises: Refused: one is not here, or not ready."""
@@ -158,12 +183,11 @@ class ExpertServer:
             outputs.append(self._wire.encode(y_ND))
         return self._wire.joined(outputs)
 
-    async def _answer(self, request: _Request, payload: Payload, refused: str) -> None:
-        meta = request.meta
+    async def _answer(self, source: PeerID, meta: ExpertTokens, payload: Payload, refused: str) -> None:
         output = ExpertOutput(stage=meta.stage, incarnation=meta.incarnation, serial=meta.serial, refused=refused)
         priority = Priority.GRADIENT if meta.backward else Priority.ACTIVATION
         try:
-            await self._endpoint.send(request.source, output, payload, priority=priority)
+            await self._endpoint.send(source, output, payload, priority=priority)
         except Unreachable as error:
             logger.info("cannot give tokens back: %s", error)  # it asks again if it is still there
 
@@ -173,8 +197,11 @@ class ExpertServer:
         self._wire.check_microbatch(message.step, message.index, source)
         if message.index < 0:
             raise RemoteError(source, "says that a validation is to be counted")
+        if not self.senders.admits(source):
+            raise Refused(self._endpoint.peer_id, "does not know the sender as a member of the run")
         run = run_of(source, message)
         works = self._held(message.stage, [expert for expert, _ in message.experts])
+        self._check_near(works, message.step)
         for work, (_, layers) in zip(works, message.experts, strict=True):
             if message.step >= work.version and layers > 0 and not work.has_whole(run, layers):
                 raise Refused(self._endpoint.peer_id, f"has not all of microbatch {run.microbatch}")

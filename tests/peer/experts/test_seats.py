@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from shoal.peer.experts.seats import ExpertSeats
+from shoal.peer.experts.senders import Senders
 from shoal.protocol.identity import PeerID
 from shoal.protocol.plan import ExpertGroup, Member, Plan, Stage
 from shoal.protocol.sim.loop import run
@@ -52,6 +53,8 @@ def test_one_that_has_drained_while_another_was_dropped_is_passed_over() -> None
             endpoint=SimpleNamespace(peer_id=ME, era=0, incarnation=1),
             on_failure=failures.append,
             server=SimpleNamespace(forget=lambda keys: None),
+            experts=SimpleNamespace(senders=Senders(ME)),
+            clock=SimpleNamespace(now_s=lambda: 0.0),
         )
         neighbours: Any = SimpleNamespace(say=lambda peers: None, say_news=lambda peers: None, words=lambda: ())
         seats = ExpertSeats(

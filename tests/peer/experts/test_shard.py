@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.peer.experts.runs import Run
+from shoal.peer.experts.runs import AT_ONCE_MAX, Run
 from shoal.peer.experts.shard import ExpertShard
 from shoal.peer.experts.wire import TokenWire
 from shoal.peer.model.layout import expert_key, init_layer, layer_layout
@@ -100,6 +100,15 @@ def test_what_is_not_wanted_or_came_before_or_of_the_dead_adds_nothing(shard) ->
     shard.contribute(Microbatch(0, 0))
     assert shard.close(run_of(3), wanted=True) is None
     assert not shard.gradient_sum(0).any()
+
+
+def test_runs_begun_over_and_over_give_up_the_earliest(shard) -> None:
+    for passage in range(10):
+        shard.backward(run_of(passage), 1, rows(1), rows(2), wanted=True)
+    shard.backward(run_of(10, index=1), 1, rows(1), rows(2), wanted=True)
+    assert shard.num_open == AT_ONCE_MAX + 1
+    assert [shard.layers_done(run_of(passage)) for passage in range(10)] == [0] * 6 + [1] * 4
+    assert shard.layers_done(run_of(10, index=1)) == 1
 
 
 def test_a_gradient_that_is_not_finite_is_done_and_adds_nothing(shard) -> None:
