@@ -56,9 +56,11 @@ class Archive:
         """Not to be offered to others; found so when they were read."""
         self._complained_s = -_COMPLAIN_S
         self.era_begun = -1
-        """The newest era that this peer, in this life or an earlier one, has begun from its beginning."""
+        """The newest era that this peer may not begin any more: it has, in this life, or knows that it is under way."""
         self._groups_begun: set[int] = set()
         """In which groups, in this life."""
+        self._noted = (-1, 0)
+        """The newest era that we have seen under way, in this life or an earlier one, and its version then."""
 
     @property
     def keeps(self) -> bool:
@@ -83,10 +85,12 @@ class Archive:
             await self._run_blocking(self._look)
             await self._run_blocking(self._recall_era)
 
-    async def begin_era(self, era: int, group: int = 0) -> bool:
-        """Whether this peer may begin `era` from its beginning, as a member of a group: once in all its lives, since
-        whoever comes back finds that the others have gone on, or that the state is lost. In the life that begins it,
-        once in each group.
+    def begin_era(self, era: int, group: int = 0) -> bool:
+        """Whether this peer may begin `era` from its beginning, as a member of a group: in one life once in each group.
+
+        In a later life again, as long as it knows of nothing that came of it (`note_era`): the beginning is the same
+        bits every time, and nobody else may have it. After that whoever comes back finds that the others have gone on,
+        or that the state is lost.
         """
         if era == self.era_begun and self._groups_begun and group not in self._groups_begun:
             self._groups_begun.add(group)
@@ -95,21 +99,32 @@ class Archive:
             return False
         self.era_begun = era
         self._groups_begun = {group}
+        return True
+
+    async def note_era(self, era: int, version: int) -> None:
+        """`era` is under way: it has come to `version`, which is past its beginning."""
+        if era > self.era_begun:
+            self.era_begun, self._groups_begun = era, set()
         disk = self._disk
-        if disk is None:
-            return True
+        if disk is None or era <= self._noted[0]:
+            return
+        before, self._noted = self._noted, (era, version)
 
         def write() -> None:
             disk.make_folder(self._path.parent)
-            disk.write(self._path.with_suffix(".new"), str(era).encode())
+            disk.write(self._path.with_suffix(".new"), f"{era} {version}".encode())
             disk.replace(self._path.with_suffix(".new"), self._path)
             disk.sync_folder(self._path.parent)
 
         try:
             await self._run_blocking(write)
         except OSError as error:
-            self._complain(f"cannot note that era {era} has begun: {error.strerror or error}")
-        return True
+            self._noted = before  # the next step tries again
+            self._complain(f"cannot note that era {era} is under way: {error.strerror or error}")
+
+    def version_noted(self, era: int) -> int:
+        """Which version `era` has reached at least, as far as this peer remembers; 0: it does not."""
+        return self._noted[1] if era == self._noted[0] else 0
 
     async def write(self, state: StageState, *, era: int) -> bool:
         """Returns: False: the disk did not take it, which has been said; training goes on without."""
@@ -164,7 +179,8 @@ class Archive:
     def _recall_era(self) -> None:
         assert self._disk is not None
         with contextlib.suppress(OSError, ValueError):  # not there, or torn: as if it had not begun
-            self.era_begun = int(self._disk.read(self._path))
+            era, version = (int(word) for word in self._disk.read(self._path).split())
+            self._noted, self.era_begun = (era, version), era
 
     def _look(self) -> None:
         assert self._disk is not None

@@ -50,6 +50,8 @@ class Copies:
         self._plan = plan
         self._tasks = tasks
         self._fetching: set[tuple[PeerID, tuple[str, ...]]] = set()
+        self._given: dict[int, list[tuple[PeerID, int]]] = {}
+        """By group: who was to keep which version when we last asked."""
         endpoint.on(Keep, self._on_keep)
 
     def preserve(self, group: int, state: StageState, *, rank: int, num_ready: int) -> None:
@@ -60,10 +62,14 @@ class Copies:
             self._tasks.spawn(self._preserve(group, state, copies), f"snapshot {state.version}")
 
     async def _preserve(self, group: int, state: StageState, copies: list[int]) -> None:
-        self._server.pin(state)
+        # Each copy that is under way holds a state in memory, and the next would hold up the one before.
+        under_way = [given for given in self._given.get(group, ()) if self._server.is_giving(*given)]
+        self._given[group] = under_way
+        if not under_way:
+            self._server.pin(state)
         await self._archive.write(state, era=self._endpoint.era)
         plan = self._plan()
-        if plan is None:
+        if plan is None or under_way:
             return
         outside = keepers(plan, group)
         message = Keep(version=state.version, layers=tuple(state.layers))
@@ -75,6 +81,7 @@ class Copies:
                 except (Unreachable, Refused, RemoteError) as error:
                     logger.debug("no copy there: %s", error)
                 else:
+                    self._given[group].append((peer, state.version))
                     break
 
     async def _on_keep(self, source: PeerID, message: Keep) -> Done:

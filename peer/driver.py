@@ -211,7 +211,7 @@ class PeerDriver:
             plan_digest=self._plan.digest if self._plan else "",
             era=self._endpoint.era,
             stage=replica.stage if replica else None,
-            version=replica.version if replica else 0,
+            version=max(replica.version if replica else 0, self._archive.version_noted(self._endpoint.era)),
             synced=replica.is_ready if replica else False,
             draining=self._is_leaving,
             commits=self.reports.take_commits(),
@@ -293,7 +293,7 @@ class PeerDriver:
             self.replica.start()
             self.pausing.begun(self.replica)
             self.replica.experts_at(me, self._hello())
-            self._measure_links(plan.members)
+            self._tasks.spawn(self._measure_links(plan.members), "measure links")
         else:
             self.replica.follow(plan)
 
@@ -377,20 +377,19 @@ class PeerDriver:
         states = (tenure.state for tenure in self._tenures if tenure.is_ready)
         return next((state for state in states if state is not None and set(keys) <= state.layers.keys()), None)
 
-    def _measure_links(self, peers: tuple[PeerID, ...]) -> None:
-        async def measure() -> None:
-            near = [p for p in (self.replica.audience if self.replica else []) if p in peers]
-            async for report in self._link_probe.measure_some(near, turn=peers.index(me), known=self._links):
-                self._meter.probed(report)
-
-        me = self._endpoint.peer_id
-        self._tasks.spawn(measure(), "measure links")
+    async def _measure_links(self, peers: tuple[PeerID, ...]) -> None:
+        turn = peers.index(self._endpoint.peer_id)
+        near = [p for p in (self.replica.audience if self.replica else []) if p in peers]
+        async for report in self._link_probe.measure_some(near, turn=turn, known=self._links):
+            self._meter.probed(report)
 
     # --- told by the tenures ---
 
     def _state_changed(self, tenure: Tenure, state: StageState) -> None:
         if self._on_state:
             self._on_state(tenure.group_id, state)
+        if self._plan and state.version > self._plan.plan.restore_version:
+            self._tasks.spawn(self._archive.note_era(self._endpoint.era, state.version), "note the era")
         rank, num_ready = tenure.group.core.standing
         self._copies.preserve(tenure.group_id, state, rank=rank, num_ready=num_ready)
 

@@ -28,7 +28,7 @@ _RETRY_S = 1.0
 class Joining:
     """Args:
     take_over: make a state ours; the pipeline and the group know it when this returns.
-    begin_era: whether we may begin an era from its beginning, which is once.
+    begin_era: whether we may begin an era from its beginning.
     members: of the newest plan; None: those of the plan that `run` was given.
     """
 
@@ -41,7 +41,7 @@ class Joining:
         runtime: Held,
         group: GroupDriver,
         take_over: Callable[[StageState], Awaitable[None]],
-        begin_era: Callable[[int], Awaitable[bool]],
+        begin_era: Callable[[int], bool],
         members: Callable[[], Sequence[PeerID]] | None = None,
     ) -> None:
         self._endpoint = endpoint
@@ -68,7 +68,7 @@ class Joining:
             self.progress = None
 
     async def _come_by(self, plan: Plan) -> None:
-        if not plan.fresh or not await self._begin_era(plan.era):
+        if not plan.fresh or not self._begin_era(plan.era):
             await self._from_mates()
         elif plan.restore_version:
             await self._from_snapshots(plan)
@@ -99,10 +99,7 @@ class Joining:
 
         If somebody offers something else, each is asked alone. Returns: None: nobody has it now.
         """
-        me = self._endpoint.peer_id
-        # A host that was away when this plan was made is in a later one.
-        members = self._members() if self._members is not None else plan.members
-        peers = [me, *(peer for peer in members if peer != me)]
+        peers = self._to_ask(plan)
         wanted = layers_of(self._runtime.keys)
         for holders in (peers, *([peer] for peer in peers)):
             try:
@@ -121,9 +118,8 @@ class Joining:
 
     async def _from_snapshots(self, plan: Plan) -> None:
         """The version at which the era begins, from whoever has it on disk, ourselves first."""
-        me = self._endpoint.peer_id
-        holders = [me, *(peer for peer in plan.members if peer != me)]
         while True:
+            holders = self._to_ask(plan)
             try:
                 state = await self._fetcher().fetch(holders, version=plan.restore_version, stored_era=plan.restore_era)
             except (Unreachable, Refused, RemoteError) as error:
@@ -132,6 +128,13 @@ class Joining:
                 continue
             await self._take_over(state)
             return
+
+    def _to_ask(self, plan: Plan) -> list[PeerID]:
+        """For what lies on a disk: ourselves first, then all members. Who was away when `plan` was made, a host or
+        one who keeps a copy, is in a later one."""
+        me = self._endpoint.peer_id
+        members = self._members() if self._members is not None else plan.members
+        return [me, *(peer for peer in members if peer != me)]
 
     async def _from_mates(self) -> None:
         """Fetch their state, replay what they committed meanwhile."""

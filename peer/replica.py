@@ -211,6 +211,7 @@ class Replica(Tenure):
             clock=self._s.clock,
             on_grant=self._granted,
             on_validation=self._s.on_validation,
+            on_failure=self._s.on_failure,
         )
 
     def _granted(self, microbatch: Microbatch, again: bool) -> None:

@@ -1,6 +1,6 @@
 """What a replica needs of its peer: the ports, the run, and whom to tell what."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -43,7 +43,7 @@ class Surroundings:
     """Our state is not our mates'."""
     on_unreachable: Callable[[PeerID], None]
     """A call or a frame to it has failed."""
-    begin_era: Callable[[int, int], Awaitable[bool]]
+    begin_era: Callable[[int, int], bool]
     """Whether we may begin it from its beginning, in a group."""
     on_failure: Callable[[BaseException], None]
     inbox: ChunkInbox

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from shoal.peer.group.commands import Command, Report, Resync, Witness
 from shoal.protocol.identity import PeerID
-from shoal.protocol.messages import CommitReport, RoundStart
+from shoal.protocol.messages import CommitReport, Digest, RoundStart
 
 UNCOMPARED_MAX = 16
 """Versions that we may be ahead of a member's digest: its device may be slow to step, though its network is not."""
@@ -38,6 +38,8 @@ class Agreement:
     has_loss: bool
     _digests: dict[int, dict[PeerID, str]] = field(default_factory=dict)
     _spoken: dict[PeerID, int] = field(default_factory=dict)
+    own: tuple[Digest, ...] = ()
+    """What we have said of the version that we are at; nothing before the first."""
     _since_s: dict[int, float] = field(default_factory=dict)
     """Step -> when we first saw its round behind us."""
     next_s: float = math.inf
@@ -45,6 +47,8 @@ class Agreement:
     _unreported: deque[tuple[PeerID, CommitReport]] = field(default_factory=lambda: deque(maxlen=UNCOMPARED_MAX))
 
     def heard(self, peer: PeerID, version: int, digest: str) -> None:
+        if peer == self.me:
+            self.own = (Digest(stage=self.stage, version=version, digest=digest),)
         self._digests.setdefault(version, {})[peer] = digest
         self._spoken[peer] = max(version, self._spoken.get(peer, version))
 

@@ -89,7 +89,7 @@ class CatchingUp:
 
         Args: owing: who owes us a piece of our round of `step`; None: there is none, or it stands still.
         """
-        if step in self._fetches or step != self._version():
+        if step in self._fetches or not self._is_lacking(step):
             return
         for source in dict.fromkeys((owing or mate, mate)):
             try:
@@ -98,11 +98,15 @@ class CatchingUp:
                 # Nor is it to blame for that: if it is dead, all of us would throw our states away for it at once.
                 logger.info("cannot catch up with step %d yet: %s", step, error)
             except (Refused, RemoteError) as error:
-                if source == mate:
+                if source == mate and self._is_lacking(step):
                     logger.warning("cannot catch up with step %d: %s; fetching the state instead", step, error)
                     self._on_behind(mate)
             else:
                 return
+
+    def _is_lacking(self, step: int) -> bool:
+        """It keeps us at our version; what is here already our device has not come to yet."""
+        return step == self._version() and step not in self._means()
 
     async def fetch(self, mate: PeerID, step: int) -> bool:
         """Get the reduced gradient of `step` from `mate`; if that is still our version then, it is committed.

@@ -32,6 +32,7 @@ class Claims:
 
     Args:
         on_grant: a microbatch is ours to make; whether it may have run before.
+        on_failure: we cannot claim any more.
         on_validation: all validation microbatches of a version are back (only at the lead).
     """
 
@@ -45,6 +46,7 @@ class Claims:
         clock: Clock,
         on_grant: Callable[[Microbatch, bool], None],
         on_validation: Callable[[ValidationReport], None],
+        on_failure: Callable[[BaseException], None],
     ) -> None:
         self.book = book
         self._group = group
@@ -53,6 +55,7 @@ class Claims:
         self._clock = clock
         self._on_grant = on_grant
         self._on_validation = on_validation
+        self._on_failure = on_failure
         self._outbox = Outbox(endpoint)
         self._losses: dict[int, dict[int, float]] = {}
         self._changed = asyncio.Event()
@@ -72,6 +75,7 @@ class Claims:
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._claim_forever(), name="claims")
+        self._task.add_done_callback(self._ended)
 
     def drain(self, draining: bool = True) -> None:
         """Claim no more; or go on."""
@@ -80,6 +84,7 @@ class Claims:
             self.wake()
 
     async def close(self) -> None:
+        self._endpoint.off(self._on_claim, self._on_repair, self._on_validation_result)
         if self._task:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -142,6 +147,7 @@ class Claims:
                 continue
             try:
                 grant = await self._ask(lead, count)
+                self._check(lead, grant)
                 self._follow(lead, grant)
             except (Unreachable, Refused, RemoteError) as error:
                 logger.debug("no grant: %s", error)
@@ -169,6 +175,16 @@ class Claims:
         grant = ask.result()
         self._asked_s.append(self._clock.now_s() - began_s)
         return grant
+
+    def _check(self, lead: PeerID, grant: Grant) -> None:
+        book = self.book
+        for step, index in grant.items:
+            if not (0 <= step <= book.steps and -book.validation_microbatches <= index < book.microbatches):
+                raise RemoteError(lead, f"grants microbatch ({step}, {index}), which this run has not")
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._on_failure(error)
 
     def _follow(self, lead: PeerID, grant: Grant) -> None:
         if self._pipeline.control is not None:
@@ -238,6 +254,8 @@ class Claims:
     async def _on_repair(self, source: PeerID, message: Repair) -> Done:
         if not self._group.is_lead:
             raise Refused(self._endpoint.peer_id, "does not lead stage 0")
+        if not 0 <= message.step < self.book.steps:
+            raise RemoteError(source, f"wants step {message.step} again, which this run has not")
         asked = IndexSet.from_bytes(message.indices, count=self.book.microbatches)
         passed = IndexSet()
         for index in range(self.book.microbatches):

@@ -26,8 +26,9 @@ from shoal.peer.group.agreement import UNCOMPARED_MAX, Agreement
 from shoal.peer.group.commands import CatchUp, Command, Reduce, Tell
 from shoal.peer.group.losses import Losses
 from shoal.peer.group.members import Members
+from shoal.peer.group.rounds import Rounds
 from shoal.peer.group.standstill import standstill
-from shoal.peer.group.tally import Tallies, attempt, share_out
+from shoal.peer.group.tally import Tallies, share_out
 from shoal.peer.pipeline.microbatch import IndexSet
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Digest, Progress, RoundStart
@@ -59,21 +60,20 @@ class GroupCore:
     version: int = 0
     incarnation: int = 0
     _members: Members = field(init=False)
-    _plan_sequence: int = 0
     _count: int = 0
     _announced_lead: PeerID | None = None
     _tallies: Tallies = field(init=False)
-    _rounds: dict[int, RoundStart] = field(default_factory=dict)
+    _rounds: Rounds = field(init=False)
     _behind_at_s: float = math.inf
     """When to ask a mate that is ahead."""
     _num_asked: int = 0
     _agreement: Agreement = field(init=False)
     _losses: Losses = field(init=False)
     _version_since_s: float = 0.0
-    _retries: int = 0
 
     def __post_init__(self) -> None:
         self._members = Members(me=self.me)
+        self._rounds = Rounds(members=self._members)
         self._tallies = Tallies(me=self.me, microbatches=self.microbatches)
         self._agreement = Agreement(
             me=self.me,
@@ -137,7 +137,7 @@ class GroupCore:
 
     def plan_changed(self, members: Sequence[Member], plan_sequence: int, *, now_s: float) -> list[Command]:
         self._members.plan(members)
-        self._plan_sequence = plan_sequence
+        self._rounds.plan_sequence = plan_sequence
         return self._lead_may_have_changed(now_s)
 
     def set_ready(self, ready: bool, *, now_s: float) -> list[Command]:
@@ -189,11 +189,7 @@ class GroupCore:
         self._losses.mate_died()
         for step in sorted(self._losses.steps_claimed_by(peer).union(self._tallies.steps)):
             self._losses.died(peer, step, self._tallies.lose(peer, step))
-        start = self._rounds.get(self.version)
-        if start is not None and any(member.peer == peer for member in start.members):
-            # Nobody can finish it now, unless somebody has: then that one's digest tells us to catch up instead.
-            del self._rounds[self.version]
-            self._retries += 1
+        self._rounds.void_if_dead(self.version)
         left = self._agreement.reports_left_by(peer)
         return [*left, *self._compare(now_s), *self._lead_may_have_changed(now_s)]
 
@@ -247,51 +243,48 @@ class GroupCore:
 
     def round_started(self, message: RoundStart) -> list[Command]:
         """The lead's word (our own included)."""
-        known = self._rounds.get(message.step)
         if not self.ready:
             return []  # It named an earlier tenure of ours, which had what this one lacks.
-        if message.step < self.version or (known is not None and known.attempt >= message.attempt):
+        if message.step < self.version or not self._rounds.outbids(message):
             return []
+        if self.is_lead and self._rounds.is_dead(message):
+            return []  # Who holds to it will hold to ours instead.
         mine = next((member.indices for member in message.members if member.peer == self.me), None)
         if mine is not None and not self._tallies.may_bring(self.me, message.step, mine):
             # Our sum holds more than the lead knew: an average must count what it contains. It will open another.
             return [Tell(self._progress(message.step))]
-        self._rounds[message.step] = message
+        self._rounds.open[message.step] = message
         return [Reduce(message)] if mine is not None else []
 
     def _void_round_if_outgrown(self, step: int, peer: PeerID) -> None:
         """As the lead: a member has more than our round says of it (a microbatch ran in two places)."""
-        start = self._rounds.get(step)
+        start = self._rounds.open.get(step)
         if start is None or step != self.version or self.lead != self.me:
             return
         said = next((member.indices for member in start.members if member.peer == peer), None)
         if said is not None and not self._tallies.may_bring(peer, step, said):
-            del self._rounds[step]
-            self._retries += 1
+            self._rounds.void(step)
 
     def stepped(self, version: int, digest: str, *, now_s: float, by: RoundStart | None = None) -> list[Command]:
         """We are at `version`, by a step or by fetching; `digest` is our state's. `by`: whose result we stepped with,
         which we may have given up meanwhile, when a member died that had done its part."""
         assert version >= self.version, f"version fell from {self.version} to {version}"
         if by is not None:
-            self._rounds.setdefault(by.step, by)
+            self._rounds.open.setdefault(by.step, by)
         self._losses.stepped(version, by_a_step=version == self.version + 1, now_s=now_s)
         self.version = version
         self._version_since_s = now_s
-        self._retries = 0
+        self._rounds.retries = 0
         self._tallies.forget_before(version)
         self._agreement.heard(self.me, version, digest)
-        commands: list[Command] = [Tell(Digest(stage=self.stage, version=version, digest=digest))]
-        commands += self._compare(now_s)
-        oldest = version - UNCOMPARED_MAX
-        for step in [s for s in self._rounds if s < oldest]:
-            del self._rounds[step]
-        self._agreement.forget_before(oldest)
+        commands: list[Command] = [*map(Tell, self._agreement.own), *self._compare(now_s)]
+        for kept in (self._rounds, self._agreement):
+            kept.forget_before(version - UNCOMPARED_MAX)
         self._behind_at_s = now_s + self.catch_up_after_s if self._agreement.is_behind(version) else math.inf
         return commands + self._try_round(now_s)
 
     def digest(self, source: PeerID, message: Digest, *, now_s: float) -> list[Command]:
-        if message.version < self.version and message.version - 1 not in self._rounds:
+        if message.version < self.version and not self.has_round(message.version - 1):
             return []
         self._agreement.heard(source, message.version, message.digest)
         if message.version > self.version:
@@ -305,39 +298,42 @@ class GroupCore:
 
     def next_timer_s(self) -> float:
         times = [self._agreement.next_s, self._behind_at_s]
-        if self.deadline_s > 0 and self.version not in self._rounds:
+        if self.deadline_s > 0 and not self.has_round(self.version):
             times.append(self._version_since_s + self.deadline_s)
-        if self.is_lead and self.version < self.steps and self.version not in self._rounds:
+        if self.is_lead and self.version < self.steps and not self.has_round(self.version):
             times.append(self._losses.suspect_at_s())
         return min(times)
 
     def press(self) -> list[Command]:
         """The open round does not end: as its lead, tell it again. A member may have forgotten it with a mate that it
         counted lost, or have held to that one's round when it heard of ours."""
-        start = self._rounds.get(self.version)
+        start = self._rounds.open.get(self.version)
         return [Tell(start)] if self.is_lead and start is not None else []
 
     def has_round(self, step: int) -> bool:
         """A round of `step` is open, with what we have said so far."""
-        return step in self._rounds
+        return step in self._rounds.open
+
+    def is_sound(self, start: RoundStart) -> bool:
+        """An honest lead may have opened it."""
+        return self._rounds.is_sound(start)
 
     def waits_for(self) -> str:
         """What keeps us at this version, for the log."""
         missing = [index for index in range(self.microbatches) if self.lacks(self.version, index)]
-        return standstill(self._members, self._rounds.get(self.version), missing)
+        return standstill(self._members, self._rounds.open.get(self.version), missing)
 
     @property
     def owes(self) -> bool:
         """Others count on us: for what we have contributed, for our part of a round and our word on its result, or for
         a version that nobody else has reached."""
-        in_round = any(m.peer == self.me for start in self._rounds.values() for m in start.members)
-        return self._tallies.has_own or in_round or self._agreement.is_alone_at(self.version, self.ready_mates)
+        alone = self._agreement.is_alone_at(self.version, self.ready_mates)
+        return alone or self._tallies.has_own or self.me in self._rounds.named
 
     @property
     def round_mates(self) -> tuple[PeerID, ...]:
         """Who else is in a round whose result has not been compared."""
-        named = {member.peer for start in self._rounds.values() for member in start.members}
-        return tuple(sorted(named - {self.me}))
+        return tuple(sorted(self._rounds.named - {self.me}))
 
     # --- inside ---
 
@@ -349,12 +345,14 @@ class GroupCore:
     @property
     def _attempt(self) -> int:
         rank = [member.peer for member in self._members.planned].index(self.me)
-        return attempt(self._plan_sequence, self._retries, rank=rank, incarnation=self.incarnation)
+        return self._rounds.number(rank, self.incarnation)
 
     def _tell_open_steps(self, *, to: PeerID | None = None) -> list[Command]:
         """Of the current one always, and last: only it names our lead, who must not grant again what the others say."""
-        later = [self._progress(s, names_lead=False) for s in sorted(self._tallies.steps) if s != self.version]
-        return [Tell(message, to=to) for message in (*later, self._progress(self.version))]
+        own = self._agreement.own if to and self.version else ()  # it may lead, and not know how far the others are
+        said: list[Digest | Progress] = [*own]
+        said += [self._progress(s, names_lead=False) for s in sorted(self._tallies.steps) if s != self.version]
+        return [Tell(message, to=to) for message in (*said, self._progress(self.version))]
 
     def _lead_may_have_changed(self, now_s: float) -> list[Command]:
         if self.lead == self._announced_lead:
@@ -364,14 +362,17 @@ class GroupCore:
 
     def _try_round(self, now_s: float) -> list[Command]:
         step = self.version
-        if step in self._rounds or step >= self.steps or not self.is_lead:
+        if step >= self.steps or not self.is_lead:
+            return []
+        self._rounds.void_if_dead(step)  # it may have been dead before we came to its step
+        if self.has_round(step):
             return []
         tallies = self._tallies.of(step)
         bandwidths = {member.peer: member.bandwidth for member in self._members.planned}
         # Ready members in rank order, then those who contributed and have since left the plan: they owe and are owed.
         # A member that is not ready takes no part, so what it has contributed is not there until it is ready again.
         ranked = [peer for peer in bandwidths if self._members.is_ready(peer)]
-        ranked += [p for p in sorted(tallies) if p not in bandwidths and len(tallies[p].indices) and p != self.me]
+        ranked += [peer for peer in self.departing if peer in tallies and len(tallies[peer].indices)]
         num_held = self._tallies.num_held(step, ranked)
         if num_held < self.microbatches:
             overdue = self.deadline_s > 0 and now_s >= self._version_since_s + self.deadline_s
@@ -391,10 +392,9 @@ class GroupCore:
 
     def _compare(self, now_s: float) -> list[Command]:
         """Compare the states of all committed versions of which every member of the round has spoken."""
-        named = {member.peer for start in self._rounds.values() for member in start.members}
-        gone = {peer for peer in named if self._members.is_gone(peer)}
+        gone = {peer for peer in self._rounds.named if self._members.is_gone(peer)}
         commands: list[Command] = []
-        for start in self._agreement.settle(self._rounds, self.version, gone, now_s=now_s):
-            del self._rounds[start.step]
+        for start in self._agreement.settle(self._rounds.open, self.version, gone, now_s=now_s):
+            del self._rounds.open[start.step]
             commands += self._agreement.conclude(start, gone, in_plan=self._members.in_plan)
         return commands

@@ -16,6 +16,7 @@ from shoal.peer.arithmetic import Held
 from shoal.peer.group.catching_up import CatchingUp
 from shoal.peer.group.commands import AskRepair, CatchUp, Command, Reduce, Report, Resync, Tell, Witness
 from shoal.peer.group.core import GroupCore
+from shoal.peer.group.early import Early
 from shoal.peer.group.pieces import Pieces
 from shoal.peer.group.pressing import PRESS_S, Pressing
 from shoal.peer.group.reduce import Reduction
@@ -24,7 +25,7 @@ from shoal.peer.outbox import Outbox
 from shoal.peer.pipeline.microbatch import IndexSet
 from shoal.peer.tasks import Tasks
 from shoal.protocol.endpoint import Endpoint
-from shoal.protocol.errors import RemoteError
+from shoal.protocol.errors import Refused, RemoteError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import (
     CommitReport,
@@ -39,8 +40,6 @@ from shoal.protocol.plan import Member
 from shoal.protocol.ports import Clock, Payload
 
 logger = logging.getLogger(__name__)
-
-_EARLY_FRAMES_MAX = 4096
 
 
 class Stepper(Protocol):
@@ -101,7 +100,9 @@ class GroupDriver:
         self._outbox = Outbox(endpoint, on_trouble=on_unreachable)
         self._telling = Telling(self.core.me, self._outbox, self._audience)
         self._reductions: dict[int, Reduction] = {}
-        self._early: dict[tuple[int, int], list[tuple[PeerID, ReducePart | GatherPart, Payload]]] = {}
+        vectors, size = self._vectors, stepper.runtime.num_parameters
+        # Two parts of the gradient go from one mate to another: one's own, and what it has of the other's.
+        self._early = Early(vectors.chunk * vectors.gradient_bytes, size // vectors.chunk + 2)
         self._means: dict[int, Tensor] = {}  # step -> reduced gradient, until stepped and for those behind us
         self._committing = -1  # the version that the pipeline is stepping from
         self._committing_round: RoundStart | None = None  # whose result it steps with; None: a mate's
@@ -109,8 +110,8 @@ class GroupDriver:
         self._pieces = Pieces(endpoint, self._vectors, self._tasks, clock)
         self._catching_up = CatchingUp(
             stage=core.stage,
-            size=stepper.runtime.num_parameters,
-            vectors=self._vectors,
+            size=size,
+            vectors=vectors,
             endpoint=endpoint,
             pieces=self._pieces,
             means=lambda: self._means,
@@ -193,7 +194,7 @@ class GroupDriver:
         keep_from = min(version - 1, self._retained_from())
         self._means = {step: mean_N for step, mean_N in self._means.items() if step >= keep_from}
         self._reductions = {step: r for step, r in self._reductions.items() if step >= version}
-        self._early = {key: frames for key, frames in self._early.items() if key[0] >= version}
+        self._early.forget_before(version, mates=(*self.core.mates, *self.core.departing))
         by = self._committing_round if version == self._committing + 1 else None
         self._perform(self.core.stepped(version, digest, now_s=self._clock.now_s(), by=by))
         self._commit_if_complete()
@@ -212,6 +213,10 @@ class GroupDriver:
         return Done()
 
     async def _on_round_start(self, source: PeerID, message: RoundStart) -> Done:
+        if not self._is_near(source):
+            raise Refused(self._endpoint.peer_id, f"does not know the sender as a member of group {self.core.stage}")
+        if not self.core.is_sound(message):
+            raise RemoteError(source, "opens a round that nobody can reduce, or under a number from far ahead")
         self._perform(self.core.round_started(message))
         return Done()
 
@@ -226,15 +231,16 @@ class GroupDriver:
             return
         reduction = self._reductions.get(meta.step)
         if reduction is None or reduction.start.attempt < meta.attempt:
-            # A mate heard of the round before we did.
-            early = self._early.setdefault((meta.step, meta.attempt), [])
-            if len(early) >= _EARLY_FRAMES_MAX:
-                raise RemoteError(source, "sends parts of a round that nobody opened")
-            early.append((source, meta, payload))
+            # A mate heard of the round before we did. Who is no mate yet, by our plan, sends it again.
+            if self._is_near(source):
+                self._early.keep(source, meta, payload)
         elif reduction.start.attempt == meta.attempt:
             self._take(reduction, source, meta, payload)
 
     # --- inside ---
+
+    def _is_near(self, peer: PeerID) -> bool:
+        return peer in self.core.mates or peer in self.core.departing
 
     def _perform(self, commands: list[Command]) -> None:
         if self._closed:
@@ -277,8 +283,11 @@ class GroupDriver:
         for peer in reduction.others:
             self._pieces.send(reduction.scatter_to(peer), start, ReducePart)
         self._pieces.send(reduction.own_chunks(), start, GatherPart)
-        for source, meta, payload in self._early.pop((start.step, start.attempt), []):
-            self._take(reduction, source, meta, payload)
+        for source, meta, payload in self._early.take(start.step, start.attempt):
+            try:  # it is not the fault of whoever tells us of the round
+                self._take(reduction, source, meta, payload)
+            except RemoteError as error:
+                logger.warning("an early piece of round %d: %s", start.step, error)
         self._complete(reduction)
 
     def _take(self, reduction: Reduction, source: PeerID, meta: ReducePart | GatherPart, payload: Payload) -> None:

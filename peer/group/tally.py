@@ -12,16 +12,6 @@ from shoal.peer.pipeline.microbatch import IndexSet
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Progress, RoundMember, RoundStart
 
-_ATTEMPTS_PER_PLAN = 1000
-_RANKS = _TENURES = 1000
-
-
-def attempt(plan_sequence: int, retries: int, *, rank: int, incarnation: int) -> int:
-    """The number of a round: no two leads, nor two tenures of one, open different rounds of a step under one. Each may
-    not have heard of the other's, and their parts must not meet in one sum."""
-    order = plan_sequence * _ATTEMPTS_PER_PLAN + retries
-    return (order * _RANKS + rank) * _TENURES + incarnation % _TENURES
-
 
 @dataclass(slots=True)
 class Tally:

@@ -1,7 +1,8 @@
 """Serves state to who asks: a newcomer, a peer that keeps a copy, or everybody after all holders of a layer died.
 
 What is asked for is pinned (state is immutable, so a pin is a reference) and served in ranges. Nobody stops for it:
-holders go on committing, and keep the reduced gradients since the oldest pinned version, which a newcomer replays.
+holders go on committing, and keep the reduced gradients since the oldest version that a newcomer fetches, which it
+replays. Who keeps a copy never does: at a step a second those of a long transfer would be many times the state.
 """
 
 import logging
@@ -36,6 +37,10 @@ class _Pin:
         self.until_s = until_s
         self.layers: dict[str, LayerState] = {}
         self.digests: dict[str, str] = {}
+        self.is_replayed = False
+        """A newcomer fetches it, and wants what was committed since."""
+        self.left: dict[PeerID, int] = {}
+        """Elements that each has yet to ask for."""
 
     def add(self, layers: Iterable[tuple[str, LayerState]]) -> None:
         for key, layer in layers:
@@ -71,6 +76,9 @@ class StateServer:
         self._current = current
         self._stored = stored
         self._pins: dict[_Key, _Pin] = {}
+        self._newcomers: dict[PeerID, float] = {}
+        """Who has asked for the newest, as only a newcomer does, until when we remember it. Plans may tell of it later,
+        and what it asks others for by its number is what some have reached meanwhile."""
         self.initial: InitialWeights | None = None
         """Of the host, if its run does not begin from the seed."""
         endpoint.on(StateRequest, self._on_request)
@@ -81,9 +89,16 @@ class StateServer:
         self._pin((TRAINED, state.version), state.layers.items())
 
     def pinned_from(self) -> int:
-        """The oldest pinned version of what is trained; far in the future if none is."""
+        """The oldest version of what is trained on which a newcomer builds; far in the future if none does."""
         self._forget_old()
-        return min((version for era, version in self._pins if era == TRAINED), default=2**62)
+        replayed = (version for (era, version), pin in self._pins.items() if era == TRAINED and pin.is_replayed)
+        return min(replayed, default=2**62)
+
+    def is_giving(self, peer: PeerID, version: int) -> bool:
+        """Whether `peer` has not got all yet that it wants of that version of what is trained."""
+        self._forget_old()
+        pin = self._pins.get((TRAINED, version))
+        return pin is not None and peer in pin.left
 
     def forget(self, keys: Collection[str]) -> None:
         """A tenure that held these layers is over: what it has pinned is of no use to anybody."""
@@ -96,6 +111,7 @@ class StateServer:
     def _forget_old(self) -> None:
         now_s = self._clock.now_s()
         self._pins = {key: pin for key, pin in self._pins.items() if pin.until_s >= now_s}
+        self._newcomers = {peer: until_s for peer, until_s in self._newcomers.items() if until_s >= now_s}
 
     def _pin(self, key: _Key, layers: Iterable[tuple[str, LayerState]]) -> _Pin:
         until_s = self._clock.now_s() + PINNED_S
@@ -109,21 +125,23 @@ class StateServer:
         wanted = set(message.layers)
         if message.stored_era == INITIAL:
             bare = await self._begun_with(message.layers)
-            return self._offer((INITIAL, 0), bare.items(), wanted)
+            return self._offer(source, (INITIAL, 0), bare.items(), wanted)
         if message.stored_era != TRAINED:
             layers = await self._stored(message.stored_era, message.version, message.layers)
             if not layers:
                 raise Refused(self._endpoint.peer_id, "has no such snapshot")
-            return self._offer((message.stored_era, message.version), layers.items(), wanted)
+            return self._offer(source, (message.stored_era, message.version), layers.items(), wanted)
+        if message.version < 0:
+            self._newcomers[source] = self._clock.now_s() + PINNED_S
         pinned = self._pins.get((TRAINED, message.version))
         if pinned is not None and wanted <= pinned.layers.keys():
-            return self._offer((TRAINED, message.version), (), wanted)
+            return self._offer(source, (TRAINED, message.version), (), wanted)
         state = self._current(message.layers)
         if state is None:
             raise Refused(self._endpoint.peer_id, "does not hold that state")
         if message.version not in (-1, state.version):
             raise Refused(self._endpoint.peer_id, f"is at version {state.version}, not {message.version}")
-        return self._offer((TRAINED, state.version), state.layers.items(), wanted)
+        return self._offer(source, (TRAINED, state.version), state.layers.items(), wanted)
 
     async def _begun_with(self, keys: tuple[str, ...]) -> dict[str, LayerState]:
         me = self._endpoint.peer_id
@@ -137,8 +155,13 @@ class StateServer:
             logger.error("cannot give what the run begins with: %s", error)
             raise Refused(me, "cannot read what the run begins with") from error
 
-    def _offer(self, key: _Key, layers: Iterable[tuple[str, LayerState]], wanted: set[str]) -> StateOffer:
+    def _offer(
+        self, source: PeerID, key: _Key, layers: Iterable[tuple[str, LayerState]], wanted: set[str]
+    ) -> StateOffer:
         pin = self._pin(key, layers)
+        pin.is_replayed |= source in self._newcomers
+        sizes = [tensor.numel() for name in wanted & pin.layers.keys() for tensor in pin.layers[name].tensors]
+        pin.left[source] = pin.left.get(source, 0) + sum(sizes)
         digests = tuple((name, digest) for name, digest in pin.digests.items() if name in wanted)
         return StateOffer(version=key[1], digests=digests, pinned_s=PINNED_S)
 
@@ -165,4 +188,7 @@ class StateServer:
                 await self._endpoint.send(source, meta, payload, priority=Priority.BULK)
             except Unreachable as error:
                 raise Refused(self._endpoint.peer_id, "cannot reach who asks") from error
+        left = pin.left.pop(source, 0) - (message.stop - message.start)
+        if left > 0:
+            pin.left[source] = left
         return Done()

@@ -4,6 +4,7 @@ What its sum of a step holds is exactly what the others have been told: a gradie
 may have to be left out stays apart from the sum.
 """
 
+import logging
 from threading import Lock
 
 from torch import Tensor
@@ -11,6 +12,8 @@ from torch import Tensor
 from shoal.peer.pipeline.microbatch import IndexSet, Microbatch
 from shoal.peer.pipeline.weights import WeightSet
 from shoal.peer.vectors import Vectors
+
+logger = logging.getLogger(__name__)
 
 APART_MAX = 16
 """Gradients of one step that are kept apart from its sum: each is as large as the stage."""
@@ -45,6 +48,17 @@ class Contributions:
     def finish(self, microbatch: Microbatch, gradient_N: Tensor, weights: WeightSet | None = None) -> None:
         """Its backward writes into `gradient_N`. `weights` are those that it is taken at, if they will be asked for."""
         self._finished[microbatch] = (gradient_N, weights)
+
+    def zero_if_not_finite(self, microbatch: Microbatch) -> None:
+        """Its backward is done: no number in it that is not finite may enter the sum.
+
+        Their sum is finite only if all are, and one pass without a copy. (Where finite numbers have one that is not,
+        their norm is not either: no optimizer would take them.)
+        """
+        finished = self._finished.get(microbatch)
+        if finished is not None and not bool(finished[0].sum().isfinite()):
+            logger.warning("microbatch %s has a gradient that is not finite: it counts as zero", microbatch)
+            finished[0].zero_()
 
     def forget(self, microbatch: Microbatch) -> None:
         self._finished.pop(microbatch, None)

@@ -150,6 +150,8 @@ class PipelineDriver:
     async def close(self) -> None:
         """Drop everything in flight. The job that runs is waited for: a device cannot be interrupted."""
         self._closed = True
+        self._endpoint.off(self._on_activation, self._on_gradient)
+        self._handing_back.close()
         await self._tasks.cancel()
         if self.experts:
             await self.experts.close()

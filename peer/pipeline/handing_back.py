@@ -46,6 +46,10 @@ class HandingBack:
         self._check, self._on_back = check, on_back
         self._endpoint.on(messages.HandBack, self._on_hand_back)
 
+    def close(self) -> None:
+        """Take nothing back any more: whoever wants to give it then is told so, and does not take it for taken."""
+        self._endpoint.off(self._on_hand_back)
+
     def send(self, commands: Sequence[HandBack]) -> None:
         """Tell whom it concerns, each once."""
         by_target: dict[PeerID | None, list[HandBack]] = {}

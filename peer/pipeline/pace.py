@@ -11,6 +11,8 @@ TRIES_APART = 20.0
 """A laggard is tried again after this many times what it took: a step that waits for it costs at most a twentieth."""
 TRIES_APART_S = 5.0
 _GAIN = 0.25
+_TAKES_S_MAX = 3600.0
+"""Where a run stands still nobody answers: what is doubled each time would come to infinity, a weight to zero."""
 
 
 @dataclass(slots=True)
@@ -28,7 +30,7 @@ class Pace:
 
     def gave_up(self, peer: PeerID, after_s: float) -> None:
         """It has not answered in time: the next try is at least twice as far away as the last."""
-        self._takes_s[peer] = max(after_s, 2.0 * self._takes_s.get(peer, 0.0))
+        self._takes_s[peer] = min(max(after_s, 2.0 * self._takes_s.get(peer, 0.0)), _TAKES_S_MAX)
 
     def given(self, peer: PeerID, now_s: float) -> None:
         self._tried_s[peer] = now_s

@@ -23,8 +23,8 @@ from shoal.peer.data.microbatch import microbatch as training_microbatch
 from shoal.peer.data.microbatch import validation_microbatch
 from shoal.peer.experts.wire import TokenWire
 from shoal.peer.model import llama
-from shoal.peer.model.flop import job_flop, trunk_flop
 from shoal.peer.model.flop import forward_flop as whole_flop
+from shoal.peer.model.flop import job_flop, trunk_flop
 from shoal.peer.model.layout import HEAD, stage_layer_keys, trunk_keys
 from shoal.peer.model.mixture import ExpertLoads, Experts, Mixture
 from shoal.peer.pipeline.microbatch import Microbatch
@@ -141,7 +141,7 @@ class StageRuntime(Shard):
                 logger.warning("microbatch %s has a loss of %s: nothing is learnt from it", microbatch, value)
                 return value, self._input_gradient(x)
             back: tuple[float, bytearray | None] | Suspended = passing.backward(
-                loss, None, lambda: (value, self._input_gradient(x))
+                loss, None, lambda: (value, self._end_backward(microbatch, x))
             )
             return back
 
@@ -162,7 +162,7 @@ class StageRuntime(Shard):
 
         def back(y_BTD: Tensor) -> bytearray | Suspended | None:
             value: bytearray | Suspended | None = passing.backward(
-                y_BTD, grad_BTD, lambda: self._input_gradient(context.x)
+                y_BTD, grad_BTD, lambda: self._end_backward(microbatch, context.x)
             )
             return value
 
@@ -214,6 +214,12 @@ class StageRuntime(Shard):
         if int(targets_BT.min()) < 0 or int(targets_BT.max()) >= self.spec.model.vocab_size:
             return logits_BTV.new_tensor(math.nan)
         return llama.loss(logits_BTV, targets_BT)
+
+    def _end_backward(self, microbatch: Microbatch, x: Tensor) -> bytearray | None:
+        """Returns: the gradient of the input, as the stage before gets it."""
+        # Zero came back for an activation that was not finite, and 0 x NaN is NaN in all weights that it has met.
+        self._contributions.zero_if_not_finite(microbatch)
+        return self._input_gradient(x)
 
     def _input_gradient(self, x: Tensor) -> bytearray | None:
         if not x.is_floating_point():

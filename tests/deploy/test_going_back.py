@@ -41,6 +41,11 @@ def spec(tmp_path: Path) -> RunSpec:
     )
 
 
+def with_three_peers(spec: RunSpec) -> RunSpec:
+    """One for each stage."""
+    return msgspec.structs.replace(spec, swarm=msgspec.structs.replace(spec.swarm, min_peers=3))
+
+
 class Run:
     """A swarm of six that has reached step `LOST_AT`, and the last word on each step."""
 
@@ -58,6 +63,21 @@ class Run:
         for number in range(6):
             self.swarm.launch(f"n{number}")
         await self.swarm.until(lambda: max(self.swarm.steps, default=0) >= LOST_AT)
+
+    async def begin_only(self, num_peers: int, version: int = 0) -> None:
+        """Until all hold their stage's state, some of them at `version`, and no step is over."""
+        for number in range(num_peers):
+            self.swarm.launch(f"n{number}")
+        async with asyncio.timeout(60.0):
+            while len(self.ready()) < num_peers or max(self.ready()) < version:
+                self.swarm.raise_failures()
+                await asyncio.sleep(0.005)
+        assert not self.swarm.steps
+
+    def ready(self) -> list[int]:
+        """The versions of those who hold a state."""
+        replicas = [node.peer.replica for node in self.swarm.nodes.values()]
+        return [replica.version for replica in replicas if replica is not None and replica.is_ready]
 
     def kill(self, names: list[str]) -> None:
         for name in names:
@@ -96,6 +116,58 @@ def test_a_swarm_that_is_switched_off_goes_on_where_its_disks_are(spec: RunSpec)
         return all_
 
     check(run(main()), spec)
+
+
+def test_a_swarm_that_is_switched_off_before_its_first_step_begins_again(spec: RunSpec) -> None:
+    async def main() -> Run:
+        all_ = Run(spec)
+        await all_.begin_only(6)
+        names = list(all_.swarm.nodes)
+        all_.kill(names)
+        await asyncio.sleep(10.0)
+        for name in names:
+            all_.swarm.launch(name)
+        await all_.swarm.end(timeout_s=600.0)
+        assert all_.eras() == {0}
+        return all_
+
+    check(run(main()), spec)
+
+
+def test_a_stage_whose_holder_restarts_before_the_first_step_begins_again(spec: RunSpec) -> None:
+    small = with_three_peers(spec)
+
+    async def main() -> Run:
+        three = Run(small)
+        await three.begin_only(3)
+        (name,) = [name for name in three.swarm.nodes if three.swarm.stage_of(name) == 1]
+        three.kill([name])
+        three.swarm.launch(name)
+        await three.swarm.end(timeout_s=600.0)
+        assert three.eras() == {0}
+        return three
+
+    check(run(main()), small)
+
+
+def test_a_swarm_that_is_switched_off_in_the_middle_of_its_first_commit_begins_anew(spec: RunSpec) -> None:
+    """One stage is past it and knows that the era is under way, the others are not; no coordinator has been told."""
+    small = with_three_peers(spec)
+
+    async def main() -> Run:
+        three = Run(small)
+        await three.begin_only(3, version=1)
+        assert 0 in three.ready()
+        names = list(three.swarm.nodes)
+        three.kill(names)
+        await asyncio.sleep(10.0)
+        for name in names:
+            three.swarm.launch(name)
+        await three.swarm.until(lambda: three.eras() == {1})
+        await three.swarm.end(timeout_s=600.0)
+        return three
+
+    check(run(main()), small)
 
 
 def test_half_of_a_swarm_goes_on_when_its_owner_says_so_and_the_others_come_back(spec: RunSpec, tmp_path: Path) -> None:

@@ -557,7 +557,7 @@ class World(Machines):
                 t, c = n.tenure, n.tenure.core
                 lines.append(
                     f"{n.name}: v{c.version} acts={n.acts} ready={c.ready} open={t.is_open} lead={c.lead} "
-                    f"is_lead={c.is_lead} work={t.work} rounds={list(c._rounds)} leaving={t.leaving} "
+                    f"is_lead={c.is_lead} work={t.work} rounds={list(c._rounds.open)} leaving={t.leaving} "
                     f"order={n.order.sequence if n.order else None} claim={t.claim} ready_mates={c.ready_mates} "
                     f"departing={c.departing} absent={c._members._absent} named={c._members._named}"
                 )

@@ -127,18 +127,48 @@ def test_a_snapshot_found_damaged_is_not_offered_again_until_it_is_written_anew(
     assert tuple(desk.read(0, 20)) == KEYS
 
 
-def test_an_era_is_begun_once_in_all_lives(desk: Desk) -> None:
-    assert asyncio.run(desk.archive.begin_era(0))
-    assert not asyncio.run(desk.archive.begin_era(0)), "as after a state that was not the mates'"
+def restart(desk: Desk) -> None:
     desk.disk = desk.disk.crash()
     desk.reopen()
-    assert not asyncio.run(desk.archive.begin_era(0)), "as after a restart under an old plan"
-    assert asyncio.run(desk.archive.begin_era(1))
-    assert not asyncio.run(desk.archive.begin_era(0))
 
 
-def test_a_disk_that_cannot_note_an_era_keeps_nobody_from_it(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
+def test_once_it_is_under_way_an_era_is_not_begun_again_in_any_life(desk: Desk) -> None:
+    assert desk.archive.begin_era(0)
+    assert not desk.archive.begin_era(0), "as after a state that was not the mates'"
+    asyncio.run(desk.archive.note_era(0, 1))
+    restart(desk)
+    assert not desk.archive.begin_era(0), "as after a restart under an old plan"
+    assert desk.archive.version_noted(0) == 1
+    assert desk.archive.begin_era(1)
+    assert not desk.archive.begin_era(0)
+    assert desk.archive.version_noted(1) == 0
+
+
+def test_an_era_of_which_nothing_has_come_is_begun_again_by_who_restarts(desk: Desk) -> None:
+    for era in (0, 1):
+        for _ in range(3):
+            assert desk.archive.begin_era(era, group=1)
+            assert desk.archive.begin_era(era, group=2)
+            assert not desk.archive.begin_era(era, group=1)
+            restart(desk)
+        asyncio.run(desk.archive.note_era(era, 9))
+
+
+def test_who_came_to_an_era_by_its_mates_does_not_begin_it_elsewhere(desk: Desk) -> None:
+    assert desk.archive.begin_era(0, group=1)
+    asyncio.run(desk.archive.note_era(3, 5))
+    assert not desk.archive.begin_era(3, group=2)
+
+
+def test_a_disk_that_cannot_note_an_era_is_tried_again_by_the_next_step(
+    desk: Desk, caplog: pytest.LogCaptureFixture
+) -> None:
     desk.disk.limit(0)
-    assert asyncio.run(desk.archive.begin_era(2))
+    assert desk.archive.begin_era(2)
+    asyncio.run(desk.archive.note_era(2, 1))
     assert "era 2" in caplog.text
-    assert not asyncio.run(desk.archive.begin_era(2))
+    assert not desk.archive.begin_era(2)
+    desk.disk.limit(None)
+    asyncio.run(desk.archive.note_era(2, 2))
+    restart(desk)
+    assert not desk.archive.begin_era(2)

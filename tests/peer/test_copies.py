@@ -150,6 +150,25 @@ def test_one_without_a_disk_refuses_and_the_next_is_asked(tiny_spec: RunSpec) ->
     play(tiny_spec, scene, diskless="c")
 
 
+def test_no_copy_begins_while_the_one_before_is_under_way(tiny_spec: RunSpec) -> None:
+    async def scene(peers: dict[str, Peer], plans: list[Plan]) -> None:
+        a = peers["a"]
+        for number in (1, 2):
+            assert a.state is not None
+            a.state = replace(a.state, version=number * VERSION)
+            a.copies.preserve(0, a.state, rank=0, num_ready=2)
+            await a.tasks.wait()
+            await asyncio.sleep(0.005)
+        await peers["c"].tasks.wait()
+        assert sorted(versions(a)) == [VERSION, 2 * VERSION]
+        assert (versions(peers["c"]), versions(peers["d"])) == ([VERSION], [])
+        a.state = replace(a.state, version=3 * VERSION)
+        await preserve(a, rank=0, num_ready=2, among=peers)
+        assert 3 * VERSION in versions(peers["c"])
+
+    play(tiny_spec, scene)
+
+
 def test_the_third_member_writes_nothing(tiny_spec: RunSpec) -> None:
     async def scene(peers: dict[str, Peer], plans: list[Plan]) -> None:
         await preserve(peers["a"], rank=2, num_ready=3, among=peers)

@@ -20,7 +20,7 @@ from shoal.protocol.plan import Member, Plan, Stage
 from shoal.protocol.sim.loop import run
 from shoal.protocol.spec import RunSpec
 
-ME, MATE, OTHER = (Identity.generate().peer_id for _ in range(3))
+ME, MATE, OTHER, NEWCOMER = (Identity.generate().peer_id for _ in range(4))
 
 
 @dataclass
@@ -32,6 +32,8 @@ class Scene:
     may_begin: bool = True
     mates: tuple[PeerID, ...] = (MATE,)
     silent_for: int = 0
+    newcomer: PeerID | None = None
+    """In the plan from when somebody was first asked in vain."""
     mates_version: int = 7
     group_version: int = 0
     fetched: list[tuple[tuple[PeerID, ...], int, int]] = field(default_factory=list)
@@ -55,8 +57,9 @@ class Scene:
         async def fetch_mean(mate: PeerID, step: int) -> bool:
             return False
 
-        async def begin_era(era: int) -> bool:
-            return self.may_begin
+        def members() -> tuple[PeerID, ...]:
+            assert self.newcomer is not None
+            return (*plan.members, self.newcomer) if self.fetched else plan.members
 
         async def compute(kind: str, work: Any, *, flop: float) -> Any:
             return SimpleNamespace(value=work())
@@ -78,7 +81,8 @@ class Scene:
             runtime=TorchArithmetic(self.spec, None, torch.device("cpu")).runtime(0, 1),
             group=cast(Any, SimpleNamespace(core=Core(), fetch_mean=fetch_mean)),
             take_over=take_over,
-            begin_era=begin_era,
+            begin_era=lambda era: self.may_begin,
+            members=None if self.newcomer is None else members,
         )
 
         async def main() -> None:
@@ -128,6 +132,13 @@ def test_snapshots_that_are_not_there_yet_are_waited_for(scene: Scene) -> None:
 def test_in_an_era_under_way_the_state_is_the_mates(scene: Scene) -> None:
     assert scene.join(plan(fresh=False, restore_version=40)) == [7]
     assert scene.fetched == [((MATE,), -1, -1)]
+
+
+def test_who_comes_later_with_a_copy_is_asked_for_it(scene: Scene) -> None:
+    scene.silent_for = 1
+    scene.newcomer = NEWCOMER
+    assert scene.join(plan(fresh=True, restore_version=40)) == [40]
+    assert [holders for holders, _, _ in scene.fetched] == [(ME, MATE, OTHER), (ME, MATE, OTHER, NEWCOMER)]
 
 
 @pytest.mark.parametrize("restore_version", [0, 40])

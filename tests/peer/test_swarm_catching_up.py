@@ -5,7 +5,7 @@ import asyncio
 import msgspec
 import pytest
 
-from shoal.protocol.messages import ReducePart
+from shoal.protocol.messages import ReducedRequest, ReducePart
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
 
@@ -28,9 +28,61 @@ def open_anew(group, step):
     core = group.core
     assert core.is_lead
     assert core.version == step
-    del core._rounds[step]
-    core._retries += 1
+    core._rounds.void(step)
     group._perform(core._try_round(group._clock.now_s()))
+
+
+class Resting:
+    """A device that begins no step until it is awake."""
+
+    def __init__(self, compute):
+        self.awake = asyncio.Event()
+        self._compute = compute
+
+    async def run(self, kind, work, *, flop):
+        if kind == "step":
+            await self.awake.wait()
+        return await self._compute.run(kind, work, flop=flop)
+
+
+@pytest.mark.sim
+def test_whose_device_rests_while_its_mates_go_on_keeps_its_state_and_asks_nobody(make_swarm, tiny_spec):
+    builtins = msgspec.to_builtins(tiny_spec)
+    builtins["training"] |= {"steps": 8, "validation_interval_steps": 0}
+    spec = msgspec.convert(builtins, type(tiny_spec))
+    asked = []
+
+    async def main():
+        swarm = make_swarm(spec, network=uniform(latency_s=0.05, rate_bytes_per_s=1e7))
+        names = ["0", "1", "2"]
+        for name in names:
+            await swarm.add(name)
+        swarm.obey([names], fresh=True)
+        await swarm.until_step(1)
+        slow = swarm.drivers["2"]
+        replica = slow.replica
+        replica.claims.drain()  # the others make all there is
+        await swarm.until_step(2)
+        device = replica.pipeline._compute = Resting(replica.pipeline._compute)
+        ask = slow._endpoint.ask
+
+        def noted(peer, message, expect, **options):
+            if isinstance(message, ReducedRequest):
+                asked.append(message.step)
+            return ask(peer, message, expect, **options)
+
+        slow._endpoint.ask = noted
+        until_s = swarm.world.now_s() + 10.0
+        await swarm.until(lambda: all(swarm.drivers[name].replica.version > replica.version + 2 for name in "01"))
+        assert swarm.world.now_s() < until_s - 4.0
+        await asyncio.sleep(until_s - swarm.world.now_s())
+        device.awake.set()
+        await swarm.until(lambda: all(driver.replica.version == 8 for driver in swarm.drivers.values()))
+        assert slow.replica is replica
+        await swarm.close()
+
+    run(main())
+    assert asked == []
 
 
 @pytest.mark.sim

@@ -110,6 +110,33 @@ def test_a_peer_that_is_back_before_anyone_missed_it_begins_anew(make_swarm, tin
 
 
 @pytest.mark.sim
+@pytest.mark.parametrize("name", ["0.0", "1.0", "2.1"])
+def test_who_begins_an_era_again_beside_mates_that_have_gone_on_is_put_right(make_swarm, tiny_spec, name):
+    """It died before the first commit, so it knows of none; and the plan is from before anybody heard of one."""
+    spec = synchronous(tiny_spec)
+
+    async def main():
+        swarm, stages = await begin(make_swarm, spec, 0)
+        await swarm.until(lambda: all(d.replica and d.replica.is_ready for d in swarm.drivers.values()))
+        assert not swarm.commits
+        kill(swarm, name)
+        swarm.obey([[other for other in names if other != name] for names in stages], fresh=True)
+        await swarm.until_step(6)
+        driver = await swarm.add(name, device_flop_per_s=1e8, keeps=True)
+        swarm.obey(stages, fresh=True)
+        await swarm.until(lambda: driver.replica is not None and driver.replica.is_ready)
+        assert driver.replica.version == 0
+        await swarm.until_step(STEPS)
+        await swarm.until(lambda: driver.replica is not None and driver.replica.version == STEPS)
+        await swarm.close()
+        return swarm
+
+    swarm = run(main())
+    assert swarm.world.failures == []
+    assert max(abs(a - b) for a, b in zip(swarm.losses, single_losses(spec), strict=True)) < 1e-4
+
+
+@pytest.mark.sim
 def test_who_slept_through_the_plans_that_dropped_it_and_took_it_back_fetches_the_state(make_swarm, tiny_spec):
     spec = synchronous(tiny_spec)
     whole = [[f"{k}.{r}" for r in range(2)] for k in range(3)]

@@ -24,12 +24,13 @@ class Replica:
     def __init__(self, world, name, version, means):
         self.peer = world.add_peer(name)
         self.version = version
+        self.means = means
         self.got = []
         self.gave_up_on = []
         self.tasks = Tasks(lambda error: self.gave_up_on.append(error))
-        self.peer.context().run(self._start, means)
+        self.peer.context().run(self._start)
 
-    def _start(self, means):
+    def _start(self):
         vectors = Vectors(torch.device("cpu"), chunk_bytes=16)
         endpoint = Endpoint(self.peer.identity, self.peer.transport, run="run", first_sequence=1)
         self.catching_up = CatchingUp(
@@ -38,7 +39,7 @@ class Replica:
             vectors=vectors,
             endpoint=endpoint,
             pieces=Pieces(endpoint, vectors, self.tasks, self.peer.clock),
-            means=lambda: means,
+            means=lambda: self.means,
             version=lambda: self.version,
             on_mean=lambda step, mean_N: self.got.append((step, mean_N.tolist())),
             on_behind=self.gave_up_on.append,
@@ -93,9 +94,31 @@ def test_a_mate_that_cannot_be_reached_is_no_reason_to_fetch_the_state(dies_afte
 def test_a_mate_that_no_longer_has_the_gradient_is():
     async def scenario(world, ahead, behind, also_behind):
         ahead.version = STEP + 5
-        ahead.catching_up._means = dict
+        ahead.means = {}
         await behind.catch_up(ahead, None)
         assert behind.gave_up_on == [ahead.peer.peer_id]
+
+    play(scenario)
+
+
+def test_who_has_the_gradient_and_waits_for_its_device_asks_nobody():
+    async def scenario(world, ahead, behind, also_behind):
+        ahead.version = STEP + 5
+        ahead.means = {}
+        behind.means = {STEP: torch.zeros(10)}
+        await behind.catch_up(ahead, None)
+        assert behind.gave_up_on == []
+
+    play(scenario)
+
+
+def test_what_came_while_it_was_asked_for_is_not_lacking():
+    async def scenario(world, ahead, behind, also_behind):
+        ahead.version = STEP + 5
+        ahead.means = {}
+        asyncio.get_running_loop().call_later(0.05, behind.means.setdefault, STEP, torch.zeros(10))
+        await behind.catch_up(ahead, None)
+        assert behind.gave_up_on == []
 
     play(scenario)
 

@@ -11,12 +11,13 @@ import torch
 
 from shoal.peer.handoff.fetcher import FetchProgress, StateFetcher
 from shoal.peer.handoff.inbox import ChunkInbox
-from shoal.peer.handoff.server import PINNED_S, StateServer
+from shoal.peer.handoff.server import PINNED_S, TRAINED, StateServer
 from shoal.peer.pipeline.state import LayerState, StageState, initial_state
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import RemoteError, Unreachable
 from shoal.protocol.identity import PeerID
 from shoal.protocol.layers import stage_layer_keys
+from shoal.protocol.messages import StateOffer, StateRequest
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
 from shoal.protocol.sim.world import SimPeer, World
@@ -184,16 +185,67 @@ def test_two_fetches_at_once_on_one_inbox_do_not_meet(
     play(scene)
 
 
-def test_a_pin_holds_back_what_newcomers_replay_until_it_is_old(state: StageState) -> None:
+def test_what_a_newcomer_replays_is_held_back_until_its_pin_is_old(
+    tiny_spec: RunSpec, keys: tuple[str, ...], state: StageState
+) -> None:
     async def scene(holders: list[Holder]) -> None:
-        b = holders[1]
-        assert b.server.pinned_from() > VERSION
+        newcomer, b, _, _ = holders
+        b.trained = state
+        for forget in (lambda: asyncio.sleep(PINNED_S + 1.0), lambda: b.server.forget(state.layers)):
+            assert b.server.pinned_from() > VERSION
+            await newcomer.fetcher(tiny_spec, keys).fetch([b.name])
+            assert b.server.pinned_from() == VERSION
+            waiting = forget()
+            if waiting is not None:
+                await waiting
+            assert b.server.pinned_from() > VERSION
+
+    play(scene)
+
+
+def test_who_keeps_a_copy_holds_nothing_back_for_it_never_replays(
+    tiny_spec: RunSpec, keys: tuple[str, ...], state: StageState
+) -> None:
+    async def scene(holders: list[Holder]) -> None:
+        _, b, keeper, _ = holders
         b.server.pin(state)
-        assert b.server.pinned_from() == VERSION
-        await asyncio.sleep(PINNED_S + 1.0)
+        fetched = await keeper.fetcher(tiny_spec, keys).fetch([b.name], version=VERSION)
+        assert fetched.digest() == state.digest()
         assert b.server.pinned_from() > VERSION
+
+    play(scene)
+
+
+def test_a_newcomer_may_ask_by_its_number_for_what_a_holder_has_reached_meanwhile(
+    tiny_spec: RunSpec, keys: tuple[str, ...], state: StageState
+) -> None:
+    async def scene(holders: list[Holder]) -> None:
+        newcomer, b, keeper, _ = holders
+        b.trained = state
+        await newcomer.endpoint.ask(b.name, StateRequest(layers=keys), StateOffer)
+        b.trained = later = replace(state, version=VERSION + 1)
+        await asyncio.sleep(PINNED_S - 1.0)
+        await keeper.endpoint.ask(b.name, StateRequest(layers=keys, version=later.version), StateOffer)
+        b.server._pins.pop((TRAINED, VERSION))
+        assert b.server.pinned_from() > later.version
+        await newcomer.endpoint.ask(b.name, StateRequest(layers=keys, version=later.version), StateOffer)
+        assert b.server.pinned_from() == later.version
+
+    play(scene)
+
+
+def test_a_transfer_is_under_way_until_all_has_been_asked_for(
+    tiny_spec: RunSpec, keys: tuple[str, ...], state: StageState
+) -> None:
+    async def scene(holders: list[Holder]) -> None:
+        _, b, keeper, other = holders
         b.server.pin(state)
-        b.server.forget(state.layers)
-        assert b.server.pinned_from() > VERSION
+        assert not b.server.is_giving(keeper.name, VERSION)
+        fetch = asyncio.create_task(keeper.fetcher(tiny_spec, keys).fetch([b.name], version=VERSION))
+        await asyncio.sleep(0.05)
+        assert b.server.is_giving(keeper.name, VERSION)
+        assert not b.server.is_giving(other.name, VERSION)
+        await fetch
+        assert not b.server.is_giving(keeper.name, VERSION)
 
     play(scene)

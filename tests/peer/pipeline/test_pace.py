@@ -72,3 +72,10 @@ def test_each_time_it_is_given_up_on_the_next_try_is_further_away() -> None:
     assert made.is_due(B, 10.0 * TRIES_APART)
     made.gave_up(B, 10.0)
     assert not made.is_due(B, 20.0 * TRIES_APART - 1.0)
+
+
+def test_who_never_answers_still_weighs_something() -> None:
+    made = pace(a=1.0)
+    for _ in range(5000):
+        made.gave_up(B, 3.0)
+    assert made.weight(B, (A, B)) > 0.0

@@ -14,6 +14,8 @@ import msgspec
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from shoal.peer.data.corpus import Corpus, load_corpus
 from shoal.peer.data.microbatch import microbatch as training_microbatch
@@ -170,6 +172,26 @@ def test_recomputing_gives_the_bits_that_stashing_gives(spec: RunSpec, corpus: C
     assert torch.equal(made[0][-1], made[1][-1])
 
 
+@pytest.mark.parametrize("keep", ["stash", "recompute"])
+def test_what_jobs_say_of_their_arithmetic_is_what_torch_counts(spec: RunSpec, corpus: Corpus, keep: str) -> None:
+    first, middle, last = stages(trained_with(spec, keep=keep), corpus, (1, 2))
+    m, counted = Microbatch(0, 0), {}
+
+    def count(job: str, work: Callable[[], Any]) -> Any:
+        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+            value = work()
+        counted[job] = counter.get_total_flops()
+        return value
+
+    activation = first.forward(m, None)
+    sent = count("forward", lambda: middle.forward(m, activation))
+    count("validate", lambda: last.validate(Microbatch(0, -1), sent))
+    _, back = count("loss", lambda: loss(last, m, sent))
+    count("backward", lambda: backward(middle, m, back))
+    assert counted["backward"] / counted["forward"] == middle.flop.backward / middle.flop.forward
+    assert counted["loss"] / counted["validate"] == last.flop.loss / last.flop.forward == 3.0
+
+
 def test_recomputing_keeps_only_the_input_until_the_backward(spec: RunSpec, corpus: Corpus) -> None:
     kept_bytes = {}
     for keep in ("stash", "recompute"):
@@ -271,6 +293,27 @@ def test_an_activation_that_is_not_finite_teaches_nothing(spec: RunSpec, corpus:
     assert back is not None
     assert not any(back)
     assert not last.gradient_sum(0).any()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("keep", ["stash", "recompute"])
+def test_an_activation_that_is_not_finite_freezes_no_stage_on_its_way(
+    spec: RunSpec, corpus: Corpus, keep: str, value: float
+) -> None:
+    """Zero comes back for it, and zero times what is not finite is not zero. The next microbatch is learnt from."""
+    first, middle, last = pipeline = stages(trained_with(spec, keep=keep), corpus, (1, 2))
+    m = Microbatch(0, 0)
+    sent = middle.forward(m, poisoned(first.forward(m, None), value))
+    _, back = loss(last, m, sent)
+    assert back is not None
+    back = backward(middle, m, back)
+    assert back is not None
+    backward(first, m, back)
+    assert not any(runtime.gradient_sum(0).any() for runtime in pipeline)
+    run(pipeline, Microbatch(0, 1))
+    for runtime in pipeline:
+        assert runtime.gradient_sum(0).any()
+        assert runtime.step(runtime.gradient_sum(0))[2] == 0
 
 
 @pytest.mark.parametrize("token", [-100, -1, 256, 2**31 - 1])

@@ -1,0 +1,162 @@
+"""Pieces of rounds that nobody has told us of: kept from mates, and of each a few rounds; from nobody else."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from shoal.peer.group.core import GroupCore
+from shoal.peer.group.driver import GroupDriver
+from shoal.peer.group.early import ROUNDS_MAX, Early
+from shoal.peer.vectors import VECTORS
+from shoal.protocol.endpoint import Endpoint
+from shoal.protocol.errors import Refused, RemoteError
+from shoal.protocol.identity import PeerID
+from shoal.protocol.messages import GatherPart, ReducePart, RoundMember, RoundStart
+from shoal.protocol.plan import Member
+from shoal.protocol.sim.loop import run
+from shoal.protocol.sim.network import uniform
+from shoal.protocol.sim.world import World
+
+A, B = PeerID("a"), PeerID("b")
+SIZE = 10
+
+
+def part(start, *, step=0, attempt=1, kind=ReducePart):
+    return kind(stage=0, step=step, attempt=attempt, start=start)
+
+
+def numbers(count):
+    return bytearray(torch.ones(count).numpy().tobytes())
+
+
+def test_what_came_of_a_round_is_taken_once_and_what_came_twice_is_one() -> None:
+    early = Early(40, 3)
+    for mate in (A, B, A):
+        early.keep(mate, part(0), numbers(5))
+    early.keep(A, part(0, kind=GatherPart), numbers(5))
+    early.keep(A, part(0, attempt=0), numbers(5))
+    early.keep(A, part(0, attempt=2), numbers(5))
+    came = early.take(0, 1)
+    assert [(mate, type(piece)) for mate, piece, _ in came] == [(A, ReducePart), (A, GatherPart), (B, ReducePart)]
+    assert early.take(0, 1) == []
+    assert len(early) == 1, "the attempt before it will not come any more"
+    assert len(early.take(0, 2)) == 1
+
+
+def test_of_one_mate_a_few_rounds_are_kept_the_latest() -> None:
+    early = Early(40, 3)
+    early.keep(B, part(0), numbers(5))
+    for attempt in range(1000):
+        early.keep(A, part(0, attempt=attempt), numbers(5))
+    assert len(early) == ROUNDS_MAX + 1
+    assert len(early.take(0, 999)) == 1
+    early.keep(A, part(0, step=1), numbers(5))
+    early.forget_before(1, mates=[A])
+    assert len(early) == 1
+    early.forget_before(1, mates=[B])
+    assert len(early) == 0
+
+
+def test_no_round_has_such_pieces() -> None:
+    early = Early(40, 3)
+    with pytest.raises(RemoteError):
+        early.keep(A, part(0), numbers(11))
+    for start in range(3):
+        early.keep(A, part(start), numbers(5))
+    with pytest.raises(RemoteError):
+        early.keep(A, part(3), numbers(5))
+
+
+class Replica:
+    """Of a stage of ten numbers, with one mate, which has contributed the other of a step's two microbatches."""
+
+    def __init__(self, world):
+        self.me, self.mate, self.stranger = (world.add_peer(name) for name in ("me", "mate", "stranger"))
+        self.committed = []
+        self.me.context().run(self._start)
+
+    def _start(self):
+        names = self.me.peer_id, self.mate.peer_id
+        runtime = SimpleNamespace(vectors=VECTORS, num_parameters=SIZE, gradient_sum=lambda *_: torch.ones(SIZE))
+        commit = lambda step, mean_N: self.committed.append((step, mean_N.tolist()))  # noqa: E731
+        core = GroupCore(
+            me=names[0],
+            stage=0,
+            steps=5,
+            microbatches=2,
+            tokens_per_microbatch=1,
+            has_loss=True,
+            deadline_s=0.0,
+            quorum=1.0,
+        )
+        ignored = dict.fromkeys(
+            ("report", "witness", "resync", "progress", "repair", "unreachable", "failure"), lambda *_: None
+        )
+        self.driver = GroupDriver(
+            core,
+            SimpleNamespace(runtime=runtime, version=0, commit=commit),
+            endpoint=Endpoint(self.me.identity, self.me.transport, run="run", first_sequence=1),
+            clock=self.me.clock,
+            retained_from=lambda: 0,
+            **{f"on_{what}": heard for what, heard in ignored.items()},
+        )
+        core.plan_changed([Member(name, 1.0, 1.0, 1) for name in names], 1, now_s=0.0)
+        core.set_ready(True, now_s=0.0)
+        core.contributed(0, 0, loss=1.0, staleness_steps=0, now_s=0.0)
+
+    def start(self):
+        members = tuple(
+            RoundMember(peer=peer.peer_id, bandwidth=1.0, indices=indices)
+            for peer, indices in ((self.me, b"\x01"), (self.mate, b"\x02"))
+        )
+        return RoundStart(
+            stage=0, step=0, attempt=1, members=members, duplicates=0, given_up=0, loss_sum=0.0, staleness_sum=0
+        )
+
+    async def hear(self, source, message, payload=None):
+        handler = self.driver._on_round_start if payload is None else self.driver._on_part
+        await self.me.spawn(handler(source.peer_id, message, *([] if payload is None else [payload])))
+
+
+def play(scenario):
+    async def main():
+        world = World(0, uniform(latency_s=0.05, rate_bytes_per_s=1e6), acquainted=True)
+        replica = Replica(world)
+        await scenario(replica)
+        await replica.driver.close()
+
+    run(main())
+
+
+def test_what_strangers_send_of_made_up_rounds_is_not_kept_and_a_mates_is_bounded() -> None:
+    async def scenario(replica):
+        for attempt in range(300):
+            await replica.hear(replica.stranger, part(0, attempt=attempt), numbers(5))
+        assert len(replica.driver._early) == 0
+        for attempt in range(300):
+            await replica.hear(replica.mate, part(0, attempt=attempt), numbers(5))
+            await replica.hear(replica.mate, part(0, step=attempt), numbers(5))
+        assert 0 < len(replica.driver._early) <= ROUNDS_MAX
+
+    play(scenario)
+
+
+def test_a_round_begins_with_what_has_come_of_it_but_for_what_is_not_of_it() -> None:
+    async def scenario(replica):
+        for piece in (part(3), part(5, kind=GatherPart)):
+            await replica.hear(replica.mate, piece, numbers(5))
+        await replica.hear(replica.mate, replica.start())
+        await replica.hear(replica.mate, part(0), numbers(5))
+        assert replica.committed == [(0, [1.0] * SIZE)]
+
+    play(scenario)
+
+
+def test_a_stranger_opens_no_round() -> None:
+    async def scenario(replica):
+        with pytest.raises(Refused):
+            await replica.hear(replica.stranger, replica.start())
+        assert not replica.driver._reductions
+
+    play(scenario)
