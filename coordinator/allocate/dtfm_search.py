@@ -59,6 +59,7 @@ class DtfmEvaluator:
         self._scratch = tuple(
             np.empty(shape, dtype=np.int64) for shape in ((num_stages, self.places), num_stages, num_stages)
         )
+        self.draws = 1
         self.share = _SHARE + _SHARE_PER_PAIR * self.num_devices**2
 
     # --- Evaluator ---

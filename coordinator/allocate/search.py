@@ -49,6 +49,8 @@ class Evaluator(Protocol):
     num_stages: int
     classes: Assignment
     """int64 [N], devices of one number are interchangeable: exchanging them changes no cost. All different is safe."""
+    draws: int
+    """Random starts for each that is improved, the cheapest of them: more where it says much of what becomes of one."""
     share: int
     """Work worth giving to one call of `improve`; about as much as it needs to reach a good local minimum."""
 
@@ -131,16 +133,23 @@ def evolve(
     """
     rng = random.Random(seed)
     share = evaluator.share if share is None else share
+    child_work = _CHILD_WORK + _CHILD_WORK_PER_DEVICE * evaluator.num_devices
     population = _Population(evaluator, keep)
     history: list[tuple[int, float]] = []
     spent = 0
 
     def take(assignment: Assignment, heat: float) -> None:
         nonlocal spent
-        found = evaluator.improve(assignment, seed=rng.getrandbits(63), work=min(share, work - spent), heat=heat)
-        spent += found.work + _CHILD_WORK + _CHILD_WORK_PER_DEVICE * evaluator.num_devices
+        found = evaluator.improve(assignment, seed=rng.getrandbits(63), work=max(0, min(share, work - spent)), heat=heat)
+        spent += found.work + child_work
         if population.add(found.cost, found.assignment):
             history.append((spent, found.cost))
+
+    def newcomer() -> Assignment:
+        nonlocal spent
+        drawn = [evaluator.random(rng.getrandbits(63)) for _ in range(evaluator.draws)]
+        spent += (len(drawn) - 1) * child_work
+        return min(drawn, key=evaluator.cost) if len(drawn) > 1 else drawn[0]
 
     for assignment in start:
         if population.add(evaluator.cost(assignment), assignment):
@@ -152,7 +161,7 @@ def evolve(
     while spent < work or not population.members:
         if newcomers > 0 or len(population.members) < 2:
             newcomers -= 1
-            take(evaluator.random(rng.getrandbits(63)), 1.0)
+            take(newcomer(), 1.0)
         else:
             take(_child(population, rng), _WARM_HEAT)
     cost, _, best = population.members[0]

@@ -54,6 +54,7 @@ class ThroughputEvaluator:
         self.num_devices = topology.num_devices
         self.num_stages = num_stages
         self.classes: Assignment = np.arange(topology.num_devices)
+        self.draws = 16
         self.share = _SHARE_PER_DEVICE * topology.num_devices
         self.topology = topology
         self._weight = np.ones(topology.num_devices) if weight is None else weight.astype(np.float64)

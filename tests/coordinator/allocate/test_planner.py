@@ -9,6 +9,8 @@ from shoal.coordinator.allocate.hierarchy import levels
 from shoal.coordinator.allocate.interface import NoLayout
 from shoal.coordinator.allocate.planner import Planned, plan, planned, repair
 from shoal.coordinator.cost.placement import Placement
+from shoal.coordinator.cost.workload import Workload
+from shoal.deploy.simulate.scenario import find_scenario
 from shoal.protocol.topology import Topology, make_topology
 
 WORK = 8_000_000
@@ -52,6 +54,15 @@ def test_what_is_worth_a_move_is_moved_and_what_is_not_is_left() -> None:
     assert moved.moving_s > 0.0
     kept = plan(topology, workload, seed=0, work=WORK, current=lopsided, horizon_s=0.01)
     assert kept.placement == lopsided
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_machines_of_several_devices_make_a_stage_each_whatever_the_seed(seed: int) -> None:
+    """Single moves do not lead there: a device moved alone makes two reductions leave their machines."""
+    scenario = find_scenario("data-centre")
+    found = plan(scenario.topology, Workload.of(scenario.spec), seed=seed)
+    machines = [{scenario.topology.card[device] for device in stage} for stage in found.placement.stages]
+    assert [len(cards) for cards in machines] == [1] * 8
 
 
 def test_a_newcomer_is_taken_in_without_anybody_else_moving() -> None:

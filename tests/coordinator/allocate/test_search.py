@@ -15,6 +15,7 @@ class Teams:
         self.weights = np.array(weights, dtype=np.float64)
         self.num_devices, self.num_stages = len(weights), num_stages
         self.classes = np.unique(self.weights, return_inverse=True)[1].astype(np.int64)
+        self.draws = 1
         self.share = 100
         self.reach = reach
         self.calls = []
@@ -97,6 +98,19 @@ def test_no_call_gets_more_work_than_is_left():
     works = [work for work, _ in teams.calls]
     assert works[0] == 50_000
     assert works[-1] < 50_000
+
+
+def test_of_several_random_starts_the_cheapest_is_improved_and_all_are_paid_for():
+    teams, drawn, begun = Teams(WEIGHTS, 4), [], []
+    draw, improve = teams.random, teams.improve
+    teams.draws = 5
+    teams.random = lambda seed: drawn.append(draw(seed)) or drawn[-1]
+    teams.improve = lambda assignment, **says: begun.append(assignment) or improve(assignment, **says)
+    found = evolve(teams, seed=3, work=1)
+    assert len(drawn) == 5
+    assert begun[0] is min(drawn, key=teams.cost)
+    assert begun[0] is not drawn[0]
+    assert found.work > 4 * evolve(Teams(WEIGHTS, 4), seed=3, work=1).work
 
 
 def test_nobody_is_in_the_population_twice_under_other_names():
