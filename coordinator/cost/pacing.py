@@ -72,6 +72,8 @@ class Pace:
     chain_s: float
     commit_s: float
     """The largest stage's."""
+    crowded: float
+    """Of the card that bounds that commit, the part that carries activations meanwhile, in [0, 1]."""
     stale: float
     """Steps, the mean of all stages."""
 
@@ -79,10 +81,11 @@ class Pace:
 def pace_of(workload: Workload, flow: Flow, steps_ahead: int) -> Pace:
     """With so many steps ahead of the versions."""
     trips_s = flow.trips_s
-    commits_s = [
-        _commit_s(workload, stage, card, share, flow.flow_s if steps_ahead else math.inf)
+    commits = [
+        _commit(workload, stage, card, share, flow.flow_s if steps_ahead else math.inf)
         for stage, card, share in zip(flow.stages, flow.cards, flow.shares, strict=True)
     ]
+    commits_s = [seconds for seconds, _ in commits]
     chain_s = _chain_s(flow, commits_s, steps_ahead)
     step_s = joined(flow.flow_s, chain_s) if steps_ahead else chain_s
     stale = _stale(trips_s, commits_s, step_s, steps_ahead)
@@ -93,6 +96,7 @@ def pace_of(workload: Workload, flow: Flow, steps_ahead: int) -> Pace:
         seconds=step_s * workload.price.more_steps(stale, seen=1.0 - unseen),
         chain_s=chain_s,
         commit_s=max(commits_s),
+        crowded=max(commits)[1],
         stale=stale,
     )
 
@@ -104,17 +108,23 @@ def joined(a: float, b: float) -> float:
     return larger * math.sqrt(math.sqrt(1.0 + square * square))
 
 
-def _commit_s(workload: Workload, stage: Stage, card: Floats, share: Floats, flow_s: float) -> float:
-    """From the last contribution to the new version. Args: flow_s: inf: no other step's activations are about."""
+def _commit(workload: Workload, stage: Stage, card: Floats, share: Floats, flow_s: float) -> tuple[float, float]:
+    """(seconds from the last contribution to the new version, how crowded the card is that bounds them).
+
+    Args: flow_s: inf: no other step's activations are about.
+    """
+    busy = np.zeros(len(card))
+    free = card
     if flow_s < math.inf:
-        # Not less than the part that the flow has counted with: rounding must not leave nothing.
         busy = workload.cut_bytes * stage.away * share * workload.microbatches / flow_s
-        card = np.maximum(card - busy, stage.reduced / flow_s)
-    reduce_s = max(
-        stage.reduce_path_s,
-        float(np.where(stage.reduced > 0.0, stage.reduced / np.maximum(card, 1e-300), 0.0).max()),
-    )
-    return reduce_s + COMMIT_LATENCIES * stage.latency_s + stage.step_s
+        # Not less than the part that the flow has counted with: rounding must not leave nothing.
+        free = np.maximum(card - busy, stage.reduced / flow_s)
+    by_card_s = np.where(stage.reduced > 0.0, stage.reduced / np.maximum(free, 1e-300), 0.0)
+    slowest = int(np.argmax(by_card_s))
+    reduce_s, crowded = stage.reduce_path_s, 0.0
+    if by_card_s[slowest] > reduce_s:
+        reduce_s, crowded = float(by_card_s[slowest]), min(1.0, float(busy[slowest] / card[slowest]))
+    return reduce_s + COMMIT_LATENCIES * stage.latency_s + stage.step_s, crowded
 
 
 def _chain_s(flow: Flow, commits_s: Sequence[float], steps_ahead: int) -> float:

@@ -272,6 +272,7 @@ class ThroughputObjective:
             compute_s=flow.compute_s,
             round_trip_s=flow.trips_s[0],
             commit_s=pace.commit_s,
+            crowded=pace.crowded,
             microbatches=w.microbatches,
             s_max=w.s_max,
             price=w.control,

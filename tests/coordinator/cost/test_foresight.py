@@ -24,6 +24,7 @@ def foreseen(**says: Any) -> float:
         "compute_s": 100.0,
         "round_trip_s": 5.0,
         "commit_s": 60.0,
+        "crowded": 0.45,
         "microbatches": 400,
         "s_max": 1,
         "price": FREE,
@@ -34,6 +35,13 @@ def foreseen(**says: Any) -> float:
 
 def test_where_staleness_costs_nothing_all_runs_ahead() -> None:
     assert foreseen() == pytest.approx(joined(100.0, 82.5))
+
+
+def test_what_activations_leave_of_the_cards_says_how_much_commits_scatter() -> None:
+    alone, half, full = (foreseen(crowded=crowded) for crowded in (0.0, 0.225, 0.45))
+    assert alone == 100.0
+    assert half - alone == pytest.approx(full - half)
+    assert full == pytest.approx(joined(100.0, 82.5))
 
 
 def test_where_it_costs_too_much_nothing_does() -> None:
