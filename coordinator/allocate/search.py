@@ -140,7 +140,8 @@ def evolve(
 
     def take(assignment: Assignment, heat: float) -> None:
         nonlocal spent
-        found = evaluator.improve(assignment, seed=rng.getrandbits(63), work=max(0, min(share, work - spent)), heat=heat)
+        budget = max(0, min(share, work - spent))
+        found = evaluator.improve(assignment, seed=rng.getrandbits(63), work=budget, heat=heat)
         spent += found.work + child_work
         if population.add(found.cost, found.assignment):
             history.append((spent, found.cost))
