@@ -61,6 +61,16 @@ class Flow:
     """By stage: the mean."""
 
 
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """What follows on the last microbatch of a step at one stage."""
+
+    chain_s: float
+    """T_chain, s a step, if this were the stage that everybody waits for."""
+    crowded: float
+    """Of the card that bounds its commit, the part that carries activations meanwhile, in [0, 1]."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
     """Of a placement, for so many steps ahead."""
@@ -72,8 +82,8 @@ class Pace:
     chain_s: float
     commit_s: float
     """The largest stage's."""
-    crowded: float
-    """Of the card that bounds that commit, the part that carries activations meanwhile, in [0, 1]."""
+    tails: Sequence[Tail]
+    """By stage."""
     stale: float
     """Steps, the mean of all stages."""
 
@@ -86,7 +96,8 @@ def pace_of(workload: Workload, flow: Flow, steps_ahead: int) -> Pace:
         for stage, card, share in zip(flow.stages, flow.cards, flow.shares, strict=True)
     ]
     commits_s = [seconds for seconds, _ in commits]
-    chain_s = _chain_s(flow, commits_s, steps_ahead)
+    chains_s = _chains_s(flow, commits_s, steps_ahead)
+    chain_s = max(chains_s)
     step_s = joined(flow.flow_s, chain_s) if steps_ahead else chain_s
     stale = _stale(trips_s, commits_s, step_s, steps_ahead)
     unseen = min(1.0, trips_s[0] / step_s) * trips_s[0] / (trips_s[0] + max(commits_s))
@@ -96,7 +107,7 @@ def pace_of(workload: Workload, flow: Flow, steps_ahead: int) -> Pace:
         seconds=step_s * workload.price.more_steps(stale, seen=1.0 - unseen),
         chain_s=chain_s,
         commit_s=max(commits_s),
-        crowded=max(commits)[1],
+        tails=[Tail(chain_s, crowded) for chain_s, (_, crowded) in zip(chains_s, commits, strict=True)],
         stale=stale,
     )
 
@@ -127,10 +138,12 @@ def _commit(workload: Workload, stage: Stage, card: Floats, share: Floats, flow_
     return reduce_s + COMMIT_LATENCIES * stage.latency_s + stage.step_s, crowded
 
 
-def _chain_s(flow: Flow, commits_s: Sequence[float], steps_ahead: int) -> float:
-    tail_s = max(trip_s + commit_s for trip_s, commit_s in zip(flow.trips_s, commits_s, strict=True))
+def _chains_s(flow: Flow, commits_s: Sequence[float], steps_ahead: int) -> list[float]:
+    """By stage."""
     uneven = (job_s / 2.0 for job_s, stage in zip(flow.jobs_s, flow.stages, strict=True) if len(stage.members) > 1)
-    return (flow.issue_s + tail_s + flow.stages[0].latency_s + max(uneven, default=0.0)) / (steps_ahead + 1.0)
+    head_s = flow.issue_s + flow.stages[0].latency_s + max(uneven, default=0.0)
+    tails_s = (trip_s + commit_s for trip_s, commit_s in zip(flow.trips_s, commits_s, strict=True))
+    return [(head_s + tail_s) / (steps_ahead + 1.0) for tail_s in tails_s]
 
 
 def _stale(trips_s: Sequence[float], commits_s: Sequence[float], step_s: float, steps_ahead: int) -> float:

@@ -267,12 +267,11 @@ class ThroughputObjective:
         if w.control is None or pace.steps_ahead == 0:
             return pace.step_s
         return foreseen_s(
-            lambda steps_ahead: pace_of(w, flow, steps_ahead).chain_s,
+            lambda steps_ahead: pace_of(w, flow, steps_ahead).tails,
             flow_s=flow.flow_s,
-            compute_s=flow.compute_s,
             round_trip_s=flow.trips_s[0],
+            stages_s=[w.microbatches / float((1.0 / stage.job_s).sum()) for stage in flow.stages],
             commit_s=pace.commit_s,
-            crowded=pace.crowded,
             microbatches=w.microbatches,
             s_max=w.s_max,
             price=w.control,

@@ -1,12 +1,12 @@
 """What a plan is foreseen to give, once the control has chosen how much runs ahead."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
 from shoal.coordinator.cost.foresight import foreseen_s
-from shoal.coordinator.cost.pacing import joined
+from shoal.coordinator.cost.pacing import Tail, joined
 from shoal.protocol.running_ahead import Measured, busy, choose
 from shoal.protocol.staleness import FREE, Price
 
@@ -14,34 +14,40 @@ GAIN = 1.5
 MINDS_QUEUES = Price(0.77, 9, unseen=Price(1.4, 1))
 
 
-def chain(tail_s: float) -> Callable[[int], float]:
-    return lambda steps_ahead: (100.0 + tail_s) / (steps_ahead + 1.0)
+FULL = 0.4
+"""How crowded a card is where the norm has it, if all devices are busy."""
+
+
+def tails(*tails_s: float, crowded: float = FULL) -> Callable[[int], Sequence[Tail]]:
+    return lambda steps_ahead: [Tail((100.0 + tail_s) / (steps_ahead + 1.0), crowded) for tail_s in tails_s]
 
 
 def foreseen(**says: Any) -> float:
     usual: dict[str, Any] = {
         "flow_s": 100.0,
-        "compute_s": 100.0,
+        "stages_s": [100.0],
         "round_trip_s": 5.0,
         "commit_s": 60.0,
-        "crowded": 0.45,
         "microbatches": 400,
         "s_max": 1,
         "price": FREE,
         "gain_max": GAIN,
     }
-    return foreseen_s(says.pop("chain_s", chain(65.0)), **(usual | says))
+    return foreseen_s(says.pop("tails", tails(65.0)), **(usual | says))
 
 
 def test_where_staleness_costs_nothing_all_runs_ahead() -> None:
     assert foreseen() == pytest.approx(joined(100.0, 82.5))
 
 
-def test_what_activations_leave_of_the_cards_says_how_much_commits_scatter() -> None:
-    alone, half, full = (foreseen(crowded=crowded) for crowded in (0.0, 0.225, 0.45))
+def test_commits_scatter_as_far_as_activations_are_on_their_cards_and_devices_are_busy() -> None:
+    alone, half, full = (foreseen(tails=tails(65.0, crowded=crowded)) for crowded in (0.0, FULL / 2, FULL))
     assert alone == 100.0
     assert half - alone == pytest.approx(full - half)
-    assert full == pytest.approx(joined(100.0, 82.5))
+    # The other stage's devices are busy for half of the time: what they wait for costs half as much.
+    longest: dict[str, Any] = {"tails": tails(0.0, 80.0), "stages_s": [100.0, 50.0]}
+    assert foreseen(**longest) == pytest.approx(100.0 + (joined(100.0, 90.0) - 100.0) / 2)
+    assert foreseen(**longest | {"tails": tails(80.0, 0.0)}) == pytest.approx(joined(100.0, 90.0))
 
 
 def test_where_it_costs_too_much_nothing_does() -> None:
@@ -60,6 +66,6 @@ def test_devices_that_are_held_back_are_less_busy_while_they_work_ahead() -> Non
 
 
 def test_where_lines_bound_a_step_the_control_changes_little() -> None:
-    by_lines: dict[str, Any] = {"compute_s": 60.0, "commit_s": 95.0, "chain_s": chain(95.0)}
+    by_lines: dict[str, Any] = {"stages_s": [60.0], "commit_s": 95.0, "tails": tails(95.0, crowded=FULL / 0.6)}
     assert foreseen(**by_lines) == pytest.approx(max(100.0, joined(60.0, 97.5)))
     assert foreseen(price=MINDS_QUEUES, **by_lines) / foreseen(**by_lines) < 1.03
