@@ -140,7 +140,7 @@ def evolve(
 
     def take(assignment: Assignment, heat: float) -> None:
         nonlocal spent
-        budget = max(0, min(share, work - spent))
+        budget = min(share, work - spent)
         found = evaluator.improve(assignment, seed=rng.getrandbits(63), work=budget, heat=heat)
         spent += found.work + child_work
         if population.add(found.cost, found.assignment):
@@ -148,8 +148,10 @@ def evolve(
 
     def newcomer() -> Assignment:
         nonlocal spent
-        drawn = [evaluator.random(rng.getrandbits(63)) for _ in range(evaluator.draws)]
-        spent += (len(drawn) - 1) * child_work
+        drawn = [evaluator.random(rng.getrandbits(63))]
+        while len(drawn) < evaluator.draws and work - spent > share // 4:  # else nothing is left to improve it
+            drawn.append(evaluator.random(rng.getrandbits(63)))
+            spent += child_work
         return min(drawn, key=evaluator.cost) if len(drawn) > 1 else drawn[0]
 
     for assignment in start:
