@@ -106,6 +106,8 @@ def planned(topology: Topology, workload: Workload, placement: Placement) -> Pla
     return _scored(topology, workload, placement, cost)
 
 
+_FINALISTS = 2
+"""Numbers of stages that are searched on after all have been tried."""
 WORK_64 = 60_000_000
 """Half a second of one core."""
 
@@ -163,14 +165,21 @@ class _Search:
         if num_stages is not None:
             return self._solve(num_stages, work)
         choices = self._choices()
-        probes = [(*self._solve(k, work // (3 * len(choices))), k) for k in choices]
-        spent = sum(did for _, _, did, _ in probes)
-        _, _, _, chosen = min(probes, key=lambda probe: (probe[1], probe[3]))
-        found, seconds, did = self._solve(chosen, work - spent)
-        for placement, probed_s, _, _ in probes:
-            if probed_s < seconds:
-                found, seconds = placement, probed_s
-        return found, seconds, spent + did
+        tried = [self._solve(k, work // (3 * len(choices))) for k in choices]
+        foreseen_s = [self._foreseen_s(*each) for each in tried]
+        order = sorted(range(len(choices)), key=lambda i: (foreseen_s[i], choices[i]))
+        for index in order[:_FINALISTS]:
+            left = work - sum(did for _, _, did in tried)
+            tried.append(self._solve(choices[index], left // (_FINALISTS + len(choices) - len(tried))))
+        found, seconds, _ = min(tried, key=lambda each: self._foreseen_s(*each))
+        return found, seconds, sum(did for _, _, did in tried)
+
+    def _foreseen_s(self, found: Placement | None, seconds: float, did: int) -> float:
+        """Between numbers of stages what is foreseen decides: the search's own T is one to climb by."""
+        if found is None:
+            return math.inf
+        parts = ThroughputObjective(self._topology, self._workload).cost(found).parts
+        return seconds * parts["foreseen_s"] / parts["step_s"]
 
     def why_not(self, num_stages: int | None) -> str:
         t, w = self._topology, self._workload
