@@ -6,7 +6,8 @@ fraction of the price of an evaluation.
 
 **Budgets are work, not seconds.** A unit is about one number touched by a kernel's inner loop; what a call costs is
 counted, never timed. So the same evaluator, seed and work give the same assignment bit for bit on any machine, and a
-run with more work begins with exactly the steps of the run with less (it is an anytime algorithm: stop it anywhere).
+run with more work begins with the steps of the run with less, but for its last (it is an anytime algorithm: stop it
+anywhere).
 Seconds are turned into work by `WORK_PER_SECOND`.
 """
 
