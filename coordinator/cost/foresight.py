@@ -31,7 +31,7 @@ from shoal.protocol.running_ahead import Measured, busy, choose
 from shoal.protocol.staleness import Price
 
 _CROWDED = 0.4
-"""c where the norm has it: from the five shipped scenarios, two of them with three seeds."""
+"""c where the norm has it: from the five shipped scenarios, one of them with three seeds and one with two plans."""
 
 
 def foreseen_s(
