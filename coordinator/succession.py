@@ -38,6 +38,10 @@ class Succession:
         """Whether to ask somebody now, for the first time or because the last did not take the role."""
         return now_s >= (self._asked_until_s if self._asked is not None else self._due_s)
 
+    def may_wait(self, now_s: float, by_s: float) -> bool:
+        """Whether the role has been due for less than `by_s`, and nobody has been asked."""
+        return self._asked is None and now_s < self._due_s + by_s
+
     def next(self, order: Sequence[PeerID], now_s: float) -> PeerID | None:
         """Whom of `order` to ask, first in turn first; None: nobody is left, the role stays for a while."""
         self._asked = next((peer for peer in order if peer not in self._passed_over), None)

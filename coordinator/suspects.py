@@ -149,6 +149,11 @@ class Suspects:
                 commands.append(Ask(peer=peer, message=Ping()))
         return commands
 
+    @property
+    def are_open(self) -> bool:
+        """Somebody owes us an answer: it is about to be known whether it is gone."""
+        return any(inquiry.pinged and not inquiry.answered for inquiry in self._inquiries.values())
+
     def is_settled(self, roster: Roster, plan: Plan, now_s: float) -> bool:
         """Whether to plan now: not while somebody has just died and it is about to be known whether others did too."""
         dead = frozenset(peer for peer in plan.members if peer != self._me and roster.is_gone(peer, now_s))

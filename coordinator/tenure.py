@@ -17,6 +17,9 @@ HEAD_HEARTBEATS = 10.0
 """How often the coordinator renews the directory's record of the chain."""
 ALONE_HEARTBEATS = 1.0
 """How often it looks there while it hears no majority: the others may have another coordinator."""
+DOUBT_HEARTBEATS = 6.0
+"""For how long a term goes on beyond its end until a doubt is resolved and planned for: an heir, who has heard nobody
+yet, gives everybody time anew."""
 PLAN_HEARTBEATS = 0.5
 """How often it looks whether another plan would be better; at once when somebody comes, is heard first, or dies."""
 
@@ -121,7 +124,7 @@ class Tenure:
             return [*commands, Note(text=f"makes no plans: {why}")], None
         if busy:
             return commands, None
-        if self._succession.is_due(now_s) and not (eligible and self._governor.awaits_disks(now_s)):
+        if self._succession.is_due(now_s) and not (eligible and self._finds_out(live.plan, now_s)):
             order = self._governor.successors(live.plan, now_s)
             heir = self._succession.next([peer for peer in order if peer != self._me or eligible], now_s)
             if heir == self._me:
@@ -133,6 +136,13 @@ class Tenure:
             return commands, None
         more, want = self._next_plan(live, alive, now_s, sequence=sequence)
         return commands + more, want
+
+    def _finds_out(self, plan: Plan, now_s: float) -> bool:
+        """What an heir would have to find out from the beginning, or who is gone and is still in the plan."""
+        roster = self._governor.roster
+        doubts = self._suspects.are_open or any(roster.is_gone(p, now_s) for p in plan.members if p != self._me)
+        may_wait = self._succession.may_wait(now_s, DOUBT_HEARTBEATS * self._heartbeat_s)
+        return (doubts and may_wait) or self._governor.awaits_disks(now_s)
 
     def _next_plan(
         self, live: SignedPlan, alive: tuple[PeerID, ...], now_s: float, *, sequence: int

@@ -59,6 +59,7 @@ async def _watch(trial: Trial, witness: Witness, script: Script) -> None:
         seed=trial.seed,
         network=trial.network,
         device_flop_per_s=trial.device_flop_per_s,
+        traffic=trial.traffic,
         on_event=witness.see,
     )
     loop = asyncio.get_running_loop()

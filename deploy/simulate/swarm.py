@@ -18,6 +18,7 @@ from shoal.deploy.run_record import fetch_spec, seal_spec
 from shoal.deploy.simulate.events import Committed, Event, Failed, Finished, Held, Obeyed, Opened, Started
 from shoal.peer.data.corpus import Corpus
 from shoal.peer.pipeline.state import StageState
+from shoal.peer.pipeline.traffic import Traffic
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.envelope import Envelope
 from shoal.protocol.errors import LocalError
@@ -42,6 +43,7 @@ class SimSwarm:
     Args:
         corpus: the run's text; `without_text` names the peers that do not have it.
         allocator: makes the plans, whoever coordinates; None: the one of `shoal join`.
+        traffic: as `PeerDriver` has it.
         on_event: called with everything that is seen, in order.
     """
 
@@ -54,6 +56,7 @@ class SimSwarm:
         network: Network,
         device_flop_per_s: float = 2e8,
         allocator: Allocator | None = None,
+        traffic: Traffic | None = None,
         on_event: Callable[[Event], None] | None = None,
     ) -> None:
         self.spec = spec
@@ -67,6 +70,7 @@ class SimSwarm:
         """Whose newest process has ended by itself."""
         self._device_flop_per_s = device_flop_per_s
         self._allocator = allocator
+        self._traffic = traffic
         self._on_event = on_event or (lambda event: None)
         self._owner: SimPeer | None = None
         self._speeds: dict[str, float] = {}
@@ -175,6 +179,7 @@ class SimSwarm:
             memory_bytes=_MEMORY_BYTES,
             corpus=self.corpus if self._with_text[name] else None,
             allocator=self._allocator,
+            traffic=self._traffic,
             disk=peer.disk,
             rng=self.world.rng(f"{name}, life {life}"),
             spec_record=record,

@@ -1,5 +1,7 @@
 """The coordinator's part, piece by piece; whole terms are in `test_core.py`, whole swarms in `test_rollback.py`."""
 
+import math
+
 import pytest
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
@@ -63,6 +65,41 @@ def test_who_waits_for_disks_keeps_the_role_if_it_may(tenure, governor, live, ma
         assert begun_again_s[0] == PATIENCE_HEARTBEATS + MISSING_HEARTBEATS
     else:
         assert handed_over_s[0] == TERM_S
+
+
+@pytest.mark.parametrize(
+    ("silent", "answers", "expected_s"),
+    [
+        ((), False, TERM_S),
+        (("f",), False, TERM_S + 1.25),
+        (("f",), True, TERM_S),
+        (("b", "c", "d", "e", "f"), False, math.inf),
+    ],
+    ids=["nobody is silent", "dropped first", "it lives", "no majority"],
+)
+def test_who_doubts_somebody_finds_out_before_the_role_moves(
+    tenure, governor, live, make_plan, make_heartbeat, silent, answers, expected_s
+):
+    """They fall silent two heartbeats before the term ends: an heir would give them three from then on."""
+    tenure.begin(live.plan, 0.0, continuing=False, silent=None)
+    handed_over_s, dropped_s = math.inf, math.inf
+    for tick in range(int(TERM_S + 10) * 4):
+        now_s = tick / 4
+        for peer, stage in STAGE_OF.items():
+            if now_s % 1.0 == 0.0 and (peer not in silent or now_s <= TERM_S - 2.0):
+                governor.hear(peer, make_heartbeat(peer, stage=stage, synced=True, version=57), now_s)
+                tenure.heard(peer, make_heartbeat(peer), live.plan, now_s)
+        commands, want = work(tenure, live, now_s)
+        for peer in asked(commands, Ping) if answers else []:
+            tenure.answered(Answered(peer=peer, asked=Ping(), reply=Ping()), now_s)
+        if asked(commands, HandOver):
+            handed_over_s = min(handed_over_s, now_s)
+        if isinstance(want, Draft):
+            dropped_s = min(dropped_s, now_s)
+            live = make_plan([["a", "d"], ["b", "e"], ["c"]], coordinator="a", order=(1, 2), fresh=False)
+            governor.obey(live.plan, now_s)
+    assert handed_over_s == expected_s
+    assert (dropped_s < handed_over_s < math.inf) == (silent == ("f",) and not answers)
 
 
 def test_whom_a_mate_calls_silent_is_looked_for_at_the_next_tick(tenure, governor, live, make_heartbeat):
