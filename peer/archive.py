@@ -24,6 +24,9 @@ logger = logging.getLogger(__name__)
 FOLDER: Final = "snapshots"
 KEPT: Final = 2
 """Newest versions of each group of layers: stages write at slightly different times, so one whole step must remain."""
+ABANDONED_INTERVALS: Final = 10
+"""Groups of layers of which we have written nothing for so long, as long as we write any, are other peers' now. All
+keep `KEPT` versions, so that no roll-back could use what is so old."""
 _COMPLAIN_S = 60.0
 
 
@@ -145,6 +148,7 @@ class Archive:
             )
             self._damaged.discard(path)
             self._look()
+            self._remove_abandoned(disk, state.version)
 
         try:
             async with self._writing:
@@ -194,6 +198,17 @@ class Archive:
             self._complain(f"cannot look through the snapshots: {error}")
             return
         self._stored = stored
+
+    def _remove_abandoned(self, disk: Disk, version: int) -> None:
+        """Where the newest is much older than `version`, of whatever era: a later one has passed it by then."""
+        newest: dict[PurePosixPath, int] = {}
+        for path, stored in self._stored.items():
+            newest[path.parent] = max(stored.version, newest.get(path.parent, 0))
+        oldest = version - ABANDONED_INTERVALS * self._spec.swarm.snapshot_interval_steps
+        abandoned = {folder for folder, written in newest.items() if written < oldest}
+        for folder in sorted(abandoned):
+            snapshot.prune(disk, folder, self._run, keep=0)
+        self._stored = {path: stored for path, stored in self._stored.items() if path.parent not in abandoned}
 
     def _complain(self, text: str) -> None:
         """Once a minute: a full disk stays full."""

@@ -135,7 +135,7 @@ def write_snapshot(
                     _remove_unfinished(disk, folder)  # a full disk needs the room
                 raise
             try:
-                _prune(disk, folder, run, keep)
+                prune(disk, folder, run, keep)
             except OSError as error:  # the next one tries again
                 logger.warning("cannot remove old snapshots in %s: %s", disk.where(folder), error.strerror or error)
     except OSError as error:
@@ -192,10 +192,13 @@ def _layer_files(model: ModelSpec, key: str, tensors: LayerState) -> Iterator[tu
     yield f"{key}.moments.safetensors", safetensors.torch.save(moments, metadata={"format": "pt"})
 
 
-def _prune(disk: Disk, folder: PurePosixPath, run: str, keep: int) -> None:
-    """Remove all but the `keep` newest (era, version) of a run; several snapshots may share one, with other layers."""
+def prune(disk: Disk, folder: PurePosixPath, run: str, keep: int) -> None:
+    """Remove all but the `keep` newest (era, version) of a run; several snapshots may share one, with other layers.
+
+    Raises: OSError.
+    """
     ages = {name: age for name in disk.list(folder) if (age := _age(name, run)) is not None}
-    kept = sorted(set(ages.values()))[-keep:]
+    kept = sorted(set(ages.values()), reverse=True)[:keep]
     for name, age in ages.items():
         if age not in kept:
             disk.replace(folder / name, folder / f"{UNFINISHED_PREFIX}{name}")

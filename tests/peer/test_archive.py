@@ -10,7 +10,7 @@ from pathlib import PurePosixPath
 import pytest
 import torch
 
-from shoal.peer.archive import Archive
+from shoal.peer.archive import ABANDONED_INTERVALS, Archive
 from shoal.peer.model.layout import all_layer_keys
 from shoal.peer.pipeline.state import LayerState, StageState, initial_state
 from shoal.protocol.sim.disk import SimDisk
@@ -87,6 +87,21 @@ def test_what_was_written_is_held_by_the_next_process_too(desk: Desk) -> None:
     assert desk.held == [(1, 5), (0, 10)]
     assert tuple(desk.read(1, 5)) == KEYS
     assert desk.read(1, 10) == {}
+
+
+def test_layers_that_others_hold_by_now_are_removed_in_the_end(desk: Desk) -> None:
+    interval = SPEC.swarm.snapshot_interval_steps
+    here, elsewhere = KEYS[:2], KEYS[2:]
+    desk.write(interval, keys=elsewhere)
+    desk.write(2 * interval, keys=elsewhere)
+    for number in range(3, 3 + ABANDONED_INTERVALS):
+        desk.write(number * interval, era=1, keys=here)
+        assert (0, 2 * interval) in desk.held, "it may be wanted for a roll-back"
+    desk.write((3 + ABANDONED_INTERVALS) * interval, era=1, keys=here)
+    kept = [(1, (number + ABANDONED_INTERVALS) * interval) for number in (3, 2)]
+    assert desk.held == kept
+    desk.reopen()
+    assert desk.held == kept
 
 
 def test_a_full_disk_costs_the_snapshot_and_one_line_a_minute(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
