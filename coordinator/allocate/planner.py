@@ -166,15 +166,15 @@ class _Search:
             return self._solve(num_stages, work)
         choices = self._choices()
         tried = [self._solve(k, work // (3 * len(choices))) for k in choices]
-        foreseen_s = [self._foreseen_s(*each) for each in tried]
+        foreseen_s = [self._foreseen_s(found, seconds) for found, seconds, _ in tried]
         order = sorted(range(len(choices)), key=lambda i: (foreseen_s[i], choices[i]))
         for index in order[:_FINALISTS]:
             left = work - sum(did for _, _, did in tried)
             tried.append(self._solve(choices[index], left // (_FINALISTS + len(choices) - len(tried))))
-        found, seconds, _ = min(tried, key=lambda each: self._foreseen_s(*each))
+        found, seconds, _ = min(tried, key=lambda each: self._foreseen_s(*each[:2]))
         return found, seconds, sum(did for _, _, did in tried)
 
-    def _foreseen_s(self, found: Placement | None, seconds: float, did: int) -> float:
+    def _foreseen_s(self, found: Placement | None, seconds: float) -> float:
         """Between numbers of stages what is foreseen decides: the search's own T is one to climb by."""
         if found is None:
             return math.inf
