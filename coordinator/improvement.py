@@ -5,8 +5,10 @@ in a thread), and answers with a layout or none. It searches
 
 - for the first plan, which waits for it a while;
 - `SETTLE_HEARTBEATS` after the last change of swarm or plan, when reports of the new neighbours are here;
+- at once, if all that has changed is that somebody is gone: a stage that has lost one of its few members keeps all
+  others waiting, and of those who are left everything is known;
 - when what was measured has changed since the last search (`has_drifted`);
-- and never sooner than `REST_HEARTBEATS` after the last one.
+- and never sooner than `REST_HEARTBEATS` after the last one, or `LOST_REST_HEARTBEATS` when somebody is gone.
 
 What it finds holds for the swarm and the plan that it was given; if either changes meanwhile it is dropped. A successor
 is told whether the plan has been searched, so that a quiet hour of sixty terms costs no sixty searches.
@@ -18,12 +20,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from shoal.coordinator.allocate.interface import Layout, MeasuredPeer, Snapshot
+from shoal.protocol.identity import PeerID
 from shoal.protocol.plan import Plan
 from shoal.protocol.topology import Floats
 
 SETTLE_HEARTBEATS = 8.0
 """Newcomers have fetched their state by then, or the search comes later; peers tell of four links a heartbeat."""
 REST_HEARTBEATS = 30.0
+LOST_REST_HEARTBEATS = 8.0
 REST_PEERS = 256
 """So many are searched in a second or two; where they are more, searches and looks are further apart, for they take
 longer."""
@@ -72,13 +76,18 @@ class Improvement:
         self._inherited: object = None
         """The places that our predecessor has searched."""
         self._seen: tuple[object, Swarm] | None = None
+        self._members: frozenset[PeerID] = frozenset()
+        """Of the plan that was seen last."""
         self._due_s = -math.inf
+        self._rested_s = -math.inf
+        """When the next search may begin at the earliest, whatever happens."""
         self._first_asked_s: float | None = None
 
     def begin_term(self, plan: Plan, now_s: float, *, searched: bool) -> None:
         """We coordinate now: what we knew in an earlier term of ours is stale."""
         self._running = self._found = self._last = self._seen = None
         self._inherited = places_of(plan) if searched and plan.term % AFRESH_TERMS else None
+        self._members = frozenset(plan.members)
         self._due_s = now_s + SETTLE_HEARTBEATS * self._heartbeat_s
 
     def forget(self) -> None:
@@ -111,8 +120,11 @@ class Improvement:
             return False
         seen = places_of(plan), swarm
         if seen != self._seen:
-            self._due_s = max(self._due_s, now_s + SETTLE_HEARTBEATS * self._heartbeat_s)
-            self._seen, self._found = seen, None
+            if (members := frozenset(plan.members)) < self._members:
+                self._due_s = self._rested_s
+            else:
+                self._due_s = max(self._due_s, now_s + SETTLE_HEARTBEATS * self._heartbeat_s)
+            self._seen, self._members, self._found = seen, members, None
         return self._running is None and self._found is None and now_s >= self._due_s
 
     def begin(
@@ -131,7 +143,7 @@ class Improvement:
                 return None
             if last and (last.places, last.swarm) == (places, swarm) and not has_drifted(last.snapshot, snapshot):
                 return None
-            self._due_s = now_s + REST_HEARTBEATS * apart
+            self._due_s, self._rested_s = now_s + REST_HEARTBEATS * apart, now_s + LOST_REST_HEARTBEATS * apart
         self._num_jobs += 1
         self._running = SearchJob(number=self._num_jobs, snapshot=snapshot, previous=plan, swarm=swarm, seed=seed)
         return self._running

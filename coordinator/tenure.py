@@ -1,5 +1,6 @@
 """The coordinator's part, while the role is here: who is there, what should come next, who is next. Pure."""
 
+import math
 from dataclasses import dataclass
 
 from shoal.coordinator.chain import is_quorum
@@ -17,9 +18,11 @@ HEAD_HEARTBEATS = 10.0
 """How often the coordinator renews the directory's record of the chain."""
 ALONE_HEARTBEATS = 1.0
 """How often it looks there while it hears no majority: the others may have another coordinator."""
-DOUBT_HEARTBEATS = 6.0
-"""For how long a term goes on beyond its end until a doubt is resolved and planned for: an heir, who has heard nobody
-yet, gives everybody time anew."""
+OVERTIME_HEARTBEATS = 6.0
+"""For how long a term goes on beyond its end until a doubt is resolved and planned for, or a search behind a loss has
+ended: an heir, who has heard nobody yet, gives everybody time anew."""
+SEARCH_HEARTBEATS = 3.0
+"""How long such a search may take, and what it finds to be voted on."""
 PLAN_HEARTBEATS = 0.5
 """How often it looks whether another plan would be better; at once when somebody comes, is heard first, or dies."""
 
@@ -44,6 +47,9 @@ class Tenure:
         self._succession = Succession(term_s=swarm.term_s, heartbeat_s=swarm.heartbeat_s, now_s=now_s)
         self._head_at_s = now_s
         self._plan_at_s = now_s
+        self._members: frozenset[PeerID] = frozenset()
+        self._lost_s = -math.inf
+        """When the live plan lost a member."""
         self._known: tuple[tuple[PeerID, ...], bool] = (), False
         """Who was alive when it last looked, and whether it had heard them all."""
 
@@ -111,6 +117,9 @@ class Tenure:
         Returns: (commands, what to propose).
         """
         roster = self._governor.roster
+        members = frozenset(live.plan.members)
+        self._lost_s = now_s if members < self._members else self._lost_s
+        self._members = members
         commands = self._suspects.look(roster, live.plan, now_s)
         alive = roster.alive(now_s)
         hears = is_quorum({self._me, *alive}, live.plan.members, self._owner)
@@ -138,11 +147,15 @@ class Tenure:
         return commands + more, want
 
     def _finds_out(self, plan: Plan, now_s: float) -> bool:
-        """What an heir would have to find out from the beginning, or who is gone and is still in the plan."""
-        roster = self._governor.roster
-        doubts = self._suspects.are_open or any(roster.is_gone(p, now_s) for p in plan.members if p != self._me)
-        may_wait = self._succession.may_wait(now_s, DOUBT_HEARTBEATS * self._heartbeat_s)
-        return (doubts and may_wait) or self._governor.awaits_disks(now_s)
+        """What an heir would have to begin again: whether somebody is gone, or how to make up for the loss."""
+        roster, heartbeat_s = self._governor.roster, self._heartbeat_s
+        finds_out = (
+            self._suspects.are_open
+            or now_s < self._lost_s + SEARCH_HEARTBEATS * heartbeat_s
+            or any(roster.is_gone(peer, now_s) for peer in plan.members if peer != self._me)
+        )
+        may_wait = self._succession.may_wait(now_s, OVERTIME_HEARTBEATS * heartbeat_s)
+        return (finds_out and may_wait) or self._governor.awaits_disks(now_s)
 
     def _next_plan(
         self, live: SignedPlan, alive: tuple[PeerID, ...], now_s: float, *, sequence: int

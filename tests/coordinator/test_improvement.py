@@ -12,6 +12,7 @@ from shoal.coordinator.improvement import (
     AFRESH_TERMS,
     FIRST_PATIENCE_S,
     LOOK_HEARTBEATS,
+    LOST_REST_HEARTBEATS,
     REST_HEARTBEATS,
     SETTLE_HEARTBEATS,
     Improvement,
@@ -102,6 +103,39 @@ def test_a_hand_over_with_the_same_places_makes_nothing_stale(improvement, live,
     improvement.returned(job, better)
     again = make_plan(GROUPS, coordinator="a", order=(2, 2), fresh=False).plan
     assert improvement.take(again, SWARM) == better
+
+
+def test_when_somebody_is_gone_it_searches_at_once(improvement, live, make_plan):
+    look(improvement, live, 0.0)
+    improvement.returned(look(improvement, live, SETTLED), None)
+    without_f = make_plan([["a", "d"], ["b", "e"], ["c"]], coordinator="a").plan
+    gone_s = SETTLED + LOST_REST_HEARTBEATS
+    job = look(improvement, without_f, gone_s, swarm=SWARM[:-1])
+    assert job is not None
+    improvement.returned(job, None)
+    back_s = gone_s + LOST_REST_HEARTBEATS
+    assert look(improvement, live, back_s) is None
+    assert look(improvement, live, back_s + SETTLE_HEARTBEATS) is None, "who comes has time, and so have we"
+
+
+def test_whom_a_dead_coordinator_leaves_searches_at_once_without_it(improvement, live, make_plan):
+    improvement.begin_term(live, SETTLED, searched=False)
+    without_a = make_plan([["d"], ["b", "e"], ["c", "f"]], coordinator="d", order=(2, 2)).plan
+    assert look(improvement, without_a, SETTLED + 1.0, swarm=SWARM[1:]) is not None
+
+
+def test_who_loses_one_after_the_other_rests_in_between(improvement, make_plan):
+    begun = []
+    for tick in range(100):
+        now_s = SETTLED + tick / 4
+        spares = tuple(f"g{number}" for number in range(tick, 100))
+        plan = make_plan(GROUPS, coordinator="a", spares=spares).plan
+        job = look(improvement, plan, now_s, swarm=(*SWARM, *spares))
+        if job:
+            begun.append(now_s)
+            improvement.returned(job, None)
+    assert len(begun) >= 2
+    assert min(np.diff(begun)) >= LOST_REST_HEARTBEATS
 
 
 def test_searches_are_apart_whatever_happens(improvement, live, make_plan):

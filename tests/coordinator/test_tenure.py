@@ -9,7 +9,7 @@ from shoal.coordinator.era import MISSING_HEARTBEATS, PATIENCE_HEARTBEATS
 from shoal.coordinator.events import Answered, Ask
 from shoal.coordinator.governor import Governor
 from shoal.coordinator.proposal import Draft
-from shoal.coordinator.tenure import Tenure
+from shoal.coordinator.tenure import SEARCH_HEARTBEATS, Tenure
 from shoal.protocol.layers import stage_layer_keys
 from shoal.protocol.messages import HandOver, Holding, Ping
 from shoal.protocol.spec import RunSpec, SwarmSpec
@@ -71,7 +71,7 @@ def test_who_waits_for_disks_keeps_the_role_if_it_may(tenure, governor, live, ma
     ("silent", "answers", "expected_s"),
     [
         ((), False, TERM_S),
-        (("f",), False, TERM_S + 1.25),
+        (("f",), False, TERM_S + 1.25 + SEARCH_HEARTBEATS),
         (("f",), True, TERM_S),
         (("b", "c", "d", "e", "f"), False, math.inf),
     ],
