@@ -451,6 +451,12 @@ class Repair(EraMessage, frozen=True):
     indices: bytes
 
 
+class Again(EraMessage, frozen=True):
+    """Stage 0's lead to a mate: of what is to run again, these (step, index) are the mate's to make."""
+
+    items: tuple[tuple[int, int], ...]
+
+
 class HandBack(EraMessage, frozen=True):
     """The sender, of `stage`, pauses and will not make these: (step, index, whether it may have run). Whoever sent them
     sends them elsewhere; of stage 0 its lead makes them."""
@@ -572,6 +578,7 @@ Message = (
     | Claim
     | Grant
     | Repair
+    | Again
     | HandBack
     | ExpertDone
     | ValidationResult

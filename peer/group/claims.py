@@ -4,7 +4,7 @@ import asyncio
 import logging
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 from shoal.peer.group.core import GroupCore
 from shoal.peer.outbox import Outbox
@@ -12,10 +12,11 @@ from shoal.peer.pipeline.core import PipelineCore
 from shoal.peer.pipeline.issue import IssueBook
 from shoal.peer.pipeline.microbatch import IndexSet, Microbatch
 from shoal.peer.pipeline.pace import Pace
+from shoal.peer.tasks import Tasks
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused, RemoteError, Unreachable
 from shoal.protocol.identity import PeerID
-from shoal.protocol.messages import Claim, Done, Grant, Progress, Repair, ValidationReport, ValidationResult
+from shoal.protocol.messages import Again, Claim, Done, Grant, Progress, Repair, ValidationReport, ValidationResult
 from shoal.protocol.ports import Clock
 
 logger = logging.getLogger(__name__)
@@ -23,6 +24,7 @@ logger = logging.getLogger(__name__)
 _PATIENCE_S = 5.0
 """How long the lead keeps a claim open when everything admissible is taken."""
 _RETRY_S = 0.2
+_SHARE_MIN = 1e-3
 _ASKED_MAX = 16
 """The quickest of so many answers is one that did not wait for something to become admissible."""
 
@@ -57,6 +59,7 @@ class Claims:
         self._on_validation = on_validation
         self._on_failure = on_failure
         self._outbox = Outbox(endpoint)
+        self._tasks = Tasks(on_failure)
         self._losses: dict[int, dict[int, float]] = {}
         self._changed = asyncio.Event()
         self._asked_s: deque[float] = deque(maxlen=_ASKED_MAX)  # how long recent answers took
@@ -71,6 +74,7 @@ class Claims:
     def install(self) -> None:
         self._endpoint.on(Claim, self._on_claim)
         self._endpoint.on(Repair, self._on_repair)
+        self._endpoint.on(Again, self._on_again)
         self._endpoint.on(ValidationResult, self._on_validation_result)
 
     def start(self) -> None:
@@ -84,10 +88,11 @@ class Claims:
             self.wake()
 
     async def close(self) -> None:
-        self._endpoint.off(self._on_claim, self._on_repair, self._on_validation_result)
+        self._endpoint.off(self._on_claim, self._on_repair, self._on_again, self._on_validation_result)
         if self._task:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+        await self._tasks.cancel()
         await self._outbox.close()
 
     def reach(self, version: int) -> None:
@@ -147,7 +152,7 @@ class Claims:
                 continue
             try:
                 grant = await self._ask(lead, count)
-                self._check(lead, grant)
+                self._check(lead, grant.items, validates=True)
                 self._follow(lead, grant)
             except (Unreachable, Refused, RemoteError) as error:
                 logger.debug("no grant: %s", error)
@@ -176,10 +181,11 @@ class Claims:
         self._asked_s.append(self._clock.now_s() - began_s)
         return grant
 
-    def _check(self, lead: PeerID, grant: Grant) -> None:
+    def _check(self, lead: PeerID, items: Sequence[tuple[int, int]], *, validates: bool = False) -> None:
         book = self.book
-        for step, index in grant.items:
-            if not (0 <= step <= book.steps and -book.validation_microbatches <= index < book.microbatches):
+        first = -book.validation_microbatches if validates else 0
+        for step, index in items:
+            if not (0 <= step <= book.steps and first <= index < book.microbatches):
                 raise RemoteError(lead, f"grants microbatch ({step}, {index}), which this run has not")
 
     def _ended(self, task: asyncio.Task[None]) -> None:
@@ -266,15 +272,55 @@ class Claims:
         return Done()
 
     def repair(self, step: int, indices: IndexSet) -> None:
-        """Run these again, here and at once: as the lead of stage 0.
+        """Run these again at once, every open member its part: as the lead of stage 0. Alone it would take as long as a
+        dead replica has for its part of a step.
 
         Not through the book: a claim waits for room in a window, and the windows may be full of what waits for these.
         """
         self.book.take(step, indices)
-        for index in range(self.book.microbatches):
-            if index in indices:
-                logger.info("microbatch (%d, %d) runs again", step, index)
-                self._on_grant(Microbatch(step, index), True)
+        again = [Microbatch(step, index) for index in range(self.book.microbatches) if index in indices]
+        for peer, part in self._shared(again).items():
+            logger.info("microbatches %s of step %d run again at %s", [m.index for m in part], step, peer[-8:])
+            if peer == self._group.me:
+                self._run_again(part)
+            else:
+                self._tasks.spawn(self._hand_out(peer, part), f"step {step} again at {peer}")
+
+    def _shared(self, again: Sequence[Microbatch]) -> dict[PeerID, list[Microbatch]]:
+        """By shares, among those who keep pace."""
+        everyone = (self._group.me, *self._group.open_mates)
+        able = [peer for peer in everyone if self._pace.weight(peer, everyone) == 1.0] or [self._group.me]
+        shares = {peer: max(self._group.share_of(peer), _SHARE_MIN) for peer in able}
+        parts: dict[PeerID, list[Microbatch]] = {}
+        for microbatch in again:
+            peer = min(shares, key=lambda peer: (len(parts.get(peer, ())) + 1) / shares[peer])
+            parts.setdefault(peer, []).append(microbatch)
+        return parts
+
+    async def _hand_out(self, mate: PeerID, again: Sequence[Microbatch]) -> None:
+        for microbatch in again:  # before it says so itself: if it dies with them they are known to be lost
+            self._out[microbatch] = (mate, self._clock.now_s())
+            self._group.granted(mate, microbatch.step, microbatch.index)
+        try:
+            await self._endpoint.ask(mate, Again(items=tuple((m.step, m.index) for m in again)), Done)
+        except (Unreachable, Refused, RemoteError) as error:
+            logger.info("runs itself again what %s does not: %s", mate[-8:], error)
+            for microbatch in again:
+                self._out.pop(microbatch, None)
+            self._run_again(again)
+
+    def _run_again(self, again: Iterable[Microbatch]) -> None:
+        for microbatch in again:
+            self._on_grant(microbatch, True)
+
+    async def _on_again(self, source: PeerID, message: Again) -> Done:
+        if source != self._group.lead or self._draining or not self._group.ready:
+            raise Refused(self._endpoint.peer_id, "makes nothing for the sender")
+        self._check(source, message.items)
+        for step, index in message.items:
+            self.book.take(step, IndexSet(1 << index))
+        self._run_again(Microbatch(step, index) for step, index in message.items)
+        return Done()
 
     def handed_back(self, microbatch: Microbatch, *, begun: bool) -> None:
         """A mate pauses and will not make it: it runs here, as a repair does. Raises: Refused: we do not lead."""

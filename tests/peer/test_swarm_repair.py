@@ -1,12 +1,16 @@
 """A killed replica costs time, not samples: what it had contributed runs again, and the loss is the same."""
 
 import asyncio
+import math
+from collections import Counter
 
 import msgspec
 import pytest
 
 from shoal.peer.data.corpus import load_corpus
 from shoal.peer.single_process import train
+from shoal.protocol.errors import Refused
+from shoal.protocol.messages import Again
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
 
@@ -69,3 +73,58 @@ def test_five_kills_lose_no_microbatch_of_an_asynchronous_run(make_swarm, tiny_s
         assert {(c.microbatches, c.given_up) for c in commits} == {(9, 0)}
         assert sum(c.duplicates for c in commits) == 0
     assert swarm.losses[-1] < swarm.losses[0] - 0.5
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("mates_refuse", [False, True])
+def test_what_died_with_a_replica_runs_again_at_all_of_stage_0(make_swarm, tiny_spec, mates_refuse):
+    """Or at its lead, where its mates do not take their part."""
+    spec = with_training(tiny_spec, s_max=0, microbatches_per_step=18)
+    stages = [["0.0", "0.1", "0.2"], ["1.0", "1.1", "1.2"], ["2.0"]]
+    again = Counter()
+
+    def counted(name, claims):
+        grant = claims._on_grant
+
+        def granted(microbatch, is_again):
+            again[name] += is_again
+            grant(microbatch, is_again)
+
+        claims._on_grant = granted
+
+    async def refuses(source, message):
+        raise Refused(source, "has no time")
+
+    async def main():
+        swarm = make_swarm(spec, network=uniform(latency_s=0.05, rate_bytes_per_s=1e7))
+        for names in stages:
+            for name in names:
+                await swarm.add(name, device_flop_per_s=1e8)
+        swarm.obey(stages, fresh=True)
+        await swarm.until_step(3)
+        for name in stages[0]:
+            replica = swarm.drivers[name].replica
+            counted(name, replica.claims)
+            if mates_refuse and not replica.group.core.is_lead:
+                swarm.drivers[name]._endpoint.on(Again, refuses)
+        dying = swarm.drivers["1.1"].replica.group.core
+        await swarm.until(lambda: len(dying._tallies.tally(dying.version, dying.me).indices) >= 5)
+        lead = next(name for name in stages[0] if swarm.drivers[name].replica.group.core.is_lead)
+        swarm.world.crash(swarm.peer("1.1"))
+        del swarm.drivers["1.1"]
+        stages[1].remove("1.1")
+        await asyncio.sleep(1.0)
+        swarm.obey(stages, fresh=False)
+        await swarm.until_step(6)
+        await swarm.close()
+        return swarm, lead
+
+    swarm, lead = run(main())
+    assert again.total() >= 3
+    if mates_refuse:
+        assert again[lead] == again.total()
+    else:
+        assert max(again.values()) == math.ceil(again.total() / 3), again
+    single = [step.loss for step in train(spec, load_corpus(spec.data, context=spec.model.context), steps=6)]
+    assert max(abs(a - b) for a, b in zip(swarm.losses, single, strict=False)) < 1e-4
+    assert {(c.microbatches, c.given_up, c.duplicates) for c in swarm.commits[0].values()} == {(18, 0, 0)}

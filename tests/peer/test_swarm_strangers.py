@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from shoal.protocol.errors import Refused
-from shoal.protocol.messages import Claim, Done, Grant, Repair, RoundMember, RoundStart
+from shoal.protocol.messages import Again, Claim, Done, Grant, Repair, RoundMember, RoundStart
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
 
@@ -49,6 +49,19 @@ def test_a_repair_of_a_step_that_the_run_has_not_is_refused(make_swarm, tiny_spe
     async def scene(swarm):
         leads = [name for name in STAGES[0] if swarm.drivers[name].replica.group.core.is_lead]
         await is_refused(swarm, "stranger", leads[0], Repair(step=step, indices=b"\x01"))
+
+    play(make_swarm, tiny_spec, scene)
+
+
+@pytest.mark.sim
+def test_only_the_lead_says_what_runs_again(make_swarm, tiny_spec):
+    async def scene(swarm):
+        first = swarm.drivers[STAGES[0][0]].replica.group.core
+        lead, mate = STAGES[0] if first.is_lead else STAGES[0][::-1]
+        step = swarm.drivers[mate].replica.version
+        for source, target in (("stranger", mate), ("stranger", lead), (mate, lead), ("1.1", mate)):
+            await is_refused(swarm, source, target, Again(items=((step, 0),)))
+        await is_refused(swarm, lead, mate, Again(items=((step, 2**40),)))
 
     play(make_swarm, tiny_spec, scene)
 
