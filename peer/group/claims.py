@@ -25,6 +25,8 @@ _PATIENCE_S = 5.0
 """How long the lead keeps a claim open when everything admissible is taken."""
 _RETRY_S = 0.2
 _SHARE_MIN = 1e-3
+_STEPS_APART = 2
+"""So many steps the lead may be ahead of a mate that takes part."""
 _ASKED_MAX = 16
 """The quickest of so many answers is one that did not wait for something to become admissible."""
 
@@ -317,6 +319,8 @@ class Claims:
         if source != self._group.lead or self._draining or not self._group.ready:
             raise Refused(self._endpoint.peer_id, "makes nothing for the sender")
         self._check(source, message.items)
+        if any(step > self.book.version + self.book.s_max + _STEPS_APART for step, _ in message.items):
+            raise Refused(self._endpoint.peer_id, "is not as far as that")
         for step, index in message.items:
             self.book.take(step, IndexSet(1 << index))
         self._run_again(Microbatch(step, index) for step, index in message.items)

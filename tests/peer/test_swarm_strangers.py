@@ -14,10 +14,10 @@ from shoal.protocol.sim.network import uniform
 STAGES = [["0.0", "0.1"], ["1.0", "1.1"]]
 
 
-def play(make_swarm, tiny_spec, scene):
+def play(make_swarm, tiny_spec, scene, *, steps=6):
     """`scene` gets a swarm of two stages with a step behind it, and a peer that is in no plan. It must train on."""
     builtins = msgspec.to_builtins(tiny_spec)
-    builtins["training"] |= {"steps": 6, "validation_interval_steps": 0}
+    builtins["training"] |= {"steps": steps, "validation_interval_steps": 0}
     spec = msgspec.convert(builtins, type(tiny_spec))
 
     async def main():
@@ -61,9 +61,10 @@ def test_only_the_lead_says_what_runs_again(make_swarm, tiny_spec):
         step = swarm.drivers[mate].replica.version
         for source, target in (("stranger", mate), ("stranger", lead), (mate, lead), ("1.1", mate)):
             await is_refused(swarm, source, target, Again(items=((step, 0),)))
-        await is_refused(swarm, lead, mate, Again(items=((step, 2**40),)))
+        for item in ((step, 2**40), (step, -1), (900, 0)):
+            await is_refused(swarm, lead, mate, Again(items=(item,)))
 
-    play(make_swarm, tiny_spec, scene)
+    play(make_swarm, tiny_spec, scene, steps=1000)
 
 
 @pytest.mark.sim
