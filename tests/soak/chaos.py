@@ -10,6 +10,7 @@ import json
 import math
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -63,6 +64,10 @@ def run_demo(folder: Path, arguments: argparse.Namespace, *extra: str) -> Outcom
             process.kill()  # its children go with it
             process.wait()
             status = 124
+        except KeyboardInterrupt:
+            process.send_signal(signal.SIGINT)  # it may have been meant for us alone
+            process.wait(LEAVING_S_MAX)
+            raise
     left_behind = processes_of(folder)
     last = lines.read_text().splitlines()[-1:] if lines.exists() else []
     summary = json.loads(last[0]) if last else {}
@@ -225,4 +230,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)
