@@ -57,6 +57,7 @@ class Tenure:
         """A term of ours begins. `silent`: whose silence brought it, if that is why."""
         self._succession.begin(now_s)
         self._head_at_s = now_s + HEAD_HEARTBEATS * self._heartbeat_s
+        self._members, self._lost_s = frozenset(plan.members), -math.inf
         self._governor.begin_term(plan, now_s, continuing=continuing, silent=silent)
         # Of a dead coordinator that no plan names any more, as after a reset, nothing is asked.
         self._suspects.begin((silent,) if silent in plan.members else (), now_s)
