@@ -244,10 +244,7 @@ class Claims:
         everyone = (self._group.me, *self._group.ready_mates)
         for source, (count, answer) in list(self._waiting.items()):
             share = max(1, math.ceil(self._group.share_of(source) * admissible))
-            # Who has made something since is not stuck: what it waits for is at a slow replica further on.
-            since_s = min((at_s for peer, at_s in self._out.values() if peer == source), default=now_s)
-            since_s = max(since_s, self._made_s.get(source, 0.0))
-            if self._pace.weight(source, everyone, waiting_s=now_s - since_s) < 1.0:
+            if not self._keeps_pace(source, everyone, now_s):
                 # The whole step would wait for what it holds: now and then one, to see whether it has recovered.
                 share = 1 if self._pace.is_due(source, now_s) else 0
             granted = self.book.grant(min(count, share)) if not answer.done() else []
@@ -258,6 +255,12 @@ class Claims:
                     self._group.granted(source, microbatch.step, microbatch.index)
                 answer.set_result(granted)
                 del self._waiting[source]
+
+    def _keeps_pace(self, peer: PeerID, everyone: Sequence[PeerID], now_s: float) -> bool:
+        since_s = min((at_s for other, at_s in self._out.values() if other == peer), default=now_s)
+        # Who has made something since is not stuck: what it waits for is at a slow replica further on.
+        since_s = max(since_s, self._made_s.get(peer, 0.0))
+        return self._pace.weight(peer, everyone, waiting_s=now_s - since_s) == 1.0
 
     async def _on_repair(self, source: PeerID, message: Repair) -> Done:
         if not self._group.is_lead:
@@ -290,8 +293,8 @@ class Claims:
 
     def _shared(self, again: Sequence[Microbatch]) -> dict[PeerID, list[Microbatch]]:
         """By shares, among those who keep pace."""
-        everyone = (self._group.me, *self._group.open_mates)
-        able = [peer for peer in everyone if self._pace.weight(peer, everyone) == 1.0] or [self._group.me]
+        everyone, now_s = (self._group.me, *self._group.open_mates), self._clock.now_s()
+        able = [peer for peer in everyone if self._keeps_pace(peer, everyone, now_s)] or [self._group.me]
         shares = {peer: max(self._group.share_of(peer), _SHARE_MIN) for peer in able}
         parts: dict[PeerID, list[Microbatch]] = {}
         for microbatch in again:
