@@ -206,8 +206,12 @@ class Archive:
             newest[path.parent] = max(stored.version, newest.get(path.parent, 0))
         oldest = version - ABANDONED_INTERVALS * self._spec.swarm.snapshot_interval_steps
         abandoned = {folder for folder, written in newest.items() if written < oldest}
-        for folder in sorted(abandoned):
-            snapshot.prune(disk, folder, self._run, keep=0)
+        try:
+            for folder in sorted(abandoned):
+                snapshot.prune(disk, folder, self._run, keep=0)
+        except OSError as error:  # the snapshot that has just been written is there all the same
+            self._complain(f"cannot remove old snapshots: {error.strerror or error}")
+            return
         self._stored = {path: stored for path, stored in self._stored.items() if path.parent not in abandoned}
 
     def _complain(self, text: str) -> None:
