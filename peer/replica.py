@@ -34,6 +34,7 @@ class Replica(Tenure):
             stage=stage,
             num_stages=len(plan.stages),
             s_max=spec.training.s_max,
+            synchronous_steps=spec.synchronous_steps,
             version=0,
             router=surroundings.traffic.router(),
             window=surroundings.traffic.window(len(plan.stages)) if first else None,
@@ -195,11 +196,13 @@ class Replica(Tenure):
     # --- inside ---
 
     def _make_claims(self, group: GroupCore) -> Claims:
-        training = self._s.spec.training
+        spec = self._s.spec
+        training = spec.training
         book = IssueBook(
             steps=training.steps,
             microbatches=training.microbatches_per_step,
             s_max=training.s_max,
+            synchronous_steps=spec.synchronous_steps,
             validation_interval=training.validation_interval_steps,
             validation_microbatches=training.validation_microbatches,
         )

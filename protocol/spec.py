@@ -184,6 +184,9 @@ class TrainingSpec(_Section, frozen=True):
     """Samples a microbatch."""
     s_max: int = 1
     """Largest staleness a microbatch may be computed with; 0 is synchronous training."""
+    synchronous_steps: int | None = None
+    """So many of the first steps are synchronous whatever `s_max`: staleness costs most by far while the loss falls
+    fastest (`tests/bench/staleness`). None: twice as many as the optimizer warms up."""
     compensation: Literal["none", "stash", "spectrain", "pipeoptim", "lookahead", "calibrated", "dc", "eager"] = "eager"
     """What is done about staleness: a strategy of `shoal.peer.pipeline.prediction`."""
     keep: Literal["stash", "recompute"] = "stash"
@@ -206,6 +209,7 @@ class TrainingSpec(_Section, frozen=True):
             f"microbatches_per_step is at most {MICROBATCHES_PER_STEP_MAX}",
         )
         _require(0 <= self.s_max <= 8, f"s_max must be in [0, 8], is {self.s_max}")
+        _require((self.synchronous_steps or 0) >= 0, f"synchronous_steps is negative: {self.synchronous_steps}")
         _require(self.validation_interval_steps >= 0, "validation_interval_steps must not be negative")
         _require(self.commit_deadline_s >= 0, "commit_deadline_s must not be negative")
         _require(0 < self.commit_quorum <= 1, "commit_quorum must be in (0, 1]")
@@ -321,6 +325,12 @@ class RunSpec(_Section, frozen=True):
     def tokens_per_step(self) -> int:
         return self.training.microbatches_per_step * self.training.microbatch_size * self.model.context
 
+    @property
+    def synchronous_steps(self) -> int:
+        """Steps from the start in which nothing is stale."""
+        steps = self.training.synchronous_steps
+        return 2 * self.optimizer.warmup_steps if steps is None else steps
+
 
 _REPLACED = {
     "predict": 'say compensation = "pipeoptim" for what predict = true was, "stash" for false',
@@ -359,6 +369,8 @@ def encode_spec(spec: RunSpec) -> bytes:
     for name in _LATER_OF_DATA:
         if getattr(spec.data, name) == getattr(_DATA, name):
             del tables["data"][name]
+    if spec.training.synchronous_steps is None:
+        del tables["training"]["synchronous_steps"]
     if not spec.initial.digests:
         del tables["initial"]
     return msgspec.msgpack.encode(tables)

@@ -85,6 +85,15 @@ _MUON: Final = {"none": Price(0.58, 1), "pipeoptim": Price(0.4, 1), "eager": Pri
 """All stale only; the powers are NAdam's, but for `eager`'s: proportional, where nothing is known."""
 
 
+def bound(step: int, *, s_max: int, synchronous_steps: int) -> int:
+    """How stale a microbatch of `step` may be: `s_max`, and in the first `synchronous_steps` of a run 0.
+
+    The prices above are of runs that were stale from the first step. Most of that is paid for the first few
+    (`tests/bench/staleness`).
+    """
+    return s_max if step >= synchronous_steps else 0
+
+
 def price_of(compensation: str, *, optimizer: str) -> Price:
     """What staleness costs a run with these two, by their names in the run spec. AdamW and SGD are given NAdam's."""
     prices = _MUON if optimizer == "muon" else _NADAM

@@ -26,10 +26,13 @@ class Control:
     Args:
         s_max: as `choose` has it.
         price: likewise.
+        synchronous_steps: how many of the run's first steps nothing runs ahead of. A rate that is measured there says
+            nothing: where a step is shorter than the way through all stages the pipeline is never full.
     """
 
     s_max: int
     price: Price
+    synchronous_steps: int = 0
     choice: Choice | None = None
     """The newest of our own."""
     _led: tuple[int, float] | None = None
@@ -46,6 +49,8 @@ class Control:
         """Choose. `commit_s`: the longest of all stages; 0: not known yet."""
         self._own.append(self._begun.get(version - 1, 0))
         self._begun = {step: count for step, count in self._begun.items() if step >= version}
+        if version <= self.synchronous_steps:
+            return
         if not (any(self._own) and window.rate_per_s > 0.0 and window.round_trip_s > 0.0 and commit_s > 0.0):
             return
         measured = Measured(

@@ -54,6 +54,7 @@ from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.pipeline.router import Router
 from shoal.peer.pipeline.window import Window
 from shoal.protocol.identity import PeerID
+from shoal.protocol.staleness import bound
 
 
 @dataclass(kw_only=True, slots=True)
@@ -61,7 +62,8 @@ class PipelineCore:
     """One replica of stage `stage` of `num_stages`.
 
     Args:
-        s_max: a microbatch of step t runs when t - version <= s_max.
+        s_max: a microbatch of step t runs when t - version <= s_max,
+        synchronous_steps: in the first of them when it is the version's own.
         router: replicas of the next stage (unused by the last).
         window: stage 0 only.
         control: with a window; None: whatever s_max admits.
@@ -74,6 +76,7 @@ class PipelineCore:
     router: Router
     window: Window | None = None
     control: Control | None = None
+    synchronous_steps: int = 0
     _flights: dict[Microbatch, Flight] = field(default_factory=dict)
     _waiting: set[Microbatch] = field(default_factory=set)
     _returned: set[Microbatch] = field(default_factory=set)
@@ -353,8 +356,10 @@ class PipelineCore:
             return False
         if self._is_held_back(microbatch):
             return False
-        # Validation is of a committed version, never of a prediction.
-        return microbatch.step - self.version <= (0 if microbatch.validates else self.s_max)
+        if microbatch.validates:
+            return microbatch.step == self.version  # of what is committed, never of a prediction
+        most = bound(microbatch.step, s_max=self.s_max, synchronous_steps=self.synchronous_steps)
+        return microbatch.step - self.version <= most
 
     def _is_held_back(self, microbatch: Microbatch) -> bool:
         ahead = microbatch.step - self.version

@@ -6,9 +6,11 @@ at which it takes effect. Every replica tells its mates what it has been granted
 next lead knows what is taken.
 """
 
+import functools
 from dataclasses import dataclass, field
 
 from shoal.peer.pipeline.microbatch import IndexSet, Microbatch
+from shoal.protocol.staleness import bound
 
 
 @dataclass(kw_only=True, slots=True)
@@ -18,7 +20,8 @@ class IssueBook:
     Args:
         steps: the run's steps; step `steps` itself has only validation.
         microbatches: M, per step.
-        s_max: steps ahead of the version that may be granted.
+        s_max: steps ahead of the version that may be granted,
+        synchronous_steps: none of the first of them.
         validation_interval: 0, never.
     """
 
@@ -27,6 +30,7 @@ class IssueBook:
     s_max: int
     validation_interval: int
     validation_microbatches: int
+    synchronous_steps: int = 0
     version: int = 0
     _taken: dict[int, IndexSet] = field(default_factory=dict)
     _validation: list[Microbatch] = field(default_factory=list)
@@ -50,14 +54,13 @@ class IssueBook:
     @property
     def admissible(self) -> int:
         """Microbatches that could be granted now."""
-        steps = range(self.version, min(self.version + self.s_max, self.steps - 1) + 1)
-        free = sum(self.microbatches - len(self._taken.get(step, IndexSet())) for step in steps)
+        free = sum(self.microbatches - len(self._taken.get(step, IndexSet())) for step in self._open_steps())
         return free + len(self._validation)
 
     def grant(self, count: int) -> list[Microbatch]:
         """Up to `count` microbatches for one claimant; empty if every admissible one is taken."""
         granted, self._validation = self._validation[:count], self._validation[count:]
-        for step in range(self.version, min(self.version + self.s_max, self.steps - 1) + 1):
+        for step in self._open_steps():
             taken = self._taken.setdefault(step, IndexSet())
             for index in range(self.microbatches):
                 if len(granted) >= count:
@@ -66,3 +69,9 @@ class IssueBook:
                     taken.add(index)
                     granted.append(Microbatch(step, index))
         return granted
+
+    def _open_steps(self) -> list[int]:
+        """Of which microbatches may be granted now, in order."""
+        near = range(self.version, min(self.version + self.s_max, self.steps - 1) + 1)
+        at_most = functools.partial(bound, s_max=self.s_max, synchronous_steps=self.synchronous_steps)
+        return [step for step in near if step - self.version <= at_most(step)]

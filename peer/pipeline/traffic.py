@@ -46,4 +46,5 @@ class AdaptiveTraffic:
         training = spec.training
         if not self.controlled or training.s_max == 0:
             return None
-        return Control(s_max=training.s_max, price=price_of(training.compensation, optimizer=spec.optimizer.name))
+        price = price_of(training.compensation, optimizer=spec.optimizer.name)
+        return Control(s_max=training.s_max, price=price, synchronous_steps=spec.synchronous_steps)

@@ -12,7 +12,7 @@ from plans import Group, LightPlan
 from recorder import Recorder
 from regimes import steps, train
 from schedule import heavy_tailed, one_by_one
-from settings import HeavyTailed, Method, Paper, Run, Steps
+from settings import HeavyTailed, Method, Paper, Run, Steps, StepsBegun
 from tasks import Batch, BatchShape
 
 from shoal.kernels.optimizer import OPTIMIZERS
@@ -137,6 +137,11 @@ def test_a_share_says_how_many_microbatches_are_stale():
     assert plan.groups(0) == (Group(every, (0,)),), "before the first step there is nothing older"
     assert plan.groups(1) == (Group((0, 1, 2, 3), (1,), every), Group((4, 5, 6, 7), (0,)))
     assert plan.groups(7) == (Group((0, 1), (2,), every), Group((2, 3), (1,), every), Group((4, 5, 6, 7), (0,)))
+
+
+def test_what_begins_synchronously_is_stale_later():
+    plan = LightPlan(StepsBegun(shares=(1.0,), steps_a_kill=1.0, synchronous_steps=3), 4, ("a",), 0)
+    assert [plan.groups(step)[0].staleness for step in range(1, 5)] == [(0,), (0,), (1,), (1,)]
 
 
 def test_a_member_has_seen_what_it_computed_itself_and_what_had_ended():

@@ -7,7 +7,7 @@ import pytest
 import swarm
 from recorder import Recorder
 from regimes import steps
-from settings import Swarm
+from settings import Swarm, SwarmBegun
 
 from shoal.protocol.topology import make_topology
 
@@ -38,6 +38,17 @@ def test_the_swarms_recorded_staleness_played_lightly_gives_its_losses(tiny, run
     synchronous = Recorder(task, run)
     steps(task, run, Fresh(recording), synchronous)
     assert max(abs(a - b) for a, b in zip(real.losses, synchronous.losses, strict=True)) > 1e-3, "staleness shows"
+
+
+@pytest.mark.sim
+def test_a_swarm_that_begins_synchronously_is_stale_from_the_step_on_that_is_said(tiny, run_of, monkeypatch):
+    task = tiny(microbatches=6, updates=12)
+    run = run_of(task, SwarmBegun(stages=2, replicas=2, s_max=1, synchronous_steps=5), "pipeoptim")
+    monkeypatch.setattr(swarm, "find_scenario", lambda name: Given(task))
+    recording = swarm.train_swarm(task, run, Recorder(task, run))
+    most = [max(max(s) for (t, _), s in recording.staleness.items() if t == step) for step in range(12)]
+    assert most[:5] == [0] * 5
+    assert most[5:7] == [1, 1], "until the control has measured what that saves, which is nothing here"
 
 
 @pytest.mark.sim

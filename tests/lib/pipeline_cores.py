@@ -10,14 +10,29 @@ from shoal.protocol.identity import PeerID
 UP, DOWN, OTHER = (PeerID(name) for name in ("up", "down", "other"))
 
 
-def core(*, stage: int = 1, num_stages: int = 3, s_max: int = 1, targets: tuple[PeerID, ...] = (DOWN,)) -> PipelineCore:
+def core(
+    *,
+    stage: int = 1,
+    num_stages: int = 3,
+    s_max: int = 1,
+    synchronous_steps: int = 0,
+    targets: tuple[PeerID, ...] = (DOWN,),
+) -> PipelineCore:
     """All targets are ready."""
     router = Router()
     router.set_shares(dict.fromkeys(targets, 1.0))
     for target in targets:
         router.set_ready(target, True)
     window = Window(num_stages=num_stages) if stage == 0 else None
-    return PipelineCore(stage=stage, num_stages=num_stages, s_max=s_max, version=0, router=router, window=window)
+    return PipelineCore(
+        stage=stage,
+        num_stages=num_stages,
+        s_max=s_max,
+        synchronous_steps=synchronous_steps,
+        version=0,
+        router=router,
+        window=window,
+    )
 
 
 def feed(made: PipelineCore, *events: Event) -> list[Command]:

@@ -10,6 +10,7 @@ from shoal.protocol.spec import (
     DataSpec,
     InitialSpec,
     ModelSpec,
+    OptimizerSpec,
     RunSpec,
     SwarmSpec,
     TrainingSpec,
@@ -36,6 +37,14 @@ def test_who_still_says_predict_is_told_in_one_line_what_to_say_instead(tmp_path
         assert "\n" not in str(raised.value)
 
 
+def test_the_first_steps_are_synchronous_for_twice_as_long_as_the_optimizer_warms_up_or_as_is_said() -> None:
+    warm = OptimizerSpec(warmup_steps=7)
+    assert RunSpec(optimizer=warm).synchronous_steps == 14
+    assert RunSpec(optimizer=warm, training=TrainingSpec(synchronous_steps=0)).synchronous_steps == 0
+    with pytest.raises(ValueError, match="synchronous_steps is negative: -1"):
+        TrainingSpec(synchronous_steps=-1)
+
+
 def test_an_unknown_compensation_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text('[training]\ncompensation = "hope"\n')
@@ -55,6 +64,7 @@ def test_what_is_new_is_in_the_bytes_where_it_says_something() -> None:
         RunSpec(data=DataSpec(tokens_max=5)),
         RunSpec(data=DataSpec(field="content")),
         RunSpec(initial=InitialSpec(source="/weights", digests=("00",) * 8)),
+        RunSpec(training=TrainingSpec(synchronous_steps=RunSpec().synchronous_steps)),
     ]
     assert len({encode_spec(spec) for spec in specs}) == len(specs)
     assert [decode_spec(encode_spec(spec)) for spec in specs] == specs

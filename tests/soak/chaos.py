@@ -173,10 +173,18 @@ def closing_line(calm: Calm, outcomes: list[Outcome], num_failed: int) -> str:
     return (
         f"{len(outcomes)} runs, {num_failed} failed; kills {sum(o.summary['chaos']['kills'] for o in told)}; medians: "
         f"stall {median([o.summary['stall_s_max'] for o in told])} s, recovery {median(recoveries)} s of "
-        f"{len(recoveries)}, validation loss {median([100 * loss for loss in losses])} % above peace; worst: "
+        f"{len(recoveries)}; validation loss above peace {mean_and_error(losses)}; worst: "
         f"stall {max((o.summary['stall_s_max'] for o in told), default=0.0):.1f} s, "
         f"recovery {max(recoveries, default=0.0):.1f} s, validation loss {max(losses, default=0.0):+.1%}"
     )
+
+
+def mean_and_error(shares: list[float]) -> str:
+    """One run is as far from the next as chance makes it; what chaos costs is seen in the mean of many."""
+    if len(shares) < 2:
+        return "-"
+    error = statistics.stdev(shares) / math.sqrt(len(shares))
+    return f"{statistics.mean(shares):+.1%} in the mean (standard error {error:.1%})"
 
 
 def main() -> int:

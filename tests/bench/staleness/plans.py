@@ -59,7 +59,9 @@ class LightPlan:
 
     def groups(self, step: int) -> tuple[Group, ...]:
         counts: Mapping[int, int] = self._counts
-        if self.s_max and step > 0 and self.kills(step - 1):
+        if self._regime.is_synchronous(step):
+            counts = {0: self._num}
+        elif self.s_max and step > 0 and self.kills(step - 1):
             counts = {self.s_max: self._num}
         by_staleness: dict[int, list[int]] = {}
         first = 0

@@ -95,6 +95,19 @@ class Steps(_Settings, frozen=True, tag="C"):
     def s_max(self) -> int:
         return len(self.shares)
 
+    def is_synchronous(self, step: int) -> bool:
+        """Whether nothing of it is stale whatever the shares say."""
+        return False
+
+
+class StepsBegun(Steps, frozen=True, tag="C, begun synchronously"):
+    """The first steps are synchronous, whatever happens."""
+
+    synchronous_steps: int = 40
+
+    def is_synchronous(self, step: int) -> bool:
+        return step < self.synchronous_steps
+
 
 class Swarm(_Settings, frozen=True, tag="swarm"):
     """Ours, played by the real drivers on a network in virtual time; what is stale is what the swarm lets be."""
@@ -115,8 +128,21 @@ class Swarm(_Settings, frozen=True, tag="swarm"):
         _require(self.kill_every_s == 0 or self.replicas > 1, "the only holder of a stage must not die")
         _require(self.kill_every_s >= 0 and self.back_s > 0, "nobody dies before they are back")
 
+    @property
+    def begins_synchronously(self) -> int:
+        """For so many steps."""
+        return 0
 
-Regime = Paper | HeavyTailed | Steps | Swarm
+
+class SwarmBegun(Swarm, frozen=True, tag="swarm, begun synchronously"):
+    synchronous_steps: int = 40
+
+    @property
+    def begins_synchronously(self) -> int:
+        return self.synchronous_steps
+
+
+Regime = Paper | HeavyTailed | Steps | StepsBegun | Swarm | SwarmBegun
 
 
 class Run(_Settings, frozen=True):

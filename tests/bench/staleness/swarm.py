@@ -138,6 +138,7 @@ def _spec(spec: RunSpec, run: Run) -> RunSpec:
         spec.training,
         steps=run.updates,
         s_max=run.regime.s_max,
+        synchronous_steps=run.regime.begins_synchronously,
         compensation=run.method.name,
         validation_interval_steps=0,
     )

@@ -104,6 +104,17 @@ def test_a_microbatch_too_far_ahead_waits_for_the_step() -> None:
     assert feed(made, JobDone(job("backward", 2, 0, 1)))[0] == Contributed(Microbatch(2, 0), 1)
 
 
+def test_a_microbatch_of_a_synchronous_step_waits_for_its_version() -> None:
+    """Where the stage before is a version further."""
+    made = core(synchronous_steps=2)
+    assert feed(made, Arrived(Microbatch(1, 0), UP)) == []
+    assert feed(made, StepReady(0)) == [Job("step", None, 0)]
+    commands = feed(made, JobDone(Job("step", None, 0)))
+    assert job("forward", 1, 0, 1) in commands
+    feed(made, JobDone(job("forward", 1, 0, 1)))
+    assert feed(made, Arrived(Microbatch(2, 0), UP)) == [job("forward", 2, 0, 1)], "which may be stale"
+
+
 def test_staleness_is_that_of_the_forward_not_of_the_backward() -> None:
     made = core(stage=1)
     late = Microbatch(1, 0)

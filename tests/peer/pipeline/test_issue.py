@@ -5,9 +5,16 @@ from shoal.peer.pipeline.issue import IssueBook
 from shoal.peer.pipeline.microbatch import IndexSet, Microbatch
 
 
-def book(*, steps: int = 10, M: int = 3, s_max: int = 0, interval: int = 0, validation: int = 2) -> IssueBook:
+def book(
+    *, steps: int = 10, M: int = 3, s_max: int = 0, interval: int = 0, validation: int = 2, synchronous: int = 0
+) -> IssueBook:
     return IssueBook(
-        steps=steps, microbatches=M, s_max=s_max, validation_interval=interval, validation_microbatches=validation
+        steps=steps,
+        microbatches=M,
+        s_max=s_max,
+        validation_interval=interval,
+        validation_microbatches=validation,
+        synchronous_steps=synchronous,
     )
 
 
@@ -29,6 +36,16 @@ def test_microbatches_are_granted_in_order_and_once() -> None:
 
 def test_s_max_lets_the_next_steps_be_granted() -> None:
     assert book(M=1, s_max=2).grant(9) == [Microbatch(0, 0), Microbatch(1, 0), Microbatch(2, 0)]
+
+
+def test_none_of_the_synchronous_steps_is_granted_before_its_version_is_there() -> None:
+    made = book(M=1, s_max=2, synchronous=2)
+    assert made.admissible == 2, "steps 0 and 2"
+    made = book(M=1, s_max=1, synchronous=2)
+    assert made.grant(9) == [Microbatch(0, 0)]
+    assert made.admissible == 0
+    made.reach(1)
+    assert made.grant(9) == [Microbatch(1, 0), Microbatch(2, 0)]
 
 
 def test_no_step_beyond_the_last_is_granted() -> None:

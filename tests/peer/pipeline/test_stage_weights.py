@@ -441,3 +441,13 @@ def test_without_staleness_the_version_before_is_kept_for_a_repair(make: Make, n
     assert runtime.state is not None
     runtime.load(runtime.state)
     assert not runtime.remembers
+
+
+@EVERY
+def test_in_a_synchronous_step_too(make: Make, name: str) -> None:
+    runtime = make(name, s_max=1, synchronous_steps=4)
+    before_N = layer_of(runtime).param_N
+    runtime.step(gradient(runtime, 2))
+    assert used(runtime, 2) is before_N
+    runtime.step(gradient(runtime, 3))
+    assert used(runtime, 3) is layer_of(runtime).param_N, "what may be stale needs no exact repair"
