@@ -14,6 +14,7 @@ from shoal.protocol.complaint import complaint
 from shoal.protocol.errors import SpecError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import EXPERTS_MAX, FRAME_PAYLOAD_BYTES_MAX, MICROBATCHES_PER_STEP_MAX, STAGES_MAX
+from shoal.protocol.staleness import synchronous_steps
 
 TERM_HEARTBEATS_MIN = 4
 """A coordinator takes three to be sure that a stage has lost its state, and looks every half: in a shorter term it
@@ -186,7 +187,8 @@ class TrainingSpec(_Section, frozen=True):
     """Largest staleness a microbatch may be computed with; 0 is synchronous training."""
     synchronous_steps: int | None = None
     """So many of the first steps are synchronous whatever `s_max`: staleness costs most by far while the loss falls
-    fastest (`tests/bench/staleness`). None: twice as many as the optimizer warms up."""
+    fastest (`tests/bench/staleness`). None: as the optimizer needs it, with most
+    twice as many as it warms up."""
     compensation: Literal["none", "stash", "spectrain", "pipeoptim", "lookahead", "calibrated", "dc", "eager"] = "eager"
     """What is done about staleness: a strategy of `shoal.peer.pipeline.prediction`."""
     keep: Literal["stash", "recompute"] = "stash"
@@ -329,7 +331,8 @@ class RunSpec(_Section, frozen=True):
     def synchronous_steps(self) -> int:
         """Steps from the start in which nothing is stale."""
         steps = self.training.synchronous_steps
-        return 2 * self.optimizer.warmup_steps if steps is None else steps
+        optimizer = self.optimizer
+        return synchronous_steps(optimizer.name, warmup_steps=optimizer.warmup_steps) if steps is None else steps
 
 
 _REPLACED = {

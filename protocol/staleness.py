@@ -85,6 +85,11 @@ _MUON: Final = {"none": Price(0.58, 1), "pipeoptim": Price(0.4, 1), "eager": Pri
 """All stale only; the powers are NAdam's, but for `eager`'s: proportional, where nothing is known."""
 
 
+def synchronous_steps(optimizer: str, *, warmup_steps: int) -> int:
+    """How many of a run's first steps are best made without staleness."""
+    return 0 if optimizer == "muon" else 2 * warmup_steps
+
+
 def bound(step: int, *, s_max: int, synchronous_steps: int) -> int:
     """How stale a microbatch of `step` may be: `s_max`, and in the first `synchronous_steps` of a run 0.
 

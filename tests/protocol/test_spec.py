@@ -40,6 +40,7 @@ def test_who_still_says_predict_is_told_in_one_line_what_to_say_instead(tmp_path
 def test_the_first_steps_are_synchronous_for_twice_as_long_as_the_optimizer_warms_up_or_as_is_said() -> None:
     warm = OptimizerSpec(warmup_steps=7)
     assert RunSpec(optimizer=warm).synchronous_steps == 14
+    assert RunSpec(optimizer=OptimizerSpec(name="muon")).synchronous_steps == 0, "which gains nothing by it"
     assert RunSpec(optimizer=warm, training=TrainingSpec(synchronous_steps=0)).synchronous_steps == 0
     with pytest.raises(ValueError, match="synchronous_steps is negative: -1"):
         TrainingSpec(synchronous_steps=-1)

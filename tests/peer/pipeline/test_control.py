@@ -52,6 +52,18 @@ def test_it_measures_its_own_part_of_a_step() -> None:
     assert control.choice == choose(measured, s_max=1, price=Price(0.0), gain_max=window.gain)
 
 
+def test_it_chooses_by_what_is_measured_after_the_synchronous_steps() -> None:
+    """In those a pipeline that is longer than a step is never full, and running ahead would seem to save nothing."""
+    control, window = Control(s_max=1, price=Price(0.0), synchronous_steps=3), measured_window()
+    for version in (1, 2, 3):
+        control.begun(version - 1)
+        control.reached(version, window, commit_s=1.0)
+        assert control.choice is None
+    control.begun(3)
+    control.reached(4, window, commit_s=1.0)
+    assert control.choice is not None
+
+
 def test_so_many_are_let_in_that_an_empty_pipeline_is_full_with_them() -> None:
     control, window = Control(s_max=2, price=Price(0.0)), measured_window()
     control.choice = Choice(steps_ahead=1, gain=1.25, step_s=1.0, staleness_steps=1.0)
