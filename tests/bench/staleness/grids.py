@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
-from settings import Finished, HeavyTailed, Method, Paper, Regime, Run, Steps, Swarm
+from settings import Finished, HeavyTailed, Method, Paper, Regime, Run, Steps, StepsBegun, Swarm, SwarmBegun
 from tasks import BatchShape
 
 from shoal.protocol.spec import OptimizerSpec
@@ -183,6 +183,22 @@ def _fewer_steps() -> list[Table]:
     return tables
 
 
+def _begun() -> list[Table]:
+    """All stale by one, but for the first steps."""
+    tables = []
+    for optimizer, rate in ((NADAM, 4e-3), (ADAMW, 4e-3), (MUON, 8e-3)):
+        name = f"c-begun-{optimizer.name}"
+        row = functools.partial(_row, table=name, optimizer=optimizer, rates=(rate,))
+        rows = [row("synchronous", Steps(), role="synchronous"), row("all stale: none", ALL_STALE, role="none")]
+        for method in ("none", "pipeoptim"):
+            rows.append(row(f"40 steps synchronous, then {method}", StepsBegun(shares=(1.0,)), method))
+        for steps in (40, 20, 80):
+            regime = StepsBegun(shares=(1.0,), replicas=2, waiting=1.0, synchronous_steps=steps)
+            rows.append(row(f"{steps} steps synchronous, then {DEFAULT.name}, of two replicas", regime, DEFAULT))
+        tables.append(Table(name=name, title=f"Regime C, {optimizer.name}, begun synchronously", rows=tuple(rows)))
+    return tables
+
+
 def _shares() -> Table:
     regimes = {
         "a quarter stale": QUARTER_STALE,
@@ -285,6 +301,8 @@ def _swarm(replicas: int = 1, scenario: str = "eight-cities", optimizer: Optimiz
         row("s_max 1: none", at(s_max=1), "stash", role="none"),
     ]
     rows += [row(f"s_max {s_max}: {DEFAULT.name}", at(s_max=s_max), DEFAULT) for s_max in (1, 2)]
+    begun = SwarmBegun(scenario=scenario, replicas=replicas, s_max=1)
+    rows.append(row(f"s_max 1, begun synchronously: {DEFAULT.name}", begun, DEFAULT))
     if replicas > 1:
         rows.append(row("s_max 0, a kill in two minutes", at(s_max=0, kill_every_s=120.0), "stash"))
         rows.append(row(f"s_max 1, as often: {DEFAULT.name}", at(s_max=1, kill_every_s=120.0), DEFAULT))
@@ -294,7 +312,7 @@ def _swarm(replicas: int = 1, scenario: str = "eight-cities", optimizer: Optimiz
 
 def full() -> list[Table]:
     """In the order of what one wants to know first."""
-    first = [_check(), *_all_stale(), *_fewer_steps(), _paper(), _heavy_tailed(), _shares()]
+    first = [_check(), *_all_stale(), *_fewer_steps(), *_begun(), _paper(), _heavy_tailed(), _shares()]
     swarms = [_swarm(1), _swarm(2), _swarm(1, optimizer=ADAMW), *(_swarm(1, scenario) for scenario in NETWORKS)]
     return [*first, *swarms, *_classifiers(), _long()]
 
