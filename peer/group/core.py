@@ -121,12 +121,10 @@ class GroupCore:
 
     @property
     def standing(self) -> tuple[int, int]:
-        """(our rank among the ready members from 0, how many there are)."""
         return self._members.standing
 
     @property
     def is_lead(self) -> bool:
-        """We are the lead, and everyone who could think otherwise has said so."""
         return self._members.is_lead
 
     def share_of(self, peer: PeerID) -> float:
@@ -305,8 +303,10 @@ class GroupCore:
         return min(times)
 
     def press(self) -> list[Command]:
-        """The open round does not end: as its lead, tell it again. A member may have forgotten it with a mate that it
-        counted lost, or have held to that one's round when it heard of ours."""
+        """We stand still: say again what somebody may have forgotten with a mate that it counted lost. As the lead our
+        round, since a member may have held to that one's; else to the lead what is here, and that it leads."""
+        if self.lead not in (None, self.me):
+            return self._tell_open_steps(to=self.lead)
         start = self._rounds.open.get(self.version)
         return [Tell(start)] if self.is_lead and start is not None else []
 

@@ -318,12 +318,15 @@ class GroupDriver:
 
     async def _press(self) -> None:
         """Send again what may have been lost in a round that does not end: of a stream that breaks nobody knows what
-        had arrived. Whoever has ended it meanwhile does not, but says so by its digest."""
+        had arrived. Whoever has ended it meanwhile does not, but says so by its digest. And where none has begun, what
+        the lead may have forgotten: who could not be reached for a moment does not know that."""
         version = -1
         while True:
             await asyncio.sleep(PRESS_S)
             if version == self.core.version < self.core.steps and self.core.ready:
                 logger.info("stage %d stays at version %d: %s", self.core.stage, version, self.core.waits_for())
+                if version not in self._reductions:
+                    self._perform(self.core.press())
             version, now_s = self.core.version, self._clock.now_s()
             reduction = self._reductions.get(version)
             if not self._pressing.stands_still(reduction, now_s) or reduction is None or self._closed:

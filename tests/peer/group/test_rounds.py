@@ -132,3 +132,20 @@ def test_a_round_that_nobody_can_reduce_is_not_sound() -> None:
     assert not ours.is_sound(msgspec.structs.replace(honest, members=()))
     assert not ours.is_sound(msgspec.structs.replace(honest, members=honest.members[:1] * 2))
     assert not ours.is_sound(msgspec.structs.replace(honest, attempt=2**60))
+
+
+def test_who_was_out_of_reach_while_it_drained_is_heard_again_when_the_group_stands_still() -> None:
+    """The lead counts it lost, its Hello comes again, and neither knows that its word on who leads is gone."""
+    ours, leaver = core(A, A, B), core(B, A, B)
+    names(ours, B, A, count=1)
+    assert ours.is_lead
+    for made in (ours, leaver):
+        made.plan_changed([Member(A, 1, 1)], 2, now_s=1)
+    ours.mate_silent(B, now_s=1)
+    ours.mate_ready(B, True, False, incarnation=1, drains=True, now_s=2)
+    assert not ours.is_lead, "B might take somebody else for the lead"
+    said = [command.message for command in leaver.press() if isinstance(command, Tell)]
+    for message in said:
+        if isinstance(message, Progress):
+            ours.progress(B, msgspec.structs.replace(message, incarnation=1), now_s=3)
+    assert ours.is_lead
