@@ -187,8 +187,7 @@ class TrainingSpec(_Section, frozen=True):
     """Largest staleness a microbatch may be computed with; 0 is synchronous training."""
     synchronous_steps: int | None = None
     """So many of the first steps are synchronous whatever `s_max`: staleness costs most by far while the loss falls
-    fastest (`tests/bench/staleness`). None: as the optimizer needs it, with most
-    twice as many as it warms up."""
+    fastest (`tests/bench/staleness`). None: twice as many as the optimizer warms up; 0 with muon."""
     compensation: Literal["none", "stash", "spectrain", "pipeoptim", "lookahead", "calibrated", "dc", "eager"] = "eager"
     """What is done about staleness: a strategy of `shoal.peer.pipeline.prediction`."""
     keep: Literal["stash", "recompute"] = "stash"

@@ -54,7 +54,7 @@ from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.pipeline.router import Router
 from shoal.peer.pipeline.window import Window
 from shoal.protocol.identity import PeerID
-from shoal.protocol.staleness import bound
+from shoal.protocol.staleness import staleness_bound
 
 
 @dataclass(kw_only=True, slots=True)
@@ -358,7 +358,7 @@ class PipelineCore:
             return False
         if microbatch.validates:
             return microbatch.step == self.version  # of what is committed, never of a prediction
-        most = bound(microbatch.step, s_max=self.s_max, synchronous_steps=self.synchronous_steps)
+        most = staleness_bound(microbatch.step, s_max=self.s_max, synchronous_steps=self.synchronous_steps)
         return microbatch.step - self.version <= most
 
     def _is_held_back(self, microbatch: Microbatch) -> bool:

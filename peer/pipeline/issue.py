@@ -6,11 +6,10 @@ at which it takes effect. Every replica tells its mates what it has been granted
 next lead knows what is taken.
 """
 
-import functools
 from dataclasses import dataclass, field
 
 from shoal.peer.pipeline.microbatch import IndexSet, Microbatch
-from shoal.protocol.staleness import bound
+from shoal.protocol.staleness import staleness_bound
 
 
 @dataclass(kw_only=True, slots=True)
@@ -73,5 +72,9 @@ class IssueBook:
     def _open_steps(self) -> list[int]:
         """Of which microbatches may be granted now, in order."""
         near = range(self.version, min(self.version + self.s_max, self.steps - 1) + 1)
-        at_most = functools.partial(bound, s_max=self.s_max, synchronous_steps=self.synchronous_steps)
-        return [step for step in near if step - self.version <= at_most(step)]
+        s_max, synchronous_steps = self.s_max, self.synchronous_steps
+        return [
+            step
+            for step in near
+            if step - self.version <= staleness_bound(step, s_max=s_max, synchronous_steps=synchronous_steps)
+        ]

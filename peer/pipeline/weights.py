@@ -29,7 +29,7 @@ from torch import Tensor
 from shoal.peer.pipeline.prediction import COMPENSATIONS, compensation
 from shoal.peer.pipeline.state import StageState, clipped, hyperparameters
 from shoal.protocol.spec import RunSpec
-from shoal.protocol.staleness import bound
+from shoal.protocol.staleness import staleness_bound
 
 FRESHER: Final = 1.5
 """A set is made anew for so many times the gradients that it was made with. Less would be a set for each microbatch."""
@@ -116,7 +116,8 @@ class Weights:
     def stepped(self, before: StageState, after: StageState) -> None:
         """The state is `after` now."""
         self.loaded()
-        if not bound(after.version, s_max=self._spec.training.s_max, synchronous_steps=self._spec.synchronous_steps):
+        s_max, synchronous_steps = self._spec.training.s_max, self._spec.synchronous_steps
+        if staleness_bound(after.version, s_max=s_max, synchronous_steps=synchronous_steps) == 0:
             # Others may be a step behind us at most, and what they run again must give what it gave: exact repair.
             # With staleness admitted it is not worth a copy, `s_max + 2` are alive already.
             params = {key: layer.param_N for key, layer in before.layers.items()}
