@@ -121,10 +121,12 @@ class GroupCore:
 
     @property
     def standing(self) -> tuple[int, int]:
+        """(our rank among the ready members from 0, how many there are)."""
         return self._members.standing
 
     @property
     def is_lead(self) -> bool:
+        """We are the lead, and everyone who could think otherwise has said so."""
         return self._members.is_lead
 
     def share_of(self, peer: PeerID) -> float:
@@ -177,9 +179,7 @@ class GroupCore:
 
     def mate_elsewhere(self, peer: PeerID, *, incarnation: int, now_s: float) -> list[Command]:
         """A mate says that it is not of this stage (any more, or not yet)."""
-        if incarnation < self._members.incarnation(peer):
-            return []
-        return self.mate_lost(peer, now_s=now_s)
+        return self.mate_lost(peer, now_s=now_s) if incarnation >= self._members.incarnation(peer) else []
 
     def mate_lost(self, peer: PeerID, *, now_s: float) -> list[Command]:
         """It died or dropped its state: its contributions to open steps died with it."""
@@ -188,8 +188,8 @@ class GroupCore:
         for step in sorted(self._losses.steps_claimed_by(peer).union(self._tallies.steps)):
             self._losses.died(peer, step, self._tallies.lose(peer, step))
         self._rounds.void_if_dead(self.version)
-        left = self._agreement.reports_left_by(peer)
-        return [*left, *self._compare(now_s), *self._lead_may_have_changed(now_s)]
+        reports = self._agreement.reports_left_by(peer)  # before comparing concludes without it
+        return [*reports, *self._compare(now_s), *self._lead_may_have_changed(now_s)]
 
     def mate_silent(self, peer: PeerID, *, now_s: float) -> list[Command]:
         """It cannot be reached: nobody can wait for its word on who leads, least of all if it was about to leave."""
