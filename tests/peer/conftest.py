@@ -181,8 +181,13 @@ def tiny_spec(text: Path) -> RunSpec:
             "model": {"dim": 32, "num_layers": 3, "num_heads": 2, "num_kv_heads": 1, "ffn_dim": 64, "context": 32},
             "data": {"source": str(text)},
             "optimizer": {"name": "adamw", "learning_rate": 3e-3, "warmup_steps": 2},
-            "training": {"steps": 20, "microbatches_per_step": 6, "microbatch_size": 2, "s_max": 0}
-            | {"synchronous_steps": 0},  # who sets s_max wants to see it
+            "training": {
+                "steps": 20,
+                "microbatches_per_step": 6,
+                "microbatch_size": 2,
+                "s_max": 0,
+                "synchronous_steps": 0,  # a test that sets s_max wants to see it in a few steps
+            },
             "swarm": {"stages": 3, "min_peers": 6},
             "wire": {"activations": "fp32"},
         },
