@@ -188,8 +188,8 @@ class GroupCore:
         for step in sorted(self._losses.steps_claimed_by(peer).union(self._tallies.steps)):
             self._losses.died(peer, step, self._tallies.lose(peer, step))
         self._rounds.void_if_dead(self.version)
-        reports = self._agreement.reports_left_by(peer)  # before comparing concludes without it
-        return [*reports, *self._compare(now_s), *self._lead_may_have_changed(now_s)]
+        left = self._agreement.reports_left_by(peer)
+        return [*left, *self._compare(now_s), *self._lead_may_have_changed(now_s)]
 
     def mate_silent(self, peer: PeerID, *, now_s: float) -> list[Command]:
         """It cannot be reached: nobody can wait for its word on who leads, least of all if it was about to leave."""
