@@ -126,10 +126,16 @@ class Claims:
     def mate_lost(self, peer: PeerID) -> None:
         """It begins anew, if at all; how fast it is we still know."""
         self._out = {m: grant for m, grant in self._out.items() if grant[0] != peer}
+        # What would be granted to a claim that it has left open, nobody would make, and nobody would know.
+        _, answer = self._waiting.pop(peer, (0, None))
+        if answer is not None and not answer.done():
+            answer.set_result([])
 
     def wake(self) -> None:
-        """Room in the window, a new version or a new lead: look again."""
+        """Room in the window, a new version, a new lead or a mate that has become ready: look again."""
         self._changed.set()
+        if self._waiting:
+            self._serve_soon()
         if self._asked is not None and self._asked[0] != self._group.lead:
             self._asked[1].cancel()
 
@@ -237,12 +243,15 @@ class Claims:
 
     def _serve(self) -> None:
         """Grant every open claim at most its claimant's share of what there is: the first to ask must not leave the
-        others with nothing. What is left then, the next claims get."""
+        others with nothing. What is left then, the next claims get.
+
+        Whoever is not ready waits: it is not known here, or has been lost since it asked.
+        """
         if not self._group.is_lead:
             return
         admissible, now_s = self.book.admissible, self._clock.now_s()
         everyone = (self._group.me, *self._group.ready_mates)
-        for source, (count, answer) in list(self._waiting.items()):
+        for source, (count, answer) in [claim for claim in self._waiting.items() if claim[0] in everyone]:
             share = max(1, math.ceil(self._group.share_of(source) * admissible))
             if not self._keeps_pace(source, everyone, now_s):
                 # The whole step would wait for what it holds: now and then one, to see whether it has recovered.

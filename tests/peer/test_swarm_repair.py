@@ -128,3 +128,33 @@ def test_what_died_with_a_replica_runs_again_at_all_of_stage_0(make_swarm, tiny_
     single = [step.loss for step in train(spec, load_corpus(spec.data, context=spec.model.context), steps=6)]
     assert max(abs(a - b) for a, b in zip(swarm.losses, single, strict=False)) < 1e-4
     assert {(c.microbatches, c.given_up, c.duplicates) for c in swarm.commits[0].values()} == {(18, 0, 0)}
+
+
+@pytest.mark.sim
+def test_nothing_is_granted_to_the_open_claim_of_a_mate_that_is_lost(make_swarm, tiny_spec):
+    """Suspended with a claim open: its connection stays up, and nobody reads the answer. What it is granted then
+    stage 0 misses after ten seconds."""
+    spec = with_training(tiny_spec, s_max=0, microbatches_per_step=8)
+    stages = [["0.0", "0.1"], ["1.0"]]
+
+    async def main():
+        swarm = make_swarm(spec, network=uniform(latency_s=0.05, rate_bytes_per_s=1e7))
+        for name in ("0.0", "0.1", "1.0"):
+            await swarm.add(name, device_flop_per_s=1e8)
+        swarm.obey(stages, fresh=True)
+        await swarm.until_step(3)
+        replicas = {name: swarm.drivers[name].replica for name in stages[0]}
+        lead = next(name for name in stages[0] if replicas[name].group.core.is_lead)
+        mate = next(name for name in stages[0] if name != lead)
+        open_claims = replicas[lead].claims._waiting
+        await swarm.until(lambda: swarm.peer(mate).peer_id in open_claims)
+        swarm.world.pause(swarm.peer(mate))
+        del swarm.drivers[mate]
+        swarm.obey([[lead], ["1.0"]], fresh=False)
+        step, began_s = replicas[lead].version, swarm.world.now_s()
+        await swarm.until_step(step + 2)
+        took_s = swarm.world.now_s() - began_s
+        await swarm.close()
+        return took_s
+
+    assert run(main()) < 6.0
