@@ -198,11 +198,24 @@ def test_stage_k_of_the_papers_pipeline_is_stages_minus_one_minus_k_behind(stage
             assert action.staleness == min(stages - 1 - action.stage, action.microbatch)
 
 
-@pytest.mark.parametrize(
-    "actions",
-    [one_by_one(4, 40), heavy_tailed(4, 40, in_flight=9, hop_s=0.5, tail=1.5, seed=1)],
-    ids=["paper", "heavy-tailed"],
-)
+def begun(count):
+    """Schedules of four stages and forty microbatches, of which the first `count` are alone."""
+    return (
+        one_by_one(4, 40, begins_synchronously=count),
+        heavy_tailed(4, 40, in_flight=9, hop_s=0.5, tail=1.5, seed=1, begins_synchronously=count),
+    )
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["paper", "heavy-tailed"])
+def test_a_pipeline_that_begins_synchronously_is_stale_from_the_microbatch_on_that_is_said(number):
+    late = [action for action in begun(12)[number] if action.staleness > 0]
+    assert min(action.microbatch for action in late) == 13, "the twelfth is the first that others follow"
+    assert {action.stage for action in late} >= {0, 1, 2}
+    assert begun(40)[number] == begun(99)[number]
+    assert all(action.staleness == 0 for action in begun(40)[number])
+
+
+@pytest.mark.parametrize("actions", [*begun(0), *begun(12)], ids=["paper", "heavy-tailed", "begun", "heavy, begun"])
 def test_a_schedule_passes_the_dry_run(actions):
     """Everything once, nothing before what it needs, one thing at a time on each device."""
     ended: dict[tuple[int, str, int], float] = {}

@@ -2,7 +2,7 @@
 
 Run by `make soak-chaos` (3 and 20 runs of 300 s with 8 peers: 2 h), or with less: `--runs 2 --calm 1 --seconds 90`.
 Every run has a chaos seed of its own, printed with it; `shoal demo --chaos --chaos-seed SEED` repeats its schedule.
-Exits with 1 if any run fails, and keeps that run's logs and lines.
+Exits with 1 if any run fails, and keeps that run's logs and lines, and those of runs that stood still for long.
 """
 
 import argparse
@@ -22,6 +22,8 @@ from typing import Any
 
 import psutil
 
+STALL_S_USUAL = 8.0
+"""Of some fifty runs three were longer."""
 STALL_S_MAX = 20.0
 DUPLICATES_SHARE_MAX = 0.001
 RECOVERY_S_MAX = 5.0
@@ -200,7 +202,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the first run's chaos; the others' follow")
     parser.add_argument("--kill-every", type=float, default=15.0, help="seconds")
     parser.add_argument("--suspend-for", type=float, default=20.0, help="seconds")
-    parser.add_argument("--logs", type=Path, default=None, help="for all runs' lines and failed runs; default: new")
+    parser.add_argument("--logs", type=Path, default=None, help="for all runs' lines, and what is kept; default: new")
     arguments = parser.parse_args()
     root = arguments.logs or Path(tempfile.mkdtemp(prefix="shoal-chaos-"))
     storm = ["--chaos", "--kill-every", str(arguments.kill_every), "--suspend-for", str(arguments.suspend_for)]
@@ -223,7 +225,7 @@ def main() -> int:
             return 1
         (outcomes if stormy else peaceful).append(outcome)
         shutil.copy(outcome.folder / "lines.jsonl", root / f"lines-{number}.jsonl")
-        if not found:
+        if not found and outcome.summary["stall_s_max"] <= STALL_S_USUAL:
             shutil.rmtree(outcome.folder)
     calm = median_losses(peaceful)
     if len(peaceful) > 1:

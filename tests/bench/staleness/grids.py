@@ -10,7 +10,20 @@ from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
-from settings import Finished, HeavyTailed, Method, Paper, Regime, Run, Steps, StepsBegun, Swarm, SwarmBegun
+from settings import (
+    Finished,
+    HeavyTailed,
+    HeavyTailedBegun,
+    Method,
+    Paper,
+    PaperBegun,
+    Regime,
+    Run,
+    Steps,
+    StepsBegun,
+    Swarm,
+    SwarmBegun,
+)
 from tasks import BatchShape
 
 from shoal.protocol.spec import OptimizerSpec
@@ -103,8 +116,10 @@ SEEN = {
     "nothing seen": ALL_STALE,
 }
 """What a member has of a step when it computes the next one, all of that stale. Says nothing to who does not see."""
+STEPS = 400
+"""Where a table says nothing else."""
 FEWER = (100, 150, 200, 300)
-"""Steps, where others have 400."""
+"""Steps of runs that are cut short."""
 NOT_STASHED = Method(name="pipeoptim", stash=False)
 
 
@@ -117,7 +132,7 @@ def _row(
     task: str = "bytes",
     optimizer: OptimizerSpec = ADAMW,
     shape: BatchShape = STEP_4096,
-    updates: int = 400,
+    updates: int = STEPS,
     points: int = 20,
     rates: tuple[float, ...] = RATES,
     seeds: int = 1,
@@ -184,19 +199,29 @@ def _fewer_steps() -> list[Table]:
 
 
 def _begun() -> list[Table]:
-    """All stale by one, but for the first steps."""
+    """All stale by one, or ten of sixteen, but for the first steps. What the default optimizer shows decides."""
     tables = []
-    for optimizer, rate in ((NADAM, 4e-3), (ADAMW, 4e-3), (MUON, 8e-3)):
-        name = f"c-begun-{optimizer.name}"
-        row = functools.partial(_row, table=name, optimizer=optimizer, rates=(rate,))
-        rows = [row("synchronous", Steps(), role="synchronous"), row("all stale: none", ALL_STALE, role="none")]
+    for optimizer, rates in ((NADAM, (2e-3, 4e-3, 8e-3)), (ADAMW, (4e-3,)), (MUON, (8e-3,))):
+        name, seeds = f"c-begun-{optimizer.name}", 3 if optimizer == NADAM else 1
+        row = functools.partial(_row, table=name, optimizer=optimizer, rates=rates, seeds=seeds)
+        once = functools.partial(_row, table=name, optimizer=optimizer, rates=(8e-3 if optimizer == MUON else 4e-3,))
+        rows = [
+            row("synchronous", Steps(), role="synchronous"),
+            row("none", ALL_STALE, role="none"),
+            row(f"40 steps synchronous, then {DEFAULT.name}, of two replicas", _begun_by_two(1.0, 1.0), DEFAULT),
+            row(f"... and 10 of 16 stale: {DEFAULT.name}", _begun_by_two(0.625, 0.5), DEFAULT),
+        ]
         for method in ("none", "pipeoptim"):
-            rows.append(row(f"40 steps synchronous, then {method}", StepsBegun(shares=(1.0,)), method))
-        for steps in (40, 20, 80):
-            regime = StepsBegun(shares=(1.0,), replicas=2, waiting=1.0, synchronous_steps=steps)
-            rows.append(row(f"{steps} steps synchronous, then {DEFAULT.name}, of two replicas", regime, DEFAULT))
+            rows.append(once(f"40 steps synchronous, then {method}", StepsBegun(shares=(1.0,)), method))
+        for steps in (20, 80):
+            regime = _begun_by_two(1.0, 1.0, steps)
+            rows.append(once(f"{steps} steps synchronous, then {DEFAULT.name}, of two replicas", regime, DEFAULT))
         tables.append(Table(name=name, title=f"Regime C, {optimizer.name}, begun synchronously", rows=tuple(rows)))
     return tables
+
+
+def _begun_by_two(share: float, waiting: float, synchronous_steps: int = 40) -> StepsBegun:
+    return StepsBegun(shares=(share,), replicas=2, waiting=waiting, synchronous_steps=synchronous_steps)
 
 
 def _shares() -> Table:
@@ -215,21 +240,21 @@ def _shares() -> Table:
 
 
 def _long() -> Table:
-    row = functools.partial(_row, table="c-long", updates=4000, rates=(4e-3,), seeds=3, points=40)
+    row = functools.partial(_row, table="c-long", optimizer=NADAM, updates=4000, rates=(4e-3,), points=40)
     rows = (
-        row("synchronous", Steps(), role="synchronous"),
+        row("synchronous", Steps(), seeds=3, role="synchronous"),
         row("none", ALL_STALE, role="none"),
         row("pipeoptim", ALL_STALE, "pipeoptim"),
-        row(DEFAULT.name, SEEN["of two replicas, while they reduce"], DEFAULT),
-        row(f"a quarter stale: {DEFAULT.name}", QUARTER_STALE, DEFAULT),
+        row(f"40 steps synchronous, then {DEFAULT.name}, of two replicas", _begun_by_two(1.0, 1.0), DEFAULT, seeds=3),
+        row(f"... and 10 of 16 stale: {DEFAULT.name}", _begun_by_two(0.625, 0.5), DEFAULT, seeds=3),
     )
-    return Table(name="c-long", title="Regime C, AdamW, 4,000 steps", rows=rows)
+    return Table(name="c-long", title="Regime C, NAdam, 4,000 steps", rows=rows)
 
 
 # --- regimes A and B ---
 
 
-def _one_a_step(name: str, title: str, regime: Regime, synchronous: Regime) -> Table:
+def _one_a_step(name: str, title: str, regime: Regime, synchronous: Regime, begun: Regime) -> Table:
     row = functools.partial(_row, table=name, shape=UPDATE_1024, updates=2000, rates=(5e-4, 1e-3, 2e-3))
     rows = (
         row("synchronous", synchronous, seeds=3, role="synchronous"),
@@ -242,17 +267,22 @@ def _one_a_step(name: str, title: str, regime: Regime, synchronous: Regime) -> T
         row("calibrated", regime, "calibrated", seeds=3),
         row("NAdam, beta1 .99, stash", regime, "stash", optimizer=SMOOTH_NADAM, seeds=3),
         row("NAdam, beta1 .99, calibrated", regime, "calibrated", optimizer=SMOOTH_NADAM),
+        row("100 updates synchronous, then calibrated", begun, "calibrated", seeds=3),
+        row("... then NAdam, beta1 .99, stash", begun, "stash", optimizer=SMOOTH_NADAM, seeds=3),
+        row(f"... then NAdam, {DEFAULT.name}", begun, DEFAULT, optimizer=NADAM),
     )
     return Table(name=name, title=title, rows=rows)
 
 
 def _paper() -> Table:
-    return _one_a_step("a", "Regime A, 8 stages, one microbatch an update", Paper(), Paper(synchronous=True))
+    return _one_a_step(
+        "a", "Regime A, 8 stages, one microbatch an update", Paper(), Paper(synchronous=True), PaperBegun()
+    )
 
 
 def _heavy_tailed() -> Table:
     title = "Regime B, 8 stages, 16 in flight, Pareto hops"
-    table = _one_a_step("b", title, HeavyTailed(), HeavyTailed(in_flight=1))
+    table = _one_a_step("b", title, HeavyTailed(), HeavyTailed(in_flight=1), HeavyTailedBegun())
     told = next(row for row in table.rows if row.run.method == Method(name="pipeoptim"))
     run = msgspec.structs.replace(told.run, regime=HeavyTailed(known="true"))
     true = Row(label=f"{told.label}, knowing its staleness", run=run, rates=told.rates)
@@ -291,35 +321,39 @@ NETWORKS = ("data-centre", "two-universities", "mixed-cards", "home-gpus", "spot
 """The shipped ones beside the eight cities."""
 
 
-def _swarm(replicas: int = 1, scenario: str = "eight-cities", optimizer: OptimizerSpec = MUON) -> Table:
-    name = f"swarm-{scenario}-{replicas}-{optimizer.name}"
+def _swarm(optimizer: OptimizerSpec, *, replicas: int = 1, scenario: str = "eight-cities", updates: int = 400) -> Table:
+    """Of a longer run only what decides."""
+    name = f"swarm-{scenario}-{replicas}-{optimizer.name}-{updates}"
     rate = 8e-3 if optimizer == MUON else 4e-3
-    row = functools.partial(_row, table=name, optimizer=optimizer, rates=(rate,))
+    row = functools.partial(_row, table=name, optimizer=optimizer, updates=updates, rates=(rate,))
     at = functools.partial(Swarm, scenario=scenario, replicas=replicas)
     rows = [
         row("synchronous", at(s_max=0), "stash", role="synchronous"),
         row("s_max 1: none", at(s_max=1), "stash", role="none"),
     ]
-    rows += [row(f"s_max {s_max}: {DEFAULT.name}", at(s_max=s_max), DEFAULT) for s_max in (1, 2)]
-    begun = SwarmBegun(scenario=scenario, replicas=replicas, s_max=1)
-    rows.append(row(f"s_max 1, begun synchronously: {DEFAULT.name}", begun, DEFAULT))
-    if replicas > 1:
-        rows.append(row("s_max 0, a kill in two minutes", at(s_max=0, kill_every_s=120.0), "stash"))
-        rows.append(row(f"s_max 1, as often: {DEFAULT.name}", at(s_max=1, kill_every_s=120.0), DEFAULT))
-    title = f"The swarm's drivers, {scenario}, 8 stages of {replicas}, {optimizer.name}"
+    if optimizer != MUON:  # for which a run does not begin so
+        begun = SwarmBegun(scenario=scenario, replicas=replicas, s_max=1)
+        rows.append(row(f"s_max 1, begun synchronously: {DEFAULT.name}", begun, DEFAULT))
+    if updates == STEPS:
+        rows += [row(f"s_max {s_max}: {DEFAULT.name}", at(s_max=s_max), DEFAULT) for s_max in (1, 2)]
+        if replicas > 1:
+            rows.append(row("s_max 0, a kill in two minutes", at(s_max=0, kill_every_s=120.0), "stash"))
+            rows.append(row(f"s_max 1, as often: {DEFAULT.name}", at(s_max=1, kill_every_s=120.0), DEFAULT))
+    title = f"The swarm's drivers, {scenario}, 8 stages of {replicas}, {optimizer.name}, {updates} steps"
     return Table(name=name, title=title, rows=tuple(rows))
 
 
 def full() -> list[Table]:
     """In the order of what one wants to know first."""
     first = [_check(), *_all_stale(), *_fewer_steps(), *_begun(), _paper(), _heavy_tailed(), _shares()]
-    swarms = [_swarm(1), _swarm(2), _swarm(1, optimizer=ADAMW), *(_swarm(1, scenario) for scenario in NETWORKS)]
+    swarms = [_swarm(optimizer, replicas=replicas) for optimizer in (NADAM, MUON) for replicas in (1, 2)]
+    swarms += [_swarm(NADAM, updates=1000), _swarm(ADAMW), *(_swarm(NADAM, scenario=name) for name in NETWORKS)]
     return [*first, *swarms, *_classifiers(), _long()]
 
 
 def short() -> list[Table]:
     """A twentieth of each kind of row, at one rate."""
-    tables = [*_all_stale()[:3], _paper(), _heavy_tailed(), *_classifiers()[::2], _swarm(1)]
+    tables = [*_all_stale()[:3], _paper(), _heavy_tailed(), *_classifiers()[::2], _swarm(MUON)]
     return [_shortened(table) for table in tables]
 
 

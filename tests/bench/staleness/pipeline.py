@@ -16,7 +16,12 @@ def schedule_of(run: Run) -> list[Action]:
     """Of a run of regime A or B; what seeds decide is decided by the run's."""
     regime = run.regime
     if isinstance(regime, Paper):
-        return one_by_one(regime.stages, run.updates, synchronous=regime.synchronous)
+        return one_by_one(
+            regime.stages,
+            run.updates,
+            synchronous=regime.synchronous,
+            begins_synchronously=regime.begins_synchronously,
+        )
     assert isinstance(regime, HeavyTailed)
     return heavy_tailed(
         regime.stages,
@@ -25,6 +30,7 @@ def schedule_of(run: Run) -> list[Action]:
         hop_s=regime.hop_s,
         tail=regime.tail,
         seed=run.seed,
+        begins_synchronously=regime.begins_synchronously,
     )
 
 

@@ -59,7 +59,7 @@ class LightPlan:
 
     def groups(self, step: int) -> tuple[Group, ...]:
         counts: Mapping[int, int] = self._counts
-        if self._regime.is_synchronous(step):
+        if step < self._regime.begins_synchronously:
             counts = {0: self._num}
         elif self.s_max and step > 0 and self.kills(step - 1):
             counts = {self.s_max: self._num}

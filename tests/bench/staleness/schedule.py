@@ -29,13 +29,18 @@ class Action(NamedTuple):
         return f"{self.stage}{self.kind}{self.microbatch}"
 
 
-def one_by_one(stages: int, microbatches: int, *, synchronous: bool = False) -> list[Action]:
+def one_by_one(
+    stages: int, microbatches: int, *, synchronous: bool = False, begins_synchronously: int = 0
+) -> list[Action]:
     """1F1B without flush (PipeDream, 2019, figure 4): stage k does stages - k forwards, then a backward and a forward
     in turn. Its staleness is stages - 1 - k, and less for the first microbatches. No hop takes time.
 
-    `synchronous`: one microbatch at a time, no staleness.
+    Args:
+        synchronous: one microbatch at a time, no staleness.
+        begins_synchronously: so for this many microbatches, and then as above.
     """
-    played = [_one_by_one_order(1 if synchronous else stages - stage, microbatches) for stage in range(stages)]
+    alone = microbatches if synchronous else min(begins_synchronously, microbatches)
+    played = [_one_by_one_order(stages - stage, microbatches, alone) for stage in range(stages)]
     ended: dict[tuple[int, str, int], float] = {}
     free_s, place = [0.0] * stages, [0] * stages
     remaining = 2 * stages * microbatches
@@ -55,13 +60,15 @@ def one_by_one(stages: int, microbatches: int, *, synchronous: bool = False) -> 
     return _with_staleness(order, stages)
 
 
-def _one_by_one_order(ahead: int, microbatches: int) -> list[tuple[str, int]]:
-    first = min(ahead, microbatches)
-    order = [("F", microbatch) for microbatch in range(first)]
-    for microbatch in range(microbatches):
+def _one_by_one_order(ahead: int, microbatches: int, alone: int) -> list[tuple[str, int]]:
+    """Of one stage; the first `alone` microbatches have it to themselves."""
+    order = [(kind, microbatch) for microbatch in range(alone) for kind in "FB"]
+    first = min(alone + ahead, microbatches)
+    order += [("F", microbatch) for microbatch in range(alone, first)]
+    for microbatch in range(alone, microbatches):
         order.append(("B", microbatch))
-        if microbatch + first < microbatches:
-            order.append(("F", microbatch + first))
+        if microbatch + ahead < microbatches:
+            order.append(("F", microbatch + ahead))
     return order
 
 
@@ -81,10 +88,17 @@ class _Device:
 
 
 def heavy_tailed(
-    stages: int, microbatches: int, *, in_flight: int, hop_s: float, tail: float, seed: int
+    stages: int,
+    microbatches: int,
+    *,
+    in_flight: int,
+    hop_s: float,
+    tail: float,
+    seed: int,
+    begins_synchronously: int = 0,
 ) -> list[Action]:
     """An event queue in virtual time: stage 0 begins a microbatch whenever fewer than `in_flight` are on their way, and
-    each hop takes hop_s * Pareto(tail) seconds, whatever others take."""
+    each hop takes hop_s * Pareto(tail) seconds, whatever others take. The first `begins_synchronously` are alone."""
     rng = random.Random(f"hops {seed}")
     devices = [_Device() for _ in range(stages)]
     events: list[tuple[float, int, int, str, int, bool]] = []  # at, number, stage, kind, microbatch, has ended
@@ -105,7 +119,7 @@ def heavy_tailed(
             kind, microbatch, took_s = "B", device.backwards.popleft(), BACKWARD_S
         elif device.forwards:
             kind, microbatch, took_s = "F", device.forwards.popleft(), FORWARD_S
-        elif stage == 0 and issued < microbatches and flying < in_flight:
+        elif stage == 0 and issued < microbatches and flying < (in_flight if issued > begins_synchronously else 1):
             kind, microbatch, took_s = "F", issued, FORWARD_S
             issued, flying = issued + 1, flying + 1
         else:

@@ -31,7 +31,14 @@ class Method(_Settings, frozen=True):
         return self.name if self.stash is None else f"{self.name}, {'stashed' if self.stash else 'not stashed'}"
 
 
-class Paper(_Settings, frozen=True, tag="A"):
+class _Regime(_Settings, frozen=True):
+    @property
+    def begins_synchronously(self) -> int:
+        """For so many updates, whatever happens."""
+        return 0
+
+
+class Paper(_Regime, frozen=True, tag="A"):
     """One microbatch an update, 1F1B without flush: stage k of S is S - 1 - k updates behind at each forward.
 
     A device's forward takes 1 s of virtual time, its backward 2 s, a hop none.
@@ -42,7 +49,15 @@ class Paper(_Settings, frozen=True, tag="A"):
     """A microbatch begins when the one before it has ended, so nothing is stale."""
 
 
-class HeavyTailed(_Settings, frozen=True, tag="B"):
+class PaperBegun(Paper, frozen=True, tag="A, begun synchronously"):
+    synchronous_updates: int = 100
+
+    @property
+    def begins_synchronously(self) -> int:
+        return self.synchronous_updates
+
+
+class HeavyTailed(_Regime, frozen=True, tag="B"):
     """One microbatch an update, every hop as long as a Pareto variable says: microbatches overtake each other.
 
     Devices are as fast as in `Paper`.
@@ -63,7 +78,15 @@ class HeavyTailed(_Settings, frozen=True, tag="B"):
         _require(self.tail > 1, f"tail must be above 1, is {self.tail}")
 
 
-class Steps(_Settings, frozen=True, tag="C"):
+class HeavyTailedBegun(HeavyTailed, frozen=True, tag="B, begun synchronously"):
+    synchronous_updates: int = 100
+
+    @property
+    def begins_synchronously(self) -> int:
+        return self.synchronous_updates
+
+
+class Steps(_Regime, frozen=True, tag="C"):
     """Ours: M microbatches a step, one commit a step, all stages alike (`shape.microbatches_per_step` says M)."""
 
     shares: tuple[float, ...] = ()
@@ -95,21 +118,16 @@ class Steps(_Settings, frozen=True, tag="C"):
     def s_max(self) -> int:
         return len(self.shares)
 
-    def is_synchronous(self, step: int) -> bool:
-        """Whether nothing of it is stale whatever the shares say."""
-        return False
-
 
 class StepsBegun(Steps, frozen=True, tag="C, begun synchronously"):
-    """The first steps are synchronous, whatever happens."""
-
     synchronous_steps: int = 40
 
-    def is_synchronous(self, step: int) -> bool:
-        return step < self.synchronous_steps
+    @property
+    def begins_synchronously(self) -> int:
+        return self.synchronous_steps
 
 
-class Swarm(_Settings, frozen=True, tag="swarm"):
+class Swarm(_Regime, frozen=True, tag="swarm"):
     """Ours, played by the real drivers on a network in virtual time; what is stale is what the swarm lets be."""
 
     scenario: str = "eight-cities"
@@ -128,11 +146,6 @@ class Swarm(_Settings, frozen=True, tag="swarm"):
         _require(self.kill_every_s == 0 or self.replicas > 1, "the only holder of a stage must not die")
         _require(self.kill_every_s >= 0 and self.back_s > 0, "nobody dies before they are back")
 
-    @property
-    def begins_synchronously(self) -> int:
-        """For so many steps."""
-        return 0
-
 
 class SwarmBegun(Swarm, frozen=True, tag="swarm, begun synchronously"):
     synchronous_steps: int = 40
@@ -142,7 +155,7 @@ class SwarmBegun(Swarm, frozen=True, tag="swarm, begun synchronously"):
         return self.synchronous_steps
 
 
-Regime = Paper | HeavyTailed | Steps | StepsBegun | Swarm | SwarmBegun
+Regime = Paper | PaperBegun | HeavyTailed | HeavyTailedBegun | Steps | StepsBegun | Swarm | SwarmBegun
 
 
 class Run(_Settings, frozen=True):
