@@ -334,6 +334,9 @@ def _swarm(optimizer: OptimizerSpec, *, replicas: int = 1, scenario: str = "eigh
     if optimizer != MUON:  # for which a run does not begin so
         begun = SwarmBegun(scenario=scenario, replicas=replicas, s_max=1)
         rows.append(row(f"s_max 1, begun synchronously: {DEFAULT.name}", begun, DEFAULT))
+        if updates != STEPS:
+            more = updates * 26 // 25
+            rows.append(row(f"... and {more} steps in place of {updates}", begun, DEFAULT, updates=more))
     if updates == STEPS:
         rows += [row(f"s_max {s_max}: {DEFAULT.name}", at(s_max=s_max), DEFAULT) for s_max in (1, 2)]
         if replicas > 1:
