@@ -209,7 +209,7 @@ def begun(count):
 @pytest.mark.parametrize("number", [0, 1], ids=["paper", "heavy-tailed"])
 def test_a_pipeline_that_begins_synchronously_is_stale_from_the_microbatch_on_that_is_said(number):
     late = [action for action in begun(12)[number] if action.staleness > 0]
-    assert min(action.microbatch for action in late) == 13, "the twelfth is the first that others follow"
+    assert min(action.microbatch for action in late) == 13, "number 12 is the first that others follow at once"
     assert {action.stage for action in late} >= {0, 1, 2}
     assert begun(40)[number] == begun(99)[number]
     assert all(action.staleness == 0 for action in begun(40)[number])

@@ -151,6 +151,11 @@ def _row(
     return Row(label=label, run=run, rates=rates, seeds=seeds, role=role)
 
 
+def _usual_rate(optimizer: OptimizerSpec) -> float:
+    """At which rows of one rate are made."""
+    return 8e-3 if optimizer == MUON else 4e-3
+
+
 # --- regime C ---
 
 
@@ -204,7 +209,7 @@ def _begun() -> list[Table]:
     for optimizer, rates in ((NADAM, (2e-3, 4e-3, 8e-3)), (ADAMW, (4e-3,)), (MUON, (8e-3,))):
         name, seeds = f"c-begun-{optimizer.name}", 3 if optimizer == NADAM else 1
         row = functools.partial(_row, table=name, optimizer=optimizer, rates=rates, seeds=seeds)
-        once = functools.partial(_row, table=name, optimizer=optimizer, rates=(8e-3 if optimizer == MUON else 4e-3,))
+        once = functools.partial(_row, table=name, optimizer=optimizer, rates=(_usual_rate(optimizer),))
         rows = [
             row("synchronous", Steps(), role="synchronous"),
             row("none", ALL_STALE, role="none"),
@@ -324,8 +329,7 @@ NETWORKS = ("data-centre", "two-universities", "mixed-cards", "home-gpus", "spot
 def _swarm(optimizer: OptimizerSpec, *, replicas: int = 1, scenario: str = "eight-cities", updates: int = 400) -> Table:
     """Of a longer run only what decides."""
     name = f"swarm-{scenario}-{replicas}-{optimizer.name}-{updates}"
-    rate = 8e-3 if optimizer == MUON else 4e-3
-    row = functools.partial(_row, table=name, optimizer=optimizer, updates=updates, rates=(rate,))
+    row = functools.partial(_row, table=name, optimizer=optimizer, updates=updates, rates=(_usual_rate(optimizer),))
     at = functools.partial(Swarm, scenario=scenario, replicas=replicas)
     rows = [
         row("synchronous", at(s_max=0), "stash", role="synchronous"),
