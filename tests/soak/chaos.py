@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 
 STALL_S_USUAL = 8.0
-"""Of some fifty runs three were longer."""
+"""Whoever stood still for longer is worth a look, though it passes."""
 STALL_S_MAX = 20.0
 DUPLICATES_SHARE_MAX = 0.001
 RECOVERY_S_MAX = 5.0
