@@ -38,6 +38,17 @@ class _Regime(_Settings, frozen=True):
         return 0
 
 
+class _Begun:
+    """A regime of which the first updates are made one after the other, so that none of them is stale."""
+
+    __slots__ = ()
+    synchronous_steps: int
+
+    @property
+    def begins_synchronously(self) -> int:
+        return self.synchronous_steps
+
+
 class Paper(_Regime, frozen=True, tag="A"):
     """One microbatch an update, 1F1B without flush: stage k of S is S - 1 - k updates behind at each forward.
 
@@ -49,12 +60,8 @@ class Paper(_Regime, frozen=True, tag="A"):
     """A microbatch begins when the one before it has ended, so nothing is stale."""
 
 
-class PaperBegun(Paper, frozen=True, tag="A, begun synchronously"):
-    synchronous_updates: int = 100
-
-    @property
-    def begins_synchronously(self) -> int:
-        return self.synchronous_updates
+class PaperBegun(_Begun, Paper, frozen=True, tag="A, begun synchronously"):
+    synchronous_steps: int = 100
 
 
 class HeavyTailed(_Regime, frozen=True, tag="B"):
@@ -78,12 +85,8 @@ class HeavyTailed(_Regime, frozen=True, tag="B"):
         _require(self.tail > 1, f"tail must be above 1, is {self.tail}")
 
 
-class HeavyTailedBegun(HeavyTailed, frozen=True, tag="B, begun synchronously"):
-    synchronous_updates: int = 100
-
-    @property
-    def begins_synchronously(self) -> int:
-        return self.synchronous_updates
+class HeavyTailedBegun(_Begun, HeavyTailed, frozen=True, tag="B, begun synchronously"):
+    synchronous_steps: int = 100
 
 
 class Steps(_Regime, frozen=True, tag="C"):
@@ -119,12 +122,8 @@ class Steps(_Regime, frozen=True, tag="C"):
         return len(self.shares)
 
 
-class StepsBegun(Steps, frozen=True, tag="C, begun synchronously"):
+class StepsBegun(_Begun, Steps, frozen=True, tag="C, begun synchronously"):
     synchronous_steps: int = 40
-
-    @property
-    def begins_synchronously(self) -> int:
-        return self.synchronous_steps
 
 
 class Swarm(_Regime, frozen=True, tag="swarm"):
@@ -147,12 +146,8 @@ class Swarm(_Regime, frozen=True, tag="swarm"):
         _require(self.kill_every_s >= 0 and self.back_s > 0, "nobody dies before they are back")
 
 
-class SwarmBegun(Swarm, frozen=True, tag="swarm, begun synchronously"):
+class SwarmBegun(_Begun, Swarm, frozen=True, tag="swarm, begun synchronously"):
     synchronous_steps: int = 40
-
-    @property
-    def begins_synchronously(self) -> int:
-        return self.synchronous_steps
 
 
 Regime = Paper | PaperBegun | HeavyTailed | HeavyTailedBegun | Steps | StepsBegun | Swarm | SwarmBegun
