@@ -5,6 +5,7 @@
 
 import asyncio
 import bisect
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -39,7 +40,7 @@ class _Queued:
     done: asyncio.Future[Timed[Any]]
 
 
-class _SimCompute:
+class _SimCompute(ABC):
     """The device's queue and timeline.
 
     Args:
@@ -132,8 +133,8 @@ class _SimCompute:
             job.done.set_result(Timed(value=value, started_s=started_s, ended_s=self._agenda.now_s()))
         self._next()
 
-    def _do(self, work: Callable[[], T]) -> T | None:
-        raise NotImplementedError
+    @abstractmethod
+    def _do(self, work: Callable[[], T]) -> T | None: ...
 
 
 class ExecutingCompute(_SimCompute):

@@ -18,6 +18,7 @@ import math
 import re
 import sys
 import tarfile
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -57,7 +58,7 @@ PADDING, UNKNOWN = 0, 1
 CHANNELS: Final = 24
 
 
-class Classifier:
+class Classifier(ABC):
     """Samples in memory, visited in a keyed order. Subclasses are the models: together they implement `Task`.
 
     Args:
@@ -100,8 +101,8 @@ class Classifier:
     def correct(self, y: Tensor, targets: Tensor) -> float:
         return float((y.argmax(dim=-1) == targets).float().mean())
 
-    def _noisy(self, samples: Tensor, noise: torch.Generator) -> Tensor:
-        raise NotImplementedError
+    @abstractmethod
+    def _noisy(self, samples: Tensor, noise: torch.Generator) -> Tensor: ...
 
 
 class Images(Classifier):
