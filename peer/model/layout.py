@@ -151,10 +151,9 @@ def num_parameters(model: ModelSpec) -> int:
 def init_layer(model: ModelSpec, key: str, seed: int) -> Tensor:
     """Initial parameters of one layer, or of a unit of one: float32 [numel].
 
-    A pure function of (model, key, seed): no other layer or unit is needed, and every peer gets the same bits.
-    Matrices have standard deviation 0.02, the two that write into the residual stream 0.02 / sqrt(2 L), norms are 1.
-    They are sums of four uniform numbers, so almost normal and at most 3.5 deviations long; torch's normal numbers
-    differ in their last bits between CPUs.
+    A pure function of (model, key, seed): no other layer or unit is needed, and every peer gets the same bits. Norms
+    are 1, the elements of matrices sums of four uniform numbers, so almost normal and at most 3.5 deviations
+    (`_deviation`) long; torch's normal numbers differ in their last bits between CPUs.
     """
     units = unit_keys(model, key)
     if len(units) > 1:
@@ -164,11 +163,27 @@ def init_layer(model: ModelSpec, key: str, seed: int) -> Tensor:
     flat_N = torch.ones(layout.numel)
     for name, view in layout.views(flat_N).items():
         if view.ndim == 2:
-            residual = name.endswith(("o_proj.weight", "down_proj.weight", "w2.weight"))
-            std = 0.02 / math.sqrt(2 * model.num_layers) if residual else 0.02
             total = sum(torch.rand(view.shape, generator=generator) for _ in range(4))
-            torch.mul(total - 2, std * math.sqrt(3), out=view)  # a uniform number has variance 1/12
+            torch.mul(total - 2, _deviation(model, name, view) * math.sqrt(3), out=view)  # a uniform's variance is 1/12
     return flat_N
+
+
+def _deviation(model: ModelSpec, name: str, matrix_RC: Tensor) -> float:
+    """Initial standard deviation of a matrix: embedding 1, all others 1/sqrt(C), those that write into the residual
+    stream 1/sqrt(2 L C), the router 0.02, so that experts begin with nearly equal shares.
+
+    So a layer changes little of the stream that it reads, whatever its width: "small sub-layers, large shortcut"
+    (Takase et al., 2023, arXiv 2312.16903). 0.02 throughout, the usual choice, is that for matrices 2,500 wide; an
+    embedding that small is enlarged by every norm behind it, and its gradient with it, so that each of the first steps
+    turns the whole stream. That costs narrow models a good part of what they learn, and stale gradients most of all
+    (`tests/bench/staleness/README.md`).
+    """
+    if name.endswith("embed_tokens.weight"):
+        return 1.0
+    if name.endswith("block_sparse_moe.gate.weight"):
+        return 0.02
+    residual = name.endswith(("o_proj.weight", "down_proj.weight", "w2.weight"))
+    return 1 / math.sqrt(matrix_RC.shape[1] * (2 * model.num_layers if residual else 1))
 
 
 def _tensors(model: ModelSpec, key: str) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:

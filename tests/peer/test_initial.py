@@ -30,7 +30,7 @@ class Weights:
         self.asked: list[str] = []
 
     def layer(self, key: str) -> torch.Tensor:
-        return 3 * init_layer(self._spec.model, key, self._seed)
+        return init_layer(self._spec.model, key, self._seed)
 
     async def read(self, keys: Sequence[str]) -> Mapping[str, torch.Tensor]:
         self.asked += keys

@@ -20,8 +20,7 @@ KEYS = all_layer_keys(MODEL)
 
 
 def params_of(model: ModelSpec) -> dict[str, Params]:
-    """Larger than at the start of training, so that attention is not almost uniform."""
-    return {key: layer_layout(model, key).views(4 * init_layer(model, key, 0)) for key in all_layer_keys(model)}
+    return {key: layer_layout(model, key).views(init_layer(model, key, 0)) for key in all_layer_keys(model)}
 
 
 def tokens(model: ModelSpec, num_samples: int, seed: int = 0) -> Tensor:
@@ -117,7 +116,7 @@ def test_loss_of_ignorance_is_the_logarithm_of_the_vocabulary() -> None:
 def test_gradient_is_that_of_finite_differences() -> None:
     model = ModelSpec(vocab_size=11, dim=8, num_layers=1, num_heads=2, num_kv_heads=1, ffn_dim=12, context=4)
     keys, rotary = all_layer_keys(model), rotary_tables(model, dtype=torch.float64)
-    flats = {key: 4 * init_layer(model, key, 0).double() for key in keys}
+    flats = {key: init_layer(model, key, 0).double() for key in keys}
     x, y = tokens(model, 2), tokens(model, 2, seed=1)
 
     def value(flat_N: Tensor, key: str) -> Tensor:
