@@ -259,7 +259,7 @@ def _long() -> Table:
 # --- regimes A and B ---
 
 
-def _one_a_step(name: str, title: str, regime: Regime, synchronous: Regime, begun: Regime) -> Table:
+def _one_a_step(name: str, title: str, regime: Regime, synchronous: Regime, begun: Regime) -> list[Table]:
     row = functools.partial(_row, table=name, shape=UPDATE_1024, updates=2000, rates=(5e-4, 1e-3, 2e-3))
     rows = (
         row("synchronous", synchronous, seeds=3, role="synchronous"),
@@ -276,22 +276,32 @@ def _one_a_step(name: str, title: str, regime: Regime, synchronous: Regime, begu
         row("... then NAdam, beta1 .99, stash", begun, "stash", optimizer=SMOOTH_NADAM, seeds=3),
         row(f"... then NAdam, {DEFAULT.name}", begun, DEFAULT, optimizer=NADAM),
     )
-    return Table(name=name, title=title, rows=rows)
+    muon = f"{name}-muon"
+    row = functools.partial(row, table=muon, optimizer=MUON, rates=(4e-3, 8e-3), seeds=3)
+    with_muon = (
+        row("synchronous", synchronous, role="synchronous"),
+        row("none", regime, role="none"),
+        row("PipeDream (stash)", regime, "stash"),
+        row("PipeOptim, stashed", regime, "pipeoptim"),
+        row("calibrated", regime, "calibrated", seeds=1),
+        row("100 updates synchronous, then PipeOptim, stashed", begun, "pipeoptim", seeds=1),
+    )
+    return [Table(name=name, title=title, rows=rows), Table(name=muon, title=f"{title}, Muon", rows=with_muon)]
 
 
-def _paper() -> Table:
+def _paper() -> list[Table]:
     return _one_a_step(
         "a", "Regime A, 8 stages, one microbatch an update", Paper(), Paper(synchronous=True), PaperBegun()
     )
 
 
-def _heavy_tailed() -> Table:
+def _heavy_tailed() -> list[Table]:
     title = "Regime B, 8 stages, 16 in flight, Pareto hops"
-    table = _one_a_step("b", title, HeavyTailed(), HeavyTailed(in_flight=1), HeavyTailedBegun())
+    table, *others = _one_a_step("b", title, HeavyTailed(), HeavyTailed(in_flight=1), HeavyTailedBegun())
     told = next(row for row in table.rows if row.run.method == Method(name="pipeoptim"))
     run = msgspec.structs.replace(told.run, regime=HeavyTailed(known="true"))
     true = Row(label=f"{told.label}, knowing its staleness", run=run, rates=told.rates)
-    return Table(name=table.name, title=table.title, rows=(*table.rows, true))
+    return [Table(name=table.name, title=table.title, rows=(*table.rows, true)), *others]
 
 
 # --- the other tasks ---
@@ -363,7 +373,7 @@ def _swarm(
 
 def full() -> list[Table]:
     """In the order of what one wants to know first."""
-    first = [_check(), *_all_stale(), *_fewer_steps(), *_begun(), _paper(), _heavy_tailed(), _shares()]
+    first = [_check(), *_all_stale(), *_fewer_steps(), *_begun(), *_paper(), *_heavy_tailed(), _shares()]
     swarms = [_swarm(optimizer, replicas=replicas) for optimizer in (NADAM, MUON) for replicas in (1, 2)]
     swarms += [_swarm(ADAMW), *(_swarm(NADAM, scenario=name) for name in NETWORKS)]
     swarms += [_swarm(NADAM, updates=1000, and_as_many=1040), _swarm(NADAM, updates=4000, and_as_many=4280)]
@@ -372,7 +382,7 @@ def full() -> list[Table]:
 
 def short() -> list[Table]:
     """A twentieth of each kind of row, at one rate."""
-    tables = [*_all_stale()[:3], _paper(), _heavy_tailed(), *_classifiers()[::2], _swarm(MUON)]
+    tables = [*_all_stale()[:3], _paper()[0], _heavy_tailed()[0], *_classifiers()[::2], _swarm(MUON)]
     return [_shortened(table) for table in tables]
 
 
