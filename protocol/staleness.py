@@ -16,6 +16,10 @@ chance: `eager` of two members, all stale, is 0.38 nats behind synchronous train
 When the first 40 steps are synchronous (warm-up: 20) both are 0.06 behind. So a run begins synchronously
 (`synchronous_steps`), and the prices are of the steps after that. Muon pays the same for each step, and begins at once.
 
+All of this was measured with initial weights of 0.02 throughout. Since they fit the width (`shoal.peer.model.layout`)
+staleness costs a third of it or less and the beginning is a matter of luck no longer: too careful, until it is measured
+again.
+
 Source: ours, from `tests/bench/staleness`: a run's loss says how many steps a synchronous run would have taken to it
 (runs of 100, 150, 200, 300 and 400 steps, a schedule each, interpolated), of which its own synchronous steps are taken
 off. 400 steps, the byte GPT, one seed, and a second one of `eager`. Two shares of stale microbatches were measured, 10
