@@ -4,7 +4,8 @@ import msgspec
 import pytest
 import report
 import study
-from grids import Row, Table, full, short, wanted
+from grids import full, short
+from rows import Row, Table, wanted
 from settings import Finished, Method, Outcome, Paper, Point, Run, Steps
 from tasks import BatchShape
 

@@ -1,17 +1,15 @@
-"""What the study runs: tables of rows. A row is a run at several learning rates, then at its best one with more seeds.
+"""What the study runs: tables of rows (`rows.py`).
 
 `full()` is what the README's figures are of, many hours of two cores; `short()` has every kind of row in it and takes
 five minutes: enough to see that it works, too little to learn from.
 """
 
 import functools
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Sequence
 
 import msgspec
+from rows import Role, Row, Table
 from settings import (
-    Finished,
     HeavyTailed,
     HeavyTailedBegun,
     Method,
@@ -33,65 +31,6 @@ DEFAULT = Method(name="eager")
 OTHERS = ("spectrain", "pipeoptim", "lookahead", "calibrated", "dc")
 """Compensations that are compared with none and ours; "stash" is "none" in regime C, where weights are kept until the
 backward."""
-
-Role = Literal["", "synchronous", "none"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """`run` is of seed 0; its learning rate is replaced by each of `rates`."""
-
-    label: str
-    run: Run
-    rates: tuple[float, ...]
-    seeds: int = 1
-    """Of the best rate; the others have one."""
-    role: Role = ""
-    """What the gaps of the table's other rows are measured between."""
-
-    def first(self) -> list[Run]:
-        return [self.at(rate, 0) for rate in self.rates]
-
-    def more(self, best_rate: float) -> list[Run]:
-        return [self.at(best_rate, seed) for seed in range(1, self.seeds)]
-
-    def at(self, rate: float, seed: int) -> Run:
-        optimizer = msgspec.structs.replace(self.run.optimizer, learning_rate=rate)
-        return msgspec.structs.replace(self.run, optimizer=optimizer, seed=seed)
-
-    def best_rate(self, finished: dict[str, Finished]) -> float | None:
-        """That of the smallest validation loss of seed 0; None while one of them is missing, or where all diverge."""
-        outcomes = {rate: finished.get(self.at(rate, 0).key) for rate in self.rates}
-        if not all(outcomes.values()):
-            return None
-        losses = {
-            rate: found.outcome.validation_loss
-            for rate, found in outcomes.items()
-            if found is not None and found.outcome.validation_loss is not None
-        }
-        return min(losses, key=lambda rate: losses[rate]) if losses else None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
-    name: str
-    title: str
-    rows: tuple[Row, ...]
-
-    def wanted(self, finished: dict[str, Finished]) -> list[Run]:
-        """Runs that are missing and can be said by now, those of one seed first."""
-        runs = [run for row in self.rows for run in row.first()]
-        for row in self.rows:
-            best_rate = row.best_rate(finished)
-            runs += row.more(best_rate) if best_rate is not None else []
-        return [run for run in runs if run.key not in finished]
-
-
-def wanted(tables: Iterable[Table], finished: dict[str, Finished]) -> list[Run]:
-    """Of all tables, each once."""
-    by_key = {run.key: run for table in tables for run in table.wanted(finished)}
-    return list(by_key.values())
-
 
 # --- what rows are made of ---
 

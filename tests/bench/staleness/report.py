@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
-from grids import Row, Table
+from rows import Row, Table
 from settings import Finished, Outcome, Point
 
 RESULTS = "results.json"

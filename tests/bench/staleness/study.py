@@ -17,9 +17,10 @@ from concurrent.futures import Future, ProcessPoolExecutor, wait
 from multiprocessing import get_context
 from pathlib import Path
 
-import grids
 import msgspec
 import report
+from grids import full, short
+from rows import Table, wanted
 from settings import Finished, Run
 from tasks import BatchShape, Task
 
@@ -83,7 +84,7 @@ def _ends_in_newline(file: int) -> bool:
     return os.pread(file, 1, os.fstat(file).st_size - 1) == b"\n"
 
 
-def study(tables: Iterable[grids.Table], out: Path, *, jobs: int, say: Callable[[str], None] = print) -> int:
+def study(tables: Iterable[Table], out: Path, *, jobs: int, say: Callable[[str], None] = print) -> int:
     """Make every run that is missing. Returns: how many failed."""
     tables = list(tables)
     finished = load(out)
@@ -93,7 +94,7 @@ def study(tables: Iterable[grids.Table], out: Path, *, jobs: int, say: Callable[
         under_way: dict[Future[bytes], Run] = {}
         while True:
             busy = {run.key for run in under_way.values()} | failed
-            missing = [run for run in grids.wanted(tables, finished) if run.key not in busy]
+            missing = [run for run in wanted(tables, finished) if run.key not in busy]
             for run in missing[: jobs - len(under_way)]:
                 under_way[pool.submit(_worked, msgspec.json.encode(run))] = run
             if not under_way:
@@ -109,7 +110,7 @@ def study(tables: Iterable[grids.Table], out: Path, *, jobs: int, say: Callable[
                 line = msgspec.json.decode(future.result(), type=Finished)
                 append(out, line)
                 finished[line.key] = line
-                left = [run for run in grids.wanted(tables, finished) if run.key not in failed]
+                left = [run for run in wanted(tables, finished) if run.key not in failed]
                 loss = line.outcome.validation_loss
                 told = "diverged" if loss is None else f"{loss:.4f}"
                 at_s, took_s = time.monotonic() - begun_s, line.outcome.processor_s
@@ -148,12 +149,10 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="say what is missing, and how long it would take")
     parser.add_argument("--report", action="store_true", help="only write the report of what there is")
     options = parser.parse_args()
-    tables = [
-        table for table in (grids.short() if options.short else grids.full()) if re.search(options.only, table.name)
-    ]
+    tables = [table for table in (short() if options.short else full()) if re.search(options.only, table.name)]
     out = options.out or (HERE / "short" if options.short else HERE)
     out.mkdir(parents=True, exist_ok=True)
-    missing = grids.wanted(tables, load(out))
+    missing = wanted(tables, load(out))
     if options.list:
         for run in missing:
             print(f"{run.key}  {described(run)}")
