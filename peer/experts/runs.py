@@ -8,7 +8,7 @@ from torch import Tensor
 
 from shoal.peer.pipeline.contributions import Contributions
 from shoal.peer.pipeline.microbatch import Microbatch
-from shoal.peer.pipeline.weights import WeightSet
+from shoal.peer.pipeline.weight_set import WeightSet
 from shoal.protocol.identity import PeerID
 
 AT_ONCE_MAX: Final = 4

@@ -17,7 +17,7 @@ from shoal.peer.model.layout import EXPERT_MATRICES, expert_key, expert_keys, ex
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.pipeline.shard import Shard
 from shoal.peer.pipeline.state import StageState
-from shoal.peer.pipeline.weights import WeightSet
+from shoal.peer.pipeline.weight_set import WeightSet
 from shoal.protocol.identity import PeerID
 from shoal.protocol.spec import RunSpec
 
@@ -95,7 +95,7 @@ class ExpertShard(Shard):
         zero_N = None
         if wanted and self._open.get(run) is None:
             zero_N = torch.zeros(self.num_parameters, device=self.device)
-        return self._open.close(run, version=self.version, zero_N=zero_N, keeps_weights=self._weights.corrects)
+        return self._open.close(run, version=self.version, zero_N=zero_N, keeps_weights=self._weights.places)
 
     def drop(self, source: PeerID) -> None:
         """It died, or has begun anew: nobody will say of its runs that they are through."""

@@ -7,10 +7,11 @@ may have to be left out stays apart from the sum.
 import logging
 from threading import Lock
 
+import torch
 from torch import Tensor
 
 from shoal.peer.pipeline.microbatch import IndexSet, Microbatch
-from shoal.peer.pipeline.weights import WeightSet
+from shoal.peer.pipeline.weight_set import OpenSum, Places, WeightSet
 from shoal.peer.vectors import Vectors
 
 logger = logging.getLogger(__name__)
@@ -24,15 +25,21 @@ _Gradient = tuple[Tensor, WeightSet | None]
 
 
 class Contributions:
-    """Of one stage with `size` = N parameters; gradients are float32 [N], on any device."""
+    """Of one stage with `size` = N parameters; gradients are float32 [N], on any device.
 
-    def __init__(self, size: int, vectors: Vectors) -> None:
+    Args:
+        corrects: the weights of what is kept apart will be asked for, too.
+    """
+
+    def __init__(self, size: int, vectors: Vectors, *, corrects: bool = False) -> None:
         self._size = size
         self._vectors = vectors
+        self._corrects = corrects
         self._sums: dict[int, Tensor] = {}  # by step
         self._nums: dict[int, int] = {}  # by step: how many gradients its sum is of
         self._adding = Lock()  # the device's thread looks at sums to which the loop's adds
-        self._summed: dict[Microbatch, WeightSet | None] = {}  # what the sums hold
+        self._places: dict[int, Places] = {}  # by step, as far as anybody wants to know
+        self._summed: set[Microbatch] = set()  # what the sums hold
         self._apart: dict[int, dict[int, _Gradient]] = {}  # step -> index -> what may be left out
         self._finished: dict[Microbatch, _Gradient] = {}  # of a backward that nobody has been told of yet
 
@@ -72,17 +79,21 @@ class Contributions:
         if finished is None or microbatch.step < version:
             return False
         kept = self._apart.setdefault(microbatch.step, {})
-        if apart and len(kept) < APART_MAX:
-            kept[microbatch.index] = finished
-            return True
         gradient_N, weights = finished
+        if apart and len(kept) < APART_MAX:
+            kept[microbatch.index] = (gradient_N, weights if self._corrects else None)
+            return True
         with self._adding:
             if microbatch.step in self._sums:
                 self._sums[microbatch.step] += gradient_N
             else:
                 self._sums[microbatch.step] = gradient_N
             self._nums[microbatch.step] = self.num(microbatch.step) + 1
-        self._summed[microbatch] = weights
+            if weights is not None and weights.version < microbatch.step:
+                if microbatch.step not in self._places:
+                    self._places[microbatch.step] = Places(torch.zeros_like(gradient_N))
+                self._places[microbatch.step].add(weights)
+        self._summed.add(microbatch)
         return False
 
     def total(self, step: int, indices: IndexSet | None = None) -> Tensor:
@@ -101,25 +112,38 @@ class Contributions:
         """Gradients in the sum of `step`, without those kept apart."""
         return self._nums.get(step, 0)
 
-    def mean(self, step: int) -> Tensor | None:
-        """Of those, float32 [N] on their device, a copy; None if there are none."""
+    def seen(self, step: int) -> OpenSum | None:
+        """What the sum of `step` holds by now, without those kept apart; None if that is nothing."""
         with self._adding:
-            sum_N = self._sums.get(step)
-            return None if sum_N is None else sum_N / self._nums[step]
+            sum_N, places = self._sums.get(step), self._places.get(step)
+            if sum_N is None:
+                return None
+            there = Places(places.sum_N.clone(), places.num) if places else None
+            return OpenSum(sum_N / self._nums[step], self._nums[step], there)
 
-    def taken_at(self, step: int, indices: IndexSet | None = None) -> list[WeightSet | None]:
-        """The weights of each gradient that `total` adds up."""
-        summed = [weights for microbatch, weights in list(self._summed.items()) if microbatch.step == step]
-        return [*summed, *(weights for _, weights in self._asked_for(step, indices))]
+    def places(self, step: int, indices: IndexSet | None = None) -> tuple[Places | None, int]:
+        """Where the gradients that `total` adds up were taken (None: all at the step's own weights), and how many
+        these are."""
+        kept = self._asked_for(step, indices)
+        stale = [weights for _, weights in kept if weights is not None and weights.version < step]
+        with self._adding:
+            places, total = self._places.get(step), self.num(step) + len(kept)
+            if places is None and not stale:
+                return None, total
+            sum_N = torch.zeros_like(kept[0][0]) if places is None else places.sum_N.clone()
+            there = Places(sum_N, places.num if places else 0)
+        for weights in stale:
+            there.add(weights)
+        return there, total
 
     def forget_before(self, version: int) -> None:
         # A step ends on the device's thread while the loop's may add to these: iterate over copies.
         with self._adding:
-            for table in (self._nums, self._sums, self._apart):
+            for table in (self._nums, self._sums, self._places, self._apart):
                 for step in [s for s in list(table) if s < version]:
                     table.pop(step, None)
         for microbatch in [m for m in list(self._summed) if m.step < version]:
-            self._summed.pop(microbatch, None)
+            self._summed.discard(microbatch)
 
     def _asked_for(self, step: int, indices: IndexSet | None) -> list[_Gradient]:
         """Of those kept apart."""

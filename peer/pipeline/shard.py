@@ -9,8 +9,10 @@ from torch import Tensor
 from shoal.peer.model.layout import layer_layout
 from shoal.peer.pipeline.contributions import Contributions
 from shoal.peer.pipeline.microbatch import IndexSet, Microbatch
+from shoal.peer.pipeline.prediction import COMPENSATIONS
 from shoal.peer.pipeline.state import LayerState, StageState, initial_state, step_layer
-from shoal.peer.pipeline.weights import Weights, WeightSet
+from shoal.peer.pipeline.weight_set import WeightSet
+from shoal.peer.pipeline.weights import Weights
 from shoal.peer.vectors import Vectors
 from shoal.protocol.spec import RunSpec
 
@@ -34,7 +36,8 @@ class Shard:
         self._spans = {key: slice(sum(sizes[:i]), sum(sizes[: i + 1])) for i, key in enumerate(keys)}
         self.num_parameters = sum(sizes)
         self.step_flop = 20.0 * self.num_parameters
-        self._contributions = Contributions(self.num_parameters, self.vectors)
+        corrects = COMPENSATIONS[spec.training.compensation].corrects
+        self._contributions = Contributions(self.num_parameters, self.vectors, corrects=corrects)
         self._weights = Weights(spec, self._spans, self._contributions)
 
     @property
@@ -105,7 +108,7 @@ class Shard:
         sum_N = self._contributions.total(step, indices)
         state = self.state
         if self._weights.corrects and state is not None and state.version == step:
-            self._weights.correct(state, sum_N, self._contributions.taken_at(step, indices))
+            self._weights.correct(state, sum_N, *self._contributions.places(step, indices))
         return sum_N
 
     def forget(self, microbatch: Microbatch) -> None:
@@ -129,4 +132,4 @@ class Shard:
         gradient_N = torch.zeros(self.num_parameters, device=self.device)
         for key, named in leaves.items():
             layer_layout(self.spec.model, key).collect(named, gradient_N[self._spans[key]])
-        self._contributions.finish(microbatch, gradient_N, weights if self._weights.corrects else None)
+        self._contributions.finish(microbatch, gradient_N, weights if self._weights.places else None)

@@ -31,7 +31,7 @@ from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.pipeline.passing import InParts, Passing, Whole, part_flop
 from shoal.peer.pipeline.shard import Leaves, Shard
 from shoal.peer.pipeline.suspended import Suspended
-from shoal.peer.pipeline.weights import WeightSet
+from shoal.peer.pipeline.weight_set import WeightSet
 from shoal.peer.pipeline.wire import ActivationWire
 from shoal.protocol.ports import Payload
 from shoal.protocol.spec import RunSpec

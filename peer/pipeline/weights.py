@@ -17,17 +17,16 @@ early have come back by then. Should the first set of a step find no room for on
 current weights until there is.
 """
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Final, Protocol
 from weakref import WeakSet, WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from shoal.peer.pipeline.prediction import COMPENSATIONS, compensation
-from shoal.peer.pipeline.state import StageState, clipped, hyperparameters
+from shoal.peer.pipeline.prediction import COMPENSATIONS, Seen, compensation
+from shoal.peer.pipeline.state import LayerState, StageState, clipped, hyperparameters
+from shoal.peer.pipeline.weight_set import OpenSum, Places, WeightSet
 from shoal.protocol.spec import RunSpec
 from shoal.protocol.staleness import staleness_bound
 
@@ -42,21 +41,9 @@ class OpenGradients(Protocol):
         """How many there are."""
         ...
 
-    def mean(self, step: int) -> Tensor | None:
-        """Of all `num`: float32 [N], the stage's layers one behind the other; None if there are none."""
+    def seen(self, step: int) -> OpenSum | None:
+        """What is known of all `num`; None if there are none."""
         ...
-
-
-@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
-class WeightSet:
-    """Parameters of a stage. Equal only to itself."""
-
-    params: Mapping[str, Tensor]
-    """Layer key -> float32 [numel]."""
-    version: int
-    """That it was made at."""
-    num_seen: int = 0
-    """Gradients of open steps that it was made with."""
 
 
 class Weights:
@@ -78,6 +65,8 @@ class Weights:
         self._compensations = {key: compensation(name, spec.optimizer.name) for key in spans}
         strategy = COMPENSATIONS[name]
         self._predicts, self._sees, self.corrects = strategy.predicts, strategy.sees, strategy.corrects
+        self.places = strategy.corrects or strategy.sees
+        """Whether it will be asked at which weights a gradient was taken."""
         self._made: tuple[StageState | None, dict[int, WeightSet]] = (None, {})  # of which state, step -> weights
         self._ahead: WeakValueDictionary[int, WeightSet] = WeakValueDictionary()  # step -> its newest that is alive
         self._alive: WeakSet[WeightSet] = WeakSet()
@@ -133,26 +122,18 @@ class Weights:
         self._before = None
 
     @torch.no_grad()
-    def correct(self, state: StageState, sum_N: Tensor, taken_at: Iterable[WeightSet | None]) -> None:
-        """Correct the sum of our gradients of step `state.version`, in place, for having been taken elsewhere.
+    def correct(self, state: StageState, sum_N: Tensor, places: Places | None, total: int) -> None:
+        """Correct the sum of our `total` gradients of step `state.version`, in place, for having been taken elsewhere.
 
         If all were taken at the current weights, the sum stays as it is, bit for bit.
 
         Args:
             sum_N: float32 [N] on the CPU.
-            taken_at: the weights of each gradient in the sum.
         """
-        counts = Counter(weights for weights in taken_at if weights is not None)
-        total = counts.total()
-        made_for, sets = self._made
-        if made_for is state and state.version in sets:
-            counts.pop(sets[state.version], None)
-        if not counts:
+        if places is None:
             return
         for key, layer in state.layers.items():
-            displacement_N = torch.zeros_like(layer.param_N)
-            for weights, count in counts.items():
-                displacement_N.add_(layer.param_N - weights.params[key], alpha=count / total)
+            displacement_N = places.displacement(self._spans[key], layer.param_N, total)
             mean_N = sum_N[self._spans[key]].to(layer.param_N.device) / total
             settings = hyperparameters(self._spec, key, state.version)
             mean_N = self._compensations[key].corrected(mean_N, displacement_N, layer, settings)
@@ -195,17 +176,26 @@ class Weights:
         ahead = range(state.version, state.version + staleness_steps) if self._sees else ()
         # Counted first: what the loop's thread adds meanwhile makes the set look older than it is, never fresher.
         num_seen = self._num_seen(state, state.version + len(ahead))
-        seen_N = [self._gradients.mean(step) for step in ahead]
+        sums = [self._gradients.seen(step) for step in ahead]
         params = {}
         for key, layer in state.layers.items():
             settings = hyperparameters(self._spec, key, state.version)
-            seen = [None if mean_N is None else self._clipped(key, mean_N[self._spans[key]]) for mean_N in seen_N]
+            seen = [None if its is None else self._seen(key, layer, its, known=i == 0) for i, its in enumerate(sums)]
             params[key] = self._compensations[key].weights(layer, settings, staleness_steps, seen)
         return self._kept(WeightSet(params, state.version, num_seen))
 
-    def _clipped(self, key: str, gradient_N: Tensor) -> Tensor | None:
-        """As the step will; None if that would leave the layer alone, because it is not finite."""
-        return clipped(self._spec, key, gradient_N)[0]
+    def _seen(self, key: str, layer: LayerState, its: OpenSum, *, known: bool) -> Seen | None:
+        """As the step will see it; None if that would leave the layer alone, because the gradient is not finite.
+
+        Args: known: the weights of this step are, and `layer` has them.
+        """
+        span = self._spans[key]
+        gradient_N = clipped(self._spec, key, its.mean_N[span])[0]
+        if gradient_N is None:
+            return None
+        if not known or its.places is None:
+            return Seen(gradient_N)
+        return Seen(gradient_N, its.places.displacement(span, layer.param_N, its.num))
 
     def _kept(self, weights: WeightSet) -> WeightSet:
         self._alive.add(weights)

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from shoal.peer.pipeline.prediction.calibrated import Calibrated
-from shoal.peer.pipeline.prediction.compensation import Compensation, Settings
+from shoal.peer.pipeline.prediction.compensation import Compensation, Seen, Settings
 from shoal.peer.pipeline.prediction.correction import DelayCompensation
 from shoal.peer.pipeline.prediction.eager import Eager
 from shoal.peer.pipeline.prediction.extrapolation import LookAhead, PipeOptim, SpecTrain
@@ -29,6 +29,7 @@ __all__ = [
     "LookAhead",
     "NoCompensation",
     "PipeOptim",
+    "Seen",
     "Settings",
     "SpecTrain",
     "Stash",

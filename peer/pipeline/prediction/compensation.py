@@ -12,6 +12,7 @@ N parameters of one layer
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -21,6 +22,16 @@ from shoal.peer.pipeline.state import LayerState
 
 Settings = Mapping[str, Any]
 """Keyword arguments of the optimizer at the layer's version (`state.hyperparameters`); "step" is that version."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a member has of one open step t by itself: means over the same microbatches. Not changed."""
+
+    gradient_N: Tensor
+    """Clipped as the step will clip it: float32 [N]."""
+    displacement_N: Tensor | None = None
+    """w_t - ŵ, float32 [N]; None: all were taken at w_t, or nobody knows w_t yet, or what they were taken at."""
 
 
 class Compensation(ABC):
@@ -38,21 +49,20 @@ class Compensation(ABC):
     sees: ClassVar[bool] = False
     """`weights` makes use of what this member has of the open steps' gradients, and is worth asking again for more."""
     corrects: ClassVar[bool] = False
-    """`corrected` does something, so the weights of each gradient are kept until its step commits."""
+    """`corrected` does something."""
 
     def __init__(self, optimizer: str) -> None:
         self.optimizer = OPTIMIZERS[optimizer]
 
     def weights(
-        self, layer: LayerState, settings: Settings, staleness_steps: int, seen: Sequence[Tensor | None] = ()
+        self, layer: LayerState, settings: Settings, staleness_steps: int, seen: Sequence[Seen | None] = ()
     ) -> Tensor:
         """ŵ, what a microbatch of step `settings["step"] + staleness_steps` computes with: float32 [N].
 
         At staleness 0 (or less: a repair) `layer.param_N` itself, whatever the strategy.
 
         Args:
-            seen: of the layer's version and the ones after it, this member's own mean gradient so far, clipped as the
-                step will clip it: float32 [N], not changed; None where there is none. Only for who `sees`.
+            seen: of the steps from the layer's version on; None where there is nothing. Only for who `sees`.
         """
         return self._ahead(layer, settings, staleness_steps, seen) if staleness_steps > 0 else layer.param_N
 
@@ -75,7 +85,7 @@ class Compensation(ABC):
 
     @abstractmethod
     def _ahead(
-        self, layer: LayerState, settings: Settings, staleness_steps: int, seen: Sequence[Tensor | None]
+        self, layer: LayerState, settings: Settings, staleness_steps: int, seen: Sequence[Seen | None]
     ) -> Tensor:
         """As `weights`, for `staleness_steps` > 0. May not change `layer`."""
 

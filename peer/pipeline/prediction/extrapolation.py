@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from shoal.peer.pipeline.prediction.compensation import Compensation, Settings
+from shoal.peer.pipeline.prediction.compensation import Compensation, Seen, Settings
 from shoal.peer.pipeline.state import LayerState
 
 
@@ -19,7 +19,7 @@ class PipeOptim(Compensation):
     """
 
     def _ahead(
-        self, layer: LayerState, settings: Settings, staleness_steps: int, seen: Sequence[Tensor | None]
+        self, layer: LayerState, settings: Settings, staleness_steps: int, seen: Sequence[Seen | None]
     ) -> Tensor:
         return self._predicted(layer, settings, staleness_steps)
 
@@ -34,7 +34,7 @@ class SpecTrain(Compensation):
     stash: ClassVar[bool] = False
 
     def _ahead(
-        self, layer: LayerState, settings: Settings, staleness_steps: int, seen: Sequence[Tensor | None]
+        self, layer: LayerState, settings: Settings, staleness_steps: int, seen: Sequence[Seen | None]
     ) -> Tensor:
         return torch.add(layer.param_N, layer.moment1_N, alpha=-settings["learning_rate"] * staleness_steps)
 
@@ -47,7 +47,7 @@ class LookAhead(Compensation):
     """
 
     def _ahead(
-        self, layer: LayerState, settings: Settings, staleness_steps: int, seen: Sequence[Tensor | None]
+        self, layer: LayerState, settings: Settings, staleness_steps: int, seen: Sequence[Seen | None]
     ) -> Tensor:
         way = sum(settings["beta1"] ** step for step in range(1, staleness_steps + 1))
         return layer.param_N.lerp(self._predicted(layer, settings, 1), way)

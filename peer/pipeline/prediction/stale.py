@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from shoal.peer.pipeline.prediction.compensation import Compensation, Settings
+from shoal.peer.pipeline.prediction.compensation import Compensation, Seen, Settings
 from shoal.peer.pipeline.state import LayerState
 
 
@@ -19,7 +19,7 @@ class Stash(Compensation):
     predicts: ClassVar[bool] = False
 
     def _ahead(
-        self, layer: LayerState, settings: Settings, staleness_steps: int, seen: Sequence[Tensor | None]
+        self, layer: LayerState, settings: Settings, staleness_steps: int, seen: Sequence[Seen | None]
     ) -> Tensor:
         return layer.param_N
 

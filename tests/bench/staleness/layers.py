@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shoal.kernels.optimizer import OPTIMIZERS, clip
 from shoal.peer.model.schedule import learning_rate
-from shoal.peer.pipeline.prediction import compensation
+from shoal.peer.pipeline.prediction import Seen, compensation
 from shoal.peer.pipeline.state import LayerState
 from shoal.protocol.spec import OptimizerSpec
 
@@ -33,13 +33,18 @@ class Layer:
         self._optimizer = optimizer
         self._updates = updates
 
-    def weights(self, staleness_steps: int, seen_N: Tensor | None = None) -> Tensor:
+    def weights(
+        self, staleness_steps: int, seen_N: Tensor | None = None, displacement_N: Tensor | None = None
+    ) -> Tensor:
         """What a microbatch `staleness_steps` ahead of this version computes with: float32 [N].
 
         Args:
             seen_N: mean gradient of a part of the step that is made from this version.
+            displacement_N: these weights minus those of that gradient.
         """
-        seen = [] if seen_N is None else [clip(seen_N, clip_norm=self._optimizer.clip_norm)[0]]
+        seen = []
+        if seen_N is not None:
+            seen.append(Seen(clip(seen_N, clip_norm=self._optimizer.clip_norm)[0], displacement_N))
         return self.compensation.weights(self.state, self._settings(), staleness_steps, seen)
 
     def step(self, gradient_N: Tensor, displacement_N: Tensor | None = None) -> None:

@@ -4,7 +4,7 @@
 is stale in each step (`plans.py`), all microbatches that share weights in one pass; the swarm itself is in `swarm.py`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from layers import Layer
@@ -58,12 +58,14 @@ def steps(task: Task, run: Run, plan: Plan, recorder: Recorder) -> dict[str, Ten
             for indices in sums.apart(group.indices):
                 parts = [task.microbatch(step, index) for index in indices]
                 loss += _pass(task, layers, used, sums.into(indices), parts) / num
+                sums.displaced(indices, used)
             part = len(group.indices) / num
             recorder.stale(sum(group.staleness) / len(group.staleness), part)
             _displaced(layers, used, part, displacement)
         recorder.updated(loss, plan.ends_s(step))
         for later in ahead:
-            made.setdefault(later, {}).update(_weights(layers, stage_of, plan.groups(later), later - step, sums.seen()))
+            seen = sums.seen()
+            made.setdefault(later, {}).update(_weights(layers, stage_of, plan.groups(later), later - step, seen))
         for key, gradient_N in sums.total().items():
             layers[key].step(gradient_N / num, displacement.get(key))
         if recorder.wants(step + 1):
@@ -76,6 +78,8 @@ _Seen = tuple[int, ...]
 """Microbatches, by index."""
 _Gradients = dict[str, Tensor]
 """By layer."""
+_Displacements = dict[str, Tensor]
+"""By layer, of those that were stale there: its weights minus those that gradients were taken at."""
 _Made = dict[tuple[str, int, _Seen], Tensor]
 """(layer, staleness, what was seen) -> weights."""
 
@@ -85,15 +89,16 @@ def _weights(
     stage_of: dict[str, int],
     groups: Sequence[Group],
     staleness_steps: int,
-    seen: dict[_Seen, _Gradients],
+    seen: dict[_Seen, tuple[_Gradients, _Displacements]],
 ) -> _Made:
     """What these groups' layers that are so stale compute with, made at the version that is there now."""
     made: _Made = {}
     for group in groups:
-        gradients = seen.get(group.seen, {})
+        gradients, displacements = seen.get(group.seen, ({}, {}))
         for key, layer in layers.items():
             if group.staleness[stage_of[key]] == staleness_steps:
-                made[key, staleness_steps, group.seen] = layer.weights(staleness_steps, gradients.get(key))
+                weights_N = layer.weights(staleness_steps, gradients.get(key), displacements.get(key))
+                made[key, staleness_steps, group.seen] = weights_N
     return made
 
 
@@ -106,9 +111,10 @@ class _Sums:
 
     def __init__(self, layers: dict[str, Layer], views: set[_Seen]) -> None:
         sees = any(layer.compensation.sees for layer in layers.values())
-        self._sizes = {key: layer.layout.numel for key, layer in layers.items()}
+        self._layers = layers
         self._views = {view: frozenset(view) for view in views if view and sees}
         self._sums: dict[frozenset[_Seen], _Gradients] = {}  # by who sees them
+        self._ways: dict[frozenset[_Seen], _Displacements] = {}
 
     def apart(self, indices: Sequence[int]) -> list[list[int]]:
         """In parts of which each view sees all or nothing."""
@@ -121,29 +127,45 @@ class _Sums:
         """Where such a part's gradients are added."""
         who = self._who_sees(indices[0])
         if who not in self._sums:
-            self._sums[who] = {key: torch.zeros(size) for key, size in self._sizes.items()}
+            self._sums[who] = self._zeros()
         return self._sums[who]
 
-    def seen(self) -> dict[_Seen, _Gradients]:
-        """Each view's mean."""
-        return {
-            view: {key: sum_N / len(view) for key, sum_N in self._added(lambda who, view=view: view in who).items()}
-            for view in self._views
-        }
+    def displaced(self, indices: Sequence[int], used: dict[str, Tensor]) -> None:
+        """Such a part's gradients were taken at `used`."""
+        who = self._who_sees(indices[0])
+        if not who:
+            return
+        ways = self._ways.setdefault(who, {})
+        for key, layer in self._layers.items():
+            if used[key] is not layer.state.param_N:
+                way_N = (layer.state.param_N - used[key]) * len(indices)
+                ways[key] = ways[key] + way_N if key in ways else way_N
+
+    def seen(self) -> dict[_Seen, tuple[_Gradients, _Displacements]]:
+        """Each view's means."""
+        return {view: (_means(self._sums, view, self._zeros()), _means(self._ways, view, {})) for view in self._views}
 
     def total(self) -> _Gradients:
-        return self._added(lambda who: True)
+        total = self._zeros()
+        for gradients in self._sums.values():
+            for key, gradient_N in gradients.items():
+                total[key] += gradient_N
+        return total
 
     def _who_sees(self, index: int) -> frozenset[_Seen]:
         return frozenset(view for view, indices in self._views.items() if index in indices)
 
-    def _added(self, wanted: Callable[[frozenset[_Seen]], bool]) -> _Gradients:
-        total = {key: torch.zeros(size) for key, size in self._sizes.items()}
-        for who, gradients in self._sums.items():
-            if wanted(who):
-                for key, gradient_N in gradients.items():
-                    total[key] += gradient_N
-        return total
+    def _zeros(self) -> _Gradients:
+        return {key: torch.zeros(layer.layout.numel) for key, layer in self._layers.items()}
+
+
+def _means(sums: dict[frozenset[_Seen], dict[str, Tensor]], view: _Seen, into: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Of what `view` sees, by layer, added to `into`."""
+    for who, tensors in sums.items():
+        if view in who:
+            for key, tensor_N in tensors.items():
+                into[key] = into[key] + tensor_N if key in into else tensor_N
+    return {key: sum_N / len(view) for key, sum_N in into.items()}
 
 
 def _pass(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shoal.kernels.optimizer import OPTIMIZERS
-from shoal.peer.pipeline.prediction import COMPENSATIONS, DelayCompensation, LookAhead, SpecTrain, compensation
+from shoal.peer.pipeline.prediction import COMPENSATIONS, DelayCompensation, LookAhead, Seen, SpecTrain, compensation
 from shoal.peer.pipeline.state import LayerState
 from shoal.protocol.spec import TrainingSpec
 
@@ -163,6 +163,29 @@ def test_the_prediction_is_nearer_to_the_weights_to_come_than_those_that_are_the
     predicted_N = strategy.weights(path[5], settings(5), staleness_steps)
     truth_N, stale_N = path[5 + staleness_steps].param_N, path[5].param_N
     assert (predicted_N - truth_N).norm() < 0.5 * (stale_N - truth_N).norm()
+
+
+@pytest.mark.parametrize(
+    ("curvature", "shown", "together"),
+    [(0.9, True, True), (0.9, False, True), (1.1, False, False), (1.6, True, True), (1.8, True, False)],
+)
+def test_eager_members_stay_together_further_if_they_know_where_they_were(
+    curvature: float, shown: bool, together: bool
+) -> None:
+    """Two members on a quadratic, SGD at rate 1 with momentum 0.9, which itself converges to a curvature of 3.8: by
+    their own gradients they drift apart above 1; shown their displacements, above 1 + KEPT."""
+    strategy, layer = compensation("eager", "sgd"), layer_at(0, "sgd")
+    at = [layer.param_N + 1e-3 * random(seed) for seed in (1, 2)]
+    for version in range(300):
+        now = settings(version, learning_rate=1.0)
+        gradients = [curvature * weights_N for weights_N in at]
+        seen = [
+            Seen(gradient_N, layer.param_N - weights_N if shown else None)
+            for gradient_N, weights_N in zip(gradients, at, strict=True)
+        ]
+        at = [strategy.weights(layer, now, 1, [its]) for its in seen]
+        layer = stepped(layer, (gradients[0] + gradients[1]) / 2, "sgd", now)
+    assert (float((at[0] - at[1]).norm()) < 1e-4) == together
 
 
 def test_the_run_spec_names_them_all_and_knows_which_run_a_forward_again() -> None:
