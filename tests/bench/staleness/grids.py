@@ -281,13 +281,8 @@ def _swarm(
     replicas: int = 1,
     scenario: str = "eight-cities",
     updates: int = STEPS,
-    and_as_many: int | None = None,
 ) -> Table:
-    """Of a longer run only what decides.
-
-    Args:
-        and_as_many: steps of a further run that begins synchronously: is it where the synchronous one ends, and sooner?
-    """
+    """Of a longer run only what decides."""
     name = f"swarm-{scenario}-{replicas}-{optimizer.name}-{updates}"
     row = functools.partial(_row, table=name, optimizer=optimizer, updates=updates, rates=(_usual_rate(optimizer),))
     at = functools.partial(Swarm, scenario=scenario, replicas=replicas)
@@ -298,9 +293,6 @@ def _swarm(
     if optimizer != MUON:  # for which a run does not begin so
         begun = SwarmBegun(scenario=scenario, replicas=replicas, s_max=1)
         rows.append(row(f"s_max 1, begun synchronously: {DEFAULT.name}", begun, DEFAULT))
-        if and_as_many is not None:
-            label = f"... and {and_as_many} steps in place of {updates}"
-            rows.append(row(label, begun, DEFAULT, updates=and_as_many))
     if updates == STEPS:
         rows += [row(f"s_max {s_max}: {DEFAULT.name}", at(s_max=s_max), DEFAULT) for s_max in (1, 2)]
         if replicas > 1:
@@ -315,7 +307,7 @@ def full() -> list[Table]:
     first = [_check(), *_all_stale(), *_fewer_steps(), *_begun(), *_paper(), *_heavy_tailed(), _shares()]
     swarms = [_swarm(optimizer, replicas=replicas) for optimizer in (NADAM, MUON) for replicas in (1, 2)]
     swarms += [_swarm(ADAMW), *(_swarm(NADAM, scenario=name) for name in NETWORKS)]
-    swarms += [_swarm(NADAM, updates=1000, and_as_many=1040), _swarm(NADAM, updates=4000, and_as_many=4280)]
+    swarms += [_swarm(NADAM, updates=1000), _swarm(NADAM, updates=4000)]
     return [*first, *swarms, *_classifiers(), _long()]
 
 
