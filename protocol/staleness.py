@@ -11,30 +11,29 @@ over the stages, as commit reports have it.
 What `eager` makes of it depends on what a peer has *seen* when a stale microbatch begins: the part of its own gradients
 of the open step that are back. Where nothing is, it is `pipeoptim`; in between the price is taken to be in between.
 
-**The beginning is another matter.** Runs that are stale from the first step pay most of it for the first few, and by
-chance: `eager` of two members, all stale, is 0.38 nats behind synchronous training with one seed and 0.10 with another.
-When the first 40 steps are synchronous (warm-up: 20) both are 0.06 behind. So a run begins synchronously
-(`synchronous_steps`), and the prices are of the steps after that. Muon pays the same for each step, and begins at once.
-
-All of this was measured with initial weights of 0.02 throughout. Since they fit the width (`shoal.peer.model.layout`)
-staleness has cost a third of it or less, and a stale beginning 0.05 nats (one seed): too careful, until it is measured
-again.
+**The beginning is another matter.** Runs that are stale from the first step pay most of it for the first few: `eager`
+of two members, NAdam 8e-3, all stale, ends 0.054 nats behind synchronous training, and 0.018 behind when the first 40
+steps are synchronous (warm-up: 20). So a run begins synchronously (`synchronous_steps`), and the prices are of the
+steps after that. Muon begins at once.
 
 Source: ours, from `tests/bench/staleness`: a run's loss says how many steps a synchronous run would have taken to it
-(runs of 100, 150, 200, 300 and 400 steps, a schedule each, interpolated), of which its own synchronous steps are taken
-off. 400 steps, the byte GPT, one seed, and a second one of `eager`. Two shares of stale microbatches were measured, 10
-of 16 and all, which gives two numbers; above s = 1 the form is a guess. In other words: `eager` makes up for all of it
-as long as some microbatches of each step are fresh, and Muon, whose steps have a length of their own, minds staleness
-less where nothing has been seen.
+(runs of 200, 300 and 400 steps, a schedule each, interpolated), of which its own synchronous steps are taken off. 400
+steps, the byte GPT, NAdam 4e-3, one seed:
 
-    compensation               NAdam 4e-3, s = 0.625   NAdam, s = 1           Muon 8e-3, s = 1
-    eager, two members         1.457 = 400 steps       1.521 = 361 steps      1.156 = 351 steps, stale from the first
-    pipeoptim                  1.623 = 300 steps       1.771 = 249 steps      1.269 = 286 steps, stale from the first
-    none                                               1.752 = 255 steps      1.381 = 253 steps, stale from the first
-    synchronous                                        1.456                  1.091
+    synchronous                               400 steps 1.201, 300 steps 1.327, 200 steps 1.551
+    eager, two members, all stale after 40    1.209 = 394 steps
+    ... 10 of 16, half of them seeing less    1.214 = 390 steps
+    pipeoptim, all stale after 40             1.361 = 285 steps
+    none, all stale after 40                  1.395 = 270 steps
+
+Above s = 1 the form is a guess. Muon's prices and the power of `pipeoptim` are of runs with initial weights of 0.02
+throughout (Muon 8e-3, stale from the first step: `eager` 1.156 = 351 steps, `pipeoptim` 1.269 = 286, `none` 1.381 =
+253, synchronous 1.091), in which staleness cost several times as much as since weights fit the width
+(`shoal.peer.model.layout`): too careful, until they are measured again.
 
 Beside it, the drivers themselves in eight cities with 16 microbatches a step, all of them in flight, so that hardly
-anything was seen: Muon 1.159 at s = 0.44, 349 steps, 1.15 times as many; its price says 1.27.
+anything was seen, NAdam 4e-3, s = 0.4: 400 steps end 0.001 behind synchronous training, 1,000 at its loss. The price
+is careful there, too: `pipeoptim`'s says 1.12 times as many steps.
 """
 
 import math
@@ -89,7 +88,7 @@ _LIKE: Final = MappingProxyType(
 )
 """Compensations that were not measured, and what is most like them."""
 
-_NADAM: Final = {"none": Price(0.67, 3), "pipeoptim": Price(0.72, 3), "eager": Price(0.12, 9, unseen=Price(0.72, 3))}
+_NADAM: Final = {"none": Price(0.57, 3), "pipeoptim": Price(0.47, 3), "eager": Price(0.02, 9, unseen=Price(0.47, 3))}
 _MUON: Final = {"none": Price(0.58, 1), "pipeoptim": Price(0.4, 1), "eager": Price(0.14, 2, unseen=Price(0.4, 1))}
 """The powers of NAdam's `pipeoptim` and `eager` come of two shares; that of its `none`, and Muon's, are guesses."""
 

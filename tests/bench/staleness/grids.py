@@ -307,7 +307,7 @@ def full() -> list[Table]:
     first = [_check(), *_all_stale(), *_fewer_steps(), *_begun(), *_paper(), *_heavy_tailed(), _shares()]
     swarms = [_swarm(optimizer, replicas=replicas) for optimizer in (NADAM, MUON) for replicas in (1, 2)]
     swarms += [_swarm(ADAMW), *(_swarm(NADAM, scenario=name) for name in NETWORKS)]
-    swarms += [_swarm(NADAM, updates=1000), _swarm(NADAM, updates=4000)]
+    swarms += [_swarm(NADAM, replicas=replicas, updates=1000) for replicas in (1, 2)] + [_swarm(NADAM, updates=4000)]
     return [*first, *swarms, *_classifiers(), _long()]
 
 
