@@ -22,9 +22,10 @@ def write(tables: Sequence[Table], finished: dict[str, Finished], out: Path) -> 
     temporary.write_text("[\n" + ",\n".join(encoded) + "\n]\n")
     temporary.replace(out / RESULTS)
     (out / "runs.jsonl").unlink(missing_ok=True)  # all of it is in the results now
-    text = [table_text(table, finished) for table in tables]
+    made = [table for table in tables if any(_is_made(row, finished) for row in table.rows)]
+    text = [table_text(table, finished) for table in made]
     (out / TABLES).write_text("# Results\n\n" + LEGEND + "\n" + "\n".join(text))
-    for table in tables:
+    for table in made:
         plot(table, finished, out)
 
 
@@ -33,6 +34,7 @@ Validation loss in nats at the end; columns are learning rates (seed 0). *Best* 
 deviation where it has more seeds. *Behind* is that loss minus the synchronous row's, *gap closed* the part of the way
 from "none" back to synchronous. *Stale* is the mean staleness of a forward in updates. *Sooner* says how many times
 sooner, in virtual time, the row has the loss that the synchronous row ends with (on the curves' few samples; -: never).
+Rows, rates and seeds that were not run are left out; `study.py --list` names them.
 """
 
 
@@ -52,15 +54,15 @@ def table_text(table: Table, finished: dict[str, Finished]) -> str:
     ]
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     synchronous, none = _of_role(table, "synchronous", finished), _of_role(table, "none", finished)
-    for row in table.rows:
+    for row in filter(lambda row: _is_made(row, finished), table.rows):
         by_rate = [_cell(row, rate, finished) for rate in rates]
         lines.append(f"| {row.label} | {' | '.join([*by_rate, *_judged(row, finished, synchronous, none)])} |")
     return f"## {table.title}\n\n" + "\n".join(lines) + "\n"
 
 
 def best_outcomes(row: Row, finished: dict[str, Finished]) -> list[Outcome]:
-    """Of all seeds at the best rate; empty while a rate is missing or if all diverge."""
-    rate = row.best_rate(finished)
+    """Of all seeds at the best rate so far; empty if all diverge."""
+    rate = row.best_rate(finished, so_far=True)
     if rate is None:
         return []
     lines = [finished.get(row.at(rate, seed).key) for seed in range(row.seeds)]
@@ -91,6 +93,10 @@ def seconds_to(loss: float, curve: Sequence[Point]) -> float:
     return math.inf
 
 
+def _is_made(row: Row, finished: dict[str, Finished]) -> bool:
+    return any(run.key in finished for run in row.first())
+
+
 def _of_role(table: Table, role: str, finished: dict[str, Finished]) -> list[Outcome]:
     rows = [row for row in table.rows if row.role == role]
     return best_outcomes(rows[0], finished) if rows else []
@@ -102,7 +108,7 @@ def _cell(row: Row, rate: float, finished: dict[str, Finished]) -> str:
         return ""
     loss = line.outcome.validation_loss
     text = "diverged" if loss is None else f"{loss:.3f}"
-    return f"**{text}**" if rate == row.best_rate(finished) else text
+    return f"**{text}**" if rate == row.best_rate(finished, so_far=True) else text
 
 
 def _judged(
@@ -137,7 +143,7 @@ def _sooner(outcomes: Sequence[Outcome], synchronous: Sequence[Outcome]) -> str:
 
 def plot(table: Table, finished: dict[str, Finished], out: Path) -> bool:
     """Loss against units and against virtual time, of seed 0 at each row's best rate. Returns: whether it was drawn."""
-    drawn = [(row, row.best_rate(finished)) for row in table.rows]
+    drawn = [(row, row.best_rate(finished, so_far=True)) for row in table.rows]
     curves = [(row, finished[row.at(rate, 0).key]) for row, rate in drawn if rate is not None]
     curves = [(row, line) for row, line in curves if len(line.outcome.curve) > 1]
     if not curves:

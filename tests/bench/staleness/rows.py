@@ -35,10 +35,13 @@ class Row:
         optimizer = msgspec.structs.replace(self.run.optimizer, learning_rate=rate)
         return msgspec.structs.replace(self.run, optimizer=optimizer, seed=seed)
 
-    def best_rate(self, finished: dict[str, Finished]) -> float | None:
-        """That of the smallest validation loss of seed 0; None while one of them is missing, or where all diverge."""
+    def best_rate(self, finished: dict[str, Finished], *, so_far: bool = False) -> float | None:
+        """That of the smallest validation loss of seed 0; None where all diverge.
+
+        Args: so_far: of those rates that there are; else None while one is missing.
+        """
         outcomes = {rate: finished.get(self.at(rate, 0).key) for rate in self.rates}
-        if not all(outcomes.values()):
+        if not so_far and not all(outcomes.values()):
             return None
         losses = {
             rate: found.outcome.validation_loss
