@@ -95,7 +95,7 @@ class ExpertShard(Shard):
         zero_N = None
         if wanted and self._open.get(run) is None:
             zero_N = torch.zeros(self.num_parameters, device=self.device)
-        return self._open.close(run, version=self.version, zero_N=zero_N, keeps_weights=self._weights.places)
+        return self._open.close(run, version=self.version, zero_N=zero_N, keeps_weights=self._weights.keeps_places)
 
     def drop(self, source: PeerID) -> None:
         """It died, or has begun anew: nobody will say of its runs that they are through."""

@@ -132,4 +132,4 @@ class Shard:
         gradient_N = torch.zeros(self.num_parameters, device=self.device)
         for key, named in leaves.items():
             layer_layout(self.spec.model, key).collect(named, gradient_N[self._spans[key]])
-        self._contributions.finish(microbatch, gradient_N, weights if self._weights.places else None)
+        self._contributions.finish(microbatch, gradient_N, weights if self._weights.keeps_places else None)

@@ -65,7 +65,7 @@ class Weights:
         self._compensations = {key: compensation(name, spec.optimizer.name) for key in spans}
         strategy = COMPENSATIONS[name]
         self._predicts, self._sees, self.corrects = strategy.predicts, strategy.sees, strategy.corrects
-        self.places = strategy.corrects or strategy.sees
+        self.keeps_places = strategy.corrects or strategy.sees
         """Whether it will be asked at which weights a gradient was taken."""
         self._made: tuple[StageState | None, dict[int, WeightSet]] = (None, {})  # of which state, step -> weights
         self._ahead: WeakValueDictionary[int, WeightSet] = WeakValueDictionary()  # step -> its newest that is alive
