@@ -174,6 +174,18 @@ def test_rows_are_judged_at_their_own_best_rates():
     assert "diverged" in text
 
 
+def test_of_a_study_that_is_not_whole_what_there_is_is_judged_and_the_rest_left_out(tmp_path):
+    rows = (row("half", role="synchronous"), row("missing", method="stash"))
+    missing = Table(name="m", title="Nothing of it", rows=rows[1:])
+    line = ended(rows[0].at(0.2, 0), 1.7)
+    report.write([Table(name="t", title="Some of it", rows=rows), missing], found(line), tmp_path)
+    text = (tmp_path / report.TABLES).read_text()
+    assert "| half |  | **1.700** | 1.700 |" in text
+    assert "| missing |" not in text
+    assert "Nothing of it" not in text
+    assert rows[0].best_rate(found(line)) is None, "further seeds wait for all rates"
+
+
 def test_time_to_a_loss_is_between_the_points_of_a_curve():
     curve = [Point(0, 0, 10.0, 3.0), Point(1, 1, 20.0, 2.0), Point(2, 2, 40.0, 1.0)]
     assert report.seconds_to(2.5, curve) == pytest.approx(15.0)
