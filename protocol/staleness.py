@@ -26,7 +26,7 @@ steps, the byte GPT, NAdam 4e-3, one seed:
     pipeoptim, all stale after 40             1.361 = 285 steps
     none, all stale after 40                  1.395 = 270 steps
 
-Above s = 1 the form is a guess. Muon's prices and the power of `pipeoptim` are of runs with initial weights of 0.02
+Above s = 1 the form is a guess. The powers, and all of Muon's prices, are of runs with initial weights of 0.02
 throughout (Muon 8e-3, stale from the first step: `eager` 1.156 = 351 steps, `pipeoptim` 1.269 = 286, `none` 1.381 =
 253, synchronous 1.091), in which staleness cost several times as much as since weights fit the width
 (`shoal.peer.model.layout`): too careful, until they are measured again.
@@ -90,7 +90,8 @@ _LIKE: Final = MappingProxyType(
 
 _NADAM: Final = {"none": Price(0.57, 3), "pipeoptim": Price(0.47, 3), "eager": Price(0.02, 9, unseen=Price(0.47, 3))}
 _MUON: Final = {"none": Price(0.58, 1), "pipeoptim": Price(0.4, 1), "eager": Price(0.14, 2, unseen=Price(0.4, 1))}
-"""The powers of NAdam's `pipeoptim` and `eager` come of two shares; that of its `none`, and Muon's, are guesses."""
+"""The powers of NAdam's `pipeoptim` and `eager` come of two shares, with the initial weights of before; that of its
+`none`, and Muon's, are guesses."""
 
 
 def synchronous_steps(optimizer: str, *, warmup_steps: int) -> int:
