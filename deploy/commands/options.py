@@ -53,7 +53,7 @@ Dashboard = Annotated[
     typer.Option(
         address.OPTION,
         metavar="[HOST:PORT]",
-        help=f"Show the run as a web page, read only, at {address.DEFAULT} unless told otherwise.",
+        help=f"Show the run as a web page at {address.DEFAULT} unless told otherwise, or at the next free port.",
     ),
 ]
 Limit = Annotated[

@@ -1,5 +1,6 @@
 """Where a dashboard listens: `--dashboard`, or with `:8640`, `192.168.1.7:8640`, `box.local:0` behind it."""
 
+import errno
 import ipaddress
 import re
 import socket
@@ -10,8 +11,12 @@ from shoal.protocol.errors import LocalError
 
 OPTION = "--dashboard"
 DEFAULT = "127.0.0.1:8640"
+PORT_MAX = 65535
 BACKLOG = 64
 """Who connects and is not accepted yet. The loop may accept as many at once, each of them a file."""
+PORTS_TRIED = 32
+"""The port that was asked for and those after it, before the system chooses one: so many peers on one machine, each
+with a page at an address that is easy to guess."""
 _LOOKS_LIKE_ONE = re.compile(r"(\[[0-9A-Fa-f:.%]+\]|[^:/\s]*):\d+")
 
 
@@ -36,16 +41,25 @@ class Address:
         return f"http://[{host}]:{port}/" if ":" in host else f"http://{host}:{port}/"
 
     def bind(self) -> socket.socket:
-        """A listening socket. Raises: LocalError."""
-        try:
-            family, _, _, _, where = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0]
-            return socket.create_server(where[:2], family=family, backlog=BACKLOG)
-        except OSError as error:
-            reason = error.strerror or str(error)
-            raise LocalError(
-                f"the dashboard cannot listen on {self.host}:{self.port}: {reason}; "
-                f"give it another address, as in {OPTION} 127.0.0.1:0"
-            ) from error
+        """A listening socket: on this port, or on the next free one if another program has it.
+
+        Another peer of this machine, maybe of another user, has the usual port: that must not keep this one from
+        joining. Raises: LocalError: the address is not this machine's, or its ports are not this user's to take.
+        """
+        ports = [*range(self.port, min(self.port + PORTS_TRIED, PORT_MAX + 1)), 0] if self.port else [0]
+        for port in ports:
+            try:
+                family, _, _, _, where = socket.getaddrinfo(self.host, port, type=socket.SOCK_STREAM)[0]
+                return socket.create_server(where[:2], family=family, backlog=BACKLOG)
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE and port:
+                    continue
+                reason = error.strerror or str(error)
+                raise LocalError(
+                    f"the dashboard cannot listen on {self.host}:{self.port}: {reason}; "
+                    f"give it another address, as in {OPTION} 127.0.0.1:0"
+                ) from error
+        raise AssertionError("port 0 is never taken")
 
 
 def parse_address(text: str) -> Address:
@@ -53,8 +67,8 @@ def parse_address(text: str) -> Address:
     if not _LOOKS_LIKE_ONE.fullmatch(text):
         raise LocalError(f"{OPTION} {text}: write HOST:PORT, as in {DEFAULT}")
     host, _, port = text.rpartition(":")
-    if int(port) > 65535:
-        raise LocalError(f"{OPTION} {text}: ports end at 65535")
+    if int(port) > PORT_MAX:
+        raise LocalError(f"{OPTION} {text}: ports end at {PORT_MAX}")
     return Address(host=host.strip("[]") or "127.0.0.1", port=int(port))
 
 

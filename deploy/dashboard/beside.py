@@ -64,7 +64,12 @@ class _Both:
 async def serving(
     address: Address | None, facts: RunFacts, *, title: str, steers: bool = False
 ) -> AsyncIterator[Showing]:
-    """Serve while this lasts. Args: steers: `Showing.steer` will be called. Raises: LocalError: not at that address."""
+    """Serve while this lasts.
+
+    Args: steers: `Showing.steer` will be called.
+    Raises: LocalError: `address` is not this machine's. A port that is taken is no error: the next free one serves,
+    and `Showing.announcement` says so.
+    """
     feed = Feed(facts, title=title, wall_minus_clock_s=time.time() - time.monotonic())
     if address is None:
         yield Showing(feed, None, None, "")
@@ -79,6 +84,7 @@ async def serving(
     try:
         public = " (whoever reaches this address can read it)" if address.is_public else ""
         key = f"#{steering.key}" if steers else ""
-        yield Showing(feed, dashboard, steering, f"dashboard: {server.url}{key}{public}")
+        taken = f" (another program has port {address.port})" if address.port not in (0, server.port) else ""
+        yield Showing(feed, dashboard, steering, f"dashboard: {server.url}{key}{public}{taken}")
     finally:
         await server.close()

@@ -195,12 +195,17 @@ class DashboardServer:
         self._serving: asyncio.Task[None] | None = None
 
     @property
-    def url(self) -> str:
+    def port(self) -> int:
+        """The one that it has: another than was asked for, where that was taken."""
         assert self._socket is not None, "not started"
-        return self._address.url(port=self._socket.getsockname()[1])
+        return int(self._socket.getsockname()[1])
+
+    @property
+    def url(self) -> str:
+        return self._address.url(port=self.port)
 
     async def start(self) -> None:
-        """Raises: LocalError: the address is taken, or not this machine's."""
+        """Raises: LocalError: the address is not this machine's."""
         self._socket = self._address.bind()
         config = uvicorn.Config(
             self._dashboard.app,

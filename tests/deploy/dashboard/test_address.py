@@ -1,8 +1,11 @@
 """`--dashboard`, with and without a value."""
 
+import contextlib
+import socket
+
 import pytest
 
-from shoal.deploy.dashboard.address import DEFAULT, parse_address, with_default
+from shoal.deploy.dashboard.address import DEFAULT, PORT_MAX, PORTS_TRIED, parse_address, with_default
 from shoal.protocol.errors import LocalError
 
 
@@ -48,3 +51,15 @@ def test_a_name_counts_as_one_of_this_machines():
 )
 def test_a_bare_option_has_its_default(args, filled):
     assert with_default(args) == filled
+
+
+def test_the_next_free_port_serves_and_after_the_last_one_whichever_the_system_has():
+    with socket.create_server(("127.0.0.1", 0)) as first:
+        port = first.getsockname()[1]
+        with parse_address(f"127.0.0.1:{port}").bind() as second:
+            assert port < second.getsockname()[1] or port + PORTS_TRIED > PORT_MAX
+    with contextlib.ExitStack() as held:
+        with contextlib.suppress(OSError):  # whoever else has it will do as well
+            held.enter_context(socket.create_server(("127.0.0.1", PORT_MAX)))
+        with parse_address(f"127.0.0.1:{PORT_MAX}").bind() as other:
+            assert other.getsockname()[1] != PORT_MAX

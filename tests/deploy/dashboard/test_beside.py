@@ -1,6 +1,7 @@
 """A dashboard beside what a peer says otherwise."""
 
 import asyncio
+import socket
 
 import httpx
 import pytest
@@ -62,6 +63,19 @@ def test_on_an_address_of_others_it_says_who_can_read_it(address, warns):
             return showing.announcement
 
     assert ("whoever reaches this address" in asyncio.run(scenario())) == warns
+
+
+def test_a_port_that_another_program_has_is_no_reason_not_to_show_the_run_but_said():
+    async def scenario() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as other:
+            taken = other.getsockname()[1]
+            async with serving(parse_address(f"127.0.0.1:{taken}"), FACTS, title="") as showing:
+                url, _, why = showing.announcement.removeprefix("dashboard: ").partition(" ")
+                assert why == f"(another program has port {taken})"
+                async with httpx.AsyncClient(base_url=url) as client:
+                    assert (await client.get("state.json")).status_code == 200
+
+    asyncio.run(scenario())
 
 
 def test_the_address_has_the_key_of_who_may_pause_and_only_where_one_can():
