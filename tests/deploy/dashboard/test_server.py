@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import json
-import socket
 
 import httpx
 import pytest
