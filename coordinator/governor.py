@@ -302,6 +302,7 @@ class Governor:
             version=self.version_max,
             loss=self.ledger.loss,
             validation_loss=self.ledger.validation_loss,
+            validation_step=self.ledger.validation_step,
             tokens_per_s=self.ledger.tokens_per_s,
             staleness_steps_mean=self.ledger.staleness_mean,
             elapsed_s=self._elapsed_s(now_s),

@@ -7,6 +7,7 @@ report is here, which alone knows the loss, and either all stages have reported 
 When the run goes back (a new era), so does the ledger: steps above the beginning happen, and are told, again.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -43,6 +44,8 @@ class StepRecord:
     era: int
     term: int
     peers: int
+    gradient_norm: float | None = None
+    """2-norm of the whole model's reduced gradient before clipping; None: not every group has told its part."""
 
 
 class Ledger:
@@ -82,6 +85,10 @@ class Ledger:
         """Of the newest step that is known."""
         self._loss_step = -1
         self.validation_loss: float | None = None
+        self.validation_step: int | None = None
+        """The version that was validated."""
+        self._norms: dict[int, dict[int, float]] = {}
+        """Step -> group -> norm of the gradient of the group's layers; experts' groups too."""
         self.staleness_mean = 0.0
         self._inherited_tokens_per_s = 0.0
 
@@ -128,7 +135,8 @@ class Ledger:
         self._told = deque((step for step in self._told if step < version), maxlen=HISTORY_STEPS)
         self._loss_step = min(self._loss_step, version - 1)
         if self._validation is not None and self._validation.step > version:
-            self._validation = None
+            self._validation = self.validation_loss = self.validation_step = None
+        self._norms = {step: norms for step, norms in self._norms.items() if step < version}
         self._validation_told = min(self._validation_told, version)
 
     def note_version(self, stage: int | None, version: int) -> None:
@@ -145,7 +153,8 @@ class Ledger:
         for report in reports:
             newest = max(self._reports, default=0)
             if report.era == self.era and report.stage >= self._num_stages and report.step < self._steps:
-                self.note_version(report.stage, report.step + 1)  # of experts that is all there is to count
+                self.note_version(report.stage, report.step + 1)  # of experts nothing else is counted
+                self._note_norm(report)
             if not (0 <= report.stage < self._num_stages and newest - HISTORY_STEPS < report.step < self._steps):
                 continue
             if report.era != self.era:
@@ -159,6 +168,7 @@ class Ledger:
             if report.stage in by_stage:
                 continue
             by_stage[report.stage] = report
+            self._note_norm(report)
             self.note_version(report.stage, report.step + 1)
             if report.stage == self._num_stages - 1:
                 self._commits.append((now_s, report.tokens))
@@ -168,7 +178,15 @@ class Ledger:
                     self.loss, self._loss_step = report.loss, report.step
         while len(self._reports) > HISTORY_STEPS:
             del self._reports[min(self._reports)]
+        while len(self._norms) > HISTORY_STEPS:
+            del self._norms[min(self._norms)]
         return flaws
+
+    def _note_norm(self, report: CommitReport) -> None:
+        norm = report.gradient_norm
+        groups = self._num_stages + len(self._expert_versions)
+        if norm is not None and report.stage < groups and 0.0 <= norm < math.inf:
+            self._norms.setdefault(report.step, {})[report.stage] = norm
 
     def _flaw(self, report: CommitReport) -> str:
         """Every microbatch is in the ledger once, or given up; one that came again is counted as a duplicate."""
@@ -186,7 +204,7 @@ class Ledger:
                 continue
             if self._validation is None or report.step > self._validation.step:
                 self._validation = report
-                self.validation_loss = report.loss
+                self.validation_loss, self.validation_step = report.loss, report.step
 
     def take_over(self, will: HandOver) -> None:
         """What the coordinator before us knew and we do not. Nothing of another era."""
@@ -195,7 +213,7 @@ class Ledger:
         if will.loss is not None and will.version > self._loss_step:
             self.loss, self._loss_step = will.loss, will.version - 1
         if will.validation_loss is not None:
-            self.validation_loss = will.validation_loss
+            self.validation_loss, self.validation_step = will.validation_loss, will.validation_step
         for stage in range(self._num_stages):
             self.note_version(stage, will.version - self._lead_steps)  # no stage is further behind
         self.staleness_mean = will.staleness_steps_mean
@@ -238,7 +256,14 @@ class Ledger:
             era=self.era,
             term=term,
             peers=peers,
+            gradient_norm=self._gradient_norm(step),
         )
+
+    def _gradient_norm(self, step: int) -> float | None:
+        norms = self._norms.get(step, {})
+        if len(norms) < self._num_stages + len(self._expert_versions):
+            return None
+        return math.sqrt(sum(norm * norm for norm in norms.values()))
 
 
 def _mean(reports: list[CommitReport], value: Callable[[CommitReport], float]) -> float:

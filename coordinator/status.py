@@ -47,6 +47,7 @@ def swarm_status(
         tokens_per_s=ledger.tokens_per_s,
         loss=ledger.loss,
         validation_loss=ledger.validation_loss,
+        validation_step=ledger.validation_step,
         staleness_steps_mean=ledger.staleness_mean,
         stages=tuple((stage.first_layer, stage.last_layer) for stage in live.stages),
         peers=peers,

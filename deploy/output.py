@@ -122,8 +122,8 @@ class TerminalOutput:
     def _take_status(self, report: Status) -> None:
         board, status = self._board, report.status
         board.status, board.steps_total = status, status.steps
-        if status.validation_loss is not None and (board.validation or (0, None))[1] != status.validation_loss:
-            board.validation = status.step, status.validation_loss
+        if status.validation_loss is not None and status.validation_step is not None:
+            board.validation = status.validation_step, status.validation_loss
         self._take_step(status)
         if board.fetching is None:
             board.phase = run_phase(status)

@@ -78,6 +78,10 @@ class StepDone(_Report, frozen=True):
     term: int
     peers: int
     coordinator: PeerID
+    gradient_norm: float | None = None
+    """2-norm of the whole model's reduced gradient before clipping; None: not every group has told its part."""
+    learning_rate: float | None = None
+    """Of the step; None: not known here."""
 
 
 class Status(_Report, frozen=True):

@@ -38,6 +38,7 @@ from shoal.deploy.run_text import find_corpus
 from shoal.deploy.stop import Stop
 from shoal.peer.data.corpus import Corpus
 from shoal.peer.initial import InitialWeights
+from shoal.peer.model.schedule import learning_rate
 from shoal.protocol.errors import ShoalError
 from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.invite import Invite, make_invite, worth_telling
@@ -190,7 +191,7 @@ def _make_node(network: Network, run: _Run, options: Options, compute: Compute, 
         spec_record=run.record,
         run_blocking=asyncio.to_thread,
         run_search=in_background,
-        on_step=lambda step: output.say(_step_done(step, network.identity.peer_id)),
+        on_step=lambda step: output.say(_step_done(step, run.spec, network.identity.peer_id)),
         on_commit=lambda report: output.say(Committed(report=report)),
         on_validation=lambda report: output.say(Validated(report=report)),
         on_plan=lambda signed: output.say(_obeys(signed.plan)),
@@ -299,9 +300,10 @@ def _before_the_plan(node: Node) -> str:
     return node.coordination.said or f"waiting for peers: the run begins with {node.spec.swarm.min_peers}"
 
 
-def _step_done(record: StepRecord, coordinator: PeerID) -> StepDone:
-    fields = {name: getattr(record, name) for name in StepDone.__struct_fields__ if name != "coordinator"}
-    return msgspec.convert(fields | {"coordinator": coordinator}, StepDone)
+def _step_done(record: StepRecord, spec: RunSpec, coordinator: PeerID) -> StepDone:
+    fields = {name: getattr(record, name) for name in StepRecord.__dataclass_fields__}
+    rate = learning_rate(spec.optimizer, record.step, spec.training.steps)
+    return msgspec.convert(fields | {"coordinator": coordinator, "learning_rate": rate}, StepDone)
 
 
 def _obeys(plan: Plan) -> Obeys:

@@ -306,7 +306,7 @@ class Tenure(ABC):
     def stepped(self, state: StageState, digest: str, skipped_layers: int) -> None:
         if skipped_layers:
             logger.error("step %d: %d layers had a gradient that is not finite", state.version, skipped_layers)
-        self.group.stepped(state.version, digest)
+        self.group.stepped(state.version, digest, gradient_norm=state.gradient_norm)
         self.joining.stepped()
         self._reached(state.version)
         self._s.on_state(self, state)

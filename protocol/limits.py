@@ -52,6 +52,11 @@ REFUSED_TOKENS_OF_ONE_MAX: Final = 64
 """Refusals of such requests on their way to one sender, or to all strangers together; what is more is dropped."""
 MICROBATCHES_PER_STEP_MAX: Final = 4096
 REPORTS_PER_HEARTBEAT_MAX: Final = 16
+HISTORY_PER_REPLY_MAX: Final = 256
+"""Past commits in one reply: 60 KiB."""
+HISTORY_COMMITS_MAX: Final = 2048
+"""Past commits that a peer remembers, of all groups in which it was: about 2 MB. A peer that keeps the run's record and
+was away finds so much again."""
 LINKS_PER_HEARTBEAT_MAX: Final = 16
 QUEUED_MICROBATCHES_MAX: Final = 1024
 """Activations a stage will hold; the windows of honest stage-0 peers add up to far less."""

@@ -82,6 +82,8 @@ class CommitReport(_Part, frozen=True, kw_only=True):
     """Of the new state; equal on all members."""
     dissenting: int = 0
     """Members whose state was another; they fetch the group's."""
+    gradient_norm: float | None = None
+    """2-norm of the reduced gradient of the group's layers, before clipping; None: the sender did not step itself."""
 
 
 class ValidationReport(_Part, frozen=True, kw_only=True):
@@ -211,6 +213,8 @@ class HandOver(_Message, frozen=True, kw_only=True):
     """Highest version committed anywhere in this era, as far as the sender knows."""
     loss: float | None = None
     validation_loss: float | None = None
+    validation_step: int | None = None
+    """The version that was validated."""
     tokens_per_s: float = 0.0
     staleness_steps_mean: float = 0.0
     elapsed_s: float = 0.0
@@ -328,6 +332,8 @@ class SwarmStatus(_Message, frozen=True, kw_only=True, omit_defaults=True):
     tokens_per_s: float
     loss: float | None
     validation_loss: float | None
+    validation_step: int | None = None
+    """The version that was validated."""
     staleness_steps_mean: float
     stages: tuple[tuple[int, int], ...]
     """Layer ranges."""
@@ -339,6 +345,36 @@ class SwarmStatus(_Message, frozen=True, kw_only=True, omit_defaults=True):
     """The newest that the coordinator has obeyed, oldest first."""
     experts: tuple[ExpertStatus, ...] = ()
     """By stage and expert; none if every member holds whole layers."""
+
+
+class PastCommit(_Part, frozen=True, array_like=True):
+    """A commit of a group in which the sender was."""
+
+    seconds_ago: float
+    report: CommitReport
+
+
+class PastValidation(_Part, frozen=True, array_like=True):
+    """A validation that the sender led."""
+
+    seconds_ago: float
+    report: ValidationReport
+
+
+class HistoryRequest(_Message, frozen=True):
+    """What has the receiver seen of the run? From a peer that keeps a record of it; any member may ask."""
+
+    commits_from: tuple[int, int]
+    """(era, step) of the first commit wanted."""
+    validations_from: tuple[int, int]
+    """(era, version) of the first validation wanted."""
+
+
+class History(_Message, frozen=True):
+    """The oldest that the sender remembers of what was asked for, in order: `HISTORY_PER_REPLY_MAX` of each at most."""
+
+    commits: tuple[PastCommit, ...] = ()
+    validations: tuple[PastValidation, ...] = ()
 
 
 # --- inside a stage group ---
@@ -571,6 +607,8 @@ Message = (
     | Reset
     | StatusRequest
     | SwarmStatus
+    | HistoryRequest
+    | History
     | Hello
     | Progress
     | RoundStart

@@ -38,6 +38,8 @@ class Agreement:
     has_loss: bool
     _digests: dict[int, dict[PeerID, str]] = field(default_factory=dict)
     _spoken: dict[PeerID, int] = field(default_factory=dict)
+    _norms: dict[int, float] = field(default_factory=dict)
+    """Version -> norm of the gradient with which we stepped to it."""
     own: tuple[Digest, ...] = ()
     """What we have said of the version that we are at; nothing before the first."""
     _since_s: dict[int, float] = field(default_factory=dict)
@@ -46,15 +48,21 @@ class Agreement:
     """When a round may settle without anybody's word."""
     _unreported: deque[tuple[PeerID, CommitReport]] = field(default_factory=lambda: deque(maxlen=UNCOMPARED_MAX))
 
+    def stepped(self, version: int, digest: str, gradient_norm: float | None) -> None:
+        """We are at `version`. Args: gradient_norm: of the gradient that brought us there, if a step of ours did."""
+        self.own = (Digest(stage=self.stage, version=version, digest=digest),)
+        if gradient_norm is not None:
+            self._norms[version] = gradient_norm
+        self.heard(self.me, version, digest)
+
     def heard(self, peer: PeerID, version: int, digest: str) -> None:
-        if peer == self.me:
-            self.own = (Digest(stage=self.stage, version=version, digest=digest),)
         self._digests.setdefault(version, {})[peer] = digest
         self._spoken[peer] = max(version, self._spoken.get(peer, version))
 
     def forget_before(self, version: int) -> None:
         for old in [v for v in self._digests if v < version]:
             del self._digests[old]
+        self._norms = {step: norm for step, norm in self._norms.items() if step >= version}
         self._since_s = {step: since_s for step, since_s in self._since_s.items() if step >= version}
 
     def is_behind(self, version: int) -> bool:
@@ -135,4 +143,5 @@ class Agreement:
             loss=start.loss_sum / max(1, contributed) if self.has_loss else None,
             digest=digest,
             dissenting=dissenting,
+            gradient_norm=self._norms.get(start.step + 1),
         )

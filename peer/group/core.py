@@ -16,6 +16,9 @@ and is heard, until its contributions are committed, whether or not a plan still
 `attempt` orders the leads' words for one step: plan sequence first, then the lead's own retries. Members obey the
 highest. A member that was left out of a round, or missed its end, sees from its mates' digests that it is behind and
 asks one of them for the reduced gradient (`CatchUp`).
+
+This file is long because every event of a group enters here: its parts (members, tallies, rounds, losses, agreement)
+are in files of their own, and nobody else calls them.
 """
 
 import math
@@ -263,9 +266,18 @@ class GroupCore:
         if said is not None and not self._tallies.may_bring(peer, step, said):
             self._rounds.void(step)
 
-    def stepped(self, version: int, digest: str, *, now_s: float, by: RoundStart | None = None) -> list[Command]:
+    def stepped(
+        self,
+        version: int,
+        digest: str,
+        *,
+        now_s: float,
+        by: RoundStart | None = None,
+        gradient_norm: float | None = None,
+    ) -> list[Command]:
         """We are at `version`, by a step or by fetching; `digest` is our state's. `by`: whose result we stepped with,
-        which we may have given up meanwhile, when a member died that had done its part."""
+        which we may have given up meanwhile, when a member died that had done its part. `gradient_norm`: of the step's
+        gradient, for the ledger; None: we fetched the state."""
         assert version >= self.version, f"version fell from {self.version} to {version}"
         if by is not None:
             self._rounds.open.setdefault(by.step, by)
@@ -274,7 +286,7 @@ class GroupCore:
         self._version_since_s = now_s
         self._rounds.retries = 0
         self._tallies.forget_before(version)
-        self._agreement.heard(self.me, version, digest)
+        self._agreement.stepped(version, digest, gradient_norm)
         commands: list[Command] = [*map(Tell, self._agreement.own), *self._compare(now_s)]
         for kept in (self._rounds, self._agreement):
             kept.forget_before(version - UNCOMPARED_MAX)

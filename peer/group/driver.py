@@ -189,14 +189,15 @@ class GroupDriver:
             self.core.contributed(step, index, loss=loss, staleness_steps=staleness_steps, apart=apart, now_s=now_s)
         )
 
-    def stepped(self, version: int, digest: str) -> None:
-        """The pipeline has stepped to `version`, or loaded a state of it."""
+    def stepped(self, version: int, digest: str, *, gradient_norm: float | None = None) -> None:
+        """The pipeline has stepped to `version`, with a gradient of that norm, or loaded a state of it."""
         keep_from = min(version - 1, self._retained_from())
         self._means = {step: mean_N for step, mean_N in self._means.items() if step >= keep_from}
         self._reductions = {step: r for step, r in self._reductions.items() if step >= version}
         self._early.forget_before(version, mates=(*self.core.mates, *self.core.departing))
         by = self._committing_round if version == self._committing + 1 else None
-        self._perform(self.core.stepped(version, digest, now_s=self._clock.now_s(), by=by))
+        now_s = self._clock.now_s()
+        self._perform(self.core.stepped(version, digest, now_s=now_s, by=by, gradient_norm=gradient_norm))
         self._commit_if_complete()
 
     async def fetch_mean(self, mate: PeerID, step: int) -> bool:

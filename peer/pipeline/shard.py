@@ -3,6 +3,8 @@
 N parameters of all its layers, their flat buffers one behind the other
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -10,7 +12,7 @@ from shoal.peer.model.layout import layer_layout
 from shoal.peer.pipeline.contributions import Contributions
 from shoal.peer.pipeline.microbatch import IndexSet, Microbatch
 from shoal.peer.pipeline.prediction import COMPENSATIONS
-from shoal.peer.pipeline.state import LayerState, StageState, initial_state, step_layer
+from shoal.peer.pipeline.state import LayerState, StageState, clipped, initial_state, step_layer_clipped
 from shoal.peer.pipeline.weight_set import WeightSet
 from shoal.peer.pipeline.weights import Weights
 from shoal.peer.vectors import Vectors
@@ -74,13 +76,15 @@ class Shard:
         before = self.state
         assert before is not None
         layers: dict[str, LayerState] = {}
-        skipped = 0
+        skipped, square = 0, 0.0
         for key, layer in before.layers.items():
             grad_N = mean_gradient_N[self._spans[key]].to(self.device)
-            stepped = step_layer(self.spec, key, layer, grad_N, before.version)
+            gradient = clipped(self.spec, key, grad_N)
+            square += gradient.square
+            stepped = step_layer_clipped(self.spec, key, layer, gradient, before.version)
             skipped += stepped is None
             layers[key] = stepped or layer
-        after = StageState(version=before.version + 1, layers=layers)
+        after = StageState(version=before.version + 1, layers=layers, gradient_norm=math.sqrt(square))
         if self.state is before:  # else another one was loaded meanwhile, because this one was not the group's
             self.state = after
             self._weights.stepped(before, after)

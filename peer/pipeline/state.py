@@ -7,7 +7,7 @@ a snapshot still uses lives as long as they hold it, and not a moment longer, an
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,6 +52,8 @@ class StageState:
 
     version: int
     layers: Mapping[str, LayerState]
+    gradient_norm: float | None = None
+    """The 2-norm, before clipping, of the reduced gradient whose step made this version; None: no step here made it."""
 
     def digest(self) -> str:
         hasher = xxh3_128()
@@ -78,37 +80,52 @@ def step_layer(spec: RunSpec, key: str, layer: LayerState, grad_N: Tensor, versi
     each of its units, whoever holds it: the same bits. `key` may be a unit's.
     Returns: the layer at `version + 1`; None if no unit's gradient is finite.
     """
-    clipped_N, spoilt = clipped(spec, key, grad_N)
-    if clipped_N is None:
+    return step_layer_clipped(spec, key, layer, clipped(spec, key, grad_N), version)
+
+
+def step_layer_clipped(
+    spec: RunSpec, key: str, layer: LayerState, gradient: "Clipped", version: int
+) -> LayerState | None:
+    """As `step_layer`, with a gradient that has been clipped already."""
+    if gradient.gradient_N is None:
         return None
     param_N, moment1_N, moment2_N = OPTIMIZERS[spec.optimizer.name].step(
-        layer.param_N, clipped_N, layer.moment1_N, layer.moment2_N, **hyperparameters(spec, key, version)
+        layer.param_N, gradient.gradient_N, layer.moment1_N, layer.moment2_N, **hyperparameters(spec, key, version)
     )
     after = LayerState(param_N=param_N, moment1_N=moment1_N, moment2_N=moment2_N)
-    for unit in spoilt:
+    for unit in gradient.spoilt:
         logger.warning("at version %d the gradient of %s was not finite: it stays as it is", version, unit)
         for old_N, new_N, span in zip(layer.tensors, after.tensors, unit_spans(spec, key, unit), strict=True):
             new_N[span] = old_N[span]
     return after
 
 
-def clipped(spec: RunSpec, key: str, grad_N: Tensor) -> tuple[Tensor | None, tuple[str, ...]]:
-    """(the gradient of a layer as its step wants it, None if that would leave the layer alone; its spoilt units).
+class Clipped(NamedTuple):
+    """What clipping makes of the gradient of one layer."""
 
-    Each unit is clipped by its own norm, so that an expert's step needs nothing from whoever holds the rest of its
-    layer. A spoilt unit's gradient is not finite, and zero here.
-    """
+    gradient_N: Tensor | None
+    """float32 [N], as the layer's step wants it; None: no unit's gradient is finite, and the layer stays as it is."""
+    spoilt: tuple[str, ...]
+    """The units whose gradient is not finite. It is zero in `gradient_N`."""
+    square: float
+    """The square of the gradient's 2-norm before clipping, without the spoilt units."""
+
+
+def clipped(spec: RunSpec, key: str, grad_N: Tensor) -> Clipped:
+    """Clip each unit by its own norm: an expert's step then needs nothing from whoever holds the rest of its layer."""
     slices = unit_slices(spec.model, key)
-    parts, spoilt = [], []
+    parts, spoilt, square = [], [], 0.0
     for unit, span in slices.items():
         part_N, norm = clip(grad_N[span], clip_norm=spec.optimizer.clip_norm)
         if not norm < float("inf"):  # also catches NaN
             spoilt.append(unit)
             part_N = torch.zeros_like(part_N)
+        else:
+            square += norm * norm
         parts.append(part_N)
     if len(spoilt) == len(slices):
-        return None, tuple(spoilt)
-    return (parts[0] if len(parts) == 1 else torch.cat(parts)), tuple(spoilt)
+        return Clipped(None, tuple(spoilt), square)
+    return Clipped(parts[0] if len(parts) == 1 else torch.cat(parts), tuple(spoilt), square)
 
 
 def unit_spans(spec: RunSpec, key: str, unit: str) -> tuple[slice, slice, slice]:

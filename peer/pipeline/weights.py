@@ -190,7 +190,7 @@ class Weights:
         Args: known: the weights of this step are, and `layer` has them.
         """
         span = self._spans[key]
-        gradient_N = clipped(self._spec, key, its.mean_N[span])[0]
+        gradient_N = clipped(self._spec, key, its.mean_N[span]).gradient_N
         if gradient_N is None:
             return None
         if not known or its.places is None:

@@ -224,3 +224,33 @@ def test_the_run_is_done_when_its_experts_have_the_last_step_too() -> None:
     assert ledger.done
     ledger.rewind(1, 0)
     assert not ledger.done
+
+
+def test_the_gradient_norm_of_a_step_is_of_all_stages_together(ledger):
+    ledger.note_commits([commit(stage, 0, gradient_norm=norm) for stage, norm in enumerate((2.0, 3.0, 6.0))], 0.0)
+    (record,) = tell(ledger, 0.0)
+    assert record.gradient_norm == pytest.approx(7.0)
+
+
+@pytest.mark.parametrize("norm", [None, float("nan"), float("inf"), -1.0])
+def test_a_gradient_norm_is_unknown_if_a_stage_does_not_tell_a_number(ledger, norm):
+    ledger.note_commits([commit(stage, 0, gradient_norm=n) for stage, n in enumerate((2.0, norm, 6.0))], 0.0)
+    (record,) = tell(ledger, 0.0)
+    assert record.gradient_norm is None
+
+
+def test_a_gradient_norm_of_placed_experts_counts_their_groups_too():
+    ledger = Ledger(
+        num_stages=1, num_experts=2, steps=9, microbatches=8, heartbeat_s=1.0, validates=False, lead_steps=2
+    )
+    ledger.note_commits([commit(group, 0, gradient_norm=norm) for group, norm in ((1, 3.0), (2, 6.0))], 0.0)
+    ledger.note_commits([commit(0, 0, gradient_norm=2.0)], 0.0)
+    (record,) = tell(ledger, 0.0)
+    assert record.gradient_norm == pytest.approx(7.0)
+
+
+def test_what_was_validated_comes_with_its_version_and_goes_when_the_run_goes_back(ledger):
+    ledger.note_validations([ValidationReport(step=40, loss=4.5, microbatches=2)])
+    assert (ledger.validation_loss, ledger.validation_step) == (4.5, 40)
+    ledger.rewind(1, 30)
+    assert (ledger.validation_loss, ledger.validation_step) == (None, None)

@@ -1,7 +1,6 @@
 """What a person sees of a peer of theirs, in the order in which they see it."""
 
 import io
-import itertools
 from typing import Any
 
 import pytest
@@ -104,8 +103,8 @@ def test_what_the_run_does(step: int, peers: tuple[PeerStatus, ...], phase: str)
     assert run_phase(status(step, peers=peers)) == phase
 
 
-def test_a_validation_keeps_the_step_at_which_it_was_news(output: TerminalOutput) -> None:
-    losses = (None, 5.0, 5.0, 5.0, 4.0)
-    for step, loss in zip(itertools.count(1), losses, strict=False):
-        output.say(Status(status=status(step, validation_loss=loss)))
-        assert output._board.validation == {None: None, 5.0: (2, 5.0), 4.0: (5, 4.0)}[loss]
+def test_a_late_joiner_says_which_version_was_validated(output: TerminalOutput) -> None:
+    output.say(Status(status=status(4, validation_loss=5.6, validation_step=0)))
+    assert output._board.validation == (0, 5.6)
+    output.say(Status(status=status(9, validation_loss=5.0, validation_step=8)))
+    assert output._board.validation == (8, 5.0)

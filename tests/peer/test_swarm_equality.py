@@ -1,5 +1,7 @@
 """A swarm is one model: with `s_max = 0` it follows the plain single-process loop, whatever the cut and the rest."""
 
+import math
+
 import msgspec
 import pytest
 
@@ -39,10 +41,13 @@ def test_three_stages_of_two_replicas_equal_one_process(make_swarm, tiny_spec, o
     rate = 0.05 if optimizer == "sgd" else 3e-3
     spec = spec_with(tiny_spec, optimizer={"name": optimizer, "learning_rate": rate})
     swarm = losses_of(make_swarm, spec, [["0.0", "0.1"], ["1.0", "1.1"], ["2.0", "2.1"]])
-    single = [step.loss for step in train(spec, load_corpus(spec.data, context=spec.model.context), steps=STEPS)]
+    trained = list(train(spec, load_corpus(spec.data, context=spec.model.context), steps=STEPS))
+    single = [step.loss for step in trained]
     assert single[-1] < single[0] - 0.3, "the yardstick itself does not learn"
     tolerance = 2e-2 if optimizer == "muon" else 1e-4  # torch's Muon rounds to bfloat16
     assert max(abs(a - b) for a, b in zip(swarm.losses, single, strict=True)) < tolerance
+    norms = [math.hypot(*(swarm.commits[stage][step].gradient_norm for stage in range(3))) for step in range(STEPS)]
+    assert norms == pytest.approx([step.grad_norm for step in trained], rel=0.05 if optimizer == "muon" else 2e-3)
 
 
 @pytest.mark.sim

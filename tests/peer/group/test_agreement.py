@@ -86,3 +86,12 @@ def test_who_differs_fetches_the_state_and_is_counted() -> None:
         assert isinstance(command, expected)
         if isinstance(command, Report):
             assert command.report.dissenting == 1
+
+
+def test_a_report_has_the_norm_of_the_gradient_that_the_reporter_stepped_with() -> None:
+    for norm in (2.5, None):
+        made, rounds = agreement(), {0: round_of(0, (A,))}
+        made.stepped(1, "x", norm)
+        (said,) = conclude(made, 1, 0.0, rounds)
+        assert isinstance(said, Report)
+        assert said.report.gradient_norm == norm

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shoal.peer.model.layout import all_layer_keys, layer_layout, unit_slices
-from shoal.peer.pipeline.state import LayerState, StageState, initial_state, step_layer, unit_spans
+from shoal.peer.pipeline.state import LayerState, StageState, clipped, initial_state, step_layer, unit_spans
 from shoal.protocol.spec import RunSpec
 
 CPU = torch.device("cpu")
@@ -143,3 +143,18 @@ def test_a_unit_with_a_gradient_that_is_not_finite_stays_and_the_others_step(
     ]
     assert same == [spoilt]
     assert step_layer(spec, KEY, layer, torch.full_like(grad_N, float("inf")), 1) is None
+
+
+def test_the_norm_before_clipping_leaves_out_units_that_are_not_finite(tiny_spec: RunSpec) -> None:
+    spec = msgspec.convert(
+        msgspec.to_builtins(tiny_spec) | {"model": {**msgspec.to_builtins(tiny_spec.model), "num_experts": 2}}, RunSpec
+    )
+    grad_N = torch.full_like(initial_state(spec, (KEY,), CPU).layers[KEY].param_N, 2.0)
+    whole = clipped(spec, KEY, grad_N)
+    assert whole.square == pytest.approx(4.0 * grad_N.numel())
+    spans = unit_slices(spec.model, KEY)
+    unit, span = list(spans.items())[-1]
+    grad_N[span.start] = float("nan")
+    part = clipped(spec, KEY, grad_N)
+    assert part.spoilt == (unit,)
+    assert part.square == pytest.approx(4.0 * (grad_N.numel() - (span.stop - span.start)))
