@@ -1,0 +1,165 @@
+"""The record of a run: `<peer folder>/<run>/record.jsonl`, one JSON object a line.
+
+| `kind` | one line for |
+|---|---|
+| `start` | a start of the peer that keeps the record |
+| `step` | a step that every stage has committed |
+| `validation` | a version of the model that was validated |
+| `plan` | a plan that the peer obeys: who coordinates, why it changed, in how many stages |
+| `peer` | a peer that came, went, or moved to another stage |
+| `note` | a sentence for people |
+| `end` | an end of the peer, with what the run had reached |
+
+**Step.** `step` counts from 1: a line of step 17 says that seventeen steps are done, so the model is at version 17. A
+validation's `step` is the version that was validated; version 0 is the model before the first step.
+
+**Order.** Lines of steps come in order of (`era`, `step`), each once, across restarts. `era` says how often the run has
+gone back to a snapshot. When that happens, steps are done again, with a higher era. The later one holds: lines of an
+earlier era are void from the later era's first step on. `reading.read_record` applies this rule.
+
+**Damage.** A line that does not decode was torn by a crash; readers pass over it. Later versions may add fields and
+kinds, which readers pass over too.
+
+**Time.** `time` is in seconds since 1970 on the clock of the peer that keeps the record; of a step it is when its last
+stage committed it, as whoever saw that tells.
+"""
+
+import math
+from typing import Final
+
+import msgspec
+
+from shoal.protocol.identity import PeerID
+
+RECORD: Final = "record.jsonl"
+"""Name of the file in a run's folder."""
+_LOSS_MAX: Final = 80.0
+"""Beyond it a perplexity says nothing: e^80 is 5e34."""
+
+
+class _Line(msgspec.Struct, frozen=True, tag_field="kind", kw_only=True, omit_defaults=True):
+    time: float
+    """Seconds since 1970."""
+
+
+class StartLine(_Line, frozen=True, tag="start", kw_only=True):
+    run: str
+    name: str
+    """Of the run."""
+    peer: PeerID
+    """Who keeps the record."""
+    peer_name: str
+    steps: int
+    """Of the whole run."""
+    tokens_per_step: int
+    num_parameters: int
+    num_layers: int
+    optimizer: str
+    version: str
+    """Of shoal."""
+    fields: dict[str, str] = {}
+    """What else a reader may want to know of the run, by name, in words."""
+
+
+class StepLine(_Line, frozen=True, tag="step", kw_only=True):
+    step: int
+    """Steps done, this one included."""
+    era: int = 0
+    loss: float | None = None
+    """Mean over the step's microbatches with the weights before the step, in nats a token; None: nobody who is left
+    knows it."""
+    perplexity: float | None = None
+    learning_rate: float
+    gradient_norm: float | None = None
+    """2-norm of the whole model's reduced gradient before clipping; None: a group has not told its part."""
+    gradient_norms: tuple[float | None, ...] = ()
+    """The same of each stage."""
+    tokens: int
+    """Trained on in this step (in all steps for which the line stands)."""
+    tokens_per_s: float | None = None
+    """Over the last `book.RATE_S`, standstills included; None: there is no step before it."""
+    staleness: float
+    """Steps, mean over the stages."""
+    peers: int
+    """In the plan of the time, spares included."""
+    term: int
+    sequence: int
+    """Of that plan."""
+    given_up: int = 0
+    """Microbatches without which the step was made, summed over the stages."""
+    duplicates: int = 0
+    """Microbatches that were computed twice, summed over the stages."""
+    dissenting: int = 0
+    """Members whose state was not their group's after the commit."""
+    unheard: int = 0
+    """Groups whose report nobody who is left has."""
+    steps: int = 1
+    """For how many steps the line stands, up to `step`: more than one once an old part of a record was thinned."""
+
+
+class ValidationLine(_Line, frozen=True, tag="validation", kw_only=True):
+    step: int
+    """The version that was validated."""
+    era: int = 0
+    loss: float
+    perplexity: float | None = None
+    microbatches: int
+
+
+class PlanLine(_Line, frozen=True, tag="plan", kw_only=True):
+    term: int
+    sequence: int
+    era: int = 0
+    restored: int = 0
+    """The version with which the era began."""
+    coordinator: PeerID
+    reason: str
+    peers: int
+    stages: int
+
+
+class PeerLine(_Line, frozen=True, tag="peer", kw_only=True):
+    peer: PeerID
+    name: str
+    device: str = ""
+    change: str
+    """`joined`, `moved`, `left`."""
+    stage: int | None = None
+    """Where it works from now on; None: it is a spare, or gone."""
+
+
+class NoteLine(_Line, frozen=True, tag="note", kw_only=True):
+    text: str
+
+
+class EndLine(_Line, frozen=True, tag="end", kw_only=True):
+    step: int
+    """Steps done."""
+    finished: bool
+    """The run has reached its last step."""
+    lost: int = 0
+    """Steps of this sitting that went by without a line: nobody who is left knew them."""
+
+
+Line = StartLine | StepLine | ValidationLine | PlanLine | PeerLine | NoteLine | EndLine
+
+_ENCODER = msgspec.json.Encoder()
+_DECODER: msgspec.json.Decoder[Line] = msgspec.json.Decoder(Line)
+
+
+def encode_line(line: Line) -> bytes:
+    """With its newline."""
+    return _ENCODER.encode(line) + b"\n"
+
+
+def decode_line(data: bytes) -> Line | None:
+    """None: the line was torn, or is of a kind that this version does not know."""
+    try:
+        return _DECODER.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+
+
+def perplexity(loss: float | None) -> float | None:
+    """e^loss, for a loss in nats a token; None: there is none, or it is not finite."""
+    return math.exp(min(loss, _LOSS_MAX)) if loss is not None and math.isfinite(loss) else None

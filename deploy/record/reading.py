@@ -1,0 +1,143 @@
+"""Reads a record back: what holds of it, in order, whatever crashes and steps back have left in the file."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from shoal.deploy.record.lines import (
+    RECORD,
+    EndLine,
+    Line,
+    NoteLine,
+    PeerLine,
+    PlanLine,
+    StartLine,
+    StepLine,
+    ValidationLine,
+    decode_line,
+)
+from shoal.protocol.errors import LocalError
+
+_TAIL_BYTES = 64 * 1024
+"""Of a record's end, for who wants to know only how far it goes: more than a hundred steps."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Record:
+    """A run as its record has it."""
+
+    starts: list[StartLine] = field(default_factory=list)
+    steps: list[StepLine] = field(default_factory=list)
+    """Those that hold, in order of `step`."""
+    redone: list[StepLine] = field(default_factory=list)
+    """Those that the run went back behind, and did again."""
+    validations: list[ValidationLine] = field(default_factory=list)
+    """Those that hold, in order of `step`."""
+    plans: list[PlanLine] = field(default_factory=list)
+    peers: list[PeerLine] = field(default_factory=list)
+    notes: list[NoteLine] = field(default_factory=list)
+    ends: list[EndLine] = field(default_factory=list)
+    torn: int = 0
+    """Lines that do not decode."""
+
+    @property
+    def reached(self) -> tuple[int, int]:
+        """(era, step) of the newest step; (0, 0) if there is none."""
+        newest = max((line for line in (*self.steps, *self.redone)), key=_order, default=None)
+        return (newest.era, newest.step) if newest is not None else (0, 0)
+
+    @property
+    def validated(self) -> tuple[int, int]:
+        """(era, version) of the newest validation; (0, -1) if there is none."""
+        return max(((line.era, line.step) for line in self.validations), default=(0, -1))
+
+
+def _order(line: StepLine | ValidationLine) -> tuple[int, int]:
+    return line.era, line.step
+
+
+def read_record(path: Path) -> Record:
+    """Args: path: the file, or the folder in which it is.
+
+    Raises: LocalError: there is none, or it cannot be read.
+    """
+    path = path / RECORD if path.is_dir() else path
+    try:
+        with path.open("rb") as file:
+            return record_of(file)
+    except FileNotFoundError as error:
+        raise LocalError(f"there is no record {path}") from error
+    except OSError as error:
+        raise LocalError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def record_of(data: Iterable[bytes]) -> Record:
+    """Args: data: the file's lines."""
+    record = Record()
+    steps: dict[tuple[int, int], StepLine] = {}
+    validations: dict[tuple[int, int], ValidationLine] = {}
+    for text in data:
+        line = decode_line(text) if text.strip() else None
+        match line:
+            case None:
+                record.torn += bool(text.strip())
+            case StartLine():
+                record.starts.append(line)
+            case StepLine():
+                steps.setdefault(_order(line), line)
+            case ValidationLine():
+                validations.setdefault(_order(line), line)
+            case PlanLine():
+                record.plans.append(line)
+            case PeerLine():
+                record.peers.append(line)
+            case NoteLine():
+                record.notes.append(line)
+            case EndLine():
+                record.ends.append(line)
+    voids = _voids(steps.values(), record.plans)
+    for key in sorted(steps):
+        (record.redone if key[1] >= voids(key[0]) else record.steps).append(steps[key])
+    # Version v is what step v made: a validation is void when that step is.
+    record.validations = [validations[key] for key in sorted(validations) if key[1] < voids(key[0])]
+    record.steps.sort(key=lambda line: line.step)
+    record.validations.sort(key=lambda line: line.step)
+    return record
+
+
+class _Voids:
+    """From which step on the lines of an era are void."""
+
+    def __init__(self, firsts: dict[int, int]) -> None:
+        self._firsts = firsts
+
+    def __call__(self, era: int) -> float:
+        return min((step for later, step in self._firsts.items() if later > era), default=math.inf)
+
+
+def _voids(steps: Iterable[StepLine], plans: Sequence[PlanLine]) -> _Voids:
+    """An era begins with its first step, even if that has no line and only a plan says where it began."""
+    firsts: dict[int, int] = {}
+    for line in steps:
+        first = line.step - line.steps + 1
+        firsts[line.era] = min(first, firsts.get(line.era, first))
+    for plan in plans:
+        if plan.era in firsts:
+            firsts[plan.era] = min(plan.restored + 1, firsts[plan.era])
+    return _Voids(firsts)
+
+
+def newest_lines(path: Path) -> list[Line]:
+    """The last hundred lines or so of the record at `path`, oldest first; none if it cannot be read. Cheap however long
+    the record is: for lists of runs."""
+    path = path / RECORD if path.is_dir() else path
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - _TAIL_BYTES))
+            texts = file.read().split(b"\n")
+    except OSError:
+        return []
+    whole = texts if size <= _TAIL_BYTES else texts[1:]
+    return [line for line in map(decode_line, whole) if line is not None]

@@ -1,0 +1,199 @@
+"""Appends to a record, so that a crash costs a line at most, and a full disk costs no step of the run."""
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from shoal.deploy.record.lines import (
+    Line,
+    NoteLine,
+    PeerLine,
+    PlanLine,
+    StepLine,
+    decode_line,
+    encode_line,
+    perplexity,
+)
+from shoal.protocol.identity import PeerID
+
+RECORD_BYTES_MAX: Final = 64 * 1024 * 1024
+"""A step's line has some 350 bytes: 190,000 steps. Then the older half is thinned."""
+WAITING_MAX: Final = 100_000
+"""Lines kept in memory while the disk takes none. Beyond it the oldest are lost."""
+AGAIN_S: Final = 10.0
+"""After an error the disk is tried again so much later."""
+SYNC_S: Final = 30.0
+"""How often what was written is forced to the disk: a machine that loses power loses so much."""
+
+
+class RecordFile:
+    """The file at `path`, open for appending. One process writes it: the peer whose folder it is in.
+
+    Args:
+        say: told once when the disk takes no line, and once when it does again.
+        now_s: a clock for intervals.
+        bytes_max: size from which on the older half is thinned.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        say: Callable[[str], None],
+        now_s: Callable[[], float],
+        bytes_max: int = RECORD_BYTES_MAX,
+    ) -> None:
+        self.path = path
+        self._say, self._now_s, self._bytes_max = say, now_s, bytes_max
+        self._thin_at = bytes_max
+        self._waiting: deque[bytes] = deque(maxlen=WAITING_MAX)
+        self._file: int | None = None
+        self._torn = False
+        """The file does not end with a newline."""
+        self._size = 0
+        self._again_s = self._synced_s = -float("inf")
+        self._failing = False
+        self._num_lost = 0
+
+    def append(self, lines: Sequence[Line]) -> None:
+        """Write the lines, or keep them until the disk takes them."""
+        self._num_lost += max(0, len(self._waiting) + len(lines) - WAITING_MAX)
+        self._waiting.extend(encode_line(line) for line in lines)
+        if not self._waiting or self._now_s() < self._again_s:
+            return
+        try:
+            self._write()
+        except OSError as error:
+            self._again_s = self._now_s() + AGAIN_S
+            self._end_file()
+            if not self._failing:
+                self._failing = True
+                self._say(f"the record cannot be written now ({error.strerror or error}): the run goes on without it")
+            return
+        if self._failing:
+            self._failing = False
+            self._say(
+                "the record is written again" + (f", {self._num_lost} lines are missing" if self._num_lost else "")
+            )
+            self._num_lost = 0
+
+    def close(self) -> None:
+        """Write what waits, if the disk takes it."""
+        self._again_s = -float("inf")
+        self.append(())
+        self._end_file()
+
+    def _write(self) -> None:
+        file = self._file if self._file is not None else self._open()
+        while self._waiting:
+            batch = b"".join(self._waiting)
+            data = b"\n" + batch if self._torn else batch
+            written = os.write(file, data)
+            self._size += written
+            if written < len(data):
+                self._dropped(written - (len(data) - len(batch)))
+            else:
+                self._waiting.clear()
+                self._torn = False
+        if self._now_s() >= self._synced_s + SYNC_S:
+            os.fsync(file)
+            self._synced_s = self._now_s()
+        if self._size > self._thin_at:
+            self._end_file()
+            self._size = thin(self.path)
+            # If little could be thinned, not again at every line.
+            self._thin_at = max(self._bytes_max, self._size + self._bytes_max // 8)
+
+    def _dropped(self, written: int) -> None:
+        """Only `written` bytes of what waits have gone out: whole lines are done, the one that is torn goes again."""
+        self._torn = True
+        while self._waiting and written >= len(self._waiting[0]):
+            written -= len(self._waiting.popleft())
+            self._torn = written > 0
+
+    def _open(self) -> int:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._size = os.lseek(self._file, 0, os.SEEK_END)
+        self._torn = self._size > 0 and os.pread(self._file, 1, self._size - 1) != b"\n"
+        return self._file
+
+    def _end_file(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
+def thin(path: Path) -> int:
+    """Rewrite the record with half of its older lines: two steps become one line; notes, plans that changed nothing but
+    the coordinator, and all but the first and the last word of each peer go.
+
+    Returns: its size, bytes. Raises: OSError.
+    """
+    lines = [line for line in map(decode_line, path.read_bytes().splitlines()) if line is not None]
+    data = b"".join(map(encode_line, [*thinned(lines[: len(lines) // 2]), *lines[len(lines) // 2 :]]))
+    temporary = path.with_suffix(".new")
+    with temporary.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    return len(data)
+
+
+def thinned(lines: Sequence[Line]) -> list[Line]:
+    """What `thin` keeps of `lines`, in their order."""
+    last_words = {line.peer: line for line in lines if isinstance(line, PeerLine)}
+    known: set[PeerID] = set()
+    layout: tuple[int, int, int] | None = None
+    kept: list[Line] = []
+    waiting: StepLine | None = None
+    for line in lines:
+        match line:
+            case StepLine() if waiting is not None and waiting.era == line.era:
+                kept.append(merged((waiting, line)))
+                waiting = None
+            case StepLine():
+                kept += [waiting] if waiting is not None else []
+                waiting = line
+            case NoteLine():
+                pass
+            case PlanLine() if (line.era, line.peers, line.stages) == layout:
+                pass
+            case PeerLine() if line.peer in known and line is not last_words[line.peer]:
+                pass
+            case _:
+                layout = (line.era, line.peers, line.stages) if isinstance(line, PlanLine) else layout
+                known |= {line.peer} if isinstance(line, PeerLine) else set()
+                kept.append(line)
+    return [*kept, waiting] if waiting is not None else kept
+
+
+def merged(steps: Sequence[StepLine]) -> StepLine:
+    """One line for steps of one era that follow each other: sums of what is counted, and of what is measured the means,
+    weighted with the steps of each line."""
+
+    def mean(values: Iterable[float | None]) -> float | None:
+        known = [(value, line.steps) for value, line in zip(values, steps, strict=True) if value is not None]
+        return sum(value * n for value, n in known) / sum(n for _, n in known) if known else None
+
+    loss = mean(line.loss for line in steps)
+    return msgspec.structs.replace(
+        steps[-1],
+        steps=sum(line.steps for line in steps),
+        loss=loss,
+        perplexity=perplexity(loss),
+        gradient_norm=mean(line.gradient_norm for line in steps),
+        gradient_norms=(),
+        tokens=sum(line.tokens for line in steps),
+        tokens_per_s=mean(line.tokens_per_s for line in steps),
+        staleness=mean(line.staleness for line in steps) or 0.0,
+        given_up=sum(line.given_up for line in steps),
+        duplicates=sum(line.duplicates for line in steps),
+        dissenting=sum(line.dissenting for line in steps),
+        unheard=sum(line.unheard for line in steps),
+    )
