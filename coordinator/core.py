@@ -111,6 +111,8 @@ class CoordinationCore:
         self.run, self.me, self.owner = run, me, owner
         self.chain, self.governor = chain, governor
         self.done, self._rng = False, rng
+        self.revision = self.newest_revision = spec.revision
+        """Of the spec that we go by, and of that of anybody whom we have heard."""
         self._heartbeat_s = spec.swarm.heartbeat_s
         self._own: Heartbeat | None = None
         self._proposer = Proposer(
@@ -233,20 +235,30 @@ class CoordinationCore:
                 return [Reply(message=Refusal(reason=f"{type(other).__name__} is not answered here"))]
 
     def _hear(self, source: PeerID, heartbeat: Heartbeat, now_s: float) -> list[Command]:
+        if heartbeat.revision != self.revision:
+            # It trains to another end, with other learning rates: nothing may be planned with it until one of us has
+            # gone over to the other's revision.
+            self.newest_revision = max(self.newest_revision, heartbeat.revision)
+            self.governor.roster.lose(source)
+            return [Reply(message=self._answer(heartbeat, leads=self.is_coordinator, done=False))]
         live = self.chain.live
         leads = self.is_coordinator or (live is None and self.me == self.owner and heartbeat.plan_sequence == 0)
         if leads and not self.governor.hear(source, heartbeat, now_s):
             return [Reply(message=Refusal(reason="this run has all the peers it can count"))]
         ledger = self.governor.ledger
         self.done = self.done or (leads and (ledger.done or (heartbeat.done and ledger.is_near_the_end)))
-        reply = answer_heartbeat(self.chain, heartbeat, coordinator=self.coordinator, leads=leads, done=self.done)
-        commands: list[Command] = [Reply(message=reply)]
+        commands: list[Command] = [Reply(message=self._answer(heartbeat, leads=leads, done=self.done))]
         commands += self._planning.reported(heartbeat.plan_sequence, now_s)
         commands += [Alarm(text=text) for text in self.governor.complaints]
         self.governor.complaints.clear()
         if self.is_coordinator and live is not None:
             self._tenure.heard(source, heartbeat, live.plan, now_s)
         return commands + (self._tell(now_s) if leads else [])
+
+    def _answer(self, heartbeat: Heartbeat, *, leads: bool, done: bool) -> HeartbeatReply:
+        return answer_heartbeat(
+            self.chain, heartbeat, coordinator=self.coordinator, leads=leads, done=done, revision=self.revision
+        )
 
     def _grant(self, source: PeerID, request: TermRequest, base: SignedPlan, now_s: float) -> list[Command]:
         heard_lately = self.is_coordinator or self._watch.heard_lately(now_s)
@@ -290,7 +302,8 @@ class CoordinationCore:
         commands += self._tenure.answered(event, now_s) if self.is_coordinator else []
         match event.reply:
             case HeartbeatReply() as reply:
-                self.done = self.done or reply.done
+                self.newest_revision = max(self.newest_revision, reply.revision)
+                self.done = self.done or (reply.done and reply.revision == self.revision)
                 self._watch.replied(event.peer, reply, self.plan, me=self.me, took_s=event.took_s, now_s=now_s)
                 return commands + self._planning.remind(event.peer, reply)
             case Ping():

@@ -164,6 +164,11 @@ class Coordination:
         return self._core.done
 
     @property
+    def newest_revision(self) -> int:
+        """The highest revision of the spec that anybody whom we heard goes by, ours among them."""
+        return self._core.newest_revision
+
+    @property
     def silence_s(self) -> float:
         """For how long nobody that coordinates has answered us; 0 if we coordinate."""
         return 0.0 if self._core.is_coordinator else self._clock.now_s() - self._heard_s

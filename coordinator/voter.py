@@ -53,10 +53,10 @@ def answer_offer(
 
 
 def answer_heartbeat(
-    chain: PlanChain, heartbeat: Heartbeat, *, coordinator: PeerID, leads: bool, done: bool
+    chain: PlanChain, heartbeat: Heartbeat, *, coordinator: PeerID, leads: bool, done: bool, revision: int = 0
 ) -> HeartbeatReply:
     """Args:
-    coordinator: as far as we know; leads: whether we may speak as the coordinator.
+    coordinator: as far as we know; leads: whether we may speak as the coordinator; revision: of our spec.
     """
     live = chain.live
     behind = live is not None and heartbeat.plan_sequence <= live.plan.sequence and heartbeat.plan_digest != live.digest
@@ -66,6 +66,7 @@ def answer_heartbeat(
         is_coordinator=leads,
         plan=live.envelope if live and behind else b"",
         done=done,
+        revision=revision,
     )
 
 

@@ -111,6 +111,7 @@ class Node:
         """What passes between this peer and each other one."""
         metered = MeteredTransport(transport, self.links, clock)
         self.endpoint = Endpoint(identity, metered, run=self.run, first_sequence=incarnation, seals=seals)
+        self.endpoint.revision = spec.revision
         self._directory = directory
         self._spec_record = spec_record
         self.peer = PeerDriver(

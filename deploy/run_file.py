@@ -30,8 +30,8 @@ def with_changes(spec: RunSpec, changes: Mapping[str, object]) -> RunSpec:
 
 
 def dump_spec(spec: RunSpec) -> str:
-    """TOML that `load_spec` reads back as an equal spec. Our values are strings, numbers and booleans only, or None,
-    which is not to say anything."""
+    """TOML that `load_spec` reads back as an equal spec. Our values are strings, numbers, booleans, lists of them or
+    of small tables; None is not to say anything."""
     table: dict[str, Any] = msgspec.to_builtins(spec)
     sections = {name: value for name, value in table.items() if isinstance(value, dict)}
     lines = [f"{name} = {_value(value)}" for name, value in table.items() if name not in sections]
@@ -49,5 +49,9 @@ def write_spec(spec: RunSpec, path: Path) -> None:
 def _value(value: object) -> str:
     if isinstance(value, float):
         return repr(value)  # JSON would write 1e-08 the same, but TOML wants the point that repr keeps
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{name} = {_value(part)}" for name, part in value.items() if part is not None) + " }"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_value(part) for part in value) + "]"
     # A JSON string is a TOML basic string, except that TOML has no \/ (which msgspec does not write either).
     return msgspec.json.encode(value).decode()

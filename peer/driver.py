@@ -210,6 +210,7 @@ class PeerDriver:
             plan_sequence=self._plan.plan.sequence if self._plan else 0,
             plan_digest=self._plan.digest if self._plan else "",
             era=self._endpoint.era,
+            revision=self._endpoint.revision,
             stage=replica.stage if replica else None,
             version=max(replica.version if replica else 0, self._archive.version_noted(self._endpoint.era)),
             synced=replica.is_ready if replica else False,

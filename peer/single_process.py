@@ -18,7 +18,7 @@ from shoal.peer.data.microbatch import microbatch, validation_microbatch
 from shoal.peer.model.layout import EMBED, HEAD, all_layer_keys, init_layer, layer_layout, unit_keys
 from shoal.peer.model.llama import Params, loss, rotary_tables, run_layers
 from shoal.peer.model.mixture import Mixture
-from shoal.peer.model.schedule import learning_rate
+from shoal.peer.model.schedule import rate_of
 from shoal.protocol.spec import OptimizerSpec, RunSpec
 
 
@@ -64,7 +64,7 @@ def train(spec: RunSpec, corpus: Corpus, *, steps: int, on_step: OnStep | None =
             for unit in unit_keys(spec.model, key)
         ]
         for optimizer in optimizers:
-            _step(spec.optimizer, optimizer, learning_rate(spec.optimizer, step, spec.training.steps))
+            _step(spec.optimizer, optimizer, rate_of(spec, step))
         record = StepLoss(
             step=step, loss=total / M, grad_norm=math.hypot(*norms), seconds=time.perf_counter() - started_s
         )

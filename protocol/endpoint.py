@@ -41,8 +41,8 @@ _RECORDS: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(messages.Record
 class Endpoint:
     """One peer's identity on one transport, within one run.
 
-    `term` stamps outgoing envelopes; the node raises it with every plan it obeys. `era` stamps what concerns training
-    (`EraMessage`), and such a message of another era is refused, a frame dropped.
+    `term` stamps outgoing envelopes; the node raises it with every plan it obeys. `era` and `revision` stamp what
+    concerns training (`EraMessage`), and such a message of another era or revision is refused, a frame dropped.
     """
 
     def __init__(
@@ -63,6 +63,7 @@ class Endpoint:
         self.incarnation = first_sequence
         self.term = 0
         self.era = 0
+        self.revision = 0
         self._sequence = itertools.count(first_sequence)
         self._guard = ReplayGuard()
         self._on_message: dict[_Address, _MessageHandler] = {}
@@ -139,9 +140,12 @@ class Endpoint:
         return open_signed_record(self.seals, self.run, data, source)
 
     def _stamped(self, message: msgspec.Struct) -> msgspec.Struct:
-        if isinstance(message, messages.EraMessage) and message.era != self.era:
-            return msgspec.structs.replace(message, era=self.era)
+        if isinstance(message, messages.EraMessage) and not self._is_ours(message):
+            return msgspec.structs.replace(message, era=self.era, revision=self.revision)
         return message
+
+    def _is_ours(self, message: messages.EraMessage) -> bool:
+        return message.era == self.era and message.revision == self.revision
 
     def _seal(self, domain: Any, message: msgspec.Struct) -> bytes:
         return self.seals.seal(
@@ -172,7 +176,9 @@ class Endpoint:
             stage = getattr(message, "stage", None)
             where = "here" if stage is None else f"for stage {stage} here"
             return messages.Refusal(reason=f"{type(message).__name__} is not answered {where}")
-        if isinstance(message, messages.EraMessage) and message.era != self.era:
+        if isinstance(message, messages.EraMessage) and not self._is_ours(message):
+            if message.revision != self.revision:
+                return messages.Refusal(reason=f"trains by revision {self.revision}, not {message.revision}")
             return messages.Refusal(reason=f"trains in era {self.era}, not {message.era}")
         return self._stamped(await handler(source, message))
 
@@ -182,8 +188,9 @@ class Endpoint:
         if handler is None:
             logger.debug("dropped a %s frame from %s: nobody here takes it", type(header).__name__, source[-8:])
             return
-        if isinstance(header, messages.EraMessage) and header.era != self.era:
-            logger.debug("dropped a %s frame of era %d", type(header).__name__, header.era)
+        if isinstance(header, messages.EraMessage) and not self._is_ours(header):
+            kind = type(header).__name__
+            logger.debug("dropped a %s frame of era %d and revision %d", kind, header.era, header.revision)
             return
         await handler(source, header, payload)
 

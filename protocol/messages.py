@@ -18,12 +18,14 @@ class _Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True
 
 
 class EraMessage(_Message, frozen=True, kw_only=True):
-    """What concerns one era's training: `Endpoint` stamps the sender's era and refuses another's.
+    """What concerns one era's training: `Endpoint` stamps the sender's era and revision, and refuses another's.
 
     An era ends when a layer has no holder left and the run goes back to a snapshot; versions grow within an era.
     """
 
     era: int = 0
+    revision: int = 0
+    """Of the spec that the sender trains by: another one has other learning rates, and another end."""
 
 
 class _Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -138,6 +140,8 @@ class Heartbeat(_Message, frozen=True, kw_only=True):
     """Microbatches this stage-0 replica keeps in flight."""
     done: bool = False
     """The sender has coordinated the run to its last step, or was told so: a coordinator may have missed reports."""
+    revision: int = 0
+    """Of the spec that the sender trains by. A coordinator that goes by another does not count the sender in."""
 
 
 class HeartbeatReply(_Message, frozen=True):
@@ -149,6 +153,8 @@ class HeartbeatReply(_Message, frozen=True):
     plan: bytes = b""
     done: bool = False
     """The run has reached its last step."""
+    revision: int = 0
+    """Of the spec that the sender trains by: `done` is said of that one."""
 
 
 class TermRequest(_Message, frozen=True):

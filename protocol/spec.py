@@ -1,11 +1,12 @@
 """The run spec: everything that all peers of one run must agree on before the first microbatch.
 
 TOML -> `RunSpec` (frozen, checked), nothing reads a global or an environment variable later. The run's identifier is
-the hash of the spec's canonical bytes and the owner's key, so two peers with the same run id agree on every field.
+the hash of the owner's key and of what cannot change in the spec, so two peers with the same run id and the same
+revision agree on every field.
 """
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 from blake3 import blake3
@@ -19,6 +20,8 @@ from shoal.protocol.staleness import synchronous_steps
 TERM_HEARTBEATS_MIN = 4
 """A coordinator takes three to be sure that a stage has lost its state, and looks every half: in a shorter term it
 would never be, nor its heirs."""
+CONTINUED_MAX = 64
+"""Revisions of a spec: it must fit into a record of the directory."""
 _TARGET_BYTES = 4
 """Each token's target travels with its activation."""
 
@@ -30,6 +33,13 @@ class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 def _require(condition: bool, sentence: str) -> None:
     if not condition:
         raise ValueError(sentence)
+
+
+def _check_decay(schedule: str, decay_steps: int | None) -> None:
+    _require(decay_steps is None or decay_steps > 0, f"decay_steps must be positive, is {decay_steps}")
+    _require(
+        decay_steps is None or schedule == "wsd", f'decay_steps means nothing with schedule "{schedule}": say "wsd"'
+    )
 
 
 class ModelSpec(_Section, frozen=True):
@@ -159,8 +169,14 @@ class OptimizerSpec(_Section, frozen=True):
     """Decoupled; applied to matrices, not to norms."""
     warmup_steps: int = 20
     """Linear warm-up from 0."""
+    schedule: Literal["cosine", "constant", "wsd"] = "cosine"
+    """After the warm-up: `cosine` falls from the peak to the run's last step; `constant` stays at the peak; `wsd`
+    (warm-up, stable, decay) stays there and falls in the last `decay_steps`. What happens when a run is continued is
+    said in `shoal.peer.model.schedule`: who does not know yet how long a run will be takes `wsd` or `constant`."""
+    decay_steps: int | None = None
+    """Of `wsd`. None: a fifth of the run's steps."""
     final_learning_rate_fraction: float = 0.1
-    """Cosine decay ends at this fraction of the peak at the run's last step."""
+    """Where the rate falls, it ends at this fraction of the peak at the run's last step."""
     clip_norm: float = 1.0
     """Gradient norm bound, per layer (so that nothing depends on where the model is cut); where there are experts, of
     each by itself and of the rest of its layer (so that nothing depends on where they are). 0: no clipping."""
@@ -172,6 +188,7 @@ class OptimizerSpec(_Section, frozen=True):
         _require(self.weight_decay >= 0 and self.clip_norm >= 0, "weight_decay and clip_norm must not be negative")
         _require(self.warmup_steps >= 0, "warmup_steps must not be negative")
         _require(0 <= self.final_learning_rate_fraction <= 1, "final_learning_rate_fraction not in [0, 1]")
+        _check_decay(self.schedule, self.decay_steps)
 
 
 class TrainingSpec(_Section, frozen=True):
@@ -276,8 +293,30 @@ class InitialSpec(_Section, frozen=True):
         _require(bool(self.source) == bool(self.digests), "source and digests come together")
 
 
+class ContinuedSpec(_Section, frozen=True):
+    """One time that the run was continued: where, and what was said until then. `shoal continue` writes this; the
+    learning rate of every step, before and after, follows from it."""
+
+    at: int
+    """The step that the run went on with."""
+    steps: int
+    """`training.steps` until then."""
+    schedule: Literal["cosine", "constant", "wsd"] = "cosine"
+    """`optimizer.schedule` until then."""
+    decay_steps: int | None = None
+    """`optimizer.decay_steps` until then."""
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.at <= self.steps, f"at must be in [0, steps {self.steps}], is {self.at}")
+        _check_decay(self.schedule, self.decay_steps)
+
+
 class RunSpec(_Section, frozen=True):
-    """The whole agreement."""
+    """The whole agreement.
+
+    What may change when a run is continued is `training.steps`, `optimizer.schedule`, `optimizer.decay_steps` and
+    `swarm.min_peers`; each change is another revision of the same run.
+    """
 
     name: str = "shoal"
     """For people."""
@@ -290,6 +329,8 @@ class RunSpec(_Section, frozen=True):
     swarm: SwarmSpec = msgspec.field(default_factory=SwarmSpec)
     wire: WireSpec = msgspec.field(default_factory=WireSpec)
     initial: InitialSpec = msgspec.field(default_factory=InitialSpec)
+    continued: tuple[ContinuedSpec, ...] = ()
+    """Each time that the run was continued, the first one first."""
 
     def __post_init__(self) -> None:
         _require(0 < len(self.name) <= 64, "name must have 1 to 64 characters")
@@ -301,6 +342,13 @@ class RunSpec(_Section, frozen=True):
         _require(
             self.optimizer.warmup_steps <= self.training.steps,
             f"optimizer.warmup_steps {self.optimizer.warmup_steps} is more than training.steps {self.training.steps}",
+        )
+        _require(len(self.continued) <= CONTINUED_MAX, f"a run can be continued {CONTINUED_MAX} times at most")
+        begins = [part.at for part in self.continued]
+        _require(begins == sorted(begins), "continued must be in the order of its steps")
+        _require(
+            not begins or begins[-1] <= self.training.steps,
+            f"the run was continued at step {max(begins, default=0)}, after training.steps {self.training.steps}",
         )
         _require(
             len(self.initial.digests) in (0, self.model.num_layers + 2),
@@ -327,12 +375,24 @@ class RunSpec(_Section, frozen=True):
         return self.training.microbatches_per_step * self.training.microbatch_size * self.model.context
 
     @property
+    def revision(self) -> int:
+        """How often the run has been continued: of two specs of one run the one with the higher revision holds."""
+        return len(self.continued)
+
+    @property
     def synchronous_steps(self) -> int:
         """Steps from the start in which nothing is stale."""
         steps = self.training.synchronous_steps
         optimizer = self.optimizer
         return synchronous_steps(optimizer.name, warmup_steps=optimizer.warmup_steps) if steps is None else steps
 
+
+_CHANGING = {
+    "training": ("steps",),
+    "optimizer": ("schedule", "decay_steps"),
+    "swarm": ("min_peers",),
+}
+"""What may change when a run is continued, by table."""
 
 _REPLACED = {
     "predict": 'say compensation = "pipeoptim" for what predict = true was, "stash" for false',
@@ -356,12 +416,13 @@ def load_spec(path: Path) -> RunSpec:
 
 
 def encode_spec(spec: RunSpec) -> bytes:
-    """Canonical bytes: equal specs give equal bytes.
+    """Canonical bytes: equal specs give equal bytes."""
+    return msgspec.msgpack.encode(_tables(spec))
 
-    What the first specs did not have is left out where it says nothing: their bytes, and so their runs' ids, stay what
-    they were.
-    """
-    tables = msgspec.to_builtins(spec)
+
+def _tables(spec: RunSpec) -> dict[str, Any]:
+    """What the first specs did not have is left out where it says nothing: their bytes stay what they were."""
+    tables: dict[str, Any] = msgspec.to_builtins(spec)
     if not spec.model.num_experts:
         for name in ("num_experts", *_OF_EXPERTS):
             del tables["model"][name]
@@ -373,9 +434,15 @@ def encode_spec(spec: RunSpec) -> bytes:
             del tables["data"][name]
     if spec.training.synchronous_steps is None:
         del tables["training"]["synchronous_steps"]
+    if spec.optimizer.schedule == "cosine":
+        del tables["optimizer"]["schedule"]
+    if spec.optimizer.decay_steps is None:
+        del tables["optimizer"]["decay_steps"]
+    if not spec.continued:
+        del tables["continued"]
     if not spec.initial.digests:
         del tables["initial"]
-    return msgspec.msgpack.encode(tables)
+    return tables
 
 
 def decode_spec(data: bytes) -> RunSpec:
@@ -393,5 +460,36 @@ def _told(error: Exception) -> str:
 
 
 def run_id(spec: RunSpec, owner: PeerID) -> str:
-    """16 hex digits that name the run; peers with another spec or owner cannot have it."""
-    return blake3(encode_spec(spec) + owner.encode()).hexdigest(length=8)
+    """16 hex digits that name the run: the same for all revisions of a spec, and for no other spec or owner."""
+    return blake3(unchanging_bytes(spec) + owner.encode()).hexdigest(length=8)
+
+
+def unchanging_bytes(spec: RunSpec) -> bytes:
+    """Canonical bytes of what stays the same when a run is continued."""
+    tables = _tables(spec)
+    tables.pop("continued", None)
+    for table, fields in _CHANGING.items():
+        for name in fields:
+            tables[table].pop(name, None)
+    return msgspec.msgpack.encode(tables)
+
+
+def continued_spec(spec: RunSpec, wanted: RunSpec, *, at: int) -> RunSpec:
+    """The next revision of a run: `spec` until step `at`, from there on what `wanted` says of that which may change.
+
+    Returns: `spec` itself if nothing changes.
+    Raises: ValueError: the run cannot be continued so.
+    """
+    changes = {
+        table: {name: getattr(getattr(wanted, table), name) for name in fields} for table, fields in _CHANGING.items()
+    }
+    tables = {table: msgspec.structs.replace(getattr(spec, table), **fields) for table, fields in changes.items()}
+    if all(getattr(spec, table) == changed for table, changed in tables.items()):
+        return spec
+    until_now = ContinuedSpec(
+        at=at,
+        steps=spec.training.steps,
+        schedule=spec.optimizer.schedule,
+        decay_steps=spec.optimizer.decay_steps,
+    )
+    return msgspec.structs.replace(spec, **tables, continued=(*spec.continued, until_now))

@@ -1,20 +1,118 @@
-"""The learning rate of a step."""
+"""The learning rate of a step, in a run that may have been continued.
+
+Theory of operation. A run that was never continued has one leg, from step 0 to its last step; each time that it is
+continued another leg begins. In each leg the rate climbs to its top, if it is below that, and then follows the
+schedule to the leg's last step:
+
+| schedule   | after the climb                                     | a leg that begins where a run had ended |
+|------------|-----------------------------------------------------|-----------------------------------------|
+| `cosine`   | half a cosine down to the final rate                | climbs to the peak and falls again      |
+| `constant` | stays                                               | goes on at the same rate                |
+| `wsd`      | stays, then falls over the last `decay_steps`,      | climbs to the peak, stays and falls     |
+|            | as 1 - sqrt(progress)                               | again                                   |
+
+The climb is as steep as the warm-up of the run. So where the rate has not yet begun to fall, a run that is continued
+has just the rates that it would have had if it had been meant to be so long. A run with `cosine` has not: its rates
+depend on its length from the first step of the fall on. It warms up again and decays again, which costs some loss at
+first and gives it back ("re-warming and re-decaying", Ibrahim et al., 2024, arXiv 2403.08763, section 6; how steeply
+matters little there). A cosine that is stretched to the new length instead would jump from the final rate to about
+half of the peak at once. Who ends a run sooner than planned gets no climb: the rate falls from where it is.
+
+Sources: cosine, Loshchilov & Hutter, 2017, arXiv 1608.03983, equation 5 without restarts; `wsd`, Hu et al., 2024, arXiv
+2404.06395, section 4, with the shape and the length of the decay of Hägele et al., 2024, arXiv 2405.18392, section 3:
+the square root beats a line, and a decay over 10 to 20 % of the steps reaches the loss of the cosine. We end at
+`final_learning_rate_fraction` of the peak, where they end at 0, so that all schedules have one end.
+"""
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from shoal.protocol.spec import OptimizerSpec
+from shoal.protocol.spec import ContinuedSpec, OptimizerSpec, RunSpec
+
+_DECAY_SHARE = 0.2
+"""Of a run's steps, where `decay_steps` does not say how many."""
+_ROUNDING = 1e-9
+"""Of a step, in when a climb that was interrupted reaches its top."""
 
 
-def learning_rate(optimizer: OptimizerSpec, step: int, total_steps: int) -> float:
-    """Rate of step `step` (from 0) in a run of `total_steps`: linear warm-up, then a half cosine.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leg:
+    """Steps `begins` to `ends` - 1."""
 
-    The warm-up starts from 0 before step 0 and reaches the peak at step `warmup_steps`; the cosine reaches
+    begins: int
+    ends: int
+    schedule: str
+    decay_steps: int | None
+    climbs_from: float
+    """The rate before `begins`."""
+    top: float
+    """The highest rate of the leg, as a share of the peak."""
+    top_at: int
+    """The first step that has it."""
+
+    @property
+    def falls_at(self) -> int:
+        """The last step before the rate falls; `ends` if it never does."""
+        if self.schedule == "constant":
+            return self.ends
+        if self.schedule == "cosine":
+            return self.top_at
+        decay_steps = self.decay_steps or max(1, round(_DECAY_SHARE * self.ends))
+        return max(self.top_at, self.ends - 1 - decay_steps)
+
+    def rate(self, step: int, optimizer: OptimizerSpec) -> float:
+        peak, final = optimizer.learning_rate, optimizer.final_learning_rate_fraction
+        if step < self.top_at:
+            return self.climbs_from + peak * (step - self.begins + 1) / (optimizer.warmup_steps + 1)
+        if step <= self.falls_at:
+            return peak * self.top
+        progress = min(1.0, (step - self.falls_at) / max(1, self.ends - 1 - self.falls_at))
+        left = 0.5 * (1 + math.cos(math.pi * progress)) if self.schedule == "cosine" else 1 - math.sqrt(progress)
+        return peak * (final + (self.top - final) * left)
+
+
+def legs(optimizer: OptimizerSpec, total_steps: int, continued: Sequence[ContinuedSpec] = ()) -> list[Leg]:
+    """A run's legs, the first one first.
+
+    Args:
+        total_steps: of the whole run, from step 0.
+    """
+    said = [(part.steps, part.schedule, part.decay_steps) for part in continued]
+    said.append((total_steps, optimizer.schedule, optimizer.decay_steps))
+    found: list[Leg] = []
+    for begins, (ends, schedule, decay_steps) in zip((0, *(part.at for part in continued)), said, strict=True):
+        before = found[-1] if found else None
+        climbs_from = before.rate(begins - 1, optimizer) if before and begins else 0.0
+        is_sooner = before is not None and ends <= before.ends and begins > before.top_at
+        top = climbs_from / optimizer.learning_rate if is_sooner else 1.0
+        missing = (top - climbs_from / optimizer.learning_rate) * (optimizer.warmup_steps + 1)
+        found.append(
+            Leg(
+                begins=begins,
+                ends=ends,
+                schedule=schedule,
+                decay_steps=decay_steps,
+                climbs_from=climbs_from,
+                top=top,
+                top_at=begins + max(0, math.ceil(missing - 1 - _ROUNDING)),
+            )
+        )
+    return found
+
+
+def learning_rate(
+    optimizer: OptimizerSpec, step: int, total_steps: int, continued: Sequence[ContinuedSpec] = ()
+) -> float:
+    """Rate of step `step` (from 0) in a run of `total_steps`.
+
+    The first warm-up starts from 0 before step 0 and reaches the peak at step `warmup_steps`; a rate that falls reaches
     `final_learning_rate_fraction` of the peak at the last step and stays there.
     """
-    peak = optimizer.learning_rate
-    if step < optimizer.warmup_steps:
-        return peak * (step + 1) / (optimizer.warmup_steps + 1)
-    last = total_steps - 1
-    progress = min(1.0, (step - optimizer.warmup_steps) / max(1, last - optimizer.warmup_steps))
-    final = optimizer.final_learning_rate_fraction
-    return peak * (final + (1 - final) * 0.5 * (1 + math.cos(math.pi * progress)))
+    leg = next(leg for leg in reversed(legs(optimizer, total_steps, continued)) if leg.begins <= step)
+    return leg.rate(step, optimizer)
+
+
+def rate_of(spec: RunSpec, step: int) -> float:
+    """`learning_rate` of a run's step."""
+    return learning_rate(spec.optimizer, step, spec.training.steps, spec.continued)

@@ -15,7 +15,7 @@ from xxhash import xxh3_128
 
 from shoal.kernels.optimizer import OPTIMIZERS, clip
 from shoal.peer.model.layout import init_layer, layer_layout, unit_slices
-from shoal.peer.model.schedule import learning_rate
+from shoal.peer.model.schedule import rate_of
 from shoal.protocol.spec import RunSpec
 
 logger = logging.getLogger(__name__)
@@ -146,7 +146,7 @@ def joined(spec: RunSpec, key: str, units: Mapping[str, LayerState]) -> LayerSta
 def hyperparameters(spec: RunSpec, key: str, version: int) -> dict[str, Any]:
     """The keyword arguments that every optimizer of `shoal.kernels.optimizer` takes at `version`."""
     return {
-        "learning_rate": learning_rate(spec.optimizer, version, spec.training.steps),
+        "learning_rate": rate_of(spec, version),
         "beta1": spec.optimizer.beta1,
         "beta2": spec.optimizer.beta2,
         "epsilon": spec.optimizer.epsilon,

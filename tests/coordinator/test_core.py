@@ -322,6 +322,24 @@ def test_when_the_run_is_done_everyone_hears_it_and_nobody_is_planned(make_core,
     assert follower.done
 
 
+def test_who_trains_by_another_revision_is_not_counted_in_and_its_end_is_not_ours(make_core, make_heartbeat, first):
+    core = make_core("a", first)
+    coordinate(core, make_heartbeat, first, until_s=3.0)
+    beat = make_heartbeat("b", stage=1, version=SPEC.training.steps, done=True, revision=1)
+    answer = said(core.handle(Received(source="b", message=beat), now_s=3.0))
+    assert (answer.is_coordinator, answer.done, answer.revision) == (True, False, 0)
+    assert core.newest_revision == 1
+    assert not core.done
+    assert "b" not in core.governor.roster.alive(3.0)
+    core.handle(Received(source="b", message=make_heartbeat("b", stage=1)), now_s=4.0)
+    assert "b" in core.governor.roster.alive(4.0), "it goes by ours now"
+    follower = make_core("b", first)
+    answer = HeartbeatReply(coordinator="a", term=1, is_coordinator=True, done=True, revision=2)
+    follower.handle(Answered(peer="a", asked=beat, reply=answer), now_s=1.0)
+    assert not follower.done
+    assert follower.newest_revision == 2
+
+
 # --- taking over ---
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from shoal.deploy.run_file import DEMO_SPEC, MOE_SPEC, dump_spec, with_changes, write_spec
 from shoal.protocol.errors import SpecError
-from shoal.protocol.spec import DataSpec, OptimizerSpec, RunSpec, load_spec
+from shoal.protocol.spec import ContinuedSpec, DataSpec, OptimizerSpec, RunSpec, load_spec
 
 
 def test_what_is_written_reads_back_equal(tmp_path: Path) -> None:
@@ -14,6 +14,13 @@ def test_what_is_written_reads_back_equal(tmp_path: Path) -> None:
         data=DataSpec(source="/a b/ü", digest="ab"),
         optimizer=OptimizerSpec(learning_rate=1e-9, epsilon=1e-30, weight_decay=0.0),
     )
+    write_spec(spec, tmp_path / "run.toml")
+    assert load_spec(tmp_path / "run.toml") == spec
+
+
+def test_a_run_that_was_continued_reads_back_equal(tmp_path: Path) -> None:
+    parts = (ContinuedSpec(at=3, steps=400), ContinuedSpec(at=9, steps=500, schedule="wsd", decay_steps=2))
+    spec = RunSpec(continued=parts)
     write_spec(spec, tmp_path / "run.toml")
     assert load_spec(tmp_path / "run.toml") == spec
 

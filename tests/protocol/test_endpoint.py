@@ -7,7 +7,7 @@ from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.envelope import seal, unseal
 from shoal.protocol.errors import Refused, RemoteError
 from shoal.protocol.identity import PeerID
-from shoal.protocol.messages import Ping, ProbeChunk
+from shoal.protocol.messages import Claim, Done, Ping, ProbeChunk, ReducedChunk
 from shoal.protocol.ports import Payload, Priority
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
@@ -84,5 +84,45 @@ def test_a_string_that_is_not_utf8_is_the_senders_fault() -> None:
             listener.open_record(record, source=a.peer_id)
         with pytest.raises(Refused):
             await speaker.ask(b.peer_id, Ping(pad=b""), Ping)  # sequence 0 again
+
+    run(main())
+
+
+def test_what_concerns_training_is_refused_from_who_trains_by_another_revision_and_other_calls_are_answered() -> None:
+    async def main() -> None:
+        world = World(0, uniform(0.05))
+        a, b = world.add_peer("a"), world.add_peer("b")
+        speaker, listener = (Endpoint(peer.identity, peer.transport, run="run") for peer in (a, b))
+        await a.transport.introduce(b.peer_id, b.transport.addresses())
+        heard: list[object] = []
+
+        async def on_claim(source: PeerID, claim: Claim) -> Done:
+            heard.append(claim)
+            return Done()
+
+        async def on_part(source: PeerID, meta: ReducedChunk, payload: Payload) -> None:
+            heard.append(meta)
+
+        async def on_ping(source: PeerID, ping: Ping) -> Ping:
+            return ping
+
+        listener.on(Claim, on_claim)
+        listener.on(Ping, on_ping)
+        listener.on_frame(ReducedChunk, on_part)
+        claim, part = Claim(count=1), ReducedChunk(stage=0, step=1, start=0)
+        for speakers, listeners in ((1, 0), (0, 1), (2, 1)):
+            speaker.revision, listener.revision = speakers, listeners
+            assert await speaker.ask(b.peer_id, Ping(), Ping) == Ping()
+            with pytest.raises(Refused, match=f"trains by revision {listeners}, not {speakers}"):
+                await speaker.ask(b.peer_id, claim, Done)
+            await speaker.send(b.peer_id, part, b"\0", priority=Priority.BULK)
+            await asyncio.sleep(1.0)
+        assert heard == []
+        listener.revision = 2
+        await speaker.ask(b.peer_id, claim, Done)
+        await speaker.send(b.peer_id, part, b"\0", priority=Priority.BULK)
+        await asyncio.sleep(1.0)
+        assert len(heard) == 2
+        assert world.failures == []
 
     run(main())

@@ -3,10 +3,14 @@ from typing import Any
 
 import msgspec
 import pytest
+from blake3 import blake3
 
 from shoal.protocol.errors import SpecError
 from shoal.protocol.identity import PeerID
+from shoal.protocol.limits import RECORD_BYTES_MAX
 from shoal.protocol.spec import (
+    CONTINUED_MAX,
+    ContinuedSpec,
     DataSpec,
     InitialSpec,
     ModelSpec,
@@ -14,6 +18,7 @@ from shoal.protocol.spec import (
     RunSpec,
     SwarmSpec,
     TrainingSpec,
+    continued_spec,
     decode_spec,
     encode_spec,
     load_spec,
@@ -55,7 +60,52 @@ def test_an_unknown_compensation_is_refused(tmp_path: Path) -> None:
 
 def test_a_spec_that_uses_nothing_new_has_the_bytes_that_it_always_had() -> None:
     """Or runs that are under way could not be joined by who upgrades."""
-    assert run_id(RunSpec(), PeerID("owner")) == "e37fc9b64b38ae7a"
+    assert blake3(encode_spec(RunSpec()) + b"owner").hexdigest(length=8) == "e37fc9b64b38ae7a"
+    assert run_id(RunSpec(), PeerID("owner")) == "a0e8fea3f4778cc6"
+
+
+def test_revisions_of_a_run_have_one_name_and_other_runs_have_others() -> None:
+    owner = PeerID("owner")
+    spec = RunSpec(training=TrainingSpec(steps=100))
+    wanted = RunSpec(
+        training=TrainingSpec(steps=200), optimizer=OptimizerSpec(schedule="wsd"), swarm=SwarmSpec(min_peers=3)
+    )
+    later = continued_spec(spec, wanted, at=60)
+    assert (later.training.steps, later.optimizer.schedule, later.swarm.min_peers) == (200, "wsd", 3)
+    assert later.continued == (ContinuedSpec(at=60, steps=100),)
+    assert (spec.revision, later.revision) == (0, 1)
+    assert run_id(spec, owner) == run_id(wanted, owner) == run_id(later, owner)
+    assert decode_spec(encode_spec(later)) == later != spec
+    assert continued_spec(later, later, at=150) is later, "nothing changes"
+    others = [
+        RunSpec(seed=1),
+        RunSpec(optimizer=OptimizerSpec(learning_rate=1e-3)),
+        RunSpec(training=TrainingSpec(s_max=0)),
+        RunSpec(swarm=SwarmSpec(stages=2)),
+    ]
+    assert len({run_id(other, owner) for other in (spec, *others)}) == 5
+    assert run_id(spec, PeerID("another")) != run_id(spec, owner)
+
+
+def test_a_run_is_continued_forwards_only() -> None:
+    spec = RunSpec(training=TrainingSpec(steps=100))
+    with pytest.raises(ValueError, match=r"continued at step 60, after training\.steps 50"):
+        continued_spec(spec, RunSpec(training=TrainingSpec(steps=50)), at=60)
+    once = continued_spec(spec, RunSpec(training=TrainingSpec(steps=200)), at=100)
+    with pytest.raises(ValueError, match="in the order of its steps"):
+        continued_spec(once, RunSpec(training=TrainingSpec(steps=300)), at=90)
+    many = RunSpec(continued=(ContinuedSpec(at=400, steps=400, schedule="wsd", decay_steps=99),) * CONTINUED_MAX)
+    assert len(encode_spec(many)) < RECORD_BYTES_MAX / 2
+    with pytest.raises(ValueError, match="64 times at most"):
+        continued_spec(many, RunSpec(training=TrainingSpec(steps=500)), at=400)
+
+
+def test_decay_steps_are_of_wsd() -> None:
+    assert OptimizerSpec(schedule="wsd", decay_steps=5).decay_steps == 5
+    with pytest.raises(ValueError, match="means nothing with schedule"):
+        OptimizerSpec(decay_steps=5)
+    with pytest.raises(ValueError, match="must be positive"):
+        OptimizerSpec(schedule="wsd", decay_steps=0)
 
 
 def test_what_is_new_is_in_the_bytes_where_it_says_something() -> None:
@@ -66,6 +116,10 @@ def test_what_is_new_is_in_the_bytes_where_it_says_something() -> None:
         RunSpec(data=DataSpec(field="content")),
         RunSpec(initial=InitialSpec(source="/weights", digests=("00",) * 8)),
         RunSpec(training=TrainingSpec(synchronous_steps=RunSpec().synchronous_steps)),
+        RunSpec(optimizer=OptimizerSpec(schedule="constant")),
+        RunSpec(optimizer=OptimizerSpec(schedule="wsd")),
+        RunSpec(optimizer=OptimizerSpec(schedule="wsd", decay_steps=7)),
+        RunSpec(continued=(ContinuedSpec(at=3, steps=9),)),
     ]
     assert len({encode_spec(spec) for spec in specs}) == len(specs)
     assert [decode_spec(encode_spec(spec)) for spec in specs] == specs
