@@ -12,6 +12,8 @@ Theory of operation. What we are follows from the live plan: its coordinator, on
 A `Proposal` is in flight or not. It goes from asking for the term (only when the term changes) to asking for votes, and
 ends live, expired, or overtaken by a plan above its base. A tick drives everything that waits: sixteen times a
 heartbeat where somebody's death would be noticed, else twice.
+
+This file is long because every event of coordination comes in by one door, which is one thing to read.
 """
 
 import random
@@ -240,14 +242,14 @@ class CoordinationCore:
             # gone over to the other's revision.
             self.newest_revision = max(self.newest_revision, heartbeat.revision)
             self.governor.roster.lose(source)
-            return [Reply(message=self._answer(heartbeat, leads=self.is_coordinator, done=False))]
+            return [Reply(message=self._answer(heartbeat, now_s, leads=self.is_coordinator, done=False))]
         live = self.chain.live
         leads = self.is_coordinator or (live is None and self.me == self.owner and heartbeat.plan_sequence == 0)
         if leads and not self.governor.hear(source, heartbeat, now_s):
             return [Reply(message=Refusal(reason="this run has all the peers it can count"))]
         ledger = self.governor.ledger
         self.done = self.done or (leads and (ledger.done or (heartbeat.done and ledger.is_near_the_end)))
-        commands: list[Command] = [Reply(message=self._answer(heartbeat, leads=leads, done=self.done))]
+        commands: list[Command] = [Reply(message=self._answer(heartbeat, now_s, leads=leads, done=self.done))]
         commands += self._planning.reported(heartbeat.plan_sequence, now_s)
         commands += [Alarm(text=text) for text in self.governor.complaints]
         self.governor.complaints.clear()
@@ -255,9 +257,15 @@ class CoordinationCore:
             self._tenure.heard(source, heartbeat, live.plan, now_s)
         return commands + (self._tell(now_s) if leads else [])
 
-    def _answer(self, heartbeat: Heartbeat, *, leads: bool, done: bool) -> HeartbeatReply:
+    def _answer(self, heartbeat: Heartbeat, now_s: float, *, leads: bool, done: bool) -> HeartbeatReply:
         return answer_heartbeat(
-            self.chain, heartbeat, coordinator=self.coordinator, leads=leads, done=done, revision=self.revision
+            self.chain,
+            heartbeat,
+            coordinator=self.coordinator,
+            leads=leads,
+            done=done,
+            revision=self.revision,
+            pace=self.governor.ledger.pace.tell(now_s),
         )
 
     def _grant(self, source: PeerID, request: TermRequest, base: SignedPlan, now_s: float) -> list[Command]:
@@ -305,6 +313,8 @@ class CoordinationCore:
                 self.newest_revision = max(self.newest_revision, reply.revision)
                 self.done = self.done or (reply.done and reply.revision == self.revision)
                 self._watch.replied(event.peer, reply, self.plan, me=self.me, took_s=event.took_s, now_s=now_s)
+                if reply.is_coordinator and not self.is_coordinator and event.peer == self.coordinator:
+                    self.governor.ledger.pace.take_over(reply.pace, now_s)
                 return commands + self._planning.remind(event.peer, reply)
             case Ping():
                 self._watch.answered(event.peer, self.plan, took_s=event.took_s, now_s=now_s)

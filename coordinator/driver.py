@@ -367,7 +367,7 @@ class Coordination:
         if self._notices.is_due(own.advert):
             self._spawn(self._notices.advertise(own.advert))
         own = msgspec.structs.replace(own, done=self._core.done)
-        heartbeat, sent = self._reports.enclose(own)
+        heartbeat, sent = self._reports.enclose(own, self._clock.now_s())
         asked_s = self._clock.now_s()
         try:
             reply = await self._endpoint.ask(target, heartbeat, HeartbeatReply, timeout_s=self._timeout_s)

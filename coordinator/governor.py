@@ -82,6 +82,7 @@ class Governor:
             heartbeat_s=swarm.heartbeat_s,
             validates=training.validation_interval_steps > 0,
             lead_steps=training.s_max + 1,
+            tokens_per_step=self.spec.tokens_per_step,
         )
         self._survey = Survey(self.spec)
         self._improvement = Improvement(swarm.heartbeat_s, enabled=isinstance(self.allocator, Searching))
@@ -141,7 +142,7 @@ class Governor:
             for peer, advert in will.roster:
                 self.roster.expect(peer, advert, now_s)
             self.begun_s = now_s - max(0.0, will.elapsed_s)
-            self.ledger.take_over(will)
+            self.ledger.take_over(will, now_s)
             if not continuing:
                 self._notes.inherit(will.plans, now_s)
         for peer in plan.members:
@@ -303,7 +304,7 @@ class Governor:
             loss=self.ledger.loss,
             validation_loss=self.ledger.validation_loss,
             validation_step=self.ledger.validation_step,
-            tokens_per_s=self.ledger.tokens_per_s,
+            pace=self.ledger.pace.tell(now_s),
             staleness_steps_mean=self.ledger.staleness_mean,
             elapsed_s=self._elapsed_s(now_s),
             searched=self._improvement.has_searched(live.plan),
@@ -316,7 +317,7 @@ class Governor:
     def tell(self, live: Plan, now_s: float, *, flush: bool = False) -> list[StepRecord]:
         return self.ledger.tell(now_s, term=live.term, peers=len(live.members), flush=flush)
 
-    def status(self, live: Plan, now_s: float) -> SwarmStatus:
+    def status(self, live: Plan, now_s: float, *, owner: PeerID) -> SwarmStatus:
         elapsed_s = self._elapsed_s(now_s)
         return swarm_status(
             self.run,
@@ -326,6 +327,7 @@ class Governor:
             self.ledger,
             self.experts,
             self._notes.tell(now_s),
+            owner=owner,
             elapsed_s=elapsed_s,
             now_s=now_s,
         )

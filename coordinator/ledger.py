@@ -12,14 +12,11 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from shoal.coordinator.pace import AGE_S_MAX, Pace
 from shoal.protocol.messages import CommitReport, HandOver, ValidationReport
 
 HISTORY_STEPS = 1024
 """Steps whose records are kept; a report for an older one counts as a repetition."""
-RATE_COMMITS = 16
-"""Commits over which tokens/s are measured: reports come in bursts of one heartbeat, a step may be shorter."""
-RATE_COMMITS_MIN = 4
-"""Fewer say little about a rate: until then a predecessor's holds."""
 PATIENCE_HEARTBEATS = 2.0
 
 
@@ -61,6 +58,7 @@ class Ledger:
         heartbeat_s: float,
         validates: bool,
         lead_steps: int,
+        tokens_per_step: int,
     ) -> None:
         self.era = 0
         """Of everything in here that is not history."""
@@ -75,7 +73,6 @@ class Ledger:
         self._reports: dict[int, dict[int, CommitReport]] = {}
         self._untold: dict[int, float] = {}
         self._told: deque[int] = deque(maxlen=HISTORY_STEPS)
-        self._commits: deque[tuple[float, int]] = deque(maxlen=RATE_COMMITS)
         self._validation: ValidationReport | None = None
         self._validation_told = -1
         self._versions = [0] * num_stages
@@ -90,7 +87,7 @@ class Ledger:
         self._norms: dict[int, dict[int, float]] = {}
         """Step -> group -> norm of the gradient of the group's layers; experts' groups too."""
         self.staleness_mean = 0.0
-        self._inherited_tokens_per_s = 0.0
+        self.pace = Pace(tokens_per_step=tokens_per_step)
 
     @property
     def step(self) -> int:
@@ -114,20 +111,10 @@ class Ledger:
         """Whether to believe somebody who says that the run is done: what we lack may be its last reports."""
         return self.version_max >= self._steps - self._lead_steps
 
-    @property
-    def tokens_per_s(self) -> float:
-        if len(self._commits) < RATE_COMMITS_MIN:
-            return self._inherited_tokens_per_s
-        elapsed_s = self._commits[-1][0] - self._commits[0][0]
-        tokens = sum(tokens for _, tokens in list(self._commits)[1:])
-        return tokens / elapsed_s if elapsed_s > 0 else 0.0
-
     def rewind(self, era: int, version: int) -> None:
         """From now on only `era` counts, which begins at `version`."""
-        # The new era's first rate would be that of its first report after the pause.
-        self._inherited_tokens_per_s = self.tokens_per_s
-        self._commits.clear()
         self.era = era
+        self.pace.begin_era(era, version)
         self._versions = [min(version, self._steps)] * self._num_stages
         self._expert_versions = [min(version, self._steps)] * len(self._expert_versions)
         self._reports = {step: by_stage for step, by_stage in self._reports.items() if step < version}
@@ -171,7 +158,8 @@ class Ledger:
             self._note_norm(report)
             self.note_version(report.stage, report.step + 1)
             if report.stage == self._num_stages - 1:
-                self._commits.append((now_s, report.tokens))
+                age_s = min(max(0.0, report.age_s), AGE_S_MAX)
+                self.pace.committed(report.era, report.step, report.tokens, now_s - age_s)
                 if report.step not in self._told:
                     self._untold[report.step] = now_s
                 if report.loss is not None and report.step >= self._loss_step:
@@ -206,8 +194,9 @@ class Ledger:
                 self._validation = report
                 self.validation_loss, self.validation_step = report.loss, report.step
 
-    def take_over(self, will: HandOver) -> None:
-        """What the coordinator before us knew and we do not. Nothing of another era."""
+    def take_over(self, will: HandOver, now_s: float) -> None:
+        """What the coordinator before us knew and we do not. Nothing of another era, except how fast the run is."""
+        self.pace.take_over(will.pace, now_s)
         if will.era != self.era:
             return
         if will.loss is not None and will.version > self._loss_step:
@@ -217,7 +206,6 @@ class Ledger:
         for stage in range(self._num_stages):
             self.note_version(stage, will.version - self._lead_steps)  # no stage is further behind
         self.staleness_mean = will.staleness_steps_mean
-        self._inherited_tokens_per_s = will.tokens_per_s
 
     def tell(self, now_s: float, *, term: int, peers: int, flush: bool = False) -> list[StepRecord]:
         """Records of steps that are due, in step order; all that have a loss with `flush`."""
@@ -230,11 +218,13 @@ class Ledger:
             if flush or complete or now_s >= self._untold[step] + self._patience_s:
                 del self._untold[step]
                 self._told.append(step)
-                records.append(self._record(step, by_stage, term=term, peers=peers))
+                records.append(self._record(step, by_stage, now_s, term=term, peers=peers))
         self.history.extend(records)
         return records
 
-    def _record(self, step: int, by_stage: dict[int, CommitReport], *, term: int, peers: int) -> StepRecord:
+    def _record(
+        self, step: int, by_stage: dict[int, CommitReport], now_s: float, *, term: int, peers: int
+    ) -> StepRecord:
         reports = list(by_stage.values())
         last = by_stage.get(self._num_stages - 1)
         self.staleness_mean = _mean(reports, lambda report: report.staleness_steps_mean)
@@ -248,7 +238,7 @@ class Ledger:
             loss=last.loss if last else None,
             validation_loss=validation.loss if validation else None,
             validation_step=validation.step if validation else None,
-            tokens_per_s=self.tokens_per_s,
+            tokens_per_s=self.pace.tokens_per_s(now_s),
             staleness_mean=self.staleness_mean,
             duplicates=sum(report.duplicates for report in reports),
             given_up=sum(report.given_up for report in reports),

@@ -1,5 +1,6 @@
 """Who is there: the last heartbeat of every peer, and when its silence means that it is gone. Pure."""
 
+import math
 from dataclasses import dataclass, field
 
 from shoal.coordinator.allocate.interface import MeasuredPeer
@@ -15,6 +16,13 @@ OVERDUE_HEARTBEATS = 1.1
 MEMORY_HEARTBEATS = 60.0
 DOUBT_HEARTBEATS = 2.0
 FORGOTTEN_HEARTBEATS = 60.0
+
+
+def span(said_s: float | None) -> float | None:
+    """A duration as another peer tells it, which may be anything."""
+    if said_s is None:
+        return None
+    return said_s if math.isfinite(said_s) and said_s >= 0.0 else 0.0
 
 
 @dataclass(slots=True)
@@ -171,6 +179,9 @@ class Roster:
         if seen is None or seen.advert is None:
             return None
         beat = seen.heartbeat
+        paused_s = span(beat.paused_s) if beat else None
+        if paused_s is not None:
+            paused_s += now_s - seen.arrivals.last_s
         return PeerStatus(
             peer=peer,
             name=seen.advert.name,
@@ -184,6 +195,7 @@ class Roster:
             window=beat.window if beat else 0,
             share=round(share, 4),
             flop_per_s=seen.advert.flop_per_s,
+            paused_s=paused_s,
         )
 
     def _arrivals(self, now_s: float) -> Arrivals:

@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 
+from shoal.coordinator.era import disks_of
 from shoal.coordinator.experts.groups import ExpertPlaces
 from shoal.coordinator.ledger import Ledger
 from shoal.coordinator.roster import Roster
+from shoal.coordinator.standing import risks, waits_for
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import ExpertStatus, PlanNote, SwarmStatus
 from shoal.protocol.plan import Plan
@@ -25,16 +27,19 @@ def swarm_status(
     experts: ExpertPlaces,
     plans: tuple[PlanNote, ...],
     *,
+    owner: PeerID,
     elapsed_s: float,
     now_s: float,
 ) -> SwarmStatus:
-    """Args: plans: the live ones of late; elapsed_s: since the run began."""
+    """Args: plans: the live ones of late; owner: of the run; elapsed_s: since the run began."""
     ids = sorted({*live.members, *roster.alive(now_s)}, key=lambda peer: (_stage_key(live, peer), peer))
     shares = _shares(live)
     told = (
         roster.status(peer, live.stage_of(peer), now_s, share=shares.get(peer, 0.0)) for peer in ids[:STATUS_PEERS_MAX]
     )
     peers = tuple(peer for peer in told if peer is not None)
+    tokens_per_s, stands_s = ledger.pace.tokens_per_s(now_s), ledger.pace.stands_s(now_s)
+    tokens_left = (spec.training.steps - ledger.step) * spec.tokens_per_step
     return SwarmStatus(
         run=run,
         name=spec.name,
@@ -44,7 +49,7 @@ def swarm_status(
         plan_reason=live.reason,
         step=ledger.step,
         steps=spec.training.steps,
-        tokens_per_s=ledger.tokens_per_s,
+        tokens_per_s=tokens_per_s,
         loss=ledger.loss,
         validation_loss=ledger.validation_loss,
         validation_step=ledger.validation_step,
@@ -55,6 +60,10 @@ def swarm_status(
         elapsed_s=elapsed_s,
         plans=plans,
         experts=_experts(live, roster, experts, [peer.peer for peer in peers]),
+        left_s=tokens_left / tokens_per_s if tokens_per_s > 0.0 and not stands_s else None,
+        stands_s=stands_s,
+        waits_for="" if tokens_left <= 0 else waits_for(live, roster, owner, now_s),
+        risks=risks(live, roster, disks_of(roster, now_s), spec.model, step=ledger.version_max, now_s=now_s),
     )
 
 

@@ -5,6 +5,7 @@ from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import (
     Heartbeat,
     HeartbeatReply,
+    PaceMark,
     PlanOffer,
     PlanVote,
     Standing,
@@ -53,10 +54,18 @@ def answer_offer(
 
 
 def answer_heartbeat(
-    chain: PlanChain, heartbeat: Heartbeat, *, coordinator: PeerID, leads: bool, done: bool, revision: int = 0
+    chain: PlanChain,
+    heartbeat: Heartbeat,
+    *,
+    coordinator: PeerID,
+    leads: bool,
+    done: bool,
+    revision: int = 0,
+    pace: tuple[PaceMark, ...] = (),
 ) -> HeartbeatReply:
     """Args:
-    coordinator: as far as we know; leads: whether we may speak as the coordinator; revision: of our spec.
+    coordinator: as far as we know; leads: whether we may speak as the coordinator; revision: of our spec; pace: as we
+        know it.
     """
     live = chain.live
     behind = live is not None and heartbeat.plan_sequence <= live.plan.sequence and heartbeat.plan_digest != live.digest
@@ -67,6 +76,7 @@ def answer_heartbeat(
         plan=live.envelope if live and behind else b"",
         done=done,
         revision=revision,
+        pace=pace if leads else (),
     )
 
 

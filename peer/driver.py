@@ -85,7 +85,7 @@ class PeerDriver:
         self._compute = compute
         self._spec, self._arithmetic, self._name = spec, arithmetic, name
         self._meter = meter or LinkMeter(clock)
-        self.reports = Reports(endpoint, on_commit=on_commit, on_validation=on_validation)
+        self.reports = Reports(endpoint, clock, on_commit=on_commit, on_validation=on_validation)
         self._on_state = on_state
         self._memory_bytes = memory_bytes
         self._probe: DeviceProbe | None = None
@@ -96,7 +96,7 @@ class PeerDriver:
         self._renewing = False
         self._links: dict[PeerID, LinkReport] = {}
         self._draining = False
-        self.pausing = Pausing(tenures=lambda: self._tenures, on_change=self._say_hello)
+        self.pausing = Pausing(clock, tenures=lambda: self._tenures, on_change=self._say_hello)
         self._tasks = Tasks(self._fail)
         self._neighbours = Neighbours(
             endpoint=endpoint,
@@ -224,6 +224,7 @@ class PeerDriver:
             silent=self._neighbours.silent,
             forward_s=replica.pipeline.forward_s if replica else 0.0,
             window=window.size if window else 0,
+            paused_s=self.pausing.paused_s,
         )
 
     # --- plans ---

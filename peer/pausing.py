@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from shoal.peer.tenures import Tenure
+from shoal.protocol.ports import Clock
 
 BACKWARDS_S: Final = 0.5
 """How long gradients that come back are still worth a backward. With the job that runs then: within a second,
@@ -29,20 +30,28 @@ class Pausing:
     on_change: what we say of ourselves has changed.
     """
 
-    def __init__(self, *, tenures: Callable[[], Sequence[Tenure]], on_change: Callable[[], None]) -> None:
+    def __init__(self, clock: Clock, *, tenures: Callable[[], Sequence[Tenure]], on_change: Callable[[], None]) -> None:
         self.is_leaving = False
         """The next plan should do without us."""
         self._tenures = tenures
         self._on_change = on_change
+        self._clock = clock
+        self._since_s = 0.0
         self._task: asyncio.Task[None] | None = None
 
     @property
     def is_paused(self) -> bool:
         return self._task is not None
 
+    @property
+    def paused_s(self) -> float | None:
+        """For how long it has paused; None: it does not."""
+        return self._clock.now_s() - self._since_s if self.is_paused else None
+
     def pause(self) -> None:
         """Again does nothing."""
         if self._task is None:
+            self._since_s = self._clock.now_s()
             self._task = asyncio.create_task(self._pause(), name="pause")
 
     def resume(self) -> None:

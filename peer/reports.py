@@ -8,6 +8,7 @@ import msgspec
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.limits import REPORTS_PER_HEARTBEAT_MAX
 from shoal.protocol.messages import CommitReport, ValidationReport
+from shoal.protocol.ports import Clock
 
 
 class Reports:
@@ -19,14 +20,16 @@ class Reports:
     def __init__(
         self,
         endpoint: Endpoint,
+        clock: Clock,
         *,
         on_commit: Callable[[CommitReport], None] | None,
         on_validation: Callable[[ValidationReport], None] | None,
     ) -> None:
-        self._endpoint = endpoint
+        self._endpoint, self._clock = endpoint, clock
         self._on_commit = on_commit
         self._on_validation = on_validation
-        self._commits: list[CommitReport] = []
+        self._commits: list[tuple[CommitReport, float]] = []
+        """With the time of the commit."""
         self.validations: deque[ValidationReport] = deque(maxlen=1)
         """The newest that we led."""
 
@@ -36,12 +39,13 @@ class Reports:
             self._commits[:REPORTS_PER_HEARTBEAT_MAX],
             self._commits[REPORTS_PER_HEARTBEAT_MAX:],
         )
-        return tuple(taken)
+        now_s = self._clock.now_s()
+        return tuple(msgspec.structs.replace(report, age_s=now_s - at_s) for report, at_s in taken)
 
     def committed(self, report: CommitReport) -> None:
         """Ours to report."""
         report = msgspec.structs.replace(report, era=self._endpoint.era)
-        self._commits.append(report)
+        self._commits.append((report, self._clock.now_s()))
         self.witnessed(report)
 
     def witnessed(self, report: CommitReport) -> None:

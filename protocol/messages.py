@@ -86,6 +86,8 @@ class CommitReport(_Part, frozen=True, kw_only=True):
     """Members whose state was another; they fetch the group's."""
     gradient_norm: float | None = None
     """2-norm of the reduced gradient of the group's layers, before clipping; None: the sender did not step itself."""
+    age_s: float = 0.0
+    """Since the commit, when the report was sent: it may have waited for a coordinator."""
 
 
 class ValidationReport(_Part, frozen=True, kw_only=True):
@@ -103,6 +105,18 @@ class Holding(_Part, frozen=True):
     version: int
     layers: tuple[str, ...]
     """Layer keys."""
+
+
+class PaceMark(_Part, frozen=True, array_like=True):
+    """One point of the run's progress (`coordinator.pace`): `age_s` ago the steps up to `step` were committed."""
+
+    era: int
+    step: int
+    age_s: float
+    num_steps: int
+    """Since the mark before."""
+    tokens: int
+    """Since the mark before."""
 
 
 # --- peer and coordinator ---
@@ -142,6 +156,8 @@ class Heartbeat(_Message, frozen=True, kw_only=True):
     """The sender has coordinated the run to its last step, or was told so: a coordinator may have missed reports."""
     revision: int = 0
     """Of the spec that the sender trains by. A coordinator that goes by another does not count the sender in."""
+    paused_s: float | None = None
+    """For how long the sender's owner has had the device back; None: the sender is not paused."""
 
 
 class HeartbeatReply(_Message, frozen=True):
@@ -155,6 +171,8 @@ class HeartbeatReply(_Message, frozen=True):
     """The run has reached its last step."""
     revision: int = 0
     """Of the spec that the sender trains by: `done` is said of that one."""
+    pace: tuple[PaceMark, ...] = ()
+    """Of late, oldest first: whoever coordinates next goes on from it."""
 
 
 class TermRequest(_Message, frozen=True):
@@ -221,7 +239,8 @@ class HandOver(_Message, frozen=True, kw_only=True):
     validation_loss: float | None = None
     validation_step: int | None = None
     """The version that was validated."""
-    tokens_per_s: float = 0.0
+    pace: tuple[PaceMark, ...] = ()
+    """As in `HeartbeatReply`."""
     staleness_steps_mean: float = 0.0
     elapsed_s: float = 0.0
     """Since the run's first plan."""
@@ -288,6 +307,8 @@ class PeerStatus(_Part, frozen=True, omit_defaults=True):
     """Of its stage's traffic, by the plan; 0 for a spare."""
     flop_per_s: float = 0.0
     """By its probe."""
+    paused_s: float | None = None
+    """For how long its owner has had the device back; None: it is not paused."""
 
 
 class ExpertStatus(_Part, frozen=True, omit_defaults=True):
@@ -336,6 +357,7 @@ class SwarmStatus(_Message, frozen=True, kw_only=True, omit_defaults=True):
     step: int
     steps: int
     tokens_per_s: float
+    """Over the last minute, or the last few steps if these are slow; standstills count (`coordinator.pace`)."""
     loss: float | None
     validation_loss: float | None
     validation_step: int | None = None
@@ -351,6 +373,14 @@ class SwarmStatus(_Message, frozen=True, kw_only=True, omit_defaults=True):
     """The newest that the coordinator has obeyed, oldest first."""
     experts: tuple[ExpertStatus, ...] = ()
     """By stage and expert; none if every member holds whole layers."""
+    left_s: float | None = None
+    """Until the last step, at the rate of `tokens_per_s`; None: not known, or nothing moves."""
+    stands_s: float = 0.0
+    """For how long no step has been committed, once that is longer than a step takes; 0: the run goes on."""
+    waits_for: str = ""
+    """Who or what keeps the run from going on, in words; empty: nothing that is known."""
+    risks: tuple[str, ...] = ()
+    """What would be lost with one peer, in sentences."""
 
 
 class PastCommit(_Part, frozen=True, array_like=True):

@@ -1,7 +1,11 @@
+import math
+
 import pytest
 
 from shoal.coordinator.ledger import HISTORY_STEPS, PATIENCE_HEARTBEATS, Ledger
-from shoal.protocol.messages import CommitReport, HandOver, ValidationReport
+from shoal.protocol.messages import CommitReport, HandOver, PaceMark, ValidationReport
+
+MARKS = tuple(PaceMark(era=0, step=9 - age, age_s=6.0 * age, num_steps=1, tokens=5400) for age in reversed(range(10)))
 
 
 def commit(stage, step, *, loss=None, tokens=1000, staleness=0.0, duplicates=0, given_up=0, **says):
@@ -20,7 +24,9 @@ def commit(stage, step, *, loss=None, tokens=1000, staleness=0.0, duplicates=0, 
 
 @pytest.fixture
 def ledger():
-    return Ledger(num_stages=3, steps=100, microbatches=8, heartbeat_s=1.0, validates=False, lead_steps=2)
+    return Ledger(
+        num_stages=3, steps=100, microbatches=8, heartbeat_s=1.0, validates=False, lead_steps=2, tokens_per_step=1000
+    )
 
 
 def tell(ledger, now_s, **how):
@@ -83,11 +89,21 @@ def test_reports_that_cannot_be_are_ignored(ledger, bad):
     assert ledger.version_max == 0
 
 
-def test_tokens_per_second_over_recent_commits(ledger):
-    assert ledger.tokens_per_s == 0.0
+def test_the_pace_is_that_of_the_last_stage_from_when_it_committed(ledger):
     for step in range(40):
-        ledger.note_commits([commit(2, step, tokens=500 if step < 20 else 1000)], 2.0 * step)
-    assert ledger.tokens_per_s == pytest.approx(500.0)
+        ledger.note_commits([commit(0, step), commit(2, step, tokens=600)], 2.0 * step)
+    assert ledger.pace.tokens_per_s(78.0) == pytest.approx(300.0)
+    ledger.note_commits([commit(2, step, tokens=600, age_s=80.0 - 2.0 * (step - 40)) for step in range(40, 60)], 160.0)
+    assert ledger.pace.tokens_per_s(160.0) == pytest.approx(100.0), (
+        "of the last minute 10 steps, which waited for a coordinator"
+    )
+
+
+@pytest.mark.parametrize("age_s", [math.inf, math.nan, -5.0])
+def test_an_age_that_cannot_be_does_no_harm(ledger, age_s):
+    for step in range(4):
+        ledger.note_commits([commit(2, step, age_s=age_s)], 2.0 * step)
+    assert math.isfinite(ledger.pace.tokens_per_s(6.0))
 
 
 def test_a_validation_is_told_once_with_the_next_step(ledger):
@@ -102,7 +118,7 @@ def test_a_validation_is_told_once_with_the_next_step(ledger):
 
 
 def test_the_successor_knows_the_loss_until_it_hears_a_newer_one(ledger):
-    ledger.take_over(HandOver(plan=b"", roster=(), version=31, loss=3.3, validation_loss=3.4))
+    ledger.take_over(HandOver(plan=b"", roster=(), version=31, loss=3.3, validation_loss=3.4), 0.0)
     assert (ledger.loss, ledger.validation_loss) == (3.3, 3.4)
     ledger.note_commits([commit(2, 29, loss=9.9)], 0.0)
     assert ledger.loss == 3.3
@@ -111,7 +127,9 @@ def test_the_successor_knows_the_loss_until_it_hears_a_newer_one(ledger):
 
 
 def test_memory_is_bounded():
-    ledger = Ledger(num_stages=1, steps=10**6, microbatches=8, heartbeat_s=1.0, validates=False, lead_steps=2)
+    ledger = Ledger(
+        num_stages=1, steps=10**6, microbatches=8, heartbeat_s=1.0, validates=False, lead_steps=2, tokens_per_step=1000
+    )
     for step in range(3 * HISTORY_STEPS):
         ledger.note_commits([commit(0, step, loss=1.0)], float(step))
         tell(ledger, float(step))
@@ -121,7 +139,9 @@ def test_memory_is_bounded():
 
 
 def test_a_run_is_done_when_its_last_version_is_validated() -> None:
-    ledger = Ledger(num_stages=1, steps=2, microbatches=8, heartbeat_s=1.0, validates=True, lead_steps=2)
+    ledger = Ledger(
+        num_stages=1, steps=2, microbatches=8, heartbeat_s=1.0, validates=True, lead_steps=2, tokens_per_step=1000
+    )
     ledger.note_commits([commit(0, 0, loss=3.0), commit(0, 1, loss=2.0)], now_s=1.0)
     assert [record.step for record in ledger.tell(1.0, term=1, peers=1)] == [0]
     assert not ledger.done
@@ -132,14 +152,15 @@ def test_a_run_is_done_when_its_last_version_is_validated() -> None:
 
 
 def test_a_successor_goes_on_from_what_it_was_told() -> None:
-    ledger = Ledger(num_stages=3, steps=100, microbatches=8, heartbeat_s=1.0, validates=True, lead_steps=2)
+    ledger = Ledger(
+        num_stages=3, steps=100, microbatches=8, heartbeat_s=1.0, validates=True, lead_steps=2, tokens_per_step=1000
+    )
     ledger.take_over(
-        HandOver(
-            plan=b"", roster=(), version=50, loss=2.0, validation_loss=2.5, tokens_per_s=900.0, staleness_steps_mean=0.5
-        )
+        HandOver(plan=b"", roster=(), version=50, loss=2.0, validation_loss=2.5, pace=MARKS, staleness_steps_mean=0.5),
+        70.0,
     )
     assert (ledger.step, ledger.loss, ledger.validation_loss) == (48, 2.0, 2.5)
-    assert (ledger.tokens_per_s, ledger.staleness_mean) == (900.0, 0.5)
+    assert (ledger.pace.tokens_per_s(70.0), ledger.staleness_mean) == (900.0, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -168,10 +189,10 @@ def test_the_ledger_goes_back_with_the_run(ledger):
         tell(ledger, float(step))
     ledger.note_commits([commit(2, 60, loss=0.0)], 60.0)
     ledger.note_validations([ValidationReport(step=40, loss=4.0, microbatches=1)])
-    rate = ledger.tokens_per_s
+    rate = ledger.pace.tokens_per_s(60.0)
     ledger.rewind(1, 50)
     assert (ledger.era, ledger.step, ledger.version_max) == (1, 50, 50)
-    assert ledger.tokens_per_s == rate, "until the new era's is known"
+    assert ledger.pace.tokens_per_s(60.0) == rate, "what was computed was computed"
     assert tell(ledger, 100.0, flush=True) == [], "the old era's step 60 did not happen"
     late = [commit(stage, 50, loss=9.9) for stage in range(3)]
     assert ledger.note_commits(late, 101.0) == [], "not wrong, only late"
@@ -197,14 +218,16 @@ def test_a_validation_above_the_beginning_is_forgotten(ledger):
 
 def test_what_is_told_of_another_era_changes_nothing(ledger):
     ledger.rewind(2, 10)
-    ledger.take_over(HandOver(plan=b"", roster=(), era=1, version=50, loss=1.0, tokens_per_s=7.0))
-    assert (ledger.step, ledger.loss, ledger.tokens_per_s) == (10, None, 0.0)
-    ledger.take_over(HandOver(plan=b"", roster=(), era=2, version=50, loss=1.0))
+    ledger.take_over(HandOver(plan=b"", roster=(), era=1, version=50, loss=1.0), 0.0)
+    assert (ledger.step, ledger.loss) == (10, None)
+    ledger.take_over(HandOver(plan=b"", roster=(), era=2, version=50, loss=1.0), 0.0)
     assert (ledger.step, ledger.loss) == (48, 1.0)
 
 
 def test_a_run_that_goes_back_is_not_done():
-    ledger = Ledger(num_stages=1, steps=2, microbatches=8, heartbeat_s=1.0, validates=True, lead_steps=2)
+    ledger = Ledger(
+        num_stages=1, steps=2, microbatches=8, heartbeat_s=1.0, validates=True, lead_steps=2, tokens_per_step=1000
+    )
     ledger.note_commits([commit(0, 1, loss=2.0)], 0.0)
     ledger.note_validations([ValidationReport(step=2, loss=1.5, microbatches=4)])
     assert ledger.done
@@ -214,7 +237,14 @@ def test_a_run_that_goes_back_is_not_done():
 
 def test_the_run_is_done_when_its_experts_have_the_last_step_too() -> None:
     ledger = Ledger(
-        num_stages=1, num_experts=2, steps=1, microbatches=8, heartbeat_s=1.0, validates=False, lead_steps=2
+        num_stages=1,
+        num_experts=2,
+        steps=1,
+        microbatches=8,
+        heartbeat_s=1.0,
+        validates=False,
+        lead_steps=2,
+        tokens_per_step=1000,
     )
     ledger.note_version(0, 1)
     ledger.note_version(1, 1)

@@ -13,18 +13,18 @@ def steps(heartbeat):
 
 def test_reports_go_with_the_heartbeat_that_brought_them(make_heartbeat):
     outbox = ReportOutbox()
-    heartbeat, sent = outbox.enclose(make_heartbeat("a", validations=(report(1), report(2))))
+    heartbeat, sent = outbox.enclose(make_heartbeat("a", validations=(report(1), report(2))), 0.0)
     assert steps(heartbeat) == [1, 2]
     outbox.arrived(sent)
-    heartbeat, _ = outbox.enclose(make_heartbeat("a"))
+    heartbeat, _ = outbox.enclose(make_heartbeat("a"), 0.0)
     assert steps(heartbeat) == []
 
 
 def test_what_did_not_arrive_goes_again_before_what_is_new(make_heartbeat):
     outbox = ReportOutbox()
-    _, sent = outbox.enclose(make_heartbeat("a", validations=(report(1),)))
+    _, sent = outbox.enclose(make_heartbeat("a", validations=(report(1),)), 0.0)
     outbox.failed(sent)
-    heartbeat, sent = outbox.enclose(make_heartbeat("a", validations=(report(2),)))
+    heartbeat, sent = outbox.enclose(make_heartbeat("a", validations=(report(2),)), 0.0)
     assert steps(heartbeat) == [1, 2]
     outbox.arrived(sent)
     assert len(outbox) == 0
@@ -32,31 +32,31 @@ def test_what_did_not_arrive_goes_again_before_what_is_new(make_heartbeat):
 
 def test_while_one_heartbeat_is_under_way_the_next_carries_none(make_heartbeat):
     outbox = ReportOutbox()
-    _, first = outbox.enclose(make_heartbeat("a", validations=(report(1),)))
-    heartbeat, second = outbox.enclose(make_heartbeat("a", validations=(report(2),)))
+    _, first = outbox.enclose(make_heartbeat("a", validations=(report(1),)), 0.0)
+    heartbeat, second = outbox.enclose(make_heartbeat("a", validations=(report(2),)), 0.0)
     assert steps(heartbeat) == []
     outbox.arrived(second)
     outbox.arrived(first)
-    heartbeat, _ = outbox.enclose(make_heartbeat("a"))
+    heartbeat, _ = outbox.enclose(make_heartbeat("a"), 0.0)
     assert steps(heartbeat) == [2]
 
 
 def test_many_reports_go_a_few_at_a_time_oldest_first(make_heartbeat):
     outbox = ReportOutbox()
-    heartbeat, sent = outbox.enclose(make_heartbeat("a", validations=tuple(report(step) for step in range(40))))
+    heartbeat, sent = outbox.enclose(make_heartbeat("a", validations=tuple(report(step) for step in range(40))), 0.0)
     gone = steps(heartbeat)
     while sent:
         assert len(sent) <= REPORTS_PER_HEARTBEAT_MAX
         outbox.arrived(sent)
-        heartbeat, sent = outbox.enclose(make_heartbeat("a"))
+        heartbeat, sent = outbox.enclose(make_heartbeat("a"), 0.0)
         gone += steps(heartbeat)
     assert gone == list(range(40))
 
 
 def test_without_a_coordinator_the_oldest_are_forgotten(make_heartbeat):
     outbox = ReportOutbox()
-    _, sent = outbox.enclose(make_heartbeat("a", validations=(report(0),)))
-    outbox.enclose(make_heartbeat("a", validations=tuple(report(step) for step in range(1, WAITING_MAX + 1))))
+    _, sent = outbox.enclose(make_heartbeat("a", validations=(report(0),)), 0.0)
+    outbox.enclose(make_heartbeat("a", validations=tuple(report(step) for step in range(1, WAITING_MAX + 1))), 0.0)
     assert len(outbox) == WAITING_MAX
     outbox.arrived(sent)
     assert len(outbox) == WAITING_MAX, "what was under way had been forgotten, nothing else may go"

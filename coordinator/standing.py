@@ -1,0 +1,108 @@
+"""What people are told of a run that cannot go on, and of what it would lose with one peer: sentences. Pure.
+
+One place makes them, and `SwarmStatus` carries them: every terminal, page and script says the same.
+"""
+
+from collections.abc import Sequence
+
+from shoal.coordinator.chain import is_quorum
+from shoal.coordinator.era import Disks, holders
+from shoal.coordinator.roster import Roster, span
+from shoal.protocol.identity import PeerID
+from shoal.protocol.layers import group_keys
+from shoal.protocol.plan import Plan
+from shoal.protocol.spec import ModelSpec
+
+SILENT_HEARTBEATS = 2.5
+"""A member that has not been heard for so long is said not to answer."""
+NAMED_MAX = 3
+"""More would not fit on a line."""
+
+
+def waits_for(live: Plan, roster: Roster, owner: PeerID, now_s: float) -> str:
+    """Why the run cannot go on: the first stage of which nobody can work now, and why not. Empty: nothing is known.
+
+    Such as "stage 1: its only holder, bob, is paused, for 40 s".
+    """
+    for index, stage in enumerate(live.stages):
+        found = [(member.peer, _hindrance(member.peer, live, roster, now_s)) for member in stage.members]
+        if not found:
+            return f"stage {index}: nobody holds it"
+        if all(why for _, why in found):
+            return f"stage {index}: {_listed(found, roster)}"
+    if not is_quorum({live.coordinator, *roster.alive(now_s)}, live.members, owner):
+        gone = sum(peer != live.coordinator and roster.is_gone(peer, now_s) for peer in live.members)
+        return f"half of the peers: {gone} of {len(live.members)} do not answer (`shoal recover` goes on without them)"
+    return ""
+
+
+def risks(live: Plan, roster: Roster, disks: Disks, model: ModelSpec, *, step: int, now_s: float) -> tuple[str, ...]:
+    """Which stages' training is on one machine alone: one holder, and no snapshot of it on another peer's disk."""
+    if step <= 0:
+        return ()  # the seed makes it again
+    alone: list[tuple[int, PeerID]] = []
+    for index, held in enumerate(holders(live, roster, disks, model, fresh=False, now_s=now_s)[: len(live.stages)]):
+        if len(held) == 1:
+            (holder,) = held
+            if not _has_copy(disks, holder, frozenset(group_keys(model, live, index))):
+                alone.append((index, holder))
+    if len(alone) == 1:
+        ((index, holder),) = alone
+        return (f"only {name_of(holder, roster)} has what stage {index} has learnt: no other machine has a copy",)
+    if alone:
+        stages = _joined([str(index) for index, _ in alone])
+        return (f"what stages {stages} have learnt is on one machine each: no other machine has a copy",)
+    return ()
+
+
+def name_of(peer: PeerID, roster: Roster) -> str:
+    """As the peer calls itself, or the end of its identifier."""
+    presence = roster.presences.get(peer)
+    return (presence.advert.name if presence is not None and presence.advert is not None else "") or peer[-8:]
+
+
+def seconds(span_s: float) -> str:
+    """`40 s`, `7 min`, `3 h`."""
+    if span_s < 120.0:
+        return f"{span_s:.0f} s"
+    return f"{span_s / 60.0:.0f} min" if span_s < 7200.0 else f"{span_s / 3600.0:.0f} h"
+
+
+def _hindrance(peer: PeerID, live: Plan, roster: Roster, now_s: float) -> str:
+    """Why `peer` cannot work for its stage now; empty: it can."""
+    presence = roster.presences.get(peer)
+    beat = presence.heartbeat if presence is not None else None
+    if presence is None or beat is None:
+        return "has not been heard yet"
+    silent_s = now_s - presence.arrivals.last_s
+    if presence.said_goodbye:
+        return "has left"
+    if presence.left or silent_s > SILENT_HEARTBEATS * roster.heartbeat_s:
+        return f"does not answer, for {seconds(silent_s)}"
+    paused_s = span(beat.paused_s)
+    if paused_s is not None:
+        return f"is paused, for {seconds(paused_s + silent_s)}"
+    if beat.era != live.era or not beat.synced or beat.stage != live.stage_of(peer):
+        return "is fetching its state"
+    return "is leaving" if beat.draining else ""
+
+
+def _listed(found: Sequence[tuple[PeerID, str]], roster: Roster) -> str:
+    if len(found) == 1:
+        ((peer, why),) = found
+        return f"its only holder, {name_of(peer, roster)}, {why}"
+    if len(found) > NAMED_MAX:
+        return f"none of its {len(found)} holders can work: {name_of(found[0][0], roster)} {found[0][1]}, …"
+    return _joined([f"{name_of(peer, roster)} {why}" for peer, why in found])
+
+
+def _joined(parts: Sequence[str]) -> str:
+    return f"{', '.join(parts[:-1])} and {parts[-1]}" if len(parts) > 1 else parts[0]
+
+
+def _has_copy(disks: Disks, holder: PeerID, keys: frozenset[str]) -> bool:
+    """Whether some snapshot has all of `keys` on disks of others than `holder`."""
+    return any(
+        keys <= frozenset().union(*(held for peer, held in parts.items() if peer != holder))
+        for parts in disks.parts.values()
+    )
