@@ -1,4 +1,7 @@
-"""Coordination of one peer on its endpoint, directory and clock: carries out what the core decides."""
+"""Coordination of one peer on its endpoint, directory and clock: carries out what the core decides.
+
+This file is long because every call of coordination is answered, and every command carried out, in one place.
+"""
 
 import asyncio
 import contextlib

@@ -1,7 +1,7 @@
 """A peer: obeys plans, holds a replica of a stage when it is given one, reports to whoever coordinates.
 
 Open this file first: `obey` is where work begins, `heartbeat` what the coordinator hears. The replica (`replica.py`)
-does the training.
+does the training. This file is long because what a peer is made of is wired together in one place.
 """
 
 import asyncio

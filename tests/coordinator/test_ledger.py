@@ -271,7 +271,14 @@ def test_a_gradient_norm_is_unknown_if_a_stage_does_not_tell_a_number(ledger, no
 
 def test_a_gradient_norm_of_placed_experts_counts_their_groups_too():
     ledger = Ledger(
-        num_stages=1, num_experts=2, steps=9, microbatches=8, heartbeat_s=1.0, validates=False, lead_steps=2
+        num_stages=1,
+        num_experts=2,
+        steps=9,
+        microbatches=8,
+        heartbeat_s=1.0,
+        validates=False,
+        lead_steps=2,
+        tokens_per_step=1,
     )
     ledger.note_commits([commit(group, 0, gradient_norm=norm) for group, norm in ((1, 3.0), (2, 6.0))], 0.0)
     ledger.note_commits([commit(0, 0, gradient_norm=2.0)], 0.0)
