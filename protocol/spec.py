@@ -3,6 +3,8 @@
 TOML -> `RunSpec` (frozen, checked), nothing reads a global or an environment variable later. The run's identifier is
 the hash of the owner's key and of what cannot change in the spec, so two peers with the same run id and the same
 revision agree on every field.
+
+This file is long because every field of a run file is in it, with what it means.
 """
 
 from pathlib import Path
