@@ -258,6 +258,8 @@ class CoordinationCore:
         return commands + (self._tell(now_s) if leads else [])
 
     def _answer(self, heartbeat: Heartbeat, now_s: float, *, leads: bool, done: bool) -> HeartbeatReply:
+        live = self.chain.live
+        is_of_our_era = self.is_coordinator and live is not None and heartbeat.era == live.plan.era
         return answer_heartbeat(
             self.chain,
             heartbeat,
@@ -266,6 +268,7 @@ class CoordinationCore:
             done=done,
             revision=self.revision,
             pace=self.governor.ledger.pace.tell(now_s),
+            save_at=self.governor.save_at(live.plan, now_s) if live is not None and is_of_our_era else 0,
         )
 
     def _grant(self, source: PeerID, request: TermRequest, base: SignedPlan, now_s: float) -> list[Command]:

@@ -100,6 +100,7 @@ class Coordination:
         run_blocking: runs searches for a layout, which may take a minute; inline in virtual time.
         on_step: called with every step that completes while this peer coordinates; around a hand-over a step may be
             told twice, by two peers.
+        on_save: called with the version of which the coordinator wants a snapshot of every stage, maybe several times.
     """
 
     def __init__(
@@ -117,10 +118,11 @@ class Coordination:
         rng: random.Random,
         run_blocking: RunBlocking = inline,
         on_step: Callable[[StepRecord], None] | None = None,
+        on_save: Callable[[int], None] | None = None,
     ) -> None:
         self._endpoint, self._directory, self._clock = endpoint, directory, clock
         self._spec = spec
-        self._heartbeat, self._on_plan, self._on_step = heartbeat, on_plan, on_step
+        self._heartbeat, self._on_plan, self._on_step, self._on_save = heartbeat, on_plan, on_step, on_save
         self._core = CoordinationCore(
             run=endpoint.run,
             me=endpoint.peer_id,
@@ -386,6 +388,8 @@ class Coordination:
         if reply.is_coordinator and target == self._core.coordinator:
             self._heard_s = self._clock.now_s()
             self._reports.arrived(sent)
+            if reply.save_at and self._on_save is not None:
+                self._on_save(reply.save_at)
         else:
             self._reports.failed(sent)
         self._feed(Answered(peer=target, asked=heartbeat, reply=reply, live=live, took_s=self._clock.now_s() - asked_s))

@@ -19,9 +19,9 @@ from shoal.protocol.spec import ModelSpec
 PATIENCE_HEARTBEATS = 3.0
 """How long a holder that is alive may be without its state, or may not have said so yet: it may be fetching it."""
 MISSING_HEARTBEATS = 30.0
-"""How long to wait for the disks that would make a snapshot whole, before the run begins again from its seed."""
+"""How long to wait at least for the disks that would make a newer snapshot whole, before the run goes on without."""
 RESIGNED_HEARTBEATS = 3.0
-"""How long who has waited in vain has to make the plan that does without, before the role may move on."""
+"""Time for the plan that does without those disks, before the role may move on."""
 ERA_MAX = 1 << 48
 """What claims a later era is not believed: the next one's number must still fit in a plan."""
 
@@ -53,6 +53,11 @@ class Disks:
         return cls(parts=parts)
 
     @property
+    def newest(self) -> tuple[int, int] | None:
+        """The last (era, version) of which any layer is on a disk."""
+        return max(self.parts, default=None)
+
+    @property
     def era_max(self) -> int:
         """-1: there are none."""
         return max((era for era, _ in self.parts), default=-1)
@@ -82,6 +87,7 @@ class HolderWatch:
         self._begun_s = now_s
         self._held: dict[int, tuple[float, frozenset[PeerID]]] = {}
         self._lost_s: float | None = None
+        self._wait_s = 0.0
 
     def lost(
         self, plan: Plan, holders: Sequence[frozenset[PeerID]], alive: Collection[PeerID], now_s: float
@@ -103,16 +109,21 @@ class HolderWatch:
             self._lost_s = None
         return tuple(lost)
 
-    def is_hopeless(self, now_s: float) -> bool:
-        """What is lost has been so for long enough to give up on disks that are not here. Ask only if it is."""
+    def is_hopeless(self, now_s: float, *, relearn_s: float = 0.0) -> bool:
+        """Whether the wait for disks that are not here is over. Ask only while a stage has lost its state.
+
+        Args: relearn_s: how long it would take to train again what those disks have. The wait is as long as that, so
+            that waiting in vain and training again in vain cost the same at most.
+        """
         self._lost_s = now_s if self._lost_s is None else self._lost_s
-        return now_s >= self._lost_s + MISSING_HEARTBEATS * self._heartbeat_s
+        self._wait_s = max(MISSING_HEARTBEATS * self._heartbeat_s, relearn_s)
+        return now_s >= self._lost_s + self._wait_s
 
     def is_waiting(self, now_s: float) -> bool:
         """Somebody has asked whether it is hopeless, and it was not, or became so a moment ago."""
         if self._lost_s is None:
             return False
-        return now_s < self._lost_s + (MISSING_HEARTBEATS + RESIGNED_HEARTBEATS) * self._heartbeat_s
+        return now_s < self._lost_s + self._wait_s + RESIGNED_HEARTBEATS * self._heartbeat_s
 
 
 def disks_of(roster: Roster, now_s: float, *, among: Layout | None = None) -> Disks:

@@ -9,6 +9,7 @@ import msgspec
 
 from shoal.coordinator import election
 from shoal.coordinator.allocate.interface import NO_MOVES, Allocator, Layout, MeasuredPeer, NoLayout, Searching
+from shoal.coordinator.cost.workload import Workload
 from shoal.coordinator.era import (
     Beginning,
     Disks,
@@ -26,14 +27,15 @@ from shoal.coordinator.ledger import Ledger, StepRecord
 from shoal.coordinator.plan_notes import PlanNotes
 from shoal.coordinator.proposal import Draft
 from shoal.coordinator.roster import Roster
+from shoal.coordinator.snapshots import SnapshotSchedule
 from shoal.coordinator.status import swarm_status
 from shoal.coordinator.survey import Survey
 from shoal.protocol.identity import PeerID
+from shoal.protocol.layers import held_keys
 from shoal.protocol.messages import HandOver, Heartbeat, Reset, SwarmStatus
 from shoal.protocol.plan import Plan, SignedPlan
 from shoal.protocol.spec import RunSpec
 
-WAITING_FOR_DISKS = "waiting for the disks that have the rest of a snapshot"
 LOOKING_FOR_FIRST = "looking for a first layout"
 NETWORK_PEERS_MAX = 256
 """For more than these a repaired plan's shares follow speeds alone: what lies between them takes too long to put
@@ -64,6 +66,7 @@ class Governor:
     _job: SearchJob | None = None
     _holders: HolderWatch = field(init=False)
     _notes: PlanNotes = field(default_factory=PlanNotes)
+    _snapshots: SnapshotSchedule = field(init=False)
     _members: frozenset[PeerID] = frozenset()
     """Of the live plan."""
 
@@ -83,6 +86,9 @@ class Governor:
             validates=training.validation_interval_steps > 0,
             lead_steps=training.s_max + 1,
             tokens_per_step=self.spec.tokens_per_step,
+        )
+        self._snapshots = SnapshotSchedule(
+            interval_s=swarm.snapshot_interval_s, heartbeat_s=swarm.heartbeat_s, lead_steps=training.s_max + 1
         )
         self._survey = Survey(self.spec)
         self._improvement = Improvement(swarm.heartbeat_s, enabled=isinstance(self.allocator, Searching))
@@ -120,6 +126,7 @@ class Governor:
         self._survey.obey(plan)
         if plan.era != self.ledger.era:
             self.ledger.rewind(plan.era, plan.restore_version)
+            self._snapshots.begin()
             self._holders = HolderWatch(self.spec.swarm.heartbeat_s, now_s)
 
     def begin_term(self, plan: Plan, now_s: float, *, continuing: bool, silent: PeerID | None) -> None:
@@ -136,6 +143,7 @@ class Governor:
         if not continuing:
             # What we knew in an earlier term of ours is stale: who had left may be back, who drained may be gone.
             self.roster = Roster(self.spec.swarm.heartbeat_s)
+            self._snapshots.begin()
             self._improvement.begin_term(plan, now_s, searched=will is not None and will.searched)
             self._survey.begin_term(plan)
         if will is not None:
@@ -183,8 +191,8 @@ class Governor:
             return (None, reason) if layout is None else (Draft(layout=layout), reason)
         # All have died and forgotten their plans; some have kept their snapshots.
         beginning = next_beginning(None, self.roster, disks, self.spec.model, placed=self._placed)
-        if beginning.version == 0 and not self._holders.is_hopeless(now_s):
-            return None, WAITING_FOR_DISKS
+        if awaited := self._awaited(disks, beginning, now_s):
+            return None, awaited
         return _restarted(layout, beginning, "restart from disk")
 
     def next_plan(self, live: Plan, now_s: float, *, sequence: int) -> tuple[Draft | None, str]:
@@ -211,10 +219,13 @@ class Governor:
             within = disks_of(self.roster, now_s, among=layout)  # from others nobody could fetch a snapshot
             beginning = next_beginning(live, self.roster, within, self.spec.model, placed=self._placed)
             what = f"{group_name(live, lost[0])} has no holder left"
-            if beginning.version or disks.era_max < 0 or self._holders.is_hopeless(now_s):
+            # Where a part of the swarm trains on, an older snapshot at once is better than a newer one later.
+            waits = beginning.version == 0 or not any(held)
+            awaited = self._awaited(disks, beginning, now_s) if waits else ""
+            if not awaited:
                 return _restarted(layout, beginning, what)
             if swarm == self._settled_for:
-                return None, f"{what}: {WAITING_FOR_DISKS}"
+                return None, f"{what}: {awaited}"
         if layout.places() == places_of(live):
             if under_way:
                 # Who restarts, or comes to this plan late, must not begin the era again.
@@ -223,6 +234,32 @@ class Governor:
             self._settled_for = swarm
             return None, ""
         return Draft(layout=layout), layout.reason
+
+    def _awaited(self, disks: Disks, beginning: Beginning, now_s: float) -> str:
+        """What to wait for before the run goes back to `beginning`, as a sentence; empty: for nothing (any more).
+
+        A newer snapshot than that is on the disks that are here, but not all of it: a peer that comes back may have
+        the rest. Whoever left politely has saved its layers, and the others theirs, at one version.
+        """
+        newest = disks.newest
+        if newest is None or newest <= (beginning.from_era, beginning.version):
+            return ""
+        version = newest[1]
+        steps = max(1, version - beginning.version)
+        if self._holders.is_hopeless(now_s, relearn_s=steps * self._step_s_at_best(now_s)):
+            return ""
+        missing = set(held_keys(self.spec.model, placed=self._placed)) - disks.layers(newest)
+        keys = [key for key in held_keys(self.spec.model, placed=self._placed) if key in missing]
+        layers = keys[0] if len(keys) == 1 else f"{keys[0]} to {keys[-1]}"
+        return f"waiting for a peer that has {layers} of step {version} on its disk"
+
+    def _step_s_at_best(self, now_s: float) -> float:
+        """Seconds a step of those who are here, if none of their devices ever waited; 0: not known."""
+        workload = Workload.of(self.spec)
+        adverts = (self.roster.presences[peer].advert for peer in self.roster.alive(now_s))
+        flop_per_s = sum(advert.flop_per_s for advert in adverts if advert is not None)
+        flop = workload.microbatches * workload.job_flop(0, workload.num_layers)
+        return flop / flop_per_s if flop_per_s > 0 else 0.0
 
     def awaits_disks(self, now_s: float) -> bool:
         """Whether a snapshot may still become whole. Who has begun to wait sees it through: it may take longer than a
@@ -293,6 +330,13 @@ class Governor:
         """Who may coordinate the next term, first in turn first."""
         candidates = (peer for peer in live.members if self.roster.may_coordinate(peer, now_s))
         return election.rank(self.run, live.term + 1, candidates)
+
+    def save_at(self, live: Plan, now_s: float) -> int:
+        """Of which version every stage of `live` is to write a snapshot; 0: none is due."""
+        if self._snapshots.is_due_to_look(now_s):
+            beats = (self.roster.presences[peer].heartbeat for peer in self.roster.alive(now_s))
+            self._snapshots.look((beat for beat in beats if beat is not None and beat.era == live.era), now_s)
+        return self._snapshots.save_at
 
     def will(self, live: SignedPlan, now_s: float) -> HandOver:
         """What the successor should know, as far as it fits into a message."""

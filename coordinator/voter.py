@@ -62,10 +62,11 @@ def answer_heartbeat(
     done: bool,
     revision: int = 0,
     pace: tuple[PaceMark, ...] = (),
+    save_at: int = 0,
 ) -> HeartbeatReply:
     """Args:
     coordinator: as far as we know; leads: whether we may speak as the coordinator; revision: of our spec; pace: as we
-        know it.
+        know it; save_at: of which version a snapshot is due.
     """
     live = chain.live
     behind = live is not None and heartbeat.plan_sequence <= live.plan.sequence and heartbeat.plan_digest != live.digest
@@ -77,6 +78,7 @@ def answer_heartbeat(
         done=done,
         revision=revision,
         pace=pace if leads else (),
+        save_at=save_at,
     )
 
 

@@ -7,6 +7,7 @@ runs hundreds of them in one process.
 
 import asyncio
 import contextlib
+import logging
 import random
 from collections.abc import Awaitable, Callable
 from pathlib import PurePosixPath
@@ -36,12 +37,16 @@ from shoal.protocol.ports import Clock, Compute, Directory, Disk, Transport
 from shoal.protocol.seals import SEALS, Seals
 from shoal.protocol.spec import RunSpec, run_id
 
+LEAVE_S = 30.0
+"""For an end without loss, where nobody is in a hurry."""
 _GOODBYE_S = 2.0
 _LAST_VALIDATION_S = 10.0
 _LINGER_HEARTBEATS = 4.0
 """How long a peer of a run that is done still answers, and tells a new coordinator that it is: some may have missed a
 heartbeat or two."""
 _LEFT_BEHIND_HEARTBEATS = 20.0
+
+logger = logging.getLogger(__name__)
 
 _CPU = torch.device("cpu")
 
@@ -70,7 +75,7 @@ class Node:
         run_search: runs searches for a layout; `in_background` in life, inline in virtual time.
         on_step: sees the steps while this peer coordinates.
         on_plan: sees every plan that this peer obeys.
-        on_commit, on_validation, on_state: as `PeerDriver` has them.
+        on_commit, on_validation, on_state, say: as `PeerDriver` has them.
     """
 
     def __init__(
@@ -102,6 +107,7 @@ class Node:
         on_commit: Callable[[CommitReport], None] | None = None,
         on_validation: Callable[[ValidationReport], None] | None = None,
         on_state: Callable[[int, StageState], None] | None = None,
+        say: Callable[[str], None] = logger.info,
     ) -> None:
         self.spec = spec
         self.owner = owner
@@ -129,6 +135,7 @@ class Node:
             on_commit=on_commit,
             on_validation=on_validation,
             on_state=on_state,
+            say=say,
         )
         self.peer.server.initial = initial
         self._on_plan = on_plan
@@ -145,6 +152,7 @@ class Node:
             run_blocking=run_search,
             rng=rng,
             on_step=on_step,
+            on_save=self.peer.save_at,
         )
         self._keeper: asyncio.Task[None] | None = None
 
@@ -184,16 +192,14 @@ class Node:
         at_the_end = replica is not None and replica.version == self.spec.training.steps
         return at_the_end and self.coordination.silence_s > _LEFT_BEHIND_HEARTBEATS * self.spec.swarm.heartbeat_s
 
-    async def leave(self, *, drains: bool = True) -> None:
-        """Say good-bye. `drains`: first finish what is in flight and see it committed, which takes half a minute at
-        most; a swarm that stops as a whole must not, since nobody is left to commit.
+    async def leave(self, *, within_s: float = LEAVE_S) -> None:
+        """Finish what is in flight and see it committed, save what nobody else holds, and say good-bye.
+
+        Args: within_s: what is not finished by then others do again. The good-bye takes a little longer.
         """
-        if drains:
-            await self.peer.drain()
-            await self.coordination.close(leave=True)
-            return
+        await self.peer.drain(within_s)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_GOODBYE_S):
+            async with asyncio.timeout(None if within_s >= LEAVE_S else _GOODBYE_S):
                 await self.coordination.close(leave=True)
 
     async def close(self) -> None:

@@ -195,6 +195,7 @@ def _make_node(network: Network, run: _Run, options: Options, compute: Compute, 
         on_commit=lambda report: output.say(Committed(report=report)),
         on_validation=lambda report: output.say(Validated(report=report)),
         on_plan=lambda signed: output.say(_obeys(signed.plan)),
+        say=lambda text: output.say(Note(text=text)),
     )
 
 
@@ -264,9 +265,10 @@ async def _until_done(
         if done.done():
             done.result()
             return True
-        if stop.drains:
-            output.say(Note(text="leaving: finishing what is in flight (Ctrl-C again to quit at once)"))
-        await node.leave(drains=stop.drains)
+        output.say(
+            Note(text=f"leaving: what is in flight ends, {stop.within_s:.0f} s at most (Ctrl-C again quits at once)")
+        )
+        await node.leave(within_s=stop.within_s)
         return False
     finally:
         for task in (watching, looking, trimming, done, asked):

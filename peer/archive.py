@@ -28,6 +28,8 @@ ABANDONED_INTERVALS: Final = 10
 """Groups of layers of which we have written nothing for so long, as long as we write any, are other peers' now. All
 keep `KEPT` versions, so that no roll-back could use what is so old."""
 _COMPLAIN_S = 60.0
+_WANTED_MAX = 16
+"""Versions asked for that are still to come; more than one only where coordinators or leavers overlap."""
 
 
 class Archive:
@@ -58,6 +60,8 @@ class Archive:
         self._damaged: set[PurePosixPath] = set()
         """Not to be offered to others; found so when they were read."""
         self._complained_s = -_COMPLAIN_S
+        self._wanted: dict[int, None] = {}
+        """Versions of which somebody has asked for a snapshot, the latest asked for last."""
         self.era_begun = -1
         """The newest era that this peer may not begin any more: it has, in this life, or knows that it is under way."""
         self._groups_begun: set[int] = set()
@@ -80,7 +84,19 @@ class Archive:
         if self._disk is None or version == 0:
             return False
         interval = self._spec.swarm.snapshot_interval_steps
-        return version == self._spec.training.steps or (interval > 0 and version % interval == 0)
+        by_steps = version == self._spec.training.steps or (interval > 0 and version % interval == 0)
+        return by_steps or version in self._wanted
+
+    def want(self, version: int) -> None:
+        """Somebody asks for a snapshot of this version: it is due, beside those that are due by their number."""
+        self._wanted.pop(version, None)
+        self._wanted[version] = None
+        while len(self._wanted) > _WANTED_MAX:
+            del self._wanted[next(iter(self._wanted))]
+
+    def has(self, keys: Iterable[str], *, era: int, version: int) -> bool:
+        """Whether these layers are in one snapshot here."""
+        return any(stored.age == (era, version) and set(keys) <= set(stored.keys) for stored in self._stored.values())
 
     async def open(self) -> None:
         """Look what an earlier life of this peer has left."""

@@ -1,5 +1,6 @@
 """Copies of state on peers outside the group: who is asked to keep one, and keeping one when asked."""
 
+import asyncio
 import logging
 from collections.abc import Callable
 
@@ -16,10 +17,12 @@ from shoal.protocol.identity import PeerID
 from shoal.protocol.layers import group_keys
 from shoal.protocol.messages import Done, Keep
 from shoal.protocol.plan import Plan
+from shoal.protocol.ports import Clock
 from shoal.protocol.spec import RunSpec
 
 logger = logging.getLogger(__name__)
 
+_POLL_S = 0.05
 WRITERS = 2
 """Members of a group that write a snapshot each, and see to a copy outside each: one of them may die over it."""
 
@@ -27,6 +30,7 @@ WRITERS = 2
 class Copies:
     """Args:
     plan: the plan in force.
+    is_leaving: this peer takes no copy any more.
     """
 
     def __init__(
@@ -38,6 +42,8 @@ class Copies:
         server: StateServer,
         inbox: ChunkInbox,
         plan: Callable[[], Plan | None],
+        is_leaving: Callable[[], bool],
+        clock: Clock,
         tasks: Tasks,
         vectors: Vectors = VECTORS,
     ) -> None:
@@ -48,8 +54,12 @@ class Copies:
         self._server = server
         self._inbox = inbox
         self._plan = plan
+        self._is_leaving = is_leaving
+        self._clock = clock
         self._tasks = tasks
         self._fetching: set[tuple[PeerID, tuple[str, ...]]] = set()
+        self._saving: dict[int, asyncio.Lock] = {}
+        """By group: who leaves may want written what is being written."""
         self._given: dict[int, list[tuple[PeerID, int]]] = {}
         """By group: who was to keep which version when we last asked."""
         endpoint.on(Keep, self._on_keep)
@@ -67,11 +77,37 @@ class Copies:
         self._given[group] = under_way
         if not under_way:
             self._server.pin(state)
-        await self._archive.write(state, era=self._endpoint.era)
+        await self.save(group, state)
+        if not under_way:
+            self._given[group] += await self._offer(group, state, copies)
+
+    async def save(self, group: int, state: StageState) -> bool:
+        """Write `state` to our disk, if it is not there. Returns: whether it is."""
+        async with self._saving.setdefault(group, asyncio.Lock()):
+            era = self._endpoint.era
+            if self._archive.has(state.layers, era=era, version=state.version):
+                return True
+            return await self._archive.write(state, era=era)
+
+    async def give(self, group: int, state: StageState, *, until_s: float) -> list[PeerID]:
+        """Have others keep `state`, before we go. Returns: those that have got it by `until_s`."""
+        self._server.pin(state)
+        asked = [peer for peer, _ in await self._offer(group, state, list(range(WRITERS)))]
+        given: list[PeerID] = []
+        while len(given) < len(asked):
+            given = [peer for peer in asked if self._server.has_given(peer, state.version)]
+            if self._clock.now_s() >= until_s:
+                break
+            await asyncio.sleep(_POLL_S)
+        return given
+
+    async def _offer(self, group: int, state: StageState, copies: list[int]) -> list[tuple[PeerID, int]]:
+        """Ask for these copies. Returns: who is to keep one, of which version."""
         plan = self._plan()
-        if plan is None or under_way:
-            return
+        if plan is None:
+            return []
         outside = keepers(plan, group)
+        taken: list[tuple[PeerID, int]] = []
         message = Keep(version=state.version, layers=tuple(state.layers))
         for copy in copies:
             # Each writer begins elsewhere, so that both copies are on one peer only where there is no other.
@@ -81,14 +117,17 @@ class Copies:
                 except (Unreachable, Refused, RemoteError) as error:
                     logger.debug("no copy there: %s", error)
                 else:
-                    self._given[group].append((peer, state.version))
+                    taken.append((peer, state.version))
                     break
+        return taken
 
     async def _on_keep(self, source: PeerID, message: Keep) -> Done:
         me = self._endpoint.peer_id
         plan = self._plan()
         if not self._archive.keeps:
             raise Refused(me, "keeps nothing on disk")
+        if self._is_leaving():
+            raise Refused(me, "leaves itself")
         if plan is None or not plan.groups_of(source):
             raise Refused(me, "does not know the sender as a holder")
         if not any(message.layers == group_keys(self._spec.model, plan, group) for group in plan.groups_of(source)):

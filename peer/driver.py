@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Collection
 from shoal.peer.archive import Archive
 from shoal.peer.arithmetic import Arithmetic
 from shoal.peer.copies import Copies
+from shoal.peer.departure import Departure
 from shoal.peer.experts.seats import ExpertSeats
 from shoal.peer.experts.server import ExpertServer
 from shoal.peer.handoff.inbox import ChunkInbox
@@ -57,6 +58,7 @@ class PeerDriver:
         run_blocking: runs a function that blocks on the disk; `asyncio.to_thread` in life, inline in virtual time.
         on_commit: sees every commit of a group that this peer is in, whoever reports it to the coordinator.
         on_validation: sees every validation that this peer leads.
+        say: tells the person at this machine a sentence.
         on_state: called with (stage, state) whenever the replica has stepped or loaded one.
     """
 
@@ -77,6 +79,7 @@ class PeerDriver:
         on_commit: Callable[[CommitReport], None] | None = None,
         on_validation: Callable[[ValidationReport], None] | None = None,
         on_state: Callable[[int, StageState], None] | None = None,
+        say: Callable[[str], None] = logger.info,
     ) -> None:
         self.replica: Replica | None = None
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -97,6 +100,9 @@ class PeerDriver:
         self._links: dict[PeerID, LinkReport] = {}
         self._draining = False
         self.pausing = Pausing(clock, tenures=lambda: self._tenures, on_change=self._say_hello)
+        self._clock = clock
+        self._saved_s = clock.now_s()
+        """When our stage last wrote a snapshot, or we took our place there."""
         self._tasks = Tasks(self._fail)
         self._neighbours = Neighbours(
             endpoint=endpoint,
@@ -120,8 +126,21 @@ class PeerDriver:
             server=self.server,
             inbox=self._inbox,
             plan=lambda: self._plan.plan if self._plan else None,
+            is_leaving=lambda: self._draining,
+            clock=clock,
             tasks=self._tasks,
             vectors=vectors,
+        )
+        self._departure = Departure(
+            endpoint=endpoint,
+            clock=clock,
+            spec=spec,
+            archive=self._archive,
+            copies=self._copies,
+            tenures=lambda: self._tenures,
+            plan=lambda: self._plan.plan if self._plan else None,
+            drains=self._drains,
+            say=say,
         )
         self._link_probe = LinkProbe(endpoint=endpoint, clock=clock, vectors=vectors)
         self._surroundings = Surroundings(
@@ -161,11 +180,16 @@ class PeerDriver:
         self._probe = await probe_device(self._spec, self._compute, self._arithmetic, memory_bytes=self._memory_bytes)
 
     async def drain(self, timeout_s: float = _DRAIN_S) -> bool:
-        """Take nothing new, finish and see committed what is here. Returns: whether that came about."""
+        """Finish what is here and see it committed; what nobody else holds is saved first (`departure.py`).
+
+        Returns: whether that came about. Takes a little longer than `timeout_s` where a disk is slow.
+        """
         self._draining = True
         if self._transition:
             await asyncio.gather(self._transition, return_exceptions=True)
-        drained = all(await asyncio.gather(*(tenure.drain(timeout_s) for tenure in self._tenures)))
+        self.pausing.resume()  # what is in flight is finished; who pauses while it leaves would wait for itself
+        self._say_hello()
+        drained = await self._departure.run(timeout_s)
         await self._neighbours.flush(_FAREWELL_S)  # mates wait for the word of one who leaves
         return drained
 
@@ -225,7 +249,18 @@ class PeerDriver:
             forward_s=replica.pipeline.forward_s if replica else 0.0,
             window=window.size if window else 0,
             paused_s=self.pausing.paused_s,
+            unsaved_s=self._unsaved_s,
         )
+
+    def save_at(self, version: int) -> None:
+        """The coordinator wants a snapshot of every stage at `version`."""
+        if self.replica is not None and version > self.replica.version:
+            self._archive.want(version)
+
+    @property
+    def _unsaved_s(self) -> float:
+        keeps = self._archive.keeps and self.replica is not None and self.replica.is_ready
+        return self._clock.now_s() - self._saved_s if keeps else 0.0
 
     # --- plans ---
 
@@ -287,11 +322,12 @@ class PeerDriver:
         elif replica is not None and (renewing or (before is not None and plan.since_of(me) > before.plan.sequence)):
             logger.warning("stage %d: our state may not be our mates' any more: fetching it", replica.stage)
             await self._drop_replica()
-        if stage is None or self._draining or (self.replica is None and self._is_leaving):
+        if stage is None or (self.replica is None and self._is_leaving):
             return
         if self.replica is None:
             self._num_begun += 1
             self.replica = Replica(self._surroundings, plan, stage, incarnation=self._incarnation)
+            self._saved_s = self._clock.now_s()
             self.replica.start()
             self.pausing.begun(self.replica)
             self.replica.experts_at(me, self._hello())
@@ -346,13 +382,19 @@ class PeerDriver:
             version=replica.version if replica else 0,
             ready=replica.is_ready if replica else False,
             is_open=replica.is_open if replica else False,
-            draining=replica.is_draining or self.pausing.is_leaving if replica else self._is_leaving,
+            draining=self._is_leaving or (replica is not None and replica.is_draining),
             experts=self.experts.places,
         )
 
     @property
     def _tenures(self) -> list[Tenure]:
         return [self.replica, *self.experts.tenures] if self.replica else [*self.experts.tenures]
+
+    def _drains(self, peer: PeerID, tenure: Tenure) -> bool:
+        """Whether `peer` has said that it leaves the group of `tenure`."""
+        if tenure is self.replica:
+            return self._neighbours.drains(peer, self.replica.stage)
+        return self._neighbours.drains_from(peer, tenure.group_id)
 
     def _heard(self, source: PeerID, hello: Hello) -> None:
         for tenure in self._tenures:
@@ -392,6 +434,8 @@ class PeerDriver:
             self._on_state(tenure.group_id, state)
         if self._plan and state.version > self._plan.plan.restore_version:
             self._tasks.spawn(self._archive.note_era(self._endpoint.era, state.version), "note the era")
+        if tenure is self.replica and self._archive.is_due(state.version):
+            self._saved_s = self._clock.now_s()
         rank, num_ready = tenure.group.core.standing
         self._copies.preserve(tenure.group_id, state, rank=rank, num_ready=num_ready)
 

@@ -75,6 +75,12 @@ class Neighbours:
         hello = self._hellos.get(peer)
         return hello is not None and hello.draining and hello.stage == (-1 if stage is None else stage)
 
+    def drains_from(self, peer: PeerID, group: int) -> bool:
+        """By its last word, as a member of a group of experts' holders; who leaves the run leaves all of them."""
+        hello = self._hellos.get(peer)
+        places = hello.experts if hello is not None else ()
+        return hello is not None and any(p.group == group and (p.draining or hello.draining) for p in places)
+
     def words(self) -> list[tuple[PeerID, Hello]]:
         """The last of each, in the order of names."""
         return sorted(self._hellos.items())

@@ -87,6 +87,8 @@ class Replica(Tenure):
             self.pipeline.core.router.set_shares({m.peer: m.share for m in plan.stages[self.stage + 1].members})
         if self.pipeline.experts:
             self.pipeline.experts.follow(plan)
+        if self.claims:
+            self.claims.follow(plan)
         super().follow(plan)
         self.pipeline.refresh()
 
@@ -160,6 +162,11 @@ class Replica(Tenure):
         if self.claims:
             self.claims.drain()
         return await super().drain(timeout_s, unless=unless)
+
+    def stay(self, plan: Plan) -> None:
+        if self.claims and not self.is_paused:
+            self.claims.drain(False)
+        super().stay(plan)
 
     async def close(self) -> None:
         self.retire()

@@ -158,6 +158,8 @@ class Heartbeat(_Message, frozen=True, kw_only=True):
     """Of the spec that the sender trains by. A coordinator that goes by another does not count the sender in."""
     paused_s: float | None = None
     """For how long the sender's owner has had the device back; None: the sender is not paused."""
+    unsaved_s: float = 0.0
+    """Seconds since the sender's stage last wrote a snapshot of a version, or since the sender took its place there."""
 
 
 class HeartbeatReply(_Message, frozen=True):
@@ -173,6 +175,8 @@ class HeartbeatReply(_Message, frozen=True):
     """Of the spec that the sender trains by: `done` is said of that one."""
     pace: tuple[PaceMark, ...] = ()
     """Of late, oldest first: whoever coordinates next goes on from it."""
+    save_at: int = 0
+    """Every stage is to write a snapshot of this version when it comes to it; 0: none is due."""
 
 
 class TermRequest(_Message, frozen=True):
@@ -592,6 +596,32 @@ class Keep(EraMessage, frozen=True):
     layers: tuple[str, ...]
 
 
+class Halt(EraMessage, frozen=True):
+    """The sender leaves, and holds a stage alone: the lead of stage 0 is to begin no further step for a while.
+
+    `at_once`: nor to hand out what is left of a step that has begun, which then is not committed."""
+
+    at_once: bool = False
+
+
+class Halted(_Message, frozen=True):
+    """While the halt lasts every stage comes to `version` and none goes past it."""
+
+    version: int
+
+
+class Save(EraMessage, frozen=True):
+    """Write your layers to your disk at `version`, which every stage is about to reach. Answered when that is done."""
+
+    version: int
+
+
+class Saved(_Message, frozen=True):
+    """The sender's layers are on its disk at `version`; below the version asked for: it has not come to that yet."""
+
+    version: int
+
+
 class StateChunkRequest(EraMessage, frozen=True, kw_only=True):
     """Send elements [start, stop) of one tensor (0 parameters, 1 and 2 moments) of one layer, as StateChunk frames."""
 
@@ -659,6 +689,10 @@ Message = (
     | StateRequest
     | StateOffer
     | Keep
+    | Halt
+    | Halted
+    | Save
+    | Saved
     | StateChunkRequest
     | ReducedRequest
     | Ping

@@ -252,7 +252,10 @@ class SwarmSpec(_Section, frozen=True):
     term_s: float = 60.0
     """How long one peer is coordinator before the role moves on."""
     snapshot_interval_steps: int = 50
-    """Steps between snapshots; 0: only at the end."""
+    """Steps between snapshots; 0: by time alone."""
+    snapshot_interval_s: float = 300.0
+    """Seconds between snapshots, beside those by steps: the most that is lost when all peers are cut off power at once.
+    0: by steps alone."""
     expert_slots: int = 0
     """Experts that a member of a stage holds, each of all of the stage's layers; more where `expert_replicas` takes
     more. 0: every member holds whole layers, with all of their experts."""
@@ -269,8 +272,12 @@ class SwarmSpec(_Section, frozen=True):
             f"term_s must be at least {TERM_HEARTBEATS_MIN} heartbeats, is {self.term_s / self.heartbeat_s:.3g}",
         )
         _require(self.snapshot_interval_steps >= 0, "snapshot_interval_steps must not be negative")
+        _require(self.snapshot_interval_s >= 0, "snapshot_interval_s must not be negative")
         _require(self.expert_slots >= 0, "expert_slots must not be negative")
         _require(self.expert_replicas > 0, f"expert_replicas must be positive, is {self.expert_replicas}")
+
+
+_SWARM = SwarmSpec()
 
 
 class WireSpec(_Section, frozen=True):
@@ -442,6 +449,8 @@ def _tables(spec: RunSpec) -> dict[str, Any]:
         del tables["optimizer"]["decay_steps"]
     if not spec.continued:
         del tables["continued"]
+    if spec.swarm.snapshot_interval_s == _SWARM.snapshot_interval_s:
+        del tables["swarm"]["snapshot_interval_s"]
     if not spec.initial.digests:
         del tables["initial"]
     return tables

@@ -13,7 +13,7 @@ import msgspec
 
 from shoal.coordinator.allocate.interface import Allocator
 from shoal.coordinator.ledger import StepRecord
-from shoal.deploy.node import Node
+from shoal.deploy.node import LEAVE_S, Node
 from shoal.deploy.run_record import fetch_spec, seal_spec
 from shoal.deploy.simulate.events import Committed, Event, Failed, Finished, Held, Obeyed, Opened, Started
 from shoal.peer.data.corpus import Corpus
@@ -105,7 +105,7 @@ class SimSwarm:
         await self.until(lambda: name in self.nodes)
         return self.nodes[name]
 
-    async def leave(self, name: str) -> None:
+    async def leave(self, name: str, *, within_s: float = LEAVE_S) -> None:
         """It says good-bye, as a process does on a first signal."""
         node = self.nodes.pop(name)
         task = self._tasks.pop(name)
@@ -114,7 +114,7 @@ class SimSwarm:
         self.ended.add(name)
 
         async def go() -> None:
-            await node.leave()
+            await node.leave(within_s=within_s)
             await node.close()
 
         await self.world.peers[name].spawn(go())

@@ -16,7 +16,19 @@ from shoal.peer.tasks import Tasks
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused, RemoteError, Unreachable
 from shoal.protocol.identity import PeerID
-from shoal.protocol.messages import Again, Claim, Done, Grant, Progress, Repair, ValidationReport, ValidationResult
+from shoal.protocol.messages import (
+    Again,
+    Claim,
+    Done,
+    Grant,
+    Halt,
+    Halted,
+    Progress,
+    Repair,
+    ValidationReport,
+    ValidationResult,
+)
+from shoal.protocol.plan import Plan
 from shoal.protocol.ports import Clock
 
 logger = logging.getLogger(__name__)
@@ -27,6 +39,8 @@ _RETRY_S = 0.2
 _SHARE_MIN = 1e-3
 _STEPS_APART = 2
 """So many steps the lead may be ahead of a mate that takes part."""
+_HALT_S = 10.0
+"""How long a halt lasts that is not asked for again: who asked for it is gone, or a successor holds its stage."""
 _ASKED_MAX = 16
 """The quickest of so many answers is one that did not wait for something to become admissible."""
 
@@ -69,6 +83,7 @@ class Claims:
         self._waiting: dict[PeerID, tuple[int, asyncio.Future[list[Microbatch]]]] = {}
         self._task: asyncio.Task[None] | None = None
         self._draining = False
+        self._halts: dict[PeerID, float] = {}  # who leaves and alone holds a stage: until when no step begins for it
         self._pace = Pace()
         self._made_s: dict[PeerID, float] = {}  # when each claimant last contributed something of ours
         self._out: dict[Microbatch, tuple[PeerID, float]] = {}  # granted by us: to whom and when
@@ -78,6 +93,7 @@ class Claims:
         self._endpoint.on(Repair, self._on_repair)
         self._endpoint.on(Again, self._on_again)
         self._endpoint.on(ValidationResult, self._on_validation_result)
+        self._endpoint.on(Halt, self._on_halt)
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._claim_forever(), name="claims")
@@ -90,12 +106,17 @@ class Claims:
             self.wake()
 
     async def close(self) -> None:
-        self._endpoint.off(self._on_claim, self._on_repair, self._on_again, self._on_validation_result)
+        self._endpoint.off(self._on_claim, self._on_repair, self._on_again, self._on_validation_result, self._on_halt)
         if self._task:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         await self._tasks.cancel()
         await self._outbox.close()
+
+    def follow(self, plan: Plan) -> None:
+        """Who is not in the plan any more has left: no halt is for it."""
+        self._halts = {peer: until_s for peer, until_s in self._halts.items() if plan.has(peer)}
+        self._end_halts()
 
     def reach(self, version: int) -> None:
         """This replica is at `version`."""
@@ -236,6 +257,21 @@ class Claims:
         if choice is None:
             return Grant(items=items)
         return Grant(items=items, steps_ahead=choice.steps_ahead, gain=choice.gain)
+
+    async def _on_halt(self, source: PeerID, message: Halt) -> Halted:
+        """A peer that alone holds a stage leaves. It asks again and again, so that the halt ends soon after it has."""
+        if not self._group.is_lead:
+            raise Refused(self._endpoint.peer_id, "does not lead stage 0")
+        self._halts[source] = self._clock.now_s() + _HALT_S
+        asyncio.get_running_loop().call_later(_HALT_S + _RETRY_S, self._end_halts)
+        return Halted(version=self.book.halt(at_once=message.at_once))
+
+    def _end_halts(self) -> None:
+        now_s = self._clock.now_s()
+        self._halts = {peer: until_s for peer, until_s in self._halts.items() if until_s > now_s}
+        if not self._halts and self.book.halts_at is not None:
+            self.book.go_on()
+            self.wake()
 
     def _serve_soon(self) -> None:
         """Together with whoever else claims in this turn of the loop."""

@@ -41,6 +41,8 @@ class _Pin:
         """A newcomer fetches it, and wants what was committed since."""
         self.left: dict[PeerID, int] = {}
         """Elements that each has yet to ask for."""
+        self.served: set[PeerID] = set()
+        """Who has asked for all that it wanted."""
 
     def add(self, layers: Iterable[tuple[str, LayerState]]) -> None:
         for key, layer in layers:
@@ -99,6 +101,11 @@ class StateServer:
         self._forget_old()
         pin = self._pins.get((TRAINED, version))
         return pin is not None and peer in pin.left
+
+    def has_given(self, peer: PeerID, version: int) -> bool:
+        """Whether `peer` has got all that it wanted of that version of what is trained."""
+        pin = self._pins.get((TRAINED, version))
+        return pin is not None and peer in pin.served and peer not in pin.left
 
     def forget(self, keys: Collection[str]) -> None:
         """A tenure that held these layers is over: what it has pinned is of no use to anybody."""
@@ -191,4 +198,6 @@ class StateServer:
         left = pin.left.pop(source, 0) - (message.stop - message.start)
         if left > 0:
             pin.left[source] = left
+        else:
+            pin.served.add(source)
         return Done()

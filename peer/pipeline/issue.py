@@ -31,6 +31,8 @@ class IssueBook:
     validation_microbatches: int
     synchronous_steps: int = 0
     version: int = 0
+    halts_at: int | None = None
+    """No step from this one on is begun; None: all may be."""
     _taken: dict[int, IndexSet] = field(default_factory=dict)
     _validation: list[Microbatch] = field(default_factory=list)
     _validated_version: int = -1
@@ -69,6 +71,25 @@ class IssueBook:
                     granted.append(Microbatch(step, index))
         return granted
 
+    def halt(self, *, at_once: bool) -> int:
+        """Begin no further step until `go_on`; `at_once`: nor grant what is left of those that have begun.
+
+        Returns: the version that every stage comes to and none passes: what is granted of earlier steps is all of
+        them. Each call may name a lower one, never a higher.
+        """
+        begun = {step: taken for step, taken in self._taken.items() if len(taken)}
+        if at_once:
+            whole = (step for step in range(self.version, self.steps) if len(begun.get(step, ())) < self.microbatches)
+            halts_at = next(whole, self.steps)
+        else:
+            halts_at = max(begun, default=self.version - 1) + 1
+        self.halts_at = halts_at if self.halts_at is None else max(self.version, min(halts_at, self.halts_at))
+        return self.halts_at
+
+    def go_on(self) -> None:
+        """The halt is over."""
+        self.halts_at = None
+
     def _open_steps(self) -> list[int]:
         """Of which microbatches may be granted now, in order."""
         near = range(self.version, min(self.version + self.s_max, self.steps - 1) + 1)
@@ -77,4 +98,5 @@ class IssueBook:
             step
             for step in near
             if step - self.version <= staleness_bound(step, s_max=s_max, synchronous_steps=synchronous_steps)
+            and (self.halts_at is None or step < self.halts_at)
         ]

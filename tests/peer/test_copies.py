@@ -63,6 +63,7 @@ class Peer:
         self.endpoint = Endpoint(self.sim.identity, self.sim.transport, run="run")
         self.disk = SimDisk(Random(0), name) if has_disk else None
         self.state: StageState | None = None
+        self.is_leaving = False
 
         async def inline(work: Callable[[], object]) -> object:
             return work()
@@ -80,6 +81,8 @@ class Peer:
             server=server,
             inbox=ChunkInbox(self.endpoint),
             plan=plan,
+            is_leaving=lambda: self.is_leaving,
+            clock=self.sim.clock,
             tasks=self.tasks,
         )
 

@@ -1,0 +1,227 @@
+"""How a peer leaves, so that nothing that was learnt goes with it.
+
+Where a mate stays that holds the same layers, we drain: what is here ends and is committed (`Tenure.drain`). Where
+none does, we are the last holder, and our layers would be lost to everybody until we come back. Then:
+
+    halt   stage 0's lead begins no further step (`Halt`) and names the version that every stage comes to
+    save   at that version every member writes its layers to its disk (`Save`), and we ask others to keep copies of ours
+    stay   if a new plan gives our place to somebody, until it holds our layers
+
+So the disks have a whole snapshot of one version, from which the swarm goes on, whether all of it stops or only we do.
+Work on a step that is not committed by then is done again. Each part is bounded in time, all of them together too.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from shoal.peer.archive import Archive
+from shoal.peer.copies import Copies
+from shoal.peer.tenures import Tenure
+from shoal.protocol.endpoint import Endpoint
+from shoal.protocol.errors import Refused, RemoteError, Unreachable
+from shoal.protocol.identity import PeerID
+from shoal.protocol.messages import Halt, Halted, Save, Saved
+from shoal.protocol.plan import Plan
+from shoal.protocol.ports import Clock
+from shoal.protocol.spec import RunSpec
+
+logger = logging.getLogger(__name__)
+
+_HALT_SHARE: Final = 0.6
+"""Of the time that we have, what waiting for the halt may take; its second half gives a step up that has begun."""
+_ASK_AGAIN_S: Final = 1.0
+"""A halt is asked for again so often: stage 0 may have another lead, which knows of none."""
+_SAVE_S: Final = 60.0
+"""How long the write to our own disk may take, whatever the time that we were given: it is what we stay for."""
+_ANSWER_S: Final = 4.0
+"""How long an answer to `Save` waits for the version; less than a call may take."""
+_PLAN_HEARTBEATS: Final = 2.0
+"""How long it takes until a plan could name a successor: our heartbeat on the way there, and the votes."""
+_POLL_S: Final = 0.02
+_STEPS_AHEAD_MAX: Final = 64
+"""A version to be saved that is farther ahead than this is a mistake of its sender."""
+
+
+class Departure:
+    """Args:
+    tenures: ours.
+    plan: the newest that we have.
+    drains: whether a peer has said that it leaves, as a member of the tenure's group.
+    say: tells the person at this machine a sentence.
+    """
+
+    def __init__(
+        self,
+        *,
+        endpoint: Endpoint,
+        clock: Clock,
+        spec: RunSpec,
+        archive: Archive,
+        copies: Copies,
+        tenures: Callable[[], Sequence[Tenure]],
+        plan: Callable[[], Plan | None],
+        drains: Callable[[PeerID, Tenure], bool],
+        say: Callable[[str], None],
+    ) -> None:
+        self._endpoint, self._clock, self._spec = endpoint, clock, spec
+        self._archive, self._copies = archive, copies
+        self._tenures, self._plan, self._drains, self._say = tenures, plan, drains, say
+        self._halts_at: int | None = None
+        endpoint.on(Save, self._on_save)
+
+    async def run(self, timeout_s: float) -> bool:
+        """Leave all groups. Returns: whether everything here is committed, or saved."""
+        until_s = self._clock.now_s() + timeout_s
+        left = await asyncio.gather(*(self._leave(tenure, until_s) for tenure in self._tenures()))
+        return all(left)
+
+    # --- one group ---
+
+    async def _leave(self, tenure: Tenure, until_s: float) -> bool:
+        began_s = self._clock.now_s()
+        saved = False
+        while (left_s := until_s - self._clock.now_s()) > 0.0:
+            if not self._is_last(tenure):
+                if saved:
+                    await self._until_counted_out(until_s)
+                if await tenure.drain(left_s, unless=lambda: self._is_last(tenure)):
+                    return True
+                if not self._is_last(tenure) or (plan := self._plan()) is None:
+                    return saved
+                tenure.stay(plan)  # as the last one we take traffic until the halt
+            elif not saved:
+                await self._halt(tenure, until_s)
+                saved = await self._save(tenure, until_s)
+            elif not self._may_have_successor(tenure, began_s):
+                return True
+            else:
+                await asyncio.sleep(_POLL_S)
+        return saved
+
+    def _is_last(self, tenure: Tenure) -> bool:
+        """Whether our layers would go with us. Of several last ones that leave at once the first by rank is it."""
+        core = tenure.group.core
+        if not tenure.is_ready or tenure.version >= self._spec.training.steps:
+            return False
+        if any(not self._drains(mate, tenure) for mate in core.holders):
+            return False
+        rank, _ = core.standing
+        return rank == 0
+
+    def _may_have_successor(self, tenure: Tenure, began_s: float) -> bool:
+        """A plan names somebody who has yet to fetch our layers; or the plan that could do so may be on its way."""
+        plan = self._plan()
+        if plan is None:
+            return False
+        mates = [peer for peer in tenure.group.core.mates if not self._drains(peer, tenure)]
+        is_early = self._clock.now_s() < began_s + _PLAN_HEARTBEATS * self._spec.swarm.heartbeat_s
+        return bool(mates) or (is_early and len(plan.members) > len(plan.stages))
+
+    async def _until_counted_out(self, until_s: float) -> None:
+        """A successor holds our layers. Stay until the coordinator has heard so too, and has made a plan without us:
+        to a coordinator that has not, our good-bye would mean that the layers are lost."""
+        until_s = min(until_s, self._clock.now_s() + 2 * _PLAN_HEARTBEATS * self._spec.swarm.heartbeat_s)
+        while self._clock.now_s() < until_s:
+            plan = self._plan()
+            if plan is None or not plan.groups_of(self._endpoint.peer_id):
+                return
+            await asyncio.sleep(_POLL_S)
+
+    # --- halt ---
+
+    async def _halt(self, tenure: Tenure, until_s: float) -> None:
+        """Until `tenure` is at the version at which everybody stops; or as far as it gets in its time."""
+        began_s = self._clock.now_s()
+        half_s = (until_s - began_s) * _HALT_SHARE / 2
+        heartbeat_s = self._spec.swarm.heartbeat_s
+        answered_s = began_s
+        while (now_s := self._clock.now_s()) < began_s + 2 * half_s and self._is_last(tenure):
+            halts_at = await self._ask_for_halt(at_once=now_s >= began_s + half_s)
+            if halts_at is not None:
+                self._halts_at, answered_s = halts_at, now_s
+            elif now_s >= answered_s + _PLAN_HEARTBEATS * heartbeat_s:
+                return  # nobody leads stage 0 any more, so no step begins
+            again_s = self._clock.now_s() + _ASK_AGAIN_S
+            while self._clock.now_s() < again_s and self._is_last(tenure):
+                if self._halts_at is not None and tenure.version >= self._halts_at:
+                    return
+                await asyncio.sleep(_POLL_S)
+        logger.warning("left without the end of a step: version %d", tenure.version)
+
+    async def _ask_for_halt(self, *, at_once: bool) -> int | None:
+        """The version at which everybody stops; None: nobody leads stage 0 now."""
+        plan = self._plan()
+        for peer in plan.stages[0].peers if plan is not None else ():
+            try:
+                reply = await self._endpoint.ask(peer, Halt(at_once=at_once), Halted, timeout_s=_ASK_AGAIN_S)
+            except (Unreachable, Refused, RemoteError) as error:
+                logger.debug("no halt: %s", error)
+            else:
+                return reply.version
+        return None
+
+    # --- save ---
+
+    async def _save(self, tenure: Tenure, until_s: float) -> bool:
+        """Ours first, since it is what nobody else has. Returns: whether our disk has it."""
+        state = tenure.state
+        assert state is not None, "only a tenure that is ready can be the last"
+        if state.version == 0:
+            return True  # anybody can make that
+        others = asyncio.create_task(self._ask_others_to_save(state.version, until_s), name="ask others to save")
+        saved = False
+        try:
+            async with asyncio.timeout(max(_SAVE_S, until_s - self._clock.now_s())):
+                saved = await self._copies.save(tenure.group_id, state)
+            if saved:
+                keys = list(state.layers)
+                layers = keys[0] if len(keys) == 1 else f"{keys[0]} to {keys[-1]}"
+                self._say(f"saved {layers} at step {state.version}: the run can go on from there")
+            keepers = await self._copies.give(tenure.group_id, state, until_s=until_s)
+            if keepers:
+                self._say(f"copies of that are on {len(keepers)} other machine{'s' if len(keepers) > 1 else ''}")
+        except TimeoutError:
+            logger.error("the disk took longer than %.0f s: version %d is not saved", _SAVE_S, state.version)
+        finally:
+            await others
+        return saved
+
+    async def _ask_others_to_save(self, version: int, until_s: float) -> None:
+        plan = self._plan()
+        others = [peer for peer in plan.members if peer != self._endpoint.peer_id] if plan is not None else []
+        await asyncio.gather(*(self._ask_to_save(peer, version, until_s) for peer in others))
+
+    async def _ask_to_save(self, peer: PeerID, version: int, until_s: float) -> None:
+        while (left_s := until_s - self._clock.now_s()) > 0.0:
+            try:
+                timeout_s = min(left_s, _ANSWER_S + 1.0)
+                reply = await self._endpoint.ask(peer, Save(version=version), Saved, timeout_s=timeout_s)
+            except (Unreachable, Refused, RemoteError) as error:
+                logger.info("%s saves nothing: %s", peer[-8:], error)  # it may have saved and gone
+                return
+            if reply.version >= version:
+                return
+
+    async def _on_save(self, source: PeerID, message: Save) -> Saved:
+        me, plan = self._endpoint.peer_id, self._plan()
+        if plan is None or not plan.groups_of(source):
+            raise Refused(me, "does not know the sender as a holder")
+        if not self._archive.keeps:
+            raise Refused(me, "keeps nothing on disk")
+        tenures = [tenure for tenure in self._tenures() if tenure.is_ready]
+        newest = max((tenure.version for tenure in tenures), default=message.version)
+        if not 0 < message.version <= newest + _STEPS_AHEAD_MAX:
+            raise RemoteError(source, f"asks for version {message.version} to be saved, at version {newest}")
+        self._archive.want(message.version)
+        until_s = self._clock.now_s() + _ANSWER_S
+        for tenure in tenures:
+            while tenure.is_ready and tenure.version < message.version:
+                if self._clock.now_s() >= until_s:
+                    return Saved(version=tenure.version)
+                await asyncio.sleep(_POLL_S)
+            state = tenure.state
+            if tenure.is_ready and state is not None and state.version == message.version:
+                await self._copies.save(tenure.group_id, state)
+        return Saved(version=message.version)
