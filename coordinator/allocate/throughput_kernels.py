@@ -15,6 +15,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import njit
 
+_kernel = njit(cache=True, nogil=True, error_model="numpy", no_cfunc_wrapper=True)
+_inner = njit(cache=True, error_model="numpy", no_cfunc_wrapper=True, no_cpython_wrapper=True)
+"""Python calls only a `_kernel`. A wrapper that takes 60 arrays out of a tuple is a third of what a function costs to
+compile: with a wrapper for each function the first search on a machine took 42 s of CPU, without them it takes 27."""
 FLOW_ROUNDS = 6
 IMPOSSIBLE = 1e9
 """Costs from here on are of placements that cannot be; more is further from one that can."""
@@ -121,7 +125,7 @@ class State(NamedTuple):
     """[C]"""
 
 
-@njit(cache=True)
+@_kernel
 def draw(state):
     """uint64: SplitMix64 (Steele, Lea, Flood 2014). state: uint64 [1]."""
     state[0] += np.uint64(0x9E3779B97F4A7C15)
@@ -131,19 +135,19 @@ def draw(state):
     return z ^ (z >> np.uint64(31))
 
 
-@njit(cache=True)
+@_inner
 def below(state, n):
     """int64 in [0, n), n < 2^32."""
     return np.int64(((draw(state) >> np.uint64(32)) * np.uint64(n)) >> np.uint64(32))
 
 
-@njit(cache=True)
+@_inner
 def unit(state):
     """float64 in [0, 1)."""
     return np.float64(draw(state) >> np.uint64(11)) * (1.0 / 9007199254740992.0)
 
 
-@njit(cache=True)
+@_kernel
 def exchange_rates(latency, rate, weight, frame_bytes, credit_bytes, q):
     """Fill q [N, N]: `paths.both_ways` in frames/s, for all pairs."""
     frames = max(1.0, np.floor(credit_bytes / frame_bytes))
@@ -162,7 +166,7 @@ def exchange_rates(latency, rate, weight, frame_bytes, credit_bytes, q):
 # --- one stage ---
 
 
-@njit(cache=True)
+@_inner
 def _scan_paths(P, S, k):
     """Rates of the members of stage k to both neighbours, and how they share its reduction. Returns: work."""
     K = len(S.count)
@@ -187,7 +191,7 @@ def _scan_paths(P, S, k):
     return work + _scan_mates(P, S, k)
 
 
-@njit(cache=True)
+@_inner
 def _scan_mates(P, S, k):
     n = S.count[k]
     whole = 0.0
@@ -234,7 +238,7 @@ def _scan_mates(P, S, k):
     return 3 * n * n
 
 
-@njit(cache=True)
+@_inner
 def _loads(P, S, k, first, last):
     """What each member of stage k sends over its card in a step, if its layers were these."""
     gradient = P.gradient_bytes * (P.parameters_to[last] - P.parameters_to[first])
@@ -247,7 +251,7 @@ def _loads(P, S, k, first, last):
         S.load[d] = share * P.cut_bytes * (S.away_out[d] + S.away_in[d]) + S.reduced[d] * gradient
 
 
-@njit(cache=True)
+@_inner
 def _card_part(P, S, d):
     """bytes/s of its card that are d's."""
     rate = P.card_rate[P.card[d]]
@@ -256,14 +260,14 @@ def _card_part(P, S, d):
     return rate * (S.load[d] / S.card_load[P.card[d]])
 
 
-@njit(cache=True)
+@_inner
 def _job(P, first, last):
     """FLOP of a microbatch there and back, `Workload.job_flop`."""
     per_flop = P.loss_per_flop if last == P.flop_to.size - 1 else P.job_per_flop
     return per_flop * (P.flop_to[last] - P.flop_to[first])
 
 
-@njit(cache=True)
+@_inner
 def _saturate(P, S, k, first, last):
     """T_stage of stage k with these layers; fills card, slope, offset and taken of its members. Returns: (seconds,
     seconds of the reduction alone)."""
@@ -307,7 +311,7 @@ def _saturate(P, S, k, first, last):
     return seconds, reduce_s
 
 
-@njit(cache=True)
+@_inner
 def _time_stage(P, S, k):
     """Seconds, free rate, commit and mean job of stage k. Returns: work."""
     first, last = S.bounds[k], S.bounds[k + 1]
@@ -335,7 +339,7 @@ def _time_stage(P, S, k):
 # --- between two stages ---
 
 
-@njit(cache=True)
+@_inner
 def _hop_s(P, d, e):
     """Seconds of an activation and its gradient between two devices."""
     forth, back = np.float64(P.rate[d, e]), np.float64(P.rate[e, d])
@@ -346,7 +350,7 @@ def _hop_s(P, d, e):
     return latency + (P.cut_bytes / forth + P.cut_bytes / back if forth > 0.0 and back > 0.0 else 0.0)
 
 
-@njit(cache=True)
+@_inner
 def _pair(P, S, k):
     """Flow and mean hop between stages k and k + 1. Returns: work."""
     n, m = S.count[k], S.count[k + 1]
@@ -381,7 +385,7 @@ def _pair(P, S, k):
     return 4 * n * m + _fill(P, S, k, supply, demand)
 
 
-@njit(cache=True)
+@_inner
 def _fill(P, S, k, supply, demand):
     """`cost/flow.py`. Returns: work."""
     n, m = len(supply), len(demand)
@@ -424,7 +428,7 @@ def _fill(P, S, k, supply, demand):
 # --- the whole ---
 
 
-@njit(cache=True, nogil=True)
+@_kernel
 def evaluate(P, S, work):
     """(cost with moving, what local search looks at) of the placement, everything dirty computed again.
 
@@ -464,7 +468,7 @@ def evaluate(P, S, work):
     return _sum_up(P, S, work)
 
 
-@njit(cache=True)
+@_inner
 def _sum_up(P, S, work):
     K = len(S.count)
     rate = np.inf
@@ -497,7 +501,7 @@ def _sum_up(P, S, work):
     return cost, cost + _GUIDE * (mean_s + chain_s)
 
 
-@njit(cache=True)
+@_inner
 def _paced(P, S, flow_s, issue_s, uneven, ahead):
     """(T, times what staleness costs, T_chain) with so many steps ahead of the versions."""
     K = len(S.count)
@@ -521,7 +525,7 @@ def _paced(P, S, flow_s, issue_s, uneven, ahead):
     return step_s, step_s * (1.0 + more), chain_s
 
 
-@njit(cache=True)
+@_inner
 def _further(price, stale):
     """`Price.more_steps` less 1."""
     power = np.sqrt(stale) if int(price[1]) % 2 == 1 else 1.0
@@ -530,7 +534,7 @@ def _further(price, stale):
     return price[0] * power
 
 
-@njit(cache=True)
+@_inner
 def _reduce_s(P, S, k, flow_s):
     """The reduction on what activations leave of the cards, all of them if `flow_s` is inf."""
     gradient = P.gradient_bytes * (P.parameters_to[S.bounds[k + 1]] - P.parameters_to[S.bounds[k]])
@@ -551,7 +555,7 @@ def _reduce_s(P, S, k, flow_s):
     return seconds
 
 
-@njit(cache=True)
+@_inner
 def _memory(P, S, step_s):
     """Largest needed / present."""
     most = trip = 0.0
@@ -572,7 +576,7 @@ def _memory(P, S, step_s):
     return most
 
 
-@njit(cache=True, nogil=True)
+@_kernel
 def moving_s(P, S):
     """Seconds of the whole swarm's work that getting here from the current plan costs: what each device does not do
     while it fetches the layers that it has not. Newcomers did nothing before, so they cost nothing."""
@@ -597,7 +601,7 @@ def moving_s(P, S):
 # --- where the model is cut ---
 
 
-@njit(cache=True, nogil=True)
+@_kernel
 def cut(P, S, work):
     """Set the bounds for which the slowest stage of these members is fastest, exactly: dynamic programming over all
     cuts, each stage's time being that of `_saturate` with its own members. What does not fit in memory with two
@@ -642,7 +646,7 @@ def cut(P, S, work):
 RELOCATE, EXCHANGE, LAYER, RENAME, CARRY = 0, 1, 2, 3, 4
 
 
-@njit(cache=True, nogil=True)
+@_kernel
 def build(P, S, stage, bounds):
     """Make S this placement, everything dirty. Members come in ascending order."""
     S.count[:] = 0
@@ -661,13 +665,13 @@ def build(P, S, stage, bounds):
     S.card_load[:] = 0.0
 
 
-@njit(cache=True)
+@_inner
 def _touch(S, k):
     for near in range(max(0, k - 1), min(len(S.count), k + 2)):
         S.paths_dirty[near] = True
 
 
-@njit(cache=True)
+@_inner
 def _relocate(S, d, k):
     old = S.stage[d]
     if old >= 0:
@@ -684,7 +688,7 @@ def _relocate(S, d, k):
         _touch(S, k)
 
 
-@njit(cache=True)
+@_inner
 def _apply(S, kind, x, y):
     """RELOCATE device x to stage y; EXCHANGE the stages of devices x and y; a LAYER from stage x to stage y, those
     between shift; RENAME: stages x and y exchange their members; CARRY: and their numbers of layers."""
@@ -718,7 +722,7 @@ def _apply(S, kind, x, y):
                 S.stage[S.members[k, a]] = k
 
 
-@njit(cache=True)
+@_inner
 def _copy(A, B):
     """What `evaluate` computes, and what of it is still to be computed, of A into B."""
     for d in range(len(A.stage)):
@@ -734,7 +738,7 @@ def _copy(A, B):
         B.paths_dirty[k], B.dirty[k], B.pair_dirty[k] = A.paths_dirty[k], A.dirty[k], A.pair_dirty[k]
 
 
-@njit(cache=True)
+@_inner
 def _slowest(P, S):
     """The stage that would gain most from more members or fewer layers."""
     slowest, where = 0.0, 0
@@ -747,7 +751,7 @@ def _slowest(P, S):
     return where
 
 
-@njit(cache=True)
+@_inner
 def _burden(S, k):
     """The member of stage k that is slowest in its reduction."""
     worst, who = -1.0, S.members[k, 0]
@@ -758,7 +762,7 @@ def _burden(S, k):
     return who
 
 
-@njit(cache=True)
+@_inner
 def _propose(P, S, random):
     """(kind, x, y) of a move that leaves a stage 0 with text and no stage empty; kind -1: none this time."""
     N, K = len(S.stage), len(S.count)
@@ -790,7 +794,7 @@ def _propose(P, S, random):
     return (RENAME if dice < 97 else CARRY), slow, k
 
 
-@njit(cache=True, nogil=True)
+@_kernel
 def improve(P, S, B, seed, limit, heat, best_stage, best_bounds):
     """Local search from the placement in S until `limit` units are spent. B: a State to keep copies in.
 
