@@ -54,9 +54,28 @@ def complaint(error: Exception, kind: type) -> str:
     return _table(path) + line
 
 
+def misspelt(found: object, kind: type) -> str:
+    """One line about the first field of `found` that is nearly one of `kind`, for files in which others may say more
+    than we read; empty if there is none.
+
+    Args:
+        found: an object of the file, as decoded without a type.
+        kind: the msgspec struct that is read from it.
+    """
+    names = _field_names(kind)
+    for name in found if isinstance(found, dict) else ():
+        if name not in names and _nearest(name, names):
+            return _no_such(name, "", names)
+    return ""
+
+
+def _nearest(name: str, names: tuple[str, ...]) -> list[str]:
+    return difflib.get_close_matches(name, names, n=1)
+
+
 def _no_such(name: str, path: str, names: tuple[str, ...]) -> str:
     said = f"[{path}] has no {name!r}" if path else f"there is no {name!r}"
-    if near := difflib.get_close_matches(name, names, n=1):
+    if near := _nearest(name, names):
         return f"{said}: did you mean {near[0]}?"
     return f"{said}: there are {', '.join(names)}" if names else said
 
@@ -67,11 +86,23 @@ def _table(path: str) -> str:
 
 
 def _type_at(kind: Any, path: str) -> Any:
-    """Of the field `a.b` of a struct; None: it has no such."""
-    for name in filter(None, path.split(".")):
+    """Of the field `a.b`, or `a[0].b` where a is a list of structs; None: it has no such."""
+    for part in filter(None, path.split(".")):
         if not (isinstance(kind, type) and issubclass(kind, msgspec.Struct)):
             return None
+        name, bracket, _ = part.partition("[")
         kind = next((field.type for field in msgspec.structs.fields(kind) if field.encode_name == name), None)
+        kind = _inside(kind, is_element=bool(bracket))
+    return kind
+
+
+def _inside(kind: Any, *, is_element: bool) -> Any:
+    """A field's type without `None`; of a list its elements', where one of them is meant."""
+    if get_origin(kind) in (Union, UnionType):
+        parts = [part for part in get_args(kind) if part is not type(None)]
+        kind = parts[0] if len(parts) == 1 else kind
+    if is_element and get_origin(kind) in (tuple, list):
+        kind = get_args(kind)[0]
     return kind
 
 

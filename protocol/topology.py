@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from shoal.protocol.complaint import complaint, misspelt
 from shoal.protocol.errors import LocalError
 
 Floats = npt.NDArray[np.float64]
@@ -127,22 +128,34 @@ def load_topology(path: Path) -> tuple[Topology, "NetworkFile"]:
     """Read a JSON object with `latency_ms` or `latency_s`, and `bandwidth_gbps` or `bandwidth_bits_per_s`, square
     matrices, row = from; optional: `device_regions`, `devices` (one `DeviceEntry` each) and `workload`.
 
-    Raises: LocalError, in one line: no such file, not JSON (NaN is not), not square, a number that cannot be, a
-    device that nobody reaches.
+    Raises: LocalError, in one line: no such file, not JSON (NaN is not), a field that is misspelt, not square, a number
+    that cannot be, a device that nobody reaches.
     """
     try:
-        file = msgspec.json.decode(path.read_bytes(), type=NetworkFile)
+        raw = path.read_bytes()
+        file = msgspec.json.decode(raw, type=NetworkFile)
     except OSError as error:
         raise LocalError(f"{path} cannot be read: {error.strerror}") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise LocalError(f"{path} is not a network: {error}") from error
+        raise LocalError(f"{path} is not a network: {complaint(error, NetworkFile)}") from error
+    if flaw := _misspelt(msgspec.json.decode(raw)):
+        raise LocalError(f"{path} is not a network: {flaw}")
     try:
         return file.topology(), file
     except LocalError as error:
         raise LocalError(f"{path} is not a network: {error}") from error
 
 
-class DeviceEntry(msgspec.Struct, frozen=True, kw_only=True):
+def _misspelt(found: Any) -> str:
+    """A network file may say more than is read, for people; what is nearly a field of ours is taken for a slip."""
+    if flaw := misspelt(found, NetworkFile):
+        return flaw
+    if flaw := misspelt(found.get("workload"), WorkloadEntry):
+        return f"in workload {flaw}"
+    return ""
+
+
+class DeviceEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One device of a network file; what is not said is the default."""
 
     name: str = ""
@@ -153,6 +166,8 @@ class DeviceEntry(msgspec.Struct, frozen=True, kw_only=True):
     card: int | None = None
     """Devices with the same number sit behind one network card."""
     has_text: bool = True
+    watts: float | None = None
+    """What it draws while it trains; `shoal plan` assumes something where it is not said."""
 
 
 class WorkloadEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -182,6 +197,13 @@ class NetworkFile(msgspec.Struct, frozen=True, kw_only=True):
     workload: WorkloadEntry | None = None
     num_stages: int | None = None
     replicas_per_stage: int | None = None
+
+    @property
+    def watts(self) -> tuple[float | None, ...]:
+        """[N], of each device, where the file says it."""
+        if self.devices is not None:
+            return tuple(entry.watts for entry in self.devices)
+        return (None,) * len(self.latency_s or self.latency_ms or ())
 
     def topology(self) -> Topology:
         """Raises: LocalError."""

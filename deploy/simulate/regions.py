@@ -50,6 +50,8 @@ class Region(Section, frozen=True):
     """One way between two devices of one machine."""
     machine_mbps: float = 100_000.0
     has_text: bool = True
+    watts: float | None = None
+    """What one device draws while it trains, with its part of the machine."""
 
     def __post_init__(self) -> None:
         require(bool(self.name), "a region needs a name")
@@ -59,6 +61,7 @@ class Region(Section, frozen=True):
             require(0.0 < getattr(self, name) < math.inf, f"{name} must be positive, is {getattr(self, name)}")
         for name in ("up_mbps", "down_mbps"):
             require(getattr(self, name) > 0.0, f"{name} must be positive, is {getattr(self, name)}")
+        require(self.watts is None or 0.0 < self.watts < math.inf, f"watts must be positive, is {self.watts}")
         for name in ("last_mile_ms", "inside_ms", "machine_ms"):
             require(0.0 <= getattr(self, name) < math.inf, f"{name} must be 0 or more, is {getattr(self, name)}")
 

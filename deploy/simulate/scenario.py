@@ -12,6 +12,7 @@ import msgspec
 
 from shoal.deploy.simulate.regions import NetworkSection, Section, require, topology_of
 from shoal.deploy.simulate.strategy import Strategy
+from shoal.protocol.complaint import complaint
 from shoal.protocol.errors import LocalError, ShoalError
 from shoal.protocol.spec import ModelSpec, OptimizerSpec, RunSpec, SwarmSpec, TrainingSpec, WireSpec
 from shoal.protocol.topology import NetworkFile, Topology, WorkloadEntry, load_topology
@@ -80,6 +81,8 @@ class Scenario:
     """`training.steps` is how far each strategy runs; `swarm.stages` says nothing where `stages` is None."""
     stages: int | None
     seconds: float | None
+    watts: tuple[float | None, ...]
+    """[N], what each device draws while it trains, where the file says it."""
     paper: WorkloadEntry | None
     """The constants of the DT-FM objective, where the network file has them."""
     trace: Path | None
@@ -116,15 +119,17 @@ def read_scenario(path: Path) -> ScenarioFile:
     try:
         return msgspec.toml.decode(raw, type=ScenarioFile)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:  # ValidationError is a DecodeError
-        raise LocalError(f"{path}: {str(error).splitlines()[0]}") from error
+        raise LocalError(f"{path} is no scenario: {complaint(error, ScenarioFile)}") from error
 
 
 def load_scenario(path: Path) -> Scenario:
     """Raises: LocalError."""
     file = read_scenario(path)
     network: NetworkFile | None = None
+    watts = tuple(region.watts for region in file.network.region for _ in range(region.count))
     if file.network.file:
         topology, network = load_topology(path.parent / file.network.file)
+        watts = network.watts
     else:
         try:
             topology = topology_of(file.network)
@@ -143,6 +148,7 @@ def load_scenario(path: Path) -> Scenario:
         spec=_spec(path.stem, file.model, msgspec.structs.replace(file.training, steps=steps), file.wire),
         stages=file.stages,
         seconds=file.seconds,
+        watts=watts,
         paper=network.workload if network is not None else None,
         trace=trace,
         churn=file.churn,
@@ -163,6 +169,7 @@ def _of_network(path: Path) -> Scenario:
         spec=_spec(path.stem, model, training, WireSpec()),
         stages=file.num_stages,
         seconds=None,
+        watts=file.watts,
         paper=file.workload,
         trace=None,
         churn=None,

@@ -5,7 +5,7 @@ from typing import Literal
 import msgspec
 import pytest
 
-from shoal.protocol.complaint import complaint
+from shoal.protocol.complaint import complaint, misspelt
 
 
 class Boat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -50,3 +50,32 @@ def test_a_list_where_a_table_belongs() -> None:
     with pytest.raises(msgspec.DecodeError) as caught:
         msgspec.json.decode(b"[]", type=Harbour)
     assert complaint(caught.value, Harbour) == "the whole must be a table, not a list"
+
+
+class _Item(msgspec.Struct, forbid_unknown_fields=True):
+    tflops: float = 1.0
+
+
+class _Lists(msgspec.Struct, forbid_unknown_fields=True):
+    item: tuple[_Item, ...] = ()
+    deep: _Item | None = None
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[[item]]\ntflop = 2", "[item[0]] has no 'tflop': did you mean tflops?"),
+        ("[deep]\nflops = 2", "[deep] has no 'flops': did you mean tflops?"),
+        ('[[item]]\n[[item]]\ntflops = "x"', "item[1].tflops must be a number, not a text in quotes"),
+    ],
+)
+def test_fields_inside_lists_and_optional_tables_are_known(text: str, says: str) -> None:
+    with pytest.raises(msgspec.ValidationError) as caught:
+        msgspec.toml.decode(text, type=_Lists)
+    assert complaint(caught.value, _Lists) == says
+
+
+def test_a_misspelt_field_is_found_where_more_may_be_said() -> None:
+    assert misspelt({"item": [], "note": 3}, _Lists) == ""
+    assert misspelt({"itm": []}, _Lists) == "there is no 'itm': did you mean item?"
+    assert misspelt([], _Lists) == ""

@@ -114,13 +114,16 @@ REGION = '[network]\nregion = [{ name = "A", count = 2 }]\n'
     ("text", "what"),
     [
         ("= 3", "Invalid statement"),
-        ("steps = 3\n", "missing required field `network`"),
+        ("steps = 3\n", "network is missing"),
         ("[network]\n", "give either file or regions"),
         ('[network]\nfile = "x.json"\nregion = [{ name = "A", count = 2 }]\n', "give either file or regions"),
         ('[network]\nfile = "x.json"\npath = [{between=["A","A"], latency_ms=1, mbps=1}]\n', "paths are for regions"),
         ('[network]\nfile = "none.json"\n', "none.json cannot be read"),
         ('[network]\nregion = [{ name = "A", count = 0 }]\n', "count must be in [1, 20000], is 0"),
-        ('[network]\nregion = [{ name = "A", count = 2, tflop = 1 }]\n', "unknown field `tflop`"),
+        (
+            '[network]\nregion = [{ name = "A", count = 2, tflop = 1 }]\n',
+            "[network.region[0]] has no 'tflop': did you mean tflops?",
+        ),
         ('[network]\nregion = [{ name = "A", count = 2, tflops = nan }]\n', "tflops must be positive, is nan"),
         ('[network]\nregion = [{ name = "A", count = 2, up_mbps = -1 }]\n', "up_mbps must be positive, is -1"),
         ('[network]\nregion = [{ name = "A", count = 2, inside_ms = nan }]\n', "inside_ms must be 0 or more, is nan"),
@@ -136,7 +139,7 @@ REGION = '[network]\nregion = [{ name = "A", count = 2 }]\n'
         ("stages = 7\n" + REGION, "stages must be in [1, 6], is 7"),
         ("seconds = inf\n" + REGION, "seconds must be positive, is inf"),
         ("[training]\ns_max = 9\n" + REGION, "s_max must be in [0, 8]"),
-        ("[churn]\n" + REGION, "missing required field `trace`"),
+        ("[churn]\n" + REGION, "[churn] trace is missing"),
         ('[churn]\ntrace = "none.csv"\n' + REGION, "there is no trace"),
         ('[churn]\ntrace = "none.csv"\nspeedup = 0\n' + REGION, "speedup must be positive"),
         ('[[strategy]]\nname = "x"\nlayout = "best"\n' + REGION, "'best'"),
@@ -164,3 +167,34 @@ def test_a_workload_that_cannot_be(tmp_path: Path) -> None:
     )
     with pytest.raises(LocalError, match="num_layers must be positive, is -4"):
         find_scenario(str(path))
+
+
+@pytest.mark.parametrize(
+    ("fields", "what"),
+    [
+        ('"latency_mss": []', "there is no 'latency_mss': did you mean latency_ms?"),
+        ('"devices": [{"tflop": 3}, {}]', "[devices[0]] has no 'tflop': did you mean tflops?"),
+        ('"devices": [{"tflops": "many"}, {}]', "devices[0].tflops must be a number, not a text in quotes"),
+        (
+            '"workload": {"gradient_gigabytes_per_stage": 1, "activation_gigabytes_per_replica": 1, "num_layer": 2}',
+            "in workload there is no 'num_layer': did you mean num_layers?",
+        ),
+    ],
+)
+def test_a_misspelt_field_of_a_network_is_told_by_its_nearest_name(tmp_path: Path, fields: str, what: str) -> None:
+    path = tmp_path / "net.json"
+    path.write_text(
+        '{"latency_ms": [[0, 1], [1, 0]], "bandwidth_gbps": [[0, 1], [1, 0]], "source": "x", ' + fields + "}"
+    )
+    with pytest.raises(LocalError, match=re.escape(f"net.json is not a network: {what}")):
+        find_scenario(str(path))
+
+
+def test_watts_are_of_a_region_or_of_a_device(tmp_path: Path) -> None:
+    text = '[network]\nregion = [{ name = "A", count = 2, watts = 300 }, { name = "B", count = 1 }]\n'
+    text += "elsewhere = { latency_ms = 1, mbps = 1 }\n"
+    assert scenario(tmp_path, text).watts == (300.0, 300.0, None)
+    path = tmp_path / "net.json"
+    entries = '"devices": [{"watts": 250}, {}]'
+    path.write_text('{"latency_ms": [[0, 1], [1, 0]], "bandwidth_gbps": [[0, 1], [1, 0]], ' + entries + "}")
+    assert find_scenario(str(path)).watts == (250.0, None)
