@@ -22,7 +22,7 @@ from shoal.deploy.dashboard.beside import Showing, serving
 from shoal.deploy.dashboard.contribution import ContributionMeter, MeteredCompute
 from shoal.deploy.dashboard.feed import RunFacts
 from shoal.deploy.doctor.split import SplitWatch
-from shoal.deploy.heap import trim_heap, trim_heap_forever
+from shoal.deploy.heap import freeze_heap, trim_heap, trim_heap_forever
 from shoal.deploy.invite_verb import InviteVerb
 from shoal.deploy.joining_view import FetchWatch, JoiningView
 from shoal.deploy.manners.device import memory_claim, stand_back
@@ -220,6 +220,7 @@ async def _train(network: Network, run: _Run, options: Options, stop: Stop, outp
         with announced(_for_commands(network, run.owner, told), options.folder):
             output.say(Phase(name="measuring this machine"))
             await node.start()
+            freeze_heap()
             trim_heap()  # of what reading the text and the probe needed
             stop.takes_part = True
             keeper.start()

@@ -150,9 +150,16 @@ class Crew:
 
 
 def environment() -> Mapping[str, str]:
-    """Many peers share the cores: one thread each, and one heap (glibc keeps several, each as large as its peak)."""
+    """Many peers share the cores: one thread each, their network daemons too (Go's scheduler spins on the others), and
+    one heap (glibc keeps several, each as large as its peak)."""
     # A volunteer's limits are for strangers' runs: a demo that waits for the night would be a riddle.
-    return {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1", **os.environ, "XDG_CONFIG_HOME": os.devnull}
+    return {
+        "OMP_NUM_THREADS": "1",
+        "GOMAXPROCS": "1",
+        "MALLOC_ARENA_MAX": "1",
+        **os.environ,
+        "XDG_CONFIG_HOME": os.devnull,
+    }
 
 
 def last_line(log: Path) -> str:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from shoal.peer.experts.runs import OpenRuns, Run
+from shoal.peer.model.backward import backward
 from shoal.peer.model.flop import expert_flop
 from shoal.peer.model.layout import EXPERT_MATRICES, expert_key, expert_keys, expert_name, layer_layout
 from shoal.peer.pipeline.microbatch import Microbatch
@@ -64,7 +65,7 @@ class ExpertShard(Shard):
             leaves = layout.views(weights.params[key])
         x_ND = x_ND.detach().requires_grad_()
         with torch.enable_grad():
-            torch.autograd.backward(self._swiglu(layer, leaves, x_ND), grad_ND)
+            backward([self._swiglu(layer, leaves, x_ND)], [grad_ND])
         opened.layers.add(layer)
         assert x_ND.grad is not None
         return x_ND.grad

@@ -21,6 +21,7 @@ from torch.nn import functional
 from shoal.kernels.dispatch import Groups, combine, group, permute
 from shoal.peer.experts.wire import TokenWire
 from shoal.peer.model import llama
+from shoal.peer.model.backward import backward
 from shoal.peer.model.layout import EMBED, HEAD, layer_index
 from shoal.peer.model.mixture import ExpertLoads, Mixture, Routing, route
 from shoal.peer.pipeline.shard import Leaves
@@ -57,7 +58,7 @@ class Whole:
             return then(y)
 
     def backward(self, y: Tensor, gradient: Tensor | None, then: Callable[[], Any]) -> Any:
-        torch.autograd.backward(y, gradient)
+        _backward(y, gradient)
         return then()
 
 
@@ -106,7 +107,7 @@ class InParts:
         return self._onwards(0, x, then, grad)
 
     def backward(self, y: Tensor, gradient: Tensor | None, then: Callable[[], Any]) -> Any:
-        torch.autograd.backward(y, gradient)
+        _backward(y, gradient)
         return self._back(then)
 
     def _onwards(self, at: int, x: Tensor, then: Callable[[Tensor], Any], grad: bool) -> Any:
@@ -171,12 +172,20 @@ class InParts:
             grad_PD = self._wire.decode(output, grads[2].device)
             # The balance is a part of the loss, whose own gradient is 1.
             ones = torch.full_like(cut.routing.balance, self._model.router_aux_loss)
-            torch.autograd.backward([*cut.before, cut.routing.balance], [grads[0], grads[1], grad_PD, ones])
+            backward([*cut.before, cut.routing.balance], [grads[0], grads[1], grad_PD, ones])
             return self._back(then)
 
         gradients = self._wire.encode(grads[2])
         call = ExpertCall(layer=cut.layer, counts=cut.counts, tokens=cut.tokens, gradients=gradients)
         return Suspended(call=call, resume=resume, flop=2.0 * self._flop)
+
+
+def _backward(y: Tensor, gradient: Tensor | None) -> None:
+    """`gradient` is that of `y`; None: `y` is a scalar, the loss."""
+    if gradient is None:
+        torch.autograd.backward(y)
+    else:
+        backward([y], [gradient])
 
 
 def part_flop(keys: tuple[str, ...], flop: float) -> float:

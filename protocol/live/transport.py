@@ -7,7 +7,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -375,6 +375,7 @@ def _by_peer(addresses: Sequence[str]) -> dict[PeerID, list[str]]:
     return found
 
 
+@lru_cache(maxsize=PEERS_MAX)
 def _hivemind_id(peer: PeerID) -> HivemindPeerID:
     return HivemindPeerID.from_base58(peer)
 
