@@ -2,19 +2,25 @@
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from shoal.deploy.kept_addresses import keep_addresses, load_addresses
 from shoal.deploy.known_peers import KnownPeers, keep, whom_to_try
 from shoal.deploy.record_rules import record_rules
+from shoal.protocol.errors import TransportError
 from shoal.protocol.identity import Identity
 from shoal.protocol.live.clock import LoopClock
 from shoal.protocol.live.directory import LiveDirectory
 from shoal.protocol.live.disk import LiveDisk
+from shoal.protocol.live.listen import refuse_ports_in_use
 from shoal.protocol.live.throttle import Throttle
 from shoal.protocol.live.transport import LiveTransport, dialable
 from shoal.protocol.token_bucket import RateLimits
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,16 +52,18 @@ async def open_network(
     async with contextlib.AsyncExitStack() as stack:
         file = KnownPeers(LiveDisk(folder), run)
         remembered = await asyncio.to_thread(file.read)
+        kept = await asyncio.to_thread(load_addresses, folder)
         transport = await LiveTransport.start(
             identity,
             run=run,
             state_dir=folder,
-            listen=listen,
+            listen=_where_free(kept.fill(listen), listen),
             announce=announce,
             initial_peers=dialable(whom_to_try(invited, remembered, me=identity.peer_id)),
             throttle=Throttle(rates),
         )
         stack.push_async_callback(transport.close)
+        await asyncio.to_thread(keep_addresses, folder, kept.with_ports(listen, transport.daemon.listening))
         directory = await LiveDirectory.start(transport, accept=record_rules(run))
         stack.push_async_callback(directory.close)
         keeping = asyncio.create_task(
@@ -63,6 +71,18 @@ async def open_network(
         )
         stack.push_async_callback(_cancelled, keeping)
         yield Network(identity=identity, transport=transport, directory=directory)
+
+
+def _where_free(kept: Sequence[str], asked: Sequence[str]) -> Sequence[str]:
+    """Where we listened before, unless somebody has that port by now."""
+    try:
+        refuse_ports_in_use(kept)
+    except TransportError as error:
+        if kept == tuple(asked):
+            raise
+        logger.warning("not where it was before: %s", error)
+        return asked
+    return kept
 
 
 async def _cancelled(task: asyncio.Task[None]) -> None:

@@ -153,7 +153,9 @@ def _network(
 
 async def _take_part(network: Network, run: _Run, options: Options, stop: Stop) -> None:
     title = f"shoal {run.spec.name}"
-    async with serving(options.dashboard, RunFacts.of(run.spec), title=title, steers=True) as showing:
+    async with serving(
+        options.dashboard, RunFacts.of(run.spec), title=title, steers=True, folder=options.folder
+    ) as showing:
         output = make_output(reports=options.reports, title=title, steps_total=run.spec.training.steps)
         if showing.announcement:
             output.say(Note(text=showing.announcement))  # not on the page: there is a key in it

@@ -40,13 +40,17 @@ class Address:
         host = "127.0.0.1" if self.host == "0.0.0.0" else "::1" if self.host == "::" else self.host
         return f"http://[{host}]:{port}/" if ":" in host else f"http://{host}:{port}/"
 
-    def bind(self) -> socket.socket:
+    def bind(self, *, first: int = 0) -> socket.socket:
         """A listening socket: on this port, or on the next free one if another program has it.
+
+        Args: first: the port to try before all others, where the page was yesterday; 0: none.
 
         Another peer of this machine, maybe of another user, has the usual port: that must not keep this one from
         joining. Raises: LocalError: the address is not this machine's, or its ports are not this user's to take.
         """
         ports = [*range(self.port, min(self.port + PORTS_TRIED, PORT_MAX + 1)), 0] if self.port else [0]
+        if first and (not self.port or first in ports):
+            ports.insert(0, first)
         for port in ports:
             try:
                 family, _, _, _, where = socket.getaddrinfo(self.host, port, type=socket.SOCK_STREAM)[0]

@@ -3,10 +3,14 @@
 import contextlib
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from shoal.deploy.dashboard.address import Address
 from shoal.deploy.dashboard.feed import Feed, RunFacts
+from shoal.deploy.kept_addresses import KeptAddresses, keep_addresses, load_addresses
 from shoal.deploy.output import Output
 from shoal.deploy.report import Report
 
@@ -62,11 +66,11 @@ class _Both:
 
 @contextlib.asynccontextmanager
 async def serving(
-    address: Address | None, facts: RunFacts, *, title: str, steers: bool = False
+    address: Address | None, facts: RunFacts, *, title: str, steers: bool = False, folder: Path | None = None
 ) -> AsyncIterator[Showing]:
     """Serve while this lasts.
 
-    Args: steers: `Showing.steer` will be called.
+    Args: steers: `Showing.steer` will be called; folder: of the peer, which keeps port and key for its next start.
     Raises: LocalError: `address` is not this machine's. A port that is taken is no error: the next free one serves,
     and `Showing.announcement` says so.
     """
@@ -77,10 +81,14 @@ async def serving(
     from shoal.deploy.dashboard.server import Dashboard, DashboardServer  # most peers need no web server
     from shoal.deploy.dashboard.steering import Steering
 
-    steering = Steering()
+    kept = load_addresses(folder) if folder is not None else KeptAddresses()
+    steering = Steering(key=kept.dashboard_key) if kept.dashboard_key else Steering()
     dashboard = Dashboard(feed, now_s=time.monotonic, names=address.names, steering=steering)
     server = DashboardServer(dashboard, address)
-    await server.start()
+    await server.start(first_port=kept.dashboard_port)
+    if folder is not None:
+        kept = load_addresses(folder)  # the network has noted its port meanwhile
+        keep_addresses(folder, msgspec.structs.replace(kept, dashboard_port=server.port, dashboard_key=steering.key))
     try:
         public = " (whoever reaches this address can read it)" if address.is_public else ""
         key = f"#{steering.key}" if steers else ""

@@ -204,9 +204,12 @@ class DashboardServer:
     def url(self) -> str:
         return self._address.url(port=self.port)
 
-    async def start(self) -> None:
-        """Raises: LocalError: the address is not this machine's."""
-        self._socket = self._address.bind()
+    async def start(self, *, first_port: int = 0) -> None:
+        """Args: first_port: where the page was yesterday, if that is still free; 0: nowhere.
+
+        Raises: LocalError: the address is not this machine's.
+        """
+        self._socket = self._address.bind(first=first_port)
         config = uvicorn.Config(
             self._dashboard.app,
             http=Connection,

@@ -130,6 +130,11 @@ class Daemon:
         return self._p2p is not None
 
     @property
+    def listening(self) -> tuple[str, ...]:
+        """What it listens on; a port 0 has become the one that the system chose, where that can be known."""
+        return self._listen
+
+    @property
     def local_addresses(self) -> tuple[str, ...]:
         """Multiaddrs under which this machine itself reaches us, without `/p2p/…`: `visible` may lead it nowhere."""
         return from_this_machine(self._listen)
