@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import njit
 
-_kernel = njit(cache=True, nogil=True, error_model="numpy", no_cfunc_wrapper=True)
-_inner = njit(cache=True, error_model="numpy", no_cfunc_wrapper=True, no_cpython_wrapper=True)
+_njit: Any = njit  # whose types leave two of its options out
+_kernel = _njit(cache=True, nogil=True, error_model="numpy", no_cfunc_wrapper=True)
+_inner = _njit(cache=True, error_model="numpy", no_cfunc_wrapper=True, no_cpython_wrapper=True)
 """Python calls only a `_kernel`. A wrapper that takes 60 arrays out of a tuple is a third of what a function costs to
 compile: with a wrapper for each function the first search on a machine took 42 s of CPU, without them it takes 27."""
 FLOW_ROUNDS = 6
