@@ -22,7 +22,7 @@ from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError
 
 from shoal.protocol.errors import TransportError
 from shoal.protocol.identity import Identity
-from shoal.protocol.live import control, guard, leftovers
+from shoal.protocol.live import daemon_words, guard, leftovers
 from shoal.protocol.live.listen import from_this_machine, keep_ports, refuse_ports_in_use
 
 logger = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ class Daemon:
     async def start(self) -> None:
         """Raises: TransportError."""
         guard.install()
-        control.install()
+        daemon_words.install()
         self._state_dir.mkdir(parents=True, exist_ok=True)
         self._take_lock()
         try:
