@@ -1,6 +1,7 @@
 """Where a peer process says what happens: to a parent as JSON lines, to a person as a view or as lines."""
 
 import time
+from collections.abc import Iterable
 from typing import Protocol
 
 from rich.console import Console
@@ -165,3 +166,13 @@ def make_output(*, reports: bool, title: str, steps_total: int) -> Output:
     if reports:
         return ReportOutput()
     return TerminalOutput(title=title, steps_total=steps_total)
+
+
+def tell_before_the_run(sentences: Iterable[str], *, reports: bool) -> None:
+    """What is known before a view of the run is up, and should stay on the screen: a line each."""
+    console = Console(stderr=False)
+    for sentence in sentences:
+        if reports:
+            write_report(Note(text=sentence.strip()))
+        else:
+            console.print(sentence, soft_wrap=True, markup=False, highlight=False)

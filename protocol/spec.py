@@ -1,14 +1,17 @@
 """The run spec: everything that all peers of one run must agree on before the first microbatch.
 
-TOML -> `RunSpec` (frozen, checked), nothing reads a global or an environment variable later. The run's identifier is
-the hash of the owner's key and of what cannot change in the spec, so two peers with the same run id and the same
-revision agree on every field.
+TOML -> `RunSpec` (frozen, checked), nothing reads a global or an environment variable later. Fields that a run file
+leaves out and that should fit the model are filled in on the way (`defaults.py`), so that a `RunSpec` has numbers only;
+its own defaults are those of the first specs, for older records and for code that names what it wants. The run's
+identifier is the hash of the owner's key and of what cannot change in the spec, so two peers with the same run id and
+the same revision agree on every field.
 
 This file is long because every field of a run file is in it, with what it means.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 from blake3 import blake3
@@ -18,6 +21,9 @@ from shoal.protocol.errors import SpecError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import EXPERTS_MAX, FRAME_PAYLOAD_BYTES_MAX, MICROBATCHES_PER_STEP_MAX, STAGES_MAX
 from shoal.protocol.staleness import synchronous_steps
+
+if TYPE_CHECKING:
+    from shoal.protocol.defaults import Choice
 
 TERM_HEARTBEATS_MIN = 4
 """A coordinator takes three to be sure that a stage has lost its state, and looks every half: in a shorter term it
@@ -54,7 +60,9 @@ class ModelSpec(_Section, frozen=True):
     num_layers: int = 6
     """Decoder layers; embedding and head come on top."""
     num_heads: int = 4
-    """Query heads H; dim / num_heads is the head size and must be even (rotary pairs)."""
+    """Query heads H; dim / num_heads is the head size and must be even (rotary pairs). A run file that does not say it,
+    or says "auto", gets heads of 64. So it is with the next two, the learning rate, the warm-up, and how a step is cut
+    into microbatches: `defaults.py` has the rules, and `shoal host` prints what was chosen."""
     num_kv_heads: int = 2
     """Key and value heads; divides num_heads."""
     ffn_dim: int = 352
@@ -163,14 +171,14 @@ class OptimizerSpec(_Section, frozen=True):
     `tests/bench/staleness` muon at 8e-3 learns fastest and minds staleness least, so take it where the model is small
     or the cards are quick in fp64: its products are exact, and most cards are 64 times slower in that."""
     learning_rate: float = 4e-3
-    """Peak learning rate."""
+    """Peak learning rate. A run file that does not say it gets one that fits the model and the batch."""
     beta1: float = 0.9
     beta2: float = 0.95
     epsilon: float = 1e-8
     weight_decay: float = 0.1
     """Decoupled; applied to matrices, not to norms."""
     warmup_steps: int = 20
-    """Linear warm-up from 0."""
+    """Linear warm-up from 0. A run file that does not say it gets one that fits `beta2` and the steps."""
     schedule: Literal["cosine", "constant", "wsd"] = "cosine"
     """After the warm-up: `cosine` falls from the peak to the run's last step; `constant` stays at the peak; `wsd`
     (warm-up, stable, decay) stays there and falls in the last `decay_steps`. What happens when a run is continued is
@@ -199,7 +207,8 @@ class TrainingSpec(_Section, frozen=True):
     steps: int = 400
     """Commits until the run is done."""
     microbatches_per_step: int = 8
-    """M: microbatches whose mean gradient makes one step."""
+    """M: microbatches whose mean gradient makes one step. A run file that does not say it gets a step that fits the
+    model's size."""
     microbatch_size: int = 4
     """Samples a microbatch."""
     s_max: int = 1
@@ -410,18 +419,40 @@ _REPLACED = {
 
 
 def load_spec(path: Path) -> RunSpec:
-    """Read a run spec.
+    """Read a run spec. What its author leaves out, or sets to "auto", is filled in as `shoal.protocol.defaults` says.
 
     Raises: SpecError: one line with the file, the field and what is wrong with it.
     """
+    return convert_spec(read_tables(path), name=str(path))[0]
+
+
+def read_tables(path: Path) -> dict[str, Any]:
+    """A run file as its author wrote it. Raises: SpecError: it cannot be read, or is no TOML."""
     try:
         raw = path.read_bytes()
     except OSError as error:
         raise SpecError(f"cannot read the run spec {path}: {error.strerror or error}") from error
     try:
-        return msgspec.toml.decode(raw, type=RunSpec)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:  # ValidationError is a DecodeError
+        return msgspec.toml.decode(raw, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise SpecError(f"{path}: {_told(error)}") from error
+
+
+def convert_spec(tables: Mapping[str, Any], *, name: str) -> tuple[RunSpec, tuple["Choice", ...]]:
+    """The spec that a run file's tables mean.
+
+    Args:
+        name: of the file, for complaints.
+    Returns: the spec, and what was filled in.
+    Raises: SpecError.
+    """
+    from shoal.protocol.defaults import fill_in  # which knows the classes above
+
+    filled, choices = fill_in(tables, RunSpec())
+    try:
+        return msgspec.convert(filled, RunSpec), choices
+    except msgspec.ValidationError as error:
+        raise SpecError(f"{name}: {_told(error)}") from error
 
 
 def encode_spec(spec: RunSpec) -> bytes:

@@ -7,7 +7,7 @@ import typer
 
 from shoal.deploy.commands.options import Verbose, check_writable, data_source, examples, start_logging
 from shoal.protocol.errors import LocalError
-from shoal.protocol.spec import load_spec
+from shoal.protocol.spec import RunSpec, convert_spec, load_spec, read_tables
 
 
 @examples(
@@ -46,6 +46,8 @@ def import_(
             stages=stages,
             on_layer=lambda done, layers: tell(done / layers),
         )
+    if spec is not None:
+        made = _fitted(made, spec)
     try:
         write_spec(made, run_toml)
     except OSError as error:
@@ -63,3 +65,12 @@ def import_(
     )
     typer.echo(f"{made.data.source} in {made.swarm.stages} stages; the weights stay in {made.initial.source}")
     typer.echo(f"look through {run_toml}, then: shoal host {run_toml}")
+
+
+def _fitted(made: RunSpec, base: Path) -> RunSpec:
+    """What the file `base` leaves to shoal follows the model that was read, which `base` does not describe."""
+    import msgspec
+
+    read = {name: msgspec.to_builtins(getattr(made, name)) for name in ("model", "swarm", "initial")}
+    fitted, _ = convert_spec(read_tables(base) | read, name=str(base))
+    return msgspec.structs.replace(made, optimizer=fitted.optimizer, training=fitted.training)

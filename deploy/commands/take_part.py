@@ -27,9 +27,11 @@ from shoal.deploy.commands.options import (
 from shoal.deploy.config import load_settings
 from shoal.deploy.dashboard.address import parse_address
 from shoal.deploy.manners.limits import with_overrides
+from shoal.protocol.advice import advice
+from shoal.protocol.defaults import in_words
 from shoal.protocol.errors import RunNotFound
 from shoal.protocol.invite import parse_invite
-from shoal.protocol.spec import load_spec
+from shoal.protocol.spec import convert_spec, read_tables
 
 
 @examples(
@@ -52,7 +54,7 @@ def host(
     reports: Reports = False,
 ) -> None:
     """Start a run: print an invite, and take part."""
-    spec = load_spec(run_toml)
+    spec, choices = convert_spec(read_tables(run_toml), name=str(run_toml))
     shown = parse_address(dashboard) if dashboard else None
     limits = with_overrides(load_settings().limits, limit or [])
     start_logging(verbose or reports)
@@ -60,12 +62,15 @@ def host(
 
     with sign_of_life("starting"):
         from shoal.deploy.manners.device import pick_device
+        from shoal.deploy.output import tell_before_the_run
         from shoal.deploy.run_text import load_own_corpus
         from shoal.deploy.session import Options, host_run
         from shoal.deploy.ship.import_model import open_initial
         from shoal.protocol.live.run import run
 
     spec, corpus = load_own_corpus(spec)
+    warnings = advice(spec, training_tokens=corpus.num_training, text_vocab_size=corpus.vocab_size)
+    tell_before_the_run((*in_words(choices, spec), *(f"warning: {line}" for line in warnings)), reports=reports)
     with progress_bar("checking the weights") as tell:
         initial = open_initial(spec, lambda done, layers: tell(done / layers))
     folder = places.claim_folder(state_dir or places.state_root() / "hosts" / _file_name(spec.name))

@@ -17,6 +17,7 @@ from shoal.deploy.ship.hf_config import is_ignored, model_of
 from shoal.peer.data.tokenizer import BYTES, FileTokenizer, byte_tokenizer_json, read_tokenizer
 from shoal.peer.initial import weights_digest
 from shoal.peer.model.layout import all_layer_keys, layer_layout
+from shoal.protocol.defaults import learning_rate_of, size_of
 from shoal.protocol.errors import DataError, LocalError
 from shoal.protocol.spec import DataSpec, InitialSpec, ModelSpec, OptimizerSpec, RunSpec, SwarmSpec, TrainingSpec
 
@@ -128,15 +129,16 @@ def open_initial(spec: RunSpec, on_layer: OnLayer | None = None) -> FolderWeight
 
 def _for_fine_tuning(name: str, model: ModelSpec) -> RunSpec:
     stages = min(_STAGES, model.num_layers)
-    return RunSpec(
+    spec = RunSpec(
         name=(name or "imported")[:64],
         model=model,
         data=DataSpec(),
-        # Weights that are good already want small steps, and no pull towards zero.
-        optimizer=OptimizerSpec(name="adamw", learning_rate=2e-5, weight_decay=0.0),
         training=TrainingSpec(microbatches_per_step=16, microbatch_size=1, validation_microbatches=16),
         swarm=SwarmSpec(stages=stages, min_peers=stages),
     )
+    # Weights that are good already want small steps, and no pull towards zero.
+    rate = learning_rate_of(size_of(spec), tokens_per_step=float(spec.tokens_per_step), optimizer="adamw", tunes=True)
+    return msgspec.structs.replace(spec, optimizer=OptimizerSpec(name="adamw", learning_rate=rate, weight_decay=0.0))
 
 
 def _tokenizer_of(folder: Path, model: ModelSpec) -> str:

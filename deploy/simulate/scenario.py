@@ -7,12 +7,14 @@
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from shoal.deploy.simulate.regions import NetworkSection, Section, require, topology_of
 from shoal.deploy.simulate.strategy import Strategy
 from shoal.protocol.complaint import complaint
+from shoal.protocol.defaults import fill_in
 from shoal.protocol.errors import LocalError, ShoalError
 from shoal.protocol.spec import ModelSpec, OptimizerSpec, RunSpec, SwarmSpec, TrainingSpec, WireSpec
 from shoal.protocol.topology import NetworkFile, Topology, WorkloadEntry, load_topology
@@ -117,9 +119,17 @@ def read_scenario(path: Path) -> ScenarioFile:
     except OSError as error:
         raise LocalError(f"cannot read the scenario {path}: {error.strerror or error}") from error
     try:
-        return msgspec.toml.decode(raw, type=ScenarioFile)
+        return msgspec.convert(_fitted(msgspec.toml.decode(raw, type=dict[str, Any])), ScenarioFile)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:  # ValidationError is a DecodeError
         raise LocalError(f"{path} is no scenario: {complaint(error, ScenarioFile)}") from error
+
+
+def _fitted(tables: dict[str, Any]) -> dict[str, Any]:
+    """What is left out of the model and of a step is as in a run file."""
+    stages = {"stages": tables["stages"]} if "stages" in tables else {}
+    of_a_run = {name: tables[name] for name in ("model", "training") if name in tables} | {"swarm": stages}
+    filled, _ = fill_in(of_a_run, RunSpec())
+    return tables | {name: filled[name] for name in ("model", "training")}
 
 
 def load_scenario(path: Path) -> Scenario:

@@ -1,0 +1,134 @@
+"""What in a run spec is likely to make its run diverge or waste time: said before it begins, with what to set. Pure.
+
+The measure is what `defaults.py` would have chosen.
+"""
+
+from typing import Final
+
+from shoal.protocol.defaults import (
+    MICROBATCHES_PER_STAGE,
+    batch_tokens_of,
+    learning_rate_of,
+    microbatches_of,
+    millions,
+    size_of,
+    thousands,
+    warmup_steps_of,
+)
+from shoal.protocol.spec import RunSpec
+
+RATE_HIGH: Final = 4.0
+RATE_LOW: Final = 1 / 30
+BATCH_RANGE: Final = 16.0
+PASSES_MAX: Final = 16.0
+"""Repeated text is worth half as much as new text after so many passes (2305.16264, section 5)."""
+PASSES_GOOD: Final = 4.0
+"""Up to so many, hardly less than new text (2305.16264)."""
+
+
+def advice(spec: RunSpec, *, training_tokens: int | None = None, text_vocab_size: int | None = None) -> list[str]:
+    """What in `spec` is likely to make the run diverge or waste time: a sentence each, with what to set.
+
+    Args:
+        training_tokens: of the run's text; None: not known.
+        text_vocab_size: tokens of the text are below it; None: not known.
+    """
+    return [
+        *_rate_advice(spec),
+        *_warmup_advice(spec),
+        *_batch_advice(spec),
+        *(_text_advice(spec, training_tokens) if training_tokens else ()),
+        *(_vocabulary_advice(spec, text_vocab_size) if text_vocab_size else ()),
+    ]
+
+
+def _rate_advice(spec: RunSpec) -> list[str]:
+    optimizer, size = spec.optimizer, size_of(spec)
+    if optimizer.name == "sgd":
+        return []
+    tunes = bool(spec.initial.digests)
+    usual = learning_rate_of(size, tokens_per_step=float(spec.tokens_per_step), optimizer=optimizer.name, tunes=tunes)
+    times = optimizer.learning_rate / usual
+    if times > RATE_HIGH:
+        return [
+            f"learning_rate {optimizer.learning_rate:g} is {times:.0f} times what suits this model and batch: the run "
+            f"is likely to diverge. Set optimizer.learning_rate = {usual:g}, or leave the line out"
+        ]
+    if times < RATE_LOW:
+        return [
+            f"learning_rate {optimizer.learning_rate:g} is 1/{1 / times:.0f} of what suits this model and batch: it "
+            f"will learn slowly. Set optimizer.learning_rate = {usual:g}, or leave the line out"
+        ]
+    return []
+
+
+def _warmup_advice(spec: RunSpec) -> list[str]:
+    optimizer, steps = spec.optimizer, spec.training.steps
+    usual = warmup_steps_of(steps, beta2=optimizer.beta2)
+    if optimizer.name != "sgd" and optimizer.warmup_steps < usual / 4:
+        return [
+            f"warmup_steps {optimizer.warmup_steps} is short: the optimizer's own estimate of a gradient's size is not "
+            f"yet steady then. Set optimizer.warmup_steps = {usual}, or leave the line out"
+        ]
+    if optimizer.warmup_steps > steps / 2 and steps > 2:
+        return [
+            f"warmup_steps {optimizer.warmup_steps} is most of the run's {steps} steps. "
+            f"Set optimizer.warmup_steps = {usual}, or leave the line out"
+        ]
+    return []
+
+
+def _batch_advice(spec: RunSpec) -> list[str]:
+    training, usual = spec.training, batch_tokens_of(size_of(spec))
+    model, stages = spec.model, spec.swarm.stages
+    number, samples = microbatches_of(
+        usual, context=model.context, stages=stages, dim=model.dim, experts=model.experts_computed
+    )
+    remedy = f"Set training.microbatches_per_step = {number} and training.microbatch_size = {samples}"
+    tokens = thousands(spec.tokens_per_step)
+    found = []
+    if spec.tokens_per_step > BATCH_RANGE * usual:
+        found.append(
+            f"a step of {tokens} tokens is {spec.tokens_per_step / usual:.0f} times what suits a model of this size: "
+            f"most of its work teaches nothing. {remedy}, or leave both lines out"
+        )
+    elif spec.tokens_per_step * BATCH_RANGE < usual:
+        found.append(
+            f"a step of {tokens} tokens is 1/{usual / spec.tokens_per_step:.0f} of what suits a model of this size: "
+            f"its gradients are mostly noise, and peers reduce them {usual / spec.tokens_per_step:.0f} times as often "
+            f"as they must. {remedy}, or leave both lines out"
+        )
+    if training.microbatches_per_step < stages:
+        found.append(
+            f"{training.microbatches_per_step} microbatches a step cannot keep {stages} stages busy. "
+            f"Set training.microbatches_per_step = {max(number, MICROBATCHES_PER_STAGE * stages)}"
+        )
+    return found
+
+
+def _text_advice(spec: RunSpec, training_tokens: int) -> list[str]:
+    training, found = spec.training, []
+    passes = training.steps * spec.tokens_per_step / training_tokens
+    if passes > PASSES_MAX:
+        steps = max(1, round(PASSES_GOOD * training_tokens / spec.tokens_per_step))
+        found.append(
+            f"the run reads its text {passes:.0f} times over: after {PASSES_MAX:.0f} times it learns it by heart, no "
+            f"more. Give it more text (data.source), or set training.steps = {steps} ({PASSES_GOOD:.0f} times)"
+        )
+    samples = training_tokens // (spec.model.context + 1)
+    if samples < spec.tokens_per_step // spec.model.context:
+        found.append(
+            f"the text is {samples} samples of {spec.model.context} tokens, fewer than one step takes. "
+            "Set model.context lower, or give it more text (data.source)"
+        )
+    return found
+
+
+def _vocabulary_advice(spec: RunSpec, text_vocab_size: int) -> list[str]:
+    unused = spec.model.vocab_size - text_vocab_size
+    if unused < max(1024, text_vocab_size):
+        return []
+    return [
+        f"model.vocab_size {spec.model.vocab_size} is far more than the {text_vocab_size} tokens that the text has: "
+        f"{millions(2.0 * unused * spec.model.dim)} parameters learn nothing. Set model.vocab_size = {text_vocab_size}"
+    ]

@@ -1,0 +1,341 @@
+"""What a run spec takes where its author says nothing: rules that follow the model's size, each with its source. Pure.
+
+`fill_in` puts numbers in the place of fields that a run file leaves out, or sets to "auto", before it becomes a
+`RunSpec`. So a `RunSpec` has numbers only: peers agree on what was chosen, and never on a rule. `advice.py` compares
+what a spec says with the same rules.
+
+| field | rule | source |
+|---|---|---|
+| num_heads | heads of 64, from a width of 2,048 on of 128 | Llama, GPT-3 table 2.1 (2005.14165) |
+| num_kv_heads | all heads, at most 8 | grouped-query attention (2305.13245), as Llama 3 |
+| ffn_dim | 8/3 of the width, rounded up | SwiGLU (2002.05202, section 2), Llama (2302.13971) |
+| tokens a step | 0.58 (20 N)^0.571 | Step Law (2503.04715), at 20 tokens a parameter (2203.15556) |
+| microbatches | at least 4 a stage | GPipe (1811.06965): the bubble hardly shows from there on |
+| learning_rate | 0.3118 C^-0.125, less for small steps | DeepSeek LLM (2401.02954, equation 1) |
+| warmup_steps | 2 / (1 - beta2), 1 % of a long run | untuned warm-up (1910.04209, section 5) |
+
+N are the parameters of the decoder layers that a token passes, C is the FLOP of a run of 20 N tokens. The rules take
+that length and not the run's own, so that a run that is made longer keeps its rate and its data. `tests/bench/rates.py`
+trains models of several sizes by them; peer/MEASURED.md says what came of it, and what is extrapolated.
+"""
+
+import copy
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from shoal.protocol.limits import MICROBATCHES_PER_STEP_MAX, STREAM_CREDIT_BYTES
+
+if TYPE_CHECKING:
+    from shoal.protocol.spec import RunSpec
+
+AUTO: Final = "auto"
+"""In a run file: as if the field was not there."""
+
+RULED: Final = (
+    "model.num_heads",
+    "model.num_kv_heads",
+    "model.ffn_dim",
+    "training.microbatches_per_step",
+    "training.microbatch_size",
+    "optimizer.learning_rate",
+    "optimizer.warmup_steps",
+)
+"""Fields that a run file may leave to a rule."""
+
+TOKENS_PER_PARAMETER: Final = 20.0
+"""2203.15556 (Chinchilla), table 3, rounded."""
+_WIDE: Final = 2048
+"""From this width on heads are of 128."""
+_KV_HEADS_MAX: Final = 8
+_NARROW: Final = 1024
+"""Below this width `ffn_dim` is a multiple of 32, so that a model of 128 is not made half as wide again by rounding."""
+MICROBATCHES_PER_STAGE: Final = 4
+_MICROBATCHES_MIN: Final = 8
+_WARMUP_SHARE: Final = 0.01
+_WARMUP_STEPS_MAX: Final = 2000
+"""DeepSeek LLM, Step Law and Llama all warm up for so many."""
+_WARMUP_SHARE_MAX: Final = 0.1
+_TUNING: Final = 1 / 15
+"""Of the rate from scratch, for weights that are good already: Llama 2 of 7 B has 3e-4, and 2e-5 to be tuned
+(2307.09288, sections 2.2 and 3.1)."""
+_SGD_RATE: Final = 4e-3
+"""No law is known to us for the rate of SGD on language models."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """One field that a rule has filled in."""
+
+    field: str
+    """`optimizer.learning_rate`."""
+    value: int | float
+    why: str
+    """For a person."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """Of a model, as the laws count it."""
+
+    parameters: float
+    """N: of the decoder layers, of experts those that a token passes."""
+    flop_per_token: float
+    """M: forward and backward of the decoder layers, attention as if it looked at the whole context (2401.02954,
+    equation 2)."""
+
+    @property
+    def tokens(self) -> float:
+        """What a model of this size learns most from for its arithmetic."""
+        return TOKENS_PER_PARAMETER * self.parameters
+
+    @property
+    def flop(self) -> float:
+        """C: of a run over so many tokens."""
+        return self.flop_per_token * self.tokens
+
+
+def model_size(
+    *, dim: int, num_layers: int, num_heads: int, num_kv_heads: int, ffn_dim: int, context: int, experts: int = 1
+) -> Size:
+    """Args: experts: that a token passes in each layer; 1 in a dense model."""
+    kv_dim = num_kv_heads * dim / num_heads
+    parameters = num_layers * (2.0 * dim * dim + 2.0 * dim * kv_dim + 3.0 * dim * ffn_dim * experts)
+    return Size(parameters=parameters, flop_per_token=6.0 * parameters + 12.0 * num_layers * dim * context)
+
+
+def size_of(spec: "RunSpec") -> Size:
+    model = spec.model
+    return model_size(
+        dim=model.dim,
+        num_layers=model.num_layers,
+        num_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads,
+        ffn_dim=model.ffn_dim,
+        context=model.context,
+        experts=model.experts_computed,
+    )
+
+
+def heads_of(dim: int) -> int:
+    """Query heads whose size is even, divides `dim`, and is as near to 64 as that allows (128 for wide models)."""
+    wanted = 128 if dim >= _WIDE else 64
+    sizes = [size for size in range(2, dim + 1, 2) if dim % size == 0] or [dim]
+    return dim // min(sizes, key=lambda size: (abs(math.log(size / wanted)), size))
+
+
+def kv_heads_of(num_heads: int) -> int:
+    """Key and value heads: the most that divide `num_heads`, at most 8."""
+    return max(number for number in range(1, min(num_heads, _KV_HEADS_MAX) + 1) if num_heads % number == 0)
+
+
+def ffn_dim_of(dim: int) -> int:
+    """Hidden width of SwiGLU, whose three matrices are then as large as two of 4 D² are."""
+    multiple = 32 if dim < _NARROW else 256
+    return multiple * math.ceil(8 * dim / 3 / multiple)
+
+
+def batch_tokens_of(size: Size) -> float:
+    """Tokens a step."""
+    return float(0.58 * size.tokens**0.571)
+
+
+def learning_rate_of(size: Size, *, tokens_per_step: float, optimizer: str = "nadam", tunes: bool = False) -> float:
+    """The peak of the schedule, to two digits.
+
+    Steps smaller than `batch_tokens_of` take less, by the square root (2205.10287, section 4; 2405.14578); larger ones
+    do not take more, where the law's own optimum is flat.
+
+    Args:
+        optimizer: its name in the run spec. Muon's is AdamW's (2502.16982), and so is NAdam's; none is known for SGD.
+        tunes: the run begins with weights that are good already.
+    """
+    if optimizer == "sgd":
+        return _SGD_RATE
+    rate = 0.3118 * size.flop**-0.125 * min(1.0, math.sqrt(tokens_per_step / batch_tokens_of(size)))
+    return _two_digits(rate * _TUNING if tunes else rate)
+
+
+def warmup_steps_of(steps: int, *, beta2: float) -> int:
+    """Steps until the rate's peak: the memory of Adam's second moment twice over, 1 % of a long run, and at most a
+    tenth of a short one. The same for all runs of 400 to 4,000 steps with a `beta2` of 0.95."""
+    wanted = max(2.0 / (1.0 - beta2), _WARMUP_SHARE * steps)
+    return round(min(wanted, _WARMUP_STEPS_MAX, _WARMUP_SHARE_MAX * steps))
+
+
+def microbatches_of(
+    tokens: float,
+    *,
+    context: int,
+    stages: int,
+    dim: int,
+    experts: int = 1,
+    number: int | None = None,
+    samples: int | None = None,
+) -> tuple[int, int]:
+    """How a step of about `tokens` is cut up.
+
+    Args:
+        dim: of the model: an activation must not be more than a stream takes at once.
+        experts: that each token is sent to, so many times its activation.
+        number: of microbatches, if its author has said it.
+        samples: of one microbatch, likewise.
+    Returns: (microbatches a step, samples of each).
+    """
+    all_samples = max(1, round(tokens / context))
+    least = max(_MICROBATCHES_MIN, MICROBATCHES_PER_STAGE * stages)
+    if samples is None:
+        fits = max(1, STREAM_CREDIT_BYTES // (4 * dim * context * experts))
+        samples = min(fits, max(1, round(all_samples / (number or least))))
+    if number is None:
+        number = min(MICROBATCHES_PER_STEP_MAX, max(round(all_samples / samples), 2 * stages))
+    return number, samples
+
+
+def fill_in(tables: Mapping[str, Any], base: "RunSpec") -> tuple[dict[str, Any], tuple[Choice, ...]]:
+    """The tables of a run file with a number in the place of each field that it leaves to a rule.
+
+    What is of a wrong type or impossible is left as it is: whoever decodes the tables says what is wrong with them.
+
+    Args:
+        tables: as TOML has them.
+        base: what the fields are that no rule is about, where `tables` does not say.
+    Returns: the tables, and what was chosen, in an order to be read in.
+    """
+    filling = _Filling(tables, base)
+    dim, context, stages = filling.number("model.dim"), filling.number("model.context"), filling.number("swarm.stages")
+    heads = filling.choose("model.num_heads", heads_of(dim), "heads of 64, or of 128 in a wide model")
+    kv_heads = filling.choose("model.num_kv_heads", kv_heads_of(heads), "as many as there are heads, at most 8")
+    ffn_dim = filling.choose("model.ffn_dim", ffn_dim_of(dim), f"8/3 of dim {dim}, rounded up")
+    has_experts = filling.number("model.num_experts", least=0) > 0
+    experts = filling.number("model.experts_per_token") if has_experts else 1
+    size = model_size(
+        dim=dim,
+        num_layers=filling.number("model.num_layers"),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        ffn_dim=ffn_dim,
+        context=context,
+        experts=experts,
+    )
+    batch = batch_tokens_of(size)
+    number, samples = microbatches_of(
+        batch,
+        context=context,
+        stages=stages,
+        dim=dim,
+        experts=experts,
+        number=filling.said("training.microbatches_per_step"),
+        samples=filling.said("training.microbatch_size"),
+    )
+    told = f"{number} x {samples} samples are {thousands(number * samples * context)} tokens a step"
+    law = f"{told}; Step Law takes {thousands(batch)} for {millions(size.parameters)} parameters"
+    number = filling.choose("training.microbatches_per_step", number, law)
+    samples = filling.choose("training.microbatch_size", samples, law)
+    optimizer = filling.text("optimizer.name")
+    tunes = bool(filling.table("initial").get("digests"))
+    rate = learning_rate_of(size, tokens_per_step=float(number * samples * context), optimizer=optimizer, tunes=tunes)
+    filling.choose("optimizer.learning_rate", rate, _why_rate(size, optimizer=optimizer, tunes=tunes))
+    beta2 = filling.share("optimizer.beta2")
+    warmup = warmup_steps_of(filling.number("training.steps"), beta2=beta2)
+    filling.choose("optimizer.warmup_steps", warmup, "2 / (1 - beta2) steps, 1 % of a long run, 10 % of a short one")
+    return filling.tables, tuple(filling.choices)
+
+
+def as_before(tables: Mapping[str, Any], former: "RunSpec") -> dict[str, Any]:
+    """The tables of a run file with what it leaves to a rule as a former run of it has that: the rules may have changed
+    since, and the warm-up follows from steps that may have been raised."""
+    filling = _Filling(tables, former)
+    for path in RULED:
+        section, _, name = path.partition(".")
+        filling.choose(path, getattr(getattr(former, section), name), "as before")
+    return filling.tables
+
+
+def in_words(choices: tuple[Choice, ...], spec: "RunSpec") -> tuple[str, ...]:
+    """What was chosen and why, a line each; empty: its author has said everything."""
+    if not choices:
+        return ()
+    lines = [f"the run file leaves these to shoal ({millions(size_of(spec).parameters)} parameters in the layers):"]
+    told: set[str] = set()
+    for choice in choices:
+        if choice.why not in told:
+            lines.append(f"  {choice.field} = {_number(choice.value)}: {choice.why}")
+        else:
+            lines[-1] = lines[-1].replace(":", f", {choice.field} = {_number(choice.value)}:", 1)
+        told.add(choice.why)
+    return tuple(lines)
+
+
+class _Filling:
+    """The tables of a run file while they are filled in."""
+
+    def __init__(self, tables: Mapping[str, Any], base: "RunSpec") -> None:
+        self.tables: dict[str, Any] = copy.deepcopy(dict(tables))
+        self.choices: list[Choice] = []
+        self._base = base
+
+    def table(self, section: str) -> dict[str, Any]:
+        """Empty if there is none, or what is there is no table."""
+        found = self.tables.get(section, {})
+        return found if isinstance(found, dict) else {}
+
+    def said(self, path: str) -> int | None:
+        """What the file says, a positive number; None: it leaves that to a rule, or says what cannot be."""
+        section, _, name = path.partition(".")
+        value = self.table(section).get(name)
+        return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+    def number(self, path: str, *, least: int = 1) -> int:
+        section, _, name = path.partition(".")
+        value = self.table(section).get(name)
+        fits = isinstance(value, int) and not isinstance(value, bool) and value >= least
+        return int(value if fits else getattr(getattr(self._base, section), name))  # type: ignore[arg-type]
+
+    def share(self, path: str) -> float:
+        section, _, name = path.partition(".")
+        value = self.table(section).get(name)
+        fits = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1
+        return float(value if fits else getattr(getattr(self._base, section), name))  # type: ignore[arg-type]
+
+    def text(self, path: str) -> str:
+        section, _, name = path.partition(".")
+        value = self.table(section).get(name)
+        return value if isinstance(value, str) else str(getattr(getattr(self._base, section), name))
+
+    def choose(self, path: str, value: Any, why: str) -> Any:
+        """Returns: what the file says, or `value`, which is then put there."""
+        section, _, name = path.partition(".")
+        table = self.tables.setdefault(section, {})
+        if not isinstance(table, dict) or (name in table and table[name] != AUTO):
+            return self.said(path) or value
+        table[name] = value
+        self.choices.append(Choice(field=path, value=value, why=why))
+        return value
+
+
+def _why_rate(size: Size, *, optimizer: str, tunes: bool) -> str:
+    if optimizer == "sgd":
+        return "no rule is known for sgd: try some"
+    law = f"DeepSeek LLM's law for {millions(size.parameters)} parameters, and the size of a step"
+    return f"a fifteenth of {law}, as it begins with weights that are good already" if tunes else law
+
+
+def _two_digits(value: float) -> float:
+    return float(f"{value:.1e}")
+
+
+def _number(value: float) -> str:
+    return f"{value:g}"
+
+
+def thousands(value: float) -> str:
+    return f"{value:,.0f}"
+
+
+def millions(value: float) -> str:
+    for unit, name in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= unit:
+            return f"{value / unit:.3g} {name}"
+    return f"{value:.0f}"
