@@ -163,15 +163,17 @@ async def _take_part(network: Network, run: _Run, options: Options, stop: Stop) 
 
 
 def _make_compute(options: Options) -> MeteredCompute:
-    # On a CPU shared with others the thread's own seconds say what it could give; a GPU's are not the thread's.
-    probe_clock = time.thread_time if options.device.type == "cpu" else time.perf_counter
-    return MeteredCompute(
-        ThreadCompute(
-            initializer=lambda: _prepare_thread(options),
-            probe_clock=probe_clock,
-            share=options.limits.compute_share,
-        )
+    # On a CPU shared with others the processor's own seconds say what it could give, and had to; a GPU's are not the
+    # thread's.
+    is_cpu, share = options.device.type == "cpu", options.limits.compute_share
+    threads = options.threads or torch.get_num_threads()
+    compute = ThreadCompute(
+        initializer=lambda: _prepare_thread(options),
+        probe_clock=time.thread_time if is_cpu else time.perf_counter,
+        share=share,
+        spent_s=(lambda: time.process_time() / threads) if is_cpu and share < 1.0 else None,
     )
+    return MeteredCompute(compute, used_s=(lambda: compute.used_s) if share < 1.0 else None)
 
 
 def _make_node(network: Network, run: _Run, options: Options, compute: Compute, output: Output) -> Node:

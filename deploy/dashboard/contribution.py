@@ -22,19 +22,28 @@ LINKS_MAX = 16
 
 
 class MeteredCompute:
-    """Implements `Compute`: `compute`, with what it does added up. The probe does not count: it is no work."""
+    """Implements `Compute`: `compute`, with what it does added up. The probe does not count: it is no work.
 
-    def __init__(self, compute: Compute) -> None:
+    Args: used_s: seconds of the device's time that were used so far; None: those in which one of its jobs ran. Of a
+    device that may be used for a share of the time, what its owner's limit counts.
+    """
+
+    def __init__(self, compute: Compute, *, used_s: Callable[[], float] | None = None) -> None:
         self._compute = compute
-        self.busy_s = 0.0
+        self._used_s = used_s
+        self._jobs_s = 0.0
         self.flop = 0.0
         self.microbatches = 0
+
+    @property
+    def busy_s(self) -> float:
+        return self._jobs_s if self._used_s is None else self._used_s()
 
     async def run(self, kind: JobKind, work: Callable[[], T], *, flop: float) -> Timed[T]:
         """Raises: whatever `work` raises, or the device."""
         timed = await self._compute.run(kind, work, flop=flop)
         if kind != "probe":
-            self.busy_s += timed.ended_s - timed.started_s
+            self._jobs_s += timed.ended_s - timed.started_s
             self.flop += flop
             self.microbatches += kind == "forward"
         return timed

@@ -7,8 +7,8 @@ that computes half of it waits for somebody.
 |---|---|
 | pause | the person at the machine, or a limit of theirs, has paused it |
 | place, state | it holds no stage; it fetches its stage's state |
-| device | it computed nearly all the time, or most of it with work that stands and waits for it |
 | cap | work waits for a device that may compute a share of the time only; or as *upload*, which is limited |
+| device | it computed nearly all the time, or most of it with work that stands and waits for it |
 | upload | something is nearly always on its way out |
 | swarm | it waits: for the stage with the least capacity, if that is another one |
 """
@@ -38,12 +38,12 @@ def limited_by(mine: Contribution, peers: Sequence[PeerStatus], *, num_stages: i
         return LimitedBy(kind="place", text="no place in the plan yet: it stands by as a spare")
     if not mine.synced:
         return LimitedBy(kind="state", text=f"fetching the state of stage {mine.stage} from its mates")
-    if mine.busy >= BUSY or (mine.busy >= QUEUES_BUSY and mine.waiting > 0):
-        return LimitedBy(kind="device", text=f"the device: it computes {100 * mine.busy:.0f} % of the time")
     caps = limits.caps if limits is not None else ()
     resting = next((cap for cap in caps if "device's time" in cap), "")
     if resting and mine.waiting > 0:
-        return LimitedBy(kind="cap", text=f"your limit: {resting}")
+        return LimitedBy(kind="cap", text=f"your limit: {resting} (it computes {100 * mine.busy:.0f} %)")
+    if mine.busy >= BUSY or (mine.busy >= QUEUES_BUSY and mine.waiting > 0):
+        return LimitedBy(kind="device", text=f"the device: it computes {100 * mine.busy:.0f} % of the time")
     if mine.sending >= SENDING:
         cap = next((cap for cap in caps if "upload" in cap), "")
         if cap:

@@ -22,7 +22,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """
 
     compute_share: Annotated[float, msgspec.Meta(gt=0.0, le=1.0)] = 1.0
-    """Share of the device's time, above 0 and at most 1: after each job it rests for the remainder."""
+    """Share of the device's time, above 0 and at most 1. Of a CPU: of its threads' time, all that this peer does."""
     memory_gb: Annotated[float, msgspec.Meta(ge=0.0)] = 0.0
     """Memory of the device that the swarm may plan with, in GB; on a GPU torch takes no more. 0: what is free."""
     upload_mbit_s: Annotated[float, msgspec.Meta(ge=0.0)] = 0.0

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from shoal.protocol.duty import Duty
 from shoal.protocol.errors import LocalError
 from shoal.protocol.ports import JobKind, Timed
 
@@ -20,8 +21,11 @@ class ThreadCompute:
             job.
         probe_clock: what probes are timed with. `time.thread_time` for a CPU: six peers that start on one machine
             would otherwise measure each other's start, and differ by a factor of four.
-        share: of the device's time. After each job it rests, and a job is said to have taken the rest as well: that is
-            how fast the device is for those who plan with it.
+        share: of the device's time. The device rests once it has had more than that (`duty.py`), and a job is said to
+            have taken as long as the share takes to earn it: that is how fast the device is for those who plan with it.
+        spent_s: seconds of the device's time that this process has had so far; None: what its jobs took. Of a CPU the
+            processor's seconds say more: a job that waits for other programs, or that keeps one of two threads busy,
+            has not had all of that time, and the network's work is the processor's too.
     """
 
     def __init__(
@@ -30,17 +34,24 @@ class ThreadCompute:
         initializer: Callable[[], None] | None = None,
         probe_clock: Callable[[], float] = time.monotonic,
         share: float = 1.0,
+        spent_s: Callable[[], float] | None = None,
     ) -> None:
-        if not 0.0 < share <= 1.0:
-            raise ValueError(f"a share of {share} of a device's time cannot be")
+        self._duty = Duty(share)
+        self._share = share
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="compute")
         self._initializer = initializer
         self._probe_clock = probe_clock
         self._initialized = False
         self._is_closed = False
-        self._rest_per_s = 1.0 / share - 1.0
-        self._rests_until_s = 0.0
+        self._spent_s = spent_s
+        self._jobs_s = 0.0
+        self._charged_s = spent_s() if spent_s is not None else 0.0
         self._turn = asyncio.Lock()
+
+    @property
+    def used_s(self) -> float:
+        """Seconds of the device's time that this process has had so far, as `share` counts them."""
+        return self._jobs_s if self._spent_s is None else self._spent_s()
 
     async def run(self, kind: JobKind, work: Callable[[], T], *, flop: float) -> Timed[T]:
         """Cancelling does not stop a job that has begun: its result is dropped, and the next job waits for it.
@@ -50,10 +61,10 @@ class ThreadCompute:
         if self._is_closed:
             raise LocalError("this device is closed")
         loop = asyncio.get_running_loop()
-        if self._rest_per_s == 0.0:
+        if self._share == 1.0:
             return await loop.run_in_executor(self._thread, self._timed, kind, work)
         async with self._turn:
-            await asyncio.sleep(max(0.0, self._rests_until_s - time.monotonic()))
+            await asyncio.sleep(self._rest_s())
             if self._is_closed:
                 raise LocalError("this device is closed")
             return await loop.run_in_executor(self._thread, self._timed, kind, work)
@@ -63,15 +74,26 @@ class ThreadCompute:
         self._is_closed = True
         self._thread.shutdown(wait=False, cancel_futures=True)
 
+    def _rest_s(self) -> float:
+        used_s = self.used_s
+        self._duty.spend(used_s - self._charged_s)
+        self._charged_s = used_s
+        return self._duty.rest_s(time.monotonic())
+
     def _timed(self, kind: JobKind, work: Callable[[], T]) -> Timed[T]:
         if not self._initialized and self._initializer is not None:
             self._initializer()
         self._initialized = True
         # time.monotonic is also what the loop's time() reads, so these seconds compare with the Clock's
         clock = self._probe_clock if kind == "probe" else time.monotonic
-        started_s, clock_started_s = time.monotonic(), clock()
-        value = work()
-        took_s = clock() - clock_started_s
-        rest_s = (time.monotonic() - started_s) * self._rest_per_s
-        self._rests_until_s = time.monotonic() + rest_s
-        return Timed(value=value, started_s=started_s, ended_s=started_s + took_s * (1.0 + self._rest_per_s))
+        started_s, clock_started_s, used_before_s = time.monotonic(), clock(), self.used_s
+        try:
+            value = work()
+            took_s = clock() - clock_started_s
+        finally:
+            self._jobs_s += time.monotonic() - started_s
+        if kind == "probe":
+            took_s /= self._share
+        else:
+            took_s = max(took_s, (self.used_s - used_before_s) / self._share)
+        return Timed(value=value, started_s=started_s, ended_s=started_s + took_s)

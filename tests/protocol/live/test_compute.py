@@ -64,7 +64,7 @@ def test_close_cancels_what_waits_and_the_thread_ends_with_its_job():
     asyncio.run(main())
 
 
-def test_a_device_that_is_shared_rests_after_each_job_and_says_that_it_is_slower():
+def test_a_device_that_is_shared_rests_and_says_that_it_is_slower():
     took_s = []
 
     def job():
@@ -74,14 +74,39 @@ def test_a_device_that_is_shared_rests_after_each_job_and_says_that_it_is_slower
 
     async def main():
         compute = ThreadCompute(share=0.25)
-        timed = await asyncio.gather(*(compute.run("forward", job, flop=0.0) for _ in range(3)))
+        began_s = time.monotonic()
+        timed = await asyncio.gather(*(compute.run("forward", job, flop=0.0) for _ in range(4)))
         compute.close()
-        return timed
+        return began_s, timed
 
-    timed = asyncio.run(main())
-    for before, after, seconds in zip(timed, timed[1:], took_s, strict=False):
-        assert before.ended_s - before.started_s >= 4 * seconds
-        assert after.started_s - before.started_s >= 4 * seconds
+    began_s, timed = asyncio.run(main())
+    for job_s, told in zip(took_s, timed, strict=True):
+        assert told.ended_s - told.started_s >= 4 * job_s
+    for number in range(1, 4):  # nobody may begin before the share has earned what was worked until then
+        assert timed[number].started_s - began_s >= 4 * sum(took_s[:number])
+
+
+def test_of_a_processor_its_own_seconds_count_and_those_of_work_that_is_no_job():
+    spent_s = 7.0
+
+    async def main():
+        nonlocal spent_s
+
+        def job():
+            nonlocal spent_s
+            spent_s += 0.02
+
+        compute = ThreadCompute(share=0.5, spent_s=lambda: spent_s)
+        began_s = time.monotonic()
+        await compute.run("forward", job, flop=0.0)
+        spent_s += 0.03  # the network's
+        timed = await compute.run("forward", job, flop=0.0)
+        compute.close()
+        return timed, timed.started_s - began_s
+
+    timed, waited_s = asyncio.run(main())
+    assert waited_s >= 0.1
+    assert timed.ended_s - timed.started_s >= 0.04 - 1e-9
 
 
 @pytest.mark.parametrize("share", [0.0, -0.5, 1.5])
