@@ -72,13 +72,15 @@ def _hindrance(peer: PeerID, live: Plan, roster: Roster, now_s: float) -> str:
     """Why `peer` cannot work for its stage now; empty: it can."""
     presence = roster.presences.get(peer)
     beat = presence.heartbeat if presence is not None else None
-    if presence is None or beat is None:
-        return "has not been heard yet"
+    if presence is None:
+        return "is gone"
     silent_s = now_s - presence.arrivals.last_s
     if presence.said_goodbye:
         return "has left"
     if presence.left or silent_s > SILENT_HEARTBEATS * roster.heartbeat_s:
         return f"does not answer, for {seconds(silent_s)}"
+    if beat is None:
+        return ""  # a new coordinator hears it shortly
     paused_s = span(beat.paused_s)
     if paused_s is not None:
         return f"is paused, for {seconds(paused_s + silent_s)}"

@@ -16,16 +16,28 @@ from rich.table import Table
 from rich.text import Text
 
 from shoal.deploy.dashboard.limiting import limited_by
-from shoal.deploy.dashboard.view import PeerState, peer_state
+from shoal.deploy.dashboard.view import (
+    DONE,
+    STALE_S,
+    TRAINING,
+    PeerState,
+    peer_state,
+    run_phase,
+    standstill,
+    unanswered,
+)
 from shoal.deploy.expert_view import expert_table
 from shoal.deploy.report import Contribution, Phase, StepDone
+from shoal.deploy.words import duration as duration
+from shoal.deploy.words import printable as printable
+from shoal.deploy.words import quantity as quantity
+from shoal.deploy.words import short as short
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import PeerStatus, SwarmStatus
 
 _BARS = "▁▂▃▄▅▆▇█"
 _SPARKLINE_COLUMNS = 20
 _NOTES_SHOWN = 4
-_PREFIXES = ("", "k", "M", "G", "T", "P", "E")
 
 
 _COLUMNS: Sequence[tuple[str, Literal["left", "right"]]] = (
@@ -41,11 +53,13 @@ _COLUMNS: Sequence[tuple[str, Literal["left", "right"]]] = (
 )
 _LEFT_OUT_FIRST = ("window", "layers", "fwd ms", "share", "speed", "version")
 _WIDTH_MAX = 10_000
+_GAP = 2
 
 _STATES: Mapping[PeerState, tuple[str, str]] = {
     "silent": ("silent", "red"),
-    "draining": ("draining", "yellow"),
-    "spare": ("waiting for work", "dim"),
+    "paused": ("paused", "yellow"),
+    "draining": ("leaving", "yellow"),
+    "spare": ("standing by", "dim"),
     "unheard": ("not heard yet", "dim"),
     "fetching": ("fetching state", "yellow"),
     "training": ("training", "green"),
@@ -59,14 +73,13 @@ class Board:
     title: str
     started_s: float
     phase: str = "starting"
-    first_step_s: float | None = None
     status: SwarmStatus | None = None
+    status_at_s: float = 0.0
+    """When it came."""
     step: StepDone | None = None
     steps_total: int = 0
     validation: tuple[int, float] | None = None
     """(version, loss) of the newest."""
-    num_steps: int = 0
-    """Steps seen."""
     losses: list[float] = field(default_factory=list)
     mine: Contribution | None = None
     """What this peer gives, if this is a peer's view."""
@@ -74,38 +87,79 @@ class Board:
     """What this peer does before it can take part."""
     notes: deque[str] = field(default_factory=lambda: deque(maxlen=_NOTES_SHOWN))
 
-    def add_step(self, step: StepDone, now_s: float, *, num_steps: int = 1) -> None:
-        """`num_steps`: how many steps this one stands for, itself the last."""
-        if self.first_step_s is None:
-            self.first_step_s = now_s
-        self.step, self.phase = step, "training"
-        self.num_steps += num_steps
+    def add_step(self, step: StepDone) -> None:
+        """The newest that is known."""
+        self.step, self.phase = step, TRAINING
         if step.loss is not None:
             self.losses.append(step.loss)
         if step.validation_loss is not None and step.validation_step is not None:
             self.validation = (step.validation_step, step.validation_loss)
 
+    def add_status(self, status: SwarmStatus, now_s: float) -> None:
+        self.status, self.status_at_s = status, now_s
+
+    def status_age_s(self, now_s: float) -> float | None:
+        return None if self.status is None else now_s - self.status_at_s
+
+    def spoken_phase(self, now_s: float) -> str:
+        """What it does, or what it waits for."""
+        if self.phase != TRAINING or self.status is None:
+            return self.phase
+        return unanswered(self.status_age_s(now_s)) or run_phase(self.status)
+
     def left_s(self, now_s: float) -> float | None:
-        """Seconds until the last step at the average pace so far."""
-        if self.first_step_s is None or self.step is None or self.num_steps < 2:
+        """Seconds until the last step, by the coordinator's word; None: not known, or nothing moves."""
+        age_s = self.status_age_s(now_s)
+        if self.status is None or self.status.left_s is None or age_s is None or age_s > STALE_S:
             return None
-        pace_s = (now_s - self.first_step_s) / (self.num_steps - 1)
-        return pace_s * max(self.steps_total - 1 - self.step.step, 0)
+        return max(0.0, self.status.left_s - age_s)
+
+    def tokens_per_s(self, now_s: float) -> float | None:
+        """The run's rate, by the coordinator's word; None: it has not answered for long."""
+        age_s = self.status_age_s(now_s)
+        if self.status is not None and age_s is not None:
+            return self.status.tokens_per_s if age_s <= STALE_S else None
+        return self.step.tokens_per_s if self.step is not None else None
 
 
 def render(board: Board, now_s: float) -> RenderableType:
     """The whole live view."""
-    parts: list[RenderableType] = [_headline(board, now_s), _progress(board, now_s)]
+    parts: list[RenderableType] = [Text(board.spoken_phase(now_s), style="bold"), _about(board, now_s)]
+    parts.append(_progress(board, now_s))
     if board.fetching is not None:
         parts.append(_fetching(board.fetching))
     if board.losses:
-        parts.append(_figures(board))
+        parts.append(_figures(board, now_s))
+    parts.extend(risk_lines(board.status))
     if board.status is not None:
         parts.extend(tables(board.status))
     if board.mine is not None:
         parts.append(_contribution(board.mine, board.status))
-    parts.extend(Text(f"· {printable(note)}", style="dim", overflow="ellipsis", no_wrap=True) for note in board.notes)
+    parts.extend(Text(f"· {printable(note)}", style="dim", overflow="fold") for note in board.notes)
     return Panel(Group(*parts), title=Text(printable(board.title)), title_align="left")
+
+
+def risk_lines(status: SwarmStatus | None) -> list[Text]:
+    """What would be lost with one peer."""
+    risks = status.risks if status is not None and status.step < status.steps else ()
+    return [Text(printable(risk), style="yellow") for risk in risks]
+
+
+class Flow:
+    """Parts of a line, on as many lines as they need: none is cut, and none broken as long as it fits on one."""
+
+    def __init__(self, *parts: Text) -> None:
+        self._parts = [part for part in parts if part.plain]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        line = Text()
+        for part in self._parts:
+            if line.plain and line.cell_len + _GAP + part.cell_len > options.max_width:
+                yield line
+                line = Text()
+            line = line + Text(" " * _GAP) + part if line.plain else part
+        if line.plain:
+            yield line
 
 
 def tables(status: SwarmStatus) -> list[RenderableType]:
@@ -155,17 +209,17 @@ def _stage_table(status: SwarmStatus, left_out: Collection[str]) -> Table:
     return table
 
 
-def plain_line(board: Board) -> str:
+def plain_line(board: Board, now_s: float) -> str:
     """One step for a terminal that cannot be redrawn, or a log."""
     assert board.step is not None
-    step = board.step
+    step, tokens_per_s = board.step, board.tokens_per_s(now_s)
     parts = [f"step {step.step + 1}/{board.steps_total}"]
     if step.loss is not None:
         parts.append(f"loss {step.loss:.4f}")
     if board.validation is not None:
         parts.append(f"val {board.validation[1]:.4f}")
     parts += [
-        f"{step.tokens_per_s:,.0f} tokens/s",
+        "- tokens/s" if tokens_per_s is None else f"{tokens_per_s:,.0f} tokens/s",
         f"staleness {step.staleness_mean:.2f}",
         f"term {step.term} ({short(step.coordinator)})",
     ]
@@ -174,15 +228,24 @@ def plain_line(board: Board) -> str:
 
 def status_lines(status: SwarmStatus) -> Sequence[str]:
     """The head of `shoal status`."""
-    loss = "-" if status.loss is None else f"{status.loss:.4f}"
-    validation = "-" if status.validation_loss is None else f"{status.validation_loss:.4f}"
+    left = "" if status.left_s is None or status.step >= status.steps else f", {duration(status.left_s)} left"
+    stands = standstill(status)
     return (
         f"run {printable(status.run)} ({printable(status.name)}), up {duration(status.elapsed_s)}",
-        f"step {status.step}/{status.steps}  loss {loss}  val {validation}  {status.tokens_per_s:,.0f} tokens/s  "
-        f"staleness {status.staleness_steps_mean:.2f}",
-        f"term {status.term}, coordinator {name_of(status, status.coordinator)}; "
+        f"{run_phase(status)}{f', {stands}' if stands else left}",
+        step_line(status),
+        f"staleness {status.staleness_steps_mean:.2f}, term {status.term}, "
+        f"coordinator {name_of(status, status.coordinator)}",
         f"plan {status.plan_sequence}: {printable(status.plan_reason)}",
+        *(f"careful: {printable(risk)}" for risk in (status.risks if status.step < status.steps else ())),
     )
+
+
+def step_line(status: SwarmStatus) -> str:
+    """How far the run is, in one line."""
+    loss = "-" if status.loss is None else f"{status.loss:.4f}"
+    validation = "-" if status.validation_loss is None else f"{status.validation_loss:.4f}"
+    return f"step {status.step}/{status.steps}  loss {loss}  val {validation}  {status.tokens_per_s:,.0f} tokens/s"
 
 
 def name_of(status: SwarmStatus, peer: PeerID) -> str:
@@ -191,21 +254,6 @@ def name_of(status: SwarmStatus, peer: PeerID) -> str:
 
 def _name(peer: PeerStatus) -> str:
     return printable(peer.name) or short(peer.peer)
-
-
-def printable(text: str) -> str:
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
-
-
-def short(peer: PeerID) -> str:
-    """The end of a PeerID: the beginning is the same for everyone."""
-    return peer[-8:]
-
-
-def duration(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
@@ -220,14 +268,13 @@ def sparkline(values: Sequence[float], width: int) -> str:
     return "".join(_BARS[round((mean - low) * scale)] for mean in means)
 
 
-def _headline(board: Board, now_s: float) -> Text:
-    text = Text(board.phase, style="bold", no_wrap=True, overflow="ellipsis")
-    text.append(f"   {duration(now_s - board.started_s)}", style="dim")
-    if board.status is not None:
-        holder = name_of(board.status, board.status.coordinator)
-        text.append(f"   term {board.status.term}, coordinator {holder}   ", style="default")
-        text.append(f"plan {board.status.plan_sequence}: {printable(board.status.plan_reason)}", style="dim")
-    return text
+def _about(board: Board, now_s: float) -> RenderableType:
+    up = Text(f"up {duration(now_s - board.started_s)}", style="dim")
+    status = board.status
+    if status is None:
+        return up
+    coordinator = Text(f"term {status.term}, coordinator {name_of(status, status.coordinator)}")
+    return Flow(up, coordinator, Text(f"plan {status.plan_sequence}: {printable(status.plan_reason)}", style="dim"))
 
 
 def _progress(board: Board, now_s: float) -> Table:
@@ -238,7 +285,9 @@ def _progress(board: Board, now_s: float) -> Table:
     row.add_column(ratio=1)
     row.add_column(no_wrap=True)
     bar = ProgressBar(total=max(board.steps_total, 1), completed=done)
-    row.add_row(f"step {done}/{board.steps_total}", bar, "" if left_s is None else f"{duration(left_s)} left")
+    stands = standstill(board.status) if board.status is not None and board.phase != DONE else ""
+    left = Text(stands, style="yellow") if stands else Text("" if left_s is None else f"{duration(left_s)} left")
+    row.add_row(f"step {done}/{board.steps_total}", bar, left)
     return row
 
 
@@ -252,32 +301,28 @@ def _fetching(phase: Phase) -> Table:
     return row
 
 
-def _figures(board: Board) -> Text:
+def _figures(board: Board, now_s: float) -> RenderableType:
     assert board.step is not None
-    text = Text(f"loss {board.losses[-1]:.3f} ", no_wrap=True, overflow="ellipsis")
-    text.append(sparkline(board.losses, _SPARKLINE_COLUMNS), style="green")
-    if board.validation is not None:
-        text.append(f"  val {board.validation[1]:.3f} (step {board.validation[0]})")
-    text.append(f"  {board.step.tokens_per_s:,.0f} tokens/s  staleness {board.step.staleness_mean:.2f}")
-    return text
+    tokens_per_s = board.tokens_per_s(now_s)
+    loss = Text(f"loss {board.losses[-1]:.3f} ")
+    loss.append(sparkline(board.losses, _SPARKLINE_COLUMNS), style="green")
+    return Flow(
+        Text("- tokens/s" if tokens_per_s is None else f"{tokens_per_s:,.0f} tokens/s", style="bold"),
+        loss,
+        Text("" if board.validation is None else f"val {board.validation[1]:.3f} (step {board.validation[0]})"),
+        Text(f"staleness {board.step.staleness_mean:.2f}", style="dim"),
+    )
 
 
-def _contribution(mine: Contribution, status: SwarmStatus | None) -> Text:
+def _contribution(mine: Contribution, status: SwarmStatus | None) -> RenderableType:
     limits = limited_by(mine, status.peers if status else (), num_stages=len(status.stages) if status else 0)
     sent, received = sum(link[1] for link in mine.links), sum(link[2] for link in mine.links)
-    text = Text("this peer gives ", overflow="fold")
-    text.append(f"{quantity(mine.flop_per_s, 'FLOP/s')}", style="bold")
-    text.append(f", sends {quantity(sent, 'B/s')}, receives {quantity(received, 'B/s')}; ")
-    text.append(limits.text if limits.kind == "pause" else f"limited by {printable(limits.text)}", style="cyan")
-    return text
-
-
-def quantity(value: float, unit: str) -> str:
-    """`9.72 TFLOP/s`."""
-    power = 0
-    while value >= 999.5 and power < len(_PREFIXES) - 1:
-        value, power = value / 1000.0, power + 1
-    return f"{value:.3g} {_PREFIXES[power]}{unit}"
+    return Flow(
+        Text(f"this peer gives {quantity(mine.flop_per_s, 'FLOP/s')}", style="bold"),
+        Text(f"sends {quantity(sent, 'B/s')}"),
+        Text(f"receives {quantity(received, 'B/s')}"),
+        Text(printable(limits.text), style="cyan"),
+    )
 
 
 def _ordered(peers: Iterable[PeerStatus]) -> list[PeerStatus]:
@@ -290,7 +335,11 @@ def _peer_cells(peer: PeerStatus, coordinator: PeerID) -> tuple[Text, str, str, 
     forward = f"{peer.forward_s * 1e3:.1f}" if peer.forward_s else ""
     state = peer_state(peer)
     words, style = _STATES[state]
-    said = f"silent for {peer.seen_s_ago:.0f} s" if state == "silent" else words
+    said = words
+    if state == "silent":
+        said = f"silent for {duration(peer.seen_s_ago)}"
+    elif state == "paused" and peer.paused_s is not None:
+        said = f"paused for {duration(peer.paused_s)}"
     version = str(peer.version) if peer.version >= 0 else ""
     share = f"{100 * peer.share:.0f} %" if peer.share else ""
     speed = quantity(peer.flop_per_s, "FLOP/s") if peer.flop_per_s else ""

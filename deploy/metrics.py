@@ -27,13 +27,13 @@ def _run(view: View) -> Iterator[str]:
         ("shoal_steps", "Steps of the whole run.", view.steps),
         ("shoal_loss", "Training loss of the newest step, nats a token.", view.loss),
         ("shoal_validation_loss", "The newest validation's loss, nats a token.", view.validation_loss),
-        ("shoal_tokens_per_second", "The swarm's throughput.", view.tokens_per_s),
+        ("shoal_tokens_per_second", "The swarm's, over the last minute, standstills included.", view.tokens_per_s),
         ("shoal_staleness_steps", "Mean staleness of the newest step's gradients.", view.staleness_steps_mean),
         ("shoal_era", "How often the run has gone back to a snapshot.", view.era),
         ("shoal_term", "The coordinator's term.", view.term),
         ("shoal_plan_sequence", "Plans of the run so far.", view.sequence),
         ("shoal_elapsed_seconds", "Since the run's first plan.", view.elapsed_s),
-        ("shoal_left_seconds", "Until the last step at the present pace.", view.left_s),
+        ("shoal_left_seconds", "Until the last step, at that rate.", view.left_s),
         ("shoal_status_age_seconds", "Since this peer last heard of the coordinator.", view.status_age_s),
     )
     for name, about, value in plain:

@@ -1,5 +1,6 @@
 """Where a peer process says what happens: to a parent as JSON lines, to a person as a view or as lines."""
 
+import re
 import time
 from collections.abc import Iterable
 from typing import Protocol
@@ -7,8 +8,8 @@ from typing import Protocol
 from rich.console import Console
 from rich.live import Live
 
-from shoal.deploy.dashboard.view import DONE, run_phase
-from shoal.deploy.live_view import Board, plain_line, render, short
+from shoal.deploy.dashboard.view import DONE, TRAINING, run_phase, standstill
+from shoal.deploy.live_view import Board, plain_line, render, risk_lines, short
 from shoal.deploy.report import (
     Contribution,
     Joined,
@@ -25,7 +26,8 @@ from shoal.deploy.report import (
 from shoal.protocol.messages import SwarmStatus
 
 _FRAMES_PER_S = 2.0
-_HOW_TO_STOP = "Ctrl-C leaves once what is in flight is done; Ctrl-Z pauses, and goes on"
+_SPAN = re.compile(r", for \d+ (s|min|h)")
+_HOW_TO_STOP = "Ctrl-C leaves, once the work in hand is done; Ctrl-Z pauses, and ends the pause"
 _WHAT_NEXT = (
     "`shoal generate -p TEXT` lets the model write, `shoal export FOLDER` makes a folder for transformers of it"
 )
@@ -67,6 +69,9 @@ class TerminalOutput:
         self._board = Board(title=title, started_s=time.monotonic(), steps_total=steps_total)
         self._live: Live | None = None
         self._hosts = False
+        self._trouble = ""
+        """What the run stands still for, as it was told last; empty: it does not."""
+        self._risks: tuple[str, ...] = ()
         if self._console.is_terminal:
             self._live = Live(
                 get_renderable=lambda: render(self._board, time.monotonic()),
@@ -122,12 +127,31 @@ class TerminalOutput:
 
     def _take_status(self, report: Status) -> None:
         board, status = self._board, report.status
-        board.status, board.steps_total = status, status.steps
+        board.add_status(status, time.monotonic())
+        board.steps_total = status.steps
         if status.validation_loss is not None and status.validation_step is not None:
             board.validation = status.validation_step, status.validation_loss
         self._take_step(status)
         if board.fetching is None:
-            board.phase = run_phase(status)
+            board.phase = DONE if status.step >= status.steps else TRAINING
+        if self._live is None:
+            self._tell_trouble(status)
+
+    def _tell_trouble(self, status: SwarmStatus) -> None:
+        """Where nothing can be redrawn: each standstill and each risk once, and the end of a standstill."""
+        if status.stands_s and status.step < status.steps:
+            # How long each thing has lasted is another each second.
+            trouble = _SPAN.sub("", run_phase(status))
+            if trouble != self._trouble:
+                self._print(f"{standstill(status)}: {run_phase(status)}")
+            self._trouble = trouble
+        elif self._trouble:
+            self._trouble = ""
+            self._print("the run goes on")
+        if status.risks != self._risks:
+            self._risks = status.risks
+            for line in risk_lines(status):
+                self._print(line.plain)
 
     def _take_step(self, status: SwarmStatus) -> None:
         board = self._board
@@ -149,9 +173,9 @@ class TerminalOutput:
             peers=len(status.peers),
             coordinator=status.coordinator,
         )
-        board.add_step(step, time.monotonic(), num_steps=status.step - 1 - last)
+        board.add_step(step)
         if self._live is None:
-            self._print(plain_line(board))
+            self._print(plain_line(board, time.monotonic()))
 
     def _note(self, text: str) -> None:
         self._board.notes.append(text)

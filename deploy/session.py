@@ -100,7 +100,7 @@ class _Run:
     record: bytes
     """The owner's signed spec."""
     corpus: Corpus | None
-    """None: this machine has not the run's text."""
+    """None: this machine does not have the run's text."""
 
 
 async def host_run(spec: RunSpec, corpus: Corpus, options: Options) -> None:
@@ -235,7 +235,9 @@ async def _train(network: Network, run: _Run, options: Options, stop: Stop, outp
             if limits := options.limits.in_words:
                 output.say(Note(text=f"limits that you have set: {', '.join(limits)}"))
             if run.corpus is None:
-                output.say(Note(text="this machine has not the run's text: it will not be used for the first stage"))
+                output.say(
+                    Note(text="this machine does not have the run's text: it will work on any stage but the first")
+                )
             meter = ContributionMeter(node, compute, LoopClock(), name=options.name, limits=keeper.report)
             finished = await _until_done(node, network.transport, output, stop, meter)
         output.say(Left(peer=node.peer_id, state_dir=str(options.folder / node.run), finished=finished))

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from shoal.deploy.dashboard.feed import Feed, RunFacts
 from shoal.deploy.dashboard.terminal import render_view
-from shoal.deploy.live_view import status_lines
+from shoal.deploy.live_view import step_line
 from shoal.deploy.report import Status
 from shoal.deploy.status_client import asking
 from shoal.protocol.errors import LocalError
@@ -46,7 +46,7 @@ class Watch:
         if self._as_json:
             self._console.out(msgspec.json.encode(status).decode(), highlight=False)
         elif not self._redraws:
-            self._console.print(status_lines(status)[1], markup=False, soft_wrap=True)
+            self._console.print(step_line(status), markup=False, soft_wrap=True)
 
     async def run(self, ask: Ask) -> None:
         """Until it is cancelled; who does not answer now may answer later."""

@@ -18,6 +18,8 @@ from shoal.deploy.dashboard.picture import flows, links
 from shoal.deploy.dashboard.view import (
     DONE,
     FIRST_STEP,
+    STALE_S,
+    TRAINING,
     ChangeView,
     GoneView,
     LimitsView,
@@ -27,6 +29,8 @@ from shoal.deploy.dashboard.view import (
     View,
     peer_state,
     run_phase,
+    standstill,
+    unanswered,
 )
 from shoal.deploy.report import (
     Contribution,
@@ -52,14 +56,10 @@ CHANGES_SHOWN = 60
 TEXT_CHARS_MAX = 240
 NEW_S = 20.0
 """For so long a peer is shown as new, and one that went as gone."""
-STALE_S = 15.0
-"""After so long without a word of the coordinator the page says so."""
 SAME_S = 30.0
 """A plan and the coordinator's table may speak of one arrival so far apart."""
 CONTRIBUTION_S = 20.0
 """For so long what a peer said of itself counts."""
-RECENT_POINTS = 60
-"""Over which the pace is taken where a step's tokens are not known."""
 _ENDING = re.compile(r"\b[1-9A-HJ-NP-Za-km-z]{8}\b")
 _WIRE_BYTES = 2
 """An element of an activation or its gradient, in the wire's dtype."""
@@ -130,7 +130,7 @@ class Feed:
             case Status():
                 self._take_status(report.status, now_s)
             case StepDone():
-                self._phase = "training"
+                self._phase = TRAINING
                 self._add_point(
                     (report.era, report.step), report.loss, report.tokens_per_s, report.staleness_mean, now_s
                 )
@@ -221,16 +221,17 @@ class Feed:
     def view(self, now_s: float) -> View:
         status, plan, census = self._status, self._plan, self._census
         peers = status.peers if status else ()
-        tokens_per_s = status.tokens_per_s if status else 0.0
+        status_age_s = now_s - self._status_at_s if status else None
+        is_old = status_age_s is not None and status_age_s > STALE_S
+        tokens_per_s = status.tokens_per_s if status and not is_old else None
         coordinator = plan.coordinator if plan else PeerID("")
         contributions = {
             peer: told for peer, (at_s, told) in self._contributions.items() if now_s - at_s < CONTRIBUTION_S
         }
         steps = status.steps if status else self._facts.steps
         step = status.step if status else 0
-        bytes_per_s = tokens_per_s * self._facts.activation_bytes_per_token
+        bytes_per_s = (tokens_per_s or 0.0) * self._facts.activation_bytes_per_token
         mine = contributions.get(self.me) if self.me else None
-        status_age_s = now_s - self._status_at_s if status else None
         return View(
             title=self._title,
             run=self._run,
@@ -248,7 +249,9 @@ class Feed:
             staleness_steps_mean=status.staleness_steps_mean if status else 0.0,
             now_s=now_s + self._wall_s,
             elapsed_s=status.elapsed_s + now_s - self._status_at_s if status else 0.0,
-            left_s=self._left_s(steps - step, tokens_per_s),
+            left_s=None if is_old else self._left_s(status_age_s),
+            standstill=standstill(status) if status and not is_old else "",
+            risks=tuple(clean(risk, TEXT_CHARS_MAX) for risk in status.risks) if status else (),
             status_age_s=status_age_s,
             coordinator=coordinator,
             coordinator_name=census.name_of(coordinator) if coordinator else "",
@@ -267,18 +270,16 @@ class Feed:
             changes=tuple(self._named(change) for change in self._changes[: -CHANGES_SHOWN - 1 : -1]),
         )
 
-    def _left_s(self, steps: int, tokens_per_s: float) -> float | None:
-        if steps <= 0:
-            return None
-        if self._facts.tokens_per_step and tokens_per_s > 0.0:
-            return steps * self._facts.tokens_per_step / tokens_per_s
-        recent = self.curves.points[-RECENT_POINTS:]
-        done = recent[-1].step - recent[0].step if recent else 0
-        return steps * (recent[-1].at_s - recent[0].at_s) / done if done > 0 else None
+    def _left_s(self, status_age_s: float | None) -> float | None:
+        """By the coordinator's word, less the time since."""
+        status = self._status
+        left_s = status.left_s if status and status.step < status.steps else None
+        return None if left_s is None or status_age_s is None else max(0.0, left_s - status_age_s)
 
     def _spoken_phase(self, status_age_s: float | None) -> str:
-        if status_age_s is not None and status_age_s > STALE_S and self._phase not in ("left", DONE):
-            return f"no word of the coordinator for {status_age_s:.0f} s"
+        silence = unanswered(status_age_s)
+        if silence and self._phase not in ("left", DONE):
+            return silence
         return self._phase
 
     def _peer(self, peer: PeerStatus, coordinator: PeerID, now_s: float) -> PeerView:
@@ -290,6 +291,7 @@ class Feed:
             state=peer_state(peer),
             version=peer.version,
             seen_s_ago=round(peer.seen_s_ago, 1),
+            paused_s=None if peer.paused_s is None else round(peer.paused_s, 1),
             forward_s=round(peer.forward_s, 5),
             window=peer.window,
             share=peer.share,

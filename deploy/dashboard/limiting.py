@@ -33,31 +33,30 @@ def limited_by(mine: Contribution, peers: Sequence[PeerStatus], *, num_stages: i
     if limits is not None and limits.paused:
         return LimitedBy(kind="pause", text=f"paused: {limits.why}" if limits.why else "paused")
     if mine.stage is None and num_stages == 0:
-        return LimitedBy(kind="place", text="nothing to do: no plan of the run has been heard yet")
+        return LimitedBy(kind="place", text="no work yet: waiting for the coordinator's plan")
     if mine.stage is None:
-        return LimitedBy(kind="place", text="no place in the plan yet: it stands by as a spare")
+        return LimitedBy(kind="place", text="no work yet: standing by, in case another peer leaves")
     if not mine.synced:
-        return LimitedBy(kind="state", text=f"fetching the state of stage {mine.stage} from its mates")
+        return LimitedBy(kind="state", text=f"fetching the state of stage {mine.stage} from other peers")
     caps = limits.caps if limits is not None else ()
     resting = next((cap for cap in caps if "device's time" in cap), "")
     if resting and mine.waiting > 0:
-        return LimitedBy(kind="cap", text=f"your limit: {resting} (it computes {100 * mine.busy:.0f} %)")
+        text = f"limited by what you have set: {resting} (it computes {100 * mine.busy:.0f} %)"
+        return LimitedBy(kind="cap", text=text)
     if mine.busy >= BUSY or (mine.busy >= QUEUES_BUSY and mine.waiting > 0):
-        return LimitedBy(kind="device", text=f"the device: it computes {100 * mine.busy:.0f} % of the time")
+        return LimitedBy(kind="device", text=f"limited by the device: it computes {100 * mine.busy:.0f} % of the time")
     if mine.sending >= SENDING:
         cap = next((cap for cap in caps if "upload" in cap), "")
         if cap:
-            return LimitedBy(kind="cap", text=f"your limit: {cap}")
-        return LimitedBy(
-            kind="upload", text=f"the upload: something is on its way out {100 * mine.sending:.0f} % of the time"
-        )
-    if mine.microbatches_per_s == 0.0:
-        return LimitedBy(kind="swarm", text="nothing to compute: the swarm sends it no microbatches now")
+            return LimitedBy(kind="cap", text=f"limited by what you have set: {cap}")
+        return LimitedBy(kind="upload", text=f"limited by the upload: it sends {100 * mine.sending:.0f} % of the time")
+    if mine.busy == 0.0:
+        return LimitedBy(kind="swarm", text="no work now: the other peers send it nothing to compute")
     slowest = slowest_stage(peers, num_stages=num_stages)
-    waits = f"the device computes {100 * mine.busy:.0f} % of the time and waits for others"
+    waits = f"waiting for other peers: the device computes {100 * mine.busy:.0f} % of the time"
     if slowest is None or slowest == mine.stage:
-        return LimitedBy(kind="swarm", text=f"the swarm: {waits}")
-    return LimitedBy(kind="swarm", text=f"the swarm: {waits}, stage {slowest} is the slowest")
+        return LimitedBy(kind="swarm", text=waits)
+    return LimitedBy(kind="swarm", text=f"{waits}, stage {slowest} is the slowest")
 
 
 def slowest_stage(peers: Sequence[PeerStatus], *, num_stages: int) -> int | None:

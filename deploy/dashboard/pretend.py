@@ -133,6 +133,7 @@ class Pretend:
             stages=tuple((2 * stage, 2 * stage + 2) for stage in range(self._stages)),
             peers=peers,
             elapsed_s=float(self._second),
+            left_s=(_STEPS - step) * 16 * _MICROBATCH / (_TOKENS_PER_S * pace),
             plans=tuple(
                 msgspec.structs.replace(note, seconds_ago=float(self._second - second))
                 for second, note in self._plans[-_PLANS:]

@@ -8,19 +8,21 @@ from rich.text import Text
 
 from shoal.deploy.dashboard.curves import Curves
 from shoal.deploy.dashboard.view import ChangeView, View
-from shoal.deploy.live_view import duration, quantity, sparkline, tables
+from shoal.deploy.live_view import Flow, risk_lines, sparkline, tables
+from shoal.deploy.words import duration, quantity
 from shoal.protocol.messages import SwarmStatus
 
 CHANGES_SHOWN = 6
-SPARKLINE_COLUMNS = 32
+SPARKLINE_COLUMNS = 20
 _SIGNS = {"plan": ("◆", "cyan"), "joined": ("+", "green"), "left": ("-", "red"), "note": ("·", "dim")}
 
 
 def render_view(view: View, status: SwarmStatus | None, curves: Curves) -> RenderableType:
     """`status`: the one that the view was made of; None: nobody has answered yet."""
-    parts: list[RenderableType] = [_headline(view), _progress(view)]
+    parts: list[RenderableType] = [Text(view.phase, style="bold"), _about(view), _progress(view)]
     if view.step:
         parts.append(_figures(view, curves))
+    parts += risk_lines(status)
     if status is not None:
         parts += tables(status)
     parts += [Text(f"- {gone.name} left {duration(gone.ago_s)} ago", style="red") for gone in view.gone]
@@ -30,13 +32,18 @@ def render_view(view: View, status: SwarmStatus | None, curves: Curves) -> Rende
     return Panel(Group(*parts), title=Text(f"{view.name or 'shoal'}  {view.run}"), title_align="left")
 
 
-def _headline(view: View) -> Text:
-    text = Text(view.phase, style="bold", no_wrap=True, overflow="ellipsis")
-    text.append(f"   up {duration(view.elapsed_s)}   term {view.term}, ", style="dim")
-    text.append(f"coordinator {view.coordinator_name}")
-    if view.era:
-        text.append(f"   went back to a snapshot {view.era} times", style="yellow")
-    return text
+def _about(view: View) -> RenderableType:
+    return Flow(
+        Text(f"up {duration(view.elapsed_s)}", style="dim"),
+        Text(f"term {view.term}, coordinator {view.coordinator_name}"),
+        Text(_went_back(view.era), style="yellow"),
+    )
+
+
+def _went_back(times: int) -> str:
+    if not times:
+        return ""
+    return "went back to a snapshot once" if times == 1 else f"went back to a snapshot {times} times"
 
 
 def _progress(view: View) -> Table:
@@ -45,7 +52,10 @@ def _progress(view: View) -> Table:
     row.add_column(ratio=1)
     row.add_column(no_wrap=True)
     bar = ProgressBar(total=max(view.steps, 1), completed=view.step)
-    row.add_row(f"step {view.step}/{view.steps}", bar, "" if view.left_s is None else f"{duration(view.left_s)} left")
+    left = Text("" if view.left_s is None else f"{duration(view.left_s)} left")
+    if view.standstill:
+        left = Text(view.standstill, style="yellow")
+    row.add_row(f"step {view.step}/{view.steps}", bar, left)
     return row
 
 
@@ -59,7 +69,7 @@ def _figures(view: View, curves: Curves) -> Table:
         "loss", Text(loss, style="bold"), Text(sparkline(losses, SPARKLINE_COLUMNS), style="green"), validation
     )
     paces = [point.tokens_per_s for point in points]
-    pace = Text(f"{view.tokens_per_s:,.0f} tokens/s", style="bold")
+    pace = Text("-" if view.tokens_per_s is None else f"{view.tokens_per_s:,.0f} tokens/s", style="bold")
     flow = f"{quantity(view.flows[0], 'B/s')} between stages" if view.flows and view.flows[0] else ""
     grid.add_row("throughput", pace, Text(sparkline(paces, SPARKLINE_COLUMNS), style="cyan"), flow)
     stale = [point.staleness_steps_mean for point in points]
@@ -70,8 +80,9 @@ def _figures(view: View, curves: Curves) -> Table:
 
 def _change(change: ChangeView, now_s: float) -> Text:
     sign, style = _SIGNS[change.kind]
-    text = Text(f"{sign} ", style=style, no_wrap=True, overflow="ellipsis")
+    text = Text(f"{sign} ", style=style)
+    text.append(f"{duration(max(0.0, now_s - change.at_s))} ago  ", style="dim")
     text.append(change.text or "a plan", style="default")
-    about = f"  plan {change.sequence}, by {change.coordinator}" if change.kind == "plan" else ""
-    text.append(f"{about}  {duration(max(0.0, now_s - change.at_s))} ago", style="dim")
+    if change.kind == "plan":
+        text.append(f"  (plan {change.sequence}, by {change.coordinator})", style="dim")
     return text

@@ -8,19 +8,22 @@ from typing import Literal
 
 import msgspec
 
+from shoal.deploy.words import duration, printable
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import PeerStatus, SwarmStatus
 
 SILENT_S = 3.0
 """From when on a view says that a peer has not been heard."""
 
-PeerState = Literal["training", "fetching", "draining", "silent", "spare", "unheard"]
+PeerState = Literal["training", "fetching", "paused", "draining", "silent", "spare", "unheard"]
 
 
 def peer_state(peer: PeerStatus) -> PeerState:
     """What it is doing, in one word; the worst first."""
     if peer.seen_s_ago > SILENT_S:
         return "silent"
+    if peer.paused_s is not None:
+        return "paused"  # after a while it also drains, which says less
     if peer.draining:
         return "draining"
     if peer.stage is None:
@@ -30,18 +33,33 @@ def peer_state(peer: PeerStatus) -> PeerState:
     return "training" if peer.synced else "fetching"
 
 
+TRAINING = "training"
 DONE = "the run is done"
-FIRST_STEP = "first step under way"
+FIRST_STEP = "computing the first step"
+STANDS = "waiting, and it is not known for what"
+STALE_S = 15.0
+"""After so long without a word from the coordinator a view says so, in place of figures that may be wrong."""
 
 
 def run_phase(status: SwarmStatus) -> str:
-    """What the run as a whole does, or waits for."""
+    """What the run as a whole does, or waits for; that is in the coordinator's words."""
     if status.step >= status.steps:
         return DONE
-    for stage in range(len(status.stages)):
-        if not any(peer.stage == stage and peer_state(peer) != "silent" for peer in status.peers):
-            return f"waiting: nobody holds stage {stage}"
-    return "training" if status.step > 0 or status.loss is not None else FIRST_STEP
+    if status.waits_for:
+        return f"waiting for {printable(status.waits_for)}"
+    if status.stands_s:
+        return STANDS
+    return TRAINING if status.step > 0 or status.loss is not None else FIRST_STEP
+
+
+def standstill(status: SwarmStatus) -> str:
+    """For how long no step has come; empty: the run goes on."""
+    return f"no step for {duration(status.stands_s)}" if status.stands_s and status.step < status.steps else ""
+
+
+def unanswered(age_s: float | None) -> str:
+    """Said in place of figures that are old: empty while the coordinator's word is `age_s` old and that is not long."""
+    return "" if age_s is None or age_s <= STALE_S else f"the coordinator has not answered for {duration(age_s)}"
 
 
 class _Shown(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,6 +77,8 @@ class PeerView(_Shown, frozen=True):
     version: int
     """-1: not heard yet."""
     seen_s_ago: float
+    paused_s: float | None
+    """For how long its owner has had the device back."""
     forward_s: float
     """Median of a microbatch's forward (last stage: and backward); 0: none yet."""
     window: int
@@ -179,14 +199,19 @@ class View(_Shown, frozen=True):
     steps: int
     loss: float | None
     validation_loss: float | None
-    tokens_per_s: float
+    tokens_per_s: float | None
+    """Of the whole run, over the last minute, standstills included; None: the coordinator has not answered for long."""
     staleness_steps_mean: float
     now_s: float
     """Seconds since 1970, on this machine's clock."""
     elapsed_s: float
     """Since the run's first plan."""
     left_s: float | None
-    """Until the last step at the present pace; None: not known."""
+    """Until the last step, at that rate; None: not known, or nothing moves."""
+    standstill: str
+    """For how long no step has come, in words; empty: the run goes on."""
+    risks: tuple[str, ...]
+    """What would be lost with one peer, in sentences."""
     status_age_s: float | None
     """Since the coordinator was last heard of; None: never."""
     coordinator: PeerID

@@ -200,7 +200,8 @@ class Chronicle:
         before, order = self.board.status, (status.term, status.plan_sequence)
         if before is None or order >= (before.term, before.plan_sequence):
             self.record.see(status)
-            self.board.status, self._status_at_s = status, now_s
+            self.board.add_status(status, now_s)
+            self._status_at_s = now_s
             plan = self._plan
             # Who has just taken over does not know everybody's advert yet.
             whole = plan is not None and plan.sequence == status.plan_sequence and len(status.peers) >= plan.peers
@@ -229,7 +230,7 @@ class Chronicle:
         self._validation_told = validation[0] if validation else -1
         self.record.add(shown, step.at_s)
         self._show(shown)
-        self.board.add_step(shown, step.at_s)
+        self.board.add_step(shown)
         self._write_json(
             StepLine(
                 step=shown.step,
@@ -248,7 +249,7 @@ class Chronicle:
             )
         )
         if self._live is None:
-            self._print(plain_line(self.board))
+            self._print(plain_line(self.board, time.monotonic()))
 
     def _recent_tokens_per_s(self, step: Step) -> float:
         self._recent.append(step.at_s)

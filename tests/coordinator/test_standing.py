@@ -50,7 +50,7 @@ def test_a_run_that_goes_on_waits_for_nothing(swarm):
         ({"draining": True}, "is leaving"),
         ({"synced": False}, "is fetching its state"),
         ({"era": 3}, "is fetching its state"),
-        ({"heard": False}, "has not been heard yet"),
+        ({"heard": False}, "does not answer, for 10 s"),
         ({"paused_s": float("nan")}, "is paused, for 0 s"),
     ],
 )
@@ -67,6 +67,10 @@ def test_how_long_a_peer_has_not_answered_grows(swarm):
 def test_how_long_a_pause_is_grows_between_two_heartbeats(swarm):
     status = told(swarm([["ana"], ["bob"]], bob={"paused_s": 40.0}), 11.5)
     assert [peer.paused_s for peer in status.peers] == [None, 41.5]
+
+
+def test_a_coordinator_that_has_just_begun_blames_nobody(swarm):
+    assert told(swarm([["ana"], ["bob"]], bob={"heard": False}), 1.0).waits_for == ""
 
 
 def test_one_of_two_holders_is_enough(swarm):

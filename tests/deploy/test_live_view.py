@@ -1,10 +1,11 @@
 import io
 
+import msgspec
 import pytest
 from rich.console import Console, RenderableType
 
 from shoal.deploy.live_view import Board, duration, plain_line, render, sparkline, stage_table, status_lines
-from shoal.deploy.report import StepDone
+from shoal.deploy.report import Contribution, StepDone
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import PeerStatus, SwarmStatus
 
@@ -78,7 +79,7 @@ def test_table_says_who_holds_what() -> None:
     assert first.split()[4] == "5"
     assert [word in second for word in ("2-5", "peer-2 ★", "training")] == [True] * 3
     assert spare.startswith("spare")
-    assert "waiting for work" in spare
+    assert "standing by" in spare
 
 
 @pytest.mark.parametrize("width", [50, 60, 70, 80, 110])
@@ -87,13 +88,18 @@ def test_a_narrow_terminal_has_fewer_columns_and_cuts_none(width: int) -> None:
     assert len(lines) == 4
     assert all("…" not in line for line in lines)
     assert all(word in lines[1] for word in ("peer-1", "training"))
-    assert ("window" in lines[0]) is (width >= 80)
+    assert ("window" in lines[0]) is (width >= 70)
     assert ("version" in lines[0]) is (width >= 50)
 
 
 @pytest.mark.parametrize(
     ("change", "text"),
-    [({"seen_s_ago": 9.0}, "silent for 9 s"), ({"draining": True}, "draining"), ({"synced": False}, "fetching state")],
+    [
+        ({"seen_s_ago": 9.0}, "silent for 9 s"),
+        ({"draining": True}, "leaving"),
+        ({"paused_s": 70.0, "draining": True}, "paused for 1:10"),
+        ({"synced": False}, "fetching state"),
+    ],
 )
 def test_a_peer_in_trouble_says_so(change: dict[str, object], text: str) -> None:
     status = SwarmStatus(
@@ -113,8 +119,8 @@ def test_view_before_the_first_step_has_no_figures() -> None:
 def test_view_shows_progress() -> None:
     board = Board(title="demo", started_s=0.0, steps_total=100)
     for number in range(8):
-        board.add_step(step(number, 5 - number / 2), now_s=10.0 + number)
-    board.status = STATUS
+        board.add_step(step(number, 5 - number / 2))
+    board.add_status(msgspec.structs.replace(STATUS, left_s=95.0), now_s=14.0)
     text = drawn(render(board, now_s=17.0))
     for word in (
         "step 8/100",
@@ -129,15 +135,82 @@ def test_view_shows_progress() -> None:
 
 def test_plain_line_has_the_same_figures() -> None:
     board = Board(title="demo", started_s=0.0, steps_total=100)
-    board.add_step(step(11, 2.5), now_s=1.0)
-    assert plain_line(board) == "step 12/100  loss 2.5000  12,346 tokens/s  staleness 0.25  term 3 (BBBBBBBB)"
+    board.add_step(step(11, 2.5))
+    assert plain_line(board, 1.0) == "step 12/100  loss 2.5000  12,346 tokens/s  staleness 0.25  term 3 (BBBBBBBB)"
 
 
-def test_status_head_names_run_step_and_coordinator() -> None:
-    run, figures, who = status_lines(STATUS)
+def test_status_head_says_how_the_run_is() -> None:
+    run, phase, figures, who, why = status_lines(msgspec.structs.replace(STATUS, left_s=95.0))
     assert run == "run 0123456789abcdef (demo), up 1:01"
-    assert figures == "step 7/100  loss 2.5000  val -  12,346 tokens/s  staleness 0.25"
-    assert who == "term 3, coordinator peer-2; plan 2: peer-2 joined"
+    assert phase == "training, 1:35 left"
+    assert figures == "step 7/100  loss 2.5000  val -  12,346 tokens/s"
+    assert who == "staleness 0.25, term 3, coordinator peer-2"
+    assert why == "plan 2: peer-2 joined"
+
+
+STANDING = msgspec.structs.replace(
+    STATUS,
+    tokens_per_s=0.0,
+    stands_s=42.0,
+    waits_for="stage 1: its only holder, peer-2, is paused, for 40 s",
+    risks=("only peer-2 has what stage 1 has learnt: no other machine has a copy",),
+)
+
+
+def test_a_standstill_is_said_with_its_cause_and_what_is_at_risk() -> None:
+    _, phase, figures, *_, risk = status_lines(STANDING)
+    assert phase == "waiting for stage 1: its only holder, peer-2, is paused, for 40 s, no step for 42 s"
+    assert "  0 tokens/s" in figures
+    assert risk == "careful: only peer-2 has what stage 1 has learnt: no other machine has a copy"
+
+
+@pytest.mark.parametrize("width", [80, 60])
+def test_on_a_narrow_terminal_no_figure_is_cut(width: int) -> None:
+    board = Board(title="demo", started_s=0.0, steps_total=100)
+    for number in range(40):
+        board.add_step(step(number, 5 - number / 20))
+    board.add_status(STANDING, now_s=17.0)
+    board.notes.append("dashboard: http://127.0.0.1:8731/#" + "k" * 60)
+    board.mine = Contribution(
+        peer=A,
+        name="peer-1",
+        stage=0,
+        synced=True,
+        busy=0.3,
+        sending=0.1,
+        waiting=0,
+        flop_per_s=1e9,
+        microbatches_per_s=1.0,
+        flop_total=1e9,
+        microbatches_total=9,
+        sent_bytes_total=0.0,
+        received_bytes_total=0.0,
+        links=((B, 1e6, 1e6),),
+        memory_bytes=0,
+        uptime_s=9.0,
+    )
+    text = drawn(render(board, now_s=18.0), width=width)
+    assert "…" not in text
+    words = " ".join(text.replace("│", " ").split())
+    for part in (
+        "waiting for stage 1: its only holder, peer-2, is paused, for 40 s",
+        "no step for 42 s",
+        "0 tokens/s",
+        "val 3.250 (step 5)",
+        "only peer-2 has what stage 1 has learnt: no other machine has a copy",
+        "sends 1 MB/s",
+        "waiting for other peers: the device computes 30 % of the time",
+    ):
+        assert part in words, text
+
+
+def test_figures_of_a_coordinator_that_has_not_answered_for_long_are_not_shown() -> None:
+    board = Board(title="demo", started_s=0.0, steps_total=100)
+    board.add_step(step(1, 2.5))
+    board.add_status(STATUS, now_s=10.0)
+    text = drawn(render(board, now_s=50.0))
+    assert "the coordinator has not answered for 40 s" in text
+    assert "- tokens/s" in text
 
 
 def test_names_from_the_network_are_not_markup() -> None:
@@ -157,6 +230,6 @@ def test_sparkline_spans_lowest_to_highest() -> None:
     assert sparkline([], 5) == ""
 
 
-@pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (3661, "1:01:01")])
+@pytest.mark.parametrize(("seconds", "text"), [(0, "0 s"), (59.6, "1:00"), (3661, "1:01:01")])
 def test_durations(seconds: float, text: str) -> None:
     assert duration(seconds) == text

@@ -89,18 +89,41 @@ def test_a_guest_is_not_told_to_export_what_it_has_a_part_of(output: TerminalOut
 
 
 @pytest.mark.parametrize(
-    ("step", "peers", "phase"),
+    ("step", "says", "phase"),
     [
-        (0, (peer(A, 0), peer(B, 1)), "first step under way"),
-        (7, (peer(A, 0), peer(B, 1)), "training"),
-        (7, (peer(A, 0), peer(B, 1, draining=True)), "training"),
-        (7, (peer(A, 0), peer(B, 1, seen_s_ago=30.0)), "waiting: nobody holds stage 1"),
-        (7, (peer(B, 1),), "waiting: nobody holds stage 0"),
-        (100, (), "the run is done"),
+        (0, {}, "computing the first step"),
+        (7, {}, "training"),
+        (7, {"waits_for": "stage 1: nobody holds it"}, "waiting for stage 1: nobody holds it"),
+        (7, {"stands_s": 30.0}, "waiting, and it is not known for what"),
+        (100, {"stands_s": 30.0, "waits_for": "stage 1: nobody holds it"}, "the run is done"),
     ],
 )
-def test_what_the_run_does(step: int, peers: tuple[PeerStatus, ...], phase: str) -> None:
-    assert run_phase(status(step, peers=peers)) == phase
+def test_what_the_run_does(step: int, says: dict[str, Any], phase: str) -> None:
+    assert run_phase(status(step, **says)) == phase
+
+
+def test_a_standstill_is_told_once_with_its_cause_and_when_it_is_over(
+    output: TerminalOutput, said: io.StringIO
+) -> None:
+    output.say(Status(status=status(7)))
+    for seconds in range(10, 40):
+        waits_for = f"stage 1: its only holder, bob, is paused, for {seconds} s"
+        output.say(Status(status=status(7, stands_s=seconds + 1.0, waits_for=waits_for)))
+    output.say(Status(status=status(7, stands_s=41.0, waits_for="stage 1: its only holder, bob, is leaving")))
+    output.say(Status(status=status(8)))
+    output.say(Status(status=status(9)))
+    assert [line for line in said.getvalue().splitlines() if not line.startswith("step")] == [
+        "no step for 11 s: waiting for stage 1: its only holder, bob, is paused, for 10 s",
+        "no step for 41 s: waiting for stage 1: its only holder, bob, is leaving",
+        "the run goes on",
+    ]
+
+
+def test_what_is_on_one_machine_alone_is_told_when_that_changes(output: TerminalOutput, said: io.StringIO) -> None:
+    risk = "only bob has what stage 1 has learnt: no other machine has a copy"
+    for risks in ((risk,), (risk,), (), (risk,)):
+        output.say(Status(status=status(7, risks=risks)))
+    assert said.getvalue().splitlines().count(risk) == 2
 
 
 def test_a_late_joiner_says_which_version_was_validated(output: TerminalOutput) -> None:

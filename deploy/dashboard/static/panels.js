@@ -2,7 +2,7 @@
 
 import { ago, byId, compact, duration, element, loss, mark, percent, plural, say } from "./format.js";
 
-const WORDS = { training: "training", fetching: "fetching state", draining: "draining", silent: "silent", spare: "standing by", unheard: "not heard yet" };
+const WORDS = { training: "training", fetching: "fetching state", paused: "paused", draining: "leaving", silent: "silent", spare: "standing by", unheard: "not heard yet" };
 const SIGNS = { plan: "◆", joined: "+", left: "−", turn: "↻", note: "·" };
 
 export function headline(view) {
@@ -13,15 +13,18 @@ export function headline(view) {
   document.title = view.step ? `${percent(share)} · ${view.name}` : view.name || "shoal";
   say(byId("phase"), view.phase);
   say(byId("steps"), view.steps ? `step ${view.step.toLocaleString("en")} of ${view.steps.toLocaleString("en")}` : "");
-  say(byId("left"), view.left_s === null ? "" : `${duration(view.left_s)} left`);
+  say(byId("left"), view.standstill || (view.left_s === null ? "" : `${duration(view.left_s)} left`));
+  byId("progress").classList.toggle("stands", Boolean(view.standstill));
+  say(byId("risks"), view.risks.join(" "));
+  byId("risks").hidden = !view.risks.length;
   fill("done", share);
 }
 
 export function tiles(view) {
   say(byId("loss"), loss(view.loss));
   say(byId("validation"), view.validation_loss === null ? "not validated yet" : `validation ${loss(view.validation_loss)}`);
-  say(byId("pace"), view.tokens_per_s ? compact(view.tokens_per_s) : "–");
-  say(byId("stepping"), view.left_s ? `${((view.steps - view.step) / view.left_s * 60).toFixed(1)} steps a minute` : "");
+  say(byId("pace"), view.tokens_per_s === null || !view.step ? "–" : compact(view.tokens_per_s));
+  say(byId("stepping"), view.standstill ? view.standstill : view.left_s ? `${((view.steps - view.step) / view.left_s * 60).toFixed(1)} steps a minute` : "");
   say(byId("stale"), view.step ? view.staleness_steps_mean.toFixed(2) : "–");
   say(byId("era"), view.era ? `went back to a snapshot ${plural(view.era, "time")}` : "behind the newest weights");
   say(byId("count"), String(view.peers.length));
@@ -52,7 +55,7 @@ export function contribution(view) {
   say(byId("mine-title"), mine === view.mine ? "This peer" : "A peer");
   const limit = byId("limit");
   mark(limit, "data-kind", mine.limited_by.kind);
-  say(limit, `${mine.limited_by.kind === "pause" ? "" : "Limited by "}${mine.limited_by.text}`);
+  say(limit, mine.limited_by.text);
   for (const [id, value] of [["busy", mine.busy], ["sending", mine.sending], ["work", mine.work_share]]) {
     fill(id, value);
     say(byId(`${id}-text`), percent(value));
@@ -124,10 +127,15 @@ function kindOf(change) {
   return came === went ? "plan" : came ? "joined" : "left";
 }
 
+const stateOf = (peer) => {
+  if (peer.state === "silent") return `silent for ${duration(peer.seen_s_ago)}`;
+  return peer.state === "paused" && peer.paused_s !== null ? `paused for ${duration(peer.paused_s)}` : WORDS[peer.state];
+};
+
 const COLUMNS = [
   ["name", "peer", (peer) => peer.name + (peer.is_coordinator ? " ★" : ""), (peer) => peer.name],
   ["stage", "stage", (peer) => (peer.stage === null ? "–" : String(peer.stage)), (peer) => peer.stage ?? 1e9],
-  ["state", "state", (peer) => (peer.state === "silent" ? `silent for ${Math.round(peer.seen_s_ago)} s` : WORDS[peer.state]), (peer) => peer.state],
+  ["state", "state", (peer) => stateOf(peer), (peer) => peer.state],
   ["version", "version", (peer) => (peer.version >= 0 ? String(peer.version) : ""), (peer) => peer.version],
   ["forward", "forward", (peer) => (peer.forward_s ? `${(1000 * peer.forward_s).toFixed(1)} ms` : ""), (peer) => peer.forward_s],
   ["share", "share", (peer) => (peer.share ? percent(peer.share) : ""), (peer) => peer.share],

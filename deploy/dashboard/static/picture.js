@@ -3,13 +3,13 @@
 //
 // The drawing is made anew only when somebody comes, goes or moves; else attributes change in place.
 
-import { byId, compact, element, mark, percent, say, svg } from "./format.js";
+import { byId, compact, duration, element, mark, percent, say, svg } from "./format.js";
 
 const CARDS_MAX = 48, STACK_MAX = 9;
 const CARD = { height: 50, gap: 12 }, ROOMY = { height: 74, gap: 54 }, HEAD = 44, MARGIN = 6;
 const COLUMN_MIN = 140, COLUMN_ROOMY = 190, STACK_ROOMY = 3;
 const DOT = 21, DOT_RADIUS = 7.5, DOT_PITCH_ROOMY = 25, ROWS_ROOMY = 10;
-const WORDS = { training: "training", fetching: "fetching state", draining: "draining", silent: "silent", spare: "spare", unheard: "not heard yet" };
+const WORDS = { training: "training", fetching: "fetching state", paused: "paused", draining: "leaving", silent: "silent", spare: "standing by", unheard: "not heard yet" };
 
 export class Picture {
   constructor() {
@@ -310,7 +310,8 @@ function aboutExpert(expert, peers) {
 }
 
 function about(peer) {
-  if (peer.state === "silent") return `silent for ${Math.round(peer.seen_s_ago)} s`;
+  if (peer.state === "silent") return `silent for ${duration(peer.seen_s_ago)}`;
+  if (peer.state === "paused" && peer.paused_s !== null) return `paused for ${duration(peer.paused_s)}`;
   if (peer.state !== "training") return WORDS[peer.state];
   return `v${peer.version}${peer.forward_s ? ` · ${(1000 * peer.forward_s).toFixed(1)} ms` : ""}`;
 }

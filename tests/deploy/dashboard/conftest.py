@@ -58,6 +58,7 @@ def swarm_status(*peers: PeerStatus, **says: Any) -> SwarmStatus:
         "staleness_steps_mean": 0.5,
         "stages": ((0, 2), (2, 4)),
         "elapsed_s": 60.0,
+        "left_s": 180.0,
     }
     return SwarmStatus(peers=peers, **(usual | says))
 

@@ -3,7 +3,8 @@
 import pytest
 
 from shoal.deploy.dashboard.census import GONE_AFTER_S
-from shoal.deploy.dashboard.feed import NEW_S, STALE_S, TEXT_CHARS_MAX
+from shoal.deploy.dashboard.feed import NEW_S, TEXT_CHARS_MAX
+from shoal.deploy.dashboard.view import STALE_S
 from shoal.deploy.report import Joined, Left, Limits, Note, Obeys, Phase, Ready, Status, StepDone
 from shoal.protocol.messages import PlanNote
 
@@ -30,7 +31,7 @@ def test_a_status_becomes_peers_figures_and_a_point(feed, two_peers, id_of):
     assert (view.phase, view.step, view.loss, view.tokens_per_s) == ("training", 10, 3.25, 500.0)
     assert view.status_age_s == 1.5
     assert view.elapsed_s == 61.5
-    assert view.left_s == (100 - 10) * 1000 / 500.0
+    assert view.left_s == 180.0 - 1.5, "as the coordinator says, and time has passed"
     (point,) = feed.curves.points
     assert (point.step, point.loss, point.tokens_per_s, point.staleness_steps_mean) == (10, 3.25, 500.0, 0.5)
 
@@ -139,16 +140,22 @@ def test_a_coordinator_that_was_suspended_is_not_believed(feed, make_status, mak
 def test_it_says_when_the_coordinator_is_silent(feed, two_peers):
     feed.take(two_peers, 0.0)
     assert feed.view(STALE_S).phase == "training"
-    assert "no word of the coordinator" in feed.view(STALE_S + 1.0).phase
+    assert "the coordinator has not answered for 16 s" in feed.view(STALE_S + 1.0).phase
+    assert (feed.view(STALE_S).tokens_per_s, feed.view(STALE_S + 1.0).tokens_per_s) == (500.0, None)
+    assert feed.view(STALE_S + 1.0).left_s is None
 
 
 def test_it_says_what_is_waited_for(feed, make_status, make_peer, id_of):
     feed.take(Joined(peer=id_of("a"), name="peer-a", invite=""), 0.0)
     feed.take(Phase(name="waiting for peers: 1 of 2 are here"), 1.0)
     assert feed.view(1.0).phase == "waiting for peers: 1 of 2 are here"
-    feed.take(Status(status=make_status(make_peer("a", 0))), 2.0)
+    waits_for, risk = "stage 1: its only holder, \x07bob, is paused, for 40 s", "only bob has what stage 1 has learnt"
+    status = make_status(make_peer("a", 0), stands_s=42.0, waits_for=waits_for, risks=(risk,))
+    feed.take(Status(status=status), 2.0)
     feed.take(Phase(name="catching up"), 2.0)
-    assert feed.view(2.0).phase == "waiting: nobody holds stage 1"
+    view = feed.view(2.0)
+    assert view.phase == "waiting for stage 1: its only holder, ?bob, is paused, for 40 s"
+    assert (view.standstill, view.risks) == ("no step for 42 s", (risk,))
 
 
 def test_the_end_is_said(feed, make_status, make_peer, id_of):

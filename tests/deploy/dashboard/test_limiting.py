@@ -14,17 +14,17 @@ CAPPED = Limits(caps=("50% of the device's time", "upload at most 5 Mbit/s"))
     [
         ({"limits": PAUSED, "busy": 1.0}, "pause", "somebody uses this machine"),
         ({"limits": Limits(paused=True)}, "pause", "paused"),
-        ({"stage": None}, "place", "spare"),
+        ({"stage": None}, "place", "standing by"),
         ({"synced": False, "busy": 0.9}, "state", "stage 0"),
         ({"busy": 0.9}, "device", "90 %"),
         ({"busy": 0.7, "waiting": 3}, "device", "70 %"),
-        ({"busy": 0.7, "waiting": 0}, "swarm", "waits for others"),
+        ({"busy": 0.7, "waiting": 0}, "swarm", "waiting for other peers"),
         ({"sending": 0.9, "limits": CAPPED}, "cap", "5 Mbit/s"),
         ({"busy": 0.5, "waiting": 2, "limits": CAPPED}, "cap", "50% of the device's time"),
-        ({"busy": 0.3, "limits": CAPPED}, "swarm", "waits for others"),
+        ({"busy": 0.3, "limits": CAPPED}, "swarm", "waiting for other peers"),
         ({"sending": 0.9}, "upload", "90 %"),
         ({"sending": 0.9, "busy": 0.95}, "device", "95 %"),
-        ({"microbatches_per_s": 0.0}, "swarm", "nothing to compute"),
+        ({"busy": 0.0}, "swarm", "no work now"),
         ({}, "swarm", "stage 1 is the slowest"),
     ],
 )
@@ -36,7 +36,7 @@ def test_the_first_reason_that_holds_is_said(says, kind, text, make_contribution
 
 
 def test_before_the_first_plan_nobody_is_a_spare(make_contribution):
-    assert "no plan" in limited_by(make_contribution(stage=None), (), num_stages=0).text
+    assert "waiting for the coordinator's plan" in limited_by(make_contribution(stage=None), (), num_stages=0).text
 
 
 def test_who_holds_the_slowest_stage_is_not_told_that_it_waits_for_it(make_contribution, make_peer):

@@ -24,10 +24,11 @@ def drawn(feed: Feed, status: Status, now_s: float) -> str:
 def test_it_shows_the_figures_the_swarm_and_what_changed(feed, two_peers, id_of):
     feed.take(two_peers, 0.0)
     feed.take(Obeys(term=1, sequence=2, coordinator=id_of("a"), reason="bbbbbbbb joined", peers=2), 30.0)
+    feed.take(two_peers, 85.0)
     text = drawn(feed, two_peers, 90.0)
     for part in (
         "step 10/100",
-        "3:00 left",
+        "2:55 left",
         "3.250",
         "500 tokens/s",
         "0.50 steps",
@@ -36,14 +37,14 @@ def test_it_shows_the_figures_the_swarm_and_what_changed(feed, two_peers, id_of)
         "100 %",
     ):
         assert part in text
-    assert "peer-b joined  plan 2, by peer-a  1:00 ago" in text
+    assert "1:00 ago  peer-b joined  (plan 2, by peer-a)" in text
 
 
 def test_before_the_first_step_there_are_no_figures(feed, make_status, make_peer):
     status = Status(status=make_status(make_peer("a", 0), make_peer("b", 1), step=0, loss=None, tokens_per_s=0.0))
     feed.take(status, 0.0)
     text = drawn(feed, status, 0.0)
-    assert "first step under way" in text
+    assert "computing the first step" in text
     assert "tokens/s" not in text
 
 

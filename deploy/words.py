@@ -1,0 +1,32 @@
+"""Names, spans and quantities as people read them. Pure."""
+
+from shoal.protocol.identity import PeerID
+
+_PREFIXES = ("", "k", "M", "G", "T", "P", "E")
+
+
+def printable(text: str) -> str:
+    """What another peer said, without control characters."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
+def short(peer: PeerID) -> str:
+    """The end of a PeerID: the beginning is the same for everyone."""
+    return peer[-8:]
+
+
+def duration(seconds: float) -> str:
+    """`40 s`, `12:05`, `3:12:05`."""
+    minutes, left = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours}:{minutes:02}:{left:02}"
+    return f"{minutes}:{left:02}" if minutes else f"{left} s"
+
+
+def quantity(value: float, unit: str) -> str:
+    """`9.72 TFLOP/s`."""
+    power = 0
+    while value >= 999.5 and power < len(_PREFIXES) - 1:
+        value, power = value / 1000.0, power + 1
+    return f"{value:.3g} {_PREFIXES[power]}{unit}"
