@@ -23,6 +23,7 @@ def swarm(make_plan, make_heartbeat):
         governor = Governor(run="run", spec=SPEC, allocator=GreedyAllocator())
         live = make_plan(groups, coordinator="ana", fresh=False).plan
         governor.obey(live, 0.0)
+        governor.begin_term(live, 0.0, continuing=False, silent=None)
         for stage, group in enumerate(groups):
             for name in group:
                 usual = {"stage": stage, "synced": True, "version": 7} | says.get(name, {})
