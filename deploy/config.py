@@ -9,6 +9,7 @@ import inspect
 import itertools
 import os
 import re
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,8 @@ def as_toml(settings: Settings) -> str:
     lines = ["[limits]"]
     for name, meaning in meanings().items():
         lines += [f"# {line}" for line in meaning.splitlines()]
-        lines.append(f"{name} = {_toml(getattr(settings.limits, name))}")
+        value = getattr(settings.limits, name)
+        lines.append(f"{name} = {_toml(value)}" if value is not None else f"# {name} = 0")
     return "\n".join(lines) + "\n"
 
 
@@ -68,7 +70,20 @@ def set_limit(name: str, text: str) -> Settings:
         raise LocalError(f"there is no setting {name!r}: there are {', '.join(Limits.__struct_fields__)}")
     value = parse_value(name, text)
     with_value(Limits(), name, value)  # so that the blame is on what was typed, and not on the file
-    changed = _with_line(_read() or "", f"{name} = {_toml(value)}", name)
+    return _write(_with_line(_read() or "", f"{name} = {_toml(value)}", name))
+
+
+def write_limits(limits: Mapping[str, Any]) -> Settings:
+    """Make the file, which is not there yet. Returns: what holds from now on. Raises: LocalError."""
+    lines = [
+        "# What the first `shoal join` asked. `shoal config show` has all settings, and what each means;",
+        "# `shoal config set NAME VALUE` changes one.",
+        "[limits]",
+    ]
+    return _write("\n".join([*lines, *(f"{name} = {_toml(value)}" for name, value in limits.items())]) + "\n")
+
+
+def _write(changed: str) -> Settings:
     settings = _decode(changed)
     path = config_path()
     try:

@@ -39,7 +39,9 @@ Announce = Annotated[
 StateDir = Annotated[
     Path | None, typer.Option(help="Where identity, plans and snapshots are kept. Default: below the user's state.")
 ]
-Threads = Annotated[int, typer.Option(min=0, help="Torch's threads; 0: its own choice.")]
+Threads = Annotated[
+    int, typer.Option(min=0, help="Torch's threads; 0: its own choice, and for who joins one core less.")
+]
 Device = Annotated[
     str,
     typer.Option(

@@ -26,6 +26,7 @@ from shoal.deploy.commands.options import (
 )
 from shoal.deploy.config import load_settings
 from shoal.deploy.dashboard.address import parse_address
+from shoal.deploy.manners.asking import ask, may_ask
 from shoal.deploy.manners.limits import with_overrides
 from shoal.protocol.advice import advice
 from shoal.protocol.defaults import in_words
@@ -108,6 +109,7 @@ def join(
     device: Device = "auto",
     dashboard: Dashboard = None,
     limit: Limit = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing: what is not set has its default.")] = False,
     verbose: Verbose = False,
     reports: Reports = False,
 ) -> None:
@@ -115,12 +117,14 @@ def join(
     found = parse_invite(invite) if invite != "-" else None
     text = data_source(data)
     shown = parse_address(dashboard) if dashboard else None
-    limits = with_overrides(load_settings().limits, limit or [])
+    if may_ask(answered=bool(limit) or yes or reports or invite == "-"):
+        ask()
+    limits = with_overrides(load_settings().limits, limit or []).of_a_volunteer
     start_logging(verbose or reports)
     from shoal.deploy.progress import sign_of_life
 
     with sign_of_life("starting"):
-        from shoal.deploy.manners.device import pick_device
+        from shoal.deploy.manners.device import pick_device, spare_threads
         from shoal.deploy.session import Options, join_run
         from shoal.protocol.live.run import run
 
@@ -134,7 +138,7 @@ def join(
         folder=folder.path,
         listen=addresses,
         announce=told,
-        threads=threads,
+        threads=threads or spare_threads(),
         device=pick_device(device),
         reports=reports,
         limits=limits,

@@ -91,6 +91,8 @@ class Crew:
         what = ["host", str(self._spec_path)] if hosts else ["join", "-"]
         if not hosts:
             common += self._text
+        # All alike: a host does not stand back behind other programs, and who joins it would.
+        common += ["--limit", "nice=0"]
         argv = [*CLI, *what, *common, "--threads", "1", "--device", "cpu", "--reports"]
         for folder in (self.peers_folder, self.logs):
             folder.mkdir(parents=True, exist_ok=True)

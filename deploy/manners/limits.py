@@ -35,8 +35,14 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """Compute only while nobody uses this machine: no keyboard, no mouse, no other work on the device."""
     idle_minutes: Annotated[float, msgspec.Meta(ge=0.0)] = 5.0
     """With only_when_idle: how long nobody must have used it."""
-    nice: Annotated[int, msgspec.Meta(ge=0, le=19)] = 0
-    """How far the computing (not the network) stands back behind other programs: 0 not at all, 19 altogether."""
+    nice: Annotated[int, msgspec.Meta(ge=0, le=19)] | None = None
+    """How far the computing (not the network) stands back behind other programs: 0 not at all, 19 altogether. Left out:
+    19 for a peer that joins, 0 for the host of a run."""
+
+    @property
+    def of_a_volunteer(self) -> "Limits":
+        """As they hold for a peer that joins: it stands back unless its owner has said how far."""
+        return self if self.nice is not None else msgspec.structs.replace(self, nice=NICE_MAX)
 
     def __post_init__(self) -> None:
         parse_hours(self.hours)
@@ -73,6 +79,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         return tuple(text for holds, text in words if holds)
 
 
+NICE_MAX = 19
 MBIT_S_MIN = 0.1
 """A heartbeat and a few votes a second."""
 
@@ -102,9 +109,9 @@ def with_value(limits: Limits, name: str, value: Any) -> Limits:
 
 def parse_value(name: str, text: str) -> Any:
     """As a person writes it: `5`, `true`, `22:00-07:00`. Raises: LocalError."""
-    default = getattr(Limits(), name)
+    kind = int if name == "nice" else type(getattr(Limits(), name))
     try:
-        return msgspec.convert(text.strip(), type(default), strict=False)
+        return msgspec.convert(text.strip(), kind, strict=False)
     except msgspec.ValidationError as error:
-        wants = {bool: "true or false", int: "a whole number", float: "a number"}[type(default)]
+        wants = {bool: "true or false", int: "a whole number", float: "a number"}[kind]
         raise LocalError(f"{name} is {wants}, not {text.strip()!r}") from error

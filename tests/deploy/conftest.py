@@ -45,6 +45,9 @@ class World:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        # Nobody stands back: on a busy machine a test would wait for those who do.
+        (folder / "config" / "shoal").mkdir(parents=True, exist_ok=True)
+        (folder / "config" / "shoal" / "config.toml").write_text("[limits]\nnice = 0\n")
         own = {"XDG_STATE_HOME": str(folder / "state"), "XDG_CONFIG_HOME": str(folder / "config")}
         self.environment = os.environ | own
         self.text = folder / "text.txt"

@@ -24,6 +24,12 @@ def test_what_is_typed_stands_above_what_is_set():
     assert limits.in_words == ("upload at most 5 Mbit/s", "only 22:00-7", "only when unused for 5 minutes")
 
 
+def test_who_joins_stands_back_unless_its_owner_says_how_far():
+    assert Limits().of_a_volunteer == Limits(nice=19)
+    assert Limits(nice=0).of_a_volunteer == Limits(nice=0)
+    assert with_overrides(Limits(), ["nice=4"]).of_a_volunteer.nice == 4
+
+
 @pytest.mark.parametrize(
     ("override", "complaint"),
     [

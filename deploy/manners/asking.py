@@ -1,0 +1,102 @@
+"""The questions of the first `shoal join` on a machine: what of it a run may use. Asked once, kept as settings."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import typer
+
+from shoal.deploy.config import config_path, write_limits
+from shoal.deploy.manners.limits import GB, Limits, parse_value, with_value
+from shoal.protocol.errors import LocalError
+
+_BEGIN = """\
+This is the first `shoal join` on this machine. What may the run use of it? Enter takes what is in brackets.
+The computing stands back behind your other programs in any case."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    name: str
+    """Of the limit."""
+    text: str
+    default: str
+    """What Enter takes, as a person would type it."""
+    read: Callable[[str], str]
+    """What a person types -> as the limit is written."""
+
+
+def questions(memory_bytes: float) -> tuple[Question, ...]:
+    """Args: memory_bytes: that the machine has."""
+    half_gb = max(1, round(memory_bytes / GB / 2))
+    return (
+        Question(
+            name="compute_share", text="share of the device's time, in percent", default="100", read=_share_of_percent
+        ),
+        Question(name="memory_gb", text="memory in GB; 0: whatever is free", default=str(half_gb), read=_plain("GB")),
+        Question(name="upload_mbit_s", text="upload in Mbit/s; 0: no limit", default="0", read=_plain("mbit/s")),
+        Question(name="hours", text="hours of the day, such as 22:00-07:00", default="always", read=_hours),
+        Question(name="only_when_idle", text="only while nobody uses the machine, yes or no", default="no", read=_yes),
+    )
+
+
+def may_ask(*, answered: bool) -> bool:
+    """Whether there is somebody to ask, and anything to ask about.
+
+    Args: answered: the command line has said it: a limit, that nothing is to be asked, or that a program reads this.
+    """
+    return not answered and sys.stdin.isatty() and sys.stdout.isatty() and not config_path().exists()
+
+
+def ask(
+    prompt: Callable[[str, str], str] = lambda text, default: str(typer.prompt(text, default=default)),
+    *,
+    say: Callable[[str], None] = typer.echo,
+    memory_bytes: float | None = None,
+) -> Limits:
+    """Ask everything, keep the answers as settings, and say how they are changed.
+
+    Args:
+        prompt: (question, what Enter takes) -> what was typed.
+        memory_bytes: that the machine has; None: looked up.
+    Returns: the limits that hold from now on.
+    Raises: LocalError: the settings cannot be written.
+    """
+    say(_BEGIN)
+    answers: dict[str, Any] = {}
+    for question in questions(psutil.virtual_memory().total if memory_bytes is None else memory_bytes):
+        while question.name not in answers:
+            typed = prompt(f"  {question.text}", question.default)
+            try:
+                value = parse_value(question.name, question.read(typed.strip().lower()))
+                with_value(Limits(), question.name, value)
+            except LocalError as error:
+                say(f"  {error}")
+            else:
+                answers[question.name] = value
+    limits = write_limits(answers).limits
+    say(f"kept in {config_path()}; `shoal config set NAME VALUE` changes one, `shoal config show` says what each means")
+    return limits
+
+
+def _share_of_percent(typed: str) -> str:
+    number = typed.removesuffix("%").strip()
+    try:
+        value = float(number)
+    except ValueError:
+        return typed
+    return str(value / 100 if value > 1 or typed.endswith("%") else value)
+
+
+def _plain(unit: str) -> Callable[[str], str]:
+    return lambda typed: typed.removesuffix(unit.lower()).strip()
+
+
+def _hours(typed: str) -> str:
+    return "" if typed in ("always", "") else typed
+
+
+def _yes(typed: str) -> str:
+    return {"y": "true", "yes": "true", "n": "false", "no": "false"}.get(typed, typed)
