@@ -30,7 +30,7 @@ from shoal.deploy.manners.keeper import Keeper, looking_at
 from shoal.deploy.manners.limits import Limits
 from shoal.deploy.network import Network, open_network
 from shoal.deploy.node import Node
-from shoal.deploy.output import Output, make_output
+from shoal.deploy.output import Output, make_output, tell_before_the_run
 from shoal.deploy.places import announced
 from shoal.deploy.report import Committed, Joined, Left, Note, Obeys, Phase, Ready, Status, StepDone, Validated
 from shoal.deploy.run_record import fetch_spec, seal_spec
@@ -87,6 +87,8 @@ class Options:
     """Where the run's tokenizer.json is on this machine."""
     initial: InitialWeights | None = None
     """What the run begins with, if not with its seed; only its host has it."""
+    first_said: tuple[str, ...] = ()
+    """Sentences for a person, once the network is up and before there is a view."""
     announce: tuple[str, ...] = ()
     """Multiaddrs without `/p2p/…` to tell the others, in place of those that this machine knows of itself."""
 
@@ -156,6 +158,7 @@ async def _take_part(network: Network, run: _Run, options: Options, stop: Stop) 
     async with serving(
         options.dashboard, RunFacts.of(run.spec), title=title, steers=True, folder=options.folder
     ) as showing:
+        tell_before_the_run(options.first_said, reports=options.reports)
         output = make_output(reports=options.reports, title=title, steps_total=run.spec.training.steps)
         if showing.announcement:
             output.say(Note(text=showing.announcement))  # not on the page: there is a key in it

@@ -63,7 +63,6 @@ def host(
 
     with sign_of_life("starting"):
         from shoal.deploy.manners.device import pick_device
-        from shoal.deploy.output import tell_before_the_run
         from shoal.deploy.run_text import load_own_corpus
         from shoal.deploy.session import Options, host_run
         from shoal.deploy.ship.import_model import open_initial
@@ -71,7 +70,6 @@ def host(
 
     spec, corpus = load_own_corpus(spec)
     warnings = advice(spec, training_tokens=corpus.num_training, text_vocab_size=corpus.vocab_size)
-    tell_before_the_run((*in_words(choices, spec), *(f"warning: {line}" for line in warnings)), reports=reports)
     with progress_bar("checking the weights") as tell:
         initial = open_initial(spec, lambda done, layers: tell(done / layers))
     folder = places.claim_folder(state_dir or places.state_root() / "hosts" / _file_name(spec.name))
@@ -86,6 +84,7 @@ def host(
         limits=limits,
         dashboard=shown,
         initial=initial,
+        first_said=(*in_words(choices, spec), *(f"warning: {line}" for line in warnings)),
     )
     run(host_run(spec, corpus, chosen))
 
