@@ -11,6 +11,7 @@ import logging
 import random
 from collections.abc import Awaitable, Callable
 from pathlib import PurePosixPath
+from typing import TypeVar
 
 import torch
 
@@ -19,6 +20,7 @@ from shoal.coordinator.allocate.live import EvolutionaryAllocator
 from shoal.coordinator.driver import Coordination
 from shoal.coordinator.ledger import StepRecord
 from shoal.coordinator.store import PLANS, PlanStore
+from shoal.deploy.record.past import Past
 from shoal.deploy.run_record import keep_spec
 from shoal.peer.arithmetic import Arithmetic, TorchArithmetic
 from shoal.peer.data.corpus import Corpus
@@ -55,6 +57,20 @@ RunBlocking = Callable[[Callable[[], object]], Awaitable[object]]
 
 async def _inline(work: Callable[[], object]) -> object:
     return work()
+
+
+Said = TypeVar("Said")
+
+
+def both(first: Callable[[Said], None], then: Callable[[Said], None] | None) -> Callable[[Said], None]:
+    """Tell `first`, and `then` if it is there."""
+
+    def tell(said: Said) -> None:
+        first(said)
+        if then is not None:
+            then(said)
+
+    return tell
 
 
 class Node:
@@ -112,6 +128,8 @@ class Node:
         self.spec = spec
         self.owner = owner
         self.run = run_id(spec, owner)
+        self.past = Past(clock)
+        """What this peer remembers of the run."""
         incarnation = next_incarnation(disk, PurePosixPath(self.run) / "incarnation", wall_s=clock.wall_s())
         self.links = LinkMeter(clock)
         """What passes between this peer and each other one."""
@@ -132,11 +150,12 @@ class Node:
             meter=self.links,
             memory_bytes=memory_bytes,
             run_blocking=run_blocking,
-            on_commit=on_commit,
-            on_validation=on_validation,
+            on_commit=both(self.past.committed, on_commit),
+            on_validation=both(self.past.validated, on_validation),
             on_state=on_state,
             say=say,
         )
+        self.past.serve(self.endpoint)
         self.peer.server.initial = initial
         self._on_plan = on_plan
         self.coordination = Coordination(

@@ -20,6 +20,7 @@ from shoal.deploy.report import (
     Report,
     Status,
     StepDone,
+    Summary,
     Validated,
     write_report,
 )
@@ -108,6 +109,10 @@ class TerminalOutput:
                     self._print(f"state and snapshots: {report.state_dir}", soft_wrap=True)
                 if report.finished and self._hosts:
                     self._print(_WHAT_NEXT)
+            case Summary():
+                self.close()  # the view's last frame stands above it
+                for line in report.lines:
+                    self._print(line)
             case StepDone():
                 pass  # the status says it
 

@@ -8,6 +8,7 @@ import sys
 
 import msgspec
 
+from shoal.deploy.record.lines import StepLine, ValidationLine
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import CommitReport, SwarmStatus, ValidationReport
 
@@ -42,6 +43,11 @@ class Obeys(_Report, frozen=True):
     reason: str
     peers: int
     """In the plan, spares included."""
+    stages: int = 0
+    """0: not told."""
+    era: int = 0
+    restored: int = 0
+    """The version with which the era began."""
 
 
 class Committed(_Report, frozen=True):
@@ -130,6 +136,21 @@ class Contribution(_Report, frozen=True):
     limits: Limits | None = None
 
 
+class Recorded(_Report, frozen=True):
+    """What the record of the run has grown by; from a peer that keeps one, or shows the run."""
+
+    steps: tuple[StepLine, ...] = ()
+    """In order, each once; those of a later era replace the steps from there on."""
+    validations: tuple[ValidationLine, ...] = ()
+
+
+class Summary(_Report, frozen=True):
+    """The run as a whole, at the end of the process."""
+
+    lines: tuple[str, ...]
+    """For people."""
+
+
 class Note(_Report, frozen=True):
     """A sentence for people: a plan, a hand-over, a peer lost."""
 
@@ -155,7 +176,21 @@ class Left(_Report, frozen=True):
     """The run had reached its last step."""
 
 
-Report = Ready | Joined | Obeys | Committed | Validated | StepDone | Status | Contribution | Note | Phase | Left
+Report = (
+    Ready
+    | Joined
+    | Obeys
+    | Committed
+    | Validated
+    | StepDone
+    | Status
+    | Contribution
+    | Recorded
+    | Summary
+    | Note
+    | Phase
+    | Left
+)
 
 _ENCODER = msgspec.json.Encoder()
 _DECODER: msgspec.json.Decoder[Report] = msgspec.json.Decoder(Report)

@@ -32,13 +32,14 @@ from shoal.deploy.network import Network, open_network
 from shoal.deploy.node import Node
 from shoal.deploy.output import Output, make_output, tell_before_the_run
 from shoal.deploy.places import announced
-from shoal.deploy.report import Committed, Joined, Left, Note, Obeys, Phase, Ready, Status, StepDone, Validated
+from shoal.deploy.record.recorder import Keeping, Recorder, recording
+from shoal.deploy.report import Committed, Joined, Left, Note, Obeys, Phase, Ready, Status, StepDone, Summary, Validated
 from shoal.deploy.run_record import fetch_spec, seal_spec
 from shoal.deploy.run_text import find_corpus
 from shoal.deploy.stop import Stop
 from shoal.peer.data.corpus import Corpus
 from shoal.peer.initial import InitialWeights
-from shoal.peer.model.schedule import learning_rate
+from shoal.peer.model.schedule import rate_of
 from shoal.protocol.errors import ShoalError
 from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.invite import Invite, make_invite, worth_telling
@@ -89,6 +90,10 @@ class Options:
     """What the run begins with, if not with its seed; only its host has it."""
     first_said: tuple[str, ...] = ()
     """Sentences for a person, once the network is up and before there is a view."""
+    records: bool = False
+    """Keep a record of the run in its folder (`record/`)."""
+    wandb: str = ""
+    """Project at Weights & Biases that gets the record too; empty: none."""
     announce: tuple[str, ...] = ()
     """Multiaddrs without `/p2p/…` to tell the others, in place of those that this machine knows of itself."""
 
@@ -162,7 +167,19 @@ async def _take_part(network: Network, run: _Run, options: Options, stop: Stop) 
         output = make_output(reports=options.reports, title=title, steps_total=run.spec.training.steps)
         if showing.announcement:
             output.say(Note(text=showing.announcement))  # not on the page: there is a key in it
-        await _train(network, run, options, stop, showing.beside(output), showing)
+        async with recording(_keeping(network, run, options), run.spec, showing, output) as (recorder, recorded):
+            await _train(network, run, options, stop, recorded, showing, recorder)
+
+
+def _keeping(network: Network, run: _Run, options: Options) -> Keeping:
+    name = network.transport.run
+    return Keeping(
+        run=name,
+        peer=network.identity.peer_id,
+        peer_name=options.name,
+        folder=options.folder / name if options.records else None,
+        wandb=options.wandb,
+    )
 
 
 def _make_compute(options: Options) -> MeteredCompute:
@@ -206,7 +223,15 @@ def _make_node(network: Network, run: _Run, options: Options, compute: Compute, 
     )
 
 
-async def _train(network: Network, run: _Run, options: Options, stop: Stop, output: Output, showing: Showing) -> None:
+async def _train(
+    network: Network,
+    run: _Run,
+    options: Options,
+    stop: Stop,
+    output: Output,
+    showing: Showing,
+    recorder: Recorder | None,
+) -> None:
     compute = _make_compute(options)
     node = _make_node(network, run, options, compute, output)
     told = worth_telling(network.transport.addresses())
@@ -242,8 +267,10 @@ async def _train(network: Network, run: _Run, options: Options, stop: Stop, outp
                     Note(text="this machine does not have the run's text: it will work on any stage but the first")
                 )
             meter = ContributionMeter(node, compute, LoopClock(), name=options.name, limits=keeper.report)
-            finished = await _until_done(node, network.transport, output, stop, meter)
+            finished = await _until_done(node, network.transport, output, stop, meter, recorder)
         output.say(Left(peer=node.peer_id, state_dir=str(options.folder / node.run), finished=finished))
+        if recorder is not None and recorder.is_kept:
+            output.say(Summary(lines=await asyncio.to_thread(recorder.summary)))
     finally:
         await keeper.close()
         await node.close()
@@ -259,7 +286,12 @@ def _for_commands(network: Network, owner: PeerID, told: Sequence[str]) -> str:
 
 
 async def _until_done(
-    node: Node, transport: LiveTransport, output: Output, stop: Stop, meter: ContributionMeter
+    node: Node,
+    transport: LiveTransport,
+    output: Output,
+    stop: Stop,
+    meter: ContributionMeter,
+    recorder: Recorder | None,
 ) -> bool:
     """Whether the run was done, rather than we told to stop."""
     watching = asyncio.create_task(_watch(node, output, meter), name="watch the swarm")
@@ -267,6 +299,7 @@ async def _until_done(
         node.endpoint, transport, own_status=node.status, say=lambda text: output.say(Note(text=text))
     )
     looking = asyncio.create_task(split.run(), name="look for another swarm")
+    recording = asyncio.create_task(_record(node, recorder), name="record the run")
     trimming = asyncio.create_task(trim_heap_forever(), name="trim the heap")
     done = asyncio.create_task(node.wait_done(), name="wait for the end")
     asked = asyncio.create_task(stop.asked.wait(), name="wait for a signal")
@@ -274,16 +307,35 @@ async def _until_done(
         await asyncio.wait({done, asked}, return_when=asyncio.FIRST_COMPLETED)
         if done.done():
             done.result()
+            await _end_record(node, recorder, recording, finished=True)
             return True
         output.say(
             Note(text=f"leaving: what is in flight ends, {stop.within_s:.0f} s at most (Ctrl-C again quits at once)")
         )
         await node.leave(within_s=stop.within_s)
+        await _end_record(node, recorder, recording, finished=False)
         return False
     finally:
-        for task in (watching, looking, trimming, done, asked):
+        for task in (watching, looking, recording, trimming, done, asked):
             task.cancel()
-        await asyncio.gather(watching, looking, trimming, done, asked, return_exceptions=True)
+        await asyncio.gather(watching, looking, recording, trimming, done, asked, return_exceptions=True)
+
+
+async def _record(node: Node, recorder: Recorder | None) -> None:
+    if recorder is not None:
+        await recorder.run(node.endpoint, node.past, lambda: _plan_of(node))
+
+
+async def _end_record(node: Node, recorder: Recorder | None, recording: asyncio.Task[None], *, finished: bool) -> None:
+    recording.cancel()
+    if recorder is not None:
+        await asyncio.gather(recording, return_exceptions=True)
+        await recorder.finish(node.endpoint, node.past, _plan_of(node), finished=finished)
+
+
+def _plan_of(node: Node) -> Plan | None:
+    signed = node.coordination.plan
+    return signed.plan if signed is not None else None
 
 
 async def _watch(node: Node, output: Output, meter: ContributionMeter) -> None:
@@ -314,7 +366,7 @@ def _before_the_plan(node: Node) -> str:
 
 def _step_done(record: StepRecord, spec: RunSpec, coordinator: PeerID) -> StepDone:
     fields = {name: getattr(record, name) for name in StepRecord.__dataclass_fields__}
-    rate = learning_rate(spec.optimizer, record.step, spec.training.steps)
+    rate = rate_of(spec, record.step)
     return msgspec.convert(fields | {"coordinator": coordinator, "learning_rate": rate}, StepDone)
 
 
@@ -325,6 +377,9 @@ def _obeys(plan: Plan) -> Obeys:
         coordinator=plan.coordinator,
         reason=plan.reason,
         peers=len(plan.members),
+        stages=len(plan.stages),
+        era=plan.era,
+        restored=plan.restore_version,
     )
 
 

@@ -65,6 +65,18 @@ Limit = Annotated[
         help="What to give at most, over what `shoal config show` says: upload_mbit_s=5. As often as needed.",
     ),
 ]
+Record = Annotated[
+    bool | None,
+    typer.Option(
+        "--record/--no-record",
+        show_default=False,
+        help="Keep a record of the run beside its snapshots: record.jsonl, and a file for TensorBoard. "
+        "Default: what `shoal config` says, else a host does and a volunteer does not.",
+    ),
+]
+Wandb = Annotated[
+    str, typer.Option(metavar="PROJECT", help="Send the record to this project at Weights & Biases, too.")
+]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log what happens to standard error.")]
 Reports = Annotated[
     bool, typer.Option("--json", "--reports", help="Say what happens as JSON lines, for a script or a parent process.")

@@ -16,10 +16,12 @@ from shoal.deploy.commands.options import (
     Device,
     Limit,
     Listen,
+    Record,
     Reports,
     StateDir,
     Threads,
     Verbose,
+    Wandb,
     data_source,
     examples,
     start_logging,
@@ -39,6 +41,7 @@ from shoal.protocol.spec import convert_spec, read_tables
     "shoal host run.toml  # start a run, print its invite, take part",
     "shoal host run.toml --listen :4001 --announce 84.12.33.7:4001  # on a port that the router forwards",
     "shoal host run.toml --dashboard  # and open http://127.0.0.1:8640/ to see it",
+    "shoal host run.toml --wandb my-project  # the record at Weights & Biases, too",
     "shoal host run.toml --device cuda:1 --state-dir /data/run  # another GPU, another disk",
 )
 def host(
@@ -51,11 +54,14 @@ def host(
     device: Device = "auto",
     dashboard: Dashboard = None,
     limit: Limit = None,
+    record: Record = None,
+    wandb: Wandb = "",
     verbose: Verbose = False,
     reports: Reports = False,
 ) -> None:
     """Start a run: print an invite, and take part."""
     spec, choices = convert_spec(read_tables(run_toml), name=str(run_toml))
+    records = _records(record, wandb, default=True)
     shown = parse_address(dashboard) if dashboard else None
     limits = with_overrides(load_settings().limits, limit or [])
     start_logging(verbose or reports)
@@ -82,6 +88,8 @@ def host(
         device=pick_device(device),
         reports=reports,
         limits=limits,
+        records=records,
+        wandb=wandb,
         dashboard=shown,
         initial=initial,
         first_said=(*in_words(choices, spec), *(f"warning: {line}" for line in warnings)),
@@ -109,12 +117,15 @@ def join(
     dashboard: Dashboard = None,
     limit: Limit = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing: what is not set has its default.")] = False,
+    record: Record = None,
+    wandb: Wandb = "",
     verbose: Verbose = False,
     reports: Reports = False,
 ) -> None:
     """Take part in a run."""
     found = parse_invite(invite) if invite != "-" else None
     text = data_source(data)
+    records = _records(record, wandb, default=False)
     shown = parse_address(dashboard) if dashboard else None
     if may_ask(answered=bool(limit) or yes or reports or invite == "-"):
         ask()
@@ -141,6 +152,8 @@ def join(
         device=pick_device(device),
         reports=reports,
         limits=limits,
+        records=records,
+        wandb=wandb,
         dashboard=shown,
         data=text,
         tokenizer=tokenizer,
@@ -150,6 +163,15 @@ def join(
     except RunNotFound as error:
         folder.release()
         explain(error, found, listen=addresses, state_dir=folder.path, device=device)
+
+
+def _records(asked: bool | None, wandb: str, *, default: bool) -> bool:
+    """Whether to keep a record. Raises: LocalError: the package for `--wandb` is missing."""
+    if wandb:
+        from shoal.deploy.record.wandb_run import need_wandb
+
+        need_wandb()
+    return bool(wandb) or (default if asked is None else asked)
 
 
 def _file_name(text: str) -> str:

@@ -17,6 +17,7 @@ from shoal.deploy.report import Report
 if TYPE_CHECKING:
     from shoal.deploy.dashboard.server import Dashboard
     from shoal.deploy.dashboard.steering import Act, Steering
+    from shoal.deploy.record.reading import Record
 
 
 class Showing:
@@ -32,6 +33,16 @@ class Showing:
     @property
     def is_watched(self) -> bool:
         return self._dashboard is not None and self._dashboard.is_watched
+
+    @property
+    def is_on(self) -> bool:
+        """There is a dashboard, whether or not anybody looks."""
+        return self._dashboard is not None
+
+    def restore(self, record: "Record") -> None:
+        """What the run's record had when this process started: the curves begin with it."""
+        if self._dashboard is not None:
+            self._feed.restore(record)
 
     def take(self, report: Report) -> None:
         if self._dashboard is not None:

@@ -1,50 +1,87 @@
-"""Loss, throughput and staleness over the life of a run, in bounded memory. Pure."""
+"""What a run did step by step, in bounded memory. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from statistics import fmean
 
-from shoal.deploy.dashboard.view import Point
+from shoal.deploy.dashboard.view import Point, ValidationPoint
 
 POINTS_MAX = 1200
 """About two a pixel of a wide screen. When they are reached, neighbours are merged and half of it is free again."""
+VALIDATIONS_MAX = 600
 
 
 class Curves:
-    """Points in the order in which they came. `generation` changes whenever older points were merged: who holds a copy
-    must then take all of them anew.
+    """Points in the order of their steps. `generation` changes whenever older points were merged or taken back: who
+    holds a copy must then take all of them anew.
     """
 
     def __init__(self) -> None:
         self.generation = 0
         self.points: list[Point] = []
-        self._every_s = 0.0
+        self.validations: list[ValidationPoint] = []
+        """In the order of their versions, each once."""
+        self._stride = 1
+        """Points that come, for one that is kept."""
         self._open: list[Point] = []
 
     def add(self, point: Point) -> None:
+        """A later step than all before."""
         self._open.append(point)
-        if self.points and point.at_s < self.points[-1].at_s + self._every_s and point.validation_loss is None:
+        if len(self._open) < self._stride:
             return
         self.points.append(_merged(self._open))
         self._open.clear()
         if len(self.points) >= POINTS_MAX:
-            self._thin()
+            self.points = [_merged(self.points[index : index + 2]) for index in range(0, len(self.points), 2)]
+            self._stride *= 2
+            self.generation += 1
 
-    def _thin(self) -> None:
-        pairs = [self.points[index : index + 2] for index in range(0, len(self.points), 2)]
-        self.points = [_merged(pair) for pair in pairs]
-        self._every_s = (self.points[-1].at_s - self.points[0].at_s) / len(self.points)
+    def validate(self, at_s: float, step: int, loss: float) -> None:
+        """The version `step` was validated. A second word on a version counts: the run went back and made it again."""
+        made_s = next((point.at_s for point in reversed(self.points) if point.step <= step), None)
+        made_s = at_s if made_s is None or step > self._newest else min(at_s, made_s)
+        kept = [known for known in self.validations if known.step != step]
+        kept.append(ValidationPoint(at_s=made_s, step=step, loss=loss))
+        self.validations = sorted(kept, key=lambda known: known.step)
+        if len(self.validations) > VALIDATIONS_MAX:
+            self.validations = self.validations[:-1:2] + self.validations[-1:]
+
+    def go_back(self, step: int) -> None:
+        """The run does `step` again: what it and later ones were does not hold."""
+        kept = [point for point in self.points if point.step < step]
+        self.validations = [known for known in self.validations if known.step < step]
+        self._open = [point for point in self._open if point.step < step]
+        if len(kept) < len(self.points):
+            self.points = kept
+            self.generation += 1
+
+    def restore(self, points: Iterable[Point]) -> None:
+        """Those of earlier starts."""
+        for point in points:
+            self.add(point)
         self.generation += 1
+
+    @property
+    def _newest(self) -> int:
+        return max((line.step for line in (*self.points[-1:], *self._open[-1:])), default=0)
 
 
 def _merged(points: Sequence[Point]) -> Point:
     """One for all: where the last one is, as high as they are on average."""
     last = points[-1]
-    losses = [point.loss for point in points if point.loss is not None]
-    validations = [point.validation_loss for point in points if point.validation_loss is not None]
+    if len(points) == 1:
+        return last
     return Point(
         at_s=last.at_s,
         step=last.step,
-        loss=sum(losses) / len(losses) if losses else None,
-        validation_loss=validations[-1] if validations else None,
-        tokens_per_s=sum(point.tokens_per_s for point in points) / len(points),
-        staleness_steps_mean=sum(point.staleness_steps_mean for point in points) / len(points),
+        loss=_mean([point.loss for point in points]),
+        tokens_per_s=_mean([point.tokens_per_s for point in points]),
+        staleness_steps_mean=fmean(point.staleness_steps_mean for point in points),
+        learning_rate=last.learning_rate,
+        gradient_norm=_mean([point.gradient_norm for point in points]),
     )
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None

@@ -32,6 +32,8 @@ from shoal.deploy.dashboard.view import (
     standstill,
     unanswered,
 )
+from shoal.deploy.record.lines import StepLine
+from shoal.deploy.record.reading import Record
 from shoal.deploy.report import (
     Contribution,
     Joined,
@@ -41,6 +43,7 @@ from shoal.deploy.report import (
     Obeys,
     Phase,
     Ready,
+    Recorded,
     Report,
     Status,
     StepDone,
@@ -110,10 +113,12 @@ class Feed:
         self._changes: list[ChangeView] = []
         """Oldest first, peers by the end of their identifiers as plans have them."""
         self._contributions: dict[PeerID, tuple[float, Contribution]] = {}
-        self._told = (0, -1)
-        """(era, step) of the newest point."""
-        self._validation: float | None = None
-        self._validation_told: float | None = None
+        self._told = (0, 0)
+        """(era, steps done) of the newest point."""
+        self._is_recorded = False
+        """Every step is told by the record: what a status says of the newest is none."""
+        self._validation: tuple[int, float] | None = None
+        """(version, loss), of the newest."""
 
     # --- what comes ---
 
@@ -131,11 +136,25 @@ class Feed:
                 self._take_status(report.status, now_s)
             case StepDone():
                 self._phase = TRAINING
-                self._add_point(
-                    (report.era, report.step), report.loss, report.tokens_per_s, report.staleness_mean, now_s
-                )
+                if not self._is_recorded:
+                    point = Point(
+                        at_s=now_s + self._wall_s,
+                        step=report.step + 1,
+                        loss=report.loss,
+                        tokens_per_s=report.tokens_per_s,
+                        staleness_steps_mean=report.staleness_mean,
+                        learning_rate=report.learning_rate,
+                        gradient_norm=report.gradient_norm,
+                    )
+                    self._add_point(report.era, point)
+            case Recorded():
+                self._is_recorded = True
+                for line in report.steps:
+                    self._add_point(line.era, _point(line))
+                for validation in report.validations:
+                    self._validate(validation.step, validation.loss, validation.time)
             case Validated():
-                self._validation = report.report.loss
+                self._validate(report.report.step, report.report.loss, now_s + self._wall_s)
             case Contribution():
                 self._contributions[report.peer] = now_s, report
             case Phase():
@@ -181,30 +200,40 @@ class Feed:
         phase = run_phase(status)
         if phase != FIRST_STEP or self._phase != "left":
             self._phase = phase
-        if status.validation_loss is not None:
-            self._validation = status.validation_loss
-        if status.step > 0:
-            key = status.era, status.step - 1
-            self._add_point(key, status.loss, status.tokens_per_s, status.staleness_steps_mean, now_s)
-
-    def _add_point(
-        self, key: tuple[int, int], loss: float | None, tokens_per_s: float, staleness: float, now_s: float
-    ) -> None:
-        if key <= self._told:
-            return
-        self._told = key
-        news = self._validation != self._validation_told
-        self._validation_told = self._validation
-        self.curves.add(
-            Point(
+        if status.validation_loss is not None and status.validation_step is not None:
+            self._validate(status.validation_step, status.validation_loss, now_s + self._wall_s)
+        if status.step > 0 and not self._is_recorded:
+            point = Point(
                 at_s=now_s + self._wall_s,
-                step=key[1] + 1,
-                loss=loss,
-                validation_loss=self._validation if news else None,
-                tokens_per_s=tokens_per_s,
-                staleness_steps_mean=staleness,
+                step=status.step,
+                loss=status.loss,
+                tokens_per_s=status.tokens_per_s,
+                staleness_steps_mean=status.staleness_steps_mean,
             )
-        )
+            self._add_point(status.era, point)
+
+    def restore(self, record: Record) -> None:
+        """What the run's record had when this process started."""
+        self._told = record.reached
+        self.curves.restore(_point(line) for line in record.steps)
+        for line in record.validations:
+            self._validate(line.step, line.loss, line.time)
+
+    def _add_point(self, era: int, point: Point) -> None:
+        if (era, point.step) <= self._told:
+            return
+        if era > self._told[0]:
+            self.curves.go_back(point.step)
+            if self._validation is not None and self._validation[0] >= point.step:
+                self._validation = None
+        self._told = era, point.step
+        self.curves.add(point)
+
+    def _validate(self, step: int, loss: float, at_s: float) -> None:
+        if self._validation is None or (step, loss) != self._validation:
+            self.curves.validate(at_s, step, loss)
+        if self._validation is None or step >= self._validation[0]:
+            self._validation = step, loss
 
     def _note(self, now_s: float, kind: Literal["joined", "left", "note"], text: str) -> None:
         self._add_change(ChangeView(at_s=now_s + self._wall_s, kind=kind, text=clean(text, TEXT_CHARS_MAX)))
@@ -244,7 +273,8 @@ class Feed:
             step=step,
             steps=steps,
             loss=status.loss if status else None,
-            validation_loss=self._validation,
+            validation_loss=self._validation[1] if self._validation else None,
+            validation_step=self._validation[0] if self._validation else None,
             tokens_per_s=tokens_per_s,
             staleness_steps_mean=status.staleness_steps_mean if status else 0.0,
             now_s=now_s + self._wall_s,
@@ -344,6 +374,18 @@ def _says(plan: ChangeView, change: ChangeView) -> bool:
         and change.kind in ("joined", "left")
         and change.text in plan.text
         and abs(change.at_s - plan.at_s) < SAME_S
+    )
+
+
+def _point(line: StepLine) -> Point:
+    return Point(
+        at_s=line.time,
+        step=line.step,
+        loss=line.loss,
+        tokens_per_s=line.tokens_per_s,
+        staleness_steps_mean=line.staleness,
+        learning_rate=line.learning_rate,
+        gradient_norm=line.gradient_norm,
     )
 
 

@@ -129,6 +129,7 @@ class Pretend:
             tokens_per_s=_TOKENS_PER_S * pace * min(1.0, self._second / 8),
             loss=loss,
             validation_loss=1.65 + 4.2 * (1 + (step // 50 * 50) / 30) ** -0.45 if step >= 50 else None,
+            validation_step=step // 50 * 50 if step >= 50 else None,
             staleness_steps_mean=max(0.0, 0.31 + self._rng.gauss(0.0, 0.03)),
             stages=tuple((2 * stage, 2 * stage + 2) for stage in range(self._stages)),
             peers=peers,

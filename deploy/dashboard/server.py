@@ -33,7 +33,7 @@ from shoal.deploy.dashboard.connections import CONNECTIONS_MAX, Connection, Conn
 from shoal.deploy.dashboard.feed import Feed
 from shoal.deploy.dashboard.guard import Guard
 from shoal.deploy.dashboard.steering import Steering
-from shoal.deploy.dashboard.view import Point, View
+from shoal.deploy.dashboard.view import Point, ValidationPoint, View
 from shoal.deploy.metrics import CONTENT_TYPE, render_metrics
 
 logger = logging.getLogger(__name__)
@@ -54,6 +54,8 @@ class Growth(msgspec.Struct, frozen=True, kw_only=True):
     generation: int
     first: int
     points: Sequence[Point]
+    validations: Sequence[ValidationPoint] | None = None
+    """All of them; None: as before."""
 
 
 class Update(msgspec.Struct, frozen=True, kw_only=True):
@@ -141,12 +143,18 @@ class Dashboard:
 
     async def _send(self, socket: WebSocket) -> None:
         """Until the dashboard closes. Raises: WebSocketDisconnect: the viewer has gone."""
-        generation, sent = -1, 0
+        generation, sent, told = -1, 0, None
         while not self._closing.is_set():
             curves = self._feed.curves
             if curves.generation != generation:
                 generation, sent = curves.generation, 0
-            growth = Growth(generation=generation, first=sent, points=curves.points[sent:])
+            news, told = curves.validations is not told, curves.validations
+            growth = Growth(
+                generation=generation,
+                first=sent,
+                points=curves.points[sent:],
+                validations=curves.validations if news else None,
+            )
             update = Update(view=self._current(), curves=growth, steers=self._steering.works)
             sent = len(curves.points)
             await socket.send_text(self._encoder.encode(update).decode())

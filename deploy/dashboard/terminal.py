@@ -62,13 +62,15 @@ def _progress(view: View) -> Table:
 def _figures(view: View, curves: Curves) -> Table:
     points = curves.points
     grid = Table.grid(padding=(0, 2))
-    validation = "" if view.validation_loss is None else f"validation {view.validation_loss:.3f}"
+    validation = (
+        "" if view.validation_loss is None else f"validation {view.validation_loss:.3f} at step {view.validation_step}"
+    )
     loss = "-" if view.loss is None else f"{view.loss:.3f}"
     losses = [point.loss for point in points if point.loss is not None]
     grid.add_row(
         "loss", Text(loss, style="bold"), Text(sparkline(losses, SPARKLINE_COLUMNS), style="green"), validation
     )
-    paces = [point.tokens_per_s for point in points]
+    paces = [point.tokens_per_s for point in points if point.tokens_per_s is not None]
     pace = Text("-" if view.tokens_per_s is None else f"{view.tokens_per_s:,.0f} tokens/s", style="bold")
     flow = f"{quantity(view.flows[0], 'B/s')} between stages" if view.flows and view.flows[0] else ""
     grid.add_row("throughput", pace, Text(sparkline(paces, SPARKLINE_COLUMNS), style="cyan"), flow)

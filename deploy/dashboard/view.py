@@ -199,6 +199,8 @@ class View(_Shown, frozen=True):
     steps: int
     loss: float | None
     validation_loss: float | None
+    validation_step: int | None
+    """The version that was validated."""
     tokens_per_s: float | None
     """Of the whole run, over the last minute, standstills included; None: the coordinator has not answered for long."""
     staleness_steps_mean: float
@@ -238,7 +240,20 @@ class Point(_Shown, frozen=True, array_like=True):
     at_s: float
     """Seconds since 1970, on this machine's clock."""
     step: int
+    """Steps done."""
     loss: float | None
-    validation_loss: float | None
-    tokens_per_s: float
+    tokens_per_s: float | None
     staleness_steps_mean: float
+    learning_rate: float | None = None
+    gradient_norm: float | None = None
+    """Of the whole model, before clipping; None: not known."""
+
+
+class ValidationPoint(_Shown, frozen=True, array_like=True):
+    """One validation, where it belongs on the curves."""
+
+    at_s: float
+    """When the version was made, or as near to it as is known; seconds since 1970."""
+    step: int
+    """The version that was validated."""
+    loss: float

@@ -93,7 +93,7 @@ class Crew:
             common += self._text
         # All alike: a host does not stand back behind other programs, and who joins it would.
         common += ["--limit", "nice=0"]
-        argv = [*CLI, *what, *common, "--threads", "1", "--device", "cpu", "--reports"]
+        argv = [*CLI, *what, *common, "--threads", "1", "--device", "cpu", "--no-record", "--reports"]
         for folder in (self.peers_folder, self.logs):
             folder.mkdir(parents=True, exist_ok=True)
         child = await self._swarm.start(name, argv, env=environment(), log=self.logs / f"{name}.log")

@@ -81,10 +81,7 @@ class StepLine(_Line, frozen=True, tag="step", kw_only=True):
     staleness: float
     """Steps, mean over the stages."""
     peers: int
-    """In the plan of the time, spares included."""
-    term: int
-    sequence: int
-    """Of that plan."""
+    """That made the step: the members of all stages."""
     given_up: int = 0
     """Microbatches without which the step was made, summed over the stages."""
     duplicates: int = 0
@@ -114,8 +111,9 @@ class PlanLine(_Line, frozen=True, tag="plan", kw_only=True):
     """The version with which the era began."""
     coordinator: PeerID
     reason: str
-    peers: int
-    stages: int
+    peers: int = 0
+    """Spares included; 0: not known, as of a plan of which the peer has only heard."""
+    stages: int = 0
 
 
 class PeerLine(_Line, frozen=True, tag="peer", kw_only=True):
@@ -138,7 +136,7 @@ class EndLine(_Line, frozen=True, tag="end", kw_only=True):
     finished: bool
     """The run has reached its last step."""
     lost: int = 0
-    """Steps of this sitting that went by without a line: nobody who is left knew them."""
+    """Steps that have no line though they were done while this peer was up or away: nobody who is left knew them."""
 
 
 Line = StartLine | StepLine | ValidationLine | PlanLine | PeerLine | NoteLine | EndLine

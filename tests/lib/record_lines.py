@@ -14,8 +14,6 @@ def step(number: int, era: int = 0, **says: Any) -> StepLine:
         "tokens": 10,
         "staleness": 0.0,
         "peers": 2,
-        "term": 1,
-        "sequence": 1,
     }
     return StepLine(step=number, era=era, **(usual | says))
 

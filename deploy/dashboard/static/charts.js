@@ -1,102 +1,168 @@
-// Loss, throughput and staleness over time. uPlot draws; plans are thin marks, so that one sees what a change did.
+// What the run did, step by step. uPlot draws; plans are thin marks, so that one sees what a change did.
 
+import { save, vector } from "./downloads.js";
 import { byId, compact } from "./format.js";
 
 const HEIGHT = 176;
 const MARKS_TALL_MAX = 12;
 const STEPS_UNSETTLED = 4;
-const [AT, STEP, LOSS, VALIDATION, PACE, STALE] = [0, 1, 2, 3, 4, 5];
+const LOSS_MAX = 80; // e^80 says no more than "very much"
+const COLUMNS = ["at", "step", "loss", "pace", "stale", "rate", "norm"];
+const CHARTS = [
+  { id: "chart-loss", of: "loss", label: "loss", digits: 3, validates: true, logs: true },
+  { id: "chart-pace", of: "pace", label: "tokens/s", digits: null },
+  { id: "chart-norm", of: "norm", label: "gradient norm", digits: 3, logs: true },
+  { id: "chart-rate", of: "rate", label: "learning rate", digits: null, logs: true },
+  { id: "chart-stale", of: "stale", label: "steps stale", digits: 2 },
+];
 
 export class Charts {
   constructor() {
     this.generation = -1;
-    this.columns = [[], [], [], [], [], []];
+    this.points = empty();
+    this.validations = [];
     this.plans = [];
     this.charts = [];
     this.drawn = "";
+    this.version = 0;
+    this.name = "run";
     new ResizeObserver(() => this.resize()).observe(byId("curves"));
+    for (const id of ["across", "measure", "log", "smooth"]) byId(id).addEventListener("input", () => this.draw());
+    byId("csv").addEventListener("click", () => save(`${this.name}.csv`, "text/csv", this.table()));
+    byId("svg").addEventListener("click", () => save(`${this.name}.svg`, "image/svg+xml", vector(this.charts, this.colors)));
+    byId("png").addEventListener("click", () => this.picture());
   }
 
   take(growth, changes) {
     if (growth.generation !== this.generation || growth.first === 0) {
       this.generation = growth.generation;
-      this.columns = [[], [], [], [], [], []];
+      this.points = empty();
     }
-    for (const point of growth.points) point.forEach((value, index) => this.columns[index].push(value));
+    for (const point of growth.points) COLUMNS.forEach((name, index) => this.points[name].push(point[index] ?? null));
+    if (growth.validations) this.validations = growth.validations;
+    if (growth.points.length || growth.validations) this.version += 1;
     // The role moves every minute: what is worth a mark is who came, went or moved.
     this.plans = changes.filter((change) => change.kind === "plan" && !change.text.includes("hand-over from")).map((change) => change.at_s);
+  }
+
+  get chosen() {
+    return {
+      across: byId("across").value,
+      perplexity: byId("measure").value === "perplexity",
+      log: byId("log").checked,
+      weight: Number(byId("smooth").value),
+    };
   }
 
   // Drawing is dear: only what has changed, and only while somebody can see it.
   draw() {
     const style = getComputedStyle(document.documentElement);
-    const theme = ["--quiet", "--line", "--accent", "--second"].map((name) => style.getPropertyValue(name).trim());
-    const drawn = [theme, this.generation, this.columns[AT].length, this.plans.length, this.plans[0]].join();
+    this.colors = ["--quiet", "--line", "--accent", "--second", "--ink", "--card"].map((name) => style.getPropertyValue(name).trim());
+    const { across, perplexity, log, weight } = this.chosen;
+    const look = [...this.colors, across, perplexity, log, weight > 0].join();
+    const drawn = [look, weight, this.version, this.plans.length, this.plans[0]].join();
     if (drawn === this.drawn) return;
-    if (!this.charts.length || this.drawn.split(",", theme.length).join() !== theme.join()) this.build(theme);
     this.drawn = drawn;
-    for (const chart of this.charts) chart.plot.setData([this.columns[AT], ...chart.of.map((index) => this.columns[index])]);
+    byId("smooth-says").textContent = weight ? weight.toFixed(2) : "none";
+    if (look !== this.look) this.build();
+    this.look = look;
+    for (const chart of this.charts) chart.plot.setData(this.data(chart));
   }
 
-  build(theme) {
+  // x, what was measured, its average, and the validations where they belong.
+  data(chart) {
+    const { across, perplexity, weight } = this.chosen;
+    const x = across === "time" ? rising(this.points.at) : this.points.step;
+    const shown = perplexity && chart.of === "loss" ? power : (value) => value;
+    const raw = this.points[chart.of].map(shown);
+    const columns = [x, raw, weight ? averaged(raw, weight) : raw.map(() => null)];
+    if (!chart.validates) return columns;
+    const validated = this.validations.map(([at, step, loss]) => [across === "time" ? at : step, shown(loss)]).sort((a, b) => a[0] - b[0]);
+    return window.uPlot.join([columns, [validated.map((one) => one[0]), validated.map((one) => one[1])]]);
+  }
+
+  build() {
     for (const chart of this.charts) chart.plot.destroy();
-    const [quiet, line, accent, second] = theme;
+    this.charts = CHARTS.map((chart) => ({ ...chart, target: byId(chart.id) }));
+    for (const chart of this.charts) chart.plot = this.make(chart);
+    byId("loss-title").textContent = this.chosen.perplexity ? "Perplexity" : "Loss";
+  }
+
+  make(chart) {
+    const [quiet, line, accent, second] = this.colors;
+    const { across, log, weight, perplexity } = this.chosen;
     const font = "11px system-ui, sans-serif";
     const axis = { stroke: quiet, font, grid: { stroke: line, width: 1 }, ticks: { show: false } };
-    const make = (id, of, series, range) => {
-      const target = byId(id);
-      const plot = new window.uPlot({
-        width: Math.max(200, target.clientWidth),
-        height: HEIGHT,
-        padding: [8, 20, 0, 0],
-        cursor: { sync: { key: "shoal" }, y: false, points: { size: 6 }, drag: { x: true, y: false } },
-        legend: { live: true, markers: { show: false } },
-        scales: { x: { time: true }, y: { range } },
-        axes: [
-          { ...axis, space: 64, size: 28, values: (u, splits) => splits.map((at) => clock(at, splits)) },
-          { ...axis, size: 46, space: 34, values: (u, splits) => splits.map((value) => short(value)) },
-        ],
-        series: [{ label: "at", value: (u, at) => (at === null ? "now" : `${clock(at)}, step ${this.stepAt(u)}`) }, ...series],
-        hooks: { drawClear: [(u) => this.markPlans(u, quiet)] },
-      }, [[], ...of.map(() => [])], target);
-      this.charts.push({ plot, of, target });
-    };
+    const label = perplexity && chart.of === "loss" ? "perplexity" : chart.label;
+    const logs = log && chart.logs;
     // Without a pointer the legend says the newest.
-    const number = (digits) => (u, value, series) => {
-      const said = value ?? (u.cursor.idx === null || u.cursor.idx === undefined ? newest(u.data[series]) : null);
-      return said === null ? "–" : digits === null ? compact(said) : said.toFixed(digits);
+    const value = (u, said, series) => {
+      const shown = said ?? (u.cursor.idx === null || u.cursor.idx === undefined ? newest(u.data[series]) : null);
+      return shown === null || shown === undefined ? "–" : number(shown, chart.digits);
     };
-    const area = `${accent}22`;
-    this.charts = [];
-    make("chart-loss", [LOSS, VALIDATION], [
-      { label: "loss", stroke: accent, width: 1.5, points: { show: false }, spanGaps: true, value: number(3) },
-      { label: "validation", stroke: second, width: 1.5, dash: [], points: { show: true, size: 5, fill: second }, spanGaps: true, value: number(3) },
-    ], (u, low, high) => padded(low, high));
-    make("chart-pace", [PACE], [{ label: "tokens/s", stroke: accent, fill: area, width: 1.5, points: { show: false }, value: number(null) }], (u, low, high) => [0, (this.settled(u.data[1], high) || 1) * 1.1]);
-    make("chart-stale", [STALE], [{ label: "steps", stroke: accent, fill: area, width: 1.5, points: { show: false }, value: number(2) }], (u, low, high) => [0, Math.max(0.1, (high || 0) * 1.15)]);
+    const fill = chart.of === "pace" || chart.of === "stale" ? `${accent}22` : undefined;
+    const series = [
+      { label: across === "time" ? "at" : "step", value: (u, x) => this.says(x) },
+      { label, stroke: weight ? `${accent}50` : accent, fill, width: weight ? 1 : 1.5, points: { show: false }, spanGaps: true, value },
+      { label: "average", show: weight > 0, stroke: accent, width: 2, points: { show: false }, spanGaps: true, value },
+    ];
+    if (chart.validates) series.push({ label: "validation", stroke: second, width: 1.5, points: { show: true, size: 5, fill: second }, spanGaps: true, value });
+    const values = across === "time" ? (u, splits) => splits.map((at) => clock(at, splits)) : (u, splits) => splits.map((step) => (Number.isInteger(step) ? short(step) : ""));
+    return new window.uPlot({
+      width: Math.max(200, chart.target.clientWidth),
+      height: HEIGHT,
+      padding: [8, 20, 0, 0],
+      cursor: { sync: { key: "shoal", scales: ["x", null] }, y: false, points: { size: 6 }, drag: { x: true, y: false } },
+      legend: { live: true, markers: { show: false } },
+      scales: { x: { time: across === "time" }, y: { distr: logs ? 3 : 1, range: (u, low, high) => this.range(chart, u, low, high, logs) } },
+      axes: [
+        { ...axis, space: 64, size: 28, values },
+        { ...axis, size: 50, space: logs ? 22 : 34, values: (u, splits) => splits.map((split) => (split === null ? "" : short(split))), ...(logs ? { filter: (u, splits) => splits } : {}) },
+      ],
+      series,
+      hooks: { drawClear: [(u) => this.markPlans(u, quiet)] },
+    }, [[], ...series.slice(1).map(() => [])], chart.target);
+  }
+
+  range(chart, u, low, high, logs) {
+    if (low === null || high === null) return logs ? [0.1, 1] : [0, 1];
+    if (logs) return [low / 1.1, high * 1.1];
+    if (chart.of === "pace") return [0, (this.settled(u.data[1], high) || 1) * 1.1];
+    if (chart.of === "stale") return [0, Math.max(0.1, high * 1.15)];
+    const room = Math.max((high - low) * 0.08, Math.abs(high) * 0.01);
+    return [Math.max(0, low - room), high + room];
   }
 
   // A pace over one or two steps may be ten times what it will be, and would flatten the rest of the curve.
   settled(paces, high) {
-    const usual = paces.filter((pace, index) => pace !== null && this.columns[STEP][index] > STEPS_UNSETTLED);
-    return usual.length ? Math.min(high, Math.max(...usual)) : high;
+    const usual = paces.filter((pace, index) => pace !== null && this.points.step[index] > STEPS_UNSETTLED);
+    return usual.length ? Math.min(high, usual.reduce((most, pace) => Math.max(most, pace), 0)) : high;
   }
 
-  stepAt(plot) {
-    const step = this.columns[STEP][plot.cursor.idx];
-    return step === undefined ? "" : step;
+  // Where the pointer is: `step 17, 14:05`.
+  says(x) {
+    if (x === null || x === undefined) return "now";
+    const { across } = this.chosen;
+    const { at, step } = this.points;
+    const index = nearest(across === "time" ? at : step, x);
+    if (index < 0) return across === "time" ? clock(x) : String(x);
+    return across === "time" ? `${clock(x)}, step ${step[index]}` : `${x}, ${clock(at[index])}`;
   }
 
   markPlans(plot, color) {
     const { ctx, bbox } = plot;
     const height = this.plans.length > MARKS_TALL_MAX ? 7 * devicePixelRatio : bbox.height;
+    const { at, step } = this.points;
     ctx.save();
     ctx.strokeStyle = color;
     ctx.globalAlpha = this.plans.length > MARKS_TALL_MAX ? 0.7 : 0.35;
     if (height === bbox.height) ctx.setLineDash([2 * devicePixelRatio, 4 * devicePixelRatio]);
     ctx.beginPath();
-    for (const at of this.plans) {
-      const x = Math.round(plot.valToPos(at, "x", true)) + 0.5;
+    for (const time of this.plans) {
+      const index = this.chosen.across === "time" ? -1 : nearest(at, time);
+      const where = this.chosen.across === "time" ? time : index < 0 ? null : step[index];
+      if (where === null) continue;
+      const x = Math.round(plot.valToPos(where, "x", true)) + 0.5;
       if (x < bbox.left || x > bbox.left + bbox.width) continue;
       ctx.moveTo(x, bbox.top + bbox.height - height);
       ctx.lineTo(x, bbox.top + bbox.height);
@@ -111,6 +177,75 @@ export class Charts {
       if (width > 0 && width !== plot.width) plot.setSize({ width, height: HEIGHT });
     }
   }
+
+  // What the curves are drawn of; validations have lines of their own.
+  table() {
+    const { at, step, loss, pace, stale, rate, norm } = this.points;
+    const cell = (value) => (value === null || value === undefined ? "" : String(value));
+    const lines = ["step,time,loss,perplexity,validation_loss,learning_rate,gradient_norm,tokens_per_s,staleness_steps"];
+    const rows = step.map((number, i) => [number, at[i], loss[i], power(loss[i]), null, rate[i], norm[i], pace[i], stale[i]]);
+    for (const [time, number, value] of this.validations) rows.push([number, time, null, null, value, null, null, null, null]);
+    rows.sort((a, b) => a[0] - b[0]);
+    return [...lines, ...rows.map((row) => row.map(cell).join(","))].join("\n") + "\n";
+  }
+
+  // All plots below each other, as they are on the page.
+  picture() {
+    const sources = this.charts.map(({ plot, label }) => [label, plot.ctx.canvas]);
+    const heading = 26 * devicePixelRatio;
+    const canvas = document.createElement("canvas");
+    canvas.width = Math.max(...sources.map(([, source]) => source.width));
+    canvas.height = sources.reduce((sum, [, source]) => sum + source.height + heading, 0);
+    const context = canvas.getContext("2d");
+    const [, , , , ink, card] = this.colors;
+    context.fillStyle = card;
+    context.fillRect(0, 0, canvas.width, canvas.height);
+    context.font = `${14 * devicePixelRatio}px system-ui, sans-serif`;
+    let y = 0;
+    for (const [label, source] of sources) {
+      context.fillStyle = ink;
+      context.fillText(label, 10 * devicePixelRatio, y + heading * 0.7);
+      context.drawImage(source, 0, y + heading);
+      y += source.height + heading;
+    }
+    canvas.toBlob((blob) => save(`${this.name}.png`, "image/png", blob));
+  }
+}
+
+function empty() {
+  return Object.fromEntries(COLUMNS.map((name) => [name, []]));
+}
+
+function power(loss) {
+  return loss === null || loss === undefined ? null : Math.exp(Math.min(loss, LOSS_MAX));
+}
+
+// A clock that was set back would make a curve that no axis can hold.
+function rising(times) {
+  let last = -Infinity;
+  return times.map((time) => (last = Math.max(last, time)));
+}
+
+// The exponential moving average, with the bias of its beginning taken out, as TensorBoard has it.
+function averaged(values, weight) {
+  let sum = 0, share = 0;
+  return values.map((value) => {
+    if (value === null || value === undefined) return null;
+    sum = sum * weight + value * (1 - weight);
+    share = share * weight + (1 - weight);
+    return sum / share;
+  });
+}
+
+// Index of the last of `sorted` that is not above `value`; -1: none.
+function nearest(sorted, value) {
+  let low = 0, high = sorted.length;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (sorted[middle] <= value) low = middle + 1;
+    else high = middle;
+  }
+  return low - 1;
 }
 
 function newest(values) {
@@ -118,14 +253,14 @@ function newest(values) {
   return null;
 }
 
-function padded(low, high) {
-  if (low === null || high === null) return [0, 1];
-  const room = Math.max((high - low) * 0.08, 0.02);
-  return [Math.max(0, low - room), high + room];
+function number(value, digits) {
+  if (digits === null) return Math.abs(value) < 1 && value !== 0 ? value.toPrecision(3) : compact(value);
+  return Math.abs(value) >= 1e4 ? value.toExponential(2) : value.toFixed(digits);
 }
 
 function short(value) {
-  return Math.abs(value) >= 1000 ? compact(value).replace(/\.?0+(?=[a-zA-Z])/, "") : String(Math.round(value * 1000) / 1000);
+  if (value !== 0 && Math.abs(value) < 0.001) return value.toExponential(0);
+  return Math.abs(value) >= 1000 ? compact(value).replace(/\.0+(?=[a-zA-Z])/, "").replace(/(\.\d*?)0+(?=[a-zA-Z])/, "$1") : String(Math.round(value * 1000) / 1000);
 }
 
 function clock(at_s, splits) {

@@ -45,6 +45,7 @@ connect((update) => {
   view = update.view;
   steers = update.steers;
   updates += 1;
+  charts.name = view.name;
   charts.take(update.curves, view.changes);
   draw();
 }, (link) => {

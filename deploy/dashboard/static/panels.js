@@ -22,7 +22,7 @@ export function headline(view) {
 
 export function tiles(view) {
   say(byId("loss"), loss(view.loss));
-  say(byId("validation"), view.validation_loss === null ? "not validated yet" : `validation ${loss(view.validation_loss)}`);
+  say(byId("validation"), view.validation_loss === null ? "not validated yet" : `validation ${loss(view.validation_loss)} at step ${view.validation_step}`);
   say(byId("pace"), view.tokens_per_s === null || !view.step ? "–" : compact(view.tokens_per_s));
   say(byId("stepping"), view.standstill ? view.standstill : view.left_s ? `${((view.steps - view.step) / view.left_s * 60).toFixed(1)} steps a minute` : "");
   say(byId("stale"), view.step ? view.staleness_steps_mean.toFixed(2) : "–");

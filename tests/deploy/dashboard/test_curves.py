@@ -3,12 +3,12 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.deploy.dashboard.curves import POINTS_MAX, Curves
+from shoal.deploy.dashboard.curves import POINTS_MAX, VALIDATIONS_MAX, Curves
 from shoal.deploy.dashboard.view import Point
 
 
 def point(number: int, **says: object) -> Point:
-    usual = {"loss": 1.0, "validation_loss": None, "tokens_per_s": 10.0, "staleness_steps_mean": 0.5}
+    usual = {"loss": 1.0, "tokens_per_s": 10.0, "staleness_steps_mean": 0.5}
     return Point(at_s=float(number), step=number, **(usual | says))  # type: ignore[arg-type]
 
 
@@ -36,14 +36,34 @@ def test_points_that_a_reader_has_stay_while_the_generation_does() -> None:
     assert generation > 0
 
 
-def test_no_validation_is_lost_between_points() -> None:
+def test_a_validation_stands_at_its_version_and_when_that_was_made() -> None:
     curves = Curves()
-    for number in range(POINTS_MAX + 10):
+    for number in range(1, 10):
         curves.add(point(number))
-    before = len(curves.points)
-    curves.add(point(POINTS_MAX + 10, validation_loss=2.0))
-    assert len(curves.points) == before + 1
-    assert curves.points[-1].validation_loss == 2.0
+    curves.validate(9.5, 6, 2.0)
+    curves.validate(9.6, 9, 1.5)
+    assert [(known.at_s, known.step, known.loss) for known in curves.validations] == [(6.0, 6, 2.0), (9.0, 9, 1.5)]
+
+
+def test_validations_are_bounded_and_keep_the_last() -> None:
+    curves = Curves()
+    for number in range(5 * VALIDATIONS_MAX):
+        curves.validate(float(number), number, 1.0)
+    assert len(curves.validations) <= VALIDATIONS_MAX
+    assert curves.validations[-1].step == 5 * VALIDATIONS_MAX - 1
+
+
+def test_when_the_run_goes_back_what_does_not_hold_goes() -> None:
+    curves = Curves()
+    for number in range(1, 10):
+        curves.add(point(number))
+    curves.validate(9.0, 4, 2.0)
+    curves.validate(9.0, 8, 2.0)
+    generation = curves.generation
+    curves.go_back(6)
+    assert [shown.step for shown in curves.points] == [1, 2, 3, 4, 5]
+    assert [known.step for known in curves.validations] == [4]
+    assert curves.generation > generation
 
 
 def test_what_was_between_two_points_is_in_their_mean() -> None:

@@ -2,10 +2,14 @@
 
 import pytest
 
+import record_lines
+from record_lines import validation
 from shoal.deploy.dashboard.census import GONE_AFTER_S
 from shoal.deploy.dashboard.feed import NEW_S, TEXT_CHARS_MAX
 from shoal.deploy.dashboard.view import STALE_S
-from shoal.deploy.report import Joined, Left, Limits, Note, Obeys, Phase, Ready, Status, StepDone
+from shoal.deploy.record.lines import encode_line
+from shoal.deploy.record.reading import record_of
+from shoal.deploy.report import Joined, Left, Limits, Note, Obeys, Phase, Ready, Recorded, Status, StepDone
 from shoal.protocol.messages import PlanNote
 
 
@@ -122,13 +126,51 @@ def test_a_step_is_one_point_whoever_tells_it(feed, two_peers):
 def test_after_a_roll_back_steps_come_again(feed):
     for era, step in ((0, 8), (0, 9), (1, 5), (0, 10), (1, 6)):
         feed.take(step_done(step, era=era), 0.0)
-    assert [point.step for point in feed.curves.points] == [9, 10, 6, 7]
+    assert [point.step for point in feed.curves.points] == [6, 7]
 
 
-def test_a_validation_is_one_point(feed, make_status, make_peer):
-    for at_s, (step, loss) in enumerate(((10, None), (11, 2.5), (12, 2.5), (13, 2.25))):
-        feed.take(Status(status=make_status(make_peer("a"), step=step, validation_loss=loss)), float(at_s))
-    assert [point.validation_loss for point in feed.curves.points] == [None, 2.5, None, 2.25]
+def test_a_validation_is_one_point_at_the_version_that_was_validated(feed, make_status, make_peer):
+    told = ((10, None, None), (11, 2.5, 8), (12, 2.5, 8), (13, 2.25, 12))
+    for at_s, (step, loss, version) in enumerate(told):
+        status = make_status(make_peer("a"), step=step, validation_loss=loss, validation_step=version)
+        feed.take(Status(status=status), float(at_s))
+    assert [(known.step, known.loss) for known in feed.curves.validations] == [(8, 2.5), (12, 2.25)]
+    view = feed.view(4.0)
+    assert (view.validation_loss, view.validation_step) == (2.25, 12)
+
+
+def test_a_late_joiner_does_not_call_an_old_validation_the_newest_step(feed, make_status, make_peer):
+    feed.take(Status(status=make_status(make_peer("a"), step=4, validation_loss=5.6, validation_step=0)), 0.0)
+    assert feed.view(0.0).validation_step == 0
+    assert [known.step for known in feed.curves.validations] == [0]
+
+
+def test_what_the_record_says_comes_in_place_of_what_the_status_says(feed, make_status, make_peer):
+    feed.take(Status(status=make_status(make_peer("a"), step=3)), 0.0)
+    feed.take(
+        Recorded(
+            steps=(record_lines.step(4, gradient_norm=1.5), record_lines.step(5)),
+            validations=(validation(4, loss=2.0),),
+        ),
+        1.0,
+    )
+    feed.take(Status(status=make_status(make_peer("a"), step=7)), 2.0)
+    feed.take(Recorded(steps=(record_lines.step(6), record_lines.step(7))), 3.0)
+    assert [point.step for point in feed.curves.points] == [3, 4, 5, 6, 7]
+    assert feed.curves.points[1].gradient_norm == 1.5
+    assert [known.step for known in feed.curves.validations] == [4]
+
+
+def test_after_a_restart_the_curves_begin_with_the_record(feed):
+    lines = [*(record_lines.step(n) for n in range(1, 8)), record_lines.step(6, 1, loss=9.0), validation(5, loss=2.5)]
+    feed.restore(record_of(map(encode_line, lines)))
+    feed.take(Recorded(steps=(record_lines.step(6, 1), record_lines.step(7, 1))), 0.0)
+    assert [(point.step, point.loss) for point in feed.curves.points] == [
+        *((n, 1.0) for n in range(1, 6)),
+        (6, 9.0),
+        (7, 1.0),
+    ]
+    assert feed.view(0.0).validation_step == 5
 
 
 def test_a_coordinator_that_was_suspended_is_not_believed(feed, make_status, make_peer):

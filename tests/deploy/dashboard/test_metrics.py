@@ -52,7 +52,7 @@ def test_before_anything_is_heard_there_is_something_to_scrape(feed):
 def test_the_run_its_stages_its_peers_and_this_one(feed, make_status, make_peer, make_contribution, id_of):
     feed.take(Joined(peer=id_of("a"), name="peer-a", invite=""), 0.0)
     peers = make_peer("a", 0), make_peer("b", 1, share=0.5), make_peer("c", 1, share=0.5, seen_s_ago=9.0)
-    feed.take(Status(status=make_status(*peers, validation_loss=3.5)), 0.0)
+    feed.take(Status(status=make_status(*peers, validation_loss=3.5, validation_step=8)), 0.0)
     feed.take(make_contribution("a", limits=Limits(paused=True)), 0.0)
     families = parsed(render_metrics(feed.view(2.0)))
     assert families["shoal_loss"] == [({}, 3.25)]

@@ -1,0 +1,225 @@
+"""Puts the steps of a run together from what members of its groups report. Pure.
+
+Each step comes out once, in order, when every group has reported it. A report that does not come is waited for, until
+its group must have committed the step and nobody who was asked has the report (`PATIENCE_S`).
+"""
+
+import math
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Final
+
+from shoal.protocol.limits import MICROBATCHES_PER_STEP_MAX
+from shoal.protocol.messages import CommitReport
+
+PATIENCE_S: Final = 20.0
+"""In which every member of a group is asked at least once, as long as there are no more than ten."""
+RATE_S: Final = 30.0
+"""Over which tokens/s are measured; one step at least."""
+FIRST_S: Final = 5.0
+"""For so long a new record waits for somebody who knows an older step."""
+AGO_S_MAX: Final = 10 * 365 * 86400.0
+
+Key = tuple[int, int]
+"""(era, step from 0)"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One committed step of the whole run."""
+
+    era: int
+    step: int
+    """From 0."""
+    at_s: float
+    """When the last group had committed it."""
+    loss: float | None
+    gradient_norm: float | None
+    """Of the whole model; None: a group has not told its part."""
+    gradient_norms: tuple[float | None, ...]
+    """Of each stage; an expert's is in the whole model's alone."""
+    tokens: int
+    tokens_per_s: float | None
+    staleness: float
+    peers: int
+    given_up: int
+    duplicates: int
+    dissenting: int
+    unheard: int
+    """Groups without a report."""
+
+
+@dataclass(slots=True)
+class _Open:
+    heard_s: float
+    passed_s: float | None = None
+    """When it became known that every group must have committed it."""
+    reports: dict[int, tuple[float, CommitReport]] = field(default_factory=dict)
+
+
+class Book:
+    """Args:
+    num_stages: of the run.
+    num_groups: stages, and groups of experts' holders.
+    lead_steps: no group commits step `t + lead_steps` before every other has committed `t`.
+    tokens_per_step: what a step may say that it was trained on, at most.
+    reached: (era, steps done) with which the record ends; nothing up to there comes out again. None: the record is
+        new, and begins with the oldest step that anybody knows.
+    """
+
+    def __init__(
+        self, *, num_stages: int, num_groups: int, lead_steps: int, tokens_per_step: int, reached: Key | None = None
+    ) -> None:
+        self._num_stages, self._num_groups, self._lead_steps = num_stages, num_groups, lead_steps
+        self._tokens_per_step = tokens_per_step
+        self._is_new = reached is None
+        self._next: Key = reached or (0, 0)
+        """The step after the newest that came out, if its era goes on."""
+        self._begins: dict[int, int] = {}
+        """Era -> version with which it began, as plans say."""
+        self._open: dict[Key, _Open] = {}
+        self._newest: dict[int, Key] = {}
+        """Group -> its newest report."""
+        self._paces: deque[tuple[float, int]] = deque()
+        self.lost = 0
+        """Steps that nobody knew."""
+
+    @property
+    def reached(self) -> Key:
+        """(era, steps done) of the newest step that came out."""
+        return self._next
+
+    @property
+    def is_complete(self) -> bool:
+        """Everything that was heard of has come out."""
+        return not self._open
+
+    def wanted(self, groups: Iterable[int]) -> Key:
+        """From where on to ask a member of `groups`."""
+        return min((self._after(self._newest.get(group)) for group in groups), default=self._next)
+
+    def missing(self) -> tuple[Key, list[int]] | None:
+        """(the oldest step that others have passed and that does not come out, the groups that have not told it)."""
+        for key in sorted(self._open):
+            entry = self._open[key]
+            if key != self._next and key[0] == self._next[0]:
+                return self._next, list(range(self._num_groups))
+            if entry.passed_s is not None:
+                return key, [group for group in range(self._num_groups) if group not in entry.reports]
+            return None
+        return None
+
+    def begins(self, era: int, version: int) -> None:
+        """A plan says with which version an era began."""
+        self._begins[era] = version
+
+    def note(self, report: CommitReport, at_s: float, now_s: float) -> None:
+        """Args: at_s: when the group had committed, in this clock."""
+        key = report.era, report.step
+        if key < self._next or not self._is_sound(report) or not now_s - AGO_S_MAX < at_s <= now_s:
+            return
+        entry = self._open.setdefault(key, _Open(heard_s=now_s))
+        if report.stage not in entry.reports or entry.reports[report.stage][1].gradient_norm is None:
+            entry.reports[report.stage] = at_s, report
+        self._newest[report.stage] = max(key, self._newest.get(report.stage, key))
+
+    def due(self, now_s: float, *, flush: bool = False) -> list[Step]:
+        """Steps that are complete, or have been waited for long enough, in their order. `flush`: all that have a loss,
+        for no further word will come.
+        """
+        self._note_passed(now_s)
+        begun = self._firsts()
+        steps = []
+        for key in sorted(self._open):
+            entry, first = self._open[key], self._first(key[0])
+            whole = len(entry.reports) == self._num_groups
+            if not whole and any(era > key[0] and step <= key[1] for era, step in begun.items()):
+                del self._open[key]  # the run went back behind it before it was whole
+                continue
+            since_s = entry.passed_s if key == first else entry.heard_s
+            patience_s = FIRST_S if self._is_new and key != first else PATIENCE_S
+            waited = since_s is not None and now_s >= since_s + patience_s
+            if not ((whole and key == first) or waited or flush):
+                break
+            del self._open[key]
+            known = self._num_stages - 1 in entry.reports
+            self.lost += (0 if self._is_new else max(0, key[1] - first[1])) + (not known)
+            self._next, self._is_new = (key[0], key[1] + 1), False
+            if known:
+                steps.append(self._step(key, entry))
+        return steps
+
+    def _note_passed(self, now_s: float) -> None:
+        newest = max(self._newest.values(), default=(0, -1))
+        for key, entry in self._open.items():
+            if entry.passed_s is None:
+                missing = (group for group in range(self._num_groups) if group not in entry.reports)
+                led = (key[0], key[1] + self._lead_steps) <= newest
+                if led or all(key < self._newest.get(group, key) for group in missing):
+                    entry.passed_s = now_s
+
+    def _firsts(self) -> dict[int, int]:
+        """Era -> the first step that was heard of it and has not come out."""
+        firsts: dict[int, int] = {}
+        for era, step in self._open:
+            firsts[era] = min(step, firsts.get(era, step))
+        return firsts
+
+    def _first(self, era: int) -> Key:
+        """The step that comes next if it is one of `era`."""
+        if era == self._next[0]:
+            return self._next
+        return era, self._begins.get(era, self._next[1])
+
+    def _after(self, key: Key | None) -> Key:
+        return self._next if key is None else max(self._next, (key[0], key[1] + 1))
+
+    def _is_sound(self, report: CommitReport) -> bool:
+        counts = (report.microbatches, report.duplicates, report.given_up, report.dissenting, report.members)
+        return (
+            0 <= report.stage < self._num_groups
+            and report.era >= 0
+            and all(0 <= count <= MICROBATCHES_PER_STEP_MAX * 16 for count in counts)
+            and 0 <= report.tokens <= self._tokens_per_step
+            and math.isfinite(report.staleness_steps_mean)
+        )
+
+    def _step(self, key: Key, entry: _Open) -> Step:
+        reports = [report for _, report in entry.reports.values()]
+        stages = [report for report in reports if report.stage < self._num_stages]
+        last = entry.reports[self._num_stages - 1][1]
+        at_s = max(at_s for at_s, _ in entry.reports.values())
+        by_group = {report.stage: _finite(report.gradient_norm) for report in reports}
+        norms = [norm for norm in by_group.values() if norm is not None]
+        return Step(
+            era=key[0],
+            step=key[1],
+            at_s=at_s,
+            loss=last.loss if last.loss is not None and math.isfinite(last.loss) else None,
+            gradient_norm=math.hypot(*norms) if len(norms) == self._num_groups else None,
+            gradient_norms=tuple(by_group.get(stage) for stage in range(self._num_stages)),
+            tokens=last.tokens,
+            tokens_per_s=self._pace(at_s, last.tokens),
+            staleness=sum(report.staleness_steps_mean for report in stages) / len(stages),
+            peers=sum(report.members for report in stages),
+            given_up=sum(report.given_up for report in reports),
+            duplicates=sum(report.duplicates for report in reports),
+            dissenting=sum(report.dissenting for report in reports),
+            unheard=self._num_groups - len(reports),
+        )
+
+    def _pace(self, at_s: float, tokens: int) -> float | None:
+        """Tokens/s since the newest step that is `RATE_S` old, or the oldest that is known."""
+        paces = self._paces
+        paces.append((at_s, tokens))
+        while len(paces) > 2 and paces[1][0] <= at_s - RATE_S:
+            paces.popleft()
+        elapsed_s = at_s - paces[0][0]
+        if elapsed_s <= 0.0:
+            return None
+        return (sum(count for _, count in paces) - paces[0][1]) / elapsed_s
+
+
+def _finite(norm: float | None) -> float | None:
+    return norm if norm is not None and 0.0 <= norm < math.inf else None

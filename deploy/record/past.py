@@ -1,0 +1,74 @@
+"""What a peer remembers of its groups' commits, for whoever keeps a record of the run and was not there.
+
+A coordinator hears of all commits of its term, and takes that along when it is killed. Of a commit every member of the
+group knows. So who wants to know what has happened asks one member of each group: a step is forgotten only with all
+members of a group.
+"""
+
+from bisect import bisect_left, insort
+
+from shoal.protocol.endpoint import Endpoint
+from shoal.protocol.identity import PeerID
+from shoal.protocol.limits import HISTORY_COMMITS_MAX, HISTORY_PER_REPLY_MAX
+from shoal.protocol.messages import (
+    CommitReport,
+    History,
+    HistoryRequest,
+    PastCommit,
+    PastValidation,
+    ValidationReport,
+)
+from shoal.protocol.ports import Clock
+
+_VALIDATIONS_MAX = 256
+
+
+class Past:
+    """The newest commits of the groups in which this peer was, and the validations that it led."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._commit_keys: list[tuple[int, int, int]] = []
+        """(era, step, group), in order."""
+        self._commits: dict[tuple[int, int, int], tuple[float, CommitReport]] = {}
+        self._validation_keys: list[tuple[int, int]] = []
+        self._validations: dict[tuple[int, int], tuple[float, ValidationReport]] = {}
+
+    def committed(self, report: CommitReport) -> None:
+        """A group in which this peer is has committed. A report that comes again, from another member, counts once."""
+        key = report.era, report.step, report.stage
+        if key in self._commits:
+            return
+        self._commits[key] = self._clock.now_s(), report
+        insort(self._commit_keys, key)
+        if len(self._commit_keys) > HISTORY_COMMITS_MAX:
+            del self._commits[self._commit_keys.pop(0)]
+
+    def validated(self, report: ValidationReport) -> None:
+        key = report.era, report.step
+        if key in self._validations:
+            return
+        self._validations[key] = self._clock.now_s(), report
+        insort(self._validation_keys, key)
+        if len(self._validation_keys) > _VALIDATIONS_MAX:
+            del self._validations[self._validation_keys.pop(0)]
+
+    def since(self, request: HistoryRequest) -> History:
+        """The oldest of what was asked for."""
+        now_s = self._clock.now_s()
+        first = bisect_left(self._commit_keys, (*request.commits_from, -1))
+        commits = (self._commits[key] for key in self._commit_keys[first : first + HISTORY_PER_REPLY_MAX])
+        first = bisect_left(self._validation_keys, request.validations_from)
+        validations = (self._validations[key] for key in self._validation_keys[first : first + HISTORY_PER_REPLY_MAX])
+        return History(
+            commits=tuple(PastCommit(round(now_s - at_s, 3), report) for at_s, report in commits),
+            validations=tuple(PastValidation(round(now_s - at_s, 3), report) for at_s, report in validations),
+        )
+
+    def serve(self, endpoint: Endpoint) -> None:
+        """Answer who asks."""
+
+        async def answer(source: PeerID, message: HistoryRequest) -> History:
+            return self.since(message)
+
+        endpoint.on(HistoryRequest, answer)
