@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: setup demo test check bench soak soak-memory soak-coordination soak-chaos soak-frames soak-campaign soak-moves soak-pauses soak-goodput soak-experts bench-staleness
+.PHONY: setup demo test check bench soak soak-memory soak-coordination soak-chaos soak-frames soak-campaign soak-moves soak-pauses soak-goodput soak-experts soak-stops bench-staleness
 
 setup: $(STAMP)
 
@@ -40,7 +40,7 @@ bench-staleness: .venv/.study
 	touch $@
 
 # All of them, a working day on two cores.
-soak: soak-memory soak-coordination soak-frames soak-campaign soak-moves soak-pauses soak-chaos soak-goodput soak-experts
+soak: soak-stops soak-memory soak-coordination soak-frames soak-campaign soak-moves soak-pauses soak-chaos soak-goodput soak-experts
 
 # Thirty minutes of demo; says how each peer's memory grew.
 soak-memory: setup
@@ -77,3 +77,7 @@ soak-goodput: setup
 # Ten thousand settings of experts on up to 12 nodes: promises kept, neither rule ever better. ARGS='--settings 500' for less.
 soak-experts: setup
 	$(BIN)/python tests/soak/experts.py $(ARGS)
+
+# Real peers told to stop in every order and started again, ten minutes: where does the run go on? ARGS='--power-s 0' for less.
+soak-stops: setup
+	$(BIN)/python tests/soak/stops.py $(ARGS)
