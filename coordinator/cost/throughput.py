@@ -166,6 +166,17 @@ class ThroughputObjective:
         }
         return Cost(seconds=pace.seconds, parts=parts)
 
+    def sent_bytes(self, placement: Placement) -> tuple[tuple[float, ...], ...]:
+        """What each member of each stage sends over its network card in a step, with every frame of training: as much
+        arrives. Copies of the state for newcomers and snapshots are not in it. Every stage needs a member."""
+        w = self.workload
+        return tuple(
+            tuple(
+                float(sent) for sent in np.asarray(shares) * w.microbatches * w.cut_bytes * stage.away + stage.reduced
+            )
+            for shares, stage in zip(self.shares(placement), self._stages(placement), strict=True)
+        )
+
     # --- stages ---
 
     def _stages(self, placement: Placement) -> list[Stage]:

@@ -10,7 +10,8 @@ from shoal.protocol.errors import LocalError
 
 
 @examples(
-    "shoal plan home-gpus  # the layout of a shipped scenario, and its cost in parts",
+    "shoal plan home-gpus  # who should hold what, what that gives, and why others are left out",
+    "shoal plan home-gpus --tokens 20B --price-kwh 0.35  # days and price to 20 billion tokens",
     "shoal plan home-gpus --compare  # ours beside random, greedy and others",
     "shoal plan network.json --stages 4 --json  # of your own network, for a script",
     "shoal plan --experts experts.json  # replicas of experts on nodes, and what they survive",
@@ -18,22 +19,38 @@ from shoal.protocol.errors import LocalError
 def plan(
     network: Annotated[
         str | None,
-        typer.Argument(metavar="NETWORK.json", help="A network file, or a scenario.", autocompletion=scenario_names),
+        typer.Argument(
+            metavar="SCENARIO",
+            help="SCENARIO.toml, NETWORK.json, or the name of a shipped scenario.",
+            autocompletion=scenario_names,
+        ),
     ] = None,
     experts: Annotated[
         Path | None,
         typer.Option(metavar="FILE.json", help="Slots and loads: say who should hold which experts instead."),
     ] = None,
-    objective: Annotated[str, typer.Option(help="throughput, or dtfm for the DT-FM paper's.")] = "throughput",
-    seconds: Annotated[float, typer.Option(min=0.001, help="How long to search, of one core.")] = 1.0,
+    tokens: Annotated[
+        str | None,
+        typer.Option(metavar="NUMBER", help="Say how long so many take: 20B, 1.5T. Default: 20 a parameter."),
+    ] = None,
+    price_kwh: Annotated[
+        float | None, typer.Option(min=0.0, help="Of a kilowatt-hour, in your currency. Default: 0.30.")
+    ] = None,
+    objective: Annotated[
+        str, typer.Option(help="What the search makes small: throughput (ours), or dtfm (the DT-FM paper's).")
+    ] = "throughput",
+    seconds: Annotated[
+        float, typer.Option(min=0.001, help="How long to search, about: a fixed amount of work, so seeds repeat.")
+    ] = 1.0,
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same plan.")] = 0,
     stages: Annotated[int | None, typer.Option(min=1, help="Default: the file's, else what is best.")] = None,
-    compare: Annotated[bool, typer.Option("--compare", help="All layouts, in a table.")] = False,
+    compare: Annotated[bool, typer.Option("--compare", help="All layouts, in a table, as they are found.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Everything, as JSON.")] = False,
 ) -> None:
-    """Say who should hold which layers, and what that costs.
+    """Say who should hold which layers, what that gives, and why others are left out.
 
-    With --experts: who should hold which experts, and what that survives.
+    Arithmetic on what the scenario says: nothing is run, and everybody is taken to stay. With --experts: who should
+    hold which experts, and what that survives.
     """
     if (network is None) == (experts is None):
         raise LocalError("say what to plan for: either NETWORK.json or --experts FILE.json")
@@ -42,6 +59,16 @@ def plan(
 
         show_experts(experts, seed=seed, as_json=json)
     elif network is not None:
-        from shoal.deploy.planning.command import show_plan
+        from shoal.deploy.planning.command import Asked, show_plan
+        from shoal.deploy.planning.figures import Wishes, parse_tokens
 
-        show_plan(network, objective, seconds=seconds, seed=seed, stages=stages, compare=compare, as_json=json)
+        asked = Asked(
+            objective=objective,
+            seconds=seconds,
+            seed=seed,
+            stages=stages,
+            wishes=Wishes(tokens=None if tokens is None else parse_tokens(tokens), price_kwh=price_kwh),
+            compare=compare,
+            as_json=json,
+        )
+        show_plan(network, asked)

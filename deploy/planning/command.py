@@ -18,13 +18,22 @@ from shoal.coordinator.cost.placement import Cost, Objective, Placement
 from shoal.coordinator.cost.throughput import ThroughputObjective
 from shoal.coordinator.cost.workload import Workload
 from shoal.deploy.live_view import printable
+from shoal.deploy.planning.figures import Figures, Wishes, figures_of, lines_of, said_gigabytes
 from shoal.deploy.planning.layouts import LAYOUT_NAMES, LayoutName, Request, layout
-from shoal.deploy.simulate.scenario import find_scenario
+from shoal.deploy.planning.left_out import GAIN_MIN, LeftOut, left_out, said_of_needs
+from shoal.deploy.planning.rows import Column, Rows
+from shoal.deploy.progress import sign_of_life
+from shoal.deploy.simulate.scenario import Scenario, find_scenario
 from shoal.protocol.errors import LocalError, ShoalError
 from shoal.protocol.topology import Topology
 
 ObjectiveName = Literal["throughput", "dtfm"]
-_FRACTIONS = ("stale", "memory")
+WORLD = "Every figure is the planner's arithmetic: nothing was run. `shoal simulate` plays a plan in virtual time."
+_SEARCHING = "searching (the first search on a machine compiles for half a minute)"
+_LEGEND = (
+    "step and tokens/s: as foreseen; x first: seconds that the search makes small, divided by those of the first row; "
+    "took: seconds of one core, compiling included"
+)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -61,6 +70,12 @@ class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
     parts: dict[str, float]
     why: str
     took_s: float
+    same_as: str = ""
+    """Of a comparison: the layout before it that is the same; empty: none is."""
+    figures: Figures | None = None
+    """What it comes to for those who take part; null in a comparison."""
+    left_out: tuple[LeftOut, ...] = ()
+    """Why each kind of device has no place; empty in a comparison."""
 
 
 def propose(name: LayoutName, request: Request, objective: Objective) -> Proposal:
@@ -82,9 +97,12 @@ def own_layout(objective: ObjectiveName) -> LayoutName:
 
 
 def compared_layouts(objective: ObjectiveName) -> tuple[LayoutName, ...]:
-    """The own one first; the other objective's is none of them."""
-    own = own_layout(objective)
-    return (own, *(name for name in LAYOUT_NAMES if name not in ("ours", "dtfm")))
+    """What is there at once, the own search, then what one compares with; the other objective's search is not."""
+    return ("at-once", own_layout(objective), *(n for n in LAYOUT_NAMES if n not in ("ours", "at-once", "dtfm")))
+
+
+def shown_name(name: LayoutName) -> str:
+    return "ours, at once" if name == "at-once" else name
 
 
 def report_of(proposal: Proposal, *, objective: str, seed: int, num_devices: int) -> PlanReport:
@@ -109,35 +127,161 @@ def _stage_lines(placement: Placement) -> tuple[StageLine, ...]:
     )
 
 
-def show_plan(
-    what: str, objective: str, *, seconds: float, seed: int, stages: int | None, compare: bool, as_json: bool
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What the command line says beside the network."""
+
+    objective: str
+    seconds: float
+    seed: int
+    stages: int | None
+    wishes: Wishes
+    compare: bool
+    as_json: bool
+
+
+def show_plan(what: str, asked: Asked) -> None:
     """Print it. Raises: LocalError: no such network or objective, or no plan is possible."""
-    if objective not in get_args(ObjectiveName):
-        raise LocalError(f"{objective!r} is no objective: take {' or '.join(get_args(ObjectiveName))}")
-    aim: ObjectiveName = "dtfm" if objective == "dtfm" else "throughput"
+    if asked.objective not in get_args(ObjectiveName):
+        raise LocalError(f"{asked.objective!r} is no objective: take {' or '.join(get_args(ObjectiveName))}")
+    aim: ObjectiveName = "dtfm" if asked.objective == "dtfm" else "throughput"
     scenario = find_scenario(what)
     request = Request(
         topology=scenario.topology,
         workload=Workload.of(scenario.spec),
         paper=scenario.paper,
-        stages=stages or scenario.stages,
-        seed=seed,
-        seconds=seconds,
+        stages=asked.stages or scenario.stages,
+        seed=asked.seed,
+        seconds=asked.seconds,
     )
     judge = objective_of(aim, request)
-    names = compared_layouts(aim) if compare else (own_layout(aim),)
-    proposals = [propose(name, request, judge) for name in names]
-    if not math.isfinite(proposals[0].cost.seconds) and not compare:
-        raise LocalError(f"no plan for {what}: {proposals[0].cost.why}")
-    if as_json:
-        reports = [report_of(p, objective=aim, seed=seed, num_devices=request.topology.num_devices) for p in proposals]
-        print_json(reports if compare else reports[0])
-        return
-    console = Console(highlight=False)
+    console = Console(highlight=False, quiet=asked.as_json)
     console.print(printable(scenario.title), markup=False, style="bold")
-    console.print(f"objective {aim}, seed {seed}, {seconds:g} s of search\n", markup=False, style="dim")
-    console.print(compare_view(proposals) if compare else plan_view(proposals[0], request.topology))
+    console.print(
+        f"{scenario.topology.num_devices} devices, {_parameters(request):.3g} B parameters, "
+        f"{request.workload.tokens_per_step:,} tokens a step; objective {aim}, seed {asked.seed}\n{WORLD}\n",
+        markup=False,
+        style="dim",
+    )
+    if asked.compare:
+        reports = _show_comparison(console, aim, request, judge)
+    else:
+        reports = [_show_one(console, what, aim, request, judge, scenario, asked.wishes)]
+    if asked.as_json:
+        print_json(reports if asked.compare else reports[0])
+
+
+def _show_one(
+    console: Console,
+    what: str,
+    aim: ObjectiveName,
+    request: Request,
+    judge: Objective,
+    scenario: Scenario,
+    wishes: Wishes,
+) -> PlanReport:
+    """First what is there without a search, then the searched plan and what it means for everybody."""
+    first = propose("at-once", request, judge)
+    if math.isfinite(first.cost.seconds):
+        console.print(f"at once, without a search: {_in_a_line(first)}\n", markup=False)
+    with sign_of_life(_SEARCHING):
+        proposal = propose(own_layout(aim), request, judge)
+    if not math.isfinite(proposal.cost.seconds) or proposal.placement is None:
+        raise LocalError(f"no plan for {what}: {proposal.cost.why}")
+    same = proposal.placement == first.placement
+    console.print(f"searched{', and nothing better was found' if same else ''}: {_in_a_line(proposal)}\n", markup=False)
+    console.print(stages_view(proposal.placement, request.topology))
+    figures = _figures(proposal.placement, request, scenario, wishes)
+    console.print(figures_view(figures))
+    groups = _show_left_out(console, request, proposal.placement)
+    console.print(cost_view(proposal))
+    report = report_of(proposal, objective=aim, seed=request.seed, num_devices=request.topology.num_devices)
+    return msgspec.structs.replace(report, figures=figures, left_out=tuple(groups))
+
+
+def _show_left_out(console: Console, request: Request, placement: Placement) -> list[LeftOut]:
+    groups: list[LeftOut] = []
+    if not placement.spares(request.topology.num_devices):
+        return groups
+    rows = Rows(console, (Column("left out", 22, right=False), Column("each has", 32, right=False)), last="why")
+    asking = left_out(request.topology, request.workload, placement)
+    while True:
+        with sign_of_life("asking what would help those that are left out"):
+            group = next(asking, None)
+        if group is None:
+            break
+        groups.append(group)
+        rows.row(
+            printable(f"{len(group.devices)} {group.name}"),
+            _has_said(group),
+            last=f"{group.why}; {said_of_needs(group)}",
+        )
+    console.print(
+        f"\nHelping is to make a step at least {GAIN_MIN:.1%} shorter, one device at a time, in the best place that "
+        "this plan has for it. A line counts in both directions.\n",
+        markup=False,
+        style="dim",
+    )
+    return groups
+
+
+def _show_comparison(console: Console, aim: ObjectiveName, request: Request, judge: Objective) -> list[PlanReport]:
+    """Row by row, as layouts are found; one that was there before under another name is said once, at the end."""
+    rows = Rows(console, _COLUMNS)
+    seen: dict[Placement, LayoutName] = {}
+    same: dict[LayoutName, list[LayoutName]] = {}
+    first_s = math.nan
+    reports: list[PlanReport] = []
+    for name in compared_layouts(aim):
+        with sign_of_life(_SEARCHING if name in ("ours", "dtfm") else f"laying out {name}"):
+            proposal = propose(name, request, judge)
+        report = report_of(proposal, objective=aim, seed=request.seed, num_devices=request.topology.num_devices)
+        twin = seen.get(proposal.placement) if proposal.placement is not None else None
+        if twin is not None:
+            same.setdefault(twin, []).append(name)
+            reports.append(msgspec.structs.replace(report, same_as=twin))
+            continue
+        if proposal.placement is not None:
+            seen[proposal.placement] = name
+        reports.append(report)
+        if math.isnan(first_s) and math.isfinite(proposal.cost.seconds):
+            first_s = proposal.cost.seconds
+        cells, why = compared_cells(proposal, first_s)
+        rows.row(*cells, last=why)
+    console.print()
+    for name, twins in same.items():
+        twin_names = ", ".join(shown_name(each) for each in twins)
+        console.print(f"{twin_names}: the same layout as {shown_name(name)}", markup=False)
+    console.print(_LEGEND, markup=False, style="dim")
+    return reports
+
+
+def _figures(placement: Placement, request: Request, scenario: Scenario, wishes: Wishes) -> Figures:
+    """By the throughput objective, whatever the search was for. Raises: LocalError: by that the plan cannot be."""
+    objective = ThroughputObjective(request.topology, request.workload)
+    cost = objective.cost(placement)
+    if not math.isfinite(cost.seconds):
+        raise LocalError(f"this plan cannot run: {cost.why}")
+    sent = {
+        device: sent_bytes
+        for stage, each in zip(placement.stages, objective.sent_bytes(placement), strict=True)
+        for device, sent_bytes in zip(stage, each, strict=True)
+    }
+    return figures_of(
+        request.topology,
+        scenario.watts,
+        tokens_per_s=cost.parts["tokens_per_s"],
+        step_s=cost.parts["foreseen_s"],
+        sent_bytes=sent,
+        received_bytes=sent,
+        parameters=sum(request.workload.layer_parameters),
+        wishes=wishes,
+    )
+
+
+def _parameters(request: Request) -> float:
+    """10^9 of them."""
+    return sum(request.workload.layer_parameters) / 1e9
 
 
 def print_json(what: object) -> None:
@@ -152,41 +296,65 @@ def objective_of(name: ObjectiveName, request: Request) -> Objective:
 
 # --- for people ---
 
-
-def plan_view(proposal: Proposal, topology: Topology) -> RenderableType:
-    """The stages, the cost in its parts, and the time it took."""
-    placement = proposal.placement
-    if placement is None or not math.isfinite(proposal.cost.seconds):
-        return Text(f"no plan: {printable(proposal.cost.why)}")
-    lines: list[RenderableType] = [_stages_table(placement, topology), Text()]
-    if spares := placement.spares(topology.num_devices):
-        lines += [Text(f"left out: {_who(spares, topology)} ({_indexes(spares)})"), Text()]
-    lines += [_cost_table(proposal.cost), Text(), Text(f"took {_seconds(proposal.seconds)} of one core", style="dim")]
-    return Group(*lines)
+_COLUMNS = (
+    Column("layout", 13, right=False),
+    Column("stages", 6),
+    Column("step", 10),
+    Column("x first", 7),
+    Column("tokens/s", 11),
+    Column("took", 9),
+)
 
 
-def compare_view(proposals: Sequence[Proposal]) -> Table:
-    """One line a layout; the cheapest is 1.00. Steps are as foreseen, which is not quite what plans are compared by."""
-    finite = [p.cost.seconds for p in proposals if math.isfinite(p.cost.seconds)]
-    best = min(finite, default=math.nan)
-    with_tokens = any("tokens_per_s" in p.cost.parts for p in proposals)
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("layout")
-    for heading in ("stages", "step", "x best", *(["tokens/s"] if with_tokens else []), "took"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("", overflow="fold")
-    for proposal in proposals:
-        cost, placement = proposal.cost, proposal.placement
-        is_possible = math.isfinite(cost.seconds)
-        figures = [
-            "-" if placement is None else str(len(placement.stages)),
-            _seconds(cost.parts.get("foreseen_s", cost.seconds)) if is_possible else "-",
-            f"{cost.seconds / best:.2f}" if is_possible and best > 0.0 else "-",
-        ]
-        if with_tokens:
-            figures.append(f"{cost.parts['tokens_per_s']:,.0f}" if is_possible else "-")
-        table.add_row(proposal.name, *figures, _seconds(proposal.seconds), Text(printable(cost.why)))
-    return table
+def stages_view(placement: Placement, topology: Topology) -> RenderableType:
+    return Group(_stages_table(placement, topology), Text())
+
+
+def figures_view(figures: Figures) -> RenderableType:
+    """What the plan comes to: for the run, then for each class of members."""
+    run = Table(box=None, pad_edge=False, show_header=False)
+    run.add_column(no_wrap=True)
+    run.add_column(overflow="fold")
+    for what, how_much in lines_of(figures):
+        run.add_row(what, how_much)
+    members = Table(box=None, pad_edge=False, header_style="dim")
+    members.add_column("each member in", overflow="fold")
+    for heading in ("members", "GB a month up", "GB a month down", "watts"):
+        members.add_column(heading, justify="right", overflow="fold")
+    for each in figures.members:
+        members.add_row(
+            Text(printable(each.name)),
+            str(each.members),
+            said_gigabytes(each.up_gb_month),
+            said_gigabytes(each.down_gb_month),
+            f"{each.watts:,.0f}{' (assumed)' if each.watts_are_assumed else ''}",
+        )
+    return Group(run, Text(), members, Text())
+
+
+def cost_view(proposal: Proposal) -> RenderableType:
+    """A step in its parts, and the time that finding it took."""
+    took = f"found in {_seconds(proposal.seconds)} of one core"
+    return Group(_cost_table(proposal.cost), Text(), Text(took, style="dim"))
+
+
+def compared_cells(proposal: Proposal, first_s: float) -> tuple[tuple[str, ...], str]:
+    """(the cells of `_COLUMNS`, why there are none). Steps are as foreseen, which is not quite what plans are compared
+    by."""
+    cost, placement = proposal.cost, proposal.placement
+    stages = "none" if placement is None else str(len(placement.stages))
+    took = _seconds(proposal.seconds)
+    if not math.isfinite(cost.seconds):
+        return (shown_name(proposal.name), stages, "cannot be", "none", "none", took), printable(cost.why)
+    tokens = cost.parts.get("tokens_per_s")
+    return (
+        shown_name(proposal.name),
+        stages,
+        _seconds(cost.parts.get("foreseen_s", cost.seconds)),
+        f"{cost.seconds / first_s:.2f}",
+        "not counted" if tokens is None else f"{tokens:,.0f}",
+        took,
+    ), ""
 
 
 def _stages_table(placement: Placement, topology: Topology) -> Table:
@@ -208,27 +376,50 @@ def _cost_table(cost: Cost) -> Table:
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column()
     table.add_column(justify="right", no_wrap=True)
-    table.add_row("cost", _seconds(cost.seconds), style="bold")
+    table.add_row("what the search made small: seconds a step", _seconds(cost.seconds), style="bold")
     for name, value in cost.parts.items():
         table.add_row(f"  {_said(name)}", _figure(name, value))
     return table
 
 
+_PARTS = {
+    "step_s": "of these the step itself",
+    "flow_s": "what the busiest device or link needs, all else overlapping",
+    "compute_s": "the slowest stage, computing only",
+    "stage_s": "the slowest stage with its network cards",
+    "pair_s": "the slowest paths between two stages",
+    "reduce_s": "adding up gradients, in the slowest stage",
+    "chain_s": "what has to happen one after the other",
+    "round_trip_s": "one microbatch there and back",
+    "commit_s": "from the last gradient to the next weights",
+    "stale": "steps that gradients are late, on average",
+    "staleness_s": "what being late costs",
+    "foreseen_s": "a step, as foreseen",
+    "tokens_per_s": "tokens/s, as foreseen",
+    "slowest_stage": "the slowest stage is stage",
+    "memory": "the fullest memory",
+}
+
+
 def _said(name: str) -> str:
+    if name in _PARTS:
+        return _PARTS[name]
     return name.removesuffix("_s").replace("_per", "/s").replace("_", " ")
 
 
 def _figure(name: str, value: float) -> str:
     if name == "tokens_per_s":
         return f"{value:,.0f}"
-    if name in _FRACTIONS:
+    if name == "memory":
         return f"{value:.0%}"
+    if name == "stale":
+        return f"{value:.2f}"
     return _seconds(value) if name.endswith("_s") else f"{value:g}"
 
 
 def _seconds(value: float) -> str:
     if not math.isfinite(value):
-        return "-"
+        return "no end"
     return f"{value:,.3f} s" if value >= 1.0 else f"{value * 1e3:.3g} ms"
 
 
@@ -236,6 +427,24 @@ def _who(devices: Sequence[int], topology: Topology) -> str:
     """`4 Tokyo, 2 Seoul`."""
     regions = [topology.regions[device] or "elsewhere" for device in devices]
     return printable(", ".join(f"{regions.count(region)} {region}" for region in dict.fromkeys(regions)))
+
+
+def _in_a_line(proposal: Proposal) -> str:
+    assert proposal.placement is not None
+    parts, stages = proposal.cost.parts, len(proposal.placement.stages)
+    devices = sum(len(stage) for stage in proposal.placement.stages)
+    tokens = f", {parts['tokens_per_s']:,.0f} tokens/s" if "tokens_per_s" in parts else ""
+    held = f"{devices} devices in {stages} stage{'s' if stages > 1 else ''}"
+    return f"{held}, {_seconds(parts.get('foreseen_s', proposal.cost.seconds))} a step{tokens}"
+
+
+def _has_said(group: LeftOut) -> str:
+    """`35 TFLOP/s, 24 GB, 50/500 Mbit/s`; the line's two directions, up first."""
+    line = ""
+    if group.up_mbps is not None or group.down_mbps is not None:
+        up, down = ("?" if rate is None else f"{rate:,.0f}" for rate in (group.up_mbps, group.down_mbps))
+        line = f", {up}/{down} Mbit/s"
+    return f"{group.tflops:,.3g} TFLOP/s, {group.memory_gb:,.3g} GB{line}"
 
 
 def _indexes(devices: Sequence[int]) -> str:

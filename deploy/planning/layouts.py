@@ -6,17 +6,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from shoal.coordinator.allocate.at_once import plan_at_once
 from shoal.coordinator.allocate.greedy import GreedyAllocator
-from shoal.coordinator.allocate.interface import SPEED_MAX, MeasuredPeer, Snapshot
+from shoal.coordinator.allocate.interface import SPEED_MAX, MeasuredPeer, NoLayout, Snapshot
 from shoal.coordinator.allocate.partition import partition
-from shoal.coordinator.cost.placement import Placement
+from shoal.coordinator.cost.placement import Cost, Placement
 from shoal.coordinator.cost.workload import Workload
 from shoal.protocol.errors import LocalError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.topology import Topology, WorkloadEntry
 
-LayoutName = Literal["ours", "dtfm", "given", "random", "mod", "greedy", "dtfm-paper"]
-"""`ours` is the throughput planner, `dtfm` our search on the DT-FM objective, `dtfm-paper` that paper's algorithm."""
+LayoutName = Literal["ours", "at-once", "dtfm", "given", "random", "mod", "greedy", "dtfm-paper"]
+"""`ours` is the throughput planner, `at-once` its rule without a search, `dtfm` our search on the DT-FM objective,
+`dtfm-paper` that paper's algorithm."""
 LAYOUT_NAMES: tuple[LayoutName, ...] = get_args(LayoutName)
 _GIGABYTE = 1e9
 DEVICES_PER_STAGE = 8
@@ -79,7 +81,21 @@ def _ours(request: Request) -> Placement:
 
     num_stages = None if request.stages is None else request.num_stages
     found = plan(request.topology, request.workload, num_stages=num_stages, seed=request.seed, work=request.work)
-    return found.placement
+    try:
+        placement, cost = plan_at_once(request.topology, request.workload, num_stages=num_stages)
+    except NoLayout:
+        return found.placement
+    return placement if _foreseen_s(cost) < _foreseen_s(found.cost) else found.placement
+
+
+def _foreseen_s(cost: Cost) -> float:
+    """What decides between numbers of stages (`planner._Search._foreseen_s`)."""
+    return cost.seconds * cost.parts["foreseen_s"] / cost.parts["step_s"]
+
+
+def _at_once(request: Request) -> Placement:
+    num_stages = None if request.stages is None else request.num_stages
+    return plan_at_once(request.topology, request.workload, num_stages=num_stages)[0]
 
 
 def _dtfm(request: Request) -> Placement:
@@ -149,6 +165,7 @@ def _placement(request: Request, groups: Sequence[Sequence[int]]) -> Placement:
 
 _LAYOUTS: dict[LayoutName, Callable[[Request], Placement]] = {
     "ours": _ours,
+    "at-once": _at_once,
     "dtfm": _dtfm,
     "given": _given,
     "random": _random,

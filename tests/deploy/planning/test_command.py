@@ -2,17 +2,17 @@
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from shoal.coordinator.cost.placement import Cost, Placement
 from shoal.deploy import cli
-from shoal.deploy.planning.command import Proposal, _indexes, compare_view
+from shoal.deploy.planning.command import Proposal, _indexes, compared_cells
 
 GOOD = {
     "title": "Two pairs",
@@ -69,13 +69,14 @@ def test_a_person_sees_stages_regions_and_parts(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "Two pairs" in result.stdout
     assert "here" in result.stdout
-    for word in ("stage", "layers", "cost", "compute", "tokens/s", "took"):
+    for word in ("stage", "layers", "at once", "searched", "tokens/s", "tokens a day", "foreseen", "found in"):
         assert word in result.stdout
 
 
 def test_all_layouts_are_compared(tmp_path: Path) -> None:
     reports = planned(network(tmp_path), "--compare", "--stages", "2", "--seconds", "0.05")
-    assert [report["layout"] for report in reports] == ["ours", "given", "random", "mod", "greedy", "dtfm-paper"]
+    names = [report["layout"] for report in reports]
+    assert names == ["at-once", "ours", "given", "random", "mod", "greedy", "dtfm-paper"]
     by_name = {report["layout"]: report for report in reports}
     assert [stage["devices"] for stage in by_name["given"]["stages"]] == [[0, 1], [2, 3]]
     assert [stage["devices"] for stage in by_name["mod"]["stages"]] == [[0, 2], [1, 3]]
@@ -83,17 +84,103 @@ def test_all_layouts_are_compared(tmp_path: Path) -> None:
     assert by_name["ours"]["cost_s"] == min(costs)
 
 
+def rows(stdout: str) -> dict[str, str]:
+    """Of a comparison: layout -> the rest of its line."""
+    names = "ours, at once|ours|dtfm-paper|dtfm|given|random|mod|greedy"
+    found = (re.match(rf"({names})  +(\d.*)", line) for line in stdout.splitlines())
+    return {match[1]: match[2] for match in found if match}
+
+
 def test_the_other_objective_compares_its_own_search(tmp_path: Path) -> None:
     result = shoal("plan", network(tmp_path), "--compare", "--objective", "dtfm", "--stages", "2", "--seconds", "0.05")
     assert result.exit_code == 0, result.output
-    assert [line.split()[0] for line in result.stdout.splitlines()[-6:]] == [
-        "dtfm",
-        "given",
-        "random",
-        "mod",
-        "greedy",
-        "dtfm-paper",
-    ]
+    assert list(rows(result.stdout))[:2] == ["ours, at once", "dtfm"]
+    assert "not counted" in rows(result.stdout)["dtfm"], "the paper's objective knows no tokens"
+
+
+def test_a_layout_under_two_names_is_said_once(tmp_path: Path) -> None:
+    """Of two stages of one device each, whoever deals them out in order comes to the same."""
+    pair = {
+        "latency_ms": [[0, 1], [1, 0]],
+        "bandwidth_gbps": [[0, 1], [1, 0]],
+        "device_regions": ["here", "there"],
+    }
+    path = network(tmp_path, **pair)
+    result = shoal("plan", path, "--compare", "--stages", "2", "--seconds", "0.05")
+    assert result.exit_code == 0, result.output
+    found = rows(result.stdout)
+    assert "mod" not in found
+    assert re.search(r"mod.*: the same layout as (given|ours|ours, at once)$", result.stdout, re.MULTILINE)
+    reports = planned(path, "--compare", "--stages", "2", "--seconds", "0.05")
+    twins = {report["layout"]: report["same_as"] for report in reports}
+    assert twins["mod"]
+    assert twins[twins["mod"]] == ""
+
+
+def test_a_layout_that_cannot_be_says_why_in_its_row(tmp_path: Path) -> None:
+    devices = [{"memory_gb": 0.05}] + [{"memory_gb": 16}] * 3
+    result = shoal("plan", network(tmp_path, devices=devices), "--compare", "--stages", "2", "--seconds", "0.05")
+    assert result.exit_code == 0, result.output
+    assert "cannot be" in rows(result.stdout)["given"]
+    assert " does not fit into the memory" in " ".join(result.stdout.split())
+    assert not re.search(r"  -( |$)", result.stdout), "a dash says nothing"
+
+
+LAB = """
+title = "A lab and some homes"
+[network]
+region = [
+  { name = "lab", count = 3, tflops = 20, memory_gb = 24, up_mbps = 10_000, down_mbps = 10_000, watts = 450 },
+  { name = "home", count = 3, tflops = 20, memory_gb = 24, up_mbps = 10, down_mbps = 50, last_mile_ms = 10 },
+]
+elsewhere = { latency_ms = 10, mbps = 5_000 }
+[model]
+dim = 1024
+num_layers = 8
+num_heads = 8
+num_kv_heads = 8
+ffn_dim = 2816
+context = 1024
+vocab_size = 8000
+[training]
+microbatches_per_step = 256
+microbatch_size = 1
+"""
+
+
+def test_what_it_means_for_everybody_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "lab.toml"
+    path.write_text(LAB)
+    arguments = (str(path), "--seconds", "0.05", "--tokens", "20B", "--price-kwh", "0.5")
+    report = planned(*arguments)
+    figures = report["figures"]
+    per_day = report["parts"]["tokens_per_s"] * 86_400
+    assert figures["tokens_per_day"] == pytest.approx(per_day)
+    assert figures["days_to_goal"] == pytest.approx(20e9 / per_day)
+    (lab,) = figures["members"]
+    assert (lab["name"], lab["members"], lab["watts"], lab["watts_are_assumed"]) == ("lab", 3, 450.0, False)
+    assert figures["kwh_per_day"] == pytest.approx(3 * 0.45 * 24)
+    assert figures["kwh_per_billion_tokens"] == pytest.approx(3 * 0.45 * 24 / per_day * 1e9)
+    assert figures["cost_per_billion_tokens"] == pytest.approx(0.5 * figures["kwh_per_billion_tokens"])
+    (homes,) = report["left_out"]
+    assert (homes["name"], homes["devices"]) == ("home", [3, 4, 5])
+    assert homes["needs"][0]["line_mbps"] > 50
+    result = shoal("plan", *arguments)
+    for words in (
+        "to 20 B tokens",
+        "kWh a billion tokens",
+        "3 home",
+        "its line is too slow",
+        "arithmetic: nothing was",
+    ):
+        assert words in result.stdout, words
+
+
+@pytest.mark.parametrize("text", ["many", "-3B", "0", "3X", "inf"])
+def test_a_goal_that_is_no_number_of_tokens(tmp_path: Path, text: str) -> None:
+    result = shoal("plan", network(tmp_path), f"--tokens={text}")
+    assert result.exit_code == cli.EXIT_USER_ERROR
+    assert result.stderr == f"shoal: --tokens {text}: say a number of tokens, as in 20B, 300M or 1.5T\n"
 
 
 @pytest.mark.parametrize(
@@ -148,20 +235,11 @@ def test_indexes_are_said_as_ranges() -> None:
     assert _indexes((0, 1, 2, 5, 7, 8)) == "0-2 5 7-8"
 
 
-def test_an_impossible_layout_is_a_line_of_the_table() -> None:
+def test_a_cell_has_a_figure_or_a_word() -> None:
     good = Placement(stages=((0,), (1,)), bounds=(0, 1, 2))
-    table = compare_view(
-        [
-            Proposal(name="ours", placement=good, cost=Cost(seconds=2.0), seconds=0.5),
-            Proposal(name="given", placement=good, cost=Cost(seconds=3.0), seconds=0.0),
-            Proposal(name="mod", placement=None, cost=Cost.impossible("too \x1b[31mlarge"), seconds=0.0),
-        ]
-    )
-    console = Console(width=100)
-    with console.capture() as capture:
-        console.print(table)
-    lines = [line.rstrip() for line in capture.get().splitlines()]
-    assert [line.split()[:4] for line in lines[1:3]] == [["ours", "2", "2.000", "s"], ["given", "2", "3.000", "s"]]
-    assert "1.00" in lines[1]
-    assert "1.50" in lines[2]
-    assert "too ?[31mlarge" in lines[3]
+    first = Proposal(name="at-once", placement=good, cost=Cost(seconds=2.0, parts={"tokens_per_s": 9.0}), seconds=0.5)
+    assert compared_cells(first, 2.0) == (("ours, at once", "2", "2.000 s", "1.00", "9", "500 ms"), "")
+    slower = Proposal(name="given", placement=good, cost=Cost(seconds=3.0), seconds=1.0)
+    assert compared_cells(slower, 2.0) == (("given", "2", "3.000 s", "1.50", "not counted", "1.000 s"), "")
+    none = Proposal(name="mod", placement=None, cost=Cost.impossible("too \x1b[31mlarge"), seconds=0.0)
+    assert compared_cells(none, 2.0) == (("mod", "none", "cannot be", "none", "none", "0 ms"), "too ?[31mlarge")

@@ -1,0 +1,141 @@
+"""A layout by rule, in a second and without anything compiled: what is shown while the search is not ready yet.
+
+The model is cut for the fewest devices that can hold it; then the others come one by one, the fastest first, each as a
+member of the stage or as a stage of its own where a step gets shortest by the true objective, and stay out where it
+gets no shorter. `joins` are the places that a device may take; they also answer what would make a device that was left
+out useful (`deploy/planning/left_out.py`). Pure.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+
+import numpy as np
+
+from shoal.coordinator.allocate.interface import NoLayout
+from shoal.coordinator.cost.placement import Cost, Placement
+from shoal.coordinator.cost.throughput import ThroughputObjective
+from shoal.coordinator.cost.workload import Workload
+from shoal.protocol.limits import STAGES_MAX
+from shoal.protocol.topology import Floats, Topology
+
+_GAIN_MIN = 1e-3
+"""A device that shortens a step by less stays out: it costs a copy of the state, and may leave."""
+_HELD = (2.0, 8.0, 24.0)
+_EVALUATIONS = 16_000
+"""Times devices: 1,000 evaluations of 1 to 3 ms for 16 devices, fewer of longer ones for more."""
+
+
+def plan_at_once(topology: Topology, workload: Workload, *, num_stages: int | None = None) -> tuple[Placement, Cost]:
+    """Args: num_stages: None: as many as the rule comes to.
+
+    Raises: NoLayout: the model does not fit into so many stages of these devices, or nobody has the text.
+    """
+    objective = ThroughputObjective(topology, workload)
+    best, cost = _fewest(topology, workload, objective, num_stages)
+    left = max(20, _EVALUATIONS // topology.num_devices)
+    before = None
+    while left > 0 and before is not best:
+        before = best
+        for device in _fastest_first(topology, best.spares(topology.num_devices)):
+            found = best
+            for placement in islice(joins(topology, workload, best, device, may_add_stage=num_stages is None), left):
+                left -= 1
+                tried = objective.cost(placement)
+                if tried.seconds < cost.seconds * (1.0 - _GAIN_MIN):
+                    found, cost = placement, tried
+            best = found
+    return best, cost
+
+
+def joins(
+    topology: Topology, workload: Workload, placement: Placement, device: int, *, may_add_stage: bool = True
+) -> Iterator[Placement]:
+    """Every placement with `device` as one more member of a stage, then as one more stage; the model is cut anew for
+    the speed and memory of the stages, and as it was where only a member joins. Some may be impossible."""
+    stages = placement.stages
+    for k, stage in enumerate(stages):
+        joined = (*stages[:k], tuple(sorted((*stage, device))), *stages[k + 1 :])
+        for bounds in dict.fromkeys((*_cuts(topology, workload, joined), placement.bounds)):
+            yield Placement(stages=joined, bounds=bounds)
+    if may_add_stage and len(stages) < min(workload.num_layers, STAGES_MAX):
+        for k in range(len(stages) + 1):
+            more = (*stages[:k], (device,), *stages[k:])
+            for bounds in _cuts(topology, workload, more):
+                yield Placement(stages=more, bounds=bounds)
+
+
+def _cuts(topology: Topology, workload: Workload, stages: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+    """How many microbatches a member holds follows from the cut, so several numbers are tried."""
+    found = (cut(topology, workload, stages, held=held) for held in _HELD)
+    return list(dict.fromkeys(bounds for bounds in found if bounds is not None))
+
+
+def cut(
+    topology: Topology, workload: Workload, stages: Sequence[Sequence[int]], *, held: float
+) -> tuple[int, ...] | None:
+    """The bounds [K + 1] for which the stage that computes longest is fastest, of those that fit into memory with so
+    many microbatches held; None: no cut does. Links count for nothing here."""
+    L, K = workload.num_layers, len(stages)
+    flop_to = np.cumsum((0.0, *workload.layer_flop))
+    needed_to = np.cumsum(
+        [0.0]
+        + [workload.resident_bytes(layer, layer + 1) + held * workload.layer_held_bytes[layer] for layer in range(L)]
+    )
+    reached: Floats = np.full(L + 1, np.inf)
+    reached[0] = 0.0
+    since = np.zeros((K, L + 1), dtype=np.int64)
+    for k, stage in enumerate(stages):
+        members = list(stage)
+        speed = float(topology.flop_per_s[members].sum())
+        memory = float(topology.memory_bytes[members].min())
+        flop = flop_to[None, :] - flop_to[:, None]  # [first, last]
+        times = np.full(L + 1, 1.0 + workload.backward_per_forward)
+        times[L] = workload.loss_per_forward
+        seconds = np.where(flop > 0.0, flop * times[None, :] / speed, np.inf)
+        seconds = np.where(needed_to[None, :] - needed_to[:, None] <= memory, seconds, np.inf)
+        slowest = np.maximum(reached[:, None], seconds)
+        since[k] = slowest.argmin(axis=0)
+        reached = slowest.min(axis=0)
+    if not np.isfinite(reached[L]):
+        return None
+    bounds = [L]
+    for k in range(K - 1, -1, -1):
+        bounds.append(int(since[k, bounds[-1]]))
+    return tuple(reversed(bounds))
+
+
+def _fewest(
+    topology: Topology, workload: Workload, objective: ThroughputObjective, num_stages: int | None
+) -> tuple[Placement, Cost]:
+    """One device a stage: the fastest, or those with most memory, as few as hold the model and have a cost."""
+    most = min(topology.num_devices, workload.num_layers, STAGES_MAX)
+    rows = (
+        _fastest_first(topology, range(topology.num_devices)),
+        sorted(range(topology.num_devices), key=lambda d: (-topology.memory_bytes[d], -topology.flop_per_s[d], d)),
+    )
+    why = f"the model does not fit into {num_stages or most} of these devices, one a stage"
+    for count in range(1, most + 1) if num_stages is None else (num_stages,):
+        found: list[tuple[Placement, Cost]] = []
+        for row in rows:
+            stages = _with_text_first(topology, row[:count])
+            for bounds in _cuts(topology, workload, stages) if len(stages) == count else ():
+                placement = Placement(stages=stages, bounds=bounds)
+                found.append((placement, objective.cost(placement)))
+        possible = [each for each in found if np.isfinite(each[1].seconds)]
+        if possible:
+            return min(possible, key=lambda each: each[1].seconds)
+        if found:
+            why = found[0][1].why
+    raise NoLayout(why)
+
+
+def _fastest_first(topology: Topology, devices: Sequence[int]) -> list[int]:
+    return sorted(devices, key=lambda d: (-topology.flop_per_s[d], -topology.memory_bytes[d], d))
+
+
+def _with_text_first(topology: Topology, devices: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """A stage each, stage 0 by somebody who has the text; empty if nobody has."""
+    first = next((d for d in devices if topology.may_feed[d]), None)
+    if first is None:
+        return ()
+    return ((first,), *((d,) for d in devices if d != first))

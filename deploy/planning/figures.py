@@ -1,0 +1,167 @@
+"""What a plan comes to for those who take part: tokens a day, days to a goal, gigabytes a month, energy and its price.
+
+All of it is arithmetic on the planner's foresight of a step: everybody stays day and night, nobody fails. Watts are
+the scenario's or assumed, and whoever holds a stage draws them all the time. Pure.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+
+from shoal.protocol.errors import LocalError
+from shoal.protocol.topology import Topology
+
+WATTS_ASSUMED: Final = 350.0
+"""Of a device whose watts nobody says: a card of 250 to 300 W at work, and its part of the machine."""
+PRICE_KWH_ASSUMED: Final = 0.30
+"""Household electricity in Europe, about, in euros."""
+TOKENS_PER_PARAMETER: Final = 20.0
+"""Where no goal is named: compute-optimal training (Hoffmann et al. 2022, arXiv 2203.15556, approach 1 to 3)."""
+DAYS_A_MONTH: Final = 30.0
+_SECONDS_A_DAY: Final = 86_400.0
+_SUFFIXES: Final = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
+
+
+class Wishes(msgspec.Struct, frozen=True, kw_only=True):
+    """What the command line says."""
+
+    tokens: float | None = None
+    """The goal; None: `TOKENS_PER_PARAMETER` times the parameters."""
+    price_kwh: float | None = None
+    """None: `PRICE_KWH_ASSUMED`."""
+
+
+class MemberFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """Of the members of one class (a region, or a device where there are no regions), each."""
+
+    name: str
+    members: int
+    """That hold a stage."""
+    up_gb_month: tuple[float, float]
+    """Least and most of a member, 10^9 bytes in `DAYS_A_MONTH` days."""
+    down_gb_month: tuple[float, float]
+    watts: float
+    watts_are_assumed: bool
+
+
+class Figures(msgspec.Struct, frozen=True, kw_only=True):
+    tokens_per_day: float
+    goal_tokens: float
+    goal_is_assumed: bool
+    days_to_goal: float
+    members: tuple[MemberFigures, ...]
+    kwh_per_day: float
+    """Of all that hold a stage."""
+    kwh_per_billion_tokens: float
+    price_kwh: float
+    price_is_assumed: bool
+    cost_per_billion_tokens: float
+    """In the currency of `price_kwh`."""
+    cost_to_goal: float
+
+
+def figures_of(
+    topology: Topology,
+    watts: Sequence[float | None],
+    *,
+    tokens_per_s: float,
+    step_s: float,
+    sent_bytes: dict[int, float],
+    received_bytes: dict[int, float],
+    parameters: float,
+    wishes: Wishes,
+) -> Figures:
+    """Args:
+    watts: [N], None where nobody says.
+    sent_bytes, received_bytes: of each device that holds a stage, in a step.
+    parameters: of the model.
+    """
+    per_day = tokens_per_s * _SECONDS_A_DAY
+    goal = wishes.tokens or TOKENS_PER_PARAMETER * parameters
+    price = PRICE_KWH_ASSUMED if wishes.price_kwh is None else wishes.price_kwh
+    drawn = {device: watts[device] or WATTS_ASSUMED for device in sent_bytes}
+    kwh_per_day = sum(drawn.values()) / 1e3 * 24.0
+    kwh_per_billion = kwh_per_day / per_day * 1e9
+    steps_a_month = DAYS_A_MONTH * _SECONDS_A_DAY / step_s
+
+    def span(devices: Sequence[int], of: dict[int, float]) -> tuple[float, float]:
+        amounts = [of[device] * steps_a_month / 1e9 for device in devices]
+        return min(amounts), max(amounts)
+
+    classes: dict[tuple[str, float], list[int]] = {}
+    for device in sorted(sent_bytes):
+        classes.setdefault((topology.regions[device] or topology.names[device], drawn[device]), []).append(device)
+    return Figures(
+        tokens_per_day=per_day,
+        goal_tokens=goal,
+        goal_is_assumed=wishes.tokens is None,
+        days_to_goal=goal / per_day,
+        members=tuple(
+            MemberFigures(
+                name=name,
+                members=len(devices),
+                up_gb_month=span(devices, sent_bytes),
+                down_gb_month=span(devices, received_bytes),
+                watts=each,
+                watts_are_assumed=any(watts[device] is None for device in devices),
+            )
+            for (name, each), devices in classes.items()
+        ),
+        kwh_per_day=kwh_per_day,
+        kwh_per_billion_tokens=kwh_per_billion,
+        price_kwh=price,
+        price_is_assumed=wishes.price_kwh is None,
+        cost_per_billion_tokens=kwh_per_billion * price,
+        cost_to_goal=kwh_per_billion * price * goal / 1e9,
+    )
+
+
+def parse_tokens(text: str) -> float:
+    """`20B`, `1.5T`, `300M`, `2e10`. Raises: LocalError."""
+    body, suffix = (text[:-1], text[-1].upper()) if text[-1:].isalpha() else (text, "")
+    try:
+        number = float(body.replace("_", "").replace(",", "")) * _SUFFIXES[suffix]
+    except (ValueError, KeyError):
+        number = math.nan
+    if not 0.0 < number < math.inf:
+        raise LocalError(f"--tokens {text}: say a number of tokens, as in 20B, 300M or 1.5T")
+    return number
+
+
+def said_tokens(number: float) -> str:
+    """`20 B`, `1.5 T`."""
+    for suffix, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if number >= scale:
+            return f"{number / scale:.3g} {suffix}"
+    return f"{number:.0f}"
+
+
+def said_days(days: float) -> str:
+    """`34 days`, `5.2 hours`, `12 years`."""
+    if days < 2.0:
+        return f"{days * 24.0:.3g} hours"
+    return f"{days:,.3g} days" if days < 1_000.0 else f"{days / 365.25:,.3g} years"
+
+
+def said_gigabytes(span: tuple[float, float]) -> str:
+    """`1,200` or `1,200 to 3,400`."""
+    least, most = (f"{value:,.0f}" if value >= 10.0 else f"{value:.2g}" for value in span)
+    return least if least == most else f"{least} to {most}"
+
+
+def lines_of(figures: Figures) -> list[tuple[str, str]]:
+    """(what, how much), for people; all but the members' lines and gigabytes."""
+    goal = " (20 tokens a parameter; --tokens says another goal)" if figures.goal_is_assumed else ""
+    price = f"{figures.price_kwh:g} a kWh" + (" (assumed; --price-kwh)" if figures.price_is_assumed else "")
+    return [
+        ("tokens a day", said_tokens(figures.tokens_per_day)),
+        (f"to {said_tokens(figures.goal_tokens)} tokens", f"{said_days(figures.days_to_goal)}{goal}"),
+        ("energy", f"{figures.kwh_per_day:,.3g} kWh a day, {figures.kwh_per_billion_tokens:,.3g} kWh a billion tokens"),
+        (
+            "its price",
+            f"{figures.cost_per_billion_tokens:,.3g} a billion tokens, {figures.cost_to_goal:,.3g} to the goal, "
+            f"at {price}",
+        ),
+    ]

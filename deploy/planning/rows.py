@@ -1,0 +1,48 @@
+"""A table whose rows are printed as they come: widths are fixed before the first row is known."""
+
+import textwrap
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.text import Text
+
+_NARROWEST = 24
+"""Of the last column, which folds; on a narrower terminal its text goes below the row."""
+
+
+class Column(NamedTuple):
+    heading: str
+    width: int
+    right: bool = True
+
+
+class Rows:
+    """Args: last: the heading of the column that takes what is left of the line, and folds."""
+
+    def __init__(self, console: Console, columns: Sequence[Column], *, last: str = "") -> None:
+        self._console = console
+        self._columns = columns
+        self._room = console.width - sum(column.width + 2 for column in columns) - 1
+        self._print([column.heading for column in columns], last, style="dim")
+
+    def row(self, *cells: str, last: str = "", style: str = "") -> None:
+        """A cell that is wider than its column pushes the others of its row."""
+        self._print(cells, last, style=style)
+
+    def _print(self, cells: Sequence[str], last: str, *, style: str) -> None:
+        padded = [
+            cell.rjust(column.width) if column.right else cell.ljust(column.width)
+            for cell, column in zip(cells, self._columns, strict=True)
+        ]
+        line = "  ".join(padded)
+        if self._room >= _NARROWEST:
+            folded = textwrap.wrap(last, self._room) or [""]
+            lines = [f"{line}  {folded[0]}", *(" " * (len(line) + 2) + more for more in folded[1:])]
+        else:
+            lines = [
+                line,
+                *textwrap.wrap(last, self._console.width - 5, initial_indent="    ", subsequent_indent="    "),
+            ]
+        for each in lines:
+            self._console.print(Text(each.rstrip(), style=style), soft_wrap=True)

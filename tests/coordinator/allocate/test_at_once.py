@@ -1,0 +1,65 @@
+"""The layout by rule: possible, deterministic, not far from what a search finds, and cut as well as can be."""
+
+import itertools
+import math
+
+import pytest
+
+import allocate_swarms as swarms
+from shoal.coordinator.allocate.at_once import cut, joins, plan_at_once
+from shoal.coordinator.allocate.interface import NoLayout
+from shoal.coordinator.allocate.planner import plan
+from shoal.coordinator.cost.throughput import ThroughputObjective
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_rule_is_possible_repeats_and_is_near_the_search(seed: int) -> None:
+    topology, workload = swarms.swarm(seed, 10, cards=seed % 2 > 0), swarms.workload()
+    placement, cost = plan_at_once(topology, workload)
+    assert plan_at_once(topology, workload) == (placement, cost)
+    assert ThroughputObjective(topology, workload).cost(placement) == cost
+    assert math.isfinite(cost.seconds)
+    searched = plan(topology, workload, seed=0, work=5_000_000)
+    assert cost.seconds < 2.0 * searched.cost.seconds
+
+
+def test_the_number_of_stages_can_be_given() -> None:
+    topology, workload = swarms.swarm(1, 10), swarms.workload()
+    for stages in (1, 3, 5):
+        assert len(plan_at_once(topology, workload, num_stages=stages)[0].stages) == stages
+
+
+def test_what_cannot_be_is_said() -> None:
+    topology, workload = swarms.swarm(1, 3), swarms.workload()
+    with pytest.raises(NoLayout, match="does not fit into 5 of these devices"):
+        plan_at_once(topology, workload, num_stages=5)
+
+
+def test_places_of_a_device_hold_it_once() -> None:
+    topology, workload = swarms.swarm(2, 6), swarms.workload()
+    placement, _ = plan_at_once(topology.take([0, 1, 2, 3, 4]), workload)
+    found = list(joins(topology, workload, placement, 5))
+    assert found
+    for each in found:
+        assert [d for stage in each.stages for d in stage].count(5) == 1
+        assert (each.bounds[0], each.bounds[-1]) == (0, workload.num_layers)
+        assert list(each.bounds) == sorted(set(each.bounds))
+
+
+def test_the_cut_is_the_best_that_fits() -> None:
+    topology, workload = swarms.swarm(3, 6), swarms.workload(layers=7)
+    stages = ((0, 1), (2,), (3, 4, 5))
+
+    def slowest(bounds: tuple[int, ...]) -> float:
+        seconds = 0.0
+        for members, (first, last) in zip(stages, itertools.pairwise(bounds), strict=True):
+            needed = workload.resident_bytes(first, last) + 2.0 * sum(workload.layer_held_bytes[first:last])
+            if needed > topology.memory_bytes[list(members)].min():
+                return math.inf
+            seconds = max(seconds, workload.job_flop(first, last) / float(topology.flop_per_s[list(members)].sum()))
+        return seconds
+
+    best = min(slowest((0, a, b, 7)) for a, b in itertools.combinations(range(1, 7), 2))
+    bounds = cut(topology, workload, stages, held=2.0)
+    assert bounds is not None
+    assert slowest(bounds) == pytest.approx(best)
