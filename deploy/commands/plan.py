@@ -47,10 +47,10 @@ def plan(
     compare: Annotated[bool, typer.Option("--compare", help="All layouts, in a table, as they are found.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Everything, as JSON.")] = False,
 ) -> None:
-    """Say who should hold which layers, what that gives, and why others are left out.
+    """Say who should hold which layers, and what that gives.
 
-    Arithmetic on what the scenario says: nothing is run, and everybody is taken to stay. With --experts: who should
-    hold which experts, and what that survives.
+    Also why others are left out, and what would help them. It is arithmetic on what the scenario says: nothing is run,
+    and everybody is taken to stay. With --experts: who should hold which experts, and what that survives.
     """
     if (network is None) == (experts is None):
         raise LocalError("say what to plan for: either NETWORK.json or --experts FILE.json")
