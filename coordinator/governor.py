@@ -28,6 +28,7 @@ from shoal.coordinator.plan_notes import PlanNotes
 from shoal.coordinator.proposal import Draft
 from shoal.coordinator.roster import Roster
 from shoal.coordinator.snapshots import SnapshotSchedule
+from shoal.coordinator.standing import name_of
 from shoal.coordinator.status import swarm_status
 from shoal.coordinator.survey import Survey
 from shoal.protocol.identity import PeerID
@@ -37,6 +38,8 @@ from shoal.protocol.plan import Plan, SignedPlan
 from shoal.protocol.spec import RunSpec
 
 LOOKING_FOR_FIRST = "looking for a first layout"
+RETURN_S_MAX = 600.0
+"""How long at most the run waits for a silent peer that has what nobody else has."""
 NETWORK_PEERS_MAX = 256
 """For more than these a repaired plan's shares follow speeds alone: what lies between them takes too long to put
 together for a plan that must come at once. A search has it always."""
@@ -155,6 +158,8 @@ class Governor:
                 self._notes.inherit(will.plans, now_s)
         for peer in plan.members:
             self.roster.expect(peer, None, now_s)
+        if will is not None and not continuing:
+            self.roster.expect_absent(will.absent, now_s)
         if silent in plan.members:
             self.roster.doubt(silent, now_s)
         self.roster.forget_silent(now_s, keep=members)
@@ -211,6 +216,8 @@ class Governor:
         under_way = live.fresh and not fresh
         if not lost and not under_way and swarm == self._settled_for:
             return self._improve(live, peers, disks, now_s, sequence=sequence)
+        if lost and (awaited := self._may_return(live, lost[0], disks, now_s)):
+            return None, awaited  # a plan without who is silent would count it out, and its state with it
         layout, reason = self._layout(peers, live, disks, sequence=sequence)
         if layout is None:
             self._settled_for = swarm
@@ -234,6 +241,29 @@ class Governor:
             self._settled_for = swarm
             return None, ""
         return Draft(layout=layout), layout.reason
+
+    def _may_return(self, live: Plan, group: int, disks: Disks, now_s: float) -> str:
+        """Whom to wait for before the run goes back, as a sentence; empty: for nobody (any more).
+
+        Who holds the last state of `group` and falls silent may only have been stopped. The run waits for as long as it
+        would take to train again what would be lost, so that waiting in vain costs no more than going back in vain.
+        """
+        idle_s, step_s = self.ledger.pace.idle_s(now_s), self.ledger.pace.usual_step_s
+        if idle_s is None:
+            return ""
+        beginning = next_beginning(live, self.roster, disks, self.spec.model, placed=self._placed)
+        steps = self.version_max - beginning.version
+        wait_s = min(steps * step_s, RETURN_S_MAX)
+        silent = [
+            member.peer
+            for member in live.group_members(group)
+            if self.roster.may_return(member.peer, group, live.era, now_s)
+        ]
+        if not silent or idle_s >= wait_s:
+            return ""
+        names = " or ".join(name_of(peer, self.roster) for peer in silent)
+        back = f"to step {beginning.version}" if beginning.version else "to the beginning"
+        return f"{group_name(live, group)} waits for {names}; the run goes back {back} in {wait_s - idle_s:.0f} s"
 
     def _awaited(self, disks: Disks, beginning: Beginning, now_s: float) -> str:
         """What to wait for before the run goes back to `beginning`, as a sentence; empty: for nothing (any more).
@@ -353,6 +383,7 @@ class Governor:
             elapsed_s=self._elapsed_s(now_s),
             searched=self._improvement.has_searched(live.plan),
             plans=self._notes.tell(now_s),
+            absent=self.roster.absent(live.plan.members, now_s),
             loads=self.experts.loads(len(live.plan.stages)),
             records=self.experts.records.tell(live.plan.members) if self._placed else (),
         )

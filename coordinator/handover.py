@@ -10,10 +10,11 @@ from shoal.protocol.messages import Advert, HandOver
 
 ADVERTS_MAX = 64
 """The successor hears from everyone within a heartbeat anyway; adverts only spare it that wait for most."""
-LEAST_NEEDED = ("roster", "plans", "records", "loads")
+LEAST_NEEDED = ("roster", "plans", "absent", "records", "loads")
 """What a will too large for a message goes without, in this order. A plan leaves no room for it all from some hundreds
-of peers on, of which the roster names 64; the plans of late are for people; records choose among placements; without
-loads the heir shares out a hot expert's tokens as they are until it has measured where they go."""
+of peers on, of which the roster names 64; the plans of late, and since when somebody has been silent, are for people;
+records choose among placements; without loads the heir shares out a hot expert's tokens as they are until it has
+measured where they go."""
 
 
 def adverts(roster: Roster, now_s: float) -> tuple[tuple[PeerID, Advert], ...]:

@@ -87,7 +87,7 @@ class Pace:
         """Over the window; 0 before the second step."""
         if len(self._marks) < 2:
             return 0.0
-        usual_s = self._usual_step_s
+        usual_s = self.usual_step_s
         end_s = max(self._marks[-1].at_s, now_s - usual_s)
         length_s = min(max(WINDOW_S, WINDOW_STEPS * usual_s), end_s - self._marks[0].at_s)
         if length_s <= 0.0:
@@ -101,12 +101,13 @@ class Pace:
     def stands_s(self, now_s: float) -> float:
         """For how long no step has been committed; 0 while that may be a step's usual time, or none is known."""
         idle_s = self.idle_s(now_s)
-        patience_s = max(STANDS_S, STANDS_STEPS * self._usual_step_s)
+        patience_s = max(STANDS_S, STANDS_STEPS * self.usual_step_s)
         return idle_s if idle_s is not None and idle_s > patience_s else 0.0
 
     @property
-    def _usual_step_s(self) -> float:
-        """Half of the marks' steps took longer. A standstill lies in one mark alone, and so does not change it."""
+    def usual_step_s(self) -> float:
+        """Seconds; 0 before the second step. In half of the marks steps took longer: a standstill is in one mark alone,
+        and so does not change it."""
         if len(self._marks) < 2:
             return 0.0
         return median((mark.at_s - before.at_s) / mark.num_steps for before, mark in pairwise(self._marks))

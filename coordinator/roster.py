@@ -1,18 +1,24 @@
 """Who is there: the last heartbeat of every peer, and when its silence means that it is gone. Pure."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import islice
 
 from shoal.coordinator.allocate.interface import MeasuredPeer
 from shoal.coordinator.patience import Arrivals
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import PEERS_MAX
-from shoal.protocol.messages import Advert, Heartbeat, PeerStatus
+from shoal.protocol.messages import Absence, Advert, Heartbeat, PeerStatus
 
 FLOOR_HEARTBEATS = 3.0
 """A process that stands still for three heartbeats and answers no ping either is as good as gone: it comes back."""
 OVERDUE_HEARTBEATS = 1.1
 """Heartbeats vary by a twentieth; one that is later is asked for."""
+SILENT_HEARTBEATS = 2.5
+"""Who has not been heard for so long is said not to answer."""
+ABSENT_MAX = 16
+"""So many a coordinator names to the next one."""
 MEMORY_HEARTBEATS = 60.0
 DOUBT_HEARTBEATS = 2.0
 FORGOTTEN_HEARTBEATS = 60.0
@@ -34,6 +40,14 @@ class Presence:
     heartbeat: Heartbeat | None = None
     left: bool = False
     said_goodbye: bool = False
+    dead: bool = False
+    """Its process is not there any more: what was in its memory is lost. Who is only silent may come back with it."""
+    silent_since_s: float | None = None
+    """When the coordinator before us heard it last, if we have not."""
+
+    def silent_s(self, now_s: float) -> float:
+        """Since its last heartbeat, or since it was owed one."""
+        return now_s - (self.arrivals.last_s if self.silent_since_s is None else self.silent_since_s)
 
 
 @dataclass(slots=True)
@@ -54,7 +68,7 @@ class Roster:
             presence.arrivals.excuse(now_s)  # the gap says when the role moved, not how this peer's heart beats
         else:
             presence.arrivals.arrived(now_s)
-        presence.advert, presence.heartbeat = heartbeat.advert, heartbeat
+        presence.advert, presence.heartbeat, presence.silent_since_s = heartbeat.advert, heartbeat, None
         return True
 
     def doubt(self, peer: PeerID, now_s: float) -> None:
@@ -103,6 +117,25 @@ class Roster:
             presence.arrivals.excuse(now_s)
             presence.advert = presence.advert or advert
 
+    def absent(self, members: Iterable[PeerID], now_s: float) -> tuple[Absence, ...]:
+        """Which of `members` have been silent for a while."""
+        known = ((peer, self.presences[peer]) for peer in members if peer in self.presences)
+        silent = (
+            Absence(peer, seen.advert, seen.silent_s(now_s))
+            for peer, seen in known
+            if seen.advert is not None and seen.silent_s(now_s) > SILENT_HEARTBEATS * self.heartbeat_s
+        )
+        return tuple(islice(silent, ABSENT_MAX))
+
+    def expect_absent(self, absent: Iterable[Absence], now_s: float) -> None:
+        """Whom the coordinator before us has missed, each since when. They get as much time as the others to be heard:
+        the span is for people."""
+        for absence in islice(absent, ABSENT_MAX):
+            seen = self.presences.get(absence.peer)
+            if seen is not None and seen.heartbeat is None:
+                seen.advert = seen.advert or absence.advert
+                seen.silent_since_s = now_s - (span(absence.seconds) or 0.0)
+
     def excuse_all(self, now_s: float) -> None:
         """We slept: nobody's silence until now counts."""
         for presence in self.presences.values():
@@ -120,10 +153,23 @@ class Roster:
         if peer in self.presences:
             self.presences[peer].said_goodbye = True
 
-    def lose(self, peer: PeerID) -> None:
-        """It has been found to be gone."""
+    def lose(self, peer: PeerID, *, dead: bool = False) -> None:
+        """It has been found to be gone; `dead`: for good."""
         if peer in self.presences:
             self.presences[peer].left = True
+            self.presences[peer].dead = dead
+
+    def may_return(self, peer: PeerID, group: int, era: int, now_s: float) -> bool:
+        """Whether it is silent, was not found dead, and held the state of `group` when it was heard last."""
+        seen = self.presences.get(peer)
+        beat = seen.heartbeat if seen is not None else None
+        if seen is None or seen.said_goodbye or seen.dead or not self.is_gone(peer, now_s):
+            return False
+        if beat is None:
+            return True  # silent for all of our term: the coordinator before us may have heard it
+        return beat.era == era and (
+            (beat.synced and beat.stage == group) or any(held == group for held, _ in beat.held)
+        )
 
     def forget_silent(self, now_s: float, *, keep: frozenset[PeerID]) -> None:
         """Drop who left or has been silent for long and is not in `keep`, so that the roster does not grow forever."""
@@ -181,7 +227,7 @@ class Roster:
         beat = seen.heartbeat
         paused_s = span(beat.paused_s) if beat else None
         if paused_s is not None:
-            paused_s += now_s - seen.arrivals.last_s
+            paused_s += seen.silent_s(now_s)
         return PeerStatus(
             peer=peer,
             name=seen.advert.name,
@@ -190,7 +236,7 @@ class Roster:
             version=beat.version if beat else -1,
             synced=bool(beat and beat.synced),
             draining=bool(beat and beat.draining),
-            seen_s_ago=now_s - seen.arrivals.last_s,
+            seen_s_ago=seen.silent_s(now_s),
             forward_s=beat.forward_s if beat else 0.0,
             window=beat.window if beat else 0,
             share=round(share, 4),

@@ -7,14 +7,12 @@ from collections.abc import Sequence
 
 from shoal.coordinator.chain import is_quorum
 from shoal.coordinator.era import Disks, holders
-from shoal.coordinator.roster import Roster, span
+from shoal.coordinator.roster import SILENT_HEARTBEATS, Roster, span
 from shoal.protocol.identity import PeerID
 from shoal.protocol.layers import group_keys
 from shoal.protocol.plan import Plan
 from shoal.protocol.spec import ModelSpec
 
-SILENT_HEARTBEATS = 2.5
-"""A member that has not been heard for so long is said not to answer."""
 NAMED_MAX = 3
 """More would not fit on a line."""
 
@@ -74,7 +72,7 @@ def _hindrance(peer: PeerID, live: Plan, roster: Roster, now_s: float) -> str:
     beat = presence.heartbeat if presence is not None else None
     if presence is None:
         return "is gone"
-    silent_s = now_s - presence.arrivals.last_s
+    silent_s = presence.silent_s(now_s)
     if presence.said_goodbye:
         return "has left"
     if presence.left or silent_s > SILENT_HEARTBEATS * roster.heartbeat_s:

@@ -120,7 +120,7 @@ class Suspects:
             if now_s < inquiry.returns_by_s:
                 return []
         del self._inquiries[peer]
-        roster.lose(peer)
+        roster.lose(peer, dead=True)
         return [Note(text=f"{peer[-8:]} is gone: its connections are refused")]
 
     def look(self, roster: Roster, plan: Plan, now_s: float) -> list[Command]:

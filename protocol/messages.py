@@ -254,8 +254,19 @@ class HandOver(_Message, frozen=True, kw_only=True):
     """Of late, oldest first."""
     loads: tuple[tuple[float, ...], ...] = ()
     """Tokens of late, by stage and expert, where experts are placed; a stage of which nothing is known has none."""
+    absent: "tuple[Absence, ...]" = ()
+    """Members of the plan that have been silent for a while."""
     records: "tuple[PeerRecord, ...]" = ()
     """How often members and others of late have failed, where experts are placed."""
+
+
+class Absence(_Part, frozen=True, array_like=True):
+    """A peer that is not heard any more."""
+
+    peer: PeerID
+    advert: Advert
+    seconds: float
+    """Since it was heard last."""
 
 
 class Leave(_Message, frozen=True):

@@ -23,6 +23,7 @@ def tiny_spec(
     microbatches: int = 6,
     term_s: float = 10.0,
     experts: int = 0,
+    snapshot_interval_steps: int = 10,
 ) -> RunSpec:
     """A step is about 1 MFLOP a stage and microbatch. Activations travel in fp32, so that `s_max = 0` trains exactly
     as one process does. `experts`: of each layer, placed; each member of a stage holds three quarters of them."""
@@ -46,7 +47,7 @@ def tiny_spec(
                 "min_peers": peers,
                 "heartbeat_s": 1.0,
                 "term_s": term_s,
-                "snapshot_interval_steps": 10,
+                "snapshot_interval_steps": snapshot_interval_steps,
             },
             "wire": {"activations": "fp32"},
         },

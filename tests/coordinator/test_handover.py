@@ -8,7 +8,7 @@ from shoal.coordinator.governor import Governor
 from shoal.coordinator.handover import ADVERTS_MAX, LEAST_NEEDED, fitting
 from shoal.coordinator.proposal import ENVELOPE_BYTES
 from shoal.protocol.limits import CONTROL_BYTES_MAX
-from shoal.protocol.messages import HandOver, PeerRecord, PlanNote
+from shoal.protocol.messages import Absence, HandOver, PeerRecord, PlanNote
 from shoal.protocol.spec import RunSpec, SwarmSpec
 
 NAMES = [f"{number:052}" for number in range(512)]
@@ -26,7 +26,7 @@ def size(will):
 
 
 @pytest.mark.parametrize(
-    ("plan_bytes", "left_out"), [(60_000, 0), (120_000, 1), (200_000, 3), (230_000, 4), (300_000, 4)]
+    ("plan_bytes", "left_out"), [(55_000, 0), (120_000, 1), (200_000, 4), (230_000, 5), (300_000, 5)]
 )
 def test_what_is_needed_least_is_left_out_first(make_large, plan_bytes, left_out):
     will = HandOver(
@@ -34,6 +34,7 @@ def test_what_is_needed_least_is_left_out_first(make_large, plan_bytes, left_out
         roster=tuple((name, make_large(name)) for name in NAMES[:ADVERTS_MAX]),
         version=57,
         plans=tuple(PlanNote(1, sequence, 1.0, NAMES[0], "why " * 40) for sequence in range(16)),
+        absent=(Absence(NAMES[0], make_large(NAMES[0]), 9.0),),
         loads=((1.0,) * 1024,) * 4,
         records=tuple(PeerRecord(name, 1.0, 1.0) for name in NAMES),
     )

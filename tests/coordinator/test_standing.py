@@ -65,6 +65,21 @@ def test_how_long_a_peer_has_not_answered_grows(swarm):
     assert told(made, 22.0).waits_for == "stage 1: its only holder, bob, does not answer, for 12 s"
 
 
+def test_since_when_a_peer_is_silent_outlives_the_coordinator(swarm, make_unsigned):
+    governor, live = swarm([["ana"], ["bob"]])
+    governor.hear(HOST, governor.roster.presences[HOST].heartbeat, 30.0)
+    heir = Governor(run="run", spec=SPEC, allocator=GreedyAllocator())
+    heir.obey(live, 0.0)
+    heir.inherit(governor.will(make_unsigned(live), 30.0))
+    heir.begin_term(live, 1030.0, continuing=False, silent=None)
+    heir.hear(HOST, governor.roster.presences[HOST].heartbeat, 1031.0)
+    status = heir.status(live, 1031.0, owner=HOST)
+    assert status.waits_for == "stage 1: its only holder, bob, does not answer, for 21 s"
+    assert {peer.name: peer.seen_s_ago for peer in status.peers} == {"ana": 0.0, "bob": 21.0}
+    heir.hear(PeerID("bob"), governor.roster.presences[PeerID("bob")].heartbeat, 1032.0)
+    assert heir.status(live, 1032.0, owner=HOST).waits_for == ""
+
+
 def test_how_long_a_pause_is_grows_between_two_heartbeats(swarm):
     status = told(swarm([["ana"], ["bob"]], bob={"paused_s": 40.0}), 11.5)
     assert [peer.paused_s for peer in status.peers] == [None, 41.5]
