@@ -144,6 +144,40 @@ def test_a_group_of_one_sees_to_both_copies(tiny_spec: RunSpec) -> None:
     play(tiny_spec, scene)
 
 
+def test_who_leaves_takes_no_copy_any_more(tiny_spec: RunSpec) -> None:
+    async def scene(peers: dict[str, Peer], plans: list[Plan]) -> None:
+        peers["c"].is_leaving = True
+        await preserve(peers["a"], rank=0, num_ready=2, among=peers)
+        assert (versions(peers["c"]), versions(peers["d"])) == ([], [VERSION])
+
+    play(tiny_spec, scene)
+
+
+def test_of_the_runs_last_version_who_leaves_takes_one_too(tiny_spec: RunSpec) -> None:
+    done = msgspec.structs.replace(tiny_spec, training=msgspec.structs.replace(tiny_spec.training, steps=VERSION))
+
+    async def scene(peers: dict[str, Peer], plans: list[Plan]) -> None:
+        peers["c"].is_leaving = True
+        await preserve(peers["a"], rank=0, num_ready=2, among=peers)
+        assert versions(peers["c"]) == [VERSION]
+
+    play(done, scene)
+
+
+def test_what_is_given_before_a_peer_goes_is_on_the_other_side_when_it_goes(tiny_spec: RunSpec) -> None:
+    async def scene(peers: dict[str, Peer], plans: list[Plan]) -> None:
+        one = peers["a"]
+        assert one.state is not None
+        assert await one.copies.save(0, one.state)
+        assert versions(one) == [VERSION]
+        given = await one.copies.give(0, one.state, until_s=one.sim.clock.now_s() + 30.0)
+        assert given == [peers["c"].name, peers["d"].name]
+        await asyncio.gather(*(other.tasks.wait() for other in peers.values()))
+        assert versions(peers["c"]) == versions(peers["d"]) == [VERSION]
+
+    play(tiny_spec, scene)
+
+
 def test_one_without_a_disk_refuses_and_the_next_is_asked(tiny_spec: RunSpec) -> None:
     async def scene(peers: dict[str, Peer], plans: list[Plan]) -> None:
         await preserve(peers["a"], rank=0, num_ready=2, among=peers)

@@ -164,3 +164,66 @@ def test_each_is_granted_once_never_beyond_s_max_and_counted_rightly(
             validated += fresh
     assert len(set(validated)) == len(validated)
     assert all(step >= version for step in made._taken)
+
+
+def test_a_halt_lets_what_has_begun_be_granted_to_its_end_and_no_more() -> None:
+    made = book(s_max=1)
+    made.grant(4)  # all of step 0, one of step 1
+    assert made.halt(at_once=False) == 2
+    assert made.grant(10) == [Microbatch(1, 1), Microbatch(1, 2)]
+    made.reach(1)
+    made.reach(2)
+    assert made.grant(10) == []
+    made.go_on()
+    assert made.grant(1) == [Microbatch(2, 0)]
+
+
+def test_a_halt_at_once_gives_up_the_step_that_has_begun_and_keeps_those_that_are_whole() -> None:
+    made = book(s_max=1)
+    made.grant(4)
+    assert made.halt(at_once=True) == 1
+    assert made.grant(10) == []
+    made.go_on()
+    assert made.grant(10) == [Microbatch(1, 1), Microbatch(1, 2)]
+
+
+def test_a_halt_that_is_asked_for_again_stays_where_it_is_or_comes_sooner() -> None:
+    made = book(s_max=1)
+    made.grant(1)
+    assert made.halt(at_once=False) == 1
+    assert made.halt(at_once=True) == 0
+    assert made.halt(at_once=False) == 0, "another leaver cannot put off what has been said"
+
+
+def test_nothing_begun_halts_here() -> None:
+    made = book()
+    made.reach(4)
+    assert made.halt(at_once=False) == made.halt(at_once=True) == 4
+
+
+@given(
+    M=st.integers(1, 4),
+    s_max=st.integers(0, 2),
+    counts=st.lists(st.integers(1, 5), max_size=8),
+    at_once=st.booleans(),
+)
+def test_every_step_before_the_halt_is_granted_whole_and_none_after_it(
+    M: int, s_max: int, counts: list[int], at_once: bool
+) -> None:
+    made = book(steps=6, M=M, s_max=s_max)
+    granted: set[Microbatch] = set()
+
+    def commit() -> None:
+        while all(Microbatch(made.version, i) in granted for i in range(M)) and made.version < 6:
+            made.reach(made.version + 1)
+
+    for count in counts:
+        granted.update(made.grant(count))
+        commit()
+    halts_at = made.halt(at_once=at_once)
+    assert made.version <= halts_at <= 6
+    while more := made.grant(1):
+        assert not at_once or halts_at > more[0].step
+        granted.update(more)
+        commit()
+    assert made.version == halts_at
