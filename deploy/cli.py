@@ -22,9 +22,10 @@ from shoal.deploy.commands.options import EXIT_INTERRUPTED, EXIT_USER_ERROR, exa
 from shoal.deploy.commands.pause import pause, resume
 from shoal.deploy.commands.plan import plan
 from shoal.deploy.commands.recover import recover
+from shoal.deploy.commands.runs import list_, remove
 from shoal.deploy.commands.service import install, show_, uninstall
 from shoal.deploy.commands.status import status
-from shoal.deploy.commands.take_part import host, join
+from shoal.deploy.commands.take_part import continue_, host, join
 from shoal.deploy.commands.tokenizer import train
 from shoal.deploy.dashboard.address import with_default
 from shoal.deploy.simulate.command import simulate
@@ -100,6 +101,7 @@ for command in (
     generate,
 ):
     app.command(cls=_Command, epilog=examples_of(command))(command)
+app.command("continue", cls=_Command, epilog=examples_of(continue_))(continue_)
 app.command("import", epilog=examples_of(import_))(import_)
 
 config = typer.Typer(
@@ -110,6 +112,11 @@ config.command("set", cls=_Command, epilog=examples_of(set_))(set_)
 config.command(cls=_Command, epilog=examples_of(check))(check)
 config.command(cls=_Command, epilog=examples_of(path))(path)
 app.add_typer(config, name="config")
+
+runs = typer.Typer(rich_markup_mode=None, help="The runs that this machine has hosted or joined.")
+runs.callback(invoke_without_command=True, epilog=examples_of(list_))(list_)
+runs.command(cls=_Command, epilog=examples_of(remove))(remove)
+app.add_typer(runs, name="runs")
 
 service = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="A peer that starts with this user.")
 service.command(cls=_Command, epilog=examples_of(install))(install)

@@ -21,7 +21,7 @@ from shoal.coordinator.driver import Coordination
 from shoal.coordinator.ledger import StepRecord
 from shoal.coordinator.store import PLANS, PlanStore
 from shoal.deploy.record.past import Past
-from shoal.deploy.run_record import keep_spec
+from shoal.deploy.run_record import Found, SpecKeeper
 from shoal.peer.arithmetic import Arithmetic, TorchArithmetic
 from shoal.peer.data.corpus import Corpus
 from shoal.peer.driver import PeerDriver
@@ -86,7 +86,8 @@ class Node:
         allocator: makes the plans while this peer coordinates; the same at every peer of the run.
         memory_bytes: as `PeerDriver` has it; virtual worlds must say.
         disk: plans obeyed and snapshots go to a folder of the run on it. None keeps nothing.
-        spec_record: the owner's signed spec, to be kept on the directory; None keeps none there.
+        spec_record: the owner's signed spec, to be kept on the directory; None keeps none there, and never learns of
+            a newer revision.
         run_blocking: runs what blocks on the disk; `asyncio.to_thread` in life, inline in virtual time.
         run_search: runs searches for a layout; `in_background` in life, inline in virtual time.
         on_step: sees the steps while this peer coordinates.
@@ -136,8 +137,9 @@ class Node:
         metered = MeteredTransport(transport, self.links, clock)
         self.endpoint = Endpoint(identity, metered, run=self.run, first_sequence=incarnation, seals=seals)
         self.endpoint.revision = spec.revision
-        self._directory = directory
-        self._spec_record = spec_record
+        self._spec_keeper: SpecKeeper | None = None
+        if spec_record is not None:
+            self._spec_keeper = SpecKeeper(directory, self.endpoint, (spec, spec_record), owner)
         self.peer = PeerDriver(
             endpoint=self.endpoint,
             compute=compute,
@@ -185,24 +187,34 @@ class Node:
 
     async def start(self) -> None:
         """Measure this machine, then look for the others. Raises: LocalError: what is on disk is not of this run."""
-        if self._spec_record is not None:
-            keeping = keep_spec(self._directory, self.endpoint, self._spec_record)
-            self._keeper = asyncio.create_task(keeping, name="keep the run spec")
+        if self._spec_keeper is not None:
+            self._keeper = asyncio.create_task(self._spec_keeper.keep(), name="keep the run spec")
         await self.peer.start()
         await self.coordination.start()
 
-    async def wait_done(self) -> None:
-        """Until the run has reached its last step, and those who ask us have heard so.
+    async def wait_done(self) -> Found | None:
+        """Until the run has reached its last step, and those who ask us have heard so; or its owner has continued it.
 
+        Returns: None; or the newer revision of the spec, by which another node is to take part in this one's place.
         Raises: whatever keeps this peer from going on.
         """
         heartbeat_s = self.spec.swarm.heartbeat_s
         while not (self.coordination.done or self._is_left_behind):
             if self.peer.failure.done():
                 self.peer.failure.result()
+            if self._newer is not None:
+                return self._newer
+            if self._spec_keeper is not None and self.coordination.newest_revision > self.spec.revision:
+                self._spec_keeper.hurry()
             await asyncio.sleep(heartbeat_s / 4)
         await self.peer.drain(_LAST_VALIDATION_S)
         await asyncio.sleep(_LINGER_HEARTBEATS * heartbeat_s)
+        return self._newer
+
+    @property
+    def _newer(self) -> Found | None:
+        keeper = self._spec_keeper
+        return keeper.newer.result() if keeper is not None and keeper.newer.done() else None
 
     @property
     def _is_left_behind(self) -> bool:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 import psutil
+from blake3 import blake3
 
 from shoal.protocol.errors import LocalError
 
@@ -76,6 +77,39 @@ def claim_first_free(parent: Path, prefix: str) -> FolderLock:
                 continue
             raise
     raise AssertionError("unreachable")
+
+
+def note_folder(folder: Path) -> None:
+    """Remember a peer's folder that is not below the state folder, so that `shoal runs` finds it."""
+    folder = folder.resolve()
+    if folder.is_relative_to(state_root().resolve()):
+        return
+    path = _elsewhere(folder)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{folder}\n")
+    except OSError as error:
+        logger.warning("`shoal runs` will not find %s: %s", folder, error)
+
+
+def forget_folder(folder: Path) -> None:
+    """It is gone."""
+    _remove(_elsewhere(folder.resolve()))
+
+
+def folders_elsewhere() -> list[Path]:
+    """Those noted that are still there."""
+    found = []
+    for note in sorted((state_root() / "elsewhere").glob("*.txt")):
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            folder = Path(note.read_text().strip())
+            if folder.is_dir():
+                found.append(folder)
+    return found
+
+
+def _elsewhere(folder: Path) -> Path:
+    return state_root() / "elsewhere" / f"{blake3(str(folder).encode()).hexdigest(length=8)}.txt"
 
 
 class Running(msgspec.Struct, frozen=True):

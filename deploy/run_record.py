@@ -2,9 +2,14 @@
 
 Every copy is the owner's own envelope, so any peer may store it again and the run can be joined after its host has
 left. Each stores it under its own subkey: whoever overwrites one with rubbish has not touched the others.
+
+A run that is continued has several revisions of its spec, all of one name. The newest one holds, for whoever finds it:
+copies of older ones stay on the directory until they lapse, on the disks of peers that were away for longer, and do no
+harm. A peer that hears of a newer one than its own goes over to it.
 """
 
 import asyncio
+import contextlib
 import logging
 
 import msgspec
@@ -52,21 +57,36 @@ def open_spec(record: bytes, *, run: str, owner: PeerID, source: PeerID) -> RunS
     return spec
 
 
-async def fetch_spec(directory: Directory, invite: Invite, *, timeout_s: float) -> tuple[RunSpec, bytes]:
+def is_newer(spec: RunSpec, than: RunSpec) -> bool:
+    """Of two specs of one run the one of the higher revision is newer. An owner that has lost its folder may have made
+    two of one revision: then the longer run is, and then the bytes decide, so that all peers take the same one."""
+    return _rank(spec) > _rank(than)
+
+
+def _rank(spec: RunSpec) -> tuple[int, int, bytes]:
+    return spec.revision, spec.training.steps, encode_spec(spec)
+
+
+Found = tuple[RunSpec, bytes]
+"""A spec and the record that it came in."""
+
+
+async def fetch_spec(directory: Directory, invite: Invite, *, timeout_s: float, known: Found | None = None) -> Found:
     """Find the invite's run.
 
-    Returns: the spec and the record it came in.
+    Args:
+        known: what this peer knows of the run from an earlier time. It counts like a copy on the directory, once one is
+            there: without any nobody of the run is in reach.
+    Returns: the newest spec there is, and the record it came in.
     Raises: RunNotFound: nobody has it in time; the sentence says whether anything else was found.
     """
     refused = ""
     try:
         async with asyncio.timeout(timeout_s):
             while True:
-                for subkey, record in sorted((await directory.get(record_key(invite.run))).items()):
-                    try:
-                        return open_spec(record, run=invite.run, owner=invite.owner, source=PeerID(subkey)), record
-                    except RemoteError as error:
-                        refused = f" ({error})"
+                found, refused = await _look(directory, invite.run, invite.owner)
+                if found is not None:
+                    return known if known is not None and is_newer(known[0], found[0]) else found
                 await asyncio.sleep(_ASK_AGAIN_S)
     except TimeoutError as error:
         raise RunNotFound(
@@ -75,18 +95,67 @@ async def fetch_spec(directory: Directory, invite: Invite, *, timeout_s: float) 
         ) from error
 
 
-async def keep_spec(directory: Directory, endpoint: Endpoint, record: bytes) -> None:
-    """Store the record now and again for as long as this runs. A store that fails is tried again soon, then later and
-    later: where the key is full, others' copies are there.
+async def _look(directory: Directory, run: str, owner: PeerID) -> tuple[Found | None, str]:
+    """The newest spec on the directory, and what was wrong with the last record that is none."""
+    found: Found | None = None
+    refused = ""
+    for subkey, record in sorted((await directory.get(record_key(run))).items()):
+        try:
+            spec = open_spec(record, run=run, owner=owner, source=PeerID(subkey))
+        except RemoteError as error:
+            refused = f" ({error})"
+            continue
+        if found is None or is_newer(spec, found[0]):
+            found = spec, record
+    return found, refused
+
+
+class SpecKeeper:
+    """Stores a run's record on the directory now and again, and finds out when there is a newer one.
 
     Without the record nobody can join, so no failure of the directory may end this.
+
+    Args:
+        record: the newest that this peer knows of.
+        owner: of the run.
     """
-    again_s = _ASK_AGAIN_S
-    while True:
-        try:
-            stored = await directory.store(record_key(endpoint.run), endpoint.peer_id, record, expires_in_s=EXPIRES_S)
-        except Exception as error:
-            logger.warning("the directory did not take the run's spec: %r", error)
-            stored = False
-        await asyncio.sleep(REFRESH_S if stored else again_s)
-        again_s = _ASK_AGAIN_S if stored else min(2 * again_s, REFRESH_S)
+
+    def __init__(self, directory: Directory, endpoint: Endpoint, found: Found, owner: PeerID) -> None:
+        self._directory, self._endpoint, self._owner = directory, endpoint, owner
+        self._spec, self._record = found
+        self._hurry = asyncio.Event()
+        self.newer: asyncio.Future[Found] = asyncio.get_running_loop().create_future()
+        """A revision after the one that we began with, once there is one."""
+
+    def hurry(self) -> None:
+        """Somebody goes by a newer revision: look for it now."""
+        self._hurry.set()
+
+    async def keep(self) -> None:
+        """A store that fails is tried again soon, then later and later: where the key is full, others' copies are
+        there."""
+        again_s = _ASK_AGAIN_S
+        while True:
+            try:
+                await self._look()
+                stored = await self._directory.store(
+                    record_key(self._endpoint.run), self._endpoint.peer_id, self._record, expires_in_s=EXPIRES_S
+                )
+            except Exception as error:
+                logger.warning("the directory did not take the run's spec: %r", error)
+                stored = False
+            wait_s = REFRESH_S if stored else again_s
+            again_s = _ASK_AGAIN_S if stored else min(2 * again_s, REFRESH_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await self._hurry.wait()
+            if self._hurry.is_set():
+                self._hurry.clear()
+                await asyncio.sleep(_ASK_AGAIN_S)  # whoever is told so at every heartbeat looks twice a second
+
+    async def _look(self) -> None:
+        found, _ = await _look(self._directory, self._endpoint.run, self._owner)
+        if found is not None and is_newer(found[0], self._spec):
+            self._spec, self._record = found
+            if not self.newer.done():
+                self.newer.set_result(found)

@@ -2,12 +2,13 @@
 
 import asyncio
 import contextlib
+import enum
 import itertools
 import logging
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -31,12 +32,14 @@ from shoal.deploy.manners.limits import Limits
 from shoal.deploy.network import Network, open_network
 from shoal.deploy.node import Node
 from shoal.deploy.output import Output, make_output, tell_before_the_run
-from shoal.deploy.places import announced
+from shoal.deploy.places import announced, note_folder
 from shoal.deploy.record.recorder import Keeping, Recorder, recording
 from shoal.deploy.report import Committed, Joined, Left, Note, Obeys, Phase, Ready, Status, StepDone, Summary, Validated
-from shoal.deploy.run_record import fetch_spec, seal_spec
+from shoal.deploy.run_folder import RunFolder
+from shoal.deploy.run_record import Found, fetch_spec, seal_spec
 from shoal.deploy.run_text import find_corpus
-from shoal.deploy.stop import Stop
+from shoal.deploy.standing import StandingNote
+from shoal.deploy.stop import LEAVE_SOON_S, Stop
 from shoal.peer.data.corpus import Corpus
 from shoal.peer.initial import InitialWeights
 from shoal.peer.model.schedule import rate_of
@@ -111,16 +114,16 @@ class _Run:
 
 
 async def host_run(spec: RunSpec, corpus: Corpus, options: Options) -> None:
-    """Start the run `spec` (its data digest filled in) and take part in it.
+    """Start the run `spec` (its data digest filled in), or go on with it, and take part in it.
 
     Raises: ShoalError: one line for the command line.
     """
     stop = Stop()
     identity = Identity.load_or_create(options.folder / "identity.key")
-    run = run_id(spec, identity.peer_id)
-    async with _network(identity, run, options) as network:
-        record = seal_spec(identity, spec)
-        await _take_part(network, _Run(spec=spec, owner=identity.peer_id, record=record, corpus=corpus), options, stop)
+    run = _Run(spec=spec, owner=identity.peer_id, record=seal_spec(identity, spec), corpus=corpus)
+    async with _network(identity, run_id(spec, identity.peer_id), options) as network:
+        newer = await _take_part(network, run, options, stop)
+    await _go_over(newer, run, identity, options, stop)
 
 
 async def join_run(invite: Invite, options: Options) -> None:
@@ -135,13 +138,28 @@ async def join_run(invite: Invite, options: Options) -> None:
         async with _network(identity, invite.run, options, invited=invite.addresses) as network:
             view.tell("looking for the run")
             patience_s = _FIND_RUN_S if await network.transport.connected() else _FIND_ANYBODY_S
-            spec, record = await fetch_spec(network.directory, invite, timeout_s=patience_s)
+            known = RunFolder(options.folder, invite.run).record()
+            spec, record = await fetch_spec(network.directory, invite, timeout_s=patience_s, known=known)
             view.tell("reading the text")
             corpus = await in_background(  # Ctrl-C does not wait for it: a large text takes minutes
                 partial(find_corpus, spec, data=options.data, tokenizer=options.tokenizer, on_progress=view.reached)
             )
             view.close()
-            await _take_part(network, _Run(spec=spec, owner=invite.owner, record=record, corpus=corpus), options, stop)
+            run = _Run(spec=spec, owner=invite.owner, record=record, corpus=corpus)
+            newer = await _take_part(network, run, options, stop)
+    await _go_over(newer, run, identity, options, stop, invited=invite.addresses)
+
+
+async def _go_over(
+    newer: Found | None, run: _Run, identity: Identity, options: Options, stop: Stop, *, invited: Sequence[str] = ()
+) -> None:
+    """Take part by the newer revision of the spec, and whenever there is another, by that; as after a restart."""
+    options = replace(options, first_said=())
+    while newer is not None and not stop.asked.is_set():
+        stop.takes_part = False
+        run = replace(run, spec=newer[0], record=newer[1])
+        async with _network(identity, run_id(run.spec, run.owner), options, invited=invited) as network:
+            newer = await _take_part(network, run, options, stop)
 
 
 def _network(
@@ -158,7 +176,13 @@ def _network(
     )
 
 
-async def _take_part(network: Network, run: _Run, options: Options, stop: Stop) -> None:
+async def _take_part(network: Network, run: _Run, options: Options, stop: Stop) -> Found | None:
+    """Until the run is done or somebody says stop.
+
+    Returns: a newer revision of the run's spec, if that is why it ended.
+    """
+    note_folder(options.folder)
+    RunFolder(options.folder, network.transport.run).keep_record(run.spec, run.record)
     title = f"shoal {run.spec.name}"
     async with serving(
         options.dashboard, RunFacts.of(run.spec), title=title, steers=True, folder=options.folder
@@ -168,7 +192,7 @@ async def _take_part(network: Network, run: _Run, options: Options, stop: Stop) 
         if showing.announcement:
             output.say(Note(text=showing.announcement))  # not on the page: there is a key in it
         async with recording(_keeping(network, run, options), run.spec, showing, output) as (recorder, recorded):
-            await _train(network, run, options, stop, recorded, showing, recorder)
+            return await _train(network, run, options, stop, recorded, showing, recorder)
 
 
 def _keeping(network: Network, run: _Run, options: Options) -> Keeping:
@@ -231,7 +255,7 @@ async def _train(
     output: Output,
     showing: Showing,
     recorder: Recorder | None,
-) -> None:
+) -> Found | None:
     compute = _make_compute(options)
     node = _make_node(network, run, options, compute, output)
     told = worth_telling(network.transport.addresses())
@@ -267,10 +291,17 @@ async def _train(
                     Note(text="this machine does not have the run's text: it will work on any stage but the first")
                 )
             meter = ContributionMeter(node, compute, LoopClock(), name=options.name, limits=keeper.report)
-            finished = await _until_done(node, network.transport, output, stop, meter, recorder)
+            noting = StandingNote.begun(node, options.folder)
+            ended = await _until_done(node, network.transport, noting.beside(output), stop, meter, recorder)
+            noting.end(finished=ended is Ended.DONE)
+        if not isinstance(ended, Ended):
+            output.say(Note(text=f"the run's owner has continued it: it goes on to step {ended[0].training.steps}"))
+            return ended
+        finished = ended is Ended.DONE
         output.say(Left(peer=node.peer_id, state_dir=str(options.folder / node.run), finished=finished))
         if recorder is not None and recorder.is_kept:
             output.say(Summary(lines=await asyncio.to_thread(recorder.summary)))
+        return None
     finally:
         await keeper.close()
         await node.close()
@@ -285,6 +316,13 @@ def _for_commands(network: Network, owner: PeerID, told: Sequence[str]) -> str:
     return make_invite(network.transport.run, owner, tuple(dict.fromkeys((*here, *told))))
 
 
+class Ended(enum.Enum):
+    """Why a node takes part no more."""
+
+    DONE = enum.auto()
+    TOLD = enum.auto()
+
+
 async def _until_done(
     node: Node,
     transport: LiveTransport,
@@ -292,8 +330,8 @@ async def _until_done(
     stop: Stop,
     meter: ContributionMeter,
     recorder: Recorder | None,
-) -> bool:
-    """Whether the run was done, rather than we told to stop."""
+) -> Ended | Found:
+    """Until the run is done, or we are told to stop, or there is a newer revision of its spec."""
     watching = asyncio.create_task(_watch(node, output, meter), name="watch the swarm")
     split = SplitWatch.of(
         node.endpoint, transport, own_status=node.status, say=lambda text: output.say(Note(text=text))
@@ -306,15 +344,17 @@ async def _until_done(
     try:
         await asyncio.wait({done, asked}, return_when=asyncio.FIRST_COMPLETED)
         if done.done():
-            done.result()
-            await _end_record(node, recorder, recording, finished=True)
-            return True
+            newer = done.result()
+            if newer is not None:
+                await node.leave(within_s=LEAVE_SOON_S)
+            await _end_record(node, recorder, recording, finished=newer is None)
+            return newer or Ended.DONE
         output.say(
             Note(text=f"leaving: what is in flight ends, {stop.within_s:.0f} s at most (Ctrl-C again quits at once)")
         )
         await node.leave(within_s=stop.within_s)
         await _end_record(node, recorder, recording, finished=False)
-        return False
+        return Ended.TOLD
     finally:
         for task in (watching, looking, recording, trimming, done, asked):
             task.cancel()

@@ -15,7 +15,6 @@ was one before, and none that has a part of its files. A peer's snapshot may hol
 
 import errno
 import logging
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,19 +29,17 @@ from torch import Tensor
 
 from shoal.peer.model.layout import layer_layout
 from shoal.peer.pipeline.state import LayerState, moment2_numel
+from shoal.peer.snapshot_name import MANIFEST, UNFINISHED_PREFIX, SnapshotName
 from shoal.protocol.errors import LocalError
 from shoal.protocol.ports import Disk
 from shoal.protocol.spec import ModelSpec, RunSpec
 
 logger = logging.getLogger(__name__)
 
-MANIFEST: Final = "manifest.json"
 MANIFEST_FORMAT: Final = 2
 MANIFEST_DIGEST_CHARS: Final = 16
 """64 bits in the folder's name, against decay and not against malice."""
-UNFINISHED_PREFIX: Final = ".unfinished-"
 LOCK_NAME: Final = ".lock"
-_NAME: Final = re.compile(r"(?P<run>[^.].*)-era-(?P<era>\d+)-step-(?P<version>\d+)-(?P<digest>[0-9a-f]{16})")
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -169,7 +166,7 @@ def _write(
     data = msgspec.json.format(msgspec.json.encode(manifest))
     disk.write(unfinished / MANIFEST, data)
     disk.sync_folder(unfinished)
-    path = folder / f"{run}-era-{era}-step-{version:08d}-{_manifest_digest(data)}"
+    path = folder / str(SnapshotName(run, era, version, _manifest_digest(data)))
     if path.name in disk.list(folder):
         try:
             read_snapshot(disk, path)
@@ -312,8 +309,8 @@ def read_layers(disk: Disk, path: PurePosixPath, keys: Iterable[str]) -> dict[st
 
 def _read_manifest(disk: Disk, path: PurePosixPath) -> _Manifest:
     data = _read_file(disk, path, MANIFEST)
-    name = _NAME.fullmatch(path.name)  # a person may have renamed it
-    if name is not None and name["digest"] != _manifest_digest(data):
+    name = SnapshotName.parse(path.name)  # a person may have renamed it
+    if name is not None and name.manifest_digest != _manifest_digest(data):
         raise DamagedSnapshot(disk.where(path), path, f"{MANIFEST} is not the one its folder is named after")
     try:
         manifest = msgspec.json.decode(data, type=_Manifest)
@@ -364,10 +361,10 @@ def _read_file(disk: Disk, path: PurePosixPath, name: str) -> bytes:
 
 def _age(name: str, run: str = "") -> tuple[int, int] | None:
     """(era, version) by a snapshot folder's name; None if it is none, or of another run than the one asked for."""
-    match = _NAME.fullmatch(name)
-    if match is None or run not in ("", match["run"]):
+    found = SnapshotName.parse(name)
+    if found is None or run not in ("", found.run):
         return None
-    return (int(match["era"]), int(match["version"]))
+    return (found.era, found.version)
 
 
 def _age_of_damage(damage: DamagedSnapshot) -> tuple[int, int]:

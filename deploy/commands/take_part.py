@@ -1,6 +1,9 @@
-"""`shoal host` and `shoal join`: take part in a run."""
+"""`shoal host`, `shoal continue` and `shoal join`: take part in a run."""
 
+import contextlib
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -28,17 +31,27 @@ from shoal.deploy.commands.options import (
 )
 from shoal.deploy.config import load_settings
 from shoal.deploy.dashboard.address import parse_address
+from shoal.deploy.going_on import GoingOn, ended_in_words, going_on, new_run_note, same_run
 from shoal.deploy.manners.asking import ask, may_ask
 from shoal.deploy.manners.limits import with_overrides
+from shoal.deploy.run_file import with_changes
+from shoal.deploy.run_folder import RunFolder, runs_in
+from shoal.deploy.runs import find_hosted, hosted_names
 from shoal.protocol.advice import advice
-from shoal.protocol.defaults import in_words
+from shoal.protocol.defaults import Choice, in_words
 from shoal.protocol.errors import RunNotFound
 from shoal.protocol.invite import parse_invite
-from shoal.protocol.spec import convert_spec, read_tables
+from shoal.protocol.spec import RunSpec, convert_spec, read_tables
+
+Steps = Annotated[
+    int | None,
+    typer.Option(min=1, help="How many steps the run has in all: more than before, and it goes on to there."),
+]
 
 
 @examples(
     "shoal host run.toml  # start a run, print its invite, take part",
+    "shoal host run.toml --steps 2000  # go on with the same run, to step 2000",
     "shoal host run.toml --listen :4001 --announce 84.12.33.7:4001  # on a port that the router forwards",
     "shoal host run.toml --dashboard  # and open http://127.0.0.1:8640/ to see it",
     "shoal host run.toml --wandb my-project  # the record at Weights & Biases, too",
@@ -46,6 +59,7 @@ from shoal.protocol.spec import convert_spec, read_tables
 )
 def host(
     run_toml: Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run spec (protocol/spec.py).")],
+    steps: Steps = None,
     name: Annotated[str, typer.Option(help="What others see.")] = "host",
     listen: Listen = DEFAULT_LISTEN,
     announce: Announce = None,
@@ -59,8 +73,97 @@ def host(
     verbose: Verbose = False,
     reports: Reports = False,
 ) -> None:
-    """Start a run: print an invite, and take part."""
+    """Start a run, or go on with it: print an invite, and take part."""
     spec, choices = convert_spec(read_tables(run_toml), name=str(run_toml))
+    _host(
+        _Asked(spec=spec, choices=choices, steps=steps),
+        name=name,
+        listen=listen,
+        announce=announce,
+        state_dir=state_dir,
+        threads=threads,
+        device=device,
+        dashboard=dashboard,
+        limit=limit,
+        record=record,
+        wandb=wandb,
+        verbose=verbose,
+        reports=reports,
+    )
+
+
+@examples(
+    "shoal continue notes --steps 2000  # a finished run goes on to step 2000",
+    "shoal continue 3f0c  # a stopped one, where it was; the first letters of its id are enough",
+)
+def continue_(
+    run: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN", help="Its name, its id or the first letters of that.", autocompletion=hosted_names
+        ),
+    ],
+    steps: Steps = None,
+    name: Annotated[str, typer.Option(help="What others see.")] = "host",
+    listen: Listen = DEFAULT_LISTEN,
+    announce: Announce = None,
+    state_dir: StateDir = None,
+    threads: Threads = 0,
+    device: Device = "auto",
+    dashboard: Dashboard = None,
+    limit: Limit = None,
+    record: Record = None,
+    wandb: Wandb = "",
+    verbose: Verbose = False,
+    reports: Reports = False,
+) -> None:
+    """Go on with a run that was hosted on this machine."""
+    folder, spec = find_hosted(run, state_dir)
+    _host(
+        _Asked(spec=spec, known=folder, steps=steps),
+        name=name,
+        listen=listen,
+        announce=announce,
+        state_dir=folder.peer_folder,
+        threads=threads,
+        device=device,
+        dashboard=dashboard,
+        limit=limit,
+        record=record,
+        wandb=wandb,
+        verbose=verbose,
+        reports=reports,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """Which run somebody wants to host."""
+
+    spec: RunSpec
+    choices: tuple[Choice, ...] = ()
+    """Fields of it that nobody has said."""
+    known: RunFolder | None = None
+    """The run to go on with, if no run file says which."""
+    steps: int | None = None
+
+
+def _host(
+    asked: _Asked,
+    *,
+    name: str,
+    listen: str,
+    announce: list[str] | None,
+    state_dir: Path | None,
+    threads: int,
+    device: str,
+    dashboard: str | None,
+    limit: list[str] | None,
+    record: bool | None,
+    wandb: str,
+    verbose: bool,
+    reports: bool,
+) -> None:
     records = _records(record, wandb, default=True)
     shown = parse_address(dashboard) if dashboard else None
     limits = with_overrides(load_settings().limits, limit or [])
@@ -74,11 +177,17 @@ def host(
         from shoal.deploy.ship.import_model import open_initial
         from shoal.protocol.live.run import run
 
-    spec, corpus = load_own_corpus(spec)
-    warnings = advice(spec, training_tokens=corpus.num_training, text_vocab_size=corpus.vocab_size)
-    with progress_bar("checking the weights") as tell:
-        initial = open_initial(spec, lambda done, layers: tell(done / layers))
-    folder = places.claim_folder(state_dir or places.state_root() / "hosts" / _file_name(spec.name))
+    folder = places.claim_folder(state_dir or places.state_root() / "hosts" / _file_name(asked.spec.name))
+    with _where_it_was_hosted(asked.known):
+        spec, corpus = load_own_corpus(asked.spec)
+        going = _goes_on(replace(asked, spec=spec), folder.path)
+        if going.finished:
+            _tell_finished(going.sentences, folder.path, reports=reports)
+            return
+        spec = going.spec
+        warnings = advice(spec, training_tokens=corpus.num_training, text_vocab_size=corpus.vocab_size)
+        with progress_bar("checking the weights") as tell:
+            initial = open_initial(spec, lambda done, layers: tell(done / layers))
     chosen = Options(
         name=name,
         folder=folder.path,
@@ -92,9 +201,44 @@ def host(
         wandb=wandb,
         dashboard=shown,
         initial=initial,
-        first_said=(*in_words(choices, spec), *(f"warning: {line}" for line in warnings)),
+        first_said=(*going.sentences, *(f"warning: {line}" for line in warnings)),
     )
     run(host_run(spec, corpus, chosen))
+
+
+def _goes_on(asked: _Asked, peer_folder: Path) -> GoingOn:
+    """Raises: LocalError: the run cannot go on so."""
+    others = runs_in(peer_folder)
+    chosen = [choice.field for choice in asked.choices]
+    same = (run for run in others if (spec := run.spec()) is not None and same_run(asked.spec, spec, chosen))
+    found = asked.known or next(same, None)
+    if found is not None:
+        return going_on(asked.spec, found, steps=asked.steps)
+    spec = asked.spec if asked.steps is None else with_changes(asked.spec, {"training.steps": asked.steps})
+    note = new_run_note(spec, others, chosen)
+    return GoingOn(spec=spec, sentences=(*((note,) if note else ()), *in_words(asked.choices, spec)))
+
+
+def _tell_finished(sentences: Sequence[str], peer_folder: Path, *, reports: bool) -> None:
+    from shoal.deploy.report import Left, Note, write_report
+    from shoal.protocol.identity import Identity
+
+    for sentence in sentences:
+        if reports:
+            write_report(Note(text=sentence.strip()))
+        else:
+            typer.echo(sentence)
+    if reports:
+        me = Identity.load_or_create(peer_folder / "identity.key").peer_id
+        write_report(Left(peer=me, state_dir=str(peer_folder), finished=True))
+
+
+def _where_it_was_hosted(known: RunFolder | None) -> contextlib.AbstractContextManager[None]:
+    """Paths in a run file begin where the host was started."""
+    standing = known.standing() if known is not None else None
+    if standing is None or not Path(standing.directory or "?").is_dir():
+        return contextlib.nullcontext()
+    return contextlib.chdir(standing.directory)
 
 
 @examples(
@@ -162,6 +306,9 @@ def join(
         run(join_run(found, chosen))
     except RunNotFound as error:
         folder.release()
+        if finished := ended_in_words(RunFolder(folder.path, found.run)):
+            typer.echo(finished, err=reports)
+            return
         explain(error, found, listen=addresses, state_dir=folder.path, device=device)
 
 

@@ -16,14 +16,13 @@ from torch import Tensor
 from shoal.deploy import places
 from shoal.peer.model.layout import all_layer_keys, unit_keys
 from shoal.peer.snapshot import (
-    MANIFEST,
-    UNFINISHED_PREFIX,
     DamagedSnapshot,
     StoredSnapshot,
     log_damage,
     look_at,
     read_layers,
 )
+from shoal.peer.snapshot_name import MANIFEST, UNFINISHED_PREFIX
 from shoal.protocol.errors import LocalError
 from shoal.protocol.layers import held_keys
 from shoal.protocol.live.disk import LiveDisk

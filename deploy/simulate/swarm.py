@@ -76,12 +76,12 @@ class SimSwarm:
         self._speeds: dict[str, float] = {}
         self._with_text: dict[str, bool] = {}
         self._lives: dict[str, int] = {}
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._tasks: dict[str, asyncio.Task[bool]] = {}
         self._failures_told = 0
 
     # --- machines ---
 
-    def launch(self, name: str, *, speed: float = 1.0, has_text: bool = True) -> "asyncio.Task[None]":
+    def launch(self, name: str, *, speed: float = 1.0, has_text: bool = True) -> "asyncio.Task[bool]":
         """Start the next process of `name`; `speed` and `has_text` hold for its first and all later ones.
 
         Returns: the task in which it lives until it ends by itself; after a crash it never does.
@@ -149,7 +149,8 @@ class SimSwarm:
 
     # --- one process ---
 
-    async def _live(self, name: str, life: int, peer: SimPeer) -> None:
+    async def _live(self, name: str, life: int, peer: SimPeer) -> bool:
+        """Returns: whether it is to be started again, since the run has been continued."""
         for other in self.world.peers.values():  # in life the invite's addresses and the directory do this
             await other.transport.introduce(peer.peer_id, peer.transport.addresses())
             await peer.transport.introduce(other.peer_id, other.transport.addresses())
@@ -190,8 +191,11 @@ class SimSwarm:
         )
         await node.start()
         self.nodes[name] = node
-        await node.wait_done()
+        newer = await node.wait_done()
+        if newer is not None:
+            await node.leave()
         await node.close()
+        return newer is not None
 
     async def _find_run(self, peer: SimPeer) -> tuple[RunSpec, PeerID, bytes]:
         """The host has the spec; the others find it on the directory, as `shoal join` does, however long it takes."""
@@ -210,11 +214,14 @@ class SimSwarm:
     def _stepped(self, step: StepRecord) -> None:
         self.steps.setdefault(step.step, step)
 
-    def _life_over(self, name: str, life: int, task: "asyncio.Task[None]") -> None:
+    def _life_over(self, name: str, life: int, task: "asyncio.Task[bool]") -> None:
         if task.cancelled() or self._lives[name] != life:
             return
         error = task.exception()
-        if error is None:
+        if error is None and task.result():
+            self.world.crash(self.world.peers[name])  # of what has ended nothing is left but its disk
+            self.launch(name)
+        elif error is None:
             self.ended.add(name)
             self._on_event(Finished(at_s=self._now_s(), name=name, life=life))
         elif isinstance(error, Exception):

@@ -14,7 +14,7 @@ from hivemind.utils.serializer import MSGPackSerializer
 from shoal.coordinator.notices import Notices, peers_key, plan_key
 from shoal.deploy.network import open_network
 from shoal.deploy.record_rules import record_rules
-from shoal.deploy.run_record import fetch_spec, keep_spec, record_key, seal_spec
+from shoal.deploy.run_record import SpecKeeper, fetch_spec, record_key, seal_spec
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.envelope import seal
 from shoal.protocol.identity import Identity
@@ -25,7 +25,7 @@ from shoal.protocol.live.run import run as run_live
 from shoal.protocol.messages import Advert, AdvertRecord, SpecRecord
 from shoal.protocol.plan import Member, Plan, Stage, sign_plan
 from shoal.protocol.sim.loop import run
-from shoal.protocol.spec import RunSpec, encode_spec, run_id
+from shoal.protocol.spec import RunSpec, TrainingSpec, continued_spec, encode_spec, run_id
 from shoal.protocol.token_bucket import RateLimits
 
 OWNER, PEER, STRANGER = (Identity(bytes([number]) * 32) for number in range(3))
@@ -69,7 +69,8 @@ def endpoint_of(identity: Identity) -> Endpoint:
 
 
 async def until_cancelled(shelf: Shelf, seconds: float) -> None:
-    keeping = asyncio.create_task(keep_spec(shelf, endpoint_of(PEER), seal_spec(OWNER, SPEC)))
+    keeper = SpecKeeper(shelf, endpoint_of(PEER), (SPEC, seal_spec(OWNER, SPEC)), OWNER.peer_id)
+    keeping = asyncio.create_task(keeper.keep())
     await asyncio.sleep(seconds)
     keeping.cancel()
 
@@ -116,6 +117,9 @@ def test_the_spec_is_the_owners_under_any_name() -> None:
         assert accept(subkey, record)
     assert not accept(STRANGER.peer_id, seal_spec(STRANGER, SPEC))
     assert not accept(OWNER.peer_id, seal_spec(OWNER, RunSpec(name="mine", seed=8)))
+    later = continued_spec(SPEC, RunSpec(training=TrainingSpec(steps=900)), at=400)
+    assert accept(STRANGER.peer_id, seal_spec(OWNER, later)), "another revision is the same run"
+    assert not accept(STRANGER.peer_id, seal_spec(STRANGER, later))
 
 
 @pytest.mark.parametrize(
@@ -172,7 +176,9 @@ def test_a_run_can_be_joined_though_strangers_flood_its_directory(
 
     async def main() -> None:
         async with network("host", OWNER) as host:
-            keeping = asyncio.create_task(keep_spec(host.directory, endpoint_of(OWNER), seal_spec(OWNER, SPEC)))
+            found = (SPEC, seal_spec(OWNER, SPEC))
+            keeper = SpecKeeper(host.directory, endpoint_of(OWNER), found, OWNER.peer_id)
+            keeping = asyncio.create_task(keeper.keep())
             addresses = host.transport.addresses()
             async with network("stranger", STRANGER, addresses) as stranger:
                 node = stranger.directory._node

@@ -14,7 +14,7 @@ from shoal.deploy.doctor.diagnosis import Diagnosis, diagnose
 from shoal.deploy.doctor.findings import Dial, MachineFound
 from shoal.deploy.doctor.probes import LiveProbes, examine
 from shoal.deploy.run_file import DEMO_SPEC
-from shoal.deploy.run_record import keep_spec, seal_spec
+from shoal.deploy.run_record import SpecKeeper, seal_spec
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.invite import Invite
@@ -62,7 +62,8 @@ def beside_a_peer(
         endpoint = Endpoint(OWNER, host, run=takes_part)
         answers(endpoint, {OWNER.peer_id})
         record = seal_spec(OWNER, SPEC)
-        keeping = asyncio.create_task(keep_spec(directory, endpoint, record) if keeps_spec else asyncio.sleep(0))
+        keeper = SpecKeeper(directory, endpoint, (SPEC, record), OWNER.peer_id)
+        keeping = asyncio.create_task(keeper.keep() if keeps_spec else asyncio.sleep(0))
         try:
             await test(host, Invite(PROTOCOL_VERSION, RUN, OWNER.peer_id, host.addresses()))
         finally:

@@ -1,0 +1,85 @@
+"""Notes on the disk how far a run is, for commands that look when no peer is up."""
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from shoal.deploy.node import Node
+from shoal.deploy.output import Output
+from shoal.deploy.report import Report, Status
+from shoal.deploy.run_folder import RunFolder, Standing
+
+_EVERY_S: Final = 20.0
+
+
+class StandingNote:
+    """Written when the peer begins, every 20 s while the run moves, and when the peer ends.
+
+    Args:
+        standing: at the beginning.
+    """
+
+    def __init__(self, folder: RunFolder, standing: Standing) -> None:
+        self._folder, self._standing = folder, standing
+        self._write_at_s = 0.0
+        self._write()
+
+    @classmethod
+    def begun(cls, node: Node, folder: Path) -> "StandingNote":
+        run_folder = RunFolder(folder, node.run)
+        before = run_folder.standing()
+        is_host = node.peer_id == node.owner
+        standing = Standing(
+            name=node.spec.name,
+            role="host" if is_host else "volunteer",
+            step=before.step if before is not None else 0,
+            loss=before.loss if before is not None else None,
+            steps=node.spec.training.steps,
+            used_s=time.time(),
+            directory=os.getcwd() if is_host else "",
+        )
+        return cls(run_folder, standing)
+
+    def beside(self, output: Output) -> Output:
+        """What is said to `output` is noted too."""
+        return _Noting(self, output)
+
+    def heard(self, report: Report) -> None:
+        if not isinstance(report, Status):
+            return
+        status = report.status
+        if status.step > self._standing.step:
+            loss = self._standing.loss if status.loss is None else status.loss
+            self._standing = msgspec.structs.replace(self._standing, step=status.step, loss=loss)
+        if time.monotonic() >= self._write_at_s:
+            self._write()
+
+    def end(self, *, finished: bool) -> None:
+        step = self._standing.steps if finished else self._standing.step
+        self._standing = msgspec.structs.replace(self._standing, step=step, finished=finished)
+        self._write()
+
+    def _write(self) -> None:
+        self._write_at_s = time.monotonic() + _EVERY_S
+        self._folder.keep_standing(msgspec.structs.replace(self._standing, used_s=time.time()))
+
+
+@dataclass(frozen=True)
+class _Noting:
+    note: StandingNote
+    output: Output
+
+    @property
+    def polls(self) -> bool:
+        return self.output.polls
+
+    def say(self, report: Report) -> None:
+        self.note.heard(report)
+        self.output.say(report)
+
+    def close(self) -> None:
+        self.output.close()
