@@ -22,6 +22,7 @@ from shoal.deploy.commands.options import EXIT_INTERRUPTED, EXIT_USER_ERROR, exa
 from shoal.deploy.commands.pause import pause, resume
 from shoal.deploy.commands.plan import plan
 from shoal.deploy.commands.recover import recover
+from shoal.deploy.commands.report import report
 from shoal.deploy.commands.runs import list_, remove
 from shoal.deploy.commands.service import install, show_, uninstall
 from shoal.deploy.commands.status import status
@@ -97,6 +98,7 @@ for command in (
     plan,
     simulate,
     recover,
+    report,
     export,
     generate,
 ):

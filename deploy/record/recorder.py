@@ -143,7 +143,8 @@ class Recorder:
         if self._keeping.folder is None:
             return ()
         try:
-            return in_words(read_record(self._keeping.folder), self._keeping.folder)
+            lines = in_words(read_record(self._keeping.folder), self._keeping.folder / RECORD)
+            return (*lines, f"  look back    shoal report {self._keeping.run}")
         except LocalError as error:
             return (str(error),)
 

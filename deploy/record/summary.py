@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.deploy.record.lines import RECORD, StepLine, ValidationLine
+from shoal.deploy.record.lines import StepLine, ValidationLine
 from shoal.deploy.record.reading import Record
 
 _AT_THE_END = 10
@@ -91,8 +91,8 @@ def _validations(lines: Sequence[ValidationLine]) -> tuple[ValidationLine, Valid
     return (lines[0], lines[-1], min(lines, key=lambda line: line.loss)) if lines else None
 
 
-def in_words(record: Record, folder: Path) -> tuple[str, ...]:
-    """The run so far, for the terminal. Args: folder: of the run, where the record is."""
+def in_words(record: Record, path: Path) -> tuple[str, ...]:
+    """The run so far, for the terminal. Args: path: of the record."""
     found = totals(record)
     of = f" of {found.steps:,}" if found.steps else ""
     lines = [f"{found.name}: {found.step:,}{of} steps, {_worked(found)}"]
@@ -109,8 +109,7 @@ def in_words(record: Record, folder: Path) -> tuple[str, ...]:
     if found.names:
         lines.append(f"  peers        {_named(found.names)}; {found.peers_max} at work at once, at most")
     lines.append(f"  lost         {what_was_lost(found)}")
-    lines.append(f"  record       {folder / RECORD}")
-    lines.append(f"  look back    shoal report {found.run}")
+    lines.append(f"  record       {path}")
     return tuple(lines)
 
 

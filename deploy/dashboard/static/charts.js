@@ -75,7 +75,7 @@ export class Charts {
     const x = across === "time" ? rising(this.points.at) : this.points.step;
     const shown = perplexity && chart.of === "loss" ? power : (value) => value;
     const raw = this.points[chart.of].map(shown);
-    const columns = [x, raw, weight ? averaged(raw, weight) : raw.map(() => null)];
+    const columns = weight ? [x, raw, averaged(raw, weight)] : [x, raw];
     if (!chart.validates) return columns;
     const validated = this.validations.map(([at, step, loss]) => [across === "time" ? at : step, shown(loss)]).sort((a, b) => a[0] - b[0]);
     return window.uPlot.join([columns, [validated.map((one) => one[0]), validated.map((one) => one[1])]]);
@@ -95,6 +95,7 @@ export class Charts {
     const axis = { stroke: quiet, font, grid: { stroke: line, width: 1 }, ticks: { show: false } };
     const label = perplexity && chart.of === "loss" ? "perplexity" : chart.label;
     const logs = log && chart.logs;
+    chart.title = label;
     // Without a pointer the legend says the newest.
     const value = (u, said, series) => {
       const shown = said ?? (u.cursor.idx === null || u.cursor.idx === undefined ? newest(u.data[series]) : null);
@@ -104,8 +105,8 @@ export class Charts {
     const series = [
       { label: across === "time" ? "at" : "step", value: (u, x) => this.says(x) },
       { label, stroke: weight ? `${accent}50` : accent, fill, width: weight ? 1 : 1.5, points: { show: false }, spanGaps: true, value },
-      { label: "average", show: weight > 0, stroke: accent, width: 2, points: { show: false }, spanGaps: true, value },
     ];
+    if (weight) series.push({ label: "average", stroke: accent, width: 2, points: { show: false }, spanGaps: true, value });
     if (chart.validates) series.push({ label: "validation", stroke: second, width: 1.5, points: { show: true, size: 5, fill: second }, spanGaps: true, value });
     const values = across === "time" ? (u, splits) => splits.map((at) => clock(at, splits)) : (u, splits) => splits.map((step) => (Number.isInteger(step) ? short(step) : ""));
     return new window.uPlot({
@@ -117,7 +118,7 @@ export class Charts {
       scales: { x: { time: across === "time" }, y: { distr: logs ? 3 : 1, range: (u, low, high) => this.range(chart, u, low, high, logs) } },
       axes: [
         { ...axis, space: 64, size: 28, values },
-        { ...axis, size: 50, space: logs ? 22 : 34, values: (u, splits) => splits.map((split) => (split === null ? "" : short(split))), ...(logs ? { filter: (u, splits) => splits } : {}) },
+        { ...axis, size: 50, space: logs ? 22 : 34, values: (u, splits) => splits.map((split) => (split === null ? "" : short(split))), ...(logs ? { filter: (u, splits) => marked(splits) } : {}) },
       ],
       series,
       hooks: { drawClear: [(u) => this.markPlans(u, quiet)] },
@@ -191,7 +192,7 @@ export class Charts {
 
   // All plots below each other, as they are on the page.
   picture() {
-    const sources = this.charts.map(({ plot, label }) => [label, plot.ctx.canvas]);
+    const sources = this.charts.map(({ plot, title }) => [title, plot.ctx.canvas]);
     const heading = 26 * devicePixelRatio;
     const canvas = document.createElement("canvas");
     canvas.width = Math.max(...sources.map(([, source]) => source.width));
@@ -251,6 +252,16 @@ function nearest(sorted, value) {
 function newest(values) {
   for (let index = values.length - 1; index >= 0; index -= 1) if (values[index] !== null && values[index] !== undefined) return values[index];
   return null;
+}
+
+// Not all of a logarithmic axis's marks have room for their figures, and its ends are no marks.
+function marked(splits) {
+  const ratio = splits[splits.length - 1] / splits[0];
+  const fine = ratio < 4 ? [1, 2, 3, 4, 5, 6, 7, 8, 9] : ratio < 12 ? [1, 2, 3, 5] : ratio < 2000 ? [1, 2, 5] : [1];
+  return splits.map((value) => {
+    const digit = value / 10 ** Math.floor(Math.log10(value) + 1e-9);
+    return fine.some((one) => Math.abs(digit - one) < 1e-6) ? value : null;
+  });
 }
 
 function number(value, digits) {

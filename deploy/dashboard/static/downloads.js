@@ -19,11 +19,11 @@ export function vector(charts, colors) {
   const width = Math.max(...charts.map(({ plot }) => plot.width));
   const parts = [];
   let top = 0;
-  for (const { plot, label } of charts) {
+  for (const { plot, title } of charts) {
     const box = { left: plot.bbox.left / devicePixelRatio, top: plot.bbox.top / devicePixelRatio, width: plot.bbox.width / devicePixelRatio, height: plot.bbox.height / devicePixelRatio };
     const x = (value) => (box.left + plot.valToPos(value, "x")).toFixed(1);
     const y = (value) => (box.top + plot.valToPos(value, "y")).toFixed(1);
-    parts.push(`<g transform="translate(0 ${top})"><text x="10" y="16" font-size="14" fill="${ink}">${escaped(label)}</text><g transform="translate(0 ${HEADING})">`);
+    parts.push(`<g transform="translate(0 ${top})"><text x="10" y="16" font-size="14" fill="${ink}">${escaped(title)}</text><g transform="translate(0 ${HEADING})">`);
     for (const value of ticks(plot.scales.y)) {
       parts.push(`<line x1="${box.left}" x2="${box.left + box.width}" y1="${y(value)}" y2="${y(value)}" stroke="${grid}"/>`);
       parts.push(`<text x="${box.left - 6}" y="${y(value)}" dy="4" font-size="11" text-anchor="end" fill="${quiet}">${figure(value)}</text>`);

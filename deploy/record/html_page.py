@@ -1,0 +1,242 @@
+"""A run on one page in one file, from its record alone. Nothing is fetched; what peers call themselves is only text.
+
+The plots are the dashboard's own (`../dashboard/static/`), put into the file with uPlot and their style.
+"""
+
+import html
+import re
+import time
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from string import Template
+
+import msgspec
+
+from shoal.deploy.record.lines import PeerLine, PlanLine, StartLine, StepLine
+from shoal.deploy.record.reading import Record
+from shoal.deploy.record.summary import count, duration, totals, what_was_lost
+from shoal.deploy.record.writing import merged
+
+PAGE = Path(__file__).parent / "page"
+STATIC = Path(__file__).parents[1] / "dashboard" / "static"
+POINTS_MAX = 4000
+"""Of the plots; a longer run's neighbours are merged. `shoal report --csv` has every step."""
+CHANGES_MAX = 200
+_ENDING = re.compile(r"\b[1-9A-HJ-NP-Za-km-z]{8}\b")
+_MODULE = re.compile(r"^(import .*;\n|export )", re.M)
+
+
+class _Data(msgspec.Struct, frozen=True, kw_only=True):
+    """What the page's script draws."""
+
+    name: str
+    points: Sequence[tuple[float, int, float | None, float | None, float, float | None, float | None]]
+    """As `dashboard.view.Point`."""
+    validations: Sequence[tuple[float, int, float]]
+    plans: Sequence[tuple[float, str]]
+
+
+def render_page(record: Record) -> str:
+    """The whole page."""
+    found = totals(record)
+    title = found.name or "a run of shoal"
+    return Template(_text(PAGE / "page.html")).substitute(
+        title=html.escape(title),
+        subtitle=html.escape(_subtitle(record)),
+        tiles=_tiles(record),
+        curves=_curves(),
+        changes=_changes(record),
+        peers=_peers(record),
+        facts=_facts(record),
+        style=_text(STATIC / "uplot" / "uPlot.min.css") + _text(STATIC / "style.css") + _text(PAGE / "page.css"),
+        uplot=_text(STATIC / "uplot" / "uPlot.iife.min.js"),
+        script="".join(
+            _MODULE.sub("", _text(path))
+            for path in (STATIC / "format.js", STATIC / "downloads.js", STATIC / "charts.js", PAGE / "page.js")
+        ),
+        data=_embedded(_data(record, title)),
+    )
+
+
+def csv_of(record: Record) -> str:
+    """Every step that holds, and every validation: a line each, in order of steps."""
+    heads = (
+        "step",
+        "time",
+        "loss",
+        "perplexity",
+        "validation_loss",
+        "learning_rate",
+        "gradient_norm",
+        "tokens",
+        "tokens_per_s",
+        "staleness_steps",
+        "peers",
+        "given_up",
+        "duplicates",
+        "era",
+    )
+    rows: list[tuple[int, int, tuple[object, ...]]] = []
+    for line in record.steps:
+        measured = line.loss, line.perplexity, None, line.learning_rate, line.gradient_norm, line.tokens
+        counted = line.tokens_per_s, line.staleness, line.peers, line.given_up, line.duplicates, line.era
+        rows.append((line.step, 0, (line.step, line.time, *measured, *counted)))
+    for told in record.validations:
+        rows.append((told.step, 1, (told.step, told.time, None, None, told.loss, *(None,) * 8, told.era)))
+    rows.sort(key=lambda row: row[:2])
+    cells = (",".join("" if cell is None else str(cell) for cell in row) for _, _, row in rows)
+    return "\n".join([",".join(heads), *cells]) + "\n"
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+def _curves() -> str:
+    """The dashboard's own plots with their controls."""
+    page = _text(STATIC / "index.html")
+    begin = page.index('<section id="curves"')
+    return page[begin : page.index("</section>", begin) + len("</section>")]
+
+
+def _embedded(data: _Data) -> str:
+    """JSON that cannot end the script element it stands in."""
+    text = msgspec.json.encode(data).decode()
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _data(record: Record, title: str) -> _Data:
+    every = -(-len(record.steps) // POINTS_MAX) or 1
+    steps = [merged(record.steps[index : index + every]) for index in range(0, len(record.steps), every)]
+    made = {line.step: line.time for line in record.steps}
+    return _Data(
+        name=title,
+        points=[
+            (
+                line.time,
+                line.step,
+                line.loss,
+                line.tokens_per_s,
+                line.staleness,
+                line.learning_rate,
+                line.gradient_norm,
+            )
+            for line in steps
+        ],
+        validations=[(made.get(line.step, line.time), line.step, line.loss) for line in record.validations],
+        plans=[(line.time, line.reason) for line in _real_changes(record.plans)],
+    )
+
+
+def _subtitle(record: Record) -> str:
+    found, start = totals(record), _start(record)
+    if found.began_s is None or found.ended_s is None:
+        return "Nothing was recorded yet."
+    model = f"{count(start.num_parameters)} parameters in {start.num_layers} layers; " if start else ""
+    return f"{model}{_date(found.began_s)} to {_date(found.ended_s)}; run {found.run or 'without a name'}"
+
+
+def _start(record: Record) -> StartLine | None:
+    return record.starts[-1] if record.starts else None
+
+
+def _tiles(record: Record) -> str:
+    found = totals(record)
+    of = f"of {found.steps:,}" if found.steps else ""
+    tiles = [("Steps", f"{found.step:,}", of)]
+    if found.loss is not None:
+        tiles.append(("Loss", f"{found.loss[1]:.3f}", f"{found.loss[0]:.3f} at first"))
+    if found.validation is not None:
+        _, last, best = found.validation
+        tiles.append(("Validation", f"{last.loss:.3f}", f"at step {last.step:,}; best {best.loss:.3f}"))
+    pace = f"{found.tokens_per_s:,.0f} a second" if found.tokens_per_s else ""
+    tiles.append(("Tokens", count(found.tokens), pace))
+    tiles.append(("Time", duration(found.elapsed_s), "from the first step to the last"))
+    return "".join(
+        f'<article><h2>{html.escape(name)}</h2><p><b class="word">{html.escape(value)}</b></p>'
+        f'<p class="quiet">{html.escape(more)}</p></article>'
+        for name, value, more in tiles
+    )
+
+
+def _changes(record: Record) -> str:
+    names = {line.peer[-8:]: line.name for line in record.peers}
+    changes = _real_changes(record.plans)
+    rows = [(line.time, line.reason, "plan") for line in changes]
+    rows += [(line.time, f"the record goes on, kept by {line.peer_name}", "note") for line in record.starts[1:]]
+    if not rows:
+        return '<li class="quiet">Nothing.</li>'
+    shown = sorted(rows, key=lambda row: row[0])[-CHANGES_MAX:]
+    return "".join(
+        f'<li class="{kind}"><time>{_date(at_s)}</time> '
+        f"{html.escape(_ENDING.sub(lambda found: names.get(found.group(), found.group()), text))}</li>"
+        for at_s, text, kind in shown
+    )
+
+
+def _real_changes(plans: Iterable[PlanLine]) -> list[PlanLine]:
+    """The role of coordinator moves every minute; what matters is who came, went or moved."""
+    told = sorted(plans, key=lambda line: (line.term, line.sequence))
+    return [line for line in told if "hand-over from" not in line.reason and "is under way" not in line.reason]
+
+
+def _peers(record: Record) -> str:
+    by_peer: dict[str, list[PeerLine]] = {}
+    for line in record.peers:
+        by_peer.setdefault(line.peer, []).append(line)
+    end_s = max((line.time for line in (*record.steps, *record.peers)), default=0.0)
+    rows = []
+    for peer, lines in by_peer.items():
+        stages = sorted({line.stage for line in lines if line.stage is not None})
+        where = ", ".join(map(str, stages)) or "spare"
+        present_s = _present_s(lines, end_s)
+        device = next((line.device for line in lines if line.device), "")
+        cells = (lines[-1].name, device, where, _date(lines[0].time), duration(present_s))
+        rows.append(
+            f'<tr title="{html.escape(peer)}">{"".join(f"<td>{html.escape(cell)}</td>" for cell in cells)}</tr>'
+        )
+    heads = "".join(f"<th>{head}</th>" for head in ("peer", "device", "stages", "came", "was seen for"))
+    return f"<table><thead><tr>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+
+
+def _present_s(lines: Sequence[PeerLine], end_s: float) -> float:
+    ends = [*(line.time for line in lines[1:]), end_s]
+    return sum(max(0.0, end - line.time) for line, end in zip(lines, ends, strict=True) if line.change != "left")
+
+
+def _facts(record: Record) -> str:
+    found, start = totals(record), _start(record)
+    rows = [
+        ("steps", f"{found.step:,}" + (f" of {found.steps:,}" if found.steps else "")),
+        ("tokens trained on", f"{found.tokens:,}"),
+        ("from the first step to the last", duration(found.elapsed_s)),
+        ("longest standstill", _standstill(record.steps)),
+        ("tokens a second", f"{found.tokens_per_s:,.0f} in the median" if found.tokens_per_s else "not known"),
+        ("peers at work at once", f"{found.peers_max} at most"),
+        ("lost", what_was_lost(found)),
+        ("coordinators", f"{len({line.coordinator for line in record.plans})}"),
+    ]
+    if found.validation is not None:
+        first, last, best = found.validation
+        rows.append(
+            (
+                "validation",
+                f"{first.loss:.4f} at step {first.step:,}, {last.loss:.4f} at step {last.step:,}, "
+                f"best {best.loss:.4f} at step {best.step:,}",
+            )
+        )
+    if start is not None:
+        rows += [("parameters", f"{start.num_parameters:,}"), ("optimizer", start.optimizer), *start.fields.items()]
+        rows += [("shoal", start.version), ("record kept by", f"{start.peer_name} ({start.peer})")]
+    return "".join(f"<tr><th>{html.escape(name)}</th><td>{html.escape(value)}</td></tr>" for name, value in rows)
+
+
+def _standstill(steps: Sequence[StepLine]) -> str:
+    gaps = [(after.time - before.time, before.step) for before, after in pairwise(steps)]
+    longest_s, step = max(gaps, default=(0.0, 0))
+    return f"{duration(longest_s)}, after step {step:,}" if step else "none"
+
+
+def _date(at_s: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(at_s))
