@@ -24,7 +24,6 @@ from shoal.deploy.run_record import is_newer, open_spec
 from shoal.peer.snapshot_name import MANIFEST, SnapshotName
 from shoal.protocol.envelope import Envelope
 from shoal.protocol.errors import RemoteError
-from shoal.protocol.live.disk import LiveDisk
 from shoal.protocol.spec import RunSpec
 
 logger = logging.getLogger(__name__)
@@ -64,7 +63,6 @@ class RunFolder:
     def __init__(self, peer_folder: Path, run: str) -> None:
         self.peer_folder, self.run = peer_folder, run
         self.path = peer_folder / run
-        self._disk = LiveDisk(peer_folder)
 
     # --- the spec ---
 
@@ -153,12 +151,14 @@ class RunFolder:
                         yield name, folder
 
     def _write(self, name: str, data: bytes) -> None:
-        path = PurePosixPath(self.run, name)
+        from shoal.protocol.live.disk import LiveDisk  # which brings numpy: commands that only look do without
+
+        disk, path = LiveDisk(self.peer_folder), PurePosixPath(self.run, name)
         beside = path.with_suffix(".new")
-        self._disk.make_folder(path.parent)
-        self._disk.write(beside, data)
-        self._disk.replace(beside, path)
-        self._disk.sync_folder(path.parent)
+        disk.make_folder(path.parent)
+        disk.write(beside, data)
+        disk.replace(beside, path)
+        disk.sync_folder(path.parent)
 
 
 class _WithSpec(msgspec.Struct):

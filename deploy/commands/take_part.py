@@ -178,7 +178,8 @@ def _host(
         from shoal.protocol.live.run import run
 
     folder = places.claim_folder(state_dir or places.state_root() / "hosts" / _file_name(asked.spec.name))
-    with _where_it_was_hosted(asked.known):
+    with _where_it_was_hosted(asked.known), contextlib.ExitStack() as unless_it_begins:
+        unless_it_begins.callback(folder.release)
         spec, corpus = load_own_corpus(asked.spec)
         going = _goes_on(replace(asked, spec=spec), folder.path)
         if going.finished:
@@ -188,6 +189,7 @@ def _host(
         warnings = advice(spec, training_tokens=corpus.num_training, text_vocab_size=corpus.vocab_size)
         with progress_bar("checking the weights") as tell:
             initial = open_initial(spec, lambda done, layers: tell(done / layers))
+        unless_it_begins.pop_all()
     chosen = Options(
         name=name,
         folder=folder.path,
