@@ -47,7 +47,13 @@ def _rate_advice(spec: RunSpec) -> list[str]:
     if optimizer.name == "sgd":
         return []
     tunes = bool(spec.initial.digests)
-    usual = learning_rate_of(size, tokens_per_step=float(spec.tokens_per_step), optimizer=optimizer.name, tunes=tunes)
+    usual = learning_rate_of(
+        size,
+        tokens_per_step=float(spec.tokens_per_step),
+        steps=spec.training.steps,
+        optimizer=optimizer.name,
+        tunes=tunes,
+    )
     times = optimizer.learning_rate / usual
     if times > RATE_HIGH:
         return [

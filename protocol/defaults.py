@@ -14,9 +14,10 @@ what a spec says with the same rules.
 | learning_rate | 0.3118 C^-0.125, less for small steps | DeepSeek LLM (2401.02954, equation 1) |
 | warmup_steps | 2 / (1 - beta2), 1 % of a long run | untuned warm-up (1910.04209, section 5) |
 
-N are the parameters of the decoder layers that a token passes, C is the FLOP of a run of 20 N tokens. The rules take
-that length and not the run's own, so that a run that is made longer keeps its rate and its data. `tests/bench/rates.py`
-trains models of several sizes by them; peer/MEASURED.md says what came of it, and what is extrapolated.
+N are the parameters of the decoder layers that a token passes, C the FLOP of the whole run. A step is as large as suits
+a run of 20 N tokens, however long the run itself is: it should be worth its reduction over slow links.
+`tests/bench/rates.py` trains models of several sizes by these rules; MEASURED.md says what came of it, and what is
+extrapolated.
 """
 
 import copy
@@ -32,17 +33,6 @@ if TYPE_CHECKING:
 
 AUTO: Final = "auto"
 """In a run file: as if the field was not there."""
-
-RULED: Final = (
-    "model.num_heads",
-    "model.num_kv_heads",
-    "model.ffn_dim",
-    "training.microbatches_per_step",
-    "training.microbatch_size",
-    "optimizer.learning_rate",
-    "optimizer.warmup_steps",
-)
-"""Fields that a run file may leave to a rule."""
 
 TOKENS_PER_PARAMETER: Final = 20.0
 """2203.15556 (Chinchilla), table 3, rounded."""
@@ -60,6 +50,8 @@ _WARMUP_SHARE_MAX: Final = 0.1
 _TUNING: Final = 1 / 15
 """Of the rate from scratch, for weights that are good already: Llama 2 of 7 B has 3e-4, and 2e-5 to be tuned
 (2307.09288, sections 2.2 and 3.1)."""
+_SHORT: Final = 2.5
+"""Of a run with a 1,500th of 20 N tokens."""
 _SGD_RATE: Final = 4e-3
 """No law is known to us for the rate of SGD on language models."""
 
@@ -89,11 +81,6 @@ class Size:
     def tokens(self) -> float:
         """What a model of this size learns most from for its arithmetic."""
         return TOKENS_PER_PARAMETER * self.parameters
-
-    @property
-    def flop(self) -> float:
-        """C: of a run over so many tokens."""
-        return self.flop_per_token * self.tokens
 
 
 def model_size(
@@ -141,19 +128,25 @@ def batch_tokens_of(size: Size) -> float:
     return float(0.58 * size.tokens**0.571)
 
 
-def learning_rate_of(size: Size, *, tokens_per_step: float, optimizer: str = "nadam", tunes: bool = False) -> float:
+def learning_rate_of(
+    size: Size, *, tokens_per_step: float, steps: int, optimizer: str = "nadam", tunes: bool = False
+) -> float:
     """The peak of the schedule, to two digits.
 
     Steps smaller than `batch_tokens_of` take less, by the square root (2205.10287, section 4; 2405.14578); larger ones
-    do not take more, where the law's own optimum is flat.
+    do not take more, where the law's own optimum is flat. The law is of runs of 1e17 FLOP and more; a shorter run takes
+    at most `_SHORT` times what one of 20 N tokens does.
 
     Args:
+        steps: of the whole run.
         optimizer: its name in the run spec. Muon's is AdamW's (2502.16982), and so is NAdam's; none is known for SGD.
         tunes: the run begins with weights that are good already.
     """
     if optimizer == "sgd":
         return _SGD_RATE
-    rate = 0.3118 * size.flop**-0.125 * min(1.0, math.sqrt(tokens_per_step / batch_tokens_of(size)))
+    rate = 0.3118 * (size.flop_per_token * size.tokens) ** -0.125
+    rate *= min(_SHORT, (size.tokens / (tokens_per_step * steps)) ** 0.125)
+    rate *= min(1.0, math.sqrt(tokens_per_step / batch_tokens_of(size)))
     return _two_digits(rate * _TUNING if tunes else rate)
 
 
@@ -235,22 +228,12 @@ def fill_in(tables: Mapping[str, Any], base: "RunSpec") -> tuple[dict[str, Any],
     samples = filling.choose("training.microbatch_size", samples, law)
     optimizer = filling.text("optimizer.name")
     tunes = bool(filling.table("initial").get("digests"))
-    rate = learning_rate_of(size, tokens_per_step=float(number * samples * context), optimizer=optimizer, tunes=tunes)
-    filling.choose("optimizer.learning_rate", rate, _why_rate(size, optimizer=optimizer, tunes=tunes))
-    beta2 = filling.share("optimizer.beta2")
-    warmup = warmup_steps_of(filling.number("training.steps"), beta2=beta2)
+    steps, tokens = filling.number("training.steps"), number * samples * context
+    rate = learning_rate_of(size, tokens_per_step=float(tokens), steps=steps, optimizer=optimizer, tunes=tunes)
+    filling.choose("optimizer.learning_rate", rate, _why_rate(size, tokens * steps, optimizer=optimizer, tunes=tunes))
+    warmup = warmup_steps_of(steps, beta2=filling.share("optimizer.beta2"))
     filling.choose("optimizer.warmup_steps", warmup, "2 / (1 - beta2) steps, 1 % of a long run, 10 % of a short one")
     return filling.tables, tuple(filling.choices)
-
-
-def as_before(tables: Mapping[str, Any], former: "RunSpec") -> dict[str, Any]:
-    """The tables of a run file with what it leaves to a rule as a former run of it has that: the rules may have changed
-    since, and the warm-up follows from steps that may have been raised."""
-    filling = _Filling(tables, former)
-    for path in RULED:
-        section, _, name = path.partition(".")
-        filling.choose(path, getattr(getattr(former, section), name), "as before")
-    return filling.tables
 
 
 def in_words(choices: tuple[Choice, ...], spec: "RunSpec") -> tuple[str, ...]:
@@ -315,10 +298,10 @@ class _Filling:
         return value
 
 
-def _why_rate(size: Size, *, optimizer: str, tunes: bool) -> str:
+def _why_rate(size: Size, tokens: float, *, optimizer: str, tunes: bool) -> str:
     if optimizer == "sgd":
         return "no rule is known for sgd: try some"
-    law = f"DeepSeek LLM's law for {millions(size.parameters)} parameters, and the size of a step"
+    law = f"DeepSeek LLM's law for {millions(size.parameters)} parameters and {millions(tokens)} tokens, in such steps"
     return f"a fifteenth of {law}, as it begins with weights that are good already" if tunes else law
 
 

@@ -137,7 +137,8 @@ def _for_fine_tuning(name: str, model: ModelSpec) -> RunSpec:
         swarm=SwarmSpec(stages=stages, min_peers=stages),
     )
     # Weights that are good already want small steps, and no pull towards zero.
-    rate = learning_rate_of(size_of(spec), tokens_per_step=float(spec.tokens_per_step), optimizer="adamw", tunes=True)
+    step, steps = float(spec.tokens_per_step), spec.training.steps
+    rate = learning_rate_of(size_of(spec), tokens_per_step=step, steps=steps, optimizer="adamw", tunes=True)
     return msgspec.structs.replace(spec, optimizer=OptimizerSpec(name="adamw", learning_rate=rate, weight_decay=0.0))
 
 
