@@ -43,7 +43,7 @@ from shoal.deploy.stop import LEAVE_SOON_S, Stop
 from shoal.peer.data.corpus import Corpus
 from shoal.peer.initial import InitialWeights
 from shoal.peer.model.schedule import rate_of
-from shoal.protocol.errors import ShoalError
+from shoal.protocol.errors import RunNotFound, ShoalError
 from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.invite import Invite, make_invite, worth_telling
 from shoal.protocol.live.clock import LoopClock
@@ -62,6 +62,7 @@ _ASKS_EVERY = 5
 parent's, and any child may die."""
 _POLLS_MAX = 20
 """Of all who watch together, a second: in a larger swarm each asks the coordinator more rarely."""
+NOBODY_YET = "nobody else of the run is up yet: it goes on when enough of them are here (Ctrl-C ends the wait)"
 _FIND_RUN_S = 20.0
 _FIND_ANYBODY_S = 11.0
 """Once no address has answered: the transport tries them all again after ten."""
@@ -138,8 +139,15 @@ async def join_run(invite: Invite, options: Options) -> None:
         async with _network(identity, invite.run, options, invited=invite.addresses) as network:
             view.tell("looking for the run")
             patience_s = _FIND_RUN_S if await network.transport.connected() else _FIND_ANYBODY_S
-            known = RunFolder(options.folder, invite.run).record()
-            spec, record = await fetch_spec(network.directory, invite, timeout_s=patience_s, known=known)
+            known = _known(options.folder, invite)
+            try:
+                spec, record = await fetch_spec(network.directory, invite, timeout_s=patience_s, known=known)
+            except RunNotFound:
+                if known is None:
+                    raise
+                # All of us may have been off, and somebody has to be the first.
+                spec, record = known
+                options = replace(options, first_said=(*options.first_said, NOBODY_YET))
             view.tell("reading the text")
             corpus = await in_background(  # Ctrl-C does not wait for it: a large text takes minutes
                 partial(find_corpus, spec, data=options.data, tokenizer=options.tokenizer, on_progress=view.reached)
@@ -148,6 +156,12 @@ async def join_run(invite: Invite, options: Options) -> None:
             run = _Run(spec=spec, owner=invite.owner, record=record, corpus=corpus)
             newer = await _take_part(network, run, options, stop)
     await _go_over(newer, run, identity, options, stop, invited=invite.addresses)
+
+
+def _known(folder: Path, invite: Invite) -> Found | None:
+    """What this peer knows of the run from an earlier time; nothing of a run that was over by then."""
+    kept = RunFolder(folder, invite.run)
+    return None if kept.is_finished() else kept.record()
 
 
 async def _go_over(

@@ -35,6 +35,8 @@ def test_a_run_goes_on_where_it_was_with_the_commands_of_yesterday(world: Any) -
     assert "saved" in host.output
     assert "saved" in guest.output
 
-    again = world.shoal(*joining), world.shoal(*hosting)
+    first = world.shoal(*joining)
+    first.line('{"event":"Note","text":"nobody else of the run is up yet')
+    again = first, world.shoal(*hosting)
     world.until(lambda: all(committed(command) for command in again))
     assert min(committed(command)[0] for command in again) >= had
