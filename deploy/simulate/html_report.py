@@ -85,13 +85,13 @@ def _embedded(data: PageData) -> str:
 
 def _table(rows: Sequence[Row]) -> str:
     head = "".join(f"<th{_kind(heading)}>{html.escape(heading)}</th>" for heading in headings())
-    body = "\n".join(
-        "<tr>"
-        + "".join(f"<td{_kind(h)}>{html.escape(c)}</td>" for h, c in zip(headings(), cells(row), strict=True))
-        + "</tr>"
-        for row in rows
-    )
-    return f"<table><thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table>"
+    body = "\n".join(f"<tr>{''.join(map(_cell, headings(), cells(row)))}</tr>" for row in rows)
+    return f'<table class="cards"><thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table>'
+
+
+def _cell(heading: str, cell: str) -> str:
+    """With its heading, which a phone shows beside it."""
+    return f'<td{_kind(heading)} data-label="{html.escape(heading)}">{html.escape(cell)}</td>'
 
 
 def _kind(heading: str) -> str:

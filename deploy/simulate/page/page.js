@@ -44,7 +44,7 @@ function tip(event, text) {
 // --- throughput over time ---
 
 function drawThroughput() {
-  const box = at("throughput"), W = 1180, H = 300, L = 64, R = 24, T = 10, B = 46;
+  const box = at("throughput"), W = Math.max(280, box.clientWidth || 1180), H = 300, L = 64, R = 24, T = 10, B = 46;
   const lines = data.strategies.filter((s) => s.pace.length);
   if (!lines.length) return void (box.textContent = "No strategy committed a step.");
   const end = Math.max(...lines.map((s) => s.pace.at(-1)[1]));
@@ -55,7 +55,7 @@ function drawThroughput() {
     svg.append(element("line", { x1: L, x2: W - R, y1: y(v), y2: y(v), stroke: "var(--line)" }));
     svg.append(element("text", { x: L - 8, y: y(v) + 4, "text-anchor": "end" }, short(v) || "0"));
   }
-  for (const t of ticks(0, end, 10))
+  for (const t of ticks(0, end, Math.max(2, Math.floor(W / 110))))
     svg.append(element("text", { x: x(t), y: H - B + 18, "text-anchor": "middle" }, t + " s"));
   svg.append(element("text", { x: L - 8, y: H - 8, "text-anchor": "end" }, "tokens/s"));
   lines.forEach((s) => {
@@ -92,7 +92,7 @@ class Gantt {
     this.low = chart.from;
     this.high = chart.to;
     this.row = chart.rows.length > 40 ? 10 : 16;
-    this.gutter = 190;
+    this.gutter = this.room();
     this.axis = 22;
     this.canvas = element("canvas", { "aria-label": "timeline of each device" });
     box.replaceChildren(this.canvas);
@@ -102,6 +102,11 @@ class Gantt {
     this.canvas.addEventListener("mouseup", (e) => this.zoom(e));
     this.canvas.addEventListener("dblclick", () => this.show(chart.from, chart.to));
     this.draw();
+  }
+
+  // For the devices' names: on a phone a quarter of the width.
+  room() {
+    return Math.min(190, Math.round((this.canvas?.clientWidth || at("gantt").clientWidth || 1180) / 4));
   }
 
   time(event) {
@@ -123,6 +128,7 @@ class Gantt {
 
   draw(mark) {
     const rows = this.chart.rows, ratio = devicePixelRatio || 1, width = this.canvas.clientWidth || 1180;
+    this.gutter = this.room();
     const height = rows.length * this.row + this.axis;
     this.canvas.width = width * ratio;
     this.canvas.height = height * ratio;
@@ -152,7 +158,7 @@ class Gantt {
     });
     g.font = "11px system-ui, sans-serif";
     g.fillStyle = css("quiet");
-    for (const t of ticks(this.low, this.high, 8)) g.fillText(seconds(t), x(t) + 3, height - this.axis / 2);
+    for (const t of ticks(this.low, this.high, Math.max(2, Math.floor(plot / 120)))) g.fillText(seconds(t), x(t) + 3, height - this.axis / 2);
     if (mark !== undefined && this.grip !== null && this.grip !== undefined) {
       g.fillStyle = css("quiet");
       g.globalAlpha = 0.25;
@@ -235,5 +241,11 @@ KINDS.forEach((kind, index) =>
   at("kinds").append(element("span", {}, element("i", { style: `background:var(--${kind})` }), data.says[index])));
 drawThroughput();
 choose(at("tabs"), data.strategies.map((s) => s.name), showStrategy);
-addEventListener("resize", () => gantt && gantt.draw());
+let width = innerWidth;
+addEventListener("resize", () => {
+  if (innerWidth === width) return; // a phone's address bar comes and goes
+  width = innerWidth;
+  drawThroughput();
+  if (gantt) gantt.draw();
+});
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => gantt && gantt.draw());

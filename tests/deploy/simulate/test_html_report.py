@@ -21,6 +21,7 @@ from shoal.deploy.simulate.strategy import Strategy
 from shoal.deploy.simulate.table import cells, seconds, size, table_of
 
 EVIL = '</script><script>alert(1)</script><img src=x onerror="alert(2)">&amp;'
+CHROMIUM = Path("/usr/bin/chromium")
 PLACEMENT = Placement(stages=((0, 1), (2,)), bounds=(0, 2, 6))
 COST = Cost(
     seconds=9.0,
@@ -288,3 +289,21 @@ def test_the_page_carries_everything_that_is_drawn(tmp_path: Path) -> None:
     assert first["layout"] == [[0, "0-1", 2, "2 Four"], [1, "2-5", 1, "1 Four"]]
     assert second["about"] == EVIL
     assert second["gantt"]["rows"] == []
+
+
+@pytest.mark.skipif(not CHROMIUM.exists(), reason="no /usr/bin/chromium: apt-get install chromium")
+def test_nothing_is_wider_than_a_phone_and_each_figure_has_its_name(tmp_path: Path) -> None:
+    from playwright.sync_api import sync_playwright
+
+    text, _ = page(tmp_path)
+    file = tmp_path / "page.html"
+    file.write_text(text, encoding="utf-8")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=str(CHROMIUM))
+        shown = browser.new_context(viewport={"width": 390, "height": 844}, is_mobile=True, has_touch=True).new_page()
+        shown.goto(file.as_uri())
+        assert shown.evaluate("document.documentElement.scrollWidth") <= 390
+        label = "getComputedStyle(document.querySelectorAll('.cards td')[1], '::before').content"
+        assert shown.evaluate(label) == '"tokens/s"'
+        assert shown.evaluate("document.querySelector('#throughput svg').viewBox.baseVal.width") <= 390
+        browser.close()
