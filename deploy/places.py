@@ -123,17 +123,20 @@ class Running(msgspec.Struct, frozen=True):
     """For commands on this machine: it may name addresses that only they can use."""
     folder: str = ""
     """The peer's own: its control socket is there."""
+    name: str = ""
+    """Of the peer, as others see it."""
+    run_name: str = ""
 
 
 @contextlib.contextmanager
-def announced(invite: str, folder: Path | None = None) -> Iterator[None]:
+def announced(invite: str, folder: Path | None = None, *, name: str = "", run_name: str = "") -> Iterator[None]:
     """While this lasts, `shoal status` without an argument finds the run, and `shoal leave` the peer in `folder`.
 
     A disk that does not take the note is no reason not to take part: the peer's own folder may be on another.
     """
     path = state_root() / "running" / f"{os.getpid()}.json"
     try:
-        _note(path, invite, folder)
+        _note(path, invite, folder, name=name, run_name=run_name)
     except OSError as error:
         logger.warning("`shoal status` and `leave` will not find this peer by themselves: %s", error)
     try:
@@ -162,9 +165,9 @@ def all_running() -> list[Running]:
     return sorted(alive, key=lambda note: (note.started_s, note.pid), reverse=True)
 
 
-def _note(path: Path, invite: str, folder: Path | None) -> None:
-    pid = os.getpid()
-    note = Running(pid, _created_s(pid), time.time(), invite, str(folder.resolve()) if folder else "")
+def _note(path: Path, invite: str, folder: Path | None, *, name: str, run_name: str) -> None:
+    pid, where = os.getpid(), str(folder.resolve()) if folder else ""
+    note = Running(pid, _created_s(pid), time.time(), invite, where, name, run_name)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".new")
     try:

@@ -287,7 +287,8 @@ async def _train(
     control.on("invite", InviteVerb(network.transport, run=node.run, owner=run.owner).answer)
     try:
         await control.try_start()
-        with announced(_for_commands(network, run.owner, told), options.folder):
+        here = _for_commands(network, run.owner, told)
+        with announced(here, options.folder, name=options.name, run_name=run.spec.name):
             output.say(Phase(name="measuring this machine"))
             await node.start()
             freeze_heap()

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shoal.deploy import places
-from shoal.deploy.commands.options import EXIT_FAILED, Running, examples, running_here
-from shoal.protocol.errors import LocalError
+from shoal.deploy.commands.options import EXIT_FAILED, Running, examples
+from shoal.deploy.commands.which_peer import Everyone, Name, which_peers
 
 if TYPE_CHECKING:
     import psutil
@@ -20,14 +19,14 @@ _DRAIN_S_MAX = 120.0
 
 @examples(
     "shoal leave  # finish what is in flight, say good-bye, end",
+    "shoal leave bob  # of several peers on this machine, the one called bob",
     "shoal leave --all  # every peer of this user on this machine",
     "shoal leave --now  # without waiting for work in flight",
 )
 def leave(
+    name: Name = None,
+    everyone: Everyone = False,
     state_dir: Running = None,
-    everyone: Annotated[
-        bool, typer.Option("--all", help="All peers that run here, not only the last started.")
-    ] = False,
     now: Annotated[bool, typer.Option("--now", help="Do not finish what is in flight: others do it again.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Say who left as JSON.")] = False,
 ) -> None:
@@ -37,23 +36,22 @@ def leave(
 
     from shoal.deploy.control_socket import ask
 
-    notes = places.all_running()
-    folder = None if everyone else running_here(state_dir).resolve()
-    leaving = [note for note in notes if note.folder and (everyone or str(folder) == note.folder)]
-    if not leaving:
-        raise LocalError("no peer runs on this machine" if folder is None else f"no peer runs in {folder}")
+    leaving = which_peers("leave", name=name, everyone=everyone, state_dir=state_dir)
     processes = []
-    for note in leaving:
+    for label, note in leaving:
         ask(Path(note.folder), "leave", drains=not now)
         try:
             processes.append(psutil.Process(note.pid))
         except psutil.NoSuchProcess:
             continue  # as quick as that
         if not json:
-            typer.echo(f"leaving: the peer in {note.folder} finishes what is in flight")
+            typer.echo(f"{label}: leaving, once what is in flight is done")
     still = _wait(processes)
     if json:
-        left = [{"folder": note.folder, "left": all(note.pid != late.pid for late in still)} for note in leaving]
+        left = [
+            {"name": label, "folder": note.folder, "left": all(note.pid != late.pid for late in still)}
+            for label, note in leaving
+        ]
         typer.echo(msgspec.json.encode(left).decode())
     for process in still:
         typer.echo(f"process {process.pid} has not ended in {_DRAIN_S_MAX:.0f} s: `shoal leave --now` again", err=True)

@@ -81,9 +81,7 @@ Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log what happens
 Reports = Annotated[
     bool, typer.Option("--json", "--reports", help="Say what happens as JSON lines, for a script or a parent process.")
 ]
-Running = Annotated[
-    Path | None, typer.Option("--state-dir", help="Of which peer, if several run here. Default: the last started.")
-]
+Running = Annotated[Path | None, typer.Option("--state-dir", help="Of which peer, if several run here: its folder.")]
 
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])

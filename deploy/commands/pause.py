@@ -1,39 +1,48 @@
 """`shoal pause` and `shoal resume`: have the device back for a while."""
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from shoal.deploy.commands.options import Running, examples, running_here
+from shoal.deploy.commands.options import Running, examples
+from shoal.deploy.commands.which_peer import Everyone, Name, which_peers
 
-Json = Annotated[bool, typer.Option("--json", help="Say how it is now as JSON.")]
+Json = Annotated[bool, typer.Option("--json", help="Say how each is now, as JSON.")]
 
 
 @examples(
     "shoal pause  # the device is free within a second; the peer stays in the swarm",
-    "shoal resume  # and works again",
+    "shoal pause bob  # of several peers on this machine, the one called bob",
+    "shoal pause --all  # every peer on this machine",
 )
-def pause(state_dir: Running = None, json: Json = False) -> None:
+def pause(name: Name = None, everyone: Everyone = False, state_dir: Running = None, json: Json = False) -> None:
     """Have the device back, until `shoal resume`."""
-    from shoal.deploy.control_socket import ask
-
-    _tell(ask(running_here(state_dir), "pause"), json)
+    _do("pause", name, everyone, state_dir, json)
 
 
-@examples("shoal resume  # end a pause", "shoal resume --state-dir ~/second-peer  # of another peer of this machine")
-def resume(state_dir: Running = None, json: Json = False) -> None:
+@examples(
+    "shoal resume  # end a pause",
+    "shoal resume bob  # of several peers on this machine, the one called bob",
+)
+def resume(name: Name = None, everyone: Everyone = False, state_dir: Running = None, json: Json = False) -> None:
     """End a pause; set hours still hold."""
+    _do("resume", name, everyone, state_dir, json)
+
+
+def _do(verb: str, name: str | None, everyone: bool, state_dir: Path | None, json: bool) -> None:
     from shoal.deploy.control_socket import ask
 
-    _tell(ask(running_here(state_dir), "resume"), json)
-
-
-def _tell(answer: dict[str, Any], json: bool) -> None:
+    found = which_peers(verb, name=name, everyone=everyone, state_dir=state_dir)
+    answers = [{"name": label, "folder": note.folder} | ask(Path(note.folder), verb) for label, note in found]
     if json:
         import msgspec
 
-        typer.echo(msgspec.json.encode(answer).decode())
-    elif answer["paused"]:
-        typer.echo(f"paused: {'; '.join(answer['reasons'])}")
-    else:
-        typer.echo("computing")
+        typer.echo(msgspec.json.encode(answers).decode())
+        return
+    for answer in answers:
+        typer.echo(f"{answer['name']}: {_state(answer)}")
+
+
+def _state(answer: dict[str, Any]) -> str:
+    return f"paused: {'; '.join(answer['reasons'])}" if answer["paused"] else "computing"

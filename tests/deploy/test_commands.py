@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import psutil
 import pytest
 import segno
 from typer.testing import CliRunner
@@ -26,6 +28,14 @@ OWNER = Identity(bytes(32)).peer_id
 INVITE = make_invite("0123456789abcdef", OWNER, [f"/ip4/127.0.0.1/tcp/9/p2p/{OWNER}"])
 
 
+ANSWERS: dict[str, dict[str, Any]] = {
+    "invite": {"invite": INVITE, "run": "r", "peers": 2},
+    "leave": {},
+    "pause": {"paused": True, "reasons": ["you asked for it"]},
+    "resume": {"paused": False, "reasons": []},
+}
+
+
 @pytest.fixture(autouse=True)
 def own_state(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
@@ -43,7 +53,7 @@ class PretendPeer:
 
     async def _serve(self) -> None:
         server = ControlServer(self.folder)
-        for verb, answer in {"invite": {"invite": INVITE, "run": "r", "peers": 2}, "leave": {}}.items():
+        for verb, answer in ANSWERS.items():
 
             async def handler(
                 arguments: Mapping[str, Any], verb: str = verb, answer: Any = answer
@@ -77,6 +87,59 @@ def peer(tmp_path: Path) -> Iterator[PretendPeer]:
 
 def shoal(*arguments: object) -> Any:
     return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def two_peers(tmp_path: Path) -> Iterator[dict[str, PretendPeer]]:
+    """ana and bob, of runs of their own, in this process and, by its note, in the one that started it."""
+    bobs = places.announced(INVITE, tmp_path / "b", name="bob", run_name="notes")
+    with PretendPeer(tmp_path / "a") as ana, PretendPeer(tmp_path / "b") as bob, bobs:
+        (note,) = places.all_running()
+        parent = psutil.Process().ppid()
+        other = msgspec.structs.replace(
+            note,
+            pid=parent,
+            created_s=places._created_s(parent),
+            folder=str(ana.folder),
+            name="ana",
+            run_name="poems",
+            started_s=0.0,
+        )
+        (places.state_root() / "running" / f"{parent}.json").write_bytes(msgspec.json.encode(other))
+        yield {"ana": ana, "bob": bob}
+
+
+@pytest.mark.parametrize("command", ["pause", "resume", "leave"])
+def test_of_two_peers_a_command_asks_which(command: str, two_peers: dict[str, PretendPeer]) -> None:
+    result = shoal(command)
+    assert (result.exit_code, result.stdout) == (2, "")
+    said = " ".join(result.stderr.split())
+    assert f"2 peers run on this machine: `shoal {command} bob` (run notes), `shoal {command} ana` (run poems)" in said
+    assert f"or all of them with `shoal {command} --all`" in said
+    assert [peer.asked for peer in two_peers.values()] == [[], []]
+    assert "no peer called eve runs here" in shoal(command, "eve").stderr
+    assert "say one of them" in shoal(command, "ana", "--all").stderr
+
+
+def test_the_peer_that_is_named_is_paused_and_said(two_peers: dict[str, PretendPeer], tmp_path: Path) -> None:
+    assert shoal("pause", "ana").stdout == "ana: paused: you asked for it\n"
+    assert shoal("resume", "--state-dir", tmp_path / "a").stdout == "ana: computing\n"
+    assert [verb for verb, _ in two_peers["ana"].asked] == ["pause", "resume"]
+    assert two_peers["bob"].asked == []
+    both = shoal("pause", "--all", "--json").stdout
+    assert [(told["name"], told["paused"]) for told in json.loads(both)] == [("bob", True), ("ana", True)]
+
+
+def test_peers_of_one_name_are_told_apart_by_their_folders(two_peers: dict[str, PretendPeer]) -> None:
+    for path in (places.state_root() / "running").glob("*.json"):
+        note = msgspec.json.decode(path.read_bytes(), type=places.Running)
+        path.write_bytes(msgspec.json.encode(msgspec.structs.replace(note, name="volunteer")))
+    assert "`shoal pause b`" in shoal("pause", "volunteer").stderr
+    assert shoal("pause", "a").stdout.startswith("a: paused")
+
+
+def test_the_only_peer_needs_no_name(peer: PretendPeer) -> None:
+    assert shoal("pause").stdout == "peer: paused: you asked for it\n"
 
 
 def test_the_invite_is_all_that_is_printed(peer: PretendPeer) -> None:
@@ -126,7 +189,7 @@ def test_leaving_waits_for_the_process_and_says_if_it_stays(peer: PretendPeer, m
     monkeypatch.setattr("shoal.deploy.commands.leave._DRAIN_S_MAX", 0.01)
     result = shoal("leave", "--json")
     assert result.exit_code == 1
-    assert json.loads(result.stdout) == [{"folder": str(peer.folder), "left": False}]
+    assert json.loads(result.stdout) == [{"name": "peer", "folder": str(peer.folder), "left": False}]
     assert "has not ended" in result.stderr
     shoal("leave", "--now", "--state-dir", peer.folder)
     shoal("leave", "--all")

@@ -50,7 +50,7 @@ def test_a_peer_pauses_answers_all_the_while_and_goes_on(world: Any) -> None:
 
     asked = world.shoal("pause", "--state-dir", paused.folder)
     assert asked.wait(60) == 0, asked.errors
-    assert asked.output.startswith("paused: you asked for it")
+    assert "paused: you asked for it" in asked.output
     told = len(paused.said("Contribution"))
     world.until(lambda: paused.heard_after(told + 1))  # the job that ran has ended by then
     given, at = paused.given, steps()
@@ -62,7 +62,8 @@ def test_a_peer_pauses_answers_all_the_while_and_goes_on(world: Any) -> None:
 
     resumed = world.shoal("resume", "--json", "--state-dir", paused.folder)
     assert resumed.wait(60) == 0, resumed.errors
-    assert json.loads(resumed.output) == {"paused": False, "reasons": []}
+    (answer,) = json.loads(resumed.output)
+    assert (answer["folder"], answer["paused"], answer["reasons"]) == (str(paused.folder), False, [])
     world.until(lambda: paused.given["microbatches_total"] > given["microbatches_total"])
     at = steps()
     world.until(lambda: steps() > at + 3)

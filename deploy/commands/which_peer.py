@@ -1,0 +1,69 @@
+"""Which of the peers that run on this machine a command is for: the only one, those that the user names, or all."""
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shoal.deploy import places
+from shoal.deploy.words import printable
+from shoal.protocol.errors import LocalError
+
+Name = Annotated[
+    str | None,
+    typer.Argument(metavar="[NAME]", help="Of the peer, where several run here.", autocompletion=lambda: names_here()),
+]
+Everyone = Annotated[bool, typer.Option("--all", help="Every peer of this user on this machine.")]
+
+
+def which_peers(
+    command: str, *, name: str | None, everyone: bool, state_dir: Path | None
+) -> list[tuple[str, places.Running]]:
+    """Returns: (what to call it, its note) of each that is meant.
+
+    Raises: LocalError: none runs here, or it is not clear which is meant; the sentence says how to say it.
+    """
+    here = [note for note in places.all_running() if note.folder]
+    labelled = list(zip(labels(here), here, strict=True))
+    if sum([name is not None, everyone, state_dir is not None]) > 1:
+        raise LocalError("say one of them: NAME, --all or --state-dir")
+    if state_dir is not None:
+        found = [(label, note) for label, note in labelled if note.folder == str(state_dir.resolve())]
+        if not found:
+            raise LocalError(f"no peer runs in {state_dir}")
+        return found
+    if not here:
+        raise LocalError("no peer runs on this machine, or another user started it")
+    if name is not None:
+        found = [(label, note) for label, note in labelled if name in (label, note.name, note.folder)]
+        if len(found) == 1:
+            return found
+        what = f"no peer called {name} runs here" if not found else f"{len(found)} peers called {name} run here"
+        raise LocalError(f"{what}: {_choice(command, labelled)}")
+    if len(labelled) > 1 and not everyone:
+        raise LocalError(f"{len(labelled)} peers run on this machine: {_choice(command, labelled)}")
+    return labelled
+
+
+def names_here() -> list[str]:
+    """For completion."""
+    return labels([note for note in places.all_running() if note.folder])
+
+
+def labels(notes: Sequence[places.Running]) -> list[str]:
+    """What to call each: its name, or its folder where two have one name or an older shoal has noted none."""
+    ways = [[printable(note.name), Path(note.folder).name, note.folder] for note in notes]
+    counts = [Counter(names) for names in zip(*ways, strict=True)]
+    return [
+        next(name for name, count in zip(names, counts, strict=True) if name and count[name] == 1) for names in ways
+    ]
+
+
+def _choice(command: str, labelled: Sequence[tuple[str, places.Running]]) -> str:
+    runs = [
+        f"`shoal {command} {label}`" + (f" (run {printable(note.run_name)})" if note.run_name else "")
+        for label, note in labelled
+    ]
+    return f"{', '.join(runs)}, or all of them with `shoal {command} --all`"
