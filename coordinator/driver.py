@@ -71,6 +71,7 @@ from shoal.protocol.messages import (
 from shoal.protocol.plan import SignedPlan, sign_plan
 from shoal.protocol.ports import Clock, Directory
 from shoal.protocol.spec import RunSpec
+from shoal.protocol.timer import Timer
 
 logger = logging.getLogger(__name__)
 
@@ -142,8 +143,7 @@ class Coordination:
         self._plans = OpenedPlans(endpoint.run, owner=owner, model=spec.model, seals=endpoint.seals)
         self.said = ""  # what it last noted as a coordinator, such as what it waits for
         self._tasks: set[asyncio.Task[None]] = set()
-        self._timer: asyncio.TimerHandle | None = None
-        self._timer_at_s = 0.0
+        self._timer = Timer(clock, lambda: self._feed(TimerFired()))
         self._moved_on = asyncio.Event()
         self._closed = False
         self._heard_s = clock.now_s()
@@ -213,8 +213,7 @@ class Coordination:
             except (TimeoutError, ShoalError) as error:
                 logger.info("left without saying goodbye: %s", error or "nobody took the role in time")
         self._closed = True
-        if self._timer is not None:
-            self._timer.cancel()
+        self._timer.cancel()
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -230,24 +229,9 @@ class Coordination:
             commands = self._core.handle(event, now_s=self._clock.now_s())
             replies = [reply for command in self._word.backed(commands) if (reply := self._carry_out(command))]
         finally:
-            self._arm()
+            self._timer.set(self._core.next_timer_s())
         assert len(replies) <= 1
         return replies[0] if replies else None
-
-    def _arm(self) -> None:
-        """One timer, set anew only when the core wants another time."""
-        at_s = self._core.next_timer_s()
-        if self._timer is not None:
-            if at_s == self._timer_at_s:
-                return
-            self._timer.cancel()
-        delay_s = max(0.0, at_s - self._clock.now_s())
-        self._timer_at_s = at_s
-        self._timer = asyncio.get_running_loop().call_later(delay_s, self._fire)
-
-    def _fire(self) -> None:
-        self._timer = None
-        self._feed(TimerFired())
 
     def _carry_out(self, command: Command) -> msgspec.Struct | None:
         match command:

@@ -63,6 +63,10 @@ class Replica(Tenure):
             *holders,
         ]
 
+    def _more_follows(self, step: int) -> bool:
+        # Stage 0's lead sees from these words how fast each member is, and must not see when it was told instead.
+        return self.claims is None and self.pipeline.core.has_more(step)
+
     def _wake(self) -> None:
         if self.claims:
             self.claims.wake()

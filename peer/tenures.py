@@ -157,6 +157,10 @@ class Tenure(ABC):
         """Who comes after us has not what we have."""
         return False
 
+    def _more_follows(self, step: int) -> bool:
+        """More microbatches of `step` are here, whose contributions will be told of."""
+        return False
+
     def _wake(self) -> None:  # noqa: B027  # a kind of tenure may do nothing then
         """Something has changed on which work may have waited."""
 
@@ -301,6 +305,7 @@ class Tenure(ABC):
             loss=loss,
             staleness_steps=staleness_steps,
             apart=self._work.runtime.contribute(microbatch, apart=apart),
+            more_follows=self._more_follows(microbatch.step),
         )
 
     def stepped(self, state: StageState, digest: str, skipped_layers: int) -> None:

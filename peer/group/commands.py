@@ -9,10 +9,11 @@ from shoal.protocol.messages import CommitReport, Digest, Progress, RoundStart
 @dataclass(frozen=True, slots=True)
 class Tell:
     """Send `message` to every mate, or only `to` one; if it `can_wait`, to the lead at once and to the others before
-    long."""
+    long; if it `can_rest` too, to the lead before long as well."""
 
     message: Progress | RoundStart | Digest
     can_wait: bool = False
+    can_rest: bool = False
     to: PeerID | None = None
 
 

@@ -208,7 +208,8 @@ class GroupCore:
     def claimed(self, step: int, index: int) -> list[Command]:
         """Stage 0: we have been granted it."""
         self._tallies.claim(step, index)
-        return [Tell(self._progress(step), can_wait=True)]
+        # Another lead knows what it has granted. If we lead, the mates must know it should we die.
+        return [Tell(self._progress(step), can_wait=True, can_rest=self.lead != self.me)]
 
     def granted(self, peer: PeerID, step: int, index: int) -> None:
         """Stage 0, as the lead: a mate is about to make it."""
@@ -216,15 +217,29 @@ class GroupCore:
             self._losses.claimed(peer, step, IndexSet(1 << index))
 
     def contributed(
-        self, step: int, index: int, *, loss: float, staleness_steps: int, now_s: float, apart: bool = False
+        self,
+        step: int,
+        index: int,
+        *,
+        loss: float,
+        staleness_steps: int,
+        now_s: float,
+        apart: bool = False,
+        more_follows: bool = False,
     ) -> list[Command]:
-        """Our backward of (step, index) is in the gradient sum, or kept apart from it because it ran again."""
+        """Our backward of (step, index) is in the gradient sum, or kept apart from it because it ran again.
+
+        `more_follows`: we have more microbatches of the step, so no round can begin with this one.
+        """
         tally = self._tallies
         if step < self.version or not tally.add(step, index, loss=loss, staleness_steps=staleness_steps, apart=apart):
             return []
         self._losses.grown(now_s)
         self._void_round_if_outgrown(step, self.me)
-        return [Tell(self._progress(step), can_wait=True), *self._try_round(now_s)]
+        # Should we die, what we have contributed dies with us: the mates need our word for the round, and if we lead
+        # not even for that.
+        can_rest = self.deadline_s == 0 and (more_follows or self.lead == self.me)
+        return [Tell(self._progress(step), can_wait=True, can_rest=can_rest), *self._try_round(now_s)]
 
     def progress(self, source: PeerID, message: Progress, *, now_s: float) -> list[Command]:
         if not self._members.is_near(source):

@@ -38,6 +38,7 @@ from shoal.protocol.messages import (
 )
 from shoal.protocol.plan import Member
 from shoal.protocol.ports import Clock, Payload
+from shoal.protocol.timer import Timer
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +121,7 @@ class GroupDriver:
             on_behind=on_resync,
         )
         self._pressing = Pressing()
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer = Timer(clock, self._on_timer)
         self._closed = False
 
     def install(self) -> None:
@@ -139,8 +140,7 @@ class GroupDriver:
 
     async def close(self) -> None:
         self._closed = True
-        if self._timer:
-            self._timer.cancel()
+        self._timer.cancel()
         self._endpoint.leave_stage(self.core.stage)
         self._telling.close()
         await self._tasks.cancel()
@@ -183,10 +183,20 @@ class GroupDriver:
     def claimed(self, step: int, index: int) -> None:
         self._perform(self.core.claimed(step, index))
 
-    def contributed(self, step: int, index: int, *, loss: float, staleness_steps: int, apart: bool) -> None:
-        now_s = self._clock.now_s()
+    def contributed(
+        self, step: int, index: int, *, loss: float, staleness_steps: int, apart: bool, more_follows: bool = False
+    ) -> None:
+        """As `GroupCore.contributed`."""
         self._perform(
-            self.core.contributed(step, index, loss=loss, staleness_steps=staleness_steps, apart=apart, now_s=now_s)
+            self.core.contributed(
+                step,
+                index,
+                loss=loss,
+                staleness_steps=staleness_steps,
+                apart=apart,
+                more_follows=more_follows,
+                now_s=self._clock.now_s(),
+            )
         )
 
     def stepped(self, version: int, digest: str, *, gradient_norm: float | None = None) -> None:
@@ -263,7 +273,7 @@ class GroupDriver:
                 case Resync(mate, version):
                     logger.error("our state at version %d is not the group's: fetching it", version)
                     self._on_resync(mate)
-        self._arm_timer()
+        self._timer.set(self.core.next_timer_s())
 
     def _audience(self, message: Progress | RoundStart | Digest) -> list[PeerID]:
         """The mates, those who are about to leave, and whoever else is in the round."""
@@ -352,15 +362,6 @@ class GroupDriver:
             owing = sorted(reduction.missing_from().intersection(self.core.mates))
         catch_up = self._catching_up.catch_up(mate, step, owing=owing[0] if owing else None)
         self._tasks.spawn(catch_up, f"catch up with step {step}")
-
-    def _arm_timer(self) -> None:
-        if self._timer:
-            self._timer.cancel()
-            self._timer = None
-        at_s = self.core.next_timer_s()
-        if at_s < float("inf"):
-            delay_s = max(0.0, at_s - self._clock.now_s())
-            self._timer = asyncio.get_running_loop().call_later(delay_s, self._on_timer)
 
     def _on_timer(self) -> None:
         self._perform(self.core.timer(now_s=self._clock.now_s()))

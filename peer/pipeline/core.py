@@ -122,6 +122,10 @@ class PipelineCore:
     def holds(self, microbatch: Microbatch) -> bool:
         return microbatch in self._flights
 
+    def has_more(self, step: int) -> bool:
+        """Microbatches of `step` are here that this replica has still to contribute to."""
+        return any(m.step == step and not m.validates for m in self._flights)
+
     def handle(self, event: Event, *, now_s: float) -> list[Command]:
         match event:
             case Arrived(microbatch, source, again):

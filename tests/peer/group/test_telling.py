@@ -99,3 +99,51 @@ def test_the_lead_itself_tells_everybody_at_once() -> None:
         assert [peer for _, peer, _, _ in posted.words] == [B, C]
 
     run(main())
+
+
+def test_a_word_that_can_rest_waits_for_one_that_cannot() -> None:
+    async def main() -> None:
+        telling, posted = made()
+        for count in (1, 2):
+            telling.tell(Tell(word(count), can_wait=True, can_rest=True))
+        await asyncio.sleep(0.5)
+        assert posted.words == []
+        telling.tell(Tell(word(3), can_wait=True))
+        assert posted.words == [(0.5, LEAD, 0, 3)]
+        await asyncio.sleep(5.0)
+        assert posted.words[1:] == [(1.0, B, 0, 3), (1.0, C, 0, 3)]
+
+    run(main())
+
+
+def test_if_none_follows_the_lead_hears_it_within_a_second() -> None:
+    async def main() -> None:
+        telling, posted = made()
+        telling.tell(Tell(word(1), can_wait=True, can_rest=True))
+        await asyncio.sleep(5.0)
+        assert posted.words == [(1.0, LEAD, 0, 1), (1.0, B, 0, 1), (1.0, C, 0, 1)]
+
+    run(main())
+
+
+def test_the_lead_itself_lets_its_words_rest() -> None:
+    async def main() -> None:
+        posted = Posted()
+        telling = Telling(LEAD, cast(Any, posted), lambda message: [B, C])
+        for count in (1, 2, 3):
+            telling.tell(Tell(word(count), can_wait=True, can_rest=True))
+        await asyncio.sleep(5.0)
+        assert posted.words == [(1.0, B, 0, 3), (1.0, C, 0, 3)]
+
+    run(main())
+
+
+def test_a_step_that_is_over_leaves_nothing_to_say() -> None:
+    async def main() -> None:
+        telling, posted = made()
+        telling.tell(Tell(word(1), can_wait=True, can_rest=True))
+        telling.tell(Tell(Digest(stage=0, version=1, digest="d")))
+        await asyncio.sleep(5.0)
+        assert posted.words == [(0.0, LEAD, 1, 0), (0.0, B, 1, 0), (0.0, C, 1, 0)]
+
+    run(main())

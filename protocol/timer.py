@@ -1,0 +1,50 @@
+"""A driver's one timer, set anew whenever its core wants another time."""
+
+import asyncio
+import math
+from collections.abc import Callable
+from typing import Final
+
+from shoal.protocol.ports import Clock
+
+_TICK_S: Final = 0.001
+"""uvloop counts whole milliseconds and rounds, so a timer may ring half a one early. The core would find that it is not
+time yet and ask for the same time again, which is rounded to no time at all: some ten turns of core and loop for each
+timer, until the clock has caught up."""
+_ROUNDING_S: Final = 1e-6
+"""What sums of seconds are out by."""
+
+
+class Timer:
+    """Calls `ring` once, when the clock says the time that was set last, and not before."""
+
+    def __init__(self, clock: Clock, ring: Callable[[], object]) -> None:
+        self._clock = clock
+        self._ring = ring
+        self._at_s = math.inf
+        self._handle: asyncio.TimerHandle | None = None
+
+    def set(self, at_s: float) -> None:
+        """Ring at `at_s` by the clock, at once if that is past; never at infinity."""
+        if self._handle is not None and at_s == self._at_s:
+            return
+        self.cancel()
+        if at_s < math.inf:
+            self._at_s = at_s
+            self._arm(max(0.0, at_s - self._clock.now_s()))
+
+    def cancel(self) -> None:
+        if self._handle is not None:
+            self._handle.cancel()
+            self._handle = None
+
+    def _arm(self, delay_s: float) -> None:
+        self._handle = asyncio.get_running_loop().call_later(delay_s, self._rung)
+
+    def _rung(self) -> None:
+        self._handle = None
+        early_s = self._at_s - self._clock.now_s()
+        if early_s > _ROUNDING_S:
+            self._arm(max(early_s, _TICK_S))
+        else:
+            self._ring()
