@@ -307,7 +307,7 @@ async def _train(
                 )
             meter = ContributionMeter(node, compute, LoopClock(), name=options.name, limits=keeper.report)
             noting = StandingNote.begun(node, options.folder)
-            ended = await _until_done(node, network.transport, noting.beside(output), stop, meter, recorder)
+            ended = await _until_done(node, network.transport, noting.beside(output), stop, meter, recorder, keeper)
             noting.end(finished=ended is Ended.DONE)
         if not isinstance(ended, Ended):
             output.say(Note(text=f"the run's owner has continued it: it goes on to step {ended[0].training.steps}"))
@@ -345,6 +345,7 @@ async def _until_done(
     stop: Stop,
     meter: ContributionMeter,
     recorder: Recorder | None,
+    keeper: Keeper,
 ) -> Ended | Found:
     """Until the run is done, or we are told to stop, or there is a newer revision of its spec."""
     watching = asyncio.create_task(_watch(node, output, meter), name="watch the swarm")
@@ -367,6 +368,7 @@ async def _until_done(
         output.say(
             Note(text=f"leaving: what is in flight ends, {stop.within_s:.0f} s at most (Ctrl-C again quits at once)")
         )
+        await keeper.close()  # whom its owner's hours pause would not get to the end of its step
         await node.leave(within_s=stop.within_s)
         await _end_record(node, recorder, recording, finished=False)
         return Ended.TOLD
