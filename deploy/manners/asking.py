@@ -9,7 +9,7 @@ import psutil
 import typer
 
 from shoal.deploy.config import config_path, write_limits
-from shoal.deploy.manners.limits import GB, Limits, parse_value, with_value
+from shoal.deploy.manners.limits import GB, MBIT_S_MIN, Limits, parse_value, with_value
 from shoal.protocol.errors import LocalError
 
 _BEGIN = """\
@@ -26,6 +26,8 @@ class Question:
     """What Enter takes, as a person would type it."""
     read: Callable[[str], str]
     """What a person types -> as the limit is written."""
+    hint: str
+    """What is said to an answer that cannot be."""
 
 
 def questions(memory_bytes: float) -> tuple[Question, ...]:
@@ -33,12 +35,40 @@ def questions(memory_bytes: float) -> tuple[Question, ...]:
     half_gb = max(1, round(memory_bytes / GB / 2))
     return (
         Question(
-            name="compute_share", text="share of the device's time, in percent", default="100", read=_share_of_percent
+            name="compute_share",
+            text="share of the device's time, in percent",
+            default="100",
+            read=_share_of_percent,
+            hint="write a percentage from 1 to 100",
         ),
-        Question(name="memory_gb", text="memory in GB; 0: whatever is free", default=str(half_gb), read=_plain("GB")),
-        Question(name="upload_mbit_s", text="upload in Mbit/s; 0: no limit", default="0", read=_plain("mbit/s")),
-        Question(name="hours", text="hours of the day, such as 22:00-07:00", default="always", read=_hours),
-        Question(name="only_when_idle", text="only while nobody uses the machine, yes or no", default="no", read=_yes),
+        Question(
+            name="memory_gb",
+            text="memory in GB; 0: whatever is free",
+            default=str(half_gb),
+            read=_plain("GB"),
+            hint="write a number, such as 8",
+        ),
+        Question(
+            name="upload_mbit_s",
+            text="upload in Mbit/s; 0: no limit",
+            default="0",
+            read=_plain("Mbit/s"),
+            hint=f"write 0, or a number from {MBIT_S_MIN:g} on",
+        ),
+        Question(
+            name="hours",
+            text="hours of the day, such as 22:00-07:00",
+            default="always",
+            read=_hours,
+            hint="write hours such as 22:00-07:00 or 09:00-12:00, 13:00-17:00, or always",
+        ),
+        Question(
+            name="only_when_idle",
+            text="only while nobody uses the machine, yes or no",
+            default="no",
+            read=_yes,
+            hint="write yes or no",
+        ),
     )
 
 
@@ -72,8 +102,8 @@ def ask(
             try:
                 value = parse_value(question.name, question.read(typed.strip().lower()))
                 with_value(Limits(), question.name, value)
-            except LocalError as error:
-                say(f"  {error}")
+            except LocalError:
+                say(f"  {question.hint}")
             else:
                 answers[question.name] = value
     limits = write_limits(answers).limits
