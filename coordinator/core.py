@@ -269,6 +269,7 @@ class CoordinationCore:
             revision=self.revision,
             pace=self.governor.ledger.pace.tell(now_s),
             save_at=self.governor.save_at(live.plan, now_s) if live is not None and is_of_our_era else 0,
+            safe=self.governor.safe(live.plan, now_s) if live is not None and is_of_our_era else (0, 0),
         )
 
     def _grant(self, source: PeerID, request: TermRequest, base: SignedPlan, now_s: float) -> list[Command]:

@@ -102,6 +102,7 @@ class Coordination:
         on_step: called with every step that completes while this peer coordinates; around a hand-over a step may be
             told twice, by two peers.
         on_save: called with the version of which the coordinator wants a snapshot of every stage, maybe several times.
+        on_safe: called with (era, version) of a snapshot before which none is needed any more, maybe several times.
     """
 
     def __init__(
@@ -120,10 +121,12 @@ class Coordination:
         run_blocking: RunBlocking = inline,
         on_step: Callable[[StepRecord], None] | None = None,
         on_save: Callable[[int], None] | None = None,
+        on_safe: Callable[[tuple[int, int]], None] | None = None,
     ) -> None:
         self._endpoint, self._directory, self._clock = endpoint, directory, clock
         self._spec = spec
         self._heartbeat, self._on_plan, self._on_step, self._on_save = heartbeat, on_plan, on_step, on_save
+        self._on_safe = on_safe
         self._core = CoordinationCore(
             run=endpoint.run,
             me=endpoint.peer_id,
@@ -374,6 +377,8 @@ class Coordination:
             self._reports.arrived(sent)
             if reply.save_at and self._on_save is not None:
                 self._on_save(reply.save_at)
+            if reply.safe[1] and self._on_safe is not None:
+                self._on_safe(reply.safe)
         else:
             self._reports.failed(sent)
         self._feed(Answered(peer=target, asked=heartbeat, reply=reply, live=live, took_s=self._clock.now_s() - asked_s))

@@ -5,6 +5,7 @@ snapshot that is whole on the disks of those who are left, or from the run's see
 twice: what is on disks, or under way, under the old number is of another history.
 """
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -22,6 +23,8 @@ MISSING_HEARTBEATS = 30.0
 """How long to wait at least for the disks that would make a newer snapshot whole, before the run goes on without."""
 RESIGNED_HEARTBEATS = 3.0
 """Time for the plan that does without those disks, before the role may move on."""
+SAFE_COPIES = 2
+"""Disks that have each layer of a snapshot before the ones before it may go: any one of them may fail."""
 ERA_MAX = 1 << 48
 """What claims a later era is not believed: the next one's number must still fit in a plan."""
 
@@ -73,6 +76,14 @@ class Disks:
     def newest_whole(self, layers: Collection[str]) -> tuple[int, int] | None:
         """The last (era, version) of which every layer is on some disk."""
         return next((snapshot for snapshot in sorted(self.parts, reverse=True) if self.covers(snapshot, layers)), None)
+
+    def newest_safe(self, layers: Collection[str]) -> tuple[int, int] | None:
+        """The last (era, version) of which every layer is on `SAFE_COPIES` disks: nobody needs an older one."""
+        for snapshot in sorted(self.parts, reverse=True):
+            copies = Counter(layer for held in self.parts[snapshot].values() for layer in held)
+            if all(copies[layer] >= SAFE_COPIES for layer in layers):
+                return snapshot
+        return None
 
     def has(self, peer: PeerID, snapshot: tuple[int, int], layers: Iterable[str]) -> bool:
         """Whether `peer` alone has all of `layers`."""

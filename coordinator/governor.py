@@ -3,6 +3,7 @@
 Every peer has one, since everyone's turn comes; while somebody else coordinates it hears nothing and decides nothing.
 """
 
+import math
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -40,6 +41,8 @@ from shoal.protocol.spec import RunSpec
 LOOKING_FOR_FIRST = "looking for a first layout"
 RETURN_S_MAX = 600.0
 """How long at most the run waits for a silent peer that has what nobody else has."""
+SAFE_PEERS = 64
+"""For more than these it is looked more rarely which snapshot is safe: that reads all that is on their disks."""
 NETWORK_PEERS_MAX = 256
 """For more than these a repaired plan's shares follow speeds alone: what lies between them takes too long to put
 together for a plan that must come at once. A search has it always."""
@@ -70,6 +73,8 @@ class Governor:
     _holders: HolderWatch = field(init=False)
     _notes: PlanNotes = field(default_factory=PlanNotes)
     _snapshots: SnapshotSchedule = field(init=False)
+    _safe: tuple[int, int] = (0, 0)
+    _look_for_safe_s: float = -math.inf
     _members: frozenset[PeerID] = frozenset()
     """Of the live plan."""
 
@@ -367,6 +372,22 @@ class Governor:
             beats = (self.roster.presences[peer].heartbeat for peer in self.roster.alive(now_s))
             self._snapshots.look((beat for beat in beats if beat is not None and beat.era == live.era), now_s)
         return self._snapshots.save_at
+
+    def safe(self, live: Plan, now_s: float) -> tuple[int, int]:
+        """(era, version) of the newest snapshot that is safe on disks of members that are alive; (0, 0): none is.
+
+        Of members only, since a plan that goes back reads from their disks alone; and none while they may go back.
+        """
+        if live.fresh:
+            return (0, 0)
+        if now_s >= self._look_for_safe_s:
+            self._look_for_safe_s = now_s + self.spec.swarm.heartbeat_s * max(1.0, len(live.members) / SAFE_PEERS)
+            alive = [peer for peer in live.members if not self.roster.is_gone(peer, now_s)]
+            beats = ((peer, self.roster.presences[peer].heartbeat) for peer in alive)
+            holdings = ((peer, beat.holdings) for peer, beat in beats if beat is not None)
+            layers = held_keys(self.spec.model, placed=self._placed)
+            self._safe = Disks.of(holdings).newest_safe(layers) or (0, 0)
+        return self._safe
 
     def will(self, live: SignedPlan, now_s: float) -> HandOver:
         """What the successor should know, as far as it fits into a message."""

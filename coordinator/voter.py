@@ -63,10 +63,11 @@ def answer_heartbeat(
     revision: int = 0,
     pace: tuple[PaceMark, ...] = (),
     save_at: int = 0,
+    safe: tuple[int, int] = (0, 0),
 ) -> HeartbeatReply:
     """Args:
     coordinator: as far as we know; leads: whether we may speak as the coordinator; revision: of our spec; pace: as we
-        know it; save_at: of which version a snapshot is due.
+        know it; save_at: of which version a snapshot is due; safe: which snapshot is on disks enough.
     """
     live = chain.live
     behind = live is not None and heartbeat.plan_sequence <= live.plan.sequence and heartbeat.plan_digest != live.digest
@@ -79,6 +80,7 @@ def answer_heartbeat(
         revision=revision,
         pace=pace if leads else (),
         save_at=save_at,
+        safe=safe,
     )
 
 

@@ -174,6 +174,7 @@ class Node:
             rng=rng,
             on_step=on_step,
             on_save=self.peer.save_at,
+            on_safe=self.peer.thin,
         )
         self._keeper: asyncio.Task[None] | None = None
 

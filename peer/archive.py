@@ -23,7 +23,8 @@ logger = logging.getLogger(__name__)
 
 FOLDER: Final = "snapshots"
 KEPT: Final = 2
-"""Newest versions of each group of layers: stages write at slightly different times, so one whole step must remain."""
+"""Newest versions of each group of layers: stages write at slightly different times, so one whole step must remain.
+Once the coordinator has seen that every layer of one is on two disks, those before it go (`Archive.thin`)."""
 ABANDONED_INTERVALS: Final = 10
 """Groups of layers of which we have written nothing for so long, as long as we write any, are other peers' now. All
 keep `KEPT` versions, so that no roll-back could use what is so old."""
@@ -173,6 +174,31 @@ class Archive:
             self._complain(f"no snapshot of version {state.version}: {error}")
             return False
         return True
+
+    def may_thin(self, safe: tuple[int, int]) -> bool:
+        """Whether there is something to remove before `safe` (era, version).
+
+        A coordinator that names a snapshot of which we have no part, nor any newer one, is not believed.
+        """
+        ages = [stored.age for stored in self._stored.values()]
+        return bool(ages) and min(ages) < safe <= max(ages) and not self._writing.locked()
+
+    async def thin(self, safe: tuple[int, int]) -> None:
+        """Remove all snapshots before `safe`, those of groups of layers that we hold no more among them."""
+        disk = self._disk
+        if disk is None:
+            return
+
+        def thin() -> None:
+            for name in disk.list(self._folder):
+                snapshot.remove_before(disk, self._folder / name, self._run, safe)
+            self._look()
+
+        try:
+            async with self._writing:
+                await self._run_blocking(thin)
+        except OSError as error:
+            self._complain(f"cannot remove old snapshots: {error.strerror or error}")
 
     async def read(self, era: int, version: int, keys: tuple[str, ...]) -> dict[str, LayerState]:
         """Those of the layers that are in sound snapshots of (era, version) here."""

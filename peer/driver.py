@@ -257,6 +257,11 @@ class PeerDriver:
         if self.replica is not None and version > self.replica.version:
             self._archive.want(version)
 
+    def thin(self, safe: tuple[int, int]) -> None:
+        """Snapshots before `safe` (era, version) are needed no more, says the coordinator."""
+        if self._archive.may_thin(safe):
+            self._tasks.spawn(self._archive.thin(safe), f"remove snapshots before {safe}")
+
     @property
     def _unsaved_s(self) -> float:
         keeps = self._archive.keeps and self.replica is not None and self.replica.is_ready

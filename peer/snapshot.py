@@ -202,6 +202,22 @@ def prune(disk: Disk, folder: PurePosixPath, run: str, keep: int) -> None:
     _remove_unfinished(disk, folder)
 
 
+def remove_before(disk: Disk, folder: PurePosixPath, run: str, age: tuple[int, int]) -> None:
+    """Remove a run's snapshots older than `age` (era, version), what unfinished ones have left, and then `folder` if
+    nothing is in it any more. Nobody may be writing there.
+
+    Raises: OSError.
+    """
+    names = disk.list(folder)
+    for name in names:
+        found = _age(name, run)
+        if found is not None and found < age:
+            disk.replace(folder / name, folder / f"{UNFINISHED_PREFIX}{name}")
+    _remove_unfinished(disk, folder)
+    if set(disk.list(folder)) <= {LOCK_NAME}:
+        disk.remove_tree(folder)
+
+
 def _remove_unfinished(disk: Disk, folder: PurePosixPath) -> None:
     names = [name for name in disk.list(folder) if name.startswith(UNFINISHED_PREFIX)]
     if names:

@@ -177,6 +177,9 @@ class HeartbeatReply(_Message, frozen=True):
     """Of late, oldest first: whoever coordinates next goes on from it."""
     save_at: int = 0
     """Every stage is to write a snapshot of this version when it comes to it; 0: none is due."""
+    safe: tuple[int, int] = (0, 0)
+    """(era, version) of the newest snapshot of which every layer is on two disks of the plan's members: older ones are
+    needed no more. Version 0: there is none."""
 
 
 class TermRequest(_Message, frozen=True):

@@ -49,6 +49,17 @@ def test_parts_of_one_peers_snapshot_add_up():
     assert not found.has("b", (0, 50), LAYERS[:1])
 
 
+def test_a_snapshot_is_safe_when_every_layer_is_on_two_disks():
+    one, other = LAYERS[:2], LAYERS[2:]
+    old = [held(0, 40, *LAYERS)]
+    found = disks(a=[*old, held(0, 50, *one)], b=[*old, held(0, 50, *other)], c=[held(0, 50, *one)])
+    assert found.newest_whole(LAYERS) == (0, 50)
+    assert found.newest_safe(LAYERS) == (0, 40)
+    found = disks(a=[*old, held(0, 50, *LAYERS)], b=[*old, held(0, 50, *other)], c=[held(0, 50, *one)])
+    assert found.newest_safe(LAYERS) == (0, 50)
+    assert disks(a=[held(0, 50, *one), held(0, 50, *LAYERS)]).newest_safe(LAYERS) is None, "twice on one disk is once"
+
+
 def test_what_no_era_can_be_is_not_believed():
     assert disks(a=[held(1 << 63, 50, *LAYERS), held(-1, 50, *LAYERS)]).era_max == -1
 

@@ -110,6 +110,23 @@ def test_who_is_behind_a_whole_snapshot_of_its_era_has_begun_it_again(governor, 
     assert (draft.beginning.era, draft.beginning.version) == (1, 50)
 
 
+def test_what_is_safe_is_on_two_disks_of_members_that_are_alive(governor, make_live, hear):
+    live = make_live(fresh=False)
+    begin(governor, live)
+    for peer, copy in zip("abcdef", (0, 1, 2, 1, 2, 0), strict=True):
+        hear(peer, holdings=kept(50, copy))
+    assert governor.safe(live.plan, 0.0) == (0, 50)
+    assert governor.safe(make_live().plan, 0.0) == (0, 0), "a plan that has just gone back may read older ones"
+    for peer, copy in zip("abcdeg", (0, 1, 2, 1, 2, 0), strict=True):
+        hear(peer, holdings=kept(50, copy) + kept(60, copy), now_s=2.0)
+    assert governor.safe(live.plan, 2.0) == (0, 50), "g is no member"
+    hear("f", holdings=kept(60, 0), now_s=3.0)
+    assert governor.safe(live.plan, 3.0) == (0, 60)
+    hear("bcde", holdings=kept(60, 1, 2), now_s=60.0)
+    hear("a", holdings=kept(60, 0), now_s=60.0)
+    assert governor.safe(live.plan, 60.0) == (0, 0), "f has not been heard for a minute"
+
+
 def test_too_few_peers_is_said_and_waited_for(governor, make_live, hear):
     live = make_live(fresh=False)
     begin(governor, live)

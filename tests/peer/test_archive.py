@@ -104,6 +104,52 @@ def test_layers_that_others_hold_by_now_are_removed_in_the_end(desk: Desk) -> No
     assert desk.held == kept
 
 
+def thin(desk: Desk, era: int, version: int) -> None:
+    if desk.archive.may_thin((era, version)):
+        asyncio.run(desk.archive.thin((era, version)))
+
+
+def test_what_is_older_than_a_safe_snapshot_goes_whosever_layers_and_of_whatever_era(desk: Desk) -> None:
+    others = KEYS[:2]
+    for version in (50, 100):
+        desk.write(version)
+        desk.write(version, keys=others)
+    desk.write(60, era=1)
+    thin(desk, 0, 50)
+    assert desk.held == [(1, 60), (0, 100), (0, 100), (0, 50)], "of ours 50 gave way to 60: two are kept"
+    thin(desk, 0, 100)
+    assert desk.held == [(1, 60), (0, 100), (0, 100)]
+    thin(desk, 1, 60)
+    assert desk.held == [(1, 60)]
+    assert desk.disk.list(PurePosixPath("run", "snapshots")) == ("embed-head",), "nothing is in the others' any more"
+    assert desk.read(1, 60).keys() == set(KEYS)
+    desk.write(70, era=1)
+    assert desk.held == [(1, 70), (1, 60)], "until the next is safe, too"
+
+
+def test_a_safe_snapshot_that_is_newer_than_all_we_have_is_not_believed(desk: Desk) -> None:
+    desk.write(50)
+    desk.write(100)
+    for safe in ((0, 101), (1, 1), (1 << 40, 1 << 40)):
+        assert not desk.archive.may_thin(safe)
+    assert desk.archive.may_thin((0, 100))
+    thin(desk, 0, 100)
+    assert not desk.archive.may_thin((0, 100)), "there is nothing to do"
+    assert desk.held == [(0, 100)]
+
+
+def test_a_disk_that_cannot_remove_costs_a_line(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
+    desk.write(50)
+    desk.write(100)
+    desk.disk.fail(times=math.inf)
+    thin(desk, 0, 100)
+    desk.disk.mend()
+    assert "cannot remove old snapshots" in caplog.text
+    desk.reopen()
+    assert desk.held[0] == (0, 100)
+    assert desk.write(150)
+
+
 def test_a_full_disk_costs_the_snapshot_and_one_line_a_minute(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
     desk.write(10)
     desk.disk.limit(100)
