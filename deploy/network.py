@@ -10,6 +10,7 @@ from pathlib import Path
 from shoal.deploy.kept_addresses import keep_addresses, load_addresses
 from shoal.deploy.known_peers import KnownPeers, keep, whom_to_try
 from shoal.deploy.record_rules import record_rules
+from shoal.deploy.visit import sweep
 from shoal.protocol.errors import TransportError
 from shoal.protocol.identity import Identity
 from shoal.protocol.live.clock import LoopClock
@@ -50,6 +51,7 @@ async def open_network(
     Raises: TransportError.
     """
     async with contextlib.AsyncExitStack() as stack:
+        await sweep()
         file = KnownPeers(LiveDisk(folder), run)
         remembered = await asyncio.to_thread(file.read)
         kept = await asyncio.to_thread(load_addresses, folder)

@@ -11,7 +11,6 @@ Open `assess` first: it says what there is to recover. `Recovery` looks and acts
 import asyncio
 import contextlib
 import logging
-import tempfile
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -21,6 +20,7 @@ import msgspec
 from shoal.coordinator import election
 from shoal.coordinator.chain import is_quorum
 from shoal.coordinator.notices import Notices
+from shoal.deploy.visit import visiting
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import LocalError, Refused, RemoteError, Unreachable
 from shoal.protocol.identity import Identity, PeerID
@@ -279,10 +279,10 @@ async def recovery(invite: Invite) -> AsyncIterator[Recovery]:
     from shoal.protocol.live.transport import LiveTransport, dialable
 
     async with contextlib.AsyncExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-recover-"))
+        folder = await stack.enter_async_context(visiting())
         identity = Identity.generate()
         ways = dialable(ways_to(invite))
-        transport = await LiveTransport.start(identity, run=invite.run, state_dir=Path(folder), initial_peers=ways)
+        transport = await LiveTransport.start(identity, run=invite.run, state_dir=folder, initial_peers=ways)
         stack.push_async_callback(transport.close)
         directory = await LiveDirectory.start(transport, accept=record_rules(invite.run))
         stack.push_async_callback(directory.close)

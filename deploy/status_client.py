@@ -4,11 +4,10 @@ A throwaway identity that joins nothing: any peer answers a `StatusRequest`, by 
 """
 
 import contextlib
-import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from pathlib import Path
 
 from shoal.deploy.known_peers import ways_to
+from shoal.deploy.visit import visiting
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import LocalError, Refused, RemoteError, Unreachable
 from shoal.protocol.identity import Identity, PeerID
@@ -32,9 +31,9 @@ async def ask_swarm(invite: Invite) -> SwarmStatus:
 async def asking(invite: Invite) -> AsyncIterator[Callable[[], Awaitable[SwarmStatus]]]:
     """What asks once each time it is called, first whom answered last. It raises: LocalError, as `ask_swarm`."""
     identity = Identity.generate()
-    with tempfile.TemporaryDirectory(prefix="shoal-status-") as folder:
+    async with visiting() as folder:
         ways = dialable(ways_to(invite))
-        transport = await LiveTransport.start(identity, run=invite.run, state_dir=Path(folder), initial_peers=ways)
+        transport = await LiveTransport.start(identity, run=invite.run, state_dir=folder, initial_peers=ways)
         endpoint = Endpoint(identity, transport, run=invite.run)
         connected = await transport.connected()
         peers = sorted(_peers(ways), key=lambda peer: peer not in connected)

@@ -6,7 +6,6 @@ Nothing here decides what is wrong (`diagnosis.py`), and nothing waits longer th
 import asyncio
 import contextlib
 import dataclasses
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -16,6 +15,7 @@ from shoal.deploy.doctor.findings import AddressFound, Dial, Findings, MachineFo
 from shoal.deploy.doctor.split import view_of
 from shoal.deploy.record_rules import record_rules
 from shoal.deploy.run_record import fetch_spec
+from shoal.deploy.visit import visiting
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import RemoteError, RunNotFound, ShoalError, TransportError, Unreachable
 from shoal.protocol.identity import Identity, PeerID
@@ -90,11 +90,11 @@ class LiveProbes:
         """Start a network daemon of our own, and ask those whom it reaches."""
         run, invited = (invite.run, invite.addresses) if invite else (_NO_RUN, ())
         async with contextlib.AsyncExitStack() as stack:
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-doctor-"))
+            folder = await stack.enter_async_context(visiting())
             identity = Identity.generate()
             try:
                 transport = await LiveTransport.start(
-                    identity, run=run, state_dir=Path(folder), listen=self._listen, initial_peers=more
+                    identity, run=run, state_dir=folder, listen=self._listen, initial_peers=more
                 )
             except TransportError as error:
                 return _with(found, daemon_error=str(error))

@@ -1,5 +1,10 @@
 """`shoal status` with an invite whose peers are gone, on a machine that has met others of the run."""
 
+import asyncio
+import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -7,15 +12,17 @@ import pytest
 from shoal.deploy import places
 from shoal.deploy.known_peers import KnownPeers, all_known, ways_to
 from shoal.deploy.status_client import ask_swarm
+from shoal.deploy.visit import sweep
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import LocalError, Refused
 from shoal.protocol.identity import Identity, PeerID
-from shoal.protocol.invite import Invite
+from shoal.protocol.invite import Invite, make_invite
 from shoal.protocol.limits import PROTOCOL_VERSION
 from shoal.protocol.live.disk import LiveDisk
 from shoal.protocol.live.run import run
 from shoal.protocol.live.transport import LiveTransport
 from shoal.protocol.messages import StatusRequest, SwarmStatus
+from statuses import swarm_status
 
 RUN = "0123456789abcdef"
 GONE = Identity(bytes(32)).peer_id
@@ -64,5 +71,44 @@ def test_somebody_else_of_the_run_answers(tmp_path: Path) -> None:
             assert len(asked) == 1
         finally:
             await peer.close()
+
+    run(main())
+
+
+@pytest.mark.process
+def test_a_watch_that_is_ended_leaves_no_socket_and_what_a_killed_one_leaves_is_swept(tmp_path: Path) -> None:
+    identity = Identity.generate()
+    note = places.state_root() / "visits" / "visit-1" / "p2pd.json"
+
+    async def ended_by(how: signal.Signals, invite: str) -> list[Path]:
+        """Returns: the sockets of a watch that has been ended."""
+        command = (str(Path(sys.executable).with_name("shoal")), "status", invite, "--watch", "--json")
+        watch = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
+        assert watch.stdout is not None
+        assert b"1000" in await watch.stdout.readline()
+        sockets = [Path(path) for path in json.loads(note.read_text())["sockets"]]
+        assert all(path.exists() for path in sockets)
+        watch.send_signal(how)
+        await watch.wait()
+        return sockets
+
+    async def main() -> None:
+        peer = await LiveTransport.start(identity, run=RUN, state_dir=tmp_path / "peer")
+        endpoint = Endpoint(identity, peer, run=RUN)
+
+        async def answer(source: PeerID, message: StatusRequest) -> SwarmStatus:
+            return swarm_status(coordinator=identity.peer_id, stages=((0, 1),), peers=(), steps=1000, elapsed_s=1.0)
+
+        endpoint.on(StatusRequest, answer)
+        invite = make_invite(RUN, identity.peer_id, peer.addresses())
+        try:
+            assert not any(path.exists() for path in await ended_by(signal.SIGTERM, invite))
+            left = await ended_by(signal.SIGKILL, invite)
+            assert any(path.exists() for path in left)
+            await sweep()
+            assert not any(path.exists() for path in left)
+            assert not note.exists()
+        finally:
+            await endpoint.transport.close()
 
     run(main())
