@@ -23,7 +23,7 @@ from shoal.deploy.dashboard.beside import Showing, serving
 from shoal.deploy.dashboard.contribution import ContributionMeter, MeteredCompute
 from shoal.deploy.dashboard.feed import RunFacts
 from shoal.deploy.doctor.split import SplitWatch
-from shoal.deploy.heap import freeze_heap, trim_heap, trim_heap_forever
+from shoal.deploy.heap import freeze_heap, share_heap, trim_heap, trim_heap_forever
 from shoal.deploy.invite_verb import InviteVerb
 from shoal.deploy.joining_view import FetchWatch, JoiningView
 from shoal.deploy.manners.device import memory_claim, stand_back
@@ -119,6 +119,7 @@ async def host_run(spec: RunSpec, corpus: Corpus, options: Options) -> None:
 
     Raises: ShoalError: one line for the command line.
     """
+    share_heap()  # before there are threads
     stop = Stop()
     identity = Identity.load_or_create(options.folder / "identity.key")
     run = _Run(spec=spec, owner=identity.peer_id, record=seal_spec(identity, spec), corpus=corpus)
@@ -132,6 +133,7 @@ async def join_run(invite: Invite, options: Options) -> None:
 
     Raises: ShoalError: one line for the command line.
     """
+    share_heap()  # before there are threads
     stop = Stop()
     identity = Identity.load_or_create(options.folder / "identity.key")
     with JoiningView(reports=options.reports) as view:
