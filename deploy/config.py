@@ -18,6 +18,8 @@ import msgspec
 
 from shoal.deploy.manners import limits as limits_module
 from shoal.deploy.manners.limits import Limits, parse_value, with_value
+from shoal.deploy.record import settings as record_module
+from shoal.deploy.record.settings import RecordSettings, parse_record_value
 from shoal.protocol.complaint import complaint
 from shoal.protocol.errors import LocalError
 
@@ -26,6 +28,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Raises: ValueError."""
 
     limits: Limits = Limits()
+    record: RecordSettings = RecordSettings()
 
 
 def config_path() -> Path:
@@ -41,33 +44,41 @@ def load_settings() -> Settings:
 
 def as_toml(settings: Settings) -> str:
     """All of them, each with what it means; a file like this is a valid one."""
-    lines = ["[limits]"]
-    for name, meaning in meanings().items():
-        lines += [f"# {line}" for line in meaning.splitlines()]
-        value = getattr(settings.limits, name)
-        lines.append(f"{name} = {_toml(value)}" if value is not None else f"# {name} = 0")
+    lines: list[str] = []
+    for table, unset in (("limits", "0"), ("record", "true")):
+        lines += [*([""] if lines else []), f"[{table}]"]
+        values = getattr(settings, table)
+        for name in values.__struct_fields__:
+            lines += [f"# {line}" for line in meanings()[name].splitlines()]
+            value = getattr(values, name)
+            lines.append(f"{name} = {_toml(value)}" if value is not None else f"# {name} = {unset}")
     return "\n".join(lines) + "\n"
 
 
 @cache
 def meanings() -> dict[str, str]:
-    """Limit -> its docstring."""
-    tree = ast.parse(inspect.getsource(limits_module))
-    (body,) = (node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == Limits.__name__)
+    """Setting -> its docstring."""
     found = {}
-    for field, doc in itertools.pairwise(body):
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(doc, ast.Expr):
-            found[field.target.id] = inspect.cleandoc(ast.literal_eval(doc.value))
+    for module, owner in ((limits_module, Limits), (record_module, RecordSettings)):
+        tree = ast.parse(inspect.getsource(module))
+        (body,) = (node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == owner.__name__)
+        for field, doc in itertools.pairwise(body):
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(doc, ast.Expr):
+                found[field.target.id] = inspect.cleandoc(ast.literal_eval(doc.value))
     return found
 
 
-def set_limit(name: str, text: str) -> Settings:
+def set_one(name: str, text: str) -> Settings:
     """Put `name` = `text` into the file, and leave the rest of it as it is.
 
     Returns: what holds from now on. Raises: LocalError.
     """
+    if name in RecordSettings.__struct_fields__:
+        line = f"{name} = {_toml(parse_record_value(name, text))}"
+        return _write(_with_line(_read() or "", line, name, table="record"))
     if name not in Limits.__struct_fields__:
-        raise LocalError(f"there is no setting {name!r}: there are {', '.join(Limits.__struct_fields__)}")
+        names = (*Limits.__struct_fields__, *RecordSettings.__struct_fields__)
+        raise LocalError(f"there is no setting {name!r}: there are {', '.join(names)}")
     value = parse_value(name, text)
     with_value(Limits(), name, value)  # so that the blame is on what was typed, and not on the file
     return _write(_with_line(_read() or "", f"{name} = {_toml(value)}", name))
@@ -112,11 +123,11 @@ def _decode(text: str) -> Settings:
         raise LocalError(f"{config_path()}: {complaint(error, Settings)}") from error
 
 
-def _with_line(text: str, line: str, name: str) -> str:
+def _with_line(text: str, line: str, name: str, *, table: str = "limits") -> str:
     lines = text.splitlines()
-    begin = next((i for i, old in enumerate(lines) if re.match(r"\s*\[\s*limits\s*\]", old)), None)
+    begin = next((i for i, old in enumerate(lines) if re.match(rf"\s*\[\s*{table}\s*\]", old)), None)
     if begin is None:
-        return "\n".join([*lines, *([""] if lines else []), "[limits]", line]) + "\n"
+        return "\n".join([*lines, *([""] if lines else []), f"[{table}]", line]) + "\n"
     end = next((i for i in range(begin + 1, len(lines)) if lines[i].lstrip().startswith("[")), len(lines))
     for i in range(begin + 1, end):
         if re.match(rf"\s*{name}\s*=", lines[i]):

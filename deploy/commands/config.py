@@ -54,13 +54,14 @@ def check(json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False
     "shoal config set hours 22:00-07:00  # compute at night",
     "shoal config set only_when_idle true  # compute while nobody uses this machine",
     "shoal config set compute_share 0.5  # half of the device's time",
+    "shoal config set keep_record true  # a record of each run in which this machine takes part",
 )
 def set_(
     name: Annotated[str, typer.Argument(help="As `shoal config show` has it.")],
     value: Annotated[str, typer.Argument(help="Its new value.")],
 ) -> None:
     """Change one, from the next start on."""
-    from shoal.deploy.config import config_path, set_limit
+    from shoal.deploy.config import config_path, set_one
 
-    set_limit(name, value)
+    set_one(name, value)
     typer.echo(f"{config_path()}: {name} is {value} from the next start on")

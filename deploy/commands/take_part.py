@@ -164,7 +164,7 @@ def _host(
     verbose: bool,
     reports: bool,
 ) -> None:
-    records = _records(record, wandb, default=True)
+    records, project = _records(record, wandb, default=True)
     shown = parse_address(dashboard) if dashboard else None
     limits = with_overrides(load_settings().limits, limit or [])
     start_logging(verbose or reports)
@@ -200,7 +200,7 @@ def _host(
         reports=reports,
         limits=limits,
         records=records,
-        wandb=wandb,
+        wandb=project,
         dashboard=shown,
         initial=initial,
         first_said=(*going.sentences, *(f"warning: {line}" for line in warnings)),
@@ -271,7 +271,7 @@ def join(
     """Take part in a run."""
     found = parse_invite(invite) if invite != "-" else None
     text = data_source(data)
-    records = _records(record, wandb, default=False)
+    records, project = _records(record, wandb, default=False)
     shown = parse_address(dashboard) if dashboard else None
     if may_ask(answered=bool(limit) or yes or reports or invite == "-"):
         ask()
@@ -299,7 +299,7 @@ def join(
         reports=reports,
         limits=limits,
         records=records,
-        wandb=wandb,
+        wandb=project,
         dashboard=shown,
         data=text,
         tokenizer=tokenizer,
@@ -314,13 +314,20 @@ def join(
         explain(error, found, listen=addresses, state_dir=folder.path, device=device)
 
 
-def _records(asked: bool | None, wandb: str, *, default: bool) -> bool:
-    """Whether to keep a record. Raises: LocalError: the package for `--wandb` is missing."""
-    if wandb:
+def _records(asked: bool | None, wandb: str, *, default: bool) -> tuple[bool, str]:
+    """(whether to keep a record, the project at Weights & Biases that gets it too, empty if none): as the command says,
+    else as this user has set it, else `default`.
+
+    Raises: LocalError: the package for Weights & Biases is missing.
+    """
+    settings = load_settings().record
+    project = wandb or ("" if asked is False else settings.wandb_project)
+    if project:
         from shoal.deploy.record.wandb_run import need_wandb
 
         need_wandb()
-    return bool(wandb) or (default if asked is None else asked)
+    wanted = next(choice for choice in (asked, settings.keep_record, default) if choice is not None)
+    return bool(project) or wanted, project
 
 
 def _file_name(text: str) -> str:

@@ -6,6 +6,7 @@ from typer.testing import CliRunner
 
 from shoal.deploy import cli, config
 from shoal.deploy.manners.limits import Limits
+from shoal.deploy.record.settings import RecordSettings
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +23,7 @@ def test_what_is_shown_is_a_file_that_means_the_same_and_says_what_each_is():
     code, shown, _ = shoal("show")
     assert code == 0
     assert msgspec.toml.decode(shown.encode(), type=config.Settings) == config.Settings()
-    assert set(config.meanings()) == set(Limits.__struct_fields__)
+    assert set(config.meanings()) == {*Limits.__struct_fields__, *RecordSettings.__struct_fields__}
     assert all(f"# {line}" in shown for meaning in config.meanings().values() for line in meaning.splitlines())
 
 
@@ -83,3 +84,14 @@ def test_pausing_where_nothing_runs_is_said(monkeypatch, tmp_path):
         result = CliRunner().invoke(cli.app, [command])
         assert result.exit_code == cli.EXIT_USER_ERROR
         assert "no peer runs" in result.stderr
+
+
+def test_what_is_set_of_records_stands_in_a_table_of_its_own(tmp_path):
+    for name, value in (("nice", "7"), ("keep_record", "true"), ("wandb_project", "mine"), ("keep_record", "false")):
+        assert shoal("set", name, value)[0] == 0
+    settings = config.load_settings()
+    assert settings.record == RecordSettings(keep_record=False, wandb_project="mine")
+    assert settings.limits.nice == 7
+    assert config.config_path().read_text().count("keep_record") == 1
+    code, _, err = shoal("set", "keep_record", "perhaps")
+    assert (code, "true or false" in err) == (2, True)
