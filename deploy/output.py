@@ -24,6 +24,7 @@ from shoal.deploy.report import (
     Validated,
     write_report,
 )
+from shoal.deploy.words import duration, quantity
 from shoal.protocol.messages import SwarmStatus
 
 _FRAMES_PER_S = 2.0
@@ -70,6 +71,7 @@ class TerminalOutput:
         self._board = Board(title=title, started_s=time.monotonic(), steps_total=steps_total)
         self._live: Live | None = None
         self._hosts = False
+        self._has_left = self._is_summed_up = False
         self._trouble = ""
         """What the run stands still for, as it was told last; empty: it does not."""
         self._risks: tuple[str, ...] = ()
@@ -104,19 +106,30 @@ class TerminalOutput:
             case Note():
                 self._note(report.text)
             case Left():
+                self._has_left = True
                 self._board.phase = DONE if report.finished else "left"
                 if report.state_dir:
                     self._print(f"state and snapshots: {report.state_dir}", soft_wrap=True)
+                if self._board.mine is not None:
+                    self._print(given(self._board.mine))
                 if report.finished and self._hosts:
                     self._print(_WHAT_NEXT)
             case Summary():
-                self.close()  # the view's last frame stands above it
+                self._close_view()  # its last frame stands above the summary
+                self._is_summed_up = True
                 for line in report.lines:
                     self._print(line)
             case StepDone():
                 pass  # the status says it
 
     def close(self) -> None:
+        self._close_view()
+        status = self._board.status
+        if status is not None and self._has_left and not self._is_summed_up:
+            loss = "" if status.loss is None else f", loss {status.loss:.4f}"
+            self._print(f"the run: step {status.step:,} of {status.steps:,}{loss}")
+
+    def _close_view(self) -> None:
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -189,6 +202,14 @@ class TerminalOutput:
 
     def _print(self, text: str, *, soft_wrap: bool = True) -> None:
         self._console.print(text, soft_wrap=soft_wrap, markup=False, highlight=False)
+
+
+def given(mine: Contribution) -> str:
+    """What this peer has done for the run since it came."""
+    return (
+        f"this peer computed {mine.microbatches_total:,} microbatches in {duration(mine.uptime_s)}, "
+        f"sent {quantity(mine.sent_bytes_total, 'B')} and received {quantity(mine.received_bytes_total, 'B')}"
+    )
 
 
 def make_output(*, reports: bool, title: str, steps_total: int) -> Output:

@@ -15,7 +15,7 @@ import msgspec
 
 from shoal.deploy.record.lines import PeerLine, PlanLine, StartLine, StepLine
 from shoal.deploy.record.reading import Record
-from shoal.deploy.record.summary import count, duration, totals, what_was_lost
+from shoal.deploy.record.summary import amount, span, totals, what_was_lost
 from shoal.deploy.record.writing import merged
 
 PAGE = Path(__file__).parent / "page"
@@ -133,7 +133,7 @@ def _subtitle(record: Record) -> str:
     found, start = totals(record), _start(record)
     if found.began_s is None or found.ended_s is None:
         return "Nothing was recorded yet."
-    model = f"{count(start.num_parameters)} parameters in {start.num_layers} layers; " if start else ""
+    model = f"{amount(start.num_parameters)} parameters in {start.num_layers} layers; " if start else ""
     return f"{model}{_date(found.began_s)} to {_date(found.ended_s)}; run {found.run or 'without a name'}"
 
 
@@ -151,8 +151,8 @@ def _tiles(record: Record) -> str:
         _, last, best = found.validation
         tiles.append(("Validation", f"{last.loss:.3f}", f"at step {last.step:,}; best {best.loss:.3f}"))
     pace = f"{found.tokens_per_s:,.0f} a second" if found.tokens_per_s else ""
-    tiles.append(("Tokens", count(found.tokens), pace))
-    tiles.append(("Time", duration(found.elapsed_s), "from the first step to the last"))
+    tiles.append(("Tokens", amount(found.tokens), pace))
+    tiles.append(("Time", span(found.elapsed_s), "from the first step to the last"))
     return "".join(
         f'<article><h2>{html.escape(name)}</h2><p><b class="word">{html.escape(value)}</b></p>'
         f'<p class="quiet">{html.escape(more)}</p></article>'
@@ -192,7 +192,7 @@ def _peers(record: Record) -> str:
         where = ", ".join(map(str, stages)) or "spare"
         present_s = _present_s(lines, end_s)
         device = next((line.device for line in lines if line.device), "")
-        cells = (lines[-1].name, device, where, _date(lines[0].time), duration(present_s))
+        cells = (lines[-1].name, device, where, _date(lines[0].time), span(present_s))
         rows.append(
             f'<tr title="{html.escape(peer)}">{"".join(f"<td>{html.escape(cell)}</td>" for cell in cells)}</tr>'
         )
@@ -210,7 +210,7 @@ def _facts(record: Record) -> str:
     rows = [
         ("steps", f"{found.step:,}" + (f" of {found.steps:,}" if found.steps else "")),
         ("tokens trained on", f"{found.tokens:,}"),
-        ("from the first step to the last", duration(found.elapsed_s)),
+        ("from the first step to the last", span(found.elapsed_s)),
         ("longest standstill", _standstill(record.steps)),
         ("tokens a second", f"{found.tokens_per_s:,.0f} in the median" if found.tokens_per_s else "not known"),
         ("peers at work at once", f"{found.peers_max} at most"),
@@ -235,7 +235,7 @@ def _facts(record: Record) -> str:
 def _standstill(steps: Sequence[StepLine]) -> str:
     gaps = [(after.time - before.time, before.step) for before, after in pairwise(steps)]
     longest_s, step = max(gaps, default=(0.0, 0))
-    return f"{duration(longest_s)}, after step {step:,}" if step else "none"
+    return f"{span(longest_s)}, after step {step:,}" if step else "none"
 
 
 def _date(at_s: float) -> str:

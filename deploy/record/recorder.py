@@ -34,7 +34,7 @@ from shoal.deploy.record.lines import (
 )
 from shoal.deploy.record.past import Past
 from shoal.deploy.record.reading import Record, read_record
-from shoal.deploy.record.summary import in_words
+from shoal.deploy.record.summary import counted, in_words
 from shoal.deploy.record.wandb_run import WandbRun
 from shoal.deploy.record.writing import RecordFile
 from shoal.deploy.report import Joined, Note, Obeys, Recorded, Report, Status, Validated
@@ -461,7 +461,7 @@ def start_line(keeping: Keeping, spec: RunSpec) -> StartLine:
             "stages": str(spec.swarm.stages),
             "learning rate": f"{spec.optimizer.learning_rate:g}, {spec.optimizer.schedule}",
             "samples a step": f"{spec.training.microbatches_per_step * spec.training.microbatch_size:,}",
-            "staleness": f"{spec.training.s_max} steps at most",
+            "staleness": f"{counted(spec.training.s_max, 'step')} at most",
         },
     )
 

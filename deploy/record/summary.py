@@ -117,7 +117,7 @@ def _worked(found: Totals) -> str:
     if not found.recorded:
         return "nothing recorded"
     pace = f", {found.tokens_per_s:,.0f} tokens/s in the median" if found.tokens_per_s else ""
-    return f"{count(found.tokens)} tokens in {duration(found.elapsed_s)}{pace}"
+    return f"{amount(found.tokens)} tokens in {span(found.elapsed_s)}{pace}"
 
 
 def _named(names: Sequence[str]) -> str:
@@ -130,17 +130,22 @@ def what_was_lost(found: Totals) -> str:
     parts = []
     if found.redone:
         times = "once" if found.eras == 1 else f"{found.eras} times"
-        parts.append(f"{found.redone:,} steps that were done again, as the run went back {times}")
+        parts.append(f"{counted(found.redone, 'step')} done again, as the run went back {times}")
     if found.given_up:
-        parts.append(f"{found.given_up:,} microbatches given up")
+        parts.append(f"{counted(found.given_up, 'microbatch', 'microbatches')} given up")
     if found.duplicates:
-        parts.append(f"{found.duplicates:,} microbatches computed twice")
+        parts.append(f"{counted(found.duplicates, 'microbatch', 'microbatches')} computed twice")
     if found.lost:
-        parts.append(f"{found.lost:,} steps are not in the record: nobody who is left knew them")
+        parts.append(f"{counted(found.lost, 'step')} not in the record, since nobody who is left knew of it")
     return "; ".join(parts) or "nothing"
 
 
-def duration(seconds: float) -> str:
+def counted(number: int, one: str, many: str = "") -> str:
+    """`1 step`, `1,200 steps`."""
+    return f"{number:,} {one if number == 1 else many or one + 's'}"
+
+
+def span(seconds: float) -> str:
     """`45 s`, `12 min 5 s`, `3 h 10 min`, `2 d 4 h`."""
     for unit, name, smaller, less in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
         if seconds >= unit:
@@ -148,7 +153,7 @@ def duration(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
-def count(number: float) -> str:
+def amount(number: float) -> str:
     """`9,812`, `35.1 k`, `3.3 M`."""
     for unit, name in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= unit and number >= 1e4:

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from shoal.deploy.dashboard.view import run_phase
 from shoal.deploy.output import TerminalOutput
-from shoal.deploy.report import Joined, Left, Note, Phase, Ready, Status
+from shoal.deploy.report import Contribution, Joined, Left, Note, Phase, Ready, Status, Summary
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import PeerStatus, SwarmStatus
 
@@ -41,6 +41,12 @@ def status(step: int, **says: Any) -> SwarmStatus:
         elapsed_s=1.0,
         **(usual | says),
     )
+
+
+def contribution(**says: Any) -> Contribution:
+    usual: dict[str, Any] = dict.fromkeys(("busy", "sending", "waiting", "flop_per_s", "microbatches_per_s"), 0)
+    usual |= {"flop_total": 0.0, "memory_bytes": 0, "links": (), "name": "guest", "stage": 0, "synced": True}
+    return Contribution(peer=B, **(usual | says))
 
 
 @pytest.fixture
@@ -131,3 +137,25 @@ def test_a_late_joiner_says_which_version_was_validated(output: TerminalOutput) 
     assert output._board.validation == (0, 5.6)
     output.say(Status(status=status(9, validation_loss=5.0, validation_step=8)))
     assert output._board.validation == (8, 5.0)
+
+
+def test_a_volunteer_without_a_record_reads_in_the_end_what_it_gave_and_where_the_run_is(
+    output: TerminalOutput, said: io.StringIO
+) -> None:
+    output.say(Status(status=status(7)))
+    mine = contribution(microbatches_total=1234, sent_bytes_total=2.5e6, received_bytes_total=1e6, uptime_s=725.0)
+    output.say(mine)
+    output.say(Left(peer=B, state_dir="/state", finished=False))
+    output.close()
+    assert said.getvalue().splitlines()[-2:] == [
+        "this peer computed 1,234 microbatches in 12:05, sent 2.5 MB and received 1 MB",
+        "the run: step 7 of 100, loss 4.0000",
+    ]
+
+
+def test_who_keeps_a_record_reads_its_summary_last(output: TerminalOutput, said: io.StringIO) -> None:
+    output.say(Status(status=status(7)))
+    output.say(Left(peer=B, state_dir="/state", finished=False))
+    output.say(Summary(lines=("notes: 7 of 100 steps", "  lost  nothing")))
+    output.close()
+    assert said.getvalue().splitlines()[-2:] == ["notes: 7 of 100 steps", "  lost  nothing"]

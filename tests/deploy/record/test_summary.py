@@ -7,7 +7,7 @@ import pytest
 from record_lines import plan, step, validation
 from shoal.deploy.record.lines import Line, PeerLine, StartLine, encode_line
 from shoal.deploy.record.reading import Record, record_of
-from shoal.deploy.record.summary import count, duration, in_words, totals, what_was_lost
+from shoal.deploy.record.summary import amount, in_words, span, totals, what_was_lost
 from shoal.protocol.identity import PeerID
 
 
@@ -47,10 +47,10 @@ def test_totals_are_of_what_holds() -> None:
 def test_what_was_lost_is_said_and_nothing_if_nothing_was() -> None:
     assert what_was_lost(totals(record(*(step(n) for n in range(1, 9))))) == "nothing"
     lost = what_was_lost(totals(record(step(1, given_up=2), step(2, duplicates=3), step(9), step(3, 1), step(5, 1))))
-    assert "1 steps that were done again, as the run went back once" in lost
+    assert "1 step done again, as the run went back once" in lost
     assert "2 microbatches given up" in lost
     assert "3 microbatches computed twice" in lost
-    assert "1 steps are not in the record" in lost
+    assert "1 step not in the record" in lost
 
 
 def test_the_summary_says_what_came_and_where_the_record_is() -> None:
@@ -68,9 +68,9 @@ def test_a_record_without_a_step_has_a_summary_too() -> None:
     ("seconds", "text"), [(0.4, "0 s"), (59, "59 s"), (725, "12 min 5 s"), (11_400, "3 h 10 min"), (187_200, "2 d 4 h")]
 )
 def test_durations(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
+    assert span(seconds) == text
 
 
 @pytest.mark.parametrize(("number", "text"), [(812, "812"), (9812, "9,812"), (35_100, "35.1 k"), (3.3e6, "3.3 M")])
 def test_counts(number: float, text: str) -> None:
-    assert count(number) == text
+    assert amount(number) == text
