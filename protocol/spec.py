@@ -355,7 +355,8 @@ class RunSpec(_Section, frozen=True):
         _require(0 <= self.seed < 2**63, "seed must be in [0, 2^63)")
         _require(
             self.swarm.stages <= self.model.num_layers,
-            f"swarm.stages {self.swarm.stages} is more than model.num_layers {self.model.num_layers}",
+            f"swarm.stages {self.swarm.stages} is more than model.num_layers {self.model.num_layers}: "
+            "a stage has one layer at least",
         )
         _require(
             self.optimizer.warmup_steps <= self.training.steps,

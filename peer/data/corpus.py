@@ -92,7 +92,7 @@ def load_corpus(
         unit = "bytes" if spec.tokenizer == BYTES else "tokens"
         raise DataError(
             f"{where} has too little text: {corpus.text_N.numel()} {unit} leave {shortest} for training or "
-            f"validation, a sample takes {context + 1}"
+            f"validation, a sample takes {context + 1}: set model.context lower, or give it more text"
         )
     return corpus
 

@@ -21,6 +21,7 @@ CAPPED = Limits(caps=("50% of the device's time", "upload at most 5 Mbit/s"))
         ({"busy": 0.7, "waiting": 0}, "swarm", "waiting for other peers"),
         ({"sending": 0.9, "limits": CAPPED}, "cap", "5 Mbit/s"),
         ({"busy": 0.5, "waiting": 2, "limits": CAPPED}, "cap", "50% of the device's time"),
+        ({"busy": 0.9, "waiting": 2, "limits": CAPPED}, "cap", "50% of the device's time (it computes 90 %)"),
         ({"busy": 0.3, "limits": CAPPED}, "swarm", "waiting for other peers"),
         ({"sending": 0.9}, "upload", "90 %"),
         ({"sending": 0.9, "busy": 0.95}, "device", "95 %"),
