@@ -241,7 +241,7 @@ class Governor:
         if layout.places() == places_of(live):
             if under_way:
                 # Who restarts, or comes to this plan late, must not begin the era again.
-                layout = replace(layout, reason=f"era {live.era} is under way")
+                layout = replace(layout, reason=f"training is under way{' again' if live.era else ''}")
                 return Draft(layout=layout), layout.reason
             self._settled_for = swarm
             return None, ""

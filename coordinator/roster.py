@@ -43,7 +43,7 @@ class Presence:
     dead: bool = False
     """Its process is not there any more: what was in its memory is lost. Who is only silent may come back with it."""
     silent_since_s: float | None = None
-    """When the coordinator before us heard it last, if we have not."""
+    """When it was heard last: by the coordinator before us if we have not heard it, or in an earlier term of ours."""
 
     def silent_s(self, now_s: float) -> float:
         """Since its last heartbeat, or since it was owed one."""
@@ -114,6 +114,8 @@ class Roster:
             if len(self.presences) < PEERS_MAX:
                 self.presences[peer] = Presence(self._arrivals(now_s), advert)
         elif not presence.left:
+            if presence.heartbeat is not None:
+                presence.silent_since_s = now_s - presence.silent_s(now_s)  # a new term makes no silence shorter
             presence.arrivals.excuse(now_s)
             presence.advert = presence.advert or advert
 

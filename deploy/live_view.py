@@ -28,6 +28,7 @@ from shoal.deploy.dashboard.view import (
 )
 from shoal.deploy.expert_view import expert_table
 from shoal.deploy.report import Contribution, Phase, StepDone
+from shoal.deploy.words import ENDING
 from shoal.deploy.words import duration as duration
 from shoal.deploy.words import printable as printable
 from shoal.deploy.words import quantity as quantity
@@ -236,7 +237,7 @@ def status_lines(status: SwarmStatus) -> Sequence[str]:
         step_line(status),
         f"staleness {status.staleness_steps_mean:.2f}, term {status.term}, "
         f"coordinator {name_of(status, status.coordinator)}",
-        f"plan {status.plan_sequence}: {printable(status.plan_reason)}",
+        f"plan {status.plan_sequence}: {_reason(status)}",
         *(f"careful: {printable(risk)}" for risk in (status.risks if status.step < status.steps else ())),
     )
 
@@ -250,6 +251,12 @@ def step_line(status: SwarmStatus) -> str:
 
 def name_of(status: SwarmStatus, peer: PeerID) -> str:
     return next((_name(seen) for seen in status.peers if seen.peer == peer), short(peer))
+
+
+def _reason(status: SwarmStatus) -> str:
+    """Of the plan, which speaks of peers by the end of their identifiers."""
+    names = {short(peer.peer): _name(peer) for peer in status.peers}
+    return ENDING.sub(lambda found: names.get(found.group(), found.group()), printable(status.plan_reason))
 
 
 def _name(peer: PeerStatus) -> str:
@@ -274,7 +281,7 @@ def _about(board: Board, now_s: float) -> RenderableType:
     if status is None:
         return up
     coordinator = Text(f"term {status.term}, coordinator {name_of(status, status.coordinator)}")
-    return Flow(up, coordinator, Text(f"plan {status.plan_sequence}: {printable(status.plan_reason)}", style="dim"))
+    return Flow(up, coordinator, Text(f"plan {status.plan_sequence}: {_reason(status)}", style="dim"))
 
 
 def _progress(board: Board, now_s: float) -> Table:
@@ -316,12 +323,15 @@ def _figures(board: Board, now_s: float) -> RenderableType:
 
 def _contribution(mine: Contribution, status: SwarmStatus | None) -> RenderableType:
     limits = limited_by(mine, status.peers if status else (), num_stages=len(status.stages) if status else 0)
+    says = Text(printable(limits.text), style="cyan")
+    if mine.stage is None:
+        return says
     sent, received = sum(link[1] for link in mine.links), sum(link[2] for link in mine.links)
     return Flow(
         Text(f"this peer gives {quantity(mine.flop_per_s, 'FLOP/s')}", style="bold"),
         Text(f"sends {quantity(sent, 'B/s')}"),
         Text(f"receives {quantity(received, 'B/s')}"),
-        Text(printable(limits.text), style="cyan"),
+        says,
     )
 
 

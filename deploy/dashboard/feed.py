@@ -4,7 +4,6 @@ Whoever has a feed tells it every report; whoever shows the run asks for `view` 
 peer anything, and nothing that another peer said goes on with control characters in it, or at any length.
 """
 
-import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -49,6 +48,7 @@ from shoal.deploy.report import (
     StepDone,
     Validated,
 )
+from shoal.deploy.words import ENDING
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import PEER_NAME_CHARS_MAX
 from shoal.protocol.messages import PeerStatus, PlanNote, SwarmStatus
@@ -63,7 +63,6 @@ SAME_S = 30.0
 """A plan and the coordinator's table may speak of one arrival so far apart."""
 CONTRIBUTION_S = 20.0
 """For so long what a peer said of itself counts."""
-_ENDING = re.compile(r"\b[1-9A-HJ-NP-Za-km-z]{8}\b")
 _WIRE_BYTES = 2
 """An element of an activation or its gradient, in the wire's dtype."""
 
@@ -365,7 +364,7 @@ class Feed:
 
     def _with_names(self, text: str) -> str:
         """Plans speak of peers by the end of their identifiers."""
-        return _ENDING.sub(lambda found: self._census.named(found.group()), clean(text, TEXT_CHARS_MAX))
+        return ENDING.sub(lambda found: self._census.named(found.group()), clean(text, TEXT_CHARS_MAX))
 
 
 def _says(plan: ChangeView, change: ChangeView) -> bool:

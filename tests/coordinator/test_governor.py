@@ -61,7 +61,7 @@ def test_a_fresh_plan_gives_way_once_a_step_is_committed(governor, make_live, he
     draft, reason = governor.next_plan(live.plan, 1.0, sequence=2)
     assert draft.beginning is None
     assert [stage.peers for stage in draft.layout.stages] == [tuple(group) for group in GROUPS]
-    assert reason == "era 0 is under way"
+    assert reason == "training is under way"
     assert not governor.is_fresh(live.plan, None, leads=True)
 
 

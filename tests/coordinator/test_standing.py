@@ -80,6 +80,14 @@ def test_since_when_a_peer_is_silent_outlives_the_coordinator(swarm, make_unsign
     assert heir.status(live, 1032.0, owner=HOST).waits_for == ""
 
 
+def test_a_coordinator_that_keeps_the_role_goes_on_counting(swarm):
+    governor, live = made = swarm([["ana"], ["bob"]])
+    governor.begin_term(live, 25.0, continuing=True, silent=None)
+    governor.begin_term(live, 30.0, continuing=True, silent=None)
+    governor.hear(HOST, governor.roster.presences[HOST].heartbeat, 31.0)
+    assert told(made, 31.0).waits_for == "stage 1: its only holder, bob, does not answer, for 21 s"
+
+
 def test_how_long_a_pause_is_grows_between_two_heartbeats(swarm):
     status = told(swarm([["ana"], ["bob"]], bob={"paused_s": 40.0}), 11.5)
     assert [peer.paused_s for peer in status.peers] == [None, 41.5]
