@@ -13,9 +13,9 @@ from torch import Tensor
 
 from shoal.kernels.optimizer import advance, muon, reference
 from shoal.kernels.optimizer.reference import clip
-from shoal.kernels.optimizer.rules import Advance, Ahead, Matrices, Predict, Step
+from shoal.kernels.optimizer.rules import Advance, Ahead, Matrices, NextWeights, Predict, Step
 
-__all__ = ["OPTIMIZERS", "Advance", "Ahead", "Matrices", "Optimizer", "Predict", "Step", "clip"]
+__all__ = ["OPTIMIZERS", "Advance", "Ahead", "Matrices", "NextWeights", "Optimizer", "Predict", "Step", "clip"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -25,6 +25,8 @@ class Optimizer:
     """A step, the prediction that belongs to it, and both in one pass; each chooses its twin by where tensors are."""
 
     step: Step
+    weights: NextWeights
+    """For this peer alone."""
     predict: Predict
     advance: Advance
     moment2_of: Literal["all", "rest", "none"]
@@ -66,9 +68,22 @@ def _by_device(name: str, function: _F) -> _F:
     return cast(_F, choose)
 
 
+def _next_weights(name: str, rules: ModuleType) -> NextWeights:
+    """On a CPU the rules' own, where they have one; else those of the step."""
+    step = _by_device(f"{name}_step", getattr(rules, f"{name}_step"))
+    own = getattr(rules, f"{name}_weights", None)
+
+    def weights(param_N: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        made: Tensor = own(param_N, *args, **kwargs) if own and param_N.is_cpu else step(param_N, *args, **kwargs)[0]
+        return made
+
+    return weights
+
+
 def _optimizer(name: str, rules: ModuleType, moment2_of: Literal["all", "rest", "none"]) -> Optimizer:
     return Optimizer(
         step=_by_device(f"{name}_step", getattr(rules, f"{name}_step")),
+        weights=_next_weights(name, rules),
         predict=_by_device(f"{name}_predict", getattr(rules, f"{name}_predict")),
         advance=_by_device(f"{name}_advance", getattr(advance, f"{name}_advance")),
         moment2_of=moment2_of,

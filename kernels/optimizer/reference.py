@@ -114,6 +114,73 @@ def nadam_step(
     return _decayed(param_N, learning_rate * weight_decay, num_decayed).add_(change_N), moment1_N, moment2_N
 
 
+def sgd_weights(
+    param_N: Tensor,
+    grad_N: Tensor,
+    moment1_N: Tensor,
+    moment2_N: Tensor,
+    *,
+    learning_rate: float,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    weight_decay: float,
+    num_decayed: int,
+    step: int,
+    matrices: Matrices = (),
+) -> Tensor:
+    """The weights that `sgd_step` would make, float32 [N], up to rounding: for this peer alone, so by fused operations,
+    and without the moments that go with them. Arguments as `sgd_step`."""
+    change_N = torch.mul(moment1_N, beta1).add_(grad_N)
+    return _decayed(param_N, learning_rate * weight_decay, num_decayed).add_(change_N, alpha=-learning_rate)
+
+
+def adamw_weights(
+    param_N: Tensor,
+    grad_N: Tensor,
+    moment1_N: Tensor,
+    moment2_N: Tensor,
+    *,
+    learning_rate: float,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    weight_decay: float,
+    num_decayed: int,
+    step: int,
+    matrices: Matrices = (),
+) -> Tensor:
+    """As `sgd_weights`, of `adamw_step`."""
+    scale_N = _next_scale(grad_N, moment2_N, beta2, step, epsilon)
+    change_N = torch.mul(moment1_N, beta1).add_(grad_N, alpha=1 - beta1)
+    rate = learning_rate / (1 - beta1 ** (step + 1))
+    return _decayed(param_N, learning_rate * weight_decay, num_decayed).addcdiv_(change_N, scale_N, value=-rate)
+
+
+def nadam_weights(
+    param_N: Tensor,
+    grad_N: Tensor,
+    moment1_N: Tensor,
+    moment2_N: Tensor,
+    *,
+    learning_rate: float,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    weight_decay: float,
+    num_decayed: int,
+    step: int,
+    matrices: Matrices = (),
+) -> Tensor:
+    """As `sgd_weights`, of `nadam_step`."""
+    scale_N = _next_scale(grad_N, moment2_N, beta2, step, epsilon)
+    fresh, past = (1 - beta1) / (1 - beta1 ** (step + 1)), beta1 / (1 - beta1 ** (step + 2))
+    change_N = torch.mul(moment1_N, past * beta1).add_(grad_N, alpha=fresh + past * (1 - beta1))
+    return _decayed(param_N, learning_rate * weight_decay, num_decayed).addcdiv_(
+        change_N, scale_N, value=-learning_rate
+    )
+
+
 def sgd_predict(
     param_N: Tensor,
     moment1_N: Tensor,
@@ -257,6 +324,12 @@ def _moments(grad_N: Tensor, moment1_N: Tensor, moment2_N: Tensor, beta1: float,
 def _root(moment2_N: Tensor, beta2: float, num_steps: int, epsilon: float) -> Tensor:
     """sqrt of the bias-corrected second moment after `num_steps`, plus epsilon: float32 [N]."""
     return rounded_sqrt(moment2_N).mul_((1 - beta2**num_steps) ** -0.5).add_(epsilon)
+
+
+def _next_scale(grad_N: Tensor, moment2_N: Tensor, beta2: float, step: int, epsilon: float) -> Tensor:
+    """What a step from `step` divides by, up to rounding."""
+    scale_N = torch.mul(moment2_N, beta2).addcmul_(grad_N, grad_N, value=1 - beta2).sqrt_()
+    return scale_N.mul_((1 - beta2 ** (step + 1)) ** -0.5).add_(epsilon)
 
 
 def _drifted(

@@ -39,6 +39,27 @@ class Step(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
+class NextWeights(Protocol):
+    """The weights of a `Step` up to rounding, without its moments."""
+
+    def __call__(
+        self,
+        param_N: Tensor,
+        grad_N: Tensor,
+        moment1_N: Tensor,
+        moment2_N: Tensor,
+        *,
+        learning_rate: float,
+        beta1: float,
+        beta2: float,
+        epsilon: float,
+        weight_decay: float,
+        num_decayed: int,
+        step: int,
+        matrices: Matrices = (),
+    ) -> Tensor: ...
+
+
 class Predict(Protocol):
     """`step` is the version of `param_N`; the result estimates version `step + staleness_steps`."""
 

@@ -42,7 +42,7 @@ class Places:
     def displacement(self, span: slice, param_N: Tensor, total: int) -> Tensor:
         """The way from there to `param_N`, where the step's own weights are, in the layer at `span`: its mean over
         `total` gradients, of which the others were taken there. Float32, as `param_N`."""
-        return (param_N * self.num - self.sum_N[span]) / total
+        return (param_N * self.num).sub_(self.sum_N[span]).div_(total)
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,5 +56,7 @@ class Eager(Compensation):
             here = {**settings, "step": version + ahead}
             if its is None:
                 return self.optimizer.predict(*tensors, staleness_steps=staleness_steps - ahead, **here)
+            if ahead == staleness_steps - 1:
+                return self.optimizer.weights(tensors[0], its.gradient_N, *tensors[1:], **here)
             tensors = self.optimizer.step(tensors[0], its.gradient_N, *tensors[1:], **here)
         return tensors[0]

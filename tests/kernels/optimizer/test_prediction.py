@@ -122,3 +122,15 @@ def test_two_steps_ahead_is_one_step_ahead_of_where_one_step_leads(name: str, ca
     far_N = case.predict(name, state, case.steps, case.staleness_steps + 1)
     near_N = case.predict(name, after, case.steps + 1, case.staleness_steps)
     assert float((far_N - near_N).abs().max()) <= 1e-6 * float(far_N.abs().max())
+
+
+@each_name
+@given(case=cases())
+def test_the_next_weights_alone_are_those_of_the_step_up_to_rounding(name: str, case: Case) -> None:
+    grad_N = case.randn(1, torch.float32)
+    before = case.steps_on(name, case.start(name, torch.float32), grad_N, 0, case.steps)
+    settings = {**case.settings, "step": case.steps, "matrices": case.matrices}
+    after_N = OPTIMIZERS[name].step(before[0], grad_N, before[1], before[2], **settings)[0]
+    weights_N = OPTIMIZERS[name].weights(before[0], grad_N, before[1], before[2], **settings)
+    assert (weights_N - after_N).abs().max() <= 2e-6 * after_N.abs().max()
+    assert torch.equal(before[0], case.steps_on(name, case.start(name, torch.float32), grad_N, 0, case.steps)[0])

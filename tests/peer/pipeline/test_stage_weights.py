@@ -332,7 +332,7 @@ def test_eager_weights_are_the_optimizers_step_with_what_was_contributed(make: M
         backward(runtime, Microbatch(2, index))
     mean_N = runtime.gradient_sum(2) / 2
     expected = stepped(runtime, layer_of(runtime), mean_N, 2)
-    assert torch.equal(used(runtime, 3), expected.param_N)
+    assert (used(runtime, 3) - expected.param_N).abs().max() < 1e-6, "but for rounding"
     # Two steps ahead: of the second nothing is here, so it goes on as the first would.
     settings = hyperparameters(runtime.spec, KEY, 2)
     further_N = OPTIMIZERS["adamw"].predict(*expected.tensors, staleness_steps=1, **{**settings, "step": 3})
