@@ -14,8 +14,13 @@ from shoal.deploy.commands.options import EXIT_FAILED, check_writable, examples,
 from shoal.protocol.errors import LocalError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
+    from shoal.deploy.planning.rows import Rows
+    from shoal.deploy.simulate.outcome import Outcome, Row
     from shoal.deploy.simulate.scenario import Scenario
     from shoal.deploy.simulate.strategies import Options
+    from shoal.deploy.simulate.strategy import Strategy
 
 _CAMPAIGN_STEPS = 45
 
@@ -24,6 +29,7 @@ _CAMPAIGN_STEPS = 45
     "shoal simulate --list  # the shipped scenarios",
     "shoal simulate two-universities --html report.html  # ours against other layouts, and a page",
     "shoal simulate home-gpus --strategies ours,random --seed 3  # only these",
+    "shoal simulate home-gpus --steps 4 --tokens 20B  # the shortest with a warm-up, and days to 20 billion tokens",
     "shoal simulate --campaign 20  # break twenty swarms, each in its own way",
 )
 def simulate(
@@ -38,8 +44,25 @@ def simulate(
     list_: Annotated[bool, typer.Option("--list", help="List the shipped scenarios.")] = False,
     strategies: Annotated[str | None, typer.Option(help="Only these, as in `ours,megatron`.")] = None,
     trace: Annotated[Path | None, typer.Option(help="A CSV of comings and goings to live through.")] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Steps of a run. Default: the scenario's.")] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option(min=1, help="Steps of a run, 2 at least; the first two warm up. Default: the scenario's."),
+    ] = None,
     seconds: Annotated[float | None, typer.Option(min=0.001, help="End each run then, of virtual time.")] = None,
+    patience: Annotated[
+        float,
+        typer.Option(
+            min=1.0,
+            help="Real seconds, or 3 times what the first strategy took, after which another one is cut off.",
+        ),
+    ] = 60.0,
+    tokens: Annotated[
+        str | None,
+        typer.Option(metavar="NUMBER", help="Say how long so many take: 20B, 1.5T. Default: 20 a parameter."),
+    ] = None,
+    price_kwh: Annotated[
+        float | None, typer.Option(min=0.0, help="Of a kilowatt-hour, in your currency. Default: 0.30.")
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of searches and of simulated worlds.")] = 0,
     json: Annotated[Path | None, typer.Option(help="Write everything as JSON; of a campaign a line a seed.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page with timelines and maps.")] = None,
@@ -55,7 +78,8 @@ def simulate(
 ) -> None:
     """Run whole swarms in virtual time.
 
-    Says what a layout gives beside others; with --campaign breaks swarms on purpose and says whether they survive.
+    Says what a layout gives beside others, row by row as each is done; a strategy that is far slower than the first is
+    cut off. With --campaign: breaks swarms on purpose and says whether they survive.
     """
     if list_:
         return _list_shipped()
@@ -72,12 +96,14 @@ def simulate(
         seeds = range(first_seed, first_seed + campaign)
         sizes = (peers, steps or _CAMPAIGN_STEPS, experts, fault_seconds)
         return _campaign(seeds, *sizes, kind or (), json)
+    from shoal.deploy.planning.figures import Wishes, parse_tokens
     from shoal.deploy.simulate.scenario import find_scenario
     from shoal.deploy.simulate.strategies import Options
 
     assert what is not None
-    options = Options(seed=seed, steps=steps, seconds=seconds, trace=trace)
-    _compare(find_scenario(what), strategies, options, json, html)
+    wishes = Wishes(tokens=None if tokens is None else parse_tokens(tokens), price_kwh=price_kwh)
+    options = Options(seed=seed, steps=steps, seconds=seconds, trace=trace, wishes=wishes)
+    _compare(find_scenario(what), strategies, options, json, html, patience_s=patience)
     return None
 
 
@@ -88,32 +114,62 @@ def _list_shipped() -> None:
         typer.echo(f"{name:<18} {read_scenario(SHIPPED / f'{name}.toml').title}")
 
 
-def _compare(scenario: "Scenario", names: str | None, options: "Options", json: Path | None, html: Path | None) -> None:
+def _compare(
+    scenario: "Scenario",
+    names: str | None,
+    options: "Options",
+    json: Path | None,
+    html: Path | None,
+    *,
+    patience_s: float,
+) -> None:
     import msgspec
     from rich.console import Console
 
-    from shoal.deploy.progress import progress_bar
+    from shoal.deploy.live_view import printable
+    from shoal.deploy.planning.rows import Rows
+    from shoal.deploy.progress import progress_bar, sign_of_life
+    from shoal.deploy.simulate import strategies
     from shoal.deploy.simulate.outcome import row_of
-    from shoal.deploy.simulate.strategies import chosen_strategies, churn_of, run_strategy, with_options
-    from shoal.deploy.simulate.table import LEGEND, comparison, table_of
+    from shoal.deploy.simulate.table import COLUMNS, LAST, LEGEND, cells, comparison
 
-    scenario = with_options(scenario, options)
+    scenario = strategies.with_options(scenario, options)
     # Hours with churn are millions of jobs.
     options = replace(options, timeline=html is not None or scenario.trace is None)
-    strategies = chosen_strategies(scenario, names)
-    churn = churn_of(scenario, options.seed)
+    chosen = strategies.chosen_strategies(scenario, names)
+    churn = strategies.churn_of(scenario, options.seed)
     console = Console(highlight=False)
-    console.print(scenario.title, markup=False, style="bold")
-    outcomes, rows = [], []
-    for strategy in strategies:
+    console.print(printable(scenario.title), markup=False, style="bold")
+    table = Rows(console, COLUMNS, last=LAST)
+    _show_arithmetic(table, scenario, chosen, options)
+    outcomes: list[Outcome] = []
+    rows: list[Row] = []
+    ran: dict[object, Outcome] = {}
+    for strategy in chosen:
+        with sign_of_life(f"planning {strategy.name} (the first search on a machine compiles for half a minute)"):
+            prepared = strategies.prepare(scenario, strategy, churn, options)
+        twin = ran.get(prepared.run) if prepared.run is not None else None
+        if twin is not None:
+            outcomes.append(replace(twin, strategy=strategy, planned_s=prepared.planned_s, same_as=twin.strategy.name))
+            rows.append(row_of(outcomes[-1]))
+            continue
+        patience = strategies.Patience.beside(outcomes[0], patience_s) if outcomes else None
         with progress_bar(f"simulating {strategy.name}") as tell:
-            outcomes.append(run_strategy(scenario, strategy, churn, replace(options, on_progress=tell)))
-        rows.append(row_of(outcomes[-1]))
-    console.print(table_of(rows))
-    console.print(LEGEND, markup=False, style="dim")
+            outcome = strategies.play(scenario, prepared, replace(options, on_progress=tell), patience=patience)
+        if prepared.run is not None:
+            ran[prepared.run] = outcome
+        outcomes.append(outcome)
+        rows.append(row_of(outcome))
+        *figures, why = cells(rows[-1])
+        table.row(*figures, last=why)
+        for failure in rows[-1].failures[1:3]:
+            console.print(f"    {printable(failure)}", markup=False, soft_wrap=True)
+    console.print()
     for row in rows:
-        for failure in row.failures[:3]:
-            console.print(f"{row.strategy}: {failure}", markup=False, soft_wrap=True)
+        if row.same_as:
+            console.print(f"{printable(row.strategy)}: the same run as {printable(row.same_as)}", markup=False)
+    console.print(LEGEND, markup=False, style="dim")
+    _show_figures(console, rows)
     if json is not None:
         _write(json, msgspec.json.format(msgspec.json.encode(comparison(scenario, options.seed, rows))) + b"\n")
     if html is not None:
@@ -122,6 +178,36 @@ def _compare(scenario: "Scenario", names: str | None, options: "Options", json: 
         _write(html, render_html(scenario, options.seed, outcomes, rows).encode())
     if not any(row.tokens_per_s for row in rows):
         raise typer.Exit(EXIT_FAILED)
+
+
+def _show_arithmetic(table: "Rows", scenario: "Scenario", chosen: "Sequence[Strategy]", options: "Options") -> None:
+    """What our rule foresees without a search, before anything has run: a second, where a first search takes half a
+    minute and a simulation more. Only where our own layout is among what is simulated, and nobody comes or goes."""
+    from shoal.deploy.simulate.strategies import at_once
+    from shoal.deploy.simulate.table import arithmetic_cells
+
+    ours = next((strategy for strategy in chosen if strategy.layout == "ours"), None)
+    if ours is None or scenario.trace is not None:
+        return
+    found = at_once(scenario, ours, options)
+    if found is None:
+        return
+    placement, cost = found
+    devices = sum(len(stage) for stage in placement.stages)
+    said = f"arithmetic, before any search: {devices} devices in {len(placement.stages)} stages"
+    table.row(*arithmetic_cells(cost.parts["tokens_per_s"]), last=said)
+
+
+def _show_figures(console: "Console", rows: "Sequence[Row]") -> None:
+    """Of the first strategy that has any."""
+    from shoal.deploy.planning.command import figures_view
+
+    row = next((row for row in rows if row.figures is not None), None)
+    if row is None or row.figures is None:
+        return
+    said = f"\nWhat {row.strategy} comes to, at its simulated pace, if everybody stays:\n"
+    console.print(said, markup=False, style="bold")
+    console.print(figures_view(row.figures))
 
 
 def _write(path: Path, data: bytes) -> None:

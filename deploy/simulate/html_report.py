@@ -12,6 +12,8 @@ from string import Template
 import msgspec
 import numpy as np
 
+from shoal.deploy.live_view import printable
+from shoal.deploy.planning.figures import lines_of, said_gigabytes
 from shoal.deploy.simulate.gantt import DEVICES_MAX, KINDS, SAYS, STEPS_MAX, Chart, chart_of
 from shoal.deploy.simulate.outcome import Outcome, Row
 from shoal.deploy.simulate.result import SimResult
@@ -60,12 +62,14 @@ def render_html(scenario: Scenario, seed: int, outcomes: Sequence[Outcome], rows
         f"{scenario.topology.num_devices} devices, {spec.model.num_layers} layers of {spec.model.dim}, "
         f"{spec.tokens_per_step:,} tokens a step; simulated by shoal in virtual time, seed {seed}."
     )
+    same = " ".join(f"{row.strategy}: the same run as {row.same_as}." for row in rows if row.same_as)
     window = f"At most the last {STEPS_MAX} steps and {DEVICES_MAX} devices."
     return Template(_part("page.html")).substitute(
         title=html.escape(scenario.title),
         subtitle=html.escape(subtitle),
-        table=_table(rows),
-        legend=html.escape(LEGEND),
+        table=_table([row for row in rows if not row.same_as]),
+        legend=html.escape(f"{same} {LEGEND}".strip()),
+        figures=_figures(rows),
         window=html.escape(window),
         style=_part("page.css"),
         script=_part("page.js"),
@@ -92,6 +96,26 @@ def _table(rows: Sequence[Row]) -> str:
 def _cell(heading: str, cell: str) -> str:
     """With its heading, which a phone shows beside it."""
     return f'<td{_kind(heading)} data-label="{html.escape(heading)}">{html.escape(cell)}</td>'
+
+
+def _figures(rows: Sequence[Row]) -> str:
+    """What the first strategy with a pace comes to; a sentence where none has one."""
+    row = next((row for row in rows if row.figures is not None), None)
+    if row is None or row.figures is None:
+        return "<p>No strategy has a pace, so there is nothing to count up.</p>"
+    name = html.escape(printable(row.strategy))
+    lines = "".join(f"<tr><th>{html.escape(a)}</th><td>{html.escape(b)}</td></tr>" for a, b in lines_of(row.figures))
+    members = "".join(
+        f"<tr><th>{html.escape(printable(each.name))}</th><td>{each.members}</td>"
+        f"<td>{said_gigabytes(each.up_gb_month)}</td><td>{said_gigabytes(each.down_gb_month)}</td>"
+        f"<td>{each.watts:,.0f}{' (assumed)' if each.watts_are_assumed else ''}</td></tr>"
+        for each in row.figures.members
+    )
+    return (
+        f"<p>Of {name}, at its simulated pace, if everybody stays.</p><table><tbody>{lines}</tbody></table>"
+        "<table><thead><tr><th>each member in</th><th>members</th><th>GB a month up</th><th>GB a month down</th>"
+        f"<th>watts</th></tr></thead><tbody>{members}</tbody></table>"
+    )
 
 
 def _kind(heading: str) -> str:
@@ -145,25 +169,25 @@ def pace(result: SimResult) -> tuple[tuple[float, float, float], ...]:
 
 def _maps(outcome: Outcome, result: SimResult, topology: Topology) -> tuple[Map, ...]:
     """By region, by stage and by device, as far as there are any and not too many."""
-    steps = max(1, len(result.steps))
+    moved: Floats = result.bytes_per_step if result.steps else result.traffic_bytes.astype(np.float64)
     maps = []
     if len(set(topology.regions)) > 1:
-        maps.append(_map("regions", result, [region or "elsewhere" for region in topology.regions], steps))
+        maps.append(_map("regions", moved, [region or "elsewhere" for region in topology.regions]))
     if outcome.placement is not None:
         stage_of = outcome.placement.stage_of()
         names = [f"stage {stage_of[d]}" if d in stage_of else "spare" for d in range(topology.num_devices)]
         order = [f"stage {k}" for k in range(len(outcome.placement.stages))] + ["spare"]
-        maps.append(_map("stages", result, names, steps, order=[name for name in order if name in names]))
+        maps.append(_map("stages", moved, names, order=[name for name in order if name in names]))
     if topology.num_devices <= _LABELS_MAX:
-        maps.append(_map("devices", result, list(topology.names), steps))
+        maps.append(_map("devices", moved, list(topology.names)))
     return tuple(found for found in maps if len(found.labels) <= _LABELS_MAX)
 
 
-def _map(title: str, result: SimResult, names: Sequence[str], steps: int, *, order: Sequence[str] | None = None) -> Map:
+def _map(title: str, moved: Floats, names: Sequence[str], *, order: Sequence[str] | None = None) -> Map:
     labels = tuple(dict.fromkeys(names) if order is None else order)
     index = np.array([labels.index(name) for name in names])
     bytes_: Floats = np.zeros((len(labels), len(labels)))
-    np.add.at(bytes_, (index[:, None], index[None, :]), result.traffic_bytes / steps)
+    np.add.at(bytes_, (index[:, None], index[None, :]), moved)
     return Map(title=title, labels=labels, bytes=tuple(tuple(map(float, row)) for row in bytes_.round()))
 
 

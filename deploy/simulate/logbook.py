@@ -36,6 +36,8 @@ class SimLedger:
         self.duplicates = 0
         self.given_up = 0
         self.reached = asyncio.Event()
+        self.plan: Plan | None = None
+        """The last that anybody obeyed."""
         self._num_groups = num_groups
         self._wanted = steps
         self._on_step = on_step
@@ -66,6 +68,8 @@ class SimLedger:
         if plan.order in self._plans:
             return
         self._plans.add(plan.order)
+        if self.plan is None or plan.order > self.plan.order:
+            self.plan = plan
         self._num_groups = len(plan.stages) + len(plan.experts)
         if plan.era > self._era:
             self._era = plan.era
@@ -88,6 +92,11 @@ class SimLedger:
                 self.reached.set()
 
     # --- devices ---
+
+    @property
+    def present(self) -> tuple[int, ...]:
+        """Those that are up."""
+        return tuple(device for device, peer in sorted(self._peers.items()) if peer.is_alive)
 
     def read_jobs(self) -> None:
         """Take over what devices have done since the last time; they forget it."""

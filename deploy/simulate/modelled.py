@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from shoal.coordinator.allocate.interface import Allocator
 from shoal.coordinator.cost.placement import Placement
@@ -24,8 +26,9 @@ from shoal.deploy.simulate.blocking import BlockingDevice, Lockstep
 from shoal.deploy.simulate.logbook import SimLedger, traffic_matrix
 from shoal.deploy.simulate.modelled_swarm import ModelledSwarm, Ports, check_devices, peer_ids
 from shoal.deploy.simulate.pinned import PinnedAllocator
-from shoal.deploy.simulate.result import SimResult, Span, StepDone
+from shoal.deploy.simulate.result import STEPS_MIN, SimResult, Span, StepDone
 from shoal.deploy.simulate.routing import Routing
+from shoal.deploy.simulate.standstill import Seen, why_no_step
 from shoal.protocol.errors import LocalError
 from shoal.protocol.sim.loop import run as run_in_virtual_time
 from shoal.protocol.sim.matrix import MatrixNetwork
@@ -71,6 +74,10 @@ class ModelledRun:
     """Where the run spec places experts (`swarm.expert_slots`): what part of the tokens wants each. None: all alike."""
     on_progress: Callable[[float], None] = lambda share: None
     """Told at every step which share of the run is over, in [0, 1]."""
+    look_every_s: float = _READ_EVERY_S
+    """Of virtual time: how often `is_enough` is asked and what devices have done is read."""
+    is_enough: Callable[[], str] = lambda: ""
+    """Asked so often whether the run should end; says why, nothing while it may go on."""
     introduced: bool = True
     """Everybody knows everybody's address from the beginning; else they learn it from the directory, as in life."""
 
@@ -95,12 +102,19 @@ async def _play(run: ModelledRun) -> SimResult:
         allocator: Allocator | None = PinnedAllocator(run.stages, peers, split(t, Workload.of(spec), run.stages))
     else:
         allocator = run.stages
+    first_bytes: list[npt.NDArray[np.int64]] = []
+
+    def stepped(step: StepDone) -> None:
+        if not first_bytes:
+            first_bytes.append(traffic_matrix(world.sent_bytes, t.num_devices))
+        run.on_progress(_share_over(run, spec, step))
+
     ledger = SimLedger(
         t.num_devices,
         spec.swarm.stages,
         steps=spec.training.steps,
         keeps_timeline=run.record_timeline,
-        on_step=lambda step: run.on_progress(_share_over(run, spec, step)),
+        on_step=stepped,
     )
     swarm = ModelledSwarm(
         world,
@@ -117,7 +131,7 @@ async def _play(run: ModelledRun) -> SimResult:
     for event in sorted(run.churn, key=lambda event: event.at_s):
         happen = swarm.launch if event.kind == "add" else swarm.remove
         asyncio.get_running_loop().call_at(event.at_s, happen, event.device)
-    await _until_over(run, ledger)
+    cut_off = await _until_over(run, ledger)
     ledger.read_jobs()
     ledger.failures += [f"{name}: {error!r}" for name, error in world.failures]
     return SimResult(
@@ -134,6 +148,23 @@ async def _play(run: ModelledRun) -> SimResult:
         wall_s=0.0,
         num_events=world.num_events,
         trace_hash=world.trace_hash(),
+        first_step_bytes=first_bytes[0] if first_bytes else None,
+        cut_off=cut_off,
+        standstill="" if len(ledger.steps) >= STEPS_MIN else why_no_step(_seen(run, spec, world, ledger)),
+    )
+
+
+def _seen(run: ModelledRun, spec: RunSpec, world: World, ledger: SimLedger) -> Seen:
+    devices = range(run.topology.num_devices)
+    return Seen(
+        topology=run.topology,
+        spec=spec,
+        plan=ledger.plan,
+        devices={peer: device for device, peer in peer_ids(world, devices).items()},
+        present=ledger.present,
+        left_at_s={event.device: event.at_s for event in ledger.events if event.change == "left"},
+        ended_at_s=world.now_s(),
+        last_step_at_s=ledger.steps[-1].committed_at_s if ledger.steps else None,
     )
 
 
@@ -143,14 +174,18 @@ def _share_over(run: ModelledRun, spec: RunSpec, step: StepDone) -> float:
     return min(1.0, by_steps if run.seconds is None else max(by_steps, step.committed_at_s / run.seconds))
 
 
-async def _until_over(run: ModelledRun, ledger: SimLedger) -> None:
+async def _until_over(run: ModelledRun, ledger: SimLedger) -> str:
+    """Returns: why it was cut off; empty: it was not."""
     until_s = math.inf if run.seconds is None else run.seconds
     loop = asyncio.get_running_loop()
     while loop.time() < until_s and not ledger.reached.is_set():
+        if why := run.is_enough():
+            return why
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout_at(min(until_s, loop.time() + _READ_EVERY_S)):
+            async with asyncio.timeout_at(min(until_s, loop.time() + run.look_every_s)):
                 await ledger.reached.wait()
         ledger.read_jobs()
+    return ""
 
 
 def _spec_of(run: ModelledRun) -> RunSpec:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import msgspec
 
 from shoal.coordinator.cost.placement import Cost, Placement
-from shoal.deploy.simulate.result import JobKind, SimResult
+from shoal.deploy.planning.figures import Figures
+from shoal.deploy.simulate.result import STEPS_MIN, JobKind, SimResult
 from shoal.deploy.simulate.strategy import Strategy
 
 
@@ -20,8 +21,12 @@ class Outcome:
     predicted: Cost | None
     """By the throughput objective; None for what it is not a model of: a layout that changes."""
     result: SimResult | None
+    figures: Figures | None = None
+    """What the simulated pace comes to for those who take part; None without a pace."""
     problem: str = ""
     """Why there is no result."""
+    same_as: str = ""
+    """The strategy before it that is the same run under another name; empty: none is."""
     planned_s: float = 0.0
     """What finding the placement took, of this machine's time."""
 
@@ -39,6 +44,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """Committed."""
     tokens_per_s: float | None
     step_s: float | None
+    tokens_per_s_below: float | None
+    """Of a run that had one step and time for more: it has less than this."""
     predicted_tokens_per_s: float | None
     measured_over_predicted: float | None
     bytes_per_step: float | None
@@ -47,6 +54,11 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """Of the time of devices that hold a stage, from the first steady step on; None without a timeline."""
     bound_by: str
     """What the prediction says is busiest; without one, what was seen; or the reason why there is no figure."""
+    note: str
+    """What else one must know of its figures: that the run was cut off, that few steps were left to measure."""
+    same_as: str
+    """The strategy before it that is the same run; empty: none is."""
+    figures: Figures | None
     duplicates: int
     given_up: int
     failures: tuple[str, ...]
@@ -70,9 +82,13 @@ def row_of(outcome: Outcome) -> Row:
         step_s=_finite(result.step_s) if result is not None else None,
         predicted_tokens_per_s=expected,
         measured_over_predicted=tokens_per_s / expected if tokens_per_s and expected else None,
-        bytes_per_step=float(result.traffic_bytes.sum()) / len(result.steps) if result and result.steps else None,
+        tokens_per_s_below=_below(result),
+        bytes_per_step=float(result.bytes_per_step.sum()) if result and result.steps else None,
         idle_share=idle_share(outcome),
         bound_by=outcome.problem or _trouble(result) or bound_by(predicted) or _seen(outcome),
+        note=_note(result),
+        same_as=outcome.same_as,
+        figures=outcome.figures,
         duplicates=result.duplicates if result is not None else 0,
         given_up=result.given_up if result is not None else 0,
         failures=result.failures if result is not None else (),
@@ -94,9 +110,9 @@ def idle_share(outcome: Outcome) -> float | None:
 def time_shares(outcome: Outcome) -> dict[JobKind, float] | None:
     """By kind of job, of the time of those that hold a stage, once it goes steadily; None without a timeline."""
     result = outcome.result
-    if result is None or len(result.steps) <= result.warm_up_steps + 1 or not any(result.timeline):
+    if result is None or len(result.steps) < STEPS_MIN or not any(result.timeline):
         return None
-    begin_s = result.steps[result.warm_up_steps].committed_at_s
+    begin_s = result.steps[result.left_out_steps].committed_at_s
     end_s = result.steps[-1].committed_at_s
     if outcome.placement is not None:
         devices = [device for stage in outcome.placement.stages for device in stage]
@@ -143,7 +159,32 @@ def _trouble(result: SimResult | None) -> str:
     """Why a result has no pace."""
     if result is None or math.isfinite(result.step_s):
         return ""
-    return result.failures[0] if result.failures else f"{len(result.steps)} steps in {result.ended_at_s:.0f} s"
+    if result.failures:
+        return result.failures[0]
+    done = f"{len(result.steps) or 'no'} step{'' if len(result.steps) == 1 else 's'} in {result.ended_at_s:,.0f} s"
+    return f"{done}: {result.standstill}" if result.standstill else done
+
+
+def _below(result: SimResult | None) -> float | None:
+    """After a single step: the second takes longer than there was time for. The first says nothing, since joining and
+    filling the pipeline are in it."""
+    if result is None or len(result.steps) != 1 or result.ended_at_s <= result.steps[0].committed_at_s:
+        return None
+    return result.tokens_per_step / (result.ended_at_s - result.steps[0].committed_at_s)
+
+
+def _note(result: SimResult | None) -> str:
+    if result is None:
+        return ""
+    notes = [result.cut_off] if result.cut_off else []
+    if math.isfinite(result.step_s) and result.left_out_steps < result.warm_up_steps:
+        counted = len(result.steps) - result.left_out_steps - 1
+        notes.append(
+            f"of {len(result.steps)} steps {counted} {'is' if counted == 1 else 'are'} counted and "
+            f"{result.left_out_steps or 'none'} left out as warm-up; from "
+            f"{result.warm_up_steps + STEPS_MIN} steps on {result.warm_up_steps} are left out"
+        )
+    return "; ".join(notes)
 
 
 def _finite(value: float) -> float | None:

@@ -12,6 +12,10 @@ sends is out (`ModelledRun.blocking`)."""
 Change = Literal["joined", "left", "plan", "era"]
 
 
+STEPS_MIN = 2
+"""Commits that a figure needs: the time between two of them is a step's."""
+
+
 class StepDone(NamedTuple):
     """Every group has committed it: stages, and the experts' holders where they are placed."""
 
@@ -62,11 +66,31 @@ class SimResult:
     trace_hash: str
     warm_up_steps: int = field(default=2)
     """What `step_s` and `tokens_per_s` leave out at the beginning: joining, the pipeline's fill, windows that grow."""
+    first_step_bytes: npt.NDArray[np.int64] | None = None
+    """[N, N], what of `traffic_bytes` had begun to leave at the first commit; None: it was not looked at."""
+    cut_off: str = ""
+    """Why the run ended before its steps and its time were over; empty: it did not."""
+    standstill: str = ""
+    """Why there are too few steps for a figure; empty: there are enough."""
+
+    @property
+    def bytes_per_step(self) -> npt.NDArray[np.float64]:
+        """[N, N], from the first commit on, so that what a beginning takes and the step in flight at the end do not
+        count; of a run with one step all of it. There must be a step."""
+        if self.first_step_bytes is None or len(self.steps) < STEPS_MIN:
+            return self.traffic_bytes / len(self.steps)
+        per_step: npt.NDArray[np.float64] = (self.traffic_bytes - self.first_step_bytes) / (len(self.steps) - 1)
+        return per_step
+
+    @property
+    def left_out_steps(self) -> int:
+        """As many of the first as warm up; fewer where nothing would be left to measure."""
+        return max(0, min(self.warm_up_steps, len(self.steps) - STEPS_MIN))
 
     @property
     def step_s(self) -> float:
         """Median seconds from one commit to the next, once it goes steadily; NaN if there are too few."""
-        at_s = np.array([step.committed_at_s for step in self.steps[self.warm_up_steps :]])
+        at_s = np.array([step.committed_at_s for step in self.steps[self.left_out_steps :]])
         return float(np.median(np.diff(at_s))) if len(at_s) > 1 else float("nan")
 
     @property

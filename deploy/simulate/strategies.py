@@ -1,19 +1,25 @@
 """Every strategy on the same path: a layout from whoever makes it, then one modelled run."""
 
+import asyncio
+import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
-from shoal.coordinator.cost.placement import Placement
+from shoal.coordinator.allocate.at_once import plan_at_once
+from shoal.coordinator.cost.placement import Cost, Placement
 from shoal.coordinator.cost.throughput import ThroughputObjective
 from shoal.coordinator.cost.workload import Workload
+from shoal.deploy.planning.figures import Figures, Wishes, figures_of
 from shoal.deploy.planning.layouts import LayoutName, Request, layout
 from shoal.deploy.simulate.blocking import Lockstep
 from shoal.deploy.simulate.modelled import Churn, ModelledRun, run_modelled
 from shoal.deploy.simulate.outcome import Outcome
+from shoal.deploy.simulate.result import STEPS_MIN, SimResult
 from shoal.deploy.simulate.scenario import STEPS_MAX, Scenario
 from shoal.deploy.simulate.strategy import CHURN_DEFAULT, DEFAULT, KNOWN, Strategy
 from shoal.deploy.simulate.traces import absent_at_first, load_trace, replay
@@ -36,8 +42,56 @@ class Options:
     """For a search, of one core."""
     timeline: bool = True
     """Keep what every device did when, which idle shares and pages need: 100 bytes a job."""
+    wishes: Wishes = field(default_factory=Wishes)
     on_progress: Callable[[float], None] = lambda share: None
     """Told which share of a strategy's run is over, in [0, 1]."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patience:
+    """How long others than the first may take, so that nobody waits for what is slower anyway."""
+
+    name: str
+    """Of the strategy that they are compared with."""
+    virtual_s: float
+    """`VIRTUAL_TIMES` what that one took."""
+    step_s: float
+    """Of that one."""
+    real_s: float
+
+    @classmethod
+    def beside(cls, first: Outcome, real_seconds: float) -> "Patience | None":
+        """None: the first has no pace to be compared with."""
+        result = first.result
+        if result is None or not math.isfinite(result.step_s):
+            return None
+        return cls(
+            name=first.strategy.name,
+            virtual_s=VIRTUAL_TIMES * result.ended_at_s,
+            step_s=result.step_s,
+            real_s=max(real_seconds, REAL_TIMES * result.wall_s),
+        )
+
+    def watch(self) -> Callable[[], str]:
+        """Begins now; what it returns says why to end, or nothing."""
+        begun_s = time.perf_counter()
+
+        def ends() -> str:
+            if asyncio.get_running_loop().time() >= self.virtual_s:
+                return (
+                    f"cut off at {self.virtual_s:,.0f} s of virtual time, {VIRTUAL_TIMES:g} times what {self.name} took"
+                )
+            if time.perf_counter() - begun_s >= self.real_s:
+                return f"cut off after {self.real_s:,.0f} s of this machine's time (--patience)"
+            return ""
+
+        return ends
+
+
+VIRTUAL_TIMES = 4.0
+REAL_TIMES = 3.0
+"""Others than the first strategy may take so many times what that one took."""
+STEPS_COUNTED_FROM = STEPS_MIN + 2
 
 
 def chosen_strategies(scenario: Scenario, names: str | None) -> tuple[Strategy, ...]:
@@ -59,7 +113,10 @@ def chosen_strategies(scenario: Scenario, names: str | None) -> tuple[Strategy, 
 
 
 def with_options(scenario: Scenario, options: Options) -> Scenario:
-    """Lasts as long as `options` say: a time, or a trace, takes the place of the scenario's steps."""
+    """Lasts as long as `options` say: a time, or a trace, takes the place of the scenario's steps.
+
+    Raises: LocalError: that is too short for a figure.
+    """
     training = scenario.spec.training
     trace = options.trace or scenario.trace
     seconds = options.seconds or scenario.seconds
@@ -69,6 +126,11 @@ def with_options(scenario: Scenario, options: Options) -> Scenario:
         training = msgspec.structs.replace(training, steps=options.steps)
     elif options.seconds is not None or options.trace is not None:
         training = msgspec.structs.replace(training, steps=STEPS_MAX)
+    if training.steps < STEPS_MIN:
+        raise LocalError(
+            f"{training.steps} step is too few: a figure needs {STEPS_MIN} steps at least, and {STEPS_COUNTED_FROM} to "
+            "leave the first two out as warm-up (--steps)"
+        )
     return replace(
         scenario, spec=msgspec.structs.replace(scenario.spec, training=training), seconds=seconds, trace=trace
     )
@@ -88,13 +150,39 @@ def churn_of(scenario: Scenario, seed: int) -> tuple[Churn, ...]:
     )
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Prepared:
+    """A strategy that knows who holds what, and has not run yet."""
+
+    strategy: Strategy
+    spec: RunSpec
+    churn: tuple[Churn, ...]
+    placement: Placement | None
+    """None: the simulated coordinators decide, or `problem` says why nothing could be placed."""
+    predicted: Cost | None
+    problem: str
+    planned_s: float
+
+    @property
+    def run(self) -> object:
+        """Equal ones are the same run; None: this one is like no other."""
+        if self.problem:
+            return None
+        return self.placement, self.strategy.layout == "live", self.spec, self.strategy.blocking, self.churn
+
+
 def run_strategy(scenario: Scenario, strategy: Strategy, churn: Sequence[Churn], options: Options) -> Outcome:
-    """Plan and simulate. What cannot be planned is an outcome too: one strategy's failure leaves the others alone."""
+    """Plan and simulate."""
+    return play(scenario, prepare(scenario, strategy, churn, options), options)
+
+
+def prepare(scenario: Scenario, strategy: Strategy, churn: Sequence[Churn], options: Options) -> Prepared:
+    """Plan. What cannot be planned is told too: one strategy's failure leaves the others alone."""
     events = tuple(churn) if strategy.churn else ()
     absent = absent_at_first(events)
     present = [device for device in range(scenario.topology.num_devices) if device not in absent]
     spec = spec_of(scenario, strategy)
-    placement, cost = None, None
+    placement, cost, problem = None, None, ""
     begun_s = time.perf_counter()
     try:
         if strategy.layout == "live":
@@ -103,24 +191,82 @@ def run_strategy(scenario: Scenario, strategy: Strategy, churn: Sequence[Churn],
             placement = _placed(strategy.layout, _request(scenario, strategy, spec, present, options), present)
             if strategy.blocking == "no":  # which the objective is no model of
                 cost = ThroughputObjective(scenario.topology, Workload.of(spec)).cost(placement)
-        planned_s = time.perf_counter() - begun_s
-        result = run_modelled(
-            ModelledRun(
-                topology=scenario.topology,
-                spec=_longer(spec),
-                stages=placement,
-                seed=options.seed,
-                churn=events,
-                steps=spec.training.steps,
-                seconds=scenario.seconds,
-                record_timeline=options.timeline,
-                blocking=Lockstep.of(strategy.blocking, placement),
-                on_progress=options.on_progress,
-            )
-        )
+                problem = cost.why
     except ShoalError as error:
-        return Outcome(strategy=strategy, placement=placement, predicted=cost, result=None, problem=str(error))
-    return Outcome(strategy=strategy, placement=placement, predicted=cost, result=result, planned_s=planned_s)
+        problem = str(error)
+    return Prepared(
+        strategy=strategy,
+        spec=spec,
+        churn=events,
+        placement=placement,
+        predicted=cost,
+        problem=problem,
+        planned_s=time.perf_counter() - begun_s,
+    )
+
+
+def at_once(scenario: Scenario, strategy: Strategy, options: Options) -> tuple[Placement, Cost] | None:
+    """What our rule comes to without a search; None: nothing that can be."""
+    request = _request(scenario, strategy, spec_of(scenario, strategy), range(scenario.topology.num_devices), options)
+    try:
+        return plan_at_once(request.topology, request.workload, num_stages=request.stages)
+    except ShoalError:
+        return None
+
+
+def play(scenario: Scenario, prepared: Prepared, options: Options, *, patience: Patience | None = None) -> Outcome:
+    """Simulate what is prepared, no longer than `patience` lasts."""
+    strategy, placement, spec = prepared.strategy, prepared.placement, prepared.spec
+    outcome = Outcome(
+        strategy=strategy,
+        placement=placement,
+        predicted=prepared.predicted,
+        result=None,
+        problem=prepared.problem,
+        planned_s=prepared.planned_s,
+    )
+    if prepared.problem:
+        return outcome
+    try:
+        run = ModelledRun(
+            topology=scenario.topology,
+            spec=_longer(spec),
+            stages=placement,
+            seed=options.seed,
+            churn=prepared.churn,
+            steps=spec.training.steps,
+            seconds=scenario.seconds,
+            record_timeline=options.timeline,
+            blocking=Lockstep.of(strategy.blocking, placement),
+            on_progress=options.on_progress,
+        )
+        if patience is not None:
+            # About once a step of the first strategy's, so that a slow one is noticed soon.
+            look_every_s = min(run.look_every_s, max(patience.step_s, 0.1))
+            run = replace(run, look_every_s=look_every_s, is_enough=patience.watch())
+        result = run_modelled(run)
+    except ShoalError as error:
+        return replace(outcome, problem=str(error))
+    return replace(outcome, result=result, figures=_figures(scenario, result, options.wishes))
+
+
+def _figures(scenario: Scenario, result: SimResult, wishes: Wishes) -> Figures | None:
+    """From what was simulated: its pace, and what crossed network cards."""
+    if not math.isfinite(result.step_s):
+        return None
+    card = scenario.topology.card
+    crossed = np.where(card[:, None] == card[None, :], 0.0, result.bytes_per_step)
+    worked = [device for device, busy_s in enumerate(result.busy_s) if busy_s > 0.0]
+    return figures_of(
+        scenario.topology,
+        scenario.watts,
+        tokens_per_s=result.tokens_per_s,
+        step_s=result.step_s,
+        sent_bytes={device: float(crossed[device].sum()) for device in worked},
+        received_bytes={device: float(crossed[:, device].sum()) for device in worked},
+        parameters=sum(Workload.of(scenario.spec).layer_parameters),
+        wishes=wishes,
+    )
 
 
 def spec_of(scenario: Scenario, strategy: Strategy) -> RunSpec:

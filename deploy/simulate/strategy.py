@@ -41,6 +41,7 @@ KNOWN: dict[str, Strategy] = {
         Strategy(name="ours-sync", layout="ours", s_max=0),
         Strategy(name="live", layout="live"),
         Strategy(name="peace", layout="live", churn=False),
+        Strategy(name="at-once", layout="at-once"),
         Strategy(name="greedy", layout="greedy"),
         Strategy(name="mod", layout="mod", s_max=0),
         Strategy(name="random", layout="random", s_max=0),

@@ -3,17 +3,28 @@
 from collections.abc import Sequence
 
 import msgspec
-from rich.table import Table
-from rich.text import Text
 
 from shoal.deploy.live_view import printable
+from shoal.deploy.planning.rows import Column
 from shoal.deploy.simulate.outcome import Row
 from shoal.deploy.simulate.scenario import Scenario
 
 LEGEND = (
-    "predicted: by the planner's model of a steady run; ratio: measured / predicted; idle: of the devices that hold a "
-    "stage, while it goes steadily; bound by: what the model finds busiest, or else what was seen."
+    "Simulated, that is the real drivers in virtual time on devices that only take as long as theirs would: tokens/s, "
+    "step, moved/step, and idle (of the devices that hold a stage, once it goes steadily). The planner's arithmetic: "
+    "predicted, and bound by, unless that says what was seen. ratio: simulated / predicted. no model: the arithmetic "
+    "has none of devices that block, or of layouts that change. not kept: with a trace only --html keeps a timeline."
 )
+COLUMNS = (
+    Column("strategy", 10, right=False),
+    Column("tokens/s", 9),
+    Column("step", 8),
+    Column("predicted", 9),
+    Column("ratio", 8),
+    Column("moved/step", 10),
+    Column("idle", 8),
+)
+LAST = "bound by"
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,32 +52,35 @@ def comparison(scenario: Scenario, seed: int, rows: Sequence[Row]) -> Comparison
 
 
 def headings() -> tuple[str, ...]:
-    return ("strategy", "tokens/s", "step", "predicted", "ratio", "moved/step", "idle", "bound by")
+    return (*(column.heading for column in COLUMNS), LAST)
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    """In the order of `headings`; names and sentences are without control characters."""
+    """In the order of `headings`, a figure or a word in each; names and sentences are without control characters."""
+    below = row.tokens_per_s_below
+    tokens, step = "none", "none"
+    if row.tokens_per_s is not None and row.step_s is not None:
+        tokens, step = f"{row.tokens_per_s:,.0f}", seconds(row.step_s)
+    elif below is not None:
+        tokens, step = f"< {below:,.0f}", "no second"
+    elif row.simulated_s is not None:
+        tokens, step = "no step", "no step"
+    ran = row.simulated_s is not None
     return (
         printable(row.strategy),
-        "-" if row.tokens_per_s is None else f"{row.tokens_per_s:,.0f}",
-        "-" if row.step_s is None else seconds(row.step_s),
-        "-" if row.predicted_tokens_per_s is None else f"{row.predicted_tokens_per_s:,.0f}",
-        "-" if row.measured_over_predicted is None else f"{row.measured_over_predicted:.2f}",
-        "-" if row.bytes_per_step is None else size(row.bytes_per_step),
-        "-" if row.idle_share is None else f"{row.idle_share:.0%}",
-        printable(row.bound_by) or "-",
+        tokens,
+        step,
+        ("no model" if ran else "none") if row.predicted_tokens_per_s is None else f"{row.predicted_tokens_per_s:,.0f}",
+        "none" if row.measured_over_predicted is None else f"{row.measured_over_predicted:.2f}",
+        "none" if row.bytes_per_step is None else size(row.bytes_per_step),
+        ("not kept" if ran else "none") if row.idle_share is None else f"{row.idle_share:.0%}",
+        "; ".join(printable(part) for part in (row.bound_by, row.note) if part) or "nothing was seen",
     )
 
 
-def table_of(rows: Sequence[Row]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    *names, last = headings()
-    for name in names:
-        table.add_column(name, justify="left" if name == "strategy" else "right", no_wrap=True)
-    table.add_column(last, overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(cell) for cell in cells(row)))
-    return table
+def arithmetic_cells(tokens_per_s: float) -> tuple[str, ...]:
+    """Of the row that is there before anything has run, but for the last column."""
+    return ("at once", "not run", "not run", f"{tokens_per_s:,.0f}", "none", "none", "none")
 
 
 def seconds(value: float) -> str:

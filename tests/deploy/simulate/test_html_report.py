@@ -12,13 +12,14 @@ import pytest
 from rich.console import Console
 
 from shoal.coordinator.cost.placement import Cost, Placement
+from shoal.deploy.planning.rows import Rows
 from shoal.deploy.simulate import gantt
 from shoal.deploy.simulate.html_report import pace, render_html
 from shoal.deploy.simulate.outcome import Outcome, bound_by, idle_share, row_of
 from shoal.deploy.simulate.result import Happened, SimResult, Span, StepDone
 from shoal.deploy.simulate.scenario import Scenario, find_scenario
 from shoal.deploy.simulate.strategy import Strategy
-from shoal.deploy.simulate.table import cells, seconds, size, table_of
+from shoal.deploy.simulate.table import COLUMNS, LAST, cells, seconds, size
 
 EVIL = '</script><script>alert(1)</script><img src=x onerror="alert(2)">&amp;'
 CHROMIUM = Path("/usr/bin/chromium")
@@ -117,7 +118,31 @@ def test_what_did_not_work_says_why() -> None:
     dead = row_of(outcome(result=result(steps=(), failures=("n0 failed",))))
     assert (dead.tokens_per_s, dead.bytes_per_step, dead.bound_by) == (None, None, "n0 failed")
     slow = row_of(outcome(result=result(steps=(StepDone(0, 1.0),))))
-    assert slow.bound_by == "1 steps in 51 s"
+    assert slow.bound_by == "1 step in 51 s"
+    assert slow.tokens_per_s_below == pytest.approx(1000 / 50)
+    assert cells(slow)[1:3] == ("< 20", "no second")
+    held_up = row_of(outcome(result=result(steps=(), standstill="nobody was there any more")))
+    assert held_up.bound_by == "no steps in 51 s: nobody was there any more"
+
+
+def test_few_steps_have_a_figure_and_say_so() -> None:
+    steps = tuple(StepDone(k, at_s) for k, at_s in enumerate((30.0, 40.0, 49.0)))
+    three = row_of(outcome(result=result(steps=steps)))
+    assert (three.step_s, three.tokens_per_s) == (9.0, pytest.approx(1000 / 9))
+    assert three.note == ("of 3 steps 1 is counted and 1 left out as warm-up; from 4 steps on 2 are left out")
+    assert three.idle_share is not None
+    two = row_of(outcome(result=result(steps=steps[:2])))
+    assert (two.step_s, two.note[:40]) == (10.0, "of 2 steps 1 is counted and none left ou")
+    assert row_of(outcome()).note == ""
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"predicted": None}, {"result": None, "problem": "no path"}, {"result": result(steps=())}],
+)
+def test_no_cell_is_empty_or_a_dash(changes: dict[str, Any]) -> None:
+    for cell in cells(row_of(outcome(**changes))):
+        assert cell.strip(" -")
 
 
 # --- the table ---
@@ -128,11 +153,16 @@ def test_the_table_fits(width: int) -> None:
     rows = [row_of(outcome(name)) for name in ("ours", "a strategy with a long name")]
     console = Console(width=width)
     with console.capture() as capture:
-        console.print(table_of(rows))
+        table = Rows(console, COLUMNS, last=LAST)
+        for row in rows:
+            *figures, why = cells(row)
+            table.row(*figures, last=why)
     lines = capture.get().splitlines()
-    assert all(len(line) <= width for line in lines)
+    assert all(len(line) <= width + 20 for line in lines), "only a long name pushes a row"
+    assert len(lines[0]) <= width
     assert "a strategy with a long name" in capture.get()
-    assert "24 kB" in lines[1]
+    assert "24 kB" in capture.get()
+    assert "computing, stage 1" in capture.get()
 
 
 def test_names_cannot_write_to_the_terminal() -> None:

@@ -7,22 +7,29 @@ import msgspec
 import pytest
 from typer.testing import CliRunner, Result
 
+from shoal.coordinator.cost.throughput import ThroughputObjective
+from shoal.coordinator.cost.workload import Workload
 from shoal.deploy import cli
 from shoal.deploy.commands.options import EXIT_FAILED
+from shoal.deploy.simulate import strategies
 from shoal.deploy.simulate.modelled import Churn
 from shoal.deploy.simulate.outcome import row_of
 from shoal.deploy.simulate.scenario import STEPS_MAX, Scenario, find_scenario, shipped_names
 from shoal.deploy.simulate.strategies import (
     CHURN_SECONDS,
     Options,
+    Patience,
     chosen_strategies,
     churn_of,
+    play,
+    prepare,
     run_strategy,
     spec_of,
     with_options,
 )
 from shoal.deploy.simulate.strategy import DEFAULT, KNOWN, Strategy
 from shoal.deploy.simulate.table import Comparison
+from shoal.protocol.errors import LocalError
 from shoal.protocol.spec import WireSpec
 
 TINY = """
@@ -113,6 +120,123 @@ def test_what_cannot_be_placed_is_a_line_of_the_table_and_a_failure(tiny: Path) 
     result = shoal(tiny, "--strategies", "given")
     assert result.exit_code == EXIT_FAILED
     assert "3 stages cannot be" in " ".join(result.stdout.split())
+
+
+def test_the_first_row_is_there_before_anything_is_searched_or_run(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And it says that it is arithmetic."""
+
+    def stops(*_: object) -> None:
+        raise LocalError("nothing is planned in this test")
+
+    monkeypatch.setattr(strategies, "prepare", stops)
+    result = shoal(tiny, "--strategies", "ours")
+    assert result.exit_code == cli.EXIT_USER_ERROR
+    assert "at once" in result.stdout
+    assert "not run" in result.stdout
+    assert "arithmetic, before any search: 4 devices in 2 stages" in result.stdout
+
+
+def test_the_same_run_under_two_names_is_played_and_said_once(tmp_path: Path, tiny: Path) -> None:
+    tiny.write_text(TINY + "".join(f'[[strategy]]\nname = "{n}"\nlayout = "given"\n' for n in ("one", "two")))
+    json, html = tmp_path / "out.json", tmp_path / "out.html"
+    result = shoal(tiny, "--json", json, "--html", html)
+    assert result.exit_code == 0, result.output
+    assert "two: the same run as one" in result.stdout
+    one, two = msgspec.json.decode(json.read_bytes(), type=Comparison).rows
+    assert (one.same_as, two.same_as) == ("", "one")
+    assert two.trace_hash == one.trace_hash
+    assert "two: the same run as one." in html.read_text()
+
+
+def test_few_steps_are_measured_and_one_is_refused_at_once(tmp_path: Path, tiny: Path) -> None:
+    json = tmp_path / "out.json"
+    result = shoal(tiny, "--strategies", "given", "--steps", 3, "--json", json)
+    assert result.exit_code == 0, result.output
+    assert "of 3 steps 1 is counted" in " ".join(result.stdout.split())
+    (row,) = msgspec.json.decode(json.read_bytes(), type=Comparison).rows
+    assert row.tokens_per_s is not None
+    assert "1 step is too few: a figure needs 2 steps at least, and 4 to leave" in complaint(tiny, "--steps", 1)
+
+
+def test_what_it_comes_to_is_counted_from_what_was_simulated(tmp_path: Path, tiny: Path) -> None:
+    json = tmp_path / "out.json"
+    tiny.write_text(TINY.replace('name = "A",', 'name = "A", watts = 200,'))
+    result = shoal(tiny, "--strategies", "given", "--json", json, "--tokens", "1B", "--price-kwh", 0.5)
+    assert result.exit_code == 0, result.output
+    (row,) = msgspec.json.decode(json.read_bytes(), type=Comparison).rows
+    figures = row.figures
+    assert figures is not None
+    assert row.tokens_per_s is not None
+    assert row.step_s is not None
+    assert row.bytes_per_step is not None
+    assert figures.days_to_goal == pytest.approx(1e9 / row.tokens_per_s / 86_400)
+    assert figures.kwh_per_day == pytest.approx((2 * 200 + 2 * 350) / 1e3 * 24)
+    # Two members a region, and no machine of two devices: all that moves crosses a card.
+    month_gb = row.bytes_per_step * 30 * 86_400 / row.step_s / 1e9
+    assert 2 * sum(each.up_gb_month[0] for each in figures.members) <= month_gb * (1 + 1e-9)
+    assert 2 * sum(each.up_gb_month[1] for each in figures.members) >= month_gb * (1 - 1e-9)
+    assert "What given comes to, at its simulated pace" in result.stdout
+
+
+def test_the_planner_and_the_simulation_agree_about_what_members_send(tiny: Path) -> None:
+    """Within 2 %: messages have headers, and steps overlap."""
+    scenario = with_options(find_scenario(str(tiny)), Options(steps=8))
+    outcome = run_strategy(scenario, KNOWN["given"], (), Options(steps=8))
+    assert outcome.result is not None
+    assert outcome.placement is not None
+    objective = ThroughputObjective(scenario.topology, Workload.of(scenario.spec))
+    foreseen = [each for stage in objective.sent_bytes(outcome.placement) for each in stage]
+    assert list(outcome.result.bytes_per_step.sum(axis=1)) == pytest.approx(foreseen, rel=0.02)
+
+
+# --- patience, and runs that stand still ---
+
+
+def test_a_strategy_that_is_far_slower_is_cut_off_and_says_so(tiny: Path) -> None:
+    scenario = with_options(find_scenario(str(tiny)), Options())
+    prepared = prepare(scenario, KNOWN["given"], (), Options())
+    impatient = Patience(name="ours", virtual_s=30.0, step_s=1.0, real_s=1e9)
+    outcome = play(scenario, prepared, Options(), patience=impatient)
+    row = row_of(outcome)
+    assert outcome.result is not None
+    assert 30.0 <= outcome.result.ended_at_s < 32.0
+    assert row.note == "cut off at 30 s of virtual time, 4 times what ours took"
+    assert row.tokens_per_s is None
+    assert row.tokens_per_s_below is not None
+    whole = run_strategy(scenario, KNOWN["given"], (), Options())
+    assert whole.result is not None
+    assert row.tokens_per_s_below > whole.result.tokens_per_s, "a bound, not a guess"
+    soon = row_of(play(scenario, prepared, Options(), patience=replace(impatient, virtual_s=1e9, real_s=0.0)))
+    assert "of this machine's time" in soon.note
+    assert (soon.steps, soon.tokens_per_s_below) == (0, None)
+
+
+def test_patience_is_measured_by_the_first_strategy(tiny: Path) -> None:
+    scenario = with_options(find_scenario(str(tiny)), Options())
+    first = run_strategy(scenario, KNOWN["given"], (), Options())
+    assert first.result is not None
+    patience = Patience.beside(first, 60.0)
+    assert patience is not None
+    assert (patience.name, patience.virtual_s) == ("given", 4 * first.result.ended_at_s)
+    assert Patience.beside(replace(first, result=None), 60.0) is None
+
+
+@pytest.mark.parametrize(
+    ("trace", "why"),
+    [
+        ("0,add,a\n0,add,b\n0,add,c\n0,add,d\n4,remove,a\n4,remove,b\n4,remove,c\n", "only 1 of the 4 members"),
+        ("0,add,a\n0,add,b\n0,add,c\n0,add,d\n4,remove,a\n4,remove,b\n4,remove,c\n4,remove,d\n", "nobody was there"),
+        ("0,add,a\n0,add,b\n0,add,c\n0,add,d\n", "a step takes "),
+    ],
+)
+def test_a_trace_without_a_step_says_why(tmp_path: Path, tiny: Path, trace: str, why: str) -> None:
+    (tmp_path / "trace.csv").write_text("time_s,event,node\n" + trace)
+    tiny.write_text(TINY + '[churn]\ntrace = "trace.csv"\nstart_s = 0\n')
+    result = shoal(tiny, "--strategies", "live", "--seconds", 8)
+    assert result.exit_code == EXIT_FAILED
+    said = " ".join(result.stdout.split())
+    assert "no steps in 8 s: " in said
+    assert why in said
 
 
 # --- what a strategy is ---

@@ -1,0 +1,93 @@
+"""Why a simulated run has committed nothing, or nothing more: the first of the reasons that apply, in a sentence. Pure.
+
+What is looked at is what anybody could see from outside: who is there, what the last plan says, and what the planner
+foresees for it. Nothing of a node's inside is read.
+"""
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from shoal.coordinator.cost.placement import Placement
+from shoal.coordinator.cost.throughput import ThroughputObjective
+from shoal.coordinator.cost.workload import Workload
+from shoal.protocol.identity import PeerID
+from shoal.protocol.plan import Plan
+from shoal.protocol.spec import RunSpec
+from shoal.protocol.topology import Topology
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """What is known when a run ends. Devices are indexes of the topology."""
+
+    topology: Topology
+    spec: RunSpec
+    plan: Plan | None
+    """The last that anybody obeyed."""
+    devices: Mapping[PeerID, int]
+    present: Collection[int]
+    """Those that are up."""
+    left_at_s: Mapping[int, float]
+    """When a device was last removed."""
+    ended_at_s: float
+    last_step_at_s: float | None
+    """When the last step was committed; None: none was."""
+
+
+def why_no_step(seen: Seen) -> str:
+    """One sentence, without a full stop; what came of the run is not in it."""
+    present, names = set(seen.present), seen.topology.names
+    if not present:
+        return "nobody was there any more"
+    if seen.plan is None:
+        return _why_no_plan(seen, present)
+    members = [{seen.devices[peer] for peer in stage.peers} for stage in seen.plan.stages]
+    planned = {seen.devices[peer] for peer in seen.plan.members}
+    for k, stage in enumerate(members):
+        if not stage & present:
+            last = max(stage, key=lambda device: (seen.left_at_s.get(device, 0.0), device))
+            since_s = seen.left_at_s.get(last, 0.0)
+            return f"stage {k} was held by nobody since {since_s:,.0f} s, when {names[last]} left" + _majority(
+                seen, planned, present
+            )
+    if why := _majority(seen, planned, present):
+        return why.removeprefix("; ")
+    cost = _cost(seen)
+    since_s = seen.last_step_at_s or 0.0
+    if cost is not None and math.isfinite(cost) and cost > seen.ended_at_s - since_s:
+        left_s = seen.ended_at_s - since_s
+        return f"a step takes {cost:,.0f} s by the planner's arithmetic, and {left_s:,.0f} s were left"
+    return f"all {len(members)} stages were held, and the step in flight was not over"
+
+
+def _why_no_plan(seen: Seen, present: set[int]) -> str:
+    wanted = seen.spec.swarm.min_peers
+    if len(present) < wanted:
+        return f"the run begins with {wanted} peers, and {len(present)} were there"
+    if not any(seen.topology.may_feed[device] for device in present):
+        return "nobody who was there has the run's text, without which nobody can hold stage 0"
+    return f"no plan was made for the {len(present)} peers that were there"
+
+
+def _majority(seen: Seen, planned: set[int], present: set[int]) -> str:
+    """A new plan needs the votes of more than half of the last one's members."""
+    alive = len(planned & present)
+    if 2 * alive > len(planned):
+        return ""
+    return (
+        f"; only {alive} of the {len(planned)} members of the last plan were there, and a new plan needs the votes of "
+        "more than half"
+    )
+
+
+def _cost(seen: Seen) -> float | None:
+    """Seconds a step of the last plan, as foreseen; None: the planner finds it impossible."""
+    assert seen.plan is not None
+    stages = seen.plan.stages
+    placement = Placement(
+        stages=tuple(tuple(sorted(seen.devices[peer] for peer in stage.peers)) for stage in stages),
+        bounds=(0, *(stage.last_layer for stage in stages)),
+    )
+    cost = ThroughputObjective(seen.topology, Workload.of(seen.spec)).cost(placement)
+    return cost.parts.get("foreseen_s")
