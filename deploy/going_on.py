@@ -31,6 +31,8 @@ class GoingOn:
     """For people."""
     finished: bool = False
     """There is nothing left to do."""
+    is_new: bool = False
+    """Nothing of it is on this machine yet."""
 
 
 def same_run(asked: RunSpec, known: RunSpec, chosen: Collection[str] = ()) -> bool:
@@ -176,6 +178,7 @@ def _finished(spec: RunSpec, folder: RunFolder) -> Iterable[str]:
         ("train on, from where it ended", f"shoal continue {folder.run} --steps {more}"),
         ("let the model write", f'shoal generate {where} --prompt "Once"'),
         ("make a folder that transformers loads", f"shoal export {where} my-model"),
+        ("a page with its curves", f"shoal report {folder.run}"),
         ("delete it from this machine", f"shoal runs remove {folder.run}"),
     ):
         yield f"  {why + ':':<{_WHY_WIDTH}} {command}"

@@ -186,7 +186,9 @@ def _host(
             _tell_finished(going.sentences, folder.path, reports=reports)
             return
         spec = going.spec
-        warnings = advice(spec, training_tokens=corpus.num_training, text_vocab_size=corpus.vocab_size)
+        warnings: Sequence[str] = ()
+        if going.is_new:  # of a run that has begun none of this can be changed
+            warnings = advice(spec, training_tokens=corpus.num_training, text_vocab_size=corpus.vocab_size)
         with progress_bar("checking the weights") as tell:
             initial = open_initial(spec, lambda done, layers: tell(done / layers))
         unless_it_begins.pop_all()
@@ -218,7 +220,7 @@ def _goes_on(asked: _Asked, peer_folder: Path) -> GoingOn:
         return going_on(asked.spec, found, steps=asked.steps)
     spec = asked.spec if asked.steps is None else with_changes(asked.spec, {"training.steps": asked.steps})
     note = new_run_note(spec, others, chosen)
-    return GoingOn(spec=spec, sentences=(*((note,) if note else ()), *in_words(asked.choices, spec)))
+    return GoingOn(spec=spec, sentences=(*((note,) if note else ()), *in_words(asked.choices, spec)), is_new=True)
 
 
 def _tell_finished(sentences: Sequence[str], peer_folder: Path, *, reports: bool) -> None:

@@ -182,7 +182,7 @@ def test_hosting_a_finished_run_says_so_and_what_can_be_done_with_it(home: Path)
     told = said("host", toml)
     run = run_id(spec, OWNER.peer_id)
     assert f"run done ({run}) is finished: 30 of 30 steps, loss 1.500" in told
-    for command in (f"continue {run} --steps 60", "generate", "export", f"runs remove {run}"):
+    for command in (f"continue {run} --steps 60", "generate", "export", "report", f"runs remove {run}"):
         assert f"shoal {command}" in told
     assert "is finished: 30 of 30" in said("continue", "done")
     assert said("host", toml, "--steps", 30) == told
