@@ -29,7 +29,7 @@ from shoal.protocol.messages import SwarmStatus
 
 _FRAMES_PER_S = 2.0
 _SPAN = re.compile(r", for \d+ (s|min|h)")
-_HOW_TO_STOP = "Ctrl-C leaves, once the work in hand is done; Ctrl-Z pauses, and ends the pause"
+_HOW_TO_STOP = "Ctrl-C leaves once the work in hand is done; Ctrl-Z pauses and resumes"
 _WHAT_NEXT = (
     "`shoal generate -p TEXT` lets the model write, `shoal export FOLDER` makes a folder for transformers of it"
 )
