@@ -66,6 +66,12 @@ def test_sections_are_those_of_a_run_spec(tmp_path: Path) -> None:
     assert spec.training.validation_interval_steps == 0
 
 
+def test_what_the_model_leaves_out_follows_its_width_as_in_a_run_file(tmp_path: Path) -> None:
+    spec = scenario(tmp_path, "stages = 4\n[model]\ndim = 1024\nnum_layers = 24\ncontext = 1024\n" + TWO_PLACES).spec
+    assert (spec.model.ffn_dim, spec.model.num_heads, spec.model.num_kv_heads) == (2816, 16, 8)
+    assert 150_000 < spec.tokens_per_step < 300_000
+
+
 def test_a_network_file_and_a_trace_are_beside_the_scenario(tmp_path: Path) -> None:
     (tmp_path / "net.json").write_text('{"latency_ms": [[0, 1], [1, 0]], "bandwidth_gbps": [[0, 1], [1, 0]]}')
     (tmp_path / "churn.csv").write_text("time_s,event,node\n0,add,a\n")
