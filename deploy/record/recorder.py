@@ -56,6 +56,8 @@ GROUPS_A_SECOND: Final = 8
 ASK_S: Final = 3.0
 MISSING_S: Final = 3.0
 """How often members are asked for an older step that is missing."""
+VALIDATIONS_S: Final = 20.0
+"""How often members of the first stage are asked for validations, beside what else they are asked."""
 ASKED_AT_ONCE: Final = 8
 LAST_WORDS_S: Final = 3.0
 """How long the end waits for the last steps, and for the answer to the last question after that."""
@@ -103,7 +105,7 @@ class Recorder:
         self._plans: set[tuple[int, int]] = set()
         self._people = _People()
         self._turn = 0
-        self._missing_at_s = 0.0
+        self._missing_at_s = self._validations_at_s = 0.0
         self._flushed_s = 0.0
         self._lock = asyncio.Lock()
 
@@ -217,6 +219,10 @@ class Recorder:
             if peers and me not in peers:
                 peer = peers[self._turn % len(peers)]
                 asks[peer] = min(self._book.wanted([group]), asks.get(peer, (1 << 60, 0)))
+        if now_s >= self._validations_at_s:  # of a validation only who led it knows, whether or not we are its mate
+            self._validations_at_s = now_s + VALIDATIONS_S
+            for peer in [peer for peer in _members(plan, 0) if peer != me][:ASKED_AT_ONCE]:
+                asks.setdefault(peer, self._book.wanted([0]))
         missing = self._book.missing()
         if missing is not None and now_s >= self._missing_at_s:
             self._missing_at_s = now_s + MISSING_S

@@ -220,6 +220,14 @@ def test_validations_come_once_with_their_version(tmp_path: Path) -> None:
     assert (line.step, line.loss) == (4, 2.5)
 
 
+def test_a_validation_that_a_mate_led_while_we_were_away_is_found(tmp_path: Path) -> None:
+    world = World()
+    world.commit(range(5))
+    world.pasts[BEN].validated(ValidationReport(step=4, loss=2.5, microbatches=4))
+    sitting(tmp_path, world)
+    assert [(line.step, line.loss) for line in read_record(tmp_path).validations] == [(4, 2.5)]
+
+
 def test_who_came_moved_and_went_and_what_was_said(tmp_path: Path) -> None:
     def table(*peers: tuple[PeerID, int | None]) -> Status:
         listed = tuple(
