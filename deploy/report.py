@@ -107,7 +107,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Contribution(_Report, frozen=True):
-    """What a peer gives, by its own measurements. Rates and shares are over the last ten seconds."""
+    """What a peer gives, by its own measurements. Rates and shares are over the last ten seconds, that of microbatches
+    over the last minute."""
 
     peer: PeerID
     name: str

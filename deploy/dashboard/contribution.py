@@ -18,6 +18,8 @@ from shoal.protocol.ports import Clock, Compute, JobKind, Timed
 T = TypeVar("T")
 
 WINDOW_S = 10.0
+WORK_WINDOW_S = 60.0
+"""Of the microbatches: as the run's own rate has it (`coordinator.pace`), of which they are shown as a share."""
 LINKS_MAX = 16
 
 
@@ -92,10 +94,12 @@ class ContributionMeter:
             self._sent_total += _grown(sent_before, sent)
             self._received_total += _grown(received_before, received)
         self._samples.append(now)
-        while len(self._samples) > 2 and self._samples[1].at_s <= now.at_s - WINDOW_S:
+        while len(self._samples) > 2 and self._samples[1].at_s <= now.at_s - WORK_WINDOW_S:
             self._samples.popleft()
-        first = self._samples[0]
+        before = (sample for sample in reversed(self._samples) if sample.at_s <= now.at_s - WINDOW_S)
+        first = next(before, self._samples[0])
         seconds = max(now.at_s - first.at_s, 1e-9)
+        minute = self._samples[0]
         replica = self._node.peer.replica
         return Contribution(
             peer=self._node.peer_id,
@@ -106,7 +110,7 @@ class ContributionMeter:
             sending=min(1.0, (now.sending_s - first.sending_s) / seconds),
             waiting=replica.pipeline.core.num_waiting if replica else 0,
             flop_per_s=(now.flop - first.flop) / seconds,
-            microbatches_per_s=(now.microbatches - first.microbatches) / seconds,
+            microbatches_per_s=(now.microbatches - minute.microbatches) / max(now.at_s - minute.at_s, 1e-9),
             flop_total=now.flop,
             microbatches_total=now.microbatches,
             sent_bytes_total=self._sent_total,

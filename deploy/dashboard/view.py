@@ -169,7 +169,7 @@ class MineView(_Shown, frozen=True):
     """Share of the time in which something was on its way out, in [0, 1]."""
     flop_per_s: float
     tokens_per_s: float
-    """That went through this peer's layers."""
+    """That went through this peer's layers, over the last minute."""
     work_share: float
     """Of the whole run's work: its tokens times its share of the layers, in [0, 1]."""
     sent_bytes_per_s: float

@@ -5,7 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from shoal.deploy.dashboard.contribution import LINKS_MAX, WINDOW_S, ContributionMeter, MeteredCompute
+from shoal.deploy.dashboard.contribution import (
+    LINKS_MAX,
+    WINDOW_S,
+    WORK_WINDOW_S,
+    ContributionMeter,
+    MeteredCompute,
+)
 from shoal.deploy.report import Limits
 from shoal.peer.links import LinkMeter
 from shoal.protocol.ports import Timed
@@ -77,6 +83,20 @@ def test_rates_are_over_the_last_seconds_and_totals_over_all(clock):
     assert (told.flop_total, told.microbatches_total, told.sent_bytes_total) == (10.0, 1, 400.0)
     assert told.uptime_s == 4.0 + 3 * WINDOW_S
     assert told.memory_bytes > 1_000_000
+
+
+def test_work_is_over_the_last_minute_as_the_runs_rate_is(clock):
+    compute = MeteredCompute(Device())
+    meter = ContributionMeter(node_of(clock), compute, clock, name="p")
+    for _ in range(60):
+        computes(compute, "forward")
+        clock.at_s += 1.0
+        meter.measure()
+    for idle_s in range(1, 61):
+        clock.at_s += 1.0
+        told = meter.measure()
+        assert told.microbatches_per_s == pytest.approx((60 - idle_s) / WORK_WINDOW_S)
+        assert (told.busy == 0.0) is (idle_s >= WINDOW_S)
 
 
 def test_two_sends_at_a_time_are_one_time(clock):
