@@ -194,8 +194,12 @@ def _show_arithmetic(table: "Rows", scenario: "Scenario", chosen: "Sequence[Stra
         return
     placement, cost = found
     devices = sum(len(stage) for stage in placement.stages)
-    said = f"arithmetic, before any search: {devices} devices in {len(placement.stages)} stages"
+    said = f"arithmetic, before any search: {devices} devices in {_counted(len(placement.stages), 'stage')}"
     table.row(*arithmetic_cells(cost.parts["tokens_per_s"]), last=said)
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _show_figures(console: "Console", rows: "Sequence[Row]") -> None:

@@ -63,6 +63,8 @@ class ModelledRun:
     churn: Sequence[Churn] = ()
     steps: int | None = None
     """End once every stage has committed so many; None: those of the spec."""
+    steps_after: int = 0
+    """The run has so many more steps than it ends with: the last that counts then has a next one to overlap with."""
     seconds: float | None = None
     """End then, of virtual time."""
     record_timeline: bool = False
@@ -112,7 +114,7 @@ async def _play(run: ModelledRun) -> SimResult:
     ledger = SimLedger(
         t.num_devices,
         spec.swarm.stages,
-        steps=spec.training.steps,
+        steps=spec.training.steps - run.steps_after,
         keeps_timeline=run.record_timeline,
         on_step=stepped,
     )
@@ -170,7 +172,7 @@ def _seen(run: ModelledRun, spec: RunSpec, world: World, ledger: SimLedger) -> S
 
 def _share_over(run: ModelledRun, spec: RunSpec, step: StepDone) -> float:
     """Whichever end is nearer."""
-    by_steps = (step.step + 1) / spec.training.steps
+    by_steps = (step.step + 1) / (spec.training.steps - run.steps_after)
     return min(1.0, by_steps if run.seconds is None else max(by_steps, step.committed_at_s / run.seconds))
 
 
@@ -193,7 +195,7 @@ def _spec_of(run: ModelledRun) -> RunSpec:
     spec, here = run.spec, run.topology.num_devices - len(_absent(run))
     stages = len(_placed(run)) or spec.swarm.stages
     swarm = {"stages": stages, "min_peers": max(stages, here), "snapshot_interval_steps": 0}
-    training = {"validation_interval_steps": 0, "steps": run.steps or spec.training.steps}
+    training = {"validation_interval_steps": 0, "steps": (run.steps or spec.training.steps) + run.steps_after}
     optimizer = {"warmup_steps": 0}
     try:
         return msgspec.structs.replace(

@@ -230,11 +230,12 @@ def play(scenario: Scenario, prepared: Prepared, options: Options, *, patience: 
     try:
         run = ModelledRun(
             topology=scenario.topology,
-            spec=_longer(spec),
+            spec=spec,
             stages=placement,
             seed=options.seed,
             churn=prepared.churn,
             steps=spec.training.steps,
+            steps_after=spec.training.s_max + 1,
             seconds=scenario.seconds,
             record_timeline=options.timeline,
             blocking=Lockstep.of(strategy.blocking, placement),
@@ -275,12 +276,6 @@ def spec_of(scenario: Scenario, strategy: Strategy) -> RunSpec:
     if strategy.s_max is not None:
         training = msgspec.structs.replace(training, s_max=strategy.s_max)
     return msgspec.structs.replace(spec, training=training, wire=strategy.wire or spec.wire)
-
-
-def _longer(spec: RunSpec) -> RunSpec:
-    """The run goes on after what we look at: its last steps would have nothing to overlap with."""
-    steps = spec.training.steps + spec.training.s_max + 1
-    return msgspec.structs.replace(spec, training=msgspec.structs.replace(spec.training, steps=steps))
 
 
 def _request(
