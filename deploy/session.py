@@ -26,6 +26,7 @@ from shoal.deploy.doctor.split import SplitWatch
 from shoal.deploy.heap import freeze_heap, share_heap, trim_heap, trim_heap_forever
 from shoal.deploy.invite_verb import InviteVerb
 from shoal.deploy.joining_view import FetchWatch, JoiningView
+from shoal.deploy.last_seen import StandingNote
 from shoal.deploy.manners.device import memory_claim, stand_back
 from shoal.deploy.manners.keeper import Keeper, looking_at
 from shoal.deploy.manners.limits import Limits
@@ -38,7 +39,6 @@ from shoal.deploy.report import Committed, Joined, Left, Note, Obeys, Phase, Rea
 from shoal.deploy.run_folder import RunFolder
 from shoal.deploy.run_record import Found, fetch_spec, seal_spec
 from shoal.deploy.run_text import find_corpus
-from shoal.deploy.standing import StandingNote
 from shoal.deploy.stop import LEAVE_SOON_S, Stop
 from shoal.peer.data.corpus import Corpus
 from shoal.peer.initial import InitialWeights
