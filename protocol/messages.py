@@ -17,7 +17,7 @@ class _Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True
     pass
 
 
-class EraMessage(_Message, frozen=True, kw_only=True):
+class EraMessage(_Message, frozen=True, kw_only=True, omit_defaults=True):
     """What concerns one era's training: `Endpoint` stamps the sender's era and revision, and refuses another's.
 
     An era ends when a layer has no holder left and the run goes back to a snapshot; versions grow within an era.
