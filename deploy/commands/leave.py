@@ -1,4 +1,4 @@
-"""`shoal leave`: ask the peer that runs here to drain and end."""
+"""`shoal leave`: ask the peer that runs here to end, without loss."""
 
 import time
 from pathlib import Path
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 _LOOK_S = 0.1
 _DRAIN_S_MAX = 120.0
-"""A drain takes half a minute at most, and ends with a last validation."""
+"""It takes half a minute at most, and the time that a large state needs to be written."""
 
 
 @examples(
-    "shoal leave  # finish what is in flight, say good-bye, end",
+    "shoal leave  # finish what is in flight, save what nobody else has, end",
     "shoal leave bob  # of several peers on this machine, the one called bob",
     "shoal leave --all  # every peer of this user on this machine",
     "shoal leave --now  # without waiting for work in flight",
@@ -30,7 +30,7 @@ def leave(
     now: Annotated[bool, typer.Option("--now", help="Do not finish what is in flight: others do it again.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Say who left as JSON.")] = False,
 ) -> None:
-    """Ask the peer that runs here to drain and end."""
+    """Ask the peer that runs here to end, without loss."""
     import msgspec
     import psutil
 
