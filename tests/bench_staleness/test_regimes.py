@@ -36,6 +36,11 @@ def equal(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
 
 
+def alike(a, b):
+    """But for the rounding of weights that a peer makes for itself."""
+    return a.keys() == b.keys() and all(torch.allclose(a[key], b[key], rtol=0.0, atol=1e-5) for key in a)
+
+
 # --- synchronous training is what it always was ---
 
 
@@ -158,16 +163,16 @@ def test_a_member_has_seen_what_it_computed_itself_and_what_had_ended():
 
 
 def test_who_has_seen_all_of_a_step_trains_as_if_nothing_were_stale(tiny, run_of):
-    """One member whose reduction takes a whole step's time: eager weights are the next version's, to the last bit."""
+    """One member whose reduction takes a whole step's time: eager weights are the next version's, but for rounding."""
     task = tiny()
 
     def params(method="eager", **regime):
         return played(task, run_of(task, Steps(**regime), method))[1]
 
     synchronous = params()
-    assert equal(params(shares=(1.0,), waiting=1.0), synchronous)
-    assert not equal(params("pipeoptim", shares=(1.0,), waiting=1.0), synchronous)
-    assert not equal(params(shares=(1.0,), waiting=1.0, replicas=2), synchronous)
+    assert alike(params(shares=(1.0,), waiting=1.0), synchronous)
+    assert not alike(params("pipeoptim", shares=(1.0,), waiting=1.0), synchronous)
+    assert not alike(params(shares=(1.0,), waiting=1.0, replicas=2), synchronous)
 
 
 def test_after_a_kill_all_of_the_next_step_is_as_stale_as_may_be_and_comes_late():

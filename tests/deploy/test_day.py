@@ -67,8 +67,9 @@ def test_a_day(world: Any) -> None:
     world.until(lambda: any(int(step) > 5 for step in re.findall(r"^step (\d+)/", host.output, re.M)))  # a snapshot
     assert "20% of the device's time" in guest.line("limits that you have set")
 
-    assert day.does(the_line("Lend a GPU", "pause")).startswith("paused")
-    assert day.does("shoal resume") == "computing\n"
+    assert "shoal pause volunteer" in day.does(the_line("Lend a GPU", "pause"), code=2)  # the host is here, too
+    assert "paused" in day.does(the_line("Lend a GPU", "pause"), "volunteer")
+    assert "computing" in day.does("shoal resume", "volunteer")
     assert "from the next start on" in day.does(the_line("Lend a GPU", "config set"))
     assert "installed" in day.does(the_line("Lend a GPU", "service install"))
     assert (world.folder / "told").read_text().endswith("enable --now shoal.service\n")
@@ -78,12 +79,17 @@ def test_a_day(world: Any) -> None:
     assert "host" in day.does(the_line("Host a run", "status"))
     assert "nothing to recover" in day.does(the_line("Host a run", "recover"), code=2)
 
-    day.does(the_line("Lend a GPU", "leave"))
+    day.does(the_line("Lend a GPU", "leave"), "volunteer")
     assert guest.wait(60) == 0
     host.process.terminate()
     assert host.wait(60) == 0
     assert "state and snapshots" in host.output
 
+    assert "small" in day.does(the_line("Host a run", "runs"))
+    day.means["notes"] = "small"  # the name of the test's run
+    page = world.folder / "look-back.html"
+    assert str(page) in day.does(the_line("Host a run", "report"), "-o", page)
+    assert "<html" in page.read_text()
     assert day.does(the_line("Host a run", "generate"), "--tokens", 5).startswith("def ")
     assert "transformers" in day.does(the_line("Host a run", "export"))
     assert "shoal host" in day.does(the_line("Host a run", "import"))

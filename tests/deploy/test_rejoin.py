@@ -56,7 +56,7 @@ def test_both_find_back_though_the_invites_address_is_dead(world: Any) -> None:
     assert json.loads(shown.output)["peers"] == 2
     leaving = world.shoal("leave", "--now", "--json", "--state-dir", alice_folder)
     assert leaving.wait(90) == 0, leaving.errors
-    assert json.loads(leaving.output) == [{"folder": str(alice_folder), "left": True}]
+    assert json.loads(leaving.output) == [{"name": "volunteer", "folder": str(alice_folder), "left": True}]
     assert alice.wait(1) == 0
     assert events(alice, "Left")[0]["finished"] is False
 

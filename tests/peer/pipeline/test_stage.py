@@ -439,14 +439,14 @@ def test_a_state_that_is_loaded_while_a_step_runs_stays(
     mean_N = runtime.gradient_sum(0)
     assert runtime.state is not None
     loaded = later(runtime.state, 5)
-    module = __import__("shoal.peer.pipeline.shard", fromlist=["step_layer"])
-    plain = module.step_layer
+    module = __import__("shoal.peer.pipeline.shard", fromlist=["step_layer_clipped"])
+    plain = module.step_layer_clipped
 
-    def step_layer(*args: Any) -> Any:
+    def step_layer_clipped(*args: Any) -> Any:
         runtime.load(loaded)
         return plain(*args)
 
-    monkeypatch.setattr(module, "step_layer", step_layer)
+    monkeypatch.setattr(module, "step_layer_clipped", step_layer_clipped)
     runtime.step(mean_N)
     assert runtime.state is loaded
 
