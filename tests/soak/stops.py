@@ -130,7 +130,7 @@ class Machine:
                 stdout=stdout,
                 stderr=stderr,
                 start_new_session=True,
-                preexec_fn=_deliver_interrupts,
+                preexec_fn=_deliver_signals,
             )
         process = Process(popen, output, log)
         if who == "host":
@@ -139,9 +139,10 @@ class Machine:
         return process
 
 
-def _deliver_interrupts() -> None:
-    """A shell starts what runs in its background with SIGINT ignored, and children inherit that."""
+def _deliver_signals() -> None:
+    """A shell starts what runs in its background with SIGINT ignored, `nohup` with SIGHUP; children inherit that."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 class Stuck(Exception):
@@ -224,11 +225,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--power-s", type=float, default=420.0, help="when the power is cut; 0: never")
     parser.add_argument("--interval-s", type=float, default=300.0, help="between snapshots by the clock, in that case")
-    parser.add_argument("--cases", type=int, default=len(CASES))
+    parser.add_argument("--cases", type=int, nargs="*", default=range(len(CASES)), help="by number; none: only the cut")
     options = parser.parse_args()
     failures = 0
     print(f"{'told to stop':52} {'had':>5} {'goes on':>8} {'ended after':>12} {'again after':>12}")
-    for case in CASES[: options.cases]:
+    for case in [CASES[number] for number in options.cases]:
         with tempfile.TemporaryDirectory() as folder:
             try:
                 had, goes_on, ended_s, again_s = play(case, Path(folder))
