@@ -22,7 +22,7 @@ PATIENCE_HEARTBEATS = 3.0
 MISSING_HEARTBEATS = 30.0
 """How long to wait at least for the disks that would make a newer snapshot whole, before the run goes on without."""
 RESIGNED_HEARTBEATS = 3.0
-"""Time for the plan that does without those disks, before the role may move on."""
+"""How long a coordinator that has given up those disks keeps the role, to make the plan that does without them."""
 SAFE_COPIES = 2
 """Disks that have each layer of a snapshot before the ones before it may go: any one of them may fail."""
 ERA_MAX = 1 << 48

@@ -42,7 +42,7 @@ LOOKING_FOR_FIRST = "looking for a first layout"
 RETURN_S_MAX = 600.0
 """How long at most the run waits for a silent peer that has what nobody else has."""
 SAFE_PEERS = 64
-"""For more than these it is looked more rarely which snapshot is safe: that reads all that is on their disks."""
+"""With more peers the coordinator looks more rarely which snapshot is safe: it reads every peer's list of snapshots."""
 NETWORK_PEERS_MAX = 256
 """For more than these a repaired plan's shares follow speeds alone: what lies between them takes too long to put
 together for a plan that must come at once. A search has it always."""

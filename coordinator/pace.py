@@ -58,7 +58,7 @@ class Pace:
         self._begun = 0, 0
 
     def begin_era(self, era: int, version: int) -> None:
-        """Steps from `version` on are committed again, and are work again."""
+        """The run went back to `version`: later steps run again, and their tokens count again."""
         self._begun = era, version
 
     def committed(self, era: int, step: int, tokens: int, at_s: float) -> None:

@@ -134,7 +134,7 @@ def _fastest_first(topology: Topology, devices: Sequence[int]) -> list[int]:
 
 
 def _with_text_first(topology: Topology, devices: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """A stage each, stage 0 by somebody who has the text; empty if nobody has."""
+    """One device for each stage, for stage 0 one that has the text; empty if no device has it."""
     first = next((d for d in devices if topology.may_feed[d]), None)
     if first is None:
         return ()
