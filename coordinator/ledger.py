@@ -85,7 +85,7 @@ class Ledger:
         self.validation_step: int | None = None
         """The version that was validated."""
         self._norms: dict[int, dict[int, float]] = {}
-        """For each step: the 2-norm of the gradient of each group's layers, by group number; placed experts are groups too."""
+        """By step, then group: the 2-norm of the gradient of the group's layers. Placed experts are groups too."""
         self.staleness_mean = 0.0
         self.pace = Pace(tokens_per_step=tokens_per_step)
 
