@@ -1,4 +1,4 @@
-"""How a peer signs what it says and opens what it hears: envelopes and plans, as `envelope.py` and `plan.py` have them.
+"""How a peer signs what it says and opens what it hears: envelopes, plans and statements.
 
 An endpoint is given one, so that a world of a thousand modelled peers, all of whom are ours, need not spend its time on
 signatures (`sim/trust.py`). Nothing that listens to a network may be given another than `SEALS`.
@@ -9,6 +9,7 @@ from typing import Protocol
 from shoal.protocol.envelope import Domain, Envelope, seal, unseal
 from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.plan import SignedPlan, open_plan
+from shoal.protocol.statement import Topic, sign_statement, statement_holds
 
 
 class Seals(Protocol):
@@ -26,11 +27,17 @@ class Seals(Protocol):
         """Raises: RemoteError."""
         ...
 
+    def sign_statement(self, identity: Identity, topic: Topic, *, run: str, body: bytes) -> bytes: ...
+
+    def statement_holds(self, signer: PeerID, signature: bytes, topic: Topic, *, run: str, body: bytes) -> bool: ...
+
 
 class _Signed:
     seal = staticmethod(seal)
     unseal = staticmethod(unseal)
     open_plan = staticmethod(open_plan)
+    sign_statement = staticmethod(sign_statement)
+    statement_holds = staticmethod(statement_holds)
 
 
 SEALS: Seals = _Signed()
