@@ -5,6 +5,7 @@ import plistlib
 import shlex
 import subprocess
 import sys
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,8 @@ from shoal.protocol.errors import LocalError
 UNIT: Final = "shoal.service"
 AGENT: Final = "org.shoal.peer"
 _HERE = Path(__file__).parent
+_CONTROL: Final = ("Cc", "Cs", "Zl", "Zp")
+"""Unicode's control characters, halves of surrogate pairs (no file can hold them), and separators of lines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +31,12 @@ class Service:
 
 
 def service(arguments: Sequence[str], *, platform: str = sys.platform) -> Service:
-    """`arguments` of `shoal join`. Raises: LocalError: this system has neither systemd nor launchd."""
+    """`arguments` of `shoal join`.
+
+    Raises: LocalError: an argument has a control character; this system has neither systemd nor launchd.
+    """
+    for argument in arguments:
+        _refuse_control_characters(argument)
     if platform == "darwin":
         path = Path.home() / "Library" / "LaunchAgents" / f"{AGENT}.plist"
         domain = f"gui/{os.getuid()}"
@@ -89,6 +97,15 @@ def _agent(arguments: Sequence[str]) -> str:
     agent["ProgramArguments"] = [_shoal(), "join", *arguments]
     agent["StandardErrorPath"] = agent["StandardOutPath"] = str(Path.home() / "Library" / "Logs" / "shoal.log")
     return plistlib.dumps(agent, sort_keys=False).decode()
+
+
+def _refuse_control_characters(argument: str) -> None:
+    """A unit is read line by line, so a line break would begin a setting of its own, whatever quotes are around it.
+
+    Raises: LocalError.
+    """
+    if any(unicodedata.category(letter) in _CONTROL for letter in argument):
+        raise LocalError(f"{argument!r} has a line break or another control character: a service cannot take it")
 
 
 def _quoted(word: str) -> str:

@@ -53,12 +53,15 @@ def show_(
 
 
 def _arguments(invite: str, name: str, listen: str, device: str, limit: list[str] | None) -> list[str]:
-    """Of `shoal join`. Raises: LocalError: what would fail at every start fails here."""
+    """Of `shoal join`. The invite is written as shoal itself writes it: what was pasted may have more around it.
+
+    Raises: LocalError: what would fail at every start fails here.
+    """
     from shoal.deploy.addresses import listen_addresses
     from shoal.deploy.manners.limits import Limits, with_overrides
 
-    parse_invite(invite)
+    read = parse_invite(invite).encode()
     listen_addresses(listen)
     with_overrides(Limits(), limit or [])
     limits = [word for text in limit or [] for word in ("--limit", text)]
-    return [invite, "--name", name, "--listen", listen, "--device", device, *limits]
+    return [read, "--name", name, "--listen", listen, "--device", device, *limits]

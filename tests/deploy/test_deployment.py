@@ -251,6 +251,31 @@ def test_what_goes_wrong_with_a_service_is_one_line(home: Path, invite: str, mon
         service.service([], platform="win32")
 
 
+@pytest.mark.parametrize("broken", ["{}\nExecStartPre=/bin/touch /tmp/theirs", "{}\r\n[Unit]", "see:\n {} \n%H"])
+def test_what_was_pasted_around_an_invite_is_not_in_the_service(home: Path, invite: str, broken: str) -> None:
+    shown = CliRunner().invoke(cli.app, ["service", "show", broken.format(invite)])
+    clean = CliRunner().invoke(cli.app, ["service", "show", invite])
+    assert (shown.exit_code == cli.EXIT_USER_ERROR) or shown.stdout == clean.stdout
+    assert "theirs" not in shown.stdout
+    halves = f"{invite[:30]}\n{invite[30:]}"  # a chat that breaks lines is understood
+    assert CliRunner().invoke(cli.app, ["service", "show", halves]).stdout == clean.stdout
+
+
+@pytest.mark.parametrize("platform", ["linux", "darwin"])
+@pytest.mark.parametrize("option", ["--name", "--device", "--limit", "--listen"])
+@pytest.mark.parametrize("letter", ["\n", "\r", "\0", "\x1b", "\x85", "\u2028", "\ud800"])
+def test_a_service_takes_no_control_character(home: Path, invite: str, platform: str, option: str, letter: str) -> None:
+    with pytest.raises(LocalError, match="control character") as refused:
+        service.service([invite, option, f"a{letter}ExecStartPre=/bin/theirs"], platform=platform)
+    assert len(str(refused.value).splitlines()) == 1
+
+
+def test_a_name_that_a_terminal_types_may_have_any_letter(home: Path, invite: str) -> None:
+    made = service.service([invite, "--name", "Zoë's 👩‍🚀 50% $HOME"])
+    words = shlex.split(unit(made.text)["Service"]["ExecStart"].replace("%%", "%").replace("$$", "$"))
+    assert words[-1] == "Zoë's 👩‍🚀 50% $HOME"
+
+
 def test_an_agent_for_launchd_is_a_property_list_that_runs_shoal(home: Path, invite: str) -> None:
     made = service.service([invite, "--name", "a <b> & c"], platform="darwin")
     agent = plistlib.loads(made.text.encode())
