@@ -1,7 +1,8 @@
 """Where shoal keeps things on this machine: one folder per peer, and a note for each run that is up right now.
 
 Everything is under `$XDG_STATE_HOME/shoal` (`~/.local/state/shoal`), because it is state that a restart wants back
-(identity, highest plan obeyed, snapshots) and not configuration.
+(identity, highest plan obeyed, snapshots) and not configuration. Nobody else on this machine may read it: whoever
+reads an invite may join, and whoever reads a snapshot has the weights.
 """
 
 import contextlib
@@ -9,6 +10,7 @@ import fcntl
 import itertools
 import logging
 import os
+import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +22,11 @@ from blake3 import blake3
 from shoal.protocol.errors import LocalError
 
 logger = logging.getLogger(__name__)
+
+_IDENTITY = "identity.key"
+"""In a peer's folder: its key."""
+_OTHERS = 0o077
+"""Permissions of the group and of everybody."""
 
 
 def state_root() -> Path:
@@ -46,12 +53,18 @@ class FolderLock:
 
 
 def claim_folder(path: Path) -> FolderLock:
-    """Make `path` and hold it.
+    """Make `path` and hold it. It is closed to other users, with all that is in it, and so is the whole state folder.
+
+    From now on this process makes files and folders for its own user alone (its umask is 077), whoever of its parts or
+    of its children makes them.
 
     Raises: LocalError: another process holds it, or it cannot be made.
     """
+    os.umask(_OTHERS)
     try:
         path.mkdir(parents=True, exist_ok=True)
+        close_to_others(state_root())
+        close_to_others(path)
         descriptor = os.open(path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise LocalError(f"cannot use the state folder {path}: {error.strerror}") from error
@@ -61,6 +74,38 @@ def claim_folder(path: Path) -> FolderLock:
         os.close(descriptor)
         raise LocalError(f"another shoal runs in {path}: stop it, or give this one another --state-dir") from error
     return FolderLock(path, descriptor)
+
+
+def close_to_others(folder: Path) -> None:
+    """Take from other users what they may do with a folder of shoal's and with what an older shoal left in it.
+
+    The folder itself is the last: a closed one needs no second look, and an interrupted one gets it. What belongs to
+    another user, as a volume of Kubernetes does, stays as it is, and so does what a link leads to.
+    """
+    if not _is_open(folder):
+        return
+    # With `--state-dir` somebody may name a folder that has more than shoal's files in it.
+    ours = folder == state_root() or (folder / _IDENTITY).exists()
+    if ours and not Path.home().is_relative_to(folder.absolute()):
+        for parent, folders, files in os.walk(folder, topdown=False):
+            for name in (*folders, *files):
+                _close(Path(parent, name))
+    _close(folder)
+
+
+def _is_open(path: Path) -> bool:
+    """Whether others may do anything with it, and we may change that."""
+    try:
+        found = path.lstat()
+    except FileNotFoundError:  # it was removed meanwhile by the peer that runs there
+        return False
+    return found.st_uid == os.geteuid() and not stat.S_ISLNK(found.st_mode) and bool(found.st_mode & _OTHERS)
+
+
+def _close(path: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        if _is_open(path):
+            path.chmod(stat.S_IMODE(path.lstat().st_mode) & ~_OTHERS)
 
 
 def claim_first_free(parent: Path, prefix: str) -> FolderLock:

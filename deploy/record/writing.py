@@ -117,7 +117,7 @@ class RecordFile:
 
     def _open(self) -> int:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         self._size = os.lseek(self._file, 0, os.SEEK_END)
         self._torn = self._size > 0 and os.pread(self._file, 1, self._size - 1) != b"\n"
         return self._file

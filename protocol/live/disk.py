@@ -66,7 +66,7 @@ class LiveDisk:
 
     @contextmanager
     def lock(self, path: PurePosixPath) -> Iterator[None]:
-        descriptor = os.open(self._at(path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = os.open(self._at(path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             yield

@@ -1,6 +1,7 @@
 import errno
 import os
-from pathlib import Path
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
 
 import msgspec
 import psutil
@@ -16,6 +17,7 @@ from shoal.deploy.places import (
     state_root,
 )
 from shoal.protocol.errors import LocalError
+from shoal.protocol.live.disk import LiveDisk
 
 
 @pytest.fixture(autouse=True)
@@ -49,6 +51,72 @@ def test_a_file_in_the_way_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(LocalError, match="cannot use the state folder"):
         claim_first_free(tmp_path / "file", "peer")
+
+
+def modes(folder: Path) -> dict[str, int]:
+    """Of a folder and of all in it."""
+    return {str(path.relative_to(folder)): path.lstat().st_mode & 0o777 for path in (folder, *folder.rglob("*"))}
+
+
+def make_as_before(folder: Path) -> None:
+    """A peer's folder with a snapshot, as a shoal left it that closed nothing."""
+    for path in (folder / "snapshot-1", folder):
+        path.mkdir(parents=True, exist_ok=True)
+    for path in (folder / "identity.key", folder / "plans", folder / "snapshot-1" / "head.safetensors"):
+        path.write_text("secret")
+    for path in (state_root(), folder, *folder.rglob("*")):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+
+
+@pytest.fixture
+def own_umask() -> Iterator[None]:
+    """That of most systems; a claim changes it for the process."""
+    former = os.umask(0o022)
+    yield
+    os.umask(former)
+
+
+@pytest.mark.usefixtures("own_umask")
+def test_what_a_peer_writes_is_for_its_user_alone() -> None:
+    folder = state_root() / "runs" / "run" / "peer-1"
+    lock = claim_folder(folder)
+    LiveDisk(folder).make_folder(PurePosixPath("run"))
+    LiveDisk(folder).write(PurePosixPath("run/plans"), b"plan")
+    (folder / "tensorboard").mkdir()
+    (folder / "tensorboard" / "events").write_text("written by a library")
+    with announced("shoal1abc", folder):
+        found = modes(state_root())
+    lock.release()
+    assert {path: oct(mode) for path, mode in found.items() if mode & 0o077} == {}
+    assert found["runs/run/peer-1/run/plans"] == 0o600
+
+
+@pytest.mark.usefixtures("own_umask")
+def test_what_an_older_shoal_left_open_is_closed(tmp_path: Path) -> None:
+    folder, elsewhere = state_root() / "hosts" / "notes", tmp_path / "disk" / "peer"
+    for place in (folder, state_root() / "hosts" / "another", elsewhere):
+        make_as_before(place)
+    (folder / "link").symlink_to(tmp_path)
+    tmp_path.chmod(0o755)
+    claim_folder(elsewhere).release()
+    for place in (state_root(), elsewhere):
+        assert {path: oct(mode) for path, mode in modes(place).items() if mode & 0o077 and path[-4:] != "link"} == {}
+    assert (elsewhere / "plans").stat().st_mode & 0o777 == 0o600
+    assert tmp_path.stat().st_mode & 0o777 == 0o755, "what a link leads to is not shoal's"
+
+
+@pytest.mark.usefixtures("own_umask")
+def test_a_folder_that_somebody_names_keeps_what_is_not_shoals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = tmp_path / "home"
+    monkeypatch.setenv("HOME", str(home))
+    (home / "peer").mkdir(parents=True)
+    (home / "page.html").write_text("for everybody")
+    (home / "peer" / "page.html").write_text("for everybody")
+    claim_folder(home).release()
+    claim_folder(home / "peer").release()
+    assert (home / "page.html").stat().st_mode & 0o777 == 0o644
+    assert (home / "peer" / "page.html").stat().st_mode & 0o777 == 0o644
+    assert (home / "peer").stat().st_mode & 0o777 == 0o700
 
 
 def test_a_run_is_found_only_while_it_lasts() -> None:
