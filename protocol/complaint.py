@@ -2,11 +2,14 @@
 
 import difflib
 import re
+from itertools import islice
 from types import UnionType
 from typing import Any, Final, Literal, Union, get_args, get_origin
 
 import msgspec
 
+_READ_MAX: Final = 256
+"""Names of a table, and letters of a name, that are compared with ours: a slip is in none longer."""
 _WHERE: Final = re.compile(r" - at `(?:key in )?\$\.?([^`]*)`$")
 _UNKNOWN: Final = re.compile(r"Object contains unknown field `(.*)`")
 _KIND: Final = re.compile(r"Expected `([^`]*)`, got `([^`]*)`")
@@ -63,14 +66,14 @@ def misspelt(found: object, kind: type) -> str:
         kind: the msgspec struct that is read from it.
     """
     names = _field_names(kind)
-    for name in found if isinstance(found, dict) else ():
+    for name in islice(found, _READ_MAX) if isinstance(found, dict) else ():
         if name not in names and _nearest(name, names):
             return _no_such(name, "", names)
     return ""
 
 
 def _nearest(name: str, names: tuple[str, ...]) -> list[str]:
-    return difflib.get_close_matches(name, names, n=1)
+    return difflib.get_close_matches(name, names, n=1) if len(name) <= _READ_MAX else []
 
 
 def _no_such(name: str, path: str, names: tuple[str, ...]) -> str:

@@ -26,7 +26,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from shoal.protocol.limits import MICROBATCHES_PER_STEP_MAX, STREAM_CREDIT_BYTES
+from shoal.protocol.limits import DIM_MAX, MICROBATCHES_PER_STEP_MAX, STREAM_CREDIT_BYTES
 
 if TYPE_CHECKING:
     from shoal.protocol.spec import RunSpec
@@ -52,6 +52,8 @@ _TUNING: Final = 1 / 15
 (2307.09288, sections 2.2 and 3.1)."""
 _SHORT: Final = 2.5
 """Of a run with a 1,500th of 20 N tokens."""
+_SAID_MAX: Final = 2**40
+"""What a rule reckons with. Nothing in a spec may be as large, which whoever decodes the tables says."""
 _SGD_RATE: Final = 4e-3
 """No law is known to us for the rate of SGD on language models."""
 
@@ -268,12 +270,13 @@ class _Filling:
         """What the file says, a positive number; None: it leaves that to a rule, or says what cannot be."""
         section, _, name = path.partition(".")
         value = self.table(section).get(name)
-        return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+        return value if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= _SAID_MAX else None
 
     def number(self, path: str, *, least: int = 1) -> int:
         section, _, name = path.partition(".")
         value = self.table(section).get(name)
-        fits = isinstance(value, int) and not isinstance(value, bool) and value >= least
+        most = DIM_MAX if path == "model.dim" else _SAID_MAX
+        fits = isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
         return int(value if fits else getattr(getattr(self._base, section), name))  # type: ignore[arg-type]
 
     def share(self, path: str) -> float:

@@ -51,6 +51,30 @@ QUEUED_TOKENS_OF_ONE_MAX: Final = QUEUED_TOKENS_MAX // 8
 REFUSED_TOKENS_OF_ONE_MAX: Final = 64
 """Refusals of such requests on their way to one sender, or to all strangers together; what is more is dropped."""
 MICROBATCHES_PER_STEP_MAX: Final = 4096
+
+LAYERS_MAX: Final = 1024
+"""Decoder layers of a model: ten times what the deepest of today has. Peers make a record of each."""
+DIM_MAX: Final = 128 * 1024
+"""Width of a model: six times the widest published (20,480). A layer of it is 200 G parameters."""
+FFN_DIM_MAX: Final = 8 * DIM_MAX
+VOCABULARY_MAX: Final = 4 * 1024 * 1024
+"""Tokens: sixteen times the largest published (262,144)."""
+CONTEXT_MAX: Final = 16 * 1024 * 1024
+"""Tokens of a sample. What fits into a frame bounds them further."""
+STEPS_MAX: Final = 10**9
+"""Of a run: one a second for thirty years. Version numbers stay far from 64 bits."""
+
+SCENARIO_DEVICES_MAX: Final = 4096
+"""Devices of a network or scenario file. What lies between any two of them is in matrices: 134 MB each then."""
+NETWORK_FILE_BYTES_MAX: Final = 64 * 1024 * 1024
+"""A network file: two matrices of 2,000 devices, eight characters a number. Whatever is in it is read in seconds."""
+TOML_BYTES_MAX: Final = 1024 * 1024
+"""A run or scenario file. A long one has some kilobytes; Python reads a megabyte of TOML in a third of a second."""
+TRACE_BYTES_MAX: Final = 16 * 1024 * 1024
+TRACE_EVENTS_MAX: Final = 100_000
+"""Comings and goings in a trace: twenty times what nine years of a cluster's failures have (LANL, system 16)."""
+TRACE_REPLAYED_MAX: Final = 5_000_000
+"""Events of a trace times the copies of it that run side by side."""
 REPORTS_PER_HEARTBEAT_MAX: Final = 16
 HISTORY_PER_REPLY_MAX: Final = 256
 """Past commits in one reply: 60 KiB."""

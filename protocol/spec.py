@@ -19,8 +19,21 @@ from blake3 import blake3
 from shoal.protocol.complaint import complaint
 from shoal.protocol.errors import SpecError
 from shoal.protocol.identity import PeerID
-from shoal.protocol.limits import EXPERTS_MAX, FRAME_PAYLOAD_BYTES_MAX, MICROBATCHES_PER_STEP_MAX, STAGES_MAX
+from shoal.protocol.limits import (
+    CONTEXT_MAX,
+    DIM_MAX,
+    EXPERTS_MAX,
+    FFN_DIM_MAX,
+    FRAME_PAYLOAD_BYTES_MAX,
+    LAYERS_MAX,
+    MICROBATCHES_PER_STEP_MAX,
+    PEERS_MAX,
+    STAGES_MAX,
+    STEPS_MAX,
+    VOCABULARY_MAX,
+)
 from shoal.protocol.staleness import synchronous_steps
+from shoal.protocol.toml_file import read_toml
 
 if TYPE_CHECKING:
     from shoal.protocol.defaults import Choice
@@ -81,8 +94,10 @@ class ModelSpec(_Section, frozen=True):
     """What the load-balancing loss of each layer weighs beside the loss; it is 1 where the load is even."""
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim", "context"):
-            _require(getattr(self, name) > 0, f"{name} must be positive, is {getattr(self, name)}")
+        for name, most in _MODEL_MAX.items():
+            value = getattr(self, name)
+            _require(value > 0, f"{name} must be positive, is {value}")
+            _require(value <= most, f"{name} is at most {most:,}, and is {value}")
         _require(self.dim % self.num_heads == 0, f"num_heads {self.num_heads} does not divide dim {self.dim}")
         _require((self.dim // self.num_heads) % 2 == 0, f"head size {self.dim // self.num_heads} is odd")
         _require(
@@ -124,6 +139,15 @@ class ModelSpec(_Section, frozen=True):
         return self.num_experts or 1
 
 
+_MODEL_MAX = {
+    "vocab_size": VOCABULARY_MAX,
+    "dim": DIM_MAX,
+    "num_layers": LAYERS_MAX,
+    "num_heads": DIM_MAX,
+    "num_kv_heads": DIM_MAX,
+    "ffn_dim": FFN_DIM_MAX,
+    "context": CONTEXT_MAX,
+}
 _OF_EXPERTS = {"experts_per_token": 2, "router_aux_loss": 0.01}
 """Fields that a dense model leaves at their defaults, which are these."""
 
@@ -233,10 +257,9 @@ class TrainingSpec(_Section, frozen=True):
     def __post_init__(self) -> None:
         for name in ("steps", "microbatches_per_step", "microbatch_size", "validation_microbatches"):
             _require(getattr(self, name) > 0, f"{name} must be positive, is {getattr(self, name)}")
-        _require(
-            self.microbatches_per_step <= MICROBATCHES_PER_STEP_MAX,
-            f"microbatches_per_step is at most {MICROBATCHES_PER_STEP_MAX}",
-        )
+        for name in ("microbatches_per_step", "validation_microbatches"):
+            _require(getattr(self, name) <= MICROBATCHES_PER_STEP_MAX, f"{name} is at most {MICROBATCHES_PER_STEP_MAX}")
+        _require(self.steps <= STEPS_MAX, f"steps is at most {STEPS_MAX:,}, and is {self.steps}")
         _require(0 <= self.s_max <= 8, f"s_max must be in [0, 8], is {self.s_max}")
         _require((self.synchronous_steps or 0) >= 0, f"synchronous_steps is negative: {self.synchronous_steps}")
         _require(self.validation_interval_steps >= 0, "validation_interval_steps must not be negative")
@@ -275,6 +298,9 @@ class SwarmSpec(_Section, frozen=True):
     def __post_init__(self) -> None:
         _require(0 < self.stages <= STAGES_MAX, f"stages must be in [1, {STAGES_MAX}], is {self.stages}")
         _require(self.min_peers >= self.stages, f"min_peers {self.min_peers} is fewer than stages {self.stages}")
+        for name, most in (("min_peers", PEERS_MAX), ("expert_slots", EXPERTS_MAX), ("expert_replicas", PEERS_MAX)):
+            value = getattr(self, name)
+            _require(value <= most, f"{name} is at most {most}, and is {value}")
         _require(self.heartbeat_s > 0, "heartbeat_s must be positive")
         _require(
             self.term_s >= TERM_HEARTBEATS_MIN * self.heartbeat_s,
@@ -430,12 +456,10 @@ def load_spec(path: Path) -> RunSpec:
 def read_tables(path: Path) -> dict[str, Any]:
     """A run file as its author wrote it. Raises: SpecError: it cannot be read, or is no TOML."""
     try:
-        raw = path.read_bytes()
+        return read_toml(path)
     except OSError as error:
         raise SpecError(f"cannot read the run spec {path}: {error.strerror or error}") from error
-    try:
-        return msgspec.toml.decode(raw, type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except msgspec.DecodeError as error:
         raise SpecError(f"{path}: {_told(error)}") from error
 
 

@@ -15,6 +15,8 @@ import numpy.typing as npt
 
 from shoal.protocol.complaint import complaint, misspelt
 from shoal.protocol.errors import LocalError
+from shoal.protocol.limits import NETWORK_FILE_BYTES_MAX, SCENARIO_DEVICES_MAX
+from shoal.protocol.toml_file import read_at_most
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -132,13 +134,16 @@ def load_topology(path: Path) -> tuple[Topology, "NetworkFile"]:
     that cannot be, a device that nobody reaches.
     """
     try:
-        raw = path.read_bytes()
+        raw = read_at_most(path, NETWORK_FILE_BYTES_MAX)
         file = msgspec.json.decode(raw, type=NetworkFile)
+        flaw = _misspelt(msgspec.json.decode(raw))
+    except RecursionError as error:
+        raise LocalError(f"{path} is not a network: it is nested too deep") from error
     except OSError as error:
         raise LocalError(f"{path} cannot be read: {error.strerror}") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise LocalError(f"{path} is not a network: {complaint(error, NetworkFile)}") from error
-    if flaw := _misspelt(msgspec.json.decode(raw)):
+    if flaw:
         raise LocalError(f"{path} is not a network: {flaw}")
     try:
         return file.topology(), file
@@ -213,6 +218,8 @@ class NetworkFile(msgspec.Struct, frozen=True, kw_only=True):
         )
         if latency is None or rate is None:
             raise LocalError("it lacks latency_ms or bandwidth_gbps")
+        if len(latency) > SCENARIO_DEVICES_MAX:
+            raise LocalError(f"its {len(latency)} devices are more than {SCENARIO_DEVICES_MAX}")
         latency_s = _matrix("latency", latency) * latency_unit
         bytes_per_s = _matrix("bandwidth", rate) * (rate_unit / _BITS_PER_BYTE)
         n = len(latency_s)

@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 
 from shoal.protocol.errors import LocalError
-from shoal.protocol.limits import PEERS_MAX
+from shoal.protocol.limits import SCENARIO_DEVICES_MAX
 from shoal.protocol.topology import Floats, Topology, make_topology
 
 _BITS_PER_BYTE = 8.0
@@ -55,8 +55,9 @@ class Region(Section, frozen=True):
 
     def __post_init__(self) -> None:
         require(bool(self.name), "a region needs a name")
-        require(0 < self.count <= PEERS_MAX, f"count must be in [1, {PEERS_MAX}], is {self.count}")
-        require(self.devices_per_card > 0, f"devices_per_card must be positive, is {self.devices_per_card}")
+        for name in ("count", "devices_per_card"):
+            value = getattr(self, name)
+            require(0 < value <= SCENARIO_DEVICES_MAX, f"{name} must be in [1, {SCENARIO_DEVICES_MAX}], is {value}")
         for name in ("tflops", "memory_gb", "inside_mbps", "machine_mbps"):
             require(0.0 < getattr(self, name) < math.inf, f"{name} must be positive, is {getattr(self, name)}")
         for name in ("up_mbps", "down_mbps"):
@@ -109,7 +110,8 @@ class NetworkSection(Section, frozen=True):
         require(not self.file or not (self.path or self.elsewhere), "paths are for regions, not for a file")
         names = [region.name for region in self.region]
         require(len(set(names)) == len(names), "two regions have one name")
-        require(sum(region.count for region in self.region) <= PEERS_MAX, f"more than {PEERS_MAX} devices")
+        devices = sum(region.count for region in self.region)
+        require(devices <= SCENARIO_DEVICES_MAX, f"{devices} devices are more than {SCENARIO_DEVICES_MAX}")
         places = {region.at for region in self.region}
         for path in self.path:
             for place in path.between:

@@ -17,13 +17,15 @@ from shoal.protocol.complaint import complaint
 from shoal.protocol.defaults import fill_in
 from shoal.protocol.errors import LocalError, ShoalError
 from shoal.protocol.spec import ModelSpec, OptimizerSpec, RunSpec, SwarmSpec, TrainingSpec, WireSpec
+from shoal.protocol.toml_file import read_toml
 from shoal.protocol.topology import NetworkFile, Topology, WorkloadEntry, load_topology
 
 SHIPPED = Path(__file__).parent / "scenarios"
 STEPS = 8
 """Of a simulated run whose scenario does not say: two to warm up, the others to measure."""
 STEPS_MAX = 1_000_000
-"""Of one that ends by time."""
+"""Of one that ends by time, and at most."""
+STRATEGIES_MAX = 64
 _HEAD_SIZE = 128
 
 
@@ -62,12 +64,15 @@ class ScenarioFile(Section, frozen=True):
     """None given: those of `strategy.DEFAULT`, or `CHURN_DEFAULT`."""
 
     def __post_init__(self) -> None:
-        require(self.steps is None or self.steps > 0, f"steps must be positive, is {self.steps}")
+        require(
+            self.steps is None or 0 < self.steps <= STEPS_MAX, f"steps must be in [1, {STEPS_MAX}], is {self.steps}"
+        )
         require(self.seconds is None or 0.0 < self.seconds < math.inf, f"seconds must be positive, is {self.seconds}")
         require(
             self.stages is None or 0 < self.stages <= self.model.num_layers,
             f"stages must be in [1, {self.model.num_layers}], is {self.stages}",
         )
+        require(len(self.strategy) <= STRATEGIES_MAX, f"more than {STRATEGIES_MAX} strategies")
         names = [strategy.name for strategy in self.strategy]
         require(len(set(names)) == len(names), "two strategies have one name")
 
@@ -115,12 +120,10 @@ def find_scenario(what: str) -> Scenario:
 def read_scenario(path: Path) -> ScenarioFile:
     """Raises: LocalError."""
     try:
-        raw = path.read_bytes()
+        return msgspec.convert(_fitted(read_toml(path)), ScenarioFile)
     except OSError as error:
         raise LocalError(f"cannot read the scenario {path}: {error.strerror or error}") from error
-    try:
-        return msgspec.convert(_fitted(msgspec.toml.decode(raw, type=dict[str, Any])), ScenarioFile)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:  # ValidationError is a DecodeError
+    except msgspec.DecodeError as error:  # ValidationError is a DecodeError
         raise LocalError(f"{path} is no scenario: {complaint(error, ScenarioFile)}") from error
 
 
@@ -146,6 +149,10 @@ def load_scenario(path: Path) -> Scenario:
         except ShoalError as error:
             raise LocalError(f"{path}: {error}") from error
     steps = file.steps or (STEPS if file.seconds is None and file.churn is None else STEPS_MAX)
+    try:
+        spec = _spec(path.stem, file.model, msgspec.structs.replace(file.training, steps=steps), file.wire)
+    except ValueError as error:
+        raise LocalError(f"{path} is no scenario: {error}") from error
     trace = None
     if file.churn is not None:
         trace = path.parent / file.churn.trace
@@ -155,7 +162,7 @@ def load_scenario(path: Path) -> Scenario:
         name=path.stem,
         title=file.title or path.stem,
         topology=topology,
-        spec=_spec(path.stem, file.model, msgspec.structs.replace(file.training, steps=steps), file.wire),
+        spec=spec,
         stages=file.stages,
         seconds=file.seconds,
         watts=watts,
@@ -170,13 +177,16 @@ def _of_network(path: Path) -> Scenario:
     topology, file = load_topology(path)
     try:
         model, training = run_of_workload(file.workload)
+        spec = _spec(path.stem, model, training, WireSpec())
     except ValueError as error:
         raise LocalError(f"the workload of {path} cannot be: {error}") from error
+    if file.num_stages is not None and not 0 < file.num_stages <= model.num_layers:
+        raise LocalError(f"{path}: num_stages must be in [1, {model.num_layers}], is {file.num_stages}")
     return Scenario(
         name=path.stem,
         title=file.title or file.name or path.stem,
         topology=topology,
-        spec=_spec(path.stem, model, training, WireSpec()),
+        spec=spec,
         stages=file.num_stages,
         seconds=None,
         watts=file.watts,

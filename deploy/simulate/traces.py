@@ -8,14 +8,19 @@ A trace is a CSV file with a header, times in seconds. Three forms are known by 
 """
 
 import csv
+import itertools
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+import msgspec
+
 from shoal.deploy.simulate.modelled import Churn
 from shoal.protocol.errors import LocalError
+from shoal.protocol.limits import TRACE_BYTES_MAX, TRACE_EVENTS_MAX, TRACE_REPLAYED_MAX
+from shoal.protocol.toml_file import read_at_most
 
 Kind = Literal["add", "remove"]
 _Rows = Iterator[tuple[int, list[str]]]
@@ -37,22 +42,30 @@ def load_trace(path: Path, *, seed: int = 0) -> tuple[TraceEvent, ...]:
     Raises: LocalError, in one line: no such file, an unknown header, a line that says what cannot be.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_at_most(path, TRACE_BYTES_MAX).decode().splitlines()
     except OSError as error:
         raise LocalError(f"the trace {path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise LocalError(f"the trace {path} is not text") from error
+    except msgspec.DecodeError as error:
+        raise LocalError(f"{path} is no trace: {error}") from error
     table = csv.reader(lines)
-    header = tuple(field.strip() for field in next(table, []))
+    try:
+        header = tuple(field.strip() for field in next(table, []))
+    except csv.Error as error:
+        raise LocalError(f"{path} is no trace: {error}") from error
     read = _READERS.get(header)
     if read is None:
         known = "; ".join(",".join(names) for names in _READERS)
         raise LocalError(f"{path} is no trace: its first line is {','.join(header)[:80]!r}, not one of {known}")
     try:
         rows = ((number, fields) for number, fields in enumerate(table, start=2) if fields)
-        events = tuple(read(_checked(rows, len(header)), random.Random(f"trace/{seed}")))
+        happens = read(_checked(rows, len(header)), random.Random(f"trace/{seed}"))
+        events = tuple(itertools.islice(happens, TRACE_EVENTS_MAX + 1))
     except (_BadLine, csv.Error) as error:
         raise LocalError(f"{path}: {error}") from error
+    if len(events) > TRACE_EVENTS_MAX:
+        raise LocalError(f"{path}: more than {TRACE_EVENTS_MAX:,} comings and goings")
     if not events:
         raise LocalError(f"{path} is no trace: nothing happens in it")
     return events
@@ -77,12 +90,18 @@ def replay(
         start_s: in the trace. None: when half of the most nodes that it ever has are up for the first time.
         speedup: trace seconds a simulated second.
         copies_max: of the trace; devices that no copy has are there all the time. None: as many as it takes.
+    Raises: LocalError: so many copies would take for ever.
     Returns: by time. A device that is not there at the beginning is added later, if need be after the end.
     """
     assert min(seconds, speedup, num_devices) > 0
     peak, half_s = _peak(trace)
     begin_s = half_s if start_s is None else start_s
     copies = min(math.ceil(num_devices / peak), copies_max or num_devices)
+    if copies * len(trace) > TRACE_REPLAYED_MAX:
+        raise LocalError(
+            f"{num_devices} devices are {copies} copies of a trace of {peak} nodes and {len(trace):,} events, "
+            f"more than {TRACE_REPLAYED_MAX:,} in all: take fewer devices, or a shorter trace"
+        )
     spread_s = max(0.0, trace[-1].at_s - begin_s - seconds * speedup) / copies
     events: list[Churn] = []
     for copy in range(copies):
@@ -158,7 +177,7 @@ def _comings_and_goings(rows: _Rows, rng: random.Random) -> Iterator[TraceEvent]
     for line, (time, event, node) in rows:
         at_s = _seconds(line, time)
         if at_s < last_s:
-            raise _BadLine(line, f"at {time} s, after {last_s:g} s")
+            raise _BadLine(line, f"at {at_s:g} s, after {last_s:g} s")
         last_s = at_s
         if event == "add" and node not in up:
             up.add(node)
@@ -167,9 +186,9 @@ def _comings_and_goings(rows: _Rows, rng: random.Random) -> Iterator[TraceEvent]
             up.discard(node)
             yield TraceEvent(at_s, "remove", node)
         elif event in ("add", "remove"):
-            raise _BadLine(line, f"{node!r} is {'added twice' if event == 'add' else 'removed and not there'}")
+            raise _BadLine(line, f"{node[:40]!r} is {'added twice' if event == 'add' else 'removed and not there'}")
         else:
-            raise _BadLine(line, f"{event!r} is neither add nor remove")
+            raise _BadLine(line, f"{event[:40]!r} is neither add nor remove")
 
 
 def _down_times(rows: _Rows, rng: random.Random) -> Iterator[TraceEvent]:
@@ -177,7 +196,7 @@ def _down_times(rows: _Rows, rng: random.Random) -> Iterator[TraceEvent]:
     for line, (start, end, node) in rows:
         start_s, end_s = _seconds(line, start), _seconds(line, end)
         if end_s < start_s:
-            raise _BadLine(line, f"{node!r} is up again before it is down")
+            raise _BadLine(line, f"{node[:40]!r} is up again before it is down")
         down.setdefault(node, []).append((start_s, end_s))
     events: list[TraceEvent] = []
     for node, intervals in down.items():
@@ -209,10 +228,10 @@ def _counts(rows: _Rows, rng: random.Random) -> Iterator[TraceEvent]:
     for line, (time, available) in rows:
         at_s = _seconds(line, time)
         if at_s < last_s:
-            raise _BadLine(line, f"at {time} s, after {last_s:g} s")
+            raise _BadLine(line, f"at {at_s:g} s, after {last_s:g} s")
         last_s = at_s
-        if not available.isdecimal() or int(available) > _NODES_MAX:
-            raise _BadLine(line, f"{available!r} is no number of nodes")
+        if not available.isdecimal() or len(available) > 9 or int(available) > _NODES_MAX:
+            raise _BadLine(line, f"{available[:40]!r} is no number of nodes")
         wanted = int(available)
         while len(up) > wanted:
             yield TraceEvent(at_s, "remove", up.pop(rng.randrange(len(up))))
@@ -226,9 +245,9 @@ def _seconds(line: int, text: str) -> float:
     try:
         seconds = float(text)
     except ValueError:
-        raise _BadLine(line, f"{text!r} is no time") from None
+        raise _BadLine(line, f"{text[:40]!r} is no time") from None
     if not 0.0 <= seconds < math.inf:
-        raise _BadLine(line, f"{text!r} is no time")
+        raise _BadLine(line, f"{text[:40]!r} is no time")
     return seconds
 
 

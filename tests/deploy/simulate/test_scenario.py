@@ -125,7 +125,7 @@ REGION = '[network]\nregion = [{ name = "A", count = 2 }]\n'
         ('[network]\nfile = "x.json"\nregion = [{ name = "A", count = 2 }]\n', "give either file or regions"),
         ('[network]\nfile = "x.json"\npath = [{between=["A","A"], latency_ms=1, mbps=1}]\n', "paths are for regions"),
         ('[network]\nfile = "none.json"\n', "none.json cannot be read"),
-        ('[network]\nregion = [{ name = "A", count = 0 }]\n', "count must be in [1, 20000], is 0"),
+        ('[network]\nregion = [{ name = "A", count = 0 }]\n', "count must be in [1, 4096], is 0"),
         (
             '[network]\nregion = [{ name = "A", count = 2, tflop = 1 }]\n',
             "[network.region[0]] has no 'tflop': did you mean tflops?",
@@ -141,7 +141,7 @@ REGION = '[network]\nregion = [{ name = "A", count = 2 }]\n'
         (REGION.rstrip() + '\npath = [{between=["A","C"], latency_ms=1, mbps=1}]\n', "a path names 'C'"),
         (REGION.rstrip() + '\npath = [{between=["A"], latency_ms=1, mbps=1}]\n', "length 2"),
         (REGION.rstrip() + '\npath = [{between=["A","A"], latency_ms=-1, mbps=1}]\n', "latency_ms must be 0 or more"),
-        ("steps = 0\n" + REGION, "steps must be positive"),
+        ("steps = 0\n" + REGION, "steps must be in [1, 1000000], is 0"),
         ("stages = 7\n" + REGION, "stages must be in [1, 6], is 7"),
         ("seconds = inf\n" + REGION, "seconds must be positive, is inf"),
         ("[training]\ns_max = 9\n" + REGION, "s_max must be in [0, 8]"),
