@@ -23,29 +23,42 @@ When half of a plan's members are gone for good nobody has a majority. Then the 
 successor without votes (`Plan.mandate`), of a term so high that nothing which the missing may have agreed on among
 themselves comes after it. That is a decision between two histories, and a person's.
 
-What this does not defend against: a peer that lies. `PlanLive` carries no proof of the votes. But two plans of one
-order are an alarm wherever they meet, and nobody is talked into a promise that no honest candidate could outbid: a
-term far above all we know of is believed of who insists only, a step with each message.
+A plan proves itself (`PlanProof`): it names its predecessor, and carries the signed votes of a majority of that plan's
+electors, all of one ballot. So `adopt` takes a plan from anybody, and checks link, votes and bounded steps of term,
+sequence and era against the plan that we obey. Who lacks links in between asks for them (`catching_up`). Two plans of
+one height that both prove themselves would be an alarm; a plan that does not is only refused.
+
+What this does not defend against: a majority of electors that lies. And nobody is talked into a promise that no honest
+candidate could outbid: a term far above all we know of is believed of who insists only, a step with each message.
 """
 
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
+from shoal.coordinator.kept_links import KeptLinks
 from shoal.protocol.identity import PeerID
-from shoal.protocol.plan import SignedPlan
+from shoal.protocol.limits import ERA_JUMP_MAX, SEQUENCE_JUMP_MAX, TERM_JUMP_MAX, TERM_MAX
+from shoal.protocol.plan import SignedPlan, vote_body
+
+Holds = Callable[[PeerID, bytes, bytes], bool]
+"""(signer, signature, body of a `vote` statement) -> whether the signer has said so."""
 
 TIE_BREAK_PEERS_MAX = 4
 """In swarms up to this size the owner's vote decides a tie, so that one of two peers can go on alone."""
 OBEYED_MAX = 256
 """Plans whose hashes are remembered: four hours of terms in a swarm that nobody joins or leaves."""
-TERM_JUMP_MAX = 1 << 20
-"""How much higher a term may be at once: two years of terms, of a minute each. From here to where a record cannot hold
-it (2^64) are 2^44 messages, five hundred years of a thousand a second."""
-SEQUENCE_JUMP_MAX = 1 << 32
-"""How many sequences a plan may skip: offers that did not go live, of which there are a few a minute at worst."""
+
+
+class Adoption(NamedTuple):
+    """Whether a plan is obeyed from now on. `lacks`: it may well be live, but a link between ours and it is missing."""
+
+    new: bool
+    reason: str = ""
+    lacks: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +78,7 @@ class Vote:
 
 
 class ChainRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What must survive a restart. Plans are their envelopes; empty if there is none."""
+    """What must survive a restart. Live plans are links, what was voted for an envelope; empty if there is none."""
 
     run: str
     granted_term: int = 0
@@ -73,21 +86,31 @@ class ChainRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     live: bytes = b""
     accepted: bytes = b""
     accepted_term: int = 0
+    before: bytes = b""
+    """The plan before `live`, with which others can check its votes."""
+    mandated: bytes = b""
+    """The plan that began the reign of `live`, if an owner's mandate did."""
 
 
 class PlanChain:
-    """One peer's end of the chain: what it obeys (`live`), what it voted for after that, what it has promised."""
+    """One peer's end of the chain: what it obeys (`live`), what it voted for after that, what it has promised.
 
-    def __init__(self, run: str) -> None:
-        self.run = run
+    Args:
+        owner: who makes plan (1, 1) alone.
+        holds: checks the signature of a vote.
+    """
+
+    def __init__(self, run: str, *, owner: PeerID, holds: Holds) -> None:
+        self.run, self._owner, self._holds = run, owner, holds
+        self.links = KeptLinks()
         self.live: SignedPlan | None = None
         self.granted_term = 0
         self.granted_to: PeerID | None = None
         self.accepted: SignedPlan | None = None
         self.accepted_term = 0
         self.num_forks = 0
-        """How often we met another plan of an order that we had obeyed a plan of. It must stay 0."""
-        self._obeyed: OrderedDict[tuple[int, int], str] = OrderedDict()
+        """How often we met another plan, with votes, of a height that we had obeyed a plan of. It must stay 0."""
+        self._obeyed: OrderedDict[tuple[int, int, int], SignedPlan] = OrderedDict()
         self._term_heard = 0
         """As far as those have brought us who insist on a term that we did not believe."""
 
@@ -96,12 +119,17 @@ class PlanChain:
         """Of the live plan; (0, 0) before there is one."""
         return self.live.plan.order if self.live else (0, 0)
 
+    @property
+    def height(self) -> tuple[int, int, int]:
+        """Of the live plan; zeros before there is one."""
+        return self.live.plan.height if self.live else (0, 0, 0)
+
     def takes_term(self, term: int) -> bool:
         """Whether to take seriously what somebody says of `term`; if not, a little more of it the next time.
 
         Without steps honest peers could be led so far apart that they never believe each other again.
         """
-        limit = max(self._term_heard, self.granted_term, self.order[0]) + TERM_JUMP_MAX
+        limit = min(max(self._term_heard, self.granted_term, self.order[0]) + TERM_JUMP_MAX, TERM_MAX)
         if term > limit:
             self._term_heard = limit
         return term <= limit
@@ -109,9 +137,8 @@ class PlanChain:
     def grant(self, candidate: PeerID, term: int, base: SignedPlan) -> Grant:
         """Promise `term` to `candidate`, whose live plan is `base`. Adopts `base` if it is above ours."""
         self.adopt(base)
-        assert self.live is not None
-        if base.digest != self.live.digest:
-            return Grant(granted=False, reason=f"obeys plan {self.order}, above {base.plan.order}")
+        if self.live is None or base.digest != self.live.digest:
+            return Grant(granted=False, reason=f"obeys plan {self.order}, not {base.plan.order}")
         if not base.plan.has(candidate):
             return Grant(granted=False, reason=f"plan {base.plan.order} does not know the candidate")
         if term <= base.plan.term and candidate != base.plan.coordinator:
@@ -131,7 +158,7 @@ class PlanChain:
             return Vote(accepted=False, reason="knows no plan before it")
         if plan.digest == self.live.digest:
             return Vote(accepted=True)
-        if plan.plan.order <= self.order:
+        if plan.plan.height <= self.height:
             return Vote(accepted=False, reason=f"obeys plan {self.order}, not below {plan.plan.order}")
         flaw = link_flaw(plan, self.live)
         if flaw:
@@ -152,47 +179,100 @@ class PlanChain:
         self.accepted, self.accepted_term = plan, term
         return Vote(accepted=True)
 
-    def adopt(self, plan: SignedPlan) -> tuple[bool, str]:
-        """Obey a live plan. Returns: (whether it is new to us, why not); counts a fork in `num_forks`."""
-        known = self._obeyed.get(plan.plan.order, plan.digest)
-        if known != plan.digest:
-            self.num_forks += 1
-            return False, f"two plans of order {plan.plan.order} are live: {known}, which we obeyed, and {plan.digest}"
+    def adopt(self, plan: SignedPlan, *, after: SignedPlan | None = None) -> Adoption:
+        """Obey a live plan if it proves itself; counts a fork in `num_forks`.
+
+        Args: after: a plan that we do not obey and are to take on trust, as the one before `plan`: for a peer that
+            knows no plan of the run, or has been away for longer than links are kept.
+        """
+        known = self._obeyed.get(plan.plan.height)
+        if known is not None and known.digest != plan.digest:
+            return self._other_of_one_height(known, plan)
         if self.live is not None:
             if plan.digest == self.live.digest:
-                return False, "obeyed already"
-            if plan.plan.order <= self.order:
-                return False, f"obeys plan {self.order}, not below {plan.plan.order}"
-        before = self.order
+                return Adoption(False, "obeyed already")
+            if plan.plan.height <= self.height:
+                return Adoption(False, f"obeys plan {self.order}, not below {plan.plan.order}")
+        flaw, lacks = self._flaw(plan, after)
+        if flaw:
+            return Adoption(False, flaw, lacks)
+        before, reign = self.height, self.live.plan.reign if self.live else 0
+        if after is not None:
+            self.links.add(after)
         self.live = plan
+        self.links.add(plan)
         self._remember(plan)
         self.accepted, self.accepted_term = None, 0
-        if plan.plan.term >= self.granted_term:
-            # A grant of this very term to somebody else is void: that candidate cannot have a majority any more.
+        if plan.plan.term >= self.granted_term or plan.plan.reign > reign:
+            # A grant of this very term to somebody else is void: that candidate cannot have a majority any more. And
+            # what was promised on a plan that the owner overruled binds nobody.
             self.granted_term, self.granted_to = plan.plan.term, plan.plan.coordinator
-        assert self.order > before, "two plans of one order obeyed"
-        return True, ""
+            self._term_heard = 0 if plan.plan.reign > reign else self._term_heard
+        assert self.height > before, "two plans of one height obeyed"
+        return Adoption(True)
+
+    def _flaw(self, plan: SignedPlan, after: SignedPlan | None) -> tuple[str, bool]:
+        """Why not to obey `plan`, which is above ours, and whether that is only for want of links."""
+        if plan.plan.mandate:
+            if self.live is not None and plan.plan.reign <= self.live.plan.reign:
+                return f"the mandate of reign {plan.plan.reign} has been used", False
+            return "", False  # whoever opened it has checked the owner's signature
+        if not plan.plan.previous:
+            is_first = plan.plan.height == (0, 1, 1) and plan.plan.coordinator == self._owner
+            return ("" if is_first else "only the owner makes a first plan"), False
+        base = after or self.live
+        if base is None or plan.plan.previous != base.digest:
+            return f"plan {plan.plan.order} does not follow our plan {self.order}", True
+        return link_flaw(plan, base) or proof_flaw(plan, base, owner=self._owner, holds=self._holds), False
+
+    def _other_of_one_height(self, known: SignedPlan, plan: SignedPlan) -> Adoption:
+        """Votes for both would mean that electors have voted twice. A plan without votes is anybody's invention."""
+        height = plan.plan.height
+        base = self.links.find(plan.plan.previous)
+        proven = base is not None and not proof_flaw(plan, base, owner=self._owner, holds=self._holds)
+        if not proven and not plan.plan.mandate and plan.plan.previous:
+            return Adoption(False, f"plan {plan.plan.order} has no votes, and we obeyed another of that order")
+        self.num_forks += 1
+        digests = f"{known.digest}, which we obeyed, and {plan.digest}"
+        return Adoption(False, f"two plans of order {height[1:]} are live: {digests}")
 
     def record(self) -> ChainRecord:
         return ChainRecord(
             run=self.run,
             granted_term=self.granted_term,
             granted_to=self.granted_to,
-            live=self.live.envelope if self.live else b"",
+            live=self.live.link if self.live else b"",
             accepted=self.accepted.envelope if self.accepted else b"",
             accepted_term=self.accepted_term,
+            before=before.link if (before := self.links.before_last) else b"",
+            mandated=mandated.link if (mandated := self.links.mandated) else b"",
         )
 
-    def restore(self, record: ChainRecord, *, live: SignedPlan | None, accepted: SignedPlan | None) -> None:
-        """Take up where `record` ended; `live` and `accepted` are its envelopes, opened."""
+    def restore(
+        self,
+        record: ChainRecord,
+        *,
+        live: SignedPlan | None,
+        accepted: SignedPlan | None,
+        before: SignedPlan | None = None,
+        mandated: SignedPlan | None = None,
+    ) -> None:
+        """Take up where `record` ended; the plans are its own, opened, and taken at our own word.
+
+        A promise that no honest candidate could outbid is none: an older version could be talked into it.
+        """
         assert record.run == self.run
         self.live, self.accepted, self.accepted_term = live, accepted, record.accepted_term
-        self.granted_term, self.granted_to = record.granted_term, record.granted_to
+        if record.granted_term < TERM_MAX:
+            self.granted_term, self.granted_to = record.granted_term, record.granted_to
+        for plan in (mandated, before, live):
+            if plan is not None:
+                self.links.add(plan)
         if live is not None:
             self._remember(live)
 
     def _remember(self, plan: SignedPlan) -> None:
-        self._obeyed[plan.plan.order] = plan.digest
+        self._obeyed[plan.plan.height] = plan
         if len(self._obeyed) > OBEYED_MAX:
             self._obeyed.popitem(last=False)
 
@@ -208,21 +288,45 @@ class PlanChain:
 
 def link_flaw(plan: SignedPlan, base: SignedPlan) -> str:
     """Why `plan` cannot be the successor of `base`, or an empty string."""
-    if plan.plan.previous != base.digest:
-        return f"plan {plan.plan.order} does not follow our plan {base.plan.order}"
-    if plan.plan.sequence <= base.plan.sequence:
-        return f"sequence {plan.plan.sequence} does not follow {base.plan.sequence}"
-    if plan.plan.sequence > base.plan.sequence + SEQUENCE_JUMP_MAX:
-        return f"sequence {plan.plan.sequence} is too far from {base.plan.sequence}"
-    if plan.plan.term < base.plan.term:
-        return f"term {plan.plan.term} is below {base.plan.term}"
-    if plan.plan.term == base.plan.term and plan.plan.coordinator != base.plan.coordinator:
-        return f"term {plan.plan.term} has another coordinator"
+    new, old = plan.plan, base.plan
+    if new.previous != base.digest:
+        return f"plan {new.order} does not follow our plan {old.order}"
+    if new.reign != old.reign:
+        return f"reign {new.reign} begins without a mandate"
+    if new.sequence <= old.sequence:
+        return f"sequence {new.sequence} does not follow {old.sequence}"
+    if new.sequence > old.sequence + SEQUENCE_JUMP_MAX:
+        return f"sequence {new.sequence} is too far from {old.sequence}"
+    if new.term < old.term:
+        return f"term {new.term} is below {old.term}"
+    if new.term > old.term + TERM_JUMP_MAX:
+        return f"term {new.term} is too far from {old.term}"
+    if new.term == old.term and new.coordinator != old.coordinator:
+        return f"term {new.term} has another coordinator"
+    if not old.era <= new.era <= old.era + ERA_JUMP_MAX:
+        return f"era {new.era} does not follow {old.era}"
+    if new.era == old.era and (new.restore_era, new.restore_version) != (old.restore_era, old.restore_version):
+        return f"era {new.era} has begun elsewhere"
     return ""
 
 
+def proof_flaw(plan: SignedPlan, base: SignedPlan, *, owner: PeerID, holds: Holds) -> str:
+    """Why the votes that `plan` carries do not make it the live successor of `base`, or an empty string."""
+    proof, electors = plan.proof, base.plan.electors
+    if proof is None:
+        return f"plan {plan.plan.order} carries no votes"
+    if not plan.plan.term <= proof.ballot <= min(plan.plan.term + TERM_JUMP_MAX, TERM_MAX):
+        return f"no honest coordinator offers plan {plan.plan.order} in term {proof.ballot}"
+    votes = {electors[at]: signature for at, signature in proof.votes if 0 <= at < len(electors)}
+    if len(proof.votes) > len(electors) or not is_quorum(votes, electors, owner):
+        return f"{len(votes)} of {len(electors)} have voted for plan {plan.plan.order}, which is no majority"
+    body = vote_body(proof.ballot, plan.digest)
+    forged = next((peer for peer, signature in votes.items() if not holds(peer, signature, body)), None)
+    return f"the vote of {forged[-8:]} for plan {plan.plan.order} is forged" if forged is not None else ""
+
+
 def is_quorum(voters: Collection[PeerID], members: Sequence[PeerID], owner: PeerID) -> bool:
-    """Whether `voters` are a majority of `members`; two disjoint sets never are both."""
+    """Whether `voters` are a majority of `members`, a plan's electors; two disjoint sets never are both."""
     votes = sum(1 for member in members if member in voters)
     if 2 * votes == len(members) and len(members) <= TIE_BREAK_PEERS_MAX:
         return owner in voters and owner in members

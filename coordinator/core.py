@@ -19,7 +19,9 @@ This file is long because every event of coordination comes in by one door, whic
 import random
 from collections.abc import Callable
 
-from shoal.coordinator.chain import ChainRecord, PlanChain
+from shoal.coordinator import catching_up
+from shoal.coordinator.catching_up import CatchingUp
+from shoal.coordinator.chain import Holds, PlanChain, is_quorum
 from shoal.coordinator.events import (
     Alarm,
     Answered,
@@ -55,6 +57,8 @@ from shoal.coordinator.voter import (
 )
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import (
+    ChainLinks,
+    ChainRequest,
     Done,
     HandOver,
     Heartbeat,
@@ -107,12 +111,14 @@ class CoordinationCore:
         chain: PlanChain,
         governor: Governor,
         sign: Callable[[Plan], SignedPlan],
+        vouch: Callable[[bytes], bytes],
+        holds: Holds,
         rng: random.Random,
         now_s: float,
     ) -> None:
         self.run, self.me, self.owner = run, me, owner
         self.chain, self.governor = chain, governor
-        self.done, self._rng = False, rng
+        self.done, self._rng, self._vouch = False, rng, vouch
         self.revision = self.newest_revision = spec.revision
         """Of the spec that we go by, and of that of anybody whom we have heard."""
         self._heartbeat_s = spec.swarm.heartbeat_s
@@ -122,6 +128,8 @@ class CoordinationCore:
             owner=owner,
             chain=chain,
             sign=sign,
+            vouch=vouch,
+            holds=holds,
             is_fresh=lambda base: governor.is_fresh(base.plan, self._own, leads=self.is_coordinator),
             experts=governor.experts,
             heartbeat_s=spec.swarm.heartbeat_s,
@@ -129,6 +137,7 @@ class CoordinationCore:
         self._follower = Follower(run=run, me=me, owner=owner, heartbeat_s=self._heartbeat_s, rng=rng, now_s=now_s)
         self._watch = self._follower.watch
         self.doubted = self._watch.doubted  # whose word in the directory counts last
+        self._catching_up = CatchingUp(me=me, chain=chain, heartbeat_s=self._heartbeat_s)
         self._tenure = Tenure(me=me, owner=owner, swarm=spec.swarm, governor=governor, now_s=now_s)
         self._planning = Planning(
             me=me,
@@ -137,14 +146,13 @@ class CoordinationCore:
             proposer=self._proposer,
             follower=self._follower,
             tenure=self._tenure,
-            adopt=self._adopt,
+            adopt=lambda plan, now_s: self._adopt(plan, now_s, self.me),
         )
         self._leaving = False
         self._heartbeat_at_s = self._head_at_s = self._tick_at_s = self._ticked_s = now_s
 
-    def restore(self, record: ChainRecord, live: SignedPlan | None, accepted: SignedPlan | None, now_s: float) -> None:
-        """After a restart, before anything else: what we obeyed and promised. If we coordinated, we do again."""
-        self.chain.restore(record, live=live, accepted=accepted)
+    def restored(self, live: SignedPlan | None, now_s: float) -> None:
+        """After a restart, before anything else: the chain is what it was. If we coordinated, we do again."""
         if live is not None:
             self.governor.obey(live.plan, now_s)
             if self.is_coordinator:
@@ -219,7 +227,9 @@ class CoordinationCore:
                 return self._vote(event, offer, event.plan, now_s)
             case PlanLive():
                 assert event.plan is not None
-                return [*self._adopt(event.plan, now_s), Reply(message=Done())]
+                return [*self._adopt(event.plan, now_s, event.source), Reply(message=Done())]
+            case ChainRequest() as request:
+                return [Reply(message=catching_up.answer(self.chain, request))]
             case HandOver() as message:
                 assert event.plan is not None
                 return self._take_over(event.source, message, event.plan, now_s)
@@ -232,7 +242,8 @@ class CoordinationCore:
                 return [Reply(message=answer_standing(self.chain, self._own))]
             case Reset() as reset:
                 assert event.base is not None
-                return self._planning.reset(reset, event.base, event.mandated_term, now_s)
+                assert event.mandate is not None
+                return self._planning.reset(reset, event.base, event.mandate, now_s)
             case other:
                 return [Reply(message=Refusal(reason=f"{type(other).__name__} is not answered here"))]
 
@@ -274,7 +285,7 @@ class CoordinationCore:
 
     def _grant(self, source: PeerID, request: TermRequest, base: SignedPlan, now_s: float) -> list[Command]:
         heard_lately = self.is_coordinator or self._watch.heard_lately(now_s)
-        commands = self._adopt(base, now_s)
+        commands = self._adopt(base, now_s, source)
         if heard_lately and not request.handed_over and source != self.me:
             # A peer that lost only its own way to the coordinator must not turn everybody else's over.
             self._watch.alarm(now_s)
@@ -290,12 +301,12 @@ class CoordinationCore:
         return [*commands, Persist(record=self.chain.record()), Reply(message=reply)]
 
     def _vote(self, event: Received, offer: PlanOffer, plan: SignedPlan, now_s: float) -> list[Command]:
-        commands = self._adopt(event.base, now_s) if event.base else []
-        reply = answer_offer(self.chain, event.source, offer, plan, event.base)
+        commands = self._adopt(event.base, now_s, event.source) if event.base else []
+        reply = answer_offer(self.chain, event.source, offer, plan, event.base, vouch=self._vouch)
         return [*commands, Persist(record=self.chain.record()), Reply(message=reply)]
 
     def _take_over(self, source: PeerID, message: HandOver, plan: SignedPlan, now_s: float) -> list[Command]:
-        commands = self._adopt(plan, now_s)
+        commands = self._adopt(plan, now_s, source)
         live = self.chain.live
         if live is None or live.digest != plan.digest or live.plan.coordinator != source:
             return [*commands, Reply(message=Refusal(reason=f"obeys plan {self.chain.order}, not the sender's"))]
@@ -310,7 +321,7 @@ class CoordinationCore:
     # --- answers from others ---
 
     def _answered(self, event: Answered, now_s: float) -> list[Command]:
-        commands = self._adopt(event.live, now_s) if event.live else []
+        commands = self._adopt(event.live, now_s, event.peer) if event.live else []
         commands += self._tenure.answered(event, now_s) if self.is_coordinator else []
         match event.reply:
             case HeartbeatReply() as reply:
@@ -323,6 +334,8 @@ class CoordinationCore:
             case Ping():
                 self._watch.answered(event.peer, self.plan, took_s=event.took_s, now_s=now_s)
                 return commands
+            case ChainLinks():
+                return commands + self._catch_up(event, now_s)
             case TermGrant() if isinstance(event.asked, TermRequest) and event.asked.sounding:
                 return commands + self._planning.sounded(event, now_s)
             case _:
@@ -334,6 +347,8 @@ class CoordinationCore:
                 self._follower.unanswered(event.peer, event.asked)
             case TermRequest() | PlanOffer():
                 self._proposer.unanswered(event)
+            case ChainRequest():
+                self._catching_up.unanswered(event.peer)
         if event.refused:
             self._watch.refused(event.peer, self.plan, took_s=event.took_s, now_s=now_s)
         plan = self.plan
@@ -389,15 +404,33 @@ class CoordinationCore:
 
     # --- plans ---
 
-    def _adopt(self, plan: SignedPlan, now_s: float) -> list[Command]:
+    def _catch_up(self, event: Answered, now_s: float) -> list[Command]:
+        lost = self.chain.live is None or self._is_out_of_touch(self.chain.live.plan, now_s)
+        links, commands = self._catching_up.learn(event.peer, event.links, now_s, may_trust=lost)
+        for plan, after in links:
+            commands += self._adopt(plan, now_s, self.me, after=after)
+        return commands
+
+    def _is_out_of_touch(self, plan: Plan, now_s: float) -> bool:
+        """Whether nobody answers us that obeys our plan, so that all of them may have gone on without us."""
+        if self.is_coordinator:
+            return not is_quorum({self.me, *self.governor.roster.alive(now_s)}, plan.electors, self.owner)
+        return now_s >= self._watch.suspect_at_s
+
+    def _adopt(
+        self, plan: SignedPlan, now_s: float, source: PeerID, *, after: SignedPlan | None = None
+    ) -> list[Command]:
+        """Obey a live plan that `source` has told us of, if it proves itself. Args: after: as in `PlanChain.adopt`."""
         was_coordinator, before, num_forks = self.is_coordinator, self.chain.live, self.chain.num_forks
-        new, reason = self.chain.adopt(plan)
+        new, reason, lacks = self.chain.adopt(plan, after=after)
+        if lacks:
+            return self._catching_up.ask(source, now_s)
         if not new:
             return [Alarm(text=reason)] if self.chain.num_forks > num_forks else []
         commands: list[Command] = [Persist(record=self.chain.record()), Obey(plan=plan)]
         if overtaken := self._proposer.drop():
             commands.append(Note(text=f"plan {plan.plan.order} overtook our proposal"))
-        new_term = before is None or before.plan.term != plan.plan.term
+        new_term = before is None or before.plan.height[:2] != plan.plan.height[:2]
         silent = before.plan.coordinator if before and now_s >= self._watch.suspect_at_s else None
         self._follower.obeys(plan.plan, new_term=new_term, replaced=silent, now_s=now_s)
         self.governor.obey(plan.plan, now_s, leads=was_coordinator and not new_term)

@@ -47,11 +47,13 @@ from shoal.coordinator.searcher import RunBlocking, Searcher, inline
 from shoal.coordinator.store import PlanStore
 from shoal.coordinator.word import Word
 from shoal.protocol.endpoint import Endpoint
-from shoal.protocol.errors import LocalError, Refused, RemoteError, ShoalError, Unreachable
+from shoal.protocol.errors import Refused, RemoteError, ShoalError, Unreachable
 from shoal.protocol.identity import PeerID
-from shoal.protocol.limits import CALL_TIMEOUT_S
+from shoal.protocol.limits import CALL_TIMEOUT_S, LINKS_PER_REPLY_MAX
 from shoal.protocol.messages import (
     Advert,
+    ChainLinks,
+    ChainRequest,
     Done,
     HandOver,
     Heartbeat,
@@ -68,7 +70,7 @@ from shoal.protocol.messages import (
     TermGrant,
     TermRequest,
 )
-from shoal.protocol.plan import SignedPlan, sign_plan
+from shoal.protocol.plan import Mandate, PlanShape, SignedPlan, sign_plan
 from shoal.protocol.ports import Clock, Directory
 from shoal.protocol.spec import RunSpec
 from shoal.protocol.timer import Timer
@@ -86,6 +88,7 @@ _ANSWER: dict[type, type[msgspec.Struct]] = {
     PlanLive: Done,
     HandOver: Done,
     Ping: Ping,
+    ChainRequest: ChainLinks,
 }
 
 
@@ -127,14 +130,21 @@ class Coordination:
         self._spec = spec
         self._heartbeat, self._on_plan, self._on_step, self._on_save = heartbeat, on_plan, on_step, on_save
         self._on_safe = on_safe
+        identity, run, seals = endpoint.identity, endpoint.run, endpoint.seals
+
+        def holds(signer: PeerID, signature: bytes, body: bytes) -> bool:
+            return seals.statement_holds(signer, signature, "vote", run=run, body=body)
+
         self._core = CoordinationCore(
             run=endpoint.run,
             me=endpoint.peer_id,
             owner=owner,
             spec=spec,
-            chain=PlanChain(endpoint.run),
+            chain=PlanChain(run, owner=owner, holds=holds),
             governor=Governor(run=endpoint.run, spec=spec, allocator=allocator),
-            sign=lambda plan: sign_plan(endpoint.identity, plan),
+            sign=lambda plan: sign_plan(identity, plan),
+            vouch=lambda body: seals.sign_statement(identity, "vote", run=run, body=body),
+            holds=holds,
             rng=rng,
             now_s=clock.now_s(),
         )
@@ -143,7 +153,7 @@ class Coordination:
         self._word = Word(store, clock)
         self._notices = Notices(endpoint, directory, clock)
         self._reports = ReportOutbox()
-        self._plans = OpenedPlans(endpoint.run, owner=owner, model=spec.model, seals=endpoint.seals)
+        self._plans = OpenedPlans(run, owner=owner, shape=PlanShape.of(spec), seals=seals)
         self.said = ""  # what it last noted as a coordinator, such as what it waits for
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer = Timer(clock, lambda: self._feed(TimerFired()))
@@ -200,6 +210,7 @@ class Coordination:
         self._restore()
         for kind in (Heartbeat, TermRequest, PlanOffer, PlanLive, HandOver, Leave, Ping, StandingRequest, Reset):
             self._endpoint.on(kind, self._answer)
+        self._endpoint.on(ChainRequest, self._answer)
         self._enquiry.serve()
         self._spawn(self._look_up())
         self._spawn(self._notices.meet())
@@ -278,14 +289,22 @@ class Coordination:
         record = self._word.begin(self._core.chain.record())
         if record is None:
             return
-        try:
-            live = self._plans.open(record.live, self._endpoint.peer_id)
-            accepted = self._plans.open(record.accepted, self._endpoint.peer_id)
-        except RemoteError as error:
-            raise LocalError(f"the stored plan does not hold ({error}): remove the state folder") from error
-        self._core.restore(record, live, accepted, self._clock.now_s())
+        before, live = self._stored(record.before), self._stored(record.live)
+        accepted = self._stored(record.accepted, voted=True) if live is not None else None
+        mandated = self._stored(record.mandated)
+        self._core.chain.restore(record, live=live, accepted=accepted, before=before, mandated=mandated)
+        self._core.restored(live, self._clock.now_s())
         if live is not None:
             self._obey(live)
+
+    def _stored(self, data: bytes, *, voted: bool = False) -> SignedPlan | None:
+        """A plan of our record. One that nobody can follow, as an older version could be made to keep, is forgotten:
+        the others tell us where the chain is."""
+        try:
+            return (self._plans.open if voted else self._plans.open_link)(data, self._endpoint.peer_id)
+        except RemoteError as error:
+            logger.error("forgets a plan that it had kept: %s", error)
+            return None
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         if self._closed:
@@ -299,24 +318,24 @@ class Coordination:
 
     async def _answer(self, source: PeerID, message: msgspec.Struct) -> msgspec.Struct:
         plan = base = None
-        mandated_term = 0
+        mandate: Mandate | None = None
         match message:
             case Heartbeat():
                 self._introduce(source, message.advert.addresses)
             case TermRequest():
-                base = self._plans.need(message.live, source)
+                base = self._plans.need_link(message.live, source)
             case PlanOffer():
-                plan, base = self._plans.need(message.plan, source), self._plans.open(message.predecessor, source)
+                plan, base = self._plans.need(message.plan, source), self._plans.open_link(message.predecessor, source)
             case PlanLive():
-                plan = self._plans.need(message.plan, source)
+                plan = self._plans.need_link(message.plan, source)
             case HandOver():
-                plan = self._plans.need(message.plan, source)
+                plan = self._plans.need_link(message.plan, source)
                 self._introduce_all(message.roster)
             case Reset():
-                base = self._plans.need(message.live, source)
-                mandated_term = self._plans.mandated_term(message.mandate, source, coordinator=self._endpoint.peer_id)
+                base = self._plans.need_link(message.live, source)
+                mandate = self._plans.mandate(message.mandate, source, coordinator=self._endpoint.peer_id)
                 self._introduce_all(message.roster)
-        event = Received(source=source, message=message, plan=plan, base=base, mandated_term=mandated_term)
+        event = Received(source=source, message=message, plan=plan, base=base, mandate=mandate)
         reply = self._feed(event)
         assert reply is not None
         return reply
@@ -334,13 +353,18 @@ class Coordination:
         try:
             expect = _ANSWER[type(message)]
             reply: msgspec.Struct = await self._endpoint.ask(peer, message, expect, timeout_s=self._timeout_s)
-            live = self._plans.open(reply.live, peer) if isinstance(reply, TermGrant | PlanVote) else None
+            live = self._plans.open_link(reply.live, peer) if isinstance(reply, TermGrant | PlanVote) else None
+            links = [self._plans.need_link(link, peer) for link in _links(reply)]
             accepted = self._plans.open(reply.accepted, peer) if isinstance(reply, TermGrant) else None
         except (Unreachable, Refused, RemoteError, ValueError) as error:  # ValueError: too large for any peer
             self._failed(peer, message, error, asked_s)
             return
         took_s = self._clock.now_s() - asked_s
-        self._feed(Answered(peer=peer, asked=message, reply=reply, live=live, accepted=accepted, took_s=took_s))
+        self._feed(
+            Answered(
+                peer=peer, asked=message, reply=reply, live=live, accepted=accepted, links=tuple(links), took_s=took_s
+            )
+        )
 
     def _failed(self, peer: PeerID, asked: msgspec.Struct, error: Exception, asked_s: float) -> None:
         """A network that fails before the time is up has found nobody; one that waits may have found somebody busy."""
@@ -363,7 +387,7 @@ class Coordination:
         asked_s = self._clock.now_s()
         try:
             reply = await self._endpoint.ask(target, heartbeat, HeartbeatReply, timeout_s=self._timeout_s)
-            live = self._plans.open(reply.plan, target)
+            live = self._plans.open_link(reply.plan, target)
         except (Unreachable, Refused, RemoteError, ValueError) as error:  # ValueError: too large for any peer
             self._reports.failed(sent)
             self._failed(target, heartbeat, error, asked_s)
@@ -399,3 +423,7 @@ class Coordination:
 
     async def _look_up(self) -> None:
         self._feed(HeadFound(head=await self._notices.look_up(self._core.doubted)))
+
+
+def _links(reply: msgspec.Struct) -> tuple[bytes, ...]:
+    return reply.links[:LINKS_PER_REPLY_MAX] if isinstance(reply, ChainLinks) else ()

@@ -13,6 +13,7 @@ from shoal.coordinator.allocate.interface import Layout
 from shoal.coordinator.roster import Roster
 from shoal.protocol.identity import PeerID
 from shoal.protocol.layers import group_keys, held_keys
+from shoal.protocol.limits import ERA_JUMP_MAX, ERA_MAX
 from shoal.protocol.messages import Holding
 from shoal.protocol.plan import Plan
 from shoal.protocol.spec import ModelSpec
@@ -25,8 +26,6 @@ RESIGNED_HEARTBEATS = 3.0
 """How long a coordinator that has given up those disks keeps the role, to make the plan that does without them."""
 SAFE_COPIES = 2
 """Disks that have each layer of a snapshot before the ones before it may go: any one of them may fail."""
-ERA_MAX = 1 << 48
-"""What claims a later era is not believed: the next one's number must still fit in a plan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,7 +192,10 @@ def _members(plan: Plan, group: int) -> frozenset[PeerID]:
 def next_beginning(live: Plan | None, roster: Roster, disks: Disks, model: ModelSpec, *, placed: bool) -> Beginning:
     """Of the era after all that anybody here has heard of, from the newest snapshot that is whole on `disks`."""
     heard = (seen.heartbeat.era for seen in roster.presences.values() if seen.heartbeat)
-    era = 1 + max(live.era if live else 0, disks.era_max, *(era for era in heard if era < ERA_MAX), 0)
+    last = live.era if live else 0
+    # Whoever claims a later one is not believed: the plan that begins after it would be a jump that nobody follows.
+    era_max = (last + ERA_JUMP_MAX if live else ERA_MAX) - 1
+    era = 1 + max(last, *(era for era in (*heard, *(era for era, _ in disks.parts)) if era <= era_max), 0)
     from_era, version = disks.newest_whole(held_keys(model, placed=placed)) or (0, 0)
     return Beginning(era=era, version=version, from_era=from_era)
 

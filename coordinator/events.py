@@ -10,7 +10,7 @@ from shoal.coordinator.improvement import SearchJob
 from shoal.coordinator.ledger import StepRecord
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Heartbeat, PlanHead
-from shoal.protocol.plan import SignedPlan
+from shoal.protocol.plan import Mandate, SignedPlan
 
 # --- events ---
 
@@ -23,19 +23,21 @@ class Received:
     message: msgspec.Struct
     plan: SignedPlan | None = None
     base: SignedPlan | None = None
-    mandated_term: int = 0
-    """Of a `Reset`: in which the owner lets us make a plan without votes."""
+    mandate: Mandate | None = None
+    """Of a `Reset`: the owner's leave to make a plan without votes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answered:
-    """`peer` answered `asked`. `live` is its newer live plan, `accepted` what it has voted for, if it said so."""
+    """`peer` answered `asked`. `live` is its newer live plan, `accepted` what it has voted for, `links` what we lack of
+    the chain, oldest first, if it said so."""
 
     peer: PeerID
     asked: msgspec.Struct
     reply: msgspec.Struct
     live: SignedPlan | None = None
     accepted: SignedPlan | None = None
+    links: tuple[SignedPlan, ...] = ()
     took_s: float = 0.0
 
 

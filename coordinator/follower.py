@@ -121,7 +121,7 @@ class Follower:
             )
         if now_s >= sounding.expires_at_s:
             self.back_off(now_s)
-            text = f"{len(sounding.agreed)} of {len(plan.members)} miss the coordinator: it stays"
+            text = f"{len(sounding.agreed)} of {len(plan.electors)} miss the coordinator: it stays"
             return [*commands, Note(text=text)]
         return commands + self._ask(sounding, now_s)
 
@@ -145,14 +145,14 @@ class Follower:
     def take_agreed(self) -> tuple[SignedPlan, int] | None:
         """The plan and the term that a majority would grant us, once."""
         sounding = self._sounding
-        if sounding is None or not is_quorum(sounding.agreed, sounding.base.plan.members, self._owner):
+        if sounding is None or not is_quorum(sounding.agreed, sounding.base.plan.electors, self._owner):
             return None
         self._sounding = None
         return sounding.base, sounding.term
 
     def _about(self, asked: object) -> Sounding | None:
         sounding = self._sounding
-        if sounding is None or not isinstance(asked, TermRequest) or asked.live != sounding.base.envelope:
+        if sounding is None or not isinstance(asked, TermRequest) or asked.live != sounding.base.link:
             return None
         return sounding
 
@@ -161,9 +161,9 @@ class Follower:
             return []
         sounding.asks_at_s = now_s + PING_HEARTBEATS / 2 * self._heartbeat_s
         coordinator = sounding.base.plan.coordinator
-        question = TermRequest(term=sounding.term, live=sounding.base.envelope, handed_over=False, sounding=True)
+        question = TermRequest(term=sounding.term, live=sounding.base.link, handed_over=False, sounding=True)
         left_out = {coordinator, *sounding.agreed, *(p for p, until_s in sounding.waiting.items() if now_s < until_s)}
-        peers = [peer for peer in sounding.base.plan.members if peer not in left_out]
+        peers = [peer for peer in sounding.base.plan.electors if peer not in left_out]
         again_s = now_s + max(ASK_AGAIN_HEARTBEATS * self._heartbeat_s, 2 * self.watch.round_trip_s)
         sounding.waiting.update(dict.fromkeys(peers, again_s))
         return [Ask(peer=peer, message=question) for peer in peers]

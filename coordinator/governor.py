@@ -35,7 +35,7 @@ from shoal.coordinator.survey import Survey
 from shoal.protocol.identity import PeerID
 from shoal.protocol.layers import held_keys
 from shoal.protocol.messages import HandOver, Heartbeat, Reset, SwarmStatus
-from shoal.protocol.plan import Plan, SignedPlan
+from shoal.protocol.plan import Mandate, Plan, SignedPlan
 from shoal.protocol.spec import RunSpec
 
 LOOKING_FOR_FIRST = "looking for a first layout"
@@ -307,7 +307,9 @@ class Governor:
         held = holders(live, self.roster, disks, self.spec.model, fresh=False, now_s=now_s)
         return is_last_holder(peer, live, held)
 
-    def reset_plan(self, live: SignedPlan, reset: Reset, now_s: float, *, sequence: int) -> tuple[Draft | None, str]:
+    def reset_plan(
+        self, live: SignedPlan, reset: Reset, mandate: Mandate, now_s: float, *, sequence: int
+    ) -> tuple[Draft | None, str]:
         """A plan for those that the owner has found in reach. What state is lost with the others is seen to later."""
         peers = tuple(
             MeasuredPeer.of(peer, advert, draining=False, synced_stage=live.plan.stage_of(peer))
@@ -319,7 +321,12 @@ class Governor:
         self._will = msgspec.structs.replace(
             self.will(live, now_s), roster=reset.roster, version=max(reset.version, self.version_max)
         )
-        return Draft(layout=replace(layout, reason=f"reset by the owner: {layout.reason}")), reason
+        beginning, back = None, ""
+        if mandate.era:
+            beginning = Beginning(era=mandate.era, version=mandate.restore_version, from_era=mandate.restore_era)
+            back = f" back to version {beginning.version} of era {beginning.from_era},"
+        layout = replace(layout, reason=f"reset by the owner:{back} {layout.reason}")
+        return Draft(layout=layout, beginning=beginning), reason
 
     def settle(self, live: Plan, now_s: float) -> None:
         """The swarm as it is now has been provided for."""
@@ -392,7 +399,7 @@ class Governor:
     def will(self, live: SignedPlan, now_s: float) -> HandOver:
         """What the successor should know, as far as it fits into a message."""
         will = HandOver(
-            plan=live.envelope,
+            plan=live.link,
             roster=adverts(self.roster, now_s),
             era=self.ledger.era,
             version=self.version_max,

@@ -2,11 +2,12 @@
 
 from collections import OrderedDict
 
+import msgspec
+
 from shoal.protocol.errors import RemoteError
 from shoal.protocol.identity import PeerID
-from shoal.protocol.plan import SignedPlan, open_mandate
+from shoal.protocol.plan import Mandate, PlanShape, SignedPlan, open_link, open_mandate
 from shoal.protocol.seals import SEALS, Seals
-from shoal.protocol.spec import ModelSpec
 
 PLANS_OPENED_MAX = 16
 """Signatures of plans last seen, so that a plan that comes with twenty heartbeats is verified once."""
@@ -15,9 +16,9 @@ PLANS_OPENED_MAX = 16
 class OpenedPlans:
     """Of one run, whose owner signs mandates."""
 
-    def __init__(self, run: str, *, owner: PeerID, model: ModelSpec, seals: Seals = SEALS) -> None:
+    def __init__(self, run: str, *, owner: PeerID, shape: PlanShape, seals: Seals = SEALS) -> None:
         self._seals = seals
-        self._run, self._owner, self._model = run, owner, model
+        self._run, self._owner, self._shape = run, owner, shape
         self._opened: OrderedDict[bytes, SignedPlan] = OrderedDict()
 
     def open(self, data: bytes, source: PeerID) -> SignedPlan | None:
@@ -31,8 +32,7 @@ class OpenedPlans:
                 run=self._run,
                 owner=self._owner,
                 source=source,
-                num_layers=self._model.num_layers,
-                num_experts=self._model.num_experts,
+                shape=self._shape,
             )
         self._opened[data] = plan
         if len(self._opened) > PLANS_OPENED_MAX:
@@ -46,9 +46,26 @@ class OpenedPlans:
             raise RemoteError(source, "left out a plan")
         return plan
 
-    def mandated_term(self, mandate: bytes, source: PeerID, *, coordinator: PeerID) -> int:
-        """In which term the owner lets `coordinator` make a plan without votes. Raises: RemoteError: in none."""
-        term, mandated = open_mandate(mandate, run=self._run, owner=self._owner, source=source)
-        if mandated != coordinator:
+    def open_link(self, data: bytes, source: PeerID) -> SignedPlan | None:
+        """A plan that is said to be live, with its votes, which are not looked at here. None for no bytes.
+
+        Raises: RemoteError: `source` handed us a plan that does not hold.
+        """
+        if not data:
+            return None
+        envelope, proof = open_link(data, source=source)
+        return msgspec.structs.replace(self.need(envelope, source), proof=proof)
+
+    def need_link(self, data: bytes, source: PeerID) -> SignedPlan:
+        """Raises: RemoteError: as `open_link`, or there is none."""
+        plan = self.open_link(data, source)
+        if plan is None:
+            raise RemoteError(source, "left out a plan")
+        return plan
+
+    def mandate(self, data: bytes, source: PeerID, *, coordinator: PeerID) -> Mandate:
+        """The owner's leave for `coordinator` to make a plan without votes. Raises: RemoteError: it is none."""
+        mandate = open_mandate(data, run=self._run, owner=self._owner, source=source)
+        if mandate.coordinator != coordinator:
             raise RemoteError(source, "sent the mandate for another peer")
-        return term
+        return mandate

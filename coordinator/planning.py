@@ -11,7 +11,7 @@ from shoal.coordinator.proposer import Carried, GivenUp, Proposer
 from shoal.coordinator.tenure import KeepRole, Tenure, Want
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Done, HeartbeatReply, PlanLive, PlanVote, Refusal, Reset, TermGrant
-from shoal.protocol.plan import SignedPlan
+from shoal.protocol.plan import Mandate, SignedPlan
 
 
 class Planning:
@@ -60,23 +60,24 @@ class Planning:
         """`peer` has answered our heartbeat. If it coordinates our plan and has forgotten it, its disk failed it."""
         live = self._chain.live
         forgot = live is not None and live.plan.coordinator == peer != self._me and reply.term < live.plan.term
-        return [Ask(peer=peer, message=PlanLive(plan=live.envelope))] if live and forgot else []
+        return [Ask(peer=peer, message=PlanLive(plan=live.link))] if live and forgot else []
 
-    def reset(self, reset: Reset, base: SignedPlan, term: int, now_s: float) -> list[Command]:
+    def reset(self, reset: Reset, base: SignedPlan, mandate: Mandate, now_s: float) -> list[Command]:
         """The owner lets us make the next plan alone."""
         commands = self._adopt(base, now_s)
         live = self._chain.live
-        assert live is not None
+        if live is None:
+            return [*commands, Reply(message=Refusal(reason="obeys no plan of the run yet: look again"))]
         if live.plan.mandate == reset.mandate:
             return [*commands, Reply(message=Done())]  # asked twice
-        if live.digest != base.digest or term <= max(live.plan.term, self._chain.granted_term):
-            reason = f"obeys plan {self._chain.order} and has promised term {self._chain.granted_term}: look again"
+        if live.digest != base.digest or mandate.reign <= live.plan.reign or mandate.previous != base.digest:
+            reason = f"obeys plan {self._chain.order} of reign {live.plan.reign}: look again"
             return [*commands, Reply(message=Refusal(reason=reason))]
         sequence = self._proposer.next_sequence(live)
-        draft, reason = self._governor.reset_plan(live, reset, now_s, sequence=sequence)
+        draft, reason = self._governor.reset_plan(live, reset, mandate, now_s, sequence=sequence)
         if draft is None:
             return [*commands, Reply(message=Refusal(reason=reason))]
-        plan = self._proposer.make(live, term, draft, mandate=reset.mandate)
+        plan = self._proposer.make(live, mandate.term, draft, mandate=reset.mandate, reign=mandate.reign)
         commands += self._went_live(plan, tuple(peer for peer, _ in reset.roster), now_s)
         return [*commands, Note(text=draft.layout.reason), Reply(message=Done())]
 
@@ -151,7 +152,7 @@ class Planning:
 
     def _went_live(self, plan: SignedPlan, voters: tuple[PeerID, ...], now_s: float) -> list[Command]:
         commands = self._adopt(plan, now_s)
-        news = PlanLive(plan=plan.envelope)
+        news = PlanLive(plan=plan.link)
         audience = dict.fromkeys((*voters, *plan.plan.members))
         commands += [Ask(peer=peer, message=news) for peer in audience if peer != self._me]
         return [*commands, Publish(plan=plan)] if plan.plan.coordinator == self._me else commands

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 import msgspec
 
 from shoal.coordinator.allocate.interface import Layout
-from shoal.coordinator.chain import PlanChain, is_quorum
+from shoal.coordinator.chain import Holds, PlanChain, is_quorum
 from shoal.coordinator.events import Answered, Ask, Command, Persist, Unanswered
 from shoal.coordinator.experts.groups import ExpertPlaces
 from shoal.coordinator.proposal import Draft, Proposal
 from shoal.protocol.identity import PeerID
-from shoal.protocol.messages import TermGrant
-from shoal.protocol.plan import Plan, SignedPlan, Stage
+from shoal.protocol.messages import PlanVote, TermGrant
+from shoal.protocol.plan import Plan, SignedPlan, Stage, vote_body
 
 PROPOSAL_HEARTBEATS = 5.0
 """How long members have to answer; then it is tried anew, with the swarm as it is by then."""
@@ -20,7 +20,8 @@ PROPOSAL_HEARTBEATS = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Carried:
-    """A majority of `voters` voted for `plan`: it is live. It need not be ours."""
+    """A majority of the electors among `voters` voted for `plan`: it is live, and carries their votes. It need not be
+    ours."""
 
     plan: SignedPlan
     voters: tuple[PeerID, ...]
@@ -40,6 +41,8 @@ class Proposer:
     """Args:
     chain: this peer's own, whose vote is the first that each proposal gets, unless it would be the last as well.
     sign: signs a plan in our name; deterministic.
+    vouch: signs the body of a vote in our name.
+    holds: checks what others have signed so.
     is_fresh: whether a plan on this base is made before anything was committed in its era.
     experts: who is to hold them.
     """
@@ -51,11 +54,14 @@ class Proposer:
         owner: PeerID,
         chain: PlanChain,
         sign: Callable[[Plan], SignedPlan],
+        vouch: Callable[[bytes], bytes],
+        holds: Holds,
         is_fresh: Callable[[SignedPlan], bool],
         experts: ExpertPlaces,
         heartbeat_s: float,
     ) -> None:
         self._me, self._owner, self._chain = me, owner, chain
+        self._vouch, self._holds = vouch, holds
         self._sign, self._is_fresh, self._experts = sign, is_fresh, experts
         self._patience_s = PROPOSAL_HEARTBEATS * heartbeat_s
         self._proposal: Proposal | None = None
@@ -111,7 +117,11 @@ class Proposer:
         if event.accepted is not None and isinstance(event.reply, TermGrant):
             proposal.learn(event.reply.accepted_term, event.accepted)
         if agreed:
-            proposal.agreed.add(event.peer)
+            signature = event.reply.signature if isinstance(event.reply, PlanVote) else b""
+            plan = proposal.plan
+            if plan is not None and not self._holds(event.peer, signature, vote_body(proposal.term, plan.digest)):
+                return []  # with it nobody would believe that the plan is live
+            proposal.agreed[event.peer] = signature
             return self._advance(now_s)
         if term == proposal.term and proposal.handed_over and proposal.plan is None:
             # Promised to an heir before us, of whom the coordinator says by asking us that he did not make it.
@@ -136,10 +146,13 @@ class Proposer:
         assert proposal is not None
         if now_s < proposal.expires_at_s:
             return self._ask()
-        self._give_up(f"{len(proposal.agreed)} of {len(proposal.base.plan.members)} agreed in time", outbid=False)
+        self._give_up(f"{len(proposal.agreed)} of {len(proposal.base.plan.electors)} agreed in time", outbid=False)
         return []
 
-    def make(self, base: SignedPlan | None, term: int, draft: Draft, *, mandate: bytes = b"") -> SignedPlan:
+    def make(
+        self, base: SignedPlan | None, term: int, draft: Draft, *, mandate: bytes = b"", reign: int | None = None
+    ) -> SignedPlan:
+        """Args: reign: that begins with a mandate; None: it is the base's."""
         sequence = self.next_sequence(base)
         self._sequence_max = sequence
         before, begins = base.plan if base else None, draft.beginning
@@ -161,6 +174,7 @@ class Proposer:
             seed=sequence,
             reason=draft.layout.reason,
             mandate=mandate,
+            reign=reign if reign is not None else before.reign if before else 0,
             experts=self._experts.place(stages, goes_on, sequence=sequence),
         )
         return self._sign(plan)
@@ -183,14 +197,15 @@ class Proposer:
         assert proposal is not None
         proposal.offer(plan, now_s + self._patience_s)
         if self._chain.vote(self._me, proposal.term, plan, proposal.base).accepted:
-            proposal.agreed |= self._own_vote(proposal.base)
+            proposal.agreed |= self._own_vote(proposal.base, vote_body(proposal.term, plan.digest))
         return [Persist(record=self._chain.record()), *self._ask(), *self._advance(now_s)]
 
-    def _own_vote(self, base: SignedPlan) -> set[PeerID]:
-        """Ours, if it is not enough. If it alone carries a plan it must be on disk before that goes live: then we ask
-        ourselves like everybody else, and have an answer once it is."""
-        enough = is_quorum({self._me}, base.plan.members, self._owner)
-        return set() if enough else {self._me}
+    def _own_vote(self, base: SignedPlan, body: bytes = b"") -> dict[PeerID, bytes]:
+        """Ours, if it is not enough, signed if there is a `body` to sign. If it alone carries a plan it must be on disk
+        before that goes live: then we ask ourselves like everybody else, and have an answer once it is."""
+        if is_quorum({self._me}, base.plan.electors, self._owner):
+            return {}
+        return {self._me: self._vouch(body) if body else b""}
 
     def _advance(self, now_s: float) -> list[Command]:
         """Go from the term to the votes, or from the votes to a live plan, if a majority agrees."""
@@ -201,7 +216,7 @@ class Proposer:
         if proposal.plan is not None:
             self._proposal = None
             self._outcome = Carried(
-                plan=proposal.plan, voters=base.members, term=proposal.term, handed_over=proposal.handed_over
+                plan=proposal.proven(), voters=base.members, term=proposal.term, handed_over=proposal.handed_over
             )
             return []
         if proposal.found is not None:

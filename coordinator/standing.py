@@ -28,7 +28,7 @@ def waits_for(live: Plan, roster: Roster, owner: PeerID, now_s: float) -> str:
             return f"stage {index}: nobody holds it"
         if all(why for _, why in found):
             return f"stage {index}: {_listed(found, roster)}"
-    if not is_quorum({live.coordinator, *roster.alive(now_s)}, live.members, owner):
+    if not is_quorum({live.coordinator, *roster.alive(now_s)}, live.electors, owner):
         gone = sum(peer != live.coordinator and roster.is_gone(peer, now_s) for peer in live.members)
         return f"half of the peers: {gone} of {len(live.members)} do not answer (`shoal recover` goes on without them)"
     return ""

@@ -123,7 +123,7 @@ class Tenure:
         self._members = members
         commands = self._suspects.look(roster, live.plan, now_s)
         alive = roster.alive(now_s)
-        hears = is_quorum({self._me, *alive}, live.plan.members, self._owner)
+        hears = is_quorum({self._me, *alive}, live.plan.electors, self._owner)
         alone = outranked or not hears
         why = "there is another coordinator" if hears else "hears no majority of the plan's members"
         if now_s >= self._head_at_s:

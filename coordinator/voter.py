@@ -1,5 +1,7 @@
 """What we answer, as messages: to a candidate, a coordinator, or a peer that reports to us. Pure."""
 
+from collections.abc import Callable
+
 from shoal.coordinator.chain import PlanChain
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import (
@@ -12,7 +14,7 @@ from shoal.protocol.messages import (
     TermGrant,
     TermRequest,
 )
-from shoal.protocol.plan import SignedPlan
+from shoal.protocol.plan import SignedPlan, vote_body
 
 
 def answer_request(chain: PlanChain, source: PeerID, request: TermRequest, base: SignedPlan) -> TermGrant:
@@ -45,12 +47,21 @@ def no_grant(chain: PlanChain, base: SignedPlan, reason: str) -> TermGrant:
 
 
 def answer_offer(
-    chain: PlanChain, source: PeerID, offer: PlanOffer, plan: SignedPlan, base: SignedPlan | None
+    chain: PlanChain,
+    source: PeerID,
+    offer: PlanOffer,
+    plan: SignedPlan,
+    base: SignedPlan | None,
+    *,
+    vouch: Callable[[bytes], bytes],
 ) -> PlanVote:
-    """Make the chain's record durable before this is sent."""
+    """Make the chain's record durable before this is sent. Args: vouch: signs the body of a vote in our name."""
     vote = chain.vote(source, offer.term, plan, base)
-    newer = b"" if vote.accepted or base is None else _newer(chain, base)
-    return PlanVote(accepted=vote.accepted, reason=vote.reason, term=chain.granted_term, live=newer)
+    if vote.accepted:
+        signature = vouch(vote_body(offer.term, plan.digest))
+        return PlanVote(accepted=True, term=chain.granted_term, signature=signature)
+    newer = b"" if base is None else _newer(chain, base)
+    return PlanVote(accepted=False, reason=vote.reason, term=chain.granted_term, live=newer)
 
 
 def answer_heartbeat(
@@ -70,12 +81,12 @@ def answer_heartbeat(
         know it; save_at: of which version a snapshot is due; safe: which snapshot is on disks enough.
     """
     live = chain.live
-    behind = live is not None and heartbeat.plan_sequence <= live.plan.sequence and heartbeat.plan_digest != live.digest
+    behind = live is not None and heartbeat.plan_digest != live.digest
     return HeartbeatReply(
         coordinator=coordinator,
         term=chain.order[0],
         is_coordinator=leads,
-        plan=live.envelope if live and behind else b"",
+        plan=live.link if live and behind else b"",
         done=done,
         revision=revision,
         pace=pace if leads else (),
@@ -87,7 +98,7 @@ def answer_heartbeat(
 def answer_standing(chain: PlanChain, own: Heartbeat | None) -> Standing:
     """`own` is what we said of ourselves last."""
     return Standing(
-        live=chain.live.envelope if chain.live else b"",
+        live=chain.live.link if chain.live else b"",
         term=max(chain.granted_term, chain.order[0]),
         era=own.era if own else 0,
         stage=own.stage if own else None,
@@ -99,4 +110,4 @@ def answer_standing(chain: PlanChain, own: Heartbeat | None) -> Standing:
 
 def _newer(chain: PlanChain, base: SignedPlan) -> bytes:
     """Our live plan, if who asks is behind it."""
-    return chain.live.envelope if chain.live and chain.live.plan.order > base.plan.order else b""
+    return chain.live.link if chain.live and chain.live.plan.height > base.plan.height else b""

@@ -2,8 +2,11 @@
 
 Nobody has a majority then, and nobody may take one: those that are missing may be alive on the other side of a cut
 network, training on. So a person decides, with the owner's key: one peer in reach is mandated to make a plan without
-votes. Its term is far above all that is known, so that whoever comes back from the other side adopts it, whatever they
-have agreed on among themselves meanwhile; what they trained meanwhile is lost.
+votes. It begins a *reign*, which counts before terms, so that whoever comes back from the other side adopts it,
+whatever they have agreed on among themselves meanwhile; what they trained meanwhile is lost.
+
+With an era to go back to, the same mandate undoes what became of the run since, a majority in reach or not: peers keep
+the last snapshots of an older era for a week (`peer/archive.py`).
 
 Open `assess` first: it says what there is to recover. `Recovery` looks and acts on any of the two worlds' ports.
 """
@@ -11,7 +14,7 @@ Open `assess` first: it says what there is to recover. `Recovery` looks and acts
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -19,24 +22,26 @@ import msgspec
 
 from shoal.coordinator import election
 from shoal.coordinator.chain import is_quorum
+from shoal.coordinator.era import Beginning, Disks
 from shoal.coordinator.notices import Notices
 from shoal.deploy.visit import visiting
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import LocalError, Refused, RemoteError, Unreachable
 from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.invite import Invite
-from shoal.protocol.limits import CONTROL_BYTES_MAX
+from shoal.protocol.layers import held_keys
+from shoal.protocol.limits import CONTROL_BYTES_MAX, ERA_MAX, TERM_JUMP_MAX, TERM_MAX
 from shoal.protocol.live.disk import LiveDisk
 from shoal.protocol.messages import Advert, Done, Reset, Standing, StandingRequest, StatusRequest, SwarmStatus
-from shoal.protocol.plan import Plan, SignedPlan, open_plan, sign_mandate
+from shoal.protocol.plan import Mandate, Plan, PlanShape, SignedPlan, open_link, open_plan, sign_mandate
 from shoal.protocol.ports import Clock, Directory, Disk
-from shoal.protocol.spec import ModelSpec
+from shoal.protocol.spec import RunSpec
 
 logger = logging.getLogger(__name__)
 
 RESET_TERMS = 1000
-"""How far a reset's term is above all known ones: the missing would need as many terms, of a minute each, to get past
-it before they hear of it."""
+"""How far a reset's term is above all known ones, so that people see in a term that the owner stepped in. What counts
+is the reign."""
 ASK_TIMEOUT_S = 5.0
 ASKED_MAX = 32
 """Peers that are asked at the same time."""
@@ -69,13 +74,21 @@ class Situation:
     missing: tuple[PeerID, ...]
     """Members of `base` that are not in reach."""
     term_max: int
-    """The highest that anybody in reach has promised."""
+    """The highest that anybody in reach has promised, of what can be believed."""
+    beginning: Beginning | None = None
+    """Where the run is to go back to; None: it goes on as it is."""
 
     @property
     def version(self) -> int:
         """The highest in the plan's era."""
         era = self.base.plan.era
         return max((found.standing.version for found in self.found if found.standing.era == era), default=0)
+
+    @property
+    def term(self) -> int:
+        """Of the next plan."""
+        term = self.term_max + RESET_TERMS
+        return term if term < TERM_MAX // 2 else 1  # in a new reign terms may begin anew
 
     def coordinator(self, term: int) -> PeerID:
         """Who is to make the next plan."""
@@ -95,8 +108,10 @@ class Recovered:
     """As its coordinator sees it."""
 
 
-def assess(found: Iterable[Found], owner: PeerID) -> Situation:
+def assess(found: Iterable[Found], owner: PeerID, *, era: int | None = None, layers: Collection[str] = ()) -> Situation:
     """What there is to recover.
+
+    Args: era: to which the run is to go back, whoever is in reach; layers: of which a snapshot consists.
 
     Raises: LocalError: nothing; the sentence says why.
     """
@@ -106,10 +121,11 @@ def assess(found: Iterable[Found], owner: PeerID) -> Situation:
     plans = [each.plan for each in peers if each.plan is not None]
     if not plans:
         raise LocalError("nothing to recover: the run has no plan yet, it begins by itself once enough peers are there")
-    base = max(plans, key=lambda plan: plan.plan.order)
+    base = max(plans, key=lambda plan: plan.plan.height)
     here = {each.peer for each in peers}
     members = base.plan.members
-    if is_quorum(here, members, owner):
+    beginning = _beginning(peers, base.plan, era, layers) if era is not None else None
+    if beginning is None and is_quorum(here, base.plan.electors, owner):
         num_here = len(here.intersection(members))
         raise LocalError(
             f"nothing to recover: {num_here} of the {len(members)} members of the last plan are in reach, "
@@ -119,8 +135,24 @@ def assess(found: Iterable[Found], owner: PeerID) -> Situation:
         base=base,
         found=tuple(peers),
         missing=tuple(peer for peer in members if peer not in here),
-        term_max=max(each.standing.term for each in peers),
+        term_max=max(
+            base.plan.term, *(e.standing.term for e in peers if e.standing.term <= base.plan.term + TERM_JUMP_MAX)
+        ),
+        beginning=beginning,
     )
+
+
+def _beginning(found: Iterable[Found], live: Plan, era: int, layers: Collection[str]) -> Beginning:
+    """The newest snapshot of `era` that is whole on the disks in reach. Raises: LocalError: there is none."""
+    disks = Disks.of((each.peer, each.standing.holdings) for each in found)
+    whole = [version for of_era, version in disks.parts if of_era == era and disks.covers((era, version), layers)]
+    if not whole:
+        eras = sorted({of_era for of_era, version in disks.parts if disks.covers((of_era, version), layers)})
+        there = f"there are whole ones of era {', '.join(map(str, eras))}" if eras else "there is no whole one at all"
+        raise LocalError(f"no snapshot of era {era} is whole on the disks that are in reach; {there}")
+    heard = (each.standing.era for each in found)
+    last = max(live.era, disks.era_max, *(e for e in heard if e < ERA_MAX))
+    return Beginning(era=last + 1, version=max(whole), from_era=era)
 
 
 class Recovery:
@@ -130,36 +162,50 @@ class Recovery:
         endpoint: of a throwaway identity; takes no part in the run.
     """
 
-    def __init__(
-        self, *, endpoint: Endpoint, directory: Directory, clock: Clock, owner: PeerID, model: ModelSpec
-    ) -> None:
-        self._endpoint, self._owner, self._model = endpoint, owner, model
+    def __init__(self, *, endpoint: Endpoint, directory: Directory, clock: Clock, owner: PeerID, spec: RunSpec) -> None:
+        self._endpoint, self._owner, self._spec = endpoint, owner, spec
         self._notices = Notices(endpoint, directory, clock)
         self._clock = clock
 
-    async def look(self) -> Situation:
-        """Ask everybody whom the directory knows. Raises: LocalError: there is nothing to recover."""
+    async def look(self, *, era: int | None = None) -> Situation:
+        """Ask everybody whom the directory knows.
+
+        Args: era: to go back to; None: the run is to go on where it is.
+        Raises: LocalError: there is nothing to recover.
+        """
         until_s = self._clock.now_s() + FIND_S
         found: list[Found] = []
         while not found and self._clock.now_s() < until_s:
             found = await self._ask_all(await self._notices.adverts())
             if not found:
                 await asyncio.sleep(_LOOK_AGAIN_S)
-        return assess(found, self._owner)
+        keys = held_keys(self._spec.model, placed=self._spec.swarm.expert_slots > 0)
+        return assess(found, self._owner, era=era, layers=keys)
 
     async def reset(self, situation: Situation, owner: Identity, folder: Path) -> Recovered:
         """Mandate a plan for those in reach, and wait until they obey it.
 
-        Args: folder: where the owner keeps which terms were mandated: none may ever be mandated twice.
+        Args: folder: where the owner keeps how many reigns were begun: none may ever begin twice.
         Raises: LocalError: it did not come about; the sentence says why.
         """
         assert owner.peer_id == self._owner
         run, disk = self._endpoint.run, LiveDisk(folder)
-        term = max(situation.term_max, _mandated(disk, run)) + RESET_TERMS
-        _remember(disk, run, term)
+        known = (found.plan.plan.reign for found in situation.found if found.plan is not None)
+        reign = max(_mandated(disk, run), *known) + 1
+        _remember(disk, run, reign)
+        term, back = situation.term, situation.beginning
         coordinator = situation.coordinator(term)
-        mandate = sign_mandate(owner, run=run, term=term, coordinator=coordinator)
-        live = situation.base.envelope
+        leave = Mandate(
+            reign=reign,
+            term=term,
+            coordinator=coordinator,
+            previous=situation.base.digest,
+            era=back.era if back else 0,
+            restore_era=back.from_era if back else 0,
+            restore_version=back.version if back else 0,
+        )
+        mandate = sign_mandate(owner, leave, run=run)
+        live = situation.base.link
         roster = _roster(situation, spare_bytes=CONTROL_BYTES_MAX - len(live) - len(mandate) - _ENVELOPE_BYTES)
         reset = Reset(mandate=mandate, live=live, version=situation.version, roster=roster)
         try:
@@ -168,20 +214,20 @@ class Recovery:
             raise LocalError(f"peer {coordinator[-8:]} cannot make a plan: {error.reason}") from error
         except (Unreachable, RemoteError) as error:
             raise LocalError(f"{error}: look again with `shoal recover`") from error
-        return await self._followed(situation, coordinator, term)
+        return await self._followed(situation, coordinator, reign)
 
-    async def _followed(self, situation: Situation, coordinator: PeerID, term: int) -> Recovered:
+    async def _followed(self, situation: Situation, coordinator: PeerID, reign: int) -> Recovered:
         adverts = {found.peer: found.advert for found in situation.found}
         until_s = self._clock.now_s() + FOLLOW_S
         while True:
             found = await self._ask_all(adverts)
-            following = [each for each in found if each.plan is not None and each.plan.plan.term >= term]
+            following = [each for each in found if each.plan is not None and each.plan.plan.reign >= reign]
             if len(following) == len(adverts) or (following and self._clock.now_s() >= until_s):
                 break
             if self._clock.now_s() >= until_s:
                 raise LocalError("nobody obeys the new plan: look again with `shoal recover`")
             await asyncio.sleep(_LOOK_AGAIN_S)
-        plan = max((each.plan for each in following if each.plan), key=lambda plan: plan.plan.order).plan
+        plan = max((each.plan for each in following if each.plan), key=lambda plan: plan.plan.height).plan
         status: SwarmStatus | None = None
         with contextlib.suppress(Unreachable, Refused, RemoteError):
             status = await self._endpoint.ask(plan.coordinator, StatusRequest(), SwarmStatus, timeout_s=ASK_TIMEOUT_S)
@@ -206,8 +252,9 @@ class Recovery:
         run = self._endpoint.run
         if not data:
             return None
-        sizes = {"num_layers": self._model.num_layers, "num_experts": self._model.num_experts}
-        return open_plan(data, run=run, owner=self._owner, source=source, **sizes)
+        envelope, proof = open_link(data, source=source)
+        plan = open_plan(envelope, run=run, owner=self._owner, source=source, shape=PlanShape.of(self._spec))
+        return msgspec.structs.replace(plan, proof=proof)
 
 
 def _roster(situation: Situation, *, spare_bytes: int) -> tuple[tuple[PeerID, Advert], ...]:
@@ -241,13 +288,13 @@ def find_owner(invite: Invite, folders: Iterable[Path]) -> tuple[Identity, Path]
     )
 
 
-def _term_file(run: str) -> PurePosixPath:
+def _reign_file(run: str) -> PurePosixPath:
     return PurePosixPath(f"mandated-{run}.txt")
 
 
 def _mandated(disk: Disk, run: str) -> int:
-    """The last term that was mandated, which a plan that nobody in reach knows may have used."""
-    path = _term_file(run)
+    """The last reign that was begun, which a plan that nobody in reach knows may be of."""
+    path = _reign_file(run)
     try:
         return int(disk.read(path))
     except FileNotFoundError:
@@ -256,12 +303,12 @@ def _mandated(disk: Disk, run: str) -> int:
         raise LocalError(f"cannot read {disk.where(path)}, which says what was mandated: {error}") from error
 
 
-def _remember(disk: Disk, run: str, term: int) -> None:
-    path = _term_file(run)
+def _remember(disk: Disk, run: str, reign: int) -> None:
+    path = _reign_file(run)
     beside = path.with_suffix(".new")
     try:
-        disk.write(beside, b"%d\n" % term)
-        disk.replace(beside, path)  # a full disk or a power cut leaves this term or the one before, and never none
+        disk.write(beside, b"%d\n" % reign)
+        disk.replace(beside, path)  # a full disk or a power cut leaves this one or the one before, and never none
         disk.sync_folder(path.parent)
     except OSError as error:
         raise LocalError(f"cannot write {disk.where(path)}: {error.strerror}") from error
@@ -293,5 +340,5 @@ async def recovery(invite: Invite) -> AsyncIterator[Recovery]:
             directory=directory,
             clock=LoopClock(),
             owner=invite.owner,
-            model=spec.model,
+            spec=spec,
         )

@@ -44,6 +44,16 @@ def headline(situation: Situation) -> str:
     return f"{here} of the {len(plan.members)} members of plan {plan.sequence} (term {plan.term}) are in reach"
 
 
+def going_back(situation: Situation) -> str:
+    """What `--era` would do."""
+    back = situation.beginning
+    assert back is not None
+    return (
+        f"The run goes back to step {back.version} of era {back.from_era} and goes on from there as era {back.era}. "
+        "What was trained since is lost, unless you come back to it in the same way within a week."
+    )
+
+
 def outcome(recovered: Recovered, situation: Situation) -> str:
     plan = recovered.plan
     return (

@@ -40,6 +40,32 @@ ADDRESS_CHARS_MAX: Final = 256
 """One multiaddr. Through a relay: two peer IDs of 52 characters and an address."""
 STAGES_MAX: Final = 256
 PEERS_MAX: Final = 20_000
+TERM_MAX: Final = 1 << 48
+"""Of a plan, a grant or a claim. A term a minute comes to this in five hundred million years; a number close to what a
+message can hold (2^64) could not be followed by another."""
+SEQUENCE_MAX: Final = 1 << 48
+"""Of a plan, and of its seed."""
+REIGN_MAX: Final = 1 << 32
+"""Mandates that an owner may give."""
+ERA_MAX: Final = 1 << 48
+VERSION_MAX: Final = 1 << 48
+"""Steps of a run."""
+TERM_JUMP_MAX: Final = 1 << 20
+"""How much higher a term may be at once: two years of terms, of a minute each. From here to `TERM_MAX` are 2^28 plans,
+each with a majority's votes."""
+SEQUENCE_JUMP_MAX: Final = 1 << 20
+"""How many sequences a plan may skip: offers that did not go live, of which there are a few a minute at worst."""
+ERA_JUMP_MAX: Final = 1 << 16
+"""How many eras a plan may skip, because members have heard of them or have them on disk."""
+ELECTED_FROM_PEERS: Final = 256
+"""From more members on a plan's electors are drawn; 129 votes are 9 KiB and 15 ms of signatures to check."""
+ELECTORS: Final = 127
+"""How many are drawn. If a third of all members lie, they are most of the electors of one plan in nineteen thousand."""
+LINKS_KEPT_BYTES: Final = 4 * 1024 * 1024
+"""Live plans with their votes that a peer keeps for those who were away: a day of terms in a swarm of nine, an hour of
+them with 1,000 peers."""
+LINKS_PER_REPLY_MAX: Final = 64
+"""Of these in one reply: each has a majority's signatures to check."""
 EXPERTS_MAX: Final = 1024
 """In one layer."""
 EXPERTS_PER_FRAME_MAX: Final = 256

@@ -163,7 +163,10 @@ class Heartbeat(_Message, frozen=True, kw_only=True):
 
 
 class HeartbeatReply(_Message, frozen=True):
-    """`plan` is the live plan's envelope if the sender's is older, else empty."""
+    """`plan` is the live plan's link (`SignedPlan.link`) if the asker's is another, else empty.
+
+    Wherever a message names a live plan it carries the link, so that whoever gets it can check the votes.
+    """
 
     coordinator: PeerID
     term: int
@@ -220,18 +223,35 @@ class PlanOffer(_Message, frozen=True):
 
 
 class PlanVote(_Message, frozen=True):
+    """Accepted: with `signature` (a `vote` statement on the offer's term and the plan's digest), which is shown to
+    everybody once the plan is live."""
+
     accepted: bool
     reason: str = ""
     term: int = 0
     """The highest term that the sender has granted or obeyed."""
     live: bytes = b""
     """Its live plan, if newer than the offer's predecessor."""
+    signature: bytes = b""
 
 
 class PlanLive(_Message, frozen=True):
     """A majority of the predecessor's members acknowledged `plan`: obey it."""
 
     plan: bytes
+
+
+class ChainRequest(_Message, frozen=True):
+    """Which live plans are there behind the one with digest `after`, of which the sender is? Empty: it knows none."""
+
+    after: str
+    reign: int
+
+
+class ChainLinks(_Message, frozen=True):
+    """Oldest first, as many as fit; if the receiver has not got that plan, from the one before its live plan on."""
+
+    links: tuple[bytes, ...]
 
 
 class HandOver(_Message, frozen=True, kw_only=True):
@@ -680,6 +700,8 @@ Message = (
     | PlanOffer
     | PlanVote
     | PlanLive
+    | ChainRequest
+    | ChainLinks
     | HandOver
     | Leave
     | StandingRequest

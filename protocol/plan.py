@@ -3,6 +3,9 @@
 Each plan names its term, its sequence and the hash of the plan before it, and is signed by the term's coordinator.
 Peers persist the highest they have seen and refuse anything lower, so a coordinator that wakes up after its term
 (or a replayed plan) is obeyed by nobody.
+
+A live plan proves itself: it travels as a *link*, with the votes of its predecessor's electors (`PlanProof`), or it
+contains the owner's mandate. Who has the predecessor can check the votes; `coordinator.chain` does.
 """
 
 from functools import cached_property
@@ -13,7 +16,19 @@ from blake3 import blake3
 from shoal.protocol.envelope import seal, unseal
 from shoal.protocol.errors import RemoteError
 from shoal.protocol.identity import Identity, PeerID
-from shoal.protocol.limits import PEERS_MAX, STAGES_MAX
+from shoal.protocol.limits import (
+    ELECTED_FROM_PEERS,
+    ELECTORS,
+    ERA_MAX,
+    PEER_ID_CHARS_MAX,
+    PEERS_MAX,
+    REIGN_MAX,
+    SEQUENCE_MAX,
+    STAGES_MAX,
+    TERM_MAX,
+    VERSION_MAX,
+)
+from shoal.protocol.spec import RunSpec
 
 
 class Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
@@ -79,6 +94,9 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     mandate: bytes = b""
     """The owner's leave to the coordinator to make this plan without votes (`sign_mandate`): the plan before it has
     lost its majority. Empty in every other plan."""
+    reign: int = 0
+    """How many mandates the owner has given. It grows with a mandate only and counts before term and sequence, so that
+    a mandate wins over every plan that peers may hold."""
     experts: tuple[ExpertGroup, ...] = ()
     """By stage, then expert: all of them, and stages hold the rest of their layers; or none, and stages hold whole
     layers. Holders are members of the plan already, of that stage or not.
@@ -89,6 +107,18 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     def members(self) -> tuple[PeerID, ...]:
         """Everyone who votes on the next plan: holders in stage order, then spares."""
         return tuple(peer for stage in self.stages for peer in stage.peers) + self.spares
+
+    @cached_property
+    def electors(self) -> tuple[PeerID, ...]:
+        """Whose votes decide on the next plan: all members, or of many a jury whose signatures fit in a message.
+
+        The lot hangs on `previous` alone, which neither this plan's coordinator nor the next one can choose; were it
+        drawn for each ballot, two majorities need not have an elector in common.
+        """
+        if len(self.members) <= ELECTED_FROM_PEERS:
+            return self.members
+        drawn = sorted(self.members, key=lambda peer: blake3(f"{self.previous}/{peer}".encode()).digest())
+        return tuple(drawn[:ELECTORS])
 
     def has(self, peer: PeerID) -> bool:
         """Whether it is a member; `members` would be searched from end to end."""
@@ -168,20 +198,63 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
 
     @property
     def order(self) -> tuple[int, int]:
-        """Fencing: a peer obeys only plans of a higher order than all it has obeyed."""
+        """Its place within a reign, as people read it."""
         return (self.term, self.sequence)
+
+    @property
+    def height(self) -> tuple[int, int, int]:
+        """Fencing: a peer obeys only plans of a greater height than all it has obeyed."""
+        return (self.reign, self.term, self.sequence)
 
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(Plan)
 
 
-class SignedPlan(msgspec.Struct, frozen=True):
+class PlanProof(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """The votes that made a plan live, all cast in one ballot."""
+
+    ballot: int
+    """The term in which it was offered: its own, or a later one if somebody finished a dead coordinator's plan."""
+    votes: tuple[tuple[int, bytes], ...]
+    """(position among the predecessor's electors, signature of `vote_body`)."""
+
+
+class SignedPlan(msgspec.Struct, frozen=True, dict=True):
     """A plan with the very bytes that were signed; `digest` is the hash that the next plan names."""
 
     plan: Plan
     envelope: bytes
     digest: str
+    proof: PlanProof | None = None
+    """None: it is not live as far as we know, or needs no votes."""
+
+    @cached_property
+    def link(self) -> bytes:
+        """Envelope and proof, as a live plan travels and is kept."""
+        return _ENCODER.encode(_Link(self.envelope, self.proof))
+
+
+class _Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    envelope: bytes
+    proof: PlanProof | None
+
+
+_LINK_DECODER = msgspec.msgpack.Decoder(_Link)
+
+
+def open_link(data: bytes, *, source: PeerID) -> tuple[bytes, PlanProof | None]:
+    """Returns: (the plan's envelope, its proof), neither of them checked. Raises: RemoteError: unreadable."""
+    try:
+        link = _LINK_DECODER.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RemoteError(source, f"sent an unreadable link of the chain ({error})") from error
+    return link.envelope, link.proof
+
+
+def vote_body(ballot: int, digest: str) -> bytes:
+    """What an elector signs (as a `vote` statement) when it votes for a plan."""
+    return _ENCODER.encode((ballot, digest))
 
 
 def plan_digest(plan: Plan) -> str:
@@ -194,42 +267,78 @@ def sign_plan(identity: Identity, plan: Plan) -> SignedPlan:
     return SignedPlan(plan, envelope, blake3(body).hexdigest(length=16))
 
 
-class _Mandate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """Run and term are in the envelope that it is signed with."""
+class Mandate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """The run's owner lets `coordinator` make one plan of `reign` and `term` that is live without votes.
 
+    The plan follows the plan whose digest is `previous`. With an `era` above 0 it begins that era from the snapshots of
+    (`restore_era`, `restore_version`); with 0 the plan goes on in the era that it finds.
+    """
+
+    reign: int
+    term: int
     coordinator: PeerID
+    previous: str
+    era: int = 0
+    restore_era: int = 0
+    restore_version: int = 0
+
+    def flaw(self, plan: Plan) -> str:
+        """Why `plan` is not the one that is mandated, or an empty string."""
+        named = (plan.reign, plan.term, plan.coordinator, plan.previous)
+        if named != (self.reign, self.term, self.coordinator, self.previous):
+            return "has the mandate for another"
+        beginning = (plan.era, plan.restore_era, plan.restore_version)
+        if self.era and beginning != (self.era, self.restore_era, self.restore_version):
+            return "does not begin where the owner wants it to"
+        return ""
 
 
-_MANDATE_DECODER = msgspec.msgpack.Decoder(_Mandate)
+_MANDATE_DECODER = msgspec.msgpack.Decoder(Mandate)
 
 
-def sign_mandate(owner: Identity, *, run: str, term: int, coordinator: PeerID) -> bytes:
-    """The run's owner lets `coordinator` make a plan of `term` that is live without votes."""
-    return seal(owner, "mandate", run=run, term=term, sequence=0, body=_ENCODER.encode(_Mandate(coordinator)))
+def sign_mandate(owner: Identity, mandate: Mandate, *, run: str) -> bytes:
+    return seal(owner, "mandate", run=run, term=mandate.term, sequence=0, body=_ENCODER.encode(mandate))
 
 
-def open_mandate(data: bytes, *, run: str, owner: PeerID, source: PeerID) -> tuple[int, PeerID]:
+def open_mandate(data: bytes, *, run: str, owner: PeerID, source: PeerID) -> Mandate:
     """Verify a mandate that `source` handed us.
 
-    Returns: (term, coordinator).
     Raises: RemoteError: unreadable, or not signed by `owner` for this run.
     """
     envelope = unseal(data, "mandate", run=run, source=source, relayed=True)
     if envelope.sender != owner:
         raise RemoteError(source, "sent a mandate that the run's owner did not sign")
     try:
-        return envelope.term, _MANDATE_DECODER.decode(envelope.body).coordinator
+        mandate = _MANDATE_DECODER.decode(envelope.body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RemoteError(source, f"sent an unreadable mandate ({error})") from error
+    if not 0 < mandate.reign <= REIGN_MAX:
+        raise RemoteError(source, f"sent a mandate of reign {mandate.reign}")
+    return mandate
 
 
-def open_plan(
-    data: bytes, *, run: str, owner: PeerID, source: PeerID, num_layers: int, num_experts: int = 0
-) -> SignedPlan:
-    """Verify and decode a plan that `source` handed us (it need not be the signer).
+class PlanShape(msgspec.Struct, frozen=True, kw_only=True):
+    """What the run's spec says that every plan has."""
 
-    Raises: RemoteError: unreadable, not signed by the coordinator it names, not a partition of the layers, or with a
-        mandate that `owner` did not sign for this term and coordinator.
+    num_layers: int
+    num_stages: int
+    num_experts: int = 0
+    """Of each layer, that plans place; 0: members hold whole layers."""
+
+    @classmethod
+    def of(cls, spec: RunSpec) -> "PlanShape":
+        return cls(
+            num_layers=spec.model.num_layers,
+            num_stages=spec.swarm.stages,
+            num_experts=spec.model.num_experts if spec.swarm.expert_slots else 0,
+        )
+
+
+def open_plan(data: bytes, *, run: str, owner: PeerID, source: PeerID, shape: PlanShape) -> SignedPlan:
+    """Verify and decode a plan that `source` handed us (it need not be the signer). Votes are not looked at here.
+
+    Raises: RemoteError: unreadable, not signed by the coordinator it names, not of the run's shape, or with a mandate
+        that `owner` did not sign for it.
     """
     envelope = unseal(data, "plan", run=run, source=source, relayed=True)
     try:
@@ -238,24 +347,27 @@ def open_plan(
         raise RemoteError(source, f"sent an unreadable plan ({error})") from error
     if plan.coordinator != envelope.sender or plan.run != run or plan.order != (envelope.term, envelope.sequence):
         raise RemoteError(source, "sent a plan that its signer's envelope contradicts")
-    flaw = plan_flaw(plan, num_layers=num_layers, num_experts=num_experts)
+    flaw = plan_flaw(plan, shape)
     if flaw:
         raise RemoteError(source, f"sent an impossible plan: {flaw}")
     if plan.mandate:
-        mandated = open_mandate(plan.mandate, run=run, owner=owner, source=source)
-        if mandated != (plan.term, plan.coordinator):
-            raise RemoteError(source, "sent a plan with the mandate for another")
+        flaw = open_mandate(plan.mandate, run=run, owner=owner, source=source).flaw(plan)
+        if flaw:
+            raise RemoteError(source, f"sent a plan that {flaw}")
     return SignedPlan(plan, data, blake3(envelope.body).hexdigest(length=16))
 
 
-def plan_flaw(plan: Plan, *, num_layers: int, num_experts: int = 0) -> str | None:
-    """Why the plan cannot be right, or None. `num_experts`: of a layer of the run's model."""
-    if not 0 < len(plan.stages) <= STAGES_MAX:
-        return f"{len(plan.stages)} stages"
+def plan_flaw(plan: Plan, shape: PlanShape) -> str | None:
+    """Why the plan cannot be right, or None. A plan without a flaw can be obeyed, whatever its numbers are."""
+    flaw = _numbers_flaw(plan)
+    if flaw:
+        return flaw
+    if len(plan.stages) != shape.num_stages or not 0 < len(plan.stages) <= STAGES_MAX:
+        return f"{len(plan.stages)} stages, and the run has {shape.num_stages}"
     if len(plan.members) > PEERS_MAX or len(set(plan.members)) != len(plan.members):
         return "a peer stands in it twice, or too many peers"
-    if not (0 <= plan.restore_era <= max(0, plan.era - 1) and plan.restore_version >= 0):
-        return f"era {plan.era} does not begin at version {plan.restore_version} of era {plan.restore_era}"
+    if not all(0 < len(peer) <= PEER_ID_CHARS_MAX for peer in plan.members):
+        return "a member's name is no peer's"
     at = 0
     for index, stage in enumerate(plan.stages):
         if stage.first_layer != at or stage.last_layer <= at:
@@ -264,7 +376,21 @@ def plan_flaw(plan: Plan, *, num_layers: int, num_experts: int = 0) -> str | Non
         if flaw:
             return f"stage {index} {flaw}"
         at = stage.last_layer
-    return _experts_flaw(plan, num_experts) if at == num_layers else f"it covers {at} of {num_layers} layers"
+    if at != shape.num_layers:
+        return f"it covers {at} of {shape.num_layers} layers"
+    return _experts_flaw(plan, shape.num_experts)
+
+
+def _numbers_flaw(plan: Plan) -> str | None:
+    if not (0 <= plan.reign <= REIGN_MAX and 0 < plan.term <= TERM_MAX and 0 < plan.sequence <= SEQUENCE_MAX):
+        return f"no run comes to term {plan.term} and sequence {plan.sequence} of reign {plan.reign}"
+    if not (0 <= plan.era <= ERA_MAX and 0 <= plan.restore_version <= VERSION_MAX and 0 <= plan.seed <= SEQUENCE_MAX):
+        return f"no run comes to era {plan.era}, version {plan.restore_version} or seed {plan.seed}"
+    if not 0 <= plan.restore_era <= max(0, plan.era - 1):
+        return f"era {plan.era} does not begin at version {plan.restore_version} of era {plan.restore_era}"
+    if plan.mandate and not plan.reign:
+        return "a mandate begins a reign, and this is none"
+    return None
 
 
 def _members_flaw(members: tuple[Member, ...], sequence: int) -> str | None:
@@ -278,7 +404,7 @@ def _members_flaw(members: tuple[Member, ...], sequence: int) -> str | None:
 
 
 def _experts_flaw(plan: Plan, num_experts: int) -> str | None:
-    if len(plan.experts) not in (0, num_experts * len(plan.stages)):
+    if len(plan.experts) != num_experts * len(plan.stages):
         return f"{len(plan.experts)} groups of experts for {len(plan.stages)} stages"
     for number, entry in enumerate(plan.experts):
         if (entry.stage, entry.expert) != divmod(number, plan.num_experts):

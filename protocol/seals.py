@@ -8,7 +8,7 @@ from typing import Protocol
 
 from shoal.protocol.envelope import Domain, Envelope, seal, unseal
 from shoal.protocol.identity import Identity, PeerID
-from shoal.protocol.plan import SignedPlan, open_plan
+from shoal.protocol.plan import PlanShape, SignedPlan, open_plan
 from shoal.protocol.statement import Topic, sign_statement, statement_holds
 
 
@@ -21,9 +21,7 @@ class Seals(Protocol):
         """Raises: RemoteError."""
         ...
 
-    def open_plan(
-        self, data: bytes, *, run: str, owner: PeerID, source: PeerID, num_layers: int, num_experts: int = 0
-    ) -> SignedPlan:
+    def open_plan(self, data: bytes, *, run: str, owner: PeerID, source: PeerID, shape: PlanShape) -> SignedPlan:
         """Raises: RemoteError."""
         ...
 

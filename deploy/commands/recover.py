@@ -17,22 +17,27 @@ from shoal.protocol.invite import parse_invite
 @examples(
     "shoal recover  # the run that this machine hosts: look, ask, go on",
     "shoal recover shoal1… --yes --json  # with an invite of anybody, without a question",
+    "shoal recover --era 0  # go back to the last snapshot of era 0, whatever has become of the run since",
 )
 def recover(
     invite: Annotated[str | None, typer.Argument(help="Default: the run that was last started here.")] = None,
     state_dir: Annotated[Path | None, typer.Option(help="The host's folder, where the owner's key is.")] = None,
+    era: Annotated[
+        int | None, typer.Option(help="Go back to the last snapshot of this era, which peers keep for a week.")
+    ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Say what was found and done as JSON.")] = False,
     verbose: Verbose = False,
 ) -> None:
-    """Go on with a run that has lost half of its peers for good.
+    """Go on with a run that has lost half of its peers for good, or undo what became of it.
 
-    For half or more of them: with fewer gone the others go on by themselves. Needs the key of the run's owner.
+    For half or more of them: with fewer gone the others go on by themselves. With --era it does not matter how many are
+    there. Needs the key of the run's owner.
     """
     found = parse_invite(invite) if invite else running_invite("recover")
     start_logging(verbose)
     from shoal.deploy.recover import find_owner, recovery
-    from shoal.deploy.recover_view import WARNING, as_json, headline, outcome, situation_table
+    from shoal.deploy.recover_view import WARNING, as_json, going_back, headline, outcome, situation_table
     from shoal.protocol.live.run import run
 
     hosts = [state_dir] if state_dir else sorted((places.state_root() / "hosts").glob("*"))
@@ -40,11 +45,11 @@ def recover(
 
     async def look() -> Any:
         async with recovery(found) as session:
-            return await session.look()
+            return await session.look(era=era)
 
     async def reset() -> Any:
         async with recovery(found) as session:
-            now = await session.look()  # it may have changed while the user thought about it
+            now = await session.look(era=era)  # it may have changed while the user thought about it
             return now, await session.reset(now, owner, folder)
 
     try:
@@ -55,8 +60,8 @@ def recover(
     console.print(headline(situation), markup=False)
     console.print(situation_table(situation))
     if not yes:
-        console.print(WARNING, markup=False)
-        typer.confirm("Go on without them?", abort=True, err=json)
+        console.print(WARNING if era is None else going_back(situation), markup=False)
+        typer.confirm("Go on without them?" if era is None else "Go back?", abort=True, err=json)
     situation, recovered = run(reset())
     if json:
         import msgspec

@@ -11,7 +11,7 @@ import msgspec
 from shoal.protocol.envelope import Domain, Envelope
 from shoal.protocol.errors import RemoteError
 from shoal.protocol.identity import Identity, PeerID
-from shoal.protocol.plan import SignedPlan, open_plan
+from shoal.protocol.plan import PlanShape, SignedPlan, open_plan
 from shoal.protocol.statement import Topic
 
 _NO_SIGNATURE = bytes(64)
@@ -38,14 +38,10 @@ class TrustingSeals:
             raise RemoteError(source, f"speaks for run {envelope.run[:12]!r}, this is {run[:12]!r}")
         return envelope
 
-    def open_plan(
-        self, data: bytes, *, run: str, owner: PeerID, source: PeerID, num_layers: int, num_experts: int = 0
-    ) -> SignedPlan:
+    def open_plan(self, data: bytes, *, run: str, owner: PeerID, source: PeerID, shape: PlanShape) -> SignedPlan:
         plan = self._plans.get(data)
         if plan is None:
-            plan = self._plans[data] = open_plan(
-                data, run=run, owner=owner, source=source, num_layers=num_layers, num_experts=num_experts
-            )
+            plan = self._plans[data] = open_plan(data, run=run, owner=owner, source=source, shape=shape)
             if len(self._plans) > _PLANS_MAX:
                 self._plans.popitem(last=False)
         return plan

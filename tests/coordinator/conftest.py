@@ -14,13 +14,14 @@ import pytest
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
 from shoal.coordinator.allocate.interface import Allocator
+from shoal.coordinator.chain import PlanChain
 from shoal.coordinator.driver import Coordination
 from shoal.coordinator.ledger import StepRecord
 from shoal.coordinator.store import PlanStore
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Advert, CommitReport, Heartbeat, Holding
-from shoal.protocol.plan import Member, Plan, SignedPlan, Stage, plan_digest
+from shoal.protocol.plan import Member, Plan, PlanProof, SignedPlan, Stage, plan_digest
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
 from shoal.protocol.sim.world import SimPeer, World
@@ -73,19 +74,31 @@ def plan_of(
     reason: str = "",
     **says: Any,
 ) -> SignedPlan:
-    """Signed by nobody: pure cores see only plans that a driver has verified. Fresh, so that nobody need have state."""
-    return unsigned(
+    """Signed by nobody: pure cores see only plans that a driver has verified. Fresh, so that nobody need have state.
+
+    Whoever is a member of `base` has voted for it, in a way that `believe` believes.
+    """
+    votes = tuple((at, b"yes") for at in range(len(base.plan.electors))) if base else ()
+    plan = unsigned(
         Plan(
             run="run",
             term=order[0],
             sequence=order[1],
-            previous=base.digest if base else "",
             coordinator=PeerID(coordinator),
             stages=stages_of(groups),
             reason=reason,
-            **({"fresh": True} | says),
+            **({"fresh": True, "previous": base.digest if base else ""} | says),
         )
     )
+    return msgspec.structs.replace(plan, proof=PlanProof(order[0], votes)) if base else plan
+
+
+def vouch(body: bytes) -> bytes:
+    return b"yes"
+
+
+def believe(signer: PeerID, signature: bytes, body: bytes) -> bool:
+    return signature == b"yes"
 
 
 def unsigned(plan: Plan) -> SignedPlan:
@@ -299,3 +312,9 @@ def make_plan() -> Callable[..., SignedPlan]:
 @pytest.fixture(scope="session")
 def make_unsigned() -> Callable[[Plan], SignedPlan]:
     return unsigned
+
+
+@pytest.fixture(scope="session")
+def make_chain() -> Callable[..., PlanChain]:
+    """make_chain(run="run", owner="a"): it believes who votes `yes`."""
+    return lambda run="run", owner="a": PlanChain(run, owner=PeerID(owner), holds=believe)

@@ -2,8 +2,9 @@
 
 import pytest
 
-from shoal.coordinator.chain import SEQUENCE_JUMP_MAX, TERM_JUMP_MAX, PlanChain, is_quorum
+from shoal.coordinator.chain import is_quorum
 from shoal.coordinator.voter import answer_sounding
+from shoal.protocol.limits import SEQUENCE_JUMP_MAX, TERM_JUMP_MAX
 from shoal.protocol.messages import TermRequest
 
 ABC = [["a"], ["b"], ["c"]]
@@ -15,8 +16,8 @@ def first(make_plan):
 
 
 @pytest.fixture
-def chain(first):
-    chain = PlanChain("run")
+def chain(make_chain, first):
+    chain = make_chain()
     chain.adopt(first)
     return chain
 
@@ -24,7 +25,7 @@ def chain(first):
 def test_obeys_only_what_is_above_all_it_obeyed(make_plan, chain, first):
     second = make_plan(ABC, coordinator="a", order=(1, 2), base=first)
     third = make_plan(ABC, coordinator="b", order=(2, 3), base=second)
-    assert chain.adopt(third) == (True, "")
+    assert chain.adopt(third, after=second).new
     assert not chain.adopt(second)[0]
     assert not chain.adopt(third)[0]
     assert chain.live is third
@@ -32,7 +33,7 @@ def test_obeys_only_what_is_above_all_it_obeyed(make_plan, chain, first):
 
 def test_another_plan_of_the_same_order_is_never_obeyed(make_plan, chain, first):
     other = make_plan(ABC, coordinator="a", reason="forged")
-    taken, reason = chain.adopt(other)
+    taken, reason, _ = chain.adopt(other)
     assert not taken
     assert chain.live is not other
     assert first.digest in reason
@@ -48,16 +49,16 @@ def test_a_plan_that_comes_again_is_no_fork(make_plan, chain, first):
     assert chain.num_forks == 0
 
 
-def test_a_fork_is_noticed_long_after_and_after_a_restart(make_plan, chain, first):
+def test_a_fork_is_noticed_long_after_and_after_a_restart(make_chain, make_plan, chain, first):
     second = make_plan(ABC, coordinator="a", order=(1, 2), base=first)
     third = make_plan(ABC, coordinator="b", order=(2, 3), base=second)
     chain.adopt(second)
     chain.adopt(third)
     chain.adopt(make_plan(ABC, coordinator="a", order=(1, 2), base=first, reason="another"))
     assert chain.num_forks == 1
-    again = PlanChain("run")
-    again.restore(chain.record(), live=chain.live, accepted=None)
-    again.adopt(make_plan(ABC, coordinator="b", order=(2, 3), base=first))
+    again = make_chain()
+    again.restore(chain.record(), live=chain.live, accepted=None, before=second)
+    again.adopt(make_plan(ABC, coordinator="b", order=(2, 3), base=second, reason="another"))
     assert again.num_forks == 1
     assert again.live is third
 
@@ -153,16 +154,16 @@ def test_who_asks_on_an_old_plan_is_told_so(make_plan, chain, first):
     assert "obeys plan (2, 2)" in grant.reason
 
 
-def test_who_knows_no_plan_votes_for_none(make_plan, first):
-    chain = PlanChain("run")
+def test_who_knows_no_plan_votes_for_none(make_chain, make_plan, first):
+    chain = make_chain()
     vote = chain.vote("a", 1, make_plan(ABC, coordinator="a", order=(1, 2), base=first), None)
     assert not vote.accepted
 
 
-def test_a_record_brings_everything_back(make_plan, chain, first):
+def test_a_record_brings_everything_back(make_chain, make_plan, chain, first):
     chain.vote("a", 1, make_plan(ABC, coordinator="a", order=(1, 2), base=first), first)
     chain.grant("b", 2, first)
-    again = PlanChain("run")
+    again = make_chain()
     again.restore(chain.record(), live=chain.live, accepted=chain.accepted)
     assert again.record() == chain.record()
     assert not again.grant("c", 2, first).granted

@@ -8,11 +8,13 @@ import itertools
 import random
 from dataclasses import dataclass, field
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.coordinator.allocate.interface import Layout
+from shoal.coordinator.catching_up import CatchingUp
 from shoal.coordinator.chain import PlanChain
 from shoal.coordinator.events import Answered, Ask
 from shoal.coordinator.experts.groups import ExpertPlaces
@@ -20,10 +22,18 @@ from shoal.coordinator.proposal import Draft, Proposal
 from shoal.coordinator.proposer import Carried, Proposer
 from shoal.coordinator.voter import answer_offer, answer_request
 from shoal.protocol.messages import PlanLive, PlanOffer, PlanVote, TermGrant, TermRequest
-from shoal.protocol.plan import Member, SignedPlan, Stage
+from shoal.protocol.plan import Member, SignedPlan, Stage, open_link
 
 PEERS = tuple("abcdefg")
 OWNER = "a"
+
+
+def vouch(body) -> bytes:
+    return b"yes"
+
+
+def believe(signer, signature, body) -> bool:
+    return signature == b"yes"
 
 
 def draft_of(members) -> Draft:
@@ -51,12 +61,21 @@ class Bag:
         self.plans[signed.envelope] = signed
         return signed
 
+    def open(self, link) -> SignedPlan | None:
+        """As a driver does; empty bytes are no plan."""
+        if not link:
+            return None
+        envelope, proof = open_link(link, source="")
+        return msgspec.structs.replace(self.plans[envelope], proof=proof)
+
     def proposer(self, peer, chain) -> Proposer:
         return Proposer(
             me=peer,
             owner=OWNER,
             chain=chain,
             sign=self.sign,
+            vouch=vouch,
+            holds=believe,
             is_fresh=lambda _: False,
             experts=ExpertPlaces(num_experts=0, slots=0),
             heartbeat_s=1.0,
@@ -64,7 +83,7 @@ class Bag:
 
     def begin(self, members) -> None:
         for peer in PEERS:
-            self.chains[peer] = PlanChain("run")
+            self.chains[peer] = PlanChain("run", owner=OWNER, holds=believe)
             self.proposers[peer] = self.proposer(peer, self.chains[peer])
         first = self.proposers[OWNER].make(None, 1, draft_of(members))
         self.live.append(first)
@@ -78,35 +97,47 @@ class Bag:
         outcome = self.proposers[peer].take_outcome()
         if isinstance(outcome, Carried):
             self.live.append(outcome.plan)
-            self.obey(peer, outcome.plan)
+            self.obey(peer, outcome.plan, peer)
             audience = {*outcome.voters, *outcome.plan.plan.members} - {peer}
-            self.under_way += [(peer, other, PlanLive(plan=outcome.plan.envelope), None) for other in sorted(audience)]
+            self.under_way += [(peer, other, PlanLive(plan=outcome.plan.link), None) for other in sorted(audience)]
             if outcome.plan.plan.coordinator != peer:
                 again = self.proposers[peer].campaign(outcome.plan, self.now_s, handed_over=False, term=outcome.term)
                 self.carry_out(peer, again)
 
-    def obey(self, peer, plan) -> None:
-        if self.chains[peer].adopt(plan)[0]:
+    def obey(self, peer, plan, source) -> None:
+        """Laggards ask who told them; newcomers take what they are told on trust."""
+        adopted = self.chains[peer].adopt(plan)
+        if adopted.lacks:
+            asks = CatchingUp(me=peer, chain=self.chains[peer], heartbeat_s=1.0)
+            links = [self.open(link) for link in self.chains[source].links.after(self.digest(peer), 0)]
+            found, _ = asks.learn(source, links, self.now_s, may_trust=self.chains[peer].live is None)
+            for each, after in found:
+                adopted = self.chains[peer].adopt(each, after=after)
+        if adopted.new:
             self.proposers[peer].drop()
+
+    def digest(self, peer) -> str:
+        live = self.chains[peer].live
+        return live.digest if live is not None else ""
 
     def deliver(self, source, target, message, asked) -> None:
         chain = self.chains[target]
         match message:
             case PlanLive():
-                self.obey(target, self.plans[message.plan])
+                self.obey(target, self.open(message.plan), source)
             case TermRequest():
-                base = self.plans[message.live]
-                self.obey(target, base)
+                base = self.open(message.live)
+                self.obey(target, base, source)
                 self.under_way.append((target, source, answer_request(chain, source, message, base), message))
             case PlanOffer():
-                base = self.plans[message.predecessor]
-                self.obey(target, base)
-                reply = answer_offer(chain, source, message, self.plans[message.plan], base)
+                base = self.open(message.predecessor)
+                self.obey(target, base, source)
+                reply = answer_offer(chain, source, message, self.plans[message.plan], base, vouch=vouch)
                 self.under_way.append((target, source, reply, message))
             case TermGrant() | PlanVote():
-                newer, accepted = self.plans.get(message.live), None
+                newer, accepted = self.open(message.live), None
                 if newer is not None:
-                    self.obey(target, newer)
+                    self.obey(target, newer, source)
                 if isinstance(message, TermGrant):
                     accepted, agreed = self.plans.get(message.accepted), message.granted
                 else:
@@ -133,9 +164,10 @@ class Bag:
             members = self.rng.sample(PEERS, self.rng.randint(1, len(PEERS)))
             self.carry_out(peer, proposer.propose(live, draft_of(members), self.now_s))
         elif dice >= 0.99:
-            chain = PlanChain("run")
+            chain = PlanChain("run", owner=OWNER, holds=believe)
             record, old = self.chains[peer].record(), self.chains[peer]
-            chain.restore(record, live=old.live, accepted=old.accepted)
+            before = self.open(record.before)
+            chain.restore(record, live=old.live, accepted=old.accepted, before=before)
             self.chains[peer], self.proposers[peer] = chain, self.proposer(peer, chain)
 
     def check(self) -> None:

@@ -10,7 +10,6 @@ import msgspec
 import pytest
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
-from shoal.coordinator.chain import PlanChain
 from shoal.coordinator.core import CoordinationCore
 from shoal.coordinator.election import rank, standing
 from shoal.coordinator.events import (
@@ -62,23 +61,25 @@ def first(make_plan):
 
 
 @pytest.fixture
-def make_core(make_unsigned, make_heartbeat):
+def make_core(make_unsigned, make_heartbeat, make_chain):
     def make(me, live=None, now_s=0.0):
         core = CoordinationCore(
             run="run",
             me=me,
             owner="a",
             spec=SPEC,
-            chain=PlanChain("run"),
+            chain=make_chain(),
             governor=Governor(run="run", spec=SPEC, allocator=GreedyAllocator()),
             sign=make_unsigned,
+            vouch=lambda body: b"yes",
+            holds=lambda signer, signature, body: signature == b"yes",
             rng=random.Random(7),
             now_s=now_s,
         )
         core.handle(Beat(heartbeat=make_heartbeat(me)), now_s=now_s)
         core.handle(HeadFound(head=None), now_s=now_s)
         if live is not None:
-            core.handle(Received(source="a", message=PlanLive(plan=live.envelope), plan=live), now_s=now_s)
+            core.handle(Received(source="a", message=PlanLive(plan=live.link), plan=live), now_s=now_s)
         return core
 
     return make
@@ -139,25 +140,25 @@ def test_heartbeats_are_a_heartbeat_apart(make_core):
 
 def test_a_live_plan_is_kept_and_obeyed_in_that_order(make_core, first):
     core = make_core("b")
-    commands = core.handle(Received(source="a", message=PlanLive(plan=first.envelope), plan=first), now_s=1.0)
+    commands = core.handle(Received(source="a", message=PlanLive(plan=first.link), plan=first), now_s=1.0)
     assert commands == [Persist(record=core.chain.record()), Obey(plan=first), Reply(message=Done())]
-    again = core.handle(Received(source="a", message=PlanLive(plan=first.envelope), plan=first), now_s=2.0)
+    again = core.handle(Received(source="a", message=PlanLive(plan=first.link), plan=first), now_s=2.0)
     assert again == [Reply(message=Done())]
 
 
 def test_a_vote_is_durable_before_it_is_cast(make_core, make_plan, first):
     core = make_core("b", first)
     second = make_plan(GROUPS, coordinator="a", order=(1, 2), base=first)
-    offer = PlanOffer(term=1, plan=second.envelope, predecessor=first.envelope)
+    offer = PlanOffer(term=1, plan=second.envelope, predecessor=first.link)
     persist, reply = core.handle(Received(source="a", message=offer, plan=second, base=first), now_s=1.0)
     assert persist == Persist(record=core.chain.record())
     assert persist.record.accepted == second.envelope
-    assert reply == Reply(message=PlanVote(accepted=True, term=1))
+    assert reply == Reply(message=PlanVote(accepted=True, term=1, signature=b"yes"))
 
 
 def test_who_reports_to_the_wrong_peer_is_told_the_right_one(make_core, make_heartbeat, first):
     reply = said(make_core("b", first).handle(Received(source="c", message=make_heartbeat("c")), now_s=1.0))
-    assert reply == HeartbeatReply(coordinator="a", term=1, is_coordinator=False, plan=first.envelope)
+    assert reply == HeartbeatReply(coordinator="a", term=1, is_coordinator=False, plan=first.link)
 
 
 def test_who_has_the_plan_is_not_sent_it_again(make_core, make_heartbeat, first):
@@ -221,11 +222,11 @@ def test_a_newcomer_is_offered_a_plan_that_goes_live_with_a_majority(make_core, 
     assert sorted(offers) == list("bcdefg"), "the members, and the newcomer"
     offer = offers["b"]
     for voter in "bc":
-        vote = Answered(peer=voter, asked=offer, reply=PlanVote(accepted=True, term=1))
+        vote = Answered(peer=voter, asked=offer, reply=PlanVote(accepted=True, term=1, signature=b"yes"))
         assert not only(core.handle(vote, now_s=5.0), Obey)
-    newcomer = Answered(peer="g", asked=offer, reply=PlanVote(accepted=True, term=1))
+    newcomer = Answered(peer="g", asked=offer, reply=PlanVote(accepted=True, term=1, signature=b"yes"))
     assert not only(core.handle(newcomer, now_s=5.0), Obey), "who is not a member has no vote"
-    last = Answered(peer="d", asked=offer, reply=PlanVote(accepted=True, term=1))
+    last = Answered(peer="d", asked=offer, reply=PlanVote(accepted=True, term=1, signature=b"yes"))
     commands = core.handle(last, now_s=5.0)
     (obeyed,) = only(commands, Obey)
     assert obeyed.plan.plan.order == (1, 2)
@@ -269,7 +270,7 @@ def test_at_the_end_of_its_term_the_first_in_turn_is_asked(make_core, make_heart
     assert order[0] != "a", "else this tests nothing"
     wills = asks(commands, HandOver)
     assert list(wills) == [order[0]]
-    assert wills[order[0]].plan == first.envelope
+    assert wills[order[0]].plan == first.link
     assert sorted(peer for peer, _ in wills[order[0]].roster) == list(PEERS)
 
 
@@ -297,7 +298,7 @@ def test_a_plan_above_ours_ends_our_term_and_our_offer(make_core, make_heartbeat
     coordinate(core, make_heartbeat, first, until_s=3.0)
     coordinate(core, make_heartbeat, first, begin_s=4.0, until_s=4.0, peers=PEERS + "g")
     other = make_plan(GROUPS, coordinator="b", order=(2, 2), base=first)
-    commands = core.handle(Received(source="b", message=PlanLive(plan=other.envelope), plan=other), now_s=5.0)
+    commands = core.handle(Received(source="b", message=PlanLive(plan=other.link), plan=other), now_s=5.0)
     assert Obey(plan=other) in commands
     assert not core.is_coordinator
     later = tick(core, begin_s=5.0, end_s=6.0)
@@ -345,7 +346,7 @@ def test_who_trains_by_another_revision_is_not_counted_in_and_its_end_is_not_our
 
 def test_the_heir_asks_for_the_term_and_then_for_votes(make_core, first):
     core = make_core("b", first)
-    will = HandOver(plan=first.envelope, roster=())
+    will = HandOver(plan=first.link, roster=())
     commands = core.handle(Received(source="a", message=will, plan=first), now_s=60.0)
     assert said(commands) == Done()
     requests = asks(commands, TermRequest)
@@ -357,7 +358,9 @@ def test_the_heir_asks_for_the_term_and_then_for_votes(make_core, first):
     commands = core.handle(Answered(peer="d", asked=request, reply=TermGrant(granted=True, term=2)), now_s=60.1)
     offer = asks(commands, PlanOffer)["a"]
     for voter in "acd":
-        commands = core.handle(Answered(peer=voter, asked=offer, reply=PlanVote(accepted=True, term=2)), now_s=60.2)
+        commands = core.handle(
+            Answered(peer=voter, asked=offer, reply=PlanVote(accepted=True, term=2, signature=b"yes")), now_s=60.2
+        )
     (obeyed,) = only(commands, Obey)
     plan = obeyed.plan.plan
     assert (plan.order, plan.coordinator, plan.stages) == ((2, 2), "b", first.plan.stages)
@@ -367,12 +370,12 @@ def test_the_heir_asks_for_the_term_and_then_for_votes(make_core, first):
 
 def test_a_will_that_came_to_nothing_is_forgotten(make_core, make_plan, make_advert, first):
     core = make_core("b", first)
-    will = HandOver(plan=first.envelope, roster=(("ghost", make_advert("ghost")),), elapsed_s=5.0)
+    will = HandOver(plan=first.link, roster=(("ghost", make_advert("ghost")),), elapsed_s=5.0)
     core.handle(Received(source="a", message=will, plan=first), now_s=60.0)
     other = make_plan(GROUPS, coordinator="c", order=(2, 2), base=first)
-    core.handle(Received(source="c", message=PlanLive(plan=other.envelope), plan=other), now_s=61.0)
+    core.handle(Received(source="c", message=PlanLive(plan=other.link), plan=other), now_s=61.0)
     own = make_plan(GROUPS, coordinator="b", order=(3, 3), base=other)
-    core.handle(Received(source="d", message=PlanLive(plan=own.envelope), plan=own), now_s=7200.0)
+    core.handle(Received(source="d", message=PlanLive(plan=own.link), plan=own), now_s=7200.0)
     assert core.is_coordinator
     assert "ghost" not in core.governor.roster.presences
     assert core.governor.begun_s == 0.0
@@ -380,7 +383,7 @@ def test_a_will_that_came_to_nothing_is_forgotten(make_core, make_plan, make_adv
 
 def test_only_the_coordinator_hands_over(make_core, first):
     core = make_core("b", first)
-    will = HandOver(plan=first.envelope, roster=())
+    will = HandOver(plan=first.link, roster=())
     assert isinstance(said(core.handle(Received(source="c", message=will, plan=first), now_s=1.0)), Refusal)
 
 
@@ -388,7 +391,7 @@ def test_the_unwilling_and_the_draining_take_nothing_over(make_core, make_heartb
     for says in ({"draining": True}, {"advert": make_advert("b", willing_to_coordinate=False)}):
         core = make_core("b", first)
         core.handle(Beat(heartbeat=make_heartbeat("b", **says)), now_s=0.0)
-        will = HandOver(plan=first.envelope, roster=())
+        will = HandOver(plan=first.link, roster=())
         assert isinstance(said(core.handle(Received(source="a", message=will, plan=first), now_s=1.0)), Refusal)
         assert not any(isinstance(command, Ask) for _, command in tick(core, begin_s=1.0, end_s=60.0)), (
             "nor when the coordinator is silent"
@@ -463,7 +466,7 @@ def test_no_term_is_spent_while_the_others_hear_the_coordinator(make_core, make_
 
 def test_being_asked_promises_nothing(make_core, first):
     core = make_core("b", first)
-    question = TermRequest(term=2, live=first.envelope, handed_over=False, sounding=True)
+    question = TermRequest(term=2, live=first.link, handed_over=False, sounding=True)
     reply = said(core.handle(Received(source="c", message=question, base=first), now_s=5.0))
     assert reply == TermGrant(granted=True, term=1)
     assert core.chain.granted_term == 1
@@ -490,7 +493,7 @@ def test_a_term_that_too_many_have_promised_to_another_is_given_up(make_core, ma
 
 def test_an_heir_asks_for_the_next_term_when_another_has_got_this(make_core, first):
     core = make_core("b", first)
-    will = HandOver(plan=first.envelope, roster=())
+    will = HandOver(plan=first.link, roster=())
     request = asks(core.handle(Received(source="a", message=will, plan=first), now_s=60.0), TermRequest)["c"]
     no = TermGrant(granted=False, reason="granted term 2 to another candidate", term=2)
     commands = core.handle(Answered(peer="c", asked=request, reply=no), now_s=60.1)
@@ -502,7 +505,7 @@ def test_whoever_is_asked_and_disagrees_looks_for_himself(make_core, make_heartb
     core = make_core(me, first)
     core.handle(Answered(peer="a", asked=make_heartbeat(me), reply=ANSWER, took_s=0.04), now_s=0.5)
     assert not asks([c for _, c in tick(core, begin_s=0.5, end_s=0.9)], Ping)
-    question = TermRequest(term=2, live=first.envelope, handed_over=False, sounding=True)
+    question = TermRequest(term=2, live=first.link, handed_over=False, sounding=True)
     assert not said(core.handle(Received(source="c", message=question, base=first), now_s=1.0)).granted
     assert asks([c for _, c in tick(core, begin_s=1.0, end_s=1.2)], Ping)
     for now_s in (1.3, 1.5):
@@ -523,7 +526,7 @@ def test_who_still_hears_the_coordinator_grants_nobody_its_term(make_core, make_
     answer = HeartbeatReply(coordinator="a", term=1, is_coordinator=True)
     for now_s in range(1, 11):
         core.handle(Answered(peer="a", asked=make_heartbeat("b"), reply=answer), now_s=float(now_s))
-    request = TermRequest(term=2, live=first.envelope, handed_over=False)
+    request = TermRequest(term=2, live=first.link, handed_over=False)
     early = said(core.handle(Received(source="c", message=request, base=first), now_s=10.9))
     assert not early.granted
     assert core.chain.granted_term == 1
@@ -533,7 +536,7 @@ def test_who_still_hears_the_coordinator_grants_nobody_its_term(make_core, make_
 
 def test_a_handed_over_term_is_granted_though_the_coordinator_lives(make_core, first):
     core = make_core("b", first)
-    request = TermRequest(term=2, live=first.envelope, handed_over=True)
+    request = TermRequest(term=2, live=first.link, handed_over=True)
     assert said(core.handle(Received(source="c", message=request, base=first), now_s=1.0)).granted
 
 
@@ -549,15 +552,18 @@ def test_what_a_dead_coordinator_left_half_voted_is_finished_first(make_core, ma
     offer = asks(commands, PlanOffer)[c]
     assert (offer.plan, offer.term) == (half.envelope, 2)
     for voter in (c, d, e):
-        commands = core.handle(Answered(peer=voter, asked=offer, reply=PlanVote(accepted=True, term=2)), now_s=now_s)
-    assert Obey(plan=half) in commands
+        commands = core.handle(
+            Answered(peer=voter, asked=offer, reply=PlanVote(accepted=True, term=2, signature=b"yes")), now_s=now_s
+        )
+    (obeyed,) = only(commands, Obey)
+    assert (obeyed.plan.digest, obeyed.plan.proof.ballot) == (half.digest, 2)
     again = asks(commands, TermRequest)["g"]
-    assert (again.term, again.live) == (2, half.envelope), "and then asks its members for the term"
+    assert (again.term, again.live) == (2, obeyed.plan.link), "and then asks its members for the term"
 
 
 def test_a_candidate_that_is_told_of_a_higher_term_stops(make_core, first):
     core = make_core("b", first)
-    will = HandOver(plan=first.envelope, roster=())
+    will = HandOver(plan=first.link, roster=())
     request = asks(core.handle(Received(source="a", message=will, plan=first), now_s=1.0), TermRequest)["c"]
     no = TermGrant(granted=False, reason="granted term 7, above 2", term=7)
     commands = core.handle(Answered(peer="c", asked=request, reply=no), now_s=1.1)
@@ -568,7 +574,7 @@ def test_a_candidate_that_is_told_of_a_higher_term_stops(make_core, first):
 
 def test_a_term_that_cannot_be_outbid_stops_nobody(make_core, first):
     core = make_core("b", first)
-    will = Received(source="a", message=HandOver(plan=first.envelope, roster=()), plan=first)
+    will = Received(source="a", message=HandOver(plan=first.link, roster=()), plan=first)
     request = asks(core.handle(will, now_s=1.0), TermRequest)["c"]
     lie = TermGrant(granted=False, reason="granted another", term=2**64 - 1)
     for _ in range(9):
@@ -589,9 +595,11 @@ def test_an_opinion_that_cannot_be_outbid_stops_nobody(make_core, make_heartbeat
 
 
 def test_a_vote_that_carries_alone_counts_once_it_is_on_disk(make_core, make_plan):
-    core = make_core("a", make_plan([["a"], ["b"]], coordinator="b"))
-    live = core.chain.live
-    will = Received(source="b", message=HandOver(plan=live.envelope, roster=()), plan=live)
+    first = make_plan([["a"], ["b"]], coordinator="a")
+    live = make_plan([["a"], ["b"]], coordinator="b", order=(2, 2), base=first)
+    core = make_core("a", first)
+    core.handle(Received(source="b", message=PlanLive(plan=live.link), plan=live), now_s=0.5)
+    will = Received(source="b", message=HandOver(plan=live.link, roster=()), plan=live)
     commands = core.handle(will, now_s=1.0)
     assert sorted(asks(commands, TermRequest)) == ["a", "b"], "the owner's vote decides between two"
     request = asks(commands, TermRequest)["a"]
@@ -600,13 +608,14 @@ def test_a_vote_that_carries_alone_counts_once_it_is_on_disk(make_core, make_pla
     assert core.chain.live is live, "the driver asks it, as it does others, once the votes are kept"
     plan = core.chain.accepted
     vote = said(core.handle(Received(source="a", message=offers["a"], plan=plan, base=live), now_s=1.0))
-    assert Obey(plan=plan) in core.handle(Answered(peer="a", asked=offers["a"], reply=vote), now_s=1.0)
+    (obeyed,) = only(core.handle(Answered(peer="a", asked=offers["a"], reply=vote), now_s=1.0), Obey)
+    assert obeyed.plan.digest == plan.digest
 
 
 def test_a_coordinator_that_has_forgotten_its_plan_is_reminded(make_core, make_heartbeat, first):
     answer = HeartbeatReply(coordinator="a", term=0, is_coordinator=False)
     commands = make_core("b", first).handle(Answered(peer="a", asked=make_heartbeat("b"), reply=answer), now_s=1.0)
-    assert asks(commands, PlanLive) == {"a": PlanLive(plan=first.envelope)}
+    assert asks(commands, PlanLive) == {"a": PlanLive(plan=first.link)}
 
 
 def test_an_owner_to_whom_somebody_reports_a_plan_makes_none(make_core, make_heartbeat, first):
@@ -619,7 +628,7 @@ def test_an_owner_to_whom_somebody_reports_a_plan_makes_none(make_core, make_hea
 
 def test_answers_to_what_is_not_asked_any_more_are_ignored(make_core, first):
     core = make_core("b", first)
-    old = TermRequest(term=2, live=first.envelope, handed_over=True)
+    old = TermRequest(term=2, live=first.link, handed_over=True)
     assert core.handle(Answered(peer="c", asked=old, reply=TermGrant(granted=True, term=2)), now_s=1.0) == []
 
 

@@ -61,7 +61,7 @@ def test_a_peer_that_cannot_keep_its_word_does_not_give_it(run_swarm):
         live = forgetful.coordination.plan
         forgetful.port.disk.limit(0)
         plan = msgspec.structs.replace(live.plan, sequence=3, previous=live.digest)
-        offer = PlanOffer(term=1, plan=sign_plan(owner.port.identity, plan).envelope, predecessor=live.envelope)
+        offer = PlanOffer(term=1, plan=sign_plan(owner.port.identity, plan).envelope, predecessor=live.link)
         ask = owner.coordination._endpoint.ask
         with pytest.raises(Refused, match="cannot keep its word"):
             await owner.port.spawn(ask(forgetful.peer_id, offer, PlanVote))
@@ -79,10 +79,10 @@ def test_a_plan_that_its_coordinator_did_not_sign_is_refused(run_swarm):
         live = victim.coordination.plan
         forged = sign_plan(port.identity, msgspec.structs.replace(live.plan, sequence=9, previous=live.digest))
         with pytest.raises(Refused, match="signer's envelope contradicts"):
-            await port.spawn(endpoint.ask(victim.peer_id, PlanLive(plan=forged.envelope), Done))
+            await port.spawn(endpoint.ask(victim.peer_id, PlanLive(plan=forged.link), Done))
         impossible = sign_plan(port.identity, msgspec.structs.replace(live.plan, coordinator=port.peer_id, stages=()))
         with pytest.raises(Refused, match="impossible plan"):
-            await port.spawn(endpoint.ask(victim.peer_id, PlanLive(plan=impossible.envelope), Done))
+            await port.spawn(endpoint.ask(victim.peer_id, PlanLive(plan=impossible.link), Done))
         with pytest.raises(Refused, match="left out a plan"):
             await port.spawn(endpoint.ask(victim.peer_id, PlanLive(plan=b""), Done))
         assert victim.order == (1, 1)
@@ -266,9 +266,7 @@ def test_a_closed_peer_answers_no_more_and_leaves_nothing_running(run_swarm):
         assert swarm.world.num_events == sent
         ask = swarm.peers["p1"].coordination._endpoint.ask
         with pytest.raises(Refused, match="closing"):
-            await swarm.peers["p1"].port.spawn(
-                ask(closed.peer_id, PlanLive(plan=closed.coordination.plan.envelope), Done)
-            )
+            await swarm.peers["p1"].port.spawn(ask(closed.peer_id, PlanLive(plan=closed.coordination.plan.link), Done))
         await swarm.until(lambda: closed.peer_id not in swarm.peers["p0"].plan.members, within_s=5)
 
     run_swarm(scenario, min_peers=6)
@@ -281,7 +279,7 @@ def test_a_fork_and_a_ledger_that_does_not_add_up_are_alarms(run_swarm, caplog):
         live = victim.coordination.plan
         twin = sign_plan(owner.port.identity, msgspec.structs.replace(live.plan, reason="another"))
         ask = owner.coordination._endpoint.ask
-        await owner.port.spawn(ask(victim.peer_id, PlanLive(plan=twin.envelope), Done))
+        await owner.port.spawn(ask(victim.peer_id, PlanLive(plan=twin.link), Done))
         assert victim.coordination.num_alarms == 1
         assert victim.coordination.plan.digest == live.digest
         assert live.digest in caplog.text

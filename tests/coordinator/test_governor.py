@@ -7,6 +7,7 @@ from shoal.coordinator.allocate.greedy import GreedyAllocator
 from shoal.coordinator.governor import Governor
 from shoal.protocol.layers import stage_layer_keys
 from shoal.protocol.messages import CommitReport, HandOver, Holding, Reset
+from shoal.protocol.plan import Mandate
 from shoal.protocol.spec import RunSpec, SwarmSpec
 
 SPEC = RunSpec(swarm=SwarmSpec(stages=3, min_peers=6, heartbeat_s=1.0, term_s=60.0))
@@ -175,12 +176,14 @@ def test_a_reset_is_for_those_in_reach(governor, make_live, make_advert):
     live = make_live(fresh=False)
     governor.obey(live.plan, 0.0)
     roster = tuple((peer, make_advert(peer)) for peer in "abcd")
-    reset = Reset(mandate=b"m", live=live.envelope, version=60, roster=roster)
-    draft, _ = governor.reset_plan(live, reset, 0.0, sequence=2)
+    reset = Reset(mandate=b"m", live=live.link, version=60, roster=roster)
+    leave = Mandate(reign=1, term=1001, coordinator="a", previous=live.digest)
+    draft, _ = governor.reset_plan(live, reset, leave, 0.0, sequence=2)
+    assert draft.beginning is None
     assert {peer for stage in draft.layout.stages for peer in stage.peers} == set("abcd")
     assert draft.layout.reason.startswith("reset by the owner")
     assert not governor.is_fresh(live.plan, None, leads=False)
     few = msgspec.structs.replace(reset, roster=roster[:2])
-    draft, reason = governor.reset_plan(live, few, 0.0, sequence=2)
+    draft, reason = governor.reset_plan(live, few, leave, 0.0, sequence=2)
     assert draft is None
     assert "2 peers cannot hold 3 stages" in reason

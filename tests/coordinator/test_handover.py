@@ -53,5 +53,5 @@ def test_with_a_plan_for_a_thousand_there_is_a_will(make_plan, make_large, make_
         governor.hear(name, make_heartbeat(name, advert=make_large(name), version=57), 0.0)
     will = governor.will(live, 0.0)
     assert size(will) <= CONTROL_BYTES_MAX
-    assert (will.plan, will.version, will.roster) == (live.envelope, 57, ())
+    assert (will.plan, will.version, will.roster) == (live.link, 57, ())
     assert len(will.plans) == 1

@@ -12,7 +12,7 @@ from shoal.protocol.errors import LocalError, Refused
 from shoal.protocol.identity import Identity
 from shoal.protocol.layers import stage_layer_keys
 from shoal.protocol.messages import Done, Holding, Reset
-from shoal.protocol.plan import sign_mandate
+from shoal.protocol.plan import Mandate, sign_mandate
 
 pytestmark = pytest.mark.sim
 
@@ -27,7 +27,7 @@ async def visitor(swarm, name="visitor"):
         directory=port.directory,
         clock=port.clock,
         owner=owner.peer_id,
-        model=swarm.spec.model,
+        spec=swarm.spec,
     )
     return port, endpoint, recovery, owner
 
@@ -150,7 +150,7 @@ def test_what_the_missing_agreed_on_among_themselves_gives_way(run_swarm, tmp_pa
         situation = await port.spawn(recovery.look())
         assert len(situation.missing) == 5
         await port.spawn(recovery.reset(situation, owner, tmp_path))
-        assert {peer.plan.term for peer in left} == {situation.term_max + RESET_TERMS}
+        assert {(peer.plan.reign, peer.plan.term) for peer in left} == {(1, situation.term_max + RESET_TERMS)}
         swarm.world.heal(cut)
         await swarm.until(lambda: swarm.agreed() and len(swarm.coordinator.plan.members) == 9, within_s=60.0)
         assert swarm.coordinator.plan.term >= RESET_TERMS
@@ -190,7 +190,7 @@ def test_too_few_for_the_stages_is_said(run_swarm, tmp_path: Path):
         situation = await port.spawn(recovery.look())
         recovered = await port.spawn(recovery.reset(situation, owner, tmp_path))
         assert len(recovered.plan.members) == 3
-        assert recovered.plan.term > 2 * RESET_TERMS, "no term is mandated twice"
+        assert recovered.plan.reign == 2, "no reign begins twice"
 
     run_swarm(scenario, min_peers=9)
 
@@ -205,10 +205,11 @@ def test_mandates_that_do_not_hold_are_refused(run_swarm):
         other = next(found.peer for found in situation.found if found.peer != coordinator)
         before = {peer.order for peer in swarm.alive()}
 
-        def forged(signer: Identity, *, run=run, term=term, to=coordinator) -> Reset:
+        def forged(signer: Identity, *, run=run, reign=1, to=coordinator, previous=situation.base.digest) -> Reset:
+            mandate = Mandate(reign=reign, term=term, coordinator=to, previous=previous)
             return Reset(
-                mandate=sign_mandate(signer, run=run, term=term, coordinator=to),
-                live=situation.base.envelope,
+                mandate=sign_mandate(signer, mandate, run=run),
+                live=situation.base.link,
                 version=0,
                 roster=tuple((found.peer, found.advert) for found in situation.found),
             )
@@ -218,7 +219,8 @@ def test_mandates_that_do_not_hold_are_refused(run_swarm):
             (forged(stranger), "owner did not sign"),
             (forged(owner, run="another"), "speaks for run"),
             (forged(owner, to=other), "mandate for another peer"),
-            (forged(owner, term=1), "look again"),
+            (forged(owner, reign=0), "a mandate of reign 0"),
+            (forged(owner, previous="another"), "look again"),
         ]:
             with pytest.raises(Refused, match=complaint):
                 await port.spawn(endpoint.ask(coordinator, reset, Done))

@@ -151,6 +151,6 @@ def test_a_lone_owners_plan_waits_for_its_disk(run_swarm):
         await asyncio.sleep(60.0)  # terms go by with its own vote and the tie-break
         assert swarm.agreed()
         assert swarm.coordinator.plan.term >= 4
-        assert PlanStore(owner.port.disk).load(owner.plan.run).live == owner.coordination.plan.envelope
+        assert PlanStore(owner.port.disk).load(owner.plan.run).live == owner.coordination.plan.link
 
     run_swarm(scenario, min_peers=3, term_s=10.0)

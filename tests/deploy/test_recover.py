@@ -67,7 +67,7 @@ def advert_of(name: str = "somebody", **says: Any) -> Advert:
 
 def found(peer: Identity, plan: SignedPlan | None, *, advert: Advert | None = None, **says: Any) -> Found:
     usual: dict[str, Any] = {"term": 3, "era": 0, "stage": 0, "version": 40, "synced": True}
-    standing = Standing(live=plan.envelope if plan else b"", **(usual | says))
+    standing = Standing(live=plan.link if plan else b"", **(usual | says))
     return Found(peer=peer.peer_id, advert=advert or advert_of(), standing=standing, plan=plan)
 
 

@@ -7,8 +7,10 @@ from shoal.protocol.errors import RemoteError
 from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.plan import (
     ExpertGroup,
+    Mandate,
     Member,
     Plan,
+    PlanShape,
     Stage,
     open_mandate,
     open_plan,
@@ -19,6 +21,15 @@ from shoal.protocol.plan import (
 
 OWNER, COORDINATOR, OTHER = (Identity(bytes([number] * 32)) for number in range(3))
 RUN = "run"
+SHAPE = PlanShape(num_layers=2, num_stages=1)
+PLACED = PlanShape(num_layers=2, num_stages=2, num_experts=2)
+
+MEMBER, OTHER_MEMBER = (Member(peer=peer.peer_id, share=1.0, bandwidth=1.0) for peer in (COORDINATOR, OTHER))
+
+
+def mandate_of(signer: Identity, *, run: str = RUN, **says: object) -> bytes:
+    usual = {"reign": 1, "term": 7, "coordinator": COORDINATOR.peer_id, "previous": ""}
+    return sign_mandate(signer, Mandate(**(usual | says)), run=run)  # type: ignore[arg-type]
 
 
 def plan_by(identity: Identity, **fields: object) -> Plan:
@@ -36,7 +47,7 @@ def plan_by(identity: Identity, **fields: object) -> Plan:
 
 def opened(plan: Plan, signer: Identity = COORDINATOR) -> Plan:
     data = sign_plan(signer, plan).envelope
-    return open_plan(data, run=RUN, owner=OWNER.peer_id, source=OTHER.peer_id, num_layers=2).plan
+    return open_plan(data, run=RUN, owner=OWNER.peer_id, source=OTHER.peer_id, shape=SHAPE).plan
 
 
 def test_a_plan_comes_back_as_it_was_signed() -> None:
@@ -45,28 +56,45 @@ def test_a_plan_comes_back_as_it_was_signed() -> None:
 
 
 def test_a_mandated_plan_comes_back_too() -> None:
-    mandate = sign_mandate(OWNER, run=RUN, term=7, coordinator=COORDINATOR.peer_id)
-    assert open_mandate(mandate, run=RUN, owner=OWNER.peer_id, source=OTHER.peer_id) == (7, COORDINATOR.peer_id)
-    plan = plan_by(COORDINATOR, mandate=mandate)
+    mandate = mandate_of(OWNER)
+    opened_one = open_mandate(mandate, run=RUN, owner=OWNER.peer_id, source=OTHER.peer_id)
+    assert (opened_one.term, opened_one.coordinator) == (7, COORDINATOR.peer_id)
+    plan = plan_by(COORDINATOR, mandate=mandate, reign=1)
     assert opened(plan) == plan
 
 
 @pytest.mark.parametrize(
     ("mandate", "complaint"),
     [
-        (sign_mandate(OTHER, run=RUN, term=7, coordinator=COORDINATOR.peer_id), "the run's owner did not sign"),
-        (sign_mandate(COORDINATOR, run=RUN, term=7, coordinator=COORDINATOR.peer_id), "the run's owner did not sign"),
-        (sign_mandate(OWNER, run="another", term=7, coordinator=COORDINATOR.peer_id), "speaks for run 'another'"),
-        (sign_mandate(OWNER, run=RUN, term=6, coordinator=COORDINATOR.peer_id), "mandate for another"),
-        (sign_mandate(OWNER, run=RUN, term=7, coordinator=OTHER.peer_id), "mandate for another"),
+        (mandate_of(OTHER), "the run's owner did not sign"),
+        (mandate_of(COORDINATOR), "the run's owner did not sign"),
+        (mandate_of(OWNER, run="another"), "speaks for run 'another'"),
+        (mandate_of(OWNER, term=6), "mandate for another"),
+        (mandate_of(OWNER, coordinator=OTHER.peer_id), "mandate for another"),
+        (mandate_of(OWNER, reign=2), "mandate for another"),
+        (mandate_of(OWNER, previous="another"), "mandate for another"),
+        (mandate_of(OWNER, era=3, restore_era=2), "does not begin where the owner wants it to"),
+        (mandate_of(OWNER, reign=0), "a mandate of reign 0"),
         (sign_plan(OWNER, plan_by(OWNER)).envelope, "signature does not hold"),
         (b"\x00", "unreadable"),
     ],
-    ids=["a stranger's key", "its own key", "another run", "another term", "another peer", "a signed plan", "junk"],
+    ids=[
+        "a stranger's key",
+        "its own key",
+        "another run",
+        "another term",
+        "another peer",
+        "another reign",
+        "another base",
+        "another era",
+        "no reign",
+        "a signed plan",
+        "junk",
+    ],
 )
 def test_a_mandate_that_does_not_hold_is_refused(mandate: bytes, complaint: str) -> None:
     with pytest.raises(RemoteError, match=complaint):
-        opened(plan_by(COORDINATOR, mandate=mandate))
+        opened(plan_by(COORDINATOR, mandate=mandate, reign=1))
 
 
 @pytest.mark.parametrize(
@@ -75,11 +103,21 @@ def test_a_mandate_that_does_not_hold_is_refused(mandate: bytes, complaint: str)
         ({"sequence": 2}, "since a plan to come"),
         ({"era": 0, "restore_version": 50, "restore_era": 1}, "does not begin"),
         ({"era": 2, "restore_era": 2, "restore_version": 50}, "does not begin"),
-        ({"era": 1, "restore_version": -1}, "does not begin"),
+        ({"era": 1, "restore_version": -1}, "no run comes to"),
+        ({"era": 1 << 63}, "no run comes to"),
+        ({"term": 0}, "no run comes to"),
+        ({"term": (1 << 64) - 1}, "no run comes to"),
+        ({"sequence": (1 << 64) - 1}, "no run comes to"),
+        ({"seed": (1 << 64) - 1}, "no run comes to"),
+        ({"reign": 1 << 63}, "no run comes to"),
+        ({"mandate": b"m"}, "a mandate begins a reign"),
+        ({"stages": (Stage(0, 1, (MEMBER,)), Stage(1, 2, (OTHER_MEMBER,)))}, "2 stages, and the run has 1"),
+        ({"experts": (ExpertGroup(0, 0, (MEMBER,)),)}, "1 groups of experts for 1 stages"),
+        ({"spares": ("",)}, "no peer's"),
     ],
 )
 def test_what_no_plan_can_say(fields: dict[str, object], flaw: str) -> None:
-    found = plan_flaw(plan_by(COORDINATOR, **fields), num_layers=2)
+    found = plan_flaw(plan_by(COORDINATOR, **fields), SHAPE)
     assert found is not None
     assert flaw in found
     with pytest.raises(RemoteError, match="impossible plan"):
@@ -119,7 +157,7 @@ def placed(*experts: ExpertGroup) -> Plan:
 
 def test_groups_are_stages_then_experts_and_a_peer_may_be_in_several() -> None:
     plan = placed()
-    assert plan_flaw(plan, num_layers=2, num_experts=2) is None
+    assert plan_flaw(plan, PLACED) is None
     assert [plan.expert_group(stage, expert) for stage in (0, 1) for expert in (0, 1)] == [2, 3, 4, 5]
     assert [plan.groups_of(PeerID(name)) for name in ("a", "b", "spare", "nobody")] == [
         (0, 2, 4),
@@ -153,6 +191,6 @@ def test_a_spare_that_holds_an_expert_is_known_to_have_stayed() -> None:
     ],
 )
 def test_what_no_placement_of_experts_can_be(change, flaw: str) -> None:  # type: ignore[no-untyped-def]
-    found = plan_flaw(placed(*change(placed().experts)), num_layers=2, num_experts=2)
+    found = plan_flaw(placed(*change(placed().experts)), PLACED)
     assert found is not None
     assert flaw in found

@@ -10,7 +10,7 @@ from shoal.coordinator.allocate.interface import Layout, MeasuredPeer, NoLayout,
 from shoal.coordinator.allocate.live import EvolutionaryAllocator
 from shoal.coordinator.cost.workload import Workload
 from shoal.coordinator.measured import MeasuredNetwork
-from shoal.protocol.plan import Member, Plan, Stage, plan_flaw
+from shoal.protocol.plan import Member, Plan, PlanShape, Stage, plan_flaw
 from shoal.protocol.spec import RunSpec
 
 ALLOCATOR = GreedyAllocator()
@@ -76,7 +76,7 @@ def swarms(draw, min_peers=1, names="abcdefghijklmno"):
 def check(layout, peers, *, by_speed=True):
     """What every layout promises. Args: by_speed: shares follow speeds alone."""
     plan = as_plan(layout)
-    assert plan_flaw(plan, num_layers=len(COSTS)) is None
+    assert plan_flaw(plan, PlanShape(num_layers=len(COSTS), num_stages=len(plan.stages))) is None
     by_id = {peer.peer: peer for peer in peers}
     assert set(plan.members) <= set(by_id)
     stayers = {peer.peer for peer in peers if not peer.draining}

@@ -16,7 +16,7 @@ from shoal.coordinator.cost.throughput import ThroughputObjective
 from shoal.coordinator.cost.workload import Workload
 from shoal.coordinator.measured import MeasuredNetwork
 from shoal.protocol.identity import PeerID
-from shoal.protocol.plan import Member, Plan, Stage, plan_flaw
+from shoal.protocol.plan import Member, Plan, PlanShape, Stage, plan_flaw
 from shoal.protocol.spec import ModelSpec, RunSpec, SwarmSpec, TrainingSpec
 
 SPEC = RunSpec(
@@ -95,7 +95,7 @@ def first():
 def test_a_first_layout_keeps_what_is_exchanged_inside_cities():
     layout = first()
     assert sorted("".join(sorted(group)) for group in groups(layout)) == sorted(CITIES.values())
-    assert plan_flaw(as_plan(layout), num_layers=6) is None
+    assert plan_flaw(as_plan(layout), PlanShape(num_layers=6, num_stages=len(layout.stages))) is None
     assert layout.spares == ()
     assert layout == first(), "the same snapshot and seed: the same layout"
 
@@ -148,7 +148,7 @@ def test_a_search_moves_whom_it_pays_to_move_and_leaves_half_of_each_stage():
         stay = [peer for peer in before.peers if peer in after.peers]
         assert len(stay) >= 2
         assert list(after.peers[: len(stay)]) == stay, "who stays keeps its rank before those who come"
-    assert plan_flaw(replace_stages(previous, layout), num_layers=6) is None
+    assert plan_flaw(replace_stages(previous, layout), PlanShape(num_layers=6, num_stages=len(layout.stages))) is None
     assert layout == search(previous)[0]
 
 

@@ -8,7 +8,7 @@ import pytest
 from shoal.coordinator.experts.groups import LOOK_STEPS, ExpertPlaces
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Advert, Heartbeat
-from shoal.protocol.plan import Member, Plan, Stage, plan_flaw
+from shoal.protocol.plan import Member, Plan, PlanShape, Stage, plan_flaw
 
 E = 8
 
@@ -31,7 +31,7 @@ def planned(places: ExpertPlaces, groups: tuple[Stage, ...], before: Plan | None
         stages=groups,
         experts=places.place(groups, before, sequence=sequence),
     )
-    assert plan_flaw(plan, num_layers=len(groups), num_experts=E) is None
+    assert plan_flaw(plan, PlanShape(num_layers=len(groups), num_stages=len(plan.stages), num_experts=E)) is None
     return plan
 
 
