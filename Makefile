@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: setup demo test check bench soak soak-memory soak-coordination soak-chaos soak-frames soak-campaign soak-moves soak-pauses soak-goodput soak-experts soak-stops bench-staleness
+.PHONY: setup demo test check bench soak soak-memory soak-coordination soak-chaos soak-frames soak-fuzz soak-campaign soak-moves soak-pauses soak-goodput soak-experts soak-stops bench-staleness
 
 setup: $(STAMP)
 
@@ -40,7 +40,7 @@ bench-staleness: .venv/.study
 	touch $@
 
 # All of them, a working day on two cores.
-soak: soak-stops soak-memory soak-coordination soak-frames soak-campaign soak-moves soak-pauses soak-chaos soak-goodput soak-experts
+soak: soak-stops soak-memory soak-coordination soak-frames soak-fuzz soak-campaign soak-moves soak-pauses soak-chaos soak-goodput soak-experts
 
 # Thirty minutes of demo; says how each peer's memory grew.
 soak-memory: setup
@@ -53,6 +53,12 @@ soak-coordination: setup
 # A million frames with flipped bits through the codec, two minutes. ARGS=20000 for less.
 soak-frames: setup
 	$(BIN)/python tests/soak/frames.py $(ARGS)
+
+# Ten million messages, plans and files that are nearly right, an hour or two; goes on where it was stopped. With Atheris,
+# which follows coverage, where that installs. ARGS='--executions 100000 --only plans' for less.
+soak-fuzz: setup
+	-$(BIN)/python -m pip install -q -c deploy/constraints.txt -e '.[fuzz]'
+	$(BIN)/python tests/soak/fuzz.py $(ARGS)
 
 # Five hundred whole swarms in virtual time, each broken in its own way, hours. ARGS='--seeds 20' for less.
 soak-campaign: setup

@@ -220,8 +220,9 @@ class NetworkFile(msgspec.Struct, frozen=True, kw_only=True):
             raise LocalError("it lacks latency_ms or bandwidth_gbps")
         if len(latency) > SCENARIO_DEVICES_MAX:
             raise LocalError(f"its {len(latency)} devices are more than {SCENARIO_DEVICES_MAX}")
-        latency_s = _matrix("latency", latency) * latency_unit
-        bytes_per_s = _matrix("bandwidth", rate) * (rate_unit / _BITS_PER_BYTE)
+        with np.errstate(over="ignore"):  # what becomes infinite is refused with a sentence
+            latency_s = _matrix("latency", latency) * latency_unit
+            bytes_per_s = _matrix("bandwidth", rate) * (rate_unit / _BITS_PER_BYTE)
         n = len(latency_s)
         entries = self.devices if self.devices is not None else [DeviceEntry()] * n
         regions = self.device_regions if self.device_regions is not None else [""] * n
@@ -280,12 +281,17 @@ def _flaw(t: Topology) -> str | None:
     ):
         bad = np.flatnonzero(~(vector > 0.0))
         if len(bad):
-            return f"the {what} of {t.names[bad[0]]} is {vector[bad[0]]}, and must be above 0"
+            return f"the {what} of {_shown(t.names[bad[0]])} is {vector[bad[0]]}, and must be above 0"
     if not np.isfinite(t.flop_per_s).all() or not np.isfinite(t.memory_bytes).all():
         return "a device has an infinite speed or memory"
     open_paths = t.bytes_per_s > 0.0
     np.fill_diagonal(open_paths, False)
     lonely = np.flatnonzero(~(open_paths.any(axis=0) & open_paths.any(axis=1)))
     if n > 1 and len(lonely):
-        return f"{t.names[lonely[0]]} has no link to or from any other device"
+        return f"{_shown(t.names[lonely[0]])} has no link to or from any other device"
     return None
+
+
+def _shown(name: str) -> str:
+    """The name as it stands in a complaint of one line: a file may have line breaks in it."""
+    return name if name.isprintable() else repr(name)
