@@ -315,6 +315,8 @@ class Governor:
             MeasuredPeer.of(peer, advert, draining=False, synced_stage=live.plan.stage_of(peer))
             for peer, advert in sorted(dict(reset.roster).items())
         )
+        if not peers:
+            return None, "the reset names nobody who is in reach"
         layout, reason = self._layout(peers, live.plan, disks_of(self.roster, now_s), sequence=sequence)
         if layout is None:
             return None, reason

@@ -236,3 +236,22 @@ def test_mandates_that_do_not_hold_are_refused(run_swarm):
         assert swarm.coordinator.order == order
 
     run_swarm(scenario, min_peers=9, term_s=20.0)
+
+
+def test_a_reset_for_nobody_is_refused_with_a_sentence(run_swarm):
+    """Found by the fuzzer: it ended in an error of the allocator's."""
+
+    async def scenario(swarm):
+        await halved(swarm)
+        port, endpoint, recovery, owner = await visitor(swarm)
+        situation = await port.spawn(recovery.look())
+        coordinator = situation.coordinator(2000)
+        mandate = Mandate(reign=1, term=2000, coordinator=coordinator, previous=situation.base.digest)
+        reset = Reset(
+            mandate=sign_mandate(owner, mandate, run=endpoint.run), live=situation.base.link, version=0, roster=()
+        )
+        with pytest.raises(Refused, match="nobody"):
+            await port.spawn(endpoint.ask(coordinator, reset, Done))
+        assert not swarm.world.failures
+
+    run_swarm(scenario, min_peers=9)

@@ -21,17 +21,17 @@ import torch
 from fuzz_choices import Choices
 from fuzz_targets import make_plan, members_of
 from fuzz_values import Known, make
-from shoal.deploy.node import Node
 from shoal.deploy.simulate.swarm import SimSwarm
 from shoal.deploy.simulate.tiny_run import tiny_corpus, tiny_spec
 from shoal.protocol import messages
 from shoal.protocol.errors import RemoteError, Unreachable
 from shoal.protocol.identity import Identity, PeerID
-from shoal.protocol.plan import Plan, sign_mandate, sign_plan
+from shoal.protocol.plan import Mandate, Plan, PlanProof, SignedPlan, sign_mandate, sign_plan, vote_body
 from shoal.protocol.ports import Priority
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
 from shoal.protocol.sim.world import SimPeer
+from shoal.protocol.statement import sign_statement
 
 NAMES = ("host", "b", "c", "d")
 _LATENCY_S = 0.01
@@ -192,11 +192,12 @@ def _known(swarm: SimSwarm, rng: random.Random) -> Known:
     nodes = list(swarm.nodes.values())
     live = [n.coordination.plan for n in nodes]
     plans = [signed for signed in live if signed is not None]
-    newest = max((signed.plan for signed in plans), key=lambda plan: plan.order)
+    top = max(plans, key=lambda signed: signed.plan.height)
+    newest = top.plan
     peers = [peer.peer_id for peer in swarm.world.peers.values()]
     steps = max(swarm.steps, default=0)
     near = [steps, steps + 1, steps - 1, max(0, steps - 2), steps + 2]
-    envelopes = [signed.envelope for signed in plans] + list(_made_plans(swarm, newest, peers, rng))
+    envelopes = [signed.link for signed in plans] + list(_made_plans(swarm, top, peers, rng))
     replicas = [node.peer.replica for node in nodes if node.peer.replica]
     return {
         "run": [newest.run],
@@ -220,7 +221,7 @@ def _known(swarm: SimSwarm, rng: random.Random) -> Known:
         "live": [*envelopes, b""],
         "accepted": [*envelopes, b""],
         "predecessor": [*envelopes, b""],
-        "mandate": [b"", _mandate(swarm, peers, newest)],
+        "mandate": [b"", _mandate(swarm, peers, top)],
         "layer": ["embed", "layers.0", "layers.1", "head"],
         "indices": [b"\x0f", b"\x01", b"\x00"],
         "claimed": [b"\x0f", b"\x00"],
@@ -230,33 +231,42 @@ def _known(swarm: SimSwarm, rng: random.Random) -> Known:
     }
 
 
-def _mandate(swarm: SimSwarm, peers: Sequence[PeerID], newest: Plan) -> bytes:
-    return sign_mandate(swarm.world.identity("host"), run=newest.run, term=newest.term + 1, coordinator=peers[0])
+def _mandate(swarm: SimSwarm, peers: Sequence[PeerID], newest: SignedPlan) -> bytes:
+    plan = newest.plan
+    mandate = Mandate(reign=plan.reign + 1, term=plan.term + 1, coordinator=peers[0], previous=newest.digest)
+    return sign_mandate(swarm.world.identity("host"), mandate, run=plan.run)
 
 
-def _made_plans(swarm: SimSwarm, newest: Plan, peers: Sequence[PeerID], rng: random.Random) -> Iterator[bytes]:
-    """Plans that thieves and strangers have signed, which often could be the next one."""
-    for name in (rng.choice(NAMES), "stranger"):
+def _made_plans(swarm: SimSwarm, newest: SignedPlan, peers: Sequence[PeerID], rng: random.Random) -> Iterator[bytes]:
+    """Plans that thieves and strangers have signed, which often could be the next one. One has the votes of all: what
+    passes every check must be possible to obey."""
+    for name, voters in ((rng.choice(NAMES), NAMES), (rng.choice(NAMES), ()), ("stranger", ("stranger",))):
         identity: Identity = swarm.world.identity(name)
         choices = Choices(rng.randbytes(_BYTES_OF_ONE))
+        base = newest.plan
         seen: Known = {
+            "run": [base.run],
             "coordinator": [identity.peer_id],
-            "term": [newest.term, newest.term + 1, newest.term + 2],
-            "sequence": [newest.sequence + 1, newest.sequence + 2],
-            "era": [newest.era, newest.era + 1],
-            "previous": [signed.digest for signed in _live(swarm)],
+            "reign": [base.reign],
+            "term": [base.term, base.term + 1, base.term + 2],
+            "sequence": [base.sequence + 1, base.sequence + 2],
+            "era": [base.era, base.era, base.era + 1],
+            "previous": [newest.digest],
             "peer": peers,
             "restore_version": [0],
         }
         try:
-            plan = msgspec.msgpack.decode(make_plan(choices, seen, layers=_LAYERS, peers=peers), type=Plan)
-            yield sign_plan(identity, plan).envelope
+            raw = make_plan(choices, seen, layers=_LAYERS, peers=peers, stages=_LAYERS)
+            signed = sign_plan(identity, msgspec.msgpack.decode(raw, type=Plan))
         except (msgspec.MsgspecError, UnicodeDecodeError, OverflowError):
             continue
-
-
-def _live(swarm: SimSwarm) -> list[Node]:
-    return [n.coordination.plan for n in swarm.nodes.values() if n.coordination.plan]  # type: ignore[misc]
+        body = vote_body(signed.plan.term, signed.digest)
+        votes = [
+            (base.electors.index(voter.peer_id), sign_statement(voter, "vote", run=base.run, body=body))
+            for voter in map(swarm.world.identity, voters)
+            if voter.peer_id in base.electors
+        ]
+        yield msgspec.structs.replace(signed, proof=PlanProof(signed.plan.term, tuple(votes))).link
 
 
 def quiet() -> None:

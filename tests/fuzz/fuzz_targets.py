@@ -36,7 +36,7 @@ from shoal.protocol.frames import CreditWindow, FrameAssembler, FrameType, decod
 from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.invite import PREFIX, Invite, make_invite, parse_invite
 from shoal.protocol.limits import PROTOCOL_VERSION
-from shoal.protocol.plan import Plan, open_plan, plan_flaw, sign_mandate, sign_plan
+from shoal.protocol.plan import Mandate, Plan, PlanShape, open_link, open_plan, plan_flaw, sign_mandate, sign_plan
 from shoal.protocol.ports import CallHandler, FrameHandler
 from shoal.protocol.sim.disk import SimDisk
 from shoal.protocol.spec import ModelSpec, RunSpec, SwarmSpec, encode_spec, load_spec, run_id
@@ -74,11 +74,11 @@ def known() -> Known:
         "step": [0, 1, 2],
         "index": [0, 1, 5],
         "era": [0, 0, 0, 1],
-        "plan": [plan.envelope],
-        "live": [plan.envelope, b""],
+        "plan": [plan.envelope, plan.link],
+        "live": [plan.link, b""],
         "accepted": [plan.envelope, b""],
-        "predecessor": [plan.envelope, b""],
-        "mandate": [b"", sign_mandate(OWNER, run=RUN, term=3, coordinator=peers[1])],
+        "predecessor": [plan.link, b""],
+        "mandate": [b"", _mandate(plan.digest)],
         "spec": [encode_spec(SPEC), spec_record],
         "layer": [f"layers.{index}" for index in range(LAYERS)] + ["embed", "head"],
         "indices": [b"\x3f", b"\x00", b"\xff" * 8],
@@ -86,6 +86,11 @@ def known() -> Known:
         "addresses": [["/ip4/127.0.0.1/tcp/4001/p2p/" + peers[0]]],
         "protocol_version": [PROTOCOL_VERSION],
     }
+
+
+def _mandate(previous: str) -> bytes:
+    mandate = Mandate(reign=1, term=3, coordinator=VICTIM.peer_id, previous=previous)
+    return sign_mandate(OWNER, mandate, run=RUN)
 
 
 def _plain_plan() -> Plan:
@@ -218,21 +223,22 @@ def plans(data: bytes) -> None:
     choices = Choices(data)
     raw = make_plan(choices, known(), layers=LAYERS, peers=[somebody.peer_id for somebody in SOMEBODY])
     signer = choices.pick(SOMEBODY)
-    experts = choices.pick((0, EXPERTS))
+    stages = choices.pick((2, 1, 3, LAYERS))
+    shape = PlanShape(num_layers=LAYERS, num_stages=stages, num_experts=choices.pick((0, EXPERTS)))
     try:
         head = msgspec.msgpack.decode(raw, type=dict[str, Any])
         term, sequence = int(head.get("term", 0)), int(head.get("sequence", 0))
         envelope = seal(signer, "plan", run=RUN, term=term, sequence=sequence, body=choices.flip(raw))
     except (msgspec.MsgspecError, TypeError, ValueError, OverflowError):
         return  # the attacker's own program
+    with contextlib.suppress(RemoteError):
+        open_link(choices.flip(msgspec.msgpack.encode((envelope, None))), source=VICTIM.peer_id)
     try:
-        opened = open_plan(
-            envelope, run=RUN, owner=OWNER.peer_id, source=VICTIM.peer_id, num_layers=LAYERS, num_experts=experts
-        )
+        opened = open_plan(envelope, run=RUN, owner=OWNER.peer_id, source=VICTIM.peer_id, shape=shape)
     except RemoteError:
         return
     plan = opened.plan
-    assert plan_flaw(plan, num_layers=LAYERS, num_experts=experts) is None
+    assert plan_flaw(plan, shape) is None
     before = _plain_plan()
     plan.dropped_since(before)
     before.dropped_since(plan)
@@ -243,20 +249,23 @@ def plans(data: bytes) -> None:
     msgspec.msgpack.encode(plan)
 
 
-def make_plan(choices: Choices, seen: Known, *, layers: int, peers: Sequence[PeerID]) -> bytes:
-    """The bytes of a plan, which in one case of two covers the layers with members of its own."""
-    fields = make_tables(choices, Plan, seen | {"run": [RUN]})
+def make_plan(choices: Choices, seen: Known, *, layers: int, peers: Sequence[PeerID], stages: int = 0) -> bytes:
+    """The bytes of a plan, which in one case of two covers the layers with members of its own.
+
+    Args:
+        stages: how many it then has; 0: any number.
+    """
+    fields = make_tables(choices, Plan, seen)
     if choices.below(2):
         order = list(peers)
         Random(choices.below(1 << 16)).shuffle(order)
-        stages: list[Any] = []
-        at = 0
-        while at < layers and order:
-            end = min(layers, at + 1 + choices.below(layers))
-            members = [[order.pop(), 1.0, 1.0, 0] for _ in range(min(len(order), 1 + choices.below(2)))]
-            stages.append([at, end, members])
-            at = end
-        fields |= {"run": RUN, "stages": stages, "spares": order[: choices.below(3)]}
+        count = stages or 1 + choices.below(layers)
+        cuts = [layers * index // count for index in range(count + 1)]
+        made = [
+            [first, last, [[order.pop(), 1.0, 1.0, 0] for _ in range(min(len(order), 1 + choices.below(2)))]]
+            for first, last in itertools.pairwise(cuts)
+        ]
+        fields |= {"run": seen["run"][0], "stages": made, "spares": order[: choices.below(3)]}
         fields |= {"restore_era": 0, "mandate": b""}
         if not choices.chance(4):
             fields["experts"] = []
