@@ -9,6 +9,7 @@ the same revision agree on every field.
 This file is long because every field of a run file is in it, with what it means.
 """
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -104,7 +105,8 @@ class ModelSpec(_Section, frozen=True):
             self.num_heads % self.num_kv_heads == 0,
             f"num_kv_heads {self.num_kv_heads} does not divide num_heads {self.num_heads}",
         )
-        _require(self.rope_theta > 1 and self.norm_eps > 0, "rope_theta must be > 1 and norm_eps > 0")
+        _require(1 < self.rope_theta < math.inf, f"rope_theta must be more than 1, is {self.rope_theta}")
+        _require(0 < self.norm_eps < math.inf, f"norm_eps must be positive, is {self.norm_eps}")
         self._check_experts()
 
     def _check_experts(self) -> None:

@@ -6,11 +6,13 @@ Tensor names and shapes are theirs already (`peer/model/layout.py`), so nothing 
 from collections.abc import Mapping
 from typing import Any, Final
 
+from shoal.deploy.words import printable
 from shoal.protocol.errors import LocalError
 from shoal.protocol.spec import ModelSpec
 
 _CONTEXT_MAX: Final = 1024
 """What a sample has by default, of models that could take more: activations grow with it."""
+_SAID_CHARS_MAX: Final = 80
 _IGNORED: Final = ("rotary_emb.inv_freq",)
 """Older files have the rotary frequencies, which follow from the config."""
 
@@ -87,7 +89,10 @@ def model_of(config: Mapping[str, Any], *, context: int | None = None) -> ModelS
     """
     kind = config.get("model_type")
     if kind not in ("llama", "mixtral"):
-        raise LocalError(f"model_type {kind!r} is neither llama nor mixtral, which is what shoal trains")
+        raise LocalError(f"model_type {_said(kind)!r} is neither llama nor mixtral, which is what shoal trains")
+    for name in ("num_attention_heads", "hidden_size", "head_dim"):
+        if not isinstance(config.get(name, 0), int | None):
+            raise LocalError(f"config.json cannot be read: {name} is {_said(config[name])}")
     for trouble in _troubles(config):
         raise LocalError(f"shoal cannot train this model: {trouble}")
     try:
@@ -108,8 +113,8 @@ def model_of(config: Mapping[str, Any], *, context: int | None = None) -> ModelS
             fields["num_experts"] = int(config["num_local_experts"])
             fields["experts_per_token"] = int(config.get("num_experts_per_tok") or 2)
             fields["router_aux_loss"] = float(config.get("router_aux_loss_coef") or 0.0)
-    except (KeyError, TypeError, ValueError) as error:
-        raise LocalError(f"config.json cannot be read: {error!r}") from error
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise LocalError(f"config.json cannot be read: {_said(error)}") from error
     if context is not None and context > longest:
         raise LocalError(f"the model was made for {longest} tokens, not for a context of {context}")
     try:
@@ -121,6 +126,11 @@ def model_of(config: Mapping[str, Any], *, context: int | None = None) -> ModelS
 def is_ignored(name: str) -> bool:
     """Whether a tensor of the file means nothing to a model."""
     return name.endswith(_IGNORED)
+
+
+def _said(value: object) -> str:
+    """What a file says, in a message: no longer than a name is."""
+    return printable(value if isinstance(value, str) else repr(value))[:_SAID_CHARS_MAX]
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -140,10 +150,13 @@ def _troubles(config: Mapping[str, Any]) -> list[str]:
     # Where a config says nothing `transformers` takes its own defaults: not tied, no biases.
     checks = [
         (config.get("tie_word_embeddings"), "its embedding and head are tied; ours are two layers of their own"),
-        (_rope(config)["rope_type"] != "default", f"it scales its rotary positions ({_rope(config)['rope_type']})"),
+        (
+            _rope(config)["rope_type"] != "default",
+            f"it scales its rotary positions ({_said(_rope(config)['rope_type'])})",
+        ),
         (config.get("attention_bias"), "its attention has biases"),
         (config.get("mlp_bias"), "its feed-forward has biases"),
-        (config.get("hidden_act", "silu") != "silu", f"its activation is {config.get('hidden_act')}, not silu"),
+        (config.get("hidden_act", "silu") != "silu", f"its activation is {_said(config.get('hidden_act'))}, not silu"),
         (
             head_dim and heads and dim and head_dim * heads != dim,
             f"its {heads} heads of {head_dim} are not its width of {dim}",

@@ -5,15 +5,19 @@ when peers ask, and each peer checks what it gets. So the folder must stay where
 """
 
 import asyncio
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
+import psutil
 import safetensors
 from torch import Tensor
 
 from shoal.deploy.ship.hf_config import is_ignored, model_of
+from shoal.deploy.ship.model_folder import own_file, read_json, tensor_files
+from shoal.deploy.words import printable
 from shoal.peer.data.tokenizer import BYTES, FileTokenizer, byte_tokenizer_json, read_tokenizer
 from shoal.peer.initial import weights_digest
 from shoal.peer.model.layout import all_layer_keys, layer_layout
@@ -26,7 +30,12 @@ OnLayer = Callable[[int, int], None]
 
 _NAMED_MAX: Final = 3
 """Tensors that a message names."""
+_NAME_CHARS_MAX: Final = 80
+_DIMS_MAX: Final = 8
 _STAGES: Final = 3
+_FP32_BYTES: Final = 4
+_DTYPES: Final = ("F32", "F16", "BF16", "F64", "F8_E4M3", "F8_E5M2")
+"""Weights are numbers with fractions: others would be read without a word, and mean something else."""
 
 
 class FolderWeights:
@@ -55,14 +64,25 @@ class FolderWeights:
         """float32 [numel]. Raises: LocalError: a file cannot be read, or a shape is another."""
         layout = layer_layout(self._model, key)
         tensors: dict[str, Tensor] = {}
+        if 2 * _FP32_BYTES * layout.numel > (free := psutil.virtual_memory().available):
+            raise LocalError(
+                f"{key} of {self._folder} takes {2 * _FP32_BYTES * layout.numel >> 20:,} MiB to read, "
+                f"and this machine has {free >> 20:,} MiB of memory left"
+            )
+        shape_of = dict(zip(layout.names, layout.shapes, strict=True))
         try:
             for file in sorted({self._file_of[name] for name in layout.names}):
                 with safetensors.safe_open(file, framework="pt") as opened:
                     names = [name for name in layout.names if self._file_of[name] == file]
+                    for name in names:
+                        _check_tensor(name, opened.get_slice(name), shape_of[name])
                     tensors |= {name: opened.get_tensor(name) for name in names}
-            return layout.flatten(tensors)
-        except (OSError, ValueError, safetensors.SafetensorError) as error:
+            flat_N = layout.flatten(tensors)
+        except (OSError, RuntimeError, ValueError, safetensors.SafetensorError) as error:
             raise LocalError(f"cannot read {key} from {self._folder}: {error}") from error
+        if not flat_N.isfinite().all():
+            raise LocalError(f"{key} of {self._folder} has weights that are infinite or no numbers")
+        return flat_N
 
     def digests(self, on_layer: OnLayer | None = None) -> tuple[str, ...]:
         """Of all layers, in their order."""
@@ -94,7 +114,7 @@ def import_model(
     Raises: LocalError: this is no model that shoal can train; the line says why. DataError: its tokenizer.
     """
     folder = folder.expanduser().resolve()
-    model = model_of(_read_json(folder / "config.json"), context=context)
+    model = model_of(read_json(own_file(folder, "config.json")), context=context)
     weights = FolderWeights(folder, model)
     base = base or _for_fine_tuning(folder.name, model)
     data = msgspec.structs.replace(base.data, tokenizer=_tokenizer_of(folder, model), tokenizer_digest="", digest="")
@@ -145,11 +165,11 @@ def _for_fine_tuning(name: str, model: ModelSpec) -> RunSpec:
 def _tokenizer_of(folder: Path, model: ModelSpec) -> str:
     """What to write as `data.tokenizer`. Raises: DataError."""
     path = folder / "tokenizer.json"
-    if not path.is_file():
+    if not os.path.lexists(path):
         if model.vocab_size == 256:
             return BYTES
         raise DataError(f"{folder} has no tokenizer.json: save its tokenizer there in that form")
-    data = read_tokenizer(path)
+    data = read_tokenizer(own_file(folder, path.name))
     if _is_bytes(data):
         return BYTES
     vocab_size = FileTokenizer(data, name=str(path)).vocab_size
@@ -163,36 +183,30 @@ def _is_bytes(data: bytes) -> bool:
     try:
         ours, found = (msgspec.json.decode(text) for text in (byte_tokenizer_json(), data))
         return bool(found["model"]["vocab"] == ours["model"]["vocab"] and not found["model"]["merges"])
-    except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, KeyError, TypeError):
         return False
 
 
 def _tensor_files(folder: Path) -> dict[str, Path]:
     """Tensor name -> its file."""
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        pickled = any(folder.glob("*.bin"))
-        advice = ": its weights are pickled, save them as safetensors" if pickled else ""
-        raise LocalError(f"there are no *.safetensors in {folder}{advice}")
     found: dict[str, Path] = {}
-    for file in files:
+    for file in tensor_files(folder):
         try:
             with safetensors.safe_open(file, framework="pt") as opened:
                 found |= dict.fromkeys(opened.keys(), file)
-        except (OSError, safetensors.SafetensorError) as error:
+        except (OSError, RuntimeError, safetensors.SafetensorError) as error:
             raise LocalError(f"cannot read {file}: {error}") from error
     return found
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except OSError as error:
-        raise LocalError(f"cannot read {path}: {error.strerror or error}") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise LocalError(f"{path} is no model's config: {error}") from error
+def _check_tensor(name: str, said: Any, shape: tuple[int, ...]) -> None:
+    """Before it is read, which may take all memory. Raises: ValueError."""
+    if tuple(said.get_shape()) != shape:
+        raise ValueError(f"{name} must have shape {shape}, has {tuple(said.get_shape()[:_DIMS_MAX])}")
+    if said.get_dtype() not in _DTYPES:
+        raise ValueError(f"{name} has weights of type {said.get_dtype()}, which shoal does not read")
 
 
 def _some(names: Sequence[str]) -> str:
     more = f" and {len(names) - _NAMED_MAX} more" if len(names) > _NAMED_MAX else ""
-    return ", ".join(names[:_NAMED_MAX]) + more
+    return ", ".join(printable(name[:_NAME_CHARS_MAX]) for name in names[:_NAMED_MAX]) + more

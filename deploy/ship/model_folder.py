@@ -1,0 +1,109 @@
+"""Files of a model folder that somebody else may have packed: which of them are read, and how much of them.
+
+Nothing in it is ever unpickled or unpacked. A link that leads out of the folder could show any file of this machine to
+whoever reads our error message; a device or a pipe has no end; a header may announce what no memory holds.
+"""
+
+import os
+import stat
+import struct
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from shoal.deploy.words import printable
+from shoal.protocol.errors import LocalError
+
+CONFIG_BYTES_MAX: Final = 4 * 1024 * 1024
+"""A config.json has some kilobytes."""
+HEADER_BYTES_MAX: Final = 32 * 1024 * 1024
+"""Names, shapes and places of the tensors of one file: of 300,000."""
+FILES_MAX: Final = 4096
+"""*.safetensors in a folder. A model of 1,000 G parameters has some 200."""
+_HEADER_LENGTH: Final = struct.Struct("<Q")
+
+
+def own_file(folder: Path, name: str) -> Path:
+    """A file of the folder, to be read.
+
+    The folder of a Hugging Face cache has links to the files of the model beside it, so it counts with these.
+
+    Raises: LocalError: it is not there, leads elsewhere, or is no file.
+    """
+    path = folder / name
+    try:
+        real, found = path.resolve(strict=True), path.stat()
+    except (OSError, RuntimeError) as error:  # a link to itself
+        why = getattr(error, "strerror", None) or "it is a link to itself"
+        raise LocalError(f"cannot read {_shown(path)}: {why}") from error
+    if not real.is_relative_to(_root(folder)):
+        raise LocalError(
+            f"{_shown(path)} is a link that leads out of the folder, so it is not read: copy what it leads to"
+        )
+    if not stat.S_ISREG(found.st_mode):
+        raise LocalError(f"{_shown(path)} is no file")
+    return path
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Raises: LocalError: it cannot be read, or is no JSON object of a config's size."""
+    try:
+        with path.open("rb") as file:
+            raw = file.read(CONFIG_BYTES_MAX + 1)
+        if len(raw) > CONFIG_BYTES_MAX:
+            raise LocalError(f"{_shown(path)} is too large to be a model's config")
+        return msgspec.json.decode(raw, type=dict[str, Any])
+    except OSError as error:
+        raise LocalError(f"cannot read {_shown(path)}: {error.strerror or error}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise LocalError(f"{_shown(path)} is no model's config: {error}") from error
+
+
+def tensor_files(folder: Path) -> list[Path]:
+    """Its *.safetensors, by name, each with a header that is worth reading.
+
+    Raises: LocalError: there are none, or too many, or one is none.
+    """
+    try:
+        names = sorted(entry.name for entry in os.scandir(folder) if entry.name.endswith((".safetensors", ".bin")))
+    except OSError as error:
+        raise LocalError(f"cannot read {_shown(folder)}: {error.strerror or error}") from error
+    files = [name for name in names if name.endswith(".safetensors")]
+    if not files:
+        advice = ": its weights are pickled, save them as safetensors" if names else ""
+        raise LocalError(f"there are no *.safetensors in {_shown(folder)}{advice}")
+    if len(files) > FILES_MAX:
+        raise LocalError(f"{_shown(folder)} has {len(files)} *.safetensors, and shoal reads {FILES_MAX} at most")
+    paths = [own_file(folder, name) for name in files]
+    for path in paths:
+        _check_header(path)
+    return paths
+
+
+def _check_header(path: Path) -> None:
+    try:
+        with path.open("rb") as file:
+            begin = file.read(_HEADER_LENGTH.size + 1)
+            size = os.fstat(file.fileno()).st_size
+    except OSError as error:
+        raise LocalError(f"cannot read {_shown(path)}: {error.strerror or error}") from error
+    length = _HEADER_LENGTH.unpack_from(begin)[0] if len(begin) > _HEADER_LENGTH.size else size
+    if begin[_HEADER_LENGTH.size :] != b"{" or length > size - _HEADER_LENGTH.size:
+        raise LocalError(f"cannot read {_shown(path)}: it is not in safetensors form")
+    if length > HEADER_BYTES_MAX:
+        raise LocalError(
+            f"the header of {_shown(path)} has {length >> 20} MiB, and shoal reads {HEADER_BYTES_MAX >> 20} at most"
+        )
+
+
+def _shown(path: Path) -> str:
+    """A name may have line breaks in it."""
+    return printable(str(path))
+
+
+def _root(folder: Path) -> Path:
+    """What a link may lead into."""
+    real = folder.resolve()
+    cached = real.parent.name == "snapshots" and real.parent.parent.name.startswith("models--")
+    return real.parent.parent if cached else real
