@@ -7,9 +7,22 @@ STAMP := .venv/.installed
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml deploy/constraints.txt
+# Every file that comes from elsewhere has its SHA-256 in deploy/lock, and nothing else is asked for, not even to build
+# with. pip takes the torch that it would take without hashes (CUDA's, unless it is told of an index or a folder with
+# the CPU build), and only then compares; CUDA's libraries follow that choice.
+LOCKED := $(BIN)/python -m pip install --require-hashes --no-deps
+TORCH := .venv/torch
+
+$(STAMP): pyproject.toml deploy/constraints.txt $(wildcard deploy/lock/*.txt)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -c deploy/constraints.txt -e '.[dev]'
+	$(LOCKED) -r deploy/lock/build.txt
+	$(LOCKED) --no-build-isolation -r deploy/lock/setup.txt
+	$(BIN)/python -m pip download --no-deps --only-binary :all: -d $(TORCH) -c deploy/constraints.txt torch
+	$(LOCKED) --no-index --find-links $(TORCH) -r deploy/lock/torch.txt
+	rm -r $(TORCH)
+	! $(BIN)/python -m pip show --files torch | grep -q libtorch_cuda.so || $(LOCKED) -r deploy/lock/cuda.txt
+	$(BIN)/python -m pip install --no-deps --no-build-isolation -e .
+	$(BIN)/python -m pip check
 	touch $(STAMP)
 
 # A swarm of six peers on this machine. ARGS='--json out.jsonl' and the like go to `shoal demo`.
@@ -35,8 +48,9 @@ bench-staleness: .venv/.study
 
 # The rated sentences are in the source distribution only.
 .venv/.study: $(STAMP)
-	$(BIN)/python -m pip install -c deploy/constraints.txt -e '.[dev,study]'
-	$(BIN)/python -m pip download --no-deps --no-binary :all: -d .venv/share/staleness vaderSentiment==3.3.2
+	$(LOCKED) --no-build-isolation -r deploy/lock/study.txt
+	$(BIN)/python -m pip download --require-hashes --no-deps --no-build-isolation --no-binary :all: \
+	  -d .venv/share/staleness -r deploy/lock/rated.txt
 	touch $@
 
 # All of them, a working day on two cores.

@@ -1,0 +1,84 @@
+"""Writes the files of `lock/` anew from `pyproject.toml` and `constraints.txt`: `renew_lock.py [WHEEL …]`.
+
+Run it after each change of these two. It asks PyPI, through uv, for the hash of every file of every package, and it
+does not choose versions: those are in the constraints, those of CUDA's libraries in what torch asks for. WHEEL are
+files on this machine that must be allowed too because PyPI does not have them: torch's CPU build, fetched from PyTorch.
+Their hashes stay from one renewal to the next as long as the version does. Compare a new one with PyTorch's own page.
+"""
+
+import hashlib
+import re
+import subprocess
+import sys
+import tempfile
+import venv
+from pathlib import Path
+
+_UV = "uv==0.13.9"
+_DEPLOY = Path(__file__).resolve().parent
+LOCK = _DEPLOY / "lock"
+_CUDA = re.compile(r"^(nvidia|cuda)-")
+_NAME = re.compile(r"^([A-Za-z0-9._-]+)(?:\[[^]]*\])?==(\S+)")
+
+Locked = dict[str, tuple[str, frozenset[str]]]
+"""Name, in lower case with dashes -> version, SHA-256 of its files."""
+
+
+def read(text: str) -> Locked:
+    """What a lock file says."""
+    locked: Locked = {}
+    for entry in text.replace("\\\n", " ").splitlines():
+        if found := _NAME.match(entry):
+            hashes = frozenset(re.findall(r"--hash=sha256:([0-9a-f]{64})", entry))
+            locked[found[1].lower().replace("_", "-")] = (found[2], hashes)
+    return locked
+
+
+def written(locked: Locked) -> str:
+    lines = []
+    for name, (version, hashes) in sorted(locked.items()):
+        lines.append(f"{name}=={version} \\\n" + " \\\n".join(f"    --hash=sha256:{sha}" for sha in sorted(hashes)))
+    return "\n".join(lines) + "\n"
+
+
+def locked_by(uv: Path, source: str | Path, *extras: str) -> Locked:
+    """What PyPI has for it, on Linux and x86-64."""
+    command = [str(uv), "pip", "compile", str(source), "--no-config", "--quiet", "--generate-hashes", "--no-header"]
+    command += ["--no-annotate", "--python-version", "3.11", "--python-platform", "x86_64-manylinux_2_28"]
+    command += ["--constraint", str(_DEPLOY / "constraints.txt"), *(f"--extra={name}" for name in extras)]
+    return read(subprocess.run(command, check=True, capture_output=True, text=True, cwd=_DEPLOY.parent).stdout)
+
+
+def _alone(locked: Locked, wanted: str) -> Locked:
+    """`wanted` without what it asks for in its turn."""
+    name = wanted.partition("==")[0]
+    return {name: locked[name]}
+
+
+def main(wheels: list[Path]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        venv.create(folder, with_pip=True)
+        subprocess.run([f"{folder}/bin/python", "-m", "pip", "install", "--quiet", _UV], check=True)
+        uv = Path(folder, "bin", "uv")
+        everything = locked_by(uv, _DEPLOY.parent / "pyproject.toml", "dev")
+        study = locked_by(uv, _DEPLOY.parent / "pyproject.toml", "dev", "study")
+        for name, wanted in (("build", "setuptools"), ("rated", "vadersentiment==3.3.2")):
+            source = Path(folder, f"{name}.in")
+            source.write_text(f"{wanted}\n")
+            (LOCK / f"{name}.txt").write_text(written(_alone(locked_by(uv, source), wanted)))
+    version, hashes = everything.pop("torch")
+    former = read((LOCK / "torch.txt").read_text()) if (LOCK / "torch.txt").exists() else {}
+    if former.get("torch", ("", frozenset()))[0] == version:
+        hashes |= former["torch"][1]
+    hashes |= {hashlib.sha256(wheel.read_bytes()).hexdigest() for wheel in wheels}
+    (LOCK / "torch.txt").write_text(written({"torch": (version, hashes)}))
+    cuda = {name: entry for name, entry in everything.items() if _CUDA.match(name)}
+    (LOCK / "cuda.txt").write_text(written(cuda))
+    (LOCK / "setup.txt").write_text(written({n: entry for n, entry in everything.items() if n not in cuda}))
+    (LOCK / "study.txt").write_text(
+        written({n: entry for n, entry in study.items() if n not in everything and n != "torch"})
+    )
+
+
+if __name__ == "__main__":
+    main([Path(word) for word in sys.argv[1:]])

@@ -1,0 +1,61 @@
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from shoal.deploy.renew_lock import LOCK, read, written
+
+ROOT = Path(__file__).parents[2]
+FILES = ("build", "setup", "torch", "cuda", "study", "rated")
+
+
+def locked(name: str) -> dict[str, tuple[str, frozenset[str]]]:
+    return read((LOCK / f"{name}.txt").read_text())
+
+
+def names(requirements: list[str]) -> set[str]:
+    return {re.split(r"[<>=!~\[; ]", line)[0].lower().replace("_", "-") for line in requirements}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_locked_package_has_a_version_and_hashes(name: str) -> None:
+    text = (LOCK / f"{name}.txt").read_text()
+    found = read(text)
+    assert found
+    assert all(hashes for _, hashes in found.values())
+    assert written(found) == text, "renew_lock.py would write it another way"
+
+
+def test_the_lock_has_what_the_constraints_say_and_nothing_else() -> None:
+    lines = [line for line in (ROOT / "deploy" / "constraints.txt").read_text().splitlines() if "==" in line]
+    versions = {name: line.rpartition("==")[2] for line in lines for name in names([line])}
+    found = {name: version for file in ("setup", "torch", "study") for name, (version, _) in locked(file).items()}
+    found.pop("pip", None)
+    assert found == versions
+    assert locked("build")["setuptools"] == locked("setup")["setuptools"]
+
+
+def test_whatever_the_project_asks_for_is_locked() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    assert names([*project["dependencies"], *extras["dev"], *extras["data"]]) <= {*locked("setup"), *locked("torch")}
+    assert names(extras["study"]) <= {*locked("setup"), *locked("study")}
+
+
+def test_setup_takes_nothing_from_an_index_without_its_hash() -> None:
+    makefile = (ROOT / "Makefile").read_text().replace("\\\n", " ")
+    installs = [line.strip() for line in makefile.splitlines() if re.search(r"pip (install|download)|LOCKED\)", line)]
+    assert len(installs) > 6
+    for line in installs:
+        fetches_torch = "pip download" in line and line.endswith("-c deploy/constraints.txt torch")
+        ours = line.endswith("-e .") and "--no-deps --no-build-isolation" in line
+        assert "--require-hashes" in line or "$(LOCKED)" in line or fetches_torch or ours, line
+
+
+def test_both_builds_of_torch_may_be_installed() -> None:
+    (hashes,) = (hashes for _, hashes in locked("torch").values())
+    cpu_build = "6746dbcbeb526eb61330b76b41ff1b4eb848951103a892eeb080dfa2b264667b"
+    assert cpu_build in hashes
+    assert len(hashes) > 1
+    assert all(name.startswith(("nvidia-", "cuda-")) for name in locked("cuda"))
