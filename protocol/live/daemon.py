@@ -17,12 +17,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
+import hivemind.hivemind_cli as hivemind_cli
 from hivemind.p2p import P2P
+from hivemind.p2p.p2p_daemon import P2PD_FILENAME
 from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError
 
 from shoal.protocol.errors import TransportError
 from shoal.protocol.identity import Identity
 from shoal.protocol.live import daemon_words, guard, leftovers
+from shoal.protocol.live.daemon_binary import check_daemon
 from shoal.protocol.live.listen import from_this_machine, keep_ports, refuse_ports_in_use
 
 logger = logging.getLogger(__name__)
@@ -54,6 +57,11 @@ def _wrapper() -> tuple[str, ...]:
         knows = subprocess.run([setpriv, *_WITH_US, "true"], capture_output=True, check=False)
         words += [setpriv, *_WITH_US] if knows.returncode == 0 else []
     return tuple(words)
+
+
+def daemon_path() -> Path:
+    """Of the program that hivemind starts."""
+    return Path(hivemind_cli.__file__).with_name(P2PD_FILENAME)
 
 
 class _DetachedP2P(P2P):  # type: ignore[misc]  # hivemind is untyped
@@ -191,6 +199,7 @@ class Daemon:
 
     async def _launch(self) -> None:
         refuse_ports_in_use(self._listen)
+        await asyncio.to_thread(check_daemon, daemon_path())
         started: list[Any] = []
         _started.set(started)
         creating = asyncio.ensure_future(self._create())
