@@ -71,7 +71,7 @@ soak-frames: setup
 # Ten million messages, plans and files that are nearly right, an hour or two; goes on where it was stopped. With Atheris,
 # which follows coverage, where that installs. ARGS='--executions 100000 --only plans' for less.
 soak-fuzz: setup
-	-$(BIN)/python -m pip install -q -c deploy/constraints.txt -e '.[fuzz]'
+	-$(LOCKED) -q --only-binary :all: -r deploy/lock/fuzz.txt
 	$(BIN)/python tests/soak/fuzz.py $(ARGS)
 
 # Five hundred whole swarms in virtual time, each broken in its own way, hours. ARGS='--seeds 20' for less.

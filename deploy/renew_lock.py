@@ -61,7 +61,7 @@ def main(wheels: list[Path]) -> None:
         subprocess.run([f"{folder}/bin/python", "-m", "pip", "install", "--quiet", _UV], check=True)
         uv = Path(folder, "bin", "uv")
         everything = locked_by(uv, _DEPLOY.parent / "pyproject.toml", "dev")
-        study = locked_by(uv, _DEPLOY.parent / "pyproject.toml", "dev", "study")
+        more = {name: locked_by(uv, _DEPLOY.parent / "pyproject.toml", "dev", name) for name in ("study", "fuzz")}
         for name, wanted in (("build", "setuptools"), ("rated", "vadersentiment==3.3.2")):
             source = Path(folder, f"{name}.in")
             source.write_text(f"{wanted}\n")
@@ -75,9 +75,9 @@ def main(wheels: list[Path]) -> None:
     cuda = {name: entry for name, entry in everything.items() if _CUDA.match(name)}
     (LOCK / "cuda.txt").write_text(written(cuda))
     (LOCK / "setup.txt").write_text(written({n: entry for n, entry in everything.items() if n not in cuda}))
-    (LOCK / "study.txt").write_text(
-        written({n: entry for n, entry in study.items() if n not in everything and n != "torch"})
-    )
+    for extra, locked in more.items():
+        own = {n: entry for n, entry in locked.items() if n not in everything and n != "torch"}
+        (LOCK / f"{extra}.txt").write_text(written(own))
 
 
 if __name__ == "__main__":

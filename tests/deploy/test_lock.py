@@ -7,7 +7,7 @@ import pytest
 from shoal.deploy.renew_lock import LOCK, read, written
 
 ROOT = Path(__file__).parents[2]
-FILES = ("build", "setup", "torch", "cuda", "study", "rated")
+FILES = ("build", "setup", "torch", "cuda", "study", "rated", "fuzz")
 
 
 def locked(name: str) -> dict[str, tuple[str, frozenset[str]]]:
@@ -30,7 +30,9 @@ def test_every_locked_package_has_a_version_and_hashes(name: str) -> None:
 def test_the_lock_has_what_the_constraints_say_and_nothing_else() -> None:
     lines = [line for line in (ROOT / "deploy" / "constraints.txt").read_text().splitlines() if "==" in line]
     versions = {name: line.rpartition("==")[2] for line in lines for name in names([line])}
-    found = {name: version for file in ("setup", "torch", "study") for name, (version, _) in locked(file).items()}
+    found = {
+        name: version for file in ("setup", "torch", "study", "fuzz") for name, (version, _) in locked(file).items()
+    }
     found.pop("pip", None)
     assert found == versions
     assert locked("build")["setuptools"] == locked("setup")["setuptools"]
