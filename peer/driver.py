@@ -22,6 +22,7 @@ from shoal.peer.pausing import Pausing
 from shoal.peer.pipeline.state import StageState
 from shoal.peer.pipeline.traffic import AdaptiveTraffic, Traffic
 from shoal.peer.probe import DeviceProbe, LinkProbe, probe_device
+from shoal.peer.recent_plans import RecentPlans
 from shoal.peer.replica import Replica
 from shoal.peer.reports import Reports
 from shoal.peer.surroundings import Surroundings
@@ -93,6 +94,7 @@ class PeerDriver:
         self._memory_bytes = memory_bytes
         self._probe: DeviceProbe | None = None
         self._plan: SignedPlan | None = None
+        self._recent = RecentPlans()
         self._followed: SignedPlan | None = None
         self._transition: asyncio.Task[None] | None = None
         self._num_begun = 0
@@ -112,12 +114,18 @@ class PeerDriver:
             on_reborn=self._reborn,
             on_silence=self._on_silence,
             silence_s=_SILENCE_HEARTBEATS * spec.swarm.heartbeat_s,
+            knows=lambda peer: self._recent.has(peer, now_s=clock.now_s()),
         )
         self._archive = Archive(disk, run=endpoint.run, spec=spec, clock=clock, run_blocking=run_blocking)
         vectors = arithmetic.vectors
         self._inbox = ChunkInbox(endpoint, vectors=vectors)
         self.server = StateServer(
-            endpoint=endpoint, clock=clock, current=self._current, stored=self._archive.read, vectors=vectors
+            endpoint=endpoint,
+            clock=clock,
+            current=self._current,
+            stored=self._archive.read,
+            vectors=vectors,
+            knows=lambda peer: self._recent.has(peer, now_s=clock.now_s()),
         )
         self._copies = Copies(
             self._archive,
@@ -161,6 +169,7 @@ class PeerDriver:
             on_failure=self._fail,
             inbox=self._inbox,
             server=self.server,
+            recent=self._recent,
             experts=ExpertServer(arithmetic.tokens, endpoint=endpoint, compute=compute, spec=spec, tasks=self._tasks),
         )
         self.experts = ExpertSeats(
@@ -206,9 +215,14 @@ class PeerDriver:
 
     # --- with the coordinator ---
 
-    def obey(self, signed: SignedPlan) -> None:
-        """A live plan, newer than all before."""
+    def obey(self, signed: SignedPlan, *, predecessor: SignedPlan | None = None) -> None:
+        """A live plan, newer than all before.
+
+        Args: predecessor: the plan before it, where the caller has it: a newcomer learns from it who may still drain.
+        """
         before, self._plan = self._plan, signed
+        self._recent.obey(signed.plan, now_s=self._clock.now_s(), before=predecessor.plan if predecessor else None)
+        self._neighbours.forget_strangers()
         if before is not None and before.plan.era == signed.plan.era:
             self._count_out(before.plan, signed.plan)
             if self.replica and self.replica.is_draining:

@@ -12,6 +12,7 @@ import msgspec
 
 from shoal.peer.outbox import Outbox
 from shoal.protocol.endpoint import Endpoint
+from shoal.protocol.errors import Refused
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import ExpertPlace, Hello
 from shoal.protocol.ports import Clock
@@ -30,6 +31,7 @@ class Neighbours:
     on_reborn: a peer's earlier incarnation is gone (told before its `on_state`).
     on_silence: a peer cannot be reached; the network or it may be to blame.
     silence_s: how long a failure to reach somebody counts.
+    knows: whether a plan of late has a place for a peer. Nobody else is listened to, so that strangers fill no table.
     """
 
     def __init__(
@@ -42,13 +44,16 @@ class Neighbours:
         on_reborn: Callable[[PeerID], None],
         on_silence: Callable[[PeerID], None],
         silence_s: float,
+        knows: Callable[[PeerID], bool],
     ) -> None:
+        self._endpoint = endpoint
         self._clock = clock
         self._own = own
         self._on_state = on_state
         self._on_reborn = on_reborn
         self._on_silence = on_silence
         self._silence_s = silence_s
+        self._knows = knows
         self._count = 0
         self._hellos: dict[PeerID, Hello] = {}
         self._silent: dict[PeerID, float] = {}
@@ -90,11 +95,22 @@ class Neighbours:
         self._hellos.pop(peer, None)
         self._silent.pop(peer, None)
         self._told.pop(peer, None)
+        self._posted.pop(peer, None)
         self._outbox.forget(peer)
 
     def forget_all(self) -> None:
-        for peer in set(self._hellos) | set(self._silent) | set(self._told):
+        for peer in self._everybody:
             self.forget(peer)
+
+    def forget_strangers(self) -> None:
+        """Plans go by, and whom none of late names is not spoken of any more."""
+        for peer in self._everybody:
+            if not self._knows(peer):
+                self.forget(peer)
+
+    @property
+    def _everybody(self) -> set[PeerID]:
+        return set(self._hellos) | set(self._silent) | set(self._told)
 
     @property
     def silent(self) -> tuple[PeerID, ...]:
@@ -119,13 +135,16 @@ class Neighbours:
         return msgspec.structs.replace(self._own(), count=self._count)
 
     async def _on_hello(self, source: PeerID, message: Hello) -> Hello:
+        if not self._knows(source):
+            # A member of a plan that has not come yet hears from us once it has: everybody greets its new neighbours.
+            raise Refused(self._endpoint.peer_id, "does not know the sender from a plan")
         self._heard(source, message)
         return self._next()
 
     def _on_reply(self, source: PeerID, reply: object) -> None:
         assert isinstance(reply, Hello)
-        if self._outbox.is_empty(source):
-            self._told[source] = self._posted[source]
+        if self._outbox.is_empty(source) and (posted := self._posted.pop(source, None)) is not None:
+            self._told[source] = posted
         self._heard(source, reply)
 
     def _heard(self, source: PeerID, hello: Hello) -> None:

@@ -50,6 +50,7 @@ class Replica(Tenure):
             experts=experts,
         )
         super().__init__(surroundings, plan, stage, self.pipeline, incarnation=incarnation, has_loss=core.is_last)
+        self._draining_upstream: set[PeerID] = set()
         self.claims = self._make_claims(self.group.core) if first else None
 
     def _members(self, plan: Plan) -> tuple[Member, ...]:
@@ -89,6 +90,7 @@ class Replica(Tenure):
     def follow(self, plan: Plan) -> None:
         if not self.pipeline.core.is_last:
             self.pipeline.core.router.set_shares({m.peer: m.share for m in plan.stages[self.stage + 1].members})
+        self._set_upstream(plan)
         if self.pipeline.experts:
             self.pipeline.experts.follow(plan)
         if self.claims:
@@ -107,7 +109,12 @@ class Replica(Tenure):
         self.experts_at(peer, hello)
         if hello.stage == self.stage:
             self.group.mate_ready(
-                peer, hello.ready, hello.is_open, drains=hello.draining, incarnation=hello.incarnation
+                peer,
+                hello.ready,
+                hello.is_open,
+                drains=hello.draining,
+                has_moved=self._plan.has(peer),
+                incarnation=hello.incarnation,
             )
         elif peer in (*self.group.core.mates, *self.group.core.departing):
             self.group.mate_elsewhere(peer, incarnation=hello.incarnation)
@@ -120,8 +127,20 @@ class Replica(Tenure):
                 self.pipeline.core.router.set_ready(peer, False)
             else:
                 self.pipeline.peer_lost(peer)
+        if hello.stage == self.stage - 1 and hello.draining:
+            self._draining_upstream.add(peer)
+            self._set_upstream(self._plan)
+        elif peer in self._draining_upstream:
+            self._draining_upstream.remove(peer)
+            self._set_upstream(self._plan)
         self._open_if_fit()
         self._wake()
+
+    def _set_upstream(self, plan: Plan) -> None:
+        """Whose activations we take: who has a place in the stage before by a plan of late; and members of this plan
+        that drain from there, though we came after the plan that had them there."""
+        self._draining_upstream = {peer for peer in self._draining_upstream if plan.has(peer)}
+        self.pipeline.core.upstream = self._s.recent.ending_at(self.layers[0]) | self._draining_upstream
 
     def experts_at(self, peer: PeerID, hello: Hello) -> None:
         """What a peer, maybe we ourselves, holds of our layers' experts."""
@@ -184,9 +203,9 @@ class Replica(Tenure):
     def lead(self) -> PeerID | None:
         return self.group.core.lead
 
-    def handed_back(self, microbatch: Microbatch, *, begun: bool) -> None:
-        if self.claims is None:
-            raise Refused(self._s.endpoint.peer_id, "does not lead stage 0")
+    def handed_back(self, source: PeerID, microbatch: Microbatch, *, begun: bool) -> None:
+        if self.claims is None or not self.group.core.has_place(source):
+            raise Refused(self._s.endpoint.peer_id, "does not lead the sender's stage")
         self.claims.handed_back(microbatch, begun=begun)
 
     def contributed(self, microbatch: Microbatch, *, loss: float, staleness_steps: int, again: bool) -> None:

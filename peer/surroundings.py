@@ -10,6 +10,7 @@ from shoal.peer.handoff.inbox import ChunkInbox
 from shoal.peer.handoff.server import StateServer
 from shoal.peer.pipeline.state import StageState
 from shoal.peer.pipeline.traffic import Traffic
+from shoal.peer.recent_plans import RecentPlans
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import CommitReport, ValidationReport
@@ -48,4 +49,5 @@ class Surroundings:
     on_failure: Callable[[BaseException], None]
     inbox: ChunkInbox
     server: StateServer
+    recent: RecentPlans
     experts: ExpertServer

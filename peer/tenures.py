@@ -176,7 +176,7 @@ class Tenure(ABC):
     def follow(self, plan: Plan) -> None:
         """A plan in which our group and its layers are as before."""
         self._plan = plan
-        self.group.plan_changed(self._members(plan), plan.sequence)
+        self.group.plan_changed(self._members(plan), plan.sequence, former=self._s.recent.former(self.group_id))
         self._open_if_fit()
         self._wake()
 

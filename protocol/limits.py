@@ -110,3 +110,30 @@ was away finds so much again."""
 LINKS_PER_HEARTBEAT_MAX: Final = 16
 QUEUED_MICROBATCHES_MAX: Final = 1024
 """Activations a stage will hold; the windows of honest stage-0 peers add up to far less."""
+
+RECENT_PLANS_MAX: Final = 16
+"""Plans that a peer remembers having obeyed. A large swarm makes one every few seconds, and a drain takes thirty."""
+RECENT_PLAN_S: Final = 60.0
+"""How long a plan counts after the next one: who drains has half a minute, and hears of that plan a little later."""
+DEPARTING_S_MAX: Final = 120.0
+"""How long a group waits for a member that the plan has dropped and that says it drains. Twice what a drain may take
+with all its good-byes; one that goes on saying so would keep the group from reducing."""
+DIGESTS_OF_ONE_MAX: Final = 32
+"""Versions of which one mate's digest is kept: twice as many as a round waits to be compared."""
+DIGEST_CHARS_MAX: Final = 64
+"""A digest in hex: 256 bits. Ours have 128."""
+OPEN_STEPS_MAX: Final = 256
+"""How far ahead of our version a mate's contributions are noted: one that has got so far ahead is followed by fetching
+what it has committed, and says again later what it has of the step that is due."""
+PINNED_S_MAX: Final = 1800.0
+"""How long a version is kept for who fetches it, however often they ask: 1.8 GB on a line of 1 MB/s."""
+PINNED_VERSIONS_MAX: Final = 4
+"""Versions that others may have had us keep at a time, of what we train and of what lies on our disk. Who asks for the
+newest when there are so many gets the newest of these."""
+PINNED_BYTES_MAX: Final = 2 * 1024**3
+"""What these take together. One version is always kept, however large."""
+REPLAYED_BYTES_MAX: Final = 1024**3
+"""Reduced gradients that a holder keeps for a newcomer to replay; a newcomer that needs more fetches a newer state."""
+REPLAYED_STEPS_MIN: Final = 16
+"""Of these it keeps so many at least, however large: a stage whose gradient is 400 MB steps every few seconds, and its
+state takes a minute on a home line."""

@@ -86,7 +86,12 @@ class ExpertTenure(Tenure):
         for place in hello.experts:
             if place.group == self.group_id:
                 self.group.mate_ready(
-                    peer, place.ready, place.is_open, drains=place.draining, incarnation=place.incarnation
+                    peer,
+                    place.ready,
+                    place.is_open,
+                    drains=place.draining,
+                    has_moved=self._plan.has(peer),
+                    incarnation=place.incarnation,
                 )
                 break
         else:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from shoal.peer.group.commands import Command, Report, Resync, Witness
 from shoal.protocol.identity import PeerID
+from shoal.protocol.limits import DIGESTS_OF_ONE_MAX
 from shoal.protocol.messages import CommitReport, Digest, RoundStart
 
 UNCOMPARED_MAX = 16
@@ -56,8 +57,23 @@ class Agreement:
         self.heard(self.me, version, digest)
 
     def heard(self, peer: PeerID, version: int, digest: str) -> None:
+        """Of each peer its latest versions are kept, `DIGESTS_OF_ONE_MAX` of them."""
         self._digests.setdefault(version, {})[peer] = digest
         self._spoken[peer] = max(version, self._spoken.get(peer, version))
+        versions = [v for v, said in self._digests.items() if peer in said]
+        if len(versions) > DIGESTS_OF_ONE_MAX:
+            oldest = self._digests[min(versions)]
+            del oldest[peer]
+            if not oldest:
+                del self._digests[min(versions)]
+
+    def forget_all_but(self, known: Container[PeerID]) -> None:
+        """What anybody else has said counts no more: no plan of late names it."""
+        self._spoken = {peer: version for peer, version in self._spoken.items() if peer in known}
+        for version in list(self._digests):
+            self._digests[version] = {p: digest for p, digest in self._digests[version].items() if p in known}
+            if not self._digests[version]:
+                del self._digests[version]
 
     def forget_before(self, version: int) -> None:
         for old in [v for v in self._digests if v < version]:

@@ -47,6 +47,7 @@ class CatchingUp:
         version: ours.
         on_mean: the reduced gradient of our own version has come.
         on_behind: we are too far behind `mate`: fetch the state from it.
+        gives_to: whether a peer is of our group, so that it may ask.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class CatchingUp:
         version: Callable[[], int],
         on_mean: Callable[[int, Tensor], None],
         on_behind: Callable[[PeerID], None],
+        gives_to: Callable[[PeerID], bool],
     ) -> None:
         self._stage = stage
         self._size = size
@@ -71,6 +73,7 @@ class CatchingUp:
         self._version = version
         self._on_mean = on_mean
         self._on_behind = on_behind
+        self._gives_to = gives_to
         self._fetches: dict[int, _Fetch] = {}
 
     def install(self) -> None:
@@ -140,6 +143,8 @@ class CatchingUp:
                 raise Unreachable(fetch.mate, f"its gradient of step {step} did not arrive")
 
     async def _on_request(self, source: PeerID, message: ReducedRequest) -> Digest:
+        if not self._gives_to(source):
+            raise Refused(self._endpoint.peer_id, f"does not know the sender as a member of group {self._stage}")
         version = self._version()
         if self._pieces.may_arrive(source, message.step):
             return Digest(stage=self._stage, version=message.step, digest="")

@@ -16,6 +16,7 @@ from shoal.peer.tasks import Tasks
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused, RemoteError, Unreachable
 from shoal.protocol.identity import PeerID
+from shoal.protocol.limits import OPEN_STEPS_MAX
 from shoal.protocol.messages import (
     Again,
     Claim,
@@ -83,6 +84,7 @@ class Claims:
         self._waiting: dict[PeerID, tuple[int, asyncio.Future[list[Microbatch]]]] = {}
         self._task: asyncio.Task[None] | None = None
         self._draining = False
+        self._plan: Plan | None = None
         self._halts: dict[PeerID, float] = {}  # who leaves and alone holds a stage: until when no step begins for it
         self._pace = Pace()
         self._made_s: dict[PeerID, float] = {}  # when each claimant last contributed something of ours
@@ -115,6 +117,7 @@ class Claims:
 
     def follow(self, plan: Plan) -> None:
         """Who is not in the plan any more has left: no halt is for it."""
+        self._plan = plan
         self._halts = {peer: until_s for peer, until_s in self._halts.items() if plan.has(peer)}
         self._end_halts()
 
@@ -239,8 +242,8 @@ class Claims:
     # --- the lead ---
 
     async def _on_claim(self, source: PeerID, message: Claim) -> Grant:
-        if not self._group.is_lead:
-            raise Refused(self._endpoint.peer_id, "does not lead stage 0")
+        if not self._group.is_lead or not self._group.has_place(source):
+            raise Refused(self._endpoint.peer_id, "does not lead stage 0 for the sender")
         answer: asyncio.Future[list[Microbatch]] = asyncio.get_running_loop().create_future()
         self._waiting[source] = (message.count, answer)
         self._serve_soon()
@@ -260,11 +263,18 @@ class Claims:
 
     async def _on_halt(self, source: PeerID, message: Halt) -> Halted:
         """A peer that alone holds a stage leaves. It asks again and again, so that the halt ends soon after it has."""
-        if not self._group.is_lead:
-            raise Refused(self._endpoint.peer_id, "does not lead stage 0")
+        self._check_holder(source)
         self._halts[source] = self._clock.now_s() + _HALT_S
         asyncio.get_running_loop().call_later(_HALT_S + _RETRY_S, self._end_halts)
         return Halted(version=self.book.halt(at_once=message.at_once))
+
+    def _check_holder(self, source: PeerID) -> None:
+        """Raises: Refused: we do not lead stage 0, or the plan gives the sender nothing to hold."""
+        me = self._endpoint.peer_id
+        if not self._group.is_lead:
+            raise Refused(me, "does not lead stage 0")
+        if self._plan is None or not (self._plan.groups_of(source) or self._group.has_place(source)):
+            raise Refused(me, "does not know the sender as a holder")
 
     def _end_halts(self) -> None:
         now_s = self._clock.now_s()
@@ -308,8 +318,7 @@ class Claims:
         return self._pace.weight(peer, everyone, waiting_s=now_s - since_s) == 1.0
 
     async def _on_repair(self, source: PeerID, message: Repair) -> Done:
-        if not self._group.is_lead:
-            raise Refused(self._endpoint.peer_id, "does not lead stage 0")
+        self._check_holder(source)
         if not 0 <= message.step < self.book.steps:
             raise RemoteError(source, f"wants step {message.step} again, which this run has not")
         asked = IndexSet.from_bytes(message.indices, count=self.book.microbatches)
@@ -382,8 +391,12 @@ class Claims:
         self._on_grant(microbatch, begun)
 
     async def _on_validation_result(self, source: PeerID, message: ValidationResult) -> Done:
+        if not self._group.has_place(source):
+            raise Refused(self._endpoint.peer_id, "does not know the sender as a member of stage 0")
         if not 0 <= message.index < self.book.validation_microbatches or not 0 <= message.step <= self.book.steps:
             raise RemoteError(source, "reports a validation microbatch that this run has not")
+        if message.step > self.book.version + OPEN_STEPS_MAX:
+            raise Refused(self._endpoint.peer_id, "is not as far as that")
         self._record(message)
         return Done()
 

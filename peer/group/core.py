@@ -22,7 +22,7 @@ are in files of their own, and nobody else calls them.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from shoal.peer.group.agreement import UNCOMPARED_MAX, Agreement
@@ -34,6 +34,7 @@ from shoal.peer.group.standstill import standstill
 from shoal.peer.group.tally import Tallies, share_out
 from shoal.peer.pipeline.microbatch import IndexSet
 from shoal.protocol.identity import PeerID
+from shoal.protocol.limits import OPEN_STEPS_MAX
 from shoal.protocol.messages import Digest, Progress, RoundStart
 from shoal.protocol.plan import Member
 
@@ -138,9 +139,15 @@ class GroupCore:
 
     # --- events ---
 
-    def plan_changed(self, members: Sequence[Member], plan_sequence: int, *, now_s: float) -> list[Command]:
-        self._members.plan(members)
+    def plan_changed(
+        self, members: Sequence[Member], plan_sequence: int, *, now_s: float, former: Collection[PeerID] = ()
+    ) -> list[Command]:
+        """Args: former: who else had a place in the group by the plans of late, and may still drain."""
+        self._members.plan(members, former, now_s=now_s)
         self._rounds.plan_sequence = plan_sequence
+        known = {self.me, *self.mates, *self.departing, *former, *self._rounds.named}
+        self._members.forget_all_but(known)
+        self._agreement.forget_all_but(known)
         return self._lead_may_have_changed(now_s)
 
     def set_ready(self, ready: bool, *, now_s: float) -> list[Command]:
@@ -154,13 +161,25 @@ class GroupCore:
         return self._lead_may_have_changed(now_s)
 
     def mate_ready(
-        self, peer: PeerID, ready: bool, is_open: bool, *, incarnation: int, now_s: float, drains: bool = False
+        self,
+        peer: PeerID,
+        ready: bool,
+        is_open: bool,
+        *,
+        incarnation: int,
+        now_s: float,
+        drains: bool = False,
+        has_moved: bool = False,
     ) -> list[Command]:
         """A mate says whether it holds state and takes part, and whether it takes traffic.
 
-        `drains`: it is on its way out, and may have left the plan before we came into it.
+        `drains`: it is on its way out, and may have left the group before we came into it. `has_moved`: the plan has a
+        place for it elsewhere. Who is in no plan, and was in this group by none of late, changes nothing: a mate that
+        nobody can hear would keep the group from ever reducing.
         """
-        is_near = self._members.is_near(peer) or (ready and drains)
+        if ready and drains and has_moved:
+            self._members.moves_away(peer, now_s=now_s)
+        is_near = self._members.is_near(peer) or (ready and drains and self._members.may_drain(peer, now_s))
         if not is_near or incarnation < self._members.incarnation(peer):
             return []
         reborn = self.mate_reborn(peer, incarnation, now_s=now_s)
@@ -250,7 +269,7 @@ class GroupCore:
         if not self._members.has_spoken(source):
             commands += self._tell_open_steps(to=source)  # it did not know us before, and may have let ours pass
         self._members.names(source, message.lead, count=message.count)
-        if message.step >= self.version:
+        if self.version <= message.step < self.version + OPEN_STEPS_MAX:
             self._losses.claimed(source, message.step, self._tallies.indices(message.claimed))
             if self._tallies.take(source, message):
                 self._losses.grown(now_s)
@@ -309,6 +328,8 @@ class GroupCore:
         return commands + self._try_round(now_s)
 
     def digest(self, source: PeerID, message: Digest, *, now_s: float) -> list[Command]:
+        if not self.concerns(source):
+            return []
         if message.version < self.version and not self.has_round(message.version - 1):
             return []
         self._agreement.heard(source, message.version, message.digest)
@@ -317,12 +338,15 @@ class GroupCore:
         return self._compare(now_s)
 
     def timer(self, *, now_s: float) -> list[Command]:
+        overstayed = [
+            command for peer in self._members.overstayed(now_s) for command in self.mate_lost(peer, now_s=now_s)
+        ]
         if now_s >= self._behind_at_s:
-            return self._catch_up(now_s)
-        return [*self._compare(now_s), *self._try_round(now_s)]
+            return [*overstayed, *self._catch_up(now_s)]
+        return [*overstayed, *self._compare(now_s), *self._try_round(now_s)]
 
     def next_timer_s(self) -> float:
-        times = [self._agreement.next_s, self._behind_at_s]
+        times = [self._agreement.next_s, self._behind_at_s, self._members.overstays_at_s]
         if self.deadline_s > 0 and not self.has_round(self.version):
             times.append(self._version_since_s + self.deadline_s)
         if self.is_lead and self.version < self.steps and not self.has_round(self.version):
@@ -336,6 +360,14 @@ class GroupCore:
             return self._tell_open_steps(to=self.lead)
         start = self._rounds.open.get(self.version)
         return [Tell(start)] if self.is_lead and start is not None else []
+
+    def has_place(self, peer: PeerID) -> bool:
+        """It is ourselves, a mate by the plan, or one that drains."""
+        return peer == self.me or self._members.is_near(peer)
+
+    def concerns(self, peer: PeerID) -> bool:
+        """Its words on rounds and results matter here: a mate by the plan, one that drains, or one of an open round."""
+        return self._members.is_near(peer) or peer in self._rounds.named
 
     def has_round(self, step: int) -> bool:
         """A round of `step` is open, with what we have said so far."""

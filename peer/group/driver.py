@@ -7,7 +7,7 @@ The path of a commit through this file: `contributed` -> (`Progress` to the mate
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -27,6 +27,7 @@ from shoal.peer.tasks import Tasks
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused, RemoteError
 from shoal.protocol.identity import PeerID
+from shoal.protocol.limits import DIGEST_CHARS_MAX, REPLAYED_BYTES_MAX, REPLAYED_STEPS_MIN
 from shoal.protocol.messages import (
     CommitReport,
     Digest,
@@ -102,6 +103,8 @@ class GroupDriver:
         self._telling = Telling(self.core.me, self._outbox, self._audience)
         self._reductions: dict[int, Reduction] = {}
         vectors, size = self._vectors, stepper.runtime.num_parameters
+        mean_bytes = self._vectors.gradient_bytes * size
+        self._replayed_steps = max(REPLAYED_STEPS_MIN, REPLAYED_BYTES_MAX // max(1, mean_bytes))
         # Two parts of the gradient go from one mate to another: one's own, and what it has of the other's.
         self._early = Early(vectors.chunk * vectors.gradient_bytes, size // vectors.chunk + 2)
         self._means: dict[int, Tensor] = {}  # step -> reduced gradient, until stepped and for those behind us
@@ -119,6 +122,7 @@ class GroupDriver:
             version=lambda: self.core.version,
             on_mean=self._mean_came,
             on_behind=on_resync,
+            gives_to=self._is_near,
         )
         self._pressing = Pressing()
         self._timer = Timer(clock, self._on_timer)
@@ -148,17 +152,25 @@ class GroupDriver:
 
     # --- told by the rest of the peer ---
 
-    def plan_changed(self, members: Sequence[Member], plan_sequence: int) -> None:
+    def plan_changed(self, members: Sequence[Member], plan_sequence: int, *, former: Collection[PeerID]) -> None:
+        """As `GroupCore.plan_changed`."""
         before = set(self.core.mates)
-        self._perform(self.core.plan_changed(members, plan_sequence, now_s=self._clock.now_s()))
+        self._perform(self.core.plan_changed(members, plan_sequence, now_s=self._clock.now_s(), former=former))
         for gone in sorted(before.difference(self.core.mates, self.core.departing)):
             self._outbox.forget(gone)
 
-    def mate_ready(self, peer: PeerID, ready: bool, is_open: bool, *, drains: bool, incarnation: int) -> None:
-        now_s = self._clock.now_s()
+    def mate_ready(
+        self, peer: PeerID, ready: bool, is_open: bool, *, drains: bool, has_moved: bool, incarnation: int
+    ) -> None:
+        """As `GroupCore.mate_ready`."""
         if self.core.has_begun_anew(peer, incarnation):
             self._outbox.forget(peer)
-        self._perform(self.core.mate_ready(peer, ready, is_open, drains=drains, incarnation=incarnation, now_s=now_s))
+        now_s = self._clock.now_s()
+        self._perform(
+            self.core.mate_ready(
+                peer, ready, is_open, drains=drains, has_moved=has_moved, incarnation=incarnation, now_s=now_s
+            )
+        )
 
     def set_open(self, is_open: bool) -> None:
         self._perform(self.core.set_open(is_open, now_s=self._clock.now_s()))
@@ -201,7 +213,7 @@ class GroupDriver:
 
     def stepped(self, version: int, digest: str, *, gradient_norm: float | None = None) -> None:
         """The pipeline has stepped to `version`, with a gradient of that norm, or loaded a state of it."""
-        keep_from = min(version - 1, self._retained_from())
+        keep_from = min(version - 1, max(self._retained_from(), version - self._replayed_steps))
         self._means = {step: mean_N for step, mean_N in self._means.items() if step >= keep_from}
         self._reductions = {step: r for step, r in self._reductions.items() if step >= version}
         self._early.forget_before(version, mates=(*self.core.mates, *self.core.departing))
@@ -217,6 +229,8 @@ class GroupDriver:
     # --- messages ---
 
     async def _on_progress_message(self, source: PeerID, message: Progress) -> Done:
+        if not self._is_near(source):
+            return Done()  # The last words of one whom we have counted out.
         if self.core.has_begun_anew(source, message.incarnation):
             self._outbox.forget(source)
         self._perform(self.core.progress(source, message, now_s=self._clock.now_s()))
@@ -232,6 +246,8 @@ class GroupDriver:
         return Done()
 
     async def _on_digest(self, source: PeerID, message: Digest) -> Done:
+        if len(message.digest) > DIGEST_CHARS_MAX:
+            raise RemoteError(source, f"sent a digest of {len(message.digest)} characters")
         self._perform(self.core.digest(source, message, now_s=self._clock.now_s()))
         return Done()
 

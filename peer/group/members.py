@@ -1,9 +1,11 @@
 """Who is of the group, who of them is ready and open, and whom each takes for the lead. Pure."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from shoal.protocol.identity import PeerID
+from shoal.protocol.limits import DEPARTING_S_MAX
 from shoal.protocol.plan import Member
 
 
@@ -16,6 +18,8 @@ class Members:
     is_open: bool = True
     planned: tuple[Member, ...] = ()
     """By rank, ourselves included if the plan names us."""
+    _dropped_s: dict[PeerID, float] = field(default_factory=dict)
+    """Who had a place in the group by a plan of late, and since when it has none."""
     _ready_mates: set[PeerID] = field(default_factory=set)
     _closed_mates: set[PeerID] = field(default_factory=set)
     _present: set[PeerID] = field(default_factory=set)
@@ -91,6 +95,21 @@ class Members:
         """In the plan, or still here though it is not."""
         return peer in self._ready_mates or peer in self.mates
 
+    def may_drain(self, peer: PeerID, now_s: float) -> bool:
+        """A plan of late has dropped it, so it may be here for as long as a drain takes."""
+        return now_s < self._dropped_s.get(peer, -math.inf) + DEPARTING_S_MAX
+
+    def overstayed(self, now_s: float) -> list[PeerID]:
+        """Who says that it drains, and should be gone."""
+        return [peer for peer in self.departing if not self.may_drain(peer, now_s)]
+
+    @property
+    def overstays_at_s(self) -> float:
+        """When somebody who drains should be gone."""
+        return (
+            min((self._dropped_s.get(peer, -math.inf) for peer in self.departing), default=math.inf) + DEPARTING_S_MAX
+        )
+
     def is_gone(self, peer: PeerID) -> bool:
         """Nothing is to be heard from it: it died, it cannot be reached and is not ready, or it has left."""
         if peer == self.me or peer in self._ready_mates:
@@ -111,8 +130,23 @@ class Members:
 
     # --- what is heard ---
 
-    def plan(self, members: Sequence[Member]) -> None:
+    def plan(self, members: Sequence[Member], former: Collection[PeerID], *, now_s: float) -> None:
+        """Args: former: who else had a place here by the plans of late."""
+        dropped = [*(member.peer for member in self.planned), *former, *self._dropped_s, *sorted(self._ready_mates)]
         self.planned = tuple(members)
+        since_s = {peer: self._dropped_s.get(peer, now_s) for peer in dropped if peer not in (self.me, *self.mates)}
+        self._dropped_s = {
+            peer: at_s for peer, at_s in since_s.items() if peer in self._ready_mates or now_s < at_s + DEPARTING_S_MAX
+        }
+
+    def forget_all_but(self, known: Collection[PeerID]) -> None:
+        """What is kept of anybody else is of no use: no plan of late names it."""
+        kept = {*self.mates, *self._ready_mates, *self._dropped_s, *known}
+        for names in (self._closed_mates, self._present, self._absent):
+            names &= kept
+        for table in (self._named, self._incarnations, self._counts):
+            for peer in table.keys() - kept:
+                del table[peer]
 
     def state(self, peer: PeerID, *, ready: bool, is_open: bool) -> bool:
         """A mate says how it is. Returns: whether that is news to us: it needs to know what is here."""
@@ -122,6 +156,11 @@ class Members:
         self._absent.discard(peer)
         self._present.add(peer)
         return news
+
+    def moves_away(self, peer: PeerID, *, now_s: float) -> None:
+        """The plan has it in another place, and it says that it drains from this one: since now, as far as we know."""
+        if peer not in self.mates:
+            self._dropped_s.setdefault(peer, now_s)
 
     def speaks_as(self, peer: PeerID, incarnation: int) -> None:
         if incarnation != self._incarnations.get(peer):

@@ -14,13 +14,14 @@ from shoal.peer.vectors import VECTORS, Vectors
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import LocalError, Refused, RemoteError, Unreachable
 from shoal.protocol.identity import PeerID
+from shoal.protocol.limits import PINNED_BYTES_MAX, PINNED_S_MAX, PINNED_VERSIONS_MAX
 from shoal.protocol.messages import Done, StateChunk, StateChunkRequest, StateOffer, StateRequest
 from shoal.protocol.ports import Clock, Priority
 
 logger = logging.getLogger(__name__)
 
 PINNED_S = 30.0
-"""A pin outlives its last request by this much."""
+"""A pin outlives its last request by this much, as long as it is not older than `PINNED_S_MAX`."""
 RANGE_CHUNKS = 4
 """What a chunk request asks for at most: 4 MiB, so that a round trip is small against the transfer."""
 TRAINED = -1
@@ -33,8 +34,11 @@ _Key = tuple[int, int]
 
 
 class _Pin:
-    def __init__(self, until_s: float) -> None:
-        self.until_s = until_s
+    def __init__(self, born_s: float) -> None:
+        self._born_s = born_s
+        self.until_s = born_s + PINNED_S
+        self.is_asked_for = False
+        """By somebody else; what we have pinned ourselves is as much as we chose."""
         self.layers: dict[str, LayerState] = {}
         self.digests: dict[str, str] = {}
         self.is_replayed = False
@@ -43,6 +47,14 @@ class _Pin:
         """Elements that each has yet to ask for."""
         self.served: set[PeerID] = set()
         """Who has asked for all that it wanted."""
+
+    def asked_for(self, now_s: float) -> None:
+        """It is kept for a while more, but not for ever."""
+        self.until_s = min(now_s + PINNED_S, self._born_s + PINNED_S_MAX)
+
+    @property
+    def num_bytes(self) -> int:
+        return _num_bytes(self.layers.values())
 
     def add(self, layers: Iterable[tuple[str, LayerState]]) -> None:
         for key, layer in layers:
@@ -55,12 +67,17 @@ class _Pin:
             self.digests.pop(key, None)
 
 
+def _num_bytes(layers: Iterable[LayerState]) -> int:
+    return sum(4 * tensor.numel() for layer in layers for tensor in layer.tensors)
+
+
 class StateServer:
     """One a peer, whatever it holds.
 
     Args:
         current: what this peer trains of which these layers are a part, or None while it has no such state.
         stored: (era, version, layer keys) -> those of the layers that are in a snapshot here.
+        knows: whether a plan of late has a place for a peer. Nobody else is given anything.
     """
 
     def __init__(
@@ -70,11 +87,13 @@ class StateServer:
         clock: Clock,
         current: Callable[[Collection[str]], StageState | None],
         stored: Callable[[int, int, tuple[str, ...]], Awaitable[dict[str, LayerState]]],
+        knows: Callable[[PeerID], bool],
         vectors: Vectors = VECTORS,
     ) -> None:
         self._vectors = vectors
         self._endpoint = endpoint
         self._clock = clock
+        self._knows = knows
         self._current = current
         self._stored = stored
         self._pins: dict[_Key, _Pin] = {}
@@ -121,13 +140,22 @@ class StateServer:
         self._newcomers = {peer: until_s for peer, until_s in self._newcomers.items() if until_s >= now_s}
 
     def _pin(self, key: _Key, layers: Iterable[tuple[str, LayerState]]) -> _Pin:
-        until_s = self._clock.now_s() + PINNED_S
-        pin = self._pins.setdefault(key, _Pin(until_s))
-        pin.until_s = until_s
+        now_s = self._clock.now_s()
+        pin = self._pins.setdefault(key, _Pin(now_s))
+        pin.asked_for(now_s)
         pin.add(layers)
         return pin
 
+    def _has_room(self, key: _Key, layers: Iterable[LayerState]) -> bool:
+        """Whether somebody else may have us keep that version too."""
+        others = [pin for at, pin in self._pins.items() if pin.is_asked_for and at != key and at[0] != INITIAL]
+        num_bytes = _num_bytes(layers) + sum(pin.num_bytes for pin in others)
+        return not others or (len(others) < PINNED_VERSIONS_MAX and num_bytes <= PINNED_BYTES_MAX)
+
     async def _on_request(self, source: PeerID, message: StateRequest) -> StateOffer:
+        me = self._endpoint.peer_id
+        if not self._knows(source):
+            raise Refused(me, "does not know the sender from a plan")
         self._forget_old()
         wanted = set(message.layers)
         if message.stored_era == INITIAL:
@@ -136,7 +164,9 @@ class StateServer:
         if message.stored_era != TRAINED:
             layers = await self._stored(message.stored_era, message.version, message.layers)
             if not layers:
-                raise Refused(self._endpoint.peer_id, "has no such snapshot")
+                raise Refused(me, "has no such snapshot")
+            if not self._has_room((message.stored_era, message.version), layers.values()):
+                raise Refused(me, "is giving other versions to others; ask again")
             return self._offer(source, (message.stored_era, message.version), layers.items(), wanted)
         if message.version < 0:
             self._newcomers[source] = self._clock.now_s() + PINNED_S
@@ -145,9 +175,15 @@ class StateServer:
             return self._offer(source, (TRAINED, message.version), (), wanted)
         state = self._current(message.layers)
         if state is None:
-            raise Refused(self._endpoint.peer_id, "does not hold that state")
+            raise Refused(me, "does not hold that state")
         if message.version not in (-1, state.version):
-            raise Refused(self._endpoint.peer_id, f"is at version {state.version}, not {message.version}")
+            raise Refused(me, f"is at version {state.version}, not {message.version}")
+        if not self._has_room((TRAINED, state.version), state.layers.values()):
+            kept = ((at, pin) for at, pin in self._pins.items() if at[0] == TRAINED)
+            given = [version for (_, version), pin in kept if wanted <= pin.layers.keys()]
+            if message.version >= 0 or not given:
+                raise Refused(me, "is giving other versions to others; ask again")
+            return self._offer(source, (TRAINED, max(given)), (), wanted)
         return self._offer(source, (TRAINED, state.version), state.layers.items(), wanted)
 
     async def _begun_with(self, keys: tuple[str, ...]) -> dict[str, LayerState]:
@@ -166,6 +202,7 @@ class StateServer:
         self, source: PeerID, key: _Key, layers: Iterable[tuple[str, LayerState]], wanted: set[str]
     ) -> StateOffer:
         pin = self._pin(key, layers)
+        pin.is_asked_for = True
         pin.is_replayed |= source in self._newcomers
         sizes = [tensor.numel() for name in wanted & pin.layers.keys() for tensor in pin.layers[name].tensors]
         pin.left[source] = pin.left.get(source, 0) + sum(sizes)
@@ -175,13 +212,15 @@ class StateServer:
     async def _on_chunk_request(self, source: PeerID, message: StateChunkRequest) -> Done:
         pin = self._pins.get((message.stored_era, message.version))
         layer = pin.layers.get(message.layer) if pin else None
+        if pin is not None and source not in pin.left and source not in pin.served:
+            raise Refused(self._endpoint.peer_id, "has offered the sender no such version")
         if pin is None or layer is None or not 0 <= message.tensor < 3:
             raise Refused(self._endpoint.peer_id, f"has not pinned version {message.version} of {message.layer}")
         values_N = self._vectors.on_host(layer.tensors[message.tensor])
         chunk = self._vectors.chunk
         if not 0 <= message.start < message.stop <= min(values_N.numel(), message.start + RANGE_CHUNKS * chunk):
             raise RemoteError(source, f"asks for elements {message.start} to {message.stop} of {values_N.numel()}")
-        pin.until_s = self._clock.now_s() + PINNED_S
+        pin.asked_for(self._clock.now_s())
         for start in range(message.start, message.stop, chunk):
             meta = StateChunk(
                 stored_era=message.stored_era,

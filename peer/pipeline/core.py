@@ -20,6 +20,10 @@ A pause gives everything back but what has been contributed: first what has no f
 What comes meanwhile (it was on its way) goes back at once. Commits are stepped as ever: others wait for our word.
 
 At stage 0 a forward also needs room in the window, and one of a later step than the version the control's leave.
+
+A microbatch comes from a replica of the stage before, by the plans of late, and from nobody else; its gradient comes
+from the replica that it went to. Whoever brings a tensor asks first (`takes_from`, `awaits`), so that none is kept for
+somebody whom the core would not listen to.
 """
 
 from dataclasses import dataclass, field
@@ -77,6 +81,8 @@ class PipelineCore:
     window: Window | None = None
     control: Control | None = None
     synchronous_steps: int = 0
+    upstream: frozenset[PeerID] = frozenset()
+    """Replicas of the stage before, those that drain among them: whose activations we take."""
     _flights: dict[Microbatch, Flight] = field(default_factory=dict)
     _waiting: set[Microbatch] = field(default_factory=set)
     _returned: set[Microbatch] = field(default_factory=set)
@@ -122,6 +128,15 @@ class PipelineCore:
     def holds(self, microbatch: Microbatch) -> bool:
         return microbatch in self._flights
 
+    def takes_from(self, source: PeerID) -> bool:
+        """Whether an activation of `source` is for us."""
+        return source in self.upstream
+
+    def awaits(self, microbatch: Microbatch, source: PeerID) -> bool:
+        """Whether `source` owes us the gradient of `microbatch`, or the loss."""
+        flight = self._flights.get(microbatch)
+        return flight is not None and flight.target == source
+
     def has_more(self, step: int) -> bool:
         """Microbatches of `step` are here that this replica has still to contribute to."""
         return any(m.step == step and not m.validates for m in self._flights)
@@ -165,6 +180,8 @@ class PipelineCore:
         return commands + self._next_job(now_s)
 
     def _arrive(self, microbatch: Microbatch, source: PeerID | None, again: bool, now_s: float) -> list[Command]:
+        if source is not None and not self.takes_from(source):
+            return []  # Its gradient would go there, and what it sent be learnt from.
         flight = self._flights.get(microbatch)
         if flight is None:
             flight = self._flights[microbatch] = Flight(set(), again=again, waiting_since_s=now_s)
@@ -187,7 +204,7 @@ class PipelineCore:
 
     def _gradient(self, microbatch: Microbatch, source: PeerID, waited_s: float, now_s: float) -> list[Command]:
         flight = self._flights.get(microbatch)
-        if flight is None or flight.target != source:
+        if flight is None or not self.awaits(microbatch, source):
             return []  # From a replica that we had given up on, or a second time from one that we asked twice.
         self.router.returned(source)
         if not microbatch.validates:

@@ -81,8 +81,8 @@ class Upwards(Protocol):
     @property
     def is_paused(self) -> bool: ...
 
-    def handed_back(self, microbatch: Microbatch, *, begun: bool) -> None:
-        """Stage 0, as its lead: a mate pauses and will not make it. Raises: Refused: we do not lead."""
+    def handed_back(self, source: PeerID, microbatch: Microbatch, *, begun: bool) -> None:
+        """Stage 0, as its lead: a mate pauses and will not make it. Raises: Refused: we do not lead its stage."""
         ...
 
     def finished(self, microbatch: Microbatch, *, loss: float) -> None:
@@ -212,6 +212,9 @@ class PipelineDriver:
 
     async def _on_activation(self, source: PeerID, meta: Activation, payload: Payload) -> None:
         microbatch = Microbatch(meta.step, meta.index)
+        if not self.core.takes_from(source):
+            logger.debug("an activation of %s, which is not of the stage before", source[-8:])
+            return
         self._check(source, microbatch)
         self._wire.check_activation(payload, source)
         if meta.stage != self.core.stage or self.core.is_first:
@@ -232,8 +235,8 @@ class PipelineDriver:
             raise RemoteError(source, f"says that commits take {meta.commit_s} s")
         if not microbatch.validates:
             self._wire.check_gradient(payload, source)
-        if not self.core.holds(microbatch):
-            return
+        if not self.core.awaits(microbatch, source):
+            return  # It went to somebody else, or is back: what is kept of it must stay what that one sent.
         if microbatch.validates:
             self._losses[microbatch] = meta.loss
         else:

@@ -101,7 +101,7 @@ class HandingBack:
             if message.stage == self._stage + 1:
                 self._on_back(microbatch, source)
             elif message.stage == self._stage == 0:
-                self._upwards.handed_back(microbatch, begun=begun)
+                self._upwards.handed_back(source, microbatch, begun=begun)
             else:
                 raise Refused(self._endpoint.peer_id, f"is of stage {self._stage}, and sent nothing to {message.stage}")
         return Done()

@@ -164,7 +164,7 @@ class World(Machines):
         if tenure is not None and me not in order.names:
             is_counted_out = me not in order.rest and not node.quitting
             if before is not None and order.sequence == before.sequence + 1 and not is_counted_out:
-                self._perform(node, tenure, tenure.core.plan_changed(order.members, order.sequence, now_s=self.now_s))
+                self._perform(node, tenure, self._plan_changed(tenure, order))
                 if not tenure.leaving:
                     self._drain(node, tenure)
                 return
@@ -222,10 +222,15 @@ class World(Machines):
         else:
             tenure.joins_at_s = self.now_s
 
+    def _plan_changed(self, tenure: "Tenure", order: "Order") -> list[Command]:
+        """Who may still drain it knows from the plans before, which come with the newest."""
+        former = {name for earlier in self.orders[: order.sequence] for name in earlier.names}.difference(order.names)
+        return tenure.core.plan_changed(order.members, order.sequence, now_s=self.now_s, former=former)
+
     def _obey(self, node: "Node", tenure: "Tenure", order: "Order") -> None:
         tenure.order = order
         before = tenure.core.mates
-        self._perform(node, tenure, tenure.core.plan_changed(order.members, order.sequence, now_s=self.now_s))
+        self._perform(node, tenure, self._plan_changed(tenure, order))
         for peer in before:
             if peer not in (*tenure.core.mates, *tenure.core.departing):
                 self._forget(node, tenure.boxes, peer)

@@ -32,6 +32,7 @@ def core(
         version=0,
         router=router,
         window=window,
+        upstream=frozenset((UP, OTHER)),
     )
 
 

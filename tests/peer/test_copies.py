@@ -70,7 +70,11 @@ class Peer:
 
         self.archive = Archive(self.disk, run="run", spec=spec, clock=self.sim.clock, run_blocking=inline)
         server = StateServer(
-            endpoint=self.endpoint, clock=self.sim.clock, current=lambda _: self.state, stored=self.archive.read
+            endpoint=self.endpoint,
+            clock=self.sim.clock,
+            current=lambda _: self.state,
+            stored=self.archive.read,
+            knows=lambda peer: True,
         )
         self.errors: list[BaseException] = []
         self.tasks = Tasks(self.errors.append)

@@ -5,8 +5,11 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
+
 from shoal.peer.neighbours import Neighbours
 from shoal.protocol.endpoint import Endpoint
+from shoal.protocol.errors import Refused
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Hello
 from shoal.protocol.sim.loop import run
@@ -30,12 +33,15 @@ class Ear:
     endpoint: Endpoint
     neighbours: Neighbours
     told: list[tuple[str, PeerID, int]] = field(default_factory=list)
+    strangers: set[PeerID] = field(default_factory=set)
+    """Whom no plan of late names."""
 
 
 def ear(world: World, name: str) -> Ear:
     peer = world.add_peer(name, device_flop_per_s=1e12)
     endpoint = Endpoint(peer.identity, peer.transport, run="run")
     told: list[tuple[str, PeerID, int]] = []
+    strangers: set[PeerID] = set()
     neighbours = Neighbours(
         endpoint=endpoint,
         clock=peer.clock,
@@ -44,8 +50,9 @@ def ear(world: World, name: str) -> Ear:
         on_reborn=lambda source: told.append(("reborn", source, -1)),
         on_silence=lambda source: told.append(("silence", source, -1)),
         silence_s=SILENCE_S,
+        knows=lambda source: source not in strangers,
     )
-    return Ear(peer, endpoint, neighbours, told)
+    return Ear(peer, endpoint, neighbours, told, strangers)
 
 
 def play(scene: Callable[[Ear, Ear], Coroutine[Any, Any, None]]) -> None:
@@ -170,5 +177,19 @@ def test_a_newborn_hears_again_what_the_one_before_had_answered_to() -> None:
         speaker.neighbours.say_news(there)
         await speaker.neighbours.flush(10.0)
         assert len(listener.told) == 3
+
+    play(scene)
+
+
+def test_whom_no_plan_names_is_refused_and_forgotten_once_none_does() -> None:
+    async def scene(listener: Ear, speaker: Ear) -> None:
+        source = speaker.peer.peer_id
+        await tell(speaker, listener, hello(1))
+        listener.strangers.add(source)
+        listener.neighbours.forget_strangers()
+        assert listener.neighbours.words() == []
+        with pytest.raises(Refused):
+            await tell(speaker, listener, hello(2))
+        assert listener.neighbours.words() == []
 
     play(scene)

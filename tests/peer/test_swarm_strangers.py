@@ -5,9 +5,28 @@ import math
 
 import msgspec
 import pytest
+import torch
 
+from shoal.peer.pipeline.wire import ActivationWire
 from shoal.protocol.errors import Refused
-from shoal.protocol.messages import Again, Claim, Done, Grant, Repair, RoundMember, RoundStart
+from shoal.protocol.messages import (
+    Activation,
+    Again,
+    Claim,
+    Digest,
+    Done,
+    Gradient,
+    Grant,
+    Halt,
+    HandBack,
+    Hello,
+    Progress,
+    Repair,
+    RoundMember,
+    RoundStart,
+    ValidationResult,
+)
+from shoal.protocol.ports import Priority
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
 
@@ -132,3 +151,138 @@ def test_a_bug_in_the_claims_is_heard(make_swarm, tiny_spec):
         await swarm.close()
 
     run(main())
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("group", [0, 1])
+def test_a_stranger_that_says_it_drains_is_no_mate_and_nobody_waits_for_it(make_swarm, tiny_spec, group):
+    hello = Hello(incarnation=1, plan_sequence=1, stage=group, version=1, ready=True, is_open=False, draining=True)
+
+    async def scene(swarm):
+        for name in STAGES[group]:
+            await is_refused(swarm, "stranger", name, hello)
+            core = swarm.drivers[name].replica.group.core
+            assert swarm.peer("stranger").peer_id not in core.holders
+            assert swarm.peer("stranger").peer_id not in dict(swarm.drivers[name]._neighbours.words())
+
+    play(make_swarm, tiny_spec, scene, steps=8)
+
+
+@pytest.mark.sim
+def test_digests_of_a_stranger_are_not_kept(make_swarm, tiny_spec):
+    async def scene(swarm):
+        endpoint = swarm.drivers["stranger"]._endpoint
+        for version in range(100, 400):
+            word = Digest(stage=1, version=version, digest="d" * 64)
+            await swarm.peer("stranger").spawn(endpoint.ask(swarm.peer("1.0").peer_id, word, Done))
+        kept = swarm.drivers["1.0"].replica.group.core._agreement._digests
+        assert max(kept) < 100
+
+    play(make_swarm, tiny_spec, scene, steps=8)
+
+
+@pytest.mark.sim
+def test_digests_of_a_mate_are_kept_of_a_few_versions(make_swarm, tiny_spec):
+    async def scene(swarm):
+        endpoint, target = swarm.drivers["1.1"]._endpoint, swarm.peer("1.0").peer_id
+        for version in range(10**6, 10**6 + 100):
+            word = Digest(stage=1, version=version, digest="d" * 32)
+            await swarm.peer("1.1").spawn(endpoint.ask(target, word, Done))
+        await is_refused(swarm, "1.1", "1.0", Digest(stage=1, version=2, digest="d" * 10**5))
+        core = swarm.drivers["1.0"].replica.group.core
+        assert sum(swarm.peer("1.1").peer_id in said for said in core._agreement._digests.values()) <= 32
+
+    # It says that it is far ahead, so its mate asks it for what it has not: this is about memory alone.
+    play(make_swarm, tiny_spec, scene, steps=8)
+
+
+@pytest.mark.sim
+def test_an_activation_from_no_neighbour_is_neither_learnt_from_nor_answered(make_swarm, tiny_spec):
+    gradients = []
+
+    async def scene(swarm):
+        stranger, target = swarm.drivers["stranger"]._endpoint, swarm.drivers["1.0"].replica
+
+        async def got(source, meta, payload):
+            gradients.append(meta)
+
+        swarm.peer("stranger").context().run(stranger.on_frame, Gradient, got)
+        wire = ActivationWire(swarm.spec)
+        training, model = swarm.spec.training, swarm.spec.model
+        x_BTD = torch.ones(training.microbatch_size, model.context, model.dim)
+        payload = wire.encode_activation(x_BTD, torch.zeros(x_BTD.shape[:2], dtype=torch.int64))
+        for index in range(training.microbatches_per_step):
+            meta = Activation(stage=1, step=target.version + 1, index=index)
+            send = stranger.send(swarm.peer("1.0").peer_id, meta, payload, priority=Priority.ACTIVATION)
+            await swarm.peer("stranger").spawn(send)
+        await swarm.until_step(5)
+
+    play(make_swarm, tiny_spec, scene, steps=8)
+    assert gradients == []
+
+
+@pytest.mark.sim
+def test_a_gradient_from_whom_the_microbatch_did_not_go_to_replaces_nothing(make_swarm, tiny_spec):
+    found = []
+
+    async def scene(swarm):
+        stranger, target = swarm.drivers["stranger"]._endpoint, swarm.drivers["0.0"].replica.pipeline
+        training, model = swarm.spec.training, swarm.spec.model
+        payload = bytes(4 * training.microbatch_size * model.context * model.dim)
+
+        async def forge(microbatch):
+            meta = Gradient(stage=0, step=microbatch.step, index=microbatch.index, loss=0.0, waited_s=0.0, commit_s=0.0)
+            await stranger.send(swarm.peer("0.0").peer_id, meta, payload, priority=Priority.GRADIENT)
+
+        for _ in range(200):
+            for microbatch in list(target.core._flights):
+                await swarm.peer("stranger").spawn(forge(microbatch))
+            await asyncio.sleep(0.01)
+            found.extend(kept for kept in target._gradients.values() if bytes(kept) == payload)
+
+    play(make_swarm, tiny_spec, scene, steps=60)
+    assert found == []
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize(
+    "message",
+    [
+        Claim(count=5),
+        Halt(at_once=True),
+        Repair(step=2, indices=b"\x01"),
+        HandBack(stage=0, items=((2, 0, False),)),
+        ValidationResult(step=2, index=0, loss=0.0),
+    ],
+    ids=lambda message: type(message).__name__,
+)
+def test_the_lead_of_stage_0_supplies_and_believes_holders_alone(make_swarm, tiny_spec, message):
+    async def scene(swarm):
+        leads = [name for name in STAGES[0] if swarm.drivers[name].replica.group.core.is_lead]
+        await is_refused(swarm, "stranger", leads[0], message)
+        assert swarm.drivers[leads[0]].replica.claims._halts == {}
+
+    play(make_swarm, tiny_spec, scene)
+
+
+@pytest.mark.sim
+def test_what_a_stranger_says_it_has_made_is_still_handed_out(make_swarm, tiny_spec):
+    async def scene(swarm):
+        endpoint, training = swarm.drivers["stranger"]._endpoint, swarm.spec.training
+        made = ((1 << training.microbatches_per_step) - 1).to_bytes(1, "little")
+        for step in range(1, training.steps):
+            word = Progress(
+                incarnation=1,
+                count=step,
+                stage=0,
+                step=step,
+                indices=made,
+                lead="",
+                claimed=made,
+                loss_sum=0.0,
+                staleness_sum=0,
+            )
+            for name in STAGES[0]:
+                await swarm.peer("stranger").spawn(endpoint.ask(swarm.peer(name).peer_id, word, Done))
+
+    play(make_swarm, tiny_spec, scene)

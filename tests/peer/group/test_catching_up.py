@@ -27,6 +27,7 @@ class Replica:
         self.means = means
         self.got = []
         self.gave_up_on = []
+        self.strangers = set()
         self.tasks = Tasks(lambda error: self.gave_up_on.append(error))
         self.peer.context().run(self._start)
 
@@ -43,6 +44,7 @@ class Replica:
             version=lambda: self.version,
             on_mean=lambda step, mean_N: self.got.append((step, mean_N.tolist())),
             on_behind=self.gave_up_on.append,
+            gives_to=lambda peer: peer not in self.strangers,
         )
         self.catching_up.install()
 

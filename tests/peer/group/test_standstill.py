@@ -9,7 +9,7 @@ ME, MATE = PeerID("me"), PeerID("mate")
 
 def members(*, mate_ready: bool = True) -> Members:
     found = Members(me=ME, ready=True)
-    found.plan([Member(ME, 1.0, 1.0), Member(MATE, 1.0, 1.0)])
+    found.plan([Member(ME, 1.0, 1.0), Member(MATE, 1.0, 1.0)], (), now_s=0.0)
     found.state(MATE, ready=mate_ready, is_open=True)
     return found
 
@@ -40,7 +40,7 @@ def test_a_mate_that_has_not_said_who_leads() -> None:
 
 def test_somebody_else_leads() -> None:
     found = Members(me=ME, ready=True)
-    found.plan([Member(MATE, 1.0, 1.0), Member(ME, 1.0, 1.0)])
+    found.plan([Member(MATE, 1.0, 1.0), Member(ME, 1.0, 1.0)], (), now_s=0.0)
     found.state(MATE, ready=True, is_open=True)
     assert standstill(found, None, [2]) == "microbatches [2], from mate, who leads"
 

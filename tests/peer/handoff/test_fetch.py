@@ -1,6 +1,7 @@
 """State handed over between simulated peers: what they train, and what is in their snapshots."""
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,10 +15,11 @@ from shoal.peer.handoff.inbox import ChunkInbox
 from shoal.peer.handoff.server import PINNED_S, TRAINED, StateServer
 from shoal.peer.pipeline.state import LayerState, StageState, initial_state
 from shoal.protocol.endpoint import Endpoint
-from shoal.protocol.errors import RemoteError, Unreachable
+from shoal.protocol.errors import Refused, RemoteError, Unreachable
 from shoal.protocol.identity import PeerID
 from shoal.protocol.layers import stage_layer_keys
-from shoal.protocol.messages import StateOffer, StateRequest
+from shoal.protocol.limits import PINNED_S_MAX, PINNED_VERSIONS_MAX
+from shoal.protocol.messages import Done, StateChunkRequest, StateOffer, StateRequest
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
 from shoal.protocol.sim.world import SimPeer, World
@@ -36,6 +38,8 @@ class Holder:
     server: StateServer
     trained: StageState | None
     stored: dict[str, LayerState]
+    strangers: set[PeerID]
+    """Whom no plan of late names."""
 
     @property
     def name(self) -> PeerID:
@@ -52,8 +56,14 @@ def holder(world: World, name: str) -> Holder:
     async def stored(era: int, version: int, keys: tuple[str, ...]) -> dict[str, LayerState]:
         return {k: v for k, v in made.stored.items() if k in keys} if (era, version) == (ERA, VERSION) else {}
 
-    server = StateServer(endpoint=endpoint, clock=peer.clock, current=lambda _: made.trained, stored=stored)
-    made = Holder(world, peer, endpoint, ChunkInbox(endpoint), server, None, {})
+    server = StateServer(
+        endpoint=endpoint,
+        clock=peer.clock,
+        current=lambda _: made.trained,
+        stored=stored,
+        knows=lambda peer: peer not in made.strangers,
+    )
+    made = Holder(world, peer, endpoint, ChunkInbox(endpoint), server, None, {}, set())
     return made
 
 
@@ -247,5 +257,63 @@ def test_a_transfer_is_under_way_until_all_has_been_asked_for(
         assert not b.server.is_giving(other.name, VERSION)
         await fetch
         assert not b.server.is_giving(keeper.name, VERSION)
+
+    play(scene)
+
+
+def test_whom_no_plan_names_is_given_nothing(tiny_spec: RunSpec, keys: tuple[str, ...], state: StageState) -> None:
+    async def scene(holders: list[Holder]) -> None:
+        stranger, b, _, _ = holders
+        b.trained, b.strangers = state, {stranger.name}
+        with pytest.raises(Refused, match="does not know"):
+            await stranger.endpoint.ask(b.name, StateRequest(layers=keys), StateOffer)
+        assert b.server._pins == {}
+        assert b.server._newcomers == {}
+
+    play(scene)
+
+
+def test_chunks_go_to_whom_they_were_offered(tiny_spec: RunSpec, keys: tuple[str, ...], state: StageState) -> None:
+    async def scene(holders: list[Holder]) -> None:
+        newcomer, b, other, _ = holders
+        b.trained = state
+        await newcomer.endpoint.ask(b.name, StateRequest(layers=keys), StateOffer)
+        wanted = StateChunkRequest(version=VERSION, layer=keys[0], tensor=0, start=0, stop=1)
+        with pytest.raises(Refused, match="offered the sender no such"):
+            await other.endpoint.ask(b.name, wanted, Done)
+
+    play(scene)
+
+
+def test_who_asks_again_and_again_keeps_no_version_for_ever(
+    tiny_spec: RunSpec, keys: tuple[str, ...], state: StageState
+) -> None:
+    async def scene(holders: list[Holder]) -> None:
+        newcomer, b, _, _ = holders
+        b.trained = state
+        await newcomer.endpoint.ask(b.name, StateRequest(layers=keys), StateOffer)
+        b.trained = replace(state, version=VERSION + 1000)
+        request, asked_s = StateRequest(layers=keys, version=VERSION), 0.0
+        while asked_s < 2 * PINNED_S_MAX and VERSION in {version for _, version in b.server._pins}:
+            await asyncio.sleep(PINNED_S / 2)
+            asked_s += PINNED_S / 2
+            with contextlib.suppress(Refused):
+                await newcomer.endpoint.ask(b.name, request, StateOffer)
+        assert asked_s <= PINNED_S_MAX + PINNED_S
+        assert b.server.pinned_from() > VERSION
+
+    play(scene)
+
+
+def test_who_asks_for_every_version_has_a_few_kept(
+    tiny_spec: RunSpec, keys: tuple[str, ...], state: StageState
+) -> None:
+    async def scene(holders: list[Holder]) -> None:
+        newcomer, b, _, _ = holders
+        for version in range(VERSION, VERSION + 3 * PINNED_VERSIONS_MAX):
+            b.trained = replace(state, version=version)
+            offer = await newcomer.endpoint.ask(b.name, StateRequest(layers=keys), StateOffer)
+        assert len(b.server._pins) == PINNED_VERSIONS_MAX
+        assert offer.version == VERSION + PINNED_VERSIONS_MAX - 1
 
     play(scene)

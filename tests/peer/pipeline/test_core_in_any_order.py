@@ -135,6 +135,7 @@ class Play:
                         version=0,
                         router=router,
                         window=window,
+                        upstream=frozenset(PeerID(f"{stage - 1}.{i}") for i in range(self.replicas)),
                     ),
                 )
         for replica in self.peers.values():

@@ -128,8 +128,15 @@ class Pipeline:
                 after = range(replicas[stage + 1]) if stage + 1 < K else ()
                 router = Router(shares={PeerID(f"{stage + 1}.{there}"): 1.0 for there in after})
                 head = Window(num_stages=K) if stage == 0 else None
+                before = range(replicas[stage - 1]) if stage else ()
                 self.cores[PeerID(f"{stage}.{replica}")] = PipelineCore(
-                    stage=stage, num_stages=K, s_max=0, version=0, router=router, window=head
+                    stage=stage,
+                    num_stages=K,
+                    s_max=0,
+                    version=0,
+                    router=router,
+                    window=head,
+                    upstream=frozenset(PeerID(f"{stage - 1}.{there}") for there in before),
                 )
         for name, core in self.cores.items():
             for target in core.router.shares:
