@@ -48,7 +48,7 @@ class IndexSet:
         return IndexSet(bits)
 
     def __contains__(self, index: int) -> bool:
-        return bool(self._bits >> index & 1)
+        return index >= 0 and bool(self._bits >> index & 1)  # others name indices, too
 
     def __len__(self) -> int:
         return self._bits.bit_count()

@@ -153,7 +153,8 @@ def main() -> int:
     else:
         import fuzz_targets
 
-        corpus = kept(arguments.target)
+        followed = arguments.folder / arguments.target
+        corpus = kept(arguments.target) + [path.read_bytes() for path in sorted(followed.glob("*"))]
         try:
             play(fuzz_targets.TARGETS[arguments.target], runs=arguments.runs, seed=arguments.seed, corpus=corpus)
         except Exception as error:

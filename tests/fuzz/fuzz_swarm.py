@@ -40,6 +40,8 @@ _BATCH = 100
 _PATIENCE_S = 5.0
 _BYTES_OF_ONE = 400
 """Of choices for one message; what it lacks then is the first option everywhere."""
+_LIES = 0.3
+"""Share of the answers that the corrupted member makes up."""
 _LAYERS = 2
 _BEGUN_S = 200.0
 _GOES_ON_S = 120.0
@@ -97,6 +99,8 @@ class Session:
         for name in NAMES:
             node = swarm.world.peers[name]
             await stranger.transport.introduce(node.peer_id, node.transport.addresses())
+        if not self._strangers:
+            self._corrupt(swarm, self._rng.choice(NAMES))
         while self.told.executions < executions:
             await self._batch(swarm, stranger)
             self._look(swarm)
@@ -117,6 +121,27 @@ class Session:
             sending.append(swarm.world.peers[thief].spawn(work, name="attack"))
             self.told.executions += 1
         await asyncio.wait(sending, timeout=0.2 + 0.3 * self._rng.random())
+
+    def _corrupt(self, swarm: SimSwarm, name: str) -> None:
+        """From now on some of the answers of `name` are made up, too, mostly of the right type."""
+        endpoint = swarm.nodes[name].endpoint
+        honest = endpoint._dispatch
+
+        async def answer(source: PeerID, message: msgspec.Struct) -> msgspec.Struct:
+            reply = await honest(source, message)
+            if self._rng.random() > _LIES or name not in swarm.nodes:
+                return reply
+            self.told.executions += 1
+            choices = Choices(self._rng.randbytes(_BYTES_OF_ONE))
+            kind = choices.pick(self._kinds) if choices.chance(8) else type(reply)
+            made = make(choices, kind, _known(swarm, self._rng))
+            try:
+                lie: msgspec.Struct = msgspec.msgpack.decode(made, type=messages.Message)
+                return lie
+            except (msgspec.DecodeError, UnicodeDecodeError, OverflowError, TypeError):
+                return reply
+
+        endpoint._dispatch = answer  # type: ignore[method-assign]
 
     async def _send(self, swarm: SimSwarm, thief: str, victim: PeerID, choices: Choices, known: Known) -> None:
         peer = swarm.world.peers[thief]

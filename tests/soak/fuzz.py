@@ -1,8 +1,9 @@
 """Ten million messages, files and plans that are nearly right, at every door; run by `make soak-fuzz`.
 
 Each target of `tests/fuzz/` gets its share, in pieces of its own process each, so that a hang or a crash of the
-interpreter is seen too. What has been done is written down after every piece: started again, it goes on. Exits with 1
-if anything was found; findings stand in `tests/fuzz/corpus/`.
+interpreter is seen too. Where Atheris is installed the first pieces follow coverage, and the others change what those
+have found: following costs five times as much for each execution. What has been done is written down after every piece:
+started again, it goes on. Exits with 1 if anything was found; findings stand in `tests/fuzz/corpus/`.
 """
 
 import argparse
@@ -34,12 +35,15 @@ SHARES = {
 }
 """Target -> executions, of ten millions: the quicker it is and the more strangers reach it, the more."""
 PIECE_OF = 10
+FOLLOWING = 2
+"""So many of the pieces follow coverage."""
 PIECE_S_MAX = 3600.0
 
 
-def play(target: str, runs: int, seed: int, folder: Path) -> tuple[bool, str]:
+def play(target: str, runs: int, piece: int, folder: Path) -> tuple[bool, str]:
     """Returns: (whether nothing was found, the last words of the process)."""
-    words = [sys.executable, str(ENGINE), target, "--runs", str(runs), "--seed", str(seed), "--folder", str(folder)]
+    words = [sys.executable, str(ENGINE), target, "--runs", str(runs), "--seed", str(piece), "--folder", str(folder)]
+    words += [] if piece <= FOLLOWING else ["--plain"]
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=PIECE_S_MAX, errors="replace")
     except subprocess.TimeoutExpired:

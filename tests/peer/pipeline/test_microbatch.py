@@ -67,3 +67,9 @@ def test_a_full_set_of_the_longest_step_is_half_a_kilobyte() -> None:
 def test_a_set_that_can_change_is_no_key() -> None:
     with pytest.raises(TypeError, match="unhashable"):
         hash(IndexSet())
+
+
+def test_a_set_holds_no_index_below_0() -> None:
+    """Found by the fuzzer: a mate's Progress may name one, and the shift raised."""
+    assert -1 not in set_of({0, 1})
+    assert -(2**63) not in IndexSet()
