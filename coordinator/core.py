@@ -55,6 +55,7 @@ from shoal.coordinator.voter import (
     answer_standing,
     no_grant,
 )
+from shoal.coordinator.witnesses import Ends, end_body, proves_end
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import (
     ChainLinks,
@@ -113,12 +114,16 @@ class CoordinationCore:
         sign: Callable[[Plan], SignedPlan],
         vouch: Callable[[bytes], bytes],
         holds: Holds,
+        holds_end: Holds,
         rng: random.Random,
         now_s: float,
     ) -> None:
         self.run, self.me, self.owner = run, me, owner
         self.chain, self.governor = chain, governor
-        self.done, self._rng, self._vouch = False, rng, vouch
+        self.ends: Ends = ()
+        """What proves that the run has come to its last step; empty: as far as we know it has not."""
+        self._rng, self._vouch, self._holds_end = rng, vouch, holds_end
+        self._steps = spec.training.steps
         self.revision = self.newest_revision = spec.revision
         """Of the spec that we go by, and of that of anybody whom we have heard."""
         self._heartbeat_s = spec.swarm.heartbeat_s
@@ -253,14 +258,14 @@ class CoordinationCore:
             # gone over to the other's revision.
             self.newest_revision = max(self.newest_revision, heartbeat.revision)
             self.governor.roster.lose(source)
-            return [Reply(message=self._answer(heartbeat, now_s, leads=self.is_coordinator, done=False))]
+            return [Reply(message=self._answer(heartbeat, now_s, leads=self.is_coordinator, ends=()))]
         live = self.chain.live
         leads = self.is_coordinator or (live is None and self.me == self.owner and heartbeat.plan_sequence == 0)
         if leads and not self.governor.hear(source, heartbeat, now_s):
             return [Reply(message=Refusal(reason="this run has all the peers it can count"))]
-        ledger = self.governor.ledger
-        self.done = self.done or (leads and (ledger.done or (heartbeat.done and ledger.is_near_the_end)))
-        commands: list[Command] = [Reply(message=self._answer(heartbeat, now_s, leads=leads, done=self.done))]
+        if leads:
+            self._hear_end(source, heartbeat)
+        commands: list[Command] = [Reply(message=self._answer(heartbeat, now_s, leads=leads, ends=self.ends))]
         commands += self._planning.reported(heartbeat.plan_sequence, now_s)
         commands += [Alarm(text=text) for text in self.governor.complaints]
         self.governor.complaints.clear()
@@ -268,7 +273,36 @@ class CoordinationCore:
             self._tenure.heard(source, heartbeat, live.plan, now_s)
         return commands + (self._tell(now_s) if leads else [])
 
-    def _answer(self, heartbeat: Heartbeat, now_s: float, *, leads: bool, done: bool) -> HeartbeatReply:
+    def _hear_end(self, source: PeerID, heartbeat: Heartbeat) -> None:
+        """As the coordinator: count who has come to the run's last version."""
+        witnesses = self.governor.witnesses
+        if heartbeat.end and not witnesses.knows_end_of(source):
+            witnesses.note_ends(self._true_ends(((source, heartbeat.end),)))
+        self.ends = self.ends or self.governor.ends or self._proof(heartbeat.ends)
+
+    def end_body(self) -> bytes:
+        """Which end of the run we mean: of the era that we obey, by our spec."""
+        era = self.plan.era if self.plan else 0
+        return end_body(era=era, steps=self._steps, revision=self.revision)
+
+    def _true_ends(self, ends: Ends) -> Ends:
+        plan, body = self.plan, self.end_body()
+        return tuple((p, sign) for p, sign in ends if plan and plan.has(p) and self._holds_end(p, sign, body))
+
+    def _proof(self, ends: Ends) -> Ends:
+        """`ends`, if they prove that the run is done."""
+        plan = self.plan
+        if plan is None or not ends or len(ends) > len(plan.members):
+            return ()
+        true = self._true_ends(ends)
+        return true if proves_end(plan, dict(true)) else ()
+
+    @property
+    def done(self) -> bool:
+        """The run has reached its last step."""
+        return bool(self.ends)
+
+    def _answer(self, heartbeat: Heartbeat, now_s: float, *, leads: bool, ends: Ends) -> HeartbeatReply:
         live = self.chain.live
         is_of_our_era = self.is_coordinator and live is not None and heartbeat.era == live.plan.era
         return answer_heartbeat(
@@ -276,7 +310,7 @@ class CoordinationCore:
             heartbeat,
             coordinator=self.coordinator,
             leads=leads,
-            done=done,
+            ends=ends,
             revision=self.revision,
             pace=self.governor.ledger.pace.tell(now_s),
             save_at=self.governor.save_at(live.plan, now_s) if live is not None and is_of_our_era else 0,
@@ -326,7 +360,7 @@ class CoordinationCore:
         match event.reply:
             case HeartbeatReply() as reply:
                 self.newest_revision = max(self.newest_revision, reply.revision)
-                self.done = self.done or (reply.done and reply.revision == self.revision)
+                self.ends = self.ends or (self._proof(reply.ends) if reply.revision == self.revision else ())
                 self._watch.replied(event.peer, reply, self.plan, me=self.me, took_s=event.took_s, now_s=now_s)
                 if reply.is_coordinator and not self.is_coordinator and event.peer == self.coordinator:
                     self.governor.ledger.pace.take_over(reply.pace, now_s)
@@ -433,6 +467,8 @@ class CoordinationCore:
         new_term = before is None or before.plan.height[:2] != plan.plan.height[:2]
         silent = before.plan.coordinator if before and now_s >= self._watch.suspect_at_s else None
         self._follower.obeys(plan.plan, new_term=new_term, replaced=silent, now_s=now_s)
+        if before is not None and before.plan.era != plan.plan.era:
+            self.ends = ()  # the run goes back, though it may have been done
         self.governor.obey(plan.plan, now_s, leads=was_coordinator and not new_term)
         if before is not None and was_coordinator and not self.is_coordinator:
             commands += [Tell(record=record) for record in self.governor.tell(before.plan, now_s, flush=True)]

@@ -135,6 +135,9 @@ class Coordination:
         def holds(signer: PeerID, signature: bytes, body: bytes) -> bool:
             return seals.statement_holds(signer, signature, "vote", run=run, body=body)
 
+        def holds_end(signer: PeerID, signature: bytes, body: bytes) -> bool:
+            return seals.statement_holds(signer, signature, "end", run=run, body=body)
+
         self._core = CoordinationCore(
             run=endpoint.run,
             me=endpoint.peer_id,
@@ -145,6 +148,7 @@ class Coordination:
             sign=lambda plan: sign_plan(identity, plan),
             vouch=lambda body: seals.sign_statement(identity, "vote", run=run, body=body),
             holds=holds,
+            holds_end=holds_end,
             rng=rng,
             now_s=clock.now_s(),
         )
@@ -159,6 +163,8 @@ class Coordination:
         self._timer = Timer(clock, lambda: self._feed(TimerFired()))
         self._moved_on = asyncio.Event()
         self._closed = False
+        self._ends_untold = False
+        """Our coordinator has not said that the run is done."""
         self._heard_s = clock.now_s()
         self.history: deque[StepRecord] = deque(maxlen=HISTORY_STEPS)
         """Steps completed in this peer's terms, oldest first."""
@@ -382,7 +388,7 @@ class Coordination:
         self._feed(Beat(heartbeat=own))
         if self._notices.is_due(own.advert):
             self._spawn(self._notices.advertise(own.advert))
-        own = msgspec.structs.replace(own, done=self._core.done)
+        own = msgspec.structs.replace(own, end=self._end(own), ends=self._core.ends if self._ends_untold else ())
         heartbeat, sent = self._reports.enclose(own, self._clock.now_s())
         asked_s = self._clock.now_s()
         try:
@@ -396,6 +402,7 @@ class Coordination:
         except asyncio.CancelledError:
             self._reports.failed(sent)
             raise
+        self._ends_untold = not reply.ends
         if reply.is_coordinator and target == self._core.coordinator:
             self._heard_s = self._clock.now_s()
             self._reports.arrived(sent)
@@ -406,6 +413,17 @@ class Coordination:
         else:
             self._reports.failed(sent)
         self._feed(Answered(peer=target, asked=heartbeat, reply=reply, live=live, took_s=self._clock.now_s() - asked_s))
+
+    def _end(self, own: Heartbeat) -> bytes:
+        """Our signature under the run's end, once all that we hold has come to it."""
+        plan, steps = self._core.plan, self._spec.training.steps
+        if plan is None or own.era != plan.era or not (own.held or (own.synced and own.stage is not None)):
+            return b""
+        versions = [version for _, version in own.held] + ([own.version] if own.stage is not None else [])
+        if min(versions) < steps:
+            return b""
+        identity, run = self._endpoint.identity, self._endpoint.run
+        return self._endpoint.seals.sign_statement(identity, "end", run=run, body=self._core.end_body())
 
     @property
     def _timeout_s(self) -> float:

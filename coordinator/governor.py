@@ -32,6 +32,7 @@ from shoal.coordinator.snapshots import SnapshotSchedule
 from shoal.coordinator.standing import name_of
 from shoal.coordinator.status import swarm_status
 from shoal.coordinator.survey import Survey
+from shoal.coordinator.witnesses import Ends, Witnesses
 from shoal.protocol.identity import PeerID
 from shoal.protocol.layers import held_keys
 from shoal.protocol.messages import HandOver, Heartbeat, Reset, SwarmStatus
@@ -77,6 +78,9 @@ class Governor:
     _look_for_safe_s: float = -math.inf
     _members: frozenset[PeerID] = frozenset()
     """Of the live plan."""
+    _former_members: frozenset[PeerID] = frozenset()
+    """Of the last plan that had others: they may still report what they did then."""
+    witnesses: Witnesses = field(default_factory=Witnesses)
 
     def __post_init__(self) -> None:
         swarm = self.spec.swarm
@@ -92,7 +96,6 @@ class Governor:
             microbatches=training.microbatches_per_step,
             heartbeat_s=swarm.heartbeat_s,
             validates=training.validation_interval_steps > 0,
-            lead_steps=training.s_max + 1,
             tokens_per_step=self.spec.tokens_per_step,
         )
         self._snapshots = SnapshotSchedule(
@@ -109,16 +112,24 @@ class Governor:
         if not self.roster.heard(peer, heartbeat, now_s):
             return False
         if heartbeat.era == self.ledger.era:
-            self.ledger.note_version(heartbeat.stage, heartbeat.version)
+            self.witnesses.note(peer, heartbeat.stage, heartbeat.version, holds=heartbeat.synced)
+            self.ledger.note_version(heartbeat.stage, self.witnesses.version(heartbeat.stage or 0))
             for group, version in heartbeat.held:
-                self.ledger.note_version(group, version)
+                self.witnesses.note(peer, group, version, holds=True)
+                self.ledger.note_version(group, self.witnesses.version(group))
             self.experts.hear(peer, heartbeat)
         self.experts.records.heard(peer, now_s)
         self._survey.hear(peer, heartbeat)
-        flaws = self.ledger.note_commits(heartbeat.commits, now_s)
-        self.complaints += [f"{peer} reports {flaw}" for flaw in flaws]
-        self.ledger.note_validations(heartbeat.validations)
+        if peer in self._members or peer in self._former_members:
+            flaws = self.ledger.note_commits(heartbeat.commits, now_s)
+            self.complaints += [f"{peer} reports {flaw}" for flaw in flaws]
+            self.ledger.note_validations(heartbeat.validations)
         return True
+
+    @property
+    def ends(self) -> Ends:
+        """What proves that the run is done; empty: it is not, or not validated."""
+        return self.witnesses.ends if self.ledger.done else ()
 
     def obey(self, plan: Plan, now_s: float, *, leads: bool = False) -> None:
         """A plan is live, whoever coordinates; the first one that we see is the best we know of the run's beginning.
@@ -128,7 +139,10 @@ class Governor:
         for peer in sorted(self._members.difference(plan.members)) if leads else ():
             if self.roster.has_vanished(peer, now_s):
                 self.experts.records.lost(peer)
+        if not self._members.issubset(plan.members):
+            self._former_members = self._members
         self._members = frozenset(plan.members)
+        self.witnesses.obey(plan)
         self.begun_s = now_s if self.begun_s is None else self.begun_s
         self._notes.obey(plan, now_s)
         self._survey.obey(plan)
@@ -405,6 +419,7 @@ class Governor:
             roster=adverts(self.roster, now_s),
             era=self.ledger.era,
             version=self.version_max,
+            step=self.ledger.step,
             loss=self.ledger.loss,
             validation_loss=self.ledger.validation_loss,
             validation_step=self.ledger.validation_step,

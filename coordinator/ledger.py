@@ -4,6 +4,9 @@ A report may come twice (the reply to a heartbeat was lost, the role moved on me
 the coordinator before us got the other half. Each (stage, step) counts once. A step is told once, when the last stage's
 report is here, which alone knows the loss, and either all stages have reported or `PATIENCE_S` is over.
 
+A report is the word of one peer, so it is kept until enough others confirm it: a step is told, its loss shown and the
+pace reckoned with it, once the last stage's version as most of its members report it (`witnesses`) has passed it.
+
 When the run goes back (a new era), so does the ledger: steps above the beginning happen, and are told, again.
 """
 
@@ -11,6 +14,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from shoal.coordinator.pace import AGE_S_MAX, Pace
 from shoal.protocol.messages import CommitReport, HandOver, ValidationReport
@@ -57,7 +61,6 @@ class Ledger:
         microbatches: int,
         heartbeat_s: float,
         validates: bool,
-        lead_steps: int,
         tokens_per_step: int,
     ) -> None:
         self.era = 0
@@ -68,9 +71,10 @@ class Ledger:
         self._steps = steps
         self._microbatches = microbatches
         self._validates = validates
-        self._lead_steps = lead_steps
         self._patience_s = PATIENCE_HEARTBEATS * heartbeat_s
         self._reports: dict[int, dict[int, CommitReport]] = {}
+        self._unconfirmed: dict[int, tuple[CommitReport, float]] = {}
+        """The last stage's reports and when they came, of steps that its members have not confirmed."""
         self._untold: dict[int, float] = {}
         self._told: deque[int] = deque(maxlen=HISTORY_STEPS)
         self._validation: ValidationReport | None = None
@@ -106,11 +110,6 @@ class Ledger:
         validated = self._validation is not None and self._validation.step >= self._steps
         return self.step >= self._steps and (validated or not self._validates)
 
-    @property
-    def is_near_the_end(self) -> bool:
-        """Whether to believe somebody who says that the run is done: what we lack may be its last reports."""
-        return self.version_max >= self._steps - self._lead_steps
-
     def rewind(self, era: int, version: int) -> None:
         """From now on only `era` counts, which begins at `version`."""
         self.era = era
@@ -119,6 +118,7 @@ class Ledger:
         self._expert_versions = [min(version, self._steps)] * len(self._expert_versions)
         self._reports = {step: by_stage for step, by_stage in self._reports.items() if step < version}
         self._untold = {step: at_s for step, at_s in self._untold.items() if step < version}
+        self._unconfirmed = {}
         self._told = deque((step for step in self._told if step < version), maxlen=HISTORY_STEPS)
         self._loss_step = min(self._loss_step, version - 1)
         if self._validation is not None and self._validation.step > version:
@@ -127,22 +127,22 @@ class Ledger:
         self._validation_told = min(self._validation_told, version)
 
     def note_version(self, stage: int | None, version: int) -> None:
-        """A holder of `stage`, or of that group of experts, says that its state is at `version`."""
+        """Most holders of `stage`, or of that group of experts, say that their state is at `version`."""
         if stage is not None and 0 <= stage < self._num_stages:
             self._versions[stage] = min(max(self._versions[stage], version), self._steps)
         elif stage is not None and 0 <= stage - self._num_stages < len(self._expert_versions):
             at = stage - self._num_stages
             self._expert_versions[at] = min(max(self._expert_versions[at], version), self._steps)
+        self._confirm()
 
     def note_commits(self, reports: Iterable[CommitReport], now_s: float) -> list[str]:
         """Returns: what is wrong with those that contradict themselves, which do not count."""
         flaws = []
         for report in reports:
-            newest = max(self._reports, default=0)
-            if report.era == self.era and report.stage >= self._num_stages and report.step < self._steps:
-                self.note_version(report.stage, report.step + 1)  # of experts nothing else is counted
-                self._note_norm(report)
-            if not (0 <= report.stage < self._num_stages and newest - HISTORY_STEPS < report.step < self._steps):
+            oldest = max(0, self.version_max - HISTORY_STEPS)
+            if report.era == self.era and report.stage >= self._num_stages and oldest <= report.step < self._steps:
+                self._note_norm(report)  # of experts nothing else is counted
+            if not (0 <= report.stage < self._num_stages and oldest <= report.step < self._steps):
                 continue
             if report.era != self.era:
                 continue
@@ -156,19 +156,35 @@ class Ledger:
                 continue
             by_stage[report.stage] = report
             self._note_norm(report)
-            self.note_version(report.stage, report.step + 1)
             if report.stage == self._num_stages - 1:
-                age_s = min(max(0.0, report.age_s), AGE_S_MAX)
-                self.pace.committed(report.era, report.step, report.tokens, now_s - age_s)
-                if report.step not in self._told:
-                    self._untold[report.step] = now_s
-                if report.loss is not None and report.step >= self._loss_step:
-                    self.loss, self._loss_step = report.loss, report.step
-        while len(self._reports) > HISTORY_STEPS:
-            del self._reports[min(self._reports)]
-        while len(self._norms) > HISTORY_STEPS:
-            del self._norms[min(self._norms)]
+                self._unconfirmed[report.step] = report, now_s
+        self._confirm()
+        for table in (self._reports, self._norms, self._unconfirmed):
+            self._trim(table)
         return flaws
+
+    def _confirm(self, *, flush: bool = False) -> None:
+        """Count what the last stage's lead has reported and its members have confirmed by now.
+
+        Args: flush: and the steps right behind those, which others will hear confirmed.
+        """
+        confirmed = self._versions[-1]
+        while flush and confirmed in self._unconfirmed:
+            confirmed += 1
+        for step in sorted(step for step in self._unconfirmed if step < confirmed):
+            report, came_s = self._unconfirmed.pop(step)
+            age_s = min(max(0.0, report.age_s), AGE_S_MAX)
+            self.pace.committed(report.era, report.step, report.tokens, came_s - age_s)
+            if report.step not in self._told:
+                self._untold[report.step] = came_s
+            if report.loss is not None and report.step >= self._loss_step:
+                self.loss, self._loss_step = report.loss, report.step
+
+    def _trim(self, table: dict[int, Any]) -> None:
+        """To `HISTORY_STEPS`: first what claims to be far ahead of everybody, then the oldest."""
+        while len(table) > HISTORY_STEPS:
+            last = max(table)
+            del table[last if last >= self.version_max + HISTORY_STEPS else min(table)]
 
     def _note_norm(self, report: CommitReport) -> None:
         norm = report.gradient_norm
@@ -187,8 +203,10 @@ class Ledger:
         )
 
     def note_validations(self, reports: Iterable[ValidationReport]) -> None:
+        """A loss is one member's word, whichever stage it is of: only who computes it again could confirm it. But it is
+        of a version that the members of the stages have confirmed; its lead repeats it until they have."""
         for report in reports:
-            if report.era != self.era:
+            if report.era != self.era or not 0 <= report.step <= self.version_max or not math.isfinite(report.loss):
                 continue
             if self._validation is None or report.step > self._validation.step:
                 self._validation = report
@@ -204,12 +222,13 @@ class Ledger:
         if will.validation_loss is not None:
             self.validation_loss, self.validation_step = will.validation_loss, will.validation_step
         for stage in range(self._num_stages):
-            self.note_version(stage, will.version - self._lead_steps)  # no stage is further behind
+            self.note_version(stage, will.step)
         self.staleness_mean = will.staleness_steps_mean
 
     def tell(self, now_s: float, *, term: int, peers: int, flush: bool = False) -> list[StepRecord]:
         """Records of steps that are due, in step order; all that have a loss with `flush`."""
         records = []
+        self._confirm(flush=flush)
         for step in sorted(self._untold):
             by_stage = self._reports.get(step, {})
             complete = len(by_stage) == self._num_stages

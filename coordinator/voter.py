@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from shoal.coordinator.chain import PlanChain
+from shoal.coordinator.witnesses import Ends
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import (
     Heartbeat,
@@ -70,15 +71,16 @@ def answer_heartbeat(
     *,
     coordinator: PeerID,
     leads: bool,
-    done: bool,
+    ends: Ends = (),
     revision: int = 0,
     pace: tuple[PaceMark, ...] = (),
     save_at: int = 0,
     safe: tuple[int, int] = (0, 0),
 ) -> HeartbeatReply:
     """Args:
-    coordinator: as far as we know; leads: whether we may speak as the coordinator; revision: of our spec; pace: as we
-        know it; save_at: of which version a snapshot is due; safe: which snapshot is on disks enough.
+    coordinator: as far as we know; ends: what proves that the run is done; leads: whether we may speak as the
+        coordinator; revision: of our spec; pace: as we know it; save_at: of which version a snapshot is due; safe:
+        which snapshot is on disks enough.
     """
     live = chain.live
     behind = live is not None and heartbeat.plan_digest != live.digest
@@ -87,7 +89,7 @@ def answer_heartbeat(
         term=chain.order[0],
         is_coordinator=leads,
         plan=live.link if live and behind else b"",
-        done=done,
+        ends=ends,
         revision=revision,
         pace=pace if leads else (),
         save_at=save_at,

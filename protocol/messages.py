@@ -152,8 +152,11 @@ class Heartbeat(_Message, frozen=True, kw_only=True):
     """Median seconds of a forward here; 0 before the first."""
     window: int = 0
     """Microbatches this stage-0 replica keeps in flight."""
-    done: bool = False
-    """The sender has coordinated the run to its last step, or was told so: a coordinator may have missed reports."""
+    end: bytes = b""
+    """The sender's `end` statement: all that it holds is at the run's last version. Empty: it is not."""
+    ends: tuple[tuple[PeerID, bytes], ...] = ()
+    """(member, its `end` statement) of enough members to prove that the run is done, for a coordinator that has not
+    heard them all."""
     revision: int = 0
     """Of the spec that the sender trains by. A coordinator that goes by another does not count the sender in."""
     paused_s: float | None = None
@@ -172,10 +175,10 @@ class HeartbeatReply(_Message, frozen=True):
     term: int
     is_coordinator: bool
     plan: bytes = b""
-    done: bool = False
-    """The run has reached its last step."""
+    ends: tuple[tuple[PeerID, bytes], ...] = ()
+    """(member, its `end` statement) of a majority of every group's members: the run is done. Empty: it is not."""
     revision: int = 0
-    """Of the spec that the sender trains by: `done` is said of that one."""
+    """Of the spec that the sender trains by: `ends` are of that one."""
     pace: tuple[PaceMark, ...] = ()
     """Of late, oldest first: whoever coordinates next goes on from it."""
     save_at: int = 0
@@ -261,7 +264,9 @@ class HandOver(_Message, frozen=True, kw_only=True):
     roster: tuple[tuple[PeerID, Advert], ...]
     era: int = 0
     version: int = 0
-    """Highest version committed anywhere in this era, as far as the sender knows."""
+    """Highest version that anybody has named in this era, as far as the sender knows."""
+    step: int = 0
+    """Steps that most members of every stage have confirmed."""
     loss: float | None = None
     validation_loss: float | None = None
     validation_step: int | None = None

@@ -10,7 +10,7 @@ import msgspec
 
 from shoal.protocol.identity import Identity, PeerID, verify
 
-Topic = Literal["invite", "member", "exclusion", "vote", "state"]
+Topic = Literal["invite", "member", "exclusion", "vote", "state", "end"]
 
 
 def sign_statement(identity: Identity, topic: Topic, *, run: str, body: bytes) -> bytes:

@@ -54,6 +54,8 @@ PEERS = "abcdef"
 GROUPS = [["a", "d"], ["b", "e"], ["c", "f"]]
 SPEC = RunSpec(swarm=SwarmSpec(stages=3, min_peers=6, heartbeat_s=1.0, term_s=60.0))
 
+ENDS = tuple((peer, b"yes") for peer in "abcdef")
+
 
 @pytest.fixture
 def first(make_plan):
@@ -73,6 +75,7 @@ def make_core(make_unsigned, make_heartbeat, make_chain):
             sign=make_unsigned,
             vouch=lambda body: b"yes",
             holds=lambda signer, signature, body: signature == b"yes",
+            holds_end=lambda signer, signature, body: signature == b"yes",
             rng=random.Random(7),
             now_s=now_s,
         )
@@ -305,37 +308,79 @@ def test_a_plan_above_ours_ends_our_term_and_our_offer(make_core, make_heartbeat
     assert not asks([command for _, command in later], PlanOffer)
 
 
+def at_the_end(make_heartbeat, peer, stage, **says):
+    """A member has come to the last version, and signs it."""
+    return make_heartbeat(peer, stage=stage, synced=True, version=SPEC.training.steps, **({"end": b"yes"} | says))
+
+
 def test_when_the_run_is_done_everyone_hears_it_and_nobody_is_planned(make_core, make_heartbeat, first):
     core = make_core("a", first)
-    for stage, peer in enumerate("abc"):
-        beat = make_heartbeat(peer, stage=stage, version=SPEC.training.steps)
+    for peer in "abcdef":
+        beat = at_the_end(make_heartbeat, peer, first.plan.stage_of(peer))
         reply = said(core.handle(Received(source=peer, message=beat), now_s=0.0))
-        assert not reply.done
+        assert not reply.ends, "nobody has validated it yet"
     report = ValidationReport(step=SPEC.training.steps, loss=1.5, microbatches=4)
-    beat = make_heartbeat("a", stage=0, version=SPEC.training.steps, validations=(report,))
-    assert said(core.handle(Received(source="a", message=beat), now_s=0.1)).done
+    beat = at_the_end(make_heartbeat, "a", 0, validations=(report,))
+    ends = said(core.handle(Received(source="a", message=beat), now_s=0.1)).ends
+    assert dict(ends).keys() == set("abcdef")
     commands = coordinate(core, make_heartbeat, first, until_s=20.0, peers="ab")
     assert not asks(commands, PlanOffer)
     follower = make_core("b", first)
     beat = make_heartbeat("b")
-    answer = HeartbeatReply(coordinator="a", term=1, is_coordinator=True, done=True)
+    answer = HeartbeatReply(coordinator="a", term=1, is_coordinator=True, ends=ends)
     follower.handle(Answered(peer="a", asked=beat, reply=answer), now_s=1.0)
     assert follower.done
+
+
+def test_a_run_that_is_done_by_one_peers_word_goes_on(make_core, make_heartbeat, first):
+    """Row 3 of the issue: six calls ended every process at the beginning of 100,000 steps."""
+    core = make_core("a", first)
+    report = ValidationReport(step=SPEC.training.steps, loss=1.5, microbatches=4)
+    for peer in ("stranger", "b", "c"):
+        for stage in range(3):
+            for version in (SPEC.training.steps, 2**63):
+                beat = at_the_end(make_heartbeat, peer, stage, validations=(report,))
+                beat = msgspec.structs.replace(beat, version=version, ends=tuple((p, b"no") for p in "abcdef"))
+                assert not said(core.handle(Received(source=peer, message=beat), now_s=0.0)).ends
+    assert not core.done
+    assert core.governor.ledger.step == 0
+
+
+@pytest.mark.parametrize(
+    ("signers", "signature", "done"),
+    [
+        ("abcdef", b"yes", True),
+        ("adbecf", b"no", False),
+        ("abc", b"yes", False),
+        ("adbe", b"yes", False),
+        ("", b"", False),
+    ],
+)
+def test_a_peer_ends_only_when_a_majority_of_every_stage_has_signed(
+    make_core, make_heartbeat, first, signers, signature, done
+):
+    ends = tuple((peer, signature) for peer in signers)
+    follower, heir = make_core("b", first), make_core("a", first)
+    answer = HeartbeatReply(coordinator="a", term=1, is_coordinator=True, ends=ends)
+    follower.handle(Answered(peer="a", asked=make_heartbeat("b"), reply=answer), now_s=1.0)
+    assert follower.done is done
+    heir.handle(Received(source="b", message=make_heartbeat("b", ends=ends)), now_s=1.0)
+    assert heir.done is done, "a coordinator that has not heard it all learns it in the same way"
 
 
 def test_who_trains_by_another_revision_is_not_counted_in_and_its_end_is_not_ours(make_core, make_heartbeat, first):
     core = make_core("a", first)
     coordinate(core, make_heartbeat, first, until_s=3.0)
-    beat = make_heartbeat("b", stage=1, version=SPEC.training.steps, done=True, revision=1)
+    beat = make_heartbeat("b", stage=1, version=SPEC.training.steps, ends=ENDS, revision=1)
     answer = said(core.handle(Received(source="b", message=beat), now_s=3.0))
-    assert (answer.is_coordinator, answer.done, answer.revision) == (True, False, 0)
+    assert (answer.is_coordinator, answer.ends, answer.revision) == (True, (), 0)
     assert core.newest_revision == 1
     assert not core.done
     assert "b" not in core.governor.roster.alive(3.0)
     core.handle(Received(source="b", message=make_heartbeat("b", stage=1)), now_s=4.0)
     assert "b" in core.governor.roster.alive(4.0), "it goes by ours now"
     follower = make_core("b", first)
-    answer = HeartbeatReply(coordinator="a", term=1, is_coordinator=True, done=True, revision=2)
+    answer = HeartbeatReply(coordinator="a", term=1, is_coordinator=True, ends=ENDS, revision=2)
     follower.handle(Answered(peer="a", asked=beat, reply=answer), now_s=1.0)
     assert not follower.done
     assert follower.newest_revision == 2

@@ -141,7 +141,8 @@ def test_too_few_peers_is_said_and_waited_for(governor, make_live, hear):
     assert "back to version 50" in reason
 
 
-def test_reports_that_cannot_be_name_their_reporter(governor, hear):
+def test_reports_that_cannot_be_name_their_reporter(governor, make_live, hear):
+    governor.obey(make_live().plan, 0.0)
     report = CommitReport(
         stage=1,
         step=3,

@@ -8,6 +8,22 @@ from shoal.protocol.messages import CommitReport, HandOver, PaceMark, Validation
 MARKS = tuple(PaceMark(era=0, step=9 - age, age_s=6.0 * age, num_steps=1, tokens=5400) for age in reversed(range(10)))
 
 
+class Believing(Ledger):
+    """Whatever a lead reports, the members of its group confirm at once."""
+
+    def note_commits(self, reports, now_s):
+        flaws = super().note_commits(reports, now_s)
+        for report in reports:
+            if report.era == self.era and report.step < self._steps and not self._flaw(report):
+                self.note_version(report.stage, report.step + 1)
+        return flaws
+
+    def note_validations(self, reports):
+        for report in reports:
+            self.note_version(0, report.step)
+        super().note_validations(reports)
+
+
 def commit(stage, step, *, loss=None, tokens=1000, staleness=0.0, duplicates=0, given_up=0, **says):
     usual = {"members": 2, "microbatches": 8 - given_up, "digest": ""}
     return CommitReport(
@@ -24,9 +40,7 @@ def commit(stage, step, *, loss=None, tokens=1000, staleness=0.0, duplicates=0, 
 
 @pytest.fixture
 def ledger():
-    return Ledger(
-        num_stages=3, steps=100, microbatches=8, heartbeat_s=1.0, validates=False, lead_steps=2, tokens_per_step=1000
-    )
+    return Believing(num_stages=3, steps=100, microbatches=8, heartbeat_s=1.0, validates=False, tokens_per_step=1000)
 
 
 def tell(ledger, now_s, **how):
@@ -127,8 +141,8 @@ def test_the_successor_knows_the_loss_until_it_hears_a_newer_one(ledger):
 
 
 def test_memory_is_bounded():
-    ledger = Ledger(
-        num_stages=1, steps=10**6, microbatches=8, heartbeat_s=1.0, validates=False, lead_steps=2, tokens_per_step=1000
+    ledger = Believing(
+        num_stages=1, steps=10**6, microbatches=8, heartbeat_s=1.0, validates=False, tokens_per_step=1000
     )
     for step in range(3 * HISTORY_STEPS):
         ledger.note_commits([commit(0, step, loss=1.0)], float(step))
@@ -139,9 +153,7 @@ def test_memory_is_bounded():
 
 
 def test_a_run_is_done_when_its_last_version_is_validated() -> None:
-    ledger = Ledger(
-        num_stages=1, steps=2, microbatches=8, heartbeat_s=1.0, validates=True, lead_steps=2, tokens_per_step=1000
-    )
+    ledger = Believing(num_stages=1, steps=2, microbatches=8, heartbeat_s=1.0, validates=True, tokens_per_step=1000)
     ledger.note_commits([commit(0, 0, loss=3.0), commit(0, 1, loss=2.0)], now_s=1.0)
     assert [record.step for record in ledger.tell(1.0, term=1, peers=1)] == [0]
     assert not ledger.done
@@ -152,11 +164,18 @@ def test_a_run_is_done_when_its_last_version_is_validated() -> None:
 
 
 def test_a_successor_goes_on_from_what_it_was_told() -> None:
-    ledger = Ledger(
-        num_stages=3, steps=100, microbatches=8, heartbeat_s=1.0, validates=True, lead_steps=2, tokens_per_step=1000
-    )
+    ledger = Believing(num_stages=3, steps=100, microbatches=8, heartbeat_s=1.0, validates=True, tokens_per_step=1000)
     ledger.take_over(
-        HandOver(plan=b"", roster=(), version=50, loss=2.0, validation_loss=2.5, pace=MARKS, staleness_steps_mean=0.5),
+        HandOver(
+            plan=b"",
+            roster=(),
+            version=50,
+            step=48,
+            loss=2.0,
+            validation_loss=2.5,
+            pace=MARKS,
+            staleness_steps_mean=0.5,
+        ),
         70.0,
     )
     assert (ledger.step, ledger.loss, ledger.validation_loss) == (48, 2.0, 2.5)
@@ -220,14 +239,12 @@ def test_what_is_told_of_another_era_changes_nothing(ledger):
     ledger.rewind(2, 10)
     ledger.take_over(HandOver(plan=b"", roster=(), era=1, version=50, loss=1.0), 0.0)
     assert (ledger.step, ledger.loss) == (10, None)
-    ledger.take_over(HandOver(plan=b"", roster=(), era=2, version=50, loss=1.0), 0.0)
+    ledger.take_over(HandOver(plan=b"", roster=(), era=2, version=50, step=48, loss=1.0), 0.0)
     assert (ledger.step, ledger.loss) == (48, 1.0)
 
 
 def test_a_run_that_goes_back_is_not_done():
-    ledger = Ledger(
-        num_stages=1, steps=2, microbatches=8, heartbeat_s=1.0, validates=True, lead_steps=2, tokens_per_step=1000
-    )
+    ledger = Believing(num_stages=1, steps=2, microbatches=8, heartbeat_s=1.0, validates=True, tokens_per_step=1000)
     ledger.note_commits([commit(0, 1, loss=2.0)], 0.0)
     ledger.note_validations([ValidationReport(step=2, loss=1.5, microbatches=4)])
     assert ledger.done
@@ -236,14 +253,13 @@ def test_a_run_that_goes_back_is_not_done():
 
 
 def test_the_run_is_done_when_its_experts_have_the_last_step_too() -> None:
-    ledger = Ledger(
+    ledger = Believing(
         num_stages=1,
         num_experts=2,
         steps=1,
         microbatches=8,
         heartbeat_s=1.0,
         validates=False,
-        lead_steps=2,
         tokens_per_step=1000,
     )
     ledger.note_version(0, 1)
@@ -270,14 +286,13 @@ def test_a_gradient_norm_is_unknown_if_a_stage_does_not_tell_a_number(ledger, no
 
 
 def test_a_gradient_norm_of_placed_experts_counts_their_groups_too():
-    ledger = Ledger(
+    ledger = Believing(
         num_stages=1,
         num_experts=2,
         steps=9,
         microbatches=8,
         heartbeat_s=1.0,
         validates=False,
-        lead_steps=2,
         tokens_per_step=1,
     )
     ledger.note_commits([commit(group, 0, gradient_norm=norm) for group, norm in ((1, 3.0), (2, 6.0))], 0.0)
@@ -291,3 +306,17 @@ def test_what_was_validated_comes_with_its_version_and_goes_when_the_run_goes_ba
     assert (ledger.validation_loss, ledger.validation_step) == (4.5, 40)
     ledger.rewind(1, 30)
     assert (ledger.validation_loss, ledger.validation_step) == (None, None)
+
+
+def test_nobody_alone_moves_the_ledger_on():
+    """Row 3 of the issue: one report of a far step hid all true ones, and its loss was shown from then on."""
+    ledger = Ledger(num_stages=1, steps=100_000, microbatches=8, heartbeat_s=1.0, validates=False, tokens_per_step=1000)
+    for step in range(90_000, 90_000 + 3 * HISTORY_STEPS):
+        ledger.note_commits([commit(0, step, loss=0.1)], 0.0)
+    ledger.note_validations([ValidationReport(step=99_999, loss=0.1, microbatches=4)])
+    assert tell(ledger, 100.0) == []
+    ledger.note_commits([commit(0, 0, loss=5.0)], 100.0)
+    ledger.note_version(0, 1)
+    assert [record.step for record in tell(ledger, 100.0)] == [0]
+    assert (ledger.loss, ledger.validation_loss, ledger.step) == (5.0, None, 1)
+    assert len(ledger._reports) <= HISTORY_STEPS

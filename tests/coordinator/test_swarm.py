@@ -205,7 +205,8 @@ def test_no_report_is_lost_when_the_role_moves_or_its_holder_dies(run_swarm):
             plan = max(swarm.alive(), key=lambda peer: peer.order).plan
             for index, stage in enumerate(plan.stages):
                 lead = next(by_id[p] for p in stage.peers if by_id[p].port.is_alive)
-                lead.version = step + 1
+                for peer in stage.peers:
+                    by_id[peer].version = step + 1
                 lead.commits.append(commit(index, step))
             if step == 30:
                 # A coordinator that leads no stage, so that no report dies with its own outbox.

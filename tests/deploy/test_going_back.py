@@ -187,7 +187,7 @@ def test_half_of_a_swarm_goes_on_when_its_owner_says_so_and_the_others_come_back
             directory=port.directory,
             clock=port.clock,
             owner=owner.peer_id,
-            model=spec.model,
+            spec=spec,
         )
         begun_s = swarm.world.now_s()
         await port.spawn(recovery.reset(await port.spawn(recovery.look()), owner, tmp_path))
