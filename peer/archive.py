@@ -13,6 +13,7 @@ from pathlib import PurePosixPath
 from typing import Final
 
 from shoal.peer import snapshot
+from shoal.peer.past_eras import ERAS_KEPT, PastEras
 from shoal.peer.pipeline.state import LayerState, StageState
 from shoal.protocol.errors import LocalError
 from shoal.protocol.messages import Holding
@@ -23,8 +24,8 @@ logger = logging.getLogger(__name__)
 
 FOLDER: Final = "snapshots"
 KEPT: Final = 2
-"""Newest versions of each group of layers: stages write at slightly different times, so one whole step must remain.
-Once the coordinator has seen that every layer of one is on two disks, those before it go (`Archive.thin`)."""
+"""Newest versions of each group of layers in each era: stages write at slightly different times, so one whole step must
+remain. Once the coordinator has seen that every layer of one is on two disks, those before it go (`Archive.thin`)."""
 ABANDONED_INTERVALS: Final = 10
 """Groups of layers of which we have written nothing for so long, as long as we write any, are other peers' now. All
 keep `KEPT` versions, so that no roll-back could use what is so old."""
@@ -52,6 +53,7 @@ class Archive:
         self._run = run
         self._folder = PurePosixPath(run) / FOLDER
         self._path = PurePosixPath(run) / "era"
+        self._past = PastEras(disk, PurePosixPath(run) / "past-eras") if disk is not None else None
         self._spec = spec
         self._clock = clock
         self._run_blocking = run_blocking
@@ -103,6 +105,7 @@ class Archive:
         """Look what an earlier life of this peer has left."""
         if self._disk is not None:
             await self._run_blocking(self._look)
+            await self._run_blocking(self._recall_past)
             await self._run_blocking(self._recall_era)
 
     def begin_era(self, era: int, group: int = 0) -> bool:
@@ -165,7 +168,11 @@ class Archive:
             )
             self._damaged.discard(path)
             self._look()
-            self._remove_abandoned(disk, state.version)
+            self._note_past()
+            self._remove_abandoned(disk, state.version, era)
+            if self._past is not None and len({stored.era for stored in self._stored.values()}) > ERAS_KEPT + 1:
+                self._remove(disk, (era, 0))  # there is no room for so many, whatever others have
+                self._look()
 
         try:
             async with self._writing:
@@ -180,18 +187,20 @@ class Archive:
 
         A coordinator that names a snapshot of which we have no part, nor any newer one, is not believed.
         """
-        ages = [stored.age for stored in self._stored.values()]
-        return bool(ages) and min(ages) < safe <= max(ages) and not self._writing.locked()
+        ages = self._ages
+        if not ages or safe > max(ages) or self._writing.locked():
+            return False
+        return any(map(self._is_old(safe), ages))
 
     async def thin(self, safe: tuple[int, int]) -> None:
-        """Remove all snapshots before `safe`, those of groups of layers that we hold no more among them."""
+        """Remove all snapshots before `safe`, those of groups of layers that we hold no more among them, but for those
+        of older eras that may be gone back to."""
         disk = self._disk
         if disk is None:
             return
 
         def thin() -> None:
-            for name in disk.list(self._folder):
-                snapshot.remove_before(disk, self._folder / name, self._run, safe)
+            self._remove(disk, safe)
             self._look()
 
         try:
@@ -222,6 +231,35 @@ class Archive:
                 self._stored.pop(stored.path, None)  # or pruned meanwhile
         return found
 
+    @property
+    def _ages(self) -> list[tuple[int, int]]:
+        return [stored.age for stored in self._stored.values()]
+
+    def _is_old(self, safe: tuple[int, int]) -> Callable[[tuple[int, int]], bool]:
+        """Whether a snapshot of an (era, version) is needed no more, once `safe` is on disks enough."""
+        kept = self._past.kept(self._ages, self._clock.wall_s()) if self._past is not None else frozenset()
+        return lambda age: age < safe and (age[0] == safe[0] or age[0] not in kept)
+
+    def _remove(self, disk: Disk, safe: tuple[int, int]) -> None:
+        is_old = self._is_old(safe)
+        for name in disk.list(self._folder):
+            snapshot.remove_old(disk, self._folder / name, self._run, is_old)
+
+    def _note_past(self) -> None:
+        if self._past is None:
+            return
+        try:
+            self._past.note(self._ages, self._clock.wall_s())
+        except OSError as error:  # the next snapshot tries again
+            self._complain(f"cannot note that an era has ended: {error.strerror or error}")
+
+    def _recall_past(self) -> None:
+        assert self._past is not None
+        try:
+            self._past.recall()
+        except OSError as error:
+            self._complain(f"cannot read when eras have ended: {error.strerror or error}")
+
     def _recall_era(self) -> None:
         assert self._disk is not None
         with contextlib.suppress(OSError, ValueError):  # not there, or torn: as if it had not begun
@@ -241,10 +279,13 @@ class Archive:
             return
         self._stored = stored
 
-    def _remove_abandoned(self, disk: Disk, version: int) -> None:
-        """Where the newest is much older than `version`, of whatever era: a later one has passed it by then."""
+    def _remove_abandoned(self, disk: Disk, version: int, era: int) -> None:
+        """Where the newest of `era` is much older than `version`; older eras' go as `thin` says."""
         newest: dict[PurePosixPath, int] = {}
+        past = {path.parent for path, stored in self._stored.items() if stored.era != era}
         for path, stored in self._stored.items():
+            if path.parent in past:
+                continue
             newest[path.parent] = max(stored.version, newest.get(path.parent, 0))
         oldest = version - ABANDONED_INTERVALS * self._spec.swarm.snapshot_interval_steps
         abandoned = {folder for folder, written in newest.items() if written < oldest}

@@ -115,7 +115,8 @@ def write_snapshot(
     era: int = 0,
     keep: int = 2,
 ) -> PurePosixPath:
-    """Write a snapshot into `folder` (made if missing), then remove all but the run's `keep` newest (era, version).
+    """Write a snapshot into `folder` (made if missing), then remove all but the `keep` newest versions of each of
+    the run's eras.
 
     Several processes may share `folder`; they take turns.
     Returns: the snapshot's own folder, durable.
@@ -190,20 +191,21 @@ def _layer_files(model: ModelSpec, key: str, tensors: LayerState) -> Iterator[tu
 
 
 def prune(disk: Disk, folder: PurePosixPath, run: str, keep: int) -> None:
-    """Remove all but the `keep` newest (era, version) of a run; several snapshots may share one, with other layers.
+    """Remove all but the `keep` newest versions of each era of a run; several snapshots may share one, with other
+    layers. An older era's stay for who wants to go back to it (`past_eras`).
 
     Raises: OSError.
     """
     ages = {name: age for name in disk.list(folder) if (age := _age(name, run)) is not None}
-    kept = sorted(set(ages.values()), reverse=True)[:keep]
-    for name, age in ages.items():
-        if age not in kept:
+    for name, (era, version) in ages.items():
+        newer = {other for of_era, other in ages.values() if of_era == era and other > version}
+        if len(newer) >= keep:
             disk.replace(folder / name, folder / f"{UNFINISHED_PREFIX}{name}")
     _remove_unfinished(disk, folder)
 
 
-def remove_before(disk: Disk, folder: PurePosixPath, run: str, age: tuple[int, int]) -> None:
-    """Remove a run's snapshots older than `age` (era, version), what unfinished ones have left, and then `folder` if
+def remove_old(disk: Disk, folder: PurePosixPath, run: str, is_old: Callable[[tuple[int, int]], bool]) -> None:
+    """Remove a run's snapshots whose age (era, version) is old, what unfinished ones have left, and then `folder` if
     nothing is in it any more. Nobody may be writing there.
 
     Raises: OSError.
@@ -211,7 +213,7 @@ def remove_before(disk: Disk, folder: PurePosixPath, run: str, age: tuple[int, i
     names = disk.list(folder)
     for name in names:
         found = _age(name, run)
-        if found is not None and found < age:
+        if found is not None and is_old(found):
             disk.replace(folder / name, folder / f"{UNFINISHED_PREFIX}{name}")
     _remove_unfinished(disk, folder)
     if set(disk.list(folder)) <= {LOCK_NAME}:

@@ -12,6 +12,7 @@ import torch
 
 from shoal.peer.archive import ABANDONED_INTERVALS, Archive
 from shoal.peer.model.layout import all_layer_keys
+from shoal.peer.past_eras import ERAS_KEPT
 from shoal.peer.pipeline.state import LayerState, StageState, initial_state
 from shoal.protocol.sim.disk import SimDisk
 from shoal.protocol.spec import ModelSpec, RunSpec, SwarmSpec
@@ -95,10 +96,10 @@ def test_layers_that_others_hold_by_now_are_removed_in_the_end(desk: Desk) -> No
     desk.write(interval, keys=elsewhere)
     desk.write(2 * interval, keys=elsewhere)
     for number in range(3, 3 + ABANDONED_INTERVALS):
-        desk.write(number * interval, era=1, keys=here)
+        desk.write(number * interval, keys=here)
         assert (0, 2 * interval) in desk.held, "it may be wanted for a roll-back"
-    desk.write((3 + ABANDONED_INTERVALS) * interval, era=1, keys=here)
-    kept = [(1, (number + ABANDONED_INTERVALS) * interval) for number in (3, 2)]
+    desk.write((3 + ABANDONED_INTERVALS) * interval, keys=here)
+    kept = [(0, (number + ABANDONED_INTERVALS) * interval) for number in (3, 2)]
     assert desk.held == kept
     desk.reopen()
     assert desk.held == kept
@@ -109,22 +110,64 @@ def thin(desk: Desk, era: int, version: int) -> None:
         asyncio.run(desk.archive.thin((era, version)))
 
 
-def test_what_is_older_than_a_safe_snapshot_goes_whosever_layers_and_of_whatever_era(desk: Desk) -> None:
+def test_what_is_older_than_a_safe_snapshot_goes_whosever_layers(desk: Desk) -> None:
+    others = KEYS[:2]
+    for version in (40, 50, 100):
+        desk.write(version)
+        desk.write(version, keys=others)
+    thin(desk, 0, 50)
+    assert desk.held == [(0, 100), (0, 100), (0, 50), (0, 50)], "two are kept anyway"
+    thin(desk, 0, 100)
+    assert desk.held == [(0, 100), (0, 100)]
+    desk.write(110)
+    assert desk.held == [(0, 110), (0, 100), (0, 100)], "until the next is safe, too"
+
+
+WEEK_S = 7 * 24 * 3600.0
+
+
+def test_an_older_eras_last_snapshots_stay_for_a_week_and_until_the_new_one_has_its_own(desk: Desk) -> None:
+    """Row 1 of the issue: the old era's were gone 100 steps later, and with them what had been trained."""
+    interval = SPEC.swarm.snapshot_interval_steps
     others = KEYS[:2]
     for version in (50, 100):
         desk.write(version)
         desk.write(version, keys=others)
-    desk.write(60, era=1)
-    thin(desk, 0, 50)
-    assert desk.held == [(1, 60), (0, 100), (0, 100), (0, 50)], "of ours 50 gave way to 60: two are kept"
-    thin(desk, 0, 100)
-    assert desk.held == [(1, 60), (0, 100), (0, 100)]
-    thin(desk, 1, 60)
-    assert desk.held == [(1, 60)]
+    for number in range(2 * ABANDONED_INTERVALS):
+        desk.write(number * interval + 5, era=1)
+        thin(desk, 1, number * interval + 5)
+    last = desk.held[0]
+    old = [(0, 100), (0, 100), (0, 50), (0, 50)]
+    assert desk.held == [last, *old]
+    desk.time.now = WEEK_S - 1.0
+    desk.reopen()
+    assert not desk.archive.may_thin(last), "it costs no look at the disk meanwhile"
+    assert desk.held == [last, *old]
+    desk.time.now = WEEK_S + 1.0
+    assert desk.held == [last, *old], "nobody has said that the new era's are safe"
+    thin(desk, *last)
+    assert desk.held == [last]
     assert desk.disk.list(PurePosixPath("run", "snapshots")) == ("embed-head",), "nothing is in the others' any more"
-    assert desk.read(1, 60).keys() == set(KEYS)
-    desk.write(70, era=1)
-    assert desk.held == [(1, 70), (1, 60)], "until the next is safe, too"
+    assert desk.read(*last).keys() == set(KEYS)
+
+
+def test_of_many_older_eras_the_ones_that_came_least_far_make_room(desk: Desk) -> None:
+    desk.write(1000)
+    for era in range(1, 9):
+        desk.write(10 * era, era=era)
+        assert len({era for era, _ in desk.held}) <= ERAS_KEPT + 1
+    assert desk.held == [(8, 80), (7, 70), (0, 1000)]
+
+
+def test_a_torn_note_of_an_eras_end_costs_a_longer_wait_and_no_snapshot(desk: Desk) -> None:
+    desk.write(100)
+    desk.write(10, era=1)
+    for torn in (b"", b"0 1", b"0 nonsense\n\xff 3\n", b"\xff" * 9):
+        desk.disk.write(PurePosixPath("run", "past-eras"), torn)
+        desk.time.now = WEEK_S / 2
+        desk.reopen()
+        thin(desk, 1, 10)
+        assert desk.held == [(1, 10), (0, 100)]
 
 
 def test_a_safe_snapshot_that_is_newer_than_all_we_have_is_not_believed(desk: Desk) -> None:

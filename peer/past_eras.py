@@ -1,0 +1,70 @@
+"""Which eras before the current one this peer still keeps snapshots of, so that their end can be undone.
+
+A run that goes back may have been led astray. So the last snapshots of an older era stay until the new one has its own
+on the disks that it needs, and a week beyond that era's end, for `shoal recover --era`. They cost room: of many older
+eras the ones go first that had come least far.
+"""
+
+from collections.abc import Iterable, Mapping
+from pathlib import PurePosixPath
+from typing import Final
+
+from shoal.protocol.ports import Disk
+
+KEPT_S: Final = 7 * 24 * 3600.0
+"""How long an owner has to notice."""
+ERAS_KEPT: Final = 2
+"""Older eras with snapshots here at the same time: with the current one three times the room of one."""
+_NOTED_MAX: Final = 64
+"""Ends of eras that are remembered, of the latest eras."""
+
+
+class PastEras:
+    """Args:
+    path: the file that remembers when eras ended.
+    """
+
+    def __init__(self, disk: Disk, path: PurePosixPath) -> None:
+        self._disk, self._path = disk, path
+        self._ended_s: dict[int, float] = {}
+        """By era, when a snapshot of a later one was first written here, by the wall clock."""
+
+    def recall(self) -> None:
+        """Raises: OSError."""
+        try:
+            lines = self._disk.read(self._path).decode(errors="replace").splitlines()
+        except FileNotFoundError:
+            return
+        for line in lines:
+            era, _, ended_s = line.partition(" ")
+            try:
+                self._ended_s[int(era)] = float(ended_s)
+            except ValueError:
+                continue  # torn: that era's week begins when it is seen again
+
+    def note(self, ages: Iterable[tuple[int, int]], wall_s: float) -> None:
+        """There are snapshots of these (era, version): all eras but the last have ended. Raises: OSError."""
+        eras = {era for era, _ in ages}
+        ended = {era: wall_s for era in eras if era < max(eras) and era not in self._ended_s}
+        if not ended:
+            return
+        self._ended_s = dict(sorted((self._ended_s | ended).items())[-_NOTED_MAX:])
+        text = "".join(f"{era} {ended_s:.0f}\n" for era, ended_s in self._ended_s.items())
+        self._disk.make_folder(self._path.parent)
+        self._disk.write(self._path.with_suffix(".new"), text.encode())
+        self._disk.replace(self._path.with_suffix(".new"), self._path)
+        self._disk.sync_folder(self._path.parent)
+
+    def kept(self, ages: Iterable[tuple[int, int]], wall_s: float) -> frozenset[int]:
+        """Of which older eras the snapshots stay, of those that there are."""
+        versions = _last_versions(ages)
+        current = max(versions, default=0)
+        young = [era for era in versions if era < current and abs(wall_s - self._ended_s.get(era, wall_s)) < KEPT_S]
+        return frozenset(sorted(young, key=lambda era: (versions[era], era), reverse=True)[:ERAS_KEPT])
+
+
+def _last_versions(ages: Iterable[tuple[int, int]]) -> Mapping[int, int]:
+    versions: dict[int, int] = {}
+    for era, version in ages:
+        versions[era] = max(version, versions.get(era, 0))
+    return versions
