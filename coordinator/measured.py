@@ -3,7 +3,10 @@
 Claims are not trusted, so what others have measured counts first. Of a link: the receiver's figure bounds the sender's,
 and of two round trips over one link the longer counts, so that who claims a better link than there is gains nothing and
 who claims a worse one only loses work. Of a device: the seconds that its microbatches took, over what its probe said.
-A peer that lies about its own speed alone is not found out yet.
+
+Until others have seen it at work a peer is worth at most the median of those who have been seen, whatever it claims of
+its device and its line: six that boast, beside six that work, get what six usual ones would. A peer that works, and
+lies about its own seconds, is found out as far as `BOAST_MEASURED` only.
 """
 
 import math
@@ -11,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from statistics import median
+from statistics import median, median_low
 
 import numpy as np
 
@@ -31,6 +34,11 @@ LINKS_KEPT_MAX = 64
 """Of each reporter, the last it spoke of; as many as an honest one tells of."""
 BOAST = 4.0
 """A sender is believed to be up to so many times faster than what the receiver has seen arrive, which errs down."""
+BOAST_CLAIMED = 16.0
+"""While nobody has been measured, as before the first plan, a claim counts up to so many times the usual one: the
+boundaries between stages are made of these, and cards and processors do differ that much."""
+BOAST_MEASURED = 64.0
+"""What a device says of its own work counts up to so many times the usual: a data centre's card among processors."""
 CLAIM_MIN = 2.0
 """Bytes/s. A claim of nothing comes as 1 (`MeasuredPeer.of`)."""
 RATE_MAX = 1e12
@@ -109,17 +117,36 @@ class LinkBook:
         """Forget what all others have said."""
         self._links = {peer: links for peer, links in self._links.items() if peer in peers}
 
+    def seen_by_others(self) -> frozenset[PeerID]:
+        """From whom somebody else has received anything."""
+        links = ((peer, link) for links in self._links.values() for peer, link in links.items())
+        return frozenset(peer for peer, link in links if link.received.count)
+
     def uploads(self, claims: dict[PeerID, float]) -> dict[PeerID, float]:
-        """Bytes/s at which each sends, over its usual link. Who has not been measured is as fast as it claims, or, if
-        it claims nothing, as the median of the others: shares of a reduction must not hang on what is not known.
+        """Bytes/s at which each sends, over its usual link, as far as its receivers bear it out. Who has not been
+        measured is as fast as it claims, but no faster than the median of the others, and if it claims nothing as fast
+        as that: shares of a reduction must not hang on what is not known.
         """
-        found = {}
+        measured: dict[PeerID, float] = {}
+        found: dict[PeerID, float] = {}
         for peer, claim in claims.items():
-            rates = [link.sent.value for link in self._links.get(peer, {}).values() if link.sent.count]
-            if rates or claim >= CLAIM_MIN:
-                found[peer] = median(rates) if rates else claim
+            rates = [rate for target in self._links.get(peer, {}) if (rate := self._sent(peer, target)) is not None]
+            if rates:
+                measured[peer] = median(rates)
+            elif claim >= CLAIM_MIN:
+                found[peer] = claim
+        found = bounded(found, measured) | measured
         usual = median(found.values()) if found else 0.0
         return {peer: found.get(peer, max(usual, claim)) for peer, claim in claims.items()}
+
+    def _sent(self, sender: PeerID, receiver: PeerID) -> float | None:
+        """Bytes/s; None: the receiver has not seen any."""
+        said = self._links[sender][receiver].sent
+        links = self._links.get(receiver)
+        seen = links.get(sender) if links is not None else None
+        if not said.count or seen is None or not seen.received.count:
+            return None
+        return min(said.value, BOAST * seen.received.value)
 
     def network(self, peers: Sequence[PeerID]) -> MeasuredNetwork:
         number = {peer: index for index, peer in enumerate(peers)}
@@ -136,6 +163,9 @@ class LinkBook:
             i, j = columns[:, 0].astype(np.int64), columns[:, 1].astype(np.int64)
             latency_s[i, j] = np.exp(columns[:, 2]) / 2
             sent[i, j], received[j, i] = np.exp(columns[:, 3]), np.exp(columns[:, 4])
+        seen = ~np.isnan(received)
+        if seen.any():
+            sent = np.where(seen, sent, np.fmin(sent, np.median(received[seen])))
         return MeasuredNetwork(
             latency_s=np.fmax(latency_s, latency_s.T),
             bytes_per_s=np.where(np.isnan(sent), received, np.fmin(sent, BOAST * received)),
@@ -165,15 +195,29 @@ class SpeedBook:
         _, speed = self._speeds.get(peer, (None, None))
         return speed.value if speed is not None and speed.count >= SPEED_REPORTS else None
 
-    def speeds(self, claims: dict[PeerID, float]) -> dict[PeerID, float]:
-        """FLOP/s of everybody: as measured, or as claimed times what claims have been worth at others'.
+    def speeds(self, claims: dict[PeerID, float], *, seen: Collection[PeerID]) -> dict[PeerID, float]:
+        """FLOP/s of everybody: as measured, or as claimed times what claims have been worth at others', but no more
+        than the median of those who have been measured.
 
+        Args: seen: who has been seen at work by others; what the rest say of their own work is a claim.
         A microbatch's forward is slower than a probe's single layer, for everybody alike: without that factor whoever
         has not been measured would look faster than the rest.
         """
-        found = {peer: speed for peer in claims if (speed := self.measured(peer)) is not None}
+        found = {peer: speed for peer in claims if peer in seen and (speed := self.measured(peer)) is not None}
         worth = median(found[peer] / claims[peer] for peer in found) if found else 1.0
-        return {peer: found.get(peer, worth * claim) for peer, claim in claims.items()}
+        claimed = {peer: worth * claim for peer, claim in claims.items() if peer not in found}
+        speed_max = BOAST_MEASURED * median_low(found.values()) if found else math.inf
+        believed = bounded(claimed, found) | {peer: min(speed, speed_max) for peer, speed in found.items()}
+        return {peer: believed[peer] for peer in claims}
+
+
+def bounded(claimed: dict[PeerID, float], measured: dict[PeerID, float]) -> dict[PeerID, float]:
+    """What claims are believed beside what has been measured of others."""
+    if measured:
+        most = median_low(measured.values())
+    elif claimed:
+        most = BOAST_CLAIMED * median_low(claimed.values())
+    return {peer: min(claim, most) for peer, claim in claimed.items()}
 
 
 def _add(smoothed: Smoothed, figure: float) -> None:

@@ -65,11 +65,20 @@ class Survey:
             stages = (peer.synced_stage, self._former.get(peer.peer), *on_disk)
             return tuple(dict.fromkeys(stage for stage in stages if stage is not None))
 
-        speeds = self._speeds.speeds({peer.peer: peer.flop_per_s for peer in peers})
+        seen = self._links.seen_by_others()
+        speeds = self._speeds.speeds({peer.peer: peer.flop_per_s for peer in peers}, seen=seen)
+        whole_bytes = int(self._workload.resident_bytes(0, self._workload.num_layers))
         uploads = self._links.uploads({peer.peer: peer.upload_bytes_per_s for peer in peers})
         return Snapshot(
             peers=tuple(
-                replace(p, homes=homes(p), flop_per_s=speeds[p.peer], upload_bytes_per_s=uploads[p.peer]) for p in peers
+                replace(
+                    p,
+                    homes=homes(p),
+                    flop_per_s=speeds[p.peer],
+                    upload_bytes_per_s=uploads[p.peer],
+                    memory_bytes=min(p.memory_bytes, whole_bytes),  # nobody holds more, whatever it claims
+                )
+                for p in peers
             ),
             layer_costs=self._layer_costs,
             num_stages=self._spec.swarm.stages,

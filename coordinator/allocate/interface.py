@@ -14,7 +14,8 @@ from shoal.protocol.plan import Plan, Stage
 NO_MOVES = "new shares"
 """The reason of a layout in which everybody stays."""
 SPEED_MAX = 1e15
-"""FLOP/s and bytes/s beyond which a claim is cut: shares must stay finite whatever a peer says."""
+"""FLOP/s and bytes/s beyond which a claim is cut, so that sums stay finite. What a claim is believed to be worth is
+bounded by what others were measured to do (`measured`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

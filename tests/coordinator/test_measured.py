@@ -6,12 +6,22 @@ import random
 import numpy as np
 import pytest
 
-from shoal.coordinator.measured import BOAST, LINKS_KEPT_MAX, ODD_REPORTS, SPEED_REPORTS, LinkBook, Smoothed, SpeedBook
+from shoal.coordinator.measured import (
+    BOAST,
+    BOAST_CLAIMED,
+    BOAST_MEASURED,
+    LINKS_KEPT_MAX,
+    ODD_REPORTS,
+    SPEED_REPORTS,
+    LinkBook,
+    Smoothed,
+    SpeedBook,
+)
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import LINKS_PER_HEARTBEAT_MAX
 from shoal.protocol.messages import LinkReport
 
-A, B, C = (PeerID(name) for name in "abc")
+A, B, C, D = (PeerID(name) for name in "abcd")
 
 
 def report(peer, *, round_trip_s=0.1, sends=1e6, receives=0.0):
@@ -101,10 +111,29 @@ def test_nobody_fills_the_book(book):
     assert not book._links
 
 
-def test_who_is_not_measured_uploads_as_it_claims_or_as_the_others_do(book):
-    book.note(A, [report(B, sends=1e6), report(C, sends=3e6)])
-    assert book.uploads({A: 5e9, B: 1.0, C: 8e6}) == {A: pytest.approx(2e6), B: pytest.approx(5e6), C: 8e6}
+def meet(book, sender, receiver, *, sends, receives):
+    book.note(sender, [report(receiver, sends=sends)])
+    book.note(receiver, [report(sender, sends=0.0, receives=receives)])
+
+
+def test_who_is_not_measured_uploads_as_it_claims_but_no_faster_than_others_do(book):
+    meet(book, A, B, sends=1e6, receives=1e6)
+    meet(book, A, C, sends=3e6, receives=3e6)
+    assert book.uploads({A: 5e9, B: 1.0, C: 8e6, D: 1e5}) == {
+        A: pytest.approx(2e6),
+        B: pytest.approx(2e6),
+        C: pytest.approx(2e6),
+        D: 1e5,
+    }
     assert LinkBook().uploads({A: 1.0, B: 1.0}) == {A: 1.0, B: 1.0}
+
+
+def test_a_line_that_only_its_owner_has_seen_is_a_claim(book):
+    meet(book, A, B, sends=2e6, receives=2e6)
+    meet(book, B, A, sends=2e6, receives=2e6)
+    book.note(C, [report(A, sends=1e12), report(B, sends=1e12)])
+    assert book.uploads({A: 1.0, B: 1.0, C: 1e15})[C] == pytest.approx(2e6)
+    assert book.network([A, B, C]).bytes_per_s[2, 0] == pytest.approx(2e6)
 
 
 def test_a_device_is_as_fast_as_its_microbatches_say():
@@ -117,11 +146,28 @@ def test_a_device_is_as_fast_as_its_microbatches_say():
     assert speeds.measured(A) is None, "another stage is another figure"
 
 
-def test_a_claim_is_worth_what_claims_have_been_worth():
-    speeds = SpeedBook()
+def working(**speeds):
+    book = SpeedBook()
     for _ in range(SPEED_REPORTS):
-        speeds.note(A, (0, 2), 5e11)
-        speeds.note(B, (2, 4), 2e11)
-    found = speeds.speeds({A: 1e12, B: 4e11, C: 3e12})
-    assert found == {A: pytest.approx(5e11), B: pytest.approx(2e11), C: pytest.approx(1.5e12)}
-    assert SpeedBook().speeds({A: 7.0}) == {A: 7.0}
+        for peer, speed in speeds.items():
+            book.note(peer, (0, 2), speed)
+    return book
+
+
+def test_a_claim_is_worth_what_claims_have_been_worth_and_at_most_the_median():
+    speeds = working(a=5e11, b=2e11)
+    found = speeds.speeds({A: 1e12, B: 4e11, C: 3e11, D: 3e15}, seen="ab")
+    assert found == {A: pytest.approx(5e11), B: pytest.approx(2e11), C: pytest.approx(1.5e11), D: pytest.approx(2e11)}
+    assert SpeedBook().speeds({A: 7.0}, seen="") == {A: 7.0}
+
+
+def test_six_that_boast_get_no_more_than_six_that_work():
+    """Row 11 of the issue: they got all the traffic of every stage."""
+    honest, liars = ("a", "b", "c", "d", "e", "f"), ("u", "v", "w", "x", "y", "z")
+    speeds = working(**dict.fromkeys(honest, 1e12), **dict.fromkeys(liars, 1e18))
+    found = speeds.speeds(dict.fromkeys(honest, 2e12) | dict.fromkeys(liars, 1e15), seen=honest)
+    share = sum(found[peer] for peer in liars) / sum(found.values())
+    assert share == pytest.approx(0.5)
+    seen = speeds.speeds(dict.fromkeys(honest, 2e12) | dict.fromkeys(liars, 1e15), seen=honest + liars)
+    assert max(seen.values()) <= BOAST_MEASURED * 1e12 * 1.01, "one that has worked may still praise itself this far"
+    assert max(SpeedBook().speeds({A: 1e12, B: 1e12, C: 1e15}, seen="").values()) == BOAST_CLAIMED * 1e12

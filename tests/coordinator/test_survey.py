@@ -24,5 +24,5 @@ def test_one_device_is_as_fast_in_the_last_stage_as_in_another(make_heartbeat, m
         for stage, (peer, flop) in enumerate((("a", forward[0]), ("b", loss))):
             says = {"plan_sequence": plan.sequence, "stage": stage, "forward_s": flop / SPEED}
             survey.hear(PeerID(peer), make_heartbeat(peer, **says))
-    speeds = survey._speeds.speeds({PeerID("a"): 1.0, PeerID("b"): 1.0})
+    speeds = survey._speeds.speeds({PeerID("a"): 1.0, PeerID("b"): 1.0}, seen="ab")
     assert speeds == pytest.approx({"a": SPEED, "b": SPEED})
