@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: setup demo test check bench soak soak-memory soak-coordination soak-chaos soak-frames soak-fuzz soak-campaign soak-moves soak-pauses soak-goodput soak-experts soak-stops bench-staleness
+.PHONY: setup demo test check bench soak soak-memory soak-coordination soak-chaos soak-frames soak-fuzz soak-campaign soak-moves soak-pauses soak-goodput soak-experts soak-stops soak-attack bench-staleness
 
 setup: $(STAMP)
 
@@ -54,7 +54,7 @@ bench-staleness: .venv/.study
 	touch $@
 
 # All of them, a working day on two cores.
-soak: soak-stops soak-memory soak-coordination soak-frames soak-fuzz soak-campaign soak-moves soak-pauses soak-chaos soak-goodput soak-experts
+soak: soak-stops soak-memory soak-coordination soak-frames soak-fuzz soak-campaign soak-moves soak-pauses soak-chaos soak-goodput soak-attack soak-experts
 
 # Thirty minutes of demo; says how each peer's memory grew.
 soak-memory: setup
@@ -101,3 +101,8 @@ soak-experts: setup
 # Real peers told to stop in every order and started again, ten minutes: where does the run go on? ARGS='--power-s 0' for less.
 soak-stops: setup
 	$(BIN)/python tests/soak/stops.py $(ARGS)
+
+# Six real peers in peace and then under every attack that a stranger knows, half an hour. ARGS='--only false_mate --peace 20
+# --seconds 30' for one of them by itself.
+soak-attack: setup
+	$(BIN)/python tests/soak/attack.py $(ARGS)
