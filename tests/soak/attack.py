@@ -1,8 +1,8 @@
 """Does a stranger take anything of a run, or stop it? Real peers, a real stranger; run by `make soak-attack`.
 
-Six peers train on this machine. First in peace, then under attack: a stranger who has everything that can be learnt
-without an invite's key (addresses, peer IDs, the run's id and spec), and says it on the wire itself, by libp2p, frames
-and envelopes, as often as the table below says. All attacks at once, or with `--only NAME` one by itself.
+Six peers train on this machine, in peace and under attack in turn. The attacker is a stranger who has everything that
+can be learnt without an invite's key (addresses, peer IDs, the run's id and spec), and who speaks on the wire itself:
+libp2p, frames and envelopes. All attacks at once, or with `--only NAME` one alone.
 
 Exits with 1 unless the run kept 0.9 of its steps/s, no peer's memory or open files grew by more than 5 %, no process
 ended, and nobody obeyed a plan that names a stranger. What each attack got back is printed in any case.
@@ -22,7 +22,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -213,12 +213,17 @@ async def watch(swarm: Swarm, seconds: float) -> Window:
         if swarm.ended():
             break
     late = samples[len(samples) // 2 :]
-    names = set.intersection(*(set(sample) for sample in late)) if late else set()
+    names: set[str] = set.intersection(*(set(sample) for sample in late)) if late else set()
     return Window(
         steps_per_s=(swarm.steps() - before) / (time.monotonic() - begun_s),
         megabytes={name: statistics.mean(sample[name][0] for sample in late) for name in names},
         files={name: max(sample[name][1] for sample in late) for name in names},
     )
+
+
+def together(windows: Sequence[Window]) -> Window:
+    """Mean speed; memory and files of the last, since both may grow."""
+    return replace(windows[-1], steps_per_s=statistics.mean(window.steps_per_s for window in windows))
 
 
 # --- the stranger ---
@@ -636,16 +641,24 @@ async def soak(arguments: argparse.Namespace, folder: Path) -> int:
         victims = sorted({PeerID(split_address(address)[1]) for address in addresses})
         print(f"{len(victims)} peers of run {invite.run} are up", flush=True)
         await asyncio.sleep(arguments.warm_up)
-        peace = await watch(swarm, arguments.peace)
-        print(f"peace: {peace.steps_per_s:.3f} steps/s", flush=True)
         known = Known(strangers=strangers, victims=victims, owner=invite.owner, run=invite.run)
-        until_s = time.monotonic() + arguments.seconds
         attacks = [ATTACKS[name] for name in arguments.only or ATTACKS]
-        tasks = [asyncio.create_task(go_on(attack, known, until_s)) for attack in attacks]
-        war = await watch(swarm, arguments.seconds)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        calm: list[Window] = []
+        attacked: list[Window] = []
+        for _ in range(arguments.rounds):
+            calm.append(await watch(swarm, arguments.peace / arguments.rounds))
+            until_s = time.monotonic() + arguments.seconds / arguments.rounds
+            tasks = [asyncio.create_task(go_on(attack, known, until_s)) for attack in attacks]
+            attacked.append(await watch(swarm, arguments.seconds / arguments.rounds))
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            print(f"peace {calm[-1].steps_per_s:.3f}, attack {attacked[-1].steps_per_s:.3f} steps/s", flush=True)
+            if swarm.ended():
+                break
+        # What a peer weighs in peace is taken before the first attack, what it weighs then after the last.
+        peace = replace(calm[0], steps_per_s=together(calm).steps_per_s)
+        war = together(attacked)
         told: Counter[str] = sum((stranger.told for stranger in strangers), Counter())
         for line, count in sorted(told.items()):
             print(f"    {line:60} {count:7}")
@@ -667,7 +680,10 @@ async def soak(arguments: argparse.Namespace, folder: Path) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=1200.0, help="under attack")
-    parser.add_argument("--peace", type=float, default=300.0, help="seconds before it")
+    parser.add_argument("--peace", type=float, default=300.0, help="seconds between attacks")
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="of peace and attack in turn: the machine may have other work"
+    )
     parser.add_argument("--warm-up", type=float, default=WARM_UP_S)
     parser.add_argument("--only", action="append", choices=[*ATTACKS], help="these attacks alone")
     parser.add_argument("--folder", type=Path, default=None, help="keep what the peers have written there")
