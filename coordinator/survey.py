@@ -67,7 +67,9 @@ class Survey:
 
         seen = self._links.seen_by_others()
         speeds = self._speeds.speeds({peer.peer: peer.flop_per_s for peer in peers}, seen=seen)
-        whole_bytes = int(self._workload.resident_bytes(0, self._workload.num_layers))
+        w = self._workload
+        in_flight_bytes = ((w.s_max + 1) * w.microbatches + 1) * sum(w.layer_held_bytes)
+        whole_bytes = int(w.resident_bytes(0, w.num_layers) + in_flight_bytes)
         uploads = self._links.uploads({peer.peer: peer.upload_bytes_per_s for peer in peers})
         return Snapshot(
             peers=tuple(
@@ -76,7 +78,7 @@ class Survey:
                     homes=homes(p),
                     flop_per_s=speeds[p.peer],
                     upload_bytes_per_s=uploads[p.peer],
-                    memory_bytes=min(p.memory_bytes, whole_bytes),  # nobody holds more, whatever it claims
+                    memory_bytes=min(p.memory_bytes, whole_bytes),  # it could not hold more, whatever it claims
                 )
                 for p in peers
             ),

@@ -255,3 +255,36 @@ def test_a_reset_for_nobody_is_refused_with_a_sentence(run_swarm):
         assert not swarm.world.failures
 
     run_swarm(scenario, min_peers=9)
+
+
+def test_the_owner_goes_back_to_an_older_era_whoever_is_there(run_swarm, tmp_path: Path):
+    """What a swarm that was led astray trained since is undone, though all of its members are in reach."""
+
+    async def scenario(swarm):
+        await swarm.begin(6)
+        await asyncio.sleep(25.0)
+        layers = stage_layer_keys(swarm.spec.model, 0, swarm.spec.model.num_layers)
+        half = layers[: len(layers) // 2]
+        for peer in swarm.alive():
+            peer.holdings = (
+                Holding(era=3, version=9, layers=layers),
+                Holding(era=0, version=57, layers=half),
+                Holding(era=0, version=50, layers=layers),
+            )
+        await asyncio.sleep(2.0)
+        port, _, recovery, owner = await visitor(swarm)
+        with pytest.raises(LocalError, match="nothing to recover"):
+            await port.spawn(recovery.look())
+        with pytest.raises(LocalError, match=r"no snapshot of era 7 is whole .* of era 0, 3"):
+            await port.spawn(recovery.look(era=7))
+        situation = await port.spawn(recovery.look(era=0))
+        assert (situation.missing, situation.beginning.version, situation.beginning.era) == ((), 50, 4)
+        recovered = await port.spawn(recovery.reset(situation, owner, tmp_path))
+        assert len(recovered.following) == 6
+        plan = recovered.plan
+        assert (plan.reign, plan.era, plan.restore_era, plan.restore_version, plan.fresh) == (1, 4, 0, 50, True)
+        await asyncio.sleep(10.0)
+        assert all(peer.plan.era == 4 and peer.state is not None for peer in swarm.alive())
+        assert all(peer.coordination.num_alarms == 0 for peer in swarm.alive())
+
+    run_swarm(scenario, min_peers=6)
