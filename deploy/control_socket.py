@@ -132,7 +132,7 @@ class ControlServer:
     async def _answer(self, line: bytes) -> Answer:
         try:
             request = _REQUESTS.decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             return Answer(error=f"the request cannot be read ({error})")
         handler = self._handlers.get(request.verb)
         if handler is None:
@@ -167,7 +167,7 @@ def ask(folder: Path, verb: str, *, timeout_s: float = _ASK_TIMEOUT_S, **argumen
         raise LocalError(f"cannot reach the peer in {folder}: {error.strerror or error}") from error
     try:
         answer = _ANSWERS.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise LocalError(f"the peer in {folder} ended before it answered") from error
     if answer.error:
         raise LocalError(answer.error)

@@ -75,8 +75,7 @@ class Guard:
         host = headers.get("host", "")
         if not self._is_ours(host):
             return "this name is not the dashboard's: open it by its address"
-        origin = headers.get("origin")
-        if origin is not None and urlsplit(origin).netloc.lower() != host.lower():
+        if any(_netloc(origin) != host.lower() for origin in headers.getlist("origin")):
             return "a page of another site may not read the dashboard"
         if headers.get("sec-fetch-site") in ("cross-site", "same-site") and headers.get("sec-fetch-mode") != "navigate":
             return "a page of another site may not use the dashboard"
@@ -88,6 +87,14 @@ class Guard:
         except ValueError:
             return False
         return name in self._names or _is_address(name)
+
+
+def _netloc(origin: str) -> str:
+    """Empty, as no host is, for what is no address of a page."""
+    try:
+        return urlsplit(origin).netloc.lower()
+    except ValueError:
+        return ""
 
 
 def _is_address(name: str) -> bool:

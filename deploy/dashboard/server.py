@@ -226,7 +226,7 @@ class DashboardServer:
             ws_per_message_deflate=False,
             lifespan="off",
             log_config=None,
-            log_level="warning",
+            log_level="error",  # a line for each broken request would let a stranger fill the peer's log
             access_log=False,
             server_header=False,
             date_header=False,

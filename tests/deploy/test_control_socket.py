@@ -3,11 +3,13 @@
 import asyncio
 import contextlib
 import logging
+import random
 import socket
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import uvloop
 
@@ -112,6 +114,31 @@ def test_a_line_that_is_no_request_is_answered_with_a_sentence(tmp_path: Path, l
         writer.close()
 
     served(tmp_path, use)
+
+
+def test_lines_that_are_nearly_requests_are_answered_one_by_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rng = random.Random(0)
+    good = b'{"verb": "echo", "arguments": {"word": "hello", "deep": [[[1]]]}}'
+    lines = [b'{"verb": "echo", "arguments": {"x": ' + b"[" * 300_000, b'{"verb": "\\ud800"}', b"\0" * 1000, good]
+    for _ in range(300):
+        line = bytearray(good)
+        for _ in range(rng.choice((1, 1, 5))):
+            at = rng.randrange(len(line))
+            line[at : at + rng.choice((0, 1, 1, 9))] = rng.randbytes(rng.choice((0, 1, 1, 9))).replace(b"\n", b" ")
+        lines.append(bytes(line))
+
+    async def use(server: ControlServer) -> None:
+        reader, writer = await asyncio.open_unix_connection(str(server.path), limit=LINE_BYTES_MAX)
+        for line in lines:
+            writer.write(line + b"\n")
+            answer = msgspec.json.decode(await asyncio.wait_for(reader.readline(), 5))
+            assert answer.keys() <= {"value", "error"}, line
+        writer.close()
+
+    served(tmp_path, use)
+    assert [record for record in caplog.records if record.exc_info] == []
 
 
 def test_a_line_without_an_end_ends_the_connection(tmp_path: Path) -> None:
