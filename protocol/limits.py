@@ -78,6 +78,14 @@ REFUSED_TOKENS_OF_ONE_MAX: Final = 64
 """Refusals of such requests on their way to one sender, or to all strangers together; what is more is dropped."""
 MICROBATCHES_PER_STEP_MAX: Final = 4096
 
+CONNECTIONS_OF_ADDRESS_MAX: Final = 128
+"""TCP connections that one address may have with a peer's daemon before new ones of it have to wait: a building full of
+members behind one router. Half-open ones count, of which the daemon drops each after 15 s."""
+SHUT_OUT_S: Final = 60.0
+"""So long an address must have had half as many before it is let in again."""
+SHUT_OUT_ADDRESSES_MAX: Final = 512
+"""At a time. The kernel takes programs of 4,096 instructions, and an IPv6 address needs five."""
+
 LAYERS_MAX: Final = 1024
 """Decoder layers of a model: ten times what the deepest of today has. Peers make a record of each."""
 DIM_MAX: Final = 128 * 1024

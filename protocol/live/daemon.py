@@ -26,6 +26,7 @@ from shoal.protocol.errors import TransportError
 from shoal.protocol.identity import Identity
 from shoal.protocol.live import daemon_words, guard, leftovers
 from shoal.protocol.live.daemon_binary import check_daemon
+from shoal.protocol.live.gate import Gate
 from shoal.protocol.live.listen import from_this_machine, keep_ports, refuse_ports_in_use
 
 logger = logging.getLogger(__name__)
@@ -106,6 +107,7 @@ class Daemon:
         self._up = asyncio.Event()
         self._watcher: asyncio.Task[None] | None = None
         self._lock: IO[bytes] | None = None
+        self._gate = Gate(())
         self.visible: tuple[Any, ...] = ()
         """Multiaddrs under which others may reach us, without `/p2p/…`."""
         self.restarts = 0
@@ -136,6 +138,11 @@ class Daemon:
     @property
     def is_open(self) -> bool:
         return self._p2p is not None
+
+    @property
+    def shut_out(self) -> frozenset[bytes]:
+        """Networks whose new connections wait (`gate.py`)."""
+        return self._gate.shut_out
 
     @property
     def listening(self) -> tuple[str, ...]:
@@ -170,6 +177,7 @@ class Daemon:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._watcher = None
+        await self._gate.close()
         if self._p2p is not None:
             p2p, self._p2p = self._p2p, None
             self._up.set()  # whoever waits for a restart that will not come
@@ -198,6 +206,7 @@ class Daemon:
             self._lock = None
 
     async def _launch(self) -> None:
+        await self._gate.close()
         refuse_ports_in_use(self._listen)
         await asyncio.to_thread(check_daemon, daemon_path())
         started: list[Any] = []
@@ -217,6 +226,8 @@ class Daemon:
         self._p2p = p2p
         self.visible = tuple(p2p._visible_maddrs)
         self._listen = keep_ports(self._listen, [str(address) for address in self.visible])
+        self._gate = Gate(self._listen)
+        self._gate.open()
 
     async def _create(self) -> Any:
         nat = self._use_relay and not all("/127.0.0.1/" in at or "/ip6/::1/" in at for at in self._listen)

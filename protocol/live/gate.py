@@ -1,0 +1,174 @@
+"""Keeps one address from having more than its share of the network daemon's connections.
+
+`p2pd` accepts whoever comes: it bounds neither connections nor handshakes, waits 15 seconds for each that does not go
+on, and computes a key and a signature for each that begins one. It offers no option, and a proxy in front of it would
+copy every byte once more. So the kernel is asked: a second socket listens on the daemon's port and never accepts, and a
+few instructions (classic BPF on the port's SO_REUSEPORT group) send new connections of an address to it that has too
+many. Its queue is full after the first, from then on the kernel drops what comes, and the attacker waits for its own
+retries. Connections that stand are not touched, and nobody else's path changes by an instruction's length.
+
+Who has too many is read from the kernel's own table every half second. An address shut out stays so until it has been
+quiet for a while. An IPv6 host counts with its /64, which is what one customer has.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import ipaddress
+import logging
+import re
+import socket
+import struct
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from shoal.protocol.limits import CONNECTIONS_OF_ADDRESS_MAX, SHUT_OUT_ADDRESSES_MAX, SHUT_OUT_S
+
+logger = logging.getLogger(__name__)
+
+_TCP: Final = re.compile(r"^/ip([46])/([^/]+)/tcp/(\d+)$")
+_ATTACH: Final = 51
+"""SO_ATTACH_REUSEPORT_CBPF, Linux 4.5; Python has no name for it."""
+_NET: Final = -0x100000 & 0xFFFFFFFF
+"""SKF_NET_OFF: offsets from the IP header on."""
+_LOAD, _JUMP_IF, _RETURN = 0x20, 0x15, 0x06
+_SOURCE4, _SOURCE6 = 12, 8
+"""Where the sender is in an IP header."""
+_DAEMON, _US = 0, 1
+"""Which socket of the group: in the order in which they began to listen."""
+_LOOK_S: Final = 0.5
+_LISTEN, _TIME_WAIT = "0A", "06"
+
+Network = bytes
+"""Four bytes of an IPv4 address, the first eight of an IPv6 one."""
+
+
+class Gate:
+    """Beside one running daemon, from `open` to `close`. Where the kernel cannot do it, it does nothing and says so."""
+
+    def __init__(self, listen: Sequence[str]) -> None:
+        self._places = [match for match in map(_TCP.match, listen) if match is not None and int(match[3]) > 0]
+        self._sockets: list[tuple[int, socket.socket]] = []
+        self._looking: asyncio.Task[None] | None = None
+        self._shut_out: dict[Network, float] = {}
+        """Since when it has been quiet, or is now."""
+
+    @property
+    def shut_out(self) -> frozenset[Network]:
+        return frozenset(self._shut_out)
+
+    def open(self) -> None:
+        try:
+            for place in self._places:
+                self._sockets.append((int(place[1]), _second_listener(int(place[1]), place[2], int(place[3]))))
+        except OSError as error:
+            logger.info("a flood of connections cannot be kept out here: %s", error)
+            self._close_sockets()
+            return
+        self._looking = asyncio.create_task(self._look_on(), name="count connections")
+
+    async def close(self) -> None:
+        """Before the daemon's port is to be free. Again does nothing."""
+        if self._looking is not None:
+            self._looking.cancel()
+            await asyncio.gather(self._looking, return_exceptions=True)
+            self._looking = None
+        self._close_sockets()
+
+    def _close_sockets(self) -> None:
+        for _, listener in self._sockets:
+            listener.close()
+        self._sockets.clear()
+
+    async def _look_on(self) -> None:
+        ports = {int(place[3]) for place in self._places}
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            self.look(await asyncio.to_thread(count_connections, ports), asyncio.get_running_loop().time())
+
+    def look(self, connections: Mapping[Network, int], now_s: float) -> None:
+        """Shut out who has too many, let in who was quiet for long enough."""
+        before = self.shut_out
+        for network, number in connections.items():
+            if number > CONNECTIONS_OF_ADDRESS_MAX and len(self._shut_out) < SHUT_OUT_ADDRESSES_MAX:
+                self._shut_out.setdefault(network, now_s)
+        for network, since_s in tuple(self._shut_out.items()):
+            if connections.get(network, 0) > CONNECTIONS_OF_ADDRESS_MAX // 2:
+                self._shut_out[network] = now_s
+            elif now_s - since_s > SHUT_OUT_S:
+                del self._shut_out[network]
+        if before != self.shut_out:
+            for network in self.shut_out - before:
+                logger.warning("%s has %d connections here: new ones of it wait", _shown(network), connections[network])
+            for version, listener in self._sockets:
+                _divert(listener, version, self.shut_out)
+
+
+def count_connections(ports: Iterable[int], tables: Path = Path("/proc/self/net")) -> Counter[Network]:
+    """Connections that others have opened to these ports of ours and that stand, by where they come from."""
+    wanted = {f"{port:04X}" for port in ports}
+    found: Counter[Network] = Counter()
+    for name in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError):
+            for line in (tables / name).read_text().splitlines()[1:]:
+                _, local, remote, state = line.split(maxsplit=4)[:4]
+                if local.rpartition(":")[2] in wanted and state not in (_LISTEN, _TIME_WAIT):
+                    found[_network(remote.rpartition(":")[0])] += 1
+    return found
+
+
+def _network(words: str) -> Network:
+    """From the kernel's table, whose words are in the machine's order of bytes."""
+    raw = b"".join(struct.pack("=I", int(words[at : at + 8], 16)) for at in range(0, len(words), 8))
+    mapped = ipaddress.IPv6Address(raw).ipv4_mapped if len(raw) == 16 else None
+    return mapped.packed if mapped is not None else raw[:8]
+
+
+def _shown(network: Network) -> str:
+    return str(ipaddress.ip_address(network) if len(network) == 4 else ipaddress.ip_network((network + bytes(8), 64)))
+
+
+def _second_listener(version: int, host: str, port: int) -> socket.socket:
+    """Raises: OSError: no such port of this process's user, or a kernel that cannot."""
+    listener = socket.socket(socket.AF_INET if version == 4 else socket.AF_INET6, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        if version == 6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        listener.bind((host, port))
+        listener.listen(0)
+        _divert(listener, version, ())
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def _divert(listener: socket.socket, version: int, networks: Iterable[Network]) -> None:
+    """Let new connections of `networks` end here, all others at the daemon. Raises: OSError."""
+    chosen = sorted(network for network in networks if len(network) == (4 if version == 4 else 8))
+    program = _of_ipv4(chosen) if version == 4 else _of_ipv6(chosen)
+    code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *line) for line in program))
+    listener.setsockopt(socket.SOL_SOCKET, _ATTACH, struct.pack("@HP", len(program), ctypes.addressof(code)))
+
+
+_Line = tuple[int, int, int, int]
+"""Operation, lines to skip if it is so, if it is not, operand."""
+
+
+def _of_ipv4(networks: Sequence[Network]) -> list[_Line]:
+    lines: list[_Line] = [(_LOAD, 0, 0, _NET + _SOURCE4)]
+    for network in networks:
+        lines += [(_JUMP_IF, 0, 1, int.from_bytes(network)), (_RETURN, 0, 0, _US)]
+    return [*lines, (_RETURN, 0, 0, _DAEMON)]
+
+
+def _of_ipv6(networks: Sequence[Network]) -> list[_Line]:
+    lines: list[_Line] = []
+    for network in networks:
+        lines += [(_LOAD, 0, 0, _NET + _SOURCE6), (_JUMP_IF, 0, 3, int.from_bytes(network[:4]))]
+        lines += [(_LOAD, 0, 0, _NET + _SOURCE6 + 4), (_JUMP_IF, 0, 1, int.from_bytes(network[4:]))]
+        lines += [(_RETURN, 0, 0, _US)]
+    return [*lines, (_RETURN, 0, 0, _DAEMON)]

@@ -1,0 +1,150 @@
+"""One address may not have all of a daemon's connections."""
+
+import asyncio
+import contextlib
+import ipaddress
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from shoal.protocol.errors import Unreachable
+from shoal.protocol.limits import CONNECTIONS_OF_ADDRESS_MAX, SHUT_OUT_ADDRESSES_MAX, SHUT_OUT_S
+from shoal.protocol.live.gate import Gate, count_connections
+from shoal.protocol.live.run import run
+
+HOST = ipaddress.ip_address("192.0.2.7").packed
+FLOOD = "127.0.0.66"
+HEAD = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode\n"
+
+
+def line(local: str, remote: str, state: str) -> str:
+    return f"   0: {local} {remote} {state} 00000000:00000000 00:00000000 00000000  1000        0 1\n"
+
+
+@pytest.mark.skipif(sys.byteorder != "little", reason="the table below is of such a machine")
+def test_connections_are_counted_by_where_they_come_from(tmp_path: Path) -> None:
+    ours, mapped = "0100007F:0FA1", "0000000000000000FFFF0000070200C0:1111"
+    site = "B80D0120000000000000000001000000:2222"  # 2001:db8::1
+    (tmp_path / "tcp").write_text(
+        HEAD
+        + line(ours, "00000000:0000", "0A")
+        + line(ours, "070200C0:8000", "01")
+        + line(ours, "070200C0:8001", "03")
+        + line(ours, "070200C0:8002", "06")
+        + line("0100007F:0FA2", "070200C0:8003", "01")
+    )
+    (tmp_path / "tcp6").write_text(HEAD + line("0" * 32 + ":0FA1", mapped, "01") + line("0" * 32 + ":0FA1", site, "01"))
+    found = count_connections([4001], tmp_path)
+    assert found == {HOST: 3, ipaddress.ip_address("2001:db8::1").packed[:8]: 1}
+    assert count_connections([4001], tmp_path / "no such machine") == {}
+
+
+def test_an_address_with_too_many_is_shut_out_until_it_has_been_quiet() -> None:
+    gate = Gate(())
+    gate.look({HOST: CONNECTIONS_OF_ADDRESS_MAX}, 0.0)
+    assert gate.shut_out == frozenset()
+    gate.look({HOST: CONNECTIONS_OF_ADDRESS_MAX + 1}, 1.0)
+    assert gate.shut_out == {HOST}
+    gate.look({HOST: CONNECTIONS_OF_ADDRESS_MAX}, 50.0)
+    gate.look({}, 50.0 + SHUT_OUT_S)
+    assert gate.shut_out == {HOST}, "it had many a minute ago"
+    gate.look({HOST: 1}, 50.1 + SHUT_OUT_S)
+    assert gate.shut_out == frozenset()
+
+
+def test_addresses_without_number_do_not_fill_the_memory() -> None:
+    gate = Gate(())
+    gate.look({number.to_bytes(8): 10_000 for number in range(10_000)}, 0.0)
+    assert len(gate.shut_out) == SHUT_OUT_ADDRESSES_MAX
+
+
+@contextlib.contextmanager
+def half_open(port: int, number: int, *, address: str = FLOOD, family: int = socket.AF_INET) -> Iterator[int]:
+    """So many connections that say nothing. Yields: how many of them stand."""
+    host = "127.0.0.1" if family == socket.AF_INET else "::1"
+    with contextlib.ExitStack() as stack:
+        standing = 0
+        for _ in range(number):
+            link = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            link.bind((address, 0))
+            link.settimeout(0.2)
+            with contextlib.suppress(TimeoutError):
+                link.connect((host, port))
+                standing += 1
+        yield standing
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="no other kernel can do it")
+def test_the_kernel_takes_a_program_for_as_many_as_may_be_shut_out() -> None:
+    async def main() -> None:
+        for version, host, size in (("4", "127.0.0.1", 4), ("6", "::1", 8)):
+            family = socket.AF_INET if version == "4" else socket.AF_INET6
+            with socket.socket(family, socket.SOCK_STREAM) as daemon:
+                daemon.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+                try:
+                    daemon.bind((host, 0))
+                except OSError:
+                    assert version == "6"  # which not every machine has
+                    continue
+                daemon.listen(256)
+                port = daemon.getsockname()[1]
+                gate = Gate([f"/ip{version}/{host}/tcp/{port}"])
+                gate.open()
+                others = {number.to_bytes(4) + bytes(size - 4): 1000 for number in range(1, SHUT_OUT_ADDRESSES_MAX)}
+                gate.look(others, 0.0)
+                with half_open(port, 20, address=host, family=family) as standing:
+                    assert standing == 20, "those who are not shut out"
+                gate.look({ipaddress.ip_address(host).packed[:size]: 1000}, 0.0)
+                with half_open(port, 5, address=host, family=family) as standing:
+                    assert standing <= 1, "one waits in the queue, the others outside"
+                await gate.close()
+                with half_open(port, 5, address=host, family=family) as standing:
+                    assert standing == 5
+
+    asyncio.run(main())
+
+
+@pytest.mark.process
+@pytest.mark.skipif(sys.platform != "linux", reason="no other kernel can do it")
+def test_while_one_address_floods_a_member_is_called_and_dialled(live_peer, eventually) -> None:
+    """1,000 half-open connections: 1,310 files of the daemon before there was a gate."""
+
+    async def main() -> None:
+        flooded, _ = await live_peer("flooded")
+        caller, _ = await live_peer("caller")
+        await caller.introduce(flooded.peer_id, flooded.addresses())
+        await caller.call(flooded.peer_id, b"hello", timeout_s=30)
+        port = int(flooded.addresses()[0].split("/")[4])
+        daemon = psutil.Process(flooded.daemon.process_id)
+        files = daemon.num_fds()
+        with half_open(port, CONNECTIONS_OF_ADDRESS_MAX + 50):
+            await eventually(lambda: flooded.daemon.shut_out)
+            with half_open(port, 5) as standing:
+                assert standing <= 1
+            assert daemon.num_fds() < files + CONNECTIONS_OF_ADDRESS_MAX + 60
+            await caller.call(flooded.peer_id, b"hello", timeout_s=1)
+            newcomer, _ = await live_peer("newcomer")
+            await newcomer.introduce(flooded.peer_id, flooded.addresses())
+            await newcomer.call(flooded.peer_id, b"hello", timeout_s=5)
+            await newcomer.close()
+        os.kill(flooded.daemon.process_id, signal.SIGKILL)  # the next daemon has the same port, and a gate of its own
+        async with asyncio.timeout(60):
+            while True:
+                with contextlib.suppress(Unreachable):
+                    await caller.call(flooded.peer_id, b"hello", timeout_s=5)
+                    break
+                await asyncio.sleep(0.05)
+        assert int(flooded.addresses()[0].split("/")[4]) == port
+        await caller.close()
+        await flooded.close()
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("127.0.0.1", port))  # nothing of ours is left on it
+
+    run(main())
