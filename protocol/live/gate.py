@@ -7,7 +7,7 @@ few instructions (classic BPF on the port's SO_REUSEPORT group) send new connect
 many. Its queue is full after the first, from then on the kernel drops what comes, and the attacker waits for its own
 retries. Connections that stand are not touched, and nobody else's path changes by an instruction's length.
 
-Who has too many is read from the kernel's own table every half second. An address shut out stays so until it has been
+Who has too many is read from the kernel's own table ten times a second. An address shut out stays so until it has been
 quiet for a while. An IPv6 host counts with its /64, which is what one customer has.
 """
 
@@ -38,7 +38,10 @@ _SOURCE4, _SOURCE6 = 12, 8
 """Where the sender is in an IP header."""
 _DAEMON, _US = 0, 1
 """Which socket of the group: in the order in which they began to listen."""
-_LOOK_S: Final = 0.5
+_LOOK_S: Final = 0.1
+"""In so long a flood of 1,000 a second is 100, beside the 128 that anybody may have."""
+_SHARE: Final = 0.05
+"""Of a core, for reading the table at most: 0.3 ms where there are some hundred connections, 10 ms for 10,000."""
 _LISTEN, _TIME_WAIT = "0A", "06"
 
 Network = bytes
@@ -83,10 +86,14 @@ class Gate:
         self._sockets.clear()
 
     async def _look_on(self) -> None:
-        ports = {int(place[3]) for place in self._places}
+        ports, loop = {int(place[3]) for place in self._places}, asyncio.get_running_loop()
+        took_s = 0.0
         while True:
-            await asyncio.sleep(_LOOK_S)
-            self.look(await asyncio.to_thread(count_connections, ports), asyncio.get_running_loop().time())
+            await asyncio.sleep(max(_LOOK_S, took_s / _SHARE))
+            begun_s = loop.time()
+            connections = await asyncio.to_thread(count_connections, ports)
+            took_s = loop.time() - begun_s
+            self.look(connections, loop.time())
 
     def look(self, connections: Mapping[Network, int], now_s: float) -> None:
         """Shut out who has too many, let in who was quiet for long enough."""

@@ -44,6 +44,8 @@ RUN = "f100d"
 ATTACKERS = {attack: f"127.0.0.{60 + number}" for number, attack in enumerate(ATTACKS)}
 """Each attack comes from one address, of its own: who was shut out in one is nobody yet in the next. Members are at
 127.0.0.1."""
+ONSET_S = 6.0
+"""The attacker starts within these. Its first strike is told apart from the attack: nobody is known by then."""
 CALL_EVERY_S = 0.02
 DIAL_EVERY_S = 1.0
 TIMEOUT_S = 10.0
@@ -219,10 +221,12 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             await caller.call(told["peer"], b"", timeout_s=TIMEOUT_S)
         for attack in options.attacks:
             async with child("attacker", attack, str(port), str(options.rate), str(options.number)) as attacker:
+                onset = asyncio.create_task(calls(callers[0], told["peer"], ONSET_S))
                 if attack == "peace":
                     attacker.kill()
                 else:
-                    await asyncio.sleep(3.0)
+                    await asyncio.to_thread(attacker.stdout.readline)  # type: ignore[union-attr]
+                first = await onset
                 cpu_s, begun_s = sum(daemon.cpu_times()[:2]), time.monotonic()
                 took, dialled = await asyncio.gather(
                     calls(callers[0], told["peer"], options.seconds), dials(callers[1], told["peer"], options.seconds)
@@ -232,6 +236,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
                     "calls": len(took),
                     "call_p50_ms": statistics.median(took) * 1e3,
                     "call_p99_ms": percentile(took, 0.99),
+                    "onset_worst_ms": max(first) * 1e3,
                     "dial_p50_ms": statistics.median(dialled) * 1e3,
                     "dial_worst_ms": max(dialled) * 1e3,
                     "daemon_cores": (sum(daemon.cpu_times()[:2]) - cpu_s) / seconds,
