@@ -11,6 +11,7 @@ from shoal.deploy.kept_addresses import keep_addresses, load_addresses
 from shoal.deploy.known_peers import KnownPeers, keep, whom_to_try
 from shoal.deploy.record_rules import record_rules
 from shoal.deploy.visit import sweep
+from shoal.protocol.access import Gate
 from shoal.protocol.errors import TransportError
 from shoal.protocol.identity import Identity
 from shoal.protocol.live.clock import LoopClock
@@ -19,6 +20,7 @@ from shoal.protocol.live.disk import LiveDisk
 from shoal.protocol.live.listen import refuse_ports_in_use
 from shoal.protocol.live.throttle import Throttle
 from shoal.protocol.live.transport import LiveTransport, dialable
+from shoal.protocol.membership import Members
 from shoal.protocol.token_bucket import RateLimits
 
 logger = logging.getLogger(__name__)
@@ -27,6 +29,7 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
     identity: Identity
+    gate: Gate
     transport: LiveTransport
     directory: LiveDirectory
 
@@ -34,7 +37,7 @@ class Network:
 @contextlib.asynccontextmanager
 async def open_network(
     identity: Identity,
-    run: str,
+    members: Members,
     *,
     folder: Path,
     listen: Sequence[str],
@@ -45,6 +48,7 @@ async def open_network(
     """Up while this lasts; who is connected is written down meanwhile.
 
     Args:
+        members: of the run.
         folder: claimed by this process.
         listen, announce: multiaddrs without `/p2p/…`.
         invited: an invite's addresses; whoever was met in the run before is tried beside them.
@@ -52,12 +56,12 @@ async def open_network(
     """
     async with contextlib.AsyncExitStack() as stack:
         await sweep()
-        file = KnownPeers(LiveDisk(folder), run)
+        file = KnownPeers(LiveDisk(folder), members.run)
         remembered = await asyncio.to_thread(file.read)
         kept = await asyncio.to_thread(load_addresses, folder)
         transport = await LiveTransport.start(
             identity,
-            run=run,
+            members=members,
             state_dir=folder,
             listen=_where_free(kept.fill(listen), listen),
             announce=announce,
@@ -66,13 +70,14 @@ async def open_network(
         )
         stack.push_async_callback(transport.close)
         await asyncio.to_thread(keep_addresses, folder, kept.with_ports(listen, transport.daemon.listening))
-        directory = await LiveDirectory.start(transport, accept=record_rules(run))
+        gate = Gate(members, identity.peer_id)
+        directory = await LiveDirectory.start(transport, accept=record_rules(gate))
         stack.push_async_callback(directory.close)
         keeping = asyncio.create_task(
             keep(file, transport, LoopClock(), run_blocking=asyncio.to_thread), name="keep the known peers"
         )
         stack.push_async_callback(_cancelled, keeping)
-        yield Network(identity=identity, transport=transport, directory=directory)
+        yield Network(identity=identity, gate=gate, transport=transport, directory=directory)
 
 
 def _where_free(kept: Sequence[str], asked: Sequence[str]) -> Sequence[str]:

@@ -29,6 +29,7 @@ from shoal.peer.initial import InitialWeights
 from shoal.peer.links import LinkMeter, MeteredTransport
 from shoal.peer.pipeline.state import StageState
 from shoal.peer.pipeline.traffic import Traffic
+from shoal.protocol.access import Gate
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.incarnation import next_incarnation
@@ -77,6 +78,7 @@ class Node:
     """Takes part in one run, from `start` to `close`.
 
     Args:
+        gate: who may send this peer what.
         owner: who signed the run's spec.
         corpus: the run's text; None: this peer is never at stage 0.
         initial: the weights that the run begins with; only its host has them, and only if not the seed makes them.
@@ -99,6 +101,7 @@ class Node:
         self,
         *,
         identity: Identity,
+        gate: Gate,
         transport: Transport,
         directory: Directory,
         compute: Compute,
@@ -135,7 +138,7 @@ class Node:
         self.links = LinkMeter(clock)
         """What passes between this peer and each other one."""
         metered = MeteredTransport(transport, self.links, clock)
-        self.endpoint = Endpoint(identity, metered, run=self.run, first_sequence=incarnation, seals=seals)
+        self.endpoint = Endpoint(identity, metered, run=self.run, gate=gate, first_sequence=incarnation, seals=seals)
         self.endpoint.revision = spec.revision
         self._spec_keeper: SpecKeeper | None = None
         if spec_record is not None:
@@ -245,6 +248,7 @@ class Node:
     def _obey(self, plan: SignedPlan) -> None:
         if self._on_plan is not None:
             self._on_plan(plan)
+        self.endpoint.obey(plan.plan)
         self.peer.obey(plan)
 
     async def status(self) -> SwarmStatus:

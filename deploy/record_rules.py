@@ -2,7 +2,7 @@
 
 A run spec proves itself, whoever stored it: the run is named after the hash of the spec and its owner. So all that can
 be found there is the spec, and nobody can crowd it out. The other records are what a peer says of itself, under its own
-name and signed by it.
+name, signed by it and with its certificate.
 """
 
 from collections.abc import Mapping
@@ -10,6 +10,7 @@ from functools import lru_cache, partial
 
 from shoal.coordinator.notices import peers_key, plan_key
 from shoal.deploy.run_record import record_key
+from shoal.protocol.access import Gate
 from shoal.protocol.depth import TooDeep, check_depth
 from shoal.protocol.endpoint import open_signed_record
 from shoal.protocol.errors import RemoteError, SpecError
@@ -28,31 +29,32 @@ _NOTICE_BYTES_MAX = 4 * 1024
 """One advert or head: eight addresses of 256 characters, and half as much beside them."""
 
 
-def record_rules(run: str) -> Mapping[str, KeyRule]:
+def record_rules(gate: Gate) -> Mapping[str, KeyRule]:
     """What `LiveDirectory` accepts; the same on all peers of the run."""
+    run = gate.members.run
     return {
-        record_key(run): KeyRule(accept=partial(_is_spec, run), bytes_max=_COPIES_BYTES_MAX),
-        peers_key(run): KeyRule(accept=partial(_is_own, run, AdvertRecord)),
-        plan_key(run): KeyRule(accept=partial(_is_own, run, PlanHead), bytes_max=_HEADS_BYTES_MAX),
+        record_key(run): KeyRule(accept=partial(_is_spec, gate), bytes_max=_COPIES_BYTES_MAX),
+        peers_key(run): KeyRule(accept=partial(_is_own, gate, AdvertRecord)),
+        plan_key(run): KeyRule(accept=partial(_is_own, gate, PlanHead), bytes_max=_HEADS_BYTES_MAX),
     }
 
 
-def _is_own(run: str, kind: type, subkey: str, value: bytes) -> bool:
+def _is_own(gate: Gate, kind: type, subkey: str, value: bytes) -> bool:
     if len(value) > _NOTICE_BYTES_MAX:
         return False
     try:
-        signer, record = open_signed_record(SEALS, run, value, PeerID(subkey))
+        signer, record = open_signed_record(SEALS, gate, gate.members.run, value, PeerID(subkey))
     except RemoteError:
         return False
     return signer == subkey and isinstance(record, kind)
 
 
-def _is_spec(run: str, subkey: str, value: bytes) -> bool:
+def _is_spec(gate: Gate, subkey: str, value: bytes) -> bool:
     try:
-        signer, record = open_signed_record(SEALS, run, value, PeerID(subkey))
+        signer, record = open_signed_record(SEALS, gate, gate.members.run, value, PeerID(subkey))
     except RemoteError:
         return False
-    return isinstance(record, SpecRecord) and _makes(run, signer, record.spec)
+    return isinstance(record, SpecRecord) and _makes(gate.members.run, signer, record.spec)
 
 
 @lru_cache(maxsize=16)

@@ -25,6 +25,7 @@ from shoal.coordinator.chain import is_quorum
 from shoal.coordinator.era import Beginning, Disks
 from shoal.coordinator.notices import Notices
 from shoal.deploy.visit import visiting
+from shoal.protocol.access import Gate
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import LocalError, Refused, RemoteError, Unreachable
 from shoal.protocol.identity import Identity, PeerID
@@ -328,13 +329,14 @@ async def recovery(invite: Invite) -> AsyncIterator[Recovery]:
     async with contextlib.AsyncExitStack() as stack:
         folder = await stack.enter_async_context(visiting())
         identity = Identity.generate()
+        gate = Gate(invite.members_for(identity.peer_id), identity.peer_id)
         ways = dialable(ways_to(invite))
-        transport = await LiveTransport.start(identity, run=invite.run, state_dir=folder, initial_peers=ways)
+        transport = await LiveTransport.start(identity, members=gate.members, state_dir=folder, initial_peers=ways)
         stack.push_async_callback(transport.close)
-        directory = await LiveDirectory.start(transport, accept=record_rules(invite.run))
+        directory = await LiveDirectory.start(transport, accept=record_rules(gate))
         stack.push_async_callback(directory.close)
         spec, _ = await fetch_spec(directory, invite, timeout_s=FIND_S)
-        endpoint = Endpoint(identity, transport, run=invite.run)
+        endpoint = Endpoint(identity, transport, run=invite.run, gate=gate)
         yield Recovery(
             endpoint=endpoint,
             directory=directory,

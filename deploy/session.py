@@ -25,6 +25,7 @@ from shoal.deploy.dashboard.feed import RunFacts
 from shoal.deploy.doctor.split import SplitWatch
 from shoal.deploy.heap import freeze_heap, share_heap, trim_heap, trim_heap_forever
 from shoal.deploy.invite_verb import InviteVerb
+from shoal.deploy.invites import InviteBook
 from shoal.deploy.joining_view import FetchWatch, JoiningView
 from shoal.deploy.last_seen import StandingNote
 from shoal.deploy.manners.device import memory_claim, stand_back
@@ -43,9 +44,10 @@ from shoal.deploy.stop import LEAVE_SOON_S, Stop
 from shoal.peer.data.corpus import Corpus
 from shoal.peer.initial import InitialWeights
 from shoal.peer.model.schedule import rate_of
-from shoal.protocol.errors import RunNotFound, ShoalError
+from shoal.protocol.errors import InviteError, RunNotFound, ShoalError
 from shoal.protocol.identity import Identity, PeerID
-from shoal.protocol.invite import Invite, make_invite, worth_telling
+from shoal.protocol.invite import Invite, InviteKey, worth_telling
+from shoal.protocol.limits import ADDRESSES_MAX, PROTOCOL_VERSION
 from shoal.protocol.live.clock import LoopClock
 from shoal.protocol.live.compute import ThreadCompute
 from shoal.protocol.live.disk import LiveDisk
@@ -112,6 +114,17 @@ class _Run:
     """The owner's signed spec."""
     corpus: Corpus | None
     """None: this machine does not have the run's text."""
+    key: InviteKey | None
+    """Of the invite that this peer hands on; None: the run is open to anyone."""
+    invites: InviteBook | None = None
+    """Only its host gives out others."""
+
+    @property
+    def id(self) -> str:
+        return run_id(self.spec, self.owner)
+
+    def invite(self, addresses: Sequence[str]) -> Invite:
+        return Invite(PROTOCOL_VERSION, self.id, self.owner, tuple(addresses[:ADDRESSES_MAX]), self.key)
 
 
 async def host_run(spec: RunSpec, corpus: Corpus, options: Options) -> None:
@@ -122,8 +135,18 @@ async def host_run(spec: RunSpec, corpus: Corpus, options: Options) -> None:
     share_heap()  # before there are threads
     stop = Stop()
     identity = Identity.load_or_create(options.folder / "identity.key")
-    run = _Run(spec=spec, owner=identity.peer_id, record=seal_spec(identity, spec), corpus=corpus)
-    async with _network(identity, run_id(spec, identity.peer_id), options) as network:
+    invites = (
+        None if spec.swarm.open else InviteBook(identity, run_id(spec, identity.peer_id), LiveDisk(options.folder))
+    )
+    run = _Run(
+        spec=spec,
+        owner=identity.peer_id,
+        record=seal_spec(identity, spec),
+        corpus=corpus,
+        key=invites.default() if invites is not None else None,
+        invites=invites,
+    )
+    async with _network(identity, run.invite(()), options) as network:
         newer = await _take_part(network, run, options, stop)
     await _go_over(newer, run, identity, options, stop)
 
@@ -134,11 +157,15 @@ async def join_run(invite: Invite, options: Options) -> None:
     Raises: ShoalError: one line for the command line.
     """
     share_heap()  # before there are threads
+    if invite.key is not None and not invite.key.delegation.may_train:
+        raise InviteError(
+            "this invite only lets you look on (`shoal status INVITE`): ask the host for one to train with"
+        )
     stop = Stop()
     identity = Identity.load_or_create(options.folder / "identity.key")
     with JoiningView(reports=options.reports) as view:
         view.tell("starting the network")
-        async with _network(identity, invite.run, options, invited=invite.addresses) as network:
+        async with _network(identity, invite, options) as network:
             view.tell("looking for the run")
             patience_s = _FIND_RUN_S if await network.transport.connected() else _FIND_ANYBODY_S
             known = _known(options.folder, invite)
@@ -155,7 +182,8 @@ async def join_run(invite: Invite, options: Options) -> None:
                 partial(find_corpus, spec, data=options.data, tokenizer=options.tokenizer, on_progress=view.reached)
             )
             view.close()
-            run = _Run(spec=spec, owner=invite.owner, record=record, corpus=corpus)
+            network.gate.members.is_open = spec.swarm.open
+            run = _Run(spec=spec, owner=invite.owner, record=record, corpus=corpus, key=invite.key)
             newer = await _take_part(network, run, options, stop)
     await _go_over(newer, run, identity, options, stop, invited=invite.addresses)
 
@@ -174,21 +202,19 @@ async def _go_over(
     while newer is not None and not stop.asked.is_set():
         stop.takes_part = False
         run = replace(run, spec=newer[0], record=newer[1])
-        async with _network(identity, run_id(run.spec, run.owner), options, invited=invited) as network:
+        async with _network(identity, run.invite(invited), options) as network:
             newer = await _take_part(network, run, options, stop)
 
 
-def _network(
-    identity: Identity, run: str, options: Options, *, invited: Sequence[str] = ()
-) -> contextlib.AbstractAsyncContextManager[Network]:
+def _network(identity: Identity, invite: Invite, options: Options) -> contextlib.AbstractAsyncContextManager[Network]:
     return open_network(
         identity,
-        run,
+        invite.members_for(identity.peer_id),
         folder=options.folder,
         listen=options.listen,
         announce=options.announce,
         rates=options.limits.rates,
-        invited=invited,
+        invited=invite.addresses,
     )
 
 
@@ -239,6 +265,7 @@ def _make_compute(options: Options) -> MeteredCompute:
 def _make_node(network: Network, run: _Run, options: Options, compute: Compute, output: Output) -> Node:
     return Node(
         identity=network.identity,
+        gate=network.gate,
         transport=network.transport,
         directory=network.directory,
         compute=compute,
@@ -275,7 +302,7 @@ async def _train(
     compute = _make_compute(options)
     node = _make_node(network, run, options, compute, output)
     told = worth_telling(network.transport.addresses())
-    invite = make_invite(node.run, run.owner, told)
+    invite = run.invite(told).encode()
     control = ControlServer(options.folder)
     keeper = Keeper(
         options.limits,
@@ -286,10 +313,10 @@ async def _train(
     keeper.install(control)
     showing.steer(pause=keeper.pause, resume=keeper.resume)
     control.on("leave", stop.leave)
-    control.on("invite", InviteVerb(network.transport, run=node.run, owner=run.owner).answer)
+    control.on("invite", InviteVerb(network.transport, run.invite(())).answer)
     try:
         await control.try_start()
-        here = _for_commands(network, run.owner, told)
+        here = _for_commands(network, run, told)
         with announced(here, options.folder, name=options.name, run_name=run.spec.name):
             output.say(Phase(name="measuring this machine"))
             await node.start()
@@ -327,10 +354,10 @@ async def _train(
         await control.close()
 
 
-def _for_commands(network: Network, owner: PeerID, told: Sequence[str]) -> str:
+def _for_commands(network: Network, run: _Run, told: Sequence[str]) -> str:
     """An invite for this machine alone: a router, or an address that changed, may keep it from the way others take."""
     here = (f"{where}/p2p/{network.identity.peer_id}" for where in network.transport.daemon.local_addresses)
-    return make_invite(network.transport.run, owner, tuple(dict.fromkeys((*here, *told))))
+    return run.invite(tuple(dict.fromkeys((*here, *told)))).encode()
 
 
 class Ended(enum.Enum):

@@ -1,6 +1,7 @@
 """`shoal status`: asks a run for its status without taking part in it.
 
-A throwaway identity that joins nothing: any peer answers a `StatusRequest`, by asking the coordinator if need be.
+A throwaway identity that joins nothing, with a certificate by the invite: any peer answers a `StatusRequest`, by
+asking the coordinator if need be.
 """
 
 import contextlib
@@ -8,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 from shoal.deploy.known_peers import ways_to
 from shoal.deploy.visit import visiting
+from shoal.protocol.access import Gate
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import LocalError, Refused, RemoteError, Unreachable
 from shoal.protocol.identity import Identity, PeerID
@@ -32,9 +34,10 @@ async def asking(invite: Invite) -> AsyncIterator[Callable[[], Awaitable[SwarmSt
     """What asks once each time it is called, first whom answered last. It raises: LocalError, as `ask_swarm`."""
     identity = Identity.generate()
     async with visiting() as folder:
+        members = invite.members_for(identity.peer_id)
         ways = dialable(ways_to(invite))
-        transport = await LiveTransport.start(identity, run=invite.run, state_dir=folder, initial_peers=ways)
-        endpoint = Endpoint(identity, transport, run=invite.run)
+        transport = await LiveTransport.start(identity, members=members, state_dir=folder, initial_peers=ways)
+        endpoint = Endpoint(identity, transport, run=invite.run, gate=Gate(members, identity.peer_id))
         connected = await transport.connected()
         peers = sorted(_peers(ways), key=lambda peer: peer not in connected)
 

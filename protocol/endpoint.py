@@ -1,22 +1,32 @@
 """A peer's mouth and ears: typed messages over a Transport, each call and reply in a signed envelope.
 
-One place where bytes from the network become values. Handlers register by message type; a message of a type that
-nobody handles, or that does not decode, is the sender's fault and says so.
+One place where bytes from the network become values, and where the table of `access.py` is enforced: no handler sees a
+message that its sender may not send. Handlers register by message type; a message of a type that nobody handles, or
+that does not decode, is the sender's fault and says so.
+
+A caller encloses its certificate until the other has answered it once. Whoever has forgotten it meanwhile (a restart)
+asks for it, and the call, which nobody has handled, goes out again with it.
 """
 
+import asyncio
 import itertools
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any, TypeVar
 
 import msgspec
 
 from shoal.protocol import messages
-from shoal.protocol.envelope import ReplayGuard
+from shoal.protocol.access import Gate, Verdict
+from shoal.protocol.envelope import Envelope, ReplayGuard
 from shoal.protocol.errors import Refused, RemoteError
 from shoal.protocol.identity import Identity, PeerID
-from shoal.protocol.limits import CALL_TIMEOUT_S
+from shoal.protocol.limits import CALL_TIMEOUT_S, PEERS_MAX, PLAN_WAIT_S, WAITING_FOR_PLAN_MAX
+from shoal.protocol.membership import Members, Standing
+from shoal.protocol.plan import Plan
 from shoal.protocol.ports import Payload, Priority, Transport
 from shoal.protocol.seals import SEALS, Seals
 
@@ -36,10 +46,15 @@ _FRAMES: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(messages.FrameMe
 _RECORDS_KEPT = 4096
 """Opened records of the directory, of all runs of this process."""
 _RECORDS: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(messages.Record)
+_SHOW = "show your certificate"
+_WAITING_OF_ONE_MAX = WAITING_FOR_PLAN_MAX // 16
 
 
 class Endpoint:
     """One peer's identity on one transport, within one run.
+
+    Args:
+        gate: who may send what; also says who we are to others, by `gate.members.certificate`.
 
     `term` stamps outgoing envelopes; the node raises it with every plan it obeys. `era` and `revision` stamp what
     concerns training (`EraMessage`), and such a message of another era or revision is refused, a frame dropped.
@@ -51,6 +66,7 @@ class Endpoint:
         transport: Transport,
         *,
         run: str,
+        gate: Gate,
         first_sequence: int = 0,
         seals: Seals = SEALS,
     ) -> None:
@@ -59,6 +75,7 @@ class Endpoint:
         self.identity = identity
         self.transport = transport
         self.run = run
+        self.gate = gate
         self.seals = seals
         self.incarnation = first_sequence
         self.term = 0
@@ -66,6 +83,10 @@ class Endpoint:
         self.revision = 0
         self._sequence = itertools.count(first_sequence)
         self._guard = ReplayGuard()
+        self._knows_us: set[PeerID] = set()
+        """Who has answered a call of ours, and so has seen our certificate."""
+        self._new_plan = asyncio.Event()
+        self._waiting: Counter[PeerID] = Counter()
         self._on_message: dict[_Address, _MessageHandler] = {}
         self._on_frame: dict[_Address, _FrameHandler] = {}
         transport.serve(on_call=self._handle_call, on_frame=self._handle_frame)
@@ -73,6 +94,16 @@ class Endpoint:
     @property
     def peer_id(self) -> PeerID:
         return self.identity.peer_id
+
+    @property
+    def members(self) -> Members:
+        return self.gate.members
+
+    def obey(self, plan: Plan) -> None:
+        """From now on `plan` gives the members their roles."""
+        self.gate.obey(plan)
+        self._new_plan.set()
+        self._new_plan = asyncio.Event()
 
     def on(
         self, kind: type[M], handler: Callable[[PeerID, M], Awaitable[msgspec.Struct]], *, stage: int | None = None
@@ -112,13 +143,31 @@ class Endpoint:
         if peer == self.peer_id:
             reply = await self._dispatch(peer, message)
         else:
-            request = self._seal("call", message)
-            raw = await self.transport.call(peer, request, timeout_s=timeout_s)
-            reply = _decode(_MESSAGES, self.seals.unseal(raw, "reply", run=self.run, source=peer).body, peer)
+            reply = await self._call(peer, message, timeout_s)
         if isinstance(reply, messages.Refusal):
             raise Refused(peer, reply.reason)
         if not isinstance(reply, expect):
             raise RemoteError(peer, f"answered {type(message).__name__} with {type(reply).__name__}")
+        return reply
+
+    async def _call(self, peer: PeerID, message: msgspec.Struct, timeout_s: float) -> msgspec.Struct:
+        knew_us = peer in self._knows_us
+        reply = await self._call_once(peer, message, b"" if knew_us else self.members.certificate, timeout_s)
+        if knew_us and isinstance(reply, messages.Refusal) and reply.reason == _SHOW:
+            reply = await self._call_once(peer, message, self.members.certificate, timeout_s)
+        if len(self._knows_us) >= PEERS_MAX:
+            self._knows_us.clear()
+        self._knows_us.add(peer)
+        return reply
+
+    async def _call_once(
+        self, peer: PeerID, message: msgspec.Struct, certificate: bytes, timeout_s: float
+    ) -> msgspec.Struct:
+        request = self._seal("call", message, certificate)
+        raw = await self.transport.call(peer, request, timeout_s=timeout_s)
+        reply: msgspec.Struct = _decode(
+            _MESSAGES, self.seals.unseal(raw, "reply", run=self.run, source=peer).body, peer
+        )
         return reply
 
     async def send(self, peer: PeerID, meta: msgspec.Struct, payload: Payload, *, priority: Priority) -> None:
@@ -132,12 +181,12 @@ class Endpoint:
         await self.transport.send(peer, _ENCODER.encode(meta), payload, priority=priority)
 
     def seal_record(self, record: msgspec.Struct) -> bytes:
-        """Sign `record` for the directory."""
-        return self._seal("record", record)
+        """Sign `record` for the directory, with the certificate of whoever stands behind it."""
+        return self._seal("record", record, self.members.certificate)
 
     def open_record(self, data: bytes, *, source: PeerID) -> tuple[PeerID, Any]:
         """Returns: (signer, record). Raises: RemoteError."""
-        return open_signed_record(self.seals, self.run, data, source)
+        return open_signed_record(self.seals, self.gate, self.run, data, source)
 
     def _stamped(self, message: msgspec.Struct) -> msgspec.Struct:
         if isinstance(message, messages.EraMessage) and not self._is_ours(message):
@@ -147,7 +196,7 @@ class Endpoint:
     def _is_ours(self, message: messages.EraMessage) -> bool:
         return message.era == self.era and message.revision == self.revision
 
-    def _seal(self, domain: Any, message: msgspec.Struct) -> bytes:
+    def _seal(self, domain: Any, message: msgspec.Struct, certificate: bytes = b"") -> bytes:
         return self.seals.seal(
             self.identity,
             domain,
@@ -155,22 +204,55 @@ class Endpoint:
             term=self.term,
             sequence=next(self._sequence),
             body=_ENCODER.encode(message),
+            certificate=certificate,
         )
 
     async def _handle_call(self, source: PeerID, request: bytes) -> bytes:
+        """Raises: RemoteError: a stranger sent something that is not even a call of this run; it gets no answer."""
         try:
             envelope = self.seals.unseal(request, "call", run=self.run, source=source)
-            if not self._guard.accept(source, envelope.sequence):
-                raise RemoteError(source, f"repeated its call {envelope.sequence}")
-            reply = await self._dispatch(source, _decode(_MESSAGES, envelope.body, source))
+            reply = await self._answer(source, envelope)
         except Refused as refused:
             reply = messages.Refusal(reason=refused.reason)
         except RemoteError as error:
+            if self.members.standing(source) is Standing.STRANGER:
+                raise  # an answer would be signed, and tell which run this is
             logger.warning("refused a call: %s", error)
             reply = messages.Refusal(reason=str(error))
         return self._seal("reply", reply)
 
+    async def _answer(self, source: PeerID, envelope: Envelope) -> msgspec.Struct:
+        self.members.show(source, envelope.certificate)
+        if self.members.standing(source) is Standing.STRANGER:
+            excluded = self.members.is_excluded(source)
+            return messages.Refusal(reason="you are excluded from this run" if excluded else _SHOW)
+        if not self._guard.accept(source, envelope.sequence):
+            raise RemoteError(source, f"repeated its call {envelope.sequence}")
+        return await self._dispatch(source, _decode(_MESSAGES, envelope.body, source))
+
+    async def _may_send(self, source: PeerID, kind: type) -> bool:
+        """Whether the table lets `source` send a message of `kind`, now or by a plan that is on its way to us."""
+        verdict = self.gate.verdict(source, kind)
+        if verdict is not Verdict.WAIT or not self._may_wait(source):
+            return verdict is Verdict.ALLOWED
+        self._waiting[source] += 1
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(PLAN_WAIT_S):
+                    while (verdict := self.gate.verdict(source, kind)) is Verdict.WAIT:
+                        await self._new_plan.wait()
+        finally:
+            self._waiting[source] -= 1
+            if not self._waiting[source]:
+                del self._waiting[source]
+        return verdict is Verdict.ALLOWED
+
+    def _may_wait(self, source: PeerID) -> bool:
+        return self._waiting[source] < _WAITING_OF_ONE_MAX and self._waiting.total() < WAITING_FOR_PLAN_MAX
+
     async def _dispatch(self, source: PeerID, message: msgspec.Struct) -> msgspec.Struct:
+        if not await self._may_send(source, type(message)):
+            return messages.Refusal(reason=f"a {type(message).__name__} is not yours to send here")
         handler = _handler(self._on_message, message)
         if handler is None:
             stage = getattr(message, "stage", None)
@@ -183,7 +265,12 @@ class Endpoint:
         return self._stamped(await handler(source, message))
 
     async def _handle_frame(self, source: PeerID, meta: bytes, payload: Payload) -> None:
+        if self.members.standing(source) < Standing.MEMBER:
+            raise RemoteError(source, "sent a frame, which only members may")
         header = _decode(_FRAMES, meta, source)
+        if not await self._may_send(source, type(header)):
+            logger.debug("dropped a %s frame of %s: not its to send", type(header).__name__, source[-8:])
+            return
         handler = _handler(self._on_frame, header)
         if handler is None:
             logger.debug("dropped a %s frame from %s: nobody here takes it", type(header).__name__, source[-8:])
@@ -201,14 +288,23 @@ def _handler(handlers: dict[_Address, H], message: msgspec.Struct) -> H | None:
     return handlers.get((kind, getattr(message, "stage", None))) or handlers.get((kind, None))
 
 
-@lru_cache(maxsize=_RECORDS_KEPT)
-def open_signed_record(seals: Seals, run: str, data: bytes, source: PeerID) -> tuple[PeerID, Any]:
-    """(signer, record) of what `source` stored. Most records are the same at the next reading, and immutable.
+def open_signed_record(seals: Seals, gate: Gate, run: str, data: bytes, source: PeerID) -> tuple[PeerID, Any]:
+    """(signer, record) of what `source` stored, if the signer may.
 
     Raises: RemoteError.
     """
+    signer, certificate, record = _opened_record(seals, run, data, source)
+    gate.members.show(signer, certificate)
+    if not gate.may_sign(signer, type(record)):
+        raise RemoteError(source, f"stored a {type(record).__name__} that is not its to store")
+    return signer, record
+
+
+@lru_cache(maxsize=_RECORDS_KEPT)
+def _opened_record(seals: Seals, run: str, data: bytes, source: PeerID) -> tuple[PeerID, bytes, Any]:
+    """Most records are the same at the next reading, and immutable."""
     envelope = seals.unseal(data, "record", run=run, source=source, relayed=True)
-    return envelope.sender, _decode(_RECORDS, envelope.body, source)
+    return envelope.sender, envelope.certificate, _decode(_RECORDS, envelope.body, source)
 
 
 def _decode(decoder: "msgspec.msgpack.Decoder[Any]", body: bytes, source: PeerID) -> Any:

@@ -26,6 +26,8 @@ class Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_li
     sequence: int
     body: bytes
     signature: bytes
+    certificate: bytes = b""
+    """The sender's, where the receiver may not have seen it yet. It proves itself, so the signature leaves it out."""
 
     def signed_bytes(self, domain: Domain) -> bytes:
         return msgspec.msgpack.encode((domain, self.run, self.term, self.sender, self.sequence, self.body))
@@ -35,9 +37,11 @@ _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(Envelope)
 
 
-def seal(identity: Identity, domain: Domain, *, run: str, term: int, sequence: int, body: bytes) -> bytes:
+def seal(
+    identity: Identity, domain: Domain, *, run: str, term: int, sequence: int, body: bytes, certificate: bytes = b""
+) -> bytes:
     """Sign `body` as `identity`. Returns: the envelope's msgpack bytes."""
-    unsigned = Envelope(run, term, identity.peer_id, sequence, body, b"")
+    unsigned = Envelope(run, term, identity.peer_id, sequence, body, b"", certificate)
     return _ENCODER.encode(msgspec.structs.replace(unsigned, signature=identity.sign(unsigned.signed_bytes(domain))))
 
 

@@ -1,15 +1,17 @@
-"""Invites: what one volunteer needs to find a run. Short enough to paste in a chat.
+"""Invites: what one volunteer needs to find a run and to be let in. Short enough to paste in a chat.
 
-    "shoal1" base58( version:1 run:8 owner:32 peer* check:4 )
+    "shoal1" base58( version:1 run:8 owner:32 key peer* check:4 )
+    key      0:1 | 1:1 seed:32 expires:4 seats:2 rights:1 signature:64    what lets the newcomer in; 0: an open run
     peer     header:1 [key:32] address*     header: the number of addresses, + 128 for the owner, whose key is known
     address  4 ip:4 port:2 | 6 ip:16 port:2 | 0 length:1 text    kinds; the text is a multiaddr without /p2p/…
 
-78 characters with one address of the host's, 187 with those of three members: as msgpack with the addresses as text
-it was 228 and 457. A letter that got lost is noticed (`check` is BLAKE3 of the rest), and what a chat puts around an
-invite, or between its letters, does no harm.
+220 characters with one address of the host's, 330 with those of three members. Whoever has the text can enter: it is a
+secret, until it expires or is revoked. A letter that got lost is noticed (`check` is BLAKE3 of the rest), and what a
+chat puts around an invite, or between its letters, does no harm.
 """
 
 import ipaddress
+import os
 import re
 import struct
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,8 +21,9 @@ import msgspec
 from blake3 import blake3
 
 from shoal.protocol.errors import InviteError
-from shoal.protocol.identity import PeerID, peer_id_of, public_key_of
+from shoal.protocol.identity import Identity, PeerID, peer_id_of, public_key_of
 from shoal.protocol.limits import ADDRESS_CHARS_MAX, ADDRESSES_MAX, PROTOCOL_VERSION
+from shoal.protocol.membership import Delegation, Members, certify, delegate, delegation_holds
 
 PREFIX = "shoal1"
 """Base58 has no l: it is nowhere within an invite."""
@@ -34,6 +37,37 @@ _AROUND = "`'\"<>()[].,;:!?*_"
 _TCP = re.compile(r"^/ip([46])/([^/]+)/tcp/(\d{1,5})$")
 
 
+_KEYLESS, _KEYED = 0, 1
+_TERMS = struct.Struct(">IHB")
+"""Of an invite's key: when it expires, how many seats it has, and whether its members may train."""
+_SIGNATURE_BYTES = 64
+EXPIRES_S_MAX = (1 << 32) - 1
+SEATS_MAX = (1 << 16) - 1
+
+
+class InviteKey(msgspec.Struct, frozen=True):
+    """The secret in an invite: a key of its own, and the owner's word that it may certify members."""
+
+    seed: bytes
+    """Of the Ed25519 key, 32 bytes."""
+    delegation: Delegation
+
+    @classmethod
+    def make(
+        cls, owner: Identity, *, run: str, expires_s: int = 0, seats: int = 0, may_train: bool = True
+    ) -> "InviteKey":
+        """A fresh one, as `Delegation` has the terms. Raises: ValueError: a term does not fit an invite."""
+        if not (0 <= expires_s <= EXPIRES_S_MAX and 0 <= seats <= SEATS_MAX):
+            raise ValueError(f"an invite expires by {EXPIRES_S_MAX} s after 1970 and has at most {SEATS_MAX} seats")
+        seed = os.urandom(32)
+        key = Identity(seed).public_key
+        return cls(seed, delegate(owner, key, run=run, expires_s=expires_s, seats=seats, may_train=may_train))
+
+    def encode(self) -> bytes:
+        terms = _TERMS.pack(self.delegation.expires_s, self.delegation.seats, self.delegation.may_train)
+        return self.seed + terms + self.delegation.signature
+
+
 class Invite(msgspec.Struct, frozen=True):
     """`addresses` are multiaddrs with `/p2p/…` of peers that let a newcomer in; `owner` signs the run spec."""
 
@@ -42,10 +76,23 @@ class Invite(msgspec.Struct, frozen=True):
     """16 hex digits."""
     owner: PeerID
     addresses: tuple[str, ...]
+    key: InviteKey | None = None
+    """None: the run is open to anyone."""
+
+    def certificate_of(self, member: PeerID) -> bytes:
+        """What shows that `member` has this invite; empty where nothing needs to be shown."""
+        if self.key is None or member == self.owner:
+            return b""
+        return certify(Identity(self.key.seed), self.key.delegation, member, run=self.run)
+
+    def members_for(self, me: PeerID) -> Members:
+        """The run's members, as `me` first knows them: the owner, and how to prove that we are one."""
+        return Members(self.run, self.owner, certificate=self.certificate_of(me), is_open=self.key is None)
 
     def encode(self) -> str:
         """Raises: ValueError: a part of it is none, such as the address of nobody."""
         body = bytes((self.protocol_version,)) + bytes.fromhex(self.run) + public_key_of(self.owner)
+        body += bytes((_KEYLESS,)) if self.key is None else bytes((_KEYED,)) + self.key.encode()
         if len(self.addresses) > ADDRESSES_MAX:
             raise ValueError(f"{len(self.addresses)} addresses are more than an invite has")
         grouped: dict[str, list[str]] = {}
@@ -60,8 +107,8 @@ class Invite(msgspec.Struct, frozen=True):
         return PREFIX + str(base58.b58encode(body + check), "ascii")
 
 
-def make_invite(run: str, owner: PeerID, addresses: Sequence[str]) -> str:
-    return Invite(PROTOCOL_VERSION, run, owner, tuple(addresses[:ADDRESSES_MAX])).encode()
+def make_invite(run: str, owner: PeerID, addresses: Sequence[str], key: InviteKey | None = None) -> str:
+    return Invite(PROTOCOL_VERSION, run, owner, tuple(addresses[:ADDRESSES_MAX]), key).encode()
 
 
 def parse_invite(text: str) -> Invite:
@@ -143,11 +190,27 @@ def _encode_address(where: str) -> bytes:
 
 def _decode(body: bytes) -> Invite:
     """Raises: ValueError, IndexError, struct.error: it is none."""
-    start = 1 + _RUN_BYTES + _KEY_BYTES
-    owner = body[1 + _RUN_BYTES : start]
-    return Invite(
-        body[0], body[1 : 1 + _RUN_BYTES].hex(), _peer_id(owner), tuple(_decode_addresses(body[start:], owner))
-    )
+    run, start = body[1 : 1 + _RUN_BYTES].hex(), 1 + _RUN_BYTES + _KEY_BYTES
+    raw_owner = body[1 + _RUN_BYTES : start]
+    owner = _peer_id(raw_owner)
+    kind, rest, key = body[start], body[start + 1 :], None
+    if kind == _KEYED:
+        key, rest = _decode_key(rest, run, owner)
+    elif kind != _KEYLESS:
+        raise ValueError("no kind of key")
+    return Invite(body[0], run, owner, tuple(_decode_addresses(rest, raw_owner)), key)
+
+
+def _decode_key(rest: bytes, run: str, owner: PeerID) -> tuple[InviteKey, bytes]:
+    seed, rest = rest[:_KEY_BYTES], rest[_KEY_BYTES:]
+    expires_s, seats, may_train = _TERMS.unpack_from(rest)
+    end = _TERMS.size + _SIGNATURE_BYTES
+    if len(rest) < end or may_train > 1:
+        raise ValueError("no terms of a key")
+    delegation = Delegation(Identity(seed).public_key, expires_s, seats, bool(may_train), rest[_TERMS.size : end])
+    if not delegation_holds(delegation, run=run, owner=owner):
+        raise ValueError("the run's owner has not signed it")
+    return InviteKey(seed, delegation), rest[end:]
 
 
 def _decode_addresses(rest: bytes, owner: bytes) -> Iterator[str]:

@@ -32,6 +32,16 @@ REPLAY_WINDOW: Final = 4096
 CALL_TIMEOUT_S: Final = 10.0
 """A control call's bound. Failure detection proper measures round trips; this only frees the resources."""
 
+CERTIFICATE_BYTES_MAX: Final = 256
+"""A member's certificate: two signatures of 64 bytes, a key of 32, and the invite's terms make 180."""
+PLANS_SERVED: Final = 16
+"""How many of the plans obeyed last give their members a place: who drains has left a plan, and during churn a plan a
+second is made."""
+PLAN_WAIT_S: Final = 2.0
+"""How long a member's message waits for the plan that gives the member its place: a plan reaches everybody within two
+round trips, and frames of a new layout overtake it."""
+WAITING_FOR_PLAN_MAX: Final = 256
+"""Messages that wait for a plan at once, and of one sender a sixteenth of that; what is more is refused at once."""
 PEER_NAME_CHARS_MAX: Final = 40
 PEER_ID_CHARS_MAX: Final = 64
 """Of one that others tell of. Ours have 52."""

@@ -15,7 +15,17 @@ from shoal.protocol.statement import Topic, sign_statement, statement_holds
 class Seals(Protocol):
     def __hash__(self) -> int: ...
 
-    def seal(self, identity: Identity, domain: Domain, *, run: str, term: int, sequence: int, body: bytes) -> bytes: ...
+    def seal(
+        self,
+        identity: Identity,
+        domain: Domain,
+        *,
+        run: str,
+        term: int,
+        sequence: int,
+        body: bytes,
+        certificate: bytes = b"",
+    ) -> bytes: ...
 
     def unseal(self, data: bytes, domain: Domain, *, run: str, source: PeerID, relayed: bool = False) -> Envelope:
         """Raises: RemoteError."""

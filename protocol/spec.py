@@ -290,6 +290,8 @@ class SwarmSpec(_Section, frozen=True):
     snapshot_interval_s: float = 300.0
     """Seconds between snapshots, beside those by steps: the most that is lost when all peers are cut off power at once.
     0: by steps alone."""
+    open: bool = False
+    """Anyone may come, without an invite's key. Newcomers then are let in a few at a time, and on probation."""
     expert_slots: int = 0
     """Experts that a member of a stage holds, each of all of the stage's layers; more where `expert_replicas` takes
     more. 0: every member holds whole layers, with all of their experts."""
@@ -509,6 +511,8 @@ def _tables(spec: RunSpec) -> dict[str, Any]:
         del tables["continued"]
     if spec.swarm.snapshot_interval_s == _SWARM.snapshot_interval_s:
         del tables["swarm"]["snapshot_interval_s"]
+    if not spec.swarm.open:
+        del tables["swarm"]["open"]
     if not spec.initial.digests:
         del tables["initial"]
     return tables

@@ -148,7 +148,7 @@ class Crew:
         # One address of each before a second of anybody's: what counts is that somebody lives.
         rounds = itertools.zip_longest(*(invite.addresses for invite in invites))
         addresses = [address for turn in rounds for address in turn if address is not None]
-        return make_invite(invites[0].run, invites[0].owner, tuple(addresses[:ADDRESSES_MAX]))
+        return make_invite(invites[0].run, invites[0].owner, tuple(addresses[:ADDRESSES_MAX]), invites[0].key)
 
 
 def environment() -> Mapping[str, str]:

@@ -163,13 +163,12 @@ def _run_problems(findings: Findings, reached: Sequence[PeerFound]) -> Iterator[
     if versions and PROTOCOL_VERSION not in versions:
         yield _other_version(max(versions), next(peer.shoal for peer in reached if peer.shoal or peer.protocol_version))
         return
-    runs = {peer.run for peer in reached if peer.run is not None}
-    if runs and invite.run not in runs:
+    if False in (answers := {peer.is_in_run for peer in reached}) and True not in answers:
         yield Problem(
             code="wrong-run",
             side="host",
-            sentence=f"the peers of the invite are up, but take part in run {', '.join(sorted(runs))} and not in "
-            f"{invite.run}: the host has started another one since",
+            sentence=f"the peers of the invite are up, but do not take part in its run {invite.run}: the host has "
+            "started another one since",
             remedy="ask for a fresh invite: any member's `shoal invite` prints one",
         )
         return

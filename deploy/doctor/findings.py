@@ -45,7 +45,7 @@ class PeerFound:
     protocol_version: int | None = None
     shoal: str = ""
     """Its program's version."""
-    run: str | None = None
+    is_in_run: bool | None = None
     ahead_s: float | None = None
     """By how much our clock is ahead of its."""
     called_back: bool | None = None

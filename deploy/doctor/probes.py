@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -16,6 +17,7 @@ from shoal.deploy.doctor.split import view_of
 from shoal.deploy.record_rules import record_rules
 from shoal.deploy.run_record import fetch_spec
 from shoal.deploy.visit import visiting
+from shoal.protocol.access import Gate
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import RemoteError, RunNotFound, ShoalError, TransportError, Unreachable
 from shoal.protocol.identity import Identity, PeerID
@@ -24,6 +26,7 @@ from shoal.protocol.limits import PROTOCOL_VERSION
 from shoal.protocol.live.about import ask_about, reach
 from shoal.protocol.live.directory import LiveDirectory
 from shoal.protocol.live.transport import LiveTransport
+from shoal.protocol.membership import Members
 from shoal.protocol.messages import StatusRequest, SwarmStatus
 
 _ASK_S = 10.0
@@ -93,8 +96,9 @@ class LiveProbes:
             folder = await stack.enter_async_context(visiting())
             identity = Identity.generate()
             try:
+                members = invite.members_for(identity.peer_id) if invite else Members(run, identity.peer_id)
                 transport = await LiveTransport.start(
-                    identity, run=run, state_dir=folder, listen=self._listen, initial_peers=more
+                    identity, members=members, state_dir=folder, listen=self._listen, initial_peers=more
                 )
             except TransportError as error:
                 return _with(found, daemon_error=str(error))
@@ -109,12 +113,13 @@ class LiveProbes:
                 peers=tuple(peers),
                 relayed=any("/p2p-circuit" in address for address in transport.addresses()),
             )
-            of_the_run = [peer.peer for peer in peers if peer.run == run and peer.protocol_version == PROTOCOL_VERSION]
+            of_the_run = [peer.peer for peer in peers if peer.is_in_run and peer.protocol_version == PROTOCOL_VERSION]
             if invite is None or not of_the_run:
                 return found
-            directory = await LiveDirectory.start(transport, accept=record_rules(run))
+            gate = Gate(members, identity.peer_id)
+            directory = await LiveDirectory.start(transport, accept=record_rules(gate))
             stack.push_async_callback(directory.close)
-            endpoint = Endpoint(identity, transport, run=run)
+            endpoint = Endpoint(identity, transport, run=run, gate=gate)
             asked = dict.fromkeys((*of_the_run, *sorted(await transport.connected())))
             views = await asyncio.gather(*(_view(endpoint, peer) for peer in asked))
             return _with(
@@ -130,6 +135,7 @@ def _with(found: NetworkFound, **changes: object) -> NetworkFound:
 
 async def _peer(transport: LiveTransport, peer: PeerID, addresses: Sequence[str], port: int) -> PeerFound:
     """First the time, whose answer must not wait for anything; then whether it can call us back."""
+    asking = partial(ask_about, transport.daemon, peer, me=transport.peer_id, run=transport.run)
     try:
         await reach(transport.daemon, peer, addresses, timeout_s=_ASK_S)
     except RemoteError:
@@ -137,20 +143,20 @@ async def _peer(transport: LiveTransport, peer: PeerID, addresses: Sequence[str]
     except Unreachable as error:
         return PeerFound(peer=peer, speaks=True, mute=error.why)
     try:
-        answered = await ask_about(transport.daemon, peer, timeout_s=_ASK_S)
+        answered = await asking(timeout_s=_ASK_S)
     except Unreachable as error:
         return PeerFound(peer=peer, speaks=True, mute=error.why)
     except RemoteError as error:
         return PeerFound(peer=peer, speaks=True, mute=str(error))
     called_back = None
     with contextlib.suppress(Unreachable, RemoteError):
-        called_back = (await ask_about(transport.daemon, peer, port=port, timeout_s=_CALL_BACK_S)).about.called_back
+        called_back = (await asking(port=port, timeout_s=_CALL_BACK_S)).about.called_back
     return PeerFound(
         peer=peer,
         speaks=True,
         protocol_version=answered.about.protocol_version,
         shoal=answered.about.shoal,
-        run=answered.about.run,
+        is_in_run=answered.about.is_in_run,
         ahead_s=answered.ahead_s,
         called_back=called_back,
     )

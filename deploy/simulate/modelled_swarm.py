@@ -9,14 +9,16 @@ from shoal.deploy.simulate.arithmetic import ModelledArithmetic
 from shoal.deploy.simulate.logbook import SimLedger
 from shoal.deploy.simulate.routing import Routing
 from shoal.peer.pipeline.traffic import Traffic
+from shoal.protocol.access import Gate
 from shoal.protocol.errors import LocalError
 from shoal.protocol.identity import PeerID
+from shoal.protocol.membership import Members
 from shoal.protocol.messages import CommitReport
 from shoal.protocol.plan import SignedPlan
 from shoal.protocol.ports import Compute, Transport
 from shoal.protocol.sim.trust import TrustingSeals
 from shoal.protocol.sim.world import SimPeer, World
-from shoal.protocol.spec import RunSpec
+from shoal.protocol.spec import RunSpec, run_id
 from shoal.protocol.topology import Topology
 
 Ports = tuple[Transport, Compute, Traffic | None]
@@ -96,6 +98,7 @@ class ModelledSwarm:
 
         node = Node(
             identity=peer.identity,
+            gate=Gate(Members(run_id(self._spec, self._owner), self._owner, is_open=True), peer.peer_id),
             transport=transport,
             directory=peer.directory,
             compute=compute,

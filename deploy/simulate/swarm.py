@@ -19,12 +19,14 @@ from shoal.deploy.simulate.events import Committed, Event, Failed, Finished, Hel
 from shoal.peer.data.corpus import Corpus
 from shoal.peer.pipeline.state import StageState
 from shoal.peer.pipeline.traffic import Traffic
+from shoal.protocol.access import Gate
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.envelope import Envelope
 from shoal.protocol.errors import LocalError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.invite import Invite
 from shoal.protocol.limits import PROTOCOL_VERSION
+from shoal.protocol.membership import Members
 from shoal.protocol.messages import CommitReport, RoundStart
 from shoal.protocol.plan import SignedPlan
 from shoal.protocol.ports import CallHandler, FrameHandler, Payload, Priority, Transport
@@ -170,6 +172,7 @@ class SimSwarm:
 
         node = Node(
             identity=peer.identity,
+            gate=Gate(Members(run_id(spec, owner), owner, is_open=True), peer.peer_id),
             transport=RoundTap(peer.transport, opened),
             directory=peer.directory,
             compute=peer.compute,

@@ -1,8 +1,9 @@
-"""What any shoal tells any other before they agree on a run or a version: who it is, what time it has, and whether it
-can call back.
+"""What any shoal tells anybody before they agree on a run or a version: that it is one, its version, what time it has,
+and whether it can call back.
 
 The handler's name has neither run nor version in it, and unknown fields are ignored, so that peers of all versions
-understand each other as far as this goes. A caller is called back only at the address that it called from.
+understand each other as far as this goes. Which run a peer is in it tells nobody: whoever knows the run's id may ask
+whether it is that one. A caller is called back only at the address that it called from.
 """
 
 import asyncio
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
+from blake3 import blake3
 from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError, P2PHandlerError
 from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID as HivemindPeerID
 from hivemind.utils.multiaddr import Multiaddr
@@ -43,11 +45,14 @@ _Name = Annotated[str, msgspec.Meta(max_length=64)]
 class AboutRequest(msgspec.Struct, frozen=True):
     port: int = 0
     """On which the caller listens and wants to be called; 0: none."""
+    run_mark: str = ""
+    """`mark_of` the run that the caller means; it shows the run to nobody who does not know it."""
 
 
 class About(msgspec.Struct, frozen=True):
     protocol_version: int
-    run: _Name
+    is_in_run: bool = False
+    """Whether it is in the run of the request's mark."""
     shoal: _Name = ""
     """The program's version, for people."""
     wall_s: float = 0.0
@@ -86,21 +91,19 @@ class AboutAnswerer:
 
     async def answer(self, request: bytes, caller: HivemindPeerID) -> bytes:
         """A handler of the daemon's. Never raises on what came from a network."""
-        called_back = await self._call_back(request, PeerID(caller.to_base58()))
+        peer = PeerID(caller.to_base58())
+        asked = _asked(request)
+        called_back = await self._call_back(asked.port, peer)
         about = About(
             PROTOCOL_VERSION,
-            self._run,
-            importlib.metadata.version("shoal"),
+            asked.run_mark == mark_of(self._run, peer),
+            self._shoal,
             wall_s=self._wall_s(),
             called_back=called_back,
         )
         return msgspec.json.encode(about)
 
-    async def _call_back(self, request: bytes, caller: PeerID) -> bool | None:
-        try:
-            port = msgspec.json.decode(request, type=AboutRequest).port if len(request) <= _REQUEST_BYTES_MAX else 0
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            return None
+    async def _call_back(self, port: int, caller: PeerID) -> bool | None:
         if not 1024 <= port <= 65535 or self._calling_back >= _CALLS_BACK_AT_ONCE:
             return None
         self._calling_back += 1
@@ -109,6 +112,19 @@ class AboutAnswerer:
             return None if host is None else await _answers(host, port)
         finally:
             self._calling_back -= 1
+
+
+def mark_of(run: str, asker: PeerID) -> str:
+    """Another one for each asker, so that nobody can repeat what it has overheard."""
+    return blake3(f"{run} {asker}".encode()).hexdigest(length=16)
+
+
+def _asked(request: bytes) -> AboutRequest:
+    """What is unreadable asks for nothing in particular."""
+    try:
+        return msgspec.json.decode(request, type=AboutRequest) if len(request) <= _REQUEST_BYTES_MAX else AboutRequest()
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return AboutRequest()
 
 
 def _host_of(addresses: Sequence[str]) -> str | None:
@@ -148,9 +164,9 @@ async def reach(daemon: Daemon, peer: PeerID, addresses: Sequence[str], *, timeo
         raise Unreachable(peer, (str(error).splitlines() or [repr(error)])[0][:120]) from error
 
 
-async def ask_about(daemon: Daemon, peer: PeerID, *, port: int = 0, timeout_s: float) -> Answered:
+async def ask_about(daemon: Daemon, peer: PeerID, *, me: PeerID, run: str, port: int = 0, timeout_s: float) -> Answered:
     """Ask a connected peer of any run. Raises: Unreachable. RemoteError: its answer is none."""
-    request = msgspec.json.encode(AboutRequest(port))
+    request = msgspec.json.encode(AboutRequest(port, mark_of(run, me)))
     sent_s = time.time()
     try:
         async with asyncio.timeout(timeout_s):
@@ -169,6 +185,6 @@ async def ask_about(daemon: Daemon, peer: PeerID, *, port: int = 0, timeout_s: f
         about = msgspec.json.decode(reply, type=About)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RemoteError(peer, f"said nothing readable about itself ({error})") from error
-    if not (about.run + about.shoal).isprintable():
+    if not about.shoal.isprintable():
         raise RemoteError(peer, "said something of itself that is no name")
     return Answered(about=about, ahead_s=middle_s - about.wall_s)

@@ -72,6 +72,8 @@ class _DetachedP2P(P2P):  # type: ignore[misc]  # hivemind is untyped
 
     @staticmethod
     def _make_process_args(*args: Any, **kwargs: Any) -> list[str]:
+        # libp2p's own DHT hands everybody's addresses to whoever asks. We know where our peers are without it.
+        kwargs.pop("dhtServer", None)
         return [*_wrapper(), *P2P._make_process_args(*args, **kwargs)]
 
 

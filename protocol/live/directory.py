@@ -137,6 +137,7 @@ class LiveDirectory:
             p2p=p2p,
             node_id=former.node_id if former is not None else None,
             record_validator=guard.RecordGate(self._rules),
+            authorizer=guard.MemberPass(self._transport.members),
             cache_locally=False,  # every get asks for the latest anyway
             cache_nearest=0,  # it would store whole dictionaries under another expiry
         )

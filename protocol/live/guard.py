@@ -4,6 +4,7 @@ Everything here is in reach of any stranger on the DHT, or of a badly timed time
 """
 
 import asyncio
+import functools
 import math
 import struct
 import threading
@@ -15,12 +16,16 @@ import msgpack  # type: ignore[import-untyped]
 from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.dht.validation import DHTRecord, RecordValidatorBase
+from hivemind.utils.auth import AuthorizerBase
 from hivemind.utils.serializer import MSGPackSerializer
 from hivemind.utils.timed_storage import TimedStorage, ValueWithExpiration
 
 from shoal.protocol.depth import TooDeep, check_depth
+from shoal.protocol.errors import RemoteError
+from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import RECORD_BYTES_MAX, RECORD_EXPIRES_S_MAX
 from shoal.protocol.live.records import KeyRules
+from shoal.protocol.membership import Members, Standing
 
 _TUPLE_EXT = 0x40
 _DICTIONARY_EXT = 0x50
@@ -39,6 +44,8 @@ def install() -> None:
         TimedStorage.store = _keep_the_later(TimedStorage.store)
         DHTProtocol._validate_dictionary = _keep_the_valid
         DHTProtocol.call_find = _lapse_with_the_records(DHTProtocol.call_find)
+        for name in ("rpc_ping", "rpc_store", "rpc_find"):
+            setattr(DHTProtocol, name, _for_members(getattr(DHTProtocol, name)))
 
 
 def _guarded_loads(cls: Any, buf: bytes) -> object:
@@ -108,6 +115,52 @@ def _lapsing(held: Any) -> Any:
         return None
     expirations = [record.expiration_time for _, record in held.value.items()]
     return ValueWithExpiration(held.value, max(expirations)) if expirations else None
+
+
+class NotAMemberError(Exception):
+    """Says to the caller that it was refused, and nothing else: hivemind sends the text of an exception."""
+
+
+def _for_members(answer: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    """Hole: a node answers anybody, and names the run's members and all that they keep."""
+
+    @functools.wraps(answer)
+    async def answer_members(self: Any, request: Any, context: Any) -> Any:
+        pass_ = self.authorizer
+        if isinstance(pass_, MemberPass) and not pass_.lets_in(request, PeerID(context.remote_id.to_base58())):
+            raise NotAMemberError
+        return await answer(self, request, context)
+
+    return answer_members
+
+
+class MemberPass(AuthorizerBase):  # type: ignore[misc]
+    """Shows our certificate with each request of the directory, and asks for the certificate of whoever requests.
+
+    hivemind's own tokens are of another kind; of their message one field is used, for bytes.
+    """
+
+    def __init__(self, members: Members) -> None:
+        self._members = members
+
+    def lets_in(self, request: Any, peer: PeerID) -> bool:
+        try:
+            self._members.show(peer, request.auth.client_access_token.signature)
+        except RemoteError:
+            return False
+        return self._members.standing(peer) >= Standing.OBSERVER
+
+    async def sign_request(self, request: Any, service_public_key: object) -> None:
+        request.auth.client_access_token.signature = self._members.certificate
+
+    async def validate_request(self, request: Any) -> bool:
+        return True  # `lets_in` has seen to it, which knows who asks
+
+    async def sign_response(self, response: Any, request: Any) -> None:
+        pass
+
+    async def validate_response(self, response: Any, request: Any) -> bool:
+        return True  # every record in it proves itself
 
 
 class RecordGate(RecordValidatorBase):  # type: ignore[misc]

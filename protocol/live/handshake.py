@@ -11,6 +11,7 @@ from shoal.protocol.errors import RemoteError
 from shoal.protocol.frames import Frame, FrameType, encode_frame
 from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.limits import ADDRESS_CHARS_MAX, ADDRESSES_MAX, PROTOCOL_VERSION
+from shoal.protocol.membership import Members, Standing
 
 _Address = Annotated[str, msgspec.Meta(max_length=ADDRESS_CHARS_MAX)]
 
@@ -29,10 +30,13 @@ _DECODER = msgspec.msgpack.Decoder(Hello)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Greeter:
-    """Says and checks hello on behalf of one peer."""
+    """Says and checks hello on behalf of one peer.
+
+    Whoever is called checks the caller's hello before it says its own: a stranger learns neither run nor addresses.
+    """
 
     identity: Identity
-    run: str
+    members: Members
     addresses: Callable[[], tuple[str, ...]]
     """A restarted daemon has forgotten everyone: whoever streams to us should be found again without being asked."""
 
@@ -40,12 +44,20 @@ class Greeter:
         """A whole HELLO frame."""
         short = tuple(address for address in self.addresses() if len(address) <= ADDRESS_CHARS_MAX)
         body = _ENCODER.encode(Hello(PROTOCOL_VERSION, to, short[:ADDRESSES_MAX]))
-        meta = seal(self.identity, "hello", run=self.run, term=0, sequence=0, body=body)
+        meta = seal(
+            self.identity,
+            "hello",
+            run=self.members.run,
+            term=0,
+            sequence=0,
+            body=body,
+            certificate=self.members.certificate,
+        )
         return b"".join(encode_frame(FrameType.HELLO, 0, meta, b""))
 
     def check(self, frame: Frame, source: PeerID) -> Hello:
-        """Raises: RemoteError: `source` is not in this run, of another version, or somebody else."""
-        envelope = unseal(frame.meta, "hello", run=self.run, source=source)
+        """Raises: RemoteError: `source` is no member of this run, of another version, or somebody else."""
+        envelope = unseal(frame.meta, "hello", run=self.members.run, source=source)
         try:
             hello = _DECODER.decode(envelope.body)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -54,4 +66,7 @@ class Greeter:
             raise RemoteError(source, f"speaks protocol {hello.version}, this is {PROTOCOL_VERSION}")
         if hello.to != self.identity.peer_id:
             raise RemoteError(source, "sent a hello that was meant for someone else")
+        self.members.show(source, envelope.certificate)
+        if self.members.standing(source) < Standing.MEMBER:
+            raise RemoteError(source, "is no member of this run")
         return hello

@@ -50,6 +50,12 @@ class Inboxes:
         if inbox is not None:
             inbox.on_lost(link)
 
+    def cut(self, is_cut: Callable[[PeerID], bool]) -> None:
+        """End the streams of those peers; what they have sent and nobody has handled is dropped."""
+        for peer, inbox in tuple(self._inboxes.items()):
+            if is_cut(peer):
+                inbox.cut()
+
     async def close(self) -> None:
         await asyncio.gather(*(inbox.close() for inbox in tuple(self._inboxes.values())))
 
@@ -91,6 +97,11 @@ class Inbox:
         if link is self._link:
             self._link = None  # and with it what had come of a frame
             self._check_idle()
+
+    def cut(self) -> None:
+        self._queue.clear()
+        if self._link is not None:
+            self._link.abort("excluded from the run")
 
     async def close(self) -> None:
         if self._link is not None:

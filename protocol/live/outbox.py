@@ -73,6 +73,11 @@ class Outbox:
     def on_lost(self, link: Link, why: str) -> None:
         self._changed.set()
 
+    def cut(self, why: str) -> None:
+        """End the stream; every waiting sender gets Unreachable."""
+        if self._link is not None:
+            self._link.abort(why)
+
     async def close(self) -> None:
         """Every waiting sender gets Unreachable."""
         if self._writer is not None:

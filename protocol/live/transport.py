@@ -11,6 +11,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
+from blake3 import blake3
 from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError, P2PHandlerError
 from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID as HivemindPeerID
 from hivemind.utils.multiaddr import Multiaddr
@@ -26,6 +27,7 @@ from shoal.protocol.live.inbox import Inboxes
 from shoal.protocol.live.link import Link
 from shoal.protocol.live.outbox import Outbox
 from shoal.protocol.live.throttle import Throttle
+from shoal.protocol.membership import Members
 from shoal.protocol.ports import CallHandler, FrameHandler, Payload, Priority
 
 logger = logging.getLogger(__name__)
@@ -37,6 +39,7 @@ _DIALS_AT_ONCE = 16
 _LONELY_S = 10.0
 _STRAGGLERS_S = 0.5
 """Once somebody answers, the dead hold nobody up for longer."""
+_NAME_BYTES = 8
 _NOT_DIALLED = ("failed to find any peer", "routing: not found", "failed to dial")
 """Daemon errors after which the request certainly never left, so that it may be sent again."""
 
@@ -44,9 +47,9 @@ _NOT_DIALLED = ("failed to find any peer", "routing: not found", "failed to dial
 class LiveTransport:
     """Made by `start`. `serve` must follow; what arrives before waits for it."""
 
-    def __init__(self, identity: Identity, run: str, daemon: Daemon, throttle: Throttle) -> None:
+    def __init__(self, identity: Identity, members: Members, daemon: Daemon, throttle: Throttle) -> None:
         self._identity = identity
-        self._run = run
+        self.members = members
         self._daemon = daemon
         self._throttle = throttle
         self._addresses: dict[PeerID, tuple[str, ...]] = {}
@@ -57,18 +60,20 @@ class LiveTransport:
         self._served = asyncio.Event()
         self._closing = False
         self._keeper: asyncio.Task[None] | None = None
-        self._dials: set[asyncio.Task[bool]] = set()
-        self._about = AboutAnswerer(run=run, seen_at=self._seen_at)
-        self._greeter = Greeter(identity=identity, run=run, addresses=self.addresses)
-        prefix = f"/shoal/{PROTOCOL_VERSION}/{run}"
+        self._dials: set[asyncio.Task[Any]] = set()
+        self._about = AboutAnswerer(run=members.run, seen_at=self._seen_at)
+        self._greeter = Greeter(identity=identity, members=members, addresses=self.addresses)
+        # libp2p tells everybody who connects the names of all handlers, so that the run's own must not be among them.
+        prefix = f"/shoal/{PROTOCOL_VERSION}/{blake3(members.run.encode()).hexdigest(length=_NAME_BYTES)}"
         self._call_name, self._frames_name = f"{prefix}/call", f"{prefix}/frames"
+        members.on_exclusion.append(self._close_excluded)
 
     @classmethod
     async def start(
         cls,
         identity: Identity,
         *,
-        run: str,
+        members: Members,
         state_dir: Path,
         listen: Sequence[str] = ("/ip4/127.0.0.1/tcp/0",),
         announce: Sequence[str] = (),
@@ -79,6 +84,7 @@ class LiveTransport:
         """Start the network daemon and connect to whichever initial peers answer.
 
         Args:
+            members: of the run; says who we are, too.
             listen, announce: multiaddrs without `/p2p/…`; announce replaces what others are told.
             initial_peers: multiaddrs with `/p2p/…`. None of them needs to be up: a bootstrap peer may be the one down.
             throttle: keeps what passes within its limits; None: there are none.
@@ -87,7 +93,7 @@ class LiveTransport:
         relays = [address for address in initial_peers if "/p2p-circuit" not in address]
         daemon = Daemon(identity, state_dir, listen=listen, announce=announce, relays=relays, use_relay=use_relay)
         await daemon.start()
-        self = cls(identity, run, daemon, throttle or Throttle())
+        self = cls(identity, members, daemon, throttle or Throttle())
         try:
             for peer, places in _by_peer(initial_peers).items():
                 if peer != self.peer_id:  # a restart may be told of itself
@@ -113,7 +119,7 @@ class LiveTransport:
 
     @property
     def run(self) -> str:
-        return self._run
+        return self.members.run
 
     def addresses(self) -> tuple[str, ...]:
         return tuple(f"{address}/p2p/{self.peer_id}" for address in map(str, self._daemon.visible))[:ADDRESSES_MAX]
@@ -205,6 +211,8 @@ class LiveTransport:
             raise Unreachable(peer, "this peer is closing")
         if peer == self.peer_id:
             raise Unreachable(peer, "a peer does not dial itself")
+        if self.members.is_excluded(peer):
+            raise Unreachable(peer, "it is excluded from the run")
 
     # Calls
 
@@ -274,6 +282,23 @@ class LiveTransport:
             logger.debug("a stream from %s did not open: %r", source[-8:], error)
         else:
             await link.lost.wait()
+
+    def _close_excluded(self) -> None:
+        """Their streams and connections end now; what they call or open from now on is refused."""
+        for peer, outbox in tuple(self._outboxes.items()):
+            if self.members.is_excluded(peer):
+                outbox.cut("excluded from the run")
+        self._inboxes.cut(self.members.is_excluded)
+        if not self._closing:
+            task = asyncio.create_task(self._disconnect_excluded(), name="disconnect the excluded")
+            self._dials.add(task)
+            task.add_done_callback(self._dials.discard)
+
+    async def _disconnect_excluded(self) -> None:
+        for peer in filter(self.members.is_excluded, await self.connected()):
+            self._addresses.pop(peer, None)
+            with suppress(TransportError, P2PDaemonError, OSError, EOFError):
+                await (await self._daemon.p2p())._client.disconnect(_hivemind_id(peer))
 
     # Where peers are
 

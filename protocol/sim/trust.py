@@ -8,9 +8,11 @@ from collections import OrderedDict
 
 import msgspec
 
+from shoal.protocol.access import Gate, Verdict
 from shoal.protocol.envelope import Domain, Envelope
 from shoal.protocol.errors import RemoteError
 from shoal.protocol.identity import Identity, PeerID
+from shoal.protocol.membership import Members
 from shoal.protocol.plan import PlanShape, SignedPlan, open_plan
 from shoal.protocol.statement import Topic
 
@@ -26,8 +28,18 @@ class TrustingSeals:
     def __init__(self) -> None:
         self._plans: OrderedDict[bytes, SignedPlan] = OrderedDict()
 
-    def seal(self, identity: Identity, domain: Domain, *, run: str, term: int, sequence: int, body: bytes) -> bytes:
-        return _ENCODER.encode(Envelope(run, term, identity.peer_id, sequence, body, _NO_SIGNATURE))
+    def seal(
+        self,
+        identity: Identity,
+        domain: Domain,
+        *,
+        run: str,
+        term: int,
+        sequence: int,
+        body: bytes,
+        certificate: bytes = b"",
+    ) -> bytes:
+        return _ENCODER.encode(Envelope(run, term, identity.peer_id, sequence, body, _NO_SIGNATURE, certificate))
 
     def unseal(self, data: bytes, domain: Domain, *, run: str, source: PeerID, relayed: bool = False) -> Envelope:
         try:
@@ -51,3 +63,18 @@ class TrustingSeals:
 
     def statement_holds(self, signer: PeerID, signature: bytes, topic: Topic, *, run: str, body: bytes) -> bool:
         return True
+
+
+def everybody(run: str) -> Members:
+    """Of a run that anyone may enter."""
+    return Members(run, PeerID(""), is_open=True)
+
+
+class OpenGate(Gate):
+    """Lets everybody send everything: for a part of a peer that is looked at by itself, without plans."""
+
+    def __init__(self) -> None:
+        super().__init__(everybody(""), PeerID(""))
+
+    def verdict(self, source: PeerID, kind: type) -> Verdict:
+        return Verdict.ALLOWED

@@ -24,6 +24,7 @@ from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.live.run import run
 from shoal.protocol.live.transport import LiveTransport
 from shoal.protocol.ports import Payload, Priority
+from shoal.protocol.sim.trust import everybody
 
 TENSOR_BYTES = 16 * 1024 * 1024
 TENSORS_A_ROUND = 12
@@ -59,7 +60,7 @@ class Receiver:
 
 async def start(folder: Path, initial_peers: tuple[str, ...] = ()) -> LiveTransport:
     return await LiveTransport.start(
-        Identity.generate(), run="bench", state_dir=folder, initial_peers=initial_peers, use_relay=False
+        Identity.generate(), members=everybody("bench"), state_dir=folder, initial_peers=initial_peers, use_relay=False
     )
 
 

@@ -24,6 +24,7 @@ from shoal.protocol.messages import Advert, CommitReport, Heartbeat, Holding
 from shoal.protocol.plan import Member, Plan, PlanProof, SignedPlan, Stage, plan_digest
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
+from shoal.protocol.sim.trust import OpenGate
 from shoal.protocol.sim.world import SimPeer, World
 from shoal.protocol.spec import ModelSpec, RunSpec, SwarmSpec, TrainingSpec, run_id
 
@@ -205,6 +206,7 @@ class FakeSwarm:
             port.identity,
             port.transport,
             run=run_id(self.spec, self._owner.peer_id),
+            gate=OpenGate(),
             first_sequence=int(1e6 * self.world.now_s()),
         )
         advert = advert_of(name, addresses=port.transport.addresses(), **claims)

@@ -24,6 +24,7 @@ from shoal.protocol.messages import (
     SwarmStatus,
 )
 from shoal.protocol.plan import sign_plan
+from shoal.protocol.sim.trust import OpenGate
 from shoal.protocol.spec import run_id
 
 
@@ -31,7 +32,7 @@ async def stranger(swarm, name="stranger"):
     """An endpoint in the run that takes no part in it, introduced to everybody."""
     port = swarm.world.add_peer(name)
     run = swarm.peers["p0"].plan.run
-    endpoint = Endpoint(port.identity, port.transport, run=run)
+    endpoint = Endpoint(port.identity, port.transport, run=run, gate=OpenGate())
     for peer in swarm.alive():
         await port.transport.introduce(peer.peer_id, peer.port.transport.addresses())
     return port, endpoint
@@ -187,7 +188,9 @@ def test_a_stranger_who_says_it_has_a_plan_leads_nobody_astray_for_long(run_swar
 def test_a_run_of_which_the_directory_alone_remembers_a_plan_begins_once_it_has_forgotten(run_swarm):
     async def scenario(swarm):
         port = swarm.world.add_peer("gone")
-        endpoint = Endpoint(port.identity, port.transport, run=run_id(swarm.spec, swarm.world.identity("p0").peer_id))
+        endpoint = Endpoint(
+            port.identity, port.transport, run=run_id(swarm.spec, swarm.world.identity("p0").peer_id), gate=OpenGate()
+        )
         head = PlanHead(term=3, sequence=9, digest="", coordinator=port.peer_id, addresses=())
         key = f"shoal/{endpoint.run}/plan"
         await port.directory.store(key, port.peer_id, endpoint.seal_record(head), expires_in_s=40)

@@ -13,6 +13,7 @@ from shoal.protocol.identity import Identity
 from shoal.protocol.layers import stage_layer_keys
 from shoal.protocol.messages import Done, Holding, Reset
 from shoal.protocol.plan import Mandate, sign_mandate
+from shoal.protocol.sim.trust import OpenGate
 
 pytestmark = pytest.mark.sim
 
@@ -21,7 +22,7 @@ async def visitor(swarm, name="visitor"):
     """A recovery of an identity that takes no part in the run."""
     port = swarm.world.add_peer(name)
     owner = swarm.peers["p0"].port.identity
-    endpoint = Endpoint(port.identity, port.transport, run=swarm.peers["p0"].plan.run)
+    endpoint = Endpoint(port.identity, port.transport, run=swarm.peers["p0"].plan.run, gate=OpenGate())
     recovery = Recovery(
         endpoint=endpoint,
         directory=port.directory,

@@ -14,6 +14,7 @@ from shoal.peer.single_process import train
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
+from shoal.protocol.sim.trust import OpenGate
 from shoal.protocol.spec import RunSpec
 
 pytestmark = pytest.mark.sim
@@ -183,7 +184,7 @@ def test_half_of_a_swarm_goes_on_when_its_owner_says_so_and_the_others_come_back
         port = swarm.world.add_peer("visitor")
         owner = swarm.world.peers["n0"].identity
         recovery = Recovery(
-            endpoint=Endpoint(port.identity, port.transport, run=next(iter(swarm.nodes.values())).run),
+            endpoint=Endpoint(port.identity, port.transport, run=next(iter(swarm.nodes.values())).run, gate=OpenGate()),
             directory=port.directory,
             clock=port.clock,
             owner=owner.peer_id,

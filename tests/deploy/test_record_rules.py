@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,10 +16,11 @@ from shoal.coordinator.notices import Notices, peers_key, plan_key
 from shoal.deploy.network import open_network
 from shoal.deploy.record_rules import record_rules
 from shoal.deploy.run_record import SpecKeeper, fetch_spec, record_key, seal_spec
+from shoal.protocol.access import Gate
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.envelope import seal
 from shoal.protocol.identity import Identity
-from shoal.protocol.invite import Invite
+from shoal.protocol.invite import Invite, InviteKey
 from shoal.protocol.limits import PROTOCOL_VERSION, RECORD_BYTES_MAX
 from shoal.protocol.live import directory as directory_module
 from shoal.protocol.live.run import run as run_live
@@ -31,7 +33,15 @@ from shoal.protocol.token_bucket import RateLimits
 OWNER, PEER, STRANGER = (Identity(bytes([number]) * 32) for number in range(3))
 SPEC = RunSpec(name="mine", seed=7)
 RUN = run_id(SPEC, OWNER.peer_id)
-RULES = record_rules(RUN)
+KEY = InviteKey.make(OWNER, run=RUN)
+
+
+def gate_of(identity: Identity, *, invited: bool = True) -> Gate:
+    key = KEY if invited else InviteKey.make(STRANGER, run=RUN)
+    return Gate(Invite(PROTOCOL_VERSION, RUN, OWNER.peer_id, (), key).members_for(identity.peer_id), identity.peer_id)
+
+
+RULES = record_rules(gate_of(OWNER))
 ADDRESS = f"/ip4/192.168.100.101/tcp/31337/p2p/{PEER.peer_id}"
 ADVERT = Advert(
     name="a" * 40,
@@ -64,8 +74,9 @@ def transport() -> Any:
     return SimpleNamespace(serve=lambda **_: None, addresses=lambda: ADVERT.addresses)
 
 
-def endpoint_of(identity: Identity) -> Endpoint:
-    return Endpoint(identity, transport(), run=RUN, first_sequence=int(1e6 * time.time()))
+def endpoint_of(identity: Identity, *, invited: bool = True) -> Endpoint:
+    gate = gate_of(identity, invited=invited)
+    return Endpoint(identity, transport(), run=RUN, gate=gate, first_sequence=int(1e6 * time.time()))
 
 
 async def until_cancelled(shelf: Shelf, seconds: float) -> None:
@@ -103,10 +114,20 @@ def test_all_that_a_peer_posts_is_accepted() -> None:
             assert not RULES[other].accept(subkey, value)
 
 
+def test_who_has_no_invite_posts_nothing() -> None:
+    uninvited = endpoint_of(STRANGER, invited=False)
+    record = AdvertRecord(advert=ADVERT)
+    assert not RULES[peers_key(RUN)].accept(STRANGER.peer_id, uninvited.seal_record(record))
+    body = msgspec.msgpack.encode(record)
+    for certificate in (b"", b"rubbish", endpoint_of(PEER).members.certificate):
+        sealed = seal(STRANGER, "record", run=RUN, term=0, sequence=0, body=body, certificate=certificate)
+        assert not RULES[peers_key(RUN)].accept(STRANGER.peer_id, sealed), certificate
+
+
 def test_nobody_speaks_for_another() -> None:
-    advert = endpoint_of(STRANGER).seal_record(AdvertRecord(advert=ADVERT))
-    assert RULES[peers_key(RUN)].accept(STRANGER.peer_id, advert)
-    for subkey in (PEER.peer_id, "", "12D3KooW", "\0"):
+    advert = endpoint_of(PEER).seal_record(AdvertRecord(advert=ADVERT))
+    assert RULES[peers_key(RUN)].accept(PEER.peer_id, advert)
+    for subkey in (STRANGER.peer_id, "", "12D3KooW", "\0"):
         assert not RULES[peers_key(RUN)].accept(subkey, advert)
 
 
@@ -133,13 +154,14 @@ def test_a_spec_that_a_stranger_signs_for_the_run_is_refused(spec: bytes) -> Non
 
 def test_an_advert_of_another_run_or_of_many_pages_is_refused() -> None:
     accept = RULES[peers_key(RUN)].accept
+    sealed = partial(seal, PEER, term=0, sequence=0, certificate=endpoint_of(PEER).members.certificate)
     body = msgspec.msgpack.encode(AdvertRecord(advert=ADVERT))
-    assert accept(PEER.peer_id, seal(PEER, "record", run=RUN, term=0, sequence=0, body=body))
-    assert not accept(PEER.peer_id, seal(PEER, "record", run="f" * 16, term=0, sequence=0, body=body))
-    assert not accept(PEER.peer_id, seal(PEER, "call", run=RUN, term=0, sequence=0, body=body))
+    assert accept(PEER.peer_id, sealed("record", run=RUN, body=body))
+    assert not accept(PEER.peer_id, sealed("record", run="f" * 16, body=body))
+    assert not accept(PEER.peer_id, sealed("call", run=RUN, body=body))
     long = msgspec.structs.replace(ADVERT, device="x" * 5000)
     body = msgspec.msgpack.encode(AdvertRecord(advert=long))
-    assert not accept(PEER.peer_id, seal(PEER, "record", run=RUN, term=0, sequence=0, body=body))
+    assert not accept(PEER.peer_id, sealed("record", run=RUN, body=body))
 
 
 def test_the_adverts_of_a_thousand_peers_fit() -> None:
@@ -166,7 +188,7 @@ def test_a_run_can_be_joined_though_strangers_flood_its_directory(
     def network(name: str, identity: Identity, invited: tuple[str, ...] = ()) -> Any:
         return open_network(
             identity,
-            RUN,
+            gate_of(identity).members,
             folder=tmp_path / name,
             listen=("/ip4/127.0.0.1/tcp/0",),
             announce=(),

@@ -31,6 +31,7 @@ from shoal.protocol.live.transport import LiveTransport
 from shoal.protocol.messages import Advert, Heartbeat, Standing
 from shoal.protocol.plan import Member, Plan, SignedPlan, Stage, sign_plan
 from shoal.protocol.sim.disk import PowerCut, SimDisk
+from shoal.protocol.sim.trust import OpenGate, everybody
 from shoal.protocol.spec import RunSpec, SwarmSpec, run_id
 
 RUN = "0123456789abcdef"
@@ -196,7 +197,7 @@ class Stub:
     """A peer on libp2p that trains nothing."""
 
     def __init__(self, identity: Identity, transport: LiveTransport, directory: LiveDirectory, spec: RunSpec) -> None:
-        self.endpoint = Endpoint(identity, transport, run=run_id(spec, OWNER))
+        self.endpoint = Endpoint(identity, transport, run=run_id(spec, OWNER), gate=OpenGate())
         self.coordination = Coordination(
             endpoint=self.endpoint,
             directory=directory,
@@ -228,7 +229,7 @@ async def stub(folder: Path, identity: Identity, spec: RunSpec, initial: tuple[s
     async with contextlib.AsyncExitStack() as stack:
         run = run_id(spec, OWNER)
         transport = await LiveTransport.start(
-            identity, run=run, state_dir=folder, listen=("/ip4/127.0.0.1/tcp/0",), initial_peers=initial
+            identity, members=everybody(run), state_dir=folder, listen=("/ip4/127.0.0.1/tcp/0",), initial_peers=initial
         )
         stack.push_async_callback(transport.close)
         directory = await LiveDirectory.start(transport)

@@ -22,6 +22,7 @@ from shoal.protocol.live.disk import LiveDisk
 from shoal.protocol.live.run import run
 from shoal.protocol.live.transport import LiveTransport
 from shoal.protocol.messages import StatusRequest, SwarmStatus
+from shoal.protocol.sim.trust import OpenGate, everybody
 from statuses import swarm_status
 
 RUN = "0123456789abcdef"
@@ -52,8 +53,8 @@ def test_somebody_else_of_the_run_answers(tmp_path: Path) -> None:
     identity = Identity.generate()
 
     async def main() -> None:
-        peer = await LiveTransport.start(identity, run=RUN, state_dir=tmp_path / "peer")
-        endpoint = Endpoint(identity, peer, run=RUN)
+        peer = await LiveTransport.start(identity, members=everybody(RUN), state_dir=tmp_path / "peer")
+        endpoint = Endpoint(identity, peer, run=RUN, gate=OpenGate())
         asked: list[PeerID] = []
 
         async def answer(source: PeerID, message: StatusRequest) -> SwarmStatus:
@@ -93,8 +94,8 @@ def test_a_watch_that_is_ended_leaves_no_socket_and_what_a_killed_one_leaves_is_
         return sockets
 
     async def main() -> None:
-        peer = await LiveTransport.start(identity, run=RUN, state_dir=tmp_path / "peer")
-        endpoint = Endpoint(identity, peer, run=RUN)
+        peer = await LiveTransport.start(identity, members=everybody(RUN), state_dir=tmp_path / "peer")
+        endpoint = Endpoint(identity, peer, run=RUN, gate=OpenGate())
 
         async def answer(source: PeerID, message: StatusRequest) -> SwarmStatus:
             return swarm_status(coordinator=identity.peer_id, stages=((0, 1),), peers=(), steps=1000, elapsed_s=1.0)

@@ -18,6 +18,7 @@ from shoal.protocol.messages import CommitReport, ValidationReport
 from shoal.protocol.plan import ExpertGroup, Member, Plan, SignedPlan, Stage, sign_plan
 from shoal.protocol.ports import Disk
 from shoal.protocol.sim.network import Network
+from shoal.protocol.sim.trust import OpenGate
 from shoal.protocol.sim.world import SimPeer, World
 from shoal.protocol.spec import RunSpec, run_id
 
@@ -63,7 +64,9 @@ class Swarm:
         disk = peer.disk if keeps else disk
         owner = next(iter(self.world.peers.values())).peer_id
         incarnation = int(self.world.now_s() * 1e6)
-        endpoint = Endpoint(peer.identity, peer.transport, run=run_id(self.spec, owner), first_sequence=incarnation)
+        endpoint = Endpoint(
+            peer.identity, peer.transport, run=run_id(self.spec, owner), gate=OpenGate(), first_sequence=incarnation
+        )
 
         async def make() -> PeerDriver:
             driver = PeerDriver(

@@ -26,6 +26,7 @@ from shoal.protocol.plan import ExpertGroup, Member, Plan, Stage
 from shoal.protocol.sim.disk import SimDisk
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
+from shoal.protocol.sim.trust import OpenGate
 from shoal.protocol.sim.world import World
 from shoal.protocol.spec import RunSpec
 
@@ -60,7 +61,7 @@ class Peer:
     def __init__(self, world: World, name: str, spec: RunSpec, plan: Callable[[], Plan], *, has_disk: bool) -> None:
         self.sim = world.add_peer(name, device_flop_per_s=1e12)
         self.name = self.sim.peer_id
-        self.endpoint = Endpoint(self.sim.identity, self.sim.transport, run="run")
+        self.endpoint = Endpoint(self.sim.identity, self.sim.transport, run="run", gate=OpenGate())
         self.disk = SimDisk(Random(0), name) if has_disk else None
         self.state: StageState | None = None
         self.is_leaving = False

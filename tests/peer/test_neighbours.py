@@ -14,6 +14,7 @@ from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Hello
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
+from shoal.protocol.sim.trust import OpenGate
 from shoal.protocol.sim.world import SimPeer, World
 
 SILENCE_S = 30.0
@@ -39,7 +40,7 @@ class Ear:
 
 def ear(world: World, name: str) -> Ear:
     peer = world.add_peer(name, device_flop_per_s=1e12)
-    endpoint = Endpoint(peer.identity, peer.transport, run="run")
+    endpoint = Endpoint(peer.identity, peer.transport, run="run", gate=OpenGate())
     told: list[tuple[str, PeerID, int]] = []
     strangers: set[PeerID] = set()
     neighbours = Neighbours(

@@ -16,6 +16,7 @@ from shoal.protocol.limits import CALL_TIMEOUT_S
 from shoal.protocol.messages import Done, ValidationResult
 from shoal.protocol.sim.loop import VirtualTimeLoop, run
 from shoal.protocol.sim.network import LinkSpec, Network
+from shoal.protocol.sim.trust import OpenGate
 from shoal.protocol.sim.world import SimPeer, World
 
 LATENCY_S = 0.1
@@ -74,7 +75,7 @@ def play(scene: Scene, *, num_ears: int = 1) -> Street:
     async def main() -> Street:
         world = World(0, Network([[LinkSpec(latency_s=LATENCY_S)] * (1 + num_ears)] * (1 + num_ears)))
         peers = [world.add_peer(f"peer {i}") for i in range(1 + num_ears)]
-        endpoints = [Endpoint(peer.identity, peer.transport, run="test") for peer in peers]
+        endpoints = [Endpoint(peer.identity, peer.transport, run="test", gate=OpenGate()) for peer in peers]
         for peer in peers:
             for other in peers:
                 await peer.transport.introduce(other.peer_id, other.transport.addresses())

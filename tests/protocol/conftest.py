@@ -18,6 +18,7 @@ from shoal.protocol.live.transport import LiveTransport
 from shoal.protocol.ports import Clock, Compute, Directory, Transport
 from shoal.protocol.sim.loop import run as run_sim
 from shoal.protocol.sim.network import uniform
+from shoal.protocol.sim.trust import everybody
 from shoal.protocol.sim.world import World
 
 
@@ -74,7 +75,7 @@ class LiveWorld(AnyWorld):
     async def _start(self, stack: AsyncExitStack, number: int) -> Ports:
         identity = Identity.generate()
         transport = await LiveTransport.start(
-            identity, run="contract", state_dir=self._folder / str(number), use_relay=False
+            identity, members=everybody("contract"), state_dir=self._folder / str(number), use_relay=False
         )
         stack.push_async_callback(transport.close)
         directory = await LiveDirectory.start(transport)

@@ -11,6 +11,7 @@ from shoal.protocol.messages import Claim, Done, Ping, ProbeChunk, ReducedChunk
 from shoal.protocol.ports import Payload, Priority
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
+from shoal.protocol.sim.trust import OpenGate
 from shoal.protocol.sim.world import World
 
 _NOT_UTF8 = b"\xc3("
@@ -20,7 +21,7 @@ def test_what_an_endpoint_no_longer_holds_can_die_and_what_came_in_its_place_sta
     async def main() -> None:
         world = World(0, uniform(0.05))
         a, b = world.add_peer("a"), world.add_peer("b")
-        speaker, listener = (Endpoint(peer.identity, peer.transport, run="run") for peer in (a, b))
+        speaker, listener = (Endpoint(peer.identity, peer.transport, run="run", gate=OpenGate()) for peer in (a, b))
         await a.transport.introduce(b.peer_id, b.transport.addresses())
         old, new = Ear(), Ear()
         old.install(listener)
@@ -64,7 +65,7 @@ def test_a_string_that_is_not_utf8_is_the_senders_fault() -> None:
     async def main() -> None:
         world = World(0, uniform(0.05))
         a, b = world.add_peer("a"), world.add_peer("b")
-        speaker, listener = (Endpoint(peer.identity, peer.transport, run="run") for peer in (a, b))
+        speaker, listener = (Endpoint(peer.identity, peer.transport, run="run", gate=OpenGate()) for peer in (a, b))
 
         async def on_ping(source: str, ping: Ping) -> Ping:
             return ping
@@ -92,7 +93,7 @@ def test_what_concerns_training_is_refused_from_who_trains_by_another_revision_a
     async def main() -> None:
         world = World(0, uniform(0.05))
         a, b = world.add_peer("a"), world.add_peer("b")
-        speaker, listener = (Endpoint(peer.identity, peer.transport, run="run") for peer in (a, b))
+        speaker, listener = (Endpoint(peer.identity, peer.transport, run="run", gate=OpenGate()) for peer in (a, b))
         await a.transport.introduce(b.peer_id, b.transport.addresses())
         heard: list[object] = []
 

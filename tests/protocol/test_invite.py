@@ -10,11 +10,13 @@ from hypothesis import strategies as st
 
 from shoal.protocol.errors import InviteError
 from shoal.protocol.identity import Identity
-from shoal.protocol.invite import PREFIX, Invite, make_invite, parse_invite, split_address, worth_telling
+from shoal.protocol.invite import PREFIX, Invite, InviteKey, make_invite, parse_invite, split_address, worth_telling
 from shoal.protocol.limits import ADDRESSES_MAX, PROTOCOL_VERSION
 
+HOST = Identity(bytes(32))
 PEERS = [Identity(bytes([number]) * 32).peer_id for number in range(4)]
 OWNER, RUN = PEERS[0], "0123456789abcdef"
+KEY = InviteKey.make(HOST, run=RUN, expires_s=1_800_000_000, seats=8)
 
 
 def at(where: str, peer: int = 0) -> str:
@@ -27,9 +29,35 @@ def sealed(body: bytes) -> str:
 
 
 def test_the_hosts_invite_fits_a_chat() -> None:
-    assert len(make_invite(RUN, OWNER, [at("/ip4/84.12.33.7/tcp/40123")])) <= 79
     three = [at("/ip4/84.12.33.7/tcp/40123", peer) for peer in range(3)]
-    assert len(make_invite(RUN, OWNER, three)) <= 188
+    assert len(make_invite(RUN, OWNER, three[:1], KEY)) <= 222
+    assert len(make_invite(RUN, OWNER, three, KEY)) <= 331
+    assert len(make_invite(RUN, OWNER, three[:1])) <= 80, "to an open run"
+
+
+@given(expires_s=st.integers(0, 2**32 - 1), seats=st.integers(0, 2**16 - 1), may_train=st.booleans())
+def test_an_invites_key_comes_back_with_its_terms(expires_s: int, seats: int, may_train: bool) -> None:
+    key = InviteKey.make(HOST, run=RUN, expires_s=expires_s, seats=seats, may_train=may_train)
+    invite = parse_invite(make_invite(RUN, OWNER, [at("/ip4/84.12.33.7/tcp/40123")], key))
+    assert invite.key == key
+    assert (key.delegation.expires_s, key.delegation.seats, key.delegation.may_train) == (expires_s, seats, may_train)
+
+
+def test_terms_that_no_invite_holds_are_said() -> None:
+    for terms in ({"expires_s": 2**32}, {"seats": 2**16}, {"seats": -1}):
+        with pytest.raises(ValueError, match="at most 65535 seats"):
+            InviteKey.make(HOST, run=RUN, **terms)
+
+
+def test_nobody_changes_the_terms_of_an_invite() -> None:
+    """Whoever has one could give itself more seats, a later end, or leave to train."""
+    raw = base58.b58decode(make_invite(RUN, OWNER, [at("/ip4/84.12.33.7/tcp/40123")], KEY).removeprefix(PREFIX))[:-4]
+    start = 1 + 8 + 32 + 1 + 32
+    for offset in range(4 + 2 + 1):
+        changed = bytearray(raw)
+        changed[start + offset] ^= 1
+        with pytest.raises(InviteError, match="not that of an invite"):
+            parse_invite(sealed(bytes(changed)))
 
 
 ADDRESSES = [
@@ -110,7 +138,7 @@ def test_nothing_and_too_much_are_damaged(text: str) -> None:
         parse_invite(text)
 
 
-HEAD = bytes([PROTOCOL_VERSION]) + bytes(8 + 32)
+HEAD = bytes([PROTOCOL_VERSION]) + bytes(8 + 32) + b"\0"
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,7 @@ from shoal.protocol.plan import SignedPlan
 from shoal.protocol.sim.chaos import Fault, FaultKind, draw_schedule, play
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
+from shoal.protocol.sim.trust import OpenGate
 from shoal.protocol.sim.world import SimPeer, World
 from shoal.protocol.spec import RunSpec, SwarmSpec, TrainingSpec, run_id
 
@@ -195,7 +196,7 @@ class Game:
     def _begin(self, name: str) -> None:
         port = self._world.add_peer(name)
         owner = self._world.peers[self._names[0]] if self._peers else port
-        endpoint = PlainEndpoint(port.identity, port.transport, run=run_id(self._spec, owner.peer_id))
+        endpoint = PlainEndpoint(port.identity, port.transport, run=run_id(self._spec, owner.peer_id), gate=OpenGate())
         advert = Advert(
             name=name,
             device="cpu",

@@ -23,6 +23,7 @@ from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
 from shoal.protocol.sim.paths import Disturbance
 from shoal.protocol.sim.trace import Event, Kind
+from shoal.protocol.sim.trust import OpenGate
 from shoal.protocol.sim.world import World
 
 CORRUPTION = 0.9
@@ -58,7 +59,7 @@ async def suffer(num_damaged: int, seed: int) -> Tally:
 
     world = World(seed, uniform(LATENCY_S), watch=watch)
     peers = [world.add_peer(name) for name in "ab"]
-    a, b = (Endpoint(peer.identity, peer.transport, run="soak") for peer in peers)
+    a, b = (Endpoint(peer.identity, peer.transport, run="soak", gate=OpenGate()) for peer in peers)
 
     async def on_chunk(source: PeerID, chunk: ProbeChunk, payload: Payload) -> None:
         tally.arrived += 1

@@ -24,6 +24,7 @@ from shoal.protocol.live.directory import LiveDirectory
 from shoal.protocol.live.run import run
 from shoal.protocol.live.transport import LiveTransport
 from shoal.protocol.messages import PeerStatus, StatusRequest, SwarmStatus
+from shoal.protocol.sim.trust import OpenGate, everybody
 from shoal.protocol.spec import load_spec, run_id
 from statuses import swarm_status
 
@@ -57,9 +58,11 @@ def beside_a_peer(
     """Run `test` beside a peer that takes part in a run, with an invite to `RUN`."""
 
     async def main() -> None:
-        host = await LiveTransport.start(OWNER, run=takes_part, state_dir=tmp_path / "host", listen=LOOPBACK)
+        host = await LiveTransport.start(
+            OWNER, members=everybody(takes_part), state_dir=tmp_path / "host", listen=LOOPBACK
+        )
         directory = await LiveDirectory.start(host)
-        endpoint = Endpoint(OWNER, host, run=takes_part)
+        endpoint = Endpoint(OWNER, host, run=takes_part, gate=OpenGate())
         answers(endpoint, {OWNER.peer_id})
         record = seal_spec(OWNER, SPEC)
         keeper = SpecKeeper(directory, endpoint, (SPEC, record), OWNER.peer_id)
@@ -135,8 +138,10 @@ def test_two_swarms_of_one_run(tmp_path: Path) -> None:
 
     async def test(host: LiveTransport, invite: Invite) -> None:
         other = Identity(bytes([1]) * 32)
-        transport = await LiveTransport.start(other, run=RUN, state_dir=tmp_path / "other", listen=LOOPBACK)
-        endpoint = Endpoint(other, transport, run=RUN)
+        transport = await LiveTransport.start(
+            other, members=everybody(RUN), state_dir=tmp_path / "other", listen=LOOPBACK
+        )
+        endpoint = Endpoint(other, transport, run=RUN, gate=OpenGate())
         try:
             both = invite.addresses + transport.addresses()
             named = msgspec.structs.replace(invite, addresses=both)
@@ -248,7 +253,10 @@ def test_a_port_of_ours_that_is_taken() -> None:
 def test_a_stranger_is_called_back_only_where_it_is_and_not_below_1024(tmp_path: Path) -> None:
     async def test(host: LiveTransport, invite: Invite) -> None:
         guest = await LiveTransport.start(
-            Identity.generate(), run="another", state_dir=tmp_path / "guest", initial_peers=host.addresses()
+            Identity.generate(),
+            members=everybody("another"),
+            state_dir=tmp_path / "guest",
+            initial_peers=host.addresses(),
         )
         try:
             _, port = dialling.host_and_port(guest.addresses()[0])

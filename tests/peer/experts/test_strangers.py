@@ -10,6 +10,7 @@ from shoal.protocol.messages import Done, ExpertDone, ExpertTokens
 from shoal.protocol.ports import Priority
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
+from shoal.protocol.sim.trust import OpenGate
 from shoal.protocol.spec import run_id
 
 STAGES = [["a", "b"], ["c", "d"]]
@@ -29,7 +30,11 @@ async def started(make_swarm, tiny_spec):
     swarm.obey(STAGES, fresh=True, experts=EXPERTS)
     stranger = swarm.world.add_peer("stranger")
     endpoint = Endpoint(
-        stranger.identity, stranger.transport, run=run_id(swarm.spec, swarm.peer("a").peer_id), first_sequence=1
+        stranger.identity,
+        stranger.transport,
+        run=run_id(swarm.spec, swarm.peer("a").peer_id),
+        gate=OpenGate(),
+        first_sequence=1,
     )
     for other in swarm.world.peers.values():
         await other.transport.introduce(stranger.peer_id, stranger.transport.addresses())

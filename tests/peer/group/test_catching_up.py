@@ -13,6 +13,7 @@ from shoal.peer.vectors import Vectors
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
+from shoal.protocol.sim.trust import OpenGate
 from shoal.protocol.sim.world import World
 
 STEP = 3
@@ -33,7 +34,7 @@ class Replica:
 
     def _start(self):
         vectors = Vectors(torch.device("cpu"), chunk_bytes=16)
-        endpoint = Endpoint(self.peer.identity, self.peer.transport, run="run", first_sequence=1)
+        endpoint = Endpoint(self.peer.identity, self.peer.transport, run="run", gate=OpenGate(), first_sequence=1)
         self.catching_up = CatchingUp(
             stage=0,
             size=10,

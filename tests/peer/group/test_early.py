@@ -16,6 +16,7 @@ from shoal.protocol.messages import GatherPart, ReducePart, RoundMember, RoundSt
 from shoal.protocol.plan import Member
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
+from shoal.protocol.sim.trust import OpenGate
 from shoal.protocol.sim.world import World
 
 A, B = PeerID("a"), PeerID("b")
@@ -96,7 +97,7 @@ class Replica:
         self.driver = GroupDriver(
             core,
             SimpleNamespace(runtime=runtime, version=0, commit=commit),
-            endpoint=Endpoint(self.me.identity, self.me.transport, run="run", first_sequence=1),
+            endpoint=Endpoint(self.me.identity, self.me.transport, run="run", gate=OpenGate(), first_sequence=1),
             clock=self.me.clock,
             retained_from=lambda: 0,
             **{f"on_{what}": heard for what, heard in ignored.items()},

@@ -22,6 +22,7 @@ from shoal.protocol.limits import PINNED_S_MAX, PINNED_VERSIONS_MAX
 from shoal.protocol.messages import Done, StateChunkRequest, StateOffer, StateRequest
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
+from shoal.protocol.sim.trust import OpenGate
 from shoal.protocol.sim.world import SimPeer, World
 from shoal.protocol.spec import OptimizerSpec, RunSpec
 
@@ -51,7 +52,7 @@ class Holder:
 
 def holder(world: World, name: str) -> Holder:
     peer = world.add_peer(name, device_flop_per_s=1e12)
-    endpoint = Endpoint(peer.identity, peer.transport, run="run")
+    endpoint = Endpoint(peer.identity, peer.transport, run="run", gate=OpenGate())
 
     async def stored(era: int, version: int, keys: tuple[str, ...]) -> dict[str, LayerState]:
         return {k: v for k, v in made.stored.items() if k in keys} if (era, version) == (ERA, VERSION) else {}

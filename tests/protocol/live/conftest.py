@@ -12,6 +12,7 @@ from shoal.protocol.live.handshake import Greeter, Hello
 from shoal.protocol.live.link import Link
 from shoal.protocol.live.transport import LiveTransport
 from shoal.protocol.ports import Payload
+from shoal.protocol.sim.trust import everybody
 
 
 @dataclass
@@ -25,7 +26,9 @@ class End:
     hello: Hello | None = None
 
     def greeter(self, run: str = "run") -> Greeter:
-        return Greeter(identity=self.identity, run=run, addresses=lambda: (f"/of/{self.identity.peer_id}",))
+        return Greeter(
+            identity=self.identity, members=everybody(run), addresses=lambda: (f"/of/{self.identity.peer_id}",)
+        )
 
     async def open(self, peer: PeerID, *, calls: bool, run: str = "run") -> Link:
         link = Link(peer, on_frame=lambda _, frame: self.frames.append(frame), on_lost=lambda *_: None)
@@ -81,7 +84,7 @@ def live_peer(tmp_path: Path):
 
     async def start(name: str = "peer", *, run: str = "run", **options) -> tuple[LiveTransport, Heard]:
         transport = await LiveTransport.start(
-            Identity.generate(), run=run, state_dir=tmp_path / name, use_relay=False, **options
+            Identity.generate(), members=everybody(run), state_dir=tmp_path / name, use_relay=False, **options
         )
         heard = Heard()
         transport.serve(on_call=heard.on_call, on_frame=heard.on_frame)

@@ -206,6 +206,7 @@ from shoal.protocol.identity import Identity
 from shoal.protocol.live.directory import LiveDirectory
 from shoal.protocol.live.run import run
 from shoal.protocol.live.transport import LiveTransport
+from shoal.protocol.sim.trust import everybody
 
 async def on_call(source, request):
     return request
@@ -214,7 +215,9 @@ async def on_frame(source, meta, payload):
     pass
 
 async def main():
-    transport = await LiveTransport.start(Identity.generate(), run="run", state_dir=Path(sys.argv[1]), use_relay=False)
+    transport = await LiveTransport.start(
+        Identity.generate(), members=everybody("run"), state_dir=Path(sys.argv[1]), use_relay=False
+    )
     transport.serve(on_call=on_call, on_frame=on_frame)
     directory = await LiveDirectory.start(transport)
     print(transport.addresses()[0], flush=True)

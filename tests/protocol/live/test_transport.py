@@ -340,9 +340,12 @@ from shoal.protocol.identity import Identity
 from shoal.protocol.live.daemon import _DetachedP2P
 from shoal.protocol.live.run import run
 from shoal.protocol.live.transport import LiveTransport
+from shoal.protocol.sim.trust import everybody
 
 async def main():
-    transport = await LiveTransport.start(Identity.generate(), run="run", state_dir=Path(sys.argv[1]), use_relay=False)
+    transport = await LiveTransport.start(
+        Identity.generate(), members=everybody("run"), state_dir=Path(sys.argv[1]), use_relay=False
+    )
     print(transport.addresses()[0], flush=True)
     await asyncio.Event().wait()
 

@@ -11,6 +11,7 @@ from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Ping, ProbeChunk
 from shoal.protocol.ports import Payload, Priority
 from shoal.protocol.sim.phantom import Phantom
+from shoal.protocol.sim.trust import OpenGate
 from shoal.protocol.sim.world import SimPeer, World
 
 
@@ -103,7 +104,9 @@ def speak() -> Callable[..., Coroutine[Any, Any, list[Voice]]]:
     async def speak(world: World, *names: str) -> list[Voice]:
         voices = []
         for peer in [world.peers[name] for name in names or world.peers]:
-            endpoint = Endpoint(peer.identity, peer.transport, run="run", first_sequence=int(1e6 * world.now_s()))
+            endpoint = Endpoint(
+                peer.identity, peer.transport, run="run", gate=OpenGate(), first_sequence=int(1e6 * world.now_s())
+            )
             voice = Voice(peer, endpoint)
             endpoint.on(Ping, voice.on_ping)
             endpoint.on_frame(ProbeChunk, voice.on_chunk)

@@ -1,0 +1,115 @@
+"""The invites that a run's host has given out: `RUN/invites.json` in the host's folder, for its owner's eyes alone.
+
+Whoever reads the file can enter the run, so it is as secret as the key beside it. An invite that is revoked stays in
+the file: the exclusion that it stands for must go into every plan to come.
+"""
+
+import time
+from collections.abc import Callable
+from pathlib import PurePosixPath
+
+import msgspec
+
+from shoal.protocol.errors import LocalError
+from shoal.protocol.identity import Identity
+from shoal.protocol.invite import InviteKey
+from shoal.protocol.ports import Disk
+
+FILE_NAME = "invites.json"
+INVITES_MAX = 1024
+"""Of one run, revoked ones included."""
+DEFAULT_LASTS_S = 90 * 24 * 3600
+"""How long the invite that `shoal host` prints lets newcomers in; whoever is in stays."""
+
+
+class GivenOut(msgspec.Struct, frozen=True, kw_only=True):
+    """One invite, without the addresses: these are of the day on which it is printed."""
+
+    key: InviteKey
+    made_s: float
+    """Seconds since 1970."""
+    revoked: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.key.delegation.name
+
+
+class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    invites: tuple[GivenOut, ...] = ()
+
+
+class InviteBook:
+    """Args:
+    owner: the run's; its key is on this machine.
+    disk: the host's folder.
+    wall_s: seconds since 1970.
+    """
+
+    def __init__(self, owner: Identity, run: str, disk: Disk, *, wall_s: Callable[[], float] = time.time) -> None:
+        self._owner, self._run, self._disk, self._wall_s = owner, run, disk, wall_s
+        self._path = PurePosixPath(run, FILE_NAME)
+        self._invites = self._read()
+
+    @property
+    def all(self) -> tuple[GivenOut, ...]:
+        """In the order in which they were made."""
+        return self._invites
+
+    def find(self, name: str) -> GivenOut:
+        """By its name, or the beginning of one. Raises: LocalError: none has it, or several."""
+        found = [invite for invite in self._invites if name and invite.name.startswith(name.lower())]
+        if len(found) != 1:
+            raise LocalError(f"{len(found) or 'no'} invites of this run begin with {name!r}: see `shoal invite list`")
+        return found[0]
+
+    def default(self) -> InviteKey:
+        """What `shoal host` and `shoal invite` print: the first that still lets anybody in to train, or a new one."""
+        now_s = self._wall_s()
+        for invite in self._invites:
+            terms = invite.key.delegation
+            if not invite.revoked and terms.may_train and not terms.seats and terms.expires_s > now_s:
+                return invite.key
+        return self.make(lasts_s=DEFAULT_LASTS_S).key
+
+    def make(self, *, lasts_s: float = 0.0, seats: int = 0, may_train: bool = True) -> GivenOut:
+        """A new one. `lasts_s`: 0: for ever. Raises: LocalError: a term is out of bounds, or the disk is full."""
+        if len(self._invites) >= INVITES_MAX:
+            raise LocalError(f"this run has given out {INVITES_MAX} invites already")
+        expires_s = int(self._wall_s() + lasts_s) if lasts_s else 0
+        try:
+            key = InviteKey.make(self._owner, run=self._run, expires_s=expires_s, seats=seats, may_train=may_train)
+        except ValueError as error:
+            raise LocalError(str(error)) from error
+        made = GivenOut(key=key, made_s=self._wall_s())
+        self._write((*self._invites, made))
+        return made
+
+    def revoke(self, name: str) -> GivenOut:
+        """Mark it; the caller excludes its key from the run. Raises: LocalError: as `find`, or the disk is full."""
+        revoked = msgspec.structs.replace(self.find(name), revoked=True)
+        self._write(tuple(revoked if invite.name == revoked.name else invite for invite in self._invites))
+        return revoked
+
+    def _read(self) -> tuple[GivenOut, ...]:
+        try:
+            return msgspec.json.decode(self._disk.read(self._path), type=_File).invites
+        except FileNotFoundError:
+            return ()
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+            # Going on without it would make a second default invite, and forget which ones are revoked.
+            raise LocalError(
+                f"{self._disk.where(self._path)} cannot be read ({error}): put it back from a copy, or remove it to "
+                "give out new invites"
+            ) from error
+
+    def _write(self, invites: tuple[GivenOut, ...]) -> None:
+        beside = self._path.with_suffix(".new")
+        try:
+            self._disk.make_folder(self._path.parent)
+            self._disk.write(beside, msgspec.json.format(msgspec.json.encode(_File(invites))))
+            self._disk.replace(beside, self._path)
+            self._disk.sync_folder(self._path.parent)
+        except OSError as error:
+            raise LocalError(f"cannot write {self._disk.where(self._path)}: {error.strerror or error}") from error
+        self._invites = invites

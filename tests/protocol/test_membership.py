@@ -1,0 +1,119 @@
+"""Who is a member: provable offline by the owner's key alone, and by nothing less."""
+
+import msgspec
+import pytest
+
+from shoal.protocol.errors import RemoteError
+from shoal.protocol.identity import Identity
+from shoal.protocol.invite import InviteKey
+from shoal.protocol.limits import CERTIFICATE_BYTES_MAX
+from shoal.protocol.membership import Certificate, Members, Standing, certify, delegate
+
+OWNER, ANA, BEN, MALLORY = (Identity(bytes([number]) * 32) for number in range(1, 5))
+RUN = "0123456789abcdef"
+
+
+def key_of(**terms: object) -> InviteKey:
+    return InviteKey.make(OWNER, run=RUN, **terms)  # type: ignore[arg-type]
+
+
+def certificate(key: InviteKey, member: Identity, *, run: str = RUN) -> bytes:
+    return certify(Identity(key.seed), key.delegation, member.peer_id, run=run)
+
+
+def members(**options: object) -> Members:
+    return Members(RUN, OWNER.peer_id, **options)  # type: ignore[arg-type]
+
+
+def test_a_certificate_lets_in_whom_it_names() -> None:
+    run = members()
+    assert run.standing(ANA.peer_id) is Standing.STRANGER
+    run.show(ANA.peer_id, certificate(key_of(), ANA))
+    assert run.standing(ANA.peer_id) is Standing.MEMBER
+    assert run.standing(OWNER.peer_id) is Standing.MEMBER, "the owner shows nothing"
+    assert run.standing(BEN.peer_id) is Standing.STRANGER
+
+
+def test_a_certificate_is_short() -> None:
+    assert len(certificate(key_of(expires_s=2**32 - 1, seats=2**16 - 1), ANA)) <= 181 <= CERTIFICATE_BYTES_MAX
+
+
+def test_what_proves_nothing_is_the_senders_fault() -> None:
+    key, run = key_of(), members()
+    own = InviteKey.make(MALLORY, run=RUN)
+    good = msgspec.msgpack.decode(certificate(key, MALLORY), type=Certificate)
+    more_rights = msgspec.structs.replace(good.delegation, seats=100)
+    forged = [
+        (b"rubbish", "no certificate"),
+        (b"\xc1" * 1000, "no certificate"),
+        (certificate(own, MALLORY), "owner did not sign"),
+        (certificate(key, ANA), "somebody else's"),
+        (certificate(key, MALLORY, run="f" * 16), "somebody else's"),
+        (certify(MALLORY, key.delegation, MALLORY.peer_id, run=RUN), "somebody else's"),
+        (msgspec.msgpack.encode(msgspec.structs.replace(good, delegation=more_rights)), "owner did not sign"),
+        (
+            certify(MALLORY, delegate(OWNER, MALLORY.public_key, run="f" * 16), MALLORY.peer_id, run=RUN),
+            "owner did not sign",
+        ),
+    ]
+    for shown, why in forged:
+        with pytest.raises(RemoteError, match=why):
+            run.show(MALLORY.peer_id, shown)
+        assert run.standing(MALLORY.peer_id) is Standing.STRANGER
+
+
+def test_whoever_only_looks_on_may_come_to_train_later() -> None:
+    run, looks, trains = members(), key_of(may_train=False), key_of()
+    run.show(ANA.peer_id, certificate(looks, ANA))
+    assert run.standing(ANA.peer_id) is Standing.OBSERVER
+    run.show(ANA.peer_id, certificate(trains, ANA))
+    assert run.standing(ANA.peer_id) is Standing.MEMBER
+    run.show(ANA.peer_id, certificate(looks, ANA))
+    assert run.standing(ANA.peer_id) is Standing.MEMBER
+
+
+def test_an_expired_invite_lets_nobody_new_in_and_throws_nobody_out() -> None:
+    now_s = [1000.0]
+    run = members(wall_s=lambda: now_s[0])
+    run.show(ANA.peer_id, certificate(key_of(expires_s=2000), ANA))
+    assert run.why_not_enter(ANA.peer_id, ()) == ""
+    now_s[0] = 2001.0
+    assert "has expired: ask the host for a fresh one" in run.why_not_enter(ANA.peer_id, ())
+    assert run.standing(ANA.peer_id) is Standing.MEMBER
+
+
+def test_an_invite_has_so_many_seats_at_a_time() -> None:
+    run, key, other = members(), key_of(seats=2), key_of()
+    for peer in (ANA, BEN, MALLORY):
+        run.show(peer.peer_id, certificate(other if peer is BEN else key, peer))
+    assert run.why_not_enter(MALLORY.peer_id, [ANA.peer_id, BEN.peer_id]) == "", "Ben came by another"
+    late = Identity(bytes([9]) * 32)
+    run.show(late.peer_id, certificate(key, late))
+    assert "all 2 seats" in run.why_not_enter(late.peer_id, [ANA.peer_id, BEN.peer_id, MALLORY.peer_id])
+    assert run.why_not_enter(ANA.peer_id, [ANA.peer_id, MALLORY.peer_id]) == "", "who has a seat keeps it"
+
+
+def test_a_member_or_a_whole_invite_is_excluded() -> None:
+    run, key, other, called = members(), key_of(), key_of(), []
+    run.on_exclusion.append(lambda: called.append(run.excluded))
+    run.show(ANA.peer_id, certificate(key, ANA))
+    run.show(BEN.peer_id, certificate(other, BEN))
+    run.exclude([ANA.public_key])
+    assert run.standing(ANA.peer_id) is Standing.STRANGER
+    run.exclude([other.delegation.key])
+    run.exclude([other.delegation.key])
+    assert run.standing(BEN.peer_id) is Standing.STRANGER
+    run.show(MALLORY.peer_id, certificate(other, MALLORY))
+    assert run.standing(MALLORY.peer_id) is Standing.STRANGER
+    run.exclude([OWNER.public_key])
+    assert run.standing(OWNER.peer_id) is Standing.MEMBER, "nobody can take a run from its owner"
+    assert len(called) == 3
+
+
+def test_whoever_has_an_invite_cannot_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.protocol.membership.PEERS_MAX", 8)
+    run, key = members(), key_of()
+    for number in range(30):
+        peer = Identity(number.to_bytes(32, "big"))
+        run.show(peer.peer_id, certificate(key, peer))
+    assert len(run._shown) == 8
