@@ -49,6 +49,8 @@ WHO_MAY: Final[Mapping[type, Role]] = {
     m.PlanOffer: Role.MEMBER,
     m.PlanVote: Role.NOBODY,
     m.PlanLive: Role.MEMBER,
+    m.ChainRequest: Role.MEMBER,
+    m.ChainLinks: Role.NOBODY,
     m.HandOver: Role.MEMBER,
     m.Leave: Role.MEMBER,
     m.Reset: Role.MEMBER,

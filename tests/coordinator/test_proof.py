@@ -18,6 +18,7 @@ from shoal.protocol.identity import Identity
 from shoal.protocol.messages import ChainLinks, ChainRequest, Done, PlanLive
 from shoal.protocol.plan import Mandate, Member, Plan, PlanProof, SignedPlan, Stage, sign_mandate, sign_plan, vote_body
 from shoal.protocol.seals import SEALS
+from shoal.protocol.sim.trust import OpenGate
 from shoal.protocol.statement import sign_statement
 
 ABC = [["a"], ["b"], ["c"]]
@@ -284,7 +285,7 @@ def test_a_peer_is_asked_once_at_a_time_and_never_many(make_chain, first):
 
 async def attacker(swarm):
     port = swarm.world.add_peer("stranger")
-    endpoint = Endpoint(port.identity, port.transport, run=swarm.peers["p0"].plan.run)
+    endpoint = Endpoint(port.identity, port.transport, run=swarm.peers["p0"].plan.run, gate=OpenGate())
     for peer in swarm.alive():
         await port.transport.introduce(peer.peer_id, peer.port.transport.addresses())
     return port, endpoint

@@ -39,6 +39,7 @@ from shoal.protocol.limits import PROTOCOL_VERSION
 from shoal.protocol.plan import Mandate, Plan, PlanShape, open_link, open_plan, plan_flaw, sign_mandate, sign_plan
 from shoal.protocol.ports import CallHandler, FrameHandler
 from shoal.protocol.sim.disk import SimDisk
+from shoal.protocol.sim.trust import OpenGate
 from shoal.protocol.spec import ModelSpec, RunSpec, SwarmSpec, encode_spec, load_spec, run_id
 from shoal.protocol.topology import NetworkFile
 
@@ -170,7 +171,7 @@ def members_of(union: UnionType) -> tuple[type[msgspec.Struct], ...]:
 @cache
 def _endpoint() -> _Ear:
     ear = _Ear(VICTIM.peer_id)
-    endpoint = Endpoint(VICTIM, ear, run=RUN)  # type: ignore[arg-type]
+    endpoint = Endpoint(VICTIM, ear, run=RUN, gate=OpenGate())  # type: ignore[arg-type]
 
     async def answer(source: PeerID, message: Any) -> msgspec.Struct:
         return messages.Done()
