@@ -9,6 +9,7 @@ import itertools
 import tempfile
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path, PurePosixPath
 from random import Random
@@ -29,13 +30,15 @@ from shoal.peer.pipeline.state import LayerState
 from shoal.peer.snapshot import _Manifest, read_newest, write_snapshot
 from shoal.peer.snapshot_name import MANIFEST, SnapshotName
 from shoal.protocol import messages
+from shoal.protocol.access import Gate
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.envelope import Domain, Envelope, seal, unseal
 from shoal.protocol.errors import InviteError, LocalError, RemoteError, ShoalError
 from shoal.protocol.frames import CreditWindow, FrameAssembler, FrameType, decode_credit, encode_frame
 from shoal.protocol.identity import Identity, PeerID
-from shoal.protocol.invite import PREFIX, Invite, make_invite, parse_invite
+from shoal.protocol.invite import PREFIX, Invite, InviteKey, make_invite, parse_invite
 from shoal.protocol.limits import PROTOCOL_VERSION
+from shoal.protocol.membership import Members, Standing
 from shoal.protocol.plan import Mandate, Plan, PlanShape, open_link, open_plan, plan_flaw, sign_mandate, sign_plan
 from shoal.protocol.ports import CallHandler, FrameHandler
 from shoal.protocol.sim.disk import SimDisk
@@ -285,8 +288,29 @@ def _gate() -> tuple[Any, list[bytes]]:
 
     from shoal.protocol.live.guard import RecordGate
 
-    rules = {DHTID.generate(source=key).to_bytes(): rule for key, rule in record_rules(RUN).items()}
+    members = Gate(Members(RUN, OWNER.peer_id), VICTIM.peer_id)
+    rules = {DHTID.generate(source=key).to_bytes(): rule for key, rule in record_rules(members).items()}
     return RecordGate(rules), [*rules, b"\x01" * 20]
+
+
+@cache
+def _certificates() -> dict[PeerID, bytes]:
+    """Good ones."""
+    key = InviteKey.make(OWNER, run=RUN)
+    invite = Invite(PROTOCOL_VERSION, RUN, OWNER.peer_id, (), key)
+    return {peer.peer_id: invite.certificate_of(peer.peer_id) or b"\x92" for peer in SOMEBODY}
+
+
+def certificates(data: bytes) -> None:
+    """What a stranger or a member shows: nobody becomes a member whom the owner's invite did not certify."""
+    choices = Choices(data)
+    members, peer = Members(RUN, OWNER.peer_id), choices.pick(SOMEBODY[1:]).peer_id
+    good = _certificates()[choices.pick(SOMEBODY).peer_id]
+    shown = choices.pick((choices.flip(good), good[: choices.below(len(good))], choices.flip(choices.flip(good))))
+    with suppress(RemoteError):
+        members.show(peer, shown)
+    if members.standing(peer) is Standing.MEMBER:
+        assert shown == _certificates()[peer]
 
 
 def records(data: bytes) -> None:
@@ -297,7 +321,9 @@ def records(data: bytes) -> None:
     gate, keys = _gate()
     signer = choices.pick(SOMEBODY)
     body = choices.flip(make(choices, choices.pick(members_of(messages.Record)), known()))
-    value = choices.flip(seal(signer, "record", run=RUN, term=0, sequence=choices.below(4), body=body))
+    shown = choices.flip(_certificates()[signer.peer_id]) if choices.chance(2) else b""
+    value = seal(signer, "record", run=RUN, term=0, sequence=choices.below(4), body=body, certificate=shown)
+    value = choices.flip(value)
     if choices.chance(4):
         value = seal_spec(OWNER, SPEC)
     subkey = choices.flip(msgspec.msgpack.encode(signer.peer_id))
@@ -403,7 +429,9 @@ def _one_line(error: ShoalError) -> None:
 def _invites() -> list[str]:
     places = ["/ip4/10.0.0.1/tcp/4001", "/ip6/::1/tcp/1", "/dns4/example.org/tcp/4001"]
     return [
-        make_invite(RUN, OWNER.peer_id, [f"{place}/p2p/{VICTIM.peer_id}" for place in places[:n]]) for n in (1, 2, 3)
+        make_invite(RUN, OWNER.peer_id, [f"{place}/p2p/{VICTIM.peer_id}" for place in places[:n]], key)
+        for n in (1, 2, 3)
+        for key in (None, InviteKey.make(OWNER, run=RUN))
     ]
 
 
@@ -497,6 +525,7 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
         calls,
         frame_metas,
         plans,
+        certificates,
         records,
         directory_bytes,
         spec_records,

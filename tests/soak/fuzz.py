@@ -16,7 +16,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 ENGINE = HERE.parent / "fuzz" / "fuzz_engine.py"
 SHARES = {
-    "frames": 2_000_000,
+    "frames": 1_700_000,
     "envelopes": 2_000_000,
     "frame_metas": 2_000_000,
     "directory_bytes": 1_000_000,
@@ -24,6 +24,7 @@ SHARES = {
     "calls": 700_000,
     "plans": 500_000,
     "invites": 300_000,
+    "certificates": 300_000,
     "spec_records": 150_000,
     "networks": 150_000,
     "run_specs": 100_000,

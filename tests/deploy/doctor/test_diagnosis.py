@@ -23,7 +23,7 @@ from shoal.protocol.invite import Invite
 from shoal.protocol.limits import PROTOCOL_VERSION
 
 PEERS = [Identity(bytes([number]) * 32).peer_id for number in range(6)]
-RUN, OTHER_RUN = "0123456789abcdef", "fedcba9876543210"
+RUN = "0123456789abcdef"
 INVITE = Invite(PROTOCOL_VERSION, RUN, PEERS[0], (f"/ip4/84.12.33.7/tcp/4001/p2p/{PEERS[0]}",))
 
 
@@ -37,7 +37,7 @@ def peer(number: int = 0, **changes: Any) -> PeerFound:
         speaks=True,
         protocol_version=PROTOCOL_VERSION,
         shoal="0.1.0",
-        run=RUN,
+        is_in_run=True,
         ahead_s=0.1,
         called_back=True,
     )
@@ -190,11 +190,11 @@ CASES = [
     ),
     (
         "other run",
-        network(peers=(peer(run=OTHER_RUN),), views=(), record_found=None),
+        network(peers=(peer(is_in_run=False),), views=(), record_found=None),
         "wrong-run",
         "host",
         True,
-        [OTHER_RUN, RUN, "fresh invite"],
+        [RUN, "fresh invite"],
     ),
     ("no record", network(record_found=False), "no-record", "host", True, ["not on the directory"]),
     ("offline", network(online=False, own_addresses=()), "offline", "you", True, ["no network"]),
@@ -296,7 +296,7 @@ def test_a_cause_hides_its_symptoms() -> None:
     dead = unreached(address(Dial.NO_ROUTE))
     offline = replace(dead, network=replace(dead.network, online=False))
     assert [problem.code for problem in diagnose(offline).problems] == ["offline"]
-    other = network(peers=(peer(run=OTHER_RUN, called_back=None),), record_found=False, views=())
+    other = network(peers=(peer(is_in_run=False, called_back=None),), record_found=False, views=())
     assert [problem.code for problem in diagnose(other).problems] == ["wrong-run"]
 
 
