@@ -88,6 +88,11 @@ REFUSED_TOKENS_OF_ONE_MAX: Final = 64
 """Refusals of such requests on their way to one sender, or to all strangers together; what is more is dropped."""
 MICROBATCHES_PER_STEP_MAX: Final = 4096
 
+WAITING_STREAMS_OF_ONE_MAX: Final = 4
+"""Streams of one peer whose HELLO has not come. An honest one opens one, and another after it broke."""
+WAITING_STREAMS_MAX: Final = 256
+"""Of all peers together, each a file of ours: a process often has 1,024. A thousand peers that stream at once to one
+newcomer need a round trip each, and try again."""
 CONNECTIONS_OF_ADDRESS_MAX: Final = 128
 """TCP connections that one address may have with a peer's daemon before new ones of it have to wait: a building full of
 members behind one router. Half-open ones count, of which the daemon drops each after 15 s."""

@@ -22,6 +22,7 @@ from shoal.protocol.invite import split_address
 from shoal.protocol.limits import ADDRESSES_MAX, CONTROL_BYTES_MAX, PEERS_MAX, PROTOCOL_VERSION
 from shoal.protocol.live.about import ABOUT_NAME, AboutAnswerer
 from shoal.protocol.live.daemon import Daemon
+from shoal.protocol.live.doorway import Doorway
 from shoal.protocol.live.handshake import Greeter, Hello
 from shoal.protocol.live.inbox import Inboxes
 from shoal.protocol.live.link import Link
@@ -55,6 +56,7 @@ class LiveTransport:
         self._addresses: dict[PeerID, tuple[str, ...]] = {}
         self._outboxes: dict[PeerID, Outbox] = {}
         self._inboxes = Inboxes()
+        self._doorway = Doorway()
         self._on_call: CallHandler
         self._on_frame: FrameHandler
         self._served = asyncio.Event()
@@ -267,7 +269,9 @@ class LiveTransport:
 
     async def _accept(self, info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         source = PeerID(info.peer_id.to_base58())
-        await self._served.wait()
+        if not self._served.is_set():
+            with self._doorway.waits(source, writer.transport.abort):
+                await self._served.wait()
         link = Link(source, on_frame=self._inboxes.on_frame, on_lost=self._inboxes.on_lost, throttle=self._throttle)
 
         def opened(link: Link, hello: Hello) -> None:
@@ -275,7 +279,8 @@ class LiveTransport:
             self._inboxes.attach(link, self._on_frame)
 
         try:
-            await link.open(reader, writer, self._greeter, calls=False, on_open=opened)
+            with self._doorway.waits(source, writer.transport.abort):
+                await link.open(reader, writer, self._greeter, calls=False, on_open=opened)
         except RemoteError as error:
             logger.warning("refused a stream: %s", error)
         except (OSError, EOFError, TimeoutError) as error:
