@@ -7,6 +7,7 @@ import msgspec
 import pytest
 import torch
 
+from shoal.peer.group import driver as group_driver
 from shoal.peer.pipeline.wire import ActivationWire
 from shoal.protocol.errors import Refused
 from shoal.protocol.messages import (
@@ -24,6 +25,8 @@ from shoal.protocol.messages import (
     Repair,
     RoundMember,
     RoundStart,
+    StateOffer,
+    StateRequest,
     ValidationResult,
 )
 from shoal.protocol.ports import Priority
@@ -286,3 +289,27 @@ def test_what_a_stranger_says_it_has_made_is_still_handed_out(make_swarm, tiny_s
                 await swarm.peer("stranger").spawn(endpoint.ask(swarm.peer(name).peer_id, word, Done))
 
     play(make_swarm, tiny_spec, scene)
+
+
+@pytest.mark.sim
+def test_who_asks_for_one_version_again_and_again_keeps_a_few_gradients(make_swarm, tiny_spec, monkeypatch):
+    monkeypatch.setattr(group_driver, "REPLAYED_BYTES_MAX", 0)
+    monkeypatch.setattr(group_driver, "REPLAYED_STEPS_MIN", 3)
+    kept = []
+
+    async def scene(swarm):
+        replica, endpoint = swarm.drivers["1.0"].replica, swarm.drivers["0.0"]._endpoint
+        keys, target = replica.pipeline.runtime.keys, swarm.peer("1.0").peer_id
+
+        async def ask(version):
+            return await endpoint.ask(target, StateRequest(layers=keys, version=version), StateOffer)
+
+        pinned = (await swarm.peer("0.0").spawn(ask(-1))).version
+        for step in range(pinned + 1, pinned + 12):
+            await swarm.until_step(step)
+            await swarm.peer("0.0").spawn(ask(pinned))
+            kept.append(len(replica.group._means))
+        assert swarm.drivers["1.0"].server.pinned_from() == pinned
+
+    play(make_swarm, tiny_spec, scene, steps=20)
+    assert max(kept) <= 4
