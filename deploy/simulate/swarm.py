@@ -23,10 +23,10 @@ from shoal.protocol.access import Gate
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.envelope import Envelope
 from shoal.protocol.errors import LocalError
-from shoal.protocol.identity import PeerID
-from shoal.protocol.invite import Invite
+from shoal.protocol.identity import Identity, PeerID
+from shoal.protocol.invite import Invite, InviteKey
 from shoal.protocol.limits import PROTOCOL_VERSION
-from shoal.protocol.membership import Members
+from shoal.protocol.membership import Members, delegate
 from shoal.protocol.messages import CommitReport, RoundStart
 from shoal.protocol.plan import SignedPlan
 from shoal.protocol.ports import CallHandler, FrameHandler, Payload, Priority, Transport
@@ -47,6 +47,7 @@ class SimSwarm:
         allocator: makes the plans, whoever coordinates; None: the one of `shoal join`.
         traffic: as `PeerDriver` has it.
         on_event: called with everything that is seen, in order.
+        is_open: anyone is a member; else those that are launched, by an invite of the host's.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class SimSwarm:
         allocator: Allocator | None = None,
         traffic: Traffic | None = None,
         on_event: Callable[[Event], None] | None = None,
+        is_open: bool = True,
     ) -> None:
         self.spec = spec
         self.corpus = corpus
@@ -74,6 +76,7 @@ class SimSwarm:
         self._allocator = allocator
         self._traffic = traffic
         self._on_event = on_event or (lambda event: None)
+        self._is_open = is_open
         self._owner: SimPeer | None = None
         self._speeds: dict[str, float] = {}
         self._with_text: dict[str, bool] = {}
@@ -172,7 +175,7 @@ class SimSwarm:
 
         node = Node(
             identity=peer.identity,
-            gate=Gate(Members(run_id(spec, owner), owner, is_open=True), peer.peer_id),
+            gate=Gate(self._members_as(peer, run_id(spec, owner)), peer.peer_id),
             transport=RoundTap(peer.transport, opened),
             directory=peer.directory,
             compute=peer.compute,
@@ -213,6 +216,16 @@ class SimSwarm:
             except LocalError:
                 continue  # whoever runs it starts it again
             return spec, owner.peer_id, record
+
+    def _members_as(self, peer: SimPeer, run: str) -> Members:
+        """Who belongs to the run, as `peer` first knows it."""
+        assert self._owner is not None
+        key = None
+        if not self._is_open:
+            seed = self._owner.identity.public_key  # any 32 bytes: here nobody guesses
+            delegation = delegate(self._owner.identity, Identity(seed).public_key, run=run)
+            key = InviteKey(seed, delegation)
+        return Invite(PROTOCOL_VERSION, run, self._owner.peer_id, (), key).members_for(peer.peer_id)
 
     def _stepped(self, step: StepRecord) -> None:
         self.steps.setdefault(step.step, step)

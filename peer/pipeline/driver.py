@@ -215,6 +215,9 @@ class PipelineDriver:
         if not self.core.takes_from(source):
             logger.debug("an activation of %s, which is not of the stage before", source[-8:])
             return
+        if self.runtime.state is None:
+            logger.debug("an activation of %s before there are weights, though we are not ready", source[-8:])
+            return
         self._check(source, microbatch)
         self._wire.check_activation(payload, source)
         if meta.stage != self.core.stage or self.core.is_first:

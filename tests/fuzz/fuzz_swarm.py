@@ -89,7 +89,12 @@ class Session:
             steps=100_000, peers=len(NAMES), stages=_LAYERS, microbatches=4, experts=4 if self._experts else 0
         )
         swarm = SimSwarm(
-            spec, tiny_corpus(), seed=self._rng.randrange(1 << 30), network=uniform(_LATENCY_S), device_flop_per_s=5e7
+            spec,
+            tiny_corpus(),
+            seed=self._rng.randrange(1 << 30),
+            network=uniform(_LATENCY_S),
+            device_flop_per_s=5e7,
+            is_open=False,
         )
         for name in NAMES:
             swarm.launch(name)
@@ -164,7 +169,8 @@ class Session:
 
     def _sealed(self, swarm: SimSwarm, thief: str, message: msgspec.Struct) -> bytes:
         if thief in swarm.nodes:
-            return swarm.nodes[thief].endpoint._seal("call", message)
+            endpoint = swarm.nodes[thief].endpoint
+            return endpoint._seal("call", message, endpoint.members.certificate)
         node = next(iter(swarm.nodes.values()))
         return node.endpoint.seals.seal(
             swarm.world.peers[thief].identity,

@@ -9,7 +9,6 @@ import itertools
 import tempfile
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import suppress
 from functools import cache
 from pathlib import Path, PurePosixPath
 from random import Random
@@ -30,7 +29,7 @@ from shoal.peer.pipeline.state import LayerState
 from shoal.peer.snapshot import _Manifest, read_newest, write_snapshot
 from shoal.peer.snapshot_name import MANIFEST, SnapshotName
 from shoal.protocol import messages
-from shoal.protocol.access import Gate
+from shoal.protocol.access import Gate, Verdict
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.envelope import Domain, Envelope, seal, unseal
 from shoal.protocol.errors import InviteError, LocalError, RemoteError, ShoalError
@@ -38,11 +37,10 @@ from shoal.protocol.frames import CreditWindow, FrameAssembler, FrameType, decod
 from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.invite import PREFIX, Invite, InviteKey, make_invite, parse_invite
 from shoal.protocol.limits import PROTOCOL_VERSION
-from shoal.protocol.membership import Members, Standing
+from shoal.protocol.membership import Certificate, Members, Standing, certify, delegate, open_certificate
 from shoal.protocol.plan import Mandate, Plan, PlanShape, open_link, open_plan, plan_flaw, sign_mandate, sign_plan
 from shoal.protocol.ports import CallHandler, FrameHandler
 from shoal.protocol.sim.disk import SimDisk
-from shoal.protocol.sim.trust import OpenGate
 from shoal.protocol.spec import ModelSpec, RunSpec, SwarmSpec, encode_spec, load_spec, run_id
 from shoal.protocol.topology import NetworkFile
 
@@ -53,6 +51,40 @@ OWNER, VICTIM = SOMEBODY[0], SOMEBODY[1]
 SPEC = tiny_spec(steps=1000, peers=4, stages=2)
 RUN = run_id(SPEC, OWNER.peer_id)
 _DOMAINS: Sequence[Domain] = ("call", "reply", "record", "plan", "mandate", "hello")
+
+
+@cache
+def invite_keys() -> tuple[InviteKey, ...]:
+    """What the owner has given out: to train, to look on, for a while."""
+    terms: tuple[tuple[int, int, bool], ...] = ((0, 0, True), (0, 0, False), (2_000_000_000, 5, True))
+    return tuple(
+        InviteKey(seed, delegate(OWNER, Identity(seed).public_key, run=RUN, expires_s=at, seats=seats, may_train=train))
+        for seed, (at, seats, train) in zip((b"a" * 32, b"b" * 32, b"c" * 32), terms, strict=True)
+    )
+
+
+@cache
+def certificate_of(member: PeerID, number: int = 0) -> bytes:
+    """A sound one."""
+    key = invite_keys()[number]
+    return certify(Identity(key.seed), key.delegation, member, run=RUN)
+
+
+def nearly_certificate(choices: Choices, member: PeerID) -> bytes:
+    """Mostly sound; else changed, another's, or made up."""
+    if not choices.chance(4):
+        return certificate_of(member, choices.below(3))
+    if choices.below(2):
+        return choices.flip(certificate_of(choices.pick(SOMEBODY).peer_id, choices.below(3)))
+    seen: Known = {
+        "key": [Identity(key.seed).public_key for key in invite_keys()],
+        "delegation": [msgspec.to_builtins(key.delegation, builtin_types=(bytes,)) for key in invite_keys()],
+        "signature": [invite_keys()[0].delegation.signature, bytes(64)],
+    }
+    try:
+        return make(choices, Certificate, seen)
+    except OverflowError:
+        return b""
 
 
 @cache
@@ -154,6 +186,23 @@ def envelopes(data: bytes) -> None:
     assert opened.run == RUN
 
 
+def certificates(data: bytes) -> None:
+    """What somebody shows to be let in."""
+    choices = Choices(data)
+    member = choices.pick(SOMEBODY).peer_id
+    shown = choices.flip(nearly_certificate(choices, member))
+    members = Members(RUN, OWNER.peer_id, wall_s=lambda: 1.9e9 + choices.below(1 << 32))
+    with contextlib.suppress(RemoteError):
+        open_certificate(shown, run=RUN, owner=OWNER.peer_id, member=member)
+    with contextlib.suppress(RemoteError):
+        members.show(member, shown)
+    members.why_not_enter(member, [somebody.peer_id for somebody in SOMEBODY])
+    members.exclude([choices.take(32), choices.pick(SOMEBODY).public_key])
+    sound = {certificate_of(member, number) for number in range(len(invite_keys()))}
+    if members.standing(member) > Standing.STRANGER and member != OWNER.peer_id:
+        assert shown in sound or msgspec.msgpack.encode(msgspec.msgpack.decode(shown)) in sound, "a forged certificate"
+
+
 class _Ear:
     """A transport that only remembers who listens."""
 
@@ -171,10 +220,20 @@ def members_of(union: UnionType) -> tuple[type[msgspec.Struct], ...]:
     return get_args(union)
 
 
+class _MembersGate(Gate):
+    """Lets every member send everything, as under a plan that makes all of them mates."""
+
+    def __init__(self) -> None:
+        super().__init__(Members(RUN, OWNER.peer_id), VICTIM.peer_id)
+
+    def verdict(self, source: PeerID, kind: type) -> Verdict:
+        return Verdict.ALLOWED if self.members.standing(source) is Standing.MEMBER else Verdict.REFUSED
+
+
 @cache
 def _endpoint() -> _Ear:
     ear = _Ear(VICTIM.peer_id)
-    endpoint = Endpoint(VICTIM, ear, run=RUN, gate=OpenGate())  # type: ignore[arg-type]
+    endpoint = Endpoint(VICTIM, ear, run=RUN, gate=_MembersGate())  # type: ignore[arg-type]
 
     async def answer(source: PeerID, message: Any) -> msgspec.Struct:
         return messages.Done()
@@ -207,8 +266,12 @@ def calls(data: bytes) -> None:
     source = choices.pick(SOMEBODY)
     body = choices.flip(make(choices, choices.pick(members_of(messages.Message)), known()))
     number = 0 if choices.chance(50) else next(_numbers)
-    request = choices.flip(seal(source, "call", run=RUN, term=1, sequence=number, body=body))
-    reply = _finish(_endpoint().on_call(source.peer_id, request))
+    shown = nearly_certificate(choices, source.peer_id) if choices.below(2) else b""
+    request = choices.flip(seal(source, "call", run=RUN, term=1, sequence=number, body=body, certificate=shown))
+    try:
+        reply = _finish(_endpoint().on_call(source.peer_id, request))
+    except RemoteError:
+        return  # a stranger gets no answer
     unseal(reply, "reply", run=RUN, source=VICTIM.peer_id)
 
 
@@ -288,29 +351,11 @@ def _gate() -> tuple[Any, list[bytes]]:
 
     from shoal.protocol.live.guard import RecordGate
 
-    members = Gate(Members(RUN, OWNER.peer_id), VICTIM.peer_id)
-    rules = {DHTID.generate(source=key).to_bytes(): rule for key, rule in record_rules(members).items()}
+    rules = {
+        DHTID.generate(source=key).to_bytes(): rule
+        for key, rule in record_rules(Gate(Members(RUN, OWNER.peer_id), VICTIM.peer_id)).items()
+    }
     return RecordGate(rules), [*rules, b"\x01" * 20]
-
-
-@cache
-def _certificates() -> dict[PeerID, bytes]:
-    """Good ones."""
-    key = InviteKey.make(OWNER, run=RUN)
-    invite = Invite(PROTOCOL_VERSION, RUN, OWNER.peer_id, (), key)
-    return {peer.peer_id: invite.certificate_of(peer.peer_id) or b"\x92" for peer in SOMEBODY}
-
-
-def certificates(data: bytes) -> None:
-    """What a stranger or a member shows: nobody becomes a member whom the owner's invite did not certify."""
-    choices = Choices(data)
-    members, peer = Members(RUN, OWNER.peer_id), choices.pick(SOMEBODY[1:]).peer_id
-    good = _certificates()[choices.pick(SOMEBODY).peer_id]
-    shown = choices.pick((choices.flip(good), good[: choices.below(len(good))], choices.flip(choices.flip(good))))
-    with suppress(RemoteError):
-        members.show(peer, shown)
-    if members.standing(peer) is Standing.MEMBER:
-        assert shown == _certificates()[peer]
 
 
 def records(data: bytes) -> None:
@@ -321,9 +366,9 @@ def records(data: bytes) -> None:
     gate, keys = _gate()
     signer = choices.pick(SOMEBODY)
     body = choices.flip(make(choices, choices.pick(members_of(messages.Record)), known()))
-    shown = choices.flip(_certificates()[signer.peer_id]) if choices.chance(2) else b""
-    value = seal(signer, "record", run=RUN, term=0, sequence=choices.below(4), body=body, certificate=shown)
-    value = choices.flip(value)
+    shown = nearly_certificate(choices, signer.peer_id)
+    sequence = choices.below(4)
+    value = choices.flip(seal(signer, "record", run=RUN, term=0, sequence=sequence, body=body, certificate=shown))
     if choices.chance(4):
         value = seal_spec(OWNER, SPEC)
     subkey = choices.flip(msgspec.msgpack.encode(signer.peer_id))
@@ -431,7 +476,7 @@ def _invites() -> list[str]:
     return [
         make_invite(RUN, OWNER.peer_id, [f"{place}/p2p/{VICTIM.peer_id}" for place in places[:n]], key)
         for n in (1, 2, 3)
-        for key in (None, InviteKey.make(OWNER, run=RUN))
+        for key in (None, invite_keys()[n - 1])
     ]
 
 
@@ -522,10 +567,10 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     for target in (
         frames,
         envelopes,
+        certificates,
         calls,
         frame_metas,
         plans,
-        certificates,
         records,
         directory_bytes,
         spec_records,

@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import logging
 import os
 import signal
 import statistics
@@ -28,6 +29,7 @@ from typing import Any
 
 import msgspec
 import psutil
+from blake3 import blake3
 from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.routing import DHTID
 from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID as HivemindPeerID
@@ -43,6 +45,7 @@ from shoal.protocol.invite import Invite, parse_invite, split_address
 from shoal.protocol.limits import PROTOCOL_VERSION
 from shoal.protocol.live.about import ABOUT_NAME
 from shoal.protocol.live.daemon import Daemon
+from shoal.protocol.live.transport import _NAME_BYTES
 from shoal.protocol.plan import Member, Plan, Stage, sign_plan
 
 STEPS_KEPT_MIN = 0.9
@@ -162,6 +165,12 @@ class Swarm:
         self.look()
         return min(self._committed.values()) if len(self._committed) == STAGES else 0
 
+    @property
+    def coordinators(self) -> frozenset[str]:
+        """Who has coordinated so far."""
+        peers = {event["peer"]: p.name for p in self.processes for event in p.seen if event["event"] == "Joined"}
+        return frozenset(peers.get(event["coordinator"], "") for event in self.obeyed)
+
     def ended(self) -> list[str]:
         return [process.name for process in self.processes if process.popen.poll() is not None]
 
@@ -202,6 +211,8 @@ class Window:
     """Mean over its last half."""
     files: dict[str, int]
     """At most."""
+    coordinators: frozenset[str]
+    """Who had coordinated until its end."""
 
 
 async def watch(swarm: Swarm, seconds: float) -> Window:
@@ -218,6 +229,7 @@ async def watch(swarm: Swarm, seconds: float) -> Window:
         steps_per_s=(swarm.steps() - before) / (time.monotonic() - begun_s),
         megabytes={name: statistics.mean(sample[name][0] for sample in late) for name in names},
         files={name: max(sample[name][1] for sample in late) for name in names},
+        coordinators=swarm.coordinators,
     )
 
 
@@ -241,7 +253,8 @@ class Stranger:
         )
         self._numbers = itertools.count(int(time.time() * 1e6))
         self._held: list[Any] = []
-        prefix = f"/shoal/{PROTOCOL_VERSION}/{run}"
+        # As `LiveTransport` names them; libp2p tells these names to everybody who connects.
+        prefix = f"/shoal/{PROTOCOL_VERSION}/{blake3(run.encode()).hexdigest(length=_NAME_BYTES)}"
         self.call_name, self.frames_name = f"{prefix}/call", f"{prefix}/frames"
 
     @property
@@ -395,7 +408,8 @@ async def last_term(known: Known, victim: PeerID) -> None:
 async def end_of_run(known: Known, victim: PeerID) -> None:
     """3: the last step is done, says a heartbeat."""
     report = m.ValidationReport(step=1_000_000, loss=0.1, microbatches=8)
-    beat = _heartbeat(known.stranger, version=1_000_000, done=True, validations=(report,), stage=0)
+    ends = tuple((victim, bytes(64)) for victim in known.victims)
+    beat = _heartbeat(known.stranger, version=1_000_000, end=bytes(64), ends=ends, validations=(report,), stage=0)
     await known.stranger.call("end_of_run", victim, beat)
 
 
@@ -611,6 +625,15 @@ async def go_on(attack: Callable[[Known, PeerID], Awaitable[None]], known: Known
 # --- the verdict ---
 
 
+def weight_in_peace(name: str, swarm: Swarm, peace: Window) -> float:
+    """Megabytes that `name` should have. Who has coordinated for the first time since the first peace has loaded
+    the planner, so it is compared with the heaviest of those who had."""
+    base = peace.megabytes[name]
+    if name in swarm.coordinators - peace.coordinators:
+        return max([base, *(peace.megabytes[other] for other in peace.coordinators if other in peace.megabytes)])
+    return base
+
+
 def flaws(swarm: Swarm, peace: Window, war: Window, strangers: Sequence[Stranger]) -> list[str]:
     found = [f"{name} has ended" for name in swarm.ended()]
     theirs = {stranger.me for stranger in strangers}
@@ -620,7 +643,8 @@ def flaws(swarm: Swarm, peace: Window, war: Window, strangers: Sequence[Stranger
     if kept < STEPS_KEPT_MIN:
         found.append(f"only {kept:.2f} of the steps/s are left")
     for name in sorted(peace.megabytes.keys() & war.megabytes.keys()):
-        memory, files = war.megabytes[name] / peace.megabytes[name], war.files[name] / peace.files[name]
+        memory = war.megabytes[name] / weight_in_peace(name, swarm, peace)
+        files = war.files[name] / peace.files[name]
         if memory > GROWTH_MAX:
             found.append(f"{name} has grown to {memory:.2f} of its memory, {war.megabytes[name]:.0f} MB")
         if files > GROWTH_MAX:
@@ -688,6 +712,7 @@ def main() -> int:
     parser.add_argument("--only", action="append", choices=[*ATTACKS], help="these attacks alone")
     parser.add_argument("--folder", type=Path, default=None, help="keep what the peers have written there")
     arguments = parser.parse_args()
+    logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of each stream that a peer has hung up on
     with contextlib.ExitStack() as stack:
         folder = arguments.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         folder.mkdir(parents=True, exist_ok=True)

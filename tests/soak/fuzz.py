@@ -17,6 +17,7 @@ HERE = Path(__file__).parent
 ENGINE = HERE.parent / "fuzz" / "fuzz_engine.py"
 SHARES = {
     "frames": 1_700_000,
+    "certificates": 300_000,
     "envelopes": 2_000_000,
     "frame_metas": 2_000_000,
     "directory_bytes": 1_000_000,
@@ -24,7 +25,6 @@ SHARES = {
     "calls": 700_000,
     "plans": 500_000,
     "invites": 300_000,
-    "certificates": 300_000,
     "spec_records": 150_000,
     "networks": 150_000,
     "run_specs": 100_000,

@@ -1,0 +1,35 @@
+"""What comes before a replica has weights is not computed, whoever sends it."""
+
+import pytest
+
+from shoal.deploy.simulate.swarm import SimSwarm
+from shoal.deploy.simulate.tiny_run import tiny_corpus, tiny_spec
+from shoal.protocol.messages import Activation
+from shoal.protocol.sim.loop import run
+from shoal.protocol.sim.network import uniform
+
+pytestmark = pytest.mark.sim
+
+
+def test_an_activation_before_there_are_weights_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by the fuzzer: it was run, and the process ended with an AssertionError."""
+
+    async def scenario() -> None:
+        swarm = SimSwarm(tiny_spec(steps=1000, peers=2, stages=2), tiny_corpus(), seed=1, network=uniform(0.01))
+        for name in "ab":
+            swarm.launch(name)
+        await swarm.until(lambda: len(swarm.steps) > 1)
+        node = next(node for node in swarm.nodes.values() if node.peer.replica and node.peer.replica.stage == 1)
+        sender = next(other.peer_id for other in swarm.nodes.values() if other is not node)
+        driver = node.peer.replica.pipeline  # type: ignore[union-attr]
+        early = Activation(stage=1, step=driver.version + 900, index=0)  # not runnable: it would be held
+        payload = bytes(2 * 32 * 32 * 4 + 2 * 32 * 4)
+        held = driver.core.num_waiting
+        state, driver.runtime.state = driver.runtime.state, None
+        await driver._on_activation(sender, early, payload)
+        assert driver.core.num_waiting == held
+        driver.runtime.state = state
+        await driver._on_activation(sender, early, payload)
+        assert driver.core.num_waiting == held + 1, "with weights it waits for its step"
+
+    run(scenario())
