@@ -147,10 +147,22 @@ def _second_listener(version: int, host: str, port: int) -> socket.socket:
         listener.bind((host, port))
         listener.listen(0)
         _divert(listener, version, ())
+        _send_away_whoever_came(listener)
     except BaseException:
         listener.close()
         raise
     return listener
+
+
+def _send_away_whoever_came(listener: socket.socket) -> None:
+    """Between `listen` and the program the kernel gave every other connection to us: reset at once they dial again,
+    while in our queue they would hang."""
+    listener.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            came, _ = listener.accept()
+            came.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            came.close()
 
 
 def _divert(listener: socket.socket, version: int, networks: Iterable[Network]) -> None:
