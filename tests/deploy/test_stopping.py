@@ -20,6 +20,8 @@ def test_a_run_goes_on_where_it_was_with_the_commands_of_yesterday(world: Any) -
     """The host gets Ctrl-C, the volunteer is logged out; no snapshot was due before."""
     spec = world.spec(100_000)
     spec.write_text(spec.read_text().replace("snapshot_interval_steps = 5", "snapshot_interval_steps = 0"))
+    for name in ("host", "guest"):
+        (world.folder / name).mkdir(mode=0o755)
     common = ("--listen", "127.0.0.1:0", "--threads", "1", "--json", "--limit", "compute_share=0.2", "--state-dir")
     hosting = ("host", spec, *common, world.folder / "host")
     host = world.shoal(*hosting)
@@ -34,6 +36,11 @@ def test_a_run_goes_on_where_it_was_with_the_commands_of_yesterday(world: Any) -
     assert (host.wait(60), guest.wait(60)) == (0, 0)
     assert "saved" in host.output
     assert "saved" in guest.output
+    # Both folders were there before, open to everybody, as an older shoal or a person makes them.
+    places = [world.folder / name for name in ("host", "guest", "state/shoal")]
+    written = [path for place in places for path in (place, *place.rglob("*"))]
+    assert any(path.name.endswith(".safetensors") for path in written)
+    assert [path for path in written if path.lstat().st_mode & 0o077] == [], "for others to read"
 
     first = world.shoal(*joining)
     first.line('{"event":"Note","text":"nobody else of the run is up yet')
