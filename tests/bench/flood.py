@@ -18,6 +18,7 @@ import argparse
 import asyncio
 import json
 import os
+import resource
 import socket
 import ssl
 import statistics
@@ -256,6 +257,8 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # Go's programs, as the daemon is, do so by themselves
     if sys.argv[1:2] == ["member"]:
         run(member(Path(sys.argv[2])))
         return
