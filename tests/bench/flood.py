@@ -38,6 +38,7 @@ from shoal.protocol.errors import Unreachable
 from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.live.run import run
 from shoal.protocol.live.transport import LiveTransport, _hivemind_id
+from shoal.protocol.sim.trust import everybody
 
 ATTACKS = ("peace", "opened", "hello", "idle", "stuck", "all")
 GOAL_MS = 250.0
@@ -56,7 +57,7 @@ TIMEOUT_S = 10.0
 
 
 async def member(folder: Path) -> None:
-    transport = await LiveTransport.start(Identity.generate(), run=RUN, state_dir=folder)
+    transport = await LiveTransport.start(Identity.generate(), members=everybody(RUN), state_dir=folder)
 
     async def echo(_source: PeerID, request: bytes) -> bytes:
         return request
@@ -209,7 +210,9 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         told = json.loads(await asyncio.to_thread(flooded.stdout.readline))  # type: ignore[union-attr]
         daemon, port = psutil.Process(told["daemon"]), int(told["addresses"][0].split("/")[4])
         callers = [
-            await LiveTransport.start(Identity.generate(), run=RUN, state_dir=folder / f"caller-{number}")
+            await LiveTransport.start(
+                Identity.generate(), members=everybody(RUN), state_dir=folder / f"caller-{number}"
+            )
             for number in range(2)
         ]
 
