@@ -34,15 +34,19 @@ candidate could outbid: a term far above all we know of is believed of who insis
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
 
+from shoal.coordinator.exclusions import Exclusions
 from shoal.coordinator.kept_links import KeptLinks
+from shoal.protocol.errors import RemoteError
+from shoal.protocol.exclusion import open_exclusion
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import ERA_JUMP_MAX, SEQUENCE_JUMP_MAX, TERM_JUMP_MAX, TERM_MAX
-from shoal.protocol.plan import SignedPlan, vote_body
+from shoal.protocol.plan import Plan, SignedPlan, vote_body
 
 Holds = Callable[[PeerID, bytes, bytes], bool]
 """(signer, signature, body of a `vote` statement) -> whether the signer has said so."""
@@ -98,10 +102,12 @@ class PlanChain:
     Args:
         owner: who makes plan (1, 1) alone.
         holds: checks the signature of a vote.
+        holds_order: checks a signature under an order of exclusion.
     """
 
-    def __init__(self, run: str, *, owner: PeerID, holds: Holds) -> None:
+    def __init__(self, run: str, *, owner: PeerID, holds: Holds, holds_order: Holds) -> None:
         self.run, self._owner, self._holds = run, owner, holds
+        self.exclusions = Exclusions(owner=owner, holds=holds_order, plans=self._recent)
         self.links = KeptLinks()
         self.live: SignedPlan | None = None
         self.granted_term = 0
@@ -163,6 +169,9 @@ class PlanChain:
         flaw = link_flaw(plan, self.live)
         if flaw:
             return Vote(accepted=False, reason=flaw)
+        known = set(self.live.plan.exclusions)
+        if not all(self.exclusions.proves(order) for order in plan.plan.exclusions if order not in known):
+            return Vote(accepted=False, reason=f"plan {plan.plan.order} excludes somebody without an order that holds")
         if plan.plan.term > term or (plan.plan.term == term and plan.plan.coordinator != source):
             return Vote(accepted=False, reason=f"plan {plan.plan.order} is not the offerer's in term {term}")
         voted = self.accepted
@@ -202,6 +211,7 @@ class PlanChain:
         self.live = plan
         self.links.add(plan)
         self._remember(plan)
+        self.exclusions.obeyed(plan.plan)
         self.accepted, self.accepted_term = None, 0
         if plan.plan.term >= self.granted_term or plan.plan.reign > reign:
             # A grant of this very term to somebody else is void: that candidate cannot have a majority any more. And
@@ -236,6 +246,10 @@ class PlanChain:
         digests = f"{known.digest}, which we obeyed, and {plan.digest}"
         return Adoption(False, f"two plans of order {height[1:]} are live: {digests}")
 
+    def _recent(self) -> tuple[SignedPlan, ...]:
+        """The live plan and the one before it."""
+        return tuple(plan for plan in (self.live, self.links.before_last) if plan is not None)
+
     def record(self) -> ChainRecord:
         return ChainRecord(
             run=self.run,
@@ -263,6 +277,8 @@ class PlanChain:
         """
         assert record.run == self.run
         self.live, self.accepted, self.accepted_term = live, accepted, record.accepted_term
+        if live is not None:
+            self.exclusions.obeyed(live.plan)
         if record.granted_term < TERM_MAX:
             self.granted_term, self.granted_to = record.granted_term, record.granted_to
         for plan in (mandated, before, live):
@@ -307,7 +323,18 @@ def link_flaw(plan: SignedPlan, base: SignedPlan) -> str:
         return f"era {new.era} does not follow {old.era}"
     if new.era == old.era and (new.restore_era, new.restore_version) != (old.restore_era, old.restore_version):
         return f"era {new.era} has begun elsewhere"
+    if new.exclusions != old.exclusions and not _keys_of(new) >= _keys_of(old):
+        return f"plan {new.order} lets somebody back in who is excluded"
     return ""
+
+
+def _keys_of(plan: Plan) -> frozenset[bytes]:
+    """Whom the plan's orders name. What cannot be read names nobody."""
+    keys: set[bytes] = set()
+    for order in plan.exclusions:
+        with suppress(RemoteError):
+            keys.update(open_exclusion(order, plan.coordinator).keys)
+    return frozenset(keys)
 
 
 def proof_flaw(plan: SignedPlan, base: SignedPlan, *, owner: PeerID, holds: Holds) -> str:

@@ -28,6 +28,7 @@ from shoal.coordinator.events import (
     Beat,
     Command,
     Event,
+    Expelled,
     HeadFound,
     Leaving,
     LookUp,
@@ -214,6 +215,10 @@ class CoordinationCore:
             case Leaving():
                 self._leaving = True
                 self._tenure.hasten(now_s)
+            case Expelled():
+                for peer in event.peers:
+                    self.governor.roster.leave(peer)
+                self._tick_at_s = now_s
             case TimerFired():
                 return self._timer_fired(now_s)
         return []

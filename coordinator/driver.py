@@ -24,6 +24,7 @@ from shoal.coordinator.events import (
     Beat,
     Command,
     Event,
+    Expelled,
     HeadFound,
     Leaving,
     LookUp,
@@ -48,6 +49,7 @@ from shoal.coordinator.store import PlanStore
 from shoal.coordinator.word import Word
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused, RemoteError, ShoalError, Unreachable
+from shoal.protocol.exclusion import Exclusion, exclusion_body, open_exclusion
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import CALL_TIMEOUT_S, LINKS_PER_REPLY_MAX
 from shoal.protocol.messages import (
@@ -55,6 +57,7 @@ from shoal.protocol.messages import (
     ChainLinks,
     ChainRequest,
     Done,
+    Exclude,
     HandOver,
     Heartbeat,
     HeartbeatReply,
@@ -79,6 +82,8 @@ logger = logging.getLogger(__name__)
 
 REFUSED_TIMEOUTS = 0.9
 """A call that fails within this share of its timeout was turned away."""
+FAREWELL_HEARTBEATS = 0.5
+"""For telling members that they are excluded, before nobody talks to them any more."""
 LEAVE_HEARTBEATS = 10.0
 """How long a leaving coordinator tries to give the role away: two heirs' patience."""
 
@@ -138,12 +143,15 @@ class Coordination:
         def holds_end(signer: PeerID, signature: bytes, body: bytes) -> bool:
             return seals.statement_holds(signer, signature, "end", run=run, body=body)
 
+        def holds_order(signer: PeerID, signature: bytes, body: bytes) -> bool:
+            return seals.statement_holds(signer, signature, "exclusion", run=run, body=body)
+
         self._core = CoordinationCore(
             run=endpoint.run,
             me=endpoint.peer_id,
             owner=owner,
             spec=spec,
-            chain=PlanChain(run, owner=owner, holds=holds),
+            chain=PlanChain(run, owner=owner, holds=holds, holds_order=holds_order),
             governor=Governor(run=endpoint.run, spec=spec, allocator=allocator),
             sign=lambda plan: sign_plan(identity, plan),
             vouch=lambda body: seals.sign_statement(identity, "vote", run=run, body=body),
@@ -217,12 +225,31 @@ class Coordination:
         for kind in (Heartbeat, TermRequest, PlanOffer, PlanLive, HandOver, Leave, Ping, StandingRequest, Reset):
             self._endpoint.on(kind, self._answer)
         self._endpoint.on(ChainRequest, self._answer)
+        self._endpoint.on(Exclude, self._answer_exclude)
         self._enquiry.serve()
         self._spawn(self._look_up())
         self._spawn(self._notices.meet())
         if self.plan is None and self._core.owner == self._endpoint.peer_id:
             self._spawn(self._searcher.prepare())  # while the others arrive
         self._feed(TimerFired())
+
+    def exclude(self, order: Exclusion) -> None:
+        """Bring an order to everybody, or our vote for one, and go by it from now on if it holds."""
+        if self._core.chain.exclusions.note(order):
+            self._spawn(self._put_out(order))
+        else:
+            self._spread(order.encode())
+
+    def vote_out(self, keys: Iterable[bytes]) -> None:
+        """Vote, as an elector of the plan that we obey, for excluding these keys. They are once a majority has."""
+        live = self._core.chain.live
+        if live is None or self._endpoint.peer_id not in live.plan.electors:
+            return
+        ordered, identity = tuple(sorted(set(keys))), self._endpoint.identity
+        body = exclusion_body(ordered, live.digest)
+        signature = self._endpoint.seals.sign_statement(identity, "exclusion", run=self._endpoint.run, body=body)
+        at = live.plan.electors.index(self._endpoint.peer_id)
+        self.exclude(Exclusion(ordered, base=live.digest, votes=((at, signature),)))
 
     async def close(self, leave: bool) -> None:
         """Stop. With `leave`, first give the role away if it is here, and tell the coordinator not to wait for us."""
@@ -238,6 +265,46 @@ class Coordination:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    # --- exclusion ---
+
+    async def _answer_exclude(self, source: PeerID, message: Exclude) -> msgspec.Struct:
+        order = open_exclusion(message.order, source)
+        if self._core.chain.exclusions.note(order):
+            logger.warning("%d keys are excluded from the run, says %s", len(order.keys), source[-8:])
+            self._expel()
+            self._spread(message.order)
+        return Done()
+
+    async def _put_out(self, order: Exclusion) -> None:
+        """First those whom it concerns hear of it: in a moment nobody talks to them any more."""
+        members, keys = self._endpoint.members, frozenset(order.keys)
+        plan = self._core.plan
+        leaving = [peer for peer in (plan.members if plan else ()) if members.is_among(peer, keys)]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FAREWELL_HEARTBEATS * self._spec.swarm.heartbeat_s):
+                await asyncio.gather(*(self._tell(peer, Exclude(order=order.encode())) for peer in leaving))
+        self._expel()
+        self._spread(order.encode())
+
+    def _expel(self) -> None:
+        """From now on those who are excluded are nobody here."""
+        members = self._endpoint.members
+        members.exclude(self._core.chain.exclusions.keys)
+        known = {*self._core.governor.roster.presences, *(self._core.plan.members if self._core.plan else ())}
+        out = tuple(sorted(filter(members.is_excluded, known)))
+        if out:
+            self._feed(Expelled(peers=out))
+
+    def _spread(self, order: bytes) -> None:
+        """Tell everybody of the plan."""
+        for peer in self._core.plan.members if self._core.plan is not None else ():
+            if peer != self._endpoint.peer_id:
+                self._spawn(self._tell(peer, Exclude(order=order)))
+
+    async def _tell(self, peer: PeerID, message: msgspec.Struct) -> None:
+        with contextlib.suppress(Unreachable, Refused, RemoteError):
+            await self._endpoint.ask(peer, message, Done, timeout_s=self._timeout_s)
 
     # --- the core ---
 
@@ -287,6 +354,9 @@ class Coordination:
         self._endpoint.term = plan.term
         logger.info("plan %d of term %d: %s", plan.sequence, plan.term, plan.reason)
         self._moved_on.set()
+        self._expel()
+        for order in self._core.chain.exclusions.lacks(plan):
+            self._spawn(self._tell(plan.coordinator, Exclude(order=order)))
         if self._notices.should_read(plan):
             self._spawn(self._notices.meet())
         self._on_plan(signed)

@@ -67,6 +67,13 @@ class HeadFound:
     head: PlanHead | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expelled:
+    """These peers have been excluded from the run: nothing may be planned with them."""
+
+    peers: tuple[PeerID, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class TimerFired:
     pass
@@ -88,7 +95,7 @@ class Searched:
     is_bug: bool = False
 
 
-Event = Received | Answered | Unanswered | Beat | HeadFound | TimerFired | Leaving | Searched
+Event = Received | Answered | Unanswered | Beat | HeadFound | TimerFired | Leaving | Expelled | Searched
 
 # --- commands, carried out in order ---
 

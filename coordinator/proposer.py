@@ -175,6 +175,7 @@ class Proposer:
             reason=draft.layout.reason,
             mandate=mandate,
             reign=reign if reign is not None else before.reign if before else 0,
+            exclusions=self._chain.exclusions.orders,
             experts=self._experts.place(stages, goes_on, sequence=sequence),
         )
         return self._sign(plan)

@@ -16,7 +16,8 @@ from shoal.deploy.commands.doctor import doctor
 from shoal.deploy.commands.export import export
 from shoal.deploy.commands.generate import generate
 from shoal.deploy.commands.import_ import import_
-from shoal.deploy.commands.invite import invite
+from shoal.deploy.commands.invite import exclude, invite, new, revoke
+from shoal.deploy.commands.invite import list_ as list_invites
 from shoal.deploy.commands.leave import leave
 from shoal.deploy.commands.options import EXIT_INTERRUPTED, EXIT_USER_ERROR, examples_of
 from shoal.deploy.commands.pause import pause, resume
@@ -89,7 +90,7 @@ for command in (
     demo,
     host,
     join,
-    invite,
+    exclude,
     leave,
     pause,
     resume,
@@ -119,6 +120,13 @@ runs = typer.Typer(rich_markup_mode=None, help="The runs that this machine has h
 runs.callback(invoke_without_command=True, epilog=examples_of(list_))(list_)
 runs.command(cls=_Command, epilog=examples_of(remove))(remove)
 app.add_typer(runs, name="runs")
+
+invites = typer.Typer(rich_markup_mode=None, help="Print an invite to the run that is up here, make or revoke others.")
+invites.callback(invoke_without_command=True, epilog=examples_of(invite))(invite)
+invites.command(cls=_Command, epilog=examples_of(new))(new)
+invites.command("list", cls=_Command, epilog=examples_of(list_invites))(list_invites)
+invites.command(cls=_Command, epilog=examples_of(revoke))(revoke)
+app.add_typer(invites, name="invite")
 
 service = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="A peer that starts with this user.")
 service.command(cls=_Command, epilog=examples_of(install))(install)

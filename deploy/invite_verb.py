@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from shoal.deploy.known_peers import whom_to_name
-from shoal.protocol.invite import Invite, split_address
+from shoal.protocol.invite import Invite, InviteKey, split_address
 from shoal.protocol.live.transport import LiveTransport, dialable
 
 
@@ -22,11 +22,19 @@ class InviteVerb:
 
     async def answer(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """`peers`: how many to name, us included. In return: the invite, the run, and how many it names."""
-        connected, known = await self._transport.connected(), self._transport.known()
-        others = {peer: dialable(known[peer]) for peer in connected if peer in known}
-        addresses = whom_to_name(self._transport.addresses(), others, num_peers=int(arguments.get("peers", 1)))
+        addresses = await self._addresses(int(arguments.get("peers", 1)))
         return {
             "invite": msgspec.structs.replace(self._invite, addresses=addresses).encode(),
             "run": self._invite.run,
             "peers": len({split_address(address)[1] for address in addresses}),
         }
+
+    async def _addresses(self, num_peers: int) -> tuple[str, ...]:
+        connected, known = await self._transport.connected(), self._transport.known()
+        others = {peer: dialable(known[peer]) for peer in connected if peer in known}
+        return whom_to_name(self._transport.addresses(), others, num_peers=num_peers)
+
+    async def with_key(self, key: InviteKey, num_peers: int) -> str:
+        """The same way in, with another key."""
+        addresses = await self._addresses(num_peers)
+        return msgspec.structs.replace(self._invite, addresses=addresses, key=key).encode()

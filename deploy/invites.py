@@ -11,13 +11,15 @@ from pathlib import PurePosixPath
 import msgspec
 
 from shoal.protocol.errors import LocalError
-from shoal.protocol.identity import Identity
+from shoal.protocol.exclusion import Exclusion, order_exclusion
+from shoal.protocol.identity import Identity, PeerID, public_key_of
 from shoal.protocol.invite import InviteKey
+from shoal.protocol.limits import EXCLUDED_KEYS_MAX
 from shoal.protocol.ports import Disk
 
 FILE_NAME = "invites.json"
-INVITES_MAX = 1024
-"""Of one run, revoked ones included."""
+INVITES_MAX = EXCLUDED_KEYS_MAX // 2
+"""Of one run, revoked ones included: one order names all of these, and as many members."""
 DEFAULT_LASTS_S = 90 * 24 * 3600
 """How long the invite that `shoal host` prints lets newcomers in; whoever is in stays."""
 
@@ -37,6 +39,8 @@ class GivenOut(msgspec.Struct, frozen=True, kw_only=True):
 
 class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     invites: tuple[GivenOut, ...] = ()
+    excluded: tuple[PeerID, ...] = ()
+    """Members whose own keys are excluded, whatever invite they came by."""
 
 
 class InviteBook:
@@ -49,16 +53,23 @@ class InviteBook:
     def __init__(self, owner: Identity, run: str, disk: Disk, *, wall_s: Callable[[], float] = time.time) -> None:
         self._owner, self._run, self._disk, self._wall_s = owner, run, disk, wall_s
         self._path = PurePosixPath(run, FILE_NAME)
-        self._invites = self._read()
+        self._file = self._read()
 
     @property
     def all(self) -> tuple[GivenOut, ...]:
         """In the order in which they were made."""
-        return self._invites
+        return self._file.invites
+
+    @property
+    def order(self) -> Exclusion | None:
+        """What keeps all out who are to be out: revoked invites and excluded members; None: there are none."""
+        keys = {invite.key.delegation.key for invite in self.all if invite.revoked}
+        keys.update(map(public_key_of, self._file.excluded))
+        return order_exclusion(self._owner, keys, run=self._run) if keys else None
 
     def find(self, name: str) -> GivenOut:
         """By its name, or the beginning of one. Raises: LocalError: none has it, or several."""
-        found = [invite for invite in self._invites if name and invite.name.startswith(name.lower())]
+        found = [invite for invite in self.all if name and invite.name.startswith(name.lower())]
         if len(found) != 1:
             raise LocalError(f"{len(found) or 'no'} invites of this run begin with {name!r}: see `shoal invite list`")
         return found[0]
@@ -66,7 +77,7 @@ class InviteBook:
     def default(self) -> InviteKey:
         """What `shoal host` and `shoal invite` print: the first that still lets anybody in to train, or a new one."""
         now_s = self._wall_s()
-        for invite in self._invites:
+        for invite in self.all:
             terms = invite.key.delegation
             if not invite.revoked and terms.may_train and not terms.seats and terms.expires_s > now_s:
                 return invite.key
@@ -74,7 +85,7 @@ class InviteBook:
 
     def make(self, *, lasts_s: float = 0.0, seats: int = 0, may_train: bool = True) -> GivenOut:
         """A new one. `lasts_s`: 0: for ever. Raises: LocalError: a term is out of bounds, or the disk is full."""
-        if len(self._invites) >= INVITES_MAX:
+        if len(self.all) >= INVITES_MAX:
             raise LocalError(f"this run has given out {INVITES_MAX} invites already")
         expires_s = int(self._wall_s() + lasts_s) if lasts_s else 0
         try:
@@ -82,20 +93,30 @@ class InviteBook:
         except ValueError as error:
             raise LocalError(str(error)) from error
         made = GivenOut(key=key, made_s=self._wall_s())
-        self._write((*self._invites, made))
+        self._write(msgspec.structs.replace(self._file, invites=(*self.all, made)))
         return made
 
     def revoke(self, name: str) -> GivenOut:
         """Mark it; the caller excludes its key from the run. Raises: LocalError: as `find`, or the disk is full."""
         revoked = msgspec.structs.replace(self.find(name), revoked=True)
-        self._write(tuple(revoked if invite.name == revoked.name else invite for invite in self._invites))
+        invites = tuple(revoked if invite.name == revoked.name else invite for invite in self.all)
+        self._write(msgspec.structs.replace(self._file, invites=invites))
         return revoked
 
-    def _read(self) -> tuple[GivenOut, ...]:
+    def exclude(self, peer: PeerID) -> None:
+        """Note that `peer` is out for good. Raises: LocalError: it is the owner, or the disk is full."""
+        if peer == self._owner.peer_id:
+            raise LocalError("the run's owner cannot be excluded from it")
+        if len(self._file.excluded) >= INVITES_MAX:
+            raise LocalError(f"this run has excluded {INVITES_MAX} members already: revoke the invites they came by")
+        if peer not in self._file.excluded:
+            self._write(msgspec.structs.replace(self._file, excluded=(*self._file.excluded, peer)))
+
+    def _read(self) -> _File:
         try:
-            return msgspec.json.decode(self._disk.read(self._path), type=_File).invites
+            return msgspec.json.decode(self._disk.read(self._path), type=_File)
         except FileNotFoundError:
-            return ()
+            return _File()
         except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
             # Going on without it would make a second default invite, and forget which ones are revoked.
             raise LocalError(
@@ -103,13 +124,13 @@ class InviteBook:
                 "give out new invites"
             ) from error
 
-    def _write(self, invites: tuple[GivenOut, ...]) -> None:
+    def _write(self, file: _File) -> None:
         beside = self._path.with_suffix(".new")
         try:
             self._disk.make_folder(self._path.parent)
-            self._disk.write(beside, msgspec.json.format(msgspec.json.encode(_File(invites))))
+            self._disk.write(beside, msgspec.json.format(msgspec.json.encode(file)))
             self._disk.replace(beside, self._path)
             self._disk.sync_folder(self._path.parent)
         except OSError as error:
             raise LocalError(f"cannot write {self._disk.where(self._path)}: {error.strerror or error}") from error
-        self._invites = invites
+        self._file = file

@@ -31,6 +31,7 @@ from shoal.peer.pipeline.state import StageState
 from shoal.peer.pipeline.traffic import Traffic
 from shoal.protocol.access import Gate
 from shoal.protocol.endpoint import Endpoint
+from shoal.protocol.errors import LocalError
 from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.incarnation import next_incarnation
 from shoal.protocol.limits import PEER_NAME_CHARS_MAX
@@ -48,6 +49,11 @@ _LINGER_HEARTBEATS = 4.0
 """How long a peer of a run that is done still answers, and tells a new coordinator that it is: some may have missed a
 heartbeat or two."""
 _LEFT_BEHIND_HEARTBEATS = 20.0
+
+EXCLUDED = (
+    "this machine, or the invite that it came by, has been excluded from the run: its host can say why, and nothing "
+    "more will be taken from this machine or given to it"
+)
 
 logger = logging.getLogger(__name__)
 
@@ -206,6 +212,8 @@ class Node:
         while not (self.coordination.done or self._is_left_behind):
             if self.peer.failure.done():
                 self.peer.failure.result()
+            if self.endpoint.members.excludes_us(self.peer_id):
+                raise LocalError(EXCLUDED)
             if self._newer is not None:
                 return self._newer
             if self._spec_keeper is not None and self.coordination.newest_revision > self.spec.revision:

@@ -24,9 +24,11 @@ from shoal.deploy.dashboard.contribution import ContributionMeter, MeteredComput
 from shoal.deploy.dashboard.feed import RunFacts
 from shoal.deploy.doctor.split import SplitWatch
 from shoal.deploy.heap import freeze_heap, share_heap, trim_heap, trim_heap_forever
+from shoal.deploy.host_verbs import HostVerbs
 from shoal.deploy.invite_verb import InviteVerb
 from shoal.deploy.invites import InviteBook
 from shoal.deploy.joining_view import FetchWatch, JoiningView
+from shoal.deploy.knock import why_refused
 from shoal.deploy.last_seen import StandingNote
 from shoal.deploy.manners.device import memory_claim, stand_back
 from shoal.deploy.manners.keeper import Keeper, looking_at
@@ -168,6 +170,8 @@ async def join_run(invite: Invite, options: Options) -> None:
         async with _network(identity, invite, options) as network:
             view.tell("looking for the run")
             patience_s = _FIND_RUN_S if await network.transport.connected() else _FIND_ANYBODY_S
+            if reason := await why_refused(network.transport, identity):
+                raise InviteError(f"the run {invite.run} does not let this machine in: {reason}")
             known = _known(options.folder, invite)
             try:
                 spec, record = await fetch_spec(network.directory, invite, timeout_s=patience_s, known=known)
@@ -313,13 +317,21 @@ async def _train(
     keeper.install(control)
     showing.steer(pause=keeper.pause, resume=keeper.resume)
     control.on("leave", stop.leave)
-    control.on("invite", InviteVerb(network.transport, run.invite(())).answer)
+    inviting = InviteVerb(network.transport, run.invite(()))
+    control.on("invite", inviting.answer)
+
+    async def members() -> list[tuple[PeerID, str]]:
+        return [(peer.peer, peer.name) for peer in (await node.status()).peers]
+
+    host = HostVerbs(run.invites, inviting, exclude=node.coordination.exclude, members=members)
+    host.install(control)
     try:
         await control.try_start()
         here = _for_commands(network, run, told)
         with announced(here, options.folder, name=options.name, run_name=run.spec.name):
             output.say(Phase(name="measuring this machine"))
             await node.start()
+            host.apply()
             freeze_heap()
             trim_heap()  # of what reading the text and the probe needed
             stop.takes_part = True

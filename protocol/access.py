@@ -51,6 +51,7 @@ WHO_MAY: Final[Mapping[type, Role]] = {
     m.PlanLive: Role.MEMBER,
     m.ChainRequest: Role.MEMBER,
     m.ChainLinks: Role.NOBODY,
+    m.Exclude: Role.MEMBER,
     m.HandOver: Role.MEMBER,
     m.Leave: Role.MEMBER,
     m.Reset: Role.MEMBER,

@@ -34,6 +34,12 @@ CALL_TIMEOUT_S: Final = 10.0
 
 CERTIFICATE_BYTES_MAX: Final = 256
 """A member's certificate: two signatures of 64 bytes, a key of 32, and the invite's terms make 180."""
+EXCLUDED_KEYS_MAX: Final = 1024
+"""In one order: with all of them an order has 35 KiB, and every plan carries it."""
+EXCLUSION_BYTES_MAX: Final = 48 * 1024
+"""One order, with the signatures of a majority of 127 electors beside fewer keys."""
+EXCLUSIONS_MAX: Final = 16
+"""Orders that a plan carries, and others that are collecting votes: the owner's is one."""
 PLANS_SERVED: Final = 16
 """How many of the plans obeyed last give their members a place: who drains has left a plan, and during churn a plan a
 second is made."""

@@ -147,6 +147,7 @@ class Members:
         self.run, self.owner, self.certificate, self.is_open = run, owner, certificate, is_open
         self._wall_s = wall_s
         self._shown: OrderedDict[PeerID, Delegation] = OrderedDict()
+        self._own_invite = _CERTIFICATES.decode(certificate).delegation.key if certificate else b""
         self._excluded: frozenset[bytes] = frozenset()
         self.on_exclusion: list[Callable[[], None]] = []
         """Called when more keys are excluded than before."""
@@ -193,6 +194,10 @@ class Members:
 
     # --- exclusion ---
 
+    def excludes_us(self, me: PeerID) -> bool:
+        """Whether we, or all who came by our invite, have been put out of the run."""
+        return me != self.owner and (self._own_invite in self._excluded or _key_of(me) in self._excluded)
+
     @property
     def excluded(self) -> frozenset[bytes]:
         """Public keys of members and of invites."""
@@ -207,10 +212,14 @@ class Members:
                 callback()
 
     def is_excluded(self, peer: PeerID) -> bool:
-        if not self._excluded or peer == self.owner:
+        return bool(self._excluded) and self.is_among(peer, self._excluded)
+
+    def is_among(self, peer: PeerID, keys: Collection[bytes]) -> bool:
+        """Whether `keys` has the peer's own key, or that of the invite by which it came. The owner is beyond that."""
+        if peer == self.owner:
             return False
         delegation = self._shown.get(peer)
-        return _key_of(peer) in self._excluded or (delegation is not None and delegation.key in self._excluded)
+        return _key_of(peer) in keys or (delegation is not None and delegation.key in keys)
 
 
 @lru_cache(maxsize=4096)

@@ -257,6 +257,12 @@ class ChainLinks(_Message, frozen=True):
     links: tuple[bytes, ...]
 
 
+class Exclude(_Message, frozen=True):
+    """An order (`exclusion.py`) that puts keys out of the run; or one vote for such an order, to be put to others'."""
+
+    order: bytes
+
+
 class HandOver(_Message, frozen=True, kw_only=True):
     """The coordinator's last act in a term: `roster` is whom it counts alive, for the successor's first plan."""
 
@@ -707,6 +713,7 @@ Message = (
     | PlanLive
     | ChainRequest
     | ChainLinks
+    | Exclude
     | HandOver
     | Leave
     | StandingRequest

@@ -20,6 +20,8 @@ from shoal.protocol.limits import (
     ELECTED_FROM_PEERS,
     ELECTORS,
     ERA_MAX,
+    EXCLUSION_BYTES_MAX,
+    EXCLUSIONS_MAX,
     PEER_ID_CHARS_MAX,
     PEERS_MAX,
     REIGN_MAX,
@@ -97,6 +99,8 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     reign: int = 0
     """How many mandates the owner has given. It grows with a mandate only and counts before term and sequence, so that
     a mandate wins over every plan that peers may hold."""
+    exclusions: tuple[bytes, ...] = ()
+    """Orders (`exclusion.py`) that hold in the run. A successor keeps them, or orders that name as much."""
     experts: tuple[ExpertGroup, ...] = ()
     """By stage, then expert: all of them, and stages hold the rest of their layers; or none, and stages hold whole
     layers. Holders are members of the plan already, of that stage or not.
@@ -378,6 +382,8 @@ def plan_flaw(plan: Plan, shape: PlanShape) -> str | None:
         at = stage.last_layer
     if at != shape.num_layers:
         return f"it covers {at} of {shape.num_layers} layers"
+    if len(plan.exclusions) > EXCLUSIONS_MAX or sum(map(len, plan.exclusions)) > EXCLUSION_BYTES_MAX:
+        return f"{len(plan.exclusions)} exclusions, or too long ones"
     return _experts_flaw(plan, shape.num_experts)
 
 

@@ -1,43 +1,150 @@
-"""`shoal invite`: the invite of the run that is up here, with the addresses of now."""
+"""`shoal invite`: the invite of the run that is up here, with the addresses of now; others, and revoking one."""
 
+import re
 import sys
-from typing import Annotated
+import time
+from typing import Annotated, Any
 
 import typer
 
 from shoal.deploy.commands.options import Running, examples, running_here
+from shoal.deploy.words import duration
+from shoal.protocol.errors import LocalError
 from shoal.protocol.limits import ADDRESSES_MAX
 
 PEERS_NAMED = 3
 """Any of them lets a newcomer in, so that all three must be gone before an invite is worth nothing."""
+_SPAN = re.compile(r"^(\d{1,6})([mhdw])$")
+_SECONDS = {"m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+
+Peers = Annotated[int, typer.Option(min=1, max=ADDRESSES_MAX, help="How many peers to name, so that some may go.")]
+Qr = Annotated[bool, typer.Option("--qr", help="As a QR code, too.")]
+Json = Annotated[bool, typer.Option("--json", help="As JSON, with everything.")]
 
 
 @examples(
     "shoal invite  # to paste in a chat; any member's is as good as the host's",
     "shoal invite --qr  # to hold in front of a camera",
     "shoal invite --peers 1  # the shortest: only this machine's addresses",
+    "shoal invite new --uses 5 --expires 7d  # on the host: for five machines, within a week",
+    "shoal invite revoke 3f9a1c22  # on the host: whoever came by it is out",
 )
 def invite(
-    peers: Annotated[
-        int, typer.Option(min=1, max=ADDRESSES_MAX, help="How many peers to name, so that some may go.")
-    ] = PEERS_NAMED,
-    qr: Annotated[bool, typer.Option("--qr", help="As a QR code, too.")] = False,
-    state_dir: Running = None,
-    json: Annotated[bool, typer.Option("--json", help="As JSON, with the run and how many peers it names.")] = False,
+    context: typer.Context, peers: Peers = PEERS_NAMED, qr: Qr = False, state_dir: Running = None, json: Json = False
 ) -> None:
     """Print an invite to the run that is up here."""
+    if context.invoked_subcommand is not None:
+        return
     from shoal.deploy.control_socket import ask
 
-    answer = ask(running_here(state_dir), "invite", peers=peers)
+    _show(dict(ask(running_here(state_dir), "invite", peers=peers)), qr=qr, json=json)
+
+
+@examples(
+    "shoal invite new  # for as many as like, for ever",
+    "shoal invite new --uses 5 --expires 7d  # for five machines at a time, to come within a week",
+    "shoal invite new --observe  # to look on: `shoal status INVITE`",
+)
+def new(
+    uses: Annotated[int, typer.Option(min=0, max=65535, help="Machines at a time; 0: any number.")] = 0,
+    expires: Annotated[str, typer.Option(help="Until when newcomers are let in, such as 90m, 12h, 7d, 4w.")] = "",
+    observe: Annotated[bool, typer.Option("--observe", help="To look on only.")] = False,
+    peers: Peers = PEERS_NAMED,
+    qr: Qr = False,
+    state_dir: Running = None,
+    json: Json = False,
+) -> None:
+    """Make another invite, with a key and terms of its own. On the run's host."""
+    from shoal.deploy.control_socket import ask
+
+    terms: dict[str, Any] = {"lasts_s": _seconds(expires), "seats": uses, "observe": observe, "peers": peers}
+    _show(dict(ask(running_here(state_dir), "invite-new", **terms)), qr=qr, json=json)
+
+
+@examples("shoal invite list  # the terms of each, and which are revoked")
+def list_(state_dir: Running = None, json: Json = False) -> None:
+    """List the invites that this run's host has given out."""
+    from shoal.deploy.control_socket import ask
+
+    found = ask(running_here(state_dir), "invite-list")["invites"]
+    if json:
+        import msgspec
+
+        typer.echo(msgspec.json.encode(found).decode())
+        return
+    for entry in found:
+        typer.echo(_sentence(entry))
+
+
+@examples(
+    "shoal invite revoke 3f9a1c22  # a name that `shoal invite list` shows, or the beginning of one",
+)
+def revoke(
+    name: Annotated[str, typer.Argument(help="Of the invite.")], state_dir: Running = None, json: Json = False
+) -> None:
+    """Let nobody in by this invite any more, and put out who came by it."""
+    from shoal.deploy.control_socket import ask
+
+    _done(ask(running_here(state_dir), "invite-revoke", name=name), json=json)
+
+
+@examples("shoal exclude bob  # the name or the last letters of the peer's ID, as `shoal status` shows them")
+def exclude(
+    peer: Annotated[str, typer.Argument(help="Its name, or the end of its ID.")],
+    state_dir: Running = None,
+    json: Json = False,
+) -> None:
+    """Put one member out of the run for good. On the run's host."""
+    from shoal.deploy.control_socket import ask
+
+    answer = ask(running_here(state_dir), "exclude", peer=peer)
+    if json:
+        import msgspec
+
+        typer.echo(msgspec.json.encode(answer).decode())
+    else:
+        typer.echo(f"{answer['name']} ({str(answer['peer'])[-8:]}) is out of the run")
+
+
+def _seconds(text: str) -> float:
+    if not text:
+        return 0.0
+    match = _SPAN.match(text.strip().lower())
+    if match is None or not int(match[1]):
+        raise LocalError(f"{text!r} is no span of time: write 90m, 12h, 7d or 4w")
+    return float(int(match[1]) * _SECONDS[match[2]])
+
+
+def _show(answer: dict[str, Any], *, qr: bool, json: bool) -> None:
     if json:
         import msgspec
 
         typer.echo(msgspec.json.encode(answer).decode())
     else:
         typer.echo(answer["invite"])
+        if "name" in answer:
+            typer.echo(_sentence(answer), err=True)
     if qr:
         stream = sys.stderr if json else sys.stdout
         typer.echo(qr_code(str(answer["invite"]), coloured=stream.isatty()), file=stream, color=True)
+
+
+def _done(answer: Any, *, json: bool) -> None:
+    if json:
+        import msgspec
+
+        typer.echo(msgspec.json.encode(answer).decode())
+    else:
+        typer.echo(_sentence(dict(answer)))
+
+
+def _sentence(entry: dict[str, Any]) -> str:
+    """An invite's terms in words."""
+    left_s = entry["expires_s"] - time.time()
+    ends = "never expires" if not entry["expires_s"] else f"expires in {duration(left_s)}" if left_s > 0 else "expired"
+    seats = f"{entry['seats']} machines at a time" if entry["seats"] else "any number of machines"
+    rights = "to look on" if entry["observe"] else "to train"
+    return f"{entry['name']}  {rights}, {seats}, {ends}{', REVOKED' if entry['revoked'] else ''}"
 
 
 def qr_code(text: str, *, coloured: bool) -> str:

@@ -319,4 +319,4 @@ def make_unsigned() -> Callable[[Plan], SignedPlan]:
 @pytest.fixture(scope="session")
 def make_chain() -> Callable[..., PlanChain]:
     """make_chain(run="run", owner="a"): it believes who votes `yes`."""
-    return lambda run="run", owner="a": PlanChain(run, owner=PeerID(owner), holds=believe)
+    return lambda run="run", owner="a": PlanChain(run, owner=PeerID(owner), holds=believe, holds_order=believe)

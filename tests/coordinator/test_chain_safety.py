@@ -83,7 +83,7 @@ class Bag:
 
     def begin(self, members) -> None:
         for peer in PEERS:
-            self.chains[peer] = PlanChain("run", owner=OWNER, holds=believe)
+            self.chains[peer] = PlanChain("run", owner=OWNER, holds=believe, holds_order=believe)
             self.proposers[peer] = self.proposer(peer, self.chains[peer])
         first = self.proposers[OWNER].make(None, 1, draft_of(members))
         self.live.append(first)
@@ -164,7 +164,7 @@ class Bag:
             members = self.rng.sample(PEERS, self.rng.randint(1, len(PEERS)))
             self.carry_out(peer, proposer.propose(live, draft_of(members), self.now_s))
         elif dice >= 0.99:
-            chain = PlanChain("run", owner=OWNER, holds=believe)
+            chain = PlanChain("run", owner=OWNER, holds=believe, holds_order=believe)
             record, old = self.chains[peer].record(), self.chains[peer]
             before = self.open(record.before)
             chain.restore(record, live=old.live, accepted=old.accepted, before=before)

@@ -1,0 +1,48 @@
+"""Whether the run lets us in, asked before anything else: an answer to the person, where silence would tell nothing."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from shoal.protocol.envelope import seal, unseal
+from shoal.protocol.errors import RemoteError, Unreachable
+from shoal.protocol.identity import Identity, PeerID
+from shoal.protocol.live.transport import LiveTransport
+from shoal.protocol.messages import Message, Ping, Refusal
+
+_ASKED_MAX = 8
+_TIMEOUT_S = 5.0
+
+
+async def why_refused(transport: LiveTransport, identity: Identity) -> str:
+    """What the run's peers to whom we are connected say against us; empty if one of them has nothing against us, or
+    nobody answers."""
+    peers = sorted(await transport.connected())[:_ASKED_MAX]
+    answers: Sequence[msgspec.Struct | None] = await asyncio.gather(
+        *(_knock(transport, identity, peer, number) for number, peer in enumerate(peers))
+    )
+    refusals = [answer.reason for answer in answers if isinstance(answer, Refusal)]
+    return refusals[0] if refusals and not any(isinstance(answer, Ping) for answer in answers) else ""
+
+
+async def _knock(transport: LiveTransport, identity: Identity, peer: PeerID, number: int) -> msgspec.Struct | None:
+    # No endpoint yet, which the node will make: a transport serves one. Its calls begin above this sequence.
+    members, sequence = transport.members, int(1e6 * time.time()) + number
+    request = seal(
+        identity,
+        "call",
+        run=members.run,
+        term=0,
+        sequence=sequence,
+        body=msgspec.msgpack.encode(Ping()),
+        certificate=members.certificate,
+    )
+    try:
+        raw = await transport.call(peer, request, timeout_s=_TIMEOUT_S)
+        reply = unseal(raw, "reply", run=members.run, source=peer)
+        answer: msgspec.Struct = msgspec.msgpack.decode(reply.body, type=Message)
+    except (Unreachable, RemoteError, msgspec.DecodeError):
+        return None
+    return answer
