@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from shoal.coordinator.admission import Admission
 from shoal.coordinator.allocate.interface import Allocator
 from shoal.coordinator.chain import PlanChain
 from shoal.coordinator.core import CoordinationCore
@@ -82,6 +83,8 @@ logger = logging.getLogger(__name__)
 
 REFUSED_TIMEOUTS = 0.9
 """A call that fails within this share of its timeout was turned away."""
+TURNED_AWAY_TIMES = 5
+"""So many heartbeats in a row are refused before that is more than a coordinator which has just changed."""
 FAREWELL_HEARTBEATS = 0.5
 """For telling members that they are excluded, before nobody talks to them any more."""
 LEAVE_HEARTBEATS = 10.0
@@ -162,6 +165,10 @@ class Coordination:
         )
         self._enquiry = Enquiry(endpoint=endpoint, core=self._core, clock=clock, timeout_s=self._timeout_s)
         self._searcher = Searcher(allocator, run_blocking, tell=self._feed)
+        self._admission = Admission(endpoint.members, clock.now_s, is_open=spec.swarm.open)
+        self.turned_away = ""
+        """Why the coordinator does not let us in; empty: it does, or we have not met it."""
+        self._times_turned_away = 0
         self._word = Word(store, clock)
         self._notices = Notices(endpoint, directory, clock)
         self._reports = ReportOutbox()
@@ -397,6 +404,8 @@ class Coordination:
         mandate: Mandate | None = None
         match message:
             case Heartbeat():
+                if reason := self._why_not_enter(source, message.advert):
+                    return Refusal(reason=reason)
                 self._introduce(source, message.advert.addresses)
             case TermRequest():
                 base = self._plans.need_link(message.live, source)
@@ -415,6 +424,17 @@ class Coordination:
         reply = self._feed(event)
         assert reply is not None
         return reply
+
+    def _why_not_enter(self, source: PeerID, advert: Advert) -> str:
+        """As the coordinator. Who has been in a plan of late is no newcomer, and before there is a plan an open run takes
+        all who come, so that it can begin."""
+        plan, core = self._core.plan, self._core
+        leads = core.is_coordinator or (plan is None and core.owner == self._endpoint.peer_id)
+        if not leads or self._endpoint.gate.is_planned(source) or (plan is None and self._spec.swarm.open):
+            return ""
+        present = {peer: seen.advert for peer, seen in core.governor.roster.presences.items() if not seen.left}
+        present |= {peer: present.get(peer) for peer in (plan.members if plan is not None else ())}
+        return self._admission.why_not(source, advert, present)
 
     def _introduce_all(self, roster: Iterable[tuple[PeerID, Advert]]) -> None:
         for peer, advert in roster:
@@ -466,6 +486,7 @@ class Coordination:
             live = self._plans.open_link(reply.plan, target)
         except (Unreachable, Refused, RemoteError, ValueError) as error:  # ValueError: too large for any peer
             self._reports.failed(sent)
+            self._note_refusal(error)
             self._failed(target, heartbeat, error, asked_s)
             await self._notices.meet()  # it may have moved, or we have never heard where it is
             return
@@ -473,6 +494,7 @@ class Coordination:
             self._reports.failed(sent)
             raise
         self._ends_untold = not reply.ends
+        self._note_refusal(None)
         if reply.is_coordinator and target == self._core.coordinator:
             self._heard_s = self._clock.now_s()
             self._reports.arrived(sent)
@@ -483,6 +505,14 @@ class Coordination:
         else:
             self._reports.failed(sent)
         self._feed(Answered(peer=target, asked=heartbeat, reply=reply, live=live, took_s=self._clock.now_s() - asked_s))
+
+    def _note_refusal(self, error: Exception | None) -> None:
+        plan = self._core.plan
+        is_outside = plan is None or not plan.has(self._endpoint.peer_id)
+        refused = isinstance(error, Refused) and is_outside
+        self._times_turned_away = self._times_turned_away + 1 if refused else 0
+        often = self._times_turned_away >= TURNED_AWAY_TIMES
+        self.turned_away = error.reason if often and isinstance(error, Refused) else ""
 
     def _end(self, own: Heartbeat) -> bytes:
         """Our signature under the run's end, once all that we hold has come to it."""

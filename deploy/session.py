@@ -459,6 +459,8 @@ async def _watch(node: Node, output: Output, meter: ContributionMeter) -> None:
 
 def _before_the_plan(node: Node) -> str:
     """What the run waits for; only the host, who makes the first plan, knows how many are here."""
+    if node.coordination.turned_away:
+        return f"not let in: {node.coordination.turned_away}"
     return node.coordination.said or f"waiting for peers: the run begins with {node.spec.swarm.min_peers}"
 
 

@@ -151,6 +151,10 @@ class Gate:
             return Verdict.ALLOWED
         return Verdict.ALLOWED if self._holds(source, role) else Verdict.WAIT
 
+    def is_planned(self, peer: PeerID) -> bool:
+        """Whether one of the plans obeyed of late has `peer` as a member."""
+        return any(plan.has(peer) for plan in self._plans)
+
     def may_sign(self, signer: PeerID, kind: type) -> bool:
         """Whether a record of `kind` counts that `signer` put on the directory."""
         return self.verdict(signer, kind) is Verdict.ALLOWED

@@ -34,6 +34,12 @@ CALL_TIMEOUT_S: Final = 10.0
 
 CERTIFICATE_BYTES_MAX: Final = 256
 """A member's certificate: two signatures of 64 bytes, a key of 32, and the invite's terms make 180."""
+OPEN_NEWCOMERS_MIN: Final = 4
+"""Newcomers on probation at once in an open run, or half as many as are there: no more made-up peers come a minute."""
+OPEN_PROBATION_S: Final = 60.0
+"""By then neighbours have measured who works; until then a newcomer counts as the median peer at most."""
+OPEN_PER_NETWORK_MAX: Final = 32
+"""Members of an open run from one network of 256 addresses, and all those together that tell no public address."""
 EXCLUDED_KEYS_MAX: Final = 1024
 """In one order: with all of them an order has 35 KiB, and every plan carries it."""
 EXCLUSION_BYTES_MAX: Final = 48 * 1024
