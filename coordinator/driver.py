@@ -194,6 +194,12 @@ class Coordination:
         return self._core.chain.live
 
     @property
+    def predecessor(self) -> SignedPlan | None:
+        """The plan before the one that this peer obeys, where it has it: whoever left it may still drain."""
+        live = self._core.chain.live
+        return self._core.chain.links.find(live.plan.previous) if live is not None else None
+
+    @property
     def is_coordinator(self) -> bool:
         return self._core.is_coordinator
 
@@ -426,8 +432,10 @@ class Coordination:
         return reply
 
     def _why_not_enter(self, source: PeerID, advert: Advert) -> str:
-        """As the coordinator. Who has been in a plan of late is no newcomer, and before there is a plan an open run takes
-        all who come, so that it can begin."""
+        """As the coordinator. Who has been in a plan of late is no newcomer.
+
+        Before there is a plan an open run takes all who come, so that it can begin.
+        """
         plan, core = self._core.plan, self._core
         leads = core.is_coordinator or (plan is None and core.owner == self._endpoint.peer_id)
         if not leads or self._endpoint.gate.is_planned(source) or (plan is None and self._spec.swarm.open):

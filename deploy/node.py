@@ -169,6 +169,7 @@ class Node:
         self.past.serve(self.endpoint)
         self.peer.server.initial = initial
         self._on_plan = on_plan
+        gate.members.on_exclusion.append(self.peer.lose_excluded)
         self.coordination = Coordination(
             endpoint=self.endpoint,
             directory=directory,
@@ -256,8 +257,11 @@ class Node:
     def _obey(self, plan: SignedPlan) -> None:
         if self._on_plan is not None:
             self._on_plan(plan)
+        before = self.coordination.predecessor
+        if before is not None and not self.endpoint.gate.has_plan:
+            self.endpoint.obey(before.plan)  # as a newcomer: whoever left it may still drain
         self.endpoint.obey(plan.plan)
-        self.peer.obey(plan)
+        self.peer.obey(plan, predecessor=before)
 
     async def status(self) -> SwarmStatus:
         """From the coordinator, wherever it is. Raises: Unreachable, Refused, RemoteError."""

@@ -233,6 +233,13 @@ class PeerDriver:
             self.experts.follow_soon()
         self._follow_soon()
 
+    def lose_excluded(self) -> None:
+        """Whoever has been put out of the run is lost now: nobody hears it any more, and it may say that it drains."""
+        plan = self._plan
+        for peer in plan.plan.members if plan is not None else ():
+            if self._endpoint.members.is_excluded(peer):
+                self._died(peer)
+
     def advert(self) -> Advert:
         assert self._probe is not None, "not started"
         rate = max((link.bytes_per_s for link in self._links.values()), default=0.0)

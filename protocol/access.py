@@ -151,6 +151,10 @@ class Gate:
             return Verdict.ALLOWED
         return Verdict.ALLOWED if self._holds(source, role) else Verdict.WAIT
 
+    @property
+    def has_plan(self) -> bool:
+        return bool(self._plans)
+
     def is_planned(self, peer: PeerID) -> bool:
         """Whether one of the plans obeyed of late has `peer` as a member."""
         return any(plan.has(peer) for plan in self._plans)

@@ -24,7 +24,7 @@ from shoal.protocol.access import Gate, Verdict
 from shoal.protocol.envelope import Envelope, ReplayGuard
 from shoal.protocol.errors import Refused, RemoteError
 from shoal.protocol.identity import Identity, PeerID
-from shoal.protocol.limits import CALL_TIMEOUT_S, PEERS_MAX, PLAN_WAIT_S, WAITING_FOR_PLAN_MAX
+from shoal.protocol.limits import CALL_TIMEOUT_S, PEERS_MAX, PLAN_WAIT_S, REFUSALS_LOGGED_S, WAITING_FOR_PLAN_MAX
 from shoal.protocol.membership import Members, Standing
 from shoal.protocol.plan import Plan
 from shoal.protocol.ports import Payload, Priority, Transport
@@ -87,6 +87,7 @@ class Endpoint:
         """Who has answered a call of ours, and so has seen our certificate."""
         self._new_plan = asyncio.Event()
         self._waiting: Counter[PeerID] = Counter()
+        self._log_again_s = 0.0
         self._on_message: dict[_Address, _MessageHandler] = {}
         self._on_frame: dict[_Address, _FrameHandler] = {}
         transport.serve(on_call=self._handle_call, on_frame=self._handle_frame)
@@ -217,7 +218,7 @@ class Endpoint:
         except RemoteError as error:
             if self.members.standing(source) is Standing.STRANGER:
                 raise  # an answer would be signed, and tell which run this is
-            logger.warning("refused a call: %s", error)
+            self._log_refused(error)
             reply = messages.Refusal(reason=str(error))
         return self._seal("reply", reply)
 
@@ -229,6 +230,13 @@ class Endpoint:
         if not self._guard.accept(source, envelope.sequence):
             raise RemoteError(source, f"repeated its call {envelope.sequence}")
         return await self._dispatch(source, _decode(_MESSAGES, envelope.body, source))
+
+    def _log_refused(self, error: RemoteError) -> None:
+        """A line now and then: a member that sends rubbish all day must not fill a disk."""
+        now_s = asyncio.get_running_loop().time()
+        if now_s >= self._log_again_s:
+            logger.warning("refused a call: %s", error)
+            self._log_again_s = now_s + REFUSALS_LOGGED_S
 
     async def _may_send(self, source: PeerID, kind: type) -> bool:
         """Whether the table lets `source` send a message of `kind`, now or by a plan that is on its way to us."""

@@ -52,6 +52,8 @@ second is made."""
 PLAN_WAIT_S: Final = 2.0
 """How long a member's message waits for the plan that gives the member its place: a plan reaches everybody within two
 round trips, and frames of a new layout overtake it."""
+REFUSALS_LOGGED_S: Final = 1.0
+"""Between lines of the log about calls that were refused."""
 WAITING_FOR_PLAN_MAX: Final = 256
 """Messages that wait for a plan at once, and of one sender a sixteenth of that; what is more is refused at once."""
 PEER_NAME_CHARS_MAX: Final = 40
