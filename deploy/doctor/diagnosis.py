@@ -13,6 +13,7 @@ from shoal.deploy.doctor.findings import AddressFound, Dial, Findings, NetworkFo
 from shoal.deploy.doctor.machine import machine_problems
 from shoal.deploy.doctor.problem import Problem
 from shoal.deploy.doctor.split import split_of
+from shoal.deploy.words import printable
 from shoal.protocol.limits import PROTOCOL_VERSION
 
 CLOCK_S_MAX = 3.0
@@ -170,6 +171,14 @@ def _run_problems(findings: Findings, reached: Sequence[PeerFound]) -> Iterator[
             sentence=f"the peers of the invite are up, but do not take part in its run {invite.run}: the host has "
             "started another one since",
             remedy="ask for a fresh invite: any member's `shoal invite` prints one",
+        )
+        return
+    if findings.network.refused:
+        yield Problem(
+            code="not-let-in",
+            side="host",
+            sentence=f"the run does not let a holder of this invite in: {printable(findings.network.refused)}",
+            remedy="ask the host for another invite (`shoal invite new` there)",
         )
         return
     if findings.network.record_found is False:

@@ -81,6 +81,8 @@ class NetworkFound:
     addresses: tuple[AddressFound, ...] = ()
     peers: tuple[PeerFound, ...] = ()
     views: tuple[SwarmView, ...] = ()
+    refused: str = ""
+    """Why the run's peers do not let a holder of the invite in; empty: they do, or were not asked."""
     record_found: bool | None = None
     """Whether the directory has the run's spec."""
 

@@ -14,6 +14,7 @@ from typing import Protocol
 from shoal.deploy.doctor import dialling, local
 from shoal.deploy.doctor.findings import AddressFound, Dial, Findings, MachineFound, NetworkFound, PeerFound, SwarmView
 from shoal.deploy.doctor.split import view_of
+from shoal.deploy.knock import why_refused
 from shoal.deploy.record_rules import record_rules
 from shoal.deploy.run_record import fetch_spec
 from shoal.deploy.visit import visiting
@@ -117,6 +118,8 @@ class LiveProbes:
             if invite is None or not of_the_run:
                 return found
             gate = Gate(members, identity.peer_id)
+            if reason := await why_refused(transport, identity):
+                return _with(found, refused=reason)
             directory = await LiveDirectory.start(transport, accept=record_rules(gate))
             stack.push_async_callback(directory.close)
             endpoint = Endpoint(identity, transport, run=run, gate=gate)

@@ -2,7 +2,7 @@
 
 Six peers train on this machine, in peace and under attack in turn. The attacker is a stranger who has everything that
 can be learnt without an invite's key (addresses, peer IDs, the run's id and spec), and who speaks on the wire itself:
-libp2p, frames and envelopes. All attacks at once, or with `--only NAME` one alone.
+libp2p, frames and envelopes; every other attack is that of a member who has been excluded, with its certificate. All attacks at once, or with `--only NAME` one alone.
 
 Exits with 1 unless the run kept 0.9 of its steps/s, no peer's memory or open files grew by more than 5 %, no process
 ended, and nobody obeyed a plan that names a stranger. What each attack got back is printed in any case.
@@ -36,6 +36,7 @@ from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID as HivemindPe
 from hivemind.proto import dht_pb2
 from hivemind.utils.multiaddr import Multiaddr
 
+from shoal.deploy.control_socket import SOCKET_NAME, ask
 from shoal.protocol import messages as m
 from shoal.protocol.endpoint import _MESSAGES
 from shoal.protocol.envelope import Envelope, seal
@@ -144,6 +145,14 @@ class Swarm:
         self.wait(lambda: self.steps() >= 3)
         return parse_invite(text)
 
+    def revoked_certificate(self, member: Identity) -> bytes:
+        """Of an invite that the host gave out and has revoked."""
+        (control,) = (self.folder / "host").rglob(SOCKET_NAME)
+        made = ask(control.parent, "invite-new")
+        certificate = parse_invite(made["invite"]).certificate_of(member.peer_id)
+        ask(control.parent, "invite-revoke", name=made["name"])
+        return certificate
+
     def addresses(self) -> list[str]:
         """Where everybody listens, as a port scan would find it; and the peer ID that dialling tells."""
         joined = [
@@ -242,11 +251,13 @@ def together(windows: Sequence[Window]) -> Window:
 
 
 class Stranger:
-    """A key without a certificate, on libp2p. `told` counts what came back."""
+    """A key on libp2p: without a certificate, or with that of an invite which has been revoked since. `told` counts
+    what came back."""
 
-    def __init__(self, identity: Identity, folder: Path, run: str) -> None:
+    def __init__(self, identity: Identity, folder: Path, run: str, certificate: bytes = b"") -> None:
         self.identity = identity
         self.run = run
+        self.certificate = certificate
         self.told: Counter[str] = Counter()
         self.daemon = Daemon(
             identity, folder, listen=("/ip4/127.0.0.1/tcp/0",), announce=(), relays=(), use_relay=False
@@ -275,7 +286,9 @@ class Stranger:
         return await self.call_raw(attack, peer, self.sealed("call", body))
 
     def sealed(self, domain: Any, body: bytes) -> bytes:
-        return seal(self.identity, domain, run=self.run, term=1, sequence=next(self._numbers), body=body)
+        number = next(self._numbers)
+        shown = self.certificate
+        return seal(self.identity, domain, run=self.run, term=1, sequence=number, body=body, certificate=shown)
 
     async def call_raw(self, attack: str, peer: PeerID, request: bytes) -> msgspec.Struct | None:
         """Returns: the answer, None if there was none, or a refusal."""
@@ -292,7 +305,8 @@ class Stranger:
 
     def hello(self, to: PeerID) -> bytes:
         body = msgspec.msgpack.encode((PROTOCOL_VERSION, to, []))
-        meta = seal(self.identity, "hello", run=self.run, term=0, sequence=0, body=body)
+        shown = self.certificate
+        meta = seal(self.identity, "hello", run=self.run, term=0, sequence=0, body=body, certificate=shown)
         return b"".join(encode_frame(FrameType.HELLO, 0, meta, b""))
 
     async def stream(self, peer: PeerID) -> tuple[Any, Any]:
@@ -357,9 +371,12 @@ class Known:
     """As some peer has told it, if any did."""
     spun: int = 0
 
+    turn: int = 0
+
     @property
     def stranger(self) -> Stranger:
-        return self.strangers[0]
+        """Who attacks now: the first has never had an invite, the second is a member who has been put out."""
+        return self.strangers[self.turn % 2]
 
     def number(self) -> int:
         self.spun += 1
@@ -615,6 +632,7 @@ async def go_on(attack: Callable[[Known, PeerID], Awaitable[None]], known: Known
         for victim in known.victims:
             if time.monotonic() >= until_s:
                 return
+            known.turn += 1
             try:
                 await attack(known, victim)
             except Exception as error:  # an attacker that fails attacks nobody: it must be seen
@@ -658,7 +676,12 @@ async def soak(arguments: argparse.Namespace, folder: Path) -> int:
     try:
         invite = await asyncio.to_thread(swarm.up)
         addresses = swarm.addresses()
-        strangers += [Stranger(Identity.generate(), folder / f"stranger-{n}", invite.run) for n in range(STRANGERS)]
+        keys = [Identity.generate() for _ in range(STRANGERS)]
+        shown = [b"", await asyncio.to_thread(swarm.revoked_certificate, keys[1]), b""]
+        strangers += [
+            Stranger(key, folder / f"stranger-{n}", invite.run, certificate)
+            for n, (key, certificate) in enumerate(zip(keys, shown, strict=True))
+        ]
         for stranger in strangers:
             (folder / f"stranger-{strangers.index(stranger)}").mkdir()
             await stranger.start(addresses)
