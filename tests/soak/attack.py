@@ -2,7 +2,8 @@
 
 Six peers train on this machine, in peace and under attack in turn. The attacker is a stranger who has everything that
 can be learnt without an invite's key (addresses, peer IDs, the run's id and spec), and who speaks on the wire itself:
-libp2p, frames and envelopes; every other attack is that of a member who has been excluded, with its certificate. All attacks at once, or with `--only NAME` one alone.
+libp2p, frames and envelopes; every other attack is that of a member who has been excluded, with its certificate. All
+attacks at once, or with `--only NAME` one alone.
 
 Exits with 1 unless the run kept 0.9 of its steps/s, no peer's memory or open files grew by more than 5 %, no process
 ended, and nobody obeyed a plan that names a stranger. What each attack got back is printed in any case.
