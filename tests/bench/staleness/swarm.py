@@ -36,13 +36,15 @@ from shoal.peer.model.layout import stage_layer_keys
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.pipeline.stage import StageRuntime
 from shoal.peer.pipeline.state import StageState
+from shoal.protocol.access import Gate
+from shoal.protocol.membership import Members
 from shoal.protocol.messages import CommitReport
 from shoal.protocol.ports import Payload
 from shoal.protocol.sim.loop import run as run_in_virtual_time
 from shoal.protocol.sim.matrix import MatrixNetwork
 from shoal.protocol.sim.trust import TrustingSeals
 from shoal.protocol.sim.world import SimPeer, World
-from shoal.protocol.spec import RunSpec, WireSpec
+from shoal.protocol.spec import RunSpec, WireSpec, run_id
 from shoal.protocol.topology import Topology
 
 MEMORY_BYTES = 16 << 30
@@ -221,6 +223,7 @@ class _Nodes:
     async def _live(self, peer: SimPeer, name: str, life: int) -> None:
         node = Node(
             identity=peer.identity,
+            gate=Gate(Members(run_id(self._spec, self._owner), self._owner, is_open=True), peer.peer_id),
             transport=peer.transport,
             directory=peer.directory,
             compute=peer.compute,
