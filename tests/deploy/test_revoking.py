@@ -1,4 +1,4 @@
-"""Real peers: whoever came by a revoked invite is out at once and stays out; the others train on."""
+"""Real peers: what an invite lets its holder do, and that a revoked one lets nobody do anything any more."""
 
 import json
 import time
@@ -40,3 +40,22 @@ def test_a_revoked_invite_is_out_in_two_heartbeats_and_stays_out(world: Any) -> 
     back = world.shoal("join", other["invite"], *common, world.folder / "goes")
     assert back.wait(60) == 2
     assert "does not let this machine in: you are excluded from this run" in back.errors
+
+
+def test_an_invite_to_look_on_shows_the_run_and_lets_nobody_train(world: Any) -> None:
+    spec = world.spec(100_000)
+    spec.write_text(spec.read_text().replace("stages = 2", "stages = 1").replace("min_peers = 2", "min_peers = 1"))
+    common = ("--listen", "127.0.0.1:0", "--threads", "1", "--json", "--limit", "compute_share=0.2", "--state-dir")
+    host = world.shoal("host", spec, *common, world.folder / "host")
+    world.until(lambda: commits(host) >= 1)
+    looks = ask(world.folder / "host", "invite-new", observe=True)
+    status = world.shoal("status", looks["invite"], "--json")
+    assert status.wait(60) == 0
+    assert json.loads(status.output)["name"] == "small"
+    joins = world.shoal("join", looks["invite"], *common, world.folder / "guest")
+    assert joins.wait(60) == 2
+    assert "only lets you look on" in joins.errors
+    ask(world.folder / "host", "invite-revoke", name=looks["name"])
+    status = world.shoal("status", looks["invite"], "--json")
+    assert status.wait(60) != 0
+    assert "you are excluded from this run" in status.errors

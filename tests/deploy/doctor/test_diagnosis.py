@@ -196,6 +196,14 @@ CASES = [
         True,
         [RUN, "fresh invite"],
     ),
+    (
+        "not let in",
+        network(refused="you are \x1b[2Jexcluded", views=(), record_found=None),
+        "not-let-in",
+        "host",
+        True,
+        ["does not let a holder of this invite in: you are ?[2Jexcluded", "shoal invite new"],
+    ),
     ("no record", network(record_found=False), "no-record", "host", True, ["not on the directory"]),
     ("offline", network(online=False, own_addresses=()), "offline", "you", True, ["no network"]),
     (
