@@ -11,6 +11,7 @@ asks for it, and the call, which nobody has handled, goes out again with it.
 import asyncio
 import itertools
 import logging
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -233,7 +234,7 @@ class Endpoint:
 
     def _log_refused(self, error: RemoteError) -> None:
         """A line now and then: a member that sends rubbish all day must not fill a disk."""
-        now_s = asyncio.get_running_loop().time()
+        now_s = time.monotonic()  # of the log's reader, also in virtual time
         if now_s >= self._log_again_s:
             logger.warning("refused a call: %s", error)
             self._log_again_s = now_s + REFUSALS_LOGGED_S

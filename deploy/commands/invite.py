@@ -82,7 +82,7 @@ def list_(state_dir: Running = None, json: Json = False) -> None:
 def revoke(
     name: Annotated[str, typer.Argument(help="Of the invite.")], state_dir: Running = None, json: Json = False
 ) -> None:
-    """Let nobody in by this invite any more, and put out who came by it."""
+    """Let nobody in by an invite, and put out who came by it."""
     from shoal.deploy.control_socket import ask
 
     _done(ask(running_here(state_dir), "invite-revoke", name=name), json=json)

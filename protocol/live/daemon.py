@@ -72,8 +72,11 @@ class _DetachedP2P(P2P):  # type: ignore[misc]  # hivemind is untyped
 
     @staticmethod
     def _make_process_args(*args: Any, **kwargs: Any) -> list[str]:
-        # libp2p's own DHT hands everybody's addresses to whoever asks. We know where our peers are without it.
+        # libp2p's own DHT hands everybody's addresses to whoever asks; we know where our peers are without it. p2pd
+        # insists on one where it is to look for relays: then it may ask others, and answers nobody.
         kwargs.pop("dhtServer", None)
+        if kwargs.get("autoRelay"):
+            kwargs["dhtClient"] = 1
         return [*_wrapper(), *P2P._make_process_args(*args, **kwargs)]
 
 

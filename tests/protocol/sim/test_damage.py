@@ -181,7 +181,7 @@ def test_a_damaged_request_reaches_the_handler_whose_envelope_check_refuses_it(
             with pytest.raises(Unreachable, match="broke"):
                 await voice_a.ping(voice_b, b"%d" % number)
         assert voice_b.pings == []
-        assert len([r for r in caplog.records if "refused a call" in r.message]) == 200
+        assert 0 < len([r for r in caplog.records if "refused a call" in r.message]) < 200, "a line now and then"
         assert world.failures == []
         world.calm()
         assert await voice_a.ping(voice_b, b"whole") == b"whole"
