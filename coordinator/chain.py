@@ -240,7 +240,8 @@ class PlanChain:
         height = plan.plan.height
         base = self.links.find(plan.plan.previous)
         proven = base is not None and not proof_flaw(plan, base, owner=self._owner, holds=self._holds)
-        if not proven and not plan.plan.mandate and plan.plan.previous:
+        owners = bool(plan.plan.mandate) or (not plan.plan.previous and plan.plan.coordinator == self._owner)
+        if not proven and not owners:
             return Adoption(False, f"plan {plan.plan.order} has no votes, and we obeyed another of that order")
         self.num_forks += 1
         digests = f"{known.digest}, which we obeyed, and {plan.digest}"

@@ -389,8 +389,12 @@ class Coordination:
     def _stored(self, data: bytes, *, voted: bool = False) -> SignedPlan | None:
         """A plan of our record. One that nobody can follow, as an older version could be made to keep, is forgotten:
         the others tell us where the chain is."""
+        me = self._endpoint.peer_id
+        if not voted:
+            with contextlib.suppress(RemoteError):
+                return self._plans.open_link(data, me)
         try:
-            return (self._plans.open if voted else self._plans.open_link)(data, self._endpoint.peer_id)
+            return self._plans.open(data, me)  # as we kept live plans, too, before they had votes
         except RemoteError as error:
             logger.error("forgets a plan that it had kept: %s", error)
             return None

@@ -14,6 +14,7 @@ Open `assess` first: it says what there is to recover. `Recovery` looks and acts
 import asyncio
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -122,7 +123,9 @@ def assess(found: Iterable[Found], owner: PeerID, *, era: int | None = None, lay
     plans = [each.plan for each in peers if each.plan is not None]
     if not plans:
         raise LocalError("nothing to recover: the run has no plan yet, it begins by itself once enough peers are there")
-    base = max(plans, key=lambda plan: plan.plan.height)
+    # What most obey, and not the highest: that may be the invention of one of them, who would get the mandate for it.
+    obeying = Counter(plan.digest for plan in plans)
+    base = max(plans, key=lambda plan: (obeying[plan.digest], plan.plan.height))
     here = {each.peer for each in peers}
     members = base.plan.members
     beginning = _beginning(peers, base.plan, era, layers) if era is not None else None

@@ -1,5 +1,6 @@
 """Fencing: single votes here, and all interleavings of many proposers in `test_chain_safety.py`."""
 
+import msgspec
 import pytest
 
 from shoal.coordinator.chain import is_quorum
@@ -39,6 +40,15 @@ def test_another_plan_of_the_same_order_is_never_obeyed(make_plan, chain, first)
     assert first.digest in reason
     assert other.digest in reason
     assert chain.num_forks == 1
+
+
+def test_an_invention_is_no_fork(make_plan, chain, first):
+    second = make_plan(ABC, coordinator="a", order=(1, 2), base=first)
+    chain.adopt(second)
+    unvoted = msgspec.structs.replace(make_plan(ABC, coordinator="a", order=(1, 2), base=first, seed=9), proof=None)
+    for plan in (make_plan(ABC, coordinator="b"), unvoted):
+        assert not chain.adopt(plan).new
+    assert chain.num_forks == 0
 
 
 def test_a_plan_that_comes_again_is_no_fork(make_plan, chain, first):

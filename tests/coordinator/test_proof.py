@@ -371,6 +371,20 @@ def test_a_peer_whose_disk_was_poisoned_by_such_a_plan_comes_back(run_swarm):
 
 
 @pytest.mark.sim
+def test_a_plan_from_before_plans_had_votes_is_taken_up_from_our_own_disk(run_swarm):
+    async def scenario(swarm):
+        await swarm.begin(6)
+        live = swarm.peers["p5"].coordination.plan
+        old = PlanStore()
+        old.save(msgspec.structs.replace(swarm.peers["p5"].coordination._core.chain.record(), live=live.envelope))
+        swarm.world.crash(swarm.peers["p5"].port)
+        back = await swarm.add("p5", store=old)
+        assert back.coordination.plan.digest == live.digest
+
+    run_swarm(scenario, min_peers=6)
+
+
+@pytest.mark.sim
 def test_a_plan_with_another_number_of_stages_is_refused(run_swarm):
     """Row 5: the peer that obeyed it ended in an IndexError, even if everybody had voted for it."""
 

@@ -86,6 +86,14 @@ def test_what_is_left_of_a_run() -> None:
     assert headline(situation) == "2 of the 7 members of plan 7 (term 3) are in reach"
 
 
+def test_a_plan_that_one_peer_has_made_up_is_not_what_the_owner_mandates() -> None:
+    last, forged = plan_of(PEERS[:7]), plan_of([PEERS[7]], term=1 << 40)
+    situation = assess([found(PEERS[1], last), found(PEERS[2], last), found(PEERS[7], forged, term=1 << 60)], OWNER)
+    assert situation.base == last
+    assert situation.coordinator(situation.term) in {PEERS[1].peer_id, PEERS[2].peer_id}
+    assert situation.term == 1003, "nor does a term that nobody can have promised count"
+
+
 def test_versions_of_another_era_are_not_compared() -> None:
     last = plan_of(PEERS[:7])
     assert assess([found(PEERS[2], last, era=1, version=90), found(PEERS[3], last)], OWNER).version == 40
