@@ -14,6 +14,7 @@ from shoal.peer.copies import Copies
 from shoal.peer.departure import Departure
 from shoal.peer.experts.seats import ExpertSeats
 from shoal.peer.experts.server import ExpertServer
+from shoal.peer.group.witnesses import Witnessed
 from shoal.peer.handoff.inbox import ChunkInbox
 from shoal.peer.handoff.server import StateServer
 from shoal.peer.links import LinkMeter
@@ -126,6 +127,7 @@ class PeerDriver:
             stored=self._archive.read,
             vectors=vectors,
             knows=lambda peer: self._recent.has(peer, now_s=clock.now_s()),
+            witnessed=self._witnessed,
         )
         self._copies = Copies(
             self._archive,
@@ -446,6 +448,14 @@ class PeerDriver:
     def _current(self, keys: Collection[str]) -> StageState | None:
         states = (tenure.state for tenure in self._tenures if tenure.is_ready)
         return next((state for state in states if state is not None and set(keys) <= state.layers.keys()), None)
+
+    async def _witnessed(self, source: PeerID, keys: Collection[str], version: int) -> Witnessed | None:
+        """As `Witnesses.offer`, of the group that holds these layers."""
+        for tenure in self._tenures:
+            state = tenure.state
+            if tenure.is_ready and state is not None and set(keys) <= state.layers.keys():
+                return await tenure.witnesses.offer(source, state, version)
+        return None
 
     async def _measure_links(self, peers: tuple[PeerID, ...]) -> None:
         turn = peers.index(self._endpoint.peer_id)

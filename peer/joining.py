@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from shoal.peer.arithmetic import Held
 from shoal.peer.group.driver import GroupDriver
+from shoal.peer.group.witnesses import is_witnessed
 from shoal.peer.handoff.fetcher import FetchProgress, StateFetcher
 from shoal.peer.handoff.inbox import ChunkInbox
 from shoal.peer.handoff.server import INITIAL
@@ -23,6 +24,8 @@ from shoal.protocol.ports import Compute
 logger = logging.getLogger(__name__)
 
 _RETRY_S = 1.0
+_RETRY_MATES_S = 0.25
+"""They may be signing what they hold, which takes a round trip."""
 
 
 class Joining:
@@ -137,17 +140,22 @@ class Joining:
         return [me, *(peer for peer in members if peer != me)]
 
     async def _from_mates(self) -> None:
-        """Fetch their state, replay what they committed meanwhile."""
+        """Fetch the newest state that most of those who held it before us have signed, replay what was committed
+        meanwhile."""
+        core, keys = self._group.core, self._runtime.keys
         while True:
             try:
-                state = await self._fetcher().fetch(self._group.core.holders)
+                state = await self._fetcher().fetch(
+                    core.holders,
+                    is_witnessed=lambda offer: is_witnessed(self._endpoint, offer, keys, core.voters(core.me)),
+                )
                 if state.version >= self._group.core.version:
                     await self._take_over(state)
                 while not await self._is_current():
                     pass
             except (Unreachable, Refused, RemoteError) as error:
                 logger.info("no state yet: %s", error)
-                await asyncio.sleep(_RETRY_S)
+                await asyncio.sleep(_RETRY_MATES_S)
                 continue
             return
 

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from shoal.peer.group.core import GroupCore
 from shoal.peer.group.driver import GroupDriver, Stepper
+from shoal.peer.group.witnesses import Witnesses
 from shoal.peer.joining import Joining
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.pipeline.state import StageState
@@ -102,6 +103,9 @@ class Tenure(ABC):
             members=lambda: self._plan.members,
         )
         self._tasks = Tasks(surroundings.on_failure)
+        self.witnesses = Witnesses(
+            group, endpoint=surroundings.endpoint, compute=surroundings.compute, tasks=self._tasks
+        )
         self._sync_task: asyncio.Task[None] | None = None
 
     @property
@@ -169,6 +173,7 @@ class Tenure(ABC):
     def start(self) -> None:
         self._work.install()
         self.group.install()
+        self.witnesses.install()
         self.group.set_open(False)
         self.follow(self._plan)
         self._sync_task = asyncio.create_task(self._join(), name=f"join group {self.group_id}")
@@ -177,11 +182,13 @@ class Tenure(ABC):
         """A plan in which our group and its layers are as before."""
         self._plan = plan
         self.group.plan_changed(self._members(plan), plan.sequence, former=self._s.recent.former(self.group_id))
+        self.witnesses.look(self.state)
         self._open_if_fit()
         self._wake()
 
     def mate_died(self, peer: PeerID) -> None:
         """The plan has dropped it, and it had not said that it would go."""
+        self.witnesses.mate_lost(peer)
         if peer in (*self.group.core.mates, *self.group.core.departing):
             self.group.mate_lost(peer)
         self._open_if_fit()
@@ -247,6 +254,7 @@ class Tenure(ABC):
             self._sync_task.cancel()
             await asyncio.gather(self._sync_task, return_exceptions=True)
         await self._tasks.cancel()
+        await self.witnesses.close()
         await self.group.close()
         await self._work.close()
 
@@ -312,6 +320,7 @@ class Tenure(ABC):
         if skipped_layers:
             logger.error("step %d: %d layers had a gradient that is not finite", state.version, skipped_layers)
         self.group.stepped(state.version, digest, gradient_norm=state.gradient_norm)
+        self.witnesses.look(state)
         self.joining.stepped()
         self._reached(state.version)
         self._s.on_state(self, state)

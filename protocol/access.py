@@ -70,6 +70,7 @@ WHO_MAY: Final[Mapping[type, Role]] = {
     m.Progress: Role.MATE,
     m.RoundStart: Role.MATE,
     m.Digest: Role.MATE,
+    m.Attestation: Role.PLANNED,  # also from who drains to another place; the handler looks closer
     m.Claim: Role.MATE,
     m.Grant: Role.NOBODY,
     m.Repair: Role.PLANNED,

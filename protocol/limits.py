@@ -162,6 +162,13 @@ DIGEST_CHARS_MAX: Final = 64
 OPEN_STEPS_MAX: Final = 256
 """How far ahead of our version a mate's contributions are noted: one that has got so far ahead is followed by fetching
 what it has committed, and says again later what it has of the step that is due."""
+ATTESTATIONS_OF_ONE_MAX: Final = 32
+"""Versions of which one holder's signature is kept while somebody joins."""
+WITNESSED_VERSIONS_MAX: Final = 16
+"""Versions that a holder keeps while the other holders' signatures of them are on their way: a second's steps of a
+small model. Of large states as many as `PINNED_BYTES_MAX` has room for, and two at least."""
+SIGNATURES_PER_OFFER_MAX: Final = 512
+"""Of 1,000 holders a majority; about 60 KiB."""
 PINNED_S_MAX: Final = 1800.0
 """How long a version is kept for who fetches it, however often they ask: 1.8 GB on a line of 1 MB/s."""
 PINNED_VERSIONS_MAX: Final = 4

@@ -548,6 +548,17 @@ class Digest(EraMessage, frozen=True):
     digest: str
 
 
+class Attestation(EraMessage, frozen=True):
+    """The sender holds this state of its group's layers at `version`, and has signed that for others to hand on: said
+    to the other holders while somebody joins the group, who is to fetch only what most of them have signed."""
+
+    stage: int
+    version: int
+    root: str
+    """Of the digests of all layers of the group (`peer/group/attestations.py`)."""
+    signature: bytes
+
+
 class Claim(EraMessage, frozen=True):
     """A stage-0 replica asks the group's lead for microbatches to make."""
 
@@ -630,6 +641,8 @@ class StateOffer(EraMessage, frozen=True):
     version: int
     digests: tuple[tuple[str, str], ...]
     pinned_s: float
+    signatures: tuple[tuple[PeerID, bytes], ...] = ()
+    """To a newcomer of the group: holders that have signed the root of these very digests, and how (`Attestation`)."""
 
 
 class Keep(EraMessage, frozen=True):
@@ -727,6 +740,7 @@ Message = (
     | Progress
     | RoundStart
     | Digest
+    | Attestation
     | Claim
     | Grant
     | Repair

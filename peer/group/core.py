@@ -26,6 +26,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from shoal.peer.group.agreement import UNCOMPARED_MAX, Agreement
+from shoal.peer.group.attestations import voters
 from shoal.peer.group.commands import CatchUp, Command, Reduce, Tell
 from shoal.peer.group.losses import Losses
 from shoal.peer.group.members import Members
@@ -185,6 +186,7 @@ class GroupCore:
         reborn = self.mate_reborn(peer, incarnation, now_s=now_s)
         if not ready and (peer not in self.mates or self._members.is_ready(peer)):
             # It has left, and nobody waits for it: nor for its part of a round that it has not heard of.
+            self._members.without_state.add(peer)
             return [*reborn, *self.mate_lost(peer, now_s=now_s)]
         commands = self._tell_open_steps(to=peer) if self._members.state(peer, ready=ready, is_open=is_open) else []
         return [*reborn, *commands, *self._lead_may_have_changed(now_s)]
@@ -201,7 +203,10 @@ class GroupCore:
 
     def mate_elsewhere(self, peer: PeerID, *, incarnation: int, now_s: float) -> list[Command]:
         """A mate says that it is not of this stage (any more, or not yet)."""
-        return self.mate_lost(peer, now_s=now_s) if incarnation >= self._members.incarnation(peer) else []
+        if incarnation < self._members.incarnation(peer):
+            return []
+        self._members.without_state.add(peer)
+        return self.mate_lost(peer, now_s=now_s)
 
     def mate_lost(self, peer: PeerID, *, now_s: float) -> list[Command]:
         """It died or dropped its state: its contributions to open steps died with it."""
@@ -364,6 +369,12 @@ class GroupCore:
     def has_place(self, peer: PeerID) -> bool:
         """It is ourselves, a mate by the plan, or one that drains."""
         return peer == self.me or self._members.is_near(peer)
+
+    def voters(self, newcomer: PeerID) -> tuple[PeerID, ...]:
+        """More than half of whom must have signed a state before `newcomer` fetches it."""
+        members = self._members
+        leaving = self.departing if members.in_plan or not self.ready else (*self.departing, self.me)
+        return voters(members.planned, newcomer, without_state=members.without_state, departing=leaving)
 
     def concerns(self, peer: PeerID) -> bool:
         """Its words on rounds and results matter here: a mate by the plan, one that drains, or one of an open round."""

@@ -20,6 +20,8 @@ class Members:
     """By rank, ourselves included if the plan names us."""
     _dropped_s: dict[PeerID, float] = field(default_factory=dict)
     """Who had a place in the group by a plan of late, and since when it has none."""
+    without_state: set[PeerID] = field(default_factory=set)
+    """Who has said itself, as its last word, that it is not ready, or that it is elsewhere."""
     _ready_mates: set[PeerID] = field(default_factory=set)
     _closed_mates: set[PeerID] = field(default_factory=set)
     _present: set[PeerID] = field(default_factory=set)
@@ -142,7 +144,7 @@ class Members:
     def forget_all_but(self, known: Collection[PeerID]) -> None:
         """What is kept of anybody else is of no use: no plan of late names it."""
         kept = {*self.mates, *self._ready_mates, *self._dropped_s, *known}
-        for names in (self._closed_mates, self._present, self._absent):
+        for names in (self._closed_mates, self._present, self._absent, self.without_state):
             names &= kept
         for table in (self._named, self._incarnations, self._counts):
             for peer in table.keys() - kept:
@@ -153,6 +155,7 @@ class Members:
         news = peer not in self._present or (ready and peer not in self._ready_mates)
         (self._closed_mates.discard if is_open else self._closed_mates.add)(peer)
         (self._ready_mates.add if ready else self._ready_mates.discard)(peer)
+        (self.without_state.discard if ready else self.without_state.add)(peer)
         self._absent.discard(peer)
         self._present.add(peer)
         return news

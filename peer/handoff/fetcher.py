@@ -5,7 +5,7 @@ holders name; another holder is asked where one fails.
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -69,16 +69,25 @@ class StateFetcher:
         self._sources: dict[str, list[PeerID]] = {}
         self._version = -1
         self._stored_era = TRAINED
+        self._is_witnessed: Callable[[StateOffer], bool] | None = None
         self.progress = FetchProgress()
 
-    async def fetch(self, holders: Sequence[PeerID], *, version: int = -1, stored_era: int = TRAINED) -> StageState:
+    async def fetch(
+        self,
+        holders: Sequence[PeerID],
+        *,
+        version: int = -1,
+        stored_era: int = TRAINED,
+        is_witnessed: Callable[[StateOffer], bool] | None = None,
+    ) -> StageState:
         """Get `version`, or the newest that a holder trains; of what they train, or of a stored era's snapshots, or of
         what the run begins with (`INITIAL`; then there are no moments).
 
+        Args: is_witnessed: of the newest, take nothing but what this says of an offer.
         Raises: Unreachable: some layer has no holder, or all of its were lost on the way. RemoteError: the only holder
             of a layer sent something else than it had said.
         """
-        self._version, self._stored_era = version, stored_era
+        self._version, self._stored_era, self._is_witnessed = version, stored_era, is_witnessed
         digests = self._choose(await self._offers(holders))
         logger.info("fetching version %d of %d layers", self._version, len(self._keys))
         for key in self._keys:
@@ -90,7 +99,7 @@ class StateFetcher:
         missing = list(self._keys)
         while missing:
             await self._fetch_layers(missing)
-            missing = [key for key in missing if self._layer(key).digest() != digests[key]]
+            missing = [key for key in missing if self._layer(key).proof() != digests[key]]
             for key in missing:
                 culprit = self._sources[key][0]
                 if len(self._sources[key]) == 1:
@@ -108,10 +117,23 @@ class StateFetcher:
         first = await self._ask_all(holders, self._version)
         if self._version >= 0 or not first:
             return first
-        self._version = max(offer.version for offer in first.values())
-        same = {peer: offer for peer, offer in first.items() if offer.version == self._version}
-        others = [peer for peer in holders if peer in first and peer not in same]
-        return same | await self._ask_all(others, self._version)
+        sound = first if self._is_witnessed is None else self._witnessed(first)
+        self._version = max(offer.version for offer in sound.values())
+        same = {peer: offer for peer, offer in sound.items() if offer.version == self._version}
+        others = [peer for peer in holders if peer not in same]
+        same |= await self._ask_all(others, self._version)
+        if self._is_witnessed is None:
+            return same
+        # Who was asked by the number has not had to show who else has signed it: the same digests are enough.
+        digests = next(iter(same.values())).digests
+        return {peer: offer for peer, offer in same.items() if offer.digests == digests}
+
+    def _witnessed(self, offers: dict[PeerID, StateOffer]) -> dict[PeerID, StateOffer]:
+        assert self._is_witnessed is not None
+        sound = {peer: offer for peer, offer in offers.items() if self._is_witnessed(offer)}
+        if not sound:
+            raise Unreachable(self._endpoint.peer_id, "nobody offers a state that most of its holders have signed")
+        return sound
 
     def _choose(self, offers: dict[PeerID, StateOffer]) -> dict[str, str]:
         """The digest that most holders name for each layer; who names it is a source of it."""

@@ -6,8 +6,9 @@ replays. Who keeps a copy never does: at a step a second those of a long transfe
 """
 
 import logging
-from collections.abc import Awaitable, Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 
+from shoal.peer.group.witnesses import Signatures, Witnessed
 from shoal.peer.initial import InitialWeights, bare_layer
 from shoal.peer.pipeline.state import LayerState, StageState
 from shoal.peer.vectors import VECTORS, Vectors
@@ -41,6 +42,8 @@ class _Pin:
         """By somebody else; what we have pinned ourselves is as much as we chose."""
         self.layers: dict[str, LayerState] = {}
         self.digests: dict[str, str] = {}
+        self.signatures: Signatures = ()
+        """Of those who have signed it for newcomers."""
         self.is_replayed = False
         """A newcomer fetches it, and wants what was committed since."""
         self.left: dict[PeerID, int] = {}
@@ -56,15 +59,20 @@ class _Pin:
     def num_bytes(self) -> int:
         return _num_bytes(self.layers.values())
 
-    def add(self, layers: Iterable[tuple[str, LayerState]]) -> None:
+    def add(self, layers: Iterable[tuple[str, LayerState]], proofs: Mapping[str, str] | None = None) -> None:
+        """Args: proofs: of these layers, where they are known."""
         for key, layer in layers:
             if key not in self.layers:
-                self.layers[key], self.digests[key] = layer, layer.digest()
+                self.layers[key], self.digests[key] = layer, proofs[key] if proofs else layer.proof()
 
     def forget(self, keys: Collection[str]) -> None:
         for key in keys:
             self.layers.pop(key, None)
             self.digests.pop(key, None)
+
+
+async def _no_newcomer(source: PeerID, keys: Collection[str], version: int) -> Witnessed | None:
+    return None
 
 
 def _num_bytes(layers: Iterable[LayerState]) -> int:
@@ -77,6 +85,8 @@ class StateServer:
     Args:
         current: what this peer trains of which these layers are a part, or None while it has no such state.
         stored: (era, version, layer keys) -> those of the layers that are in a snapshot here.
+        witnessed: (newcomer, layer keys, version or -1) -> what a newcomer of a group that holds these layers may
+            fetch; None: the sender is none. Raises Refused: nothing yet.
         knows: whether a plan of late has a place for a peer. Nobody else is given anything.
     """
 
@@ -88,12 +98,14 @@ class StateServer:
         current: Callable[[Collection[str]], StageState | None],
         stored: Callable[[int, int, tuple[str, ...]], Awaitable[dict[str, LayerState]]],
         knows: Callable[[PeerID], bool],
+        witnessed: Callable[[PeerID, Collection[str], int], Awaitable[Witnessed | None]] = _no_newcomer,
         vectors: Vectors = VECTORS,
     ) -> None:
         self._vectors = vectors
         self._endpoint = endpoint
         self._clock = clock
         self._knows = knows
+        self._witnessed = witnessed
         self._current = current
         self._stored = stored
         self._pins: dict[_Key, _Pin] = {}
@@ -139,11 +151,13 @@ class StateServer:
         self._pins = {key: pin for key, pin in self._pins.items() if pin.until_s >= now_s}
         self._newcomers = {peer: until_s for peer, until_s in self._newcomers.items() if until_s >= now_s}
 
-    def _pin(self, key: _Key, layers: Iterable[tuple[str, LayerState]]) -> _Pin:
+    def _pin(
+        self, key: _Key, layers: Iterable[tuple[str, LayerState]], proofs: Mapping[str, str] | None = None
+    ) -> _Pin:
         now_s = self._clock.now_s()
         pin = self._pins.setdefault(key, _Pin(now_s))
         pin.asked_for(now_s)
-        pin.add(layers)
+        pin.add(layers, proofs)
         return pin
 
     def _has_room(self, key: _Key, layers: Iterable[LayerState]) -> bool:
@@ -173,18 +187,29 @@ class StateServer:
         pinned = self._pins.get((TRAINED, message.version))
         if pinned is not None and wanted <= pinned.layers.keys():
             return self._offer(source, (TRAINED, message.version), (), wanted)
-        state = self._current(message.layers)
+        state, given = self._current(message.layers), None
+        if state is not None:
+            given = await self._witnessed(source, message.layers, message.version)
+        if given is not None:
+            key = (TRAINED, given.state.version)
+            if key in self._pins or self._has_room(key, given.state.layers.values()):
+                return self._offer(source, key, given.state.layers.items(), wanted, given)
+            return self._offer_pinned(source, message.version, wanted, signed=True)
         if state is None:
             raise Refused(me, "does not hold that state")
         if message.version not in (-1, state.version):
             raise Refused(me, f"is at version {state.version}, not {message.version}")
         if not self._has_room((TRAINED, state.version), state.layers.values()):
-            kept = ((at, pin) for at, pin in self._pins.items() if at[0] == TRAINED)
-            given = [version for (_, version), pin in kept if wanted <= pin.layers.keys()]
-            if message.version >= 0 or not given:
-                raise Refused(me, "is giving other versions to others; ask again")
-            return self._offer(source, (TRAINED, max(given)), (), wanted)
+            return self._offer_pinned(source, message.version, wanted, signed=False)
         return self._offer(source, (TRAINED, state.version), state.layers.items(), wanted)
+
+    def _offer_pinned(self, source: PeerID, version: int, wanted: set[str], *, signed: bool) -> StateOffer:
+        """There is no room for another version: the newest of those that we keep anyway. Raises: Refused."""
+        kept = ((at, pin) for at, pin in self._pins.items() if at[0] == TRAINED and (pin.signatures or not signed))
+        versions = [at for (_, at), pin in kept if wanted <= pin.layers.keys()]
+        if version >= 0 or not versions:
+            raise Refused(self._endpoint.peer_id, "is giving other versions to others; ask again")
+        return self._offer(source, (TRAINED, max(versions)), (), wanted)
 
     async def _begun_with(self, keys: tuple[str, ...]) -> dict[str, LayerState]:
         me = self._endpoint.peer_id
@@ -199,15 +224,22 @@ class StateServer:
             raise Refused(me, "cannot read what the run begins with") from error
 
     def _offer(
-        self, source: PeerID, key: _Key, layers: Iterable[tuple[str, LayerState]], wanted: set[str]
+        self,
+        source: PeerID,
+        key: _Key,
+        layers: Iterable[tuple[str, LayerState]],
+        wanted: set[str],
+        witnessed: Witnessed | None = None,
     ) -> StateOffer:
-        pin = self._pin(key, layers)
+        pin = self._pin(key, layers, dict(witnessed.proofs) if witnessed else None)
+        if witnessed and witnessed.signatures:
+            pin.signatures = witnessed.signatures
         pin.is_asked_for = True
         pin.is_replayed |= source in self._newcomers
         sizes = [tensor.numel() for name in wanted & pin.layers.keys() for tensor in pin.layers[name].tensors]
         pin.left[source] = pin.left.get(source, 0) + sum(sizes)
         digests = tuple((name, digest) for name, digest in pin.digests.items() if name in wanted)
-        return StateOffer(version=key[1], digests=digests, pinned_s=PINNED_S)
+        return StateOffer(version=key[1], digests=digests, pinned_s=PINNED_S, signatures=pin.signatures)
 
     async def _on_chunk_request(self, source: PeerID, message: StateChunkRequest) -> Done:
         pin = self._pins.get((message.stored_era, message.version))

@@ -1,7 +1,7 @@
 """Where a replica's first state comes from: decided by the plan and by what this peer has begun before."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,6 +16,7 @@ from shoal.peer.model.layout import stage_layer_keys
 from shoal.peer.pipeline.state import StageState, initial_state
 from shoal.protocol.errors import Unreachable
 from shoal.protocol.identity import Identity, PeerID
+from shoal.protocol.messages import StateOffer
 from shoal.protocol.plan import Member, Plan, Stage
 from shoal.protocol.sim.loop import run
 from shoal.protocol.spec import RunSpec
@@ -43,7 +44,15 @@ class Scene:
         """Returns: the versions that it took over."""
         keys = stage_layer_keys(self.spec.model, 0, 1)
 
-        async def fetch(_: object, holders: Sequence[PeerID], *, version: int = -1, stored_era: int = -1) -> StageState:
+        async def fetch(
+            _: object,
+            holders: Sequence[PeerID],
+            *,
+            version: int = -1,
+            stored_era: int = -1,
+            is_witnessed: Callable[[StateOffer], bool] | None = None,
+        ) -> StageState:
+            assert (is_witnessed is not None) == (version < 0), "only what a group trains has been signed"
             self.fetched.append((tuple(holders), version, stored_era))
             if len(self.fetched) <= self.silent_for:
                 raise Unreachable(ME, "nobody is there")

@@ -1,0 +1,153 @@
+"""One holder's part in what a newcomer may fetch: it signs what it steps to, keeps what the other holders are about to
+sign, and offers what most of them have.
+
+Nothing happens here while every member of the group is ready: no state is hashed, signed or kept beyond its step.
+"""
+
+import logging
+from dataclasses import dataclass
+
+from shoal.peer.group.attestations import Attestations, is_majority, root_of, statement_body
+from shoal.peer.group.core import GroupCore
+from shoal.peer.outbox import Outbox
+from shoal.peer.pipeline.state import StageState
+from shoal.peer.tasks import Tasks
+from shoal.protocol.endpoint import Endpoint
+from shoal.protocol.errors import Refused, RemoteError
+from shoal.protocol.identity import PeerID
+from shoal.protocol.limits import (
+    DIGEST_CHARS_MAX,
+    PINNED_BYTES_MAX,
+    SIGNATURES_PER_OFFER_MAX,
+    WITNESSED_VERSIONS_MAX,
+)
+from shoal.protocol.messages import Attestation, Done, StateOffer
+from shoal.protocol.ports import Compute
+
+logger = logging.getLogger(__name__)
+
+Signatures = tuple[tuple[PeerID, bytes], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Witnessed:
+    """A state that may be offered."""
+
+    state: StageState
+    proofs: tuple[tuple[str, str], ...]
+    signatures: Signatures = ()
+
+
+class Witnesses:
+    """Of one tenure in a group."""
+
+    def __init__(self, core: GroupCore, *, endpoint: Endpoint, compute: Compute, tasks: Tasks) -> None:
+        self._core = core
+        self._endpoint = endpoint
+        self._compute = compute
+        self._tasks = tasks
+        self._outbox = Outbox(endpoint)
+        self._attestations = Attestations()
+        self._kept: dict[int, tuple[Witnessed, str]] = {}
+        """Version -> the state with its root."""
+        self._signing: set[int] = set()
+
+    def install(self) -> None:
+        self._endpoint.on(Attestation, self._on_attestation, stage=self._core.stage)
+
+    async def close(self) -> None:
+        await self._outbox.close()
+        self._kept.clear()
+
+    def look(self, state: StageState | None) -> None:
+        """We have stepped to `state`, or there is a new plan."""
+        core = self._core
+        if core.ready and state is not None and set(core.mates) - set(core.ready_mates):
+            self._tasks.spawn(self._sign(state), f"sign version {state.version}")
+        else:
+            self._kept.clear()
+            self._attestations.clear()
+
+    def mate_lost(self, mate: PeerID) -> None:
+        self._outbox.forget(mate)
+
+    async def offer(self, newcomer: PeerID, state: StageState, version: int) -> Witnessed | None:
+        """What `newcomer` may fetch: the newest that most of its voters have signed, or `version` if we keep it.
+
+        Args: state: ours, now.
+        Returns: None: it is no newcomer of the group, or that version is not kept here.
+        Raises: Refused: too few have signed anything so far.
+        """
+        core = self._core
+        if newcomer not in core.mates:
+            return None
+        if version >= 0:
+            kept = self._kept.get(version)
+            return kept[0] if kept else None
+        await self._sign(state)
+        asked = core.voters(newcomer)
+        for at in sorted(self._kept, reverse=True):
+            found, root = self._kept[at]
+            signers = self._attestations.signers(at, root)
+            if is_majority(sum(peer in signers for peer in asked), asked):
+                ranked = sorted(signers.items(), key=lambda signed: (signed[0] not in asked, signed[0]))
+                return Witnessed(found.state, found.proofs, tuple(ranked[:SIGNATURES_PER_OFFER_MAX]))
+        self._tell(state.version)  # a holder may not have known us for one when we first said so
+        raise Refused(core.me, "waits until most holders have signed what it holds")
+
+    async def _sign(self, state: StageState) -> None:
+        if state.version in self._kept or state.version in self._signing:
+            return
+        self._signing.add(state.version)
+        try:
+            proofs = (await self._compute.run("step", state.proofs, flop=0.0)).value
+        finally:
+            self._signing.discard(state.version)
+        core, endpoint, root = self._core, self._endpoint, root_of(proofs)
+        body = statement_body(era=endpoint.era, version=state.version, root=root)
+        signature = endpoint.seals.sign_statement(endpoint.identity, "state", run=endpoint.run, body=body)
+        self._kept[state.version] = Witnessed(state, proofs), root
+        self._attestations.heard(core.me, state.version, root, signature)
+        num_bytes = sum(4 * tensor.numel() for layer in state.layers.values() for tensor in layer.tensors)
+        room = max(2, min(WITNESSED_VERSIONS_MAX, PINNED_BYTES_MAX // max(1, num_bytes)))
+        for old in sorted(self._kept)[:-room]:
+            del self._kept[old]
+        self._tell(state.version)
+
+    def _tell(self, version: int) -> None:
+        """All other holders that we know of."""
+        core = self._core
+        if version not in self._kept:
+            return
+        root = self._kept[version][1]
+        signature = self._attestations.signers(version, root)[core.me]
+        for holder in core.holders:
+            message = Attestation(stage=core.stage, version=version, root=root, signature=signature)
+            self._outbox.post(holder, version, message)
+
+    async def _on_attestation(self, source: PeerID, message: Attestation) -> Done:
+        if not self._core.has_place(source):
+            raise Refused(self._core.me, f"does not know the sender as a member of group {self._core.stage}")
+        if len(message.root) > DIGEST_CHARS_MAX or not _holds(self._endpoint, source, message.signature, message):
+            raise RemoteError(source, "has not signed what it says it holds")
+        self._attestations.heard(source, message.version, message.root, message.signature)
+        return Done()
+
+
+def is_witnessed(endpoint: Endpoint, offer: StateOffer, keys: tuple[str, ...], asked: tuple[PeerID, ...]) -> bool:
+    """Whether more than half of `asked` have signed what a holder offers of a group's layers `keys`."""
+    if tuple(key for key, _ in offer.digests) != keys:
+        return False
+    root, signers = root_of(offer.digests), set[PeerID]()
+    for peer, signature in offer.signatures[:SIGNATURES_PER_OFFER_MAX]:
+        said = Attestation(stage=0, version=offer.version, root=root, signature=signature)
+        if peer in asked and peer not in signers and _holds(endpoint, peer, signature, said):
+            signers.add(peer)
+        if is_majority(len(signers), asked):
+            return True
+    return False
+
+
+def _holds(endpoint: Endpoint, signer: PeerID, signature: bytes, said: Attestation) -> bool:
+    body = statement_body(era=endpoint.era, version=said.version, root=said.root)
+    return endpoint.seals.statement_holds(signer, signature, "state", run=endpoint.run, body=body)
