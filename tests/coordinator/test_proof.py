@@ -2,6 +2,7 @@
 could follow. The attacks were all obeyed when `PlanChain.adopt` asked for a higher order only."""
 
 import asyncio
+import itertools
 
 import msgspec
 import pytest
@@ -444,5 +445,28 @@ def test_the_owners_mandate_is_followed_by_a_swarm_that_has_a_majority(run_swarm
         await swarm.until(lambda: all(peer.plan.reign == 1 for peer in swarm.alive()), within_s=3.0)
         await swarm.add("new")
         await swarm.until(lambda: swarm.agreed() and swarm.peers["new"].order > (1001, 2), within_s=10.0)
+
+    run_swarm(scenario, min_peers=6)
+
+
+@pytest.mark.sim
+def test_a_member_alone_ends_no_run_and_moves_no_step(run_swarm):
+    """Row 3 of the issue: heartbeats that name the last version for every stage in turn were believed at once."""
+
+    async def scenario(swarm):
+        await swarm.begin(6)
+        liar = swarm.peers["p5"]
+        honest, stages = liar.heartbeat, itertools.cycle(range(3))
+        steps = swarm.spec.training.steps
+
+        def lie():
+            everybody = tuple((peer.peer_id, bytes(64)) for peer in swarm.alive())
+            return msgspec.structs.replace(honest(), stage=next(stages), version=steps, synced=True, ends=everybody)
+
+        liar.coordination._heartbeat = lie
+        await asyncio.sleep(20.0)
+        assert not any(peer.coordination.done for peer in swarm.alive())
+        status = swarm.coordinator.coordination.status()
+        assert (status.step, status.loss) == (0, None)
 
     run_swarm(scenario, min_peers=6)
