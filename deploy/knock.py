@@ -23,8 +23,10 @@ async def why_refused(transport: LiveTransport, identity: Identity) -> str:
     answers: Sequence[msgspec.Struct | None] = await asyncio.gather(
         *(_knock(transport, identity, peer, number) for number, peer in enumerate(peers))
     )
-    refusals = [answer.reason for answer in answers if isinstance(answer, Refusal)]
-    return refusals[0] if refusals and not any(isinstance(answer, Ping) for answer in answers) else ""
+    if any(isinstance(answer, Ping) for answer in answers):
+        return ""
+    # A peer that has only begun answers no Ping yet, and refuses it to everybody.
+    return next((answer.reason for answer in answers if isinstance(answer, Refusal) and answer.keeps_out), "")
 
 
 async def _knock(transport: LiveTransport, identity: Identity, peer: PeerID, number: int) -> msgspec.Struct | None:

@@ -227,7 +227,7 @@ class Endpoint:
         self.members.show(source, envelope.certificate)
         if self.members.standing(source) is Standing.STRANGER:
             excluded = self.members.is_excluded(source)
-            return messages.Refusal(reason="you are excluded from this run" if excluded else _SHOW)
+            return messages.Refusal(reason="you are excluded from this run" if excluded else _SHOW, keeps_out=True)
         if not self._guard.accept(source, envelope.sequence):
             raise RemoteError(source, f"repeated its call {envelope.sequence}")
         return await self._dispatch(source, _decode(_MESSAGES, envelope.body, source))

@@ -711,9 +711,12 @@ class Done(_Message, frozen=True):
 
 
 class Refusal(_Message, frozen=True):
-    """Understood and declined; the sentence is for people."""
+    """Understood and declined; the sentence is for people.
+
+    `keeps_out` says that the run does not let the sender in, whatever it asks."""
 
     reason: str
+    keeps_out: bool = False
 
 
 Message = (

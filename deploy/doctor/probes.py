@@ -6,6 +6,7 @@ Nothing here decides what is wrong (`diagnosis.py`), and nothing waits longer th
 import asyncio
 import contextlib
 import dataclasses
+import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -122,7 +123,9 @@ class LiveProbes:
                 return _with(found, refused=reason)
             directory = await LiveDirectory.start(transport, accept=record_rules(gate))
             stack.push_async_callback(directory.close)
-            endpoint = Endpoint(identity, transport, run=run, gate=gate)
+            # The knock has used up the sequences below.
+            since = int(1e6 * time.time())
+            endpoint = Endpoint(identity, transport, run=run, gate=gate, first_sequence=since)
             asked = dict.fromkeys((*of_the_run, *sorted(await transport.connected())))
             views = await asyncio.gather(*(_view(endpoint, peer) for peer in asked))
             return _with(

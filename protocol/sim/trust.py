@@ -71,10 +71,14 @@ def everybody(run: str) -> Members:
 
 
 class OpenGate(Gate):
-    """Lets everybody send everything: for a part of a peer that is looked at by itself, without plans."""
+    """Lets members send everything: for a part of a peer that is looked at by itself, without plans.
 
-    def __init__(self) -> None:
-        super().__init__(everybody(""), PeerID(""))
+    Args:
+        members: anybody at all, unless named.
+    """
+
+    def __init__(self, members: Members | None = None) -> None:
+        super().__init__(members or everybody(""), PeerID(""))
 
     def verdict(self, source: PeerID, kind: type) -> Verdict:
         return Verdict.ALLOWED

@@ -17,14 +17,15 @@ from shoal.deploy.run_file import DEMO_SPEC
 from shoal.deploy.run_record import SpecKeeper, seal_spec
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.identity import Identity, PeerID
-from shoal.protocol.invite import Invite
+from shoal.protocol.invite import Invite, InviteKey
 from shoal.protocol.limits import PROTOCOL_VERSION
 from shoal.protocol.live import about
 from shoal.protocol.live.directory import LiveDirectory
 from shoal.protocol.live.run import run
 from shoal.protocol.live.transport import LiveTransport
+from shoal.protocol.membership import Members
 from shoal.protocol.messages import PeerStatus, StatusRequest, SwarmStatus
-from shoal.protocol.sim.trust import OpenGate, everybody
+from shoal.protocol.sim.trust import OpenGate
 from shoal.protocol.spec import load_spec, run_id
 from statuses import swarm_status
 
@@ -34,6 +35,7 @@ LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 OWNER = Identity(bytes(32))
 SPEC = load_spec(DEMO_SPEC)
 RUN = run_id(SPEC, OWNER.peer_id)
+KEY = InviteKey.make(OWNER, run=RUN)
 
 
 class NoMachine(LiveProbes):
@@ -59,16 +61,16 @@ def beside_a_peer(
 
     async def main() -> None:
         host = await LiveTransport.start(
-            OWNER, members=everybody(takes_part), state_dir=tmp_path / "host", listen=LOOPBACK
+            OWNER, members=Members(takes_part, OWNER.peer_id), state_dir=tmp_path / "host", listen=LOOPBACK
         )
         directory = await LiveDirectory.start(host)
-        endpoint = Endpoint(OWNER, host, run=takes_part, gate=OpenGate())
+        endpoint = Endpoint(OWNER, host, run=takes_part, gate=OpenGate(host.members))
         answers(endpoint, {OWNER.peer_id})
         record = seal_spec(OWNER, SPEC)
         keeper = SpecKeeper(directory, endpoint, (SPEC, record), OWNER.peer_id)
         keeping = asyncio.create_task(keeper.keep() if keeps_spec else asyncio.sleep(0))
         try:
-            await test(host, Invite(PROTOCOL_VERSION, RUN, OWNER.peer_id, host.addresses()))
+            await test(host, Invite(PROTOCOL_VERSION, RUN, OWNER.peer_id, host.addresses(), KEY))
         finally:
             keeping.cancel()
             await asyncio.gather(keeping, return_exceptions=True)
@@ -139,9 +141,9 @@ def test_two_swarms_of_one_run(tmp_path: Path) -> None:
     async def test(host: LiveTransport, invite: Invite) -> None:
         other = Identity(bytes([1]) * 32)
         transport = await LiveTransport.start(
-            other, members=everybody(RUN), state_dir=tmp_path / "other", listen=LOOPBACK
+            other, members=invite.members_for(other.peer_id), state_dir=tmp_path / "other", listen=LOOPBACK
         )
-        endpoint = Endpoint(other, transport, run=RUN, gate=OpenGate())
+        endpoint = Endpoint(other, transport, run=RUN, gate=OpenGate(transport.members))
         try:
             both = invite.addresses + transport.addresses()
             named = msgspec.structs.replace(invite, addresses=both)
@@ -254,7 +256,7 @@ def test_a_stranger_is_called_back_only_where_it_is_and_not_below_1024(tmp_path:
     async def test(host: LiveTransport, invite: Invite) -> None:
         guest = await LiveTransport.start(
             Identity.generate(),
-            members=everybody("another"),
+            members=Members("another", OWNER.peer_id),
             state_dir=tmp_path / "guest",
             initial_peers=host.addresses(),
         )
