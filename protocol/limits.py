@@ -102,8 +102,8 @@ REFUSED_TOKENS_OF_ONE_MAX: Final = 64
 """Refusals of such requests on their way to one sender, or to all strangers together; what is more is dropped."""
 MICROBATCHES_PER_STEP_MAX: Final = 4096
 
-WAITING_STREAMS_OF_ONE_MAX: Final = 4
-"""Streams of one peer whose HELLO has not come. An honest one opens one, and another after it broke."""
+WAITING_STREAMS_OF_ONE_MAX: Final = 2
+"""Streams of one peer whose HELLO has not come. An honest one opens one, and another once that broke."""
 WAITING_STREAMS_MAX: Final = 256
 """Of all peers together, each a file of ours: a process often has 1,024. A thousand peers that stream at once to one
 newcomer need a round trip each, and try again."""

@@ -661,13 +661,15 @@ def flaws(swarm: Swarm, peace: Window, war: Window, strangers: Sequence[Stranger
     kept = war.steps_per_s / peace.steps_per_s if peace.steps_per_s else 0.0
     if kept < STEPS_KEPT_MIN:
         found.append(f"only {kept:.2f} of the steps/s are left")
-    for name in sorted(peace.megabytes.keys() & war.megabytes.keys()):
-        memory = war.megabytes[name] / weight_in_peace(name, swarm, peace)
-        files = war.files[name] / peace.files[name]
+    for name in (process.name for process in swarm.processes):
+        parts = [part for part in (name, f"{name}/net") if part in peace.megabytes and part in war.megabytes]
+        before, after = (sum(window.files[part] for part in parts) for window in (peace, war))
+        weighed = sum(war.megabytes[part] for part in parts)
+        memory = weighed / max(1.0, sum(weight_in_peace(part, swarm, peace) for part in parts))
         if memory > GROWTH_MAX:
-            found.append(f"{name} has grown to {memory:.2f} of its memory, {war.megabytes[name]:.0f} MB")
-        if files > GROWTH_MAX:
-            found.append(f"{name} has {war.files[name]} open files, {peace.files[name]} in peace")
+            found.append(f"{name} and its network daemon have grown to {memory:.2f} of their memory, {weighed:.0f} MB")
+        if after > GROWTH_MAX * before:
+            found.append(f"{name} and its network daemon have {after} open files, {before} in peace")
     return found
 
 
