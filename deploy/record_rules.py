@@ -15,7 +15,7 @@ from shoal.protocol.depth import TooDeep, check_depth
 from shoal.protocol.endpoint import open_signed_record
 from shoal.protocol.errors import RemoteError, SpecError
 from shoal.protocol.identity import PeerID
-from shoal.protocol.live.records import KeyRule
+from shoal.protocol.live.record_store import KeyRule
 from shoal.protocol.messages import AdvertRecord, PlanHead, SpecRecord
 from shoal.protocol.seals import SEALS
 from shoal.protocol.spec import decode_spec, run_id

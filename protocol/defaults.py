@@ -24,12 +24,10 @@ import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from shoal.protocol.limits import DIM_MAX, MICROBATCHES_PER_STEP_MAX, STREAM_CREDIT_BYTES
-
-if TYPE_CHECKING:
-    from shoal.protocol.spec import RunSpec
+from shoal.protocol.spec import RunSpec
 
 AUTO: Final = "auto"
 """In a run file: as if the field was not there."""
@@ -59,7 +57,7 @@ _SGD_RATE: Final = 4e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class FilledField:
     """One field that a rule has filled in."""
 
     field: str
@@ -94,7 +92,7 @@ def model_size(
     return Size(parameters=parameters, flop_per_token=6.0 * parameters + 12.0 * num_layers * dim * context)
 
 
-def size_of(spec: "RunSpec") -> Size:
+def size_of(spec: RunSpec) -> Size:
     model = spec.model
     return model_size(
         dim=model.dim,
@@ -188,7 +186,7 @@ def microbatches_of(
     return number, samples
 
 
-def fill_in(tables: Mapping[str, Any], base: "RunSpec") -> tuple[dict[str, Any], tuple[Choice, ...]]:
+def fill_in(tables: Mapping[str, Any], base: RunSpec) -> tuple[dict[str, Any], tuple[FilledField, ...]]:
     """The tables of a run file with a number in the place of each field that it leaves to a rule.
 
     What is of a wrong type or impossible is left as it is: whoever decodes the tables says what is wrong with them.
@@ -238,7 +236,7 @@ def fill_in(tables: Mapping[str, Any], base: "RunSpec") -> tuple[dict[str, Any],
     return filling.tables, tuple(filling.choices)
 
 
-def in_words(choices: tuple[Choice, ...], spec: "RunSpec") -> tuple[str, ...]:
+def in_words(choices: tuple[FilledField, ...], spec: RunSpec) -> tuple[str, ...]:
     """What was chosen and why, a line each; empty: its author has said everything."""
     if not choices:
         return ()
@@ -256,9 +254,9 @@ def in_words(choices: tuple[Choice, ...], spec: "RunSpec") -> tuple[str, ...]:
 class _Filling:
     """The tables of a run file while they are filled in."""
 
-    def __init__(self, tables: Mapping[str, Any], base: "RunSpec") -> None:
+    def __init__(self, tables: Mapping[str, Any], base: RunSpec) -> None:
         self.tables: dict[str, Any] = copy.deepcopy(dict(tables))
-        self.choices: list[Choice] = []
+        self.choices: list[FilledField] = []
         self._base = base
 
     def table(self, section: str) -> dict[str, Any]:
@@ -297,7 +295,7 @@ class _Filling:
         if not isinstance(table, dict) or (name in table and table[name] != AUTO):
             return self.said(path) or value
         table[name] = value
-        self.choices.append(Choice(field=path, value=value, why=why))
+        self.choices.append(FilledField(field=path, value=value, why=why))
         return value
 
 

@@ -10,9 +10,7 @@ This file is long because every field of a run file is in it, with what it means
 """
 
 import math
-from collections.abc import Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 from blake3 import blake3
@@ -34,10 +32,6 @@ from shoal.protocol.limits import (
     VOCABULARY_MAX,
 )
 from shoal.protocol.staleness import synchronous_steps
-from shoal.protocol.toml_file import read_toml
-
-if TYPE_CHECKING:
-    from shoal.protocol.defaults import Choice
 
 TERM_HEARTBEATS_MIN = 4
 """A coordinator takes three to be sure that a stage has lost its state, and looks every half: in a shorter term it
@@ -449,41 +443,6 @@ _REPLACED = {
 """Fields that former specs had."""
 
 
-def load_spec(path: Path) -> RunSpec:
-    """Read a run spec. What its author leaves out, or sets to "auto", is filled in as `shoal.protocol.defaults` says.
-
-    Raises: SpecError: one line with the file, the field and what is wrong with it.
-    """
-    return convert_spec(read_tables(path), name=str(path))[0]
-
-
-def read_tables(path: Path) -> dict[str, Any]:
-    """A run file as its author wrote it. Raises: SpecError: it cannot be read, or is no TOML."""
-    try:
-        return read_toml(path)
-    except OSError as error:
-        raise SpecError(f"cannot read the run spec {path}: {error.strerror or error}") from error
-    except msgspec.DecodeError as error:
-        raise SpecError(f"{path}: {_told(error)}") from error
-
-
-def convert_spec(tables: Mapping[str, Any], *, name: str) -> tuple[RunSpec, tuple["Choice", ...]]:
-    """The spec that a run file's tables mean.
-
-    Args:
-        name: of the file, for complaints.
-    Returns: the spec, and what was filled in.
-    Raises: SpecError.
-    """
-    from shoal.protocol.defaults import fill_in  # which knows the classes above
-
-    filled, choices = fill_in(tables, RunSpec())
-    try:
-        return msgspec.convert(filled, RunSpec), choices
-    except msgspec.ValidationError as error:
-        raise SpecError(f"{name}: {_told(error)}") from error
-
-
 def encode_spec(spec: RunSpec) -> bytes:
     """Canonical bytes: equal specs give equal bytes."""
     return msgspec.msgpack.encode(_tables(spec))
@@ -523,11 +482,11 @@ def decode_spec(data: bytes) -> RunSpec:
     try:
         return msgspec.msgpack.decode(data, type=RunSpec)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise SpecError(f"the run's spec cannot be read: {_told(error)}") from error
+        raise SpecError(f"the run's spec cannot be read: {spec_complaint(error)}") from error
 
 
-def _told(error: Exception) -> str:
-    """In one line, and what there is instead of a field that is gone."""
+def spec_complaint(error: Exception) -> str:
+    """Say in one line what is wrong with a spec, and what replaces a field that earlier versions had."""
     instead = [advice for name, advice in _REPLACED.items() if f"unknown field `{name}`" in str(error)]
     return "; ".join([complaint(error, RunSpec), *instead])
 

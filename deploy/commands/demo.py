@@ -12,7 +12,7 @@ from shoal.deploy import places
 from shoal.deploy.commands.options import EXIT_INTERRUPTED, Dashboard, check_writable, data_source, examples
 from shoal.deploy.dashboard.address import parse_address
 from shoal.protocol.errors import LocalError
-from shoal.protocol.spec import load_spec
+from shoal.protocol.spec_file import load_spec
 
 if TYPE_CHECKING:
     from shoal.deploy.demo.summary import Summary

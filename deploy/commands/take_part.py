@@ -38,10 +38,11 @@ from shoal.deploy.run_file import with_changes
 from shoal.deploy.run_folder import RunFolder, runs_in
 from shoal.deploy.runs import find_hosted, hosted_names
 from shoal.protocol.advice import advice
-from shoal.protocol.defaults import Choice, in_words
+from shoal.protocol.defaults import FilledField, in_words
 from shoal.protocol.errors import RunNotFound
 from shoal.protocol.invite import parse_invite
-from shoal.protocol.spec import RunSpec, convert_spec, read_tables
+from shoal.protocol.spec import RunSpec
+from shoal.protocol.spec_file import convert_spec, read_tables
 
 Steps = Annotated[
     int | None,
@@ -141,7 +142,7 @@ class _Asked:
     """Which run somebody wants to host."""
 
     spec: RunSpec
-    choices: tuple[Choice, ...] = ()
+    choices: tuple[FilledField, ...] = ()
     """Fields of it that nobody has said."""
     known: RunFolder | None = None
     """The run to go on with, if no run file says which."""

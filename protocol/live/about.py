@@ -62,7 +62,7 @@ class About(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answered:
+class AboutReply:
     about: About
     ahead_s: float
     """By how much our clock is ahead of the other's, to half a round trip."""
@@ -164,7 +164,9 @@ async def reach(daemon: Daemon, peer: PeerID, addresses: Sequence[str], *, timeo
         raise Unreachable(peer, (str(error).splitlines() or [repr(error)])[0][:120]) from error
 
 
-async def ask_about(daemon: Daemon, peer: PeerID, *, me: PeerID, run: str, port: int = 0, timeout_s: float) -> Answered:
+async def ask_about(
+    daemon: Daemon, peer: PeerID, *, me: PeerID, run: str, port: int = 0, timeout_s: float
+) -> AboutReply:
     """Ask a connected peer of any run. Raises: Unreachable. RemoteError: its answer is none."""
     request = msgspec.json.encode(AboutRequest(port, mark_of(run, me)))
     sent_s = time.time()
@@ -187,4 +189,4 @@ async def ask_about(daemon: Daemon, peer: PeerID, *, me: PeerID, run: str, port:
         raise RemoteError(peer, f"said nothing readable about itself ({error})") from error
     if not about.shoal.isprintable():
         raise RemoteError(peer, "said something of itself that is no name")
-    return Answered(about=about, ahead_s=middle_s - about.wall_s)
+    return AboutReply(about=about, ahead_s=middle_s - about.wall_s)

@@ -24,9 +24,9 @@ from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError
 
 from shoal.protocol.errors import TransportError
 from shoal.protocol.identity import Identity
-from shoal.protocol.live import daemon_words, guard, leftovers
+from shoal.protocol.live import daemon_words, hivemind_guard, leftovers
+from shoal.protocol.live.connection_limit import ConnectionLimit
 from shoal.protocol.live.daemon_binary import check_daemon
-from shoal.protocol.live.gate import Gate
 from shoal.protocol.live.listen import from_this_machine, keep_ports, refuse_ports_in_use
 
 logger = logging.getLogger(__name__)
@@ -112,7 +112,7 @@ class Daemon:
         self._up = asyncio.Event()
         self._watcher: asyncio.Task[None] | None = None
         self._lock: IO[bytes] | None = None
-        self._gate = Gate(())
+        self._connection_limit = ConnectionLimit(())
         self.visible: tuple[Any, ...] = ()
         """Multiaddrs under which others may reach us, without `/p2p/…`."""
         self.restarts = 0
@@ -121,7 +121,7 @@ class Daemon:
 
     async def start(self) -> None:
         """Raises: TransportError."""
-        guard.install()
+        hivemind_guard.install()
         daemon_words.install()
         self._state_dir.mkdir(parents=True, exist_ok=True)
         self._take_lock()
@@ -146,8 +146,8 @@ class Daemon:
 
     @property
     def shut_out(self) -> frozenset[bytes]:
-        """Networks whose new connections wait (`gate.py`)."""
-        return self._gate.shut_out
+        """Networks whose new connections wait (`connection_limit.py`)."""
+        return self._connection_limit.shut_out
 
     @property
     def listening(self) -> tuple[str, ...]:
@@ -182,7 +182,7 @@ class Daemon:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._watcher = None
-        await self._gate.close()
+        await self._connection_limit.close()
         if self._p2p is not None:
             p2p, self._p2p = self._p2p, None
             self._up.set()  # whoever waits for a restart that will not come
@@ -211,7 +211,7 @@ class Daemon:
             self._lock = None
 
     async def _launch(self) -> None:
-        await self._gate.close()
+        await self._connection_limit.close()
         refuse_ports_in_use(self._listen)
         await asyncio.to_thread(check_daemon, daemon_path())
         started: list[Any] = []
@@ -226,13 +226,13 @@ class Daemon:
             if isinstance(error, P2PDaemonError | OSError | EOFError | ValueError):
                 raise TransportError(f"the network daemon did not start: {_last_words(error)}") from error
             raise
-        guard.mend_control(p2p._client.control)
+        hivemind_guard.mend_control(p2p._client.control)
         leftovers.remember(self._state_dir, p2p._child.pid, _socket_paths(p2p))
         self._p2p = p2p
         self.visible = tuple(p2p._visible_maddrs)
         self._listen = keep_ports(self._listen, [str(address) for address in self.visible])
-        self._gate = Gate(self._listen)
-        self._gate.open()
+        self._connection_limit = ConnectionLimit(self._listen)
+        self._connection_limit.open()
 
     async def _create(self) -> Any:
         nat = self._use_relay and not all("/127.0.0.1/" in at or "/ip6/::1/" in at for at in self._listen)

@@ -20,8 +20,8 @@ from hivemind.utils.timed_storage import MAX_DHT_TIME_DISCREPANCY_SECONDS
 from shoal.protocol.errors import TransportError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import RECORD_BYTES_MAX, RECORD_EXPIRES_S_MAX
-from shoal.protocol.live import guard
-from shoal.protocol.live.records import KeyRule, KeyRules, NothingCached, RecordStore
+from shoal.protocol.live import hivemind_guard
+from shoal.protocol.live.record_store import KeyRule, KeyRules, NothingCached, RecordStore
 from shoal.protocol.live.transport import LiveTransport
 
 logger = logging.getLogger(__name__)
@@ -136,8 +136,8 @@ class LiveDirectory:
         node = await DHTNode.create(
             p2p=p2p,
             node_id=former.node_id if former is not None else None,
-            record_validator=guard.RecordGate(self._rules),
-            authorizer=guard.MemberPass(self._transport.members),
+            record_validator=hivemind_guard.RecordGate(self._rules),
+            authorizer=hivemind_guard.MemberPass(self._transport.members),
             cache_locally=False,  # every get asks for the latest anyway
             cache_nearest=0,  # it would store whole dictionaries under another expiry
         )

@@ -16,7 +16,7 @@ from shoal.protocol.membership import Members, Standing
 _Address = Annotated[str, msgspec.Meta(max_length=ADDRESS_CHARS_MAX)]
 
 
-class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+class StreamHello(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
     """`to` keeps a receiver from showing a sender's HELLO to a third peer."""
 
     version: int
@@ -25,7 +25,7 @@ class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=
 
 
 _ENCODER = msgspec.msgpack.Encoder()
-_DECODER = msgspec.msgpack.Decoder(Hello)
+_DECODER = msgspec.msgpack.Decoder(StreamHello)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ class Greeter:
     def hello(self, to: PeerID) -> bytes:
         """A whole HELLO frame."""
         short = tuple(address for address in self.addresses() if len(address) <= ADDRESS_CHARS_MAX)
-        body = _ENCODER.encode(Hello(PROTOCOL_VERSION, to, short[:ADDRESSES_MAX]))
+        body = _ENCODER.encode(StreamHello(PROTOCOL_VERSION, to, short[:ADDRESSES_MAX]))
         meta = seal(
             self.identity,
             "hello",
@@ -55,7 +55,7 @@ class Greeter:
         )
         return b"".join(encode_frame(FrameType.HELLO, 0, meta, b""))
 
-    def check(self, frame: Frame, source: PeerID) -> Hello:
+    def check(self, frame: Frame, source: PeerID) -> StreamHello:
         """Raises: RemoteError: `source` is no member of this run, of another version, or somebody else."""
         envelope = unseal(frame.meta, "hello", run=self.members.run, source=source)
         try:

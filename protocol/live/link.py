@@ -20,7 +20,7 @@ from shoal.protocol.frames import (
     encode_frame,
 )
 from shoal.protocol.identity import PeerID
-from shoal.protocol.live.handshake import Greeter, Hello
+from shoal.protocol.live.handshake import Greeter, StreamHello
 from shoal.protocol.live.throttle import Intake, Throttle
 from shoal.protocol.ports import Payload, Priority
 
@@ -64,7 +64,7 @@ class Link(asyncio.BufferedProtocol):
         greeter: Greeter,
         *,
         calls: bool,
-        on_open: Callable[["Link", Hello], None],
+        on_open: Callable[["Link", StreamHello], None],
     ) -> None:
         """Exchange HELLOs and take the socket over.
 

@@ -25,7 +25,7 @@ _SLICE_BYTES_MIN: Final = 4 * 1024
 _SLICE_BYTES_MAX: Final = 256 * 1024
 
 
-class Gate:
+class RateLimiter:
     """One direction. Who waits passes by priority, then in the order of arrival."""
 
     def __init__(self, bytes_per_s: float) -> None:
@@ -82,8 +82,8 @@ class Throttle:
 
     def __init__(self, limits: RateLimits | None = None) -> None:
         limits = limits or RateLimits()
-        self.upload = Gate(limits.upload_bytes_per_s) if limits.upload_bytes_per_s < math.inf else None
-        self.download = Gate(limits.download_bytes_per_s) if limits.download_bytes_per_s < math.inf else None
+        self.upload = RateLimiter(limits.upload_bytes_per_s) if limits.upload_bytes_per_s < math.inf else None
+        self.download = RateLimiter(limits.download_bytes_per_s) if limits.download_bytes_per_s < math.inf else None
 
     def sent(self, nbytes: int) -> None:
         """Something that must not wait has gone out."""
@@ -104,14 +104,14 @@ class Throttle:
 class Intake:
     """Pauses a stream that brings more than the limit; the sender's own flow control does the rest."""
 
-    def __init__(self, gate: Gate, transport: asyncio.ReadTransport, is_lost: Callable[[], bool]) -> None:
-        self._gate, self._transport, self._is_lost = gate, transport, is_lost
+    def __init__(self, limiter: RateLimiter, transport: asyncio.ReadTransport, is_lost: Callable[[], bool]) -> None:
+        self._limiter, self._transport, self._is_lost = limiter, transport, is_lost
         self._timer: asyncio.TimerHandle | None = None
-        self.slice_bytes = gate.slice_bytes
+        self.slice_bytes = limiter.slice_bytes
 
     def came(self) -> None:
         """After some bytes have been charged."""
-        wait_s = self._gate.wait_s()
+        wait_s = self._limiter.wait_s()
         if wait_s > 0.0 and self._timer is None and not self._is_lost():
             self._transport.pause_reading()
             self._timer = asyncio.get_running_loop().call_later(wait_s, self._go_on)
@@ -122,7 +122,7 @@ class Intake:
 
     def _go_on(self) -> None:
         self._timer = None
-        wait_s = self._gate.wait_s()
+        wait_s = self._limiter.wait_s()
         if self._is_lost():
             return
         if wait_s > 0.0:  # another stream was first

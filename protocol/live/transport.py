@@ -23,10 +23,10 @@ from shoal.protocol.limits import ADDRESSES_MAX, CONTROL_BYTES_MAX, PEERS_MAX, P
 from shoal.protocol.live.about import ABOUT_NAME, AboutAnswerer
 from shoal.protocol.live.daemon import Daemon
 from shoal.protocol.live.doorway import Doorway
-from shoal.protocol.live.handshake import Greeter, Hello
-from shoal.protocol.live.inbox import Inboxes
+from shoal.protocol.live.handshake import Greeter, StreamHello
 from shoal.protocol.live.link import Link
-from shoal.protocol.live.outbox import Outbox
+from shoal.protocol.live.receive_queue import ReceiveQueues
+from shoal.protocol.live.send_queue import SendQueue
 from shoal.protocol.live.throttle import Throttle
 from shoal.protocol.membership import Members
 from shoal.protocol.ports import CallHandler, FrameHandler, Payload, Priority
@@ -54,8 +54,8 @@ class LiveTransport:
         self._daemon = daemon
         self._throttle = throttle
         self._addresses: dict[PeerID, tuple[str, ...]] = {}
-        self._outboxes: dict[PeerID, Outbox] = {}
-        self._inboxes = Inboxes()
+        self._send_queues: dict[PeerID, SendQueue] = {}
+        self._receive_queues = ReceiveQueues()
         self._doorway = Doorway()
         self._on_call: CallHandler
         self._on_frame: FrameHandler
@@ -175,10 +175,10 @@ class LiveTransport:
     async def send(self, peer: PeerID, meta: bytes, payload: Payload, *, priority: Priority) -> None:
         """Raises: Unreachable. ValueError: the frame is larger than any peer accepts."""
         self._refuse_if_pointless(peer)
-        outbox = self._outboxes.get(peer)
-        if outbox is None:
-            outbox = self._outboxes[peer] = Outbox(peer, partial(self._open_link, peer))
-        await outbox.send(meta, payload, priority)
+        queue = self._send_queues.get(peer)
+        if queue is None:
+            queue = self._send_queues[peer] = SendQueue(peer, partial(self._open_link, peer))
+        await queue.send(meta, payload, priority)
 
     async def close(self) -> None:
         """Give frames that have left two seconds to be handled, then leave nothing running. Again does nothing."""
@@ -192,14 +192,14 @@ class LiveTransport:
         for dial in dials:
             dial.cancel()
         await asyncio.gather(*dials, return_exceptions=True)
-        await asyncio.gather(*(outbox.close() for outbox in self._outboxes.values()))
-        await self._inboxes.close()
+        await asyncio.gather(*(queue.close() for queue in self._send_queues.values()))
+        await self._receive_queues.close()
         await self._daemon.close()
 
     async def _flush(self) -> None:
         with suppress(TimeoutError):
             async with asyncio.timeout(_FLUSH_TIMEOUT_S):
-                await asyncio.gather(*(outbox.flush() for outbox in self._outboxes.values()))
+                await asyncio.gather(*(queue.flush() for queue in self._send_queues.values()))
 
     async def _set_up(self, p2p: Any) -> None:
         """Register with a fresh daemon and introduce it to everyone we know."""
@@ -245,7 +245,7 @@ class LiveTransport:
 
     # Frames
 
-    async def _open_link(self, peer: PeerID, outbox: Outbox) -> Link:
+    async def _open_link(self, peer: PeerID, queue: SendQueue) -> Link:
         try:
             async with asyncio.timeout(_OPEN_TIMEOUT_S):
                 try:
@@ -254,7 +254,7 @@ class LiveTransport:
                     if not _may_repeat(error) or not await self._dial(peer):
                         raise
                     reader, writer = await self._open_stream(peer)
-            link = Link(peer, on_frame=outbox.on_frame, on_lost=outbox.on_lost, throttle=self._throttle)
+            link = Link(peer, on_frame=queue.on_frame, on_lost=queue.on_lost, throttle=self._throttle)
             await link.open(reader, writer, self._greeter, calls=True, on_open=self._met)
             return link
         except TimeoutError as error:
@@ -272,11 +272,16 @@ class LiveTransport:
         if not self._served.is_set():
             with self._doorway.waits(source, writer.transport.abort):
                 await self._served.wait()
-        link = Link(source, on_frame=self._inboxes.on_frame, on_lost=self._inboxes.on_lost, throttle=self._throttle)
+        link = Link(
+            source,
+            on_frame=self._receive_queues.on_frame,
+            on_lost=self._receive_queues.on_lost,
+            throttle=self._throttle,
+        )
 
-        def opened(link: Link, hello: Hello) -> None:
+        def opened(link: Link, hello: StreamHello) -> None:
             self._met(link, hello)
-            self._inboxes.attach(link, self._on_frame)
+            self._receive_queues.attach(link, self._on_frame)
 
         try:
             with self._doorway.waits(source, writer.transport.abort):
@@ -290,10 +295,10 @@ class LiveTransport:
 
     def _close_excluded(self) -> None:
         """Their streams and connections end now; what they call or open from now on is refused."""
-        for peer, outbox in tuple(self._outboxes.items()):
+        for peer, queue in tuple(self._send_queues.items()):
             if self.members.is_excluded(peer):
-                outbox.cut("excluded from the run")
-        self._inboxes.cut(self.members.is_excluded)
+                queue.cut("excluded from the run")
+        self._receive_queues.cut(self.members.is_excluded)
         if not self._closing:
             task = asyncio.create_task(self._disconnect_excluded(), name="disconnect the excluded")
             self._dials.add(task)
@@ -313,7 +318,7 @@ class LiveTransport:
         infos = [info for info in await p2p.list_peers() if info.peer_id.to_base58() == peer]
         return tuple(str(address) for info in infos for address in info.addrs)
 
-    def _met(self, link: Link, hello: Hello) -> None:
+    def _met(self, link: Link, hello: StreamHello) -> None:
         self._remember(link.peer, hello.addresses)
 
     def _remember(self, peer: PeerID, addresses: Sequence[str]) -> None:

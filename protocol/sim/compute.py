@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class SimJob:
     """One entry of a device's timeline. `label` is the work's own `label`, else its `__qualname__`."""
 
     kind: JobKind
@@ -64,7 +64,7 @@ class _SimCompute(ABC):
             raise LocalError(f"a device cannot do {device_flop_per_s} FLOP/s with {overhead_s} s overhead")
         self.device_flop_per_s = device_flop_per_s
         self.overhead_s = overhead_s
-        self.timeline: list[Job] = []
+        self.timeline: list[SimJob] = []
         """Jobs in the order they ran; the last one's end may lie ahead."""
         self._agenda = agenda
         self._trace = trace
@@ -120,7 +120,7 @@ class _SimCompute(ABC):
             takes_s = (self.overhead_s + job.flop / self.device_flop_per_s) * self._machine.slowdown
             ended_s = started_s + takes_s
             label = str(getattr(job.work, "label", None) or getattr(job.work, "__qualname__", ""))
-            self.timeline.append(Job(job.kind, started_s, ended_s, label))
+            self.timeline.append(SimJob(job.kind, started_s, ended_s, label))
             digest = xxhash.xxh3_64_intdigest(job.kind.encode())
             self._trace.add(started_s, Kind.JOB_STARTED, self._number, -1, int(job.flop), digest)
             self._is_busy = True

@@ -10,7 +10,7 @@ the stream's path is free, the receiver has credit, and the sender's uplink turn
 
 With unshared cards this is max(now, free) + n / rate + latency. Streams share an uplink by start-time fair queueing
 in bytes, as TCP flows do; a downlink serves frames in the order of their first bytes. Nothing being sent is stopped
-for something more urgent, but it goes on at the path's new rate if that changes (`flight.py`). Credit returns one
+for something more urgent, but it goes on at the path's new rate if that changes (`flights.py`). Credit returns one
 latency after the handler ends.
 
 Loss and spikes delay a frame: a reliable stream retransmits, and keeps its order. A damaged one, or the credit that it
@@ -31,10 +31,10 @@ from shoal.protocol.errors import Unreachable
 from shoal.protocol.sim.clock import Agenda
 from shoal.protocol.sim.cuts import Cut, Cuts
 from shoal.protocol.sim.damage import damaged_credit, damaged_data
-from shoal.protocol.sim.flight import Flights
+from shoal.protocol.sim.flights import Flights
 from shoal.protocol.sim.network import LinkSpec
 from shoal.protocol.sim.paths import Paths
-from shoal.protocol.sim.stream import Card, Frame, Plug, Stream
+from shoal.protocol.sim.stream import Card, Plug, SimFrame, Stream
 from shoal.protocol.sim.trace import Kind, Trace
 
 Ts = TypeVarTuple("Ts")
@@ -65,7 +65,7 @@ class Links:
 
     # Frames -------------------------------------------------------------------------------------------------------
 
-    def send(self, source: Card, destination: Card, frame: Frame) -> None:
+    def send(self, source: Card, destination: Card, frame: SimFrame) -> None:
         """Queue `frame`; `frame.left` tells the rest."""
         stream = self.stream(source, destination)
         stream.put(frame)
@@ -81,7 +81,7 @@ class Links:
         if (stream := source.outgoing.get(destination.number)) is not None:
             self._offer(stream)
 
-    def handled(self, stream: Stream, frame: Frame) -> None:
+    def handled(self, stream: Stream, frame: SimFrame) -> None:
         """The receiver is done with `frame`: give its credit back."""
         self._record(Kind.FRAME_HANDLED, stream, frame)
         if frame.is_repeated:
@@ -177,13 +177,13 @@ class Links:
         plug.grant = None
         self._grant(plug)
 
-    def _left(self, stream: Stream, frame: Frame) -> None:
+    def _left(self, stream: Stream, frame: SimFrame) -> None:
         stream.leaving = None
         if not frame.left.done():
             frame.left.set_result(None)
         self._offer(stream)
 
-    def _arrive(self, stream: Stream, frame: Frame) -> None:
+    def _arrive(self, stream: Stream, frame: SimFrame) -> None:
         if frame.epoch <= stream.refused_epoch:
             return
         if stream.held or self.cuts.is_cut(stream.source.place, stream.destination.place):
@@ -200,18 +200,18 @@ class Links:
             self._later(stream.rng.uniform(0.0, link.repeat_s), self._repeat, stream, frame.repeated())
         self._hand_over(stream, frame)
 
-    def _hand_over(self, stream: Stream, frame: Frame) -> None:
+    def _hand_over(self, stream: Stream, frame: SimFrame) -> None:
         stream.arrived.append(frame)
         if stream.serving is None:
             stream.destination.frame_arrived(stream)
 
-    def _repeat(self, stream: Stream, frame: Frame) -> None:
+    def _repeat(self, stream: Stream, frame: SimFrame) -> None:
         """By whatever stream there is by now: who sends a frame again opens one."""
         if stream.destination.is_serving and not self.cuts.is_cut(stream.source.place, stream.destination.place):
             self._record(Kind.FRAME_REPEATED, stream, frame)
             self._hand_over(stream, frame)
 
-    def _passes(self, stream: Stream, frame: Frame) -> bool:
+    def _passes(self, stream: Stream, frame: SimFrame) -> bool:
         """Whether the codec takes `frame` in all the same; else the receiver ends the stream."""
         self._record(Kind.FRAME_DAMAGED, stream, frame)
         outcome = damaged_data(frame.meta, frame.payload, source=stream.source.peer_id, rng=stream.rng)
@@ -370,7 +370,7 @@ class Links:
     def _later(self, in_s: float, callback: Callable[[*Ts], object], *args: *Ts) -> None:
         self._agenda.at(self._agenda.now_s() + in_s, callback, *args)
 
-    def _record(self, kind: Kind, stream: Stream, frame: Frame) -> None:
+    def _record(self, kind: Kind, stream: Stream, frame: SimFrame) -> None:
         self._trace.add(
             self._agenda.now_s(), kind, stream.source.number, stream.destination.number, frame.nbytes, frame.digest
         )

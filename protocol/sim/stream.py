@@ -19,7 +19,7 @@ _NUM_PRIORITIES = len(Priority)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Frame:
+class SimFrame:
     """One frame between `send` and the end of its handler."""
 
     meta: bytes
@@ -36,7 +36,7 @@ class Frame:
     is_repeated: bool = False
     """Came a second time; it costs no credit."""
 
-    def repeated(self) -> "Frame":
+    def repeated(self) -> "SimFrame":
         """Another one of the same bytes, whatever the handler of the first does with its payload."""
         payload = self.payload if isinstance(self.payload, Phantom) else bytearray(self.payload)
         return replace(self, payload=payload, is_damaged=False, is_repeated=True)
@@ -120,7 +120,7 @@ class Stream:
         self.is_offered = False
         self.stall: asyncio.TimerHandle | None = None
         self.serving: asyncio.Task[None] | None = None
-        self.arrived: list[Frame] = []
+        self.arrived: list[SimFrame] = []
         self.clear()
 
     @cached_property
@@ -132,15 +132,15 @@ class Stream:
         """As new, for frames that will be sent from now on; what has arrived stays until the first of these arrives."""
         self.epoch += 1
         self.window = CreditWindow(int(min(self.queue_bytes, STREAM_CREDIT_BYTES)))
-        self.waiting: tuple[deque[Frame], ...] = ()
+        self.waiting: tuple[deque[SimFrame], ...] = ()
         """By priority, once there has been a frame."""
-        self.leaving: Frame | None = None
-        self.held: list[Frame] = []
+        self.leaving: SimFrame | None = None
+        self.held: list[SimFrame] = []
         """Frames that reached a cut in the network; they come in order once it heals."""
         self.held_credits: list[int] = []
         self.first_byte_s = self.arrives_s = 0.0
 
-    def put(self, frame: Frame) -> None:
+    def put(self, frame: SimFrame) -> None:
         if not self.waiting:
             self.waiting = tuple(deque() for _ in range(_NUM_PRIORITIES))
         self.waiting[frame.priority].append(frame)
@@ -150,7 +150,7 @@ class Stream:
         """Whether nothing waits, flies or is being handled."""
         return self.window.outstanding_bytes == 0 and self.next_frame() is None
 
-    def next_frame(self) -> Frame | None:
+    def next_frame(self) -> SimFrame | None:
         """The frame that leaves next, credits aside. Forgets those whose senders gave up."""
         for queue in self.waiting:
             while queue and queue[0].left.done():
@@ -159,7 +159,7 @@ class Stream:
                 return queue[0]
         return None
 
-    def take_next(self) -> Frame | None:
+    def take_next(self) -> SimFrame | None:
         """Remove and return the next frame if the receiver has credit for it."""
         frame = self.next_frame()
         if frame is None or not self.window.admits(frame.nbytes):
@@ -169,7 +169,7 @@ class Stream:
         self.window.take(frame.nbytes)
         return frame
 
-    def unsent(self) -> list[Frame]:
+    def unsent(self) -> list[SimFrame]:
         """Frames whose senders still wait, in the order in which they would leave."""
         leaving = [self.leaving] if self.leaving is not None else []
         return [frame for frame in (*leaving, *(f for queue in self.waiting for f in queue)) if not frame.left.done()]

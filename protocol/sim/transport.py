@@ -18,7 +18,7 @@ from shoal.protocol.sim.links import Links
 from shoal.protocol.sim.loop import owned_context
 from shoal.protocol.sim.phantom import Phantom
 from shoal.protocol.sim.post import Condition, Post
-from shoal.protocol.sim.stream import Card, Frame, Plug, Stream
+from shoal.protocol.sim.stream import Card, Plug, SimFrame, Stream
 from shoal.protocol.sim.trace import Kind, Trace
 
 logger = logging.getLogger(__name__)
@@ -284,7 +284,7 @@ class SimTransport:
         if not isinstance(payload, Phantom):
             payload = bytearray(payload)
             digest = xxhash.xxh3_64_intdigest(payload, seed=digest)
-        frame = Frame(
+        frame = SimFrame(
             meta=meta,
             payload=payload,
             priority=priority,

@@ -15,7 +15,8 @@ from shoal.peer.data.corpus import Corpus, load_corpus
 from shoal.peer.model.layout import num_parameters
 from shoal.peer.single_process import StepLoss, train, validate
 from shoal.protocol.defaults import batch_tokens_of, size_of
-from shoal.protocol.spec import RunSpec, convert_spec
+from shoal.protocol.spec import RunSpec
+from shoal.protocol.spec_file import convert_spec
 
 CONTEXT = 256
 SIZES = {"0.3M": (64, 6, 200, 4096), "1M": (96, 8, 300, 4096), "4M": (192, 8, 120, 2048), "10M": (320, 8, 100, 1024)}

@@ -9,7 +9,7 @@ import torch
 
 from shoal.peer.data.corpus import load_corpus
 from shoal.peer.single_process import train
-from shoal.protocol.spec import load_spec
+from shoal.protocol.spec_file import load_spec
 
 torch.set_num_threads(1)  # the model is tiny
 

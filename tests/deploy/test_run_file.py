@@ -4,7 +4,8 @@ import pytest
 
 from shoal.deploy.run_file import DEMO_SPEC, MOE_SPEC, dump_spec, with_changes, write_spec
 from shoal.protocol.errors import SpecError
-from shoal.protocol.spec import ContinuedSpec, DataSpec, OptimizerSpec, RunSpec, load_spec
+from shoal.protocol.spec import ContinuedSpec, DataSpec, OptimizerSpec, RunSpec
+from shoal.protocol.spec_file import load_spec
 
 
 def test_what_is_written_reads_back_equal(tmp_path: Path) -> None:

@@ -41,7 +41,8 @@ from shoal.protocol.membership import Certificate, Members, Standing, certify, d
 from shoal.protocol.plan import Mandate, Plan, PlanShape, open_link, open_plan, plan_flaw, sign_mandate, sign_plan
 from shoal.protocol.ports import CallHandler, FrameHandler
 from shoal.protocol.sim.disk import SimDisk
-from shoal.protocol.spec import ModelSpec, RunSpec, SwarmSpec, encode_spec, load_spec, run_id
+from shoal.protocol.spec import ModelSpec, RunSpec, SwarmSpec, encode_spec, run_id
+from shoal.protocol.spec_file import load_spec
 from shoal.protocol.topology import NetworkFile
 
 LAYERS = 4
@@ -349,7 +350,7 @@ def make_plan(choices: Choices, seen: Known, *, layers: int, peers: Sequence[Pee
 def _gate() -> tuple[Any, list[bytes]]:
     from hivemind.dht.routing import DHTID
 
-    from shoal.protocol.live.guard import RecordGate
+    from shoal.protocol.live.hivemind_guard import RecordGate
 
     rules = {
         DHTID.generate(source=key).to_bytes(): rule
@@ -381,9 +382,9 @@ def directory_bytes(data: bytes) -> None:
     import msgpack
     from hivemind.utils.serializer import MSGPackSerializer
 
-    from shoal.protocol.live import guard
+    from shoal.protocol.live import hivemind_guard
 
-    guard.install()
+    hivemind_guard.install()
     choices = Choices(data)
     value: Any = choices.rest()
     for _ in range(choices.below(3)):

@@ -26,7 +26,8 @@ from shoal.protocol.defaults import (
 from shoal.protocol.errors import SpecError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import STREAM_CREDIT_BYTES
-from shoal.protocol.spec import OptimizerSpec, RunSpec, SwarmSpec, TrainingSpec, convert_spec, load_spec, run_id
+from shoal.protocol.spec import OptimizerSpec, RunSpec, SwarmSpec, TrainingSpec, run_id
+from shoal.protocol.spec_file import convert_spec, load_spec
 
 NOTES: dict[str, Any] = {
     "name": "notes",

@@ -21,9 +21,9 @@ from shoal.protocol.spec import (
     continued_spec,
     decode_spec,
     encode_spec,
-    load_spec,
     run_id,
 )
+from shoal.protocol.spec_file import load_spec
 
 
 def test_a_spec_that_went_over_the_wire_is_the_same() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from shoal.deploy.run_file import MOE_SPEC
 from shoal.deploy.simulate.modelled import Churn, ModelledRun, run_modelled
-from shoal.protocol.spec import load_spec
+from shoal.protocol.spec_file import load_spec
 from shoal.protocol.topology import make_topology
 
 PEERS = 6

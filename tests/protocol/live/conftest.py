@@ -8,7 +8,7 @@ import pytest
 
 from shoal.protocol.frames import Frame
 from shoal.protocol.identity import Identity, PeerID
-from shoal.protocol.live.handshake import Greeter, Hello
+from shoal.protocol.live.handshake import Greeter, StreamHello
 from shoal.protocol.live.link import Link
 from shoal.protocol.live.transport import LiveTransport
 from shoal.protocol.ports import Payload
@@ -23,7 +23,7 @@ class End:
     writer: asyncio.StreamWriter
     identity: Identity
     frames: list[Frame] = field(default_factory=list)
-    hello: Hello | None = None
+    hello: StreamHello | None = None
 
     def greeter(self, run: str = "run") -> Greeter:
         return Greeter(
@@ -35,7 +35,7 @@ class End:
         await link.open(self.reader, self.writer, self.greeter(run), calls=calls, on_open=self._opened)
         return link
 
-    def _opened(self, link: Link, hello: Hello) -> None:
+    def _opened(self, link: Link, hello: StreamHello) -> None:
         self.hello = hello
 
 

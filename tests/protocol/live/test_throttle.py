@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from shoal.protocol.live.throttle import ACK_FACTOR, WIRE_FACTOR, Gate, Intake, Throttle
+from shoal.protocol.live.throttle import ACK_FACTOR, WIRE_FACTOR, Intake, RateLimiter, Throttle
 from shoal.protocol.ports import Priority
 from shoal.protocol.sim.loop import run
 from shoal.protocol.token_bucket import RateLimits
@@ -16,14 +16,14 @@ RATE = 625_000.0
 def test_a_minute_of_everything_at_once_keeps_to_the_rate():
     async def main():
         throttle = Throttle(RateLimits(upload_bytes_per_s=RATE))
-        gate, loop = throttle.upload, asyncio.get_running_loop()
+        limiter, loop = throttle.upload, asyncio.get_running_loop()
         left = 0
 
         async def send(priority, size):
             nonlocal left
             while loop.time() < 60.0:
-                for piece in gate.cut([bytes(size)]):
-                    await gate.admit(len(piece), priority)
+                for piece in limiter.cut([bytes(size)]):
+                    await limiter.admit(len(piece), priority)
                     left += len(piece)
                 await asyncio.sleep(0.001)
 
@@ -46,12 +46,12 @@ def test_a_minute_of_everything_at_once_keeps_to_the_rate():
 
 def test_a_gradient_does_not_wait_for_the_rest_of_a_megabyte():
     async def main():
-        gate = Gate(RATE)
+        limiter = RateLimiter(RATE)
         order = []
 
         async def send(what, size, priority):
-            for piece in gate.cut([bytes(size)]):
-                await gate.admit(len(piece), priority)
+            for piece in limiter.cut([bytes(size)]):
+                await limiter.admit(len(piece), priority)
             order.append((what, asyncio.get_running_loop().time()))
 
         bulk = asyncio.ensure_future(send("bulk", 1 << 20, Priority.BULK))
@@ -68,13 +68,13 @@ def test_a_gradient_does_not_wait_for_the_rest_of_a_megabyte():
 
 def test_who_is_cancelled_in_line_pays_nothing():
     async def main():
-        gate = Gate(1000.0)
-        gate.charge(1000)
-        waiting = [asyncio.ensure_future(gate.admit(10_000, Priority.BULK)) for _ in range(5)]
+        limiter = RateLimiter(1000.0)
+        limiter.charge(1000)
+        waiting = [asyncio.ensure_future(limiter.admit(10_000, Priority.BULK)) for _ in range(5)]
         await asyncio.sleep(0)
         for task in waiting:
             task.cancel()
-        await gate.admit(1, Priority.BULK)
+        await limiter.admit(1, Priority.BULK)
         return asyncio.get_running_loop().time()
 
     assert run(main()) < 1.5

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from shoal.protocol.errors import LocalError
 from shoal.protocol.ports import Timed
-from shoal.protocol.sim.compute import Job
+from shoal.protocol.sim.compute import SimJob
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
 from shoal.protocol.sim.world import World
@@ -95,7 +95,7 @@ def test_the_timeline_says_what_ran_and_for_how_long() -> None:
         device.device_flop_per_s = 2e12
         await device.run("step", step, flop=1e12)
         first, second = device.timeline
-        assert first == Job("forward", 1.0, 2.0, "microbatch (4, 2)")
+        assert first == SimJob("forward", 1.0, 2.0, "microbatch (4, 2)")
         assert (second.kind, second.started_s, second.ended_s) == ("step", 2.0, 2.5)
         assert second.label.endswith("step")
         assert device.busy_fraction(0.0, 4.0) == NEAR(1.5 / 4.0)

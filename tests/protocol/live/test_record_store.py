@@ -5,15 +5,15 @@ from hivemind.utils import timed_storage
 from hivemind.utils.serializer import MSGPackSerializer
 
 from shoal.protocol.limits import KEY_BYTES_MAX, RECORD_BYTES_MAX
-from shoal.protocol.live import guard
-from shoal.protocol.live.records import KeyRule, NothingCached, RecordStore
+from shoal.protocol.live import hivemind_guard
+from shoal.protocol.live.record_store import KeyRule, NothingCached, RecordStore
 
 KEY, OTHER = DHTID.generate(source="key"), DHTID.generate(source="other")
 
 
 @pytest.fixture(autouse=True)
 def _installed():
-    guard.install()
+    hivemind_guard.install()
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import pytest
 
 from shoal.protocol.errors import Unreachable
 from shoal.protocol.limits import CONNECTIONS_OF_ADDRESS_MAX, SHUT_OUT_ADDRESSES_MAX, SHUT_OUT_S
-from shoal.protocol.live.gate import Gate, count_connections
+from shoal.protocol.live.connection_limit import ConnectionLimit, count_connections
 from shoal.protocol.live.run import run
 
 HOST = ipaddress.ip_address("192.0.2.7").packed
@@ -46,7 +46,7 @@ def test_connections_are_counted_by_where_they_come_from(tmp_path: Path) -> None
 
 
 def test_an_address_with_too_many_is_shut_out_until_it_has_been_quiet() -> None:
-    gate = Gate(())
+    gate = ConnectionLimit(())
     gate.look({HOST: CONNECTIONS_OF_ADDRESS_MAX}, 0.0)
     assert gate.shut_out == frozenset()
     gate.look({HOST: CONNECTIONS_OF_ADDRESS_MAX + 1}, 1.0)
@@ -59,7 +59,7 @@ def test_an_address_with_too_many_is_shut_out_until_it_has_been_quiet() -> None:
 
 
 def test_addresses_without_number_do_not_fill_the_memory() -> None:
-    gate = Gate(())
+    gate = ConnectionLimit(())
     gate.look({number.to_bytes(8): 10_000 for number in range(10_000)}, 0.0)
     assert len(gate.shut_out) == SHUT_OUT_ADDRESSES_MAX
 
@@ -94,7 +94,7 @@ def test_the_kernel_takes_a_program_for_as_many_as_may_be_shut_out() -> None:
                     continue
                 daemon.listen(256)
                 port = daemon.getsockname()[1]
-                gate = Gate([f"/ip{version}/{host}/tcp/{port}"])
+                gate = ConnectionLimit([f"/ip{version}/{host}/tcp/{port}"])
                 gate.open()
                 others = {number.to_bytes(4) + bytes(size - 4): 1000 for number in range(1, SHUT_OUT_ADDRESSES_MAX)}
                 gate.look(others, 0.0)

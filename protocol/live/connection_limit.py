@@ -48,7 +48,7 @@ Network = bytes
 """Four bytes of an IPv4 address, the first eight of an IPv6 one."""
 
 
-class Gate:
+class ConnectionLimit:
     """Beside one running daemon, from `open` to `close`. Where the kernel cannot do it, it does nothing and says so."""
 
     def __init__(self, listen: Sequence[str]) -> None:

@@ -18,56 +18,56 @@ from shoal.protocol.ports import FrameHandler
 logger = logging.getLogger(__name__)
 
 
-class Inboxes:
-    """The inbox of every peer that has a stream to us or frames to be handled, and of nobody else.
+class ReceiveQueues:
+    """The queue of every peer that has a stream to us or frames to be handled, and of nobody else.
 
     Sequences and credit belong to a stream, so nothing of a peer is needed until its next one; and strangers may take a
     new identity for each.
     """
 
     def __init__(self) -> None:
-        self._inboxes: dict[PeerID, Inbox] = {}
+        self._queues: dict[PeerID, ReceiveQueue] = {}
 
     def __len__(self) -> int:
-        return len(self._inboxes)
+        return len(self._queues)
 
     def attach(self, link: Link, handler: FrameHandler) -> None:
         """`link` is its peer's stream from now on."""
-        inbox = self._inboxes.get(link.peer)
-        if inbox is None:
-            inbox = self._inboxes[link.peer] = Inbox(link.peer, handler, on_idle=self._forget)
-        inbox.attach(link)
+        queue = self._queues.get(link.peer)
+        if queue is None:
+            queue = self._queues[link.peer] = ReceiveQueue(link.peer, handler, on_idle=self._forget)
+        queue.attach(link)
 
     def on_frame(self, link: Link, frame: Frame) -> None:
         """Raises: RemoteError."""
-        inbox = self._inboxes.get(link.peer)
-        if inbox is not None:
-            inbox.on_frame(link, frame)
+        queue = self._queues.get(link.peer)
+        if queue is not None:
+            queue.on_frame(link, frame)
 
     def on_lost(self, link: Link, why: str) -> None:
         logger.debug("the stream from %s is closed: %s", link.peer[-8:], why)
-        inbox = self._inboxes.get(link.peer)
-        if inbox is not None:
-            inbox.on_lost(link)
+        queue = self._queues.get(link.peer)
+        if queue is not None:
+            queue.on_lost(link)
 
     def cut(self, is_cut: Callable[[PeerID], bool]) -> None:
         """End the streams of those peers; what they have sent and nobody has handled is dropped."""
-        for peer, inbox in tuple(self._inboxes.items()):
+        for peer, queue in tuple(self._queues.items()):
             if is_cut(peer):
-                inbox.cut()
+                queue.cut()
 
     async def close(self) -> None:
-        await asyncio.gather(*(inbox.close() for inbox in tuple(self._inboxes.values())))
+        await asyncio.gather(*(queue.close() for queue in tuple(self._queues.values())))
 
-    def _forget(self, inbox: "Inbox") -> None:
-        if self._inboxes.get(inbox.peer) is inbox:
-            del self._inboxes[inbox.peer]
+    def _forget(self, queue: "ReceiveQueue") -> None:
+        if self._queues.get(queue.peer) is queue:
+            del self._queues[queue.peer]
 
 
-class Inbox:
+class ReceiveQueue:
     """Args: on_idle: called when the stream is gone and nothing is left to be handled."""
 
-    def __init__(self, peer: PeerID, handler: FrameHandler, *, on_idle: "Callable[[Inbox], None]") -> None:
+    def __init__(self, peer: PeerID, handler: FrameHandler, *, on_idle: "Callable[[ReceiveQueue], None]") -> None:
         self.peer = peer
         self._handler = handler
         self._on_idle = on_idle

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 
 from shoal.protocol.sim.clock import Agenda
 from shoal.protocol.sim.network import LinkSpec
-from shoal.protocol.sim.stream import Frame, Stream
+from shoal.protocol.sim.stream import SimFrame, Stream
 
 
 @dataclass(slots=True, eq=False)
 class _Flight:
     """While the frame leaves, it is the last one on its stream, so it may still arrive earlier than was thought."""
 
-    frame: Frame
+    frame: SimFrame
     rate_bytes_per_s: float
     leaves_s: float
     delay_s: float
@@ -45,8 +45,8 @@ class Flights:
         link: Callable[[int, int], LinkSpec],
         agenda: Agenda,
         *,
-        left: Callable[[Stream, Frame], object],
-        arrived: Callable[[Stream, Frame], object],
+        left: Callable[[Stream, SimFrame], object],
+        arrived: Callable[[Stream, SimFrame], object],
     ) -> None:
         self._link = link
         self._agenda = agenda
@@ -54,7 +54,7 @@ class Flights:
         self._on_arrived = arrived
         self._leaving: dict[Stream, _Flight] = {}
 
-    def start(self, stream: Stream, frame: Frame, now_s: float) -> None:
+    def start(self, stream: Stream, frame: SimFrame, now_s: float) -> None:
         source, destination = stream.source, stream.destination
         link = self._link(source.place, destination.place)
         rate = min(link.rate_bytes_per_s, stream.up_bytes_per_s)
@@ -90,7 +90,7 @@ class Flights:
                 stream.arrives_s = flight.arrived_before_s
                 self._arrive(stream, flight)
 
-    def _left(self, stream: Stream, frame: Frame) -> None:
+    def _left(self, stream: Stream, frame: SimFrame) -> None:
         flight = self._leaving.get(stream)
         if flight is not None and flight.frame is frame:
             del self._leaving[stream]
@@ -109,7 +109,7 @@ class Flights:
         stream.arrives_s = max(flight.leaves_s + flight.delay_s, flight.through_card_s, stream.arrives_s)
         flight.arrival = self._agenda.at(stream.arrives_s, self._arrived, stream, flight.frame)
 
-    def _arrived(self, stream: Stream, frame: Frame) -> None:
+    def _arrived(self, stream: Stream, frame: SimFrame) -> None:
         if frame.epoch == stream.epoch:
             self._on_arrived(stream, frame)
 

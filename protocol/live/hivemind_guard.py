@@ -24,7 +24,7 @@ from shoal.protocol.depth import TooDeep, check_depth
 from shoal.protocol.errors import RemoteError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import RECORD_BYTES_MAX, RECORD_EXPIRES_S_MAX
-from shoal.protocol.live.records import KeyRules
+from shoal.protocol.live.record_store import KeyRules
 from shoal.protocol.membership import Members, Standing
 
 _TUPLE_EXT = 0x40

@@ -27,10 +27,10 @@ class _Waiting:
         return wire_bytes(len(self.meta), memoryview(self.payload).nbytes)
 
 
-class Outbox:
-    """Args: open_link: opens a stream to the peer; its frames and its end are this outbox's to handle."""
+class SendQueue:
+    """Args: open_link: opens a stream to the peer; its frames and its end are this queue's to handle."""
 
-    def __init__(self, peer: PeerID, open_link: Callable[["Outbox"], Awaitable[Link]]) -> None:
+    def __init__(self, peer: PeerID, open_link: Callable[["SendQueue"], Awaitable[Link]]) -> None:
         self._peer = peer
         self._open_link = open_link
         self._queue: list[_Waiting] = []

@@ -19,15 +19,15 @@ from hivemind.utils.serializer import MSGPackSerializer
 from shoal.protocol.depth import TooDeep
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import RECORD_BYTES_MAX, RECORD_EXPIRES_S_MAX
-from shoal.protocol.live import guard
+from shoal.protocol.live import hivemind_guard
 from shoal.protocol.live.directory import LiveDirectory
-from shoal.protocol.live.records import KeyRule
+from shoal.protocol.live.record_store import KeyRule
 from shoal.protocol.live.run import run
 
 
 @pytest.fixture(autouse=True)
 def _installed():
-    guard.install()
+    hivemind_guard.install()
 
 
 def nested(type_code: int, depth: int) -> bytes:
@@ -65,7 +65,7 @@ def test_other_registered_types_are_not_built_from_the_network():
 
 def test_installing_twice_wraps_once():
     before = MSGPackSerializer.loads.__func__
-    guard.install()
+    hivemind_guard.install()
     assert MSGPackSerializer.loads.__func__ is before
 
 
@@ -86,7 +86,7 @@ def record(subkey: object, value: object, seconds: float = 60.0) -> DHTRecord:
 
 @pytest.mark.parametrize("size", [0, 1, 255, 256, 32_767, RECORD_BYTES_MAX])
 def test_the_gate_lets_our_records_in(size):
-    assert guard.RecordGate().validate(record("peer", bytes(size)))
+    assert hivemind_guard.RecordGate().validate(record("peer", bytes(size)))
 
 
 @pytest.mark.parametrize(
@@ -112,11 +112,11 @@ def test_the_gate_lets_our_records_in(size):
     ],
 )
 def test_the_gate_keeps_other_records_out(stranger):
-    assert not guard.RecordGate().validate(stranger())  # made now: its expiry counts from now
+    assert not hivemind_guard.RecordGate().validate(stranger())  # made now: its expiry counts from now
 
 
 def test_the_gate_asks_whoever_knows_the_records():
-    gate = guard.RecordGate({b"key": KeyRule(accept=lambda subkey, value: value == subkey.encode())})
+    gate = hivemind_guard.RecordGate({b"key": KeyRule(accept=lambda subkey, value: value == subkey.encode())})
     assert gate.validate(record("mine", b"mine"))
     assert not gate.validate(record("mine", b"yours"))
     assert not gate.validate(dataclasses.replace(record("mine", b"mine"), key=b"another key"))
@@ -132,7 +132,7 @@ def dictionary(**seconds: float) -> DictionaryDHTValue:
 
 def protocol() -> DHTProtocol:
     made = DHTProtocol(_initialized_with_create=True)
-    made.record_validator = guard.RecordGate()
+    made.record_validator = hivemind_guard.RecordGate()
     return made
 
 
@@ -157,7 +157,7 @@ def test_a_reply_lapses_with_its_records_whatever_it_says():
     async def find(self, peer, keys):
         return replies if peer == "there" else None
 
-    wrapped = guard._lapse_with_the_records(find)
+    wrapped = hivemind_guard._lapse_with_the_records(find)
     found = asyncio.run(wrapped(None, "there", list(replies)))
     for said in ("honest", "for ever"):
         value, _ = found[said]
@@ -176,7 +176,7 @@ class Control:
 def test_an_answer_to_a_call_just_cancelled_is_nobodys():
     async def main():
         control = Control()
-        guard.mend_control(control)
+        hivemind_guard.mend_control(control)
         control._pending_calls["waiting"] = asyncio.Future()
         control._pending_calls["cancelled"] = asyncio.Future()
         control._pending_calls["cancelled"].cancel()
@@ -189,7 +189,7 @@ def test_an_answer_to_a_call_just_cancelled_is_nobodys():
 def test_a_cancelled_handler_is_not_remembered():
     async def main():
         control = Control()
-        guard.mend_control(control)
+        hivemind_guard.mend_control(control)
         control._handler_tasks["call"] = asyncio.create_task(asyncio.Event().wait())
         control._handler_tasks["call"].cancel()
         await asyncio.gather(*control._handler_tasks.values(), return_exceptions=True)
