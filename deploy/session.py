@@ -22,7 +22,7 @@ from shoal.deploy.dashboard.address import Address
 from shoal.deploy.dashboard.beside import Showing, serving
 from shoal.deploy.dashboard.contribution import ContributionMeter, MeteredCompute
 from shoal.deploy.dashboard.feed import RunFacts
-from shoal.deploy.doctor.split import SplitWatch
+from shoal.deploy.doctor.split_watch import SplitWatch
 from shoal.deploy.heap import freeze_heap, share_heap, trim_heap, trim_heap_forever
 from shoal.deploy.host_verbs import HostVerbs
 from shoal.deploy.invite_verb import InviteVerb

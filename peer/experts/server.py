@@ -11,11 +11,11 @@ N tokens   D width
 import asyncio
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from shoal.peer.experts.runs import Run
 from shoal.peer.experts.senders import STRANGER, Room, Senders
 from shoal.peer.experts.wire import TokenWire
+from shoal.peer.experts.work import ExpertWork
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.tasks import Tasks
 from shoal.protocol.endpoint import Endpoint
@@ -25,9 +25,6 @@ from shoal.protocol.limits import QUEUED_TOKENS_MAX, QUEUED_TOKENS_OF_ONE_MAX, R
 from shoal.protocol.messages import Done, ExpertDone, ExpertOutput, ExpertTokens
 from shoal.protocol.ports import Compute, Payload, Priority
 from shoal.protocol.spec import RunSpec
-
-if TYPE_CHECKING:
-    from shoal.peer.experts.work import ExpertWork
 
 logger = logging.getLogger(__name__)
 
@@ -68,10 +65,10 @@ class ExpertServer:
         endpoint.on_frame(ExpertTokens, self._on_tokens)
         endpoint.on(ExpertDone, self._on_done)
 
-    def add(self, work: "ExpertWork") -> None:
+    def add(self, work: ExpertWork) -> None:
         self._works[work.stage, work.expert] = work
 
-    def remove(self, work: "ExpertWork") -> None:
+    def remove(self, work: ExpertWork) -> None:
         if self._works.get((work.stage, work.expert)) is work:
             del self._works[work.stage, work.expert]
         self.wake()
@@ -81,7 +78,7 @@ class ExpertServer:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def num_pending(self, work: "ExpertWork") -> int:
+    def num_pending(self, work: ExpertWork) -> int:
         """Requests that name it."""
         return sum(
             request.meta.stage == work.stage and any(expert == work.expert for expert, _ in request.meta.counts)
@@ -143,7 +140,7 @@ class ExpertServer:
         ahead = 0 if meta.index < 0 else self._s_max
         return any(meta.step - work.version > ahead for work in works)
 
-    def _check_near(self, works: "list[ExpertWork]", step: int) -> None:
+    def _check_near(self, works: list[ExpertWork], step: int) -> None:
         """Raises: Refused: one is further behind `step` than whoever runs it can be ahead.
 
         A stage at version v has had step v - 1 through its experts, which were at v - 1 - s_max then, or later; and it
@@ -152,7 +149,7 @@ class ExpertServer:
         if any(step - work.version > 2 * self._s_max + 1 for work in works):
             raise Refused(self._endpoint.peer_id, f"is far behind step {step}")
 
-    def _held(self, stage: int, experts: list[int], layer: int | None = None) -> "list[ExpertWork]":
+    def _held(self, stage: int, experts: list[int], layer: int | None = None) -> list[ExpertWork]:
         """To compute `layer` with, if given. Raises: Refused: one is not here, or not ready."""
         works = [self._works.get((stage, expert)) for expert in experts]
         held = [work for work in works if work is not None and work.serves]
@@ -164,7 +161,7 @@ class ExpertServer:
             raise Refused(self._endpoint.peer_id, f"holds no experts of layer {layer} in stage {stage}")
         return held
 
-    def _work(self, request: _Request, works: "list[ExpertWork]", wanted: list[bool]) -> Payload:
+    def _work(self, request: _Request, works: list[ExpertWork], wanted: list[bool]) -> Payload:
         """On the device's thread."""
         meta = request.meta
         size = len(request.payload) // (2 if meta.backward else 1)

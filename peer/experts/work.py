@@ -7,7 +7,6 @@ from torch import Tensor
 
 from shoal.peer.arithmetic import HeldExpert
 from shoal.peer.experts.runs import Run
-from shoal.peer.experts.server import ExpertServer
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.pipeline.state import StageState
 from shoal.peer.tasks import Tasks
@@ -34,6 +33,26 @@ class Upwards(Protocol):
     def failed(self, error: BaseException) -> None: ...
 
 
+class Requests(Protocol):
+    """Holds the requests for experts that wait on this peer (`server.py`)."""
+
+    def add(self, work: "ExpertWork") -> None:
+        """Accept requests for the expert of `work` from now on."""
+        ...
+
+    def remove(self, work: "ExpertWork") -> None:
+        """Accept no request for the expert of `work` any more."""
+        ...
+
+    def wake(self) -> None:
+        """Look at the waiting requests again: an expert has another version, or is gone."""
+        ...
+
+    def num_pending(self, work: "ExpertWork") -> int:
+        """Count the waiting requests that name the expert of `work`."""
+        ...
+
+
 class ExpertWork:
     """Implements `Work`, with expert `expert` of stage `stage`. `version` changes on the loop's thread alone."""
 
@@ -43,7 +62,7 @@ class ExpertWork:
         stage: int,
         *,
         compute: Compute,
-        server: ExpertServer,
+        server: Requests,
         upwards: Upwards,
     ) -> None:
         self.runtime = runtime

@@ -1,9 +1,12 @@
 """When to send again what may have been lost in a round that does not end. Pure."""
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from shoal.peer.group.reduce import Reduction
 from shoal.protocol.identity import PeerID
+
+if TYPE_CHECKING:
+    from shoal.peer.group.reduce import Reduction
 
 PRESS_S = 5.0
 """A round in which nothing has moved for this long has lost something."""
@@ -13,13 +16,13 @@ PRESS_S = 5.0
 class Pressing:
     """Of one replica, one round after the other."""
 
-    _looked_at: tuple[Reduction | None, int] = (None, 0)
+    _looked_at: tuple["Reduction | None", int] = (None, 0)
     _moved_s: float = 0.0
     _again_s: dict[PeerID, float] = field(default_factory=dict)
     """When we last sent our part again, by target."""
-    _pressed: tuple[Reduction | None, int] = (None, 0)
+    _pressed: tuple["Reduction | None", int] = (None, 0)
 
-    def stands_still(self, reduction: Reduction | None, now_s: float) -> bool:
+    def stands_still(self, reduction: "Reduction | None", now_s: float) -> bool:
         """Whether nothing new has come for `PRESS_S`, though something is missing."""
         now = reduction, reduction.num_taken if reduction is not None else 0
         if now != self._looked_at:
@@ -39,6 +42,6 @@ class Pressing:
         self._again_s[peer] = now_s
         return True
 
-    def was_in_vain(self, reduction: Reduction) -> bool:
+    def was_in_vain(self, reduction: "Reduction") -> bool:
         """We have pressed, and nothing has come since."""
         return self._pressed == (reduction, reduction.num_taken)

@@ -1,0 +1,113 @@
+"""Looks for another swarm of the run that this peer is in.
+
+Each peer that takes part asks, now and then, some of those whom it has heard of and whom its swarm does not name.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from typing import Protocol
+
+from shoal.deploy.doctor.findings import SwarmView
+from shoal.deploy.doctor.problem import Problem
+from shoal.deploy.doctor.split import split_of, view_of
+from shoal.protocol.endpoint import Endpoint
+from shoal.protocol.errors import ShoalError
+from shoal.protocol.identity import PeerID
+from shoal.protocol.messages import StatusRequest, SwarmStatus
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 60.0
+_ASKED_MAX = 4
+"""How many peers are asked at one look: those known who are not in our swarm are mostly dead."""
+
+
+class Around(Protocol):
+    """What a look needs of the network."""
+
+    def known(self) -> Mapping[PeerID, tuple[str, ...]]: ...
+
+    async def connected(self) -> Collection[PeerID]: ...
+
+    async def introduce(self, peer: PeerID, addresses: Sequence[str]) -> None: ...
+
+
+class SplitWatch:
+    """Looks for another swarm of the run that this peer is in.
+
+    Args:
+        ask: a peer -> its swarm's status. Raises: ShoalError.
+        say: told of each split once, and again only after it has gone.
+    """
+
+    def __init__(
+        self,
+        *,
+        around: Around,
+        own_status: Callable[[], Awaitable[SwarmStatus]],
+        ask: Callable[[PeerID], Awaitable[SwarmStatus]],
+        me: PeerID,
+        say: Callable[[Problem], None],
+    ) -> None:
+        self._around, self._own_status, self._ask = around, own_status, ask
+        self._me, self._say = me, say
+        self._turn = 0
+        self._said = False
+
+    @classmethod
+    def of(
+        cls,
+        endpoint: Endpoint,
+        around: Around,
+        *,
+        own_status: Callable[[], Awaitable[SwarmStatus]],
+        say: Callable[[str], None],
+    ) -> "SplitWatch":
+        """Of a peer that takes part. `say` is told a sentence, which goes to the log too."""
+
+        def tell(problem: Problem) -> None:
+            logger.warning("%s; %s", problem.sentence, problem.remedy)
+            say(f"{problem.sentence}; {problem.remedy}")
+
+        return cls(
+            around=around,
+            own_status=own_status,
+            ask=lambda peer: endpoint.ask(peer, StatusRequest(), SwarmStatus),
+            me=endpoint.peer_id,
+            say=tell,
+        )
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            problem = await self.look()
+            if problem is not None and not self._said:
+                self._say(problem)
+            self._said = problem is not None
+
+    async def look(self) -> Problem | None:
+        """Ask some of those whom our swarm does not name, and introduce ourselves to them on the way."""
+        try:
+            ours = view_of(self._me, await self._own_status())
+        except ShoalError:
+            return None  # between two coordinators there is none
+        views = [ours]
+        for peer in await self._strangers(ours):
+            try:
+                await self._around.introduce(peer, self._around.known().get(peer, ()))
+                views.append(view_of(peer, await self._ask(peer)))
+            except ShoalError as error:
+                logger.debug("no other swarm at %s: %s", peer[-8:], error)
+        return split_of(views)
+
+    async def _strangers(self, ours: SwarmView) -> list[PeerID]:
+        """Connected ones first; the others in turns, a few at each look."""
+        connected = set(await self._around.connected())
+        strange = sorted(set(self._around.known()) | connected)
+        strange = [peer for peer in strange if peer not in ours.members and peer != self._me]
+        near = [peer for peer in strange if peer in connected][:_ASKED_MAX]
+        far = [peer for peer in strange if peer not in connected]
+        count = min(_ASKED_MAX - len(near), len(far))
+        self._turn += 1
+        return near + [far[(self._turn * _ASKED_MAX + index) % len(far)] for index in range(count)]
