@@ -3,7 +3,7 @@
 What Muon steps along. A step must give the same bits on every device (see `reference.py`), and a matrix product does
 not: libraries sum in their own order, threads and cards in another. So its operands are rounded to whole numbers, of
 so few bits that float64 holds every sum of their products exactly. Then no order can change it, and no fused
-multiply-add. Newton-Schulz is content with 20 bits (`README.md` has figures): it draws every singular value towards 1
+multiply-add. Newton-Schulz is content with 20 bits (`MEASURED.md` has figures): it draws every singular value towards 1
 whatever it was, and errors with them.
 
 Sources: Muon (Jordan, 2024, https://kellerjordan.github.io/posts/muon), the iteration and its coefficients. Operands
