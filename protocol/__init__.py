@@ -1,1 +1,1 @@
-"""What peers agree on: run spec, records, plan, messages, limits, errors and the four ports."""
+"""This package defines what peers agree on: run spec, records, plan, messages, limits, errors and the five ports."""

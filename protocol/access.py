@@ -1,4 +1,4 @@
-"""One table: which message may come from whom. `Endpoint` enforces it before any handler sees a message.
+"""One table: which message may come from whom. `Endpoint` enforces it before any handler sees a message. Pure.
 
 The handlers behind it take for granted that the sender stands where the table says, under one of the plans that this
 peer has obeyed of late. What the table cannot know stays with them: whether this sender was asked for this very thing.
@@ -21,7 +21,7 @@ from shoal.protocol.plan import Plan
 
 
 class Role(Enum):
-    """Who may send a message. Each of them but `OBSERVER` is a member, certified or the owner, and not excluded."""
+    """Says who may send a message. Each role but `OBSERVER` is a member, certified or the owner, and not excluded."""
 
     NOBODY = auto()
     """It is only ever an answer."""

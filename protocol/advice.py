@@ -1,4 +1,4 @@
-"""What in a run spec is likely to make its run diverge or waste time: said before it begins, with what to set. Pure.
+"""Finds what in a run spec is likely to make its run diverge or waste time, before the run begins. Pure.
 
 The measure is what `defaults.py` would have chosen.
 """
@@ -27,7 +27,7 @@ PASSES_GOOD: Final = 4.0
 
 
 def advice(spec: RunSpec, *, training_tokens: int | None = None, text_vocab_size: int | None = None) -> list[str]:
-    """What in `spec` is likely to make the run diverge or waste time: a sentence each, with what to set.
+    """List what in `spec` is likely to make the run diverge or waste time: a sentence each, with the value to set.
 
     Args:
         training_tokens: of the run's text; None: not known.

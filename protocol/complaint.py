@@ -1,4 +1,4 @@
-"""What is wrong with a file that a person wrote, in that person's words and not in the decoder's."""
+"""Says what is wrong with a file that a person wrote, in that person's words and not in the decoder's. Pure."""
 
 import difflib
 import re
@@ -89,7 +89,7 @@ def _table(path: str) -> str:
 
 
 def _type_at(kind: Any, path: str) -> Any:
-    """Of the field `a.b`, or `a[0].b` where a is a list of structs; None: it has no such."""
+    """Find the type of the field `a.b`, or `a[0].b` where a is a list of structs; None: there is no such field."""
     for part in filter(None, path.split(".")):
         if not (isinstance(kind, type) and issubclass(kind, msgspec.Struct)):
             return None
@@ -114,7 +114,7 @@ def _field_names(kind: Any) -> tuple[str, ...]:
 
 
 def _choices(kind: Any) -> tuple[object, ...]:
-    """Of a `Literal`, one in a union included."""
+    """List the values of a `Literal`, also of one inside a union."""
     if get_origin(kind) is Literal:
         return get_args(kind)
     if get_origin(kind) in (Union, UnionType):

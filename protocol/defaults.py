@@ -1,4 +1,4 @@
-"""What a run spec takes where its author says nothing: rules that follow the model's size, each with its source. Pure.
+"""Chooses what a run spec takes where its author says nothing, by rules that follow the model's size. Pure.
 
 `fill_in` puts numbers in the place of fields that a run file leaves out, or sets to "auto", before it becomes a
 `RunSpec`. So a `RunSpec` has numbers only: peers agree on what was chosen, and never on a rule. `advice.py` compares
@@ -30,12 +30,12 @@ from shoal.protocol.limits import DIM_MAX, MICROBATCHES_PER_STEP_MAX, STREAM_CRE
 from shoal.protocol.spec import RunSpec
 
 AUTO: Final = "auto"
-"""In a run file: as if the field was not there."""
+"""A run file that has this value says as much as one without the field."""
 
 TOKENS_PER_PARAMETER: Final = 20.0
 """2203.15556 (Chinchilla), table 3, rounded."""
 _WIDE: Final = 2048
-"""From this width on heads are of 128."""
+"""Models of this width and more have heads of 128."""
 _KV_HEADS_MAX: Final = 8
 _NARROW: Final = 1024
 """Below this width `ffn_dim` is a multiple of 32, so that a model of 128 is not made half as wide again by rounding."""
@@ -46,10 +46,10 @@ _WARMUP_STEPS_MAX: Final = 2000
 """DeepSeek LLM, Step Law and Llama all warm up for so many."""
 _WARMUP_SHARE_MAX: Final = 0.1
 _TUNING: Final = 1 / 15
-"""Of the rate from scratch, for weights that are good already: Llama 2 of 7 B has 3e-4, and 2e-5 to be tuned
+"""Weights that are good already take this share of the rate from scratch: Llama 2 of 7 B has 3e-4, and 2e-5 to be tuned
 (2307.09288, sections 2.2 and 3.1)."""
 _SHORT: Final = 2.5
-"""Of a run with a 1,500th of 20 N tokens."""
+"""A run with a 1,500th of 20 N tokens takes this multiple of the rate."""
 _SAID_MAX: Final = 2**40
 """What a rule reckons with. Nothing in a spec may be as large, which whoever decodes the tables says."""
 _SGD_RATE: Final = 4e-3
@@ -64,12 +64,12 @@ class FilledField:
     """`optimizer.learning_rate`."""
     value: int | float
     why: str
-    """For a person."""
+    """The reason, for a person."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """Of a model, as the laws count it."""
+    """The size of a model, as the laws count it."""
 
     parameters: float
     """N: of the decoder layers, of experts those that a token passes."""
@@ -79,7 +79,7 @@ class Size:
 
     @property
     def tokens(self) -> float:
-        """What a model of this size learns most from for its arithmetic."""
+        """The tokens from which a model of this size learns most for its arithmetic."""
         return TOKENS_PER_PARAMETER * self.parameters
 
 
@@ -167,7 +167,7 @@ def microbatches_of(
     number: int | None = None,
     samples: int | None = None,
 ) -> tuple[int, int]:
-    """How a step of about `tokens` is cut up.
+    """Cut a step of about `tokens` into microbatches.
 
     Args:
         dim: of the model: an activation must not be more than a stream takes at once.
@@ -237,7 +237,7 @@ def fill_in(tables: Mapping[str, Any], base: RunSpec) -> tuple[dict[str, Any], t
 
 
 def in_words(choices: tuple[FilledField, ...], spec: RunSpec) -> tuple[str, ...]:
-    """What was chosen and why, a line each; empty: its author has said everything."""
+    """Say what was chosen and why, a line each; empty: the author has said everything."""
     if not choices:
         return ()
     lines = [f"the run file leaves these to shoal ({millions(size_of(spec).parameters)} parameters in the layers):"]
@@ -260,12 +260,12 @@ class _Filling:
         self._base = base
 
     def table(self, section: str) -> dict[str, Any]:
-        """Empty if there is none, or what is there is no table."""
+        """Give the table of this name; it is empty if there is none, or if what is there is no table."""
         found = self.tables.get(section, {})
         return found if isinstance(found, dict) else {}
 
     def said(self, path: str) -> int | None:
-        """What the file says, a positive number; None: it leaves that to a rule, or says what cannot be."""
+        """Give the positive number that the file says; None: the file leaves it to a rule, or says what cannot be."""
         section, _, name = path.partition(".")
         value = self.table(section).get(name)
         return value if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= _SAID_MAX else None

@@ -1,4 +1,4 @@
-"""Refuse deeply nested msgpack before a recursive decoder meets it.
+"""Refuse deeply nested msgpack before a recursive decoder meets it. Pure.
 
 hivemind's `MSGPackSerializer.loads` decodes nested extension types recursively in C: a value of 937 bytes from
 anyone on the DHT ends the process (SIGSEGV) before a validator runs. This walk is iterative over one buffer, and

@@ -1,4 +1,4 @@
-"""How long a device rests so that it works its share of the time. Pure.
+"""Decides how long a device rests so that it works its share of the time. Pure.
 
 A token bucket (as for rates, `token_bucket.py`) whose tokens are seconds of the device: they come in at `share` a
 second, and work takes them. Time in which the device had nothing to do counts as rest, up to `BURST_S`: a peer of a

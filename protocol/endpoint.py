@@ -102,7 +102,7 @@ class Endpoint:
         return self.gate.members
 
     def obey(self, plan: Plan) -> None:
-        """From now on `plan` gives the members their roles."""
+        """Let `plan` give the members their roles from now on."""
         self.gate.obey(plan)
         self._new_plan.set()
         self._new_plan = asyncio.Event()

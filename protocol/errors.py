@@ -1,4 +1,4 @@
-"""Errors by whose fault they are.
+"""Errors by whose fault they are. Pure.
 
 `LocalError`: ours or our user's; the message says what to do. `RemoteError`: a peer broke the protocol;
 carries who, so that the driver can stop talking to it. `Unreachable`: nobody's fault yet, a network is a network.

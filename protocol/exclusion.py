@@ -1,4 +1,4 @@
-"""Exclusion: the owner, or a majority, puts a member's key or a whole invite's out of the run for good.
+"""Exclusion: the owner, or a majority, puts a member's key or a whole invite's out of the run for good. Pure.
 
 An order proves itself, so anybody may hand it on, and plans carry the orders of their run. The owner's orders name all
 that it has ever excluded: the newest one is enough. A majority's is of the electors of one plan, for one set of keys.
@@ -31,7 +31,7 @@ class Exclusion(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_l
 
     @property
     def body(self) -> bytes:
-        """What is signed."""
+        """The bytes that are signed."""
         return exclusion_body(self.keys, self.base)
 
     def encode(self) -> bytes:
@@ -47,7 +47,7 @@ def exclusion_body(keys: Iterable[bytes], base: str = "") -> bytes:
 
 
 def order_exclusion(owner: Identity, keys: Iterable[bytes], *, run: str) -> Exclusion:
-    """As the run's owner. `keys`: all that are to be excluded, those that are already among them."""
+    """Sign an order as the run's owner. `keys` are all that are to be excluded, those that already are among them."""
     ordered = tuple(sorted(set(keys)))
     return Exclusion(ordered, sign_statement(owner, "exclusion", run=run, body=exclusion_body(ordered)))
 

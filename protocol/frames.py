@@ -1,4 +1,4 @@
-"""The wire format of tensor frames: pure bytes in, frames out. No socket, no task.
+"""The wire format of tensor frames: pure bytes in, frames out. No socket, no task. Pure.
 
     header   magic 4 B | type 1 B | sequence 8 B | meta length 4 B | payload length 8 B | header checksum 4 B
     meta     msgpack of one frame header (DATA), a sealed envelope (HELLO), or bytes given back (CREDIT)
@@ -73,7 +73,7 @@ class Header:
 
 
 def wire_bytes(meta_bytes: int, payload_bytes: int) -> int:
-    """What a frame costs in credit."""
+    """Count what a frame costs in credit."""
     return FRAME_OVERHEAD_BYTES + meta_bytes + payload_bytes
 
 
@@ -164,7 +164,7 @@ class CreditWindow:
 
 
 def _room_for(payload_bytes: int) -> bytearray | memoryview:
-    """Where a payload is received: a large one in pages that take memory as they are written to.
+    """Make room for a payload: a large one gets pages that take memory as they are written to.
 
     A `bytearray` is zeroed, so 29 bytes of header would cost their receiver the 256 MiB that they announce, and its
     loop a third of a second. Lost: `mmap`, whose pages are new each time (16 MiB: 16 ms where numpy's take 0.4).

@@ -1,4 +1,4 @@
-"""Who a peer is: one Ed25519 key, used by libp2p for its TLS handshake and by us for signatures.
+"""Defines who a peer is: one Ed25519 key, used by libp2p for its TLS handshake and by us for signatures.
 
 A libp2p PeerID of an Ed25519 key *is* the key: the identity multihash of the protobuf-encoded public key
 (libp2p specs, peer-ids). So a PeerID needs no certificate: whoever can sign for it owns it, and the binding of

@@ -18,7 +18,7 @@ RESERVED: Final = 2**36
 
 
 def next_incarnation(disk: Disk | None, path: PurePosixPath, *, wall_s: float) -> int:
-    """Where this process's sequences begin; kept in the file `path`."""
+    """Choose where this process's sequences begin, and keep that in the file `path`."""
     first = int(wall_s * 1e6)
     if disk is None:
         return first

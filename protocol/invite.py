@@ -39,7 +39,7 @@ _TCP = re.compile(r"^/ip([46])/([^/]+)/tcp/(\d{1,5})$")
 
 _KEYLESS, _KEYED = 0, 1
 _TERMS = struct.Struct(">IHB")
-"""Of an invite's key: when it expires, how many seats it has, and whether its members may train."""
+"""The terms of an invite's key: when it expires, how many seats it has, and whether its members may train."""
 _SIGNATURE_BYTES = 64
 EXPIRES_S_MAX = (1 << 32) - 1
 SEATS_MAX = (1 << 16) - 1
@@ -49,7 +49,7 @@ class InviteKey(msgspec.Struct, frozen=True):
     """The secret in an invite: a key of its own, and the owner's word that it may certify members."""
 
     seed: bytes
-    """Of the Ed25519 key, 32 bytes."""
+    """The seed of the Ed25519 key, 32 bytes."""
     delegation: Delegation
 
     @classmethod
@@ -80,7 +80,7 @@ class Invite(msgspec.Struct, frozen=True):
     """None: the run is open to anyone."""
 
     def certificate_of(self, member: PeerID) -> bytes:
-        """What shows that `member` has this invite; empty where nothing needs to be shown."""
+        """Make what shows that `member` has this invite; it is empty where nothing needs to be shown."""
         if self.key is None or member == self.owner:
             return b""
         return certify(Identity(self.key.seed), self.key.delegation, member, run=self.run)
@@ -151,7 +151,8 @@ def split_address(address: str) -> tuple[str, str]:
 
 
 def worth_telling(addresses: Iterable[str]) -> tuple[str, ...]:
-    """For an invite: what the whole world reaches first, then the local network; this machine only if that is all."""
+    """Choose addresses for an invite: what the whole world reaches first, then the local network; addresses of this
+    machine only if there are no others."""
     ranked = [(_rank(address), address) for address in addresses]
     best = min((rank for rank, _ in ranked), default=0)
     kept = [(rank, address) for rank, address in ranked if rank < _LOOPBACK or best >= _LOOPBACK]

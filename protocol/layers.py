@@ -1,4 +1,4 @@
-"""The names of a model's layers, under which its state is kept, sent, and reported as held on a disk.
+"""The names of a model's layers, under which its state is kept, sent, and reported as held on a disk. Pure.
 
 State is kept by layer: "embed", "layers.0" ... "layers.{L-1}", "head" (final norm and output projection). Where experts
 are placed, by unit: "layers.3.experts.5", and "layers.3.trunk" for the rest of that layer.
@@ -16,12 +16,12 @@ TRUNK: Final = "trunk"
 
 
 def expert_key(key: str, expert: int) -> str:
-    """Of one expert of the decoder layer `key`."""
+    """Name one expert of the decoder layer `key`."""
     return f"{key}.{EXPERTS}.{expert}"
 
 
 def trunk_key(key: str) -> str:
-    """Of what is left of the decoder layer `key` without its experts."""
+    """Name what is left of the decoder layer `key` without its experts."""
     return f"{key}.{TRUNK}"
 
 
@@ -43,7 +43,7 @@ def stage_layer_keys(model: ModelSpec, first: int, last: int) -> tuple[str, ...]
 
 
 def trunk_keys(model: ModelSpec, first: int, last: int) -> tuple[str, ...]:
-    """What a stage of decoder layers [first, last) holds when its experts are elsewhere."""
+    """Name what a stage of decoder layers [first, last) holds when its experts are elsewhere."""
     keys = stage_layer_keys(model, first, last)
     return tuple(key if key in (EMBED, HEAD) else trunk_key(key) for key in keys)
 
@@ -62,7 +62,7 @@ def held_keys(model: ModelSpec, *, placed: bool) -> tuple[str, ...]:
 
 
 def group_keys(model: ModelSpec, plan: Plan, group: int) -> tuple[str, ...]:
-    """What the members of a group of `plan` hold."""
+    """Name what the members of a group of `plan` hold."""
     if group < len(plan.stages):
         return (trunk_keys if plan.experts else stage_layer_keys)(model, *plan.stages[group].layers)
     entry = plan.experts[group - len(plan.stages)]

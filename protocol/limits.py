@@ -1,4 +1,4 @@
-"""Every bound on what a peer accepts, keeps or sends. One place, each with its reason."""
+"""Every bound on what a peer accepts, keeps or sends. One place, each with its reason. Pure."""
 
 from typing import Final
 
@@ -37,11 +37,11 @@ CERTIFICATE_BYTES_MAX: Final = 256
 OPEN_NEWCOMERS_MIN: Final = 4
 """Newcomers on probation at once in an open run, or half as many as are there: no more made-up peers come a minute."""
 OPEN_PROBATION_S: Final = 60.0
-"""By then neighbours have measured who works; until then a newcomer counts as the median peer at most."""
+"""A newcomer counts as the median peer at most for so long; by then its neighbours have measured whether it works."""
 OPEN_PER_NETWORK_MAX: Final = 32
 """Members of an open run from one network of 256 addresses, and all those together that tell no public address."""
 EXCLUDED_KEYS_MAX: Final = 1024
-"""In one order: with all of them an order has 35 KiB, and every plan carries it."""
+"""Keys that one order may name: such an order has 35 KiB, and every plan carries it."""
 EXCLUSION_BYTES_MAX: Final = 48 * 1024
 """One order, with the signatures of a majority of 127 electors beside fewer keys."""
 EXCLUSIONS_MAX: Final = 16
@@ -58,17 +58,17 @@ WAITING_FOR_PLAN_MAX: Final = 256
 """Messages that wait for a plan at once, and of one sender a sixteenth of that; what is more is refused at once."""
 PEER_NAME_CHARS_MAX: Final = 40
 PEER_ID_CHARS_MAX: Final = 64
-"""Of one that others tell of. Ours have 52."""
+"""Characters of a peer ID that others name. Our own IDs have 52."""
 ADDRESSES_MAX: Final = 8
 ADDRESS_CHARS_MAX: Final = 256
 """One multiaddr. Through a relay: two peer IDs of 52 characters and an address."""
 STAGES_MAX: Final = 256
 PEERS_MAX: Final = 20_000
 TERM_MAX: Final = 1 << 48
-"""Of a plan, a grant or a claim. A term a minute comes to this in five hundred million years; a number close to what a
-message can hold (2^64) could not be followed by another."""
+"""The highest term of a plan, a grant or a claim. A term a minute comes to this in five hundred million years; a number
+close to what a message can hold (2^64) could not be followed by another."""
 SEQUENCE_MAX: Final = 1 << 48
-"""Of a plan, and of its seed."""
+"""The highest sequence of a plan, and the highest `Plan.seed`."""
 REIGN_MAX: Final = 1 << 32
 """Mandates that an owner may give."""
 ERA_MAX: Final = 1 << 48
@@ -82,22 +82,22 @@ SEQUENCE_JUMP_MAX: Final = 1 << 20
 ERA_JUMP_MAX: Final = 1 << 16
 """How many eras a plan may skip, because members have heard of them or have them on disk."""
 ELECTED_FROM_PEERS: Final = 256
-"""From more members on a plan's electors are drawn; 129 votes are 9 KiB and 15 ms of signatures to check."""
+"""A plan with more members than this has its electors drawn; 129 votes are 9 KiB and 15 ms of signatures to check."""
 ELECTORS: Final = 127
 """How many are drawn. If a third of all members lie, they are most of the electors of one plan in nineteen thousand."""
 LINKS_KEPT_BYTES: Final = 4 * 1024 * 1024
 """Live plans with their votes that a peer keeps for those who were away: a day of terms in a swarm of nine, an hour of
 them with 1,000 peers."""
 LINKS_PER_REPLY_MAX: Final = 64
-"""Of these in one reply: each has a majority's signatures to check."""
+"""Links of the chain in one reply: each has a majority's signatures to check."""
 EXPERTS_MAX: Final = 1024
-"""In one layer."""
+"""Experts in one layer."""
 EXPERTS_PER_FRAME_MAX: Final = 256
-"""Whose tokens go in one frame: its meta names each of them, in a few bytes."""
+"""Experts whose tokens go in one frame: its meta names each of them, in a few bytes."""
 QUEUED_TOKENS_MAX: Final = 4096
 """Requests for experts that a peer will hold: those of each microbatch under way, one a layer at a time."""
 QUEUED_TOKENS_OF_ONE_MAX: Final = QUEUED_TOKENS_MAX // 8
-"""Of those one sender's, until it has their answers: more than it has microbatches under way."""
+"""Queued requests of one sender, until it has their answers: more than it has microbatches under way."""
 REFUSED_TOKENS_OF_ONE_MAX: Final = 64
 """Refusals of such requests on their way to one sender, or to all strangers together; what is more is dropped."""
 MICROBATCHES_PER_STEP_MAX: Final = 4096
@@ -105,15 +105,15 @@ MICROBATCHES_PER_STEP_MAX: Final = 4096
 WAITING_STREAMS_OF_ONE_MAX: Final = 2
 """Streams of one peer whose HELLO has not come. An honest one opens one, and another once that broke."""
 WAITING_STREAMS_MAX: Final = 256
-"""Of all peers together, each a file of ours: a process often has 1,024. A thousand peers that stream at once to one
-newcomer need a round trip each, and try again."""
+"""Waiting streams of all peers together; each is an open file of ours, and a process often has 1,024. A thousand peers
+that stream at once to one newcomer need a round trip each, and try again."""
 CONNECTIONS_OF_ADDRESS_MAX: Final = 128
 """TCP connections that one address may have with a peer's daemon before new ones of it have to wait: a building full of
 members behind one router. Half-open ones count, of which the daemon drops each after 15 s."""
 SHUT_OUT_S: Final = 60.0
-"""So long an address must have had half as many before it is let in again."""
+"""An address must have had half as many connections for so long before it is let in again."""
 SHUT_OUT_ADDRESSES_MAX: Final = 512
-"""At a time. The kernel takes programs of 4,096 instructions, and an IPv6 address needs five."""
+"""Addresses shut out at a time. The kernel takes programs of 4,096 instructions, and an IPv6 address needs five."""
 
 LAYERS_MAX: Final = 1024
 """Decoder layers of a model: ten times what the deepest of today has. Peers make a record of each."""
@@ -125,7 +125,7 @@ VOCABULARY_MAX: Final = 4 * 1024 * 1024
 CONTEXT_MAX: Final = 16 * 1024 * 1024
 """Tokens of a sample. What fits into a frame bounds them further."""
 STEPS_MAX: Final = 10**9
-"""Of a run: one a second for thirty years. Version numbers stay far from 64 bits."""
+"""Steps of a run: one a second for thirty years. Version numbers stay far from 64 bits."""
 
 SCENARIO_DEVICES_MAX: Final = 4096
 """Devices of a network or scenario file. What lies between any two of them is in matrices: 134 MB each then."""
@@ -168,7 +168,7 @@ WITNESSED_VERSIONS_MAX: Final = 16
 """Versions that a holder keeps while the other holders' signatures of them are on their way: a second's steps of a
 small model. Of large states as many as `PINNED_BYTES_MAX` has room for, and two at least."""
 SIGNATURES_PER_OFFER_MAX: Final = 512
-"""Of 1,000 holders a majority; about 60 KiB."""
+"""Signatures in one offer: a majority of 1,000 holders, about 60 KiB."""
 PINNED_S_MAX: Final = 1800.0
 """How long a version is kept for who fetches it, however often they ask: 1.8 GB on a line of 1 MB/s."""
 PINNED_VERSIONS_MAX: Final = 4
@@ -179,5 +179,5 @@ PINNED_BYTES_MAX: Final = 2 * 1024**3
 REPLAYED_BYTES_MAX: Final = 1024**3
 """Reduced gradients that a holder keeps for a newcomer to replay; a newcomer that needs more fetches a newer state."""
 REPLAYED_STEPS_MIN: Final = 16
-"""Of these it keeps so many at least, however large: a stage whose gradient is 400 MB steps every few seconds, and its
-state takes a minute on a home line."""
+"""A holder keeps at least so many reduced gradients, however large: a stage whose gradient is 400 MB steps every few
+seconds, and its state takes a minute on a home line."""

@@ -1,4 +1,5 @@
-"""Who is a member of a run, provable offline: the owner's key delegates to an invite's, which certifies members.
+"""Decides who is a member of a run, provable offline: the owner's key delegates to an invite's, which certifies
+members.
 
     owner's key --Delegation--> invite's key --Certificate--> member's key
 
@@ -29,7 +30,7 @@ INVITE_NAME_BYTES = 4
 
 
 class Standing(IntEnum):
-    """What a key may do in the run. Whoever has more may do all that less allows."""
+    """Says what a key may do in the run. A higher value may do all that a lower one may."""
 
     STRANGER = 0
     OBSERVER = 1
@@ -50,11 +51,11 @@ class Delegation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_
     may_train: bool
     """False: its holders only look on."""
     signature: bytes
-    """By the owner."""
+    """The owner's signature."""
 
     @property
     def name(self) -> str:
-        """For people: 8 hex digits."""
+        """The name of the invite for people: 8 hex digits."""
         return invite_name(self.key)
 
     @property
@@ -67,7 +68,7 @@ class Certificate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array
 
     delegation: Delegation
     signature: bytes
-    """By the delegation's key."""
+    """The signature by the delegation's key."""
 
 
 _ENCODER = msgspec.msgpack.Encoder()
@@ -81,7 +82,7 @@ def invite_name(key: bytes) -> str:
 def delegate(
     owner: Identity, key: bytes, *, run: str, expires_s: int = 0, seats: int = 0, may_train: bool = True
 ) -> Delegation:
-    """As the owner: let `key` certify members."""
+    """Let `key` certify members, as the run's owner."""
     unsigned = Delegation(key, expires_s, seats, may_train, b"")
     return msgspec.structs.replace(
         unsigned, signature=sign_statement(owner, "invite", run=run, body=_delegated(unsigned))
@@ -89,7 +90,7 @@ def delegate(
 
 
 def certify(invite: Identity, delegation: Delegation, member: PeerID, *, run: str) -> bytes:
-    """As the holder of an invite's key: say that `member` belongs to the run. Returns: the certificate's bytes."""
+    """Say that `member` belongs to the run, as the holder of an invite's key. Returns: the certificate's bytes."""
     signature = sign_statement(invite, "member", run=run, body=public_key_of(member))
     return _ENCODER.encode(Certificate(delegation, signature))
 
@@ -127,7 +128,7 @@ def _delegated(delegation: Delegation) -> bytes:
 
 
 class Members:
-    """Who belongs to one run, as far as this peer has been shown, and who is excluded from it.
+    """Knows who belongs to one run, as far as this peer has been shown, and who is excluded from it.
 
     Args:
         certificate: our own, to be shown to others; empty for the run's owner, who needs none.
@@ -172,11 +173,11 @@ class Members:
         return delegation.standing if delegation is not None else Standing.STRANGER
 
     def invite_of(self, peer: PeerID) -> Delegation | None:
-        """By which `peer` came; None: the owner, an open run's guest, or nobody who has shown it."""
+        """The invite by which `peer` came; None: it is the owner, an open run's guest, or has shown no certificate."""
         return self._shown.get(peer)
 
     def why_not_enter(self, newcomer: PeerID, others: Collection[PeerID]) -> str:
-        """Why a coordinator must not let `newcomer` into the swarm beside `others`; empty: it may."""
+        """Say why a coordinator must not let `newcomer` into the swarm beside `others`; empty: it may."""
         delegation = self._shown.get(newcomer)
         if newcomer == self.owner or delegation is None:
             return ""  # an open run: those who are no members do not get here
@@ -204,7 +205,7 @@ class Members:
         return self._excluded
 
     def exclude(self, keys: Iterable[bytes]) -> None:
-        """From now on these keys, and all members that they certified, are strangers."""
+        """Take these keys, and all members that they certified, for strangers from now on."""
         more = self._excluded.union(keys)
         if more != self._excluded:
             self._excluded = more

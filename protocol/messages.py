@@ -1,4 +1,4 @@
-"""Control messages: closed, typed, at most 256 KiB; decoded once, at the edge.
+"""Control messages: closed, typed, at most 256 KiB; decoded once, at the edge. Pure.
 
 Four conversations: a peer with the coordinator (heartbeat, plans, status), a peer with the directory (records), a
 replica with its stage group (progress, rounds, digests, claims) and a newcomer with a holder (state).
@@ -18,14 +18,15 @@ class _Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True
 
 
 class EraMessage(_Message, frozen=True, kw_only=True, omit_defaults=True):
-    """What concerns one era's training: `Endpoint` stamps the sender's era and revision, and refuses another's.
+    """A message that concerns one era's training: `Endpoint` stamps the sender's era and revision, and refuses
+    another's.
 
     An era ends when a layer has no holder left and the run goes back to a snapshot; versions grow within an era.
     """
 
     era: int = 0
     revision: int = 0
-    """Of the spec that the sender trains by: another one has other learning rates, and another end."""
+    """The revision of the spec that the sender trains by: another one has other learning rates, and another end."""
 
 
 class _Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -54,14 +55,14 @@ class Advert(_Part, frozen=True):
 
 
 class LinkReport(_Part, frozen=True, array_like=True):
-    """What the sender measured of its link with `peer`; 0: not known."""
+    """Reports what the sender measured of its link with `peer`; 0: not known."""
 
     peer: PeerID
     round_trip_s: float
     bytes_per_s: float
-    """Towards `peer`."""
+    """The rate towards `peer`."""
     received_bytes_per_s: float = 0.0
-    """From `peer`, at best: it can send at least so much."""
+    """The highest rate seen from `peer`: it can send at least so much."""
 
 
 class CommitReport(_Part, frozen=True, kw_only=True):
@@ -81,13 +82,13 @@ class CommitReport(_Part, frozen=True, kw_only=True):
     loss: float | None
     """Mean over the step's microbatches; only the last stage knows it."""
     digest: str
-    """Of the new state; equal on all members."""
+    """The digest of the new state; equal on all members."""
     dissenting: int = 0
     """Members whose state was another; they fetch the group's."""
     gradient_norm: float | None = None
     """2-norm of the reduced gradient of the group's layers, before clipping; None: the sender did not step itself."""
     age_s: float = 0.0
-    """Since the commit, when the report was sent: it may have waited for a coordinator."""
+    """The age of the commit when the report was sent: the report may have waited for a coordinator."""
 
 
 class ValidationReport(_Part, frozen=True, kw_only=True):
@@ -114,9 +115,9 @@ class PaceMark(_Part, frozen=True, array_like=True):
     step: int
     age_s: float
     num_steps: int
-    """Since the mark before."""
+    """Steps since the mark before."""
     tokens: int
-    """Since the mark before."""
+    """Tokens since the mark before."""
 
 
 # --- peer and coordinator ---
@@ -129,7 +130,7 @@ class Heartbeat(_Message, frozen=True, kw_only=True):
     plan_sequence: int
     plan_digest: str
     era: int = 0
-    """Of `version` and `synced`; lower than the plan's while the sender has not followed it yet."""
+    """The era of `version` and `synced`; lower than the plan's while the sender has not followed the plan yet."""
     stage: int | None
     version: int
     synced: bool
@@ -158,9 +159,10 @@ class Heartbeat(_Message, frozen=True, kw_only=True):
     """(member, its `end` statement) of enough members to prove that the run is done, for a coordinator that has not
     heard them all."""
     revision: int = 0
-    """Of the spec that the sender trains by. A coordinator that goes by another does not count the sender in."""
+    """The revision of the spec that the sender trains by. A coordinator that goes by another one does not count the
+    sender in."""
     paused_s: float | None = None
-    """For how long the sender's owner has had the device back; None: the sender is not paused."""
+    """How long the sender's owner has had the device back; None: the sender is not paused."""
     unsaved_s: float = 0.0
     """Seconds since the sender's stage last wrote a snapshot of a version, or since the sender took its place there."""
 
@@ -178,9 +180,9 @@ class HeartbeatReply(_Message, frozen=True):
     ends: tuple[tuple[PeerID, bytes], ...] = ()
     """(member, its `end` statement) of a majority of every group's members: the run is done. Empty: it is not."""
     revision: int = 0
-    """Of the spec that the sender trains by: `ends` are of that one."""
+    """The revision of the spec that the sender trains by: `ends` belong to that revision."""
     pace: tuple[PaceMark, ...] = ()
-    """Of late, oldest first: whoever coordinates next goes on from it."""
+    """Recent progress, oldest first: the next coordinator goes on from it."""
     save_at: int = 0
     """Every stage is to write a snapshot of this version when it comes to it; 0: none is due."""
     safe: tuple[int, int] = (0, 0)
@@ -212,14 +214,15 @@ class TermGrant(_Message, frozen=True):
     accepted: bytes = b""
     """What it has voted for after the live plan, which may be live by now: the candidate must finish it first."""
     accepted_term: int = 0
-    """In which term it voted for that."""
+    """The term in which the sender voted for that plan."""
 
 
 class PlanOffer(_Message, frozen=True):
     """A coordinator asks a member of the predecessor to acknowledge `plan`; laggards find its predecessor enclosed."""
 
     term: int
-    """In which the sender offers it: the plan's own, or a later one when it finishes a dead coordinator's plan."""
+    """The term in which the sender offers the plan: the plan's own, or a later one when the sender finishes a dead
+    coordinator's plan."""
     plan: bytes
     predecessor: bytes
     """Empty if both do not fit in one message; laggards then learn it from their next heartbeat."""
@@ -245,7 +248,7 @@ class PlanLive(_Message, frozen=True):
 
 
 class ChainRequest(_Message, frozen=True):
-    """Which live plans are there behind the one with digest `after`, of which the sender is? Empty: it knows none."""
+    """Asks for the live plans behind the one with digest `after`, which the sender obeys. Empty: it knows none."""
 
     after: str
     reign: int
@@ -278,14 +281,14 @@ class HandOver(_Message, frozen=True, kw_only=True):
     validation_step: int | None = None
     """The version that was validated."""
     pace: tuple[PaceMark, ...] = ()
-    """As in `HeartbeatReply`."""
+    """Recent progress, as in `HeartbeatReply`."""
     staleness_steps_mean: float = 0.0
     elapsed_s: float = 0.0
-    """Since the run's first plan."""
+    """Seconds since the run's first plan."""
     searched: bool = False
     """The sender has looked for a better layout than this plan's, and there was none worth its moves."""
     plans: "tuple[PlanNote, ...]" = ()
-    """Of late, oldest first."""
+    """Recent plans, oldest first."""
     loads: tuple[tuple[float, ...], ...] = ()
     """Tokens of late, by stage and expert, where experts are placed; a stage of which nothing is known has none."""
     absent: "tuple[Absence, ...]" = ()
@@ -300,7 +303,7 @@ class Absence(_Part, frozen=True, array_like=True):
     peer: PeerID
     advert: Advert
     seconds: float
-    """Since it was heard last."""
+    """Seconds since the peer was heard last."""
 
 
 class Leave(_Message, frozen=True):
@@ -308,7 +311,7 @@ class Leave(_Message, frozen=True):
 
 
 class StandingRequest(_Message, frozen=True):
-    """Where do you stand? From `shoal recover`; anybody may ask."""
+    """Asks where the receiver stands. `shoal recover` sends this; anybody may."""
 
 
 class Standing(_Message, frozen=True, kw_only=True):
@@ -353,11 +356,11 @@ class PeerStatus(_Part, frozen=True, omit_defaults=True):
     forward_s: float
     window: int
     share: float = 0.0
-    """Of its stage's traffic, by the plan; 0 for a spare."""
+    """The peer's share of its stage's traffic, by the plan; 0 for a spare."""
     flop_per_s: float = 0.0
-    """By its probe."""
+    """The speed that the peer's probe measured."""
     paused_s: float | None = None
-    """For how long its owner has had the device back; None: it is not paused."""
+    """How long the peer's owner has had the device back; None: the peer is not paused."""
 
 
 class ExpertStatus(_Part, frozen=True, omit_defaults=True):
@@ -368,9 +371,9 @@ class ExpertStatus(_Part, frozen=True, omit_defaults=True):
     load: float = 0.0
     """Share of the tokens that its stage has sent to experts of late, in [0, 1]; all 0 while nobody has told."""
     holders: tuple[int, ...] = ()
-    """Whom the plan names and who hold its state, as positions in `SwarmStatus.peers`."""
+    """The holders that the plan names and that hold the expert's state, as positions in `SwarmStatus.peers`."""
     coming: tuple[int, ...] = ()
-    """Whom it names and who have not said yet that they do."""
+    """The holders that the plan names and that have not said yet that they hold the state."""
 
 
 class PlanNote(_Part, frozen=True, array_like=True):
@@ -379,7 +382,7 @@ class PlanNote(_Part, frozen=True, array_like=True):
     term: int
     sequence: int
     seconds_ago: float
-    """Since the sender began to obey it."""
+    """Seconds since the sender began to obey the plan."""
     coordinator: PeerID
     reason: str
 
@@ -391,11 +394,12 @@ class PeerRecord(_Part, frozen=True, array_like=True):
     failures: float
     """Times it was lost without a good-bye; those of long ago count in part."""
     seen_s: float
-    """In which that could have happened."""
+    """Seconds in which a failure of the peer would have been seen."""
 
 
 class SwarmStatus(_Message, frozen=True, kw_only=True, omit_defaults=True):
-    """What `shoal status`, the live view and the dashboard show; from the coordinator's heartbeats."""
+    """Describes the swarm for `shoal status`, the live view and the dashboard; it is made from the coordinator's
+    heartbeats."""
 
     run: str
     name: str
@@ -421,11 +425,11 @@ class SwarmStatus(_Message, frozen=True, kw_only=True, omit_defaults=True):
     plans: tuple[PlanNote, ...] = ()
     """The newest that the coordinator has obeyed, oldest first."""
     experts: tuple[ExpertStatus, ...] = ()
-    """By stage and expert; none if every member holds whole layers."""
+    """The experts, by stage and expert; none if every member holds whole layers."""
     left_s: float | None = None
-    """Until the last step, at the rate of `tokens_per_s`; None: not known, or nothing moves."""
+    """Seconds until the last step, at the rate of `tokens_per_s`; None: the time is not known, or nothing moves."""
     stands_s: float = 0.0
-    """For how long no step has been committed, once that is longer than a step takes; 0: the run goes on."""
+    """How long no step has been committed, once that is longer than a step takes; 0: the run goes on."""
     waits_for: str = ""
     """Who or what keeps the run from going on, in words; empty: nothing that is known."""
     risks: tuple[str, ...] = ()
@@ -447,7 +451,7 @@ class PastValidation(_Part, frozen=True, array_like=True):
 
 
 class HistoryRequest(_Message, frozen=True):
-    """What has the receiver seen of the run? From a peer that keeps a record of it; any member may ask."""
+    """Asks a peer that keeps a record of the run what it has seen of the run; any member may ask."""
 
     commits_from: tuple[int, int]
     """(era, step) of the first commit wanted."""
@@ -466,7 +470,7 @@ class History(_Message, frozen=True):
 
 
 class ExpertPlace(_Part, frozen=True, array_like=True):
-    """How the sender is as a member of a group of experts' holders; as in its Hello, of that group."""
+    """Describes the sender as a member of a group of experts' holders, with the fields of a Hello for that group."""
 
     group: int
     incarnation: int
@@ -477,12 +481,13 @@ class ExpertPlace(_Part, frozen=True, array_like=True):
 
 
 class Hello(EraMessage, frozen=True, kw_only=True):
-    """Where the sender stands: to mates and to both neighbouring stages, when that changes. Answered in kind."""
+    """Says where the sender stands: to its group and to both neighbouring stages, when that changes. The answer is a
+    Hello."""
 
     incarnation: int
     """Grows with every start of the sender's process and every stage it begins in: what an earlier one held is gone."""
     count: int = 0
-    """Of the sender's words: they may overtake each other."""
+    """A count of the sender's Hellos: they may overtake each other."""
 
     plan_sequence: int
     stage: int
@@ -495,22 +500,24 @@ class Hello(EraMessage, frozen=True, kw_only=True):
     draining: bool = False
     """About to leave: ready and not open until all it owes is done, whether or not a plan still names it."""
     experts: tuple[ExpertPlace, ...] = ()
-    """By group."""
+    """The sender's place in each group of experts' holders, by group."""
 
 
 class Progress(EraMessage, frozen=True):
-    """What the sender has accumulated for `step`; sent to all mates whenever it grows."""
+    """Says what the sender has accumulated for `step`; it goes to the whole group whenever that grows."""
 
     incarnation: int
-    """As in the sender's Hello: this may overtake that, or come after the sender has begun anew."""
+    """The incarnation, as in the sender's Hello: this message may overtake that Hello, or come after the sender has
+    begun anew."""
     count: int
-    """Of the sender's words in this incarnation: they may overtake each other."""
+    """A count of the sender's messages in this incarnation: they may overtake each other."""
     stage: int
     step: int
     indices: bytes
     """Bitmap: bit i set, microbatch i is accumulated here."""
     lead: PeerID
-    """Whom the sender takes for the group's lead, empty if nobody: a lead acts once all ready mates name it."""
+    """The member that the sender takes for the group's leader, empty if it takes nobody: a leader acts once all ready
+    members name it."""
     claimed: bytes
     """Bitmap, stage 0 only: microbatches that the sender has been granted, accumulated or not."""
     loss_sum: float
@@ -555,7 +562,7 @@ class Attestation(EraMessage, frozen=True):
     stage: int
     version: int
     root: str
-    """Of the digests of all layers of the group (`peer/group/attestations.py`)."""
+    """The root of the digests of all layers of the group (`peer/group/attestations.py`)."""
     signature: bytes
 
 
@@ -604,7 +611,7 @@ class ExpertDone(EraMessage, frozen=True, kw_only=True):
 
     stage: int
     incarnation: int
-    """Of the sender's tenure, as in its ExpertTokens; so is `passage`."""
+    """The incarnation of the sender's membership, as in its ExpertTokens; so is `passage`."""
     passage: int
     step: int
     index: int
@@ -642,7 +649,8 @@ class StateOffer(EraMessage, frozen=True):
     digests: tuple[tuple[str, str], ...]
     pinned_s: float
     signatures: tuple[tuple[PeerID, bytes], ...] = ()
-    """To a newcomer of the group: holders that have signed the root of these very digests, and how (`Attestation`)."""
+    """Signatures for a newcomer of the group: which holders have signed the root of these very digests, and how
+    (`Attestation`)."""
 
 
 class Keep(EraMessage, frozen=True):
@@ -663,7 +671,7 @@ class Halt(EraMessage, frozen=True):
 
 
 class Halted(_Message, frozen=True):
-    """While the halt lasts every stage comes to `version` and none goes past it."""
+    """Says that every stage comes to `version`, and none goes past it while the halt lasts."""
 
     version: int
 
@@ -684,7 +692,7 @@ class StateChunkRequest(EraMessage, frozen=True, kw_only=True):
     """Send elements [start, stop) of one tensor (0 parameters, 1 and 2 moments) of one layer, as StateChunk frames."""
 
     stored_era: int = -1
-    """As in the StateRequest."""
+    """The era of a stored snapshot, as in the StateRequest."""
 
     version: int
     layer: str
@@ -707,7 +715,7 @@ class Ping(_Message, frozen=True):
 
 
 class Done(_Message, frozen=True):
-    """Nothing more to say."""
+    """Answers a message that needs no other answer."""
 
 
 class Refusal(_Message, frozen=True):
@@ -770,7 +778,7 @@ Message = (
 
 
 class Activation(EraMessage, frozen=True):
-    """Towards the next stage. Payload: the activation [B, T, D] in the wire dtype, then targets [B, T] as int32."""
+    """Goes to the next stage. Payload: the activation [B, T, D] in the wire dtype, then targets [B, T] as int32."""
 
     stage: int
     """The receiver's."""
@@ -791,7 +799,7 @@ class Gradient(EraMessage, frozen=True):
     waited_s: float
     """How long it stood in queues from the receiver's sending it on until now: no sign of a long way."""
     commit_s: float
-    """From the last contribution to a step to the next version, at that of the stages so far where it takes longest."""
+    """The time from the last contribution to a step to the next version, at the slowest of the stages so far."""
 
 
 class ExpertTokens(EraMessage, frozen=True, kw_only=True):
@@ -800,13 +808,13 @@ class ExpertTokens(EraMessage, frozen=True, kw_only=True):
     these."""
 
     stage: int
-    """Whose experts they are, and the sender's."""
+    """The stage whose experts these are, and to which the sender belongs."""
     incarnation: int
-    """Of the sender's tenure."""
+    """The incarnation of the sender's membership."""
     passage: int
-    """Which of the sender's runs of the microbatch: one may be given up and begun anew."""
+    """The number of the sender's run of the microbatch: one run may be given up and begun anew."""
     serial: int
-    """Of the sender's frames in this tenure; the same when it asks once more."""
+    """A count of the sender's frames in this membership; a repeated request has the same serial."""
     step: int
     index: int
     layer: int
@@ -817,7 +825,7 @@ class ExpertTokens(EraMessage, frozen=True, kw_only=True):
 
 
 class ExpertOutput(EraMessage, frozen=True, kw_only=True):
-    """What became of ExpertTokens: the experts' outputs [N, D], for a backward the gradients of the tokens."""
+    """Answers ExpertTokens with the experts' outputs [N, D], for a backward with the gradients of the tokens."""
 
     stage: int
     """The receiver's."""
@@ -898,7 +906,7 @@ class AdvertRecord(_Message, frozen=True):
 
 
 class PlanHead(_Message, frozen=True):
-    """Where the chain is, so that a newcomer finds the coordinator."""
+    """Says where the chain is, so that a newcomer finds the coordinator."""
 
     term: int
     sequence: int

@@ -1,4 +1,4 @@
-"""The plan: who holds which layers, one link of a signed chain.
+"""The plan: who holds which layers, one link of a signed chain. Pure.
 
 Each plan names its term, its sequence and the hash of the plan before it, and is signed by the term's coordinator.
 Peers persist the highest they have seen and refuse anything lower, so a coordinator that wakes up after its term
@@ -102,10 +102,11 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     exclusions: tuple[bytes, ...] = ()
     """Orders (`exclusion.py`) that hold in the run. A successor keeps them, or orders that name as much."""
     experts: tuple[ExpertGroup, ...] = ()
-    """By stage, then expert: all of them, and stages hold the rest of their layers; or none, and stages hold whole
-    layers. Holders are members of the plan already, of that stage or not.
+    """The holders of experts, by stage, then expert. Either all experts are here, and stages hold the rest of their
+    layers; or none is, and stages hold whole layers. Holders are members of the plan already, of that stage or not.
 
-    Who holds one thing is a *group*, and has a number: stages come first, expert j of stage s is K + s E + j."""
+    Who holds one thing is a *group*, and has a number: stages come first, expert j of stage s is K + s E + j.
+    """
 
     @cached_property
     def members(self) -> tuple[PeerID, ...]:
@@ -114,7 +115,8 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
 
     @cached_property
     def electors(self) -> tuple[PeerID, ...]:
-        """Whose votes decide on the next plan: all members, or of many a jury whose signatures fit in a message.
+        """The members whose votes decide on the next plan: all members, or of many a jury whose signatures fit in a
+        message.
 
         The lot hangs on `previous` alone, which neither this plan's coordinator nor the next one can choose; were it
         drawn for each ballot, two majorities need not have an elector in common.
@@ -155,20 +157,20 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
         return place[0] if place else None
 
     def since_of(self, peer: PeerID) -> int:
-        """Since which plan it holds its place; this one's sequence if it holds none."""
+        """The sequence of the plan since which `peer` holds its place; this plan's sequence if it holds none."""
         place = self._places.get(peer)
         return place[1] if place else self.sequence
 
     @cached_property
     def _places(self) -> dict[PeerID, tuple[int, int]]:
-        """Who holds a stage -> (which, since which plan)."""
+        """Map each member that holds a stage to (the stage, the plan since which it does)."""
         return {m.peer: (index, m.since) for index, stage in enumerate(self.stages) for m in stage.members}
 
     # --- groups ---
 
     @property
     def num_experts(self) -> int:
-        """Of each layer, that are placed; 0: none are."""
+        """Experts of each layer that are placed; 0: none are."""
         return len(self.experts) // len(self.stages)
 
     def expert_group(self, stage: int, expert: int) -> int:
@@ -187,12 +189,12 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
         return tuple(self._seats.get(peer, ()))
 
     def since_in(self, peer: PeerID, group: int) -> int:
-        """Since which plan it is a member of the group; this one's sequence if it is none."""
+        """The sequence of the plan since which `peer` is a member of the group; this plan's sequence if it is none."""
         return self._seats.get(peer, {}).get(group, self.sequence)
 
     @cached_property
     def _seats(self) -> dict[PeerID, dict[int, int]]:
-        """Who is a member of a group -> which, and since which plan."""
+        """Map each member of a group to (the group, the plan since which it is one)."""
         seats: dict[PeerID, dict[int, int]] = {}
         holders = [entry.members for entry in self.stages] + [entry.members for entry in self.experts]
         for group, members in enumerate(holders):
@@ -257,7 +259,7 @@ def open_link(data: bytes, *, source: PeerID) -> tuple[bytes, PlanProof | None]:
 
 
 def vote_body(ballot: int, digest: str) -> bytes:
-    """What an elector signs (as a `vote` statement) when it votes for a plan."""
+    """Make the bytes that an elector signs (as a `vote` statement) when it votes for a plan."""
     return _ENCODER.encode((ballot, digest))
 
 
@@ -287,7 +289,7 @@ class Mandate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_lik
     restore_version: int = 0
 
     def flaw(self, plan: Plan) -> str:
-        """Why `plan` is not the one that is mandated, or an empty string."""
+        """Say why `plan` is not the one that is mandated; an empty string: it is."""
         named = (plan.reign, plan.term, plan.coordinator, plan.previous)
         if named != (self.reign, self.term, self.coordinator, self.previous):
             return "has the mandate for another"
@@ -322,12 +324,12 @@ def open_mandate(data: bytes, *, run: str, owner: PeerID, source: PeerID) -> Man
 
 
 class PlanShape(msgspec.Struct, frozen=True, kw_only=True):
-    """What the run's spec says that every plan has."""
+    """Holds what the run's spec says that every plan has."""
 
     num_layers: int
     num_stages: int
     num_experts: int = 0
-    """Of each layer, that plans place; 0: members hold whole layers."""
+    """Experts of each layer that plans place; 0: members hold whole layers."""
 
     @classmethod
     def of(cls, spec: RunSpec) -> "PlanShape":
@@ -362,7 +364,7 @@ def open_plan(data: bytes, *, run: str, owner: PeerID, source: PeerID, shape: Pl
 
 
 def plan_flaw(plan: Plan, shape: PlanShape) -> str | None:
-    """Why the plan cannot be right, or None. A plan without a flaw can be obeyed, whatever its numbers are."""
+    """Say why the plan cannot be right, or None. A plan without a flaw can be obeyed, whatever its numbers are."""
     flaw = _numbers_flaw(plan)
     if flaw:
         return flaw

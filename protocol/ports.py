@@ -85,7 +85,7 @@ JobKind = Literal["forward", "backward", "step", "validate", "probe"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timed(Generic[T]):
-    """What a job returned and when it ran, in the clock's seconds."""
+    """Holds what a job returned and when it ran, in the clock's seconds."""
 
     value: T
     started_s: float
@@ -128,7 +128,7 @@ class Disk(Protocol):
     """
 
     def where(self, path: PurePosixPath) -> str:
-        """What to call `path` in a message to a person. Never raises."""
+        """Give the name of `path` for a message to a person. Never raises."""
         ...
 
     def read(self, path: PurePosixPath) -> bytes: ...
@@ -164,7 +164,7 @@ class Disk(Protocol):
         ...
 
     def sync_folder(self, path: PurePosixPath) -> None:
-        """On return the names in this folder are durable: files made in it, renamed in it, removed from it."""
+        """Make the names in this folder durable before this returns: files made, renamed and removed in it."""
         ...
 
     def lock(self, path: PurePosixPath) -> AbstractContextManager[None]:

@@ -1,5 +1,5 @@
-"""How far a pipeline should run ahead of its version, so that the time to a loss is shortest: the one model by which
-stage 0 decides (`peer/pipeline/control.py`) and plans are foreseen (`coordinator/cost/foresight.py`). Pure.
+"""Models how far a pipeline should run ahead of its version, so that the time to a loss is shortest. Stage 0 decides by
+this one model (`peer/pipeline/control.py`), and plans are foreseen by it (`coordinator/cost/foresight.py`). Pure.
 
 **The model.** A replica of stage 0 makes M microbatches of each step. They come back to it at r a second while its
 pipeline is full, so a step's work takes W = M / r. From its last microbatch of a step to the next version go by the
@@ -53,14 +53,14 @@ GAIN_STEP = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What one replica of stage 0 sees of the swarm."""
+    """Holds what one replica of stage 0 sees of the swarm."""
 
     rate_per_s: float
     """Microbatches of its own that come back while the pipeline is full; > 0."""
     round_trip_s: float
-    """Of a microbatch that waits for nothing."""
+    """The round trip of a microbatch that waits for nothing."""
     commit_s: float
-    """From the last contribution to a step to the next version, where that takes longest."""
+    """The time from the last contribution to a step to the next version, where that takes longest."""
     microbatches: float
     """M, its own part of a step; > 0."""
 
@@ -81,7 +81,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """What stage 0 does about microbatches of later steps than its version, and what that is expected to give."""
+    """Says what stage 0 does about microbatches of later steps than its version, and what that is expected to give."""
 
     steps_ahead: int
     """k: how many steps ahead they may be. 0: none of them begins."""
@@ -99,7 +99,7 @@ def busy(gain: float) -> float:
 
 
 def expected(measured: Measured, steps_ahead: int, gain: float) -> Choice:
-    """What the model says of (k, g)."""
+    """Compute what the model expects of (k, g)."""
     work_s, idle_s = measured.work_s, measured.idle_s
     if steps_ahead == 0:
         return Choice(steps_ahead=0, gain=gain, step_s=work_s + idle_s, staleness_steps=0.0)
@@ -114,7 +114,7 @@ def expected(measured: Measured, steps_ahead: int, gain: float) -> Choice:
 
 
 def _mean_below(most: float, low: float, high: float) -> float:
-    """Of min(most, x) for x uniform in [low, high]."""
+    """The mean of min(most, x) for x uniform in [low, high]."""
     if high <= most:
         return (low + high) / 2.0
     if low >= most:
@@ -124,7 +124,7 @@ def _mean_below(most: float, low: float, high: float) -> float:
 
 
 def choose(measured: Measured, *, s_max: int, price: Price, gain_max: float) -> Choice:
-    """What makes the time to a loss shortest; of equals, more steps ahead: in case a version comes late for once.
+    """Choose what makes the time to a loss shortest; of equals, more steps ahead: a version may come late for once.
 
     Args:
         s_max: steps that a microbatch may be ahead.

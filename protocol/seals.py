@@ -1,4 +1,4 @@
-"""How a peer signs what it says and opens what it hears: envelopes, plans and statements.
+"""Decides how a peer signs what it says and opens what it hears: envelopes, plans and statements.
 
 An endpoint is given one, so that a world of a thousand modelled peers, all of whom are ours, need not spend its time on
 signatures (`sim/trust.py`). Nothing that listens to a network may be given another than `SEALS`.

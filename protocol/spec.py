@@ -1,4 +1,4 @@
-"""The run spec: everything that all peers of one run must agree on before the first microbatch.
+"""The run spec: everything that all peers of one run must agree on before the first microbatch. Pure.
 
 TOML -> `RunSpec` (frozen, checked), nothing reads a global or an environment variable later. Fields that a run file
 leaves out and that should fit the model are filled in on the way (`defaults.py`), so that a `RunSpec` has numbers only;
@@ -149,7 +149,7 @@ _OF_EXPERTS = {"experts_per_token": 2, "router_aux_loss": 0.01}
 
 
 class DataSpec(_Section, frozen=True):
-    """What the run reads. Only stage-0 peers need it."""
+    """Says what the run reads. Only stage-0 peers need it."""
 
     source: str = "python-library"
     """`python-library` (the sources of Python's standard library), the path of a file or folder (text, JSON lines,
@@ -161,9 +161,9 @@ class DataSpec(_Section, frozen=True):
     field: str = "text"
     """Where the text is in a line of JSON, in a Parquet file or in a data set."""
     subset: str = ""
-    """Of a data set that has several."""
+    """The subset, where a data set has several."""
     split: str = "train"
-    """Of a data set. Validation is taken from it too."""
+    """The split of a data set. Validation is taken from it too."""
     tokens_max: int = 0
     """Read no further once there are this many tokens; 0: read everything."""
     tokenizer: str = "bytes"
@@ -200,11 +200,11 @@ class OptimizerSpec(_Section, frozen=True):
     warmup_steps: int = 20
     """Linear warm-up from 0. A run file that does not say it gets one that fits `beta2` and the steps."""
     schedule: Literal["cosine", "constant", "wsd"] = "cosine"
-    """After the warm-up: `cosine` falls from the peak to the run's last step; `constant` stays at the peak; `wsd`
-    (warm-up, stable, decay) stays there and falls in the last `decay_steps`. What happens when a run is continued is
-    said in `shoal.peer.model.schedule`: who does not know yet how long a run will be takes `wsd` or `constant`."""
+    """The rate after the warm-up: `cosine` falls from the peak to the run's last step; `constant` stays at the peak;
+    `wsd` (warm-up, stable, decay) stays there and falls in the last `decay_steps`. `shoal.peer.model.schedule` says
+    what happens when a run is continued: whoever does not know yet how long a run will be takes `wsd` or `constant`."""
     decay_steps: int | None = None
-    """Of `wsd`. None: a fifth of the run's steps."""
+    """The steps in which `wsd` falls. None: a fifth of the run's steps."""
     final_learning_rate_fraction: float = 0.1
     """Where the rate falls, it ends at this fraction of the peak at the run's last step."""
     clip_norm: float = 1.0
@@ -222,7 +222,7 @@ class OptimizerSpec(_Section, frozen=True):
 
 
 class TrainingSpec(_Section, frozen=True):
-    """What a step is."""
+    """Says what a step is."""
 
     steps: int = 400
     """Commits until the run is done."""
@@ -234,8 +234,8 @@ class TrainingSpec(_Section, frozen=True):
     s_max: int = 1
     """Largest staleness a microbatch may be computed with; 0 is synchronous training."""
     synchronous_steps: int | None = None
-    """So many of the first steps are synchronous whatever `s_max`: staleness costs most by far while the loss falls
-    fastest (`tests/bench/staleness`). None: twice as many as the optimizer warms up; 0 with muon."""
+    """The first steps are synchronous whatever `s_max` is, so many of them: staleness costs most by far while the loss
+    falls fastest (`tests/bench/staleness`). None: twice as many as the optimizer warms up; 0 with muon."""
     compensation: Literal["none", "stash", "spectrain", "pipeoptim", "lookahead", "calibrated", "dc", "eager"] = "eager"
     """What is done about staleness: a strategy of `shoal.peer.pipeline.prediction`."""
     keep: Literal["stash", "recompute"] = "stash"
@@ -246,7 +246,7 @@ class TrainingSpec(_Section, frozen=True):
     validation_microbatches: int = 4
     """Microbatches a validation is the mean of; always the same ones."""
     commit_deadline_s: float = 0.0
-    """After this long without the missing microbatches a group commits with a quorum; 0: never gives one up."""
+    """A group commits with a quorum after it has lacked microbatches for so long; 0: a group never gives one up."""
     commit_quorum: float = 1.0
     """Share of M that must be there at the deadline."""
 
@@ -269,7 +269,7 @@ class TrainingSpec(_Section, frozen=True):
 
 
 class SwarmSpec(_Section, frozen=True):
-    """How the peers are organised."""
+    """Says how the peers are organised."""
 
     stages: int = 3
     """Pipeline stages K."""
@@ -314,7 +314,7 @@ _SWARM = SwarmSpec()
 
 
 class WireSpec(_Section, frozen=True):
-    """How tensors travel."""
+    """Says how tensors travel."""
 
     activations: Literal["fp32", "bf16"] = "bf16"
     """Activations and their gradients. State always travels in fp32."""
@@ -361,7 +361,7 @@ class RunSpec(_Section, frozen=True):
     """
 
     name: str = "shoal"
-    """For people."""
+    """The run's name for people."""
     seed: int = 0
     """Decides initial weights and the order of the data."""
     model: ModelSpec = msgspec.field(default_factory=ModelSpec)
@@ -419,7 +419,7 @@ class RunSpec(_Section, frozen=True):
 
     @property
     def revision(self) -> int:
-        """How often the run has been continued: of two specs of one run the one with the higher revision holds."""
+        """How often the run has been continued. Of two specs of one run the one with the higher revision holds."""
         return len(self.continued)
 
     @property
@@ -449,7 +449,7 @@ def encode_spec(spec: RunSpec) -> bytes:
 
 
 def _tables(spec: RunSpec) -> dict[str, Any]:
-    """What the first specs did not have is left out where it says nothing: their bytes stay what they were."""
+    """Leave out what the first specs did not have, where it says nothing: their bytes stay what they were."""
     tables: dict[str, Any] = msgspec.to_builtins(spec)
     if not spec.model.num_experts:
         for name in ("num_experts", *_OF_EXPERTS):

@@ -1,4 +1,4 @@
-"""What staleness costs: the one model that the pipeline's control and the allocator both decide by.
+"""Models what staleness costs: the pipeline's control and the allocator both decide by this one model. Pure.
 
 A run whose microbatches are on average s steps stale needs 1 + price s^power times as many steps to a loss as a
 synchronous one. So what counts is not tokens/s but
@@ -44,7 +44,7 @@ from typing import Final
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """Of mean staleness."""
+    """The price of mean staleness."""
 
     at_one: float
     """Further steps that one step of it costs, as a part of all; >= 0."""
@@ -95,7 +95,7 @@ _MUON: Final = {"none": Price(0.58, 1), "pipeoptim": Price(0.4, 1), "eager": Pri
 
 
 def synchronous_steps(optimizer: str, *, warmup_steps: int) -> int:
-    """How many of a run's first steps are best made without staleness, >= 0.
+    """Choose how many of a run's first steps are best made without staleness, >= 0.
 
     Source: ours, with a warm-up of 20 steps: AdamW and NAdam were tried with 0, 20 and 40, NAdam with 80, Muon with 0
     and 20, SGD not at all.
@@ -108,11 +108,12 @@ def synchronous_steps(optimizer: str, *, warmup_steps: int) -> int:
 
 
 def staleness_bound(step: int, *, s_max: int, synchronous_steps: int) -> int:
-    """How many steps stale a microbatch of `step` may be: `s_max`, and in the first `synchronous_steps` of a run 0."""
+    """Bound how many steps stale a microbatch of `step` may be: `s_max`, and 0 in the first `synchronous_steps` of a
+    run."""
     return s_max if step >= synchronous_steps else 0
 
 
 def price_of(compensation: str, *, optimizer: str) -> Price:
-    """What staleness costs a run with these two, by their names in the run spec. AdamW and SGD are given NAdam's."""
+    """Find what staleness costs a run with these two, by their names in the run spec. AdamW and SGD get NAdam's."""
     prices = _MUON if optimizer == "muon" else _NADAM
     return prices[_LIKE.get(compensation, compensation)]

@@ -1,4 +1,4 @@
-"""Detached signatures: what a key says once, for others to hand on, beside whatever message carries it.
+"""Detached signatures: what a key says once, for others to hand on, beside whatever message carries it. Pure.
 
 An envelope says who sent a message; a statement proves to a third party what a key has said, long after and wherever
 it is found. The topic and the run are signed too, so that no statement serves another purpose or another run.

@@ -1,4 +1,4 @@
-"""How fast bytes may pass: a bucket that fills at the permitted rate. Pure: the caller says what time it is.
+"""Decides how fast bytes may pass: a bucket fills at the permitted rate. Pure: the caller says what time it is.
 
 Whoever finds it not empty may send, and pays afterwards what that was, so the bucket may owe: a message need not fit
 into it, what must not wait (a vote, a heartbeat) goes at once, and what follows waits until the debt is paid. Over any
@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, field
 
 BURST_S = 0.1
-"""Of the rate: what may leave at once after a silence."""
+"""What may leave at once after a silence, in seconds of the rate."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -38,7 +38,7 @@ class TokenBucket:
         self._level -= nbytes
 
     def wait_s(self, *, now_s: float) -> float:
-        """Until something may pass; 0: now."""
+        """The seconds until something may pass; 0: it may pass now."""
         self._fill(now_s)
         # Less than a byte is no debt: what is rounded away would be waited for again and again, no time at all.
         return -self._level / self.rate if self._level < -1.0 else 0.0
@@ -51,7 +51,8 @@ class TokenBucket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RateLimits:
-    """Of all that one peer sends and receives, in bytes/s as the network sees them; infinite: no limit.
+    """The limits on all that one peer sends and receives, in bytes/s as the network sees them; infinite: there is no
+    limit.
 
     Raises: ValueError: a rate that is not above 0.
     """

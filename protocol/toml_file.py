@@ -10,8 +10,8 @@ from shoal.protocol.limits import TOML_BYTES_MAX
 
 _PART: Final = rb"""(?:[A-Za-z0-9_-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')[ \t]*+"""
 _PARTS_MAX: Final = 16
-"""Of a key `a.b.c`; our deepest has three. Python's parser takes time that grows with their square: 20,000 of them,
-in 40 KB, take eight seconds."""
+"""Parts of a key `a.b.c`; our deepest has three. Python's parser takes time that grows with their square: 20,000 of
+them, in 40 KB, take eight seconds."""
 _DEEP_KEY: Final = re.compile(rb"(?<![A-Za-z0-9_-])" + _PART + rb"(?:\.[ \t]*+" + _PART + rb"){%d}" % _PARTS_MAX)
 _WHOLE_NUMBER: Final = range(-(2**63), 2**63)
 

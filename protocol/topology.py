@@ -27,7 +27,7 @@ _MEGA = 1e6
 _TERA = 1e12
 _MILLI = 1e-3
 DEFAULT_FLOP_PER_S = 45e12
-"""Of a device whose file says nothing: a V100 in fp16, as in the DT-FM paper's measurements."""
+"""The speed of a device whose file says nothing: a V100 in fp16, as in the DT-FM paper's measurements."""
 DEFAULT_MEMORY_BYTES = 16e9
 
 
@@ -101,7 +101,7 @@ def make_topology(
     regions: tuple[str, ...] | None = None,
     may_feed: Any = True,
 ) -> Topology:
-    """From anything that numpy broadcasts to the shapes of `Topology`. Raises: LocalError."""
+    """Make a topology from anything that numpy broadcasts to the shapes of `Topology`. Raises: LocalError."""
     latency = _matrix("latency", latency_s)
     rate = _matrix("bandwidth", bytes_per_s)
     n = len(latency)
@@ -176,7 +176,7 @@ class DeviceEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class WorkloadEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """What the DT-FM objective needs of a run; sizes in 10^9 bytes as in the paper's code."""
+    """Says what the DT-FM objective needs of a run; sizes are in 10^9 bytes as in the paper's code."""
 
     gradient_gigabytes_per_stage: float
     activation_gigabytes_per_replica: float
@@ -261,7 +261,7 @@ def _matrix(what: str, rows: Any) -> Floats:
 
 
 def _flaw(t: Topology) -> str | None:
-    """Why this cannot be a swarm, or None."""
+    """Say why this cannot be a swarm, or None."""
     n = t.num_devices
     if t.latency_s.shape != (n, n) or t.bytes_per_s.shape != (n, n):
         return f"latency is between {len(t.latency_s)} devices, bandwidth between {len(t.bytes_per_s)}, of {n}"

@@ -61,6 +61,13 @@ ACTS = NOT_IN_A_CORE & {
 }
 """What no module imports that a core needs, however far away: it waits, runs in another thread, or computes on tensors.
 (Modules of `protocol/` that a core needs may know of files: the spec and keys are read from them.)"""
+HEADLESS = re.compile(
+    r"\s*(Of|By|In|As|From|To|Since|Until|With|Without|Towards|After|Before|At|Among|Beside|On|For|Because|So|Whose|Whom"
+    r"|Through|Around|Into|Once|While|Again)\b"
+)
+"""A docstring that begins with one of these is a fragment: what it hangs on stands elsewhere, or nowhere."""
+PLAIN = ("kernels", "protocol")
+"""Houses whose docstrings have all been rewritten so that each is understood by itself."""
 ARGUMENTS_MAX = 12
 """Arguments of a constructor. What needs more owns several things, or a group of its arguments has a name."""
 TOO_WIDE = {
@@ -315,8 +322,18 @@ def unpickles(module: Module) -> Iterator[str]:
             yield f"{module.path}:{node.lineno}: calls {dotted(node.func)}, which unpickles: use safetensors"
 
 
+def headless_docstring(module: Module) -> Iterator[str]:
+    """A string that stands by itself is a docstring: of a module, a class, a function, a field or a constant."""
+    if module.house not in PLAIN:
+        return
+    strings = (node.value for node in ast.walk(module.tree) if isinstance(node, ast.Expr))
+    for node in strings:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and (found := HEADLESS.match(node.value)):
+            yield f"{module.path}:{node.lineno}: a docstring without a subject or a verb begins with {found[1]!r}"
+
+
 Rule = Callable[[Module], Iterator[str]]
-RULES: list[Rule] = [wrong_direction, hivemind_outside_live, unpickles, too_wide]
+RULES: list[Rule] = [wrong_direction, hivemind_outside_live, unpickles, too_wide, headless_docstring]
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
@@ -357,6 +374,8 @@ OFFENDERS = [
     (too_wide, "peer/x.py", f"class A:\n def __init__(self, {', '.join('abcdefg')}, *, {', '.join('hijklm')}): ..."),
     (too_wide, "peer/x.py", "@dataclass(slots=True)\nclass A:\n" + "".join(f" {c}: int\n" for c in "abcdefghijklm")),
     (too_wide, "peer/x.py", "class A(NamedTuple):\n" + "".join(f" {c}: int\n" for c in "abcdefghijklm")),
+    (headless_docstring, "protocol/x.py", '"""By its last word, and there."""'),
+    (headless_docstring, "protocol/x.py", 'class A:\n b: int\n """Of the sender."""'),
 ]
 
 
@@ -369,6 +388,7 @@ INNOCENTS = [
     (wrong_direction, "peer/x.py", "from shoal.kernels.optimizer import reference"),
     (hivemind_outside_live, "protocol/live/x.py", "import hivemind"),
     (too_wide, "peer/x.py", "@dataclass\nclass A:\n" + "".join(f" {c}: int\n" for c in "abcdefghijkl")),
+    (headless_docstring, "protocol/x.py", 'class A:\n b: int\n """The number of the sender\'s frame."""'),
     (too_wide, "protocol/x.py", "class A(Struct):\n" + "".join(f" {c}: int\n" for c in "abcdefghijklm")),
 ]
 

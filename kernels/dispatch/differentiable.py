@@ -1,4 +1,4 @@
-"""What a model calls: `permute`, `combine` and `grouped_matmul` with their backwards, on whatever device.
+"""Gives a model `permute`, `combine` and `grouped_matmul` with their backwards, on whatever device.
 
 Letters as in `reference.py`.
 """
@@ -67,7 +67,7 @@ def _triton() -> ModuleType | None:
 
 
 def _twins(tensor: Tensor) -> ModuleType:
-    """Who computes with this tensor."""
+    """Choose the twins that compute with this tensor."""
     fits = tensor.is_cuda and tensor.dtype in _NARROW_ENOUGH
     return (_triton() if fits else None) or reference
 

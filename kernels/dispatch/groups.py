@@ -14,7 +14,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Groups:
-    """Which row is whose. All are int64 and on the device of the choices."""
+    """Says which row belongs to which token and expert. All tensors are int64 and on the device of the choices."""
 
     row_NK: Tensor
     """[N, K], the row of each choice."""

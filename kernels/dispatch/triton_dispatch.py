@@ -32,7 +32,7 @@ GROUP: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Of a product: its rows, its columns, what it sums at a time; and how a card runs it."""
+    """The tile of a product: its rows, its columns, what it sums at a time; and how a card runs it."""
 
     rows: int
     columns: int
@@ -50,7 +50,7 @@ TILES: Mapping[torch.dtype, Tile] = {
 
 @triton.jit
 def _add(x, y):
-    """For reductions. (Triton's own `sum` is interpreted only if Triton was first imported to be.)"""
+    """Add two numbers, in a reduction. (Triton's own `sum` is interpreted only if Triton was first imported to be.)"""
     return x + y
 
 
@@ -281,12 +281,12 @@ def _block(width: int) -> int:
 
 
 def _bits(out: Tensor) -> Tensor:
-    """What a kernel writes to: bf16 as int16."""
+    """View a tensor as what a kernel writes to: bf16 as int16."""
     return out.view(torch.int16) if out.dtype == torch.bfloat16 else out
 
 
 def _launch(dtype: torch.dtype) -> dict[str, Any]:
-    """What both products are told."""
+    """Collect the arguments that both products take."""
     tile, tf32 = TILES[dtype], torch.backends.cuda.matmul.allow_tf32
     return {
         "ROWS": tile.rows,

@@ -26,7 +26,7 @@ class Optimizer:
 
     step: Step
     weights: NextWeights
-    """For this peer alone."""
+    """Makes weights for this peer alone."""
     predict: Predict
     advance: Advance
     moment2_of: Literal["all", "rest", "none"]
@@ -69,7 +69,7 @@ def _by_device(name: str, function: _F) -> _F:
 
 
 def _next_weights(name: str, rules: ModuleType) -> NextWeights:
-    """On a CPU the rules' own, where they have one; else those of the step."""
+    """Take the rule's own function on a CPU, where the rule has one; otherwise take the weights of its step."""
     step = _by_device(f"{name}_step", getattr(rules, f"{name}_step"))
     own = getattr(rules, f"{name}_weights", None)
 
@@ -96,4 +96,4 @@ OPTIMIZERS: Final[Mapping[str, Optimizer]] = {
     "nadam": _optimizer("nadam", reference, "all"),
     "muon": _optimizer("muon", muon, "rest"),
 }
-"""By the name that the run spec uses."""
+"""The optimizers, by the name that the run spec uses."""

@@ -84,7 +84,7 @@ def muon_predict(
     staleness_steps: int,
     matrices: Matrices = (),
 ) -> Tensor:
-    """As `reference.adamw_predict`, for `muon_step`; the direction is that of the first moment, made orthogonal.
+    """Predict as `reference.adamw_predict` does, for `muon_step`; the direction is the first moment's, made orthogonal.
 
     With a gradient that repeats the moment is a multiple of it, and the length of what is made orthogonal does not
     matter: exact from the first step on, as AdamW's is.
@@ -126,5 +126,6 @@ def hidden_numel(matrices: Matrices) -> int:
 
 
 def _length(R: int, C: int) -> float:
-    """Of a step in learning rates: its root mean square is AdamW's, 0.2, since an orthogonal one's is 1/sqrt(max)."""
+    """The length of a step in learning rates: its root mean square is AdamW's, 0.2, since an orthogonal one's is
+    1/sqrt(max)."""
     return 0.2 * math.sqrt(max(R, C))

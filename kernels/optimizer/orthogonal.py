@@ -25,7 +25,8 @@ SIGNIFICAND_BITS: Final = 53
 """float64 holds whole numbers up to 2^53."""
 ITERATIONS: Final = 5
 COEFFICIENTS: Final = (3.4445, -4.7750, 2.0315)
-"""Of x, x^3, x^5: steep at zero, for speed. It does not converge: what began above 0.0015 ends in [0.68, 1.21]."""
+"""The coefficients of x, x^3, x^5: steep at zero, for speed. The iteration does not converge: what began above 0.0015
+ends in [0.68, 1.21]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ class Fixed:
 
 
 def operand_bits(terms: int) -> int:
-    """How many bits the operands of a product may have whose elements are sums of `terms`: 2 bits + log2 K <= 53."""
+    """Count the bits that operands of a product may have whose elements are sums of `terms`: 2 bits + log2 K <= 53."""
     return (SIGNIFICAND_BITS - (terms - 1).bit_length()) // 2
 
 
@@ -86,7 +87,8 @@ def orthogonal(x_RC: Tensor) -> Tensor:
 
 
 def orthogonal_nearby(x_RC: Tensor) -> Tensor:
-    """As `orthogonal`, in plain float32: for predictions, which no other peer makes. Some 1e-5 from it."""
+    """Do as `orthogonal` does, in plain float32: for predictions, which no other peer makes. The result is some 1e-5
+    from it."""
     tall = x_RC.shape[0] > x_RC.shape[1]
     x_RC = x_RC.T if tall else x_RC
     x_RC = x_RC / _at_least_tiny(torch.linalg.vector_norm(x_RC, torch.inf))  # squares of it have room in float32
@@ -105,5 +107,5 @@ def _power_of_two(exponent: Tensor) -> Tensor:
 
 
 def _at_least_tiny(norm: Tensor) -> Tensor:
-    """So that zero stays zero: 1e-37, below every normal float32."""
+    """Raise numbers below 1e-37, which is below every normal float32, so that zero stays zero."""
     return norm.clamp_min(1e-37)

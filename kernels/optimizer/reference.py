@@ -150,7 +150,7 @@ def adamw_weights(
     step: int,
     matrices: Matrices = (),
 ) -> Tensor:
-    """As `sgd_weights`, of `adamw_step`."""
+    """Make the weights of `adamw_step`, as `sgd_weights` does for `sgd_step`."""
     scale_N = _next_scale(grad_N, moment2_N, beta2, step, epsilon)
     change_N = torch.mul(moment1_N, beta1).add_(grad_N, alpha=1 - beta1)
     rate = learning_rate / (1 - beta1 ** (step + 1))
@@ -172,7 +172,7 @@ def nadam_weights(
     step: int,
     matrices: Matrices = (),
 ) -> Tensor:
-    """As `sgd_weights`, of `nadam_step`."""
+    """Make the weights of `nadam_step`, as `sgd_weights` does for `sgd_step`."""
     scale_N = _next_scale(grad_N, moment2_N, beta2, step, epsilon)
     fresh, past = (1 - beta1) / (1 - beta1 ** (step + 1)), beta1 / (1 - beta1 ** (step + 2))
     change_N = torch.mul(moment1_N, past * beta1).add_(grad_N, alpha=fresh + past * (1 - beta1))
@@ -196,7 +196,7 @@ def sgd_predict(
     staleness_steps: int,
     matrices: Matrices = (),
 ) -> Tensor:
-    """Where `staleness_steps` more steps of `sgd_step` will have taken `param_N`, if they go as the last ones went.
+    """Predict where `staleness_steps` more steps of `sgd_step` will take `param_N`, if they go as the last ones went.
 
     Args:
         param_N, moment1_N, moment2_N: float32 [N], the state at version `step` (`moment2_N` not used).
@@ -228,7 +228,7 @@ def adamw_predict(
     staleness_steps: int,
     matrices: Matrices = (),
 ) -> Tensor:
-    """As `sgd_predict`, for `adamw_step`; the direction is m^ / (sqrt(v^) + epsilon), both bias-corrected."""
+    """Predict as `sgd_predict` does, for `adamw_step`; the direction is m^ / (sqrt(v^) + epsilon), bias-corrected."""
     if staleness_steps == 0 or step == 0:
         return param_N
     scale_N = _root(moment2_N, beta2, step, epsilon)
@@ -251,7 +251,8 @@ def nadam_predict(
     staleness_steps: int,
     matrices: Matrices = (),
 ) -> Tensor:
-    """As `sgd_predict`, for `nadam_step`; the next gradient is taken to be the bias-corrected first moment."""
+    """Predict as `sgd_predict` does, for `nadam_step`; the next gradient is taken to be the bias-corrected first
+    moment."""
     if staleness_steps == 0 or step == 0:
         return param_N
     scale_N = _root(moment2_N, beta2, step, epsilon)
@@ -260,17 +261,17 @@ def nadam_predict(
 
 
 def sgd_gains(beta1: float, step: int, staleness_steps: int) -> list[float]:
-    """How long each of the next steps is, in learning rates times the direction, which is the first moment."""
+    """Give the length of each of the next steps, in learning rates times the direction, which is the first moment."""
     return [1.0] * staleness_steps
 
 
 def adamw_gains(beta1: float, step: int, staleness_steps: int) -> list[float]:
-    """As `sgd_gains`; the direction is moment1 / (sqrt(v^) + epsilon) at version `step`."""
+    """Give the gains as `sgd_gains` does; the direction is moment1 / (sqrt(v^) + epsilon) at version `step`."""
     return [1 / (1 - beta1**step)] * staleness_steps
 
 
 def nadam_gains(beta1: float, step: int, staleness_steps: int) -> list[float]:
-    """As `adamw_gains`.
+    """Give the gains as `adamw_gains` does.
 
     With a constant gradient g the first moment after n steps is (1 - beta1^n) g. Inserted into the two terms of
     `nadam_step` at version n, that gives a multiple of g, which is moment1 / (1 - beta1^step) by assumption.
@@ -283,7 +284,7 @@ def nadam_gains(beta1: float, step: int, staleness_steps: int) -> list[float]:
 
 
 def ways(learning_rate: float, weight_decay: float, gains: Sequence[float]) -> tuple[float, float, float]:
-    """What len(gains) steps do to a weight.
+    """Sum up what len(gains) steps do to a weight.
 
     Returns: (share of a decayed weight that is kept, how far it goes along the direction, how far another one goes). An
         update made j steps before the end is itself decayed j times: lr (1 - lr wd)^j.
@@ -327,7 +328,7 @@ def _root(moment2_N: Tensor, beta2: float, num_steps: int, epsilon: float) -> Te
 
 
 def _next_scale(grad_N: Tensor, moment2_N: Tensor, beta2: float, step: int, epsilon: float) -> Tensor:
-    """What a step from `step` divides by, up to rounding."""
+    """Compute what a step from `step` divides by, up to rounding."""
     scale_N = torch.mul(moment2_N, beta2).addcmul_(grad_N, grad_N, value=1 - beta2).sqrt_()
     return scale_N.mul_((1 - beta2 ** (step + 1)) ** -0.5).add_(epsilon)
 

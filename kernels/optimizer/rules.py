@@ -1,4 +1,4 @@
-"""What every optimizer rule looks like: a step, a prediction, and both in one pass over memory.
+"""Defines what every optimizer rule looks like: a step, a prediction, and both in one pass over memory.
 
 N elements of one layer
 """

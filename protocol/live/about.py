@@ -1,5 +1,5 @@
-"""What any shoal tells anybody before they agree on a run or a version: that it is one, its version, what time it has,
-and whether it can call back.
+"""Tells anybody, before they agree on a run or a version, that this is a shoal, its version and its time, and whether
+this peer can call back.
 
 The handler's name has neither run nor version in it, and unknown fields are ignored, so that peers of all versions
 understand each other as far as this goes. Which run a peer is in it tells nobody: whoever knows the run's id may ask
@@ -44,7 +44,7 @@ _Name = Annotated[str, msgspec.Meta(max_length=64)]
 
 class AboutRequest(msgspec.Struct, frozen=True):
     port: int = 0
-    """On which the caller listens and wants to be called; 0: none."""
+    """The port on which the caller listens and wants to be called; 0: none."""
     run_mark: str = ""
     """`mark_of` the run that the caller means; it shows the run to nobody who does not know it."""
 
@@ -65,7 +65,7 @@ class About(msgspec.Struct, frozen=True):
 class AboutReply:
     about: About
     ahead_s: float
-    """By how much our clock is ahead of the other's, to half a round trip."""
+    """How far our clock is ahead of the other's, to half a round trip."""
 
 
 class AboutAnswerer:
@@ -115,12 +115,12 @@ class AboutAnswerer:
 
 
 def mark_of(run: str, asker: PeerID) -> str:
-    """Another one for each asker, so that nobody can repeat what it has overheard."""
+    """Mark the run in a way that differs for each asker, so that nobody can repeat an overheard mark."""
     return blake3(f"{run} {asker}".encode()).hexdigest(length=16)
 
 
 def _asked(request: bytes) -> AboutRequest:
-    """What is unreadable asks for nothing in particular."""
+    """Read a request; an unreadable one asks for nothing in particular."""
     try:
         return msgspec.json.decode(request, type=AboutRequest) if len(request) <= _REQUEST_BYTES_MAX else AboutRequest()
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -128,7 +128,7 @@ def _asked(request: bytes) -> AboutRequest:
 
 
 def _host_of(addresses: Sequence[str]) -> str | None:
-    """Where a connection comes from; None if it leads over a relay."""
+    """Find where a connection comes from; None if it leads over a relay."""
     for address in addresses:
         match = _TCP.match(address)
         if match is not None:

@@ -37,11 +37,12 @@ _LOAD, _JUMP_IF, _RETURN = 0x20, 0x15, 0x06
 _SOURCE4, _SOURCE6 = 12, 8
 """Where the sender is in an IP header."""
 _DAEMON, _US = 0, 1
-"""Which socket of the group: in the order in which they began to listen."""
+"""The index of each socket in the group, which is the order in which the sockets began to listen."""
 _LOOK_S: Final = 0.1
-"""In so long a flood of 1,000 a second is 100, beside the 128 that anybody may have."""
+"""The time between two looks: a flood of 1,000 a second makes 100 meanwhile, beside the 128 that anybody may have."""
 _SHARE: Final = 0.05
-"""Of a core, for reading the table at most: 0.3 ms where there are some hundred connections, 10 ms for 10,000."""
+"""The share of a core that reading the table may take: 0.3 ms where there are some hundred connections, 10 ms for
+10,000."""
 _LISTEN, _TIME_WAIT = "0A", "06"
 
 Network = bytes
@@ -49,14 +50,15 @@ Network = bytes
 
 
 class ConnectionLimit:
-    """Beside one running daemon, from `open` to `close`. Where the kernel cannot do it, it does nothing and says so."""
+    """Works beside one running daemon, from `open` to `close`. Where the kernel cannot help, it does nothing and says
+    so."""
 
     def __init__(self, listen: Sequence[str]) -> None:
         self._places = [match for match in map(_TCP.match, listen) if match is not None and int(match[3]) > 0]
         self._sockets: list[tuple[int, socket.socket]] = []
         self._looking: asyncio.Task[None] | None = None
         self._shut_out: dict[Network, float] = {}
-        """Since when it has been quiet, or is now."""
+        """Each address that is shut out, and since when it has been quiet (or now, if it is not)."""
 
     @property
     def shut_out(self) -> frozenset[Network]:
@@ -73,7 +75,7 @@ class ConnectionLimit:
         self._looking = asyncio.create_task(self._look_on(), name="count connections")
 
     async def close(self) -> None:
-        """Before the daemon's port is to be free. Again does nothing."""
+        """End this before the daemon's port is to be free. A second call does nothing."""
         if self._looking is not None:
             self._looking.cancel()
             await asyncio.gather(self._looking, return_exceptions=True)
@@ -127,7 +129,7 @@ def count_connections(ports: Iterable[int], tables: Path = Path("/proc/self/net"
 
 
 def _network(words: str) -> Network:
-    """From the kernel's table, whose words are in the machine's order of bytes."""
+    """Read an address from the kernel's table, whose words are in the machine's order of bytes."""
     raw = b"".join(struct.pack("=I", int(words[at : at + 8], 16)) for at in range(0, len(words), 8))
     mapped = ipaddress.IPv6Address(raw).ipv4_mapped if len(raw) == 16 else None
     return mapped.packed if mapped is not None else raw[:8]

@@ -46,7 +46,8 @@ _started: contextvars.ContextVar[list[Any]] = contextvars.ContextVar("_started")
 
 @functools.cache
 def _wrapper() -> tuple[str, ...]:
-    """What runs the daemon: each part execs the next in place, so that the process id stays the daemon's.
+    """Make the command that runs the daemon: each part execs the next in place, so that the process id stays the
+    daemon's.
 
     In a session of its own: Ctrl-C reaches the whole foreground process group, and a drain still needs its daemon. And
     the kernel ends it with us where it can be told so: by itself it notices after 1.6 s that we were killed, once in
@@ -61,7 +62,7 @@ def _wrapper() -> tuple[str, ...]:
 
 
 def daemon_path() -> Path:
-    """Of the program that hivemind starts."""
+    """Find the program that hivemind starts."""
     return Path(hivemind_cli.__file__).with_name(P2PD_FILENAME)
 
 
@@ -151,7 +152,8 @@ class Daemon:
 
     @property
     def listening(self) -> tuple[str, ...]:
-        """What it listens on; a port 0 has become the one that the system chose, where that can be known."""
+        """The addresses that the daemon listens on; a port 0 has become the one that the system chose, where that can
+        be known."""
         return self._listen
 
     @property

@@ -186,7 +186,7 @@ class LiveDirectory:
 
 
 async def _clock_difference_s(protocol: DHTProtocol, peer: HivemindPeerID) -> float | None:
-    """How many seconds our clock is ahead of that of `peer`, to half a round trip."""
+    """Estimate how many seconds our clock is ahead of that of `peer`, to half a round trip."""
     sent_s = time.time()
     try:
         async with asyncio.timeout(protocol.wait_timeout):

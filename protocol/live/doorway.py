@@ -21,7 +21,7 @@ class _Waiting:
 
 @dataclass(slots=True)
 class Doorway:
-    """Of one transport."""
+    """Holds the waiting streams of one transport."""
 
     _waiting: list[_Waiting] = field(default_factory=list)
     """The oldest first."""
@@ -31,7 +31,8 @@ class Doorway:
 
     @contextlib.contextmanager
     def waits(self, source: PeerID, end: Callable[[], None]) -> Iterator[None]:
-        """While this lasts, `source` has not said hello on a stream that `end` would close at once."""
+        """Count a stream of `source` that has not said hello, while this context lasts; `end` closes that stream at
+        once."""
         own = _Waiting(source, end)
         self._waiting.append(own)
         of_source = [one for one in self._waiting if one.source == source]

@@ -1,4 +1,4 @@
-"""What hivemind 1.1.12 leaves open, closed before the first node or daemon starts.
+"""Closes what hivemind 1.1.12 leaves open, before the first node or daemon starts.
 
 Everything here is in reach of any stranger on the DHT, or of a badly timed timeout; each function names the hole.
 """
@@ -110,7 +110,7 @@ def _lapse_with_the_records(call_find: Callable[..., Awaitable[Any]]) -> Callabl
 
 
 def _lapsing(held: Any) -> Any:
-    """With its last record; None: there is none."""
+    """Find when the reply lapses, which is with its last record; None: it has no record."""
     if held is None or not isinstance(held.value, DictionaryDHTValue):
         return None
     expirations = [record.expiration_time for _, record in held.value.items()]

@@ -1,4 +1,4 @@
-"""What a killed peer leaves behind: a daemon in its last second, and socket files in the system's temporary folder.
+"""Removes what a killed peer leaves behind: a daemon in its last second, and socket files in the temporary folder.
 
 The names are written down while a daemon runs; the next start in the same state folder (whose lock it holds, so the
 former owner is gone) waits for that daemon and removes its files. Nothing else in the temporary folder is touched.
@@ -22,9 +22,8 @@ _GRACE_S = 4.0
 
 
 def remember(state_dir: Path, process_id: int, sockets: Sequence[Path]) -> None:
-    """For the next process in this folder. On a disk that is full what a kill leaves stays, which must not keep a
-    daemon from coming back.
-    """
+    """Write the names down for the next process in this folder. A full disk must not keep a daemon from coming back, so
+    what a kill leaves then stays."""
     record = json.dumps({"process_id": process_id, "sockets": [str(path) for path in sockets]})
     try:
         (state_dir / _FILE).write_text(record)

@@ -1,4 +1,4 @@
-"""Which addresses we listen on: refuse a port that is taken, keep the port the system chose."""
+"""Prepares the addresses to listen on: a port that is taken is refused, a port that the system chose is kept."""
 
 import re
 import socket
@@ -51,6 +51,7 @@ def keep_ports(listen: Sequence[str], visible: Sequence[str]) -> tuple[str, ...]
 
 
 def from_this_machine(listen: Sequence[str]) -> tuple[str, ...]:
-    """Where this machine itself reaches whoever listens so, whatever its network does; nothing for an unknown port."""
+    """List where this machine itself reaches a peer that listens so, whatever its network does; nothing for an unknown
+    port."""
     found = [match for match in map(_TCP.match, listen) if match is not None and int(match[3]) > 0]
     return tuple(f"/ip{match[1]}/{_OWN.get(match[2], match[2])}/tcp/{match[3]}" for match in found)

@@ -93,7 +93,7 @@ class ReceiveQueue:
             self._worker = asyncio.create_task(self._work(), name=f"frames from {self.peer[-8:]}")
 
     def on_lost(self, link: Link) -> None:
-        """What has arrived whole is still handled."""
+        """The stream has ended; frames that arrived whole are still handled."""
         if link is self._link:
             self._link = None  # and with it what had come of a frame
             self._check_idle()

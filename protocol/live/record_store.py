@@ -1,4 +1,4 @@
-"""What one node of the directory holds, and how much of it: whoever asks for a key must be able to get an answer.
+"""Bounds what one node of the directory holds: whoever asks for a key must be able to get an answer.
 
 hivemind sends no reply of more than 4 MiB: whoever asks waits in vain, and then forgets the node. So what is under a
 key has a bound, and what is there first stays until it lapses: a stranger may store as much as he likes, beside it.
@@ -15,23 +15,23 @@ from hivemind.utils.timed_storage import ValueWithExpiration
 from shoal.protocol.limits import KEY_BYTES_MAX
 
 _ENTRY_BYTES = 24
-"""Around a subkey and a value in a reply: a list of three, two lengths of up to five bytes, the expiry."""
+"""Bytes around a subkey and a value in a reply: a list of three, two lengths of up to five bytes, the expiry."""
 _GHOSTS_MIN = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyRule:
-    """What may stand under one key."""
+    """Says what may stand under one key."""
 
     accept: Callable[[str, bytes], bool]
     """(subkey, value) -> whether a record may be kept, handed on and read. Runs on every one that passes, so it should
     take microseconds, or remember what it has seen."""
     bytes_max: int = KEY_BYTES_MAX
-    """Of all records under the key."""
+    """Bytes of all records under the key."""
 
 
 KeyRules = Mapping[bytes, KeyRule]
-"""By the key's id; nothing may stand under any other."""
+"""The rule for each key, by the key's id; nothing may stand under any other key."""
 
 
 class RecordStore(DHTLocalStorage):  # type: ignore[misc]

@@ -20,7 +20,7 @@ each 16 KiB, yamux 12 to each piece."""
 ACK_FACTOR: Final = 0.018
 """Bytes that go back per byte received: an acknowledgement of 52 bytes for two packets."""
 _SLICE_S: Final = 0.05
-"""Of the rate: as much is written at a time, so that a gradient need not wait for a megabyte of bulk."""
+"""The slice of data that is written at a time, in seconds of the rate: a gradient need not wait for a megabyte."""
 _SLICE_BYTES_MIN: Final = 4 * 1024
 _SLICE_BYTES_MAX: Final = 256 * 1024
 
@@ -44,7 +44,7 @@ class RateLimiter:
         self._bucket.take(received_bytes * ACK_FACTOR, now_s=self._loop.time())
 
     def wait_s(self) -> float:
-        """Until something may pass."""
+        """The seconds until something may pass."""
         return self._bucket.wait_s(now_s=self._loop.time())
 
     async def admit(self, nbytes: int, priority: Priority) -> None:
@@ -110,7 +110,7 @@ class Intake:
         self.slice_bytes = limiter.slice_bytes
 
     def came(self) -> None:
-        """After some bytes have been charged."""
+        """Pause the stream if need be; the caller has charged the bytes that came."""
         wait_s = self._limiter.wait_s()
         if wait_s > 0.0 and self._timer is None and not self._is_lost():
             self._transport.pause_reading()

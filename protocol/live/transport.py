@@ -39,7 +39,7 @@ _FLUSH_TIMEOUT_S = 2.0
 _DIALS_AT_ONCE = 16
 _LONELY_S = 10.0
 _STRAGGLERS_S = 0.5
-"""Once somebody answers, the dead hold nobody up for longer."""
+"""How long a start waits for the other addresses once one peer has answered."""
 _NAME_BYTES = 8
 _NOT_DIALLED = ("failed to find any peer", "routing: not found", "failed to dial")
 """Daemon errors after which the request certainly never left, so that it may be sent again."""
@@ -140,7 +140,7 @@ class LiveTransport:
         await self._dial(peer)
 
     def known(self) -> dict[PeerID, tuple[str, ...]]:
-        """Where everyone was last said to be, dead or alive: multiaddrs with `/p2p/…`."""
+        """The addresses of everyone that this peer was told of, dead or alive: multiaddrs with `/p2p/…`."""
         return {
             peer: tuple(f"{split_address(place)[0]}/p2p/{peer}" for place in places)
             for peer, places in self._addresses.items()
@@ -313,7 +313,7 @@ class LiveTransport:
     # Where peers are
 
     async def _seen_at(self, peer: PeerID) -> tuple[str, ...]:
-        """Where its connections to us come from."""
+        """Find where the connections of `peer` to us come from."""
         p2p = await self._daemon.p2p()
         infos = [info for info in await p2p.list_peers() if info.peer_id.to_base58() == peer]
         return tuple(str(address) for info in infos for address in info.addrs)
@@ -357,7 +357,7 @@ class LiveTransport:
         return reached > 0
 
     async def _keep_connected(self) -> None:
-        """Whoever has lost everyone tries everyone again. Warns once a loss; those who never met anybody know."""
+        """Try everyone again once we have lost everyone. Warns once for each loss; who never met anybody knows it."""
         was_connected = False
         while True:
             await asyncio.sleep(_LONELY_S)
@@ -387,7 +387,7 @@ class _CallFailedError(Exception):
 
 
 def dialable(addresses: Sequence[str]) -> tuple[str, ...]:
-    """Without those that are no addresses of peers: strangers told them, and they may be on our disk by now."""
+    """Leave out whatever is no address of a peer: strangers named them, and our own disk may hold them by now."""
     kept = []
     for address in addresses:
         with suppress(TransportError):

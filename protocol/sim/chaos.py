@@ -23,7 +23,7 @@ from shoal.protocol.sim.world import SimPeer, World
 
 
 class FaultKind(StrEnum):
-    """Of one peer, then between peers."""
+    """Names what can go wrong: first with one peer, then between peers."""
 
     CRASH = "crash"
     PAUSE = "pause"
@@ -76,11 +76,11 @@ class Fault:
 
 
 Schedule = tuple[Fault, ...]
-"""In order of `at_s`."""
+"""Faults in order of `at_s`."""
 
 
 def encode_schedule(schedule: Schedule) -> bytes:
-    """As JSON, exactly: what `decode_schedule` reads is equal to it."""
+    """Write a schedule as JSON, exactly: `decode_schedule` gives an equal one back."""
     return msgspec.json.encode(schedule)
 
 
@@ -183,7 +183,7 @@ def _free(
     down_at_once_max: int,
     recovers_s: float,
 ) -> list[str]:
-    """Who may suffer a `kind` of one peer now."""
+    """List who may suffer a `kind` of one peer now."""
     if kind not in _DOWN:
         suffering = {fault.whom[0] for fault in faults if fault.kind is kind and at_s < fault.ends_s}
         return [name for name in names if name not in suffering]

@@ -1,4 +1,4 @@
-"""Which peers cannot hear which, and since when."""
+"""Knows which peers cannot hear which, and since when."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cut:
-    """Nothing gets from a place in `sources` to one in `destinations`; nor back, unless it is one way."""
+    """Stops everything from a place in `sources` to one in `destinations`, and back, unless the cut is one way."""
 
     sources: frozenset[int]
     destinations: frozenset[int]
@@ -42,7 +42,7 @@ class Cuts:
         return bool(self._cuts) and any(cut.separates(source, destination) for cut in self._cuts)
 
     def since_s(self, source: int, destination: int) -> float | None:
-        """When the pair lost touch in either direction; None if it has not."""
+        """The time at which the pair lost touch in either direction; None if it has not."""
         return min(
             (
                 cut.since_s

@@ -18,7 +18,7 @@ from shoal.protocol.sim.phantom import Phantom
 _BITS_FLIPPED_MAX = 8
 _HELLO = b"".join(encode_frame(FrameType.HELLO, 0, b"", b""))
 _FIRST_SEQUENCE = 1
-"""Of the damaged frame: the stream has seen its HELLO and nothing else."""
+"""The sequence of the damaged frame: its stream has seen the HELLO and nothing else."""
 
 
 def flip_bits(data: bytearray, rng: random.Random) -> None:
@@ -29,7 +29,7 @@ def flip_bits(data: bytearray, rng: random.Random) -> None:
 
 
 def damaged_data(meta: bytes, payload: Payload | Phantom, *, source: PeerID, rng: random.Random) -> Frame | str:
-    """What the receiver makes of a frame of `source` in which bits have flipped.
+    """Find what the receiver makes of a frame of `source` in which bits have flipped.
 
     Args: payload: a phantom passes as so many zeros.
     Returns: the frame as it is delivered if nobody notices, else why the stream breaks.

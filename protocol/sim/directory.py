@@ -38,7 +38,7 @@ class _Record:
 
 
 class Records:
-    """What all nodes of the run hold together: key -> subkey -> versions, oldest first."""
+    """Holds what all nodes of the run hold together: key -> subkey -> versions, oldest first."""
 
     def __init__(self, cuts: Cuts) -> None:
         self._cuts = cuts

@@ -46,7 +46,7 @@ class _Folder:
     names: "dict[str, _File | _Folder]" = field(default_factory=dict)
     synced: "dict[str, _File | _Folder]" = field(default_factory=dict)
     changes: "list[dict[str, _File | _Folder | None]]" = field(default_factory=list)
-    """Since the last sync; None removes."""
+    """Changes since the last sync, by name; None removes the name."""
 
     def change(self, change: "dict[str, _File | _Folder | None]") -> None:
         _apply(change, self.names)
@@ -59,7 +59,7 @@ class _Folder:
 
 @dataclass(slots=True)
 class _Trouble:
-    """From the operation after the next `spare` of these kinds on, the next `times` raise `error()`."""
+    """Lets the next `spare` operations of these kinds pass; the next `times` after them raise `error()`."""
 
     kinds: frozenset[Operation]
     spare: int
@@ -78,7 +78,7 @@ class SimDisk:
     def __init__(self, rng: random.Random, name: str = "disk") -> None:
         self.name = name
         self.num_operations = 0
-        """So far: where `cut_power` and `fail` may strike."""
+        """Operations so far: each is a place where `cut_power` and `fail` may strike."""
         self._rng = rng
         self._root = _Folder()
         self._capacity_bytes: int | None = None

@@ -16,23 +16,24 @@ from shoal.protocol.sim.stream import SimFrame, Stream
 
 @dataclass(slots=True, eq=False)
 class _Flight:
-    """While the frame leaves, it is the last one on its stream, so it may still arrive earlier than was thought."""
+    """A frame that is leaving or on its way. While it leaves it is the last one on its stream, so it may still arrive
+    earlier than was thought."""
 
     frame: SimFrame
     rate_bytes_per_s: float
     leaves_s: float
     delay_s: float
-    """From leaving to arriving, if no downlink is in the way."""
+    """The time from leaving to arriving, if no downlink is in the way."""
     left: asyncio.TimerHandle
     arrival: asyncio.TimerHandle | None = None
-    """Once the downlink has seen its first byte."""
+    """The timer of the arrival, once the downlink has seen the first byte."""
     through_card_s: float = 0.0
     arrived_before_s: float = 0.0
     """When the frame before it arrives."""
 
 
 class Flights:
-    """Of all streams.
+    """Holds the frames on their way, of all streams.
 
     Args:
         link: two places -> the path from one to the other now.

@@ -52,7 +52,7 @@ class Links:
         self, paths: Paths, agenda: Agenda, trace: Trace, rng: Callable[[str], random.Random], *, stall_s: float
     ) -> None:
         self.link = paths.link
-        """Of two places, from one to the other."""
+        """Gives the path from one place to another."""
         self._agenda = agenda
         self._trace = trace
         self._rng = rng
@@ -206,7 +206,7 @@ class Links:
             stream.destination.frame_arrived(stream)
 
     def _repeat(self, stream: Stream, frame: SimFrame) -> None:
-        """By whatever stream there is by now: who sends a frame again opens one."""
+        """Send a frame again, on whatever stream there is by now: who sends a frame again opens a stream for it."""
         if stream.destination.is_serving and not self.cuts.is_cut(stream.source.place, stream.destination.place):
             self._record(Kind.FRAME_REPEATED, stream, frame)
             self._hand_over(stream, frame)
@@ -242,7 +242,7 @@ class Links:
         self._watch(stream)
 
     def path_changed(self) -> None:
-        """What is under way goes on at the new rate, after the latency that it began with."""
+        """Let what is under way go on at the new rate, after the latency that it began with."""
         self._flights.path_changed()
         for stream in self._streams.values():
             stream.control_free_s = min(stream.control_free_s, self._agenda.now_s())

@@ -37,7 +37,7 @@ _PURGE_TIMERS_MIN = 128
 
 
 class Deadlock(LocalError):
-    """Nothing is ready, no timer is set, and the main coroutine is not done."""
+    """Says that nothing is ready, no timer is set, and the main coroutine is not done."""
 
 
 class VirtualTimeLoop(asyncio.BaseEventLoop):
@@ -123,7 +123,7 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
             self.thaw(owner)
 
     def drop_timers(self) -> None:
-        """What was to happen later will not."""
+        """Drop every timer: what was to happen later will not."""
         self._timers.clear()
         self._num_timers_cancelled = 0
 
@@ -224,7 +224,7 @@ class _Handle(asyncio.Handle):
 
 
 class _Timer(asyncio.TimerHandle):
-    """As `_Handle`."""
+    """Replaces asyncio's timer handle, as `_Handle` replaces its handle."""
 
     __slots__ = ()
 

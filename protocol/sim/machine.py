@@ -1,4 +1,4 @@
-"""What stays where it is when a process ends."""
+"""Holds what stays where it is when a process ends."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from shoal.protocol.sim.disk import SimDisk
 
 @dataclass(slots=True, eq=False)
 class Machine:
-    """Where a peer runs; one that comes back after a crash finds it as it left it."""
+    """The machine on which a peer runs; a peer that comes back after a crash finds it as it left it."""
 
     place: int
     """Row of the network's matrix."""

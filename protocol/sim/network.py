@@ -1,4 +1,4 @@
-"""What a simulated network is made of: one `LinkSpec` per directed pair of places, one `CardSpec` per peer.
+"""Describes a simulated network: one `LinkSpec` per directed pair of places, one `CardSpec` per peer.
 
 A place is a row of the matrix; a world gives the first free one to each peer it adds.
 """

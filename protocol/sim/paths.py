@@ -1,4 +1,5 @@
-"""What the path from one place to another is like right now: the network's, somebody's, and what disturbs it."""
+"""Knows what the path from one place to another is like right now: the network's link or another one, and what disturbs
+it."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
@@ -9,7 +10,7 @@ from shoal.protocol.sim.network import LinkSpec, Network
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Disturbance:
-    """What comes on top of a `LinkSpec` while it lasts; fields not described here are probabilities as there.
+    """Says what comes on top of a `LinkSpec` while it lasts; fields not described here are probabilities as there.
 
     Several on one path add up, in any order: seconds add, chances are independent.
     """
@@ -73,7 +74,7 @@ class Disturbed:
 
 
 class Paths:
-    """Of all pairs of places. What changes holds for what is sent from then on."""
+    """Knows the paths of all pairs of places. A change holds for whatever is sent afterwards."""
 
     def __init__(self, network: Network) -> None:
         self._network = network

@@ -19,7 +19,7 @@ from shoal.protocol.sim.stream import Card, Stream
 from shoal.protocol.sim.trace import Kind, Trace
 
 Condition = Literal["whole", "damaged", "repeated"]
-"""In which a message arrives; repeated is its second delivery, damaged or not as the first was."""
+"""The condition in which a message arrives. A repeated one is a second delivery, damaged or not as the first was."""
 
 Deliver = Callable[[bytes, Condition], object]
 

@@ -1,4 +1,4 @@
-"""What is remembered about one peer's network card, and about the stream of frames from one peer to another."""
+"""Remembers the state of one peer's network card, and of the stream of frames from one peer to another."""
 
 import asyncio
 import math
@@ -26,26 +26,25 @@ class SimFrame:
     payload: bytearray | memoryview | Phantom
     priority: Priority
     nbytes: int
-    """On the wire, header and trailer included; also what it costs in credit."""
+    """Bytes on the wire, header and trailer included; the frame costs as much credit."""
     digest: int
     left: asyncio.Future[None]
     """Done when its last byte has left the sender; cancelled when the sender no longer waits."""
     epoch: int = 0
-    """Of the stream, when the frame started."""
+    """The stream's epoch when the frame started."""
     is_damaged: bool = False
     is_repeated: bool = False
     """Came a second time; it costs no credit."""
 
     def repeated(self) -> "SimFrame":
-        """Another one of the same bytes, whatever the handler of the first does with its payload."""
+        """Make another frame of the same bytes, whatever the handler of the first does with its payload."""
         payload = self.payload if isinstance(self.payload, Phantom) else bytearray(self.payload)
         return replace(self, payload=payload, is_damaged=False, is_repeated=True)
 
 
 class Plug:
-    """Where cards meet the network: one uplink and one downlink. Most peers have one of their own; machines of one box
-    or one household share theirs, and what they send each other does not pass it.
-    """
+    """The place where cards meet the network: one uplink and one downlink. Most peers have one of their own; machines
+    of one box or one household share theirs, and what they send each other does not pass it."""
 
     def __init__(self, spec: CardSpec) -> None:
         self.spec = spec
@@ -83,7 +82,7 @@ class Card:
         self.is_up = True
         """Whether its network daemon runs."""
         self.came_up = asyncio.Event()
-        """For those who wait for it while `is_up` is false."""
+        """The event that callers wait for while `is_up` is false."""
         self.num_daemons_died = 0
         self.outgoing: dict[int, Stream] = {}
         self.incoming: dict[int, Stream] = {}
@@ -129,11 +128,12 @@ class Stream:
         return self._make_rng()
 
     def clear(self) -> None:
-        """As new, for frames that will be sent from now on; what has arrived stays until the first of these arrives."""
+        """Begin as a new stream for frames that will be sent from now on; what has arrived stays until the first of
+        these arrives."""
         self.epoch += 1
         self.window = CreditWindow(int(min(self.queue_bytes, STREAM_CREDIT_BYTES)))
         self.waiting: tuple[deque[SimFrame], ...] = ()
-        """By priority, once there has been a frame."""
+        """The waiting frames by priority, once there has been a frame."""
         self.leaving: SimFrame | None = None
         self.held: list[SimFrame] = []
         """Frames that reached a cut in the network; they come in order once it heals."""

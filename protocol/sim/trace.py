@@ -9,7 +9,7 @@ import xxhash
 
 
 class Kind(IntEnum):
-    """What happened. The numbers are part of the hash: add, never renumber."""
+    """Names what happened. The numbers are part of the hash: add, never renumber."""
 
     JOINED = 1
     CLOSED = 2

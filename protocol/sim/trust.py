@@ -66,7 +66,7 @@ class TrustingSeals:
 
 
 def everybody(run: str) -> Members:
-    """Of a run that anyone may enter."""
+    """Make the members of a run that anyone may enter."""
     return Members(run, PeerID(""), is_open=True)
 
 

@@ -93,7 +93,7 @@ class World:
         self.seed = seed
         self.network = network
         self.peers: dict[str, SimPeer] = {}
-        """By name; the newest process of each."""
+        """Peers by name; the newest process of each."""
         self.failures: list[tuple[str, Exception]] = []
         """(peer's name, what one of its handlers raised): a bug in a driver, unless a test wants it."""
         self._modelled = modelled
@@ -181,7 +181,7 @@ class World:
         return peer
 
     def identity(self, name: str) -> Identity:
-        """Of whoever is, or will be, added under this name."""
+        """The identity of the peer that has, or will have, this name."""
         return Identity(hashlib.blake2b(f"shoal sim identity/{self.seed}/{name}".encode(), digest_size=32).digest())
 
     @property
@@ -190,7 +190,7 @@ class World:
         return self._links.sent_bytes
 
     def trace_hash(self) -> str:
-        """Of everything that has happened so far, in hexadecimal."""
+        """Hash everything that has happened so far, in hexadecimal."""
         return self._trace.hexdigest()
 
     @property
@@ -205,16 +205,16 @@ class World:
         return random.Random(f"shoal sim/{self.seed}/{name}")  # a string is hashed by SHA-512, not by `hash`
 
     def set_link(self, source: SimPeer, destination: SimPeer, spec: LinkSpec) -> None:
-        """From now on, one way; what is under way keeps its latency, and a stream its queue. Disturbances stay."""
+        """Change a link from now on, one way; what is under way keeps its latency, and a stream its queue. Disturbances
+        stay."""
         self._paths.set(source.transport.card.place, destination.transport.card.place, spec)
         self._path_changed()
 
     # Faults -------------------------------------------------------------------------------------------------------
 
     def crash(self, peer: SimPeer) -> None:
-        """As a power cut: what it had not sent is gone, its connections break, and not one of its `finally` runs. What
-        it had not synced to its disk may be gone or torn, too.
-        """
+        """Cut the peer's power: what it had not sent is gone, its connections break, and not one of its `finally` runs.
+        What it had not synced to its disk may be gone or torn, too."""
         if not peer.is_alive:
             return
         self._trace.add(self.now_s(), Kind.CRASHED, peer.number, -1)
@@ -224,7 +224,7 @@ class World:
         self._machines[peer.name].disk = peer.disk.crash()
 
     def pause(self, peer: SimPeer) -> None:
-        """As SIGSTOP: connections stay, frames and calls pile up, timers fire late, all at `resume`."""
+        """Stop the peer as SIGSTOP does: connections stay, frames and calls pile up, timers fire late at `resume`."""
         self._trace.add(self.now_s(), Kind.PAUSED, peer.number, -1)
         self._agenda.loop.freeze(peer.number)
 
@@ -235,7 +235,7 @@ class World:
         self._agenda.loop.thaw(peer.number)
 
     def partition(self, a: Iterable[SimPeer], b: Iterable[SimPeer], *, one_way: bool = False) -> Cut:
-        """Nothing gets from `a` to `b`, nor back unless it is one way. Returns: what to hand to `heal`."""
+        """Let nothing get from `a` to `b`, nor back unless the cut is one way. Returns: the cut, for `heal`."""
         places_a, places_b = _sides(a, b)
         cut = self._links.cut(places_a, places_b, one_way=one_way)
         self._trace_cut(Kind.CUT, cut)

@@ -4,7 +4,8 @@ import asyncio
 from collections.abc import Sequence
 
 from shoal.deploy.doctor.problem import Problem
-from shoal.deploy.doctor.split import LOOK_S, SplitWatch, split_of, view_of
+from shoal.deploy.doctor.split import split_of, view_of
+from shoal.deploy.doctor.split_watch import LOOK_S, SplitWatch
 from shoal.protocol.errors import Unreachable
 from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.messages import PeerStatus, SwarmStatus
