@@ -11,11 +11,16 @@ settings.register_profile("shoal", deadline=None)
 settings.load_profile("shoal")
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist's own hook, which reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """For `-n 2 --dist loadgroup`: swarms of real processes one after the other, beside them the other files."""
+    """For `-n 2 --dist loadgroup`: swarms of real processes one after the other, beside them the other files.
+
+    The group of real processes takes longest by far, so it begins first.
+    """
     for item in items:
         group = "processes" if item.get_closest_marker("process") else str(item.path)
         item.add_marker(pytest.mark.xdist_group(group))
+    items.sort(key=lambda item: item.get_closest_marker("process") is None)
 
 
 def _parse(line: str) -> None:
