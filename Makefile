@@ -44,6 +44,7 @@ bench: setup
 # What staleness costs and what makes up for it, many hours on all cores; goes on where it was stopped. ARGS=--short for
 # five minutes, ARGS='--only c-adamw' for a table, ARGS=--list to see what is missing.
 bench-staleness: .venv/.study
+	$(BIN)/python -m pytest -q tests/bench/staleness
 	$(BIN)/python tests/bench/staleness/study.py $(ARGS)
 
 # The rated sentences are in the source distribution only.

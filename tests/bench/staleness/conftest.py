@@ -1,4 +1,4 @@
-"""The study's modules are scripts in `tests/bench/staleness`, and no package: its folder goes on the path."""
+"""The study's modules are scripts and no package, so this folder goes on the path."""
 
 import sys
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "bench" / "staleness"))
+sys.path.insert(0, str(Path(__file__).parent))
 from settings import Method, Paper, Run
 from tasks import BatchShape, ByteGPT
 
