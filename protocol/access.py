@@ -31,10 +31,10 @@ class Role(Enum):
     """Whoever has an invite to train."""
     PLANNED = auto()
     """A member of a plan that we obey or obeyed of late, its spares included."""
-    MATE = auto()
-    """Holds the same stage or the same experts as we."""
+    GROUP_MEMBER = auto()
+    """The sender holds the same stage or the same experts as we."""
     NEAR = auto()
-    """A mate, or holds the stage before ours or after it."""
+    """The sender is a group member, or holds the stage before ours or after it."""
     OWNER = auto()
     """The run's owner."""
 
@@ -67,17 +67,17 @@ WHO_MAY: Final[Mapping[type, Role]] = {
     m.Refusal: Role.NOBODY,
     # Stages and their neighbours.
     m.Hello: Role.PLANNED,
-    m.Progress: Role.MATE,
-    m.RoundStart: Role.MATE,
-    m.Digest: Role.MATE,
+    m.Progress: Role.GROUP_MEMBER,
+    m.RoundStart: Role.GROUP_MEMBER,
+    m.Digest: Role.GROUP_MEMBER,
     m.Attestation: Role.PLANNED,  # also from who drains to another place; the handler looks closer
-    m.Claim: Role.MATE,
+    m.Claim: Role.GROUP_MEMBER,
     m.Grant: Role.NOBODY,
     m.Repair: Role.PLANNED,
-    m.Again: Role.MATE,
+    m.Again: Role.GROUP_MEMBER,
     m.HandBack: Role.NEAR,
     m.ExpertDone: Role.PLANNED,
-    m.ValidationResult: Role.MATE,
+    m.ValidationResult: Role.GROUP_MEMBER,
     m.Halt: Role.PLANNED,
     m.Halted: Role.NOBODY,
     m.Save: Role.PLANNED,
@@ -93,8 +93,8 @@ WHO_MAY: Final[Mapping[type, Role]] = {
     m.Gradient: Role.NEAR,
     m.ExpertTokens: Role.PLANNED,
     m.ExpertOutput: Role.PLANNED,
-    m.ReducePart: Role.MATE,
-    m.GatherPart: Role.MATE,
+    m.ReducePart: Role.GROUP_MEMBER,
+    m.GatherPart: Role.GROUP_MEMBER,
     m.StateChunk: Role.PLANNED,
     m.ReducedChunk: Role.PLANNED,
     m.ProbeChunk: Role.MEMBER,
@@ -104,7 +104,7 @@ WHO_MAY: Final[Mapping[type, Role]] = {
     m.PlanHead: Role.MEMBER,
 }
 
-_UNDER_A_PLAN: Final = (Role.PLANNED, Role.MATE, Role.NEAR)
+_UNDER_A_PLAN: Final = (Role.PLANNED, Role.GROUP_MEMBER, Role.NEAR)
 
 for _kind in (*m.Message.__args__, *m.FrameMeta.__args__, *m.Record.__args__):
     if _kind not in WHO_MAY:
@@ -181,7 +181,7 @@ def _is_planned(plan: Plan, me: PeerID, source: PeerID) -> bool:
     return plan.has(source)
 
 
-def _is_mate(plan: Plan, me: PeerID, source: PeerID) -> bool:
+def _is_group_member(plan: Plan, me: PeerID, source: PeerID) -> bool:
     return not set(plan.groups_of(me)).isdisjoint(plan.groups_of(source))
 
 
@@ -192,7 +192,7 @@ def _is_near(plan: Plan, me: PeerID, source: PeerID) -> bool:
 
 _HOLDS: Final[Mapping[Role, Callable[[Plan, PeerID, PeerID], bool]]] = {
     Role.PLANNED: _is_planned,
-    Role.MATE: _is_mate,
+    Role.GROUP_MEMBER: _is_group_member,
     Role.NEAR: _is_near,
 }
 assert set(_HOLDS) == set(_UNDER_A_PLAN)

@@ -156,12 +156,12 @@ DEPARTING_S_MAX: Final = 120.0
 """How long a group waits for a member that the plan has dropped and that says it drains. Twice what a drain may take
 with all its good-byes; one that goes on saying so would keep the group from reducing."""
 DIGESTS_OF_ONE_MAX: Final = 32
-"""Versions of which one mate's digest is kept: twice as many as a round waits to be compared."""
+"""Versions of which one group member's digest is kept: twice as many as a round waits to be compared."""
 DIGEST_CHARS_MAX: Final = 64
 """A digest in hex: 256 bits. Ours have 128."""
 OPEN_STEPS_MAX: Final = 256
-"""How far ahead of our version a mate's contributions are noted: one that has got so far ahead is followed by fetching
-what it has committed, and says again later what it has of the step that is due."""
+"""How far ahead of our version a group member's contributions are noted. A group follows a member that is further ahead
+by fetching what it has committed, and that member says again later what it has of the step that is due."""
 ATTESTATIONS_OF_ONE_MAX: Final = 32
 """Versions of which one holder's signature is kept while somebody joins."""
 WITNESSED_VERSIONS_MAX: Final = 16

@@ -37,19 +37,19 @@ class _Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 class Advert(_Part, frozen=True):
-    """Claims; the coordinator trusts what neighbours measured over these."""
+    """Describes a peer by its own claims; the coordinator trusts what neighbours measured more than these."""
 
     name: str
     device: str
     """`cpu`, or the card's name."""
     flop_per_s: float
-    """Measured by the probe on this model's own layer shape, fp32."""
+    """The speed that the probe measured on this model's own layer shape, fp32."""
     memory_bytes: int
     upload_bytes_per_s: float
     download_bytes_per_s: float
     addresses: tuple[str, ...]
     has_data: bool
-    """Its text has the run's digest, so it may serve stage 0."""
+    """The peer's text has the run's digest, so the peer may serve stage 0."""
     willing_to_coordinate: bool = True
     protocol_version: int = PROTOCOL_VERSION
 
@@ -66,7 +66,7 @@ class LinkReport(_Part, frozen=True, array_like=True):
 
 
 class CommitReport(_Part, frozen=True, kw_only=True):
-    """The ledger of one commit, from the group's lead."""
+    """The ledger of one commit, from the group's leader."""
 
     era: int = 0
 
@@ -74,13 +74,13 @@ class CommitReport(_Part, frozen=True, kw_only=True):
     step: int
     members: int
     microbatches: int
-    """Contributed, each once."""
+    """Microbatches that were contributed, each counted once."""
     duplicates: int
     given_up: int
     tokens: int
     staleness_steps_mean: float
     loss: float | None
-    """Mean over the step's microbatches; only the last stage knows it."""
+    """The mean loss over the step's microbatches; only the last stage knows it."""
     digest: str
     """The digest of the new state; equal on all members."""
     dissenting: int = 0
@@ -94,7 +94,7 @@ class CommitReport(_Part, frozen=True, kw_only=True):
 class ValidationReport(_Part, frozen=True, kw_only=True):
     era: int = 0
     step: int
-    """Validated version."""
+    """The version that was validated."""
     loss: float
     microbatches: int
 
@@ -124,7 +124,7 @@ class PaceMark(_Part, frozen=True, array_like=True):
 
 
 class Heartbeat(_Message, frozen=True, kw_only=True):
-    """Every `heartbeat_s` from every peer to the coordinator it knows."""
+    """Goes every `heartbeat_s` from every peer to the coordinator that the peer knows."""
 
     advert: Advert
     plan_sequence: int
@@ -134,7 +134,7 @@ class Heartbeat(_Message, frozen=True, kw_only=True):
     stage: int | None
     version: int
     synced: bool
-    """Holds its stage's state and takes traffic."""
+    """The sender holds its stage's state and takes traffic."""
     draining: bool
     commits: tuple[CommitReport, ...] = ()
     validations: tuple[ValidationReport, ...] = ()
@@ -199,20 +199,23 @@ class TermRequest(_Message, frozen=True):
     handed_over: bool
     """The coordinator itself gave the term away, so members that still hear it need not wait until they do not."""
     sounding: bool = False
-    """Would you grant it? The receiver promises nothing: who only lost its way to the coordinator spends no term."""
+    """The sender asks whether the receiver would grant the term, and the receiver promises nothing: a peer that only
+    lost its way to the coordinator spends no term."""
 
 
 class TermGrant(_Message, frozen=True):
-    """Granted: the sender votes for no plan of a lower term any more, nor for another coordinator's of this one."""
+    """Answers a TermRequest. If granted, the sender votes for no plan of a lower term any more, nor for another
+    coordinator's of this one."""
 
     granted: bool
     reason: str = ""
     term: int = 0
     """The highest term that the sender has granted or obeyed."""
     live: bytes = b""
-    """Its live plan, if newer than the request's."""
+    """The sender's live plan, if newer than the request's."""
     accepted: bytes = b""
-    """What it has voted for after the live plan, which may be live by now: the candidate must finish it first."""
+    """The plan that the sender has voted for after the live plan; it may be live by now, so the candidate must finish
+    it first."""
     accepted_term: int = 0
     """The term in which the sender voted for that plan."""
 
@@ -229,15 +232,15 @@ class PlanOffer(_Message, frozen=True):
 
 
 class PlanVote(_Message, frozen=True):
-    """Accepted: with `signature` (a `vote` statement on the offer's term and the plan's digest), which is shown to
-    everybody once the plan is live."""
+    """Answers a PlanOffer. If accepted, `signature` (a `vote` statement on the offer's term and the plan's digest) is
+    shown to everybody once the plan is live."""
 
     accepted: bool
     reason: str = ""
     term: int = 0
     """The highest term that the sender has granted or obeyed."""
     live: bytes = b""
-    """Its live plan, if newer than the offer's predecessor."""
+    """The sender's live plan, if newer than the offer's predecessor."""
     signature: bytes = b""
 
 
@@ -255,7 +258,8 @@ class ChainRequest(_Message, frozen=True):
 
 
 class ChainLinks(_Message, frozen=True):
-    """Oldest first, as many as fit; if the receiver has not got that plan, from the one before its live plan on."""
+    """Carries links, oldest first, as many as fit. If the receiver lacks the plan that the asker named, they begin
+    behind the one before its own live plan."""
 
     links: tuple[bytes, ...]
 
@@ -307,7 +311,7 @@ class Absence(_Part, frozen=True, array_like=True):
 
 
 class Leave(_Message, frozen=True):
-    """The sender goes; it is not to be waited for."""
+    """Says good-bye: nobody is to wait for the sender."""
 
 
 class StandingRequest(_Message, frozen=True):
@@ -318,7 +322,7 @@ class Standing(_Message, frozen=True, kw_only=True):
     live: bytes
     """The sender's live plan; empty if it knows none."""
     term: int
-    """The highest that it has granted or obeyed."""
+    """The highest term that the sender has granted or obeyed."""
     era: int
     stage: int | None
     version: int
@@ -334,9 +338,9 @@ class Reset(_Message, frozen=True, kw_only=True):
     live: bytes
     """The highest plan that anybody in reach obeys."""
     version: int
-    """The highest in that plan's era that anybody in reach has."""
+    """The highest version, in that plan's era, that anybody in reach has."""
     roster: tuple[tuple[PeerID, Advert], ...]
-    """Who is in reach."""
+    """The peers in reach."""
 
 
 class StatusRequest(_Message, frozen=True):
@@ -349,7 +353,7 @@ class PeerStatus(_Part, frozen=True, omit_defaults=True):
     device: str
     stage: int | None
     version: int
-    """-1: this coordinator has not heard it yet."""
+    """The peer's version; -1: this coordinator has not heard the peer yet."""
     synced: bool
     draining: bool
     seen_s_ago: float
@@ -392,7 +396,7 @@ class PeerRecord(_Part, frozen=True, array_like=True):
 
     peer: PeerID
     failures: float
-    """Times it was lost without a good-bye; those of long ago count in part."""
+    """Times the peer was lost without a good-bye; those of long ago count in part."""
     seen_s: float
     """Seconds in which a failure of the peer would have been seen."""
 
@@ -410,7 +414,8 @@ class SwarmStatus(_Message, frozen=True, kw_only=True, omit_defaults=True):
     step: int
     steps: int
     tokens_per_s: float
-    """Over the last minute, or the last few steps if these are slow; standstills count (`coordinator.pace`)."""
+    """Tokens a second over the last minute, or over the last few steps if these are slow; standstills count
+    (`coordinator.pace`)."""
     loss: float | None
     validation_loss: float | None
     validation_step: int | None = None
@@ -423,7 +428,7 @@ class SwarmStatus(_Message, frozen=True, kw_only=True, omit_defaults=True):
     """How often the run has gone back to a snapshot."""
     elapsed_s: float
     plans: tuple[PlanNote, ...] = ()
-    """The newest that the coordinator has obeyed, oldest first."""
+    """The newest plans that the coordinator has obeyed, oldest first."""
     experts: tuple[ExpertStatus, ...] = ()
     """The experts, by stage and expert; none if every member holds whole layers."""
     left_s: float | None = None
@@ -460,7 +465,8 @@ class HistoryRequest(_Message, frozen=True):
 
 
 class History(_Message, frozen=True):
-    """The oldest that the sender remembers of what was asked for, in order: `HISTORY_PER_REPLY_MAX` of each at most."""
+    """Carries the oldest that the sender remembers of what was asked for, in order: `HISTORY_PER_REPLY_MAX` of each at
+    most."""
 
     commits: tuple[PastCommit, ...] = ()
     validations: tuple[PastValidation, ...] = ()
@@ -491,14 +497,15 @@ class Hello(EraMessage, frozen=True, kw_only=True):
 
     plan_sequence: int
     stage: int
-    """-1: none."""
+    """The sender's stage; -1: it has none."""
     version: int
     ready: bool
-    """Holds its stage's state and takes part in rounds."""
+    """The sender holds its stage's state and takes part in rounds."""
     is_open: bool
-    """Takes new traffic; a newcomer may be ready and not open yet."""
+    """The sender takes new traffic; a newcomer may be ready and not open yet."""
     draining: bool = False
-    """About to leave: ready and not open until all it owes is done, whether or not a plan still names it."""
+    """The sender is about to leave: it is ready and not open until all it owes is done, whether or not a plan still
+    names it."""
     experts: tuple[ExpertPlace, ...] = ()
     """The sender's place in each group of experts' holders, by group."""
 
@@ -530,16 +537,17 @@ class RoundMember(_Part, frozen=True):
     peer: PeerID
     bandwidth: float
     indices: bytes
-    """What it brings: all that is in its sum, and of what it keeps apart as much as the lead says."""
+    """What the member brings: all that is in its sum, and as much as the leader says of what it keeps apart."""
 
 
 class RoundStart(EraMessage, frozen=True):
-    """The group's lead opens the reduction of `step`; the members are exactly these, in rank order."""
+    """The group's leader opens the reduction of `step`; the members are exactly these, in rank order."""
 
     stage: int
     step: int
     attempt: int
-    """Grows with the plan's sequence and with every retry, so that the latest lead's latest word holds."""
+    """The attempt grows with the plan's sequence and with every retry, so that the latest leader's latest message
+    holds."""
     members: tuple[RoundMember, ...]
     duplicates: int
     given_up: int
@@ -567,7 +575,7 @@ class Attestation(EraMessage, frozen=True):
 
 
 class Claim(EraMessage, frozen=True):
-    """A stage-0 replica asks the group's lead for microbatches to make."""
+    """A stage-0 replica asks the group's leader for microbatches to make."""
 
     count: int
 
@@ -577,28 +585,28 @@ class Grant(EraMessage, frozen=True):
 
     items: tuple[tuple[int, int], ...]
     steps_ahead: int = -1
-    """How far the lead wants everybody to run ahead, and with how much in flight (`pipeline/control.py`); -1: it does
-    not know yet."""
+    """How far the leader wants everybody to run ahead, and with how much in flight (`pipeline/control.py`); -1: the
+    leader does not know yet."""
     gain: float = 1.0
 
 
 class Repair(EraMessage, frozen=True):
-    """A group's lead tells stage 0: what these microbatches of `step` left at our stage died with a replica. Run them
-    again; whoever holds their gradient already computes and adds nothing."""
+    """A group's leader tells stage 0 that what these microbatches of `step` left at the leader's stage died with a
+    replica. They are to run again; whoever holds their gradient already computes and adds nothing."""
 
     step: int
     indices: bytes
 
 
 class Again(EraMessage, frozen=True):
-    """Stage 0's lead to a mate: of what is to run again, these (step, index) are the mate's to make."""
+    """Stage 0's leader tells a group member which (step, index) of what is to run again are that member's to make."""
 
     items: tuple[tuple[int, int], ...]
 
 
 class HandBack(EraMessage, frozen=True):
-    """The sender, of `stage`, pauses and will not make these: (step, index, whether it may have run). Whoever sent them
-    sends them elsewhere; of stage 0 its lead makes them."""
+    """The sender, of `stage`, pauses and will not make these: (step, index, whether it may have run). The peer that
+    sent them sends them elsewhere; those of stage 0 are made by its leader."""
 
     stage: int
     items: tuple[tuple[int, int, bool], ...]
@@ -619,11 +627,11 @@ class ExpertDone(EraMessage, frozen=True, kw_only=True):
     """(expert, how many layers' backwards it has had). Who was sent no token has had none, and counts it all the
     same: every microbatch of a step is counted once by every expert."""
     again: bool
-    """It may have come before, maybe to another holder: keep what it adds apart."""
+    """The microbatch may have come before, maybe to another holder: keep what it adds apart."""
 
 
 class ValidationResult(EraMessage, frozen=True):
-    """A stage-0 replica tells its lead the loss of one validation microbatch."""
+    """A stage-0 replica tells its leader the loss of one validation microbatch."""
 
     step: int
     index: int
@@ -639,7 +647,8 @@ class StateRequest(EraMessage, frozen=True):
     layers: tuple[str, ...]
     version: int = -1
     stored_era: int = -1
-    """>= 0: not what you train, but your snapshot of that era's `version`; of as many of `layers` as it has."""
+    """If >= 0, the receiver describes its snapshot of that era's `version`, of as many of `layers` as it has, and not
+    what it trains."""
 
 
 class StateOffer(EraMessage, frozen=True):
@@ -663,9 +672,10 @@ class Keep(EraMessage, frozen=True):
 
 
 class Halt(EraMessage, frozen=True):
-    """The sender leaves, and holds a stage alone: the lead of stage 0 is to begin no further step for a while.
+    """The sender leaves, and holds a stage alone: the leader of stage 0 is to begin no further step for a while.
 
-    `at_once`: nor to hand out what is left of a step that has begun, which then is not committed."""
+    `at_once`: nor to hand out what is left of a step that has begun, which then is not committed.
+    """
 
     at_once: bool = False
 
@@ -677,13 +687,15 @@ class Halted(_Message, frozen=True):
 
 
 class Save(EraMessage, frozen=True):
-    """Write your layers to your disk at `version`, which every stage is about to reach. Answered when that is done."""
+    """Write your layers to your disk at `version`, which every stage is about to reach. The answer comes when that is
+    done."""
 
     version: int
 
 
 class Saved(_Message, frozen=True):
-    """The sender's layers are on its disk at `version`; below the version asked for: it has not come to that yet."""
+    """The sender's layers are on its disk at `version`. A version below the one asked for: the sender has not come to
+    that one yet."""
 
     version: int
 
@@ -719,9 +731,10 @@ class Done(_Message, frozen=True):
 
 
 class Refusal(_Message, frozen=True):
-    """Understood and declined; the sentence is for people.
+    """The sender has understood the message and declines; the sentence is for people.
 
-    `keeps_out` says that the run does not let the sender in, whatever it asks."""
+    `keeps_out` says that the run does not let the sender in, whatever it asks.
+    """
 
     reason: str
     keeps_out: bool = False
@@ -781,23 +794,24 @@ class Activation(EraMessage, frozen=True):
     """Goes to the next stage. Payload: the activation [B, T, D] in the wire dtype, then targets [B, T] as int32."""
 
     stage: int
-    """The receiver's."""
+    """The receiver's stage."""
     step: int
     index: int
     again: bool = False
-    """It may have come before, maybe to another replica: keep what it adds apart."""
+    """The microbatch may have come before, maybe to another replica: keep what it adds apart."""
 
 
 class Gradient(EraMessage, frozen=True):
-    """Back to the sender of the activation. Payload: its gradient [B, T, D]; empty for validation."""
+    """Goes back to the sender of the activation. Payload: its gradient [B, T, D]; empty for validation."""
 
     stage: int
-    """The receiver's."""
+    """The receiver's stage."""
     step: int
     index: int
     loss: float
     waited_s: float
-    """How long it stood in queues from the receiver's sending it on until now: no sign of a long way."""
+    """How long the microbatch stood in queues from the receiver's sending it on until now: such time is no sign of a
+    long way."""
     commit_s: float
     """The time from the last contribution to a step to the next version, at the slowest of the stages so far."""
 
@@ -828,11 +842,11 @@ class ExpertOutput(EraMessage, frozen=True, kw_only=True):
     """Answers ExpertTokens with the experts' outputs [N, D], for a backward with the gradients of the tokens."""
 
     stage: int
-    """The receiver's."""
+    """The receiver's stage."""
     incarnation: int
     serial: int
     refused: str = ""
-    """Why there is none; for people."""
+    """The reason why there is no output; for people."""
 
 
 class ReducePart(EraMessage, frozen=True):
@@ -873,7 +887,7 @@ class ReducedChunk(EraMessage, frozen=True):
 
 
 class ProbeChunk(_Message, frozen=True):
-    """Bytes for their own sake. `echo`: answer with an empty one of the same `nonce`."""
+    """Carries bytes for their own sake. `echo`: the receiver answers with an empty one of the same `nonce`."""
 
     nonce: int
     echo: bool

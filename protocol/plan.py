@@ -40,8 +40,9 @@ class Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like
     share: float
     bandwidth: float
     since: int = 0
-    """Sequence of the plan that gave it this place, without a break until now. Who has missed plans sees by this
-    whether it was counted out meanwhile: its mates went on without it, so its state may be another than theirs."""
+    """Sequence of the plan that gave the member this place, without a break until now. A peer that has missed plans
+    sees by this whether it was counted out meanwhile: its group went on without it, so its state may differ from
+    theirs."""
 
 
 class Stage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, dict=True):
