@@ -169,9 +169,10 @@ def _host(
     shown = parse_address(dashboard) if dashboard else None
     limits = with_overrides(load_settings().limits, limit or [])
     start_logging(verbose or reports)
+    from shoal.deploy.heap import importing
     from shoal.deploy.progress import progress_bar, sign_of_life
 
-    with sign_of_life("starting"):
+    with sign_of_life("starting"), importing():
         from shoal.deploy.manners.device import pick_device
         from shoal.deploy.run_text import load_own_corpus
         from shoal.deploy.session import Options, host_run
@@ -280,9 +281,10 @@ def join(
         ask()
     limits = with_overrides(load_settings().limits, limit or []).of_a_volunteer
     start_logging(verbose or reports)
+    from shoal.deploy.heap import importing
     from shoal.deploy.progress import sign_of_life
 
-    with sign_of_life("starting"):
+    with sign_of_life("starting"), importing():
         from shoal.deploy.manners.device import pick_device, spare_threads
         from shoal.deploy.session import Options, join_run
         from shoal.protocol.live.run import run
