@@ -29,7 +29,7 @@ def share_heap() -> None:
 def importing() -> Iterator[None]:
     """Let nothing be collected while modules are imported, nor what they have made later on.
 
-    Of some 300,000 objects nearly all stay, and each of the collector's walks through them takes a tenth of a second."""
+    Of some 300,000 objects nearly all stay, and each walk of the collector through them takes a tenth of a second."""
     gc.disable()
     try:
         yield
