@@ -57,7 +57,8 @@ def check_depth(data: bytes | bytearray | memoryview, depth_max: int = CONTROL_D
             at += _FIXED[tag]
         elif tag in _SIZED:
             width = _SIZED[tag]
-            at += width + _length(view, at, width)
+            # Most have a length of one byte, and a call for each is most of what this walk costs.
+            at += 1 + view[at] if width == 1 and at < end else width + _length(view, at, width)
         elif tag in (0xDC, 0xDD, 0xDE, 0xDF):
             width = 2 if tag in (0xDC, 0xDE) else 4
             items = _length(view, at, width) * (2 if tag >= 0xDE else 1)

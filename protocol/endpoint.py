@@ -1,8 +1,9 @@
-"""A peer's mouth and ears: typed messages over a Transport, each call and reply in a signed envelope.
+"""A peer's mouth and ears: typed messages over a Transport, each call and reply in an envelope (`envelope.py`).
 
 One place where bytes from the network become values, and where the table of `access.py` is enforced: no handler sees a
-message that its sender may not send. Handlers register by message type; a message of a type that nobody handles, or
-that does not decode, is the sender's fault and says so.
+message that its sender may not send. Who the sender is the transport says, whose connection has proved it. Handlers
+register by message type; a message of a type that nobody handles, or that does not decode, is the sender's fault and
+says so.
 
 A caller encloses its certificate until the other has answered it once. Whoever has forgotten it meanwhile (a restart)
 asks for it, and the call, which nobody has handled, goes out again with it.
@@ -74,6 +75,7 @@ class Endpoint:
         # After a restart under the same identity sequences must not begin again below what others have seen:
         # `first_sequence` is then the wall clock in microseconds.
         self.identity = identity
+        self.peer_id = identity.peer_id
         self.transport = transport
         self.run = run
         self.gate = gate
@@ -92,10 +94,6 @@ class Endpoint:
         self._on_message: dict[_Address, _MessageHandler] = {}
         self._on_frame: dict[_Address, _FrameHandler] = {}
         transport.serve(on_call=self._handle_call, on_frame=self._handle_frame)
-
-    @property
-    def peer_id(self) -> PeerID:
-        return self.identity.peer_id
 
     @property
     def members(self) -> Members:
@@ -153,23 +151,18 @@ class Endpoint:
         return reply
 
     async def _call(self, peer: PeerID, message: msgspec.Struct, timeout_s: float) -> msgspec.Struct:
-        knew_us = peer in self._knows_us
-        reply = await self._call_once(peer, message, b"" if knew_us else self.members.certificate, timeout_s)
-        if knew_us and isinstance(reply, messages.Refusal) and reply.reason == _SHOW:
-            reply = await self._call_once(peer, message, self.members.certificate, timeout_s)
+        """Call without our certificate if `peer` has answered us before, and with it if `peer` has forgotten us."""
+        shown = self.members.certificate
+        for certificate in (b"", shown) if peer in self._knows_us else (shown,):
+            request = self._seal("call", message, certificate)
+            raw = await self.transport.call(peer, request, timeout_s=timeout_s)
+            body = self.seals.unseal(raw, "reply", run=self.run, source=peer).body
+            reply: msgspec.Struct = _decode(_MESSAGES, body, peer)
+            if not isinstance(reply, messages.Refusal) or reply.reason != _SHOW:
+                break
         if len(self._knows_us) >= PEERS_MAX:
             self._knows_us.clear()
         self._knows_us.add(peer)
-        return reply
-
-    async def _call_once(
-        self, peer: PeerID, message: msgspec.Struct, certificate: bytes, timeout_s: float
-    ) -> msgspec.Struct:
-        request = self._seal("call", message, certificate)
-        raw = await self.transport.call(peer, request, timeout_s=timeout_s)
-        reply: msgspec.Struct = _decode(
-            _MESSAGES, self.seals.unseal(raw, "reply", run=self.run, source=peer).body, peer
-        )
         return reply
 
     async def send(self, peer: PeerID, meta: msgspec.Struct, payload: Payload, *, priority: Priority) -> None:
@@ -191,12 +184,11 @@ class Endpoint:
         return open_signed_record(self.seals, self.gate, self.run, data, source)
 
     def _stamped(self, message: msgspec.Struct) -> msgspec.Struct:
-        if isinstance(message, messages.EraMessage) and not self._is_ours(message):
+        if isinstance(message, messages.EraMessage) and not (
+            message.era == self.era and message.revision == self.revision
+        ):
             return msgspec.structs.replace(message, era=self.era, revision=self.revision)
         return message
-
-    def _is_ours(self, message: messages.EraMessage) -> bool:
-        return message.era == self.era and message.revision == self.revision
 
     def _seal(self, domain: Any, message: msgspec.Struct, certificate: bytes = b"") -> bytes:
         return self.seals.seal(
@@ -239,11 +231,11 @@ class Endpoint:
             logger.warning("refused a call: %s", error)
             self._log_again_s = now_s + REFUSALS_LOGGED_S
 
-    async def _may_send(self, source: PeerID, kind: type) -> bool:
-        """Whether the table lets `source` send a message of `kind`, now or by a plan that is on its way to us."""
-        verdict = self.gate.verdict(source, kind)
-        if verdict is not Verdict.WAIT or not self._may_wait(source):
-            return verdict is Verdict.ALLOWED
+    async def _wait_for_plan(self, source: PeerID, kind: type) -> Verdict:
+        """What the table says of a message of `kind` by a plan that may be on its way to us."""
+        verdict = Verdict.WAIT
+        if not self._may_wait(source):
+            return verdict
         self._waiting[source] += 1
         try:
             with suppress(TimeoutError):
@@ -254,37 +246,44 @@ class Endpoint:
             self._waiting[source] -= 1
             if not self._waiting[source]:
                 del self._waiting[source]
-        return verdict is Verdict.ALLOWED
+        return verdict
 
     def _may_wait(self, source: PeerID) -> bool:
         return self._waiting[source] < _WAITING_OF_ONE_MAX and self._waiting.total() < WAITING_FOR_PLAN_MAX
 
     async def _dispatch(self, source: PeerID, message: msgspec.Struct) -> msgspec.Struct:
-        if not await self._may_send(source, type(message)):
+        verdict = self.gate.verdict(source, type(message))
+        if verdict is Verdict.WAIT:
+            verdict = await self._wait_for_plan(source, type(message))
+        if verdict is not Verdict.ALLOWED:
             return messages.Refusal(reason=f"a {type(message).__name__} is not yours to send here")
         handler = _handler(self._on_message, message)
         if handler is None:
             stage = getattr(message, "stage", None)
             where = "here" if stage is None else f"for stage {stage} here"
             return messages.Refusal(reason=f"{type(message).__name__} is not answered {where}")
-        if isinstance(message, messages.EraMessage) and not self._is_ours(message):
+        if isinstance(message, messages.EraMessage):
             if message.revision != self.revision:
                 return messages.Refusal(reason=f"trains by revision {self.revision}, not {message.revision}")
-            return messages.Refusal(reason=f"trains in era {self.era}, not {message.era}")
+            if message.era != self.era:
+                return messages.Refusal(reason=f"trains in era {self.era}, not {message.era}")
         return self._stamped(await handler(source, message))
 
     async def _handle_frame(self, source: PeerID, meta: bytes, payload: Payload) -> None:
         if self.members.standing(source) < Standing.MEMBER:
             raise RemoteError(source, "sent a frame, which only members may")
         header = _decode(_FRAMES, meta, source)
-        if not await self._may_send(source, type(header)):
+        verdict = self.gate.verdict(source, type(header))
+        if verdict is Verdict.WAIT:
+            verdict = await self._wait_for_plan(source, type(header))
+        if verdict is not Verdict.ALLOWED:
             logger.debug("dropped a %s frame of %s: not its to send", type(header).__name__, source[-8:])
             return
         handler = _handler(self._on_frame, header)
         if handler is None:
             logger.debug("dropped a %s frame from %s: nobody here takes it", type(header).__name__, source[-8:])
             return
-        if isinstance(header, messages.EraMessage) and not self._is_ours(header):
+        if isinstance(header, messages.EraMessage) and (header.era != self.era or header.revision != self.revision):
             kind = type(header).__name__
             logger.debug("dropped a %s frame of era %d and revision %d", kind, header.era, header.revision)
             return

@@ -1,13 +1,20 @@
-"""Signed envelope around every record and every call: run, term, sender, sequence, body.
+"""The envelope around every record and every call: run, term, sender, sequence, body, and what vouches for them.
 
-The signature covers a domain tag too ("call", "record", "plan", "mandate", "hello"), so that bytes signed for one
-purpose cannot be replayed for another.
+An envelope that a third party may be shown (record, plan, mandate, hello) is signed by its sender. A call and its reply
+are shown to nobody but the other end of one libp2p connection, which has proved both ends' keys to each other and keeps
+what it carries secret and whole, also through a relay. The transport says who that other end is, so these two
+envelopes carry a checksum in place of the signature: it finds damage, and stops nobody who lies about himself, which
+the transport does.
+
+Signature and checksum cover a domain tag too ("call", "record", "plan", ...), so that bytes made for one purpose cannot
+be used for another.
 """
 
 from collections import OrderedDict
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
+from xxhash import xxh3_64_digest
 
 from shoal.protocol.depth import TooDeep, check_depth
 from shoal.protocol.errors import RemoteError
@@ -15,6 +22,10 @@ from shoal.protocol.identity import Identity, PeerID, verify
 from shoal.protocol.limits import CONTROL_BYTES_MAX, REPLAY_WINDOW
 
 Domain = Literal["call", "reply", "record", "plan", "mandate", "hello"]
+_DIRECT: Final = frozenset({"call", "reply"})
+"""Domains of what one peer hands to another and nobody hands on."""
+SIGNATURE_BYTES: Final = 64
+CHECKSUM_BYTES: Final = 8
 
 
 class Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
@@ -25,30 +36,35 @@ class Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_li
     sender: PeerID
     sequence: int
     body: bytes
-    signature: bytes
+    proof: bytes
+    """The sender's Ed25519 signature; of a call or a reply the checksum xxh3-64."""
     certificate: bytes = b""
     """The sender's, where the receiver may not have seen it yet. It proves itself, so the signature leaves it out."""
-
-    def signed_bytes(self, domain: Domain) -> bytes:
-        return msgspec.msgpack.encode((domain, self.run, self.term, self.sender, self.sequence, self.body))
 
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(Envelope)
 
 
+def is_direct(domain: Domain) -> bool:
+    """Whether such an envelope is for the other end of a connection alone, and so needs no signature."""
+    return domain in _DIRECT
+
+
 def seal(
     identity: Identity, domain: Domain, *, run: str, term: int, sequence: int, body: bytes, certificate: bytes = b""
 ) -> bytes:
-    """Sign `body` as `identity`. Returns: the envelope's msgpack bytes."""
-    unsigned = Envelope(run, term, identity.peer_id, sequence, body, b"", certificate)
-    return _ENCODER.encode(msgspec.structs.replace(unsigned, signature=identity.sign(unsigned.signed_bytes(domain))))
+    """Put `body` into an envelope of `identity`, signed unless it `is_direct`. Returns: the envelope's bytes."""
+    covered = _ENCODER.encode((domain, run, term, identity.peer_id, sequence, body))
+    proof = xxh3_64_digest(covered) if domain in _DIRECT else identity.sign(covered)
+    return _ENCODER.encode(Envelope(run, term, identity.peer_id, sequence, body, proof, certificate))
 
 
 def unseal(data: bytes, domain: Domain, *, run: str, source: PeerID, relayed: bool = False) -> Envelope:
-    """Check size, nesting, shape, run and signature of what `source` handed us, in that order.
+    """Check size, nesting, shape, run and signature (or checksum) of what `source` handed us, in that order.
 
     Args:
+        source: who the transport says is at the other end.
         relayed: records and plans are handed on by others; only then may the signer differ from `source`.
     Raises: RemoteError: any of the checks fails; names `source`.
     """
@@ -62,9 +78,14 @@ def unseal(data: bytes, domain: Domain, *, run: str, source: PeerID, relayed: bo
         raise RemoteError(source, f"sent an unreadable message ({error})") from error
     if envelope.run != run:
         raise RemoteError(source, f"speaks for run {envelope.run[:12]!r}, this is {run[:12]!r}")
-    if not relayed and envelope.sender != source:
+    direct = domain in _DIRECT
+    if envelope.sender != source and (direct or not relayed):
         raise RemoteError(source, f"speaks in the name of {envelope.sender[-8:]}")
-    if not verify(envelope.sender, envelope.signature, envelope.signed_bytes(domain)):
+    covered = _ENCODER.encode((domain, run, envelope.term, envelope.sender, envelope.sequence, envelope.body))
+    if direct:
+        if xxh3_64_digest(covered) != envelope.proof:
+            raise RemoteError(source, "sent a message whose checksum does not hold")
+    elif not verify(envelope.sender, envelope.proof, covered):
         raise RemoteError(source, "sent a message whose signature does not hold")
     return envelope
 

@@ -165,7 +165,7 @@ class Members:
             self._shown.popitem(last=False)
 
     def standing(self, peer: PeerID) -> Standing:
-        if self.is_excluded(peer):
+        if self._excluded and self.is_excluded(peer):
             return Standing.STRANGER
         if peer == self.owner or self.is_open:
             return Standing.MEMBER

@@ -9,14 +9,15 @@ from collections import OrderedDict
 import msgspec
 
 from shoal.protocol.access import Gate, Verdict
-from shoal.protocol.envelope import Domain, Envelope
+from shoal.protocol.envelope import CHECKSUM_BYTES, SIGNATURE_BYTES, Domain, Envelope, is_direct
 from shoal.protocol.errors import RemoteError
 from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.membership import Members
 from shoal.protocol.plan import PlanShape, SignedPlan, open_plan
 from shoal.protocol.statement import Topic
 
-_NO_SIGNATURE = bytes(64)
+_NO_SIGNATURE = bytes(SIGNATURE_BYTES)
+_NO_CHECKSUM = bytes(CHECKSUM_BYTES)
 _PLANS_MAX = 64
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(Envelope)
@@ -39,7 +40,8 @@ class TrustingSeals:
         body: bytes,
         certificate: bytes = b"",
     ) -> bytes:
-        return _ENCODER.encode(Envelope(run, term, identity.peer_id, sequence, body, _NO_SIGNATURE, certificate))
+        proof = _NO_CHECKSUM if is_direct(domain) else _NO_SIGNATURE
+        return _ENCODER.encode(Envelope(run, term, identity.peer_id, sequence, body, proof, certificate))
 
     def unseal(self, data: bytes, domain: Domain, *, run: str, source: PeerID, relayed: bool = False) -> Envelope:
         try:

@@ -31,7 +31,7 @@ from shoal.peer.snapshot_name import MANIFEST, SnapshotName
 from shoal.protocol import messages
 from shoal.protocol.access import Gate, Verdict
 from shoal.protocol.endpoint import Endpoint
-from shoal.protocol.envelope import Domain, Envelope, seal, unseal
+from shoal.protocol.envelope import CHECKSUM_BYTES, SIGNATURE_BYTES, Domain, Envelope, seal, unseal
 from shoal.protocol.errors import InviteError, LocalError, RemoteError, ShoalError
 from shoal.protocol.frames import CreditWindow, FrameAssembler, FrameType, decode_credit, encode_frame
 from shoal.protocol.identity import Identity, PeerID
@@ -81,6 +81,7 @@ def nearly_certificate(choices: Choices, member: PeerID) -> bytes:
         "key": [Identity(key.seed).public_key for key in invite_keys()],
         "delegation": [msgspec.to_builtins(key.delegation, builtin_types=(bytes,)) for key in invite_keys()],
         "signature": [invite_keys()[0].delegation.signature, bytes(64)],
+        "proof": [bytes(CHECKSUM_BYTES), bytes(SIGNATURE_BYTES)],
     }
     try:
         return make(choices, Certificate, seen)
