@@ -17,7 +17,7 @@ from shoal.protocol.identity import PeerID
 from shoal.protocol.layers import group_keys
 from shoal.protocol.messages import Done, Keep
 from shoal.protocol.plan import Plan
-from shoal.protocol.ports import Clock
+from shoal.protocol.ports import Clock, Compute
 from shoal.protocol.spec import RunSpec
 
 logger = logging.getLogger(__name__)
@@ -41,6 +41,7 @@ class Copies:
         spec: RunSpec,
         server: StateServer,
         inbox: ChunkInbox,
+        compute: Compute,
         plan: Callable[[], Plan | None],
         is_leaving: Callable[[], bool],
         clock: Clock,
@@ -53,6 +54,7 @@ class Copies:
         self._spec = spec
         self._server = server
         self._inbox = inbox
+        self._compute = compute
         self._plan = plan
         self._is_leaving = is_leaving
         self._clock = clock
@@ -76,7 +78,7 @@ class Copies:
         under_way = [given for given in self._given.get(group, ()) if self._server.is_giving(*given)]
         self._given[group] = under_way
         if not under_way:
-            self._server.pin(state)
+            await self._server.pin(state)
         await self.save(group, state)
         if not under_way:
             self._given[group] += await self._offer(group, state, copies)
@@ -91,7 +93,7 @@ class Copies:
 
     async def give(self, group: int, state: StageState, *, until_s: float) -> list[PeerID]:
         """Have others keep `state`, before we go. Returns: those that have got it by `until_s`."""
-        self._server.pin(state)
+        await self._server.pin(state)
         asked = [peer for peer, _ in await self._offer(group, state, list(range(WRITERS)))]
         given: list[PeerID] = []
         while len(given) < len(asked):
@@ -146,6 +148,7 @@ class Copies:
             message.layers,
             endpoint=self._endpoint,
             inbox=self._inbox,
+            compute=self._compute,
             device=self._vectors.host,
             vectors=self._vectors,
         )

@@ -119,9 +119,10 @@ class PeerDriver:
         )
         self._archive = Archive(disk, run=endpoint.run, spec=spec, clock=clock, run_blocking=run_blocking)
         vectors = arithmetic.vectors
-        self._inbox = ChunkInbox(endpoint, vectors=vectors)
+        self._inbox = ChunkInbox(endpoint, compute=compute, vectors=vectors)
         self.server = StateServer(
             endpoint=endpoint,
+            compute=compute,
             clock=clock,
             current=self._current,
             stored=self._archive.read,
@@ -135,6 +136,7 @@ class PeerDriver:
             spec=spec,
             server=self.server,
             inbox=self._inbox,
+            compute=compute,
             plan=lambda: self._plan.plan if self._plan else None,
             is_leaving=lambda: self._draining,
             clock=clock,

@@ -178,6 +178,7 @@ class Joining:
             keys or runtime.keys,
             endpoint=self._endpoint,
             inbox=self._inbox,
+            compute=self._compute,
             device=runtime.device,
             vectors=runtime.vectors,
         )

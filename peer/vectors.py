@@ -35,6 +35,8 @@ class Vectors:
         self.gradient_bytes = _DTYPES[gradients].itemsize
         """Of one number of a gradient on the wire."""
         self._gradient_dtype = _DTYPES[gradients]
+        self.narrows = gradients != "fp32"
+        """Whether a gradient's bytes on the wire are made, and not only looked at."""
         self.chunk = chunk_bytes // 4
         """Elements."""
 

@@ -102,6 +102,15 @@ class Compute(Protocol):
         """
         ...
 
+    async def run_on_host(self, work: Callable[[], T]) -> T:
+        """Run `work` in the host's memory, beside the device's jobs: sums, copies, digests and encodings of tensors.
+        They would hold up the event loop, and as jobs of the device they would wait for the one that runs.
+
+        One at a time, in the order given. In virtual time it takes no time.
+        Raises: whatever `work` raises.
+        """
+        ...
+
     def close(self) -> None: ...
 
 

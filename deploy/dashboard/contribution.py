@@ -50,6 +50,9 @@ class MeteredCompute:
             self.microbatches += kind == "forward"
         return timed
 
+    async def run_on_host(self, work: Callable[[], T]) -> T:
+        return await self._compute.run_on_host(work)
+
     def close(self) -> None:
         self._compute.close()
 

@@ -109,6 +109,9 @@ class _Compute:
         async with self._in_use:
             return await self._compute.run(kind, work, flop=flop)
 
+    async def run_on_host(self, work: Callable[[], T]) -> T:
+        return await self._compute.run_on_host(work)
+
     def close(self) -> None:
         self._compute.close()
 

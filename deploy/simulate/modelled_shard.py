@@ -1,5 +1,7 @@
 """What a modelled peer holds of some layers or of some experts: states and gradients that have only a size."""
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from shoal.deploy.simulate.extents import NOWHERE
@@ -65,8 +67,9 @@ class ModelledShard:
     def contribute(self, microbatch: Microbatch, *, apart: bool = False) -> bool:
         return self._contributions.contribute(microbatch, version=self.version, apart=apart)
 
-    def gradient_sum(self, step: int, indices: IndexSet | None = None) -> Tensor:
-        return self._contributions.total(step, indices)
+    def gradient_sum(self, step: int, indices: IndexSet | None = None) -> Callable[[], Tensor]:
+        total = self._contributions.total(step, indices)
+        return lambda: total().sum_N
 
     def forget(self, microbatch: Microbatch) -> None:
         self._contributions.forget(microbatch)

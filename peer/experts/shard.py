@@ -110,6 +110,7 @@ class ExpertShard(Shard):
     # --- inside ---
 
     def _wanted(self, microbatch: Microbatch) -> WeightSet:
+        self._contributions.settle()
         state = self.state
         assert state is not None
         return self._weights.of(state, state.version if microbatch.validates else microbatch.step)

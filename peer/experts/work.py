@@ -72,7 +72,7 @@ class ExpertWork:
         self.version = 0
         self.is_paused = False
         """Computes nothing."""
-        self._compute = compute
+        self.compute = compute
         self._server = server
         self._tasks = Tasks(upwards.failed)
         self._closed = False
@@ -106,7 +106,7 @@ class ExpertWork:
         self._tasks.spawn(self._step(step, mean_gradient_N), f"step {step} of expert {self.expert}")
 
     async def _step(self, step: int, mean_gradient_N: Tensor) -> None:
-        timed = await self._compute.run("step", lambda: self.runtime.step(mean_gradient_N), flop=self.runtime.step_flop)
+        timed = await self.compute.run("step", lambda: self.runtime.step(mean_gradient_N), flop=self.runtime.step_flop)
         state, digest, skipped = timed.value
         if self.version != step:
             return  # a state was loaded while it ran

@@ -20,7 +20,7 @@ from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused, RemoteError, Unreachable
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Digest, ReducedChunk, ReducedRequest
-from shoal.protocol.ports import Payload
+from shoal.protocol.ports import Compute, Payload
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +57,7 @@ class CatchingUp:
         size: int,
         vectors: Vectors,
         endpoint: Endpoint,
+        compute: Compute,
         pieces: Pieces,
         means: Callable[[], Mapping[int, Tensor]],
         version: Callable[[], int],
@@ -68,6 +69,7 @@ class CatchingUp:
         self._size = size
         self._vectors = vectors
         self._endpoint = endpoint
+        self._compute = compute
         self._pieces = pieces
         self._means = means
         self._version = version
@@ -162,7 +164,11 @@ class CatchingUp:
         size = min(self._vectors.chunk, fetch.mean_N.numel() - meta.start)
         if len(payload) != self._vectors.gradient_bytes * size:
             raise RemoteError(source, f"sent {len(payload)} bytes for {size} numbers of a gradient at {meta.start}")
-        fetch.mean_N[meta.start : meta.start + size] = self._vectors.gradient_of(payload)
+
+        def take() -> None:
+            fetch.mean_N[meta.start : meta.start + size] = self._vectors.gradient_of(payload)
+
+        await self._compute.run_on_host(take)
         fetch.missing.discard(meta.start)
         if not fetch.missing:
             fetch.over.set()

@@ -8,7 +8,7 @@ The path of a commit through this file: `contributed` -> (`Progress` to the mate
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
 from torch import Tensor
 
@@ -16,7 +16,7 @@ from shoal.peer.arithmetic import Held
 from shoal.peer.group.catching_up import CatchingUp
 from shoal.peer.group.commands import AskRepair, CatchUp, Command, Reduce, Report, Resync, Tell, Witness
 from shoal.peer.group.core import GroupCore
-from shoal.peer.group.early import Early
+from shoal.peer.group.early import Early, Piece
 from shoal.peer.group.pieces import Pieces
 from shoal.peer.group.pressing import PRESS_S, Pressing
 from shoal.peer.group.reduce import Reduction
@@ -38,10 +38,13 @@ from shoal.protocol.messages import (
     RoundStart,
 )
 from shoal.protocol.plan import Member
-from shoal.protocol.ports import Clock, Payload
+from shoal.protocol.ports import Clock, Compute, Payload
 from shoal.protocol.timer import Timer
 
 logger = logging.getLogger(__name__)
+
+_CHUNKS_AT_ONCE: Final = 8
+"""Added up before the first of them is sent: a switch of threads for each would cost as much as adding it."""
 
 
 class Stepper(Protocol):
@@ -49,6 +52,11 @@ class Stepper(Protocol):
 
     @property
     def runtime(self) -> Held: ...
+
+    @property
+    def compute(self) -> Compute:
+        """The device; sums and copies of gradients are made beside its jobs."""
+        ...
 
     @property
     def version(self) -> int: ...
@@ -111,12 +119,14 @@ class GroupDriver:
         self._committing = -1  # the version that the pipeline is stepping from
         self._committing_round: RoundStart | None = None  # whose result it steps with; None: a mate's
         self._tasks = Tasks(on_failure)
-        self._pieces = Pieces(endpoint, self._vectors, self._tasks, clock)
+        self._compute = stepper.compute
+        self._pieces = Pieces(endpoint, self._vectors, self._tasks, clock, self._compute)
         self._catching_up = CatchingUp(
             stage=core.stage,
             size=size,
             vectors=vectors,
             endpoint=endpoint,
+            compute=self._compute,
             pieces=self._pieces,
             means=lambda: self._means,
             version=lambda: self.core.version,
@@ -253,7 +263,7 @@ class GroupDriver:
 
     # --- frames ---
 
-    async def _on_part(self, source: PeerID, meta: ReducePart | GatherPart, payload: Payload) -> None:
+    async def _on_part(self, source: PeerID, meta: Piece, payload: Payload) -> None:
         if meta.step < self.core.version:
             return
         reduction = self._reductions.get(meta.step)
@@ -262,7 +272,7 @@ class GroupDriver:
             if self._is_near(source):
                 self._early.keep(source, meta, payload)
         elif reduction.start.attempt == meta.attempt:
-            self._take(reduction, source, meta, payload)
+            await self._take(reduction, source, meta, payload)
 
     # --- inside ---
 
@@ -302,26 +312,46 @@ class GroupDriver:
         return [*near, *(peer for peer in named if peer != self.core.me and peer not in near)]
 
     def _begin(self, start: RoundStart) -> None:
-        microbatches = self.core.microbatches
-        mine = next(member.indices for member in start.members if member.peer == self.core.me)
-        sum_N = self._stepper.runtime.gradient_sum(start.step, IndexSet.from_bytes(mine, count=microbatches))
-        reduction = Reduction(self.core.me, start, sum_N, microbatches=microbatches, vectors=self._vectors)
+        core, runtime = self.core, self._stepper.runtime
+        mine = next(member.indices for member in start.members if member.peer == core.me)
+        make_sum = runtime.gradient_sum(start.step, IndexSet.from_bytes(mine, count=core.microbatches))
+        reduction = Reduction(
+            core.me, start, runtime.num_parameters, microbatches=core.microbatches, vectors=self._vectors
+        )
         self._reductions[start.step] = reduction
+        early = self._early.take(start.step, start.attempt)
+        self._tasks.spawn(self._reduce(reduction, make_sum, early), f"round {start.step}")
+
+    async def _reduce(
+        self, reduction: Reduction, make_sum: Callable[[], Tensor], early: list[tuple[PeerID, Piece, Payload]]
+    ) -> None:
+        """Begin the round: send our sum, add up what needs nothing of others, take what came early."""
+        due = reduction.begin(await self._compute.run_on_host(make_sum))
+        if self._reductions.get(reduction.start.step, reduction) is not reduction:
+            return  # A later attempt at the step has taken its place.
         for peer in reduction.others:
-            self._pieces.send(reduction.scatter_to(peer), start, ReducePart)
-        self._pieces.send(reduction.own_chunks(), start, GatherPart)
-        for source, meta, payload in self._early.take(start.step, start.attempt):
+            self._pieces.send(reduction.scatter_to(peer), reduction.start, ReducePart)
+        for at in range(0, len(due), _CHUNKS_AT_ONCE):
+            await self._add_up(reduction, due[at : at + _CHUNKS_AT_ONCE])
+        for source, meta, payload in early:
             try:  # it is not the fault of whoever tells us of the round
-                self._take(reduction, source, meta, payload)
+                await self._take(reduction, source, meta, payload)
             except RemoteError as error:
-                logger.warning("an early piece of round %d: %s", start.step, error)
+                logger.warning("an early piece of round %d: %s", reduction.start.step, error)
         self._complete(reduction)
 
-    def _take(self, reduction: Reduction, source: PeerID, meta: ReducePart | GatherPart, payload: Payload) -> None:
+    async def _take(self, reduction: Reduction, source: PeerID, meta: Piece, payload: Payload) -> None:
         if isinstance(meta, ReducePart):
-            self._pieces.send(reduction.part_arrived(source, meta.start, payload), reduction.start, GatherPart)
-        else:
-            reduction.result_arrived(source, meta.start, payload)
+            if reduction.part_arrived(source, meta.start, payload):
+                await self._add_up(reduction, [meta.start])
+        elif (take := reduction.result_arrived(source, meta.start, payload)) is not None:
+            await self._compute.run_on_host(take)
+            reduction.taken(meta.start)
+            self._complete(reduction)
+
+    async def _add_up(self, reduction: Reduction, chunks: Sequence[int]) -> None:
+        await self._compute.run_on_host(reduction.adding(chunks))
+        self._pieces.send(reduction.added(chunks), reduction.start, GatherPart)
         self._complete(reduction)
 
     def _complete(self, reduction: Reduction) -> None:

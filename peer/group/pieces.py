@@ -1,5 +1,6 @@
 """Sends pieces of gradients to mates, behind everything else on the wire."""
 
+import asyncio
 import itertools
 import logging
 from collections import Counter
@@ -15,7 +16,7 @@ from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Unreachable
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import GatherPart, ReducedChunk, ReducePart, RoundStart
-from shoal.protocol.ports import Clock, Payload, Priority
+from shoal.protocol.ports import Clock, Compute, Payload, Priority
 
 logger = logging.getLogger(__name__)
 
@@ -27,8 +28,9 @@ _ON_THE_WAY_S: Final = 2.0
 class Pieces:
     """What one replica sends of its rounds, and to those who catch up with a step."""
 
-    def __init__(self, endpoint: Endpoint, vectors: Vectors, tasks: Tasks, clock: Clock) -> None:
+    def __init__(self, endpoint: Endpoint, vectors: Vectors, tasks: Tasks, clock: Clock, compute: Compute) -> None:
         self._endpoint = endpoint
+        self._encoder = Encoder(vectors, compute)
         self._vectors = vectors
         self._tasks = tasks
         self._clock = clock
@@ -59,7 +61,7 @@ class Pieces:
         by_target: dict[PeerID, list[Outgoing]] = {}
         for piece in outgoing:
             by_target.setdefault(piece.target, []).append(piece)
-        encoded = _Encoded(self._vectors, itertools.chain.from_iterable(by_target.values()))
+        encoded = _Encoded(self._encoder, itertools.chain.from_iterable(by_target.values()))
         for target, pieces in by_target.items():
             self._unsent[target, start.step] += len(pieces)
             self._tasks.spawn(self._send(target, pieces, encoded, start, kind), f"{kind.__name__} of {start.step}")
@@ -78,7 +80,7 @@ class Pieces:
         is_lost = False
         for piece in pieces:
             if not is_lost:
-                payload = encoded.of(piece)
+                payload = await encoded.of(piece)
                 meta = kind(stage=start.stage, step=start.step, attempt=start.attempt, start=piece.start)
                 began_s = self._clock.now_s()
                 try:
@@ -101,7 +103,7 @@ class Pieces:
         chunk = self._vectors.chunk
         for start in range(0, mean_N.numel(), chunk):
             meta = ReducedChunk(stage=stage, step=step, start=start)
-            payload = self._vectors.gradient_payload(mean_N[start : start + chunk])
+            payload = await self._encoder.payload_of(mean_N[start : start + chunk])
             try:
                 await self._endpoint.send(target, meta, payload, priority=Priority.BULK)
             except Unreachable as error:
@@ -109,17 +111,32 @@ class Pieces:
                 return
 
 
+class Encoder:
+    """Makes gradients into bytes. Those of a narrow wire are new numbers, which are not made on the event loop."""
+
+    def __init__(self, vectors: Vectors, compute: Compute) -> None:
+        self._vectors = vectors
+        self._compute = compute
+
+    async def payload_of(self, values_C: Tensor) -> Payload:
+        if not self._vectors.narrows:
+            return self._vectors.gradient_payload(values_C)
+        return await self._compute.run_on_host(lambda: self._vectors.gradient_payload(values_C))
+
+
 class _Encoded:
     """Pieces as bytes: those for several targets once, from the first that is sent to the last."""
 
-    def __init__(self, vectors: Vectors, pieces: Iterable[Outgoing]) -> None:
-        self._vectors = vectors
+    def __init__(self, encoder: Encoder, pieces: Iterable[Outgoing]) -> None:
+        self._encoder = encoder
         self._uses = Counter(piece.start for piece in pieces)
         self._payloads: dict[int, Payload] = {}
+        self._making = asyncio.Lock()
 
-    def of(self, piece: Outgoing) -> Payload:
-        if piece.start not in self._payloads:
-            self._payloads[piece.start] = self._vectors.gradient_payload(piece.values_C)
+    async def of(self, piece: Outgoing) -> Payload:
+        async with self._making:
+            if piece.start not in self._payloads:
+                self._payloads[piece.start] = await self._encoder.payload_of(piece.values_C)
         return self._payloads[piece.start]
 
     def done_with(self, piece: Outgoing) -> None:

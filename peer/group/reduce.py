@@ -6,9 +6,12 @@ microbatches and sends the same bytes to all. So all members end with equal bits
 numbers whatever the group's size, and a chunk is on its way back before the next one has arrived. On the wire numbers
 are as the run's spec says (`WireSpec.gradients`); narrower than fp32, the owner rounds the mean before it sends it, and
 steps with that itself.
+
+A `Reduction` is used by two threads. The event loop keeps the books: it takes what arrives and says what to send. What
+it gets back as a function touches tensors, and runs elsewhere; then the loop books that it is done.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -41,28 +44,30 @@ def part_bounds(bandwidths: list[float], size: int) -> list[int]:
 
 
 class Reduction:
-    """One member's side of one round. Says what to send; takes what arrives.
+    """One member's side of one round. It says what to send and what to add up, and takes what arrives.
 
     Args:
-        sum_N: our gradient sum, float32 [N] on the host.
+        size: N.
         microbatches: M.
     """
 
     def __init__(
-        self, me: PeerID, start: RoundStart, sum_N: Tensor, *, microbatches: int, vectors: Vectors = VECTORS
+        self, me: PeerID, start: RoundStart, size: int, *, microbatches: int, vectors: Vectors = VECTORS
     ) -> None:
         self.start = start
-        self.mean_N = vectors.empty(sum_N.numel())
+        self.mean_N = vectors.empty(size)
         self._vectors = vectors
         self._me = me
-        self._sum_N = sum_N
+        self._sum_N: Tensor | None = None
         self._peers = [member.peer for member in start.members]
         self._rank = self._peers.index(me)
         counts = [len(IndexSet.from_bytes(member.indices, count=microbatches)) for member in start.members]
         self._contributors = [peer for peer, count in zip(self._peers, counts, strict=True) if count]
         self._scale = 1.0 / max(1, sum(counts))
-        self._bounds = part_bounds([member.bandwidth for member in start.members], sum_N.numel())
-        self._arrived: dict[int, dict[PeerID, Tensor]] = {}
+        self._bounds = part_bounds([member.bandwidth for member in start.members], size)
+        self._arrived: dict[int, dict[PeerID, Payload]] = {}
+        self._under_way: set[int] = set()
+        """Chunks whose numbers are being added up or copied on another thread."""
         self.num_taken = 0
         """Pieces of others that were new."""
         self._missing = {c for rank in range(len(self._peers)) for c in self._chunks(rank)}
@@ -77,10 +82,15 @@ class Reduction:
 
     def missing_from(self) -> set[PeerID]:
         """Whom we still wait for."""
-        waiting = {self._peers[self._owner(chunk)] for chunk in self._missing} - {self._me}
-        for chunk in self._missing & set(self._chunks(self._rank)):
+        waiting = {self._peers[self._owner(chunk)] for chunk in self._missing - self._under_way} - {self._me}
+        for chunk in (self._missing - self._under_way) & set(self._chunks(self._rank)):
             waiting |= set(self._contributors) - set(self._arrived.get(chunk, ())) - {self._me}
         return waiting
+
+    def begin(self, sum_N: Tensor) -> list[int]:
+        """Our own gradient sum is made, float32 [N] on the host. Returns: the chunks that can be added up now."""
+        self._sum_N = sum_N
+        return [chunk for chunk in self._chunks(self._rank) if self._is_due(chunk)]
 
     def scatter(self) -> Iterator[Outgoing]:
         """Our contribution to each other member's part. Part after part, beginning behind our own rank, so that the
@@ -89,66 +99,92 @@ class Reduction:
             yield from self.scatter_to(self._peers[(self._rank + step) % len(self._peers)])
 
     def scatter_to(self, peer: PeerID) -> Iterator[Outgoing]:
-        """Of that, what goes to one of them."""
-        if self._me not in self._contributors:
+        """Of that, what goes to one of them; nothing before our sum is made."""
+        if self._me not in self._contributors or self._sum_N is None:
             return
         rank = self._peers.index(peer)
         for chunk in self._chunks(rank):
             yield Outgoing(peer, chunk, self._sum_N[chunk : self._end(rank, chunk)])
 
-    def own_chunks(self) -> list[Outgoing]:
-        """Chunks of our part that need nothing from others (a lone contributor, or a group of one)."""
-        return [out for chunk in self._chunks(self._rank) for out in self._finish(chunk)]
-
     def finished(self) -> list[Outgoing]:
         """What others have of us so far, unless it was lost on the way: the finished chunks of our part."""
-        chunks = [chunk for chunk in self._chunks(self._rank) if chunk not in self._missing]
-        return [
-            Outgoing(peer, chunk, self.mean_N[chunk : self._end(self._rank, chunk)])
-            for peer in self.others
-            for chunk in chunks
-        ]
+        return self._for_all(chunk for chunk in self._chunks(self._rank) if chunk not in self._missing)
 
-    def part_arrived(self, source: PeerID, start: int, payload: Payload) -> list[Outgoing]:
-        """A contribution to our part. Returns: the finished chunk for every other member, once all are there.
+    def part_arrived(self, source: PeerID, start: int, payload: Payload) -> bool:
+        """A contribution to our part. Returns: whether the chunk can be added up now.
 
         Raises: RemoteError: not a chunk of this round, or not from a contributor.
         """
         if source not in self._contributors or start not in self._chunks(self._rank):
             raise RemoteError(source, f"sent a part at {start} that round {self.start.step} has not")
-        values_C = self._values(payload, self._end(self._rank, start) - start, source)
-        if start not in self._missing:
-            return []  # It came twice.
+        self._check(payload, self._end(self._rank, start) - start, source)
+        if start not in self._missing or start in self._under_way:
+            return False  # It came twice.
         self.num_taken += source not in self._arrived.get(start, ())
-        self._arrived.setdefault(start, {})[source] = values_C
-        return self._finish(start)
+        self._arrived.setdefault(start, {})[source] = payload
+        return self._is_due(start)
 
-    def result_arrived(self, source: PeerID, start: int, payload: Payload) -> None:
-        """A finished chunk of another member's part. Raises: RemoteError."""
+    def adding(self, chunks: Iterable[int]) -> Callable[[], None]:
+        """Returns: what adds up these chunks of our part. Then they are `added`."""
+        work = [(chunk, self._arrived.pop(chunk, {})) for chunk in chunks]
+        self._under_way.update(chunk for chunk, _ in work)
+
+        def add() -> None:
+            for chunk, arrived in work:
+                self._add_up(chunk, arrived)
+
+        return add
+
+    def added(self, chunks: Iterable[int]) -> list[Outgoing]:
+        """Returns: the finished chunks, for every other member."""
+        for chunk in chunks:
+            self._done_with(chunk)
+        return self._for_all(chunks)
+
+    def result_arrived(self, source: PeerID, start: int, payload: Payload) -> Callable[[], None] | None:
+        """A finished chunk of another member's part. Returns: what copies it into the mean, after which it is `taken`;
+        None if it came twice, since the optimizer may be reading what came first. Raises: RemoteError."""
         rank = self._peers.index(source) if source in self._peers else -1
         if rank < 0 or rank == self._rank or start not in self._chunks(rank):
             raise RemoteError(source, f"sent a result at {start} that is not its part of round {self.start.step}")
         end = self._end(rank, start)
-        values_C = self._values(payload, end - start, source)
-        if start in self._missing:  # else it came twice, and the optimizer may be reading what came first
-            self.mean_N[start:end] = values_C
-            self._missing.discard(start)
-            self.num_taken += 1
+        self._check(payload, end - start, source)
+        if start not in self._missing or start in self._under_way:
+            return None
+        self._under_way.add(start)
 
-    def _finish(self, start: int) -> list[Outgoing]:
-        others = [peer for peer in self._contributors if peer != self._me]
-        arrived = self._arrived.get(start, {})
-        if start not in self._missing or any(peer not in arrived for peer in others):
-            return []
-        end = self._end(self._rank, start)
-        mean_C = self.mean_N[start:end].zero_()
+        def take() -> None:
+            self.mean_N[start:end] = self._vectors.gradient_of(payload)
+
+        return take
+
+    def taken(self, start: int) -> None:
+        self._done_with(start)
+        self.num_taken += 1
+
+    def _is_due(self, chunk: int) -> bool:
+        """Whether all that a chunk of our part is the sum of is here, and nobody has added it up."""
+        if self._sum_N is None or chunk not in self._missing or chunk in self._under_way:
+            return False
+        arrived = self._arrived.get(chunk, {})
+        return all(peer in arrived for peer in self._contributors if peer != self._me)
+
+    def _done_with(self, chunk: int) -> None:
+        self._under_way.discard(chunk)
+        self._missing.discard(chunk)
+
+    def _for_all(self, chunks: Iterable[int]) -> list[Outgoing]:
+        ready = [(chunk, self.mean_N[chunk : self._end(self._rank, chunk)]) for chunk in chunks]
+        return [Outgoing(peer, chunk, mean_C) for peer in self.others for chunk, mean_C in ready]
+
+    def _add_up(self, chunk: int, arrived: dict[PeerID, Payload]) -> None:
+        assert self._sum_N is not None, "a chunk is added up before our own sum is made"
+        end = self._end(self._rank, chunk)
+        mean_C = self.mean_N[chunk:end].zero_()
         for peer in self._contributors:
-            mean_C += self._sum_N[start:end] if peer == self._me else arrived[peer]
+            mean_C += self._sum_N[chunk:end] if peer == self._me else self._vectors.gradient_of(arrived[peer])
         mean_C *= self._scale
         self._vectors.round_gradient(mean_C)  # we step with what the others get
-        self._arrived.pop(start, None)
-        self._missing.discard(start)
-        return [Outgoing(peer, start, mean_C) for peer in self.others]
 
     def _chunks(self, rank: int) -> range:
         return range(self._bounds[rank], self._bounds[rank + 1], self._vectors.chunk)
@@ -159,7 +195,6 @@ class Reduction:
     def _owner(self, start: int) -> int:
         return next(rank for rank in range(len(self._peers)) if start in self._chunks(rank))
 
-    def _values(self, payload: Payload, size: int, source: PeerID) -> Tensor:
+    def _check(self, payload: Payload, size: int, source: PeerID) -> None:
         if len(payload) != self._vectors.gradient_bytes * size:
             raise RemoteError(source, f"sent {len(payload)} bytes for {size} numbers")
-        return self._vectors.gradient_of(payload)

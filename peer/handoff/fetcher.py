@@ -3,9 +3,10 @@ holders name; another holder is asked where one fails.
 """
 
 import asyncio
+import functools
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +21,7 @@ from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused, RemoteError, Unreachable
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Done, StateChunkRequest, StateOffer, StateRequest
+from shoal.protocol.ports import Compute
 from shoal.protocol.spec import RunSpec
 
 logger = logging.getLogger(__name__)
@@ -56,6 +58,7 @@ class StateFetcher:
         *,
         endpoint: Endpoint,
         inbox: ChunkInbox,
+        compute: Compute,
         device: torch.device,
         vectors: Vectors = VECTORS,
     ) -> None:
@@ -64,6 +67,7 @@ class StateFetcher:
         self._keys = keys
         self._endpoint = endpoint
         self._inbox = inbox
+        self._compute = compute
         self._device = device
         self._tensors: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
         self._sources: dict[str, list[PeerID]] = {}
@@ -99,7 +103,7 @@ class StateFetcher:
         missing = list(self._keys)
         while missing:
             await self._fetch_layers(missing)
-            missing = [key for key in missing if self._layer(key).proof() != digests[key]]
+            missing = await self._compute.run_on_host(functools.partial(self._differing, missing, digests))
             for key in missing:
                 culprit = self._sources[key][0]
                 if len(self._sources[key]) == 1:
@@ -108,7 +112,8 @@ class StateFetcher:
                 logger.warning("layer %s did not match its digest: fetching it again", key)
                 self.progress.done -= sum(tensor.numel() for tensor in self._tensors[key])
                 self._sources[key].remove(culprit)
-        return StageState(version=self._version, layers={key: self._on_device(key) for key in self._keys})
+        layers = await self._compute.run_on_host(lambda: {key: self._on_device(key) for key in self._keys})
+        return StageState(version=self._version, layers=layers)
 
     # --- who has it ---
 
@@ -216,6 +221,10 @@ class StateFetcher:
         finally:
             for start in starts:
                 self._inbox.forget(*what, start)
+
+    def _differing(self, keys: Sequence[str], digests: Mapping[str, str]) -> list[str]:
+        """Which of these layers are not what their digests say."""
+        return [key for key in keys if self._layer(key).proof() != digests[key]]
 
     def _layer(self, key: str) -> LayerState:
         return self._vectors.layer_state(*self._tensors[key])

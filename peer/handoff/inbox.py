@@ -9,7 +9,7 @@ from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import RemoteError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import StateChunk
-from shoal.protocol.ports import Payload
+from shoal.protocol.ports import Compute, Payload
 
 _Key = tuple[PeerID, int, int, str, int, int]
 """Sender, stored era, version, layer key, tensor, first element."""
@@ -18,8 +18,9 @@ _Key = tuple[PeerID, int, int, str, int, int]
 class ChunkInbox:
     """One a peer: several fetches may be under way, of several states."""
 
-    def __init__(self, endpoint: Endpoint, *, vectors: Vectors = VECTORS) -> None:
+    def __init__(self, endpoint: Endpoint, *, compute: Compute, vectors: Vectors = VECTORS) -> None:
         self._vectors = vectors
+        self._compute = compute
         self._expected: dict[_Key, tuple[Tensor, asyncio.Event]] = {}
         endpoint.on_frame(StateChunk, self._on_chunk)
 
@@ -42,5 +43,9 @@ class ChunkInbox:
         values_C = self._vectors.values_of(payload)
         if values_C.numel() != min(self._vectors.chunk, into_N.numel() - meta.start):
             raise RemoteError(source, f"sent {values_C.numel()} numbers at {meta.start} of {meta.layer}")
-        into_N[meta.start : meta.start + values_C.numel()] = values_C
+
+        def take() -> None:
+            into_N[meta.start : meta.start + values_C.numel()] = values_C
+
+        await self._compute.run_on_host(take)
         event.set()

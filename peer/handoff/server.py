@@ -5,8 +5,11 @@ holders go on committing, and keep the reduced gradients since the oldest versio
 replays. Who keeps a copy never does: at a step a second those of a long transfer would be many times the state.
 """
 
+import functools
 import logging
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+
+from torch import Tensor
 
 from shoal.peer.group.witnesses import Signatures, Witnessed
 from shoal.peer.initial import InitialWeights, bare_layer
@@ -17,7 +20,7 @@ from shoal.protocol.errors import LocalError, Refused, RemoteError, Unreachable
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import PINNED_BYTES_MAX, PINNED_S_MAX, PINNED_VERSIONS_MAX
 from shoal.protocol.messages import Done, StateChunk, StateChunkRequest, StateOffer, StateRequest
-from shoal.protocol.ports import Clock, Priority
+from shoal.protocol.ports import Clock, Compute, Payload, Priority
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +45,7 @@ class _Pin:
         """By somebody else; what we have pinned ourselves is as much as we chose."""
         self.layers: dict[str, LayerState] = {}
         self.digests: dict[str, str] = {}
+        """Of the layers that may be offered; the others' are being made."""
         self.signatures: Signatures = ()
         """Of those who have signed it for newcomers."""
         self.is_replayed = False
@@ -59,11 +63,17 @@ class _Pin:
     def num_bytes(self) -> int:
         return _num_bytes(self.layers.values())
 
-    def add(self, layers: Iterable[tuple[str, LayerState]], proofs: Mapping[str, str] | None = None) -> None:
-        """Args: proofs: of these layers, where they are known."""
-        for key, layer in layers:
-            if key not in self.layers:
-                self.layers[key], self.digests[key] = layer, proofs[key] if proofs else layer.proof()
+    def keep(self, layers: Mapping[str, LayerState]) -> dict[str, LayerState]:
+        """Returns: those of which no digest is known."""
+        for key, layer in layers.items():
+            self.layers.setdefault(key, layer)
+        return {key: self.layers[key] for key in layers if key not in self.digests}
+
+    def prove(self, proofs: Mapping[str, str]) -> None:
+        """Args: proofs: of layers, some of which may have been forgotten meanwhile."""
+        for key, proof in proofs.items():
+            if key in self.layers:
+                self.digests.setdefault(key, proof)
 
     def forget(self, keys: Collection[str]) -> None:
         for key in keys:
@@ -94,6 +104,7 @@ class StateServer:
         self,
         *,
         endpoint: Endpoint,
+        compute: Compute,
         clock: Clock,
         current: Callable[[Collection[str]], StageState | None],
         stored: Callable[[int, int, tuple[str, ...]], Awaitable[dict[str, LayerState]]],
@@ -103,6 +114,7 @@ class StateServer:
     ) -> None:
         self._vectors = vectors
         self._endpoint = endpoint
+        self._compute = compute
         self._clock = clock
         self._knows = knows
         self._witnessed = witnessed
@@ -117,9 +129,9 @@ class StateServer:
         endpoint.on(StateRequest, self._on_request)
         endpoint.on(StateChunkRequest, self._on_chunk_request)
 
-    def pin(self, state: StageState) -> None:
+    async def pin(self, state: StageState) -> None:
         """Somebody is about to ask for this state, which will not be the current one any more."""
-        self._pin((TRAINED, state.version), state.layers.items())
+        await self._pin((TRAINED, state.version), state.layers)
 
     def pinned_from(self) -> int:
         """The oldest version of what is trained on which a newcomer builds; far in the future if none does."""
@@ -151,13 +163,27 @@ class StateServer:
         self._pins = {key: pin for key, pin in self._pins.items() if pin.until_s >= now_s}
         self._newcomers = {peer: until_s for peer, until_s in self._newcomers.items() if until_s >= now_s}
 
-    def _pin(
-        self, key: _Key, layers: Iterable[tuple[str, LayerState]], proofs: Mapping[str, str] | None = None
+    async def _pin(
+        self,
+        key: _Key,
+        layers: Mapping[str, LayerState],
+        proofs: Mapping[str, str] | None = None,
+        *,
+        asked_by: PeerID | None = None,
     ) -> _Pin:
+        """Args: proofs: of these layers, where they are known."""
         now_s = self._clock.now_s()
         pin = self._pins.setdefault(key, _Pin(now_s))
         pin.asked_for(now_s)
-        pin.add(layers, proofs)
+        if asked_by is not None:
+            pin.is_asked_for = True
+            pin.is_replayed |= asked_by in self._newcomers
+        unproved = pin.keep(layers)
+        if unproved and proofs is None:
+            proofs = await self._compute.run_on_host(lambda: {k: layer.proof() for k, layer in unproved.items()})
+            pin = self._pins.setdefault(key, pin)  # hashing a large stage takes longer than a pin lives unasked
+            pin.asked_for(self._clock.now_s())
+        pin.prove(proofs or {})
         return pin
 
     def _has_room(self, key: _Key, layers: Iterable[LayerState]) -> bool:
@@ -174,42 +200,42 @@ class StateServer:
         wanted = set(message.layers)
         if message.stored_era == INITIAL:
             bare = await self._begun_with(message.layers)
-            return self._offer(source, (INITIAL, 0), bare.items(), wanted)
+            return await self._offer(source, (INITIAL, 0), bare, wanted)
         if message.stored_era != TRAINED:
             layers = await self._stored(message.stored_era, message.version, message.layers)
             if not layers:
                 raise Refused(me, "has no such snapshot")
             if not self._has_room((message.stored_era, message.version), layers.values()):
                 raise Refused(me, "is giving other versions to others; ask again")
-            return self._offer(source, (message.stored_era, message.version), layers.items(), wanted)
+            return await self._offer(source, (message.stored_era, message.version), layers, wanted)
         if message.version < 0:
             self._newcomers[source] = self._clock.now_s() + PINNED_S
         pinned = self._pins.get((TRAINED, message.version))
-        if pinned is not None and wanted <= pinned.layers.keys():
-            return self._offer(source, (TRAINED, message.version), (), wanted)
+        if pinned is not None and wanted <= pinned.digests.keys():
+            return await self._offer(source, (TRAINED, message.version), {}, wanted)
         state, given = self._current(message.layers), None
         if state is not None:
             given = await self._witnessed(source, message.layers, message.version)
         if given is not None:
             key = (TRAINED, given.state.version)
             if key in self._pins or self._has_room(key, given.state.layers.values()):
-                return self._offer(source, key, given.state.layers.items(), wanted, given)
-            return self._offer_pinned(source, message.version, wanted, signed=True)
+                return await self._offer(source, key, given.state.layers, wanted, given)
+            return await self._offer_pinned(source, message.version, wanted, signed=True)
         if state is None:
             raise Refused(me, "does not hold that state")
         if message.version not in (-1, state.version):
             raise Refused(me, f"is at version {state.version}, not {message.version}")
         if not self._has_room((TRAINED, state.version), state.layers.values()):
-            return self._offer_pinned(source, message.version, wanted, signed=False)
-        return self._offer(source, (TRAINED, state.version), state.layers.items(), wanted)
+            return await self._offer_pinned(source, message.version, wanted, signed=False)
+        return await self._offer(source, (TRAINED, state.version), state.layers, wanted)
 
-    def _offer_pinned(self, source: PeerID, version: int, wanted: set[str], *, signed: bool) -> StateOffer:
+    async def _offer_pinned(self, source: PeerID, version: int, wanted: set[str], *, signed: bool) -> StateOffer:
         """There is no room for another version: the newest of those that we keep anyway. Raises: Refused."""
         kept = ((at, pin) for at, pin in self._pins.items() if at[0] == TRAINED and (pin.signatures or not signed))
-        versions = [at for (_, at), pin in kept if wanted <= pin.layers.keys()]
+        versions = [at for (_, at), pin in kept if wanted <= pin.digests.keys()]
         if version >= 0 or not versions:
             raise Refused(self._endpoint.peer_id, "is giving other versions to others; ask again")
-        return self._offer(source, (TRAINED, max(versions)), (), wanted)
+        return await self._offer(source, (TRAINED, max(versions)), {}, wanted)
 
     async def _begun_with(self, keys: tuple[str, ...]) -> dict[str, LayerState]:
         me = self._endpoint.peer_id
@@ -217,25 +243,23 @@ class StateServer:
             raise Refused(me, "has not what the run begins with")
         try:
             pin = self._pins.get((INITIAL, 0))
-            missing = [key for key in keys if pin is None or key not in pin.layers]
+            missing = [key for key in keys if pin is None or key not in pin.digests]
             return {key: bare_layer(param_N) for key, param_N in (await self.initial.read(missing)).items()}
         except LocalError as error:
             logger.error("cannot give what the run begins with: %s", error)
             raise Refused(me, "cannot read what the run begins with") from error
 
-    def _offer(
+    async def _offer(
         self,
         source: PeerID,
         key: _Key,
-        layers: Iterable[tuple[str, LayerState]],
+        layers: Mapping[str, LayerState],
         wanted: set[str],
         witnessed: Witnessed | None = None,
     ) -> StateOffer:
-        pin = self._pin(key, layers, dict(witnessed.proofs) if witnessed else None)
+        pin = await self._pin(key, layers, dict(witnessed.proofs) if witnessed else None, asked_by=source)
         if witnessed and witnessed.signatures:
             pin.signatures = witnessed.signatures
-        pin.is_asked_for = True
-        pin.is_replayed |= source in self._newcomers
         sizes = [tensor.numel() for name in wanted & pin.layers.keys() for tensor in pin.layers[name].tensors]
         pin.left[source] = pin.left.get(source, 0) + sum(sizes)
         digests = tuple((name, digest) for name, digest in pin.digests.items() if name in wanted)
@@ -248,7 +272,7 @@ class StateServer:
             raise Refused(self._endpoint.peer_id, "has offered the sender no such version")
         if pin is None or layer is None or not 0 <= message.tensor < 3:
             raise Refused(self._endpoint.peer_id, f"has not pinned version {message.version} of {message.layer}")
-        values_N = self._vectors.on_host(layer.tensors[message.tensor])
+        values_N = layer.tensors[message.tensor]
         chunk = self._vectors.chunk
         if not 0 <= message.start < message.stop <= min(values_N.numel(), message.start + RANGE_CHUNKS * chunk):
             raise RemoteError(source, f"asks for elements {message.start} to {message.stop} of {values_N.numel()}")
@@ -261,7 +285,8 @@ class StateServer:
                 tensor=message.tensor,
                 start=start,
             )
-            payload = self._vectors.payload_of(values_N[start : min(start + chunk, message.stop)])
+            part_C = values_N[start : min(start + chunk, message.stop)]
+            payload = await self._compute.run_on_host(functools.partial(self._payload_of, part_C))
             try:
                 await self._endpoint.send(source, meta, payload, priority=Priority.BULK)
             except Unreachable as error:
@@ -272,3 +297,6 @@ class StateServer:
         else:
             pin.served.add(source)
         return Done()
+
+    def _payload_of(self, values_C: Tensor) -> Payload:
+        return self._vectors.payload_of(self._vectors.on_host(values_C))

@@ -2,9 +2,18 @@
 
 What its sum of a step holds is exactly what the others have been told: a gradient waits aside until then, and one that
 may have to be left out stays apart from the sum.
+
+**Two threads.** The event loop says in which order gradients are told of and sums are asked for; it touches no tensor.
+Each such word is put into a queue, and whoever works with tensors next (the device's thread at the beginning of a job,
+or the thread that was asked for a sum) does what waits there, in that order, one thread at a time. So a sum holds what
+had been told of when it was asked for, whenever it is made.
 """
 
 import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from threading import Lock
 
 import torch
@@ -24,11 +33,23 @@ _Gradient = tuple[Tensor, WeightSet | None]
 """And the weights that it was taken at."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summed:
+    """What a replica brings to the reduction of one step."""
+
+    sum_N: Tensor
+    """float32 [N] on the host."""
+    places: Places | None
+    """Where its gradients were taken, if that was asked for; None: all at the step's own weights."""
+    num: int
+    """How many they are."""
+
+
 class Contributions:
     """Of one stage with `size` = N parameters; gradients are float32 [N], on any device.
 
     Args:
-        corrects: the weights of what is kept apart will be asked for, too.
+        corrects: a sum is asked for with the places of its gradients.
     """
 
     def __init__(self, size: int, vectors: Vectors, *, corrects: bool = False) -> None:
@@ -37,7 +58,9 @@ class Contributions:
         self._corrects = corrects
         self._sums: dict[int, Tensor] = {}  # by step
         self._nums: dict[int, int] = {}  # by step: how many gradients its sum is of
-        self._adding = Lock()  # the device's thread looks at sums to which the loop's adds
+        self._told: deque[Callable[[], None]] = deque()  # what the loop has said and no thread has done yet, in order
+        self._working = Lock()  # held by the thread that does it, or looks at what came of it
+        self._first_open = 0  # the step from which on sums are kept
         self._places: dict[int, Places] = {}  # by step, as far as anybody wants to know
         self._summed: set[Microbatch] = set()  # what the sums hold
         self._apart: dict[int, dict[int, _Gradient]] = {}  # step -> index -> what may be left out
@@ -83,30 +106,33 @@ class Contributions:
         if apart and len(kept) < APART_MAX:
             kept[microbatch.index] = (gradient_N, weights if self._corrects else None)
             return True
-        with self._adding:
-            if microbatch.step in self._sums:
-                self._sums[microbatch.step] += gradient_N
-            else:
-                self._sums[microbatch.step] = gradient_N
-            self._nums[microbatch.step] = self.num(microbatch.step) + 1
-            if weights is not None and weights.version < microbatch.step:
-                if microbatch.step not in self._places:
-                    self._places[microbatch.step] = Places(torch.zeros_like(gradient_N))
-                self._places[microbatch.step].add(weights)
         self._summed.add(microbatch)
+        self._told.append(partial(self._add, microbatch.step, gradient_N, weights))
         return False
 
-    def total(self, step: int, indices: IndexSet | None = None) -> Tensor:
-        """The sum of our contributions to `step`, on the host; of those kept apart `indices`, if given.
+    def total(self, step: int, indices: IndexSet | None = None) -> Callable[[], Summed]:
+        """Ask for the sum of our contributions to `step`; of those kept apart `indices`, if given.
 
         A copy: a microbatch that comes late must not change what others have seen of it. It is added to the sum all
         the same, for another attempt at the step.
+
+        Returns: what makes it, on any thread but the loop's.
         """
-        total_N = self._sums.get(step)
-        sum_N = self._vectors.zeros(self._size) if total_N is None else self._vectors.copied(total_N)
-        for gradient_N, _ in self._asked_for(step, indices):
-            sum_N += self._vectors.on_host(gradient_N)
-        return sum_N
+        made: list[Summed] = []
+        kept = self._asked_for(step, indices)
+        self._told.append(lambda: made.append(self._copy(step, kept)))
+
+        def make() -> Summed:
+            self.settle()
+            return made.pop()
+
+        return make
+
+    def settle(self) -> None:
+        """Do what the loop has said by now: not on the loop's thread, since it takes as long as large tensors do."""
+        with self._working:
+            while self._told:
+                self._told.popleft()()
 
     def num(self, step: int) -> int:
         """Gradients in the sum of `step`, without those kept apart."""
@@ -114,36 +140,57 @@ class Contributions:
 
     def seen(self, step: int) -> OpenSum | None:
         """What the sum of `step` holds by now, without those kept apart; None if that is nothing."""
-        with self._adding:
+        with self._working:
             sum_N, places = self._sums.get(step), self._places.get(step)
             if sum_N is None:
                 return None
             there = Places(places.sum_N.clone(), places.num) if places else None
             return OpenSum(sum_N / self._nums[step], self._nums[step], there)
 
-    def places(self, step: int, indices: IndexSet | None = None) -> tuple[Places | None, int]:
-        """Where the gradients that `total` adds up were taken (None: all at the step's own weights), and how many
-        these are."""
-        kept = self._asked_for(step, indices)
-        stale = [weights for _, weights in kept if weights is not None and weights.version < step]
-        with self._adding:
-            places, total = self._places.get(step), self.num(step) + len(kept)
-            if places is None and not stale:
-                return None, total
-            sum_N = torch.zeros_like(kept[0][0]) if places is None else places.sum_N.clone()
-            there = Places(sum_N, places.num if places else 0)
-        for weights in stale:
-            there.add(weights)
-        return there, total
-
     def forget_before(self, version: int) -> None:
         # A step ends on the device's thread while the loop's may add to these: iterate over copies.
-        with self._adding:
+        with self._working:
+            self._first_open = version
             for table in (self._nums, self._sums, self._places, self._apart):
                 for step in [s for s in list(table) if s < version]:
                     table.pop(step, None)
         for microbatch in [m for m in list(self._summed) if m.step < version]:
             self._summed.discard(microbatch)
+
+    def _add(self, step: int, gradient_N: Tensor, weights: WeightSet | None) -> None:
+        """To the step's sum, taken at these weights. While `_working` is held."""
+        if step < self._first_open:
+            return  # it was committed meanwhile
+        if step in self._sums:
+            self._sums[step] += gradient_N
+        else:
+            self._sums[step] = gradient_N
+        self._nums[step] = self.num(step) + 1
+        if weights is not None and weights.version < step:
+            if step not in self._places:
+                self._places[step] = Places(torch.zeros_like(gradient_N))
+            self._places[step].add(weights)
+
+    def _copy(self, step: int, kept: list[_Gradient]) -> Summed:
+        """Of the step's sum, with `kept` beside it. While `_working` is held."""
+        total_N = self._sums.get(step)
+        sum_N = self._vectors.zeros(self._size) if total_N is None else self._vectors.copied(total_N)
+        for gradient_N, _ in kept:
+            sum_N += self._vectors.on_host(gradient_N)
+        return Summed(sum_N=sum_N, places=self._places_with(step, kept), num=self.num(step) + len(kept))
+
+    def _places_with(self, step: int, kept: list[_Gradient]) -> Places | None:
+        """Where the gradients of the step's sum and those of `kept` were taken. None: all at the step's own weights,
+        or nobody wants to know."""
+        places = self._places.get(step)
+        stale = [weights for _, weights in kept if weights is not None and weights.version < step]
+        if not self._corrects or (places is None and not stale):
+            return None
+        sum_N = torch.zeros_like(kept[0][0]) if places is None else places.sum_N.clone()
+        there = Places(sum_N, places.num if places else 0)
+        for weights in stale:
+            there.add(weights)
+        return there
 
     def _asked_for(self, step: int, indices: IndexSet | None) -> list[_Gradient]:
         """Of those kept apart."""

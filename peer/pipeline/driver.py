@@ -123,7 +123,7 @@ class PipelineDriver:
         self.runtime = runtime
         self.timeline: deque[TimelineEntry] = deque(maxlen=_TIMELINE_MAX)
         self._endpoint = endpoint
-        self._compute = compute
+        self.compute = compute
         self._clock = clock
         self.upwards = upwards
         self._wire = ActivationWire(runtime.spec)
@@ -293,7 +293,7 @@ class PipelineDriver:
     async def _run(self, job: Job) -> None:
         work, flop = self._work(job)
         kind = "forward" if job.kind == "loss" else job.kind
-        timed = await self._compute.run(kind, work, flop=flop)
+        timed = await self.compute.run(kind, work, flop=flop)
         self.timeline.append(TimelineEntry(job=job, started_s=timed.started_s, ended_s=timed.ended_s))
         if job.microbatch is None:
             state, digest, skipped = timed.value
@@ -310,7 +310,7 @@ class PipelineDriver:
             if not self.core.goes_on(job):
                 self._handle(JobDropped(job))
                 return
-            timed = await self._compute.run(kind, functools.partial(timed.value.resume, output), flop=timed.value.flop)
+            timed = await self.compute.run(kind, functools.partial(timed.value.resume, output), flop=timed.value.flop)
             self.timeline.append(TimelineEntry(job=job, started_s=timed.started_s, ended_s=timed.ended_s))
         self._keep(job, job.microbatch, timed.value)
         self._handle(JobDone(job))

@@ -4,6 +4,7 @@ N parameters of all its layers, their flat buffers one behind the other
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ Leaves = dict[str, dict[str, Tensor]]
 class Shard:
     """The layers `keys` of one replica; what is computed with them is its subclasses' business.
 
-    Jobs run on the device's one thread; `contribute` and `gradient_sum` on the loop's.
+    Jobs run on the device's one thread; `contribute` and `gradient_sum` on the loop's, which touches no tensor.
     """
 
     def __init__(self, spec: RunSpec, keys: tuple[str, ...], *, device: torch.device) -> None:
@@ -97,23 +98,29 @@ class Shard:
         """Its backward is done and the others are about to be told: add its gradient to the step's sum, or keep it
         `apart` from that if there is room, so that it can be left out.
 
-        On the loop's thread, as `gradient_sum` is: what the sum holds is exactly what has been told.
+        The tensor itself is added by the next job here, or before that by whoever makes a sum.
         Returns: whether it is kept apart.
         """
         return self._contributions.contribute(microbatch, version=self.version, apart=apart)
 
-    def gradient_sum(self, step: int, indices: IndexSet | None = None) -> Tensor:
-        """The sum over our contributions to `step`, float32 [N] on the CPU; of those kept apart `indices`, if given.
+    def gradient_sum(self, step: int, indices: IndexSet | None = None) -> Callable[[], Tensor]:
+        """Ask for the sum over our contributions to `step` that have been told of by now; of those kept apart
+        `indices`, if given. Returns: what makes it, float32 [N] on the CPU, on a thread that is not the loop's.
 
         Corrected for the weights that they were taken at, if the run's compensation does so and `step` is the current
         one. (A round may be called before our own step to it has ended; then what they should have been taken at is
         not known, and the sum stays as it is.)
         """
-        sum_N = self._contributions.total(step, indices)
-        state = self.state
-        if self._weights.corrects and state is not None and state.version == step:
-            self._weights.correct(state, sum_N, *self._contributions.places(step, indices))
-        return sum_N
+        total, state = self._contributions.total(step, indices), self.state
+        corrects = self._weights.corrects and state is not None and state.version == step
+
+        def make() -> Tensor:
+            summed = total()
+            if corrects and state is not None:
+                self._weights.correct(state, summed.sum_N, summed.places, summed.num)
+            return summed.sum_N
+
+        return make
 
     def forget(self, microbatch: Microbatch) -> None:
         """Nobody will ask for it any more."""
@@ -123,6 +130,7 @@ class Shard:
 
     def _weights_of(self, microbatch: Microbatch) -> tuple[WeightSet, Leaves]:
         """What it wants of the current version, and that as leaves of its own: its gradient is nobody else's."""
+        self._contributions.settle()  # what has been told of is seen by strategies that see, and frees its memory
         state = self.state
         assert state is not None
         weights = self._weights.of(state, state.version if microbatch.validates else microbatch.step)
@@ -131,6 +139,7 @@ class Shard:
 
     def _collect(self, microbatch: Microbatch, weights: WeightSet, leaves: Leaves, contributes: bool) -> None:
         """The backward that follows leaves its gradient in one flat tensor, if anybody wants it."""
+        self._contributions.settle()
         if not contributes or self._contributions.has(microbatch):
             return
         gradient_N = torch.zeros(self.num_parameters, device=self.device)

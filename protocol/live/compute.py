@@ -1,6 +1,8 @@
-"""The Compute port on one worker thread: the device's jobs leave the loop free for the network."""
+"""The Compute port on two worker threads, one for the device's jobs and one for what is done to tensors in the host's
+memory: both leave the loop free for the network."""
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,8 +19,8 @@ class ThreadCompute:
     """Jobs run one at a time in the order given.
 
     Args:
-        initializer: runs in the thread before the first job (number of threads, device). If it raises, so does every
-            job.
+        initializer: runs in each of the two threads before its first job (number of threads, device). If it raises, so
+            does every job.
         probe_clock: what probes are timed with. `time.thread_time` for a CPU: six peers that start on one machine
             would otherwise measure each other's start, and differ by a factor of four.
         share: of the device's time. The device rests once it has had more than that (`duty.py`), and a job is said to
@@ -39,9 +41,11 @@ class ThreadCompute:
         self._duty = Duty(share)
         self._share = share
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="compute")
+        self._host_thread = ThreadPoolExecutor(1, thread_name_prefix="host memory")
         self._initializer = initializer
         self._probe_clock = probe_clock
-        self._initialized = False
+        self._initialized: set[int] = set()
+        """Identifiers of the threads that are."""
         self._is_closed = False
         self._spent_s = spent_s
         self._jobs_s = 0.0
@@ -69,10 +73,17 @@ class ThreadCompute:
                 raise LocalError("this device is closed")
             return await loop.run_in_executor(self._thread, self._timed, kind, work)
 
+    async def run_on_host(self, work: Callable[[], T]) -> T:
+        """Run `work` on the other thread. Raises: whatever `work` raises. LocalError: the device is closed."""
+        if self._is_closed:
+            raise LocalError("this device is closed")
+        return await asyncio.get_running_loop().run_in_executor(self._host_thread, self._prepared, work)
+
     def close(self) -> None:
-        """Cancel the jobs that have not begun; one that has runs to its end, and the thread ends with it."""
+        """Cancel the jobs that have not begun; one that has runs to its end, and its thread ends with it."""
         self._is_closed = True
         self._thread.shutdown(wait=False, cancel_futures=True)
+        self._host_thread.shutdown(wait=False, cancel_futures=True)
 
     def _rest_s(self) -> float:
         used_s = self.used_s
@@ -80,10 +91,18 @@ class ThreadCompute:
         self._charged_s = used_s
         return self._duty.rest_s(time.monotonic())
 
-    def _timed(self, kind: JobKind, work: Callable[[], T]) -> Timed[T]:
-        if not self._initialized and self._initializer is not None:
+    def _prepared(self, work: Callable[[], T]) -> T:
+        self._prepare_thread()
+        return work()
+
+    def _prepare_thread(self) -> None:
+        thread = threading.get_ident()
+        if thread not in self._initialized and self._initializer is not None:
             self._initializer()
-        self._initialized = True
+        self._initialized.add(thread)
+
+    def _timed(self, kind: JobKind, work: Callable[[], T]) -> Timed[T]:
+        self._prepare_thread()
         # time.monotonic is also what the loop's time() reads, so these seconds compare with the Clock's
         clock = self._probe_clock if kind == "probe" else time.monotonic
         started_s, clock_started_s, used_before_s = time.monotonic(), clock(), self.used_s

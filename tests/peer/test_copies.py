@@ -72,6 +72,7 @@ class Peer:
         self.archive = Archive(self.disk, run="run", spec=spec, clock=self.sim.clock, run_blocking=inline)
         server = StateServer(
             endpoint=self.endpoint,
+            compute=self.sim.compute,
             clock=self.sim.clock,
             current=lambda _: self.state,
             stored=self.archive.read,
@@ -84,7 +85,8 @@ class Peer:
             endpoint=self.endpoint,
             spec=spec,
             server=server,
-            inbox=ChunkInbox(self.endpoint),
+            inbox=ChunkInbox(self.endpoint, compute=self.sim.compute),
+            compute=self.sim.compute,
             plan=plan,
             is_leaving=lambda: self.is_leaving,
             clock=self.sim.clock,

@@ -44,6 +44,9 @@ class Resting:
             await self.awake.wait()
         return await self._compute.run(kind, work, flop=flop)
 
+    async def run_on_host(self, work):
+        return await self._compute.run_on_host(work)
+
 
 @pytest.mark.sim
 def test_whose_device_rests_while_its_mates_go_on_keeps_its_state_and_asks_nobody(make_swarm, tiny_spec):
@@ -63,7 +66,7 @@ def test_whose_device_rests_while_its_mates_go_on_keeps_its_state_and_asks_nobod
         replica = slow.replica
         replica.claims.drain()  # the others make all there is
         await swarm.until_step(2)
-        device = replica.pipeline._compute = Resting(replica.pipeline._compute)
+        device = replica.pipeline.compute = Resting(replica.pipeline.compute)
         ask = slow._endpoint.ask
 
         def noted(peer, message, expect, **options):

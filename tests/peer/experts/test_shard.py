@@ -72,7 +72,7 @@ def test_forward_and_backward_are_autograds_and_all_layers_are_one_contribution(
     assert shard.layers_done(run_of(0)) == 2
     assert shard.close(run_of(0), wanted=True) == 0
     assert shard.contribute(Microbatch(0, 0)) is False
-    torch.testing.assert_close(shard.gradient_sum(0), torch.cat(wanted), rtol=0, atol=1e-6)
+    torch.testing.assert_close(shard.gradient_sum(0)(), torch.cat(wanted), rtol=0, atol=1e-6)
     assert shard.num_open == 0
 
 
@@ -82,11 +82,11 @@ def test_a_layer_that_comes_twice_is_answered_twice_and_counted_once(shard) -> N
     assert torch.equal(first, again)
     shard.close(run_of(0), wanted=True)
     shard.contribute(Microbatch(0, 0))
-    once = shard.gradient_sum(0)
+    once = shard.gradient_sum(0)()
     shard.backward(run_of(1, index=1), 1, rows(1), rows(2), wanted=True)
     shard.close(run_of(1, index=1), wanted=True)
     shard.contribute(Microbatch(0, 1))
-    assert torch.equal(shard.gradient_sum(0), 2 * once)
+    assert torch.equal(shard.gradient_sum(0)(), 2 * once)
 
 
 def test_what_is_not_wanted_or_came_before_or_of_the_dead_adds_nothing(shard) -> None:
@@ -99,7 +99,7 @@ def test_what_is_not_wanted_or_came_before_or_of_the_dead_adds_nothing(shard) ->
     assert shard.close(run_of(2), wanted=True) == 0, "no token came, but it counts"
     shard.contribute(Microbatch(0, 0))
     assert shard.close(run_of(3), wanted=True) is None
-    assert not shard.gradient_sum(0).any()
+    assert not shard.gradient_sum(0)().any()
 
 
 def test_runs_begun_over_and_over_give_up_the_earliest(shard) -> None:
@@ -118,7 +118,7 @@ def test_a_gradient_that_is_not_finite_is_done_and_adds_nothing(shard) -> None:
     assert shard.layers_done(run_of(0)) == 1
     shard.close(run_of(0), wanted=True)
     shard.contribute(Microbatch(0, 0))
-    assert not shard.gradient_sum(0).any()
+    assert not shard.gradient_sum(0)().any()
 
 
 def test_a_step_leaves_nothing_open_of_the_step_before(shard) -> None:

@@ -79,7 +79,8 @@ class Replica:
 
     def _start(self):
         names = self.me.peer_id, self.mate.peer_id
-        runtime = SimpleNamespace(vectors=VECTORS, num_parameters=SIZE, gradient_sum=lambda *_: torch.ones(SIZE))
+        sum_N = torch.ones(SIZE)
+        runtime = SimpleNamespace(vectors=VECTORS, num_parameters=SIZE, gradient_sum=lambda *_: lambda: sum_N)
         commit = lambda step, mean_N: self.committed.append((step, mean_N.tolist()))  # noqa: E731
         core = GroupCore(
             me=names[0],
@@ -96,7 +97,7 @@ class Replica:
         )
         self.driver = GroupDriver(
             core,
-            SimpleNamespace(runtime=runtime, version=0, commit=commit),
+            SimpleNamespace(runtime=runtime, version=0, commit=commit, compute=self.me.compute),
             endpoint=Endpoint(self.me.identity, self.me.transport, run="run", gate=OpenGate(), first_sequence=1),
             clock=self.me.clock,
             retained_from=lambda: 0,

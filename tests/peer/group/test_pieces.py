@@ -2,6 +2,7 @@
 
 import asyncio
 
+import pytest
 import torch
 
 from shoal.peer.group.pieces import Pieces
@@ -53,16 +54,25 @@ class Clock:
         return 0.0
 
 
-def test_a_mate_that_stalls_holds_up_no_other_and_each_piece_is_encoded_once():
+class Host:
+    async def run_on_host(self, work):
+        await asyncio.sleep(0)
+        return work()
+
+
+@pytest.mark.parametrize("gradients", ["fp32", "bf16"])
+def test_a_mate_that_stalls_holds_up_no_other_and_each_piece_is_encoded_once(gradients):
     async def main():
         failures = []
-        wire, vectors, tasks = Wire(), CountingVectors(torch.device("cpu")), Tasks(failures.append)
-        pieces = Pieces(wire, vectors, tasks, Clock())
+        vectors = CountingVectors(torch.device("cpu"), gradients=gradients)
+        wire, tasks = Wire(), Tasks(failures.append)
+        pieces = Pieces(wire, vectors, tasks, Clock(), Host())
         chunks = {start: torch.arange(4.0) + start for start in (0, 4)}
         pieces.send([Outgoing(mate, start, chunks[start]) for start in chunks for mate in MATES], START, GatherPart)
-        for _ in range(20):
+        for _ in range(40):
             await asyncio.sleep(0)
-        assert wire.sent == [("takes", start, chunks[start].numpy().tobytes()) for start in (0, 4)]
+        plain = Vectors(torch.device("cpu"), gradients=gradients)
+        assert wire.sent == [("takes", start, bytes(plain.gradient_payload(chunks[start]))) for start in (0, 4)]
         assert vectors.encoded == 2
         assert [pieces.is_sending_to(mate) for mate in MATES] == [True, False, False]
         wire.never.set()

@@ -1,5 +1,3 @@
-import torch
-
 from shoal.peer.group.pressing import PRESS_S, Pressing
 from shoal.peer.group.reduce import Reduction
 from shoal.peer.vectors import VECTORS
@@ -14,7 +12,7 @@ def a_round() -> Reduction:
     start = RoundStart(
         stage=0, step=3, attempt=1, members=members, duplicates=0, given_up=0, loss_sum=0.0, staleness_sum=0
     )
-    return Reduction(ME, start, torch.ones(30), microbatches=8, vectors=VECTORS)
+    return Reduction(ME, start, 30, microbatches=8, vectors=VECTORS)
 
 
 def test_nothing_is_pressed_without_a_round() -> None:

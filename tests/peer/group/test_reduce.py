@@ -66,10 +66,17 @@ class Round:
     def begin(self) -> None:
         """Everyone hears of it at once; parts that overtake the news are the driver's business."""
         for member, sum_N in zip(self.start.members, self.sums, strict=True):
-            self.members[member.peer] = Reduction(member.peer, self.start, sum_N, microbatches=M, vectors=self.vectors)
-        for peer, reduction in self.members.items():
+            size = len(sum_N)
+            self.members[member.peer] = Reduction(member.peer, self.start, size, microbatches=M, vectors=self.vectors)
+        for (peer, reduction), sum_N in zip(self.members.items(), self.sums, strict=True):
+            due = reduction.begin(sum_N)
             self.send(peer, "part", list(reduction.scatter()))
-            self.send(peer, "result", reduction.own_chunks())
+            self.add_up(peer, due)
+
+    def add_up(self, peer: PeerID, chunks: list[int]) -> None:
+        reduction = self.members[peer]
+        reduction.adding(chunks)()
+        self.send(peer, "result", reduction.added(chunks))
 
     def send(self, source: PeerID, kind: str, outgoing: list[Outgoing]) -> None:
         self.sent_elements[source] += sum(len(out.values_C) for out in outgoing)
@@ -81,9 +88,10 @@ class Round:
         to = self.members[out.target]
         payload = bytearray(self.vectors.gradient_payload(out.values_C))
         if kind == "part":
-            self.send(out.target, "result", to.part_arrived(source, out.start, payload))
+            if to.part_arrived(source, out.start, payload):
+                self.add_up(out.target, [out.start])
         else:
-            to.result_arrived(source, out.start, payload)
+            take_result(to, source, out.start, payload)
 
     def play(self, *, repeats: bool = False) -> None:
         while self.air:
@@ -97,6 +105,13 @@ class Round:
             if count:
                 total_N += sum_N
         return total_N * (1.0 / max(1, sum(counts)))
+
+
+def take_result(to: Reduction, source: PeerID, start: int, payload: bytearray) -> None:
+    take = to.result_arrived(source, start, payload)
+    if take is not None:
+        take()
+        to.taken(start)
 
 
 ROUNDS = {
@@ -251,7 +266,9 @@ def test_a_gradient_in_bf16_has_two_bytes_a_number_and_is_rounded_once() -> None
 def waiting() -> Reduction:
     """Member 1 of 0, 1, 2, of which 2 contributes nothing; parts are 0..16, 16..32 and 32..48."""
     start = round_of([1, 1, 0])
-    return Reduction(PeerID("1"), start, torch.ones(48), microbatches=M, vectors=VECTORS)
+    reduction = Reduction(PeerID("1"), start, 48, microbatches=M, vectors=VECTORS)
+    assert reduction.begin(torch.ones(48)) == []
+    return reduction
 
 
 def floats(count: int, value: float = 1.0) -> bytearray:
@@ -281,7 +298,9 @@ def test_a_part_that_the_round_has_not_is_its_senders_fault(
         waiting.part_arrived(PeerID(source), start, payload)
     assert caught.value.peer_id == source
     assert waiting.missing_from() == {"0", "2"}
-    outgoing = waiting.part_arrived(PeerID("0"), 16, floats(CHUNK, 3.0))
+    assert waiting.part_arrived(PeerID("0"), 16, floats(CHUNK, 3.0))
+    waiting.adding([16])()
+    outgoing = waiting.added([16])
     assert [(out.target, out.start) for out in outgoing] == [("0", 16), ("2", 16)]
     assert all(torch.equal(out.values_C, torch.full((CHUNK,), 2.0)) for out in outgoing)
 
@@ -310,13 +329,28 @@ def test_a_result_that_is_not_its_senders_to_give_is_refused(
 
 def test_a_result_that_was_given_is_not_taken_back(waiting: Reduction) -> None:
     """The optimizer may already be reading it."""
-    waiting.result_arrived(PeerID("0"), 0, floats(CHUNK, 1.0))
-    waiting.result_arrived(PeerID("0"), 0, floats(CHUNK, 5.0))
+    take_result(waiting, PeerID("0"), 0, floats(CHUNK, 1.0))
+    assert waiting.result_arrived(PeerID("0"), 0, floats(CHUNK, 5.0)) is None
     assert torch.equal(waiting.mean_N[:CHUNK], torch.ones(CHUNK))
 
 
 def test_a_part_that_comes_again_after_its_chunk_is_done_changes_nothing_and_is_not_kept(waiting: Reduction) -> None:
-    waiting.part_arrived(PeerID("0"), 16, floats(CHUNK, 3.0))
-    assert waiting.part_arrived(PeerID("0"), 16, floats(CHUNK, 7.0)) == []
+    assert waiting.part_arrived(PeerID("0"), 16, floats(CHUNK, 3.0))
+    add = waiting.adding([16])
+    assert not waiting.part_arrived(PeerID("0"), 16, floats(CHUNK, 7.0)), "while it is added up"
+    add()
+    waiting.added([16])
+    assert not waiting.part_arrived(PeerID("0"), 16, floats(CHUNK, 7.0))
     assert torch.equal(waiting.mean_N[16 : 16 + CHUNK], torch.full((CHUNK,), 2.0))
     assert waiting._arrived == {}
+
+
+def test_what_comes_before_our_own_sum_is_made_waits_for_it() -> None:
+    start = round_of([1, 1])
+    reduction = Reduction(PeerID("0"), start, 2 * CHUNK, microbatches=M, vectors=VECTORS)
+    assert not reduction.part_arrived(PeerID("1"), 0, floats(CHUNK, 3.0))
+    assert list(reduction.scatter()) == []
+    assert reduction.begin(torch.ones(2 * CHUNK)) == [0]
+    reduction.adding([0])()
+    assert [(out.target, out.start) for out in reduction.added([0])] == [("1", 0)]
+    assert torch.equal(reduction.mean_N[:CHUNK], torch.full((CHUNK,), 2.0))

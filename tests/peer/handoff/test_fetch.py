@@ -47,7 +47,7 @@ class Holder:
         return self.peer.peer_id
 
     def fetcher(self, spec: RunSpec, keys: tuple[str, ...]) -> StateFetcher:
-        return StateFetcher(spec, keys, endpoint=self.endpoint, inbox=self.inbox, device=CPU)
+        return StateFetcher(spec, keys, endpoint=self.endpoint, inbox=self.inbox, compute=self.peer.compute, device=CPU)
 
 
 def holder(world: World, name: str) -> Holder:
@@ -59,12 +59,13 @@ def holder(world: World, name: str) -> Holder:
 
     server = StateServer(
         endpoint=endpoint,
+        compute=peer.compute,
         clock=peer.clock,
         current=lambda _: made.trained,
         stored=stored,
         knows=lambda peer: peer not in made.strangers,
     )
-    made = Holder(world, peer, endpoint, ChunkInbox(endpoint), server, None, {}, set())
+    made = Holder(world, peer, endpoint, ChunkInbox(endpoint, compute=peer.compute), server, None, {}, set())
     return made
 
 
@@ -150,7 +151,7 @@ def test_one_that_sends_something_else_than_it_said_is_found_out(
     async def scene(holders: list[Holder]) -> None:
         newcomer, liar, c, _ = holders
         liar.trained = c.trained = state
-        liar.server.pin(state)
+        await liar.server.pin(state)
         pin = next(iter(liar.server._pins.values()))
         pin.layers = {key: lie(layer) for key, layer in pin.layers.items()}
         fetcher = newcomer.fetcher(tiny_spec, keys)
@@ -219,7 +220,7 @@ def test_who_keeps_a_copy_holds_nothing_back_for_it_never_replays(
 ) -> None:
     async def scene(holders: list[Holder]) -> None:
         _, b, keeper, _ = holders
-        b.server.pin(state)
+        await b.server.pin(state)
         fetched = await keeper.fetcher(tiny_spec, keys).fetch([b.name], version=VERSION)
         assert fetched.digest() == state.digest()
         assert b.server.pinned_from() > VERSION
@@ -250,7 +251,7 @@ def test_a_transfer_is_under_way_until_all_has_been_asked_for(
 ) -> None:
     async def scene(holders: list[Holder]) -> None:
         _, b, keeper, other = holders
-        b.server.pin(state)
+        await b.server.pin(state)
         assert not b.server.is_giving(keeper.name, VERSION)
         fetch = asyncio.create_task(keeper.fetcher(tiny_spec, keys).fetch([b.name], version=VERSION))
         await asyncio.sleep(0.05)

@@ -87,11 +87,11 @@ def run(pipeline: list[StageRuntime], microbatch: Microbatch) -> float:
 
 def commit(pipeline: list[StageRuntime], step: int, count: int) -> None:
     for runtime in pipeline:
-        runtime.step(runtime.gradient_sum(step) / count)
+        runtime.step(runtime.gradient_sum(step)() / count)
 
 
 def gradient(pipeline: list[StageRuntime], step: int) -> Tensor:
-    return torch.cat([runtime.gradient_sum(step) for runtime in pipeline])
+    return torch.cat([runtime.gradient_sum(step)() for runtime in pipeline])
 
 
 def uncut(
@@ -217,7 +217,7 @@ def test_validation_is_the_loss_of_the_committed_weights_and_leaves_no_trace(spe
     pipeline = stages(spec, corpus, (1, 2))
     run(pipeline, Microbatch(0, 0))
     commit(pipeline, 0, 1)
-    before = [runtime.gradient_sum(1).clone() for runtime in stages(spec, corpus, (1, 2))]
+    before = [runtime.gradient_sum(1)().clone() for runtime in stages(spec, corpus, (1, 2))]
     payload: Any = None
     for runtime in pipeline:
         payload = runtime.validate(Microbatch(1, -2), payload)
@@ -226,7 +226,7 @@ def test_validation_is_the_loss_of_the_committed_weights_and_leaves_no_trace(spe
     logits = llama.run_layers(spec.model, list(params), params, tokens_BT, llama.rotary_tables(spec.model))
     assert payload == pytest.approx(float(llama.loss(logits, targets_BT)), abs=1e-6)
     for runtime, sum_N in zip(pipeline, before, strict=True):
-        assert torch.equal(runtime.gradient_sum(1), sum_N)
+        assert torch.equal(runtime.gradient_sum(1)(), sum_N)
         assert not runtime._contexts
 
 
@@ -247,7 +247,7 @@ def test_a_step_leaves_the_state_it_stepped_from_alone(spec: RunSpec, corpus: Co
 def test_a_step_skips_layers_whose_gradient_is_not_finite_and_says_how_many(spec: RunSpec, corpus: Corpus) -> None:
     (runtime,) = stages(spec, corpus, ())
     run([runtime], Microbatch(0, 0))
-    mean_N = runtime.gradient_sum(0).clone()
+    mean_N = runtime.gradient_sum(0)().clone()
     mean_N[runtime._spans["layers.1"]] = float("nan")
     before = runtime.state
     state, digest, skipped = runtime.step(mean_N)
@@ -260,7 +260,7 @@ def test_a_step_skips_layers_whose_gradient_is_not_finite_and_says_how_many(spec
 
 def test_of_a_step_without_contributions_the_sum_is_zero(spec: RunSpec, corpus: Corpus) -> None:
     for runtime in stages(spec, corpus, (1,)):
-        assert not runtime.gradient_sum(0).any()
+        assert not runtime.gradient_sum(0)().any()
 
 
 def poisoned(payload: bytearray, value: float) -> bytearray:
@@ -281,7 +281,7 @@ def test_a_gradient_that_is_not_finite_never_enters_the_sum(
     back = backward(middle, m, poisoned(back, value))
     assert back is not None
     assert not any(back), "the stage before must not get it either"
-    assert not middle.gradient_sum(0).any()
+    assert not middle.gradient_sum(0)().any()
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -292,7 +292,7 @@ def test_an_activation_that_is_not_finite_teaches_nothing(spec: RunSpec, corpus:
     assert nats != nats
     assert back is not None
     assert not any(back)
-    assert not last.gradient_sum(0).any()
+    assert not last.gradient_sum(0)().any()
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -309,11 +309,11 @@ def test_an_activation_that_is_not_finite_freezes_no_stage_on_its_way(
     back = backward(middle, m, back)
     assert back is not None
     backward(first, m, back)
-    assert not any(runtime.gradient_sum(0).any() for runtime in pipeline)
+    assert not any(runtime.gradient_sum(0)().any() for runtime in pipeline)
     run(pipeline, Microbatch(0, 1))
     for runtime in pipeline:
-        assert runtime.gradient_sum(0).any()
-        assert runtime.step(runtime.gradient_sum(0))[2] == 0
+        assert runtime.gradient_sum(0)().any()
+        assert runtime.step(runtime.gradient_sum(0)())[2] == 0
 
 
 @pytest.mark.parametrize("token", [-100, -1, 256, 2**31 - 1])
@@ -327,7 +327,7 @@ def test_a_target_that_is_no_token_teaches_nothing_and_breaks_nothing(
     torch.frombuffer(payload, dtype=torch.int32)[-1] = token
     nats, _ = loss(last, m, bytearray(payload))
     assert nats != nats
-    assert not last.gradient_sum(0).any()
+    assert not last.gradient_sum(0)().any()
     validated = last.validate(Microbatch(0, -1), bytearray(payload))
     assert validated != validated
 
@@ -339,7 +339,7 @@ def test_a_straggler_does_not_change_the_sum_that_was_handed_out(spec: RunSpec, 
     run(list(pipeline), Microbatch(0, 0))
     early, late = Microbatch(0, 1), Microbatch(0, 2)
     sent = first.forward(early, None)
-    handed_out = [runtime.gradient_sum(0) for runtime in pipeline]
+    handed_out = [runtime.gradient_sum(0)() for runtime in pipeline]
     copies = [sum_N.clone() for sum_N in handed_out]
     _, back = loss(last, early, sent)
     assert back is not None
@@ -349,7 +349,7 @@ def test_a_straggler_does_not_change_the_sum_that_was_handed_out(spec: RunSpec, 
     assert copies[0].any()
     for runtime in pipeline:
         runtime.step(copies[pipeline.index(runtime)])
-        assert not runtime.gradient_sum(1).any(), "nor the next step's"
+        assert not runtime.gradient_sum(1)().any(), "nor the next step's"
 
 
 @pytest.mark.parametrize("job", ["forward", "backward", "loss"])
@@ -366,7 +366,7 @@ def test_a_round_that_begins_while_a_job_runs_gets_a_sum_that_the_job_does_not_c
 
     def begin_round() -> None:
         if not handed_out:
-            handed_out.extend([runtime.gradient_sum(0), runtime.gradient_sum(0).clone()])
+            handed_out.extend([runtime.gradient_sum(0)(), runtime.gradient_sum(0)().clone()])
 
     def run_layers(*args: Any, **kwargs: Any) -> Any:
         if "backward" not in job:
@@ -426,8 +426,8 @@ def test_a_loaded_state_keeps_what_was_summed_for_its_steps_and_drops_the_rest(s
         run([runtime], Microbatch(step, 0))
     assert runtime.state is not None
     runtime.load(later(runtime.state, 2))
+    assert runtime.gradient_sum(2)().any()
     assert runtime._contributions.steps == [2]
-    assert runtime.gradient_sum(2).any()
 
 
 def test_a_state_that_is_loaded_while_a_step_runs_stays(
@@ -436,7 +436,7 @@ def test_a_state_that_is_loaded_while_a_step_runs_stays(
     """It comes from the group, and the step is of the state that was given up for it."""
     (runtime,) = stages(spec, corpus, ())
     run([runtime], Microbatch(0, 0))
-    mean_N = runtime.gradient_sum(0)
+    mean_N = runtime.gradient_sum(0)()
     assert runtime.state is not None
     loaded = later(runtime.state, 5)
     module = __import__("shoal.peer.pipeline.shard", fromlist=["step_layer_clipped"])
@@ -473,7 +473,7 @@ def test_what_is_kept_apart_is_in_the_sum_only_if_it_is_asked_for(spec: RunSpec,
         assert runtime.contribute(Microbatch(0, index), apart=apart) is apart
     for kept in ([0], [0, 1], [0, 2], [0, 1, 2]):
         _, gradient_N = uncut(spec, corpus, parameters([runtime]), [Microbatch(0, i) for i in kept])
-        sum_N = runtime.gradient_sum(0, IndexSet(sum(1 << i for i in kept)))
+        sum_N = runtime.gradient_sum(0, IndexSet(sum(1 << i for i in kept)))()
         torch.testing.assert_close(sum_N, gradient_N, rtol=0, atol=1e-6)
 
 
@@ -481,9 +481,9 @@ def test_a_job_that_is_done_is_in_no_sum_before_the_others_are_told(spec: RunSpe
     """A round that begins in between must find in the sum what the tally says, and nothing else."""
     (runtime,) = stages(spec, corpus, ())
     runtime.loss(Microbatch(0, 0), None)
-    assert not runtime.gradient_sum(0).any()
+    assert not runtime.gradient_sum(0)().any()
     assert not runtime.contribute(Microbatch(0, 0))
-    assert runtime.gradient_sum(0).any()
+    assert runtime.gradient_sum(0)().any()
 
 
 def test_there_is_room_for_so_many_apart_and_no_more(spec: RunSpec, corpus: Corpus) -> None:

@@ -63,7 +63,7 @@ def run(pipeline: list[StageRuntime], microbatch: Microbatch) -> float:
 
 
 def gradient(pipeline: list[StageRuntime]) -> Tensor:
-    return torch.cat([runtime.gradient_sum(0) for runtime in pipeline])
+    return torch.cat([runtime.gradient_sum(0)() for runtime in pipeline])
 
 
 def uncut(spec: RunSpec, corpus: Corpus) -> tuple[list[float], Tensor]:
@@ -136,6 +136,6 @@ def test_replicas_that_step_from_the_same_sum_stay_equal(tiny_spec: RunSpec, cor
     digests = []
     for runtime in (make(), make()):
         run([runtime], STEP_0[0])
-        digests.append(runtime.step(runtime.gradient_sum(0))[1:])
+        digests.append(runtime.step(runtime.gradient_sum(0)())[1:])
     assert digests[0] == digests[1]
     assert digests[0][1] == 0

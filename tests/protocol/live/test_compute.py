@@ -4,6 +4,7 @@ import time
 
 import pytest
 
+from shoal.protocol.errors import LocalError
 from shoal.protocol.live.compute import ThreadCompute
 
 
@@ -17,6 +18,30 @@ def test_the_initializer_runs_once_in_the_thread_of_the_jobs():
         assert set(threads) == {threads[0]}
         assert threads[0] is not threading.current_thread()
         compute.close()
+
+    asyncio.run(main())
+
+
+def test_what_is_done_in_the_hosts_memory_waits_for_no_job_and_holds_up_no_loop():
+    prepared = []
+
+    async def main():
+        compute = ThreadCompute(initializer=lambda: prepared.append(threading.current_thread()))
+        may_end = threading.Event()
+        job = asyncio.create_task(compute.run("forward", lambda: may_end.wait(30), flop=0.0))
+        threads = await asyncio.gather(*(compute.run_on_host(threading.current_thread) for _ in range(3)))
+        assert len(set(threads)) == 1
+        assert threads[0] is not threading.current_thread()
+        assert not job.done()
+        with pytest.raises(ZeroDivisionError):
+            await compute.run_on_host(lambda: 1 / 0)
+        may_end.set()
+        assert (await job).value
+        assert len(prepared) == 2
+        assert threads[0] in prepared
+        compute.close()
+        with pytest.raises(LocalError):
+            await compute.run_on_host(lambda: 1)
 
     asyncio.run(main())
 

@@ -1,0 +1,71 @@
+"""What a sum holds is what had been told of when it was asked for, whichever thread makes it and whenever."""
+
+import threading
+
+import torch
+
+from shoal.peer.pipeline.contributions import Contributions
+from shoal.peer.pipeline.microbatch import IndexSet, Microbatch
+from shoal.peer.vectors import VECTORS
+
+SIZE = 4
+
+
+def contribute(contributions, step, index, value, *, version=0, apart=False):
+    microbatch = Microbatch(step, index)
+    contributions.finish(microbatch, torch.full((SIZE,), value))
+    return contributions.contribute(microbatch, version=version, apart=apart)
+
+
+def test_a_sum_that_is_made_late_holds_nothing_that_was_told_after_it_was_asked_for():
+    contributions = Contributions(SIZE, VECTORS)
+    contribute(contributions, 0, 0, 1.0)
+    first = contributions.total(0)
+    contribute(contributions, 0, 1, 2.0)
+    second = contributions.total(0)
+    contribute(contributions, 0, 2, 4.0)
+    assert [second().sum_N[0], first().sum_N[0]] == [3.0, 1.0], "in whatever order they are made"
+    assert contributions.total(0)().sum_N[0] == 7.0
+
+
+def test_telling_touches_no_tensor():
+    contributions = Contributions(SIZE, VECTORS)
+    contribute(contributions, 0, 0, 1.0)
+    contribute(contributions, 0, 1, 2.0)
+    assert contributions.steps == []
+    assert contributions.has(Microbatch(0, 1))
+    contributions.settle()
+    assert contributions.steps == [0]
+
+
+def test_what_is_kept_apart_is_in_the_sums_that_ask_for_it():
+    contributions = Contributions(SIZE, VECTORS)
+    assert not contribute(contributions, 0, 0, 1.0)
+    assert contribute(contributions, 0, 1, 2.0, apart=True)
+    without, whole = contributions.total(0, IndexSet(0b01)), contributions.total(0, IndexSet(0b11))
+    assert [without().sum_N[0], whole().sum_N[0]] == [1.0, 3.0]
+    assert contributions.total(0)().num == 2
+
+
+def test_what_was_told_of_a_step_that_is_committed_meanwhile_is_dropped():
+    contributions = Contributions(SIZE, VECTORS)
+    contribute(contributions, 0, 0, 1.0)
+    contribute(contributions, 1, 0, 2.0)
+    contributions.forget_before(1)
+    contributions.settle()
+    assert contributions.steps == [1]
+
+
+def test_many_threads_make_sums_while_the_loop_tells():
+    contributions = Contributions(SIZE, VECTORS)
+    made = []
+    threads = []
+    for index in range(200):
+        contribute(contributions, 0, index, 1.0)
+        make = contributions.total(0)
+        threads.append(threading.Thread(target=lambda index=index, make=make: made.append((index, make().sum_N))))
+        threads[-1].start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == 200
+    assert all(torch.equal(sum_N, torch.full((SIZE,), index + 1.0)) for index, sum_N in made)
