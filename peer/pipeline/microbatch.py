@@ -1,18 +1,18 @@
 """The unit that flows through stages: microbatch `(t, i)`, sample range `i` of step `t`."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Microbatch:
+class Microbatch(NamedTuple):
     """`index` >= 0: training, wants weights `w_step`; below 0: validation microbatch `-1 - index` at version `step`.
 
-    The order (step, index) is the order in which work is done, so validation comes first in its step.
+    The order (step, index) is the order in which work is done, so validation comes first in its step. A tuple, because
+    it is the key of most tables of a peer.
     """
 
     step: int
-    index: int
+    index: int  # type: ignore[assignment]  # and no tuple's method of that name
 
     @property
     def validates(self) -> bool:
