@@ -2,14 +2,13 @@
 
 import os
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
 from shoal.deploy.node import Node
-from shoal.deploy.output import Output
+from shoal.deploy.output import Beside, Output
 from shoal.deploy.report import Report, Status
 from shoal.deploy.run_folder import RunFolder, Standing
 
@@ -46,7 +45,7 @@ class StandingNote:
 
     def beside(self, output: Output) -> Output:
         """What is said to `output` is noted too."""
-        return _Noting(self, output)
+        return Beside(hear=self.heard, output=output)
 
     def heard(self, report: Report) -> None:
         if not isinstance(report, Status):
@@ -66,20 +65,3 @@ class StandingNote:
     def _write(self) -> None:
         self._write_at_s = time.monotonic() + _EVERY_S
         self._folder.keep_standing(msgspec.structs.replace(self._standing, used_s=time.time()))
-
-
-@dataclass(frozen=True)
-class _Noting:
-    note: StandingNote
-    output: Output
-
-    @property
-    def polls(self) -> bool:
-        return self.output.polls
-
-    def say(self, report: Report) -> None:
-        self.note.heard(report)
-        self.output.say(report)
-
-    def close(self) -> None:
-        self.output.close()

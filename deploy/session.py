@@ -27,7 +27,6 @@ from shoal.deploy.heap import freeze_heap, share_heap, trim_heap, trim_heap_fore
 from shoal.deploy.host_verbs import HostVerbs
 from shoal.deploy.invite_verb import InviteVerb
 from shoal.deploy.invites import InviteBook
-from shoal.deploy.joining_view import FetchWatch, JoiningView
 from shoal.deploy.knock import why_refused
 from shoal.deploy.last_seen import StandingNote
 from shoal.deploy.manners.device import memory_claim, stand_back
@@ -35,7 +34,8 @@ from shoal.deploy.manners.keeper import Keeper, looking_at
 from shoal.deploy.manners.limits import Limits
 from shoal.deploy.network import Network, open_network
 from shoal.deploy.node import Node
-from shoal.deploy.output import Output, make_output, tell_before_the_run
+from shoal.deploy.output import JsonOutput, Output, tell_before_the_run
+from shoal.deploy.phases import FetchWatch
 from shoal.deploy.places import announced, note_folder
 from shoal.deploy.record.recorder import Keeping, Recorder, recording
 from shoal.deploy.report import Committed, Joined, Left, Note, Obeys, Phase, Ready, Status, StepDone, Summary, Validated
@@ -43,6 +43,8 @@ from shoal.deploy.run_folder import RunFolder
 from shoal.deploy.run_record import Found, fetch_spec, seal_spec
 from shoal.deploy.run_text import find_corpus
 from shoal.deploy.stop import LEAVE_SOON_S, Stop
+from shoal.deploy.terminal.joining import JoiningView
+from shoal.deploy.terminal.peer_output import PeerOutput
 from shoal.peer.data.corpus import Corpus
 from shoal.peer.initial import InitialWeights
 from shoal.peer.model.schedule import rate_of
@@ -229,12 +231,10 @@ async def _take_part(network: Network, run: _Run, options: Options, stop: Stop) 
     """
     note_folder(options.folder)
     RunFolder(options.folder, network.transport.run).keep_record(run.spec, run.record)
-    title = f"shoal {run.spec.name}"
-    async with serving(
-        options.dashboard, RunFacts.of(run.spec), title=title, steers=True, folder=options.folder
-    ) as showing:
+    title, facts = f"shoal {run.spec.name}", RunFacts.of(run.spec)
+    async with serving(options.dashboard, facts, title=title, steers=True, folder=options.folder) as showing:
         tell_before_the_run(options.first_said, reports=options.reports)
-        output = make_output(reports=options.reports, title=title, steps_total=run.spec.training.steps)
+        output: Output = JsonOutput() if options.reports else PeerOutput(facts, title=title)
         if showing.announcement:
             output.say(Note(text=showing.announcement))  # not on the page: there is a key in it
         async with recording(_keeping(network, run, options), run.spec, showing, output) as (recorder, recorded):

@@ -1,7 +1,7 @@
-"""`shoal status`: asks a run for its status without taking part in it.
+"""`shoal status`: asks a run for its status without taking part in it, once or again and again.
 
-A throwaway identity that joins nothing, with a certificate by the invite: any peer answers a `StatusRequest`, by
-asking the coordinator if need be.
+The client has a throwaway identity that joins nothing, with a certificate by the invite. Any peer answers a
+`StatusRequest`, by asking the coordinator if need be.
 """
 
 import contextlib
@@ -19,6 +19,9 @@ from shoal.protocol.messages import StatusRequest, SwarmStatus
 
 _ASK_TIMEOUT_S = 10.0
 
+Ask = Callable[[], Awaitable[SwarmStatus]]
+"""Asks the run once, and raises LocalError where nobody can say."""
+
 
 async def ask_swarm(invite: Invite) -> SwarmStatus:
     """From whoever the invite names, or a peer here has met in its run.
@@ -30,7 +33,7 @@ async def ask_swarm(invite: Invite) -> SwarmStatus:
 
 
 @contextlib.asynccontextmanager
-async def asking(invite: Invite) -> AsyncIterator[Callable[[], Awaitable[SwarmStatus]]]:
+async def asking(invite: Invite) -> AsyncIterator[Ask]:
     """What asks once each time it is called, first whom answered last. It raises: LocalError, as `ask_swarm`."""
     identity = Identity.generate()
     async with visiting() as folder:

@@ -24,15 +24,13 @@ def status(
     """Show who holds what, how fast, and with what loss."""
     found = parse_invite(invite) if invite else running_invite("status")
     start_logging(verbose)
-    from shoal.deploy.live_view import status_lines, tables
     from shoal.deploy.status_client import ask_swarm
+    from shoal.deploy.terminal import status as terminal
     from shoal.protocol.live.run import run
 
     console = Console(highlight=False)
     if watch:
-        from shoal.deploy.status_watch import watch as keep_asking
-
-        run(keep_asking(found, console, as_json=json))
+        run(terminal.watch(found, console, as_json=json))
         return
     seen = run(ask_swarm(found))
     if json:
@@ -40,7 +38,4 @@ def status(
 
         typer.echo(msgspec.json.encode(seen).decode())
         return
-    for line in status_lines(seen):
-        console.print(line, markup=False)
-    for table in tables(seen):
-        console.print(table)
+    terminal.show(seen, console)

@@ -11,7 +11,7 @@ import msgspec
 from shoal.deploy.dashboard.address import Address
 from shoal.deploy.dashboard.feed import Feed, RunFacts
 from shoal.deploy.kept_addresses import KeptAddresses, keep_addresses, load_addresses
-from shoal.deploy.output import Output
+from shoal.deploy.output import Beside, Output
 from shoal.deploy.report import Report
 
 if TYPE_CHECKING:
@@ -54,25 +54,10 @@ class Showing:
             self._steering.hand(pause=pause, resume=resume)
 
     def beside(self, output: Output) -> Output:
-        return output if self._dashboard is None else _Both(output, self)
-
-
-class _Both:
-    """Implements `Output`."""
-
-    def __init__(self, output: Output, board: Showing) -> None:
-        self._output, self._board = output, board
-
-    @property
-    def polls(self) -> bool:
-        return self._output.polls or self._board.is_watched
-
-    def say(self, report: Report) -> None:
-        self._board.take(report)
-        self._output.say(report)
-
-    def close(self) -> None:
-        self._output.close()
+        """An output of which the dashboard hears everything too."""
+        if self._dashboard is None:
+            return output
+        return Beside(hear=self.take, output=output, is_watched=lambda: self.is_watched)
 
 
 @contextlib.asynccontextmanager

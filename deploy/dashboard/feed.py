@@ -57,6 +57,8 @@ from shoal.protocol.spec import RunSpec
 CHANGES_MAX = 200
 CHANGES_SHOWN = 60
 TEXT_CHARS_MAX = 240
+NOTE_CHARS_MAX = 600
+"""A note is a sentence of this machine's own peer, which may name an address."""
 NEW_S = 20.0
 """For so long a peer is shown as new, and one that went as gone."""
 SAME_S = 30.0
@@ -90,6 +92,12 @@ class RunFacts:
             activation_bytes_per_token=spec.model.dim * _WIRE_BYTES,
         )
 
+    @classmethod
+    def of_status(cls, status: SwarmStatus) -> "RunFacts":
+        """For whoever asks a run for its status and has no spec of it."""
+        layers = max((last for _, last in status.stages), default=1)
+        return cls(name=status.name, steps=status.steps, num_layers=layers)
+
 
 class Feed:
     """Args:
@@ -114,6 +122,8 @@ class Feed:
         self._contributions: dict[PeerID, tuple[float, Contribution]] = {}
         self._told = (0, 0)
         """(era, steps done) of the newest point."""
+        self._step: StepDone | None = None
+        """The newest step that somebody told beside the coordinator's status."""
         self._is_recorded = False
         """Every step is told by the record: what a status says of the newest is none."""
         self._validation: tuple[int, float] | None = None
@@ -128,13 +138,14 @@ class Feed:
             case Joined():
                 self.me = self.me or report.peer
                 self._census.name(report.peer, report.name)
-                self._phase = "waiting for a plan" if self._phase == "starting" else self._phase
+                if report.peer == self.me and self._status is None:
+                    self._phase = "waiting for a plan"
             case Obeys():
                 self._take_plan(report, now_s)
             case Status():
                 self._take_status(report.status, now_s)
             case StepDone():
-                self._phase = TRAINING
+                self._phase, self._step = TRAINING, report
                 if not self._is_recorded:
                     point = Point(
                         at_s=now_s + self._wall_s,
@@ -188,10 +199,12 @@ class Feed:
         before = self._status
         if before is not None and (status.term, status.plan_sequence) < (before.term, before.plan_sequence):
             return  # from one that was suspended and thinks for a moment that it still coordinates
-        self._status, self._status_at_s, self._run = status, now_s, status.run
+        self._status, self._status_at_s, self._run = status, now_s, clean(status.run, TEXT_CHARS_MAX)
         joined, gone = self._census.take(status, now_s)
         for note in status.plans:
             self._take_plan(note, now_s)
+        if self._plan is None or (status.term, status.plan_sequence) > (self._plan.term, self._plan.sequence):
+            self._plan = PlanNote(status.term, status.plan_sequence, 0.0, status.coordinator, status.plan_reason)
         for peer in joined:
             self._note(now_s, "joined", f"{peer[-8:]} joined")
         for departure in gone:
@@ -235,7 +248,8 @@ class Feed:
             self._validation = step, loss
 
     def _note(self, now_s: float, kind: Literal["joined", "left", "note"], text: str) -> None:
-        self._add_change(ChangeView(at_s=now_s + self._wall_s, kind=kind, text=clean(text, TEXT_CHARS_MAX)))
+        chars_max = NOTE_CHARS_MAX if kind == "note" else TEXT_CHARS_MAX
+        self._add_change(ChangeView(at_s=now_s + self._wall_s, kind=kind, text=clean(text, chars_max)))
 
     def _add_change(self, change: ChangeView) -> None:
         """A plan that says who came or went makes the line that says only that superfluous."""
@@ -252,12 +266,14 @@ class Feed:
         status_age_s = now_s - self._status_at_s if status else None
         is_old = status_age_s is not None and status_age_s > STALE_S
         tokens_per_s = status.tokens_per_s if status and not is_old else None
+        if status is None and self._step is not None:
+            tokens_per_s = self._step.tokens_per_s
         coordinator = plan.coordinator if plan else PeerID("")
         contributions = {
             peer: told for peer, (at_s, told) in self._contributions.items() if now_s - at_s < CONTRIBUTION_S
         }
         steps = status.steps if status else self._facts.steps
-        step = status.step if status else 0
+        step, loss, staleness_steps = self._newest_step()
         bytes_per_s = (tokens_per_s or 0.0) * self._facts.activation_bytes_per_token
         mine = contributions.get(self.me) if self.me else None
         return View(
@@ -267,15 +283,15 @@ class Feed:
             phase=self._spoken_phase(status_age_s),
             term=plan.term if plan else 0,
             sequence=plan.sequence if plan else 0,
-            reason=self._with_names(plan.reason) if plan else "",
+            reason=self._with_names(clean(plan.reason, TEXT_CHARS_MAX)) if plan else "",
             era=status.era if status else 0,
             step=step,
             steps=steps,
-            loss=status.loss if status else None,
+            loss=loss,
             validation_loss=self._validation[1] if self._validation else None,
             validation_step=self._validation[0] if self._validation else None,
             tokens_per_s=tokens_per_s,
-            staleness_steps_mean=status.staleness_steps_mean if status else 0.0,
+            staleness_steps_mean=staleness_steps,
             now_s=now_s + self._wall_s,
             elapsed_s=status.elapsed_s + now_s - self._status_at_s if status else 0.0,
             left_s=None if is_old else self._left_s(status_age_s),
@@ -298,6 +314,14 @@ class Feed:
             others=tuple(self._mine(told) for peer, told in sorted(contributions.items()) if peer != self.me),
             changes=tuple(self._named(change) for change in self._changes[: -CHANGES_SHOWN - 1 : -1]),
         )
+
+    def _newest_step(self) -> tuple[int, float | None, float]:
+        """(steps done, loss, staleness), by the status or by a newer step: of a demo, whose coordinator may be dead,
+        steps are told by all of its peers."""
+        status, step = self._status, self._step
+        if step is not None and (status is None or (step.era, step.step + 1) > (status.era, status.step)):
+            return step.step + 1, step.loss, step.staleness_mean
+        return (status.step, status.loss, status.staleness_steps_mean) if status else (0, None, 0.0)
 
     def _left_s(self, status_age_s: float | None) -> float | None:
         """By the coordinator's word, less the time since."""
@@ -364,7 +388,7 @@ class Feed:
 
     def _with_names(self, text: str) -> str:
         """Plans speak of peers by the end of their identifiers."""
-        return ENDING.sub(lambda found: self._census.named(found.group()), clean(text, TEXT_CHARS_MAX))
+        return ENDING.sub(lambda found: self._census.named(found.group()), text)
 
 
 def _says(plan: ChangeView, change: ChangeView) -> bool:

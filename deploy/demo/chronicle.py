@@ -8,21 +8,33 @@ from pathlib import Path
 from typing import IO
 
 import msgspec
-from rich.console import Console, RenderableType
-from rich.live import Live
+from rich.console import Console
 
 from shoal.deploy.dashboard.beside import Showing
+from shoal.deploy.dashboard.feed import RunFacts
 from shoal.deploy.demo.step_book import Step, StepBook
 from shoal.deploy.demo.summary import FaultLine, Record, StepLine, Summary
-from shoal.deploy.expert_view import expert_lines
-from shoal.deploy.live_view import Board, plain_line, render, short
-from shoal.deploy.report import Committed, Joined, Left, Note, Obeys, Ready, Report, Status, StepDone, Validated
+from shoal.deploy.report import (
+    Committed,
+    Contribution,
+    Joined,
+    Left,
+    Note,
+    Obeys,
+    Phase,
+    Ready,
+    Report,
+    Status,
+    StepDone,
+    Validated,
+)
+from shoal.deploy.terminal.presenter import Presenter
+from shoal.deploy.words import short
 from shoal.protocol.errors import LocalError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import SwarmStatus
 from shoal.protocol.spec import RunSpec
 
-_FRAMES_PER_S = 2.0
 _RECENT_STEPS = 17
 """Over which the tokens/s of a step are measured."""
 _STEP_PATIENCE_S = 8.0
@@ -32,23 +44,26 @@ _STATUS_FRESH_S = 2.5
 
 class Chronicle:
     """Args:
-    title: of the live view.
+    title: of the panel.
     """
 
     def __init__(self, spec: RunSpec, console: Console, *, title: str) -> None:
         self.started_s = time.monotonic()
+        self.title = title
         self.record = Record()
-        self.board = Board(title=title, started_s=self.started_s, steps_total=spec.training.steps)
+        self._presenter = Presenter(RunFacts.of(spec), title=title, console=console, shows_mine=False)
         self._spec = spec
-        self._console = console
         self._book = StepBook(
             num_stages=spec.swarm.stages, lead_steps=spec.training.s_max + 2, patience_s=_STEP_PATIENCE_S
         )
         self._plan: Obeys | None = None
+        self._status: SwarmStatus | None = None
         self._status_at_s = -_STATUS_FRESH_S
+        self._validation: tuple[int, float] | None = None
+        """(version, loss) of the newest."""
         self._validation_told = -1
+        self._num_here = 0
         self._recent: deque[float] = deque(maxlen=_RECENT_STEPS)
-        self._live: Live | None = None
         self._json: IO[bytes] | None = None
         self._dashboard: Showing | None = None
 
@@ -56,40 +71,41 @@ class Chronicle:
         """From now on it is told everything too."""
         self._dashboard = dashboard
         if dashboard.announcement:
-            self._print(dashboard.announcement)
+            self._presenter.say(dashboard.announcement)
+
+    def doing(self, what: str) -> None:
+        """What the demo does while it does not train."""
+        self._presenter.doing = what
 
     @contextlib.contextmanager
     def kept(self, json_path: Path | None) -> Iterator[None]:
-        """While this lasts, the view is drawn and lines are written. Raises: LocalError: not to that path."""
+        """While this lasts, the panel is drawn and lines are written. Raises: LocalError: not to that path."""
         with contextlib.ExitStack() as stack:
             if json_path is not None:
                 self._json = stack.enter_context(_open_json(json_path))
-            if self._console.is_terminal:
-                self._live = stack.enter_context(
-                    Live(get_renderable=self._draw, console=self._console, refresh_per_second=_FRAMES_PER_S)
-                )
+            stack.callback(self._presenter.close)
+            self._presenter.draw()
             yield
 
     @property
     def status(self) -> SwarmStatus | None:
         """The swarm's, unless what we have is too old to choose a victim by."""
-        return self.board.status if time.monotonic() < self._status_at_s + _STATUS_FRESH_S else None
+        return self._status if time.monotonic() < self._status_at_s + _STATUS_FRESH_S else None
 
     # --- what comes ---
 
     def take(self, name: str, report: Report) -> None:
         """`name` is the child's."""
         now_s = time.monotonic()
-        if not isinstance(report, Committed | StepDone):
+        if not isinstance(report, Committed | StepDone | Note):
             self._show(report)
         match report:
             case Ready():
                 self.record.run = report.run
-                self.board.phase = "waiting for the others"
-                self._print("a peer on another terminal or machine joins with:")
-                self._print(f"shoal join {report.invite}")
+                self._presenter.say("a peer on another terminal or machine joins with:")
+                self._presenter.say(f"shoal join {report.invite}")
             case Joined():
-                self.note(f"{report.name} is there ({short(report.peer)})")
+                self._take_arrival(report)
             case Obeys():
                 self._take_plan(report)
             case Committed():
@@ -100,7 +116,7 @@ class Chronicle:
                 self.tell_steps()
             case Validated():
                 self.record.validate(report)
-                self.board.validation = report.report.step, report.report.loss
+                self._validation = report.report.step, report.report.loss
             case Status():
                 self._take_status(report.status, now_s)
             case Note():
@@ -113,7 +129,6 @@ class Chronicle:
         fault = msgspec.structs.replace(fault, seconds=round(now_s - self.started_s, 3))
         self.record.faults.append((now_s, fault))
         self._write_json(fault)
-        self._show(Note(text=f"chaos: {fault.kind.replace('_', ' ')} {fault.peer}"))
         stage = "" if fault.stage is None else f", stage {fault.stage}"
         stage += "" if fault.expert is None else f", which holds expert {fault.expert}, the busiest"
         self.note(f"chaos at {fault.seconds:.1f} s: {fault.kind.replace('_', ' ')} {fault.peer}{stage}")
@@ -130,9 +145,9 @@ class Chronicle:
     # --- what is told ---
 
     def note(self, text: str) -> None:
-        self.board.notes.append(text)
-        if self._live is None:
-            self._print(text)
+        self._presenter.note(text)
+        if self._dashboard is not None:
+            self._dashboard.take(Note(text=text))
 
     def tell_steps(self, *, flush: bool = False) -> None:
         """Those that are complete, or have been waited for long enough; with `flush` all."""
@@ -183,6 +198,15 @@ class Chronicle:
     def _show(self, report: Report) -> None:
         if self._dashboard is not None:
             self._dashboard.take(report)
+        if not isinstance(report, Contribution | Phase):  # what each single peer gives and does is not in the panel
+            self._presenter.take(report)
+
+    def _take_arrival(self, joined: Joined) -> None:
+        self._num_here += 1
+        if self._status is None:
+            self._presenter.doing = f"waiting for the others: {self._num_here} here so far"
+        if not self._presenter.redraws:
+            self._presenter.say(f"{joined.name} is there ({short(joined.peer)})")
 
     def _take_plan(self, plan: Obeys) -> None:
         """Everyone tells every plan; who returns begins with an old one."""
@@ -191,26 +215,28 @@ class Chronicle:
             return
         self._plan = plan
         self.record.terms.add(plan.term)
+        if self._presenter.redraws:
+            return  # the panel has plans among what changed
         if before is not None and before.term != plan.term:
-            self.note(f"term {plan.term}: the coordinator's role moved to {short(plan.coordinator)}")
-        self.note(f"plan {plan.sequence}: {plan.reason}")
+            self._presenter.say(f"term {plan.term}: the coordinator's role moved to {short(plan.coordinator)}")
+        self._presenter.say(f"plan {plan.sequence}: {plan.reason}")
 
     def _take_status(self, status: SwarmStatus, now_s: float) -> None:
         """From whoever thinks that it coordinates: one that was suspended thinks so too for a moment."""
-        before, order = self.board.status, (status.term, status.plan_sequence)
+        before, order = self._status, (status.term, status.plan_sequence)
         if before is None or order >= (before.term, before.plan_sequence):
             self.record.see(status)
-            self.board.add_status(status, now_s)
-            self._status_at_s = now_s
+            self._status, self._status_at_s = status, now_s
+            if before is None:
+                self._presenter.doing = ""
             plan = self._plan
             # Who has just taken over does not know everybody's advert yet.
             whole = plan is not None and plan.sequence == status.plan_sequence and len(status.peers) >= plan.peers
-            if whole and self.record.experts.see(status) and self._live is None:
-                for line in expert_lines(status):
-                    self._print(line)
+            if whole and self.record.experts.see(status):
+                self._presenter.tell_experts()
 
     def _tell_step(self, step: Step) -> None:
-        validation = self.board.validation
+        validation = self._validation
         shown = StepDone(
             step=step.step,
             loss=step.loss,
@@ -230,7 +256,6 @@ class Chronicle:
         self._validation_told = validation[0] if validation else -1
         self.record.add(shown, step.at_s)
         self._show(shown)
-        self.board.add_step(shown)
         self._write_json(
             StepLine(
                 step=shown.step,
@@ -248,20 +273,13 @@ class Chronicle:
                 seconds=round(step.at_s - self.started_s, 3),
             )
         )
-        if self._live is None:
-            self._print(plain_line(self.board, time.monotonic()))
+        self._presenter.tell_step(shown)
 
     def _recent_tokens_per_s(self, step: Step) -> float:
         self._recent.append(step.at_s)
         tokens = (len(self._recent) - 1) * self._spec.tokens_per_step
         elapsed_s = step.at_s - self._recent[0]
         return tokens / elapsed_s if elapsed_s > 0 else 0.0
-
-    def _draw(self) -> RenderableType:
-        return render(self.board, time.monotonic())
-
-    def _print(self, text: str) -> None:
-        self._console.print(text, soft_wrap=True, markup=False, highlight=False)
 
     def _write_json(self, line: msgspec.Struct) -> None:
         if self._json is not None:

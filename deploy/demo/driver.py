@@ -90,7 +90,7 @@ class Demo:
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, self._interrupt, main)
         facts = RunFacts.of(self._options.spec)
-        async with serving(self._options.dashboard, facts, title=self._chronicle.board.title) as dashboard:
+        async with serving(self._options.dashboard, facts, title=self._chronicle.title) as dashboard:
             self._chronicle.show_on(dashboard)
             return await self._run()
 
@@ -194,7 +194,7 @@ class Demo:
 
     async def _end(self) -> None:
         """Let the children leave by themselves if the run is done, else ask them to."""
-        self._chronicle.board.phase = "leaving"
+        self._chronicle.doing("leaving")
         # Who has not found its way in, or back after a sleep, would look for a run that is no more.
         record = self._chronicle.record
         since_s = max([self._watched_until_s - _FINDS_ITS_WAY_S, *record.step_times_s[:1]])
@@ -212,7 +212,7 @@ class Demo:
         folders = sorted(str(path) for path in self._crew.peers_folder.glob("*/*/snapshots/*"))
         if not folders or self.interrupted:
             return "", ""
-        self._chronicle.board.phase = "writing a sample"
+        self._chronicle.doing("writing a sample")
         log = self._crew.logs / f"{_SAMPLER}.log"
         argv = [
             sys.executable,

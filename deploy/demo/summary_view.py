@@ -2,7 +2,7 @@
 
 from shoal.deploy.demo.expert_book import ExpertFigures
 from shoal.deploy.demo.summary import ChaosFigures, Summary
-from shoal.deploy.live_view import printable
+from shoal.deploy.words import printable
 
 Line = tuple[str, str]
 

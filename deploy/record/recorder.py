@@ -17,7 +17,7 @@ from typing import Final
 
 from shoal.deploy.dashboard.beside import Showing
 from shoal.deploy.dashboard.census import Census, clean
-from shoal.deploy.output import Output
+from shoal.deploy.output import Beside, Output
 from shoal.deploy.record.book import AGO_S_MAX, Book, Key, Step
 from shoal.deploy.record.events_file import EventsFile
 from shoal.deploy.record.lines import (
@@ -153,7 +153,7 @@ class Recorder:
     def beside(self, output: Output) -> Output:
         """What is said from now on is recorded too, as far as a record has it."""
         self._output = output
-        return _Both(output, self)
+        return Beside(hear=self.take, output=output)
 
     def take(self, report: Report) -> None:
         match report:
@@ -470,24 +470,6 @@ def start_line(keeping: Keeping, spec: RunSpec) -> StartLine:
             "staleness": f"{counted(spec.training.s_max, 'step')} at most",
         },
     )
-
-
-class _Both:
-    """Implements `Output`."""
-
-    def __init__(self, output: Output, recorder: Recorder) -> None:
-        self._output, self._recorder = output, recorder
-
-    @property
-    def polls(self) -> bool:
-        return self._output.polls
-
-    def say(self, report: Report) -> None:
-        self._recorder.take(report)
-        self._output.say(report)
-
-    def close(self) -> None:
-        self._output.close()
 
 
 class _People:

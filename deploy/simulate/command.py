@@ -42,7 +42,7 @@ def simulate(
         ),
     ] = None,
     list_: Annotated[bool, typer.Option("--list", help="List the shipped scenarios.")] = False,
-    strategies: Annotated[str | None, typer.Option(help="Only these, as in `ours,megatron`.")] = None,
+    strategies: Annotated[str | None, typer.Option(help="Only these, as in `ours,random`.")] = None,
     trace: Annotated[Path | None, typer.Option(help="A CSV of comings and goings to live through.")] = None,
     steps: Annotated[
         int | None,
@@ -126,12 +126,12 @@ def _compare(
     import msgspec
     from rich.console import Console
 
-    from shoal.deploy.live_view import printable
     from shoal.deploy.planning.rows import Rows
     from shoal.deploy.progress import progress_bar, sign_of_life
     from shoal.deploy.simulate import strategies
     from shoal.deploy.simulate.outcome import row_of
     from shoal.deploy.simulate.table import COLUMNS, LAST, LEGEND, cells, comparison
+    from shoal.deploy.words import printable
 
     scenario = strategies.with_options(scenario, options)
     # Hours with churn are millions of jobs.

@@ -12,13 +12,13 @@ from string import Template
 import msgspec
 import numpy as np
 
-from shoal.deploy.live_view import printable
 from shoal.deploy.planning.figures import lines_of, said_gigabytes
 from shoal.deploy.simulate.gantt import DEVICES_MAX, KINDS, SAYS, STEPS_MAX, Chart, chart_of
 from shoal.deploy.simulate.outcome import Outcome, Row
 from shoal.deploy.simulate.result import SimResult
 from shoal.deploy.simulate.scenario import Scenario
 from shoal.deploy.simulate.table import LEGEND, cells, headings
+from shoal.deploy.words import printable
 from shoal.protocol.topology import Floats, Topology
 
 PAGE = Path(__file__).parent / "page"

@@ -4,16 +4,16 @@ from collections.abc import Sequence
 
 import msgspec
 
-from shoal.deploy.live_view import printable
 from shoal.deploy.planning.rows import Column
 from shoal.deploy.simulate.outcome import Row
 from shoal.deploy.simulate.scenario import Scenario
+from shoal.deploy.words import printable
 
 LEGEND = (
     "Simulated, that is the real drivers in virtual time on devices that only take as long as theirs would: tokens/s, "
     "step, moved/step, and idle (of the devices that hold a stage, once it goes steadily). The planner's arithmetic: "
     "predicted, and bound by, unless that says what was seen. ratio: simulated / predicted. no model: the arithmetic "
-    "has none of devices that block, or of layouts that change. not kept: with a trace only --html keeps a timeline."
+    "has none of layouts that change. not kept: with a trace only --html keeps a timeline."
 )
 COLUMNS = (
     Column("strategy", 10, right=False),

@@ -1,7 +1,10 @@
-"""What a coordinator says of its swarm, for tests that care about a part of it."""
+"""What a coordinator says of its swarm, and the view of it, for tests that care about a part of it."""
 
 from typing import Any
 
+from shoal.deploy.dashboard.feed import Feed, RunFacts
+from shoal.deploy.dashboard.view import View
+from shoal.deploy.report import Status
 from shoal.protocol.messages import SwarmStatus
 
 _USUAL: dict[str, Any] = {
@@ -22,3 +25,10 @@ _USUAL: dict[str, Any] = {
 def swarm_status(**says: Any) -> SwarmStatus:
     """Needs `coordinator`, `stages` and `peers`."""
     return SwarmStatus(**(_USUAL | says))
+
+
+def view_of(status: SwarmStatus) -> View:
+    """What somebody sees who has heard this status and nothing else."""
+    feed = Feed(RunFacts.of_status(status), title="", wall_minus_clock_s=0.0)
+    feed.take(Status(status=status), 0.0)
+    return feed.view(0.0)

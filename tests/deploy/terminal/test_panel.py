@@ -1,13 +1,20 @@
+"""A run as a panel, as tables and as lines."""
+
 import io
 
 import msgspec
 import pytest
 from rich.console import Console, RenderableType
 
-from shoal.deploy.live_view import Board, duration, plain_line, render, sparkline, stage_table, status_lines
-from shoal.deploy.report import Contribution, StepDone
+from shoal.deploy.dashboard.feed import Feed, RunFacts
+from shoal.deploy.report import Contribution, Joined, Note, Obeys, Report, Status, StepDone
+from shoal.deploy.terminal.lines import status_lines, step_line
+from shoal.deploy.terminal.panel import run_panel, sparkline
+from shoal.deploy.terminal.tables import stage_table
+from shoal.deploy.words import duration
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import PeerStatus, SwarmStatus
+from statuses import view_of
 
 A, B, C = (PeerID("12D3KooW" + letter * 44) for letter in "ABC")
 
@@ -54,12 +61,24 @@ def drawn(renderable: RenderableType, width: int = 110) -> str:
     return console.file.getvalue()
 
 
+def told(*reports: Report, at_s: float = 0.0) -> Feed:
+    """A feed that has heard these reports at one time."""
+    feed = Feed(RunFacts(name="demo", steps=100, num_layers=6), title="demo", wall_minus_clock_s=0.0)
+    for report in reports:
+        feed.take(report, at_s)
+    return feed
+
+
+def panel(feed: Feed, now_s: float, width: int = 110) -> str:
+    return drawn(run_panel(feed.view(now_s), feed.curves), width=width)
+
+
 def step(number: int, loss: float) -> StepDone:
     return StepDone(
         step=number,
         loss=loss,
-        validation_loss=3.25 if number == 5 else None,
-        validation_step=5 if number == 5 else None,
+        validation_loss=None,
+        validation_step=None,
         tokens_per_s=12345.6,
         staleness_mean=0.25,
         duplicates=0,
@@ -73,7 +92,7 @@ def step(number: int, loss: float) -> StepDone:
 
 
 def test_table_says_who_holds_what() -> None:
-    lines = drawn(stage_table(STATUS)).splitlines()
+    lines = drawn(stage_table(view_of(STATUS))).splitlines()
     first, second, spare = lines[1:4]
     assert [word in first for word in ("0-1", "peer-1", "12.5", "training")] == [True] * 4
     assert first.split()[4] == "5"
@@ -84,7 +103,7 @@ def test_table_says_who_holds_what() -> None:
 
 @pytest.mark.parametrize("width", [50, 60, 70, 80, 110])
 def test_a_narrow_terminal_has_fewer_columns_and_cuts_none(width: int) -> None:
-    lines = drawn(stage_table(STATUS), width=width).splitlines()
+    lines = drawn(stage_table(view_of(STATUS)), width=width).splitlines()
     assert len(lines) == 4
     assert all("…" not in line for line in lines)
     assert all(word in lines[1] for word in ("peer-1", "training"))
@@ -105,46 +124,52 @@ def test_a_peer_in_trouble_says_so(change: dict[str, object], text: str) -> None
     status = SwarmStatus(
         **{name: getattr(STATUS, name) for name in STATUS.__struct_fields__} | {"peers": (peer(A, "a", 0, **change),)}
     )
-    assert text in drawn(stage_table(status))
+    assert text in drawn(stage_table(view_of(status)))
 
 
-def test_view_before_the_first_step_has_no_figures() -> None:
-    board = Board(title="demo", started_s=0.0, steps_total=100)
-    text = drawn(render(board, now_s=4.0))
+def test_a_panel_before_the_first_step_has_no_figures() -> None:
+    text = panel(told(), 4.0)
     assert "starting" in text
     assert "step 0/100" in text
     assert "loss" not in text
 
 
-def test_view_shows_progress() -> None:
-    board = Board(title="demo", started_s=0.0, steps_total=100)
-    for number in range(8):
-        board.add_step(step(number, 5 - number / 2))
-    board.add_status(msgspec.structs.replace(STATUS, left_s=95.0), now_s=14.0)
-    text = drawn(render(board, now_s=17.0))
+def test_a_panel_shows_progress() -> None:
+    status = msgspec.structs.replace(STATUS, left_s=95.0, validation_loss=3.25, validation_step=5)
+    feed = told(*(step(number, 5 - number / 2) for number in range(8)), Status(status=status), at_s=14.0)
+    text = panel(feed, 17.0)
     for word in (
         "step 8/100",
         "loss 1.500",
         "val 3.250 (step 5)",
         "12,346 tokens/s",
         "coordinator peer-2",
+        "plan 2: peer-2 joined",
         "1:32 left",
     ):
         assert word in text
 
 
-def test_plain_line_has_the_same_figures() -> None:
-    board = Board(title="demo", started_s=0.0, steps_total=100)
-    board.add_step(step(11, 2.5))
-    assert plain_line(board, 1.0) == "step 12/100  loss 2.5000  12,346 tokens/s  staleness 0.25  term 3 (BBBBBBBB)"
+def test_a_panel_says_who_came_and_went_and_what_this_peer_was_told() -> None:
+    plan = Obeys(term=3, sequence=3, coordinator=B, reason="CCCCCCCC left", peers=2)
+    feed = told(Status(status=STATUS), plan, Note(text="the limit was raised"), at_s=30.0)
+    text = panel(feed, 90.0)
+    assert "1:00 ago  peer-3 left  (plan 3, term 3, by peer-2)" in text
+    assert "the limit was raised" in text
+
+
+def test_a_line_for_a_step_has_its_figures() -> None:
+    feed = told(Status(status=STATUS), step(11, 2.5), step(12, 2.25))
+    wanted = "step 12/100  loss 2.5000  val -  12,346 tokens/s  staleness 0.25  term 3, coordinator peer-2"
+    assert step_line(feed.view(1.0), step(11, 2.5)) == wanted
+    assert step_line(feed.view(1.0)).startswith("step 13/100  loss 2.2500")
 
 
 def test_status_head_says_how_the_run_is() -> None:
-    run, phase, figures, who, why = status_lines(msgspec.structs.replace(STATUS, left_s=95.0))
+    run, phase, figures, why = status_lines(view_of(msgspec.structs.replace(STATUS, left_s=95.0)))
     assert run == "run 0123456789abcdef (demo), up 1:01"
     assert phase == "training, 1:35 left"
-    assert figures == "step 7/100  loss 2.5000  val -  12,346 tokens/s"
-    assert who == "staleness 0.25, term 3, coordinator peer-2"
+    assert figures == "step 7/100  loss 2.5000  val -  12,346 tokens/s  staleness 0.25  term 3, coordinator peer-2"
     assert why == "plan 2: peer-2 joined"
 
 
@@ -158,7 +183,7 @@ STANDING = msgspec.structs.replace(
 
 
 def test_a_standstill_is_said_with_its_cause_and_what_is_at_risk() -> None:
-    _, phase, figures, *_, risk = status_lines(STANDING)
+    _, phase, figures, *_, risk = status_lines(view_of(STANDING))
     assert phase == "waiting for stage 1: its only holder, peer-2, is paused, for 40 s, no step for 42 s"
     assert "  0 tokens/s" in figures
     assert risk == "careful: only peer-2 has what stage 1 has learnt: no other machine has a copy"
@@ -166,12 +191,7 @@ def test_a_standstill_is_said_with_its_cause_and_what_is_at_risk() -> None:
 
 @pytest.mark.parametrize("width", [80, 60])
 def test_on_a_narrow_terminal_no_figure_is_cut(width: int) -> None:
-    board = Board(title="demo", started_s=0.0, steps_total=100)
-    for number in range(40):
-        board.add_step(step(number, 5 - number / 20))
-    board.add_status(STANDING, now_s=17.0)
-    board.notes.append("dashboard: http://127.0.0.1:8731/#" + "k" * 60)
-    board.mine = Contribution(
+    mine = Contribution(
         peer=A,
         name="peer-1",
         stage=0,
@@ -189,7 +209,11 @@ def test_on_a_narrow_terminal_no_figure_is_cut(width: int) -> None:
         memory_bytes=0,
         uptime_s=9.0,
     )
-    text = drawn(render(board, now_s=18.0), width=width)
+    standing = msgspec.structs.replace(STANDING, validation_loss=3.25, validation_step=5)
+    steps = [step(number, 5 - number / 20) for number in range(40)]
+    note = Note(text="dashboard: http://127.0.0.1:8731/#" + "k" * 60)
+    feed = told(Joined(peer=A, name="peer-1", invite=""), *steps, Status(status=standing), note, mine, at_s=17.0)
+    text = panel(feed, 18.0, width=width)
     assert "…" not in text
     words = " ".join(text.replace("│", " ").split())
     for part in (
@@ -205,10 +229,7 @@ def test_on_a_narrow_terminal_no_figure_is_cut(width: int) -> None:
 
 
 def test_figures_of_a_coordinator_that_has_not_answered_for_long_are_not_shown() -> None:
-    board = Board(title="demo", started_s=0.0, steps_total=100)
-    board.add_step(step(1, 2.5))
-    board.add_status(STATUS, now_s=10.0)
-    text = drawn(render(board, now_s=50.0))
+    text = panel(told(step(1, 2.5), Status(status=STATUS), at_s=10.0), 50.0)
     assert "the coordinator has not answered for 40 s" in text
     assert "- tokens/s" in text
 
@@ -218,7 +239,7 @@ def test_names_from_the_network_are_not_markup() -> None:
         **{name: getattr(STATUS, name) for name in STATUS.__struct_fields__}
         | {"peers": (peer(A, "[red]x[/red]\x1b[2J", 0),)}
     )
-    text = drawn(stage_table(status))
+    text = drawn(stage_table(view_of(status)))
     assert "[red]x[/red]" in text
     assert "\x1b" not in text
 

@@ -6,10 +6,12 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from shoal.deploy.joining_view import FetchWatch, JoiningView, expected, phase_row
-from shoal.deploy.live_view import Board, render
-from shoal.deploy.output import TerminalOutput
+from shoal.deploy.dashboard.feed import RunFacts
+from shoal.deploy.phases import FetchWatch, expected
 from shoal.deploy.report import Phase, read_report
+from shoal.deploy.terminal.joining import JoiningView
+from shoal.deploy.terminal.panel import phase_row
+from shoal.deploy.terminal.presenter import Presenter
 from shoal.peer.handoff.fetcher import FetchProgress
 
 
@@ -55,15 +57,15 @@ def test_time_left_follows_the_pace() -> None:
     assert watch.look(again, 30.0) == Phase(name="fetching state", part=0.5, left_s=0.0)
 
 
-def test_the_view_of_a_run_shows_the_fetch_until_it_is_over() -> None:
-    output = TerminalOutput(title="shoal", steps_total=10, console=Console(file=io.StringIO(), width=80))
-    output.say(Phase(name="fetching state", part=0.25, left_s=75.0))
-    assert "fetching state" in drawn(render(output._board, 1.0))
-    assert "1:15 left" in drawn(render(output._board, 1.0))
-    output.say(Phase(name="catching up"))
-    assert "1:15 left" not in drawn(render(output._board, 1.0))
-    assert "catching up" in drawn(render(output._board, 1.0))
-    assert "fetching" not in drawn(render(Board(title="t", started_s=0.0), 1.0))
+def test_the_panel_of_a_run_shows_the_fetch_until_it_is_over() -> None:
+    presenter = Presenter(RunFacts(name="shoal", steps=10, num_layers=1), console=Console(file=io.StringIO()))
+    assert "fetching" not in drawn(presenter.panel())
+    presenter.take(Phase(name="fetching state", part=0.25, left_s=75.0))
+    assert "fetching state" in drawn(presenter.panel())
+    assert "1:15 left" in drawn(presenter.panel())
+    presenter.take(Phase(name="catching up"))
+    assert "1:15 left" not in drawn(presenter.panel())
+    assert "catching up" in drawn(presenter.panel())
 
 
 def test_a_script_is_told_the_phases(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from shoal.deploy.dashboard.feed import RunFacts
 from shoal.deploy.dashboard.view import run_phase
-from shoal.deploy.output import TerminalOutput
 from shoal.deploy.report import Contribution, Joined, Left, Note, Phase, Ready, Status, Summary
+from shoal.deploy.terminal.peer_output import PeerOutput
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import PeerStatus, SwarmStatus
 
@@ -55,12 +56,13 @@ def said() -> io.StringIO:
 
 
 @pytest.fixture
-def output(said: io.StringIO) -> TerminalOutput:
-    return TerminalOutput(title="shoal small", steps_total=100, console=Console(file=said, width=200))
+def output(said: io.StringIO) -> PeerOutput:
+    facts = RunFacts(name="small", steps=100, num_layers=4)
+    return PeerOutput(facts, title="shoal small", console=Console(file=said, width=200))
 
 
 def test_a_host_reads_the_invite_what_it_waits_for_and_in_the_end_what_to_do_with_it(
-    output: TerminalOutput, said: io.StringIO
+    output: PeerOutput, said: io.StringIO
 ) -> None:
     output.say(Phase(name="measuring this machine"))
     output.say(Ready(peer=A, run="r", invite="shoal1x"))
@@ -86,7 +88,7 @@ def test_a_host_reads_the_invite_what_it_waits_for_and_in_the_end_what_to_do_wit
     assert all(line.startswith(start) for line, start in zip(lines, wanted, strict=True)), lines
 
 
-def test_a_guest_is_not_told_to_export_what_it_has_a_part_of(output: TerminalOutput, said: io.StringIO) -> None:
+def test_a_guest_is_not_told_to_export_what_it_has_a_part_of(output: PeerOutput, said: io.StringIO) -> None:
     output.say(Joined(peer=B, name="guest", invite="shoal1x"))
     output.say(Note(text="by the way"))
     output.say(Left(peer=B, state_dir="/state", finished=True))
@@ -108,9 +110,7 @@ def test_what_the_run_does(step: int, says: dict[str, Any], phase: str) -> None:
     assert run_phase(status(step, **says)) == phase
 
 
-def test_a_standstill_is_told_once_with_its_cause_and_when_it_is_over(
-    output: TerminalOutput, said: io.StringIO
-) -> None:
+def test_a_standstill_is_told_once_with_its_cause_and_when_it_is_over(output: PeerOutput, said: io.StringIO) -> None:
     output.say(Status(status=status(7)))
     for seconds in range(10, 40):
         waits_for = f"stage 1: its only holder, bob, is paused, for {seconds} s"
@@ -125,22 +125,24 @@ def test_a_standstill_is_told_once_with_its_cause_and_when_it_is_over(
     ]
 
 
-def test_what_is_on_one_machine_alone_is_told_when_that_changes(output: TerminalOutput, said: io.StringIO) -> None:
+def test_what_is_on_one_machine_alone_is_told_when_that_changes(output: PeerOutput, said: io.StringIO) -> None:
     risk = "only bob has what stage 1 has learnt: no other machine has a copy"
     for risks in ((risk,), (risk,), (), (risk,)):
         output.say(Status(status=status(7, risks=risks)))
     assert said.getvalue().splitlines().count(risk) == 2
 
 
-def test_a_late_joiner_says_which_version_was_validated(output: TerminalOutput) -> None:
+def test_a_late_joiner_says_which_version_was_validated(output: PeerOutput) -> None:
     output.say(Status(status=status(4, validation_loss=5.6, validation_step=0)))
-    assert output._board.validation == (0, 5.6)
+    view = output.presenter.view()
+    assert (view.validation_step, view.validation_loss) == (0, 5.6)
     output.say(Status(status=status(9, validation_loss=5.0, validation_step=8)))
-    assert output._board.validation == (8, 5.0)
+    view = output.presenter.view()
+    assert (view.validation_step, view.validation_loss) == (8, 5.0)
 
 
 def test_a_volunteer_without_a_record_reads_in_the_end_what_it_gave_and_where_the_run_is(
-    output: TerminalOutput, said: io.StringIO
+    output: PeerOutput, said: io.StringIO
 ) -> None:
     output.say(Status(status=status(7)))
     mine = contribution(microbatches_total=1234, sent_bytes_total=2.5e6, received_bytes_total=1e6, uptime_s=725.0)
@@ -153,9 +155,15 @@ def test_a_volunteer_without_a_record_reads_in_the_end_what_it_gave_and_where_th
     ]
 
 
-def test_who_keeps_a_record_reads_its_summary_last(output: TerminalOutput, said: io.StringIO) -> None:
+def test_who_keeps_a_record_reads_its_summary_last(output: PeerOutput, said: io.StringIO) -> None:
     output.say(Status(status=status(7)))
     output.say(Left(peer=B, state_dir="/state", finished=False))
     output.say(Summary(lines=("notes: 7 of 100 steps", "  lost  nothing")))
     output.close()
     assert said.getvalue().splitlines()[-2:] == ["notes: 7 of 100 steps", "  lost  nothing"]
+
+
+def test_steps_that_are_done_again_after_a_step_back_have_lines_too(output: PeerOutput, said: io.StringIO) -> None:
+    for era, step in ((0, 8), (0, 9), (1, 5), (1, 5), (1, 6)):
+        output.say(Status(status=status(step, era=era)))
+    assert [line.split()[1] for line in said.getvalue().splitlines()] == ["8/100", "9/100", "5/100", "6/100"]

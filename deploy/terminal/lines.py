@@ -1,0 +1,72 @@
+"""A run in plain lines, for a log, a pipe and the head of `shoal status`. Pure."""
+
+import re
+from collections.abc import Sequence
+
+from shoal.deploy.dashboard.view import View
+from shoal.deploy.report import StepDone
+from shoal.deploy.terminal.tables import busiest, experts_by_stage
+from shoal.deploy.words import duration
+
+_SPAN = re.compile(r", for \d+ (s|min|h)")
+
+
+def status_lines(view: View) -> Sequence[str]:
+    """What `shoal status` prints above its tables."""
+    left = f", {duration(view.left_s)} left" if view.left_s is not None and view.step < view.steps else ""
+    stands = f", {view.standstill}" if view.standstill else left
+    return (
+        f"run {view.run} ({view.name}), up {duration(view.elapsed_s)}",
+        f"{view.phase}{stands}",
+        step_line(view),
+        f"plan {view.sequence}: {view.reason}",
+        *(f"careful: {risk}" for risk in current_risks(view)),
+    )
+
+
+def step_line(view: View, step: StepDone | None = None) -> str:
+    """One step with the run's figures. Args: step: the step to tell; None: the newest one that the view knows."""
+    done, loss, staleness = view.step, view.loss, view.staleness_steps_mean
+    if step is not None:
+        done, loss, staleness = step.step + 1, step.loss, step.staleness_mean
+    return "  ".join(
+        (
+            f"step {done}/{view.steps}",
+            f"loss {_loss(loss)}",
+            f"val {_loss(view.validation_loss)}",
+            said_rate(view.tokens_per_s),
+            f"staleness {staleness:.2f}",
+            f"term {view.term}, coordinator {view.coordinator_name or 'unknown'}",
+        )
+    )
+
+
+def said_rate(tokens_per_s: float | None) -> str:
+    """None: the coordinator has not answered for too long to say a rate."""
+    return "- tokens/s" if tokens_per_s is None else f"{tokens_per_s:,.0f} tokens/s"
+
+
+def _loss(loss: float | None) -> str:
+    return "-" if loss is None else f"{loss:.4f}"
+
+
+def current_risks(view: View) -> tuple[str, ...]:
+    """What would be lost with one peer. A run that is done risks nothing."""
+    return view.risks if view.step < view.steps else ()
+
+
+def trouble(view: View) -> str:
+    """What the run stands still for, without how long that has lasted, which changes every second. Empty: it moves."""
+    return _SPAN.sub("", view.phase) if view.standstill else ""
+
+
+def expert_lines(view: View) -> list[str]:
+    """One line for each stage with experts: their loads and how many copies each has or gets."""
+    lines = []
+    for stage, experts in experts_by_stage(view):
+        shown = busiest(experts)
+        what = f"experts of stage {stage}" + (f", the busiest {len(shown)}" if len(shown) < len(experts) else "")
+        loads = " ".join("-" if e.load is None else f"{100 * e.load / len(experts):.0f}" for e in shown)
+        copies = " ".join(str(len(e.holders) + len(e.coming)) for e in shown)
+        lines.append(f"{what}: load {loads} %, copies {copies}")
+    return lines

@@ -1,0 +1,96 @@
+"""What the person at a peer's terminal reads: an invite to hand on, how to stop, the run, and in the end what came."""
+
+from rich.console import Console
+from rich.text import Text
+
+from shoal.deploy.dashboard.feed import RunFacts
+from shoal.deploy.report import Contribution, Joined, Left, Note, Phase, Ready, Report, Status, Summary
+from shoal.deploy.terminal.presenter import Presenter
+from shoal.deploy.words import duration, quantity, short
+
+_HOW_TO_STOP = "Ctrl-C leaves once the work in hand is done; Ctrl-Z pauses and resumes"
+_WHAT_NEXT = (
+    "`shoal generate -p TEXT` lets the model write, `shoal export FOLDER` makes a folder for transformers of it"
+)
+
+
+class PeerOutput:
+    """Implements `Output` for a person.
+
+    Steps come from the coordinator's status, about one a second: on a peer that does not coordinate nothing else
+    knows of the whole run.
+    """
+
+    polls = True
+
+    def __init__(self, facts: RunFacts, *, title: str, console: Console | None = None) -> None:
+        self.presenter = Presenter(facts, title=title, console=console)
+        self._hosts = False
+        self._phase = ""
+        """The last phase that has a line."""
+        self._given: Contribution | None = None
+        self._has_status = self._has_left = self._is_summed_up = False
+        self.presenter.draw()
+
+    def say(self, report: Report) -> None:
+        presenter = self.presenter
+        if isinstance(report, Note):
+            presenter.note(report.text)
+            return
+        presenter.take(report)
+        match report:
+            case Ready():
+                self._hosts = True
+                presenter.say("others join with:")
+                presenter.say(f"shoal join {report.invite}")
+            case Joined():
+                self._phase = "waiting for a plan"
+                sentences = (f"takes part as {report.name} ({short(report.peer)})", _HOW_TO_STOP)
+                presenter.footer = [Text(sentence, style="dim") for sentence in sentences]
+                for sentence in () if presenter.redraws else sentences:
+                    presenter.say(sentence)
+            case Status():
+                self._has_status = True
+                presenter.tell_status()
+            case Contribution():
+                self._given = report
+            case Phase():
+                self._tell_phase(report)
+            case Left():
+                self._take_leave(report)
+            case Summary():
+                presenter.close()  # the panel's last frame stands above the summary
+                self._is_summed_up = True
+                for line in report.lines:
+                    presenter.say(line)
+
+    def close(self) -> None:
+        self.presenter.close()
+        if self._has_status and self._has_left and not self._is_summed_up:
+            view = self.presenter.view()
+            loss = "" if view.loss is None else f", loss {view.loss:.4f}"
+            self.presenter.say(f"the run: step {view.step:,} of {view.steps:,}{loss}")
+
+    def _tell_phase(self, phase: Phase) -> None:
+        """Where nothing is redrawn: what this peer does before it trains, each phase once."""
+        if phase.part is None and not self.presenter.view().step:
+            if phase.name != self._phase and not self.presenter.redraws:
+                self.presenter.say(phase.name)
+            self._phase = phase.name
+
+    def _take_leave(self, left: Left) -> None:
+        self._has_left = True
+        if left.state_dir:
+            self.presenter.say(f"state and snapshots: {left.state_dir}")
+        if self._given is not None:
+            self.presenter.say(given(self._given))
+        if left.finished and self._hosts:
+            self.presenter.say(_WHAT_NEXT)
+
+
+def given(mine: Contribution) -> str:
+    """What this peer has done for the run since it came."""
+    return (
+        f"this peer computed {mine.microbatches_total:,} microbatches in {duration(mine.uptime_s)}, "
+        f"sent {quantity(mine.sent_bytes_total, 'B')} and received {quantity(mine.received_bytes_total, 'B')}"
+    )

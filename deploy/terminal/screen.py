@@ -1,0 +1,48 @@
+"""A person's terminal: lines that stay, and one picture below them that is drawn again in place."""
+
+from collections.abc import Callable
+
+from rich.console import Console, RenderableType
+from rich.live import Live
+
+FRAMES_PER_S = 2.0
+
+
+class Screen:
+    """The only owner of rich's console and of its live display."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(highlight=False)
+        self._live: Live | None = None
+
+    @property
+    def redraws(self) -> bool:
+        """Whether a picture can be drawn again in place. In a file or a pipe there are only lines."""
+        return self._console.is_terminal
+
+    def draw(
+        self, picture: Callable[[], RenderableType], *, frames_per_s: float = FRAMES_PER_S, stays: bool = True
+    ) -> None:
+        """Draw `picture` at this rate until `close`. A screen that does not redraw ignores this call.
+
+        Args: stays: the last frame remains on the terminal after `close`.
+        """
+        if self.redraws and self._live is None:
+            self._live = Live(
+                get_renderable=picture, console=self._console, refresh_per_second=frames_per_s, transient=not stays
+            )
+            self._live.start()
+
+    def say(self, text: str) -> None:
+        """Print one logical line: rich breaks no word of it, so it can be copied, and reads no markup in it."""
+        self._console.print(text, soft_wrap=True, markup=False, highlight=False)
+
+    def show(self, drawing: RenderableType) -> None:
+        """Print a drawing once."""
+        self._console.print(drawing)
+
+    def close(self) -> None:
+        """Stop drawing. A second call does nothing."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
