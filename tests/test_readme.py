@@ -39,7 +39,7 @@ ELSEWHERE = {
 }
 """Programs that are not ours, and act on the world or need it: only the paths of ours that they name are checked."""
 RUN = {
-    "shoal plan home-gpus --compare": ["layout", "ours", "greedy", "dtfm-paper"],
+    "shoal plan home-gpus --compare": ["layout", "ours", "greedy", "mod"],
     "shoal simulate --list": ["home-gpus", "two-universities"],
     "shoal --version": ["shoal"],
 }

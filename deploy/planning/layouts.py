@@ -16,9 +16,8 @@ from shoal.protocol.errors import LocalError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.topology import Topology, WorkloadEntry
 
-LayoutName = Literal["ours", "at-once", "dtfm", "given", "random", "mod", "greedy", "dtfm-paper"]
-"""`ours` is the throughput planner, `at-once` its rule without a search, `dtfm` our search on the DT-FM objective,
-`dtfm-paper` that paper's algorithm."""
+LayoutName = Literal["ours", "at-once", "dtfm", "given", "random", "mod", "greedy"]
+"""`ours` is the throughput planner, `at-once` its rule without a search, `dtfm` our search on the DT-FM objective."""
 LAYOUT_NAMES: tuple[LayoutName, ...] = get_args(LayoutName)
 _GIGABYTE = 1e9
 DEVICES_PER_STAGE = 8
@@ -107,13 +106,6 @@ def _dtfm(request: Request) -> Placement:
     return _placement(request, found.stages)
 
 
-def _paper(request: Request) -> Placement:
-    from shoal.coordinator.allocate.paper import plan_dtfm_paper
-
-    found, _ = plan_dtfm_paper(request.topology, request.constants, num_stages=request.num_stages, seed=request.seed)
-    return _placement(request, found.stages)
-
-
 def _greedy(request: Request) -> Placement:
     """By speed alone: what the live coordinator answers a change with before it has searched."""
     t = request.topology
@@ -171,5 +163,4 @@ _LAYOUTS: dict[LayoutName, Callable[[Request], Placement]] = {
     "random": _random,
     "mod": _mod,
     "greedy": _greedy,
-    "dtfm-paper": _paper,
 }

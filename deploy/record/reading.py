@@ -8,7 +8,6 @@ from pathlib import Path
 from shoal.deploy.record.lines import (
     RECORD,
     EndLine,
-    Line,
     NoteLine,
     PeerLine,
     PlanLine,
@@ -18,9 +17,6 @@ from shoal.deploy.record.lines import (
     decode_line,
 )
 from shoal.protocol.errors import LocalError
-
-_TAIL_BYTES = 64 * 1024
-"""Of a record's end, for who wants to know only how far it goes: more than a hundred steps."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -126,18 +122,3 @@ def _voids(steps: Iterable[StepLine], plans: Sequence[PlanLine]) -> _Voids:
         if plan.era in firsts:
             firsts[plan.era] = min(plan.restored + 1, firsts[plan.era])
     return _Voids(firsts)
-
-
-def newest_lines(path: Path) -> list[Line]:
-    """The last hundred lines or so of the record at `path`, oldest first; none if it cannot be read. Cheap however long
-    the record is: for lists of runs."""
-    path = path / RECORD if path.is_dir() else path
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, 2)
-            file.seek(max(0, size - _TAIL_BYTES))
-            texts = file.read().split(b"\n")
-    except OSError:
-        return []
-    whole = texts if size <= _TAIL_BYTES else texts[1:]
-    return [line for line in map(decode_line, whole) if line is not None]

@@ -8,8 +8,8 @@ from shoal.coordinator.cost.placement import Placement
 from shoal.deploy.simulate.result import SimResult, Span
 from shoal.protocol.topology import Topology
 
-KINDS = ("forward", "backward", "step", "wait", "send", "validate", "probe")
-SAYS = ("forward", "backward", "optimizer step", "waits for the reduction", "sends, blocked", "validates", "probes")
+KINDS = ("forward", "backward", "step", "wait", "validate", "probe")
+SAYS = ("forward", "backward", "optimizer step", "waits for the reduction", "validates", "probes")
 """What the page calls them."""
 SPANS_MAX = 40_000
 """More would make a page of many megabytes: then the window holds fewer steps."""

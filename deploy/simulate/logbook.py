@@ -111,11 +111,6 @@ class SimLedger:
             return ()
         return tuple(tuple(sorted(spans, key=lambda span: span.started_s)) for spans in self._timeline)
 
-    def kept_busy(self, device: int, span: Span) -> None:
-        """By something that is no job."""
-        if self._keeps_timeline:
-            self._timeline[device].append(span)
-
     def _read_jobs(self, device: int) -> None:
         peer = self._peers.get(device)
         if peer is None:

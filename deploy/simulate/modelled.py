@@ -22,17 +22,16 @@ from shoal.coordinator.allocate.interface import Allocator
 from shoal.coordinator.cost.placement import Placement
 from shoal.coordinator.cost.shares import split
 from shoal.coordinator.cost.workload import Workload
-from shoal.deploy.simulate.blocking import BlockingDevice, Lockstep
 from shoal.deploy.simulate.logbook import SimLedger, traffic_matrix
-from shoal.deploy.simulate.modelled_swarm import ModelledSwarm, Ports, check_devices, peer_ids
+from shoal.deploy.simulate.modelled_swarm import ModelledSwarm, Ports, Seat, check_devices, peer_ids
 from shoal.deploy.simulate.pinned import PinnedAllocator
-from shoal.deploy.simulate.result import STEPS_MIN, SimResult, Span, StepDone
+from shoal.deploy.simulate.result import STEPS_MIN, SimResult, StepDone
 from shoal.deploy.simulate.routing import Routing
 from shoal.deploy.simulate.standstill import Seen, why_no_step
 from shoal.protocol.errors import LocalError
 from shoal.protocol.sim.loop import run as run_in_virtual_time
 from shoal.protocol.sim.matrix import MatrixNetwork
-from shoal.protocol.sim.world import SimPeer, World
+from shoal.protocol.sim.world import World
 from shoal.protocol.spec import RunSpec
 from shoal.protocol.topology import Topology
 
@@ -68,8 +67,8 @@ class ModelledRun:
     seconds: float | None = None
     """End then, of virtual time."""
     record_timeline: bool = False
-    blocking: Lockstep | None = None
-    """The habits of another system, for baselines: a device that computes nothing while it sends, fixed pipelines."""
+    ports: Callable[[Seat], Ports] | None = None
+    """What each node gets of its device; None: the device's own. Benchmarks put the habits of other systems here."""
     chunk_bytes: int = 8 << 20
     """Gradient sums and states travel in pieces of this size; 1 MiB in life, where a frame costs less than here."""
     expert_loads: Sequence[float] | None = None
@@ -125,7 +124,7 @@ async def _play(run: ModelledRun) -> SimResult:
         allocator,
         ledger,
         chunk_bytes=run.chunk_bytes,
-        ports=_ports(run, spec, world, ledger),
+        ports=run.ports,
         routing=Routing(spec, run.expert_loads) if spec.swarm.expert_slots else None,
     )
     for device in sorted(set(range(t.num_devices)) - _absent(run)):
@@ -218,30 +217,6 @@ def _absent(run: ModelledRun) -> set[int]:
     for event in sorted(run.churn, key=lambda event: event.at_s):
         first.setdefault(event.device, event)
     return {device for device, event in first.items() if event.kind == "add" and event.at_s > 0.0}
-
-
-def _ports(run: ModelledRun, spec: RunSpec, world: World, ledger: SimLedger) -> Callable[[int, SimPeer], Ports]:
-    latency_s, lockstep = run.topology.latency_s, run.blocking
-    peers = peer_ids(world, range(run.topology.num_devices))
-    devices = {peer: device for device, peer in peers.items()}
-
-    def plain(device: int, peer: SimPeer) -> Ports:
-        return peer.transport, peer.compute, None
-
-    def blocked(device: int, peer: SimPeer) -> Ports:
-        assert lockstep is not None
-        held_up = BlockingDevice(
-            peer.transport,
-            peer.compute,
-            peer.clock,
-            until=lockstep.until,
-            latency_s=lambda other: float(latency_s[device, devices[other]]),
-            sent=lambda began_s, ended_s: ledger.kept_busy(device, Span("send", began_s, ended_s)),
-        )
-        traffic = lockstep.traffic(device, peers, microbatches=spec.training.microbatches_per_step)
-        return held_up.transport, held_up.compute, traffic
-
-    return plain if lockstep is None else blocked
 
 
 @contextlib.contextmanager

@@ -1,7 +1,8 @@
 """Nodes on modelled devices in one world: who is launched and falls when, and what of it is written down."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 from shoal.coordinator.allocate.interface import Allocator
 from shoal.deploy.node import Node
@@ -22,14 +23,24 @@ from shoal.protocol.spec import RunSpec, run_id
 from shoal.protocol.topology import Topology
 
 Ports = tuple[Transport, Compute, Traffic | None]
-"""What a node gets of its peer; a system with other habits (`blocking.py`) puts something around them."""
+"""What a node gets of its peer."""
+
+
+class Seat(NamedTuple):
+    """The place of one node in a modelled swarm, for whoever puts something around its ports."""
+
+    device: int
+    peer: SimPeer
+    peers: Mapping[int, PeerID]
+    """Who each device is, whether it is there or not."""
+    spec: RunSpec
 
 
 class ModelledSwarm:
     """Device i of the topology is the peer of that number's name.
 
     Args:
-        ports: (device, peer) -> what its node gets.
+        ports: what each node gets in place of its peer's own; a benchmark plays another system's habits with it.
         routing: where the run places experts.
     """
 
@@ -42,7 +53,7 @@ class ModelledSwarm:
         ledger: SimLedger,
         *,
         chunk_bytes: int,
-        ports: Callable[[int, SimPeer], Ports] = lambda device, peer: (peer.transport, peer.compute, None),
+        ports: Callable[[Seat], Ports] | None = None,
         routing: Routing | None = None,
     ) -> None:
         self._world = world
@@ -87,7 +98,7 @@ class ModelledSwarm:
 
     async def _live(self, device: int, life: int, peer: SimPeer) -> None:
         assert self._owner is not None
-        transport, compute, traffic = self._ports(device, peer)
+        transport, compute, traffic = self._ports_of(device, peer)
         t, ledger = self._topology, self._ledger
 
         def committed(report: CommitReport) -> None:
@@ -125,6 +136,12 @@ class ModelledSwarm:
         await node.start()
         await node.wait_done()
         await node.close()
+
+    def _ports_of(self, device: int, peer: SimPeer) -> Ports:
+        if self._ports is None:
+            return peer.transport, peer.compute, None
+        everybody = peer_ids(self._world, range(self._topology.num_devices))
+        return self._ports(Seat(device, peer, everybody, self._spec))
 
     def _over(self, device: int, task: "asyncio.Task[None]") -> None:
         if not task.cancelled() and (error := task.exception()) is not None:

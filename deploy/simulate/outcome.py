@@ -100,11 +100,11 @@ def row_of(outcome: Outcome) -> Row:
 
 
 def idle_share(outcome: Outcome) -> float | None:
-    """The part of the time in which those that hold a stage computed nothing; sending while blocked is idle too."""
+    """The part of the time in which those that hold a stage computed nothing."""
     shares = time_shares(outcome)
     if shares is None:
         return None
-    return max(0.0, 1.0 - sum(share for kind, share in shares.items() if kind not in ("send", "probe")))
+    return max(0.0, 1.0 - sum(share for kind, share in shares.items() if kind != "probe"))
 
 
 def time_shares(outcome: Outcome) -> dict[JobKind, float] | None:
@@ -146,11 +146,9 @@ def bound_by(cost: Cost | None) -> str:
 
 def _seen(outcome: Outcome) -> str:
     """What can be said where there is no prediction."""
-    result, shares = outcome.result, time_shares(outcome)
+    result = outcome.result
     if result is None:
         return ""
-    if shares is not None and shares.get("send", 0.0) > 0.0:
-        return f"sending, {shares['send']:.0%} of the time"
     counts = {change: sum(event.change == change for event in result.events) for change in ("plan", "left")}
     return f"{counts['plan']} plans, {counts['left']} devices lost"
 

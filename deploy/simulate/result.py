@@ -6,9 +6,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-JobKind = Literal["forward", "backward", "step", "validate", "probe", "send"]
-"""As `Compute` has them; a last stage's whole loss job counts as a forward. `send`: a device that waits until what it
-sends is out (`ModelledRun.blocking`)."""
+JobKind = Literal["forward", "backward", "step", "validate", "probe"]
+"""As `Compute` has them; a last stage's whole loss job counts as a forward."""
 Change = Literal["joined", "left", "plan", "era"]
 
 

@@ -1,6 +1,6 @@
 """What to simulate: TOML, a network file or a shipped name -> a frozen `Scenario`.
 
-`README.md` of this folder walks through a file. Sections `[model]`, `[training]` and `[wire]` are those of a run spec
+`SCENARIOS.md` beside this module walks through a file. Sections `[model]`, `[training]` and `[wire]` are those of a run spec
 (`protocol/spec.py`), `[network]` is in `regions.py`, `[[strategy]]` in `strategy.py`.
 """
 

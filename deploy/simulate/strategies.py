@@ -16,7 +16,6 @@ from shoal.coordinator.cost.throughput import ThroughputObjective
 from shoal.coordinator.cost.workload import Workload
 from shoal.deploy.planning.figures import Figures, Wishes, figures_of
 from shoal.deploy.planning.layouts import LayoutName, Request, layout
-from shoal.deploy.simulate.blocking import Lockstep
 from shoal.deploy.simulate.modelled import Churn, ModelledRun, run_modelled
 from shoal.deploy.simulate.outcome import Outcome
 from shoal.deploy.simulate.result import STEPS_MIN, SimResult
@@ -168,12 +167,7 @@ class Prepared:
         """Equal ones are the same run; None: this one is like no other."""
         if self.problem:
             return None
-        return self.placement, self.strategy.layout == "live", self.spec, self.strategy.blocking, self.churn
-
-
-def run_strategy(scenario: Scenario, strategy: Strategy, churn: Sequence[Churn], options: Options) -> Outcome:
-    """Plan and simulate."""
-    return play(scenario, prepare(scenario, strategy, churn, options), options)
+        return self.placement, self.strategy.layout == "live", self.spec, self.churn
 
 
 def prepare(scenario: Scenario, strategy: Strategy, churn: Sequence[Churn], options: Options) -> Prepared:
@@ -189,9 +183,8 @@ def prepare(scenario: Scenario, strategy: Strategy, churn: Sequence[Churn], opti
             spec = _live_spec(scenario, strategy, spec, present, options)
         else:
             placement = _placed(strategy.layout, _request(scenario, strategy, spec, present, options), present)
-            if strategy.blocking == "no":  # which the objective is no model of
-                cost = ThroughputObjective(scenario.topology, Workload.of(spec)).cost(placement)
-                problem = cost.why
+            cost = ThroughputObjective(scenario.topology, Workload.of(spec)).cost(placement)
+            problem = cost.why
     except ShoalError as error:
         problem = str(error)
     return Prepared(
@@ -238,7 +231,6 @@ def play(scenario: Scenario, prepared: Prepared, options: Options, *, patience: 
             steps_after=spec.training.s_max + 1,
             seconds=scenario.seconds,
             record_timeline=options.timeline,
-            blocking=Lockstep.of(strategy.blocking, placement),
             on_progress=options.on_progress,
         )
         if patience is not None:

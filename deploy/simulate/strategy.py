@@ -3,7 +3,6 @@
 from typing import Literal
 
 from shoal.deploy.planning.layouts import LayoutName
-from shoal.deploy.simulate.blocking import Blocking
 from shoal.deploy.simulate.regions import Section, require
 from shoal.protocol.spec import WireSpec
 
@@ -16,9 +15,6 @@ class Strategy(Section, frozen=True):
 
     name: str
     layout: Layout
-    blocking: Blocking = "no"
-    """Whether a device computes nothing while it `sends`, or (`exchanges`) until the message has arrived, as with
-    synchronous calls of a collective library. Pipelines are then fixed: the i-th members of all stages, if even."""
     s_max: int | None = None
     """Largest staleness; None: the scenario's own."""
     wire: WireSpec | None = None
@@ -46,12 +42,10 @@ KNOWN: dict[str, Strategy] = {
         Strategy(name="mod", layout="mod", s_max=0),
         Strategy(name="random", layout="random", s_max=0),
         Strategy(name="given", layout="given", s_max=0),
-        Strategy(name="megatron", layout="given", blocking="exchanges", s_max=0),
-        Strategy(name="dtfm", layout="dtfm", blocking="sends", s_max=0),
-        Strategy(name="dtfm-paper", layout="dtfm-paper", blocking="sends", s_max=0),
+        Strategy(name="dtfm", layout="dtfm", s_max=0),
     )
 }
-"""By the names that `--strategies` takes; `megatron` is a synchronous pipeline in the order of the devices."""
-DEFAULT = ("ours", "ours-sync", "random", "megatron")
+"""By the names that `--strategies` takes; `given` is a synchronous pipeline in the order of the devices."""
+DEFAULT = ("ours", "ours-sync", "random", "given")
 CHURN_DEFAULT = ("live", "peace")
 """Where devices come and go: a layout that never changes ends with the first stage that is left alone."""

@@ -25,9 +25,9 @@ from typing import Any, Literal
 
 import msgspec
 import numpy as np
+from baselines.checkpointing import Account, Checkpointing, checkpointed
 
 from shoal.coordinator.cost.placement import Placement
-from shoal.deploy.simulate.checkpointing import Account, Checkpointing, checkpointed
 from shoal.deploy.simulate.modelled import Churn, ModelledRun, run_modelled
 from shoal.deploy.simulate.result import SimResult
 from shoal.deploy.simulate.traces import load_trace, replay

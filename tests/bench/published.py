@@ -2,7 +2,7 @@
 
 `published.json` has networks and figures. One thing is calibrated, and on case 1 ("Ours w scheduler") alone: what a
 microbatch costs a stage. Everything else is the network file, the size of an activation and of a gradient, and the
-habits of each system as `deploy/simulate/blocking.py` has them: DT-FM's runtime ("Ours") `sends`, Megatron `exchanges`.
+habits of each system as `baselines/blocking.py` has them: DT-FM's runtime ("Ours") `sends`, Megatron `exchanges`.
 `--ours` runs our asynchronous strategy on the same devices, in the eight cities and in the data centre.
 
 Case 2 was a cluster whose links nobody shaped; its file has 1.25 Gbit/s for every pair. `2c` is the same machines with
@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from baselines.blocking import Blocking, Lockstep
 
 from shoal.coordinator.cost.layers import layer_costs
 from shoal.coordinator.cost.placement import Placement
-from shoal.deploy.simulate.blocking import Blocking, Lockstep
 from shoal.deploy.simulate.modelled import ModelledRun, run_modelled
 from shoal.deploy.simulate.result import SimResult
 from shoal.protocol.spec import ModelSpec, OptimizerSpec, RunSpec, SwarmSpec, TrainingSpec, WireSpec
@@ -131,15 +131,15 @@ class Simulated:
 
     def _play(self, batch: int) -> float:
         """The second of two steps."""
+        topology = topology_of(self._case, self._stage_s)
         placement = placement_of(self._pipelines)
         lockstep = Lockstep.of(self._habit, placement)
-        assert lockstep is not None
         result = run_modelled(
             ModelledRun(
-                topology=topology_of(self._case, self._stage_s),
+                topology=topology,
                 spec=spec_of(batch, s_max=0, gradients="fp32", steps=2),
                 stages=placement,
-                blocking=dataclasses.replace(lockstep, pipelines=self._pipelines),
+                ports=dataclasses.replace(lockstep, pipelines=self._pipelines).ports(topology),
             )
         )
         first, second = (step.committed_at_s for step in result.steps)

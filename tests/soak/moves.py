@@ -8,10 +8,12 @@ import argparse
 import logging
 import statistics
 import sys
+from pathlib import Path
 
 import torch
 
-from shoal.deploy.simulate.restless import RestlessRun, play_restless
+sys.path.insert(0, str(Path(__file__).parents[1] / "lib"))
+from restless import RestlessRun, play_restless
 
 STALL_S_MAX = 20.0
 

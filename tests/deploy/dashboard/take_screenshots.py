@@ -24,6 +24,7 @@ from PIL import Image
 from playwright.sync_api import Browser, sync_playwright
 
 FOLDER = Path(__file__).parents[3] / "deploy" / "dashboard" / "screenshots"
+PRETEND = Path(__file__).parents[2] / "lib" / "pretend_swarm.py"
 CHROMIUM = "/usr/bin/chromium"
 STATIC = FOLDER.parent / "static"
 COLORS = 255
@@ -59,7 +60,7 @@ PATIENCE_S = 1800.0
 def a_process(
     *arguments: str, stdout: int = subprocess.PIPE, environment: dict[str, str] | None = None
 ) -> Iterator[subprocess.Popen[str]]:
-    argv = [sys.executable, "-m", *arguments]
+    argv = [sys.executable, *arguments]
     with subprocess.Popen(argv, stdout=stdout, text=True, env=environment) as server:
         try:
             yield server
@@ -70,7 +71,7 @@ def a_process(
 @contextlib.contextmanager
 def pretended(arguments: tuple[str, ...]) -> Iterator[str]:
     """Where its page is."""
-    with a_process("shoal.deploy.dashboard.pretend", *arguments, "--dashboard", "127.0.0.1:0") as server:
+    with a_process(str(PRETEND), *arguments, "--dashboard", "127.0.0.1:0") as server:
         assert server.stdout is not None
         yield server.stdout.readline().strip()
 
@@ -83,7 +84,7 @@ def real() -> Iterator[str]:
         port = free.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {"XDG_STATE_HOME": folder}
-        demo = ("shoal.deploy.cli", "demo", "--dashboard", f"127.0.0.1:{port}")
+        demo = ("-m", "shoal.deploy.cli", "demo", "--dashboard", f"127.0.0.1:{port}")
         with a_process(*demo, stdout=subprocess.DEVNULL, environment=environment):
             url, begun_s = f"http://127.0.0.1:{port}/", time.monotonic()
             while (step := step_of(url)) < STEPS:

@@ -13,9 +13,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from pretend_swarm import Pretend
 from shoal.deploy.dashboard.address import parse_address
 from shoal.deploy.dashboard.feed import Feed
-from shoal.deploy.dashboard.pretend import Pretend
 from shoal.deploy.dashboard.server import Dashboard, DashboardServer
 from shoal.deploy.dashboard.steering import Steering
 from shoal.deploy.report import Joined, Limits, Note, Status

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from pretend_swarm import Pretend
 from shoal.deploy.dashboard.feed import Feed
-from shoal.deploy.dashboard.pretend import Pretend
 from shoal.deploy.metrics import render_metrics
 from shoal.deploy.report import Joined, Limits, Status
 

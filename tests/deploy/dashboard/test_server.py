@@ -10,10 +10,10 @@ from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 from websockets.asyncio.client import connect
 
+from pretend_swarm import Pretend
 from shoal.deploy.dashboard.address import parse_address
 from shoal.deploy.dashboard.curves import POINTS_MAX
 from shoal.deploy.dashboard.feed import Feed
-from shoal.deploy.dashboard.pretend import Pretend
 from shoal.deploy.dashboard.server import STATIC, VIEWERS_MAX, Dashboard, DashboardServer
 from shoal.protocol.errors import LocalError
 

@@ -76,7 +76,7 @@ def test_a_person_sees_stages_regions_and_parts(tmp_path: Path) -> None:
 def test_all_layouts_are_compared(tmp_path: Path) -> None:
     reports = planned(network(tmp_path), "--compare", "--stages", "2", "--seconds", "0.05")
     names = [report["layout"] for report in reports]
-    assert names == ["at-once", "ours", "given", "random", "mod", "greedy", "dtfm-paper"]
+    assert names == ["at-once", "ours", "given", "random", "mod", "greedy"]
     by_name = {report["layout"]: report for report in reports}
     assert [stage["devices"] for stage in by_name["given"]["stages"]] == [[0, 1], [2, 3]]
     assert [stage["devices"] for stage in by_name["mod"]["stages"]] == [[0, 2], [1, 3]]
@@ -86,7 +86,7 @@ def test_all_layouts_are_compared(tmp_path: Path) -> None:
 
 def rows(stdout: str) -> dict[str, str]:
     """Of a comparison: layout -> the rest of its line."""
-    names = "ours, at once|ours|dtfm-paper|dtfm|given|random|mod|greedy"
+    names = "ours, at once|ours|dtfm|given|random|mod|greedy"
     found = (re.match(rf"({names})  +(\d.*)", line) for line in stdout.splitlines())
     return {match[1]: match[2] for match in found if match}
 

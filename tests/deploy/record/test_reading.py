@@ -6,7 +6,7 @@ import pytest
 
 from record_lines import plan, step, validation
 from shoal.deploy.record.lines import NoteLine, StepLine, decode_line, encode_line
-from shoal.deploy.record.reading import newest_lines, read_record, record_of
+from shoal.deploy.record.reading import read_record, record_of
 from shoal.protocol.errors import LocalError
 
 
@@ -68,15 +68,6 @@ def test_what_a_crash_has_torn_is_passed_over(torn: bytes) -> None:
 def test_a_field_that_a_later_version_adds_is_passed_over() -> None:
     later = encode_line(step(1)).replace(b'"step":1', b'"step":1,"later":[1,2]')
     assert numbers(record_of([later]).steps) == [(0, 1)]
-
-
-def test_the_end_of_a_long_record_is_read_without_the_rest(tmp_path: Path) -> None:
-    (tmp_path / "record.jsonl").write_bytes(b"".join(encode_line(step(n)) for n in range(1, 5000)))
-    newest = newest_lines(tmp_path)
-    assert isinstance(newest[-1], StepLine)
-    assert newest[-1].step == 4999
-    assert 100 < len(newest) < 1000
-    assert newest_lines(tmp_path / "none") == []
 
 
 def test_a_folder_without_a_record_says_so(tmp_path: Path) -> None:

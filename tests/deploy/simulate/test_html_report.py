@@ -87,15 +87,7 @@ def test_idle_is_the_part_without_work_of_those_that_hold_a_stage() -> None:
     assert idle_share(outcome(result=result(timeline=((),) * 4))) is None
 
 
-def test_waiting_for_a_send_is_idle() -> None:
-    sends = tuple(Span("send", 10.0 * k, 10.0 * k + 10.0) for k in range(5))
-    assert idle_share(outcome(result=result(timeline=(sends, sends, sends, ())))) == 1.0
-
-
 def test_without_a_prediction_the_row_says_what_was_seen() -> None:
-    sends = tuple(Span("send", 10.0 * k, 10.0 * k + 5.0) for k in range(5))
-    blocked = outcome(predicted=None, result=result(timeline=(sends, sends, sends, ())))
-    assert row_of(blocked).bound_by == "sending, 50% of the time"
     assert row_of(outcome(predicted=None, placement=None)).bound_by == "0 plans, 1 devices lost"
 
 

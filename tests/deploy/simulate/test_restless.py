@@ -2,7 +2,7 @@
 
 import pytest
 
-from shoal.deploy.simulate.restless import RestlessRun, play_restless
+from restless import RestlessRun, play_restless
 
 
 @pytest.mark.sim

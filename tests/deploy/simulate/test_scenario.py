@@ -108,7 +108,7 @@ def test_the_promised_scenarios_are_shipped() -> None:
 
 
 def test_the_example_of_the_readme_can_be_read(tmp_path: Path) -> None:
-    (example,) = re.findall(r"```toml\n(.*?)```", (SHIPPED.parent / "README.md").read_text(), re.DOTALL)
+    (example,) = re.findall(r"```toml\n(.*?)```", (SHIPPED.parent / "SCENARIOS.md").read_text(), re.DOTALL)
     (tmp_path / "spot.csv").write_text("time_s,event,node\n0,add,a\n")
     assert scenario(tmp_path, example).topology.num_devices == 13
 

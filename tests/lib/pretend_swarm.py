@@ -1,8 +1,8 @@
-"""A swarm that is not there, for who works on the page, for its tests and its pictures.
+"""A swarm that is not there, for whoever works on the dashboard's page, for its tests and for its pictures.
 
-    python -m shoal.deploy.dashboard.pretend --peers 200 --stages 12
+    python tests/lib/pretend_swarm.py --peers 200 --stages 12
 
-Says every second what a peer and its coordinator would say. The same seed tells the same story.
+It says every second what a peer and its coordinator would say. The same seed tells the same story.
 """
 
 import argparse

@@ -4,10 +4,10 @@ import asyncio
 import dataclasses
 
 import pytest
+from baselines.blocking import BlockingDevice, FixedWindow, Lockstep, PairedRouter, Until
 
 from shoal.coordinator.cost.layers import layer_costs
 from shoal.coordinator.cost.placement import Placement
-from shoal.deploy.simulate.blocking import BlockingDevice, FixedWindow, Lockstep, PairedRouter, Until
 from shoal.deploy.simulate.modelled import ModelledRun, run_modelled
 from shoal.peer.model.layout import layer_layout
 from shoal.protocol.frames import wire_bytes
@@ -128,8 +128,8 @@ def test_what_a_microbatch_costs_a_device_that_blocks_is_compute_plus_messages()
     )
     ours = ModelledRun(topology=topology, spec=SPEC, stages=SQUARE)
     step_s = {}
-    for name, blocking in (("ours", None), ("sends", Lockstep.of("sends", SQUARE))):
-        result = run_modelled(dataclasses.replace(ours, blocking=blocking))
+    for name, ports in (("ours", None), ("sends", Lockstep.of("sends", SQUARE).ports(topology))):
+        result = run_modelled(dataclasses.replace(ours, ports=ports))
         assert result.failures == ()
         step_s[name] = result.steps[2].committed_at_s - result.steps[1].committed_at_s
     parameters = sum(layer_layout(SPEC.model, f"layers.{layer}").numel for layer in (0, 1))

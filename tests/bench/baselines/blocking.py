@@ -19,20 +19,22 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from shoal.coordinator.cost.placement import Placement
+from shoal.deploy.simulate.modelled_swarm import Ports, Seat
 from shoal.peer.pipeline.control import Control
 from shoal.peer.pipeline.router import Router
 from shoal.peer.pipeline.window import Window
 from shoal.protocol.identity import PeerID
 from shoal.protocol.ports import CallHandler, Clock, Compute, FrameHandler, JobKind, Payload, Priority, Timed, Transport
 from shoal.protocol.spec import RunSpec
+from shoal.protocol.topology import Topology
 
 T = TypeVar("T")
 
 Until = Literal["left", "arrived"]
 """How long a message keeps its sender: until its last byte has left, or has arrived. In a reduction always the former:
 a ring has many messages under way."""
-Blocking = Literal["no", "sends", "exchanges"]
-"""What a strategy may ask for: `sends` is a runtime like DT-FM's, `exchanges` one like Megatron's."""
+Blocking = Literal["sends", "exchanges"]
+"""`sends` is a runtime like DT-FM's, `exchanges` one like Megatron's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,11 +48,9 @@ class Lockstep:
     """Microbatches of one pipeline between stage 0's forward and its backward. None: all that it makes in a step."""
 
     @classmethod
-    def of(cls, blocking: Blocking, placement: Placement | None) -> "Lockstep | None":
+    def of(cls, blocking: Blocking, placement: Placement) -> "Lockstep":
         """With the i-th member of each stage in one pipeline, if all stages have as many."""
-        if blocking == "no":
-            return None
-        stages = placement.stages if placement is not None else ()
+        stages = placement.stages
         even = len({len(stage) for stage in stages}) == 1
         return cls(
             until="left" if blocking == "sends" else "arrived",
@@ -64,6 +64,23 @@ class Lockstep:
             if device in pipeline[:-1]:
                 return pipeline[pipeline.index(device) + 1]
         return None
+
+    def ports(self, topology: Topology) -> Callable[[Seat], Ports]:
+        """What `ModelledRun.ports` takes."""
+
+        def blocked(seat: Seat) -> Ports:
+            devices = {peer: device for device, peer in seat.peers.items()}
+            held_up = BlockingDevice(
+                seat.peer.transport,
+                seat.peer.compute,
+                seat.peer.clock,
+                until=self.until,
+                latency_s=lambda other: float(topology.latency_s[seat.device, devices[other]]),
+            )
+            traffic = self.traffic(seat.device, seat.peers, microbatches=seat.spec.training.microbatches_per_step)
+            return held_up.transport, held_up.compute, traffic
+
+        return blocked
 
     def traffic(self, device: int, peers: Mapping[int, PeerID], *, microbatches: int) -> "LockstepTraffic | None":
         """Of one device; `peers` says who each is, `microbatches` are those of a step."""

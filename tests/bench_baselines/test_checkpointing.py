@@ -1,8 +1,8 @@
 import dataclasses
 
 import pytest
+from baselines.checkpointing import Account, Checkpointing, checkpointed
 
-from shoal.deploy.simulate.checkpointing import Account, Checkpointing, checkpointed
 from shoal.deploy.simulate.modelled import Churn
 
 SYSTEM = Checkpointing(
