@@ -1,4 +1,4 @@
-"""Addresses as people write them, as multiaddrs."""
+"""Turns addresses as people write them into multiaddrs."""
 
 import ipaddress
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Work that may take minutes and that nobody waits for at the end: reading a text, a search for a layout, compiling."""
+"""Runs work that may take minutes and for which the end of a process does not wait: reading a text, a search."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""The `shoal` command: what there is, and how it ends. Each command is a thin function of `commands/`.
+"""The `shoal` command lists its commands here and decides how they end. Each command is a thin function of `commands/`.
 
 Heavy imports wait until one needs them: `shoal status`, `--version` and the parent of `shoal demo` never import torch.
 """

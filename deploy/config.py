@@ -43,7 +43,7 @@ def load_settings() -> Settings:
 
 
 def as_toml(settings: Settings) -> str:
-    """All of them, each with what it means; a file like this is a valid one."""
+    """All settings as TOML, each with its meaning. The text is a valid file."""
     lines: list[str] = []
     for table, unset in (("limits", "0"), ("record", "true")):
         lines += [*([""] if lines else []), f"[{table}]"]
@@ -136,5 +136,5 @@ def _with_line(text: str, line: str, name: str, *, table: str = "limits") -> str
 
 
 def _toml(value: Any) -> str:
-    """Of a number, a truth value or a text: JSON's form is TOML's."""
+    """The TOML form of a number, a truth value or a text, which is also its JSON form."""
     return msgspec.json.encode(value).decode()

@@ -1,4 +1,4 @@
-"""How a command speaks to a peer that runs on this machine: a unix socket in the peer's state folder.
+"""Lets a command speak to a peer that runs on this machine, through a unix socket in the peer's state folder.
 
 One JSON object a line each way, for as many lines as the caller likes: `{"verb": "leave", "arguments": {}}` is
 answered by `{"value": {…}}` or `{"error": "a sentence"}`. What a verb does is registered by whoever can do it. Only
@@ -50,7 +50,7 @@ _ENCODER = msgspec.json.Encoder()
 
 
 class ControlServer:
-    """A running peer's side. `on` before or after `start`; `close` leaves neither task nor file."""
+    """The running peer's side of the socket. `on` may come before or after `start`; `close` leaves nothing behind."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -92,7 +92,7 @@ class ControlServer:
             logger.warning("%s: `shoal leave` and the like will not reach this peer", error)
 
     async def close(self) -> None:
-        """Again does nothing."""
+        """A second call does nothing."""
         if self._server is None:
             return
         server, self._server = self._server, None

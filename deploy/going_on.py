@@ -16,7 +16,7 @@ from shoal.protocol.errors import LocalError
 from shoal.protocol.spec import RunSpec, continued_spec, unchanging_bytes
 
 _DIGESTS: Final = ("data.digest", "data.tokenizer_digest")
-"""Filled in by the host from the text itself."""
+"""The host fills in these fields from the text itself."""
 _NAMED_MAX: Final = 3
 _WHY_WIDTH: Final = 38
 _Goal = tuple[int, str, int | None]
@@ -24,15 +24,15 @@ _Goal = tuple[int, str, int | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoingOn:
-    """How a run goes on."""
+    """The spec by which a run goes on, and what people are told of it."""
 
     spec: RunSpec
     sentences: tuple[str, ...]
-    """For people."""
+    """What people are told."""
     finished: bool = False
-    """There is nothing left to do."""
+    """The run has nothing left to do."""
     is_new: bool = False
-    """Nothing of it is on this machine yet."""
+    """This machine has nothing of the run yet."""
 
 
 def same_run(asked: RunSpec, known: RunSpec, chosen: Collection[str] = ()) -> bool:

@@ -1,4 +1,4 @@
-"""Give freed memory back to the system.
+"""Gives freed memory back to the system.
 
 glibc keeps what was freed in case it is needed again: after a few steps of the demo 86 MB of a peer's 420. A volunteer
 would rather have them, and a run of weeks must not grow by what was needed once.

@@ -12,7 +12,7 @@ from shoal.protocol.identity import PeerID
 
 
 class HostVerbs:
-    """For the control socket.
+    """Answers the control socket.
 
     Args:
         exclude: brings an order to everybody.

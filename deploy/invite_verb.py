@@ -11,7 +11,7 @@ from shoal.protocol.live.transport import LiveTransport, dialable
 
 
 class InviteVerb:
-    """For the control socket.
+    """Answers the control socket.
 
     Args:
         invite: what lets others in; its addresses are made anew each time.
@@ -35,6 +35,6 @@ class InviteVerb:
         return whom_to_name(self._transport.addresses(), others, num_peers=num_peers)
 
     async def with_key(self, key: InviteKey, num_peers: int) -> str:
-        """The same way in, with another key."""
+        """The same invite with another key."""
         addresses = await self._addresses(num_peers)
         return msgspec.structs.replace(self._invite, addresses=addresses, key=key).encode()

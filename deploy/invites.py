@@ -19,13 +19,13 @@ from shoal.protocol.ports import Disk
 
 FILE_NAME = "invites.json"
 INVITES_MAX = EXCLUDED_KEYS_MAX // 2
-"""Of one run, revoked ones included: one order names all of these, and as many members."""
+"""The most invites of one run, revoked ones included: one order names all of them, and as many members."""
 DEFAULT_LASTS_S = 90 * 24 * 3600
 """How long the invite that `shoal host` prints lets newcomers in; whoever is in stays."""
 
 
 class GivenOut(msgspec.Struct, frozen=True, kw_only=True):
-    """One invite, without the addresses: these are of the day on which it is printed."""
+    """One invite without its addresses, which are those of the day on which it is printed."""
 
     key: InviteKey
     made_s: float
@@ -57,25 +57,25 @@ class InviteBook:
 
     @property
     def all(self) -> tuple[GivenOut, ...]:
-        """In the order in which they were made."""
+        """All invites, in the order in which they were made."""
         return self._file.invites
 
     @property
     def order(self) -> Exclusion | None:
-        """What keeps all out who are to be out: revoked invites and excluded members; None: there are none."""
+        """The order that keeps out whoever came by a revoked invite, and excluded members. None: there are neither."""
         keys = {invite.key.delegation.key for invite in self.all if invite.revoked}
         keys.update(map(public_key_of, self._file.excluded))
         return order_exclusion(self._owner, keys, run=self._run) if keys else None
 
     def find(self, name: str) -> GivenOut:
-        """By its name, or the beginning of one. Raises: LocalError: none has it, or several."""
+        """Find an invite by its name or the beginning of it. Raises: LocalError: none has it, or several have."""
         found = [invite for invite in self.all if name and invite.name.startswith(name.lower())]
         if len(found) != 1:
             raise LocalError(f"{len(found) or 'no'} invites of this run begin with {name!r}: see `shoal invite list`")
         return found[0]
 
     def default(self) -> InviteKey:
-        """What `shoal host` and `shoal invite` print: the first that still lets anybody in to train, or a new one."""
+        """The invite that `shoal host` and `shoal invite` print: the first that lets people train, or a new one."""
         now_s = self._wall_s()
         for invite in self.all:
             terms = invite.key.delegation

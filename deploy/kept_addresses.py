@@ -55,7 +55,7 @@ def load_addresses(folder: Path) -> KeptAddresses:
 
 
 def keep_addresses(folder: Path, kept: KeptAddresses) -> None:
-    """Only this user may read it: there is a key in it. A disk that does not take it is no reason not to take part."""
+    """Write the file, which only this user may read, since it has a key. A peer takes part even if the disk fails."""
     path = folder / FILE_NAME
     beside = path.with_suffix(".new")
     try:

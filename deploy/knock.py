@@ -1,4 +1,4 @@
-"""Whether the run lets us in, asked before anything else: an answer to the person, where silence would tell nothing."""
+"""Asks before anything else whether the run lets this machine in, so that the person gets an answer and not silence."""
 
 import asyncio
 import time
@@ -17,8 +17,8 @@ _TIMEOUT_S = 5.0
 
 
 async def why_refused(transport: LiveTransport, identity: Identity) -> str:
-    """What the run's peers to whom we are connected say against us; empty if one of them has nothing against us, or
-    nobody answers."""
+    """The reason that the connected peers of the run have against us; empty if one of them has none, or nobody
+    answers."""
     peers = sorted(await transport.connected())[:_ASKED_MAX]
     answers: Sequence[msgspec.Struct | None] = await asyncio.gather(
         *(_knock(transport, identity, peer, number) for number, peer in enumerate(peers))

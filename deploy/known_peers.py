@@ -1,4 +1,4 @@
-"""Whom this peer has met in a run, on disk: a restart finds somebody although the invite's addresses are all dead.
+"""Keeps on disk whom this peer has met in a run: a restart finds somebody though the invite's addresses are dead.
 
 `RUN/known_peers.json` below the peer's folder, newest first, bounded, replaced as a whole. A peer is its key, so an
 address that leads to somebody else by now does no harm: libp2p's handshake fails.
@@ -44,7 +44,7 @@ class _File(msgspec.Struct, frozen=True):
 
 
 class Neighbourhood(Protocol):
-    """What `keep` asks of a transport."""
+    """The part of a transport that `keep` needs."""
 
     def known(self) -> Mapping[PeerID, tuple[str, ...]]: ...
 
@@ -60,7 +60,7 @@ class KnownPeers:
         self._path = self._folder / FILE_NAME
 
     def read(self) -> tuple[KnownPeer, ...]:
-        """The newest first; none if the file is missing or damaged, which is said in the log."""
+        """The known peers, newest first. There are none if the file is missing or damaged, which the log says."""
         try:
             return msgspec.json.decode(self._disk.read(self._path), type=_File).peers
         except FileNotFoundError:
@@ -93,7 +93,7 @@ def ways_to(invite: Invite) -> tuple[str, ...]:
 
 
 def merge(known: Sequence[KnownPeer], seen: Mapping[PeerID, Sequence[str]], *, now_s: float) -> tuple[KnownPeer, ...]:
-    """Those `seen` now, then who was seen before, the newest first; the old and the many are dropped."""
+    """The peers `seen` now, then those seen before, newest first. Too old ones, and too many, are dropped."""
     fresh = [KnownPeer(peer, tuple(seen[peer])[:ADDRESSES_MAX], now_s) for peer in sorted(seen) if seen[peer]]
     former = [peer for peer in known if peer.peer not in seen and now_s - peer.seen_s < _FORGOTTEN_S]
     former.sort(key=lambda peer: (-peer.seen_s, peer.peer))

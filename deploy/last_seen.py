@@ -1,4 +1,4 @@
-"""Notes on the disk how far a run is, for commands that look when no peer is up."""
+"""Notes on the disk how far a run has come, for commands that look when no peer is up."""
 
 import os
 import time
@@ -16,7 +16,7 @@ _EVERY_S: Final = 20.0
 
 
 class StandingNote:
-    """Written when the peer begins, every 20 s while the run moves, and when the peer ends.
+    """Writes the note when the peer begins, every 20 s while the run moves, and when the peer ends.
 
     Args:
         standing: at the beginning.
@@ -44,7 +44,7 @@ class StandingNote:
         return cls(run_folder, standing)
 
     def beside(self, output: Output) -> Output:
-        """What is said to `output` is noted too."""
+        """An output whose reports are noted too."""
         return Beside(hear=self.heard, output=output)
 
     def heard(self, report: Report) -> None:

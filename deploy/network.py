@@ -1,4 +1,4 @@
-"""One process's connection to a run: its daemon, its directory, and who it has met."""
+"""One process's connection to a run: its network daemon, its directory, and whom it has met."""
 
 import asyncio
 import contextlib
@@ -81,7 +81,7 @@ async def open_network(
 
 
 def _where_free(kept: Sequence[str], asked: Sequence[str]) -> Sequence[str]:
-    """Where we listened before, unless somebody has that port by now."""
+    """The addresses on which this peer listened before, without a port that another program has by now."""
     try:
         refuse_ports_in_use(kept)
     except TransportError as error:

@@ -42,7 +42,7 @@ from shoal.protocol.seals import SEALS, Seals
 from shoal.protocol.spec import RunSpec, run_id
 
 LEAVE_S = 30.0
-"""For an end without loss, where nobody is in a hurry."""
+"""How long a peer may take to leave without loss, where nobody is in a hurry."""
 _GOODBYE_S = 2.0
 _LAST_VALIDATION_S = 10.0
 _LINGER_HEARTBEATS = 4.0
@@ -139,10 +139,10 @@ class Node:
         self.owner = owner
         self.run = run_id(spec, owner)
         self.past = Past(clock)
-        """What this peer remembers of the run."""
+        """The commits that this peer remembers of the run."""
         incarnation = next_incarnation(disk, PurePosixPath(self.run) / "incarnation", wall_s=clock.wall_s())
         self.links = LinkMeter(clock)
-        """What passes between this peer and each other one."""
+        """The traffic between this peer and each other one."""
         metered = MeteredTransport(transport, self.links, clock)
         self.endpoint = Endpoint(identity, metered, run=self.run, gate=gate, first_sequence=incarnation, seals=seals)
         self.endpoint.revision = spec.revision
@@ -204,7 +204,7 @@ class Node:
         await self.coordination.start()
 
     async def wait_done(self) -> Found | None:
-        """Until the run has reached its last step, and those who ask us have heard so; or its owner has continued it.
+        """Wait until the run has reached its last step and those who ask have heard so, or its owner has continued it.
 
         Returns: None; or the newer revision of the spec, by which another node is to take part in this one's place.
         Raises: whatever keeps this peer from going on.
@@ -231,7 +231,7 @@ class Node:
 
     @property
     def _is_left_behind(self) -> bool:
-        """Our stage has committed the last step, and everyone who could have told us more is gone."""
+        """Whether our stage has committed the last step, and everyone who could have told us more is gone."""
         replica = self.peer.replica
         at_the_end = replica is not None and replica.version == self.spec.training.steps
         return at_the_end and self.coordination.silence_s > _LEFT_BEHIND_HEARTBEATS * self.spec.swarm.heartbeat_s
@@ -264,5 +264,5 @@ class Node:
         self.peer.obey(plan, predecessor=before)
 
     async def status(self) -> SwarmStatus:
-        """From the coordinator, wherever it is. Raises: Unreachable, Refused, RemoteError."""
+        """Ask the coordinator for the swarm's status. Raises: Unreachable, Refused, RemoteError."""
         return await self.coordination.ask_status()

@@ -1,4 +1,4 @@
-"""Where shoal keeps things on this machine: one folder per peer, and a note for each run that is up right now.
+"""Says where shoal keeps things on this machine: one folder per peer, and a note for each run that is up right now.
 
 Everything is under `$XDG_STATE_HOME/shoal` (`~/.local/state/shoal`), because it is state that a restart wants back
 (identity, highest plan obeyed, snapshots) and not configuration. Nobody else on this machine may read it: whoever
@@ -24,7 +24,7 @@ from shoal.protocol.errors import LocalError
 logger = logging.getLogger(__name__)
 
 _IDENTITY = "identity.key"
-"""In a peer's folder: its key."""
+"""The file in a peer's folder that has its key."""
 _OTHERS = 0o077
 """Permissions of the group and of everybody."""
 
@@ -94,7 +94,7 @@ def close_to_others(folder: Path) -> None:
 
 
 def _is_open(path: Path) -> bool:
-    """Whether others may do anything with it, and we may change that."""
+    """Whether other users may do anything with the file, and we may change that."""
     try:
         found = path.lstat()
     except FileNotFoundError:  # it was removed meanwhile by the peer that runs there
@@ -138,12 +138,12 @@ def note_folder(folder: Path) -> None:
 
 
 def forget_folder(folder: Path) -> None:
-    """It is gone."""
+    """Drop the note of a folder that is gone."""
     _remove(_elsewhere(folder.resolve()))
 
 
 def folders_elsewhere() -> list[Path]:
-    """Those noted that are still there."""
+    """The noted folders that still exist."""
     found = []
     for note in sorted((state_root() / "elsewhere").glob("*.txt")):
         with contextlib.suppress(OSError, UnicodeDecodeError):
@@ -162,14 +162,14 @@ class Running(msgspec.Struct, frozen=True):
 
     pid: int
     created_s: float
-    """Tells the process from a later one with its number."""
+    """When the process began, which tells it from a later process with the same number."""
     started_s: float
     invite: str
-    """For commands on this machine: it may name addresses that only they can use."""
+    """An invite for commands on this machine: it may name addresses that only they can use."""
     folder: str = ""
-    """The peer's own: its control socket is there."""
+    """The peer's own folder, which has its control socket."""
     name: str = ""
-    """Of the peer, as others see it."""
+    """The name of the peer, as others see it."""
     run_name: str = ""
 
 

@@ -1,4 +1,4 @@
-"""One bar with the time left, on standard error, for what takes long; nothing where nobody looks at it."""
+"""Shows one bar with the time left on standard error while something takes long, if that is a terminal."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -7,12 +7,12 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 OnShare = Callable[[float], None]
-"""Told which share is done, in [0, 1]; 0 while nobody knows."""
+"""A function that is told which share is done, in [0, 1]; 0 while nobody knows."""
 
 
 @contextlib.contextmanager
 def sign_of_life(what: str, *, console: Console | None = None) -> Iterator[None]:
-    """While this lasts: for seconds of which nobody can say how many are left."""
+    """Show that something goes on while this lasts, where nobody can say how many seconds are left."""
     console = console or Console(stderr=True, highlight=False)
     with console.status(what) if console.is_terminal else contextlib.nullcontext():
         yield
@@ -20,7 +20,7 @@ def sign_of_life(what: str, *, console: Console | None = None) -> Iterator[None]
 
 @contextlib.contextmanager
 def progress_bar(what: str, *, console: Console | None = None) -> Iterator[OnShare]:
-    """While this lasts. `what` is a word or two in front of it."""
+    """Show a bar while this lasts, with `what`, a word or two, in front of it."""
     console = console or Console(stderr=True, highlight=False)
     if not console.is_terminal:
         yield lambda share: None

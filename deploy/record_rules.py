@@ -1,4 +1,4 @@
-"""Which records may stand in a run's directory: what a node asks before it keeps, hands on or reads one.
+"""Decides which records may stand in a run's directory: a node asks before it keeps, hands on or reads one.
 
 A run spec proves itself, whoever stored it: the run is named after the hash of the spec and its owner. So all that can
 be found there is the spec, and nobody can crowd it out. The other records are what a peer says of itself, under its own
@@ -30,7 +30,7 @@ _NOTICE_BYTES_MAX = 4 * 1024
 
 
 def record_rules(gate: Gate) -> Mapping[str, KeyRule]:
-    """What `LiveDirectory` accepts; the same on all peers of the run."""
+    """The rules of what `LiveDirectory` accepts, which are the same on all peers of the run."""
     run = gate.members.run
     return {
         record_key(run): KeyRule(accept=partial(_is_spec, gate), bytes_max=_COPIES_BYTES_MAX),

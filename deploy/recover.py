@@ -46,7 +46,7 @@ RESET_TERMS = 1000
 is the reign."""
 ASK_TIMEOUT_S = 5.0
 ASKED_MAX = 32
-"""Peers that are asked at the same time."""
+"""How many peers are asked at the same time."""
 FIND_S = 20.0
 """How long to look for anybody at all; a directory that was just joined may be empty for a moment."""
 FOLLOW_S = 30.0
@@ -63,7 +63,7 @@ class Found:
     advert: Advert
     standing: Standing
     plan: SignedPlan | None
-    """What it obeys."""
+    """The plan that the peer obeys."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,23 +72,23 @@ class Situation:
 
     base: SignedPlan
     found: tuple[Found, ...]
-    """In the order of their identifiers."""
+    """The peers in reach, in the order of their identifiers."""
     missing: tuple[PeerID, ...]
     """Members of `base` that are not in reach."""
     term_max: int
-    """The highest that anybody in reach has promised, of what can be believed."""
+    """The highest term that anybody in reach has promised, of those that can be believed."""
     beginning: Beginning | None = None
     """Where the run is to go back to; None: it goes on as it is."""
 
     @property
     def version(self) -> int:
-        """The highest in the plan's era."""
+        """The highest version in the plan's era."""
         era = self.base.plan.era
         return max((found.standing.version for found in self.found if found.standing.era == era), default=0)
 
     @property
     def term(self) -> int:
-        """Of the next plan."""
+        """The term of the next plan."""
         term = self.term_max + RESET_TERMS
         return term if term < TERM_MAX // 2 else 1  # in a new reign terms may begin anew
 
@@ -105,9 +105,9 @@ class Recovered:
 
     plan: Plan
     following: tuple[PeerID, ...]
-    """Who of those in reach obeys it by now."""
+    """The peers in reach that obey the plan by now."""
     status: SwarmStatus | None
-    """As its coordinator sees it."""
+    """The run as its coordinator sees it."""
 
 
 def assess(found: Iterable[Found], owner: PeerID, *, era: int | None = None, layers: Collection[str] = ()) -> Situation:
@@ -262,7 +262,7 @@ class Recovery:
 
 
 def _roster(situation: Situation, *, spare_bytes: int) -> tuple[tuple[PeerID, Advert], ...]:
-    """As many as fit in the message, those that hold state first. The others are planned as newcomers right after."""
+    """As many peers as fit in the message, those with state first. The others are planned as newcomers right after."""
     roster = []
     for found in sorted(situation.found, key=lambda each: (not each.standing.synced, each.peer)):
         spare_bytes -= len(msgspec.msgpack.encode((found.peer, found.advert)))

@@ -15,7 +15,7 @@ WARNING = (
 
 
 def situation_table(situation: Situation) -> Table:
-    """One line a peer."""
+    """A table with one line for each peer."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     for column in ("peer", "name", "stage", "version", "plan", "state"):
         table.add_column(column, no_wrap=True)
@@ -45,7 +45,7 @@ def headline(situation: Situation) -> str:
 
 
 def going_back(situation: Situation) -> str:
-    """What `--era` would do."""
+    """A sentence about what `--era` would do."""
     back = situation.beginning
     assert back is not None
     return (
@@ -63,7 +63,7 @@ def outcome(recovered: Recovered, situation: Situation) -> str:
 
 
 def as_json(situation: Situation, recovered: Recovered | None) -> dict[str, Any]:
-    """For scripts."""
+    """The situation, and what came of it, for scripts."""
     plan = situation.base.plan
     return {
         "run": plan.run,

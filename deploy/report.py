@@ -1,6 +1,6 @@
 """What a peer process tells the process that started it: one JSON object a line on its standard output.
 
-`shoal demo` reads these from its children. What a step was, every member of every stage group says by itself, so that
+`shoal demo` reads these from its children. Every member of every stage group says by itself what a step was, so that
 any of them may die, the coordinator included. Only the table of the whole swarm comes from the coordinator.
 """
 
@@ -31,7 +31,7 @@ class Joined(_Report, frozen=True):
     peer: PeerID
     name: str
     invite: str
-    """With its own address: the host's may be dead."""
+    """An invite with the process's own address, since the host's may be dead."""
 
 
 class Obeys(_Report, frozen=True):
@@ -42,9 +42,9 @@ class Obeys(_Report, frozen=True):
     coordinator: PeerID
     reason: str
     peers: int
-    """In the plan, spares included."""
+    """How many peers the plan has, spares included."""
     stages: int = 0
-    """0: not told."""
+    """How many stages the plan has; 0: not told."""
     era: int = 0
     restored: int = 0
     """The version with which the era began."""
@@ -69,10 +69,10 @@ class StepDone(_Report, frozen=True):
     """
 
     step: int
-    """From 0."""
+    """The number of the step, from 0."""
     loss: float | None
     validation_loss: float | None
-    """Of the newest validation, if there is one since the step before."""
+    """The loss of the newest validation, if there is one since the step before."""
     validation_step: int | None
     """The version that it validated."""
     tokens_per_s: float
@@ -87,11 +87,11 @@ class StepDone(_Report, frozen=True):
     gradient_norm: float | None = None
     """2-norm of the whole model's reduced gradient before clipping; None: not every group has told its part."""
     learning_rate: float | None = None
-    """Of the step; None: not known here."""
+    """The learning rate of the step; None: it is not known here."""
 
 
 class Status(_Report, frozen=True):
-    """Every second from whoever coordinates, more rarely from the others, who ask."""
+    """The swarm's status: every second from the coordinator, more rarely from others, who ask it."""
 
     status: SwarmStatus
 
@@ -101,9 +101,9 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
     paused: bool = False
     why: str = ""
-    """Of the pause, for people."""
+    """The reason of the pause, for people."""
     caps: tuple[str, ...] = ()
-    """In words: `upload at most 5 Mbit/s`."""
+    """The limits in words: `upload at most 5 Mbit/s`."""
 
 
 class Contribution(_Report, frozen=True):
@@ -114,7 +114,7 @@ class Contribution(_Report, frozen=True):
     name: str
     stage: int | None
     synced: bool
-    """Holds its stage's state."""
+    """Whether the peer holds its stage's state."""
     busy: float
     """Share of the time in which the device computed."""
     sending: float
@@ -125,20 +125,20 @@ class Contribution(_Report, frozen=True):
     microbatches_per_s: float
     flop_total: float
     microbatches_total: int
-    """Forwards computed, a microbatch that came again included."""
+    """How many forwards the peer computed, a microbatch that came again included."""
     sent_bytes_total: float
     received_bytes_total: float
-    """Of frames: activations, gradients, parts of reductions, state."""
+    """Bytes of frames: activations, gradients, parts of reductions, state."""
     links: tuple[tuple[PeerID, float, float], ...]
-    """(peer, bytes/s sent, bytes/s received), of the busiest."""
+    """(peer, bytes/s sent, bytes/s received) of the busiest links."""
     memory_bytes: int
-    """Resident, of the process without its network daemon."""
+    """The resident memory of the process without its network daemon."""
     uptime_s: float
     limits: Limits | None = None
 
 
 class Recorded(_Report, frozen=True):
-    """What the record of the run has grown by; from a peer that keeps one, or shows the run."""
+    """What the record of the run has grown by. A peer says it that keeps a record or shows the run."""
 
     steps: tuple[StepLine, ...] = ()
     """In order, each once; those of a later era replace the steps from there on."""
@@ -149,7 +149,7 @@ class Summary(_Report, frozen=True):
     """The run as a whole, at the end of the process."""
 
     lines: tuple[str, ...]
-    """For people."""
+    """Lines for people."""
 
 
 class Note(_Report, frozen=True):
@@ -159,13 +159,13 @@ class Note(_Report, frozen=True):
 
 
 class Phase(_Report, frozen=True):
-    """What a peer that does not train yet does now; one without a part ends the one before."""
+    """What a peer does now that does not train yet. A phase without a part ends the one before."""
 
     name: str
     part: float | None = None
-    """Done, in [0, 1]."""
+    """The part that is done, in [0, 1]."""
     left_s: float | None = None
-    """Until it is done, by its pace so far."""
+    """Seconds until the phase is done, by its pace so far."""
 
 
 class Left(_Report, frozen=True):
@@ -198,13 +198,13 @@ _DECODER: msgspec.json.Decoder[Report] = msgspec.json.Decoder(Report)
 
 
 def write_report(report: Report) -> None:
-    """To standard output, at once. A parent that is gone is noticed elsewhere (it takes us with it)."""
+    """Write to standard output, at once. A parent that is gone is noticed elsewhere (it takes us with it)."""
     sys.stdout.write(_ENCODER.encode(report).decode() + "\n")
     sys.stdout.flush()
 
 
 def read_report(line: bytes) -> Report | None:
-    """None: not a report (a library printed something)."""
+    """Read one line. None: it is no report (a library printed something)."""
     try:
         return _DECODER.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError):

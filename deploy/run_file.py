@@ -1,4 +1,4 @@
-"""Run specs as files: `RUN.toml` of a host, and the one that `shoal demo` writes for its own."""
+"""Reads and writes run specs as files: the `RUN.toml` of a host, and the one that `shoal demo` writes."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -41,12 +41,12 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
     """How a peer last saw its run."""
 
     name: str
-    """Of the run, for people."""
+    """The name of the run, for people."""
     role: Role
     step: int = 0
     """Steps that every stage had committed."""
     steps: int
-    """Of the whole run."""
+    """How many steps the whole run has."""
     loss: float | None = None
     finished: bool = False
     used_s: float
@@ -113,7 +113,7 @@ class RunFolder:
             logger.debug("no note of how far the run is: %s", error)
 
     def version(self) -> int:
-        """Of the newest snapshot here; 0: there is none. Whether others have the rest of it is not known here."""
+        """The version of the newest snapshot here; 0: there is none. Others may or may not have the rest of it."""
         return max((name.version for name, _ in self._snapshots()), default=0)
 
     def reached(self) -> int:
@@ -129,7 +129,7 @@ class RunFolder:
         return said or self.version() >= spec.training.steps
 
     def last_loss(self) -> float | None:
-        """From the run's record, if this peer keeps one, else from when the peer last looked."""
+        """The last known loss: from the run's record if this peer keeps one, else from when the peer last looked."""
         with contextlib.suppress(OSError), (self.path / _LOSSES).open("rb") as file:
             file.seek(0, os.SEEK_END)
             file.seek(max(0, file.tell() - _TAIL_BYTES))
@@ -166,7 +166,7 @@ class _WithSpec(msgspec.Struct):
 
 
 def runs_in(peer_folder: Path) -> list[RunFolder]:
-    """Those that a peer has taken part in, in the order of their names."""
+    """The runs that a peer has taken part in, in the order of their names."""
     try:
         names = sorted(entry.name for entry in peer_folder.iterdir() if entry.is_dir())
     except OSError:

@@ -1,4 +1,4 @@
-"""The run spec on the directory: signed by the owner, kept there by whoever takes part.
+"""Keeps the run spec on the directory: the owner signs it, and every peer of the run stores it there.
 
 Every copy is the owner's own envelope, so any peer may store it again and the run can be joined after its host has
 left. Each stores it under its own subkey: whoever overwrites one with rubbish has not touched the others.
@@ -35,7 +35,7 @@ def record_key(run: str) -> str:
 
 
 def seal_spec(identity: Identity, spec: RunSpec) -> bytes:
-    """The record of `identity`'s own run."""
+    """Make the record of `identity`'s own run."""
     body = msgspec.msgpack.encode(SpecRecord(spec=encode_spec(spec)))
     return seal(identity, "record", run=run_id(spec, identity.peer_id), term=0, sequence=0, body=body)
 
@@ -125,10 +125,10 @@ class SpecKeeper:
         self._spec, self._record = found
         self._hurry = asyncio.Event()
         self.newer: asyncio.Future[Found] = asyncio.get_running_loop().create_future()
-        """A revision after the one that we began with, once there is one."""
+        """A newer revision than the one that we began with, once there is one."""
 
     def hurry(self) -> None:
-        """Somebody goes by a newer revision: look for it now."""
+        """Look for a newer revision now, because somebody goes by one."""
         self._hurry.set()
 
     async def keep(self) -> None:

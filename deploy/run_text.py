@@ -1,4 +1,4 @@
-"""The text of a run on this machine: the host's own, and a volunteer's copy of it."""
+"""Finds the text of a run on this machine: the host's own, and a volunteer's copy of it."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from shoal.protocol.spec import DataSpec, RunSpec
 
 
 def load_own_corpus(spec: RunSpec) -> tuple[RunSpec, Corpus]:
-    """The host's text, and the spec that names it.
+    """Load the host's text, and make the spec that names it.
 
     Raises: DataError.
     """

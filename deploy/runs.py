@@ -26,7 +26,7 @@ class FoundRun(msgspec.Struct, frozen=True, kw_only=True):
     """One run in one folder."""
 
     name: str
-    """Empty: nothing that is left of it says so."""
+    """The name of the run; empty: nothing that is left of the run says it."""
     run: str
     role: str
     """host, volunteer or demo."""
@@ -40,11 +40,11 @@ class FoundRun(msgspec.Struct, frozen=True, kw_only=True):
     running: bool
     """A peer takes part in it from this folder now."""
     folder: str
-    """The peer's own, or the demo's."""
+    """The folder of the peer, or of the demo."""
 
 
 def all_runs() -> list[FoundRun]:
-    """Those used last first. Raises: LocalError: the state folder cannot be read."""
+    """All runs, those used last first. Raises: LocalError: the state folder cannot be read."""
     root = places.state_root()
     up = _running()
     try:
@@ -101,12 +101,12 @@ def find_hosted(wanted: str, state_dir: Path | None) -> tuple[RunFolder, RunSpec
 
 
 def hosted_names(incomplete: str) -> list[str]:
-    """For completion."""
+    """The names that a shell completes."""
     return sorted({run.name for run in all_runs() if run.role == "host" and run.name.startswith(incomplete)})
 
 
 def all_names(incomplete: str) -> list[str]:
-    """For completion: names, and ids where a name is not enough."""
+    """What a shell completes: names, and ids where a name is not enough."""
     runs = all_runs()
     names = [run.name for run in runs]
     words = {run.name if names.count(run.name) == 1 and run.name else run.run for run in runs}
@@ -156,7 +156,7 @@ def _remove(run: FoundRun) -> None:
 
 
 def _texts_of(run: FoundRun) -> list[str]:
-    """Digests of the texts that it was trained on."""
+    """The digests of the texts on which the run was trained."""
     folder = Path(run.folder)
     known = [RunFolder(folder, run.run)] if run.role != "demo" else _peers_of_demo(folder)
     specs = [spec for one in known if (spec := one.spec()) is not None]
@@ -164,7 +164,7 @@ def _texts_of(run: FoundRun) -> list[str]:
 
 
 def _remove_texts(digests: set[str]) -> int:
-    """Those in the cache. Returns: their bytes."""
+    """Remove these texts from the cache. Returns: bytes that were freed."""
     freed = 0
     for meta in sorted((places.cache_root() / "text").glob("*/meta.json")):
         with contextlib.suppress(FileNotFoundError, msgspec.DecodeError, UnicodeDecodeError):
@@ -211,7 +211,7 @@ def _look_at(folder: RunFolder, up: set[tuple[str, str]]) -> FoundRun:
 
 
 def _role_of(peer_folder: Path) -> str:
-    """Of a run that an earlier version of shoal took part in."""
+    """The role of a peer in a run that an earlier version of shoal took part in."""
     return "host" if peer_folder.parent.name == "hosts" else "volunteer"
 
 

@@ -22,7 +22,7 @@ _CONTROL: Final = ("Cc", "Cs", "Zl", "Zp")
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """What is written where, and what makes the system take notice."""
+    """The file of a service, and the commands that make the system take notice of it."""
 
     path: Path
     text: str
@@ -77,7 +77,7 @@ def install(arguments: Sequence[str]) -> Path:
 
 
 def uninstall() -> Path:
-    """Stop it and remove it. Raises: LocalError: there is none, or it cannot be stopped."""
+    """Stop the service and remove it. Raises: LocalError: there is none, or it cannot be stopped."""
     found = service(())
     if not found.path.exists():
         raise LocalError(f"no service is installed: {found.path} is not there")

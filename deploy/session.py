@@ -1,4 +1,4 @@
-"""One process's part in one run on libp2p: network up, node up, until the run is done or somebody says stop."""
+"""Takes one process through one run on libp2p: network up, node up, until the run is done or somebody says stop."""
 
 import asyncio
 import contextlib
@@ -67,11 +67,11 @@ _ASKS_EVERY = 5
 """A child that does not coordinate asks for the status at every fifth of these: the coordinator may be none of its
 parent's, and any child may die."""
 _POLLS_MAX = 20
-"""Of all who watch together, a second: in a larger swarm each asks the coordinator more rarely."""
+"""How often all watchers together ask the coordinator in a second: in a larger swarm each asks more rarely."""
 NOBODY_YET = "nobody else of the run is up yet: it goes on when enough of them are here (Ctrl-C ends the wait)"
 _FIND_RUN_S = 20.0
 _FIND_ANYBODY_S = 11.0
-"""Once no address has answered: the transport tries them all again after ten."""
+"""How long to look once no address has answered: the transport tries them all again after ten seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,11 +80,11 @@ class Options:
 
     name: str
     folder: Path
-    """Claimed by this process; holds the identity, plans and snapshots."""
+    """The folder that this process has claimed, with the identity, plans and snapshots."""
     listen: tuple[str, ...]
     """Multiaddrs without `/p2p/…`."""
     threads: int
-    """Of torch; 0: its own choice."""
+    """How many threads torch has; 0: its own choice."""
     device: torch.device
     reports: bool
     """Speak to a parent process, not to a person."""
@@ -115,13 +115,13 @@ class _Run:
     spec: RunSpec
     owner: PeerID
     record: bytes
-    """The owner's signed spec."""
+    """The spec as the owner signed it."""
     corpus: Corpus | None
-    """None: this machine does not have the run's text."""
+    """The run's text; None: this machine does not have it."""
     key: InviteKey | None
-    """Of the invite that this peer hands on; None: the run is open to anyone."""
+    """The key of the invite that this peer hands on; None: the run is open to anyone."""
     invites: InviteBook | None = None
-    """Only its host gives out others."""
+    """The invites that the run's host has given out; None on other peers."""
 
     @property
     def id(self) -> str:
@@ -225,7 +225,7 @@ def _network(identity: Identity, invite: Invite, options: Options) -> contextlib
 
 
 async def _take_part(network: Network, run: _Run, options: Options, stop: Stop) -> Found | None:
-    """Until the run is done or somebody says stop.
+    """Take part until the run is done or somebody says stop.
 
     Returns: a newer revision of the run's spec, if that is why it ended.
     """
@@ -388,7 +388,7 @@ async def _until_done(
     recorder: Recorder | None,
     keeper: Keeper,
 ) -> Ended | Found:
-    """Until the run is done, or we are told to stop, or there is a newer revision of its spec."""
+    """Wait until the run is done, or we are told to stop, or there is a newer revision of its spec."""
     watching = asyncio.create_task(_watch(node, output, meter), name="watch the swarm")
     split = SplitWatch.of(
         node.endpoint, transport, own_status=node.status, say=lambda text: output.say(Note(text=text))

@@ -1,5 +1,4 @@
-"""The console script: Ctrl-C ends it without a traceback from its first import on, which takes the better part of a
-second."""
+"""The console script. Its first import takes most of a second; Ctrl-C ends it without a traceback even then."""
 
 import signal
 import sys

@@ -24,7 +24,7 @@ Ask = Callable[[], Awaitable[SwarmStatus]]
 
 
 async def ask_swarm(invite: Invite) -> SwarmStatus:
-    """From whoever the invite names, or a peer here has met in its run.
+    """Ask whoever the invite names, or a peer of this machine has met in the run.
 
     Raises: LocalError: none of them can say; the sentence has the last reason.
     """
@@ -34,7 +34,7 @@ async def ask_swarm(invite: Invite) -> SwarmStatus:
 
 @contextlib.asynccontextmanager
 async def asking(invite: Invite) -> AsyncIterator[Ask]:
-    """What asks once each time it is called, first whom answered last. It raises: LocalError, as `ask_swarm`."""
+    """Give a function that asks once a call, first the peer that answered last. It raises LocalError as `ask_swarm`."""
     identity = Identity.generate()
     async with visiting() as folder:
         members = invite.members_for(identity.peer_id)
@@ -69,5 +69,5 @@ async def asking(invite: Invite) -> AsyncIterator[Ask]:
 
 
 def _peers(addresses: Sequence[str]) -> list[PeerID]:
-    """Whom the addresses lead to, each once, in their order."""
+    """The peers to which the addresses lead, each once, in their order."""
     return list(dict.fromkeys(PeerID(split_address(address)[1]) for address in addresses))

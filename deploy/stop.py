@@ -1,4 +1,4 @@
-"""How a peer is told to leave: signals, and `shoal leave`."""
+"""Tells a peer to leave, by signals and by `shoal leave`."""
 
 import asyncio
 import os
@@ -9,7 +9,7 @@ from typing import Any, Final
 from shoal.deploy.node import LEAVE_S
 
 LEAVE_SOON_S: Final = 8.0
-"""For who is asked by SIGTERM or SIGHUP: what a container has until it is killed (10 s), with a good-bye."""
+"""How long a peer has after SIGTERM or SIGHUP: a container is killed after 10 s, and the good-bye takes time too."""
 
 
 class Stop:

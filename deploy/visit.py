@@ -24,7 +24,7 @@ _ENDS = (signal.SIGTERM, signal.SIGHUP)
 
 @contextlib.asynccontextmanager
 async def visiting() -> AsyncIterator[Path]:
-    """A folder of this process, while this lasts. SIGTERM and SIGHUP cancel the task that entered, where nobody else
+    """Give this process a folder while this lasts. SIGTERM and SIGHUP cancel the task that entered, where nobody else
     has an answer to them."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(_ended_by_signals())

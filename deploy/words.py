@@ -1,11 +1,11 @@
-"""Names, spans and quantities as people read them. Pure."""
+"""Writes names, spans of time and quantities as people read them. Pure."""
 
 import re
 
 from shoal.protocol.identity import PeerID
 
 ENDING = re.compile(r"\b[1-9A-HJ-NP-Za-km-z]{8}\b")
-"""A peer in a plan's reason: what `short` leaves of its identifier."""
+"""How the reason of a plan names a peer: by what `short` leaves of its identifier."""
 _PREFIXES = ("", "k", "M", "G", "T", "P", "E")
 
 

@@ -1,4 +1,4 @@
-"""What several commands share: options, examples, logging, the run that is up here."""
+"""Has what several commands share: options, examples, logging, the run that is up here."""
 
 import logging
 import re
@@ -124,7 +124,7 @@ def data_source(text: str) -> str:
 
 
 def check_writable(path: Path) -> None:
-    """Said now, and not after minutes of work. Raises: LocalError: no file can be written there."""
+    """Complain now, and not after minutes of work. Raises: LocalError: no file can be written there."""
     if path.is_dir():
         raise LocalError(f"cannot write {path}: it is a folder")
     if not path.absolute().parent.is_dir():
@@ -132,13 +132,13 @@ def check_writable(path: Path) -> None:
 
 
 def scenario_names(incomplete: str) -> list[str]:
-    """For completion: the shipped scenarios, without reading one."""
+    """What a shell completes: the shipped scenarios, without reading one."""
     names = sorted(path.stem for path in (Path(__file__).parent.parent / "simulate" / "scenarios").glob("*.toml"))
     return [name for name in names if name.startswith(incomplete)]
 
 
 class _StandardError(logging.StreamHandler[Any]):
-    """To what standard error is when something is said: a live view takes it over, to write above itself."""
+    """Writes to what standard error is at that time: a live view takes it over, to write above itself."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -162,7 +162,7 @@ def start_logging(verbose: bool) -> None:
 
 
 def running_invite(command: str) -> Invite:
-    """Of the run that came up last on this machine. Raises: LocalError: none is up; `command` takes an invite."""
+    """The invite of the run that came up last here. Raises: LocalError: none is up; `command` takes an invite."""
     note = places.last_running()
     if note is None:
         raise LocalError(f"no run is up on this machine: give its invite, as in `shoal {command} INVITE`")

@@ -139,11 +139,11 @@ def continue_(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Asked:
-    """Which run somebody wants to host."""
+    """The run that somebody wants to host."""
 
     spec: RunSpec
     choices: tuple[FilledField, ...] = ()
-    """Fields of it that nobody has said."""
+    """Fields of the spec that nobody has said and a rule has filled in."""
     known: RunFolder | None = None
     """The run to go on with, if no run file says which."""
     steps: int | None = None
@@ -240,7 +240,7 @@ def _tell_finished(sentences: Sequence[str], peer_folder: Path, *, reports: bool
 
 
 def _where_it_was_hosted(known: RunFolder | None) -> contextlib.AbstractContextManager[None]:
-    """Paths in a run file begin where the host was started."""
+    """Go to the folder in which the host was started, where paths in its run file begin."""
     standing = known.standing() if known is not None else None
     if standing is None or not Path(standing.directory or "?").is_dir():
         return contextlib.nullcontext()

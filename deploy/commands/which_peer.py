@@ -1,4 +1,4 @@
-"""Which of the peers that run on this machine a command is for: the only one, those that the user names, or all."""
+"""Finds the peers on this machine that a command is for: the only one, those that the user names, or all."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -48,7 +48,7 @@ def which_peers(
 
 
 def names_here() -> list[str]:
-    """For completion."""
+    """The names that a shell completes."""
     return labels([note for note in places.all_running() if note.folder])
 
 

@@ -1,4 +1,4 @@
-"""Where a dashboard listens: `--dashboard`, or with `:8640`, `192.168.1.7:8640`, `box.local:0` behind it."""
+"""Reads where a dashboard listens: `--dashboard`, or with `:8640`, `192.168.1.7:8640`, `box.local:0` behind it."""
 
 import errno
 import ipaddress
@@ -13,7 +13,7 @@ OPTION = "--dashboard"
 DEFAULT = "127.0.0.1:8640"
 PORT_MAX = 65535
 BACKLOG = 64
-"""Who connects and is not accepted yet. The loop may accept as many at once, each of them a file."""
+"""How many connections may wait to be accepted. The loop may accept as many at once, each of them a file."""
 PORTS_TRIED = 32
 """The port that was asked for and those after it, before the system chooses one: so many peers on one machine, each
 with a page at an address that is easy to guess."""
@@ -28,12 +28,12 @@ class Address:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the machine, if the user has called it by one."""
+        """The name of the machine, if the user has called it by one."""
         return () if _is_ip(self.host) else (self.host,)
 
     @property
     def is_public(self) -> bool:
-        """Others may reach it."""
+        """Whether other machines may reach the address."""
         return self.host != "localhost" and not (_is_ip(self.host) and ipaddress.ip_address(self.host).is_loopback)
 
     def url(self, *, port: int) -> str:

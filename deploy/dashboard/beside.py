@@ -1,4 +1,4 @@
-"""A dashboard beside whatever else a process says: every report goes to both."""
+"""Serves a dashboard beside whatever else a process says: every report goes to both."""
 
 import contextlib
 import time
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Showing:
-    """Where a dashboard is, and what feeds it. Without an address there is none, and everything here does nothing."""
+    """A dashboard and what feeds it. Without an address there is no dashboard, and everything here does nothing."""
 
     def __init__(
         self, feed: Feed, dashboard: "Dashboard | None", steering: "Steering | None", announcement: str
@@ -36,11 +36,11 @@ class Showing:
 
     @property
     def is_on(self) -> bool:
-        """There is a dashboard, whether or not anybody looks."""
+        """Whether there is a dashboard, even if nobody looks."""
         return self._dashboard is not None
 
     def restore(self, record: "Record") -> None:
-        """What the run's record had when this process started: the curves begin with it."""
+        """Begin the curves with what the run's record had when this process started."""
         if self._dashboard is not None:
             self._feed.restore(record)
 
@@ -49,7 +49,7 @@ class Showing:
             self._feed.take(report, time.monotonic())
 
     def steer(self, *, pause: "Act", resume: "Act") -> None:
-        """From now on whoever has the key can do that."""
+        """From now on whoever has the key can pause and resume."""
         if self._steering is not None:
             self._steering.hand(pause=pause, resume=resume)
 

@@ -1,4 +1,4 @@
-"""Who is in the swarm, who came and who went, from the coordinator's table as it changes. Pure.
+"""Follows who is in the swarm, who came and who went, in the coordinator's table as it changes. Pure.
 
 A peer counts as gone once two tables in a row lack it and some seconds have passed: a coordinator that has just taken
 over does not know everybody's advert yet.
@@ -16,7 +16,7 @@ NAMES_MAX = 4096
 
 
 def clean(text: str, chars_max: int) -> str:
-    """What another peer said, as it may be shown: without control characters, at most so long."""
+    """The words of another peer as they may be shown: without control characters, and no longer than that."""
     shown = printable(text)
     return shown if len(shown) <= chars_max else shown[: chars_max - 1] + "…"
 
@@ -40,7 +40,7 @@ class Departure:
 class Census:
     def __init__(self) -> None:
         self.departures: list[Departure] = []
-        """Of those who have not come back, oldest first."""
+        """The departures of peers that have not come back, oldest first."""
         self._known: dict[PeerID, _Known] = {}
         self._names: dict[PeerID, str] = {}
         self._by_ending: dict[str, str] = {}
@@ -74,7 +74,7 @@ class Census:
         return joined, gone
 
     def since_s(self, peer: PeerID) -> float:
-        """When it came, as far as we have seen; minus infinity: before we looked."""
+        """When the peer came, as far as we have seen; minus infinity: before we looked."""
         known = self._known.get(peer)
         return known.since_s if known else -float("inf")
 
@@ -89,5 +89,5 @@ class Census:
         return self._names.get(peer) or peer[-8:]
 
     def named(self, ending: str) -> str:
-        """Whose identifier ends so; the ending itself if nobody's does."""
+        """The name of the peer whose identifier ends so; the ending itself if nobody's does."""
         return self._by_ending.get(ending, ending)

@@ -24,20 +24,20 @@ from uvicorn.server import ServerState
 CONNECTIONS_MAX = 64
 """A browser has six while it loads the page and one afterwards, and a process often no more than 1,024 files in all."""
 REQUEST_S = 10.0
-"""For some hundred bytes: one packet may be lost five times over, 0.2 + 0.4 + 0.8 + 1.6 + 3.2 = 6.2 s."""
+"""The time for some hundred bytes: one packet may be lost five times over, 0.2 + 0.4 + 0.8 + 1.6 + 3.2 = 6.2 s."""
 ANSWER_S = 60.0
-"""For 100 KB at most: a phone with 14 kbit/s has them."""
+"""The time for 100 KB at most: a phone with 14 kbit/s has received them by then."""
 
 _Protocol = H11Protocol | WebSocketsSansIOProtocol
 
 
 class _Errand(NamedTuple):
-    """What a connection is at. Another request is another errand."""
+    """What a connection does at the moment. Another request is another errand."""
 
     connection: _Protocol
     request: object
     bound_s: float
-    """It may take that long. A viewer's is infinite."""
+    """How long the errand may take. A viewer's is infinite."""
 
     @property
     def is_bounded(self) -> bool:
@@ -49,16 +49,16 @@ class _Errand(NamedTuple):
 
 
 class Connections(ServerState):
-    """All of one server's: uvicorn's own state, which each of them has."""
+    """All connections of one server, as uvicorn's own state, which each of them has."""
 
     def __init__(self) -> None:
         super().__init__()
         self._since_s: dict[_Errand, float] = {}
         self._ended: set[_Protocol] = set()
-        """Some of these uvicorn does not know yet to be gone."""
+        """Connections that are gone though uvicorn does not know it yet."""
 
     def look(self, now_s: float) -> None:
-        """End who has had their time, and one more where there are too many. At each new connection, and on and on."""
+        """Close the connections whose time is over, and one more where there are too many. Called all the time."""
         errands = self._errands()
         self._since_s = {errand: self._since_s.get(errand, now_s) for errand in errands}
         for errand, since_s in self._since_s.items():
@@ -81,13 +81,13 @@ class Connections(ServerState):
         return [_errand(connection) for connection in here - self._ended]
 
     def _end(self, errand: _Errand) -> None:
-        """Not `close`, which waits until the other side has taken what was written."""
+        """Abort the connection: `close` would wait until the other side has taken what was written."""
         self._ended.add(errand.connection)
         errand.connection.transport.abort()
 
 
 class Connection(H11Protocol):
-    """uvicorn's own, whether or not httptools is installed; one more makes the server look at all of them."""
+    """uvicorn's own h11 connection. Each new one makes the server look at all of them."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)

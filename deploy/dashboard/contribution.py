@@ -1,4 +1,4 @@
-"""What one peer gives, from what it measures anyway: its device's jobs, its links, its memory.
+"""Measures what one peer gives: its device's jobs, its links, its memory.
 
 `MeteredCompute` goes between a peer and its device. Nothing here asks another peer anything.
 """
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 WINDOW_S = 10.0
 WORK_WINDOW_S = 60.0
-"""Of the microbatches: as the run's own rate has it (`coordinator.pace`), of which they are shown as a share."""
+"""The time over which microbatches are counted, as for the run's own rate (`coordinator.pace`)."""
 LINKS_MAX = 16
 
 
@@ -59,7 +59,7 @@ class MeteredCompute:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sample:
-    """Totals at one moment."""
+    """The totals at one moment."""
 
     at_s: float
     busy_s: float
@@ -143,7 +143,7 @@ class ContributionMeter:
 
 
 def _grown(before: float, now: float) -> float:
-    """A link that was forgotten meanwhile begins at 0 again."""
+    """How much each link has grown by. A link that was forgotten meanwhile begins at 0 again."""
     return now - before if now >= before else now
 
 

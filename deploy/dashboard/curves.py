@@ -1,4 +1,4 @@
-"""What a run did step by step, in bounded memory. Pure."""
+"""Keeps what a run did step by step, in bounded memory. Pure."""
 
 from collections.abc import Iterable, Sequence
 from statistics import fmean
@@ -19,13 +19,13 @@ class Curves:
         self.generation = 0
         self.points: list[Point] = []
         self.validations: list[ValidationPoint] = []
-        """In the order of their versions, each once."""
+        """The validations in the order of their versions, each once."""
         self._stride = 1
-        """Points that come, for one that is kept."""
+        """How many points come for one that is kept."""
         self._open: list[Point] = []
 
     def add(self, point: Point) -> None:
-        """A later step than all before."""
+        """Add a later step than all before."""
         self._open.append(point)
         if len(self._open) < self._stride:
             return
@@ -37,7 +37,7 @@ class Curves:
             self.generation += 1
 
     def validate(self, at_s: float, step: int, loss: float) -> None:
-        """The version `step` was validated. A second word on a version counts: the run went back and made it again."""
+        """Add the validation of version `step`. The last one of a version counts: the run may go back and repeat it."""
         made_s = next((point.at_s for point in reversed(self.points) if point.step <= step), None)
         made_s = at_s if made_s is None or step > self._newest else min(at_s, made_s)
         kept = [known for known in self.validations if known.step != step]
@@ -47,7 +47,7 @@ class Curves:
             self.validations = self.validations[:-1:2] + self.validations[-1:]
 
     def go_back(self, step: int) -> None:
-        """The run does `step` again: what it and later ones were does not hold."""
+        """Drop `step` and all later ones, because the run does them again."""
         kept = [point for point in self.points if point.step < step]
         self.validations = [known for known in self.validations if known.step < step]
         self._open = [point for point in self._open if point.step < step]
@@ -56,7 +56,7 @@ class Curves:
             self.generation += 1
 
     def restore(self, points: Iterable[Point]) -> None:
-        """Those of earlier starts."""
+        """Begin with the points of earlier starts."""
         for point in points:
             self.add(point)
         self.generation += 1
@@ -67,7 +67,7 @@ class Curves:
 
 
 def _merged(points: Sequence[Point]) -> Point:
-    """One for all: where the last one is, as high as they are on average."""
+    """One point for all of them: it is where the last one is, and as high as they are on average."""
     last = points[-1]
     if len(points) == 1:
         return last

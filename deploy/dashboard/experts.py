@@ -1,4 +1,4 @@
-"""Who holds which expert and what it carries, from the coordinator's table. Pure."""
+"""Shows who holds which expert and what load it carries, from the coordinator's table. Pure."""
 
 import math
 from collections.abc import Iterable
@@ -8,7 +8,7 @@ from shoal.protocol.messages import SwarmStatus
 
 
 def expert_views(status: SwarmStatus) -> tuple[ExpertView, ...]:
-    """In the table's order. What cannot be (another peer wrote it) is left out."""
+    """The experts in the table's order. Another peer wrote the table, so what cannot be is left out."""
     shown = [told for told in status.experts if 0 <= told.stage < len(status.stages)]
     counts = [0] * len(status.stages)
     loads = [0.0] * len(status.stages)

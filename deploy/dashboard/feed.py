@@ -60,24 +60,24 @@ TEXT_CHARS_MAX = 240
 NOTE_CHARS_MAX = 600
 """A note is a sentence of this machine's own peer, which may name an address."""
 NEW_S = 20.0
-"""For so long a peer is shown as new, and one that went as gone."""
+"""How long a peer is shown as new, and a peer that went as gone."""
 SAME_S = 30.0
-"""A plan and the coordinator's table may speak of one arrival so far apart."""
+"""How far apart a plan and the coordinator's table may speak of one arrival."""
 CONTRIBUTION_S = 20.0
-"""For so long what a peer said of itself counts."""
+"""How long a peer's report about itself counts."""
 _WIRE_BYTES = 2
-"""An element of an activation or its gradient, in the wire's dtype."""
+"""The bytes of an element of an activation or its gradient, in the wire's dtype."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """What of the run spec a view needs."""
+    """The part of the run spec that a view needs."""
 
     name: str
     steps: int
     num_layers: int
     tokens_per_step: int = 0
-    """0: not known, as to whoever only asks for the status."""
+    """0: it is not known, as to whoever only asks for the status."""
     tokens_per_microbatch: int = 0
     activation_bytes_per_token: int = 0
 
@@ -94,7 +94,7 @@ class RunFacts:
 
     @classmethod
     def of_status(cls, status: SwarmStatus) -> "RunFacts":
-        """For whoever asks a run for its status and has no spec of it."""
+        """The facts that a status tells whoever has no spec of the run."""
         layers = max((last for _, last in status.stages), default=1)
         return cls(name=status.name, steps=status.steps, num_layers=layers)
 
@@ -108,7 +108,7 @@ class Feed:
     def __init__(self, facts: RunFacts, *, title: str, wall_minus_clock_s: float) -> None:
         self.curves = Curves()
         self.me: PeerID | None = None
-        """Whose machine this is: the first peer that is heard of."""
+        """The peer of this machine: the first one that is heard of."""
         self._facts, self._title, self._wall_s = facts, title, wall_minus_clock_s
         self._phase = "starting"
         self._run = ""
@@ -118,16 +118,16 @@ class Feed:
         self._plans_told: set[tuple[int, int]] = set()
         self._census = Census()
         self._changes: list[ChangeView] = []
-        """Oldest first, peers by the end of their identifiers as plans have them."""
+        """The changes, oldest first. They name peers by the end of their identifiers, as plans do."""
         self._contributions: dict[PeerID, tuple[float, Contribution]] = {}
         self._told = (0, 0)
         """(era, steps done) of the newest point."""
         self._step: StepDone | None = None
         """The newest step that somebody told beside the coordinator's status."""
         self._is_recorded = False
-        """Every step is told by the record: what a status says of the newest is none."""
+        """Whether the record tells every step, so that a status adds no point."""
         self._validation: tuple[int, float] | None = None
-        """(version, loss), of the newest."""
+        """(version, loss) of the newest validation."""
 
     # --- what comes ---
 
@@ -177,7 +177,7 @@ class Feed:
                     self._phase = DONE if report.finished else "left"
 
     def _take_plan(self, plan: Obeys | PlanNote, now_s: float) -> None:
-        """In a demo everyone tells every plan, and who returns begins with an old one."""
+        """Take a plan. In a demo every peer tells every plan, and a peer that returns begins with an old one."""
         order = plan.term, plan.sequence
         if order in self._plans_told:
             return
@@ -225,7 +225,7 @@ class Feed:
             self._add_point(status.era, point)
 
     def restore(self, record: Record) -> None:
-        """What the run's record had when this process started."""
+        """Begin with what the run's record had when this process started."""
         self._told = record.reached
         self.curves.restore(_point(line) for line in record.steps)
         for line in record.validations:
@@ -252,7 +252,7 @@ class Feed:
         self._add_change(ChangeView(at_s=now_s + self._wall_s, kind=kind, text=clean(text, chars_max)))
 
     def _add_change(self, change: ChangeView) -> None:
-        """A plan that says who came or went makes the line that says only that superfluous."""
+        """Add a change. A plan that says who came or went takes the place of a line that says only that."""
         if any(_says(known, change) for known in self._changes):
             return
         kept = [known for known in self._changes if not _says(change, known)]
@@ -316,15 +316,15 @@ class Feed:
         )
 
     def _newest_step(self) -> tuple[int, float | None, float]:
-        """(steps done, loss, staleness), by the status or by a newer step: of a demo, whose coordinator may be dead,
-        steps are told by all of its peers."""
+        """(steps done, loss, staleness) by the status, or by a newer step: all peers of a demo tell steps, even while
+        its coordinator is dead."""
         status, step = self._status, self._step
         if step is not None and (status is None or (step.era, step.step + 1) > (status.era, status.step)):
             return step.step + 1, step.loss, step.staleness_mean
         return (status.step, status.loss, status.staleness_steps_mean) if status else (0, None, 0.0)
 
     def _left_s(self, status_age_s: float | None) -> float | None:
-        """By the coordinator's word, less the time since."""
+        """Seconds until the last step, by the coordinator's word, less the time since."""
         status = self._status
         left_s = status.left_s if status and status.step < status.steps else None
         return None if left_s is None or status_age_s is None else max(0.0, left_s - status_age_s)
@@ -387,7 +387,7 @@ class Feed:
         return msgspec.structs.replace(change, text=self._with_names(change.text), coordinator=coordinator)
 
     def _with_names(self, text: str) -> str:
-        """Plans speak of peers by the end of their identifiers."""
+        """The text with names of peers, whom plans call by the end of their identifiers."""
         return ENDING.sub(lambda found: self._census.named(found.group()), text)
 
 

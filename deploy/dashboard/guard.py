@@ -1,4 +1,4 @@
-"""What a page of another site that the user has open may not do: read the dashboard, frame it, or become it.
+"""Keeps a page of another site that the user has open from reading the dashboard, framing it, or becoming it.
 
 A browser sends a page's requests from the user's machine, so listening on loopback keeps no page out. Three checks do:
 
@@ -69,7 +69,7 @@ class Guard:
             await self._app(scope, receive, send_guarded)
 
     def complaint(self, headers: Headers, method: str, path: str) -> str:
-        """Why a request is refused; empty if it is not."""
+        """The reason why a request is refused; empty if it is not."""
         if method not in ("GET", "HEAD") and not (method == "POST" and path in PATHS):
             return "the dashboard only shows"
         host = headers.get("host", "")
@@ -90,7 +90,7 @@ class Guard:
 
 
 def _netloc(origin: str) -> str:
-    """Empty, as no host is, for what is no address of a page."""
+    """The host and port of a page's address; empty, as no host is, for anything else."""
     try:
         return urlsplit(origin).netloc.lower()
     except ValueError:

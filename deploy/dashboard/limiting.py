@@ -1,4 +1,4 @@
-"""What keeps a peer from giving more: one sentence from what it measures and what the coordinator tells. Pure.
+"""Says what keeps a peer from giving more, in one sentence, by its measurements and the coordinator's table. Pure.
 
 Asked in this order; the first that holds is the answer. A device that computes nine tenths of the time is busy, one
 that computes half of it waits for somebody.

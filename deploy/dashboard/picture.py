@@ -1,4 +1,4 @@
-"""Who exchanges how much with whom, as far as it is known. Pure.
+"""Says who exchanges how much with whom, as far as it is known. Pure.
 
 What a peer has measured counts. Of other links the plan's shares say how a stage's traffic is spread, and the present
 pace how much there is: an activation there and a gradient back for every token.
@@ -18,7 +18,7 @@ LINKS_MAX = 400
 def links(
     peers: Sequence[PeerStatus], contributions: Mapping[PeerID, Contribution], bytes_per_s: float
 ) -> tuple[LinkView, ...]:
-    """Between two peers, both ways added. Args: bytes_per_s: one way between two stages, at the present pace."""
+    """The traffic between two peers, both ways added. Args: bytes_per_s: one way between two stages, at this pace."""
     listed = {peer.peer for peer in peers}
     found: dict[tuple[PeerID, PeerID], LinkView] = {}
     for source, told in contributions.items():
@@ -44,5 +44,5 @@ def links(
 
 
 def flows(stages: Sequence[tuple[int, int]], bytes_per_s: float) -> tuple[float, ...]:
-    """Both ways added, from each stage to the next."""
+    """The traffic between each stage and the next, both ways added."""
     return tuple(round(2 * bytes_per_s) for _ in stages[1:])

@@ -42,7 +42,7 @@ STATIC = Path(__file__).parent / "static"
 PERIOD_S = 1.0
 VIEWERS_MAX = 16
 REQUEST_BYTES_MAX = 1024
-"""A viewer has nothing to say."""
+"""The most bytes of a viewer's message: a viewer has nothing to say."""
 _TOO_MANY_CLOSE = 4429
 _GOING_AWAY = 1001
 _END_S = 2.0
@@ -55,7 +55,7 @@ class Growth(msgspec.Struct, frozen=True, kw_only=True):
     first: int
     points: Sequence[Point]
     validations: Sequence[ValidationPoint] | None = None
-    """All of them; None: as before."""
+    """All validations; None: they are as before."""
 
 
 class Update(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,7 +64,7 @@ class Update(msgspec.Struct, frozen=True, kw_only=True):
     view: View
     curves: Growth
     steers: bool
-    """Whoever has the key can do something here."""
+    """Whether a viewer with the key can do something here."""
 
 
 class Dashboard:
@@ -109,7 +109,7 @@ class Dashboard:
 
     @property
     def is_watched(self) -> bool:
-        """Somebody looks, or has asked within a minute: fresh figures are worth something."""
+        """Whether somebody looks, or has asked within a minute, so that fresh figures are worth something."""
         return self._viewers > 0 or self._now_s() - self._asked_s < 60.0
 
     def close(self) -> None:
@@ -142,7 +142,7 @@ class Dashboard:
             self._viewers -= 1
 
     async def _send(self, socket: WebSocket) -> None:
-        """Until the dashboard closes. Raises: WebSocketDisconnect: the viewer has gone."""
+        """Send updates until the dashboard closes. Raises: WebSocketDisconnect: the viewer has gone."""
         generation, sent, told = -1, 0, None
         while not self._closing.is_set():
             curves = self._feed.curves
@@ -163,7 +163,7 @@ class Dashboard:
                     await self._closing.wait()
 
     def _current(self) -> View:
-        """One for all who look within half a period."""
+        """The view of now, made once for all who look within half a period."""
         now_s = self._now_s()
         if self._view is None or now_s - self._view_at_s > PERIOD_S / 2:
             self._view, self._view_at_s = self._feed.view(now_s), now_s
@@ -171,19 +171,19 @@ class Dashboard:
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to the peer: Ctrl-C drains it, and the dashboard shows that to its end. Looks at connections."""
+    """A server that leaves signals to the peer, so that it shows a drain to its end, and that looks at connections."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self.server_state = self._connections = Connections()
 
     async def on_tick(self, counter: int) -> bool:
-        """Ten times a second."""
+        """uvicorn calls this ten times a second."""
         self._connections.look(asyncio.get_running_loop().time())
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Says goodbye to viewers: uvicorn would wait for the rest, and stumble over a WebSocket with a broken head."""
+        """Say good-bye to viewers: uvicorn would wait for the rest, and stumble over a WebSocket with a broken head."""
         self._connections.end_all_but_viewers()
         await asyncio.sleep(0)  # which lets them go
         await super().shutdown(sockets)
@@ -204,7 +204,7 @@ class DashboardServer:
 
     @property
     def port(self) -> int:
-        """The one that it has: another than was asked for, where that was taken."""
+        """The port that it has, which is another one than was asked for where that was taken."""
         assert self._socket is not None, "not started"
         return int(self._socket.getsockname()[1])
 
@@ -249,6 +249,6 @@ class DashboardServer:
 
 
 def _say_why(task: asyncio.Task[None]) -> None:
-    """The peer trains on without its dashboard."""
+    """Log why the dashboard is gone; the peer trains on without it."""
     if not task.cancelled() and (error := task.exception()) is not None:
         logger.error("the dashboard has ended: %r", error)

@@ -1,4 +1,4 @@
-"""The two things that its owner can do on the page: pause the peer, and resume it.
+"""Lets the owner of a peer do two things on the page: pause the peer, and resume it.
 
 Who may is whoever has the key: it stands in the address that the peer prints, behind the `#`, which a browser sends to
 nobody. The page keeps it for its tab and shows it in a header, which no page of another site can set here. So others
@@ -21,18 +21,18 @@ KEY_HEADER = "x-shoal-key"
 _KEY_BYTES = 16
 
 Act = Callable[[], Awaitable[Mapping[str, Any]]]
-"""Does it, and says how it is now."""
+"""A function that pauses or resumes, and says how it is now."""
 
 
 @dataclass(slots=True)
 class Steering:
-    """Of one peer, from when there is something to steer: before, and in a demo, it declines."""
+    """The steering of one peer. It declines until there is something to steer, and always in a demo."""
 
     key: str = field(default_factory=lambda: secrets.token_urlsafe(_KEY_BYTES))
     _acts: dict[str, Act] = field(default_factory=dict)
 
     def hand(self, *, pause: Act, resume: Act) -> None:
-        """From now on this is what the two do."""
+        """From now on the page's two actions call these functions."""
         self._acts = {"/pause": pause, "/resume": resume}
 
     @property

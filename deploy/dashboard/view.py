@@ -1,4 +1,4 @@
-"""What a page, a scrape of `/metrics` or a terminal may show of a run, at one moment. Plain values, JSON on the wire.
+"""Holds what a page, a scrape of `/metrics` or a terminal may show of a run at one moment, as plain values.
 
 Strings that came from other peers have been made printable and cut to length (`feed.py`); who shows them still has to
 escape them for where they go.
@@ -13,13 +13,13 @@ from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import PeerStatus, SwarmStatus
 
 SILENT_S = 3.0
-"""From when on a view says that a peer has not been heard."""
+"""How long a peer has not been heard when a view says so."""
 
 PeerState = Literal["training", "fetching", "paused", "draining", "silent", "spare", "unheard"]
 
 
 def peer_state(peer: PeerStatus) -> PeerState:
-    """What it is doing, in one word; the worst first."""
+    """What the peer is doing, in one word. Of several things it is the worst."""
     if peer.seen_s_ago > SILENT_S:
         return "silent"
     if peer.paused_s is not None:
@@ -58,7 +58,7 @@ def standstill(status: SwarmStatus) -> str:
 
 
 def unanswered(age_s: float | None) -> str:
-    """Said in place of figures that are old: empty while the coordinator's word is `age_s` old and that is not long."""
+    """What is said in place of figures that are old; empty while `age_s`, the age of the status, is not long."""
     return "" if age_s is None or age_s <= STALE_S else f"the coordinator has not answered for {duration(age_s)}"
 
 
@@ -75,21 +75,21 @@ class PeerView(_Shown, frozen=True):
     stage: int | None
     state: PeerState
     version: int
-    """-1: not heard yet."""
+    """The version that the peer holds; -1: it has not been heard yet."""
     seen_s_ago: float
     paused_s: float | None
-    """For how long its owner has had the device back."""
+    """For how long the peer's owner has had the device back."""
     forward_s: float
-    """Median of a microbatch's forward (last stage: and backward); 0: none yet."""
+    """The median time of a microbatch's forward (last stage: and backward); 0: there was none yet."""
     window: int
     share: float
-    """Of its stage's traffic, in [0, 1]."""
+    """The peer's share of its stage's traffic, in [0, 1]."""
     flop_per_s: float
-    """By its probe; 0: not told."""
+    """The speed by the peer's probe; 0: it was not told."""
     is_coordinator: bool
     is_me: bool
     is_new: bool
-    """It joined a short while ago."""
+    """Whether the peer joined a short while ago."""
 
 
 class GoneView(_Shown, frozen=True):
@@ -108,7 +108,7 @@ class LinkView(_Shown, frozen=True, array_like=True):
     target: PeerID
     bytes_per_s: float
     measured: bool
-    """By one of its ends; else by the plan's shares at the present pace."""
+    """Whether one of the link's ends measured it; else it follows from the plan's shares at the present pace."""
 
 
 class ExpertView(_Shown, frozen=True):
@@ -117,13 +117,13 @@ class ExpertView(_Shown, frozen=True):
     stage: int
     expert: int
     load: float | None
-    """Relative to an even spread: 1 is average. None: not known yet."""
+    """The load relative to an even spread: 1 is average. None: it is not known yet."""
     replicas: int
-    """Peers that hold it."""
+    """How many peers hold the expert."""
     holders: tuple[int, ...] = ()
-    """As positions in `View.peers`."""
+    """The holders as positions in `View.peers`."""
     coming: tuple[int, ...] = ()
-    """Who is to hold it and is fetching it."""
+    """The peers that are to hold the expert and are fetching it."""
 
 
 class ChangeView(_Shown, frozen=True):
@@ -134,7 +134,7 @@ class ChangeView(_Shown, frozen=True):
     kind: Literal["plan", "joined", "left", "note"]
     text: str
     sequence: int = 0
-    """Of a plan; with `term` its order."""
+    """The number of a plan; with `term` it gives the order of plans."""
     term: int = 0
     coordinator: str = ""
 
@@ -144,13 +144,13 @@ class LimitsView(_Shown, frozen=True):
 
     paused: bool = False
     why: str = ""
-    """Of the pause: by hand, outside the hours, somebody uses the machine."""
+    """The reason of the pause: by hand, outside the hours, somebody uses the machine."""
     caps: tuple[str, ...] = ()
-    """In words: `upload at most 5 Mbit/s`."""
+    """The limits in words: `upload at most 5 Mbit/s`."""
 
 
 class LimitedBy(_Shown, frozen=True):
-    """What keeps a peer from giving more."""
+    """The cause that keeps a peer from giving more."""
 
     kind: Literal["pause", "cap", "device", "upload", "state", "place", "swarm", "nothing", "unknown"]
     text: str
@@ -169,9 +169,9 @@ class MineView(_Shown, frozen=True):
     """Share of the time in which something was on its way out, in [0, 1]."""
     flop_per_s: float
     tokens_per_s: float
-    """That went through this peer's layers, over the last minute."""
+    """Tokens/s that went through this peer's layers, over the last minute."""
     work_share: float
-    """Of the whole run's work: its tokens times its share of the layers, in [0, 1]."""
+    """The peer's share of the whole run's work, in [0, 1]: its tokens times its share of the layers."""
     sent_bytes_per_s: float
     received_bytes_per_s: float
     flop_total: float
@@ -190,7 +190,7 @@ class View(_Shown, frozen=True):
     run: str
     name: str
     phase: str
-    """What it is doing, in words."""
+    """What the run is doing, in words."""
     term: int
     sequence: int
     reason: str
@@ -202,26 +202,26 @@ class View(_Shown, frozen=True):
     validation_step: int | None
     """The version that was validated."""
     tokens_per_s: float | None
-    """Of the whole run, over the last minute, standstills included; None: the coordinator has not answered for long."""
+    """The rate of the run over the last minute, standstills included; None: the coordinator has long not answered."""
     staleness_steps_mean: float
     now_s: float
     """Seconds since 1970, on this machine's clock."""
     elapsed_s: float
-    """Since the run's first plan."""
+    """Seconds since the run's first plan."""
     left_s: float | None
-    """Until the last step, at that rate; None: not known, or nothing moves."""
+    """Seconds until the last step, at that rate; None: it is not known, or nothing moves."""
     standstill: str
     """For how long no step has come, in words; empty: the run goes on."""
     risks: tuple[str, ...]
     """What would be lost with one peer, in sentences."""
     status_age_s: float | None
-    """Since the coordinator was last heard of; None: never."""
+    """Seconds since the coordinator was last heard of; None: it never was."""
     coordinator: PeerID
     coordinator_name: str
     stages: tuple[tuple[int, int], ...]
-    """Layer ranges."""
+    """The range of layers of each stage."""
     peers: tuple[PeerView, ...]
-    """In stage order, spares last."""
+    """The peers in stage order, spares last."""
     gone: tuple[GoneView, ...]
     links: tuple[LinkView, ...]
     flows: tuple[float, ...]
@@ -229,9 +229,9 @@ class View(_Shown, frozen=True):
     experts: tuple[ExpertView, ...]
     mine: MineView | None
     others: tuple[MineView, ...]
-    """Of other peers that told us: in a demo all of them."""
+    """The same of other peers that told us: in a demo all of them."""
     changes: tuple[ChangeView, ...]
-    """Newest first."""
+    """The changes, newest first."""
 
 
 class Point(_Shown, frozen=True, array_like=True):
@@ -246,7 +246,7 @@ class Point(_Shown, frozen=True, array_like=True):
     staleness_steps_mean: float
     learning_rate: float | None = None
     gradient_norm: float | None = None
-    """Of the whole model, before clipping; None: not known."""
+    """The norm of the whole model's gradient before clipping; None: it is not known."""
 
 
 class ValidationPoint(_Shown, frozen=True, array_like=True):

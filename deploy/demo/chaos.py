@@ -17,7 +17,7 @@ from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import SwarmStatus
 
 COMES_BACK_EVERY = 3
-"""Of so many who are killed one comes back under its own name, in its own folder; for the others a stranger comes."""
+"""One of so many killed peers comes back under its own name, in its own folder; a stranger comes for each other."""
 _LOOK_S = 0.2
 
 
@@ -35,10 +35,10 @@ class ChaosOptions:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Act:
     at_s: float
-    """After the first step."""
+    """Seconds after the first step."""
     kind: Literal["kill", "kill_coordinator", "suspend"]
     comes_back: bool = False
-    """The killed one, not a stranger in its place."""
+    """Whether the killed peer itself comes back, and not a stranger in its place."""
 
 
 def schedule(options: ChaosOptions, rng: random.Random) -> Iterator[Act]:
@@ -113,10 +113,10 @@ class Chaos:
         self._rng = random.Random(options.seed)
         self._tasks: set[asyncio.Task[None]] = set()
         self.over = asyncio.Event()
-        """No further faults will come."""
+        """Whether no further faults will come."""
 
     async def run(self) -> None:
-        """Until the schedule is over, or cancelled. Peers that are suspended then go on."""
+        """Carry out the schedule until it is over, or until cancelled. Peers that are suspended then go on."""
         loop = asyncio.get_running_loop()
         began_s = loop.time()  # moves on when an act had to wait for its victim, so that none crowds upon another
         try:
@@ -152,7 +152,7 @@ class Chaos:
         self._on_fault(FaultLine(kind="return" if act.comes_back else "start", peer=newcomer.name))
 
     async def _victim(self, act: Act) -> tuple[Member, SwarmStatus]:
-        """Whom it meets, as soon as there is somebody whom the run can lose."""
+        """The peer that the act meets, as soon as there is one that the run can lose."""
         while True:
             status = self._status()
             if status is not None:

@@ -1,4 +1,4 @@
-"""What happened in a demo, from what its children report: told on the terminal and in `--json`, and summed up."""
+"""Tells what happens in a demo, from what its children report: on the terminal and in `--json`, with a summary."""
 
 import contextlib
 import time
@@ -36,9 +36,9 @@ from shoal.protocol.messages import SwarmStatus
 from shoal.protocol.spec import RunSpec
 
 _RECENT_STEPS = 17
-"""Over which the tokens/s of a step are measured."""
+"""The steps over which the tokens/s of a step are measured."""
 _STEP_PATIENCE_S = 8.0
-"""A step waits so long for a word that is due: when a reporter is killed, its mates wait five seconds for it."""
+"""How long a step waits for a report that is due: when a member is killed, its group waits five seconds for it."""
 _STATUS_FRESH_S = 2.5
 
 
@@ -68,7 +68,7 @@ class Chronicle:
         self._dashboard: Showing | None = None
 
     def show_on(self, dashboard: Showing) -> None:
-        """From now on it is told everything too."""
+        """From now on the dashboard is told everything too."""
         self._dashboard = dashboard
         if dashboard.announcement:
             self._presenter.say(dashboard.announcement)
@@ -89,7 +89,7 @@ class Chronicle:
 
     @property
     def status(self) -> SwarmStatus | None:
-        """The swarm's, unless what we have is too old to choose a victim by."""
+        """The swarm's status, unless it is too old to choose a victim by."""
         return self._status if time.monotonic() < self._status_at_s + _STATUS_FRESH_S else None
 
     # --- what comes ---
@@ -138,7 +138,7 @@ class Chronicle:
         self.note(f"{name} left processes behind: {', '.join(map(str, processes))}")
 
     def take_failure(self, name: str, what: str) -> None:
-        """A peer that came to a bad end without our help."""
+        """Count and tell a peer that came to a bad end without our help."""
         self.record.failed += 1
         self.note(f"{name} {what}")
 
@@ -150,7 +150,7 @@ class Chronicle:
             self._dashboard.take(Note(text=text))
 
     def tell_steps(self, *, flush: bool = False) -> None:
-        """Those that are complete, or have been waited for long enough; with `flush` all."""
+        """Tell the steps that are complete or have been waited for long enough; with `flush` all of them."""
         for step in self._book.due(time.monotonic(), flush=flush):
             self._tell_step(step)
 
@@ -209,7 +209,7 @@ class Chronicle:
             self._presenter.say(f"{joined.name} is there ({short(joined.peer)})")
 
     def _take_plan(self, plan: Obeys) -> None:
-        """Everyone tells every plan; who returns begins with an old one."""
+        """Note a plan. Every peer tells every plan, and a peer that returns begins with an old one."""
         before, order = self._plan, (plan.term, plan.sequence)
         if before is not None and order <= (before.term, before.sequence):
             return
@@ -222,7 +222,7 @@ class Chronicle:
         self._presenter.say(f"plan {plan.sequence}: {plan.reason}")
 
     def _take_status(self, status: SwarmStatus, now_s: float) -> None:
-        """From whoever thinks that it coordinates: one that was suspended thinks so too for a moment."""
+        """Take the status of a peer that thinks that it coordinates; after a suspension a former one thinks so too."""
         before, order = self._status, (status.term, status.plan_sequence)
         if before is None or order >= (before.term, before.plan_sequence):
             self.record.see(status)

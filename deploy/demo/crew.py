@@ -1,4 +1,4 @@
-"""The demo's peers as processes: started, let in, killed, suspended, and who of them is there."""
+"""Runs the demo's peers as processes: starts them, lets them in, kills or suspends them, and knows who is there."""
 
 import itertools
 import os
@@ -26,13 +26,13 @@ class Member:
 
     child: Child
     peer: PeerID | None = None
-    """Once it has joined."""
+    """The peer's identifier, once it has joined."""
     invite: str = ""
-    """With its own address, once it has joined."""
+    """An invite with the peer's own address, once it has joined."""
     killed: bool = False
-    """By us, on purpose: its end is no error."""
+    """Whether the demo killed it on purpose, so that its end is no error."""
     dismissed: bool = False
-    """Told to leave."""
+    """Whether it was told to leave."""
     suspended: bool = False
     awake_since_s: float = field(default_factory=time.monotonic)
     """When it was started, or resumed after a suspension, in `time.monotonic()`."""
@@ -57,9 +57,9 @@ class Crew:
 
     def __init__(self, swarm: Swarm, *, folder: Path, spec_path: Path, data: str, tokenizer: str = "") -> None:
         self.members: list[Member] = []
-        """In the order of their starts."""
+        """The members in the order of their starts."""
         self.invite = ""
-        """The host's, once it is up."""
+        """The host's invite, once the host is up."""
         self._swarm = swarm
         self._folder = folder
         self._spec_path = spec_path
@@ -102,11 +102,11 @@ class Crew:
         return member
 
     async def let_in(self, member: Member) -> None:
-        """Hand it an invite to those who are there now."""
+        """Hand the member an invite to those who are there now."""
         await self._swarm.tell(member.child, self._current_invite() + "\n")
 
     async def kill(self, member: Member) -> list[int]:
-        """SIGKILL. Returns: processes that it left behind."""
+        """Send SIGKILL. Returns: processes that the member left behind."""
         member.killed = True
         return await self._swarm.kill(member.child)
 
@@ -121,13 +121,13 @@ class Crew:
         member.child.send(signal.SIGCONT)
 
     def terminate(self, members: Sequence[Member]) -> None:
-        """Ask them to say good-bye and leave."""
+        """Ask the members to say good-bye and leave."""
         for member in members:
             member.dismissed = True
             member.child.send(signal.SIGTERM)
 
     async def tidy(self) -> None:
-        """Once nobody runs any more: remove the sockets of those who were killed, and did not come back to do so."""
+        """Once nobody runs any more, remove the sockets of killed members, which did not come back to do so."""
         for folder in sorted(self.peers_folder.glob("*")):
             await leftovers.clear(folder)
 
@@ -141,7 +141,7 @@ class Crew:
                 member.left = report
 
     def _current_invite(self) -> str:
-        """An invite by several who live, the eldest first; the host's while nobody else has joined."""
+        """An invite by several living members, the eldest first; the host's own while nobody else has joined."""
         invites = [parse_invite(member.invite) for member in self.alive if member.invite and not member.suspended]
         if not invites:
             return self.invite

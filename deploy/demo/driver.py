@@ -1,4 +1,4 @@
-"""`shoal demo`: a swarm of real peers on this machine, shown while it trains.
+"""`shoal demo` runs a swarm of real peers on this machine and shows it while it trains.
 
 The parent process is light (no torch): it starts `shoal host` and `shoal join` as children, all at once so that their
 imports overlap, hands the host's invite to the others when it is there, and reads what they report.
@@ -33,12 +33,12 @@ from shoal.protocol.spec import DataSpec, RunSpec
 _SAMPLER = "sampler"
 _RSS_S = 2.0
 _END_S = 30.0
-"""For the children to write their last snapshot and leave, once the first has."""
+"""How long the children have to write their last snapshot and leave, once the first has done so."""
 _FINDS_ITS_WAY_S = 15.0
-"""From a start, or the end of a suspension, until a peer surely knows what the others know."""
+"""How long after a start, or after a suspension, a peer surely knows what the others know."""
 _SAMPLE_S = 90.0
 _EVERYWHERE = DataSpec()
-"""What every machine has."""
+"""The text that every machine has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,12 +50,12 @@ class DemoOptions:
     seconds_max: float | None = None
     json_path: Path | None = None
     keep: bool = False
-    """Keep the peers' own folders too."""
+    """Whether to keep the peers' own folders too."""
     chaos: ChaosOptions | None = None
     kills_holder: bool = False
-    """Without chaos: kill one who holds the busiest expert when half is over."""
+    """Whether to kill, without chaos, a peer that holds the busiest expert when half is over."""
     dashboard: Address | None = None
-    """Where to show it as a page."""
+    """The address at which to show the demo as a page."""
 
 
 class Demo:
@@ -138,7 +138,7 @@ class Demo:
             await self._crew.let_in(member)
 
     async def _until_over(self) -> None:
-        """Until a peer says that the run is done, the time is over, we are interrupted, or nobody is left."""
+        """Wait until a peer says that the run is done, the time is over, we are interrupted, or nobody is left."""
         seconds_max = self._options.seconds_max
         left_s = None if seconds_max is None else max(0.0, self._started_s + seconds_max - time.monotonic())
         chaos = asyncio.create_task(self._upset(), name="chaos")
@@ -155,7 +155,7 @@ class Demo:
             self._watched_until_s = time.monotonic()
 
     async def _upset(self) -> None:
-        """Faults, once there is training to upset, and until there would be no time left to recover."""
+        """Cause faults once there is training to upset, and until there would be no time left to recover."""
         options = self._options
         if options.chaos is None and not options.kills_holder:
             return

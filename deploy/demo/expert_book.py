@@ -1,4 +1,4 @@
-"""How experts were placed in a demo, from the coordinators' statuses. Pure."""
+"""Counts how experts were placed in a demo, from the coordinators' statuses. Pure."""
 
 from collections.abc import Mapping
 
@@ -9,22 +9,22 @@ from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import SwarmStatus
 
 _Places = Mapping[tuple[int, int], frozenset[PeerID]]
-"""(stage, expert) -> whom the plan names."""
+"""(stage, expert) -> the peers that the plan names."""
 
 
 class ExpertFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of the experts."""
+    """Figures of how experts were placed."""
 
     placements: int
-    """Plans, after the first, by which some expert came to other peers."""
+    """How many plans, after the first, gave some expert to other peers."""
     copies: int
-    """Copies that peers had to fetch for those."""
+    """How many copies peers had to fetch for those plans."""
     holders_min: int
-    """Fewest peers that any plan named for an expert."""
+    """The fewest peers that any plan named for an expert."""
     holders_max: int
-    """The most."""
+    """The most peers that any plan named for an expert."""
     load_max: float | None
-    """Of the busiest expert at the end, over an even share."""
+    """The load of the busiest expert at the end, over an even share."""
 
 
 class ExpertBook:
@@ -57,7 +57,7 @@ class ExpertBook:
 
     @property
     def figures(self) -> ExpertFigures | None:
-        """None: there were no experts that are placed."""
+        """The figures; None: there were no experts that are placed."""
         if self._holders_min is None:
             return None
         return ExpertFigures(

@@ -1,4 +1,4 @@
-"""`shoal demo --moe`: one kill, of a peer that holds the busiest expert, when half of the demo is over."""
+"""`shoal demo --moe` kills one peer that holds the busiest expert, when half of the demo is over."""
 
 import asyncio
 from collections.abc import Callable
@@ -12,7 +12,7 @@ _LOOK_S = 0.2
 
 
 def victim(crew: Crew, status: SwarmStatus) -> tuple[Member, ExpertStatus] | None:
-    """Of the holders of the busiest expert one whom the run can lose; who coordinates last, for that is another story.
+    """A holder of the busiest expert that the run can lose; the coordinator is the last choice.
 
     None: nobody has told of loads yet, or the run can lose none of them now.
     """
@@ -47,7 +47,7 @@ class ExpertKill:
         self._on_left_behind = on_left_behind
 
     async def run(self) -> None:
-        """Until it is done. Nobody comes in the killed one's place."""
+        """Wait for the time and kill. Nobody comes in the place of the killed peer."""
         while True:
             status = self._status() if self._is_time() else None
             found = victim(self._crew, status) if status is not None else None

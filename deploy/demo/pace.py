@@ -1,15 +1,15 @@
-"""What faults cost in time: figures from the times of a run's steps and of the faults. Pure."""
+"""Says what faults cost in time, from the times of a run's steps and of the faults. Pure."""
 
 import itertools
 import statistics
 from collections.abc import Sequence
 
 WINDOW_STEPS = 6
-"""Over which a pace is measured: validation makes every tenth step or so half as long again."""
+"""The steps over which a pace is measured: validation makes every tenth step or so half as long again."""
 PACE_SHARE = 0.9
-"""Of the pace before, that counts as recovered."""
+"""The part of the pace before that counts as recovered."""
 BEFORE_STEPS = 30
-"""Whose pace a recovery is measured against."""
+"""The steps before a fault whose pace a recovery is measured against."""
 
 
 def gaps_s(times_s: Sequence[float]) -> list[float]:
@@ -65,5 +65,5 @@ def lost_s(times_s: Sequence[float], fault_s: float) -> float | None:
 
 
 def _windows_s(times_s: Sequence[float]) -> list[float]:
-    """Seconds that each window of steps took, by its first step."""
+    """The seconds that each window of steps took, by its first step."""
     return [end_s - begin_s for begin_s, end_s in zip(times_s, times_s[WINDOW_STEPS:], strict=False)]

@@ -1,4 +1,4 @@
-"""The steps of a run, put together by a parent from what its children say of their own stages. Pure.
+"""Puts the steps of a run together from what children say to their parent of their own stages. Pure.
 
 Each member of each stage group tells what its group has committed (`report.Committed`), through a pipe that outlives
 it: a step is lost only with every child of one stage at once, and then so is that stage's state. No coordinator is
@@ -24,9 +24,9 @@ class Step:
     step: int
     """From 0."""
     era: int
-    """How often the run had gone back to a snapshot; steps repeat in later eras."""
+    """How often the run had gone back to a snapshot. Steps repeat in later eras."""
     at_s: float
-    """When the last stage's commit of it was heard."""
+    """When the last stage's commit of the step was heard."""
     loss: float | None
     staleness_mean: float
     duplicates: int
@@ -67,7 +67,7 @@ class StepBook:
         self.dissenting = 0
 
     def commit(self, report: CommitReport, now_s: float) -> None:
-        """A group's members all say it; the first one counts."""
+        """Take a commit. All members of a group report it, and the first report counts."""
         key = report.era, report.step
         if (key, report.stage) in self._heard:
             return
@@ -88,7 +88,7 @@ class StepBook:
                 waiting.passed_s = now_s
 
     def tell(self, told: StepDone, now_s: float) -> None:
-        """A coordinator's word."""
+        """Take a step as a coordinator tells it."""
         entry = self._entry((told.era, told.step), now_s)
         if entry is not None and entry.told is None:
             entry.told = told

@@ -1,4 +1,4 @@
-"""What a demo leaves behind: a line a step and a summary, as JSON."""
+"""The JSON that a demo leaves behind: a line for each step, and a summary."""
 
 import math
 import statistics
@@ -18,65 +18,65 @@ KILLS: Sequence[FaultKind] = ("kill", "kill_coordinator")
 
 
 class ChaosFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """What `--chaos` did, or the one kill of `--moe`, and what it cost."""
+    """The faults of `--chaos`, or the one kill of `--moe`, and what they cost."""
 
     kills: int
-    """The coordinator's included."""
+    """How many peers were killed, coordinators included."""
     coordinator_kills: int
     suspensions: int
     recovery_s: Sequence[float]
-    """For each kill that has enough steps before and after it (`pace.recovery_s`), ascending."""
+    """The recovery after each kill that has enough steps before and after it (`pace.recovery_s`), ascending."""
     recovery_s_median: float | None
-    """Of those and the unrecovered; None: of none, or more than half are unrecovered."""
+    """The median of those and the unrecovered; None: there is none, or more than half are unrecovered."""
     lost_s_max: float | None
     """Seconds of work that the most expensive kill cost (`pace.lost_s`); None: not known, or the pace is not back."""
     unrecovered: int
-    """Kills after which the pace has not come back, though there were steps enough to tell."""
+    """How many kills the pace has not come back after, though there were steps enough to tell."""
     left_behind: int
-    """Processes of killed peers that did not end by themselves."""
+    """How many processes of killed peers did not end by themselves."""
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """The last line of `--json`."""
 
     steps: int
-    """Committed."""
+    """How many steps were committed."""
     finished: bool
-    """All steps of the run were."""
+    """Whether all steps of the run were committed."""
     loss_first: float | None
     loss_last: float | None
     val_loss: float | None
     tokens_per_s: float
-    """From the first step's report to the last one's."""
+    """The rate from the first step's report to the last one's."""
     staleness_mean: float
     coordinator_terms: int
     peers: int
-    """At a time."""
+    """How many peers there are at a time."""
     eras: int
     """How often the run has gone back to a snapshot."""
     duplicates: int
-    """Microbatches that a stage has added twice, over all stages."""
+    """How many microbatches a stage has added twice, over all stages."""
     duplicates_share: float
-    """Of all that the stages have added."""
+    """The share of those among all that the stages have added."""
     given_up: int
-    """Left out of a commit because time was up, over all stages."""
+    """How many microbatches were left out of a commit because time was up, over all stages."""
     dissenting: int
-    """Members whose state was another's at a commit."""
+    """How many members had another state than their group at a commit."""
     stall_s_max: float
     """The longest time between two committed steps, and to the end of a run that did not finish."""
     step_s_median: float | None
-    """The usual time between two."""
+    """The usual time between two steps."""
     validations: Mapping[int, float]
     """Loss by version."""
     failed: int
-    """Peers that ended by themselves with an error, or did not leave when all was over."""
+    """How many peers ended by themselves with an error, or did not leave when all was over."""
     chaos: ChaosFigures | None
     experts: ExpertFigures | None
-    """None: they are not placed."""
+    """Figures of the experts; None: they are not placed."""
     seconds: float
-    """Of the whole demo."""
+    """How long the whole demo took."""
     first_step_s: float | None
-    """After start."""
+    """How long after the start the first step came."""
     rss_mb_max: Mapping[str, float]
     """Resident memory by peer, without its network daemon, sampled every two seconds."""
     run: str
@@ -107,23 +107,23 @@ class StepLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FaultLine(msgspec.Struct, frozen=True, kw_only=True):
-    """And what `--chaos` did, or the one kill of `--moe`, among the steps."""
+    """A fault of `--chaos`, or the one kill of `--moe`, among the lines of the steps."""
 
     event: Literal["fault"] = "fault"
     kind: FaultKind
     peer: str
-    """Its name."""
+    """The name of the peer."""
     stage: int | None = None
-    """That it held; None: none, or it is new."""
+    """The stage that the peer held; None: it held none, or it is new."""
     expert: int | None = None
-    """Of that stage, for which it was chosen."""
+    """The expert of that stage for which the peer was chosen."""
     seconds: float = 0.0
     """Since the demo began."""
 
 
 @dataclass(slots=True)
 class Record:
-    """What the summary is made of. Times are the demo's clock."""
+    """The facts of which the summary is made. Times are by the demo's clock."""
 
     first: StepDone | None = None
     loss_last: float | None = None
@@ -156,7 +156,7 @@ class Record:
         self.validations[validated.report.step] = validated.report.loss
 
     def see(self, status: SwarmStatus) -> None:
-        """Says nothing of single steps, but is there also while all of a stage is none of ours."""
+        """Take a status. It says nothing of single steps, but comes also while no peer of a stage is our child."""
         self.terms.add(status.term)
         self.steps_seen = max(self.steps_seen, status.step)
         if status.validation_loss is not None:
@@ -164,7 +164,7 @@ class Record:
 
     @property
     def val_loss(self) -> float | None:
-        """The newest."""
+        """The newest validation loss."""
         return self.validations[max(self.validations)] if self.validations else self._val_loss
 
     @property

@@ -1,4 +1,4 @@
-"""A demo's summary for people: a label and a text a line. Pure."""
+"""Writes a demo's summary for people: a label and a text for each line. Pure."""
 
 from shoal.deploy.demo.expert_book import ExpertFigures
 from shoal.deploy.demo.summary import ChaosFigures, Summary

@@ -1,4 +1,4 @@
-"""Child processes that do not outlive us, and neither do theirs.
+"""Runs child processes that do not outlive us, and neither do their own children.
 
 Each child leads its own session, so the terminal's Ctrl-C reaches only the parent, which then drains the swarm in
 order. The libp2p daemons of the children lead sessions of their own, so a process group does not hold them together;
@@ -63,7 +63,7 @@ class Swarm:
 
     def __init__(self, *, on_line: Callable[[Child, bytes], None], on_exit: Callable[[Child, int], None]) -> None:
         self.children: list[Child] = []
-        """In the order of their starts; names may come again."""
+        """The children in the order of their starts. A name may come again."""
         self._token = secrets.token_hex(16)
         self._on_line = on_line
         self._on_exit = on_exit
@@ -129,7 +129,7 @@ class Swarm:
             child.send(signal.SIGTERM)  # the child alone: its daemon must carry the good-bye
 
     async def wait(self, *, timeout_s: float) -> bool:
-        """Whether all children have ended within the time."""
+        """Wait for the children. Returns: whether all have ended within the time."""
         try:
             async with asyncio.timeout(timeout_s):
                 for child in self.children:

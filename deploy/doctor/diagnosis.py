@@ -1,4 +1,4 @@
-"""From findings to sentences: which side is at fault, and what to do. Pure, so that every diagnosis has a test.
+"""Turns findings into sentences: which side is at fault, and what to do. Pure, so that every diagnosis has a test.
 
 `diagnose` asks the machine, then the network from our own plug outwards, then the run. Where a cause explains the
 symptoms behind it, only the cause is said: without a network nobody is told that the host is down.
@@ -30,7 +30,7 @@ class Diagnosis:
 
     @property
     def main(self) -> Problem | None:
-        """What keeps us out, if anything does."""
+        """The problem that keeps us out, if any does."""
         return next((problem for problem in self.problems if problem.fatal), None)
 
 
@@ -238,7 +238,7 @@ def _clock_problems(findings: Findings, reached: Sequence[PeerFound]) -> Iterato
 
 
 def _reachability_problems(network: NetworkFound, reached: Sequence[PeerFound]) -> Iterator[Problem]:
-    """Not fatal: we still reach those who can be reached."""
+    """Problems that are not fatal, since we still reach those who can be reached."""
     called_back = [peer.called_back for peer in reached if peer.called_back is not None]
     if not called_back or any(called_back) or network.relayed:
         return

@@ -1,4 +1,4 @@
-"""How a TCP connection to an address goes, without libp2p: what stands in the way shows at this level."""
+"""Tries a TCP connection to an address, without libp2p: what stands in the way shows at this level."""
 
 import asyncio
 import errno
@@ -12,7 +12,7 @@ from shoal.deploy.doctor.findings import Dial
 Dialler = Callable[[str, int], Awaitable[Dial]]
 
 _TIMEOUT_S = 5.0
-"""As long as the transport gives a dial."""
+"""The time that the transport gives a dial."""
 _PLACE = re.compile(r"^/(?:ip4|ip6|dns|dns4|dns6|dnsaddr)/([^/]+)/tcp/(\d{1,5})")
 
 
@@ -47,7 +47,7 @@ def of_error(error: OSError) -> Dial:
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """Of a multiaddr that begins with a host and a TCP port and leads over no relay; ("", 0) of others."""
+    """The host and port of a multiaddr that begins with them and leads over no relay; ("", 0) of others."""
     match = _PLACE.match(address)
     if match is None or "/p2p-circuit" in address or not 0 < int(match[2]) <= 65535:
         return "", 0

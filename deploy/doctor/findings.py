@@ -17,13 +17,13 @@ class Dial(Enum):
     REFUSED = "refused"
     """The machine is there, and nothing listens on the port."""
     SILENT = "silent"
-    """Nothing came back: a firewall, a router, or no machine."""
+    """Nothing came back, because of a firewall or a router, or because there is no machine."""
     NO_ROUTE = "no route"
     """Our own network knows no way there."""
     NO_NAME = "no name"
     """The name cannot be resolved."""
     UNTRIED = "untried"
-    """Not a TCP address: over a relay, say."""
+    """The address is no TCP address; it leads over a relay, say."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class AddressFound:
 
     peer: PeerID
     host: str
-    """An IP address or a name."""
+    """The IP address or the name."""
     port: int
     dial: Dial
 
@@ -44,10 +44,10 @@ class PeerFound:
     peer: PeerID
     protocol_version: int | None = None
     shoal: str = ""
-    """Its program's version."""
+    """The version of the peer's program."""
     is_in_run: bool | None = None
     ahead_s: float | None = None
-    """By how much our clock is ahead of its."""
+    """How far our clock is ahead of the peer's."""
     called_back: bool | None = None
     """Whether it could connect to the port on which we listen."""
     speaks: bool = False
@@ -75,7 +75,7 @@ class NetworkFound:
     daemon_error: str = ""
     """Why our network daemon did not start; empty: it did, or was not tried."""
     port: int | None = None
-    """On which we listened for the test."""
+    """The port on which we listened for the test."""
     relayed: bool = False
     """A relay offers a way to us."""
     addresses: tuple[AddressFound, ...] = ()
@@ -89,10 +89,10 @@ class NetworkFound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuFound:
-    """NVIDIA's, and what stands between them and torch."""
+    """NVIDIA's GPUs, and what stands between them and torch."""
 
     present: bool | None = None
-    """A device of NVIDIA's is on the bus."""
+    """Whether a device of NVIDIA's is on the bus."""
     driver: str | None = None
     """The kernel driver's version; empty: it is not loaded."""
     torch_version: str | None = None
@@ -108,11 +108,11 @@ class GpuFound:
 class MachineFound:
     gpu: GpuFound = field(default_factory=GpuFound)
     clock_synchronised: bool | None = None
-    """By the kernel: a time service keeps it."""
+    """Whether a time service keeps the clock, by the kernel's word."""
     folder: str = ""
-    """Where state is kept."""
+    """The folder in which state is kept."""
     folder_error: str = ""
-    """Why nothing can be written there."""
+    """The reason why nothing can be written there."""
     disk_free_bytes: int | None = None
     memory_free_bytes: int | None = None
 

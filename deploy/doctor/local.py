@@ -1,4 +1,4 @@
-"""What a machine says of itself: GPU, clock, disk, memory, network. Blocking, and Linux's where it must be."""
+"""Asks a machine about itself: GPU, clock, disk, memory, network. This blocks, and knows Linux best."""
 
 import ctypes
 import ipaddress
@@ -106,7 +106,7 @@ def disk(folder: Path) -> tuple[int | None, str]:
 
 
 def memory_free_bytes(root: Path = Path("/")) -> int:
-    """What this machine has left, or this container if that is less."""
+    """The memory that this machine has left, or this container if that is less."""
     free = psutil.virtual_memory().available
     group = root / "sys/fs/cgroup"
     try:
@@ -126,7 +126,7 @@ def _inactive_file_bytes(stat: str) -> int:
 
 
 def clock_synchronised() -> bool | None:
-    """By the kernel: whether a time service keeps this machine's clock."""
+    """Whether a time service keeps this machine's clock, by the kernel's word."""
     try:
         buffer = ctypes.create_string_buffer(_TIMEX_BYTES)
         if ctypes.CDLL(None).adjtimex(buffer) < 0:

@@ -1,4 +1,4 @@
-"""What may be wrong with a machine itself: its GPU, disk and memory."""
+"""Finds what is wrong with a machine itself: its GPU, disk and memory."""
 
 from collections.abc import Iterator
 
@@ -28,7 +28,7 @@ def machine_problems(machine: MachineFound, *, wants_cuda: bool) -> Iterator[Pro
 
 
 def _gpu_problems(gpu: GpuFound, wants_cuda: bool) -> Iterator[Problem]:
-    """From the bus upwards: device, driver, torch's build, torch's own word. Only the lowest that lacks is said."""
+    """Look from the bus upwards: device, driver, torch's build, torch's own word. Only the lowest fault is said."""
     if gpu.torch_version == "":
         yield Problem(
             code="torch-broken",

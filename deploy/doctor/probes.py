@@ -40,7 +40,7 @@ _WORTH_ASKING = (Dial.ANSWERS, Dial.UNTRIED)
 
 class Probes(Protocol):
     def machine(self, folder: Path) -> MachineFound:
-        """Blocks."""
+        """Look at the machine; this blocks."""
         ...
 
     async def network(self, invite: Invite | None, more: Sequence[str]) -> NetworkFound:
@@ -51,7 +51,7 @@ class Probes(Protocol):
 async def examine(
     probes: Probes, *, invite: Invite | None, folder: Path, wants_cuda: bool, more: Sequence[str] = ()
 ) -> Findings:
-    """Machine and network at once: torch's import takes as long as a dead address."""
+    """Look at machine and network at once, since torch's import takes as long as a dead address."""
     machine, network = await asyncio.gather(asyncio.to_thread(probes.machine, folder), probes.network(invite, more))
     return Findings(machine=machine, network=network, invite=invite, wants_cuda=wants_cuda)
 
@@ -140,7 +140,7 @@ def _with(found: NetworkFound, **changes: object) -> NetworkFound:
 
 
 async def _peer(transport: LiveTransport, peer: PeerID, addresses: Sequence[str], port: int) -> PeerFound:
-    """First the time, whose answer must not wait for anything; then whether it can call us back."""
+    """Ask a peer first for its time, whose answer must not wait for anything, then whether it can call us back."""
     asking = partial(ask_about, transport.daemon, peer, me=transport.peer_id, run=transport.run)
     try:
         await reach(transport.daemon, peer, addresses, timeout_s=_ASK_S)

@@ -1,4 +1,4 @@
-"""One thing that is wrong, for a person who did not ask for a lesson."""
+"""A problem is one thing that is wrong, said to a person who did not ask for a lesson."""
 
 from typing import Literal
 
@@ -15,6 +15,6 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     sentence: str
     """What is wrong. One line, no full stop."""
     remedy: str
-    """What to do about it."""
+    """What the person can do about it."""
     fatal: bool = True
-    """Nobody joins while it lasts; else it is slower, or may go wrong later."""
+    """Whether nobody can join while the problem lasts; otherwise things are slower, or may go wrong later."""

@@ -1,4 +1,4 @@
-"""Two swarms that should be one: the same run, trained twice, by peers who do not know of each other. Pure.
+"""Finds two swarms that should be one: the same run is trained twice, by peers who do not know of each other. Pure.
 
 It comes about when members are invited by peers that were never introduced, or when a cut network is whole again and
 nobody looks. `split_watch.py` looks.

@@ -24,7 +24,7 @@ _ASKED_MAX = 4
 
 
 class Around(Protocol):
-    """What a look needs of the network."""
+    """The part of the network that a look needs."""
 
     def known(self) -> Mapping[PeerID, tuple[str, ...]]: ...
 
@@ -64,7 +64,7 @@ class SplitWatch:
         own_status: Callable[[], Awaitable[SwarmStatus]],
         say: Callable[[str], None],
     ) -> "SplitWatch":
-        """Of a peer that takes part. `say` is told a sentence, which goes to the log too."""
+        """The watch of a peer that takes part. `say` is told a sentence, which goes to the log too."""
 
         def tell(problem: Problem) -> None:
             logger.warning("%s; %s", problem.sentence, problem.remedy)
@@ -102,7 +102,7 @@ class SplitWatch:
         return split_of(views)
 
     async def _strangers(self, ours: SwarmView) -> list[PeerID]:
-        """Connected ones first; the others in turns, a few at each look."""
+        """Peers outside our swarm: the connected ones first, then the others in turns, a few at each look."""
         connected = set(await self._around.connected())
         strange = sorted(set(self._around.known()) | connected)
         strange = [peer for peer in strange if peer not in ours.members and peer != self._me]

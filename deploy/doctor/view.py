@@ -1,4 +1,4 @@
-"""A diagnosis as text and as JSON."""
+"""Writes a diagnosis as text and as JSON."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ _SIDES = {"you": "on this machine", "host": "at the host's", "nobody": "in betwe
 
 
 def lines(diagnosis: Diagnosis) -> list[str]:
-    """For a person: what is wrong first, then what is well."""
+    """The diagnosis for a person: first what is wrong, then what is well."""
     told = [line for problem in diagnosis.problems for line in problem_lines(problem)]
     told += [f"ok       {line}" for line in diagnosis.fine]
     if not diagnosis.problems:

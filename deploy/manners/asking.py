@@ -1,4 +1,4 @@
-"""The questions of the first `shoal join` on a machine: what of it a run may use. Asked once, kept as settings."""
+"""Asks at the first `shoal join` on a machine what of it a run may use, once, and keeps the answers as settings."""
 
 import sys
 from collections.abc import Callable
@@ -23,11 +23,11 @@ class Question:
     """Of the limit."""
     text: str
     default: str
-    """What Enter takes, as a person would type it."""
+    """The answer that Enter stands for, as a person would type it."""
     read: Callable[[str], str]
     """What a person types -> as the limit is written."""
     hint: str
-    """What is said to an answer that cannot be."""
+    """The reply to an answer that cannot be."""
 
 
 def questions(memory_bytes: float) -> tuple[Question, ...]:

@@ -20,11 +20,11 @@ class Seen:
     """One look at the machine; None: it cannot be known."""
 
     minute: int
-    """Since midnight, local time."""
+    """Minutes since midnight, local time."""
     input_idle_s: float | None = None
-    """Since the last key or movement of the mouse."""
+    """Seconds since the last key or movement of the mouse."""
     others_share: float | None = None
-    """Of the device that computes, in [0, 1], used by other programs."""
+    """The share of the computing device that other programs use, in [0, 1]."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -50,7 +50,7 @@ class Manners:
             self._busy_until_s = now_s + QUIET_S
 
     def reasons(self, *, now_s: float) -> tuple[str, ...]:
-        """Why not to compute now; empty: nothing speaks against it."""
+        """The reasons not to compute now; empty: nothing speaks against it."""
         found = list(self.asked.values())
         limits, seen = self.limits, self._seen
         if seen is None:
@@ -66,7 +66,7 @@ class Manners:
 
     @property
     def unknowable(self) -> tuple[str, ...]:
-        """What was asked for and cannot be known here, for a person."""
+        """Limits that cannot be kept, since this machine does not say what they need, in words for a person."""
         if not self.limits.only_when_idle or self._seen is None:
             return ()
         found = []

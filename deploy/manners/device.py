@@ -1,4 +1,4 @@
-"""The device: which one, and the limits that it keeps for us: memory, and how far its thread stands back."""
+"""Picks the device, and the limits that it keeps for us: memory, and how far its thread stands back."""
 
 import os
 import sys
@@ -22,7 +22,7 @@ def pick_device(wanted: str) -> torch.device:
 
 
 def memory_claim(limits: Limits, device: torch.device) -> int | None:
-    """Bytes that the swarm may plan with; None: whatever is free. On a GPU torch takes no more from now on.
+    """How many bytes the swarm may plan with; None: whatever is free. On a GPU torch takes no more from now on.
 
     A CPU's memory is only claimed, not enforced: what a stage needs is known before it is given one.
     """

@@ -1,4 +1,4 @@
-"""Hours of the day, as a person writes them. Pure."""
+"""Reads hours of the day as a person writes them. Pure."""
 
 from dataclasses import dataclass
 

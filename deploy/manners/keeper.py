@@ -23,7 +23,7 @@ _TERMINAL = "terminal"
 
 
 class Pausable(Protocol):
-    """As `peer.pausing.Pausing` is."""
+    """The part of `peer.pausing.Pausing` that the keeper needs."""
 
     @property
     def is_paused(self) -> bool: ...
@@ -66,7 +66,7 @@ class Keeper:
         return self._manners.reasons(now_s=asyncio.get_running_loop().time())
 
     def report(self) -> report.Limits:
-        """For those who show what this peer gives."""
+        """The limits of now, for whatever shows what this peer gives."""
         return report.Limits(
             paused=self._pausing.is_paused, why="; ".join(self.reasons), caps=self._manners.limits.in_words
         )
@@ -115,13 +115,13 @@ class Keeper:
             self._say(f"paused: {'; '.join(reasons)}" if reasons else "computing again")
 
     async def pause(self) -> Mapping[str, Any]:
-        """As the owner says. Returns: how it is now."""
+        """Pause because the owner says so. Returns: a sentence about how it is now."""
         self._manners.ask(_OWNER, "you asked for it (`shoal resume` ends it)")
         self._apply()
         return self._answer()
 
     async def resume(self) -> Mapping[str, Any]:
-        """What speaks against computing besides the owner's own word still does."""
+        """End the owner's own pause. Other reasons against computing still hold."""
         self._manners.take_back(_OWNER, _TERMINAL)
         self._apply()
         return self._answer()

@@ -1,4 +1,4 @@
-"""What a volunteer gives, and when: the `[limits]` of the settings, and `--limit NAME=VALUE` over them."""
+"""Says what a volunteer gives, and when: the `[limits]` of the settings, and `--limit NAME=VALUE` over them."""
 
 import math
 from typing import Annotated, Any
@@ -41,7 +41,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     @property
     def of_a_volunteer(self) -> "Limits":
-        """As they hold for a peer that joins: it stands back unless its owner has said how far."""
+        """The limits of a peer that joins: it stands back unless its owner has said how far."""
         return self if self.nice is not None else msgspec.structs.replace(self, nice=NICE_MAX)
 
     def __post_init__(self) -> None:
@@ -62,12 +62,12 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     @property
     def memory_bytes(self) -> float:
-        """Infinite: no limit."""
+        """The memory that the swarm may use. Infinite: there is no limit."""
         return self.memory_gb * GB or math.inf
 
     @property
     def in_words(self) -> tuple[str, ...]:
-        """Those that bound how much is given, for a person."""
+        """The limits that bound how much is given, for a person."""
         words = (
             (self.compute_share < 1.0, f"{self.compute_share:.0%} of the device's time"),
             (self.memory_gb > 0.0, f"{self.memory_gb:g} GB of its memory"),

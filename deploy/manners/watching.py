@@ -1,4 +1,4 @@
-"""What a machine says of its use: keyboard and mouse, the GPU, the processors. Blocks for up to a few seconds.
+"""Asks a machine how it is used: keyboard and mouse, the GPU, the processors. This blocks for up to a few seconds.
 
 | what               | is asked of                                                                           |
 |--------------------|---------------------------------------------------------------------------------------|
@@ -50,13 +50,13 @@ def gpu_others_share(index: int) -> float | None:
 
 
 class ProcessorUse:
-    """Of all processors together, between two calls of `others_share`."""
+    """The use of all processors together, between two calls of `others_share`."""
 
     def __init__(self) -> None:
         self._before = self._now()
 
     def others_share(self) -> float | None:
-        """In [0, 1], used by other programs since the last call; None: no time has passed."""
+        """The share, in [0, 1], that other programs used since the last call; None: no time has passed."""
         before, now = self._before, self._now()
         self._before = now
         whole_s, busy_s, own_s = (b - a for a, b in zip(before, now, strict=True))

@@ -1,4 +1,4 @@
-"""`shoal plan`: who should hold what, what that costs, and how other layouts compare."""
+"""`shoal plan` says who should hold what, what that costs, and how other layouts compare."""
 
 import math
 import time
@@ -42,17 +42,17 @@ class Proposal:
 
     name: LayoutName
     placement: Placement | None
-    """None: it cannot be; `cost.why` says so."""
+    """The layout; None: it cannot be, and `cost.why` says why."""
     cost: Cost
     seconds: float
-    """It took, of one core, loading the compiled kernels included."""
+    """The seconds of one core that it took, loading the compiled kernels included."""
 
 
 class StageLine(msgspec.Struct, frozen=True, kw_only=True):
     stage: int
     first_layer: int
     last_layer: int
-    """Exclusive."""
+    """The layer after the last one."""
     devices: tuple[int, ...]
 
 
@@ -63,7 +63,7 @@ class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
     objective: str
     seed: int
     stages: tuple[StageLine, ...]
-    """In pipeline order."""
+    """The stages in pipeline order."""
     spares: tuple[int, ...]
     cost_s: float | None
     """Seconds a step by the objective; None: impossible."""
@@ -71,7 +71,7 @@ class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
     why: str
     took_s: float
     same_as: str = ""
-    """Of a comparison: the layout before it that is the same; empty: none is."""
+    """In a comparison, the layout before this one that is the same; empty: none is."""
     figures: Figures | None = None
     """What it comes to for those who take part; null in a comparison."""
     left_out: tuple[LeftOut, ...] = ()
@@ -92,12 +92,12 @@ def propose(name: LayoutName, request: Request, objective: Objective) -> Proposa
 
 
 def own_layout(objective: ObjectiveName) -> LayoutName:
-    """The one that searches for what is cheap by `objective`."""
+    """The layout whose search makes `objective` small."""
     return "ours" if objective == "throughput" else "dtfm"
 
 
 def compared_layouts(objective: ObjectiveName) -> tuple[LayoutName, ...]:
-    """What is there at once, the own search, then what one compares with; the other objective's search is not."""
+    """The layout by rule, our own search, then the layouts to compare with, without the other objective's search."""
     return ("at-once", own_layout(objective), *(n for n in LAYOUT_NAMES if n not in ("ours", "at-once", "dtfm")))
 
 
@@ -180,7 +180,7 @@ def _show_one(
     scenario: Scenario,
     wishes: Wishes,
 ) -> PlanReport:
-    """First what is there without a search, then the searched plan and what it means for everybody."""
+    """Print first the layout by rule, then the searched plan and what it means for everybody."""
     first = propose("at-once", request, judge)
     if math.isfinite(first.cost.seconds):
         console.print(f"at once, without a search: {_in_a_line(first)}\n", markup=False)
@@ -226,7 +226,7 @@ def _show_left_out(console: Console, request: Request, placement: Placement) -> 
 
 
 def _show_comparison(console: Console, aim: ObjectiveName, request: Request, judge: Objective) -> list[PlanReport]:
-    """Row by row, as layouts are found; one that was there before under another name is said once, at the end."""
+    """Print the layouts row by row as they are found. One that came before under another name is said at the end."""
     rows = Rows(console, _COLUMNS)
     seen: dict[Placement, LayoutName] = {}
     same: dict[LayoutName, list[LayoutName]] = {}
@@ -257,7 +257,7 @@ def _show_comparison(console: Console, aim: ObjectiveName, request: Request, jud
 
 
 def _figures(placement: Placement, request: Request, scenario: Scenario, wishes: Wishes) -> Figures:
-    """By the throughput objective, whatever the search was for. Raises: LocalError: by that the plan cannot be."""
+    """Figures by the throughput objective, whatever the search was for. Raises: LocalError: by that it cannot be."""
     objective = ThroughputObjective(request.topology, request.workload)
     cost = objective.cost(placement)
     if not math.isfinite(cost.seconds):
@@ -280,7 +280,7 @@ def _figures(placement: Placement, request: Request, scenario: Scenario, wishes:
 
 
 def _parameters(request: Request) -> float:
-    """10^9 of them."""
+    """The number of parameters, in 10^9."""
     return sum(request.workload.layer_parameters) / 1e9
 
 

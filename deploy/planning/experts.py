@@ -1,4 +1,4 @@
-"""`shoal plan --experts FILE.json`: how many replicas of which expert, on which node, and what that survives."""
+"""`shoal plan --experts FILE.json` says how many replicas of which expert go to which node, and what they survive."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from shoal.protocol.errors import LocalError
 NODES_MAX = 10_000
 EXPERTS_MAX = 10_000
 SLOTS_MAX = 100_000
-"""Together: more is a slip of the pen, and would be searched for minutes."""
+"""The most slots together: more is a slip of the pen, and would be searched for minutes."""
 
 
 class ExpertsFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -46,7 +46,7 @@ class ExpertsReport(msgspec.Struct, frozen=True, kw_only=True):
     each node fails with `FAILURE_PROBABILITY_ASSUMED`."""
     recovery_probability_is_exact: bool
     loss_probability: float
-    """The rest, in full precision."""
+    """The probability that an expert is lost, in full precision."""
     recovery_by_failures: tuple[float, ...] | None
     """[k] if k nodes fail, any of them alike; null: too many nodes to count."""
     busiest_replica_load_ratio: float
@@ -81,7 +81,7 @@ def read_experts(path: Path) -> ExpertsFile:
 
 
 def _wrong(asked: ExpertsFile) -> str:
-    """What cannot be, in words; the loads are checked by whoever counts replicas."""
+    """The complaint about a file that cannot be; empty: none. The loads are checked where replicas are counted."""
     chances = asked.failure_probability
     if not 0 < len(asked.slots) <= NODES_MAX:
         return f"slots: between 1 and {NODES_MAX} nodes, each with its number of slots"

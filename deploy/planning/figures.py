@@ -1,4 +1,4 @@
-"""What a plan comes to for those who take part: tokens a day, days to a goal, gigabytes a month, energy and its price.
+"""Works out what a plan means for its members: tokens a day, days to a goal, gigabytes a month, energy and price.
 
 All of it is arithmetic on the planner's foresight of a step: everybody stays day and night, nobody fails. Watts are
 the scenario's or assumed, and whoever holds a stage draws them all the time. Pure.
@@ -14,11 +14,11 @@ from shoal.protocol.errors import LocalError
 from shoal.protocol.topology import Topology
 
 WATTS_ASSUMED: Final = 350.0
-"""Of a device whose watts nobody says: a card of 250 to 300 W at work, and its part of the machine."""
+"""The watts of a device that are not said: a card of 250 to 300 W at work, and its part of the machine."""
 PRICE_KWH_ASSUMED: Final = 0.30
 """Household electricity in Europe, about, in euros."""
 TOKENS_PER_PARAMETER: Final = 20.0
-"""Where no goal is named: compute-optimal training (Hoffmann et al. 2022, arXiv 2203.15556, approach 1 to 3)."""
+"""The goal where none is named: compute-optimal training (Hoffmann et al. 2022, arXiv 2203.15556)."""
 DAYS_A_MONTH: Final = 30.0
 _SECONDS_A_DAY: Final = 86_400.0
 _SUFFIXES: Final = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
@@ -30,7 +30,7 @@ class Wishes(msgspec.Struct, frozen=True, kw_only=True):
     tokens: float | None = None
     """The goal; None: `TOKENS_PER_PARAMETER` times the parameters."""
     price_kwh: float | None = None
-    """None: `PRICE_KWH_ASSUMED`."""
+    """The price of a kilowatt-hour; None: `PRICE_KWH_ASSUMED`."""
 
 
 class MemberFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,7 +38,7 @@ class MemberFigures(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     members: int
-    """That hold a stage."""
+    """How many members of the class hold a stage."""
     up_gb_month: tuple[float, float]
     """Least and most of a member, 10^9 bytes in `DAYS_A_MONTH` days."""
     down_gb_month: tuple[float, float]
@@ -53,12 +53,12 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     days_to_goal: float
     members: tuple[MemberFigures, ...]
     kwh_per_day: float
-    """Of all that hold a stage."""
+    """The watts of all devices that hold a stage."""
     kwh_per_billion_tokens: float
     price_kwh: float
     price_is_assumed: bool
     cost_per_billion_tokens: float
-    """In the currency of `price_kwh`."""
+    """The price, in the currency of `price_kwh`."""
     cost_to_goal: float
 
 

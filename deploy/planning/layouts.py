@@ -1,4 +1,4 @@
-"""Layouts by name: what we would do, and what one compares with."""
+"""Makes layouts by name: the planner's own, and simple ones to compare with."""
 
 import math
 import random
@@ -21,22 +21,22 @@ LayoutName = Literal["ours", "at-once", "dtfm", "given", "random", "mod", "greed
 LAYOUT_NAMES: tuple[LayoutName, ...] = get_args(LayoutName)
 _GIGABYTE = 1e9
 DEVICES_PER_STAGE = 8
-"""Of layouts that cannot choose how many stages there are, where nothing says it: as in the DT-FM paper."""
+"""How many devices a stage has in layouts that cannot choose the number of stages, as in the DT-FM paper."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Request:
-    """What a layout is asked for. Pure: an equal request gives an equal layout."""
+    """The input of a layout. An equal request gives an equal layout."""
 
     topology: Topology
     workload: Workload
     paper: WorkloadEntry | None = None
-    """Constants of the DT-FM objective; None: derived from `workload`."""
+    """The constants of the DT-FM objective; None: they are derived from `workload`."""
     stages: int | None = None
-    """None: as many as the layout finds best."""
+    """How many stages there are; None: as many as the layout finds best."""
     seed: int = 0
     seconds: float = 1.0
-    """For a search, of one core: converted to a fixed amount of work, never timed."""
+    """How many seconds of one core a search takes, about: they become a fixed amount of work and are never timed."""
 
     @property
     def num_stages(self) -> int:
@@ -51,14 +51,14 @@ class Request:
 
     @property
     def work(self) -> int:
-        """`seconds` as units of work. Never more than that long on the machines we measured."""
+        """`seconds` as units of work, which never took longer than that on the machines we measured."""
         from shoal.coordinator.allocate.search import WORK_PER_SECOND
 
         return max(1, round(self.seconds * WORK_PER_SECOND))
 
     @property
     def constants(self) -> WorkloadEntry:
-        """Of the DT-FM objective: what the network file says, else what the run would send. Raises: LocalError."""
+        """Constants of the DT-FM objective: the network file's, else what the run would send. Raises: LocalError."""
         if self.paper is not None:
             return self.paper
         w, K = self.workload, self.num_stages
@@ -88,7 +88,7 @@ def _ours(request: Request) -> Placement:
 
 
 def _foreseen_s(cost: Cost) -> float:
-    """What decides between numbers of stages (`planner._Search._foreseen_s`)."""
+    """The seconds that decide between numbers of stages (`planner._Search._foreseen_s`)."""
     return cost.seconds * cost.parts["foreseen_s"] / cost.parts["step_s"]
 
 
@@ -107,7 +107,7 @@ def _dtfm(request: Request) -> Placement:
 
 
 def _greedy(request: Request) -> Placement:
-    """By speed alone: what the live coordinator answers a change with before it has searched."""
+    """The layout by speed alone, with which the live coordinator answers a change before it has searched."""
     t = request.topology
     peers = tuple(
         MeasuredPeer(
@@ -143,7 +143,7 @@ def _mod(request: Request) -> Placement:
 
 
 def _dealt(request: Request, devices: Sequence[int]) -> Placement:
-    """Neighbours in `devices` into one stage, sizes as equal as can be."""
+    """Neighbours in `devices` share a stage, and the stages are as equal in size as can be."""
     K, n = request.num_stages, len(devices)
     return _placement(request, [devices[n * k // K : n * (k + 1) // K] for k in range(K)])
 

@@ -1,4 +1,4 @@
-"""Why a plan leaves devices out, and from what line, memory or speed on one of them would help.
+"""Finds why a plan leaves devices out, and from what line, memory or speed on one of them would help.
 
 Nothing is read off the plan: the device is put into every place of the plan (`allocate/at_once.py`, `joins`), as it is
 and improved, and the objective of the search says what a step then takes. How much it must improve is found by
@@ -27,7 +27,7 @@ _MEGABIT = 1e6 / 8.0
 LINE_MAX_MBPS: Final = 10_000.0
 MEMORY_MAX_GB: Final = 192.0
 SPEED_MAX_TFLOPS: Final = 1_000.0
-"""Beyond these nobody would look: a fast data centre's line, the largest cards of 2026."""
+"""The largest values that are tried: a fast data centre's line, the largest cards of 2026."""
 _HALVINGS = 7
 """From 20 Mbit/s to 10 Gbit/s in steps of 5 %."""
 _GROUPS_MAX = 12
@@ -43,25 +43,25 @@ _RESOURCES: Final[tuple[tuple[Resource, ...], ...]] = (
 
 
 class Need(msgspec.Struct, frozen=True, kw_only=True):
-    """From these values on, all of them together, one of the devices helps; None: as it is."""
+    """From these values on, all of them together, one of the devices helps; None: the value stays as it is."""
 
     line_mbps: float | None = None
-    """In both directions."""
+    """The line's rate in both directions."""
     memory_gb: float | None = None
     tflops: float | None = None
 
 
 class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
-    """Equal devices that hold nothing."""
+    """A group of equal devices that hold nothing."""
 
     name: str
-    """The region's, or a device's where there are no regions."""
+    """The name of the region, or of a device where there are no regions."""
     devices: tuple[int, ...]
     tflops: float
     memory_gb: float
     up_mbps: float | None
     down_mbps: float | None
-    """None: only paths limit it."""
+    """The rate of the network card; None: only paths limit it."""
     step_with_one_s: float | None
     """The best step that one of them would make possible, as it is; None: it has no place that fits."""
     why: str
@@ -117,7 +117,7 @@ def _why(topology: Topology, device: int, best: Cost, goal_s: float, needs: Sequ
 
 
 def _lacking(needs: Sequence[Need]) -> str:
-    """What every need has in common."""
+    """The resources that every need has in common."""
     lacks = [
         what
         for what, values in (
@@ -156,7 +156,7 @@ def _need(
 
 
 def _best(topology: Topology, workload: Workload, placement: Placement, device: int, goal_s: float) -> Cost:
-    """With `device` in the best place; the first that meets the goal is good enough."""
+    """The cost with `device` in the best place. The first place that meets the goal is good enough."""
     objective = ThroughputObjective(topology, workload)
     best = Cost.impossible("it has no place")
     for tried in joins(topology, workload, placement, device):
@@ -172,7 +172,7 @@ def _best(topology: Topology, workload: Workload, placement: Placement, device: 
 
 
 def _has(topology: Topology, device: int) -> dict[Resource, float]:
-    """Mbit/s of the slower direction, GB, TFLOP/s."""
+    """What the device has: Mbit/s of the slower direction, GB, TFLOP/s."""
     card = min(float(topology.up_bytes_per_s[device]), float(topology.down_bytes_per_s[device]))
     if not math.isfinite(card):
         others = np.arange(topology.num_devices) != device
@@ -197,7 +197,7 @@ def _ranges(
 
 
 def _values(topology: Topology, device: int, resources: Sequence[Resource], part: float) -> dict[Resource, float]:
-    """Rounded up to two digits, as they are said."""
+    """The values of a need, rounded up to two digits, as they are said."""
     values = (_rounded_up(value) for value, _ in _ranges(topology, device, resources, part=part))
     return dict(zip(resources, values, strict=True))
 
@@ -234,13 +234,13 @@ def _improved(topology: Topology, device: int, values: dict[Resource, float]) ->
 
 
 def _rounded_up(value: float) -> float:
-    """To two digits: 413 -> 420."""
+    """Round up to two digits: 413 -> 420."""
     unit = 10.0 ** (math.floor(math.log10(value)) - 1)
     return math.ceil(value / unit * (1.0 - 1e-12)) * unit
 
 
 def _groups(topology: Topology, devices: Sequence[int]) -> list[tuple[int, ...]]:
-    """Equal ones together, as far as can be seen without comparing paths."""
+    """Groups of equal devices, as far as can be seen without comparing paths."""
     found: dict[object, list[int]] = {}
     key: Callable[[int], object] = lambda d: (  # noqa: E731
         topology.regions[d] or topology.names[d],

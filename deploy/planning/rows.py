@@ -1,4 +1,4 @@
-"""A table whose rows are printed as they come: widths are fixed before the first row is known."""
+"""Prints a table row by row as rows come, so widths are fixed before the first row is known."""
 
 import textwrap
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 _NARROWEST = 24
-"""Of the last column, which folds; on a narrower terminal its text goes below the row."""
+"""The least width of the last column, which folds; on a narrower terminal its text goes below the row."""
 
 
 class Column(NamedTuple):

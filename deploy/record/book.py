@@ -14,11 +14,11 @@ from shoal.protocol.limits import MICROBATCHES_PER_STEP_MAX
 from shoal.protocol.messages import CommitReport
 
 PATIENCE_S: Final = 20.0
-"""In which every member of a group is asked at least once, as long as there are no more than ten."""
+"""In this time every member of a group is asked at least once, as long as there are no more than ten."""
 RATE_S: Final = 30.0
-"""Over which tokens/s are measured; one step at least."""
+"""The time over which tokens/s are measured; one step at least."""
 FIRST_S: Final = 5.0
-"""For so long a new record waits for somebody who knows an older step."""
+"""How long a new record waits for somebody who knows an older step."""
 AGO_S_MAX: Final = 10 * 365 * 86400.0
 
 Key = tuple[int, int]
@@ -36,9 +36,9 @@ class Step:
     """When the last group had committed it."""
     loss: float | None
     gradient_norm: float | None
-    """Of the whole model; None: a group has not told its part."""
+    """The gradient norm of the whole model; None: a group has not told its part."""
     gradient_norms: tuple[float | None, ...]
-    """Of each stage; an expert's is in the whole model's alone."""
+    """The gradient norm of each stage; an expert's is only in the whole model's."""
     tokens: int
     tokens_per_s: float | None
     staleness: float
@@ -47,7 +47,7 @@ class Step:
     duplicates: int
     dissenting: int
     unheard: int
-    """Groups without a report."""
+    """How many groups have no report."""
 
 
 @dataclass(slots=True)
@@ -75,7 +75,7 @@ class Book:
         self._tokens_per_step = tokens_per_step
         self._is_new = reached is None
         self._next: Key = reached or (0, 0)
-        """The step after the newest that came out, if its era goes on."""
+        """The step that follows the newest one that came out, if its era goes on."""
         self._begins: dict[int, int] = {}
         """Era -> version with which it began, as plans say."""
         self._open: dict[Key, _Open] = {}
@@ -83,7 +83,7 @@ class Book:
         """Group -> its newest report."""
         self._paces: deque[tuple[float, int]] = deque()
         self.lost = 0
-        """Steps that nobody knew."""
+        """How many steps nobody knew."""
 
     @property
     def reached(self) -> Key:
@@ -92,11 +92,11 @@ class Book:
 
     @property
     def is_complete(self) -> bool:
-        """Everything that was heard of has come out."""
+        """Whether every step that was heard of has come out."""
         return not self._open
 
     def wanted(self, groups: Iterable[int]) -> Key:
-        """From where on to ask a member of `groups`."""
+        """The step from which on to ask a member of `groups`."""
         return min((self._after(self._newest.get(group)) for group in groups), default=self._next)
 
     def missing(self) -> tuple[Key, list[int]] | None:
@@ -111,7 +111,7 @@ class Book:
         return None
 
     def begins(self, era: int, version: int) -> None:
-        """A plan says with which version an era began."""
+        """Note with which version an era began, as a plan says."""
         self._begins[era] = version
 
     def note(self, report: CommitReport, at_s: float, now_s: float) -> None:

@@ -1,4 +1,4 @@
-"""The record as TensorBoard reads it: one event file beside it, made of it.
+"""Writes the record as TensorBoard reads it: one event file beside the record, made of it.
 
 The file is made anew whenever a peer starts and whenever the run goes back, and grows with the steps in between: it
 never has a step twice, nor one that does not hold. tensorboardX writes it: it needs nothing that shoal does not need
@@ -46,7 +46,7 @@ class EventsFile:
         self._writer.close()
 
     def _write_start(self) -> None:
-        """A TensorBoard that is looking forgets what it had of earlier files."""
+        """Write the mark by which a TensorBoard that is looking forgets what it had of earlier files."""
         from tensorboardX.proto import event_pb2
 
         start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
@@ -62,7 +62,7 @@ class EventsFile:
 
 
 def scalars(line: StepLine | ValidationLine) -> dict[str, float]:
-    """What TensorBoard and Weights & Biases are told of a line, by tag; what is not known is left out."""
+    """The values of a line that TensorBoard and Weights & Biases get, by tag. Unknown values are left out."""
     if isinstance(line, ValidationLine):
         values: dict[str, float | None] = {
             "loss/validation": line.loss,

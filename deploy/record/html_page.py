@@ -1,4 +1,4 @@
-"""A run on one page in one file, from its record alone. Nothing is fetched; what peers call themselves is only text.
+"""Puts a run on one page in one file, from its record alone. Nothing is fetched, and names of peers are only text.
 
 The plots are the dashboard's own (`../dashboard/static/`), put into the file with uPlot and their style.
 """
@@ -21,7 +21,7 @@ from shoal.deploy.record.writing import merged
 PAGE = Path(__file__).parent / "page"
 STATIC = Path(__file__).parents[1] / "dashboard" / "static"
 POINTS_MAX = 4000
-"""Of the plots; a longer run's neighbours are merged. `shoal report --csv` has every step."""
+"""The most points of a plot. Neighbours of a longer run are merged; `shoal report --csv` has every step."""
 CHANGES_MAX = 200
 _ENDING = re.compile(r"\b[1-9A-HJ-NP-Za-km-z]{8}\b")
 _MODULE = re.compile(r"^(import .*;\n|export )", re.M)
@@ -60,7 +60,7 @@ def render_page(record: Record) -> str:
 
 
 def csv_of(record: Record) -> str:
-    """Every step that holds, and every validation: a line each, in order of steps."""
+    """A line for every step that holds and for every validation, in order of steps."""
     heads = (
         "step",
         "time",
@@ -176,7 +176,7 @@ def _changes(record: Record) -> str:
 
 
 def _real_changes(plans: Iterable[PlanLine]) -> list[PlanLine]:
-    """The role of coordinator moves every minute; what matters is who came, went or moved."""
+    """The changes by which peers came, went or moved; that the coordinator's role moves every minute is no news."""
     told = sorted(plans, key=lambda line: (line.term, line.sequence))
     return [line for line in told if "hand-over from" not in line.reason and "is under way" not in line.reason]
 

@@ -32,7 +32,7 @@ import msgspec
 from shoal.protocol.identity import PeerID
 
 RECORD: Final = "record.jsonl"
-"""Name of the file in a run's folder."""
+"""The name of the file in a run's folder."""
 _LOSS_MAX: Final = 80.0
 """Beyond it a perplexity says nothing: e^80 is 5e34."""
 
@@ -47,7 +47,7 @@ class StartLine(_Line, frozen=True, tag="start", kw_only=True):
     name: str
     """Of the run."""
     peer: PeerID
-    """Who keeps the record."""
+    """The peer that keeps the record."""
     peer_name: str
     steps: int
     """Of the whole run."""
@@ -56,14 +56,14 @@ class StartLine(_Line, frozen=True, tag="start", kw_only=True):
     num_layers: int
     optimizer: str
     version: str
-    """Of shoal."""
+    """The version of shoal."""
     fields: dict[str, str] = {}
-    """What else a reader may want to know of the run, by name, in words."""
+    """Other facts of the run that a reader may want, by name, in words."""
 
 
 class StepLine(_Line, frozen=True, tag="step", kw_only=True):
     step: int
-    """Steps done, this one included."""
+    """How many steps are done, this one included."""
     era: int = 0
     loss: float | None = None
     """Mean over the step's microbatches with the weights before the step, in nats a token; None: nobody who is left
@@ -73,23 +73,23 @@ class StepLine(_Line, frozen=True, tag="step", kw_only=True):
     gradient_norm: float | None = None
     """2-norm of the whole model's reduced gradient before clipping; None: a group has not told its part."""
     gradient_norms: tuple[float | None, ...] = ()
-    """The same of each stage."""
+    """The same norm of each stage."""
     tokens: int
-    """Trained on in this step (in all steps for which the line stands)."""
+    """Tokens on which this step was trained (on which all steps were, for which the line stands)."""
     tokens_per_s: float | None = None
-    """Over the last `book.RATE_S`, standstills included; None: there is no step before it."""
+    """Tokens/s over the last `book.RATE_S`, standstills included; None: there is no step before this one."""
     staleness: float
-    """Steps, mean over the stages."""
+    """The staleness in steps, the mean over the stages."""
     peers: int
-    """That made the step: the members of all stages."""
+    """How many peers made the step: the members of all stages."""
     given_up: int = 0
     """Microbatches without which the step was made, summed over the stages."""
     duplicates: int = 0
     """Microbatches that were computed twice, summed over the stages."""
     dissenting: int = 0
-    """Members whose state was not their group's after the commit."""
+    """How many members had another state than their group after the commit."""
     unheard: int = 0
-    """Groups whose report nobody who is left has."""
+    """How many groups have no report that anybody in the run still has."""
     steps: int = 1
     """For how many steps the line stands, up to `step`: more than one once an old part of a record was thinned."""
 
@@ -112,7 +112,7 @@ class PlanLine(_Line, frozen=True, tag="plan", kw_only=True):
     coordinator: PeerID
     reason: str
     peers: int = 0
-    """Spares included; 0: not known, as of a plan of which the peer has only heard."""
+    """How many peers the plan has, spares included; 0: it is not known, as of a plan of which the peer only heard."""
     stages: int = 0
 
 
@@ -123,7 +123,7 @@ class PeerLine(_Line, frozen=True, tag="peer", kw_only=True):
     change: str
     """`joined`, `moved`, `left`."""
     stage: int | None = None
-    """Where it works from now on; None: it is a spare, or gone."""
+    """The stage at which the peer works from now on; None: it is a spare, or gone."""
 
 
 class NoteLine(_Line, frozen=True, tag="note", kw_only=True):
@@ -134,7 +134,7 @@ class EndLine(_Line, frozen=True, tag="end", kw_only=True):
     step: int
     """Steps done."""
     finished: bool
-    """The run has reached its last step."""
+    """Whether the run has reached its last step."""
     lost: int = 0
     """Steps that have no line though they were done while this peer was up or away: nobody who is left knew them."""
 
@@ -146,12 +146,12 @@ _DECODER: msgspec.json.Decoder[Line] = msgspec.json.Decoder(Line)
 
 
 def encode_line(line: Line) -> bytes:
-    """With its newline."""
+    """Encode a line, with its newline."""
     return _ENCODER.encode(line) + b"\n"
 
 
 def decode_line(data: bytes) -> Line | None:
-    """None: the line was torn, or is of a kind that this version does not know."""
+    """Decode a line. None: it was torn, or is of a kind that this version does not know."""
     try:
         return _DECODER.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError):

@@ -1,4 +1,4 @@
-"""What a peer remembers of its groups' commits, for whoever keeps a record of the run and was not there.
+"""Remembers the commits of a peer's groups, for whoever keeps a record of the run and was not there.
 
 A coordinator hears of all commits of its term, and takes that along when it is killed. Of a commit every member of the
 group knows. So who wants to know what has happened asks one member of each group: a step is forgotten only with all
@@ -35,7 +35,7 @@ class Past:
         self._validations: dict[tuple[int, int], tuple[float, ValidationReport]] = {}
 
     def committed(self, report: CommitReport) -> None:
-        """A group in which this peer is has committed. A report that comes again, from another member, counts once."""
+        """Remember a commit of a group of this peer. A report that comes again, from another member, counts once."""
         key = report.era, report.step, report.stage
         if key in self._commits:
             return
@@ -54,7 +54,7 @@ class Past:
             del self._validations[self._validation_keys.pop(0)]
 
     def since(self, request: HistoryRequest) -> History:
-        """The oldest of what was asked for."""
+        """The oldest of the commits and validations that somebody asked for."""
         now_s = self._clock.now_s()
         first = bisect_left(self._commit_keys, (*request.commits_from, -1))
         commits = (self._commits[key] for key in self._commit_keys[first : first + HISTORY_PER_REPLY_MAX])
@@ -66,7 +66,7 @@ class Past:
         )
 
     def serve(self, endpoint: Endpoint) -> None:
-        """Answer who asks."""
+        """Answer a peer that asks."""
 
         async def answer(source: PeerID, message: HistoryRequest) -> History:
             return self.since(message)

@@ -1,4 +1,4 @@
-"""Reads a record back: what holds of it, in order, whatever crashes and steps back have left in the file."""
+"""Reads a record back: the lines that hold, in order, whatever crashes and steps back have left in the file."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -27,7 +27,7 @@ class Record:
     steps: list[StepLine] = field(default_factory=list)
     """Those that hold, in order of `step`."""
     redone: list[StepLine] = field(default_factory=list)
-    """Those that the run went back behind, and did again."""
+    """Steps that the run has done again, since it went back behind them."""
     validations: list[ValidationLine] = field(default_factory=list)
     """Those that hold, in order of `step`."""
     plans: list[PlanLine] = field(default_factory=list)
@@ -35,7 +35,7 @@ class Record:
     notes: list[NoteLine] = field(default_factory=list)
     ends: list[EndLine] = field(default_factory=list)
     torn: int = 0
-    """Lines that do not decode."""
+    """How many lines do not decode."""
 
     @property
     def reached(self) -> tuple[int, int]:

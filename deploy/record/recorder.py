@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 PERIOD_S: Final = 1.0
 GROUPS_A_SECOND: Final = 8
-"""In a run of more groups they are asked more rarely."""
+"""How many groups are asked a second: in a run of more groups each is asked more rarely."""
 ASK_S: Final = 3.0
 MISSING_S: Final = 3.0
 """How often members are asked for an older step that is missing."""
@@ -68,16 +68,16 @@ NOTHING: Final = Record()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keeping:
-    """What is kept of a run, and where."""
+    """Which record is kept of a run, and where."""
 
     run: str
     peer: PeerID
-    """Who keeps the record."""
+    """The peer that keeps the record."""
     peer_name: str
     folder: Path | None
-    """Of the run, within the peer's; None: nothing is written."""
+    """The run's folder within the peer's; None: nothing is written."""
     wandb: str = ""
-    """Project at Weights & Biases; empty: none."""
+    """The project at Weights & Biases; empty: none."""
 
 
 class Recorder:
@@ -100,7 +100,7 @@ class Recorder:
         self._events_era = 0
         self._status_era = -1
         self._step = 0
-        """That the run is known to have reached."""
+        """The step that the run is known to have reached."""
         self._validated: set[Key] = set()
         self._plans: set[tuple[int, int]] = set()
         self._people = _People()
@@ -141,7 +141,7 @@ class Recorder:
         return self._file is not None
 
     def summary(self) -> tuple[str, ...]:
-        """What came of the run, for the terminal. Reads the file. Call after `finish`."""
+        """What came of the run, for the terminal. This reads the file, so it is called after `finish`."""
         if self._keeping.folder is None:
             return ()
         try:
@@ -151,7 +151,7 @@ class Recorder:
             return (str(error),)
 
     def beside(self, output: Output) -> Output:
-        """What is said from now on is recorded too, as far as a record has it."""
+        """An output whose reports are recorded too, from now on."""
         self._output = output
         return Beside(hear=self.take, output=output)
 
@@ -172,7 +172,7 @@ class Recorder:
     # --- while the run goes on ---
 
     async def run(self, endpoint: Endpoint, past: Past, plan: Callable[[], Plan | None]) -> None:
-        """Until cancelled. Whatever goes wrong here is no reason to stop training."""
+        """Keep the record until cancelled. Whatever goes wrong here does not stop training."""
         while True:
             await asyncio.sleep(max(PERIOD_S, self._num_groups / GROUPS_A_SECOND))
             try:
@@ -341,7 +341,7 @@ class Recorder:
         )
 
     async def _keep(self, steps: tuple[StepLine, ...]) -> None:
-        """Write them and what else has come up, on another thread: a disk may take its time."""
+        """Write these lines and others that wait, on another thread, since a disk may take its time."""
         async with self._lock:
             lines, self._waiting = [*self._waiting, *steps], []
             if not lines:
@@ -448,7 +448,7 @@ async def recording(
 
 
 def start_line(keeping: Keeping, spec: RunSpec) -> StartLine:
-    """What a record says of its run, and of who keeps it."""
+    """The line about the run, and about the peer that keeps the record."""
     return StartLine(
         time=_ms(time.time()),
         run=keeping.run,
@@ -473,7 +473,7 @@ def start_line(keeping: Keeping, spec: RunSpec) -> StartLine:
 
 
 class _People:
-    """Who came, moved and went, from the coordinator's table as it changes."""
+    """Notices who came, moved and went, in the coordinator's table as it changes."""
 
     def __init__(self) -> None:
         self.names = Census()

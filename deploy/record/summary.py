@@ -1,4 +1,4 @@
-"""What came of a run, in figures and in words, from its record alone."""
+"""Sums up a run in figures and in words, from its record alone."""
 
 import statistics
 from collections.abc import Sequence
@@ -9,13 +9,13 @@ from shoal.deploy.record.lines import StepLine, ValidationLine
 from shoal.deploy.record.reading import Record
 
 _AT_THE_END = 10
-"""Steps over which the last loss is taken: that of one step is noisy."""
+"""How many steps the last loss is a mean of, since that of one step is noisy."""
 NAMES_MAX = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Totals:
-    """Of all that holds in a record."""
+    """Totals of all lines that hold in a record."""
 
     name: str
     run: str
@@ -24,30 +24,30 @@ class Totals:
     steps: int
     """Of the whole run; 0: not known."""
     recorded: int
-    """Steps that have a line."""
+    """How many steps have a line."""
     tokens: int
     began_s: float | None
     ended_s: float | None
     """Seconds since 1970, of the first and the last step; None: there is none."""
     loss: tuple[float, float] | None
-    """(of the first step, mean over the last ten)."""
+    """(the loss of the first step, the mean loss of the last ten)."""
     validation: tuple[ValidationLine, ValidationLine, ValidationLine] | None
-    """(first, last, best)."""
+    """(first, last, best) validation loss."""
     tokens_per_s: float | None
-    """Median over the steps."""
+    """The median of tokens/s over the steps."""
     peers_max: int
     names: tuple[str, ...]
-    """Who took part, in the order in which they came."""
+    """The peers that took part, in the order in which they came."""
     redone: int
-    """Steps that were lost when the run went back, and done again."""
+    """How many steps were lost when the run went back, and done again."""
     eras: int
-    """How often it went back to a snapshot."""
+    """How often the run went back to a snapshot."""
     lost: int
-    """Steps without a line."""
+    """How many steps have no line."""
     given_up: int
-    """Microbatches without which a step was made."""
+    """How many microbatches a step was made without."""
     duplicates: int
-    """Microbatches that were computed twice."""
+    """How many microbatches were computed twice."""
 
     @property
     def elapsed_s(self) -> float:

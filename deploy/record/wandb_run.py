@@ -1,4 +1,4 @@
-"""The record in Weights & Biases, for who asks for it. Nothing of it is imported otherwise."""
+"""Sends the record to Weights & Biases, for a user who asks for it. Its package is imported only then."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -9,7 +9,7 @@ from shoal.protocol.errors import LocalError
 
 
 def need_wandb() -> None:
-    """Raises: LocalError: the package is not here. Said before anything begins."""
+    """Check for the package before anything begins. Raises: LocalError: it is not here."""
     try:
         import wandb  # noqa: F401
     except ImportError as error:

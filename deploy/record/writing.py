@@ -23,11 +23,11 @@ from shoal.protocol.identity import PeerID
 RECORD_BYTES_MAX: Final = 64 * 1024 * 1024
 """A step's line has some 350 bytes: 190,000 steps. Then the older half is thinned."""
 WAITING_MAX: Final = 100_000
-"""Lines kept in memory while the disk takes none. Beyond it the oldest are lost."""
+"""How many lines are kept in memory while the disk takes none. Beyond that the oldest are lost."""
 AGAIN_S: Final = 10.0
-"""After an error the disk is tried again so much later."""
+"""How long after an error the disk is tried again."""
 SYNC_S: Final = 30.0
-"""How often what was written is forced to the disk: a machine that loses power loses so much."""
+"""How often written lines are forced to the disk. A machine that loses power loses the lines of this time."""
 
 
 class RecordFile:
@@ -53,7 +53,7 @@ class RecordFile:
         self._waiting: deque[bytes] = deque(maxlen=WAITING_MAX)
         self._file: int | None = None
         self._torn = False
-        """The file does not end with a newline."""
+        """Whether the file lacks a newline at its end."""
         self._size = 0
         self._again_s = self._synced_s = -float("inf")
         self._failing = False
@@ -82,7 +82,7 @@ class RecordFile:
             self._num_lost = 0
 
     def close(self) -> None:
-        """Write what waits, if the disk takes it."""
+        """Write the waiting lines, if the disk takes them."""
         self._again_s = -float("inf")
         self.append(())
         self._end_file()
@@ -146,7 +146,7 @@ def thin(path: Path) -> int:
 
 
 def thinned(lines: Sequence[Line]) -> list[Line]:
-    """What `thin` keeps of `lines`, in their order."""
+    """The part of `lines` that `thin` keeps, in their order."""
     last_words = {line.peer: line for line in lines if isinstance(line, PeerLine)}
     known: set[PeerID] = set()
     layout: tuple[int, int, int] | None = None

@@ -1,4 +1,4 @@
-"""`shoal export`: a snapshot as a folder that `transformers` loads.
+"""`shoal export` writes a snapshot as a folder that `transformers` loads.
 
 One layer is in memory at a time. What is written is hidden until it is whole: a folder that is there is complete.
 """
@@ -26,11 +26,11 @@ from shoal.protocol.spec import RunSpec
 SHARD_BYTES: Final = 5_000_000_000
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 OnBytes = Callable[[int, int], None]
-"""Told how many bytes of the weights are written, of how many."""
+"""A function that is told how many bytes of the weights are written, of how many."""
 
 
 class Exported(msgspec.Struct, frozen=True, kw_only=True):
-    """What was written."""
+    """A folder that was written."""
 
     folder: str
     run: str
@@ -38,7 +38,7 @@ class Exported(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     parameters: int
     bytes: int
-    """Of the weights."""
+    """The bytes of the weights."""
     shards: int
 
 
@@ -100,7 +100,7 @@ def _export(
 
 
 def _small_files(spec: RunSpec, dtype: str, tokenizer_path: Path | None) -> dict[str, bytes]:
-    """Everything but the weights."""
+    """The files that are not weights."""
     tokenizer = load_tokenizer(spec.data, path=tokenizer_path)
     if spec.data.tokenizer == BYTES:
         vocabulary = byte_tokenizer_json()
@@ -150,7 +150,7 @@ def _write_weights(
 
 
 def _tensors(snapshot: FoundSnapshot, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """By Hugging Face name, in the order of the layouts; each a copy, so that a layer is free once it is passed."""
+    """Tensors by Hugging Face name, in the order of the layouts. Each is a copy, so a passed layer is free."""
     for key in snapshot.keys:
         layout = layer_layout(snapshot.spec.model, key)
         for name, view in layout.views(snapshot.read(key)).items():
@@ -158,7 +158,7 @@ def _tensors(snapshot: FoundSnapshot, dtype: torch.dtype) -> Iterator[tuple[str,
 
 
 def _cut(sizes: dict[str, int], shard_bytes: int) -> list[list[str]]:
-    """Tensors in order, as many to a file as fit."""
+    """Share the tensors out to files in order, as many to a file as fit."""
     shards: list[list[str]] = [[]]
     size = 0
     for name, num_bytes in sizes.items():

@@ -1,4 +1,4 @@
-"""Find the newest state of a run on this machine: what `shoal export` and `shoal generate` begin with.
+"""Finds the newest state of a run on this machine, with which `shoal export` and `shoal generate` begin.
 
 Peers write their own stage's layers, and copies of others'; `shoal demo` leaves one snapshot of everything. So a
 version is put together from whatever folders have its layers.
@@ -30,7 +30,7 @@ from shoal.protocol.ports import Disk
 from shoal.protocol.spec import RunSpec
 
 _NAMED_MAX: Final = 3
-"""Missing layers that a message names."""
+"""How many missing layers a message names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +127,7 @@ def _whole(parts: Sequence[tuple[Disk, StoredSnapshot]]) -> FoundSnapshot | None
 
 
 def _held(spec: RunSpec) -> tuple[str, ...]:
-    """What the peers of a run write down."""
+    """Snapshots that the peers of a run write."""
     return held_keys(spec.model, placed=spec.swarm.expert_slots > 0)
 
 

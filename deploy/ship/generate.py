@@ -1,4 +1,4 @@
-"""`shoal generate`: let a snapshot write, and show it as it comes."""
+"""`shoal generate` lets a snapshot write, and shows the text as it comes."""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -69,5 +69,5 @@ def load_writer(snapshots: Sequence[FoundSnapshot], *, device: torch.device, tok
 
 
 def fit_for_terminal(text: str) -> str:
-    """An untrained model writes anything, the terminal's commands too."""
+    """The text without control characters: an untrained model writes anything, the terminal's commands too."""
     return "".join(letter if letter.isprintable() or letter in "\n\t" else "?" for letter in text)

@@ -1,4 +1,4 @@
-"""Our model as a Hugging Face `config.json`, and back: Llama, and Mixtral where there are experts.
+"""Turns our model into a Hugging Face `config.json` and back: Llama, and Mixtral where there are experts.
 
 Tensor names and shapes are theirs already (`peer/model/layout.py`), so nothing here says a weight's name.
 """
@@ -11,14 +11,14 @@ from shoal.protocol.errors import LocalError
 from shoal.protocol.spec import ModelSpec
 
 _CONTEXT_MAX: Final = 1024
-"""What a sample has by default, of models that could take more: activations grow with it."""
+"""How many tokens a sample has by default, of models that could take more: activations grow with it."""
 _SAID_CHARS_MAX: Final = 80
 _IGNORED: Final = ("rotary_emb.inv_freq",)
-"""Older files have the rotary frequencies, which follow from the config."""
+"""Tensors to ignore: older files have the rotary frequencies, which follow from the config."""
 
 
 def config_of(model: ModelSpec, *, dtype: str, begin_of_text: int | None, end_of_text: int | None) -> dict[str, Any]:
-    """What `transformers` reads as `config.json`."""
+    """The content of the `config.json` that `transformers` reads."""
     config: dict[str, Any] = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -129,7 +129,7 @@ def is_ignored(name: str) -> bool:
 
 
 def _said(value: object) -> str:
-    """What a file says, in a message: no longer than a name is."""
+    """A value of a file as a message shows it, no longer than a name."""
     return printable(value if isinstance(value, str) else repr(value))[:_SAID_CHARS_MAX]
 
 
@@ -143,7 +143,7 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _troubles(config: Mapping[str, Any]) -> list[str]:
-    """What our model does not have."""
+    """The features of the config that our model does not have."""
     heads, dim = config.get("num_attention_heads"), config.get("hidden_size")
     head_dim = config.get("head_dim")
     is_mixtral = config.get("model_type") == "mixtral"

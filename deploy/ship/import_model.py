@@ -1,4 +1,4 @@
-"""`shoal import`: a run that begins with the weights of a Hugging Face folder, instead of with its seed.
+"""`shoal import` makes a run that begins with the weights of a Hugging Face folder, instead of with its seed.
 
 Nothing is copied: the run spec names the folder and has a digest of every layer, the host reads the layers from there
 when peers ask, and each peer checks what it gets. So the folder must stay where it is until the run has gone on.
@@ -26,16 +26,16 @@ from shoal.protocol.errors import DataError, LocalError
 from shoal.protocol.spec import DataSpec, InitialSpec, ModelSpec, OptimizerSpec, RunSpec, SwarmSpec, TrainingSpec
 
 OnLayer = Callable[[int, int], None]
-"""Told how many layers are read, of how many."""
+"""A function that is told how many layers are read, of how many."""
 
 _NAMED_MAX: Final = 3
-"""Tensors that a message names."""
+"""How many tensors a message names."""
 _NAME_CHARS_MAX: Final = 80
 _DIMS_MAX: Final = 8
 _STAGES: Final = 3
 _FP32_BYTES: Final = 4
 _DTYPES: Final = ("F32", "F16", "BF16", "F64", "F8_E4M3", "F8_E5M2")
-"""Weights are numbers with fractions: others would be read without a word, and mean something else."""
+"""The dtypes that weights may have: whole numbers would be read without a word, and mean something else."""
 
 
 class FolderWeights:
@@ -85,7 +85,7 @@ class FolderWeights:
         return flat_N
 
     def digests(self, on_layer: OnLayer | None = None) -> tuple[str, ...]:
-        """Of all layers, in their order."""
+        """The digests of all layers, in their order."""
         keys = all_layer_keys(self._model)
         found = []
         for number, key in enumerate(keys, 1):
@@ -163,7 +163,7 @@ def _for_fine_tuning(name: str, model: ModelSpec) -> RunSpec:
 
 
 def _tokenizer_of(folder: Path, model: ModelSpec) -> str:
-    """What to write as `data.tokenizer`. Raises: DataError."""
+    """The value of `data.tokenizer`. Raises: DataError."""
     path = folder / "tokenizer.json"
     if not os.path.lexists(path):
         if model.vocab_size == 256:
@@ -179,7 +179,7 @@ def _tokenizer_of(folder: Path, model: ModelSpec) -> str:
 
 
 def _is_bytes(data: bytes) -> bool:
-    """Whether it is the one that `shoal export` writes, maybe saved again by others."""
+    """Whether the tokenizer is the one that `shoal export` writes, maybe saved again by others."""
     try:
         ours, found = (msgspec.json.decode(text) for text in (byte_tokenizer_json(), data))
         return bool(found["model"]["vocab"] == ours["model"]["vocab"] and not found["model"]["merges"])
@@ -200,7 +200,7 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
 
 
 def _check_tensor(name: str, said: Any, shape: tuple[int, ...]) -> None:
-    """Before it is read, which may take all memory. Raises: ValueError."""
+    """Check a tensor before it is read, which may take all memory. Raises: ValueError."""
     if tuple(said.get_shape()) != shape:
         raise ValueError(f"{name} must have shape {shape}, has {tuple(said.get_shape()[:_DIMS_MAX])}")
     if said.get_dtype() not in _DTYPES:

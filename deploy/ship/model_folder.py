@@ -1,4 +1,4 @@
-"""Files of a model folder that somebody else may have packed: which of them are read, and how much of them.
+"""Decides which files of a model folder that somebody else may have packed are read, and how much of them.
 
 Nothing in it is ever unpickled or unpacked. A link that leads out of the folder could show any file of this machine to
 whoever reads our error message; a device or a pipe has no end; a header may announce what no memory holds.
@@ -16,9 +16,9 @@ from shoal.deploy.words import printable
 from shoal.protocol.errors import LocalError
 
 CONFIG_BYTES_MAX: Final = 4 * 1024 * 1024
-"""A config.json has some kilobytes."""
+"""The most bytes of a config.json, which has some kilobytes."""
 HEADER_BYTES_MAX: Final = 32 * 1024 * 1024
-"""Names, shapes and places of the tensors of one file: of 300,000."""
+"""The most bytes of a file's header, which has names, shapes and places of tensors: of 300,000."""
 FILES_MAX: Final = 4096
 """*.safetensors in a folder. A model of 1,000 G parameters has some 200."""
 _HEADER_LENGTH: Final = struct.Struct("<Q")
@@ -98,12 +98,12 @@ def _check_header(path: Path) -> None:
 
 
 def _shown(path: Path) -> str:
-    """A name may have line breaks in it."""
+    """The path as a message shows it: a name may have line breaks in it."""
     return printable(str(path))
 
 
 def _root(folder: Path) -> Path:
-    """What a link may lead into."""
+    """The folder into which a link may lead."""
     real = folder.resolve()
     cached = real.parent.name == "snapshots" and real.parent.parent.name.startswith("models--")
     return real.parent.parent if cached else real

@@ -1,4 +1,4 @@
-"""Put the stages' snapshots together and let the model write: the end of `shoal demo`.
+"""Puts the stages' snapshots together and lets the model write, at the end of `shoal demo`.
 
 A process of its own (`python -m shoal.deploy.ship.sample`), because it needs torch and its parent must stay light.
 Prints one `Sample` as JSON.
@@ -40,7 +40,7 @@ class Sample(msgspec.Struct, frozen=True):
     snapshot: str
     version: int
     text: str
-    """Prompt included."""
+    """The text, with the prompt."""
 
 
 def merge_snapshots(folders: Iterable[Path], into: Path) -> Path:
@@ -67,7 +67,7 @@ def merge_snapshots(folders: Iterable[Path], into: Path) -> Path:
 
 
 def _merge(spec: RunSpec, parts: Sequence[tuple[Disk, StoredSnapshot]]) -> dict[str, LayerState] | None:
-    """All layers, each (or each of its units) from the first part in which it is sound; None if one is in no part."""
+    """Merge all layers, each (or each of its units) from the first sound part; None if one is sound in no part."""
     keys = held_keys(spec.model, placed=spec.swarm.expert_slots > 0)
     if not set(keys) <= {key for _, stored in parts for key in stored.keys}:
         return None

@@ -1,4 +1,4 @@
-"""What a peer computes with that only pretends to: things of the right size and version, and nothing in them.
+"""Stands for the computing of a modelled peer: values of the right size and version, with nothing in them.
 
 Vectors are extents; their payloads, activations and tokens are phantoms, which links charge for (`extents.py`). Jobs
 take their time in the simulated device, which is told their FLOP as ever. Where experts are placed, how many tokens
@@ -103,7 +103,7 @@ class ModelledRuntime(ModelledShard):
     # --- inside ---
 
     def _forth(self, microbatch: Microbatch, then: Callable[[], Any], *, counts: bool) -> Any:
-        """`counts`: it is no validation, and no repetition of what was run before."""
+        """Make a forward. `counts`: it is no validation, and no repetition of what was run before."""
         if self._routing is not None and counts:
             for layer in self._cuts:
                 self.expert_loads.add(layer, torch.tensor(self._routing.counts_of(microbatch, layer)))
@@ -115,7 +115,7 @@ class ModelledRuntime(ModelledShard):
     def _through(
         self, microbatch: Microbatch, layers: Sequence[int], then: Callable[[], Any], *, backward: bool
     ) -> Any:
-        """A job with a cut at each of `layers`."""
+        """Make a job with a cut at each of `layers`."""
         if self._routing is None or not layers:
             return then()
         counts = self._routing.counts_of(microbatch, layers[0])

@@ -1,4 +1,4 @@
-"""One seed of a campaign: let a swarm suffer what the seed draws, and watch the invariants all the while.
+"""Plays one seed of a campaign: a swarm suffers what the seed draws, and the invariants are watched all the while.
 
 The same seed of the same commit is the same run, event for event: `Verdict.trace_hash` says so. Scenarios that are
 written by hand run here too, by a `Trial` of their own or by a script that breaks the swarm as it sees fit.
@@ -23,11 +23,11 @@ from shoal.protocol.sim.world import SimPeer
 
 TICK_S = 0.25
 BEGINS_S = 120.0
-"""By when the first step must be committed; nothing goes wrong before that."""
+"""The time by which the first step must be committed; nothing goes wrong before that."""
 LASTS_S_MAX = 3600.0
 
 Script = Callable[[SimSwarm, Witness], Awaitable[None]]
-"""Breaks a swarm that has begun to train, and returns when all is healed."""
+"""A function that breaks a swarm which has begun to train, and returns when all is healed."""
 
 
 class Broken(Exception):
@@ -104,7 +104,7 @@ async def _tick(swarm: SimSwarm, witness: Witness) -> None:
 
 
 def _works_since(peer: SimPeer, before_s: float) -> bool:
-    """Whether a job runs that began before then."""
+    """Whether a job runs that began before that time."""
     last = peer.compute.timeline[-1] if peer.is_alive and peer.compute.timeline else None
     return last is not None and last.started_s < before_s < last.ended_s and last.ended_s > peer.clock.now_s()
 
@@ -122,6 +122,6 @@ def _scheduled(trial: Trial) -> Script:
 
 
 def _unheard(context: dict[str, object]) -> Exception:
-    """What asyncio says when nobody awaited a failure."""
+    """The message of asyncio when nobody awaited a failure."""
     error = context.get("exception")
     return error if isinstance(error, Exception) else LocalError(str(context.get("message")))

@@ -1,4 +1,4 @@
-"""`shoal simulate`: what a swarm would give, or whether it survives. Heavy imports wait until one is needed."""
+"""`shoal simulate` says what a swarm would give, or whether it survives. Heavy imports wait until they are needed."""
 
 import contextlib
 import logging
@@ -203,7 +203,7 @@ def _counted(number: int, what: str) -> str:
 
 
 def _show_figures(console: "Console", rows: "Sequence[Row]") -> None:
-    """Of the first strategy that has any."""
+    """Print the figures of the first strategy that has any."""
     from shoal.deploy.planning.command import figures_view
 
     row = next((row for row in rows if row.figures is not None), None)

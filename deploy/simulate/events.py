@@ -1,4 +1,4 @@
-"""What can be seen of a simulated swarm: the vocabulary between its nodes and the invariants."""
+"""Names what can be seen of a simulated swarm: the vocabulary between its nodes and the invariants."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ class _Seen:
 class _OfNode(_Seen):
     name: str
     life: int
-    """Which process of that name, from 0: a crashed one comes back as another."""
+    """The number of the process of that name, from 0: a crashed one comes back as another."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class Started(_OfNode):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Obeyed(_OfNode):
-    """From now on it obeys this plan."""
+    """A node obeys this plan from now on."""
 
     plan: SignedPlan
 
@@ -40,7 +40,7 @@ class Obeyed(_OfNode):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held(_OfNode):
-    """It has stepped to, or loaded, a state of its stage."""
+    """A node has stepped to, or loaded, a state of its stage."""
 
     era: int
     stage: int
@@ -54,7 +54,7 @@ class Held(_OfNode):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Committed(_OfNode):
-    """Its group agrees on a commit. Every member says so of each."""
+    """The group of a node agrees on a commit. Every member says so of each commit."""
 
     report: CommitReport
 
@@ -65,7 +65,7 @@ class Committed(_OfNode):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opened(_OfNode):
-    """As the lead it has named a round's members to another."""
+    """A group leader has named the members of a round to another node."""
 
     start: RoundStart
 
@@ -76,7 +76,7 @@ class Opened(_OfNode):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished(_OfNode):
-    """It has heard that the run is done, and has ended."""
+    """A node has heard that the run is done, and has ended."""
 
     def __str__(self) -> str:
         return f"{self.name} has ended"
@@ -84,7 +84,7 @@ class Finished(_OfNode):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed(_OfNode):
-    """It cannot go on, or one of its handlers raised."""
+    """A node cannot go on, or one of its handlers raised."""
 
     error: str
 
@@ -112,7 +112,7 @@ class Quiet(_Seen):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ticked(_Seen):
-    """A moment has passed; `running` is who is alive and has not ended."""
+    """A moment has passed; `running` are the nodes that are alive and have not ended."""
 
     running: tuple[str, ...]
 

@@ -1,4 +1,4 @@
-"""What stands for tensors and bytes where only their size matters, and for the states and vectors made of them."""
+"""Stands for tensors and bytes where only their size matters, and for the states and vectors made of them."""
 
 from dataclasses import dataclass
 from typing import Any, Final, Literal, cast
@@ -50,7 +50,7 @@ class Extent:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelledLayerState(LayerState):
     def digest(self) -> str:
-        """Equal at all replicas and versions: nobody here computes anything that could differ."""
+        """A digest that is equal at all replicas and versions, since nothing is computed here that could differ."""
         return f"modelled-{self.param_N.numel()}"
 
     def proof(self) -> str:
@@ -58,7 +58,7 @@ class ModelledLayerState(LayerState):
 
 
 class ModelledVectors(Vectors):
-    """Flat vectors that have only a size."""
+    """Vectors that have only a size."""
 
     def __init__(self, *, chunk_bytes: int, gradients: Literal["fp32", "bf16"] = "fp32") -> None:
         super().__init__(NOWHERE, chunk_bytes=chunk_bytes, gradients=gradients)
@@ -82,12 +82,12 @@ class ModelledVectors(Vectors):
         return self.empty(len(payload) // self.gradient_bytes)
 
     def round_gradient(self, values_C: Tensor) -> None:
-        """Nothing is there to be rounded."""
+        """Do nothing, since there is nothing to round."""
 
     def layer_state(self, param_N: Tensor, moment1_N: Tensor, moment2_N: Tensor) -> LayerState:
         return ModelledLayerState(param_N=param_N, moment1_N=moment1_N, moment2_N=moment2_N)
 
 
 def phantom(nbytes: int) -> Payload:
-    """Handlers of modelled peers only ever ask for its length."""
+    """A payload of that length: handlers of modelled peers ask for nothing else."""
     return cast(Payload, cast(Any, Phantom(nbytes)))

@@ -1,4 +1,4 @@
-"""Timelines, cut and packed for a page: what each device did in the last steps of a run."""
+"""Cuts and packs timelines for a page: what each device did in the last steps of a run."""
 
 from collections.abc import Sequence
 
@@ -10,13 +10,13 @@ from shoal.protocol.topology import Topology
 
 KINDS = ("forward", "backward", "step", "wait", "validate", "probe")
 SAYS = ("forward", "backward", "optimizer step", "waits for the reduction", "validates", "probes")
-"""What the page calls them."""
+"""The page's words for the kinds."""
 SPANS_MAX = 40_000
-"""More would make a page of many megabytes: then the window holds fewer steps."""
+"""The most spans of a page: more would make many megabytes, so the window then holds fewer steps."""
 DEVICES_MAX = 128
 STEPS_MAX = 4
 _UNITS = 100_000
-"""Resolution: this part of the window."""
+"""The resolution, as a part of the window."""
 
 
 class Bar(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,7 +67,7 @@ def with_waits(spans: Sequence[Span]) -> list[tuple[str, float, float]]:
 
 
 def _devices(result: SimResult, placement: Placement | None) -> list[int]:
-    """At most `DEVICES_MAX`, spread evenly over all that worked; none without a timeline."""
+    """The devices to show: at most `DEVICES_MAX`, spread evenly over all that worked; none without a timeline."""
     if not result.timeline:
         return []
     if placement is not None:
@@ -81,7 +81,7 @@ def _devices(result: SimResult, placement: Placement | None) -> list[int]:
 
 
 def _window(result: SimResult, devices: Sequence[int]) -> tuple[float, float]:
-    """From a commit to the last one; of a run that never committed, all of it."""
+    """The time to show: from a commit to the last one; of a run that never committed, all of it."""
     commits_s = [step.committed_at_s for step in result.steps]
     if len(commits_s) < 2:
         return 0.0, max(result.ended_at_s, 1e-9)

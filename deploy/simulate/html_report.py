@@ -28,7 +28,7 @@ _EVENTS_MAX = 2000
 
 
 class Map(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes a step, row to column."""
+    """A map of bytes a step, from row to column."""
 
     title: str
     labels: tuple[str, ...]
@@ -41,12 +41,12 @@ class Shown(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     about: str
     pace: tuple[tuple[float, float, float], ...]
-    """(from, to, tokens/s)."""
+    """The pace as (from, to, tokens/s)."""
     events: tuple[tuple[float, str, str], ...]
     gantt: Chart
     maps: tuple[Map, ...]
     layout: tuple[tuple[int, str, int, str], ...]
-    """(stage, layers, devices, who)."""
+    """The layout as (stage, layers, devices, who)."""
 
 
 class PageData(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,7 +94,7 @@ def _table(rows: Sequence[Row]) -> str:
 
 
 def _cell(heading: str, cell: str) -> str:
-    """With its heading, which a phone shows beside it."""
+    """A cell with its heading, which a phone shows beside it."""
     return f'<td{_kind(heading)} data-label="{html.escape(heading)}">{html.escape(cell)}</td>'
 
 
@@ -168,7 +168,7 @@ def pace(result: SimResult) -> tuple[tuple[float, float, float], ...]:
 
 
 def _maps(outcome: Outcome, result: SimResult, topology: Topology) -> tuple[Map, ...]:
-    """By region, by stage and by device, as far as there are any and not too many."""
+    """Maps by region, by stage and by device, where there are any and not too many."""
     moved: Floats = result.bytes_per_step if result.steps else result.traffic_bytes.astype(np.float64)
     maps = []
     if len(set(topology.regions)) > 1:

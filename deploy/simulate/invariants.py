@@ -1,4 +1,4 @@
-"""What must hold of a swarm at every moment, whatever goes wrong: each a sentence and a small pure checker.
+"""Says what must hold of a swarm at every moment, whatever goes wrong: each invariant is a sentence and a pure checker.
 
 A checker sees every event in order and answers with what contradicts its sentence, or with nothing. It keeps no more
 than it needs and knows nothing of how the swarm works inside.
@@ -23,13 +23,13 @@ class Invariant(Protocol):
     sentence: str
 
     def see(self, event: Event) -> str | None:
-        """What contradicts the sentence, if this event does."""
+        """The contradiction to the sentence, if this event is one."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expectation:
-    """What the run promises.
+    """The promises of a run.
 
     Args:
         losses: of the same training in one process, by step; None where staleness makes it another training.
@@ -260,7 +260,7 @@ class CommitsAgain:
     _since_s: float = math.inf
     _new_at_s: float = 0.0
     _steps: dict[int, int] = field(default_factory=dict)
-    """Stage -> newest step of the newest era; an old one that is heard of again is no news."""
+    """Takes each commit once: stage -> newest step of the newest era. An old one that is heard of again is no news."""
     _era: int = 0
 
     def see(self, event: Event) -> str | None:

@@ -1,4 +1,4 @@
-"""What a modelled run writes down while it goes: commits, plans, who came and went, how long devices worked."""
+"""Writes down what happens in a modelled run: commits, plans, who came and went, how long devices worked."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -37,7 +37,7 @@ class SimLedger:
         self.given_up = 0
         self.reached = asyncio.Event()
         self.plan: Plan | None = None
-        """The last that anybody obeyed."""
+        """The last plan that anybody obeyed."""
         self._num_groups = num_groups
         self._wanted = steps
         self._on_step = on_step
@@ -64,7 +64,7 @@ class SimLedger:
         self.failures.append(what)
 
     def obeyed(self, plan: Plan) -> None:
-        """Everybody says so of every plan."""
+        """Note a plan. Every node says so of every plan."""
         if plan.order in self._plans:
             return
         self._plans.add(plan.order)
@@ -78,7 +78,7 @@ class SimLedger:
         self._note("plan", -1, plan.reason)
 
     def committed(self, report: CommitReport) -> None:
-        """Every member says so of every commit of its group."""
+        """Note a commit. Every member says so of every commit of its group."""
         groups = self._commits.setdefault((report.era, report.step), set())
         if report.stage in groups:
             return
@@ -95,7 +95,7 @@ class SimLedger:
 
     @property
     def present(self) -> tuple[int, ...]:
-        """Those that are up."""
+        """The devices that are up."""
         return tuple(device for device, peer in sorted(self._peers.items()) if peer.is_alive)
 
     def read_jobs(self) -> None:

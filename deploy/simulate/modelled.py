@@ -1,4 +1,4 @@
-"""A run of the real drivers on modelled devices: a network, a run spec and a layout in, what happened out.
+"""Runs the real drivers on modelled devices: a network, a run spec and a layout in, what happened out.
 
 The nodes are those of `shoal join`; only what they compute with is another (`arithmetic.py`), so that a thousand of
 them, with a model that none could hold, fit into one process.
@@ -36,7 +36,7 @@ from shoal.protocol.spec import RunSpec
 from shoal.protocol.topology import Topology
 
 _READ_EVERY_S = 60.0
-"""Of virtual time; what devices have done is then added up, and forgotten unless a timeline is wanted."""
+"""How often, in virtual time, the work of devices is added up, and forgotten unless a timeline is wanted."""
 
 
 class Churn(NamedTuple):
@@ -49,23 +49,23 @@ class Churn(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ModelledRun:
-    """What to simulate. The spec's `swarm.stages` and `swarm.min_peers` follow the placement, if there is one; it never
+    """The input of a simulation. The spec's `swarm.stages` and `swarm.min_peers` follow the placement, if any; it never
     validates, and keeps no snapshots.
     """
 
     topology: Topology
     spec: RunSpec
-    """Of the model that is pretended: nothing of it is ever allocated."""
+    """The spec of the modelled run: nothing of its model is ever allocated."""
     stages: Placement | Allocator | None = None
     """A placement holds as long as its devices are there; an allocator is asked at every change; None: the live one."""
     seed: int = 0
     churn: Sequence[Churn] = ()
     steps: int | None = None
-    """End once every stage has committed so many; None: those of the spec."""
+    """How many steps every stage commits before the run ends; None: those of the spec."""
     steps_after: int = 0
     """The run has so many more steps than it ends with: the last that counts then has a next one to overlap with."""
     seconds: float | None = None
-    """End then, of virtual time."""
+    """The virtual time at which the run ends; None: it has no such end."""
     record_timeline: bool = False
     ports: Callable[[Seat], Ports] | None = None
     """What each node gets of its device; None: the device's own. Benchmarks put the habits of other systems here."""
@@ -74,11 +74,11 @@ class ModelledRun:
     expert_loads: Sequence[float] | None = None
     """Where the run spec places experts (`swarm.expert_slots`): what part of the tokens wants each. None: all alike."""
     on_progress: Callable[[float], None] = lambda share: None
-    """Told at every step which share of the run is over, in [0, 1]."""
+    """A function that is told at every step which share of the run is over, in [0, 1]."""
     look_every_s: float = _READ_EVERY_S
-    """Of virtual time: how often `is_enough` is asked and what devices have done is read."""
+    """How often, in virtual time, `is_enough` is asked and the work of devices is read."""
     is_enough: Callable[[], str] = lambda: ""
-    """Asked so often whether the run should end; says why, nothing while it may go on."""
+    """A function that says why the run should end, and nothing while it may go on."""
     introduced: bool = True
     """Everybody knows everybody's address from the beginning; else they learn it from the directory, as in life."""
 
@@ -170,7 +170,7 @@ def _seen(run: ModelledRun, spec: RunSpec, world: World, ledger: SimLedger) -> S
 
 
 def _share_over(run: ModelledRun, spec: RunSpec, step: StepDone) -> float:
-    """Whichever end is nearer."""
+    """The share of the run that is over, towards whichever end is nearer."""
     by_steps = (step.step + 1) / (spec.training.steps - run.steps_after)
     return min(1.0, by_steps if run.seconds is None else max(by_steps, step.committed_at_s / run.seconds))
 
@@ -190,7 +190,7 @@ async def _until_over(run: ModelledRun, ledger: SimLedger) -> str:
 
 
 def _spec_of(run: ModelledRun) -> RunSpec:
-    """As the run spec is in this world. Raises: LocalError: it cannot be."""
+    """The run spec as it is in this world. Raises: LocalError: it cannot be."""
     spec, here = run.spec, run.topology.num_devices - len(_absent(run))
     stages = len(_placed(run)) or spec.swarm.stages
     swarm = {"stages": stages, "min_peers": max(stages, here), "snapshot_interval_steps": 0}
@@ -212,7 +212,7 @@ def _placed(run: ModelledRun) -> tuple[tuple[int, ...], ...]:
 
 
 def _absent(run: ModelledRun) -> set[int]:
-    """Who comes later: its first event adds it."""
+    """The devices that come later, whose first event adds them."""
     first: dict[int, Churn] = {}
     for event in sorted(run.churn, key=lambda event: event.at_s):
         first.setdefault(event.device, event)
@@ -221,8 +221,8 @@ def _absent(run: ModelledRun) -> set[int]:
 
 @contextlib.contextmanager
 def _collecting_rarely() -> Iterator[None]:
-    """Python's cycle collector looks at everything that lives, and a world of a thousand peers is made of things that
-    live as long as it does."""
+    """Collect cycles rarely: Python looks at everything that lives, and what makes up a world of a thousand peers lives
+    as long as the world does."""
     before = gc.get_threshold()
     gc.collect()
     gc.freeze()

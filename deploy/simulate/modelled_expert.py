@@ -1,4 +1,4 @@
-"""One expert at a modelled holder, and tokens that have only a size on their way there."""
+"""Models an expert at its holder, and tokens that have only a size on their way there."""
 
 from collections.abc import Iterable
 from typing import Any, cast
@@ -21,7 +21,7 @@ from shoal.protocol.spec import RunSpec
 
 
 class ModelledTokenWire(TokenWire):
-    """Rows are extents, of one element a row."""
+    """A wire whose rows are extents, of one element a row."""
 
     def encode(self, x_PD: Tensor) -> bytearray:
         return cast(bytearray, phantom(self.row_bytes * x_PD.numel()))
@@ -36,7 +36,7 @@ class ModelledTokenWire(TokenWire):
         return phantom(len(range(*span.indices(len(payload)))))
 
     def write(self, into: Payload, span: slice, part: Payload) -> None:
-        """Nothing is there to be written."""
+        """Do nothing, since there is nothing to write."""
 
     def joined(self, parts: Iterable[Payload]) -> Payload:
         return phantom(sum(len(part) for part in parts))
@@ -72,7 +72,7 @@ class ModelledExpert(ModelledShard):
         return expert_flop(self.spec.model, num_tokens)
 
     def backward_flop(self, num_tokens: int) -> float:
-        """With the forward, which is run again."""
+        """The work of a backward, with the forward, which is run again."""
         return (1.0 + BACKWARD_PER_FORWARD) * expert_flop(self.spec.model, num_tokens)
 
     def step(self, mean_gradient_N: Tensor) -> tuple[StageState, str, int]:

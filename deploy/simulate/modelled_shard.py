@@ -1,4 +1,4 @@
-"""What a modelled peer holds of some layers or of some experts: states and gradients that have only a size."""
+"""Holds a modelled peer's state of some layers or of some experts: states and gradients have only a size."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Nodes on modelled devices in one world: who is launched and falls when, and what of it is written down."""
+"""Runs nodes on modelled devices in one world: launches them, lets them fall, and has what they do written down."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -90,7 +90,7 @@ class ModelledSwarm:
         task.add_done_callback(lambda done: self._over(device, done))
 
     def remove(self, device: int) -> None:
-        """As a power cut; nothing if it is not there."""
+        """End the device's process as a power cut does; nothing happens if it is not there."""
         peer = self._peers.get(device)
         if peer is not None and peer.is_alive:
             self._world.crash(peer)

@@ -1,4 +1,4 @@
-"""What came of one strategy, as figures: the line of the table, of the JSON file and of the report."""
+"""Turns what came of one strategy into figures: the line of the table, of the JSON file and of the report."""
 
 import math
 from dataclasses import dataclass
@@ -17,18 +17,18 @@ class Outcome:
 
     strategy: Strategy
     placement: Placement | None
-    """None: the simulated coordinators decided, or nothing could be placed."""
+    """Who held what; None: the simulated coordinators decided, or nothing could be placed."""
     predicted: Cost | None
-    """By the throughput objective; None for what it is not a model of: a layout that changes."""
+    """The cost by the throughput objective; None: the layout changes, which it is no model of."""
     result: SimResult | None
     figures: Figures | None = None
     """What the simulated pace comes to for those who take part; None without a pace."""
     problem: str = ""
-    """Why there is no result."""
+    """The reason why there is no result."""
     same_as: str = ""
     """The strategy before it that is the same run under another name; empty: none is."""
     planned_s: float = 0.0
-    """What finding the placement took, of this machine's time."""
+    """The seconds of this machine that it took to find the placement."""
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,17 +41,17 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     bounds: tuple[int, ...] | None
     """Stage k holds layers [bounds[k], bounds[k + 1])."""
     steps: int
-    """Committed."""
+    """How many steps were committed."""
     tokens_per_s: float | None
     step_s: float | None
     tokens_per_s_below: float | None
-    """Of a run that had one step and time for more: it has less than this."""
+    """An upper bound, of a run that had one step and time for more."""
     predicted_tokens_per_s: float | None
     measured_over_predicted: float | None
     bytes_per_step: float | None
-    """Between devices, all frames."""
+    """The bytes of all frames between devices."""
     idle_share: float | None
-    """Of the time of devices that hold a stage, from the first steady step on; None without a timeline."""
+    """The idle part of the time of devices with a stage, from the first steady step on; None without a timeline."""
     bound_by: str
     """What the prediction says is busiest; without one, what was seen; or the reason why there is no figure."""
     note: str
@@ -108,7 +108,7 @@ def idle_share(outcome: Outcome) -> float | None:
 
 
 def time_shares(outcome: Outcome) -> dict[JobKind, float] | None:
-    """By kind of job, of the time of those that hold a stage, once it goes steadily; None without a timeline."""
+    """The share of each kind of job in the steady time of devices that hold a stage; None without a timeline."""
     result = outcome.result
     if result is None or len(result.steps) < STEPS_MIN or not any(result.timeline):
         return None
@@ -145,7 +145,7 @@ def bound_by(cost: Cost | None) -> str:
 
 
 def _seen(outcome: Outcome) -> str:
-    """What can be said where there is no prediction."""
+    """What was seen, where there is no prediction."""
     result = outcome.result
     if result is None:
         return ""
@@ -154,7 +154,7 @@ def _seen(outcome: Outcome) -> str:
 
 
 def _trouble(result: SimResult | None) -> str:
-    """Why a result has no pace."""
+    """The reason why a result has no pace."""
     if result is None or math.isfinite(result.step_s):
         return ""
     if result.failures:
@@ -164,8 +164,8 @@ def _trouble(result: SimResult | None) -> str:
 
 
 def _below(result: SimResult | None) -> float | None:
-    """After a single step: the second takes longer than there was time for. The first says nothing, since joining and
-    filling the pipeline are in it."""
+    """A bound after a single step: the second takes longer than there was time for. The first says nothing, since it
+    has joining and filling the pipeline in it."""
     if result is None or len(result.steps) != 1 or result.ended_at_s <= result.steps[0].committed_at_s:
         return None
     return result.tokens_per_step / (result.ended_at_s - result.steps[0].committed_at_s)

@@ -1,4 +1,4 @@
-"""An allocator that always answers with the same placement: for strategies that plan once, and for baselines."""
+"""Answers every snapshot with the same placement, for strategies that plan once."""
 
 from collections.abc import Mapping
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""A network as people say it: so many devices of a kind in a region, and what lies between regions."""
+"""Reads a network as people say it: so many devices of a kind in a region, and what lies between regions."""
 
 import math
 
@@ -34,20 +34,20 @@ class Region(Section, frozen=True):
     """Regions may share one, as those with DSL and with fibre in a town do; paths are between places. Default: the
     region's name."""
     tflops: float = 45.0
-    """Of a device, as measured on real microbatches, not a peak."""
+    """The speed of a device, as measured on real microbatches, not a peak."""
     memory_gb: float = 16.0
     up_mbps: float = math.inf
-    """Of a network card."""
+    """The rates of a network card."""
     down_mbps: float = math.inf
     devices_per_card: int = 1
-    """Devices of one machine share its card."""
+    """How many devices of one machine share its card."""
     last_mile_ms: float = 0.0
-    """Added to every path, once for each end that is here."""
+    """A latency that is added to every path, once for each end that is here."""
     inside_ms: float = 0.1
-    """One way between two machines of the place."""
+    """The latency one way between two machines of the place."""
     inside_mbps: float = 10_000.0
     machine_ms: float = 0.01
-    """One way between two devices of one machine."""
+    """The latency one way between two devices of one machine."""
     machine_mbps: float = 100_000.0
     has_text: bool = True
     watts: float | None = None
@@ -72,14 +72,14 @@ class Region(Section, frozen=True):
 
 
 class Path(Section, frozen=True):
-    """Between two places, or inside one that is named twice; the same both ways unless `back_mbps` says otherwise."""
+    """A path between two places, or inside one that is named twice; the same both ways without `back_mbps`."""
 
     between: tuple[str, str]
     latency_ms: float
     """One way."""
     mbps: float
     back_mbps: float | None = None
-    """From the second to the first."""
+    """The rate from the second place to the first."""
 
     def __post_init__(self) -> None:
         _require_link(self.latency_ms, self.mbps)
@@ -87,7 +87,7 @@ class Path(Section, frozen=True):
 
 
 class Elsewhere(Section, frozen=True):
-    """Between places that no path names."""
+    """The path between places that no path names."""
 
     latency_ms: float
     mbps: float

@@ -1,4 +1,4 @@
-"""What a campaign says: a line a seed, what to know of a failure, and the sum of it all."""
+"""Writes what a campaign says: a line for each seed, what to know of a failure, and the sum of it all."""
 
 import statistics
 from collections import Counter
@@ -23,7 +23,7 @@ def one_line(verdict: Verdict) -> str:
 
 
 def failure(verdict: Verdict, options: CampaignOptions) -> str:
-    """What did not hold, what was done to the swarm, what it did last, and how to see it again."""
+    """The sentence that did not hold, what was done to the swarm, what it did last, and how to see it again."""
     lines = [
         f"seed {verdict.seed}: it does not hold that {verdict.broken}",
         f"  {verdict.detail}",
@@ -85,7 +85,7 @@ def _numbers(verdicts: Sequence[Verdict]) -> str:
 
 
 def _recovery(seconds: Sequence[float]) -> str:
-    """From a kill to the next commit."""
+    """How long it took from kills to the next commits."""
     if not seconds:
         return "-"
     ordered = sorted(seconds)

@@ -1,4 +1,4 @@
-"""What a modelled run has shown; the vocabulary between the engine and whoever draws tables and pictures of it."""
+"""Holds what a modelled run has shown: the vocabulary between the engine and whoever draws tables and pictures."""
 
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -12,11 +12,11 @@ Change = Literal["joined", "left", "plan", "era"]
 
 
 STEPS_MIN = 2
-"""Commits that a figure needs: the time between two of them is a step's."""
+"""How many commits a figure needs: the time between two of them is a step's."""
 
 
 class StepDone(NamedTuple):
-    """Every group has committed it: stages, and the experts' holders where they are placed."""
+    """A step that every group has committed: stages, and the experts' holders where experts are placed."""
 
     step: int
     committed_at_s: float
@@ -46,31 +46,31 @@ class SimResult:
     steps: tuple[StepDone, ...]
     tokens_per_step: int
     timeline: tuple[tuple[Span, ...], ...]
-    """[N], in order of time; empty unless asked for."""
+    """[N], the jobs of each device in order of time; empty unless asked for."""
     busy_s: tuple[float, ...]
     """[N], how long each device has worked in all, probes not counted."""
     traffic_bytes: npt.NDArray[np.int64]
     """[N, N], all frames that began to leave, row = from; calls are not counted."""
     events: tuple[Happened, ...]
     duplicates: int
-    """Microbatches that were counted twice, over all commits and stages."""
+    """How many microbatches were counted twice, over all commits and stages."""
     given_up: int
-    """Microbatches that a commit went without."""
+    """How many microbatches commits went without."""
     failures: tuple[str, ...]
     """What nodes could not go on from, and what handlers raised: bugs, or a run that nobody could finish."""
     ended_at_s: float
     wall_s: float
     num_events: int
-    """Of the trace."""
+    """How many events the trace has."""
     trace_hash: str
     warm_up_steps: int = field(default=2)
     """What `step_s` and `tokens_per_s` leave out at the beginning: joining, the pipeline's fill, windows that grow."""
     first_step_bytes: npt.NDArray[np.int64] | None = None
     """[N, N], what of `traffic_bytes` had begun to leave at the first commit; None: it was not looked at."""
     cut_off: str = ""
-    """Why the run ended before its steps and its time were over; empty: it did not."""
+    """The reason why the run ended before its steps and its time were over; empty: it did not."""
     standstill: str = ""
-    """Why there are too few steps for a figure; empty: there are enough."""
+    """The reason why there are too few steps for a figure; empty: there are enough."""
 
     @property
     def bytes_per_step(self) -> npt.NDArray[np.float64]:
@@ -83,7 +83,7 @@ class SimResult:
 
     @property
     def left_out_steps(self) -> int:
-        """As many of the first as warm up; fewer where nothing would be left to measure."""
+        """How many of the first steps are left out as warm-up; fewer where nothing would be left to measure."""
         return max(0, min(self.warm_up_steps, len(self.steps) - STEPS_MIN))
 
     @property
@@ -94,5 +94,5 @@ class SimResult:
 
     @property
     def tokens_per_s(self) -> float:
-        """At the median step."""
+        """The rate at the median step."""
         return self.tokens_per_step / self.step_s

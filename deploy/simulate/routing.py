@@ -14,7 +14,7 @@ from shoal.protocol.ports import Payload
 from shoal.protocol.spec import RunSpec
 
 _SEED = 0x5EED
-"""Keeps these draws apart from others of the run's seed."""
+"""A number that keeps these draws apart from others of the run's seed."""
 
 
 class Routing:
@@ -34,7 +34,7 @@ class Routing:
         self._rows = rows
         self._seed = spec.seed
         self.tokens: Payload = phantom(rows * TokenWire(spec).row_bytes)
-        """What all experts of a layer get together, as they travel."""
+        """The rows that all experts of a layer get together, as they travel."""
         self.counts_of = lru_cache(maxsize=4096)(self._drawn)
 
     def _drawn(self, microbatch: Microbatch, layer: int) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
-"""What to simulate: TOML, a network file or a shipped name -> a frozen `Scenario`.
+"""Reads what to simulate: TOML, a network file or a shipped name becomes a frozen `Scenario`.
 
-`SCENARIOS.md` beside this module walks through a file. Sections `[model]`, `[training]` and `[wire]` are those of a run spec
-(`protocol/spec.py`), `[network]` is in `regions.py`, `[[strategy]]` in `strategy.py`.
+`SCENARIOS.md` beside this module walks through a file. Sections `[model]`, `[training]` and `[wire]` are those of a run
+spec (`protocol/spec.py`), `[network]` is in `regions.py`, `[[strategy]]` in `strategy.py`.
 """
 
 import math
@@ -22,9 +22,9 @@ from shoal.protocol.topology import NetworkFile, Topology, WorkloadEntry, load_t
 
 SHIPPED = Path(__file__).parent / "scenarios"
 STEPS = 8
-"""Of a simulated run whose scenario does not say: two to warm up, the others to measure."""
+"""The steps of a run whose scenario does not say: two to warm up, the others to measure."""
 STEPS_MAX = 1_000_000
-"""Of one that ends by time, and at most."""
+"""The steps of a run that ends by time, and the most that a run may have."""
 STRATEGIES_MAX = 64
 _HEAD_SIZE = 128
 
@@ -61,7 +61,7 @@ class ScenarioFile(Section, frozen=True):
     wire: WireSpec = msgspec.field(default_factory=WireSpec)
     churn: ChurnSection | None = None
     strategy: tuple[Strategy, ...] = ()
-    """None given: those of `strategy.DEFAULT`, or `CHURN_DEFAULT`."""
+    """The strategies to compare; none given: those of `strategy.DEFAULT`, or `CHURN_DEFAULT`."""
 
     def __post_init__(self) -> None:
         require(
@@ -128,7 +128,7 @@ def read_scenario(path: Path) -> ScenarioFile:
 
 
 def _fitted(tables: dict[str, Any]) -> dict[str, Any]:
-    """What is left out of the model and of a step is as in a run file."""
+    """Fill in what the file leaves out of the model and of a step, as for a run file."""
     stages = {"stages": tables["stages"]} if "stages" in tables else {}
     of_a_run = {name: tables[name] for name in ("model", "training") if name in tables} | {"swarm": stages}
     filled, _ = fill_in(of_a_run, RunSpec())

@@ -1,4 +1,4 @@
-"""Why a simulated run has committed nothing, or nothing more: the first of the reasons that apply, in a sentence. Pure.
+"""Says why a simulated run has committed nothing, or nothing more: the first reason that applies, in a sentence. Pure.
 
 What is looked at is what anybody could see from outside: who is there, what the last plan says, and what the planner
 foresees for it. Nothing of a node's inside is read.
@@ -19,15 +19,15 @@ from shoal.protocol.topology import Topology
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """What is known when a run ends. Devices are indexes of the topology."""
+    """The facts that are known when a run ends. Devices are indexes of the topology."""
 
     topology: Topology
     spec: RunSpec
     plan: Plan | None
-    """The last that anybody obeyed."""
+    """The last plan that anybody obeyed."""
     devices: Mapping[PeerID, int]
     present: Collection[int]
-    """Those that are up."""
+    """The devices that are up."""
     left_at_s: Mapping[int, float]
     """When a device was last removed."""
     ended_at_s: float

@@ -1,4 +1,4 @@
-"""Every strategy on the same path: a layout from whoever makes it, then one modelled run."""
+"""Takes every strategy on the same path: a layout from whoever makes it, then one modelled run."""
 
 import asyncio
 import math
@@ -31,19 +31,19 @@ CHURN_SECONDS = 1800.0
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Options:
-    """What the command line adds to a scenario."""
+    """Options that the command line adds to a scenario."""
 
     seed: int = 0
     steps: int | None = None
     seconds: float | None = None
     trace: Path | None = None
     plan_seconds: float = 1.0
-    """For a search, of one core."""
+    """The seconds of one core that a search takes, about."""
     timeline: bool = True
     """Keep what every device did when, which idle shares and pages need: 100 bytes a job."""
     wishes: Wishes = field(default_factory=Wishes)
     on_progress: Callable[[float], None] = lambda share: None
-    """Told which share of a strategy's run is over, in [0, 1]."""
+    """A function that is told which share of a strategy's run is over, in [0, 1]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,11 +51,11 @@ class Patience:
     """How long others than the first may take, so that nobody waits for what is slower anyway."""
 
     name: str
-    """Of the strategy that they are compared with."""
+    """The name of the strategy that the others are compared with."""
     virtual_s: float
-    """`VIRTUAL_TIMES` what that one took."""
+    """The virtual time that the others have: `VIRTUAL_TIMES` what that one took."""
     step_s: float
-    """Of that one."""
+    """The time of a step of that strategy."""
     real_s: float
 
     @classmethod
@@ -72,7 +72,7 @@ class Patience:
         )
 
     def watch(self) -> Callable[[], str]:
-        """Begins now; what it returns says why to end, or nothing."""
+        """Begin now. Returns: a function that says why to end, or nothing."""
         begun_s = time.perf_counter()
 
         def ends() -> str:
@@ -157,7 +157,7 @@ class Prepared:
     spec: RunSpec
     churn: tuple[Churn, ...]
     placement: Placement | None
-    """None: the simulated coordinators decide, or `problem` says why nothing could be placed."""
+    """Who holds what; None: the simulated coordinators decide, or `problem` says why nothing could be placed."""
     predicted: Cost | None
     problem: str
     planned_s: float
@@ -199,7 +199,7 @@ def prepare(scenario: Scenario, strategy: Strategy, churn: Sequence[Churn], opti
 
 
 def at_once(scenario: Scenario, strategy: Strategy, options: Options) -> tuple[Placement, Cost] | None:
-    """What our rule comes to without a search; None: nothing that can be."""
+    """The layout by rule, without a search, and its cost; None: there is none that can be."""
     request = _request(scenario, strategy, spec_of(scenario, strategy), range(scenario.topology.num_devices), options)
     try:
         return plan_at_once(request.topology, request.workload, num_stages=request.stages)
@@ -244,7 +244,7 @@ def play(scenario: Scenario, prepared: Prepared, options: Options, *, patience: 
 
 
 def _figures(scenario: Scenario, result: SimResult, wishes: Wishes) -> Figures | None:
-    """From what was simulated: its pace, and what crossed network cards."""
+    """Figures from the simulated pace and from what crossed network cards."""
     if not math.isfinite(result.step_s):
         return None
     card = scenario.topology.card

@@ -1,4 +1,4 @@
-"""What a simulation may try: a layout, a staleness, a way over the wire, with churn or without."""
+"""Names what a simulation may try: a layout, a staleness, a way over the wire, with churn or without."""
 
 from typing import Literal
 
@@ -45,7 +45,7 @@ KNOWN: dict[str, Strategy] = {
         Strategy(name="dtfm", layout="dtfm", s_max=0),
     )
 }
-"""By the names that `--strategies` takes; `given` is a synchronous pipeline in the order of the devices."""
+"""The strategies by the names that `--strategies` takes; `given` is a synchronous pipeline in the file's order."""
 DEFAULT = ("ours", "ours-sync", "random", "given")
 CHURN_DEFAULT = ("live", "peace")
-"""Where devices come and go: a layout that never changes ends with the first stage that is left alone."""
+"""The strategies where devices come and go: a layout that never changes ends with the first stage left alone."""

@@ -1,4 +1,4 @@
-"""Whole nodes in virtual time: what `shoal host` and `shoal join` start, without processes.
+"""Runs whole nodes in virtual time: what `shoal host` and `shoal join` start, without processes.
 
 Each name is a machine whose process may die and start again: `launch` begins its next life. What a life shows
 (plans obeyed, states held, commits, rounds) goes to `on_event`; `invariants.py` says what must hold of it.
@@ -69,9 +69,9 @@ class SimSwarm:
         self.nodes: dict[str, Node] = {}
         """The newest process of each name, once it has started."""
         self.steps: dict[int, StepRecord] = {}
-        """What the coordinators of the day told first."""
+        """The steps as the coordinator of that time told them first."""
         self.ended: set[str] = set()
-        """Whose newest process has ended by itself."""
+        """The names whose newest process has ended by itself."""
         self._device_flop_per_s = device_flop_per_s
         self._allocator = allocator
         self._traffic = traffic
@@ -105,13 +105,13 @@ class SimSwarm:
         return task
 
     async def add(self, name: str, *, speed: float = 1.0, has_text: bool = True) -> Node:
-        """Launch it, and wait until it takes part."""
+        """Launch a node, and wait until it takes part."""
         self.launch(name, speed=speed, has_text=has_text)
         await self.until(lambda: name in self.nodes)
         return self.nodes[name]
 
     async def leave(self, name: str, *, within_s: float = LEAVE_S) -> None:
-        """It says good-bye, as a process does on a first signal."""
+        """Let a node say good-bye, as a process does on a first signal."""
         node = self.nodes.pop(name)
         task = self._tasks.pop(name)
         task.cancel()
@@ -126,11 +126,11 @@ class SimSwarm:
 
     @property
     def running(self) -> tuple[str, ...]:
-        """Who is alive and has not ended."""
+        """The names that are alive and have not ended."""
         return tuple(name for name in self._lives if name not in self.ended and self.world.peers[name].is_alive)
 
     def stage_of(self, name: str) -> int | None:
-        """Which stage it holds and takes traffic for."""
+        """The stage that the node holds and takes traffic for."""
         replica = self.nodes[name].peer.replica if name in self.nodes else None
         return replica.stage if replica and replica.is_ready else None
 
@@ -142,7 +142,7 @@ class SimSwarm:
                 await asyncio.sleep(_POLL_S)
 
     async def end(self, *, timeout_s: float = 3600.0) -> None:
-        """Until every process has ended because the run is done."""
+        """Wait until every process has ended because the run is done."""
         await self.until(lambda: not self.running, timeout_s=timeout_s)
         self.raise_failures()
 
@@ -204,7 +204,7 @@ class SimSwarm:
         return newer is not None
 
     async def _find_run(self, peer: SimPeer) -> tuple[RunSpec, PeerID, bytes]:
-        """The host has the spec; the others find it on the directory, as `shoal join` does, however long it takes."""
+        """Find the spec: the host has it; others look on the directory, as `shoal join` does, however long it takes."""
         owner = self._owner
         assert owner is not None
         if owner.peer_id == peer.peer_id:
@@ -218,7 +218,7 @@ class SimSwarm:
             return spec, owner.peer_id, record
 
     def _members_as(self, peer: SimPeer, run: str) -> Members:
-        """Who belongs to the run, as `peer` first knows it."""
+        """The members of the run, as `peer` first knows them."""
         assert self._owner is not None
         key = None
         if not self._is_open:
@@ -308,7 +308,7 @@ def _held(name: str, life: int, at_s: float, endpoint: Endpoint, stage: int, sta
 
 
 def _describe(error: BaseException) -> str:
-    """With where it was raised, for whoever looks for the bug."""
+    """The error with where it was raised, for whoever looks for the bug."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

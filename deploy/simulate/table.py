@@ -1,4 +1,4 @@
-"""The table of a comparison, for a terminal, and everything as JSON."""
+"""Writes the table of a comparison for a terminal, and everything as JSON."""
 
 from collections.abc import Sequence
 
@@ -56,7 +56,7 @@ def headings() -> tuple[str, ...]:
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    """In the order of `headings`, a figure or a word in each; names and sentences are without control characters."""
+    """A figure or a word for each of `headings`; names and sentences are without control characters."""
     below = row.tokens_per_s_below
     tokens, step = "none", "none"
     if row.tokens_per_s is not None and row.step_s is not None:
@@ -79,7 +79,7 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def arithmetic_cells(tokens_per_s: float) -> tuple[str, ...]:
-    """Of the row that is there before anything has run, but for the last column."""
+    """The cells of the row that is there before anything has run, but for the last column."""
     return ("at once", "not run", "not run", f"{tokens_per_s:,.0f}", "none", "none", "none")
 
 

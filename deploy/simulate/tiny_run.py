@@ -1,4 +1,4 @@
-"""A run small enough to simulate by the hundred: real gradients of a tiny model on a text made up here."""
+"""Makes a run small enough to simulate by the hundred: real gradients of a tiny model on a text made up here."""
 
 import functools
 import math

@@ -1,4 +1,4 @@
-"""Recorded comings and goings of machines, and how a simulated swarm lives through them.
+"""Reads recorded comings and goings of machines, and lets a simulated swarm live through them.
 
 A trace is a CSV file with a header, times in seconds. Three forms are known by their headers:
 
@@ -211,7 +211,7 @@ def _down_times(rows: _Rows, rng: random.Random) -> Iterator[TraceEvent]:
 
 
 def _merged(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Without overlaps and empty ones: two causes may have been written down for one absence."""
+    """Absences without overlaps and empty ones: two causes may have been written down for one absence."""
     merged: list[tuple[float, float]] = []
     for start_s, end_s in sorted(intervals):
         if merged and start_s <= merged[-1][1]:

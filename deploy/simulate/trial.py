@@ -1,4 +1,4 @@
-"""What a seed of a campaign decides: the network, the machines, the run and what goes wrong."""
+"""Draws what a seed of a campaign decides: the network, the machines, the run and what goes wrong."""
 
 import random
 from collections.abc import Sequence
@@ -12,22 +12,22 @@ from shoal.protocol.sim.network import Network, uniform
 from shoal.protocol.spec import RunSpec
 
 STEP_S = 2.0
-"""What a step takes, about, while all is well: longer than a round trip, so that faults hit all its parts."""
+"""The time of a step, about, while all is well: longer than a round trip, so that faults hit all its parts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CampaignOptions:
-    """What all seeds of a campaign have in common."""
+    """Options that all seeds of a campaign share."""
 
     peers: int = 9
     stages: int = 3
     steps: int = 45
     experts: int = 0
-    """Of each layer, placed among the members of its stage; 0: a dense model."""
+    """How many experts a layer has, placed among the members of its stage; 0: a dense model."""
     fault_s: float = 60.0
     """Nothing goes wrong later than this after the first commit."""
     mean_gap_s: float = 8.0
-    """Between the beginnings of two faults."""
+    """The time between the beginnings of two faults."""
     kinds: tuple[FaultKind, ...] = tuple(FaultKind)
 
     def __post_init__(self) -> None:
@@ -48,10 +48,10 @@ class Trial:
     jitter_s: float
     device_flop_per_s: float
     speeds: dict[str, float]
-    """Of each peer by name, as a factor."""
+    """The speed of each peer by name, as a factor."""
     schedule: Schedule
     traffic: Traffic | None = None
-    """As `PeerDriver` has it."""
+    """The traffic that `PeerDriver` takes; None: its own."""
 
     @property
     def network(self) -> Network:

@@ -30,22 +30,22 @@ class Verdict:
     injected: dict[str, int] = field(default_factory=dict)
     """Kind -> number of faults that began."""
     recoveries_s: list[float] = field(default_factory=list)
-    """From each kill to the next step of the last stage."""
+    """Seconds from each kill to the next step of the last stage."""
     again_s: float = math.inf
-    """From the end of the last fault to the next step of the last stage."""
+    """Seconds from the end of the last fault to the next step of the last stage."""
     steps: int = 0
     microbatches: int = 0
-    """Committed, summed over stages."""
+    """How many microbatches were committed, summed over stages."""
     duplicates: int = 0
     given_up: int = 0
     virtual_s: float = 0.0
     training_s: float = 0.0
-    """From the first to the last step of the last stage."""
+    """Seconds from the first to the last step of the last stage."""
     wall_s: float = 0.0
 
 
 class Witness:
-    """Everything that was seen of one run, as far as a verdict needs it."""
+    """Sees everything of one run, as far as a verdict needs it."""
 
     def __init__(self, trial: Trial) -> None:
         self.verdict = Verdict(seed=trial.seed, schedule=trial.schedule)
@@ -70,7 +70,7 @@ class Witness:
         self._injected: Counter[str] = Counter()
 
     def see(self, event: Event) -> None:
-        """Called from inside nodes: says nothing to them, whatever it finds."""
+        """Take an event. Nodes call this, and are told nothing, whatever it finds."""
         if self.verdict.broken is not None:
             return
         match event:
@@ -99,7 +99,7 @@ class Witness:
                 return
 
     def condemn(self, sentence: str, detail: str) -> None:
-        """The first one counts."""
+        """Note that an invariant does not hold. The first one counts."""
         if self.verdict.broken is None:
             self.verdict.broken, self.verdict.detail = sentence, detail
             self.verdict.last_events = tuple(self._last_events)
@@ -120,11 +120,11 @@ class Witness:
 
 @lru_cache(maxsize=8)
 def single_process_losses(spec: RunSpec) -> tuple[float, ...]:
-    """What the same training gives in one process, step by step."""
+    """The losses of the same training in one process, step by step."""
     return tuple(step.loss for step in train(spec, tiny_corpus(), steps=spec.training.steps))
 
 
 def _until_next(moments_s: Sequence[float], steps_s: Sequence[float]) -> list[float]:
-    """From each moment to the first step after it."""
+    """Seconds from each moment to the first step after it."""
     after = ((moment_s, next((s for s in steps_s if s > moment_s), None)) for moment_s in moments_s)
     return [step_s - moment_s for moment_s, step_s in after if step_s is not None]
