@@ -1,8 +1,8 @@
 """One peer and its turn as coordinator, on one transport.
 
-The only place where `peer` and `coordinator` meet: the peer's heartbeat goes to the coordination, the coordination's
-live plans go to the peer. Knows nothing of the world it runs in; `session.py` puts it on libp2p, the simulated world
-runs hundreds of them in one process.
+This is the only place where `peer` and `coordinator` meet: the peer's heartbeat goes to the coordination, the
+coordination's live plans go to the peer. A node does not know the world it runs in: `session.py` puts it on libp2p, the
+simulated world runs hundreds of them in one process.
 """
 
 import asyncio
@@ -10,6 +10,7 @@ import contextlib
 import logging
 import random
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import TypeVar
 
@@ -80,109 +81,139 @@ def both(first: Callable[[Said], None], then: Callable[[Said], None] | None) -> 
     return tell
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeRun:
+    """The run that a node takes part in."""
+
+    spec: RunSpec
+    owner: PeerID
+    """Who signed the spec."""
+    record: bytes | None = None
+    """The owner's signed spec, which the node keeps on the directory. None: it keeps none there, and never learns of a
+    newer revision."""
+    corpus: Corpus | None = None
+    """The run's text; None: this peer is never at stage 0."""
+    initial: InitialWeights | None = None
+    """The weights that the run begins with. Only its host has them, and only if not the seed makes them."""
+
+    @property
+    def id(self) -> str:
+        return run_id(self.spec, self.owner)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodePorts:
+    """What the world gives a node, be it libp2p and a device or a simulation."""
+
+    transport: Transport
+    directory: Directory
+    compute: Compute
+    clock: Clock
+    disk: Disk | None
+    """Plans obeyed and snapshots go to a folder of the run on this disk; None: nothing is kept."""
+    rng: random.Random
+    device: torch.device = _CPU
+    memory_bytes: int | None = None
+    """As `PeerDriver` has it; virtual worlds must say it."""
+    run_blocking: RunBlocking = _inline
+    """Runs what blocks on the disk: `asyncio.to_thread` in life, inline in virtual time."""
+    run_search: RunBlocking = _inline
+    """Runs searches for a layout: `in_background` in life, inline in virtual time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeListeners:
+    """Functions that hear what a node does. `on_commit`, `on_validation`, `on_state` and `say` are as `PeerDriver` has
+    them."""
+
+    on_step: Callable[[StepRecord], None] | None = None
+    """Hears of each step while this peer coordinates."""
+    on_plan: Callable[[SignedPlan], None] | None = None
+    """Hears of every plan that this peer obeys."""
+    on_commit: Callable[[CommitReport], None] | None = None
+    on_validation: Callable[[ValidationReport], None] | None = None
+    on_state: Callable[[int, StageState], None] | None = None
+    say: Callable[[str], None] = logger.info
+
+
+NOBODY = NodeListeners()
+
+
 class Node:
     """Takes part in one run, from `start` to `close`.
 
     Args:
         gate: who may send this peer what.
-        owner: who signed the run's spec.
-        corpus: the run's text; None: this peer is never at stage 0.
-        initial: the weights that the run begins with; only its host has them, and only if not the seed makes them.
-        arithmetic: what it computes with, in place of `corpus` on `device`.
+        hears: who hears what happens here.
+        arithmetic: what it computes with, in place of the run's corpus on the ports' device.
         traffic: as `PeerDriver` has it.
         seals: other ones only in a world where everybody is ours.
         allocator: makes the plans while this peer coordinates; the same at every peer of the run.
-        memory_bytes: as `PeerDriver` has it; virtual worlds must say.
-        disk: plans obeyed and snapshots go to a folder of the run on it. None keeps nothing.
-        spec_record: the owner's signed spec, to be kept on the directory; None keeps none there, and never learns of
-            a newer revision.
-        run_blocking: runs what blocks on the disk; `asyncio.to_thread` in life, inline in virtual time.
-        run_search: runs searches for a layout; `in_background` in life, inline in virtual time.
-        on_step: sees the steps while this peer coordinates.
-        on_plan: sees every plan that this peer obeys.
-        on_commit, on_validation, on_state, say: as `PeerDriver` has them.
     """
 
     def __init__(
         self,
+        run: NodeRun,
+        ports: NodePorts,
         *,
         identity: Identity,
         gate: Gate,
-        transport: Transport,
-        directory: Directory,
-        compute: Compute,
-        clock: Clock,
-        spec: RunSpec,
-        owner: PeerID,
         name: str,
-        device: torch.device = _CPU,
-        memory_bytes: int | None = None,
-        corpus: Corpus | None,
-        initial: InitialWeights | None = None,
+        hears: NodeListeners = NOBODY,
         arithmetic: Arithmetic | None = None,
         traffic: Traffic | None = None,
         seals: Seals = SEALS,
         allocator: Allocator | None = None,
-        disk: Disk | None,
-        rng: random.Random,
-        spec_record: bytes | None = None,
-        run_blocking: RunBlocking = _inline,
-        run_search: RunBlocking = _inline,
-        on_step: Callable[[StepRecord], None] | None = None,
-        on_plan: Callable[[SignedPlan], None] | None = None,
-        on_commit: Callable[[CommitReport], None] | None = None,
-        on_validation: Callable[[ValidationReport], None] | None = None,
-        on_state: Callable[[int, StageState], None] | None = None,
-        say: Callable[[str], None] = logger.info,
     ) -> None:
+        spec, clock, disk = run.spec, ports.clock, ports.disk
         self.spec = spec
-        self.owner = owner
-        self.run = run_id(spec, owner)
+        self.owner = run.owner
+        self.run = run.id
         self.past = Past(clock)
         """The commits that this peer remembers of the run."""
         incarnation = next_incarnation(disk, PurePosixPath(self.run) / "incarnation", wall_s=clock.wall_s())
         self.links = LinkMeter(clock)
         """The traffic between this peer and each other one."""
-        metered = MeteredTransport(transport, self.links, clock)
+        metered = MeteredTransport(ports.transport, self.links, clock)
         self.endpoint = Endpoint(identity, metered, run=self.run, gate=gate, first_sequence=incarnation, seals=seals)
         self.endpoint.revision = spec.revision
         self._spec_keeper: SpecKeeper | None = None
-        if spec_record is not None:
-            self._spec_keeper = SpecKeeper(directory, self.endpoint, (spec, spec_record), owner)
+        if run.record is not None:
+            self._spec_keeper = SpecKeeper(ports.directory, self.endpoint, (spec, run.record), run.owner)
         self.peer = PeerDriver(
             endpoint=self.endpoint,
-            compute=compute,
+            compute=ports.compute,
             clock=clock,
             spec=spec,
-            arithmetic=arithmetic or TorchArithmetic(spec, corpus, device),
+            arithmetic=arithmetic or TorchArithmetic(spec, run.corpus, ports.device),
             traffic=traffic,
             disk=disk,
             name=name[:PEER_NAME_CHARS_MAX],
             meter=self.links,
-            memory_bytes=memory_bytes,
-            run_blocking=run_blocking,
-            on_commit=both(self.past.committed, on_commit),
-            on_validation=both(self.past.validated, on_validation),
-            on_state=on_state,
-            say=say,
+            memory_bytes=ports.memory_bytes,
+            run_blocking=ports.run_blocking,
+            on_commit=both(self.past.committed, hears.on_commit),
+            on_validation=both(self.past.validated, hears.on_validation),
+            on_state=hears.on_state,
+            say=hears.say,
         )
         self.past.serve(self.endpoint)
-        self.peer.server.initial = initial
-        self._on_plan = on_plan
+        self.peer.server.initial = run.initial
+        self._on_plan = hears.on_plan
         gate.members.on_exclusion.append(self.peer.lose_excluded)
         self.coordination = Coordination(
             endpoint=self.endpoint,
-            directory=directory,
+            directory=ports.directory,
             clock=clock,
             spec=spec,
-            owner=owner,
+            owner=run.owner,
             allocator=allocator or EvolutionaryAllocator(),
             store=PlanStore(disk, PurePosixPath(self.run) / PLANS),
             heartbeat=self.peer.heartbeat,
             on_plan=self._obey,
-            run_blocking=run_search,
-            rng=rng,
-            on_step=on_step,
+            run_blocking=ports.run_search,
+            rng=ports.rng,
+            on_step=hears.on_step,
             on_save=self.peer.save_at,
             on_safe=self.peer.thin,
         )

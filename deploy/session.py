@@ -33,7 +33,7 @@ from shoal.deploy.manners.device import memory_claim, stand_back
 from shoal.deploy.manners.keeper import Keeper, looking_at
 from shoal.deploy.manners.limits import Limits
 from shoal.deploy.network import Network, open_network
-from shoal.deploy.node import Node
+from shoal.deploy.node import Node, NodeListeners, NodePorts, NodeRun
 from shoal.deploy.output import JsonOutput, Output, tell_before_the_run
 from shoal.deploy.phases import FetchWatch
 from shoal.deploy.places import announced, note_folder
@@ -267,30 +267,32 @@ def _make_compute(options: Options) -> MeteredCompute:
 
 
 def _make_node(network: Network, run: _Run, options: Options, compute: Compute, output: Output) -> Node:
-    return Node(
-        identity=network.identity,
-        gate=network.gate,
+    ports = NodePorts(
         transport=network.transport,
         directory=network.directory,
         compute=compute,
         clock=LoopClock(),
-        spec=run.spec,
-        owner=run.owner,
-        name=options.name,
-        device=options.device,
-        memory_bytes=memory_claim(options.limits, options.device),
-        corpus=run.corpus,
-        initial=options.initial,
         disk=LiveDisk(options.folder),
         rng=random.Random(),  # only jitter and plan seeds: what must be reproducible is drawn from the spec's seed
-        spec_record=run.record,
+        device=options.device,
+        memory_bytes=memory_claim(options.limits, options.device),
         run_blocking=asyncio.to_thread,
         run_search=in_background,
+    )
+    hears = NodeListeners(
         on_step=lambda step: output.say(_step_done(step, run.spec, network.identity.peer_id)),
         on_commit=lambda report: output.say(Committed(report=report)),
         on_validation=lambda report: output.say(Validated(report=report)),
         on_plan=lambda signed: output.say(_obeys(signed.plan)),
         say=lambda text: output.say(Note(text=text)),
+    )
+    return Node(
+        NodeRun(spec=run.spec, owner=run.owner, record=run.record, corpus=run.corpus, initial=options.initial),
+        ports,
+        identity=network.identity,
+        gate=network.gate,
+        name=options.name,
+        hears=hears,
     )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from shoal.coordinator.allocate.interface import Allocator
-from shoal.deploy.node import Node
+from shoal.deploy.node import Node, NodeListeners, NodePorts, NodeRun
 from shoal.deploy.simulate.arithmetic import ModelledArithmetic
 from shoal.deploy.simulate.logbook import SimLedger
 from shoal.deploy.simulate.routing import Routing
@@ -19,7 +19,7 @@ from shoal.protocol.plan import SignedPlan
 from shoal.protocol.ports import Compute, Transport
 from shoal.protocol.sim.trust import TrustingSeals
 from shoal.protocol.sim.world import SimPeer, World
-from shoal.protocol.spec import RunSpec, run_id
+from shoal.protocol.spec import RunSpec
 from shoal.protocol.topology import Topology
 
 Ports = tuple[Transport, Compute, Traffic | None]
@@ -107,17 +107,21 @@ class ModelledSwarm:
         def obeyed(plan: SignedPlan) -> None:
             ledger.obeyed(plan.plan)
 
+        run = NodeRun(spec=self._spec, owner=self._owner)
         node = Node(
+            run,
+            NodePorts(
+                transport=transport,
+                directory=peer.directory,
+                compute=compute,
+                clock=peer.clock,
+                disk=None,
+                rng=self._world.rng(f"{name_of(device)}, life {life}"),
+            ),
             identity=peer.identity,
-            gate=Gate(Members(run_id(self._spec, self._owner), self._owner, is_open=True), peer.peer_id),
-            transport=transport,
-            directory=peer.directory,
-            compute=compute,
-            clock=peer.clock,
-            spec=self._spec,
-            owner=self._owner,
+            gate=Gate(Members(run.id, self._owner, is_open=True), peer.peer_id),
             name=t.names[device],
-            corpus=None,
+            hears=NodeListeners(on_plan=obeyed, on_commit=committed),
             arithmetic=ModelledArithmetic(
                 self._spec,
                 has_text=bool(t.may_feed[device]),
@@ -128,10 +132,6 @@ class ModelledSwarm:
             traffic=traffic,
             seals=self._seals,
             allocator=self._allocator,
-            disk=None,
-            rng=self._world.rng(f"{name_of(device)}, life {life}"),
-            on_plan=obeyed,
-            on_commit=committed,
         )
         await node.start()
         await node.wait_done()

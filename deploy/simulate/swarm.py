@@ -13,7 +13,7 @@ import msgspec
 
 from shoal.coordinator.allocate.interface import Allocator
 from shoal.coordinator.ledger import StepRecord
-from shoal.deploy.node import LEAVE_S, Node
+from shoal.deploy.node import LEAVE_S, Node, NodeListeners, NodePorts, NodeRun
 from shoal.deploy.run_record import fetch_spec, seal_spec
 from shoal.deploy.simulate.events import Committed, Event, Failed, Finished, Held, Obeyed, Opened, Started
 from shoal.peer.data.corpus import Corpus
@@ -173,27 +173,25 @@ class SimSwarm:
         def opened(start: RoundStart) -> None:
             self._on_event(Opened(at_s=self._now_s(), name=name, life=life, start=start))
 
-        node = Node(
-            identity=peer.identity,
-            gate=Gate(self._members_as(peer, run_id(spec, owner)), peer.peer_id),
+        run = NodeRun(spec=spec, owner=owner, record=record, corpus=self.corpus if self._with_text[name] else None)
+        ports = NodePorts(
             transport=RoundTap(peer.transport, opened),
             directory=peer.directory,
             compute=peer.compute,
             clock=peer.clock,
-            spec=spec,
-            owner=owner,
-            name=name,
-            memory_bytes=_MEMORY_BYTES,
-            corpus=self.corpus if self._with_text[name] else None,
-            allocator=self._allocator,
-            traffic=self._traffic,
             disk=peer.disk,
             rng=self.world.rng(f"{name}, life {life}"),
-            spec_record=record,
-            on_step=self._stepped,
-            on_plan=obeyed,
-            on_commit=committed,
-            on_state=holds,
+            memory_bytes=_MEMORY_BYTES,
+        )
+        node = Node(
+            run,
+            ports,
+            identity=peer.identity,
+            gate=Gate(self._members_as(peer, run.id), peer.peer_id),
+            name=name,
+            hears=NodeListeners(on_step=self._stepped, on_plan=obeyed, on_commit=committed, on_state=holds),
+            allocator=self._allocator,
+            traffic=self._traffic,
         )
         await node.start()
         self.nodes[name] = node

@@ -26,7 +26,7 @@ from torch import Tensor
 from shoal.coordinator.cost.placement import Placement
 from shoal.coordinator.cost.shares import split
 from shoal.coordinator.cost.workload import Workload
-from shoal.deploy.node import Node
+from shoal.deploy.node import Node, NodeListeners, NodePorts, NodeRun
 from shoal.deploy.simulate.modelled_swarm import name_of, peer_ids
 from shoal.deploy.simulate.pinned import PinnedAllocator
 from shoal.deploy.simulate.scenario import find_scenario
@@ -44,7 +44,7 @@ from shoal.protocol.sim.loop import run as run_in_virtual_time
 from shoal.protocol.sim.matrix import MatrixNetwork
 from shoal.protocol.sim.trust import TrustingSeals
 from shoal.protocol.sim.world import SimPeer, World
-from shoal.protocol.spec import RunSpec, WireSpec, run_id
+from shoal.protocol.spec import RunSpec, WireSpec
 from shoal.protocol.topology import Topology
 
 MEMORY_BYTES = 16 << 30
@@ -221,25 +221,25 @@ class _Nodes:
             await asyncio.sleep(run.regime.back_s)
 
     async def _live(self, peer: SimPeer, name: str, life: int) -> None:
+        run = NodeRun(spec=self._spec, owner=self._owner)
         node = Node(
+            run,
+            NodePorts(
+                transport=peer.transport,
+                directory=peer.directory,
+                compute=peer.compute,
+                clock=peer.clock,
+                disk=None,
+                rng=self._world.rng(f"{name}, life {life}"),
+                memory_bytes=MEMORY_BYTES,
+            ),
             identity=peer.identity,
-            gate=Gate(Members(run_id(self._spec, self._owner), self._owner, is_open=True), peer.peer_id),
-            transport=peer.transport,
-            directory=peer.directory,
-            compute=peer.compute,
-            clock=peer.clock,
-            spec=self._spec,
-            owner=self._owner,
+            gate=Gate(Members(run.id, self._owner, is_open=True), peer.peer_id),
             name=name,
-            corpus=None,
+            hears=NodeListeners(on_commit=self._watch.committed, on_state=self._watch.stepped),
             arithmetic=self._arithmetic(),
             seals=self._seals,
             allocator=self._allocator,
-            memory_bytes=MEMORY_BYTES,
-            disk=None,
-            rng=self._world.rng(f"{name}, life {life}"),
-            on_commit=self._watch.committed,
-            on_state=self._watch.stepped,
         )
         await node.start()
         await node.wait_done()
