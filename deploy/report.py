@@ -96,7 +96,7 @@ class Status(_Report, frozen=True):
     status: SwarmStatus
 
 
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
+class LimitsNow(msgspec.Struct, frozen=True, kw_only=True):
     """What the person at a peer's machine has set, as far as it bounds what the peer gives now."""
 
     paused: bool = False
@@ -134,7 +134,7 @@ class Contribution(_Report, frozen=True):
     memory_bytes: int
     """The resident memory of the process without its network daemon."""
     uptime_s: float
-    limits: Limits | None = None
+    limits: LimitsNow | None = None
 
 
 class Recorded(_Report, frozen=True):

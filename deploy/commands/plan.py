@@ -55,7 +55,7 @@ def plan(
     if (network is None) == (experts is None):
         raise LocalError("say what to plan for: either NETWORK.json or --experts FILE.json")
     if experts is not None:
-        from shoal.deploy.planning.experts import show_experts
+        from shoal.deploy.planning.expert_plan import show_experts
 
         show_experts(experts, seed=seed, as_json=json)
     elif network is not None:

@@ -11,7 +11,7 @@ from typing import TypeVar
 import psutil
 
 from shoal.deploy.node import Node
-from shoal.deploy.report import Contribution, Limits
+from shoal.deploy.report import Contribution, LimitsNow
 from shoal.protocol.identity import PeerID
 from shoal.protocol.ports import Clock, Compute, JobKind, Timed
 
@@ -82,7 +82,7 @@ class ContributionMeter:
         clock: Clock,
         *,
         name: str,
-        limits: Callable[[], Limits] | None = None,
+        limits: Callable[[], LimitsNow] | None = None,
     ) -> None:
         self._node, self._compute, self._clock, self._name, self._limits = node, compute, clock, name, limits
         self._started_s = clock.now_s()
@@ -124,10 +124,10 @@ class ContributionMeter:
             limits=self._what_limits(),
         )
 
-    def _what_limits(self) -> Limits | None:
+    def _what_limits(self) -> LimitsNow | None:
         limits = self._limits() if self._limits else None
         if self._node.peer.pausing.is_paused and not (limits and limits.paused):
-            return Limits(paused=True, caps=limits.caps if limits else ())
+            return LimitsNow(paused=True, caps=limits.caps if limits else ())
         return limits
 
     def _sample(self) -> _Sample:

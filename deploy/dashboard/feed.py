@@ -11,7 +11,7 @@ import msgspec
 
 from shoal.deploy.dashboard.census import Census, clean
 from shoal.deploy.dashboard.curves import Curves
-from shoal.deploy.dashboard.experts import expert_views
+from shoal.deploy.dashboard.expert_views import expert_views
 from shoal.deploy.dashboard.limiting import limited_by
 from shoal.deploy.dashboard.picture import flows, links
 from shoal.deploy.dashboard.view import (
@@ -37,7 +37,7 @@ from shoal.deploy.report import (
     Contribution,
     Joined,
     Left,
-    Limits,
+    LimitsNow,
     Note,
     Obeys,
     Phase,
@@ -412,7 +412,7 @@ def _point(line: StepLine) -> Point:
     )
 
 
-def _limits(limits: Limits | None) -> LimitsView | None:
+def _limits(limits: LimitsNow | None) -> LimitsView | None:
     if limits is None:
         return None
     return LimitsView(paused=limits.paused, why=limits.why, caps=limits.caps)

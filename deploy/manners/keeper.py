@@ -65,9 +65,9 @@ class Keeper:
         """Why the peer does not compute now."""
         return self._manners.reasons(now_s=asyncio.get_running_loop().time())
 
-    def report(self) -> report.Limits:
+    def report(self) -> report.LimitsNow:
         """The limits of now, for whatever shows what this peer gives."""
-        return report.Limits(
+        return report.LimitsNow(
             paused=self._pausing.is_paused, why="; ".join(self.reasons), caps=self._manners.limits.in_words
         )
 

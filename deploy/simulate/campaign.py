@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 
 import torch
 
-from shoal.deploy.simulate.events import Injected, Quiet, Ticked
+from shoal.deploy.simulate.sightings import Injected, Quiet, Ticked
 from shoal.deploy.simulate.swarm import SimSwarm
 from shoal.deploy.simulate.tiny_run import tiny_corpus
 from shoal.deploy.simulate.trial import CampaignOptions, Trial, draw_trial

@@ -231,7 +231,7 @@ def _campaign(
     json: Path | None,
 ) -> None:
     from shoal.deploy.simulate.campaign import run_seed
-    from shoal.deploy.simulate.report import failure, json_line, one_line, summary
+    from shoal.deploy.simulate.campaign_report import failure, json_line, one_line, summary
     from shoal.deploy.simulate.trial import CampaignOptions, parse_kinds
 
     options = CampaignOptions(

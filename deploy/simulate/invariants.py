@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from shoal.deploy.simulate.events import Committed, Event, Failed, Held, Obeyed, Opened, Quiet, Started, Ticked
+from shoal.deploy.simulate.sightings import Committed, Event, Failed, Held, Obeyed, Opened, Quiet, Started, Ticked
 from shoal.peer.pipeline.microbatch import IndexSet
 from shoal.protocol.plan import Plan
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import numpy.typing as npt
 
-from shoal.deploy.simulate.result import Change, Happened, Span, StepDone
+from shoal.deploy.simulate.result import Change, Happened, Span, StepCommitted
 from shoal.protocol.messages import CommitReport
 from shoal.protocol.plan import Plan
 from shoal.protocol.sim.world import SimPeer
@@ -28,9 +28,9 @@ class SimLedger:
         *,
         steps: int,
         keeps_timeline: bool,
-        on_step: Callable[[StepDone], None] = lambda step: None,
+        on_step: Callable[[StepCommitted], None] = lambda step: None,
     ) -> None:
-        self.steps: list[StepDone] = []
+        self.steps: list[StepCommitted] = []
         self.events: list[Happened] = []
         self.failures: list[str] = []
         self.duplicates = 0
@@ -86,7 +86,7 @@ class SimLedger:
         self.duplicates += report.duplicates
         self.given_up += report.given_up
         if len(groups) == self._num_groups and report.era == self._era:
-            self.steps.append(StepDone(report.step, self._now_s()))
+            self.steps.append(StepCommitted(report.step, self._now_s()))
             self._on_step(self.steps[-1])
             if report.step + 1 >= self._wanted:
                 self.reached.set()

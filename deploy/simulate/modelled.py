@@ -25,7 +25,7 @@ from shoal.coordinator.cost.workload import Workload
 from shoal.deploy.simulate.logbook import SimLedger, traffic_matrix
 from shoal.deploy.simulate.modelled_swarm import ModelledSwarm, Ports, Seat, check_devices, peer_ids
 from shoal.deploy.simulate.pinned import PinnedAllocator
-from shoal.deploy.simulate.result import STEPS_MIN, SimResult, StepDone
+from shoal.deploy.simulate.result import STEPS_MIN, SimResult, StepCommitted
 from shoal.deploy.simulate.routing import Routing
 from shoal.deploy.simulate.standstill import Seen, why_no_step
 from shoal.protocol.errors import LocalError
@@ -105,7 +105,7 @@ async def _play(run: ModelledRun) -> SimResult:
         allocator = run.stages
     first_bytes: list[npt.NDArray[np.int64]] = []
 
-    def stepped(step: StepDone) -> None:
+    def stepped(step: StepCommitted) -> None:
         if not first_bytes:
             first_bytes.append(traffic_matrix(world.sent_bytes, t.num_devices))
         run.on_progress(_share_over(run, spec, step))
@@ -169,7 +169,7 @@ def _seen(run: ModelledRun, spec: RunSpec, world: World, ledger: SimLedger) -> S
     )
 
 
-def _share_over(run: ModelledRun, spec: RunSpec, step: StepDone) -> float:
+def _share_over(run: ModelledRun, spec: RunSpec, step: StepCommitted) -> float:
     """The share of the run that is over, towards whichever end is nearer."""
     by_steps = (step.step + 1) / (spec.training.steps - run.steps_after)
     return min(1.0, by_steps if run.seconds is None else max(by_steps, step.committed_at_s / run.seconds))

@@ -15,7 +15,7 @@ STEPS_MIN = 2
 """How many commits a figure needs: the time between two of them is a step's."""
 
 
-class StepDone(NamedTuple):
+class StepCommitted(NamedTuple):
     """A step that every group has committed: stages, and the experts' holders where experts are placed."""
 
     step: int
@@ -43,7 +43,7 @@ class Happened(NamedTuple):
 class SimResult:
     """Seconds are virtual, from the start of the world; devices are indexes of the run's topology."""
 
-    steps: tuple[StepDone, ...]
+    steps: tuple[StepCommitted, ...]
     tokens_per_step: int
     timeline: tuple[tuple[Span, ...], ...]
     """[N], the jobs of each device in order of time; empty unless asked for."""

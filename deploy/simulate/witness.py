@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from shoal.deploy.simulate.events import Committed, Event, Held, Injected, Opened, Quiet, Ticked
 from shoal.deploy.simulate.invariants import Expectation, all_invariants
+from shoal.deploy.simulate.sightings import Committed, Event, Held, Injected, Opened, Quiet, Ticked
 from shoal.deploy.simulate.tiny_run import tiny_corpus
 from shoal.deploy.simulate.trial import Trial
 from shoal.peer.single_process import train

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 import torch
 
-from shoal.deploy.simulate.events import Committed, Obeyed
+from shoal.deploy.simulate.sightings import Committed, Obeyed
 from shoal.deploy.simulate.swarm import SimSwarm
 from shoal.deploy.simulate.tiny_run import tiny_corpus, tiny_spec
 from shoal.peer.single_process import train

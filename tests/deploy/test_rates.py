@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shoal.coordinator.pace import WINDOW_S
-from shoal.deploy.simulate.events import Committed
+from shoal.deploy.simulate.sightings import Committed
 from shoal.deploy.simulate.swarm import SimSwarm
 from shoal.deploy.simulate.tiny_run import tiny_corpus, tiny_spec
 from shoal.protocol.messages import SwarmStatus

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from shoal.deploy.simulate.events import Committed
+from shoal.deploy.simulate.sightings import Committed
 from shoal.deploy.simulate.swarm import SimSwarm
 from shoal.deploy.simulate.tiny_run import tiny_corpus, tiny_spec
 from shoal.protocol.sim.loop import run

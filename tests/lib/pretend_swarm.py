@@ -18,7 +18,7 @@ import msgspec
 from shoal.deploy.dashboard.address import DEFAULT, parse_address
 from shoal.deploy.dashboard.feed import Feed, RunFacts
 from shoal.deploy.dashboard.server import Dashboard, DashboardServer
-from shoal.deploy.report import Contribution, Joined, Limits, Report, Status
+from shoal.deploy.report import Contribution, Joined, LimitsNow, Report, Status
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import ExpertStatus, PeerStatus, PlanNote, SwarmStatus
 
@@ -174,7 +174,7 @@ class Pretend:
             links=tuple(links[:16]),
             memory_bytes=1_240_000_000,
             uptime_s=float(self._second),
-            limits=Limits(caps=("upload at most 100 Mbit/s", "80% of the device's time")),
+            limits=LimitsNow(caps=("upload at most 100 Mbit/s", "80% of the device's time")),
         )
 
     def _join(self, *, seen: bool = True) -> None:

@@ -14,7 +14,7 @@ import msgspec
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
 from shoal.coordinator.allocate.interface import Layout, Snapshot
-from shoal.deploy.simulate.events import Event, Obeyed
+from shoal.deploy.simulate.sightings import Event, Obeyed
 from shoal.deploy.simulate.swarm import SimSwarm
 from shoal.deploy.simulate.tiny_run import tiny_corpus, tiny_spec
 from shoal.protocol.plan import Member, Plan

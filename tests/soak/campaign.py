@@ -12,7 +12,7 @@ import time
 from functools import partial
 
 from shoal.deploy.simulate.campaign import run_seed
-from shoal.deploy.simulate.report import failure, one_line, summary
+from shoal.deploy.simulate.campaign_report import failure, one_line, summary
 from shoal.deploy.simulate.trial import CampaignOptions
 from shoal.deploy.simulate.witness import Verdict
 

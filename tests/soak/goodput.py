@@ -17,7 +17,7 @@ import sys
 from collections.abc import Awaitable, Callable
 
 from shoal.deploy.simulate.campaign import run_trial
-from shoal.deploy.simulate.events import Injected
+from shoal.deploy.simulate.sightings import Injected
 from shoal.deploy.simulate.swarm import SimSwarm
 from shoal.deploy.simulate.tiny_run import tiny_spec
 from shoal.deploy.simulate.trial import Trial

@@ -13,7 +13,7 @@ import sys
 
 import torch
 
-from shoal.deploy.simulate.events import Committed, Event
+from shoal.deploy.simulate.sightings import Committed, Event
 from shoal.deploy.simulate.swarm import SimSwarm
 from shoal.deploy.simulate.tiny_run import tiny_corpus, tiny_spec
 from shoal.protocol.errors import LocalError

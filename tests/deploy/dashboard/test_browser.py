@@ -18,7 +18,7 @@ from shoal.deploy.dashboard.address import parse_address
 from shoal.deploy.dashboard.feed import Feed
 from shoal.deploy.dashboard.server import Dashboard, DashboardServer
 from shoal.deploy.dashboard.steering import Steering
-from shoal.deploy.report import Joined, Limits, Note, Status
+from shoal.deploy.report import Joined, LimitsNow, Note, Status
 
 CHROMIUM = Path("/usr/bin/chromium")
 WAIT_MS = 60_000
@@ -164,7 +164,7 @@ def test_who_came_with_the_key_pauses_the_peer_and_resumes_it(
         return act
 
     def tell() -> None:
-        served.take(make_contribution("a", limits=Limits(paused=paused[0])))
+        served.take(make_contribution("a", limits=LimitsNow(paused=paused[0])))
 
     served.steering.hand(pause=be(True), resume=be(False))
     served.take(Joined(peer=id_of("a"), name="peer-a", invite=""))

@@ -12,7 +12,7 @@ from shoal.deploy.dashboard.contribution import (
     ContributionMeter,
     MeteredCompute,
 )
-from shoal.deploy.report import Limits
+from shoal.deploy.report import LimitsNow
 from shoal.peer.links import LinkMeter
 from shoal.protocol.ports import Timed
 
@@ -129,7 +129,7 @@ def test_a_pause_is_seen_even_if_nobody_has_set_limits(clock):
     compute = MeteredCompute(Device())
     assert ContributionMeter(node_of(clock), compute, clock, name="p").measure().limits is None
     paused = node_of(clock, paused=True)
-    assert ContributionMeter(paused, compute, clock, name="p").measure().limits == Limits(paused=True)
-    caps = Limits(caps=("a",))
+    assert ContributionMeter(paused, compute, clock, name="p").measure().limits == LimitsNow(paused=True)
+    caps = LimitsNow(caps=("a",))
     meter = ContributionMeter(paused, compute, clock, name="p", limits=lambda: caps)
-    assert meter.measure().limits == Limits(paused=True, caps=("a",))
+    assert meter.measure().limits == LimitsNow(paused=True, caps=("a",))

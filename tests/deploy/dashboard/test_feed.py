@@ -9,7 +9,7 @@ from shoal.deploy.dashboard.feed import NEW_S, TEXT_CHARS_MAX
 from shoal.deploy.dashboard.view import STALE_S
 from shoal.deploy.record.lines import encode_line
 from shoal.deploy.record.reading import record_of
-from shoal.deploy.report import Joined, Left, Limits, Note, Obeys, Phase, Ready, Recorded, Status, StepDone
+from shoal.deploy.report import Joined, Left, LimitsNow, Note, Obeys, Phase, Ready, Recorded, Status, StepDone
 from shoal.protocol.messages import PlanNote
 
 
@@ -228,7 +228,7 @@ def test_my_contribution_is_a_share_of_the_runs_work(feed, two_peers, make_contr
 def test_a_pause_and_limits_are_passed_on_and_may_be_absent(feed, two_peers, make_contribution, id_of):
     feed.take(Joined(peer=id_of("a"), name="peer-a", invite=""), 0.0)
     feed.take(two_peers, 0.0)
-    limits = Limits(paused=True, why="outside the hours", caps=("upload at most 5 Mbit/s",))
+    limits = LimitsNow(paused=True, why="outside the hours", caps=("upload at most 5 Mbit/s",))
     feed.take(make_contribution(limits=limits), 1.0)
     mine = feed.view(1.0).mine
     assert mine.limits.caps == ("upload at most 5 Mbit/s",)

@@ -3,17 +3,17 @@
 import pytest
 
 from shoal.deploy.dashboard.limiting import limited_by, slowest_stage
-from shoal.deploy.report import Limits
+from shoal.deploy.report import LimitsNow
 
-PAUSED = Limits(paused=True, why="somebody uses this machine")
-CAPPED = Limits(caps=("50% of the device's time", "upload at most 5 Mbit/s"))
+PAUSED = LimitsNow(paused=True, why="somebody uses this machine")
+CAPPED = LimitsNow(caps=("50% of the device's time", "upload at most 5 Mbit/s"))
 
 
 @pytest.mark.parametrize(
     ("says", "kind", "text"),
     [
         ({"limits": PAUSED, "busy": 1.0}, "pause", "somebody uses this machine"),
-        ({"limits": Limits(paused=True)}, "pause", "paused"),
+        ({"limits": LimitsNow(paused=True)}, "pause", "paused"),
         ({"stage": None}, "place", "standing by"),
         ({"synced": False, "busy": 0.9}, "state", "stage 0"),
         ({"busy": 0.9}, "device", "90 %"),

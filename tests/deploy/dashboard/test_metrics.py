@@ -9,7 +9,7 @@ import pytest
 from pretend_swarm import Pretend
 from shoal.deploy.dashboard.feed import Feed
 from shoal.deploy.metrics import render_metrics
-from shoal.deploy.report import Joined, Limits, Status
+from shoal.deploy.report import Joined, LimitsNow, Status
 
 BOARD = Path(__file__).parents[3] / "deploy" / "grafana" / "shoal.json"
 _SAMPLE = re.compile(r'([a-z_]+)(?:\{((?:[a-z_]+="(?:[^"\\\n]|\\["\\n])*",?)*)\})? (-?[0-9.e+-]+)')
@@ -53,7 +53,7 @@ def test_the_run_its_stages_its_peers_and_this_one(feed, make_status, make_peer,
     feed.take(Joined(peer=id_of("a"), name="peer-a", invite=""), 0.0)
     peers = make_peer("a", 0), make_peer("b", 1, share=0.5), make_peer("c", 1, share=0.5, seen_s_ago=9.0)
     feed.take(Status(status=make_status(*peers, validation_loss=3.5, validation_step=8)), 0.0)
-    feed.take(make_contribution("a", limits=Limits(paused=True)), 0.0)
+    feed.take(make_contribution("a", limits=LimitsNow(paused=True)), 0.0)
     families = parsed(render_metrics(feed.view(2.0)))
     assert families["shoal_loss"] == [({}, 3.25)]
     assert families["shoal_validation_loss"] == [({}, 3.5)]

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from shoal.deploy.doctor.diagnosis import diagnose
+from shoal.deploy.doctor.diagnosis_view import as_json, lines
 from shoal.deploy.doctor.findings import (
     AddressFound,
     Dial,
@@ -17,7 +18,6 @@ from shoal.deploy.doctor.findings import (
     PeerFound,
     SwarmView,
 )
-from shoal.deploy.doctor.view import as_json, lines
 from shoal.protocol.identity import Identity
 from shoal.protocol.invite import Invite
 from shoal.protocol.limits import PROTOCOL_VERSION

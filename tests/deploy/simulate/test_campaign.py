@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 from shoal.deploy import cli
 from shoal.deploy.simulate import campaign
 from shoal.deploy.simulate.campaign import run_trial
-from shoal.deploy.simulate.events import Failed
-from shoal.deploy.simulate.report import failure, json_line, one_line, replay_command, summary
+from shoal.deploy.simulate.campaign_report import failure, json_line, one_line, replay_command, summary
+from shoal.deploy.simulate.sightings import Failed
 from shoal.deploy.simulate.swarm import SimSwarm
 from shoal.deploy.simulate.tiny_run import tiny_spec
 from shoal.deploy.simulate.trial import CampaignOptions, Trial, draw_trial, parse_kinds

@@ -16,7 +16,7 @@ from shoal.deploy.planning.rows import Rows
 from shoal.deploy.simulate import gantt
 from shoal.deploy.simulate.html_report import pace, render_html
 from shoal.deploy.simulate.outcome import Outcome, bound_by, idle_share, row_of
-from shoal.deploy.simulate.result import Happened, SimResult, Span, StepDone
+from shoal.deploy.simulate.result import Happened, SimResult, Span, StepCommitted
 from shoal.deploy.simulate.scenario import Scenario, find_scenario
 from shoal.deploy.simulate.strategy import Strategy
 from shoal.deploy.simulate.table import COLUMNS, LAST, cells, seconds, size
@@ -48,7 +48,7 @@ def result(**changes: Any) -> SimResult:
         for span in (Span("backward", 10.0 * k, 10.0 * k + 4.0), Span("step", 10.0 * k + 9.0, 10.0 * k + 10.0))
     )
     values: dict[str, Any] = {
-        "steps": tuple(StepDone(k, 10.0 * (k + 1)) for k in range(5)),
+        "steps": tuple(StepCommitted(k, 10.0 * (k + 1)) for k in range(5)),
         "tokens_per_step": 1000,
         "timeline": (busy, busy, half, ()),
         "busy_s": (50.0, 50.0, 25.0, 0.0),
@@ -109,7 +109,7 @@ def test_what_did_not_work_says_why() -> None:
     assert (none.tokens_per_s, none.bound_by) == (None, "no path")
     dead = row_of(outcome(result=result(steps=(), failures=("n0 failed",))))
     assert (dead.tokens_per_s, dead.bytes_per_step, dead.bound_by) == (None, None, "n0 failed")
-    slow = row_of(outcome(result=result(steps=(StepDone(0, 1.0),))))
+    slow = row_of(outcome(result=result(steps=(StepCommitted(0, 1.0),))))
     assert slow.bound_by == "1 step in 51 s"
     assert slow.tokens_per_s_below == pytest.approx(1000 / 50)
     assert cells(slow)[1:3] == ("< 20", "no second")
@@ -118,7 +118,7 @@ def test_what_did_not_work_says_why() -> None:
 
 
 def test_few_steps_have_a_figure_and_say_so() -> None:
-    steps = tuple(StepDone(k, at_s) for k, at_s in enumerate((30.0, 40.0, 49.0)))
+    steps = tuple(StepCommitted(k, at_s) for k, at_s in enumerate((30.0, 40.0, 49.0)))
     three = row_of(outcome(result=result(steps=steps)))
     assert (three.step_s, three.tokens_per_s) == (9.0, pytest.approx(1000 / 9))
     assert three.note == ("of 3 steps 1 is counted and 1 left out as warm-up; from 4 steps on 2 are left out")
@@ -221,7 +221,7 @@ def unpacked(chart: gantt.Chart, row: int) -> list[tuple[str, float, float]]:
 
 def test_pace_is_between_commits_and_a_mean_in_long_runs() -> None:
     assert pace(result())[1] == (10.0, 20.0, 100.0)
-    long = pace(result(steps=tuple(StepDone(k, float(k + 1)) for k in range(5001))))
+    long = pace(result(steps=tuple(StepCommitted(k, float(k + 1)) for k in range(5001))))
     assert len(long) < 500
     assert long[0][0] == 0.0
     assert long[-1][1] == 5001.0

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 import pytest
 
-from shoal.deploy.simulate.events import Committed, Event, Failed, Held, Obeyed, Opened, Quiet, Started, Ticked
 from shoal.deploy.simulate.invariants import (
     CommitsAgain,
     EveryoneEnds,
@@ -24,6 +23,7 @@ from shoal.deploy.simulate.invariants import (
     VersionsGrow,
     all_invariants,
 )
+from shoal.deploy.simulate.sightings import Committed, Event, Failed, Held, Obeyed, Opened, Quiet, Started, Ticked
 from shoal.peer.pipeline.microbatch import IndexSet
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import CommitReport, RoundMember, RoundStart
