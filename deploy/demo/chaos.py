@@ -57,8 +57,8 @@ def schedule(options: ChaosOptions, rng: random.Random) -> Iterator[Act]:
 
 
 def expendable(crew: Crew, status: SwarmStatus) -> list[Member]:
-    """Whom the run can lose now: whoever holds no state, and whoever has mates that hold the same, each expert of it
-    too, and can be reached.
+    """The members that the run can lose now: those that hold no state, and those whose state, each expert included, is
+    held by other members that can be reached.
 
     A member that is not in the status yet has joined nothing; one whose state nobody has heard of may be fetching it.
     """

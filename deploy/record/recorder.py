@@ -219,7 +219,7 @@ class Recorder:
             if peers and me not in peers:
                 peer = peers[self._turn % len(peers)]
                 asks[peer] = min(self._book.wanted([group]), asks.get(peer, (1 << 60, 0)))
-        if now_s >= self._validations_at_s:  # of a validation only who led it knows, whether or not we are its mate
+        if now_s >= self._validations_at_s:  # of a validation only its leader knows, whether or not we are in its group
             self._validations_at_s = now_s + VALIDATIONS_S
             for peer in [peer for peer in _members(plan, 0) if peer != me][:ASKED_AT_ONCE]:
                 asks.setdefault(peer, self._book.wanted([0]))

@@ -140,8 +140,8 @@ class OneStatePerVersion:
 
 @dataclass(slots=True)
 class StraysReturn:
-    """Whoever is cut off in the middle of a round may finish it alone, after the others have given it up and begun
-    another. It holds a state then that is nobody else's, and must notice: by its mates' digests or by the plan."""
+    """A member that is cut off in the middle of a round may finish it alone, after the others have given it up and
+    begun another. It then holds a state that nobody else holds, and must notice by its group's digests or the plan."""
 
     sentence: str = f"who has another state than its group committed fetches that, {STRAYS_S:.0f} s after all is healed"
     _committed: dict[tuple[int, int, int], str] = field(default_factory=dict)
