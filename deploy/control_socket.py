@@ -25,7 +25,7 @@ LINE_BYTES_MAX = 1024 * 1024
 """A status of a thousand peers is 300 KB."""
 _CALLERS_MAX = 16
 _PATH_BYTES_MAX = 107
-"""Of `sockaddr_un` on Linux, its closing zero left out."""
+"""The longest path of `sockaddr_un` on Linux, its closing zero left out."""
 _ASK_TIMEOUT_S = 10.0
 
 Handler = Callable[[Mapping[str, Any]], Awaitable[Mapping[str, Any]]]

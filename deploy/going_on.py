@@ -185,7 +185,7 @@ def _finished(spec: RunSpec, folder: RunFolder) -> Iterable[str]:
 
 
 def ended_in_words(folder: RunFolder) -> str:
-    """For a volunteer who finds nobody. Empty: the run was not finished when this peer saw it last."""
+    """A sentence for a volunteer who finds nobody. Empty: the run was not finished when this peer saw it last."""
     spec = folder.spec()
     if spec is None or not folder.is_finished():
         return ""

@@ -22,7 +22,7 @@ class KeptAddresses(msgspec.Struct, frozen=True, kw_only=True):
     """Ports are 0, and the key is empty, where nothing is kept yet."""
 
     ports: dict[str, int] = {}
-    """Of libp2p, by IP version: {"4": 43117}. The system chose them, since the user named none."""
+    """The ports of libp2p by IP version: {"4": 43117}. The system chose them, since the user named none."""
     dashboard_port: int = 0
     dashboard_key: str = ""
 
@@ -44,7 +44,7 @@ class KeptAddresses(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def load_addresses(folder: Path) -> KeptAddresses:
-    """Nothing kept where the file is missing or damaged, which is said in the log."""
+    """Read the file. Nothing is kept where it is missing or damaged, which the log says."""
     try:
         return msgspec.json.decode((folder / FILE_NAME).read_bytes(), type=KeptAddresses)
     except FileNotFoundError:

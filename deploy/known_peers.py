@@ -24,11 +24,11 @@ logger = logging.getLogger(__name__)
 FILE_NAME = "known_peers.json"
 KEPT_MAX = 64
 TRIED_MAX = 16
-"""As many as the transport dials at once; of those seen last one is up unless all of the run is gone."""
+"""How many peers the transport dials at once; one of those seen last is up unless all of the run is gone."""
 _FORGOTTEN_S = 30 * 24 * 3600.0
 _LOOK_S = 5.0
 _REWRITE_S = 300.0
-"""Who has been seen changes rarely, when they were seen all the time."""
+"""How often the file is written only because of times: who is seen changes rarely, when they are seen always."""
 
 
 class KnownPeer(msgspec.Struct, frozen=True):

@@ -87,7 +87,7 @@ class NodeRun:
 
     spec: RunSpec
     owner: PeerID
-    """Who signed the spec."""
+    """The peer that signed the spec."""
     record: bytes | None = None
     """The owner's signed spec, which the node keeps on the directory. None: it keeps none there, and never learns of a
     newer revision."""
@@ -114,7 +114,7 @@ class NodePorts:
     rng: random.Random
     device: torch.device = _CPU
     memory_bytes: int | None = None
-    """As `PeerDriver` has it; virtual worlds must say it."""
+    """The memory that `PeerDriver` reckons with; virtual worlds must say it."""
     run_blocking: RunBlocking = _inline
     """Runs what blocks on the disk: `asyncio.to_thread` in life, inline in virtual time."""
     run_search: RunBlocking = _inline

@@ -93,7 +93,7 @@ class Situation:
         return term if term < TERM_MAX // 2 else 1  # in a new reign terms may begin anew
 
     def coordinator(self, term: int) -> PeerID:
-        """Who is to make the next plan."""
+        """The peer that is to make the next plan."""
         obey = [found for found in self.found if found.plan is not None and found.plan.digest == self.base.digest]
         willing = [found.peer for found in obey if found.advert.willing_to_coordinate] or [found.peer for found in obey]
         return election.rank(self.base.plan.run, term, willing)[0]
@@ -320,7 +320,7 @@ def _remember(disk: Disk, run: str, reign: int) -> None:
 
 @contextlib.asynccontextmanager
 async def recovery(invite: Invite) -> AsyncIterator[Recovery]:
-    """On libp2p, with an identity of its own. Raises: LocalError: the run cannot be found."""
+    """Begin a recovery on libp2p, with an identity of its own. Raises: LocalError: the run cannot be found."""
     # hivemind takes a second: what only looks at a situation does not need it.
     from shoal.deploy.known_peers import ways_to
     from shoal.deploy.record_rules import record_rules

@@ -141,7 +141,7 @@ class Recorded(_Report, frozen=True):
     """What the record of the run has grown by. A peer says it that keeps a record or shows the run."""
 
     steps: tuple[StepLine, ...] = ()
-    """In order, each once; those of a later era replace the steps from there on."""
+    """The steps in order, each once. Steps of a later era replace the earlier ones from there on."""
     validations: tuple[ValidationLine, ...] = ()
 
 

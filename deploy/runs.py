@@ -57,7 +57,7 @@ def all_runs() -> list[FoundRun]:
 
 
 def find(wanted: str, runs: Iterable[FoundRun]) -> list[FoundRun]:
-    """Those that `wanted` means: a name, an id, or the first letters of an id; one run, in one folder or in several.
+    """The runs that `wanted` means: a name, an id, or the first letters of an id; one run, in one folder or in several.
 
     Raises: LocalError: it means none, or several.
     """

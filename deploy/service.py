@@ -109,7 +109,7 @@ def _refuse_control_characters(argument: str) -> None:
 
 
 def _quoted(word: str) -> str:
-    """For a unit: `%` begins a specifier there, `$` a variable, and quotes are as a shell's."""
+    """Quote an argument for a unit: `%` begins a specifier there, `$` a variable, and quotes are as a shell's."""
     return shlex.quote(word.replace("\\", "\\\\")).replace("%", "%%").replace("$", "$$")
 
 

@@ -60,7 +60,7 @@ def leave(
 
 
 def _wait(processes: "list[psutil.Process]") -> "list[psutil.Process]":
-    """Those that have not ended in time. One that only its parent has not noticed yet has."""
+    """The processes that have not ended in time. A process that only its parent has not noticed yet has ended."""
     import psutil
 
     def ended(process: psutil.Process) -> bool:

@@ -53,7 +53,7 @@ def show_(
 
 
 def _arguments(invite: str, name: str, listen: str, device: str, limit: list[str] | None) -> list[str]:
-    """Of `shoal join`. The invite is written as shoal itself writes it: what was pasted may have more around it.
+    """The arguments of `shoal join`. The invite is written as shoal writes it: what was pasted may have more around it.
 
     Raises: LocalError: what would fail at every start fails here.
     """

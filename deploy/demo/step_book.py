@@ -22,7 +22,7 @@ class Step:
     """One committed step of the whole run."""
 
     step: int
-    """From 0."""
+    """The number of the step, from 0."""
     era: int
     """How often the run had gone back to a snapshot. Steps repeat in later eras."""
     at_s: float

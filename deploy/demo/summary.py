@@ -103,7 +103,7 @@ class StepLine(msgspec.Struct, frozen=True, kw_only=True):
     coordinator: str
     peers: int
     seconds: float
-    """Since the demo began."""
+    """Seconds since the demo began."""
 
 
 class FaultLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,7 +118,7 @@ class FaultLine(msgspec.Struct, frozen=True, kw_only=True):
     expert: int | None = None
     """The expert of that stage for which the peer was chosen."""
     seconds: float = 0.0
-    """Since the demo began."""
+    """Seconds since the demo began."""
 
 
 @dataclass(slots=True)

@@ -20,7 +20,7 @@ The computing stands back behind your other programs in any case."""
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
     name: str
-    """Of the limit."""
+    """The name of the limit."""
     text: str
     default: str
     """The answer that Enter stands for, as a person would type it."""

@@ -10,9 +10,9 @@ from shoal.deploy.manners.hours import is_within, parse_hours
 from shoal.deploy.manners.limits import Limits
 
 BUSY_SHARE = 0.1
-"""Of the device or the processors, used by others: below it is what a desktop does by itself."""
+"""The share of device or processors from which on others use them: a desktop by itself takes less."""
 QUIET_S = 60.0
-"""Once others have used the device it must have been quiet for so long: they come back between two of their jobs."""
+"""How long the device must be quiet after others have used it: they come back between two of their jobs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class Manners:
 
     limits: Limits
     asked: dict[str, str] = field(default_factory=dict)
-    """Who has asked for a pause -> in which words it is told."""
+    """The words in which each pause is told, by who has asked for it."""
     _busy_until_s: float = 0.0
     _seen: Seen | None = None
 

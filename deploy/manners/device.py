@@ -37,15 +37,15 @@ def memory_claim(limits: Limits, device: torch.device) -> int | None:
 
 
 def spare_threads() -> int:
-    """Of torch, for a volunteer: its own choice, but where there are more than two cores one is left to the machine's
-    user."""
+    """How many threads torch has at a volunteer: its own choice, but of more than two cores one is left to the
+    machine's user."""
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     own = torch.get_num_threads()
     return min(own, cores - 1) if cores > 2 else own
 
 
 def stand_back(limits: Limits) -> None:
-    """Of the thread that calls, and those it starts: the network's stays as it is. Elsewhere than on Linux a process
-    has one priority, and the network would stand back too: there it is left alone."""
+    """Lower the priority of the thread that calls and of those it starts; the network's stays as it is. Elsewhere than
+    on Linux a process has one priority, and the network would stand back too, so it is left alone there."""
     if limits.nice and sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), limits.nice)

@@ -34,7 +34,7 @@ class Pausable(Protocol):
 
 
 class Keeper:
-    """Of one peer, from `start` to `close`.
+    """Keeps one peer to its owner's manners, from `start` to `close`.
 
     Args:
         say: tells a person a sentence.

@@ -88,7 +88,7 @@ def _our_pids() -> list[int]:
 
 
 def _terminal_idle_s() -> float | None:
-    """By when one of our terminals was last typed at, as `w` does it. Root's are of any program: they say nothing."""
+    """Seconds since one of our terminals was typed at, as `w` has it. Those of root say nothing of the user."""
     now_s, newest_s = time.time(), None
     for folder in ("/dev/pts", "/dev"):
         for path in Path(folder).glob("[0-9]*" if folder == "/dev/pts" else "tty[0-9]*"):

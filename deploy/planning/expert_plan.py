@@ -26,11 +26,11 @@ SLOTS_MAX = 100_000
 
 class ExpertsFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     slots: tuple[int, ...]
-    """Of each node."""
+    """The slots of each node."""
     loads: tuple[float, ...]
-    """Of each expert, in any unit."""
+    """The load of each expert, in any unit."""
     failure_probability: tuple[float, ...] | None = None
-    """Of each node; null: all alike."""
+    """The probability that each node fails; null: all are alike."""
     min_replicas: int = 2
     """Different nodes for each expert: fewer failures than that lose nothing."""
 
@@ -52,7 +52,7 @@ class ExpertsReport(msgspec.Struct, frozen=True, kw_only=True):
     busiest_replica_load_ratio: float
     """1: every replica has the same load."""
     busiest_node_load_ratio: float
-    """With the best shares of tokens; 1: every node has the same load for each of its slots."""
+    """The ratio with the best shares of tokens; 1: every node has the same load for each of its slots."""
 
 
 def show_experts(path: Path, *, seed: int, as_json: bool) -> None:

@@ -34,7 +34,7 @@ class Wishes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MemberFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the members of one class (a region, or a device where there are no regions), each."""
+    """Figures of each member of one class (a region, or a device where there are no regions)."""
 
     name: str
     members: int

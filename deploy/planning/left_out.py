@@ -29,7 +29,7 @@ MEMORY_MAX_GB: Final = 192.0
 SPEED_MAX_TFLOPS: Final = 1_000.0
 """The largest values that are tried: a fast data centre's line, the largest cards of 2026."""
 _HALVINGS = 7
-"""From 20 Mbit/s to 10 Gbit/s in steps of 5 %."""
+"""How often the way to the largest value is halved: from 20 Mbit/s to 10 Gbit/s that gives steps of 5 %."""
 _GROUPS_MAX = 12
 _RESOURCES: Final[tuple[tuple[Resource, ...], ...]] = (
     ("line",),
@@ -70,7 +70,7 @@ class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def left_out(topology: Topology, workload: Workload, placement: Placement) -> Iterator[LeftOut]:
-    """Of every kind of device without a place, the largest group first, as each is known (seconds each)."""
+    """Explain every kind of device without a place, the largest group first, as each is known (seconds each)."""
     objective = ThroughputObjective(topology, workload)
     goal_s = objective.cost(placement).seconds * (1.0 - GAIN_MIN)
     for devices in _groups(topology, placement.spares(topology.num_devices))[:_GROUPS_MAX]:
@@ -203,8 +203,8 @@ def _values(topology: Topology, device: int, resources: Sequence[Resource], part
 
 
 def _improved(topology: Topology, device: int, values: dict[Resource, float]) -> Topology:
-    """With those values of `device`; a line is its card's, which others of its machine share, or its paths' where no
-    card limits it."""
+    """The network with those values of `device`. A line is that of its card, which others of its machine share, or of
+    its paths where no card limits it."""
 
     def at(array: Floats, where: Any, value: float) -> Floats:
         changed = array.copy()

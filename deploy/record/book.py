@@ -31,7 +31,7 @@ class Step:
 
     era: int
     step: int
-    """From 0."""
+    """The number of the step, from 0."""
     at_s: float
     """When the last group had committed it."""
     loss: float | None

@@ -32,7 +32,7 @@ class _Data(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     points: Sequence[tuple[float, int, float | None, float | None, float, float | None, float | None]]
-    """As `dashboard.view.Point`."""
+    """Points as `dashboard.view.Point` has them."""
     validations: Sequence[tuple[float, int, float]]
     plans: Sequence[tuple[float, str]]
 

@@ -45,12 +45,12 @@ class _Line(msgspec.Struct, frozen=True, tag_field="kind", kw_only=True, omit_de
 class StartLine(_Line, frozen=True, tag="start", kw_only=True):
     run: str
     name: str
-    """Of the run."""
+    """The name of the run."""
     peer: PeerID
     """The peer that keeps the record."""
     peer_name: str
     steps: int
-    """Of the whole run."""
+    """How many steps the whole run has."""
     tokens_per_step: int
     num_parameters: int
     num_layers: int

@@ -25,11 +25,11 @@ class Record:
 
     starts: list[StartLine] = field(default_factory=list)
     steps: list[StepLine] = field(default_factory=list)
-    """Those that hold, in order of `step`."""
+    """The steps that hold, in order of `step`."""
     redone: list[StepLine] = field(default_factory=list)
     """Steps that the run has done again, since it went back behind them."""
     validations: list[ValidationLine] = field(default_factory=list)
-    """Those that hold, in order of `step`."""
+    """The validations that hold, in order of `step`."""
     plans: list[PlanLine] = field(default_factory=list)
     peers: list[PeerLine] = field(default_factory=list)
     notes: list[NoteLine] = field(default_factory=list)
@@ -103,7 +103,7 @@ def record_of(data: Iterable[bytes]) -> Record:
 
 
 class _Voids:
-    """From which step on the lines of an era are void."""
+    """Knows from which step on the lines of an era are void."""
 
     def __init__(self, firsts: dict[int, int]) -> None:
         self._firsts = firsts

@@ -16,7 +16,7 @@ class RecordSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
 
 def parse_record_value(name: str, text: str) -> Any:
-    """As a person writes it. Raises: LocalError."""
+    """Read a value as a person writes it. Raises: LocalError."""
     if name == "wandb_project":
         return text.strip()
     try:

@@ -22,7 +22,7 @@ class Totals:
     step: int
     """Steps done."""
     steps: int
-    """Of the whole run; 0: not known."""
+    """How many steps the whole run has; 0: it is not known."""
     recorded: int
     """How many steps have a line."""
     tokens: int

@@ -57,7 +57,7 @@ def json_line(verdict: Verdict) -> bytes:
 
 
 def summary(verdicts: Sequence[Verdict]) -> str:
-    """Over all seeds; figures of seeds that failed count up to where they did."""
+    """Sum up all seeds; figures of seeds that failed count up to where they did."""
     failed = [verdict for verdict in verdicts if verdict.broken is not None]
     injected: Counter[str] = Counter()
     for verdict in verdicts:

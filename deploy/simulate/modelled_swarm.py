@@ -32,7 +32,7 @@ class Seat(NamedTuple):
     device: int
     peer: SimPeer
     peers: Mapping[int, PeerID]
-    """Who each device is, whether it is there or not."""
+    """The peer of each device, whether it is there or not."""
     spec: RunSpec
 
 
@@ -155,7 +155,7 @@ def name_of(device: int) -> str:
 
 
 def peer_ids(world: World, devices: range) -> dict[int, PeerID]:
-    """Who the devices are, there or not."""
+    """The peers of the devices, there or not."""
     return {device: world.identity(name_of(device)).peer_id for device in devices}
 
 

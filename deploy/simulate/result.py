@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 JobKind = Literal["forward", "backward", "step", "validate", "probe"]
-"""As `Compute` has them; a last stage's whole loss job counts as a forward."""
+"""Kinds of job as `Compute` has them; a last stage's whole loss job counts as a forward."""
 Change = Literal["joined", "left", "plan", "era"]
 
 

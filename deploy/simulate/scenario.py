@@ -30,7 +30,7 @@ _HEAD_SIZE = 128
 
 
 class ChurnSection(Section, frozen=True):
-    """Who comes and goes."""
+    """Says who comes and goes."""
 
     trace: str
     """A trace (`traces.py`), relative to the scenario's folder."""
@@ -55,7 +55,7 @@ class ScenarioFile(Section, frozen=True):
     seconds: float | None = None
     """It ends then at the latest, of virtual time. None: never; with churn after `strategies.CHURN_SECONDS`."""
     stages: int | None = None
-    """None: as many as the planner finds best."""
+    """How many stages there are; None: as many as the planner finds best."""
     model: ModelSpec = msgspec.field(default_factory=ModelSpec)
     training: TrainingSpec = msgspec.field(default_factory=TrainingSpec)
     wire: WireSpec = msgspec.field(default_factory=WireSpec)

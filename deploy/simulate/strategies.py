@@ -60,7 +60,7 @@ class Patience:
 
     @classmethod
     def beside(cls, first: Outcome, real_seconds: float) -> "Patience | None":
-        """None: the first has no pace to be compared with."""
+        """Compare with the first strategy. None: it has no pace."""
         result = first.result
         if result is None or not math.isfinite(result.step_s):
             return None
@@ -94,7 +94,7 @@ STEPS_COUNTED_FROM = STEPS_MIN + 2
 
 
 def chosen_strategies(scenario: Scenario, names: str | None) -> tuple[Strategy, ...]:
-    """Those of the scenario, or the comma-separated `names`: of the scenario first, then of `strategy.KNOWN`.
+    """The scenario's strategies, or the comma-separated `names`: of the scenario first, then of `strategy.KNOWN`.
 
     Raises: LocalError: there is none of that name.
     """
@@ -273,7 +273,7 @@ def spec_of(scenario: Scenario, strategy: Strategy) -> RunSpec:
 def _request(
     scenario: Scenario, strategy: Strategy, spec: RunSpec, present: Sequence[int], options: Options
 ) -> Request:
-    """For those who are there at the beginning. Raises: LocalError."""
+    """A request for the devices that are there at the beginning. Raises: LocalError."""
     if not present:
         raise LocalError("nobody is there at the beginning")
     return Request(
@@ -287,7 +287,7 @@ def _request(
 
 
 def _placed(name: LayoutName, request: Request, present: Sequence[int]) -> Placement:
-    """By the scenario's indexes. Raises: ShoalError."""
+    """The layout, by the scenario's indexes. Raises: ShoalError."""
     found = layout(name, request)
     return Placement(
         stages=tuple(tuple(present[device] for device in stage) for stage in found.stages), bounds=found.bounds

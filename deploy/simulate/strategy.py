@@ -20,7 +20,7 @@ class Strategy(Section, frozen=True):
     wire: WireSpec | None = None
     """How tensors travel; None: as the scenario says."""
     stages: int | None = None
-    """None: the scenario's own, and if that says nothing what the planner finds best."""
+    """How many stages there are; None: as the scenario says, and else what the planner finds best."""
     churn: bool = True
     """False: nobody comes or goes, whatever the scenario says."""
 

@@ -35,7 +35,7 @@ class TraceEvent(NamedTuple):
 
 
 def load_trace(path: Path, *, seed: int = 0) -> tuple[TraceEvent, ...]:
-    """By time. A node is added before it is removed, and never twice in a row.
+    """The changes in order of time. A node is added before it is removed, and never twice in a row.
 
     Args:
         seed: decides who goes where the file only counts.

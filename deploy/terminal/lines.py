@@ -42,7 +42,7 @@ def step_line(view: View, step: StepDone | None = None) -> str:
 
 
 def said_rate(tokens_per_s: float | None) -> str:
-    """None: the coordinator has not answered for too long to say a rate."""
+    """The rate in words. None: the coordinator has not answered for too long to say a rate."""
     return "- tokens/s" if tokens_per_s is None else f"{tokens_per_s:,.0f} tokens/s"
 
 

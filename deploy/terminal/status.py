@@ -51,7 +51,7 @@ class Watch:
         self._presenter.tell_status(again=True)
 
     async def run(self, ask: Ask) -> None:
-        """Until it is cancelled. A run that does not answer now may answer later."""
+        """Ask until cancelled. A run that does not answer now may answer later."""
         if not self._as_json:
             self._presenter.draw()
         try:

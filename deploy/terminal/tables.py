@@ -1,4 +1,4 @@
-"""Who holds what, as tables for a terminal: stages with their peers, and experts with theirs. Pure; rich draws."""
+"""Draws who holds what, as tables for a terminal: stages with their peers, and experts with theirs. Pure."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import groupby
