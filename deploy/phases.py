@@ -1,4 +1,4 @@
-"""How far a peer is with joining, and with fetching its state, as reports. Pure."""
+"""How far a peer is with joining, and with fetching its state, as reports."""
 
 from shoal.deploy.report import Phase
 from shoal.peer.handoff.fetcher import FetchProgress

@@ -75,14 +75,41 @@ _FIND_ANYBODY_S = 11.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Ways:
+    """The ways to this peer, as multiaddrs without `/p2p/…`."""
+
+    listen: tuple[str, ...]
+    announce: tuple[str, ...] = ()
+    """The addresses to tell the others, in place of those that this machine knows of itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextPaths:
+    """Where this machine has the run's text, if not where the spec says."""
+
+    data: str = ""
+    tokenizer: str = ""
+    """The path of the run's tokenizer.json."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordChoice:
+    """Whether the peer keeps a record of the run (`record/`)."""
+
+    keeps: bool = False
+    """Whether the run's folder gets one."""
+    wandb: str = ""
+    """The project at Weights & Biases that gets the record too; empty: none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """How one process takes part."""
 
     name: str
     folder: Path
     """The folder that this process has claimed, with the identity, plans and snapshots."""
-    listen: tuple[str, ...]
-    """Multiaddrs without `/p2p/…`."""
+    ways: Ways
     threads: int
     """How many threads torch has; 0: its own choice."""
     device: torch.device
@@ -92,20 +119,12 @@ class Options:
     """What this machine's owner gives, and when."""
     dashboard: Address | None = None
     """Where to show the run as a page."""
-    data: str = ""
-    """Where the run's text is on this machine, if not where the spec says."""
-    tokenizer: str = ""
-    """Where the run's tokenizer.json is on this machine."""
+    text: TextPaths = TextPaths()
     initial: InitialWeights | None = None
     """What the run begins with, if not with its seed; only its host has it."""
     first_said: tuple[str, ...] = ()
     """Sentences for a person, once the network is up and before there is a view."""
-    records: bool = False
-    """Keep a record of the run in its folder (`record/`)."""
-    wandb: str = ""
-    """Project at Weights & Biases that gets the record too; empty: none."""
-    announce: tuple[str, ...] = ()
-    """Multiaddrs without `/p2p/…` to tell the others, in place of those that this machine knows of itself."""
+    records: RecordChoice = RecordChoice()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,7 +204,13 @@ async def join_run(invite: Invite, options: Options) -> None:
                 options = replace(options, first_said=(*options.first_said, NOBODY_YET))
             view.tell("reading the text")
             corpus = await in_background(  # Ctrl-C does not wait for it: a large text takes minutes
-                partial(find_corpus, spec, data=options.data, tokenizer=options.tokenizer, on_progress=view.reached)
+                partial(
+                    find_corpus,
+                    spec,
+                    data=options.text.data,
+                    tokenizer=options.text.tokenizer,
+                    on_progress=view.reached,
+                )
             )
             view.close()
             network.gate.members.is_open = spec.swarm.open
@@ -217,8 +242,8 @@ def _network(identity: Identity, invite: Invite, options: Options) -> contextlib
         identity,
         invite.members_for(identity.peer_id),
         folder=options.folder,
-        listen=options.listen,
-        announce=options.announce,
+        listen=options.ways.listen,
+        announce=options.ways.announce,
         rates=options.limits.rates,
         invited=invite.addresses,
     )
@@ -247,8 +272,8 @@ def _keeping(network: Network, run: _Run, options: Options) -> Keeping:
         run=name,
         peer=network.identity.peer_id,
         peer_name=options.name,
-        folder=options.folder / name if options.records else None,
-        wandb=options.wandb,
+        folder=options.folder / name if options.records.keeps else None,
+        wandb=options.records.wandb,
     )
 
 

@@ -175,7 +175,7 @@ def _host(
     with sign_of_life("starting"), importing():
         from shoal.deploy.manners.device import pick_device
         from shoal.deploy.run_text import load_own_corpus
-        from shoal.deploy.session import Options, host_run
+        from shoal.deploy.session import Options, RecordChoice, Ways, host_run
         from shoal.deploy.ship.import_model import open_initial
         from shoal.protocol.live.run import run
 
@@ -197,14 +197,12 @@ def _host(
     chosen = Options(
         name=name,
         folder=folder.path,
-        listen=listen_addresses(listen),
-        announce=announced_addresses(announce or ()),
+        ways=Ways(listen=listen_addresses(listen), announce=announced_addresses(announce or ())),
         threads=threads,
         device=pick_device(device),
         reports=reports,
         limits=limits,
-        records=records,
-        wandb=project,
+        records=RecordChoice(keeps=records, wandb=project),
         dashboard=shown,
         initial=initial,
         first_said=(*going.sentences, *(f"warning: {line}" for line in warnings)),
@@ -286,7 +284,7 @@ def join(
 
     with sign_of_life("starting"), importing():
         from shoal.deploy.manners.device import pick_device, spare_threads
-        from shoal.deploy.session import Options, join_run
+        from shoal.deploy.session import Options, RecordChoice, TextPaths, Ways, join_run
         from shoal.protocol.live.run import run
 
     if found is None:  # after the imports: a parent starts us before it has the invite
@@ -297,17 +295,14 @@ def join(
     chosen = Options(
         name=name,
         folder=folder.path,
-        listen=addresses,
-        announce=told,
+        ways=Ways(listen=addresses, announce=told),
         threads=threads or spare_threads(),
         device=pick_device(device),
         reports=reports,
         limits=limits,
-        records=records,
-        wandb=project,
+        records=RecordChoice(keeps=records, wandb=project),
         dashboard=shown,
-        data=text,
-        tokenizer=tokenizer,
+        text=TextPaths(data=text, tokenizer=tokenizer),
     )
     try:
         run(join_run(found, chosen))

@@ -13,7 +13,7 @@ from rich.console import Console
 from shoal.deploy.dashboard.beside import Showing
 from shoal.deploy.dashboard.feed import RunFacts
 from shoal.deploy.demo.step_book import Step, StepBook
-from shoal.deploy.demo.summary import FaultLine, Record, StepLine, Summary
+from shoal.deploy.demo.summary import DemoRecord, FaultLine, StepLine, Summary
 from shoal.deploy.report import (
     Committed,
     Contribution,
@@ -50,7 +50,7 @@ class Chronicle:
     def __init__(self, spec: RunSpec, console: Console, *, title: str) -> None:
         self.started_s = time.monotonic()
         self.title = title
-        self.record = Record()
+        self.record = DemoRecord()
         self._presenter = Presenter(RunFacts.of(spec), title=title, console=console, shows_mine=False)
         self._spec = spec
         self._book = StepBook(

@@ -3,7 +3,6 @@
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Literal
 
 import msgspec
@@ -121,26 +120,26 @@ class FaultLine(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds since the demo began."""
 
 
-@dataclass(slots=True)
-class Record:
+class DemoRecord:
     """The facts of which the summary is made. Times are by the demo's clock."""
 
-    first: StepDone | None = None
-    loss_last: float | None = None
-    step_times_s: list[float] = field(default_factory=list)
-    steps_seen: int = 0
-    staleness_sum: float = 0.0
-    eras: int = 0
-    validations: dict[int, float] = field(default_factory=dict)
-    _val_loss: float | None = None
-    terms: set[int] = field(default_factory=set)
-    faults: list[tuple[float, FaultLine]] = field(default_factory=list)
-    left_behind: int = 0
-    failed: int = 0
-    rss_mb_max: dict[str, float] = field(default_factory=dict)
-    experts: ExpertBook = field(default_factory=ExpertBook)
-    run: str = ""
-    finished: bool = False
+    def __init__(self) -> None:
+        self.first: StepDone | None = None
+        self.loss_last: float | None = None
+        self.step_times_s: list[float] = []
+        self.steps_seen = 0
+        self.staleness_sum = 0.0
+        self.eras = 0
+        self.validations: dict[int, float] = {}
+        self.terms: set[int] = set()
+        self.faults: list[tuple[float, FaultLine]] = []
+        self.left_behind = 0
+        self.failed = 0
+        self.rss_mb_max: dict[str, float] = {}
+        self.experts = ExpertBook()
+        self.run = ""
+        self.finished = False
+        self._val_loss: float | None = None
 
     def add(self, step: StepDone, at_s: float) -> None:
         if self.first is None:
