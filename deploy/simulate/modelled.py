@@ -79,8 +79,6 @@ class ModelledRun:
     """How often, in virtual time, `is_enough` is asked and the work of devices is read."""
     is_enough: Callable[[], str] = lambda: ""
     """A function that says why the run should end, and nothing while it may go on."""
-    introduced: bool = True
-    """Everybody knows everybody's address from the beginning; else they learn it from the directory, as in life."""
 
 
 def run_modelled(run: ModelledRun) -> SimResult:
@@ -97,7 +95,7 @@ def run_modelled(run: ModelledRun) -> SimResult:
 
 async def _play(run: ModelledRun) -> SimResult:
     t, spec = run.topology, _spec_of(run)
-    world = World(run.seed, MatrixNetwork(t), acquainted=run.introduced)
+    world = World(run.seed, MatrixNetwork(t), acquainted=True)
     if isinstance(run.stages, Placement):
         peers = peer_ids(world, range(t.num_devices))
         allocator: Allocator | None = PinnedAllocator(run.stages, peers, split(t, Workload.of(spec), run.stages))
