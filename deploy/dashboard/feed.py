@@ -57,8 +57,6 @@ from shoal.protocol.spec import RunSpec
 CHANGES_MAX = 200
 CHANGES_SHOWN = 60
 TEXT_CHARS_MAX = 240
-NOTE_CHARS_MAX = 600
-"""A note is a sentence of this machine's own peer, which may name an address."""
 NEW_S = 20.0
 """How long a peer is shown as new, and a peer that went as gone."""
 SAME_S = 30.0
@@ -248,8 +246,7 @@ class Feed:
             self._validation = step, loss
 
     def _note(self, now_s: float, kind: Literal["joined", "left", "note"], text: str) -> None:
-        chars_max = NOTE_CHARS_MAX if kind == "note" else TEXT_CHARS_MAX
-        self._add_change(ChangeView(at_s=now_s + self._wall_s, kind=kind, text=clean(text, chars_max)))
+        self._add_change(ChangeView(at_s=now_s + self._wall_s, kind=kind, text=clean(text, TEXT_CHARS_MAX)))
 
     def _add_change(self, change: ChangeView) -> None:
         """Add a change. A plan that says who came or went takes the place of a line that says only that."""

@@ -48,9 +48,9 @@ class Lockstep:
     """Microbatches of one pipeline between stage 0's forward and its backward. None: all that it makes in a step."""
 
     @classmethod
-    def of(cls, blocking: Blocking, placement: Placement) -> "Lockstep":
+    def of(cls, blocking: Blocking, placement: Placement | None) -> "Lockstep":
         """With the i-th member of each stage in one pipeline, if all stages have as many."""
-        stages = placement.stages
+        stages = placement.stages if placement is not None else ()
         even = len({len(stage) for stage in stages}) == 1
         return cls(
             until="left" if blocking == "sends" else "arrived",
