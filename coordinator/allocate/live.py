@@ -143,9 +143,9 @@ def _first(snapshot: Snapshot, seed: int) -> tuple[Layout, str]:
 
     topology, workload = topology_of(snapshot), snapshot.workload
     assert workload is not None
-    planned = plan(topology, workload, num_stages=snapshot.num_stages, seed=seed, work=_work(topology.num_devices))
+    searched, _ = plan(topology, workload, num_stages=snapshot.num_stages, seed=seed, work=_work(topology.num_devices))
     objective = ThroughputObjective(topology, workload)
-    placement = _nobody_alone(objective, _with_left_out(objective, planned.placement))
+    placement = _nobody_alone(objective, _with_left_out(objective, searched))
     slots = [
         Slot(index, first, last, 1.0, [snapshot.peers[device] for device in stage])
         for index, (stage, (first, last)) in enumerate(zip(placement.stages, pairwise(placement.bounds), strict=True))
@@ -221,7 +221,7 @@ def _better(snapshot: Snapshot, previous: Plan, seed: int) -> tuple[Layout | Non
     )
     if not all(current.stages):
         return None, f"nobody at stage {current.stages.index(())} has its state yet"
-    planned = plan(
+    searched, _ = plan(
         topology,
         workload,
         num_stages=len(slots),
@@ -232,7 +232,7 @@ def _better(snapshot: Snapshot, previous: Plan, seed: int) -> tuple[Layout | Non
         gain_min=MARGIN,
     )
     evaluator = ThroughputEvaluator(topology, workload, len(slots), current=current, horizon_s=HORIZON_S)
-    found, with_moves_s = best_with_stayers(evaluator, current, planned.placement, stay=STAY, holders_min=HOLDERS_MIN)
+    found, with_moves_s = best_with_stayers(evaluator, current, searched, stay=STAY, holders_min=HOLDERS_MIN)
     objective = ThroughputObjective(topology, workload)
     before, after = objective.cost(current), objective.cost(found)
     gain = before.seconds / after.seconds - 1.0

@@ -1,48 +1,26 @@
-"""The throughput planner: a swarm and a workload in, who holds what out. Pure, and the same bit for bit anywhere.
+"""The throughput planner. It takes a swarm and a workload and says which device holds which layers.
 
-`plan` searches, `repair` mends at once what a loss has left. Both score with `cost.throughput.ThroughputObjective`.
+It is pure: the same arguments give the same placement on any machine, bit for bit. It scores with
+`cost.throughput.ThroughputObjective`.
 """
 
 import math
-from collections.abc import Collection
-from dataclasses import dataclass, replace
 
 import numpy as np
 
 from shoal.coordinator.allocate.genome import LEFT_OUT, Assignment
 from shoal.coordinator.allocate.hierarchy import Level, coarsen, levels, refine
 from shoal.coordinator.allocate.interface import NoLayout
-from shoal.coordinator.allocate.repair import mend
+from shoal.coordinator.allocate.repair import take_in
 from shoal.coordinator.allocate.search import POPULATION, evolve
 from shoal.coordinator.allocate.throughput_search import IMPOSSIBLE, ThroughputEvaluator
 from shoal.coordinator.cost.placement import Cost, Placement
-from shoal.coordinator.cost.shares import split
 from shoal.coordinator.cost.throughput import ThroughputObjective
 from shoal.coordinator.cost.workload import Workload
 from shoal.protocol.limits import STAGES_MAX
 from shoal.protocol.topology import Topology
 
 _STAGE_CHOICES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Planned:
-    """A placement with what it gives. Devices are indexes of the topology that it was made for."""
-
-    placement: Placement
-    cost: Cost
-    """As `ThroughputObjective` has it, without what moving there costs."""
-    tokens_per_s: float
-    shares: tuple[tuple[float, ...], ...]
-    """Of its stage's microbatches that each member should get, in the order of `placement.stages`; each adds to 1."""
-    parts: tuple[tuple[float, ...], ...]
-    """Of its stage's gradient that each member should add up (`Member.bandwidth`); each adds to 1."""
-    left_out: tuple[int, ...]
-    """Devices that hold nothing: they would slow the others down, or nothing was found for them."""
-    moving_s: float = 0.0
-    """Seconds of the whole swarm's work that moving there from `current` costs."""
-    work: int = 0
-    """Units spent."""
 
 
 def plan(
@@ -55,8 +33,8 @@ def plan(
     current: Placement | None = None,
     horizon_s: float = 600.0,
     gain_min: float = 0.02,
-) -> Planned:
-    """The placement with the shortest time to a loss that the search finds: tokens/s, less what staleness costs.
+) -> tuple[Placement, Cost]:
+    """Search for the placement with the shortest time to a loss: tokens/s, less what staleness costs.
 
     Args:
         num_stages: None: several are tried, the best is taken; with a `current`, its number.
@@ -64,52 +42,32 @@ def plan(
         current: where everybody is, empty stages allowed; the search begins there, and what a device has to fetch to
             hold other layers counts as lost work, spread over `horizon_s`.
         gain_min: what a change must gain beyond that (relative), else `current` is returned as it is.
+    Returns: (placement, its cost as `ThroughputObjective` has it, without the cost of moving there).
     Raises: NoLayout: no placement of so many stages is possible.
     """
-    now = _now(topology, workload, current)
+    now = _with_newcomers(topology, workload, current)
     if num_stages is None and current is not None:
         num_stages = len(current.stages)
     search = _Search(
         topology,
         workload,
         seed=seed,
-        current=None if now is None else now.placement,
+        current=None if now is None else now[0],
         horizon_s=horizon_s,
     )
-    work = default_work(topology.num_devices) if work is None else work
-    found, seconds, spent = search.best(num_stages, work)
-    if now is not None and (found is None or seconds > now.cost.seconds * (1.0 - gain_min)):
-        return replace(now, work=spent)
+    found, seconds, _ = search.best(num_stages, default_work(topology.num_devices) if work is None else work)
+    if now is not None and (found is None or seconds > now[1].seconds * (1.0 - gain_min)):
+        return now
     if found is None:
         raise NoLayout(search.why_not(num_stages))
-    result = planned(topology, workload, found)
-    moving_s = (seconds / result.cost.seconds - 1.0) * horizon_s if current is not None else 0.0
-    return replace(result, moving_s=max(0.0, moving_s), work=spent)
-
-
-def repair(topology: Topology, workload: Workload, current: Placement, lost: Collection[int] = ()) -> Planned:
-    """`current` without the devices `lost`, by few changes: a stage that nobody holds any more gets a spare or somebody
-    from the richest, spares join and a member moves where that helps; boundaries stay. No search (`repair.py`).
-
-    Raises: NoLayout: there are not enough devices, or the model does not fit into theirs.
-    """
-    placement, cost = mend(topology, workload, ThroughputObjective(topology, workload), current, lost=lost)
-    result = _scored(topology, workload, placement, cost)
-    return replace(result, left_out=tuple(d for d in result.left_out if d not in set(lost)))
-
-
-def planned(topology: Topology, workload: Workload, placement: Placement) -> Planned:
-    """Score a placement from anywhere. Raises: NoLayout: it is impossible, and why."""
-    cost = ThroughputObjective(topology, workload).cost(placement)
-    if not np.isfinite(cost.seconds):
+    cost = ThroughputObjective(topology, workload).cost(found)
+    if not math.isfinite(cost.seconds):
         raise NoLayout(cost.why)
-    return _scored(topology, workload, placement, cost)
+    return found, cost
 
 
 _FINALISTS = 2
 """Numbers of stages that are searched on after all have been tried."""
-WORK_64 = 60_000_000
-"""Half a second of one core."""
 
 
 def default_work(num_devices: int) -> int:
@@ -117,28 +75,15 @@ def default_work(num_devices: int) -> int:
     return 40_000_000 + 300_000 * num_devices
 
 
-def _scored(topology: Topology, workload: Workload, placement: Placement, cost: Cost) -> Planned:
-    shares = split(topology, workload, placement)
-    return Planned(
-        placement=placement,
-        cost=cost,
-        tokens_per_s=cost.parts["tokens_per_s"],
-        shares=shares.shares,
-        parts=shares.parts,
-        left_out=placement.spares(topology.num_devices),
-    )
-
-
-def _now(topology: Topology, workload: Workload, current: Placement | None) -> Planned | None:
-    """Where everybody is, with newcomers and spares where they help, but nobody moved; None if that cannot be."""
+def _with_newcomers(topology: Topology, workload: Workload, current: Placement | None) -> tuple[Placement, Cost] | None:
+    """`current` with newcomers and spares in the stages where they help, and nobody else moved. Returns: None if there
+    is no current placement or it cannot be mended."""
     if current is None:
         return None
-    objective = ThroughputObjective(topology, workload)
     try:
-        placement, cost = mend(topology, workload, objective, current, may_move=False)
+        return take_in(topology, workload, ThroughputObjective(topology, workload), current)
     except NoLayout:
         return None
-    return _scored(topology, workload, placement, cost)
 
 
 class _Search:

@@ -45,7 +45,6 @@ class ThroughputEvaluator:
         *,
         weight: Ints | None = None,
         current: Placement | None = None,
-        carries: Floats | None = None,
         horizon_s: float = 600.0,
     ) -> None:
         from shoal.coordinator.allocate import throughput_kernels
@@ -59,7 +58,7 @@ class ThroughputEvaluator:
         self.topology = topology
         self._weight = np.ones(topology.num_devices) if weight is None else weight.astype(np.float64)
         self._current = current
-        self.problem = self._problem(workload, carries, horizon_s)
+        self.problem = self._problem(workload, horizon_s)
         self._state = _state(self.problem, num_stages)
         self._kept = _state(self.problem, num_stages)
         self._known: dict[bytes, tuple[float, Ints]] = {}
@@ -142,10 +141,6 @@ class ThroughputEvaluator:
         _, bounds = self._cut(assignment)
         stages = tuple(tuple(int(d) for d in np.flatnonzero(assignment == k)) for k in range(self.num_stages))
         return Placement(stages=stages, bounds=tuple(int(bound) for bound in bounds))
-
-    def moving_s(self) -> float:
-        """Of the placement evaluated last."""
-        return float(self._kernels.moving_s(self.problem, self._state))
 
     def evaluate(self, assignment: Assignment, bounds: Sequence[int] | Ints) -> float:
         """Cost with these bounds, moving included."""
@@ -233,7 +228,7 @@ class ThroughputEvaluator:
         chosen = set(sorted(row, key=lambda d: (-quality[d], d))[:keep])
         return [device for device in row if device in chosen]
 
-    def _problem(self, workload: Workload, carries: Floats | None, horizon_s: float) -> "Problem":
+    def _problem(self, workload: Workload, horizon_s: float) -> "Problem":
         t, w, n = self.topology, workload, self.topology.num_devices
         cards, card = np.unique(t.card, return_inverse=True)
         slower = np.minimum(t.up_bytes_per_s, t.down_bytes_per_s)
@@ -244,7 +239,7 @@ class ThroughputEvaluator:
             t.latency_s, t.bytes_per_s, self._weight, w.cut_bytes, float(STREAM_CREDIT_BYTES), q
         )
         finite = bool(np.isfinite(slower).any())
-        home = _Homes(self.topology, workload, self._current, carries)
+        home = _Homes(self.topology, workload, self._current)
         problem: Problem = self._kernels.Problem(
             flop=t.flop_per_s,
             weight=self._weight,
@@ -284,9 +279,7 @@ class ThroughputEvaluator:
 class _Homes:
     """What everybody holds now, and at which rate it would get anything else."""
 
-    def __init__(
-        self, topology: Topology, workload: Workload, current: Placement | None, carries: Floats | None
-    ) -> None:
+    def __init__(self, topology: Topology, workload: Workload, current: Placement | None) -> None:
         n = topology.num_devices
         self.stage = np.full(n, -1, dtype=np.int64)
         self.first, self.last = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64)
@@ -300,8 +293,6 @@ class _Homes:
             if chosen:
                 speed = topology.flop_per_s[chosen]
                 self.carries[chosen] = speed / speed.sum()
-        if carries is not None:
-            self.carries = carries
         placed = np.flatnonzero(self.stage >= 0)
         for device in placed:
             here = np.array([device])

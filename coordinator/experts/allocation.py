@@ -34,27 +34,6 @@ def replica_counts(loads: Sequence[float], *, num_slots: int, min_replicas: int)
     return tuple(replicas)
 
 
-def paper_replica_counts(loads: Sequence[float], *, num_slots: int, min_replicas: int) -> tuple[int, ...]:
-    """In ascending order of load, each expert's share of what is left, rounded down, and at least the minimum.
-
-    Args, returns, raises: as of `replica_counts`. The minimum is kept by all: of m experts left the coldest has at
-    most a part in m of the load, so the others keep theirs.
-    Source: Lazarus, arXiv 2407.04656, equation 1.
-    """
-    _check(loads, num_slots, min_replicas)
-    replicas = [0] * len(loads)
-    left, rest = num_slots, math.fsum(loads)
-    ascending = sorted(range(len(loads)), key=lambda expert: (loads[expert], expert))
-    for position, expert in enumerate(ascending):
-        # An even share where nothing is loaded; the small push undoes rounding in sums such as 0.1 + 0.2.
-        share = loads[expert] / rest if rest > 0.0 else 1.0 / (len(loads) - position)
-        is_last = position == len(loads) - 1
-        replicas[expert] = left if is_last else max(math.floor(share * left + 1e-9), min_replicas)
-        left -= replicas[expert]
-        rest = math.fsum(loads[other] for other in ascending[position + 1 :])
-    return tuple(replicas)
-
-
 def busiest_replica_load_ratio(loads: Sequence[float], replicas: Sequence[int]) -> float:
     """The largest load per replica, over the load of each slot if all were equal: 1 is ideal.
 

@@ -11,7 +11,7 @@ from shoal.coordinator.experts.allocation import (
 )
 from shoal.coordinator.experts.history import rounded
 from shoal.coordinator.experts.mending import mend
-from shoal.coordinator.experts.migration import Wave, fewest_fetches, num_fetches, transition
+from shoal.coordinator.experts.migration import fewest_fetches, num_fetches
 from shoal.coordinator.experts.placement import FAILURE_PROBABILITY_ASSUMED, place
 from shoal.coordinator.experts.recovery import Placement, holder_masks, loss_of_masks
 
@@ -50,19 +50,8 @@ class Replan:
     placement: Mapping[str, tuple[int, ...]]
     """Experts in each peer's slots; twice: two parts of the work and one copy."""
     min_replicas: int
-    """Different holders of each expert that is held: what was asked for, or what there are slots for."""
-    missing: tuple[int, ...]
-    """Experts for which there is no slot."""
-    waves: tuple[Wave, ...]
-    """How to get there; empty: everything stays."""
-    busiest_replica_load_ratio: float
-    loss_probability: float
-    """An upper bound where the exact figure would take too long."""
+    """How many different holders each expert that is held has: as many as asked for, or as there are slots for."""
     reason: str
-
-    @property
-    def num_fetches(self) -> int:
-        return sum(len(wave.fetches) for wave in self.waves)
 
 
 def replan(
@@ -104,14 +93,12 @@ class _Decision:
         self.experts = _kept(self.live, loads, self.slots)
         """In order; from here on an expert is its place in this list."""
         self.loads = [loads[expert] for expert in self.experts]
-        self.missing = tuple(sorted(set(range(len(loads))) - set(self.experts)))
         self.promised = min(min_replicas, attainable_min_replicas(self.slots, len(self.experts)))
         index = {expert: i for i, expert in enumerate(self.experts)}
         self.now = tuple(
             tuple(sorted(index[expert] for expert in self.live.get(peer, ()) if expert in index)) for peer in self.peers
         )
         self.was_at = {peer for peer, experts in current.items() if experts}
-        self.slots_of = {peer: nodes[peer].slots for peer in nodes}
 
     def made(self) -> Replan:
         if not self.experts:
@@ -193,15 +180,7 @@ class _Decision:
             peer: tuple(self.experts[expert] for expert in part)
             for peer, part in zip(self.peers, placement, strict=True)
         }
-        return Replan(
-            placement=target,
-            min_replicas=self.promised,
-            missing=self.missing,
-            waves=transition(self.live, target, slots=self.slots_of, min_replicas=self.promised),
-            busiest_replica_load_ratio=self._ratio(placement),
-            loss_probability=self._loss(placement) if not self.missing else 1.0,
-            reason=reason,
-        )
+        return Replan(placement=target, min_replicas=self.promised, reason=reason)
 
 
 def _kept(live: Mapping[str, Sequence[int]], loads: Sequence[float], slots: Sequence[int]) -> list[int]:

@@ -79,12 +79,14 @@ def _ours(request: Request) -> Placement:
     from shoal.coordinator.allocate.planner import plan  # numba takes a second to import
 
     num_stages = None if request.stages is None else request.num_stages
-    found = plan(request.topology, request.workload, num_stages=num_stages, seed=request.seed, work=request.work)
+    searched, searched_cost = plan(
+        request.topology, request.workload, num_stages=num_stages, seed=request.seed, work=request.work
+    )
     try:
         placement, cost = plan_at_once(request.topology, request.workload, num_stages=num_stages)
     except NoLayout:
-        return found.placement
-    return placement if _foreseen_s(cost) < _foreseen_s(found.cost) else found.placement
+        return searched
+    return placement if _foreseen_s(cost) < _foreseen_s(searched_cost) else searched
 
 
 def _foreseen_s(cost: Cost) -> float:

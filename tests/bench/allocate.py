@@ -8,13 +8,17 @@ seeds. `--stages` of 0 takes one stage for each 8 devices. Seconds of communicat
 
 import argparse
 import statistics
+import sys
 import time
+from pathlib import Path
 
 from shoal.coordinator.allocate.dtfm_search import DtfmEvaluator, plan_dtfm
-from shoal.coordinator.allocate.paper import EVALUATIONS, evolve_like_the_paper, plan_dtfm_paper
 from shoal.coordinator.allocate.search import WORK_PER_SECOND
-from shoal.coordinator.cost.sample_networks import PAPER_STAGES, PAPER_WORKLOAD, paper_network, random_network
 from shoal.protocol.topology import Topology
+
+sys.path += [str(Path(__file__).parent / "dtfm_paper"), str(Path(__file__).parents[1] / "lib")]
+from algorithm import EVALUATIONS, evolve_like_the_paper, plan_dtfm_paper
+from sample_networks import PAPER_STAGES, PAPER_WORKLOAD, paper_network, random_network
 
 BEST_KNOWN = {1: 3.440, 2: 31.634, 3: 16.087, 4: 34.802, 5: 49.218}
 """Rounded up in the third decimal, as in the paper's tables and ours."""

@@ -13,19 +13,19 @@ Seeds are fixed, so that only times differ between machines.
 """
 
 import argparse
+import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from shoal.coordinator.experts.allocation import (
     attainable_min_replicas,
     busiest_replica_load_ratio,
-    paper_replica_counts,
     replica_counts,
 )
 from shoal.coordinator.experts.constructions import mixed, mro, mro_fits, spread
-from shoal.coordinator.experts.migration import assign_parts, fewest_fetches, num_fetches
+from shoal.coordinator.experts.migration import fewest_fetches, num_fetches
 from shoal.coordinator.experts.placement import place
 from shoal.coordinator.experts.recovery import Placement, holder_masks, loss_probability, recovery_by_failures
 from shoal.coordinator.experts.replan import Node, replan
@@ -165,6 +165,22 @@ def show_busiest() -> None:
             )
 
 
+def paper_replica_counts(loads: Sequence[float], *, num_slots: int, min_replicas: int) -> tuple[int, ...]:
+    """Lazarus's rule (arXiv 2407.04656, equation 1): in ascending order of load, each expert's share of what is left,
+    rounded down, and at least the minimum."""
+    replicas = [0] * len(loads)
+    left, rest = num_slots, math.fsum(loads)
+    ascending = sorted(range(len(loads)), key=lambda expert: (loads[expert], expert))
+    for position, expert in enumerate(ascending):
+        # An even share where nothing is loaded; the small push undoes rounding in sums such as 0.1 + 0.2.
+        share = loads[expert] / rest if rest > 0.0 else 1.0 / (len(loads) - position)
+        is_last = position == len(loads) - 1
+        replicas[expert] = left if is_last else max(math.floor(share * left + 1e-9), min_replicas)
+        left -= replicas[expert]
+        rest = math.fsum(loads[other] for other in ascending[position + 1 :])
+    return tuple(replicas)
+
+
 def draw_loads(kind: str, count: int, rng: random.Random) -> list[float]:
     if kind == "lognormal":
         return [rng.lognormvariate(0.0, 1.0) for _ in range(count)]
@@ -214,7 +230,7 @@ def show_migration() -> None:
     """400 draws: 10 nodes x 6 slots, two of them fail, loads as they were or moved a little."""
     for num_experts, drift in ((8, 0.0), (16, 0.0), (16, 0.3)):
         rng = random.Random(0)
-        fetched: dict[str, list[int]] = {"greedy": [], "parts": [], "parts and names": [], "replan": []}
+        fetched: dict[str, list[int]] = {"greedy": [], "parts and names": [], "replan": []}
         least = []
         for _ in range(400):
             loads = [rng.lognormvariate(0.0, 1.0) for _ in range(num_experts)]
@@ -225,11 +241,10 @@ def show_migration() -> None:
             replicas = replica_counts(loads, num_slots=48, min_replicas=2)
             target = place(replicas, [6] * 8, min_replicas=2, effort=0.1)
             fetched["greedy"].append(num_fetches(left, greedy_parts(left, target)))
-            fetched["parts"].append(num_fetches(left, assign_parts(left, target)))
             fetched["parts and names"].append(num_fetches(left, fewest_fetches(left, target)))
             names = {f"p{node}": part for node, part in enumerate(left)}
             chosen = replan(names, loads, {peer: Node(slots=6) for peer in names}, min_replicas=2)
-            fetched["replan"].append(chosen.num_fetches)
+            fetched["replan"].append(fetches_between(names, chosen.placement))
             least.append(sum(max(0, 2 - sum(expert in part for part in left)) for expert in range(num_experts)))
         print(f"{num_experts} experts, drift {drift}: fetches, mean (largest) of 400")
         for name, counts in fetched.items():
@@ -241,6 +256,11 @@ def show_migration() -> None:
         )
 
 
+def fetches_between(before: Mapping[str, Sequence[int]], after: Mapping[str, Sequence[int]]) -> int:
+    """How many copies peers have to fetch to get from one placement to the other."""
+    return sum(len(set(experts) - set(before.get(peer, ()))) for peer, experts in after.items())
+
+
 def show_hysteresis() -> None:
     peers = {f"p{node}": Node(slots=6) for node in range(10)}
     for noise in (0.05, 0.1, 0.2):
@@ -250,22 +270,21 @@ def show_hysteresis() -> None:
         moves = fetches = 0
         for _ in range(100):
             loads = [load * rng.lognormvariate(0.0, noise) for load in base]
-            plan = replan(plan.placement, loads, peers, min_replicas=2)
-            moves += bool(plan.waves)
-            fetches += plan.num_fetches
+            before, plan = plan, replan(plan.placement, loads, peers, min_replicas=2)
+            moves += plan.placement != before.placement
+            fetches += fetches_between(before.placement, plan.placement)
         print(f"noise {noise:4}: {moves} of 100 looks move anything, {fetches} fetches")
     rng = random.Random(1)
     loads = [rng.lognormvariate(0.0, 1.0) for _ in range(16)]
     plan, worst, fetches, moves = replan({}, loads, peers, min_replicas=2), 0.0, 0, 0
     for _ in range(100):
         loads = [load * rng.lognormvariate(0.0, 0.1) for load in loads]
-        plan = replan(plan.placement, loads, peers, min_replicas=2)
-        best = busiest(replica_counts, loads, 60)
-        worst, fetches, moves = (
-            max(worst, plan.busiest_replica_load_ratio / best),
-            fetches + plan.num_fetches,
-            moves + bool(plan.waves),
-        )
+        before, plan = plan, replan(plan.placement, loads, peers, min_replicas=2)
+        slots = [expert for experts in plan.placement.values() for expert in experts]
+        ratio = busiest_replica_load_ratio(loads, [slots.count(expert) for expert in range(len(loads))])
+        worst = max(worst, ratio / busiest(replica_counts, loads, 60))
+        moves += plan.placement != before.placement
+        fetches += fetches_between(before.placement, plan.placement)
     print(
         f"random walk, 0.1 a look: {moves} of 100 move, {fetches} fetches, busiest at most {worst:.2f} times the best"
     )

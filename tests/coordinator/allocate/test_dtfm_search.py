@@ -4,15 +4,14 @@ import itertools
 
 import numpy as np
 import pytest
+from sample_networks import PAPER_WORKLOAD, paper_network, random_network
 
 from shoal.coordinator.allocate import dtfm_kernels, matching
 from shoal.coordinator.allocate.dtfm_search import DtfmEvaluator, interchangeable, plan_dtfm
 from shoal.coordinator.allocate.genome import HOMELESS
-from shoal.coordinator.allocate.paper import plan_dtfm_paper
 from shoal.coordinator.allocate.search import evolve
 from shoal.coordinator.cost.dtfm import DtfmObjective, hop_seconds, share_seconds
 from shoal.coordinator.cost.placement import Placement
-from shoal.coordinator.cost.sample_networks import PAPER_WORKLOAD, paper_network, random_network
 from shoal.protocol.errors import LocalError
 from shoal.protocol.topology import make_topology
 
@@ -153,21 +152,6 @@ def test_the_papers_cases_cost_no_more_than_the_best_known(case, goal):
     assert cost == DtfmObjective(topology, PAPER_WORKLOAD).cost(placement)
     assert placement.bounds == (0, 3, 6, 9, 12, 15, 18, 21, 24)
     assert placement.spares(64) == ()
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_the_papers_own_algorithm_is_never_better_on_uneven_networks(seed):
-    """With as much work as 0.15 s are; 1,000 evaluations take about as long."""
-    topology = random_network(30 + 7 * seed, seed)
-    _, mine = plan_dtfm(topology, PAPER_WORKLOAD, num_stages=4, seed=seed, work=15_000_000)
-    _, paper = plan_dtfm_paper(topology, PAPER_WORKLOAD, num_stages=4, seed=seed, evaluations=1_000)
-    assert mine.seconds <= paper.seconds
-
-
-def test_the_papers_own_algorithm_ends_where_its_code_does():
-    for case, seconds in ((1, 3.440), (2, 49.504)):
-        _, cost = plan_dtfm_paper(paper_network(case), PAPER_WORKLOAD, num_stages=8, seed=0, evaluations=1_500)
-        assert round(cost.seconds, 3) == seconds
 
 
 def test_the_same_seed_gives_the_same_plan_and_another_may_not():

@@ -1,14 +1,17 @@
-"""Plans of the throughput planner: repeatable, steady, mended at once, and impossible in one line."""
+"""Placements of the throughput planner: repeatable, steady, and impossible in one line."""
 
 import numpy as np
 import pytest
 
 import allocate_swarms as swarms
-from shoal.coordinator.allocate.bounds import best_bounds
 from shoal.coordinator.allocate.hierarchy import levels
 from shoal.coordinator.allocate.interface import NoLayout
-from shoal.coordinator.allocate.planner import Planned, plan, planned, repair
+from shoal.coordinator.allocate.planner import plan
+from shoal.coordinator.allocate.repair import take_in
+from shoal.coordinator.allocate.throughput_search import ThroughputEvaluator
 from shoal.coordinator.cost.placement import Placement
+from shoal.coordinator.cost.shares import split
+from shoal.coordinator.cost.throughput import ThroughputObjective
 from shoal.coordinator.cost.workload import Workload
 from shoal.deploy.simulate.scenario import find_scenario
 from shoal.protocol.topology import Topology, make_topology
@@ -16,11 +19,10 @@ from shoal.protocol.topology import Topology, make_topology
 WORK = 8_000_000
 
 
-def check(found: Planned, topology: Topology) -> None:
-    placed = [device for stage in found.placement.stages for device in stage]
-    assert sorted([*placed, *found.left_out]) == list(range(topology.num_devices))
-    assert all(topology.may_feed[device] for device in found.placement.stages[0])
-    for stage, shares, parts in zip(found.placement.stages, found.shares, found.parts, strict=True):
+def check(found: Placement, topology: Topology, workload: Workload) -> None:
+    assert all(topology.may_feed[device] for device in found.stages[0])
+    asked = split(topology, workload, found)
+    for stage, shares, parts in zip(found.stages, asked.shares, asked.parts, strict=True):
         assert len(stage) == len(shares) == len(parts) > 0
         assert min(*shares, *parts) > 0.0
         assert sum(shares) == pytest.approx(1.0)
@@ -31,16 +33,16 @@ def check(found: Planned, topology: Topology) -> None:
 def test_the_same_swarm_and_seed_give_the_same_plan(seed: int) -> None:
     topology, workload = swarms.swarm(seed, 16), swarms.workload()
     first, second = (plan(topology, workload, seed=seed, work=WORK) for _ in range(2))
-    check(first, topology)
+    check(first[0], topology, workload)
     assert first == second
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_nobody_moves_while_nothing_changes(seed: int) -> None:
     topology, workload = swarms.swarm(seed, 14, cards=False), swarms.workload(microbatches=200)
-    now = plan(topology, workload, num_stages=3, seed=seed, work=5 * WORK).placement
+    now, _ = plan(topology, workload, num_stages=3, seed=seed, work=5 * WORK)
     for later in range(2):
-        assert plan(topology, workload, seed=100 + later, work=WORK // 4, current=now).placement == now
+        assert plan(topology, workload, seed=100 + later, work=WORK // 4, current=now)[0] == now
 
 
 def test_what_is_worth_a_move_is_moved_and_what_is_not_is_left() -> None:
@@ -49,61 +51,52 @@ def test_what_is_worth_a_move_is_moved_and_what_is_not_is_left() -> None:
     )
     workload = swarms.workload(microbatches=64)
     lopsided = Placement(stages=((0, 1, 2, 3), (4, 5)), bounds=(0, 3, 6))
-    moved = plan(topology, workload, seed=0, work=WORK, current=lopsided)
-    assert moved.cost.seconds < 0.8 * planned(topology, workload, lopsided).cost.seconds
-    assert moved.moving_s > 0.0
-    kept = plan(topology, workload, seed=0, work=WORK, current=lopsided, horizon_s=0.01)
-    assert kept.placement == lopsided
+    _, cost = plan(topology, workload, seed=0, work=WORK, current=lopsided)
+    assert cost.seconds < 0.8 * ThroughputObjective(topology, workload).cost(lopsided).seconds
+    kept, _ = plan(topology, workload, seed=0, work=WORK, current=lopsided, horizon_s=0.01)
+    assert kept == lopsided
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_machines_of_several_devices_make_a_stage_each_whatever_the_seed(seed: int) -> None:
     """Single moves do not lead there: a device moved alone makes two reductions leave their machines."""
     scenario = find_scenario("data-centre")
-    found = plan(scenario.topology, Workload.of(scenario.spec), seed=seed)
-    machines = [{scenario.topology.card[device] for device in stage} for stage in found.placement.stages]
+    found, _ = plan(scenario.topology, Workload.of(scenario.spec), seed=seed)
+    machines = [{scenario.topology.card[device] for device in stage} for stage in found.stages]
     assert [len(cards) for cards in machines] == [1] * 8
 
 
 def test_a_newcomer_is_taken_in_without_anybody_else_moving() -> None:
     topology = make_topology(np.full((7, 7), 0.01), np.full((7, 7), 1e9), flop_per_s=2e13)
     now = Placement(stages=((0, 1, 2), (3, 4, 5)), bounds=(0, 3, 6))
-    found = plan(topology, swarms.workload(microbatches=64), work=WORK, current=now)
-    assert found.left_out == ()
-    assert set(found.placement.stages[0]) >= {0, 1, 2}
-    assert set(found.placement.stages[1]) >= {3, 4, 5}
+    found, _ = plan(topology, swarms.workload(microbatches=64), work=WORK, current=now)
+    assert found.spares(7) == ()
+    assert set(found.stages[0]) >= {0, 1, 2}
+    assert set(found.stages[1]) >= {3, 4, 5}
 
 
 def test_a_device_that_would_slow_the_others_down_is_left_out() -> None:
     up = [1e8] * 6 + [2e4]
     topology = make_topology(np.full((7, 7), 0.01), np.full((7, 7), 1e8), flop_per_s=2e13, up_bytes_per_s=up)
-    found = plan(topology, swarms.workload(microbatches=1000), num_stages=2, work=WORK)
-    assert found.left_out == (6,)
+    found, _ = plan(topology, swarms.workload(microbatches=1000), num_stages=2, work=WORK)
+    assert found.spares(7) == (6,)
 
 
-def test_a_lost_replica_is_replaced_by_a_spare() -> None:
-    topology = make_topology(np.full((5, 5), 0.01), np.full((5, 5), 1e9), flop_per_s=2e13)
-    now = Placement(stages=((0, 1), (2, 3)), bounds=(0, 3, 6))
-    found = repair(topology, swarms.workload(microbatches=64), now, lost=[2])
-    assert found.placement == Placement(stages=((0, 1), (3, 4)), bounds=(0, 3, 6))
-    assert found.left_out == ()
+def test_a_spare_joins_the_poorest_stage() -> None:
+    topology, workload = make_topology(np.full((4, 4), 0.01), np.full((4, 4), 1e9), flop_per_s=2e13), swarms.workload()
+    now = Placement(stages=((0, 1), (2,)), bounds=(0, 3, 6))
+    found, _ = take_in(topology, workload, ThroughputObjective(topology, workload), now)
+    assert found == Placement(stages=((0, 1), (2, 3)), bounds=(0, 3, 6))
 
 
 def test_a_stage_without_anybody_gets_one_of_the_richest() -> None:
-    topology = make_topology(np.full((5, 5), 0.01), np.full((5, 5), 1e9), flop_per_s=2e13)
-    now = Placement(stages=((0, 1, 2), (3,), (4,)), bounds=(0, 2, 4, 6))
-    found = repair(topology, swarms.workload(), now, lost=[3])
-    assert all(found.placement.stages)
-    assert set(found.placement.stages[0]) < {0, 1, 2}
-    assert 4 in found.placement.stages[2]
-    assert found.placement.bounds == now.bounds
-
-
-def test_a_stage_that_became_the_slowest_gets_a_member_of_another() -> None:
-    topology = make_topology(np.full((8, 8), 0.01), np.full((8, 8), 1e9), flop_per_s=2e13)
-    now = Placement(stages=((0, 1, 2, 3), (4, 5, 6, 7)), bounds=(0, 3, 6))
-    found = repair(topology, swarms.workload(microbatches=64), now, lost=[5, 6])
-    assert [len(stage) for stage in found.placement.stages] == [3, 3]
+    topology, workload = make_topology(np.full((4, 4), 0.01), np.full((4, 4), 1e9), flop_per_s=2e13), swarms.workload()
+    now = Placement(stages=((0, 1, 2), (), (3,)), bounds=(0, 2, 4, 6))
+    found, _ = take_in(topology, workload, ThroughputObjective(topology, workload), now)
+    assert all(found.stages)
+    assert set(found.stages[0]) < {0, 1, 2}
+    assert 3 in found.stages[2]
+    assert found.bounds == now.bounds
 
 
 def test_what_cannot_be_is_said_in_one_line() -> None:
@@ -115,15 +108,15 @@ def test_what_cannot_be_is_said_in_one_line() -> None:
     blind = make_topology(np.full((3, 3), 0.01), np.full((3, 3), 1e9), may_feed=0.0)
     with pytest.raises(NoLayout, match="text"):
         plan(blind, swarms.workload(), num_stages=2, work=100_000)
-    two = make_topology(np.full((2, 2), 0.01), np.full((2, 2), 1e9))
+    workload, two = swarms.workload(), make_topology(np.full((2, 2), 0.01), np.full((2, 2), 1e9), may_feed=0.0)
     with pytest.raises(NoLayout, match="nobody is left"):
-        repair(two, swarms.workload(), Placement(stages=((0,), (1,)), bounds=(0, 3, 6)), lost=[0])
+        take_in(two, workload, ThroughputObjective(two, workload), Placement(stages=((), (1,)), bounds=(0, 3, 6)))
 
 
 def test_faster_groups_get_more_layers() -> None:
     topology = make_topology(np.full((4, 4), 0.001), np.full((4, 4), 1e9), flop_per_s=[1e13, 1e13, 3e13, 3e13])
-    placement = best_bounds(topology, swarms.workload(layers=8), [(0, 1), (2, 3)])
-    assert placement.bounds == (0, 2, 8)
+    evaluator = ThroughputEvaluator(topology, swarms.workload(layers=8), 2)
+    assert evaluator.placement_of(np.array([0, 0, 1, 1])).bounds == (0, 2, 8)
 
 
 def test_a_large_swarm_is_clustered_and_solved() -> None:
@@ -134,7 +127,7 @@ def test_a_large_swarm_is_clustered_and_solved() -> None:
     assert views[0].weight.sum() == 600
     assert float(views[0].topology.flop_per_s.sum()) == pytest.approx(float(topology.flop_per_s.sum()))
     workload = swarms.workload(layers=12, microbatches=2000, cut_bytes=1e5)
-    found = plan(topology, workload, num_stages=4, work=20_000_000)
-    check(found, topology)
+    found, cost = plan(topology, workload, num_stages=4, work=20_000_000)
+    check(found, topology, workload)
     bound = 3.0 * sum(workload.layer_flop) * workload.microbatches / float(topology.flop_per_s.sum())
-    assert found.cost.parts["compute_s"] < 1.3 * bound
+    assert cost.parts["compute_s"] < 1.3 * bound

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sample_networks import PAPER_STAGES, PAPER_WORKLOAD, paper_network, random_network
 
 from shoal.coordinator.cost.dtfm import DtfmObjective, bottleneck, shortest_open_path
 from shoal.coordinator.cost.placement import Placement
-from shoal.coordinator.cost.sample_networks import PAPER_STAGES, PAPER_WORKLOAD, paper_network, random_network
 from shoal.protocol.errors import LocalError
 from shoal.protocol.topology import make_topology
 

@@ -10,22 +10,17 @@ from hypothesis import strategies as st
 from shoal.coordinator.experts.allocation import (
     attainable_min_replicas,
     busiest_replica_load_ratio,
-    paper_replica_counts,
     replica_counts,
 )
 from shoal.protocol.errors import LocalError
 
 LOADS = st.lists(st.floats(0.0, 1e6), min_size=1, max_size=12)
-RULES = [replica_counts, paper_replica_counts]
 
 
-@pytest.mark.parametrize("rule", RULES)
 @given(loads=LOADS, min_replicas=st.integers(1, 3), extra=st.integers(0, 40))
-def test_all_slots_are_given_and_nobody_is_below_the_minimum(
-    rule: object, loads: list[float], min_replicas: int, extra: int
-) -> None:
+def test_all_slots_are_given_and_nobody_is_below_the_minimum(loads: list[float], min_replicas: int, extra: int) -> None:
     num_slots = min_replicas * len(loads) + extra
-    counts = rule(loads, num_slots=num_slots, min_replicas=min_replicas)  # type: ignore[operator]
+    counts = replica_counts(loads, num_slots=num_slots, min_replicas=min_replicas)
     assert sum(counts) == num_slots
     assert min(counts) >= min_replicas
 
@@ -39,15 +34,6 @@ def test_no_counts_leave_the_busiest_replica_less_busy(loads: list[int], min_rep
     choices = itertools.product(range(min_replicas, num_slots + 1), repeat=len(loads))
     best = min(busiest_replica_load_ratio(loads, counts) for counts in choices if sum(counts) == num_slots)
     assert busiest_replica_load_ratio(loads, ours) == pytest.approx(best)
-
-
-def test_the_papers_rule_is_equation_1() -> None:
-    """Section 4.1: floor(100/1000 * 14) = 1 -> 2, floor(200/900 * 12) = 2, floor(300/700 * 10) = 4, the rest."""
-    assert paper_replica_counts([400, 100, 300, 200], num_slots=14, min_replicas=2) == (6, 2, 4, 2)
-
-
-def test_the_papers_rule_does_not_lose_a_slot_to_rounding() -> None:
-    assert paper_replica_counts([0.1] * 10, num_slots=30, min_replicas=1) == (3,) * 10
 
 
 def test_a_hot_expert_may_have_more_replicas_than_there_are_nodes() -> None:
@@ -83,6 +69,5 @@ def test_attainable_holders_are_what_a_complete_search_finds(slots: list[int], n
     ],
 )
 def test_what_cannot_be_is_refused(loads: list[float], num_slots: int, min_replicas: int, says: str) -> None:
-    for rule in RULES:
-        with pytest.raises(LocalError, match=says):
-            rule(loads, num_slots=num_slots, min_replicas=min_replicas)
+    with pytest.raises(LocalError, match=says):
+        replica_counts(loads, num_slots=num_slots, min_replicas=min_replicas)

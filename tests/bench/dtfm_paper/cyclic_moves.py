@@ -1,4 +1,5 @@
-"""Compiled steps of the DT-FM paper's genetic algorithm (`paper.py`); rules of `matching.py`."""
+"""Compiled steps of the DT-FM paper's genetic algorithm (`algorithm.py`). They follow the rules of the product's
+`matching.py`."""
 
 import numpy as np
 from numba import njit

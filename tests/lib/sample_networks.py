@@ -1,4 +1,5 @@
-"""Networks to try allocators on: the five of the DT-FM paper, and random uneven ones of any size."""
+"""Networks on which tests and benchmarks try allocators: the five of the DT-FM paper, and random uneven ones of any
+size."""
 
 from dataclasses import dataclass
 

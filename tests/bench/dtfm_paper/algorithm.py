@@ -1,8 +1,8 @@
-"""The DT-FM paper's own genetic algorithm, to compare with. Not what shoal uses: `dtfm_search.py` is.
+"""The DT-FM paper's own genetic algorithm, which the benchmark compares with our search (`dtfm_search.py`).
 
 One label a device, equal stages; 100 random individuals. A child copies 5 random genes of one of two uniformly drawn
 parents into the other and moves devices from overfull stages to the first underfull one; then comes one pass of cyclic
-moves (`paper_kernels.cyclic_pass`). A child that is better replaces the worse parent. 5,000 evaluations, matching and
+moves (`cyclic_moves.cyclic_pass`). A child that is better replaces the worse parent. 5,000 evaluations, matching and
 order solved exactly at each.
 
 Source: Yuan et al. 2022 (arXiv 2206.01288, section 3.3) after Kang and Moon 2000. Re-implemented, and compiled as our
@@ -15,6 +15,7 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
+import cyclic_moves
 import numpy as np
 import numpy.typing as npt
 
@@ -50,9 +51,7 @@ def evolve_like_the_paper(
     evaluator: DtfmEvaluator, *, seed: int, go_on: Callable[[], bool]
 ) -> tuple[Assignment, float]:
     """Args: go_on: asked before each evaluation, those of the first individuals too. Returns: (the best, its cost)."""
-    from shoal.coordinator.allocate import paper_kernels  # numba takes a second to import
-
-    kernels: Any = paper_kernels
+    kernels: Any = cyclic_moves
     rng = Random(seed)
     N, K = evaluator.num_devices, evaluator.num_stages
     room = np.array([N // K + (k < N % K) for k in range(K)], dtype=np.int64)
