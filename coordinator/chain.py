@@ -25,7 +25,7 @@ themselves comes after it. That is a decision between two histories, and a perso
 
 A plan proves itself (`PlanProof`): it names its predecessor, and carries the signed votes of a majority of that plan's
 electors, all of one ballot. So `adopt` takes a plan from anybody, and checks link, votes and bounded steps of term,
-sequence and era against the plan that we obey. Who lacks links in between asks for them (`catching_up`). Two plans of
+sequence and era against the plan that we obey. Who lacks links in between asks for them (`chain_sync`). Two plans of
 one height that both prove themselves would be an alarm; a plan that does not is only refused.
 
 What this does not defend against: a majority of electors that lies. And nobody is talked into a promise that no honest
@@ -40,8 +40,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from shoal.coordinator.chain_log import ChainLog
 from shoal.coordinator.exclusions import Exclusions
-from shoal.coordinator.kept_links import KeptLinks
 from shoal.protocol.errors import RemoteError
 from shoal.protocol.exclusion import open_exclusion
 from shoal.protocol.identity import PeerID
@@ -108,7 +108,7 @@ class PlanChain:
     def __init__(self, run: str, *, owner: PeerID, holds: Holds, holds_order: Holds) -> None:
         self.run, self._owner, self._holds = run, owner, holds
         self.exclusions = Exclusions(owner=owner, holds=holds_order, plans=self._recent)
-        self.links = KeptLinks()
+        self.links = ChainLog()
         self.live: SignedPlan | None = None
         self.granted_term = 0
         self.granted_to: PeerID | None = None

@@ -6,10 +6,10 @@ Theory of operation. What we are follows from the live plan: its coordinator, on
 |-------------|----------------------------------------------------------------------------------------------------|
 | anyone      | heartbeat to the coordinator we know; vote (`chain`); adopt live plans above ours                  |
 | a member    | watch the coordinator (`follower`); when it is gone and it is our turn, ask for the next term      |
-| coordinator | watch the members, re-plan when they change, hand over at the term's end (`tenure`)                |
+| coordinator | watch the members, re-plan when they change, hand over at the term's end (`leader`)                |
 | the owner   | make plan (1, 1) alone, once enough peers are here and nobody knows of a plan of the run           |
 
-A `Proposal` is in flight or not. It goes from asking for the term (only when the term changes) to asking for votes, and
+A `Ballot` is in flight or not. It goes from asking for the term (only when the term changes) to asking for votes, and
 ends live, expired, or overtaken by a plan above its base. A tick drives everything that waits: sixteen times a
 heartbeat where somebody's death would be noticed, else twice.
 
@@ -19,10 +19,19 @@ This file is long because every event of coordination comes in by one door, whic
 import random
 from collections.abc import Callable
 
-from shoal.coordinator import catching_up
-from shoal.coordinator.catching_up import CatchingUp
+from shoal.coordinator import chain_sync
+from shoal.coordinator.acceptor import (
+    answer_heartbeat,
+    answer_offer,
+    answer_pre_vote,
+    answer_request,
+    answer_standing,
+    no_grant,
+)
 from shoal.coordinator.chain import Holds, PlanChain, is_quorum
-from shoal.coordinator.events import (
+from shoal.coordinator.chain_sync import ChainSync
+from shoal.coordinator.confirmations import Ends, end_body, proves_end
+from shoal.coordinator.coordination_events import (
     Alarm,
     Answered,
     Beat,
@@ -45,18 +54,9 @@ from shoal.coordinator.events import (
 )
 from shoal.coordinator.follower import Follower
 from shoal.coordinator.governor import Governor
-from shoal.coordinator.planning import Planning
+from shoal.coordinator.leader import Leader
+from shoal.coordinator.plan_rounds import PlanRounds
 from shoal.coordinator.proposer import Proposer
-from shoal.coordinator.tenure import Tenure
-from shoal.coordinator.voter import (
-    answer_heartbeat,
-    answer_offer,
-    answer_request,
-    answer_sounding,
-    answer_standing,
-    no_grant,
-)
-from shoal.coordinator.witnesses import Ends, end_body, proves_end
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import (
     ChainLinks,
@@ -143,15 +143,15 @@ class CoordinationCore:
         self._follower = Follower(run=run, me=me, owner=owner, heartbeat_s=self._heartbeat_s, rng=rng, now_s=now_s)
         self._watch = self._follower.watch
         self.doubted = self._watch.doubted  # whose word in the directory counts last
-        self._catching_up = CatchingUp(me=me, chain=chain, heartbeat_s=self._heartbeat_s)
-        self._tenure = Tenure(me=me, owner=owner, swarm=spec.swarm, governor=governor, now_s=now_s)
-        self._planning = Planning(
+        self._chain_sync = ChainSync(me=me, chain=chain, heartbeat_s=self._heartbeat_s)
+        self._leader = Leader(me=me, owner=owner, swarm=spec.swarm, governor=governor, now_s=now_s)
+        self._rounds = PlanRounds(
             me=me,
             chain=chain,
             governor=governor,
             proposer=self._proposer,
             follower=self._follower,
-            tenure=self._tenure,
+            leader=self._leader,
             adopt=lambda plan, now_s: self._adopt(plan, now_s, self.me),
         )
         self._leaving = False
@@ -162,7 +162,7 @@ class CoordinationCore:
         if live is not None:
             self.governor.obey(live.plan, now_s)
             if self.is_coordinator:
-                self._tenure.begin(live.plan, now_s, continuing=False, silent=None)
+                self._leader.begin(live.plan, now_s, continuing=False, silent=None)
 
     # --- what the driver reads ---
 
@@ -205,16 +205,16 @@ class CoordinationCore:
             case Beat():
                 self._own = event.heartbeat
                 if event.heartbeat.draining:
-                    self._tenure.hasten(now_s)
+                    self._leader.hasten(now_s)
             case HeadFound():
                 if self._watch.found(event.head, self.plan, me=self.me, now_s=now_s):
                     self._heartbeat_at_s = now_s  # who coordinates a plan above ours answers with it
             case Searched():
                 self._tick_at_s = now_s  # what it has found is acted upon at once
-                return self._planning.searched(event)
+                return self._rounds.searched(event)
             case Leaving():
                 self._leaving = True
-                self._tenure.hasten(now_s)
+                self._leader.hasten(now_s)
             case Expelled():
                 for peer in event.peers:
                     self.governor.roster.leave(peer)
@@ -239,7 +239,7 @@ class CoordinationCore:
                 assert event.plan is not None
                 return [*self._adopt(event.plan, now_s, event.source), Reply(message=Done())]
             case ChainRequest() as request:
-                return [Reply(message=catching_up.answer(self.chain, request))]
+                return [Reply(message=chain_sync.answer(self.chain, request))]
             case HandOver() as message:
                 assert event.plan is not None
                 return self._take_over(event.source, message, event.plan, now_s)
@@ -253,7 +253,7 @@ class CoordinationCore:
             case Reset() as reset:
                 assert event.base is not None
                 assert event.mandate is not None
-                return self._planning.reset(reset, event.base, event.mandate, now_s)
+                return self._rounds.reset(reset, event.base, event.mandate, now_s)
             case other:
                 return [Reply(message=Refusal(reason=f"{type(other).__name__} is not answered here"))]
 
@@ -271,11 +271,11 @@ class CoordinationCore:
         if leads:
             self._hear_end(source, heartbeat)
         commands: list[Command] = [Reply(message=self._answer(heartbeat, now_s, leads=leads, ends=self.ends))]
-        commands += self._planning.reported(heartbeat.plan_sequence, now_s)
+        commands += self._rounds.reported(heartbeat.plan_sequence, now_s)
         commands += [Alarm(text=text) for text in self.governor.complaints]
         self.governor.complaints.clear()
         if self.is_coordinator and live is not None:
-            self._tenure.heard(source, heartbeat, live.plan, now_s)
+            self._leader.heard(source, heartbeat, live.plan, now_s)
         return commands + (self._tell(now_s) if leads else [])
 
     def _hear_end(self, source: PeerID, heartbeat: Heartbeat) -> None:
@@ -330,7 +330,7 @@ class CoordinationCore:
             self._watch.alarm(now_s)
             return [*commands, Reply(message=no_grant(self.chain, base, "still hears the coordinator"))]
         if request.sounding:
-            opinion = answer_sounding(self.chain, source, request, base)
+            opinion = answer_pre_vote(self.chain, source, request, base)
             if opinion.granted:
                 self._follower.gives_way(source, base.plan, now_s)
             return [*commands, Reply(message=opinion)]
@@ -355,13 +355,13 @@ class CoordinationCore:
         if self._proposer.is_busy:
             return commands  # asked twice, or it was our turn anyway
         self.governor.inherit(message)
-        return commands + self._planning.inherit(live, now_s)
+        return commands + self._rounds.inherit(live, now_s)
 
     # --- answers from others ---
 
     def _answered(self, event: Answered, now_s: float) -> list[Command]:
         commands = self._adopt(event.live, now_s, event.peer) if event.live else []
-        commands += self._tenure.answered(event, now_s) if self.is_coordinator else []
+        commands += self._leader.answered(event, now_s) if self.is_coordinator else []
         match event.reply:
             case HeartbeatReply() as reply:
                 self.newest_revision = max(self.newest_revision, reply.revision)
@@ -369,16 +369,16 @@ class CoordinationCore:
                 self._watch.replied(event.peer, reply, self.plan, me=self.me, took_s=event.took_s, now_s=now_s)
                 if reply.is_coordinator and not self.is_coordinator and event.peer == self.coordinator:
                     self.governor.ledger.pace.take_over(reply.pace, now_s)
-                return commands + self._planning.remind(event.peer, reply)
+                return commands + self._rounds.remind(event.peer, reply)
             case Ping():
                 self._watch.answered(event.peer, self.plan, took_s=event.took_s, now_s=now_s)
                 return commands
             case ChainLinks():
                 return commands + self._catch_up(event, now_s)
             case TermGrant() if isinstance(event.asked, TermRequest) and event.asked.sounding:
-                return commands + self._planning.sounded(event, now_s)
+                return commands + self._rounds.sounded(event, now_s)
             case _:
-                return commands + self._planning.count(event, now_s)
+                return commands + self._rounds.count(event, now_s)
 
     def _unanswered(self, event: Unanswered, now_s: float) -> list[Command]:
         match event.asked:
@@ -387,11 +387,11 @@ class CoordinationCore:
             case TermRequest() | PlanOffer():
                 self._proposer.unanswered(event)
             case ChainRequest():
-                self._catching_up.unanswered(event.peer)
+                self._chain_sync.unanswered(event.peer)
         if event.refused:
             self._watch.refused(event.peer, self.plan, took_s=event.took_s, now_s=now_s)
         plan = self.plan
-        return self._tenure.unanswered(event, plan, now_s) if plan and self.is_coordinator else []
+        return self._leader.unanswered(event, plan, now_s) if plan and self.is_coordinator else []
 
     # --- time ---
 
@@ -405,17 +405,17 @@ class CoordinationCore:
         slept = now_s - self._ticked_s > SLEPT_HEARTBEATS * self._heartbeat_s
         self._ticked_s, self._tick_at_s = now_s, now_s + TICK_HEARTBEATS * self._heartbeat_s
         if slept:
-            self._tenure.excuse(now_s)
+            self._leader.excuse(now_s)
             self._watch.excuse(now_s)
             commands.append(LookUp())
         self._watch.weigh_hint(now_s)
-        commands += self._planning.press(now_s)
+        commands += self._rounds.press(now_s)
         return commands + (self._govern(now_s) if self.is_coordinator else self._follow(now_s))
 
     def _govern(self, now_s: float) -> list[Command]:
         live = self.chain.live
         assert live is not None
-        commands, want = self._tenure.work(
+        commands, want = self._leader.work(
             live,
             now_s,
             eligible=self._eligible(live.plan),
@@ -423,7 +423,7 @@ class CoordinationCore:
             outranked=self.coordinator != self.me,
             sequence=self._proposer.next_sequence(live),
         )
-        return self._tell(now_s) + commands + self._planning.pursue(want, live, now_s)
+        return self._tell(now_s) + commands + self._rounds.pursue(want, live, now_s)
 
     def _follow(self, now_s: float) -> list[Command]:
         live = self.chain.live
@@ -435,17 +435,17 @@ class CoordinationCore:
             self._head_at_s = now_s + (HEAD_HEARTBEATS if known else STRANGER_HEARTBEATS) * self._heartbeat_s
             commands.append(LookUp())
         if live is None:
-            return commands + (self._planning.found_run(now_s) if self.me == self.owner else [])
+            return commands + (self._rounds.found_run(now_s) if self.me == self.owner else [])
         eligible = self._eligible(live.plan)
         term = max(self.chain.granted_term, live.plan.term) + 1
         commands += self._follower.work(live, now_s, eligible=eligible, busy=self._proposer.is_busy, term=term)
-        return commands + self._planning.succeed(now_s)
+        return commands + self._rounds.succeed(now_s)
 
     # --- plans ---
 
     def _catch_up(self, event: Answered, now_s: float) -> list[Command]:
         lost = self.chain.live is None or self._is_out_of_touch(self.chain.live.plan, now_s)
-        links, commands = self._catching_up.learn(event.peer, event.links, now_s, may_trust=lost)
+        links, commands = self._chain_sync.learn(event.peer, event.links, now_s, may_trust=lost)
         for plan, after in links:
             commands += self._adopt(plan, now_s, self.me, after=after)
         return commands
@@ -463,7 +463,7 @@ class CoordinationCore:
         was_coordinator, before, num_forks = self.is_coordinator, self.chain.live, self.chain.num_forks
         new, reason, lacks = self.chain.adopt(plan, after=after)
         if lacks:
-            return self._catching_up.ask(source, now_s)
+            return self._chain_sync.ask(source, now_s)
         if not new:
             return [Alarm(text=reason)] if self.chain.num_forks > num_forks else []
         commands: list[Command] = [Persist(record=self.chain.record()), Obey(plan=plan)]
@@ -483,9 +483,9 @@ class CoordinationCore:
             self._heartbeat_at_s = min(self._heartbeat_at_s, now_s + soon_s)
         if self.is_coordinator and new_term:
             continuing = was_coordinator or before is None
-            self._tenure.begin(plan.plan, now_s, continuing=continuing, silent=None if continuing else silent)
+            self._leader.begin(plan.plan, now_s, continuing=continuing, silent=None if continuing else silent)
             if not self._eligible(plan.plan):
-                self._tenure.hasten(now_s)
+                self._leader.hasten(now_s)
         elif not self.is_coordinator and (overtaken or new_term):
             self.governor.stand_by()
         return commands

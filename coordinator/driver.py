@@ -16,9 +16,7 @@ import msgspec
 from shoal.coordinator.admission import Admission
 from shoal.coordinator.allocate.interface import Allocator
 from shoal.coordinator.chain import PlanChain
-from shoal.coordinator.core import CoordinationCore
-from shoal.coordinator.enquiry import Enquiry
-from shoal.coordinator.events import (
+from shoal.coordinator.coordination_events import (
     Alarm,
     Answered,
     Ask,
@@ -40,14 +38,16 @@ from shoal.coordinator.events import (
     TimerFired,
     Unanswered,
 )
+from shoal.coordinator.core import CoordinationCore
+from shoal.coordinator.discovery import Discovery
 from shoal.coordinator.governor import Governor
 from shoal.coordinator.ledger import HISTORY_STEPS, StepRecord
-from shoal.coordinator.notices import Notices
-from shoal.coordinator.opened import OpenedPlans
-from shoal.coordinator.reports import ReportOutbox
+from shoal.coordinator.report_queue import ReportQueue
 from shoal.coordinator.searcher import RunBlocking, Searcher, inline
+from shoal.coordinator.status_service import StatusService
 from shoal.coordinator.store import PlanStore
-from shoal.coordinator.word import Word
+from shoal.coordinator.verified_plans import VerifiedPlans
+from shoal.coordinator.write_ahead import WriteAhead
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused, RemoteError, ShoalError, Unreachable
 from shoal.protocol.exclusion import Exclusion, exclusion_body, open_exclusion
@@ -163,16 +163,16 @@ class Coordination:
             rng=rng,
             now_s=clock.now_s(),
         )
-        self._enquiry = Enquiry(endpoint=endpoint, core=self._core, clock=clock, timeout_s=self._timeout_s)
+        self._status_service = StatusService(endpoint=endpoint, core=self._core, clock=clock, timeout_s=self._timeout_s)
         self._searcher = Searcher(allocator, run_blocking, tell=self._feed)
         self._admission = Admission(endpoint.members, clock.now_s, is_open=spec.swarm.open)
         self.turned_away = ""
         """Why the coordinator does not let us in; empty: it does, or we have not met it."""
         self._times_turned_away = 0
-        self._word = Word(store, clock)
-        self._notices = Notices(endpoint, directory, clock)
-        self._reports = ReportOutbox()
-        self._plans = OpenedPlans(run, owner=owner, shape=PlanShape.of(spec), seals=seals)
+        self._write_ahead = WriteAhead(store, clock)
+        self._discovery = Discovery(endpoint, directory, clock)
+        self._reports = ReportQueue()
+        self._plans = VerifiedPlans(run, owner=owner, shape=PlanShape.of(spec), seals=seals)
         self.said = ""  # what it last noted as a coordinator, such as what it waits for
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer = Timer(clock, lambda: self._feed(TimerFired()))
@@ -220,14 +220,14 @@ class Coordination:
 
     def status(self) -> SwarmStatus | None:
         """The swarm as we see it, if we coordinate it."""
-        return self._enquiry.status()
+        return self._status_service.status()
 
     async def ask_status(self) -> SwarmStatus:
         """The swarm as its coordinator sees it.
 
         Raises: Unreachable, Refused: there is no coordinator to ask, or it has no plan yet; RemoteError.
         """
-        return await self._enquiry.ask()
+        return await self._status_service.ask()
 
     async def start(self) -> None:
         """Take up where the store ended and begin to answer, report and, if it comes to that, coordinate.
@@ -239,9 +239,9 @@ class Coordination:
             self._endpoint.on(kind, self._answer)
         self._endpoint.on(ChainRequest, self._answer)
         self._endpoint.on(Exclude, self._answer_exclude)
-        self._enquiry.serve()
+        self._status_service.serve()
         self._spawn(self._look_up())
-        self._spawn(self._notices.meet())
+        self._spawn(self._discovery.meet())
         if self.plan is None and self._core.owner == self._endpoint.peer_id:
             self._spawn(self._searcher.prepare())  # while the others arrive
         self._feed(TimerFired())
@@ -327,7 +327,7 @@ class Coordination:
             return Refusal(reason="is closing")
         try:
             commands = self._core.handle(event, now_s=self._clock.now_s())
-            replies = [reply for command in self._word.backed(commands) if (reply := self._carry_out(command))]
+            replies = [reply for command in self._write_ahead.backed(commands) if (reply := self._carry_out(command))]
         finally:
             self._timer.set(self._core.next_timer_s())
         assert len(replies) <= 1
@@ -344,7 +344,7 @@ class Coordination:
             case Ask():
                 self._spawn(self._ask(command.peer, command.message))
             case Publish():
-                self._spawn(self._notices.publish(command.plan))
+                self._spawn(self._discovery.publish(command.plan))
             case LookUp():
                 self._spawn(self._look_up())
             case Search():
@@ -370,12 +370,12 @@ class Coordination:
         self._expel()
         for order in self._core.chain.exclusions.lacks(plan):
             self._spawn(self._tell(plan.coordinator, Exclude(order=order)))
-        if self._notices.should_read(plan):
-            self._spawn(self._notices.meet())
+        if self._discovery.should_read(plan):
+            self._spawn(self._discovery.meet())
         self._on_plan(signed)
 
     def _restore(self) -> None:
-        record = self._word.begin(self._core.chain.record())
+        record = self._write_ahead.begin(self._core.chain.record())
         if record is None:
             return
         before, live = self._stored(record.before), self._stored(record.live)
@@ -453,8 +453,8 @@ class Coordination:
             self._introduce(peer, advert.addresses)
 
     def _introduce(self, peer: PeerID, addresses: tuple[str, ...]) -> None:
-        if self._notices.is_news(peer, addresses):
-            self._spawn(self._notices.introduce(peer, addresses))
+        if self._discovery.is_news(peer, addresses):
+            self._spawn(self._discovery.introduce(peer, addresses))
 
     async def _ask(self, peer: PeerID, message: msgspec.Struct) -> None:
         asked_s = self._clock.now_s()
@@ -488,8 +488,8 @@ class Coordination:
     async def _beat(self, target: PeerID) -> None:
         own = self._heartbeat()
         self._feed(Beat(heartbeat=own))
-        if self._notices.is_due(own.advert):
-            self._spawn(self._notices.advertise(own.advert))
+        if self._discovery.is_due(own.advert):
+            self._spawn(self._discovery.advertise(own.advert))
         own = msgspec.structs.replace(own, end=self._end(own), ends=self._core.ends if self._ends_untold else ())
         heartbeat, sent = self._reports.enclose(own, self._clock.now_s())
         asked_s = self._clock.now_s()
@@ -500,7 +500,7 @@ class Coordination:
             self._reports.failed(sent)
             self._note_refusal(error)
             self._failed(target, heartbeat, error, asked_s)
-            await self._notices.meet()  # it may have moved, or we have never heard where it is
+            await self._discovery.meet()  # it may have moved, or we have never heard where it is
             return
         except asyncio.CancelledError:
             self._reports.failed(sent)
@@ -552,7 +552,7 @@ class Coordination:
             await self._endpoint.ask(self._core.coordinator, Leave(), Done, timeout_s=self._timeout_s)
 
     async def _look_up(self) -> None:
-        self._feed(HeadFound(head=await self._notices.look_up(self._core.doubted)))
+        self._feed(HeadFound(head=await self._discovery.look_up(self._core.doubted)))
 
 
 def _links(reply: msgspec.Struct) -> tuple[bytes, ...]:

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from shoal.coordinator import election
 from shoal.coordinator.chain import is_quorum
-from shoal.coordinator.events import Answered, Ask, Command, Note
-from shoal.coordinator.watch import PING_HEARTBEATS, CoordinatorWatch
+from shoal.coordinator.coordination_events import Answered, Ask, Command, Note
+from shoal.coordinator.leader_monitor import PING_HEARTBEATS, LeaderMonitor
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Ping, TermGrant, TermRequest
 from shoal.protocol.plan import Plan, SignedPlan
@@ -33,7 +33,7 @@ ASK_AGAIN_HEARTBEATS = 0.5
 
 
 @dataclass(slots=True, kw_only=True)
-class Sounding:
+class PreVote:
     base: SignedPlan
     term: int
     asks_at_s: float
@@ -51,10 +51,10 @@ class Follower:
     def __init__(
         self, *, run: str, me: PeerID, owner: PeerID, heartbeat_s: float, rng: random.Random, now_s: float
     ) -> None:
-        self.watch = CoordinatorWatch(owner=owner, heartbeat_s=heartbeat_s, now_s=now_s)
+        self.watch = LeaderMonitor(owner=owner, heartbeat_s=heartbeat_s, now_s=now_s)
         self._run, self._me, self._owner = run, me, owner
         self._heartbeat_s, self._rng = heartbeat_s, rng
-        self._sounding: Sounding | None = None
+        self._pre_vote: PreVote | None = None
         self._is_asking = False
         self._not_before_s = now_s
         self._term_max = 0
@@ -62,7 +62,7 @@ class Follower:
 
     def is_brisk(self, now_s: float) -> bool:
         """Whether something of ours waits for less than half a heartbeat."""
-        return self._sounding is not None or self.watch.is_brisk(now_s)
+        return self._pre_vote is not None or self.watch.is_brisk(now_s)
 
     def hold_off(self, until_s: float) -> None:
         """Somebody else has the term, or ours came to nothing: do not ask before."""
@@ -74,18 +74,18 @@ class Follower:
         theirs = election.standing(self._run, plan.term, plan.coordinator, plan.members, candidate)
         ours = self._standing(plan)
         if theirs is not None and ours is not None and theirs < ours:
-            self._sounding = None
+            self._pre_vote = None
             self.hold_off(now_s + GIVES_WAY_HEARTBEATS * self._heartbeat_s)
 
     def back_off(self, now_s: float) -> None:
         """Ours came to nothing; candidates that met do not meet again."""
-        self._sounding, self._is_asking = None, False
+        self._pre_vote, self._is_asking = None, False
         self.hold_off(now_s + (1 + 2 * self._rng.random()) * BACK_OFF_HEARTBEATS * self._heartbeat_s)
 
     def obeys(self, plan: Plan, *, new_term: bool, replaced: PeerID | None, now_s: float) -> None:
         """There is a new plan to follow."""
         self._is_asking = self._is_asking and not new_term
-        self._sounding = None
+        self._pre_vote = None
         self.watch.obeys(plan, new_term=new_term, replaced=replaced, now_s=now_s)
 
     def work(self, live: SignedPlan, now_s: float, *, eligible: bool, busy: bool, term: int) -> list[Command]:
@@ -100,7 +100,7 @@ class Follower:
         if self.watch.takes_ping(now_s):
             commands.append(Ask(peer=plan.coordinator, message=Ping()))
         if turn is None or now_s < self.watch.suspect_at_s:
-            self._sounding, self._is_asking = None, False
+            self._pre_vote, self._is_asking = None, False
         if turn is None or busy or now_s < self.watch.suspect_at_s:
             return commands
         # Who has begun to ask goes on when it learns of a later plan of the same coordinator, whoever is next there.
@@ -108,64 +108,64 @@ class Follower:
         due_s = self.watch.suspect_at_s + (0 if self._is_asking else turn) * stagger_s
         if now_s < max(due_s, self._not_before_s):
             return commands
-        sounding = self._sounding
-        if sounding is None:
+        pre_vote = self._pre_vote
+        if pre_vote is None:
             commands.append(Note(text=f"coordinator {plan.coordinator[-8:]} is silent, asking who misses it"))
             self._is_asking = True
-            sounding = self._sounding = Sounding(
+            pre_vote = self._pre_vote = PreVote(
                 base=live,
                 term=max(term, self._term_max + 1),
                 asks_at_s=now_s,
                 expires_at_s=now_s + SOUNDING_HEARTBEATS * self._heartbeat_s,
                 agreed={self._me},
             )
-        if now_s >= sounding.expires_at_s:
+        if now_s >= pre_vote.expires_at_s:
             self.back_off(now_s)
-            text = f"{len(sounding.agreed)} of {len(plan.electors)} miss the coordinator: it stays"
+            text = f"{len(pre_vote.agreed)} of {len(plan.electors)} miss the coordinator: it stays"
             return [*commands, Note(text=text)]
-        return commands + self._ask(sounding, now_s)
+        return commands + self._ask(pre_vote, now_s)
 
     def count(self, event: Answered) -> None:
         """A member's opinion."""
-        sounding = self._about(event.asked)
-        if sounding is None or not isinstance(event.reply, TermGrant):
+        pre_vote = self._about(event.asked)
+        if pre_vote is None or not isinstance(event.reply, TermGrant):
             return
-        sounding.waiting.pop(event.peer, None)
+        pre_vote.waiting.pop(event.peer, None)
         if event.reply.granted:
-            sounding.agreed.add(event.peer)
-        elif event.reply.term >= sounding.term:
+            pre_vote.agreed.add(event.peer)
+        elif event.reply.term >= pre_vote.term:
             self._term_max = event.reply.term
-            sounding.term = event.reply.term + 1  # who agreed to a lower term agrees to this
+            pre_vote.term = event.reply.term + 1  # who agreed to a lower term agrees to this
 
     def unanswered(self, peer: PeerID, asked: TermRequest) -> None:
-        sounding = self._about(asked)
-        if sounding is not None:
-            sounding.waiting.pop(peer, None)
+        pre_vote = self._about(asked)
+        if pre_vote is not None:
+            pre_vote.waiting.pop(peer, None)
 
     def take_agreed(self) -> tuple[SignedPlan, int] | None:
         """The plan and the term that a majority would grant us, once."""
-        sounding = self._sounding
-        if sounding is None or not is_quorum(sounding.agreed, sounding.base.plan.electors, self._owner):
+        pre_vote = self._pre_vote
+        if pre_vote is None or not is_quorum(pre_vote.agreed, pre_vote.base.plan.electors, self._owner):
             return None
-        self._sounding = None
-        return sounding.base, sounding.term
+        self._pre_vote = None
+        return pre_vote.base, pre_vote.term
 
-    def _about(self, asked: object) -> Sounding | None:
-        sounding = self._sounding
-        if sounding is None or not isinstance(asked, TermRequest) or asked.live != sounding.base.link:
+    def _about(self, asked: object) -> PreVote | None:
+        pre_vote = self._pre_vote
+        if pre_vote is None or not isinstance(asked, TermRequest) or asked.live != pre_vote.base.link:
             return None
-        return sounding
+        return pre_vote
 
-    def _ask(self, sounding: Sounding, now_s: float) -> list[Command]:
-        if now_s < sounding.asks_at_s:
+    def _ask(self, pre_vote: PreVote, now_s: float) -> list[Command]:
+        if now_s < pre_vote.asks_at_s:
             return []
-        sounding.asks_at_s = now_s + PING_HEARTBEATS / 2 * self._heartbeat_s
-        coordinator = sounding.base.plan.coordinator
-        question = TermRequest(term=sounding.term, live=sounding.base.link, handed_over=False, sounding=True)
-        left_out = {coordinator, *sounding.agreed, *(p for p, until_s in sounding.waiting.items() if now_s < until_s)}
-        peers = [peer for peer in sounding.base.plan.electors if peer not in left_out]
+        pre_vote.asks_at_s = now_s + PING_HEARTBEATS / 2 * self._heartbeat_s
+        coordinator = pre_vote.base.plan.coordinator
+        question = TermRequest(term=pre_vote.term, live=pre_vote.base.link, handed_over=False, sounding=True)
+        left_out = {coordinator, *pre_vote.agreed, *(p for p, until_s in pre_vote.waiting.items() if now_s < until_s)}
+        peers = [peer for peer in pre_vote.base.plan.electors if peer not in left_out]
         again_s = now_s + max(ASK_AGAIN_HEARTBEATS * self._heartbeat_s, 2 * self.watch.round_trip_s)
-        sounding.waiting.update(dict.fromkeys(peers, again_s))
+        pre_vote.waiting.update(dict.fromkeys(peers, again_s))
         return [Ask(peer=peer, message=question) for peer in peers]
 
     def _standing(self, plan: Plan) -> int | None:

@@ -10,7 +10,10 @@ import msgspec
 
 from shoal.coordinator import election
 from shoal.coordinator.allocate.interface import NO_MOVES, Allocator, Layout, MeasuredPeer, NoLayout, Searching
+from shoal.coordinator.ballot import Draft
+from shoal.coordinator.confirmations import Confirmations, Ends
 from shoal.coordinator.cost.workload import Workload
+from shoal.coordinator.diagnosis import name_of
 from shoal.coordinator.era import (
     Beginning,
     Disks,
@@ -21,18 +24,15 @@ from shoal.coordinator.era import (
     is_last_holder,
     next_beginning,
 )
-from shoal.coordinator.experts.groups import ExpertPlaces
+from shoal.coordinator.experts.expert_groups import ExpertPlaces
 from shoal.coordinator.handover import adverts, fitting
-from shoal.coordinator.improvement import Improvement, SearchJob, Swarm, keeps_state, places_of
 from shoal.coordinator.ledger import Ledger, StepRecord
 from shoal.coordinator.plan_notes import PlanNotes
-from shoal.coordinator.proposal import Draft
 from shoal.coordinator.roster import Roster
+from shoal.coordinator.search_schedule import SearchJob, SearchSchedule, Swarm, keeps_state, places_of
 from shoal.coordinator.snapshots import SnapshotSchedule
-from shoal.coordinator.standing import name_of
-from shoal.coordinator.status import swarm_status
 from shoal.coordinator.survey import Survey
-from shoal.coordinator.witnesses import Ends, Witnesses
+from shoal.coordinator.swarm_status import swarm_status
 from shoal.protocol.identity import PeerID
 from shoal.protocol.layers import held_keys
 from shoal.protocol.messages import HandOver, Heartbeat, Reset, SwarmStatus
@@ -69,7 +69,7 @@ class Governor:
     """The swarm for which the live plan, or the refusal to make another, is right."""
     _will: HandOver | None = None
     _survey: Survey = field(init=False)
-    _improvement: Improvement = field(init=False)
+    _schedule: SearchSchedule = field(init=False)
     _job: SearchJob | None = None
     _holders: HolderWatch = field(init=False)
     _notes: PlanNotes = field(default_factory=PlanNotes)
@@ -80,7 +80,7 @@ class Governor:
     """Of the live plan."""
     _former_members: frozenset[PeerID] = frozenset()
     """Of the last plan that had others: they may still report what they did then."""
-    witnesses: Witnesses = field(default_factory=Witnesses)
+    witnesses: Confirmations = field(default_factory=Confirmations)
 
     def __post_init__(self) -> None:
         swarm = self.spec.swarm
@@ -102,7 +102,7 @@ class Governor:
             interval_s=swarm.snapshot_interval_s, heartbeat_s=swarm.heartbeat_s, lead_steps=training.s_max + 1
         )
         self._survey = Survey(self.spec)
-        self._improvement = Improvement(swarm.heartbeat_s, enabled=isinstance(self.allocator, Searching))
+        self._schedule = SearchSchedule(swarm.heartbeat_s, enabled=isinstance(self.allocator, Searching))
         self._holders = HolderWatch(swarm.heartbeat_s, 0.0)
 
     # --- what comes in ---
@@ -166,7 +166,7 @@ class Governor:
             # What we knew in an earlier term of ours is stale: who had left may be back, who drained may be gone.
             self.roster = Roster(self.spec.swarm.heartbeat_s)
             self._snapshots.begin()
-            self._improvement.begin_term(plan, now_s, searched=will is not None and will.searched)
+            self._schedule.begin_term(plan, now_s, searched=will is not None and will.searched)
             self._survey.begin_term(plan)
         if will is not None:
             for peer, advert in will.roster:
@@ -205,10 +205,10 @@ class Governor:
             return None, "waiting for a peer that has the run's text"
         disks = disks_of(self.roster, now_s)
         swarm = _swarm(peers)
-        layout = self._improvement.take(None, swarm)
-        if layout is None and self._improvement.awaits_first(swarm, now_s):
+        layout = self._schedule.take(None, swarm)
+        if layout is None and self._schedule.awaits_first(swarm, now_s):
             snapshot = self._survey.snapshot(peers, None, disks, knows_network=True)
-            self._job = self._improvement.begin(snapshot, None, swarm, now_s, seed=1)
+            self._job = self._schedule.begin(snapshot, None, swarm, now_s, seed=1)
             return None, LOOKING_FOR_FIRST
         layout, reason = (layout, layout.reason) if layout else self._layout(peers, None, disks, sequence=1)
         if layout is None or disks.era_max < 0:
@@ -351,7 +351,7 @@ class Governor:
     def unsettle(self) -> None:
         """A plan came to nothing: the swarm is still to be provided for."""
         self._settled_for = self._will = None
-        self._improvement.forget()
+        self._schedule.forget()
 
     def take_job(self) -> SearchJob | None:
         """What is to be searched now, once."""
@@ -361,8 +361,8 @@ class Governor:
     def searched(self, job: SearchJob, layout: Layout | None, *, is_possible: bool) -> bool:
         """What came of it. Returns: whether anybody still wants to know."""
         if not is_possible:
-            self._improvement.give_up()
-        return self._improvement.returned(job, layout)
+            self._schedule.give_up()
+        return self._schedule.returned(job, layout)
 
     @property
     def version_max(self) -> int:
@@ -426,7 +426,7 @@ class Governor:
             pace=self.ledger.pace.tell(now_s),
             staleness_steps_mean=self.ledger.staleness_mean,
             elapsed_s=self._elapsed_s(now_s),
-            searched=self._improvement.has_searched(live.plan),
+            searched=self._schedule.has_searched(live.plan),
             plans=self._notes.tell(now_s),
             absent=self.roster.absent(live.plan.members, now_s),
             loads=self.experts.loads(len(live.plan.stages)),
@@ -483,12 +483,12 @@ class Governor:
             if placed != live.experts:
                 moved = Layout(stages=live.stages, spares=live.spares, reason="experts go where the load is")
                 return Draft(layout=moved), moved.reason
-        layout = self._improvement.take(live, swarm)
+        layout = self._schedule.take(live, swarm)
         if layout is not None and keeps_state(layout, live, peers):
             return Draft(layout=layout), layout.reason
-        if not live.fresh and self._improvement.is_due(live, swarm, now_s):
+        if not live.fresh and self._schedule.is_due(live, swarm, now_s):
             snapshot = self._survey.snapshot(peers, live, disks, knows_network=True)
-            self._job = self._improvement.begin(snapshot, live, swarm, now_s, seed=sequence)
+            self._job = self._schedule.begin(snapshot, live, swarm, now_s, seed=sequence)
         return None, ""
 
     @property

@@ -5,7 +5,7 @@ the coordinator before us got the other half. Each (stage, step) counts once. A 
 report is here, which alone knows the loss, and either all stages have reported or `PATIENCE_S` is over.
 
 A report is the word of one peer, so it is kept until enough others confirm it: a step is told, its loss shown and the
-pace reckoned with it, once the last stage's version as most of its members report it (`witnesses`) has passed it.
+pace reckoned with it, once the last stage's version as most of its members report it (`confirmations`) has passed it.
 
 When the run goes back (a new era), so does the ledger: steps above the beginning happen, and are told, again.
 """
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.coordinator.pace import AGE_S_MAX, Pace
+from shoal.coordinator.token_rate import AGE_S_MAX, TokenRate
 from shoal.protocol.messages import CommitReport, HandOver, ValidationReport
 
 HISTORY_STEPS = 1024
@@ -91,7 +91,7 @@ class Ledger:
         self._norms: dict[int, dict[int, float]] = {}
         """By step, then group: the 2-norm of the gradient of the group's layers. Placed experts are groups too."""
         self.staleness_mean = 0.0
-        self.pace = Pace(tokens_per_step=tokens_per_step)
+        self.pace = TokenRate(tokens_per_step=tokens_per_step)
 
     @property
     def step(self) -> int:

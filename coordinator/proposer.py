@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import msgspec
 
 from shoal.coordinator.allocate.interface import Layout
+from shoal.coordinator.ballot import Ballot, Draft
 from shoal.coordinator.chain import Holds, PlanChain, is_quorum
-from shoal.coordinator.events import Answered, Ask, Command, Persist, Unanswered
-from shoal.coordinator.experts.groups import ExpertPlaces
-from shoal.coordinator.proposal import Draft, Proposal
+from shoal.coordinator.coordination_events import Answered, Ask, Command, Persist, Unanswered
+from shoal.coordinator.experts.expert_groups import ExpertPlaces
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import PlanVote, TermGrant
 from shoal.protocol.plan import Plan, SignedPlan, Stage, vote_body
@@ -64,7 +64,7 @@ class Proposer:
         self._vouch, self._holds = vouch, holds
         self._sign, self._is_fresh, self._experts = sign, is_fresh, experts
         self._patience_s = PROPOSAL_HEARTBEATS * heartbeat_s
-        self._proposal: Proposal | None = None
+        self._proposal: Ballot | None = None
         self._outcome: Carried | GivenUp | None = None
         self._sequence_max = 0
         self._term_max = 0
@@ -88,7 +88,7 @@ class Proposer:
         term = term or max(self._chain.granted_term, base.plan.term, self._term_max) + 1
         if not self._chain.grant(self._me, term, base).granted:
             return []
-        self._proposal = Proposal(
+        self._proposal = Ballot(
             base=base,
             term=term,
             owner=self._owner,
@@ -103,7 +103,7 @@ class Proposer:
     def propose(self, base: SignedPlan, draft: Draft, now_s: float) -> list[Command]:
         """As the coordinator, in our own term: straight to the votes."""
         assert base.plan.coordinator == self._me
-        self._proposal = Proposal(base=base, term=base.plan.term, owner=self._owner, expires_at_s=0.0)
+        self._proposal = Ballot(base=base, term=base.plan.term, owner=self._owner, expires_at_s=0.0)
         return self._offer(self.make(base, base.plan.term, draft), now_s)
 
     def count(self, event: Answered, agreed: bool, term: int, reason: str, now_s: float) -> list[Command]:

@@ -5,8 +5,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 
+from shoal.coordinator.adaptive_timeout import Arrivals
 from shoal.coordinator.allocate.interface import MeasuredPeer
-from shoal.coordinator.patience import Arrivals
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import PEERS_MAX
 from shoal.protocol.messages import Absence, Advert, Heartbeat, PeerStatus

@@ -5,8 +5,8 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from shoal.coordinator.allocate.interface import Allocator, Layout, Searching
-from shoal.coordinator.events import Searched
-from shoal.coordinator.improvement import SearchJob
+from shoal.coordinator.coordination_events import Searched
+from shoal.coordinator.search_schedule import SearchJob
 from shoal.protocol.errors import LocalError
 
 logger = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ from collections import OrderedDict
 from dataclasses import replace
 
 from shoal.coordinator.allocate.interface import MeasuredPeer, Snapshot
-from shoal.coordinator.cost.layers import layer_costs
+from shoal.coordinator.cost.layer_costs import layer_costs
 from shoal.coordinator.cost.workload import Workload
 from shoal.coordinator.era import Disks, stages_on
 from shoal.coordinator.measured import LinkBook, SpeedBook

@@ -17,7 +17,7 @@ from typing import TypeVar
 import torch
 
 from shoal.coordinator.allocate.interface import Allocator
-from shoal.coordinator.allocate.live import EvolutionaryAllocator
+from shoal.coordinator.allocate.live_allocator import EvolutionaryAllocator
 from shoal.coordinator.driver import Coordination
 from shoal.coordinator.ledger import StepRecord
 from shoal.coordinator.store import PLANS, PlanStore

@@ -8,7 +8,7 @@ name, signed by it and with its certificate.
 from collections.abc import Mapping
 from functools import lru_cache, partial
 
-from shoal.coordinator.notices import peers_key, plan_key
+from shoal.coordinator.discovery import peers_key, plan_key
 from shoal.deploy.run_record import record_key
 from shoal.protocol.access import Gate
 from shoal.protocol.depth import TooDeep, check_depth

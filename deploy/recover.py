@@ -23,8 +23,8 @@ import msgspec
 
 from shoal.coordinator import election
 from shoal.coordinator.chain import is_quorum
+from shoal.coordinator.discovery import Discovery
 from shoal.coordinator.era import Beginning, Disks
-from shoal.coordinator.notices import Notices
 from shoal.deploy.visit import visiting
 from shoal.protocol.access import Gate
 from shoal.protocol.endpoint import Endpoint
@@ -168,7 +168,7 @@ class Recovery:
 
     def __init__(self, *, endpoint: Endpoint, directory: Directory, clock: Clock, owner: PeerID, spec: RunSpec) -> None:
         self._endpoint, self._owner, self._spec = endpoint, owner, spec
-        self._notices = Notices(endpoint, directory, clock)
+        self._notices = Discovery(endpoint, directory, clock)
         self._clock = clock
 
     async def look(self, *, era: int | None = None) -> Situation:

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from shoal.coordinator.allocate.evolution import Improved, evolve
 from shoal.coordinator.allocate.genome import Assignment
-from shoal.coordinator.allocate.search import Improved, evolve
 from shoal.coordinator.cost.dtfm import DtfmObjective, hop_seconds, share_seconds
 from shoal.coordinator.cost.placement import Cost, Placement
 from shoal.protocol.errors import LocalError
@@ -21,7 +21,7 @@ _SHARE_PER_PAIR = 1_000
 """Work of one local search, for N^2 pairs: 6 million at 64 devices, 12 million at 100. There a third of it finds
 layouts 2 % worse in the same time, and three times as much leaves a second's search few individuals."""
 _KERNEL_UNITS = 2
-"""In a unit of `search.WORK_PER_SECOND`: the kernel does 300 million of its own a second."""
+"""In a unit of `evolution.WORK_PER_SECOND`: the kernel does 300 million of its own a second."""
 _POLISH = 8
 """The last part of a local search, 1 / 8 of its work, starts from exact matching and order and accepts no loss."""
 _HEAT = 0.3
@@ -32,8 +32,10 @@ _POPULATION = 5
 
 
 class DtfmEvaluator:
-    """Implements `search.Evaluator`. Stages are as equal as can be: N mod K of them hold one device more; no device is
-    left out; who has text is not asked, the paper has no such thing.
+    """Implements `evolution.Evaluator`.
+
+    Stages are as equal as can be: N mod K of them hold one device more. No device is left out. The paper knows nothing
+    of a text, so it does not count which devices have it.
 
     Raises: LocalError: more stages than devices.
     """

@@ -8,11 +8,11 @@ import math
 
 import numpy as np
 
+from shoal.coordinator.allocate.evolution import POPULATION, evolve
 from shoal.coordinator.allocate.genome import LEFT_OUT, Assignment
 from shoal.coordinator.allocate.hierarchy import Level, coarsen, levels, refine
 from shoal.coordinator.allocate.interface import NoLayout
 from shoal.coordinator.allocate.repair import take_in
-from shoal.coordinator.allocate.search import POPULATION, evolve
 from shoal.coordinator.allocate.throughput_search import IMPOSSIBLE, ThroughputEvaluator
 from shoal.coordinator.cost.placement import Cost, Placement
 from shoal.coordinator.cost.throughput import ThroughputObjective
@@ -38,7 +38,7 @@ def plan(
 
     Args:
         num_stages: None: several are tried, the best is taken; with a `current`, its number.
-        work: a budget in units of `search.WORK_PER_SECOND`, not in seconds; None: `default_work`.
+        work: a budget in units of `evolution.WORK_PER_SECOND`, not in seconds; None: `default_work`.
         current: where everybody is, empty stages allowed; the search begins there, and what a device has to fetch to
             hold other layers counts as lost work, spread over `horizon_s`.
         gain_min: what a change must gain beyond that (relative), else `current` is returned as it is.

@@ -150,7 +150,7 @@ def unit(state):
 
 @_kernel
 def exchange_rates(latency, rate, weight, frame_bytes, credit_bytes, q):
-    """Fill q [N, N]: `paths.both_ways` in frames/s, for all pairs."""
+    """Fill q [N, N]: `path_rates.both_ways` in frames/s, for all pairs."""
     frames = max(1.0, np.floor(credit_bytes / frame_bytes))
     n = len(weight)
     for i in range(n):

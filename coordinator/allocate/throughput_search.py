@@ -1,7 +1,7 @@
 """The throughput objective as an `Evaluator`: assignments whose labels are places in the pipeline, cut by exact DP.
 
-`search.evolve` takes individuals that differ only in the names of stages for one and keeps the cheaper; here names are
-positions, so that means the better order. Bounds are no part of an individual: they are the exact cut for its groups
+`evolution.evolve` takes individuals that differ only in the names of stages for one and keeps the cheaper. Here names
+are positions, so it keeps the better order. Bounds are no part of an individual: they are the exact cut for its groups
 (or those of the current plan where moving state costs more than that gains), mended by local search.
 """
 
@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from shoal.coordinator.allocate.evolution import Improved
 from shoal.coordinator.allocate.genome import HOMELESS, LEFT_OUT, Assignment
-from shoal.coordinator.allocate.search import Improved
-from shoal.coordinator.cost.paths import path_bytes_per_s
+from shoal.coordinator.cost.path_rates import path_bytes_per_s
 from shoal.coordinator.cost.placement import Placement
 from shoal.coordinator.cost.workload import STATE_BYTES_PER_PARAMETER, Workload
 from shoal.protocol.limits import STREAM_CREDIT_BYTES
@@ -29,7 +29,7 @@ _SHARE_PER_DEVICE = 20_000
 
 
 class ThroughputEvaluator:
-    """Implements `search.Evaluator`.
+    """Implements `evolution.Evaluator`.
 
     Args:
         weight: int64 [N], how many alike devices each of the topology stands for (`hierarchy.py`), 1 if None. Then

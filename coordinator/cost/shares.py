@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shoal.coordinator.cost.paths import reduction_parts
+from shoal.coordinator.cost.path_rates import reduction_parts
 from shoal.coordinator.cost.placement import Placement
 from shoal.coordinator.cost.throughput import ThroughputObjective
 from shoal.coordinator.cost.workload import Workload

@@ -13,10 +13,10 @@ of a stage can take
              has both in one and runs nothing again, whatever others do: 3 F / flop_per_s            [s]
     out_d    what its paths to the next stage carry, summed; in_d: to the one before. An activation is followed by a
              gradient of its size on the way back, so a path's slower direction counts, and stream credit
-             (`paths.both_ways`)                                                             [microbatches/s]
+             (`path_rates.both_ways`)                                                             [microbatches/s]
     card_d   the slower direction of its network card; of a shared card the part that its load is of all loads [bytes/s]
     R_d      the reduction of S bytes among n: S sum over mates on other cards of (p_d + p_e), for d adds up the part
-             p_d (`paths.reduction_parts`, `peer/group/reduce.py`)                                     [bytes]
+             p_d (`path_rates.reduction_parts`, `peer/group/reduce.py`)                                     [bytes]
     b away_d activation out, gradient back: each crosses the card in each direction once an edge of the stage; away is
              the number of edges (2, at the ends 1) less what stays behind the card                     [bytes]
 
@@ -70,7 +70,7 @@ import numpy as np
 from shoal.coordinator.cost.flow import fill
 from shoal.coordinator.cost.foresight import foreseen_s
 from shoal.coordinator.cost.pacing import STEP_FLOP_PER_PARAMETER, Flow, Pace, Stage, pace_of
-from shoal.coordinator.cost.paths import both_ways, exchange_s, reduction_parts, same_card
+from shoal.coordinator.cost.path_rates import both_ways, exchange_s, reduction_parts, same_card
 from shoal.coordinator.cost.placement import Cost, Placement
 from shoal.coordinator.cost.workload import Workload
 from shoal.protocol.topology import Floats, Ints, Topology

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from shoal.coordinator.cost.layers import layer_costs
+from shoal.coordinator.cost.layer_costs import layer_costs
 from shoal.protocol.spec import ModelSpec, RunSpec
 from shoal.protocol.staleness import FREE, Price, price_of
 

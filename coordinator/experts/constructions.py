@@ -9,7 +9,7 @@ keeps the promise of `min_replicas` different holders wherever that can be kept.
 import heapq
 from collections.abc import Sequence
 
-from shoal.coordinator.experts.recovery import Placement
+from shoal.coordinator.experts.recovery import ExpertPlacement
 
 
 def mro_fits(replicas: Sequence[int], slots: Sequence[int]) -> bool:
@@ -22,7 +22,7 @@ def mro_fits(replicas: Sequence[int], slots: Sequence[int]) -> bool:
     return sum(sorted(replicas)[:: slots[0]]) <= len(slots)
 
 
-def mro(replicas: Sequence[int], slots: Sequence[int], *, order: Sequence[int] | None = None) -> Placement:
+def mro(replicas: Sequence[int], slots: Sequence[int], *, order: Sequence[int] | None = None) -> ExpertPlacement:
     """Maximum rank overlap; what is left over fills the remaining slots one after the other.
 
     Args:
@@ -44,7 +44,7 @@ def mro(replicas: Sequence[int], slots: Sequence[int], *, order: Sequence[int] |
 
 def mixed(
     replicas: Sequence[int], slots: Sequence[int], *, order: Sequence[int], num_groups: int | None, packed: bool
-) -> Placement:
+) -> ExpertPlacement:
     """The first so many groups (None: all) as `mro` places them, the rest of the experts apart from each other.
 
     Args: packed: each goes to the fullest node that lacks it, not to the emptiest.
@@ -55,7 +55,7 @@ def mixed(
     return table.placement()
 
 
-def spread(replicas: Sequence[int], slots: Sequence[int]) -> Placement:
+def spread(replicas: Sequence[int], slots: Sequence[int]) -> ExpertPlacement:
     """One expert after the other, most replicas first, each replica to the next node that has room."""
     table = _Table(replicas, slots)
     node = 0
@@ -68,7 +68,7 @@ def spread(replicas: Sequence[int], slots: Sequence[int]) -> Placement:
     return table.placement()
 
 
-def levelled(replicas: Sequence[int], slots: Sequence[int], *, min_replicas: int) -> Placement:
+def levelled(replicas: Sequence[int], slots: Sequence[int], *, min_replicas: int) -> ExpertPlacement:
     """First the minimum of each expert, then the rest, each replica to a node with most room that lacks the expert.
 
     Taking the nodes with most room is what Gale and Ryser's theorem rests on: if all experts can have `min_replicas`
@@ -145,7 +145,7 @@ class _Table:
         self.room[node] += 1
         self.left[expert] += 1
 
-    def placement(self) -> Placement:
+    def placement(self) -> ExpertPlacement:
         return tuple(tuple(expert for expert in sorted(held) for _ in range(held[expert])) for held in self.held)
 
 

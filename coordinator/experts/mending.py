@@ -4,7 +4,7 @@ filled, and slots go from those who need them least to the busiest until that is
 from collections.abc import Sequence
 
 from shoal.coordinator.experts.allocation import busiest_replica_load_ratio
-from shoal.coordinator.experts.recovery import Placement
+from shoal.coordinator.experts.recovery import ExpertPlacement
 
 
 def mend(
@@ -15,7 +15,7 @@ def mend(
     min_replicas: int,
     ratio_max: float,
     failure_probability: Sequence[float] | None = None,
-) -> Placement | None:
+) -> ExpertPlacement | None:
     """Args:
         current: what each live node holds, twice meaning two parts of the work; more than its slots is cut.
         loads: float [E]. ratio_max: `busiest_replica_load_ratio` from which on nothing more is moved.

@@ -10,7 +10,7 @@ from collections.abc import Collection, Hashable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.coordinator.experts.recovery import Placement
+from shoal.coordinator.experts.recovery import ExpertPlacement
 
 _FORBIDDEN = -1e6
 """Worth of giving a part to a node of another kind: any number of fetches is better."""
@@ -24,8 +24,8 @@ def num_fetches(current: Sequence[Collection[int]], target: Sequence[Collection[
 
 
 def fewest_fetches(
-    current: Sequence[Collection[int]], target: Placement, *, kinds: Sequence[Hashable] | None = None
-) -> Placement:
+    current: Sequence[Collection[int]], target: ExpertPlacement, *, kinds: Sequence[Hashable] | None = None
+) -> ExpertPlacement:
     """Give the parts of `target` to nodes, and its names to experts, so that few copies are fetched.
 
     Parts are assigned to nodes, then experts with equally many replicas change names, in turns until neither helps.
@@ -52,7 +52,7 @@ def fewest_fetches(
     return min(found)[1]
 
 
-def _held(current: Sequence[Collection[int]], target: Placement) -> NDArray[np.float64]:
+def _held(current: Sequence[Collection[int]], target: ExpertPlacement) -> NDArray[np.float64]:
     """float [N, E]: 1 where the node has a copy."""
     num_experts = 1 + max((expert for part in (*current, *target) for expert in part), default=-1)
     held_NE = np.zeros((len(target), num_experts))
@@ -61,7 +61,7 @@ def _held(current: Sequence[Collection[int]], target: Placement) -> NDArray[np.f
     return held_NE
 
 
-def _assigned(held_NE: NDArray[np.float64], target: Placement, kinds: Sequence[Hashable]) -> Placement:
+def _assigned(held_NE: NDArray[np.float64], target: ExpertPlacement, kinds: Sequence[Hashable]) -> ExpertPlacement:
     part_NE = _table(target, held_NE.shape[1]) > 0
     worth_NN = held_NE @ part_NE.T
     number: dict[Hashable, int] = {}
@@ -71,7 +71,7 @@ def _assigned(held_NE: NDArray[np.float64], target: Placement, kinds: Sequence[H
     return tuple(target[part] for part in parts.tolist())
 
 
-def _renamed(held_NE: NDArray[np.float64], target: Placement) -> Placement:
+def _renamed(held_NE: NDArray[np.float64], target: ExpertPlacement) -> ExpertPlacement:
     times_NE = _table(target, held_NE.shape[1])
     worth_EE = held_NE.T @ (times_NE > 0)
     replicas_E = times_NE.sum(axis=0)
@@ -81,7 +81,7 @@ def _renamed(held_NE: NDArray[np.float64], target: Placement) -> Placement:
     return tuple(tuple(sorted(name_of[expert] for expert in part)) for part in target)
 
 
-def _table(target: Placement, num_experts: int) -> NDArray[np.int64]:
+def _table(target: ExpertPlacement, num_experts: int) -> NDArray[np.int64]:
     times_NE = np.zeros((len(target), num_experts), np.int64)
     for node, part in enumerate(target):
         for expert in part:

@@ -16,7 +16,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-Placement = tuple[tuple[int, ...], ...]
+ExpertPlacement = tuple[tuple[int, ...], ...]
 """[N][slots of the node]: the expert in each slot, ascending; twice on a node: two parts of the work, one copy."""
 
 NODES_EXACT_MAX = 16

@@ -9,11 +9,11 @@ from shoal.coordinator.experts.allocation import (
     busiest_replica_load_ratio,
     replica_counts,
 )
-from shoal.coordinator.experts.history import rounded
+from shoal.coordinator.experts.expert_placement import FAILURE_PROBABILITY_ASSUMED, place
+from shoal.coordinator.experts.failure_rate import rounded
 from shoal.coordinator.experts.mending import mend
 from shoal.coordinator.experts.migration import fewest_fetches, num_fetches
-from shoal.coordinator.experts.placement import FAILURE_PROBABILITY_ASSUMED, place
-from shoal.coordinator.experts.recovery import Placement, holder_masks, loss_of_masks
+from shoal.coordinator.experts.recovery import ExpertPlacement, holder_masks, loss_of_masks
 
 _GLANCE_EFFORT = 0.1
 """Of the search that only asks how safe one could be: a few ms, at every look."""
@@ -26,7 +26,7 @@ class Node:
     slots: int
     """0: it holds nothing after the next plan, as a draining peer."""
     failure_probability: float = FAILURE_PROBABILITY_ASSUMED
-    """Until the next re-placement: `history.failure_probability`. Counts in steps of a factor of two."""
+    """Until the next re-placement: `failure_rate.failure_probability`. Counts in steps of a factor of two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,10 +138,10 @@ class _Decision:
             return "the load moved"
         return ""
 
-    def _loss_max(self, fresh: Placement, riskier: float) -> float:
+    def _loss_max(self, fresh: ExpertPlacement, riskier: float) -> float:
         return max(self.hysteresis.risk_ignored, riskier * self._loss(fresh))
 
-    def _fresh(self, replicas: Sequence[int], effort: float) -> Placement:
+    def _fresh(self, replicas: Sequence[int], effort: float) -> ExpertPlacement:
         target = place(
             replicas,
             self.slots,
@@ -152,7 +152,7 @@ class _Decision:
         )
         return fewest_fetches(self.now, target, kinds=list(zip(self.slots, self.chances, strict=True)))
 
-    def _mended(self, ratio: float) -> Placement | None:
+    def _mended(self, ratio: float) -> ExpertPlacement | None:
         if 2 * sum(map(len, self.now)) < sum(self.slots):
             return None  # Filling slots one by one is for a few.
         return mend(
@@ -165,17 +165,17 @@ class _Decision:
             failure_probability=self.chances,
         )
 
-    def _ratio(self, placement: Placement) -> float:
+    def _ratio(self, placement: ExpertPlacement) -> float:
         counts = [0] * len(self.experts)
         for part in placement:
             for expert in part:
                 counts[expert] += 1
         return busiest_replica_load_ratio(self.loads, counts)
 
-    def _loss(self, placement: Placement) -> float:
+    def _loss(self, placement: ExpertPlacement) -> float:
         return loss_of_masks(holder_masks(placement, len(self.experts)), self.chances).high
 
-    def _result(self, placement: Placement, reason: str) -> Replan:
+    def _result(self, placement: ExpertPlacement, reason: str) -> Replan:
         target = {
             peer: tuple(self.experts[expert] for expert in part)
             for peer, part in zip(self.peers, placement, strict=True)

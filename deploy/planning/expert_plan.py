@@ -12,9 +12,9 @@ from shoal.coordinator.experts.allocation import (
     busiest_replica_load_ratio,
     replica_counts,
 )
-from shoal.coordinator.experts.placement import FAILURE_PROBABILITY_ASSUMED, place
+from shoal.coordinator.experts.expert_placement import FAILURE_PROBABILITY_ASSUMED, place
 from shoal.coordinator.experts.recovery import loss_probability, recovery_by_failures
-from shoal.coordinator.experts.shares import busiest_node_load_ratio, token_shares
+from shoal.coordinator.experts.token_shares import busiest_node_load_ratio, token_shares
 from shoal.protocol.complaint import complaint
 from shoal.protocol.errors import LocalError
 

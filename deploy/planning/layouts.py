@@ -52,7 +52,7 @@ class Request:
     @property
     def work(self) -> int:
         """`seconds` as units of work, which never took longer than that on the machines we measured."""
-        from shoal.coordinator.allocate.search import WORK_PER_SECOND
+        from shoal.coordinator.allocate.evolution import WORK_PER_SECOND
 
         return max(1, round(self.seconds * WORK_PER_SECOND))
 

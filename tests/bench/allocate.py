@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from shoal.coordinator.allocate.dtfm_search import DtfmEvaluator, plan_dtfm
-from shoal.coordinator.allocate.search import WORK_PER_SECOND
+from shoal.coordinator.allocate.evolution import WORK_PER_SECOND
 from shoal.protocol.topology import Topology
 
 sys.path += [str(Path(__file__).parent / "dtfm_paper"), str(Path(__file__).parents[1] / "lib")]

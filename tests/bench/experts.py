@@ -25,9 +25,9 @@ from shoal.coordinator.experts.allocation import (
     replica_counts,
 )
 from shoal.coordinator.experts.constructions import mixed, mro, mro_fits, spread
+from shoal.coordinator.experts.expert_placement import place
 from shoal.coordinator.experts.migration import fewest_fetches, num_fetches
-from shoal.coordinator.experts.placement import place
-from shoal.coordinator.experts.recovery import Placement, holder_masks, loss_probability, recovery_by_failures
+from shoal.coordinator.experts.recovery import ExpertPlacement, holder_masks, loss_probability, recovery_by_failures
 from shoal.coordinator.experts.replan import Node, replan
 
 LOADS: dict[str, Callable[[int, random.Random], list[float]]] = {
@@ -38,7 +38,7 @@ LOADS: dict[str, Callable[[int, random.Random], list[float]]] = {
 }
 
 
-def recovery(placement: Placement, num_experts: int) -> tuple[float, ...]:
+def recovery(placement: ExpertPlacement, num_experts: int) -> tuple[float, ...]:
     by_failures = recovery_by_failures(placement, num_experts)
     assert by_failures is not None
     return by_failures
@@ -216,7 +216,7 @@ def show_planning() -> None:
                 )
 
 
-def greedy_parts(current: Sequence[Collection[int]], target: Placement) -> Placement:
+def greedy_parts(current: Sequence[Collection[int]], target: ExpertPlacement) -> ExpertPlacement:
     """Node after node takes the part of which it has most."""
     left, taken = list(target), []
     for held in current:

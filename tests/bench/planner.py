@@ -19,8 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
+from shoal.coordinator.allocate.evolution import evolve
 from shoal.coordinator.allocate.planner import plan
-from shoal.coordinator.allocate.search import evolve
 from shoal.coordinator.allocate.throughput_search import ThroughputEvaluator
 from shoal.coordinator.cost.throughput import ThroughputObjective
 from shoal.coordinator.cost.workload import Workload

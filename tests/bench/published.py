@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from baselines.blocking import Blocking, Lockstep
 
-from shoal.coordinator.cost.layers import layer_costs
+from shoal.coordinator.cost.layer_costs import layer_costs
 from shoal.coordinator.cost.placement import Placement
 from shoal.deploy.simulate.modelled import ModelledRun, run_modelled
 from shoal.deploy.simulate.result import SimResult

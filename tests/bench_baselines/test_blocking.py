@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 from baselines.blocking import BlockingDevice, FixedWindow, Lockstep, PairedRouter, Until
 
-from shoal.coordinator.cost.layers import layer_costs
+from shoal.coordinator.cost.layer_costs import layer_costs
 from shoal.coordinator.cost.placement import Placement
 from shoal.deploy.simulate.modelled import ModelledRun, run_modelled
 from shoal.peer.model.layout import layer_layout

@@ -13,14 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shoal.coordinator.acceptor import answer_offer, answer_request
 from shoal.coordinator.allocate.interface import Layout
-from shoal.coordinator.catching_up import CatchingUp
+from shoal.coordinator.ballot import Ballot, Draft
 from shoal.coordinator.chain import PlanChain
-from shoal.coordinator.events import Answered, Ask
-from shoal.coordinator.experts.groups import ExpertPlaces
-from shoal.coordinator.proposal import Draft, Proposal
+from shoal.coordinator.chain_sync import ChainSync
+from shoal.coordinator.coordination_events import Answered, Ask
+from shoal.coordinator.experts.expert_groups import ExpertPlaces
 from shoal.coordinator.proposer import Carried, Proposer
-from shoal.coordinator.voter import answer_offer, answer_request
 from shoal.protocol.messages import PlanLive, PlanOffer, PlanVote, TermGrant, TermRequest
 from shoal.protocol.plan import Member, SignedPlan, Stage, open_link
 
@@ -108,7 +108,7 @@ class Bag:
         """Laggards ask who told them; newcomers take what they are told on trust."""
         adopted = self.chains[peer].adopt(plan)
         if adopted.lacks:
-            asks = CatchingUp(me=peer, chain=self.chains[peer], heartbeat_s=1.0)
+            asks = ChainSync(me=peer, chain=self.chains[peer], heartbeat_s=1.0)
             links = [self.open(link) for link in self.chains[source].links.after(self.digest(peer), 0)]
             found, _ = asks.learn(source, links, self.now_s, may_trust=self.chains[peer].live is None)
             for each, after in found:
@@ -207,7 +207,7 @@ def test_the_game_is_not_idle(make_unsigned):
 @pytest.mark.parametrize("forgotten", ["what was voted for", "to whom a term is promised"])
 def test_the_game_finds_a_chain_that_is_not_safe(make_unsigned, monkeypatch, forgotten):
     if forgotten == "what was voted for":
-        monkeypatch.setattr(Proposal, "learn", lambda *_: None)
+        monkeypatch.setattr(Ballot, "learn", lambda *_: None)
     else:
         monkeypatch.setattr(PlanChain, "_claim", lambda *_: "")
     with pytest.raises(AssertionError, match=r"two live plans|bypasses"):

@@ -10,9 +10,7 @@ import msgspec
 import pytest
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
-from shoal.coordinator.core import CoordinationCore
-from shoal.coordinator.election import rank, standing
-from shoal.coordinator.events import (
+from shoal.coordinator.coordination_events import (
     Answered,
     Ask,
     Beat,
@@ -28,11 +26,13 @@ from shoal.coordinator.events import (
     TimerFired,
     Unanswered,
 )
+from shoal.coordinator.core import CoordinationCore
+from shoal.coordinator.election import rank, standing
 from shoal.coordinator.follower import CLOSE_PEERS, STAGGER_HEARTBEATS
 from shoal.coordinator.governor import Governor
+from shoal.coordinator.leader_monitor import CLOSE_FLOOR_HEARTBEATS
+from shoal.coordinator.leader_monitor import FLOOR_HEARTBEATS as FAR_FLOOR_HEARTBEATS
 from shoal.coordinator.roster import FLOOR_HEARTBEATS
-from shoal.coordinator.watch import CLOSE_FLOOR_HEARTBEATS
-from shoal.coordinator.watch import FLOOR_HEARTBEATS as FAR_FLOOR_HEARTBEATS
 from shoal.protocol.messages import (
     Done,
     HandOver,

@@ -6,7 +6,7 @@ from pathlib import PurePosixPath
 import msgspec
 import pytest
 
-from shoal.coordinator.events import Unanswered
+from shoal.coordinator.coordination_events import Unanswered
 from shoal.coordinator.store import PlanStore
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import LocalError, Refused

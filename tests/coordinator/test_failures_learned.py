@@ -4,8 +4,8 @@ import msgspec
 import pytest
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
-from shoal.coordinator.experts import groups
-from shoal.coordinator.experts.records import FailureRecords
+from shoal.coordinator.experts import expert_groups
+from shoal.coordinator.experts.failure_records import FailureRecords
 from shoal.coordinator.governor import Governor
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import HandOver, PeerRecord
@@ -27,13 +27,13 @@ def failures(records, *peers) -> list[float]:
 @pytest.mark.sim
 def test_the_next_coordinator_knows_who_has_died_and_who_said_good_bye(run_swarm, monkeypatch):
     asked = []
-    usual = groups.replan
+    usual = expert_groups.replan
 
     def replan(current, loads, nodes, **says):
         asked.append({peer: node.failure_probability for peer, node in nodes.items()})
         return usual(current, loads, nodes, **says)
 
-    monkeypatch.setattr(groups, "replan", replan)
+    monkeypatch.setattr(expert_groups, "replan", replan)
 
     async def scenario(swarm):
         for number in range(9):

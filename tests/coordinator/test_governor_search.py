@@ -8,9 +8,9 @@ import pytest
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
 from shoal.coordinator.allocate.interface import Layout
-from shoal.coordinator.allocate.live import EvolutionaryAllocator
+from shoal.coordinator.allocate.live_allocator import EvolutionaryAllocator
 from shoal.coordinator.governor import LOOKING_FOR_FIRST, Governor
-from shoal.coordinator.improvement import FIRST_PATIENCE_S, REST_HEARTBEATS, SETTLE_HEARTBEATS
+from shoal.coordinator.search_schedule import FIRST_PATIENCE_S, REST_HEARTBEATS, SETTLE_HEARTBEATS
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import LinkReport
 from shoal.protocol.plan import Plan

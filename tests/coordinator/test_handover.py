@@ -4,9 +4,9 @@ import msgspec
 import pytest
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
+from shoal.coordinator.ballot import ENVELOPE_BYTES
 from shoal.coordinator.governor import Governor
 from shoal.coordinator.handover import ADVERTS_MAX, LEAST_NEEDED, fitting
-from shoal.coordinator.proposal import ENVELOPE_BYTES
 from shoal.protocol.limits import CONTROL_BYTES_MAX
 from shoal.protocol.messages import Absence, HandOver, PeerRecord, PlanNote
 from shoal.protocol.spec import RunSpec, SwarmSpec

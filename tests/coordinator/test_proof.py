@@ -7,10 +7,10 @@ import itertools
 import msgspec
 import pytest
 
-from shoal.coordinator.catching_up import CatchingUp
+from shoal.coordinator.ballot import Ballot
 from shoal.coordinator.chain import PlanChain, is_quorum, proof_flaw
-from shoal.coordinator.kept_links import KeptLinks
-from shoal.coordinator.proposal import Proposal
+from shoal.coordinator.chain_log import ChainLog
+from shoal.coordinator.chain_sync import ChainSync
 from shoal.coordinator.store import PlanStore
 from shoal.protocol import limits
 from shoal.protocol.endpoint import Endpoint
@@ -138,7 +138,7 @@ def test_steps_are_bounded_even_with_everybodys_votes(make_plan, chain, first, s
 
 
 def test_a_candidate_never_finishes_what_nobody_can_have_voted_for(make_plan, chain, first):
-    asking = Proposal(base=first, term=2, owner="a", expires_at_s=9.0)
+    asking = Ballot(base=first, term=2, owner="a", expires_at_s=9.0)
     asking.learn(1, make_plan(ABC, coordinator="a", order=(1, 2), base=first, era=1 << 40))
     asking.learn(2**60, make_plan(ABC, coordinator="a", order=(1, 2), base=first))
     assert asking.found is None
@@ -208,7 +208,7 @@ def learn(asker: PlanChain, teller: PlanChain, plans, *, may_trust):
     by_link = {plan.link: plan for plan in plans}
     digest = asker.live.digest if asker.live else ""
     links = [by_link[link] for link in teller.links.after(digest, asker.height[0])]
-    asking = CatchingUp(me="me", chain=asker, heartbeat_s=1.0)
+    asking = ChainSync(me="me", chain=asker, heartbeat_s=1.0)
     found, more = asking.learn("teller", links, 0.0, may_trust=may_trust)
     for plan, after in found:
         asker.adopt(plan, after=after)
@@ -229,7 +229,7 @@ def test_a_newcomer_takes_the_plan_before_on_trust_and_no_other(make_plan, make_
     learn(newcomer, teller, plans, may_trust=True)
     assert newcomer.live is plans[-1]
     forged = [*plans[:-1], msgspec.structs.replace(plans[-1], proof=PlanProof(1, ()))]
-    teller.links = KeptLinks()
+    teller.links = ChainLog()
     for plan in forged:
         teller.links.add(plan)
     other = make_chain()
@@ -240,7 +240,7 @@ def test_a_newcomer_takes_the_plan_before_on_trust_and_no_other(make_plan, make_
 def test_who_hears_its_coordinator_takes_nothing_on_trust(make_plan, make_chain, first):
     plans = grow(make_plan, first, 20)
     teller, laggard = obeying(make_chain, plans), obeying(make_chain, plans[:3])
-    teller.links = KeptLinks()
+    teller.links = ChainLog()
     for plan in plans[10:]:
         teller.links.add(plan)
     learn(laggard, teller, plans, may_trust=False)
@@ -256,7 +256,7 @@ def test_a_new_reign_is_believed_with_its_mandate_only(make_plan, make_chain, fi
     last = make_plan(ABC, coordinator="b", order=(9, 11), base=after, reign=1)
     teller = obeying(make_chain, [*plans, mandated, after, last])
     laggard = obeying(make_chain, plans[:1])
-    asking = CatchingUp(me="me", chain=laggard, heartbeat_s=1.0)
+    asking = ChainSync(me="me", chain=laggard, heartbeat_s=1.0)
     assert asking.learn("teller", [after, last], 0.0, may_trust=True)[0] == []
     learn(laggard, teller, [*plans, mandated, after, last], may_trust=True)
     assert laggard.live is last
@@ -264,17 +264,17 @@ def test_a_new_reign_is_believed_with_its_mandate_only(make_plan, make_chain, fi
 
 def test_kept_links_are_bounded_and_never_fewer_than_two(make_plan, make_chain, first, monkeypatch):
     plans = grow(make_plan, first, 40)
-    monkeypatch.setattr("shoal.coordinator.kept_links.LINKS_KEPT_BYTES", 5 * len(plans[-1].link))
+    monkeypatch.setattr("shoal.coordinator.chain_log.LINKS_KEPT_BYTES", 5 * len(plans[-1].link))
     chain = obeying(make_chain, plans)
     assert len(chain.links.after(plans[0].digest, 0)) == 2
     assert len(chain.links.after(plans[-4].digest, 0)) == 3
-    monkeypatch.setattr("shoal.coordinator.kept_links.LINKS_KEPT_BYTES", 1)
+    monkeypatch.setattr("shoal.coordinator.chain_log.LINKS_KEPT_BYTES", 1)
     chain = obeying(make_chain, plans)
     assert chain.links.after("", 0) == (plans[-2].link, plans[-1].link)
 
 
 def test_a_peer_is_asked_once_at_a_time_and_never_many(make_chain, first):
-    asking = CatchingUp(me="me", chain=obeying(make_chain, [first]), heartbeat_s=1.0)
+    asking = ChainSync(me="me", chain=obeying(make_chain, [first]), heartbeat_s=1.0)
     assert len(asking.ask("b", 0.0)) == 1
     assert asking.ask("b", 0.5) == [] == asking.ask("me", 0.5)
     assert sum(len(asking.ask(f"p{number}", 0.5)) for number in range(50)) == 7

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from shoal.coordinator.ballot import Ballot
 from shoal.coordinator.chain import PlanChain
-from shoal.coordinator.proposal import Proposal
 from shoal.coordinator.store import PlanStore
 
 pytestmark = pytest.mark.sim
@@ -51,7 +51,7 @@ def test_a_seed_replays_exactly(coordination):
 )
 def test_a_chain_that_forgets_is_found_out(coordination, monkeypatch, forgotten, first):
     if forgotten == "what was voted for":
-        monkeypatch.setattr(Proposal, "learn", lambda *_: None)
+        monkeypatch.setattr(Ballot, "learn", lambda *_: None)
     elif forgotten == "to whom a term is promised":
         monkeypatch.setattr(PlanChain, "_claim", lambda *_: "")
     else:

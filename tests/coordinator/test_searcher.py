@@ -6,8 +6,8 @@ import pytest
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
 from shoal.coordinator.allocate.interface import Layout, Snapshot
-from shoal.coordinator.events import Searched
-from shoal.coordinator.improvement import SearchJob
+from shoal.coordinator.coordination_events import Searched
+from shoal.coordinator.search_schedule import SearchJob
 from shoal.coordinator.searcher import Searcher, inline
 from shoal.protocol.errors import LocalError
 

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from shoal.coordinator.events import Answered
+from shoal.coordinator.coordination_events import Answered
 from shoal.protocol.messages import HandOver, PlanLive, PlanOffer, PlanVote, TermRequest
 
 pytestmark = pytest.mark.sim

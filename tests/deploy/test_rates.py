@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from shoal.coordinator.pace import WINDOW_S
+from shoal.coordinator.token_rate import WINDOW_S
 from shoal.deploy.simulate.sightings import Committed
 from shoal.deploy.simulate.swarm import SimSwarm
 from shoal.deploy.simulate.tiny_run import tiny_corpus, tiny_spec

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from hivemind.utils.serializer import MSGPackSerializer
 
-from shoal.coordinator.notices import Notices, peers_key, plan_key
+from shoal.coordinator.discovery import Discovery, peers_key, plan_key
 from shoal.deploy.network import open_network
 from shoal.deploy.record_rules import record_rules
 from shoal.deploy.run_record import SpecKeeper, fetch_spec, record_key, seal_spec
@@ -100,7 +100,7 @@ def test_all_that_a_peer_posts_is_accepted() -> None:
 
     async def main() -> None:
         clock = cast(Any, SimpleNamespace(now_s=asyncio.get_running_loop().time))
-        notices = Notices(endpoint_of(PEER), shelf, clock)
+        notices = Discovery(endpoint_of(PEER), shelf, clock)
         await notices.advertise(ADVERT)
         await notices.publish(sign_plan(PEER, plan))
         await until_cancelled(shelf, 1.0)

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 
 from shoal.coordinator.experts.allocation import attainable_min_replicas, replica_counts
 from shoal.coordinator.experts.constructions import mro, spread
-from shoal.coordinator.experts.placement import place
-from shoal.coordinator.experts.recovery import Placement, holder_masks, loss_probability, recovery_by_failures
+from shoal.coordinator.experts.expert_placement import place
+from shoal.coordinator.experts.recovery import ExpertPlacement, holder_masks, loss_probability, recovery_by_failures
 from shoal.coordinator.experts.replan import Node, replan
 
 NODES_MAX = 12
@@ -29,7 +29,7 @@ def draw_loads(rng: random.Random, count: int) -> list[float]:
     return [rng.lognormvariate(0.0, 1.5) if kind == 2 else rng.random() for _ in range(count)]
 
 
-def recovery(placement: Placement, num_experts: int) -> tuple[float, ...]:
+def recovery(placement: ExpertPlacement, num_experts: int) -> tuple[float, ...]:
     by_failures = recovery_by_failures(placement, num_experts)
     assert by_failures is not None
     return by_failures
@@ -69,7 +69,7 @@ def one_placement(rng: random.Random) -> str:
     return ""
 
 
-def holds_promise(placement: Placement, num_experts: int, min_replicas: int) -> bool:
+def holds_promise(placement: ExpertPlacement, num_experts: int, min_replicas: int) -> bool:
     return min(mask.bit_count() for mask in holder_masks(placement, num_experts)) >= min_replicas
 
 

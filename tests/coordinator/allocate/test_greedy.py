@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
 from shoal.coordinator.allocate.interface import Layout, MeasuredPeer, NoLayout, Snapshot
-from shoal.coordinator.allocate.live import EvolutionaryAllocator
+from shoal.coordinator.allocate.live_allocator import EvolutionaryAllocator
 from shoal.coordinator.cost.workload import Workload
 from shoal.coordinator.measured import MeasuredNetwork
 from shoal.protocol.plan import Member, Plan, PlanShape, Stage, plan_flaw

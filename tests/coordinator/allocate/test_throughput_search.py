@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import allocate_swarms as swarms
-from shoal.coordinator.allocate.search import evolve
+from shoal.coordinator.allocate.evolution import evolve
 from shoal.coordinator.allocate.throughput_search import IMPOSSIBLE, ThroughputEvaluator
 from shoal.coordinator.cost.throughput import ThroughputObjective
 from shoal.protocol.staleness import Price

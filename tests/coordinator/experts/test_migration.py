@@ -8,14 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.coordinator.experts.migration import fewest_fetches, num_fetches
-from shoal.coordinator.experts.recovery import Placement, holder_masks
+from shoal.coordinator.experts.recovery import ExpertPlacement, holder_masks
 
 
-def draw(rng: random.Random, *, num_nodes: int, slots: list[int], num_experts: int) -> Placement:
+def draw(rng: random.Random, *, num_nodes: int, slots: list[int], num_experts: int) -> ExpertPlacement:
     return tuple(tuple(sorted(rng.choices(range(num_experts), k=slots[node]))) for node in range(num_nodes))
 
 
-def fewest_without_names(now: Placement, then: Placement, slots: list[int]) -> int:
+def fewest_without_names(now: ExpertPlacement, then: ExpertPlacement, slots: list[int]) -> int:
     """The fewest fetches of all ways to give the parts of `then` to nodes with as many slots."""
     orders = itertools.permutations(range(len(slots)))
     allowed = [p for p in orders if all(slots[p[node]] == slots[node] for node in range(len(slots)))]

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.coordinator.experts.recovery import (
-    Placement,
+    ExpertPlacement,
     holder_masks,
     levels,
     loss_of_masks,
@@ -52,8 +52,8 @@ def test_loss_probability_adds_the_sets_up(placement: list[list[int]], data: st.
 
 
 def test_the_papers_counterexample() -> None:
-    overlapping: Placement = ((0, 1), (0, 1), (2, 2))
-    ring: Placement = ((0, 1), (1, 2), (0, 2))
+    overlapping: ExpertPlacement = ((0, 1), (0, 1), (2, 2))
+    ring: ExpertPlacement = ((0, 1), (1, 2), (0, 2))
     assert recovery_by_failures(overlapping, 3) == pytest.approx((1, 2 / 3, 0, 0))
     assert recovery_by_failures(ring, 3) == pytest.approx((1, 1, 0, 0))
 

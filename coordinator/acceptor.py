@@ -1,0 +1,115 @@
+"""What we answer, as messages: to a candidate, a coordinator, or a peer that reports to us. Pure."""
+
+from collections.abc import Callable
+
+from shoal.coordinator.chain import PlanChain
+from shoal.coordinator.confirmations import Ends
+from shoal.protocol.identity import PeerID
+from shoal.protocol.messages import (
+    Heartbeat,
+    HeartbeatReply,
+    PaceMark,
+    PlanOffer,
+    PlanVote,
+    Standing,
+    TermGrant,
+    TermRequest,
+)
+from shoal.protocol.plan import SignedPlan, vote_body
+
+
+def answer_request(chain: PlanChain, source: PeerID, request: TermRequest, base: SignedPlan) -> TermGrant:
+    """Make the chain's record durable before this is sent."""
+    grant = chain.grant(source, request.term, base)
+    if not grant.granted:
+        return no_grant(chain, base, grant.reason)
+    return TermGrant(
+        granted=True,
+        term=chain.granted_term,
+        accepted=grant.accepted.envelope if grant.accepted else b"",
+        accepted_term=grant.accepted_term,
+    )
+
+
+def answer_pre_vote(chain: PlanChain, source: PeerID, request: TermRequest, base: SignedPlan) -> TermGrant:
+    """Whether the request would be granted; nothing is promised."""
+    live = chain.live
+    if live is None or live.digest != base.digest or not base.plan.has(source):
+        return no_grant(chain, base, f"obeys plan {chain.order}")
+    if request.term <= chain.granted_term:
+        return no_grant(chain, base, f"granted term {chain.granted_term}, not below {request.term}")
+    if not chain.takes_term(request.term):
+        return no_grant(chain, base, f"no honest candidate is at term {request.term}")
+    return TermGrant(granted=True, term=chain.granted_term)
+
+
+def no_grant(chain: PlanChain, base: SignedPlan, reason: str) -> TermGrant:
+    return TermGrant(granted=False, reason=reason, term=chain.granted_term, live=_newer(chain, base))
+
+
+def answer_offer(
+    chain: PlanChain,
+    source: PeerID,
+    offer: PlanOffer,
+    plan: SignedPlan,
+    base: SignedPlan | None,
+    *,
+    vouch: Callable[[bytes], bytes],
+) -> PlanVote:
+    """Make the chain's record durable before this is sent. Args: vouch: signs the body of a vote in our name."""
+    vote = chain.vote(source, offer.term, plan, base)
+    if vote.accepted:
+        signature = vouch(vote_body(offer.term, plan.digest))
+        return PlanVote(accepted=True, term=chain.granted_term, signature=signature)
+    newer = b"" if base is None else _newer(chain, base)
+    return PlanVote(accepted=False, reason=vote.reason, term=chain.granted_term, live=newer)
+
+
+def answer_heartbeat(
+    chain: PlanChain,
+    heartbeat: Heartbeat,
+    *,
+    coordinator: PeerID,
+    leads: bool,
+    ends: Ends = (),
+    revision: int = 0,
+    pace: tuple[PaceMark, ...] = (),
+    save_at: int = 0,
+    safe: tuple[int, int] = (0, 0),
+) -> HeartbeatReply:
+    """Args:
+    coordinator: as far as we know; ends: what proves that the run is done; leads: whether we may speak as the
+        coordinator; revision: of our spec; pace: as we know it; save_at: of which version a snapshot is due; safe:
+        which snapshot is on disks enough.
+    """
+    live = chain.live
+    behind = live is not None and heartbeat.plan_digest != live.digest
+    return HeartbeatReply(
+        coordinator=coordinator,
+        term=chain.order[0],
+        is_coordinator=leads,
+        plan=live.link if live and behind else b"",
+        ends=ends,
+        revision=revision,
+        pace=pace if leads else (),
+        save_at=save_at,
+        safe=safe,
+    )
+
+
+def answer_standing(chain: PlanChain, own: Heartbeat | None) -> Standing:
+    """`own` is what we said of ourselves last."""
+    return Standing(
+        live=chain.live.link if chain.live else b"",
+        term=max(chain.granted_term, chain.order[0]),
+        era=own.era if own else 0,
+        stage=own.stage if own else None,
+        version=own.version if own else 0,
+        synced=own.synced if own else False,
+        holdings=own.holdings if own else (),
+    )
+
+
+def _newer(chain: PlanChain, base: SignedPlan) -> bytes:
+    """Our live plan, if who asks is behind it."""
+    return chain.live.link if chain.live and chain.live.plan.height > base.plan.height else b""

@@ -1,0 +1,304 @@
+"""The live coordinator's allocator: repair at once, search behind it. Pure.
+
+A change is answered within milliseconds by the greedy rules (`greedy.py`): who is lost is replaced from the spares,
+newcomers go where speed is least, nobody else moves, shares follow the throughput objective. A search (`planner.py`)
+then looks for something better and must earn its moves:
+
+- It gains `MARGIN` of tokens/s or more, by the objective, beyond what noise could pretend.
+- Over `HORIZON_S` it gains more than what the swarm loses while peers fetch other layers.
+- Boundaries stay, since a stage whose boundaries move has no holder from whom its state could come.
+- Only who holds its stage's state moves, or stands aside; of each stage at least half of them stay.
+- Nobody moves while somebody drains, which has its own rules.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+
+from shoal.coordinator.allocate.greedy import Choose, GreedyAllocator, Slot, poorest, slots_of, stage_of
+from shoal.coordinator.allocate.interface import Layout, MeasuredPeer, NoLayout, Snapshot
+from shoal.coordinator.allocate.measured_topology import topology_of
+from shoal.coordinator.cost.placement import Placement
+from shoal.coordinator.cost.shares import split
+from shoal.coordinator.cost.throughput import ThroughputObjective
+from shoal.coordinator.cost.workload import Workload
+from shoal.protocol.identity import PeerID
+from shoal.protocol.plan import Member, Plan, Stage
+from shoal.protocol.spec import RunSpec
+from shoal.protocol.topology import Topology, make_topology
+
+MARGIN = 0.05
+"""Of tokens/s. Figures are averages over 16 reports, so noise of +-10 % in each is 1.5 % in them."""
+HORIZON_S = 600.0
+"""How long a layout is expected to last. Volunteers come and go: what pays later than that is not worth moving for."""
+STAY = 0.5
+"""The part of a stage's holders that a search leaves there, rounded up: who comes must be able to fetch its state."""
+HOLDERS_MIN = 2
+"""A search leaves no stage with fewer that had as many, and newcomers go first to one that has. Where volunteers come
+and go, a lone holder's death costs everybody the steps since the last snapshot, which no layout is worth."""
+SMALL_DEVICES = 32
+"""With fewer the search spends in proportion less than the planner's own budget: there is less to find."""
+
+
+NEWCOMERS_MAX = 8
+SPARES_TRIED = 8
+LEFT_OUT_TRIED = 16
+"""More at once are dealt by their speeds: each place tried for each of them costs an evaluation."""
+
+
+class EvolutionaryAllocator:
+    """Implements `Searching`. Without numba there is no search, and layouts are those of the greedy rules."""
+
+    def __init__(self) -> None:
+        self._greedy = GreedyAllocator()
+
+    def allocate(self, snapshot: Snapshot, previous: Plan | None, *, seed: int) -> Layout:
+        if snapshot.network is None or snapshot.workload is None:
+            return self._arrange(snapshot, previous, seed, _aside(snapshot, previous, None), None)
+        topology = topology_of(snapshot)
+        place = _Place(topology, snapshot.workload)
+        aside = _aside(snapshot, previous, place)
+        known = {*aside, *(peer for stage in previous.stages for peer in stage.peers)} if previous else set()
+        few = sum(peer.peer not in known for peer in snapshot.peers) <= NEWCOMERS_MAX
+        choose = place.choose if previous and few else None
+        layout = self._arrange(snapshot, previous, seed, aside, choose)
+        return replace(layout, stages=_shared(topology, snapshot.workload, layout.stages))
+
+    def _arrange(
+        self, snapshot: Snapshot, previous: Plan | None, seed: int, aside: tuple[PeerID, ...], choose: Choose | None
+    ) -> Layout:
+        try:
+            return self._greedy.arrange(snapshot, previous, seed=seed, aside=aside, choose=choose)
+        except NoLayout:
+            return self._greedy.arrange(snapshot, previous, seed=seed, choose=choose)
+
+    def prepare(self) -> None:
+        from shoal.coordinator.allocate.planner import plan
+
+        pair = make_topology(np.full((2, 2), 0.01), np.full((2, 2), 1e6))
+        plan(pair, Workload.of(RunSpec()), num_stages=2, work=1)
+
+    def search(self, snapshot: Snapshot, previous: Plan | None, *, seed: int) -> tuple[Layout | None, str]:
+        if any(peer.draining for peer in snapshot.peers):
+            return None, "somebody is leaving"
+        try:
+            return _first(snapshot, seed) if previous is None else _better(snapshot, previous, seed)
+        except NoLayout as flaw:
+            return None, f"a search found no layout: {flaw}"
+
+
+class _Place:
+    """Where a newcomer helps most by the throughput objective, which knows its network too."""
+
+    def __init__(self, topology: Topology, workload: Workload) -> None:
+        self._workload, self._topology = workload, topology
+        self._number = {name: device for device, name in enumerate(topology.names)}
+
+    def choose(self, slots: Sequence[Slot], fitting: Sequence[Slot], peer: MeasuredPeer) -> Slot:
+        """A home of the newcomer's is as good if that costs less than `MARGIN`."""
+        fitting = [slot for slot in fitting if len(slot.stayers) < HOLDERS_MIN] or fitting
+        seconds = self.seconds(slots, fitting, peer)
+        best = min(seconds.values())
+        if not math.isfinite(best):
+            return poorest(slots, fitting, peer)
+        near = [slot for slot in fitting if slot.index in peer.homes and seconds[slot.index] <= (1 + MARGIN) * best]
+        return min(near or fitting, key=lambda slot: (seconds[slot.index], slot.index))
+
+    def seconds(self, slots: Sequence[Slot], fitting: Sequence[Slot], peer: MeasuredPeer) -> dict[int, float]:
+        """A step's, with `peer` in each of these stages; inf where that cannot be."""
+        objective = ThroughputObjective(self._topology, self._workload)
+        stages = tuple(tuple(sorted(self._number[p.peer] for p in slot.stayers)) for slot in slots)
+        bounds = (*(slot.first_layer for slot in slots), slots[-1].last_layer)
+        device = self._number[peer.peer]
+        return {
+            slot.index: objective.cost(Placement(stages=_with(stages, slot.index, device), bounds=bounds)).seconds
+            for slot in fitting
+        }
+
+
+def _aside(snapshot: Snapshot, previous: Plan | None, place: _Place | None) -> tuple[PeerID, ...]:
+    """Spares of `previous` that are not needed now: they were left out because they would slow the others down. As many
+    as were lost since take part again, those that help most."""
+    if previous is None or not previous.spares:
+        return ()
+    by_id = {peer.peer: peer for peer in snapshot.peers}
+    slots = slots_of(snapshot, previous, by_id)
+    num_lost = sum(len(stage.peers) for stage in previous.stages) - sum(len(slot.stayers) for slot in slots)
+    spares = sorted((p for p in previous.spares if p in by_id), key=lambda peer: (-by_id[peer].flop_per_s, peer))
+    if place is not None and 0 < num_lost < len(spares):
+        best: dict[PeerID, float] = {}
+        for spare in spares[:SPARES_TRIED]:
+            fitting = [slot for slot in slots if slot.admits(by_id[spare])]
+            best[spare] = min(place.seconds(slots, fitting, by_id[spare]).values(), default=math.inf)
+        spares.sort(key=lambda spare: best.get(spare, math.inf))
+    return tuple(sorted(spares[num_lost:]))
+
+
+def _first(snapshot: Snapshot, seed: int) -> tuple[Layout, str]:
+    """Raises: NoLayout, LocalError."""
+    from shoal.coordinator.allocate.planner import plan  # numba, which takes seconds to import
+
+    topology, workload = topology_of(snapshot), snapshot.workload
+    assert workload is not None
+    searched, _ = plan(topology, workload, num_stages=snapshot.num_stages, seed=seed, work=_work(topology.num_devices))
+    objective = ThroughputObjective(topology, workload)
+    placement = _nobody_alone(objective, _with_left_out(objective, searched))
+    slots = [
+        Slot(index, first, last, 1.0, [snapshot.peers[device] for device in stage])
+        for index, (stage, (first, last)) in enumerate(zip(placement.stages, pairwise(placement.bounds), strict=True))
+    ]
+    spares = tuple(snapshot.peers[device].peer for device in placement.spares(topology.num_devices))
+    stages = _shared(topology, workload, tuple(stage_of(slot) for slot in slots))
+    reason = f"first plan: {topology.num_devices} peers on {len(stages)} stages"
+    return Layout(stages=stages, spares=spares, reason=reason), reason
+
+
+def _with_left_out(objective: ThroughputObjective, placement: Placement) -> Placement:
+    """Nothing is known yet of most links, and of whom nothing is asked nothing will be: until then those whom the
+    search has left out take part too, each in its best place, as long as that costs less than `MARGIN` in all. The
+    fastest `LEFT_OUT_TRIED` of them, that is; where there are more, a later search sees to them."""
+    topology, seconds_max = objective.topology, (1.0 + MARGIN) * objective.cost(placement).seconds
+    left_out = sorted(placement.spares(topology.num_devices), key=lambda d: (-topology.flop_per_s[d], d))
+    for device in left_out[:LEFT_OUT_TRIED]:
+        options = [
+            replace(placement, stages=_with(placement.stages, index, device)) for index in range(len(placement.stages))
+        ]
+        costs = [objective.cost(option).seconds for option in options]
+        if min(costs) <= seconds_max:
+            placement = options[costs.index(min(costs))]
+    return placement
+
+
+def _nobody_alone(objective: ThroughputObjective, placement: Placement) -> Placement:
+    """With a stage's only holder gone the run goes back to a snapshot. So where there are enough peers each stage has
+    `HOLDERS_MIN`, and who costs least there goes, whether it was left out or elsewhere; the speeds of a first look are
+    not worth that risk."""
+    while True:
+        stages = placement.stages
+        lonely = next((k for k, stage in enumerate(stages) if len(stage) < HOLDERS_MIN), None)
+        left_out = placement.spares(objective.topology.num_devices)[:LEFT_OUT_TRIED]
+        givers = [device for stage in stages if len(stage) > HOLDERS_MIN for device in stage]
+        if lonely is None or not (givers or left_out):
+            return placement
+        options = []
+        for device in (*left_out, *givers):
+            rest = tuple(tuple(d for d in stage if d != device) for stage in stages)
+            options.append(replace(placement, stages=_with(rest, lonely, device)))
+        costs = [objective.cost(option).seconds for option in options]
+        if not math.isfinite(min(costs)):
+            return placement
+        placement = options[costs.index(min(costs))]
+
+
+def _with(stages: tuple[tuple[int, ...], ...], index: int, device: int) -> tuple[tuple[int, ...], ...]:
+    return (*stages[:index], tuple(sorted((*stages[index], device))), *stages[index + 1 :])
+
+
+def _better(snapshot: Snapshot, previous: Plan, seed: int) -> tuple[Layout | None, str]:
+    """Raises: NoLayout, LocalError."""
+    from shoal.coordinator.allocate.planner import plan
+    from shoal.coordinator.allocate.staying import best_with_stayers
+    from shoal.coordinator.allocate.throughput_search import ThroughputEvaluator
+
+    by_id = {peer.peer: peer for peer in snapshot.peers}
+    slots = slots_of(snapshot, previous, by_id)
+    placed = {peer.peer: slot.index for slot in slots for peer in slot.holders}
+    free = [
+        number
+        for number, peer in enumerate(snapshot.peers)
+        if peer.peer not in placed or peer.synced_stage == placed[peer.peer]
+    ]
+    assert snapshot.workload is not None
+    topology = topology_of(snapshot).take(free)
+    workload = _by_stage(snapshot.workload, previous.stages)
+    number = {name: device for device, name in enumerate(topology.names)}
+    current = Placement(
+        stages=tuple(tuple(sorted(number[p.peer] for p in slot.holders if p.peer in number)) for slot in slots),
+        bounds=tuple(range(len(slots) + 1)),
+    )
+    if not all(current.stages):
+        return None, f"nobody at stage {current.stages.index(())} has its state yet"
+    searched, _ = plan(
+        topology,
+        workload,
+        num_stages=len(slots),
+        seed=seed,
+        work=_work(len(free)),
+        current=current,
+        horizon_s=HORIZON_S,
+        gain_min=MARGIN,
+    )
+    evaluator = ThroughputEvaluator(topology, workload, len(slots), current=current, horizon_s=HORIZON_S)
+    found, with_moves_s = best_with_stayers(evaluator, current, searched, stay=STAY, holders_min=HOLDERS_MIN)
+    objective = ThroughputObjective(topology, workload)
+    before, after = objective.cost(current), objective.cost(found)
+    gain = before.seconds / after.seconds - 1.0
+    num_moved = sum(current.stage_of().get(d) != found.stage_of().get(d) for d in range(topology.num_devices))
+    if num_moved == 0 or not gain >= MARGIN or with_moves_s >= before.seconds:
+        return None, f"stays: no layout was found that is {100 * MARGIN:.0f} % better and worth its moves"
+    _refill(slots, found, topology, by_id)
+    holding = {peer.peer for slot in slots for peer in slot.holders}
+    spares = tuple(peer.peer for peer in snapshot.peers if peer.peer not in holding)
+    stages = _shared(topology_of(snapshot), snapshot.workload, tuple(stage_of(slot) for slot in slots))
+    reason = f"search: {num_moved} move for {100 * gain:.0f} % more tokens/s"
+    return Layout(stages=stages, spares=spares, reason=reason), reason
+
+
+def _by_stage(workload: Workload, stages: Sequence[Stage]) -> Workload:
+    """As if each stage were one layer: whoever plans with it cannot move a boundary."""
+
+    def sums(values: tuple[float, ...]) -> tuple[float, ...]:
+        return tuple(sum(values[stage.first_layer : stage.last_layer]) for stage in stages)
+
+    return replace(
+        workload,
+        layer_flop=sums(workload.layer_flop),
+        layer_parameters=sums(workload.layer_parameters),
+        layer_held_bytes=sums(workload.layer_held_bytes),
+    )
+
+
+def _refill(slots: list[Slot], found: Placement, topology: Topology, by_id: dict[PeerID, MeasuredPeer]) -> None:
+    """Who stays keeps its rank, and so does who was not free to move; who comes is behind them."""
+    free = set(topology.names)
+    for slot, stage in zip(slots, found.stages, strict=True):
+        members = [by_id[PeerID(topology.names[device])] for device in stage]
+        stay = [peer for peer in slot.holders if peer in members or peer.peer not in free]
+        slot.holders = stay + [peer for peer in members if peer not in stay]
+
+
+def _shared(topology: Topology, workload: Workload, stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
+    """`stages` with the shares of traffic and reduction that the objective assumes."""
+    number = {name: device for device, name in enumerate(topology.names)}
+    ordered = [sorted(stage.members, key=lambda member: number[member.peer]) for stage in stages]
+    placement = Placement(
+        stages=tuple(tuple(number[member.peer] for member in members) for members in ordered),
+        bounds=(*(stage.first_layer for stage in stages), stages[-1].last_layer),
+    )
+    shares = split(topology, workload, placement)
+    if not all(
+        math.isfinite(value) and value > 0.0 for part in (shares.shares, shares.parts) for g in part for value in g
+    ):
+        return stages
+    told = {
+        member.peer: (share, part)
+        for members, of_stage, parts in zip(ordered, shares.shares, shares.parts, strict=True)
+        for member, share, part in zip(members, of_stage, parts, strict=True)
+    }
+    return tuple(
+        Stage(
+            first_layer=stage.first_layer,
+            last_layer=stage.last_layer,
+            members=tuple(Member(peer=m.peer, share=told[m.peer][0], bandwidth=told[m.peer][1]) for m in stage.members),
+        )
+        for stage in stages
+    )
+
+
+def _work(num_devices: int) -> int:
+    from shoal.coordinator.allocate.planner import default_work
+
+    return round(default_work(num_devices) * min(1.0, num_devices / SMALL_DEVICES))

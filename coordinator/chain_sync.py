@@ -1,0 +1,80 @@
+"""How a peer comes by the links of the chain that it lacks. Pure.
+
+A plan that does not follow ours may be live all the same: we have missed some in between. Whoever named it is asked for
+the links behind ours, and each of them proves itself against the one before. Two kinds of peers cannot ask for that: a
+newcomer, which has no plan to begin with, and who was away for longer than anybody keeps links. These take the oldest
+link that they are given on trust and check all later ones against it. A peer that hears its coordinator never does.
+"""
+
+from collections.abc import Sequence
+
+from shoal.coordinator.chain import PlanChain, link_flaw
+from shoal.coordinator.coordination_events import Ask, Command
+from shoal.protocol.identity import PeerID
+from shoal.protocol.messages import ChainLinks, ChainRequest
+from shoal.protocol.plan import SignedPlan
+
+ASK_AGAIN_HEARTBEATS = 1.0
+"""When a question that has not been answered counts as lost."""
+ASKED_MAX = 8
+"""Peers that are asked at the same time; one that answers nothing must not keep us from asking another."""
+
+
+class ChainSync:
+    def __init__(self, *, me: PeerID, chain: PlanChain, heartbeat_s: float) -> None:
+        self._me, self._chain = me, chain
+        self._patience_s = ASK_AGAIN_HEARTBEATS * heartbeat_s
+        self._asked: dict[PeerID, float] = {}
+        """Whom, and until when not again."""
+        self._trusted: dict[PeerID, SignedPlan] = {}
+        """The link that each of these has given us to begin with, while its next ones are on their way."""
+
+    def ask(self, source: PeerID, now_s: float) -> list[Command]:
+        """`source` has named a plan that we have no link to."""
+        self._asked = {peer: until_s for peer, until_s in self._asked.items() if now_s < until_s}
+        if source == self._me or source in self._asked or len(self._asked) >= ASKED_MAX:
+            return []
+        self._asked[source] = now_s + self._patience_s
+        self._trusted.pop(source, None)
+        return [self._question(source, self._chain.live)]
+
+    def unanswered(self, peer: PeerID) -> None:
+        self._trusted.pop(peer, None)
+
+    def learn(
+        self, peer: PeerID, links: Sequence[SignedPlan], now_s: float, *, may_trust: bool
+    ) -> tuple[list[tuple[SignedPlan, SignedPlan | None]], list[Command]]:
+        """`peer` has sent links, oldest first.
+
+        Args: may_trust: we have no plan, or have lost touch with everybody who obeys ours.
+        Returns: ([(plan to adopt, the plan before it if that is to be taken on trust)], what else to ask).
+        """
+        self._asked.pop(peer, None)
+        base = self._trusted.pop(peer, None)
+        found: list[tuple[SignedPlan, SignedPlan | None]] = []
+        last, reign = self._chain.live, self._chain.height[0]
+        for plan in links:
+            if plan.plan.mandate or not plan.plan.previous or (last is not None and plan.plan.previous == last.digest):
+                found.append((plan, None))
+            elif base is not None and not link_flaw(plan, base):
+                found.append((plan, base))
+            elif may_trust and plan.plan.reign <= reign:
+                base = plan  # the one that follows it must be above ours to be obeyed
+                continue
+            else:
+                continue
+            last, reign = plan, max(reign, plan.plan.reign)
+        if found or base is None or not links or len(self._asked) >= ASKED_MAX:
+            return found, []
+        # The first link alone has filled the message.
+        self._trusted[peer] = base
+        self._asked[peer] = now_s + self._patience_s
+        return [], [self._question(peer, base)]
+
+    def _question(self, peer: PeerID, behind: SignedPlan | None) -> Ask:
+        digest, reign = (behind.digest, behind.plan.reign) if behind is not None else ("", 0)
+        return Ask(peer=peer, message=ChainRequest(after=digest, reign=reign))
+
+
+def answer(chain: PlanChain, request: ChainRequest) -> ChainLinks:
+    return ChainLinks(links=chain.links.after(request.after, request.reign))

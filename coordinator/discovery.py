@@ -1,0 +1,151 @@
+"""What a peer posts in the directory and reads there: where everybody is, and where the chain is."""
+
+import asyncio
+import logging
+from collections.abc import Container
+
+import msgspec
+
+from shoal.protocol.endpoint import Endpoint
+from shoal.protocol.errors import RemoteError
+from shoal.protocol.identity import PeerID
+from shoal.protocol.messages import Advert, AdvertRecord, PlanHead
+from shoal.protocol.plan import Plan, SignedPlan
+from shoal.protocol.ports import Clock, Directory
+
+logger = logging.getLogger(__name__)
+
+ADVERT_EXPIRES_S = 60.0
+ADVERT_RENEWED_S = 20.0
+"""Two renewals may fail before the directory forgets us."""
+HEAD_EXPIRES_S = 120.0
+"""A newcomer finds the chain this long after the last coordinator fell silent; the highest of several counts."""
+READERS = 64
+"""Peers that may read all adverts with each renewal of their own."""
+DIALS_MAX = 16
+"""Peers that are introduced at the same time; a dial to one that is gone takes seconds."""
+
+
+def peers_key(run: str) -> str:
+    """Where everybody's advert is."""
+    return f"shoal/{run}/peers"
+
+
+def plan_key(run: str) -> str:
+    """Where coordinators say how far the chain is."""
+    return f"shoal/{run}/plan"
+
+
+class Discovery:
+    """Records are signed and written under the writer's own name; what is not is ignored, so nobody speaks for others.
+
+    Addresses that are read here, or heard with a message, are passed on to the transport.
+    """
+
+    def __init__(self, endpoint: Endpoint, directory: Directory, clock: Clock) -> None:
+        self._endpoint, self._directory, self._clock = endpoint, directory, clock
+        self._peers_key, self._plan_key = peers_key(endpoint.run), plan_key(endpoint.run)
+        self._addresses: dict[PeerID, tuple[str, ...]] = {}
+        self._dials = asyncio.Semaphore(DIALS_MAX)
+        self._advert: Advert | None = None
+        self._renew_at_s = self._read_at_s = 0.0
+
+    def knows(self, peer: PeerID) -> bool:
+        """Whether we have heard where `peer` is."""
+        return peer == self._endpoint.peer_id or peer in self._addresses
+
+    def should_read(self, plan: Plan) -> bool:
+        """Whether a member of `plan` is a stranger whom we should look up now.
+
+        Those whom we work with at once. Others at once in small swarms; in large ones not every time that somebody
+        comes, or a thousand peers read a thousand records each.
+        """
+        me = self._endpoint.peer_id
+        stage = plan.stage_of(me)
+        near = [] if stage is None else plan.stages[max(0, stage - 1) : stage + 2]
+        if not all(self.knows(peer) for part in near for peer in part.peers):
+            return True
+        may_read = plan.coordinator == me or self._clock.now_s() >= self._read_at_s
+        return may_read and not all(self.knows(peer) for peer in plan.members)
+
+    def is_due(self, advert: Advert) -> bool:
+        """Whether to `advertise` now: it changed, or what is posted is about to lapse. True once."""
+        now_s = self._clock.now_s()
+        if advert == self._advert and now_s < self._renew_at_s:
+            return False
+        self._advert, self._renew_at_s = advert, now_s + ADVERT_RENEWED_S
+        return True
+
+    async def advertise(self, advert: Advert) -> None:
+        """Post our own advert, and learn where the others are."""
+        await self._store(self._peers_key, AdvertRecord(advert=advert), ADVERT_EXPIRES_S)
+        if self._clock.now_s() >= self._read_at_s:
+            await self.meet()
+
+    async def publish(self, signed: SignedPlan) -> None:
+        """Post that the chain is at our plan."""
+        head = PlanHead(
+            term=signed.plan.term,
+            sequence=signed.plan.sequence,
+            digest=signed.digest,
+            coordinator=self._endpoint.peer_id,
+            addresses=self._endpoint.transport.addresses(),
+        )
+        await self._store(self._plan_key, head, HEAD_EXPIRES_S)
+
+    async def look_up(self, doubted: Container[PeerID] = ()) -> PlanHead | None:
+        """The highest plan that a coordinator has posted; of those in `doubted` only if nobody else has."""
+        records = await self._records(self._plan_key)
+        heads = [head for peer, head in records if isinstance(head, PlanHead) and head.coordinator == peer]
+        head = max(heads, key=lambda h: (h.coordinator not in doubted, h.term, h.sequence, h.coordinator), default=None)
+        if head is not None and self.is_news(head.coordinator, head.addresses):
+            await self.introduce(head.coordinator, head.addresses)
+        return head
+
+    async def meet(self) -> None:
+        """Read where everybody is. Everybody reads what everybody posts: in a swarm of hundreds less often, or it does
+        little else."""
+        await self.adverts()
+        self._read_at_s = self._clock.now_s() + ADVERT_RENEWED_S * (len(self._addresses) // READERS)
+
+    async def adverts(self) -> dict[PeerID, Advert]:
+        """What everybody says of himself. Who is new, or has moved, is introduced to the transport on the way."""
+        records = await self._records(self._peers_key)
+        adverts = {peer: record.advert for peer, record in records if isinstance(record, AdvertRecord)}
+        news = [(peer, advert.addresses) for peer, advert in adverts.items() if self.is_news(peer, advert.addresses)]
+        waiting = iter(news)
+
+        async def introduce_some() -> None:
+            for peer, addresses in waiting:
+                await self.introduce(peer, addresses)
+
+        await asyncio.gather(*(introduce_some() for _ in range(min(DIALS_MAX, len(news)))))
+        return adverts
+
+    def is_news(self, peer: PeerID, addresses: tuple[str, ...]) -> bool:
+        """Whether to `introduce` a peer under these addresses."""
+        return bool(addresses) and peer != self._endpoint.peer_id and self._addresses.get(peer) != addresses
+
+    async def introduce(self, peer: PeerID, addresses: tuple[str, ...]) -> None:
+        """May take seconds: a transport may dial at once."""
+        self._addresses[peer] = addresses
+        async with self._dials:
+            await self._endpoint.transport.introduce(peer, addresses)
+
+    async def _store(self, key: str, record: msgspec.Struct, expires_in_s: float) -> None:
+        sealed = self._endpoint.seal_record(record)
+        if not await self._directory.store(key, self._endpoint.peer_id, sealed, expires_in_s=expires_in_s):
+            logger.warning("the directory did not take our %s", type(record).__name__)
+
+    async def _records(self, key: str) -> list[tuple[PeerID, msgspec.Struct]]:
+        """In the order of the writers' names."""
+        found: list[tuple[PeerID, msgspec.Struct]] = []
+        for subkey, data in sorted((await self._directory.get(key)).items()):
+            try:
+                signer, record = self._endpoint.open_record(data, source=PeerID(subkey))
+            except RemoteError as error:
+                logger.warning("ignored a record under %s: %s", key, error)
+                continue
+            if signer == subkey:
+                found.append((signer, record))
+        return found

@@ -1,0 +1,102 @@
+"""What is known of each peer's past: how long it was seen, how often it was lost. Pure.
+
+Theory of operation. Whoever coordinates hears everybody's heartbeats and adds up the time between them; a plan of its
+own that counts somebody out who neither drained nor said good-bye is a failure of that peer's. At a hand-over the
+records go to the heir, so they grow along the chain of coordinators. A coordinator that dies hands nothing over: its
+heir goes on from what it knew when the role was last with it, at worst from nothing, the prior of `failure_rate.py`.
+
+A record is of an identity, whatever becomes of its process. It fades: what is older than `SEEN_S_MAX` counts less and
+less, so a machine that was moved to a better place is not condemned for ever.
+"""
+
+import math
+from collections import OrderedDict
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+
+from shoal.coordinator.experts.failure_rate import failure_probability
+from shoal.protocol.identity import PeerID
+from shoal.protocol.limits import PEER_ID_CHARS_MAX
+from shoal.protocol.messages import PeerRecord
+
+HORIZON_S = 600.0
+"""How long a placement stands if nobody comes or goes before: `expert_groups.LOOK_STEPS` of some ten seconds each."""
+SEEN_S_MAX = 7 * 24 * 3600.0
+"""A week has the nights and the weekend of somebody's machine."""
+FAILURES_MAX = 256.0
+"""In a week: beyond a failure every forty minutes, figures are no use, or no truth."""
+GAP_S_MAX = 60.0
+"""Between two heartbeats. In a longer gap the peer was not there, or we did not listen."""
+RECORDS_MAX = 4096
+HANDED_OVER_MAX = 512
+"""Of 75 bytes: 38 KB of a message that has a plan, adverts and loads in it already."""
+
+
+@dataclass(slots=True)
+class _Past:
+    failures: float = 0.0
+    seen_s: float = 0.0
+    heard_s: float | None = None
+    """Its last heartbeat, in our clock; None: none since the records were handed to us."""
+
+
+@dataclass(slots=True)
+class FailureRecords:
+    _pasts: OrderedDict[PeerID, _Past] = field(default_factory=OrderedDict)
+    """Of whom nothing was heard for longest first."""
+
+    def heard(self, peer: PeerID, now_s: float) -> None:
+        """Its heartbeat came."""
+        past = self._past(peer)
+        gap_s = now_s - past.heard_s if past.heard_s is not None else 0.0
+        past.heard_s = now_s
+        if not 0.0 < gap_s <= GAP_S_MAX:
+            return
+        past.seen_s += gap_s
+        if past.seen_s > SEEN_S_MAX:
+            past.failures *= SEEN_S_MAX / past.seen_s
+            past.seen_s = SEEN_S_MAX
+
+    def lost(self, peer: PeerID) -> None:
+        """It was counted out, without a good-bye."""
+        past = self._past(peer)
+        past.failures, past.heard_s = min(FAILURES_MAX, past.failures + 1.0), None
+
+    def probability(self, peer: PeerID) -> float:
+        """That it fails before experts are placed again."""
+        past = self._pasts.get(peer, _Past())
+        return failure_probability(past.failures, past.seen_s, horizon_s=HORIZON_S)
+
+    def tell(self, members: Collection[PeerID]) -> tuple[PeerRecord, ...]:
+        """For the next coordinator: of `members` first, then of whoever was here last and may come back."""
+        order = dict.fromkeys(peer for peer in members if peer in self._pasts)
+        order |= dict.fromkeys(reversed(self._pasts))
+        known = ((peer, self._pasts[peer]) for peer in tuple(order)[:HANDED_OVER_MAX])
+        return tuple(PeerRecord(peer, past.failures, past.seen_s) for peer, past in known)
+
+    def take_over(self, records: Iterable[PeerRecord]) -> None:
+        """What the coordinator before us knows. Of a peer that we have watched for longer ours stays: what was handed
+        over may come from somebody who began anew. No figure adds to another, so a word taken twice is taken once."""
+        for past in self._pasts.values():
+            past.heard_s = None  # the time since then is in what we are told
+        for record in tuple(records)[:HANDED_OVER_MAX]:
+            figures = record.failures, record.seen_s
+            if len(record.peer) > PEER_ID_CHARS_MAX or not all(0.0 <= figure < math.inf for figure in figures):
+                continue
+            seen_s = min(record.seen_s, SEEN_S_MAX)
+            known = self._pasts.get(record.peer)
+            if known is None or known.seen_s <= seen_s:
+                self._pasts[record.peer] = _Past(min(record.failures, FAILURES_MAX), seen_s)
+            if known is None:
+                self._pasts.move_to_end(record.peer, last=False)  # names that nobody bears are forgotten first
+        self._forget()
+
+    def _past(self, peer: PeerID) -> _Past:
+        past = self._pasts.setdefault(peer, _Past())
+        self._pasts.move_to_end(peer)
+        self._forget()
+        return past
+
+    def _forget(self) -> None:
+        while len(self._pasts) > RECORDS_MAX:
+            self._pasts.popitem(last=False)

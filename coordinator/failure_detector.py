@@ -1,0 +1,184 @@
+"""The coordinator's doubts about members: it looks for itself before it believes that one is gone. Pure.
+
+| what makes it look                    | what it finds              | what it makes of it                             |
+|---------------------------------------|----------------------------|-------------------------------------------------|
+| a heartbeat is late                   | the ping is answered       | alive, if slow: it stays                        |
+| a member cannot reach another         | two pings refused in a row | its process is gone: out                        |
+| (`Heartbeat.silent`)                  | no answer                  | out after its patience (`roster`); after half   |
+| a first refusal: everybody is called  |                            | of it if two neighbours cannot reach it either  |
+| up, as who dies together is one plan  | refused, and a group's     | given time to come back: a network daemon that  |
+|                                       | state is nowhere else      | died is there again sooner than a snapshot is   |
+
+A process that was stopped keeps its connections and answers nothing, so silence alone needs time; and the reports of
+others alone need the coordinator's own finding, since what they cannot reach may be their own link.
+"""
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from shoal.coordinator.coordination_events import Ask, Command, Note
+from shoal.coordinator.roster import Roster
+from shoal.protocol.identity import PeerID
+from shoal.protocol.limits import LINKS_PER_HEARTBEAT_MAX
+from shoal.protocol.messages import Ping
+from shoal.protocol.plan import Plan
+
+PING_HEARTBEATS = 0.25
+AGAIN_HEARTBEATS = 0.06
+"""Between a refusal and the second try."""
+RETURN_HEARTBEATS = 3.0
+"""How long who alone holds a group's state is asked again before its refusals count. A peer's network daemon that died
+is back after .5 to .9 s on an idle machine; going back to a snapshot costs everybody more than this."""
+UNANSWERED_PATIENCE = 0.5
+"""For which share of a peer's patience our own pings must go unanswered before two reports count: it may be busy."""
+REPORTERS = 2
+ROLL_CALL_HEARTBEATS = 0.15
+"""How long a plan waits for those who were called up."""
+TOGETHER_HEARTBEATS = 0.5
+"""How long a plan that drops somebody waits for others whose patience is about to end."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Inquiry:
+    """What is being found out about one member."""
+
+    since_s: float
+    ping_at_s: float
+    pinged: bool = False
+    answered: bool = False
+    refused_s: float | None = None
+    returns_by_s: float = -math.inf
+    """Until when we hope to see it again although it refuses us."""
+    reporters: dict[PeerID, None] = field(default_factory=dict)
+    """In the order of their reports."""
+
+
+class FailureDetector:
+    def __init__(self, *, me: PeerID, heartbeat_s: float) -> None:
+        self._me, self._heartbeat_s = me, heartbeat_s
+        self._inquiries: dict[PeerID, Inquiry] = {}
+        self._dead: frozenset[PeerID] = frozenset()
+        self._wait_until_s = -math.inf
+
+    def begin(self, doubted: Collection[PeerID], now_s: float) -> None:
+        """A term of ours begins, or a sleep of ours ends: nothing is known but that these were silent."""
+        self._inquiries.clear()
+        self._dead = frozenset()
+        for peer in doubted:
+            self._suspect(peer, now_s)
+
+    def report(self, reporter: PeerID, silent: Collection[PeerID], plan: Plan, now_s: float) -> None:
+        """`reporter` cannot reach these."""
+        if not silent or not plan.has(reporter):
+            return
+        for peer in tuple(silent)[:LINKS_PER_HEARTBEAT_MAX]:
+            if plan.has(peer) and peer not in (reporter, self._me):
+                inquiry = self._suspect(peer, now_s)
+                if _are_neighbours(plan, reporter, peer):
+                    inquiry.reporters[reporter] = None
+
+    def heard(self, peer: PeerID) -> None:
+        """Its heartbeat came."""
+        self._inquiries.pop(peer, None)
+
+    def answered(self, peer: PeerID, roster: Roster, now_s: float) -> list[Command]:
+        """It answered our ping."""
+        inquiry = self._inquiries.get(peer)
+        roster.signed(peer, now_s)
+        if inquiry is None:
+            return []
+        reporters, inquiry.reporters = inquiry.reporters, {}
+        if roster.overdue_at_s(peer) <= now_s:
+            inquiry.answered, inquiry.refused_s, inquiry.returns_by_s = True, None, -math.inf
+            inquiry.ping_at_s = now_s + 2 * PING_HEARTBEATS * self._heartbeat_s
+        else:
+            del self._inquiries[peer]
+        if not reporters:
+            return []
+        names = ", ".join(reporter[-8:] for reporter in reporters)
+        return [Note(text=f"{peer[-8:]} answers: only its links to {names} are broken")]
+
+    def refused(
+        self, peer: PeerID, roster: Roster, plan: Plan, *, irreplaceable: bool, took_s: float, now_s: float
+    ) -> list[Command]:
+        """Nobody answers where it was. Args: irreplaceable: the state of some group would be lost with it."""
+        inquiry = self._inquiries.get(peer)
+        if inquiry is None:
+            return []
+        if inquiry.refused_s is None:
+            inquiry.refused_s = now_s
+            inquiry.ping_at_s = now_s + AGAIN_HEARTBEATS * self._heartbeat_s
+            for other in plan.members:
+                if other != self._me and not roster.is_gone(other, now_s):
+                    self._suspect(other, now_s)
+            return []
+        if now_s - took_s <= inquiry.refused_s:
+            return []  # under way when the first was refused: the same piece of news
+        if irreplaceable:
+            inquiry.returns_by_s = inquiry.refused_s + RETURN_HEARTBEATS * self._heartbeat_s
+            if now_s < inquiry.returns_by_s:
+                return []
+        del self._inquiries[peer]
+        roster.lose(peer, dead=True)
+        return [Note(text=f"{peer[-8:]} is gone: its connections are refused")]
+
+    def look(self, roster: Roster, plan: Plan, now_s: float) -> list[Command]:
+        """Ask whoever is doubted, and believe what two neighbours and we have found."""
+        commands: list[Command] = []
+        for peer in plan.members:
+            if peer == self._me:
+                continue
+            if roster.is_gone(peer, now_s):
+                self._inquiries.pop(peer, None)
+            elif roster.overdue_at_s(peer) <= now_s:
+                self._suspect(peer, now_s)
+        for peer, inquiry in list(self._inquiries.items()):
+            unanswered = inquiry.pinged and not inquiry.answered
+            if (
+                unanswered
+                and len(inquiry.reporters) >= REPORTERS
+                and now_s >= inquiry.since_s + UNANSWERED_PATIENCE * roster.patience_s(peer)
+                and roster.sign_s(peer) <= inquiry.since_s
+            ):
+                del self._inquiries[peer]
+                roster.lose(peer)
+                commands.append(Note(text=f"{peer[-8:]} is gone: neither its neighbours reach it nor we"))
+            elif now_s >= inquiry.ping_at_s:
+                inquiry.pinged, inquiry.ping_at_s = True, now_s + PING_HEARTBEATS * self._heartbeat_s
+                commands.append(Ask(peer=peer, message=Ping()))
+        return commands
+
+    @property
+    def are_open(self) -> bool:
+        """Somebody owes us an answer: it is about to be known whether it is gone."""
+        return any(inquiry.pinged and not inquiry.answered for inquiry in self._inquiries.values())
+
+    def is_settled(self, roster: Roster, plan: Plan, now_s: float) -> bool:
+        """Whether to plan now: not while somebody has just died and it is about to be known whether others did too."""
+        dead = frozenset(peer for peer in plan.members if peer != self._me and roster.is_gone(peer, now_s))
+        if not dead <= self._dead:
+            self._wait_until_s = now_s + TOGETHER_HEARTBEATS * self._heartbeat_s
+        self._dead = dead
+        if any(now_s < inquiry.returns_by_s for inquiry in self._inquiries.values()):
+            return False  # nobody can train without it, so a plan without the others gains nothing
+        if not dead or now_s >= self._wait_until_s:
+            return True
+        return not any(self._is_imminent(peer, inquiry, roster, now_s) for peer, inquiry in self._inquiries.items())
+
+    def _is_imminent(self, peer: PeerID, inquiry: Inquiry, roster: Roster, now_s: float) -> bool:
+        if inquiry.answered:
+            return False
+        return (
+            inquiry.refused_s is not None
+            or now_s < inquiry.since_s + ROLL_CALL_HEARTBEATS * self._heartbeat_s
+            or roster.suspect_at_s(peer) <= self._wait_until_s
+        )
+
+    def _suspect(self, peer: PeerID, now_s: float) -> Inquiry:
+        return self._inquiries.setdefault(peer, Inquiry(since_s=now_s, ping_at_s=now_s))
+
+
+def _are_neighbours(plan: Plan, one: PeerID, other: PeerID) -> bool:
+    here, there = plan.stage_of(one), plan.stage_of(other)
+    return here is not None and there is not None and abs(here - there) <= 1

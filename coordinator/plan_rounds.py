@@ -1,0 +1,169 @@
+"""What we propose, from the question for a term to a live plan that everyone is told of. Pure."""
+
+from collections.abc import Callable
+
+from shoal.coordinator.ballot import Draft
+from shoal.coordinator.chain import PlanChain
+from shoal.coordinator.coordination_events import (
+    Alarm,
+    Answered,
+    Ask,
+    Command,
+    LookUp,
+    Note,
+    Publish,
+    Reply,
+    Search,
+    Searched,
+)
+from shoal.coordinator.follower import Follower
+from shoal.coordinator.governor import Governor
+from shoal.coordinator.leader import KeepRole, Leader, Want
+from shoal.coordinator.proposer import Carried, GivenUp, Proposer
+from shoal.protocol.identity import PeerID
+from shoal.protocol.messages import Done, HeartbeatReply, PlanLive, PlanVote, Refusal, Reset, TermGrant
+from shoal.protocol.plan import Mandate, SignedPlan
+
+
+class PlanRounds:
+    """Args:
+    adopt: obeys a plan if it is above ours.
+    """
+
+    def __init__(
+        self,
+        *,
+        me: PeerID,
+        chain: PlanChain,
+        governor: Governor,
+        proposer: Proposer,
+        follower: Follower,
+        leader: Leader,
+        adopt: Callable[[SignedPlan, float], list[Command]],
+    ) -> None:
+        self._me, self._chain, self._governor = me, chain, governor
+        self._proposer, self._follower, self._leader = proposer, follower, leader
+        self._adopt = adopt
+
+    def found_run(self, now_s: float) -> list[Command]:
+        """As the owner: make the first plan alone, if it is time."""
+        watch = self._follower.watch
+        if not watch.head_known:
+            return []
+        if watch.run_exists(now_s):
+            return [Note(text="waiting for word of the plan that this run has")]
+        draft, reason = self._governor.first_plan(now_s)
+        if draft is None:
+            job = self._governor.take_job()
+            return [Note(text=reason), *([Search(job=job)] if job else [])]
+        signed = self._proposer.make(None, 1, draft)
+        return [Note(text=reason), *self._went_live(signed, (), now_s)]
+
+    def reported(self, sequence: int, now_s: float) -> list[Command]:
+        """A peer obeys the plan of this sequence."""
+        live = self._chain.live
+        if sequence <= (live.plan.sequence if live else 0):
+            return []
+        self._follower.watch.is_behind(now_s)
+        return [LookUp()]  # the chain has gone on without us
+
+    def remind(self, peer: PeerID, reply: HeartbeatReply) -> list[Command]:
+        """`peer` has answered our heartbeat. If it coordinates our plan and has forgotten it, its disk failed it."""
+        live = self._chain.live
+        forgot = live is not None and live.plan.coordinator == peer != self._me and reply.term < live.plan.term
+        return [Ask(peer=peer, message=PlanLive(plan=live.link))] if live and forgot else []
+
+    def reset(self, reset: Reset, base: SignedPlan, mandate: Mandate, now_s: float) -> list[Command]:
+        """The owner lets us make the next plan alone."""
+        commands = self._adopt(base, now_s)
+        live = self._chain.live
+        if live is None:
+            return [*commands, Reply(message=Refusal(reason="obeys no plan of the run yet: look again"))]
+        if live.plan.mandate == reset.mandate:
+            return [*commands, Reply(message=Done())]  # asked twice
+        if live.digest != base.digest or mandate.reign <= live.plan.reign or mandate.previous != base.digest:
+            reason = f"obeys plan {self._chain.order} of reign {live.plan.reign}: look again"
+            return [*commands, Reply(message=Refusal(reason=reason))]
+        sequence = self._proposer.next_sequence(live)
+        draft, reason = self._governor.reset_plan(live, reset, mandate, now_s, sequence=sequence)
+        if draft is None:
+            return [*commands, Reply(message=Refusal(reason=reason))]
+        plan = self._proposer.make(live, mandate.term, draft, mandate=reset.mandate, reign=mandate.reign)
+        commands += self._went_live(plan, tuple(peer for peer, _ in reset.roster), now_s)
+        return [*commands, Note(text=draft.layout.reason), Reply(message=Done())]
+
+    def pursue(self, want: Want, live: SignedPlan, now_s: float) -> list[Command]:
+        """As the coordinator: what the tenure came up with."""
+        match want:
+            case Draft():
+                return self._conclude(self._proposer.propose(live, want, now_s), now_s)
+            case KeepRole():
+                return self.inherit(live, now_s)
+            case None:
+                return []
+
+    def inherit(self, live: SignedPlan, now_s: float) -> list[Command]:
+        """The role is handed to us."""
+        return self._conclude(self._proposer.campaign(live, now_s, handed_over=True), now_s)
+
+    def succeed(self, now_s: float) -> list[Command]:
+        """Ask for the coordinator's term, if a majority would grant it."""
+        agreed = self._follower.take_agreed()
+        if agreed is None or self._proposer.is_busy:
+            return []
+        base, term = agreed
+        note = Note(text=f"a majority misses coordinator {base.plan.coordinator[-8:]}, asking for term {term}")
+        return [note, *self._conclude(self._proposer.campaign(base, now_s, handed_over=False, term=term), now_s)]
+
+    def count(self, event: Answered, now_s: float) -> list[Command]:
+        """A grant or a vote."""
+        match event.reply:
+            case TermGrant() as reply:
+                agreed = reply.granted
+            case PlanVote() as reply:
+                agreed = reply.accepted
+            case _:
+                return []
+        return self._conclude(self._proposer.count(event, agreed, reply.term, reply.reason, now_s), now_s)
+
+    def sounded(self, event: Answered, now_s: float) -> list[Command]:
+        """A member's opinion of a term that we might ask for."""
+        assert isinstance(event.reply, TermGrant)
+        if self._chain.takes_term(event.reply.term + 1):
+            self._follower.count(event)
+        return self.succeed(now_s)
+
+    def press(self, now_s: float) -> list[Command]:
+        """Time has passed."""
+        return self._conclude(self._proposer.press(now_s), now_s) if self._proposer.is_busy else []
+
+    def searched(self, event: Searched) -> list[Command]:
+        """What a search has found is a plan's next time we look, if it still fits."""
+        wanted = self._governor.searched(event.job, event.layout, is_possible=event.is_possible)
+        if event.is_bug:
+            return [Alarm(text=event.reason)]
+        return [Note(text=event.reason)] if wanted else []
+
+    def _conclude(self, commands: list[Command], now_s: float) -> list[Command]:
+        """`commands` are the proposer's; see whether it came to an end with them."""
+        match self._proposer.take_outcome():
+            case Carried() as won:
+                commands = commands + self._went_live(won.plan, won.voters, now_s)
+                if won.plan.plan.coordinator != self._me and self._chain.live is won.plan:
+                    # A dead coordinator's plan is finished; ours in the same term comes on top of it.
+                    ask = self._proposer.campaign(won.plan, now_s, handed_over=won.handed_over, term=won.term)
+                    return commands + self._conclude(ask, now_s)
+                return commands
+            case GivenUp() as lost:
+                self._follower.back_off(now_s)
+                self._leader.lost(now_s, outbid=lost.outbid)
+                return [*commands, Note(text=lost.reason), LookUp()]
+            case None:
+                return commands
+
+    def _went_live(self, plan: SignedPlan, voters: tuple[PeerID, ...], now_s: float) -> list[Command]:
+        commands = self._adopt(plan, now_s)
+        news = PlanLive(plan=plan.link)
+        audience = dict.fromkeys((*voters, *plan.plan.members))
+        commands += [Ask(peer=peer, message=news) for peer in audience if peer != self._me]
+        return [*commands, Publish(plan=plan)] if plan.plan.coordinator == self._me else commands

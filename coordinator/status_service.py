@@ -1,0 +1,50 @@
+"""How the run is doing: from ourselves if we coordinate it, else from who does."""
+
+import msgspec
+
+from shoal.coordinator.core import CoordinationCore
+from shoal.protocol.endpoint import Endpoint
+from shoal.protocol.errors import ShoalError
+from shoal.protocol.identity import PeerID
+from shoal.protocol.messages import Refusal, StatusRequest, SwarmStatus
+from shoal.protocol.ports import Clock
+
+
+class StatusService:
+    """Args: timeout_s: how long we let another peer's question take us."""
+
+    def __init__(self, *, endpoint: Endpoint, core: CoordinationCore, clock: Clock, timeout_s: float) -> None:
+        self._endpoint, self._core, self._clock, self._timeout_s = endpoint, core, clock, timeout_s
+
+    def serve(self) -> None:
+        """Answer who asks."""
+        self._endpoint.on(StatusRequest, self._answer)
+
+    def status(self) -> SwarmStatus | None:
+        """The swarm as we see it, if we coordinate it."""
+        live = self._core.chain.live
+        if live is None or not self._core.is_coordinator:
+            return None
+        return self._core.governor.status(live.plan, self._clock.now_s(), owner=self._core.owner)
+
+    async def ask(self) -> SwarmStatus:
+        """The swarm as its coordinator sees it.
+
+        Raises: Unreachable, Refused: there is no coordinator to ask, or it has no plan yet; RemoteError.
+        """
+        mine = self.status()
+        if mine is not None:
+            return mine
+        return await self._endpoint.ask(self._core.coordinator, StatusRequest(), SwarmStatus)
+
+    async def _answer(self, source: PeerID, message: StatusRequest) -> msgspec.Struct:
+        mine = self.status()
+        if mine is not None:
+            return mine
+        coordinator = self._core.coordinator
+        if self._core.chain.live is None or coordinator in (source, self._endpoint.peer_id):
+            return Refusal(reason="there is no plan yet")
+        try:
+            return await self._endpoint.ask(coordinator, message, SwarmStatus, timeout_s=self._timeout_s)
+        except ShoalError as error:
+            return Refusal(reason=f"cannot reach the coordinator ({error})")

@@ -1,0 +1,104 @@
+"""The swarm in one message, for people: who is where, and how far the run has come. Pure."""
+
+from collections.abc import Sequence
+
+from shoal.coordinator.diagnosis import risks, waits_for
+from shoal.coordinator.era import disks_of
+from shoal.coordinator.experts.expert_groups import ExpertPlaces
+from shoal.coordinator.ledger import Ledger
+from shoal.coordinator.roster import Roster
+from shoal.protocol.identity import PeerID
+from shoal.protocol.messages import ExpertStatus, PlanNote, SwarmStatus
+from shoal.protocol.plan import Plan
+from shoal.protocol.spec import RunSpec
+
+STATUS_PEERS_MAX = 256
+"""A peer's line is about 200 bytes; more would not fit in one message."""
+STATUS_EXPERTS_MAX = 1024
+"""An expert's is about 50 with three holders."""
+
+
+def swarm_status(
+    run: str,
+    spec: RunSpec,
+    live: Plan,
+    roster: Roster,
+    ledger: Ledger,
+    experts: ExpertPlaces,
+    plans: tuple[PlanNote, ...],
+    *,
+    owner: PeerID,
+    elapsed_s: float,
+    now_s: float,
+) -> SwarmStatus:
+    """Args: plans: the live ones of late; owner: of the run; elapsed_s: since the run began."""
+    ids = sorted({*live.members, *roster.alive(now_s)}, key=lambda peer: (_stage_key(live, peer), peer))
+    shares = _shares(live)
+    told = (
+        roster.status(peer, live.stage_of(peer), now_s, share=shares.get(peer, 0.0)) for peer in ids[:STATUS_PEERS_MAX]
+    )
+    peers = tuple(peer for peer in told if peer is not None)
+    tokens_per_s, stands_s = ledger.pace.tokens_per_s(now_s), ledger.pace.stands_s(now_s)
+    tokens_left = (spec.training.steps - ledger.step) * spec.tokens_per_step
+    return SwarmStatus(
+        run=run,
+        name=spec.name,
+        coordinator=live.coordinator,
+        term=live.term,
+        plan_sequence=live.sequence,
+        plan_reason=live.reason,
+        step=ledger.step,
+        steps=spec.training.steps,
+        tokens_per_s=tokens_per_s,
+        loss=ledger.loss,
+        validation_loss=ledger.validation_loss,
+        validation_step=ledger.validation_step,
+        staleness_steps_mean=ledger.staleness_mean,
+        stages=tuple((stage.first_layer, stage.last_layer) for stage in live.stages),
+        peers=peers,
+        era=ledger.era,
+        elapsed_s=elapsed_s,
+        plans=plans,
+        experts=_experts(live, roster, experts, [peer.peer for peer in peers]),
+        left_s=tokens_left / tokens_per_s if tokens_per_s > 0.0 and not stands_s else None,
+        stands_s=stands_s,
+        waits_for="" if tokens_left <= 0 else waits_for(live, roster, owner, now_s),
+        risks=risks(live, roster, disks_of(roster, now_s), spec.model, step=ledger.version_max, now_s=now_s),
+    )
+
+
+def _experts(live: Plan, roster: Roster, experts: ExpertPlaces, listed: Sequence[PeerID]) -> tuple[ExpertStatus, ...]:
+    """Args: listed: whom the status names."""
+    positions = {peer: position for position, peer in enumerate(listed)}
+    loads = [experts.load_shares(stage) for stage in range(len(live.stages))] if live.experts else []
+    found = []
+    for entry in live.experts[:STATUS_EXPERTS_MAX]:
+        group = live.expert_group(entry.stage, entry.expert)
+        members = [peer for peer in entry.peers if peer in positions]
+        holders = [peer for peer in members if roster.holds(peer, group, live.era)]
+        found.append(
+            ExpertStatus(
+                stage=entry.stage,
+                expert=entry.expert,
+                load=round(loads[entry.stage][entry.expert], 4),
+                holders=tuple(positions[peer] for peer in holders),
+                coming=tuple(positions[peer] for peer in members if peer not in holders),
+            )
+        )
+    return tuple(found)
+
+
+def _shares(plan: Plan) -> dict[PeerID, float]:
+    """Of each holder, of its stage's traffic."""
+    totals = [sum(member.share for member in stage.members) for stage in plan.stages]
+    return {
+        member.peer: member.share / total
+        for stage, total in zip(plan.stages, totals, strict=True)
+        for member in stage.members
+    }
+
+
+def _stage_key(plan: Plan, peer: PeerID) -> int:
+    """Spares come last."""
+    stage = plan.stage_of(peer)
+    return len(plan.stages) if stage is None else stage

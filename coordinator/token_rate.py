@@ -1,0 +1,158 @@
+"""How fast the run is: tokens a second over the last minute, standstills included. Pure.
+
+The run's progress is a curve: tokens committed so far, over time. It is kept as marks, `MARK_S` apart or a step,
+whichever is longer, and is taken for straight between two of them. The rate is what the curve has risen in the window,
+over the window's length: a run that stands still for as long as the window has a rate of zero.
+
+The window ends now, or at the last commit while the next step takes no longer than steps usually take: a step that is
+under way is no standstill. It is `WINDOW_S` long, or as long as `WINDOW_STEPS` of the usual steps where these are slow.
+
+One figure whoever coordinates: marks cross the network with their ages, in a hand-over and in each reply to a
+heartbeat. So every peer could go on with the curve, whatever becomes of the coordinator. Lost: a rate that each
+coordinator measures from the reports that reach it. After an outage these come all at once (15,481 tokens/s were shown
+during a standstill of 30 s), or go to somebody else (135 shown, 430 real).
+"""
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+
+from shoal.protocol.messages import PaceMark
+
+WINDOW_S = 60.0
+WINDOW_STEPS = 4
+"""Fewer say little about a rate."""
+MARK_S = 8.0
+MARKS_MAX = 20
+"""Two marks span more than `MARK_S`, so 15 cover the window; the rest is for a run whose pace changes."""
+STANDS_S = 5.0
+STANDS_STEPS = 3.0
+"""A run stands still once the next step takes so many times what steps usually take, and at least `STANDS_S`."""
+AGE_S_MAX = 7 * 24 * 3600.0
+
+
+@dataclass(slots=True)
+class _Mark:
+    era: int
+    step: int
+    at_s: float
+    num_steps: int
+    """Since the mark before."""
+    tokens: int
+    """Since the mark before; of the oldest one nobody knows over which time."""
+
+
+class TokenRate:
+    """The run's progress of late, as far as this peer has heard of it.
+
+    Args:
+        tokens_per_step: what a step counts whose report has not come.
+    """
+
+    def __init__(self, *, tokens_per_step: int) -> None:
+        self._tokens_per_step = tokens_per_step
+        self._marks: deque[_Mark] = deque(maxlen=MARKS_MAX)
+        self._begun = 0, 0
+
+    def begin_era(self, era: int, version: int) -> None:
+        """The run went back to `version`: later steps run again, and their tokens count again."""
+        self._begun = era, version
+
+    def committed(self, era: int, step: int, tokens: int, at_s: float) -> None:
+        """`step` was committed at `at_s`. One of which we hear late has been counted, as a whole one, with the first
+        behind it."""
+        last = self._marks[-1] if self._marks else None
+        if last is None:
+            self._marks.append(_Mark(era, step, at_s, 1, tokens))
+            return
+        if (era, step) <= (last.era, last.step):
+            return
+        at_s = max(at_s, last.at_s)
+        base = last.step if era == last.era else self._begun[1] - 1
+        num_steps = max(1, step - base)
+        tokens += (num_steps - 1) * self._tokens_per_step
+        before = self._marks[-2] if len(self._marks) > 1 else None
+        if before is not None and at_s - before.at_s <= MARK_S and era == last.era:
+            last.step, last.at_s = step, at_s
+            last.num_steps, last.tokens = last.num_steps + num_steps, last.tokens + tokens
+        else:
+            self._marks.append(_Mark(era, step, at_s, num_steps, tokens))
+
+    # --- what it says ---
+
+    def tokens_per_s(self, now_s: float) -> float:
+        """Over the window; 0 before the second step."""
+        if len(self._marks) < 2:
+            return 0.0
+        usual_s = self.usual_step_s
+        end_s = max(self._marks[-1].at_s, now_s - usual_s)
+        length_s = min(max(WINDOW_S, WINDOW_STEPS * usual_s), end_s - self._marks[0].at_s)
+        if length_s <= 0.0:
+            return 0.0
+        return sum(_within(before, mark, end_s - length_s) for before, mark in pairwise(self._marks)) / length_s
+
+    def idle_s(self, now_s: float) -> float | None:
+        """Since the last commit; None: none is known."""
+        return max(0.0, now_s - self._marks[-1].at_s) if self._marks else None
+
+    def stands_s(self, now_s: float) -> float:
+        """For how long no step has been committed; 0 while that may be a step's usual time, or none is known."""
+        idle_s = self.idle_s(now_s)
+        patience_s = max(STANDS_S, STANDS_STEPS * self.usual_step_s)
+        return idle_s if idle_s is not None and idle_s > patience_s else 0.0
+
+    @property
+    def usual_step_s(self) -> float:
+        """Seconds; 0 before the second step. In half of the marks steps took longer: a standstill is in one mark alone,
+        and so does not change it."""
+        if len(self._marks) < 2:
+            return 0.0
+        return median((mark.at_s - before.at_s) / mark.num_steps for before, mark in pairwise(self._marks))
+
+    # --- to others, and from them ---
+
+    def tell(self, now_s: float) -> tuple[PaceMark, ...]:
+        return tuple(
+            PaceMark(
+                era=mark.era,
+                step=mark.step,
+                age_s=round(max(0.0, now_s - mark.at_s), 3),
+                num_steps=mark.num_steps,
+                tokens=mark.tokens,
+            )
+            for mark in self._marks
+        )
+
+    def take_over(self, told: Sequence[PaceMark], now_s: float) -> None:
+        """A coordinator's marks in place of ours, if it knows as much: it may have missed the newest commits."""
+        marks = _sound(told, now_s)
+        if not marks:
+            return
+        newest = self._marks[-1] if self._marks else None
+        if newest is None or (marks[-1].era, marks[-1].step) >= (newest.era, newest.step):
+            self._marks = deque(marks, maxlen=MARKS_MAX)
+
+
+def _within(before: _Mark, mark: _Mark, since_s: float) -> float:
+    """Of the tokens between two marks, those after `since_s`."""
+    if mark.at_s <= since_s:
+        return 0.0
+    if before.at_s >= since_s:
+        return mark.tokens
+    return mark.tokens * (mark.at_s - since_s) / (mark.at_s - before.at_s)
+
+
+def _sound(told: Sequence[PaceMark], now_s: float) -> list[_Mark]:
+    """None if they contradict themselves: another peer may say anything."""
+    marks = []
+    for mark in told[-MARKS_MAX:]:
+        if not (
+            math.isfinite(mark.age_s) and 0.0 <= mark.age_s <= AGE_S_MAX and mark.tokens >= 0 and mark.num_steps > 0
+        ):
+            return []
+        marks.append(_Mark(mark.era, mark.step, now_s - mark.age_s, mark.num_steps, mark.tokens))
+    grows = all((a.era, a.step) < (b.era, b.step) and a.at_s <= b.at_s for a, b in pairwise(marks))
+    return marks if grows else []

@@ -1,0 +1,71 @@
+"""Plans and mandates from the network, verified once."""
+
+from collections import OrderedDict
+
+import msgspec
+
+from shoal.protocol.errors import RemoteError
+from shoal.protocol.identity import PeerID
+from shoal.protocol.plan import Mandate, PlanShape, SignedPlan, open_link, open_mandate
+from shoal.protocol.seals import SEALS, Seals
+
+PLANS_OPENED_MAX = 16
+"""Signatures of plans last seen, so that a plan that comes with twenty heartbeats is verified once."""
+
+
+class VerifiedPlans:
+    """Of one run, whose owner signs mandates."""
+
+    def __init__(self, run: str, *, owner: PeerID, shape: PlanShape, seals: Seals = SEALS) -> None:
+        self._seals = seals
+        self._run, self._owner, self._shape = run, owner, shape
+        self._opened: OrderedDict[bytes, SignedPlan] = OrderedDict()
+
+    def open(self, data: bytes, source: PeerID) -> SignedPlan | None:
+        """None for no bytes. Raises: RemoteError: `source` handed us a plan that does not hold."""
+        if not data:
+            return None
+        plan = self._opened.pop(data, None)
+        if plan is None:
+            plan = self._seals.open_plan(
+                data,
+                run=self._run,
+                owner=self._owner,
+                source=source,
+                shape=self._shape,
+            )
+        self._opened[data] = plan
+        if len(self._opened) > PLANS_OPENED_MAX:
+            self._opened.popitem(last=False)
+        return plan
+
+    def need(self, data: bytes, source: PeerID) -> SignedPlan:
+        """Raises: RemoteError: as `open`, or there is none."""
+        plan = self.open(data, source)
+        if plan is None:
+            raise RemoteError(source, "left out a plan")
+        return plan
+
+    def open_link(self, data: bytes, source: PeerID) -> SignedPlan | None:
+        """A plan that is said to be live, with its votes, which are not looked at here. None for no bytes.
+
+        Raises: RemoteError: `source` handed us a plan that does not hold.
+        """
+        if not data:
+            return None
+        envelope, proof = open_link(data, source=source)
+        return msgspec.structs.replace(self.need(envelope, source), proof=proof)
+
+    def need_link(self, data: bytes, source: PeerID) -> SignedPlan:
+        """Raises: RemoteError: as `open_link`, or there is none."""
+        plan = self.open_link(data, source)
+        if plan is None:
+            raise RemoteError(source, "left out a plan")
+        return plan
+
+    def mandate(self, data: bytes, source: PeerID, *, coordinator: PeerID) -> Mandate:
+        """The owner's leave for `coordinator` to make a plan without votes. Raises: RemoteError: it is none."""
+        mandate = open_mandate(data, run=self._run, owner=self._owner, source=source)
+        if mandate.coordinator != coordinator:
+            raise RemoteError(source, "sent the mandate for another peer")
+        return mandate

@@ -1,0 +1,85 @@
+"""A peer's word: what it promised and has not made durable yet, and what it must not say until then.
+
+On a disk that is full or broken a peer goes on obeying plans, sending heartbeats and answering them: none of that is a
+promise. It casts no vote, grants no term, and asks nobody for theirs, since its own counts among them. A new peer whose
+disk takes no record at all does not begin.
+"""
+
+import logging
+import math
+from collections.abc import Iterable, Iterator
+from typing import Final
+
+import msgspec
+
+from shoal.coordinator.chain import ChainRecord
+from shoal.coordinator.coordination_events import Ask, Command, Persist, Reply
+from shoal.coordinator.store import PlanStore
+from shoal.protocol.errors import LocalError
+from shoal.protocol.messages import PlanOffer, PlanVote, Refusal, TermGrant, TermRequest
+from shoal.protocol.ports import Clock
+
+logger = logging.getLogger(__name__)
+
+COMPLAIN_EVERY_S: Final = 60.0
+
+
+class WriteAhead:
+    """Saves what a core wants kept, and holds back what rests on it until it is."""
+
+    def __init__(self, store: PlanStore, clock: Clock) -> None:
+        self._store = store
+        self._clock = clock
+        self._owed: ChainRecord | None = None
+        """Promised in memory; the core does not say it again."""
+        self._complained_s = -math.inf
+
+    def begin(self, first: ChainRecord) -> ChainRecord | None:
+        """What was promised before a restart; None: nothing ever was. Then `first` is kept: who cannot keep its word
+        should say so before it takes part.
+
+        Raises: LocalError: the store is damaged, another run's, or cannot be written.
+        """
+        record = self._store.load(first.run)
+        if record is None:
+            self._store.save(first)
+        return record
+
+    def backed(self, commands: Iterable[Command]) -> Iterator[Command]:
+        """The commands that may be carried out, in order; a promise that cannot be kept becomes a refusal."""
+        tried = False
+        for command in commands:
+            if isinstance(command, Persist):
+                self._owed, tried = command.record, False
+            elif self._owed is None or not _is_promise(command):
+                yield command
+                continue
+            if not tried:
+                self._save()
+                tried = True
+            if isinstance(command, Reply):
+                yield Reply(message=Refusal(reason="cannot keep its word on disk")) if self._owed else command
+            elif not isinstance(command, Persist) and self._owed is None:
+                yield command
+
+    def _save(self) -> None:
+        assert self._owed is not None
+        try:
+            self._store.save(self._owed)
+        except LocalError as error:
+            now_s = self._clock.now_s()
+            if now_s >= self._complained_s + COMPLAIN_EVERY_S:
+                self._complained_s = now_s
+                logger.error("this peer cannot vote: %s", error)
+        else:
+            self._owed = None
+
+
+def _is_promise(command: Command) -> bool:
+    message: msgspec.Struct | None = command.message if isinstance(command, Ask | Reply) else None
+    match message:
+        case TermGrant():
+            return message.granted
+        case PlanVote():
+            return message.accepted
+    return isinstance(message, TermRequest | PlanOffer)

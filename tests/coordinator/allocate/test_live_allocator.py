@@ -1,0 +1,237 @@
+"""What the live coordinator's search may move, and what it must gain; its repairs are in `test_greedy.py` too."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from shoal.coordinator.allocate import live_allocator
+from shoal.coordinator.allocate.greedy import GreedyAllocator
+from shoal.coordinator.allocate.interface import MeasuredPeer, Snapshot
+from shoal.coordinator.allocate.live_allocator import EvolutionaryAllocator
+from shoal.coordinator.allocate.measured_topology import topology_of
+from shoal.coordinator.cost.layer_costs import layer_costs
+from shoal.coordinator.cost.placement import Placement
+from shoal.coordinator.cost.throughput import ThroughputObjective
+from shoal.coordinator.cost.workload import Workload
+from shoal.coordinator.measured import MeasuredNetwork
+from shoal.protocol.identity import PeerID
+from shoal.protocol.plan import Member, Plan, PlanShape, Stage, plan_flaw
+from shoal.protocol.spec import ModelSpec, RunSpec, SwarmSpec, TrainingSpec
+
+SPEC = RunSpec(
+    model=ModelSpec(num_layers=6, dim=256, ffn_dim=704),
+    training=TrainingSpec(microbatches_per_step=24),
+    swarm=SwarmSpec(stages=3, min_peers=6),
+)
+ALLOCATOR = EvolutionaryAllocator()
+CITIES = {"left": "abcd", "middle": "efgh", "right": "ijkl"}
+SPLIT = [["a", "b", "e", "i"], ["c", "f", "g", "j"], ["d", "h", "k", "l"]]
+"""Every stage is in all three cities, so everything that is exchanged goes through slow paths."""
+
+
+def plan_of(groups, spares=()):
+    stages = tuple(
+        Stage(
+            first_layer=2 * index,
+            last_layer=2 * index + 2,
+            members=tuple(Member(peer=PeerID(peer), share=1.0, bandwidth=1.0) for peer in group),
+        )
+        for index, group in enumerate(groups)
+    )
+    return Plan(
+        run="run", term=1, sequence=1, previous="", coordinator=PeerID("a"), stages=stages, spares=tuple(spares)
+    )
+
+
+def snapshot_of(names="abcdefghijkl", *, previous=None, says=None, noise=0.0, seed=0):
+    """Three cities: 100 MB/s and 2 ms inside, 0.5 MB/s and 40 ms between. Who is in `previous` holds its stage."""
+    rng = np.random.default_rng(seed)
+    city = [next(city for city, members in CITIES.items() if name in members) for name in names]
+    near = np.array([[a == b for b in city] for a in city])
+
+    def noisy(values):
+        return values * rng.uniform(1.0 - noise, 1.0 + noise, values.shape)
+
+    speeds = noisy(np.full(len(names), 2e10))
+    peers = tuple(
+        replace(
+            MeasuredPeer(
+                peer=PeerID(name),
+                flop_per_s=float(speeds[index]),
+                upload_bytes_per_s=1e7,
+                memory_bytes=1 << 34,
+                has_data=True,
+                synced_stage=previous.stage_of(PeerID(name)) if previous else None,
+            ),
+            **(says or {}).get(name, {}),
+        )
+        for index, name in enumerate(names)
+    )
+    return Snapshot(
+        peers=peers,
+        layer_costs=layer_costs(SPEC.model),
+        num_stages=3,
+        workload=Workload.of(SPEC),
+        network=MeasuredNetwork(
+            latency_s=noisy(np.where(near, 0.002, 0.04)), bytes_per_s=noisy(np.where(near, 1e8, 5e5))
+        ),
+    )
+
+
+def groups(layout):
+    return [set(stage.peers) for stage in layout.stages]
+
+
+def search(previous, seed=3, **says):
+    return ALLOCATOR.search(snapshot_of(previous=previous, **says), previous, seed=seed)
+
+
+def first():
+    layout, _ = ALLOCATOR.search(snapshot_of(), None, seed=1)
+    return layout
+
+
+def test_a_first_layout_keeps_what_is_exchanged_inside_cities():
+    layout = first()
+    assert sorted("".join(sorted(group)) for group in groups(layout)) == sorted(CITIES.values())
+    assert plan_flaw(as_plan(layout), PlanShape(num_layers=6, num_stages=len(layout.stages))) is None
+    assert layout.spares == ()
+    assert layout == first(), "the same snapshot and seed: the same layout"
+
+
+@pytest.mark.parametrize("says", [{"a": {"flop_per_s": 2e12}}, {"a": {"flop_per_s": 2e12}, "b": {"has_data": False}}])
+def test_a_first_layout_leaves_nobody_alone_with_a_stage_where_there_are_enough(says):
+    """A machine that was idle when it looked seems many times faster than the others on it."""
+    layout, _ = ALLOCATOR.search(snapshot_of("abcdef", says=says), None, seed=1)
+    assert [len(stage.members) for stage in layout.stages] == [2, 2, 2]
+    if "b" in says:
+        assert "b" not in layout.stages[0].peers
+
+
+def test_who_was_left_out_stands_by_whoever_is_alone():
+    snapshot = snapshot_of("abcefi", says={"b": {"has_data": False}})
+    objective = ThroughputObjective(topology_of(snapshot), snapshot.workload)
+    lonely = Placement(stages=((0,), (2,), (3,)), bounds=(0, 2, 4, 6))
+    stages = live_allocator._nobody_alone(objective, lonely).stages
+    assert sorted(map(len, stages)) == [2, 2, 2]
+    assert all(before[0] in after for before, after in zip(lonely.stages, stages, strict=True))
+    assert 1 not in stages[0], "it has no text"
+    two = Placement(stages=((0, 2), (3,)), bounds=(0, 3, 6))
+    assert [len(stage) for stage in live_allocator._nobody_alone(objective, two).stages] == [2, 2]
+
+
+def as_plan(layout):
+    return replace_stages(plan_of(SPLIT), layout)
+
+
+def replace_stages(plan, layout):
+    return Plan(
+        run=plan.run,
+        term=1,
+        sequence=2,
+        previous="",
+        coordinator=plan.coordinator,
+        stages=layout.stages,
+        spares=layout.spares,
+    )
+
+
+def test_a_search_moves_whom_it_pays_to_move_and_leaves_half_of_each_stage():
+    previous = plan_of(SPLIT)
+    layout, reason = search(previous)
+    assert layout is not None
+    assert layout.reason == reason
+    assert "more tokens/s" in reason
+    assert [(s.first_layer, s.last_layer) for s in layout.stages] == [(0, 2), (2, 4), (4, 6)]
+    for before, after in zip(previous.stages, layout.stages, strict=True):
+        stay = [peer for peer in before.peers if peer in after.peers]
+        assert len(stay) >= 2
+        assert list(after.peers[: len(stay)]) == stay, "who stays keeps its rank before those who come"
+    assert plan_flaw(replace_stages(previous, layout), PlanShape(num_layers=6, num_stages=len(layout.stages))) is None
+    assert layout == search(previous)[0]
+
+
+def test_searches_end_where_nothing_is_worth_a_move():
+    previous, moves = plan_of(SPLIT), 0
+    while (layout := search(previous, seed=moves)[0]) is not None:
+        previous, moves = replace_stages(previous, layout), moves + 1
+        assert moves < 6
+    assert moves >= 1
+    assert search(previous, seed=99)[0] is None
+
+
+def test_noise_of_ten_percent_moves_nobody():
+    previous = as_plan(first())
+    assert all(search(previous, noise=0.1, seed=seed)[0] is None for seed in range(6))
+
+
+def test_nobody_moves_while_somebody_drains():
+    assert search(plan_of(SPLIT), says={"l": {"draining": True}}) == (None, "somebody is leaving")
+
+
+def test_who_does_not_hold_its_state_yet_stays_where_it_is():
+    previous = plan_of(SPLIT)
+    layout, _ = search(previous, says={"a": {"synced_stage": None}, "l": {"synced_stage": 0}})
+    assert layout is not None
+    assert "a" in layout.stages[0].peers
+    assert "l" in layout.stages[2].peers
+
+
+def test_a_stage_without_state_is_waited_for():
+    layout, reason = search(plan_of(SPLIT), says={peer: {"synced_stage": None} for peer in SPLIT[1]})
+    assert layout is None
+    assert "stage 1" in reason
+
+
+def test_who_has_not_the_text_is_never_moved_to_the_first_stage():
+    previous = plan_of(SPLIT)
+    says = {peer: {"has_data": False} for peer in "cdfghjkl"}
+    layout, _ = search(previous, says=says)
+    first_stage = {"a", "b", "e", "i"}
+    assert layout is None or groups(layout)[0] <= first_stage
+
+
+def test_a_peer_that_was_put_aside_stays_there_until_somebody_is_lost():
+    previous = plan_of([["a", "b"], ["e", "f"], ["i", "j"]], spares=["c", "k"])
+    names = "abcefijk"
+    quiet = ALLOCATOR.allocate(snapshot_of(names, previous=previous), previous, seed=2)
+    assert quiet.spares == ("c", "k")
+    assert groups(quiet) == [{"a", "b"}, {"e", "f"}, {"i", "j"}]
+    names = "abcefik"
+    repaired = ALLOCATOR.allocate(snapshot_of(names, previous=previous), previous, seed=2)
+    assert groups(repaired) == [{"a", "b"}, {"e", "f"}, {"i", "k"}], "of two spares the one that is near"
+    assert repaired.spares == ("c",)
+
+
+def test_spares_come_back_when_without_them_there_is_no_layout():
+    previous = plan_of([["a", "b"], ["e"], ["i"]], spares=["c", "k", "l"])
+    layout = ALLOCATOR.allocate(snapshot_of("ckl", previous=previous), previous, seed=2)
+    assert sorted(len(group) for group in groups(layout)) == [1, 1, 1]
+
+
+def test_a_newcomer_goes_where_its_network_makes_it_useful():
+    previous = plan_of([["a", "b", "c"], ["e", "f", "g", "h"], ["i", "j", "k"]])
+    snapshot = snapshot_of("abcdefghijk", previous=previous)
+    snapshot.network.bytes_per_s[3, 4:] /= 10.0
+    snapshot.network.bytes_per_s[4:, 3] /= 10.0
+    layout = ALLOCATOR.allocate(snapshot, previous, seed=2)
+    by_speed = GreedyAllocator().allocate(snapshot, previous, seed=2)
+    assert "d" in groups(by_speed)[2], "where speed is least, in another city"
+    assert "d" in groups(layout)[0]
+
+
+def test_a_newcomer_goes_first_where_somebody_is_alone():
+    previous = plan_of([["a", "b", "c"], ["e"], ["i", "j", "k"]])
+    says = {peer: {"flop_per_s": 1e8} for peer in "abcijk"}  # a step waits for them, and hardly for e
+    layout = ALLOCATOR.allocate(snapshot_of("abcdeijk", previous=previous, says=says), previous, seed=2)
+    assert "d" in groups(layout)[1]
+
+
+def test_shares_are_those_that_the_objective_assumes():
+    previous = plan_of([["a", "b"], ["e", "f"], ["i", "j"]])
+    says = {"b": {"flop_per_s": 2e9}}
+    layout = ALLOCATOR.allocate(snapshot_of("abefij", previous=previous, says=says), previous, seed=2)
+    shares = {member.peer: member.share for member in layout.stages[0].members}
+    assert shares["a"] + shares["b"] == pytest.approx(1.0)
+    assert shares["a"] > 2 * shares["b"]

@@ -1,0 +1,228 @@
+"""The plan's groups of experts: complete, stable while nothing happens, and where the load is."""
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from shoal.coordinator.experts.expert_groups import LOOK_STEPS, ExpertPlaces
+from shoal.protocol.identity import PeerID
+from shoal.protocol.messages import Advert, Heartbeat
+from shoal.protocol.plan import Member, Plan, PlanShape, Stage, plan_flaw
+
+E = 8
+
+
+def names(count: int, *, first: int = 0) -> tuple[PeerID, ...]:
+    return tuple(PeerID(f"p{number:02}") for number in range(first, first + count))
+
+
+def stages(*groups: tuple[PeerID, ...]) -> tuple[Stage, ...]:
+    return tuple(Stage(i, i + 1, tuple(Member(p, 1.0, 1.0, 1) for p in peers)) for i, peers in enumerate(groups))
+
+
+def planned(places: ExpertPlaces, groups: tuple[Stage, ...], before: Plan | None = None, *, sequence: int = 1) -> Plan:
+    plan = Plan(
+        run="r",
+        term=1,
+        sequence=sequence,
+        previous="",
+        coordinator=groups[0].peers[0],
+        stages=groups,
+        experts=places.place(groups, before, sequence=sequence),
+    )
+    assert plan_flaw(plan, PlanShape(num_layers=len(groups), num_stages=len(plan.stages), num_experts=E)) is None
+    return plan
+
+
+def beat(stage: int, loads: tuple[int, ...]) -> Heartbeat:
+    advert = Advert(
+        name="p",
+        device="cpu",
+        flop_per_s=1.0,
+        memory_bytes=1,
+        upload_bytes_per_s=1.0,
+        download_bytes_per_s=1.0,
+        addresses=(),
+        has_data=True,
+    )
+    return Heartbeat(
+        advert=advert,
+        plan_sequence=1,
+        plan_digest="",
+        stage=stage,
+        version=0,
+        synced=True,
+        draining=False,
+        loads=loads,
+    )
+
+
+def holders(plan: Plan, stage: int) -> list[int]:
+    return [len(entry.members) for entry in plan.experts if entry.stage == stage]
+
+
+def test_without_slots_nothing_is_placed() -> None:
+    assert ExpertPlaces(num_experts=E, slots=0).place(stages(names(3)), None, sequence=1) == ()
+
+
+@pytest.mark.parametrize("min_replicas", [1, 2, 3])
+@pytest.mark.parametrize(("peers", "slots"), [(1, 1), (2, 3), (3, 4), (6, 3), (5, 8)])
+def test_every_expert_of_every_stage_has_holders_among_its_members(peers: int, slots: int, min_replicas: int) -> None:
+    both = stages(names(peers), names(peers, first=peers))
+    plan = planned(ExpertPlaces(num_experts=E, slots=slots, min_replicas=min_replicas), both)
+    assert len(plan.experts) == 2 * E
+    for entry in plan.experts:
+        assert set(entry.peers) <= set(both[entry.stage].peers)
+    promised = min(peers, min_replicas)
+    assert min(holders(plan, 0)) >= promised
+    needed = -(-E * promised // peers)
+    held = [sum(peer in entry.peers for entry in plan.experts) for peer in both[0].peers]
+    assert max(held) <= max(slots, needed), "who has room for what is promised takes no more than it was told"
+
+
+def test_one_death_after_another_loses_nothing_while_two_are_left() -> None:
+    """Slots for one copy each and a half, as three members of the demo would have; each time the lost are copied."""
+    places = ExpertPlaces(num_experts=E, slots=4)
+    left = names(4)
+    plan = planned(places, stages(left))
+    while len(left) > 1:
+        held = [set(entry.peers) for entry in plan.experts]
+        assert all(len(peers) >= 2 for peers in held)
+        left = left[1:]
+        assert all(peers.intersection(left) for peers in held)
+        plan = planned(places, stages(left), plan, sequence=plan.sequence + 1)
+
+
+def test_while_nothing_happens_nobody_moves() -> None:
+    places = ExpertPlaces(num_experts=E, slots=3)
+    plan = planned(places, stages(names(6)))
+    later = planned(places, plan.stages, plan, sequence=9)
+    assert later.experts == plan.experts
+    another = planned(ExpertPlaces(num_experts=E, slots=3), plan.stages, plan, sequence=9)
+    assert another.experts == plan.experts, "a coordinator that has measured nothing yet moves nobody"
+
+
+@pytest.mark.parametrize(("members", "num_slots"), [(4, 6), (5, 13), (7, 12), (8, 15)])
+def test_nobody_moves_where_members_hold_an_expert_twice(members: int, num_slots: int) -> None:
+    """A plan does not say who holds what twice, and twice is what keeps a hot expert's replicas from being too busy."""
+    places = ExpertPlaces(num_experts=E, slots=num_slots)
+    places.take_over([[1.0 / (1 + expert) for expert in range(E)]])
+    plan = first = planned(places, stages(names(members)))
+    for look in range(2, 12):
+        plan = planned(places, plan.stages, plan, sequence=look)
+        assert plan.experts == first.experts
+
+
+def test_who_stays_keeps_its_place_when_another_dies() -> None:
+    places = ExpertPlaces(num_experts=E, slots=4)
+    plan = planned(places, stages(names(6)))
+    left = stages(names(5))
+    after = planned(places, left, plan, sequence=2)
+    kept = [
+        (entry.expert, member.peer)
+        for entry, before in zip(after.experts, plan.experts, strict=True)
+        for member in entry.members
+        if member.peer in before.peers
+    ]
+    assert len(kept) >= 12, "most of the twenty slots stay as they were"
+    assert all(after.since_in(peer, 1 + expert) == 1 for expert, peer in kept)
+    moved = [m for entry in after.experts for m in entry.members if (entry.expert, m.peer) not in kept]
+    assert all(member.since == 2 for member in moved)
+
+
+def test_a_hot_expert_gets_more_holders_and_the_look_is_not_taken_at_every_step() -> None:
+    places = ExpertPlaces(num_experts=E, slots=5)
+    plan = planned(places, stages(names(6)))
+    counts = [0] * E
+    for _ in range(20):
+        for peer in names(6):
+            counts = [count + (700 if expert == 5 else 100) for expert, count in enumerate(counts)]
+            places.hear(peer, beat(0, tuple(counts)))
+    after = planned(places, plan.stages, plan, sequence=2)
+    assert holders(after, 0)[5] > holders(plan, 0)[5]
+    assert holders(after, 0)[5] == max(holders(after, 0))
+    assert not places.is_due(plan, LOOK_STEPS - 1)
+    assert places.is_due(plan, LOOK_STEPS)
+    assert not places.is_due(plan, LOOK_STEPS + 1)
+    assert places.is_due(msgspec.structs.replace(plan, era=1), LOOK_STEPS + 1), "another era begins anew"
+
+
+def shares_of(plan: Plan) -> list[dict[PeerID, float]]:
+    return [{member.peer: member.share for member in entry.members} for entry in plan.experts]
+
+
+def measured(places: ExpertPlaces) -> None:
+    """Half of all tokens want expert 5."""
+    for beats in (0, 1):
+        for peer in names(6):
+            places.hear(peer, beat(0, tuple(beats * (700 if expert == 5 else 100) for expert in range(E))))
+
+
+def test_who_takes_over_without_a_word_leaves_the_shares_as_they_are() -> None:
+    places = ExpertPlaces(num_experts=E, slots=5)
+    measured(places)
+    plan = planned(places, stages(names(6)))
+    heir = ExpertPlaces(num_experts=E, slots=5)
+    assert shares_of(planned(heir, plan.stages, plan, sequence=2)) == shares_of(plan)
+    assert planned(heir, plan.stages, plan, sequence=2).experts == plan.experts
+
+
+def test_who_takes_over_with_a_word_plans_by_what_was_measured() -> None:
+    places, heir = (ExpertPlaces(num_experts=E, slots=5) for _ in range(2))
+    measured(places)
+    before = planned(places, stages(names(6)))
+    heir.take_over(places.loads(1))
+    assert heir.load_shares(0) == places.load_shares(0)
+    dead = stages(names(5))
+    assert planned(heir, dead, before, sequence=2).experts == planned(places, dead, before, sequence=2).experts
+
+
+def test_what_was_sent_while_others_coordinated_is_nothing_of_now() -> None:
+    places = ExpertPlaces(num_experts=E, slots=3)
+    peer = PeerID("p00")
+    places.hear(peer, beat(0, (0,) * E))
+    places.hear(peer, beat(0, (100,) * E))
+    places.rest()
+    assert places.load_shares(0) == [0.0] * E, "who takes over from the dead knows nothing"
+    places.take_over([[1.0] * E])
+    places.hear(peer, beat(0, (100_000,) + (200,) * (E - 1)))
+    assert places.load_shares(0) == pytest.approx([1 / E] * E)
+
+
+def test_a_stranger_that_comes_back_begins_anew() -> None:
+    places = ExpertPlaces(num_experts=E, slots=3)
+    stays, goes = names(2)
+    for peer in (stays, goes):
+        places.hear(peer, beat(0, (100,) * E))
+    places.forget_strangers({stays})
+    places.hear(goes, beat(0, (100_000,) + (100,) * (E - 1)))
+    assert places.load_shares(0) == [0.0] * E
+    places.hear(stays, beat(0, (100, 108) + (100,) * (E - 2)))
+    assert places.load_shares(0) == [0.0, 1.0] + [0.0] * (E - 2)
+
+
+def test_a_word_that_cannot_be_is_not_taken() -> None:
+    places = ExpertPlaces(num_experts=E, slots=3)
+    for counts in ((1.0,) * (E - 1), (float("nan"),) * E, (float("inf"),) * E, (-1.0,) * E):
+        places.take_over((counts,))
+    assert places.load_shares(0) == [0.0] * E
+    assert ExpertPlaces(num_experts=E, slots=0).loads(2) == ()
+    assert places.loads(2) == ((), ())
+
+
+def test_the_load_is_told_as_shares() -> None:
+    places = ExpertPlaces(num_experts=E, slots=3)
+    assert places.load_shares(0) == [0.0] * E
+    places.hear(PeerID("p00"), beat(0, (0,) * E))
+    places.hear(PeerID("p00"), beat(0, (30, 10) + (0,) * (E - 2)))
+    assert places.load_shares(0) == [0.75, 0.25] + [0.0] * (E - 2)
+    assert places.load_shares(1) == [0.0] * E
+
+
+def test_nonsense_is_not_measured() -> None:
+    places, usual = ExpertPlaces(num_experts=E, slots=3), ExpertPlaces(num_experts=E, slots=3)
+    for loads in ((), (1,) * (E + 1), (-1,) * E, (1 << 60,) * E):
+        places.hear(PeerID("liar"), beat(0, loads))
+    places.hear(PeerID("liar"), beat(10**6, (1,) * E))
+    assert replace(places) == replace(usual)
