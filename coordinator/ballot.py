@@ -4,9 +4,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from shoal.coordinator.allocate.interface import Layout
 from shoal.coordinator.chain import is_quorum, link_flaw
-from shoal.coordinator.era import Beginning
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import CONTROL_BYTES_MAX
 from shoal.protocol.messages import PlanOffer, TermRequest
@@ -14,14 +12,6 @@ from shoal.protocol.plan import PlanProof, SignedPlan
 
 ENVELOPE_BYTES = 1024
 """What an envelope and a message's own fields take of a control message, generously."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Draft:
-    """What a plan is to say. `beginning` is None if it goes on in the era of the plan before it."""
-
-    layout: Layout
-    beginning: Beginning | None = None
 
 
 @dataclass(slots=True, kw_only=True)

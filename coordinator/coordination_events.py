@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from shoal.coordinator.allocate.interface import Layout
 from shoal.coordinator.chain import ChainRecord
 from shoal.coordinator.ledger import StepRecord
+from shoal.coordinator.plan_layout import Layout
 from shoal.coordinator.search_schedule import SearchJob
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Heartbeat, PlanHead

@@ -53,10 +53,10 @@ from shoal.coordinator.coordination_events import (
     Unanswered,
 )
 from shoal.coordinator.follower import Follower
-from shoal.coordinator.governor import Governor
 from shoal.coordinator.leader import Leader
 from shoal.coordinator.plan_rounds import PlanRounds
 from shoal.coordinator.proposer import Proposer
+from shoal.coordinator.replan_policy import ReplanPolicy
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import (
     ChainLinks,
@@ -111,7 +111,7 @@ class CoordinationCore:
         owner: PeerID,
         spec: RunSpec,
         chain: PlanChain,
-        governor: Governor,
+        policy: ReplanPolicy,
         sign: Callable[[Plan], SignedPlan],
         vouch: Callable[[bytes], bytes],
         holds: Holds,
@@ -120,7 +120,7 @@ class CoordinationCore:
         now_s: float,
     ) -> None:
         self.run, self.me, self.owner = run, me, owner
-        self.chain, self.governor = chain, governor
+        self.chain, self.policy, self.view = chain, policy, policy.view
         self.ends: Ends = ()
         """What proves that the run has come to its last step; empty: as far as we know it has not."""
         self._rng, self._vouch, self._holds_end = rng, vouch, holds_end
@@ -136,19 +136,19 @@ class CoordinationCore:
             sign=sign,
             vouch=vouch,
             holds=holds,
-            is_fresh=lambda base: governor.is_fresh(base.plan, self._own, leads=self.is_coordinator),
-            experts=governor.experts,
+            is_fresh=lambda base: self.view.is_fresh(base.plan, self._own, leads=self.is_coordinator),
+            experts=self.view.experts,
             heartbeat_s=spec.swarm.heartbeat_s,
         )
         self._follower = Follower(run=run, me=me, owner=owner, heartbeat_s=self._heartbeat_s, rng=rng, now_s=now_s)
         self._watch = self._follower.watch
         self.doubted = self._watch.doubted  # whose word in the directory counts last
         self._chain_sync = ChainSync(me=me, chain=chain, heartbeat_s=self._heartbeat_s)
-        self._leader = Leader(me=me, owner=owner, swarm=spec.swarm, governor=governor, now_s=now_s)
+        self._leader = Leader(me=me, owner=owner, swarm=spec.swarm, policy=policy, now_s=now_s)
         self._rounds = PlanRounds(
             me=me,
             chain=chain,
-            governor=governor,
+            policy=policy,
             proposer=self._proposer,
             follower=self._follower,
             leader=self._leader,
@@ -160,7 +160,7 @@ class CoordinationCore:
     def restored(self, live: SignedPlan | None, now_s: float) -> None:
         """After a restart, before anything else: the chain is what it was. If we coordinated, we do again."""
         if live is not None:
-            self.governor.obey(live.plan, now_s)
+            self.policy.obey(live.plan, now_s)
             if self.is_coordinator:
                 self._leader.begin(live.plan, now_s, continuing=False, silent=None)
 
@@ -183,7 +183,7 @@ class CoordinationCore:
     def has_heirs(self, now_s: float) -> bool:
         """Whether anybody else may take the role."""
         plan = self.plan
-        return plan is not None and any(peer != self.me for peer in self.governor.successors(plan, now_s))
+        return plan is not None and any(peer != self.me for peer in self.view.successors(plan, now_s))
 
     def next_timer_s(self) -> float:
         return min(self._heartbeat_at_s, self._tick_at_s)
@@ -217,7 +217,7 @@ class CoordinationCore:
                 self._leader.hasten(now_s)
             case Expelled():
                 for peer in event.peers:
-                    self.governor.roster.leave(peer)
+                    self.view.roster.leave(peer)
                 self._tick_at_s = now_s
             case TimerFired():
                 return self._timer_fired(now_s)
@@ -244,7 +244,7 @@ class CoordinationCore:
                 assert event.plan is not None
                 return self._take_over(event.source, message, event.plan, now_s)
             case Leave():
-                self.governor.roster.leave(event.source)
+                self.view.roster.leave(event.source)
                 return [Reply(message=Done() if self.is_coordinator else Refusal(reason="does not coordinate"))]
             case Ping() as ping:
                 return [Reply(message=ping)]
@@ -262,28 +262,29 @@ class CoordinationCore:
             # It trains to another end, with other learning rates: nothing may be planned with it until one of us has
             # gone over to the other's revision.
             self.newest_revision = max(self.newest_revision, heartbeat.revision)
-            self.governor.roster.lose(source)
+            self.view.roster.lose(source)
             return [Reply(message=self._answer(heartbeat, now_s, leads=self.is_coordinator, ends=()))]
         live = self.chain.live
         leads = self.is_coordinator or (live is None and self.me == self.owner and heartbeat.plan_sequence == 0)
-        if leads and not self.governor.hear(source, heartbeat, now_s):
-            return [Reply(message=Refusal(reason="this run has all the peers it can count"))]
+        flaws: list[str] = []
         if leads:
+            if not self.view.roster.has_room_for(source):
+                return [Reply(message=Refusal(reason="this run has all the peers it can count"))]
+            flaws = self.view.hear(source, heartbeat, now_s)
             self._hear_end(source, heartbeat)
         commands: list[Command] = [Reply(message=self._answer(heartbeat, now_s, leads=leads, ends=self.ends))]
         commands += self._rounds.reported(heartbeat.plan_sequence, now_s)
-        commands += [Alarm(text=text) for text in self.governor.complaints]
-        self.governor.complaints.clear()
+        commands += [Alarm(text=text) for text in flaws]
         if self.is_coordinator and live is not None:
             self._leader.heard(source, heartbeat, live.plan, now_s)
         return commands + (self._tell(now_s) if leads else [])
 
     def _hear_end(self, source: PeerID, heartbeat: Heartbeat) -> None:
         """As the coordinator: count who has come to the run's last version."""
-        witnesses = self.governor.witnesses
+        witnesses = self.view.confirmations
         if heartbeat.end and not witnesses.knows_end_of(source):
             witnesses.note_ends(self._true_ends(((source, heartbeat.end),)))
-        self.ends = self.ends or self.governor.ends or self._proof(heartbeat.ends)
+        self.ends = self.ends or self.view.ends or self._proof(heartbeat.ends)
 
     def end_body(self) -> bytes:
         """Which end of the run we mean: of the era that we obey, by our spec."""
@@ -317,9 +318,9 @@ class CoordinationCore:
             leads=leads,
             ends=ends,
             revision=self.revision,
-            pace=self.governor.ledger.pace.tell(now_s),
-            save_at=self.governor.save_at(live.plan, now_s) if live is not None and is_of_our_era else 0,
-            safe=self.governor.safe(live.plan, now_s) if live is not None and is_of_our_era else (0, 0),
+            pace=self.view.ledger.pace.tell(now_s),
+            save_at=self.view.save_at(live.plan, now_s) if live is not None and is_of_our_era else 0,
+            safe=self.view.safe(live.plan, now_s) if live is not None and is_of_our_era else (0, 0),
         )
 
     def _grant(self, source: PeerID, request: TermRequest, base: SignedPlan, now_s: float) -> list[Command]:
@@ -354,7 +355,7 @@ class CoordinationCore:
         commands.append(Reply(message=Done()))
         if self._proposer.is_busy:
             return commands  # asked twice, or it was our turn anyway
-        self.governor.inherit(message)
+        self.view.inherit(message)
         return commands + self._rounds.inherit(live, now_s)
 
     # --- answers from others ---
@@ -368,7 +369,7 @@ class CoordinationCore:
                 self.ends = self.ends or (self._proof(reply.ends) if reply.revision == self.revision else ())
                 self._watch.replied(event.peer, reply, self.plan, me=self.me, took_s=event.took_s, now_s=now_s)
                 if reply.is_coordinator and not self.is_coordinator and event.peer == self.coordinator:
-                    self.governor.ledger.pace.take_over(reply.pace, now_s)
+                    self.view.ledger.pace.take_over(reply.pace, now_s)
                 return commands + self._rounds.remind(event.peer, reply)
             case Ping():
                 self._watch.answered(event.peer, self.plan, took_s=event.took_s, now_s=now_s)
@@ -438,8 +439,8 @@ class CoordinationCore:
             return commands + (self._rounds.found_run(now_s) if self.me == self.owner else [])
         eligible = self._eligible(live.plan)
         term = max(self.chain.granted_term, live.plan.term) + 1
-        commands += self._follower.work(live, now_s, eligible=eligible, busy=self._proposer.is_busy, term=term)
-        return commands + self._rounds.succeed(now_s)
+        asked, agreed = self._follower.work(live, now_s, eligible=eligible, busy=self._proposer.is_busy, term=term)
+        return commands + asked + self._rounds.succeed(agreed, now_s)
 
     # --- plans ---
 
@@ -453,7 +454,7 @@ class CoordinationCore:
     def _is_out_of_touch(self, plan: Plan, now_s: float) -> bool:
         """Whether nobody answers us that obeys our plan, so that all of them may have gone on without us."""
         if self.is_coordinator:
-            return not is_quorum({self.me, *self.governor.roster.alive(now_s)}, plan.electors, self.owner)
+            return not is_quorum({self.me, *self.view.roster.alive(now_s)}, plan.electors, self.owner)
         return now_s >= self._watch.suspect_at_s
 
     def _adopt(
@@ -474,9 +475,9 @@ class CoordinationCore:
         self._follower.obeys(plan.plan, new_term=new_term, replaced=silent, now_s=now_s)
         if before is not None and before.plan.era != plan.plan.era:
             self.ends = ()  # the run goes back, though it may have been done
-        self.governor.obey(plan.plan, now_s, leads=was_coordinator and not new_term)
+        self.policy.obey(plan.plan, now_s, leads=was_coordinator and not new_term)
         if before is not None and was_coordinator and not self.is_coordinator:
-            commands += [Tell(record=record) for record in self.governor.tell(before.plan, now_s, flush=True)]
+            commands += [Tell(record=record) for record in self.view.completed_steps(before.plan, now_s, flush=True)]
         if new_term:
             # A new coordinator plans once it has heard everyone: do not let it wait for the rhythm.
             soon_s = 0.0 if self.is_coordinator else SOON_HEARTBEATS * self._heartbeat_s * self._rng.random()
@@ -487,11 +488,11 @@ class CoordinationCore:
             if not self._eligible(plan.plan):
                 self._leader.hasten(now_s)
         elif not self.is_coordinator and (overtaken or new_term):
-            self.governor.stand_by()
+            self.view.stand_by()
         return commands
 
     def _tell(self, now_s: float) -> list[Command]:
-        records = self.governor.tell(self.plan, now_s, flush=self.done) if self.plan else []
+        records = self.view.completed_steps(self.plan, now_s, flush=self.done) if self.plan else []
         return [Tell(record=record) for record in records]
 
     def _eligible(self, plan: Plan) -> bool:

@@ -9,6 +9,7 @@ import logging
 import random
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -16,6 +17,7 @@ import msgspec
 from shoal.coordinator.admission import Admission
 from shoal.coordinator.allocate.interface import Allocator
 from shoal.coordinator.chain import PlanChain
+from shoal.coordinator.cluster_view import ClusterView
 from shoal.coordinator.coordination_events import (
     Alarm,
     Answered,
@@ -40,8 +42,8 @@ from shoal.coordinator.coordination_events import (
 )
 from shoal.coordinator.core import CoordinationCore
 from shoal.coordinator.discovery import Discovery
-from shoal.coordinator.governor import Governor
 from shoal.coordinator.ledger import HISTORY_STEPS, StepRecord
+from shoal.coordinator.replan_policy import ReplanPolicy
 from shoal.coordinator.report_queue import ReportQueue
 from shoal.coordinator.searcher import RunBlocking, Searcher, inline
 from shoal.coordinator.status_service import StatusService
@@ -100,6 +102,24 @@ _ANSWER: dict[type, type[msgspec.Struct]] = {
 }
 
 
+def ignore(told: object) -> None:
+    """The node does not want to know."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Callbacks:
+    """What a node does with what coordination tells it. None of these may block."""
+
+    on_plan: Callable[[SignedPlan], None]
+    """It gets every plan that this peer is to obey, in order."""
+    on_step: Callable[[StepRecord], None] = ignore
+    """It gets every step that completes while this peer coordinates. Around a hand-over two peers may tell a step."""
+    on_save: Callable[[int], None] = ignore
+    """It gets the version of which the coordinator wants a snapshot of every stage, maybe several times."""
+    on_safe: Callable[[tuple[int, int]], None] = ignore
+    """It gets (era, version) of a snapshot before which none is needed any more, maybe several times."""
+
+
 class Coordination:
     """A peer's part in electing coordinators, agreeing on plans and, in its turn, making them.
 
@@ -108,12 +128,8 @@ class Coordination:
         owner: who makes the run's first plan.
         heartbeat: what this peer says of itself. Each report may be in one heartbeat only; it is kept here until a
             coordinator has it.
-        on_plan: called with every plan that this peer is to obey, in order. Must not block.
+        callbacks: hear of plans, steps and snapshots.
         run_blocking: runs searches for a layout, which may take a minute; inline in virtual time.
-        on_step: called with every step that completes while this peer coordinates; around a hand-over a step may be
-            told twice, by two peers.
-        on_save: called with the version of which the coordinator wants a snapshot of every stage, maybe several times.
-        on_safe: called with (era, version) of a snapshot before which none is needed any more, maybe several times.
     """
 
     def __init__(
@@ -127,17 +143,13 @@ class Coordination:
         allocator: Allocator,
         store: PlanStore,
         heartbeat: Callable[[], Heartbeat],
-        on_plan: Callable[[SignedPlan], None],
+        callbacks: Callbacks,
         rng: random.Random,
         run_blocking: RunBlocking = inline,
-        on_step: Callable[[StepRecord], None] | None = None,
-        on_save: Callable[[int], None] | None = None,
-        on_safe: Callable[[tuple[int, int]], None] | None = None,
     ) -> None:
         self._endpoint, self._directory, self._clock = endpoint, directory, clock
         self._spec = spec
-        self._heartbeat, self._on_plan, self._on_step, self._on_save = heartbeat, on_plan, on_step, on_save
-        self._on_safe = on_safe
+        self._heartbeat, self._callbacks = heartbeat, callbacks
         identity, run, seals = endpoint.identity, endpoint.run, endpoint.seals
 
         def holds(signer: PeerID, signature: bytes, body: bytes) -> bool:
@@ -155,7 +167,7 @@ class Coordination:
             owner=owner,
             spec=spec,
             chain=PlanChain(run, owner=owner, holds=holds, holds_order=holds_order),
-            governor=Governor(run=endpoint.run, spec=spec, allocator=allocator),
+            policy=ReplanPolicy(ClusterView(endpoint.run, spec), allocator),
             sign=lambda plan: sign_plan(identity, plan),
             vouch=lambda body: seals.sign_statement(identity, "vote", run=run, body=body),
             holds=holds,
@@ -304,7 +316,7 @@ class Coordination:
         """From now on those who are excluded are nobody here."""
         members = self._endpoint.members
         members.exclude(self._core.chain.exclusions.keys)
-        known = {*self._core.governor.roster.presences, *(self._core.plan.members if self._core.plan else ())}
+        known = {*self._core.view.roster.presences, *(self._core.plan.members if self._core.plan else ())}
         out = tuple(sorted(filter(members.is_excluded, known)))
         if out:
             self._feed(Expelled(peers=out))
@@ -351,8 +363,7 @@ class Coordination:
                 self._spawn(self._searcher.run(command.job))
             case Tell():
                 self.history.append(command.record)
-                if self._on_step is not None:
-                    self._on_step(command.record)
+                self._callbacks.on_step(command.record)
             case Note():
                 if command.text != self.said:
                     logger.info("%s", command.text)
@@ -372,7 +383,7 @@ class Coordination:
             self._spawn(self._tell(plan.coordinator, Exclude(order=order)))
         if self._discovery.should_read(plan):
             self._spawn(self._discovery.meet())
-        self._on_plan(signed)
+        self._callbacks.on_plan(signed)
 
     def _restore(self) -> None:
         record = self._write_ahead.begin(self._core.chain.record())
@@ -444,7 +455,7 @@ class Coordination:
         leads = core.is_coordinator or (plan is None and core.owner == self._endpoint.peer_id)
         if not leads or self._endpoint.gate.is_planned(source) or (plan is None and self._spec.swarm.open):
             return ""
-        present = {peer: seen.advert for peer, seen in core.governor.roster.presences.items() if not seen.left}
+        present = {peer: seen.advert for peer, seen in core.view.roster.presences.items() if not seen.left}
         present |= {peer: present.get(peer) for peer in (plan.members if plan is not None else ())}
         return self._admission.why_not(source, advert, present)
 
@@ -510,10 +521,10 @@ class Coordination:
         if reply.is_coordinator and target == self._core.coordinator:
             self._heard_s = self._clock.now_s()
             self._reports.arrived(sent)
-            if reply.save_at and self._on_save is not None:
-                self._on_save(reply.save_at)
-            if reply.safe[1] and self._on_safe is not None:
-                self._on_safe(reply.safe)
+            if reply.save_at:
+                self._callbacks.on_save(reply.save_at)
+            if reply.safe[1]:
+                self._callbacks.on_safe(reply.safe)
         else:
             self._reports.failed(sent)
         self._feed(Answered(peer=target, asked=heartbeat, reply=reply, live=live, took_s=self._clock.now_s() - asked_s))

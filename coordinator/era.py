@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from shoal.coordinator.allocate.interface import Layout
+from shoal.coordinator.plan_layout import Beginning, Layout
 from shoal.coordinator.roster import Roster
 from shoal.protocol.identity import PeerID
 from shoal.protocol.layers import group_keys, held_keys
@@ -26,15 +26,6 @@ RESIGNED_HEARTBEATS = 3.0
 """How long a coordinator that has given up those disks keeps the role, to make the plan that does without them."""
 SAFE_COPIES = 2
 """Disks that have each layer of a snapshot before the ones before it may go: any one of them may fail."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Beginning:
-    """Era `era` begins at `version`, from the snapshots of `from_era`; at version 0 from the run's seed."""
-
-    era: int
-    version: int = 0
-    from_era: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ Ongaro's thesis on Raft, 9.6). It costs one round trip of a take-over, and none 
 
 import random
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from shoal.coordinator import election
 from shoal.coordinator.chain import is_quorum
@@ -41,6 +42,13 @@ class PreVote:
     agreed: set[PeerID]
     waiting: dict[PeerID, float] = field(default_factory=dict)
     """Who has been asked, and until when not again."""
+
+
+class Agreed(NamedTuple):
+    """A majority of the electors of `base` misses its coordinator and would grant us `term`."""
+
+    base: SignedPlan
+    term: int
 
 
 class Follower:
@@ -88,10 +96,13 @@ class Follower:
         self._pre_vote = None
         self.watch.obeys(plan, new_term=new_term, replaced=replaced, now_s=now_s)
 
-    def work(self, live: SignedPlan, now_s: float, *, eligible: bool, busy: bool, term: int) -> list[Command]:
+    def work(
+        self, live: SignedPlan, now_s: float, *, eligible: bool, busy: bool, term: int
+    ) -> tuple[list[Command], Agreed | None]:
         """Ping the coordinator if that is ours to do; ask the others about it if it is silent and it is our turn.
 
         Args: busy: a proposal of ours is under way; term: the next that we could have.
+        Returns: (commands, what a majority agrees to, where our own opinion is one).
         """
         plan = live.plan
         turn = self._standing(plan) if eligible else None
@@ -102,12 +113,12 @@ class Follower:
         if turn is None or now_s < self.watch.suspect_at_s:
             self._pre_vote, self._is_asking = None, False
         if turn is None or busy or now_s < self.watch.suspect_at_s:
-            return commands
+            return commands, None
         # Who has begun to ask goes on when it learns of a later plan of the same coordinator, whoever is next there.
         stagger_s = STAGGER_HEARTBEATS * self._heartbeat_s + STAGGER_ROUND_TRIPS * self.watch.round_trip_s
         due_s = self.watch.suspect_at_s + (0 if self._is_asking else turn) * stagger_s
         if now_s < max(due_s, self._not_before_s):
-            return commands
+            return commands, None
         pre_vote = self._pre_vote
         if pre_vote is None:
             commands.append(Note(text=f"coordinator {plan.coordinator[-8:]} is silent, asking who misses it"))
@@ -122,33 +133,33 @@ class Follower:
         if now_s >= pre_vote.expires_at_s:
             self.back_off(now_s)
             text = f"{len(pre_vote.agreed)} of {len(plan.electors)} miss the coordinator: it stays"
-            return [*commands, Note(text=text)]
-        return commands + self._ask(pre_vote, now_s)
+            return [*commands, Note(text=text)], None
+        return commands + self._ask(pre_vote, now_s), self._agreed(pre_vote)
 
-    def count(self, event: Answered) -> None:
-        """A member's opinion."""
+    def count(self, event: Answered) -> Agreed | None:
+        """A member has told us its opinion. Returns: what a majority agrees to with it."""
         pre_vote = self._about(event.asked)
         if pre_vote is None or not isinstance(event.reply, TermGrant):
-            return
+            return None
         pre_vote.waiting.pop(event.peer, None)
         if event.reply.granted:
             pre_vote.agreed.add(event.peer)
         elif event.reply.term >= pre_vote.term:
             self._term_max = event.reply.term
             pre_vote.term = event.reply.term + 1  # who agreed to a lower term agrees to this
+        return self._agreed(pre_vote)
 
     def unanswered(self, peer: PeerID, asked: TermRequest) -> None:
         pre_vote = self._about(asked)
         if pre_vote is not None:
             pre_vote.waiting.pop(peer, None)
 
-    def take_agreed(self) -> tuple[SignedPlan, int] | None:
-        """The plan and the term that a majority would grant us, once."""
-        pre_vote = self._pre_vote
-        if pre_vote is None or not is_quorum(pre_vote.agreed, pre_vote.base.plan.electors, self._owner):
+    def _agreed(self, pre_vote: PreVote) -> Agreed | None:
+        """What a majority agrees to, which ends the pre-vote."""
+        if not is_quorum(pre_vote.agreed, pre_vote.base.plan.electors, self._owner):
             return None
         self._pre_vote = None
-        return pre_vote.base, pre_vote.term
+        return Agreed(pre_vote.base, pre_vote.term)
 
     def _about(self, asked: object) -> PreVote | None:
         pre_vote = self._pre_vote

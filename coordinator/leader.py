@@ -3,12 +3,13 @@
 import math
 from dataclasses import dataclass
 
-from shoal.coordinator.ballot import Draft
 from shoal.coordinator.chain import is_quorum
 from shoal.coordinator.coordination_events import Answered, Ask, Command, LookUp, Note, Publish, Search, Unanswered
 from shoal.coordinator.failure_detector import FailureDetector
-from shoal.coordinator.governor import Governor
 from shoal.coordinator.leadership_transfer import LeadershipTransfer
+from shoal.coordinator.plan_layout import Layout
+from shoal.coordinator.replan_policy import ReplanPolicy
+from shoal.coordinator.search_schedule import SearchJob
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import HandOver, Heartbeat, Ping
 from shoal.protocol.plan import Plan, SignedPlan
@@ -32,16 +33,17 @@ class KeepRole:
     """The role is ours for another term."""
 
 
-Want = Draft | KeepRole | None
+Want = Layout | KeepRole | None
+"""What to propose: a layout, another term of ours, or nothing."""
 
 
 class Leader:
     """Args:
-    governor: knows who is there; shared with the core.
+    policy: says which layout should come next, from its view of the swarm; shared with the core.
     """
 
-    def __init__(self, *, me: PeerID, owner: PeerID, swarm: SwarmSpec, governor: Governor, now_s: float) -> None:
-        self._me, self._owner, self._governor = me, owner, governor
+    def __init__(self, *, me: PeerID, owner: PeerID, swarm: SwarmSpec, policy: ReplanPolicy, now_s: float) -> None:
+        self._me, self._owner, self._policy = me, owner, policy
         self._heartbeat_s = swarm.heartbeat_s
         self._detector = FailureDetector(me=me, heartbeat_s=swarm.heartbeat_s)
         self._transfer = LeadershipTransfer(term_s=swarm.term_s, heartbeat_s=swarm.heartbeat_s, now_s=now_s)
@@ -58,13 +60,13 @@ class Leader:
         self._transfer.begin(now_s)
         self._head_at_s = now_s + HEAD_HEARTBEATS * self._heartbeat_s
         self._members, self._lost_s = frozenset(plan.members), -math.inf
-        self._governor.begin_term(plan, now_s, continuing=continuing, silent=silent)
+        self._policy.begin_term(plan, now_s, continuing=continuing, silent=silent)
         # Of a dead coordinator that no plan names any more, as after a reset, nothing is asked.
         self._detector.begin((silent,) if silent in plan.members else (), now_s)
 
     def excuse(self, now_s: float) -> None:
         """We slept: nobody's silence until now counts."""
-        self._governor.roster.excuse_all(now_s)
+        self._policy.view.roster.excuse_all(now_s)
         self._detector.begin((), now_s)
 
     def hasten(self, due_s: float) -> None:
@@ -73,7 +75,7 @@ class Leader:
 
     def lost(self, now_s: float, *, outbid: bool) -> None:
         """A plan of ours came to nothing."""
-        self._governor.unsettle()
+        self._policy.unsettle()
         if outbid:
             # A majority may have promised our term away to somebody who then fell silent: only a later helps.
             self._transfer.hasten(now_s + self._heartbeat_s)
@@ -81,7 +83,7 @@ class Leader:
     # --- what others say ---
 
     def heard(self, peer: PeerID, heartbeat: Heartbeat, plan: Plan, now_s: float) -> None:
-        """A heartbeat, which the governor has noted. Whom it calls silent is looked for at the next tick."""
+        """A heartbeat, which the view has noted. Whom it calls silent is looked for at the next tick."""
         self._detector.heard(peer)
         self._detector.report(peer, heartbeat.silent, plan, now_s)
 
@@ -89,7 +91,7 @@ class Leader:
         if isinstance(event.asked, HandOver):
             self._transfer.accepted(event.peer, event.took_s, now_s)
         if isinstance(event.asked, Ping):
-            return self._detector.answered(event.peer, self._governor.roster, now_s)
+            return self._detector.answered(event.peer, self._policy.view.roster, now_s)
         return []
 
     def unanswered(self, event: Unanswered, plan: Plan, now_s: float) -> list[Command]:
@@ -99,9 +101,9 @@ class Leader:
         if isinstance(event.asked, Ping) and event.refused:
             return self._detector.refused(
                 event.peer,
-                self._governor.roster,
+                self._policy.view.roster,
                 plan,
-                irreplaceable=self._governor.is_irreplaceable(event.peer, plan, now_s),
+                irreplaceable=self._policy.view.is_irreplaceable(event.peer, plan, now_s),
                 took_s=event.took_s,
                 now_s=now_s,
             )
@@ -117,7 +119,7 @@ class Leader:
 
         Returns: (commands, what to propose).
         """
-        roster = self._governor.roster
+        roster = self._policy.view.roster
         members = frozenset(live.plan.members)
         self._lost_s = now_s if members < self._members else self._lost_s
         self._members = members
@@ -135,13 +137,13 @@ class Leader:
         if busy:
             return commands, None
         if self._transfer.is_due(now_s) and not (eligible and self._finds_out(live.plan, now_s)):
-            order = self._governor.successors(live.plan, now_s)
+            order = self._policy.view.successors(live.plan, now_s)
             heir = self._transfer.next([peer for peer in order if peer != self._me or eligible], now_s)
             if heir == self._me:
                 return commands, KeepRole()
             if heir is not None:
                 commands.append(Note(text=f"term {live.plan.term} ends, {heir[-8:]} is next"))
-                commands.append(Ask(peer=heir, message=self._governor.will(live, now_s)))
+                commands.append(Ask(peer=heir, message=self._policy.hand_over(live, now_s)))
         if self._transfer.is_waiting:
             return commands, None
         more, want = self._next_plan(live, alive, now_s, sequence=sequence)
@@ -149,29 +151,32 @@ class Leader:
 
     def _finds_out(self, plan: Plan, now_s: float) -> bool:
         """What an heir would have to begin again: whether somebody is gone, or how to make up for the loss."""
-        roster, heartbeat_s = self._governor.roster, self._heartbeat_s
+        roster, heartbeat_s = self._policy.view.roster, self._heartbeat_s
         finds_out = (
             self._detector.are_open
             or now_s < self._lost_s + SEARCH_HEARTBEATS * heartbeat_s
             or any(roster.is_gone(peer, now_s) for peer in plan.members if peer != self._me)
         )
         may_wait = self._transfer.may_wait(now_s, OVERTIME_HEARTBEATS * heartbeat_s)
-        return (finds_out and may_wait) or self._governor.awaits_disks(now_s)
+        return (finds_out and may_wait) or self._policy.awaits_disks(now_s)
 
     def _next_plan(
         self, live: SignedPlan, alive: tuple[PeerID, ...], now_s: float, *, sequence: int
     ) -> tuple[list[Command], Want]:
-        roster = self._governor.roster
+        roster = self._policy.view.roster
         known = alive, all(roster.was_heard(peer) for peer in alive)
         if now_s < self._plan_at_s and known == self._known:
             return [], None
         if not self._detector.is_settled(roster, live.plan, now_s):
             return [], None
         self._plan_at_s, self._known = now_s + PLAN_HEARTBEATS * self._heartbeat_s, known
-        draft, reason = self._governor.next_plan(live.plan, now_s, sequence=sequence)
-        if draft is None:
-            job = self._governor.take_job()
-            search: list[Command] = [Search(job=job)] if job else []
-            return [Note(text=reason), *search] if reason else search, None
-        self._governor.settle(live.plan, now_s)
-        return [Note(text=reason)], draft
+        found, reason = self._policy.next_plan(live.plan, now_s, sequence=sequence)
+        notes: list[Command] = [Note(text=reason)] if reason else []
+        match found:
+            case Layout():
+                self._policy.settle(live.plan, now_s)
+                return [Note(text=reason)], found
+            case SearchJob():
+                return [*notes, Search(job=found)], None
+            case None:
+                return notes, None

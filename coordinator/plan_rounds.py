@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-from shoal.coordinator.ballot import Draft
 from shoal.coordinator.chain import PlanChain
 from shoal.coordinator.coordination_events import (
     Alarm,
@@ -16,10 +15,12 @@ from shoal.coordinator.coordination_events import (
     Search,
     Searched,
 )
-from shoal.coordinator.follower import Follower
-from shoal.coordinator.governor import Governor
+from shoal.coordinator.follower import Agreed, Follower
 from shoal.coordinator.leader import KeepRole, Leader, Want
-from shoal.coordinator.proposer import Carried, GivenUp, Proposer
+from shoal.coordinator.plan_layout import Layout
+from shoal.coordinator.proposer import Carried, GivenUp, Progress, Proposer
+from shoal.coordinator.replan_policy import ReplanPolicy
+from shoal.coordinator.search_schedule import SearchJob
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Done, HeartbeatReply, PlanLive, PlanVote, Refusal, Reset, TermGrant
 from shoal.protocol.plan import Mandate, SignedPlan
@@ -35,13 +36,13 @@ class PlanRounds:
         *,
         me: PeerID,
         chain: PlanChain,
-        governor: Governor,
+        policy: ReplanPolicy,
         proposer: Proposer,
         follower: Follower,
         leader: Leader,
         adopt: Callable[[SignedPlan, float], list[Command]],
     ) -> None:
-        self._me, self._chain, self._governor = me, chain, governor
+        self._me, self._chain, self._policy = me, chain, policy
         self._proposer, self._follower, self._leader = proposer, follower, leader
         self._adopt = adopt
 
@@ -52,12 +53,14 @@ class PlanRounds:
             return []
         if watch.run_exists(now_s):
             return [Note(text="waiting for word of the plan that this run has")]
-        draft, reason = self._governor.first_plan(now_s)
-        if draft is None:
-            job = self._governor.take_job()
-            return [Note(text=reason), *([Search(job=job)] if job else [])]
-        signed = self._proposer.make(None, 1, draft)
-        return [Note(text=reason), *self._went_live(signed, (), now_s)]
+        found, reason = self._policy.first_plan(now_s)
+        match found:
+            case Layout():
+                return [Note(text=reason), *self._went_live(self._proposer.make(None, 1, found), (), now_s)]
+            case SearchJob():
+                return [Note(text=reason), Search(job=found)]
+            case None:
+                return [Note(text=reason)]
 
     def reported(self, sequence: int, now_s: float) -> list[Command]:
         """A peer obeys the plan of this sequence."""
@@ -85,17 +88,17 @@ class PlanRounds:
             reason = f"obeys plan {self._chain.order} of reign {live.plan.reign}: look again"
             return [*commands, Reply(message=Refusal(reason=reason))]
         sequence = self._proposer.next_sequence(live)
-        draft, reason = self._governor.reset_plan(live, reset, mandate, now_s, sequence=sequence)
-        if draft is None:
+        layout, reason = self._policy.reset_plan(live, reset, mandate, now_s, sequence=sequence)
+        if layout is None:
             return [*commands, Reply(message=Refusal(reason=reason))]
-        plan = self._proposer.make(live, mandate.term, draft, mandate=reset.mandate, reign=mandate.reign)
+        plan = self._proposer.make(live, mandate.term, layout, mandate=reset.mandate, reign=mandate.reign)
         commands += self._went_live(plan, tuple(peer for peer, _ in reset.roster), now_s)
-        return [*commands, Note(text=draft.layout.reason), Reply(message=Done())]
+        return [*commands, Note(text=layout.reason), Reply(message=Done())]
 
     def pursue(self, want: Want, live: SignedPlan, now_s: float) -> list[Command]:
         """As the coordinator: what the tenure came up with."""
         match want:
-            case Draft():
+            case Layout():
                 return self._conclude(self._proposer.propose(live, want, now_s), now_s)
             case KeepRole():
                 return self.inherit(live, now_s)
@@ -106,9 +109,8 @@ class PlanRounds:
         """The role is handed to us."""
         return self._conclude(self._proposer.campaign(live, now_s, handed_over=True), now_s)
 
-    def succeed(self, now_s: float) -> list[Command]:
+    def succeed(self, agreed: Agreed | None, now_s: float) -> list[Command]:
         """Ask for the coordinator's term, if a majority would grant it."""
-        agreed = self._follower.take_agreed()
         if agreed is None or self._proposer.is_busy:
             return []
         base, term = agreed
@@ -129,9 +131,8 @@ class PlanRounds:
     def sounded(self, event: Answered, now_s: float) -> list[Command]:
         """A member's opinion of a term that we might ask for."""
         assert isinstance(event.reply, TermGrant)
-        if self._chain.takes_term(event.reply.term + 1):
-            self._follower.count(event)
-        return self.succeed(now_s)
+        agreed = self._follower.count(event) if self._chain.takes_term(event.reply.term + 1) else None
+        return self.succeed(agreed, now_s)
 
     def press(self, now_s: float) -> list[Command]:
         """Time has passed."""
@@ -139,14 +140,15 @@ class PlanRounds:
 
     def searched(self, event: Searched) -> list[Command]:
         """What a search has found is a plan's next time we look, if it still fits."""
-        wanted = self._governor.searched(event.job, event.layout, is_possible=event.is_possible)
+        wanted = self._policy.searched(event.job, event.layout, is_possible=event.is_possible)
         if event.is_bug:
             return [Alarm(text=event.reason)]
         return [Note(text=event.reason)] if wanted else []
 
-    def _conclude(self, commands: list[Command], now_s: float) -> list[Command]:
-        """`commands` are the proposer's; see whether it came to an end with them."""
-        match self._proposer.take_outcome():
+    def _conclude(self, progress: Progress, now_s: float) -> list[Command]:
+        """What the proposer asks for, and what follows from how its proposal has ended."""
+        commands, outcome = progress
+        match outcome:
             case Carried() as won:
                 commands = commands + self._went_live(won.plan, won.voters, now_s)
                 if won.plan.plan.coordinator != self._me and self._chain.live is won.plan:

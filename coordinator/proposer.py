@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 import msgspec
 
-from shoal.coordinator.allocate.interface import Layout
-from shoal.coordinator.ballot import Ballot, Draft
+from shoal.coordinator.ballot import Ballot
 from shoal.coordinator.chain import Holds, PlanChain, is_quorum
 from shoal.coordinator.coordination_events import Answered, Ask, Command, Persist, Unanswered
 from shoal.coordinator.experts.expert_groups import ExpertPlaces
+from shoal.coordinator.plan_layout import Layout
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import PlanVote, TermGrant
 from shoal.protocol.plan import Plan, SignedPlan, Stage, vote_body
@@ -35,6 +35,10 @@ class GivenUp:
 
     reason: str
     outbid: bool
+
+
+Progress = tuple[list[Command], Carried | GivenUp | None]
+"""What to do next, and how the proposal has ended; None: it goes on, or there is none."""
 
 
 class Proposer:
@@ -64,31 +68,25 @@ class Proposer:
         self._vouch, self._holds = vouch, holds
         self._sign, self._is_fresh, self._experts = sign, is_fresh, experts
         self._patience_s = PROPOSAL_HEARTBEATS * heartbeat_s
-        self._proposal: Ballot | None = None
-        self._outcome: Carried | GivenUp | None = None
+        self._ballot: Ballot | None = None
         self._sequence_max = 0
         self._term_max = 0
 
     @property
     def is_busy(self) -> bool:
-        return self._proposal is not None
-
-    def take_outcome(self) -> Carried | GivenUp | None:
-        """How the proposal ended, once."""
-        outcome, self._outcome = self._outcome, None
-        return outcome
+        return self._ballot is not None
 
     def drop(self) -> bool:
         """A plan above its base is live. Returns: whether there was a proposal."""
-        dropped, self._proposal = self._proposal is not None, None
+        dropped, self._ballot = self._ballot is not None, None
         return dropped
 
-    def campaign(self, base: SignedPlan, now_s: float, *, handed_over: bool, term: int = 0) -> list[Command]:
+    def campaign(self, base: SignedPlan, now_s: float, *, handed_over: bool, term: int = 0) -> Progress:
         """Ask for `term`, or for the next that may be had, and propose the base's layout in it."""
         term = term or max(self._chain.granted_term, base.plan.term, self._term_max) + 1
         if not self._chain.grant(self._me, term, base).granted:
-            return []
-        self._proposal = Ballot(
+            return [], None
+        self._ballot = Ballot(
             base=base,
             term=term,
             owner=self._owner,
@@ -97,68 +95,67 @@ class Proposer:
             agreed=self._own_vote(base),
         )
         if self._chain.accepted is not None:
-            self._proposal.learn(self._chain.accepted_term, self._chain.accepted)
-        return [Persist(record=self._chain.record()), *self._ask(), *self._advance(now_s)]
+            self._ballot.learn(self._chain.accepted_term, self._chain.accepted)
+        return self._begun(now_s)
 
-    def propose(self, base: SignedPlan, draft: Draft, now_s: float) -> list[Command]:
+    def propose(self, base: SignedPlan, layout: Layout, now_s: float) -> Progress:
         """As the coordinator, in our own term: straight to the votes."""
         assert base.plan.coordinator == self._me
-        self._proposal = Ballot(base=base, term=base.plan.term, owner=self._owner, expires_at_s=0.0)
-        return self._offer(self.make(base, base.plan.term, draft), now_s)
+        self._ballot = Ballot(base=base, term=base.plan.term, owner=self._owner, expires_at_s=0.0)
+        return self._offer(self.make(base, base.plan.term, layout), now_s)
 
-    def count(self, event: Answered, agreed: bool, term: int, reason: str, now_s: float) -> list[Command]:
+    def count(self, event: Answered, agreed: bool, term: int, reason: str, now_s: float) -> Progress:
         """An answer; `term` is the highest that the other has promised."""
-        proposal = self._proposal
-        if proposal is None or not proposal.is_about(event.asked):
-            return []
-        proposal.waiting.discard(event.peer)
+        ballot = self._ballot
+        if ballot is None or not ballot.is_about(event.asked):
+            return [], None
+        ballot.waiting.discard(event.peer)
         if not self._chain.takes_term(term + 1):
-            return []  # nobody would believe the one above it, which we should have to ask for
+            return [], None  # nobody would believe the one above it, which we should have to ask for
         if event.accepted is not None and isinstance(event.reply, TermGrant):
-            proposal.learn(event.reply.accepted_term, event.accepted)
+            ballot.learn(event.reply.accepted_term, event.accepted)
         if agreed:
             signature = event.reply.signature if isinstance(event.reply, PlanVote) else b""
-            plan = proposal.plan
-            if plan is not None and not self._holds(event.peer, signature, vote_body(proposal.term, plan.digest)):
-                return []  # with it nobody would believe that the plan is live
-            proposal.agreed[event.peer] = signature
+            plan = ballot.plan
+            if plan is not None and not self._holds(event.peer, signature, vote_body(ballot.term, plan.digest)):
+                return [], None  # with it nobody would believe that the plan is live
+            ballot.agreed[event.peer] = signature
             return self._advance(now_s)
-        if term == proposal.term and proposal.handed_over and proposal.plan is None:
+        if term == ballot.term and ballot.handed_over and ballot.plan is None:
             # Promised to an heir before us, of whom the coordinator says by asking us that he did not make it.
-            return self.campaign(proposal.base, now_s, handed_over=True, term=term + 1)
-        if term == proposal.term and proposal.plan is None:
-            proposal.promised.add(event.peer)
-            if proposal.is_hopeless:
-                self._give_up(f"{len(proposal.promised)} have promised it to another", outbid=True)
-                return []
-        if term > proposal.term:
+            return self.campaign(ballot.base, now_s, handed_over=True, term=term + 1)
+        if term == ballot.term and ballot.plan is None:
+            ballot.promised.add(event.peer)
+            if ballot.is_hopeless:
+                return [], self._given_up(f"{len(ballot.promised)} have promised it to another", outbid=True)
+        if term > ballot.term:
             self._term_max = max(self._term_max, term)
-            self._give_up(f"{event.peer[-8:]} {reason}", outbid=True)
-        return []
+            return [], self._given_up(f"{event.peer[-8:]} {reason}", outbid=True)
+        return [], None
 
     def unanswered(self, event: Unanswered) -> None:
-        if self._proposal is not None and self._proposal.is_about(event.asked):
-            self._proposal.waiting.discard(event.peer)
+        if self._ballot is not None and self._ballot.is_about(event.asked):
+            self._ballot.waiting.discard(event.peer)
 
-    def press(self, now_s: float) -> list[Command]:
+    def press(self, now_s: float) -> Progress:
         """Time has passed: ask again whoever did not answer, or give up."""
-        proposal = self._proposal
-        assert proposal is not None
-        if now_s < proposal.expires_at_s:
-            return self._ask()
-        self._give_up(f"{len(proposal.agreed)} of {len(proposal.base.plan.electors)} agreed in time", outbid=False)
-        return []
+        ballot = self._ballot
+        assert ballot is not None
+        if now_s < ballot.expires_at_s:
+            return self._ask(), None
+        text = f"{len(ballot.agreed)} of {len(ballot.base.plan.electors)} agreed in time"
+        return [], self._given_up(text, outbid=False)
 
     def make(
-        self, base: SignedPlan | None, term: int, draft: Draft, *, mandate: bytes = b"", reign: int | None = None
+        self, base: SignedPlan | None, term: int, layout: Layout, *, mandate: bytes = b"", reign: int | None = None
     ) -> SignedPlan:
         """Args: reign: that begins with a mandate; None: it is the base's."""
         sequence = self.next_sequence(base)
         self._sequence_max = sequence
-        before, begins = base.plan if base else None, draft.beginning
+        before, begins = base.plan if base else None, layout.beginning
         era = begins.era if begins else before.era if before else 0
         goes_on = before if before and before.era == era else None
-        stages = _since(draft.layout.stages, goes_on, sequence)
+        stages = _since(layout.stages, goes_on, sequence)
         plan = Plan(
             run=self._chain.run,
             term=term,
@@ -166,13 +163,13 @@ class Proposer:
             previous=base.digest if base else "",
             coordinator=self._me,
             stages=stages,
-            spares=draft.layout.spares,
+            spares=layout.spares,
             era=era,
             restore_version=begins.version if begins else before.restore_version if before else 0,
             restore_era=begins.from_era if begins else before.restore_era if before else 0,
             fresh=base is None or begins is not None or self._is_fresh(base),
             seed=sequence,
-            reason=draft.layout.reason,
+            reason=layout.reason,
             mandate=mandate,
             reign=reign if reign is not None else before.reign if before else 0,
             exclusions=self._chain.exclusions.orders,
@@ -186,20 +183,26 @@ class Proposer:
         return max(base.plan.sequence if base else 0, voted, self._sequence_max) + 1
 
     def _ask(self) -> list[Command]:
-        proposal = self._proposal
-        if proposal is None:
+        ballot = self._ballot
+        if ballot is None:
             return []
-        peers, message = proposal.audience(), proposal.message()
-        proposal.waiting.update(peers)
+        peers, message = ballot.audience(), ballot.message()
+        ballot.waiting.update(peers)
         return [Ask(peer=peer, message=message) for peer in peers]
 
-    def _offer(self, plan: SignedPlan, now_s: float) -> list[Command]:
-        proposal = self._proposal
-        assert proposal is not None
-        proposal.offer(plan, now_s + self._patience_s)
-        if self._chain.vote(self._me, proposal.term, plan, proposal.base).accepted:
-            proposal.agreed |= self._own_vote(proposal.base, vote_body(proposal.term, plan.digest))
-        return [Persist(record=self._chain.record()), *self._ask(), *self._advance(now_s)]
+    def _offer(self, plan: SignedPlan, now_s: float) -> Progress:
+        ballot = self._ballot
+        assert ballot is not None
+        ballot.offer(plan, now_s + self._patience_s)
+        if self._chain.vote(self._me, ballot.term, plan, ballot.base).accepted:
+            ballot.agreed |= self._own_vote(ballot.base, vote_body(ballot.term, plan.digest))
+        return self._begun(now_s)
+
+    def _begun(self, now_s: float) -> Progress:
+        """Ask everybody for the term or for votes, our own part being settled, and go on if that is enough."""
+        commands: list[Command] = [Persist(record=self._chain.record()), *self._ask()]
+        more, outcome = self._advance(now_s)
+        return commands + more, outcome
 
     def _own_vote(self, base: SignedPlan, body: bytes = b"") -> dict[PeerID, bytes]:
         """Ours, if it is not enough, signed if there is a `body` to sign. If it alone carries a plan it must be on disk
@@ -208,30 +211,29 @@ class Proposer:
             return {}
         return {self._me: self._vouch(body) if body else b""}
 
-    def _advance(self, now_s: float) -> list[Command]:
+    def _advance(self, now_s: float) -> Progress:
         """Go from the term to the votes, or from the votes to a live plan, if a majority agrees."""
-        proposal = self._proposal
-        if proposal is None or not proposal.carried:
-            return []
-        base = proposal.base.plan
-        if proposal.plan is not None:
-            self._proposal = None
-            self._outcome = Carried(
-                plan=proposal.proven(), voters=base.members, term=proposal.term, handed_over=proposal.handed_over
+        ballot = self._ballot
+        if ballot is None or not ballot.carried:
+            return [], None
+        base = ballot.base.plan
+        if ballot.plan is not None:
+            self._ballot = None
+            return [], Carried(
+                plan=ballot.proven(), voters=base.members, term=ballot.term, handed_over=ballot.handed_over
             )
-            return []
-        if proposal.found is not None:
-            return self._offer(proposal.found[1], now_s)
-        how = "hand-over" if proposal.handed_over else "take-over"
-        reason = f"term {proposal.term}: {how} from {base.coordinator[-8:]}"
-        draft = Draft(layout=Layout(stages=base.stages, spares=base.spares, reason=reason))
-        return self._offer(self.make(proposal.base, proposal.term, draft), now_s)
+        if ballot.found is not None:
+            return self._offer(ballot.found[1], now_s)
+        how = "hand-over" if ballot.handed_over else "take-over"
+        reason = f"term {ballot.term}: {how} from {base.coordinator[-8:]}"
+        layout = Layout(stages=base.stages, spares=base.spares, reason=reason)
+        return self._offer(self.make(ballot.base, ballot.term, layout), now_s)
 
-    def _give_up(self, reason: str, *, outbid: bool) -> None:
-        proposal, self._proposal = self._proposal, None
-        assert proposal is not None
-        what = "a plan" if proposal.plan else f"term {proposal.term}"
-        self._outcome = GivenUp(reason=f"gave up on {what}: {reason}", outbid=outbid)
+    def _given_up(self, reason: str, *, outbid: bool) -> GivenUp:
+        ballot, self._ballot = self._ballot, None
+        assert ballot is not None
+        what = "a plan" if ballot.plan else f"term {ballot.term}"
+        return GivenUp(reason=f"gave up on {what}: {reason}", outbid=outbid)
 
 
 def _since(stages: Sequence[Stage], before: Plan | None, sequence: int) -> tuple[Stage, ...]:

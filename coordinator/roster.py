@@ -57,19 +57,20 @@ class Roster:
     heartbeat_s: float
     presences: dict[PeerID, Presence] = field(default_factory=dict)
 
-    def heard(self, peer: PeerID, heartbeat: Heartbeat, now_s: float) -> bool:
-        """Note a heartbeat. Returns: False if there is no room for a stranger."""
+    def has_room_for(self, peer: PeerID) -> bool:
+        """Whether `peer` is known, or may become so."""
+        return peer in self.presences or len(self.presences) < PEERS_MAX
+
+    def heard(self, peer: PeerID, heartbeat: Heartbeat, now_s: float) -> None:
+        """Note a heartbeat; there must be room for the peer (`has_room_for`)."""
         presence = self.presences.get(peer)
         if presence is None or presence.left:
-            if presence is None and len(self.presences) >= PEERS_MAX:
-                return False
             presence = self.presences[peer] = Presence(self._arrivals(now_s))
         elif presence.heartbeat is None:
             presence.arrivals.excuse(now_s)  # the gap says when the role moved, not how this peer's heart beats
         else:
             presence.arrivals.arrived(now_s)
         presence.advert, presence.heartbeat, presence.silent_since_s = heartbeat.advert, heartbeat, None
-        return True
 
     def doubt(self, peer: PeerID, now_s: float) -> None:
         """Others have found `peer` silent: leave it little of its patience, enough for one heartbeat to get through."""

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shoal.coordinator.allocate.interface import Layout, MeasuredPeer, Snapshot
+from shoal.coordinator.allocate.interface import MeasuredPeer, Snapshot
+from shoal.coordinator.plan_layout import Layout, Places, places_of
 from shoal.protocol.identity import PeerID
 from shoal.protocol.plan import Plan
 from shoal.protocol.topology import Floats
@@ -60,7 +61,8 @@ class SearchJob:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Searched:
-    places: object
+    places: Places | None
+    """The plan's whose layout was searched for; None: a first plan's."""
     swarm: Swarm
     snapshot: Snapshot
 
@@ -73,9 +75,9 @@ class SearchSchedule:
         self._running: SearchJob | None = None
         self._found: tuple[SearchJob, Layout] | None = None
         self._last: _Searched | None = None
-        self._inherited: object = None
+        self._inherited: Places | None = None
         """The places that our predecessor has searched."""
-        self._seen: tuple[object, Swarm] | None = None
+        self._seen: tuple[Places, Swarm] | None = None
         self._members: frozenset[PeerID] = frozenset()
         """Of the plan that was seen last."""
         self._due_s = -math.inf
@@ -106,7 +108,7 @@ class SearchSchedule:
     # --- the first plan ---
 
     def awaits_first(self, swarm: Swarm, now_s: float) -> bool:
-        """Whether the first plan is to wait for a search; what came of it is in `take`."""
+        """Whether the first plan is to wait for a search; its result is in `found_for`."""
         if not self._enabled or (self._last is not None and self._last.swarm == swarm):
             return False
         self._first_asked_s = now_s if self._first_asked_s is None else self._first_asked_s
@@ -157,19 +159,14 @@ class SearchSchedule:
         self._last = _Searched(job.previous and places_of(job.previous), job.swarm, job.snapshot)
         return True
 
-    def take(self, plan: Plan | None, swarm: Swarm) -> Layout | None:
-        """What was found for this plan and swarm, once."""
+    def found_for(self, plan: Plan | None, swarm: Swarm) -> Layout | None:
+        """What a search has found, if it was for this plan and swarm. What was found is forgotten with the answer."""
         found, self._found = self._found, None
         if found is None:
             return None
         job, layout = found
         same = (job.previous and places_of(job.previous)) == (plan and places_of(plan)) and job.swarm == swarm
         return layout if same else None
-
-
-def places_of(plan: Plan) -> object:
-    """Who holds what, without shares."""
-    return Layout(stages=plan.stages, spares=plan.spares, reason="").places()
 
 
 def keeps_state(layout: Layout, live: Plan, peers: tuple[MeasuredPeer, ...]) -> bool:

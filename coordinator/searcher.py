@@ -4,8 +4,9 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 
-from shoal.coordinator.allocate.interface import Allocator, Layout, Searching
+from shoal.coordinator.allocate.interface import Allocator, Searching
 from shoal.coordinator.coordination_events import Searched
+from shoal.coordinator.plan_layout import Layout
 from shoal.coordinator.search_schedule import SearchJob
 from shoal.protocol.errors import LocalError
 

@@ -25,7 +25,7 @@ class StatusService:
         live = self._core.chain.live
         if live is None or not self._core.is_coordinator:
             return None
-        return self._core.governor.status(live.plan, self._clock.now_s(), owner=self._core.owner)
+        return self._core.view.status(live.plan, self._clock.now_s(), owner=self._core.owner)
 
     async def ask(self) -> SwarmStatus:
         """The swarm as its coordinator sees it.

@@ -18,7 +18,7 @@ import torch
 
 from shoal.coordinator.allocate.interface import Allocator
 from shoal.coordinator.allocate.live_allocator import EvolutionaryAllocator
-from shoal.coordinator.driver import Coordination
+from shoal.coordinator.driver import Callbacks, Coordination, ignore
 from shoal.coordinator.ledger import StepRecord
 from shoal.coordinator.store import PLANS, PlanStore
 from shoal.deploy.record.past import Past
@@ -210,12 +210,11 @@ class Node:
             allocator=allocator or EvolutionaryAllocator(),
             store=PlanStore(disk, PurePosixPath(self.run) / PLANS),
             heartbeat=self.peer.heartbeat,
-            on_plan=self._obey,
+            callbacks=Callbacks(
+                on_plan=self._obey, on_step=hears.on_step or ignore, on_save=self.peer.save_at, on_safe=self.peer.thin
+            ),
             run_blocking=ports.run_search,
             rng=ports.rng,
-            on_step=hears.on_step,
-            on_save=self.peer.save_at,
-            on_safe=self.peer.thin,
         )
         self._keeper: asyncio.Task[None] | None = None
 

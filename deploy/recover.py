@@ -24,7 +24,8 @@ import msgspec
 from shoal.coordinator import election
 from shoal.coordinator.chain import is_quorum
 from shoal.coordinator.discovery import Discovery
-from shoal.coordinator.era import Beginning, Disks
+from shoal.coordinator.era import Disks
+from shoal.coordinator.plan_layout import Beginning
 from shoal.deploy.visit import visiting
 from shoal.protocol.access import Gate
 from shoal.protocol.endpoint import Endpoint

@@ -13,8 +13,9 @@ from itertools import pairwise
 
 from blake3 import blake3
 
-from shoal.coordinator.allocate.interface import NO_MOVES, Layout, MeasuredPeer, NoLayout, Snapshot
+from shoal.coordinator.allocate.interface import MeasuredPeer, NoLayout, Snapshot
 from shoal.coordinator.allocate.partition import partition
+from shoal.coordinator.plan_layout import NO_MOVES, Layout
 from shoal.protocol.identity import PeerID
 from shoal.protocol.plan import Member, Plan, Stage
 

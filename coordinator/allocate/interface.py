@@ -6,13 +6,12 @@ from typing import Protocol, runtime_checkable
 
 from shoal.coordinator.cost.workload import Workload
 from shoal.coordinator.measured import MeasuredNetwork
+from shoal.coordinator.plan_layout import Layout
 from shoal.protocol.errors import ShoalError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Advert
-from shoal.protocol.plan import Plan, Stage
+from shoal.protocol.plan import Plan
 
-NO_MOVES = "new shares"
-"""The reason of a layout in which everybody stays."""
 SPEED_MAX = 1e15
 """FLOP/s and bytes/s beyond which a claim is cut, so that sums stay finite. What a claim is believed to be worth is
 bounded by what others were measured to do (`measured`)."""
@@ -65,19 +64,6 @@ class Snapshot:
         ids = [peer.peer for peer in self.peers]
         assert ids == sorted(set(ids)), "a snapshot lists each peer once, in order"
         assert 0 < self.num_stages <= len(self.layer_costs)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
-    """Who holds what. `reason` is one sentence for people."""
-
-    stages: tuple[Stage, ...]
-    spares: tuple[PeerID, ...]
-    reason: str
-
-    def places(self) -> tuple[tuple[tuple[int, int, tuple[PeerID, ...]], ...], tuple[PeerID, ...]]:
-        """Without shares: two layouts with equal places move nobody."""
-        return tuple((s.first_layer, s.last_layer, s.peers) for s in self.stages), self.spares
 
 
 class NoLayout(ShoalError):

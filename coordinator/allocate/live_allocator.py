@@ -19,12 +19,13 @@ from itertools import pairwise
 import numpy as np
 
 from shoal.coordinator.allocate.greedy import Choose, GreedyAllocator, Slot, poorest, slots_of, stage_of
-from shoal.coordinator.allocate.interface import Layout, MeasuredPeer, NoLayout, Snapshot
+from shoal.coordinator.allocate.interface import MeasuredPeer, NoLayout, Snapshot
 from shoal.coordinator.allocate.measured_topology import topology_of
 from shoal.coordinator.cost.placement import Placement
 from shoal.coordinator.cost.shares import split
 from shoal.coordinator.cost.throughput import ThroughputObjective
 from shoal.coordinator.cost.workload import Workload
+from shoal.coordinator.plan_layout import Layout
 from shoal.protocol.identity import PeerID
 from shoal.protocol.plan import Member, Plan, Stage
 from shoal.protocol.spec import RunSpec

@@ -15,7 +15,7 @@ import pytest
 from shoal.coordinator.allocate.greedy import GreedyAllocator
 from shoal.coordinator.allocate.interface import Allocator
 from shoal.coordinator.chain import PlanChain
-from shoal.coordinator.driver import Coordination
+from shoal.coordinator.driver import Callbacks, Coordination
 from shoal.coordinator.ledger import StepRecord
 from shoal.coordinator.store import PlanStore
 from shoal.protocol.endpoint import Endpoint
@@ -220,8 +220,7 @@ class FakeSwarm:
             allocator=self.allocator,
             store=store or PlanStore(port.disk if keeps else None),
             heartbeat=peer.heartbeat,
-            on_plan=peer.obey,
-            on_step=peer.steps.append,
+            callbacks=Callbacks(on_plan=peer.obey, on_step=peer.steps.append),
             rng=self.world.rng(f"coordination/{name}"),
         )
         self.peers[name] = peer

@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.coordinator.acceptor import answer_offer, answer_request
-from shoal.coordinator.allocate.interface import Layout
-from shoal.coordinator.ballot import Ballot, Draft
+from shoal.coordinator.ballot import Ballot
 from shoal.coordinator.chain import PlanChain
 from shoal.coordinator.chain_sync import ChainSync
 from shoal.coordinator.coordination_events import Answered, Ask
 from shoal.coordinator.experts.expert_groups import ExpertPlaces
+from shoal.coordinator.plan_layout import Layout
 from shoal.coordinator.proposer import Carried, Proposer
 from shoal.protocol.messages import PlanLive, PlanOffer, PlanVote, TermGrant, TermRequest
 from shoal.protocol.plan import Member, SignedPlan, Stage, open_link
@@ -36,11 +36,11 @@ def believe(signer, signature, body) -> bool:
     return signature == b"yes"
 
 
-def draft_of(members) -> Draft:
+def layout_of(members) -> Layout:
     stage = Stage(
         first_layer=0, last_layer=2, members=tuple(Member(peer=peer, share=1.0, bandwidth=1.0) for peer in members)
     )
-    return Draft(layout=Layout(stages=(stage,), spares=(), reason="drawn"))
+    return Layout(stages=(stage,), spares=(), reason="drawn")
 
 
 @dataclass
@@ -85,16 +85,16 @@ class Bag:
         for peer in PEERS:
             self.chains[peer] = PlanChain("run", owner=OWNER, holds=believe, holds_order=believe)
             self.proposers[peer] = self.proposer(peer, self.chains[peer])
-        first = self.proposers[OWNER].make(None, 1, draft_of(members))
+        first = self.proposers[OWNER].make(None, 1, layout_of(members))
         self.live.append(first)
         for peer in members:
             self.chains[peer].adopt(first)
 
     # what a driver and a core do between them, without their good sense about when
 
-    def carry_out(self, peer, commands) -> None:
+    def carry_out(self, peer, progress) -> None:
+        commands, outcome = progress
         self.under_way += [(peer, c.peer, c.message, None) for c in commands if isinstance(c, Ask)]
-        outcome = self.proposers[peer].take_outcome()
         if isinstance(outcome, Carried):
             self.live.append(outcome.plan)
             self.obey(peer, outcome.plan, peer)
@@ -162,7 +162,7 @@ class Bag:
             self.carry_out(peer, proposer.campaign(live, self.now_s, handed_over=False))
         elif dice < 0.99 and live is not None and live.plan.coordinator == peer and not proposer.is_busy:
             members = self.rng.sample(PEERS, self.rng.randint(1, len(PEERS)))
-            self.carry_out(peer, proposer.propose(live, draft_of(members), self.now_s))
+            self.carry_out(peer, proposer.propose(live, layout_of(members), self.now_s))
         elif dice >= 0.99:
             chain = PlanChain("run", owner=OWNER, holds=believe, holds_order=believe)
             record, old = self.chains[peer].record(), self.chains[peer]

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
+from shoal.coordinator.cluster_view import ClusterView
 from shoal.coordinator.coordination_events import (
     Answered,
     Ask,
@@ -29,9 +30,9 @@ from shoal.coordinator.coordination_events import (
 from shoal.coordinator.core import CoordinationCore
 from shoal.coordinator.election import rank, standing
 from shoal.coordinator.follower import CLOSE_PEERS, STAGGER_HEARTBEATS
-from shoal.coordinator.governor import Governor
 from shoal.coordinator.leader_monitor import CLOSE_FLOOR_HEARTBEATS
 from shoal.coordinator.leader_monitor import FLOOR_HEARTBEATS as FAR_FLOOR_HEARTBEATS
+from shoal.coordinator.replan_policy import ReplanPolicy
 from shoal.coordinator.roster import FLOOR_HEARTBEATS
 from shoal.protocol.messages import (
     Done,
@@ -71,7 +72,7 @@ def make_core(make_unsigned, make_heartbeat, make_chain):
             owner="a",
             spec=SPEC,
             chain=make_chain(),
-            governor=Governor(run="run", spec=SPEC, allocator=GreedyAllocator()),
+            policy=ReplanPolicy(ClusterView("run", SPEC), GreedyAllocator()),
             sign=make_unsigned,
             vouch=lambda body: b"yes",
             holds=lambda signer, signature, body: signature == b"yes",
@@ -343,7 +344,7 @@ def test_a_run_that_is_done_by_one_peers_word_goes_on(make_core, make_heartbeat,
                 beat = msgspec.structs.replace(beat, version=version, ends=tuple((p, b"no") for p in "abcdef"))
                 assert not said(core.handle(Received(source=peer, message=beat), now_s=0.0)).ends
     assert not core.done
-    assert core.governor.ledger.step == 0
+    assert core.view.ledger.step == 0
 
 
 @pytest.mark.parametrize(
@@ -376,9 +377,9 @@ def test_who_trains_by_another_revision_is_not_counted_in_and_its_end_is_not_our
     assert (answer.is_coordinator, answer.ends, answer.revision) == (True, (), 0)
     assert core.newest_revision == 1
     assert not core.done
-    assert "b" not in core.governor.roster.alive(3.0)
+    assert "b" not in core.view.roster.alive(3.0)
     core.handle(Received(source="b", message=make_heartbeat("b", stage=1)), now_s=4.0)
-    assert "b" in core.governor.roster.alive(4.0), "it goes by ours now"
+    assert "b" in core.view.roster.alive(4.0), "it goes by ours now"
     follower = make_core("b", first)
     answer = HeartbeatReply(coordinator="a", term=1, is_coordinator=True, ends=ENDS, revision=2)
     follower.handle(Answered(peer="a", asked=beat, reply=answer), now_s=1.0)
@@ -422,8 +423,8 @@ def test_a_will_that_came_to_nothing_is_forgotten(make_core, make_plan, make_adv
     own = make_plan(GROUPS, coordinator="b", order=(3, 3), base=other)
     core.handle(Received(source="d", message=PlanLive(plan=own.link), plan=own), now_s=7200.0)
     assert core.is_coordinator
-    assert "ghost" not in core.governor.roster.presences
-    assert core.governor.begun_s == 0.0
+    assert "ghost" not in core.view.roster.presences
+    assert core.view.begun_s == 0.0
 
 
 def test_only_the_coordinator_hands_over(make_core, first):

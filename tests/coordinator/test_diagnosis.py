@@ -4,8 +4,9 @@ import msgspec
 import pytest
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
+from shoal.coordinator.cluster_view import ClusterView
 from shoal.coordinator.diagnosis import seconds
-from shoal.coordinator.governor import Governor
+from shoal.coordinator.replan_policy import ReplanPolicy
 from shoal.protocol.identity import PeerID
 from shoal.protocol.layers import group_keys
 from shoal.protocol.messages import Holding
@@ -17,26 +18,26 @@ HOST = PeerID("ana")
 
 @pytest.fixture
 def swarm(make_plan, make_heartbeat):
-    """swarm([["ana"], ["bob"]], bob={"paused_s": 3.0}): the governor that has heard them all at 10 s, and its plan."""
+    """swarm([["ana"], ["bob"]], bob={"paused_s": 3.0}): the policy that has heard them all at 10 s, and its plan."""
 
     def make(groups, **says):
-        governor = Governor(run="run", spec=SPEC, allocator=GreedyAllocator())
+        policy = ReplanPolicy(ClusterView("run", SPEC), GreedyAllocator())
         live = make_plan(groups, coordinator="ana", fresh=False).plan
-        governor.obey(live, 0.0)
-        governor.begin_term(live, 0.0, continuing=False, silent=None)
+        policy.obey(live, 0.0)
+        policy.begin_term(live, 0.0, continuing=False, silent=None)
         for stage, group in enumerate(groups):
             for name in group:
                 usual = {"stage": stage, "synced": True, "version": 7} | says.get(name, {})
                 if usual.pop("heard", True):
-                    governor.hear(PeerID(name), make_heartbeat(name, **usual), 10.0)
-        return governor, live
+                    policy.view.hear(PeerID(name), make_heartbeat(name, **usual), 10.0)
+        return policy, live
 
     return make
 
 
 def told(made, now_s=10.0):
-    governor, live = made
-    return governor.status(live, now_s, owner=HOST)
+    policy, live = made
+    return policy.view.status(live, now_s, owner=HOST)
 
 
 def test_a_run_that_goes_on_waits_for_nothing(swarm):
@@ -61,30 +62,30 @@ def test_the_only_holder_of_a_stage_is_named_with_what_keeps_it(swarm, says, wor
 
 def test_how_long_a_peer_has_not_answered_grows(swarm):
     made = swarm([["ana"], ["bob"]])
-    made[0].hear(HOST, made[0].roster.presences[HOST].heartbeat, 22.0)
+    made[0].view.hear(HOST, made[0].view.roster.presences[HOST].heartbeat, 22.0)
     assert told(made, 22.0).waits_for == "stage 1: its only holder, bob, does not answer, for 12 s"
 
 
 def test_since_when_a_peer_is_silent_outlives_the_coordinator(swarm, make_unsigned):
-    governor, live = swarm([["ana"], ["bob"]])
-    governor.hear(HOST, governor.roster.presences[HOST].heartbeat, 30.0)
-    heir = Governor(run="run", spec=SPEC, allocator=GreedyAllocator())
+    policy, live = swarm([["ana"], ["bob"]])
+    policy.view.hear(HOST, policy.view.roster.presences[HOST].heartbeat, 30.0)
+    heir = ReplanPolicy(ClusterView("run", SPEC), GreedyAllocator())
     heir.obey(live, 0.0)
-    heir.inherit(governor.will(make_unsigned(live), 30.0))
+    heir.view.inherit(policy.hand_over(make_unsigned(live), 30.0))
     heir.begin_term(live, 1030.0, continuing=False, silent=None)
-    heir.hear(HOST, governor.roster.presences[HOST].heartbeat, 1031.0)
-    status = heir.status(live, 1031.0, owner=HOST)
+    heir.view.hear(HOST, policy.view.roster.presences[HOST].heartbeat, 1031.0)
+    status = heir.view.status(live, 1031.0, owner=HOST)
     assert status.waits_for == "stage 1: its only holder, bob, does not answer, for 21 s"
     assert {peer.name: peer.seen_s_ago for peer in status.peers} == {"ana": 0.0, "bob": 21.0}
-    heir.hear(PeerID("bob"), governor.roster.presences[PeerID("bob")].heartbeat, 1032.0)
-    assert heir.status(live, 1032.0, owner=HOST).waits_for == ""
+    heir.view.hear(PeerID("bob"), policy.view.roster.presences[PeerID("bob")].heartbeat, 1032.0)
+    assert heir.view.status(live, 1032.0, owner=HOST).waits_for == ""
 
 
 def test_a_coordinator_that_keeps_the_role_goes_on_counting(swarm):
-    governor, live = made = swarm([["ana"], ["bob"]])
-    governor.begin_term(live, 25.0, continuing=True, silent=None)
-    governor.begin_term(live, 30.0, continuing=True, silent=None)
-    governor.hear(HOST, governor.roster.presences[HOST].heartbeat, 31.0)
+    policy, live = made = swarm([["ana"], ["bob"]])
+    policy.begin_term(live, 25.0, continuing=True, silent=None)
+    policy.begin_term(live, 30.0, continuing=True, silent=None)
+    policy.view.hear(HOST, policy.view.roster.presences[HOST].heartbeat, 31.0)
     assert told(made, 31.0).waits_for == "stage 1: its only holder, bob, does not answer, for 21 s"
 
 
@@ -111,23 +112,23 @@ def test_a_stage_without_holders_is_said(swarm):
 
 
 def test_who_alone_has_what_a_stage_has_learnt_is_named(swarm, make_heartbeat):
-    governor, live = made = swarm([["ana", "cleo"], ["bob"]])
-    governor.ledger.note_version(0, 7)
+    policy, live = made = swarm([["ana", "cleo"], ["bob"]])
+    policy.view.ledger.note_version(0, 7)
     assert told(made).risks == ("only bob has what stage 1 has learnt: no other machine has a copy",)
     keys = tuple(sorted(group_keys(SPEC.model, live, 1)))
     own = make_heartbeat("bob", stage=1, synced=True, version=7, holdings=(Holding(era=0, version=5, layers=keys),))
-    governor.hear(PeerID("bob"), own, 10.0)
+    policy.view.hear(PeerID("bob"), own, 10.0)
     assert told(made).risks, "its own disk is not another machine"
     copies = (("ana", keys[:1]), ("cleo", keys[1:]))
     for name, part in copies:
         held = (Holding(era=0, version=5, layers=part),)
-        governor.hear(PeerID(name), make_heartbeat(name, stage=0, synced=True, version=7, holdings=held), 10.0)
+        policy.view.hear(PeerID(name), make_heartbeat(name, stage=0, synced=True, version=7, holdings=held), 10.0)
     assert told(made).risks == ()
 
 
 def test_two_stages_on_one_machine_each_are_one_sentence(swarm):
     made = swarm([["ana"], ["bob"]])
-    made[0].ledger.note_version(0, 1)
+    made[0].view.ledger.note_version(0, 1)
     assert told(made).risks == ("what stages 0 and 1 have learnt is on one machine each: no other machine has a copy",)
 
 
@@ -137,11 +138,11 @@ def test_before_the_first_step_there_is_nothing_to_lose(swarm):
 
 
 def test_the_time_left_follows_from_the_rate(swarm):
-    governor, _ = made = swarm([["ana"], ["bob"]])
+    policy, _ = made = swarm([["ana"], ["bob"]])
     for step in range(8):
-        governor.ledger.note_version(0, step + 1)
-        governor.ledger.note_version(1, step + 1)
-        governor.ledger.pace.committed(0, step, SPEC.tokens_per_step, 2.0 * step)
+        policy.view.ledger.note_version(0, step + 1)
+        policy.view.ledger.note_version(1, step + 1)
+        policy.view.ledger.pace.committed(0, step, SPEC.tokens_per_step, 2.0 * step)
     status = told(made, 14.0)
     assert status.tokens_per_s == pytest.approx(SPEC.tokens_per_step / 2.0)
     assert status.left_s == pytest.approx(2.0 * (SPEC.training.steps - 8))

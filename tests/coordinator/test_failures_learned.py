@@ -4,9 +4,10 @@ import msgspec
 import pytest
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
+from shoal.coordinator.cluster_view import ClusterView
 from shoal.coordinator.experts import expert_groups
 from shoal.coordinator.experts.failure_records import FailureRecords
-from shoal.coordinator.governor import Governor
+from shoal.coordinator.replan_policy import ReplanPolicy
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import HandOver, PeerRecord
 from shoal.protocol.spec import ModelSpec, RunSpec, SwarmSpec
@@ -16,7 +17,7 @@ TERM_S = 30.0
 
 
 def records_of(peer) -> FailureRecords:
-    return peer.coordination._core.governor.experts.records
+    return peer.coordination._core.view.experts.records
 
 
 def failures(records, *peers) -> list[float]:
@@ -85,56 +86,57 @@ def test_a_dead_coordinator_is_a_failure_that_its_heir_has_seen(run_swarm):
 
 
 @pytest.fixture
-def governor():
+def policy():
     swarm = SwarmSpec(stages=3, min_peers=6, heartbeat_s=1.0, term_s=60.0, expert_slots=2)
-    return Governor(run="run", spec=RunSpec(model=ModelSpec(num_experts=4), swarm=swarm), allocator=GreedyAllocator())
+    spec = RunSpec(model=ModelSpec(num_experts=4), swarm=swarm)
+    return ReplanPolicy(ClusterView("run", spec), GreedyAllocator())
 
 
 @pytest.mark.parametrize(("leads", "counted"), [(True, 1.0), (False, 0.0)])
-def test_only_who_coordinates_knows_why_somebody_is_gone(governor, make_plan, make_heartbeat, leads, counted):
+def test_only_who_coordinates_knows_why_somebody_is_gone(policy, make_plan, make_heartbeat, leads, counted):
     live = make_plan(GROUPS, coordinator="a")
-    governor.obey(live.plan, 0.0)
-    governor.begin_term(live.plan, 0.0, continuing=False, silent=None)
+    policy.obey(live.plan, 0.0)
+    policy.begin_term(live.plan, 0.0, continuing=False, silent=None)
     for now_s in (0.0, 1.0):
         for peer in "abcdef":
-            governor.hear(peer, make_heartbeat(peer), now_s)
-    governor.roster.lose("f")
-    governor.roster.leave("e")
+            policy.view.hear(peer, make_heartbeat(peer), now_s)
+    policy.view.roster.lose("f")
+    policy.view.roster.leave("e")
     smaller = make_plan([["a", "d"], ["b"], ["c"]], coordinator="a", order=(1, 2), base=live)
-    governor.obey(smaller.plan, 1.0, leads=leads)
-    assert failures(governor.experts.records, "e", "f") == [0.0, counted]
-    told = governor.will(smaller, 1.0).records
+    policy.obey(smaller.plan, 1.0, leads=leads)
+    assert failures(policy.view.experts.records, "e", "f") == [0.0, counted]
+    told = policy.hand_over(smaller, 1.0).records
     assert [record.peer for record in told[:4]] == ["a", "d", "b", "c"]
     assert {record.seen_s for record in told} == {1.0}
 
 
-def test_a_liar_hands_over_what_harms_nobody(governor, make_plan):
+def test_a_liar_hands_over_what_harms_nobody(policy, make_plan):
     lies = [PeerRecord(PeerID(f"x{number}"), 1e300, float("nan")) for number in range(2000)]
     will = HandOver(plan=b"", roster=(), records=(PeerRecord(PeerID("a"), 1e300, 1e300), *lies))
     again = msgspec.msgpack.decode(msgspec.msgpack.encode(will), type=HandOver)
-    governor.inherit(again)
-    assert [record.peer for record in governor.experts.records.tell(())] == ["a"]
+    policy.view.inherit(again)
+    assert [record.peer for record in policy.view.experts.records.tell(())] == ["a"]
     stages = make_plan(GROUPS, coordinator="a").plan.stages
-    assert len(governor.experts.place(stages, None, sequence=1)) == 12
+    assert len(policy.view.experts.place(stages, None, sequence=1)) == 12
 
 
-def test_a_hand_over_without_records_is_one(governor):
+def test_a_hand_over_without_records_is_one(policy):
     """From a coordinator whose model has no experts, or of the release before."""
     plain = msgspec.msgpack.decode(msgspec.msgpack.encode(HandOver(plan=b"", roster=())))
     del plain["records"]
     will = msgspec.msgpack.decode(msgspec.msgpack.encode(plain), type=HandOver)
-    governor.inherit(will)
-    assert governor.experts.records == FailureRecords()
+    policy.view.inherit(will)
+    assert policy.view.experts.records == FailureRecords()
 
 
-def test_loads_of_an_old_term_do_not_come_back(governor, make_plan, make_heartbeat):
+def test_loads_of_an_old_term_do_not_come_back(policy, make_plan, make_heartbeat):
     live = make_plan(GROUPS, coordinator="a").plan
-    governor.obey(live, 0.0)
-    governor.begin_term(live, 0.0, continuing=False, silent=None)
+    policy.obey(live, 0.0)
+    policy.begin_term(live, 0.0, continuing=False, silent=None)
     for count in (0, 100):
-        governor.hear("a", make_heartbeat("a", stage=0, loads=(count,) * 4), 0.0)
-    governor.stand_by()
-    governor.inherit(HandOver(plan=b"", roster=(), loads=((1.0,) * 4,)))
-    governor.begin_term(live, 600.0, continuing=False, silent=None)
-    governor.hear("a", make_heartbeat("a", stage=0, loads=(100_000, 200, 200, 200)), 600.0)
-    assert governor.experts.load_shares(0) == pytest.approx([0.25] * 4)
+        policy.view.hear("a", make_heartbeat("a", stage=0, loads=(count,) * 4), 0.0)
+    policy.view.stand_by()
+    policy.view.inherit(HandOver(plan=b"", roster=(), loads=((1.0,) * 4,)))
+    policy.begin_term(live, 600.0, continuing=False, silent=None)
+    policy.view.hear("a", make_heartbeat("a", stage=0, loads=(100_000, 200, 200, 200)), 600.0)
+    assert policy.view.experts.load_shares(0) == pytest.approx([0.25] * 4)

@@ -5,8 +5,9 @@ import pytest
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
 from shoal.coordinator.ballot import ENVELOPE_BYTES
-from shoal.coordinator.governor import Governor
+from shoal.coordinator.cluster_view import ClusterView
 from shoal.coordinator.handover import ADVERTS_MAX, LEAST_NEEDED, fitting
+from shoal.coordinator.replan_policy import ReplanPolicy
 from shoal.protocol.limits import CONTROL_BYTES_MAX
 from shoal.protocol.messages import Absence, HandOver, PeerRecord, PlanNote
 from shoal.protocol.spec import RunSpec, SwarmSpec
@@ -46,12 +47,12 @@ def test_what_is_needed_least_is_left_out_first(make_large, plan_bytes, left_out
 
 def test_with_a_plan_for_a_thousand_there_is_a_will(make_plan, make_large, make_heartbeat):
     spec = RunSpec(swarm=SwarmSpec(stages=3, min_peers=6))
-    governor = Governor(run="run", spec=spec, allocator=GreedyAllocator())
+    policy = ReplanPolicy(ClusterView("run", spec), GreedyAllocator())
     live = msgspec.structs.replace(make_plan(GROUPS, coordinator="a"), envelope=bytes(200 * 1024))
-    governor.obey(live.plan, 0.0)
+    policy.obey(live.plan, 0.0)
     for name in NAMES[: 2 * ADVERTS_MAX]:
-        governor.hear(name, make_heartbeat(name, advert=make_large(name), version=57), 0.0)
-    will = governor.will(live, 0.0)
+        policy.view.hear(name, make_heartbeat(name, advert=make_large(name), version=57), 0.0)
+    will = policy.hand_over(live, 0.0)
     assert size(will) <= CONTROL_BYTES_MAX
     assert (will.plan, will.version, will.roster) == (live.link, 57, ())
     assert len(will.plans) == 1

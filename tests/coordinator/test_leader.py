@@ -5,11 +5,12 @@ import math
 import pytest
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
-from shoal.coordinator.ballot import Draft
+from shoal.coordinator.cluster_view import ClusterView
 from shoal.coordinator.coordination_events import Answered, Ask
 from shoal.coordinator.era import MISSING_HEARTBEATS, PATIENCE_HEARTBEATS
-from shoal.coordinator.governor import Governor
 from shoal.coordinator.leader import SEARCH_HEARTBEATS, Leader
+from shoal.coordinator.plan_layout import Layout
+from shoal.coordinator.replan_policy import ReplanPolicy
 from shoal.protocol.layers import stage_layer_keys
 from shoal.protocol.messages import HandOver, Holding, Ping
 from shoal.protocol.spec import RunSpec, SwarmSpec
@@ -22,24 +23,24 @@ PART = (Holding(era=0, version=50, layers=stage_layer_keys(SPEC.model, 0, 2)),)
 
 
 @pytest.fixture
-def governor():
-    return Governor(run="run", spec=SPEC, allocator=GreedyAllocator())
+def policy():
+    return ReplanPolicy(ClusterView("run", SPEC), GreedyAllocator())
 
 
 @pytest.fixture
-def tenure(governor):
-    return Leader(me="a", owner="a", swarm=SPEC.swarm, governor=governor, now_s=0.0)
+def leader(policy):
+    return Leader(me="a", owner="a", swarm=SPEC.swarm, policy=policy, now_s=0.0)
 
 
 @pytest.fixture
-def live(governor, make_plan):
+def live(policy, make_plan):
     live = make_plan(GROUPS, coordinator="a", fresh=False)
-    governor.obey(live.plan, 0.0)
+    policy.obey(live.plan, 0.0)
     return live
 
 
-def work(tenure, live, now_s, *, eligible=True):
-    return tenure.work(live, now_s, eligible=eligible, busy=False, outranked=False, sequence=live.plan.sequence + 1)
+def work(leader, live, now_s, *, eligible=True):
+    return leader.work(live, now_s, eligible=eligible, busy=False, outranked=False, sequence=live.plan.sequence + 1)
 
 
 def asked(commands, kind):
@@ -47,18 +48,18 @@ def asked(commands, kind):
 
 
 @pytest.mark.parametrize("eligible", [True, False])
-def test_who_waits_for_disks_keeps_the_role_if_it_may(tenure, governor, live, make_heartbeat, eligible):
+def test_who_waits_for_disks_keeps_the_role_if_it_may(leader, policy, live, make_heartbeat, eligible):
     """Stage 1 has lost its state, and of the only snapshot just a part is here. The wait is longer than a term."""
-    tenure.begin(live.plan, 0.0, continuing=False, silent=None)
+    leader.begin(live.plan, 0.0, continuing=False, silent=None)
     handed_over_s, begun_again_s = [], []
     for tick in range(2 * int(PATIENCE_HEARTBEATS + MISSING_HEARTBEATS + 1)):
         now_s = tick / 2
         for peer, stage in STAGE_OF.items():
             says = {"stage": stage, "synced": stage != 1, "version": 57, "holdings": PART}
-            governor.hear(peer, make_heartbeat(peer, **says), now_s)
-        commands, want = work(tenure, live, now_s, eligible=eligible)
+            policy.view.hear(peer, make_heartbeat(peer, **says), now_s)
+        commands, want = work(leader, live, now_s, eligible=eligible)
         handed_over_s += [now_s for _ in asked(commands, HandOver)]
-        if isinstance(want, Draft) and want.beginning is not None:
+        if isinstance(want, Layout) and want.beginning is not None:
             begun_again_s.append(now_s)
     if eligible:
         assert handed_over_s == []
@@ -78,42 +79,42 @@ def test_who_waits_for_disks_keeps_the_role_if_it_may(tenure, governor, live, ma
     ids=["nobody is silent", "dropped first", "it lives", "no majority"],
 )
 def test_who_doubts_somebody_finds_out_before_the_role_moves(
-    tenure, governor, live, make_plan, make_heartbeat, silent, answers, expected_s
+    leader, policy, live, make_plan, make_heartbeat, silent, answers, expected_s
 ):
     """They fall silent two heartbeats before the term ends: an heir would give them three from then on."""
-    tenure.begin(live.plan, 0.0, continuing=False, silent=None)
+    leader.begin(live.plan, 0.0, continuing=False, silent=None)
     handed_over_s, dropped_s = math.inf, math.inf
     for tick in range(int(TERM_S + 10) * 4):
         now_s = tick / 4
         for peer, stage in STAGE_OF.items():
             if now_s % 1.0 == 0.0 and (peer not in silent or now_s <= TERM_S - 2.0):
-                governor.hear(peer, make_heartbeat(peer, stage=stage, synced=True, version=57), now_s)
-                tenure.heard(peer, make_heartbeat(peer), live.plan, now_s)
-        commands, want = work(tenure, live, now_s)
+                policy.view.hear(peer, make_heartbeat(peer, stage=stage, synced=True, version=57), now_s)
+                leader.heard(peer, make_heartbeat(peer), live.plan, now_s)
+        commands, want = work(leader, live, now_s)
         for peer in asked(commands, Ping) if answers else []:
-            tenure.answered(Answered(peer=peer, asked=Ping(), reply=Ping()), now_s)
+            leader.answered(Answered(peer=peer, asked=Ping(), reply=Ping()), now_s)
         if asked(commands, HandOver):
             handed_over_s = min(handed_over_s, now_s)
-        if isinstance(want, Draft):
+        if isinstance(want, Layout):
             dropped_s = min(dropped_s, now_s)
             live = make_plan([["a", "d"], ["b", "e"], ["c"]], coordinator="a", order=(1, 2), fresh=False)
-            governor.obey(live.plan, now_s)
+            policy.obey(live.plan, now_s)
     assert handed_over_s == expected_s
     assert (dropped_s < handed_over_s < math.inf) == (silent == ("f",) and not answers)
 
 
-def test_whom_a_mate_calls_silent_is_looked_for_at_the_next_tick(tenure, governor, live, make_heartbeat):
-    tenure.begin(live.plan, 0.0, continuing=False, silent=None)
+def test_whom_a_mate_calls_silent_is_looked_for_at_the_next_tick(leader, policy, live, make_heartbeat):
+    leader.begin(live.plan, 0.0, continuing=False, silent=None)
     for peer in STAGE_OF:
-        governor.hear(peer, make_heartbeat(peer), 0.0)
-    assert asked(work(tenure, live, 0.1)[0], Ping) == []
-    tenure.heard("b", make_heartbeat("b", silent=("f",)), live.plan, 0.2)
-    assert asked(work(tenure, live, 0.25)[0], Ping) == ["f"]
+        policy.view.hear(peer, make_heartbeat(peer), 0.0)
+    assert asked(work(leader, live, 0.1)[0], Ping) == []
+    leader.heard("b", make_heartbeat("b", silent=("f",)), live.plan, 0.2)
+    assert asked(work(leader, live, 0.25)[0], Ping) == ["f"]
 
 
-def test_a_dead_coordinator_that_no_plan_names_is_not_looked_for(tenure, live):
-    tenure.begin(live.plan, 0.0, continuing=False, silent="z")
-    assert "z" not in asked(work(tenure, live, 0.1)[0], Ping)
-    assert tenure.answered(Answered(peer="z", asked=Ping(), reply=Ping()), 0.2) == []
-    tenure.begin(live.plan, 0.0, continuing=False, silent="f")
-    assert asked(work(tenure, live, 0.1)[0], Ping) == ["f"]
+def test_a_dead_coordinator_that_no_plan_names_is_not_looked_for(leader, live):
+    leader.begin(live.plan, 0.0, continuing=False, silent="z")
+    assert "z" not in asked(work(leader, live, 0.1)[0], Ping)
+    assert leader.answered(Answered(peer="z", asked=Ping(), reply=Ping()), 0.2) == []
+    leader.begin(live.plan, 0.0, continuing=False, silent="f")
+    assert asked(work(leader, live, 0.1)[0], Ping) == ["f"]

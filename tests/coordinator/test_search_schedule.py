@@ -7,8 +7,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from shoal.coordinator.allocate.interface import Layout, MeasuredPeer, Snapshot
+from shoal.coordinator.allocate.interface import MeasuredPeer, Snapshot
 from shoal.coordinator.measured import MeasuredNetwork
+from shoal.coordinator.plan_layout import Layout
 from shoal.coordinator.search_schedule import (
     AFRESH_TERMS,
     FIRST_PATIENCE_S,
@@ -54,112 +55,112 @@ def better(make_plan):
 
 
 @pytest.fixture
-def improvement(live):
-    improvement = SearchSchedule(1.0, enabled=True)
-    improvement.begin_term(live, 0.0, searched=False)
-    return improvement
+def schedule(live):
+    schedule = SearchSchedule(1.0, enabled=True)
+    schedule.begin_term(live, 0.0, searched=False)
+    return schedule
 
 
-def look(improvement, plan, now_s, *, snapshot=None, swarm=SWARM):
-    if not improvement.is_due(plan, swarm, now_s):
+def look(schedule, plan, now_s, *, snapshot=None, swarm=SWARM):
+    if not schedule.is_due(plan, swarm, now_s):
         return None
-    return improvement.begin(snapshot or snapshot_of(), plan, swarm, now_s, seed=1)
+    return schedule.begin(snapshot or snapshot_of(), plan, swarm, now_s, seed=1)
 
 
-def test_a_search_comes_behind_a_change_and_only_once(improvement, live):
-    assert look(improvement, live, 0.0) is None
-    assert look(improvement, live, SETTLE_HEARTBEATS - 0.1) is None
-    job = look(improvement, live, SETTLED)
+def test_a_search_comes_behind_a_change_and_only_once(schedule, live):
+    assert look(schedule, live, 0.0) is None
+    assert look(schedule, live, SETTLE_HEARTBEATS - 0.1) is None
+    job = look(schedule, live, SETTLED)
     assert job is not None
-    assert look(improvement, live, SETTLED + 1000.0) is None, "it is still running"
-    assert improvement.returned(job, None)
-    assert all(look(improvement, live, SETTLED + second) is None for second in range(10_000))
+    assert look(schedule, live, SETTLED + 1000.0) is None, "it is still running"
+    assert schedule.returned(job, None)
+    assert all(look(schedule, live, SETTLED + second) is None for second in range(10_000))
 
 
-def test_what_is_found_is_taken_once(improvement, live, better):
-    look(improvement, live, 0.0)
-    job = look(improvement, live, SETTLED)
-    assert improvement.take(live, SWARM) is None
-    assert improvement.returned(job, better)
-    assert improvement.take(live, SWARM) == better
-    assert improvement.take(live, SWARM) is None
+def test_what_is_found_is_taken_once(schedule, live, better):
+    look(schedule, live, 0.0)
+    job = look(schedule, live, SETTLED)
+    assert schedule.found_for(live, SWARM) is None
+    assert schedule.returned(job, better)
+    assert schedule.found_for(live, SWARM) == better
+    assert schedule.found_for(live, SWARM) is None
 
 
 @pytest.mark.parametrize("change", ["swarm", "plan", "term"])
-def test_what_changes_meanwhile_makes_it_stale(improvement, live, better, make_plan, change):
-    look(improvement, live, 0.0)
-    job = look(improvement, live, SETTLED)
+def test_what_changes_meanwhile_makes_it_stale(schedule, live, better, make_plan, change):
+    look(schedule, live, 0.0)
+    job = look(schedule, live, SETTLED)
     swarm = (*SWARM, "g") if change == "swarm" else SWARM
     plan = make_plan([["a"], ["b", "d", "e"], ["c", "f"]], coordinator="a").plan if change == "plan" else live
     if change == "term":
-        improvement.begin_term(live, SETTLED, searched=False)
-    assert improvement.returned(job, better) is (change != "term")
-    assert improvement.take(plan, swarm) is None
+        schedule.begin_term(live, SETTLED, searched=False)
+    assert schedule.returned(job, better) is (change != "term")
+    assert schedule.found_for(plan, swarm) is None
 
 
-def test_a_hand_over_with_the_same_places_makes_nothing_stale(improvement, live, better, make_plan):
-    look(improvement, live, 0.0)
-    job = look(improvement, live, SETTLED)
-    improvement.returned(job, better)
+def test_a_hand_over_with_the_same_places_makes_nothing_stale(schedule, live, better, make_plan):
+    look(schedule, live, 0.0)
+    job = look(schedule, live, SETTLED)
+    schedule.returned(job, better)
     again = make_plan(GROUPS, coordinator="a", order=(2, 2), fresh=False).plan
-    assert improvement.take(again, SWARM) == better
+    assert schedule.found_for(again, SWARM) == better
 
 
-def test_when_somebody_is_gone_it_searches_at_once(improvement, live, make_plan):
-    look(improvement, live, 0.0)
-    improvement.returned(look(improvement, live, SETTLED), None)
+def test_when_somebody_is_gone_it_searches_at_once(schedule, live, make_plan):
+    look(schedule, live, 0.0)
+    schedule.returned(look(schedule, live, SETTLED), None)
     without_f = make_plan([["a", "d"], ["b", "e"], ["c"]], coordinator="a").plan
     gone_s = SETTLED + LOST_REST_HEARTBEATS
-    job = look(improvement, without_f, gone_s, swarm=SWARM[:-1])
+    job = look(schedule, without_f, gone_s, swarm=SWARM[:-1])
     assert job is not None
-    improvement.returned(job, None)
+    schedule.returned(job, None)
     back_s = gone_s + LOST_REST_HEARTBEATS
-    assert look(improvement, live, back_s) is None
-    assert look(improvement, live, back_s + SETTLE_HEARTBEATS) is None, "who comes has time, and so have we"
+    assert look(schedule, live, back_s) is None
+    assert look(schedule, live, back_s + SETTLE_HEARTBEATS) is None, "who comes has time, and so have we"
 
 
-def test_whom_a_dead_coordinator_leaves_searches_at_once_without_it(improvement, live, make_plan):
-    improvement.begin_term(live, SETTLED, searched=False)
+def test_whom_a_dead_coordinator_leaves_searches_at_once_without_it(schedule, live, make_plan):
+    schedule.begin_term(live, SETTLED, searched=False)
     without_a = make_plan([["d"], ["b", "e"], ["c", "f"]], coordinator="d", order=(2, 2)).plan
-    assert look(improvement, without_a, SETTLED + 1.0, swarm=SWARM[1:]) is not None
+    assert look(schedule, without_a, SETTLED + 1.0, swarm=SWARM[1:]) is not None
 
 
-def test_who_loses_one_after_the_other_rests_in_between(improvement, make_plan):
+def test_who_loses_one_after_the_other_rests_in_between(schedule, make_plan):
     begun = []
     for tick in range(100):
         now_s = SETTLED + tick / 4
         spares = tuple(f"g{number}" for number in range(tick, 100))
         plan = make_plan(GROUPS, coordinator="a", spares=spares).plan
-        job = look(improvement, plan, now_s, swarm=(*SWARM, *spares))
+        job = look(schedule, plan, now_s, swarm=(*SWARM, *spares))
         if job:
             begun.append(now_s)
-            improvement.returned(job, None)
+            schedule.returned(job, None)
     assert len(begun) >= 2
     assert min(np.diff(begun)) >= LOST_REST_HEARTBEATS
 
 
-def test_searches_are_apart_whatever_happens(improvement, live, make_plan):
-    look(improvement, live, 0.0)
-    improvement.returned(look(improvement, live, SETTLED), None)
+def test_searches_are_apart_whatever_happens(schedule, live, make_plan):
+    look(schedule, live, 0.0)
+    schedule.returned(look(schedule, live, SETTLED), None)
     begun = []
     for second in range(300):
         now_s = SETTLED + second
         plan = make_plan([["a", "d"], ["b", "e"], ["c", f"f{second // 20}"]], coordinator="a").plan
-        job = look(improvement, plan, now_s)
+        job = look(schedule, plan, now_s)
         if job:
             begun.append(now_s)
-            improvement.returned(job, None)
+            schedule.returned(job, None)
     assert len(begun) >= 5
     assert min(np.diff(begun)) >= REST_HEARTBEATS
 
 
-def test_a_drift_is_a_reason_and_noise_is_none(improvement, live):
-    look(improvement, live, 0.0)
-    improvement.returned(look(improvement, live, SETTLED), None)
+def test_a_drift_is_a_reason_and_noise_is_none(schedule, live):
+    look(schedule, live, 0.0)
+    schedule.returned(look(schedule, live, SETTLED), None)
     rested_s = SETTLED + REST_HEARTBEATS + 1.0
-    assert look(improvement, live, rested_s, snapshot=snapshot_of(rate=1.2e7, speed=0.9e12)) is None
-    assert look(improvement, live, rested_s + 1.0, snapshot=snapshot_of(rate=1e6)) is None, "it has just looked"
-    assert look(improvement, live, rested_s + LOOK_HEARTBEATS, snapshot=snapshot_of(rate=1e6)) is not None
+    assert look(schedule, live, rested_s, snapshot=snapshot_of(rate=1.2e7, speed=0.9e12)) is None
+    assert look(schedule, live, rested_s + 1.0, snapshot=snapshot_of(rate=1e6)) is None, "it has just looked"
+    assert look(schedule, live, rested_s + LOOK_HEARTBEATS, snapshot=snapshot_of(rate=1e6)) is not None
 
 
 @pytest.mark.parametrize(
@@ -182,11 +183,11 @@ def test_milliseconds_are_no_drift():
     assert not has_drifted(snapshot_of(latency_s=0.001), snapshot_of(latency_s=0.004))
 
 
-def test_a_successor_searches_only_what_its_predecessor_has_not(improvement, live, make_plan):
-    assert not improvement.has_searched(live)
-    look(improvement, live, 0.0)
-    improvement.returned(look(improvement, live, SETTLED), None)
-    assert improvement.has_searched(live)
+def test_a_successor_searches_only_what_its_predecessor_has_not(schedule, live, make_plan):
+    assert not schedule.has_searched(live)
+    look(schedule, live, 0.0)
+    schedule.returned(look(schedule, live, SETTLED), None)
+    assert schedule.has_searched(live)
 
     def searches(plan, *, searched):
         heir = SearchSchedule(1.0, enabled=True)
@@ -202,44 +203,44 @@ def test_a_successor_searches_only_what_its_predecessor_has_not(improvement, liv
 
 
 def test_the_first_plan_waits_for_its_search_but_not_forever(better):
-    improvement = SearchSchedule(1.0, enabled=True)
-    assert improvement.awaits_first(SWARM, 0.0)
-    job = improvement.begin(snapshot_of(), None, SWARM, 0.0, seed=1)
+    schedule = SearchSchedule(1.0, enabled=True)
+    assert schedule.awaits_first(SWARM, 0.0)
+    job = schedule.begin(snapshot_of(), None, SWARM, 0.0, seed=1)
     assert job is not None
-    assert improvement.begin(snapshot_of(), None, SWARM, 0.5, seed=1) is None, "it is being searched"
-    assert improvement.awaits_first(SWARM, FIRST_PATIENCE_S - 0.1)
-    assert not improvement.awaits_first(SWARM, FIRST_PATIENCE_S)
-    assert improvement.returned(job, better)
-    assert improvement.take(None, SWARM) == better
-    assert not improvement.awaits_first(SWARM, 1.0)
+    assert schedule.begin(snapshot_of(), None, SWARM, 0.5, seed=1) is None, "it is being searched"
+    assert schedule.awaits_first(SWARM, FIRST_PATIENCE_S - 0.1)
+    assert not schedule.awaits_first(SWARM, FIRST_PATIENCE_S)
+    assert schedule.returned(job, better)
+    assert schedule.found_for(None, SWARM) == better
+    assert not schedule.awaits_first(SWARM, 1.0)
 
 
 def test_a_newcomer_before_the_first_plan_begins_its_search_anew(better):
-    improvement = SearchSchedule(1.0, enabled=True)
-    improvement.awaits_first(SWARM, 0.0)
-    stale = improvement.begin(snapshot_of(), None, SWARM, 0.0, seed=1)
+    schedule = SearchSchedule(1.0, enabled=True)
+    schedule.awaits_first(SWARM, 0.0)
+    stale = schedule.begin(snapshot_of(), None, SWARM, 0.0, seed=1)
     more = (*SWARM, "g")
-    job = improvement.begin(snapshot_of(), None, more, 1.0, seed=1)
+    job = schedule.begin(snapshot_of(), None, more, 1.0, seed=1)
     assert job is not None
-    assert not improvement.returned(stale, better)
-    assert improvement.awaits_first(more, 2.0)
-    assert improvement.returned(job, None)
-    assert not improvement.awaits_first(more, 2.0)
+    assert not schedule.returned(stale, better)
+    assert schedule.awaits_first(more, 2.0)
+    assert schedule.returned(job, None)
+    assert not schedule.awaits_first(more, 2.0)
 
 
-def test_without_a_search_nobody_waits(improvement, live):
+def test_without_a_search_nobody_waits(schedule, live):
     assert not SearchSchedule(1.0, enabled=False).awaits_first(SWARM, 0.0)
-    look(improvement, live, 0.0)
-    improvement.give_up()
-    assert look(improvement, live, math.inf) is None
-    assert not improvement.awaits_first(SWARM, 0.0)
+    look(schedule, live, 0.0)
+    schedule.give_up()
+    assert look(schedule, live, math.inf) is None
+    assert not schedule.awaits_first(SWARM, 0.0)
 
 
-def test_a_snapshot_with_other_peers_is_never_compared(improvement, live):
+def test_a_snapshot_with_other_peers_is_never_compared(schedule, live):
     """Searches are told apart by the swarm before figures are compared, which need the same peers."""
-    look(improvement, live, 0.0)
-    improvement.returned(look(improvement, live, SETTLED), None)
+    look(schedule, live, 0.0)
+    schedule.returned(look(schedule, live, SETTLED), None)
     fewer = replace(snapshot_of(), peers=snapshot_of().peers[:-1])
     swarm = SWARM[:-1]
-    look(improvement, live, 100.0, snapshot=fewer, swarm=swarm)
-    assert look(improvement, live, 200.0, snapshot=fewer, swarm=swarm) is not None
+    look(schedule, live, 100.0, snapshot=fewer, swarm=swarm)
+    assert look(schedule, live, 200.0, snapshot=fewer, swarm=swarm) is not None

@@ -5,8 +5,9 @@ import asyncio
 import pytest
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
-from shoal.coordinator.allocate.interface import Layout, Snapshot
+from shoal.coordinator.allocate.interface import Snapshot
 from shoal.coordinator.coordination_events import Searched
+from shoal.coordinator.plan_layout import Layout
 from shoal.coordinator.search_schedule import SearchJob
 from shoal.coordinator.searcher import Searcher, inline
 from shoal.protocol.errors import LocalError

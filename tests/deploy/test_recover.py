@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
-from shoal.coordinator.driver import Coordination
+from shoal.coordinator.driver import Callbacks, Coordination
 from shoal.coordinator.store import PlanStore
 from shoal.deploy import cli
 from shoal.deploy.recover import Found, _mandated, _remember, assess, find_owner
@@ -215,7 +215,7 @@ class Stub:
             allocator=GreedyAllocator(),
             store=PlanStore(),
             heartbeat=self.heartbeat,
-            on_plan=lambda _: None,
+            callbacks=Callbacks(on_plan=lambda _: None),
             rng=random.Random(1),
         )
 

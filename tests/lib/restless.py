@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import msgspec
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
-from shoal.coordinator.allocate.interface import Layout, Snapshot
+from shoal.coordinator.allocate.interface import Snapshot
+from shoal.coordinator.plan_layout import Layout
 from shoal.deploy.simulate.sightings import Event, Obeyed
 from shoal.deploy.simulate.swarm import SimSwarm
 from shoal.deploy.simulate.tiny_run import tiny_corpus, tiny_spec

@@ -32,7 +32,7 @@ from typing import Any
 import msgspec
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
-from shoal.coordinator.driver import Coordination
+from shoal.coordinator.driver import Callbacks, Coordination
 from shoal.coordinator.store import PlanStore
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import LocalError, Refused
@@ -231,7 +231,7 @@ class Game:
             allocator=GreedyAllocator(),
             store=PlanStore(port.disk),
             heartbeat=heartbeat,
-            on_plan=lambda signed: self._obeys(name, signed),
+            callbacks=Callbacks(on_plan=lambda signed: self._obeys(name, signed)),
             rng=self._world.rng(f"coordination/{name}"),
         )
         falls_in = 1 + int(self._rng.expovariate(1.0 / FALLS_MEAN))

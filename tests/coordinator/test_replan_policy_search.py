@@ -1,4 +1,4 @@
-"""How a governor plans with an allocator that searches."""
+"""How the policy plans with an allocator that searches."""
 
 import random
 from dataclasses import dataclass, field
@@ -7,10 +7,12 @@ import msgspec
 import pytest
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
-from shoal.coordinator.allocate.interface import Layout
 from shoal.coordinator.allocate.live_allocator import EvolutionaryAllocator
-from shoal.coordinator.governor import LOOKING_FOR_FIRST, Governor
-from shoal.coordinator.search_schedule import FIRST_PATIENCE_S, REST_HEARTBEATS, SETTLE_HEARTBEATS
+from shoal.coordinator.cluster_view import ClusterView
+from shoal.coordinator.cost.workload import Workload
+from shoal.coordinator.plan_layout import Layout
+from shoal.coordinator.replan_policy import LOOKING_FOR_FIRST, ReplanPolicy
+from shoal.coordinator.search_schedule import FIRST_PATIENCE_S, REST_HEARTBEATS, SETTLE_HEARTBEATS, SearchJob
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import LinkReport
 from shoal.protocol.plan import Plan
@@ -46,8 +48,8 @@ def allocator():
 
 
 @pytest.fixture
-def governor(allocator):
-    return Governor(run="run", spec=SPEC, allocator=allocator)
+def policy(allocator):
+    return ReplanPolicy(ClusterView("run", SPEC), allocator)
 
 
 @pytest.fixture
@@ -62,80 +64,75 @@ def better(make_plan):
 
 
 @pytest.fixture
-def hear(governor, make_heartbeat):
+def hear(policy, make_heartbeat):
     def everybody(peers="abcdef", *, now_s=0.0, **says):
         for peer in peers:
             usual = {"version": 57, "synced": True, "stage": STAGE_OF.get(peer)}
-            governor.hear(peer, make_heartbeat(peer, **(usual | says)), now_s)
+            policy.view.hear(peer, make_heartbeat(peer, **(usual | says)), now_s)
 
     return everybody
 
 
-def begin(governor, live, now_s=0.0):
-    governor.obey(live.plan, now_s)
-    governor.begin_term(live.plan, now_s, continuing=False, silent=None)
+def begin(policy, live, now_s=0.0):
+    policy.obey(live.plan, now_s)
+    policy.begin_term(live.plan, now_s, continuing=False, silent=None)
 
 
-def answer(governor, allocator, job):
+def answer(policy, allocator, job):
     layout, _ = allocator.search(job.snapshot, job.previous, seed=job.seed)
-    return governor.searched(job, layout, is_possible=True)
+    return policy.searched(job, layout, is_possible=True)
 
 
-def test_the_first_plan_waits_for_a_search(governor, allocator, hear, better):
+def test_the_first_plan_waits_for_a_search(policy, allocator, hear, better):
     hear(synced=False, stage=None)
-    assert governor.first_plan(0.0) == (None, LOOKING_FOR_FIRST)
-    job = governor.take_job()
-    assert job is not None
+    job, reason = policy.first_plan(0.0)
+    assert isinstance(job, SearchJob)
+    assert reason == LOOKING_FOR_FIRST
     assert job.previous is None
     assert job.snapshot.network is not None
-    assert governor.first_plan(0.5) == (None, LOOKING_FOR_FIRST)
-    assert governor.take_job() is None
+    assert policy.first_plan(0.5) == (None, LOOKING_FOR_FIRST)
     allocator.finds = better
-    assert answer(governor, allocator, job)
-    draft, reason = governor.first_plan(1.0)
-    assert draft.layout == better
+    assert answer(policy, allocator, job)
+    draft, reason = policy.first_plan(1.0)
+    assert draft == better
     assert reason == better.reason
 
 
-def test_the_first_plan_does_without_when_nothing_is_found_or_it_takes_too_long(governor, allocator, hear):
+def test_the_first_plan_does_without_when_nothing_is_found_or_it_takes_too_long(policy, allocator, hear):
     hear(synced=False, stage=None)
-    governor.first_plan(0.0)
-    job = governor.take_job()
+    job, _ = policy.first_plan(0.0)
     hear(now_s=FIRST_PATIENCE_S, synced=False, stage=None)
-    draft, reason = governor.first_plan(FIRST_PATIENCE_S)
+    draft, reason = policy.first_plan(FIRST_PATIENCE_S)
     assert draft is not None
     assert reason.startswith("first plan: 6 peers")
-    answer(governor, allocator, job)
-    assert governor.first_plan(1.0)[0] is not None
+    answer(policy, allocator, job)
+    assert policy.first_plan(1.0)[0] is not None
 
 
-def test_a_search_behind_a_change_makes_a_second_plan(governor, allocator, hear, live, better):
-    begin(governor, live)
+def test_a_search_behind_a_change_makes_a_second_plan(policy, allocator, hear, live, better):
+    begin(policy, live)
     hear()
-    assert governor.next_plan(live.plan, 1.0, sequence=2) == (None, "")
-    assert governor.take_job() is None
+    assert policy.next_plan(live.plan, 1.0, sequence=2) == (None, "")
     hear(now_s=SEARCHED_S)
-    governor.next_plan(live.plan, 2.0, sequence=2)
-    governor.next_plan(live.plan, 2.0 + SETTLE_HEARTBEATS, sequence=2)
-    job = governor.take_job()
+    policy.next_plan(live.plan, 2.0, sequence=2)
+    job, _ = policy.next_plan(live.plan, 2.0 + SETTLE_HEARTBEATS, sequence=2)
     assert job.previous == live.plan
     allocator.finds = better
-    assert answer(governor, allocator, job)
-    draft, reason = governor.next_plan(live.plan, SEARCHED_S + 1.0, sequence=2)
-    assert draft.layout == better
+    assert answer(policy, allocator, job)
+    draft, reason = policy.next_plan(live.plan, SEARCHED_S + 1.0, sequence=2)
+    assert draft == better
     assert draft.beginning is None
     assert reason == better.reason
 
 
 @pytest.mark.parametrize("change", ["drains", "comes", "loses its state"])
-def test_what_was_found_for_another_swarm_is_dropped(governor, allocator, hear, live, better, change):
-    begin(governor, live)
+def test_what_was_found_for_another_swarm_is_dropped(policy, allocator, hear, live, better, change):
+    begin(policy, live)
     hear()
-    governor.next_plan(live.plan, 1.0, sequence=2)
-    governor.next_plan(live.plan, 2.0, sequence=2)
+    policy.next_plan(live.plan, 1.0, sequence=2)
+    policy.next_plan(live.plan, 2.0, sequence=2)
     hear(now_s=SEARCHED_S)
-    governor.next_plan(live.plan, SEARCHED_S, sequence=2)
-    job = governor.take_job()
+    job, _ = policy.next_plan(live.plan, SEARCHED_S, sequence=2)
     allocator.finds = better
     match change:
         case "drains":
@@ -144,44 +141,45 @@ def test_what_was_found_for_another_swarm_is_dropped(governor, allocator, hear, 
             hear("g", now_s=SEARCHED_S, synced=False, stage=None)
         case "loses its state":
             hear("b", now_s=SEARCHED_S, synced=False)  # it alone was to keep stage 1
-    answer(governor, allocator, job)
-    draft, _ = governor.next_plan(live.plan, SEARCHED_S + 0.5, sequence=2)
-    assert draft is None or draft.layout != better
+    answer(policy, allocator, job)
+    draft, _ = policy.next_plan(live.plan, SEARCHED_S + 0.5, sequence=2)
+    assert draft != better
 
 
-def test_nothing_is_searched_before_the_first_commit(governor, hear, make_plan):
+def test_nothing_is_searched_before_the_first_commit(policy, hear, make_plan):
     live = make_plan(GROUPS, coordinator="a")
-    begin(governor, live)
+    begin(policy, live)
     for second in range(100):
         hear(version=0, now_s=float(second))
-        governor.next_plan(live.plan, float(second), sequence=2)
-        assert governor.take_job() is None
+        found, _ = policy.next_plan(live.plan, float(second), sequence=2)
+        assert not isinstance(found, SearchJob)
 
 
-def test_without_numba_the_coordinator_goes_on(governor, hear, live):
-    begin(governor, live)
+def test_without_numba_the_coordinator_goes_on(policy, hear, live):
+    begin(policy, live)
     jobs = []
     for second in range(200):
         hear(now_s=float(second))
-        assert governor.next_plan(live.plan, float(second), sequence=2) == (None, "")
-        if job := governor.take_job():
+        job, reason = policy.next_plan(live.plan, float(second), sequence=2)
+        assert reason == ""
+        if job is not None:
             jobs.append(job)
-            governor.searched(job, None, is_possible=False)
+            policy.searched(job, None, is_possible=False)
     assert len(jobs) == 1
 
 
-def test_the_successor_is_told_what_has_been_searched(governor, allocator, hear, live):
-    begin(governor, live)
-    assert not governor.will(live, 0.0).searched
+def test_the_successor_is_told_what_has_been_searched(policy, allocator, hear, live):
+    begin(policy, live)
+    assert not policy.hand_over(live, 0.0).searched
     for second in range(20):
         hear(now_s=float(second))
-        governor.next_plan(live.plan, float(second), sequence=2)
-        if job := governor.take_job():
-            answer(governor, allocator, job)
-    assert governor.will(live, 20.0).searched
-    heir = Governor(run="run", spec=SPEC, allocator=allocator)
+        job, _ = policy.next_plan(live.plan, float(second), sequence=2)
+        if job is not None:
+            answer(policy, allocator, job)
+    assert policy.hand_over(live, 20.0).searched
+    heir = ReplanPolicy(ClusterView("run", SPEC), allocator)
     heir.obey(live.plan, 20.0)
-    heir.inherit(governor.will(live, 20.0))
+    heir.view.inherit(policy.hand_over(live, 20.0))
     heir.begin_term(live.plan, 20.0, continuing=False, silent=None)
     assert len(allocator.asked) == 1
 
@@ -232,47 +230,46 @@ def test_a_quiet_hour_of_noisy_measurements_moves_nobody(make_heartbeat, make_un
     """Sixty terms by sixty coordinators, each of which hears figures that are off by up to 10 %."""
     quiet = Quiet(make_heartbeat, noise=0.1, seed=3)
     allocator = EvolutionaryAllocator()
-    workload_flop = Governor(run="run", spec=SPEC, allocator=allocator)._survey._workload.layer_flop
+    workload_flop = Workload.of(SPEC).layer_flop
     plan, plans, searches = None, [], []
 
     def flop_of(stage):
         return sum(workload_flop[plan.stages[stage].first_layer : plan.stages[stage].last_layer])
 
-    governors = [Governor(run="run", spec=SPEC, allocator=allocator) for _ in range(4)]
-    governor, second = governors[0], 0
+    policies = [ReplanPolicy(ClusterView("run", SPEC), allocator) for _ in range(4)]
+    policy, second = policies[0], 0
 
     def search(job):
         layout, _ = allocator.search(job.snapshot, job.previous, seed=job.seed)
         searches.append(second)
-        governor.searched(job, layout, is_possible=True)
+        policy.searched(job, layout, is_possible=True)
 
     def hear():
         for peer in quiet.peers:
-            governor.hear(peer, quiet.beat(peer, plan, flop_of, second), float(second))
+            policy.view.hear(peer, quiet.beat(peer, plan, flop_of, second), float(second))
 
     hear()
-    assert governor.first_plan(0.0)[0] is None
-    search(governor.take_job())
-    draft, _ = governor.first_plan(0.0)
+    search(policy.first_plan(0.0)[0])
+    draft, _ = policy.first_plan(0.0)
     plan = plan_after(None, draft, term=1)
     for second in range(1, 3600):
         if (second - 1) % 60 == 0:
             term = 1 + second // 60
-            will = governor.will(make_unsigned(plan), float(second)) if term > 1 else None
-            governor = governors[term % len(governors)]
+            will = policy.hand_over(make_unsigned(plan), float(second)) if term > 1 else None
+            policy = policies[term % len(policies)]
             plan = msgspec.structs.replace(plan, term=term, sequence=plan.sequence + 1, fresh=False)
-            for each in governors:
+            for each in policies:
                 each.obey(plan, float(second))
             if will:
-                governor.inherit(will)
-            governor.begin_term(plan, float(second), continuing=False, silent=None)
+                policy.view.inherit(will)
+            policy.begin_term(plan, float(second), continuing=False, silent=None)
         hear()
-        draft, reason = governor.next_plan(plan, float(second), sequence=plan.sequence + 1)
-        if draft is not None:
+        found, reason = policy.next_plan(plan, float(second), sequence=plan.sequence + 1)
+        if isinstance(found, Layout):
             plans.append((second, reason))
-            plan = plan_after(plan, draft, term=plan.term)
-        if job := governor.take_job():
-            search(job)
+            plan = plan_after(plan, found, term=plan.term)
+        if isinstance(found, SearchJob):
+            search(found)
     assert [when for when, _ in plans if when > 2 * REST_HEARTBEATS] == [], plans
     assert len([when for when in searches if when > 120]) <= 12, "no more than about one in ten terms"
 
@@ -284,7 +281,7 @@ def plan_after(before, draft, *, term):
         sequence=before.sequence + 1 if before else 1,
         previous="",
         coordinator=PeerID("p0"),
-        stages=draft.layout.stages,
-        spares=draft.layout.spares,
+        stages=draft.stages,
+        spares=draft.spares,
         fresh=before is None,
     )

@@ -1,0 +1,317 @@
+"""What a peer knows of the swarm when it coordinates: who is there, what was committed, what was measured. Pure.
+
+Every peer has such a view, because every peer's turn comes. Heartbeats fill it, and they go to the coordinator: while
+another peer coordinates, the view learns only which plans are live.
+"""
+
+import math
+from dataclasses import dataclass, field, replace
+
+import msgspec
+
+from shoal.coordinator import election
+from shoal.coordinator.allocate.interface import MeasuredPeer
+from shoal.coordinator.confirmations import Confirmations, Ends
+from shoal.coordinator.cost.workload import Workload
+from shoal.coordinator.era import Disks, disks_of, holders, is_last_holder
+from shoal.coordinator.experts.expert_groups import ExpertPlaces
+from shoal.coordinator.handover import adverts, fitting
+from shoal.coordinator.ledger import Ledger, StepRecord
+from shoal.coordinator.plan_notes import PlanNotes
+from shoal.coordinator.roster import Roster
+from shoal.coordinator.snapshots import SnapshotSchedule
+from shoal.coordinator.survey import Survey
+from shoal.coordinator.swarm_status import swarm_status
+from shoal.protocol.identity import PeerID
+from shoal.protocol.layers import held_keys
+from shoal.protocol.messages import HandOver, Heartbeat, Reset, SwarmStatus
+from shoal.protocol.plan import Plan, SignedPlan
+from shoal.protocol.spec import RunSpec
+
+SAFE_PEERS = 64
+"""In a swarm of more peers the coordinator looks more rarely for the newest safe snapshot, because it reads every
+peer's list of snapshots."""
+
+
+@dataclass(slots=True)
+class ClusterView:
+    """The swarm as this peer knows it."""
+
+    run: str
+    spec: RunSpec
+    roster: Roster = field(init=False)
+    experts: ExpertPlaces = field(init=False)
+    ledger: Ledger = field(init=False)
+    survey: Survey = field(init=False)
+    confirmations: Confirmations = field(default_factory=Confirmations)
+    begun_s: float | None = None
+    """When the run's first plan was made, by this peer's clock and as far as it knows."""
+    _notes: PlanNotes = field(default_factory=PlanNotes)
+    _snapshots: SnapshotSchedule = field(init=False)
+    _inherited: HandOver | None = None
+    """What the coordinator before us left for the term that we may get."""
+    _safe: tuple[int, int] = (0, 0)
+    _look_for_safe_s: float = -math.inf
+    _members: frozenset[PeerID] = frozenset()
+    """The members of the live plan."""
+    _former_members: frozenset[PeerID] = frozenset()
+    """The members of the last plan that had others: they may still report what they did under it."""
+
+    def __post_init__(self) -> None:
+        swarm, training = self.spec.swarm, self.spec.training
+        self.roster = Roster(swarm.heartbeat_s)
+        self.survey = Survey(self.spec)
+        self.experts = ExpertPlaces(
+            num_experts=self.spec.model.num_experts, slots=swarm.expert_slots, min_replicas=swarm.expert_replicas
+        )
+        self.ledger = Ledger(
+            num_stages=swarm.stages,
+            num_experts=self.spec.model.num_experts if swarm.expert_slots else 0,
+            steps=training.steps,
+            microbatches=training.microbatches_per_step,
+            heartbeat_s=swarm.heartbeat_s,
+            validates=training.validation_interval_steps > 0,
+            tokens_per_step=self.spec.tokens_per_step,
+        )
+        self._snapshots = SnapshotSchedule(
+            interval_s=swarm.snapshot_interval_s, heartbeat_s=swarm.heartbeat_s, lead_steps=training.s_max + 1
+        )
+
+    # --- what comes in ---
+
+    def hear(self, peer: PeerID, heartbeat: Heartbeat, now_s: float) -> list[str]:
+        """Take note of a heartbeat; ask `roster.has_room_for` first.
+
+        Returns: what the peer has reported that cannot be, as sentences.
+        """
+        self.roster.heard(peer, heartbeat, now_s)
+        if heartbeat.era == self.ledger.era:
+            self.confirmations.note(peer, heartbeat.stage, heartbeat.version, holds=heartbeat.synced)
+            self.ledger.note_version(heartbeat.stage, self.confirmations.version(heartbeat.stage or 0))
+            for group, version in heartbeat.held:
+                self.confirmations.note(peer, group, version, holds=True)
+                self.ledger.note_version(group, self.confirmations.version(group))
+            self.experts.hear(peer, heartbeat)
+        self.experts.records.heard(peer, now_s)
+        self.survey.hear(peer, heartbeat)
+        if peer not in self._members and peer not in self._former_members:
+            return []
+        flaws = self.ledger.note_commits(heartbeat.commits, now_s)
+        self.ledger.note_validations(heartbeat.validations)
+        return [f"{peer} reports {flaw}" for flaw in flaws]
+
+    def obey(self, plan: Plan, now_s: float, *, leads: bool = False) -> None:
+        """Take note of a live plan, whoever coordinates it. The first one that we see is the best sign of when the run
+        began.
+
+        Args: leads: we coordinate it and the plan before it, so we know why those whom it leaves out are gone.
+        """
+        for peer in sorted(self._members.difference(plan.members)) if leads else ():
+            if self.roster.has_vanished(peer, now_s):
+                self.experts.records.lost(peer)
+        if not self._members.issubset(plan.members):
+            self._former_members = self._members
+        self._members = frozenset(plan.members)
+        self.confirmations.obey(plan)
+        self.begun_s = now_s if self.begun_s is None else self.begun_s
+        self._notes.obey(plan, now_s)
+        self.survey.obey(plan)
+        if plan.era != self.ledger.era:
+            self.ledger.rewind(plan.era, plan.restore_version)
+            self._snapshots.begin()
+
+    def begin_term(self, plan: Plan, now_s: float, *, continuing: bool, silent: PeerID | None) -> bool:
+        """We coordinate now, or still (`continuing`). Every member gets time to be heard before its silence counts.
+
+        Args: silent: the coordinator before us, if its silence is why we are here.
+        Returns: whether the coordinator before us has searched for a better layout than this plan's.
+        """
+        inherited, self._inherited = self._inherited, None
+        members = frozenset(plan.members)
+        self.experts.forget_strangers(members)
+        if not continuing:
+            # What we knew in an earlier term of ours is stale: who had left may be back, who drained may be gone.
+            self.roster = Roster(self.spec.swarm.heartbeat_s)
+            self._snapshots.begin()
+            self.survey.begin_term(plan)
+        if inherited is not None:
+            for peer, advert in inherited.roster:
+                self.roster.expect(peer, advert, now_s)
+            self.begun_s = now_s - max(0.0, inherited.elapsed_s)
+            self.ledger.take_over(inherited, now_s)
+            if not continuing:
+                self._notes.inherit(inherited.plans, now_s)
+        for peer in plan.members:
+            self.roster.expect(peer, None, now_s)
+        if inherited is not None and not continuing:
+            self.roster.expect_absent(inherited.absent, now_s)
+        if silent in plan.members:
+            self.roster.doubt(silent, now_s)
+        self.roster.forget_silent(now_s, keep=members)
+        return inherited is not None and inherited.searched
+
+    # --- between coordinators ---
+
+    def inherit(self, handover: HandOver) -> None:
+        """Keep what the coordinator before us knows, for the term that we may get. The first plan of that term already
+        places experts by it."""
+        self._inherited = handover
+        self.experts.take_over(handover.loads)
+        self.experts.records.take_over(handover.records)
+
+    def inherit_reset(self, live: SignedPlan, reset: Reset, now_s: float, *, searched: bool) -> None:
+        """Keep our own knowledge for the term that a reset by the owner begins, with the peers that it names.
+
+        Args: searched: as in `hand_over`.
+        """
+        self._inherited = msgspec.structs.replace(
+            self.hand_over(live, now_s, searched=searched),
+            roster=reset.roster,
+            version=max(reset.version, self.version_max),
+        )
+
+    def forget_inherited(self) -> None:
+        """The plan for which we had inherited something came to nothing."""
+        self._inherited = None
+
+    def stand_by(self) -> None:
+        """Another peer coordinates: what we were to inherit came to nothing, and what is sent to experts from now on
+        that peer counts."""
+        self._inherited = None
+        self.experts.rest()
+
+    def hand_over(self, live: SignedPlan, now_s: float, *, searched: bool) -> HandOver:
+        """What the next coordinator should know, as far as it fits into a message.
+
+        Args: searched: whether a search has found nothing better than the live plan's layout.
+        """
+        handover = HandOver(
+            plan=live.link,
+            roster=adverts(self.roster, now_s),
+            era=self.ledger.era,
+            version=self.version_max,
+            step=self.ledger.step,
+            loss=self.ledger.loss,
+            validation_loss=self.ledger.validation_loss,
+            validation_step=self.ledger.validation_step,
+            pace=self.ledger.pace.tell(now_s),
+            staleness_steps_mean=self.ledger.staleness_mean,
+            elapsed_s=self._elapsed_s(now_s),
+            searched=searched,
+            plans=self._notes.tell(now_s),
+            absent=self.roster.absent(live.plan.members, now_s),
+            loads=self.experts.loads(len(live.plan.stages)),
+            records=self.experts.records.tell(live.plan.members) if self.places_experts else (),
+        )
+        return fitting(handover)
+
+    # --- what is known ---
+
+    @property
+    def places_experts(self) -> bool:
+        """Whether plans of this run say who holds which expert."""
+        return self.spec.swarm.expert_slots > 0
+
+    @property
+    def ends(self) -> Ends:
+        """The proof that the run is done; empty: it is not, or its last version is not validated."""
+        return self.confirmations.ends if self.ledger.done else ()
+
+    @property
+    def version_max(self) -> int:
+        """The highest version committed anywhere in this era, as far as we know."""
+        era = self.ledger.era
+        beats = [seen.heartbeat for seen in self.roster.presences.values() if seen.heartbeat]
+        heard = max((beat.version for beat in beats if beat.era == era), default=0)
+        kept = max((held.version for beat in beats for held in beat.holdings if held.era == era), default=0)
+        inherited = self._inherited.version if self._inherited and self._inherited.era == era else 0
+        return max(self.ledger.version_max, heard, kept, inherited)
+
+    def is_fresh(self, live: Plan, own: Heartbeat | None, *, leads: bool) -> bool:
+        """Whether nothing has been committed yet in the era of `live`.
+
+        If in doubt, something has: then a stage without state is found to have lost it and the era begins anew, while
+        two beginnings of one era would be two histories.
+
+        Args:
+            own: what we say of ourselves, which is all that a peer knows that takes over from the dead.
+            leads: we coordinate.
+        """
+        version = own.version if own and own.era == live.era and own.synced else None
+        known = leads or self._inherited is not None or version is not None
+        return live.fresh and known and max(self.version_max, version or 0) <= live.restore_version
+
+    def is_irreplaceable(self, peer: PeerID, live: Plan, now_s: float) -> bool:
+        """Whether the state of a group of `live` would be lost with `peer`."""
+        disks = disks_of(self.roster, now_s)
+        held = holders(live, self.roster, disks, self.spec.model, fresh=False, now_s=now_s)
+        return is_last_holder(peer, live, held)
+
+    def successors(self, live: Plan, now_s: float) -> tuple[PeerID, ...]:
+        """The peers that may coordinate the next term, first in turn first."""
+        candidates = (peer for peer in live.members if self.roster.may_coordinate(peer, now_s))
+        return election.rank(self.run, live.term + 1, candidates)
+
+    def measured(self, era: int, now_s: float) -> tuple[MeasuredPeer, ...]:
+        """The peers that are alive, for the allocator. A peer that has not followed into `era` yet holds nothing."""
+
+        def follows(peer: PeerID) -> bool:
+            beat = self.roster.presences[peer].heartbeat
+            return beat is not None and beat.era == era
+
+        peers = self.roster.measured(now_s)
+        return tuple(peer if follows(peer.peer) else replace(peer, synced_stage=None) for peer in peers)
+
+    def step_s_at_best(self, now_s: float) -> float:
+        """Seconds a step of the peers that are here, if none of their devices ever waited; 0: not known."""
+        workload = Workload.of(self.spec)
+        adverts = (self.roster.presences[peer].advert for peer in self.roster.alive(now_s))
+        flop_per_s = sum(advert.flop_per_s for advert in adverts if advert is not None)
+        flop = workload.microbatches * workload.job_flop(0, workload.num_layers)
+        return flop / flop_per_s if flop_per_s > 0 else 0.0
+
+    def save_at(self, live: Plan, now_s: float) -> int:
+        """The version of which every stage of `live` is to write a snapshot; 0: none is due."""
+        if self._snapshots.is_due_to_look(now_s):
+            beats = (self.roster.presences[peer].heartbeat for peer in self.roster.alive(now_s))
+            self._snapshots.look((beat for beat in beats if beat is not None and beat.era == live.era), now_s)
+        return self._snapshots.save_at
+
+    def safe(self, live: Plan, now_s: float) -> tuple[int, int]:
+        """(era, version) of the newest snapshot that is safe on disks of members that are alive; (0, 0): none is.
+
+        Only members count, since a plan that goes back reads from their disks alone; and no snapshot is safe while the
+        members may still go back.
+        """
+        if live.fresh:
+            return (0, 0)
+        if now_s >= self._look_for_safe_s:
+            self._look_for_safe_s = now_s + self.spec.swarm.heartbeat_s * max(1.0, len(live.members) / SAFE_PEERS)
+            alive = [peer for peer in live.members if not self.roster.is_gone(peer, now_s)]
+            beats = ((peer, self.roster.presences[peer].heartbeat) for peer in alive)
+            holdings = ((peer, beat.holdings) for peer, beat in beats if beat is not None)
+            layers = held_keys(self.spec.model, placed=self.places_experts)
+            self._safe = Disks.of(holdings).newest_safe(layers) or (0, 0)
+        return self._safe
+
+    def completed_steps(self, live: Plan, now_s: float, *, flush: bool = False) -> list[StepRecord]:
+        """Records of the steps that have become complete since the last call, each once."""
+        return self.ledger.tell(now_s, term=live.term, peers=len(live.members), flush=flush)
+
+    def status(self, live: Plan, now_s: float, *, owner: PeerID) -> SwarmStatus:
+        """The swarm in one message, for people."""
+        return swarm_status(
+            self.run,
+            self.spec,
+            live,
+            self.roster,
+            self.ledger,
+            self.experts,
+            self._notes.tell(now_s),
+            owner=owner,
+            elapsed_s=self._elapsed_s(now_s),
+            now_s=now_s,
+        )
+
+    def _elapsed_s(self, now_s: float) -> float:
+        return now_s - self.begun_s if self.begun_s is not None else 0.0

@@ -1,0 +1,49 @@
+"""Who is to hold what: what an allocator makes, and what the next plan says once it is signed. Pure.
+
+There are two types of a layout. A search works on a `Placement`, by device numbers of one topology; `Layout` is in the
+words of the plan: stages with their members' shares, and spares.
+"""
+
+from dataclasses import dataclass
+
+from shoal.protocol.identity import PeerID
+from shoal.protocol.plan import Plan, Stage
+
+NO_MOVES = "new shares"
+"""The reason of a layout in which everybody stays."""
+
+Places = tuple[tuple[tuple[int, int, tuple[PeerID, ...]], ...], tuple[PeerID, ...]]
+"""(first layer, last layer, members) of each stage, and the spares."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beginning:
+    """Era `era` begins at `version`, from the snapshots of `from_era`; at version 0 from the run's seed."""
+
+    era: int
+    version: int = 0
+    from_era: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Who holds what. `reason` is one sentence for people."""
+
+    stages: tuple[Stage, ...]
+    spares: tuple[PeerID, ...]
+    reason: str
+    beginning: Beginning | None = None
+    """Where the run goes back to with this layout; None: it goes on in the era of the plan before it."""
+
+    def places(self) -> Places:
+        """The layout without shares: two layouts with equal places move nobody."""
+        return _places(self.stages, self.spares)
+
+
+def places_of(plan: Plan) -> Places:
+    """Who holds what in a plan, without shares."""
+    return _places(plan.stages, plan.spares)
+
+
+def _places(stages: tuple[Stage, ...], spares: tuple[PeerID, ...]) -> Places:
+    return tuple((stage.first_layer, stage.last_layer, stage.peers) for stage in stages), spares

@@ -1,0 +1,274 @@
+"""Which layout should come next, and when: what the coordinator makes of its view of the swarm. Pure.
+
+A change is answered at once with a repaired layout, and a search for a better one is asked for behind it
+(`search_schedule`). A stage whose state nobody holds any more takes the run back to a snapshot (`era`).
+"""
+
+from dataclasses import replace
+
+from shoal.coordinator.allocate.interface import Allocator, MeasuredPeer, NoLayout, Searching
+from shoal.coordinator.cluster_view import ClusterView
+from shoal.coordinator.diagnosis import name_of
+from shoal.coordinator.era import Disks, HolderWatch, disks_of, group_name, holders, next_beginning
+from shoal.coordinator.plan_layout import NO_MOVES, Beginning, Layout, places_of
+from shoal.coordinator.search_schedule import SearchJob, SearchSchedule, Swarm, keeps_state
+from shoal.protocol.identity import PeerID
+from shoal.protocol.layers import held_keys
+from shoal.protocol.messages import HandOver, Reset
+from shoal.protocol.plan import Mandate, Plan, SignedPlan
+
+LOOKING_FOR_FIRST = "looking for a first layout"
+RETURN_S_MAX = 600.0
+"""How long at most the run waits for a silent peer that has what nobody else has."""
+NETWORK_PEERS_MAX = 256
+"""In a swarm of more peers the shares of a repaired plan follow speeds alone: putting together what lies between the
+peers takes too long for a plan that must come at once. A search always has it."""
+
+Next = Layout | SearchJob | None
+"""What should be proposed, what should be searched, or neither."""
+
+
+class ReplanPolicy:
+    """Args:
+    view: the swarm as this peer knows it.
+    allocator: makes layouts.
+    """
+
+    def __init__(self, view: ClusterView, allocator: Allocator) -> None:
+        self.view = view
+        self._allocator = allocator
+        self._heartbeat_s = view.spec.swarm.heartbeat_s
+        self._schedule = SearchSchedule(self._heartbeat_s, enabled=isinstance(allocator, Searching))
+        self._holders = HolderWatch(self._heartbeat_s, 0.0)
+        self._era = 0
+        self._settled_for: Swarm | None = None
+        """The swarm for which the live plan, or the refusal to make another, is right."""
+
+    # --- what has happened ---
+
+    def obey(self, plan: Plan, now_s: float, *, leads: bool = False) -> None:
+        """A plan is live, whoever coordinates it. Args: leads: as in `ClusterView.obey`."""
+        self.view.obey(plan, now_s, leads=leads)
+        if plan.era != self._era:
+            self._era, self._holders = plan.era, HolderWatch(self._heartbeat_s, now_s)
+
+    def begin_term(self, plan: Plan, now_s: float, *, continuing: bool, silent: PeerID | None) -> None:
+        """We coordinate now, or still (`continuing`). Args: silent: as in `ClusterView.begin_term`."""
+        searched = self.view.begin_term(plan, now_s, continuing=continuing, silent=silent)
+        self._settled_for = None
+        if not (continuing and self._holders.is_waiting(now_s)):
+            self._holders = HolderWatch(self._heartbeat_s, now_s)
+        if not continuing:
+            self._schedule.begin_term(plan, now_s, searched=searched)
+
+    def settle(self, live: Plan, now_s: float) -> None:
+        """The swarm as it is now has been provided for."""
+        self._settled_for = _swarm(self.view.measured(live.era, now_s))
+
+    def unsettle(self) -> None:
+        """A plan came to nothing: the swarm is still to be provided for."""
+        self._settled_for = None
+        self.view.forget_inherited()
+        self._schedule.forget()
+
+    def searched(self, job: SearchJob, layout: Layout | None, *, is_possible: bool) -> bool:
+        """A search has ended. Returns: whether its result is still wanted."""
+        if not is_possible:
+            self._schedule.give_up()
+        return self._schedule.returned(job, layout)
+
+    # --- what should come next ---
+
+    def first_plan(self, now_s: float) -> tuple[Next, str]:
+        """The run's first layout, as soon as enough peers are alive. Returns: (layout or search, why not yet)."""
+        view, spec = self.view, self.view.spec
+        peers = view.roster.measured(now_s)
+        if len(peers) < spec.swarm.min_peers:
+            return None, f"waiting for peers: {len(peers)} of {spec.swarm.min_peers} are here"
+        if not any(peer.has_data for peer in peers):
+            return None, "waiting for a peer that has the run's text"
+        disks = disks_of(view.roster, now_s)
+        swarm = _swarm(peers)
+        layout = self._schedule.found_for(None, swarm)
+        if layout is None and self._schedule.awaits_first(swarm, now_s):
+            snapshot = view.survey.snapshot(peers, None, disks, knows_network=True)
+            return self._schedule.begin(snapshot, None, swarm, now_s, seed=1), LOOKING_FOR_FIRST
+        layout, reason = (layout, layout.reason) if layout else self._repaired(peers, None, disks, sequence=1)
+        if layout is None or disks.era_max < 0:
+            return layout, reason
+        # All have died and forgotten their plans; some have kept their snapshots.
+        beginning = self._beginning(None, disks)
+        if awaited := self._awaited(disks, beginning, now_s):
+            return None, awaited
+        return _restarted(layout, beginning, "restart from disk")
+
+    def next_plan(self, live: Plan, now_s: float, *, sequence: int) -> tuple[Next, str]:
+        """A layout for the swarm as it is, if the swarm has changed and the layout would, or a stage's state is lost.
+
+        Returns: (layout or search, reason); an empty reason if there is nothing to say.
+        """
+        view = self.view
+        if view.roster.unheard(now_s):
+            return None, ""  # they will be heard or suspected shortly; until then we know too little to move anybody
+        disks = disks_of(view.roster, now_s)
+        fresh = live.fresh and view.version_max <= live.restore_version
+        held = holders(live, view.roster, disks, view.spec.model, fresh=fresh, now_s=now_s)
+        lost = self._holders.lost(live, held, view.roster.alive(now_s), now_s)
+        peers = view.measured(live.era, now_s)
+        swarm = _swarm(peers)
+        under_way = live.fresh and not fresh
+        if not lost and not under_way and swarm == self._settled_for:
+            return self._better(live, peers, disks, now_s, sequence=sequence)
+        if lost and (awaited := self._may_return(live, lost[0], disks, now_s)):
+            return None, awaited  # a plan without who is silent would count it out, and its state with it
+        layout, reason = self._repaired(peers, live, disks, sequence=sequence)
+        if layout is None:
+            self._settled_for = swarm
+            return None, reason
+        if lost:
+            within = disks_of(view.roster, now_s, among=layout)  # from others nobody could fetch a snapshot
+            beginning = self._beginning(live, within)
+            what = f"{group_name(live, lost[0])} has no holder left"
+            # Where a part of the swarm trains on, an older snapshot at once is better than a newer one later.
+            waits = beginning.version == 0 or not any(held)
+            awaited = self._awaited(disks, beginning, now_s) if waits else ""
+            if not awaited:
+                return _restarted(layout, beginning, what)
+            if swarm == self._settled_for:
+                return None, f"{what}: {awaited}"
+        if layout.places() == places_of(live):
+            if under_way:
+                # A peer that restarts, or comes to this plan late, must not begin the era again.
+                layout = replace(layout, reason=f"training is under way{' again' if live.era else ''}")
+                return layout, layout.reason
+            self._settled_for = swarm
+            return None, ""
+        return layout, layout.reason
+
+    def reset_plan(
+        self, live: SignedPlan, reset: Reset, mandate: Mandate, now_s: float, *, sequence: int
+    ) -> tuple[Layout | None, str]:
+        """A layout for the peers that the owner has found in reach. If state is lost with the others, a later plan
+        sees to that."""
+        peers = tuple(
+            MeasuredPeer.of(peer, advert, draining=False, synced_stage=live.plan.stage_of(peer))
+            for peer, advert in sorted(dict(reset.roster).items())
+        )
+        if not peers:
+            return None, "the reset names nobody who is in reach"
+        layout, reason = self._repaired(peers, live.plan, disks_of(self.view.roster, now_s), sequence=sequence)
+        if layout is None:
+            return None, reason
+        self.view.inherit_reset(live, reset, now_s, searched=self._schedule.has_searched(live.plan))
+        beginning, back = None, ""
+        if mandate.era:
+            beginning = Beginning(era=mandate.era, version=mandate.restore_version, from_era=mandate.restore_era)
+            back = f" back to version {beginning.version} of era {beginning.from_era},"
+        return replace(layout, reason=f"reset by the owner:{back} {layout.reason}", beginning=beginning), reason
+
+    def awaits_disks(self, now_s: float) -> bool:
+        """Whether a snapshot may still become whole. A coordinator that has begun to wait for that keeps the role:
+        waiting may take longer than a term, and an heir would begin anew."""
+        return self._holders.is_waiting(now_s)
+
+    def hand_over(self, live: SignedPlan, now_s: float) -> HandOver:
+        """What the next coordinator should know, as far as it fits into a message."""
+        return self.view.hand_over(live, now_s, searched=self._schedule.has_searched(live.plan))
+
+    # --- inside ---
+
+    def _repaired(
+        self, peers: tuple[MeasuredPeer, ...], previous: Plan | None, disks: Disks, *, sequence: int
+    ) -> tuple[Layout | None, str]:
+        """A layout at once, by rules that hardly move anybody."""
+        knows = isinstance(self._allocator, Searching) and len(peers) <= NETWORK_PEERS_MAX
+        snapshot = self.view.survey.snapshot(peers, previous, disks, knows_network=knows)
+        try:
+            layout = self._allocator.allocate(snapshot, previous, seed=sequence)
+        except NoLayout as flaw:
+            return None, f"no new plan: {flaw}"
+        return layout, layout.reason
+
+    def _better(
+        self, live: Plan, peers: tuple[MeasuredPeer, ...], disks: Disks, now_s: float, *, sequence: int
+    ) -> tuple[Next, str]:
+        """Nothing has happened: what a search has found, or a search to begin."""
+        view, swarm = self.view, _swarm(peers)
+        if view.experts.is_due(live, view.ledger.step):
+            placed = view.experts.place(live.stages, live, sequence=sequence)
+            if placed != live.experts:
+                moved = Layout(stages=live.stages, spares=live.spares, reason="experts go where the load is")
+                return moved, moved.reason
+        layout = self._schedule.found_for(live, swarm)
+        if layout is not None and keeps_state(layout, live, peers):
+            return layout, layout.reason
+        if not live.fresh and self._schedule.is_due(live, swarm, now_s):
+            snapshot = view.survey.snapshot(peers, live, disks, knows_network=True)
+            return self._schedule.begin(snapshot, live, swarm, now_s, seed=sequence), ""
+        return None, ""
+
+    def _may_return(self, live: Plan, group: int, disks: Disks, now_s: float) -> str:
+        """Which peers to wait for before the run goes back, as a sentence; empty: for none (any more).
+
+        A peer that holds the last state of `group` and falls silent may only have been stopped. The run waits for as
+        long as it would take to train again what would be lost, so that waiting in vain costs no more than going back
+        in vain.
+        """
+        view = self.view
+        idle_s, step_s = view.ledger.pace.idle_s(now_s), view.ledger.pace.usual_step_s
+        if idle_s is None:
+            return ""
+        beginning = self._beginning(live, disks)
+        steps = view.version_max - beginning.version
+        wait_s = min(steps * step_s, RETURN_S_MAX)
+        silent = [
+            member.peer
+            for member in live.group_members(group)
+            if view.roster.may_return(member.peer, group, live.era, now_s)
+        ]
+        if not silent or idle_s >= wait_s:
+            return ""
+        names = " or ".join(name_of(peer, view.roster) for peer in silent)
+        back = f"to step {beginning.version}" if beginning.version else "to the beginning"
+        return f"{group_name(live, group)} waits for {names}; the run goes back {back} in {wait_s - idle_s:.0f} s"
+
+    def _awaited(self, disks: Disks, beginning: Beginning, now_s: float) -> str:
+        """What to wait for before the run goes back to `beginning`, as a sentence; empty: for nothing (any more).
+
+        A newer snapshot than that is on the disks that are here, but not all of it: a peer that comes back may have
+        the rest. A peer that left politely has saved its layers, and the others theirs, at one version.
+        """
+        view, newest = self.view, disks.newest
+        if newest is None or newest <= (beginning.from_era, beginning.version):
+            return ""
+        version = newest[1]
+        steps = max(1, version - beginning.version)
+        if self._holders.is_hopeless(now_s, relearn_s=steps * view.step_s_at_best(now_s)):
+            return ""
+        wanted = held_keys(view.spec.model, placed=view.places_experts)
+        missing = set(wanted) - disks.layers(newest)
+        keys = [key for key in wanted if key in missing]
+        layers = keys[0] if len(keys) == 1 else f"{keys[0]} to {keys[-1]}"
+        return f"waiting for a peer that has {layers} of step {version} on its disk"
+
+    def _beginning(self, live: Plan | None, disks: Disks) -> Beginning:
+        view = self.view
+        return next_beginning(live, view.roster, disks, view.spec.model, placed=view.places_experts)
+
+
+def _swarm(peers: tuple[MeasuredPeer, ...]) -> Swarm:
+    """The facts of which a change must lead to a new layout at once. Speeds are not among them: they may lead to a
+    search.
+
+    Which peers hold their state matters only while somebody waits for that to be allowed to go.
+    """
+    draining = any(peer.draining for peer in peers)
+    return tuple((p.peer, p.has_data, p.draining, p.synced_stage if draining else None) for p in peers)
+
+
+def _restarted(layout: Layout, beginning: Beginning, why: str) -> tuple[Layout, str]:
+    """`layout` as the beginning of a new era."""
+    where = f"version {beginning.version}" if beginning.version else "the seed"
+    moves = "" if layout.reason == NO_MOVES else f", {layout.reason}"
+    layout = replace(layout, reason=f"{why}: back to {where}{moves}", beginning=beginning)
+    return layout, layout.reason

@@ -1,0 +1,193 @@
+"""What a coordinator makes of what it hears; whole swarms of it are in `test_rollback.py`."""
+
+import msgspec
+import pytest
+
+from shoal.coordinator.allocate.greedy import GreedyAllocator
+from shoal.coordinator.cluster_view import ClusterView
+from shoal.coordinator.replan_policy import ReplanPolicy
+from shoal.protocol.layers import stage_layer_keys
+from shoal.protocol.messages import CommitReport, HandOver, Holding, Reset
+from shoal.protocol.plan import Mandate
+from shoal.protocol.spec import RunSpec, SwarmSpec
+
+SPEC = RunSpec(swarm=SwarmSpec(stages=3, min_peers=6, heartbeat_s=1.0, term_s=60.0))
+GROUPS = [["a", "d"], ["b", "e"], ["c", "f"]]
+STAGE_OF = {peer: stage for stage, group in enumerate(GROUPS) for peer in group}
+
+
+@pytest.fixture
+def make_live(make_plan):
+    return lambda **says: make_plan(GROUPS, coordinator="a", **says)
+
+
+@pytest.fixture
+def policy():
+    return ReplanPolicy(ClusterView("run", SPEC), GreedyAllocator())
+
+
+@pytest.fixture
+def hear(policy, make_heartbeat):
+    def everybody(peers="abcdef", *, now_s=0.0, **says):
+        usual = {"version": 57, "synced": True}
+        flaws = []
+        for peer in peers:
+            heartbeat = make_heartbeat(peer, **({"stage": STAGE_OF.get(peer)} | usual | says))
+            flaws += policy.view.hear(peer, heartbeat, now_s)
+        return flaws
+
+    return everybody
+
+
+def kept(version, *stages, era=0):
+    layers = tuple(key for stage in stages for key in stage_layer_keys(SPEC.model, 2 * stage, 2 * stage + 2))
+    return (Holding(era=era, version=version, layers=layers),)
+
+
+def begin(policy, live, now_s=0.0):
+    policy.obey(live.plan, now_s)
+    policy.begin_term(live.plan, now_s, continuing=False, silent=None)
+
+
+def test_nothing_is_said_while_everybody_has_what_he_should(policy, make_live, hear):
+    live = make_live(fresh=False)
+    begin(policy, live)
+    hear()
+    assert policy.next_plan(live.plan, 2.0, sequence=2) == (None, "")
+
+
+def test_a_fresh_plan_gives_way_once_a_step_is_committed(policy, make_live, hear):
+    live = make_live()
+    begin(policy, live)
+    hear(version=0)
+    assert policy.next_plan(live.plan, 0.5, sequence=2) == (None, "")
+    assert policy.view.is_fresh(live.plan, None, leads=True)
+    hear("a", version=1, now_s=1.0)
+    draft, reason = policy.next_plan(live.plan, 1.0, sequence=2)
+    assert draft.beginning is None
+    assert [stage.peers for stage in draft.stages] == [tuple(group) for group in GROUPS]
+    assert reason == "training is under way"
+    assert not policy.view.is_fresh(live.plan, None, leads=True)
+
+
+def test_who_takes_over_and_knows_nothing_does_not_call_a_plan_fresh(policy, make_live, make_heartbeat):
+    live = make_live()
+    policy.obey(live.plan, 0.0)
+    assert not policy.view.is_fresh(live.plan, None, leads=False)
+    assert not policy.view.is_fresh(live.plan, make_heartbeat("b", stage=None, synced=False), leads=False)
+    assert policy.view.is_fresh(live.plan, make_heartbeat("b", stage=1, synced=True), leads=False)
+    assert not policy.view.is_fresh(live.plan, make_heartbeat("b", stage=1, synced=True, version=3), leads=False)
+    policy.view.inherit(HandOver(plan=b"", roster=(), version=0))
+    assert policy.view.is_fresh(live.plan, None, leads=False)
+    policy.view.inherit(HandOver(plan=b"", roster=(), version=9))
+    assert not policy.view.is_fresh(live.plan, None, leads=False)
+
+
+def test_a_lost_stage_begins_an_era_from_the_newest_whole_snapshot(policy, make_live, hear):
+    live = make_live(fresh=False)
+    begin(policy, live)
+    hear()
+    assert policy.next_plan(live.plan, 0.0, sequence=2) == (None, "")
+    hear("acdf", now_s=1.0, holdings=kept(50, 0, 1) + kept(40, 0, 1, 2))
+    hear("be", now_s=1.0, synced=False, holdings=kept(50, 2) + kept(55, 2))
+    assert policy.next_plan(live.plan, 1.0, sequence=2) == (None, "")
+    draft, reason = policy.next_plan(live.plan, 3.1, sequence=2)
+    assert (draft.beginning.era, draft.beginning.version, draft.beginning.from_era) == (1, 50, 0)
+    assert reason == draft.reason == "stage 1 has no holder left: back to version 50"
+
+
+def test_what_is_said_of_another_era_is_no_holding_of_this_one(policy, make_live, hear):
+    live = make_live(order=(1, 9), era=2, restore_version=50, restore_era=1, fresh=False)
+    begin(policy, live)
+    hear("acdf", now_s=2.0, era=2, holdings=kept(50, 0, 1, 2, era=1))
+    hear("be", now_s=2.0, era=1, version=99)
+    assert policy.view.version_max == 57
+    assert policy.next_plan(live.plan, 2.9, sequence=10) == (None, "")
+    draft, _ = policy.next_plan(live.plan, 3.1, sequence=10)
+    assert (draft.beginning.era, draft.beginning.version, draft.beginning.from_era) == (3, 50, 1)
+
+
+def test_who_is_behind_a_whole_snapshot_of_its_era_has_begun_it_again(policy, make_live, hear):
+    live = make_live()
+    begin(policy, live)
+    hear(version=2, now_s=2.0, holdings=kept(50, 0, 1, 2))
+    draft, _ = policy.next_plan(live.plan, 3.1, sequence=2)
+    assert (draft.beginning.era, draft.beginning.version) == (1, 50)
+
+
+def test_what_is_safe_is_on_two_disks_of_members_that_are_alive(policy, make_live, hear):
+    live = make_live(fresh=False)
+    begin(policy, live)
+    for peer, copy in zip("abcdef", (0, 1, 2, 1, 2, 0), strict=True):
+        hear(peer, holdings=kept(50, copy))
+    assert policy.view.safe(live.plan, 0.0) == (0, 50)
+    assert policy.view.safe(make_live().plan, 0.0) == (0, 0), "a plan that has just gone back may read older ones"
+    for peer, copy in zip("abcdeg", (0, 1, 2, 1, 2, 0), strict=True):
+        hear(peer, holdings=kept(50, copy) + kept(60, copy), now_s=2.0)
+    assert policy.view.safe(live.plan, 2.0) == (0, 50), "g is no member"
+    hear("f", holdings=kept(60, 0), now_s=3.0)
+    assert policy.view.safe(live.plan, 3.0) == (0, 60)
+    hear("bcde", holdings=kept(60, 1, 2), now_s=60.0)
+    hear("a", holdings=kept(60, 0), now_s=60.0)
+    assert policy.view.safe(live.plan, 60.0) == (0, 0), "f has not been heard for a minute"
+
+
+def test_too_few_peers_is_said_and_waited_for(policy, make_live, hear):
+    live = make_live(fresh=False)
+    begin(policy, live)
+    hear("ac", now_s=30.0, holdings=kept(50, 0, 1, 2))
+    draft, reason = policy.next_plan(live.plan, 30.0, sequence=2)
+    assert draft is None
+    assert "2 peers cannot hold 3 stages" in reason
+    hear("acg", now_s=31.0, holdings=kept(50, 0, 1, 2))
+    draft, reason = policy.next_plan(live.plan, 31.0, sequence=2)
+    assert draft.beginning.version == 50
+    assert "back to version 50" in reason
+
+
+def test_reports_that_cannot_be_name_their_reporter(policy, make_live, hear):
+    policy.obey(make_live().plan, 0.0)
+    report = CommitReport(
+        stage=1,
+        step=3,
+        members=2,
+        microbatches=SPEC.training.microbatches_per_step - 1,
+        duplicates=0,
+        given_up=0,
+        tokens=1,
+        staleness_steps_mean=0.0,
+        loss=None,
+        digest="",
+    )
+    (complaint,) = hear("b", commits=(report,), version=0)
+    assert complaint.startswith("b reports step 3 of stage 1")
+    assert policy.view.ledger.version_max == 0
+
+
+def test_a_peer_that_returns_goes_back_to_its_stage(policy, make_live, make_plan, hear):
+    live = make_live(fresh=False)
+    begin(policy, live)
+    smaller = make_plan([["a", "d"], ["b"], ["c"]], coordinator="a", order=(1, 2), base=live, fresh=False)
+    policy.obey(smaller.plan, 0.0)
+    policy.begin_term(smaller.plan, 0.0, continuing=False, silent=None)
+    hear("abcd")
+    hear("f", synced=False, stage=None)
+    draft, _ = policy.next_plan(smaller.plan, 1.0, sequence=3)
+    assert draft.stages[2].peers == ("c", "f"), "stage 1 is as poor, and f was at stage 2"
+
+
+def test_a_reset_is_for_those_in_reach(policy, make_live, make_advert):
+    live = make_live(fresh=False)
+    policy.obey(live.plan, 0.0)
+    roster = tuple((peer, make_advert(peer)) for peer in "abcd")
+    reset = Reset(mandate=b"m", live=live.link, version=60, roster=roster)
+    leave = Mandate(reign=1, term=1001, coordinator="a", previous=live.digest)
+    draft, _ = policy.reset_plan(live, reset, leave, 0.0, sequence=2)
+    assert draft.beginning is None
+    assert {peer for stage in draft.stages for peer in stage.peers} == set("abcd")
+    assert draft.reason.startswith("reset by the owner")
+    assert not policy.view.is_fresh(live.plan, None, leads=False)
+    few = msgspec.structs.replace(reset, roster=roster[:2])
+    draft, reason = policy.reset_plan(live, few, leave, 0.0, sequence=2)
+    assert draft is None
+    assert "2 peers cannot hold 3 stages" in reason
