@@ -1,4 +1,4 @@
-"""What we answer, as messages: to a candidate, a coordinator, or a peer that reports to us. Pure."""
+"""What this peer answers, as messages: to a candidate, to a coordinator, or to a peer that reports to it. Pure."""
 
 from collections.abc import Callable
 
@@ -19,7 +19,7 @@ from shoal.protocol.plan import SignedPlan, vote_body
 
 
 def answer_request(chain: PlanChain, source: PeerID, request: TermRequest, base: SignedPlan) -> TermGrant:
-    """Make the chain's record durable before this is sent."""
+    """Grant a term or refuse it. The chain's record must be durable before the answer is sent."""
     grant = chain.grant(source, request.term, base)
     if not grant.granted:
         return no_grant(chain, base, grant.reason)
@@ -32,7 +32,7 @@ def answer_request(chain: PlanChain, source: PeerID, request: TermRequest, base:
 
 
 def answer_pre_vote(chain: PlanChain, source: PeerID, request: TermRequest, base: SignedPlan) -> TermGrant:
-    """Whether the request would be granted; nothing is promised."""
+    """Say whether the request would be granted; nothing is promised."""
     live = chain.live
     if live is None or live.digest != base.digest or not base.plan.has(source):
         return no_grant(chain, base, f"obeys plan {chain.order}")
@@ -44,6 +44,7 @@ def answer_pre_vote(chain: PlanChain, source: PeerID, request: TermRequest, base
 
 
 def no_grant(chain: PlanChain, base: SignedPlan, reason: str) -> TermGrant:
+    """Refuse a term, and give the candidate our live plan if it is behind it."""
     return TermGrant(granted=False, reason=reason, term=chain.granted_term, live=_newer(chain, base))
 
 
@@ -56,7 +57,10 @@ def answer_offer(
     *,
     vouch: Callable[[bytes], bytes],
 ) -> PlanVote:
-    """Make the chain's record durable before this is sent. Args: vouch: signs the body of a vote in our name."""
+    """Vote for a plan or refuse it. The chain's record must be durable before the answer is sent.
+
+    Args: vouch: signs the body of a vote in our name.
+    """
     vote = chain.vote(source, offer.term, plan, base)
     if vote.accepted:
         signature = vouch(vote_body(offer.term, plan.digest))
@@ -77,10 +81,16 @@ def answer_heartbeat(
     save_at: int = 0,
     safe: tuple[int, int] = (0, 0),
 ) -> HeartbeatReply:
-    """Args:
-    coordinator: as far as we know; ends: what proves that the run is done; leads: whether we may speak as the
-        coordinator; revision: of our spec; pace: as we know it; save_at: of which version a snapshot is due; safe:
-        which snapshot is on disks enough.
+    """Answer a peer that reports to us.
+
+    Args:
+        coordinator: the one that we know of.
+        leads: whether we may speak as the coordinator.
+        ends: the proof that the run is done.
+        revision: of our spec.
+        pace: the run's progress as we know it.
+        save_at: the version of which a snapshot is due.
+        safe: the snapshot that is on enough disks.
     """
     live = chain.live
     behind = live is not None and heartbeat.plan_digest != live.digest
@@ -98,7 +108,7 @@ def answer_heartbeat(
 
 
 def answer_standing(chain: PlanChain, own: Heartbeat | None) -> Standing:
-    """`own` is what we said of ourselves last."""
+    """Tell the owner where we stand. Args: own: what we said of ourselves last."""
     return Standing(
         live=chain.live.link if chain.live else b"",
         term=max(chain.granted_term, chain.order[0]),
@@ -111,5 +121,5 @@ def answer_standing(chain: PlanChain, own: Heartbeat | None) -> Standing:
 
 
 def _newer(chain: PlanChain, base: SignedPlan) -> bytes:
-    """Our live plan, if who asks is behind it."""
+    """Our live plan, if the asking peer is behind it."""
     return chain.live.link if chain.live and chain.live.plan.height > base.plan.height else b""

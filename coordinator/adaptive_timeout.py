@@ -1,18 +1,18 @@
-"""How long a silence may last before it means something. Measured, not guessed. Pure.
+"""How long a silence may last before it means something. The timeout is measured, not guessed. Pure.
 
-Theory of operation. Something comes again and again: heartbeats, answers to pings. Three numbers describe the gaps
-between them: their mean and mean deviation (the estimator of TCP's retransmission timer, RFC 6298: gains 1/8 and 1/4),
-and the worst of the last while (an envelope that halves every `memory_s`). A silence is suspicious beyond
+Theory of operation. Something comes again and again: heartbeats, or answers to pings. Three numbers describe the gaps
+between them: the mean and the mean deviation (the estimator of TCP's retransmission timer, RFC 6298, with gains 1/8 and
+1/4), and the worst gap of the last while (an envelope that halves every `memory_s`). A silence is suspicious beyond
 
     max(floor, mean + 4 deviations, 1.5 worst) + round trip
 
-Why the worst, beside the deviations: the gaps of a busy machine are not bell-shaped. It is on time for a minute and
-then stands still for three heartbeats (garbage collection, a disk flush, another process). Two samples later the
-deviations have forgotten that, and the next such pause, a minute on, would be taken for a death. Phi accrual
-(Hayashibara 2004) fits a normal distribution to a window and forgets with the window, unless that is so long that it
-learns nothing new; its phi is then the same function of mean and deviation.
+The worst gap counts beside the deviations because the gaps of a busy machine are not bell-shaped. Such a machine is on
+time for a minute and then stands still for three heartbeats (garbage collection, a disk flush, another process). Two
+samples later the deviations have forgotten that, and the next such pause, a minute on, would be taken for a death. The
+phi accrual detector (Hayashibara 2004) fits a normal distribution to a window of gaps and forgets with the window,
+unless that is so long that it learns nothing new; its phi is then the same function of mean and deviation.
 
-The round trip belongs to it where the silence is that of answers: what was asked last cannot have been answered yet.
+The round trip is added where the silence is that of answers: what was asked last cannot have been answered yet.
 """
 
 from dataclasses import dataclass, field
@@ -23,11 +23,11 @@ WORST_FACTOR = 1.5
 
 @dataclass(slots=True)
 class Arrivals:
-    """When something that should come every `interval_s` came, and how long its silence may last.
+    """The times at which something came that should come every `interval_s`, and how long its silence may last.
 
     Args:
         floor_s: no silence up to this is suspicious.
-        memory_s: after which the worst gap counts half. No silence is borne for longer than half of this.
+        memory_s: the worst gap counts half after this. No silence is borne for longer than half of this.
     """
 
     interval_s: float
@@ -44,6 +44,7 @@ class Arrivals:
         self._sign_s = self.last_s
 
     def arrived(self, now_s: float) -> None:
+        """What was expected has come."""
         # A gap beyond patience may be the link's or ours: it counts as no longer than that, so that one does not blunt
         # the measure for minutes, and a rhythm that is really slower is still learned. The worst may be twice that, or
         # it would be forgotten before the next.
@@ -56,11 +57,11 @@ class Arrivals:
         self.last_s = self._sign_s = now_s
 
     def signed(self, now_s: float) -> None:
-        """A sign of life that is not part of the rhythm."""
+        """There was a sign of life that is not part of the rhythm."""
         self._sign_s = max(self._sign_s, now_s)
 
     def excuse(self, now_s: float) -> None:
-        """Start waiting anew without learning from the gap: it was ours, not the sender's."""
+        """Start waiting anew without learning from the gap: the gap was ours, not the sender's."""
         self.last_s = self._sign_s = now_s
 
     def age(self, silent_s: float, now_s: float) -> None:
@@ -69,27 +70,29 @@ class Arrivals:
 
     @property
     def patience_s(self) -> float:
+        """How long a silence may last."""
         measured_s = max(self.usual_s, WORST_FACTOR * self.worst_s)
         return min(max(self.floor_s, measured_s), self.memory_s / 2)
 
     @property
     def usual_s(self) -> float:
-        """Nearly no gap is longer, if the machine is not busy."""
+        """Nearly no gap is longer than this, if the machine is not busy."""
         return self.mean_s + DEVIATIONS * self.deviation_s
 
     @property
     def sign_s(self) -> float:
-        """When there was the last sign of life."""
+        """The time of the last sign of life."""
         return self._sign_s
 
     @property
     def suspect_at_s(self) -> float:
+        """The time at which the silence, if it lasts until then, becomes suspicious."""
         return self._sign_s + self.patience_s
 
 
 @dataclass(slots=True)
 class RoundTrip:
-    """Time from a question to its answer (RFC 6298); `unknown_s` before the first."""
+    """The time from a question to its answer (RFC 6298); `unknown_s` before the first answer."""
 
     unknown_s: float
     _mean_s: float | None = None
@@ -104,5 +107,5 @@ class RoundTrip:
 
     @property
     def patience_s(self) -> float:
-        """Nearly every answer comes within this."""
+        """Nearly every answer comes within this time."""
         return self.unknown_s if self._mean_s is None else self._mean_s + DEVIATIONS * self._deviation_s

@@ -1,4 +1,4 @@
-"""Whom a coordinator lets in: what the newcomer's invite allows, and in an open run a few at a time. Pure."""
+"""Which newcomers a coordinator lets in: what their invites allow, and in an open run a few at a time. Pure."""
 
 import ipaddress
 import re
@@ -13,19 +13,22 @@ _IP = re.compile(r"^/ip[46]/([^/]+)/")
 
 
 class Admission:
-    """Args:
-    members: of the run.
-    now_s: the coordinator's clock.
-    is_open: the run's spec lets anyone come.
+    """Admits newcomers.
+
+    Args:
+        members: the certificates of the run's members.
+        now_s: the coordinator's clock.
+        is_open: the run's spec lets anyone come.
     """
 
     def __init__(self, members: Members, now_s: Callable[[], float], *, is_open: bool) -> None:
         self._members, self._now_s, self._is_open = members, now_s, is_open
         self._let_in_s: dict[PeerID, float] = {}
-        """Of an open run's newcomers, who are on probation."""
+        """When each newcomer of an open run was let in, while it is on probation."""
 
     def why_not(self, newcomer: PeerID, advert: Advert, present: Mapping[PeerID, Advert | None]) -> str:
-        """Why `newcomer`, who has no place yet, may not come in beside those `present`; empty: it may, from now on."""
+        """Why `newcomer`, which has no place yet, may not come in beside the peers that are `present`; empty: it may,
+        from now on."""
         if newcomer in present:
             return ""
         if not self._is_open or newcomer == self._members.owner:

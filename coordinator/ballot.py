@@ -1,4 +1,4 @@
-"""One attempt to extend the chain: ask for the term if it is not ours yet, then for votes. Pure."""
+"""One attempt to extend the chain: it asks for the term if that is not ours yet, and then for votes. Pure."""
 
 from dataclasses import dataclass, field
 
@@ -11,12 +11,12 @@ from shoal.protocol.messages import PlanOffer, TermRequest
 from shoal.protocol.plan import PlanProof, SignedPlan
 
 ENVELOPE_BYTES = 1024
-"""What an envelope and a message's own fields take of a control message, generously."""
+"""The bytes that an envelope and a message's own fields take of a control message at most."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Ballot:
-    """`plan` is None while the term is being asked for."""
+    """One ballot on one base. `plan` is None while the term is being asked for."""
 
     base: SignedPlan
     term: int
@@ -25,12 +25,12 @@ class Ballot:
     handed_over: bool = False
     plan: SignedPlan | None = None
     agreed: dict[PeerID, bytes] = field(default_factory=dict)
-    """Who has, and once there is a plan the signature of the vote for it."""
+    """The members that have agreed, and once there is a plan the signature under each one's vote."""
     waiting: set[PeerID] = field(default_factory=set)
     promised: set[PeerID] = field(default_factory=set)
-    """Who has granted this very term to somebody else."""
+    """The members that have granted this very term to another candidate."""
     found: tuple[int, SignedPlan] | None = None
-    """(term of the vote, plan): the latest that a member has voted for and that may be live."""
+    """(term of the vote, plan): the latest plan that a member has voted for and that may be live."""
 
     def message(self) -> TermRequest | PlanOffer:
         base = self.base.link
@@ -41,7 +41,7 @@ class Ballot:
         return PlanOffer(term=self.term, plan=plan, predecessor=base if fits else b"")
 
     def is_about(self, asked: msgspec.Struct) -> bool:
-        """Whether an answer to `asked` is one to what is being asked now."""
+        """Whether an answer to `asked` is an answer to what is being asked now."""
         match asked:
             case TermRequest():
                 return self.plan is None and asked.term == self.term and asked.live == self.base.link
@@ -51,30 +51,31 @@ class Ballot:
                 return False
 
     def audience(self) -> tuple[PeerID, ...]:
-        """Whom to ask (again): electors, and with an offer also newcomers, who so learn early what comes."""
+        """The peers to ask, or to ask again: the electors, and with an offer also the newcomers, which so learn early
+        what comes."""
         base = self.base.plan
         newcomers = (peer for peer in self.plan.plan.members if not base.has(peer)) if self.plan else ()
         everyone = dict.fromkeys((*base.electors, *newcomers))
         return tuple(p for p in everyone if p not in self.agreed and p not in self.waiting)
 
     def learn(self, term: int, plan: SignedPlan) -> None:
-        """A member has voted for `plan` in `term`; only the latest of those can be live.
+        """A member has voted for `plan` in `term`. Only the latest of such plans can be live.
 
-        What could never be live, as nobody would vote for it, is a lie.
+        A plan that could never be live, since nobody would vote for it, is a lie and is ignored.
         """
         possible = plan.plan.term <= term <= self.term and not link_flaw(plan, self.base)
         if possible and (self.found is None or (term, plan.plan.order) > (self.found[0], self.found[1].plan.order)):
             self.found = (term, plan)
 
     def offer(self, plan: SignedPlan, expires_at_s: float) -> None:
-        """Go on to the votes."""
+        """Go on to the votes for `plan`."""
         self.plan, self.expires_at_s = plan, expires_at_s
         self.agreed.clear()
         self.waiting.clear()
 
     @property
     def is_hopeless(self) -> bool:
-        """Those who have not promised the term to another are no majority."""
+        """Whether the members that have not promised the term to another are no majority."""
         electors = self.base.plan.electors
         return not is_quorum(set(electors) - self.promised, electors, self.owner)
 
@@ -83,7 +84,7 @@ class Ballot:
         return is_quorum(self.agreed, self.base.plan.electors, self.owner)
 
     def proven(self) -> SignedPlan:
-        """The plan with the votes for it, which a majority has cast."""
+        """The plan with the votes that a majority has cast for it."""
         assert self.plan is not None
         votes = tuple((at, self.agreed[peer]) for at, peer in enumerate(self.base.plan.electors) if peer in self.agreed)
         return msgspec.structs.replace(self.plan, proof=PlanProof(self.term, votes))

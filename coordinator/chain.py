@@ -1,4 +1,5 @@
-"""Fencing: which plans one peer votes for and obeys. Pure; the driver makes its record durable before it answers.
+"""Decides which plans one peer votes for and obeys, so that no two histories of a run go on. Pure; the driver makes the
+chain's record durable before it answers.
 
 Theory of operation. Plans form one chain, and each link of it (the successor of plan L) is settled by one instance of
 Paxos (Lamport, "Paxos made simple", 2001) among the members of L. The ballot is the term, with its one coordinator:
@@ -10,26 +11,29 @@ Paxos (Lamport, "Paxos made simple", 2001) among the members of L. The ballot is
 | accept, accepted | `PlanOffer`, `PlanVote`                                                               |
 | chosen           | live: a majority of L's members voted for it in one term; `PlanLive` spreads the news |
 
-L's own coordinator needs no prepare in L's term: whoever is a member of the instance obeys L, hence has granted that
-term. A candidate that is told of a voted plan finishes that one before it makes its own; without this a plan that was
-live when its coordinator died, with nobody told, would be bypassed and the chain would fork. Within a term a
+L's own coordinator needs no prepare in L's term: every member of the instance obeys L, and has therefore granted that
+term. A candidate that is told of a voted plan finishes that plan before it makes its own. Without this rule a plan that
+was live when its coordinator died, with nobody told, would be bypassed and the chain would fork. Within a term a
 coordinator may replace an offer that is not live by a later one: it alone could have declared the first one live, and
 never will.
 
-Hence live plans of a run are totally ordered, and (term, sequence) grows along the chain. A peer obeys a live plan
-above its own and nothing else, so a coordinator that wakes up after its term is refused by everybody who moved on.
+Hence the live plans of a run are totally ordered, and (term, sequence) grows along the chain. A peer obeys a live plan
+above its own and nothing else, so a coordinator that wakes up after its term is refused by every peer that has moved
+on.
 
-When half of a plan's members are gone for good nobody has a majority. Then the run's owner may let one peer make the
-successor without votes (`Plan.mandate`), of a term so high that nothing which the missing may have agreed on among
-themselves comes after it. That is a decision between two histories, and a person's.
+When half of a plan's members are gone for good, nobody has a majority. Then the run's owner may let one peer make the
+successor without votes (`Plan.mandate`). That plan begins a new reign, which counts before the term, so nothing that
+the missing members may have agreed on among themselves comes after it. This is a decision between two histories, and a
+person makes it.
 
 A plan proves itself (`PlanProof`): it names its predecessor, and carries the signed votes of a majority of that plan's
-electors, all of one ballot. So `adopt` takes a plan from anybody, and checks link, votes and bounded steps of term,
-sequence and era against the plan that we obey. Who lacks links in between asks for them (`chain_sync`). Two plans of
-one height that both prove themselves would be an alarm; a plan that does not is only refused.
+electors, all of one ballot. So `adopt` takes a plan from any peer, and checks the link, the votes, and bounded steps of
+term, sequence and era against the plan that we obey. A peer that lacks links in between asks for them (`chain_sync`).
+Two plans of one height that both prove themselves would raise an alarm; a plan that does not prove itself is only
+refused.
 
-What this does not defend against: a majority of electors that lies. And nobody is talked into a promise that no honest
-candidate could outbid: a term far above all we know of is believed of who insists only, a step with each message.
+This does not defend against a majority of electors that lies. It does defend against promises that no honest candidate
+could outbid: a term far above all that we know of is believed only of a peer that insists, one step with each message.
 """
 
 from collections import OrderedDict
@@ -54,7 +58,7 @@ Holds = Callable[[PeerID, bytes, bytes], bool]
 TIE_BREAK_PEERS_MAX = 4
 """In swarms up to this size the owner's vote decides a tie, so that one of two peers can go on alone."""
 OBEYED_MAX = 256
-"""Plans whose hashes are remembered: four hours of terms in a swarm that nobody joins or leaves."""
+"""The hashes of so many plans are remembered: four hours of terms in a swarm that nobody joins or leaves."""
 
 
 class Adoption(NamedTuple):
@@ -67,7 +71,8 @@ class Adoption(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grant:
-    """Whether a candidate may have a term, and what it must know. `accepted` is what we voted for after `live`."""
+    """Whether a candidate may have a term, and what it must know. `accepted` is the plan that we voted for after
+    `live`."""
 
     granted: bool
     reason: str = ""
@@ -77,12 +82,15 @@ class Grant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vote:
+    """Whether we vote for a plan, or why not."""
+
     accepted: bool
     reason: str = ""
 
 
 class ChainRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What must survive a restart. Live plans are links, what was voted for an envelope; empty if there is none."""
+    """The promises that must survive a restart. Live plans are kept as links and the plan voted for as an envelope;
+    empty: there is none."""
 
     run: str
     granted_term: int = 0
@@ -97,10 +105,11 @@ class ChainRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PlanChain:
-    """One peer's end of the chain: what it obeys (`live`), what it voted for after that, what it has promised.
+    """One peer's end of the chain: the plan that it obeys (`live`), the plan that it voted for after that, and what it
+    has promised.
 
     Args:
-        owner: who makes plan (1, 1) alone.
+        owner: the peer that makes plan (1, 1) alone.
         holds: checks the signature of a vote.
         holds_order: checks a signature under an order of exclusion.
     """
@@ -115,25 +124,26 @@ class PlanChain:
         self.accepted: SignedPlan | None = None
         self.accepted_term = 0
         self.num_forks = 0
-        """How often we met another plan, with votes, of a height that we had obeyed a plan of. It must stay 0."""
+        """How often we met another plan, with votes, of a height at which we had obeyed a plan. It must stay 0."""
         self._obeyed: OrderedDict[tuple[int, int, int], SignedPlan] = OrderedDict()
         self._term_heard = 0
-        """As far as those have brought us who insist on a term that we did not believe."""
+        """The highest term to which peers have brought us that insist on a term that we did not believe."""
 
     @property
     def order(self) -> tuple[int, int]:
-        """Of the live plan; (0, 0) before there is one."""
+        """The (term, sequence) of the live plan; (0, 0) before there is one."""
         return self.live.plan.order if self.live else (0, 0)
 
     @property
     def height(self) -> tuple[int, int, int]:
-        """Of the live plan; zeros before there is one."""
+        """The (reign, term, sequence) of the live plan; zeros before there is one."""
         return self.live.plan.height if self.live else (0, 0, 0)
 
     def takes_term(self, term: int) -> bool:
-        """Whether to take seriously what somebody says of `term`; if not, a little more of it the next time.
+        """Whether to take seriously what a peer says of `term`. If not, a somewhat higher term is believed the next
+        time.
 
-        Without steps honest peers could be led so far apart that they never believe each other again.
+        Without these steps honest peers could be led so far apart that they never believe each other again.
         """
         limit = min(max(self._term_heard, self.granted_term, self.order[0]) + TERM_JUMP_MAX, TERM_MAX)
         if term > limit:
@@ -141,7 +151,7 @@ class PlanChain:
         return term <= limit
 
     def grant(self, candidate: PeerID, term: int, base: SignedPlan) -> Grant:
-        """Promise `term` to `candidate`, whose live plan is `base`. Adopts `base` if it is above ours."""
+        """Promise `term` to `candidate`, whose live plan is `base`. `base` is adopted first if it is above ours."""
         self.adopt(base)
         if self.live is None or base.digest != self.live.digest:
             return Grant(granted=False, reason=f"obeys plan {self.order}, not {base.plan.order}")
@@ -157,7 +167,8 @@ class PlanChain:
         return Grant(granted=True, accepted=self.accepted, accepted_term=self.accepted_term)
 
     def vote(self, source: PeerID, term: int, plan: SignedPlan, base: SignedPlan | None) -> Vote:
-        """Vote for `plan`, which `source` offers in `term` as successor of `base` (adopted first if above ours)."""
+        """Vote for `plan`, which `source` offers in `term` as the successor of `base`. `base` is adopted first if it is
+        above ours."""
         if base is not None:
             self.adopt(base)
         if self.live is None:
@@ -189,9 +200,9 @@ class PlanChain:
         return Vote(accepted=True)
 
     def adopt(self, plan: SignedPlan, *, after: SignedPlan | None = None) -> Adoption:
-        """Obey a live plan if it proves itself; counts a fork in `num_forks`.
+        """Obey a live plan if it proves itself; a fork is counted in `num_forks`.
 
-        Args: after: a plan that we do not obey and are to take on trust, as the one before `plan`: for a peer that
+        Args: after: a plan that we do not obey and are to take on trust, as the one before `plan`. A peer needs it that
             knows no plan of the run, or has been away for longer than links are kept.
         """
         known = self._obeyed.get(plan.plan.height)
@@ -222,7 +233,8 @@ class PlanChain:
         return Adoption(True)
 
     def _flaw(self, plan: SignedPlan, after: SignedPlan | None) -> tuple[str, bool]:
-        """Why not to obey `plan`, which is above ours, and whether that is only for want of links."""
+        """Say why not to obey `plan`, which is above ours. Returns: (the reason, whether that is only for want of
+        links)."""
         if plan.plan.mandate:
             if self.live is not None and plan.plan.reign <= self.live.plan.reign:
                 return f"the mandate of reign {plan.plan.reign} has been used", False
@@ -236,7 +248,8 @@ class PlanChain:
         return link_flaw(plan, base) or proof_flaw(plan, base, owner=self._owner, holds=self._holds), False
 
     def _other_of_one_height(self, known: SignedPlan, plan: SignedPlan) -> Adoption:
-        """Votes for both would mean that electors have voted twice. A plan without votes is anybody's invention."""
+        """Another plan has the height of one that we obeyed. Votes for both would mean that electors have voted twice;
+        a plan without votes is anybody's invention."""
         height = plan.plan.height
         base = self.links.find(plan.plan.previous)
         proven = base is not None and not proof_flaw(plan, base, owner=self._owner, holds=self._holds)
@@ -252,6 +265,7 @@ class PlanChain:
         return tuple(plan for plan in (self.live, self.links.before_last) if plan is not None)
 
     def record(self) -> ChainRecord:
+        """The record that must be durable before anything that rests on it is said."""
         return ChainRecord(
             run=self.run,
             granted_term=self.granted_term,
@@ -272,9 +286,9 @@ class PlanChain:
         before: SignedPlan | None = None,
         mandated: SignedPlan | None = None,
     ) -> None:
-        """Take up where `record` ended; the plans are its own, opened, and taken at our own word.
+        """Continue where `record` ended. The plans are the record's own, opened, and taken at our own word.
 
-        A promise that no honest candidate could outbid is none: an older version could be talked into it.
+        A promise that no honest candidate could outbid is dropped: an older version could be talked into it.
         """
         assert record.run == self.run
         self.live, self.accepted, self.accepted_term = live, accepted, record.accepted_term
@@ -294,7 +308,7 @@ class PlanChain:
             self._obeyed.popitem(last=False)
 
     def _claim(self, candidate: PeerID, term: int) -> str:
-        """Bind `term` to `candidate`, or say why not."""
+        """Bind `term` to `candidate`. Returns: why not; empty: it is bound."""
         if term < self.granted_term:
             return f"granted term {self.granted_term}, above {term}"
         if term == self.granted_term and self.granted_to != candidate:
@@ -304,7 +318,7 @@ class PlanChain:
 
 
 def link_flaw(plan: SignedPlan, base: SignedPlan) -> str:
-    """Why `plan` cannot be the successor of `base`, or an empty string."""
+    """Say why `plan` cannot be the successor of `base`; empty: it can."""
     new, old = plan.plan, base.plan
     if new.previous != base.digest:
         return f"plan {new.order} does not follow our plan {old.order}"
@@ -330,7 +344,7 @@ def link_flaw(plan: SignedPlan, base: SignedPlan) -> str:
 
 
 def _keys_of(plan: Plan) -> frozenset[bytes]:
-    """Whom the plan's orders name. What cannot be read names nobody."""
+    """The keys that the plan's orders name. An order that cannot be read names none."""
     keys: set[bytes] = set()
     for order in plan.exclusions:
         with suppress(RemoteError):
@@ -339,7 +353,7 @@ def _keys_of(plan: Plan) -> frozenset[bytes]:
 
 
 def proof_flaw(plan: SignedPlan, base: SignedPlan, *, owner: PeerID, holds: Holds) -> str:
-    """Why the votes that `plan` carries do not make it the live successor of `base`, or an empty string."""
+    """Say why the votes that `plan` carries do not make it the live successor of `base`; empty: they do."""
     proof, electors = plan.proof, base.plan.electors
     if proof is None:
         return f"plan {plan.plan.order} carries no votes"

@@ -1,6 +1,6 @@
-"""The last live plans with their votes, for peers that were away. Pure.
+"""The log of the last live plans with their votes, from which peers that were away catch up. Pure.
 
-Bounded in bytes: who has been away for longer than these reach takes a plan on trust (`chain_sync`).
+It is bounded in bytes: a peer that has been away for longer than the log reaches takes a plan on trust (`chain_sync`).
 """
 
 from collections import deque
@@ -9,24 +9,27 @@ from shoal.protocol.limits import CONTROL_BYTES_MAX, LINKS_KEPT_BYTES, LINKS_PER
 from shoal.protocol.plan import SignedPlan
 
 _ENVELOPE_BYTES = 1024
-"""What an envelope and a message's own fields take of a control message, generously."""
+"""The bytes that an envelope and a message's own fields take of a control message at most."""
 
 
 class ChainLog:
+    """The last links of the chain."""
+
     def __init__(self) -> None:
         self._links: deque[SignedPlan] = deque()
-        """Oldest first; the last is the live plan."""
+        """The plans, oldest first; the last is the live plan."""
         self._bytes = 0
         self.mandated: SignedPlan | None = None
-        """The last plan that needed no votes because the owner mandated it. It is kept however long ago that was: who
+        """The last plan that needed no votes because the owner mandated it. It is kept however old it is: a peer that
         has missed it believes nothing of its reign without it."""
 
     @property
     def before_last(self) -> SignedPlan | None:
+        """The plan before the live one."""
         return self._links[-2] if len(self._links) > 1 else None
 
     def add(self, plan: SignedPlan) -> None:
-        """The next live plan."""
+        """Append the next live plan."""
         if self._links and plan.plan.previous != self._links[-1].digest:
             self._links.clear()  # whoever has the ones before could not go on from them
             self._bytes = 0
@@ -41,8 +44,8 @@ class ChainLog:
         return next((plan for plan in self._links if plan.digest == digest), None)
 
     def after(self, digest: str, reign: int) -> tuple[bytes, ...]:
-        """The links behind the plan of this digest, for a peer that knows of `reign`, oldest first and as many as a
-        message takes. If we have not got that plan they begin with the one before the last."""
+        """The links behind the plan of this digest, for a peer that knows of `reign`: oldest first, and as many as a
+        message takes. If we do not have that plan they begin with the one before the last."""
         links = list(self._links)
         at = next((at for at, plan in enumerate(links) if plan.digest == digest), None)
         wanted = links[at + 1 :] if at is not None else links[-2:]

@@ -1,9 +1,10 @@
-"""How a peer comes by the links of the chain that it lacks. Pure.
+"""How a peer gets the links of the chain that it lacks. Pure.
 
-A plan that does not follow ours may be live all the same: we have missed some in between. Whoever named it is asked for
-the links behind ours, and each of them proves itself against the one before. Two kinds of peers cannot ask for that: a
-newcomer, which has no plan to begin with, and who was away for longer than anybody keeps links. These take the oldest
-link that they are given on trust and check all later ones against it. A peer that hears its coordinator never does.
+A plan that does not follow ours may be live all the same: we may have missed plans in between. The peer that named it
+is asked for the links behind ours, and each link proves itself against the one before. Two kinds of peers cannot ask
+for that: a newcomer, which has no plan to begin with, and a peer that was away for longer than anybody keeps links.
+These take the oldest link that they are given on trust and check all later ones against it. A peer that hears its
+coordinator never does.
 """
 
 from collections.abc import Sequence
@@ -15,22 +16,24 @@ from shoal.protocol.messages import ChainLinks, ChainRequest
 from shoal.protocol.plan import SignedPlan
 
 ASK_AGAIN_HEARTBEATS = 1.0
-"""When a question that has not been answered counts as lost."""
+"""A question that has not been answered for so long counts as lost."""
 ASKED_MAX = 8
-"""Peers that are asked at the same time; one that answers nothing must not keep us from asking another."""
+"""So many peers are asked at the same time; one that answers nothing must not keep us from asking another."""
 
 
 class ChainSync:
+    """The questions for links that are under way."""
+
     def __init__(self, *, me: PeerID, chain: PlanChain, heartbeat_s: float) -> None:
         self._me, self._chain = me, chain
         self._patience_s = ASK_AGAIN_HEARTBEATS * heartbeat_s
         self._asked: dict[PeerID, float] = {}
-        """Whom, and until when not again."""
+        """The peers that have been asked, and until when not to ask them again."""
         self._trusted: dict[PeerID, SignedPlan] = {}
-        """The link that each of these has given us to begin with, while its next ones are on their way."""
+        """By peer, the link that it has given us to begin with, while its next links are on their way."""
 
     def ask(self, source: PeerID, now_s: float) -> list[Command]:
-        """`source` has named a plan that we have no link to."""
+        """`source` has named a plan to which we have no link."""
         self._asked = {peer: until_s for peer, until_s in self._asked.items() if now_s < until_s}
         if source == self._me or source in self._asked or len(self._asked) >= ASKED_MAX:
             return []
@@ -46,7 +49,7 @@ class ChainSync:
     ) -> tuple[list[tuple[SignedPlan, SignedPlan | None]], list[Command]]:
         """`peer` has sent links, oldest first.
 
-        Args: may_trust: we have no plan, or have lost touch with everybody who obeys ours.
+        Args: may_trust: we have no plan, or have lost touch with everybody that obeys ours.
         Returns: ([(plan to adopt, the plan before it if that is to be taken on trust)], what else to ask).
         """
         self._asked.pop(peer, None)

@@ -49,7 +49,7 @@ class ClusterView:
     _notes: PlanNotes = field(default_factory=PlanNotes)
     _snapshots: SnapshotSchedule = field(init=False)
     _inherited: HandOver | None = None
-    """What the coordinator before us left for the term that we may get."""
+    """The knowledge that the coordinator before us left for the term that we may get."""
     _safe: tuple[int, int] = (0, 0)
     _look_for_safe_s: float = -math.inf
     _members: frozenset[PeerID] = frozenset()
@@ -181,7 +181,7 @@ class ClusterView:
         self.experts.rest()
 
     def hand_over(self, live: SignedPlan, now_s: float, *, searched: bool) -> HandOver:
-        """What the next coordinator should know, as far as it fits into a message.
+        """Put together what the next coordinator should know, as far as it fits into a message.
 
         Args: searched: whether a search has found nothing better than the live plan's layout.
         """

@@ -1,10 +1,10 @@
-"""What members have seen with their own eyes: to which version their state has come, and that it was the last. Pure.
+"""What a majority of members confirms: the version that their state has come to, and that it is the run's last. Pure.
 
-One heartbeat is one peer's word. A version of a group counts once a majority of its members that hold the group's state
-say that theirs is as high: who only fetches it has seen nothing yet, and while somebody fetches the run is not to
-stand still on the screen. The end of a run counts once a majority of *all* members of every group has signed that it
-has come to the last version: a peer that ends cannot come back, so here nobody's silence counts as consent, and the
-signatures travel with the news (`HeartbeatReply.ends`), so that each peer checks them before it ends.
+One heartbeat is one peer's word. A version of a group counts once a majority of those members that hold the group's
+state say that theirs is as high. A member that only fetches the state has seen nothing yet, and while it fetches the
+run is not to stand still on the screen. The end of a run counts once a majority of *all* members of every group has
+signed that it has come to the last version: a peer that ends cannot come back, so here silence is no consent. The
+signatures travel with the news (`HeartbeatReply.ends`), and each peer checks them before it ends.
 """
 
 from collections.abc import Collection, Iterable
@@ -15,18 +15,18 @@ from shoal.protocol.identity import PeerID
 from shoal.protocol.plan import Plan
 
 Ends = tuple[tuple[PeerID, bytes], ...]
-"""(member, signature of `end_body`)."""
+"""(member, its signature under `end_body`)."""
 
 _ENCODER = msgspec.msgpack.Encoder()
 
 
 def end_body(*, era: int, steps: int, revision: int) -> bytes:
-    """What a member signs (as an `end` statement) once all that it holds is at the run's last version."""
+    """The bytes that a member signs, as an `end` statement, once all that it holds is at the run's last version."""
     return _ENCODER.encode((era, steps, revision))
 
 
 def proves_end(plan: Plan, signers: Collection[PeerID]) -> bool:
-    """Whether they are a majority of every group of the plan."""
+    """Whether the signers are a majority of every group of the plan."""
     return all(
         2 * sum(1 for peer in group if peer in signers) > len(group)
         for group in ([stage.peers for stage in plan.stages] + [expert.peers for expert in plan.experts])
@@ -34,16 +34,16 @@ def proves_end(plan: Plan, signers: Collection[PeerID]) -> bool:
 
 
 class Confirmations:
-    """Of the plan that is obeyed; what others say is no testimony."""
+    """What the members of the live plan say; other peers do not count."""
 
     def __init__(self) -> None:
         self._plan: Plan | None = None
         self._versions: dict[int, dict[PeerID, int]] = {}
-        """By group, of the members that hold its state."""
+        """The versions by group and member, of the members that hold the group's state."""
         self._ends: dict[PeerID, bytes] = {}
 
     def obey(self, plan: Plan) -> None:
-        """Whoever has lost its place in a group is no witness of it any more."""
+        """A plan is live: a member that has lost its place in a group does not count for it any more."""
         if self._plan is not None and plan.era != self._plan.era:
             self._versions, self._ends = {}, {}
         self._plan = plan
@@ -53,7 +53,7 @@ class Confirmations:
         self._ends = {peer: signature for peer, signature in self._ends.items() if plan.has(peer)}
 
     def note(self, peer: PeerID, group: int | None, version: int, *, holds: bool) -> None:
-        """A heartbeat of the plan's era says so."""
+        """A heartbeat of the plan's era says that the peer's state of this group is at `version`."""
         if self._plan is None or group is None or group not in self._plan.groups_of(peer):
             return
         said = self._versions.setdefault(group, {})
@@ -63,12 +63,12 @@ class Confirmations:
             said.pop(peer, None)
 
     def version(self, group: int) -> int:
-        """That most of those who hold its state have come to; 0: nobody says that it does."""
+        """The version that most holders of the group's state have come to; 0: nobody says that it holds it."""
         said = sorted(self._versions.get(group, {}).values(), reverse=True)
         return max(0, said[len(said) // 2]) if said else 0
 
     def note_ends(self, ends: Iterable[tuple[PeerID, bytes]]) -> None:
-        """Signatures that have been checked."""
+        """Note signatures under the run's end, which have been checked."""
         if self._plan is not None:
             self._ends.update((peer, signature) for peer, signature in ends if self._plan.has(peer))
 

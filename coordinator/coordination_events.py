@@ -1,4 +1,5 @@
-"""What the core is told and what it asks for. Frozen values; plans in them are opened and verified by the driver."""
+"""The events that the core is told of, and the commands that it asks for. All are frozen values; the driver opens and
+verifies the plans in them."""
 
 from dataclasses import dataclass
 
@@ -17,20 +18,20 @@ from shoal.protocol.plan import Mandate, SignedPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Received:
-    """A call; the core answers with `Reply`. `plan` is the message's plan, `base` the plan that it builds on."""
+    """A peer calls; the core answers with `Reply`. `plan` is the message's plan, `base` the plan that it builds on."""
 
     source: PeerID
     message: msgspec.Struct
     plan: SignedPlan | None = None
     base: SignedPlan | None = None
     mandate: Mandate | None = None
-    """Of a `Reset`: the owner's leave to make a plan without votes."""
+    """The owner's leave to make a plan without votes, in a `Reset`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answered:
-    """`peer` answered `asked`. `live` is its newer live plan, `accepted` what it has voted for, `links` what we lack of
-    the chain, oldest first, if it said so."""
+    """`peer` has answered `asked`. If the answer says so, `live` is its newer live plan, `accepted` the plan that it
+    has voted for, and `links` the part of the chain that we lack, oldest first."""
 
     peer: PeerID
     asked: msgspec.Struct
@@ -43,8 +44,8 @@ class Answered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unanswered:
-    """`peer` did not answer `asked` within `took_s`, or declined. `refused`: nobody is there to answer, as it turned
-    out at once."""
+    """`peer` did not answer `asked` within `took_s`, or declined. `refused`: it turned out at once that no process is
+    there to answer."""
 
     peer: PeerID
     asked: msgspec.Struct
@@ -55,14 +56,14 @@ class Unanswered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beat:
-    """What we say of ourselves right now."""
+    """This is what our heartbeat says of us right now."""
 
     heartbeat: Heartbeat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadFound:
-    """Where the directory says the chain is; None: it does not say."""
+    """The directory says where the chain is; None: it does not say."""
 
     head: PlanHead | None
 
@@ -81,12 +82,12 @@ class TimerFired:
 
 @dataclass(frozen=True, slots=True)
 class Leaving:
-    """We want to go: give the role away now."""
+    """This peer wants to go: the role moves on now."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Searched:
-    """What came of a `Search`. `is_possible`: whether another has a chance; `is_bug`: it broke down."""
+    """A `Search` has ended. `is_possible`: another one has a chance; `is_bug`: it broke down."""
 
     job: SearchJob
     reason: str
@@ -107,7 +108,7 @@ class SendHeartbeat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """Call `peer`; what comes back is an `Answered` or `Unanswered` with this very message."""
+    """Call `peer`. The answer is an `Answered` or `Unanswered` event with this very message."""
 
     peer: PeerID
     message: msgspec.Struct
@@ -120,14 +121,14 @@ class Reply:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Persist:
-    """Make durable before any later command of the list."""
+    """Make the record durable before any later command of the list is carried out."""
 
     record: ChainRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Obey:
-    """From now on this is the plan."""
+    """Obey this plan from now on."""
 
     plan: SignedPlan
 
@@ -141,33 +142,33 @@ class Publish:
 
 @dataclass(frozen=True, slots=True)
 class LookUp:
-    """Ask the directory where the chain is: `HeadFound`."""
+    """Ask the directory where the chain is. The answer is a `HeadFound` event."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
-    """Look for a better layout, however long it takes: `Searched`."""
+    """Look for a better layout, however long it takes. The answer is a `Searched` event."""
 
     job: SearchJob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tell:
-    """A step is complete."""
+    """A step is complete: tell the node."""
 
     record: StepRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
-    """A decision's reason, for the log."""
+    """Log a decision's reason."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alarm:
-    """Somebody has broken what must hold always; each is logged as an error."""
+    """Log an error: a peer has broken what must hold always."""
 
     text: str
 

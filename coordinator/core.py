@@ -1,19 +1,36 @@
-"""One peer's part in coordination, and the coordinator's while the role is here. Holds no socket, clock or file.
+"""One peer's part in coordination, and the coordinator's part while the role is here. It holds no socket, clock or
+file.
 
-Theory of operation. What we are follows from the live plan: its coordinator, one of its members, or a stranger.
+Theory of operation. The live plan says what this peer is: the plan's coordinator, one of its members, or a stranger.
 
-| we are      | we do                                                                                              |
-|-------------|----------------------------------------------------------------------------------------------------|
-| anyone      | heartbeat to the coordinator we know; vote (`chain`); adopt live plans above ours                  |
-| a member    | watch the coordinator (`follower`); when it is gone and it is our turn, ask for the next term      |
-| coordinator | watch the members, re-plan when they change, hand over at the term's end (`leader`)                |
-| the owner   | make plan (1, 1) alone, once enough peers are here and nobody knows of a plan of the run           |
+| a peer that is | does                                                                                            |
+|----------------|-------------------------------------------------------------------------------------------------|
+| anything       | sends heartbeats to the coordinator it knows; votes (`chain`); adopts live plans above its own  |
+| a member       | watches the coordinator (`follower`); asks for the next term when that is gone and its turn     |
+| coordinator    | watches the members, plans again when they change, gives the role away at the end (`leader`)    |
+| the owner      | makes plan (1, 1) alone, once enough peers are here and nobody knows of a plan of the run       |
 
-A `Ballot` is in flight or not. It goes from asking for the term (only when the term changes) to asking for votes, and
-ends live, expired, or overtaken by a plan above its base. A tick drives everything that waits: sixteen times a
-heartbeat where somebody's death would be noticed, else twice.
+How a plan comes about:
 
-This file is long because every event of coordination comes in by one door, which is one thing to read.
+- Before the first plan every peer reports to the owner.
+- Within a term the coordinator offers a new plan whenever a peer joins, leaves, drains or falls silent. The plan is
+  live when a majority of its predecessor's electors has voted for it; `PlanLive` and the reply to every heartbeat
+  spread it.
+- At the term's end `HandOver` goes to the first in the next term's rank. That peer asks the members for the term, then
+  for votes for a plan with the same layout. Until that plan is live the old coordinator keeps the
+  role, and if the heir takes too long it asks the next one.
+- A silent coordinator is replaced by the first in rank that finds it so: a pre-vote, the term, the votes, three round
+  trips in all. A member that still hears the coordinator says no, and looks for itself from then on.
+- A peer that was away learns where the chain is from a heartbeat's reply, a refused offer, or the `PlanHead` in the
+  directory.
+- If half of a plan's members are gone for good, `shoal recover` signs a mandate with the owner's key, and one peer
+  makes a plan without votes. It begins a reign, which counts before term and sequence.
+
+At most one `Ballot` is in flight. It begins with the question for a term where the term changes, goes on to the votes,
+and ends live, expired, or overtaken by a plan above its base. A tick drives everything that waits: sixteen times a
+heartbeat where this peer would notice a death, otherwise twice.
+
+The file is long because every event of coordination comes in by one door, which is one thing to read.
 """
 
 import random
@@ -80,27 +97,32 @@ from shoal.protocol.spec import RunSpec
 
 TICK_HEARTBEATS = 0.5
 BRISK_HEARTBEATS = 1 / 16
-"""Between ticks of who would notice a death: the coordinator, and who watches it closely."""
+"""A peer that would notice a death ticks this often: the coordinator, and the peers that watch it closely."""
 JITTER = 0.1
 """Heartbeats vary by this share, so that a thousand peers that got one plan do not report in one millisecond."""
 HEAD_HEARTBEATS = 5.0
-"""How often a peer without a coordinator looks for one in the directory."""
+"""A member without a coordinator looks into the directory this often."""
 STRANGER_HEARTBEATS = 1.0
-"""And one that is nobody's member, of whose coordinator's death nobody tells it."""
+"""A peer that is no member looks this often, since nobody tells it of a coordinator's death."""
 TERM_HEARTBEATS = 1.5
-"""How long we leave a candidate to whom we have granted a term alone with it."""
+"""After a peer has granted a term it leaves the candidate alone for so long."""
 SOON_HEARTBEATS = 0.25
-"""Within which members report to a new coordinator."""
+"""Members report to a new coordinator within this time."""
 SLEPT_HEARTBEATS = 1.0
-"""A tick that comes this late means that we were stopped: others' silence was ours."""
+"""A tick that comes this late means that this peer was stopped: the silence of the others was its own."""
 
 
 class CoordinationCore:
-    """Args:
-    me: this peer.
-    owner: who makes the run's first plan.
-    chain: possibly restored from disk.
-    sign: signs a plan in our name; deterministic.
+    """Decides what one peer does in coordination.
+
+    Args:
+        me: this peer.
+        owner: the peer that makes the run's first plan.
+        chain: possibly restored from disk.
+        policy: says which layout should come next; its view is the swarm as this peer knows it.
+        sign: signs a plan in our name; deterministic.
+        vouch: signs the body of a vote in our name.
+        holds, holds_end: check another peer's signature under a vote, and under the run's end.
     """
 
     def __init__(
@@ -122,11 +144,11 @@ class CoordinationCore:
         self.run, self.me, self.owner = run, me, owner
         self.chain, self.policy, self.view = chain, policy, policy.view
         self.ends: Ends = ()
-        """What proves that the run has come to its last step; empty: as far as we know it has not."""
+        """The proof that the run has come to its last step; empty: as far as we know it has not."""
         self._rng, self._vouch, self._holds_end = rng, vouch, holds_end
         self._steps = spec.training.steps
         self.revision = self.newest_revision = spec.revision
-        """Of the spec that we go by, and of that of anybody whom we have heard."""
+        """The revision of our spec, and the highest of any spec that a peer has told us of."""
         self._heartbeat_s = spec.swarm.heartbeat_s
         self._own: Heartbeat | None = None
         self._proposer = Proposer(
@@ -158,7 +180,7 @@ class CoordinationCore:
         self._heartbeat_at_s = self._head_at_s = self._tick_at_s = self._ticked_s = now_s
 
     def restored(self, live: SignedPlan | None, now_s: float) -> None:
-        """After a restart, before anything else: the chain is what it was. If we coordinated, we do again."""
+        """Begin again after a restart, before any event: the chain is what it was. If we coordinated, we do again."""
         if live is not None:
             self.policy.obey(live.plan, now_s)
             if self.is_coordinator:
@@ -168,7 +190,7 @@ class CoordinationCore:
 
     @property
     def plan(self) -> Plan | None:
-        """What we obey."""
+        """The plan that this peer obeys."""
         return self.chain.live.plan if self.chain.live else None
 
     @property
@@ -177,11 +199,11 @@ class CoordinationCore:
 
     @property
     def coordinator(self) -> PeerID:
-        """To whom we report."""
+        """The peer to which this one reports."""
         return self._watch.target(self.plan)
 
     def has_heirs(self, now_s: float) -> bool:
-        """Whether anybody else may take the role."""
+        """Whether another peer may take the role."""
         plan = self.plan
         return plan is not None and any(peer != self.me for peer in self.view.successors(plan, now_s))
 
@@ -280,14 +302,14 @@ class CoordinationCore:
         return commands + (self._tell(now_s) if leads else [])
 
     def _hear_end(self, source: PeerID, heartbeat: Heartbeat) -> None:
-        """As the coordinator: count who has come to the run's last version."""
+        """As the coordinator, count the peers that have come to the run's last version."""
         witnesses = self.view.confirmations
         if heartbeat.end and not witnesses.knows_end_of(source):
             witnesses.note_ends(self._true_ends(((source, heartbeat.end),)))
         self.ends = self.ends or self.view.ends or self._proof(heartbeat.ends)
 
     def end_body(self) -> bytes:
-        """Which end of the run we mean: of the era that we obey, by our spec."""
+        """The bytes under which members sign the run's end: of the era that this peer obeys, by its spec."""
         era = self.plan.era if self.plan else 0
         return end_body(era=era, steps=self._steps, revision=self.revision)
 
@@ -296,7 +318,7 @@ class CoordinationCore:
         return tuple((p, sign) for p, sign in ends if plan and plan.has(p) and self._holds_end(p, sign, body))
 
     def _proof(self, ends: Ends) -> Ends:
-        """`ends`, if they prove that the run is done."""
+        """Check `ends`. Returns: those with valid signatures, if they prove that the run is done, else nothing."""
         plan = self.plan
         if plan is None or not ends or len(ends) > len(plan.members):
             return ()
@@ -305,7 +327,7 @@ class CoordinationCore:
 
     @property
     def done(self) -> bool:
-        """The run has reached its last step."""
+        """Whether the run has reached its last step."""
         return bool(self.ends)
 
     def _answer(self, heartbeat: Heartbeat, now_s: float, *, leads: bool, ends: Ends) -> HeartbeatReply:
@@ -452,7 +474,7 @@ class CoordinationCore:
         return commands
 
     def _is_out_of_touch(self, plan: Plan, now_s: float) -> bool:
-        """Whether nobody answers us that obeys our plan, so that all of them may have gone on without us."""
+        """Whether nobody that obeys our plan answers us, so that all of them may have gone on without us."""
         if self.is_coordinator:
             return not is_quorum({self.me, *self.view.roster.alive(now_s)}, plan.electors, self.owner)
         return now_s >= self._watch.suspect_at_s
@@ -460,7 +482,10 @@ class CoordinationCore:
     def _adopt(
         self, plan: SignedPlan, now_s: float, source: PeerID, *, after: SignedPlan | None = None
     ) -> list[Command]:
-        """Obey a live plan that `source` has told us of, if it proves itself. Args: after: as in `PlanChain.adopt`."""
+        """Obey a live plan that `source` has told us of, if it proves itself.
+
+        Args: after: as in `PlanChain.adopt`.
+        """
         was_coordinator, before, num_forks = self.is_coordinator, self.chain.live, self.chain.num_forks
         new, reason, lacks = self.chain.adopt(plan, after=after)
         if lacks:

@@ -1,6 +1,6 @@
-"""What people are told of a run that cannot go on, and of what it would lose with one peer: sentences. Pure.
+"""Tells people why a run cannot go on, and what it would lose with one peer, in sentences. Pure.
 
-One place makes them, and `SwarmStatus` carries them: every terminal, page and script says the same.
+The sentences are made here alone, and `SwarmStatus` carries them: every terminal, page and script says the same.
 """
 
 from collections.abc import Sequence
@@ -14,13 +14,14 @@ from shoal.protocol.plan import Plan
 from shoal.protocol.spec import ModelSpec
 
 NAMED_MAX = 3
-"""More would not fit on a line."""
+"""More names would not fit on a line."""
 
 
 def waits_for(live: Plan, roster: Roster, owner: PeerID, now_s: float) -> str:
-    """Why the run cannot go on: the first stage of which nobody can work now, and why not. Empty: nothing is known.
+    """Say why the run cannot go on: name the first stage for which nobody can work now, and why not. Empty: nothing is
+    known.
 
-    Such as "stage 1: its only holder, bob, is paused, for 40 s".
+    An example is "stage 1: its only holder, bob, is paused, for 40 s".
     """
     for index, stage in enumerate(live.stages):
         found = [(member.peer, _hindrance(member.peer, live, roster, now_s)) for member in stage.members]
@@ -35,7 +36,8 @@ def waits_for(live: Plan, roster: Roster, owner: PeerID, now_s: float) -> str:
 
 
 def risks(live: Plan, roster: Roster, disks: Disks, model: ModelSpec, *, step: int, now_s: float) -> tuple[str, ...]:
-    """Which stages' training is on one machine alone: one holder, and no snapshot of it on another peer's disk."""
+    """Name the stages whose training is on one machine alone: one holder, and no snapshot of it on another peer's
+    disk."""
     if step <= 0:
         return ()  # the seed makes it again
     alone: list[tuple[int, PeerID]] = []
@@ -54,20 +56,20 @@ def risks(live: Plan, roster: Roster, disks: Disks, model: ModelSpec, *, step: i
 
 
 def name_of(peer: PeerID, roster: Roster) -> str:
-    """As the peer calls itself, or the end of its identifier."""
+    """The name that the peer calls itself, or the end of its identifier."""
     presence = roster.presences.get(peer)
     return (presence.advert.name if presence is not None and presence.advert is not None else "") or peer[-8:]
 
 
 def seconds(span_s: float) -> str:
-    """`40 s`, `7 min`, `3 h`."""
+    """A time span as `40 s`, `7 min` or `3 h`."""
     if span_s < 120.0:
         return f"{span_s:.0f} s"
     return f"{span_s / 60.0:.0f} min" if span_s < 7200.0 else f"{span_s / 3600.0:.0f} h"
 
 
 def _hindrance(peer: PeerID, live: Plan, roster: Roster, now_s: float) -> str:
-    """Why `peer` cannot work for its stage now; empty: it can."""
+    """Say why `peer` cannot work for its stage now; empty: it can."""
     presence = roster.presences.get(peer)
     beat = presence.heartbeat if presence is not None else None
     if presence is None:
@@ -101,7 +103,7 @@ def _joined(parts: Sequence[str]) -> str:
 
 
 def _has_copy(disks: Disks, holder: PeerID, keys: frozenset[str]) -> bool:
-    """Whether some snapshot has all of `keys` on disks of others than `holder`."""
+    """Whether some snapshot has all of `keys` on disks of other peers than `holder`."""
     return any(
         keys <= frozenset().union(*(held for peer, held in parts.items() if peer != holder))
         for parts in disks.parts.values()

@@ -1,4 +1,4 @@
-"""What a peer posts in the directory and reads there: where everybody is, and where the chain is."""
+"""What a peer posts in the directory and reads there: where every peer is, and where the chain is."""
 
 import asyncio
 import logging
@@ -19,25 +19,27 @@ ADVERT_EXPIRES_S = 60.0
 ADVERT_RENEWED_S = 20.0
 """Two renewals may fail before the directory forgets us."""
 HEAD_EXPIRES_S = 120.0
-"""A newcomer finds the chain this long after the last coordinator fell silent; the highest of several counts."""
+"""A newcomer finds the chain for so long after the last coordinator fell silent. Of several records the highest
+counts."""
 READERS = 64
-"""Peers that may read all adverts with each renewal of their own."""
+"""So many peers may read all adverts with each renewal of their own."""
 DIALS_MAX = 16
-"""Peers that are introduced at the same time; a dial to one that is gone takes seconds."""
+"""So many peers are introduced at the same time; dialling one that is gone takes seconds."""
 
 
 def peers_key(run: str) -> str:
-    """Where everybody's advert is."""
+    """The directory's key of all adverts."""
     return f"shoal/{run}/peers"
 
 
 def plan_key(run: str) -> str:
-    """Where coordinators say how far the chain is."""
+    """The directory's key under which coordinators say how far the chain is."""
     return f"shoal/{run}/plan"
 
 
 class Discovery:
-    """Records are signed and written under the writer's own name; what is not is ignored, so nobody speaks for others.
+    """Posts and reads signed records. Each is written under the writer's own name; others are ignored, so no peer
+    speaks for another.
 
     Addresses that are read here, or heard with a message, are passed on to the transport.
     """
@@ -55,10 +57,10 @@ class Discovery:
         return peer == self._endpoint.peer_id or peer in self._addresses
 
     def should_read(self, plan: Plan) -> bool:
-        """Whether a member of `plan` is a stranger whom we should look up now.
+        """Whether a member of `plan` is a stranger that we should look up now.
 
-        Those whom we work with at once. Others at once in small swarms; in large ones not every time that somebody
-        comes, or a thousand peers read a thousand records each.
+        We look up the members that we work with at once. We look up others at once in small swarms; in large ones not
+        every time that a peer comes, or a thousand peers would read a thousand records each.
         """
         me = self._endpoint.peer_id
         stage = plan.stage_of(me)
@@ -69,7 +71,8 @@ class Discovery:
         return may_read and not all(self.knows(peer) for peer in plan.members)
 
     def is_due(self, advert: Advert) -> bool:
-        """Whether to `advertise` now: it changed, or what is posted is about to lapse. True once."""
+        """Whether to `advertise` now, because our advert has changed or the posted one is about to lapse. It is True
+        once."""
         now_s = self._clock.now_s()
         if advert == self._advert and now_s < self._renew_at_s:
             return False
@@ -94,7 +97,8 @@ class Discovery:
         await self._store(self._plan_key, head, HEAD_EXPIRES_S)
 
     async def look_up(self, doubted: Container[PeerID] = ()) -> PlanHead | None:
-        """The highest plan that a coordinator has posted; of those in `doubted` only if nobody else has."""
+        """The highest plan that a coordinator has posted. A plan of a `doubted` coordinator counts only if there is no
+        other."""
         records = await self._records(self._plan_key)
         heads = [head for peer, head in records if isinstance(head, PlanHead) and head.coordinator == peer]
         head = max(heads, key=lambda h: (h.coordinator not in doubted, h.term, h.sequence, h.coordinator), default=None)
@@ -103,13 +107,14 @@ class Discovery:
         return head
 
     async def meet(self) -> None:
-        """Read where everybody is. Everybody reads what everybody posts: in a swarm of hundreds less often, or it does
-        little else."""
+        """Read where every peer is. Every peer reads what every other posts; in a swarm of hundreds it reads less
+        often, or it would do little else."""
         await self.adverts()
         self._read_at_s = self._clock.now_s() + ADVERT_RENEWED_S * (len(self._addresses) // READERS)
 
     async def adverts(self) -> dict[PeerID, Advert]:
-        """What everybody says of himself. Who is new, or has moved, is introduced to the transport on the way."""
+        """What every peer says of itself. A peer that is new, or has moved, is introduced to the transport on the
+        way."""
         records = await self._records(self._peers_key)
         adverts = {peer: record.advert for peer, record in records if isinstance(record, AdvertRecord)}
         news = [(peer, advert.addresses) for peer, advert in adverts.items() if self.is_news(peer, advert.addresses)]
@@ -127,7 +132,7 @@ class Discovery:
         return bool(addresses) and peer != self._endpoint.peer_id and self._addresses.get(peer) != addresses
 
     async def introduce(self, peer: PeerID, addresses: tuple[str, ...]) -> None:
-        """May take seconds: a transport may dial at once."""
+        """Tell the transport where a peer is. This may take seconds, since a transport may dial at once."""
         self._addresses[peer] = addresses
         async with self._dials:
             await self._endpoint.transport.introduce(peer, addresses)
@@ -138,7 +143,7 @@ class Discovery:
             logger.warning("the directory did not take our %s", type(record).__name__)
 
     async def _records(self, key: str) -> list[tuple[PeerID, msgspec.Struct]]:
-        """In the order of the writers' names."""
+        """The records with valid signatures, in the order of the writers' names."""
         found: list[tuple[PeerID, msgspec.Struct]] = []
         for subkey, data in sorted((await self._directory.get(key)).items()):
             try:

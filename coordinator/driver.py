@@ -1,6 +1,6 @@
-"""Coordination of one peer on its endpoint, directory and clock: carries out what the core decides.
+"""Runs one peer's coordination on its endpoint, directory and clock: it carries out what the core decides.
 
-This file is long because every call of coordination is answered, and every command carried out, in one place.
+The file is long because every call of coordination is answered, and every command carried out, in one place.
 """
 
 import asyncio
@@ -84,13 +84,13 @@ from shoal.protocol.timer import Timer
 logger = logging.getLogger(__name__)
 
 REFUSED_TIMEOUTS = 0.9
-"""A call that fails within this share of its timeout was turned away."""
+"""A call that fails within this share of its timeout was refused; one that fails later was not answered."""
 TURNED_AWAY_TIMES = 5
-"""So many heartbeats in a row are refused before that is more than a coordinator which has just changed."""
+"""So many refused heartbeats in a row mean more than that the coordinator has just changed."""
 FAREWELL_HEARTBEATS = 0.5
-"""For telling members that they are excluded, before nobody talks to them any more."""
+"""Telling excluded members that they are excluded may take so long; after that nobody talks to them any more."""
 LEAVE_HEARTBEATS = 10.0
-"""How long a leaving coordinator tries to give the role away: two heirs' patience."""
+"""A leaving coordinator tries for so long to give the role away, which is enough for two heirs to be asked."""
 
 _ANSWER: dict[type, type[msgspec.Struct]] = {
     TermRequest: TermGrant,
@@ -125,7 +125,7 @@ class Coordination:
 
     Args:
         endpoint: answers heartbeats, offers and the like from `start` on; its `term` follows the plan.
-        owner: who makes the run's first plan.
+        owner: the peer that makes the run's first plan.
         heartbeat: what this peer says of itself. Each report may be in one heartbeat only; it is kept here until a
             coordinator has it.
         callbacks: hear of plans, steps and snapshots.
@@ -191,23 +191,24 @@ class Coordination:
         self._moved_on = asyncio.Event()
         self._closed = False
         self._ends_untold = False
-        """Our coordinator has not said that the run is done."""
+        """Whether our coordinator has not said yet that the run is done."""
         self._heard_s = clock.now_s()
         self.history: deque[StepRecord] = deque(maxlen=HISTORY_STEPS)
-        """Steps completed in this peer's terms, oldest first."""
+        """The steps that were completed in this peer's terms, oldest first."""
         self.num_alarms = 0
-        """Invariants that somebody was seen to break: two plans of one order, a ledger that does not add up."""
+        """How often a peer was seen to break an invariant: two plans of one order, or a ledger that does not add up."""
 
     # --- for the node ---
 
     @property
     def plan(self) -> SignedPlan | None:
-        """What this peer obeys."""
+        """The plan that this peer obeys."""
         return self._core.chain.live
 
     @property
     def predecessor(self) -> SignedPlan | None:
-        """The plan before the one that this peer obeys, where it has it: whoever left it may still drain."""
+        """The plan before the one that this peer obeys, if it has it: members that the newer plan leaves out may still
+        drain."""
         live = self._core.chain.live
         return self._core.chain.links.find(live.plan.previous) if live is not None else None
 
@@ -217,32 +218,32 @@ class Coordination:
 
     @property
     def done(self) -> bool:
-        """The run has reached its last step."""
+        """Whether the run has reached its last step."""
         return self._core.done
 
     @property
     def newest_revision(self) -> int:
-        """The highest revision of the spec that anybody whom we heard goes by, ours among them."""
+        """The highest revision of the spec that this peer, or any that it has heard, goes by."""
         return self._core.newest_revision
 
     @property
     def silence_s(self) -> float:
-        """For how long nobody that coordinates has answered us; 0 if we coordinate."""
+        """For how long no coordinator has answered this peer; 0 if it coordinates itself."""
         return 0.0 if self._core.is_coordinator else self._clock.now_s() - self._heard_s
 
     def status(self) -> SwarmStatus | None:
-        """The swarm as we see it, if we coordinate it."""
+        """The swarm as this peer sees it, if it coordinates."""
         return self._status_service.status()
 
     async def ask_status(self) -> SwarmStatus:
-        """The swarm as its coordinator sees it.
+        """Ask the coordinator how it sees the swarm.
 
         Raises: Unreachable, Refused: there is no coordinator to ask, or it has no plan yet; RemoteError.
         """
         return await self._status_service.ask()
 
     async def start(self) -> None:
-        """Take up where the store ended and begin to answer, report and, if it comes to that, coordinate.
+        """Continue where the store ended, and begin to answer, to report and, if it comes to that, to coordinate.
 
         Raises: LocalError: the store is damaged, another run's, or cannot be written.
         """
@@ -259,14 +260,15 @@ class Coordination:
         self._feed(TimerFired())
 
     def exclude(self, order: Exclusion) -> None:
-        """Bring an order to everybody, or our vote for one, and go by it from now on if it holds."""
+        """Spread an order of exclusion, or our vote for one, and go by it from now on if it holds."""
         if self._core.chain.exclusions.note(order):
             self._spawn(self._put_out(order))
         else:
             self._spread(order.encode())
 
     def vote_out(self, keys: Iterable[bytes]) -> None:
-        """Vote, as an elector of the plan that we obey, for excluding these keys. They are once a majority has."""
+        """As an elector of the plan that we obey, vote for excluding these keys. They are excluded once a majority has
+        voted so."""
         live = self._core.chain.live
         if live is None or self._endpoint.peer_id not in live.plan.electors:
             return
@@ -302,7 +304,7 @@ class Coordination:
         return Done()
 
     async def _put_out(self, order: Exclusion) -> None:
-        """First those whom it concerns hear of it: in a moment nobody talks to them any more."""
+        """Exclude members. They hear of it first, since in a moment nobody talks to them any more."""
         members, keys = self._endpoint.members, frozenset(order.keys)
         plan = self._core.plan
         leaving = [peer for peer in (plan.members if plan else ()) if members.is_among(peer, keys)]
@@ -313,7 +315,7 @@ class Coordination:
         self._spread(order.encode())
 
     def _expel(self) -> None:
-        """From now on those who are excluded are nobody here."""
+        """Treat excluded peers as strangers from now on."""
         members = self._endpoint.members
         members.exclude(self._core.chain.exclusions.keys)
         known = {*self._core.view.roster.presences, *(self._core.plan.members if self._core.plan else ())}
@@ -322,7 +324,7 @@ class Coordination:
             self._feed(Expelled(peers=out))
 
     def _spread(self, order: bytes) -> None:
-        """Tell everybody of the plan."""
+        """Tell every member of the plan."""
         for peer in self._core.plan.members if self._core.plan is not None else ():
             if peer != self._endpoint.peer_id:
                 self._spawn(self._tell(peer, Exclude(order=order)))
@@ -334,7 +336,7 @@ class Coordination:
     # --- the core ---
 
     def _feed(self, event: Event) -> msgspec.Struct | None:
-        """Let the core decide and do it. Returns: the reply, if the event was a call."""
+        """Give the core an event and carry out its commands. Returns: the reply, if the event was a call."""
         if self._closed:
             return Refusal(reason="is closing")
         try:
@@ -398,8 +400,8 @@ class Coordination:
             self._obey(live)
 
     def _stored(self, data: bytes, *, voted: bool = False) -> SignedPlan | None:
-        """A plan of our record. One that nobody can follow, as an older version could be made to keep, is forgotten:
-        the others tell us where the chain is."""
+        """Open a plan of our record. A plan that nobody can follow, as an older version could be made to keep, is
+        forgotten: the other peers tell us where the chain is."""
         me = self._endpoint.peer_id
         if not voted:
             with contextlib.suppress(RemoteError):
@@ -447,9 +449,10 @@ class Coordination:
         return reply
 
     def _why_not_enter(self, source: PeerID, advert: Advert) -> str:
-        """As the coordinator. Who has been in a plan of late is no newcomer.
+        """As the coordinator, say why a newcomer may not enter; empty: it may. A peer that has been in a plan of late
+        is no newcomer.
 
-        Before there is a plan an open run takes all who come, so that it can begin.
+        Before there is a plan an open run takes all that come, so that it can begin.
         """
         plan, core = self._core.plan, self._core
         leads = core.is_coordinator or (plan is None and core.owner == self._endpoint.peer_id)
@@ -486,7 +489,8 @@ class Coordination:
         )
 
     def _failed(self, peer: PeerID, asked: msgspec.Struct, error: Exception, asked_s: float) -> None:
-        """A network that fails before the time is up has found nobody; one that waits may have found somebody busy."""
+        """Tell the core of a call that failed. A network that fails before the time is up has found nobody; one that
+        waits may have found a busy peer."""
         if isinstance(error, ValueError):
             logger.warning("no %s for %s: %s", type(asked).__name__, peer[-8:], error)
             if isinstance(asked, TermRequest | PlanOffer):
@@ -538,7 +542,7 @@ class Coordination:
         self.turned_away = error.reason if often and isinstance(error, Refused) else ""
 
     def _end(self, own: Heartbeat) -> bytes:
-        """Our signature under the run's end, once all that we hold has come to it."""
+        """Our signature under the run's end, once all that we hold has come to it; empty before that."""
         plan, steps = self._core.plan, self._spec.training.steps
         if plan is None or own.era != plan.era or not (own.held or (own.synced and own.stage is not None)):
             return b""

@@ -1,8 +1,9 @@
-"""Whose turn it is: peers rank by a hash of run, term and peer, so that everyone computes the same order unasked.
+"""Says whose turn it is to coordinate. Peers rank by a hash of run, term and peer, so that every peer computes the same
+order without asking.
 
-A term's order says who coordinates it when the role changes hands in peace (first), and who proposes the next term
-when the coordinator is gone (the first of the others, the standby; then the next). Nothing here is a vote: two peers
-that see different candidates may both try, and `chain.PlanChain` lets one of them through.
+A term's order says which peer coordinates it when the role changes hands in peace (the first), and which proposes the
+next term when the coordinator is gone (the first of the others, called the standby; then the next). None of this is a
+vote: two peers that see different candidates may both try, and `chain.PlanChain` lets one of them through.
 """
 
 from collections.abc import Iterable
@@ -20,7 +21,7 @@ def rank(run: str, term: int, candidates: Iterable[PeerID]) -> tuple[PeerID, ...
 
 @lru_cache(maxsize=4096)
 def _lot(run: str, term: int, peer: PeerID) -> tuple[bytes, PeerID]:
-    """Drawn for every member at every tick of a term."""
+    """The key by which peers rank. It is drawn for every member at every tick of a term, hence the cache."""
     return blake3(f"{run}/{term}/{peer}".encode()).digest(length=16), peer
 
 

@@ -1,8 +1,15 @@
-"""Where an era begins, and when a stage has nobody left from whom its state could come. Pure.
+"""Where an era begins, and when a stage has no peer left from which its state could come. Pure.
 
-Versions grow within an era. It ends when a stage has lost every holder of its state: the next begins from the newest
-snapshot that is whole on the disks of those who are left, or from the run's seed. A number of an era is never used
-twice: what is on disks, or under way, under the old number is of another history.
+Versions grow within an era. An era ends when a stage has lost every holder of its state: at once if all of them are
+dead, after three heartbeats if one lives and may only be fetching. The next one begins from the newest snapshot that is
+whole on the disks of the peers that are left, or from the run's seed. An era's number is never used twice: what is on
+disks, or under way, under the old number belongs to another history.
+
+The era's first plan is `fresh`: members without state begin from its beginning. The first commit is followed by a plan
+that is not fresh, so that a peer that restarts, or comes late, fetches from the others instead of beginning the era a
+second time. If a newer snapshot is whole except for disks that are not here, the run waits for them: thirty heartbeats,
+or as long as the peers that are here would take to train the same steps again, whichever is longer. A swarm that was
+switched off as a whole comes back by the same rule.
 """
 
 from collections import Counter
@@ -19,24 +26,25 @@ from shoal.protocol.plan import Plan
 from shoal.protocol.spec import ModelSpec
 
 PATIENCE_HEARTBEATS = 3.0
-"""How long a holder that is alive may be without its state, or may not have said so yet: it may be fetching it."""
+"""A living holder may be without its state, or may not have said that it has it, for so long: it may be fetching it."""
 MISSING_HEARTBEATS = 30.0
-"""How long to wait at least for the disks that would make a newer snapshot whole, before the run goes on without."""
+"""The run waits at least so long for the disks that would make a newer snapshot whole, before it goes on without
+them."""
 RESIGNED_HEARTBEATS = 3.0
-"""How long a coordinator that has given up those disks keeps the role, to make the plan that does without them."""
+"""A coordinator that has given up those disks keeps the role for so long, to make the plan that does without them."""
 SAFE_COPIES = 2
-"""Disks that have each layer of a snapshot before the ones before it may go: any one of them may fail."""
+"""Each layer of a snapshot is on so many disks before older snapshots may go: any one of the disks may fail."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Disks:
-    """Snapshots by (era, version): which peers have which layers."""
+    """The snapshots on disks, by (era, version): which peers have which layers."""
 
     parts: Mapping[tuple[int, int], Mapping[PeerID, frozenset[str]]]
 
     @classmethod
     def of(cls, holdings: Iterable[tuple[PeerID, Sequence[Holding]]]) -> "Disks":
-        """Snapshots of version 0 are left out: the seed makes those."""
+        """Collect what peers say of their disks. Snapshots of version 0 are left out, since the seed makes those."""
         parts: dict[tuple[int, int], dict[PeerID, frozenset[str]]] = {}
         for peer, held in holdings:
             for holding in held:
@@ -52,11 +60,11 @@ class Disks:
 
     @property
     def era_max(self) -> int:
-        """-1: there are none."""
+        """The last era of any snapshot; -1: there is none."""
         return max((era for era, _ in self.parts), default=-1)
 
     def layers(self, snapshot: tuple[int, int]) -> frozenset[str]:
-        """Of `snapshot`, those that are on some disk."""
+        """The layers of `snapshot` that are on some disk."""
         return frozenset().union(*self.parts.get(snapshot, {}).values())
 
     def covers(self, snapshot: tuple[int, int], layers: Iterable[str]) -> bool:
@@ -81,7 +89,7 @@ class Disks:
 
 
 class HolderWatch:
-    """Since when each stage, and each placed expert, has had nobody who holds its state."""
+    """Knows since when each stage, and each placed expert, has had no holder of its state."""
 
     def __init__(self, heartbeat_s: float, now_s: float) -> None:
         self._heartbeat_s = heartbeat_s
@@ -93,9 +101,9 @@ class HolderWatch:
     def lost(
         self, plan: Plan, holders: Sequence[frozenset[PeerID]], alive: Collection[PeerID], now_s: float
     ) -> tuple[int, ...]:
-        """Groups of `plan` whose state nobody will hold again unless the run goes back.
+        """The groups of `plan` whose state nobody will hold again unless the run goes back.
 
-        `holders` are, by group, those who hold its state now, or could make it without the others.
+        Args: holders: by group, the peers that hold its state now, or could make it without the others.
         """
         lost = []
         for index in range(len(plan.stages) + len(plan.experts)):
@@ -121,14 +129,17 @@ class HolderWatch:
         return now_s >= self._lost_s + self._wait_s
 
     def is_waiting(self, now_s: float) -> bool:
-        """Somebody has asked whether it is hopeless, and it was not, or became so a moment ago."""
+        """Whether the wait is on, or has ended a moment ago."""
         if self._lost_s is None:
             return False
         return now_s < self._lost_s + self._wait_s + RESIGNED_HEARTBEATS * self._heartbeat_s
 
 
 def disks_of(roster: Roster, now_s: float, *, among: Layout | None = None) -> Disks:
-    """Of those alive, or of those of them whom a plan with this layout would reach."""
+    """The snapshots of the peers that are alive.
+
+    Args: among: if given, only of those peers that a plan with this layout would reach.
+    """
     peers = roster.alive(now_s)
     if among is not None:
         members = {*among.spares, *(peer for stage in among.stages for peer in stage.peers)}
@@ -140,7 +151,7 @@ def disks_of(roster: Roster, now_s: float, *, among: Layout | None = None) -> Di
 def holders(
     live: Plan, roster: Roster, disks: Disks, model: ModelSpec, *, fresh: bool, now_s: float
 ) -> list[frozenset[PeerID]]:
-    """By group, who holds its state or, in a plan that is still `fresh`, could make it."""
+    """By group, the peers that hold its state or, in a plan that is still `fresh`, could make it."""
     snapshot = disks.newest_whole(held_keys(model, placed=bool(live.experts)))
     # Who is behind a whole snapshot of its own era has begun that era again, without being told to.
     floor = snapshot[1] if snapshot and snapshot[0] == live.era else live.restore_version
@@ -164,12 +175,12 @@ def holders(
 
 
 def is_last_holder(peer: PeerID, plan: Plan, held: Sequence[frozenset[PeerID]]) -> bool:
-    """Whether nobody but `peer` holds the state of some group. Args: held: by group, who holds it now (`holders`)."""
+    """Whether no peer but `peer` holds the state of some group. Args: held: by group, its holders now (`holders`)."""
     return any((now or _members(plan, group)) == {peer} for group, now in enumerate(held))
 
 
 def group_name(plan: Plan, group: int) -> str:
-    """For people."""
+    """The group's name for people."""
     if group < len(plan.stages):
         return f"stage {group}"
     entry = plan.experts[group - len(plan.stages)]
@@ -181,7 +192,8 @@ def _members(plan: Plan, group: int) -> frozenset[PeerID]:
 
 
 def next_beginning(live: Plan | None, roster: Roster, disks: Disks, model: ModelSpec, *, placed: bool) -> Beginning:
-    """Of the era after all that anybody here has heard of, from the newest snapshot that is whole on `disks`."""
+    """The beginning of the era after all that any peer here has heard of, from the newest snapshot that is whole on
+    `disks`."""
     heard = (seen.heartbeat.era for seen in roster.presences.values() if seen.heartbeat)
     last = live.era if live else 0
     # Whoever claims a later one is not believed: the plan that begins after it would be a jump that nobody follows.
@@ -192,6 +204,6 @@ def next_beginning(live: Plan | None, roster: Roster, disks: Disks, model: Model
 
 
 def stages_on(disks: Disks, peer: PeerID, snapshot: tuple[int, int], plan: Plan, model: ModelSpec) -> tuple[int, ...]:
-    """Stages of `plan` of which `peer` has all layers of `snapshot` on its disk."""
+    """The stages of `plan` of which `peer` has all layers of `snapshot` on its disk."""
     ranges = (group_keys(model, plan, index) for index in range(len(plan.stages)))
     return tuple(index for index, keys in enumerate(ranges) if disks.has(peer, snapshot, keys))

@@ -1,4 +1,5 @@
-"""Which orders put keys out of the run, as far as this peer knows, and votes for orders of a majority. Pure."""
+"""The orders that put keys out of the run, as far as this peer knows them, and the votes for orders of a majority.
+Pure."""
 
 from collections.abc import Callable, Sequence
 
@@ -12,10 +13,12 @@ from shoal.protocol.plan import Plan, SignedPlan
 
 
 class Exclusions:
-    """Args:
-    owner: of the run, whose order needs no votes.
-    holds: checks a signature under an order.
-    plans: the live plan, and the one before it while some still vote by that.
+    """The orders of exclusion that hold.
+
+    Args:
+        owner: of the run; its order needs no votes.
+        holds: checks a signature under an order.
+        plans: the live plan, and the one before it while some peers still vote by that.
     """
 
     def __init__(self, *, owner: PeerID, holds: Holds, plans: Callable[[], Sequence[SignedPlan]]) -> None:
@@ -23,15 +26,16 @@ class Exclusions:
         self._orders: tuple[Exclusion, ...] = ()
         self._voted: dict[tuple[str, tuple[bytes, ...]], Exclusion] = {}
         self.keys: frozenset[bytes] = frozenset()
-        """All that are excluded."""
+        """All keys that are excluded."""
 
     @property
     def orders(self) -> tuple[bytes, ...]:
-        """What the next plan must carry."""
+        """The orders that the next plan must carry."""
         return tuple(order.encode() for order in self._orders)
 
     def note(self, order: Exclusion) -> bool:
-        """An order, or a vote for one. Returns: whether keys are excluded by it that were not before."""
+        """Take note of an order, or of a vote for one. Returns: whether it excludes keys that were not excluded
+        before."""
         if self.keys.issuperset(order.keys):
             return False
         if not order.signature:
@@ -41,7 +45,7 @@ class Exclusions:
         return self._take(order)
 
     def proves(self, data: bytes) -> bool:
-        """Whether an order in a plan that we are asked to vote for holds."""
+        """Whether an order holds that is in a plan for which we are asked to vote."""
         try:
             order = open_exclusion(data, PeerID(""))
         except RemoteError:
@@ -50,8 +54,8 @@ class Exclusions:
         return known or exclusion_holds(order, owner=self._owner, plans=self._plans(), holds=self._holds)
 
     def obeyed(self, plan: Plan) -> bool:
-        """The voters of a live plan have checked its orders. Returns: whether keys are excluded by it that were not
-        before."""
+        """A plan is live, so its voters have checked its orders. Returns: whether they exclude keys that were not
+        excluded before."""
         before = self.keys
         for data in plan.exclusions:
             try:
@@ -61,7 +65,7 @@ class Exclusions:
         return self.keys != before
 
     def lacks(self, plan: Plan) -> tuple[bytes, ...]:
-        """Orders that we know and the plan does not carry: its coordinator has not heard of them."""
+        """The orders that we know and the plan does not carry: its coordinator has not heard of them."""
         carried = set(plan.exclusions)
         return tuple(data for data in self.orders if data not in carried)
 
@@ -77,7 +81,7 @@ class Exclusions:
         return True
 
     def _with_votes_so_far(self, order: Exclusion) -> Exclusion:
-        """Whoever votes says so to everybody, and everybody adds up."""
+        """Add up votes. A peer that votes tells everybody, and everybody adds up."""
         bases = {plan.digest: plan.plan for plan in self._plans()}
         self._voted = {name: voted for name, voted in self._voted.items() if name[0] in bases}
         if order.base not in bases:

@@ -1,16 +1,16 @@
-"""The coordinator's doubts about members: it looks for itself before it believes that one is gone. Pure.
+"""The coordinator's failure detector: before it believes that a member is gone, it looks for itself. Pure.
 
-| what makes it look                    | what it finds              | what it makes of it                             |
+| what makes it look                    | what it finds              | what it concludes                               |
 |---------------------------------------|----------------------------|-------------------------------------------------|
 | a heartbeat is late                   | the ping is answered       | alive, if slow: it stays                        |
 | a member cannot reach another         | two pings refused in a row | its process is gone: out                        |
-| (`Heartbeat.silent`)                  | no answer                  | out after its patience (`roster`); after half   |
-| a first refusal: everybody is called  |                            | of it if two neighbours cannot reach it either  |
-| up, as who dies together is one plan  | refused, and a group's     | given time to come back: a network daemon that  |
+| (`Heartbeat.silent`)                  | no answer                  | out after its timeout (`roster`), or after half |
+| a first refusal: everybody is pinged, |                            | of it if two neighbours cannot reach it either  |
+| as all who die together are one plan  | refused, and a group's     | given time to come back: a network daemon that  |
 |                                       | state is nowhere else      | died is there again sooner than a snapshot is   |
 
-A process that was stopped keeps its connections and answers nothing, so silence alone needs time; and the reports of
-others alone need the coordinator's own finding, since what they cannot reach may be their own link.
+A process that was stopped keeps its connections and answers nothing, so silence alone needs time. The reports of other
+members alone need the coordinator's own finding, since what they cannot reach may be their own link.
 """
 
 import math
@@ -26,17 +26,18 @@ from shoal.protocol.plan import Plan
 
 PING_HEARTBEATS = 0.25
 AGAIN_HEARTBEATS = 0.06
-"""Between a refusal and the second try."""
+"""The second try follows a refusal after so long."""
 RETURN_HEARTBEATS = 3.0
-"""How long who alone holds a group's state is asked again before its refusals count. A peer's network daemon that died
-is back after .5 to .9 s on an idle machine; going back to a snapshot costs everybody more than this."""
+"""A member that alone holds a group's state is asked again for so long before its refusals count. A peer's network
+daemon that died is back after 0.5 to 0.9 s on an idle machine; going back to a snapshot costs everybody more than this.
+"""
 UNANSWERED_PATIENCE = 0.5
-"""For which share of a peer's patience our own pings must go unanswered before two reports count: it may be busy."""
+"""Our own pings must go unanswered for this share of a member's timeout before two reports count: it may be busy."""
 REPORTERS = 2
 ROLL_CALL_HEARTBEATS = 0.15
-"""How long a plan waits for those who were called up."""
+"""A plan waits so long for the members that are pinged after a first refusal."""
 TOGETHER_HEARTBEATS = 0.5
-"""How long a plan that drops somebody waits for others whose patience is about to end."""
+"""A plan that drops a member waits so long for others whose timeout is about to end."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -49,12 +50,14 @@ class Inquiry:
     answered: bool = False
     refused_s: float | None = None
     returns_by_s: float = -math.inf
-    """Until when we hope to see it again although it refuses us."""
+    """Until this time we hope to see the member again although it refuses us."""
     reporters: dict[PeerID, None] = field(default_factory=dict)
-    """In the order of their reports."""
+    """The members that cannot reach it, in the order of their reports."""
 
 
 class FailureDetector:
+    """Doubts members, pings them, and tells the roster which of them are gone."""
+
     def __init__(self, *, me: PeerID, heartbeat_s: float) -> None:
         self._me, self._heartbeat_s = me, heartbeat_s
         self._inquiries: dict[PeerID, Inquiry] = {}
@@ -62,14 +65,14 @@ class FailureDetector:
         self._wait_until_s = -math.inf
 
     def begin(self, doubted: Collection[PeerID], now_s: float) -> None:
-        """A term of ours begins, or a sleep of ours ends: nothing is known but that these were silent."""
+        """A term of ours begins, or a sleep of ours ends: nothing is known but that the `doubted` were silent."""
         self._inquiries.clear()
         self._dead = frozenset()
         for peer in doubted:
             self._suspect(peer, now_s)
 
     def report(self, reporter: PeerID, silent: Collection[PeerID], plan: Plan, now_s: float) -> None:
-        """`reporter` cannot reach these."""
+        """`reporter` cannot reach the `silent` peers."""
         if not silent or not plan.has(reporter):
             return
         for peer in tuple(silent)[:LINKS_PER_HEARTBEAT_MAX]:
@@ -79,11 +82,11 @@ class FailureDetector:
                     inquiry.reporters[reporter] = None
 
     def heard(self, peer: PeerID) -> None:
-        """Its heartbeat came."""
+        """A heartbeat of `peer` has come."""
         self._inquiries.pop(peer, None)
 
     def answered(self, peer: PeerID, roster: Roster, now_s: float) -> list[Command]:
-        """It answered our ping."""
+        """`peer` has answered our ping."""
         inquiry = self._inquiries.get(peer)
         roster.signed(peer, now_s)
         if inquiry is None:
@@ -102,7 +105,10 @@ class FailureDetector:
     def refused(
         self, peer: PeerID, roster: Roster, plan: Plan, *, irreplaceable: bool, took_s: float, now_s: float
     ) -> list[Command]:
-        """Nobody answers where it was. Args: irreplaceable: the state of some group would be lost with it."""
+        """No process answers where `peer` was.
+
+        Args: irreplaceable: the state of some group would be lost with it.
+        """
         inquiry = self._inquiries.get(peer)
         if inquiry is None:
             return []
@@ -124,7 +130,7 @@ class FailureDetector:
         return [Note(text=f"{peer[-8:]} is gone: its connections are refused")]
 
     def look(self, roster: Roster, plan: Plan, now_s: float) -> list[Command]:
-        """Ask whoever is doubted, and believe what two neighbours and we have found."""
+        """Ping the members that are doubted, and count out those that neither two neighbours nor we can reach."""
         commands: list[Command] = []
         for peer in plan.members:
             if peer == self._me:
@@ -151,11 +157,12 @@ class FailureDetector:
 
     @property
     def are_open(self) -> bool:
-        """Somebody owes us an answer: it is about to be known whether it is gone."""
+        """Whether a member owes us an answer, so that we are about to know whether it is gone."""
         return any(inquiry.pinged and not inquiry.answered for inquiry in self._inquiries.values())
 
     def is_settled(self, roster: Roster, plan: Plan, now_s: float) -> bool:
-        """Whether to plan now: not while somebody has just died and it is about to be known whether others did too."""
+        """Whether to plan now: not while a member has just died and we are about to know whether others died with
+        it."""
         dead = frozenset(peer for peer in plan.members if peer != self._me and roster.is_gone(peer, now_s))
         if not dead <= self._dead:
             self._wait_until_s = now_s + TOGETHER_HEARTBEATS * self._heartbeat_s

@@ -1,9 +1,10 @@
-"""One peer while somebody else coordinates: is the coordinator there, and if not, is it our turn? Pure.
+"""What a peer does while another one coordinates: it watches the coordinator, and if that is gone and it is this peer's
+turn, it asks for the next term. Pure.
 
-Before it asks for a term, a candidate sounds the members out: whether they too miss the coordinator, and would grant
-it. Nobody promises anything by that. A peer that lost only its own way to the coordinator, or half of a cut network,
-hence spends no terms: the coordinator keeps the members' votes, and goes on when the cut is healed (the pre-vote of
-Ongaro's thesis on Raft, 9.6). It costs one round trip of a take-over, and none of a hand-over.
+Before a candidate asks for a term it holds a pre-vote: it asks the members whether they miss the coordinator too and
+would grant the term. Nobody promises anything by an answer. So a peer that lost only its own way to the coordinator, or
+half of a cut network, spends no terms: the coordinator keeps the members' votes and goes on when the cut is healed
+(Ongaro's thesis on Raft, section 9.6). The pre-vote costs one round trip of a take-over, and none of a hand-over.
 """
 
 import random
@@ -19,18 +20,19 @@ from shoal.protocol.messages import Ping, TermGrant, TermRequest
 from shoal.protocol.plan import Plan, SignedPlan
 
 CLOSE_PEERS = 2
-"""How many of the next in turn ping the coordinator: a second, should the first have died with it. More would cost
-the coordinator of a thousand peers thousands of calls a second."""
+"""So many of the next in turn ping the coordinator. The second is there in case the first has died with the
+coordinator. With more of them the coordinator of a thousand peers would get thousands of calls a second."""
 STAGGER_HEARTBEATS = 0.3
-"""How much longer each next in turn waits before it tries, beside the three round trips that the one before needs."""
+"""Each next in turn waits so much longer before it tries, besides the three round trips that the one before it needs.
+"""
 STAGGER_ROUND_TRIPS = 3.0
 GIVES_WAY_HEARTBEATS = 0.4
 BACK_OFF_HEARTBEATS = 0.5
 SOUNDING_HEARTBEATS = 3.0
-"""How long to ask before pausing: who backs the coordinator at first will see for himself by then."""
+"""A pre-vote lasts for so long. A member that backs the coordinator at first will have seen for itself by then."""
 
 ASK_AGAIN_HEARTBEATS = 0.5
-"""When a question that has not been answered counts as lost."""
+"""A question that has not been answered for so long counts as lost."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -41,7 +43,7 @@ class PreVote:
     expires_at_s: float
     agreed: set[PeerID]
     waiting: dict[PeerID, float] = field(default_factory=dict)
-    """Who has been asked, and until when not again."""
+    """The members that have been asked, and until when not to ask them again."""
 
 
 class Agreed(NamedTuple):
@@ -52,8 +54,10 @@ class Agreed(NamedTuple):
 
 
 class Follower:
-    """Args:
-    run, me, owner: as in the core.
+    """One peer's part while another peer coordinates.
+
+    Args:
+        run, me, owner: as in the core.
     """
 
     def __init__(
@@ -69,16 +73,16 @@ class Follower:
         self._turn: tuple[Plan | None, int | None] = None, None
 
     def is_brisk(self, now_s: float) -> bool:
-        """Whether something of ours waits for less than half a heartbeat."""
+        """Whether something waits for less than half a heartbeat."""
         return self._pre_vote is not None or self.watch.is_brisk(now_s)
 
     def hold_off(self, until_s: float) -> None:
-        """Somebody else has the term, or ours came to nothing: do not ask before."""
+        """Do not ask for a term before `until_s`: another peer has the term, or our proposal came to nothing."""
         self._not_before_s = max(self._not_before_s, until_s)
 
     def gives_way(self, candidate: PeerID, plan: Plan, now_s: float) -> None:
-        """We have told `candidate` that we miss the coordinator too: let it try first if it comes before us, or the two
-        of us share the members' promises and neither has a majority."""
+        """We have told `candidate` that we miss the coordinator too. If it comes before us, it tries first: otherwise
+        the two of us would share the members' promises and neither would have a majority."""
         theirs = election.standing(self._run, plan.term, plan.coordinator, plan.members, candidate)
         ours = self._standing(plan)
         if theirs is not None and ours is not None and theirs < ours:
@@ -86,12 +90,12 @@ class Follower:
             self.hold_off(now_s + GIVES_WAY_HEARTBEATS * self._heartbeat_s)
 
     def back_off(self, now_s: float) -> None:
-        """Ours came to nothing; candidates that met do not meet again."""
+        """Our proposal came to nothing. The wait is random, so that two candidates that met do not meet again."""
         self._pre_vote, self._is_asking = None, False
         self.hold_off(now_s + (1 + 2 * self._rng.random()) * BACK_OFF_HEARTBEATS * self._heartbeat_s)
 
     def obeys(self, plan: Plan, *, new_term: bool, replaced: PeerID | None, now_s: float) -> None:
-        """There is a new plan to follow."""
+        """A new plan is live."""
         self._is_asking = self._is_asking and not new_term
         self._pre_vote = None
         self.watch.obeys(plan, new_term=new_term, replaced=replaced, now_s=now_s)
@@ -101,8 +105,10 @@ class Follower:
     ) -> tuple[list[Command], Agreed | None]:
         """Ping the coordinator if that is ours to do; ask the others about it if it is silent and it is our turn.
 
-        Args: busy: a proposal of ours is under way; term: the next that we could have.
-        Returns: (commands, what a majority agrees to, where our own opinion is one).
+        Args:
+            busy: a proposal of ours is under way.
+            term: the next term that we could have.
+        Returns: (commands, what a majority agrees to if our own opinion is one).
         """
         plan = live.plan
         turn = self._standing(plan) if eligible else None
@@ -155,7 +161,7 @@ class Follower:
             pre_vote.waiting.pop(peer, None)
 
     def _agreed(self, pre_vote: PreVote) -> Agreed | None:
-        """What a majority agrees to, which ends the pre-vote."""
+        """What a majority agrees to; that ends the pre-vote."""
         if not is_quorum(pre_vote.agreed, pre_vote.base.plan.electors, self._owner):
             return None
         self._pre_vote = None

@@ -1,4 +1,4 @@
-"""What a coordinator leaves to the next one, as much of it as a message takes. Pure."""
+"""What a coordinator leaves to the next one, cut to what a message takes. Pure."""
 
 import msgspec
 
@@ -9,24 +9,25 @@ from shoal.protocol.limits import CONTROL_BYTES_MAX
 from shoal.protocol.messages import Advert, HandOver
 
 ADVERTS_MAX = 64
-"""The successor hears from everyone within a heartbeat anyway; adverts only spare it that wait for most."""
+"""So many adverts are handed over. The successor hears from every peer within a heartbeat anyway; adverts spare it that
+wait for most of them."""
 LEAST_NEEDED = ("roster", "plans", "absent", "records", "loads")
-"""What a will too large for a message goes without, in this order. A plan leaves no room for it all from some hundreds
-of peers on, of which the roster names 64; the plans of late, and since when somebody has been silent, are for people;
-records choose among placements; without loads the heir shares out a hot expert's tokens as they are until it has
-measured where they go."""
+"""A hand-over that is too large for a message goes without these, in this order. From some hundreds of peers on the
+plan leaves no room for all of it. The roster names 64 peers only; plans and absences are for people; records choose
+among placements; without loads the heir leaves a hot expert's shares as they are until it has measured where tokens go.
+"""
 
 
 def adverts(roster: Roster, now_s: float) -> tuple[tuple[PeerID, Advert], ...]:
-    """Of those alive."""
+    """The adverts of peers that are alive."""
     known = ((peer, roster.presences[peer].advert) for peer in roster.alive(now_s))
     return tuple((peer, advert) for peer, advert in known if advert is not None)[:ADVERTS_MAX]
 
 
-def fitting(will: HandOver) -> HandOver:
-    """`will` without what makes it larger than a message. A plan that is that large alone goes nowhere."""
+def fitting(handover: HandOver) -> HandOver:
+    """Drop from `handover` what makes it larger than a message. A plan that is that large alone goes nowhere."""
     for name in LEAST_NEEDED:
-        if len(msgspec.msgpack.encode(will)) + ENVELOPE_BYTES <= CONTROL_BYTES_MAX:
+        if len(msgspec.msgpack.encode(handover)) + ENVELOPE_BYTES <= CONTROL_BYTES_MAX:
             break
-        will = msgspec.structs.replace(will, **{name: ()})
-    return will
+        handover = msgspec.structs.replace(handover, **{name: ()})
+    return handover

@@ -1,4 +1,5 @@
-"""The coordinator's part, while the role is here: who is there, what should come next, who is next. Pure."""
+"""The coordinator's part, while this peer has the role. It finds out which members are there, asks for the next layout,
+and gives the role away at the term's end. Pure."""
 
 import math
 from dataclasses import dataclass
@@ -16,21 +17,22 @@ from shoal.protocol.plan import Plan, SignedPlan
 from shoal.protocol.spec import SwarmSpec
 
 HEAD_HEARTBEATS = 10.0
-"""How often the coordinator renews the directory's record of the chain."""
+"""The coordinator renews the directory's record of the chain this often."""
 ALONE_HEARTBEATS = 1.0
-"""How often it looks there while it hears no majority: the others may have another coordinator."""
+"""While it hears no majority it looks into the directory this often: the others may have another coordinator."""
 OVERTIME_HEARTBEATS = 6.0
-"""For how long a term goes on beyond its end until a doubt is resolved and planned for, or a search behind a loss has
-ended: an heir, who has heard nobody yet, gives everybody time anew."""
+"""A term goes on for so long beyond its end, until a doubt about a member is resolved and planned for, or until the
+search after a loss has ended. An heir has heard nobody yet and would give every member its time anew."""
 SEARCH_HEARTBEATS = 3.0
-"""How long such a search may take, and what it finds to be voted on."""
+"""The search after a loss may take so long, and the vote on its result with it."""
 PLAN_HEARTBEATS = 0.5
-"""How often it looks whether another plan would be better; at once when somebody comes, is heard first, or dies."""
+"""The coordinator looks this often whether another plan would be better. It looks at once when a peer comes, is heard
+for the first time, or dies."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeepRole:
-    """The role is ours for another term."""
+    """The role stays with us for another term."""
 
 
 Want = Layout | KeepRole | None
@@ -38,8 +40,10 @@ Want = Layout | KeepRole | None
 
 
 class Leader:
-    """Args:
-    policy: says which layout should come next, from its view of the swarm; shared with the core.
+    """The coordinator's leadership term, from its first plan to the heir's.
+
+    Args:
+        policy: says which layout should come next, from its view of the swarm; shared with the core.
     """
 
     def __init__(self, *, me: PeerID, owner: PeerID, swarm: SwarmSpec, policy: ReplanPolicy, now_s: float) -> None:
@@ -51,12 +55,15 @@ class Leader:
         self._plan_at_s = now_s
         self._members: frozenset[PeerID] = frozenset()
         self._lost_s = -math.inf
-        """When the live plan lost a member."""
+        """The time at which the live plan lost a member."""
         self._known: tuple[tuple[PeerID, ...], bool] = (), False
-        """Who was alive when it last looked, and whether it had heard them all."""
+        """The peers that were alive when it last looked, and whether it had heard all of them."""
 
     def begin(self, plan: Plan, now_s: float, *, continuing: bool, silent: PeerID | None) -> None:
-        """A term of ours begins. `silent`: whose silence brought it, if that is why."""
+        """A term of ours begins.
+
+        Args: silent: the coordinator whose silence brought the term, if that is why it begins.
+        """
         self._transfer.begin(now_s)
         self._head_at_s = now_s + HEAD_HEARTBEATS * self._heartbeat_s
         self._members, self._lost_s = frozenset(plan.members), -math.inf
@@ -65,12 +72,12 @@ class Leader:
         self._detector.begin((silent,) if silent in plan.members else (), now_s)
 
     def excuse(self, now_s: float) -> None:
-        """We slept: nobody's silence until now counts."""
+        """This peer slept, so no silence until now counts against anybody."""
         self._policy.view.roster.excuse_all(now_s)
         self._detector.begin((), now_s)
 
     def hasten(self, due_s: float) -> None:
-        """The role should move on at `due_s`, if it would not before."""
+        """The role should move on at `due_s`, if it would not do so before."""
         self._transfer.hasten(due_s)
 
     def lost(self, now_s: float, *, outbid: bool) -> None:
@@ -83,7 +90,8 @@ class Leader:
     # --- what others say ---
 
     def heard(self, peer: PeerID, heartbeat: Heartbeat, plan: Plan, now_s: float) -> None:
-        """A heartbeat, which the view has noted. Whom it calls silent is looked for at the next tick."""
+        """A heartbeat has come, and the view has noted it. The peers that it calls silent are looked for at the next
+        tick."""
         self._detector.heard(peer)
         self._detector.report(peer, heartbeat.silent, plan, now_s)
 
@@ -114,9 +122,12 @@ class Leader:
     def work(
         self, live: SignedPlan, now_s: float, *, eligible: bool, busy: bool, outranked: bool, sequence: int
     ) -> tuple[list[Command], Want]:
-        """Args: eligible: we may coordinate the next term too; busy: a proposal of ours is under way; outranked: there
-        is word of another coordinator's plan above ours.
+        """Do what is due, and say what should be proposed.
 
+        Args:
+            eligible: we may coordinate the next term too.
+            busy: a proposal of ours is under way.
+            outranked: there is word of another coordinator's plan above ours.
         Returns: (commands, what to propose).
         """
         roster = self._policy.view.roster
@@ -150,7 +161,8 @@ class Leader:
         return commands + more, want
 
     def _finds_out(self, plan: Plan, now_s: float) -> bool:
-        """What an heir would have to begin again: whether somebody is gone, or how to make up for the loss."""
+        """Whether we are about to know what an heir would have to find out again: whether a member is gone, or how to
+        make up for a loss."""
         roster, heartbeat_s = self._policy.view.roster, self._heartbeat_s
         finds_out = (
             self._detector.are_open

@@ -1,11 +1,11 @@
 """What a peer knows of the coordinator: who it is, and when its silence means that it is gone. Pure.
 
-Everyone hears the coordinator once a heartbeat, with the answer to its own. Whoever is next in turn (`close`) also
-pings it several times a heartbeat: it may then suspect it after little more than one, on evidence of six answers that
-did not come. The others get no such evidence and need none: they are asked whether they agree (`follower`), and look
-for themselves when they are (`alarm`).
+Every peer hears the coordinator once a heartbeat, with the answer to its own heartbeat. The peers that are next in turn
+(`close`) also ping it several times a heartbeat, so they may suspect it after little more than one heartbeat, on the
+evidence of six missing answers. The other peers have no such evidence and need none: they are asked whether they agree
+(`follower`), and look for themselves when they are (`alarm`).
 
-A refused connection says more than silence: a process that stands still keeps its connections. Two refusals, one
+A refused connection says more than silence, since a process that stands still keeps its connections. Two refusals, one
 after the other, need no waiting.
 """
 
@@ -18,24 +18,27 @@ Order = tuple[int, int]
 
 PING_HEARTBEATS = 0.25
 CLOSE_FLOOR_HEARTBEATS = 1.2
-"""Five pings without an answer. With three round trips to a plan (agree, grant, vote) this leaves most of a heartbeat
-of the two within which the next plan should be live."""
+"""Five pings are not answered in this time. A plan takes three round trips more (agree, grant, vote), so most of a
+heartbeat is left of the two within which the next plan should be live."""
 FLOOR_HEARTBEATS = 3.0
-"""Without pings: two answers are missing, and the third is late."""
+"""Without pings, two answers are missing after this time, and the third is late."""
 BACKING_HEARTBEATS = 1.15
-"""Heartbeats vary by a twentieth: whoever waits for longer than this has missed one."""
+"""Heartbeats vary by a twentieth: a peer that waits for longer than this has missed one."""
 ALARM_HEARTBEATS = 2.0
 MEMORY_HEARTBEATS = 60.0
 HINT_HEARTBEATS = 5.0
-"""Who coordinates a plan above ours answers with it: for how long we believe that somebody does, and ask it."""
+"""A peer that is said to coordinate a plan above ours answers with that plan. We believe that it does, and ask it, for
+so long."""
 DOUBT_HEARTBEATS = 60.0
-"""For how long we do not believe it again, if it did not. It may have been out of our reach."""
+"""If such a peer has not shown the plan we do not believe it again for so long. It may have been out of our reach."""
 DOUBTED_MAX = 64
 
 
 class LeaderMonitor:
-    """Args:
-    owner: to whom everyone reports before there is a plan.
+    """Watches one coordinator after the other.
+
+    Args:
+        owner: the peer to which everybody reports before there is a plan.
     """
 
     def __init__(self, *, owner: PeerID, heartbeat_s: float, now_s: float) -> None:
@@ -56,31 +59,32 @@ class LeaderMonitor:
         self._is_named = False
         self._behind_until_s = now_s
         self.doubted: dict[PeerID, float] = {}
-        """Who is said to coordinate a plan above ours and has not shown it, and until when not to believe it. Oldest
-        first."""
+        """The peers that are said to coordinate a plan above ours and have not shown it, and until when not to believe
+        it. Oldest first."""
         self.head_known = False
-        """The directory has been asked where the chain is."""
+        """Whether the directory has been asked where the chain is."""
 
     def target(self, live: Plan | None) -> PeerID:
-        """To whom to report: the coordinator of our plan, or of a higher one that we have heard of and do not have."""
+        """The peer to report to: the coordinator of our plan, or of a higher one that we have heard of and do not
+        have."""
         if self._hint is not None and self._hint[0] > (live.order if live else (0, 0)):
             return self._hint[1]
         return live.coordinator if live else self._owner
 
     def run_exists(self, now_s: float) -> bool:
-        """Somebody has a plan of this run that we do not have: the directory names it, though it may not answer, or
-        those who obey it report to us."""
+        """Whether there is a plan of this run that we do not have: the directory names it, though its coordinator may
+        not answer, or peers that obey it report to us."""
         return self._hint is not None or self._is_named or now_s < self._behind_until_s
 
     def is_behind(self, now_s: float) -> None:
-        """A peer reports that it obeys a later plan than we."""
+        """A peer has reported that it obeys a later plan than we do."""
         self._behind_until_s = now_s + MEMORY_HEARTBEATS * self._heartbeat_s
 
     # --- is it there ---
 
     @property
     def suspect_at_s(self) -> float:
-        """When its silence, if it lasts until then, means that it is gone."""
+        """The time at which the coordinator's silence, if it lasts until then, means that it is gone."""
         if self._gone_s is not None:
             return self._gone_s
         arrivals = self._pings if self._close else self._beats
@@ -95,39 +99,39 @@ class LeaderMonitor:
         return self._round_trip.patience_s
 
     def heard_lately(self, now_s: float) -> bool:
-        """Whether to back the coordinator against a candidate that thinks it gone: as long as its next answer is not
-        late. Whoever has seen it come late before backs it for longer."""
+        """Whether to back the coordinator against a candidate that thinks it gone. We back it until its next answer is
+        late, and for longer if we have seen it come late before."""
         if self._gone_s is not None:
             return False
         usual_s = max(BACKING_HEARTBEATS * self._heartbeat_s, self._beats.usual_s, 1.1 * self._beats.worst_s)
         return now_s < self._sign_s + min(usual_s, self._beats.patience_s)
 
     def keep_close(self, close: bool, now_s: float) -> None:
-        """Whether we are among the first in turn, and ping it."""
+        """Say whether we are among the first in turn, and therefore ping the coordinator."""
         if close and not self._close:
             self._pings.excuse(self._sign_s)
             self._ping_at_s = now_s
         self._close = close
 
     def alarm(self, now_s: float) -> None:
-        """Somebody thinks it gone: look for ourselves."""
+        """Another peer thinks the coordinator gone: look for ourselves."""
         if now_s >= self._alarm_until_s and not self._close:
             self._ping_at_s = now_s
         self._alarm_until_s = now_s + ALARM_HEARTBEATS * self._heartbeat_s
 
     def is_brisk(self, now_s: float) -> bool:
-        """Whether it is pinged."""
+        """Whether we are pinging the coordinator."""
         return self._close or now_s < self._alarm_until_s
 
     def takes_ping(self, now_s: float) -> bool:
-        """Whether to ping it now; True once each time."""
+        """Whether to ping the coordinator now. It is True once for each ping."""
         if not self.is_brisk(now_s) or now_s < self._ping_at_s:
             return False
         self._ping_at_s = now_s + PING_HEARTBEATS * self._heartbeat_s
         return True
 
     def answered(self, peer: PeerID, live: Plan | None, *, took_s: float, now_s: float) -> None:
-        """`peer` answered a ping."""
+        """`peer` has answered a ping."""
         if live is not None and peer == live.coordinator:
             if self._close:
                 self._pings.arrived(now_s)
@@ -138,7 +142,7 @@ class LeaderMonitor:
             self._was_wronged(peer, now_s)
 
     def refused(self, peer: PeerID, live: Plan | None, *, took_s: float, now_s: float) -> None:
-        """A call to `peer` was turned away at once: its process is not there. Asks again shortly, to be sure."""
+        """A call to `peer` was turned away at once: its process is not there. We ask again shortly, to be sure."""
         if live is None or peer != live.coordinator:
             return
         if self._refused_s is None:
@@ -159,10 +163,10 @@ class LeaderMonitor:
             self._replaced = None
 
     def obeys(self, plan: Plan, *, new_term: bool, replaced: PeerID | None, now_s: float) -> None:
-        """A plan of ours changed; in a new term there is another to listen to. What was measured of the old one stays:
-        it says as much about us and our network.
+        """A new plan is live; in a new term there is another coordinator to listen to. What was measured of the one
+        before stays, because it says as much about us and our network.
 
-        Args: replaced: whose silence brought the new term.
+        Args: replaced: the coordinator whose silence brought the new term.
         """
         if new_term:
             self._replaced = (replaced, self._sign_s) if replaced is not None else None
@@ -181,7 +185,7 @@ class LeaderMonitor:
         self._hint_until_s = now_s + HINT_HEARTBEATS * self._heartbeat_s
 
     def weigh_hint(self, now_s: float) -> None:
-        """Time has passed: whoever is said to have a plan above ours should have shown it by now."""
+        """Time has passed: a peer that is said to have a plan above ours should have shown it by now."""
         for peer in [peer for peer, until_s in self.doubted.items() if now_s >= until_s]:
             del self.doubted[peer]
         if self._hint is not None and now_s >= self._hint_until_s:
@@ -197,7 +201,7 @@ class LeaderMonitor:
     def replied(
         self, peer: PeerID, reply: HeartbeatReply, live: Plan | None, *, me: PeerID, took_s: float, now_s: float
     ) -> None:
-        """The answer to a heartbeat of ours; `live` is what we obey after it."""
+        """A heartbeat of ours has been answered. Args: live: the plan that we obey after it."""
         if reply.is_coordinator and (live is None or peer == live.coordinator):
             self._beats.arrived(now_s)
             self._alive(took_s)
@@ -207,7 +211,7 @@ class LeaderMonitor:
             self._was_wronged(peer, now_s)
 
     def found(self, head: PlanHead | None, live: Plan | None, *, me: PeerID, now_s: float) -> bool:
-        """What the directory says. Returns: whether it is news."""
+        """The directory has answered. Returns: whether it has said anything new."""
         self.head_known = True
         self._is_named = head is not None and head.coordinator != me
         if head is None or head.coordinator == me:

@@ -1,17 +1,18 @@
-"""When the coordinator gives the role away, and whom it has asked. Pure."""
+"""When the coordinator gives the role away, and which heirs it has asked. Pure."""
 
 from collections.abc import Sequence
 
 from shoal.protocol.identity import PeerID
 
 PATIENCE_HEARTBEATS = 1.25
-"""How long an heir has to make its first plan, and some round trips: asking for the term and for votes takes two."""
+"""An heir has so long to make its first plan, and some round trips more: asking for the term and for votes takes
+two."""
 ROUND_TRIPS = 6.0
-"""Of ours to the heir; its own to the members may be three times as long."""
+"""So many of our round trips to the heir are added; its own to the members may be three times as long."""
 
 
 class LeadershipTransfer:
-    """One coordinator's term, from its beginning to an heir's first plan."""
+    """One leadership term, from its beginning to an heir's first plan."""
 
     def __init__(self, *, term_s: float, heartbeat_s: float, now_s: float) -> None:
         self._term_s, self._patience_s = term_s, PATIENCE_HEARTBEATS * heartbeat_s
@@ -26,24 +27,25 @@ class LeadershipTransfer:
         self._asked, self._passed_over = None, set()
 
     def hasten(self, due_s: float) -> None:
-        """The role should move on at `due_s`, if it would not before."""
+        """The role should move on at `due_s`, if it would not do so before."""
         self._due_s = min(self._due_s, due_s)
 
     @property
     def is_waiting(self) -> bool:
-        """Somebody has been asked and has time to make its plan; until then we make none."""
+        """Whether an heir has been asked and has time to make its plan. Until then this peer makes none."""
         return self._asked is not None
 
     def is_due(self, now_s: float) -> bool:
-        """Whether to ask somebody now, for the first time or because the last did not take the role."""
+        """Whether to ask an heir now, for the first time or because the last one did not take the role."""
         return now_s >= (self._asked_until_s if self._asked is not None else self._due_s)
 
     def may_wait(self, now_s: float, by_s: float) -> bool:
-        """Whether the role has been due for less than `by_s`, and nobody has been asked."""
+        """Whether the role has been due for less than `by_s`, and no heir has been asked."""
         return self._asked is None and now_s < self._due_s + by_s
 
     def next(self, order: Sequence[PeerID], now_s: float) -> PeerID | None:
-        """Whom of `order` to ask, first in turn first; None: nobody is left, the role stays for a while."""
+        """The next peer of `order` to ask, first in turn first; None: nobody is left, and the role stays for a
+        while."""
         self._asked = next((peer for peer in order if peer not in self._passed_over), None)
         if self._asked is None:
             self._passed_over = set()

@@ -1,11 +1,12 @@
-"""What has been committed, from the reports that stage leads send with their heartbeats. Pure.
+"""Knows what has been committed, from the reports that each stage's leader sends with its heartbeats. Pure.
 
-A report may come twice (the reply to a heartbeat was lost, the role moved on meanwhile), late, or for a step of which
-the coordinator before us got the other half. Each (stage, step) counts once. A step is told once, when the last stage's
-report is here, which alone knows the loss, and either all stages have reported or `PATIENCE_S` is over.
+A report may come twice (the reply to a heartbeat was lost, or the role moved on meanwhile), late, or for a step of
+which the coordinator before us got the other half. Each (stage, step) counts once. A step is told once: when the last
+stage's report is here, which alone knows the loss, and either all stages have reported or `PATIENCE_HEARTBEATS` are
+over.
 
-A report is the word of one peer, so it is kept until enough others confirm it: a step is told, its loss shown and the
-pace reckoned with it, once the last stage's version as most of its members report it (`confirmations`) has passed it.
+A report is one peer's word, so it is kept until enough others confirm it. A step is told, its loss shown and the rate
+reckoned with it, once the last stage's version, as most of its members report it (`confirmations`), has passed it.
 
 When the run goes back (a new era), so does the ledger: steps above the beginning happen, and are told, again.
 """
@@ -20,37 +21,38 @@ from shoal.coordinator.token_rate import AGE_S_MAX, TokenRate
 from shoal.protocol.messages import CommitReport, HandOver, ValidationReport
 
 HISTORY_STEPS = 1024
-"""Steps whose records are kept; a report for an older one counts as a repetition."""
+"""The records of so many steps are kept; a report for an older one counts as a repetition."""
 PATIENCE_HEARTBEATS = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """One step for the log and the live view. `duplicates` and `given_up` sum over the stages that have reported."""
+    """One step, for the log and the live view. `duplicates` and `given_up` are sums over the stages that have
+    reported."""
 
     step: int
-    """From 0; after it versions are step + 1."""
+    """Counts from 0; after step s, versions are s + 1."""
     loss: float | None
     validation_loss: float | None
-    """Of the newest validation, once: None if no new one came since the record before."""
+    """The loss of the newest validation, told once; None: there was no new one since the record before."""
     validation_step: int | None
-    """The version that it validated."""
+    """The version that was validated."""
     tokens_per_s: float
     staleness_mean: float
-    """Steps, mean over the stages that have reported."""
+    """Steps, the mean over the stages that have reported."""
     duplicates: int
     given_up: int
     dissenting: int
-    """Members whose state was not their group's after the commit."""
+    """How many members had another state than their group after the commit."""
     era: int
     term: int
     peers: int
     gradient_norm: float | None = None
-    """2-norm of the whole model's reduced gradient before clipping; None: not every group has told its part."""
+    """The 2-norm of the whole model's reduced gradient before clipping; None: not every group has told its part."""
 
 
 class Ledger:
-    """Commits of one run as this peer has heard of them."""
+    """The commits of one run, as far as this peer has heard of them."""
 
     def __init__(
         self,
@@ -64,9 +66,9 @@ class Ledger:
         tokens_per_step: int,
     ) -> None:
         self.era = 0
-        """Of everything in here that is not history."""
+        """The era of everything in the ledger except the history."""
         self.num_rejected = 0
-        """Reports that contradicted themselves."""
+        """How many reports contradicted themselves."""
         self._num_stages = num_stages
         self._steps = steps
         self._microbatches = microbatches
@@ -74,7 +76,7 @@ class Ledger:
         self._patience_s = PATIENCE_HEARTBEATS * heartbeat_s
         self._reports: dict[int, dict[int, CommitReport]] = {}
         self._unconfirmed: dict[int, tuple[CommitReport, float]] = {}
-        """The last stage's reports and when they came, of steps that its members have not confirmed."""
+        """By step, the last stage's report and when it came, of steps that the stage's members have not confirmed."""
         self._untold: dict[int, float] = {}
         self._told: deque[int] = deque(maxlen=HISTORY_STEPS)
         self._validation: ValidationReport | None = None
@@ -83,7 +85,7 @@ class Ledger:
         self._expert_versions = [0] * (num_stages * num_experts)
         self.history: deque[StepRecord] = deque(maxlen=HISTORY_STEPS)
         self.loss: float | None = None
-        """Of the newest step that is known."""
+        """The loss of the newest step that is known."""
         self._loss_step = -1
         self.validation_loss: float | None = None
         self.validation_step: int | None = None
@@ -95,23 +97,24 @@ class Ledger:
 
     @property
     def step(self) -> int:
-        """Steps that every stage has committed."""
+        """How many steps every stage has committed."""
         return min(self._versions)
 
     @property
     def version_max(self) -> int:
+        """The highest version of any stage."""
         return max(self._versions)
 
     @property
     def done(self) -> bool:
-        """Every stage has committed the last step, its experts too, and what came out of it has been validated."""
+        """Whether every stage has committed the last step, its experts too, and the result has been validated."""
         if any(version < self._steps for version in self._expert_versions):
             return False
         validated = self._validation is not None and self._validation.step >= self._steps
         return self.step >= self._steps and (validated or not self._validates)
 
     def rewind(self, era: int, version: int) -> None:
-        """From now on only `era` counts, which begins at `version`."""
+        """Only `era` counts from now on, which begins at `version`."""
         self.era = era
         self.pace.begin_era(era, version)
         self._versions = [min(version, self._steps)] * self._num_stages
@@ -136,7 +139,7 @@ class Ledger:
         self._confirm()
 
     def note_commits(self, reports: Iterable[CommitReport], now_s: float) -> list[str]:
-        """Returns: what is wrong with those that contradict themselves, which do not count."""
+        """Note reports. Returns: what is wrong with those that contradict themselves, which do not count."""
         flaws = []
         for report in reports:
             oldest = max(0, self.version_max - HISTORY_STEPS)
@@ -164,9 +167,9 @@ class Ledger:
         return flaws
 
     def _confirm(self, *, flush: bool = False) -> None:
-        """Count what the last stage's lead has reported and its members have confirmed by now.
+        """Count the steps that the last stage's leader has reported and its members have confirmed by now.
 
-        Args: flush: and the steps right behind those, which others will hear confirmed.
+        Args: flush: count also the steps right behind those, which other coordinators will hear confirmed.
         """
         confirmed = self._versions[-1]
         while flush and confirmed in self._unconfirmed:
@@ -181,7 +184,7 @@ class Ledger:
                 self.loss, self._loss_step = report.loss, report.step
 
     def _trim(self, table: dict[int, Any]) -> None:
-        """To `HISTORY_STEPS`: first what claims to be far ahead of everybody, then the oldest."""
+        """Cut a table to `HISTORY_STEPS`: first goes what claims to be far ahead of everybody, then the oldest."""
         while len(table) > HISTORY_STEPS:
             last = max(table)
             del table[last if last >= self.version_max + HISTORY_STEPS else min(table)]
@@ -193,7 +196,8 @@ class Ledger:
             self._norms.setdefault(report.step, {})[report.stage] = norm
 
     def _flaw(self, report: CommitReport) -> str:
-        """Every microbatch is in the ledger once, or given up; one that came again is counted as a duplicate."""
+        """Say what is wrong with a report; empty: nothing. Every microbatch is in the ledger once, or given up; one
+        that came again is counted as a duplicate."""
         held, lost, again = report.microbatches, report.given_up, report.duplicates
         if held >= 0 and lost >= 0 and again >= 0 and held + lost == self._microbatches:
             return ""
@@ -203,8 +207,9 @@ class Ledger:
         )
 
     def note_validations(self, reports: Iterable[ValidationReport]) -> None:
-        """A loss is one member's word, whichever stage it is of: only who computes it again could confirm it. But it is
-        of a version that the members of the stages have confirmed; its lead repeats it until they have."""
+        """Note the losses of validations. Such a loss is one member's word, since only a peer that computes it again
+        could confirm it. But it is of a version that the stages' members have confirmed; the leader of stage 0 repeats
+        it until they have."""
         for report in reports:
             if report.era != self.era or not 0 <= report.step <= self.version_max or not math.isfinite(report.loss):
                 continue
@@ -213,7 +218,7 @@ class Ledger:
                 self.validation_loss, self.validation_step = report.loss, report.step
 
     def take_over(self, will: HandOver, now_s: float) -> None:
-        """What the coordinator before us knew and we do not. Nothing of another era, except how fast the run is."""
+        """Take over what the coordinator before us knew and we do not. Of another era only the run's rate counts."""
         self.pace.take_over(will.pace, now_s)
         if will.era != self.era:
             return
@@ -226,7 +231,7 @@ class Ledger:
         self.staleness_mean = will.staleness_steps_mean
 
     def tell(self, now_s: float, *, term: int, peers: int, flush: bool = False) -> list[StepRecord]:
-        """Records of steps that are due, in step order; all that have a loss with `flush`."""
+        """The records of the steps that are due, in the order of steps. With `flush`, all that have a loss are due."""
         records = []
         self._confirm(flush=flush)
         for step in sorted(self._untold):

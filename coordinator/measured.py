@@ -1,12 +1,13 @@
-"""What peers report to have measured, kept until a plan needs it. Pure.
+"""Keeps what peers report to have measured until a plan needs it. Pure.
 
-Claims are not trusted, so what others have measured counts first. Of a link: the receiver's figure bounds the sender's,
-and of two round trips over one link the longer counts, so that who claims a better link than there is gains nothing and
-who claims a worse one only loses work. Of a device: the seconds that its microbatches took, over what its probe said.
+Claims are not trusted, so what other peers have measured counts first. For a link, the receiver's figure bounds the
+sender's, and of two round trips over one link the longer counts: a peer that claims a better link than there is gains
+nothing, and one that claims a worse link only loses work. For a device, the seconds that its microbatches took count
+before what its probe said.
 
-Until others have seen it at work a peer is worth at most the median of those who have been seen, whatever it claims of
-its device and its line: six that boast, beside six that work, get what six usual ones would. A peer that works, and
-lies about its own seconds, is found out as far as `BOAST_MEASURED` only.
+Until others have seen a peer at work it is worth at most the median of those that have been seen, whatever it claims of
+its device and its line: six peers that boast, beside six that work, get what six usual ones would. If a peer works, and
+lies about its own seconds, only `BOAST_MEASURED` bounds what it gains.
 """
 
 import math
@@ -24,36 +25,39 @@ from shoal.protocol.messages import LinkReport
 from shoal.protocol.topology import Floats
 
 STEADY_REPORTS = 16
-"""Of so many an average is made, in the logarithm; then each new one moves it by 1/16. Noise of +-10 % leaves 1 %."""
+"""The average is over so many reports, in the logarithm; after that each new one moves it by 1/16. Noise of +-10 %
+leaves 1 %."""
 ODD = 1.5
 ODD_REPORTS = 3
-"""Figures off by more than a factor of `ODD`, so many in a row and in one direction, are no noise: believed at once."""
+"""Figures that are off by more than a factor of `ODD`, so many in a row and in one direction, are no noise: they are
+believed at once."""
 SPEED_REPORTS = 3
-"""Before so many a device's figure does not count: its first forward pays for everything that is done once."""
+"""A device's figure counts after so many reports: its first forward pays for everything that is done once."""
 LINKS_KEPT_MAX = 64
-"""Of each reporter, the last it spoke of; as many as an honest one tells of."""
+"""So many links of each reporter are kept, those that it spoke of last; an honest reporter tells of no more."""
 BOAST = 4.0
-"""A sender is believed to be up to so many times faster than what the receiver has seen arrive, which errs down."""
+"""A sender is believed to be up to so many times faster than what the receiver has seen arrive, which errs low."""
 BOAST_CLAIMED = 16.0
-"""While nobody has been measured, as before the first plan, a claim counts up to so many times the usual one: the
-boundaries between stages are made of these, and cards and processors do differ that much."""
+"""While nobody has been measured, as before the first plan, a claim counts up to so many times the usual one. The
+boundaries between stages are made of such claims, and cards and processors do differ that much."""
 BOAST_MEASURED = 64.0
-"""What a device says of its own work counts up to so many times the usual: a data centre's card among processors."""
+"""What a device says of its own work counts up to so many times the usual figure: a data centre's card among
+processors."""
 CLAIM_MIN = 2.0
 """Bytes/s. A claim of nothing comes as 1 (`MeasuredPeer.of`)."""
 RATE_MAX = 1e12
-"""Bytes/s and, in seconds, its inverse: figures beyond are no measurements."""
+"""Bytes/s and, in seconds, the inverse: figures beyond are no measurements."""
 
 
 class Smoothed:
-    """A positive figure without its noise, but not without its changes."""
+    """A positive figure, without its noise but with its changes."""
 
     __slots__ = ("_odd", "count", "log")
 
     def __init__(self) -> None:
         self.count = 0
         self.log = math.nan
-        """NaN: no figure yet."""
+        """The figure's logarithm; NaN: there is no figure yet."""
         self._odd = 0
 
     @property
@@ -85,7 +89,7 @@ class _Link:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class MeasuredNetwork:
-    """Between peers in the order of a snapshot; NaN: nobody has measured it. Rows are senders."""
+    """The links between peers, in the order of a snapshot; NaN: nobody has measured it. Rows are senders."""
 
     latency_s: Floats
     """[N, N], one way."""
@@ -94,13 +98,13 @@ class MeasuredNetwork:
 
 
 class LinkBook:
-    """Links as both of their ends report them."""
+    """The links, as both of their ends report them."""
 
     def __init__(self) -> None:
         self._links: dict[PeerID, OrderedDict[PeerID, _Link]] = {}
 
     def note(self, reporter: PeerID, reports: Iterable[LinkReport]) -> None:
-        """From a heartbeat of `reporter`, who may say anything."""
+        """Note the links in a heartbeat of `reporter`, which may say anything."""
         for report in islice(reports, LINKS_PER_HEARTBEAT_MAX):
             if report.peer == reporter:
                 continue
@@ -114,18 +118,19 @@ class LinkBook:
                 links.popitem(last=False)
 
     def keep(self, peers: Collection[PeerID]) -> None:
-        """Forget what all others have said."""
+        """Forget what all other peers have said."""
         self._links = {peer: links for peer, links in self._links.items() if peer in peers}
 
     def seen_by_others(self) -> frozenset[PeerID]:
-        """From whom somebody else has received anything."""
+        """The peers from which another peer has received anything."""
         links = ((peer, link) for links in self._links.values() for peer, link in links.items())
         return frozenset(peer for peer, link in links if link.received.count)
 
     def uploads(self, claims: dict[PeerID, float]) -> dict[PeerID, float]:
-        """Bytes/s at which each sends, over its usual link, as far as its receivers bear it out. Who has not been
-        measured is as fast as it claims, but no faster than the median of the others, and if it claims nothing as fast
-        as that: shares of a reduction must not hang on what is not known.
+        """Bytes/s at which each peer sends, over its usual link, as far as its receivers bear it out.
+
+        A peer that has not been measured is as fast as it claims, but no faster than the median of the others; if it
+        claims nothing it is as fast as that median. The shares of a reduction must not hang on what is not known.
         """
         measured: dict[PeerID, float] = {}
         found: dict[PeerID, float] = {}
@@ -149,6 +154,7 @@ class LinkBook:
         return min(said.value, BOAST * seen.received.value)
 
     def network(self, peers: Sequence[PeerID]) -> MeasuredNetwork:
+        """The links between `peers`, in their order."""
         number = {peer: index for index, peer in enumerate(peers)}
         found = [
             (number[reporter], number[target], link.round_trip_s.log, link.sent.log, link.received.log)
@@ -179,7 +185,7 @@ class SpeedBook:
         self._speeds: dict[PeerID, tuple[object, Smoothed]] = {}
 
     def note(self, peer: PeerID, place: object, flop_per_s: float) -> None:
-        """From a heartbeat of `peer`; another `place` is another figure."""
+        """Note a device's speed from a heartbeat; at another `place` it is another figure."""
         held, speed = self._speeds.get(peer, (None, None))
         if speed is None or held != place:
             speed = Smoothed()
@@ -187,21 +193,22 @@ class SpeedBook:
         _add(speed, flop_per_s)
 
     def keep(self, peers: Collection[PeerID]) -> None:
-        """Forget all others."""
+        """Forget all other peers."""
         self._speeds = {peer: speed for peer, speed in self._speeds.items() if peer in peers}
 
     def measured(self, peer: PeerID) -> float | None:
-        """FLOP/s; None: not measured yet."""
+        """The device's FLOP/s; None: not measured yet."""
         _, speed = self._speeds.get(peer, (None, None))
         return speed.value if speed is not None and speed.count >= SPEED_REPORTS else None
 
     def speeds(self, claims: dict[PeerID, float], *, seen: Collection[PeerID]) -> dict[PeerID, float]:
-        """FLOP/s of everybody: as measured, or as claimed times what claims have been worth at others', but no more
-        than the median of those who have been measured.
+        """FLOP/s of every peer. A measured peer counts as measured. Any other counts as claimed, times what claims have
+        been worth at measured peers, but no more than their median.
 
-        Args: seen: who has been seen at work by others; what the rest say of their own work is a claim.
-        A microbatch's forward is slower than a probe's single layer, for everybody alike: without that factor whoever
-        has not been measured would look faster than the rest.
+        A microbatch's forward is slower than a probe's single layer, for every device alike. Without that factor a peer
+        that has not been measured would look faster than the rest.
+
+        Args: seen: the peers that others have seen at work; what the rest say of their own work is a claim.
         """
         found = {peer: speed for peer in claims if peer in seen and (speed := self.measured(peer)) is not None}
         worth = median(found[peer] / claims[peer] for peer in found) if found else 1.0
@@ -212,7 +219,7 @@ class SpeedBook:
 
 
 def bounded(claimed: dict[PeerID, float], measured: dict[PeerID, float]) -> dict[PeerID, float]:
-    """What claims are believed beside what has been measured of others."""
+    """What claims are believed, given what has been measured of other peers."""
     if measured:
         most = median_low(measured.values())
     elif claimed:
@@ -221,6 +228,6 @@ def bounded(claimed: dict[PeerID, float], measured: dict[PeerID, float]) -> dict
 
 
 def _add(smoothed: Smoothed, figure: float) -> None:
-    """Unless it is none: 0 says that it is not known, and what cannot be is not believed."""
+    """Add a figure unless it is none: 0 says that it is not known, and what cannot be is not believed."""
     if 1.0 / RATE_MAX <= figure <= RATE_MAX * 1e6:
         smoothed.add(figure)

@@ -1,7 +1,7 @@
-"""Who is to hold what: what an allocator makes, and what the next plan says once it is signed. Pure.
+"""The layout of a plan: which peer is to hold which layers. Pure.
 
-There are two types of a layout. A search works on a `Placement`, by device numbers of one topology; `Layout` is in the
-words of the plan: stages with their members' shares, and spares.
+There are two types of a layout. A search works on a `Placement`, by device numbers of one topology. A `Layout` is in
+the words of the plan: stages with their members' shares, and spares.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class Beginning:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Who holds what. `reason` is one sentence for people."""
+    """The stages and spares that the next plan is to have. `reason` is one sentence for people."""
 
     stages: tuple[Stage, ...]
     spares: tuple[PeerID, ...]
@@ -41,7 +41,7 @@ class Layout:
 
 
 def places_of(plan: Plan) -> Places:
-    """Who holds what in a plan, without shares."""
+    """The places of a plan's members, without shares."""
     return _places(plan.stages, plan.spares)
 
 

@@ -1,4 +1,4 @@
-"""The plans of late, for people: a status tells them, whoever coordinates. Pure."""
+"""Keeps the reasons of the last plans for people: a status tells them, whichever peer coordinates. Pure."""
 
 import math
 from collections import deque
@@ -16,18 +16,19 @@ REASON_CHARS_MAX = 160
 
 
 class PlanNotes:
-    """What this peer has obeyed, and what coordinators before it have."""
+    """The plans that this peer has obeyed, and those that coordinators before it told of."""
 
     def __init__(self) -> None:
         self._notes: deque[tuple[float, PlanNote]] = deque(maxlen=NOTES_MAX)
         """(since when, what)."""
 
     def obey(self, plan: Plan, now_s: float) -> None:
+        """Note a live plan."""
         reason = plan.reason[:REASON_CHARS_MAX]
         self._notes.append((now_s, PlanNote(plan.term, plan.sequence, 0.0, plan.coordinator, reason)))
 
     def inherit(self, notes: Iterable[PlanNote], now_s: float) -> None:
-        """Those from before our own first."""
+        """Put another coordinator's notes from before our own first one in front."""
         first = min(((note.term, note.sequence) for _, note in self._notes), default=None)
         missed = [
             (now_s - max(0.0, note.seconds_ago), _cut(note))
@@ -37,11 +38,11 @@ class PlanNotes:
         self._notes = deque([*missed, *self._notes], maxlen=NOTES_MAX)
 
     def tell(self, now_s: float) -> tuple[PlanNote, ...]:
-        """Oldest first."""
+        """The notes, oldest first."""
         return tuple(msgspec.structs.replace(note, seconds_ago=now_s - at_s) for at_s, note in self._notes)
 
 
 def _cut(note: PlanNote) -> PlanNote:
-    """Not longer than one of ours, whoever tells it."""
+    """Cut a note to the length of ours, whoever tells it."""
     coordinator = PeerID(note.coordinator[:PEER_ID_CHARS_MAX])
     return msgspec.structs.replace(note, coordinator=coordinator, reason=note.reason[:REASON_CHARS_MAX])

@@ -1,4 +1,8 @@
-"""What we propose, from the question for a term to a live plan that everyone is told of. Pure."""
+"""The rounds that lead to a plan: from the question for a term, over the votes, to a live plan that everybody is told
+of. Pure.
+
+The proposer runs one ballot at a time and returns how it has ended; this module begins ballots and acts on their ends.
+"""
 
 from collections.abc import Callable
 
@@ -27,8 +31,10 @@ from shoal.protocol.plan import Mandate, SignedPlan
 
 
 class PlanRounds:
-    """Args:
-    adopt: obeys a plan if it is above ours.
+    """Begins proposals, and acts on how they end.
+
+    Args:
+        adopt: obeys a plan if it is above ours.
     """
 
     def __init__(
@@ -47,7 +53,7 @@ class PlanRounds:
         self._adopt = adopt
 
     def found_run(self, now_s: float) -> list[Command]:
-        """As the owner: make the first plan alone, if it is time."""
+        """As the owner, make the first plan alone if it is time."""
         watch = self._follower.watch
         if not watch.head_known:
             return []
@@ -63,7 +69,7 @@ class PlanRounds:
                 return [Note(text=reason)]
 
     def reported(self, sequence: int, now_s: float) -> list[Command]:
-        """A peer obeys the plan of this sequence."""
+        """A peer says that it obeys the plan of this sequence."""
         live = self._chain.live
         if sequence <= (live.plan.sequence if live else 0):
             return []
@@ -71,7 +77,8 @@ class PlanRounds:
         return [LookUp()]  # the chain has gone on without us
 
     def remind(self, peer: PeerID, reply: HeartbeatReply) -> list[Command]:
-        """`peer` has answered our heartbeat. If it coordinates our plan and has forgotten it, its disk failed it."""
+        """`peer` has answered our heartbeat. If it coordinates our plan and knows only a lower term, its disk has
+        failed it: it gets its plan back."""
         live = self._chain.live
         forgot = live is not None and live.plan.coordinator == peer != self._me and reply.term < live.plan.term
         return [Ask(peer=peer, message=PlanLive(plan=live.link))] if live and forgot else []
@@ -96,7 +103,7 @@ class PlanRounds:
         return [*commands, Note(text=layout.reason), Reply(message=Done())]
 
     def pursue(self, want: Want, live: SignedPlan, now_s: float) -> list[Command]:
-        """As the coordinator: what the tenure came up with."""
+        """As the coordinator, propose what `Leader.work` has found."""
         match want:
             case Layout():
                 return self._conclude(self._proposer.propose(live, want, now_s), now_s)
@@ -106,7 +113,7 @@ class PlanRounds:
                 return []
 
     def inherit(self, live: SignedPlan, now_s: float) -> list[Command]:
-        """The role is handed to us."""
+        """The coordinator has handed the role to us: ask for its next term."""
         return self._conclude(self._proposer.campaign(live, now_s, handed_over=True), now_s)
 
     def succeed(self, agreed: Agreed | None, now_s: float) -> list[Command]:
@@ -118,7 +125,7 @@ class PlanRounds:
         return [note, *self._conclude(self._proposer.campaign(base, now_s, handed_over=False, term=term), now_s)]
 
     def count(self, event: Answered, now_s: float) -> list[Command]:
-        """A grant or a vote."""
+        """A member has granted a term, voted, or refused."""
         match event.reply:
             case TermGrant() as reply:
                 agreed = reply.granted
@@ -129,24 +136,24 @@ class PlanRounds:
         return self._conclude(self._proposer.count(event, agreed, reply.term, reply.reason, now_s), now_s)
 
     def sounded(self, event: Answered, now_s: float) -> list[Command]:
-        """A member's opinion of a term that we might ask for."""
+        """A member has said whether it would grant us a term."""
         assert isinstance(event.reply, TermGrant)
         agreed = self._follower.count(event) if self._chain.takes_term(event.reply.term + 1) else None
         return self.succeed(agreed, now_s)
 
     def press(self, now_s: float) -> list[Command]:
-        """Time has passed."""
+        """Time has passed: questions are repeated, or the proposal expires."""
         return self._conclude(self._proposer.press(now_s), now_s) if self._proposer.is_busy else []
 
     def searched(self, event: Searched) -> list[Command]:
-        """What a search has found is a plan's next time we look, if it still fits."""
+        """A search has ended. What it has found becomes a plan at the next look, if it still fits."""
         wanted = self._policy.searched(event.job, event.layout, is_possible=event.is_possible)
         if event.is_bug:
             return [Alarm(text=event.reason)]
         return [Note(text=event.reason)] if wanted else []
 
     def _conclude(self, progress: Progress, now_s: float) -> list[Command]:
-        """What the proposer asks for, and what follows from how its proposal has ended."""
+        """Act on how the proposal has ended. Returns: the proposer's commands and those that follow from its end."""
         commands, outcome = progress
         match outcome:
             case Carried() as won:

@@ -1,4 +1,4 @@
-"""Carries one proposal at a time from the question for its term to a majority of votes. Pure."""
+"""Carries one proposal at a time, from the question for its term to a majority of votes. Pure."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,13 +15,13 @@ from shoal.protocol.messages import PlanVote, TermGrant
 from shoal.protocol.plan import Plan, SignedPlan, Stage, vote_body
 
 PROPOSAL_HEARTBEATS = 5.0
-"""How long members have to answer; then it is tried anew, with the swarm as it is by then."""
+"""Members have so long to answer. After that a new proposal is made, for the swarm as it is by then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Carried:
-    """A majority of the electors among `voters` voted for `plan`: it is live, and carries their votes. It need not be
-    ours."""
+    """A majority of the electors among `voters` has voted for `plan`, which is live and carries their votes. The plan
+    need not be ours."""
 
     plan: SignedPlan
     voters: tuple[PeerID, ...]
@@ -31,24 +31,26 @@ class Carried:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenUp:
-    """`outbid`: somebody has promised a higher term than ours."""
+    """The proposal came to nothing. `outbid`: a member has promised a higher term than ours."""
 
     reason: str
     outbid: bool
 
 
 Progress = tuple[list[Command], Carried | GivenUp | None]
-"""What to do next, and how the proposal has ended; None: it goes on, or there is none."""
+"""(what to do next, how the proposal has ended). None: it goes on, or there is no proposal."""
 
 
 class Proposer:
-    """Args:
-    chain: this peer's own, whose vote is the first that each proposal gets, unless it would be the last as well.
-    sign: signs a plan in our name; deterministic.
-    vouch: signs the body of a vote in our name.
-    holds: checks what others have signed so.
-    is_fresh: whether a plan on this base is made before anything was committed in its era.
-    experts: who is to hold them.
+    """Asks for terms and votes in this peer's name.
+
+    Args:
+        chain: this peer's own. Its vote is the first that each proposal gets, unless it would be the last as well.
+        sign: signs a plan in our name; deterministic.
+        vouch: signs the body of a vote in our name.
+        holds: checks the signature under another peer's vote.
+        is_fresh: whether a plan on this base is made before anything was committed in its era.
+        experts: says who is to hold which expert.
     """
 
     def __init__(
@@ -77,12 +79,12 @@ class Proposer:
         return self._ballot is not None
 
     def drop(self) -> bool:
-        """A plan above its base is live. Returns: whether there was a proposal."""
+        """A plan above the proposal's base is live. Returns: whether there was a proposal."""
         dropped, self._ballot = self._ballot is not None, None
         return dropped
 
     def campaign(self, base: SignedPlan, now_s: float, *, handed_over: bool, term: int = 0) -> Progress:
-        """Ask for `term`, or for the next that may be had, and propose the base's layout in it."""
+        """Ask for `term`, or for the next term that may be had, and propose the base's layout in it."""
         term = term or max(self._chain.granted_term, base.plan.term, self._term_max) + 1
         if not self._chain.grant(self._me, term, base).granted:
             return [], None
@@ -99,13 +101,16 @@ class Proposer:
         return self._begun(now_s)
 
     def propose(self, base: SignedPlan, layout: Layout, now_s: float) -> Progress:
-        """As the coordinator, in our own term: straight to the votes."""
+        """As the coordinator, propose a layout in our own term, which needs votes only."""
         assert base.plan.coordinator == self._me
         self._ballot = Ballot(base=base, term=base.plan.term, owner=self._owner, expires_at_s=0.0)
         return self._offer(self.make(base, base.plan.term, layout), now_s)
 
     def count(self, event: Answered, agreed: bool, term: int, reason: str, now_s: float) -> Progress:
-        """An answer; `term` is the highest that the other has promised."""
+        """A member has answered.
+
+        Args: term: the highest term that the member has promised.
+        """
         ballot = self._ballot
         if ballot is None or not ballot.is_about(event.asked):
             return [], None
@@ -138,7 +143,7 @@ class Proposer:
             self._ballot.waiting.discard(event.peer)
 
     def press(self, now_s: float) -> Progress:
-        """Time has passed: ask again whoever did not answer, or give up."""
+        """Time has passed: ask the members again that have not answered, or give up."""
         ballot = self._ballot
         assert ballot is not None
         if now_s < ballot.expires_at_s:
@@ -149,7 +154,10 @@ class Proposer:
     def make(
         self, base: SignedPlan | None, term: int, layout: Layout, *, mandate: bytes = b"", reign: int | None = None
     ) -> SignedPlan:
-        """Args: reign: that begins with a mandate; None: it is the base's."""
+        """Sign a plan with this layout, on `base`.
+
+        Args: reign: the reign that a mandate begins; None: the base's.
+        """
         sequence = self.next_sequence(base)
         self._sequence_max = sequence
         before, begins = base.plan if base else None, layout.beginning
@@ -178,7 +186,8 @@ class Proposer:
         return self._sign(plan)
 
     def next_sequence(self, base: SignedPlan | None) -> int:
-        """Above the base, and above all we have offered or voted for: one (term, sequence) never names two plans."""
+        """A sequence above the base's and above all that we have offered or voted for, so that one (term, sequence)
+        never names two plans."""
         voted = self._chain.accepted.plan.sequence if self._chain.accepted else 0
         return max(base.plan.sequence if base else 0, voted, self._sequence_max) + 1
 
@@ -199,14 +208,14 @@ class Proposer:
         return self._begun(now_s)
 
     def _begun(self, now_s: float) -> Progress:
-        """Ask everybody for the term or for votes, our own part being settled, and go on if that is enough."""
+        """Ask everybody for the term or for votes, after our own vote is settled, and go on if that is enough."""
         commands: list[Command] = [Persist(record=self._chain.record()), *self._ask()]
         more, outcome = self._advance(now_s)
         return commands + more, outcome
 
     def _own_vote(self, base: SignedPlan, body: bytes = b"") -> dict[PeerID, bytes]:
-        """Ours, if it is not enough, signed if there is a `body` to sign. If it alone carries a plan it must be on disk
-        before that goes live: then we ask ourselves like everybody else, and have an answer once it is."""
+        """Give our own vote, signed if there is a `body`, unless it alone is a majority. A vote that carries a plan
+        alone must be on disk before the plan goes live, so in that case we ask ourselves as we ask everybody else."""
         if is_quorum({self._me}, base.plan.electors, self._owner):
             return {}
         return {self._me: self._vouch(body) if body else b""}
@@ -237,7 +246,8 @@ class Proposer:
 
 
 def _since(stages: Sequence[Stage], before: Plan | None, sequence: int) -> tuple[Stage, ...]:
-    """`stages` with each member's `since`: as in `before`, a plan of this era, if it has the same place there."""
+    """Set `since` for each member: as in `before`, a plan of this era, if the member has the same place there, else
+    `sequence`."""
     held = {
         (index, stage.first_layer, stage.last_layer, member.peer): member.since
         for index, stage in enumerate(before.stages if before else ())

@@ -1,4 +1,4 @@
-"""Which layout should come next, and when: what the coordinator makes of its view of the swarm. Pure.
+"""Says which layout should come next, and when, from the coordinator's view of the swarm. Pure.
 
 A change is answered at once with a repaired layout, and a search for a better one is asked for behind it
 (`search_schedule`). A stage whose state nobody holds any more takes the run back to a snapshot (`era`).
@@ -19,19 +19,21 @@ from shoal.protocol.plan import Mandate, Plan, SignedPlan
 
 LOOKING_FOR_FIRST = "looking for a first layout"
 RETURN_S_MAX = 600.0
-"""How long at most the run waits for a silent peer that has what nobody else has."""
+"""The run waits at most so long for a silent peer that has what nobody else has."""
 NETWORK_PEERS_MAX = 256
 """In a swarm of more peers the shares of a repaired plan follow speeds alone: putting together what lies between the
 peers takes too long for a plan that must come at once. A search always has it."""
 
 Next = Layout | SearchJob | None
-"""What should be proposed, what should be searched, or neither."""
+"""A layout to propose, a search to run, or neither."""
 
 
 class ReplanPolicy:
-    """Args:
-    view: the swarm as this peer knows it.
-    allocator: makes layouts.
+    """Decides what follows from the view.
+
+    Args:
+        view: the swarm as this peer knows it.
+        allocator: makes layouts.
     """
 
     def __init__(self, view: ClusterView, allocator: Allocator) -> None:
@@ -47,7 +49,7 @@ class ReplanPolicy:
     # --- what has happened ---
 
     def obey(self, plan: Plan, now_s: float, *, leads: bool = False) -> None:
-        """A plan is live, whoever coordinates it. Args: leads: as in `ClusterView.obey`."""
+        """A plan is live, whichever peer coordinates it. Args: leads: as in `ClusterView.obey`."""
         self.view.obey(plan, now_s, leads=leads)
         if plan.era != self._era:
             self._era, self._holders = plan.era, HolderWatch(self._heartbeat_s, now_s)
@@ -172,7 +174,7 @@ class ReplanPolicy:
         return self._holders.is_waiting(now_s)
 
     def hand_over(self, live: SignedPlan, now_s: float) -> HandOver:
-        """What the next coordinator should know, as far as it fits into a message."""
+        """Put together what the next coordinator should know, as far as it fits into a message."""
         return self.view.hand_over(live, now_s, searched=self._schedule.has_searched(live.plan))
 
     # --- inside ---
@@ -208,7 +210,8 @@ class ReplanPolicy:
         return None, ""
 
     def _may_return(self, live: Plan, group: int, disks: Disks, now_s: float) -> str:
-        """Which peers to wait for before the run goes back, as a sentence; empty: for none (any more).
+        """Name the peers to wait for before the run goes back, in a sentence; empty: there is none to wait for (any
+        more).
 
         A peer that holds the last state of `group` and falls silent may only have been stopped. The run waits for as
         long as it would take to train again what would be lost, so that waiting in vain costs no more than going back
@@ -233,10 +236,10 @@ class ReplanPolicy:
         return f"{group_name(live, group)} waits for {names}; the run goes back {back} in {wait_s - idle_s:.0f} s"
 
     def _awaited(self, disks: Disks, beginning: Beginning, now_s: float) -> str:
-        """What to wait for before the run goes back to `beginning`, as a sentence; empty: for nothing (any more).
+        """Say what to wait for before the run goes back to `beginning`, in a sentence; empty: for nothing (any more).
 
-        A newer snapshot than that is on the disks that are here, but not all of it: a peer that comes back may have
-        the rest. A peer that left politely has saved its layers, and the others theirs, at one version.
+        A newer snapshot than that is on the disks that are here, but not all of it: a peer that comes back may have the
+        rest. A peer that left politely has saved its layers, and the others theirs, at one version.
         """
         view, newest = self.view, disks.newest
         if newest is None or newest <= (beginning.from_era, beginning.version):

@@ -1,4 +1,4 @@
-"""Reports wait here until a coordinator has them. Pure."""
+"""Keeps a peer's reports until a coordinator has them. Pure."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -9,27 +9,28 @@ from shoal.protocol.limits import REPORTS_PER_HEARTBEAT_MAX
 from shoal.protocol.messages import CommitReport, Heartbeat, ValidationReport
 
 WAITING_MAX = 4096
-"""Reports kept while nobody coordinates: hours at a step a second. Beyond, the oldest are forgotten."""
+"""So many reports are kept while nobody coordinates: hours at a step a second. Beyond that the oldest are forgotten."""
 
 Report = CommitReport | ValidationReport
 
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A report, as it was when it came, and when it did."""
+    """A report, as it was when it came, and when it came."""
 
     report: Report
     since_s: float
 
     def now(self, now_s: float) -> Report:
-        """As it is to be sent: a commit with its age."""
+        """The report as it is to be sent: a commit is sent with its age."""
         if not isinstance(self.report, CommitReport):
             return self.report
         return msgspec.structs.replace(self.report, age_s=self.report.age_s + max(0.0, now_s - self.since_s))
 
 
 class ReportQueue:
-    """Reports leave oldest first, a few a heartbeat, and stay until a coordinator has answered one that had them."""
+    """Reports leave oldest first, a few a heartbeat, and stay here until a coordinator has answered a heartbeat with
+    them."""
 
     def __init__(self) -> None:
         self._waiting: deque[Waiting] = deque(maxlen=WAITING_MAX)
@@ -39,10 +40,10 @@ class ReportQueue:
         return len(self._waiting)
 
     def enclose(self, heartbeat: Heartbeat, now_s: float) -> tuple[Heartbeat, tuple[Waiting, ...]]:
-        """Take `heartbeat`'s reports in and give it the oldest instead.
+        """Take in `heartbeat`'s reports and give it the oldest ones instead.
 
         Returns: (the heartbeat to send, what to call `arrived` or `failed` with). While one heartbeat with reports is
-        under way the next goes without.
+            under way the next goes without.
         """
         known = [waiting.report for waiting in self._waiting]
         new: tuple[Report, ...] = (*heartbeat.commits, *heartbeat.validations)
@@ -56,13 +57,13 @@ class ReportQueue:
         return msgspec.structs.replace(heartbeat, commits=commits, validations=validations), sent
 
     def arrived(self, sent: tuple[Waiting, ...]) -> None:
-        """A coordinator has them."""
+        """A coordinator has these reports."""
         for waiting in sent:
             if self._waiting and self._waiting[0] == waiting:  # else the full queue has forgotten it
                 self._waiting.popleft()
         self.failed(sent)
 
     def failed(self, sent: tuple[Waiting, ...]) -> None:
-        """Nobody says that a coordinator has them: they go again."""
+        """Nobody says that a coordinator has these reports: they are sent again."""
         if sent and sent == self._sent:
             self._sent = ()

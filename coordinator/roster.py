@@ -1,4 +1,4 @@
-"""Who is there: the last heartbeat of every peer, and when its silence means that it is gone. Pure."""
+"""Knows which peers are there: the last heartbeat of each, and when its silence means that it is gone. Pure."""
 
 import math
 from collections.abc import Iterable
@@ -12,13 +12,13 @@ from shoal.protocol.limits import PEERS_MAX
 from shoal.protocol.messages import Absence, Advert, Heartbeat, PeerStatus
 
 FLOOR_HEARTBEATS = 3.0
-"""A process that stands still for three heartbeats and answers no ping either is as good as gone: it comes back."""
+"""A process that stands still for three heartbeats and answers no ping either is as good as gone; it may come back."""
 OVERDUE_HEARTBEATS = 1.1
-"""Heartbeats vary by a twentieth; one that is later is asked for."""
+"""Heartbeats vary by a twentieth; a peer whose heartbeat is later than this is pinged."""
 SILENT_HEARTBEATS = 2.5
-"""Who has not been heard for so long is said not to answer."""
+"""A peer that has not been heard for so long is said not to answer."""
 ABSENT_MAX = 16
-"""So many a coordinator names to the next one."""
+"""A coordinator names so many silent peers to the next one."""
 MEMORY_HEARTBEATS = 60.0
 DOUBT_HEARTBEATS = 2.0
 FORGOTTEN_HEARTBEATS = 60.0
@@ -41,18 +41,20 @@ class Presence:
     left: bool = False
     said_goodbye: bool = False
     dead: bool = False
-    """Its process is not there any more: what was in its memory is lost. Who is only silent may come back with it."""
+    """Its process is not there any more, so what was in its memory is lost. A peer that is only silent may come back
+    with it."""
     silent_since_s: float | None = None
-    """When it was heard last: by the coordinator before us if we have not heard it, or in an earlier term of ours."""
+    """The time at which it was heard last: by the coordinator before us if we have not heard it, or in an earlier term
+    of ours."""
 
     def silent_s(self, now_s: float) -> float:
-        """Since its last heartbeat, or since it was owed one."""
+        """The time since its last heartbeat, or since it was owed one."""
         return now_s - (self.arrivals.last_s if self.silent_since_s is None else self.silent_since_s)
 
 
 @dataclass(slots=True)
 class Roster:
-    """All peers that were heard, or are owed time to be."""
+    """All peers that were heard, or are owed time to be heard."""
 
     heartbeat_s: float
     presences: dict[PeerID, Presence] = field(default_factory=dict)
@@ -73,20 +75,21 @@ class Roster:
         presence.advert, presence.heartbeat, presence.silent_since_s = heartbeat.advert, heartbeat, None
 
     def doubt(self, peer: PeerID, now_s: float) -> None:
-        """Others have found `peer` silent: leave it little of its patience, enough for one heartbeat to get through."""
+        """Others have found `peer` silent: leave it little of its timeout, enough for one heartbeat to get through."""
         arrivals = self.presences[peer].arrivals
         arrivals.age(arrivals.patience_s - DOUBT_HEARTBEATS * self.heartbeat_s, now_s)
 
     def signed(self, peer: PeerID, now_s: float) -> None:
-        """`peer` gave a sign of life, if no heartbeat."""
+        """`peer` gave a sign of life, though no heartbeat."""
         if peer in self.presences:
             self.presences[peer].arrivals.signed(now_s)
 
     def sign_s(self, peer: PeerID) -> float:
-        """When `peer` last gave one, or was excused."""
+        """The time at which `peer` last gave a sign of life, or was excused."""
         return self.presences[peer].arrivals.sign_s
 
     def suspect_at_s(self, peer: PeerID) -> float:
+        """The time at which the silence of `peer`, if it lasts until then, means that it is gone."""
         return self.presences[peer].arrivals.suspect_at_s
 
     def patience_s(self, peer: PeerID) -> float:
@@ -94,17 +97,17 @@ class Roster:
         return self.presences[peer].arrivals.patience_s
 
     def overdue_at_s(self, peer: PeerID) -> float:
-        """When the next heartbeat of `peer` is late."""
+        """The time at which the next heartbeat of `peer` is late."""
         arrivals = self.presences[peer].arrivals
         return arrivals.last_s + max(OVERDUE_HEARTBEATS * self.heartbeat_s, arrivals.usual_s)
 
     def was_heard(self, peer: PeerID) -> bool:
-        """Whether a heartbeat of `peer` has come; who is expected is alive without."""
+        """Whether a heartbeat of `peer` has come; an expected peer is alive without one."""
         seen = self.presences.get(peer)
         return seen is not None and seen.heartbeat is not None
 
     def is_gone(self, peer: PeerID, now_s: float) -> bool:
-        """It left, or was silent for too long, or was never heard of."""
+        """Whether `peer` left, or was silent for too long, or was never heard of."""
         seen = self.presences.get(peer)
         return seen is None or seen.left or now_s >= seen.arrivals.suspect_at_s
 
@@ -121,7 +124,7 @@ class Roster:
             presence.advert = presence.advert or advert
 
     def absent(self, members: Iterable[PeerID], now_s: float) -> tuple[Absence, ...]:
-        """Which of `members` have been silent for a while."""
+        """Those of `members` that have been silent for a while."""
         known = ((peer, self.presences[peer]) for peer in members if peer in self.presences)
         silent = (
             Absence(peer, seen.advert, seen.silent_s(now_s))
@@ -131,8 +134,8 @@ class Roster:
         return tuple(islice(silent, ABSENT_MAX))
 
     def expect_absent(self, absent: Iterable[Absence], now_s: float) -> None:
-        """Whom the coordinator before us has missed, each since when. They get as much time as the others to be heard:
-        the span is for people."""
+        """Note which peers the coordinator before us has missed, each since when. They get as much time as the others
+        to be heard; how long they have been silent is told to people."""
         for absence in islice(absent, ABSENT_MAX):
             seen = self.presences.get(absence.peer)
             if seen is not None and seen.heartbeat is None:
@@ -140,30 +143,30 @@ class Roster:
                 seen.silent_since_s = now_s - (span(absence.seconds) or 0.0)
 
     def excuse_all(self, now_s: float) -> None:
-        """We slept: nobody's silence until now counts."""
+        """This peer slept: no silence until now counts."""
         for presence in self.presences.values():
             presence.arrivals.excuse(now_s)
 
     def has_vanished(self, peer: PeerID, now_s: float) -> bool:
-        """It is gone, and neither drained nor said good-bye before."""
+        """Whether `peer` is gone, and neither drained nor said good-bye before."""
         seen = self.presences.get(peer)
         polite = seen is None or seen.said_goodbye or self.draining(peer)
         return not polite and self.is_gone(peer, now_s)
 
     def leave(self, peer: PeerID) -> None:
-        """It says good-bye."""
+        """`peer` says good-bye."""
         self.lose(peer)
         if peer in self.presences:
             self.presences[peer].said_goodbye = True
 
     def lose(self, peer: PeerID, *, dead: bool = False) -> None:
-        """It has been found to be gone; `dead`: for good."""
+        """`peer` has been found to be gone. Args: dead: for good."""
         if peer in self.presences:
             self.presences[peer].left = True
             self.presences[peer].dead = dead
 
     def may_return(self, peer: PeerID, group: int, era: int, now_s: float) -> bool:
-        """Whether it is silent, was not found dead, and held the state of `group` when it was heard last."""
+        """Whether `peer` is silent, was not found dead, and held the state of `group` when it was heard last."""
         seen = self.presences.get(peer)
         beat = seen.heartbeat if seen is not None else None
         if seen is None or seen.said_goodbye or seen.dead or not self.is_gone(peer, now_s):
@@ -175,31 +178,34 @@ class Roster:
         )
 
     def forget_silent(self, now_s: float, *, keep: frozenset[PeerID]) -> None:
-        """Drop who left or has been silent for long and is not in `keep`, so that the roster does not grow forever."""
+        """Drop peers that left or have been silent for long and are not in `keep`, so that the roster does not grow for
+        ever."""
         horizon_s = FORGOTTEN_HEARTBEATS * self.heartbeat_s
         for peer, presence in list(self.presences.items()):
             if peer not in keep and (presence.left or now_s - presence.arrivals.last_s > horizon_s):
                 del self.presences[peer]
 
     def alive(self, now_s: float) -> tuple[PeerID, ...]:
-        """In the order of their identifiers."""
+        """The peers that are alive, in the order of their identifiers."""
         return tuple(sorted(peer for peer in self.presences if not self.is_gone(peer, now_s)))
 
     def unheard(self, now_s: float) -> tuple[PeerID, ...]:
-        """Alive on credit: expected, without a heartbeat so far."""
+        """The peers that count as alive without a heartbeat so far, because they are expected."""
         return tuple(peer for peer in self.alive(now_s) if self.presences[peer].heartbeat is None)
 
     def draining(self, peer: PeerID) -> bool:
+        """Whether `peer` says that it is leaving."""
         seen = self.presences.get(peer)
         return seen is not None and seen.heartbeat is not None and seen.heartbeat.draining
 
     def holds(self, peer: PeerID, group: int, era: int) -> bool:
-        """Whether it has said that it holds the state of this group of experts."""
+        """Whether `peer` has said that it holds the state of this group of experts."""
         seen = self.presences.get(peer)
         beat = seen.heartbeat if seen is not None else None
         return beat is not None and beat.era == era and any(held == group for held, _ in beat.held)
 
     def may_coordinate(self, peer: PeerID, now_s: float) -> bool:
+        """Whether `peer` is alive, has been heard, and is willing."""
         seen = self.presences.get(peer)
         if seen is None or seen.heartbeat is None or self.is_gone(peer, now_s):
             return False
@@ -207,10 +213,11 @@ class Roster:
 
     @property
     def version_max(self) -> int:
+        """The highest version in any heartbeat."""
         return max((s.heartbeat.version for s in self.presences.values() if s.heartbeat), default=0)
 
     def measured(self, now_s: float) -> tuple[MeasuredPeer, ...]:
-        """Those alive whose advert is known, for the allocator."""
+        """The peers that are alive and whose advert is known, for the allocator."""
         seen = ((peer, self.presences[peer]) for peer in self.alive(now_s))
         return tuple(
             MeasuredPeer.of(
@@ -224,6 +231,7 @@ class Roster:
         )
 
     def status(self, peer: PeerID, stage: int | None, now_s: float, *, share: float = 0.0) -> PeerStatus | None:
+        """One peer for people; None: its advert is not known."""
         seen = self.presences.get(peer)
         if seen is None or seen.advert is None:
             return None

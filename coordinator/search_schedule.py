@@ -1,17 +1,18 @@
-"""When the coordinator searches for a better layout than the live plan's, and what becomes of what is found. Pure.
+"""When the coordinator searches for a better layout than the live plan's, and what becomes of the result. Pure.
 
-Theory of operation. A change is answered at once by a repaired layout; the search comes behind it, elsewhere (in life
-in a thread), and answers with a layout or none. It searches
+Theory of operation. A change is answered at once with a repaired layout. The search comes behind it, in a thread of its
+own in a live swarm, and answers with a layout or with none. There is a search
 
 - for the first plan, which waits for it a while;
 - `SETTLE_HEARTBEATS` after the last change of swarm or plan, when reports of the new neighbours are here;
-- at once, if all that has changed is that somebody is gone: a stage that has lost one of its few members keeps all
-  others waiting, and of those who are left everything is known;
-- when what was measured has changed since the last search (`has_drifted`);
-- and never sooner than `REST_HEARTBEATS` after the last one, or `LOST_REST_HEARTBEATS` when somebody is gone.
+- at once, if all that has changed is that a member is gone: a stage that has lost one of its few members keeps all
+  others waiting, and everything is known of those that are left;
+- when the measurements have changed since the last search (`has_drifted`);
+- and never sooner than `REST_HEARTBEATS` after the last one, or `LOST_REST_HEARTBEATS` when a member is gone.
 
-What it finds holds for the swarm and the plan that it was given; if either changes meanwhile it is dropped. A successor
-is told whether the plan has been searched, so that a quiet hour of sixty terms costs no sixty searches.
+The result holds for the swarm and the plan that the search was given; if either changes meanwhile the result is
+dropped. A successor is told whether the plan has been searched, so that a quiet hour of sixty terms costs no sixty
+searches.
 """
 
 import math
@@ -30,27 +31,28 @@ SETTLE_HEARTBEATS = 8.0
 REST_HEARTBEATS = 30.0
 LOST_REST_HEARTBEATS = 8.0
 REST_PEERS = 256
-"""So many are searched in a second or two; where they are more, searches and looks are further apart, for they take
-longer."""
+"""Searching so many peers takes a second or two. With more of them searches and looks are further apart, in
+proportion."""
 LOOK_HEARTBEATS = 10.0
-"""How often it looks whether figures have changed."""
+"""How often the coordinator looks whether measurements have changed."""
 AFRESH_TERMS = 10
-"""Each such term is searched whatever the predecessor says: changes too slow for one term are seen that way."""
+"""One term in so many is searched whatever the predecessor says: changes that are too slow for one term are seen that
+way."""
 FIRST_PATIENCE_S = 10.0
-"""How long the first plan waits for a search: it may still have to compile what it runs, once a machine."""
+"""The first plan waits so long for a search, which may still have to compile its kernels, once a machine."""
 SPEED_DRIFT = 1.3
 LINK_DRIFT = 1.6
 LATENCY_DRIFT_S = 0.005
 NEWLY_KNOWN = 0.25
-"""Links that were measured since, as a part of those that were."""
+"""So many links, as a part of those that were known, must have been measured since."""
 
 Swarm = tuple[object, ...]
-"""Who is there, as far as layouts depend on it."""
+"""The facts about the peers that are here on which layouts depend."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class SearchJob:
-    """`previous` None: for a first plan."""
+    """One search. `previous` is None for a first plan."""
 
     number: int
     snapshot: Snapshot
@@ -61,13 +63,20 @@ class SearchJob:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Searched:
+    """The search that ended last."""
+
     places: Places | None
-    """The plan's whose layout was searched for; None: a first plan's."""
+    """The places of the plan that was searched for; None: it was for a first plan."""
     swarm: Swarm
     snapshot: Snapshot
 
 
 class SearchSchedule:
+    """Begins searches and keeps their results until they are proposed.
+
+    Args: enabled: whether the allocator searches at all.
+    """
+
     def __init__(self, heartbeat_s: float, *, enabled: bool) -> None:
         self._heartbeat_s = heartbeat_s
         self._enabled = enabled
@@ -79,10 +88,10 @@ class SearchSchedule:
         """The places that our predecessor has searched."""
         self._seen: tuple[Places, Swarm] | None = None
         self._members: frozenset[PeerID] = frozenset()
-        """Of the plan that was seen last."""
+        """The members of the plan that was seen last."""
         self._due_s = -math.inf
         self._rested_s = -math.inf
-        """When the next search may begin at the earliest, whatever happens."""
+        """The next search may begin at this time at the earliest, whatever happens."""
         self._first_asked_s: float | None = None
 
     def begin_term(self, plan: Plan, now_s: float, *, searched: bool) -> None:
@@ -93,16 +102,16 @@ class SearchSchedule:
         self._due_s = now_s + SETTLE_HEARTBEATS * self._heartbeat_s
 
     def forget(self) -> None:
-        """What was found came to nothing: it may be found again."""
+        """A layout that was found came to nothing: it may be found again."""
         self._last = None
 
     def give_up(self) -> None:
-        """What searches is not there."""
+        """Searching is not possible here."""
         self._enabled = False
         self._running = None
 
     def has_searched(self, plan: Plan) -> bool:
-        """Whether nothing better was found than the places of this plan."""
+        """Whether a search has found nothing better than the places of this plan."""
         return self._last is not None and self._last.places == places_of(plan)
 
     # --- the first plan ---
@@ -117,7 +126,7 @@ class SearchSchedule:
     # --- later plans ---
 
     def is_due(self, plan: Plan, swarm: Swarm, now_s: float) -> bool:
-        """Whether to `begin`, which may still find no reason to. Cheap."""
+        """Whether to call `begin`, which may still find no reason for a search. This is cheap."""
         if not self._enabled:
             return False
         seen = places_of(plan), swarm
@@ -132,7 +141,7 @@ class SearchSchedule:
     def begin(
         self, snapshot: Snapshot, plan: Plan | None, swarm: Swarm, now_s: float, *, seed: int
     ) -> SearchJob | None:
-        """What to search now, if there is a reason to."""
+        """The search to begin now; None: there is no reason for one."""
         places, last = plan and places_of(plan), self._last
         if plan is None:
             if self._running is not None and self._running.swarm == swarm:
@@ -151,7 +160,7 @@ class SearchSchedule:
         return self._running
 
     def returned(self, job: SearchJob, layout: Layout | None) -> bool:
-        """The answer to `job`. Returns: False if nobody waits for it any more."""
+        """`job` has ended. Returns: False if nobody waits for it any more."""
         if job is not self._running:
             return False
         self._running = None
@@ -160,7 +169,7 @@ class SearchSchedule:
         return True
 
     def found_for(self, plan: Plan | None, swarm: Swarm) -> Layout | None:
-        """What a search has found, if it was for this plan and swarm. What was found is forgotten with the answer."""
+        """The layout that a search has found, if it was for this plan and swarm. It is forgotten with the answer."""
         found, self._found = self._found, None
         if found is None:
             return None
@@ -170,7 +179,7 @@ class SearchSchedule:
 
 
 def keeps_state(layout: Layout, live: Plan, peers: tuple[MeasuredPeer, ...]) -> bool:
-    """Whether each stage keeps somebody who holds its state now, and nobody drains."""
+    """Whether each stage keeps a member that holds its state now, and nobody drains."""
     synced = {peer.peer: peer.synced_stage for peer in peers}
     stays = all(
         any(synced.get(peer) == index and peer in live.stages[index].peers for peer in stage.peers)
@@ -180,7 +189,7 @@ def keeps_state(layout: Layout, live: Plan, peers: tuple[MeasuredPeer, ...]) -> 
 
 
 def has_drifted(before: Snapshot, after: Snapshot) -> bool:
-    """Whether figures of the same peers have changed by more than noise can do, or many are new."""
+    """Whether figures of the same peers have changed by more than noise, or many are new."""
     pairs = zip(before.peers, after.peers, strict=True)
     if any(_ratio(a.flop_per_s, b.flop_per_s) > SPEED_DRIFT for a, b in pairs):
         return True
@@ -199,6 +208,6 @@ def _ratio(a: float, b: float) -> float:
 
 
 def _far(a: Floats, b: Floats) -> "np.ndarray[tuple[int, ...], np.dtype[np.bool_]]":
-    """[N, N], where both are known and too far apart."""
+    """bool [N, N]: where both figures are known and too far apart."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.fabs(np.log(a / b)) > math.log(LINK_DRIFT)

@@ -1,4 +1,4 @@
-"""Runs the searches of a core where they block nobody, and brings back what they found."""
+"""Runs the searches that a core asks for where they block nobody, and brings back what they have found."""
 
 import contextlib
 import logging
@@ -16,27 +16,29 @@ RunBlocking = Callable[[Callable[[], object]], Awaitable[object]]
 
 
 async def inline(work: Callable[[], object]) -> object:
-    """For virtual time, where nothing may take any."""
+    """Run work at once: in virtual time nothing may take any."""
     return work()
 
 
 class Searcher:
-    """Args:
-    run_blocking: in life a thread, of which a search's kernels make good use; inline in virtual time.
-    tell: hears what came of each.
+    """Runs one search after the other.
+
+    Args:
+        run_blocking: a thread in a live swarm, of which a search's kernels make good use; inline in virtual time.
+        tell: hears the result of each search.
     """
 
     def __init__(self, allocator: Allocator, run_blocking: RunBlocking, *, tell: Callable[[Searched], object]) -> None:
         self._allocator, self._run_blocking, self._tell = allocator, run_blocking, tell
 
     async def prepare(self) -> None:
-        """Before there is anything to search; what is wrong with it, the first search will say."""
+        """Compile before there is anything to search. If that fails, the first search will say why."""
         if isinstance(self._allocator, Searching):
             with contextlib.suppress(ImportError):
                 await self._run_blocking(self._allocator.prepare)
 
     async def run(self, job: SearchJob) -> None:
-        """Whatever goes wrong, the coordinator goes on with repaired layouts."""
+        """Search. Whatever goes wrong, the coordinator goes on with repaired layouts."""
         self._tell(await self._search(job))
 
     async def _search(self, job: SearchJob) -> Searched:

@@ -1,10 +1,10 @@
-"""When every stage writes a snapshot of the same version, so that all of them together are a whole one. Pure.
+"""Says when every stage writes a snapshot of the same version, so that all of them together are a whole one. Pure.
 
 A peer tells in its heartbeats how long ago its stage last wrote a snapshot (`Heartbeat.unsaved_s`). Once that is too
-long ago for anybody, the coordinator names a version that nobody has come to yet, in its replies to heartbeats
-(`HeartbeatReply.save_at`). A stage that hears of it too late has no snapshot of that version; it goes on saying that
-it is unsaved, and the coordinator names another one. Nothing of this is handed over: what a new coordinator needs is
-in the next heartbeats.
+long ago for any peer, the coordinator names a version that no stage has come to yet, in its replies to heartbeats
+(`HeartbeatReply.save_at`). A stage that hears of it too late has no snapshot of that version; it goes on saying that it
+is unsaved, and the coordinator names another one. Nothing of this is handed over: what a new coordinator needs is in
+the next heartbeats.
 """
 
 import math
@@ -14,15 +14,17 @@ from collections.abc import Iterable
 from shoal.protocol.messages import Heartbeat
 
 _NOTICE_HEARTBEATS = 2.5
-"""Ahead of a version everybody hears of it: a heartbeat of each peer until it is chosen for the replies, with room for
-one that is late."""
+"""Every peer hears of a version so long ahead: a heartbeat of each peer until the version is named in the replies, with
+room for a heartbeat that is late."""
 _PACE_SAMPLES = 16
 
 
 class SnapshotSchedule:
-    """Args:
-    interval_s: of the clock between two snapshots; 0: none by the clock.
-    lead_steps: how many versions one stage may be ahead of another.
+    """Names the versions to save.
+
+    Args:
+        interval_s: of the clock between two snapshots; 0: none by the clock.
+        lead_steps: how many versions one stage may be ahead of another.
     """
 
     def __init__(self, *, interval_s: float, heartbeat_s: float, lead_steps: int) -> None:
@@ -34,7 +36,7 @@ class SnapshotSchedule:
         self._look_at_s = -math.inf
 
     def begin(self) -> None:
-        """Another era, or a term of ours: versions have nothing to do with those before."""
+        """Another era begins, or a term of ours: versions have nothing to do with those before."""
         self._save_at = 0
         self._pace.clear()
         self._look_at_s = -math.inf
@@ -44,7 +46,7 @@ class SnapshotSchedule:
         return self._interval_s > 0 and now_s >= self._look_at_s
 
     def look(self, beats: Iterable[Heartbeat], now_s: float) -> None:
-        """Args: beats: the newest of everybody alive, of the live era."""
+        """Name a version if a snapshot is due. Args: beats: the newest of every peer that is alive, of the live era."""
         self._look_at_s = now_s + self._heartbeat_s / 2
         members = [beat for beat in beats if beat.synced and beat.stage is not None]
         if not members:

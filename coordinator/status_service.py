@@ -1,4 +1,4 @@
-"""How the run is doing: from ourselves if we coordinate it, else from who does."""
+"""Says how the run is doing: a coordinator knows, and another peer asks it."""
 
 import msgspec
 
@@ -11,24 +11,27 @@ from shoal.protocol.ports import Clock
 
 
 class StatusService:
-    """Args: timeout_s: how long we let another peer's question take us."""
+    """Answers questions for the swarm's status.
+
+    Args: timeout_s: how long another peer's question may take us.
+    """
 
     def __init__(self, *, endpoint: Endpoint, core: CoordinationCore, clock: Clock, timeout_s: float) -> None:
         self._endpoint, self._core, self._clock, self._timeout_s = endpoint, core, clock, timeout_s
 
     def serve(self) -> None:
-        """Answer who asks."""
+        """Begin to answer."""
         self._endpoint.on(StatusRequest, self._answer)
 
     def status(self) -> SwarmStatus | None:
-        """The swarm as we see it, if we coordinate it."""
+        """The swarm as this peer sees it, if it coordinates."""
         live = self._core.chain.live
         if live is None or not self._core.is_coordinator:
             return None
         return self._core.view.status(live.plan, self._clock.now_s(), owner=self._core.owner)
 
     async def ask(self) -> SwarmStatus:
-        """The swarm as its coordinator sees it.
+        """Ask the coordinator how it sees the swarm.
 
         Raises: Unreachable, Refused: there is no coordinator to ask, or it has no plan yet; RemoteError.
         """

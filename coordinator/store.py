@@ -1,6 +1,7 @@
-"""Keeps what a peer has promised and obeys on disk, so that a restart cannot make it vote twice.
+"""Keeps on disk what a peer has promised and obeys, so that a restart cannot make it vote twice.
 
-The file is the BLAKE3 digest of a msgpack record and then the record: a flipped bit in a term would be a record too.
+The file is the BLAKE3 digest of a msgpack record and then the record. Without the digest a record with a flipped bit in
+its term would be a record too.
 """
 
 from pathlib import PurePosixPath
@@ -21,7 +22,7 @@ class PlanStore:
     """One `ChainRecord` in one file.
 
     Args:
-        disk: None: in memory, for worlds whose peers do not come back.
+        disk: None: the record is kept in memory, for worlds whose peers do not come back.
         path: the file; its folder is made with the first record.
     """
 
@@ -29,12 +30,11 @@ class PlanStore:
         self._disk = disk
         self._path = path
         self._record: ChainRecord | None = None
-        """What is durable, as far as we know."""
+        """The record that is durable, as far as we know."""
         self._has_folder = False
 
     def load(self, run: str) -> ChainRecord | None:
-        """What was saved for `run`, or None if nothing ever was.
-
+        """Read the record that was saved for `run`. Returns: None if nothing was ever saved.
         Raises: LocalError: the file cannot be read, is damaged, or belongs to another run. The peer must then not take
             part under this identity: it does not know what it has promised.
         """
@@ -45,7 +45,7 @@ class PlanStore:
         return self._record
 
     def save(self, record: ChainRecord) -> None:
-        """Return only when `record` would survive a power cut.
+        """Save `record`. The call returns only when it would survive a power cut.
 
         Raises: LocalError: it cannot be written; the vote must then not be cast. After a crash the store may hold
             `record` or the one before it.

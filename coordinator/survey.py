@@ -1,4 +1,4 @@
-"""What is known of peers beside that they are there: what they measured, where they worked. Makes snapshots. Pure."""
+"""Knows what peers have measured and where they have worked, and makes the snapshots of which plans are made. Pure."""
 
 from collections import OrderedDict
 from dataclasses import replace
@@ -15,10 +15,12 @@ from shoal.protocol.plan import Plan
 from shoal.protocol.spec import RunSpec
 
 FORMER_PLACES_MAX = 4096
-"""Peers of whom we remember where they worked last."""
+"""We remember of so many peers where they worked last."""
 
 
 class Survey:
+    """The measurements and former places of peers."""
+
     def __init__(self, spec: RunSpec) -> None:
         self._spec = spec
         self._layer_costs = layer_costs(spec.model)
@@ -28,7 +30,7 @@ class Survey:
         self._former: OrderedDict[PeerID, int] = OrderedDict()
 
     def obey(self, plan: Plan) -> None:
-        """A plan is live: whoever has a stage in it may come back to it one day."""
+        """A plan is live: a peer that has a stage in it may come back to that stage one day."""
         self._plan = plan
         for index, stage in enumerate(plan.stages):
             for peer in stage.peers:
@@ -38,11 +40,12 @@ class Survey:
             self._former.popitem(last=False)
 
     def begin_term(self, plan: Plan) -> None:
-        """We coordinate now: forget who is not there any more."""
+        """We coordinate now: forget the peers that are not there any more."""
         self._links.keep(plan.members)
         self._speeds.keep(plan.members)
 
     def hear(self, peer: PeerID, heartbeat: Heartbeat) -> None:
+        """Note the measurements in a heartbeat."""
         self._links.note(peer, heartbeat.links)
         plan, stage, w = self._plan, heartbeat.stage, self._workload
         if plan is None or heartbeat.plan_sequence != plan.sequence or stage is None or heartbeat.forward_s <= 0.0:
@@ -56,7 +59,12 @@ class Survey:
     def snapshot(
         self, peers: tuple[MeasuredPeer, ...], previous: Plan | None, disks: Disks, *, knows_network: bool
     ) -> Snapshot:
-        """Args: peers: as they say of themselves. knows_network: takes a while where there are many."""
+        """All that a layout may depend on.
+
+        Args:
+            peers: as they describe themselves.
+            knows_network: whether to add what lies between them, which takes a while where there are many.
+        """
         model = self._spec.model
         whole = disks.newest_whole(held_keys(model, placed=self._spec.swarm.expert_slots > 0))
 

@@ -1,4 +1,4 @@
-"""The swarm in one message, for people: who is where, and how far the run has come. Pure."""
+"""Puts the swarm into one message for people: which peer is where, and how far the run has come. Pure."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ from shoal.protocol.spec import RunSpec
 STATUS_PEERS_MAX = 256
 """A peer's line is about 200 bytes; more would not fit in one message."""
 STATUS_EXPERTS_MAX = 1024
-"""An expert's is about 50 with three holders."""
+"""An expert's line is about 50 bytes with three holders."""
 
 
 def swarm_status(
@@ -31,7 +31,13 @@ def swarm_status(
     elapsed_s: float,
     now_s: float,
 ) -> SwarmStatus:
-    """Args: plans: the live ones of late; owner: of the run; elapsed_s: since the run began."""
+    """Make the message.
+
+    Args:
+        plans: notes on the last live plans.
+        owner: of the run.
+        elapsed_s: since the run began.
+    """
     ids = sorted({*live.members, *roster.alive(now_s)}, key=lambda peer: (_stage_key(live, peer), peer))
     shares = _shares(live)
     told = (
@@ -68,7 +74,7 @@ def swarm_status(
 
 
 def _experts(live: Plan, roster: Roster, experts: ExpertPlaces, listed: Sequence[PeerID]) -> tuple[ExpertStatus, ...]:
-    """Args: listed: whom the status names."""
+    """The experts and their holders. Args: listed: the peers that the status names."""
     positions = {peer: position for position, peer in enumerate(listed)}
     loads = [experts.load_shares(stage) for stage in range(len(live.stages))] if live.experts else []
     found = []
@@ -89,7 +95,7 @@ def _experts(live: Plan, roster: Roster, experts: ExpertPlaces, listed: Sequence
 
 
 def _shares(plan: Plan) -> dict[PeerID, float]:
-    """Of each holder, of its stage's traffic."""
+    """By holder, its share of its stage's traffic."""
     totals = [sum(member.share for member in stage.members) for stage in plan.stages]
     return {
         member.peer: member.share / total
@@ -99,6 +105,6 @@ def _shares(plan: Plan) -> dict[PeerID, float]:
 
 
 def _stage_key(plan: Plan, peer: PeerID) -> int:
-    """Spares come last."""
+    """The peer's stage; spares come last."""
     stage = plan.stage_of(peer)
     return len(plan.stages) if stage is None else stage

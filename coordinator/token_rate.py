@@ -1,16 +1,17 @@
 """How fast the run is: tokens a second over the last minute, standstills included. Pure.
 
-The run's progress is a curve: tokens committed so far, over time. It is kept as marks, `MARK_S` apart or a step,
-whichever is longer, and is taken for straight between two of them. The rate is what the curve has risen in the window,
-over the window's length: a run that stands still for as long as the window has a rate of zero.
+The run's progress is a curve: the tokens committed so far, over time. It is kept as marks, which are `MARK_S` or a step
+apart, whichever is longer, and is taken for straight between two of them. The rate is the rise of the curve in the
+window over the window's length: a run that stands still for as long as the window has a rate of zero.
 
 The window ends now, or at the last commit while the next step takes no longer than steps usually take: a step that is
-under way is no standstill. It is `WINDOW_S` long, or as long as `WINDOW_STEPS` of the usual steps where these are slow.
+under way is no standstill. The window is `WINDOW_S` long, or as long as `WINDOW_STEPS` of the usual steps if these are
+slow.
 
-One figure whoever coordinates: marks cross the network with their ages, in a hand-over and in each reply to a
-heartbeat. So every peer could go on with the curve, whatever becomes of the coordinator. Lost: a rate that each
-coordinator measures from the reports that reach it. After an outage these come all at once (15,481 tokens/s were shown
-during a standstill of 30 s), or go to somebody else (135 shown, 430 real).
+The figure is the same whichever peer coordinates: marks cross the network with their ages, in a hand-over and in each
+reply to a heartbeat. So every peer could go on with the curve, whatever becomes of the coordinator. (Lost: a rate that
+each coordinator measures from the reports that reach it. After an outage these come all at once, and 15,481 tokens/s
+were shown during a standstill of 30 s; or they go to another peer, and 135 were shown for a real 430.)
 """
 
 import math
@@ -24,10 +25,10 @@ from shoal.protocol.messages import PaceMark
 
 WINDOW_S = 60.0
 WINDOW_STEPS = 4
-"""Fewer say little about a rate."""
+"""Fewer steps say little about a rate."""
 MARK_S = 8.0
 MARKS_MAX = 20
-"""Two marks span more than `MARK_S`, so 15 cover the window; the rest is for a run whose pace changes."""
+"""Two marks span more than `MARK_S`, so 15 of them cover the window; the rest is for a run whose rate changes."""
 STANDS_S = 5.0
 STANDS_STEPS = 3.0
 """A run stands still once the next step takes so many times what steps usually take, and at least `STANDS_S`."""
@@ -36,20 +37,22 @@ AGE_S_MAX = 7 * 24 * 3600.0
 
 @dataclass(slots=True)
 class _Mark:
+    """A point on the curve."""
+
     era: int
     step: int
     at_s: float
     num_steps: int
-    """Since the mark before."""
+    """The steps since the mark before."""
     tokens: int
-    """Since the mark before; of the oldest one nobody knows over which time."""
+    """The tokens since the mark before. Nobody knows over which time those of the oldest mark came."""
 
 
 class TokenRate:
-    """The run's progress of late, as far as this peer has heard of it.
+    """The run's recent progress, as far as this peer has heard of it.
 
     Args:
-        tokens_per_step: what a step counts whose report has not come.
+        tokens_per_step: what a step counts if its report has not come.
     """
 
     def __init__(self, *, tokens_per_step: int) -> None:
@@ -62,8 +65,8 @@ class TokenRate:
         self._begun = era, version
 
     def committed(self, era: int, step: int, tokens: int, at_s: float) -> None:
-        """`step` was committed at `at_s`. One of which we hear late has been counted, as a whole one, with the first
-        behind it."""
+        """`step` was committed at `at_s`. If we hear of it late, it has already been counted as a whole step with the
+        first one behind it."""
         last = self._marks[-1] if self._marks else None
         if last is None:
             self._marks.append(_Mark(era, step, at_s, 1, tokens))
@@ -84,7 +87,7 @@ class TokenRate:
     # --- what it says ---
 
     def tokens_per_s(self, now_s: float) -> float:
-        """Over the window; 0 before the second step."""
+        """The rate over the window; 0 before the second step."""
         if len(self._marks) < 2:
             return 0.0
         usual_s = self.usual_step_s
@@ -95,19 +98,19 @@ class TokenRate:
         return sum(_within(before, mark, end_s - length_s) for before, mark in pairwise(self._marks)) / length_s
 
     def idle_s(self, now_s: float) -> float | None:
-        """Since the last commit; None: none is known."""
+        """The time since the last commit; None: no commit is known."""
         return max(0.0, now_s - self._marks[-1].at_s) if self._marks else None
 
     def stands_s(self, now_s: float) -> float:
-        """For how long no step has been committed; 0 while that may be a step's usual time, or none is known."""
+        """For how long no step has been committed; 0 while that may be a step's usual time, or no commit is known."""
         idle_s = self.idle_s(now_s)
         patience_s = max(STANDS_S, STANDS_STEPS * self.usual_step_s)
         return idle_s if idle_s is not None and idle_s > patience_s else 0.0
 
     @property
     def usual_step_s(self) -> float:
-        """Seconds; 0 before the second step. In half of the marks steps took longer: a standstill is in one mark alone,
-        and so does not change it."""
+        """Seconds; 0 before the second step. This is a median over marks: a standstill is in one mark alone, and so
+        does not change it."""
         if len(self._marks) < 2:
             return 0.0
         return median((mark.at_s - before.at_s) / mark.num_steps for before, mark in pairwise(self._marks))
@@ -115,6 +118,7 @@ class TokenRate:
     # --- to others, and from them ---
 
     def tell(self, now_s: float) -> tuple[PaceMark, ...]:
+        """The marks with their ages, for other peers."""
         return tuple(
             PaceMark(
                 era=mark.era,
@@ -127,7 +131,7 @@ class TokenRate:
         )
 
     def take_over(self, told: Sequence[PaceMark], now_s: float) -> None:
-        """A coordinator's marks in place of ours, if it knows as much: it may have missed the newest commits."""
+        """Replace our marks by a coordinator's, if it knows as much as we do: it may have missed the newest commits."""
         marks = _sound(told, now_s)
         if not marks:
             return
@@ -137,7 +141,7 @@ class TokenRate:
 
 
 def _within(before: _Mark, mark: _Mark, since_s: float) -> float:
-    """Of the tokens between two marks, those after `since_s`."""
+    """How many of the tokens between two marks came after `since_s`."""
     if mark.at_s <= since_s:
         return 0.0
     if before.at_s >= since_s:
@@ -146,7 +150,7 @@ def _within(before: _Mark, mark: _Mark, since_s: float) -> float:
 
 
 def _sound(told: Sequence[PaceMark], now_s: float) -> list[_Mark]:
-    """None if they contradict themselves: another peer may say anything."""
+    """The marks that another peer has told us; none if they contradict themselves, since it may say anything."""
     marks = []
     for mark in told[-MARKS_MAX:]:
         if not (

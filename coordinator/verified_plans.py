@@ -1,4 +1,4 @@
-"""Plans and mandates from the network, verified once."""
+"""Opens plans and mandates that come from the network, and verifies each once."""
 
 from collections import OrderedDict
 
@@ -10,11 +10,11 @@ from shoal.protocol.plan import Mandate, PlanShape, SignedPlan, open_link, open_
 from shoal.protocol.seals import SEALS, Seals
 
 PLANS_OPENED_MAX = 16
-"""Signatures of plans last seen, so that a plan that comes with twenty heartbeats is verified once."""
+"""So many plans are remembered, so that a plan that comes with twenty heartbeats is verified once."""
 
 
 class VerifiedPlans:
-    """Of one run, whose owner signs mandates."""
+    """The plans of one run, whose owner signs mandates."""
 
     def __init__(self, run: str, *, owner: PeerID, shape: PlanShape, seals: Seals = SEALS) -> None:
         self._seals = seals
@@ -22,7 +22,11 @@ class VerifiedPlans:
         self._opened: OrderedDict[bytes, SignedPlan] = OrderedDict()
 
     def open(self, data: bytes, source: PeerID) -> SignedPlan | None:
-        """None for no bytes. Raises: RemoteError: `source` handed us a plan that does not hold."""
+        """Open and verify a plan.
+
+        Returns: the plan; None for no bytes.
+        Raises: RemoteError: `source` handed us a plan that does not hold.
+        """
         if not data:
             return None
         plan = self._opened.pop(data, None)
@@ -40,15 +44,16 @@ class VerifiedPlans:
         return plan
 
     def need(self, data: bytes, source: PeerID) -> SignedPlan:
-        """Raises: RemoteError: as `open`, or there is none."""
+        """Open a plan that must be there. Raises: RemoteError: it does not hold, or there is none."""
         plan = self.open(data, source)
         if plan is None:
             raise RemoteError(source, "left out a plan")
         return plan
 
     def open_link(self, data: bytes, source: PeerID) -> SignedPlan | None:
-        """A plan that is said to be live, with its votes, which are not looked at here. None for no bytes.
+        """Open a plan that is said to be live, with its votes, which are not looked at here.
 
+        Returns: the plan; None for no bytes.
         Raises: RemoteError: `source` handed us a plan that does not hold.
         """
         if not data:
@@ -57,14 +62,14 @@ class VerifiedPlans:
         return msgspec.structs.replace(self.need(envelope, source), proof=proof)
 
     def need_link(self, data: bytes, source: PeerID) -> SignedPlan:
-        """Raises: RemoteError: as `open_link`, or there is none."""
+        """Open a link that must be there. Raises: RemoteError: it does not hold, or there is none."""
         plan = self.open_link(data, source)
         if plan is None:
             raise RemoteError(source, "left out a plan")
         return plan
 
     def mandate(self, data: bytes, source: PeerID, *, coordinator: PeerID) -> Mandate:
-        """The owner's leave for `coordinator` to make a plan without votes. Raises: RemoteError: it is none."""
+        """Open the owner's leave for `coordinator` to make a plan without votes. Raises: RemoteError: it is none."""
         mandate = open_mandate(data, run=self._run, owner=self._owner, source=source)
         if mandate.coordinator != coordinator:
             raise RemoteError(source, "sent the mandate for another peer")

@@ -1,8 +1,8 @@
-"""A peer's word: what it promised and has not made durable yet, and what it must not say until then.
+"""Write-ahead for votes: a promise is durable before anybody hears of it.
 
-On a disk that is full or broken a peer goes on obeying plans, sending heartbeats and answering them: none of that is a
-promise. It casts no vote, grants no term, and asks nobody for theirs, since its own counts among them. A new peer whose
-disk takes no record at all does not begin.
+On a disk that is full or broken a peer goes on obeying plans, sending heartbeats and answering them, because none of
+that is a promise. It casts no vote, grants no term, and asks nobody for theirs, since its own counts among them. A new
+peer whose disk takes no record at all does not begin.
 """
 
 import logging
@@ -25,19 +25,20 @@ COMPLAIN_EVERY_S: Final = 60.0
 
 
 class WriteAhead:
-    """Saves what a core wants kept, and holds back what rests on it until it is."""
+    """Saves the records that a core wants kept, and holds back the commands that rest on a record until it is saved."""
 
     def __init__(self, store: PlanStore, clock: Clock) -> None:
         self._store = store
         self._clock = clock
         self._owed: ChainRecord | None = None
-        """Promised in memory; the core does not say it again."""
+        """The record that is promised in memory and not durable yet. The core does not ask for it again."""
         self._complained_s = -math.inf
 
     def begin(self, first: ChainRecord) -> ChainRecord | None:
-        """What was promised before a restart; None: nothing ever was. Then `first` is kept: who cannot keep its word
-        should say so before it takes part.
+        """Read what was promised before a restart. If nothing ever was, `first` is saved: a peer that cannot keep its
+        promises should say so before it takes part.
 
+        Returns: the record; None: there was none.
         Raises: LocalError: the store is damaged, another run's, or cannot be written.
         """
         record = self._store.load(first.run)
@@ -46,7 +47,7 @@ class WriteAhead:
         return record
 
     def backed(self, commands: Iterable[Command]) -> Iterator[Command]:
-        """The commands that may be carried out, in order; a promise that cannot be kept becomes a refusal."""
+        """The commands that may be carried out, in order. A promise that cannot be kept becomes a refusal."""
         tried = False
         for command in commands:
             if isinstance(command, Persist):

@@ -1,9 +1,10 @@
-"""A layout by rule, in a second and without anything compiled: what is shown while the search is not ready yet.
+"""Makes a layout by rule, in a second and without anything compiled. It is shown while the search is not ready yet.
+Pure.
 
-The model is cut for the fewest devices that can hold it; then the others come one by one, the fastest first, each as a
-member of the stage or as a stage of its own where a step gets shortest by the true objective, and stay out where it
-gets no shorter. `joins` are the places that a device may take; they also answer what would make a device that was left
-out useful (`deploy/planning/left_out.py`). Pure.
+The model is cut for the fewest devices that can hold it. Then the other devices come one by one, the fastest first.
+Each becomes a member of a stage, or a stage of its own, where a step gets shortest by the true objective, and stays out
+where it gets no shorter. `joins` lists the places that a device may take; `deploy/planning/left_out.py` asks it what
+would make a device useful that was left out.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,12 +23,14 @@ _GAIN_MIN = 1e-3
 """A device that shortens a step by less stays out: it costs a copy of the state, and may leave."""
 _HELD = (2.0, 8.0, 24.0)
 _EVALUATIONS = 16_000
-"""Times devices: 1,000 evaluations of 1 to 3 ms for 16 devices, fewer of longer ones for more."""
+"""This is the number of evaluations times devices: 1,000 evaluations of 1 to 3 ms for 16 devices, fewer of longer ones
+for more devices."""
 
 
 def plan_at_once(topology: Topology, workload: Workload, *, num_stages: int | None = None) -> tuple[Placement, Cost]:
-    """Args: num_stages: None: as many as the rule comes to.
+    """Make the layout.
 
+    Args: num_stages: None: as many as the rule comes to.
     Raises: NoLayout: the model does not fit into so many stages of these devices, or nobody has the text.
     """
     objective = ThroughputObjective(topology, workload)
@@ -50,8 +53,9 @@ def plan_at_once(topology: Topology, workload: Workload, *, num_stages: int | No
 def joins(
     topology: Topology, workload: Workload, placement: Placement, device: int, *, may_add_stage: bool = True
 ) -> Iterator[Placement]:
-    """Every placement with `device` as one more member of a stage, then as one more stage; the model is cut anew for
-    the speed and memory of the stages, and as it was where only a member joins. Some may be impossible."""
+    """Every placement with `device` as one more member of a stage, then as one more stage. The model is cut anew for
+    the speed and memory of the stages, and also left as it was where only a member joins. Some placements may be
+    impossible."""
     stages = placement.stages
     for k, stage in enumerate(stages):
         joined = (*stages[:k], tuple(sorted((*stage, device))), *stages[k + 1 :])
@@ -65,7 +69,7 @@ def joins(
 
 
 def _cuts(topology: Topology, workload: Workload, stages: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
-    """How many microbatches a member holds follows from the cut, so several numbers are tried."""
+    """Several cuts: how many microbatches a member holds follows from the cut, so several numbers are tried."""
     found = (cut(topology, workload, stages, held=held) for held in _HELD)
     return list(dict.fromkeys(bounds for bounds in found if bounds is not None))
 
@@ -73,8 +77,8 @@ def _cuts(topology: Topology, workload: Workload, stages: Sequence[Sequence[int]
 def cut(
     topology: Topology, workload: Workload, stages: Sequence[Sequence[int]], *, held: float
 ) -> tuple[int, ...] | None:
-    """The bounds [K + 1] for which the stage that computes longest is fastest, of those that fit into memory with so
-    many microbatches held; None: no cut does. Links count for nothing here."""
+    """The bounds [K + 1] for which the stage that computes longest is fastest, among the cuts that fit into memory with
+    so many microbatches held; None: no cut does. Links count for nothing here."""
     L, K = workload.num_layers, len(stages)
     flop_to = np.cumsum((0.0, *workload.layer_flop))
     needed_to = np.cumsum(
@@ -107,7 +111,8 @@ def cut(
 def _fewest(
     topology: Topology, workload: Workload, objective: ThroughputObjective, num_stages: int | None
 ) -> tuple[Placement, Cost]:
-    """One device a stage: the fastest, or those with most memory, as few as hold the model and have a cost."""
+    """A placement with one device a stage: the fastest devices, or those with most memory, as few as hold the model and
+    have a cost."""
     most = min(topology.num_devices, workload.num_layers, STAGES_MAX)
     rows = (
         _fastest_first(topology, range(topology.num_devices)),

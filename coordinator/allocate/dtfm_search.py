@@ -1,4 +1,5 @@
-"""The DT-FM objective as an `Evaluator`, and the planner on top: equal stages, exact order, every device placed."""
+"""The DT-FM objective as an `Evaluator`, and the planner on top. Stages are equal, their order is exact, and every
+device is placed."""
 
 from collections.abc import Sequence
 from random import Random
@@ -15,20 +16,20 @@ from shoal.protocol.errors import LocalError
 from shoal.protocol.topology import Floats, Topology, WorkloadEntry
 
 NO_PATH_S = 1e9
-"""Instead of infinity: sums of it can be subtracted again."""
+"""It stands for infinity, since sums of it can be subtracted again."""
 _SHARE = 2_000_000
 _SHARE_PER_PAIR = 1_000
-"""Work of one local search, for N^2 pairs: 6 million at 64 devices, 12 million at 100. There a third of it finds
+"""The work of one local search, for N^2 pairs: 6 million at 64 devices, 12 million at 100. There a third of it finds
 layouts 2 % worse in the same time, and three times as much leaves a second's search few individuals."""
 _KERNEL_UNITS = 2
-"""In a unit of `evolution.WORK_PER_SECOND`: the kernel does 300 million of its own a second."""
+"""The kernel does so many of its own units in a unit of `evolution.WORK_PER_SECOND`: 300 million a second."""
 _POLISH = 8
 """The last part of a local search, 1 / 8 of its work, starts from exact matching and order and accepts no loss."""
 _HEAT = 0.3
-"""First temperature at heat 1, in mean changes of a trial, and with its square below: 0.2 to 0.35 are alike, 1 is 1 %
-worse. Children of good parents want a quarter of it or less."""
+"""The first temperature at heat 1, in mean changes of a trial, and with the square of the heat below. 0.2 to 0.35 are
+alike, 1 is 1 % worse. Children of good parents want a quarter of it or less."""
 _POPULATION = 5
-"""8 spend a second on newcomers alone."""
+"""With 8 individuals a second would be spent on newcomers alone."""
 
 
 class DtfmEvaluator:
@@ -50,7 +51,7 @@ class DtfmEvaluator:
         self.num_devices = topology.num_devices
         self.num_stages = num_stages
         self.places = -(-self.num_devices // num_stages)
-        """R, of the largest stage."""
+        """R, the places of the largest stage."""
         small = max(1, self.places - (self.num_devices % num_stages != 0))
         share = np.stack([share_seconds(topology, workload, size) for size in (small, self.places)])
         self._share: Floats = np.minimum(share, NO_PATH_S)
@@ -77,7 +78,7 @@ class DtfmEvaluator:
         return assignment[order]
 
     def repair(self, assignment: Assignment, *, seed: int) -> Assignment:
-        """Devices drawn from stages that are too large, and the homeless, fill those that are too small."""
+        """Devices drawn from stages that are too large, and the homeless, fill the stages that are too small."""
         rng, K = Random(seed), self.num_stages
         result = assignment.copy()
         floor, extra = divmod(self.num_devices, K)
@@ -115,7 +116,7 @@ class DtfmEvaluator:
     # --- layouts: int64 [K, R], see matching.py ---
 
     def stages(self, assignment: Assignment) -> tuple[tuple[int, ...], ...]:
-        """In the best order, each ascending."""
+        """The stages in the best order, each ascending."""
         x = self._layout(assignment)
         self._settle(x)
         return tuple(tuple(sorted(int(device) for device in row if device >= 0)) for row in x)
@@ -129,7 +130,7 @@ class DtfmEvaluator:
         return x.reshape(self.num_stages, self.places)
 
     def _settle(self, x: Assignment) -> tuple[float, int]:
-        """Order and match it, in place. Returns: (cost, work)."""
+        """Order and match a layout, in place. Returns: (cost, work)."""
         dp, pp, work = self._matching.settle(x, self._share, self.hop)
         return float(dp + 2.0 * pp), int(work)
 
@@ -174,7 +175,8 @@ def plan_dtfm(
     work: int,
     start: Sequence[Placement] = (),
 ) -> tuple[Placement, Cost]:
-    """The cheapest layout on the DT-FM objective that `work` units find; stages in the best order, layers dealt evenly.
+    """Find the cheapest layout on the DT-FM objective that `work` units find. Stages are in the best order, layers
+    dealt evenly.
 
     Args: start: placements of all devices on equal stages; the result costs no more than any of them.
     Raises: LocalError: more stages than devices.
@@ -187,7 +189,8 @@ def plan_dtfm(
 
 
 def even(stages: tuple[tuple[int, ...], ...], num_layers: int) -> Placement:
-    """Layers dealt as evenly as can be; one a stage where the workload does not say how many there are."""
+    """A placement with layers dealt as evenly as can be; one a stage where the workload does not say how many there
+    are."""
     K = len(stages)
     layers = max(num_layers, K)
     return Placement(stages=stages, bounds=tuple(layers * k // K for k in range(K + 1)))

@@ -1,14 +1,14 @@
-"""The evolutionary search, for any objective: a small population, whole stages inherited, local search on every child.
+"""The evolutionary search, for any objective. It keeps a small population, children inherit whole stages, and each
+child is improved by local search.
 
-The objective comes as an `Evaluator`, which also knows which assignments may be (how large a stage may get, who may
-hold stage 0, whether a device may be left out) and does the local search, since only it can evaluate a change for a
-fraction of the price of an evaluation.
+The objective comes as an `Evaluator`. It also knows which assignments are possible (how large a stage may get, which
+device may hold stage 0, whether a device may be left out), and it does the local search, since only it can price a
+change for a fraction of an evaluation.
 
 **Budgets are work, not seconds.** A unit is about one number touched by a kernel's inner loop; what a call costs is
-counted, never timed. So the same evaluator, seed and work give the same assignment bit for bit on any machine, and a
-run with more work begins with the steps of the run with less, but for its last (it is an anytime algorithm: stop it
-anywhere).
-Seconds are turned into work by `WORK_PER_SECOND`.
+counted, never timed. So the same evaluator, seed and work give the same assignment on any machine, bit for bit. A run
+with more work begins with the steps of the run with less, except for its last step: it may be stopped anywhere.
+`WORK_PER_SECOND` turns seconds into work.
 """
 
 import random
@@ -19,69 +19,75 @@ from typing import Protocol
 from shoal.coordinator.allocate.genome import Assignment, align, crossover, key, mutate
 
 WORK_PER_SECOND = 100_000_000
-"""Fewer units than kernels do in a second of one core of the machines we measured (see README.md): a budget of S
+"""Kernels do more units than this in a second of one core of the machines we measured (MEASURED.md), so a budget of S
 seconds takes at most S."""
 POPULATION = 8
-"""Individuals kept. Fewer lose the alternatives a crossover needs, more spread a second's work too thin."""
+"""So many individuals are kept. Fewer lose the alternatives that a crossover needs, more spread a second's work too
+thin."""
 _CHILD_WORK = 20_000
 _CHILD_WORK_PER_DEVICE = 200
-"""What the loop itself costs a child, in units: it is Python."""
+"""The units that the loop itself costs a child, since it is Python."""
 _MUTANTS = 0.35
-"""Share of children that have one parent and a mutation; the others have two parents."""
+"""This share of children has one parent and a mutation; the others have two parents."""
 _WARM_HEAT = 0.5
-"""Local search of children starts less hot than that of newcomers: hot enough to leave the parents' local minimum, cool
-enough to keep what was inherited."""
+"""The local search of children starts less hot than that of newcomers: hot enough to leave the parents' local minimum,
+cool enough to keep what was inherited."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Improved:
-    """What local search returns."""
+    """The result of a local search."""
 
     assignment: Assignment
     cost: float
     work: int
-    """Units spent."""
+    """The units that were spent."""
 
 
 class Evaluator(Protocol):
-    """One objective over one topology. Deterministic: no clock, no global randomness, sums in a fixed order."""
+    """One objective over one topology. It is deterministic: no clock, no global randomness, sums in a fixed order."""
 
     num_devices: int
     num_stages: int
     classes: Assignment
-    """int64 [N], devices of one number are interchangeable: exchanging them changes no cost. All different is safe."""
+    """int64 [N]. Devices of one number are interchangeable: exchanging them changes no cost. It is safe to let all
+    differ."""
     draws: int
-    """Random starts for each that is improved, the cheapest of them: more where it says much of what becomes of one."""
+    """So many random starts are drawn for each that is improved, and the cheapest is taken. More are worth while where
+    the start decides much of the result."""
     share: int
-    """Work worth giving to one call of `improve`; about as much as it needs to reach a good local minimum."""
+    """The work that is worth giving to one call of `improve`: about as much as it needs to reach a good local
+    minimum."""
 
     def cost(self, assignment: Assignment) -> float:
-        """The true objective of a feasible assignment, exact; inf if it cannot be."""
+        """The true objective of a feasible assignment, exact; inf if it is impossible."""
         ...
 
     def random(self, seed: int) -> Assignment:
-        """A feasible start; different seeds should give very different ones."""
+        """A feasible start; different seeds should give very different starts."""
         ...
 
     def repair(self, assignment: Assignment, *, seed: int) -> Assignment:
-        """Make it feasible with few changes: homes for the `genome.HOMELESS`, sizes, who holds stage 0.
+        """Make an assignment feasible with few changes: homes for the `genome.HOMELESS`, stage sizes, and stage 0.
 
         Args: assignment: int64 [N] of stages, `LEFT_OUT` and `HOMELESS`; any sizes, empty stages too.
         """
         ...
 
     def improve(self, assignment: Assignment, *, seed: int, work: int, heat: float) -> Improved:
-        """Local search on the true objective, from a feasible assignment.
+        """Search locally on the true objective, from a feasible assignment.
 
-        Args: work: stop soon after so many units. heat: 0 accepts improvements only (and then never returns anything
-            worse than `assignment`), 1 is for starts of no value.
+        Args:
+            work: stop soon after so many units.
+            heat: 0 accepts improvements only, and then never returns anything worse than `assignment`; 1 is for starts
+                of no value.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """The best of a search."""
+    """The best assignment of a search."""
 
     assignment: Assignment
     cost: float
@@ -92,14 +98,14 @@ class Found:
 
 @dataclass(slots=True)
 class _Population:
-    """At most `size` individuals, no two the same up to names, best first."""
+    """At most `size` individuals, best first. No two are the same up to names."""
 
     evaluator: Evaluator
     size: int
     members: list[tuple[float, bytes, Assignment]] = field(default_factory=list)
 
     def add(self, cost: float, assignment: Assignment) -> bool:
-        """Returns whether it is the best now."""
+        """Add an individual. Returns: whether it is the best now."""
         name = key(assignment, self.evaluator.classes, self.evaluator.num_stages)
         twin = next((index for index, member in enumerate(self.members) if member[1] == name), None)
         if twin is not None:
@@ -112,7 +118,7 @@ class _Population:
         return self.members[0][2] is assignment
 
     def parent(self, rng: random.Random) -> Assignment:
-        """The better of two drawn."""
+        """Draw two and take the better one."""
         return self.members[min(rng.randrange(len(self.members)) for _ in range(2))][2]
 
 
@@ -128,9 +134,10 @@ def evolve(
     """Search until `work` units are spent, or a little more: the last local search is cut to what is left.
 
     Args:
-        start: feasible assignments to begin with (the current plan, layouts by rule); the result is never worse than
-            the best of them. Each is first improved without heat, so a small budget already repairs a current plan.
-        keep: size of the population. share: work for one child, `evaluator.share` if None.
+        start: feasible assignments to begin with, such as the current plan. The result is never worse than the best of
+            them. Each is first improved without heat, so a small budget already repairs a current plan.
+        keep: size of the population.
+        share: work for one child, `evaluator.share` if None.
     """
     rng = random.Random(seed)
     share = evaluator.share if share is None else share

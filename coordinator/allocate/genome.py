@@ -1,9 +1,9 @@
 """Assignments of devices to stages, and what evolution does to them. Pure; randomness is passed in.
 
-An assignment is int64 [N]: the stage of each device, or `LEFT_OUT`. Two assignments that differ only in the names of
-their stages, or in which of several interchangeable devices is where, are the same individual: `key` is equal, and
-`align` renames the one to look as much as possible like the other, so that a child of two good parents is not noise
-(Falkenauer 1992 on grouping problems: inherit groups, not genes).
+An assignment is int64 [N]: the stage of each device, or `LEFT_OUT`. Two assignments are the same individual if they
+differ only in the names of their stages, or in which of several interchangeable devices is where. Then their `key` is
+equal. `align` renames one assignment to look as much as possible like another, so that a child of two good parents is
+not noise (Falkenauer 1992 on grouping problems: inherit groups, not genes).
 """
 
 import random
@@ -14,13 +14,13 @@ import numpy.typing as npt
 Assignment = npt.NDArray[np.int64]
 
 LEFT_OUT = -1
-"""Holds nothing, on purpose."""
+"""The device holds nothing, on purpose."""
 HOMELESS = -2
-"""Has lost its stage in a crossover or mutation; `Evaluator.repair` finds it another."""
+"""The device has lost its stage in a crossover or mutation; `Evaluator.repair` finds it another."""
 
 
 def key(assignment: Assignment, classes: Assignment, num_stages: int) -> bytes:
-    """Equal for assignments that are one up to the names of stages and of interchangeable devices.
+    """A name that is equal for assignments that differ only in the names of stages and of interchangeable devices.
 
     Args: classes: int64 [N], devices of one number are interchangeable.
     """
@@ -30,10 +30,11 @@ def key(assignment: Assignment, classes: Assignment, num_stages: int) -> bytes:
 
 
 def align(first: Assignment, second: Assignment, classes: Assignment, num_stages: int) -> Assignment:
-    """`second` with stages renamed, and interchangeable devices exchanged, to agree with `first` on most devices.
+    """Rename the stages of `second`, and exchange interchangeable devices, so that it agrees with `first` on most
+    devices.
 
     Stages are paired by largest overlap first. That is not always the pairing of the largest total overlap, but it
-    keeps the most alike stages together, which is what a crossover wants; and it is N + K^2 log K.
+    keeps the most alike stages together, which is what a crossover wants, and it takes N + K^2 log K.
     """
     num_classes = int(classes.max()) + 1
     counts = [_counts(parent, classes, num_stages, num_classes) for parent in (first, second)]
@@ -58,7 +59,7 @@ def _counts(assignment: Assignment, classes: Assignment, num_stages: int, num_cl
 
 
 def _exchange(first: Assignment, second: Assignment, classes: Assignment) -> Assignment:
-    """`second` with places exchanged inside each class, so that most devices are where `first` has them."""
+    """Exchange places inside each class of `second`, so that most devices are where `first` has them."""
     result = second.copy()
     order = np.argsort(classes, kind="stable")
     for members in np.split(order, np.flatnonzero(np.diff(classes[order])) + 1):
@@ -81,10 +82,10 @@ def _exchange(first: Assignment, second: Assignment, classes: Assignment) -> Ass
 
 
 def crossover(first: Assignment, second: Assignment, num_stages: int, rng: random.Random) -> Assignment:
-    """Some stages of `first` whole, the others from `second`, which must be aligned to it.
+    """Take some stages of `first` whole, and the others from `second`, which must be aligned to it.
 
-    A device that `first` has in a stage that came from `second`, while `second` has it in one that came from `first`,
-    is `HOMELESS`.
+    A device is `HOMELESS` if `first` has it in a stage that came from `second`, and `second` has it in one that came
+    from `first`.
     """
     kept = np.zeros(num_stages, dtype=np.bool_)
     kept[rng.sample(range(num_stages), rng.randint(1, max(1, num_stages - 1)))] = True
@@ -95,7 +96,7 @@ def crossover(first: Assignment, second: Assignment, num_stages: int, rng: rando
 
 
 def mutate(assignment: Assignment, num_stages: int, rng: random.Random) -> Assignment:
-    """One to a few exchanges, moves, or a stage dissolved and seeded anew; devices may come out `HOMELESS`."""
+    """Exchange or move one to a few devices, or dissolve a stage and seed it anew. Devices may come out `HOMELESS`."""
     child = assignment.copy()
     devices = len(child)
     kind = rng.randrange(3)

@@ -1,10 +1,10 @@
-"""The first allocator: balance measured speed over stages, and once placed let everybody stay. Pure.
+"""The allocator by rules: it balances measured speed over stages, and lets a peer stay once it is placed. Pure.
 
-The first plan cuts the model where the most expensive stage is cheapest and deals the peers out, fastest first, each
+The first plan cuts the model so that the most expensive stage is cheapest, and deals the peers out, fastest first, each
 to the stage with the least speed for its cost (longest processing time first, Graham 1969). Later plans keep the
-boundaries and everyone's place, because state is expensive to move: newcomers go to the poorest stage, or back to their
-old one if that is about as poor; a stage that lost its last holder gets a spare or a newcomer, or one from the richest;
-who leaves is left out.
+boundaries and every peer's place, because state is expensive to move. Newcomers go to the poorest stage, or back to
+their old one if that is about as poor. A stage that lost its last holder gets a spare, a newcomer, or a member of the
+richest stage. A peer that leaves is left out.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -22,7 +22,7 @@ from shoal.protocol.plan import Member, Plan, Stage
 
 @dataclass(slots=True)
 class Slot:
-    """A stage while it is being filled. `holders` includes those who drain and may not go yet."""
+    """A stage while it is being filled. `holders` includes peers that drain and may not go yet."""
 
     index: int
     first_layer: int
@@ -32,19 +32,21 @@ class Slot:
 
     @property
     def stayers(self) -> list[MeasuredPeer]:
+        """The holders that do not drain."""
         return [peer for peer in self.holders if not peer.draining]
 
     @property
     def wealth(self) -> float:
-        """Lasting speed for the stage's cost; the stage with the least limits the pipeline."""
+        """The stayers' speed for the stage's cost; the stage with the least limits the pipeline."""
         return sum(peer.flop_per_s for peer in self.stayers) / self.cost
 
     def admits(self, peer: MeasuredPeer) -> bool:
+        """Whether `peer` may hold this stage: stage 0 needs the text."""
         return peer.has_data or self.index > 0
 
 
 Choose = Callable[[Sequence[Slot], Sequence[Slot], MeasuredPeer], Slot]
-"""(all, those that it may serve, a newcomer) -> one of the latter."""
+"""(all slots, those that it may serve, a newcomer) -> one of the latter."""
 
 
 class GreedyAllocator:
@@ -62,8 +64,11 @@ class GreedyAllocator:
         aside: Collection[PeerID] = (),
         choose: Choose | None = None,
     ) -> Layout:
-        """Args: aside: spares that are to stay spares. choose: where a newcomer helps most, if not by speed.
+        """Make a layout.
 
+        Args:
+            aside: spares that are to stay spares.
+            choose: says where a newcomer helps most; by speed if None.
         Raises: NoLayout.
         """
         by_id = {peer.peer: peer for peer in snapshot.peers}
@@ -88,6 +93,7 @@ class GreedyAllocator:
 
 
 def _cut(snapshot: Snapshot) -> list[Slot]:
+    """Empty stages for a first plan."""
     bounds = partition(snapshot.layer_costs, snapshot.num_stages)
     return [
         Slot(index, first, last, sum(snapshot.layer_costs[first:last]))
@@ -96,6 +102,7 @@ def _cut(snapshot: Snapshot) -> list[Slot]:
 
 
 def slots_of(snapshot: Snapshot, previous: Plan, by_id: dict[PeerID, MeasuredPeer]) -> list[Slot]:
+    """The stages of `previous` with the holders that are still here."""
     return [
         Slot(
             index,
@@ -110,7 +117,7 @@ def slots_of(snapshot: Snapshot, previous: Plan, by_id: dict[PeerID, MeasuredPee
 
 
 def _deal(slots: Sequence[Slot], newcomers: Iterable[MeasuredPeer], choose: Choose) -> tuple[PeerID, ...]:
-    """Each newcomer to the poorest stage it may serve. Returns: those who may serve none, in order."""
+    """Give each newcomer to the poorest stage that it may serve. Returns: those that may serve none, in order."""
     waiting = list(newcomers)
     spares: list[PeerID] = []
     while waiting:
@@ -133,7 +140,7 @@ def _deal(slots: Sequence[Slot], newcomers: Iterable[MeasuredPeer], choose: Choo
 
 
 def poorest(slots: Sequence[Slot], fitting: Sequence[Slot], peer: MeasuredPeer) -> Slot:
-    """The poorest; or a home of the peer's that is no richer than the poorest would become."""
+    """The poorest stage; or a home of the peer's that is no richer than the poorest would become."""
     poorest = min(fitting, key=lambda slot: (slot.wealth, slot.index))
     bound = poorest.wealth + peer.flop_per_s / poorest.cost
     homes = [slot for slot in fitting if slot.index in peer.homes and slot.wealth <= bound]
@@ -141,9 +148,10 @@ def poorest(slots: Sequence[Slot], fitting: Sequence[Slot], peer: MeasuredPeer) 
 
 
 def _rescue(slots: Sequence[Slot]) -> list[tuple[PeerID, int]]:
-    """Give each stage that nobody lasting holds a member of the richest stage that can spare one.
+    """Give each stage without stayers a member of the richest stage that can spare one.
 
-    Stage 0 may take the only holder of another, if nobody else can read the text: that stage comes later.
+    Stage 0 may take the only holder of another stage if nobody else can read the text: the other stage is rescued
+    later.
     """
     enough = sum(len(slot.stayers) for slot in slots) >= len(slots)
     moved: list[tuple[PeerID, int]] = []
@@ -166,7 +174,7 @@ def _rescue(slots: Sequence[Slot]) -> list[tuple[PeerID, int]]:
 
 
 def _reluctance(slot: Slot, peer: MeasuredPeer) -> int:
-    """What moving `peer` away costs its stage: 3 everything, 2 its state, 1 its lead, 0 nothing."""
+    """What moving `peer` away costs its stage: 3 all its holders, 2 its state, 1 its leader, 0 nothing."""
     if len(slot.stayers) == 1:
         return 3
     synced = [p for p in slot.stayers if p.synced_stage == slot.index]
@@ -176,7 +184,7 @@ def _reluctance(slot: Slot, peer: MeasuredPeer) -> int:
 
 
 def _release(slots: Sequence[Slot]) -> None:
-    """Let draining peers go where somebody who stays holds the state; keep the first where nobody does."""
+    """Let draining peers go where a stayer holds the state; keep the first of them where none does."""
     for slot in slots:
         leaving = [peer for peer in slot.holders if peer.draining]
         if any(peer.synced_stage == slot.index for peer in slot.stayers):
@@ -187,6 +195,7 @@ def _release(slots: Sequence[Slot]) -> None:
 
 
 def stage_of(slot: Slot) -> Stage:
+    """The plan's stage, with shares by speed."""
     speed = sum(peer.flop_per_s for peer in slot.holders)
     upload = sum(peer.upload_bytes_per_s for peer in slot.holders)
     members = (
@@ -198,6 +207,7 @@ def stage_of(slot: Slot) -> Stage:
 def _reason(
     stages: Sequence[Stage], spares: Sequence[PeerID], previous: Plan | None, moved: Sequence[tuple[PeerID, int]]
 ) -> str:
+    """One sentence on what the layout changes."""
     now = {peer for stage in stages for peer in stage.peers} | set(spares)
     if previous is None:
         return f"first plan: {len(now)} peers on {len(stages)} stages"
@@ -211,5 +221,5 @@ def _reason(
 
 
 def _lot(seed: int, peer: PeerID) -> bytes:
-    """Breaks ties between equally fast peers without favouring a name."""
+    """Break ties between equally fast peers without favouring a name."""
     return blake3(f"{seed}/{peer}".encode()).digest(length=8)

@@ -1,8 +1,8 @@
-"""Large swarms: cluster, solve, refine. A swarm of clusters is a swarm again, of fewer and larger units.
+"""Large swarms are clustered, solved and refined. A swarm of clusters is a swarm again, of fewer and larger units.
 
 Devices that are near each other and alike become one unit of a coarse topology: speeds and cards add up, the paths
-between two units are as many as pairs of their devices, memory is the smallest. The search runs on a hundred units,
-then, from what it found, on ten times as many, and on the devices themselves where there are not too many.
+between two units are as many as pairs of their devices, and memory is the smallest. The search runs on a hundred units,
+then, from that result, on ten times as many, and on the devices themselves where there are not too many.
 """
 
 from dataclasses import dataclass
@@ -14,13 +14,14 @@ from shoal.coordinator.cost.workload import Workload
 from shoal.protocol.topology import Floats, Ints, Topology
 
 UNITS = 128
-"""Of the coarsest level: the search does as well with so many as it does for so many devices, in a second."""
+"""The coarsest level has so many units: the search does as well with them as it does for so many devices, in a
+second."""
 FINER = 8
 FLAT_MAX = 2048
-"""Devices up to which the last level is the devices themselves: a move among n members of a stage costs n^2."""
+"""Up to so many devices the last level is the devices themselves: a move among n members of a stage costs n^2."""
 _NEIGHBOURHOODS = 48
 _NEAR = 0.05
-"""Who is nearer to a leader than this part of the largest distance is of its neighbourhood."""
+"""A device that is nearer to a leader than this part of the largest distance is in its neighbourhood."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -28,15 +29,16 @@ class Level:
     """One view of a swarm."""
 
     topology: Topology
-    """Of U units: flop_per_s and cards of all devices of the unit together; memory, latency and paths of one."""
+    """The topology of U units. flop_per_s and cards are of all devices of the unit together; memory, latency and paths
+    of one."""
     weight: Ints
     """[U], devices in each unit."""
     unit_of: Ints
-    """[N]"""
+    """[N], the unit of each device."""
 
 
 def levels(topology: Topology, workload: Workload) -> list[Level]:
-    """From the coarsest to the finest; for a small swarm only that of single devices."""
+    """The levels from the coarsest to the finest; a small swarm has only that of single devices."""
     n = topology.num_devices
     near = _neighbourhoods(topology, workload.cut_bytes) if n > 2 * UNITS else np.zeros(n, dtype=np.int64)
     views = []
@@ -50,14 +52,15 @@ def levels(topology: Topology, workload: Workload) -> list[Level]:
 
 
 def refine(assignment: Assignment, coarse: Level, fine: Level) -> Assignment:
-    """What a coarse assignment says of the finer units: where the first of their devices is."""
+    """The stages of the finer units in a coarse assignment: each goes where the first of its devices is."""
     _, first = np.unique(fine.unit_of, return_index=True)
     finer: Assignment = assignment[coarse.unit_of[first]]
     return finer
 
 
 def coarsen(assignment: Assignment, level: Level) -> Assignment:
-    """What an assignment of devices says of units: where most of their devices are, the lowest stage among equals."""
+    """The stages of units in an assignment of devices: each goes where most of its devices are, to the lowest stage
+    among equals."""
     lowest = int(assignment.min())
     votes = np.zeros((len(level.weight), int(assignment.max()) - lowest + 1), dtype=np.int64)
     np.add.at(votes, (level.unit_of, assignment - lowest), 1)
@@ -66,8 +69,8 @@ def coarsen(assignment: Assignment, level: Level) -> Assignment:
 
 
 def _neighbourhoods(topology: Topology, frame_bytes: float) -> Ints:
-    """[N]: leaders are taken one after the other, each the device that is farthest from all before (Gonzalez 1985);
-    everyone belongs to the nearest one. Distance: seconds of a frame there and back."""
+    """[N]: leaders are taken one after the other, each the device that is farthest from all before (Gonzalez 1985), and
+    every device belongs to the nearest one. The distance is the seconds of a frame there and back."""
     n = topology.num_devices
     distance = np.full(n, np.inf)
     nearest = np.zeros(n, dtype=np.int64)
@@ -94,7 +97,7 @@ def _exchange_s(topology: Topology, leader: int, frame_bytes: float) -> Floats:
 
 
 def _coarse(topology: Topology, near: Ints, units: int) -> Level:
-    """Each neighbourhood, ordered by text, memory, card and speed, in slices of about N / units."""
+    """Cut each neighbourhood, ordered by text, memory, card and speed, into slices of about N / units."""
     n = topology.num_devices
     order = np.lexsort(
         (np.arange(n), topology.flop_per_s, topology.card, topology.memory_bytes, topology.may_feed, near)

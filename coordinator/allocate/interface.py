@@ -1,4 +1,4 @@
-"""What every allocator is given and what it returns."""
+"""What every allocator is given, and what it must do."""
 
 import math
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ from shoal.protocol.messages import Advert
 from shoal.protocol.plan import Plan
 
 SPEED_MAX = 1e15
-"""FLOP/s and bytes/s beyond which a claim is cut, so that sums stay finite. What a claim is believed to be worth is
-bounded by what others were measured to do (`measured`)."""
+"""A claim is cut at so many FLOP/s or bytes/s, so that sums stay finite. What others were measured to do bounds what a
+claim is worth (`measured`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,13 +28,14 @@ class MeasuredPeer:
     has_data: bool
     draining: bool = False
     synced_stage: int | None = None
-    """The stage whose state it holds, which so survives on it alone."""
+    """The stage whose state it holds."""
     homes: tuple[int, ...] = ()
-    """Stages at which it would begin sooner than elsewhere: whose state it holds, held last, or has on disk."""
+    """The stages at which it would begin sooner than elsewhere: it holds their state, held it last, or has it on
+    disk."""
 
     @classmethod
     def of(cls, peer: PeerID, advert: Advert, *, draining: bool, synced_stage: int | None) -> "MeasuredPeer":
-        """From what `peer` says of itself; numbers that cannot be are replaced by the smallest that can."""
+        """Make one from what `peer` says of itself; impossible numbers are replaced by the smallest possible."""
         return cls(
             peer=peer,
             flop_per_s=_rate(advert.flop_per_s),
@@ -48,15 +49,15 @@ class MeasuredPeer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """All that a plan may depend on, beside the plan before it and a seed."""
+    """All that a layout may depend on, besides the plan before it and a seed."""
 
     peers: tuple[MeasuredPeer, ...]
-    """In the order of their identifiers."""
+    """The peers, in the order of their identifiers."""
     layer_costs: tuple[float, ...]
-    """FLOP a token of each decoder layer, embedding and head included at the ends."""
+    """The FLOP a token of each decoder layer, with embedding and head at the ends."""
     num_stages: int
     workload: Workload | None = None
-    """What a step asks; with `network`, what a search needs beside the rest."""
+    """What a step asks of the devices; a search needs it, and `network`, besides the rest."""
     network: MeasuredNetwork | None = None
     """What lies between `peers`, in their order."""
 
@@ -71,9 +72,11 @@ class NoLayout(ShoalError):
 
 
 class Allocator(Protocol):
+    """Makes layouts."""
+
     def allocate(self, snapshot: Snapshot, previous: Plan | None, *, seed: int) -> Layout:
-        """A layout for the swarm as it is, within milliseconds. A pure function: the same arguments give the same
-        layout, bit for bit.
+        """Make a layout for the swarm as it is, within milliseconds. The function is pure: the same arguments give the
+        same layout, bit for bit.
 
         Raises: NoLayout.
         """
@@ -85,18 +88,19 @@ class Searching(Allocator, Protocol):
     """An allocator that answers a change at once by hardly moving anybody, and then looks for something better."""
 
     def prepare(self) -> None:
-        """What the first search would have to do first, where there is time for it: it may compile for a minute.
+        """Do what the first search would have to do first, such as a minute of compiling.
 
         Raises: ImportError.
         """
         ...
 
     def search(self, snapshot: Snapshot, previous: Plan | None, *, seed: int) -> tuple[Layout | None, str]:
-        """A better layout than `previous`, or a first one. Pure; may take seconds, and run in a thread of its own.
+        """Look for a better layout than `previous`, or for a first one. The function is pure; it may take seconds, and
+        run in a thread of its own.
 
         Args: snapshot: with workload and network; of exactly the members of `previous`, if there is one.
-        Returns: (None: there is none worth its moves, why).
-        Raises: ImportError: what searches is not installed. LocalError: the snapshot cannot be.
+        Returns: (layout, why); None: there is none that is worth its moves.
+        Raises: ImportError: what searches is not installed. LocalError: the snapshot is impossible.
         """
         ...
 

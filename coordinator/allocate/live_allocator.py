@@ -1,14 +1,14 @@
-"""The live coordinator's allocator: repair at once, search behind it. Pure.
+"""The live coordinator's allocator: it repairs at once and searches behind that. Pure.
 
-A change is answered within milliseconds by the greedy rules (`greedy.py`): who is lost is replaced from the spares,
-newcomers go where speed is least, nobody else moves, shares follow the throughput objective. A search (`planner.py`)
-then looks for something better and must earn its moves:
+A change is answered within milliseconds by the greedy rules (`greedy.py`): lost peers are replaced from the spares,
+newcomers go where speed is least, nobody else moves, and shares follow the throughput objective. A search
+(`planner.py`) then looks for something better, which must earn its moves:
 
 - It gains `MARGIN` of tokens/s or more, by the objective, beyond what noise could pretend.
-- Over `HORIZON_S` it gains more than what the swarm loses while peers fetch other layers.
-- Boundaries stay, since a stage whose boundaries move has no holder from whom its state could come.
-- Only who holds its stage's state moves, or stands aside; of each stage at least half of them stay.
-- Nobody moves while somebody drains, which has its own rules.
+- Over `HORIZON_S` it gains more than the swarm loses while peers fetch other layers.
+- Boundaries stay, since a stage whose boundaries move has no holder from which its state could come.
+- Only a peer that holds its stage's state moves, or stands aside; at least half of each stage's holders stay.
+- Nobody moves while a peer drains, which has its own rules.
 """
 
 import math
@@ -32,22 +32,25 @@ from shoal.protocol.spec import RunSpec
 from shoal.protocol.topology import Topology, make_topology
 
 MARGIN = 0.05
-"""Of tokens/s. Figures are averages over 16 reports, so noise of +-10 % in each is 1.5 % in them."""
+"""The gain in tokens/s. Figures are averages over 16 reports, so noise of +-10 % in each report is 1.5 % in them."""
 HORIZON_S = 600.0
 """How long a layout is expected to last. Volunteers come and go: what pays later than that is not worth moving for."""
 STAY = 0.5
-"""The part of a stage's holders that a search leaves there, rounded up: who comes must be able to fetch its state."""
+"""A search leaves this part of a stage's holders there, rounded up: a peer that comes must be able to fetch the
+state."""
 HOLDERS_MIN = 2
-"""A search leaves no stage with fewer that had as many, and newcomers go first to one that has. Where volunteers come
-and go, a lone holder's death costs everybody the steps since the last snapshot, which no layout is worth."""
+"""A search leaves no stage with fewer holders if it had as many, and newcomers go first to a stage that has fewer.
+Where volunteers come and go, a lone holder's death costs everybody the steps since the last snapshot, which no layout
+is worth."""
 SMALL_DEVICES = 32
-"""With fewer the search spends in proportion less than the planner's own budget: there is less to find."""
+"""With fewer devices the search spends in proportion less than the planner's own budget: there is less to find."""
 
 
 NEWCOMERS_MAX = 8
 SPARES_TRIED = 8
 LEFT_OUT_TRIED = 16
-"""More at once are dealt by their speeds: each place tried for each of them costs an evaluation."""
+"""If there are more at once than these three numbers they are dealt by their speeds: each place tried for each of them
+costs an evaluation."""
 
 
 class EvolutionaryAllocator:
@@ -92,14 +95,14 @@ class EvolutionaryAllocator:
 
 
 class _Place:
-    """Where a newcomer helps most by the throughput objective, which knows its network too."""
+    """Knows where a newcomer helps most by the throughput objective, which takes its network into account."""
 
     def __init__(self, topology: Topology, workload: Workload) -> None:
         self._workload, self._topology = workload, topology
         self._number = {name: device for device, name in enumerate(topology.names)}
 
     def choose(self, slots: Sequence[Slot], fitting: Sequence[Slot], peer: MeasuredPeer) -> Slot:
-        """A home of the newcomer's is as good if that costs less than `MARGIN`."""
+        """The best stage for a newcomer. A home of the newcomer's is as good if it costs less than `MARGIN` more."""
         fitting = [slot for slot in fitting if len(slot.stayers) < HOLDERS_MIN] or fitting
         seconds = self.seconds(slots, fitting, peer)
         best = min(seconds.values())
@@ -109,7 +112,7 @@ class _Place:
         return min(near or fitting, key=lambda slot: (seconds[slot.index], slot.index))
 
     def seconds(self, slots: Sequence[Slot], fitting: Sequence[Slot], peer: MeasuredPeer) -> dict[int, float]:
-        """A step's, with `peer` in each of these stages; inf where that cannot be."""
+        """By stage, the seconds of a step with `peer` in it; inf where that is impossible."""
         objective = ThroughputObjective(self._topology, self._workload)
         stages = tuple(tuple(sorted(self._number[p.peer] for p in slot.stayers)) for slot in slots)
         bounds = (*(slot.first_layer for slot in slots), slots[-1].last_layer)
@@ -121,8 +124,8 @@ class _Place:
 
 
 def _aside(snapshot: Snapshot, previous: Plan | None, place: _Place | None) -> tuple[PeerID, ...]:
-    """Spares of `previous` that are not needed now: they were left out because they would slow the others down. As many
-    as were lost since take part again, those that help most."""
+    """The spares of `previous` that are not needed now, because they would slow the others down. As many as were lost
+    since take part again, those that help most."""
     if previous is None or not previous.spares:
         return ()
     by_id = {peer.peer: peer for peer in snapshot.peers}
@@ -139,7 +142,7 @@ def _aside(snapshot: Snapshot, previous: Plan | None, place: _Place | None) -> t
 
 
 def _first(snapshot: Snapshot, seed: int) -> tuple[Layout, str]:
-    """Raises: NoLayout, LocalError."""
+    """A first layout. Raises: NoLayout, LocalError."""
     from shoal.coordinator.allocate.planner import plan  # numba, which takes seconds to import
 
     topology, workload = topology_of(snapshot), snapshot.workload
@@ -158,9 +161,12 @@ def _first(snapshot: Snapshot, seed: int) -> tuple[Layout, str]:
 
 
 def _with_left_out(objective: ThroughputObjective, placement: Placement) -> Placement:
-    """Nothing is known yet of most links, and of whom nothing is asked nothing will be: until then those whom the
-    search has left out take part too, each in its best place, as long as that costs less than `MARGIN` in all. The
-    fastest `LEFT_OUT_TRIED` of them, that is; where there are more, a later search sees to them."""
+    """Take in devices that the search has left out.
+
+    Nothing is known yet of most links, and nothing is ever measured of a device that does nothing. So the devices that
+    were left out take part too, each in its best place, as long as that costs less than `MARGIN` in all. Only the
+    fastest `LEFT_OUT_TRIED` are tried; where there are more, a later search sees to them.
+    """
     topology, seconds_max = objective.topology, (1.0 + MARGIN) * objective.cost(placement).seconds
     left_out = sorted(placement.spares(topology.num_devices), key=lambda d: (-topology.flop_per_s[d], d))
     for device in left_out[:LEFT_OUT_TRIED]:
@@ -174,9 +180,11 @@ def _with_left_out(objective: ThroughputObjective, placement: Placement) -> Plac
 
 
 def _nobody_alone(objective: ThroughputObjective, placement: Placement) -> Placement:
-    """With a stage's only holder gone the run goes back to a snapshot. So where there are enough peers each stage has
-    `HOLDERS_MIN`, and who costs least there goes, whether it was left out or elsewhere; the speeds of a first look are
-    not worth that risk."""
+    """Give each stage `HOLDERS_MIN` holders, where there are enough peers.
+
+    With a stage's only holder gone the run goes back to a snapshot, and the speeds of a first look are not worth that
+    risk. The device goes there that costs least, whether it was left out or elsewhere.
+    """
     while True:
         stages = placement.stages
         lonely = next((k for k, stage in enumerate(stages) if len(stage) < HOLDERS_MIN), None)
@@ -199,7 +207,7 @@ def _with(stages: tuple[tuple[int, ...], ...], index: int, device: int) -> tuple
 
 
 def _better(snapshot: Snapshot, previous: Plan, seed: int) -> tuple[Layout | None, str]:
-    """Raises: NoLayout, LocalError."""
+    """A better layout than the live plan's. Raises: NoLayout, LocalError."""
     from shoal.coordinator.allocate.planner import plan
     from shoal.coordinator.allocate.staying import best_with_stayers
     from shoal.coordinator.allocate.throughput_search import ThroughputEvaluator
@@ -249,7 +257,7 @@ def _better(snapshot: Snapshot, previous: Plan, seed: int) -> tuple[Layout | Non
 
 
 def _by_stage(workload: Workload, stages: Sequence[Stage]) -> Workload:
-    """As if each stage were one layer: whoever plans with it cannot move a boundary."""
+    """The workload as if each stage were one layer: whoever plans with it cannot move a boundary."""
 
     def sums(values: tuple[float, ...]) -> tuple[float, ...]:
         return tuple(sum(values[stage.first_layer : stage.last_layer]) for stage in stages)
@@ -263,7 +271,8 @@ def _by_stage(workload: Workload, stages: Sequence[Stage]) -> Workload:
 
 
 def _refill(slots: list[Slot], found: Placement, topology: Topology, by_id: dict[PeerID, MeasuredPeer]) -> None:
-    """Who stays keeps its rank, and so does who was not free to move; who comes is behind them."""
+    """Put the devices of a placement into the stages. A peer that stays keeps its rank, and so does one that was not
+    free to move; newcomers come behind them."""
     free = set(topology.names)
     for slot, stage in zip(slots, found.stages, strict=True):
         members = [by_id[PeerID(topology.names[device])] for device in stage]
@@ -272,7 +281,7 @@ def _refill(slots: list[Slot], found: Placement, topology: Topology, by_id: dict
 
 
 def _shared(topology: Topology, workload: Workload, stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
-    """`stages` with the shares of traffic and reduction that the objective assumes."""
+    """Set the shares of traffic and reduction that the objective assumes."""
     number = {name: device for device, name in enumerate(topology.names)}
     ordered = [sorted(stage.members, key=lambda member: number[member.peer]) for stage in stages]
     placement = Placement(

@@ -19,12 +19,12 @@ from shoal.protocol.topology import Floats, Topology, make_topology
 
 DEFAULT_LATENCY_S = 0.05
 DEFAULT_BYTES_PER_S = 1.25e9
-"""10 Gbit/s, so that compute and memory decide where nothing is known of any link. Lost: 100 Mbit/s, by which a first
-plan had better not replicate large stages: two peers of 32 equal ones got 20 of 24 layers, and boundaries stay."""
+"""10 Gbit/s, so that compute and memory decide where nothing is known of any link. (Lost: 100 Mbit/s, by which a first
+plan had better not replicate large stages: two peers of 32 equal ones got 20 of 24 layers, and boundaries stay.)"""
 
 
 def topology_of(snapshot: Snapshot) -> Topology:
-    """Devices in the order of `snapshot.peers`. Raises: LocalError."""
+    """The topology of a snapshot; devices are in the order of `snapshot.peers`. Raises: LocalError."""
     peers, network = snapshot.peers, snapshot.network
     assert network is not None
     claims = np.array([peer.upload_bytes_per_s for peer in peers])
@@ -48,7 +48,7 @@ def topology_of(snapshot: Snapshot) -> Topology:
 
 
 def _medians(matrix: Floats) -> Floats:
-    """[N], of each row what is known; NaN where nothing is."""
+    """[N], the median of what is known of each row; NaN where nothing is."""
     medians = np.full(len(matrix), np.nan)
     known = ~np.isnan(matrix).all(axis=1)
     if known.any():
@@ -57,7 +57,7 @@ def _medians(matrix: Floats) -> Floats:
 
 
 def _or(values: Floats, claims: Floats, default: float) -> Floats:
-    """`values`, then `claims`, then the median of what is known, then `default`."""
+    """Fill gaps: `values`, then `claims`, then the median of what is known, then `default`."""
     known = values[~np.isnan(values)]
     values = np.where(np.isnan(values), claims, values)
     return np.where(np.isnan(values), float(np.median(known)) if len(known) else default, values)

@@ -67,11 +67,11 @@ def plan(
 
 
 _FINALISTS = 2
-"""Numbers of stages that are searched on after all have been tried."""
+"""So many numbers of stages are searched on after all have been tried."""
 
 
 def default_work(num_devices: int) -> int:
-    """Units for about half a second with 64 devices, 3 s with 1,000, 30 s with 10,000, on one core."""
+    """The units for about half a second with 64 devices, 3 s with 1,000, 30 s with 10,000, on one core."""
     return 40_000_000 + 300_000 * num_devices
 
 
@@ -106,7 +106,7 @@ class _Search:
         self._levels = levels(topology, workload)
 
     def best(self, num_stages: int | None, work: int) -> tuple[Placement | None, float, int]:
-        """(placement, seconds with moving, work spent); None if none is possible."""
+        """Search. Returns: (placement, seconds with moving, work spent); None if no placement is possible."""
         if num_stages is not None:
             return self._solve(num_stages, work)
         choices = self._choices()
@@ -120,7 +120,8 @@ class _Search:
         return found, seconds, sum(did for _, _, did in tried)
 
     def _foreseen_s(self, found: Placement | None, seconds: float) -> float:
-        """Between numbers of stages what is foreseen decides: the search's own T is one to climb by."""
+        """The seconds by which numbers of stages are compared: what is foreseen decides, since the search's own T is
+        one to climb by."""
         if found is None:
             return math.inf
         parts = ThroughputObjective(self._topology, self._workload).cost(found).parts
@@ -137,7 +138,7 @@ class _Search:
         return f"the model does not fit: it takes {need:.1f} GB and what is in flight, all devices have {have:.1f} GB"
 
     def _choices(self) -> list[int]:
-        """Numbers of stages that are tried."""
+        """The numbers of stages that are tried."""
         most = min(self._workload.num_layers, self._topology.num_devices, STAGES_MAX)
         return [k for k in _STAGE_CHOICES if k < most] + [most]
 
@@ -167,7 +168,7 @@ class _Search:
         return Placement(stages=stages, bounds=bounds), found.cost, spent
 
     def _evaluator(self, level: Level, num_stages: int) -> ThroughputEvaluator:
-        """Moving is counted for single devices only."""
+        """An evaluator for one level; moving is counted for single devices only."""
         flat = len(level.weight) == self._topology.num_devices
         return ThroughputEvaluator(
             level.topology,

@@ -1,9 +1,10 @@
-"""From what a search has found to what a live swarm can do in one plan: enough holders of each stage stay in it.
+"""Turns what a search has found into what a live swarm can do in one plan: enough holders of each stage stay in it.
 
-Who comes to a stage fetches its state from those who stay, in seconds to minutes, and a stage whose last holder
-dies takes the whole run back to a snapshot: newcomers do not count until they have it. The search knows nothing of
-that, and what it found with some put back may be worse than what there is; so moves that keep enough are climbed from
-there, and from the current placement, by the compiled objective. What one plan may not do a later one can.
+A peer that comes to a stage fetches its state from those that stay, in seconds to minutes, and a stage whose last
+holder dies takes the whole run back to a snapshot: newcomers do not count until they have the state. The search knows
+nothing of that, and its result with some devices put back may be worse than what there is. So moves that keep enough
+holders are climbed from there, and from the current placement, by the compiled objective. What one plan may not do a
+later one can.
 """
 
 import math
@@ -15,21 +16,23 @@ from shoal.coordinator.allocate.throughput_search import ThroughputEvaluator
 from shoal.coordinator.cost.placement import Placement
 
 EVALUATIONS_MAX = 4000
-"""Of each climb with up to `DEVICES` devices, 0.2 s of one core; in proportion fewer with more."""
+"""Each climb with up to `DEVICES` devices takes so many evaluations, 0.2 s of one core; with more devices, in
+proportion fewer."""
 DEVICES = 64
 TRIED_DEVICES = 128
-"""Among more, who goes back is the fastest, untried."""
+"""With more devices the fastest goes back, untried."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Needs:
-    """What one plan may not do, by stage."""
+    """What one plan must keep, by stage."""
 
     home: Assignment
     stayers: tuple[int, ...]
-    """So many of those who hold its state stay."""
+    """So many holders of each stage's state stay."""
 
     def broken(self, at: Assignment, k: int) -> bool:
+        """Whether too few holders of stage k stay in `at`."""
         return int(((self.home == k) & (at == k)).sum()) < self.stayers[k]
 
     def keep(self, at: Assignment, device: int) -> bool:
@@ -41,7 +44,9 @@ class _Needs:
 def best_with_stayers(
     evaluator: ThroughputEvaluator, current: Placement, found: Placement, *, stay: float, holders_min: int = 1
 ) -> tuple[Placement, float]:
-    """Args:
+    """The best placement that keeps enough holders.
+
+    Args:
         evaluator: of the swarm, with `current` as its current placement.
         stay: the part of each stage's holders that stays there, rounded up.
         holders_min: no stage that has as many holders may be left with fewer, not even until newcomers have its state.
@@ -61,9 +66,9 @@ def best_with_stayers(
 
 
 def _put_back(evaluator: ThroughputEvaluator, goal: Assignment, needs: _Needs, bounds: Sequence[int]) -> None:
-    """In `goal`, one leaver after the other back home while its stage lacks it, each time the one that costs least.
+    """In `goal`, send leavers back home while their stage lacks holders, each time the one that costs least.
 
-    Who goes back may be lacking where it was; but it has come home for good, so this ends.
+    A device that goes back may be lacking where it was; but it has come home for good, so this ends.
     """
     while lacking := [k for k in range(len(needs.stayers)) if needs.broken(goal, k)]:
         for k in lacking:
@@ -75,13 +80,14 @@ def _put_back(evaluator: ThroughputEvaluator, goal: Assignment, needs: _Needs, b
 
 
 def _price(evaluator: ThroughputEvaluator, at: Assignment, device: int, k: int, bounds: Sequence[int]) -> float:
+    """What it costs to send `device` back to stage k."""
     if len(at) > TRIED_DEVICES:
         return -float(evaluator.topology.flop_per_s[device])
     return _moved(evaluator, at, device, k, bounds)
 
 
 def _moved(evaluator: ThroughputEvaluator, at: Assignment, device: int, k: int, bounds: Sequence[int]) -> float:
-    """Seconds a step with `device` in stage `k`."""
+    """The seconds a step with `device` in stage `k`."""
     before, at[device] = int(at[device]), k
     seconds = evaluator.evaluate(at, bounds)
     at[device] = before
@@ -91,7 +97,7 @@ def _moved(evaluator: ThroughputEvaluator, at: Assignment, device: int, k: int, 
 def _climb(
     evaluator: ThroughputEvaluator, at: Assignment, needs: _Needs, bounds: Sequence[int]
 ) -> tuple[float, Assignment]:
-    """Single moves, to another stage or to none, the first that helps, until none does. `at` is changed."""
+    """Make single moves, to another stage or to none, always the first that helps, until none does. `at` is changed."""
     seconds, left = evaluator.evaluate(at, bounds), EVALUATIONS_MAX * DEVICES // max(DEVICES, len(at))
     helped = True
     while helped and left > 0:

@@ -32,9 +32,10 @@ class ThroughputEvaluator:
     """Implements `evolution.Evaluator`.
 
     Args:
-        weight: int64 [N], how many alike devices each of the topology stands for (`hierarchy.py`), 1 if None. Then
+        weight: int64 [N], how many alike devices each of the topology stands for (`hierarchy.py`); 1 if None. Then
             flop_per_s and cards are of all of them together, memory and paths of one.
-        current: where everybody is now: moving state costs. horizon_s: over what time that is spread.
+        current: the placement in force: moving state costs.
+        horizon_s: the time over which that cost is spread.
     """
 
     def __init__(
@@ -69,8 +70,8 @@ class ThroughputEvaluator:
         return self._cut(assignment)[0]
 
     def random(self, seed: int) -> Assignment:
-        """Devices near each other side by side in a row; the row is dealt out stage by stage, or in turns, or both, so
-        that each stage gets about as much speed. One in four of them ignores distance."""
+        """A random start. Devices near each other stand side by side in a row, and the row is dealt out stage by stage,
+        or in turns, or both, so that each stage gets about as much speed. One start in four ignores distance."""
         rng = Random(seed)
         row = self._able(self._row(rng), rng)
         num_blocks = rng.choice([1, 1, 2, 4, self.num_stages])
@@ -96,7 +97,8 @@ class ThroughputEvaluator:
         return self.repair(assignment, seed=rng.getrandbits(63))
 
     def repair(self, assignment: Assignment, *, seed: int) -> Assignment:
-        """Homes with the least speed for the homeless, the slowest of the richest stage for an empty one."""
+        """The homeless get the stage with the least speed, and an empty stage gets the slowest device of the
+        richest."""
         fixed = assignment.copy()
         feeds, speed = self.topology.may_feed, self.topology.flop_per_s
         fixed[(fixed == 0) & ~feeds] = HOMELESS
@@ -143,7 +145,7 @@ class ThroughputEvaluator:
         return Placement(stages=stages, bounds=tuple(int(bound) for bound in bounds))
 
     def evaluate(self, assignment: Assignment, bounds: Sequence[int] | Ints) -> float:
-        """Cost with these bounds, moving included."""
+        """The cost with these bounds, moving included."""
         work = np.zeros(1, dtype=np.int64)
         self._kernels.build(self.problem, self._state, assignment, np.asarray(bounds, dtype=np.int64))
         cost, _ = self._kernels.evaluate(self.problem, self._state, work)
@@ -181,7 +183,7 @@ class ThroughputEvaluator:
         return cost, bounds, int(work[0])
 
     def _find_one(self, fixed: Assignment, k: int) -> None:
-        """Somebody for the empty stage k."""
+        """Find a device for the empty stage k."""
         speed = self.topology.flop_per_s
         able = np.ones(self.num_devices, dtype=np.bool_) if k > 0 else self.topology.may_feed.copy()
         for left in np.flatnonzero(able & (fixed == LEFT_OUT)):
@@ -194,8 +196,8 @@ class ThroughputEvaluator:
             fixed[min(donors, key=lambda d: (-rich[fixed[d]], speed[d], d))] = k
 
     def _row(self, rng: Random) -> list[int]:
-        """A random device, then always the nearest that is left (by round trip with an activation); one in four:
-        anyhow."""
+        """A random device, then always the nearest that is left (by round trip with an activation). One row in four is
+        shuffled."""
         row = list(range(self.num_devices))
         if rng.random() < 0.25:
             rng.shuffle(row)
@@ -213,8 +215,8 @@ class ThroughputEvaluator:
         return row
 
     def _able(self, row: list[int], rng: Random) -> list[int]:
-        """Often without those whose network is worst: one of them makes a whole reduction slow, so where
-        several are in one stage no single move gets better."""
+        """Often leave out those whose network is worst. One of them makes a whole reduction slow, so where several are
+        in one stage no single move gets better."""
         dice = rng.random()
         if dice < 0.25:
             # A few that are near each other.
@@ -277,7 +279,7 @@ class ThroughputEvaluator:
 
 
 class _Homes:
-    """What everybody holds now, and at which rate it would get anything else."""
+    """The layers that each device holds now, and the rate at which it would get others."""
 
     def __init__(self, topology: Topology, workload: Workload, current: Placement | None) -> None:
         n = topology.num_devices

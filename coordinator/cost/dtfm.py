@@ -29,7 +29,8 @@ _GIGABYTE = 1e9
 
 
 def share_seconds(topology: Topology, workload: WorkloadEntry, replicas: int) -> Floats:
-    """float64 [N, N], symmetric: what one mate adds to dp in a stage of that size; inf without a path, 0 to itself."""
+    """float64 [N, N], symmetric: what one other member adds to dp in a stage of that size; inf without a path, 0 to
+    itself."""
     part = workload.gradient_gigabytes_per_stage * _GIGABYTE / replicas
     return _both_ways(topology.latency_s, topology.bytes_per_s, part)
 
@@ -85,7 +86,7 @@ class DtfmObjective:
 
 
 def bottleneck(hop: Floats) -> float:
-    """Longest hop of the best handover between two stages, by binary search over the hops there are.
+    """The longest hop of the best handover between two stages, by binary search over the hops that there are.
 
     Args: hop: float64 [P, Q]. Each member of the smaller side gets a partner of its own, each other the nearest.
     """
@@ -131,7 +132,8 @@ def _find(row: int, columns: list[list[int]], owner: dict[int, int], seen: set[i
 
 
 def shortest_open_path(distances: Floats) -> float:
-    """Through all K nodes, both ends free (Held and Karp 1962); above `ORDER_EXACT_MAX`, in the order given."""
+    """The length of the shortest path through all K nodes, both ends free (Held and Karp 1962); above
+    `ORDER_EXACT_MAX`, in the order given."""
     K = len(distances)
     if K > ORDER_EXACT_MAX:
         return float(sum(distances[k, k + 1] for k in range(K - 1)))

@@ -1,27 +1,28 @@
-"""How long a step will take: the objective's parts, put together as it happens and not as is good to search by. Pure.
+"""Foresees how long a step will take. It puts the objective's parts together as it happens, which is not as is good to
+search by. Pure.
 
-**The control has its say.** Plans are searched for as if all ran ahead that `s_max` admits, with the window's whole
-gain. The control (`peer/pipeline/control.py`) has less in flight where staleness costs more steps than that saves
+**The control has its say.** Plans are searched for as if everything ran ahead that `s_max` admits, with the window's
+whole gain. The control (`peer/pipeline/control.py`) has less in flight where staleness costs more steps than that saves
 seconds. Devices are then busy for a part e(g) of the time in which they work ahead, not e(window):
 
     r = e(window) / e(g)
     T_compute' = T_compute (1 + x (r - 1)),     x = min(1, idle / work)
     T_chain'(k) = T_chain(k) + (r - 1) T_compute / (k + 1)
 
-**Who waits.** A device that has waited for a version does not get that time back; a line does, which has the reduction
-to carry meanwhile. So it is what devices compute that adds to the chain. A commit takes now more and now less where
-activations are on the same cards, and who waits for the longer ones has nothing of the shorter, unless they are idle
-anyway. For stage j, whose commit is bounded by a card of which activations take the part q, whose devices would take
-T_j if they waited for nothing, and whose chain is T_chain'(k, j), with the 4-norm |a, b|:
+**Waiting.** A device that has waited for a version does not get that time back; a line does, since it has the reduction
+to carry meanwhile. So it is what devices compute that adds to the chain. Where activations are on the same cards a
+commit takes now more and now less, and a device that waits for the longer ones gains nothing from the shorter, unless
+it is idle anyway. For stage j, let q be the part that activations take of the card that bounds its commit, T_j what its
+devices would take if they waited for nothing, and T_chain'(k, j) its chain. With the 4-norm |a, b|:
 
     c_j = q T_j / T_flow
     L_j = max(T_compute', T_chain'(k, j))
     T   = max(T_flow, max over j of L_j + c_j / 0.4 (|T_compute', T_chain'(k, j)| - L_j))
 
-The search's norm of T_flow and T_chain says 15 % too much at home GPUs, whose lines bound a step; with this one in its
-place it finds plans that are slower (simulated: data centre 6.53 s for 6.40, home GPUs 58.9 for 55.8).
+The search's norm of T_flow and T_chain says 15 % too much at home GPUs, whose lines bound a step. With this formula in
+its place the search finds plans that are slower (simulated: data centre 6.53 s for 6.40, home GPUs 58.9 for 55.8).
 
-Source: ours; e, x, idle and the choice of (k, g) are those of `protocol/running_ahead.py`. Checked in the README.
+Source: ours; e, x, idle and the choice of (k, g) are those of `protocol/running_ahead.py`. Figures are in MEASURED.md.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,7 +32,8 @@ from shoal.protocol.running_ahead import Measured, busy, choose
 from shoal.protocol.staleness import Price
 
 _CROWDED = 0.4
-"""c where the norm has it: from the five shipped scenarios, one of them with three seeds and one with two plans."""
+"""The c at which the norm holds, from the five shipped scenarios, one of them with three seeds and one with two
+plans."""
 
 
 def foreseen_s(
@@ -46,7 +48,7 @@ def foreseen_s(
     price: Price,
     gain_max: float,
 ) -> float:
-    """Seconds a step.
+    """The seconds that a step will take.
 
     Args:
         tails: steps ahead -> what each stage makes others wait for.

@@ -1,4 +1,4 @@
-"""What a layer costs, relative to the others; what balancing stages needs to know of the model."""
+"""What each layer costs, relative to the others. Balancing stages needs to know no more of the model."""
 
 from shoal.protocol.spec import ModelSpec
 

@@ -1,4 +1,4 @@
-"""How fast a placement goes when it is in full swing: from how long each part of a step takes to T. Pure.
+"""From how long each part of a step takes to how long a step takes, for a placement in full swing. Pure.
 
 `throughput.py` has the formulas and their terms, and says how long each part takes.
 """
@@ -13,9 +13,9 @@ from shoal.coordinator.cost.workload import Workload
 from shoal.protocol.topology import Floats, Ints
 
 COMMIT_LATENCIES = 4.0
-"""Progress to the lead, RoundStart, a part, its sum: one way each."""
+"""A commit takes so many latencies: progress to the leader, RoundStart, a part, its sum."""
 STEP_FLOP_PER_PARAMETER = 20.0
-"""`peer/pipeline/stage.py`, `step_flop`."""
+"""The optimizer's FLOP, as in `step_flop` of `peer/pipeline/stage.py`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,19 +25,19 @@ class Stage:
     members: Ints
     parameters: float
     job_s: Floats
-    """Forward and backward of a microbatch."""
+    """The forward and backward of a microbatch."""
     path_rate: Floats
-    """Microbatches/s that its paths to both neighbours carry."""
+    """The microbatches/s that its paths to both neighbours carry."""
     away: Floats
-    """Edges to neighbouring stages, less what stays behind the same card."""
+    """The edges to neighbouring stages, less what stays behind the same card."""
     reduced: Floats
-    """R_d, bytes."""
+    """R_d, the bytes of the reduction over each member's card."""
     reduce_path_s: float
-    """Of the reduction, over the slowest path between two mates."""
+    """The seconds of the reduction over the slowest path between two members."""
     latency_s: float
-    """Largest between two mates, one way."""
+    """The largest latency between two members, one way."""
     step_s: float
-    """Of the optimizer, at its slowest member."""
+    """The seconds of the optimizer's step at the slowest member."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,17 +48,17 @@ class Flow:
     cards: Sequence[Floats]
     """By stage, [n] each: bytes/s of the slower direction; of a shared card the member's part."""
     shares: Sequence[Floats]
-    """By stage, [n] each: of its microbatches; sums to 1."""
+    """By stage, [n] each: each member's share of the microbatches; it sums to 1."""
     flow_s: float
     """T_flow, s a step."""
     compute_s: float
     """T_compute, s a step: of the largest stage, if it had nothing to wait for."""
     issue_s: float
-    """Of a step's microbatches, but for the last one's own job."""
+    """The seconds to issue a step's microbatches, without the last one's own job."""
     trips_s: Sequence[float]
-    """By stage: to the end and back."""
+    """By stage, the seconds from there to the end and back."""
     jobs_s: Sequence[float]
-    """By stage: the mean."""
+    """By stage, the mean of its jobs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,28 +68,28 @@ class Tail:
     chain_s: float
     """T_chain, s a step, if this were the stage that everybody waits for."""
     crowded: float
-    """Of the card that bounds its commit, the part that carries activations meanwhile, in [0, 1]."""
+    """The part of the card that bounds its commit that carries activations meanwhile, in [0, 1]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """Of a placement, for so many steps ahead."""
+    """How fast a placement goes with so many steps ahead."""
 
     steps_ahead: int
     step_s: float
     seconds: float
-    """The same times what staleness costs."""
+    """The seconds a step, times what staleness costs."""
     chain_s: float
     commit_s: float
-    """The largest stage's."""
+    """The commit of the largest stage."""
     tails: Sequence[Tail]
-    """By stage."""
+    """The tail of each stage."""
     stale: float
-    """Steps, the mean of all stages."""
+    """The staleness in steps, the mean of all stages."""
 
 
 def pace_of(workload: Workload, flow: Flow, steps_ahead: int) -> Pace:
-    """With so many steps ahead of the versions."""
+    """The pace with so many steps ahead of the versions."""
     trips_s = flow.trips_s
     commits = [
         _commit(workload, stage, card, share, flow.flow_s if steps_ahead else math.inf)
@@ -139,7 +139,7 @@ def _commit(workload: Workload, stage: Stage, card: Floats, share: Floats, flow_
 
 
 def _chains_s(flow: Flow, commits_s: Sequence[float], steps_ahead: int) -> list[float]:
-    """By stage."""
+    """T_chain of each stage."""
     uneven = (job_s / 2.0 for job_s, stage in zip(flow.jobs_s, flow.stages, strict=True) if len(stage.members) > 1)
     head_s = flow.issue_s + flow.stages[0].latency_s + max(uneven, default=0.0)
     tails_s = (trip_s + commit_s for trip_s, commit_s in zip(flow.trips_s, commits_s, strict=True))
@@ -147,6 +147,6 @@ def _chains_s(flow: Flow, commits_s: Sequence[float], steps_ahead: int) -> list[
 
 
 def _stale(trips_s: Sequence[float], commits_s: Sequence[float], step_s: float, steps_ahead: int) -> float:
-    """Steps, the mean of all stages."""
+    """The staleness in steps, the mean of all stages."""
     stale = sum(min(float(steps_ahead), (t + c) / step_s) for t, c in zip(trips_s, commits_s, strict=True))
     return stale / len(trips_s)

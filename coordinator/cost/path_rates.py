@@ -1,4 +1,4 @@
-"""What a path between two devices lets through, as the transport uses it: credits, frames, and who shares a card."""
+"""What a path between two devices lets through, as the transport uses it: credits, frames, and shared cards."""
 
 import numpy as np
 
@@ -52,8 +52,9 @@ def exchange_s(topology: Topology, here: Ints, there: Ints, frame_bytes: float) 
 
 
 def reduction_parts(topology: Topology, members: Ints, frame_bytes: float) -> Floats:
-    """[n], in proportion to the rate at which each member can exchange with its mates: the slower direction of its
-    card, divided among the mates behind it, or the sum of its paths if they are slower.
+    """[n], the part of the reduction that each member does, in proportion to the rate at which it can exchange with the
+    others: the slower direction of its card, divided among the members behind it, or the sum of its paths if they are
+    slower.
 
     A member that adds up the part p of S bytes sends and receives S (1 + (n - 2) p), `peer/group/reduce.py`.
     """

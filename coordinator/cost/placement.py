@@ -1,4 +1,4 @@
-"""What an allocator chooses, what it costs, and the interface of everything that can say so."""
+"""The placement that a search chooses, what it costs, and the interface of everything that can price it."""
 
 import math
 from dataclasses import dataclass, field
@@ -7,10 +7,10 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Who holds what, by device index of one `Topology`."""
+    """Which device holds which layers, by device index of one `Topology`."""
 
     stages: tuple[tuple[int, ...], ...]
-    """Members of each stage in pipeline order, each ascending."""
+    """The members of each stage in pipeline order, each ascending."""
     bounds: tuple[int, ...]
     """Stage k holds layers [bounds[k], bounds[k + 1])."""
 
@@ -19,26 +19,28 @@ class Placement:
         assert all(list(stage) == sorted(set(stage)) for stage in self.stages)
 
     def spares(self, num_devices: int) -> tuple[int, ...]:
-        """Devices that hold nothing."""
+        """The devices that hold nothing."""
         placed = {device for stage in self.stages for device in stage}
         return tuple(device for device in range(num_devices) if device not in placed)
 
     def stage_of(self) -> dict[int, int]:
+        """By device, its stage."""
         return {device: index for index, stage in enumerate(self.stages) for device in stage}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """Lower is better."""
+    """The cost of a placement; lower is better."""
 
     seconds: float
-    """A step; inf: this placement cannot be (`why` says so)."""
+    """Seconds a step; inf: this placement is impossible, and `why` says so."""
     parts: dict[str, float] = field(default_factory=dict)
-    """What it is made of, by name; units are in the objective's docstring."""
+    """The parts of the cost, by name; units are in the objective's docstring."""
     why: str = ""
 
     @classmethod
     def impossible(cls, why: str) -> "Cost":
+        """The cost of a placement that cannot be, and why."""
         return cls(seconds=math.inf, why=why)
 
 
@@ -48,5 +50,5 @@ class Objective(Protocol):
     name: str
 
     def cost(self, placement: Placement) -> Cost:
-        """Exact and slow; searches have incremental twins of it that a test holds against it."""
+        """The cost, exact and slow; searches have incremental twins of it that a test holds against it."""
         ...

@@ -1,7 +1,7 @@
-"""How a placement's work is split: which part of its stage's traffic, and of its reduction, each member gets.
+"""How a placement's work is split: the part of its stage's traffic, and of its reduction, that each member gets.
 
-Both go into the plan (`Member.share`, `Member.bandwidth`), and the throughput objective assumes exactly them. Whoever
-makes a plan of a placement, live or simulated, calls `split`.
+Both go into the plan (`Member.share`, `Member.bandwidth`), and the throughput objective assumes exactly them.
+Everything that makes a plan of a placement, live or simulated, calls `split`.
 """
 
 from dataclasses import dataclass
@@ -17,17 +17,17 @@ from shoal.protocol.topology import Topology
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """In the order of `Placement.stages`; each stage's numbers are positive and add to 1."""
+    """The shares in the order of `Placement.stages`; each stage's numbers are positive and add to 1."""
 
     shares: tuple[tuple[float, ...], ...]
-    """Of the stage's microbatches."""
+    """Each member's share of the stage's microbatches."""
     parts: tuple[tuple[float, ...], ...]
-    """Of the stage's gradient, that the member adds up for everybody."""
+    """The part of the stage's gradient that each member adds up for the others."""
 
 
 def split(topology: Topology, workload: Workload, placement: Placement) -> Split:
-    """Shares follow what each member can do in a step (`ThroughputObjective`): its compute, its paths to both
-    neighbours, and what the reduction leaves of its card. Empty stages give empty tuples."""
+    """Split a placement's work. Shares follow what each member can do in a step (`ThroughputObjective`): its compute,
+    its paths to both neighbours, and what the reduction leaves of its card. Empty stages give empty tuples."""
     return Split(
         shares=ThroughputObjective(topology, workload).shares(placement),
         parts=tuple(

@@ -38,7 +38,7 @@ reduction has of each card what the activations of the next step leave.
     commit_k max over d of R_d / (card_d - b away_d share_d M / T_flow), and its paths       [s]
 
 The two are joined by a norm and not by the larger alone, since where both are near T neither is met: a pipeline that
-waits for the reduction of its cards is late for the next chain. The exponent is fitted to simulations (README).
+waits for the reduction of its cards is late for the next chain. The exponent is fitted to simulations (MEASURED.md).
 
 T is what plans are compared by. The **tokens/s** that are said to people are foreseen more exactly (`foresight.py`).
 
@@ -58,7 +58,7 @@ round trip_0 / (round trip_0 + commit) on average at most. What that costs is th
 The pipeline's control (`peer/pipeline/control.py`) decides by the same model; plans are made without a price
 (`Workload.price` says why).
 
-Source: ours; checked against the real drivers in virtual time (README).
+Source: ours; checked against the real drivers in virtual time (MEASURED.md).
 """
 
 import math
@@ -167,8 +167,8 @@ class ThroughputObjective:
         return Cost(seconds=pace.seconds, parts=parts)
 
     def sent_bytes(self, placement: Placement) -> tuple[tuple[float, ...], ...]:
-        """What each member of each stage sends over its network card in a step, with every frame of training: as much
-        arrives. Copies of the state for newcomers and snapshots are not in it. Every stage needs a member."""
+        """The bytes that each member of each stage sends over its network card in a step, with every frame of training;
+        as many arrive. Copies of the state for newcomers and snapshots are not in it. Every stage needs a member."""
         w = self.workload
         return tuple(
             tuple(
@@ -309,7 +309,7 @@ class ThroughputObjective:
 
 
 def _round_trips(jobs_s: Sequence[float], hops_s: Sequence[float]) -> list[float]:
-    """From each stage to the end and back."""
+    """By stage, the seconds from there to the end and back."""
     trips_s = [0.0] * len(jobs_s)
     below_s = 0.0
     for k in range(len(jobs_s) - 1, -1, -1):

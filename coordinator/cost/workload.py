@@ -10,9 +10,10 @@ FP32_BYTES = 4.0
 _WIDTHS = {"fp32": FP32_BYTES, "bf16": 2.0}
 BACKWARD_PER_FORWARD = 2.0
 STATE_BYTES_PER_PARAMETER = 12.0
-"""Resident: the parameter and two moments, each fp32."""
+"""Resident bytes: the parameter and two moments, each fp32."""
 _STEP_TENSORS_BYTES = 8.0
-"""While it steps: the summed gradient, and one more copy of the parameters that microbatches in flight still need."""
+"""Bytes while it steps: the summed gradient, and one more copy of the parameters that microbatches in flight still
+need."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,9 +25,10 @@ class Workload:
     backward_per_forward: float
     """2, or 3 where the backward computes the forward again: not at the last stage, whose loss is in one with both."""
     layer_parameters: tuple[float, ...]
-    """[L], of one replica. Of placed experts those that its slots hold: what it reduces is in proportion, too."""
+    """[L], the parameters of one replica. Of placed experts those count that its slots hold: what it reduces is in
+    proportion, too."""
     gradient_bytes_per_parameter: float
-    """On the wire, one way."""
+    """The bytes of a gradient on the wire, one way."""
     layer_held_bytes: tuple[float, ...]
     """[L], kept from a microbatch's forward to its backward."""
     cut_bytes: float
@@ -36,11 +38,13 @@ class Workload:
     tokens_per_microbatch: int
     s_max: int
     price: Price = FREE
-    """Of staleness. `of` leaves it free: with what the pipeline's control decides by (`price_of`) plans of slow
-    networks rest on how long a reduction takes beside the activations, which is foreseen least well (README)."""
+    """The price of staleness. `of` leaves it free. With the price that the pipeline's control decides by (`price_of`),
+    plans of slow networks would rest on how long a reduction takes beside the activations, which is foreseen least well
+    (MEASURED.md)."""
 
     control: Price | None = None
-    """By which the pipeline chooses how much of what is allowed runs ahead (`foresight.py`); None: all of it."""
+    """The price by which the pipeline chooses how much runs ahead of what is allowed (`foresight.py`); None: all of
+    it."""
 
     @property
     def num_layers(self) -> int:
@@ -52,22 +56,23 @@ class Workload:
 
     @property
     def loss_per_forward(self) -> float:
-        """The last stage's job."""
+        """The last stage's job, in forwards."""
         return 1.0 + min(self.backward_per_forward, BACKWARD_PER_FORWARD)
 
     def job_flop(self, first_layer: int, last_layer: int) -> float:
-        """Of a microbatch there and back through a stage of those layers."""
+        """The FLOP of a microbatch there and back through a stage of those layers."""
         is_last = last_layer == self.num_layers
         times = self.loss_per_forward if is_last else 1.0 + self.backward_per_forward
         return times * sum(self.layer_flop[first_layer:last_layer])
 
     def resident_bytes(self, first_layer: int, last_layer: int) -> float:
-        """What a replica of those layers needs beside its microbatches in flight."""
+        """The bytes that a replica of those layers needs besides its microbatches in flight."""
         per_parameter = STATE_BYTES_PER_PARAMETER + _STEP_TENSORS_BYTES
         return per_parameter * sum(self.layer_parameters[first_layer:last_layer])
 
     @classmethod
     def of(cls, spec: RunSpec) -> "Workload":
+        """The workload of a run."""
         training, model = spec.training, spec.model
         tokens = training.microbatch_size * model.context
         recompute = training.recomputes
@@ -87,7 +92,8 @@ class Workload:
 
 
 def _experts_held(spec: RunSpec) -> int:
-    """Of each layer, by one member of a stage with enough others for `expert_replicas`; 1 in a dense model."""
+    """How many experts of each layer one member holds, in a stage with enough others for `expert_replicas`; 1 in a
+    dense model."""
     slots = spec.swarm.expert_slots
     return min(spec.model.experts_held, slots) if slots else spec.model.experts_held
 

@@ -1,6 +1,6 @@
-"""How many replicas each expert gets: slots follow the load, and nobody has fewer than `min_replicas`.
+"""How many replicas each expert gets: slots follow the load, and no expert has fewer than `min_replicas`. Pure.
 
-A slot is a unit of work: an expert with r of them has its tokens cut in r parts, whoever holds them. So counts may
+A slot is a unit of work: an expert with r slots has its tokens cut in r parts, whichever nodes hold them. So counts may
 exceed the number of nodes; a node that then holds an expert twice keeps one copy of it and computes two parts.
 """
 
@@ -12,9 +12,9 @@ from shoal.protocol.errors import LocalError
 
 
 def replica_counts(loads: Sequence[float], *, num_slots: int, min_replicas: int) -> tuple[int, ...]:
-    """Give each slot beyond the minimum to whoever then has the largest load per replica.
+    """Give each slot beyond the minimum to the expert that then has the largest load per replica.
 
-    No counts have a less busy busiest replica: a slot given earlier was given above the final largest load.
+    No counts have a less busy busiest replica: each earlier slot was given at a load above the final largest one.
 
     Args:
         loads: tokens or any other measure an expert, finite and >= 0.
@@ -48,8 +48,8 @@ def busiest_replica_load_ratio(loads: Sequence[float], replicas: Sequence[int]) 
 def attainable_min_replicas(slots: Sequence[int], num_experts: int) -> int:
     """The most different nodes that every one of the experts can be on at once.
 
-    A node with c slots is on the side of at most min(c, E) experts, and E experts need f nodes each; by Gale and
-    Ryser these two and f <= N are all it takes, since all experts need the same number.
+    A node with c slots holds at most min(c, E) experts, and E experts need f nodes each. By Gale and Ryser these two
+    conditions and f <= N are all it takes, since all experts need the same number.
     """
     if num_experts == 0:
         return len(slots)

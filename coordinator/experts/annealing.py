@@ -1,9 +1,9 @@
-"""Simulated annealing over placements, and what it minimises.
+"""Simulated annealing over placements of experts, and the costs that it minimises. Pure.
 
-Theory of operation. Counts and slots are fixed, so every move exchanges replicas between nodes: of one pair, of as many
-as it takes to give one expert the holders of another, or all that two nodes hold (sharing all holders is what makes
-losses coincide; one replica at a time the way there leads through worse placements). A cost sees the experts' holders
-only, as masks. Budgets are iterations, never seconds: the same seed gives the same placement on any machine.
+Theory of operation. Counts and slots are fixed, so every move exchanges replicas between nodes: one pair, as many pairs
+as it takes to give one expert the holders of another, or all that two nodes hold. (Losses coincide where all holders
+are shared; one replica at a time the way there leads through worse placements.) A cost sees only the experts' holders,
+as masks. Budgets are iterations, never seconds: the same seed gives the same placement on any machine.
 """
 
 import math
@@ -25,23 +25,23 @@ from shoal.coordinator.experts.recovery import (
 )
 
 BROKEN = 1e3
-"""Cost of each distinct set of holders smaller than was promised: more than anything else can be worth."""
+"""The cost of each distinct set of holders that is smaller than was promised: more than anything else can be worth."""
 SHORT = 10.0
-"""Cost of falling behind what is asked for at some number of failures, per unit of probability."""
+"""The cost of falling behind what is asked for at some number of failures, per unit of probability."""
 TWICE = 1e-6
-"""Cost of an expert twice on one node: less than any set of failures, so it only decides between equals."""
+"""The cost of an expert that is twice on one node: less than any set of failures, so it only decides between equals."""
 ALIGN_SHARE, TRADE_SHARE = 0.3, 0.1
-"""Of all moves; the others are single exchanges."""
+"""These shares of all moves; the other moves are single exchanges."""
 
 Cost = Callable[[Sequence[int]], float]
-"""Of the experts' holders, as masks; finite."""
+"""The cost of the experts' holders, as masks; finite."""
 
 
 @dataclass(kw_only=True)
 class UniformCost:
-    """The chance of a loss, averaged over how many of at most 12 nodes fail, any of them alike.
+    """The chance of a loss if any nodes fail alike, averaged over how many of at most 12 nodes fail.
 
-    Falling behind `wanted_K` (index k failures: how many sets of k nodes may at most lose something) costs extra.
+    Falling behind `wanted_K` costs extra. At index k it says how many sets of k nodes may at most lose something.
     """
 
     num_nodes: int
@@ -68,13 +68,14 @@ class UniformCost:
         return [(lost & level).bit_count() for level in levels(self.num_nodes)]
 
     def is_met(self, masks: Sequence[int]) -> bool:
+        """Whether the placement is behind `wanted_K` nowhere and keeps the promise."""
         counts = self.counts(masks)
         return all(counts[k] <= self.wanted_K[k] for k in range(self.num_nodes)) and not _broken(masks, self.promised)
 
 
 @dataclass(kw_only=True)
 class ExactCost:
-    """The logarithm of the probability of a loss, for at most 12 nodes that fail as they do."""
+    """The logarithm of the probability of a loss, for at most 12 nodes, each with its own chance of failure."""
 
     chance: Sequence[float]
     promised: int
@@ -96,7 +97,7 @@ class ExactCost:
 
 @dataclass(kw_only=True)
 class SummedCost:
-    """The logarithm of the sum over distinct sets of holders: an upper bound, near where losses are rare."""
+    """The logarithm of the sum over distinct sets of holders. It is an upper bound, and close where losses are rare."""
 
     chance: Sequence[float]
     promised: int
@@ -128,7 +129,8 @@ def _broken(masks: Sequence[int], promised: int) -> int:
 def anneal(
     placement: ExpertPlacement, num_experts: int, cost: Cost, *, iterations: int, temperature: float, rng: random.Random
 ) -> tuple[float, ExpertPlacement]:
-    """Returns: the best that was met, and its cost with `TWICE`; never worse than where it began."""
+    """Search from `placement`. Returns: (its cost with `TWICE`, the best placement that was met); never worse than
+    where it began."""
     table = _Table(placement, num_experts)
     if len(placement) < 2 or num_experts < 2:
         return cost(table.masks) + TWICE * table.num_twice(), placement
@@ -153,7 +155,7 @@ def anneal(
 
 
 def part_twins(placement: ExpertPlacement, num_experts: int, cost: Cost) -> ExpertPlacement:
-    """Take experts that are twice on a node apart, by single exchanges that cost nothing."""
+    """Take experts apart that are twice on a node, by single exchanges that cost nothing."""
     table = _Table(placement, num_experts)
     now = cost(table.masks)
     for i, a in [(i, a) for i, experts in enumerate(placement) for a in sorted(set(experts)) if experts.count(a) > 1]:
@@ -216,7 +218,7 @@ class _Table:
             self.exchange(i, b, j, a)
 
     def exchanges_apart(self, i: int, a: int) -> list[tuple[int, int]]:
-        """(node, expert): what `a` on `i` could be exchanged for without being twice there either."""
+        """(node, expert): the exchanges for `a` on `i` after which neither expert is twice on its node."""
         return [
             (j, b)
             for j, held in enumerate(self.slots)
@@ -240,7 +242,7 @@ class _Table:
                 moves.append((i, a, j, displaced))
 
     def _trade(self, i: int, j: int, rng: random.Random, moves: list[_Exchange]) -> None:
-        """Two nodes give each other all they hold, as far as the smaller one's slots go."""
+        """Let two nodes give each other all they hold, as far as the smaller one's slots go."""
         mine, theirs = list(self.slots[i]), list(self.slots[j])
         rng.shuffle(mine)
         rng.shuffle(theirs)

@@ -1,9 +1,9 @@
-"""Placements by rule: what the search starts from, and what it is measured against.
+"""Placements of experts by rule: the search starts from them, and is measured against them. Pure.
 
-`mro` is the paper's: experts in ascending order of replicas, in groups as large as a node has slots; each group takes
-as many whole nodes as its rarest expert has replicas, so all of the group is lost with the same set of nodes, and
-with no other. `spread` deals the replicas of one expert after the other round the nodes. `levelled` is the one that
-keeps the promise of `min_replicas` different holders wherever that can be kept.
+`mro` is the paper's. It takes experts in ascending order of replicas, in groups as large as a node has slots. Each
+group takes as many whole nodes as its rarest expert has replicas, so all of the group is lost with the same set of
+nodes, and with no other. `spread` deals the replicas of one expert after the other round the nodes. `levelled` keeps
+the promise of `min_replicas` different holders wherever that can be kept.
 """
 
 import heapq
@@ -13,9 +13,10 @@ from shoal.coordinator.experts.recovery import ExpertPlacement
 
 
 def mro_fits(replicas: Sequence[int], slots: Sequence[int]) -> bool:
-    """Whether each group finds as many nodes as its rarest expert has replicas: the premise of the paper's proof.
+    """Whether each group finds as many nodes as its rarest expert has replicas, which is the premise of the paper's
+    proof.
 
-    It is about equal nodes; without them there is no proof to rely on.
+    The premise is about equal nodes; without them there is no proof to rely on.
     """
     if len(set(slots)) != 1 or slots[0] == 0:
         return False
@@ -23,10 +24,11 @@ def mro_fits(replicas: Sequence[int], slots: Sequence[int]) -> bool:
 
 
 def mro(replicas: Sequence[int], slots: Sequence[int], *, order: Sequence[int] | None = None) -> ExpertPlacement:
-    """Maximum rank overlap; what is left over fills the remaining slots one after the other.
+    """Place by maximum rank overlap; what is left over fills the remaining slots one after the other.
 
     Args:
-        replicas: int [E], sums to the slots. slots: int [N], of each node.
+        replicas: int [E], sums to the slots.
+        slots: int [N], of each node.
         order: the nodes, those of the rarest experts first; default: as they are.
     With unequal slots a group is as large as the smallest of its nodes.
     Source: Lazarus, arXiv 2407.04656, on expert placement, which does not say how the remaining slots are filled.
@@ -45,7 +47,7 @@ def mro(replicas: Sequence[int], slots: Sequence[int], *, order: Sequence[int] |
 def mixed(
     replicas: Sequence[int], slots: Sequence[int], *, order: Sequence[int], num_groups: int | None, packed: bool
 ) -> ExpertPlacement:
-    """The first so many groups (None: all) as `mro` places them, the rest of the experts apart from each other.
+    """Place the first so many groups (None: all) as `mro` does, and the rest of the experts apart from each other.
 
     Args: packed: each goes to the fullest node that lacks it, not to the emptiest.
     """
@@ -56,7 +58,7 @@ def mixed(
 
 
 def spread(replicas: Sequence[int], slots: Sequence[int]) -> ExpertPlacement:
-    """One expert after the other, most replicas first, each replica to the next node that has room."""
+    """Place one expert after the other, most replicas first, each replica on the next node that has room."""
     table = _Table(replicas, slots)
     node = 0
     for expert in reversed(_rarest_first(replicas)):
@@ -69,10 +71,11 @@ def spread(replicas: Sequence[int], slots: Sequence[int]) -> ExpertPlacement:
 
 
 def levelled(replicas: Sequence[int], slots: Sequence[int], *, min_replicas: int) -> ExpertPlacement:
-    """First the minimum of each expert, then the rest, each replica to a node with most room that lacks the expert.
+    """Place first the minimum of each expert, then the rest, each replica on a node with most room that lacks the
+    expert.
 
-    Taking the nodes with most room is what Gale and Ryser's theorem rests on: if all experts can have `min_replicas`
-    different holders (`allocation.attainable_min_replicas`), here they do.
+    Gale and Ryser's theorem rests on taking the nodes with most room: if all experts can have `min_replicas` different
+    holders (`allocation.attainable_min_replicas`), here they do.
     """
     table = _Table(replicas, slots)
     for expert, count in enumerate(replicas):
@@ -92,7 +95,7 @@ class _Table:
         self.held: list[dict[int, int]] = [{} for _ in slots]
         """How often each node holds which expert."""
         self.settled: list[set[int]] = [set() for _ in slots]
-        """Of these, what must stay: the groups."""
+        """The groups among them, which must stay."""
 
     def put(self, expert: int, node: int) -> None:
         self.held[node][expert] = self.held[node].get(expert, 0) + 1
@@ -127,7 +130,8 @@ class _Table:
             self.put(expert, node)
 
     def _squeeze_in(self, expert: int) -> None:
-        """All nodes with room hold it. One of another's goes to such a node to make room, or it is held twice."""
+        """All nodes with room hold the expert. So another node's replica goes to such a node to make room, or the
+        expert is held twice."""
         node = max(range(len(self.room)), key=lambda node: (self.room[node], -node))
         for other, held in enumerate(self.held):
             if expert not in held:

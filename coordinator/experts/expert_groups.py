@@ -1,7 +1,7 @@
-"""The plan's groups of experts: who holds which expert of each stage, by what they are measured to carry.
+"""The plan's groups of experts: which members hold which expert of each stage, by the load that is measured. Pure.
 
-The members of a stage hold its experts. What there is stays while it will do (`replan.py`); whom a plan names anew
-takes the state from those who still have it, and who stay until then.
+The members of a stage hold its experts. The placement stays while it will do (`replan.py`). A member that a plan names
+anew takes the state from members that still have it, and these stay until then.
 """
 
 from collections import Counter
@@ -18,23 +18,26 @@ from shoal.protocol.messages import Heartbeat
 from shoal.protocol.plan import ExpertGroup, Member, Plan, Stage
 
 LOOK_STEPS = 50
-"""After so many steps loads are looked at again."""
+"""Loads are looked at again after so many steps."""
 COUNT_MAX = 1 << 53
-"""More tokens than that nobody has sent."""
+"""No peer has sent more tokens than that."""
 SHARE_MIN = 0.01
-"""Of an expert's tokens: who holds it has some share of them, or it would be no member."""
+"""Every holder has at least this share of an expert's tokens, or it would be no member."""
 HANDED_OVER_MAX = 4096
-"""Loads, of all stages: 36 KB of a message."""
+"""So many loads of all stages are handed over: 36 KB of a message."""
 FADE = 0.9
-"""What an older load counts for, a heartbeat later: a few dozen heartbeats are remembered."""
+"""An older load counts for so much a heartbeat later: a few dozen heartbeats are remembered."""
 
 
 @dataclass(slots=True, kw_only=True)
 class ExpertPlaces:
-    """Args:
-    num_experts: of each layer.
-    slots: experts a member of a stage holds; 0: they are not placed.
-    min_replicas: holders of each expert, where the stage has so many members; these hold more where that takes more.
+    """Places experts on the members of stages.
+
+    Args:
+        num_experts: of each layer.
+        slots: experts that a member of a stage holds; 0: they are not placed.
+        min_replicas: holders of each expert, where the stage has so many members. Members hold more than `slots` where
+            that takes more.
     """
 
     num_experts: int
@@ -43,13 +46,13 @@ class ExpertPlaces:
     records: FailureRecords = field(default_factory=FailureRecords)
     """How likely each member fails."""
     _loads: dict[int, list[float]] = field(default_factory=dict)
-    """Stage -> tokens of each expert, of late."""
+    """By stage, the recent tokens of each expert."""
     _told: dict[PeerID, tuple[int, ...]] = field(default_factory=dict)
     _looked: tuple[int, int] = (0, 0)
-    """(era, version)."""
+    """(era, version) at the last look."""
 
     def hear(self, peer: PeerID, heartbeat: Heartbeat) -> None:
-        """Add up what its microbatches have sent to each expert since it said so last."""
+        """Add up what a peer's microbatches have sent to each expert since it last said so."""
         if not self.slots or heartbeat.stage is None or not 0 <= heartbeat.stage < STAGES_MAX:
             return
         counts = heartbeat.loads
@@ -65,34 +68,37 @@ class ExpertPlaces:
         ]
 
     def loads(self, num_stages: int) -> tuple[tuple[float, ...], ...]:
-        """For the next coordinator: by stage and expert. None of a model with more experts than a message takes."""
+        """The loads by stage and expert, for the next coordinator; none for a model with more experts than a message
+        takes."""
         if not self.slots or num_stages * self.num_experts > HANDED_OVER_MAX:
             return ()
         return tuple(tuple(self._loads.get(stage, ())) for stage in range(num_stages))
 
     def take_over(self, loads: Sequence[Sequence[float]]) -> None:
-        """What the coordinator before us has measured: without it everybody's shares would change for nothing."""
+        """Take what the coordinator before us has measured: without it every share would change for nothing."""
         for stage, counts in enumerate(loads[:STAGES_MAX]):
             if len(counts) == self.num_experts and all(0.0 <= count < COUNT_MAX for count in counts):
                 self._loads[stage] = list(counts)
 
     def rest(self) -> None:
-        """The role is elsewhere: what is sent from now on others count, and what we know is old when it returns."""
+        """The role is elsewhere: another peer counts what is sent from now on, and what we know is old when the role
+        returns."""
         self._told.clear()
         self._loads.clear()
 
     def forget_strangers(self, members: Set[PeerID]) -> None:
-        """Of whom nothing is counted any more; who comes back begins anew."""
+        """Forget peers of which nothing is counted any more; a peer that comes back begins anew."""
         self._told = {peer: counts for peer, counts in self._told.items() if peer in members}
 
     def load_shares(self, stage: int) -> list[float]:
-        """Of the tokens that `stage` has sent to experts of late: float [E] that sums to 1, or all 0: nobody told."""
+        """Each expert's share of the tokens that `stage` has sent of late: float [E] that sums to 1, or all 0 if nobody
+        told."""
         loads = self._loads.get(stage, [0.0] * self.num_experts)
         total = sum(loads)
         return [load / total for load in loads] if total > 0.0 else [0.0] * self.num_experts
 
     def is_due(self, live: Plan, version: int) -> bool:
-        """Whether it is time to look whether the load has moved. Once every so many steps."""
+        """Whether it is time to look whether the load has moved, which is once every so many steps."""
         era, looked = self._looked
         if not live.experts or (era == live.era and looked <= version < looked + LOOK_STEPS):
             return False
@@ -100,7 +106,7 @@ class ExpertPlaces:
         return True
 
     def place(self, stages: Sequence[Stage], before: Plan | None, *, sequence: int) -> tuple[ExpertGroup, ...]:
-        """Args: before: the plan before, if it is of the same era."""
+        """The groups of every stage. Args: before: the plan before, if it is of the same era."""
         if not self.slots:
             return ()
         placed = []
@@ -136,7 +142,7 @@ class ExpertPlaces:
         return sum(self._loads.get(stage, ())) > 0.0
 
     def _loads_of(self, stage: int, groups: Sequence[ExpertGroup]) -> list[float]:
-        """As measured; else those for which what there is would be right."""
+        """The loads as measured; if there are none, those for which the placement in force would be right."""
         if self._is_measured(stage):
             return self._loads[stage]
         if groups:
@@ -145,7 +151,8 @@ class ExpertPlaces:
 
 
 def _is_whole(groups: Sequence[ExpertGroup], stage: Stage, min_replicas: int) -> bool:
-    """Whether these are the stage's members, all of them, and each expert is on as many as it should be."""
+    """Whether the groups' holders are the stage's members, all of them, and each expert is on as many as it should
+    be."""
     holders = {peer for entry in groups for peer in entry.peers}
     return holders == {*stage.peers} and all(len(entry.members) >= min_replicas for entry in groups)
 
@@ -153,8 +160,9 @@ def _is_whole(groups: Sequence[ExpertGroup], stage: Stage, min_replicas: int) ->
 def _filled(
     current: Mapping[PeerID, Sequence[int]], nodes: Mapping[str, Node], slots: int, loads: Sequence[float]
 ) -> dict[str, tuple[int, ...]]:
-    """A plan says who holds an expert, not in how many slots: who has room has more of what is busiest, as when it was
-    placed. *Lost:* more of each in turn: the busiest replica seemed too busy, and quiet swarms moved on and on."""
+    """Guess what fills each member's slots: a plan says who holds an expert, not in how many slots. A member with room
+    has more of what is busiest, as when it was placed. (Lost: more of each in turn. The busiest replica seemed too
+    busy, and quiet swarms moved on and on.)"""
     filled = {peer: list(experts) for peer, experts in current.items()}
     replicas: Counter[int] = Counter()
     holders: dict[int, list[PeerID]] = {}
@@ -182,6 +190,7 @@ def _groups(
     since: Mapping[tuple[int, PeerID], int],
     sequence: int,
 ) -> list[ExpertGroup]:
+    """The groups of one stage in the plan's words."""
     members = {member.peer: member for member in stage.members}
     placement = tuple(tuple(chosen.get(peer, ())) for peer in stage.peers)
     speeds = [member.share for member in stage.members]

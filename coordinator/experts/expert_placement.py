@@ -1,7 +1,7 @@
-"""Which node holds which expert: the fewest ways to lose one.
+"""Says which node holds which expert, so that there are the fewest ways to lose one. Pure.
 
-Where the nodes are alike and the paper's premise holds its placement is optimal and there is nothing to search.
-Everywhere else: many constructed starts, the best few of them annealed. On up to 12 nodes costs are exact.
+Where the nodes are alike and the paper's premise holds, its placement is optimal and there is nothing to search.
+Everywhere else many placements are constructed, and the best few of them annealed. On up to 12 nodes costs are exact.
 """
 
 import random
@@ -14,19 +14,19 @@ from shoal.coordinator.experts.constructions import levelled, mixed, mro, mro_fi
 from shoal.coordinator.experts.recovery import ExpertPlacement, holder_masks, loss_of_masks
 
 NODES_SEARCHED_EXACTLY_MAX = 12
-"""A cost takes about 10 us then; each node more doubles it."""
+"""With so many nodes a cost takes about 10 us; each node more doubles it."""
 FAILURE_PROBABILITY_ASSUMED = 0.05
-"""Of each node, where nobody says and the number of failures does not do."""
+"""The chance of failure of each node, where nobody gives one and one is needed."""
 
 _ROUNDS = ((3, 1_500), (8, 1_500), (8, 1_500), (8, 4_000), (16, 4_000), (16, 4_000))
-"""(starts, iterations of each). The later ones only while MRO or spread is better at some number of failures: 2 of
-3,000 random settings of up to 12 nodes got beyond the first, none beyond the third."""
+"""(starts, iterations of each). The later rounds run only while MRO or spread is better at some number of failures: 2
+of 3,000 random settings of up to 12 nodes got beyond the first, none beyond the third."""
 _UNEQUAL_ROUND = (4, 2_500)
 _LARGE_ROUND = (1, 600)
 _ITERATIONS_PER_SLOT = 60
-"""At most: small cases are solved long before."""
+"""There are at most so many iterations: small cases are solved long before."""
 _ORDERS = 300
-"""Orders of unequal nodes that are tried."""
+"""So many orders of unequal nodes are tried."""
 
 
 def place(
@@ -47,7 +47,8 @@ def place(
         min_replicas: each expert gets so many different nodes, or as many as all of them can have at once. So fewer
             failures than that lose nothing.
         effort: >= 0, of the search; 0: rules only.
-    Returns: no expert twice on one node unless its replicas are more than the nodes, or a slot would do harm elsewhere.
+    Returns: no expert twice on one node unless its replicas are more than the nodes, or taking it apart would do harm
+        elsewhere.
     """
     chances = None if failure_probability is None else list(failure_probability)
     task = _Task(
@@ -70,7 +71,7 @@ def place(
 
 
 def _place_alike(task: "_Task") -> ExpertPlacement:
-    """Nodes that fail alike: as good as both rules at every number of failures, then better on average."""
+    """Place on nodes that fail alike: as well as both rules at every number of failures, then better on average."""
     starts = [*task.rules(), *task.between()]
     cost = task.uniform_cost(starts[:2])
     found: list[ExpertPlacement] = []
@@ -83,6 +84,7 @@ def _place_alike(task: "_Task") -> ExpertPlacement:
 
 
 def _place_unequal(task: "_Task") -> ExpertPlacement:
+    """Place on few nodes with slots or chances of their own."""
     cost = ExactCost(chance=task.chances, promised=task.promised)
     starts = [*task.rules(), *task.between()]
     starts.append(task.ordered(cost))
@@ -90,7 +92,7 @@ def _place_unequal(task: "_Task") -> ExpertPlacement:
 
 
 def _place_large(task: "_Task") -> ExpertPlacement:
-    """Few starts, a sum for the cost, and the bound of the loss to decide in the end."""
+    """Place on many nodes: few starts, a sum for the cost, and the bound of the loss to decide in the end."""
     starts = task.rules()
     starts += [mro(task.replicas, task.slots, order=task.by_chance()), task.mixed(task.by_chance(), None)]
     starts += task.improved(starts, SummedCost(chance=task.chances, promised=task.promised), _LARGE_ROUND, 0.5)
@@ -121,7 +123,7 @@ class _Task:
         return sorted(range(len(self.slots)), key=lambda node: (self.chances[node], -self.slots[node], node))
 
     def rules(self) -> list[ExpertPlacement]:
-        """The paper's, spread, and the one that keeps the promise."""
+        """The paper's placement, spread, and the one that keeps the promise."""
         return [
             mro(self.replicas, self.slots),
             spread(self.replicas, self.slots),
@@ -129,7 +131,7 @@ class _Task:
         ]
 
     def between(self) -> list[ExpertPlacement]:
-        """Any number of groups as MRO places them, the other experts apart from each other."""
+        """Any number of groups as MRO places them, with the other experts apart from each other."""
         nodes = range(len(self.slots))
         by_slots = sorted(nodes, key=lambda node: (-self.slots[node], self.chances[node], node))
         return [
@@ -143,7 +145,8 @@ class _Task:
         return min(len(self.slots), -(-len(self.replicas) // max(1, min(self.slots))))
 
     def ordered(self, cost: Cost) -> ExpertPlacement:
-        """The best order of the nodes, and number of groups, that exchanging two at a time comes to."""
+        """The placement with the best order of nodes and number of groups, as found by exchanging two nodes at a
+        time."""
         order, num_groups = self.by_chance(), self.num_groups_max()
         best = self.mixed(order, num_groups)
         lowest = cost(self.masks(best))
@@ -158,7 +161,8 @@ class _Task:
         return best
 
     def uniform_cost(self, baselines: Sequence[ExpertPlacement]) -> UniformCost:
-        """As good as the better of the baselines at each number of failures, and the promise kept."""
+        """A cost that asks for as much as the better of the baselines at each number of failures, and for the
+        promise."""
         size = len(self.slots)
         plain = UniformCost(num_nodes=size, promised=self.promised, wanted_K=[1 << size] * (size + 1))
         counts = [plain.counts(self.masks(placement)) for placement in baselines]

@@ -1,4 +1,4 @@
-"""How likely a node is to fail soon, from how often it has."""
+"""How likely a node is to fail soon, estimated from how often it has failed. Pure."""
 
 import math
 
@@ -6,7 +6,7 @@ PRIOR_FAILURES = 1.0
 PRIOR_S = 6 * 3600.0
 """Before anything is seen a node counts as one that failed once in six hours: a volunteer's evening."""
 PROBABILITY_MIN = 2.0**-20
-"""Of `rounded`: nobody never fails."""
+"""The smallest result of `rounded`, since there is no node that never fails."""
 
 
 def failure_probability(num_failures: float, seen_s: float, *, horizon_s: float) -> float:
@@ -15,14 +15,16 @@ def failure_probability(num_failures: float, seen_s: float, *, horizon_s: float)
     The rate's prior is a gamma distribution worth `PRIOR_FAILURES` in `PRIOR_S`: a newcomer is neither trusted nor
     condemned, and after a day or two only its own record counts.
 
-    Args: num_failures: times it was lost without a good-bye, old ones in part. seen_s: seconds in which that could have
-        happened. horizon_s: as far ahead as a placement should last, about the time until the next is made.
+    Args:
+        num_failures: times it was lost without a good-bye, old ones in part.
+        seen_s: seconds in which that could have happened.
+        horizon_s: as far ahead as a placement should last, about the time until the next is made.
     """
     rate_per_s = (num_failures + PRIOR_FAILURES) / (max(0.0, seen_s) + PRIOR_S)
     return -math.expm1(-rate_per_s * horizon_s)
 
 
 def rounded(probability: float) -> float:
-    """To the nearest power of two: noise in an estimate must not move experts, and nodes that fail about as often can
-    take each other's part in a placement."""
+    """Round to a power of two. Noise in an estimate must not move experts, and nodes that fail about as often can take
+    each other's part in a placement."""
     return math.ldexp(1.0, round(math.log2(min(1.0, max(PROBABILITY_MIN, probability)))))

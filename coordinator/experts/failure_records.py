@@ -1,9 +1,9 @@
-"""What is known of each peer's past: how long it was seen, how often it was lost. Pure.
+"""Records of each peer's past: how long it was seen, and how often it was lost. Pure.
 
-Theory of operation. Whoever coordinates hears everybody's heartbeats and adds up the time between them; a plan of its
-own that counts somebody out who neither drained nor said good-bye is a failure of that peer's. At a hand-over the
+Theory of operation. The coordinator hears every peer's heartbeats and adds up the time between them. If a plan of its
+own leaves out a peer that neither drained nor said good-bye, that is a failure of the peer's. At a hand-over the
 records go to the heir, so they grow along the chain of coordinators. A coordinator that dies hands nothing over: its
-heir goes on from what it knew when the role was last with it, at worst from nothing, the prior of `failure_rate.py`.
+heir goes on from what it knew when it last had the role, at worst from nothing, the prior of `failure_rate.py`.
 
 A record is of an identity, whatever becomes of its process. It fades: what is older than `SEEN_S_MAX` counts less and
 less, so a machine that was moved to a better place is not condemned for ever.
@@ -22,14 +22,15 @@ from shoal.protocol.messages import PeerRecord
 HORIZON_S = 600.0
 """How long a placement stands if nobody comes or goes before: `expert_groups.LOOK_STEPS` of some ten seconds each."""
 SEEN_S_MAX = 7 * 24 * 3600.0
-"""A week has the nights and the weekend of somebody's machine."""
+"""A week has the nights and the weekend of a volunteer's machine."""
 FAILURES_MAX = 256.0
-"""In a week: beyond a failure every forty minutes, figures are no use, or no truth."""
+"""The most failures in a week. Beyond one every forty minutes, figures are of no use, or not true."""
 GAP_S_MAX = 60.0
-"""Between two heartbeats. In a longer gap the peer was not there, or we did not listen."""
+"""The longest time between two heartbeats that counts as seen. In a longer gap the peer was not there, or we did not
+listen."""
 RECORDS_MAX = 4096
 HANDED_OVER_MAX = 512
-"""Of 75 bytes: 38 KB of a message that has a plan, adverts and loads in it already."""
+"""So many records of 75 bytes are handed over: 38 KB of a message that has a plan, adverts and loads in it already."""
 
 
 @dataclass(slots=True)
@@ -37,16 +38,18 @@ class _Past:
     failures: float = 0.0
     seen_s: float = 0.0
     heard_s: float | None = None
-    """Its last heartbeat, in our clock; None: none since the records were handed to us."""
+    """The time of its last heartbeat, in our clock; None: none has come since the records were handed to us."""
 
 
 @dataclass(slots=True)
 class FailureRecords:
+    """The records of all peers."""
+
     _pasts: OrderedDict[PeerID, _Past] = field(default_factory=OrderedDict)
-    """Of whom nothing was heard for longest first."""
+    """The records; the peer of which nothing was heard for longest is first."""
 
     def heard(self, peer: PeerID, now_s: float) -> None:
-        """Its heartbeat came."""
+        """A heartbeat of `peer` has come."""
         past = self._past(peer)
         gap_s = now_s - past.heard_s if past.heard_s is not None else 0.0
         past.heard_s = now_s
@@ -58,25 +61,27 @@ class FailureRecords:
             past.seen_s = SEEN_S_MAX
 
     def lost(self, peer: PeerID) -> None:
-        """It was counted out, without a good-bye."""
+        """A plan left `peer` out, and it had said no good-bye."""
         past = self._past(peer)
         past.failures, past.heard_s = min(FAILURES_MAX, past.failures + 1.0), None
 
     def probability(self, peer: PeerID) -> float:
-        """That it fails before experts are placed again."""
+        """The chance that `peer` fails before experts are placed again."""
         past = self._pasts.get(peer, _Past())
         return failure_probability(past.failures, past.seen_s, horizon_s=HORIZON_S)
 
     def tell(self, members: Collection[PeerID]) -> tuple[PeerRecord, ...]:
-        """For the next coordinator: of `members` first, then of whoever was here last and may come back."""
+        """The records for the next coordinator: of `members` first, then of the peers that were here last and may come
+        back."""
         order = dict.fromkeys(peer for peer in members if peer in self._pasts)
         order |= dict.fromkeys(reversed(self._pasts))
         known = ((peer, self._pasts[peer]) for peer in tuple(order)[:HANDED_OVER_MAX])
         return tuple(PeerRecord(peer, past.failures, past.seen_s) for peer, past in known)
 
     def take_over(self, records: Iterable[PeerRecord]) -> None:
-        """What the coordinator before us knows. Of a peer that we have watched for longer ours stays: what was handed
-        over may come from somebody who began anew. No figure adds to another, so a word taken twice is taken once."""
+        """Take over what the coordinator before us knows. If we have watched a peer for longer our own record stays,
+        because the other one may come from a coordinator that began anew. No figure adds to another, so a record that
+        comes twice counts once."""
         for past in self._pasts.values():
             past.heard_s = None  # the time since then is in what we are told
         for record in tuple(records)[:HANDED_OVER_MAX]:

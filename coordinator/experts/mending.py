@@ -1,5 +1,5 @@
-"""The placement after the one there is, with as little change as will do: what was lost is copied, what is free is
-filled, and slots go from those who need them least to the busiest until that is busy within bounds."""
+"""Mends a placement of experts with as little change as will do. What was lost is copied, what is free is filled, and
+slots go from the experts that need them least to the busiest, until that is busy within bounds. Pure."""
 
 from collections.abc import Sequence
 
@@ -16,9 +16,12 @@ def mend(
     ratio_max: float,
     failure_probability: Sequence[float] | None = None,
 ) -> ExpertPlacement | None:
-    """Args:
+    """Mend what there is.
+
+    Args:
         current: what each live node holds, twice meaning two parts of the work; more than its slots is cut.
-        loads: float [E]. ratio_max: `busiest_replica_load_ratio` from which on nothing more is moved.
+        loads: float [E].
+        ratio_max: the `busiest_replica_load_ratio` from which on nothing more is moved.
     Returns: all slots full, each expert on `min_replicas` different nodes; None where single changes do not get there.
     """
     table = _Table(current, slots, loads, failure_probability or [0.0] * len(slots))
@@ -33,6 +36,8 @@ def mend(
 
 
 class _Table:
+    """A placement that changes in place."""
+
     def __init__(
         self, current: Sequence[Sequence[int]], slots: Sequence[int], loads: Sequence[float], chances: Sequence[float]
     ) -> None:
@@ -49,12 +54,13 @@ class _Table:
                 self._remove(min(self.held[node], key=lambda expert: (self._strain(expert), expert)), node)
 
     def scarcest(self, min_replicas: int) -> int | None:
-        """Of the experts with too few holders, the one with the fewest, of those the most loaded."""
+        """Of the experts with too few holders the one with the fewest; of equals the most loaded."""
         scarce = [e for e, nodes in enumerate(self.holders) if len(nodes) < min_replicas]
         return min(scarce, key=lambda e: (len(self.holders[e]), -self.loads[e], e), default=None)
 
     def add(self, expert: int, min_replicas: int) -> bool:
-        """One holder more, in a free slot or in place of whoever is missed least. Returns: whether that can be."""
+        """Add one holder, in a free slot or in place of an expert that is missed least. Returns: whether that is
+        possible."""
         free = [
             (self.chances[node], len(held) - self.slots[node], node)
             for node, held in enumerate(self.held)
@@ -70,7 +76,8 @@ class _Table:
         return False
 
     def fill(self) -> None:
-        """Free slots, one by one, to the largest load per replica, on nodes that lack it if there are."""
+        """Give free slots, one by one, to the largest load per replica, on nodes that lack the expert if there are
+        any."""
         free = [node for node in range(len(self.slots)) for _ in range(self.slots[node] - len(self.held[node]))]
         while free:
             best = min(
@@ -83,7 +90,8 @@ class _Table:
             free.remove(node)
 
     def relieve(self, min_replicas: int) -> bool:
-        """A slot more for the busiest expert. Returns: whether one was found whose loss leaves nobody as busy."""
+        """Give the busiest expert one slot more. Returns: whether a slot was found whose loss leaves no expert as
+        busy."""
         busiest = max(range(len(self.loads)), key=lambda expert: (self._load(expert), -expert))
         for holders in (self.holders[busiest], set()):
             for other in self._least_missed_first():
@@ -98,7 +106,7 @@ class _Table:
         return sorted(range(len(self.loads)), key=lambda expert: (self._strain(expert), expert))
 
     def _expendable_on(self, expert: int, min_replicas: int) -> set[int]:
-        """Nodes on which one replica of it may go."""
+        """The nodes on which one replica of the expert may go."""
         if len(self.holders[expert]) > min_replicas:
             return set(self.holders[expert])
         return {node for node in self.holders[expert] if self.held[node].count(expert) > 1}
@@ -109,11 +117,11 @@ class _Table:
         self._put(by, node)
 
     def _load(self, expert: int) -> float:
-        """Of each replica."""
+        """The load of each replica of the expert."""
         return self.loads[expert] / self.counts[expert] if self.counts[expert] else self.loads[expert]
 
     def _strain(self, expert: int) -> float:
-        """Load of each replica if there were one less."""
+        """The load of each replica if there were one less."""
         return self.loads[expert] / max(1, self.counts[expert] - 1)
 
     def _put(self, expert: int, node: int) -> None:

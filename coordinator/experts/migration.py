@@ -13,13 +13,14 @@ from numpy.typing import NDArray
 from shoal.coordinator.experts.recovery import ExpertPlacement
 
 _FORBIDDEN = -1e6
-"""Worth of giving a part to a node of another kind: any number of fetches is better."""
+"""The worth of giving a part to a node of another kind: any number of fetches is better."""
 _RESTARTS, _NODES_RESTARTED_MAX = 16, 64
-"""Of the turns, from random names, since they can stop short; half a millisecond each with ten nodes."""
+"""With up to so many nodes the turns begin again from random names, `_RESTARTS` times, since they can stop short; half
+a millisecond each with ten nodes."""
 
 
 def num_fetches(current: Sequence[Collection[int]], target: Sequence[Collection[int]]) -> int:
-    """Copies that nodes lack. Args: both [N], experts on each node; twice on a node is one copy."""
+    """How many copies nodes lack. Args: both [N], experts on each node; twice on a node is one copy."""
     return sum(len(set(after) - set(before)) for before, after in zip(current, target, strict=True))
 
 

@@ -1,11 +1,11 @@
-"""What the swarm survives: no expert may lose all of its holders.
+"""What a placement of experts survives: no expert may lose all of its holders. Pure.
 
-A placement is, for each node, the experts in its slots. Only who holds an expert counts here, so an expert becomes
-the set of its holders (a mask: bit j for node j), and only the smallest sets matter: who loses a larger one has lost
-the smaller one too. Sets that share no node, directly or through others, fail independently of each other: each such
-component is solved by itself, exactly where it is small, and within bounds otherwise.
+A placement is, for each node, the experts in its slots. Only holders count here, so an expert becomes the set of its
+holders (a mask: bit j for node j), and only the smallest sets matter: if a larger one is lost the smaller one is lost
+too. Sets that share no node, directly or through others, fail independently of each other. Each such component is
+solved by itself, exactly where it is small, and within bounds otherwise.
 
-Families of failures are bitsets in one large int: bit S says whether losing exactly the nodes of S is meant.
+Families of failures are bitsets in one large int: bit S says whether the loss of exactly the nodes of S is meant.
 """
 
 import math
@@ -17,12 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 ExpertPlacement = tuple[tuple[int, ...], ...]
-"""[N][slots of the node]: the expert in each slot, ascending; twice on a node: two parts of the work, one copy."""
+"""[N][slots of the node]: the expert in each slot, ascending. An expert twice on a node is two parts of the work and
+one copy."""
 
 NODES_EXACT_MAX = 16
-"""Of one component: 65,536 sets of failures, about a millisecond."""
+"""The most nodes of a component that is solved exactly: 65,536 sets of failures, about a millisecond."""
 MASKS_EXACT_MAX = 12
-"""Of one component with more nodes than that: inclusion and exclusion over 4,096 unions."""
+"""The most masks of a component with more nodes that is solved exactly: inclusion and exclusion over 4,096 unions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +39,7 @@ class Loss:
 
 
 def holder_masks(placement: Sequence[Iterable[int]], num_experts: int) -> list[int]:
-    """Of each expert, bit j for node j; 0 where nobody holds it."""
+    """The mask of each expert, bit j for node j; 0 where nobody holds it."""
     masks = [0] * num_experts
     for node, experts in enumerate(placement):
         for expert in experts:
@@ -47,7 +48,7 @@ def holder_masks(placement: Sequence[Iterable[int]], num_experts: int) -> list[i
 
 
 def minimal_masks(masks: Iterable[int]) -> list[int]:
-    """Those that contain no other, each once, smallest first."""
+    """The masks that contain no other, each once, smallest first."""
     kept: list[int] = []
     for mask in sorted(set(masks), key=lambda mask: (mask.bit_count(), mask)):
         if not any(small & mask == small for small in kept):
@@ -56,7 +57,7 @@ def minimal_masks(masks: Iterable[int]) -> list[int]:
 
 
 def recovery_by_failures(placement: Sequence[Sequence[int]], num_experts: int) -> tuple[float, ...] | None:
-    """How probable it is that nothing is lost when k of the N nodes fail, all sets of k alike.
+    """By number of failed nodes, how probable it is that nothing is lost, all sets of so many nodes alike.
 
     Returns: float [N + 1], index k; None where a component has more than `NODES_EXACT_MAX` nodes.
     """
@@ -82,11 +83,12 @@ def recovery_by_failures(placement: Sequence[Sequence[int]], num_experts: int) -
 def loss_probability(
     placement: Sequence[Sequence[int]], num_experts: int, failure_probability: Sequence[float]
 ) -> Loss:
-    """Nodes fail independently of each other, each with its own probability."""
+    """The probability of a loss if nodes fail independently, each with its own probability."""
     return loss_of_masks(holder_masks(placement, num_experts), failure_probability)
 
 
 def loss_of_masks(masks: Iterable[int], failure_probability: Sequence[float]) -> Loss:
+    """The probability that all nodes of some mask fail."""
     smallest = minimal_masks(masks)
     if smallest and not smallest[0]:
         return Loss(low=1.0, high=1.0)
@@ -95,7 +97,7 @@ def loss_of_masks(masks: Iterable[int], failure_probability: Sequence[float]) ->
 
 
 def _any_of(probabilities: Sequence[float]) -> float:
-    """Of independent events. Sums of logarithms: losses of 1e-12 must not drown in 1 - 1e-12."""
+    """The probability of any of independent events. It sums logarithms: losses of 1e-12 must not drown in 1 - 1e-12."""
     if any(p >= 1.0 for p in probabilities):
         return 1.0
     return -math.expm1(math.fsum(math.log1p(-p) for p in probabilities))
@@ -105,7 +107,7 @@ def _any_of(probabilities: Sequence[float]) -> float:
 
 
 def _components(masks: Sequence[int]) -> list[list[int]]:
-    """Masks that share nodes, directly or through others, together."""
+    """Groups of masks that share nodes, directly or through others."""
     groups: list[tuple[int, list[int]]] = []
     for mask in masks:
         joined, members, apart = mask, [mask], []
@@ -157,8 +159,8 @@ def _inclusion_exclusion(masks: Sequence[int], chance: Sequence[float]) -> float
 
 
 def _bounds(masks: Sequence[int], chance: Sequence[float]) -> Loss:
-    """Above: losses of experts only help each other (Harris 1960), so surviving all is at least the product.
-    Below: de Caen (1997), sum of P(i)^2 / sum over j of P(i and j), or Bonferroni's S1 - S2."""
+    """Bounds of the loss. Above: losses of experts only help each other (Harris 1960), so surviving all is at least the
+    product. Below: de Caen (1997), sum of P(i)^2 / sum over j of P(i and j), or Bonferroni's S1 - S2."""
     holds_EN = np.array([[mask >> node & 1 for node in range(len(chance))] for mask in masks], dtype=float)
     log_N = np.log(np.maximum(np.array(chance), 1e-300))
     log_E = holds_EN @ log_N
@@ -177,7 +179,7 @@ def _bounds(masks: Sequence[int], chance: Sequence[float]) -> Loss:
 
 @lru_cache(maxsize=NODES_EXACT_MAX + 1)
 def levels(num_nodes: int) -> tuple[int, ...]:
-    """[N + 1]: at k, all sets of k nodes."""
+    """[N + 1]: at k, the family of all sets of k nodes."""
     if num_nodes == 0:
         return (1,)
     below = levels(num_nodes - 1)
@@ -190,7 +192,7 @@ def levels(num_nodes: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=NODES_EXACT_MAX + 1)
 def _containing(num_nodes: int) -> tuple[int, ...]:
-    """[N]: at j, all sets with node j."""
+    """[N]: at j, the family of all sets with node j."""
     families = []
     for node in range(num_nodes):
         width = 1 << node
@@ -202,7 +204,7 @@ def _containing(num_nodes: int) -> tuple[int, ...]:
 
 
 def supersets(mask: int, num_nodes: int) -> int:
-    """All sets of failures that take every node of the mask."""
+    """The family of all sets of failures that take every node of the mask."""
     family = (1 << (1 << num_nodes)) - 1
     containing = _containing(num_nodes)
     for node in nodes_of(mask):
@@ -211,6 +213,7 @@ def supersets(mask: int, num_nodes: int) -> int:
 
 
 def losing_sets(masks: Iterable[int], num_nodes: int) -> int:
+    """The family of all sets of failures that take every node of some mask."""
     family = 0
     for mask in masks:
         family |= supersets(mask, num_nodes)
@@ -232,7 +235,7 @@ def weigh(family: int, weights: NDArray[np.float64]) -> float:
 
 
 def _product(a: Sequence[int], b: Sequence[int]) -> list[int]:
-    """Of two polynomials."""
+    """The product of two polynomials."""
     product = [0] * (len(a) + len(b) - 1)
     for i, x in enumerate(a):
         for j, y in enumerate(b):

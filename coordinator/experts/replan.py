@@ -1,4 +1,5 @@
-"""Whether to move experts now, and to where: a pure function that is asked every so many steps and at every failure."""
+"""Says whether to move experts now, and to where. The coordinator asks every so many steps and at every failure.
+Pure."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,22 +17,24 @@ from shoal.coordinator.experts.migration import fewest_fetches, num_fetches
 from shoal.coordinator.experts.recovery import ExpertPlacement, holder_masks, loss_of_masks
 
 _GLANCE_EFFORT = 0.1
-"""Of the search that only asks how safe one could be: a few ms, at every look."""
+"""The effort of the search that only asks how safe a placement could be: a few ms, at every look."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """One live peer, as far as experts go."""
+    """One live peer, as far as experts are concerned."""
 
     slots: int
-    """0: it holds nothing after the next plan, as a draining peer."""
+    """How many experts it may hold; 0, as of a draining peer: it holds nothing after the next plan."""
     failure_probability: float = FAILURE_PROBABILITY_ASSUMED
-    """Until the next re-placement: `failure_rate.failure_probability`. Counts in steps of a factor of two."""
+    """The chance that it fails before experts are placed again (`failure_rate.failure_probability`). It counts in steps
+    of a factor of two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hysteresis:
-    """How much better a new placement must be. The next look at what was chosen finds no reason to move again."""
+    """How much better a new placement must be. The next look at the placement that was chosen finds no reason to move
+    again."""
 
     busier: float = 1.25
     """Stay while the busiest replica is at most so many times as busy as it need be."""
@@ -47,8 +50,10 @@ class Hysteresis:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replan:
+    """The placement to have, and why."""
+
     placement: Mapping[str, tuple[int, ...]]
-    """Experts in each peer's slots; twice: two parts of the work and one copy."""
+    """The experts in each peer's slots. An expert twice is two parts of the work and one copy."""
     min_replicas: int
     """How many different holders each expert that is held has: as many as asked for, or as there are slots for."""
     reason: str
@@ -63,19 +68,21 @@ def replan(
     hysteresis: Hysteresis | None = None,
     seed: int = 0,
 ) -> Replan:
-    """Keep what there is while it will do; else mend it; else place anew, with the fewest fetches.
+    """Keep the placement while it will do; else mend it; else place anew, with the fewest fetches.
 
     Args:
         current: experts in the slots of each peer, as the live plan says; peers that are not in `nodes` are dead.
-        loads: float [E], >= 0, measured, smoothed by whoever measures.
-        nodes: everybody who lives.
+        loads: float [E], >= 0, measured and smoothed.
+        nodes: the peers that live.
         min_replicas: different holders of each expert, >= 1; fewer where there are too few slots.
-    Deterministic; the same whatever the order of the mappings.
+    The result is deterministic, and the same whatever the order of the mappings.
     """
     return _Decision(current, loads, nodes, min_replicas, hysteresis or Hysteresis(), seed).made()
 
 
 class _Decision:
+    """One call of `replan`."""
+
     def __init__(
         self,
         current: Mapping[str, Sequence[int]],
@@ -91,7 +98,7 @@ class _Decision:
         self.chances = [rounded(nodes[peer].failure_probability) for peer in self.peers]
         self.live = {peer: tuple(experts) for peer, experts in current.items() if peer in nodes}
         self.experts = _kept(self.live, loads, self.slots)
-        """In order; from here on an expert is its place in this list."""
+        """The experts that are held, in order; from here on an expert is its place in this list."""
         self.loads = [loads[expert] for expert in self.experts]
         self.promised = min(min_replicas, attainable_min_replicas(self.slots, len(self.experts)))
         index = {expert: i for i, expert in enumerate(self.experts)}
@@ -126,7 +133,7 @@ class _Decision:
         return self._result(fresh, f"{why}: placed anew")
 
     def _why_not_stay(self, ratio_max: float) -> str:
-        """Empty: it may."""
+        """Why the placement must change; empty: it may stay."""
         if self.was_at != set(self.peers):
             return "peers came or went"
         if any(len(part) != count for part, count in zip(self.now, self.slots, strict=True)):
@@ -184,7 +191,8 @@ class _Decision:
 
 
 def _kept(live: Mapping[str, Sequence[int]], loads: Sequence[float], slots: Sequence[int]) -> list[int]:
-    """Where there are fewer slots than experts: those that somebody still has, then the most loaded."""
+    """The experts to hold where there are fewer slots than experts: those that a peer still has, then the most
+    loaded."""
     held = {expert for experts in live.values() for expert in experts}
     ranked = sorted(range(len(loads)), key=lambda expert: (expert not in held, -loads[expert], expert))
     return sorted(ranked[: sum(slots)])
