@@ -5,7 +5,7 @@ another peer coordinates, the view learns only which plans are live.
 """
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import msgspec
 
@@ -33,49 +33,41 @@ SAFE_PEERS = 64
 peer's list of snapshots."""
 
 
-@dataclass(slots=True)
 class ClusterView:
     """The swarm as this peer knows it."""
 
-    run: str
-    spec: RunSpec
-    roster: Roster = field(init=False)
-    experts: ExpertPlaces = field(init=False)
-    ledger: Ledger = field(init=False)
-    survey: Survey = field(init=False)
-    confirmations: Confirmations = field(default_factory=Confirmations)
-    begun_s: float | None = None
-    """When the run's first plan was made, by this peer's clock and as far as it knows."""
-    _notes: PlanNotes = field(default_factory=PlanNotes)
-    _snapshots: SnapshotSchedule = field(init=False)
-    _inherited: HandOver | None = None
-    """The knowledge that the coordinator before us left for the term that we may get."""
-    _safe: tuple[int, int] = (0, 0)
-    _look_for_safe_s: float = -math.inf
-    _members: frozenset[PeerID] = frozenset()
-    """The members of the live plan."""
-    _former_members: frozenset[PeerID] = frozenset()
-    """The members of the last plan that had others: they may still report what they did under it."""
-
-    def __post_init__(self) -> None:
-        swarm, training = self.spec.swarm, self.spec.training
+    def __init__(self, run: str, spec: RunSpec) -> None:
+        self.run, self.spec = run, spec
+        swarm, training = spec.swarm, spec.training
         self.roster = Roster(swarm.heartbeat_s)
-        self.survey = Survey(self.spec)
+        self.survey = Survey(spec)
+        self.confirmations = Confirmations()
         self.experts = ExpertPlaces(
-            num_experts=self.spec.model.num_experts, slots=swarm.expert_slots, min_replicas=swarm.expert_replicas
+            num_experts=spec.model.num_experts, slots=swarm.expert_slots, min_replicas=swarm.expert_replicas
         )
         self.ledger = Ledger(
             num_stages=swarm.stages,
-            num_experts=self.spec.model.num_experts if swarm.expert_slots else 0,
+            num_experts=spec.model.num_experts if swarm.expert_slots else 0,
             steps=training.steps,
             microbatches=training.microbatches_per_step,
             heartbeat_s=swarm.heartbeat_s,
             validates=training.validation_interval_steps > 0,
-            tokens_per_step=self.spec.tokens_per_step,
+            tokens_per_step=spec.tokens_per_step,
         )
+        self.begun_s: float | None = None
+        """When the run's first plan was made, by this peer's clock and as far as it knows."""
+        self._notes = PlanNotes()
         self._snapshots = SnapshotSchedule(
             interval_s=swarm.snapshot_interval_s, heartbeat_s=swarm.heartbeat_s, lead_steps=training.s_max + 1
         )
+        self._inherited: HandOver | None = None
+        """The knowledge that the coordinator before us left for the term that we may get."""
+        self._safe = 0, 0
+        self._look_for_safe_s = -math.inf
+        self._members: frozenset[PeerID] = frozenset()
+        """The members of the live plan."""
+        self._former_members: frozenset[PeerID] = frozenset()
+        """The members of the last plan that had others: they may still report what they did under it."""
 
     # --- what comes in ---
 

@@ -9,6 +9,7 @@ from shoal.coordinator.chain import ChainRecord
 from shoal.coordinator.ledger import StepRecord
 from shoal.coordinator.plan_layout import Layout
 from shoal.coordinator.search_schedule import SearchJob
+from shoal.protocol.exclusion import Exclusion
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Heartbeat, PlanHead
 from shoal.protocol.plan import Mandate, SignedPlan
@@ -69,6 +70,14 @@ class HeadFound:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExclusionHeard:
+    """There is an order of exclusion, or a vote for one. `is_ours`: it comes from this machine."""
+
+    order: Exclusion
+    is_ours: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Expelled:
     """These peers have been excluded from the run: nothing may be planned with them."""
 
@@ -96,7 +105,9 @@ class Searched:
     is_bug: bool = False
 
 
-Event = Received | Answered | Unanswered | Beat | HeadFound | TimerFired | Leaving | Expelled | Searched
+Event = (
+    Received | Answered | Unanswered | Beat | HeadFound | TimerFired | Leaving | ExclusionHeard | Expelled | Searched
+)
 
 # --- commands, carried out in order ---
 
@@ -131,6 +142,21 @@ class Obey:
     """Obey this plan from now on."""
 
     plan: SignedPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PutOut:
+    """Treat the keys of this order as excluded, and tell every member."""
+
+    order: Exclusion
+    is_ours: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpreadOrder:
+    """Tell every member of an order that excludes nobody yet, such as our vote for one."""
+
+    order: Exclusion
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,4 +199,18 @@ class Alarm:
     text: str
 
 
-Command = SendHeartbeat | Ask | Reply | Persist | Obey | Publish | LookUp | Search | Tell | Note | Alarm
+Command = (
+    SendHeartbeat
+    | Ask
+    | Reply
+    | Persist
+    | Obey
+    | PutOut
+    | SpreadOrder
+    | Publish
+    | LookUp
+    | Search
+    | Tell
+    | Note
+    | Alarm
+)

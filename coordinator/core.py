@@ -45,7 +45,7 @@ from shoal.coordinator.acceptor import (
     answer_standing,
     no_grant,
 )
-from shoal.coordinator.chain import Holds, PlanChain, is_quorum
+from shoal.coordinator.chain import ChainRecord, Holds, PlanChain, is_quorum
 from shoal.coordinator.chain_sync import ChainSync
 from shoal.coordinator.confirmations import Ends, end_body, proves_end
 from shoal.coordinator.coordination_events import (
@@ -54,6 +54,7 @@ from shoal.coordinator.coordination_events import (
     Beat,
     Command,
     Event,
+    ExclusionHeard,
     Expelled,
     HeadFound,
     Leaving,
@@ -61,10 +62,12 @@ from shoal.coordinator.coordination_events import (
     Note,
     Obey,
     Persist,
+    PutOut,
     Received,
     Reply,
     Searched,
     SendHeartbeat,
+    SpreadOrder,
     Tell,
     TimerFired,
     Unanswered,
@@ -76,6 +79,7 @@ from shoal.coordinator.proposer import Proposer
 from shoal.coordinator.replan_policy import ReplanPolicy
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import (
+    Advert,
     ChainLinks,
     ChainRequest,
     Done,
@@ -89,6 +93,7 @@ from shoal.protocol.messages import (
     Refusal,
     Reset,
     StandingRequest,
+    SwarmStatus,
     TermGrant,
     TermRequest,
 )
@@ -179,14 +184,30 @@ class CoordinationCore:
         self._leaving = False
         self._heartbeat_at_s = self._head_at_s = self._tick_at_s = self._ticked_s = now_s
 
-    def restored(self, live: SignedPlan | None, now_s: float) -> None:
-        """Begin again after a restart, before any event: the chain is what it was. If we coordinated, we do again."""
+    def restore(
+        self,
+        record: ChainRecord,
+        now_s: float,
+        *,
+        live: SignedPlan | None,
+        accepted: SignedPlan | None,
+        before: SignedPlan | None,
+        mandated: SignedPlan | None,
+    ) -> None:
+        """Begin again after a restart, before any event: the chain is what `record` says, whose plans have been opened.
+        If we coordinated, we do again."""
+        self.chain.restore(record, live=live, accepted=accepted, before=before, mandated=mandated)
         if live is not None:
             self.policy.obey(live.plan, now_s)
             if self.is_coordinator:
                 self._leader.begin(live.plan, now_s, continuing=False, silent=None)
 
     # --- what the driver reads ---
+
+    @property
+    def live(self) -> SignedPlan | None:
+        """The plan that this peer obeys, with its signatures."""
+        return self.chain.live
 
     @property
     def plan(self) -> Plan | None:
@@ -201,6 +222,40 @@ class CoordinationCore:
     def coordinator(self) -> PeerID:
         """The peer to which this one reports."""
         return self._watch.target(self.plan)
+
+    @property
+    def predecessor(self) -> SignedPlan | None:
+        """The plan before the one that this peer obeys, if it has it."""
+        live = self.chain.live
+        return self.chain.links.find(live.plan.previous) if live is not None else None
+
+    @property
+    def excluded_keys(self) -> frozenset[bytes]:
+        """The keys that orders put out of the run."""
+        return self.chain.exclusions.keys
+
+    def orders_lacking(self, plan: Plan) -> tuple[bytes, ...]:
+        """The orders of exclusion that we know and `plan` does not carry."""
+        return self.chain.exclusions.lacks(plan)
+
+    def record(self) -> ChainRecord:
+        """The promises of this peer as they are now."""
+        return self.chain.record()
+
+    def known_peers(self) -> frozenset[PeerID]:
+        """The peers that have been heard, and the members of the plan."""
+        return frozenset((*self.view.roster.presences, *(self.plan.members if self.plan else ())))
+
+    def present_peers(self) -> dict[PeerID, Advert | None]:
+        """The peers that count when a newcomer asks to enter, with their adverts where these are known."""
+        present = {peer: seen.advert for peer, seen in self.view.roster.presences.items() if not seen.left}
+        return present | {peer: present.get(peer) for peer in (self.plan.members if self.plan else ())}
+
+    def status(self, now_s: float) -> SwarmStatus | None:
+        """The swarm in one message, if this peer coordinates."""
+        if self.plan is None or not self.is_coordinator:
+            return None
+        return self.view.status(self.plan, now_s, owner=self.owner)
 
     def has_heirs(self, now_s: float) -> bool:
         """Whether another peer may take the role."""
@@ -237,6 +292,8 @@ class CoordinationCore:
             case Leaving():
                 self._leaving = True
                 self._leader.hasten(now_s)
+            case ExclusionHeard():
+                return self._heard_exclusion(event)
             case Expelled():
                 for peer in event.peers:
                     self.view.roster.leave(peer)
@@ -244,6 +301,12 @@ class CoordinationCore:
             case TimerFired():
                 return self._timer_fired(now_s)
         return []
+
+    def _heard_exclusion(self, event: ExclusionHeard) -> list[Command]:
+        """Go by an order if it holds; a vote of ours that is not enough yet is spread."""
+        if self.chain.exclusions.note(event.order):
+            return [PutOut(order=event.order, is_ours=event.is_ours)]
+        return [SpreadOrder(order=event.order)] if event.is_ours else []
 
     # --- calls from others ---
 

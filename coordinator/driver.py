@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +24,7 @@ from shoal.coordinator.coordination_events import (
     Beat,
     Command,
     Event,
+    ExclusionHeard,
     Expelled,
     HeadFound,
     Leaving,
@@ -32,17 +32,19 @@ from shoal.coordinator.coordination_events import (
     Note,
     Obey,
     Publish,
+    PutOut,
     Received,
     Reply,
     Search,
     SendHeartbeat,
+    SpreadOrder,
     Tell,
     TimerFired,
     Unanswered,
 )
 from shoal.coordinator.core import CoordinationCore
 from shoal.coordinator.discovery import Discovery
-from shoal.coordinator.ledger import HISTORY_STEPS, StepRecord
+from shoal.coordinator.ledger import StepRecord
 from shoal.coordinator.replan_policy import ReplanPolicy
 from shoal.coordinator.report_queue import ReportQueue
 from shoal.coordinator.searcher import RunBlocking, Searcher, inline
@@ -193,8 +195,6 @@ class Coordination:
         self._ends_untold = False
         """Whether our coordinator has not said yet that the run is done."""
         self._heard_s = clock.now_s()
-        self.history: deque[StepRecord] = deque(maxlen=HISTORY_STEPS)
-        """The steps that were completed in this peer's terms, oldest first."""
         self.num_alarms = 0
         """How often a peer was seen to break an invariant: two plans of one order, or a ledger that does not add up."""
 
@@ -203,14 +203,13 @@ class Coordination:
     @property
     def plan(self) -> SignedPlan | None:
         """The plan that this peer obeys."""
-        return self._core.chain.live
+        return self._core.live
 
     @property
     def predecessor(self) -> SignedPlan | None:
         """The plan before the one that this peer obeys, if it has it: members that the newer plan leaves out may still
         drain."""
-        live = self._core.chain.live
-        return self._core.chain.links.find(live.plan.previous) if live is not None else None
+        return self._core.predecessor
 
     @property
     def is_coordinator(self) -> bool:
@@ -261,15 +260,12 @@ class Coordination:
 
     def exclude(self, order: Exclusion) -> None:
         """Spread an order of exclusion, or our vote for one, and go by it from now on if it holds."""
-        if self._core.chain.exclusions.note(order):
-            self._spawn(self._put_out(order))
-        else:
-            self._spread(order.encode())
+        self._feed(ExclusionHeard(order=order, is_ours=True))
 
     def vote_out(self, keys: Iterable[bytes]) -> None:
         """As an elector of the plan that we obey, vote for excluding these keys. They are excluded once a majority has
         voted so."""
-        live = self._core.chain.live
+        live = self._core.live
         if live is None or self._endpoint.peer_id not in live.plan.electors:
             return
         ordered, identity = tuple(sorted(set(keys))), self._endpoint.identity
@@ -296,11 +292,7 @@ class Coordination:
     # --- exclusion ---
 
     async def _answer_exclude(self, source: PeerID, message: Exclude) -> msgspec.Struct:
-        order = open_exclusion(message.order, source)
-        if self._core.chain.exclusions.note(order):
-            logger.warning("%d keys are excluded from the run, says %s", len(order.keys), source[-8:])
-            self._expel()
-            self._spread(message.order)
+        self._feed(ExclusionHeard(order=open_exclusion(message.order, source), is_ours=False))
         return Done()
 
     async def _put_out(self, order: Exclusion) -> None:
@@ -317,9 +309,8 @@ class Coordination:
     def _expel(self) -> None:
         """Treat excluded peers as strangers from now on."""
         members = self._endpoint.members
-        members.exclude(self._core.chain.exclusions.keys)
-        known = {*self._core.view.roster.presences, *(self._core.plan.members if self._core.plan else ())}
-        out = tuple(sorted(filter(members.is_excluded, known)))
+        members.exclude(self._core.excluded_keys)
+        out = tuple(sorted(filter(members.is_excluded, self._core.known_peers())))
         if out:
             self._feed(Expelled(peers=out))
 
@@ -357,6 +348,14 @@ class Coordination:
                 self._spawn(self._beat(command.target))
             case Ask():
                 self._spawn(self._ask(command.peer, command.message))
+            case PutOut(is_ours=True):
+                self._spawn(self._put_out(command.order))
+            case PutOut():
+                logger.warning("%d keys are excluded from the run", len(command.order.keys))
+                self._expel()
+                self._spread(command.order.encode())
+            case SpreadOrder():
+                self._spread(command.order.encode())
             case Publish():
                 self._spawn(self._discovery.publish(command.plan))
             case LookUp():
@@ -364,7 +363,6 @@ class Coordination:
             case Search():
                 self._spawn(self._searcher.run(command.job))
             case Tell():
-                self.history.append(command.record)
                 self._callbacks.on_step(command.record)
             case Note():
                 if command.text != self.said:
@@ -381,21 +379,21 @@ class Coordination:
         logger.info("plan %d of term %d: %s", plan.sequence, plan.term, plan.reason)
         self._moved_on.set()
         self._expel()
-        for order in self._core.chain.exclusions.lacks(plan):
+        for order in self._core.orders_lacking(plan):
             self._spawn(self._tell(plan.coordinator, Exclude(order=order)))
         if self._discovery.should_read(plan):
             self._spawn(self._discovery.meet())
         self._callbacks.on_plan(signed)
 
     def _restore(self) -> None:
-        record = self._write_ahead.begin(self._core.chain.record())
+        record = self._write_ahead.begin(self._core.record())
         if record is None:
             return
         before, live = self._stored(record.before), self._stored(record.live)
         accepted = self._stored(record.accepted, voted=True) if live is not None else None
         mandated = self._stored(record.mandated)
-        self._core.chain.restore(record, live=live, accepted=accepted, before=before, mandated=mandated)
-        self._core.restored(live, self._clock.now_s())
+        now_s = self._clock.now_s()
+        self._core.restore(record, now_s, live=live, accepted=accepted, before=before, mandated=mandated)
         if live is not None:
             self._obey(live)
 
@@ -458,9 +456,7 @@ class Coordination:
         leads = core.is_coordinator or (plan is None and core.owner == self._endpoint.peer_id)
         if not leads or self._endpoint.gate.is_planned(source) or (plan is None and self._spec.swarm.open):
             return ""
-        present = {peer: seen.advert for peer, seen in core.view.roster.presences.items() if not seen.left}
-        present |= {peer: present.get(peer) for peer in (plan.members if plan is not None else ())}
-        return self._admission.why_not(source, advert, present)
+        return self._admission.why_not(source, advert, core.present_peers())
 
     def _introduce_all(self, roster: Iterable[tuple[PeerID, Advert]]) -> None:
         for peer, advert in roster:

@@ -66,9 +66,7 @@ class Ledger:
         tokens_per_step: int,
     ) -> None:
         self.era = 0
-        """The era of everything in the ledger except the history."""
-        self.num_rejected = 0
-        """How many reports contradicted themselves."""
+        """The era of everything in the ledger."""
         self._num_stages = num_stages
         self._steps = steps
         self._microbatches = microbatches
@@ -83,7 +81,6 @@ class Ledger:
         self._validation_told = -1
         self._versions = [0] * num_stages
         self._expert_versions = [0] * (num_stages * num_experts)
-        self.history: deque[StepRecord] = deque(maxlen=HISTORY_STEPS)
         self.loss: float | None = None
         """The loss of the newest step that is known."""
         self._loss_step = -1
@@ -151,7 +148,6 @@ class Ledger:
                 continue
             flaw = self._flaw(report)
             if flaw:
-                self.num_rejected += 1
                 flaws.append(flaw)
                 continue
             by_stage = self._reports.setdefault(report.step, {})
@@ -243,7 +239,6 @@ class Ledger:
                 del self._untold[step]
                 self._told.append(step)
                 records.append(self._record(step, by_stage, now_s, term=term, peers=peers))
-        self.history.extend(records)
         return records
 
     def _record(

@@ -211,11 +211,6 @@ class Roster:
             return False
         return seen.heartbeat.advert.willing_to_coordinate and not seen.heartbeat.draining
 
-    @property
-    def version_max(self) -> int:
-        """The highest version in any heartbeat."""
-        return max((s.heartbeat.version for s in self.presences.values() if s.heartbeat), default=0)
-
     def measured(self, now_s: float) -> tuple[MeasuredPeer, ...]:
         """The peers that are alive and whose advert is known, for the allocator."""
         seen = ((peer, self.presences[peer]) for peer in self.alive(now_s))

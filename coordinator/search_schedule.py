@@ -142,7 +142,7 @@ class SearchSchedule:
         self, snapshot: Snapshot, plan: Plan | None, swarm: Swarm, now_s: float, *, seed: int
     ) -> SearchJob | None:
         """The search to begin now; None: there is no reason for one."""
-        places, last = plan and places_of(plan), self._last
+        places, last = _places(plan), self._last
         if plan is None:
             if self._running is not None and self._running.swarm == swarm:
                 return None
@@ -165,7 +165,7 @@ class SearchSchedule:
             return False
         self._running = None
         self._found = (job, layout) if layout is not None else None
-        self._last = _Searched(job.previous and places_of(job.previous), job.swarm, job.snapshot)
+        self._last = _Searched(_places(job.previous), job.swarm, job.snapshot)
         return True
 
     def found_for(self, plan: Plan | None, swarm: Swarm) -> Layout | None:
@@ -174,8 +174,12 @@ class SearchSchedule:
         if found is None:
             return None
         job, layout = found
-        same = (job.previous and places_of(job.previous)) == (plan and places_of(plan)) and job.swarm == swarm
+        same = _places(job.previous) == _places(plan) and job.swarm == swarm
         return layout if same else None
+
+
+def _places(plan: Plan | None) -> Places | None:
+    return places_of(plan) if plan is not None else None
 
 
 def keeps_state(layout: Layout, live: Plan, peers: tuple[MeasuredPeer, ...]) -> bool:

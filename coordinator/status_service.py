@@ -25,10 +25,7 @@ class StatusService:
 
     def status(self) -> SwarmStatus | None:
         """The swarm as this peer sees it, if it coordinates."""
-        live = self._core.chain.live
-        if live is None or not self._core.is_coordinator:
-            return None
-        return self._core.view.status(live.plan, self._clock.now_s(), owner=self._core.owner)
+        return self._core.status(self._clock.now_s())
 
     async def ask(self) -> SwarmStatus:
         """Ask the coordinator how it sees the swarm.
@@ -45,7 +42,7 @@ class StatusService:
         if mine is not None:
             return mine
         coordinator = self._core.coordinator
-        if self._core.chain.live is None or coordinator in (source, self._endpoint.peer_id):
+        if self._core.plan is None or coordinator in (source, self._endpoint.peer_id):
             return Refusal(reason="there is no plan yet")
         try:
             return await self._endpoint.ask(coordinator, message, SwarmStatus, timeout_s=self._timeout_s)

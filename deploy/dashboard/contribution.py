@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 WINDOW_S = 10.0
 WORK_WINDOW_S = 60.0
-"""The time over which microbatches are counted, as for the run's own rate (`coordinator.pace`)."""
+"""The time over which microbatches are counted, as for the run's own rate (`coordinator.token_rate`)."""
 LINKS_MAX = 16
 
 
