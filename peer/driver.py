@@ -1,6 +1,6 @@
 """A peer: obeys plans, holds a replica of a stage when it is given one, reports to whoever coordinates.
 
-Open this file first: `obey` is where work begins, `heartbeat` what the coordinator hears. The replica (`replica.py`)
+Open this file first: `obey` is where work begins, `heartbeat` what the coordinator hears. The replica (`replica/`)
 does the training. This file is long because what a peer is made of is wired together in one place.
 """
 
@@ -24,7 +24,7 @@ from shoal.peer.pipeline.state import StageState
 from shoal.peer.pipeline.traffic import AdaptiveTraffic, Traffic
 from shoal.peer.probe import DeviceProbe, LinkProbe, probe_device
 from shoal.peer.recent_plans import RecentPlans
-from shoal.peer.replica import Replica
+from shoal.peer.replica.driver import Replica
 from shoal.peer.reports import Reports
 from shoal.peer.surroundings import Surroundings
 from shoal.peer.tasks import Tasks

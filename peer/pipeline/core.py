@@ -120,6 +120,11 @@ class PipelineCore:
         """Nothing is here at all."""
         return not self._flights and self._running is None and not self._parked
 
+    def run_ahead(self, steps_ahead: int, gain: float) -> None:
+        """What the leader of stage 0 has chosen, < 0: nothing yet."""
+        if self.control is not None:
+            self.control.follow(steps_ahead, gain)
+
     def goes_on(self, job: Job) -> bool:
         """Whether anything comes of a parked job."""
         assert job.microbatch is not None, "a step waits for nobody"

@@ -15,8 +15,10 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from shoal.peer.group.core import GroupCore
-from shoal.peer.pipeline.issue import IssueBook
-from shoal.peer.pipeline.microbatch import IndexSet, Microbatch
+from shoal.peer.pipeline.microbatch import Microbatch
+from shoal.peer.pipeline.window import Window
+from shoal.peer.replica.events import Changed, MemberLost, MemberSaid, TimerFired
+from shoal.peer.replica.supply import Supply
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import CommitReport, Digest, Hello, Progress, RoundStart
 from shoal.protocol.plan import Member
@@ -24,7 +26,6 @@ from shoal.protocol.plan import Member
 Action = Callable[[], None]
 STUCK_AFTER_S = 600.0
 DRAIN_S = 30.0
-PATIENCE_S = 5.0
 PRESS_S = 5.0
 
 
@@ -71,9 +72,17 @@ class Order:
 
 
 @dataclass(eq=False)
-class Claim:
-    lead: PeerID
-    until_s: float = math.inf
+class Pipe:
+    """What a supply sees of a pipeline that holds two microbatches, one of them about to begin."""
+
+    work: list[Microbatch] = field(default_factory=list)
+    window: Window = field(default_factory=lambda: Window(num_stages=1))
+    control: None = None
+    num_waiting: int = 0
+
+    @property
+    def room(self) -> int:
+        return 1 - len(self.work)
 
 
 @dataclass(eq=False)
@@ -91,19 +100,18 @@ class Tenure:
     """One replica."""
 
     core: GroupCore
-    book: IssueBook
+    supply: Supply
+    pipe: Pipe
     order: Order
     is_open: bool = False
     has_stepped: bool = False
     leaves_at_s: float = math.inf
     boxes: dict[PeerID, Box] = field(default_factory=dict)
-    work: list[Microbatch] = field(default_factory=list)
     running: list[Microbatch] = field(default_factory=list)
     again: set[Microbatch] = field(default_factory=set)
-    claim: Claim | None = None
-    claims_at_s: float = 0.0
+    claim: int | None = None
+    """The number of the claim whose answer it waits for."""
     joins_at_s: float = math.inf
-    waiting: dict[PeerID, Claim] = field(default_factory=dict)
     stepping: int = -1
     digest: str = ""
     means: dict[int, str] = field(default_factory=dict)
@@ -111,6 +119,11 @@ class Tenure:
     """Step -> the round of ours that its mean is the result of."""
     rounds: dict[int, Round] = field(default_factory=dict)
     early: dict[tuple[int, int], list[tuple[PeerID, str]]] = field(default_factory=dict)
+
+    @property
+    def work(self) -> list[Microbatch]:
+        """What is here and not begun."""
+        return self.pipe.work
 
     @property
     def leaving(self) -> bool:
@@ -250,16 +263,13 @@ class Machines:
         if core.next_timer_s() <= now_s:
             deeds.append(lambda: self._perform(node, tenure, core.timer(now_s=self.now_s)))
         deeds += [partial(self._compute, node, tenure, m) for m in tenure.work if m.step <= core.version + self.s_max]
-        if self._wants(tenure) and tenure.claims_at_s <= now_s:
-            deeds.append(partial(self._claim, node, tenure))
+        if tenure.supply.next_timer_s() <= now_s:
+            deeds.append(partial(self._supply, node, tenure, TimerFired()))
         if tenure.joins_at_s <= now_s:
             deeds.append(partial(self._join, node, tenure))
         for ours in tenure.rounds.values():
             if ours.start.step == core.version and ours.press_at_s <= now_s and core.version not in tenure.means:
                 deeds.append(partial(self._press, node, tenure, ours))
-        for source, claim in tenure.waiting.items():
-            if claim.until_s <= now_s:
-                deeds.append(partial(self._answer, tenure, source, []))
         if tenure.leaving:
             drained = not tenure.work and not tenure.running and not core.owes
             if drained or tenure.leaves_at_s <= now_s:
@@ -270,11 +280,9 @@ class Machines:
         for node in self.nodes.values():
             tenure = node.tenure
             if tenure and node.acts:
-                yield from (tenure.core.next_timer_s(), tenure.leaves_at_s, tenure.joins_at_s)
+                yield from (tenure.core.next_timer_s(), tenure.supply.next_timer_s())
+                yield from (tenure.leaves_at_s, tenure.joins_at_s)
                 yield from (r.press_at_s for r in tenure.rounds.values() if tenure.core.version == r.start.step)
-                yield from (claim.until_s for claim in tenure.waiting.values())
-                if self._wants(tenure):
-                    yield tenure.claims_at_s
         yield from (box.retry_at_s for node, _, box in self._boxes() if box.queue and not node.asleep)
 
     def _do(self, at: int) -> None:
@@ -343,8 +351,8 @@ class Machines:
         if isinstance(message, Progress):
             self._forget_elder(at, tenure, source.name, message.incarnation)
             self._perform(at, tenure, core.progress(source.name, message, now_s=self.now_s))
-            tenure.book.take(message.step, IndexSet.from_bytes(message.indices, count=self.M))
-            tenure.book.take(message.step, IndexSet.from_bytes(message.claimed, count=self.M))
+            if core.has_place(source.name):
+                self._supply(at, tenure, MemberSaid(source.name, message.step, message.indices, message.claimed))
         elif isinstance(message, RoundStart):
             self._perform(at, tenure, core.round_started(message))
         elif isinstance(message, Digest):
@@ -362,7 +370,7 @@ class Machines:
             self._perform(node, tenure, tenure.core.mate_silent(peer, now_s=self.now_s))
             if peer not in tenure.core.mates:
                 self._forget(node, tenure.boxes, peer)
-        self._wake(tenure)
+        self._supply(node, tenure, Changed())
         if peer in tenure.order.names:
             self._say_hello(node, [peer])
 
@@ -396,7 +404,7 @@ class Machines:
             self._forget(node, node.boxes, source)
             self._say_hello(node, [source])
             if node.tenure:
-                self._open_if_fit(node, node.tenure)
+                self._lost(node, node.tenure, source)
         if node.tenure:
             self._peer_state(node, node.tenure, source, hello)
 
@@ -409,7 +417,7 @@ class Machines:
         elif peer in (*core.mates, *core.departing):
             self._perform(node, tenure, core.mate_elsewhere(peer, incarnation=hello.incarnation, now_s=self.now_s))
         self._open_if_fit(node, tenure)
-        self._wake(tenure)
+        self._supply(node, tenure, Changed())
 
     def _forget_elder(self, node: Node, tenure: Tenure, peer: PeerID, incarnation: int) -> None:
         if tenure.core.has_begun_anew(peer, incarnation):
@@ -420,8 +428,12 @@ class Machines:
         if tenure is not None:
             if peer in (*tenure.core.mates, *tenure.core.departing):
                 self._mate_lost(node, tenure, peer)
-            self._open_if_fit(node, tenure)
-            self._wake(tenure)
+            self._lost(node, tenure, peer)
+
+    def _lost(self, node: Node, tenure: Tenure, peer: PeerID) -> None:
+        self._open_if_fit(node, tenure)
+        self._supply(node, tenure, MemberLost(peer))
+        self._supply(node, tenure, Changed())
 
     def _mate_lost(self, node: Node, tenure: Tenure, peer: PeerID) -> None:
         self._forget(node, tenure.boxes, peer)

@@ -1,29 +1,52 @@
-"""A stage group of GroupCores with their issue books, in the world of `group_machines.py`.
+"""A stage group of GroupCores and their Supplies, in the world of `group_machines.py`.
 
-Played here: what is around the cores, as `peer/driver.py`, `peer/replica.py`, `peer/joining.py` and the drivers of
+Played here: what is around the cores, as `peer/driver.py`, `peer/replica/`, `peer/joining.py` and the drivers of
 `peer/group/` do it, a coordinator whose plans add members, move them away and drop them, and the checks. `World.run`
 ends when everybody is at the last version, or with an AssertionError.
 
 This file is long because one world, with everything that can go wrong in it, serves every property.
 """
 
+import itertools
 import math
 import zlib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 
-from group_machines import DRAIN_S, PATIENCE_S, PRESS_S, Action, Box, Claim, Machines, Node, Order, Round, Tenure
+from group_machines import DRAIN_S, PRESS_S, Action, Box, Machines, Node, Order, Pipe, Round, Tenure
 from shoal.peer.group.commands import AskRepair, CatchUp, Command, Reduce, Report, Resync, Tell, Witness
 from shoal.peer.group.core import GroupCore
 from shoal.peer.pipeline.issue import IssueBook
 from shoal.peer.pipeline.microbatch import IndexSet, Microbatch
+from shoal.peer.replica.commands import Answer, DropClaim, HandOut, Make, NoteGranted, RunAhead, SendClaim
+from shoal.peer.replica.events import (
+    Changed,
+    ClaimArrived,
+    ClaimFailed,
+    GrantArrived,
+    LossReported,
+    Made,
+    RepairArrived,
+    RepairDeclined,
+    SupplyEvent,
+    SupplyStopped,
+    VersionReached,
+)
+from shoal.peer.replica.supply import Supply
+from shoal.protocol.errors import Refused
 from shoal.protocol.identity import PeerID
-from shoal.protocol.messages import CommitReport, Digest, Progress, RoundStart
+from shoal.protocol.messages import CommitReport, Digest, Grant, Progress, RoundStart
 from shoal.protocol.plan import Member
 
 
+@dataclass(kw_only=True)
 class World(Machines):
+    calls: dict[int, tuple[Node, Tenure]] = field(default_factory=dict)
+    """Number of a claim -> whose it is."""
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
+
     # --- faults and plans ---
 
     def _faults(self) -> list[Action]:
@@ -214,7 +237,8 @@ class World(Machines):
         book = IssueBook(
             steps=self.steps, microbatches=self.M, s_max=self.s_max, validation_interval=0, validation_microbatches=1
         )
-        node.tenure = tenure = Tenure(core, book, order)
+        pipe = Pipe()
+        node.tenure = tenure = Tenure(core, Supply(book=book, group=core, demand=pipe), pipe, order)
         self._perform(node, tenure, core.set_open(False, now_s=self.now_s))
         self._obey(node, tenure, order)
         if order.sequence == 1 and node.life == 0 and node.tenures == 1:
@@ -235,10 +259,11 @@ class World(Machines):
             if peer not in (*tenure.core.mates, *tenure.core.departing):
                 self._forget(node, tenure.boxes, peer)
         self._open_if_fit(node, tenure)
-        self._wake(tenure)
+        self._supply(node, tenure, Changed())
 
     def _drain(self, node: "Node", tenure: "Tenure") -> None:
         tenure.leaves_at_s, tenure.is_open = self.now_s + DRAIN_S, False
+        self._supply(node, tenure, SupplyStopped())
         self._perform(node, tenure, tenure.core.set_open(False, now_s=self.now_s))
         self._say_hello(node, audience(tenure))
 
@@ -313,7 +338,7 @@ class World(Machines):
         self._perform(node, tenure, tenure.core.set_ready(True, now_s=self.now_s))
         self._open_if_fit(node, tenure)
         self._say_hello(node, audience(tenure))
-        self._wake(tenure)
+        self._supply(node, tenure, Changed())
 
     def _stepped(self, node: "Node", tenure: "Tenure", version: int, digest: str, by: RoundStart | None = None) -> None:
         tenure.digest = digest
@@ -322,9 +347,7 @@ class World(Machines):
         tenure.early = {key: frames for key, frames in tenure.early.items() if key[0] >= version}
         self.grown_s = self.now_s
         self._perform(node, tenure, tenure.core.stepped(version, digest, now_s=self.now_s, by=by))
-        tenure.book.reach(version)
-        self._serve_soon(node, tenure)
-        self._wake(tenure)
+        self._supply(node, tenure, VersionReached(version))
         self._commit_if_complete(node, tenure)
 
     def _commit_if_complete(self, node: "Node", tenure: "Tenure") -> None:
@@ -340,73 +363,70 @@ class World(Machines):
             self._stepped(node, tenure, step + 1, digest, tenure.by.get(step))
             self._open_if_fit(node, tenure)
 
-    # --- claims ---
+    # --- supply ---
 
-    def _wants(self, tenure: "Tenure") -> bool:
-        core = tenure.core
-        if not core.ready or tenure.leaving or tenure.claim is not None or core.lead is None:
-            return False
-        return len(tenure.work) < 2 and core.version < self.steps
+    def _supply(self, node: "Node", tenure: "Tenure", event: SupplyEvent) -> None:
+        for command in tenure.supply.handle(event, now_s=self.now_s):
+            match command:
+                case SendClaim(leader, count):
+                    tenure.claim = call = next(self._numbers)
+                    self.calls[call] = node, tenure
+                    self._soon(node, tenure, partial(self._claim_arrives, node, tenure, leader, count, call))
+                case DropClaim():
+                    tenure.claim = None
+                case Answer(call, Grant() as grant):
+                    claimant, of = self.calls.pop(call)
+                    self._soon(claimant, of, partial(self._grant_arrives, claimant, of, node.name, call, grant))
+                case Make(microbatch, again):
+                    self._make(node, tenure, microbatch, again)
+                case NoteGranted(peer, microbatch):
+                    tenure.core.granted(peer, microbatch.step, microbatch.index)
+                case HandOut(member, microbatches):
+                    self._soon(node, tenure, partial(self._hand_out, node, tenure, member, microbatches))
+                case RunAhead():
+                    pass
+                case _:
+                    raise AssertionError(f"{command} in a world without validation and halts")
 
-    def _wake(self, tenure: "Tenure") -> None:
-        if tenure.claim is not None and tenure.claim.lead != tenure.core.lead:
+    def _claim_arrives(self, node: "Node", tenure: "Tenure", leader: PeerID, count: int, call: int) -> None:
+        at = self.nodes[leader]
+        try:
+            if not at.acts or at.tenure is None or self._is_lost():
+                raise Refused(leader, "cannot be reached")
+            self._supply(at, at.tenure, ClaimArrived(node.name, count, call))
+        except Refused:
+            self._claim_failed(node, tenure, leader, call)
+
+    def _claim_failed(self, node: "Node", tenure: "Tenure", leader: PeerID, call: int) -> None:
+        if tenure.claim == call:
             tenure.claim = None
+            self._supply(node, tenure, ClaimFailed(leader))
 
-    def _claim(self, node: "Node", tenure: "Tenure") -> None:
-        assert tenure.core.lead
-        tenure.claim = Claim(tenure.core.lead)
-        self._soon(node, tenure, partial(self._claim_arrives, node, tenure, tenure.claim))
+    def _grant_arrives(self, node: "Node", tenure: "Tenure", leader: PeerID, call: int, grant: Grant) -> None:
+        if tenure.claim == call:
+            if self._is_lost():
+                self._claim_failed(node, tenure, leader, call)
+            else:
+                tenure.claim = None
+                self._supply(node, tenure, GrantArrived(leader, grant.items, grant.steps_ahead, grant.gain))
 
-    def _claim_arrives(self, node: "Node", tenure: "Tenure", claim: "Claim") -> None:
-        at = self.nodes[claim.lead]
-        if not at.acts or at.tenure is None or not at.tenure.core.is_lead or self._is_lost():
-            if tenure.claim is claim:
-                tenure.claim, tenure.claims_at_s = None, self.now_s + 0.2
-            return
-        claim.until_s = self.now_s + PATIENCE_S
-        at.tenure.waiting[node.name] = claim
-        self._serve_soon(at, at.tenure)
+    def _hand_out(self, node: "Node", tenure: "Tenure", member: PeerID, microbatches: tuple[Microbatch, ...]) -> None:
+        at = self.nodes[member]
+        try:
+            if not at.acts or at.tenure is None or self._is_lost():
+                raise Refused(member, "cannot be reached")
+            self._supply(at, at.tenure, RepairArrived(node.name, tuple((m.step, m.index) for m in microbatches)))
+        except Refused:
+            self._supply(node, tenure, RepairDeclined(member, microbatches))
 
-    def _serve_soon(self, node: "Node", tenure: "Tenure") -> None:
-        if tenure.waiting:
-            self._soon(node, tenure, partial(self._serve, tenure))
-
-    def _serve(self, tenure: "Tenure") -> None:
-        core, book = tenure.core, tenure.book
-        if not core.is_lead:
-            return
-        admissible = book.admissible
-        for source in list(tenure.waiting):
-            share = max(1, math.ceil(core.share_of(source) * admissible))
-            granted = book.grant(min(2, share))
-            if granted:
-                for m in granted:
-                    core.granted(source, m.step, m.index)
-                self._answer(tenure, source, granted)
-
-    def _answer(self, tenure: "Tenure", source: PeerID, granted: list[Microbatch]) -> None:
-        claim, node = tenure.waiting.pop(source), self.nodes[source]
-        claimant = node.tenure
-        if claimant is not None:
-            self._soon(node, claimant, partial(self._grant_arrives, node, claimant, claim, granted))
-
-    def _grant_arrives(self, node: "Node", tenure: "Tenure", claim: "Claim", granted: list[Microbatch]) -> None:
-        if tenure.claim is not claim:
-            return
-        tenure.claim = None
-        if self._is_lost():
-            tenure.claims_at_s = self.now_s + 0.2
-        elif claim.lead == tenure.core.lead:
-            for m in granted:
-                self.made[m] += 1
-                assert self.is_hard or self.made[m] == 1, f"{m} was granted twice"
-                tenure.book.take(m.step, IndexSet(1 << m.index))
-                self._granted(node, tenure, m)
-
-    def _granted(self, node: "Node", tenure: "Tenure", m: Microbatch) -> None:
+    def _make(self, node: "Node", tenure: "Tenure", m: Microbatch, again: bool) -> None:
+        if not again:
+            self.made[m] += 1
+            assert self.is_hard or self.made[m] == 1, f"{m} was granted twice"
         if m.step >= tenure.core.version:
             self._perform(node, tenure, tenure.core.claimed(m.step, m.index))
             if m not in (*tenure.work, *tenure.running):
+                (tenure.again.add if again else tenure.again.discard)(m)
                 tenure.work.append(m)
 
     def _compute(self, node: "Node", tenure: "Tenure", m: Microbatch) -> None:
@@ -421,6 +441,8 @@ class World(Machines):
             apart = m in tenure.again
             contributed = core.contributed(m.step, m.index, loss=1.0, staleness_steps=0, now_s=self.now_s, apart=apart)
             self._perform(node, tenure, contributed)
+            self._supply(node, tenure, Made(m))
+        self._supply(node, tenure, Changed())
 
     # --- commands ---
 
@@ -436,12 +458,7 @@ class World(Machines):
                 case AskRepair(step, indices):
                     self.note(f"{node.name} repairs {step} {indices.hex()}")
                     assert self.is_hard, f"nothing is lost, but step {step} runs again"
-                    tenure.book.take(step, IndexSet.from_bytes(indices, count=self.M))
-                    for m in [Microbatch(step, i) for i in range(self.M)]:
-                        if m.index in IndexSet.from_bytes(indices, count=self.M):
-                            if m not in (*tenure.work, *tenure.running):
-                                tenure.again.add(m)
-                            self._granted(node, tenure, m)
+                    self._supply(node, tenure, LossReported(step, IndexSet.from_bytes(indices, count=self.M)))
                 case CatchUp(mate, step):
                     self._soon(node, tenure, partial(self._catch_up, node, tenure, mate, step))
                 case Resync():

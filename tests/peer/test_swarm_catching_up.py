@@ -5,6 +5,7 @@ import asyncio
 import msgspec
 import pytest
 
+from shoal.peer.replica.events import SupplyStopped
 from shoal.protocol.messages import ReducedRequest, ReducePart
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
@@ -64,7 +65,7 @@ def test_whose_device_rests_while_its_mates_go_on_keeps_its_state_and_asks_nobod
         await swarm.until_step(1)
         slow = swarm.drivers["2"]
         replica = slow.replica
-        replica.claims.drain()  # the others make all there is
+        replica.supply.handle(SupplyStopped())  # the others make all there is
         await swarm.until_step(2)
         device = replica.pipeline.compute = Resting(replica.pipeline.compute)
         ask = slow._endpoint.ask

@@ -83,14 +83,14 @@ def test_what_died_with_a_replica_runs_again_at_all_of_stage_0(make_swarm, tiny_
     stages = [["0.0", "0.1", "0.2"], ["1.0", "1.1", "1.2"], ["2.0"]]
     again = Counter()
 
-    def counted(name, claims):
-        grant = claims._on_grant
+    def counted(name, supply):
+        make = supply._on_make
 
-        def granted(microbatch, is_again):
+        def made(microbatch, is_again):
             again[name] += is_again
-            grant(microbatch, is_again)
+            make(microbatch, is_again)
 
-        claims._on_grant = granted
+        supply._on_make = made
 
     async def refuses(source, message):
         raise Refused(source, "has no time")
@@ -104,7 +104,7 @@ def test_what_died_with_a_replica_runs_again_at_all_of_stage_0(make_swarm, tiny_
         await swarm.until_step(3)
         for name in stages[0]:
             replica = swarm.drivers[name].replica
-            counted(name, replica.claims)
+            counted(name, replica.supply)
             if mates_refuse and not replica.group.core.is_lead:
                 swarm.drivers[name]._endpoint.on(Again, refuses)
         dying = swarm.drivers["1.1"].replica.group.core
@@ -146,8 +146,8 @@ def test_nothing_is_granted_to_the_open_claim_of_a_mate_that_is_lost(make_swarm,
         replicas = {name: swarm.drivers[name].replica for name in stages[0]}
         lead = next(name for name in stages[0] if replicas[name].group.core.is_lead)
         mate = next(name for name in stages[0] if name != lead)
-        open_claims = replicas[lead].claims._waiting
-        await swarm.until(lambda: swarm.peer(mate).peer_id in open_claims)
+        supply = replicas[lead].supply.core
+        await swarm.until(lambda: swarm.peer(mate).peer_id in supply.open_claims)
         swarm.world.pause(swarm.peer(mate))
         del swarm.drivers[mate]
         swarm.obey([[lead], ["1.0"]], fresh=False)

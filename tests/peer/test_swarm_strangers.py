@@ -122,7 +122,7 @@ def test_who_is_granted_what_the_run_has_not_claims_on(make_swarm, tiny_spec, it
     async def scene(swarm):
         first = swarm.drivers[STAGES[0][0]].replica.group.core
         lead, mate = STAGES[0] if first.is_lead else STAGES[0][::-1]
-        honest = swarm.drivers[lead].replica.claims._on_claim
+        honest = swarm.drivers[lead].replica.supply._on_claim
 
         async def lies_once(source, message):
             if source == swarm.peer(mate).peer_id:
@@ -147,7 +147,7 @@ def test_a_bug_in_the_claims_is_heard(make_swarm, tiny_spec):
         driver = await swarm.add("0.0", device_flop_per_s=1e8)
         swarm.obey([["0.0"]], fresh=True)
         await swarm.until_step(1)
-        driver.replica.claims._on_grant = broken
+        driver.replica.supply._on_make = broken
         async with asyncio.timeout(60.0):
             with pytest.raises(RuntimeError, match="a bug"):
                 await driver.failure
@@ -263,7 +263,7 @@ def test_the_lead_of_stage_0_supplies_and_believes_holders_alone(make_swarm, tin
     async def scene(swarm):
         leads = [name for name in STAGES[0] if swarm.drivers[name].replica.group.core.is_lead]
         await is_refused(swarm, "stranger", leads[0], message)
-        assert swarm.drivers[leads[0]].replica.claims._halts == {}
+        assert swarm.drivers[leads[0]].replica.supply.core.halts == ()
 
     play(make_swarm, tiny_spec, scene)
 

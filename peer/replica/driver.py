@@ -3,12 +3,25 @@
 from collections.abc import Callable
 
 from shoal.peer.experts.dispatch import ExpertDispatch
-from shoal.peer.group.claims import Claims
-from shoal.peer.group.core import GroupCore
 from shoal.peer.pipeline.core import PipelineCore
 from shoal.peer.pipeline.driver import PipelineDriver
 from shoal.peer.pipeline.issue import IssueBook
 from shoal.peer.pipeline.microbatch import IndexSet, Microbatch
+from shoal.peer.replica.events import (
+    Changed,
+    LossReported,
+    Made,
+    MemberLost,
+    MemberSaid,
+    PlanFollowed,
+    SupplyResumed,
+    SupplyStopped,
+    Validated,
+    VersionReached,
+    WorkReturned,
+)
+from shoal.peer.replica.supply import Supply
+from shoal.peer.replica.supply_calls import SupplyCalls
 from shoal.peer.surroundings import Surroundings
 from shoal.peer.tenures import Tenure
 from shoal.protocol.errors import DataError, Refused
@@ -51,7 +64,7 @@ class Replica(Tenure):
         )
         super().__init__(surroundings, plan, stage, self.pipeline, incarnation=incarnation, has_loss=core.is_last)
         self._draining_upstream: set[PeerID] = set()
-        self.claims = self._make_claims(self.group.core) if first else None
+        self.supply = self._make_supply() if first else None
 
     def _members(self, plan: Plan) -> tuple[Member, ...]:
         return plan.stages[self.stage].members
@@ -66,11 +79,11 @@ class Replica(Tenure):
 
     def _more_follows(self, step: int) -> bool:
         # Stage 0's lead sees from these words how fast each member is, and must not see when it was told instead.
-        return self.claims is None and self.pipeline.core.has_more(step)
+        return self.supply is None and self.pipeline.core.has_more(step)
 
     def _wake(self) -> None:
-        if self.claims:
-            self.claims.wake()
+        if self.supply:
+            self.supply.handle(Changed())
 
     @property
     def expert_loads(self) -> tuple[int, ...]:
@@ -81,11 +94,9 @@ class Replica(Tenure):
     # --- life ---
 
     def start(self) -> None:
-        if self.claims:
-            self.claims.install()
+        if self.supply:
+            self.supply.install()
         super().start()
-        if self.claims:
-            self.claims.start()
 
     def follow(self, plan: Plan) -> None:
         if not self.pipeline.core.is_last:
@@ -93,8 +104,8 @@ class Replica(Tenure):
         self._set_upstream(plan)
         if self.pipeline.experts:
             self.pipeline.experts.follow(plan)
-        if self.claims:
-            self.claims.follow(plan)
+        if self.supply:
+            self.supply.handle(PlanFollowed(plan))
         super().follow(plan)
         self.pipeline.refresh()
 
@@ -163,38 +174,38 @@ class Replica(Tenure):
         """It has begun anew, which its mates may have heard from its Progress before."""
         self.pipeline.peer_lost(peer)
         self._open_if_fit()
-        if self.claims:
-            self.claims.mate_lost(peer)
+        if self.supply:
+            self.supply.handle(MemberLost(peer))
         self._wake()
 
     def pause(self, *, at_once: bool) -> None:
         """Args: at_once: no backward begins either; else those whose gradients come back do."""
-        if self.claims:
-            self.claims.drain()
+        if self.supply:
+            self.supply.handle(SupplyStopped())
         super().pause(at_once=at_once)
         self.pipeline.pause(at_once=at_once)
 
     def resume(self) -> None:
         self.is_paused = False
         self.pipeline.resume()
-        if self.claims and not self._draining:
-            self.claims.drain(False)
+        if self.supply and not self._draining:
+            self.supply.handle(SupplyResumed())
         super().resume()
 
     async def drain(self, timeout_s: float, *, unless: Callable[[], bool] = lambda: False) -> bool:
-        if self.claims:
-            self.claims.drain()
+        if self.supply:
+            self.supply.handle(SupplyStopped())
         return await super().drain(timeout_s, unless=unless)
 
     def stay(self, plan: Plan) -> None:
-        if self.claims and not self.is_paused:
-            self.claims.drain(False)
+        if self.supply and not self.is_paused:
+            self.supply.handle(SupplyResumed())
         super().stay(plan)
 
     async def close(self) -> None:
         self.retire()
-        if self.claims:
-            await self.claims.close()
+        if self.supply:
+            await self.supply.close()
         await super().close()
 
     # --- told by the pipeline and the group ---
@@ -204,28 +215,28 @@ class Replica(Tenure):
         return self.group.core.lead
 
     def handed_back(self, source: PeerID, microbatch: Microbatch, *, begun: bool) -> None:
-        if self.claims is None or not self.group.core.has_place(source):
+        if self.supply is None:
             raise Refused(self._s.endpoint.peer_id, "does not lead the sender's stage")
-        self.claims.handed_back(microbatch, begun=begun)
+        self.supply.handle(WorkReturned(source, microbatch, begun))
 
     def contributed(self, microbatch: Microbatch, *, loss: float, staleness_steps: int, again: bool) -> None:
         super().contributed(microbatch, loss=loss, staleness_steps=staleness_steps, again=again)
-        if self.claims:
-            self.claims.made(microbatch)
+        if self.supply:
+            self.supply.handle(Made(microbatch))
 
     def finished(self, microbatch: Microbatch, *, loss: float) -> None:
-        assert self.claims is not None
+        assert self.supply is not None
         if microbatch.validates:
-            self.claims.validated(microbatch, loss)
-        self.claims.wake()
+            self.supply.handle(Validated(microbatch, loss))
+        self.supply.handle(Changed())
 
     def _reached(self, version: int) -> None:
-        if self.claims:
-            self.claims.reach(version)
+        if self.supply:
+            self.supply.handle(VersionReached(version))
 
     # --- inside ---
 
-    def _make_claims(self, group: GroupCore) -> Claims:
+    def _make_supply(self) -> SupplyCalls:
         spec = self._s.spec
         training = spec.training
         book = IssueBook(
@@ -236,29 +247,30 @@ class Replica(Tenure):
             validation_interval=training.validation_interval_steps,
             validation_microbatches=training.validation_microbatches,
         )
-        return Claims(
-            book,
-            group,
-            self.pipeline.core,
+        group, pipeline = self.group.core, self.pipeline.core
+        return SupplyCalls(
+            Supply(book=book, group=group, demand=pipeline),
             endpoint=self._s.endpoint,
             clock=self._s.clock,
-            on_grant=self._granted,
+            on_make=self._make,
+            on_granted=lambda peer, m: group.granted(peer, m.step, m.index),
+            on_run_ahead=pipeline.run_ahead,
             on_validation=self._s.on_validation,
             on_failure=self._s.on_failure,
         )
 
-    def _granted(self, microbatch: Microbatch, again: bool) -> None:
+    def _make(self, microbatch: Microbatch, again: bool) -> None:
         if not microbatch.validates and microbatch.step >= self.version:
             self.group.claimed(microbatch.step, microbatch.index)
         self.pipeline.grant(microbatch, again=again)
 
     def _repair(self, step: int, indices: bytes) -> None:
         """What our group's lead misses, stage 0's lead hands out again."""
-        if self.claims:
-            self.claims.repair(step, IndexSet.from_bytes(indices, count=self.claims.book.microbatches))
+        if self.supply:
+            self.supply.handle(LossReported(step, IndexSet.from_bytes(indices, count=self.group.core.microbatches)))
         else:
             super()._repair(step, indices)
 
     def _mate_progress(self, source: PeerID, message: Progress) -> None:
-        if self.claims:
-            self.claims.mate_progress(source, message)
+        if self.supply:
+            self.supply.handle(MemberSaid(source, message.step, message.indices, message.claimed))

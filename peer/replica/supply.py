@@ -1,0 +1,504 @@
+"""Decides who makes which microbatch, at stage 0. Pure.
+
+Theory of operation. A member whose window has room sends the group's leader a claim. The leader keeps the book of
+grants (`IssueBook`) and holds every claim open until there is something to grant, for `PATIENCE_S` at most. It serves
+all open claims of one turn of the loop together, and gives each claimant at most its share of what may be granted, so
+that the first to ask leaves something to the others. A claimant far slower than the others gets one microbatch now and
+then.
+
+What died with a replica of any stage runs again: the leader divides it among the open members and asks each to take its
+part. Whoever declines leaves its part to the leader. These microbatches do not go through the book, because a claim
+waits for room in a window, and the windows may be full of what waits for the missing ones.
+
+Every member keeps the book, from what the others say they have made and were granted, so that any of them can lead
+next.
+"""
+
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from shoal.peer.pipeline.control import Control
+from shoal.peer.pipeline.issue import IssueBook
+from shoal.peer.pipeline.microbatch import IndexSet, Microbatch
+from shoal.peer.pipeline.pace import Pace
+from shoal.peer.pipeline.window import Window
+from shoal.peer.replica.commands import (
+    Answer,
+    DropClaim,
+    HandOut,
+    Make,
+    NoteGranted,
+    ReportValidation,
+    RunAhead,
+    SendClaim,
+    SupplyCommand,
+    TellValidation,
+)
+from shoal.peer.replica.events import (
+    Changed,
+    ClaimArrived,
+    ClaimFailed,
+    GrantArrived,
+    HaltAsked,
+    LossReported,
+    Made,
+    MemberLost,
+    MemberSaid,
+    PlanFollowed,
+    RepairArrived,
+    RepairAsked,
+    RepairDeclined,
+    SupplyEvent,
+    SupplyResumed,
+    SupplyStopped,
+    TimerFired,
+    Validated,
+    ValidationArrived,
+    VersionReached,
+    WorkReturned,
+)
+from shoal.protocol.errors import Refused, RemoteError
+from shoal.protocol.identity import PeerID
+from shoal.protocol.limits import OPEN_STEPS_MAX
+from shoal.protocol.messages import Grant, Halted, ValidationReport, ValidationResult
+from shoal.protocol.plan import Plan
+
+PATIENCE_S = 5.0
+"""How long the leader keeps a claim open when everything that may be granted is taken."""
+RETRY_S = 0.2
+"""A claim that failed is made again after so long."""
+HALT_S = 10.0
+"""How long a halt lasts that is not asked for again: who asked for it is gone, or a successor holds its stage."""
+_SHARE_MIN = 1e-3
+_STEPS_APART = 2
+"""So many steps the leader may be ahead of a member that takes part in what runs again."""
+_ANSWERS_KEPT = 16
+"""The quickest of so many answers is one that did not wait for something to grant."""
+_VALIDATIONS_KEPT = 4
+"""So many versions back, the loss of a validation microbatch still counts."""
+
+
+class Group(Protocol):
+    """What the supply reads of the stage's group."""
+
+    @property
+    def me(self) -> PeerID: ...
+
+    @property
+    def ready(self) -> bool: ...
+
+    @property
+    def lead(self) -> PeerID | None: ...
+
+    @property
+    def is_lead(self) -> bool: ...
+
+    @property
+    def ready_mates(self) -> tuple[PeerID, ...]: ...
+
+    @property
+    def open_mates(self) -> tuple[PeerID, ...]: ...
+
+    def share_of(self, peer: PeerID) -> float: ...
+
+    def has_place(self, peer: PeerID) -> bool: ...
+
+    def lacks(self, step: int, index: int) -> bool: ...
+
+
+class Demand(Protocol):
+    """What the supply reads of the pipeline."""
+
+    @property
+    def window(self) -> Window | None: ...
+
+    @property
+    def control(self) -> Control | None: ...
+
+    @property
+    def room(self) -> int: ...
+
+    @property
+    def num_waiting(self) -> int: ...
+
+
+@dataclass(slots=True)
+class _OpenClaim:
+    """What one member has asked us for."""
+
+    count: int
+    call: int
+    until_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """Our own claim that is under way."""
+
+    leader: PeerID
+    since_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Granted:
+    """A microbatch that we have granted, and that is not made yet."""
+
+    peer: PeerID
+    at_s: float
+
+
+@dataclass(kw_only=True, slots=True)
+class Supply:
+    """One stage-0 replica's view of who makes what."""
+
+    book: IssueBook
+    group: Group
+    demand: Demand
+    _claims: dict[PeerID, _OpenClaim] = field(default_factory=dict)
+    _out: dict[Microbatch, _Granted] = field(default_factory=dict)
+    _made_s: dict[PeerID, float] = field(default_factory=dict)
+    """When each claimant last contributed something that we had granted it."""
+    _pace: Pace = field(default_factory=Pace)
+    _halts: dict[PeerID, float] = field(default_factory=dict)
+    """Who leaves and alone holds a stage, and until when no step begins for it."""
+    _losses: dict[int, dict[int, float]] = field(default_factory=dict)
+    """Version -> validation microbatch -> its loss."""
+    _asked: _Asked | None = None
+    _answers_s: deque[float] = field(default_factory=lambda: deque(maxlen=_ANSWERS_KEPT))
+    """How long the answers to our last claims took."""
+    _stopped: bool = False
+    _plan: Plan | None = None
+    _serves_at_s: float = math.inf
+    """When to serve the open claims: at the end of the turn in which something has changed."""
+    _claims_at_s: float = math.inf
+    """When to see whether we want more."""
+    _failed_until_s: float = 0.0
+    """No claim is made before."""
+
+    @property
+    def open_claims(self) -> tuple[PeerID, ...]:
+        """Whose claims wait for something to grant."""
+        return tuple(self._claims)
+
+    @property
+    def halts(self) -> tuple[PeerID, ...]:
+        """Who has asked that no further step begins."""
+        return tuple(self._halts)
+
+    def handle(self, event: SupplyEvent, *, now_s: float) -> list[SupplyCommand]:
+        """Raises: Refused, RemoteError: of events that another peer has caused; nothing has changed then."""
+        match event:
+            case TimerFired():
+                return self._timer(now_s)
+            case Changed():
+                return self._look_again(now_s)
+            case ClaimArrived(source, count, call):
+                return self._open_claim(source, count, call, now_s)
+            case GrantArrived():
+                return self._take_grant(event, now_s)
+            case ClaimFailed(leader):
+                return self._claim_later(leader, now_s)
+            case LossReported(step, indices):
+                return self._run_again(step, indices, now_s)
+            case RepairAsked(source, step, bitmap):
+                return self._repair(source, step, bitmap, now_s)
+            case RepairArrived(source, items):
+                return self._take_part(source, items)
+            case RepairDeclined(_, microbatches):
+                for microbatch in microbatches:
+                    self._out.pop(microbatch, None)
+                return [Make(microbatch, True) for microbatch in microbatches]
+            case WorkReturned(source, microbatch, begun):
+                return self._take_back(source, microbatch, begun)
+            case HaltAsked(source, at_once, call):
+                self._check_holder(source)
+                self._halts[source] = now_s + HALT_S
+                return [Answer(call, Halted(version=self.book.halt(at_once=at_once)))]
+            case Validated(microbatch, loss):
+                return self._validated(ValidationResult(step=microbatch.step, index=-1 - microbatch.index, loss=loss))
+            case ValidationArrived(source, step, index, loss):
+                return self._take_validation(source, ValidationResult(step=step, index=index, loss=loss))
+            case MemberSaid(source, step, indices, granted):
+                self._note(source, step, indices, granted, now_s)
+                return []
+            case Made(microbatch):
+                self._made(microbatch, now_s)
+                return []
+            case MemberLost(peer):
+                return self._lost(peer)
+            case VersionReached(version):
+                return self._reach(version, now_s)
+            case PlanFollowed(plan):
+                # Who is not in the plan any more has left: no halt is for it.
+                self._plan = plan
+                self._halts = {peer: until_s for peer, until_s in self._halts.items() if plan.has(peer)}
+                return self._end_halts(now_s)
+            case SupplyStopped():
+                self._stopped = True
+                return []
+            case SupplyResumed():
+                self._stopped = False
+                return self._look_again(now_s)
+
+    def next_timer_s(self) -> float:
+        patience_s = (claim.until_s for claim in self._claims.values())
+        return min(self._serves_at_s, self._claims_at_s, *patience_s, *self._halts.values())
+
+    def _timer(self, now_s: float) -> list[SupplyCommand]:
+        commands = self._end_halts(now_s)
+        if now_s >= self._serves_at_s:
+            self._serves_at_s = math.inf
+            commands += self._serve(now_s)
+        for source in [source for source, claim in self._claims.items() if now_s >= claim.until_s]:
+            commands.append(self._answer(source, []))
+        if now_s >= self._claims_at_s:
+            self._claims_at_s = math.inf
+            commands += self._claim(now_s)
+        return commands
+
+    def _look_again(self, now_s: float) -> list[SupplyCommand]:
+        """Something has changed on which a claim may have waited, one made here or one of somebody else."""
+        self._claims_at_s = now_s
+        if self._claims:
+            self._serves_at_s = now_s
+        if self._asked is None or self._asked.leader == self.group.lead:
+            return []
+        self._asked = None
+        return [DropClaim(), RunAhead(-1, 1.0)]
+
+    def _reach(self, version: int, now_s: float) -> list[SupplyCommand]:
+        self.book.reach(version)
+        self._losses = {step: losses for step, losses in self._losses.items() if step >= version - _VALIDATIONS_KEPT}
+        self._out = {m: granted for m, granted in self._out.items() if m.step >= version}
+        return self._look_again(now_s)
+
+    # --- what the members say ---
+
+    def _note(self, source: PeerID, step: int, indices: bytes, granted: bytes, now_s: float) -> None:
+        count = self.book.microbatches
+        made = IndexSet.from_bytes(indices, count=count)
+        self.book.take(step, made)
+        self.book.take(step, IndexSet.from_bytes(granted, count=count))
+        for microbatch, out in list(self._out.items()):
+            if out.peer == source and microbatch.step == step and microbatch.index in made:
+                self._made(microbatch, now_s)
+
+    def _made(self, microbatch: Microbatch, now_s: float) -> None:
+        """Whoever it was granted to has contributed it."""
+        granted = self._out.pop(microbatch, None)
+        if granted is not None:
+            self._made_s[granted.peer] = now_s
+            self._pace.took(granted.peer, now_s - granted.at_s)
+
+    def _lost(self, peer: PeerID) -> list[SupplyCommand]:
+        """How fast it is, should it come back, we still know."""
+        self._out = {m: granted for m, granted in self._out.items() if granted.peer != peer}
+        # What would be granted to a claim that it has left open, nobody would make, and nobody would know.
+        return [self._answer(peer, [])] if peer in self._claims else []
+
+    # --- the claimant ---
+
+    def _claim(self, now_s: float) -> list[SupplyCommand]:
+        count, leader = self._wanted(), self.group.lead
+        if self._asked is not None or count <= 0 or leader is None:
+            return []
+        if now_s < self._failed_until_s:
+            self._claims_at_s = self._failed_until_s
+            return []
+        self._asked = _Asked(leader, now_s)
+        return [SendClaim(leader, count)]
+
+    def _wanted(self) -> int:
+        window = self.demand.window
+        if self._stopped or window is None or not self.group.ready:
+            return 0
+        # More than fits, so that the next is here when a place falls free: as many as do while a claim is on its way.
+        ahead = 1 + min(window.size, math.ceil(window.rate_per_s * min(self._answers_s, default=0.0)))
+        return self.demand.room + ahead - self.demand.num_waiting
+
+    def _take_grant(self, grant: GrantArrived, now_s: float) -> list[SupplyCommand]:
+        asked, leader = self._asked, grant.leader
+        if asked is None or asked.leader != leader:
+            return []
+        try:
+            self._check(leader, grant.items, validates=True)
+            if not 1.0 <= grant.gain < math.inf:
+                raise RemoteError(leader, f"wants {grant.gain} times what the pipeline holds in flight")
+        except RemoteError:
+            self._claim_later(leader, now_s)
+            raise
+        self._asked, self._claims_at_s = None, now_s
+        self._answers_s.append(now_s - asked.since_s)
+        commands: list[SupplyCommand] = [RunAhead(grant.steps_ahead, grant.gain)]
+        # If the leader has changed meanwhile, our Progress, which names the new one, did not claim these: it will
+        # grant them again.
+        for step, index in grant.items if leader == self.group.lead else ():
+            if index >= 0:
+                self.book.take(step, IndexSet(1 << index))  # we may lead next, and our Progress goes to others
+            commands.append(Make(Microbatch(step, index), False))
+        return commands
+
+    def _claim_later(self, leader: PeerID, now_s: float) -> list[SupplyCommand]:
+        if self._asked is not None and self._asked.leader == leader:
+            self._asked, self._failed_until_s = None, now_s + RETRY_S
+            self._claims_at_s = self._failed_until_s
+        return []
+
+    def _check(self, leader: PeerID, items: Sequence[tuple[int, int]], *, validates: bool = False) -> None:
+        first = -self.book.validation_microbatches if validates else 0
+        for step, index in items:
+            if not (0 <= step <= self.book.steps and first <= index < self.book.microbatches):
+                raise RemoteError(leader, f"grants microbatch ({step}, {index}), which this run has not")
+
+    # --- the leader ---
+
+    def _open_claim(self, source: PeerID, count: int, call: int, now_s: float) -> list[SupplyCommand]:
+        if not self.group.is_lead or not self.group.has_place(source):
+            raise Refused(self.group.me, "does not lead stage 0 for the sender")
+        # Of one member's claims only the last counts: it does not wait for the answers to those before.
+        superseded = [self._answer(source, [])] if source in self._claims else []
+        self._claims[source] = _OpenClaim(count, call, now_s + PATIENCE_S)
+        self._serves_at_s = now_s
+        return superseded
+
+    def _answer(self, source: PeerID, granted: Iterable[Microbatch]) -> Answer:
+        claim, items = self._claims.pop(source), tuple((m.step, m.index) for m in granted)
+        choice = self.demand.control.choice if self.demand.control else None
+        if choice is None:
+            return Answer(claim.call, Grant(items=items))
+        return Answer(claim.call, Grant(items=items, steps_ahead=choice.steps_ahead, gain=choice.gain))
+
+    def _serve(self, now_s: float) -> list[SupplyCommand]:
+        """Grant every open claim at most its claimant's share of what there is: the first to ask must not leave the
+        others with nothing. What is left then, the next claims get.
+
+        Whoever is not ready waits: it is not known here, or has been lost since it asked.
+        """
+        if not self.group.is_lead:
+            return []
+        commands: list[SupplyCommand] = []
+        admissible = self.book.admissible
+        everyone = (self.group.me, *self.group.ready_mates)
+        for source, claim in [claim for claim in self._claims.items() if claim[0] in everyone]:
+            share = max(1, math.ceil(self.group.share_of(source) * admissible))
+            if not self._keeps_pace(source, everyone, now_s):
+                # The whole step would wait for what it holds: now and then one, to see whether it has recovered.
+                share = 1 if self._pace.is_due(source, now_s) else 0
+            granted = self.book.grant(min(claim.count, share))
+            if granted:
+                self._pace.given(source, now_s)
+                commands += self._give(source, (m for m in granted if not m.validates), now_s)
+                commands.append(self._answer(source, granted))
+        return commands
+
+    def _give(self, peer: PeerID, microbatches: Iterable[Microbatch], now_s: float) -> list[SupplyCommand]:
+        commands: list[SupplyCommand] = []
+        for microbatch in microbatches:
+            self._out[microbatch] = _Granted(peer, now_s)
+            commands.append(NoteGranted(peer, microbatch))
+        return commands
+
+    def _keeps_pace(self, peer: PeerID, everyone: Sequence[PeerID], now_s: float) -> bool:
+        since_s = min((granted.at_s for granted in self._out.values() if granted.peer == peer), default=now_s)
+        # Who has made something since is not stuck: what it waits for is at a slow replica further on.
+        since_s = max(since_s, self._made_s.get(peer, 0.0))
+        return self._pace.weight(peer, everyone, waiting_s=now_s - since_s) == 1.0
+
+    def _take_back(self, source: PeerID, microbatch: Microbatch, begun: bool) -> list[SupplyCommand]:
+        """A member pauses and will not make it: it runs here, as a repair does."""
+        if not self.group.is_lead or not self.group.has_place(source):
+            raise Refused(self.group.me, "does not lead stage 0 for the sender")
+        self._out.pop(microbatch, None)
+        return [Make(microbatch, begun)]
+
+    # --- what runs again ---
+
+    def _repair(self, source: PeerID, step: int, bitmap: bytes, now_s: float) -> list[SupplyCommand]:
+        self._check_holder(source)
+        if not 0 <= step < self.book.steps:
+            raise RemoteError(source, f"wants step {step} again, which this run has not")
+        asked, passed = IndexSet.from_bytes(bitmap, count=self.book.microbatches), IndexSet()
+        for index in range(self.book.microbatches):
+            # What is not back at stage 0 yet is on its way, and will come by where it is missed.
+            if index in asked and not self.group.lacks(step, index):
+                passed.add(index)
+        return self._run_again(step, passed, now_s)
+
+    def _run_again(self, step: int, indices: IndexSet, now_s: float) -> list[SupplyCommand]:
+        """Every open member runs its part at once. The leader alone would take as long as a dead replica has for its
+        part of a step."""
+        self.book.take(step, indices)
+        again = [Microbatch(step, index) for index in range(self.book.microbatches) if index in indices]
+        commands: list[SupplyCommand] = []
+        for peer, part in self._shared(again, now_s).items():
+            if peer == self.group.me:
+                commands += [Make(microbatch, True) for microbatch in part]
+            else:
+                # Before the member says so itself: if it dies with them they are known to be lost.
+                commands += [*self._give(peer, part, now_s), HandOut(peer, tuple(part))]
+        return commands
+
+    def _shared(self, again: Sequence[Microbatch], now_s: float) -> dict[PeerID, list[Microbatch]]:
+        """By shares, among those who keep pace."""
+        everyone = (self.group.me, *self.group.open_mates)
+        able = [peer for peer in everyone if self._keeps_pace(peer, everyone, now_s)] or [self.group.me]
+        shares = {peer: max(self.group.share_of(peer), _SHARE_MIN) for peer in able}
+        parts: dict[PeerID, list[Microbatch]] = {}
+        for microbatch in again:
+            peer = min(shares, key=lambda peer: (len(parts.get(peer, ())) + 1) / shares[peer])
+            parts.setdefault(peer, []).append(microbatch)
+        return parts
+
+    def _take_part(self, source: PeerID, items: Sequence[tuple[int, int]]) -> list[SupplyCommand]:
+        if source != self.group.lead or self._stopped or not self.group.ready:
+            raise Refused(self.group.me, "makes nothing for the sender")
+        self._check(source, items)
+        if any(step > self.book.version + self.book.s_max + _STEPS_APART for step, _ in items):
+            raise Refused(self.group.me, "is not as far as that")
+        for step, index in items:
+            self.book.take(step, IndexSet(1 << index))
+        return [Make(Microbatch(step, index), True) for step, index in items]
+
+    # --- halts ---
+
+    def _check_holder(self, source: PeerID) -> None:
+        """Raises: Refused: we do not lead stage 0, or the plan gives the sender nothing to hold."""
+        if not self.group.is_lead:
+            raise Refused(self.group.me, "does not lead stage 0")
+        if self._plan is None or not (self._plan.groups_of(source) or self.group.has_place(source)):
+            raise Refused(self.group.me, "does not know the sender as a holder")
+
+    def _end_halts(self, now_s: float) -> list[SupplyCommand]:
+        """The peer that leaves asks again and again, so a halt ends soon after that peer has gone."""
+        self._halts = {peer: until_s for peer, until_s in self._halts.items() if until_s > now_s}
+        if self._halts or self.book.halts_at is None:
+            return []
+        self.book.go_on()
+        return self._look_again(now_s)
+
+    # --- validation ---
+
+    def _validated(self, result: ValidationResult) -> list[SupplyCommand]:
+        leader = self.group.lead or self.group.me
+        return self._record(result) if leader == self.group.me else [TellValidation(leader, result)]
+
+    def _take_validation(self, source: PeerID, result: ValidationResult) -> list[SupplyCommand]:
+        if not self.group.has_place(source):
+            raise Refused(self.group.me, "does not know the sender as a member of stage 0")
+        if not 0 <= result.index < self.book.validation_microbatches or not 0 <= result.step <= self.book.steps:
+            raise RemoteError(source, "reports a validation microbatch that this run has not")
+        if result.step > self.book.version + OPEN_STEPS_MAX:
+            raise Refused(self.group.me, "is not as far as that")
+        return self._record(result)
+
+    def _record(self, result: ValidationResult) -> list[SupplyCommand]:
+        losses = self._losses.setdefault(result.step, {})
+        was_complete = len(losses) == self.book.validation_microbatches
+        losses[result.index] = result.loss
+        if was_complete or len(losses) < self.book.validation_microbatches:
+            return []
+        mean = sum(losses.values()) / len(losses)
+        return [ReportValidation(ValidationReport(step=result.step, loss=mean, microbatches=len(losses)))]

@@ -1,0 +1,391 @@
+"""Who makes which microbatch, event by event."""
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from shoal.peer.pipeline.issue import IssueBook
+from shoal.peer.pipeline.microbatch import IndexSet, Microbatch
+from shoal.peer.pipeline.window import Window
+from shoal.peer.replica.commands import (
+    Answer,
+    DropClaim,
+    HandOut,
+    Make,
+    NoteGranted,
+    ReportValidation,
+    RunAhead,
+    SendClaim,
+    TellValidation,
+)
+from shoal.peer.replica.events import (
+    Changed,
+    ClaimArrived,
+    ClaimFailed,
+    GrantArrived,
+    HaltAsked,
+    LossReported,
+    Made,
+    MemberLost,
+    MemberSaid,
+    PlanFollowed,
+    RepairArrived,
+    RepairAsked,
+    RepairDeclined,
+    SupplyResumed,
+    SupplyStopped,
+    TimerFired,
+    Validated,
+    ValidationArrived,
+    VersionReached,
+    WorkReturned,
+)
+from shoal.peer.replica.supply import HALT_S, PATIENCE_S, RETRY_S, Supply
+from shoal.protocol.errors import Refused, RemoteError
+from shoal.protocol.identity import PeerID
+from shoal.protocol.messages import Grant, Halted, ValidationReport, ValidationResult
+from shoal.protocol.plan import Member, Plan, Stage
+
+A, B, C, NEXT, STRANGER = (PeerID(name) for name in ("a", "b", "c", "next", "stranger"))
+
+
+@dataclass
+class Group:
+    """Three members with equal shares, all ready and open."""
+
+    me: PeerID = A
+    ready: bool = True
+    lead: PeerID | None = A
+    ready_mates: tuple[PeerID, ...] = (B, C)
+    open_mates: tuple[PeerID, ...] = (B, C)
+    lacking: set[tuple[int, int]] = field(default_factory=set)
+
+    @property
+    def is_lead(self) -> bool:
+        return self.lead == self.me
+
+    def share_of(self, peer: PeerID) -> float:
+        return 1.0 / (1 + len(self.ready_mates))
+
+    def has_place(self, peer: PeerID) -> bool:
+        return peer in (A, B, C)
+
+    def lacks(self, step: int, index: int) -> bool:
+        return (step, index) in self.lacking
+
+
+@dataclass
+class Pipeline:
+    """A pipeline with room for two microbatches."""
+
+    room: int = 2
+    num_waiting: int = 0
+    window: Window | None = field(default_factory=lambda: Window(num_stages=2))
+    control: None = None
+
+
+def supply(group=None, pipeline=None, *, M=9, s_max=0, validation=2):
+    book = IssueBook(steps=4, microbatches=M, s_max=s_max, validation_interval=2, validation_microbatches=validation)
+    return Supply(book=book, group=group or Group(), demand=pipeline or Pipeline())
+
+
+def after(made, *events, now_s=0.0):
+    """The commands of the last event."""
+    commands = []
+    for event in events:
+        commands = made.handle(event, now_s=now_s)
+    return commands
+
+
+def granted(commands):
+    """What the members are granted: call -> the indices, all of step 0."""
+    return {c.call: [index for _, index in c.message.items] for c in commands if isinstance(c, Answer)}
+
+
+def indices(*values):
+    made = IndexSet()
+    for value in values:
+        made.add(value)
+    return made
+
+
+def a_plan(*, with_next=True):
+    members = tuple(Member(peer, 1.0, 1.0, 1) for peer in (A, B, C))
+    later = (Member(NEXT, 1.0, 1.0, 1),) if with_next else (Member(STRANGER, 1.0, 1.0, 1),)
+    stages = (Stage(0, 1, members), Stage(1, 2, later))
+    return Plan(run="run", term=1, sequence=1, previous="", coordinator=A, stages=stages, spares=())
+
+
+# --- the claimant ---
+
+
+def test_a_member_with_room_claims_what_fits_and_one_more():
+    made = supply(Group(me=B, lead=A))
+    assert made.handle(Changed(), now_s=1.0) == []
+    assert made.next_timer_s() == 1.0, "at the end of this turn"
+    assert made.handle(TimerFired(), now_s=1.0) == [SendClaim(A, 3)]
+
+
+def test_one_claim_is_under_way_at_a_time():
+    made = supply(Group(me=B, lead=A))
+    assert after(made, Changed(), TimerFired()) == [SendClaim(A, 3)]
+    assert after(made, Changed(), TimerFired()) == []
+
+
+def test_who_is_not_ready_claims_nothing():
+    assert after(supply(Group(me=B, lead=A, ready=False)), Changed(), TimerFired()) == []
+
+
+def test_nobody_claims_where_nobody_leads():
+    assert after(supply(Group(me=B, lead=None)), Changed(), TimerFired()) == []
+
+
+def test_a_full_pipeline_claims_nothing():
+    assert after(supply(Group(me=B, lead=A), Pipeline(room=-1)), Changed(), TimerFired()) == []
+
+
+def test_what_is_granted_is_made_and_the_next_claim_follows():
+    made = supply(Group(me=B, lead=A))
+    after(made, Changed(), TimerFired())
+    commands = made.handle(GrantArrived(A, ((0, 0), (0, 4)), 1, 1.5), now_s=0.1)
+    assert commands == [RunAhead(1, 1.5), Make(Microbatch(0, 0), False), Make(Microbatch(0, 4), False)]
+    assert made.handle(TimerFired(), now_s=0.1) == [SendClaim(A, 3)]
+
+
+def test_what_a_member_was_granted_it_does_not_grant_when_it_leads_next():
+    group = Group(me=B, lead=A)
+    made = supply(group)
+    after(made, Changed(), TimerFired(), GrantArrived(A, ((0, 0), (0, 1)), -1, 1.0))
+    group.lead = B
+    commands = after(made, ClaimArrived(C, 2, call=1), TimerFired())
+    assert granted(commands) == {1: [2, 3]}
+
+
+def test_a_claim_that_failed_is_made_again_a_little_later():
+    made = supply(Group(me=B, lead=A))
+    after(made, Changed(), TimerFired(), ClaimFailed(A))
+    assert after(made, Changed(), TimerFired()) == []
+    assert made.next_timer_s() == RETRY_S
+    assert made.handle(TimerFired(), now_s=RETRY_S) == [SendClaim(A, 3)]
+
+
+@pytest.mark.parametrize("item", [(0, 9), (5, 0), (-1, 0), (0, -3)])
+def test_a_grant_of_what_the_run_has_not_is_the_fault_of_the_leader_and_claimed_again_later(item):
+    made = supply(Group(me=B, lead=A))
+    after(made, Changed(), TimerFired())
+    with pytest.raises(RemoteError):
+        made.handle(GrantArrived(A, (item,), -1, 1.0), now_s=0.0)
+    assert made.handle(TimerFired(), now_s=RETRY_S) == [SendClaim(A, 3)]
+
+
+@pytest.mark.parametrize("gain", [0.5, float("inf"), float("nan")])
+def test_no_leader_wants_less_in_flight_than_the_pipeline_holds(gain):
+    made = supply(Group(me=B, lead=A))
+    after(made, Changed(), TimerFired())
+    with pytest.raises(RemoteError):
+        made.handle(GrantArrived(A, (), 1, gain), now_s=0.0)
+
+
+def test_a_new_leader_ends_the_claim_to_the_old_one_and_its_choice():
+    group = Group(me=B, lead=A)
+    made = supply(group)
+    after(made, Changed(), TimerFired())
+    group.lead = C
+    assert after(made, Changed()) == [DropClaim(), RunAhead(-1, 1.0)]
+    assert after(made, TimerFired()) == [SendClaim(C, 3)]
+    assert after(made, GrantArrived(A, ((0, 0),), -1, 1.0)) == [], "too late"
+
+
+def test_who_drains_claims_no_more_until_it_stays():
+    made = supply(Group(me=B, lead=A))
+    assert after(made, SupplyStopped(), Changed(), TimerFired()) == []
+    assert after(made, SupplyResumed(), TimerFired()) == [SendClaim(A, 3)]
+
+
+# --- the leader ---
+
+
+def test_claims_of_one_turn_are_served_together_and_each_gets_at_most_its_share():
+    made = supply(M=9)
+    after(made, ClaimArrived(B, 9, call=1), ClaimArrived(C, 1, call=2))
+    commands = after(made, TimerFired())
+    assert granted(commands) == {1: [0, 1, 2], 2: [3]}
+    assert NoteGranted(C, Microbatch(0, 3)) in commands
+
+
+def test_only_the_leader_grants_and_only_to_members():
+    with pytest.raises(Refused):
+        supply(Group(me=B, lead=A)).handle(ClaimArrived(C, 1, call=1), now_s=0.0)
+    with pytest.raises(Refused):
+        supply().handle(ClaimArrived(STRANGER, 1, call=1), now_s=0.0)
+
+
+def test_a_claim_stays_open_until_there_is_something_to_grant():
+    made = supply(M=3)
+    after(made, MemberSaid(C, 0, indices(0, 1, 2).to_bytes(), b""))
+    assert after(made, ClaimArrived(B, 2, call=1), TimerFired()) == []
+    assert made.open_claims == (B,)
+    assert granted(after(made, VersionReached(1), TimerFired())) == {1: [0]}
+
+
+def test_a_claim_that_cannot_be_served_is_answered_with_nothing_in_the_end():
+    made = supply(M=3)
+    after(made, MemberSaid(C, 0, b"", indices(0, 1, 2).to_bytes()))
+    after(made, ClaimArrived(B, 2, call=1), TimerFired())
+    assert made.next_timer_s() == PATIENCE_S
+    assert made.handle(TimerFired(), now_s=PATIENCE_S) == [Answer(1, Grant(items=()))]
+
+
+def test_a_second_claim_takes_the_place_of_the_first():
+    made = supply()
+    assert after(made, ClaimArrived(B, 2, call=1), ClaimArrived(B, 1, call=2)) == [Answer(1, Grant(items=()))]
+    assert granted(after(made, TimerFired())) == {2: [0]}
+
+
+def test_the_open_claim_of_a_lost_member_is_answered_with_nothing():
+    made = supply()
+    after(made, ClaimArrived(B, 2, call=1))
+    assert after(made, MemberLost(B)) == [Answer(1, Grant(items=()))]
+    assert after(made, TimerFired()) == []
+
+
+def test_who_is_not_ready_waits_with_its_claim():
+    made = supply(Group(ready_mates=(B,)))
+    assert after(made, ClaimArrived(C, 2, call=1), TimerFired()) == []
+    assert made.open_claims == (C,)
+
+
+def test_who_is_far_slower_than_the_others_is_granted_nothing_for_a_while():
+    made = supply(M=9, s_max=1)
+    after(made, ClaimArrived(B, 1, call=1), ClaimArrived(C, 1, call=2), TimerFired())
+    made.handle(MemberSaid(B, 0, indices(0).to_bytes(), b""), now_s=1.0)
+    made.handle(MemberSaid(C, 0, indices(1).to_bytes(), b""), now_s=20.0)
+    after(made, ClaimArrived(B, 1, call=3), ClaimArrived(C, 1, call=4), now_s=20.0)
+    assert granted(made.handle(TimerFired(), now_s=20.0)) == {3: [2]}
+    assert granted(made.handle(ClaimArrived(C, 1, call=5), now_s=500.0)) == {4: []}, "the older claim"
+    assert granted(made.handle(TimerFired(), now_s=500.0)) == {5: [3]}, "to see whether it has recovered"
+
+
+def test_what_a_pausing_member_returns_is_made_by_the_leader():
+    assert after(supply(), WorkReturned(B, Microbatch(0, 1), True)) == [Make(Microbatch(0, 1), True)]
+    with pytest.raises(Refused):
+        supply().handle(WorkReturned(STRANGER, Microbatch(0, 1), True), now_s=0.0)
+
+
+# --- what runs again ---
+
+
+def test_lost_contributions_are_divided_among_the_open_members():
+    commands = after(supply(M=6), LossReported(0, indices(0, 1, 2, 3, 4)))
+    assert [c for c in commands if isinstance(c, Make)] == [Make(Microbatch(0, 0), True), Make(Microbatch(0, 3), True)]
+    assert [c for c in commands if isinstance(c, HandOut)] == [
+        HandOut(B, (Microbatch(0, 1), Microbatch(0, 4))),
+        HandOut(C, (Microbatch(0, 2),)),
+    ]
+    assert NoteGranted(B, Microbatch(0, 4)) in commands, "if it dies with them they are known to be lost"
+
+
+def test_the_leader_makes_what_a_member_declines():
+    made = supply(Group(open_mates=(B,)))
+    after(made, LossReported(0, indices(0, 1)))
+    assert after(made, RepairDeclined(B, (Microbatch(0, 1),))) == [Make(Microbatch(0, 1), True)]
+
+
+def test_what_runs_again_is_not_granted_too():
+    made = supply(M=3)
+    after(made, LossReported(0, indices(0, 1)))
+    assert granted(after(made, ClaimArrived(B, 2, call=1), TimerFired())) == {1: [2]}
+
+
+def test_a_later_stage_gets_again_what_is_back_at_stage_0_and_the_rest_comes_by_itself():
+    group = Group(open_mates=(), lacking={(0, 1)})
+    made = supply(group)
+    after(made, PlanFollowed(a_plan()))
+    commands = after(made, RepairAsked(NEXT, 0, indices(0, 1).to_bytes()))
+    assert commands == [Make(Microbatch(0, 0), True)]
+
+
+@pytest.mark.parametrize(("source", "step", "error"), [(STRANGER, 0, Refused), (NEXT, 4, RemoteError)])
+def test_only_a_holder_has_a_step_of_the_run_repaired(source, step, error):
+    made = supply()
+    after(made, PlanFollowed(a_plan()))
+    with pytest.raises(error):
+        made.handle(RepairAsked(source, step, b"\x01"), now_s=0.0)
+
+
+def test_a_member_takes_its_part_from_its_leader_alone():
+    made = supply(Group(me=B, lead=A))
+    assert after(made, RepairArrived(A, ((0, 3),))) == [Make(Microbatch(0, 3), True)]
+    for source, items in ((C, ((0, 3),)), (A, ((3, 0),))):
+        with pytest.raises(Refused):
+            made.handle(RepairArrived(source, items), now_s=0.0)
+    with pytest.raises(RemoteError):
+        made.handle(RepairArrived(A, ((0, -1),)), now_s=0.0)
+    after(made, SupplyStopped())
+    with pytest.raises(Refused):
+        made.handle(RepairArrived(A, ((0, 3),)), now_s=0.0)
+
+
+# --- halts ---
+
+
+def test_a_halt_lets_no_further_step_begin_until_nobody_asks_for_it():
+    made = supply(M=3, s_max=1)
+    after(made, PlanFollowed(a_plan()))
+    assert after(made, HaltAsked(NEXT, False, call=1)) == [Answer(1, Halted(version=0))]
+    assert after(made, ClaimArrived(B, 2, call=2), TimerFired()) == []
+    assert made.halts == (NEXT,)
+    made.handle(TimerFired(), now_s=HALT_S)
+    assert made.halts == ()
+    assert granted(made.handle(TimerFired(), now_s=HALT_S)) == {2: [0, 1]}
+
+
+def test_a_halt_ends_when_a_plan_has_no_place_for_who_asked():
+    made = supply()
+    after(made, PlanFollowed(a_plan()), HaltAsked(NEXT, True, call=1))
+    after(made, PlanFollowed(a_plan(with_next=False)))
+    assert made.halts == ()
+
+
+def test_no_stranger_halts_the_run():
+    made = supply()
+    after(made, PlanFollowed(a_plan()))
+    with pytest.raises(Refused):
+        made.handle(HaltAsked(STRANGER, True, call=1), now_s=0.0)
+    assert made.halts == ()
+
+
+# --- validation ---
+
+
+def test_the_leader_reports_the_mean_once_all_losses_are_there():
+    made = supply(validation=2)
+    assert after(made, Validated(Microbatch(2, -1), 3.0)) == []
+    reports = after(made, ValidationArrived(B, 2, 1, 5.0))
+    assert reports == [ReportValidation(ValidationReport(step=2, loss=4.0, microbatches=2))]
+    assert after(made, ValidationArrived(B, 2, 1, 5.0)) == [], "it was said twice"
+
+
+def test_a_member_tells_the_leader_what_it_has_validated():
+    made = supply(Group(me=B, lead=A))
+    result = ValidationResult(step=2, index=1, loss=3.0)
+    assert after(made, Validated(Microbatch(2, -2), 3.0)) == [TellValidation(A, result)]
+
+
+@pytest.mark.parametrize(
+    ("source", "step", "index", "error"),
+    [(STRANGER, 2, 0, Refused), (B, 2, 2, RemoteError), (B, 5, 0, RemoteError)],
+)
+def test_a_loss_that_the_run_has_not_is_not_recorded(source, step, index, error):
+    with pytest.raises(error):
+        supply().handle(ValidationArrived(source, step, index, 1.0), now_s=0.0)
+
+
+# --- pace ---
+
+
+def test_what_is_made_says_how_fast_its_maker_is():
+    made = supply(M=9)
+    after(made, ClaimArrived(A, 1, call=1), TimerFired())
+    made.handle(Made(Microbatch(0, 0)), now_s=2.0)
+    assert made._pace._takes_s == {A: 2.0}
