@@ -16,6 +16,14 @@ from shoal.peer.group.witnesses import Witnesses
 from shoal.peer.joining import Joining
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.pipeline.state import StageState
+from shoal.peer.replica.events import (
+    GradientCounted,
+    GroupPlanned,
+    MemberLost,
+    MemberSilent,
+    OpenSet,
+    ReadySet,
+)
 from shoal.peer.surroundings import Surroundings
 from shoal.peer.tasks import Tasks
 from shoal.protocol.errors import Refused, RemoteError, Unreachable
@@ -174,14 +182,15 @@ class Tenure(ABC):
         self._work.install()
         self.group.install()
         self.witnesses.install()
-        self.group.set_open(False)
+        self.group.handle(OpenSet(False))
         self.follow(self._plan)
         self._sync_task = asyncio.create_task(self._join(), name=f"join group {self.group_id}")
 
     def follow(self, plan: Plan) -> None:
         """A plan in which our group and its layers are as before."""
         self._plan = plan
-        self.group.plan_changed(self._members(plan), plan.sequence, former=self._s.recent.former(self.group_id))
+        former = self._s.recent.former(self.group_id)
+        self.group.handle(GroupPlanned(self._members(plan), plan.sequence, former))
         self.witnesses.look(self.state)
         self._open_if_fit()
         self._wake()
@@ -189,15 +198,13 @@ class Tenure(ABC):
     def mate_died(self, peer: PeerID) -> None:
         """The plan has dropped it, and it had not said that it would go."""
         self.witnesses.mate_lost(peer)
-        if peer in (*self.group.core.mates, *self.group.core.departing):
-            self.group.mate_lost(peer)
+        self.group.handle(MemberLost(peer))
         self._open_if_fit()
         self._wake()
 
     def peer_silent(self, peer: PeerID) -> None:
         """It does not answer; the network or it may be to blame, and it may come back."""
-        if peer in (*self.group.core.mates, *self.group.core.departing):
-            self.group.mate_silent(peer)
+        self.group.handle(MemberSilent(peer))
         self._wake()
 
     def pause(self, *, at_once: bool) -> None:
@@ -207,7 +214,7 @@ class Tenure(ABC):
         """
         self.is_paused = True
         self.is_open = False
-        self.group.set_open(False)
+        self.group.handle(OpenSet(False))
         self._s.on_change()
 
     def resume(self) -> None:
@@ -221,7 +228,7 @@ class Tenure(ABC):
         """
         self._draining = True
         self.is_open = False
-        self.group.set_open(False)
+        self.group.handle(OpenSet(False))
         self._s.on_change()
         until_s = self._s.clock.now_s() + timeout_s
         while not self._work.is_idle or self.group.core.owes or self._is_needed:
@@ -233,7 +240,7 @@ class Tenure(ABC):
             await asyncio.sleep(0.05)
         if not self._draining:
             return False
-        self.group.set_ready(False)
+        self.group.handle(ReadySet(False))
         self._s.on_change()
         return True
 
@@ -267,7 +274,7 @@ class Tenure(ABC):
             self._s.on_failure(error)
             return
         logger.info("group %d is ready at version %d", self.group_id, self.version)
-        self.group.set_ready(True)
+        self.group.handle(ReadySet(True))
         self._open_if_fit()
         self._s.on_change()
         self._wake()
@@ -292,7 +299,7 @@ class Tenure(ABC):
         at_the_beginning = self.version == self._plan.restore_version
         if self._work.runtime.remembers or at_the_beginning or not self.group.core.open_mates:
             self.is_open = True
-            self.group.set_open(True)
+            self.group.handle(OpenSet(True))
             self._s.on_change()
 
     def _resync(self, mate: PeerID) -> None:
@@ -307,14 +314,9 @@ class Tenure(ABC):
     def contributed(self, microbatch: Microbatch, *, loss: float, staleness_steps: int, again: bool) -> None:
         # What comes while a round stands must not outgrow it.
         apart = again or self.group.core.has_round(microbatch.step)
-        self.group.contributed(
-            microbatch.step,
-            microbatch.index,
-            loss=loss,
-            staleness_steps=staleness_steps,
-            apart=self._work.runtime.contribute(microbatch, apart=apart),
-            more_follows=self._more_follows(microbatch.step),
-        )
+        apart = self._work.runtime.contribute(microbatch, apart=apart)
+        more_follows = self._more_follows(microbatch.step)
+        self.group.handle(GradientCounted(microbatch, loss, staleness_steps, apart, more_follows))
 
     def stepped(self, state: StageState, digest: str, skipped_layers: int) -> None:
         if skipped_layers:

@@ -1,6 +1,7 @@
 """One tenure in the group of one expert's holders."""
 
 from shoal.peer.experts.work import ExpertWork
+from shoal.peer.replica.events import MemberElsewhere, MemberState
 from shoal.peer.surroundings import Surroundings
 from shoal.peer.tenures import Tenure
 from shoal.protocol.identity import PeerID
@@ -85,19 +86,20 @@ class ExpertTenure(Tenure):
         """What a peer says of itself."""
         for place in hello.experts:
             if place.group == self.group_id:
-                self.group.mate_ready(
-                    peer,
-                    place.ready,
-                    place.is_open,
-                    drains=place.draining,
-                    has_moved=self._plan.has(peer),
-                    incarnation=place.incarnation,
+                self.group.handle(
+                    MemberState(
+                        peer,
+                        place.ready,
+                        place.is_open,
+                        place.incarnation,
+                        drains=place.draining,
+                        has_moved=self._plan.has(peer),
+                    )
                 )
                 break
         else:
-            if peer in (*self.group.core.mates, *self.group.core.departing):
-                # Its Hellos are in order, and this one is later than what it was here.
-                self.group.mate_elsewhere(peer, incarnation=_ANY)
+            # Its Hellos are in order, and this one is later than what it was here.
+            self.group.handle(MemberElsewhere(peer, incarnation=_ANY))
         self._open_if_fit()
 
     def peer_died(self, peer: PeerID) -> None:

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Container, Mapping
 from dataclasses import dataclass, field
 
-from shoal.peer.group.commands import Command, Report, Resync, Witness
+from shoal.peer.replica.commands import CommitCommand, Report, Resync, Witness
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import DIGESTS_OF_ONE_MAX
 from shoal.protocol.messages import CommitReport, Digest, RoundStart
@@ -95,7 +95,7 @@ class Agreement:
         """Whether there are mates and none has spoken of this version, or a later one."""
         return bool(mates) and all(self._spoken.get(mate, -1) < version for mate in mates)
 
-    def reports_left_by(self, reporter: PeerID) -> list[Command]:
+    def reports_left_by(self, reporter: PeerID) -> list[CommitCommand]:
         """It died: what it may not have reported any more."""
         return [Report(report) for peer, report in self._unreported if peer == reporter]
 
@@ -121,7 +121,7 @@ class Agreement:
                 self.next_s = min(self.next_s, mute_s)
         return settled
 
-    def conclude(self, start: RoundStart, gone: Container[PeerID], *, in_plan: bool) -> list[Command]:
+    def conclude(self, start: RoundStart, gone: Container[PeerID], *, in_plan: bool) -> list[CommitCommand]:
         """Compare what the members of a settled round have said; `in_plan`: the plan has a place for us."""
         version = start.step + 1
         digests = self._digests.pop(version, {})

@@ -22,22 +22,40 @@ are in files of their own, and nobody else calls them.
 """
 
 import math
-from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from shoal.peer.group.agreement import UNCOMPARED_MAX, Agreement
 from shoal.peer.group.attestations import voters
-from shoal.peer.group.commands import CatchUp, Command, Reduce, Tell
 from shoal.peer.group.losses import Losses
 from shoal.peer.group.members import Members
 from shoal.peer.group.rounds import Rounds
 from shoal.peer.group.standstill import standstill
 from shoal.peer.group.tally import Tallies, share_out
 from shoal.peer.pipeline.microbatch import IndexSet
+from shoal.peer.replica.commands import CatchUp, CommitCommand, ForgetMember, Reduce, Tell
+from shoal.peer.replica.events import (
+    CommitEvent,
+    DigestArrived,
+    GradientCounted,
+    GroupPlanned,
+    MemberElsewhere,
+    MemberGranted,
+    MemberLost,
+    MemberSilent,
+    MemberState,
+    OpenSet,
+    ProgressArrived,
+    ReadySet,
+    RoundArrived,
+    Stepped,
+    StoodStill,
+    TimerFired,
+    WorkGranted,
+)
+from shoal.protocol.errors import Refused, RemoteError
 from shoal.protocol.identity import PeerID
-from shoal.protocol.limits import OPEN_STEPS_MAX
+from shoal.protocol.limits import DIGEST_CHARS_MAX, OPEN_STEPS_MAX
 from shoal.protocol.messages import Digest, Progress, RoundStart
-from shoal.protocol.plan import Member
 
 
 @dataclass(kw_only=True, slots=True)
@@ -140,75 +158,92 @@ class GroupCore:
 
     # --- events ---
 
-    def plan_changed(
-        self, members: Sequence[Member], plan_sequence: int, *, now_s: float, former: Collection[PeerID] = ()
-    ) -> list[Command]:
-        """Args: former: who else had a place in the group by the plans of late, and may still drain."""
-        self._members.plan(members, former, now_s=now_s)
-        self._rounds.plan_sequence = plan_sequence
-        known = {self.me, *self.mates, *self.departing, *former, *self._rounds.named}
+    def handle(self, event: CommitEvent, *, now_s: float) -> list[CommitCommand]:
+        """Raises: Refused, RemoteError: of events that another peer has caused; nothing has changed then."""
+        match event:
+            case TimerFired():
+                return self._timer(now_s)
+            case WorkGranted(step, index):
+                self._tallies.claim(step, index)
+                # Another leader knows what it has granted. If we lead, the mates must know it should we die.
+                return [Tell(self._progress(step), can_wait=True, can_rest=self.lead != self.me)]
+            case MemberGranted(peer, microbatch):
+                if peer != self.me:
+                    self._losses.claimed(peer, microbatch.step, IndexSet(1 << microbatch.index))
+                return []
+            case GradientCounted():
+                return self._contribute(event, now_s)
+            case ProgressArrived(source, progress):
+                return self._take_progress(source, progress, now_s)
+            case RoundArrived(source, start):
+                return self._take_round(source, start)
+            case DigestArrived(source, digest):
+                return self._take_digest(source, digest, now_s)
+            case Stepped():
+                return self._stepped(event, now_s)
+            case GroupPlanned():
+                return self._plan_changed(event, now_s)
+            case ReadySet(ready):
+                self._members.set_ready(ready)
+                return [*self._tell_open_steps(), *self._lead_may_have_changed(now_s)]
+            case OpenSet(is_open):
+                # Who takes no traffic leads only if nobody else could, but sees its contributions committed.
+                self._members.set_open(is_open)
+                return self._lead_may_have_changed(now_s)
+            case MemberState():
+                return self._take_state(event, now_s)
+            case MemberElsewhere(peer, incarnation):
+                if not self._is_near(peer) or incarnation < self._members.incarnation(peer):
+                    return []
+                self._members.has_no_state(peer)
+                return self._lose(peer, now_s)
+            case MemberLost(peer):
+                return [ForgetMember(peer, died=True), *self._lose(peer, now_s)] if self._is_near(peer) else []
+            case MemberSilent(peer):
+                return self._fell_silent(peer, now_s) if self._is_near(peer) else []
+            case StoodStill():
+                return self._press()
+
+    def _plan_changed(self, event: GroupPlanned, now_s: float) -> list[CommitCommand]:
+        before = self.mates
+        self._members.plan(event.members, event.former, now_s=now_s)
+        self._rounds.plan_sequence = event.sequence
+        known = {self.me, *self.mates, *self.departing, *event.former, *self._rounds.named}
         self._members.forget_all_but(known)
         self._agreement.forget_all_but(known)
-        return self._lead_may_have_changed(now_s)
+        gone = sorted(peer for peer in before if not self._is_near(peer))
+        return [*self._lead_may_have_changed(now_s), *(ForgetMember(peer) for peer in gone)]
 
-    def set_ready(self, ready: bool, *, now_s: float) -> list[Command]:
-        """We hold the stage's state and take part, or do no longer."""
-        self._members.ready = ready
-        return [*self._tell_open_steps(), *self._lead_may_have_changed(now_s)]
-
-    def set_open(self, is_open: bool, *, now_s: float) -> list[Command]:
-        """We take traffic. Who does not leads only if nobody else could, but sees its contributions committed."""
-        self._members.is_open = is_open
-        return self._lead_may_have_changed(now_s)
-
-    def mate_ready(
-        self,
-        peer: PeerID,
-        ready: bool,
-        is_open: bool,
-        *,
-        incarnation: int,
-        now_s: float,
-        drains: bool = False,
-        has_moved: bool = False,
-    ) -> list[Command]:
-        """A mate says whether it holds state and takes part, and whether it takes traffic.
-
-        `drains`: it is on its way out, and may have left the group before we came into it. `has_moved`: the plan has a
-        place for it elsewhere. Who is in no plan, and was in this group by none of late, changes nothing: a mate that
-        nobody can hear would keep the group from ever reducing.
-        """
-        if ready and drains and has_moved:
+    def _take_state(self, event: MemberState, now_s: float) -> list[CommitCommand]:
+        """Who is in no plan, and was in this group by none of late, changes nothing: a mate that nobody can hear would
+        keep the group from ever reducing."""
+        peer, ready = event.peer, event.ready
+        forgotten = [ForgetMember(peer)] if self._has_begun_anew(peer, event.incarnation) else []
+        if ready and event.drains and event.has_moved:
             self._members.moves_away(peer, now_s=now_s)
-        is_near = self._members.is_near(peer) or (ready and drains and self._members.may_drain(peer, now_s))
-        if not is_near or incarnation < self._members.incarnation(peer):
-            return []
-        reborn = self.mate_reborn(peer, incarnation, now_s=now_s)
+        is_near = self._is_near(peer) or (ready and event.drains and self._members.may_drain(peer, now_s))
+        if not is_near or event.incarnation < self._members.incarnation(peer):
+            return [*forgotten]
+        reborn = self._reborn(peer, event.incarnation, now_s)
         if not ready and (peer not in self.mates or self._members.is_ready(peer)):
             # It has left, and nobody waits for it: nor for its part of a round that it has not heard of.
-            self._members.without_state.add(peer)
-            return [*reborn, *self.mate_lost(peer, now_s=now_s)]
-        commands = self._tell_open_steps(to=peer) if self._members.state(peer, ready=ready, is_open=is_open) else []
-        return [*reborn, *commands, *self._lead_may_have_changed(now_s)]
+            self._members.has_no_state(peer)
+            return [*forgotten, *reborn, *self._lose(peer, now_s)]
+        is_news = self._members.state(peer, ready=ready, is_open=event.is_open)
+        told = self._tell_open_steps(to=peer) if is_news else []
+        return [*forgotten, *reborn, *told, *self._lead_may_have_changed(now_s)]
 
-    def has_begun_anew(self, peer: PeerID, incarnation: int) -> bool:
+    def _has_begun_anew(self, peer: PeerID, incarnation: int) -> bool:
         """Whether what we know of it is of an earlier incarnation."""
         return -1 < self._members.incarnation(peer) < incarnation
 
-    def mate_reborn(self, peer: PeerID, incarnation: int, *, now_s: float) -> list[Command]:
+    def _reborn(self, peer: PeerID, incarnation: int, now_s: float) -> list[CommitCommand]:
         """A mate speaks as `incarnation`: an earlier one is lost. A Progress may have said so before the Hello does."""
-        lost = self.mate_lost(peer, now_s=now_s) if self.has_begun_anew(peer, incarnation) else []
+        lost = self._lose(peer, now_s) if self._has_begun_anew(peer, incarnation) else []
         self._members.speaks_as(peer, incarnation)
         return lost
 
-    def mate_elsewhere(self, peer: PeerID, *, incarnation: int, now_s: float) -> list[Command]:
-        """A mate says that it is not of this stage (any more, or not yet)."""
-        if incarnation < self._members.incarnation(peer):
-            return []
-        self._members.without_state.add(peer)
-        return self.mate_lost(peer, now_s=now_s)
-
-    def mate_lost(self, peer: PeerID, *, now_s: float) -> list[Command]:
+    def _lose(self, peer: PeerID, now_s: float) -> list[CommitCommand]:
         """It died or dropped its state: its contributions to open steps died with it."""
         self._members.lost(peer)
         self._losses.mate_died()
@@ -218,59 +253,41 @@ class GroupCore:
         left = self._agreement.reports_left_by(peer)
         return [*left, *self._compare(now_s), *self._lead_may_have_changed(now_s)]
 
-    def mate_silent(self, peer: PeerID, *, now_s: float) -> list[Command]:
+    def _fell_silent(self, peer: PeerID, now_s: float) -> list[CommitCommand]:
         """It cannot be reached: nobody can wait for its word on who leads, least of all if it was about to leave."""
         if peer in self.departing:
-            return self.mate_lost(peer, now_s=now_s)
-        self._members.silent(peer)
-        return self._try_round(now_s)
+            commands = self._lose(peer, now_s)
+        else:
+            self._members.silent(peer)
+            commands = self._try_round(now_s)
+        return commands if peer in self.mates else [*commands, ForgetMember(peer)]
 
     def lacks(self, step: int, index: int) -> bool:
         """Nobody here has contributed it, as far as we know."""
         return step >= self.version and not self._tallies.is_held(step, index)
 
-    def claimed(self, step: int, index: int) -> list[Command]:
-        """Stage 0: we have been granted it."""
-        self._tallies.claim(step, index)
-        # Another lead knows what it has granted. If we lead, the mates must know it should we die.
-        return [Tell(self._progress(step), can_wait=True, can_rest=self.lead != self.me)]
-
-    def granted(self, peer: PeerID, step: int, index: int) -> None:
-        """Stage 0, as the lead: a mate is about to make it."""
-        if peer != self.me:
-            self._losses.claimed(peer, step, IndexSet(1 << index))
-
-    def contributed(
-        self,
-        step: int,
-        index: int,
-        *,
-        loss: float,
-        staleness_steps: int,
-        now_s: float,
-        apart: bool = False,
-        more_follows: bool = False,
-    ) -> list[Command]:
-        """Our backward of (step, index) is in the gradient sum, or kept apart from it because it ran again.
-
-        `more_follows`: we have more microbatches of the step, so no round can begin with this one.
-        """
-        tally = self._tallies
-        if step < self.version or not tally.add(step, index, loss=loss, staleness_steps=staleness_steps, apart=apart):
+    def _contribute(self, event: GradientCounted, now_s: float) -> list[CommitCommand]:
+        step, index = event.microbatch.step, event.microbatch.index
+        if step < self.version or not self._tallies.add(
+            step, index, loss=event.loss, staleness_steps=event.staleness_steps, apart=event.apart
+        ):
             return []
         self._losses.grown(now_s)
         self._void_round_if_outgrown(step, self.me)
         # Should we die, what we have contributed dies with us: the mates need our word for the round, and if we lead
         # not even for that.
-        can_rest = self.deadline_s == 0 and (more_follows or self.lead == self.me)
+        can_rest = self.deadline_s == 0 and (event.more_follows or self.lead == self.me)
         return [Tell(self._progress(step), can_wait=True, can_rest=can_rest), *self._try_round(now_s)]
 
-    def progress(self, source: PeerID, message: Progress, *, now_s: float) -> list[Command]:
-        if not self._members.is_near(source):
+    def _take_progress(self, source: PeerID, message: Progress, now_s: float) -> list[CommitCommand]:
+        if not self._is_near(source):
             return []  # The last words of one whom we have counted out.
         if message.incarnation < self._members.incarnation(source):
             return []  # They were of one that has begun anew.
-        commands = self.mate_reborn(source, message.incarnation, now_s=now_s)
+        commands: list[CommitCommand] = []
+        if self._has_begun_anew(source, message.incarnation):
+            commands.append(ForgetMember(source))
+        commands += self._reborn(source, message.incarnation, now_s)
         if not self._members.has_spoken(source):
             commands += self._tell_open_steps(to=source)  # it did not know us before, and may have let ours pass
         self._members.names(source, message.lead, count=message.count)
@@ -281,8 +298,15 @@ class GroupCore:
             self._void_round_if_outgrown(message.step, source)
         return [*commands, *self._try_round(now_s)]
 
-    def round_started(self, message: RoundStart) -> list[Command]:
-        """The lead's word (our own included)."""
+    def _take_round(self, source: PeerID, start: RoundStart) -> list[CommitCommand]:
+        if not self._is_near(source):
+            raise Refused(self.me, f"does not know the sender as a member of group {self.stage}")
+        if not self._rounds.is_sound(start):
+            raise RemoteError(source, "opens a round that nobody can reduce, or under a number from far ahead")
+        return self._hold_to(start)
+
+    def _hold_to(self, message: RoundStart) -> list[CommitCommand]:
+        """Take part in a round, be it the leader's or the one that we open as the leader."""
         if not self.ready:
             return []  # It named an earlier tenure of ours, which had what this one lacks.
         if message.step < self.version or not self._rounds.outbids(message):
@@ -305,18 +329,8 @@ class GroupCore:
         if said is not None and not self._tallies.may_bring(peer, step, said):
             self._rounds.void(step)
 
-    def stepped(
-        self,
-        version: int,
-        digest: str,
-        *,
-        now_s: float,
-        by: RoundStart | None = None,
-        gradient_norm: float | None = None,
-    ) -> list[Command]:
-        """We are at `version`, by a step or by fetching; `digest` is our state's. `by`: whose result we stepped with,
-        which we may have given up meanwhile, when a member died that had done its part. `gradient_norm`: of the step's
-        gradient, for the ledger; None: we fetched the state."""
+    def _stepped(self, event: Stepped, now_s: float) -> list[CommitCommand]:
+        version, by = event.version, event.by
         assert version >= self.version, f"version fell from {self.version} to {version}"
         if by is not None:
             self._rounds.open.setdefault(by.step, by)
@@ -325,15 +339,17 @@ class GroupCore:
         self._version_since_s = now_s
         self._rounds.retries = 0
         self._tallies.forget_before(version)
-        self._agreement.stepped(version, digest, gradient_norm)
-        commands: list[Command] = [*map(Tell, self._agreement.own), *self._compare(now_s)]
+        self._agreement.stepped(version, event.digest, event.gradient_norm)
+        commands: list[CommitCommand] = [*map(Tell, self._agreement.own), *self._compare(now_s)]
         for kept in (self._rounds, self._agreement):
             kept.forget_before(version - UNCOMPARED_MAX)
         self._behind_at_s = now_s + self.catch_up_after_s if self._agreement.is_behind(version) else math.inf
         return commands + self._try_round(now_s)
 
-    def digest(self, source: PeerID, message: Digest, *, now_s: float) -> list[Command]:
-        if not self.concerns(source):
+    def _take_digest(self, source: PeerID, message: Digest, now_s: float) -> list[CommitCommand]:
+        if len(message.digest) > DIGEST_CHARS_MAX:
+            raise RemoteError(source, f"sent a digest of {len(message.digest)} characters")
+        if not self._is_near(source) and source not in self._rounds.named:
             return []
         if message.version < self.version and not self.has_round(message.version - 1):
             return []
@@ -342,10 +358,8 @@ class GroupCore:
             self._behind_at_s = min(self._behind_at_s, now_s + self.catch_up_after_s)
         return self._compare(now_s)
 
-    def timer(self, *, now_s: float) -> list[Command]:
-        overstayed = [
-            command for peer in self._members.overstayed(now_s) for command in self.mate_lost(peer, now_s=now_s)
-        ]
+    def _timer(self, now_s: float) -> list[CommitCommand]:
+        overstayed = [command for peer in self._members.overstayed(now_s) for command in self._lose(peer, now_s)]
         if now_s >= self._behind_at_s:
             return [*overstayed, *self._catch_up(now_s)]
         return [*overstayed, *self._compare(now_s), *self._try_round(now_s)]
@@ -358,7 +372,7 @@ class GroupCore:
             times.append(self._losses.suspect_at_s())
         return min(times)
 
-    def press(self) -> list[Command]:
+    def _press(self) -> list[CommitCommand]:
         """We stand still: say again what somebody may have forgotten with a mate that it counted lost. As the lead our
         round, since a member may have held to that one's; else to the lead what is here, and that it leads."""
         if self.lead not in (None, self.me):
@@ -370,23 +384,19 @@ class GroupCore:
         """It is ourselves, a mate by the plan, or one that drains."""
         return peer == self.me or self._members.is_near(peer)
 
+    def _is_near(self, peer: PeerID) -> bool:
+        """It is a mate by the plan, or one that drains."""
+        return self._members.is_near(peer)
+
     def voters(self, newcomer: PeerID) -> tuple[PeerID, ...]:
         """More than half of whom must have signed a state before `newcomer` fetches it."""
         members = self._members
         leaving = self.departing if members.in_plan or not self.ready else (*self.departing, self.me)
         return voters(members.planned, newcomer, without_state=members.without_state, departing=leaving)
 
-    def concerns(self, peer: PeerID) -> bool:
-        """Its words on rounds and results matter here: a mate by the plan, one that drains, or one of an open round."""
-        return self._members.is_near(peer) or peer in self._rounds.named
-
     def has_round(self, step: int) -> bool:
         """A round of `step` is open, with what we have said so far."""
         return step in self._rounds.open
-
-    def is_sound(self, start: RoundStart) -> bool:
-        """An honest lead may have opened it."""
-        return self._rounds.is_sound(start)
 
     def waits_for(self) -> str:
         """What keeps us at this version, for the log."""
@@ -417,20 +427,20 @@ class GroupCore:
         rank = [member.peer for member in self._members.planned].index(self.me)
         return self._rounds.number(rank, self.incarnation)
 
-    def _tell_open_steps(self, *, to: PeerID | None = None) -> list[Command]:
+    def _tell_open_steps(self, *, to: PeerID | None = None) -> list[CommitCommand]:
         """Of the current one always, and last: only it names our lead, who must not grant again what the others say."""
         own = self._agreement.own if to and self.version else ()  # it may lead, and not know how far the others are
         said: list[Digest | Progress] = [*own]
         said += [self._progress(s, names_lead=False) for s in sorted(self._tallies.steps) if s != self.version]
         return [Tell(message, to=to) for message in (*said, self._progress(self.version))]
 
-    def _lead_may_have_changed(self, now_s: float) -> list[Command]:
+    def _lead_may_have_changed(self, now_s: float) -> list[CommitCommand]:
         if self.lead == self._announced_lead:
             return self._try_round(now_s)
         self._announced_lead = self.lead
         return [*self._tell_open_steps(), *self._try_round(now_s)]
 
-    def _try_round(self, now_s: float) -> list[Command]:
+    def _try_round(self, now_s: float) -> list[CommitCommand]:
         step = self.version
         if step >= self.steps or not self.is_lead:
             return []
@@ -451,19 +461,19 @@ class GroupCore:
         start = share_out(ranked, tallies).round(
             ranked, bandwidths, stage=self.stage, step=step, attempt=self._attempt, of=self.microbatches
         )
-        return [Tell(start), *self.round_started(start)]
+        return [Tell(start), *self._hold_to(start)]
 
-    def _catch_up(self, now_s: float) -> list[Command]:
+    def _catch_up(self, now_s: float) -> list[CommitCommand]:
         """Another one each time: a mate may be dead, and not all of us should ask the same."""
         self._behind_at_s = now_s + 2 * self.catch_up_after_s
         self._num_asked += 1
         ahead = self._agreement.ahead_of(self.version, self._members.is_gone) if self.ready else []
         return [CatchUp(ahead[(self.standing[0] + self._num_asked) % len(ahead)], self.version)] if ahead else []
 
-    def _compare(self, now_s: float) -> list[Command]:
+    def _compare(self, now_s: float) -> list[CommitCommand]:
         """Compare the states of all committed versions of which every member of the round has spoken."""
         gone = {peer for peer in self._rounds.named if self._members.is_gone(peer)}
-        commands: list[Command] = []
+        commands: list[CommitCommand] = []
         for start in self._agreement.settle(self._rounds.open, self.version, gone, now_s=now_s):
             del self._rounds.open[start.step]
             commands += self._agreement.conclude(start, gone, in_plan=self._members.in_plan)

@@ -7,14 +7,13 @@ The path of a commit through this file: `contributed` -> (`Progress` to the mate
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 from torch import Tensor
 
 from shoal.peer.arithmetic import Held
 from shoal.peer.group.catching_up import CatchingUp
-from shoal.peer.group.commands import AskRepair, CatchUp, Command, Reduce, Report, Resync, Tell, Witness
 from shoal.peer.group.core import GroupCore
 from shoal.peer.group.early import Early, Piece
 from shoal.peer.group.pieces import Pieces
@@ -23,11 +22,31 @@ from shoal.peer.group.reduce import Reduction
 from shoal.peer.group.telling import Telling
 from shoal.peer.outbox import Outbox
 from shoal.peer.pipeline.microbatch import IndexSet
+from shoal.peer.replica.commands import (
+    AskRepair,
+    CatchUp,
+    CommitCommand,
+    ForgetMember,
+    Reduce,
+    Report,
+    Resync,
+    Tell,
+    Witness,
+)
+from shoal.peer.replica.events import (
+    CommitEvent,
+    DigestArrived,
+    ProgressArrived,
+    RoundArrived,
+    Stepped,
+    StoodStill,
+    TimerFired,
+)
 from shoal.peer.tasks import Tasks
 from shoal.protocol.endpoint import Endpoint
-from shoal.protocol.errors import Refused, RemoteError
+from shoal.protocol.errors import RemoteError
 from shoal.protocol.identity import PeerID
-from shoal.protocol.limits import DIGEST_CHARS_MAX, REPLAYED_BYTES_MAX, REPLAYED_STEPS_MIN
+from shoal.protocol.limits import REPLAYED_BYTES_MAX, REPLAYED_STEPS_MIN
 from shoal.protocol.messages import (
     CommitReport,
     Digest,
@@ -37,7 +56,6 @@ from shoal.protocol.messages import (
     ReducePart,
     RoundStart,
 )
-from shoal.protocol.plan import Member
 from shoal.protocol.ports import Clock, Compute, Payload
 from shoal.protocol.timer import Timer
 
@@ -132,7 +150,7 @@ class GroupDriver:
             version=lambda: self.core.version,
             on_mean=self._mean_came,
             on_behind=on_resync,
-            gives_to=self._is_near,
+            gives_to=core.has_place,
         )
         self._pressing = Pressing()
         self._timer = Timer(clock, self._on_timer)
@@ -162,64 +180,9 @@ class GroupDriver:
 
     # --- told by the rest of the peer ---
 
-    def plan_changed(self, members: Sequence[Member], plan_sequence: int, *, former: Collection[PeerID]) -> None:
-        """As `GroupCore.plan_changed`."""
-        before = set(self.core.mates)
-        self._perform(self.core.plan_changed(members, plan_sequence, now_s=self._clock.now_s(), former=former))
-        for gone in sorted(before.difference(self.core.mates, self.core.departing)):
-            self._outbox.forget(gone)
-
-    def mate_ready(
-        self, peer: PeerID, ready: bool, is_open: bool, *, drains: bool, has_moved: bool, incarnation: int
-    ) -> None:
-        """As `GroupCore.mate_ready`."""
-        if self.core.has_begun_anew(peer, incarnation):
-            self._outbox.forget(peer)
-        now_s = self._clock.now_s()
-        self._perform(
-            self.core.mate_ready(
-                peer, ready, is_open, drains=drains, has_moved=has_moved, incarnation=incarnation, now_s=now_s
-            )
-        )
-
-    def set_open(self, is_open: bool) -> None:
-        self._perform(self.core.set_open(is_open, now_s=self._clock.now_s()))
-
-    def mate_elsewhere(self, peer: PeerID, *, incarnation: int) -> None:
-        self._perform(self.core.mate_elsewhere(peer, incarnation=incarnation, now_s=self._clock.now_s()))
-
-    def mate_lost(self, peer: PeerID) -> None:
-        self._outbox.forget(peer)  # what we had to say was meant for it
-        self._catching_up.mate_lost(peer)
-        self._pieces.forget(peer)
-        self._perform(self.core.mate_lost(peer, now_s=self._clock.now_s()))
-
-    def set_ready(self, ready: bool) -> None:
-        self._perform(self.core.set_ready(ready, now_s=self._clock.now_s()))
-
-    def mate_silent(self, peer: PeerID) -> None:
-        self._perform(self.core.mate_silent(peer, now_s=self._clock.now_s()))
-        if peer not in self.core.mates:
-            self._outbox.forget(peer)
-
-    def claimed(self, step: int, index: int) -> None:
-        self._perform(self.core.claimed(step, index))
-
-    def contributed(
-        self, step: int, index: int, *, loss: float, staleness_steps: int, apart: bool, more_follows: bool = False
-    ) -> None:
-        """As `GroupCore.contributed`."""
-        self._perform(
-            self.core.contributed(
-                step,
-                index,
-                loss=loss,
-                staleness_steps=staleness_steps,
-                apart=apart,
-                more_follows=more_follows,
-                now_s=self._clock.now_s(),
-            )
-        )
+    def handle(self, event: CommitEvent) -> None:
+        """Raises: Refused, RemoteError: as `GroupCore.handle`."""
+        self._perform(self.core.handle(event, now_s=self._clock.now_s()))
 
     def stepped(self, version: int, digest: str, *, gradient_norm: float | None = None) -> None:
         """The pipeline has stepped to `version`, with a gradient of that norm, or loaded a state of it."""
@@ -228,8 +191,7 @@ class GroupDriver:
         self._reductions = {step: r for step, r in self._reductions.items() if step >= version}
         self._early.forget_before(version, mates=(*self.core.mates, *self.core.departing))
         by = self._committing_round if version == self._committing + 1 else None
-        now_s = self._clock.now_s()
-        self._perform(self.core.stepped(version, digest, now_s=now_s, by=by, gradient_norm=gradient_norm))
+        self.handle(Stepped(version, digest, by, gradient_norm))
         self._commit_if_complete()
 
     async def fetch_mean(self, mate: PeerID, step: int) -> bool:
@@ -239,26 +201,17 @@ class GroupDriver:
     # --- messages ---
 
     async def _on_progress_message(self, source: PeerID, message: Progress) -> Done:
-        if not self._is_near(source):
-            return Done()  # The last words of one whom we have counted out.
-        if self.core.has_begun_anew(source, message.incarnation):
-            self._outbox.forget(source)
-        self._perform(self.core.progress(source, message, now_s=self._clock.now_s()))
-        self._on_progress(source, message)
+        if self.core.has_place(source):  # else these are the last words of one whom we have counted out
+            self.handle(ProgressArrived(source, message))
+            self._on_progress(source, message)
         return Done()
 
     async def _on_round_start(self, source: PeerID, message: RoundStart) -> Done:
-        if not self._is_near(source):
-            raise Refused(self._endpoint.peer_id, f"does not know the sender as a member of group {self.core.stage}")
-        if not self.core.is_sound(message):
-            raise RemoteError(source, "opens a round that nobody can reduce, or under a number from far ahead")
-        self._perform(self.core.round_started(message))
+        self.handle(RoundArrived(source, message))
         return Done()
 
     async def _on_digest(self, source: PeerID, message: Digest) -> Done:
-        if len(message.digest) > DIGEST_CHARS_MAX:
-            raise RemoteError(source, f"sent a digest of {len(message.digest)} characters")
-        self._perform(self.core.digest(source, message, now_s=self._clock.now_s()))
+        self.handle(DigestArrived(source, message))
         return Done()
 
     # --- frames ---
@@ -269,17 +222,14 @@ class GroupDriver:
         reduction = self._reductions.get(meta.step)
         if reduction is None or reduction.start.attempt < meta.attempt:
             # A mate heard of the round before we did. Who is no mate yet, by our plan, sends it again.
-            if self._is_near(source):
+            if self.core.has_place(source):
                 self._early.keep(source, meta, payload)
         elif reduction.start.attempt == meta.attempt:
             await self._take(reduction, source, meta, payload)
 
     # --- inside ---
 
-    def _is_near(self, peer: PeerID) -> bool:
-        return peer in self.core.mates or peer in self.core.departing
-
-    def _perform(self, commands: list[Command]) -> None:
+    def _perform(self, commands: list[CommitCommand]) -> None:
         if self._closed:
             return
         for command in commands:
@@ -299,6 +249,11 @@ class GroupDriver:
                 case Resync(mate, version):
                     logger.error("our state at version %d is not the group's: fetching it", version)
                     self._on_resync(mate)
+                case ForgetMember(peer, died):
+                    self._outbox.forget(peer)
+                    if died:
+                        self._catching_up.mate_lost(peer)
+                        self._pieces.forget(peer)
         self._timer.set(self.core.next_timer_s())
 
     def _audience(self, message: Progress | RoundStart | Digest) -> list[PeerID]:
@@ -383,14 +338,14 @@ class GroupDriver:
             if version == self.core.version < self.core.steps and self.core.ready:
                 logger.info("stage %d stays at version %d: %s", self.core.stage, version, self.core.waits_for())
                 if version not in self._reductions:
-                    self._perform(self.core.press())
+                    self.handle(StoodStill())
             version, now_s = self.core.version, self._clock.now_s()
             reduction = self._reductions.get(version)
             if not self._pressing.stands_still(reduction, now_s) or reduction is None or self._closed:
                 continue
             owing = ", ".join(peer[-8:] for peer in sorted(reduction.missing_from()))
             logger.info("round %d does not end, for want of pieces from %s", version, owing)
-            self._perform(self.core.press())
+            self.handle(StoodStill())
             for peer in reduction.others:
                 took_s = self._pieces.slowest_s(peer)
                 if not self._pieces.is_sending_to(peer) and self._pressing.is_due(peer, now_s, took_s=took_s):
@@ -410,4 +365,4 @@ class GroupDriver:
         self._tasks.spawn(catch_up, f"catch up with step {step}")
 
     def _on_timer(self) -> None:
-        self._perform(self.core.timer(now_s=self._clock.now_s()))
+        self.handle(TimerFired())

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import median_low
 
-from shoal.peer.group.commands import AskRepair, Command
 from shoal.peer.pipeline.microbatch import IndexSet
+from shoal.peer.replica.commands import AskRepair, CommitCommand
 from shoal.protocol.identity import PeerID
 
 STALL_STEPS = 2.0
@@ -98,13 +98,13 @@ class Losses:
         # Steps that take minutes may do so because of just such losses.
         return self._patience_s if self.is_first else min(self._patience_s, STALL_S_FIRST)
 
-    def ask(self, version: int, lacks: Callable[[int, int], bool], *, now_s: float) -> list[Command]:
+    def ask(self, version: int, lacks: Callable[[int, int], bool], *, now_s: float) -> list[CommitCommand]:
         """`lacks(step, index)`: nobody in the group has contributed it."""
         if now_s >= self.suspect_at_s():
             self._grown_at_s = now_s
             self._num_asked += 1
             self._lost[version] = IndexSet((1 << self.microbatches) - 1)
-        commands: list[Command] = []
+        commands: list[CommitCommand] = []
         for step, lost in sorted(self._lost.items()):
             wanted = IndexSet()
             for index in range(self.microbatches):

@@ -1,4 +1,4 @@
-"""Who is of the group, who of them is ready and open, and whom each takes for the lead. Pure."""
+"""Who is of the group, who of them is ready and open, and whom each takes for the leader. Pure."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -9,60 +9,56 @@ from shoal.protocol.limits import DEPARTING_S_MAX
 from shoal.protocol.plan import Member
 
 
+@dataclass(slots=True)
+class Mate:
+    """What one member knows of another."""
+
+    is_ready: bool = False
+    """It holds the group's state and takes part."""
+    is_open: bool = True
+    """It takes traffic."""
+    is_present: bool = False
+    """It has said how it is, since it was last lost."""
+    is_absent: bool = False
+    """It died, or cannot be reached and is not ready. Nobody waits for its word."""
+    without_state: bool = False
+    """It has said itself, as its last word, that it is not ready, or that it is elsewhere."""
+    names: PeerID | None = None
+    """Whom it takes for the leader; None: it has not said so. An empty name: it knows of none."""
+    count: int = -1
+    """Of the Progress in which it named that leader."""
+    incarnation: int = -1
+    """The latest that we have heard of; -1: none."""
+    dropped_s: float | None = None
+    """When a plan dropped it that we have obeyed, if that was of late."""
+
+
 @dataclass(kw_only=True, slots=True)
 class Members:
-    """One member's view of its group: the plan's word on who should be here, and everyone's own on how they are."""
+    """One member's view of its group: the plan's word on who should be here, and everyone's own on how they are.
+
+    What follows from both (`lead` and what stands around it) is worked out anew whenever something has changed.
+    """
 
     me: PeerID
     ready: bool = False
     is_open: bool = True
     planned: tuple[Member, ...] = ()
     """By rank, ourselves included if the plan names us."""
-    _dropped_s: dict[PeerID, float] = field(default_factory=dict)
-    """Who had a place in the group by a plan of late, and since when it has none."""
-    without_state: set[PeerID] = field(default_factory=set)
-    """Who has said itself, as its last word, that it is not ready, or that it is elsewhere."""
-    _ready_mates: set[PeerID] = field(default_factory=set)
-    _closed_mates: set[PeerID] = field(default_factory=set)
-    _present: set[PeerID] = field(default_factory=set)
-    _absent: set[PeerID] = field(default_factory=set)
-    _named: dict[PeerID, PeerID] = field(default_factory=dict)
-    _incarnations: dict[PeerID, int] = field(default_factory=dict)
-    _counts: dict[PeerID, int] = field(default_factory=dict)
-
-    @property
-    def mates(self) -> tuple[PeerID, ...]:
-        """The others of the plan's group, ready or not, in rank order."""
-        return tuple(member.peer for member in self.planned if member.peer != self.me)
-
-    @property
-    def in_plan(self) -> bool:
-        return any(member.peer == self.me for member in self.planned)
-
-    @property
-    def ready_mates(self) -> tuple[PeerID, ...]:
-        return tuple(peer for peer in self.mates if peer in self._ready_mates)
-
-    @property
-    def open_mates(self) -> tuple[PeerID, ...]:
-        """Ready, and taking traffic."""
-        return tuple(peer for peer in self.ready_mates if peer not in self._closed_mates)
-
-    @property
-    def departing(self) -> tuple[PeerID, ...]:
-        """Ready, but no longer in the plan: they drain."""
-        return tuple(sorted(self._ready_mates.difference(self.mates)))
-
-    @property
-    def lead(self) -> PeerID | None:
-        """The first ready and open member by rank; if all of them drain, the first ready one."""
-        first_ready = None
-        for member in self.planned:
-            if self.is_ready(member.peer):
-                if self._is_open(member.peer):
-                    return member.peer
-                first_ready = first_ready or member.peer
-        return first_ready
+    in_plan: bool = False
+    """The plan names us."""
+    mates: tuple[PeerID, ...] = ()
+    """The others of the plan's group, ready or not, in rank order."""
+    ready_mates: tuple[PeerID, ...] = ()
+    open_mates: tuple[PeerID, ...] = ()
+    """Ready, and taking traffic."""
+    departing: tuple[PeerID, ...] = ()
+    """Ready, but no longer in the plan: they drain."""
+    lead: PeerID | None = None
+    """The first ready and open member by rank; if all of them drain, the first ready one."""
+    doubtful: tuple[PeerID, ...] = ()
+    """Who could take somebody else than us for the leader, as far as we have heard."""
+    _known: dict[PeerID, Mate] = field(default_factory=dict)
 
     @property
     def standing(self) -> tuple[int, int]:
@@ -72,34 +68,32 @@ class Members:
 
     @property
     def is_lead(self) -> bool:
-        """We are the lead, and everyone who could think otherwise has said so."""
+        """We are the leader, and everyone who could think otherwise has said so."""
         return self.lead == self.me and not self.doubtful
 
     @property
-    def doubtful(self) -> list[PeerID]:
-        """Who could take somebody else than us for the lead, as far as we have heard."""
-        asked = self._ready_mates.union(self.mates) - self._absent
-        return sorted(mate for mate in asked if not self._stands_back(mate))
-
-    def _stands_back(self, mate: PeerID) -> bool:
-        """It names us; or one whom our plan has dropped, because it drains and has not heard of that plan yet."""
-        named = self._named.get(mate, mate)
-        return named == self.me or (mate not in self.mates and named != mate and not self.is_near(named))
+    def without_state(self) -> frozenset[PeerID]:
+        """Who has said itself that it has no state."""
+        return frozenset(peer for peer, mate in self._known.items() if mate.without_state)
 
     def has_spoken(self, peer: PeerID) -> bool:
-        """Of whom it takes for the lead."""
-        return peer in self._named
+        """Of whom it takes for the leader."""
+        mate = self._known.get(peer)
+        return mate is not None and mate.names is not None
 
     def is_ready(self, peer: PeerID) -> bool:
-        return self.ready if peer == self.me else peer in self._ready_mates
+        if peer == self.me:
+            return self.ready
+        mate = self._known.get(peer)
+        return mate is not None and mate.is_ready
 
     def is_near(self, peer: PeerID) -> bool:
         """In the plan, or still here though it is not."""
-        return peer in self._ready_mates or peer in self.mates
+        return peer in self.mates or peer in self.departing
 
     def may_drain(self, peer: PeerID, now_s: float) -> bool:
         """A plan of late has dropped it, so it may be here for as long as a drain takes."""
-        return now_s < self._dropped_s.get(peer, -math.inf) + DEPARTING_S_MAX
+        return now_s < self._dropped_s(peer) + DEPARTING_S_MAX
 
     def overstayed(self, now_s: float) -> list[PeerID]:
         """Who says that it drains, and should be gone."""
@@ -108,82 +102,140 @@ class Members:
     @property
     def overstays_at_s(self) -> float:
         """When somebody who drains should be gone."""
-        return (
-            min((self._dropped_s.get(peer, -math.inf) for peer in self.departing), default=math.inf) + DEPARTING_S_MAX
-        )
+        if not self.departing:
+            return math.inf
+        return min(self._dropped_s(peer) for peer in self.departing) + DEPARTING_S_MAX
 
     def is_gone(self, peer: PeerID) -> bool:
         """Nothing is to be heard from it: it died, it cannot be reached and is not ready, or it has left."""
-        if peer == self.me or peer in self._ready_mates:
+        if self.is_ready(peer) or peer == self.me:
             return False
-        return peer in self._absent or peer not in self.mates
+        mate = self._known.get(peer)
+        return peer not in self.mates or (mate is not None and mate.is_absent)
 
     def share_of(self, peer: PeerID) -> float:
         """Its part of the traffic among the ready members, in [0, 1]."""
         shares = {member.peer: member.share for member in self.planned if self.is_ready(member.peer)}
         return shares.get(peer, 0.0) / sum(shares.values()) if shares else 0.0
 
-    def _is_open(self, peer: PeerID) -> bool:
-        return self.is_open if peer == self.me else peer not in self._closed_mates
-
     def incarnation(self, peer: PeerID) -> int:
         """The latest that we have heard of; -1: none."""
-        return self._incarnations.get(peer, -1)
+        mate = self._known.get(peer)
+        return mate.incarnation if mate is not None else -1
 
     # --- what is heard ---
 
     def plan(self, members: Sequence[Member], former: Collection[PeerID], *, now_s: float) -> None:
         """Args: former: who else had a place here by the plans of late."""
-        dropped = [*(member.peer for member in self.planned), *former, *self._dropped_s, *sorted(self._ready_mates)]
+        ready = [peer for peer, mate in self._known.items() if mate.is_ready]
+        before = {member.peer for member in self.planned}.union(former, ready)
         self.planned = tuple(members)
-        since_s = {peer: self._dropped_s.get(peer, now_s) for peer in dropped if peer not in (self.me, *self.mates)}
-        self._dropped_s = {
-            peer: at_s for peer, at_s in since_s.items() if peer in self._ready_mates or now_s < at_s + DEPARTING_S_MAX
-        }
+        named = {member.peer for member in members} | {self.me}
+        for peer in sorted(before - named):
+            mate = self._of(peer)
+            mate.dropped_s = now_s if mate.dropped_s is None else mate.dropped_s
+        for peer, mate in self._known.items():
+            is_over = mate.dropped_s is not None and now_s >= mate.dropped_s + DEPARTING_S_MAX and not mate.is_ready
+            if peer in named or is_over:
+                mate.dropped_s = None
+        self._changed()
 
     def forget_all_but(self, known: Collection[PeerID]) -> None:
         """What is kept of anybody else is of no use: no plan of late names it."""
-        kept = {*self.mates, *self._ready_mates, *self._dropped_s, *known}
-        for names in (self._closed_mates, self._present, self._absent, self.without_state):
-            names &= kept
-        for table in (self._named, self._incarnations, self._counts):
-            for peer in table.keys() - kept:
-                del table[peer]
+        kept = {*self.mates, *known}
+        for peer, mate in list(self._known.items()):
+            if peer not in kept and not mate.is_ready and mate.dropped_s is None:
+                del self._known[peer]
+        self._changed()
+
+    def set_ready(self, ready: bool) -> None:
+        """We hold the group's state and take part, or do no longer."""
+        self.ready = ready
+        self._changed()
+
+    def set_open(self, is_open: bool) -> None:
+        """We take traffic, or do not."""
+        self.is_open = is_open
+        self._changed()
 
     def state(self, peer: PeerID, *, ready: bool, is_open: bool) -> bool:
         """A mate says how it is. Returns: whether that is news to us: it needs to know what is here."""
-        news = peer not in self._present or (ready and peer not in self._ready_mates)
-        (self._closed_mates.discard if is_open else self._closed_mates.add)(peer)
-        (self._ready_mates.add if ready else self._ready_mates.discard)(peer)
-        (self.without_state.discard if ready else self.without_state.add)(peer)
-        self._absent.discard(peer)
-        self._present.add(peer)
+        mate = self._of(peer)
+        news = not mate.is_present or (ready and not mate.is_ready)
+        mate.is_open, mate.is_ready, mate.without_state = is_open, ready, not ready
+        mate.is_present, mate.is_absent = True, False
+        self._changed()
         return news
 
+    def has_no_state(self, peer: PeerID) -> None:
+        """It says so itself, or that it is elsewhere."""
+        self._of(peer).without_state = True
+
     def moves_away(self, peer: PeerID, *, now_s: float) -> None:
-        """The plan has it in another place, and it says that it drains from this one: since now, as far as we know."""
-        if peer not in self.mates:
-            self._dropped_s.setdefault(peer, now_s)
+        """A member of the plan drains from here to its place elsewhere: it may have left this group by a plan that came
+        before us."""
+        mate = self._of(peer)
+        if peer not in self.mates and mate.dropped_s is None:
+            mate.dropped_s = now_s
 
     def speaks_as(self, peer: PeerID, incarnation: int) -> None:
-        if incarnation != self._incarnations.get(peer):
-            self._counts.pop(peer, None)
-        self._incarnations[peer] = incarnation
+        mate = self._of(peer)
+        if incarnation != mate.incarnation:
+            mate.incarnation, mate.count = incarnation, -1
 
     def names(self, peer: PeerID, lead: PeerID, *, count: int) -> None:
-        """A mate says whom it takes for the lead; its words may overtake each other."""
-        if count > self._counts.get(peer, -1):
-            self._named[peer], self._counts[peer] = lead, count
-        self._absent.discard(peer)
+        """A mate's word on who leads; what it said earlier may arrive later."""
+        mate = self._of(peer)
+        before = mate.is_absent, mate.names
+        if count > mate.count:
+            mate.names, mate.count = lead, count
+        mate.is_absent = False
+        if before != (False, mate.names):
+            self._changed()
 
     def lost(self, peer: PeerID) -> None:
         """It died or dropped its state; what it said before it says no more."""
-        self._absent.add(peer)
-        self._present.discard(peer)
-        self._ready_mates.discard(peer)
-        self._named.pop(peer, None)
+        mate = self._of(peer)
+        mate.is_absent, mate.is_present, mate.is_ready, mate.names = True, False, False, None
+        self._changed()
 
     def silent(self, peer: PeerID) -> None:
         """It cannot be reached: if it is not ready, nobody waits for its word on who leads."""
-        if peer not in self._ready_mates:
-            self._absent.add(peer)
+        mate = self._of(peer)
+        if not mate.is_ready:
+            mate.is_absent = True
+            self._changed()
+
+    # --- inside ---
+
+    def _of(self, peer: PeerID) -> Mate:
+        mate = self._known.get(peer)
+        if mate is None:
+            mate = self._known[peer] = Mate()
+        return mate
+
+    def _dropped_s(self, peer: PeerID) -> float:
+        mate = self._known.get(peer)
+        return -math.inf if mate is None or mate.dropped_s is None else mate.dropped_s
+
+    def _changed(self) -> None:
+        """Work out what follows from the plan and from what everyone has said."""
+        known = self._known
+        self.in_plan = any(member.peer == self.me for member in self.planned)
+        self.mates = tuple(member.peer for member in self.planned if member.peer != self.me)
+        ready = {peer for peer, mate in known.items() if mate.is_ready}
+        self.ready_mates = tuple(peer for peer in self.mates if peer in ready)
+        self.open_mates = tuple(peer for peer in self.ready_mates if known[peer].is_open)
+        self.departing = tuple(sorted(ready.difference(self.mates)))
+        here = {*ready, self.me} if self.ready else ready
+        ranked = [member.peer for member in self.planned if member.peer in here]
+        takes_traffic = (peer for peer in ranked if (self.is_open if peer == self.me else known[peer].is_open))
+        self.lead = next(takes_traffic, ranked[0] if ranked else None)
+        asked = ready.union(self.mates) - {peer for peer, mate in known.items() if mate.is_absent}
+        self.doubtful = tuple(sorted(peer for peer in asked if not self._stands_back(peer)))
+
+    def _stands_back(self, peer: PeerID) -> bool:
+        """It names us; or one whom our plan has dropped, because it drains and has not heard of that plan yet."""
+        mate = self._known.get(peer)
+        named = peer if mate is None or mate.names is None else mate.names
+        return named == self.me or (peer not in self.mates and named != peer and not self.is_near(named))

@@ -5,8 +5,16 @@ from dataclasses import dataclass
 import msgspec
 
 from shoal.peer.pipeline.microbatch import Microbatch
+from shoal.peer.replica.events import MemberGranted
 from shoal.protocol.identity import PeerID
-from shoal.protocol.messages import ValidationReport, ValidationResult
+from shoal.protocol.messages import (
+    CommitReport,
+    Digest,
+    Progress,
+    RoundStart,
+    ValidationReport,
+    ValidationResult,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +50,6 @@ class Make:
 
 
 @dataclass(frozen=True, slots=True)
-class NoteGranted:
-    """Whoever leads the group must know that `peer` makes `microbatch`: the peer's own word may die with it."""
-
-    peer: PeerID
-    microbatch: Microbatch
-
-
-@dataclass(frozen=True, slots=True)
 class RunAhead:
     """The leader's choice: how many steps ahead of the version to run, and with how much in flight. -1: it has none."""
 
@@ -81,5 +81,75 @@ class ReportValidation:
 
 
 SupplyCommand = (
-    Answer | SendClaim | DropClaim | Make | NoteGranted | RunAhead | HandOut | TellValidation | ReportValidation
+    Answer | SendClaim | DropClaim | Make | MemberGranted | RunAhead | HandOut | TellValidation | ReportValidation
 )
+
+# --- commits ---
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Send `message` to every other member, or only `to` one; if it `can_wait`, to the leader at once and to the others
+    before long; if it `can_rest` too, to the leader before long as well."""
+
+    message: Progress | RoundStart | Digest
+    can_wait: bool = False
+    can_rest: bool = False
+    to: PeerID | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce:
+    """Take part in this round; an older attempt at the same step is void."""
+
+    round: RoundStart
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The group has committed and agrees, and we report it."""
+
+    report: CommitReport
+
+
+@dataclass(frozen=True, slots=True)
+class Witness:
+    """The group has committed and agrees, and another member reports it. For whoever watches over our shoulder."""
+
+    report: CommitReport
+
+
+@dataclass(frozen=True, slots=True)
+class CatchUp:
+    """`mate` is at a later version, and we have taken no part in the round that led there: fetch the reduced gradient
+    of `step` from it."""
+
+    mate: PeerID
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class AskRepair:
+    """Contributions to `step` were lost with a replica: stage 0 must run these microbatches (a bitmap) again."""
+
+    step: int
+    indices: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Resync:
+    """Our state at `version` is not the group's: fetch it from `mate`."""
+
+    mate: PeerID
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetMember:
+    """What waits to be sent to `peer` is of no use to it any more. It `died`: nor is what it still owes us."""
+
+    peer: PeerID
+    died: bool = False
+
+
+CommitCommand = Tell | Reduce | Report | Witness | CatchUp | AskRepair | Resync | ForgetMember

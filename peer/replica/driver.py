@@ -11,13 +11,16 @@ from shoal.peer.replica.events import (
     Changed,
     LossReported,
     Made,
+    MemberElsewhere,
     MemberLost,
     MemberSaid,
+    MemberState,
     PlanFollowed,
     SupplyResumed,
     SupplyStopped,
     Validated,
     VersionReached,
+    WorkGranted,
     WorkReturned,
 )
 from shoal.peer.replica.supply import Supply
@@ -119,16 +122,12 @@ class Replica(Tenure):
         """What a peer says of itself."""
         self.experts_at(peer, hello)
         if hello.stage == self.stage:
-            self.group.mate_ready(
-                peer,
-                hello.ready,
-                hello.is_open,
-                drains=hello.draining,
-                has_moved=self._plan.has(peer),
-                incarnation=hello.incarnation,
+            has_moved = self._plan.has(peer)
+            self.group.handle(
+                MemberState(peer, hello.ready, hello.is_open, hello.incarnation, hello.draining, has_moved)
             )
-        elif peer in (*self.group.core.mates, *self.group.core.departing):
-            self.group.mate_elsewhere(peer, incarnation=hello.incarnation)
+        else:
+            self.group.handle(MemberElsewhere(peer, hello.incarnation))
         stages = self._plan.stages
         if not self.pipeline.core.is_last and peer in stages[self.stage + 1].peers:
             if hello.stage == self.stage + 1 and hello.is_open:
@@ -253,7 +252,7 @@ class Replica(Tenure):
             endpoint=self._s.endpoint,
             clock=self._s.clock,
             on_make=self._make,
-            on_granted=lambda peer, m: group.granted(peer, m.step, m.index),
+            on_granted=self.group.handle,
             on_run_ahead=pipeline.run_ahead,
             on_validation=self._s.on_validation,
             on_failure=self._s.on_failure,
@@ -261,7 +260,7 @@ class Replica(Tenure):
 
     def _make(self, microbatch: Microbatch, again: bool) -> None:
         if not microbatch.validates and microbatch.step >= self.version:
-            self.group.claimed(microbatch.step, microbatch.index)
+            self.group.handle(WorkGranted(microbatch.step, microbatch.index))
         self.pipeline.grant(microbatch, again=again)
 
     def _repair(self, step: int, indices: bytes) -> None:

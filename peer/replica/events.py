@@ -4,16 +4,34 @@
 declines raises `Refused`, and one that no honest peer makes raises `RemoteError`, before the core has changed anything.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from shoal.peer.pipeline.microbatch import IndexSet, Microbatch
 from shoal.protocol.identity import PeerID
-from shoal.protocol.plan import Plan
+from shoal.protocol.messages import Digest, Progress, RoundStart
+from shoal.protocol.plan import Member, Plan
 
 
 @dataclass(frozen=True, slots=True)
 class TimerFired:
     """The time that `next_timer_s` named has come."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemberLost:
+    """`peer` of our group died or has begun anew: what it held dies with it."""
+
+    peer: PeerID
+
+
+@dataclass(frozen=True, slots=True)
+class MemberGranted:
+    """The supply has granted `microbatch` to `peer`, whose own word may die with it. A command to whoever keeps the
+    group's losses."""
+
+    peer: PeerID
+    microbatch: Microbatch
 
 
 # --- the supply of microbatches, at stage 0 ---
@@ -138,13 +156,6 @@ class Made:
 
 
 @dataclass(frozen=True, slots=True)
-class MemberLost:
-    """`peer` died or has begun anew: what it was granted dies with it."""
-
-    peer: PeerID
-
-
-@dataclass(frozen=True, slots=True)
 class VersionReached:
     """We hold `version`, by a step or because we have fetched it."""
 
@@ -189,4 +200,146 @@ SupplyEvent = (
     | PlanFollowed
     | SupplyStopped
     | SupplyResumed
+)
+
+# --- commits ---
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPlanned:
+    """Plan `sequence` gives the group these members, in rank order. `former`: who else had a place in it by the plans
+    of late, and may still drain."""
+
+    members: tuple[Member, ...]
+    sequence: int
+    former: Collection[PeerID] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ReadySet:
+    """We hold the group's state and take part, or do no longer."""
+
+    ready: bool
+
+
+@dataclass(frozen=True, slots=True)
+class OpenSet:
+    """We take traffic, or do no longer."""
+
+    is_open: bool
+
+
+@dataclass(frozen=True, slots=True)
+class MemberState:
+    """A mate says whether it holds the state and takes part, and whether it takes traffic.
+
+    `drains`: it is on its way out, and may have left the group before we came into it. `has_moved`: the plan has a
+    place for it elsewhere.
+    """
+
+    peer: PeerID
+    ready: bool
+    is_open: bool
+    incarnation: int
+    drains: bool = False
+    has_moved: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MemberElsewhere:
+    """A peer says that it is not of our group, any more or not yet."""
+
+    peer: PeerID
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemberSilent:
+    """A peer cannot be reached."""
+
+    peer: PeerID
+
+
+@dataclass(frozen=True, slots=True)
+class WorkGranted:
+    """Stage 0: microbatch (step, index) has been granted to us."""
+
+    step: int
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class GradientCounted:
+    """Our gradient of `microbatch` is in the sum of its step, or kept `apart` from it because it ran again.
+
+    `more_follows`: more microbatches of the step are here, so no round can begin with this one.
+    """
+
+    microbatch: Microbatch
+    loss: float
+    staleness_steps: int
+    apart: bool = False
+    more_follows: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ProgressArrived:
+    """A mate says what it has contributed to a step."""
+
+    source: PeerID
+    message: Progress
+
+
+@dataclass(frozen=True, slots=True)
+class RoundArrived:
+    """A leader opens a round."""
+
+    source: PeerID
+    message: RoundStart
+
+
+@dataclass(frozen=True, slots=True)
+class DigestArrived:
+    """A mate has stepped to a version, and its state has that digest."""
+
+    source: PeerID
+    message: Digest
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """We hold `version`, by a step or by fetching it; `digest` is our state's.
+
+    `by`: whose result we have stepped with, which we may have given up meanwhile, when a member died that had done its
+    part. `gradient_norm`: of the step's gradient, for the ledger; None: we have fetched the state.
+    """
+
+    version: int
+    digest: str
+    by: RoundStart | None = None
+    gradient_norm: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StoodStill:
+    """Nothing has moved for seconds: say again what somebody may have forgotten with a mate that it counted lost."""
+
+
+CommitEvent = (
+    TimerFired
+    | GroupPlanned
+    | ReadySet
+    | OpenSet
+    | MemberState
+    | MemberElsewhere
+    | MemberLost
+    | MemberSilent
+    | MemberGranted
+    | WorkGranted
+    | GradientCounted
+    | ProgressArrived
+    | RoundArrived
+    | DigestArrived
+    | Stepped
+    | StoodStill
 )

@@ -30,7 +30,6 @@ from shoal.peer.replica.commands import (
     DropClaim,
     HandOut,
     Make,
-    NoteGranted,
     ReportValidation,
     RunAhead,
     SendClaim,
@@ -45,6 +44,7 @@ from shoal.peer.replica.events import (
     HaltAsked,
     LossReported,
     Made,
+    MemberGranted,
     MemberLost,
     MemberSaid,
     PlanFollowed,
@@ -398,7 +398,7 @@ class Supply:
         commands: list[SupplyCommand] = []
         for microbatch in microbatches:
             self._out[microbatch] = _Granted(peer, now_s)
-            commands.append(NoteGranted(peer, microbatch))
+            commands.append(MemberGranted(peer, microbatch))
         return commands
 
     def _keeps_pace(self, peer: PeerID, everyone: Sequence[PeerID], now_s: float) -> bool:

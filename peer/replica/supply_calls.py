@@ -15,7 +15,6 @@ from shoal.peer.replica.commands import (
     DropClaim,
     HandOut,
     Make,
-    NoteGranted,
     ReportValidation,
     RunAhead,
     SendClaim,
@@ -27,6 +26,7 @@ from shoal.peer.replica.events import (
     ClaimFailed,
     GrantArrived,
     HaltAsked,
+    MemberGranted,
     RepairArrived,
     RepairAsked,
     RepairDeclined,
@@ -53,7 +53,7 @@ class SupplyCalls:
 
     Args:
         on_make: a microbatch is ours to make; whether it may have run before.
-        on_granted: that peer is about to make that microbatch.
+        on_granted: a peer is about to make a microbatch.
         on_run_ahead: how far everybody is to run ahead, and with how much in flight.
         on_validation: all validation microbatches of a version are back (only at the leader).
         on_failure: this peer cannot go on.
@@ -66,7 +66,7 @@ class SupplyCalls:
         endpoint: Endpoint,
         clock: Clock,
         on_make: Callable[[Microbatch, bool], None],
-        on_granted: Callable[[PeerID, Microbatch], None],
+        on_granted: Callable[[MemberGranted], None],
         on_run_ahead: Callable[[int, float], None],
         on_validation: Callable[[ValidationReport], None],
         on_failure: Callable[[BaseException], None],
@@ -168,8 +168,8 @@ class SupplyCalls:
                         self._claim.cancel()
                 case Make(microbatch, again):
                     self._on_make(microbatch, again)
-                case NoteGranted(peer, microbatch):
-                    self._on_granted(peer, microbatch)
+                case MemberGranted():
+                    self._on_granted(command)
                 case RunAhead(steps_ahead, gain):
                     self._on_run_ahead(steps_ahead, gain)
                 case HandOut(member, microbatches):

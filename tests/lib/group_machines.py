@@ -7,6 +7,7 @@ they wake.
 This file is long because the table of everything that may happen next needs all of the state in one place.
 """
 
+import contextlib
 import math
 import random
 from collections import Counter
@@ -17,8 +18,20 @@ from functools import partial
 from shoal.peer.group.core import GroupCore
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.pipeline.window import Window
-from shoal.peer.replica.events import Changed, MemberLost, MemberSaid, TimerFired
+from shoal.peer.replica.events import (
+    Changed,
+    DigestArrived,
+    MemberElsewhere,
+    MemberLost,
+    MemberSaid,
+    MemberSilent,
+    MemberState,
+    ProgressArrived,
+    RoundArrived,
+    TimerFired,
+)
 from shoal.peer.replica.supply import Supply
+from shoal.protocol.errors import Refused
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import CommitReport, Digest, Hello, Progress, RoundStart
 from shoal.protocol.plan import Member
@@ -261,7 +274,7 @@ class Machines:
         core, now_s = tenure.core, self.now_s
         deeds: list[Action] = []
         if core.next_timer_s() <= now_s:
-            deeds.append(lambda: self._perform(node, tenure, core.timer(now_s=self.now_s)))
+            deeds.append(partial(self._commit, node, tenure, TimerFired()))
         deeds += [partial(self._compute, node, tenure, m) for m in tenure.work if m.step <= core.version + self.s_max]
         if tenure.supply.next_timer_s() <= now_s:
             deeds.append(partial(self._supply, node, tenure, TimerFired()))
@@ -347,16 +360,15 @@ class Machines:
         tenure = at.tenure
         if tenure is None:
             return
-        core = tenure.core
         if isinstance(message, Progress):
-            self._forget_elder(at, tenure, source.name, message.incarnation)
-            self._perform(at, tenure, core.progress(source.name, message, now_s=self.now_s))
-            if core.has_place(source.name):
+            if tenure.core.has_place(source.name):
+                self._commit(at, tenure, ProgressArrived(source.name, message))
                 self._supply(at, tenure, MemberSaid(source.name, message.step, message.indices, message.claimed))
         elif isinstance(message, RoundStart):
-            self._perform(at, tenure, core.round_started(message))
+            with contextlib.suppress(Refused):
+                self._commit(at, tenure, RoundArrived(source.name, message))
         elif isinstance(message, Digest):
-            self._perform(at, tenure, core.digest(source.name, message, now_s=self.now_s))
+            self._commit(at, tenure, DigestArrived(source.name, message))
 
     def _replied(self, node: Node, life: int, source: PeerID, hello: Hello) -> None:
         if node.alive and node.life == life:
@@ -366,10 +378,7 @@ class Machines:
         tenure = node.tenure
         if tenure is None:
             return
-        if peer in (*tenure.core.mates, *tenure.core.departing):
-            self._perform(node, tenure, tenure.core.mate_silent(peer, now_s=self.now_s))
-            if peer not in tenure.core.mates:
-                self._forget(node, tenure.boxes, peer)
+        self._commit(node, tenure, MemberSilent(peer))
         self._supply(node, tenure, Changed())
         if peer in tenure.order.names:
             self._say_hello(node, [peer])
@@ -409,32 +418,20 @@ class Machines:
             self._peer_state(node, node.tenure, source, hello)
 
     def _peer_state(self, node: Node, tenure: Tenure, peer: PeerID, hello: Hello) -> None:
-        core = tenure.core
         if hello.stage == 0:
-            self._forget_elder(node, tenure, peer, hello.incarnation)
-            ready = core.mate_ready(peer, hello.ready, hello.is_open, incarnation=hello.incarnation, now_s=self.now_s)
-            self._perform(node, tenure, ready)
-        elif peer in (*core.mates, *core.departing):
-            self._perform(node, tenure, core.mate_elsewhere(peer, incarnation=hello.incarnation, now_s=self.now_s))
+            self._commit(node, tenure, MemberState(peer, hello.ready, hello.is_open, hello.incarnation))
+        else:
+            self._commit(node, tenure, MemberElsewhere(peer, hello.incarnation))
         self._open_if_fit(node, tenure)
         self._supply(node, tenure, Changed())
-
-    def _forget_elder(self, node: Node, tenure: Tenure, peer: PeerID, incarnation: int) -> None:
-        if tenure.core.has_begun_anew(peer, incarnation):
-            self._forget(node, tenure.boxes, peer)
 
     def _died(self, node: Node, peer: PeerID) -> None:
         tenure = node.tenure
         if tenure is not None:
-            if peer in (*tenure.core.mates, *tenure.core.departing):
-                self._mate_lost(node, tenure, peer)
+            self._commit(node, tenure, MemberLost(peer))
             self._lost(node, tenure, peer)
 
     def _lost(self, node: Node, tenure: Tenure, peer: PeerID) -> None:
         self._open_if_fit(node, tenure)
         self._supply(node, tenure, MemberLost(peer))
         self._supply(node, tenure, Changed())
-
-    def _mate_lost(self, node: Node, tenure: Tenure, peer: PeerID) -> None:
-        self._forget(node, tenure.boxes, peer)
-        self._perform(node, tenure, tenure.core.mate_lost(peer, now_s=self.now_s))

@@ -16,23 +16,46 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from group_machines import DRAIN_S, PRESS_S, Action, Box, Machines, Node, Order, Pipe, Round, Tenure
-from shoal.peer.group.commands import AskRepair, CatchUp, Command, Reduce, Report, Resync, Tell, Witness
 from shoal.peer.group.core import GroupCore
 from shoal.peer.pipeline.issue import IssueBook
 from shoal.peer.pipeline.microbatch import IndexSet, Microbatch
-from shoal.peer.replica.commands import Answer, DropClaim, HandOut, Make, NoteGranted, RunAhead, SendClaim
+from shoal.peer.replica.commands import (
+    Answer,
+    AskRepair,
+    CatchUp,
+    DropClaim,
+    ForgetMember,
+    HandOut,
+    Make,
+    Reduce,
+    Report,
+    Resync,
+    RunAhead,
+    SendClaim,
+    Tell,
+    Witness,
+)
 from shoal.peer.replica.events import (
     Changed,
     ClaimArrived,
     ClaimFailed,
+    CommitEvent,
+    GradientCounted,
     GrantArrived,
+    GroupPlanned,
     LossReported,
     Made,
+    MemberGranted,
+    OpenSet,
+    ReadySet,
     RepairArrived,
     RepairDeclined,
+    Stepped,
+    StoodStill,
     SupplyEvent,
     SupplyStopped,
     VersionReached,
+    WorkGranted,
 )
 from shoal.peer.replica.supply import Supply
 from shoal.protocol.errors import Refused
@@ -187,7 +210,7 @@ class World(Machines):
         if tenure is not None and me not in order.names:
             is_counted_out = me not in order.rest and not node.quitting
             if before is not None and order.sequence == before.sequence + 1 and not is_counted_out:
-                self._perform(node, tenure, self._plan_changed(tenure, order))
+                self._commit(node, tenure, self._planned(order))
                 if not tenure.leaving:
                     self._drain(node, tenure)
                 return
@@ -239,38 +262,34 @@ class World(Machines):
         )
         pipe = Pipe()
         node.tenure = tenure = Tenure(core, Supply(book=book, group=core, demand=pipe), pipe, order)
-        self._perform(node, tenure, core.set_open(False, now_s=self.now_s))
+        self._commit(node, tenure, OpenSet(False))
         self._obey(node, tenure, order)
         if order.sequence == 1 and node.life == 0 and node.tenures == 1:
             self._soon(node, tenure, partial(self._take_over, node, tenure, 0, "seed"))
         else:
             tenure.joins_at_s = self.now_s
 
-    def _plan_changed(self, tenure: "Tenure", order: "Order") -> list[Command]:
-        """Who may still drain it knows from the plans before, which come with the newest."""
+    def _planned(self, order: "Order") -> GroupPlanned:
+        """Who may still drain a replica knows from the plans before, which come with the newest."""
         former = {name for earlier in self.orders[: order.sequence] for name in earlier.names}.difference(order.names)
-        return tenure.core.plan_changed(order.members, order.sequence, now_s=self.now_s, former=former)
+        return GroupPlanned(order.members, order.sequence, former)
 
     def _obey(self, node: "Node", tenure: "Tenure", order: "Order") -> None:
         tenure.order = order
-        before = tenure.core.mates
-        self._perform(node, tenure, self._plan_changed(tenure, order))
-        for peer in before:
-            if peer not in (*tenure.core.mates, *tenure.core.departing):
-                self._forget(node, tenure.boxes, peer)
+        self._commit(node, tenure, self._planned(order))
         self._open_if_fit(node, tenure)
         self._supply(node, tenure, Changed())
 
     def _drain(self, node: "Node", tenure: "Tenure") -> None:
         tenure.leaves_at_s, tenure.is_open = self.now_s + DRAIN_S, False
         self._supply(node, tenure, SupplyStopped())
-        self._perform(node, tenure, tenure.core.set_open(False, now_s=self.now_s))
+        self._commit(node, tenure, OpenSet(False))
         self._say_hello(node, audience(tenure))
 
     def _leave(self, node: "Node", tenure: "Tenure", drained: bool) -> None:
         self.note(f"{node.name} leaves, drained: {drained}")
         if drained:
-            self._perform(node, tenure, tenure.core.set_ready(False, now_s=self.now_s))
+            self._commit(node, tenure, ReadySet(False))
             self._say_hello(node, audience(tenure))
         self._abandon(node)
         if node.quitting:
@@ -293,7 +312,7 @@ class World(Machines):
             return
         if self.s_max or tenure.has_stepped or core.version == 0 or not core.open_mates:
             tenure.is_open = True
-            self._perform(node, tenure, core.set_open(True, now_s=self.now_s))
+            self._commit(node, tenure, OpenSet(True))
             self._say_hello(node, audience(tenure))
 
     # --- state ---
@@ -335,7 +354,7 @@ class World(Machines):
 
     def _become_ready(self, node: "Node", tenure: "Tenure") -> None:
         self.note(f"{node.name} is ready at {tenure.core.version}")
-        self._perform(node, tenure, tenure.core.set_ready(True, now_s=self.now_s))
+        self._commit(node, tenure, ReadySet(True))
         self._open_if_fit(node, tenure)
         self._say_hello(node, audience(tenure))
         self._supply(node, tenure, Changed())
@@ -346,7 +365,7 @@ class World(Machines):
         tenure.rounds = {step: r for step, r in tenure.rounds.items() if step >= version}
         tenure.early = {key: frames for key, frames in tenure.early.items() if key[0] >= version}
         self.grown_s = self.now_s
-        self._perform(node, tenure, tenure.core.stepped(version, digest, now_s=self.now_s, by=by))
+        self._commit(node, tenure, Stepped(version, digest, by))
         self._supply(node, tenure, VersionReached(version))
         self._commit_if_complete(node, tenure)
 
@@ -379,8 +398,8 @@ class World(Machines):
                     self._soon(claimant, of, partial(self._grant_arrives, claimant, of, node.name, call, grant))
                 case Make(microbatch, again):
                     self._make(node, tenure, microbatch, again)
-                case NoteGranted(peer, microbatch):
-                    tenure.core.granted(peer, microbatch.step, microbatch.index)
+                case MemberGranted():
+                    self._commit(node, tenure, command)
                 case HandOut(member, microbatches):
                     self._soon(node, tenure, partial(self._hand_out, node, tenure, member, microbatches))
                 case RunAhead():
@@ -424,7 +443,7 @@ class World(Machines):
             self.made[m] += 1
             assert self.is_hard or self.made[m] == 1, f"{m} was granted twice"
         if m.step >= tenure.core.version:
-            self._perform(node, tenure, tenure.core.claimed(m.step, m.index))
+            self._commit(node, tenure, WorkGranted(m.step, m.index))
             if m not in (*tenure.work, *tenure.running):
                 (tenure.again.add if again else tenure.again.discard)(m)
                 tenure.work.append(m)
@@ -436,18 +455,15 @@ class World(Machines):
 
     def _computed(self, node: "Node", tenure: "Tenure", m: Microbatch, wanted: bool) -> None:
         tenure.running.remove(m)
-        core = tenure.core
         if wanted:
-            apart = m in tenure.again
-            contributed = core.contributed(m.step, m.index, loss=1.0, staleness_steps=0, now_s=self.now_s, apart=apart)
-            self._perform(node, tenure, contributed)
+            self._commit(node, tenure, GradientCounted(m, 1.0, 0, apart=m in tenure.again))
             self._supply(node, tenure, Made(m))
         self._supply(node, tenure, Changed())
 
     # --- commands ---
 
-    def _perform(self, node: "Node", tenure: "Tenure", commands: list[Command]) -> None:
-        for command in commands:
+    def _commit(self, node: "Node", tenure: "Tenure", event: CommitEvent) -> None:
+        for command in tenure.core.handle(event, now_s=self.now_s):
             match command:
                 case Tell(message, to=to):
                     self._tell(node, tenure, message, to)
@@ -461,6 +477,8 @@ class World(Machines):
                     self._supply(node, tenure, LossReported(step, IndexSet.from_bytes(indices, count=self.M)))
                 case CatchUp(mate, step):
                     self._soon(node, tenure, partial(self._catch_up, node, tenure, mate, step))
+                case ForgetMember(peer):
+                    self._forget(node, tenure.boxes, peer)
                 case Resync():
                     raise AssertionError(f"{node.name} is told that its state is wrong")
 
@@ -486,7 +504,7 @@ class World(Machines):
 
     def _press(self, node: "Node", tenure: "Tenure", ours: "Round") -> None:
         """What was lost on the way is sent again."""
-        self._perform(node, tenure, tenure.core.press())
+        self._commit(node, tenure, StoodStill())
         ours.press_at_s = self.now_s + PRESS_S
         members = [member.peer for member in ours.start.members]
         for kind in ("part", "result") if ours.parts == set(members) else ("part",):
@@ -581,7 +599,7 @@ class World(Machines):
                     f"{n.name}: v{c.version} acts={n.acts} ready={c.ready} open={t.is_open} lead={c.lead} "
                     f"is_lead={c.is_lead} work={t.work} rounds={list(c._rounds.open)} leaving={t.leaving} "
                     f"order={n.order.sequence if n.order else None} claim={t.claim} ready_mates={c.ready_mates} "
-                    f"departing={c.departing} absent={c._members._absent} named={c._members._named}"
+                    f"departing={c.departing} absent={c._members._known}"
                 )
         return "\n".join(lines)
 

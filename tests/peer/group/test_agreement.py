@@ -1,8 +1,8 @@
 from collections.abc import Sequence
 
 from shoal.peer.group.agreement import MUTE_S, UNCOMPARED_MAX, Agreement
-from shoal.peer.group.commands import Command, Report, Resync, Witness
 from shoal.peer.pipeline.microbatch import IndexSet
+from shoal.peer.replica.commands import CommitCommand, Report, Resync, Witness
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import RoundMember, RoundStart
 
@@ -30,7 +30,7 @@ def round_of(step: int, members: Sequence[PeerID] = (A, B, C)) -> RoundStart:
     )
 
 
-def conclude(made: Agreement, version: int, now_s: float, rounds: dict[int, RoundStart]) -> list[Command]:
+def conclude(made: Agreement, version: int, now_s: float, rounds: dict[int, RoundStart]) -> list[CommitCommand]:
     settled = made.settle(rounds, version, (), now_s=now_s)
     return [command for start in settled for command in made.conclude(start, (), in_plan=True)]
 

@@ -8,6 +8,8 @@ import torch
 from shoal.peer.group.core import GroupCore
 from shoal.peer.group.driver import GroupDriver
 from shoal.peer.group.early import ROUNDS_MAX, Early
+from shoal.peer.pipeline.microbatch import Microbatch
+from shoal.peer.replica.events import GradientCounted, GroupPlanned, ReadySet
 from shoal.peer.vectors import VECTORS
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused, RemoteError
@@ -103,9 +105,9 @@ class Replica:
             retained_from=lambda: 0,
             **{f"on_{what}": heard for what, heard in ignored.items()},
         )
-        core.plan_changed([Member(name, 1.0, 1.0, 1) for name in names], 1, now_s=0.0)
-        core.set_ready(True, now_s=0.0)
-        core.contributed(0, 0, loss=1.0, staleness_steps=0, now_s=0.0)
+        core.handle(GroupPlanned(tuple(Member(name, 1.0, 1.0, 1) for name in names), 1), now_s=0.0)
+        core.handle(ReadySet(True), now_s=0.0)
+        core.handle(GradientCounted(Microbatch(0, 0), 1.0, 0), now_s=0.0)
 
     def start(self):
         members = tuple(

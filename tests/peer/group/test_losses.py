@@ -4,7 +4,6 @@ from itertools import pairwise
 
 import pytest
 
-from shoal.peer.group.commands import AskRepair
 from shoal.peer.group.losses import (
     STALL_S_DEATH,
     STALL_S_FIRST,
@@ -13,6 +12,7 @@ from shoal.peer.group.losses import (
     STALL_STEPS,
     Losses,
 )
+from shoal.peer.replica.commands import AskRepair
 
 
 def after_steps(*seconds: float) -> tuple[Losses, float]:

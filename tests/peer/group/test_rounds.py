@@ -5,9 +5,23 @@ import math
 import msgspec
 import pytest
 
-from shoal.peer.group.commands import Command, Reduce, Tell
 from shoal.peer.group.core import GroupCore
 from shoal.peer.group.rounds import attempt
+from shoal.peer.pipeline.microbatch import Microbatch
+from shoal.peer.replica.commands import CommitCommand, Reduce, Tell
+from shoal.peer.replica.events import (
+    DigestArrived,
+    GradientCounted,
+    GroupPlanned,
+    MemberLost,
+    MemberSilent,
+    MemberState,
+    ProgressArrived,
+    ReadySet,
+    RoundArrived,
+    Stepped,
+    StoodStill,
+)
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Digest, Progress, RoundMember, RoundStart
 from shoal.protocol.plan import Member
@@ -28,13 +42,13 @@ def core(me: PeerID, *members: PeerID) -> GroupCore:
         deadline_s=0.0,
         quorum=1.0,
     )
-    made.plan_changed([Member(peer, 1, 1) for peer in members], 1, now_s=0)
-    made.stepped(1, "1", now_s=0)
-    made.set_ready(True, now_s=0)
+    made.handle(GroupPlanned(tuple(Member(peer, 1, 1) for peer in members), 1), now_s=0)
+    made.handle(Stepped(1, "1"), now_s=0)
+    made.handle(ReadySet(True), now_s=0)
     for mate in members:
         if mate != me:
-            made.mate_ready(mate, True, True, incarnation=1, now_s=0)
-            made.digest(mate, Digest(stage=1, version=1, digest="1"), now_s=0)
+            made.handle(MemberState(mate, True, True, 1), now_s=0)
+            made.handle(DigestArrived(mate, Digest(stage=1, version=1, digest="1")), now_s=0)
     return made
 
 
@@ -45,43 +59,49 @@ def a_round(step: int, number: int, **brings: bytes) -> RoundStart:
     )
 
 
-def names(core: GroupCore, mate: PeerID, lead: PeerID, *, count: int) -> list[Command]:
+def names(core: GroupCore, mate: PeerID, lead: PeerID, *, count: int) -> list[CommitCommand]:
     word = Progress(
         incarnation=1, count=count, stage=1, step=1, indices=b"", lead=lead, claimed=b"", loss_sum=0, staleness_sum=0
     )
-    return core.progress(mate, word, now_s=2)
+    return core.handle(ProgressArrived(mate, word), now_s=2)
 
 
-def contribute(core: GroupCore, step: int) -> list[Command]:
+def contribute(core: GroupCore, step: int) -> list[CommitCommand]:
     """Both microbatches, as a tenure does: kept apart while a round stands."""
     apart = core.has_round(step)
     contributed = [
-        core.contributed(step, index, loss=1.0, staleness_steps=0, apart=apart, now_s=3) for index in range(2)
+        core.handle(GradientCounted(Microbatch(step, index), 1.0, 0, apart=apart), now_s=3) for index in range(2)
     ]
     return [command for commands in contributed for command in commands]
 
 
-def reduced(commands: list[Command]) -> list[RoundStart]:
+def hears(core: GroupCore, start: RoundStart) -> list[CommitCommand]:
+    """A round that a mate opens."""
+    source = next(member.peer for member in core._members.planned if member.peer != core.me)
+    return core.handle(RoundArrived(source, start), now_s=1)
+
+
+def reduced(commands: list[CommitCommand]) -> list[RoundStart]:
     return [command.round for command in commands if isinstance(command, Reduce)]
 
 
 def test_a_round_of_a_later_step_that_died_is_opened_anew_once_its_step_is_due() -> None:
     ours = core(B, A, B)
-    ours.round_started(a_round(2, attempt(1, 7, rank=0, incarnation=1), a=BOTH, b=b""))
+    hears(ours, a_round(2, attempt(1, 7, rank=0, incarnation=1), a=BOTH, b=b""))
     assert reduced(contribute(ours, 2)) == []
-    ours.mate_lost(A, now_s=1)
-    ours.plan_changed([Member(B, 1, 1)], 1, now_s=1)
-    (opened,) = reduced(ours.stepped(2, "2", now_s=2))
+    ours.handle(MemberLost(A), now_s=1)
+    ours.handle(GroupPlanned((Member(B, 1, 1),), 1), now_s=1)
+    (opened,) = reduced(ours.handle(Stepped(2, "2"), now_s=2))
     assert [(member.peer, member.indices) for member in opened.members] == [(B, BOTH)]
     assert opened.attempt > attempt(1, 7, rank=0, incarnation=1), "who holds to the dead round must heed it"
 
 
 def test_nothing_is_contributed_apart_for_ever() -> None:
     ours = core(B, A, B)
-    ours.round_started(a_round(2, 1, a=BOTH, b=b""))
-    ours.mate_lost(A, now_s=1)
-    ours.plan_changed([Member(B, 1, 1)], 2, now_s=1)
-    ours.stepped(2, "2", now_s=2)
+    hears(ours, a_round(2, 1, a=BOTH, b=b""))
+    ours.handle(MemberLost(A), now_s=1)
+    ours.handle(GroupPlanned((Member(B, 1, 1),), 2), now_s=1)
+    ours.handle(Stepped(2, "2"), now_s=2)
     assert not ours.has_round(2)
     assert len(reduced(contribute(ours, 2))) == 1
 
@@ -89,49 +109,49 @@ def test_nothing_is_contributed_apart_for_ever() -> None:
 @pytest.mark.parametrize("number", [1, attempt(5, 0, rank=0, incarnation=1)])
 def test_the_acting_lead_takes_no_round_of_somebody_who_is_gone(number: int) -> None:
     ours = core(B, A, B, C)
-    ours.mate_lost(A, now_s=1)
+    ours.handle(MemberLost(A), now_s=1)
     names(ours, C, B, count=1)
     assert ours.is_lead
-    assert ours.round_started(a_round(1, number, a=BOTH, b=b"", c=b"")) == []
+    assert hears(ours, a_round(1, number, a=BOTH, b=b"", c=b"")) == []
     (opened,) = reduced(contribute(ours, 1))
     assert [member.peer for member in opened.members] == [B, C]
 
 
 def test_a_follower_leaves_a_dead_round_for_one_of_any_number_but_not_for_itself() -> None:
     ours = core(C, A, B, C)
-    ours.mate_lost(A, now_s=1)
+    ours.handle(MemberLost(A), now_s=1)
     dead = a_round(1, attempt(1, 3, rank=0, incarnation=1), a=BOTH, b=b"", c=b"")
-    assert reduced(ours.round_started(dead)) == [dead]
-    assert ours.round_started(dead) == [], "what has come of it would be lost"
+    assert reduced(hears(ours, dead)) == [dead]
+    assert hears(ours, dead) == [], "what has come of it would be lost"
     alive = a_round(1, attempt(1, 0, rank=1, incarnation=1), b=BOTH, c=b"")
-    assert reduced(ours.round_started(alive)) == [alive]
-    assert ours.round_started(a_round(1, alive.attempt - 1, b=BOTH, c=b"")) == []
+    assert reduced(hears(ours, alive)) == [alive]
+    assert hears(ours, a_round(1, alive.attempt - 1, b=BOTH, c=b"")) == []
 
 
 def test_who_voids_a_round_of_another_lead_opens_the_next_above_it() -> None:
     ours = core(B, A, B, C)
     outgrown = a_round(1, attempt(1, 5, rank=0, incarnation=1), a=BOTH, b=b"", c=b"")
-    ours.round_started(outgrown)
-    ours.mate_ready(A, True, False, incarnation=1, now_s=1)  # it resigns
+    hears(ours, outgrown)
+    ours.handle(MemberState(A, True, False, 1), now_s=1)  # it resigns
     names(ours, A, B, count=1)
     names(ours, C, B, count=1)
     assert ours.is_lead
-    ours.contributed(1, 0, loss=1.0, staleness_steps=0, now_s=2)  # in the sum, since the round was not known then
-    (opened,) = reduced(ours.contributed(1, 1, loss=1.0, staleness_steps=0, now_s=2))
+    ours.handle(GradientCounted(Microbatch(1, 0), 1.0, 0), now_s=2)  # in the sum, since the round was not known then
+    (opened,) = reduced(ours.handle(GradientCounted(Microbatch(1, 1), 1.0, 0), now_s=2))
     assert opened.attempt > outgrown.attempt
-    assert ours.press() == [Tell(opened)]
+    assert ours.handle(StoodStill(), now_s=2) == [Tell(opened)]
 
 
 def test_a_round_that_nobody_can_reduce_is_not_sound() -> None:
     ours = core(B, A, B)
     honest = a_round(1, attempt(3, 2, rank=1, incarnation=7), a=b"\x01", b=b"\x02")
-    assert ours.is_sound(honest)
+    assert ours._rounds.is_sound(honest)
     for bandwidth in (0.0, -1.0, math.nan, math.inf):
         members = (RoundMember(A, bandwidth, b""), RoundMember(B, 1.0, b""))
-        assert not ours.is_sound(msgspec.structs.replace(honest, members=members))
-    assert not ours.is_sound(msgspec.structs.replace(honest, members=()))
-    assert not ours.is_sound(msgspec.structs.replace(honest, members=honest.members[:1] * 2))
-    assert not ours.is_sound(msgspec.structs.replace(honest, attempt=2**60))
+        assert not ours._rounds.is_sound(msgspec.structs.replace(honest, members=members))
+    assert not ours._rounds.is_sound(msgspec.structs.replace(honest, members=()))
+    assert not ours._rounds.is_sound(msgspec.structs.replace(honest, members=honest.members[:1] * 2))
+    assert not ours._rounds.is_sound(msgspec.structs.replace(honest, attempt=2**60))
 
 
 def test_who_was_out_of_reach_while_it_drained_is_heard_again_when_the_group_stands_still() -> None:
@@ -140,12 +160,12 @@ def test_who_was_out_of_reach_while_it_drained_is_heard_again_when_the_group_sta
     names(ours, B, A, count=1)
     assert ours.is_lead
     for made in (ours, leaver):
-        made.plan_changed([Member(A, 1, 1)], 2, now_s=1)
-    ours.mate_silent(B, now_s=1)
-    ours.mate_ready(B, True, False, incarnation=1, drains=True, now_s=2)
+        made.handle(GroupPlanned((Member(A, 1, 1),), 2), now_s=1)
+    ours.handle(MemberSilent(B), now_s=1)
+    ours.handle(MemberState(B, True, False, 1, drains=True), now_s=2)
     assert not ours.is_lead, "B might take somebody else for the lead"
-    said = [command.message for command in leaver.press() if isinstance(command, Tell)]
+    said = [command.message for command in leaver.handle(StoodStill(), now_s=2) if isinstance(command, Tell)]
     for message in said:
         if isinstance(message, Progress):
-            ours.progress(B, msgspec.structs.replace(message, incarnation=1), now_s=3)
+            ours.handle(ProgressArrived(B, msgspec.structs.replace(message, incarnation=1)), now_s=3)
     assert ours.is_lead

@@ -1,8 +1,8 @@
 import asyncio
 from typing import Any, cast
 
-from shoal.peer.group.commands import Tell
 from shoal.peer.group.telling import Telling
+from shoal.peer.replica.commands import Tell
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Digest, Progress
 from shoal.protocol.sim.loop import run

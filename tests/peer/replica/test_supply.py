@@ -12,7 +12,6 @@ from shoal.peer.replica.commands import (
     DropClaim,
     HandOut,
     Make,
-    NoteGranted,
     ReportValidation,
     RunAhead,
     SendClaim,
@@ -26,6 +25,7 @@ from shoal.peer.replica.events import (
     HaltAsked,
     LossReported,
     Made,
+    MemberGranted,
     MemberLost,
     MemberSaid,
     PlanFollowed,
@@ -210,7 +210,7 @@ def test_claims_of_one_turn_are_served_together_and_each_gets_at_most_its_share(
     after(made, ClaimArrived(B, 9, call=1), ClaimArrived(C, 1, call=2))
     commands = after(made, TimerFired())
     assert granted(commands) == {1: [0, 1, 2], 2: [3]}
-    assert NoteGranted(C, Microbatch(0, 3)) in commands
+    assert MemberGranted(C, Microbatch(0, 3)) in commands
 
 
 def test_only_the_leader_grants_and_only_to_members():
@@ -282,7 +282,7 @@ def test_lost_contributions_are_divided_among_the_open_members():
         HandOut(B, (Microbatch(0, 1), Microbatch(0, 4))),
         HandOut(C, (Microbatch(0, 2),)),
     ]
-    assert NoteGranted(B, Microbatch(0, 4)) in commands, "if it dies with them they are known to be lost"
+    assert MemberGranted(B, Microbatch(0, 4)) in commands, "if it dies with them they are known to be lost"
 
 
 def test_the_leader_makes_what_a_member_declines():
