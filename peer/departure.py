@@ -102,12 +102,12 @@ class Departure:
 
     def _is_last(self, tenure: Tenure) -> bool:
         """Whether our layers would go with us. Of several last ones that leave at once the first by rank is it."""
-        core = tenure.group.core
+        group = tenure.core.group
         if not tenure.is_ready or tenure.version >= self._spec.training.steps:
             return False
-        if any(not self._drains(mate, tenure) for mate in core.holders):
+        if any(not self._drains(mate, tenure) for mate in group.holders):
             return False
-        rank, _ = core.standing
+        rank, _ = group.standing
         return rank == 0
 
     def _may_have_successor(self, tenure: Tenure, began_s: float) -> bool:
@@ -115,7 +115,7 @@ class Departure:
         plan = self._plan()
         if plan is None:
             return False
-        mates = [peer for peer in tenure.group.core.mates if not self._drains(peer, tenure)]
+        mates = [peer for peer in tenure.core.group.mates if not self._drains(peer, tenure)]
         is_early = self._clock.now_s() < began_s + _PLAN_HEARTBEATS * self._spec.swarm.heartbeat_s
         return bool(mates) or (is_early and len(plan.members) > len(plan.stages))
 

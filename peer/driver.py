@@ -253,7 +253,7 @@ class PeerDriver:
     def heartbeat(self) -> Heartbeat:
         """Hands over the reports since the last one: the caller must see to it that they arrive."""
         replica = self.replica
-        window = replica.pipeline.core.window if replica else None
+        window = replica.core.pipeline.window if replica else None
         return Heartbeat(
             advert=self.advert(),
             plan_sequence=self._plan.plan.sequence if self._plan else 0,
@@ -474,7 +474,7 @@ class PeerDriver:
             self._tasks.spawn(self._archive.note_era(self._endpoint.era, state.version), "note the era")
         if tenure is self.replica and self._archive.is_due(state.version):
             self._saved_s = self._clock.now_s()
-        rank, num_ready = tenure.group.core.standing
+        rank, num_ready = tenure.core.group.standing
         self._copies.preserve(tenure.group_id, state, rank=rank, num_ready=num_ready)
 
     def _fail(self, error: BaseException) -> None:

@@ -1,10 +1,10 @@
-"""A part in one group, from the plan that gives it until it drains: born, *ready* when it holds the group's state,
-*open* while it takes traffic, gone.
+"""The driver of a part in one group, from the plan that gives it until it drains (`replica/member.py` has its states).
 
-What a group works at is its subclasses' business. Who else is ready and open it learns from their Hellos.
+What a group works at is its subclasses' business.
 """
 
 import asyncio
+import dataclasses
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -14,22 +14,44 @@ from shoal.peer.group.core import GroupCore
 from shoal.peer.group.driver import GroupDriver, Stepper
 from shoal.peer.group.witnesses import Witnesses
 from shoal.peer.joining import Joining
-from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.pipeline.state import StageState
-from shoal.peer.replica.events import (
-    GradientCounted,
-    GroupPlanned,
-    MemberLost,
-    MemberSilent,
-    OpenSet,
-    ReadySet,
+from shoal.peer.replica.commands import (
+    AskRepair,
+    CatchUp,
+    Command,
+    Count,
+    ForgetMember,
+    Reduce,
+    Report,
+    Resync,
+    SayHello,
+    Tell,
+    Witness,
 )
+from shoal.peer.replica.events import (
+    DrainBegun,
+    Drained,
+    DrainEnded,
+    Event,
+    Joined,
+    MemberSilent,
+    Paused,
+    PeerDied,
+    PeerReborn,
+    PeerSaid,
+    PlanFollowed,
+    Resumed,
+    Stepped,
+    TimerFired,
+)
+from shoal.peer.replica.member import MemberCore
 from shoal.peer.surroundings import Surroundings
 from shoal.peer.tasks import Tasks
 from shoal.protocol.errors import Refused, RemoteError, Unreachable
 from shoal.protocol.identity import PeerID
-from shoal.protocol.messages import Done, Hello, Progress, Repair
-from shoal.protocol.plan import Member, Plan
+from shoal.protocol.messages import Done, Hello, Repair
+from shoal.protocol.plan import Plan
+from shoal.protocol.timer import Timer
 
 logger = logging.getLogger(__name__)
 
@@ -54,48 +76,41 @@ class Work(Stepper, Protocol):
     async def close(self) -> None: ...
 
 
-class Tenure(ABC):
-    """Our part of `plan` in its group `group_id`."""
+def group_core(surroundings: Surroundings, group_id: int, *, incarnation: int, has_loss: bool) -> GroupCore:
+    """The part of a member's core that commits."""
+    spec = surroundings.spec
+    return GroupCore(
+        me=surroundings.endpoint.peer_id,
+        stage=group_id,
+        steps=spec.training.steps,
+        microbatches=spec.training.microbatches_per_step,
+        tokens_per_microbatch=spec.training.microbatch_size * spec.model.context,
+        has_loss=has_loss,
+        incarnation=incarnation,
+        deadline_s=spec.training.commit_deadline_s,
+        quorum=spec.training.commit_quorum,
+    )
 
-    def __init__(
-        self,
-        surroundings: Surroundings,
-        plan: Plan,
-        group_id: int,
-        work: Work,
-        *,
-        incarnation: int,
-        has_loss: bool,
-    ) -> None:
+
+class Tenure(ABC):
+    """The driver of one member: what we are in the group `core.group`. It owns the one timer and the one door to the
+    core (`handle`), and has each command carried out by whoever can."""
+
+    def __init__(self, surroundings: Surroundings, core: MemberCore, work: Work, *, incarnation: int) -> None:
         self._s = surroundings
-        self.group_id = group_id
+        self.core = core
+        self.group_id = core.group.stage
         self.incarnation = incarnation
-        self.is_open = False
-        self._plan = plan
         self._work = work
-        self.is_paused = self._draining = self._closed = False
-        spec = surroundings.spec
-        group = GroupCore(
-            me=surroundings.endpoint.peer_id,
-            stage=group_id,
-            steps=spec.training.steps,
-            microbatches=spec.training.microbatches_per_step,
-            tokens_per_microbatch=spec.training.microbatch_size * spec.model.context,
-            has_loss=has_loss,
-            incarnation=incarnation,
-            deadline_s=spec.training.commit_deadline_s,
-            quorum=spec.training.commit_quorum,
-        )
+        self._closed = False
+        self._timer = Timer(surroundings.clock, self._ring)
         self.group = GroupDriver(
-            group,
+            core.group,
             work,
             endpoint=surroundings.endpoint,
             clock=surroundings.clock,
-            on_report=surroundings.on_commit,
-            on_witness=surroundings.on_witness,
-            on_resync=self._resync,
-            on_progress=self._mate_progress,
-            on_repair=self._repair,
+            post=self.handle,
+            on_behind=self._resync,
             on_unreachable=surroundings.on_unreachable,
             on_failure=surroundings.on_failure,
             retained_from=surroundings.server.pinned_from,
@@ -107,22 +122,71 @@ class Tenure(ABC):
             runtime=work.runtime,
             group=self.group,
             take_over=self._take_over,
-            begin_era=lambda era: surroundings.begin_era(era, group_id),
-            members=lambda: self._plan.members,
+            begin_era=lambda era: surroundings.begin_era(era, self.group_id),
+            members=lambda: self.core.plan.members,
         )
         self._tasks = Tasks(surroundings.on_failure)
         self.witnesses = Witnesses(
-            group, endpoint=surroundings.endpoint, compute=surroundings.compute, tasks=self._tasks
+            core.group, endpoint=surroundings.endpoint, compute=surroundings.compute, tasks=self._tasks
         )
         self._sync_task: asyncio.Task[None] | None = None
 
+    # --- the one door ---
+
+    def handle(self, event: Event) -> None:
+        """Raises: Refused, RemoteError: as `MemberCore.handle`."""
+        if self._closed:
+            return
+        try:
+            for command in self.core.handle(event, now_s=self._s.clock.now_s()):
+                self._perform(command)
+        finally:
+            if not self._closed:
+                self._timer.set(self.core.next_timer_s())
+
+    def _perform(self, command: Command) -> None:
+        """Do what the core asks, or have it done."""
+        match command:
+            case Tell() | Reduce() | CatchUp() | ForgetMember():
+                self.group.perform(command)
+            case Count(counted):
+                apart = self._work.runtime.contribute(counted.microbatch, apart=counted.apart)
+                self.handle(counted if apart == counted.apart else dataclasses.replace(counted, apart=apart))
+            case SayHello():
+                self._s.on_change()
+            case Report(report):
+                self._s.on_commit(report)
+            case Witness(report):
+                self._s.on_witness(report)
+            case AskRepair(step, indices):
+                # What our group's leader misses, stage 0's leader hands out again.
+                self._tasks.spawn(self._ask_repair(Repair(step=step, indices=indices)), f"repair step {step}")
+            case Resync(mate, version):
+                logger.error("our state at version %d is not the group's: fetching it", version)
+                self._resync(mate)
+            case _:
+                raise AssertionError(f"nobody carries out {command}")
+
+    def _ring(self) -> None:
+        try:
+            self.handle(TimerFired())
+        except Exception as error:
+            self._s.on_failure(error)
+
+    # --- what others see ---
+
     @property
     def is_ready(self) -> bool:
-        return self.group.core.ready and not self._closed
+        return self.core.group.ready and not self._closed
+
+    @property
+    def is_open(self) -> bool:
+        """It takes traffic."""
+        return self.core.is_open and not self._closed
 
     @property
     def is_draining(self) -> bool:
-        return self._draining
+        return self.core.is_draining
 
     @property
     def version(self) -> int:
@@ -138,43 +202,24 @@ class Tenure(ABC):
 
         Also mates of a plan that has no place for us any more: they may wait for the word of one who drains.
         """
-        core = self.group.core
-        peers = dict.fromkeys(peer for peers in (*self._near(), core.mates, core.departing) for peer in peers)
+        group = self.core.group
+        peers = dict.fromkeys(peer for peers in (*self._near(), group.mates, group.departing) for peer in peers)
         return [peer for peer in peers if peer != self._s.endpoint.peer_id]
 
     # --- what a subclass says ---
 
     @abstractmethod
-    def _members(self, plan: Plan) -> tuple[Member, ...]:
-        """Of our group, in `plan`."""
-
-    @abstractmethod
     def _near(self) -> list[tuple[PeerID, ...]]:
         """Who works with our group, besides its members."""
 
-    @abstractmethod
-    def peer_state(self, peer: PeerID, hello: Hello) -> None:
-        """What a peer says of itself."""
-
-    @abstractmethod
-    def peer_died(self, peer: PeerID) -> None:
-        """The plan has dropped it, and it had not said that it would go."""
-
-    @abstractmethod
-    def peer_reborn(self, peer: PeerID) -> None:
-        """It has begun anew in its stage, which its mates may have heard from its Progress before."""
+    def _upstream(self) -> frozenset[PeerID]:
+        """Who holds, or held of late, the stage before ours."""
+        return frozenset()
 
     @property
     def _is_needed(self) -> bool:
         """Who comes after us has not what we have."""
         return False
-
-    def _more_follows(self, step: int) -> bool:
-        """More microbatches of `step` are here, whose contributions will be told of."""
-        return False
-
-    def _wake(self) -> None:  # noqa: B027  # a kind of tenure may do nothing then
-        """Something has changed on which work may have waited."""
 
     # --- life ---
 
@@ -182,77 +227,70 @@ class Tenure(ABC):
         self._work.install()
         self.group.install()
         self.witnesses.install()
-        self.group.handle(OpenSet(False))
-        self.follow(self._plan)
+        self.follow(self.core.plan)
         self._sync_task = asyncio.create_task(self._join(), name=f"join group {self.group_id}")
 
     def follow(self, plan: Plan) -> None:
         """A plan in which our group and its layers are as before."""
-        self._plan = plan
-        former = self._s.recent.former(self.group_id)
-        self.group.handle(GroupPlanned(self._members(plan), plan.sequence, former))
+        self.handle(PlanFollowed(plan, self._s.recent.former(self.group_id), self._upstream()))
         self.witnesses.look(self.state)
-        self._open_if_fit()
-        self._wake()
 
-    def mate_died(self, peer: PeerID) -> None:
+    def peer_state(self, peer: PeerID, hello: Hello) -> None:
+        """What a peer says of itself."""
+        self.handle(PeerSaid(peer, hello))
+
+    def peer_died(self, peer: PeerID) -> None:
         """The plan has dropped it, and it had not said that it would go."""
         self.witnesses.mate_lost(peer)
-        self.group.handle(MemberLost(peer))
-        self._open_if_fit()
-        self._wake()
+        self.handle(PeerDied(peer))
+
+    def peer_reborn(self, peer: PeerID) -> None:
+        """It has begun anew in its stage, which its mates may have heard from its Progress before."""
+        self.handle(PeerReborn(peer))
 
     def peer_silent(self, peer: PeerID) -> None:
         """It does not answer; the network or it may be to blame, and it may come back."""
-        self.group.handle(MemberSilent(peer))
-        self._wake()
+        self.handle(MemberSilent(peer))
 
     def pause(self, *, at_once: bool) -> None:
         """Take nothing new and hand on what is here, but stay: what we have contributed is reduced with our mates'.
 
-        Args: at_once: what others could do as well is not even ended.
+        Args: at_once: what others could do as well is not even ended; else backwards are made whose gradients come.
         """
-        self.is_paused = True
-        self.is_open = False
-        self.group.handle(OpenSet(False))
-        self._s.on_change()
+        self.handle(Paused(at_once))
 
     def resume(self) -> None:
-        self.is_paused = False
-        self._open_if_fit()
+        """The pause is over."""
+        self.handle(Resumed())
 
     async def drain(self, timeout_s: float, *, unless: Callable[[], bool] = lambda: False) -> bool:
         """Take nothing new, finish what is here, see every contribution committed, `unless` that has become pointless.
 
         Returns: whether that came about.
         """
-        self._draining = True
-        self.is_open = False
-        self.group.handle(OpenSet(False))
-        self._s.on_change()
+        self.handle(DrainBegun())
         until_s = self._s.clock.now_s() + timeout_s
-        while not self._work.is_idle or self.group.core.owes or self._is_needed:
-            if unless() or not self._draining:
+        while not self._work.is_idle or self.core.group.owes or self._is_needed:
+            if unless() or not self.is_draining:
                 return False
             if self._s.clock.now_s() >= until_s:
                 logger.warning("left work behind: group %d did not drain in %.0f s", self.group_id, timeout_s)
                 return False
             await asyncio.sleep(0.05)
-        if not self._draining:
+        if not self.is_draining:
             return False
-        self.group.handle(ReadySet(False))
-        self._s.on_change()
+        self.handle(Drained())
         return True
 
     def stay(self, plan: Plan) -> None:
         """A plan has given us our place back before we had drained."""
-        self._draining = False
+        self.handle(DrainEnded())
         self.follow(plan)
 
     def retire(self) -> None:
         """We take part in nothing any more, whatever still arrives."""
-        self.is_open = False
         self._closed = True
+        self._timer.cancel()
         self.group.retire()
 
     async def close(self) -> None:
@@ -269,80 +307,46 @@ class Tenure(ABC):
 
     async def _join(self) -> None:
         try:
-            await self.joining.run(self._plan)
+            await self.joining.run(self.core.plan)
         except (OSError, RuntimeError, ValueError) as error:
             self._s.on_failure(error)
             return
         logger.info("group %d is ready at version %d", self.group_id, self.version)
-        self.group.handle(ReadySet(True))
-        self._open_if_fit()
-        self._s.on_change()
-        self._wake()
+        self.handle(Joined(self._work.runtime.remembers))
 
     async def _take_over(self, state: StageState) -> None:
         self._work.load(state)
         digest = (await self._s.compute.run("step", state.digest, flop=0.0)).value
         if self.version == state.version:
-            self.group.stepped(state.version, digest)
+            self._reached(state, digest, None)
             self._s.on_state(self, state)
-            self._reached(state.version)
 
-    def _reached(self, version: int) -> None:  # noqa: B027  # a kind of tenure may do nothing then
-        """We are at `version`, by a step or because we have taken over a state."""
-
-    def _open_if_fit(self) -> None:
-        """Take traffic. A newcomer to a synchronous run waits for its first step of its own: until then it could not
-        repeat exactly what others may have to run again. Unless nobody else is there to take it.
-        """
-        if self.is_open or self._draining or self.is_paused or not self.is_ready:
-            return
-        at_the_beginning = self.version == self._plan.restore_version
-        if self._work.runtime.remembers or at_the_beginning or not self.group.core.open_mates:
-            self.is_open = True
-            self.group.handle(OpenSet(True))
-            self._s.on_change()
+    def _reached(self, state: StageState, digest: str, gradient_norm: float | None) -> None:
+        """The core and the group hear that we hold `state`."""
+        by = self.group.stepped(state.version)
+        self.handle(Stepped(state.version, digest, by, gradient_norm, self._work.runtime.remembers))
+        self.group.commit_if_complete()
 
     def _resync(self, mate: PeerID) -> None:
-        if self.is_ready and not self._draining:
+        if self.is_ready and not self.is_draining:
             self._s.on_resync(self)
 
-    # --- told by the work and the group ---
-
-    def wants(self, microbatch: Microbatch) -> bool:
-        return self.group.core.lacks(microbatch.step, microbatch.index)
-
-    def contributed(self, microbatch: Microbatch, *, loss: float, staleness_steps: int, again: bool) -> None:
-        # What comes while a round stands must not outgrow it.
-        apart = again or self.group.core.has_round(microbatch.step)
-        apart = self._work.runtime.contribute(microbatch, apart=apart)
-        more_follows = self._more_follows(microbatch.step)
-        self.group.handle(GradientCounted(microbatch, loss, staleness_steps, apart, more_follows))
+    # --- told by the work ---
 
     def stepped(self, state: StageState, digest: str, skipped_layers: int) -> None:
+        """An optimizer step has made `state`."""
         if skipped_layers:
             logger.error("step %d: %d layers had a gradient that is not finite", state.version, skipped_layers)
-        self.group.stepped(state.version, digest, gradient_norm=state.gradient_norm)
+        self._reached(state, digest, state.gradient_norm)
         self.witnesses.look(state)
         self.joining.stepped()
-        self._reached(state.version)
         self._s.on_state(self, state)
-        self._open_if_fit()
-
-    def unreachable(self, peer: PeerID) -> None:
-        self._s.on_unreachable(peer)
-
-    def failed(self, error: BaseException) -> None:
-        self._s.on_failure(error)
 
     # --- inside ---
 
-    def _repair(self, step: int, indices: bytes) -> None:
-        """What our group's lead misses, stage 0's lead hands out again."""
-        self._tasks.spawn(self._ask_repair(Repair(step=step, indices=indices)), f"repair step {step}")
-
     async def _ask_repair(self, message: Repair) -> None:
         for _ in range(_REPAIR_TRIES):
-            for peer in self._plan.stages[0].peers:
+            for peer in self.core.plan.stages[0].peers:
                 try:
                     await self._s.endpoint.ask(peer, message, Done)
                 except (Unreachable, Refused, RemoteError) as error:
@@ -350,6 +354,3 @@ class Tenure(ABC):
                 else:
                     return
             await asyncio.sleep(_RETRY_S)
-
-    def _mate_progress(self, source: PeerID, message: Progress) -> None:  # noqa: B027  # a kind of tenure may do nothing then
-        """A mate has said what it has."""

@@ -111,7 +111,7 @@ class ContributionMeter:
             synced=replica.is_ready if replica else False,
             busy=min(1.0, (now.busy_s - first.busy_s) / seconds),
             sending=min(1.0, (now.sending_s - first.sending_s) / seconds),
-            waiting=replica.pipeline.core.num_waiting if replica else 0,
+            waiting=replica.core.pipeline.num_waiting if replica else 0,
             flop_per_s=(now.flop - first.flop) / seconds,
             microbatches_per_s=(now.microbatches - minute.microbatches) / max(now.at_s - minute.at_s, 1e-9),
             flop_total=now.flop,

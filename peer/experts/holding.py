@@ -1,15 +1,14 @@
 """One tenure in the group of one expert's holders."""
 
 from shoal.peer.experts.work import ExpertWork
-from shoal.peer.replica.events import MemberElsewhere, MemberState
+from shoal.peer.pipeline.microbatch import Microbatch
+from shoal.peer.replica.events import Contributed
+from shoal.peer.replica.member import ExpertCore
 from shoal.peer.surroundings import Surroundings
-from shoal.peer.tenures import Tenure
+from shoal.peer.tenures import Tenure, group_core
 from shoal.protocol.identity import PeerID
-from shoal.protocol.messages import ExpertPlace, Hello
-from shoal.protocol.plan import Member, Plan
-
-_ANY = 2**62
-"""No incarnation is later."""
+from shoal.protocol.messages import ExpertPlace
+from shoal.protocol.plan import Plan
 
 
 class ExpertTenure(Tenure):
@@ -26,7 +25,8 @@ class ExpertTenure(Tenure):
             server=surroundings.experts,
             upwards=self,
         )
-        super().__init__(surroundings, plan, group_id, self.work, incarnation=incarnation, has_loss=False)
+        group = group_core(surroundings, group_id, incarnation=incarnation, has_loss=False)
+        super().__init__(surroundings, ExpertCore(group, plan), self.work, incarnation=incarnation)
 
     def is_place_of(self, plan: Plan) -> bool:
         """Whether its group and layers are in the plan what they are here."""
@@ -53,20 +53,29 @@ class ExpertTenure(Tenure):
     def serves(self) -> bool:
         return self.is_ready
 
-    def _members(self, plan: Plan) -> tuple[Member, ...]:
-        return plan.group_members(self.group_id)
+    def wants(self, microbatch: Microbatch) -> bool:
+        """Whether our group lacks the expert's gradient of it."""
+        return self.core.group.lacks(microbatch.step, microbatch.index)
+
+    def contributed(self, microbatch: Microbatch, *, loss: float, staleness_steps: int, again: bool) -> None:
+        """The expert's part of it is whole."""
+        self.handle(Contributed(microbatch, staleness_steps, again, loss))
+
+    def failed(self, error: BaseException) -> None:
+        self._s.on_failure(error)
 
     def _near(self) -> list[tuple[PeerID, ...]]:
-        mates = tuple(member.peer for member in self._plan.group_members(self.group_id))
-        return [self._plan.stages[self.stage].peers, mates]
+        plan = self.core.plan
+        mates = tuple(member.peer for member in plan.group_members(self.group_id))
+        return [plan.stages[self.stage].peers, mates]
 
     @property
     def _is_needed(self) -> bool:
-        core = self.group.core
+        group = self.core.group
         is_over = self.version >= self._s.spec.training.steps
         # As many must have it without us as the plan promises, or the next death could be one too many.
-        promised = min(len(core.mates), self._s.spec.swarm.expert_replicas)
-        return len(core.ready_mates) < promised and not is_over
+        promised = min(len(group.mates), self._s.spec.swarm.expert_replicas)
+        return len(group.ready_mates) < promised and not is_over
 
     def pause(self, *, at_once: bool) -> None:
         """Args: at_once: tokens are refused, and go to another holder."""
@@ -82,31 +91,10 @@ class ExpertTenure(Tenure):
         if self.is_place_of(plan):
             self.follow(plan)
 
-    def peer_state(self, peer: PeerID, hello: Hello) -> None:
-        """What a peer says of itself."""
-        for place in hello.experts:
-            if place.group == self.group_id:
-                self.group.handle(
-                    MemberState(
-                        peer,
-                        place.ready,
-                        place.is_open,
-                        place.incarnation,
-                        drains=place.draining,
-                        has_moved=self._plan.has(peer),
-                    )
-                )
-                break
-        else:
-            # Its Hellos are in order, and this one is later than what it was here.
-            self.group.handle(MemberElsewhere(peer, incarnation=_ANY))
-        self._open_if_fit()
-
     def peer_died(self, peer: PeerID) -> None:
-        """The plan has dropped it, and it had not said that it would go."""
-        self.mate_died(peer)
+        super().peer_died(peer)
         self.work.source_lost(peer)
 
     def peer_reborn(self, peer: PeerID) -> None:
-        """Its tenure in a stage has begun anew. Of what it holds as our mate its Hello says more."""
+        super().peer_reborn(peer)  # of what it holds as our mate its Hello says more
         self.work.source_lost(peer)

@@ -1,8 +1,8 @@
-"""Runs a GroupCore: tells mates, reduces over the wire, hands the mean gradient to the pipeline.
+"""Carries out what a member's core asks for its group: it tells mates, reduces over the wire, and hands the mean
+gradient to whatever steps.
 
-The path of a commit through this file: `contributed` -> (`Progress` to the mates) -> `_on_round_start` -> `_begin`
--> frames `ReducePart` and `GatherPart` -> `_complete` -> `PipelineDriver.commit` -> `stepped` (`Digest` to the mates)
--> `Report`.
+The path of a commit through this file: `Tell` (`Progress` to the mates) -> `_on_round_start` -> `Reduce` -> `_begin`
+-> frames `ReducePart` and `GatherPart` -> `_complete` -> `Stepper.commit` -> `stepped` -> `Tell` (`Digest`).
 """
 
 import asyncio
@@ -14,7 +14,6 @@ from torch import Tensor
 
 from shoal.peer.arithmetic import Held
 from shoal.peer.group.catching_up import CatchingUp
-from shoal.peer.group.core import GroupCore
 from shoal.peer.group.early import Early, Piece
 from shoal.peer.group.pieces import Pieces
 from shoal.peer.group.pressing import PRESS_S, Pressing
@@ -22,33 +21,15 @@ from shoal.peer.group.reduce import Reduction
 from shoal.peer.group.telling import Telling
 from shoal.peer.outbox import Outbox
 from shoal.peer.pipeline.microbatch import IndexSet
-from shoal.peer.replica.commands import (
-    AskRepair,
-    CatchUp,
-    CommitCommand,
-    ForgetMember,
-    Reduce,
-    Report,
-    Resync,
-    Tell,
-    Witness,
-)
-from shoal.peer.replica.events import (
-    CommitEvent,
-    DigestArrived,
-    ProgressArrived,
-    RoundArrived,
-    Stepped,
-    StoodStill,
-    TimerFired,
-)
+from shoal.peer.replica.commands import CatchUp, ForgetMember, Reduce, Tell
+from shoal.peer.replica.events import CommitEvent, DigestArrived, ProgressArrived, RoundArrived, StoodStill
+from shoal.peer.replica.views import GroupView
 from shoal.peer.tasks import Tasks
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import RemoteError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import REPLAYED_BYTES_MAX, REPLAYED_STEPS_MIN
 from shoal.protocol.messages import (
-    CommitReport,
     Digest,
     Done,
     GatherPart,
@@ -57,12 +38,15 @@ from shoal.protocol.messages import (
     RoundStart,
 )
 from shoal.protocol.ports import Clock, Compute, Payload
-from shoal.protocol.timer import Timer
 
 logger = logging.getLogger(__name__)
 
 _CHUNKS_AT_ONCE: Final = 8
 """Added up before the first of them is sent: a switch of threads for each would cost as much as adding it."""
+
+
+GroupDeed = Tell | Reduce | CatchUp | ForgetMember
+"""What the group asks for that its members do among themselves."""
 
 
 class Stepper(Protocol):
@@ -85,31 +69,26 @@ class Stepper(Protocol):
 
 
 class GroupDriver:
-    """One replica's part in its stage group.
+    """One member's part in its group.
 
     Args:
-        on_report: a commit that the group agrees on (only at the lead).
-        on_witness: the same at everyone else.
-        on_resync: our state is not the group's; fetch it from that mate.
-        on_repair: contributions to a step were lost; stage 0 must run these microbatches (a bitmap) again.
+        core: to be read.
+        post: hands the member's core an event; raises `Refused` or `RemoteError` if it declines.
+        on_behind: we are too far behind that mate: fetch the state from it.
         on_unreachable: a mate does not answer.
         on_failure: this peer cannot go on.
-        on_progress: a mate's Progress, after the core has seen it (the issue book wants its claims).
         retained_from: the oldest version some newcomer still builds on; reduced gradients from there on are kept.
     """
 
     def __init__(
         self,
-        core: GroupCore,
+        core: GroupView,
         stepper: Stepper,
         *,
         endpoint: Endpoint,
         clock: Clock,
-        on_report: Callable[[CommitReport], None],
-        on_witness: Callable[[CommitReport], None],
-        on_resync: Callable[[PeerID], None],
-        on_progress: Callable[[PeerID, Progress], None],
-        on_repair: Callable[[int, bytes], None],
+        post: Callable[[CommitEvent], None],
+        on_behind: Callable[[PeerID], None],
         on_unreachable: Callable[[PeerID], None],
         on_failure: Callable[[BaseException], None],
         retained_from: Callable[[], int],
@@ -119,11 +98,7 @@ class GroupDriver:
         self._vectors = stepper.runtime.vectors
         self._endpoint = endpoint
         self._clock = clock
-        self._on_report = on_report
-        self._on_witness = on_witness
-        self._on_resync = on_resync
-        self._on_progress = on_progress
-        self._on_repair = on_repair
+        self._post = post
         self._retained_from = retained_from
         self._outbox = Outbox(endpoint, on_trouble=on_unreachable)
         self._telling = Telling(self.core.me, self._outbox, self._audience)
@@ -149,11 +124,10 @@ class GroupDriver:
             means=lambda: self._means,
             version=lambda: self.core.version,
             on_mean=self._mean_came,
-            on_behind=on_resync,
+            on_behind=on_behind,
             gives_to=core.has_place,
         )
         self._pressing = Pressing()
-        self._timer = Timer(clock, self._on_timer)
         self._closed = False
 
     def install(self) -> None:
@@ -172,7 +146,6 @@ class GroupDriver:
 
     async def close(self) -> None:
         self._closed = True
-        self._timer.cancel()
         self._endpoint.leave_stage(self.core.stage)
         self._telling.close()
         await self._tasks.cancel()
@@ -180,19 +153,33 @@ class GroupDriver:
 
     # --- told by the rest of the peer ---
 
-    def handle(self, event: CommitEvent) -> None:
-        """Raises: Refused, RemoteError: as `GroupCore.handle`."""
-        self._perform(self.core.handle(event, now_s=self._clock.now_s()))
+    def perform(self, command: GroupDeed) -> None:
+        """Do what the core asks."""
+        if self._closed:
+            return
+        match command:
+            case Tell():
+                self._telling.tell(command)
+            case Reduce(start):
+                self._begin(start)
+            case CatchUp(mate, step):
+                self._catch_up(mate, step)
+            case ForgetMember(peer, died):
+                self._outbox.forget(peer)
+                if died:
+                    self._catching_up.mate_lost(peer)
+                    self._pieces.forget(peer)
 
-    def stepped(self, version: int, digest: str, *, gradient_norm: float | None = None) -> None:
-        """The pipeline has stepped to `version`, with a gradient of that norm, or loaded a state of it."""
+    def stepped(self, version: int) -> RoundStart | None:
+        """The pipeline has stepped to `version`, or loaded a state of it, and the core is about to hear so.
+
+        Returns: the round whose result it has stepped with.
+        """
         keep_from = min(version - 1, max(self._retained_from(), version - self._replayed_steps))
         self._means = {step: mean_N for step, mean_N in self._means.items() if step >= keep_from}
         self._reductions = {step: r for step, r in self._reductions.items() if step >= version}
         self._early.forget_before(version, mates=(*self.core.mates, *self.core.departing))
-        by = self._committing_round if version == self._committing + 1 else None
-        self.handle(Stepped(version, digest, by, gradient_norm))
-        self._commit_if_complete()
+        return self._committing_round if version == self._committing + 1 else None
 
     async def fetch_mean(self, mate: PeerID, step: int) -> bool:
         """As `CatchingUp.fetch`."""
@@ -201,17 +188,15 @@ class GroupDriver:
     # --- messages ---
 
     async def _on_progress_message(self, source: PeerID, message: Progress) -> Done:
-        if self.core.has_place(source):  # else these are the last words of one whom we have counted out
-            self.handle(ProgressArrived(source, message))
-            self._on_progress(source, message)
+        self._post(ProgressArrived(source, message))
         return Done()
 
     async def _on_round_start(self, source: PeerID, message: RoundStart) -> Done:
-        self.handle(RoundArrived(source, message))
+        self._post(RoundArrived(source, message))
         return Done()
 
     async def _on_digest(self, source: PeerID, message: Digest) -> Done:
-        self.handle(DigestArrived(source, message))
+        self._post(DigestArrived(source, message))
         return Done()
 
     # --- frames ---
@@ -228,33 +213,6 @@ class GroupDriver:
             await self._take(reduction, source, meta, payload)
 
     # --- inside ---
-
-    def _perform(self, commands: list[CommitCommand]) -> None:
-        if self._closed:
-            return
-        for command in commands:
-            match command:
-                case Tell():
-                    self._telling.tell(command)
-                case Reduce(start):
-                    self._begin(start)
-                case Report(report):
-                    self._on_report(report)
-                case Witness(report):
-                    self._on_witness(report)
-                case AskRepair(step, indices):
-                    self._on_repair(step, indices)
-                case CatchUp(mate, step):
-                    self._catch_up(mate, step)
-                case Resync(mate, version):
-                    logger.error("our state at version %d is not the group's: fetching it", version)
-                    self._on_resync(mate)
-                case ForgetMember(peer, died):
-                    self._outbox.forget(peer)
-                    if died:
-                        self._catching_up.mate_lost(peer)
-                        self._pieces.forget(peer)
-        self._timer.set(self.core.next_timer_s())
 
     def _audience(self, message: Progress | RoundStart | Digest) -> list[PeerID]:
         """The mates, those who are about to leave, and whoever else is in the round."""
@@ -312,9 +270,10 @@ class GroupDriver:
     def _complete(self, reduction: Reduction) -> None:
         if reduction.is_complete and self._reductions.get(reduction.start.step) is reduction:
             self._means[reduction.start.step] = reduction.mean_N
-            self._commit_if_complete()
+            self.commit_if_complete()
 
-    def _commit_if_complete(self) -> None:
+    def commit_if_complete(self) -> None:
+        """Have the step made whose reduced gradient is here already."""
         version = self.core.version
         mean_N = self._means.get(version)
         if mean_N is not None and self._committing < version and not self._closed:
@@ -326,7 +285,7 @@ class GroupDriver:
 
     def _mean_came(self, step: int, mean_N: Tensor) -> None:
         self._means[step] = mean_N
-        self._commit_if_complete()
+        self.commit_if_complete()
 
     async def _press(self) -> None:
         """Send again what may have been lost in a round that does not end: of a stream that breaks nobody knows what
@@ -338,14 +297,14 @@ class GroupDriver:
             if version == self.core.version < self.core.steps and self.core.ready:
                 logger.info("stage %d stays at version %d: %s", self.core.stage, version, self.core.waits_for())
                 if version not in self._reductions:
-                    self.handle(StoodStill())
+                    self._post(StoodStill())
             version, now_s = self.core.version, self._clock.now_s()
             reduction = self._reductions.get(version)
             if not self._pressing.stands_still(reduction, now_s) or reduction is None or self._closed:
                 continue
             owing = ", ".join(peer[-8:] for peer in sorted(reduction.missing_from()))
             logger.info("round %d does not end, for want of pieces from %s", version, owing)
-            self.handle(StoodStill())
+            self._post(StoodStill())
             for peer in reduction.others:
                 took_s = self._pieces.slowest_s(peer)
                 if not self._pieces.is_sending_to(peer) and self._pressing.is_due(peer, now_s, took_s=took_s):
@@ -363,6 +322,3 @@ class GroupDriver:
             owing = sorted(reduction.missing_from().intersection(self.core.mates))
         catch_up = self._catching_up.catch_up(mate, step, owing=owing[0] if owing else None)
         self._tasks.spawn(catch_up, f"catch up with step {step}")
-
-    def _on_timer(self) -> None:
-        self.handle(TimerFired())

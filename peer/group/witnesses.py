@@ -8,9 +8,9 @@ import logging
 from dataclasses import dataclass
 
 from shoal.peer.group.attestations import Attestations, is_majority, root_of, statement_body
-from shoal.peer.group.core import GroupCore
 from shoal.peer.outbox import Outbox
 from shoal.peer.pipeline.state import StageState
+from shoal.peer.replica.views import GroupView
 from shoal.peer.tasks import Tasks
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused, RemoteError
@@ -41,7 +41,7 @@ class Witnessed:
 class Witnesses:
     """Of one tenure in a group."""
 
-    def __init__(self, core: GroupCore, *, endpoint: Endpoint, compute: Compute, tasks: Tasks) -> None:
+    def __init__(self, core: GroupView, *, endpoint: Endpoint, compute: Compute, tasks: Tasks) -> None:
         self._core = core
         self._endpoint = endpoint
         self._compute = compute

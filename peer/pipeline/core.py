@@ -30,33 +30,39 @@ from dataclasses import dataclass, field
 
 from shoal.peer.pipeline.commits import CommitTimes
 from shoal.peer.pipeline.control import Control
-from shoal.peer.pipeline.events import (
-    Arrived,
-    Command,
-    Contributed,
-    Event,
-    Finished,
-    Forget,
-    GradientArrived,
-    HandBack,
-    HandedBack,
-    Job,
-    JobDone,
-    JobDropped,
-    JobParked,
-    Paused,
-    PeerLost,
-    PeerReady,
-    Resumed,
-    SendActivation,
-    SendGradient,
-    StepReady,
-    VersionSet,
-)
 from shoal.peer.pipeline.flight import Flight
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.pipeline.router import Router
 from shoal.peer.pipeline.window import Window
+from shoal.peer.replica.commands import (
+    Finished,
+    Forget,
+    HandBack,
+    ScheduleCommand,
+    SendActivation,
+    SendGradient,
+)
+from shoal.peer.replica.events import (
+    Arrived,
+    Contributed,
+    GradientArrived,
+    HandedBack,
+    JobDone,
+    JobDropped,
+    JobParked,
+    Paused,
+    PeerClosed,
+    PeerLost,
+    PeerReady,
+    Resumed,
+    RunAhead,
+    ScheduleEvent,
+    StepReady,
+    TrafficPlanned,
+    UpstreamSet,
+    VersionSet,
+)
+from shoal.peer.replica.job import Job
 from shoal.protocol.identity import PeerID
 from shoal.protocol.staleness import staleness_bound
 
@@ -120,11 +126,6 @@ class PipelineCore:
         """Nothing is here at all."""
         return not self._flights and self._running is None and not self._parked
 
-    def run_ahead(self, steps_ahead: int, gain: float) -> None:
-        """What the leader of stage 0 has chosen, < 0: nothing yet."""
-        if self.control is not None:
-            self.control.follow(steps_ahead, gain)
-
     def goes_on(self, job: Job) -> bool:
         """Whether anything comes of a parked job."""
         assert job.microbatch is not None, "a step waits for nobody"
@@ -146,15 +147,15 @@ class PipelineCore:
         """Microbatches of `step` are here that this replica has still to contribute to."""
         return any(m.step == step and not m.validates for m in self._flights)
 
-    def handle(self, event: Event, *, now_s: float) -> list[Command]:
+    def handle(self, event: ScheduleEvent, *, now_s: float) -> list[ScheduleCommand]:
         match event:
             case Arrived(microbatch, source, again):
                 commands = self._arrive(microbatch, source, again, now_s)
-            case GradientArrived(microbatch, source, waited_s, commit_s):
-                self._commits.told(commit_s)
-                commands = self._gradient(microbatch, source, waited_s, now_s)
-            case JobDone(job):
-                commands = self._job_done(job, now_s)
+            case GradientArrived():
+                self._commits.told(event.commit_s)
+                commands = self._gradient(event, now_s)
+            case JobDone(job, loss):
+                commands = self._job_done(job, loss, now_s)
             case JobParked(job):
                 commands = self._park(job)
             case JobDropped(job):
@@ -170,13 +171,27 @@ class PipelineCore:
                 self.version = version
                 self._commits.loaded(version)
                 commands = []
+            case TrafficPlanned(shares, upstream):
+                self.router.set_shares(shares)
+                self.upstream = upstream
+                commands = self._send_unsent(now_s)
+            case UpstreamSet(upstream):
+                self.upstream = upstream
+                commands = []
             case PeerReady(peer):
                 self.router.set_ready(peer, True)
                 commands = self._send_unsent(now_s)
+            case PeerClosed(peer):
+                self.router.set_ready(peer, False)
+                commands = []
             case PeerLost(peer):
                 commands = self._lost(peer, now_s)
             case HandedBack(microbatch, peer):
                 commands = self._handed_back(microbatch, peer, now_s)
+            case RunAhead(steps_ahead, gain):
+                if self.control is not None:
+                    self.control.follow(steps_ahead, gain)
+                commands = []
             case Paused() | Resumed():
                 self._pause = event if isinstance(event, Paused) else None
                 commands = []
@@ -184,7 +199,9 @@ class PipelineCore:
             commands += self._hand_back(all_of_it=self._pause.at_once)
         return commands + self._next_job(now_s)
 
-    def _arrive(self, microbatch: Microbatch, source: PeerID | None, again: bool, now_s: float) -> list[Command]:
+    def _arrive(
+        self, microbatch: Microbatch, source: PeerID | None, again: bool, now_s: float
+    ) -> list[ScheduleCommand]:
         if source is not None and not self.takes_from(source):
             return []  # Its gradient would go there, and what it sent be learnt from.
         flight = self._flights.get(microbatch)
@@ -207,7 +224,8 @@ class PipelineCore:
             return self._send_unsent(now_s)
         return []
 
-    def _gradient(self, microbatch: Microbatch, source: PeerID, waited_s: float, now_s: float) -> list[Command]:
+    def _gradient(self, event: GradientArrived, now_s: float) -> list[ScheduleCommand]:
+        microbatch, source, waited_s = event.microbatch, event.source, event.waited_s
         flight = self._flights.get(microbatch)
         if flight is None or not self.awaits(microbatch, source):
             return []  # From a replica that we had given up on, or a second time from one that we asked twice.
@@ -218,11 +236,12 @@ class PipelineCore:
         flight.waited_s += waited_s
         flight.waiting_since_s = now_s
         if microbatch.validates:
+            flight.loss = event.loss
             return self._leave(microbatch, flight, now_s)
         self._returned.add(microbatch)
         return []
 
-    def _park(self, job: Job) -> list[Command]:
+    def _park(self, job: Job) -> list[ScheduleCommand]:
         assert job == self._running, f"{job} is not the job that runs"
         assert job.microbatch is not None, "a step waits for nobody"
         assert self._running_flight is not None
@@ -230,7 +249,7 @@ class PipelineCore:
         self._running = self._running_flight = None
         return []
 
-    def _drop_parked(self, job: Job) -> list[Command]:
+    def _drop_parked(self, job: Job) -> list[ScheduleCommand]:
         assert job.microbatch is not None, "a step waits for nobody"
         assert not self.goes_on(job), f"{job} has not been handed back"
         del self._parked[job.microbatch]
@@ -240,7 +259,7 @@ class PipelineCore:
         """A job of it runs, or is parked."""
         return flight is self._running_flight or any(flight is parked for parked in self._parked.values())
 
-    def _job_done(self, job: Job, now_s: float) -> list[Command]:
+    def _job_done(self, job: Job, loss: float | None, now_s: float) -> list[ScheduleCommand]:
         flight = None if job.microbatch is None else self._parked.pop(job.microbatch, None)
         if flight is None:
             assert job == self._running, f"{job} is not the job that runs, {self._running} is"
@@ -253,10 +272,12 @@ class PipelineCore:
                     self.control.reached(self.version, self.window, commit_s=self._commits.longest_s)
             return []
         assert flight is not None
-        commands: list[Command] = []
+        if loss is not None:
+            flight.loss = loss
+        commands: list[ScheduleCommand] = []
         if job.kind in ("backward", "loss"):
             # Whatever has become of its source.
-            commands = [Contributed(job.microbatch, flight.staleness_steps, flight.again)]
+            commands = [Contributed(job.microbatch, flight.staleness_steps, flight.again, flight.loss)]
             self._commits.contributed(job.microbatch.step, now_s=now_s)
         if self._flights.get(job.microbatch) is not flight:
             # Its source was lost while it ran; by now it may have come again, from another one.
@@ -267,8 +288,8 @@ class PipelineCore:
         self._unsent.add(job.microbatch)
         return self._send_unsent(now_s)
 
-    def _send_unsent(self, now_s: float) -> list[Command]:
-        commands: list[Command] = []
+    def _send_unsent(self, now_s: float) -> list[ScheduleCommand]:
+        commands: list[ScheduleCommand] = []
         for microbatch in sorted(self._unsent):
             flight = self._flights[microbatch]
             target = self.router.pick(now_s=now_s, avoid=flight.doubted)
@@ -282,21 +303,22 @@ class PipelineCore:
             flight.waits_no_more(now_s)
         return commands
 
-    def _leave(self, microbatch: Microbatch, flight: Flight, now_s: float) -> list[Command]:
+    def _leave(self, microbatch: Microbatch, flight: Flight, now_s: float) -> list[ScheduleCommand]:
         del self._flights[microbatch]
         if self.is_first:
             if self.window and microbatch.validates:
                 self.window.forget(microbatch)  # It has come back without a backward: that is another way round.
             elif self.window:
                 self.window.returned(microbatch, now_s=now_s, waited_s=flight.waited_s)
-            return [Finished(microbatch), Forget(microbatch)]
+            return [Finished(microbatch, flight.loss), Forget(microbatch)]
         commit_s = self._commits.longest_s
-        back = [SendGradient(microbatch, source, flight.waited_s, commit_s) for source in sorted(flight.sources)]
+        sources, waited_s, loss = sorted(flight.sources), flight.waited_s, flight.loss
+        back = [SendGradient(microbatch, source, waited_s, commit_s, loss) for source in sources]
         return [*back, Forget(microbatch)]
 
-    def _lost(self, peer: PeerID, now_s: float) -> list[Command]:
+    def _lost(self, peer: PeerID, now_s: float) -> list[ScheduleCommand]:
         self.router.set_ready(peer, False)
-        commands: list[Command] = []
+        commands: list[ScheduleCommand] = []
         for microbatch, flight in sorted(self._flights.items(), key=lambda item: item[0]):
             if flight.target == peer:
                 self.router.returned(peer)
@@ -310,7 +332,7 @@ class PipelineCore:
                     commands += self._drop(microbatch)
         return commands + self._send_unsent(now_s)
 
-    def _handed_back(self, microbatch: Microbatch, peer: PeerID, now_s: float) -> list[Command]:
+    def _handed_back(self, microbatch: Microbatch, peer: PeerID, now_s: float) -> list[ScheduleCommand]:
         flight = self._flights.get(microbatch)
         if flight is None or flight.target != peer:
             return []
@@ -320,8 +342,8 @@ class PipelineCore:
         self._unsent.add(microbatch)
         return self._send_unsent(now_s)
 
-    def _hand_back(self, *, all_of_it: bool) -> list[Command]:
-        commands: list[Command] = []
+    def _hand_back(self, *, all_of_it: bool) -> list[ScheduleCommand]:
+        commands: list[ScheduleCommand] = []
         for microbatch in sorted(self._flights if all_of_it else self._waiting):
             flight = self._flights[microbatch]
             if flight is self._running_flight:
@@ -335,7 +357,7 @@ class PipelineCore:
             commands += self._drop(microbatch)
         return commands
 
-    def _drop(self, microbatch: Microbatch) -> list[Command]:
+    def _drop(self, microbatch: Microbatch) -> list[ScheduleCommand]:
         flight = self._flights.pop(microbatch)
         if flight.target is not None:
             self.router.returned(flight.target)
@@ -343,7 +365,7 @@ class PipelineCore:
             place.discard(microbatch)
         return [] if self._is_busy(flight) else [Forget(microbatch)]
 
-    def _next_job(self, now_s: float) -> list[Command]:
+    def _next_job(self, now_s: float) -> list[ScheduleCommand]:
         if self._running is not None:
             return []
         if self._step_ready:
@@ -393,7 +415,7 @@ class PipelineCore:
             return False
         return not self.control.lets_in(ahead, self.window)
 
-    def _run(self, job: Job) -> list[Command]:
+    def _run(self, job: Job) -> list[ScheduleCommand]:
         self._running = job
         self._running_flight = None if job.microbatch is None else self._flights[job.microbatch]
         return [job]

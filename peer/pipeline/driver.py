@@ -1,7 +1,7 @@
-"""Runs a PipelineCore: its jobs on the device, its activations and gradients on the wire.
+"""Carries out what a replica's core asks for its pipeline: jobs on the device, activations and gradients on the wire.
 
-The path of a microbatch through this file: `grant` (stage 0) or `_on_activation` -> `_run` (forward)
--> `_send_activation` -> `_on_gradient` -> `_run` (backward) -> `Upwards.contributed` and `_send_gradient`.
+The path of a microbatch through this file: `_on_activation` (at stage 0 the core lets it begin) -> `_run` (forward)
+-> `_send_activation` -> `_on_gradient` -> `_run` (backward) -> `settle` and `_send_gradient`.
 Where experts are elsewhere, `_run` goes through `peer/experts/dispatch.py` at each layer.
 """
 
@@ -11,44 +11,35 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
 from shoal.peer.arithmetic import Runtime
 from shoal.peer.experts.dispatch import ExpertDispatch
 from shoal.peer.experts.passage import Passage
-from shoal.peer.pipeline.core import PipelineCore
-from shoal.peer.pipeline.events import (
-    Arrived,
-    Contributed,
-    Event,
-    Finished,
-    Forget,
-    GradientArrived,
-    HandBack,
-    HandedBack,
-    Job,
-    JobDone,
-    JobDropped,
-    JobParked,
-    Paused,
-    PeerLost,
-    PeerReady,
-    Resumed,
-    SendActivation,
-    SendGradient,
-    StepReady,
-    TimelineEntry,
-    VersionSet,
-)
 from shoal.peer.pipeline.handing_back import HandingBack
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.pipeline.queueing import LinkQueues
 from shoal.peer.pipeline.state import StageState
 from shoal.peer.pipeline.suspended import Suspended
 from shoal.peer.pipeline.wire import ActivationWire
+from shoal.peer.replica.commands import Forget, HandBack, SendActivation, SendGradient
+from shoal.peer.replica.core import ReplicaCore
+from shoal.peer.replica.events import (
+    Arrived,
+    Event,
+    GradientArrived,
+    JobDone,
+    JobDropped,
+    JobParked,
+    PeerLost,
+    StepReady,
+    VersionSet,
+)
+from shoal.peer.replica.job import Job, TimelineEntry
 from shoal.peer.tasks import Tasks
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import RemoteError, Unreachable
@@ -64,80 +55,73 @@ _GRADIENT_RETRIES_S = (0.5, 1.0, 2.0, 4.0)
 """A broken stream is often one that comes back: whoever waits for this gradient holds a place in its window for it."""
 
 
-class Upwards(Protocol):
-    """What the pipeline tells the rest of the peer."""
+PipelineDeed = Job | SendActivation | SendGradient | HandBack | Forget
+"""What the pipeline asks for that is no other part's affair."""
 
-    def wants(self, microbatch: Microbatch) -> bool:
-        """Whether the group still lacks this stage's gradient of it."""
-        ...
 
-    def contributed(self, microbatch: Microbatch, *, loss: float, staleness_steps: int, again: bool) -> None: ...
+@dataclass(slots=True)
+class Cargo:
+    """What the driver keeps for one microbatch that is here."""
 
-    @property
-    def lead(self) -> PeerID | None:
-        """Of our group."""
-        ...
-
-    @property
-    def is_paused(self) -> bool: ...
-
-    def handed_back(self, source: PeerID, microbatch: Microbatch, *, begun: bool) -> None:
-        """Stage 0, as its lead: a mate pauses and will not make it. Raises: Refused: we do not lead its stage."""
-        ...
-
-    def finished(self, microbatch: Microbatch, *, loss: float) -> None:
-        """Stage 0: through the whole pipeline; `loss` is that of a validation microbatch."""
-        ...
-
-    def stepped(self, state: StageState, digest: str, skipped_layers: int) -> None: ...
-
-    def unreachable(self, peer: PeerID) -> None:
-        """A frame to it did not go out."""
-        ...
-
-    def failed(self, error: BaseException) -> None:
-        """A bug or a broken machine: this peer cannot go on."""
-        ...
+    input: Payload | None = None
+    """The activation, from its arrival until the forward. One that comes again is not kept."""
+    output: Payload | None = None
+    """What we send next for it; kept until it is answered."""
+    gradient: Payload | None = None
+    """From its arrival until the backward."""
+    waited_s: float = 0.0
+    """How long its activation stood in line to leave."""
+    passage: Passage | None = None
+    """Of this run through the experts, where those are placed: the same for the forward and the backward."""
+    is_wanted: bool = True
+    """False: it is computed for the other stages only. Our group has its gradient."""
 
 
 class PipelineDriver:
     """One replica's traffic and work. Handlers must be installed (`install`) before the first frame.
 
     Args:
+        core: to be read.
+        post: hands the replica's core an event; raises `Refused` or `RemoteError` if it declines.
+        on_stepped: an optimizer step has made this state, with that digest; so many layers were left as they are.
+        on_unreachable: a frame to that peer did not go out.
+        on_failure: a bug or a broken machine: this peer cannot go on.
         experts: who computes the experts, if they are placed.
     """
 
     def __init__(
         self,
-        core: PipelineCore,
+        core: ReplicaCore,
         runtime: Runtime,
         *,
         endpoint: Endpoint,
         compute: Compute,
         clock: Clock,
-        upwards: Upwards,
+        post: Callable[[Event], None],
+        on_stepped: Callable[[StageState, str, int], None],
+        on_unreachable: Callable[[PeerID], None],
+        on_failure: Callable[[BaseException], None],
         experts: ExpertDispatch | None = None,
     ) -> None:
-        self.core = core
         self.experts = experts
         self.runtime = runtime
         self.timeline: deque[TimelineEntry] = deque(maxlen=_TIMELINE_MAX)
+        self._replica = core
+        self._core = core.pipeline
         self._endpoint = endpoint
         self.compute = compute
         self._clock = clock
-        self.upwards = upwards
+        self._post = post
+        self._on_stepped = on_stepped
+        self._on_unreachable = on_unreachable
         self._wire = ActivationWire(runtime.spec)
-        self._inputs: dict[Microbatch, Payload] = {}  # activation in, until the forward (re-sent ones never come here)
-        self._outputs: dict[Microbatch, Payload] = {}  # what we send next for it; kept until answered
-        self._gradients: dict[Microbatch, Payload] = {}
-        self._losses: dict[Microbatch, float] = {}
+        self._cargo: dict[Microbatch, Cargo] = {}
         self._activation_queues, self._gradient_queues = LinkQueues(), LinkQueues()
-        self._waited_s: dict[Microbatch, float] = {}  # that its activation stood in line to leave
-        self._passages: dict[Microbatch, Passage] = {}
-        self._unwanted: set[Microbatch] = set()  # computed for the other stages only: our group has its gradient
         self._mean_gradient_N: Tensor | None = None
-        self._tasks = Tasks(upwards.failed)
-        self._handing_back = HandingBack(endpoint, core.stage, upwards, self._tasks)
+        self._tasks = Tasks(on_failure)
+        self._handing_back = HandingBack(
+            endpoint, core, self._tasks, post=post, check=self._check, on_unreachable=on_unreachable
+        )
         self._closed = False
 
     def install(self) -> None:
@@ -145,7 +129,7 @@ class PipelineDriver:
         self._endpoint.on_frame(Gradient, self._on_gradient)
         if self.experts:
             self.experts.install()
-        self._handing_back.install(self._check, on_back=lambda m, peer: self._handle(HandedBack(m, peer)))
+        self._handing_back.install()
 
     async def close(self) -> None:
         """Drop everything in flight. The job that runs is waited for: a device cannot be interrupted."""
@@ -158,12 +142,12 @@ class PipelineDriver:
 
     @property
     def version(self) -> int:
-        return self.core.version
+        return self._core.version
 
     @property
     def is_idle(self) -> bool:
         """Nothing is here at all."""
-        return self.core.is_idle and (self.experts is None or self.experts.is_idle)
+        return self._core.is_idle and (self.experts is None or self.experts.is_idle)
 
     @property
     def forward_s(self) -> float:
@@ -174,45 +158,20 @@ class PipelineDriver:
                 took_s[entry.job] = took_s.get(entry.job, 0.0) + entry.ended_s - entry.started_s
         return median(took_s.values()) if took_s else 0.0
 
-    # --- told by the rest of the peer ---
-
-    def grant(self, microbatch: Microbatch, *, again: bool = False) -> None:
-        """Stage 0: the group's lead lets us make it, `again` if it may have run before."""
-        self._handle(Arrived(microbatch, None, again))
-
     def commit(self, step: int, mean_gradient_N: Tensor) -> None:
         """The reduced gradient of `step` is complete: step as soon as the running job ends."""
         self._mean_gradient_N = mean_gradient_N
-        self._handle(StepReady(step))
+        self._post(StepReady(step))
 
     def load(self, state: StageState) -> None:
         self.runtime.load(state)
-        self._handle(VersionSet(state.version))
-
-    def peer_ready(self, peer: PeerID) -> None:
-        self._handle(PeerReady(peer))
-
-    def peer_lost(self, peer: PeerID) -> None:
-        self._handle(PeerLost(peer))
-
-    def pause(self, *, at_once: bool) -> None:
-        """Begin nothing new; `at_once`: and no backward either."""
-        self._handle(Paused(at_once))
-
-    def resume(self) -> None:
-        self._handle(Resumed())
-
-    def refresh(self) -> None:
-        """Shares changed: whatever waited for a target may have one now."""
-        for peer in self.core.router.shares:
-            if self.core.router.is_ready(peer):
-                self._handle(PeerReady(peer))
+        self._post(VersionSet(state.version))
 
     # --- frames ---
 
     async def _on_activation(self, source: PeerID, meta: Activation, payload: Payload) -> None:
         microbatch = Microbatch(meta.step, meta.index)
-        if not self.core.takes_from(source):
+        if not self._core.takes_from(source):
             logger.debug("an activation of %s, which is not of the stage before", source[-8:])
             return
         if self.runtime.state is None:
@@ -220,14 +179,14 @@ class PipelineDriver:
             return
         self._check(source, microbatch)
         self._wire.check_activation(payload, source)
-        if meta.stage != self.core.stage or self.core.is_first:
-            logger.debug("an activation for stage %d came to stage %d", meta.stage, self.core.stage)
+        if meta.stage != self._core.stage or self._core.is_first:
+            logger.debug("an activation for stage %d came to stage %d", meta.stage, self._core.stage)
             return
-        if not self.core.holds(microbatch):
-            if self.core.num_waiting >= QUEUED_MICROBATCHES_MAX:
+        if not self._core.holds(microbatch):
+            if self._core.num_waiting >= QUEUED_MICROBATCHES_MAX:
                 raise RemoteError(source, f"has more than {QUEUED_MICROBATCHES_MAX} microbatches waiting here")
-            self._inputs[microbatch] = payload
-        self._handle(Arrived(microbatch, source, meta.again))
+            self._of(microbatch).input = payload
+        self._post(Arrived(microbatch, source, meta.again))
 
     async def _on_gradient(self, source: PeerID, meta: Gradient, payload: Payload) -> None:
         microbatch = Microbatch(meta.step, meta.index)
@@ -238,14 +197,13 @@ class PipelineDriver:
             raise RemoteError(source, f"says that commits take {meta.commit_s} s")
         if not microbatch.validates:
             self._wire.check_gradient(payload, source)
-        if not self.core.awaits(microbatch, source):
+        if not self._core.awaits(microbatch, source):
             return  # It went to somebody else, or is back: what is kept of it must stay what that one sent.
-        if microbatch.validates:
-            self._losses[microbatch] = meta.loss
-        else:
-            self._gradients[microbatch] = payload
-        waited_s = meta.waited_s + self._waited_s.pop(microbatch, 0.0)
-        self._handle(GradientArrived(microbatch, source, waited_s, meta.commit_s))
+        cargo = self._of(microbatch)
+        if not microbatch.validates:
+            cargo.gradient = payload
+        waited_s, cargo.waited_s = meta.waited_s + cargo.waited_s, 0.0
+        self._post(GradientArrived(microbatch, source, waited_s, meta.commit_s, meta.loss))
 
     def _check(self, source: PeerID, microbatch: Microbatch) -> None:
         training = self.runtime.spec.training
@@ -257,38 +215,45 @@ class PipelineDriver:
 
     # --- commands ---
 
-    def _handle(self, event: Event) -> None:
+    def perform(self, command: PipelineDeed) -> None:
+        """Do what the core asks."""
         if self._closed:
             return
-        commands = self.core.handle(event, now_s=self._clock.now_s())
-        self._handing_back.send([command for command in commands if isinstance(command, HandBack)])
-        for command in commands:
-            match command:
-                case Job():
-                    self._tasks.spawn(self._run(command), f"job {command}")
-                case SendActivation(microbatch, target, again):
-                    self._tasks.spawn(self._send_activation(microbatch, target, again), f"activation {microbatch}")
-                case SendGradient(microbatch, target, waited_s, commit_s):
-                    payload = b"" if microbatch.validates else self._outputs.get(microbatch, b"")
-                    loss = self._losses.get(microbatch, 0.0)
-                    meta = Gradient(
-                        stage=self.core.stage - 1,
-                        step=microbatch.step,
-                        index=microbatch.index,
-                        loss=loss,
-                        waited_s=waited_s + self._gradient_queues.last_waited_s(target),
-                        commit_s=commit_s,
-                    )
-                    self._tasks.spawn(self._send_gradient(target, meta, payload), f"gradient {microbatch}")
-                case Contributed(microbatch, staleness_steps, again):
-                    self._end_passage(microbatch, done=True, again=again)
-                    if microbatch not in self._unwanted:
-                        loss = self._losses.get(microbatch, 0.0)
-                        self.upwards.contributed(microbatch, loss=loss, staleness_steps=staleness_steps, again=again)
-                case Finished(microbatch):
-                    self.upwards.finished(microbatch, loss=self._losses.get(microbatch, math.nan))
-                case Forget(microbatch):
-                    self._forget(microbatch)
+        match command:
+            case Job():
+                self._tasks.spawn(self._run(command), f"job {command}")
+            case SendActivation(microbatch, target, again):
+                self._tasks.spawn(self._send_activation(microbatch, target, again), f"activation {microbatch}")
+            case SendGradient(microbatch, target):
+                self._tasks.spawn(self._send_gradient(*self._gradient(command)), f"gradient {microbatch} to {target}")
+            case HandBack():
+                self._handing_back.soon(command)
+            case Forget(microbatch):
+                self._cargo_gone(microbatch)
+
+    def settle(self, microbatch: Microbatch, *, again: bool) -> bool:
+        """Its backward is done. Returns: whether its gradient is wanted here."""
+        cargo = self._of(microbatch)
+        self._end_passage(cargo, done=True, again=again)
+        return cargo.is_wanted
+
+    def _of(self, microbatch: Microbatch) -> Cargo:
+        cargo = self._cargo.get(microbatch)
+        if cargo is None:
+            cargo = self._cargo[microbatch] = Cargo()
+        return cargo
+
+    def _gradient(self, command: SendGradient) -> tuple[PeerID, Gradient, Payload]:
+        microbatch, target = command.microbatch, command.target
+        meta = Gradient(
+            stage=self._core.stage - 1,
+            step=microbatch.step,
+            index=microbatch.index,
+            loss=command.loss,
+            waited_s=command.waited_s + self._gradient_queues.last_waited_s(target),
+            commit_s=command.commit_s,
+        )
+        return target, meta, b"" if microbatch.validates else self._of(microbatch).output or b""
 
     async def _run(self, job: Job) -> None:
         work, flop = self._work(job)
@@ -297,36 +262,36 @@ class PipelineDriver:
         self.timeline.append(TimelineEntry(job=job, started_s=timed.started_s, ended_s=timed.ended_s))
         if job.microbatch is None:
             state, digest, skipped = timed.value
-            self._handle(JobDone(job))
-            self.upwards.stepped(state, digest, skipped)
+            self._post(JobDone(job))
+            self._on_stepped(state, digest, skipped)
             return
         passage = self._passage(job, job.microbatch)
         if isinstance(timed.value, Suspended):
-            self._handle(JobParked(job))
+            self._post(JobParked(job))
         while isinstance(timed.value, Suspended):
             assert self.experts is not None
             assert passage is not None
             output = await self.experts.exchange(passage, timed.value.call)
-            if not self.core.goes_on(job):
-                self._handle(JobDropped(job))
+            if not self._core.goes_on(job):
+                self._post(JobDropped(job))
                 return
             timed = await self.compute.run(kind, functools.partial(timed.value.resume, output), flop=timed.value.flop)
             self.timeline.append(TimelineEntry(job=job, started_s=timed.started_s, ended_s=timed.ended_s))
-        self._keep(job, job.microbatch, timed.value)
-        self._handle(JobDone(job))
+        self._post(JobDone(job, self._keep(job, job.microbatch, timed.value)))
 
     def _passage(self, job: Job, microbatch: Microbatch) -> Passage | None:
         """Where experts are placed: of this run of the microbatch, the same for its forward and its backward."""
         if self.experts is None:
             return None
+        cargo = self._of(microbatch)
         if job.kind != "backward":
-            self._end_passage(microbatch, done=False)
-            self._passages[microbatch] = self.experts.begin(microbatch)
-        return self._passages[microbatch]
+            self._end_passage(cargo, done=False)
+            cargo.passage = self.experts.begin(microbatch)
+        return cargo.passage
 
-    def _end_passage(self, microbatch: Microbatch, *, done: bool, again: bool = False) -> None:
+    def _end_passage(self, cargo: Cargo, *, done: bool, again: bool = False) -> None:
         """`done`: its backward is, and its experts' holders may count it; else nobody asks for it any more."""
-        passage = self._passages.pop(microbatch, None)
+        passage, cargo.passage = cargo.passage, None
         if passage is None or self.experts is None:
             return
         if done:
@@ -341,50 +306,51 @@ class PipelineDriver:
             mean_gradient_N, self._mean_gradient_N = self._mean_gradient_N, None
             assert mean_gradient_N is not None, "a step without a gradient"
             return (lambda: runtime.step(mean_gradient_N)), runtime.step_flop
+        cargo = self._of(microbatch)
         if job.kind == "backward":
-            gradient = self._gradients.pop(microbatch)
+            gradient, cargo.gradient = cargo.gradient, None
+            assert gradient is not None, f"a backward of {microbatch} without its gradient"
             return (lambda: runtime.backward(microbatch, gradient)), runtime.flop.backward
-        payload = self._inputs.pop(microbatch, None)
-        wanted = microbatch.validates or self.upwards.wants(microbatch)
-        if not wanted:
-            self._unwanted.add(microbatch)
+        payload, cargo.input = cargo.input, None
+        wanted = microbatch.validates or self._replica.group.lacks(microbatch.step, microbatch.index)
+        cargo.is_wanted = cargo.is_wanted and wanted
         if job.kind == "validate":
             return (lambda: runtime.validate(microbatch, payload)), runtime.flop.forward
         if job.kind == "loss":
             return (lambda: runtime.loss(microbatch, payload, contributes=wanted)), runtime.flop.loss
         return (lambda: runtime.forward(microbatch, payload, contributes=wanted)), runtime.flop.forward
 
-    def _keep(self, job: Job, microbatch: Microbatch, value: Any) -> None:
+    def _keep(self, job: Job, microbatch: Microbatch, value: Any) -> float | None:
+        """What a job has computed is sent next. Returns: the loss, of a job that computes one."""
+        loss = None
         if job.kind == "loss":
-            self._losses[microbatch], value = value
-        elif job.kind == "validate" and self.core.is_last:
-            self._losses[microbatch], value = value, None
-        self._outputs.pop(microbatch, None)
-        if value is not None:
-            self._outputs[microbatch] = value
+            loss, value = value
+        elif job.kind == "validate" and self._core.is_last:
+            loss, value = value, None
+        self._of(microbatch).output = value
+        return loss
 
-    def _forget(self, microbatch: Microbatch) -> None:
-        for table in (self._inputs, self._outputs, self._gradients, self._losses, self._waited_s):
-            table.pop(microbatch, None)
-        self._unwanted.discard(microbatch)
-        self._end_passage(microbatch, done=False)
+    def _cargo_gone(self, microbatch: Microbatch) -> None:
+        cargo = self._cargo.pop(microbatch, None)
+        if cargo is not None:
+            self._end_passage(cargo, done=False)
         self.runtime.forget(microbatch)
 
     async def _send_activation(self, microbatch: Microbatch, target: PeerID, again: bool) -> None:
-        payload = self._outputs.get(microbatch)
-        if payload is None:
+        cargo = self._cargo.get(microbatch)
+        if cargo is None or (payload := cargo.output) is None:
             return  # Forgotten before the task began.
-        meta = Activation(stage=self.core.stage + 1, step=microbatch.step, index=microbatch.index, again=again)
+        meta = Activation(stage=self._core.stage + 1, step=microbatch.step, index=microbatch.index, again=again)
         began_s = self._clock.now_s()
         try:
             await self._endpoint.send(target, meta, payload, priority=Priority.ACTIVATION)
             waited_s = self._activation_queues.sent(target, self._clock.now_s() - began_s)
-            if self.core.holds(microbatch):
-                self._waited_s[microbatch] = waited_s
+            if self._cargo.get(microbatch) is cargo:
+                cargo.waited_s = waited_s
         except Unreachable as error:
             logger.warning("activation %s: %s; sending it elsewhere", microbatch, error)
-            self._handle(PeerLost(target))
-            self.upwards.unreachable(target)
+            self._post(PeerLost(target))
+            self._on_unreachable(target)
 
     async def _send_gradient(self, target: PeerID, meta: Gradient, payload: Payload) -> None:
         for wait_s in _GRADIENT_RETRIES_S:
@@ -395,7 +361,7 @@ class PipelineDriver:
                     self._gradient_queues.sent(target, self._clock.now_s() - began_s)
             except Unreachable as error:
                 logger.warning("gradient (%d, %d): %s", meta.step, meta.index, error)
-                self.upwards.unreachable(target)
+                self._on_unreachable(target)
                 await asyncio.sleep(wait_s)
             else:
                 return

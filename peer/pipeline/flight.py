@@ -21,6 +21,8 @@ class Flight:
     """Who had it last when it was asked for once more: maybe it is only slow, so somebody else is tried."""
     handed_back: bool = False
     """While a job of it was parked, of which nothing comes any more."""
+    loss: float = 0.0
+    """Of a microbatch whose loss is known here: at the last stage, and on the way back of one that validates."""
     waiting_since_s: float = 0.0
     waited_s: float = 0.0
     sent_s: float = 0.0

@@ -2,11 +2,13 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable
+from typing import Final
 
-from shoal.peer.pipeline.events import HandBack
 from shoal.peer.pipeline.microbatch import Microbatch
+from shoal.peer.replica.commands import HandBack
+from shoal.peer.replica.core import ReplicaCore
+from shoal.peer.replica.events import Event, HandedBack, WorkReturned
 from shoal.peer.tasks import Tasks
 from shoal.protocol import messages
 from shoal.protocol.endpoint import Endpoint
@@ -14,9 +16,6 @@ from shoal.protocol.errors import Refused, RemoteError, Unreachable
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import QUEUED_MICROBATCHES_MAX
 from shoal.protocol.messages import Done
-
-if TYPE_CHECKING:
-    from shoal.peer.pipeline.driver import Upwards
 
 logger = logging.getLogger(__name__)
 
@@ -26,41 +25,52 @@ _RETRIES: Final = 20
 
 
 class HandingBack:
-    """Both sides of it, at one replica of stage `stage`."""
+    """Both sides of it, at one replica.
 
-    def __init__(self, endpoint: Endpoint, stage: int, upwards: "Upwards", tasks: Tasks) -> None:
-        self._endpoint = endpoint
-        self._stage = stage
-        self._upwards = upwards
-        self._tasks = tasks
-        self._check: Callable[[PeerID, Microbatch], None]
-        self._on_back: Callable[[Microbatch, PeerID], None]
-
-    def install(
-        self, check: Callable[[PeerID, Microbatch], None], *, on_back: Callable[[Microbatch, PeerID], None]
-    ) -> None:
-        """Args:
+    Args:
+        core: to be read.
+        post: hands the replica's core an event; raises `Refused` if it declines.
         check: (source, microbatch); raises RemoteError if this run has no such microbatch.
-        on_back: (microbatch, peer): that replica of the next stage will not make it.
-        """
-        self._check, self._on_back = check, on_back
+        on_unreachable: that peer does not answer.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        core: ReplicaCore,
+        tasks: Tasks,
+        *,
+        post: Callable[[Event], None],
+        check: Callable[[PeerID, Microbatch], None],
+        on_unreachable: Callable[[PeerID], None],
+    ) -> None:
+        self._endpoint = endpoint
+        self._core = core
+        self._stage = core.pipeline.stage
+        self._tasks = tasks
+        self._post = post
+        self._check = check
+        self._on_unreachable = on_unreachable
+        self._gathered: dict[PeerID | None, list[HandBack]] = {}
+
+    def install(self) -> None:
         self._endpoint.on(messages.HandBack, self._on_hand_back)
 
     def close(self) -> None:
         """Take nothing back any more: whoever wants to give it then is told so, and does not take it for taken."""
         self._endpoint.off(self._on_hand_back)
 
-    def send(self, commands: Sequence[HandBack]) -> None:
-        """Tell whom it concerns, each once."""
-        by_target: dict[PeerID | None, list[HandBack]] = {}
-        for command in commands:
-            by_target.setdefault(command.target, []).append(command)
-        for target, told in by_target.items():
-            items = tuple((c.microbatch.step, c.microbatch.index, c.begun) for c in told)
-            message = messages.HandBack(stage=self._stage, items=items)
-            self._tasks.spawn(self._tell(target, message), f"hand {len(items)} microbatches back")
+    def soon(self, command: HandBack) -> None:
+        """Tell whom it concerns, together with what else goes back to it in this turn."""
+        if command.target not in self._gathered:
+            self._gathered[command.target] = []
+            self._tasks.spawn(self._tell(command.target), f"hand back to {command.target}")
+        self._gathered[command.target].append(command)
 
-    async def _tell(self, target: PeerID | None, message: messages.HandBack) -> None:
+    async def _tell(self, target: PeerID | None) -> None:
+        told = self._gathered.pop(target)
+        items = tuple((c.microbatch.step, c.microbatch.index, c.begun) for c in told)
+        message = messages.HandBack(stage=self._stage, items=items)
         if target is None:
             await self._tell_lead(message)
             return
@@ -69,7 +79,7 @@ class HandingBack:
                 await self._endpoint.ask(target, message, Done)
             except Unreachable as error:
                 logger.debug("cannot hand back yet: %s", error)
-                self._upwards.unreachable(target)
+                self._on_unreachable(target)
             except (Refused, RemoteError) as error:
                 logger.debug("nothing to hand back: %s", error)  # it is elsewhere now, and waits for nothing of ours
                 return
@@ -81,8 +91,8 @@ class HandingBack:
         """However long that takes: these are granted to us, and nobody else makes them. A lead that is ourselves has
         nobody to give them to until somebody else is open, or the pause is over."""
         while True:
-            lead = self._upwards.lead
-            if lead is not None and (lead != self._endpoint.peer_id or not self._upwards.is_paused):
+            lead = self._core.group.lead
+            if lead is not None and (lead != self._endpoint.peer_id or not self._core.is_paused):
                 try:
                     await self._endpoint.ask(lead, message, Done)
                 except (Unreachable, Refused, RemoteError) as error:
@@ -99,9 +109,9 @@ class HandingBack:
             self._check(source, microbatch)
         for microbatch, begun in microbatches:
             if message.stage == self._stage + 1:
-                self._on_back(microbatch, source)
+                self._post(HandedBack(microbatch, source))
             elif message.stage == self._stage == 0:
-                self._upwards.handed_back(source, microbatch, begun=begun)
+                self._post(WorkReturned(source, microbatch, begun))
             else:
                 raise Refused(self._endpoint.peer_id, f"is of stage {self._stage}, and sent nothing to {message.stage}")
         return Done()

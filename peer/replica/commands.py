@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import msgspec
 
 from shoal.peer.pipeline.microbatch import Microbatch
-from shoal.peer.replica.events import MemberGranted
+from shoal.peer.replica.events import Contributed, GradientCounted, MemberGranted, RunAhead
+from shoal.peer.replica.job import Job
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import (
     CommitReport,
@@ -23,6 +24,76 @@ class Answer:
 
     call: int
     message: msgspec.Struct
+
+
+@dataclass(frozen=True, slots=True)
+class SayHello:
+    """What we say of ourselves has changed: tell our neighbours and mates."""
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """Add the gradient of a microbatch to the sum of its step, or keep it apart if there is room, and report what has
+    come of it: `counted`, as it is or with the other `apart`."""
+
+    counted: GradientCounted
+    again: bool
+
+
+# --- microbatches ---
+
+
+@dataclass(frozen=True, slots=True)
+class SendActivation:
+    """Send what the forward of `microbatch` has given to `target`; `again`: it may have run before."""
+
+    microbatch: Microbatch
+    target: PeerID
+    again: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SendGradient:
+    """Send the gradient of `microbatch` to `target`, or its loss if it validates.
+
+    `waited_s`: how long the microbatch stood in queues here and in all later stages, forth and back. `commit_s`: how
+    long commits take, in that of these stages where they take longest.
+    """
+
+    microbatch: Microbatch
+    target: PeerID
+    waited_s: float = 0.0
+    commit_s: float = 0.0
+    loss: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """Stage 0: the microbatch is through the whole pipeline."""
+
+    microbatch: Microbatch
+    loss: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """Free what is kept for the microbatch: nobody will ask any more."""
+
+    microbatch: Microbatch
+
+
+@dataclass(frozen=True, slots=True)
+class HandBack:
+    """The microbatch will not be made here: whoever sent it sends it elsewhere. At stage 0 (target None) the leader
+    sees to it."""
+
+    microbatch: Microbatch
+    target: PeerID | None
+    begun: bool
+    """It may have run, here or elsewhere."""
+
+
+ScheduleCommand = Job | SendActivation | SendGradient | Contributed | Finished | Forget | HandBack
 
 
 # --- the supply of microbatches, at stage 0 ---
@@ -47,14 +118,6 @@ class Make:
 
     microbatch: Microbatch
     again: bool
-
-
-@dataclass(frozen=True, slots=True)
-class RunAhead:
-    """The leader's choice: how many steps ahead of the version to run, and with how much in flight. -1: it has none."""
-
-    steps_ahead: int
-    gain: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,3 +216,5 @@ class ForgetMember:
 
 
 CommitCommand = Tell | Reduce | Report | Witness | CatchUp | AskRepair | Resync | ForgetMember
+
+Command = ScheduleCommand | SupplyCommand | CommitCommand | SayHello | Count

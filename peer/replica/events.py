@@ -4,18 +4,92 @@
 declines raises `Refused`, and one that no honest peer makes raises `RemoteError`, before the core has changed anything.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from shoal.peer.pipeline.microbatch import IndexSet, Microbatch
+from shoal.peer.replica.job import Job
 from shoal.protocol.identity import PeerID
-from shoal.protocol.messages import Digest, Progress, RoundStart
+from shoal.protocol.messages import Digest, Hello, Progress, RoundStart
 from shoal.protocol.plan import Member, Plan
 
 
 @dataclass(frozen=True, slots=True)
 class TimerFired:
     """The time that `next_timer_s` named has come."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contributed:
+    """The backward of `microbatch` is done, of a stage or of an expert; `again`: a mate may have its gradient, too."""
+
+    microbatch: Microbatch
+    staleness_steps: int
+    again: bool = False
+    loss: float = 0.0
+
+
+# --- the life of a member ---
+
+
+@dataclass(frozen=True, slots=True)
+class PlanFollowed:
+    """`plan` is the newest in which our group and its layers are as before.
+
+    `former`: who else had a place in the group by the plans of late. `upstream`: who holds, or held of late, the stage
+    before ours.
+    """
+
+    plan: Plan
+    former: frozenset[PeerID] = frozenset()
+    upstream: frozenset[PeerID] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class PeerSaid:
+    """A peer says where it is and how."""
+
+    peer: PeerID
+    hello: Hello
+
+
+@dataclass(frozen=True, slots=True)
+class PeerDied:
+    """The plan has dropped `peer`, and it had not said that it would go."""
+
+    peer: PeerID
+
+
+@dataclass(frozen=True, slots=True)
+class PeerReborn:
+    """`peer` has begun anew in its stage. Its mates may have heard so from its Progress before."""
+
+    peer: PeerID
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """We hold the group's state. `remembers`: what others run again of the step before can be repaired here exactly."""
+
+    remembers: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DrainBegun:
+    """We take nothing new, and leave when what is here is finished and committed."""
+
+
+@dataclass(frozen=True, slots=True)
+class DrainEnded:
+    """A plan has given us our place back before we had drained."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drained:
+    """Nothing of ours is needed here any more."""
+
+
+LifeEvent = PlanFollowed | PeerSaid | PeerDied | PeerReborn | Joined | DrainBegun | DrainEnded | Drained
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +106,152 @@ class MemberGranted:
 
     peer: PeerID
     microbatch: Microbatch
+
+
+# --- microbatches ---
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """An activation came in from `source`, or (stage 0, source None) the leader granted us the microbatch."""
+
+    microbatch: Microbatch
+    source: PeerID | None
+    again: bool = False
+    """It may have run before, here or elsewhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class GradientArrived:
+    """The next stage is done with the microbatch. Of one that validates its `loss` is known."""
+
+    microbatch: Microbatch
+    source: PeerID
+    waited_s: float = 0.0
+    commit_s: float = 0.0
+    loss: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class JobDone:
+    """`loss`: of a job that computes one."""
+
+    job: Job
+    loss: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class JobParked:
+    """The job waits for other peers, and leaves the device to whatever else there is meanwhile. What it still needs of
+    the device it gets beside the jobs of the core's choice; in the end there is a `JobDone` all the same."""
+
+    job: Job
+
+
+@dataclass(frozen=True, slots=True)
+class JobDropped:
+    """A parked job does not go on, since its microbatch has been handed back: nothing comes of it."""
+
+    job: Job
+
+
+@dataclass(frozen=True, slots=True)
+class StepReady:
+    """The group has the whole reduced gradient of `step`."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSet:
+    """State was loaded at `version`, by no step of ours."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class TrafficPlanned:
+    """The plan's shares of the replicas of the next stage, in plan order, and whose activations we take."""
+
+    shares: Mapping[PeerID, float]
+    upstream: frozenset[PeerID]
+
+
+@dataclass(frozen=True, slots=True)
+class UpstreamSet:
+    """Whose activations we take: replicas of the stage before, those that drain among them."""
+
+    upstream: frozenset[PeerID]
+
+
+@dataclass(frozen=True, slots=True)
+class PeerReady:
+    """`peer`, of the next stage, takes traffic."""
+
+    peer: PeerID
+
+
+@dataclass(frozen=True, slots=True)
+class PeerClosed:
+    """`peer`, of the next stage, takes no new traffic, and will answer what it owes."""
+
+    peer: PeerID
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLost:
+    """`peer` died, left the plan, or no longer takes traffic and will not answer what it owes."""
+
+    peer: PeerID
+
+
+@dataclass(frozen=True, slots=True)
+class HandedBack:
+    """`peer`, of the next stage, pauses and will not make the microbatch."""
+
+    microbatch: Microbatch
+    peer: PeerID
+
+
+@dataclass(frozen=True, slots=True)
+class RunAhead:
+    """The leader's choice: how many steps ahead of the version to run, and with how much in flight. -1: it has none."""
+
+    steps_ahead: int
+    gain: float
+
+
+@dataclass(frozen=True, slots=True)
+class Paused:
+    """We pause: no forward begins any more, and what has none yet goes back to whoever sent it. Backwards go on as
+    gradients come, unless `at_once`: then everything goes back but the job that runs."""
+
+    at_once: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """Our pause is over."""
+
+
+ScheduleEvent = (
+    Arrived
+    | GradientArrived
+    | JobDone
+    | JobParked
+    | JobDropped
+    | StepReady
+    | VersionSet
+    | TrafficPlanned
+    | UpstreamSet
+    | PeerReady
+    | PeerClosed
+    | PeerLost
+    | HandedBack
+    | RunAhead
+    | Paused
+    | Resumed
+)
 
 
 # --- the supply of microbatches, at stage 0 ---
@@ -160,13 +380,6 @@ class VersionReached:
     """We hold `version`, by a step or because we have fetched it."""
 
     version: int
-
-
-@dataclass(frozen=True, slots=True)
-class PlanFollowed:
-    """`plan` is the newest in which our stage is as before."""
-
-    plan: Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,6 +531,8 @@ class Stepped:
     digest: str
     by: RoundStart | None = None
     gradient_norm: float | None = None
+    remembers: bool = False
+    """What others run again of the step before can be repaired here exactly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,3 +558,5 @@ CommitEvent = (
     | Stepped
     | StoodStill
 )
+
+Event = LifeEvent | ScheduleEvent | SupplyEvent | CommitEvent | Contributed

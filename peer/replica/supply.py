@@ -31,7 +31,6 @@ from shoal.peer.replica.commands import (
     HandOut,
     Make,
     ReportValidation,
-    RunAhead,
     SendClaim,
     SupplyCommand,
     TellValidation,
@@ -51,6 +50,7 @@ from shoal.peer.replica.events import (
     RepairArrived,
     RepairAsked,
     RepairDeclined,
+    RunAhead,
     SupplyEvent,
     SupplyResumed,
     SupplyStopped,
@@ -359,7 +359,7 @@ class Supply:
         if not self.group.is_lead or not self.group.has_place(source):
             raise Refused(self.group.me, "does not lead stage 0 for the sender")
         # Of one member's claims only the last counts: it does not wait for the answers to those before.
-        superseded = [self._answer(source, [])] if source in self._claims else []
+        superseded: list[SupplyCommand] = [self._answer(source, [])] if source in self._claims else []
         self._claims[source] = _OpenClaim(count, call, now_s + PATIENCE_S)
         self._serves_at_s = now_s
         return superseded

@@ -1,4 +1,4 @@
-"""Runs a `Supply` on the wire: the calls between the members of stage 0's group, and those that later stages make."""
+"""The calls of stage 0's supply: those between the members of its group, and those that later stages make."""
 
 import asyncio
 import itertools
@@ -10,40 +10,29 @@ import msgspec
 
 from shoal.peer.outbox import Outbox
 from shoal.peer.pipeline.microbatch import Microbatch
-from shoal.peer.replica.commands import (
-    Answer,
-    DropClaim,
-    HandOut,
-    Make,
-    ReportValidation,
-    RunAhead,
-    SendClaim,
-    SupplyCommand,
-    TellValidation,
-)
+from shoal.peer.replica.commands import Answer, DropClaim, HandOut, ReportValidation, SendClaim, TellValidation
 from shoal.peer.replica.events import (
     ClaimArrived,
     ClaimFailed,
     GrantArrived,
     HaltAsked,
-    MemberGranted,
     RepairArrived,
     RepairAsked,
     RepairDeclined,
     SupplyEvent,
-    TimerFired,
     ValidationArrived,
 )
-from shoal.peer.replica.supply import PATIENCE_S, Supply
+from shoal.peer.replica.supply import PATIENCE_S
 from shoal.peer.tasks import Tasks
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused, RemoteError, Unreachable
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Again, Claim, Done, Grant, Halt, Halted, Repair, ValidationReport, ValidationResult
-from shoal.protocol.ports import Clock
-from shoal.protocol.timer import Timer
 
 logger = logging.getLogger(__name__)
+
+SupplyDeed = Answer | SendClaim | DropClaim | HandOut | TellValidation | ReportValidation
+"""What the supply asks for that is no other part's affair."""
 
 A = TypeVar("A", bound=msgspec.Struct)
 
@@ -52,36 +41,24 @@ class SupplyCalls:
     """One stage-0 replica's.
 
     Args:
-        on_make: a microbatch is ours to make; whether it may have run before.
-        on_granted: a peer is about to make a microbatch.
-        on_run_ahead: how far everybody is to run ahead, and with how much in flight.
+        post: hands the replica's core an event; raises `Refused` or `RemoteError` if it declines.
         on_validation: all validation microbatches of a version are back (only at the leader).
         on_failure: this peer cannot go on.
     """
 
     def __init__(
         self,
-        core: Supply,
         *,
         endpoint: Endpoint,
-        clock: Clock,
-        on_make: Callable[[Microbatch, bool], None],
-        on_granted: Callable[[MemberGranted], None],
-        on_run_ahead: Callable[[int, float], None],
+        post: Callable[[SupplyEvent], None],
         on_validation: Callable[[ValidationReport], None],
         on_failure: Callable[[BaseException], None],
     ) -> None:
-        self.core = core
         self._endpoint = endpoint
-        self._clock = clock
-        self._on_make = on_make
-        self._on_granted = on_granted
-        self._on_run_ahead = on_run_ahead
+        self._post = post
         self._on_validation = on_validation
-        self._on_failure = on_failure
         self._outbox = Outbox(endpoint)
         self._tasks = Tasks(on_failure)
-        self._timer = Timer(clock, self._ring)
         self._numbers = itertools.count()
         self._calls: dict[int, asyncio.Future[msgspec.Struct]] = {}
         self._claim: asyncio.Task[Grant] | None = None
@@ -97,7 +74,6 @@ class SupplyCalls:
     async def close(self) -> None:
         self._closed = True
         self._endpoint.off(self._on_claim, self._on_repair, self._on_again, self._on_validation_result, self._on_halt)
-        self._timer.cancel()
         if self._claim is not None:
             self._claim.cancel()
         for answer in self._calls.values():
@@ -105,15 +81,6 @@ class SupplyCalls:
                 answer.set_exception(Refused(self._endpoint.peer_id, "has left stage 0"))
         await self._tasks.cancel()
         await self._outbox.close()
-
-    def handle(self, event: SupplyEvent) -> None:
-        """Raises: Refused, RemoteError: as `Supply.handle`."""
-        if self._closed:
-            return
-        try:
-            self._perform(self.core.handle(event, now_s=self._clock.now_s()))
-        finally:
-            self._timer.set(self.core.next_timer_s())
 
     # --- calls ---
 
@@ -124,15 +91,15 @@ class SupplyCalls:
         return await self._answered(Halted, lambda call: HaltAsked(source, message.at_once, call))
 
     async def _on_repair(self, source: PeerID, message: Repair) -> Done:
-        self.handle(RepairAsked(source, message.step, message.indices))
+        self._post(RepairAsked(source, message.step, message.indices))
         return Done()
 
     async def _on_again(self, source: PeerID, message: Again) -> Done:
-        self.handle(RepairArrived(source, message.items))
+        self._post(RepairArrived(source, message.items))
         return Done()
 
     async def _on_validation_result(self, source: PeerID, message: ValidationResult) -> Done:
-        self.handle(ValidationArrived(source, message.step, message.index, message.loss))
+        self._post(ValidationArrived(source, message.step, message.index, message.loss))
         return Done()
 
     async def _answered(self, kind: type[A], event: Callable[[int], SupplyEvent]) -> A:
@@ -142,7 +109,7 @@ class SupplyCalls:
         call = next(self._numbers)
         answer = self._calls[call] = asyncio.get_running_loop().create_future()
         try:
-            self.handle(event(call))
+            self._post(event(call))
             reply = await answer
         finally:
             del self._calls[call]
@@ -151,45 +118,39 @@ class SupplyCalls:
 
     # --- commands ---
 
-    def _perform(self, commands: list[SupplyCommand]) -> None:
-        for command in commands:
-            match command:
-                case Answer(call, message):
-                    answer = self._calls.get(call)
-                    if answer is not None and not answer.done():  # else the caller has gone
-                        answer.set_result(message)
-                case SendClaim(leader, count):
-                    # A claim stays open for seconds; `DropClaim` ends it before.
-                    ask = self._endpoint.ask(leader, Claim(count=count), Grant, timeout_s=2 * PATIENCE_S)
-                    self._claim = asyncio.ensure_future(ask)
-                    self._tasks.spawn(self._await_grant(leader, self._claim), f"claim {count} microbatches")
-                case DropClaim():
-                    if self._claim is not None:
-                        self._claim.cancel()
-                case Make(microbatch, again):
-                    self._on_make(microbatch, again)
-                case MemberGranted():
-                    self._on_granted(command)
-                case RunAhead(steps_ahead, gain):
-                    self._on_run_ahead(steps_ahead, gain)
-                case HandOut(member, microbatches):
-                    step, indices = microbatches[0].step, [m.index for m in microbatches]
-                    logger.info("microbatches %s of step %d run again at %s", indices, step, member[-8:])
-                    self._tasks.spawn(self._hand_out(member, microbatches), f"step {step} again at {member}")
-                case TellValidation(leader, result):
-                    self._outbox.post(leader, (result.step, result.index), result)
-                case ReportValidation(report):
-                    self._on_validation(report)
+    def perform(self, command: SupplyDeed) -> None:
+        """Do what the core asks."""
+        match command:
+            case Answer(call, message):
+                answer = self._calls.get(call)
+                if answer is not None and not answer.done():  # else the caller has gone
+                    answer.set_result(message)
+            case SendClaim(leader, count):
+                # A claim stays open for seconds; `DropClaim` ends it before.
+                ask = self._endpoint.ask(leader, Claim(count=count), Grant, timeout_s=2 * PATIENCE_S)
+                self._claim = asyncio.ensure_future(ask)
+                self._tasks.spawn(self._await_grant(leader, self._claim), f"claim {count} microbatches")
+            case DropClaim():
+                if self._claim is not None:
+                    self._claim.cancel()
+            case HandOut(member, microbatches):
+                step, indices = microbatches[0].step, [m.index for m in microbatches]
+                logger.info("microbatches %s of step %d run again at %s", indices, step, member[-8:])
+                self._tasks.spawn(self._hand_out(member, microbatches), f"step {step} again at {member}")
+            case TellValidation(leader, result):
+                self._outbox.post(leader, (result.step, result.index), result)
+            case ReportValidation(report):
+                self._on_validation(report)
 
     async def _await_grant(self, leader: PeerID, claim: "asyncio.Task[Grant]") -> None:
         try:
             await asyncio.wait({claim})
             if not claim.cancelled():
                 grant = claim.result()
-                self.handle(GrantArrived(leader, grant.items, grant.steps_ahead, grant.gain))
+                self._post(GrantArrived(leader, grant.items, grant.steps_ahead, grant.gain))
         except (Unreachable, Refused, RemoteError) as error:
             logger.debug("no grant: %s", error)
-            self.handle(ClaimFailed(leader))
+            self._post(ClaimFailed(leader))
         finally:
             claim.cancel()
 
@@ -198,10 +159,4 @@ class SupplyCalls:
             await self._endpoint.ask(member, Again(items=tuple((m.step, m.index) for m in again)), Done)
         except (Unreachable, Refused, RemoteError) as error:
             logger.info("runs itself again what %s does not: %s", member[-8:], error)
-            self.handle(RepairDeclined(member, again))
-
-    def _ring(self) -> None:
-        try:
-            self.handle(TimerFired())
-        except Exception as error:
-            self._on_failure(error)
+            self._post(RepairDeclined(member, again))

@@ -73,7 +73,7 @@ def paused_run(spec, *, stage, for_s, seed=0):
         watch_jobs(swarm, name, jobs)
         await swarm.until(lambda: len(jobs) > 1)
         peer, pausing = swarm.world.peers[name], swarm.nodes[name].peer.pausing
-        core = swarm.nodes[name].peer.replica.pipeline.core
+        core = swarm.nodes[name].peer.replica.core.pipeline
         await swarm.until(lambda: core._running is not None and core._running.microbatch is not None)
         began_s = swarm.world.now_s()
         peer.context().run(pausing.pause)

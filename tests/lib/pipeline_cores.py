@@ -1,10 +1,12 @@
 """One replica's `PipelineCore` between replicas of other stages, fed with events by hand."""
 
 from shoal.peer.pipeline.core import PipelineCore
-from shoal.peer.pipeline.events import Command, Event, Job
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.pipeline.router import Router
 from shoal.peer.pipeline.window import Window
+from shoal.peer.replica.commands import ScheduleCommand
+from shoal.peer.replica.events import ScheduleEvent
+from shoal.peer.replica.job import Job
 from shoal.protocol.identity import PeerID
 
 UP, DOWN, OTHER = (PeerID(name) for name in ("up", "down", "other"))
@@ -36,9 +38,9 @@ def core(
     )
 
 
-def feed(made: PipelineCore, *events: Event) -> list[Command]:
+def feed(made: PipelineCore, *events: ScheduleEvent) -> list[ScheduleCommand]:
     """The commands of the last event."""
-    commands: list[Command] = []
+    commands: list[ScheduleCommand] = []
     for event in events:
         commands = made.handle(event, now_s=0.0)
     return commands

@@ -83,14 +83,14 @@ def test_what_died_with_a_replica_runs_again_at_all_of_stage_0(make_swarm, tiny_
     stages = [["0.0", "0.1", "0.2"], ["1.0", "1.1", "1.2"], ["2.0"]]
     again = Counter()
 
-    def counted(name, supply):
-        make = supply._on_make
+    def counted(name, core):
+        make = core._make
 
-        def made(microbatch, is_again):
+        def made(microbatch, is_again, now_s):
             again[name] += is_again
-            make(microbatch, is_again)
+            return make(microbatch, is_again, now_s)
 
-        supply._on_make = made
+        core._make = made
 
     async def refuses(source, message):
         raise Refused(source, "has no time")
@@ -104,12 +104,12 @@ def test_what_died_with_a_replica_runs_again_at_all_of_stage_0(make_swarm, tiny_
         await swarm.until_step(3)
         for name in stages[0]:
             replica = swarm.drivers[name].replica
-            counted(name, replica.supply)
-            if mates_refuse and not replica.group.core.is_lead:
+            counted(name, replica.core)
+            if mates_refuse and not replica.core.group.is_lead:
                 swarm.drivers[name]._endpoint.on(Again, refuses)
-        dying = swarm.drivers["1.1"].replica.group.core
+        dying = swarm.drivers["1.1"].replica.core.group
         await swarm.until(lambda: len(dying._tallies.tally(dying.version, dying.me).indices) >= 5)
-        lead = next(name for name in stages[0] if swarm.drivers[name].replica.group.core.is_lead)
+        lead = next(name for name in stages[0] if swarm.drivers[name].replica.core.group.is_lead)
         swarm.world.crash(swarm.peer("1.1"))
         del swarm.drivers["1.1"]
         stages[1].remove("1.1")
@@ -144,9 +144,9 @@ def test_nothing_is_granted_to_the_open_claim_of_a_mate_that_is_lost(make_swarm,
         swarm.obey(stages, fresh=True)
         await swarm.until_step(3)
         replicas = {name: swarm.drivers[name].replica for name in stages[0]}
-        lead = next(name for name in stages[0] if replicas[name].group.core.is_lead)
+        lead = next(name for name in stages[0] if replicas[name].core.group.is_lead)
         mate = next(name for name in stages[0] if name != lead)
-        supply = replicas[lead].supply.core
+        supply = replicas[lead].core.supply
         await swarm.until(lambda: swarm.peer(mate).peer_id in supply.open_claims)
         swarm.world.pause(swarm.peer(mate))
         del swarm.drivers[mate]

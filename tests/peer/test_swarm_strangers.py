@@ -9,6 +9,7 @@ import torch
 
 from shoal.peer.group import driver as group_driver
 from shoal.peer.pipeline.wire import ActivationWire
+from shoal.peer.replica.supply import Supply
 from shoal.protocol.errors import Refused
 from shoal.protocol.messages import (
     Activation,
@@ -69,7 +70,7 @@ async def is_refused(swarm, source, target, message):
 @pytest.mark.parametrize("step", [-1, 6, 2**62])
 def test_a_repair_of_a_step_that_the_run_has_not_is_refused(make_swarm, tiny_spec, step):
     async def scene(swarm):
-        leads = [name for name in STAGES[0] if swarm.drivers[name].replica.group.core.is_lead]
+        leads = [name for name in STAGES[0] if swarm.drivers[name].replica.core.group.is_lead]
         await is_refused(swarm, "stranger", leads[0], Repair(step=step, indices=b"\x01"))
 
     play(make_swarm, tiny_spec, scene)
@@ -78,7 +79,7 @@ def test_a_repair_of_a_step_that_the_run_has_not_is_refused(make_swarm, tiny_spe
 @pytest.mark.sim
 def test_only_the_lead_says_what_runs_again(make_swarm, tiny_spec):
     async def scene(swarm):
-        first = swarm.drivers[STAGES[0][0]].replica.group.core
+        first = swarm.drivers[STAGES[0][0]].replica.core.group
         lead, mate = STAGES[0] if first.is_lead else STAGES[0][::-1]
         step = swarm.drivers[mate].replica.version
         for source, target in (("stranger", mate), ("stranger", lead), (mate, lead), ("1.1", mate)):
@@ -94,7 +95,7 @@ def test_only_the_lead_says_what_runs_again(make_swarm, tiny_spec):
 @pytest.mark.parametrize("bandwidths", [(), (0.0, 0.0), (1.0, math.nan), (1.0, 1.0)])
 def test_a_round_that_would_stop_its_stage_is_refused(make_swarm, tiny_spec, source, bandwidths):
     async def scene(swarm):
-        core = swarm.drivers["1.0"].replica.group.core
+        core = swarm.drivers["1.0"].replica.core.group
         members = tuple(
             RoundMember(swarm.peer(name).peer_id, bandwidth, b"")
             for name, bandwidth in zip(STAGES[1], bandwidths, strict=False)
@@ -120,7 +121,7 @@ def test_who_is_granted_what_the_run_has_not_claims_on(make_swarm, tiny_spec, it
     granted = []
 
     async def scene(swarm):
-        first = swarm.drivers[STAGES[0][0]].replica.group.core
+        first = swarm.drivers[STAGES[0][0]].replica.core.group
         lead, mate = STAGES[0] if first.is_lead else STAGES[0][::-1]
         honest = swarm.drivers[lead].replica.supply._on_claim
 
@@ -138,8 +139,8 @@ def test_who_is_granted_what_the_run_has_not_claims_on(make_swarm, tiny_spec, it
 
 
 @pytest.mark.sim
-def test_a_bug_in_the_claims_is_heard(make_swarm, tiny_spec):
-    def broken(microbatch, again):
+def test_a_bug_in_the_supply_is_heard(make_swarm, tiny_spec, monkeypatch):
+    def broken(supply, grant, now_s):
         raise RuntimeError("a bug")
 
     async def main():
@@ -147,7 +148,7 @@ def test_a_bug_in_the_claims_is_heard(make_swarm, tiny_spec):
         driver = await swarm.add("0.0", device_flop_per_s=1e8)
         swarm.obey([["0.0"]], fresh=True)
         await swarm.until_step(1)
-        driver.replica.supply._on_make = broken
+        monkeypatch.setattr(Supply, "_take_grant", broken)
         async with asyncio.timeout(60.0):
             with pytest.raises(RuntimeError, match="a bug"):
                 await driver.failure
@@ -164,7 +165,7 @@ def test_a_stranger_that_says_it_drains_is_no_mate_and_nobody_waits_for_it(make_
     async def scene(swarm):
         for name in STAGES[group]:
             await is_refused(swarm, "stranger", name, hello)
-            core = swarm.drivers[name].replica.group.core
+            core = swarm.drivers[name].replica.core.group
             assert swarm.peer("stranger").peer_id not in core.holders
             assert swarm.peer("stranger").peer_id not in dict(swarm.drivers[name]._neighbours.words())
 
@@ -178,7 +179,7 @@ def test_digests_of_a_stranger_are_not_kept(make_swarm, tiny_spec):
         for version in range(100, 400):
             word = Digest(stage=1, version=version, digest="d" * 64)
             await swarm.peer("stranger").spawn(endpoint.ask(swarm.peer("1.0").peer_id, word, Done))
-        kept = swarm.drivers["1.0"].replica.group.core._agreement._digests
+        kept = swarm.drivers["1.0"].replica.core.group._agreement._digests
         assert max(kept) < 100
 
     play(make_swarm, tiny_spec, scene, steps=8)
@@ -192,7 +193,7 @@ def test_digests_of_a_mate_are_kept_of_a_few_versions(make_swarm, tiny_spec):
             word = Digest(stage=1, version=version, digest="d" * 32)
             await swarm.peer("1.1").spawn(endpoint.ask(target, word, Done))
         await is_refused(swarm, "1.1", "1.0", Digest(stage=1, version=2, digest="d" * 10**5))
-        core = swarm.drivers["1.0"].replica.group.core
+        core = swarm.drivers["1.0"].replica.core.group
         assert sum(swarm.peer("1.1").peer_id in said for said in core._agreement._digests.values()) <= 32
 
     # It says that it is far ahead, so its mate asks it for what it has not: this is about memory alone.
@@ -229,7 +230,7 @@ def test_a_gradient_from_whom_the_microbatch_did_not_go_to_replaces_nothing(make
     found = []
 
     async def scene(swarm):
-        stranger, target = swarm.drivers["stranger"]._endpoint, swarm.drivers["0.0"].replica.pipeline
+        stranger, target = swarm.drivers["stranger"]._endpoint, swarm.drivers["0.0"].replica
         training, model = swarm.spec.training, swarm.spec.model
         payload = bytes(4 * training.microbatch_size * model.context * model.dim)
 
@@ -238,10 +239,11 @@ def test_a_gradient_from_whom_the_microbatch_did_not_go_to_replaces_nothing(make
             await stranger.send(swarm.peer("0.0").peer_id, meta, payload, priority=Priority.GRADIENT)
 
         for _ in range(200):
-            for microbatch in list(target.core._flights):
+            for microbatch in list(target.core.pipeline._flights):
                 await swarm.peer("stranger").spawn(forge(microbatch))
             await asyncio.sleep(0.01)
-            found.extend(kept for kept in target._gradients.values() if bytes(kept) == payload)
+            kept = (cargo.gradient for cargo in target.pipeline._cargo.values() if cargo.gradient is not None)
+            found.extend(gradient for gradient in kept if bytes(gradient) == payload)
 
     play(make_swarm, tiny_spec, scene, steps=60)
     assert found == []
@@ -261,9 +263,9 @@ def test_a_gradient_from_whom_the_microbatch_did_not_go_to_replaces_nothing(make
 )
 def test_the_lead_of_stage_0_supplies_and_believes_holders_alone(make_swarm, tiny_spec, message):
     async def scene(swarm):
-        leads = [name for name in STAGES[0] if swarm.drivers[name].replica.group.core.is_lead]
+        leads = [name for name in STAGES[0] if swarm.drivers[name].replica.core.group.is_lead]
         await is_refused(swarm, "stranger", leads[0], message)
-        assert swarm.drivers[leads[0]].replica.supply.core.halts == ()
+        assert swarm.drivers[leads[0]].replica.core.supply.halts == ()
 
     play(make_swarm, tiny_spec, scene)
 

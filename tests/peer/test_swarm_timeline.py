@@ -115,7 +115,7 @@ def test_replicas_of_one_stage_run_ahead_alike(make_swarm, tiny_spec):
             await swarm.add(name, device_flop_per_s=4e7, traffic=Priced(price=price))
         swarm.obey([["0.0", "0.1"], ["1.0"]], fresh=True)
         await swarm.until_step(5)
-        controls = [swarm.drivers[name].replica.pipeline.core.control for name in ("0.0", "0.1")]
+        controls = [swarm.drivers[name].replica.core.pipeline.control for name in ("0.0", "0.1")]
         own = [(control.choice.steps_ahead, control.choice.gain) for control in controls]
         in_force = {control.in_force for control in controls}
         await swarm.close()

@@ -94,14 +94,18 @@ class Replica:
             deadline_s=0.0,
             quorum=1.0,
         )
-        ignored = dict.fromkeys(
-            ("report", "witness", "resync", "progress", "repair", "unreachable", "failure"), lambda *_: None
-        )
+        ignored = dict.fromkeys(("behind", "unreachable", "failure"), lambda *_: None)
+
+        def post(event):
+            for command in core.handle(event, now_s=self.me.clock.now_s()):
+                self.driver.perform(command)
+
         self.driver = GroupDriver(
             core,
             SimpleNamespace(runtime=runtime, version=0, commit=commit, compute=self.me.compute),
             endpoint=Endpoint(self.me.identity, self.me.transport, run="run", gate=OpenGate(), first_sequence=1),
             clock=self.me.clock,
+            post=post,
             retained_from=lambda: 0,
             **{f"on_{what}": heard for what, heard in ignored.items()},
         )

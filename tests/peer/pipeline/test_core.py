@@ -5,23 +5,20 @@ import pytest
 from pipeline_cores import DOWN, OTHER, UP, A, B, C, core, feed, job
 from shoal.peer.pipeline.control import Control
 from shoal.peer.pipeline.core import PipelineCore
-from shoal.peer.pipeline.events import (
+from shoal.peer.pipeline.microbatch import Microbatch
+from shoal.peer.replica.commands import Finished, Forget, SendActivation, SendGradient
+from shoal.peer.replica.events import (
     Arrived,
     Contributed,
-    Finished,
-    Forget,
     GradientArrived,
-    Job,
     JobDone,
     JobParked,
     PeerLost,
     PeerReady,
-    SendActivation,
-    SendGradient,
     StepReady,
     VersionSet,
 )
-from shoal.peer.pipeline.microbatch import Microbatch
+from shoal.peer.replica.job import Job
 from shoal.protocol.running_ahead import Choice
 from shoal.protocol.staleness import Price
 

@@ -12,16 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.peer.pipeline.core import PipelineCore
-from shoal.peer.pipeline.events import (
+from shoal.peer.pipeline.microbatch import Microbatch
+from shoal.peer.pipeline.router import Router
+from shoal.peer.pipeline.window import Window
+from shoal.peer.replica.commands import Finished, Forget, HandBack, SendActivation, SendGradient
+from shoal.peer.replica.events import (
     Arrived,
     Contributed,
-    Event,
-    Finished,
-    Forget,
     GradientArrived,
-    HandBack,
     HandedBack,
-    Job,
     JobDone,
     JobDropped,
     JobParked,
@@ -29,13 +28,10 @@ from shoal.peer.pipeline.events import (
     PeerLost,
     PeerReady,
     Resumed,
-    SendActivation,
-    SendGradient,
+    ScheduleEvent,
     StepReady,
 )
-from shoal.peer.pipeline.microbatch import Microbatch
-from shoal.peer.pipeline.router import Router
-from shoal.peer.pipeline.window import Window
+from shoal.peer.replica.job import Job
 from shoal.protocol.identity import PeerID
 
 
@@ -110,7 +106,7 @@ class Play:
     parks: bool = False
     """Jobs may wait for other peers."""
     peers: dict[PeerID, Replica] = field(default_factory=dict)
-    air: list[tuple[PeerID, Event]] = field(default_factory=list)
+    air: list[tuple[PeerID, ScheduleEvent]] = field(default_factory=list)
     doubted: set[tuple[PeerID, PeerID]] = field(default_factory=set)
     paused: set[PeerID] = field(default_factory=set)
     finished: Counter[Microbatch] = field(default_factory=Counter)
@@ -151,7 +147,7 @@ class Play:
         for _ in range(100_000):
             running = [r.name for r in self.peers.values() if r.running]
             parked = [(r.name, job) for r in self.peers.values() for job in r.parked]
-            moves: list[tuple[PeerID, Event | Job] | PeerID] = [*self.air, *running, *parked, *self._commits()]
+            moves: list[tuple[PeerID, ScheduleEvent | Job] | PeerID] = [*self.air, *running, *parked, *self._commits()]
             if doubts and self.rng.random() < 0.1:
                 doubts -= 1
                 self._doubt()
@@ -173,7 +169,7 @@ class Play:
                 return
         raise AssertionError("it never ends")
 
-    def _commits(self) -> list[tuple[PeerID, Event]]:
+    def _commits(self) -> list[tuple[PeerID, ScheduleEvent]]:
         """Steps that a replica may take: its stage has the whole of them."""
         return [
             (name, StepReady(v))
@@ -184,7 +180,7 @@ class Play:
             and all(self.contributed[replica.core.stage][Microbatch(v, i)] for i in range(self.M))
         ]
 
-    def _play(self, move: tuple[PeerID, Event | Job] | PeerID) -> None:
+    def _play(self, move: tuple[PeerID, ScheduleEvent | Job] | PeerID) -> None:
         if isinstance(move, str):
             replica = self.peers[move]
             waits = self.parks and replica.running and replica.running.microbatch and self.rng.random() < 0.5
@@ -213,7 +209,7 @@ class Play:
                 replica.gradients.add(microbatch)
         self.do(replica, event)
 
-    def do(self, replica: Replica, event: Event) -> None:
+    def do(self, replica: Replica, event: ScheduleEvent) -> None:
         for command in replica.core.handle(event, now_s=0.0):
             match command:
                 case Job():

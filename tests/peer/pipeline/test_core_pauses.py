@@ -1,21 +1,18 @@
 """A pause, at one replica: what goes back, and what is still finished."""
 
 from pipeline_cores import DOWN, OTHER, UP, A, B, C, core, feed, job
-from shoal.peer.pipeline.events import (
+from shoal.peer.replica.commands import Forget, HandBack, SendActivation, SendGradient
+from shoal.peer.replica.events import (
     Arrived,
     Contributed,
-    Forget,
     GradientArrived,
-    HandBack,
     HandedBack,
-    Job,
     JobDone,
     Paused,
     Resumed,
-    SendActivation,
-    SendGradient,
     StepReady,
 )
+from shoal.peer.replica.job import Job
 
 
 def test_a_pause_hands_back_what_has_not_begun_and_finishes_what_has() -> None:

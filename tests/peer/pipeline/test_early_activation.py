@@ -21,15 +21,17 @@ def test_an_activation_before_there_are_weights_is_left_alone(monkeypatch: pytes
         await swarm.until(lambda: len(swarm.steps) > 1)
         node = next(node for node in swarm.nodes.values() if node.peer.replica and node.peer.replica.stage == 1)
         sender = next(other.peer_id for other in swarm.nodes.values() if other is not node)
-        driver = node.peer.replica.pipeline  # type: ignore[union-attr]
+        replica = node.peer.replica
+        assert replica is not None
+        driver, pipeline = replica.pipeline, replica.core.pipeline
         early = Activation(stage=1, step=driver.version + 900, index=0)  # not runnable: it would be held
         payload = bytes(2 * 32 * 32 * 4 + 2 * 32 * 4)
-        held = driver.core.num_waiting
+        held = pipeline.num_waiting
         state, driver.runtime.state = driver.runtime.state, None
         await driver._on_activation(sender, early, payload)
-        assert driver.core.num_waiting == held
+        assert pipeline.num_waiting == held
         driver.runtime.state = state
         await driver._on_activation(sender, early, payload)
-        assert driver.core.num_waiting == held + 1, "with weights it waits for its step"
+        assert pipeline.num_waiting == held + 1, "with weights it waits for its step"
 
     run(scenario())

@@ -15,20 +15,12 @@ from dataclasses import dataclass, field
 import pytest
 
 from shoal.peer.pipeline.core import PipelineCore
-from shoal.peer.pipeline.events import (
-    Arrived,
-    Event,
-    Finished,
-    GradientArrived,
-    Job,
-    JobDone,
-    PeerReady,
-    SendActivation,
-    SendGradient,
-)
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.pipeline.router import Router
 from shoal.peer.pipeline.window import Window
+from shoal.peer.replica.commands import Finished, SendActivation, SendGradient
+from shoal.peer.replica.events import Arrived, GradientArrived, JobDone, PeerReady, ScheduleEvent
+from shoal.peer.replica.job import Job
 from shoal.protocol.identity import PeerID
 
 
@@ -114,7 +106,7 @@ class Pipeline:
     finished: int = 0
     _order: "itertools.count[int]" = field(default_factory=itertools.count)
     _indices: "itertools.count[int]" = field(default_factory=itertools.count)
-    _agenda: list[tuple[float, int, PeerID, Event]] = field(default_factory=list)
+    _agenda: list[tuple[float, int, PeerID, ScheduleEvent]] = field(default_factory=list)
     _free_s: dict[tuple[PeerID, PeerID], float] = field(default_factory=dict)
     _waits: dict[tuple[Microbatch, PeerID], float] = field(default_factory=dict)
     _rng: random.Random = field(default_factory=lambda: random.Random(1))
@@ -173,7 +165,7 @@ class Pipeline:
             if core.is_first and core.num_waiting == 0:
                 self._do(name, Arrived(Microbatch(0, next(self._indices)), None))
 
-    def _do(self, name: PeerID, event: Event) -> None:
+    def _do(self, name: PeerID, event: ScheduleEvent) -> None:
         core = self.cores[name]
         for command in core.handle(event, now_s=self.now_s):
             match command:
@@ -204,7 +196,7 @@ class Pipeline:
         self._free_s[source, target] = free_s + self.link_s
         return free_s - self.now_s
 
-    def _later(self, seconds: float, name: PeerID, event: Event) -> None:
+    def _later(self, seconds: float, name: PeerID, event: ScheduleEvent) -> None:
         heapq.heappush(self._agenda, (self.now_s + seconds, next(self._order), name, event))
 
 

@@ -13,7 +13,6 @@ from shoal.peer.replica.commands import (
     HandOut,
     Make,
     ReportValidation,
-    RunAhead,
     SendClaim,
     TellValidation,
 )
@@ -32,6 +31,7 @@ from shoal.peer.replica.events import (
     RepairArrived,
     RepairAsked,
     RepairDeclined,
+    RunAhead,
     SupplyResumed,
     SupplyStopped,
     TimerFired,

@@ -1,0 +1,229 @@
+"""Decides what one replica of a stage does: the one door to its pipeline, its group and, at stage 0, its supply. Pure.
+
+Every event enters by `handle`, and goes to the part that it is for. What one part asks of another is carried out here,
+at its place among the commands, and never reaches the driver:
+
+    supply    Make, MemberGranted, RunAhead   -> group (WorkGranted, MemberGranted), pipeline (Arrived, RunAhead)
+    pipeline  Contributed, Finished           -> Count for the driver; supply (Validated, Changed)
+    group     AskRepair                       -> supply (LossReported), at stage 0
+
+The parts are in files of their own. Others read them as views (`views.py`), and hand them no event.
+"""
+
+from typing import Final, get_args
+
+from shoal.peer.group.core import GroupCore
+from shoal.peer.pipeline.core import PipelineCore
+from shoal.peer.pipeline.microbatch import IndexSet, Microbatch
+from shoal.peer.replica.commands import AskRepair, Command, Finished, Make
+from shoal.peer.replica.events import (
+    Arrived,
+    Changed,
+    Contributed,
+    DrainBegun,
+    DrainEnded,
+    Event,
+    GradientCounted,
+    LossReported,
+    Made,
+    MemberElsewhere,
+    MemberGranted,
+    MemberLost,
+    MemberSaid,
+    MemberState,
+    Paused,
+    PeerClosed,
+    PeerLost,
+    PeerReady,
+    PlanFollowed,
+    ProgressArrived,
+    Resumed,
+    RunAhead,
+    ScheduleEvent,
+    Stepped,
+    SupplyEvent,
+    SupplyResumed,
+    SupplyStopped,
+    TimerFired,
+    TrafficPlanned,
+    UpstreamSet,
+    Validated,
+    VersionReached,
+    WorkGranted,
+)
+from shoal.peer.replica.member import MemberCore
+from shoal.peer.replica.supply import Supply
+from shoal.peer.replica.views import PipelineView, SupplyView
+from shoal.protocol.errors import Refused
+from shoal.protocol.identity import PeerID
+from shoal.protocol.messages import Hello
+from shoal.protocol.plan import Plan
+
+_OF_THE_PIPELINE: Final = frozenset(get_args(ScheduleEvent)) - {Paused, Resumed}
+_OF_THE_SUPPLY: Final = frozenset(get_args(SupplyEvent)) - {TimerFired, PlanFollowed, MemberLost}
+_OF_A_PART: Final = frozenset({Make, MemberGranted, RunAhead, AskRepair, Contributed, Finished})
+"""Commands from one part to another."""
+
+
+class ReplicaCore(MemberCore):
+    """One replica of a stage.
+
+    Args:
+        supply: at stage 0.
+    """
+
+    def __init__(self, group: GroupCore, pipeline: PipelineCore, supply: Supply | None, plan: Plan) -> None:
+        super().__init__(group, plan)
+        self._pipeline = pipeline
+        self._supply = supply
+        self._upstream: frozenset[PeerID] = frozenset()
+        self._draining_upstream: set[PeerID] = set()
+
+    @property
+    def pipeline(self) -> PipelineView:
+        """To be read."""
+        return self._pipeline
+
+    @property
+    def supply(self) -> SupplyView | None:
+        """To be read; None: not of stage 0."""
+        return self._supply
+
+    def handle(self, event: Event, *, now_s: float) -> list[Command]:
+        kind = type(event)
+        if kind in _OF_THE_PIPELINE:
+            return self._flow(event, now_s)  # type: ignore[arg-type]
+        if kind in _OF_THE_SUPPLY:
+            return self._supplied(event, now_s)  # type: ignore[arg-type]
+        match event:
+            case TimerFired():
+                commands = super().handle(event, now_s=now_s)
+                if self._supply is not None and now_s >= self._supply.next_timer_s():
+                    commands += self._supplied(event, now_s)
+                return commands
+            case ProgressArrived(source, progress):
+                if not self._group.has_place(source):
+                    return []  # These are the last words of one whom we have counted out.
+                said = MemberSaid(source, progress.step, progress.indices, progress.claimed)
+                return [*self._commit(event, now_s), *self._if_supplied(said, now_s)]
+            case GradientCounted(microbatch):
+                return [*super().handle(event, now_s=now_s), *self._if_supplied(Made(microbatch), now_s)]
+            case Stepped(version):
+                commands = self._commit(event, now_s)
+                commands += self._if_supplied(VersionReached(version), now_s)
+                self._remembers = event.remembers
+                return commands + self._open_if_fit(now_s)
+            case Paused():
+                commands = [*self._if_supplied(SupplyStopped(), now_s), *super().handle(event, now_s=now_s)]
+                return commands + self._flow(event, now_s)
+            case Resumed():
+                self.is_paused = False
+                commands = self._flow(event, now_s)
+                if not self.is_draining:
+                    commands += self._if_supplied(SupplyResumed(), now_s)
+                return commands + super().handle(event, now_s=now_s)
+            case DrainBegun():
+                return [*self._if_supplied(SupplyStopped(), now_s), *super().handle(event, now_s=now_s)]
+            case DrainEnded():
+                commands = super().handle(event, now_s=now_s)
+                return commands if self.is_paused else commands + self._if_supplied(SupplyResumed(), now_s)
+            case _:
+                return super().handle(event, now_s=now_s)
+
+    def next_timer_s(self) -> float:
+        if self._supply is None:
+            return self._group.next_timer_s()
+        return min(self._group.next_timer_s(), self._supply.next_timer_s())
+
+    # --- to the parts ---
+
+    def _flow(self, event: ScheduleEvent, now_s: float) -> list[Command]:
+        return self._routed([*self._pipeline.handle(event, now_s=now_s)], now_s)
+
+    def _supplied(self, event: SupplyEvent, now_s: float) -> list[Command]:
+        if self._supply is None:
+            raise Refused(self._group.me, "does not lead stage 0")
+        return self._routed([*self._supply.handle(event, now_s=now_s)], now_s)
+
+    def _if_supplied(self, event: SupplyEvent, now_s: float) -> list[Command]:
+        return [] if self._supply is None else self._supplied(event, now_s)
+
+    def _routed(self, commands: list[Command], now_s: float) -> list[Command]:
+        if _OF_A_PART.isdisjoint(map(type, commands)):
+            return commands
+        left: list[Command] = []
+        for command in commands:
+            match command:
+                case Make(microbatch, again):
+                    left += self._make(microbatch, again, now_s)
+                case MemberGranted():
+                    left += self._commit(command, now_s)
+                case RunAhead():
+                    left += self._flow(command, now_s)
+                case Contributed():
+                    left += super().handle(command, now_s=now_s)
+                case Finished(microbatch, loss):
+                    if microbatch.validates:
+                        left += self._supplied(Validated(microbatch, loss), now_s)
+                    left += self._changed(now_s)
+                case AskRepair(step, bitmap) if self._supply is not None:
+                    indices = IndexSet.from_bytes(bitmap, count=self._group.microbatches)
+                    left += self._supplied(LossReported(step, indices), now_s)
+                case _:
+                    left.append(command)
+        return left
+
+    def _make(self, microbatch: Microbatch, again: bool, now_s: float) -> list[Command]:
+        commands: list[Command] = []
+        if not microbatch.validates and microbatch.step >= self._pipeline.version:
+            commands = self._commit(WorkGranted(microbatch.step, microbatch.index), now_s)
+        return commands + self._flow(Arrived(microbatch, None, again), now_s)
+
+    # --- the life of a replica ---
+
+    def _more_follows(self, step: int) -> bool:
+        # Stage 0's leader sees from these words how fast each member is, and must not see when it was told instead.
+        return self._supply is None and self._pipeline.has_more(step)
+
+    def _changed(self, now_s: float) -> list[Command]:
+        return self._if_supplied(Changed(), now_s)
+
+    def _follow(self, event: PlanFollowed, now_s: float) -> list[Command]:
+        self._upstream = event.upstream
+        self._draining_upstream = {peer for peer in self._draining_upstream if event.plan.has(peer)}
+        commands = self._if_supplied(event, now_s) + super()._follow(event, now_s)
+        later = () if self._pipeline.is_last else event.plan.stages[self._pipeline.stage + 1].members
+        shares = {member.peer: member.share for member in later}
+        return commands + self._flow(TrafficPlanned(shares, self._upstream | self._draining_upstream), now_s)
+
+    def _what_it_is_here(self, peer: PeerID, hello: Hello) -> MemberState | MemberElsewhere:
+        if hello.stage != self._pipeline.stage:
+            return MemberElsewhere(peer, hello.incarnation)
+        has_moved = self._plan.has(peer)
+        return MemberState(peer, hello.ready, hello.is_open, hello.incarnation, hello.draining, has_moved)
+
+    def _peer_said(self, peer: PeerID, hello: Hello, now_s: float) -> list[Command]:
+        commands = self._commit(self._what_it_is_here(peer, hello), now_s)
+        stage, stages = self._pipeline.stage, self._plan.stages
+        if not self._pipeline.is_last and peer in stages[stage + 1].peers:
+            commands += self._flow(self._what_it_takes(peer, hello), now_s)
+        drains_upstream = hello.stage == stage - 1 and hello.draining
+        if drains_upstream != (peer in self._draining_upstream):
+            (self._draining_upstream.add if drains_upstream else self._draining_upstream.remove)(peer)
+            self._draining_upstream = {peer for peer in self._draining_upstream if self._plan.has(peer)}
+            commands += self._flow(UpstreamSet(self._upstream | self._draining_upstream), now_s)
+        return [*commands, *self._open_if_fit(now_s), *self._changed(now_s)]
+
+    def _what_it_takes(self, peer: PeerID, hello: Hello) -> PeerReady | PeerClosed | PeerLost:
+        """Whether a peer to which the plan gives the next stage takes our activations."""
+        stage = self._pipeline.stage
+        if hello.stage == stage + 1 and hello.is_open:
+            return PeerReady(peer)
+        if hello.stage in (stage - 1, stage + 1):
+            # It will still answer what it owes there; or it comes from before us, and still waits for what we owe.
+            return PeerClosed(peer)
+        return PeerLost(peer)
+
+    def _peer_began_anew(self, peer: PeerID, now_s: float) -> list[Command]:
+        lost = self._flow(PeerLost(peer), now_s)
+        return [*lost, *self._open_if_fit(now_s), *self._if_supplied(MemberLost(peer), now_s)]

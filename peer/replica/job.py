@@ -1,0 +1,30 @@
+"""One run of the device."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from shoal.peer.pipeline.microbatch import Microbatch
+
+JobKind = Literal["forward", "backward", "loss", "validate", "step"]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """`microbatch` is None for an optimizer step; `version` is the one that it runs at."""
+
+    kind: JobKind
+    microbatch: Microbatch | None
+    version: int
+
+    def __str__(self) -> str:
+        letter = {"forward": "F", "backward": "B", "loss": "L", "validate": "V", "step": "S"}[self.kind]
+        return f"{letter}{self.microbatch or self.version}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimelineEntry:
+    """One job, or a part of one: `F(3, 1)` is the forward of microbatch (3, 1). Seconds of this peer's clock."""
+
+    job: Job
+    started_s: float
+    ended_s: float

@@ -1,0 +1,201 @@
+"""Decides what one member of a group does. An expert's holder is such a member; a stage's replica is one that has a
+pipeline, too (`core.py`). Pure.
+
+A member lives through these states. A plan begins its life, and the driver ends it:
+
+    joining    not ready, closed   it fetches the group's state
+    closed     ready, closed       it takes no traffic yet: what runs again it could not repair exactly
+    open       ready, open         it takes traffic
+    paused     ready, closed       the owner wants the device: what is here goes back, what is contributed is reduced
+    draining   ready, closed       it finishes what is here; a plan may give its place back (`DrainEnded`)
+    drained    not ready, closed   nothing of it is needed any more
+
+Who else is ready and open it learns from what the others say (`PeerSaid`).
+"""
+
+from abc import ABC, abstractmethod
+from typing import Final, get_args
+
+from shoal.peer.group.core import GroupCore
+from shoal.peer.replica.commands import Command, Count, SayHello
+from shoal.peer.replica.events import (
+    CommitEvent,
+    Contributed,
+    DrainBegun,
+    Drained,
+    DrainEnded,
+    Event,
+    GradientCounted,
+    GroupPlanned,
+    Joined,
+    MemberElsewhere,
+    MemberLost,
+    MemberSilent,
+    MemberState,
+    OpenSet,
+    Paused,
+    PeerDied,
+    PeerReborn,
+    PeerSaid,
+    PlanFollowed,
+    ReadySet,
+    Resumed,
+    Stepped,
+    TimerFired,
+)
+from shoal.peer.replica.views import GroupView
+from shoal.protocol.identity import PeerID
+from shoal.protocol.messages import Hello
+from shoal.protocol.plan import Plan
+
+_OF_THE_GROUP: Final = frozenset(get_args(CommitEvent))
+_ANY: Final = 2**62
+"""No incarnation is later."""
+
+
+class MemberCore(ABC):
+    """One member's commits and its life.
+
+    Args:
+        group: its part that commits; nobody else hands it an event.
+        plan: the one that gives the member its place.
+    """
+
+    def __init__(self, group: GroupCore, plan: Plan) -> None:
+        self._group = group
+        self._plan = plan
+        self._remembers = False
+        self.is_open = False
+        self.is_paused = False
+        self.is_draining = False
+        group.handle(OpenSet(False), now_s=0.0)
+
+    @property
+    def group(self) -> GroupView:
+        """To be read."""
+        return self._group
+
+    @property
+    def plan(self) -> Plan:
+        """The newest that we have followed."""
+        return self._plan
+
+    def handle(self, event: Event, *, now_s: float) -> list[Command]:
+        """Raises: Refused, RemoteError: of events that another peer has caused; nothing has changed then."""
+        match event:
+            case GradientCounted() | Stepped() | MemberSilent():
+                return self._of_the_group(event, now_s)
+            case Contributed(microbatch, staleness_steps, again, loss):
+                # What comes while a round stands must not outgrow it.
+                apart = again or self._group.has_round(microbatch.step)
+                more_follows = self._more_follows(microbatch.step)
+                return [Count(GradientCounted(microbatch, loss, staleness_steps, apart, more_follows), again)]
+            case PeerSaid(peer, hello):
+                return self._peer_said(peer, hello, now_s)
+            case PlanFollowed():
+                return self._follow(event, now_s)
+            case PeerDied(peer):
+                commands = [*self._commit(MemberLost(peer), now_s), *self._peer_began_anew(peer, now_s)]
+                return [*commands, *self._open_if_fit(now_s), *self._changed(now_s)]
+            case PeerReborn(peer):
+                return [*self._peer_began_anew(peer, now_s), *self._open_if_fit(now_s), *self._changed(now_s)]
+            case Joined(remembers):
+                self._remembers = remembers
+                commands = [*self._commit(ReadySet(True), now_s), *self._open_if_fit(now_s), SayHello()]
+                return [*commands, *self._changed(now_s)]
+            case Paused():
+                self.is_paused = True
+                return self._close(now_s)
+            case Resumed():
+                self.is_paused = False
+                return self._open_if_fit(now_s)
+            case DrainBegun():
+                self.is_draining = True
+                return self._close(now_s)
+            case DrainEnded():
+                self.is_draining = False
+                return []
+            case Drained():
+                return [*self._commit(ReadySet(False), now_s), SayHello()]
+            case TimerFired():
+                return self._commit(event, now_s) if now_s >= self._group.next_timer_s() else []
+            case _:
+                assert type(event) in _OF_THE_GROUP, f"{event} is not for a member without a pipeline"
+                return self._of_the_group(event, now_s)  # type: ignore[arg-type]
+
+    def next_timer_s(self) -> float:
+        return self._group.next_timer_s()
+
+    # --- what a kind of member says ---
+
+    @abstractmethod
+    def _what_it_is_here(self, peer: PeerID, hello: Hello) -> MemberState | MemberElsewhere:
+        """What a peer that says `hello` is to our group."""
+
+    def _more_follows(self, step: int) -> bool:
+        """More microbatches of `step` are here, whose contributions will be told of."""
+        return False
+
+    def _changed(self, now_s: float) -> list[Command]:
+        """Something has changed on which work may have waited."""
+        return []
+
+    def _peer_began_anew(self, peer: PeerID, now_s: float) -> list[Command]:
+        """What it had of our work died with it."""
+        return []
+
+    def _routed(self, commands: list[Command], now_s: float) -> list[Command]:
+        """What is left for the driver when one part's commands to another have been carried out."""
+        return commands
+
+    # --- inside ---
+
+    def _of_the_group(self, event: CommitEvent, now_s: float) -> list[Command]:
+        commands = self._commit(event, now_s)
+        match event:
+            case Stepped(remembers=remembers):
+                self._remembers = remembers
+                commands += self._open_if_fit(now_s)
+            case MemberSilent():
+                commands += self._changed(now_s)
+        return commands
+
+    def _commit(self, event: CommitEvent, now_s: float) -> list[Command]:
+        return self._routed([*self._group.handle(event, now_s=now_s)], now_s)
+
+    def _follow(self, event: PlanFollowed, now_s: float) -> list[Command]:
+        plan = self._plan = event.plan
+        planned = GroupPlanned(plan.group_members(self._group.stage), plan.sequence, event.former)
+        return [*self._commit(planned, now_s), *self._open_if_fit(now_s), *self._changed(now_s)]
+
+    def _peer_said(self, peer: PeerID, hello: Hello, now_s: float) -> list[Command]:
+        commands = self._commit(self._what_it_is_here(peer, hello), now_s)
+        return [*commands, *self._open_if_fit(now_s), *self._changed(now_s)]
+
+    def _close(self, now_s: float) -> list[Command]:
+        self.is_open = False
+        return [*self._commit(OpenSet(False), now_s), SayHello()]
+
+    def _open_if_fit(self, now_s: float) -> list[Command]:
+        """Take traffic. A newcomer to a synchronous run waits for its first step of its own: until then it could not
+        repeat exactly what others may have to run again. Unless nobody else is there to take it.
+        """
+        if self.is_open or self.is_draining or self.is_paused or not self._group.ready:
+            return []
+        at_the_beginning = self._group.version == self._plan.restore_version
+        if not (self._remembers or at_the_beginning or not self._group.open_mates):
+            return []
+        self.is_open = True
+        return [*self._commit(OpenSet(True), now_s), SayHello()]
+
+
+class ExpertCore(MemberCore):
+    """A member of the group of one expert's holders."""
+
+    def _what_it_is_here(self, peer: PeerID, hello: Hello) -> MemberState | MemberElsewhere:
+        place = next((place for place in hello.experts if place.group == self._group.stage), None)
+        if place is None:
+            # Its Hellos are in order, and this one is later than what it was here.
+            return MemberElsewhere(peer, incarnation=_ANY)
+        has_moved = self._plan.has(peer)
+        return MemberState(peer, place.ready, place.is_open, place.incarnation, place.draining, has_moved)

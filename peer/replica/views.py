@@ -1,0 +1,106 @@
+"""What others may read of the parts of a replica's core. Nobody but `core.py` and `member.py` hands them an event."""
+
+from typing import Protocol
+
+from shoal.peer.pipeline.control import Control
+from shoal.peer.pipeline.microbatch import Microbatch
+from shoal.peer.pipeline.window import Window
+from shoal.peer.replica.job import Job
+from shoal.protocol.identity import PeerID
+
+
+class GroupView(Protocol):
+    """One member's view of its group; `GroupCore` documents it."""
+
+    me: PeerID
+    stage: int
+    steps: int
+    microbatches: int
+    version: int
+
+    @property
+    def ready(self) -> bool: ...
+
+    @property
+    def mates(self) -> tuple[PeerID, ...]: ...
+
+    @property
+    def ready_mates(self) -> tuple[PeerID, ...]: ...
+
+    @property
+    def open_mates(self) -> tuple[PeerID, ...]: ...
+
+    @property
+    def departing(self) -> tuple[PeerID, ...]: ...
+
+    @property
+    def holders(self) -> tuple[PeerID, ...]: ...
+
+    @property
+    def round_mates(self) -> tuple[PeerID, ...]: ...
+
+    @property
+    def lead(self) -> PeerID | None: ...
+
+    @property
+    def is_lead(self) -> bool: ...
+
+    @property
+    def standing(self) -> tuple[int, int]: ...
+
+    @property
+    def owes(self) -> bool: ...
+
+    def has_place(self, peer: PeerID) -> bool: ...
+
+    def has_round(self, step: int) -> bool: ...
+
+    def lacks(self, step: int, index: int) -> bool: ...
+
+    def share_of(self, peer: PeerID) -> float: ...
+
+    def voters(self, newcomer: PeerID) -> tuple[PeerID, ...]: ...
+
+    def waits_for(self) -> str: ...
+
+
+class PipelineView(Protocol):
+    """What is in flight at one replica; `PipelineCore` documents it."""
+
+    stage: int
+    version: int
+    window: Window | None
+    control: Control | None
+
+    @property
+    def is_first(self) -> bool: ...
+
+    @property
+    def is_last(self) -> bool: ...
+
+    @property
+    def is_idle(self) -> bool: ...
+
+    @property
+    def num_waiting(self) -> int: ...
+
+    @property
+    def room(self) -> int: ...
+
+    def holds(self, microbatch: Microbatch) -> bool: ...
+
+    def takes_from(self, source: PeerID) -> bool: ...
+
+    def awaits(self, microbatch: Microbatch, source: PeerID) -> bool: ...
+
+    def goes_on(self, job: Job) -> bool: ...
+
+
+class SupplyView(Protocol):
+    """Who makes what; `Supply` documents it."""
+
+    @property
+    def open_claims(self) -> tuple[PeerID, ...]: ...
+
+    @property
+    def halts(self) -> tuple[PeerID, ...]: ...
