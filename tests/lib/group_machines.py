@@ -1,4 +1,4 @@
-"""Machines and a network that do what they like, under stage groups of GroupCores (`group_replicas.py`).
+"""Machines and a network that do what they like, under the replicas of one stage (`group_replicas.py`).
 
 Played here: outboxes with one call at a time, Hellos and who has begun anew, frames. Between any two events anything
 else may happen: calls and frames get lost, processes die and come back, machines sleep and handle what was queued when
@@ -15,26 +15,23 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
-from shoal.peer.group.core import GroupCore
 from shoal.peer.pipeline.microbatch import Microbatch
-from shoal.peer.pipeline.window import Window
+from shoal.peer.replica.core import ReplicaCore
 from shoal.peer.replica.events import (
-    Changed,
     DigestArrived,
-    MemberElsewhere,
-    MemberLost,
-    MemberSaid,
+    Event,
     MemberSilent,
-    MemberState,
+    PeerDied,
+    PeerReborn,
+    PeerSaid,
     ProgressArrived,
     RoundArrived,
     TimerFired,
 )
-from shoal.peer.replica.supply import Supply
 from shoal.protocol.errors import Refused
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import CommitReport, Digest, Hello, Progress, RoundStart
-from shoal.protocol.plan import Member
+from shoal.protocol.plan import Plan
 
 Action = Callable[[], None]
 STUCK_AFTER_S = 600.0
@@ -68,36 +65,6 @@ class Box:
             self.retry_at_s = now_s + 0.5
 
 
-@dataclass(frozen=True)
-class Order:
-    """A plan. `rest`: its members that are not of this stage."""
-
-    sequence: int
-    members: tuple[Member, ...]
-    rest: tuple[PeerID, ...] = ()
-
-    @property
-    def names(self) -> tuple[PeerID, ...]:
-        return tuple(member.peer for member in self.members)
-
-    def since_of(self, peer: PeerID) -> int:
-        return next((member.since for member in self.members if member.peer == peer), self.sequence)
-
-
-@dataclass(eq=False)
-class Pipe:
-    """What a supply sees of a pipeline that holds two microbatches, one of them about to begin."""
-
-    work: list[Microbatch] = field(default_factory=list)
-    window: Window = field(default_factory=lambda: Window(num_stages=1))
-    control: None = None
-    num_waiting: int = 0
-
-    @property
-    def room(self) -> int:
-        return 1 - len(self.work)
-
-
 @dataclass(eq=False)
 class Round:
     """One member's side of a reduction."""
@@ -110,21 +77,17 @@ class Round:
 
 @dataclass(eq=False)
 class Tenure:
-    """One replica."""
+    """One replica: its core, and what its driver would keep."""
 
-    core: GroupCore
-    supply: Supply
-    pipe: Pipe
-    order: Order
-    is_open: bool = False
+    core: ReplicaCore
     has_stepped: bool = False
     leaves_at_s: float = math.inf
+    joins_at_s: float = math.inf
     boxes: dict[PeerID, Box] = field(default_factory=dict)
-    running: list[Microbatch] = field(default_factory=list)
-    again: set[Microbatch] = field(default_factory=set)
+    unwanted: set[Microbatch] = field(default_factory=set)
+    """What it computes though its group has the gradient."""
     claim: int | None = None
     """The number of the claim whose answer it waits for."""
-    joins_at_s: float = math.inf
     stepping: int = -1
     digest: str = ""
     means: dict[int, str] = field(default_factory=dict)
@@ -134,9 +97,12 @@ class Tenure:
     early: dict[tuple[int, int], list[tuple[PeerID, str]]] = field(default_factory=dict)
 
     @property
-    def work(self) -> list[Microbatch]:
-        """What is here and not begun."""
-        return self.pipe.work
+    def version(self) -> int:
+        return self.core.group.version
+
+    @property
+    def ready(self) -> bool:
+        return self.core.group.ready
 
     @property
     def leaving(self) -> bool:
@@ -154,7 +120,7 @@ class Node:
     life: int = 0
     tenures: int = 0
     count: int = 0
-    order: Order | None = None
+    order: Plan | None = None
     renewing: bool = False
     hellos: dict[PeerID, Hello] = field(default_factory=dict)
     boxes: dict[PeerID, Box] = field(default_factory=dict)
@@ -186,7 +152,7 @@ class Machines:
     losses: int = 0
     flips: int = 0
     nodes: dict[PeerID, Node] = field(default_factory=dict)
-    orders: list[Order] = field(default_factory=list)
+    orders: list[Plan] = field(default_factory=list)
     later: list[tuple[Node, Action]] = field(default_factory=list)
     """What happens to somebody at some time, once awake."""
     now_s: float = 1.0
@@ -205,7 +171,7 @@ class Machines:
     def __post_init__(self) -> None:
         names = [PeerID(chr(97 + i)) for i in range(self.size)]
         self.nodes = {name: Node(name) for name in names}
-        self.orders = [Order(1, tuple(Member(name, 1.0, 1.0, 1) for name in names))]
+        self._plan(names, (), "the first")
         self.loses_replicas = bool(self.changes + self.deaths + self.flips + self.sleeps)
         self.is_partial = bool(self.losses + self.flips + self.changes)
         self.is_hard = bool(self.changes + self.deaths + self.sleeps + self.losses + self.flips)
@@ -230,7 +196,7 @@ class Machines:
                 assert due_s < self.grown_s + STUCK_AFTER_S, f"waits for ever: {self.stuck()}"
                 self.now_s = max(self.now_s, due_s)
             assert self.now_s < self.grown_s + 10 * STUCK_AFTER_S, f"it never ends: {self.stuck()}"
-            leads = [n.name for n in self.nodes.values() if n.acts and n.tenure and n.tenure.core.is_lead]
+            leads = [n.name for n in self.nodes.values() if n.acts and n.tenure and n.tenure.core.group.is_lead]
             leads = [name for name in leads if not self._is_counted_out(self.nodes[name])]
             assert len(leads) <= 1 or self.is_partial, f"{leads} act as lead at once"
 
@@ -238,9 +204,9 @@ class Machines:
         order = self.orders[-1]
         for node in self.nodes.values():
             tenure = node.tenure
-            if (node.name in order.names) != (tenure is not None) or (node.alive and node.order is not order):
+            if (node.name in names_of(order)) != (tenure is not None) or (node.alive and node.order is not order):
                 return False
-            if node.asleep or node.inbox or (tenure and (not tenure.core.ready or tenure.core.version < self.steps)):
+            if node.asleep or node.inbox or (tenure and (not tenure.ready or tenure.version < self.steps)):
                 return False
         idle = not any(box.calling or box.queue for _, _, box in self._boxes())
         return idle and not self.later and not self._actions()
@@ -274,17 +240,14 @@ class Machines:
         core, now_s = tenure.core, self.now_s
         deeds: list[Action] = []
         if core.next_timer_s() <= now_s:
-            deeds.append(partial(self._commit, node, tenure, TimerFired()))
-        deeds += [partial(self._compute, node, tenure, m) for m in tenure.work if m.step <= core.version + self.s_max]
-        if tenure.supply.next_timer_s() <= now_s:
-            deeds.append(partial(self._supply, node, tenure, TimerFired()))
+            deeds.append(partial(self._handle, node, tenure, TimerFired()))
         if tenure.joins_at_s <= now_s:
             deeds.append(partial(self._join, node, tenure))
         for ours in tenure.rounds.values():
-            if ours.start.step == core.version and ours.press_at_s <= now_s and core.version not in tenure.means:
+            if ours.start.step == tenure.version and ours.press_at_s <= now_s and tenure.version not in tenure.means:
                 deeds.append(partial(self._press, node, tenure, ours))
         if tenure.leaving:
-            drained = not tenure.work and not tenure.running and not core.owes
+            drained = core.pipeline.is_idle and not core.group.owes
             if drained or tenure.leaves_at_s <= now_s:
                 deeds.append(partial(self._leave, node, tenure, drained))
         return deeds
@@ -293,9 +256,8 @@ class Machines:
         for node in self.nodes.values():
             tenure = node.tenure
             if tenure and node.acts:
-                yield from (tenure.core.next_timer_s(), tenure.supply.next_timer_s())
-                yield from (tenure.leaves_at_s, tenure.joins_at_s)
-                yield from (r.press_at_s for r in tenure.rounds.values() if tenure.core.version == r.start.step)
+                yield from (tenure.core.next_timer_s(), tenure.leaves_at_s, tenure.joins_at_s)
+                yield from (r.press_at_s for r in tenure.rounds.values() if tenure.version == r.start.step)
         yield from (box.retry_at_s for node, _, box in self._boxes() if box.queue and not node.asleep)
 
     def _do(self, at: int) -> None:
@@ -357,18 +319,10 @@ class Machines:
             reply, source_life = self._hello(at), source.life
             self.later.append((source, lambda: self._replied(source, source_life, at.name, reply)))
             return
-        tenure = at.tenure
-        if tenure is None:
-            return
-        if isinstance(message, Progress):
-            if tenure.core.has_place(source.name):
-                self._commit(at, tenure, ProgressArrived(source.name, message))
-                self._supply(at, tenure, MemberSaid(source.name, message.step, message.indices, message.claimed))
-        elif isinstance(message, RoundStart):
+        tenure, event = at.tenure, heard_as(source.name, message)
+        if tenure is not None:
             with contextlib.suppress(Refused):
-                self._commit(at, tenure, RoundArrived(source.name, message))
-        elif isinstance(message, Digest):
-            self._commit(at, tenure, DigestArrived(source.name, message))
+                self._handle(at, tenure, event)
 
     def _replied(self, node: Node, life: int, source: PeerID, hello: Hello) -> None:
         if node.alive and node.life == life:
@@ -376,12 +330,10 @@ class Machines:
 
     def _silence(self, node: Node, peer: PeerID) -> None:
         tenure = node.tenure
-        if tenure is None:
-            return
-        self._commit(node, tenure, MemberSilent(peer))
-        self._supply(node, tenure, Changed())
-        if peer in tenure.order.names:
-            self._say_hello(node, [peer])
+        if tenure is not None:
+            self._handle(node, tenure, MemberSilent(peer))
+            if peer in names_of(tenure.core.plan):
+                self._say_hello(node, [peer])
 
     # --- hellos ---
 
@@ -393,9 +345,9 @@ class Machines:
             count=node.count,
             plan_sequence=node.order.sequence if node.order else 0,
             stage=0 if tenure else -1,
-            version=tenure.core.version if tenure else 0,
-            ready=bool(tenure and tenure.core.ready),
-            is_open=bool(tenure and tenure.is_open),
+            version=tenure.version if tenure else 0,
+            ready=bool(tenure and tenure.ready),
+            is_open=bool(tenure and tenure.core.is_open),
             draining=bool(tenure and tenure.leaving),
         )
 
@@ -413,25 +365,25 @@ class Machines:
             self._forget(node, node.boxes, source)
             self._say_hello(node, [source])
             if node.tenure:
-                self._lost(node, node.tenure, source)
+                self._handle(node, node.tenure, PeerReborn(source))
         if node.tenure:
-            self._peer_state(node, node.tenure, source, hello)
-
-    def _peer_state(self, node: Node, tenure: Tenure, peer: PeerID, hello: Hello) -> None:
-        if hello.stage == 0:
-            self._commit(node, tenure, MemberState(peer, hello.ready, hello.is_open, hello.incarnation))
-        else:
-            self._commit(node, tenure, MemberElsewhere(peer, hello.incarnation))
-        self._open_if_fit(node, tenure)
-        self._supply(node, tenure, Changed())
+            self._handle(node, node.tenure, PeerSaid(source, hello))
 
     def _died(self, node: Node, peer: PeerID) -> None:
-        tenure = node.tenure
-        if tenure is not None:
-            self._commit(node, tenure, MemberLost(peer))
-            self._lost(node, tenure, peer)
+        if node.tenure is not None:
+            self._handle(node, node.tenure, PeerDied(peer))
 
-    def _lost(self, node: Node, tenure: Tenure, peer: PeerID) -> None:
-        self._open_if_fit(node, tenure)
-        self._supply(node, tenure, MemberLost(peer))
-        self._supply(node, tenure, Changed())
+
+def names_of(plan: Plan) -> tuple[PeerID, ...]:
+    """The members of the stage."""
+    return plan.stages[0].peers
+
+
+def heard_as(source: PeerID, message: object) -> Event:
+    """What a call tells the core that it is for."""
+    if isinstance(message, Progress):
+        return ProgressArrived(source, message)
+    if isinstance(message, RoundStart):
+        return RoundArrived(source, message)
+    assert isinstance(message, Digest)
+    return DigestArrived(source, message)
