@@ -333,11 +333,10 @@ def test_a_halt_lets_no_further_step_begin_until_nobody_asks_for_it():
     made = supply(M=3, s_max=1)
     after(made, PlanFollowed(a_plan()))
     assert after(made, HaltAsked(NEXT, False, call=1)) == [Answer(1, Halted(version=0))]
-    assert after(made, ClaimArrived(B, 2, call=2), TimerFired()) == []
+    assert after(made, ClaimArrived(B, 2, call=2), TimerFired(), now_s=HALT_S - 1.0) == []
     assert made.halts == (NEXT,)
-    made.handle(TimerFired(), now_s=HALT_S)
-    assert made.halts == ()
     assert granted(made.handle(TimerFired(), now_s=HALT_S)) == {2: [0, 1]}
+    assert made.halts == ()
 
 
 def test_a_halt_ends_when_a_plan_has_no_place_for_who_asked():
