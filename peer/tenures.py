@@ -10,7 +10,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Protocol
 
-from shoal.peer.group.core import GroupCore
 from shoal.peer.group.driver import GroupDriver, Stepper
 from shoal.peer.group.witnesses import Witnesses
 from shoal.peer.joining import Joining
@@ -28,6 +27,7 @@ from shoal.peer.replica.commands import (
     Tell,
     Witness,
 )
+from shoal.peer.replica.commit import Commit
 from shoal.peer.replica.events import (
     DrainBegun,
     Drained,
@@ -76,10 +76,10 @@ class Work(Stepper, Protocol):
     async def close(self) -> None: ...
 
 
-def group_core(surroundings: Surroundings, group_id: int, *, incarnation: int, has_loss: bool) -> GroupCore:
+def make_commit(surroundings: Surroundings, group_id: int, *, incarnation: int, has_loss: bool) -> Commit:
     """The part of a member's core that commits."""
     spec = surroundings.spec
-    return GroupCore(
+    return Commit(
         me=surroundings.endpoint.peer_id,
         stage=group_id,
         steps=spec.training.steps,

@@ -5,7 +5,7 @@ from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.replica.events import Contributed
 from shoal.peer.replica.member import ExpertCore
 from shoal.peer.surroundings import Surroundings
-from shoal.peer.tenures import Tenure, group_core
+from shoal.peer.tenures import Tenure, make_commit
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import ExpertPlace
 from shoal.protocol.plan import Plan
@@ -25,7 +25,7 @@ class ExpertTenure(Tenure):
             server=surroundings.experts,
             upwards=self,
         )
-        group = group_core(surroundings, group_id, incarnation=incarnation, has_loss=False)
+        group = make_commit(surroundings, group_id, incarnation=incarnation, has_loss=False)
         super().__init__(surroundings, ExpertCore(group, plan), self.work, incarnation=incarnation)
 
     def is_place_of(self, plan: Plan) -> bool:

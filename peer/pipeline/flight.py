@@ -1,4 +1,4 @@
-"""One microbatch that is at a replica: what its `PipelineCore` knows of it."""
+"""One microbatch that is at a replica: what its `Schedule` knows of it."""
 
 from dataclasses import dataclass
 

@@ -12,10 +12,9 @@ The parts are in files of their own. Others read them as views (`views.py`), and
 
 from typing import Final, get_args
 
-from shoal.peer.group.core import GroupCore
-from shoal.peer.pipeline.core import PipelineCore
 from shoal.peer.pipeline.microbatch import IndexSet, Microbatch
 from shoal.peer.replica.commands import AskRepair, Command, Finished, Make
+from shoal.peer.replica.commit import Commit
 from shoal.peer.replica.events import (
     Arrived,
     Changed,
@@ -52,6 +51,7 @@ from shoal.peer.replica.events import (
     WorkGranted,
 )
 from shoal.peer.replica.member import MemberCore
+from shoal.peer.replica.schedule import Schedule
 from shoal.peer.replica.supply import Supply
 from shoal.peer.replica.views import PipelineView, SupplyView
 from shoal.protocol.errors import Refused
@@ -72,7 +72,7 @@ class ReplicaCore(MemberCore):
         supply: at stage 0.
     """
 
-    def __init__(self, group: GroupCore, pipeline: PipelineCore, supply: Supply | None, plan: Plan) -> None:
+    def __init__(self, group: Commit, pipeline: Schedule, supply: Supply | None, plan: Plan) -> None:
         super().__init__(group, plan)
         self._pipeline = pipeline
         self._supply = supply

@@ -1,7 +1,6 @@
 """The driver of one replica: it owns the core, and has each command carried out on the device or on the wire."""
 
 from shoal.peer.experts.dispatch import ExpertDispatch
-from shoal.peer.pipeline.core import PipelineCore
 from shoal.peer.pipeline.driver import PipelineDriver
 from shoal.peer.pipeline.issue import IssueBook
 from shoal.peer.replica.commands import (
@@ -20,10 +19,11 @@ from shoal.peer.replica.commands import (
 )
 from shoal.peer.replica.core import ReplicaCore
 from shoal.peer.replica.job import Job
+from shoal.peer.replica.schedule import Schedule
 from shoal.peer.replica.supply import Supply
 from shoal.peer.replica.supply_calls import SupplyCalls
 from shoal.peer.surroundings import Surroundings
-from shoal.peer.tenures import Tenure, group_core
+from shoal.peer.tenures import Tenure, make_commit
 from shoal.protocol.errors import DataError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Hello
@@ -144,7 +144,7 @@ class Replica(Tenure):
 def replica_core(surroundings: Surroundings, plan: Plan, stage: int, *, incarnation: int) -> ReplicaCore:
     """All that decides in a replica of `stage`."""
     spec, traffic = surroundings.spec, surroundings.traffic
-    pipeline = PipelineCore(
+    pipeline = Schedule(
         stage=stage,
         num_stages=len(plan.stages),
         s_max=spec.training.s_max,
@@ -154,7 +154,7 @@ def replica_core(surroundings: Surroundings, plan: Plan, stage: int, *, incarnat
         window=traffic.window(len(plan.stages)) if stage == 0 else None,
         control=traffic.control(spec) if stage == 0 else None,
     )
-    group = group_core(surroundings, stage, incarnation=incarnation, has_loss=pipeline.is_last)
+    group = make_commit(surroundings, stage, incarnation=incarnation, has_loss=pipeline.is_last)
     supply = Supply(book=issue_book(spec), group=group, demand=pipeline) if stage == 0 else None
     return ReplicaCore(group, pipeline, supply, plan)
 

@@ -16,8 +16,8 @@ Who else is ready and open it learns from what the others say (`PeerSaid`).
 from abc import ABC, abstractmethod
 from typing import Final, get_args
 
-from shoal.peer.group.core import GroupCore
 from shoal.peer.replica.commands import Command, Count, SayHello
+from shoal.peer.replica.commit import Commit
 from shoal.peer.replica.events import (
     CommitEvent,
     Contributed,
@@ -61,7 +61,7 @@ class MemberCore(ABC):
         plan: the one that gives the member its place.
     """
 
-    def __init__(self, group: GroupCore, plan: Plan) -> None:
+    def __init__(self, group: Commit, plan: Plan) -> None:
         self._group = group
         self._plan = plan
         self._remembers = False

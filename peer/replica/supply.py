@@ -157,25 +157,25 @@ class Supply:
     book: IssueBook
     group: Group
     demand: Demand
-    _claims: dict[PeerID, _OpenClaim] = field(default_factory=dict)
-    _out: dict[Microbatch, _Granted] = field(default_factory=dict)
-    _made_s: dict[PeerID, float] = field(default_factory=dict)
+    _claims: dict[PeerID, _OpenClaim] = field(init=False, default_factory=dict)
+    _out: dict[Microbatch, _Granted] = field(init=False, default_factory=dict)
+    _made_s: dict[PeerID, float] = field(init=False, default_factory=dict)
     """When each claimant last contributed something that we had granted it."""
-    _pace: Pace = field(default_factory=Pace)
-    _halts: dict[PeerID, float] = field(default_factory=dict)
+    _pace: Pace = field(init=False, default_factory=Pace)
+    _halts: dict[PeerID, float] = field(init=False, default_factory=dict)
     """Who leaves and alone holds a stage, and until when no step begins for it."""
-    _losses: dict[int, dict[int, float]] = field(default_factory=dict)
+    _losses: dict[int, dict[int, float]] = field(init=False, default_factory=dict)
     """Version -> validation microbatch -> its loss."""
-    _asked: _Asked | None = None
-    _answers_s: deque[float] = field(default_factory=lambda: deque(maxlen=_ANSWERS_KEPT))
+    _asked: _Asked | None = field(init=False, default=None)
+    _answers_s: deque[float] = field(init=False, default_factory=lambda: deque(maxlen=_ANSWERS_KEPT))
     """How long the answers to our last claims took."""
-    _stopped: bool = False
-    _plan: Plan | None = None
-    _serves_at_s: float = math.inf
+    _stopped: bool = field(init=False, default=False)
+    _plan: Plan | None = field(init=False, default=None)
+    _serves_at_s: float = field(init=False, default=math.inf)
     """When to serve the open claims: at the end of the turn in which something has changed."""
-    _claims_at_s: float = math.inf
+    _claims_at_s: float = field(init=False, default=math.inf)
     """When to see whether we want more."""
-    _failed_until_s: float = 0.0
+    _failed_until_s: float = field(init=False, default=0.0)
     """No claim is made before."""
 
     @property

@@ -10,7 +10,7 @@ from shoal.protocol.identity import PeerID
 
 
 class GroupView(Protocol):
-    """One member's view of its group; `GroupCore` documents it."""
+    """One member's view of its group; `Commit` documents it."""
 
     me: PeerID
     stage: int
@@ -65,7 +65,7 @@ class GroupView(Protocol):
 
 
 class PipelineView(Protocol):
-    """What is in flight at one replica; `PipelineCore` documents it."""
+    """What is in flight at one replica; `Schedule` documents it."""
 
     stage: int
     version: int

@@ -16,8 +16,6 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from group_machines import DRAIN_S, PRESS_S, Action, Box, Machines, Node, Round, Tenure, names_of
-from shoal.peer.group.core import GroupCore
-from shoal.peer.pipeline.core import PipelineCore
 from shoal.peer.pipeline.issue import IssueBook
 from shoal.peer.pipeline.microbatch import IndexSet, Microbatch
 from shoal.peer.pipeline.router import Router
@@ -38,6 +36,7 @@ from shoal.peer.replica.commands import (
     Tell,
     Witness,
 )
+from shoal.peer.replica.commit import Commit
 from shoal.peer.replica.core import ReplicaCore
 from shoal.peer.replica.events import (
     ClaimArrived,
@@ -58,6 +57,7 @@ from shoal.peer.replica.events import (
     VersionSet,
 )
 from shoal.peer.replica.job import Job
+from shoal.peer.replica.schedule import Schedule
 from shoal.peer.replica.supply import Supply
 from shoal.peer.replica.views import GroupView
 from shoal.protocol.errors import Refused
@@ -254,7 +254,7 @@ class World(Machines):
 
     def _begin(self, node: "Node", order: Plan) -> None:
         node.tenures += 1
-        group = GroupCore(
+        group = Commit(
             me=node.name,
             incarnation=1000 * node.life + node.tenures,
             stage=0,
@@ -266,7 +266,7 @@ class World(Machines):
             quorum=1.0,
         )
         window = Window(num_stages=1)
-        pipeline = PipelineCore(
+        pipeline = Schedule(
             stage=0, num_stages=1, s_max=self.s_max, version=0, router=Router(), window=window, control=None
         )
         book = IssueBook(

@@ -1,12 +1,12 @@
-"""One replica's `PipelineCore` between replicas of other stages, fed with events by hand."""
+"""One replica's `Schedule` between replicas of other stages, fed with events by hand."""
 
-from shoal.peer.pipeline.core import PipelineCore
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.pipeline.router import Router
 from shoal.peer.pipeline.window import Window
 from shoal.peer.replica.commands import ScheduleCommand
 from shoal.peer.replica.events import ScheduleEvent
 from shoal.peer.replica.job import Job
+from shoal.peer.replica.schedule import Schedule
 from shoal.protocol.identity import PeerID
 
 UP, DOWN, OTHER = (PeerID(name) for name in ("up", "down", "other"))
@@ -19,14 +19,14 @@ def core(
     s_max: int = 1,
     synchronous_steps: int = 0,
     targets: tuple[PeerID, ...] = (DOWN,),
-) -> PipelineCore:
+) -> Schedule:
     """All targets are ready."""
     router = Router()
     router.set_shares(dict.fromkeys(targets, 1.0))
     for target in targets:
         router.set_ready(target, True)
     window = Window(num_stages=num_stages) if stage == 0 else None
-    return PipelineCore(
+    return Schedule(
         stage=stage,
         num_stages=num_stages,
         s_max=s_max,
@@ -38,7 +38,7 @@ def core(
     )
 
 
-def feed(made: PipelineCore, *events: ScheduleEvent) -> list[ScheduleCommand]:
+def feed(made: Schedule, *events: ScheduleEvent) -> list[ScheduleCommand]:
     """The commands of the last event."""
     commands: list[ScheduleCommand] = []
     for event in events:

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from shoal.peer.group.core import GroupCore
 from shoal.peer.group.driver import GroupDriver
 from shoal.peer.group.early import ROUNDS_MAX, Early
 from shoal.peer.pipeline.microbatch import Microbatch
+from shoal.peer.replica.commit import Commit
 from shoal.peer.replica.events import GradientCounted, GroupPlanned, ReadySet
 from shoal.peer.vectors import VECTORS
 from shoal.protocol.endpoint import Endpoint
@@ -84,7 +84,7 @@ class Replica:
         sum_N = torch.ones(SIZE)
         runtime = SimpleNamespace(vectors=VECTORS, num_parameters=SIZE, gradient_sum=lambda *_: lambda: sum_N)
         commit = lambda step, mean_N: self.committed.append((step, mean_N.tolist()))  # noqa: E731
-        core = GroupCore(
+        core = Commit(
             me=names[0],
             stage=0,
             steps=5,

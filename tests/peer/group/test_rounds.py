@@ -5,10 +5,10 @@ import math
 import msgspec
 import pytest
 
-from shoal.peer.group.core import GroupCore
 from shoal.peer.group.rounds import attempt
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.replica.commands import CommitCommand, Reduce, Tell
+from shoal.peer.replica.commit import Commit
 from shoal.peer.replica.events import (
     DigestArrived,
     GradientCounted,
@@ -30,9 +30,9 @@ A, B, C = (PeerID(name) for name in "abc")
 BOTH = b"\x03"
 
 
-def core(me: PeerID, *members: PeerID) -> GroupCore:
+def core(me: PeerID, *members: PeerID) -> Commit:
     """At version 1 of a run with two microbatches a step, under plan 1, its mates ready."""
-    made = GroupCore(
+    made = Commit(
         me=me,
         stage=1,
         steps=9,
@@ -59,14 +59,14 @@ def a_round(step: int, number: int, **brings: bytes) -> RoundStart:
     )
 
 
-def names(core: GroupCore, mate: PeerID, lead: PeerID, *, count: int) -> list[CommitCommand]:
+def names(core: Commit, mate: PeerID, lead: PeerID, *, count: int) -> list[CommitCommand]:
     word = Progress(
         incarnation=1, count=count, stage=1, step=1, indices=b"", lead=lead, claimed=b"", loss_sum=0, staleness_sum=0
     )
     return core.handle(ProgressArrived(mate, word), now_s=2)
 
 
-def contribute(core: GroupCore, step: int) -> list[CommitCommand]:
+def contribute(core: Commit, step: int) -> list[CommitCommand]:
     """Both microbatches, as a tenure does: kept apart while a round stands."""
     apart = core.has_round(step)
     contributed = [
@@ -75,7 +75,7 @@ def contribute(core: GroupCore, step: int) -> list[CommitCommand]:
     return [command for commands in contributed for command in commands]
 
 
-def hears(core: GroupCore, start: RoundStart) -> list[CommitCommand]:
+def hears(core: Commit, start: RoundStart) -> list[CommitCommand]:
     """A round that a mate opens."""
     source = next(member.peer for member in core._members.planned if member.peer != core.me)
     return core.handle(RoundArrived(source, start), now_s=1)

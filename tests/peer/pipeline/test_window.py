@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from shoal.peer.pipeline.core import PipelineCore
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.pipeline.router import Router
 from shoal.peer.pipeline.window import Window
 from shoal.peer.replica.commands import Finished, SendActivation, SendGradient
 from shoal.peer.replica.events import Arrived, GradientArrived, JobDone, PeerReady, ScheduleEvent
 from shoal.peer.replica.job import Job
+from shoal.peer.replica.schedule import Schedule
 from shoal.protocol.identity import PeerID
 
 
@@ -101,7 +101,7 @@ class Pipeline:
     far_s: float | None = None
     link_s: float = 0.0
     now_s: float = 0.0
-    cores: dict[PeerID, PipelineCore] = field(default_factory=dict)
+    cores: dict[PeerID, Schedule] = field(default_factory=dict)
     busy_s: Counter[PeerID] = field(default_factory=Counter)
     finished: int = 0
     _order: "itertools.count[int]" = field(default_factory=itertools.count)
@@ -121,7 +121,7 @@ class Pipeline:
                 router = Router(shares={PeerID(f"{stage + 1}.{there}"): 1.0 for there in after})
                 head = Window(num_stages=K) if stage == 0 else None
                 before = range(replicas[stage - 1]) if stage else ()
-                self.cores[PeerID(f"{stage}.{replica}")] = PipelineCore(
+                self.cores[PeerID(f"{stage}.{replica}")] = Schedule(
                     stage=stage,
                     num_stages=K,
                     s_max=0,

@@ -1,7 +1,5 @@
 """The life of one replica, and how its parts work together, event by event."""
 
-from shoal.peer.group.core import GroupCore
-from shoal.peer.pipeline.core import PipelineCore
 from shoal.peer.pipeline.issue import IssueBook
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.pipeline.router import Router
@@ -18,6 +16,7 @@ from shoal.peer.replica.commands import (
     SendGradient,
     Tell,
 )
+from shoal.peer.replica.commit import Commit
 from shoal.peer.replica.core import ReplicaCore
 from shoal.peer.replica.events import (
     Arrived,
@@ -44,6 +43,7 @@ from shoal.peer.replica.events import (
 )
 from shoal.peer.replica.job import Job
 from shoal.peer.replica.member import ExpertCore
+from shoal.peer.replica.schedule import Schedule
 from shoal.peer.replica.supply import Supply
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Digest, ExpertPlace, Hello, Progress, RoundMember, RoundStart
@@ -60,7 +60,7 @@ def plan(*stages, experts=(), sequence=1):
 
 
 def group_core(group=0, *, has_loss=True):
-    return GroupCore(
+    return Commit(
         me=ME,
         stage=group,
         steps=9,
@@ -75,7 +75,7 @@ def group_core(group=0, *, has_loss=True):
 def replica(followed, stage=0, *, s_max=0):
     """Our part of plan `followed`, of which nothing has been heard yet."""
     stages = len(followed.stages)
-    pipeline = PipelineCore(
+    pipeline = Schedule(
         stage=stage,
         num_stages=stages,
         s_max=s_max,

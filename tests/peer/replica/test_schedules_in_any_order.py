@@ -1,4 +1,4 @@
-"""K stages x R replicas of PipelineCore, played against each other in random order.
+"""K stages x R replicas of Schedule, played against each other in random order.
 
 The player keeps the tables that the driver keeps (inputs, contexts, gradients), so that a command which the driver
 could not carry out, or a table that nobody empties, fails here.
@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.peer.pipeline.core import PipelineCore
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.pipeline.router import Router
 from shoal.peer.pipeline.window import Window
@@ -32,6 +31,7 @@ from shoal.peer.replica.events import (
     StepReady,
 )
 from shoal.peer.replica.job import Job
+from shoal.peer.replica.schedule import Schedule
 from shoal.protocol.identity import PeerID
 
 
@@ -40,7 +40,7 @@ class Replica:
     """A core and the tables of its driver."""
 
     name: PeerID
-    core: PipelineCore
+    core: Schedule
     running: Job | None = None
     parked: list[Job] = field(default_factory=list)
     """They wait for other peers."""
@@ -124,7 +124,7 @@ class Play:
                     router.set_shares({PeerID(f"{stage + 1}.{i}"): 1.0 + i for i in range(self.replicas)})
                 self.peers[name] = Replica(
                     name,
-                    PipelineCore(
+                    Schedule(
                         stage=stage,
                         num_stages=self.stages,
                         s_max=self.s_max,

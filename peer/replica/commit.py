@@ -59,7 +59,7 @@ from shoal.protocol.messages import Digest, Progress, RoundStart
 
 
 @dataclass(kw_only=True, slots=True)
-class GroupCore:
+class Commit:
     """One replica's view of its stage group.
 
     Args:
@@ -83,16 +83,16 @@ class GroupCore:
     version: int = 0
     incarnation: int = 0
     _members: Members = field(init=False)
-    _count: int = 0
-    _announced_lead: PeerID | None = None
+    _count: int = field(init=False, default=0)
+    _announced_lead: PeerID | None = field(init=False, default=None)
     _tallies: Tallies = field(init=False)
     _rounds: Rounds = field(init=False)
-    _behind_at_s: float = math.inf
+    _behind_at_s: float = field(init=False, default=math.inf)
     """When to ask a mate that is ahead."""
-    _num_asked: int = 0
+    _num_asked: int = field(init=False, default=0)
     _agreement: Agreement = field(init=False)
     _losses: Losses = field(init=False)
-    _version_since_s: float = 0.0
+    _version_since_s: float = field(init=False, default=0.0)
 
     def __post_init__(self) -> None:
         self._members = Members(me=self.me)

@@ -68,7 +68,7 @@ from shoal.protocol.staleness import staleness_bound
 
 
 @dataclass(kw_only=True, slots=True)
-class PipelineCore:
+class Schedule:
     """One replica of stage `stage` of `num_stages`.
 
     Args:
@@ -89,17 +89,17 @@ class PipelineCore:
     synchronous_steps: int = 0
     upstream: frozenset[PeerID] = frozenset()
     """Replicas of the stage before, those that drain among them: whose activations we take."""
-    _flights: dict[Microbatch, Flight] = field(default_factory=dict)
-    _waiting: set[Microbatch] = field(default_factory=set)
-    _returned: set[Microbatch] = field(default_factory=set)
-    _unsent: set[Microbatch] = field(default_factory=set)
-    _running: Job | None = None
-    _running_flight: Flight | None = None
-    _parked: dict[Microbatch, Flight] = field(default_factory=dict)
-    _commits: CommitTimes = field(default_factory=CommitTimes)
-    _step_ready: bool = False
-    _pause: Paused | None = None
-    _was_backward: bool = False
+    _flights: dict[Microbatch, Flight] = field(init=False, default_factory=dict)
+    _waiting: set[Microbatch] = field(init=False, default_factory=set)
+    _returned: set[Microbatch] = field(init=False, default_factory=set)
+    _unsent: set[Microbatch] = field(init=False, default_factory=set)
+    _running: Job | None = field(init=False, default=None)
+    _running_flight: Flight | None = field(init=False, default=None)
+    _parked: dict[Microbatch, Flight] = field(init=False, default_factory=dict)
+    _commits: CommitTimes = field(init=False, default_factory=CommitTimes)
+    _step_ready: bool = field(init=False, default=False)
+    _pause: Paused | None = field(init=False, default=None)
+    _was_backward: bool = field(init=False, default=False)
     """The last of the jobs that take turns."""
 
     @property

@@ -4,7 +4,6 @@ import pytest
 
 from pipeline_cores import DOWN, OTHER, UP, A, B, C, core, feed, job
 from shoal.peer.pipeline.control import Control
-from shoal.peer.pipeline.core import PipelineCore
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.replica.commands import Finished, Forget, SendActivation, SendGradient
 from shoal.peer.replica.events import (
@@ -19,6 +18,7 @@ from shoal.peer.replica.events import (
     VersionSet,
 )
 from shoal.peer.replica.job import Job
+from shoal.peer.replica.schedule import Schedule
 from shoal.protocol.running_ahead import Choice
 from shoal.protocol.staleness import Price
 
@@ -290,7 +290,7 @@ def test_what_is_asked_for_again_goes_to_the_same_if_there_is_nobody_else() -> N
 # --- running ahead ---
 
 
-def head(*, steps_ahead: int, in_flight_max: int | None = None) -> PipelineCore:
+def head(*, steps_ahead: int, in_flight_max: int | None = None) -> Schedule:
     """A stage 0 whose control has chosen: of later steps none, or while fewer than so many are in flight."""
     made = core(stage=0)
     made.control = Control(s_max=1, price=Price(0.2))

@@ -1,4 +1,4 @@
-"""Stage groups of GroupCores with whatever may happen to them between any two events (`tests/lib`).
+"""Stage groups of replicas with whatever may happen to them between any two events (`tests/lib`).
 
 Always asserted: a round holds every microbatch at least once, its duplicates are exactly the surplus and nothing is
 given up; no two rounds share a number; all reports of a step say the same; everybody alive ends at the last version
