@@ -26,7 +26,7 @@ from shoal.peer.probe import DeviceProbe, LinkProbe, probe_device
 from shoal.peer.recent_plans import RecentPlans
 from shoal.peer.replica.driver import Replica
 from shoal.peer.reports import Reports
-from shoal.peer.surroundings import Surroundings
+from shoal.peer.surroundings import Part, Surroundings
 from shoal.peer.tasks import Tasks
 from shoal.peer.tenures import Tenure
 from shoal.protocol.endpoint import Endpoint
@@ -373,7 +373,7 @@ class PeerDriver:
             await replica.close()
             self.server.forget(replica.pipeline.runtime.keys)
 
-    def _renew(self, tenure: Tenure) -> None:
+    def _renew(self, tenure: Part) -> None:
         """Its state is not its mates': begin anew, as a newcomer would."""
         if tenure is not self.replica:
             self.experts.renew(tenure)
@@ -467,7 +467,7 @@ class PeerDriver:
 
     # --- told by the tenures ---
 
-    def _state_changed(self, tenure: Tenure, state: StageState) -> None:
+    def _state_changed(self, tenure: Part, state: StageState) -> None:
         if self._on_state:
             self._on_state(tenure.group_id, state)
         if self._plan and state.version > self._plan.plan.restore_version:

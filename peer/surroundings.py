@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from shoal.peer.arithmetic import Arithmetic
 from shoal.peer.experts.server import ExpertServer
@@ -11,14 +11,19 @@ from shoal.peer.handoff.server import StateServer
 from shoal.peer.pipeline.state import StageState
 from shoal.peer.pipeline.traffic import Traffic
 from shoal.peer.recent_plans import RecentPlans
+from shoal.peer.replica.member import MemberCore
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import CommitReport, ValidationReport
 from shoal.protocol.ports import Clock, Compute
 from shoal.protocol.spec import RunSpec
 
-if TYPE_CHECKING:
-    from shoal.peer.tenures import Tenure
+
+class Part(Protocol):
+    """One of the peer's parts in groups; `Tenure` documents it."""
+
+    core: MemberCore
+    group_id: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,11 +41,11 @@ class Surroundings:
     on_witness: Callable[[CommitReport], None]
     """Reported by a mate."""
     on_validation: Callable[[ValidationReport], None]
-    on_state: Callable[["Tenure", StageState], None]
+    on_state: Callable[[Part, StageState], None]
     """Stepped or loaded; for snapshots."""
     on_change: Callable[[], None]
     """Ready or open changed: tell the neighbours."""
-    on_resync: Callable[["Tenure"], None]
+    on_resync: Callable[[Part], None]
     """Our state is not our mates'."""
     on_unreachable: Callable[[PeerID], None]
     """A call or a frame to it has failed."""

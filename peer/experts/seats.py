@@ -11,7 +11,7 @@ from typing import Final
 
 from shoal.peer.experts.holding import ExpertTenure
 from shoal.peer.neighbours import Neighbours
-from shoal.peer.surroundings import Surroundings
+from shoal.peer.surroundings import Part, Surroundings
 from shoal.peer.tasks import Tasks
 from shoal.peer.tenures import Tenure
 from shoal.protocol.identity import PeerID
@@ -76,7 +76,7 @@ class ExpertSeats:
             self._transition = asyncio.create_task(self._follow(), name="follow the plan's experts")
             self._transition.add_done_callback(self._transition_done)
 
-    def renew(self, tenure: Tenure) -> None:
+    def renew(self, tenure: Part) -> None:
         """Its state is not its mates'."""
         self._renewing.add(tenure.group_id)
         self.follow_soon()
