@@ -25,7 +25,7 @@ from shoal.deploy.record.past import Past
 from shoal.deploy.run_record import Found, SpecKeeper
 from shoal.peer.arithmetic import Arithmetic, TorchArithmetic
 from shoal.peer.data.corpus import Corpus
-from shoal.peer.driver import PeerDriver
+from shoal.peer.driver import PeerDriver, Watcher
 from shoal.peer.initial import InitialWeights
 from shoal.peer.links import LinkMeter, MeteredTransport
 from shoal.peer.pipeline.state import StageState
@@ -123,7 +123,7 @@ class NodePorts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeListeners:
-    """Functions that hear what a node does. `on_commit`, `on_validation`, `on_state` and `say` are as `PeerDriver` has
+    """Functions that hear what a node does. `on_commit`, `on_validation`, `on_state` and `say` are as `Watcher` has
     them."""
 
     on_step: Callable[[StepRecord], None] | None = None
@@ -192,10 +192,12 @@ class Node:
             meter=self.links,
             memory_bytes=ports.memory_bytes,
             run_blocking=ports.run_blocking,
-            on_commit=both(self.past.committed, hears.on_commit),
-            on_validation=both(self.past.validated, hears.on_validation),
-            on_state=hears.on_state,
-            say=hears.say,
+            watcher=Watcher(
+                on_commit=both(self.past.committed, hears.on_commit),
+                on_validation=both(self.past.validated, hears.on_validation),
+                on_state=hears.on_state,
+                say=hears.say,
+            ),
         )
         self.past.serve(self.endpoint)
         self.peer.server.initial = run.initial

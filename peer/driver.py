@@ -7,6 +7,7 @@ does the training. This file is long because what a peer is made of is wired tog
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass
 
 from shoal.peer.archive import Archive
 from shoal.peer.arithmetic import Arithmetic
@@ -26,7 +27,7 @@ from shoal.peer.probe import DeviceProbe, LinkProbe, probe_device
 from shoal.peer.recent_plans import RecentPlans
 from shoal.peer.replica.driver import Replica
 from shoal.peer.reports import Reports
-from shoal.peer.surroundings import Part, Surroundings
+from shoal.peer.surroundings import Listeners, Part, Surroundings
 from shoal.peer.tasks import Tasks
 from shoal.peer.tenures import Tenure
 from shoal.protocol.endpoint import Endpoint
@@ -47,6 +48,20 @@ async def _inline(work: Callable[[], object]) -> object:
     return work()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watcher:
+    """Whoever wants to see what becomes of a peer's work."""
+
+    on_commit: Callable[[CommitReport], None] | None = None
+    """Sees every commit of a group that the peer is in, whoever reports it to the coordinator."""
+    on_validation: Callable[[ValidationReport], None] | None = None
+    """Sees every validation that the peer leads."""
+    on_state: Callable[[int, StageState], None] | None = None
+    """Is called with (stage, state) whenever the replica has stepped or loaded one."""
+    say: Callable[[str], None] = logger.info
+    """Tells the person at this machine a sentence."""
+
+
 class PeerDriver:
     """One peer of one run.
 
@@ -58,10 +73,7 @@ class PeerDriver:
         memory_bytes: how much of the device's memory to claim; None: what is free. Virtual worlds must say, since what
             is free on the machine that simulates them differs from run to run.
         run_blocking: runs a function that blocks on the disk; `asyncio.to_thread` in life, inline in virtual time.
-        on_commit: sees every commit of a group that this peer is in, whoever reports it to the coordinator.
-        on_validation: sees every validation that this peer leads.
-        say: tells the person at this machine a sentence.
-        on_state: called with (stage, state) whenever the replica has stepped or loaded one.
+        watcher: sees what becomes of this peer's work.
     """
 
     def __init__(
@@ -78,10 +90,7 @@ class PeerDriver:
         meter: LinkMeter | None = None,
         memory_bytes: int | None = None,
         run_blocking: Callable[[Callable[[], object]], Awaitable[object]] = _inline,
-        on_commit: Callable[[CommitReport], None] | None = None,
-        on_validation: Callable[[ValidationReport], None] | None = None,
-        on_state: Callable[[int, StageState], None] | None = None,
-        say: Callable[[str], None] = logger.info,
+        watcher: Watcher | None = None,
     ) -> None:
         self.replica: Replica | None = None
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -90,8 +99,9 @@ class PeerDriver:
         self._compute = compute
         self._spec, self._arithmetic, self._name = spec, arithmetic, name
         self._meter = meter or LinkMeter(clock)
-        self.reports = Reports(endpoint, clock, on_commit=on_commit, on_validation=on_validation)
-        self._on_state = on_state
+        watcher = watcher or Watcher()
+        self.reports = Reports(endpoint, clock, on_commit=watcher.on_commit, on_validation=watcher.on_validation)
+        self._on_state = watcher.on_state
         self._memory_bytes = memory_bytes
         self._probe: DeviceProbe | None = None
         self._plan: SignedPlan | None = None
@@ -152,7 +162,7 @@ class PeerDriver:
             tenures=lambda: self._tenures,
             plan=lambda: self._plan.plan if self._plan else None,
             drains=self._drains,
-            say=say,
+            say=watcher.say,
         )
         self._link_probe = LinkProbe(endpoint=endpoint, clock=clock, vectors=vectors)
         self._surroundings = Surroundings(
@@ -162,15 +172,17 @@ class PeerDriver:
             spec=spec,
             arithmetic=arithmetic,
             traffic=traffic or AdaptiveTraffic(),
-            on_commit=self.reports.committed,
-            on_witness=self.reports.witnessed,
-            on_validation=self.reports.validated,
-            on_state=self._state_changed,
-            on_change=self._say_hello,
-            on_resync=self._renew,
-            on_unreachable=self._neighbours.unreachable,
-            begin_era=self._archive.begin_era,
-            on_failure=self._fail,
+            listeners=Listeners(
+                on_commit=self.reports.committed,
+                on_witness=self.reports.witnessed,
+                on_validation=self.reports.validated,
+                on_state=self._state_changed,
+                on_change=self._say_hello,
+                on_resync=self._renew,
+                on_unreachable=self._neighbours.unreachable,
+                begin_era=self._archive.begin_era,
+                on_failure=self._fail,
+            ),
             inbox=self._inbox,
             server=self.server,
             recent=self._recent,

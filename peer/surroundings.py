@@ -27,15 +27,9 @@ class Part(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
-    """One for all tenures of a peer."""
+class Listeners:
+    """Whom in the peer its parts tell what."""
 
-    endpoint: Endpoint
-    compute: Compute
-    clock: Clock
-    spec: RunSpec
-    arithmetic: Arithmetic
-    traffic: Traffic
     on_commit: Callable[[CommitReport], None]
     """To be reported."""
     on_witness: Callable[[CommitReport], None]
@@ -52,6 +46,19 @@ class Surroundings:
     begin_era: Callable[[int, int], bool]
     """Whether we may begin it from its beginning, in a group."""
     on_failure: Callable[[BaseException], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """One for all tenures of a peer."""
+
+    endpoint: Endpoint
+    compute: Compute
+    clock: Clock
+    spec: RunSpec
+    arithmetic: Arithmetic
+    traffic: Traffic
+    listeners: Listeners
     inbox: ChunkInbox
     server: StateServer
     recent: RecentPlans

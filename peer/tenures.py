@@ -111,8 +111,8 @@ class Tenure(ABC):
             clock=surroundings.clock,
             post=self.handle,
             on_behind=self._resync,
-            on_unreachable=surroundings.on_unreachable,
-            on_failure=surroundings.on_failure,
+            on_unreachable=surroundings.listeners.on_unreachable,
+            on_failure=surroundings.listeners.on_failure,
             retained_from=surroundings.server.pinned_from,
         )
         self.joining = Joining(
@@ -122,10 +122,10 @@ class Tenure(ABC):
             runtime=work.runtime,
             group=self.group,
             take_over=self._take_over,
-            begin_era=lambda era: surroundings.begin_era(era, self.group_id),
+            begin_era=lambda era: surroundings.listeners.begin_era(era, self.group_id),
             members=lambda: self.core.plan.members,
         )
-        self._tasks = Tasks(surroundings.on_failure)
+        self._tasks = Tasks(surroundings.listeners.on_failure)
         self.witnesses = Witnesses(
             core.group, endpoint=surroundings.endpoint, compute=surroundings.compute, tasks=self._tasks
         )
@@ -153,11 +153,11 @@ class Tenure(ABC):
                 apart = self._work.runtime.contribute(counted.microbatch, apart=counted.apart)
                 self.handle(counted if apart == counted.apart else dataclasses.replace(counted, apart=apart))
             case SayHello():
-                self._s.on_change()
+                self._s.listeners.on_change()
             case Report(report):
-                self._s.on_commit(report)
+                self._s.listeners.on_commit(report)
             case Witness(report):
-                self._s.on_witness(report)
+                self._s.listeners.on_witness(report)
             case AskRepair(step, indices):
                 # What our group's leader misses, stage 0's leader hands out again.
                 self._tasks.spawn(self._ask_repair(Repair(step=step, indices=indices)), f"repair step {step}")
@@ -171,7 +171,7 @@ class Tenure(ABC):
         try:
             self.handle(TimerFired())
         except Exception as error:
-            self._s.on_failure(error)
+            self._s.listeners.on_failure(error)
 
     # --- what others see ---
 
@@ -309,7 +309,7 @@ class Tenure(ABC):
         try:
             await self.joining.run(self.core.plan)
         except (OSError, RuntimeError, ValueError) as error:
-            self._s.on_failure(error)
+            self._s.listeners.on_failure(error)
             return
         logger.info("group %d is ready at version %d", self.group_id, self.version)
         self.handle(Joined(self._work.runtime.remembers))
@@ -319,7 +319,7 @@ class Tenure(ABC):
         digest = (await self._s.compute.run("step", state.digest, flop=0.0)).value
         if self.version == state.version:
             self._reached(state, digest, None)
-            self._s.on_state(self, state)
+            self._s.listeners.on_state(self, state)
 
     def _reached(self, state: StageState, digest: str, gradient_norm: float | None) -> None:
         """The core and the group hear that we hold `state`."""
@@ -329,7 +329,7 @@ class Tenure(ABC):
 
     def _resync(self, mate: PeerID) -> None:
         if self.is_ready and not self.is_draining:
-            self._s.on_resync(self)
+            self._s.listeners.on_resync(self)
 
     # --- told by the work ---
 
@@ -340,7 +340,7 @@ class Tenure(ABC):
         self._reached(state, digest, state.gradient_norm)
         self.witnesses.look(state)
         self.joining.stepped()
-        self._s.on_state(self, state)
+        self._s.listeners.on_state(self, state)
 
     # --- inside ---
 

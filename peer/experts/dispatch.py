@@ -56,7 +56,7 @@ class ExpertDispatch:
         """Whom we know to be lost."""
         self._places: dict[PeerID, dict[int, int]] = {}
         """Holder -> expert -> incarnation, of those that it has, open or not."""
-        self._tasks = Tasks(surroundings.on_failure)
+        self._tasks = Tasks(surroundings.listeners.on_failure)
         self.num_passed_by = 0
         """Tokens."""
 

@@ -62,7 +62,7 @@ class ExpertTenure(Tenure):
         self.handle(Contributed(microbatch, staleness_steps, again, loss))
 
     def failed(self, error: BaseException) -> None:
-        self._s.on_failure(error)
+        self._s.listeners.on_failure(error)
 
     def _near(self) -> list[tuple[PeerID, ...]]:
         plan = self.core.plan

@@ -54,7 +54,7 @@ class ExpertSeats:
         self._followed: SignedPlan | None = None
         self._num_begun = 0
         self._transition: asyncio.Task[None] | None = None
-        self._tasks = Tasks(surroundings.on_failure)
+        self._tasks = Tasks(surroundings.listeners.on_failure)
 
     @property
     def tenures(self) -> list[ExpertTenure]:
@@ -174,4 +174,4 @@ class ExpertSeats:
 
     def _transition_done(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._s.on_failure(error)
+            self._s.listeners.on_failure(error)

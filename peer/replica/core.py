@@ -130,7 +130,7 @@ class ReplicaCore(MemberCore):
             case _:
                 return super().handle(event, now_s=now_s)
 
-    def next_timer_s(self) -> float:
+    def _earliest_s(self) -> float:
         if self._supply is None:
             return self._group.next_timer_s()
         return min(self._group.next_timer_s(), self._supply.next_timer_s())
@@ -143,6 +143,7 @@ class ReplicaCore(MemberCore):
     def _supplied(self, event: SupplyEvent, now_s: float) -> list[Command]:
         if self._supply is None:
             raise Refused(self._group.me, "does not lead stage 0")
+        self._has_moved = True
         return self._routed([*self._supply.handle(event, now_s=now_s)], now_s)
 
     def _if_supplied(self, event: SupplyEvent, now_s: float) -> list[Command]:

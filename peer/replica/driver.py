@@ -51,8 +51,8 @@ class Replica(Tenure):
             clock=surroundings.clock,
             post=self.handle,
             on_stepped=self.stepped,
-            on_unreachable=surroundings.on_unreachable,
-            on_failure=surroundings.on_failure,
+            on_unreachable=surroundings.listeners.on_unreachable,
+            on_failure=surroundings.listeners.on_failure,
             experts=ExpertDispatch(surroundings, plan, stage, incarnation=incarnation) if plan.experts else None,
         )
         super().__init__(surroundings, core, self.pipeline, incarnation=incarnation)
@@ -62,8 +62,8 @@ class Replica(Tenure):
         return SupplyCalls(
             endpoint=self._s.endpoint,
             post=self.handle,
-            on_validation=self._s.on_validation,
-            on_failure=self._s.on_failure,
+            on_validation=self._s.listeners.on_validation,
+            on_failure=self._s.listeners.on_failure,
         )
 
     def _perform(self, command: Command) -> None:

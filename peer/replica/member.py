@@ -68,6 +68,9 @@ class MemberCore(ABC):
         self.is_open = False
         self.is_paused = False
         self.is_draining = False
+        self._due_s = 0.0
+        self._has_moved = True
+        """Something has been handled since `_due_s` was worked out."""
         group.handle(OpenSet(False), now_s=0.0)
 
     @property
@@ -124,6 +127,13 @@ class MemberCore(ABC):
                 return self._of_the_group(event, now_s)  # type: ignore[arg-type]
 
     def next_timer_s(self) -> float:
+        """When it wants a `TimerFired`."""
+        if self._has_moved:
+            self._has_moved, self._due_s = False, self._earliest_s()
+        return self._due_s
+
+    def _earliest_s(self) -> float:
+        """When the first of its parts wants to be called."""
         return self._group.next_timer_s()
 
     # --- what a kind of member says ---
@@ -161,6 +171,7 @@ class MemberCore(ABC):
         return commands
 
     def _commit(self, event: CommitEvent, now_s: float) -> list[Command]:
+        self._has_moved = True
         return self._routed([*self._group.handle(event, now_s=now_s)], now_s)
 
     def _follow(self, event: PlanFollowed, now_s: float) -> list[Command]:

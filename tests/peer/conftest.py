@@ -11,7 +11,7 @@ import torch
 
 from shoal.peer.arithmetic import TorchArithmetic
 from shoal.peer.data.corpus import Corpus, load_corpus
-from shoal.peer.driver import PeerDriver
+from shoal.peer.driver import PeerDriver, Watcher
 from shoal.peer.pipeline.traffic import Traffic
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.messages import CommitReport, ValidationReport
@@ -50,6 +50,9 @@ class Swarm:
     def peer(self, name: str) -> SimPeer:
         return self.world.peers[name]
 
+    def _committed(self, report: CommitReport) -> None:
+        self.commits.setdefault(report.stage, {}).update({report.step: report})
+
     async def add(
         self,
         name: str,
@@ -78,7 +81,7 @@ class Swarm:
                 traffic=traffic,
                 disk=disk,
                 name=name,
-                on_commit=lambda report: self.commits.setdefault(report.stage, {}).update({report.step: report}),
+                watcher=Watcher(on_commit=self._committed),
             )
             await driver.start()
             return driver

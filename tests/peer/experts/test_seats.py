@@ -51,7 +51,7 @@ def test_one_that_has_drained_while_another_was_dropped_is_passed_over() -> None
         signed: Any = SimpleNamespace(plan=plan_without_me(), digest="d")
         surroundings: Any = SimpleNamespace(
             endpoint=SimpleNamespace(peer_id=ME, era=0, incarnation=1),
-            on_failure=failures.append,
+            listeners=SimpleNamespace(on_failure=failures.append),
             server=SimpleNamespace(forget=lambda keys: None),
             experts=SimpleNamespace(senders=Senders(ME)),
             clock=SimpleNamespace(now_s=lambda: 0.0),
