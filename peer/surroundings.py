@@ -22,8 +22,10 @@ from shoal.protocol.spec import RunSpec
 class Part(Protocol):
     """One of the peer's parts in groups; `Tenure` documents it."""
 
-    core: MemberCore
     group_id: int
+
+    @property
+    def core(self) -> MemberCore: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

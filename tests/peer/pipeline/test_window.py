@@ -1,4 +1,4 @@
-"""The window by itself, and at the head of a simulated pipeline of real PipelineCores.
+"""The window by itself, and at the head of a simulated pipeline of real Schedules.
 
 The pipeline: stage k takes seconds_K[k] for a forward, twice that for a backward (the last stage three times, for its
 loss job), and `latency_s` lies between stages. Its bandwidth-delay product (BDP) is the empty round trip over the time
