@@ -27,7 +27,7 @@ from torch import Tensor
 
 from shoal.deploy.simulate.tiny_run import tiny_corpus
 from shoal.peer.arithmetic import TorchArithmetic
-from shoal.peer.driver import PeerDriver
+from shoal.peer.driver import PeerDriver, Watcher
 from shoal.peer.model.flop import JobFlop
 from shoal.peer.model.layout import num_parameters
 from shoal.peer.model.mixture import ExpertLoads
@@ -241,7 +241,7 @@ async def measure(spec: RunSpec) -> tuple[list[float], float]:
                 arithmetic=Arithmetic(spec, digests, is_hollow=number > 0),
                 disk=None,
                 memory_bytes=1 << 34,
-                on_commit=on_commit,
+                watcher=Watcher(on_commit=on_commit),
             )
         )
     for driver in drivers:

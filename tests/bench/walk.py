@@ -27,7 +27,7 @@ import torch
 import shoal.protocol
 from shoal.deploy.simulate.tiny_run import tiny_corpus, tiny_spec
 from shoal.peer.arithmetic import TorchArithmetic
-from shoal.peer.driver import PeerDriver
+from shoal.peer.driver import PeerDriver, Watcher
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.messages import CommitReport
@@ -47,8 +47,9 @@ DEVICE_FLOP_PER_S = 4e7
 ROOT = Path(shoal.protocol.__file__ or "").resolve().parent.parent
 AROUND = ("protocol/sim/", "deploy/", "tests/")
 PARTS = (
-    ("pipeline", ("peer/pipeline/",)),
-    ("group", ("peer/group/",)),
+    ("pipeline", ("peer/pipeline/", "peer/replica/schedule.py")),
+    ("group", ("peer/group/", "peer/replica/commit.py", "peer/replica/supply")),
+    ("routing", ("peer/replica/", "peer/tenures.py")),
     ("model and kernels", ("peer/model/", "peer/data/", "kernels/")),
     ("rest of the peer", ("peer/",)),
     ("protocol", ("protocol/",)),
@@ -161,7 +162,7 @@ async def walk(steps: int) -> tuple[Profile, list[float]]:
             arithmetic=TorchArithmetic(spec, tiny_corpus(), torch.device("cpu")),
             disk=None,
             memory_bytes=1 << 30,
-            on_commit=on_commit,
+            watcher=Watcher(on_commit=on_commit),
         )
         await driver.start()
         return driver
