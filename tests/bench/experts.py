@@ -1,4 +1,4 @@
-"""What the planning of experts is worth: every figure in coordinator/experts/README.md, by hand.
+"""What the planning of experts is worth: every figure in coordinator/experts/MEASURED.md, by hand.
 
     python tests/bench/experts.py            # all of them, one after another
     python tests/bench/experts.py recovery   # the known cases, beside MRO and spread

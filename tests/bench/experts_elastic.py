@@ -5,7 +5,7 @@
     python tests/bench/experts_elastic.py failures --trace FILE.csv # and a recorded trace, capped at 10 nodes
 
 The paper is Lazarus (arXiv 2407.04656): section 6.1 and table 1 have models, nodes and checkpoint intervals, figures 6,
-7 and 9 what is compared with. `coordinator/experts/README.md` has the figures, and what was assumed.
+7 and 9 what is compared with. `coordinator/experts/MEASURED.md` has the figures, and what was assumed.
 
 `failures` plays one run a seed, with somebody dying every --apart seconds and two coming back in the end, and measures
 how fast each number of nodes is and what each change costs. How long it is quiet in between changes neither, so that
