@@ -15,13 +15,13 @@ of a stage can take
              gradient of its size on the way back, so a path's slower direction counts, and stream credit
              (`path_rates.both_ways`)                                                             [microbatches/s]
     card_d   the slower direction of its network card; of a shared card the part that its load is of all loads [bytes/s]
-    R_d      the reduction of S bytes among n: S sum over mates on other cards of (p_d + p_e), for d adds up the part
+    R_d      the reduction of S bytes among n: S sum over members on other cards of (p_d + p_e), for d adds up the part
              p_d (`path_rates.reduction_parts`, `peer/group/reduce.py`)                                     [bytes]
     b away_d activation out, gradient back: each crosses the card in each direction once an edge of the stage; away is
              the number of edges (2, at the ends 1) less what stays behind the card                     [bytes]
 
 T_stage is where the n_d add to M; T_pair = M / flow, the flow between two neighbouring stages if each member sends and
-takes what it can (`flow.fill`); a path between two mates needs S (p_d + p_e) / rate; a card needs R_d / card_d.
+takes what it can (`flow.fill`); a path between two members needs S (p_d + p_e) / rate; a card needs R_d / card_d.
 
 **T_chain**, what follows from one another. A microbatch of step t begins when version t - s_max is there. So s_max + 1
 steps together last at least as long as issuing M microbatches to an otherwise idle pipeline, the round trip of the last
@@ -33,7 +33,7 @@ reduction has of each card what the activations of the next step leave.
 
     rate     of the slowest stage or pair while nobody reduces                              [microbatches/s]
     job_slowest  of that stage: the last microbatch's own is in its round trip                              [s]
-    claim    a latency of stage 0: the lead grants what its mates make
+    claim    a latency of stage 0: the leader grants what its members make
     job / 2  of the largest stage with more than one member: M does not divide evenly
     commit_k max over d of R_d / (card_d - b away_d share_d M / T_flow), and its paths       [s]
 
