@@ -33,10 +33,8 @@ class StepRecord:
     step: int
     """Counts from 0; after step s, versions are s + 1."""
     loss: float | None
-    validation_loss: float | None
-    """The loss of the newest validation, told once; None: there was no new one since the record before."""
-    validation_step: int | None
-    """The version that was validated."""
+    validation: ValidationReport | None
+    """The newest validation, told once; None: there was no new one since the record before."""
     tokens_per_s: float
     staleness_mean: float
     """Steps, the mean over the stages that have reported."""
@@ -49,6 +47,16 @@ class StepRecord:
     peers: int
     gradient_norm: float | None = None
     """The 2-norm of the whole model's reduced gradient before clipping; None: not every group has told its part."""
+
+    @property
+    def validation_loss(self) -> float | None:
+        """The loss of the newest validation."""
+        return self.validation.loss if self.validation is not None else None
+
+    @property
+    def validation_step(self) -> int | None:
+        """The version that was validated."""
+        return self.validation.step if self.validation is not None else None
 
 
 class Ledger:
@@ -255,8 +263,7 @@ class Ledger:
         return StepRecord(
             step=step,
             loss=last.loss if last else None,
-            validation_loss=validation.loss if validation else None,
-            validation_step=validation.step if validation else None,
+            validation=validation,
             tokens_per_s=self.pace.tokens_per_s(now_s),
             staleness_mean=self.staleness_mean,
             duplicates=sum(report.duplicates for report in reports),

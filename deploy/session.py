@@ -492,7 +492,7 @@ def _before_the_plan(node: Node) -> str:
 
 
 def _step_done(record: StepRecord, spec: RunSpec, coordinator: PeerID) -> StepDone:
-    fields = {name: getattr(record, name) for name in StepRecord.__dataclass_fields__}
+    fields = {name: getattr(record, name) for name in StepDone.__struct_fields__ if hasattr(record, name)}
     rate = rate_of(spec, record.step)
     return msgspec.convert(fields | {"coordinator": coordinator, "learning_rate": rate}, StepDone)
 
