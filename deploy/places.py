@@ -175,7 +175,7 @@ class Running(msgspec.Struct, frozen=True):
 
 @contextlib.contextmanager
 def announced(invite: str, folder: Path | None = None, *, name: str = "", run_name: str = "") -> Iterator[None]:
-    """While this lasts, `shoal status` without an argument finds the run, and `shoal leave` the peer in `folder`.
+    """Let `shoal status` without an argument find the run, and `shoal leave` the peer in `folder`, while this lasts.
 
     A disk that does not take the note is no reason not to take part: the peer's own folder may be on another.
     """

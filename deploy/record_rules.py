@@ -21,7 +21,7 @@ from shoal.protocol.seals import SEALS
 from shoal.protocol.spec import decode_spec, run_id
 
 _COPIES_BYTES_MAX = 256 * 1024
-"""Of the spec: some 250 copies of it. The peers beyond them find that there is no room, and try again later."""
+"""The bytes of some 250 copies of the spec. The peers beyond them find that there is no room, and try again later."""
 _HEADS_BYTES_MAX = 256 * 1024
 """Only coordinators post one, for two minutes. All keys together must fit one message: a node that finds itself further
 from them than a new one hands it all that it holds."""

@@ -263,7 +263,7 @@ class Recovery:
 
 
 def _roster(situation: Situation, *, spare_bytes: int) -> tuple[tuple[PeerID, Advert], ...]:
-    """As many peers as fit in the message, those with state first. The others are planned as newcomers right after."""
+    """The peers that fit in the message, those with state first. The others are planned as newcomers right after."""
     roster = []
     for found in sorted(situation.found, key=lambda each: (not each.standing.synced, each.peer)):
         spare_bytes -= len(msgspec.msgpack.encode((found.peer, found.advert)))

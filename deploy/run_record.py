@@ -58,7 +58,7 @@ def open_spec(record: bytes, *, run: str, owner: PeerID, source: PeerID) -> RunS
 
 
 def is_newer(spec: RunSpec, than: RunSpec) -> bool:
-    """Of two specs of one run the one of the higher revision is newer. An owner that has lost its folder may have made
+    """The spec of the higher revision is the newer one of a run. An owner that has lost its folder may have made
     two of one revision: then the longer run is, and then the bytes decide, so that all peers take the same one."""
     return _rank(spec) > _rank(than)
 

@@ -49,7 +49,7 @@ class Showing:
             self._feed.take(report, time.monotonic())
 
     def steer(self, *, pause: "Act", resume: "Act") -> None:
-        """From now on whoever has the key can pause and resume."""
+        """Whoever has the key can pause and resume from now on."""
         if self._steering is not None:
             self._steering.hand(pause=pause, resume=resume)
 

@@ -21,7 +21,7 @@ from shoal.protocol.messages import PeerStatus
 
 BUSY = 0.85
 QUEUES_BUSY = 0.6
-"""With microbatches waiting for the device all the while, the rest of the time is the program's own."""
+"""A device that always has microbatches waiting is busy from here on: the rest of the time is the program's own."""
 SENDING = 0.8
 FORWARDS_OF_A_MICROBATCH = 3.0
 """A backward is two forwards. The last stage's figure has both in it."""

@@ -12,7 +12,7 @@ from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import PeerStatus
 
 LINKS_MAX = 400
-"""In a larger swarm single links would be a grey area: the page shows what flows between stages."""
+"""The most links that are drawn. More would be a grey area, so the page shows what flows between stages."""
 
 
 def links(

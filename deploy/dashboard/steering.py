@@ -32,7 +32,7 @@ class Steering:
     _acts: dict[str, Act] = field(default_factory=dict)
 
     def hand(self, *, pause: Act, resume: Act) -> None:
-        """From now on the page's two actions call these functions."""
+        """The page's two actions call these functions from now on."""
         self._acts = {"/pause": pause, "/resume": resume}
 
     @property

@@ -38,7 +38,7 @@ DONE = "the run is done"
 FIRST_STEP = "computing the first step"
 STANDS = "waiting, and it is not known for what"
 STALE_S = 15.0
-"""After so long without a word from the coordinator a view says so, in place of figures that may be wrong."""
+"""A view says that the coordinator has not answered for so long, in place of figures that may be wrong."""
 
 
 def run_phase(status: SwarmStatus) -> str:
@@ -53,7 +53,7 @@ def run_phase(status: SwarmStatus) -> str:
 
 
 def standstill(status: SwarmStatus) -> str:
-    """For how long no step has come; empty: the run goes on."""
+    """The time for which no step has come, in words; empty: the run goes on."""
     return f"no step for {duration(status.stands_s)}" if status.stands_s and status.step < status.steps else ""
 
 
@@ -78,7 +78,7 @@ class PeerView(_Shown, frozen=True):
     """The version that the peer holds; -1: it has not been heard yet."""
     seen_s_ago: float
     paused_s: float | None
-    """For how long the peer's owner has had the device back."""
+    """How long the peer's owner has had the device back."""
     forward_s: float
     """The median time of a microbatch's forward (last stage: and backward); 0: there was none yet."""
     window: int
@@ -211,7 +211,7 @@ class View(_Shown, frozen=True):
     left_s: float | None
     """Seconds until the last step, at that rate; None: it is not known, or nothing moves."""
     standstill: str
-    """For how long no step has come, in words; empty: the run goes on."""
+    """The time for which no step has come, in words; empty: the run goes on."""
     risks: tuple[str, ...]
     """What would be lost with one peer, in sentences."""
     status_age_s: float | None

@@ -68,7 +68,7 @@ class Chronicle:
         self._dashboard: Showing | None = None
 
     def show_on(self, dashboard: Showing) -> None:
-        """From now on the dashboard is told everything too."""
+        """The dashboard is told everything too, from now on."""
         self._dashboard = dashboard
         if dashboard.announcement:
             self._presenter.say(dashboard.announcement)
@@ -79,7 +79,7 @@ class Chronicle:
 
     @contextlib.contextmanager
     def kept(self, json_path: Path | None) -> Iterator[None]:
-        """While this lasts, the panel is drawn and lines are written. Raises: LocalError: not to that path."""
+        """Draw the panel and write lines while this lasts. Raises: LocalError: not to that path."""
         with contextlib.ExitStack() as stack:
             if json_path is not None:
                 self._json = stack.enter_context(_open_json(json_path))

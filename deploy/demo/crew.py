@@ -127,7 +127,7 @@ class Crew:
             member.child.send(signal.SIGTERM)
 
     async def tidy(self) -> None:
-        """Once nobody runs any more, remove the sockets of killed members, which did not come back to do so."""
+        """Remove the sockets of killed members, which did not come back to do so, once nobody runs any more."""
         for folder in sorted(self.peers_folder.glob("*")):
             await leftovers.clear(folder)
 

@@ -34,7 +34,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     only_when_idle: bool = False
     """Compute only while nobody uses this machine: no keyboard, no mouse, no other work on the device."""
     idle_minutes: Annotated[float, msgspec.Meta(ge=0.0)] = 5.0
-    """With only_when_idle: how long nobody must have used it."""
+    """How long nobody must have used this machine, with only_when_idle."""
     nice: Annotated[int, msgspec.Meta(ge=0, le=19)] | None = None
     """How far the computing (not the network) stands back behind other programs: 0 not at all, 19 altogether. Left out:
     19 for a peer that joins, 0 for the host of a run."""
@@ -108,7 +108,7 @@ def with_value(limits: Limits, name: str, value: Any) -> Limits:
 
 
 def parse_value(name: str, text: str) -> Any:
-    """As a person writes it: `5`, `true`, `22:00-07:00`. Raises: LocalError."""
+    """Read a value as a person writes it: `5`, `true`, `22:00-07:00`. Raises: LocalError."""
     kind = int if name == "nice" else type(getattr(Limits(), name))
     try:
         return msgspec.convert(text.strip(), kind, strict=False)

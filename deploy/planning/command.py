@@ -71,7 +71,7 @@ class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
     why: str
     took_s: float
     same_as: str = ""
-    """In a comparison, the layout before this one that is the same; empty: none is."""
+    """The layout before this one, in a comparison, that is the same; empty: none is."""
     figures: Figures | None = None
     """What it comes to for those who take part; null in a comparison."""
     left_out: tuple[LeftOut, ...] = ()

@@ -43,7 +43,7 @@ _RESOURCES: Final[tuple[tuple[Resource, ...], ...]] = (
 
 
 class Need(msgspec.Struct, frozen=True, kw_only=True):
-    """From these values on, all of them together, one of the devices helps; None: the value stays as it is."""
+    """Values from which on, all of them together, one of the devices helps; None: the value stays as it is."""
 
     line_mbps: float | None = None
     """The line's rate in both directions."""

@@ -14,7 +14,7 @@ from shoal.protocol.limits import MICROBATCHES_PER_STEP_MAX
 from shoal.protocol.messages import CommitReport
 
 PATIENCE_S: Final = 20.0
-"""In this time every member of a group is asked at least once, as long as there are no more than ten."""
+"""The time in which every member of a group is asked at least once, as long as there are no more than ten."""
 RATE_S: Final = 30.0
 """The time over which tokens/s are measured; one step at least."""
 FIRST_S: Final = 5.0

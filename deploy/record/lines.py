@@ -91,7 +91,7 @@ class StepLine(_Line, frozen=True, tag="step", kw_only=True):
     unheard: int = 0
     """How many groups have no report that anybody in the run still has."""
     steps: int = 1
-    """For how many steps the line stands, up to `step`: more than one once an old part of a record was thinned."""
+    """How many steps the line stands for, up to `step`: more than one once an old part of a record was thinned."""
 
 
 class ValidationLine(_Line, frozen=True, tag="validation", kw_only=True):

@@ -141,7 +141,7 @@ def experts_by_stage(view: View) -> Iterator[tuple[int, list[ExpertView]]]:
 
 
 def busiest(experts: Sequence[ExpertView]) -> list[ExpertView]:
-    """As many experts as are shown, in the order of their numbers."""
+    """The experts that are shown, in the order of their numbers."""
     ranked = sorted(experts, key=lambda expert: (-(expert.load or 0.0), expert.expert))
     return sorted(ranked[:EXPERTS_SHOWN], key=lambda expert: expert.expert)
 
