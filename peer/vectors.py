@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from shoal.peer.pipeline.state import LayerState
+from shoal.peer.recycling import Recycling
 from shoal.protocol.limits import BULK_CHUNK_BYTES
 from shoal.protocol.ports import Payload
 
@@ -32,6 +33,7 @@ class Vectors:
         gradients: Literal["fp32", "bf16"] = "fp32",
     ) -> None:
         self.host = host
+        self._recycling = Recycling()
         self.gradient_bytes = _DTYPES[gradients].itemsize
         """Of one number of a gradient on the wire."""
         self._gradient_dtype = _DTYPES[gradients]
@@ -42,10 +44,10 @@ class Vectors:
 
     def empty(self, size: int) -> Tensor:
         """float32 [size], of any values."""
-        return torch.empty(size, device=self.host)
+        return self._recycling.vector(size)
 
     def zeros(self, size: int) -> Tensor:
-        return torch.zeros(size, device=self.host)
+        return self.empty(size).zero_()
 
     def on_host(self, values_N: Tensor) -> Tensor:
         """`values_N` itself if it is there already."""
@@ -53,7 +55,7 @@ class Vectors:
 
     def copied(self, values_N: Tensor) -> Tensor:
         """On the host, and nobody else's."""
-        return values_N.to(self.host, copy=True)
+        return self.empty(values_N.numel()).copy_(values_N)
 
     def payload_of(self, values_C: Tensor) -> Payload:
         """The bytes of a float32 tensor, without copying."""

@@ -27,7 +27,7 @@ from shoal.protocol.envelope import Envelope, ReplayGuard
 from shoal.protocol.errors import Refused, RemoteError
 from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.limits import CALL_TIMEOUT_S, PEERS_MAX, PLAN_WAIT_S, REFUSALS_LOGGED_S, WAITING_FOR_PLAN_MAX
-from shoal.protocol.membership import Members, Standing
+from shoal.protocol.membership import Standing
 from shoal.protocol.plan import Plan
 from shoal.protocol.ports import Payload, Priority, Transport
 from shoal.protocol.seals import SEALS, Seals
@@ -79,6 +79,7 @@ class Endpoint:
         self.transport = transport
         self.run = run
         self.gate = gate
+        self.members = gate.members
         self.seals = seals
         self.incarnation = first_sequence
         self.term = 0
@@ -94,10 +95,6 @@ class Endpoint:
         self._on_message: dict[_Address, _MessageHandler] = {}
         self._on_frame: dict[_Address, _FrameHandler] = {}
         transport.serve(on_call=self._handle_call, on_frame=self._handle_frame)
-
-    @property
-    def members(self) -> Members:
-        return self.gate.members
 
     def obey(self, plan: Plan) -> None:
         """Let `plan` give the members their roles from now on."""

@@ -69,6 +69,9 @@ class ModelledVectors(Vectors):
     def zeros(self, size: int) -> Tensor:
         return self.empty(size)
 
+    def copied(self, values_N: Tensor) -> Tensor:
+        return values_N
+
     def payload_of(self, values_C: Tensor) -> Payload:
         return phantom(4 * values_C.numel())
 

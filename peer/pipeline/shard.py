@@ -142,7 +142,10 @@ class Shard:
         self._contributions.settle()
         if not contributes or self._contributions.has(microbatch):
             return
-        gradient_N = torch.zeros(self.num_parameters, device=self.device)
+        if self.device == self.vectors.host:
+            gradient_N = self.vectors.zeros(self.num_parameters)
+        else:
+            gradient_N = torch.zeros(self.num_parameters, device=self.device)
         for key, named in leaves.items():
             layer_layout(self.spec.model, key).collect(named, gradient_N[self._spans[key]])
         self._contributions.finish(microbatch, gradient_N, weights if self._weights.keeps_places else None)

@@ -50,6 +50,8 @@ from shoal.protocol.spec import RunSpec, run_id
 TICK_S = 0.002
 LAYER_MILLIONS = 51.4
 WARM_UP_STEPS = 1
+HOLLOW_S = 1.0
+"""What the mate takes for a microbatch, about as long as the replica."""
 CPU = torch.device("cpu")
 
 
@@ -145,6 +147,10 @@ class Replica(StageRuntime):
 
     digests: Digests
 
+    def load(self, state: StageState) -> None:
+        super().load(state)
+        self.digests.say(state.version, "")
+
     def step(self, mean_gradient_N: Tensor) -> tuple[StageState, str, int]:
         state, digest, skipped = super().step(mean_gradient_N)
         self.digests.say(state.version, digest)
@@ -171,6 +177,7 @@ class Hollow:
         return self.state.version
 
     def initial_state(self) -> StageState:
+        self._digests.of(0)  # or it would make the first step alone
         nothing = torch.zeros(0)
         layer = LayerState(param_N=nothing, moment1_N=nothing, moment2_N=nothing)
         return StageState(version=0, layers=dict.fromkeys(self.keys, layer))
@@ -193,6 +200,7 @@ class Hollow:
         pass
 
     def loss(self, microbatch: Microbatch, payload: object, *, contributes: bool = True) -> tuple[float, None]:
+        time.sleep(HOLLOW_S)
         return 0.0, None
 
 

@@ -48,8 +48,9 @@ ROOT = Path(shoal.protocol.__file__ or "").resolve().parent.parent
 AROUND = ("protocol/sim/", "deploy/", "tests/")
 PARTS = (
     ("pipeline", ("peer/pipeline/", "peer/replica/schedule.py")),
-    ("group", ("peer/group/", "peer/replica/commit.py", "peer/replica/supply")),
-    ("routing", ("peer/replica/", "peer/tenures.py")),
+    ("group", ("peer/group/", "peer/replica/commit.py", "peer/replica/member.py")),
+    ("supply", ("peer/replica/supply",)),
+    ("replica", ("peer/replica/", "peer/tenures.py")),
     ("model and kernels", ("peer/model/", "peer/data/", "kernels/")),
     ("rest of the peer", ("peer/",)),
     ("protocol", ("protocol/",)),
