@@ -1,26 +1,54 @@
 """What tests of several houses share."""
 
+import gc
 import shlex
 from collections.abc import Callable
+from functools import cache
+from typing import Any
 
 import pytest
 from hypothesis import settings
+
+# What is imported and collected stays until the end. Looking through it for garbage, again and again, is a quarter of
+# the time that collecting the tests takes, and some of what each simulated swarm takes afterwards.
+gc.disable()
 
 # How long an example takes says what else the machine does.
 settings.register_profile("shoal", deadline=None)
 settings.load_profile("shoal")
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist's own hook, which reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """For `-n 2 --dist loadgroup`: swarms of real processes one after the other, beside them the other files.
-
-    The group of real processes takes longest by far, so it begins first.
-    """
-    for item in items:
-        group = "processes" if item.get_closest_marker("process") else str(item.path)
-        item.add_marker(pytest.mark.xdist_group(group))
+    """Begin with real processes: together they take longest."""
     items.sort(key=lambda item: item.get_closest_marker("process") is None)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """For `-n 2 --dist loadgroup`: files with real processes one after the other, beside them the other files.
+
+    xdist's own groups do nothing with pytest 9.2: xdist writes a group into an attribute of tests that is gone.
+    """
+    if config.getvalue("dist") != "loadgroup":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    @cache
+    def has_processes(path: str) -> bool:
+        return "mark.process" in (config.rootpath / path).read_text()
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            path, _, name = nodeid.partition("::")
+            return "processes" if has_processes(path) or "[live" in name else path  # `any_world` has a live parameter
+
+    return ByFile(config, log)
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 def _parse(line: str) -> None:

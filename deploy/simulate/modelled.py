@@ -221,7 +221,7 @@ def _absent(run: ModelledRun) -> set[int]:
 def _collecting_rarely() -> Iterator[None]:
     """Collect cycles rarely: Python looks at everything that lives, and what makes up a world of a thousand peers lives
     as long as the world does."""
-    before = gc.get_threshold()
+    before, was_frozen = gc.get_threshold(), gc.get_freeze_count() > 0
     gc.collect()
     gc.freeze()
     gc.set_threshold(200_000, 20, 100)
@@ -229,4 +229,5 @@ def _collecting_rarely() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*before)
-        gc.unfreeze()
+        if not was_frozen:  # else what the caller has frozen would be looked through again
+            gc.unfreeze()
