@@ -45,31 +45,28 @@ class Members:
     is_open: bool = True
     planned: tuple[Member, ...] = ()
     """By rank, ourselves included if the plan names us."""
-    in_plan: bool = False
+    in_plan: bool = field(init=False, default=False)
     """The plan names us."""
-    mates: tuple[PeerID, ...] = ()
+    mates: tuple[PeerID, ...] = field(init=False, default=())
     """The others of the plan's group, ready or not, in rank order."""
-    ready_mates: tuple[PeerID, ...] = ()
-    open_mates: tuple[PeerID, ...] = ()
+    ready_mates: tuple[PeerID, ...] = field(init=False, default=())
+    open_mates: tuple[PeerID, ...] = field(init=False, default=())
     """Ready, and taking traffic."""
-    departing: tuple[PeerID, ...] = ()
+    departing: tuple[PeerID, ...] = field(init=False, default=())
     """Ready, but no longer in the plan: they drain."""
-    lead: PeerID | None = None
+    lead: PeerID | None = field(init=False, default=None)
     """The first ready and open member by rank; if all of them drain, the first ready one."""
-    doubtful: tuple[PeerID, ...] = ()
+    doubtful: tuple[PeerID, ...] = field(init=False, default=())
     """Who could take somebody else than us for the leader, as far as we have heard."""
-    _known: dict[PeerID, Mate] = field(default_factory=dict)
+    is_lead: bool = field(init=False, default=False)
+    """We are the leader, and everyone who could think otherwise has said so."""
+    _known: dict[PeerID, Mate] = field(init=False, default_factory=dict)
 
     @property
     def standing(self) -> tuple[int, int]:
         """(our rank among the ready members from 0, how many there are)."""
         ready = [member.peer for member in self.planned if self.is_ready(member.peer)]
         return ready.index(self.me) if self.me in ready else len(ready), len(ready)
-
-    @property
-    def is_lead(self) -> bool:
-        """We are the leader, and everyone who could think otherwise has said so."""
-        return self.lead == self.me and not self.doubtful
 
     @property
     def without_state(self) -> frozenset[PeerID]:
@@ -233,6 +230,7 @@ class Members:
         self.lead = next(takes_traffic, ranked[0] if ranked else None)
         asked = ready.union(self.mates) - {peer for peer, mate in known.items() if mate.is_absent}
         self.doubtful = tuple(sorted(peer for peer in asked if not self._stands_back(peer)))
+        self.is_lead = self.lead == self.me and not self.doubtful
 
     def _stands_back(self, peer: PeerID) -> bool:
         """It names us; or one whom our plan has dropped, because it drains and has not heard of that plan yet."""

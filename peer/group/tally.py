@@ -113,7 +113,11 @@ class Tallies:
         return self._by_step.get(step, {})
 
     def tally(self, step: int, peer: PeerID) -> Tally:
-        return self._by_step.setdefault(step, {}).setdefault(peer, Tally())
+        tallies = self._by_step.setdefault(step, {})
+        found = tallies.get(peer)
+        if found is None:
+            found = tallies[peer] = Tally()
+        return found
 
     def indices(self, bitmap: bytes) -> IndexSet:
         return IndexSet.from_bytes(bitmap, count=self.microbatches)
@@ -132,7 +136,7 @@ class Tallies:
 
     def is_held(self, step: int, index: int) -> bool:
         """Somebody has contributed it."""
-        return any(index in tally.indices for tally in self.of(step).values())
+        return bool([tally for tally in self._by_step.get(step, {}).values() if index in tally.indices])
 
     @property
     def has_own(self) -> bool:

@@ -55,20 +55,20 @@ class IssueBook:
     @property
     def admissible(self) -> int:
         """Microbatches that could be granted now."""
-        free = sum(self.microbatches - len(self._taken.get(step, IndexSet())) for step in self._open_steps())
-        return free + len(self._validation)
+        open_steps = self._open_steps()
+        taken = [len(self._taken[step]) for step in open_steps if step in self._taken]
+        return self.microbatches * len(open_steps) - sum(taken) + len(self._validation)
 
     def grant(self, count: int) -> list[Microbatch]:
         """Up to `count` microbatches for one claimant; empty if every admissible one is taken."""
         granted, self._validation = self._validation[:count], self._validation[count:]
         for step in self._open_steps():
             taken = self._taken.setdefault(step, IndexSet())
-            for index in range(self.microbatches):
+            for index in taken.missing(self.microbatches):
                 if len(granted) >= count:
                     return granted
-                if index not in taken:
-                    taken.add(index)
-                    granted.append(Microbatch(step, index))
+                taken.add(index)
+                granted.append(Microbatch(step, index))
         return granted
 
     def halt(self, *, at_once: bool) -> int:

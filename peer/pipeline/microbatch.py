@@ -47,6 +47,11 @@ class IndexSet:
             bits &= ~(1 << index)
         return IndexSet(bits)
 
+    def missing(self, count: int) -> list[int]:
+        """What it lacks of the first `count` indices, in order."""
+        bits = self._bits
+        return [index for index in range(count) if not bits >> index & 1]
+
     def __contains__(self, index: int) -> bool:
         return index >= 0 and bool(self._bits >> index & 1)  # others name indices, too
 

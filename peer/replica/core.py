@@ -138,7 +138,8 @@ class ReplicaCore(MemberCore):
     # --- to the parts ---
 
     def _flow(self, event: ScheduleEvent, now_s: float) -> list[Command]:
-        return self._routed([*self._pipeline.handle(event, now_s=now_s)], now_s)
+        commands = self._pipeline.handle(event, now_s=now_s)
+        return [*commands] if _OF_A_PART.isdisjoint(map(type, commands)) else self._routed([*commands], now_s)
 
     def _supplied(self, event: SupplyEvent, now_s: float) -> list[Command]:
         if self._supply is None:
@@ -150,8 +151,6 @@ class ReplicaCore(MemberCore):
         return [] if self._supply is None else self._supplied(event, now_s)
 
     def _routed(self, commands: list[Command], now_s: float) -> list[Command]:
-        if _OF_A_PART.isdisjoint(map(type, commands)):
-            return commands
         left: list[Command] = []
         for command in commands:
             match command:

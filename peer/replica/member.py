@@ -172,7 +172,8 @@ class MemberCore(ABC):
 
     def _commit(self, event: CommitEvent, now_s: float) -> list[Command]:
         self._has_moved = True
-        return self._routed([*self._group.handle(event, now_s=now_s)], now_s)
+        commands = self._group.handle(event, now_s=now_s)
+        return self._routed([*commands], now_s) if commands else []
 
     def _follow(self, event: PlanFollowed, now_s: float) -> list[Command]:
         plan = self._plan = event.plan

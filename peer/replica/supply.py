@@ -244,7 +244,7 @@ class Supply:
                 return self._look_again(now_s)
 
     def next_timer_s(self) -> float:
-        patience_s = (claim.until_s for claim in self._claims.values())
+        patience_s = [claim.until_s for claim in self._claims.values()]
         return min(self._serves_at_s, self._claims_at_s, *patience_s, *self._halts.values())
 
     def _timer(self, now_s: float) -> list[SupplyCommand]:
