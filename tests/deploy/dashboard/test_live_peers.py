@@ -19,12 +19,14 @@ def test_a_demo_and_a_volunteer_show_the_same_run(world: Any) -> None:
     url = demo.line("dashboard: ").split()[1]
     assert httpx.get(url).status_code == 200
     invite = demo.line("shoal join ").split()[2]
-    options = "--name", "volunteer", "--data", world.text, "--listen", "127.0.0.1:0"
-    volunteer = world.shoal("join", invite, *options, *there)
-    own_url, _, key = volunteer.line("dashboard: ").split()[1].partition("#")
 
     def state(of: str) -> dict[str, Any]:
         return dict(httpx.get(f"{of}state.json").json())
+
+    world.until(lambda: state(url)["step"] > 0)
+    options = "--name", "volunteer", "--data", world.text, "--listen", "127.0.0.1:0"
+    volunteer = world.shoal("join", invite, *options, *there)
+    own_url, _, key = volunteer.line("dashboard: ").split()[1].partition("#")
 
     def trains(of: str, names: set[str]) -> Callable[[], bool]:
         def holds() -> bool:
