@@ -208,7 +208,9 @@ class Machines:
                 return False
             if node.asleep or node.inbox or (tenure and (not tenure.ready or tenure.version < self.steps)):
                 return False
-        idle = not any(box.calling or box.queue for _, _, box in self._boxes())
+        # What is to be said to somebody who has gone for good, nobody waits for.
+        gone = {n.name for n in self.nodes.values() if not n.alive and n.name not in (*names_of(order), *order.spares)}
+        idle = not any(box.calling or box.queue for _, peer, box in self._boxes() if peer not in gone)
         return idle and not self.later and not self._actions()
 
     def _boxes(self) -> Iterable[tuple[Node, PeerID, Box]]:
