@@ -1,4 +1,4 @@
-"""What this peer answers, as messages: to a candidate, to a coordinator, or to a peer that reports to it. Pure."""
+"""The answers of this peer to a candidate, to a coordinator and to a peer that reports to it. Pure."""
 
 from collections.abc import Callable
 

@@ -23,7 +23,7 @@ WORST_FACTOR = 1.5
 
 @dataclass(slots=True)
 class Arrivals:
-    """The times at which something came that should come every `interval_s`, and how long its silence may last.
+    """Learns from the arrival times of a regular message how long that message may stay away before it is suspicious.
 
     Args:
         floor_s: no silence up to this is suspicious.

@@ -24,7 +24,7 @@ class Admission:
     def __init__(self, members: Members, now_s: Callable[[], float], *, is_open: bool) -> None:
         self._members, self._now_s, self._is_open = members, now_s, is_open
         self._let_in_s: dict[PeerID, float] = {}
-        """When each newcomer of an open run was let in, while it is on probation."""
+        """Newcomer on probation in an open run -> the time at which it was let in."""
 
     def why_not(self, newcomer: PeerID, advert: Advert, present: Mapping[PeerID, Advert | None]) -> str:
         """Why `newcomer`, which has no place yet, may not come in beside the peers that are `present`; empty: it may,

@@ -22,8 +22,8 @@ WORK_PER_SECOND = 100_000_000
 """Kernels do more units than this in a second of one core of the machines we measured (MEASURED.md), so a budget of S
 seconds takes at most S."""
 POPULATION = 8
-"""So many individuals are kept. Fewer lose the alternatives that a crossover needs, more spread a second's work too
-thin."""
+"""Individuals that the search keeps. A smaller population lacks alternatives for the crossover; a larger one leaves
+each too little of a search that lasts a second."""
 _CHILD_WORK = 20_000
 _CHILD_WORK_PER_DEVICE = 200
 """The units that the loop itself costs a child, since it is Python."""
