@@ -29,7 +29,7 @@ from shoal.peer.driver import PeerDriver, Watcher
 from shoal.peer.initial import InitialWeights
 from shoal.peer.links import LinkMeter, MeteredTransport
 from shoal.peer.pipeline.state import StageState
-from shoal.peer.pipeline.traffic import Traffic
+from shoal.peer.replica.flow import Traffic
 from shoal.protocol.access import Gate
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import LocalError

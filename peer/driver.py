@@ -22,10 +22,10 @@ from shoal.peer.links import LinkMeter
 from shoal.peer.neighbours import Neighbours
 from shoal.peer.pausing import Pausing
 from shoal.peer.pipeline.state import StageState
-from shoal.peer.pipeline.traffic import AdaptiveTraffic, Traffic
 from shoal.peer.probe import DeviceProbe, LinkProbe, probe_device
 from shoal.peer.recent_plans import RecentPlans
 from shoal.peer.replica.driver import Replica
+from shoal.peer.replica.flow import AdaptiveTraffic, Traffic
 from shoal.peer.reports import Reports
 from shoal.peer.surroundings import Listeners, Part, Surroundings
 from shoal.peer.tasks import Tasks

@@ -9,8 +9,8 @@ from shoal.peer.experts.server import ExpertServer
 from shoal.peer.handoff.inbox import ChunkInbox
 from shoal.peer.handoff.server import StateServer
 from shoal.peer.pipeline.state import StageState
-from shoal.peer.pipeline.traffic import Traffic
 from shoal.peer.recent_plans import RecentPlans
+from shoal.peer.replica.flow import Traffic
 from shoal.peer.replica.member import MemberCore
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.identity import PeerID

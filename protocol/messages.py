@@ -585,7 +585,7 @@ class Grant(EraMessage, frozen=True):
 
     items: tuple[tuple[int, int], ...]
     steps_ahead: int = -1
-    """How far the leader wants everybody to run ahead, and with how much in flight (`pipeline/control.py`); -1: the
+    """How far the leader wants everybody to run ahead, and with how much in flight (`replica/flow.py`); -1: the
     leader does not know yet."""
     gain: float = 1.0
 

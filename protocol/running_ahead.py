@@ -1,9 +1,9 @@
 """Models how far a pipeline should run ahead of its version, so that the time to a loss is shortest. Stage 0 decides by
-this one model (`peer/pipeline/control.py`), and plans are foreseen by it (`coordinator/cost/foresight.py`). Pure.
+this one model (`peer/replica/flow.py`), and plans are foreseen by it (`coordinator/cost/foresight.py`). Pure.
 
 **The model.** A replica of stage 0 makes M microbatches of each step. They come back to it at r a second while its
 pipeline is full, so a step's work takes W = M / r. From its last microbatch of a step to the next version go by the
-pipeline's empty round trip R and the longest commit C of any stage (`commits.py`). For all of this but one microbatch's
+pipeline's empty round trip R and the longest commit C of any stage (`CommitTimes`). For all this but one microbatch's
 time the devices have nothing of that step to do:
 
     idle = R - 1 / r + C

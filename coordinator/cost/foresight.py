@@ -2,7 +2,7 @@
 search by. Pure.
 
 **The control has its say.** Plans are searched for as if everything ran ahead that `s_max` admits, with the window's
-whole gain. The control (`peer/pipeline/control.py`) has less in flight where staleness costs more steps than that saves
+whole gain. The control (`peer/replica/flow.py`) has less in flight where staleness costs more steps than that saves
 seconds. Devices are then busy for a part e(g) of the time in which they work ahead, not e(window):
 
     r = e(window) / e(g)

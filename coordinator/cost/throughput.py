@@ -43,7 +43,7 @@ waits for the reduction of its cards is late for the next chain. The exponent is
 T is what plans are compared by. The **tokens/s** that are said to people are foreseen more exactly (`foresight.py`).
 
 **Memory.** Stage k's member holds `Workload.resident_bytes` and, for each microbatch in flight, what its backward
-needs; in flight are 1.5 (the window's gain, `peer/pipeline/window.py`) x its rate x its round trip, and one more, but
+needs; in flight are 1.5 (the window's gain, `peer/replica/flow.py`) x its rate x its round trip, and one more, but
 never more than its share of s_max + 1 steps. What does not fit is impossible, and so are a stage without members, a
 member of stage 0 without the text, and a stage between whose members and its neighbour's there is no path.
 
@@ -55,7 +55,7 @@ its commit wants a version that is not there:
 of which what begins while the open step is in flight has not seen all of it, and lacks min(1, round trip_0 / T) x
 round trip_0 / (round trip_0 + commit) on average at most. What that costs is the workload's price
 (`protocol/staleness.py`), and where it costs more than running ahead gains, nothing runs ahead: T = T_chain(0), s = 0.
-The pipeline's control (`peer/pipeline/control.py`) decides by the same model; plans are made without a price
+The pipeline's control (`peer/replica/flow.py`) decides by the same model; plans are made without a price
 (`Workload.price` says why).
 
 Source: ours; checked against the real drivers in virtual time (MEASURED.md).
@@ -76,7 +76,7 @@ from shoal.coordinator.cost.workload import Workload
 from shoal.protocol.topology import Floats, Ints, Topology
 
 WINDOW_GAIN = 1.5
-"""`peer/pipeline/window.py`, `Window.gain`."""
+"""`peer/replica/flow.py`, `Window.gain`."""
 
 
 class ThroughputObjective:

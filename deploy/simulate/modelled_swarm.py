@@ -9,7 +9,7 @@ from shoal.deploy.node import Node, NodeListeners, NodePorts, NodeRun
 from shoal.deploy.simulate.arithmetic import ModelledArithmetic
 from shoal.deploy.simulate.logbook import SimLedger
 from shoal.deploy.simulate.routing import Routing
-from shoal.peer.pipeline.traffic import Traffic
+from shoal.peer.replica.flow import Traffic
 from shoal.protocol.access import Gate
 from shoal.protocol.errors import LocalError
 from shoal.protocol.identity import PeerID

@@ -18,7 +18,7 @@ from shoal.deploy.run_record import fetch_spec, seal_spec
 from shoal.deploy.simulate.sightings import Committed, Event, Failed, Finished, Held, Obeyed, Opened, Started
 from shoal.peer.data.corpus import Corpus
 from shoal.peer.pipeline.state import StageState
-from shoal.peer.pipeline.traffic import Traffic
+from shoal.peer.replica.flow import Traffic
 from shoal.protocol.access import Gate
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.envelope import Envelope

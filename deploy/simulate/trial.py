@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shoal.deploy.simulate.tiny_run import tiny_spec
-from shoal.peer.pipeline.traffic import Traffic
+from shoal.peer.replica.flow import Traffic
 from shoal.protocol.errors import LocalError
 from shoal.protocol.sim.chaos import FaultKind, Schedule, draw_schedule
 from shoal.protocol.sim.network import Network, uniform

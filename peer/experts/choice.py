@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from shoal.peer.pipeline.router import Router
+from shoal.peer.replica.router import Router
 from shoal.protocol.identity import PeerID
 
 SHARE_MIN = 1e-3

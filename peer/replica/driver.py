@@ -2,7 +2,6 @@
 
 from shoal.peer.experts.dispatch import ExpertDispatch
 from shoal.peer.pipeline.driver import PipelineDriver
-from shoal.peer.pipeline.issue import IssueBook
 from shoal.peer.replica.commands import (
     Answer,
     Command,
@@ -22,6 +21,7 @@ from shoal.peer.replica.job import Job
 from shoal.peer.replica.schedule import Schedule
 from shoal.peer.replica.supply import Supply
 from shoal.peer.replica.supply_calls import SupplyCalls
+from shoal.peer.replica.work_queue import WorkQueue
 from shoal.peer.surroundings import Surroundings
 from shoal.peer.tenures import Tenure, make_commit
 from shoal.protocol.errors import DataError
@@ -155,14 +155,14 @@ def replica_core(surroundings: Surroundings, plan: Plan, stage: int, *, incarnat
         control=traffic.control(spec) if stage == 0 else None,
     )
     group = make_commit(surroundings, stage, incarnation=incarnation, has_loss=pipeline.is_last)
-    supply = Supply(book=issue_book(spec), group=group, demand=pipeline) if stage == 0 else None
+    supply = Supply(book=work_queue_of(spec), group=group, demand=pipeline) if stage == 0 else None
     return ReplicaCore(group, pipeline, supply, plan)
 
 
-def issue_book(spec: RunSpec) -> IssueBook:
+def work_queue_of(spec: RunSpec) -> WorkQueue:
     """Of a whole run."""
     training = spec.training
-    return IssueBook(
+    return WorkQueue(
         steps=training.steps,
         microbatches=training.microbatches_per_step,
         s_max=training.s_max,

@@ -1,7 +1,7 @@
 """Decides who makes which microbatch, at stage 0. Pure.
 
 Theory of operation. A member whose window has room sends the group's leader a claim. The leader keeps the book of
-grants (`IssueBook`) and holds every claim open until there is something to grant, for `PATIENCE_S` at most. It serves
+grants (`WorkQueue`) and holds every claim open until there is something to grant, for `PATIENCE_S` at most. It serves
 all open claims of one turn of the loop together, and gives each claimant at most its share of what may be granted, so
 that the first to ask leaves something to the others. A claimant far slower than the others gets one microbatch now and
 then.
@@ -20,11 +20,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from shoal.peer.pipeline.control import Control
-from shoal.peer.pipeline.issue import IssueBook
 from shoal.peer.pipeline.microbatch import IndexSet, Microbatch
-from shoal.peer.pipeline.pace import Pace
-from shoal.peer.pipeline.window import Window
 from shoal.peer.replica.commands import (
     Answer,
     DropClaim,
@@ -60,6 +56,9 @@ from shoal.peer.replica.events import (
     VersionReached,
     WorkReturned,
 )
+from shoal.peer.replica.flow import Control, Window
+from shoal.peer.replica.router import Pace
+from shoal.peer.replica.work_queue import WorkQueue
 from shoal.protocol.errors import Refused, RemoteError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import OPEN_STEPS_MAX
@@ -154,7 +153,7 @@ class _Granted:
 class Supply:
     """One stage-0 replica's view of who makes what."""
 
-    book: IssueBook
+    book: WorkQueue
     group: Group
     demand: Demand
     _claims: dict[PeerID, _OpenClaim] = field(init=False, default_factory=dict)

@@ -2,9 +2,8 @@
 
 from typing import Protocol
 
-from shoal.peer.pipeline.control import Control
 from shoal.peer.pipeline.microbatch import Microbatch
-from shoal.peer.pipeline.window import Window
+from shoal.peer.replica.flow import Control, Window
 from shoal.peer.replica.job import Job
 from shoal.protocol.identity import PeerID
 

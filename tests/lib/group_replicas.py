@@ -16,10 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from group_machines import DRAIN_S, PRESS_S, Action, Box, Machines, Node, Round, Tenure, names_of
-from shoal.peer.pipeline.issue import IssueBook
 from shoal.peer.pipeline.microbatch import IndexSet, Microbatch
-from shoal.peer.pipeline.router import Router
-from shoal.peer.pipeline.window import Window
 from shoal.peer.replica.commands import (
     Answer,
     CatchUp,
@@ -56,10 +53,13 @@ from shoal.peer.replica.events import (
     StoodStill,
     VersionSet,
 )
+from shoal.peer.replica.flow import Window
 from shoal.peer.replica.job import Job
+from shoal.peer.replica.router import Router
 from shoal.peer.replica.schedule import Schedule
 from shoal.peer.replica.supply import Supply
 from shoal.peer.replica.views import GroupView
+from shoal.peer.replica.work_queue import WorkQueue
 from shoal.protocol.errors import Refused
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import CommitReport, Digest, Grant, Progress, RoundStart
@@ -269,7 +269,7 @@ class World(Machines):
         pipeline = Schedule(
             stage=0, num_stages=1, s_max=self.s_max, version=0, router=Router(), window=window, control=None
         )
-        book = IssueBook(
+        book = WorkQueue(
             steps=self.steps, microbatches=self.M, s_max=self.s_max, validation_interval=0, validation_microbatches=1
         )
         supply = Supply(book=book, group=group, demand=pipeline)

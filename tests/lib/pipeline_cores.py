@@ -1,11 +1,11 @@
 """One replica's `Schedule` between replicas of other stages, fed with events by hand."""
 
 from shoal.peer.pipeline.microbatch import Microbatch
-from shoal.peer.pipeline.router import Router
-from shoal.peer.pipeline.window import Window
 from shoal.peer.replica.commands import ScheduleCommand
 from shoal.peer.replica.events import ScheduleEvent
+from shoal.peer.replica.flow import Window
 from shoal.peer.replica.job import Job
+from shoal.peer.replica.router import Router
 from shoal.peer.replica.schedule import Schedule
 from shoal.protocol.identity import PeerID
 

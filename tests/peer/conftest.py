@@ -12,7 +12,7 @@ import torch
 from shoal.peer.arithmetic import TorchArithmetic
 from shoal.peer.data.corpus import Corpus, load_corpus
 from shoal.peer.driver import PeerDriver, Watcher
-from shoal.peer.pipeline.traffic import Traffic
+from shoal.peer.replica.flow import Traffic
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.messages import CommitReport, ValidationReport
 from shoal.protocol.plan import ExpertGroup, Member, Plan, SignedPlan, Stage, sign_plan

@@ -7,7 +7,7 @@ from pathlib import PurePosixPath
 import msgspec
 import pytest
 
-from shoal.peer.pipeline.traffic import AdaptiveTraffic
+from shoal.peer.replica.flow import AdaptiveTraffic
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
 

@@ -6,8 +6,7 @@ from statistics import mean
 import msgspec
 import pytest
 
-from shoal.peer.pipeline.control import Control
-from shoal.peer.pipeline.traffic import AdaptiveTraffic
+from shoal.peer.replica.flow import AdaptiveTraffic, Control
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
 from shoal.protocol.staleness import Price

@@ -5,7 +5,7 @@ killed peer comes back 20 s later under its own name, with its disk and without 
 without any fault, of all peers and of one less, weighted by how long so many were alive.
 
 A step counts as one, so all steps must be worth the same: with `--ahead 0` every one is synchronous, with 1 as many
-microbatches run one step ahead as may. Left to itself the control of `peer/pipeline/control.py` goes to and fro here
+microbatches run one step ahead as may. Left to itself the control of `peer/replica/flow.py` goes to and fro here
 between synchronous steps of 6 s and stale ones of 3.6 s, which its price of staleness makes equal: three runs of it
 differ by more than what churn costs.
 """
@@ -22,9 +22,7 @@ from shoal.deploy.simulate.swarm import SimSwarm
 from shoal.deploy.simulate.tiny_run import tiny_spec
 from shoal.deploy.simulate.trial import Trial
 from shoal.deploy.simulate.witness import Witness
-from shoal.peer.pipeline.control import Control
-from shoal.peer.pipeline.traffic import AdaptiveTraffic
-from shoal.peer.pipeline.window import Window
+from shoal.peer.replica.flow import AdaptiveTraffic, Control, Window
 from shoal.protocol.sim.chaos import Fault, FaultKind
 from shoal.protocol.spec import RunSpec
 from shoal.protocol.staleness import FREE

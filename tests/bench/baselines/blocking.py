@@ -20,9 +20,8 @@ from typing import Literal, TypeVar
 
 from shoal.coordinator.cost.placement import Placement
 from shoal.deploy.simulate.modelled_swarm import Ports, Seat
-from shoal.peer.pipeline.control import Control
-from shoal.peer.pipeline.router import Router
-from shoal.peer.pipeline.window import Window
+from shoal.peer.replica.flow import Control, Window
+from shoal.peer.replica.router import Router
 from shoal.protocol.identity import PeerID
 from shoal.protocol.ports import CallHandler, Clock, Compute, FrameHandler, JobKind, Payload, Priority, Timed, Transport
 from shoal.protocol.spec import RunSpec
@@ -216,7 +215,7 @@ class FixedWindow(Window):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LockstepTraffic:
-    """One device's `Traffic` (`peer/pipeline/traffic.py`).
+    """One device's `Traffic` (`peer/replica/flow.py`).
 
     Args:
         partner: whom it feeds; None: the plan's shares say.

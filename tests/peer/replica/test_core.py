@@ -1,9 +1,6 @@
 """The life of one replica, and how its parts work together, event by event."""
 
-from shoal.peer.pipeline.issue import IssueBook
 from shoal.peer.pipeline.microbatch import Microbatch
-from shoal.peer.pipeline.router import Router
-from shoal.peer.pipeline.window import Window
 from shoal.peer.replica.commands import (
     AskRepair,
     Count,
@@ -41,10 +38,13 @@ from shoal.peer.replica.events import (
     TimerFired,
     VersionSet,
 )
+from shoal.peer.replica.flow import Window
 from shoal.peer.replica.job import Job
 from shoal.peer.replica.member import ExpertCore
+from shoal.peer.replica.router import Router
 from shoal.peer.replica.schedule import Schedule
 from shoal.peer.replica.supply import Supply
+from shoal.peer.replica.work_queue import WorkQueue
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Digest, ExpertPlace, Hello, Progress, RoundMember, RoundStart
 from shoal.protocol.plan import ExpertGroup, Member, Plan, Stage
@@ -83,7 +83,7 @@ def replica(followed, stage=0, *, s_max=0):
         router=Router(),
         window=Window(num_stages=stages) if stage == 0 else None,
     )
-    book = IssueBook(steps=9, microbatches=M, s_max=s_max, validation_interval=0, validation_microbatches=1)
+    book = WorkQueue(steps=9, microbatches=M, s_max=s_max, validation_interval=0, validation_microbatches=1)
     group = group_core(stage, has_loss=stage == stages - 1)
     supply = Supply(book=book, group=group, demand=pipeline) if stage == 0 else None
     made = ReplicaCore(group, pipeline, supply, followed)

@@ -3,7 +3,6 @@ import itertools
 import pytest
 
 from pipeline_cores import DOWN, OTHER, UP, A, B, C, core, feed, job
-from shoal.peer.pipeline.control import Control
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.replica.commands import Finished, Forget, SendActivation, SendGradient
 from shoal.peer.replica.events import (
@@ -17,6 +16,7 @@ from shoal.peer.replica.events import (
     StepReady,
     VersionSet,
 )
+from shoal.peer.replica.flow import Control
 from shoal.peer.replica.job import Job
 from shoal.peer.replica.schedule import Schedule
 from shoal.protocol.running_ahead import Choice

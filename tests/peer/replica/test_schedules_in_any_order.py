@@ -12,8 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.peer.pipeline.microbatch import Microbatch
-from shoal.peer.pipeline.router import Router
-from shoal.peer.pipeline.window import Window
 from shoal.peer.replica.commands import Finished, Forget, HandBack, SendActivation, SendGradient
 from shoal.peer.replica.events import (
     Arrived,
@@ -30,7 +28,9 @@ from shoal.peer.replica.events import (
     ScheduleEvent,
     StepReady,
 )
+from shoal.peer.replica.flow import Window
 from shoal.peer.replica.job import Job
+from shoal.peer.replica.router import Router
 from shoal.peer.replica.schedule import Schedule
 from shoal.protocol.identity import PeerID
 

@@ -4,9 +4,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from shoal.peer.pipeline.issue import IssueBook
 from shoal.peer.pipeline.microbatch import IndexSet, Microbatch
-from shoal.peer.pipeline.window import Window
 from shoal.peer.replica.commands import (
     Answer,
     DropClaim,
@@ -40,7 +38,9 @@ from shoal.peer.replica.events import (
     VersionReached,
     WorkReturned,
 )
+from shoal.peer.replica.flow import Window
 from shoal.peer.replica.supply import HALT_S, PATIENCE_S, RETRY_S, Supply
+from shoal.peer.replica.work_queue import WorkQueue
 from shoal.protocol.errors import Refused, RemoteError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Grant, Halted, ValidationReport, ValidationResult
@@ -85,7 +85,7 @@ class Pipeline:
 
 
 def supply(group=None, pipeline=None, *, M=9, s_max=0, validation=2):
-    book = IssueBook(steps=4, microbatches=M, s_max=s_max, validation_interval=2, validation_microbatches=validation)
+    book = WorkQueue(steps=4, microbatches=M, s_max=s_max, validation_interval=2, validation_microbatches=validation)
     return Supply(book=book, group=group or Group(), demand=pipeline or Pipeline())
 
 

@@ -1,6 +1,6 @@
 import pytest
 
-from shoal.peer.pipeline.commits import STEPS, TOLD, CommitTimes
+from shoal.peer.replica.flow import STEPS, TOLD, CommitTimes
 
 
 def test_a_commit_lasts_from_the_last_contribution_to_the_version() -> None:

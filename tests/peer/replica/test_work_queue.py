@@ -1,14 +1,14 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.peer.pipeline.issue import IssueBook
 from shoal.peer.pipeline.microbatch import IndexSet, Microbatch
+from shoal.peer.replica.work_queue import WorkQueue
 
 
 def book(
     *, steps: int = 10, M: int = 3, s_max: int = 0, interval: int = 0, validation: int = 2, synchronous: int = 0
-) -> IssueBook:
-    return IssueBook(
+) -> WorkQueue:
+    return WorkQueue(
         steps=steps,
         microbatches=M,
         s_max=s_max,

@@ -5,8 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from shoal.peer.pipeline.control import Control
-from shoal.peer.pipeline.window import Window
+from shoal.peer.replica.flow import Control, Window
 from shoal.protocol.running_ahead import Choice, Measured, choose
 from shoal.protocol.staleness import Price
 

@@ -1,9 +1,9 @@
-"""Who makes which microbatch: the book that the lead of stage 0 keeps.
+"""Decides who makes which microbatch: the book that the leader of stage 0 keeps. Pure.
 
-A stage-0 replica claims microbatches when its window has room, and the lead grants the next ones. So a fast replica
+A stage-0 replica claims microbatches when its window has room, and the leader grants the next ones. So a fast replica
 makes more without anyone computing a split, no (t, i) is made twice, and a plan change needs no agreement on a step
 at which it takes effect. Every replica tells its mates what it has been granted (`Progress.claimed`), so that the
-next lead knows what is taken.
+next leader knows what is taken.
 """
 
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from shoal.protocol.staleness import staleness_bound
 
 
 @dataclass(kw_only=True, slots=True)
-class IssueBook:
+class WorkQueue:
     """Grants each training microbatch of each step once, in order, and validation when its version is there.
 
     Args:

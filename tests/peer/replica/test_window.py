@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 import pytest
 
 from shoal.peer.pipeline.microbatch import Microbatch
-from shoal.peer.pipeline.router import Router
-from shoal.peer.pipeline.window import Window
 from shoal.peer.replica.commands import Finished, SendActivation, SendGradient
 from shoal.peer.replica.events import Arrived, GradientArrived, JobDone, PeerReady, ScheduleEvent
+from shoal.peer.replica.flow import Window
 from shoal.peer.replica.job import Job
+from shoal.peer.replica.router import Router
 from shoal.peer.replica.schedule import Schedule
 from shoal.protocol.identity import PeerID
 

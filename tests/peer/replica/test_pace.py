@@ -1,4 +1,4 @@
-from shoal.peer.pipeline.pace import LAGS, TRIES_APART, TRIES_APART_S, Pace
+from shoal.peer.replica.router import LAGS, TRIES_APART, TRIES_APART_S, Pace
 from shoal.protocol.identity import PeerID
 
 A, B, C = (PeerID(name) for name in "abc")

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.peer.pipeline.router import Router
+from shoal.peer.replica.router import Router
 from shoal.protocol.identity import PeerID
 
 A, B, C = (PeerID(name) for name in "abc")
