@@ -1,7 +1,7 @@
 """One peer and its turn as coordinator, on one transport.
 
 This is the only place where `peer` and `coordinator` meet: the peer's heartbeat goes to the coordination, the
-coordination's live plans go to the peer. A node does not know the world it runs in: `session.py` puts it on libp2p, the
+coordination's live plans go to the peer. A node does not know the world it runs in: `session/` puts it on libp2p, the
 simulated world runs hundreds of them in one process.
 """
 
@@ -22,7 +22,7 @@ from shoal.coordinator.driver import Callbacks, Coordination, ignore
 from shoal.coordinator.ledger import StepRecord
 from shoal.coordinator.store import PLANS, PlanStore
 from shoal.deploy.record.past import Past
-from shoal.deploy.run_record import Found, SpecKeeper
+from shoal.deploy.run.spec_record import Found, SpecKeeper
 from shoal.peer.arithmetic import Arithmetic, TorchArithmetic
 from shoal.peer.data.corpus import Corpus
 from shoal.peer.driver import PeerDriver, Watcher

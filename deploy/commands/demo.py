@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from shoal.deploy import places
 from shoal.deploy.commands.options import EXIT_INTERRUPTED, Dashboard, check_writable, data_source, examples
 from shoal.deploy.dashboard.address import parse_address
+from shoal.deploy.state import places
 from shoal.protocol.errors import LocalError
 from shoal.protocol.spec_file import load_spec
 
@@ -53,7 +53,7 @@ def demo(
     """Train with a swarm of real peers on this machine, and show it."""
     from shoal.deploy.demo.chaos import ChaosOptions
     from shoal.deploy.demo.driver import Demo, DemoOptions
-    from shoal.deploy.run_file import DEMO_SPEC, MOE_SPEC, with_changes
+    from shoal.deploy.run.run_file import DEMO_SPEC, MOE_SPEC, with_changes
 
     peers = peers or (CHAOS_PEERS if chaos else DEMO_PEERS)
     changes: dict[str, object] = {"seed": seed, "swarm.min_peers": peers}

@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from shoal.deploy import places
-from shoal.deploy.addresses import listen_addresses
+from shoal.deploy.commands.addresses import listen_addresses
 from shoal.deploy.commands.options import (
     DEFAULT_LISTEN,
     EXIT_FAILED,
@@ -18,6 +17,7 @@ from shoal.deploy.commands.options import (
     examples,
     start_logging,
 )
+from shoal.deploy.state import places
 from shoal.protocol.errors import RunNotFound
 from shoal.protocol.invite import Invite, parse_invite
 
@@ -78,7 +78,7 @@ def diagnosis_of(invite: Invite | None, *, listen: tuple[str, ...], state_dir: P
     """Look at the machine, and at the way to the invite's run."""
     from shoal.deploy.doctor.diagnosis import diagnose
     from shoal.deploy.doctor.probes import LiveProbes, examine
-    from shoal.deploy.known_peers import ways_to
+    from shoal.deploy.state.known_peers import ways_to
     from shoal.protocol.live.run import run
     from shoal.protocol.live.transport import dialable
 

@@ -42,9 +42,9 @@ def export(
         raise LocalError("say at most two folders: a snapshot, and the folder to make")
     *where, out = paths
     start_logging(verbose)
-    from shoal.deploy.progress import progress_bar
     from shoal.deploy.ship.export import export as write
     from shoal.deploy.ship.found_snapshot import find_snapshots
+    from shoal.deploy.terminal.progress import progress_bar
 
     snapshots = find_snapshots(where[0] if where else None)
     with progress_bar("writing") as tell:

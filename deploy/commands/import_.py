@@ -33,9 +33,9 @@ def import_(
     check_writable(run_toml)
     source = data_source(data)
     start_logging(verbose)
-    from shoal.deploy.progress import progress_bar
-    from shoal.deploy.run_file import write_spec
+    from shoal.deploy.run.run_file import write_spec
     from shoal.deploy.ship.import_model import import_model
+    from shoal.deploy.terminal.progress import progress_bar
     from shoal.peer.model.layout import num_parameters
 
     with progress_bar("reading the weights") as tell:

@@ -35,7 +35,7 @@ def invite(
     """Print an invite to the run that is up here."""
     if context.invoked_subcommand is not None:
         return
-    from shoal.deploy.control_socket import ask
+    from shoal.deploy.control.control_socket import ask
 
     _show(dict(ask(running_here(state_dir), "invite", peers=peers)), qr=qr, json=json)
 
@@ -55,7 +55,7 @@ def new(
     json: Json = False,
 ) -> None:
     """Make another invite, with a key and terms of its own. On the run's host."""
-    from shoal.deploy.control_socket import ask
+    from shoal.deploy.control.control_socket import ask
 
     terms: dict[str, Any] = {"lasts_s": _seconds(expires), "seats": uses, "observe": observe, "peers": peers}
     _show(dict(ask(running_here(state_dir), "invite-new", **terms)), qr=qr, json=json)
@@ -64,7 +64,7 @@ def new(
 @examples("shoal invite list  # the terms of each, and which are revoked")
 def list_(state_dir: Running = None, json: Json = False) -> None:
     """List the invites that this run's host has given out."""
-    from shoal.deploy.control_socket import ask
+    from shoal.deploy.control.control_socket import ask
 
     found = ask(running_here(state_dir), "invite-list")["invites"]
     if json:
@@ -83,7 +83,7 @@ def revoke(
     name: Annotated[str, typer.Argument(help="Of the invite.")], state_dir: Running = None, json: Json = False
 ) -> None:
     """Let nobody in by an invite, and put out who came by it."""
-    from shoal.deploy.control_socket import ask
+    from shoal.deploy.control.control_socket import ask
 
     _done(ask(running_here(state_dir), "invite-revoke", name=name), json=json)
 
@@ -95,7 +95,7 @@ def exclude(
     json: Json = False,
 ) -> None:
     """Put one member out of the run for good. On the run's host."""
-    from shoal.deploy.control_socket import ask
+    from shoal.deploy.control.control_socket import ask
 
     answer = ask(running_here(state_dir), "exclude", peer=peer)
     if json:

@@ -34,7 +34,7 @@ def leave(
     import msgspec
     import psutil
 
-    from shoal.deploy.control_socket import ask
+    from shoal.deploy.control.control_socket import ask
 
     leaving = which_peers("leave", name=name, everyone=everyone, state_dir=state_dir)
     processes = []

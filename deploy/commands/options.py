@@ -9,8 +9,8 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from shoal.deploy import places
 from shoal.deploy.dashboard import address
+from shoal.deploy.state import places
 from shoal.protocol.errors import LocalError
 from shoal.protocol.invite import Invite, parse_invite
 

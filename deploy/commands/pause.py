@@ -31,7 +31,7 @@ def resume(name: Name = None, everyone: Everyone = False, state_dir: Running = N
 
 
 def _do(verb: str, name: str | None, everyone: bool, state_dir: Path | None, json: bool) -> None:
-    from shoal.deploy.control_socket import ask
+    from shoal.deploy.control.control_socket import ask
 
     found = which_peers(verb, name=name, everyone=everyone, state_dir=state_dir)
     answers = [{"name": label, "folder": note.folder} | ask(Path(note.folder), verb) for label, note in found]

@@ -6,10 +6,10 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from shoal.deploy import places
-from shoal.deploy.addresses import listen_addresses
+from shoal.deploy.commands.addresses import listen_addresses
 from shoal.deploy.commands.doctor import explain
 from shoal.deploy.commands.options import DEFAULT_LISTEN, Verbose, examples, running_invite, start_logging
+from shoal.deploy.state import places
 from shoal.protocol.errors import RunNotFound
 from shoal.protocol.invite import parse_invite
 
@@ -36,8 +36,8 @@ def recover(
     """
     found = parse_invite(invite) if invite else running_invite("recover")
     start_logging(verbose)
-    from shoal.deploy.recover import find_owner, recovery
-    from shoal.deploy.recover_view import WARNING, as_json, going_back, headline, outcome, situation_table
+    from shoal.deploy.visitor.recover import find_owner, recovery
+    from shoal.deploy.visitor.recover_view import WARNING, as_json, going_back, headline, outcome, situation_table
     from shoal.protocol.live.run import run
 
     hosts = [state_dir] if state_dir else sorted((places.state_root() / "hosts").glob("*"))

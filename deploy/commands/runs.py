@@ -6,8 +6,8 @@ from typing import Annotated
 import typer
 
 from shoal.deploy.commands.options import examples
-from shoal.deploy.runs import FoundRun, all_names, all_runs, find
-from shoal.deploy.runs import remove as remove_runs
+from shoal.deploy.state.runs import FoundRun, all_names, all_runs, find
+from shoal.deploy.state.runs import remove as remove_runs
 
 _ID_LETTERS = 8
 Json = Annotated[bool, typer.Option("--json", help="As JSON, with the folders and sizes in bytes.")]

@@ -57,7 +57,7 @@ def _arguments(invite: str, name: str, listen: str, device: str, limit: list[str
 
     Raises: LocalError: what would fail at every start fails here.
     """
-    from shoal.deploy.addresses import listen_addresses
+    from shoal.deploy.commands.addresses import listen_addresses
     from shoal.deploy.manners.limits import Limits, with_overrides
 
     read = parse_invite(invite).encode()

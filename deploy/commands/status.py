@@ -24,8 +24,8 @@ def status(
     """Show who holds what, how fast, and with what loss."""
     found = parse_invite(invite) if invite else running_invite("status")
     start_logging(verbose)
-    from shoal.deploy.status_client import ask_swarm
     from shoal.deploy.terminal import status as terminal
+    from shoal.deploy.visitor.status_client import ask_swarm
     from shoal.protocol.live.run import run
 
     console = Console(highlight=False)

@@ -9,8 +9,7 @@ from typing import Annotated
 
 import typer
 
-from shoal.deploy import places
-from shoal.deploy.addresses import announced_addresses, listen_addresses
+from shoal.deploy.commands.addresses import announced_addresses, listen_addresses
 from shoal.deploy.commands.doctor import explain
 from shoal.deploy.commands.options import (
     DEFAULT_LISTEN,
@@ -31,12 +30,13 @@ from shoal.deploy.commands.options import (
 )
 from shoal.deploy.config import load_settings
 from shoal.deploy.dashboard.address import parse_address
-from shoal.deploy.going_on import GoingOn, ended_in_words, going_on, new_run_note, same_run
 from shoal.deploy.manners.asking import ask, may_ask
 from shoal.deploy.manners.limits import with_overrides
-from shoal.deploy.run_file import with_changes
-from shoal.deploy.run_folder import RunFolder, runs_in
-from shoal.deploy.runs import find_hosted, hosted_names
+from shoal.deploy.run.going_on import GoingOn, ended_in_words, going_on, new_run_note, same_run
+from shoal.deploy.run.run_file import with_changes
+from shoal.deploy.state import places
+from shoal.deploy.state.run_folder import RunFolder, runs_in
+from shoal.deploy.state.runs import find_hosted, hosted_names
 from shoal.protocol.advice import advice
 from shoal.protocol.defaults import FilledField, in_words
 from shoal.protocol.errors import RunNotFound
@@ -169,13 +169,13 @@ def _host(
     shown = parse_address(dashboard) if dashboard else None
     limits = with_overrides(load_settings().limits, limit or [])
     start_logging(verbose or reports)
-    from shoal.deploy.heap import importing
-    from shoal.deploy.progress import progress_bar, sign_of_life
+    from shoal.deploy.session.heap import importing
+    from shoal.deploy.terminal.progress import progress_bar, sign_of_life
 
     with sign_of_life("starting"), importing():
         from shoal.deploy.manners.device import pick_device
-        from shoal.deploy.run_text import load_own_corpus
-        from shoal.deploy.session import Options, RecordChoice, Ways, host_run
+        from shoal.deploy.run.run_text import load_own_corpus
+        from shoal.deploy.session.session import Options, RecordChoice, Ways, host_run
         from shoal.deploy.ship.import_model import open_initial
         from shoal.protocol.live.run import run
 
@@ -279,12 +279,12 @@ def join(
         ask()
     limits = with_overrides(load_settings().limits, limit or []).of_a_volunteer
     start_logging(verbose or reports)
-    from shoal.deploy.heap import importing
-    from shoal.deploy.progress import sign_of_life
+    from shoal.deploy.session.heap import importing
+    from shoal.deploy.terminal.progress import sign_of_life
 
     with sign_of_life("starting"), importing():
         from shoal.deploy.manners.device import pick_device, spare_threads
-        from shoal.deploy.session import Options, RecordChoice, TextPaths, Ways, join_run
+        from shoal.deploy.session.session import Options, RecordChoice, TextPaths, Ways, join_run
         from shoal.protocol.live.run import run
 
     if found is None:  # after the imports: a parent starts us before it has the invite

@@ -32,7 +32,7 @@ def train(
     if out.exists():
         raise LocalError(f"{out} is there already: name a file that is not")
     check_writable(out)
-    from shoal.deploy.progress import progress_bar
+    from shoal.deploy.terminal.progress import progress_bar
     from shoal.peer.data.packing import training_texts
     from shoal.peer.data.tokenizer import FileTokenizer, train_bpe
     from shoal.protocol.spec import DataSpec

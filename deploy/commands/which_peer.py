@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from shoal.deploy import places
+from shoal.deploy.state import places
 from shoal.deploy.words import printable
 from shoal.protocol.errors import LocalError
 

@@ -10,9 +10,9 @@ import msgspec
 
 from shoal.deploy.dashboard.address import Address
 from shoal.deploy.dashboard.feed import Feed, RunFacts
-from shoal.deploy.kept_addresses import KeptAddresses, keep_addresses, load_addresses
-from shoal.deploy.output import Beside, Output
 from shoal.deploy.report import Report
+from shoal.deploy.session.output import Beside, Output
+from shoal.deploy.state.kept_addresses import KeptAddresses, keep_addresses, load_addresses
 
 if TYPE_CHECKING:
     from shoal.deploy.dashboard.server import Dashboard

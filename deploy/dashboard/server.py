@@ -32,9 +32,9 @@ from shoal.deploy.dashboard.address import BACKLOG, Address
 from shoal.deploy.dashboard.connections import CONNECTIONS_MAX, Connection, Connections
 from shoal.deploy.dashboard.feed import Feed
 from shoal.deploy.dashboard.guard import Guard
+from shoal.deploy.dashboard.metrics import CONTENT_TYPE, render_metrics
 from shoal.deploy.dashboard.steering import Steering
 from shoal.deploy.dashboard.view import Point, ValidationPoint, View
-from shoal.deploy.metrics import CONTENT_TYPE, render_metrics
 
 logger = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from shoal.deploy.demo.expert_kill import ExpertKill
 from shoal.deploy.demo.summary import Summary
 from shoal.deploy.demo.swarm import Child, Swarm
 from shoal.deploy.report import Joined, Left, Ready, read_report
-from shoal.deploy.run_file import write_spec
+from shoal.deploy.run.run_file import write_spec
 from shoal.protocol.errors import LocalError
 from shoal.protocol.spec import DataSpec, RunSpec
 

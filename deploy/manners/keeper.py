@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from shoal.deploy import report
-from shoal.deploy.control_socket import ControlServer
+from shoal.deploy.control.control_socket import ControlServer
 from shoal.deploy.manners.core import Manners, Seen
 from shoal.deploy.manners.limits import Limits
 from shoal.deploy.manners.watching import ProcessorUse, gpu_others_share, input_idle_s

@@ -21,8 +21,8 @@ from shoal.deploy.planning.figures import Figures, Wishes, figures_of, lines_of,
 from shoal.deploy.planning.layouts import LAYOUT_NAMES, LayoutName, Request, layout
 from shoal.deploy.planning.left_out import GAIN_MIN, LeftOut, left_out, said_of_needs
 from shoal.deploy.planning.rows import Column, Rows
-from shoal.deploy.progress import sign_of_life
 from shoal.deploy.simulate.scenario import Scenario, find_scenario
+from shoal.deploy.terminal.progress import sign_of_life
 from shoal.deploy.words import printable
 from shoal.protocol.errors import LocalError, ShoalError
 from shoal.protocol.topology import Topology

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.deploy import places
 from shoal.deploy.record.lines import RECORD, StartLine, decode_line
+from shoal.deploy.state import places
 from shoal.protocol.errors import LocalError
 
 _SHOWN_MAX = 8

@@ -17,7 +17,6 @@ from typing import Final
 
 from shoal.deploy.dashboard.beside import Showing
 from shoal.deploy.dashboard.census import Census, clean
-from shoal.deploy.output import Beside, Output
 from shoal.deploy.record.book import AGO_S_MAX, Book, Key, Step
 from shoal.deploy.record.events_file import EventsFile
 from shoal.deploy.record.lines import (
@@ -38,6 +37,7 @@ from shoal.deploy.record.summary import counted, in_words
 from shoal.deploy.record.wandb_run import WandbRun
 from shoal.deploy.record.writing import RecordFile
 from shoal.deploy.report import Joined, Note, Obeys, Recorded, Report, Status, Validated
+from shoal.deploy.session.output import Beside, Output
 from shoal.peer.model.layout import all_layer_keys, layer_layout
 from shoal.peer.model.schedule import rate_of
 from shoal.protocol.endpoint import Endpoint

@@ -13,7 +13,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from shoal.deploy import places
+from shoal.deploy.state import places
 from shoal.peer.model.layout import all_layer_keys, unit_keys
 from shoal.peer.snapshot import (
     DamagedSnapshot,

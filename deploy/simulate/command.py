@@ -127,10 +127,10 @@ def _compare(
     from rich.console import Console
 
     from shoal.deploy.planning.rows import Rows
-    from shoal.deploy.progress import progress_bar, sign_of_life
     from shoal.deploy.simulate import strategies
     from shoal.deploy.simulate.outcome import row_of
     from shoal.deploy.simulate.table import COLUMNS, LAST, LEGEND, cells, comparison
+    from shoal.deploy.terminal.progress import progress_bar, sign_of_life
     from shoal.deploy.words import printable
 
     scenario = strategies.with_options(scenario, options)

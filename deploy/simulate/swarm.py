@@ -14,7 +14,7 @@ import msgspec
 from shoal.coordinator.allocate.interface import Allocator
 from shoal.coordinator.ledger import StepRecord
 from shoal.deploy.node import LEAVE_S, Node, NodeListeners, NodePorts, NodeRun
-from shoal.deploy.run_record import fetch_spec, seal_spec
+from shoal.deploy.run.spec_record import fetch_spec, seal_spec
 from shoal.deploy.simulate.sightings import Committed, Event, Failed, Finished, Held, Obeyed, Opened, Started
 from shoal.peer.data.corpus import Corpus
 from shoal.peer.pipeline.state import StageState

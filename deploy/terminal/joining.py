@@ -6,8 +6,8 @@ from types import TracebackType
 
 from rich.console import Console, RenderableType
 
-from shoal.deploy.phases import expected
 from shoal.deploy.report import Phase, write_report
+from shoal.deploy.session.phases import expected
 from shoal.deploy.terminal.panel import phase_row
 from shoal.deploy.terminal.screen import Screen
 

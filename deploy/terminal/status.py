@@ -8,8 +8,8 @@ from rich.text import Text
 
 from shoal.deploy.dashboard.feed import RunFacts
 from shoal.deploy.report import Status
-from shoal.deploy.status_client import Ask, asking
 from shoal.deploy.terminal.presenter import Presenter
+from shoal.deploy.visitor.status_client import Ask, asking
 from shoal.protocol.errors import LocalError
 from shoal.protocol.invite import Invite
 from shoal.protocol.messages import SwarmStatus

@@ -419,7 +419,7 @@ def _decoded(line: str) -> dict[str, Any]:
 def _spec_text(case: Case, *, s_max: int = 1) -> str:
     if case.spec:
         return case.spec.format(steps=case.steps, stages=case.stages, peers=case.peers, s_max=s_max)
-    from shoal.deploy.run_file import DEMO_SPEC
+    from shoal.deploy.run.run_file import DEMO_SPEC
 
     text = Path(DEMO_SPEC).read_text()
     return text.replace("steps = 400", f"steps = {case.steps}", 1)
@@ -433,7 +433,7 @@ def _figures(
     skip: int,
     losses: list[float],
 ) -> Figures:
-    from shoal.deploy.run_file import DEMO_SPEC
+    from shoal.deploy.run.run_file import DEMO_SPEC
     from shoal.protocol.spec_file import load_spec
 
     with tempfile.TemporaryDirectory() as name:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from shoal.coordinator.store import PlanStore
-from shoal.deploy.recover import RESET_TERMS, Recovery
+from shoal.deploy.visitor.recover import RESET_TERMS, Recovery
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import LocalError, Refused
 from shoal.protocol.identity import Identity

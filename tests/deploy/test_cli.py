@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from shoal.deploy import cli, places
+from shoal.deploy import cli
 from shoal.deploy.commands.options import data_source, start_logging
+from shoal.deploy.state import places
 from shoal.protocol.identity import Identity
 from shoal.protocol.invite import Invite, make_invite
 

@@ -13,13 +13,14 @@ import pytest
 import segno
 from typer.testing import CliRunner
 
-from shoal.deploy import cli, places
-from shoal.deploy.addresses import announced_addresses, listen_addresses
+from shoal.deploy import cli
 from shoal.deploy.commands import doctor as doctor_command
+from shoal.deploy.commands.addresses import announced_addresses, listen_addresses
 from shoal.deploy.commands.invite import qr_code
-from shoal.deploy.control_socket import ControlServer
+from shoal.deploy.control.control_socket import ControlServer
 from shoal.deploy.doctor.diagnosis import Diagnosis
 from shoal.deploy.doctor.problem import Problem
+from shoal.deploy.state import places
 from shoal.protocol.errors import LocalError, RunNotFound
 from shoal.protocol.identity import Identity
 from shoal.protocol.invite import make_invite
@@ -221,7 +222,7 @@ def test_join_says_why_nobody_was_found(known: bool, monkeypatch: pytest.MonkeyP
         raise RunNotFound("is the host up?")
 
     problems = (PROBLEM,) if known else ()
-    monkeypatch.setattr("shoal.deploy.session.join_run", nobody)
+    monkeypatch.setattr("shoal.deploy.session.session.join_run", nobody)
     monkeypatch.setattr(doctor_command, "diagnosis_of", lambda *a, **o: Diagnosis(problems=problems, fine=()))
     result = shoal("join", INVITE)
     assert (result.exit_code, result.stdout) == (2, "")

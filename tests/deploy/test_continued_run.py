@@ -6,7 +6,7 @@ import msgspec
 import pytest
 import torch
 
-from shoal.deploy.run_record import seal_spec
+from shoal.deploy.run.spec_record import seal_spec
 from shoal.deploy.simulate.swarm import SimSwarm
 from shoal.deploy.simulate.tiny_run import tiny_corpus, tiny_spec
 from shoal.peer.single_process import train

@@ -7,8 +7,8 @@ import msgspec
 import pytest
 import torch
 
-from shoal.deploy.recover import Recovery
 from shoal.deploy.simulate.swarm import SimSwarm
+from shoal.deploy.visitor.recover import Recovery
 from shoal.peer.data.corpus import load_corpus
 from shoal.peer.single_process import train
 from shoal.protocol.endpoint import Endpoint

@@ -9,8 +9,8 @@ import torch
 
 from shoal.coordinator.era import MISSING_HEARTBEATS
 from shoal.deploy.node import LEAVE_S
+from shoal.deploy.session.stop import LEAVE_SOON_S
 from shoal.deploy.simulate.swarm import SimSwarm
-from shoal.deploy.stop import LEAVE_SOON_S
 from shoal.peer.data.corpus import Corpus, load_corpus
 from shoal.peer.single_process import train
 from shoal.protocol.sim.loop import run

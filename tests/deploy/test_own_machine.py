@@ -16,7 +16,7 @@ ONLY_OTHERS_GET_THERE = "203.0.113.9"
 """Of a network that documents use: nobody has it."""
 SLOW_TEXT = """
 import time
-from shoal.deploy import session
+from shoal.deploy.session import session
 session.find_corpus = lambda *arguments, **more: time.sleep(120)
 """
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shoal.deploy.control_socket import ask
+from shoal.deploy.control.control_socket import ask
 
 pytestmark = pytest.mark.process
 

@@ -20,8 +20,8 @@ from blake3 import blake3
 
 from fuzz_choices import Choices
 from fuzz_values import Known, make, make_tables, toml
-from shoal.deploy.record_rules import record_rules
-from shoal.deploy.run_record import open_spec, seal_spec
+from shoal.deploy.run.directory_rules import record_rules
+from shoal.deploy.run.spec_record import open_spec, seal_spec
 from shoal.deploy.simulate.scenario import ScenarioFile, find_scenario
 from shoal.deploy.simulate.tiny_run import tiny_spec
 from shoal.peer.model.layout import all_layer_keys, init_layer

@@ -37,7 +37,7 @@ from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID as HivemindPe
 from hivemind.proto import dht_pb2
 from hivemind.utils.multiaddr import Multiaddr
 
-from shoal.deploy.control_socket import SOCKET_NAME, ask
+from shoal.deploy.control.control_socket import SOCKET_NAME, ask
 from shoal.protocol import messages as m
 from shoal.protocol.endpoint import _MESSAGES
 from shoal.protocol.envelope import Envelope, seal

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from shoal.deploy.metrics import CONTENT_TYPE
+from shoal.deploy.dashboard.metrics import CONTENT_TYPE
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 

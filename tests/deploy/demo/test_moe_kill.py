@@ -6,7 +6,7 @@ from statistics import median
 import numpy as np
 import pytest
 
-from shoal.deploy.run_file import MOE_SPEC
+from shoal.deploy.run.run_file import MOE_SPEC
 from shoal.deploy.simulate.modelled import Churn, ModelledRun, run_modelled
 from shoal.protocol.spec_file import load_spec
 from shoal.protocol.topology import make_topology

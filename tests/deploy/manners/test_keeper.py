@@ -4,7 +4,7 @@ import asyncio
 import os
 import signal
 
-from shoal.deploy.control_socket import ControlServer, ask
+from shoal.deploy.control.control_socket import ControlServer, ask
 from shoal.deploy.manners.core import Seen
 from shoal.deploy.manners.keeper import LOOK_S, Keeper
 from shoal.deploy.manners.limits import Limits

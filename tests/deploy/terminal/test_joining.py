@@ -7,8 +7,8 @@ import pytest
 from rich.console import Console
 
 from shoal.deploy.dashboard.feed import RunFacts
-from shoal.deploy.phases import FetchWatch, expected
 from shoal.deploy.report import Phase, read_report
+from shoal.deploy.session.phases import FetchWatch, expected
 from shoal.deploy.terminal.joining import JoiningView
 from shoal.deploy.terminal.panel import phase_row
 from shoal.deploy.terminal.presenter import Presenter

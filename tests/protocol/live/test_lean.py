@@ -10,7 +10,7 @@ def _run(program: str) -> str:
 
 def test_a_peer_loads_nothing_that_a_dense_run_does_not_use() -> None:
     program = (
-        "import sys, shoal.deploy.session\n"
+        "import sys, shoal.deploy.session.session\n"
         "unused = ('scipy', 'numba', 'sympy', 'hivemind.moe', 'hivemind.averaging', 'hivemind.optim')\n"
         "print([name for name in unused if name in sys.modules], 'hivemind.p2p' in sys.modules)"
     )

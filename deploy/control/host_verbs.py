@@ -1,0 +1,88 @@
+"""What only a run's host can do for a command: give out invites, revoke them, and exclude members."""
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from shoal.deploy.control.control_socket import ControlServer
+from shoal.deploy.control.invite_book import GivenOut, InviteBook
+from shoal.deploy.control.invite_verb import InviteVerb
+from shoal.protocol.errors import LocalError
+from shoal.protocol.exclusion import Exclusion
+from shoal.protocol.identity import PeerID
+
+
+class HostVerbs:
+    """Answers the control socket.
+
+    Args:
+        exclude: brings an order to everybody.
+        members: (peer, its name) of those who are in the run now.
+    """
+
+    def __init__(
+        self,
+        book: InviteBook | None,
+        verb: InviteVerb,
+        *,
+        exclude: Callable[[Exclusion], None],
+        members: Callable[[], Awaitable[Sequence[tuple[PeerID, str]]]],
+    ) -> None:
+        self._book, self._verb, self._exclude, self._members = book, verb, exclude, members
+
+    def install(self, control: ControlServer) -> None:
+        control.on("invite-new", self._new)
+        control.on("invite-list", self._list)
+        control.on("invite-revoke", self._revoke)
+        control.on("exclude", self._exclude_member)
+
+    def apply(self) -> None:
+        """Bring what is revoked and excluded to everybody again: some may have been away."""
+        if self._book is not None and (order := self._book.order) is not None:
+            self._exclude(order)
+
+    async def _new(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        made = self._needed().make(
+            lasts_s=float(arguments.get("lasts_s", 0.0)),
+            seats=int(arguments.get("seats", 0)),
+            may_train=not arguments.get("observe", False),
+        )
+        text = await self._verb.with_key(made.key, int(arguments.get("peers", 1)))
+        return {"invite": text, **_described(made)}
+
+    async def _list(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {"invites": [_described(invite) for invite in self._needed().all]}
+
+    async def _revoke(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        revoked = self._needed().revoke(str(arguments.get("name", "")))
+        self.apply()
+        return _described(revoked)
+
+    async def _exclude_member(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        wanted = str(arguments.get("peer", ""))
+        members = await self._members()
+        found = [(peer, name) for peer, name in members if wanted and (name == wanted or peer.endswith(wanted))]
+        if len(found) != 1:
+            raise LocalError(f"{len(found) or 'no'} members are called {wanted!r}: see `shoal status`")
+        peer, name = found[0]
+        self._needed().exclude(peer)
+        self.apply()
+        return {"peer": peer, "name": name}
+
+    def _needed(self) -> InviteBook:
+        if self._book is None:
+            raise LocalError(
+                "this peer is not the run's host, or the run is open to anyone: the host gives out and revokes invites"
+            )
+        return self._book
+
+
+def _described(invite: GivenOut) -> dict[str, Any]:
+    terms = invite.key.delegation
+    return {
+        "name": invite.name,
+        "made_s": invite.made_s,
+        "expires_s": terms.expires_s,
+        "seats": terms.seats,
+        "observe": not terms.may_train,
+        "revoked": invite.revoked,
+    }

@@ -1,0 +1,221 @@
+"""Going on with a run that has stopped or is finished: by which revision of its spec, and what people are told of it.
+
+`going_on` decides; it reads what this machine remembers of the run and starts nothing.
+"""
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgspec
+
+from shoal.deploy.run.run_file import with_changes
+from shoal.deploy.state.run_folder import RunFolder
+from shoal.peer.model.schedule import legs, rate_of
+from shoal.protocol.errors import LocalError
+from shoal.protocol.spec import RunSpec, continued_spec, unchanging_bytes
+
+_DIGESTS: Final = ("data.digest", "data.tokenizer_digest")
+"""The host fills in these fields from the text itself."""
+_NAMED_MAX: Final = 3
+_WHY_WIDTH: Final = 38
+_Goal = tuple[int, str, int | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GoingOn:
+    """The spec by which a run goes on, and what people are told of it."""
+
+    spec: RunSpec
+    sentences: tuple[str, ...]
+    """What people are told."""
+    finished: bool = False
+    """The run has nothing left to do."""
+    is_new: bool = False
+    """This machine has nothing of the run yet."""
+
+
+def same_run(asked: RunSpec, known: RunSpec, chosen: Collection[str] = ()) -> bool:
+    """Whether who asks for `asked` means the run that `known` is a revision of.
+
+    Args:
+        chosen: fields of `asked` (`optimizer.warmup_steps`) that nobody has said and a rule has filled in. Another
+            version of shoal, or another number of steps, may have filled in others.
+    """
+    values = {path: _value_at(known, path) for path in chosen}
+    try:
+        return unchanging_bytes(with_changes(asked, values)) == unchanging_bytes(known)
+    except LocalError:
+        return False
+
+
+def going_on(asked: RunSpec, folder: RunFolder, *, steps: int | None = None) -> GoingOn:
+    """Go on with the run in `folder`.
+
+    Args:
+        asked: what the run file says now; or the newest revision itself.
+        steps: how many steps the run shall have, over what `asked` says.
+    Raises: LocalError: it cannot go on so; the sentence says why.
+    """
+    known = folder.spec()
+    assert known is not None
+    goal = _goal(asked, known, steps)
+    reached = min(folder.reached(), known.training.steps)
+    if goal == _goal_of(known):
+        spec = _with_min_peers(known, asked, at=reached)
+        if folder.is_finished():
+            return GoingOn(spec=known, sentences=tuple(_finished(known, folder)), finished=True)
+        return GoingOn(spec=spec, sentences=tuple(_resumed(spec, folder, asked)))
+    if goal[0] <= reached:
+        raise LocalError(
+            f"{_called(known, folder)} has reached step {reached}, and {goal[0]} is not more: "
+            "say a higher number of steps, or give a new run another `seed` or `name`"
+        )
+    at = max((reached, *(part.at for part in known.continued)))
+    try:
+        spec = continued_spec(known, _with_goal(asked, goal), at=at)
+    except ValueError as error:
+        raise LocalError(f"{_called(known, folder)} cannot go on so: {error}") from error
+    return GoingOn(spec=spec, sentences=tuple(_continued(spec, known, folder, at)))
+
+
+def new_run_note(asked: RunSpec, others: Iterable[RunFolder], chosen: Collection[str] = ()) -> str:
+    """What to say to who may have wanted to go on with a run of this name, and changed more than can be changed.
+
+    Returns: empty if there is no such run.
+    """
+    begun = [(other.reached(), other, spec) for other in others if (spec := other.spec()) is not None]
+    begun = [entry for entry in begun if entry[0] > 0 and entry[2].name == asked.name]
+    if not begun:
+        return ""
+    reached, folder, spec = max(begun, key=lambda entry: (entry[0], entry[1].run))
+    return (
+        f"this is a new run: {_differences(asked, spec, chosen)} not as in {_called(spec, folder)}, "
+        f"which is at step {reached} of {spec.training.steps} and stays as it is"
+    )
+
+
+# --- which spec ---
+
+
+def _goal_of(spec: RunSpec) -> _Goal:
+    return spec.training.steps, spec.optimizer.schedule, spec.optimizer.decay_steps
+
+
+def _goal(asked: RunSpec, known: RunSpec, steps: int | None) -> _Goal:
+    """What the run is to come to: a run file that says what an earlier revision said has not been touched since."""
+    earlier = [(part.steps, part.schedule, part.decay_steps) for part in known.continued]
+    goal = _goal_of(asked)
+    if goal in earlier:
+        goal = _goal_of(known)
+    return goal if steps is None else (steps, *goal[1:])
+
+
+def _with_goal(spec: RunSpec, goal: _Goal) -> RunSpec:
+    changes = dict(zip(("training.steps", "optimizer.schedule", "optimizer.decay_steps"), goal, strict=True))
+    return with_changes(spec, changes)
+
+
+def _with_min_peers(known: RunSpec, asked: RunSpec, *, at: int) -> RunSpec:
+    wanted = with_changes(known, {"swarm.min_peers": asked.swarm.min_peers})
+    return continued_spec(known, wanted, at=max((at, *(part.at for part in known.continued))))
+
+
+def _value_at(spec: RunSpec, path: str) -> object:
+    value: Any = spec
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value
+
+
+# --- what is said ---
+
+
+def _called(spec: RunSpec, folder: RunFolder) -> str:
+    return f"run {spec.name} ({folder.run})"
+
+
+def _resumed(spec: RunSpec, folder: RunFolder, asked: RunSpec) -> Iterable[str]:
+    reached = folder.reached()
+    if reached == 0:
+        return
+    yield f"{_called(spec, folder)} goes on: step {reached} of {spec.training.steps}"
+    if asked.training.steps != spec.training.steps:
+        yield f"the run file says {asked.training.steps} steps; the run has been continued to {spec.training.steps}"
+
+
+def _continued(spec: RunSpec, before: RunSpec, folder: RunFolder, at: int) -> Iterable[str]:
+    was, steps = before.training.steps, spec.training.steps
+    ended = "where it had ended" if at >= was else f"it was to end at step {was}"
+    yield f"{_called(spec, folder)} goes on from step {at} to step {steps} ({ended})"
+    yield "its name, its data order and its weights stay; it goes on from the newest snapshot that its peers have whole"
+    yield learning_rate_in_words(spec, at)
+
+
+def learning_rate_in_words(spec: RunSpec, at: int) -> str:
+    """What the learning rate does from step `at` on."""
+    optimizer, steps = spec.optimizer, spec.training.steps
+    leg = legs(optimizer, steps, spec.continued)[-1]
+    peak, final = optimizer.learning_rate, optimizer.learning_rate * optimizer.final_learning_rate_fraction
+    parts = []
+    if leg.top_at > at:
+        parts.append(f"climbs from {rate_of(spec, max(at - 1, 0)):.2g} to {peak * leg.top:.2g} by step {leg.top_at}")
+    if leg.schedule == "constant":
+        parts.append(f"stays at {peak * leg.top:.2g}")
+    else:
+        if leg.falls_at > max(at, leg.top_at):
+            parts.append(f"stays at {peak * leg.top:.2g} to step {leg.falls_at}")
+        parts.append(f"falls to {final:.2g} at step {steps}")
+    return f"learning rate ({leg.schedule}): {', then '.join(parts)}"
+
+
+def _finished(spec: RunSpec, folder: RunFolder) -> Iterable[str]:
+    loss = folder.last_loss()
+    told = f", loss {loss:.3f}" if loss is not None else ""
+    yield f"{_called(spec, folder)} is finished: {spec.training.steps} of {spec.training.steps} steps{told}"
+    where, more = folder.path, 2 * spec.training.steps
+    for why, command in (
+        ("train on, from where it ended", f"shoal continue {folder.run} --steps {more}"),
+        ("let the model write", f'shoal generate {where} --prompt "Once"'),
+        ("make a folder that transformers loads", f"shoal export {where} my-model"),
+        ("a page with its curves", f"shoal report {folder.run}"),
+        ("delete it from this machine", f"shoal runs remove {folder.run}"),
+    ):
+        yield f"  {why + ':':<{_WHY_WIDTH}} {command}"
+
+
+def ended_in_words(folder: RunFolder) -> str:
+    """A sentence for a volunteer who finds nobody. Empty: the run was not finished when this peer saw it last."""
+    spec = folder.spec()
+    if spec is None or not folder.is_finished():
+        return ""
+    return (
+        f"{_called(spec, folder)} was finished at step {spec.training.steps}, and nobody of it is up: "
+        "if its host continues it, the same command takes part again"
+    )
+
+
+def _differences(asked: RunSpec, known: RunSpec, chosen: Collection[str]) -> str:
+    """The fields in which two specs of different runs differ, as a subject with its verb."""
+    ours, theirs = (_flat(msgspec.to_builtins(spec)) for spec in (asked, known))
+    unchanging = {path for path in ours if path not in chosen}
+    fields = sorted(path for path in unchanging if ours[path] != theirs.get(path) and path not in _CHANGING)
+    named = ["the text" if path in _DIGESTS else path for path in fields]
+    named = list(dict.fromkeys(named)) or ["something"]
+    more = [f"{len(named) - _NAMED_MAX} more"] if named[_NAMED_MAX:] else []
+    named = [*named[:_NAMED_MAX], *more]
+    listed = " and ".join([", ".join(named[:-1]), named[-1]]) if named[1:] else named[0]
+    return f"{listed} {'are' if named[1:] else 'is'}"
+
+
+_CHANGING: Final = ("training.steps", "optimizer.schedule", "optimizer.decay_steps", "swarm.min_peers", "continued")
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
+    found: dict[str, object] = {}
+    for name, value in table.items():
+        if isinstance(value, dict):
+            found |= _flat(value, f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = value
+    return found

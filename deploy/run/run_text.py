@@ -1,0 +1,75 @@
+"""Finds the text of a run on this machine: the host's own, and a volunteer's copy of it."""
+
+from pathlib import Path
+
+import msgspec
+
+from shoal.deploy.state import places
+from shoal.deploy.terminal.progress import progress_bar
+from shoal.peer.data.corpus import PYTHON_LIBRARY, Corpus, load_corpus
+from shoal.peer.data.packing import OnProgress
+from shoal.peer.data.tokenizer import BYTES
+from shoal.protocol.errors import DataError
+from shoal.protocol.spec import DataSpec, RunSpec
+
+
+def load_own_corpus(spec: RunSpec) -> tuple[RunSpec, Corpus]:
+    """Load the host's text, and make the spec that names it.
+
+    Raises: DataError.
+    """
+    with progress_bar("reading the text") as tell:
+        corpus = _load(spec.data, spec, on_progress=tell)
+    if spec.data.digest not in ("", corpus.digest):
+        raise DataError(
+            f"{spec.data.source} has not the digest that the run spec names: remove `digest`, or restore it"
+        )
+    data = msgspec.structs.replace(spec.data, digest=corpus.digest, tokenizer_digest=corpus.tokenizer_digest)
+    return msgspec.structs.replace(spec, data=data), corpus
+
+
+def find_corpus(
+    spec: RunSpec, *, data: str = "", tokenizer: str = "", on_progress: OnProgress | None = None
+) -> Corpus | None:
+    """The run's text, or None if this machine has another.
+
+    A path in the spec means a file of the host's; on this machine a stranger would have chosen what we read, or what we
+    fetch from the hub.
+
+    Args:
+        data: what the user named as the run's text; empty: nothing.
+        tokenizer: where the user says that the run's tokenizer.json is; empty: nowhere.
+    Raises: DataError: the user named a text, and it is missing or not the run's.
+    """
+    needs_tokenizer = spec.data.tokenizer != BYTES
+    if not data and (spec.data.source != PYTHON_LIBRARY or (needs_tokenizer and not tokenizer)):
+        return None
+    if needs_tokenizer and not tokenizer:
+        raise DataError("this run has a vocabulary of its own: give its tokenizer.json with --tokenizer")
+    wanted = msgspec.structs.replace(spec.data, source=data or spec.data.source)
+    try:
+        path = Path(tokenizer).expanduser() if needs_tokenizer else None
+        corpus = _load(wanted, spec, tokenizer=path, on_progress=on_progress)
+    except DataError:
+        if data:
+            raise
+        return None
+    if corpus.digest == spec.data.digest:
+        return corpus
+    if data:
+        raise DataError(f"{data} is not the text that this run trains on")
+    return None
+
+
+def _load(
+    data: DataSpec, spec: RunSpec, *, tokenizer: Path | None = None, on_progress: OnProgress | None = None
+) -> Corpus:
+    corpus = load_corpus(
+        data,
+        context=spec.model.context,
+        tokenizer=tokenizer,
+        cache=places.cache_root() / "text",
+        on_progress=on_progress,
+    )
+    corpus.check_fits(spec.model)
+    return corpus

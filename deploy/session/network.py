@@ -1,0 +1,97 @@
+"""One process's connection to a run: its network daemon, its directory, and whom it has met."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from shoal.deploy.run.directory_rules import record_rules
+from shoal.deploy.state.kept_addresses import keep_addresses, load_addresses
+from shoal.deploy.state.known_peers import KnownPeers, keep, whom_to_try
+from shoal.deploy.visitor.visit import sweep
+from shoal.protocol.access import Gate
+from shoal.protocol.errors import TransportError
+from shoal.protocol.identity import Identity
+from shoal.protocol.live.clock import LoopClock
+from shoal.protocol.live.directory import LiveDirectory
+from shoal.protocol.live.disk import LiveDisk
+from shoal.protocol.live.listen import refuse_ports_in_use
+from shoal.protocol.live.throttle import Throttle
+from shoal.protocol.live.transport import LiveTransport, dialable
+from shoal.protocol.membership import Members
+from shoal.protocol.token_bucket import RateLimits
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    identity: Identity
+    gate: Gate
+    transport: LiveTransport
+    directory: LiveDirectory
+
+
+@contextlib.asynccontextmanager
+async def open_network(
+    identity: Identity,
+    members: Members,
+    *,
+    folder: Path,
+    listen: Sequence[str],
+    announce: Sequence[str],
+    rates: RateLimits,
+    invited: Sequence[str],
+) -> AsyncIterator[Network]:
+    """Up while this lasts; who is connected is written down meanwhile.
+
+    Args:
+        members: of the run.
+        folder: claimed by this process.
+        listen, announce: multiaddrs without `/p2p/…`.
+        invited: an invite's addresses; whoever was met in the run before is tried beside them.
+    Raises: TransportError.
+    """
+    async with contextlib.AsyncExitStack() as stack:
+        await sweep()
+        file = KnownPeers(LiveDisk(folder), members.run)
+        remembered = await asyncio.to_thread(file.read)
+        kept = await asyncio.to_thread(load_addresses, folder)
+        transport = await LiveTransport.start(
+            identity,
+            members=members,
+            state_dir=folder,
+            listen=_where_free(kept.fill(listen), listen),
+            announce=announce,
+            initial_peers=dialable(whom_to_try(invited, remembered, me=identity.peer_id)),
+            throttle=Throttle(rates),
+        )
+        stack.push_async_callback(transport.close)
+        await asyncio.to_thread(keep_addresses, folder, kept.with_ports(listen, transport.daemon.listening))
+        gate = Gate(members, identity.peer_id)
+        directory = await LiveDirectory.start(transport, accept=record_rules(gate))
+        stack.push_async_callback(directory.close)
+        keeping = asyncio.create_task(
+            keep(file, transport, LoopClock(), run_blocking=asyncio.to_thread), name="keep the known peers"
+        )
+        stack.push_async_callback(_cancelled, keeping)
+        yield Network(identity=identity, gate=gate, transport=transport, directory=directory)
+
+
+def _where_free(kept: Sequence[str], asked: Sequence[str]) -> Sequence[str]:
+    """The addresses on which this peer listened before, without a port that another program has by now."""
+    try:
+        refuse_ports_in_use(kept)
+    except TransportError as error:
+        if kept == tuple(asked):
+            raise
+        logger.warning("not where it was before: %s", error)
+        return asked
+    return kept
+
+
+async def _cancelled(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)

@@ -1,0 +1,516 @@
+"""Takes one process through one run on libp2p: network up, node up, until the run is done or somebody says stop."""
+
+import asyncio
+import contextlib
+import enum
+import itertools
+import logging
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import torch
+
+from shoal.coordinator.ledger import StepRecord
+from shoal.deploy.control.control_socket import ControlServer
+from shoal.deploy.control.host_verbs import HostVerbs
+from shoal.deploy.control.invite_book import InviteBook
+from shoal.deploy.control.invite_verb import InviteVerb
+from shoal.deploy.dashboard.address import Address
+from shoal.deploy.dashboard.beside import Showing, serving
+from shoal.deploy.dashboard.contribution import ContributionMeter, MeteredCompute
+from shoal.deploy.dashboard.feed import RunFacts
+from shoal.deploy.doctor.split_watch import SplitWatch
+from shoal.deploy.manners.device import memory_claim, stand_back
+from shoal.deploy.manners.keeper import Keeper, looking_at
+from shoal.deploy.manners.limits import Limits
+from shoal.deploy.node import Node, NodeListeners, NodePorts, NodeRun
+from shoal.deploy.record.recorder import Keeping, Recorder, recording
+from shoal.deploy.report import Committed, Joined, Left, Note, Obeys, Phase, Ready, Status, StepDone, Summary, Validated
+from shoal.deploy.run.run_text import find_corpus
+from shoal.deploy.run.spec_record import Found, fetch_spec, seal_spec
+from shoal.deploy.session.background import in_background
+from shoal.deploy.session.heap import freeze_heap, share_heap, trim_heap, trim_heap_forever
+from shoal.deploy.session.knock import why_refused
+from shoal.deploy.session.network import Network, open_network
+from shoal.deploy.session.output import JsonOutput, Output, tell_before_the_run
+from shoal.deploy.session.phases import FetchWatch
+from shoal.deploy.session.stop import LEAVE_SOON_S, Stop
+from shoal.deploy.state.places import announced, note_folder
+from shoal.deploy.state.run_folder import RunFolder
+from shoal.deploy.state.standing_note import StandingNote
+from shoal.deploy.terminal.joining import JoiningView
+from shoal.deploy.terminal.peer_output import PeerOutput
+from shoal.peer.data.corpus import Corpus
+from shoal.peer.initial import InitialWeights
+from shoal.peer.model.schedule import rate_of
+from shoal.protocol.errors import InviteError, RunNotFound, ShoalError
+from shoal.protocol.identity import Identity, PeerID
+from shoal.protocol.invite import Invite, InviteKey, worth_telling
+from shoal.protocol.limits import ADDRESSES_MAX, PROTOCOL_VERSION
+from shoal.protocol.live.clock import LoopClock
+from shoal.protocol.live.compute import ThreadCompute
+from shoal.protocol.live.disk import LiveDisk
+from shoal.protocol.live.transport import LiveTransport
+from shoal.protocol.plan import Plan
+from shoal.protocol.ports import Compute
+from shoal.protocol.spec import RunSpec, run_id
+
+logger = logging.getLogger(__name__)
+
+_STATUS_S = 1.0
+_ASKS_EVERY = 5
+"""A child that does not coordinate asks for the status at every fifth of these: the coordinator may be none of its
+parent's, and any child may die."""
+_POLLS_MAX = 20
+"""How often all watchers together ask the coordinator in a second: in a larger swarm each asks more rarely."""
+NOBODY_YET = "nobody else of the run is up yet: it goes on when enough of them are here (Ctrl-C ends the wait)"
+_FIND_RUN_S = 20.0
+_FIND_ANYBODY_S = 11.0
+"""How long to look once no address has answered: the transport tries them all again after ten seconds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ways:
+    """The ways to this peer, as multiaddrs without `/p2p/…`."""
+
+    listen: tuple[str, ...]
+    announce: tuple[str, ...] = ()
+    """The addresses to tell the others, in place of those that this machine knows of itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextPaths:
+    """Where this machine has the run's text, if not where the spec says."""
+
+    data: str = ""
+    tokenizer: str = ""
+    """The path of the run's tokenizer.json."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordChoice:
+    """Whether the peer keeps a record of the run (`record/`)."""
+
+    keeps: bool = False
+    """Whether the run's folder gets one."""
+    wandb: str = ""
+    """The project at Weights & Biases that gets the record too; empty: none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How one process takes part."""
+
+    name: str
+    folder: Path
+    """The folder that this process has claimed, with the identity, plans and snapshots."""
+    ways: Ways
+    threads: int
+    """How many threads torch has; 0: its own choice."""
+    device: torch.device
+    reports: bool
+    """Speak to a parent process, not to a person."""
+    limits: Limits = Limits()  # noqa: RUF009  frozen
+    """What this machine's owner gives, and when."""
+    dashboard: Address | None = None
+    """Where to show the run as a page."""
+    text: TextPaths = TextPaths()
+    initial: InitialWeights | None = None
+    """What the run begins with, if not with its seed; only its host has it."""
+    first_said: tuple[str, ...] = ()
+    """Sentences for a person, once the network is up and before there is a view."""
+    records: RecordChoice = RecordChoice()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """What this process takes part in."""
+
+    spec: RunSpec
+    owner: PeerID
+    record: bytes
+    """The spec as the owner signed it."""
+    corpus: Corpus | None
+    """The run's text; None: this machine does not have it."""
+    key: InviteKey | None
+    """The key of the invite that this peer hands on; None: the run is open to anyone."""
+    invites: InviteBook | None = None
+    """The invites that the run's host has given out; None on other peers."""
+
+    @property
+    def id(self) -> str:
+        return run_id(self.spec, self.owner)
+
+    def invite(self, addresses: Sequence[str]) -> Invite:
+        return Invite(PROTOCOL_VERSION, self.id, self.owner, tuple(addresses[:ADDRESSES_MAX]), self.key)
+
+
+async def host_run(spec: RunSpec, corpus: Corpus, options: Options) -> None:
+    """Start the run `spec` (its data digest filled in), or go on with it, and take part in it.
+
+    Raises: ShoalError: one line for the command line.
+    """
+    share_heap()  # before there are threads
+    stop = Stop()
+    identity = Identity.load_or_create(options.folder / "identity.key")
+    invites = (
+        None if spec.swarm.open else InviteBook(identity, run_id(spec, identity.peer_id), LiveDisk(options.folder))
+    )
+    run = _Run(
+        spec=spec,
+        owner=identity.peer_id,
+        record=seal_spec(identity, spec),
+        corpus=corpus,
+        key=invites.default() if invites is not None else None,
+        invites=invites,
+    )
+    async with _network(identity, run.invite(()), options) as network:
+        newer = await _take_part(network, run, options, stop)
+    await _go_over(newer, run, identity, options, stop)
+
+
+async def join_run(invite: Invite, options: Options) -> None:
+    """Find the run and take part in it.
+
+    Raises: ShoalError: one line for the command line.
+    """
+    share_heap()  # before there are threads
+    if invite.key is not None and not invite.key.delegation.may_train:
+        raise InviteError(
+            "this invite only lets you look on (`shoal status INVITE`): ask the host for one to train with"
+        )
+    stop = Stop()
+    identity = Identity.load_or_create(options.folder / "identity.key")
+    with JoiningView(reports=options.reports) as view:
+        view.tell("starting the network")
+        async with _network(identity, invite, options) as network:
+            view.tell("looking for the run")
+            patience_s = _FIND_RUN_S if await network.transport.connected() else _FIND_ANYBODY_S
+            if reason := await why_refused(network.transport, identity):
+                raise InviteError(f"the run {invite.run} does not let this machine in: {reason}")
+            known = _known(options.folder, invite)
+            try:
+                spec, record = await fetch_spec(network.directory, invite, timeout_s=patience_s, known=known)
+            except RunNotFound:
+                if known is None:
+                    raise
+                # All of us may have been off, and somebody has to be the first.
+                spec, record = known
+                options = replace(options, first_said=(*options.first_said, NOBODY_YET))
+            view.tell("reading the text")
+            corpus = await in_background(  # Ctrl-C does not wait for it: a large text takes minutes
+                partial(
+                    find_corpus,
+                    spec,
+                    data=options.text.data,
+                    tokenizer=options.text.tokenizer,
+                    on_progress=view.reached,
+                )
+            )
+            view.close()
+            network.gate.members.is_open = spec.swarm.open
+            run = _Run(spec=spec, owner=invite.owner, record=record, corpus=corpus, key=invite.key)
+            newer = await _take_part(network, run, options, stop)
+    await _go_over(newer, run, identity, options, stop, invited=invite.addresses)
+
+
+def _known(folder: Path, invite: Invite) -> Found | None:
+    """What this peer knows of the run from an earlier time; nothing of a run that was over by then."""
+    kept = RunFolder(folder, invite.run)
+    return None if kept.is_finished() else kept.record()
+
+
+async def _go_over(
+    newer: Found | None, run: _Run, identity: Identity, options: Options, stop: Stop, *, invited: Sequence[str] = ()
+) -> None:
+    """Take part by the newer revision of the spec, and whenever there is another, by that; as after a restart."""
+    options = replace(options, first_said=())
+    while newer is not None and not stop.asked.is_set():
+        stop.takes_part = False
+        run = replace(run, spec=newer[0], record=newer[1])
+        async with _network(identity, run.invite(invited), options) as network:
+            newer = await _take_part(network, run, options, stop)
+
+
+def _network(identity: Identity, invite: Invite, options: Options) -> contextlib.AbstractAsyncContextManager[Network]:
+    return open_network(
+        identity,
+        invite.members_for(identity.peer_id),
+        folder=options.folder,
+        listen=options.ways.listen,
+        announce=options.ways.announce,
+        rates=options.limits.rates,
+        invited=invite.addresses,
+    )
+
+
+async def _take_part(network: Network, run: _Run, options: Options, stop: Stop) -> Found | None:
+    """Take part until the run is done or somebody says stop.
+
+    Returns: a newer revision of the run's spec, if that is why it ended.
+    """
+    note_folder(options.folder)
+    RunFolder(options.folder, network.transport.run).keep_record(run.spec, run.record)
+    title, facts = f"shoal {run.spec.name}", RunFacts.of(run.spec)
+    async with serving(options.dashboard, facts, title=title, steers=True, folder=options.folder) as showing:
+        tell_before_the_run(options.first_said, reports=options.reports)
+        output: Output = JsonOutput() if options.reports else PeerOutput(facts, title=title)
+        if showing.announcement:
+            output.say(Note(text=showing.announcement))  # not on the page: there is a key in it
+        async with recording(_keeping(network, run, options), run.spec, showing, output) as (recorder, recorded):
+            return await _train(network, run, options, stop, recorded, showing, recorder)
+
+
+def _keeping(network: Network, run: _Run, options: Options) -> Keeping:
+    name = network.transport.run
+    return Keeping(
+        run=name,
+        peer=network.identity.peer_id,
+        peer_name=options.name,
+        folder=options.folder / name if options.records.keeps else None,
+        wandb=options.records.wandb,
+    )
+
+
+def _make_compute(options: Options) -> MeteredCompute:
+    # On a CPU shared with others the processor's own seconds say what it could give, and had to; a GPU's are not the
+    # thread's.
+    is_cpu, share = options.device.type == "cpu", options.limits.compute_share
+    threads = options.threads or torch.get_num_threads()
+    compute = ThreadCompute(
+        initializer=lambda: _prepare_thread(options),
+        probe_clock=time.thread_time if is_cpu else time.perf_counter,
+        share=share,
+        spent_s=(lambda: time.process_time() / threads) if is_cpu and share < 1.0 else None,
+    )
+    return MeteredCompute(compute, used_s=(lambda: compute.used_s) if share < 1.0 else None)
+
+
+def _make_node(network: Network, run: _Run, options: Options, compute: Compute, output: Output) -> Node:
+    ports = NodePorts(
+        transport=network.transport,
+        directory=network.directory,
+        compute=compute,
+        clock=LoopClock(),
+        disk=LiveDisk(options.folder),
+        rng=random.Random(),  # only jitter and plan seeds: what must be reproducible is drawn from the spec's seed
+        device=options.device,
+        memory_bytes=memory_claim(options.limits, options.device),
+        run_blocking=asyncio.to_thread,
+        run_search=in_background,
+    )
+    hears = NodeListeners(
+        on_step=lambda step: output.say(_step_done(step, run.spec, network.identity.peer_id)),
+        on_commit=lambda report: output.say(Committed(report=report)),
+        on_validation=lambda report: output.say(Validated(report=report)),
+        on_plan=lambda signed: output.say(_obeys(signed.plan)),
+        say=lambda text: output.say(Note(text=text)),
+    )
+    return Node(
+        NodeRun(spec=run.spec, owner=run.owner, record=run.record, corpus=run.corpus, initial=options.initial),
+        ports,
+        identity=network.identity,
+        gate=network.gate,
+        name=options.name,
+        hears=hears,
+    )
+
+
+async def _train(
+    network: Network,
+    run: _Run,
+    options: Options,
+    stop: Stop,
+    output: Output,
+    showing: Showing,
+    recorder: Recorder | None,
+) -> Found | None:
+    compute = _make_compute(options)
+    node = _make_node(network, run, options, compute, output)
+    told = worth_telling(network.transport.addresses())
+    invite = run.invite(told).encode()
+    control = ControlServer(options.folder)
+    keeper = Keeper(
+        options.limits,
+        node.peer.pausing,
+        say=lambda text: output.say(Note(text=text)),
+        look=looking_at(options.device),
+    )
+    keeper.install(control)
+    showing.steer(pause=keeper.pause, resume=keeper.resume)
+    control.on("leave", stop.leave)
+    inviting = InviteVerb(network.transport, run.invite(()))
+    control.on("invite", inviting.answer)
+
+    async def members() -> list[tuple[PeerID, str]]:
+        return [(peer.peer, peer.name) for peer in (await node.status()).peers]
+
+    host = HostVerbs(run.invites, inviting, exclude=node.coordination.exclude, members=members)
+    host.install(control)
+    try:
+        await control.try_start()
+        here = _for_commands(network, run, told)
+        with announced(here, options.folder, name=options.name, run_name=run.spec.name):
+            output.say(Phase(name="measuring this machine"))
+            await node.start()
+            host.apply()
+            freeze_heap()
+            trim_heap()  # of what reading the text and the probe needed
+            stop.takes_part = True
+            keeper.start()
+            logger.info("this machine gives %.1f GFLOP/s", node.peer.advert().flop_per_s / 1e9)
+            if run.owner == node.peer_id:
+                output.say(Ready(peer=node.peer_id, run=node.run, invite=invite))
+            output.say(Joined(peer=node.peer_id, name=options.name, invite=invite))
+            if limits := options.limits.in_words:
+                output.say(Note(text=f"limits that you have set: {', '.join(limits)}"))
+            if run.corpus is None:
+                output.say(
+                    Note(text="this machine does not have the run's text: it will work on any stage but the first")
+                )
+            meter = ContributionMeter(node, compute, LoopClock(), name=options.name, limits=keeper.report)
+            noting = StandingNote.begun(node, options.folder)
+            ended = await _until_done(node, network.transport, noting.beside(output), stop, meter, recorder, keeper)
+            noting.end(finished=ended is Ended.DONE)
+        if not isinstance(ended, Ended):
+            output.say(Note(text=f"the run's owner has continued it: it goes on to step {ended[0].training.steps}"))
+            return ended
+        finished = ended is Ended.DONE
+        output.say(Left(peer=node.peer_id, state_dir=str(options.folder / node.run), finished=finished))
+        if recorder is not None and recorder.is_kept:
+            output.say(Summary(lines=await asyncio.to_thread(recorder.summary)))
+        return None
+    finally:
+        await keeper.close()
+        await node.close()
+        compute.close()
+        output.close()
+        await control.close()
+
+
+def _for_commands(network: Network, run: _Run, told: Sequence[str]) -> str:
+    """An invite for this machine alone: a router, or an address that changed, may keep it from the way others take."""
+    here = (f"{where}/p2p/{network.identity.peer_id}" for where in network.transport.daemon.local_addresses)
+    return run.invite(tuple(dict.fromkeys((*here, *told)))).encode()
+
+
+class Ended(enum.Enum):
+    """Why a node takes part no more."""
+
+    DONE = enum.auto()
+    TOLD = enum.auto()
+
+
+async def _until_done(
+    node: Node,
+    transport: LiveTransport,
+    output: Output,
+    stop: Stop,
+    meter: ContributionMeter,
+    recorder: Recorder | None,
+    keeper: Keeper,
+) -> Ended | Found:
+    """Wait until the run is done, or we are told to stop, or there is a newer revision of its spec."""
+    watching = asyncio.create_task(_watch(node, output, meter), name="watch the swarm")
+    split = SplitWatch.of(
+        node.endpoint, transport, own_status=node.status, say=lambda text: output.say(Note(text=text))
+    )
+    looking = asyncio.create_task(split.run(), name="look for another swarm")
+    recording = asyncio.create_task(_record(node, recorder), name="record the run")
+    trimming = asyncio.create_task(trim_heap_forever(), name="trim the heap")
+    done = asyncio.create_task(node.wait_done(), name="wait for the end")
+    asked = asyncio.create_task(stop.asked.wait(), name="wait for a signal")
+    try:
+        await asyncio.wait({done, asked}, return_when=asyncio.FIRST_COMPLETED)
+        if done.done():
+            newer = done.result()
+            if newer is not None:
+                await node.leave(within_s=LEAVE_SOON_S)
+            await _end_record(node, recorder, recording, finished=newer is None)
+            return newer or Ended.DONE
+        output.say(
+            Note(text=f"leaving: what is in flight ends, {stop.within_s:.0f} s at most (Ctrl-C again quits at once)")
+        )
+        await keeper.close()  # whom its owner's hours pause would not get to the end of its step
+        await node.leave(within_s=stop.within_s)
+        await _end_record(node, recorder, recording, finished=False)
+        return Ended.TOLD
+    finally:
+        for task in (watching, looking, recording, trimming, done, asked):
+            task.cancel()
+        await asyncio.gather(watching, looking, recording, trimming, done, asked, return_exceptions=True)
+
+
+async def _record(node: Node, recorder: Recorder | None) -> None:
+    if recorder is not None:
+        await recorder.run(node.endpoint, node.past, lambda: _plan_of(node))
+
+
+async def _end_record(node: Node, recorder: Recorder | None, recording: asyncio.Task[None], *, finished: bool) -> None:
+    recording.cancel()
+    if recorder is not None:
+        await asyncio.gather(recording, return_exceptions=True)
+        await recorder.finish(node.endpoint, node.past, _plan_of(node), finished=finished)
+
+
+def _plan_of(node: Node) -> Plan | None:
+    signed = node.coordination.plan
+    return signed.plan if signed is not None else None
+
+
+async def _watch(node: Node, output: Output, meter: ContributionMeter) -> None:
+    fetch, waits_for = FetchWatch(), ""
+    for turn in itertools.count():
+        await asyncio.sleep(_STATUS_S)
+        if node.coordination.plan is None and (now := _before_the_plan(node)) != waits_for:
+            waits_for = now
+            output.say(Phase(name=now))
+        replica = node.peer.replica
+        phase = fetch.look(replica.joining.progress if replica is not None else None, time.monotonic())
+        if phase is not None:
+            output.say(phase)
+        output.say(meter.measure())
+        plan = node.coordination.plan
+        every = max(1, len(plan.plan.members) // _POLLS_MAX) if plan is not None and output.polls else _ASKS_EVERY
+        if node.is_coordinator or turn % every == 0:
+            try:
+                output.say(Status(status=await node.status()))
+            except ShoalError as error:
+                logger.debug("no status: %s", error)  # between two coordinators there is none
+
+
+def _before_the_plan(node: Node) -> str:
+    """What the run waits for; only the host, who makes the first plan, knows how many are here."""
+    if node.coordination.turned_away:
+        return f"not let in: {node.coordination.turned_away}"
+    return node.coordination.said or f"waiting for peers: the run begins with {node.spec.swarm.min_peers}"
+
+
+def _step_done(record: StepRecord, spec: RunSpec, coordinator: PeerID) -> StepDone:
+    fields = {name: getattr(record, name) for name in StepDone.__struct_fields__ if hasattr(record, name)}
+    rate = rate_of(spec, record.step)
+    return msgspec.convert(fields | {"coordinator": coordinator, "learning_rate": rate}, StepDone)
+
+
+def _obeys(plan: Plan) -> Obeys:
+    return Obeys(
+        term=plan.term,
+        sequence=plan.sequence,
+        coordinator=plan.coordinator,
+        reason=plan.reason,
+        peers=len(plan.members),
+        stages=len(plan.stages),
+        era=plan.era,
+        restored=plan.restore_version,
+    )
+
+
+def _prepare_thread(options: Options) -> None:
+    stand_back(options.limits)  # first: torch's own threads begin as this one is
+    if options.threads:
+        torch.set_num_threads(options.threads)

@@ -1,0 +1,142 @@
+"""Keeps on disk whom this peer has met in a run: a restart finds somebody though the invite's addresses are dead.
+
+`RUN/known_peers.json` below the peer's folder, newest first, bounded, replaced as a whole. A peer is its key, so an
+address that leads to somebody else by now does no harm: libp2p's handshake fails.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Protocol
+
+import msgspec
+
+from shoal.deploy.state import places
+from shoal.protocol.identity import PeerID
+from shoal.protocol.invite import Invite, split_address, worth_telling
+from shoal.protocol.limits import ADDRESSES_MAX
+from shoal.protocol.live.disk import LiveDisk
+from shoal.protocol.ports import Clock, Disk
+
+logger = logging.getLogger(__name__)
+
+FILE_NAME = "known_peers.json"
+KEPT_MAX = 64
+TRIED_MAX = 16
+"""How many peers the transport dials at once; one of those seen last is up unless all of the run is gone."""
+_FORGOTTEN_S = 30 * 24 * 3600.0
+_LOOK_S = 5.0
+_REWRITE_S = 300.0
+"""How often the file is written only because of times: who is seen changes rarely, when they are seen always."""
+
+
+class KnownPeer(msgspec.Struct, frozen=True):
+    peer: PeerID
+    addresses: tuple[str, ...]
+    """Multiaddrs with `/p2p/…`, as the peer told them."""
+    seen_s: float
+    """Seconds since 1970 when we were last connected."""
+
+
+class _File(msgspec.Struct, frozen=True):
+    peers: tuple[KnownPeer, ...] = ()
+
+
+class Neighbourhood(Protocol):
+    """The part of a transport that `keep` needs."""
+
+    def known(self) -> Mapping[PeerID, tuple[str, ...]]: ...
+
+    async def connected(self) -> Collection[PeerID]: ...
+
+
+class KnownPeers:
+    """The file of one run. Calls block on the disk."""
+
+    def __init__(self, disk: Disk, run: str) -> None:
+        self._disk = disk
+        self._folder = PurePosixPath(run)
+        self._path = self._folder / FILE_NAME
+
+    def read(self) -> tuple[KnownPeer, ...]:
+        """The known peers, newest first. There are none if the file is missing or damaged, which the log says."""
+        try:
+            return msgspec.json.decode(self._disk.read(self._path), type=_File).peers
+        except FileNotFoundError:
+            return ()
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+            logger.warning("%s cannot be read and is not used: %s", self._disk.where(self._path), error)
+            return ()
+
+    def note(self, seen: Mapping[PeerID, Sequence[str]], *, now_s: float) -> None:
+        """Remember that `seen` are there, and where. Raises: OSError."""
+        content = msgspec.json.encode(_File(merge(self.read(), seen, now_s=now_s)))
+        beside = self._path.with_suffix(".new")
+        self._disk.make_folder(self._folder)
+        self._disk.write(beside, msgspec.json.format(content))
+        self._disk.replace(beside, self._path)
+        self._disk.sync_folder(self._folder)
+
+
+def all_known(root: Path, run: str) -> tuple[str, ...]:
+    """Addresses from the files of all peers of this user that have been in the run, those seen last first."""
+    files = [KnownPeers(LiveDisk(path.parent.parent), run) for path in root.glob(f"*/*/{run}/{FILE_NAME}")]
+    files += [KnownPeers(LiveDisk(path.parent.parent), run) for path in root.glob(f"*/*/*/{run}/{FILE_NAME}")]
+    known = sorted((peer for file in files for peer in file.read()), key=lambda peer: -peer.seen_s)
+    return tuple(dict.fromkeys(address for peer in known[:TRIED_MAX] for address in peer.addresses))
+
+
+def ways_to(invite: Invite) -> tuple[str, ...]:
+    """The addresses of an invite, then of those whom any peer of this user has met in its run: for commands."""
+    return tuple(dict.fromkeys((*invite.addresses, *all_known(places.state_root(), invite.run))))
+
+
+def merge(known: Sequence[KnownPeer], seen: Mapping[PeerID, Sequence[str]], *, now_s: float) -> tuple[KnownPeer, ...]:
+    """The peers `seen` now, then those seen before, newest first. Too old ones, and too many, are dropped."""
+    fresh = [KnownPeer(peer, tuple(seen[peer])[:ADDRESSES_MAX], now_s) for peer in sorted(seen) if seen[peer]]
+    former = [peer for peer in known if peer.peer not in seen and now_s - peer.seen_s < _FORGOTTEN_S]
+    former.sort(key=lambda peer: (-peer.seen_s, peer.peer))
+    return (*fresh, *former)[:KEPT_MAX]
+
+
+def whom_to_try(invited: Sequence[str], known: Sequence[KnownPeer], *, me: PeerID) -> tuple[str, ...]:
+    """The addresses of an invite and of those seen last, each once."""
+    remembered = [address for peer in known[:TRIED_MAX] for address in peer.addresses]
+    return tuple(address for address in dict.fromkeys((*invited, *remembered)) if split_address(address)[1] != me)
+
+
+def whom_to_name(own: Sequence[str], others: Mapping[PeerID, Sequence[str]], *, num_peers: int) -> tuple[str, ...]:
+    """The addresses for an invite by `num_peers` peers: ours, and one each of others, while there is room.
+
+    Of the others those that are reached from farther away come first; who is only on this machine counts as nobody
+    unless we are, too.
+    """
+    ours = worth_telling(own)
+    best = {peer: worth_telling(addresses)[:1] for peer, addresses in sorted(others.items())}
+    ranked = worth_telling((*ours[:1], *(address for told in best.values() for address in told)))
+    guests = [address for address in ranked if address not in ours][: max(num_peers - 1, 0)]
+    return (*ours[: max(ADDRESSES_MAX - len(guests), 1)], *guests)[:ADDRESSES_MAX]
+
+
+async def keep(
+    file: KnownPeers,
+    neighbourhood: Neighbourhood,
+    clock: Clock,
+    *,
+    run_blocking: Callable[[Callable[[], object]], Awaitable[object]],
+) -> None:
+    """Write down who is connected, for as long as this runs. A disk that fails is no reason to stop taking part."""
+    written: dict[PeerID, Sequence[str]] = {}
+    written_s = clock.now_s()
+    while True:
+        places, connected = neighbourhood.known(), await neighbourhood.connected()
+        seen = {peer: places[peer] for peer in connected if peer in places}
+        if seen and (seen != written or clock.now_s() - written_s >= _REWRITE_S):
+            now_s = clock.wall_s()
+            try:
+                await run_blocking(lambda seen=seen, now_s=now_s: file.note(seen, now_s=now_s))  # type: ignore[misc]
+                written, written_s = dict(seen), clock.now_s()
+            except OSError as error:
+                logger.warning("who is in the run could not be written down: %s", error)
+        await asyncio.sleep(_LOOK_S)

@@ -1,0 +1,187 @@
+"""What one peer of this machine remembers of one run: `RUN/` in the peer's folder.
+
+| file | what it says |
+|---|---|
+| `spec.record` | the newest revision of the run's spec that the peer has seen, as the owner signed it |
+| `standing.json` | how far the run was when the peer last looked, in which role, and whether it is over |
+| `snapshots/` | layers (`shoal.peer.archive`) |
+| the others | what `coordinator/store.py`, `known_peers.py` and `../record/` keep |
+
+Whoever asks needs no torch. A file that is missing or damaged is as if the peer had never looked: nothing depends on
+`standing.json` but what commands say, and the spec stands in the snapshots too.
+"""
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any, Final, Literal
+
+import msgspec
+
+from shoal.deploy.run.spec_record import is_newer, open_spec
+from shoal.peer.snapshot_name import MANIFEST, SnapshotName
+from shoal.protocol.envelope import Envelope
+from shoal.protocol.errors import RemoteError
+from shoal.protocol.spec import RunSpec
+
+logger = logging.getLogger(__name__)
+
+RECORD: Final = "spec.record"
+STANDING: Final = "standing.json"
+_LOSSES: Final = "record.jsonl"
+_TAIL_BYTES: Final = 64 * 1024
+_RUN_CHARACTERS: Final = 16
+
+Role = Literal["host", "volunteer"]
+
+
+class Standing(msgspec.Struct, frozen=True, kw_only=True):
+    """How a peer last saw its run."""
+
+    name: str
+    """The name of the run, for people."""
+    role: Role
+    step: int = 0
+    """Steps that every stage had committed."""
+    steps: int
+    """How many steps the whole run has."""
+    loss: float | None = None
+    finished: bool = False
+    used_s: float
+    """Seconds since 1970."""
+    directory: str = ""
+    """Where the host was started: paths in its run file begin there."""
+
+
+class RunFolder:
+    """Args:
+    peer_folder: the peer's own, which has its key.
+    """
+
+    def __init__(self, peer_folder: Path, run: str) -> None:
+        self.peer_folder, self.run = peer_folder, run
+        self.path = peer_folder / run
+
+    # --- the spec ---
+
+    def spec(self) -> RunSpec | None:
+        """The newest revision that this peer knows of."""
+        kept = self.record()
+        return kept[0] if kept is not None else self._spec_of_snapshots()
+
+    def record(self) -> tuple[RunSpec, bytes] | None:
+        """The spec as the run's owner signed it. It proves itself: the run is named after it and its owner."""
+        try:
+            data = (self.path / RECORD).read_bytes()
+            owner = msgspec.msgpack.decode(data, type=Envelope).sender
+            return open_spec(data, run=self.run, owner=owner, source=owner), data
+        except FileNotFoundError:
+            return None
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError, RemoteError) as error:
+            logger.warning("%s cannot be read and is not used: %s", self.path / RECORD, error)
+            return None
+
+    def keep_record(self, spec: RunSpec, record: bytes) -> None:
+        """Remember this revision, unless a newer one is there already. A full disk is no reason not to take part."""
+        kept = self.record()
+        if kept is not None and not is_newer(spec, kept[0]):
+            return
+        try:
+            self._write(RECORD, record)
+        except OSError as error:
+            logger.warning("the run's spec could not be kept in %s: %s", self.path, error.strerror or error)
+
+    def _spec_of_snapshots(self) -> RunSpec | None:
+        for _, folder in sorted(self._snapshots(), reverse=True):
+            with contextlib.suppress(OSError, msgspec.DecodeError, UnicodeDecodeError):
+                return msgspec.json.decode((folder / MANIFEST).read_bytes(), type=_WithSpec).spec
+        return None
+
+    # --- how far it is ---
+
+    def standing(self) -> Standing | None:
+        with contextlib.suppress(OSError, msgspec.DecodeError, UnicodeDecodeError):
+            return msgspec.json.decode((self.path / STANDING).read_bytes(), type=Standing)
+        return None
+
+    def keep_standing(self, standing: Standing) -> None:
+        try:
+            self._write(STANDING, msgspec.json.format(msgspec.json.encode(standing)))
+        except OSError as error:
+            logger.debug("no note of how far the run is: %s", error)
+
+    def version(self) -> int:
+        """The version of the newest snapshot here; 0: there is none. Others may or may not have the rest of it."""
+        return max((name.version for name, _ in self._snapshots()), default=0)
+
+    def reached(self) -> int:
+        """The step that the run has come to, as far as is known here."""
+        standing = self.standing()
+        return max(self.version(), standing.step if standing is not None else 0)
+
+    def is_finished(self) -> bool:
+        spec, standing = self.spec(), self.standing()
+        if spec is None:
+            return False
+        said = standing is not None and standing.finished and standing.steps == spec.training.steps
+        return said or self.version() >= spec.training.steps
+
+    def last_loss(self) -> float | None:
+        """The last known loss: from the run's record if this peer keeps one, else from when the peer last looked."""
+        with contextlib.suppress(OSError), (self.path / _LOSSES).open("rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(0, file.tell() - _TAIL_BYTES))
+            for line in reversed(file.read().splitlines()):
+                loss = _loss_of(line)
+                if loss is not None:
+                    return loss
+        standing = self.standing()
+        return standing.loss if standing is not None else None
+
+    def _snapshots(self) -> Iterator[tuple[SnapshotName, Path]]:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            for group in (self.path / "snapshots").iterdir():
+                if not group.is_dir():
+                    continue
+                for folder in group.iterdir():
+                    name = SnapshotName.parse(folder.name)
+                    if name is not None and name.run == self.run:
+                        yield name, folder
+
+    def _write(self, name: str, data: bytes) -> None:
+        from shoal.protocol.live.disk import LiveDisk  # which brings numpy: commands that only look do without
+
+        disk, path = LiveDisk(self.peer_folder), PurePosixPath(self.run, name)
+        beside = path.with_suffix(".new")
+        disk.make_folder(path.parent)
+        disk.write(beside, data)
+        disk.replace(beside, path)
+        disk.sync_folder(path.parent)
+
+
+class _WithSpec(msgspec.Struct):
+    spec: RunSpec
+
+
+def runs_in(peer_folder: Path) -> list[RunFolder]:
+    """The runs that a peer has taken part in, in the order of their names."""
+    try:
+        names = sorted(entry.name for entry in peer_folder.iterdir() if entry.is_dir())
+    except OSError:
+        return []
+    return [RunFolder(peer_folder, name) for name in names if is_run_id(name)]
+
+
+def is_run_id(text: str) -> bool:
+    return len(text) == _RUN_CHARACTERS and all(letter in "0123456789abcdef" for letter in text)
+
+
+def _loss_of(line: bytes) -> float | None:
+    try:
+        value: Any = msgspec.json.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    loss = value.get("loss") if isinstance(value, dict) and value.get("kind", "step") == "step" else None
+    return float(loss) if isinstance(loss, int | float) else None

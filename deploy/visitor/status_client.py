@@ -1,0 +1,73 @@
+"""`shoal status`: asks a run for its status without taking part in it, once or again and again.
+
+The client has a throwaway identity that joins nothing, with a certificate by the invite. Any peer answers a
+`StatusRequest`, by asking the coordinator if need be.
+"""
+
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+
+from shoal.deploy.state.known_peers import ways_to
+from shoal.deploy.visitor.visit import visiting
+from shoal.protocol.access import Gate
+from shoal.protocol.endpoint import Endpoint
+from shoal.protocol.errors import LocalError, Refused, RemoteError, Unreachable
+from shoal.protocol.identity import Identity, PeerID
+from shoal.protocol.invite import Invite, split_address
+from shoal.protocol.live.transport import LiveTransport, dialable
+from shoal.protocol.messages import StatusRequest, SwarmStatus
+
+_ASK_TIMEOUT_S = 10.0
+
+Ask = Callable[[], Awaitable[SwarmStatus]]
+"""Asks the run once, and raises LocalError where nobody can say."""
+
+
+async def ask_swarm(invite: Invite) -> SwarmStatus:
+    """Ask whoever the invite names, or a peer of this machine has met in the run.
+
+    Raises: LocalError: none of them can say; the sentence has the last reason.
+    """
+    async with asking(invite) as ask:
+        return await ask()
+
+
+@contextlib.asynccontextmanager
+async def asking(invite: Invite) -> AsyncIterator[Ask]:
+    """Give a function that asks once a call, first the peer that answered last. It raises LocalError as `ask_swarm`."""
+    identity = Identity.generate()
+    async with visiting() as folder:
+        members = invite.members_for(identity.peer_id)
+        ways = dialable(ways_to(invite))
+        transport = await LiveTransport.start(identity, members=members, state_dir=folder, initial_peers=ways)
+        endpoint = Endpoint(identity, transport, run=invite.run, gate=Gate(members, identity.peer_id))
+        connected = await transport.connected()
+        peers = sorted(_peers(ways), key=lambda peer: peer not in connected)
+
+        async def ask() -> SwarmStatus:
+            reason = refusal = ""
+            for peer in tuple(peers):
+                try:
+                    status = await endpoint.ask(peer, StatusRequest(), SwarmStatus, timeout_s=_ASK_TIMEOUT_S)
+                except Refused as error:
+                    refusal = error.reason
+                except (Unreachable, RemoteError) as error:
+                    reason = str(error)
+                else:
+                    peers.sort(key=lambda other: other != peer)
+                    return status
+            if refusal:
+                raise LocalError(f"run {invite.run} is up, and cannot say yet how it does: {refusal}")
+            raise LocalError(
+                f"no status of run {invite.run}: {reason or 'it names nobody'}; `shoal doctor` with its invite says why"
+            )
+
+        try:
+            yield ask
+        finally:
+            await transport.close()
+
+
+def _peers(addresses: Sequence[str]) -> list[PeerID]:
+    """The peers to which the addresses lead, each once, in their order."""
+    return list(dict.fromkeys(PeerID(split_address(address)[1]) for address in addresses))

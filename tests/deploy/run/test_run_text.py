@@ -1,0 +1,130 @@
+"""The host names the run's text and vocabulary; a volunteer reads only what its user names."""
+
+import json
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from shoal.deploy import cli
+from shoal.deploy.run.run_file import dump_spec, with_changes
+from shoal.deploy.run.run_text import find_corpus, load_own_corpus
+from shoal.deploy.state import places
+from shoal.peer.data import documents
+from shoal.peer.data.tokenizer import FileTokenizer
+from shoal.protocol.errors import DataError
+from shoal.protocol.spec import DataSpec, ModelSpec, RunSpec
+from shoal.protocol.spec_file import load_spec
+
+TEXTS = [f"the {i % 7}th fish of shoal {i % 13} schwimmt größer" for i in range(300)]
+
+
+@pytest.fixture(autouse=True)
+def own_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def stories(tmp_path: Path) -> Path:
+    path = tmp_path / "stories.jsonl"
+    path.write_text("".join(json.dumps({"story": text}) + "\n" for text in TEXTS))
+    return path
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path, stories: Path) -> Path:
+    """Through the command, as a person would."""
+    out = tmp_path / "tokenizer.json"
+    arguments = ["tokenizer", "train", str(stories), str(out), "--vocab-size", "280", "--field", "story"]
+    result = CliRunner().invoke(cli.app, arguments)
+    assert result.exit_code == 0, result.output
+    assert "280 tokens" in result.stdout
+    return out
+
+
+@pytest.fixture
+def hosted(stories: Path, tokenizer: Path) -> RunSpec:
+    """What a host's spec becomes when it has read its text."""
+    data = DataSpec(source=str(stories), field="story", tokenizer=str(tokenizer))
+    return load_own_corpus(RunSpec(model=ModelSpec(vocab_size=280, context=16), data=data))[0]
+
+
+def test_the_host_names_the_digests_of_text_and_vocabulary(hosted: RunSpec, tokenizer: Path) -> None:
+    assert hosted.data.tokenizer_digest == FileTokenizer(tokenizer.read_bytes(), name="t").digest
+    again, corpus = load_own_corpus(hosted)
+    assert again == hosted
+    assert corpus.digest == hosted.data.digest
+    assert list((places.cache_root() / "text").glob("*/tokens.bin"))
+    with pytest.raises(DataError, match="has not the digest"):
+        load_own_corpus(with_changes(hosted, {"data.digest": "00"}))
+    with pytest.raises(DataError, match="vocab_size must be at least 280, is 256"):
+        load_own_corpus(with_changes(hosted, {"model.vocab_size": 256}))
+
+
+def test_a_spec_with_all_of_this_survives_its_file(hosted: RunSpec, tmp_path: Path) -> None:
+    digests = tuple(f"{i:032x}" for i in range(hosted.model.num_layers + 2))
+    spec = with_changes(hosted, {"initial.source": '/a "strange" folder', "initial.digests": digests})
+    (tmp_path / "run.toml").write_text(dump_spec(spec))
+    assert load_spec(tmp_path / "run.toml") == spec
+
+
+def test_a_volunteer_who_names_text_and_vocabulary_has_the_run(hosted: RunSpec, stories: Path, tokenizer: Path) -> None:
+    stranger = with_changes(hosted, {"data.source": "/host/only", "data.tokenizer": "/host/tokenizer.json"})
+    found = find_corpus(stranger, data=str(stories), tokenizer=str(tokenizer))
+    assert found is not None
+    assert found.digest == hosted.data.digest
+
+
+def test_a_volunteer_who_names_nothing_reads_nothing(hosted: RunSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though the spec names files that are there: a stranger has chosen them."""
+    monkeypatch.setattr(documents, "find_files", None)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    assert find_corpus(hosted) is None
+    assert find_corpus(with_changes(hosted, {"data.source": "hf:somebody/something"})) is None
+    assert find_corpus(with_changes(hosted, {"data.source": "python-library"})) is None
+
+
+def test_what_a_volunteer_names_and_is_not_the_runs_is_one_line(
+    hosted: RunSpec, stories: Path, tokenizer: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(DataError, match=r"give its tokenizer.json with --tokenizer"):
+        find_corpus(hosted, data=str(stories))
+    other = tmp_path / "other.json"
+    other.write_bytes(tokenizer.read_bytes() + b"\n")
+    with pytest.raises(DataError, match="is not the tokenizer that this run uses"):
+        find_corpus(hosted, data=str(stories), tokenizer=str(other))
+    stories.write_text("".join(json.dumps({"story": text}) + "\n" for text in reversed(TEXTS)))
+    with pytest.raises(DataError, match="is not the text that this run trains on"):
+        find_corpus(hosted, data=str(stories), tokenizer=str(tokenizer))
+
+
+def test_everybody_has_pythons_library_and_a_vocabulary_for_it_only_who_names_it(tmp_path: Path) -> None:
+    plain = load_own_corpus(RunSpec())[0]
+    assert plain.data.tokenizer_digest == ""
+    corpus = find_corpus(plain)
+    assert corpus is not None
+    assert corpus.digest == plain.data.digest
+    assert find_corpus(msgspec.structs.replace(plain, seed=3), tokenizer="/not/needed") is not None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("tokenizer", "train", "/nowhere", "OUT"), "there is no file or folder /nowhere"),
+        (("tokenizer", "train", "EMPTY", "OUT"), "has no text"),
+        (("tokenizer", "train", "EMPTY", "EMPTY"), "is there already"),
+        (("export", "a", "b", "c"), "at most two folders"),
+        (("export", "OUT"), "there is no snapshot in"),
+        (("import", "EMPTY", "OUT"), "cannot read"),
+    ],
+)
+def test_bad_input_is_one_line(tmp_path: Path, arguments: tuple[str, ...], sentence: str) -> None:
+    (tmp_path / "empty.jsonl").write_text("")
+    named = {"OUT": str(tmp_path / "out"), "EMPTY": str(tmp_path / "empty.jsonl")}
+    result = CliRunner().invoke(cli.app, [named.get(word, word) for word in arguments])
+    assert result.exit_code == cli.EXIT_USER_ERROR, result.output
+    (line,) = result.stderr.splitlines()
+    assert sentence in line
