@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from shoal.peer.data.corpus import Corpus
+from shoal.peer.experts.call import Calling
 from shoal.peer.experts.runs import Run
 from shoal.peer.experts.shard import ExpertShard
 from shoal.peer.experts.wire import TokenWire
@@ -22,7 +23,7 @@ from shoal.peer.model.mixture import ExpertLoads
 from shoal.peer.pipeline.microbatch import IndexSet, Microbatch
 from shoal.peer.pipeline.stage import StageRuntime
 from shoal.peer.pipeline.state import StageState
-from shoal.peer.pipeline.suspended import Suspended
+from shoal.peer.pipeline.trunk import StageTrunk
 from shoal.peer.vectors import Vectors
 from shoal.protocol.identity import PeerID
 from shoal.protocol.ports import Payload
@@ -60,24 +61,41 @@ class Held(Protocol):
 
 
 class Runtime(Held, Protocol):
-    """One replica's part of the model; `StageRuntime` documents it. Where the experts are elsewhere, what a job returns
-    may be `Suspended`."""
+    """One replica's part of the model, with or without its experts."""
 
     flop: JobFlop
-    """In parts, of the first part of the forward and of the backward."""
     expert_loads: ExpertLoads
 
-    def forward(
-        self, microbatch: Microbatch, payload: Payload | None, *, contributes: bool = True
-    ) -> Payload | Suspended: ...
+
+class DenseRuntime(Runtime, Protocol):
+    """All of a stage's layers; `shoal.peer.pipeline.stage.StageRuntime` documents it."""
+
+    def forward(self, microbatch: Microbatch, payload: Payload | None, *, contributes: bool = True) -> Payload: ...
 
     def loss(
         self, microbatch: Microbatch, payload: Payload | None, *, contributes: bool = True
-    ) -> tuple[float, Payload | None] | Suspended: ...
+    ) -> tuple[float, Payload | None]: ...
 
-    def backward(self, microbatch: Microbatch, payload: Payload) -> Payload | Suspended | None: ...
+    def backward(self, microbatch: Microbatch, payload: Payload) -> Payload | None: ...
 
-    def validate(self, microbatch: Microbatch, payload: Payload | None) -> Payload | float | Suspended: ...
+    def validate(self, microbatch: Microbatch, payload: Payload | None) -> Payload | float: ...
+
+
+class TrunkRuntime(Runtime, Protocol):
+    """A stage's layers where their experts are elsewhere; `shoal.peer.pipeline.trunk.StageTrunk` documents it. `flop`
+    is that of the first part of a job."""
+
+    def forward(
+        self, microbatch: Microbatch, payload: Payload | None, *, contributes: bool = True
+    ) -> Calling[Payload]: ...
+
+    def loss(
+        self, microbatch: Microbatch, payload: Payload | None, *, contributes: bool = True
+    ) -> Calling[tuple[float, Payload | None]]: ...
+
+    def backward(self, microbatch: Microbatch, payload: Payload) -> Calling[Payload | None]: ...
+
+    def validate(self, microbatch: Microbatch, payload: Payload | None) -> Calling[Payload | float]: ...
 
 
 class HeldExpert(Held, Protocol):
@@ -121,8 +139,12 @@ class Arithmetic(Protocol):
         """The forward of one decoder layer, to be timed."""
         ...
 
-    def runtime(self, first_layer: int, last_layer: int, *, placed: bool = False) -> Runtime:
-        """For a replica of decoder layers [first_layer, last_layer), without their experts if those are placed."""
+    def runtime(self, first_layer: int, last_layer: int) -> DenseRuntime:
+        """For a replica of decoder layers [first_layer, last_layer)."""
+        ...
+
+    def trunk(self, first_layer: int, last_layer: int) -> TrunkRuntime:
+        """For a replica of these layers without their experts, which are placed."""
         ...
 
     def expert(self, first_layer: int, last_layer: int, expert: int) -> HeldExpert:
@@ -165,9 +187,14 @@ class TorchArithmetic:
 
         return forward
 
-    def runtime(self, first_layer: int, last_layer: int, *, placed: bool = False) -> StageRuntime:
-        corpus = self._corpus if first_layer == 0 else None
-        return StageRuntime(self._spec, first_layer, last_layer, corpus=corpus, device=self._device, placed=placed)
+    def runtime(self, first_layer: int, last_layer: int) -> StageRuntime:
+        return StageRuntime(self._spec, first_layer, last_layer, corpus=self._text_of(first_layer), device=self._device)
+
+    def trunk(self, first_layer: int, last_layer: int) -> StageTrunk:
+        return StageTrunk(self._spec, first_layer, last_layer, corpus=self._text_of(first_layer), device=self._device)
 
     def expert(self, first_layer: int, last_layer: int, expert: int) -> ExpertShard:
         return ExpertShard(self._spec, first_layer, last_layer, expert, device=self._device)
+
+    def _text_of(self, first_layer: int) -> Corpus | None:
+        return self._corpus if first_layer == 0 else None

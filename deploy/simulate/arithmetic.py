@@ -5,8 +5,7 @@ take their time in the simulated device, which is told their FLOP as ever. Where
 each gets is drawn (`routing.py`).
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import torch
 
@@ -14,13 +13,12 @@ from shoal.deploy.simulate.extents import ModelledVectors, phantom
 from shoal.deploy.simulate.modelled_expert import ModelledExpert, ModelledTokenWire
 from shoal.deploy.simulate.modelled_shard import ModelledShard
 from shoal.deploy.simulate.routing import Routing
+from shoal.peer.experts.call import Calling, ExpertCall
 from shoal.peer.experts.wire import TokenWire
-from shoal.peer.model.flop import BACKWARD_PER_FORWARD, forward_flop, job_flop, trunk_flop
+from shoal.peer.model.flop import forward_flop, job_flop, part_flop, trunk_flop
 from shoal.peer.model.layout import EMBED, HEAD, layer_index, stage_layer_keys, trunk_keys
 from shoal.peer.model.mixture import ExpertLoads
 from shoal.peer.pipeline.microbatch import Microbatch
-from shoal.peer.pipeline.passing import part_flop
-from shoal.peer.pipeline.suspended import ExpertCall, Suspended
 from shoal.peer.pipeline.wire import ActivationWire
 from shoal.peer.vectors import Vectors
 from shoal.protocol.ports import Payload
@@ -28,73 +26,81 @@ from shoal.protocol.spec import RunSpec
 
 
 class ModelledRuntime(ModelledShard):
-    """Implements `Runtime`. Every loss is 0: nothing is learnt.
+    """Implements `DenseRuntime`. Every loss is 0: nothing is learnt."""
 
-    Args: routing: None: the experts are the layers' own, if there are any.
-    """
-
-    def __init__(
-        self, spec: RunSpec, first_layer: int, last_layer: int, *, vectors: Vectors, routing: Routing | None = None
-    ) -> None:
-        placed = routing is not None
+    def __init__(self, spec: RunSpec, first_layer: int, last_layer: int, *, vectors: Vectors) -> None:
         layers = stage_layer_keys(spec.model, first_layer, last_layer)
-        super().__init__(spec, trunk_keys(spec.model, first_layer, last_layer) if placed else layers, vectors=vectors)
+        super().__init__(spec, layers, vectors=vectors)
         tokens = spec.training.microbatch_size * spec.model.context
-        flop = sum((trunk_flop if placed else forward_flop)(spec.model, key, tokens) for key in layers)
-        self.flop = job_flop(part_flop(layers, flop) if placed else flop, recomputes=spec.training.recomputes)
+        flop = sum(forward_flop(spec.model, key, tokens) for key in layers)
+        self.flop = job_flop(flop, recomputes=spec.training.recomputes)
         self.expert_loads = ExpertLoads(spec.model.num_experts)
-        self._routing = routing
-        self._cuts = [layer_index(key) for key in layers if key not in (EMBED, HEAD)] if placed else []
         self._contributes: dict[Microbatch, bool] = {}
-        wire = ActivationWire(spec)
-        self._activation = phantom(wire.tensor_bytes + wire.targets_bytes)
-        self._output = phantom(wire.tensor_bytes)
-        self._is_first = first_layer == 0
+        self._activation, self._output = _outputs(spec, first_layer)
 
-    # --- jobs ---
-
-    def forward(
-        self, microbatch: Microbatch, payload: Payload | None, *, contributes: bool = True
-    ) -> Payload | Suspended:
-        def end() -> Payload:
-            self._contributes[microbatch] = contributes
-            return self._activation
-
-        ended: Payload | Suspended = self._forth(microbatch, end, counts=True)
-        return ended
+    def forward(self, microbatch: Microbatch, payload: Payload | None, *, contributes: bool = True) -> Payload:
+        self._contributes[microbatch] = contributes
+        return self._activation
 
     def loss(
         self, microbatch: Microbatch, payload: Payload | None, *, contributes: bool = True
-    ) -> tuple[float, Payload | None] | Suspended:
-        def end() -> tuple[float, Payload | None]:
-            self._finish(microbatch, contributes)
-            return 0.0, None if self._is_first else self._output
+    ) -> tuple[float, Payload | None]:
+        self._finish(microbatch, contributes)
+        return 0.0, self._output
 
-        ended: tuple[float, Payload | None] | Suspended = self._forth(
-            microbatch, lambda: self._back(microbatch, end), counts=True
-        )
-        return ended
+    def backward(self, microbatch: Microbatch, payload: Payload) -> Payload | None:
+        self._finish(microbatch, self._contributes.pop(microbatch))
+        return self._output
 
-    def backward(self, microbatch: Microbatch, payload: Payload) -> Payload | Suspended | None:
+    def validate(self, microbatch: Microbatch, payload: Payload | None) -> Payload | float:
+        return 0.0 if self.keys[-1] == HEAD else self._activation
+
+    def forget(self, microbatch: Microbatch) -> None:
+        self._contributes.pop(microbatch, None)
+        super().forget(microbatch)
+
+
+class ModelledTrunk(ModelledShard):
+    """Implements `TrunkRuntime`, with the tokens that `routing` draws for each expert."""
+
+    def __init__(self, spec: RunSpec, first_layer: int, last_layer: int, *, vectors: Vectors, routing: Routing) -> None:
+        super().__init__(spec, trunk_keys(spec.model, first_layer, last_layer), vectors=vectors)
+        layers = stage_layer_keys(spec.model, first_layer, last_layer)
+        tokens = spec.training.microbatch_size * spec.model.context
+        flop = sum(trunk_flop(spec.model, key, tokens) for key in layers)
+        self.flop = job_flop(part_flop(layers, flop), recomputes=spec.training.recomputes)
+        self.expert_loads = ExpertLoads(spec.model.num_experts)
+        self._routing = routing
+        self._layers = [layer_index(key) for key in layers if key not in (EMBED, HEAD)]
+        self._contributes: dict[Microbatch, bool] = {}
+        self._activation, self._output = _outputs(spec, first_layer)
+
+    def forward(self, microbatch: Microbatch, payload: Payload | None, *, contributes: bool = True) -> Calling[Payload]:
+        self._count_loads(microbatch)
+        yield from self._calls(microbatch, backward=False)
+        self._contributes[microbatch] = contributes
+        return self._activation
+
+    def loss(
+        self, microbatch: Microbatch, payload: Payload | None, *, contributes: bool = True
+    ) -> Calling[tuple[float, Payload | None]]:
+        self._count_loads(microbatch)
+        yield from self._calls(microbatch, backward=False)
+        yield from self._calls(microbatch, backward=True)
+        self._finish(microbatch, contributes)
+        return 0.0, self._output
+
+    def backward(self, microbatch: Microbatch, payload: Payload) -> Calling[Payload | None]:
         contributes = self._contributes.pop(microbatch)
-
-        def end() -> Payload | None:
-            self._finish(microbatch, contributes)
-            return None if self._is_first else self._output
-
-        ended: Payload | Suspended | None
         if self.spec.training.recomputes:
-            ended = self._forth(microbatch, lambda: self._back(microbatch, end), counts=False)
-        else:
-            ended = self._back(microbatch, end)
-        return ended
+            yield from self._calls(microbatch, backward=False)
+        yield from self._calls(microbatch, backward=True)
+        self._finish(microbatch, contributes)
+        return self._output
 
-    def validate(self, microbatch: Microbatch, payload: Payload | None) -> Payload | float | Suspended:
-        def end() -> Payload | float:
-            return 0.0 if self.keys[-1] == HEAD else self._activation
-
-        ended: Payload | float | Suspended = self._forth(microbatch, end, counts=False)
-        return ended
+    def validate(self, microbatch: Microbatch, payload: Payload | None) -> Calling[Payload | float]:
+        yield from self._calls(microbatch, backward=False)
+        return 0.0 if self.keys[-1] == HEAD else self._activation
 
     def forget(self, microbatch: Microbatch) -> None:
         self._contributes.pop(microbatch, None)
@@ -102,29 +108,23 @@ class ModelledRuntime(ModelledShard):
 
     # --- inside ---
 
-    def _forth(self, microbatch: Microbatch, then: Callable[[], Any], *, counts: bool) -> Any:
-        """Make a forward. `counts`: it is no validation, and no repetition of what was run before."""
-        if self._routing is not None and counts:
-            for layer in self._cuts:
-                self.expert_loads.add(layer, torch.tensor(self._routing.counts_of(microbatch, layer)))
-        return self._through(microbatch, self._cuts, then, backward=False)
+    def _count_loads(self, microbatch: Microbatch) -> None:
+        for layer in self._layers:
+            self.expert_loads.add(layer, torch.tensor(self._routing.counts_of(microbatch, layer)))
 
-    def _back(self, microbatch: Microbatch, then: Callable[[], Any]) -> Any:
-        return self._through(microbatch, self._cuts[::-1], then, backward=True)
-
-    def _through(
-        self, microbatch: Microbatch, layers: Sequence[int], then: Callable[[], Any], *, backward: bool
-    ) -> Any:
-        """Make a job with a cut at each of `layers`."""
-        if self._routing is None or not layers:
-            return then()
-        counts = self._routing.counts_of(microbatch, layers[0])
+    def _calls(self, microbatch: Microbatch, *, backward: bool) -> Calling[None]:
+        """Ask the experts of all layers, those of the last layer first if it is a backward."""
         tokens = self._routing.tokens
-        return Suspended(
-            call=ExpertCall(layer=layers[0], counts=counts, tokens=tokens, gradients=tokens if backward else None),
-            resume=lambda output: self._through(microbatch, layers[1:], then, backward=backward),
-            flop=(BACKWARD_PER_FORWARD if backward else 1.0) * self.flop.forward,
-        )
+        for layer in reversed(self._layers) if backward else self._layers:
+            counts = self._routing.counts_of(microbatch, layer)
+            yield ExpertCall(layer=layer, counts=counts, tokens=tokens, gradients=tokens if backward else None)
+
+
+def _outputs(spec: RunSpec, first_layer: int) -> tuple[Payload, Payload | None]:
+    """Returns: (the activation, the gradient for the stage before; None: there is none) of a modelled microbatch."""
+    wire = ActivationWire(spec)
+    gradient = phantom(wire.tensor_bytes) if first_layer > 0 else None
+    return phantom(wire.tensor_bytes + wire.targets_bytes), gradient
 
 
 class ModelledArithmetic:
@@ -150,10 +150,12 @@ class ModelledArithmetic:
     def probe_job(self) -> Callable[[], None]:
         return lambda: None
 
-    def runtime(self, first_layer: int, last_layer: int, *, placed: bool = False) -> ModelledRuntime:
-        routing = self._routing if placed else None
-        assert routing is not None or not placed, "a plan places experts, the run spec has none"
-        return ModelledRuntime(self._spec, first_layer, last_layer, vectors=self.vectors, routing=routing)
+    def runtime(self, first_layer: int, last_layer: int) -> ModelledRuntime:
+        return ModelledRuntime(self._spec, first_layer, last_layer, vectors=self.vectors)
+
+    def trunk(self, first_layer: int, last_layer: int) -> ModelledTrunk:
+        assert self._routing is not None, "a plan places experts, the run spec has none"
+        return ModelledTrunk(self._spec, first_layer, last_layer, vectors=self.vectors, routing=self._routing)
 
     def expert(self, first_layer: int, last_layer: int, expert: int) -> ModelledExpert:
         return ModelledExpert(self._spec, first_layer, last_layer, expert, vectors=self.vectors)

@@ -16,10 +16,10 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from shoal.peer.experts.asking import Asking
+from shoal.peer.experts.call import ExpertCall
 from shoal.peer.experts.choice import HolderRouter
 from shoal.peer.experts.passage import Part, Passage
 from shoal.peer.pipeline.microbatch import Microbatch
-from shoal.peer.pipeline.suspended import ExpertCall
 from shoal.peer.surroundings import Surroundings
 from shoal.peer.tasks import Tasks
 from shoal.protocol.identity import PeerID

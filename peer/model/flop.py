@@ -1,5 +1,6 @@
 """Arithmetic of a layer, for cost models and for the simulated device."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -29,6 +30,12 @@ def job_flop(forward: float, *, recomputes: bool) -> JobFlop:
 def expert_flop(model: ModelSpec, num_tokens: int) -> float:
     """Matmul FLOP of one expert's forward on `num_tokens` tokens that were sent to it."""
     return 2.0 * num_tokens * 3 * model.dim * model.ffn_dim
+
+
+def part_flop(keys: Sequence[str], flop: float) -> float:
+    """FLOP of one of the parts into which a stage's `flop` are cut where its experts are elsewhere: each decoder layer
+    of `keys` is one cut."""
+    return flop / (1 + sum(key not in (EMBED, HEAD) for key in keys))
 
 
 def trunk_flop(model: ModelSpec, key: str, num_tokens: int) -> float:

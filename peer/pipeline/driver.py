@@ -13,18 +13,19 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
-from shoal.peer.arithmetic import Runtime
+from shoal.peer.arithmetic import DenseRuntime, TrunkRuntime
+from shoal.peer.experts.call import JobInParts
 from shoal.peer.experts.dispatch import ExpertDispatch
 from shoal.peer.experts.passage import Passage
+from shoal.peer.model.flop import BACKWARD_PER_FORWARD
 from shoal.peer.pipeline.handing_back import HandingBack
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.pipeline.queueing import LinkQueues
 from shoal.peer.pipeline.state import StageState
-from shoal.peer.pipeline.suspended import Suspended
 from shoal.peer.pipeline.wire import ActivationWire
 from shoal.peer.replica.commands import Forget, HandBack, SendActivation, SendGradient
 from shoal.peer.replica.core import ReplicaCore
@@ -49,6 +50,8 @@ from shoal.protocol.messages import Activation, Gradient
 from shoal.protocol.ports import Clock, Compute, Payload, Priority
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _TIMELINE_MAX = 4096
 _GRADIENT_RETRIES_S = (0.5, 1.0, 2.0, 4.0)
@@ -92,7 +95,7 @@ class PipelineDriver:
     def __init__(
         self,
         core: ReplicaCore,
-        runtime: Runtime,
+        runtime: DenseRuntime | TrunkRuntime,
         *,
         endpoint: Endpoint,
         compute: Compute,
@@ -257,36 +260,46 @@ class PipelineDriver:
 
     async def _run(self, job: Job) -> None:
         work, flop = self._work(job)
-        kind = "forward" if job.kind == "loss" else job.kind
-        timed = await self.compute.run(kind, work, flop=flop)
-        self.timeline.append(TimelineEntry(job=job, started_s=timed.started_s, ended_s=timed.ended_s))
         if job.microbatch is None:
-            state, digest, skipped = timed.value
+            state, digest, skipped = await self._on_device(job, work, flop)
             self._post(JobDone(job))
             self._on_stepped(state, digest, skipped)
-            return
-        passage = self._passage(job, job.microbatch)
-        if isinstance(timed.value, Suspended):
+        elif self.experts is None:
+            value = await self._on_device(job, work, flop)
+            self._post(JobDone(job, self._keep(job, job.microbatch, value)))
+        else:
+            await self._run_with_experts(self.experts, job, job.microbatch, JobInParts(work()), flop)
+
+    async def _run_with_experts(
+        self, experts: ExpertDispatch, job: Job, microbatch: Microbatch, parts: JobInParts[Any], first_flop: float
+    ) -> None:
+        """Run a job whose experts are elsewhere: whenever it waits for them the device does other jobs."""
+        call = await self._on_device(job, parts.go_on, first_flop)
+        passage = self._passage(experts, job, microbatch)
+        if call is not None:
             self._post(JobParked(job))
-        while isinstance(timed.value, Suspended):
-            assert self.experts is not None
-            assert passage is not None
-            output = await self.experts.exchange(passage, timed.value.call)
+        while call is not None:
+            output = await experts.exchange(passage, call)
             if not self._core.goes_on(job):
                 self._post(JobDropped(job))
                 return
-            timed = await self.compute.run(kind, functools.partial(timed.value.resume, output), flop=timed.value.flop)
-            self.timeline.append(TimelineEntry(job=job, started_s=timed.started_s, ended_s=timed.ended_s))
-        self._post(JobDone(job, self._keep(job, job.microbatch, timed.value)))
+            part_flop = self.runtime.flop.forward * (BACKWARD_PER_FORWARD if call.backward else 1.0)
+            call = await self._on_device(job, functools.partial(parts.go_on, output), part_flop)
+        self._post(JobDone(job, self._keep(job, microbatch, parts.value)))
 
-    def _passage(self, job: Job, microbatch: Microbatch) -> Passage | None:
-        """Where experts are placed: of this run of the microbatch, the same for its forward and its backward."""
-        if self.experts is None:
-            return None
+    async def _on_device(self, job: Job, work: Callable[[], T], flop: float) -> T:
+        """Run a job, or a part of one, and note when it ran."""
+        timed = await self.compute.run("forward" if job.kind == "loss" else job.kind, work, flop=flop)
+        self.timeline.append(TimelineEntry(job=job, started_s=timed.started_s, ended_s=timed.ended_s))
+        return timed.value
+
+    def _passage(self, experts: ExpertDispatch, job: Job, microbatch: Microbatch) -> Passage:
+        """This run of the microbatch through the experts: the same for its forward and its backward."""
         cargo = self._of(microbatch)
         if job.kind != "backward":
             self._end_passage(cargo, done=False)
-            cargo.passage = self.experts.begin(microbatch)
+            cargo.passage = experts.begin(microbatch)
+        assert cargo.passage is not None, "a backward of a microbatch that has not been through the experts"
         return cargo.passage
 
     def _end_passage(self, cargo: Cargo, *, done: bool, again: bool = False) -> None:

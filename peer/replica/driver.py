@@ -42,10 +42,11 @@ class Replica(Tenure):
         if stage == 0 and not surroundings.arithmetic.has_text:
             raise DataError("the plan puts this peer at stage 0, but it does not have the run's text")
         self.experts_placed = bool(plan.experts)
+        arithmetic = surroundings.arithmetic
         core = replica_core(surroundings, plan, stage, incarnation=incarnation)
         self.pipeline = PipelineDriver(
             core,
-            surroundings.arithmetic.runtime(*self.layers, placed=self.experts_placed),
+            arithmetic.trunk(*self.layers) if plan.experts else arithmetic.runtime(*self.layers),
             endpoint=surroundings.endpoint,
             compute=surroundings.compute,
             clock=surroundings.clock,

@@ -158,7 +158,7 @@ class Replica(StageRuntime):
 
 
 class Hollow:
-    """Implements `Runtime` for a mate that holds nothing but a gradient of zeros."""
+    """Implements `DenseRuntime` for a mate that holds nothing but a gradient of zeros."""
 
     def __init__(self, spec: RunSpec, digests: Digests) -> None:
         self.spec, self.device, self._digests = spec, CPU, digests
@@ -212,7 +212,7 @@ class Arithmetic(TorchArithmetic):
     def probe_job(self) -> Callable[[], None]:
         return lambda: None
 
-    def runtime(self, first_layer: int, last_layer: int, *, placed: bool = False) -> Any:
+    def runtime(self, first_layer: int, last_layer: int) -> Any:
         if self._is_hollow:
             return Hollow(self._spec, self._digests)
         replica = Replica(self._spec, first_layer, last_layer, corpus=self._corpus, device=CPU)

@@ -110,7 +110,7 @@ class RecordingArithmetic(TorchArithmetic):
         super().__init__(spec, corpus, torch.device("cpu"))
         self._run_spec, self._text, self._recording = spec, corpus, recording
 
-    def runtime(self, first_layer: int, last_layer: int, *, placed: bool = False) -> StageRuntime:
+    def runtime(self, first_layer: int, last_layer: int) -> StageRuntime:
         keys = stage_layer_keys(self._run_spec.model, first_layer, last_layer)
         stage = next(stage for stage, its in enumerate(self._recording.stages) if its[0] == keys[0])
 

@@ -376,13 +376,13 @@ def test_a_round_that_begins_while_a_job_runs_gets_a_sum_that_the_job_does_not_c
     sent = first.forward(m, None) if job != "forward" else bytearray()
     if job == "backward":
         _, back = loss(last, m, sent)
-        decode = first._wire.decode_gradient
+        receive = first._boundary.receive_gradient
 
-        def decode_gradient(*args: Any) -> Tensor:
+        def receive_gradient(*args: Any) -> Tensor:
             begin_round()
-            return decode(*args)
+            return receive(*args)
 
-        monkeypatch.setattr(first._wire, "decode_gradient", decode_gradient)
+        monkeypatch.setattr(first._boundary, "receive_gradient", receive_gradient)
         assert back is not None
         backward(first, m, back)
     else:

@@ -1,4 +1,4 @@
-"""StageRuntime on a model with experts: cut anywhere it is the uncut model, balance included; loads; other experts.
+"""StageRuntime on a model with experts: cut anywhere it is the uncut model, balance included; loads.
 
 N parameters of a stage or of the model
 """
@@ -16,9 +16,8 @@ from shoal.peer.data.corpus import Corpus, load_corpus
 from shoal.peer.data.microbatch import microbatch as training_microbatch
 from shoal.peer.model import llama
 from shoal.peer.model.layout import all_layer_keys, init_layer, layer_layout
-from shoal.peer.model.mixture import Experts, Mixture, local_experts
+from shoal.peer.model.mixture import Mixture
 from shoal.peer.pipeline.microbatch import Microbatch
-from shoal.peer.pipeline.shard import Leaves
 from shoal.peer.pipeline.stage import StageRuntime
 from shoal.protocol.spec import RunSpec
 
@@ -40,10 +39,10 @@ def spec_with(tiny_spec: RunSpec, **training: Any) -> RunSpec:
     return msgspec.convert(tables, RunSpec)
 
 
-def stages(spec: RunSpec, corpus: Corpus, cut: tuple[int, ...], **how: Any) -> list[StageRuntime]:
+def stages(spec: RunSpec, corpus: Corpus, cut: tuple[int, ...]) -> list[StageRuntime]:
     made = []
     for first, last in itertools.pairwise(cut):
-        runtime = StageRuntime(spec, first, last, corpus=corpus if first == 0 else None, device=CPU, **how)
+        runtime = StageRuntime(spec, first, last, corpus=corpus if first == 0 else None, device=CPU)
         runtime.load(runtime.initial_state())
         made.append(runtime)
     return made
@@ -111,24 +110,6 @@ def test_loads_count_each_token_once_however_often_its_forward_runs(
     loads = [runtime.expert_loads.totals() for runtime in pipeline]
     assert [list(of_stage) for of_stage in loads] == [["layers.0"], ["layers.1", "layers.2"]]
     assert all(sum(counts) == choices and len(counts) == 4 for of_stage in loads for counts in of_stage.values())
-
-
-@pytest.mark.parametrize("keep", ["stash", "recompute"])
-def test_who_else_computes_the_experts_is_asked_with_the_steps_weights(
-    tiny_spec: RunSpec, corpus: Corpus, keep: str
-) -> None:
-    spec = spec_with(tiny_spec, keep=keep)
-    asked: list[Microbatch] = []
-
-    def experts_of(microbatch: Microbatch, leaves: Leaves) -> Experts:
-        asked.append(microbatch)
-        return local_experts(spec.model, leaves)
-
-    usual, other = stages(spec, corpus, (0, 1, 3)), stages(spec, corpus, (0, 1, 3), experts_of=experts_of)
-    assert [run(usual, m) for m in STEP_0] == [run(other, m) for m in STEP_0]
-    assert torch.equal(gradient(usual), gradient(other))
-    passes = 2 if keep == "stash" else 3  # the last stage has forward and backward in one
-    assert asked == [microbatch for microbatch in STEP_0 for _ in range(passes)]
 
 
 def test_replicas_that_step_from_the_same_sum_stay_equal(tiny_spec: RunSpec, corpus: Corpus) -> None:

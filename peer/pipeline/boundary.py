@@ -1,0 +1,66 @@
+"""Both ends of a stage: what a microbatch comes in as, and what it leaves as, forth and back.
+
+B samples   T tokens   D width   V vocabulary
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from shoal.peer.data.corpus import Corpus
+from shoal.peer.data.microbatch import microbatch as training_microbatch
+from shoal.peer.data.microbatch import validation_microbatch
+from shoal.peer.model import llama
+from shoal.peer.pipeline.microbatch import Microbatch
+from shoal.peer.pipeline.wire import ActivationWire
+from shoal.protocol.ports import Payload
+from shoal.protocol.spec import RunSpec
+
+
+class Boundary:
+    """The ends of one stage.
+
+    Args:
+        corpus: the run's text, at stage 0 only.
+    """
+
+    def __init__(self, spec: RunSpec, *, corpus: Corpus | None, device: torch.device) -> None:
+        self._spec = spec
+        self._corpus = corpus
+        self._device = device
+        self._wire = ActivationWire(spec)
+
+    def receive(self, microbatch: Microbatch, payload: Payload | None) -> tuple[Tensor, Tensor]:
+        """Returns: (the activation [B, T, D], or the tokens [B, T] where `payload` is None: stage 0 reads the data;
+        the targets [B, T])."""
+        if payload is not None:
+            x_BTD, targets_BT = self._wire.decode_activation(payload, self._device)
+            return x_BTD.requires_grad_(not microbatch.validates), targets_BT
+        assert self._corpus is not None, "only stage 0 reads the data"
+        if microbatch.validates:
+            tokens_BT, targets_BT = validation_microbatch(self._corpus, self._spec, -1 - microbatch.index)
+        else:
+            tokens_BT, targets_BT = training_microbatch(self._corpus, self._spec, microbatch.step, microbatch.index)
+        return tokens_BT.to(self._device), targets_BT.to(self._device)
+
+    def send(self, y_BTD: Tensor, targets_BT: Tensor) -> bytearray:
+        """The activation, as the next stage gets it."""
+        return self._wire.encode_activation(y_BTD.detach(), targets_BT)
+
+    def loss(self, logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+        """NaN if a target is no token: a neighbour sent nonsense, and torch would raise, or lose its GPU's context."""
+        if int(targets_BT.min()) < 0 or int(targets_BT.max()) >= self._spec.model.vocab_size:
+            return logits_BTV.new_tensor(math.nan)
+        return llama.loss(logits_BTV, targets_BT)
+
+    def receive_gradient(self, payload: Payload) -> Tensor:
+        """The gradient of our output, float32 [B, T, D]."""
+        return self._wire.decode_gradient(payload, self._device)
+
+    def send_gradient(self, x: Tensor) -> bytearray | None:
+        """The gradient of our input `x`, as the stage before gets it: zero if nothing came back to it. None: `x` are
+        tokens, which have none."""
+        if not x.is_floating_point():
+            return None
+        return self._wire.encode_gradient(torch.zeros_like(x) if x.grad is None else x.grad)

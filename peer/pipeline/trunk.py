@@ -1,0 +1,218 @@
+"""The arithmetic of a stage whose experts are elsewhere: attention, routers, norms and both ends of the model.
+
+As `stage.py`, but that each job is a generator: it yields a call for the experts of each layer, and goes on with their
+answer. In front of a call are attention and router, whose results (the residual stream, the weights of the chosen
+experts, the tokens sorted by expert) are kept with their graph. What is behind it begins with leaves of its own: the
+residual stream, the weights, and what the experts made of the tokens. So the backward can go back part by part and
+nothing runs twice: the leaves' gradients, the experts' answer to theirs, and both through the part before.
+
+Rows are rounded to the wire's dtype on the way to the experts, whose gradient is taken as 1: as everywhere on the wire.
+
+B samples   T tokens   D width   K experts a token   P rows, sorted by expert
+"""
+
+import logging
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from shoal.kernels.dispatch import Groups, combine, group, permute
+from shoal.peer.data.corpus import Corpus
+from shoal.peer.experts.call import Calling, ExpertCall
+from shoal.peer.experts.wire import TokenWire
+from shoal.peer.model import llama
+from shoal.peer.model.backward import backward
+from shoal.peer.model.flop import job_flop, part_flop, trunk_flop
+from shoal.peer.model.layout import EMBED, HEAD, layer_index, stage_layer_keys, trunk_keys
+from shoal.peer.model.mixture import ExpertLoads, Routing, route
+from shoal.peer.pipeline.boundary import Boundary
+from shoal.peer.pipeline.microbatch import Microbatch
+from shoal.peer.pipeline.shard import Leaves, Shard
+from shoal.peer.pipeline.weight_set import WeightSet
+from shoal.protocol.ports import Payload
+from shoal.protocol.spec import RunSpec
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Front:
+    """One layer up to its experts."""
+
+    layer: int
+    routing: Routing
+    groups: Groups
+    h_BTD: Tensor
+    """The residual stream."""
+    x_PD: Tensor
+    """The rows that go to the experts."""
+    call: ExpertCall
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """One layer's, between its forward and its backward."""
+
+    front: _Front
+    behind: tuple[Tensor, Tensor, Tensor]
+    """The residual stream [B, T, D], the weights [N, K] and the rows [P, D] that came back, as the part behind the
+    experts begins with them."""
+
+
+_Graph = tuple[Tensor, list[_Cut]]
+"""The output of the last part, and the cuts before it, from the first layer on."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Context:
+    """A microbatch between its forward and its backward."""
+
+    x: Tensor
+    contributes: bool
+    kept: tuple[WeightSet, Leaves, _Graph] | None
+    """None: the backward runs the forward again."""
+
+
+class StageTrunk(Shard):
+    """One stage's layers without their experts. What is said of a job's arithmetic is said of its first part.
+
+    Args:
+        corpus: stage 0 only.
+    """
+
+    def __init__(
+        self, spec: RunSpec, first_layer: int, last_layer: int, *, corpus: Corpus | None, device: torch.device
+    ) -> None:
+        super().__init__(spec, trunk_keys(spec.model, first_layer, last_layer), device=device)
+        self.expert_loads = ExpertLoads(spec.model.num_experts)
+        self._boundary = Boundary(spec, corpus=corpus, device=device)
+        self._rotary = llama.rotary_tables(spec.model, device)
+        self._wire = TokenWire(spec)
+        self._contexts: dict[Microbatch, _Context] = {}
+        tokens = spec.training.microbatch_size * spec.model.context
+        layers = stage_layer_keys(spec.model, first_layer, last_layer)
+        flop = sum(trunk_flop(spec.model, key, tokens) for key in layers)
+        self.flop = job_flop(part_flop(layers, flop), recomputes=spec.training.recomputes)
+
+    def forward(
+        self, microbatch: Microbatch, payload: Payload | None, *, contributes: bool = True
+    ) -> Calling[bytearray]:
+        """As `StageRuntime.forward`."""
+        x, targets_BT = self._boundary.receive(microbatch, payload)
+        weights, leaves = self._weights_of(microbatch)
+        recomputes = self.spec.training.recomputes
+        y_BTD, cuts = yield from self._run_layers(leaves, x, self.expert_loads, grad=not recomputes)
+        kept = None if recomputes else (weights, leaves, (y_BTD, cuts))
+        self._contexts[microbatch] = _Context(x, contributes, kept)
+        return self._boundary.send(y_BTD, targets_BT)
+
+    def loss(
+        self, microbatch: Microbatch, payload: Payload | None, *, contributes: bool = True
+    ) -> Calling[tuple[float, bytearray | None]]:
+        """As `StageRuntime.loss`."""
+        x, targets_BT = self._boundary.receive(microbatch, payload)
+        weights, leaves = self._weights_of(microbatch)
+        logits_BTV, cuts = yield from self._run_layers(leaves, x, self.expert_loads, grad=True)
+        loss = self._boundary.loss(logits_BTV, targets_BT)
+        self._collect(microbatch, weights, leaves, contributes)
+        value = float(loss.detach())
+        if math.isfinite(value):
+            torch.autograd.backward(loss)
+            yield from self._back_through(cuts)
+            self._contributions.zero_if_not_finite(microbatch)
+        else:
+            logger.warning("microbatch %s has a loss of %s: nothing is learnt from it", microbatch, value)
+        return value, self._boundary.send_gradient(x)
+
+    def backward(self, microbatch: Microbatch, payload: Payload) -> Calling[bytearray | None]:
+        """As `StageRuntime.backward`."""
+        context = self._contexts.pop(microbatch)
+        grad_BTD = self._boundary.receive_gradient(payload)
+        weights, leaves, graph = context.kept or (*self._weights_of(microbatch), None)
+        self._collect(microbatch, weights, leaves, context.contributes)
+        if bool(grad_BTD.isfinite().all()):
+            y_BTD, cuts = graph or (yield from self._run_layers(leaves, context.x, None, grad=True))
+            backward([y_BTD], [grad_BTD])
+            yield from self._back_through(cuts)
+            # Zero came back for an activation that was not finite, and 0 x NaN is NaN in all weights that it has met.
+            self._contributions.zero_if_not_finite(microbatch)
+        else:
+            logger.warning("microbatch %s came back with a gradient that is not finite: it counts as zero", microbatch)
+        return self._boundary.send_gradient(context.x)
+
+    def validate(self, microbatch: Microbatch, payload: Payload | None) -> Calling[bytearray | float]:
+        """As `StageRuntime.validate`."""
+        x, targets_BT = self._boundary.receive(microbatch, payload)
+        _, leaves = self._weights_of(microbatch)
+        y, _ = yield from self._run_layers(leaves, x, None, grad=False)
+        if self.keys[-1] == HEAD:
+            return float(self._boundary.loss(y, targets_BT))
+        return self._boundary.send(y, targets_BT)
+
+    def forget(self, microbatch: Microbatch) -> None:
+        """Nobody will ask for the microbatch any more."""
+        self._contexts.pop(microbatch, None)
+        super().forget(microbatch)
+
+    # --- inside ---
+
+    def _run_layers(self, leaves: Leaves, x: Tensor, loads: ExpertLoads | None, *, grad: bool) -> Calling[_Graph]:
+        """The forward, experts included. `loads` counts the run, if given."""
+        model, cuts = self.spec.model, list[_Cut]()
+        for key, params in leaves.items():
+            with torch.set_grad_enabled(grad):
+                if key == EMBED:
+                    x = llama.embed(model, params, x)
+                    continue
+                if key == HEAD:
+                    x = llama.head(model, params, x)
+                    continue
+                front = self._attend_and_route(key, params, x, loads)
+            output = yield front.call
+            assert output is not None
+            weight_NK = front.routing.weight_NK
+            behind = (front.h_BTD.detach(), weight_NK.detach(), self._wire.decode(output, self.device))
+            if grad:
+                for leaf in behind:
+                    leaf.requires_grad_()
+                cuts.append(_Cut(front, behind))
+            with torch.set_grad_enabled(grad):
+                h_BTD, weight_NK, y_PD = behind
+                x = h_BTD + combine(y_PD, weight_NK, front.groups).view_as(h_BTD)
+        return x, cuts
+
+    def _attend_and_route(
+        self, key: str, params: dict[str, Tensor], x_BTD: Tensor, loads: ExpertLoads | None
+    ) -> _Front:
+        """One layer up to its experts."""
+        model, layer = self.spec.model, layer_index(key.rpartition(".")[0])
+        h_BTD, normed_BTD = llama.attend(model, layer, params, x_BTD, self._rotary)
+        x_ND = normed_BTD.flatten(0, 1)
+        gate_ED = params[f"model.layers.{layer}.block_sparse_moe.gate.weight"]
+        routing = route(functional.linear(x_ND, gate_ED), model.experts_per_token)
+        if loads is not None:
+            loads.add(layer, routing.counts_E)
+        groups = group(routing.chosen_NK, model.num_experts)
+        x_PD = permute(x_ND, groups)
+        call = ExpertCall(layer=layer, counts=tuple(routing.counts_E.tolist()), tokens=self._wire.encode(x_PD))
+        return _Front(layer=layer, routing=routing, groups=groups, h_BTD=h_BTD, x_PD=x_PD, call=call)
+
+    def _back_through(self, cuts: list[_Cut]) -> Calling[None]:
+        """The backward of all cuts, which are used up; what is behind the last one is done."""
+        while cuts:
+            cut = cuts.pop()
+            front, routing = cut.front, cut.front.routing
+            grad_BTD, grad_NK, grad_PD = (
+                torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in cut.behind
+            )
+            call, gradients = front.call, self._wire.encode(grad_PD)
+            output = yield ExpertCall(layer=call.layer, counts=call.counts, tokens=call.tokens, gradients=gradients)
+            assert output is not None
+            grad_PD = self._wire.decode(output, self.device)
+            # The balance is a part of the loss, whose own gradient is 1.
+            ones = torch.full_like(routing.balance, self.spec.model.router_aux_loss)
+            ends = [front.h_BTD, routing.weight_NK, front.x_PD, routing.balance]
+            backward(ends, [grad_BTD, grad_NK, grad_PD, ones])
