@@ -84,7 +84,7 @@ def _hindrance(peer: PeerID, live: Plan, roster: Roster, now_s: float) -> str:
     paused_s = span(beat.paused_s)
     if paused_s is not None:
         return f"is paused, for {seconds(paused_s + silent_s)}"
-    if beat.era != live.era or not beat.synced or beat.stage != live.stage_of(peer):
+    if not roster.has_state(peer, live):
         return "is fetching its state"
     return "is leaving" if beat.draining else ""
 

@@ -10,6 +10,7 @@ from shoal.coordinator.allocate.interface import MeasuredPeer
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import PEERS_MAX
 from shoal.protocol.messages import Absence, Advert, Heartbeat, PeerStatus
+from shoal.protocol.plan import Plan
 
 FLOOR_HEARTBEATS = 3.0
 """A process that stands still for three heartbeats and answers no ping either is as good as gone; it may come back."""
@@ -204,6 +205,20 @@ class Roster:
         beat = seen.heartbeat if seen is not None else None
         return beat is not None and beat.era == era and any(held == group for held, _ in beat.held)
 
+    def has_state(self, peer: PeerID, live: Plan) -> bool:
+        """Whether `peer` has said that it holds the state of the stage that `live` gives it.
+
+        What it held of that stage before it got the place does not count: it fetches the state again.
+        """
+        seen = self.presences.get(peer)
+        beat = seen.heartbeat if seen is not None else None
+        return (
+            beat is not None
+            and beat.synced
+            and (beat.era, beat.stage) == (live.era, live.stage_of(peer))
+            and beat.plan_sequence >= live.since_of(peer)
+        )
+
     def may_coordinate(self, peer: PeerID, now_s: float) -> bool:
         """Whether `peer` is alive, has been heard, and is willing."""
         seen = self.presences.get(peer)
@@ -225,7 +240,7 @@ class Roster:
             if presence.advert is not None
         )
 
-    def status(self, peer: PeerID, stage: int | None, now_s: float, *, share: float = 0.0) -> PeerStatus | None:
+    def status(self, peer: PeerID, live: Plan, now_s: float, *, share: float = 0.0) -> PeerStatus | None:
         """One peer for people; None: its advert is not known."""
         seen = self.presences.get(peer)
         if seen is None or seen.advert is None:
@@ -238,9 +253,9 @@ class Roster:
             peer=peer,
             name=seen.advert.name,
             device=seen.advert.device,
-            stage=stage,
+            stage=live.stage_of(peer),
             version=beat.version if beat else -1,
-            synced=bool(beat and beat.synced),
+            synced=self.has_state(peer, live),
             draining=bool(beat and beat.draining),
             seen_s_ago=seen.silent_s(now_s),
             forward_s=beat.forward_s if beat else 0.0,

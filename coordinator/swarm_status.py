@@ -40,9 +40,7 @@ def swarm_status(
     """
     ids = sorted({*live.members, *roster.alive(now_s)}, key=lambda peer: (_stage_key(live, peer), peer))
     shares = _shares(live)
-    told = (
-        roster.status(peer, live.stage_of(peer), now_s, share=shares.get(peer, 0.0)) for peer in ids[:STATUS_PEERS_MAX]
-    )
+    told = (roster.status(peer, live, now_s, share=shares.get(peer, 0.0)) for peer in ids[:STATUS_PEERS_MAX])
     peers = tuple(peer for peer in told if peer is not None)
     tokens_per_s, stands_s = ledger.pace.tokens_per_s(now_s), ledger.pace.stands_s(now_s)
     tokens_left = (spec.training.steps - ledger.step) * spec.tokens_per_step

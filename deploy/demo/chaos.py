@@ -7,6 +7,7 @@ simulated world keep it) and no matter of seconds.
 
 import asyncio
 import random
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -18,6 +19,11 @@ from shoal.protocol.messages import SwarmStatus
 
 COMES_BACK_EVERY = 3
 """One of so many killed peers comes back under its own name, in its own folder; a stranger comes for each other."""
+HEARD_S = 2.5
+"""A peer that was heard longer ago may be gone: nothing is left to it alone."""
+SETTLED_S = 5.0
+"""How long a peer is awake before a status speaks of the process that runs now. A status is at most 2.5 s old, and what
+it says of a peer that counts as heard is at most `HEARD_S` older."""
 _LOOK_S = 0.2
 
 
@@ -56,16 +62,28 @@ def schedule(options: ChaosOptions, rng: random.Random) -> Iterator[Act]:
             yield Act(at_s=(turn + 0.5) * options.kill_every_s, kind="suspend")
 
 
-def expendable(crew: Crew, status: SwarmStatus) -> list[Member]:
+def expendable(crew: Crew, status: SwarmStatus, *, now_s: float) -> list[Member]:
     """The members that the run can lose now: those that hold no state, and those whose state, each expert included, is
     held by other members that can be reached.
 
     A member that is not in the status yet has joined nothing; one whose state nobody has heard of may be fetching it.
+    What the status says of a member that was started or resumed a moment ago is about its time before.
+
+    Args:
+        status: that of the newest plan.
+        now_s: in `time.monotonic()`.
     """
-    unable: set[PeerID | None] = {member.peer for member in crew.members if member.suspended or not member.is_alive}
+    latest = {member.peer: member for member in crew.members}  # a peer that came back is two members
+    unable: set[PeerID | None] = {
+        peer
+        for peer, member in latest.items()
+        if member.suspended or not member.is_alive or now_s < member.awake_since_s + SETTLED_S
+    }
     holders: dict[int, set[PeerID]] = {}
     stage_of: dict[PeerID | None, int] = {}
     for peer in status.peers:
+        if peer.seen_s_ago > HEARD_S:
+            unable.add(peer.peer)
         if peer.stage is not None:
             stage_of[peer.peer] = peer.stage
             if peer.synced and not peer.draining and peer.peer not in unable:
@@ -156,7 +174,7 @@ class Chaos:
         while True:
             status = self._status()
             if status is not None:
-                members = expendable(self._crew, status)
+                members = expendable(self._crew, status, now_s=time.monotonic())
                 if act.kind == "kill_coordinator":
                     members = [member for member in members if member.peer == status.coordinator]
                 elif act.kind == "suspend":

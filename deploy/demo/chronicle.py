@@ -89,8 +89,14 @@ class Chronicle:
 
     @property
     def status(self) -> SwarmStatus | None:
-        """The swarm's status, unless it is too old to choose a victim by."""
-        return self._status if time.monotonic() < self._status_at_s + _STATUS_FRESH_S else None
+        """The swarm's status, unless it is too old to choose a victim by, or of an older plan than a peer obeys: a
+        holder that it names may have moved since."""
+        status, plan = self._status, self._plan
+        if status is None or time.monotonic() >= self._status_at_s + _STATUS_FRESH_S:
+            return None
+        if plan is not None and (status.term, status.plan_sequence) < (plan.term, plan.sequence):
+            return None
+        return status
 
     # --- what comes ---
 

@@ -1,6 +1,7 @@
 """`shoal demo --moe` kills one peer that holds the busiest expert, when half of the demo is over."""
 
 import asyncio
+import time
 from collections.abc import Callable
 
 from shoal.deploy.demo.chaos import expendable
@@ -11,16 +12,16 @@ from shoal.protocol.messages import ExpertStatus, SwarmStatus
 _LOOK_S = 0.2
 
 
-def victim(crew: Crew, status: SwarmStatus) -> tuple[Member, ExpertStatus] | None:
+def victim(crew: Crew, status: SwarmStatus, *, now_s: float) -> tuple[Member, ExpertStatus] | None:
     """A holder of the busiest expert that the run can lose; the coordinator is the last choice.
 
-    None: nobody has told of loads yet, or the run can lose none of them now.
+    None: nobody has told of loads yet, or the run can lose none of them now. `status`, `now_s`: see `expendable`.
     """
     if not any(expert.load > 0.0 for expert in status.experts):
         return None
     busiest = max(status.experts, key=lambda expert: (expert.load, -expert.stage, -expert.expert))
     holders = {status.peers[at].peer for at in busiest.holders if 0 <= at < len(status.peers)}
-    held = [member for member in expendable(crew, status) if member.peer in holders]
+    held = [member for member in expendable(crew, status, now_s=now_s) if member.peer in holders]
     chosen = min(held, key=lambda member: (member.peer == status.coordinator, member.name), default=None)
     return (chosen, busiest) if chosen is not None else None
 
@@ -50,7 +51,7 @@ class ExpertKill:
         """Wait for the time and kill. Nobody comes in the place of the killed peer."""
         while True:
             status = self._status() if self._is_time() else None
-            found = victim(self._crew, status) if status is not None else None
+            found = victim(self._crew, status, now_s=time.monotonic()) if status is not None else None
             if status is not None and found is not None:
                 break
             await asyncio.sleep(_LOOK_S)

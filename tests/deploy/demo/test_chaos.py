@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import math
 import random
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from shoal.deploy.demo.chaos import COMES_BACK_EVERY, Chaos, ChaosOptions, expendable, schedule
+from shoal.deploy.demo.chaos import COMES_BACK_EVERY, HEARD_S, SETTLED_S, Chaos, ChaosOptions, expendable, schedule
 from shoal.deploy.demo.crew import Crew, Member
 from shoal.deploy.demo.summary import FaultLine
 from shoal.deploy.demo.swarm import Swarm
@@ -56,9 +57,9 @@ class PretendCrew(Crew):
         for name in names:
             self._add(name).peer = PeerID(name)
 
-    def _add(self, name: str) -> Member:
+    def _add(self, name: str, awake_since_s: float = -math.inf) -> Member:
         child: Any = SimpleNamespace(name=name, is_running=True, exited=asyncio.Event())
-        self.members.append(Member(child=child))
+        self.members.append(Member(child=child, awake_since_s=awake_since_s))
         return self.members[-1]
 
     async def start(self, name: str = "") -> Member:
@@ -115,15 +116,39 @@ def names(members: list[Member]) -> list[str]:
 def test_the_only_one_who_holds_its_stage_is_spared() -> None:
     async def main() -> None:
         crew = PretendCrew("abcd")
-        assert names(expendable(crew, status({"a": 0, "b": 0, "c": 1, "d": None}))) == ["a", "b", "d"]
-        assert names(expendable(crew, status({"a": 0, "b": 0, "c": 1, "d": 1}))) == ["a", "b", "c", "d"]
+        assert names(expendable(crew, status({"a": 0, "b": 0, "c": 1, "d": None}), now_s=0.0)) == ["a", "b", "d"]
+        assert names(expendable(crew, status({"a": 0, "b": 0, "c": 1, "d": 1}), now_s=0.0)) == ["a", "b", "c", "d"]
         # A mate counts once it has fetched the state; a peer from outside counts as well.
-        assert names(expendable(crew, status({"a": 0, "b": 0, "c": 1, "d": 1}, unsynced="d"))) == ["a", "b", "d"]
-        assert names(expendable(crew, status({"a": 0, "b": 0, "c": 1, "outsider": 1, "d": 1}))) == [*"abcd"]
+        assert names(expendable(crew, status({"a": 0, "b": 0, "c": 1, "d": 1}, unsynced="d"), now_s=0.0)) == [
+            "a",
+            "b",
+            "d",
+        ]
+        assert names(expendable(crew, status({"a": 0, "b": 0, "c": 1, "outsider": 1, "d": 1}), now_s=0.0)) == [*"abcd"]
         await crew.kill(crew.members[0])
         crew.suspend(crew.members[2])
         # The status may still know whom we have just killed or stopped.
-        assert names(expendable(crew, status({"a": 0, "b": 0, "c": 1, "d": 1}))) == []
+        assert names(expendable(crew, status({"a": 0, "b": 0, "c": 1, "d": 1}), now_s=0.0)) == []
+
+    run(main())
+
+
+def test_nothing_is_left_to_a_peer_that_the_status_cannot_speak_of() -> None:
+    async def main() -> None:
+        crew = PretendCrew("abc")
+        seen = status({"a": 0, "b": 0, "c": 1})
+        # A resumed member may find that a plan has dropped it; the status is of the time before.
+        crew.members[0].awake_since_s = 100.0
+        assert names(expendable(crew, seen, now_s=100.0 + SETTLED_S - 0.1)) == ["a"]
+        assert names(expendable(crew, seen, now_s=100.0 + SETTLED_S)) == ["a", "b"]
+        # One that came back under its name holds what it has fetched since, and nothing by its former life.
+        await crew.kill(crew.members[1])
+        (await crew.start("b")).awake_since_s = 200.0
+        assert names(expendable(crew, seen, now_s=200.0 + SETTLED_S - 0.1)) == ["b"]
+        assert names(expendable(crew, seen, now_s=200.0 + SETTLED_S)) == ["a", "b"]
+        # One that has been silent for long may be gone.
+        silent = tuple(msgspec.structs.replace(p, seen_s_ago=HEARD_S + 0.1 * (p.peer == "a")) for p in seen.peers)
+        assert names(expendable(crew, msgspec.structs.replace(seen, peers=silent), now_s=300.0)) == ["a"]
 
     run(main())
 
@@ -132,11 +157,11 @@ def test_the_only_one_who_holds_an_expert_is_spared() -> None:
     crew = PretendCrew("abc")
     seen = status({"a": 0, "b": 0, "c": 0})
     one = ExpertStatus(stage=0, expert=0, holders=(1,), coming=(2,))
-    assert names(expendable(crew, msgspec.structs.replace(seen, experts=(one,)))) == ["a", "c"]
+    assert names(expendable(crew, msgspec.structs.replace(seen, experts=(one,)), now_s=0.0)) == ["a", "c"]
     two = ExpertStatus(stage=0, expert=0, holders=(1, 2))
-    assert names(expendable(crew, msgspec.structs.replace(seen, experts=(two,)))) == ["a", "b", "c"]
+    assert names(expendable(crew, msgspec.structs.replace(seen, experts=(two,)), now_s=0.0)) == ["a", "b", "c"]
     crew.suspend(crew.members[2])
-    assert names(expendable(crew, msgspec.structs.replace(seen, experts=(two,)))) == ["a"]
+    assert names(expendable(crew, msgspec.structs.replace(seen, experts=(two,)), now_s=0.0)) == ["a"]
 
 
 def play(options: ChaosOptions, crew: PretendCrew, see: Any, until_s: float) -> list[FaultLine]:

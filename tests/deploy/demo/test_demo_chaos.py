@@ -25,17 +25,20 @@ def test_a_run_whose_peers_are_killed_and_suspended_learns_what_one_process_lear
     kinds = [fault["kind"] for fault in faults]
     kills = kinds.count("kill") + kinds.count("kill_coordinator")
     assert kills >= 1, "it was over before anything happened"
-    assert kinds.count("start") + kinds.count("return") == kills
+    # The run may end in the tenth of a second between a kill and the start that follows it.
+    unanswered = int(kinds[-1] in ("kill", "kill_coordinator"))
+    assert kinds.count("start") + kinds.count("return") == kills - unanswered
     figures = summary["chaos"]
     assert (figures["kills"], figures["suspensions"]) == (kills, kinds.count("suspend"))
 
     assert summary["finished"]
+    assert summary["eras"] == 0, demo.output + world.logs()
     assert [line["step"] for line in steps] == list(range(STEPS)), "a step's line died with somebody"
     spec = load_spec(spec_path)
     single = train(spec, load_corpus(spec.data, context=spec.model.context), steps=STEPS)
     assert max(abs(line["loss"] - step.loss) for line, step in zip(steps, single, strict=True)) < 1e-4
     assert summary["duplicates_share"] < 0.001
-    assert (summary["given_up"], summary["dissenting"], summary["eras"]) == (0, 0, 0)
+    assert (summary["given_up"], summary["dissenting"]) == (0, 0)
     assert (summary["failed"], figures["left_behind"]) == (0, 0), demo.output + world.logs()
     assert summary["loss_last"] < summary["loss_first"] - 0.5
     assert summary["sample"].startswith("def ")

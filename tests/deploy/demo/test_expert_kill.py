@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -50,7 +51,7 @@ class PretendCrew(Crew):
         super().__init__(swarm, folder=Path(), spec_path=Path(), data="")
         for name in names:
             child: Any = SimpleNamespace(name=name, is_running=True, exited=asyncio.Event())
-            self.members.append(Member(child=child, peer=PeerID(name)))
+            self.members.append(Member(child=child, peer=PeerID(name), awake_since_s=-math.inf))
 
     async def kill(self, member: Member) -> list[int]:
         member.killed = True
@@ -63,22 +64,22 @@ def held(expert: int, load: float, *holders: int) -> ExpertStatus:
 
 def test_it_meets_a_holder_of_the_busiest_who_does_not_coordinate() -> None:
     crew = PretendCrew("abc")
-    found = victim(crew, status(held(0, 0.2, 0, 1), held(1, 0.8, 0, 2)))
+    found = victim(crew, status(held(0, 0.2, 0, 1), held(1, 0.8, 0, 2)), now_s=0.0)
     assert found is not None
     assert (found[0].name, found[1].expert) == ("c", 1)
-    found = victim(crew, status(held(0, 0.2, 0, 1), held(1, 0.8, 0, 2), coordinator="c"))
+    found = victim(crew, status(held(0, 0.2, 0, 1), held(1, 0.8, 0, 2), coordinator="c"), now_s=0.0)
     assert found is not None
     assert found[0].name == "a"
 
 
 def test_who_alone_has_an_expert_is_spared() -> None:
     crew = PretendCrew("abc")
-    found = victim(crew, status(held(0, 0.2, 2), held(1, 0.8, 0, 2)))
+    found = victim(crew, status(held(0, 0.2, 2), held(1, 0.8, 0, 2)), now_s=0.0)
     assert found is not None
     assert found[0].name == "a", "c alone has expert 0"
-    assert victim(crew, status(held(0, 0.2, 0, 1), held(1, 0.8, 2))) is None
-    assert victim(crew, status(held(0, 0.0, 0, 1), held(1, 0.0, 0, 2))) is None, "nobody has told of loads"
-    assert victim(crew, status()) is None
+    assert victim(crew, status(held(0, 0.2, 0, 1), held(1, 0.8, 2)), now_s=0.0) is None
+    assert victim(crew, status(held(0, 0.0, 0, 1), held(1, 0.0, 0, 2)), now_s=0.0) is None, "nobody has told of loads"
+    assert victim(crew, status(), now_s=0.0) is None
 
 
 def test_it_waits_for_its_time_and_comes_once() -> None:
