@@ -1,6 +1,7 @@
 """What tests of several houses share."""
 
 import gc
+import os
 import shlex
 from collections.abc import Callable
 from functools import cache
@@ -8,6 +9,10 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
+
+# The models are tiny: a second thread costs each operation more than it gives, and beside other work a hundred times as
+# much, because OpenMP's threads wait for one another by spinning. torch reads this once; processes inherit it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # What is imported and collected stays until the end. Looking through it for garbage, again and again, is a quarter of
 # the time that collecting the tests takes, and some of what each simulated swarm takes afterwards.

@@ -1,3 +1,4 @@
+import msgspec
 import pytest
 
 from shoal.coordinator.roster import FLOOR_HEARTBEATS, MEMORY_HEARTBEATS, Roster
@@ -104,6 +105,27 @@ def test_only_a_synced_holder_counts_as_keeping_its_stage(roster, make_heartbeat
     roster.heard("a", make_heartbeat("a", stage=2, synced=True), 0.0)
     roster.heard("b", make_heartbeat("b", stage=2, synced=False), 0.0)
     assert [peer.synced_stage for peer in roster.measured(0.0)] == [2, None]
+
+
+def test_a_member_has_the_state_of_its_place_not_of_a_place_before(roster, make_heartbeat, make_plan):
+    plan = make_plan([["a", "b"], ["c"]], coordinator="a", order=(1, 7)).plan
+    places = {"a": 0, "b": 0, "c": 1}
+    since = plan.since_of("a")
+    for peer in "abc":
+        roster.heard(peer, make_heartbeat(peer, stage=places[peer], synced=True, plan_sequence=since), 0.0)
+    assert all(roster.has_state(peer, plan) for peer in "abc")
+    # "a" was dropped and taken in again, and does not know it yet: it will fetch the state once it does.
+    again = msgspec.structs.replace(plan.stages[0].members[0], since=since + 1)
+    later = (msgspec.structs.replace(plan.stages[0], members=(again, plan.stages[0].members[1])), plan.stages[1])
+    plan = msgspec.structs.replace(plan, sequence=plan.sequence + 1, stages=later)
+    assert [roster.has_state(peer, plan) for peer in "abc"] == [False, True, True]
+    roster.heard("a", make_heartbeat("a", stage=0, synced=True, plan_sequence=since + 1), 1.0)
+    assert roster.has_state("a", plan)
+    for says in ({"synced": False}, {"stage": 1}, {"era": plan.era + 1}):
+        said = {"stage": 0, "synced": True, "plan_sequence": since + 1, **says}
+        roster.heard("a", make_heartbeat("a", **said), 2.0)
+        assert not roster.has_state("a", plan), says
+    assert not roster.has_state("nobody", plan)
 
 
 def test_who_may_coordinate(roster, make_heartbeat, make_advert):

@@ -4,7 +4,6 @@ from typing import Any
 
 import msgspec
 import pytest
-import torch
 
 from shoal.deploy.run.spec_record import seal_spec
 from shoal.deploy.simulate.swarm import SimSwarm
@@ -15,8 +14,6 @@ from shoal.protocol.sim.network import uniform
 from shoal.protocol.spec import ContinuedSpec, RunSpec, continued_spec
 
 pytestmark = pytest.mark.sim
-
-torch.set_num_threads(1)  # the models are tiny
 
 STEPS, LONGER = 8, 16
 PEERS = 3

@@ -5,13 +5,10 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
 
 from shoal.peer.data.corpus import load_corpus
 from shoal.peer.single_process import train
 from shoal.protocol.spec_file import load_spec
-
-torch.set_num_threads(1)  # the model is tiny
 
 STEPS = 100
 

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-import torch
 
 from shoal.coordinator.era import MISSING_HEARTBEATS
 from shoal.deploy.node import LEAVE_S
@@ -18,8 +17,6 @@ from shoal.protocol.sim.network import uniform
 from shoal.protocol.spec import RunSpec
 
 pytestmark = pytest.mark.sim
-
-torch.set_num_threads(1)  # the models are tiny
 
 STEPS = 14
 

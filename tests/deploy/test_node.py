@@ -2,7 +2,6 @@
 
 import msgspec
 import pytest
-import torch
 
 from shoal.deploy.simulate.swarm import SimSwarm
 from shoal.deploy.simulate.tiny_run import tiny_corpus, tiny_spec
@@ -10,8 +9,6 @@ from shoal.peer.single_process import train
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
 from shoal.protocol.spec import RunSpec
-
-torch.set_num_threads(1)  # the models are tiny
 
 
 @pytest.fixture

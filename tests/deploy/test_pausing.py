@@ -5,7 +5,6 @@ import itertools
 from dataclasses import dataclass
 
 import pytest
-import torch
 
 from shoal.deploy.simulate.sightings import Committed
 from shoal.deploy.simulate.swarm import SimSwarm
@@ -13,8 +12,6 @@ from shoal.deploy.simulate.tiny_run import tiny_corpus, tiny_spec
 from shoal.peer.single_process import train
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
-
-torch.set_num_threads(1)  # the models are tiny
 
 STEPS = 22
 PACE_FLOP_PER_S = 2e7

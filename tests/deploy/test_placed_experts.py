@@ -4,7 +4,6 @@ import asyncio
 
 import msgspec
 import pytest
-import torch
 
 from shoal.deploy.simulate.sightings import Committed, Obeyed
 from shoal.deploy.simulate.swarm import SimSwarm
@@ -13,8 +12,6 @@ from shoal.peer.single_process import train
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
 from shoal.protocol.spec import RunSpec
-
-torch.set_num_threads(1)  # the models are tiny
 
 STEPS = 12
 

@@ -4,7 +4,6 @@ import asyncio
 from pathlib import PurePosixPath
 
 import pytest
-import torch
 
 from shoal.deploy.simulate.swarm import SimSwarm
 from shoal.deploy.simulate.tiny_run import tiny_corpus, tiny_spec
@@ -13,8 +12,6 @@ from shoal.peer.snapshot import DamagedSnapshot, list_snapshots, read_snapshot
 from shoal.protocol.sim.disk import SimDisk
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
-
-torch.set_num_threads(1)  # the models are tiny
 
 pytestmark = pytest.mark.sim
 
