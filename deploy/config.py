@@ -9,6 +9,7 @@ import inspect
 import itertools
 import os
 import re
+import sys
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -18,10 +19,18 @@ import msgspec
 
 from shoal.deploy.manners import limits as limits_module
 from shoal.deploy.manners.limits import Limits, parse_value, with_value
-from shoal.deploy.record import settings as record_module
-from shoal.deploy.record.settings import RecordSettings, parse_record_value
 from shoal.protocol.complaint import complaint
 from shoal.protocol.errors import LocalError
+
+
+class RecordSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The part of the settings that is about records, for all runs on this machine."""
+
+    keep_record: bool | None = None
+    """Keep a record of each run: record.jsonl, and a file for TensorBoard. Not set: hosts do, volunteers do not."""
+
+    wandb_project: str = ""
+    """Send each record to this project at Weights & Biases, too. Empty: none."""
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -59,7 +68,7 @@ def as_toml(settings: Settings) -> str:
 def meanings() -> dict[str, str]:
     """Setting -> its docstring."""
     found = {}
-    for module, owner in ((limits_module, Limits), (record_module, RecordSettings)):
+    for module, owner in ((limits_module, Limits), (sys.modules[__name__], RecordSettings)):
         tree = ast.parse(inspect.getsource(module))
         (body,) = (node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == owner.__name__)
         for field, doc in itertools.pairwise(body):
@@ -74,7 +83,7 @@ def set_one(name: str, text: str) -> Settings:
     Returns: what holds from now on. Raises: LocalError.
     """
     if name in RecordSettings.__struct_fields__:
-        line = f"{name} = {_toml(parse_record_value(name, text))}"
+        line = f"{name} = {_toml(_parse_record_value(name, text))}"
         return _write(_with_line(_read() or "", line, name, table="record"))
     if name not in Limits.__struct_fields__:
         names = (*Limits.__struct_fields__, *RecordSettings.__struct_fields__)
@@ -138,3 +147,13 @@ def _with_line(text: str, line: str, name: str, *, table: str = "limits") -> str
 def _toml(value: Any) -> str:
     """The TOML form of a number, a truth value or a text, which is also its JSON form."""
     return msgspec.json.encode(value).decode()
+
+
+def _parse_record_value(name: str, text: str) -> Any:
+    """Read a value as a person writes it. Raises: LocalError."""
+    if name == "wandb_project":
+        return text.strip()
+    try:
+        return msgspec.convert(text.strip(), bool, strict=False)
+    except msgspec.ValidationError as error:
+        raise LocalError(f"{name} is true or false, not {text.strip()!r}") from error

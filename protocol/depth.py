@@ -22,8 +22,8 @@ class TooDeep(ValueError):
     """The value nests deeper than any honest message, or is cut short."""
 
 
-def check_depth(data: bytes | bytearray | memoryview, depth_max: int = CONTROL_DEPTH_MAX) -> None:
-    """Raise `TooDeep` unless `data` is one or more whole msgpack values nested at most `depth_max` deep.
+def check_depth(data: bytes | bytearray | memoryview) -> None:
+    """Raise `TooDeep` unless `data` is one or more whole msgpack values nested at most `CONTROL_DEPTH_MAX` deep.
 
     Linear in `len(data)`: every byte is visited once, whatever the nesting.
     """
@@ -85,8 +85,8 @@ def check_depth(data: bytes | bytearray | memoryview, depth_max: int = CONTROL_D
             raise TooDeep("a value is cut short")
         if items:
             open_items.append([items, region_end])
-        if len(open_items) > depth_max:
-            raise TooDeep(f"a value nests deeper than {depth_max}")
+        if len(open_items) > CONTROL_DEPTH_MAX:
+            raise TooDeep(f"a value nests deeper than {CONTROL_DEPTH_MAX}")
 
 
 def _length(view: memoryview, at: int, width: int) -> int:

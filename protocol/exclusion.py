@@ -81,8 +81,3 @@ def exclusion_holds(order: Exclusion, *, owner: PeerID, plans: Sequence[SignedPl
         0 <= at < len(base.plan.electors) and holds(base.plan.electors[at], signature, order.body)
         for at, signature in order.votes
     )
-
-
-def keys_of(orders: Iterable[bytes]) -> frozenset[bytes]:
-    """All keys that these orders name. Raises: RemoteError: one of them is none."""
-    return frozenset(key for data in orders for key in open_exclusion(data, PeerID("")).keys)

@@ -172,10 +172,6 @@ class Members:
         delegation = self._shown.get(peer)
         return delegation.standing if delegation is not None else Standing.STRANGER
 
-    def invite_of(self, peer: PeerID) -> Delegation | None:
-        """The invite by which `peer` came; None: it is the owner, an open run's guest, or has shown no certificate."""
-        return self._shown.get(peer)
-
     def why_not_enter(self, newcomer: PeerID, others: Collection[PeerID]) -> str:
         """Say why a coordinator must not let `newcomer` into the swarm beside `others`; empty: it may."""
         delegation = self._shown.get(newcomer)

@@ -93,7 +93,7 @@ def demo(
 
 
 def _print_summary(console: Console, summary: "Summary", *, unit: str) -> None:
-    from shoal.deploy.demo.summary_view import summary_lines
+    from shoal.deploy.demo.summary import summary_lines
 
     for label, text in summary_lines(summary, unit=unit):
         console.print(f"{label:<12} {text}" if label else text, markup=False, soft_wrap=True)

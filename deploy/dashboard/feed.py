@@ -11,9 +11,8 @@ import msgspec
 
 from shoal.deploy.dashboard.census import Census, clean
 from shoal.deploy.dashboard.curves import Curves
-from shoal.deploy.dashboard.expert_views import expert_views
 from shoal.deploy.dashboard.limiting import limited_by
-from shoal.deploy.dashboard.picture import flows, links
+from shoal.deploy.dashboard.picture import expert_views, flows, links
 from shoal.deploy.dashboard.view import (
     DONE,
     FIRST_STEP,
@@ -21,7 +20,6 @@ from shoal.deploy.dashboard.view import (
     TRAINING,
     ChangeView,
     GoneView,
-    LimitsView,
     MineView,
     PeerView,
     Point,
@@ -37,7 +35,6 @@ from shoal.deploy.report import (
     Contribution,
     Joined,
     Left,
-    LimitsNow,
     Note,
     Obeys,
     Phase,
@@ -362,7 +359,7 @@ class Feed:
             peer=told.peer,
             name=self._census.name_of(told.peer),
             limited_by=limited_by(told, status.peers if status else (), num_stages=len(stages)),
-            limits=_limits(told.limits),
+            limits=told.limits,
             busy=told.busy,
             sending=told.sending,
             flop_per_s=told.flop_per_s,
@@ -407,9 +404,3 @@ def _point(line: StepLine) -> Point:
         learning_rate=line.learning_rate,
         gradient_norm=line.gradient_norm,
     )
-
-
-def _limits(limits: LimitsNow | None) -> LimitsView | None:
-    if limits is None:
-        return None
-    return LimitsView(paused=limits.paused, why=limits.why, caps=limits.caps)

@@ -1,15 +1,16 @@
-"""Says who exchanges how much with whom, as far as it is known. Pure.
+"""Says who exchanges how much with whom, and who holds which expert, as far as it is known. Pure.
 
 What a peer has measured counts. Of other links the plan's shares say how a stage's traffic is spread, and the present
 pace how much there is: an activation there and a gradient back for every token.
 """
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 
-from shoal.deploy.dashboard.view import LinkView
+from shoal.deploy.dashboard.view import ExpertView, LinkView
 from shoal.deploy.report import Contribution
 from shoal.protocol.identity import PeerID
-from shoal.protocol.messages import PeerStatus
+from shoal.protocol.messages import PeerStatus, SwarmStatus
 
 LINKS_MAX = 400
 """The most links that are drawn. More would be a grey area, so the page shows what flows between stages."""
@@ -46,3 +47,32 @@ def links(
 def flows(stages: Sequence[tuple[int, int]], bytes_per_s: float) -> tuple[float, ...]:
     """The traffic between each stage and the next, both ways added."""
     return tuple(round(2 * bytes_per_s) for _ in stages[1:])
+
+
+def expert_views(status: SwarmStatus) -> tuple[ExpertView, ...]:
+    """The experts in the table's order. Another peer wrote the table, so what cannot be is left out."""
+    shown = [told for told in status.experts if 0 <= told.stage < len(status.stages)]
+    counts = [0] * len(status.stages)
+    loads = [0.0] * len(status.stages)
+    for told in shown:
+        counts[told.stage] += 1
+        loads[told.stage] += _share(told.load)
+
+    def peers(positions: Iterable[int]) -> tuple[int, ...]:
+        return tuple(position for position in positions if 0 <= position < len(status.peers))
+
+    return tuple(
+        ExpertView(
+            stage=told.stage,
+            expert=told.expert,
+            load=round(_share(told.load) * counts[told.stage], 3) if loads[told.stage] > 0.0 else None,
+            replicas=len(peers(told.holders)),
+            holders=peers(told.holders),
+            coming=peers(told.coming),
+        )
+        for told in shown
+    )
+
+
+def _share(load: float) -> float:
+    return min(1.0, max(0.0, load)) if math.isfinite(load) else 0.0

@@ -8,6 +8,7 @@ from typing import Literal
 
 import msgspec
 
+from shoal.deploy.report import LimitsNow
 from shoal.deploy.words import duration, printable
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import PeerStatus, SwarmStatus
@@ -139,16 +140,6 @@ class ChangeView(_Shown, frozen=True):
     coordinator: str = ""
 
 
-class LimitsView(_Shown, frozen=True):
-    """What the person at this machine has set."""
-
-    paused: bool = False
-    why: str = ""
-    """The reason of the pause: by hand, outside the hours, somebody uses the machine."""
-    caps: tuple[str, ...] = ()
-    """The limits in words: `upload at most 5 Mbit/s`."""
-
-
 class LimitedBy(_Shown, frozen=True):
     """The cause that keeps a peer from giving more."""
 
@@ -162,7 +153,7 @@ class MineView(_Shown, frozen=True):
     peer: PeerID
     name: str
     limited_by: LimitedBy
-    limits: LimitsView | None
+    limits: LimitsNow | None
     busy: float
     """Share of the time in which the device computed, in [0, 1]."""
     sending: float

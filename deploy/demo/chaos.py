@@ -1,4 +1,5 @@
-"""`shoal demo --chaos`: kills, restarts and suspends peers of a demo that trains, by a schedule drawn from a seed.
+"""Faults of a demo that trains. `--chaos` kills, restarts and suspends peers by a schedule drawn from a seed; `--moe`
+kills one peer that holds the busiest expert.
 
 When what happens is drawn; whom it meets is drawn among those whom the run can lose at that moment. A peer that holds
 its stage's state alone is spared: with it gone the run goes back to a snapshot, which is another promise (tests of the
@@ -13,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from shoal.deploy.demo.crew import Crew, Member
-from shoal.deploy.demo.summary import FaultLine
+from shoal.deploy.demo.summary import FaultKind, FaultLine
 from shoal.protocol.identity import PeerID
-from shoal.protocol.messages import SwarmStatus
+from shoal.protocol.messages import ExpertStatus, SwarmStatus
 
 COMES_BACK_EVERY = 3
 """One of so many killed peers comes back under its own name, in its own folder; a stranger comes for each other."""
@@ -102,31 +103,48 @@ def expendable(crew: Crew, status: SwarmStatus, *, now_s: float) -> list[Member]
     return [member for member in crew.alive if not member.suspended and can_go(member)]
 
 
+def victim(crew: Crew, status: SwarmStatus, *, now_s: float) -> tuple[Member, ExpertStatus] | None:
+    """A holder of the busiest expert that the run can lose; the coordinator is the last choice.
+
+    None: nobody has told of loads yet, or the run can lose none of them now. `status`, `now_s`: see `expendable`.
+    """
+    if not any(expert.load > 0.0 for expert in status.experts):
+        return None
+    busiest = max(status.experts, key=lambda expert: (expert.load, -expert.stage, -expert.expert))
+    holders = {status.peers[at].peer for at in busiest.holders if 0 <= at < len(status.peers)}
+    held = [member for member in expendable(crew, status, now_s=now_s) if member.peer in holders]
+    chosen = min(held, key=lambda member: (member.peer == status.coordinator, member.name), default=None)
+    return (chosen, busiest) if chosen is not None else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultPorts:
+    """What a demo gives to whoever makes faults in it."""
+
+    crew: Crew
+    status: Callable[[], SwarmStatus | None]
+    """The swarm's status if it is of this very moment, else None: then one waits for it."""
+    on_fault: Callable[[FaultLine], None]
+    """Hears of each fault, and of each peer that comes, as it happens; the line's time is to be filled in."""
+    on_left_behind: Callable[[str, list[int]], None]
+    """Hears (name, process ids) of what a killed peer left running."""
+
+    async def kill(self, member: Member) -> None:
+        left = await self.crew.kill(member)
+        if left:
+            self.on_left_behind(member.name, left)
+
+
 class Chaos:
     """Carries a schedule out on a crew.
 
     Args:
-        status: the swarm's status if it is of this very moment, else None: then one waits for it.
-        on_fault: hears of each fault, and of each peer that comes, as it happens; the line's time is to be filled in.
-        on_left_behind: (name, process ids) of what a killed peer left running.
         until_s: no faults later than that after the first step; None: no limit.
     """
 
-    def __init__(
-        self,
-        crew: Crew,
-        options: ChaosOptions,
-        *,
-        status: Callable[[], SwarmStatus | None],
-        on_fault: Callable[[FaultLine], None],
-        on_left_behind: Callable[[str, list[int]], None],
-        until_s: float | None,
-    ) -> None:
-        self._crew = crew
+    def __init__(self, ports: FaultPorts, options: ChaosOptions, *, until_s: float | None) -> None:
+        self._ports, self._crew = ports, ports.crew
         self._options = options
-        self._status = status
-        self._on_fault = on_fault
-        self._on_left_behind = on_left_behind
         self._until_s = until_s
         self._rng = random.Random(options.seed)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -158,21 +176,21 @@ class Chaos:
         kind: Literal["kill", "kill_coordinator", "suspend"] = act.kind
         if kind == "kill" and coordinates:
             kind = "kill_coordinator"
-        self._on_fault(FaultLine(kind=kind, peer=member.name, stage=stage))
+        self._ports.on_fault(FaultLine(kind=kind, peer=member.name, stage=stage))
         if act.kind == "suspend":
             self._crew.suspend(member)
             self._spawn(self._resume_later(member))
             return
-        self._spawn(self._kill(member))
+        self._spawn(self._ports.kill(member))
         await member.child.exited.wait()  # who comes back needs its folder
         newcomer = await self._crew.start(member.name if act.comes_back else "")
         await self._crew.let_in(newcomer)
-        self._on_fault(FaultLine(kind="return" if act.comes_back else "start", peer=newcomer.name))
+        self._ports.on_fault(FaultLine(kind="return" if act.comes_back else "start", peer=newcomer.name))
 
     async def _victim(self, act: Act) -> tuple[Member, SwarmStatus]:
         """The peer that the act meets, as soon as there is one that the run can lose."""
         while True:
-            status = self._status()
+            status = self._ports.status()
             if status is not None:
                 members = expendable(self._crew, status, now_s=time.monotonic())
                 if act.kind == "kill_coordinator":
@@ -183,19 +201,39 @@ class Chaos:
                     return self._rng.choice(members), status
             await asyncio.sleep(_LOOK_S)
 
-    async def _kill(self, member: Member) -> None:
-        left = await self._crew.kill(member)
-        if left:
-            self._on_left_behind(member.name, left)
-
     async def _resume_later(self, member: Member) -> None:
         try:
             await asyncio.sleep(self._options.suspend_s)
         finally:
             self._crew.resume(member)
-        self._on_fault(FaultLine(kind="resume", peer=member.name))
+        self._ports.on_fault(FaultLine(kind="resume", peer=member.name))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+class ExpertKill:
+    """Kills one holder of the busiest expert.
+
+    Args:
+        is_time: whether half of the demo is over.
+    """
+
+    def __init__(self, ports: FaultPorts, *, is_time: Callable[[], bool]) -> None:
+        self._ports = ports
+        self._is_time = is_time
+
+    async def run(self) -> None:
+        """Wait for the time and kill. Nobody comes in the place of the killed peer."""
+        while True:
+            status = self._ports.status() if self._is_time() else None
+            found = victim(self._ports.crew, status, now_s=time.monotonic()) if status is not None else None
+            if status is not None and found is not None:
+                break
+            await asyncio.sleep(_LOOK_S)
+        member, expert = found
+        kind: FaultKind = "kill_coordinator" if member.peer == status.coordinator else "kill"
+        self._ports.on_fault(FaultLine(kind=kind, peer=member.name, stage=expert.stage, expert=expert.expert))
+        await self._ports.kill(member)

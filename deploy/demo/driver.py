@@ -19,10 +19,9 @@ from rich.console import Console
 from shoal.deploy.dashboard.address import Address
 from shoal.deploy.dashboard.beside import serving
 from shoal.deploy.dashboard.feed import RunFacts
-from shoal.deploy.demo.chaos import Chaos, ChaosOptions
+from shoal.deploy.demo.chaos import Chaos, ChaosOptions, ExpertKill, FaultPorts
 from shoal.deploy.demo.chronicle import Chronicle
 from shoal.deploy.demo.crew import Crew, environment, last_line
-from shoal.deploy.demo.expert_kill import ExpertKill
 from shoal.deploy.demo.summary import Summary
 from shoal.deploy.demo.swarm import Child, Swarm
 from shoal.deploy.report import Joined, Left, Ready, read_report
@@ -160,28 +159,19 @@ class Demo:
         if options.chaos is None and not options.kills_holder:
             return
         await self._wait_for(lambda: self._chronicle.record.first is not None)
+        ports = FaultPorts(
+            crew=self._crew,
+            status=lambda: self._chronicle.status,
+            on_fault=self._chronicle.take_fault,
+            on_left_behind=self._chronicle.take_left_behind,
+        )
         if options.chaos is None:
-            kill = ExpertKill(
-                self._crew,
-                is_time=self._is_half_over,
-                status=lambda: self._chronicle.status,
-                on_fault=self._chronicle.take_fault,
-                on_left_behind=self._chronicle.take_left_behind,
-            )
-            await kill.run()
+            await ExpertKill(ports, is_time=self._is_half_over).run()
             return
         until_s = None
         if options.seconds_max is not None:
             until_s = self._started_s + options.seconds_max - time.monotonic() - options.chaos.kill_every_s
-        chaos = Chaos(
-            self._crew,
-            options.chaos,
-            status=lambda: self._chronicle.status,
-            on_fault=self._chronicle.take_fault,
-            on_left_behind=self._chronicle.take_left_behind,
-            until_s=until_s,
-        )
-        await chaos.run()
+        await Chaos(ports, options.chaos, until_s=until_s).run()
 
     def _is_half_over(self) -> bool:
         record, seconds_max = self._chronicle.record, self._options.seconds_max

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from shoal.deploy.dashboard.expert_views import expert_views
+from shoal.deploy.dashboard.picture import expert_views
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import SwarmStatus
 

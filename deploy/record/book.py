@@ -6,10 +6,11 @@ its group must have committed the step and nobody who was asked has the report (
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
+from shoal.deploy.record.lines import StepLine, perplexity
 from shoal.protocol.limits import MICROBATCHES_PER_STEP_MAX
 from shoal.protocol.messages import CommitReport
 
@@ -23,31 +24,6 @@ AGO_S_MAX: Final = 10 * 365 * 86400.0
 
 Key = tuple[int, int]
 """(era, step from 0)"""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """One committed step of the whole run."""
-
-    era: int
-    step: int
-    """The number of the step, from 0."""
-    at_s: float
-    """When the last group had committed it."""
-    loss: float | None
-    gradient_norm: float | None
-    """The gradient norm of the whole model; None: a group has not told its part."""
-    gradient_norms: tuple[float | None, ...]
-    """The gradient norm of each stage; an expert's is only in the whole model's."""
-    tokens: int
-    tokens_per_s: float | None
-    staleness: float
-    peers: int
-    given_up: int
-    duplicates: int
-    dissenting: int
-    unheard: int
-    """How many groups have no report."""
 
 
 @dataclass(slots=True)
@@ -64,15 +40,23 @@ class Book:
     num_groups: stages, and groups of experts' holders.
     lead_steps: no group commits step `t + lead_steps` before every other has committed `t`.
     tokens_per_step: what a step may say that it was trained on, at most.
+    learning_rate: step from 0 -> its learning rate.
     reached: (era, steps done) with which the record ends; nothing up to there comes out again. None: the record is
         new, and begins with the oldest step that anybody knows.
     """
 
     def __init__(
-        self, *, num_stages: int, num_groups: int, lead_steps: int, tokens_per_step: int, reached: Key | None = None
+        self,
+        *,
+        num_stages: int,
+        num_groups: int,
+        lead_steps: int,
+        tokens_per_step: int,
+        learning_rate: Callable[[int], float],
+        reached: Key | None = None,
     ) -> None:
         self._num_stages, self._num_groups, self._lead_steps = num_stages, num_groups, lead_steps
-        self._tokens_per_step = tokens_per_step
+        self._tokens_per_step, self._learning_rate = tokens_per_step, learning_rate
         self._is_new = reached is None
         self._next: Key = reached or (0, 0)
         """The step that follows the newest one that came out, if its era goes on."""
@@ -124,9 +108,10 @@ class Book:
             entry.reports[report.stage] = at_s, report
         self._newest[report.stage] = max(key, self._newest.get(report.stage, key))
 
-    def due(self, now_s: float, *, flush: bool = False) -> list[Step]:
-        """Steps that are complete, or have been waited for long enough, in their order. `flush`: all that have a loss,
-        for no further word will come.
+    def due(self, now_s: float, *, flush: bool = False) -> list[StepLine]:
+        """Steps that are complete, or have been waited for long enough, in their order. Their time is by this clock.
+
+        Args: flush: all that have a loss, for no further word will come.
         """
         self._note_passed(now_s)
         begun = self._firsts()
@@ -185,18 +170,21 @@ class Book:
             and math.isfinite(report.staleness_steps_mean)
         )
 
-    def _step(self, key: Key, entry: _Open) -> Step:
+    def _step(self, key: Key, entry: _Open) -> StepLine:
         reports = [report for _, report in entry.reports.values()]
         stages = [report for report in reports if report.stage < self._num_stages]
         last = entry.reports[self._num_stages - 1][1]
         at_s = max(at_s for at_s, _ in entry.reports.values())
         by_group = {report.stage: _finite(report.gradient_norm) for report in reports}
         norms = [norm for norm in by_group.values() if norm is not None]
-        return Step(
+        loss = last.loss if last.loss is not None and math.isfinite(last.loss) else None
+        return StepLine(
+            time=at_s,
+            step=key[1] + 1,
             era=key[0],
-            step=key[1],
-            at_s=at_s,
-            loss=last.loss if last.loss is not None and math.isfinite(last.loss) else None,
+            loss=loss,
+            perplexity=perplexity(loss),
+            learning_rate=self._learning_rate(key[1]),
             gradient_norm=math.hypot(*norms) if len(norms) == self._num_groups else None,
             gradient_norms=tuple(by_group.get(stage) for stage in range(self._num_stages)),
             tokens=last.tokens,

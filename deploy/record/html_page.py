@@ -17,13 +17,13 @@ from shoal.deploy.record.lines import PeerLine, PlanLine, StartLine, StepLine
 from shoal.deploy.record.reading import Record
 from shoal.deploy.record.summary import amount, span, totals, what_was_lost
 from shoal.deploy.record.writing import merged
+from shoal.deploy.words import ENDING
 
 PAGE = Path(__file__).parent / "page"
 STATIC = Path(__file__).parents[1] / "dashboard" / "static"
 POINTS_MAX = 4000
 """The most points of a plot. Neighbours of a longer run are merged; `shoal report --csv` has every step."""
 CHANGES_MAX = 200
-_ENDING = re.compile(r"\b[1-9A-HJ-NP-Za-km-z]{8}\b")
 _MODULE = re.compile(r"^(import .*;\n|export )", re.M)
 
 
@@ -170,7 +170,7 @@ def _changes(record: Record) -> str:
     shown = sorted(rows, key=lambda row: row[0])[-CHANGES_MAX:]
     return "".join(
         f'<li class="{kind}"><time>{_date(at_s)}</time> '
-        f"{html.escape(_ENDING.sub(lambda found: names.get(found.group(), found.group()), text))}</li>"
+        f"{html.escape(ENDING.sub(lambda found: names.get(found.group(), found.group()), text))}</li>"
         for at_s, text, kind in shown
     )
 

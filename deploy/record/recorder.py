@@ -1,6 +1,6 @@
 """Keeps the record of a run while a peer takes part in it: asks the members what they have committed, writes it down.
 
-The path of a step through this file: `_ask` (members' `History`, and our own past) -> `Book.due` -> `_line` -> `_keep`
+The path of a step through this file: `_ask` (members' `History`, and our own past) -> `Book.due` -> `_keep`
 (the file, TensorBoard's, Weights & Biases) and `Recorded` to whoever shows the run. Without a folder nothing is
 written: then this only finds out what the dashboard shows.
 """
@@ -12,12 +12,15 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
 from shoal.deploy.dashboard.beside import Showing
 from shoal.deploy.dashboard.census import Census, clean
-from shoal.deploy.record.book import AGO_S_MAX, Book, Key, Step
+from shoal.deploy.record.book import AGO_S_MAX, Book, Key
 from shoal.deploy.record.events_file import EventsFile
 from shoal.deploy.record.lines import (
     RECORD,
@@ -317,28 +320,10 @@ class Recorder:
 
     # --- writing ---
 
-    async def _tell(self, steps: Iterable[Step]) -> None:
-        await self._keep(tuple(self._line(step) for step in steps))
-
-    def _line(self, step: Step) -> StepLine:
-        return StepLine(
-            time=_ms(step.at_s + time.time() - time.monotonic()),
-            step=step.step + 1,
-            era=step.era,
-            loss=step.loss,
-            perplexity=perplexity(step.loss),
-            learning_rate=rate_of(self._spec, step.step),
-            gradient_norm=step.gradient_norm,
-            gradient_norms=step.gradient_norms,
-            tokens=step.tokens,
-            tokens_per_s=step.tokens_per_s,
-            staleness=step.staleness,
-            peers=step.peers,
-            given_up=step.given_up,
-            duplicates=step.duplicates,
-            dissenting=step.dissenting,
-            unheard=step.unheard,
-        )
+    async def _tell(self, steps: Iterable[StepLine]) -> None:
+        """Keep these steps, with their times by the wall clock."""
+        ahead_s = time.time() - time.monotonic()
+        await self._keep(tuple(msgspec.structs.replace(step, time=_ms(step.time + ahead_s)) for step in steps))
 
     async def _keep(self, steps: tuple[StepLine, ...]) -> None:
         """Write these lines and others that wait, on another thread, since a disk may take its time."""
@@ -421,6 +406,7 @@ class Recorder:
             num_groups=self._num_groups,
             lead_steps=self._spec.training.s_max + 1,
             tokens_per_step=self._spec.tokens_per_step,
+            learning_rate=partial(rate_of, self._spec),
             reached=reached,
         )
 

@@ -17,9 +17,8 @@ import torch
 
 from shoal.coordinator.ledger import StepRecord
 from shoal.deploy.control.control_socket import ControlServer
-from shoal.deploy.control.host_verbs import HostVerbs
+from shoal.deploy.control.host_verbs import HostVerbs, InviteVerb
 from shoal.deploy.control.invite_book import InviteBook
-from shoal.deploy.control.invite_verb import InviteVerb
 from shoal.deploy.dashboard.address import Address
 from shoal.deploy.dashboard.beside import Showing, serving
 from shoal.deploy.dashboard.contribution import ContributionMeter, MeteredCompute

@@ -15,8 +15,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-import msgspec
-
 from shoal.protocol.errors import LocalError
 from shoal.protocol.sim.paths import Disturbance
 from shoal.protocol.sim.world import SimPeer, World
@@ -77,19 +75,6 @@ class Fault:
 
 Schedule = tuple[Fault, ...]
 """Faults in order of `at_s`."""
-
-
-def encode_schedule(schedule: Schedule) -> bytes:
-    """Write a schedule as JSON, exactly: `decode_schedule` gives an equal one back."""
-    return msgspec.json.encode(schedule)
-
-
-def decode_schedule(data: bytes) -> Schedule:
-    """Raises: LocalError: not a schedule."""
-    try:
-        return msgspec.json.decode(data, type=tuple[Fault, ...])
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise LocalError(f"this is not a schedule of faults: {error}") from error
 
 
 # Drawing ------------------------------------------------------------------------------------------------------------

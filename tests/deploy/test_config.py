@@ -5,8 +5,8 @@ import pytest
 from typer.testing import CliRunner
 
 from shoal.deploy import cli, config
+from shoal.deploy.config import RecordSettings
 from shoal.deploy.manners.limits import Limits
-from shoal.deploy.record.settings import RecordSettings
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from shoal.deploy.demo.chaos import COMES_BACK_EVERY, HEARD_S, SETTLED_S, Chaos, ChaosOptions, expendable, schedule
+from shoal.deploy.demo.chaos import (
+    COMES_BACK_EVERY,
+    HEARD_S,
+    SETTLED_S,
+    Chaos,
+    ChaosOptions,
+    FaultPorts,
+    expendable,
+    schedule,
+)
 from shoal.deploy.demo.crew import Crew, Member
 from shoal.deploy.demo.summary import FaultLine
 from shoal.deploy.demo.swarm import Swarm
@@ -172,7 +181,11 @@ def play(options: ChaosOptions, crew: PretendCrew, see: Any, until_s: float) -> 
         faults.append(fault)
 
     async def main() -> None:
-        chaos = Chaos(crew, options, status=see, on_fault=note, on_left_behind=lambda name, left: None, until_s=until_s)
+        chaos = Chaos(
+            FaultPorts(crew=crew, status=see, on_fault=note, on_left_behind=lambda name, left: None),
+            options,
+            until_s=until_s,
+        )
         await chaos.run()
 
     run(main())
@@ -233,14 +246,13 @@ def test_who_is_suspended_goes_on_when_chaos_is_called_off() -> None:
     crew = PretendCrew("abc")
 
     async def main() -> None:
-        chaos = Chaos(
-            crew,
-            ChaosOptions(seed=0, kill_every_s=2.0, suspend_s=1000.0),
+        ports = FaultPorts(
+            crew=crew,
             status=lambda: whole(crew),
             on_fault=lambda fault: None,
             on_left_behind=lambda name, left: None,
-            until_s=None,
         )
+        chaos = Chaos(ports, ChaosOptions(seed=0, kill_every_s=2.0, suspend_s=1000.0), until_s=None)
         task = asyncio.create_task(chaos.run())
         await asyncio.sleep(6.0)  # three kills, and half-way between two of them the suspension
         assert any(member.suspended for member in crew.members)

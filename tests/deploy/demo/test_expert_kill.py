@@ -7,8 +7,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from shoal.deploy.demo.chaos import ExpertKill, FaultPorts, victim
 from shoal.deploy.demo.crew import Crew, Member
-from shoal.deploy.demo.expert_kill import ExpertKill, victim
 from shoal.deploy.demo.summary import FaultLine
 from shoal.deploy.demo.swarm import Swarm
 from shoal.protocol.identity import PeerID
@@ -88,13 +88,13 @@ def test_it_waits_for_its_time_and_comes_once() -> None:
 
     async def main() -> float:
         loop = asyncio.get_running_loop()
-        kill = ExpertKill(
-            crew,
-            is_time=lambda: loop.time() >= 9.0,
+        ports = FaultPorts(
+            crew=crew,
             status=lambda: next(seen),
             on_fault=faults.append,
             on_left_behind=lambda name, processes: left.append((name, processes)),
         )
+        kill = ExpertKill(ports, is_time=lambda: loop.time() >= 9.0)
         await kill.run()
         return loop.time()
 

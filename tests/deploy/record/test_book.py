@@ -25,7 +25,14 @@ def commit(stage: int, step: int, era: int = 0, **says: Any) -> CommitReport:
 
 
 def book(reached: tuple[int, int] | None = (0, 0), *, groups: int = 2) -> Book:
-    return Book(num_stages=2, num_groups=groups, lead_steps=2, tokens_per_step=1000, reached=reached)
+    return Book(
+        num_stages=2,
+        num_groups=groups,
+        lead_steps=2,
+        tokens_per_step=1000,
+        learning_rate=lambda step: 0.1 * (step + 1),
+        reached=reached,
+    )
 
 
 def hear(made: Book, *reports: CommitReport, now_s: float = 0.0) -> list[tuple[int, int]]:
@@ -35,7 +42,8 @@ def hear(made: Book, *reports: CommitReport, now_s: float = 0.0) -> list[tuple[i
 
 
 def due(made: Book, now_s: float, *, flush: bool = False) -> list[tuple[int, int]]:
-    return [(step.era, step.step) for step in made.due(now_s, flush=flush)]
+    """(era, step from 0) of the steps that come out."""
+    return [(line.era, line.step - 1) for line in made.due(now_s, flush=flush)]
 
 
 def test_a_step_comes_out_when_every_stage_has_reported_it() -> None:
@@ -43,6 +51,7 @@ def test_a_step_comes_out_when_every_stage_has_reported_it() -> None:
     assert hear(made, commit(1, 0)) == []
     made.note(commit(0, 0, duplicates=1, given_up=2), 1.0, 1.0)
     (step,) = made.due(1.0)
+    assert (step.step, step.time, step.learning_rate) == (1, 1.0, 0.1)
     assert (step.loss, step.gradient_norm, step.gradient_norms) == (5.0, 5.0, (3.0, 4.0))
     assert (step.staleness, step.peers, step.duplicates, step.given_up, step.unheard) == (0.25, 4, 1, 2, 0)
     assert hear(made, commit(0, 0), commit(1, 0)) == []
@@ -74,7 +83,7 @@ def test_a_step_that_a_stage_has_passed_and_nobody_knows_comes_out_without_it() 
     assert made.missing() == ((0, 0), [0])
     assert due(made, PATIENCE_S - 0.1) == []
     steps = made.due(PATIENCE_S)
-    assert [(step.step, step.unheard, step.gradient_norm) for step in steps] == [(0, 1, None), (1, 0, 5.0)]
+    assert [(line.step, line.unheard, line.gradient_norm) for line in steps] == [(1, 1, None), (2, 0, 5.0)]
     assert made.lost == 0
 
 

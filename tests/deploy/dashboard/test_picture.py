@@ -2,7 +2,7 @@
 
 import math
 
-from shoal.deploy.dashboard.expert_views import expert_views
+from shoal.deploy.dashboard.picture import expert_views
 from shoal.deploy.dashboard.view import ExpertView
 from shoal.deploy.report import Status
 from shoal.protocol.messages import ExpertStatus
