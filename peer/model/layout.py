@@ -175,8 +175,8 @@ def _deviation(model: ModelSpec, name: str, matrix_RC: Tensor) -> float:
     So a layer changes little of the stream that it reads, whatever its width: "small sub-layers, large shortcut"
     (Takase et al., 2023, arXiv 2312.16903). 0.02 throughout, the usual choice, is that for matrices 2,500 wide; an
     embedding that small is enlarged by every norm behind it, and its gradient with it, and a usual step is a fifth of
-    it. Narrow models learn much less with it (`peer/model/README.md`), and from stale gradients least of all
-    (`tests/bench/staleness/README.md`).
+    it. Narrow models learn much less with it (`peer/model/MEASURED.md`), and from stale gradients least of all
+    (`tests/bench/staleness/MEASURED.md`).
     """
     if name.endswith("embed_tokens.weight"):
         return 1.0
