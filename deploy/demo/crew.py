@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shoal.deploy.demo.swarm import Child, Swarm
-from shoal.deploy.report import Joined, Left, Ready
+from shoal.deploy.report import Joined, Left, Obeys, Ready
 from shoal.protocol.identity import PeerID
 from shoal.protocol.invite import make_invite, parse_invite
 from shoal.protocol.limits import ADDRESSES_MAX
@@ -29,6 +29,8 @@ class Member:
     """The peer's identifier, once it has joined."""
     invite: str = ""
     """An invite with the peer's own address, once it has joined."""
+    obeys: bool = False
+    """Whether the peer has told of a plan since it was started."""
     killed: bool = False
     """Whether the demo killed it on purpose, so that its end is no error."""
     dismissed: bool = False
@@ -131,12 +133,14 @@ class Crew:
         for folder in sorted(self.peers_folder.glob("*")):
             await leftovers.clear(folder)
 
-    def take(self, member: Member, report: Ready | Joined | Left) -> None:
+    def take(self, member: Member, report: Ready | Joined | Obeys | Left) -> None:
         match report:
             case Ready():
                 self.invite = report.invite
             case Joined():
                 member.peer, member.invite = report.peer, report.invite
+            case Obeys():
+                member.obeys = True
             case Left():
                 member.left = report
 

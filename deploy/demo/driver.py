@@ -24,7 +24,7 @@ from shoal.deploy.demo.chronicle import Chronicle
 from shoal.deploy.demo.crew import Crew, environment, last_line
 from shoal.deploy.demo.summary import Summary
 from shoal.deploy.demo.swarm import Child, Swarm
-from shoal.deploy.report import Joined, Left, Ready, read_report
+from shoal.deploy.report import Joined, Left, Obeys, Ready, read_report
 from shoal.deploy.run.run_file import write_spec
 from shoal.protocol.errors import LocalError
 from shoal.protocol.spec import DataSpec, RunSpec
@@ -33,8 +33,8 @@ _SAMPLER = "sampler"
 _RSS_S = 2.0
 _END_S = 30.0
 """How long the children have to write their last snapshot and leave, once the first has done so."""
-_FINDS_ITS_WAY_S = 15.0
-"""How long after a start, or after a suspension, a peer surely knows what the others know."""
+_FINDS_ITS_WAY_S = 30.0
+"""How long after a suspension a peer surely knows what the others know."""
 _SAMPLE_S = 90.0
 _EVERYWHERE = DataSpec()
 """The text that every machine has."""
@@ -188,7 +188,7 @@ class Demo:
         # Who has not found its way in, or back after a sleep, would look for a run that is no more.
         record = self._chronicle.record
         since_s = max([self._watched_until_s - _FINDS_ITS_WAY_S, *record.step_times_s[:1]])
-        lost = [m for m in self._crew.alive if not record.finished or m.peer is None or m.awake_since_s > since_s]
+        lost = [m for m in self._crew.alive if not record.finished or not m.obeys or m.awake_since_s > since_s]
         self._crew.terminate(lost)
         if not await self._swarm.wait(timeout_s=_END_S):
             for member in self._crew.alive:
@@ -252,7 +252,7 @@ class Demo:
             return
         report = read_report(line)
         if report is not None:
-            if isinstance(report, Ready | Joined | Left):
+            if isinstance(report, Ready | Joined | Obeys | Left):
                 self._crew.take(self._crew.member_of(child), report)
             self._chronicle.take(child.name, report)
             self._changed.set()
