@@ -20,7 +20,7 @@ from shoal.peer.model import llama
 from shoal.peer.model.flop import JobFlop
 from shoal.peer.model.layout import init_layer, layer_layout
 from shoal.peer.model.mixture import ExpertLoads
-from shoal.peer.pipeline.microbatch import IndexSet, Microbatch
+from shoal.peer.pipeline.microbatch import Indices, Microbatch
 from shoal.peer.pipeline.stage import StageRuntime
 from shoal.peer.pipeline.state import StageState
 from shoal.peer.pipeline.trunk import StageTrunk
@@ -55,7 +55,7 @@ class Held(Protocol):
 
     def contribute(self, microbatch: Microbatch, *, apart: bool = False) -> bool: ...
 
-    def gradient_sum(self, step: int, indices: IndexSet | None = None) -> Callable[[], Tensor]: ...
+    def gradient_sum(self, step: int, indices: Indices | None = None) -> Callable[[], Tensor]: ...
 
     def forget(self, microbatch: Microbatch) -> None: ...
 

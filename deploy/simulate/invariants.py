@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from shoal.deploy.simulate.sightings import Committed, Event, Failed, Held, Obeyed, Opened, Quiet, Started, Ticked
-from shoal.peer.pipeline.microbatch import IndexSet
+from shoal.peer.pipeline.microbatch import indices_from
 from shoal.protocol.plan import Plan
 
 LOSS_TOLERANCE = 1e-4
@@ -207,15 +207,16 @@ class RoundsAddUp:
         if not isinstance(event, Opened):
             return None
         start, M = event.start, self.expected.microbatches
-        brought = [IndexSet.from_bytes(member.indices, count=M) for member in start.members]
-        union = IndexSet()
+        brought = [indices_from(member.indices, count=M) for member in start.members]
+        union = 0
         for indices in brought:
-            union = union | indices
-        duplicates = sum(len(indices) for indices in brought) - len(union)
-        if (len(union) + start.given_up, duplicates) == (M, start.duplicates):
+            union |= indices
+        num = union.bit_count()
+        duplicates = sum(indices.bit_count() for indices in brought) - num
+        if (num + start.given_up, duplicates) == (M, start.duplicates):
             return None
         return (
-            f"round {start.step} of stage {start.stage} has {len(union)} of {M} and {duplicates} duplicates, and says "
+            f"round {start.step} of stage {start.stage} has {num} of {M} and {duplicates} duplicates, and says "
             f"{start.given_up} given up and {start.duplicates} duplicates"
         )
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from shoal.deploy.simulate.extents import NOWHERE
 from shoal.peer.model.layout import layer_layout
 from shoal.peer.pipeline.contributions import Contributions
-from shoal.peer.pipeline.microbatch import IndexSet, Microbatch
+from shoal.peer.pipeline.microbatch import Indices, Microbatch
 from shoal.peer.pipeline.state import StageState, moment2_numel
 from shoal.peer.vectors import Vectors
 from shoal.protocol.spec import RunSpec
@@ -67,7 +67,7 @@ class ModelledShard:
     def contribute(self, microbatch: Microbatch, *, apart: bool = False) -> bool:
         return self._contributions.contribute(microbatch, version=self.version, apart=apart)
 
-    def gradient_sum(self, step: int, indices: IndexSet | None = None) -> Callable[[], Tensor]:
+    def gradient_sum(self, step: int, indices: Indices | None = None) -> Callable[[], Tensor]:
         total = self._contributions.total(step, indices)
         return lambda: total().sum_N
 

@@ -20,7 +20,7 @@ from shoal.peer.group.pressing import PRESS_S, Pressing
 from shoal.peer.group.reduce import Reduction
 from shoal.peer.group.telling import Telling
 from shoal.peer.outbox import Outbox
-from shoal.peer.pipeline.microbatch import IndexSet
+from shoal.peer.pipeline.microbatch import indices_from
 from shoal.peer.replica.commands import CatchUp, ForgetMember, Reduce, Tell
 from shoal.peer.replica.events import CommitEvent, DigestArrived, ProgressArrived, RoundArrived, StoodStill
 from shoal.peer.replica.views import GroupView
@@ -227,7 +227,7 @@ class GroupDriver:
     def _begin(self, start: RoundStart) -> None:
         core, runtime = self.core, self._stepper.runtime
         mine = next(member.indices for member in start.members if member.peer == core.me)
-        make_sum = runtime.gradient_sum(start.step, IndexSet.from_bytes(mine, count=core.microbatches))
+        make_sum = runtime.gradient_sum(start.step, indices_from(mine, count=core.microbatches))
         reduction = Reduction(
             core.me, start, runtime.num_parameters, microbatches=core.microbatches, vectors=self._vectors
         )

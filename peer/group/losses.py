@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import median_low
 
-from shoal.peer.pipeline.microbatch import IndexSet
+from shoal.peer.pipeline.microbatch import Indices, bitmap_of
 from shoal.peer.replica.commands import AskRepair, CommitCommand
 from shoal.protocol.identity import PeerID
 
@@ -34,8 +34,8 @@ class Losses:
     microbatches: int
     is_first: bool = False
     """Of stage 0: what it lacks is mostly on its way, and it would run all of that again."""
-    _claims: dict[int, dict[PeerID, IndexSet]] = field(default_factory=dict)
-    _lost: dict[int, IndexSet] = field(default_factory=dict)
+    _claims: dict[int, dict[PeerID, Indices]] = field(default_factory=dict)
+    _lost: dict[int, Indices] = field(default_factory=dict)
     _version_since_s: float = 0.0
     _grown_at_s: float = 0.0
     _may_lack: bool = False
@@ -44,19 +44,19 @@ class Losses:
     """In vain, since then."""
     _steps_s: deque[float] = field(default_factory=lambda: deque(maxlen=_STEPS_REMEMBERED))
 
-    def claimed(self, peer: PeerID, step: int, indices: IndexSet) -> None:
+    def claimed(self, peer: PeerID, step: int, indices: Indices) -> None:
         """By its own word, or because we have granted it: the word may not come any more."""
         claims = self._claims.setdefault(step, {})
-        claims[peer] = claims.get(peer, IndexSet()) | indices
+        claims[peer] = claims.get(peer, 0) | indices
 
     def mate_died(self) -> None:
         """Whatever we know of it."""
         self._may_lack = True
 
-    def died(self, peer: PeerID, step: int, contributed: IndexSet) -> None:
+    def died(self, peer: PeerID, step: int, contributed: Indices) -> None:
         """What we know of it."""
-        claimed = self._claims.get(step, {}).pop(peer, IndexSet())
-        self._lost[step] = self._lost.get(step, IndexSet()) | contributed | claimed
+        claimed = self._claims.get(step, {}).pop(peer, 0)
+        self._lost[step] = self._lost.get(step, 0) | contributed | claimed
 
     def steps_claimed_by(self, peer: PeerID) -> set[int]:
         return {step for step, claims in self._claims.items() if peer in claims}
@@ -103,14 +103,11 @@ class Losses:
         if now_s >= self.suspect_at_s():
             self._grown_at_s = now_s
             self._num_asked += 1
-            self._lost[version] = IndexSet((1 << self.microbatches) - 1)
+            self._lost[version] = (1 << self.microbatches) - 1
         commands: list[CommitCommand] = []
         for step, lost in sorted(self._lost.items()):
-            wanted = IndexSet()
-            for index in range(self.microbatches):
-                if index in lost and lacks(step, index):
-                    wanted.add(index)
-            if len(wanted):
-                commands.append(AskRepair(step, wanted.to_bytes()))
+            wanted = sum(1 << index for index in range(self.microbatches) if lost >> index & 1 and lacks(step, index))
+            if wanted:
+                commands.append(AskRepair(step, bitmap_of(wanted)))
         self._lost.clear()
         return commands

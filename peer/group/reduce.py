@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from shoal.peer.pipeline.microbatch import IndexSet
+from shoal.peer.pipeline.microbatch import indices_from
 from shoal.peer.vectors import VECTORS, Vectors
 from shoal.protocol.errors import RemoteError
 from shoal.protocol.identity import PeerID
@@ -61,7 +61,7 @@ class Reduction:
         self._sum_N: Tensor | None = None
         self._peers = [member.peer for member in start.members]
         self._rank = self._peers.index(me)
-        counts = [len(IndexSet.from_bytes(member.indices, count=microbatches)) for member in start.members]
+        counts = [indices_from(member.indices, count=microbatches).bit_count() for member in start.members]
         self._contributors = [peer for peer, count in zip(self._peers, counts, strict=True) if count]
         self._scale = 1.0 / max(1, sum(counts))
         self._bounds = part_bounds([member.bandwidth for member in start.members], size)

@@ -8,7 +8,7 @@ out. Then a repair changes nothing but the time. Only what ran twice without any
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from shoal.peer.pipeline.microbatch import IndexSet
+from shoal.peer.pipeline.microbatch import Indices, bitmap_of, has_index, indices_from
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Progress, RoundMember, RoundStart
 
@@ -17,28 +17,32 @@ from shoal.protocol.messages import Progress, RoundMember, RoundStart
 class Tally:
     """One member's contribution to one step, as far as we know."""
 
-    indices: IndexSet = field(default_factory=IndexSet)
+    indices: Indices = 0
     loss_sum: float = 0.0
     staleness_sum: int = 0
     apart: dict[int, tuple[float, int]] = field(default_factory=dict)
     """Those of the indices that can be left out, with their loss and staleness."""
 
     @property
-    def firm(self) -> IndexSet:
+    def firm(self) -> Indices:
         """What cannot be taken out of the sum any more."""
-        return self.indices.without(self.apart)
+        return self.indices & ~self._optional
 
-    def may_bring(self, indices: IndexSet) -> bool:
+    def may_bring(self, indices: Indices) -> bool:
         """Whether a round that wants exactly these of us can have them."""
-        return indices.without(self.apart) == self.firm and len(indices | self.indices) == len(self.indices)
+        return indices & ~self._optional == self.firm and indices | self.indices == self.indices
+
+    @property
+    def _optional(self) -> Indices:
+        return sum(1 << index for index in self.apart)
 
 
 @dataclass(frozen=True, slots=True)
 class Shares:
     """What each member brings to a round."""
 
-    brought: Mapping[PeerID, IndexSet]
-    union: IndexSet
+    brought: Mapping[PeerID, Indices]
+    union: Indices
     duplicates: int
     loss_sum: float
     staleness_sum: int
@@ -62,7 +66,7 @@ class Shares:
             RoundMember(
                 peer=peer,
                 bandwidth=bandwidths.get(peer, least),
-                indices=self.brought.get(peer, IndexSet()).to_bytes(),
+                indices=bitmap_of(self.brought.get(peer, 0)),
             )
             for peer in ranked
         )
@@ -72,7 +76,7 @@ class Shares:
             attempt=attempt,
             members=members,
             duplicates=self.duplicates,
-            given_up=of - len(self.union),
+            given_up=of - self.union.bit_count(),
             loss_sum=self.loss_sum,
             staleness_sum=self.staleness_sum,
         )
@@ -81,18 +85,18 @@ class Shares:
 def share_out(ranked: Sequence[PeerID], tallies: Mapping[PeerID, Tally]) -> Shares:
     """Everything firm, and of what is kept apart each index once, from the first by rank that has it."""
     present = [(peer, tallies[peer]) for peer in ranked if peer in tallies]
-    union = IndexSet()
+    union = 0
     for _, tally in present:
-        union = union | tally.firm
-    brought: dict[PeerID, IndexSet] = {}
+        union |= tally.firm
+    brought: dict[PeerID, Indices] = {}
     loss_sum, staleness_sum = 0.0, 0
     for peer, tally in present:
-        left_out = {index: values for index, values in tally.apart.items() if index in union}
-        brought[peer] = tally.indices.without(left_out)
-        union = union | brought[peer]
+        left_out = {index: values for index, values in tally.apart.items() if union >> index & 1}
+        brought[peer] = tally.indices & ~sum(1 << index for index in left_out)
+        union |= brought[peer]
         loss_sum += tally.loss_sum - sum(loss for loss, _ in left_out.values())
         staleness_sum += tally.staleness_sum - sum(steps for _, steps in left_out.values())
-    duplicates = sum(len(indices) for indices in brought.values()) - len(union)
+    duplicates = sum(indices.bit_count() for indices in brought.values()) - union.bit_count()
     return Shares(brought, union, duplicates, loss_sum, staleness_sum)
 
 
@@ -107,7 +111,7 @@ class Tallies:
     me: PeerID
     microbatches: int
     _by_step: dict[int, dict[PeerID, Tally]] = field(default_factory=dict)
-    _claimed: dict[int, IndexSet] = field(default_factory=dict)
+    _claimed: dict[int, Indices] = field(default_factory=dict)
 
     def of(self, step: int) -> Mapping[PeerID, Tally]:
         return self._by_step.get(step, {})
@@ -119,29 +123,26 @@ class Tallies:
             found = tallies[peer] = Tally()
         return found
 
-    def indices(self, bitmap: bytes) -> IndexSet:
-        return IndexSet.from_bytes(bitmap, count=self.microbatches)
-
     def may_bring(self, peer: PeerID, step: int, bitmap: bytes) -> bool:
         """Whether a round that wants exactly these of `peer` can have them."""
-        return self.tally(step, peer).may_bring(self.indices(bitmap))
+        return self.tally(step, peer).may_bring(indices_from(bitmap, count=self.microbatches))
 
-    def num_held(self, step: int, by: Iterable[PeerID]) -> int:
-        """How many microbatches these have contributed together."""
-        tallies, union = self.of(step), IndexSet()
+    def held(self, step: int, by: Iterable[PeerID]) -> Indices:
+        """What these have contributed together."""
+        tallies, union = self._by_step.get(step, {}), 0
         for peer in by:
             if peer in tallies:
-                union = union | tallies[peer].indices
-        return len(union)
+                union |= tallies[peer].indices
+        return union
 
     def is_held(self, step: int, index: int) -> bool:
         """Somebody has contributed it."""
-        return bool([tally for tally in self._by_step.get(step, {}).values() if index in tally.indices])
+        return has_index(self.held(step, self._by_step.get(step, ())), index)
 
     @property
     def has_own(self) -> bool:
         """Something of ours is not committed yet."""
-        return any(len(tallies[self.me].indices) for tallies in self._by_step.values() if self.me in tallies)
+        return any(tallies[self.me].indices for tallies in self._by_step.values() if self.me in tallies)
 
     @property
     def steps(self) -> set[int]:
@@ -150,14 +151,14 @@ class Tallies:
 
     def claim(self, step: int, index: int) -> None:
         """We have been granted it."""
-        self._claimed.setdefault(step, IndexSet()).add(index)
+        self._claimed[step] = self._claimed.get(step, 0) | 1 << index
 
     def add(self, step: int, index: int, *, loss: float, staleness_steps: int, apart: bool) -> bool:
         """We contribute it. Returns: False: we had before."""
         tally = self.tally(step, self.me)
-        if index in tally.indices:
+        if tally.indices >> index & 1:
             return False
-        tally.indices.add(index)
+        tally.indices |= 1 << index
         if apart:
             tally.apart[index] = (loss, staleness_steps)
         tally.loss_sum += loss
@@ -166,14 +167,14 @@ class Tallies:
 
     def take(self, source: PeerID, message: Progress) -> bool:
         """A mate's word on a step. Returns: whether it has contributed more."""
-        tally, indices = self.tally(message.step, source), self.indices(message.indices)
-        grown = len(indices) > len(tally.indices)
-        if len(indices) >= len(tally.indices):  # Calls may overtake each other; a contribution only grows.
+        tally, indices = self.tally(message.step, source), indices_from(message.indices, count=self.microbatches)
+        before, now = tally.indices.bit_count(), indices.bit_count()
+        if now >= before:  # Calls may overtake each other; a contribution only grows.
             tally.indices, tally.loss_sum, tally.staleness_sum = indices, message.loss_sum, message.staleness_sum
-            tally.apart = {index: (loss, steps) for index, loss, steps in message.apart if index in indices}
-        return grown
+            tally.apart = {index: (loss, steps) for index, loss, steps in message.apart if has_index(indices, index)}
+        return now > before
 
-    def lose(self, peer: PeerID, step: int) -> IndexSet:
+    def lose(self, peer: PeerID, step: int) -> Indices:
         """It died. Returns: what it had contributed to `step`."""
         return self._by_step.get(step, {}).pop(peer, Tally()).indices
 
@@ -189,8 +190,8 @@ class Tallies:
             stage=stage,
             step=step,
             lead=lead,
-            indices=mine.indices.to_bytes(),
-            claimed=self._claimed.get(step, IndexSet()).to_bytes(),
+            indices=bitmap_of(mine.indices),
+            claimed=bitmap_of(self._claimed.get(step, 0)),
             loss_sum=mine.loss_sum,
             staleness_sum=mine.staleness_sum,
             apart=tuple((index, loss, steps) for index, (loss, steps) in sorted(mine.apart.items())),

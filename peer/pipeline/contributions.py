@@ -19,7 +19,7 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from shoal.peer.pipeline.microbatch import IndexSet, Microbatch
+from shoal.peer.pipeline.microbatch import Indices, Microbatch, has_index
 from shoal.peer.pipeline.weight_set import OpenSum, Places, WeightSet
 from shoal.peer.vectors import Vectors
 
@@ -110,7 +110,7 @@ class Contributions:
         self._told.append(partial(self._add, microbatch.step, gradient_N, weights))
         return False
 
-    def total(self, step: int, indices: IndexSet | None = None) -> Callable[[], Summed]:
+    def total(self, step: int, indices: Indices | None = None) -> Callable[[], Summed]:
         """Ask for the sum of our contributions to `step`; of those kept apart `indices`, if given.
 
         A copy: a microbatch that comes late must not change what others have seen of it. It is added to the sum all
@@ -192,7 +192,7 @@ class Contributions:
             there.add(weights)
         return there
 
-    def _asked_for(self, step: int, indices: IndexSet | None) -> list[_Gradient]:
+    def _asked_for(self, step: int, indices: Indices | None) -> list[_Gradient]:
         """Of those kept apart."""
         kept = self._apart.get(step, {})
-        return [kept[index] for index in sorted(kept) if indices is None or index in indices]
+        return [kept[index] for index in sorted(kept) if indices is None or has_index(indices, index)]

@@ -1,6 +1,5 @@
 """The unit that flows through stages: microbatch `(t, i)`, sample range `i` of step `t`."""
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 
@@ -22,46 +21,22 @@ class Microbatch(NamedTuple):
         return f"({self.step}, {self.index})"
 
 
-class IndexSet:
-    """A set of microbatch indices of one step; travels as a bitmap (bit i of byte i // 8)."""
+Indices = int
+"""A set of microbatch indices of one step, as the bits of a number: bit i stands for microbatch i. It is a plain number
+because every event works with such sets: `|`, `& ~` and `bit_count()` do what a set's methods would. It travels as a
+bitmap (bit i of byte i // 8)."""
 
-    __slots__ = ("_bits",)
 
-    def __init__(self, bits: int = 0) -> None:
-        self._bits = bits
+def indices_from(bitmap: bytes, *, count: int) -> Indices:
+    """Read a bitmap. Bits at or above `count` are ignored: a peer cannot contribute what the step does not have."""
+    return int.from_bytes(bitmap, "little") & ((1 << count) - 1)
 
-    @classmethod
-    def from_bytes(cls, data: bytes, *, count: int) -> "IndexSet":
-        """Bits at or above `count` are ignored: a peer cannot contribute what the step does not have."""
-        return cls(int.from_bytes(data, "little") & ((1 << count) - 1))
 
-    def to_bytes(self) -> bytes:
-        return self._bits.to_bytes((self._bits.bit_length() + 7) // 8, "little")
+def bitmap_of(indices: Indices) -> bytes:
+    """Write what `indices_from` reads."""
+    return indices.to_bytes((indices.bit_length() + 7) // 8, "little")
 
-    def add(self, index: int) -> None:
-        self._bits |= 1 << index
 
-    def without(self, indices: Iterable[int]) -> "IndexSet":
-        bits = self._bits
-        for index in indices:
-            bits &= ~(1 << index)
-        return IndexSet(bits)
-
-    def missing(self, count: int) -> list[int]:
-        """What it lacks of the first `count` indices, in order."""
-        bits = self._bits
-        return [index for index in range(count) if not bits >> index & 1]
-
-    def __contains__(self, index: int) -> bool:
-        return index >= 0 and bool(self._bits >> index & 1)  # others name indices, too
-
-    def __len__(self) -> int:
-        return self._bits.bit_count()
-
-    def __or__(self, other: "IndexSet") -> "IndexSet":
-        return IndexSet(self._bits | other._bits)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, IndexSet) and self._bits == other._bits
-
-    __hash__ = None  # type: ignore[assignment]
+def has_index(indices: Indices, index: int) -> bool:
+    """Whether `index` is one of them. Other peers name indices, too: one below 0 is in no set."""
+    return index >= 0 and bool(indices >> index & 1)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shoal.peer.model.layout import layer_layout
 from shoal.peer.pipeline.contributions import Contributions
-from shoal.peer.pipeline.microbatch import IndexSet, Microbatch
+from shoal.peer.pipeline.microbatch import Indices, Microbatch
 from shoal.peer.pipeline.prediction import COMPENSATIONS
 from shoal.peer.pipeline.state import LayerState, StageState, clipped, initial_state, step_layer_clipped
 from shoal.peer.pipeline.weight_set import WeightSet
@@ -103,7 +103,7 @@ class Shard:
         """
         return self._contributions.contribute(microbatch, version=self.version, apart=apart)
 
-    def gradient_sum(self, step: int, indices: IndexSet | None = None) -> Callable[[], Tensor]:
+    def gradient_sum(self, step: int, indices: Indices | None = None) -> Callable[[], Tensor]:
         """Ask for the sum over our contributions to `step` that have been told of by now; of those kept apart
         `indices`, if given. Returns: what makes it, float32 [N] on the CPU, on a thread that is not the loop's.
 

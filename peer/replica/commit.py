@@ -31,7 +31,7 @@ from shoal.peer.group.members import Members
 from shoal.peer.group.rounds import Rounds
 from shoal.peer.group.standstill import standstill
 from shoal.peer.group.tally import Tallies, share_out
-from shoal.peer.pipeline.microbatch import IndexSet
+from shoal.peer.pipeline.microbatch import indices_from
 from shoal.peer.replica.commands import CatchUp, CommitCommand, ForgetMember, Reduce, Tell
 from shoal.peer.replica.events import (
     CommitEvent,
@@ -169,7 +169,7 @@ class Commit:
                 return [Tell(self._progress(step), can_wait=True, can_rest=self.lead != self.me)]
             case MemberGranted(peer, microbatch):
                 if peer != self.me:
-                    self._losses.claimed(peer, microbatch.step, IndexSet(1 << microbatch.index))
+                    self._losses.claimed(peer, microbatch.step, 1 << microbatch.index)
                 return []
             case GradientCounted():
                 return self._contribute(event, now_s)
@@ -292,7 +292,8 @@ class Commit:
             commands += self._tell_open_steps(to=source)  # it did not know us before, and may have let ours pass
         self._members.names(source, message.lead, count=message.count)
         if self.version <= message.step < self.version + OPEN_STEPS_MAX:
-            self._losses.claimed(source, message.step, self._tallies.indices(message.claimed))
+            claimed = indices_from(message.claimed, count=self.microbatches)
+            self._losses.claimed(source, message.step, claimed)
             if self._tallies.take(source, message):
                 self._losses.grown(now_s)
             self._void_round_if_outgrown(message.step, source)
@@ -452,8 +453,8 @@ class Commit:
         # Ready members in rank order, then those who contributed and have since left the plan: they owe and are owed.
         # A member that is not ready takes no part, so what it has contributed is not there until it is ready again.
         ranked = [peer for peer in bandwidths if self._members.is_ready(peer)]
-        ranked += [peer for peer in self.departing if peer in tallies and len(tallies[peer].indices)]
-        num_held = self._tallies.num_held(step, ranked)
+        ranked += [peer for peer in self.departing if peer in tallies and tallies[peer].indices]
+        num_held = self._tallies.held(step, ranked).bit_count()
         if num_held < self.microbatches:
             overdue = self.deadline_s > 0 and now_s >= self._version_since_s + self.deadline_s
             if not overdue or num_held < self.quorum * self.microbatches:

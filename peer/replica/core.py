@@ -12,7 +12,7 @@ The parts are in files of their own. Others read them as views (`views.py`), and
 
 from typing import Final, get_args
 
-from shoal.peer.pipeline.microbatch import IndexSet, Microbatch
+from shoal.peer.pipeline.microbatch import Microbatch, indices_from
 from shoal.peer.replica.commands import AskRepair, Command, Finished, Make
 from shoal.peer.replica.commit import Commit
 from shoal.peer.replica.events import (
@@ -167,7 +167,7 @@ class ReplicaCore(MemberCore):
                         left += self._supplied(Validated(microbatch, loss), now_s)
                     left += self._changed(now_s)
                 case AskRepair(step, bitmap) if self._supply is not None:
-                    indices = IndexSet.from_bytes(bitmap, count=self._group.microbatches)
+                    indices = indices_from(bitmap, count=self._group.microbatches)
                     left += self._supplied(LossReported(step, indices), now_s)
                 case _:
                     left.append(command)

@@ -7,7 +7,7 @@ declines raises `Refused`, and one that no honest peer makes raises `RemoteError
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from shoal.peer.pipeline.microbatch import IndexSet, Microbatch
+from shoal.peer.pipeline.microbatch import Indices, Microbatch
 from shoal.peer.replica.job import Job
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Digest, Hello, Progress, RoundStart
@@ -293,7 +293,7 @@ class LossReported:
     """Our own group misses these contributions to `step`: they died with a replica."""
 
     step: int
-    indices: IndexSet
+    indices: Indices
 
 
 @dataclass(frozen=True, slots=True)

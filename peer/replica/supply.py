@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from shoal.peer.pipeline.microbatch import IndexSet, Microbatch
+from shoal.peer.pipeline.microbatch import Indices, Microbatch, indices_from
 from shoal.peer.replica.commands import (
     Answer,
     DropClaim,
@@ -278,11 +278,11 @@ class Supply:
 
     def _note(self, source: PeerID, step: int, indices: bytes, granted: bytes, now_s: float) -> None:
         count = self.book.microbatches
-        made = IndexSet.from_bytes(indices, count=count)
+        made = indices_from(indices, count=count)
         self.book.take(step, made)
-        self.book.take(step, IndexSet.from_bytes(granted, count=count))
+        self.book.take(step, indices_from(granted, count=count))
         for microbatch, out in list(self._out.items()):
-            if out.peer == source and microbatch.step == step and microbatch.index in made:
+            if out.peer == source and microbatch.step == step and made >> microbatch.index & 1:
                 self._made(microbatch, now_s)
 
     def _made(self, microbatch: Microbatch, now_s: float) -> None:
@@ -336,7 +336,7 @@ class Supply:
         # grant them again.
         for step, index in grant.items if leader == self.group.lead else ():
             if index >= 0:
-                self.book.take(step, IndexSet(1 << index))  # we may lead next, and our Progress goes to others
+                self.book.take(step, 1 << index)  # we may lead next, and our Progress goes to others
             commands.append(Make(Microbatch(step, index), False))
         return commands
 
@@ -419,18 +419,17 @@ class Supply:
         self._check_holder(source)
         if not 0 <= step < self.book.steps:
             raise RemoteError(source, f"wants step {step} again, which this run has not")
-        asked, passed = IndexSet.from_bytes(bitmap, count=self.book.microbatches), IndexSet()
-        for index in range(self.book.microbatches):
-            # What is not back at stage 0 yet is on its way, and will come by where it is missed.
-            if index in asked and not self.group.lacks(step, index):
-                passed.add(index)
-        return self._run_again(step, passed, now_s)
+        count = self.book.microbatches
+        asked = indices_from(bitmap, count=count)
+        # What is not back at stage 0 yet is on its way, and will come by where it is missed.
+        passed = [index for index in range(count) if asked >> index & 1 and not self.group.lacks(step, index)]
+        return self._run_again(step, sum(1 << index for index in passed), now_s)
 
-    def _run_again(self, step: int, indices: IndexSet, now_s: float) -> list[SupplyCommand]:
+    def _run_again(self, step: int, indices: Indices, now_s: float) -> list[SupplyCommand]:
         """Every open member runs its part at once. The leader alone would take as long as a dead replica has for its
         part of a step."""
         self.book.take(step, indices)
-        again = [Microbatch(step, index) for index in range(self.book.microbatches) if index in indices]
+        again = [Microbatch(step, index) for index in range(self.book.microbatches) if indices >> index & 1]
         commands: list[SupplyCommand] = []
         for peer, part in self._shared(again, now_s).items():
             if peer == self.group.me:
@@ -458,7 +457,7 @@ class Supply:
         if any(step > self.book.version + self.book.s_max + _STEPS_APART for step, _ in items):
             raise Refused(self.group.me, "is not as far as that")
         for step, index in items:
-            self.book.take(step, IndexSet(1 << index))
+            self.book.take(step, 1 << index)
         return [Make(Microbatch(step, index), True) for step, index in items]
 
     # --- halts ---

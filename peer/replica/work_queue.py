@@ -8,7 +8,7 @@ next leader knows what is taken.
 
 from dataclasses import dataclass, field
 
-from shoal.peer.pipeline.microbatch import IndexSet, Microbatch
+from shoal.peer.pipeline.microbatch import Indices, Microbatch
 from shoal.protocol.staleness import staleness_bound
 
 
@@ -33,7 +33,7 @@ class WorkQueue:
     version: int = 0
     halts_at: int | None = None
     """No step from this one on is begun; None: all may be."""
-    _taken: dict[int, IndexSet] = field(default_factory=dict)
+    _taken: dict[int, Indices] = field(default_factory=dict)
     _validation: list[Microbatch] = field(default_factory=list)
     _validated_version: int = -1
 
@@ -47,28 +47,29 @@ class WorkQueue:
             self._validated_version = version
             self._validation = [Microbatch(version, -1 - j) for j in range(self.validation_microbatches) if due]
 
-    def take(self, step: int, indices: IndexSet) -> None:
+    def take(self, step: int, indices: Indices) -> None:
         """Somebody holds these already."""
         if step >= self.version:
-            self._taken[step] = self._taken.get(step, IndexSet()) | indices
+            self._taken[step] = self._taken.get(step, 0) | indices
 
     @property
     def admissible(self) -> int:
         """Microbatches that could be granted now."""
         open_steps = self._open_steps()
-        taken = [len(self._taken[step]) for step in open_steps if step in self._taken]
+        taken = [self._taken[step].bit_count() for step in open_steps if step in self._taken]
         return self.microbatches * len(open_steps) - sum(taken) + len(self._validation)
 
     def grant(self, count: int) -> list[Microbatch]:
         """Up to `count` microbatches for one claimant; empty if every admissible one is taken."""
         granted, self._validation = self._validation[:count], self._validation[count:]
         for step in self._open_steps():
-            taken = self._taken.setdefault(step, IndexSet())
-            for index in taken.missing(self.microbatches):
+            taken = self._taken.get(step, 0)
+            for index in range(self.microbatches):
                 if len(granted) >= count:
                     return granted
-                taken.add(index)
-                granted.append(Microbatch(step, index))
+                if not taken >> index & 1:
+                    self._taken[step] = taken = taken | 1 << index
+                    granted.append(Microbatch(step, index))
         return granted
 
     def halt(self, *, at_once: bool) -> int:
@@ -77,10 +78,10 @@ class WorkQueue:
         Returns: the version that every stage comes to and none passes: what is granted of earlier steps is all of
         them. Each call may name a lower one, never a higher.
         """
-        begun = {step: taken for step, taken in self._taken.items() if len(taken)}
+        begun = {step: taken for step, taken in self._taken.items() if taken}
         if at_once:
-            whole = (step for step in range(self.version, self.steps) if len(begun.get(step, ())) < self.microbatches)
-            halts_at = next(whole, self.steps)
+            steps, all_of_it = range(self.version, self.steps), self.microbatches
+            halts_at = next((step for step in steps if begun.get(step, 0).bit_count() < all_of_it), self.steps)
         else:
             halts_at = max(begun, default=self.version - 1) + 1
         self.halts_at = halts_at if self.halts_at is None else max(self.version, min(halts_at, self.halts_at))

@@ -31,7 +31,7 @@ from shoal.peer.driver import PeerDriver, Watcher
 from shoal.peer.model.flop import JobFlop
 from shoal.peer.model.layout import num_parameters
 from shoal.peer.model.mixture import ExpertLoads
-from shoal.peer.pipeline.microbatch import IndexSet, Microbatch
+from shoal.peer.pipeline.microbatch import Indices, Microbatch
 from shoal.peer.pipeline.stage import StageRuntime
 from shoal.peer.pipeline.state import LayerState, StageState
 from shoal.peer.vectors import Vectors
@@ -193,7 +193,7 @@ class Hollow:
     def contribute(self, microbatch: Microbatch, *, apart: bool = False) -> bool:
         return False
 
-    def gradient_sum(self, step: int, indices: IndexSet | None = None) -> Callable[[], Tensor]:
+    def gradient_sum(self, step: int, indices: Indices | None = None) -> Callable[[], Tensor]:
         return lambda: self._sum_N
 
     def forget(self, microbatch: Microbatch) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from group_machines import DRAIN_S, PRESS_S, Action, Box, Machines, Node, Round, Tenure, names_of
-from shoal.peer.pipeline.microbatch import IndexSet, Microbatch
+from shoal.peer.pipeline.microbatch import Microbatch, indices_from
 from shoal.peer.replica.commands import (
     Answer,
     CatchUp,
@@ -544,8 +544,8 @@ class World(Machines):
         assert known == start, f"{start.step}.{start.attempt} opened twice: {known} and {start}"
         held: Counter[int] = Counter()
         for member in start.members:
-            indices = IndexSet.from_bytes(member.indices, count=self.M)
-            held.update(i for i in range(self.M) if i in indices)
+            indices = indices_from(member.indices, count=self.M)
+            held.update(i for i in range(self.M) if indices >> i & 1)
         assert sorted(held) == list(range(self.M)), f"the round of step {start.step} has {sorted(held)}"
         assert start.duplicates == sum(held.values()) - self.M
         assert self.is_hard or not start.duplicates

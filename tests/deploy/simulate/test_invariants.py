@@ -24,7 +24,7 @@ from shoal.deploy.simulate.invariants import (
     all_invariants,
 )
 from shoal.deploy.simulate.sightings import Committed, Event, Failed, Held, Obeyed, Opened, Quiet, Started, Ticked
-from shoal.peer.pipeline.microbatch import IndexSet
+from shoal.peer.pipeline.microbatch import bitmap_of
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import CommitReport, RoundMember, RoundStart
 from shoal.protocol.plan import Member, Plan, SignedPlan, Stage, plan_digest
@@ -73,7 +73,7 @@ def committed(
 
 
 def opened(*bitmaps: int, duplicates: int = 0, given_up: int = 0) -> Opened:
-    members = tuple(RoundMember(PeerID(f"p{i}"), 1.0, IndexSet(bits).to_bytes()) for i, bits in enumerate(bitmaps))
+    members = tuple(RoundMember(PeerID(f"p{i}"), 1.0, bitmap_of(bits)) for i, bits in enumerate(bitmaps))
     start = RoundStart(
         stage=0,
         step=0,

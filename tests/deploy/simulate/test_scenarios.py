@@ -12,7 +12,7 @@ from shoal.deploy.simulate.swarm import SimSwarm
 from shoal.deploy.simulate.tiny_run import tiny_spec
 from shoal.deploy.simulate.trial import Trial
 from shoal.deploy.simulate.witness import Verdict, Witness
-from shoal.peer.pipeline.microbatch import IndexSet
+from shoal.peer.pipeline.microbatch import indices_from
 from shoal.protocol.sim.chaos import Fault, FaultKind
 
 pytestmark = pytest.mark.sim
@@ -118,7 +118,7 @@ def brought(witness: Witness, swarm: SimSwarm, name: str, from_s: float, to_s: f
     peer, M = swarm.world.peers[name].peer_id, swarm.spec.training.microbatches_per_step
     newest = {(event.start.stage, event.start.step): event for event in witness.rounds if from_s < event.at_s <= to_s}
     members = (member for event in newest.values() for member in event.start.members if member.peer == peer)
-    return sum(len(IndexSet.from_bytes(member.indices, count=M)) for member in members)
+    return sum(indices_from(member.indices, count=M).bit_count() for member in members)
 
 
 WINDOW_S = 60.0

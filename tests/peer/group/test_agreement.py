@@ -1,7 +1,7 @@
 from collections.abc import Sequence
 
 from shoal.peer.group.agreement import MUTE_S, UNCOMPARED_MAX, Agreement
-from shoal.peer.pipeline.microbatch import IndexSet
+from shoal.peer.pipeline.microbatch import bitmap_of
 from shoal.peer.replica.commands import CommitCommand, Report, Resync, Witness
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import RoundMember, RoundStart
@@ -14,13 +14,13 @@ def agreement(me: PeerID = A) -> Agreement:
 
 
 def round_of(step: int, members: Sequence[PeerID] = (A, B, C)) -> RoundStart:
-    brought = [IndexSet(0b11), *[IndexSet()] * (len(members) - 1)]
+    brought = [0b11, *[0] * (len(members) - 1)]
     return RoundStart(
         stage=0,
         step=step,
         attempt=1,
         members=tuple(
-            RoundMember(peer=peer, bandwidth=1.0, indices=indices.to_bytes())
+            RoundMember(peer=peer, bandwidth=1.0, indices=bitmap_of(indices))
             for peer, indices in zip(members, brought, strict=True)
         ),
         duplicates=0,

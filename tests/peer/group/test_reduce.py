@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shoal.peer.group.reduce import Outgoing, Reduction, part_bounds
-from shoal.peer.pipeline.microbatch import IndexSet
+from shoal.peer.pipeline.microbatch import bitmap_of, indices_from
 from shoal.peer.vectors import Vectors
 from shoal.protocol.errors import RemoteError
 from shoal.protocol.identity import PeerID
@@ -35,7 +35,7 @@ def round_of(counts: list[int], bandwidths: list[float] | None = None) -> RoundS
         RoundMember(
             peer=PeerID(str(rank)),
             bandwidth=bandwidths[rank] if bandwidths else 1.0,
-            indices=IndexSet((1 << count) - 1).to_bytes(),
+            indices=bitmap_of((1 << count) - 1),
         )
         for rank, count in enumerate(counts)
     )
@@ -100,7 +100,7 @@ class Round:
     def mean(self) -> Tensor:
         """Contributors added in rank order, then divided."""
         total_N = torch.zeros_like(self.sums[0])
-        counts = [len(IndexSet.from_bytes(member.indices, count=M)) for member in self.start.members]
+        counts = [indices_from(member.indices, count=M).bit_count() for member in self.start.members]
         for sum_N, count in zip(self.sums, counts, strict=True):
             if count:
                 total_N += sum_N

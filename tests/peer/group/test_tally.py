@@ -1,12 +1,12 @@
 from shoal.peer.group.tally import Tally, share_out
-from shoal.peer.pipeline.microbatch import IndexSet
+from shoal.peer.pipeline.microbatch import Indices
 from shoal.protocol.identity import PeerID
 
 A, B, C = (PeerID(name) for name in "abc")
 
 
-def indices(*which: int) -> IndexSet:
-    return IndexSet(sum(1 << i for i in which))
+def indices(*which: int) -> Indices:
+    return sum(1 << i for i in which)
 
 
 def tally(firm: tuple[int, ...], apart: tuple[int, ...] = ()) -> Tally:

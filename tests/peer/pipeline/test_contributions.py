@@ -5,7 +5,7 @@ import threading
 import torch
 
 from shoal.peer.pipeline.contributions import Contributions
-from shoal.peer.pipeline.microbatch import IndexSet, Microbatch
+from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.vectors import VECTORS
 
 SIZE = 4
@@ -42,7 +42,7 @@ def test_what_is_kept_apart_is_in_the_sums_that_ask_for_it():
     contributions = Contributions(SIZE, VECTORS)
     assert not contribute(contributions, 0, 0, 1.0)
     assert contribute(contributions, 0, 1, 2.0, apart=True)
-    without, whole = contributions.total(0, IndexSet(0b01)), contributions.total(0, IndexSet(0b11))
+    without, whole = contributions.total(0, 0b01), contributions.total(0, 0b11)
     assert [without().sum_N[0], whole().sum_N[0]] == [1.0, 3.0]
     assert contributions.total(0)().num == 2
 

@@ -23,7 +23,7 @@ from shoal.peer.data.microbatch import validation_microbatch
 from shoal.peer.model import llama
 from shoal.peer.model.layout import all_layer_keys, layer_layout
 from shoal.peer.pipeline.contributions import APART_MAX
-from shoal.peer.pipeline.microbatch import IndexSet, Microbatch
+from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.pipeline.stage import StageRuntime
 from shoal.peer.pipeline.state import StageState, initial_state
 from shoal.protocol.spec import RunSpec
@@ -473,7 +473,7 @@ def test_what_is_kept_apart_is_in_the_sum_only_if_it_is_asked_for(spec: RunSpec,
         assert runtime.contribute(Microbatch(0, index), apart=apart) is apart
     for kept in ([0], [0, 1], [0, 2], [0, 1, 2]):
         _, gradient_N = uncut(spec, corpus, parameters([runtime]), [Microbatch(0, i) for i in kept])
-        sum_N = runtime.gradient_sum(0, IndexSet(sum(1 << i for i in kept)))()
+        sum_N = runtime.gradient_sum(0, sum(1 << i for i in kept))()
         torch.testing.assert_close(sum_N, gradient_N, rtol=0, atol=1e-6)
 
 

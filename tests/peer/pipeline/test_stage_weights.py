@@ -18,7 +18,7 @@ from torch import Tensor
 from shoal.kernels.optimizer import OPTIMIZERS
 from shoal.peer.model import llama
 from shoal.peer.model.layout import layer_layout
-from shoal.peer.pipeline.microbatch import IndexSet, Microbatch
+from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.pipeline.prediction import COMPENSATIONS, compensation
 from shoal.peer.pipeline.prediction.eager import KEPT
 from shoal.peer.pipeline.stage import StageRuntime
@@ -356,7 +356,7 @@ def test_a_part_of_the_way_back_to_the_last_weights_is_kept_in_the_next(make: Ma
     runtime.step(gradient(runtime, 2))
     forward(runtime, Microbatch(3, 3))
     backward(runtime, Microbatch(3, 3))
-    sum_N, layer = runtime._contributions.total(3, IndexSet())().sum_N, layer_of(runtime)
+    sum_N, layer = runtime._contributions.total(3, 0)().sum_N, layer_of(runtime)
     displacement_N = (layer.param_N - predicted_N) * 2 / 3
     expected_N = stepped(runtime, layer, sum_N / 3, 3).param_N - KEPT * displacement_N
     torch.testing.assert_close(used(runtime, 4), expected_N)

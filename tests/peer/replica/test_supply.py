@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from shoal.peer.pipeline.microbatch import IndexSet, Microbatch
+from shoal.peer.pipeline.microbatch import Microbatch, bitmap_of
 from shoal.peer.replica.commands import (
     Answer,
     DropClaim,
@@ -103,10 +103,7 @@ def granted(commands):
 
 
 def indices(*values):
-    made = IndexSet()
-    for value in values:
-        made.add(value)
-    return made
+    return sum(1 << value for value in values)
 
 
 def a_plan(*, with_next=True):
@@ -222,7 +219,7 @@ def test_only_the_leader_grants_and_only_to_members():
 
 def test_a_claim_stays_open_until_there_is_something_to_grant():
     made = supply(M=3)
-    after(made, MemberSaid(C, 0, indices(0, 1, 2).to_bytes(), b""))
+    after(made, MemberSaid(C, 0, bitmap_of(indices(0, 1, 2)), b""))
     assert after(made, ClaimArrived(B, 2, call=1), TimerFired()) == []
     assert made.open_claims == (B,)
     assert granted(after(made, VersionReached(1), TimerFired())) == {1: [0]}
@@ -230,7 +227,7 @@ def test_a_claim_stays_open_until_there_is_something_to_grant():
 
 def test_a_claim_that_cannot_be_served_is_answered_with_nothing_in_the_end():
     made = supply(M=3)
-    after(made, MemberSaid(C, 0, b"", indices(0, 1, 2).to_bytes()))
+    after(made, MemberSaid(C, 0, b"", bitmap_of(indices(0, 1, 2))))
     after(made, ClaimArrived(B, 2, call=1), TimerFired())
     assert made.next_timer_s() == PATIENCE_S
     assert made.handle(TimerFired(), now_s=PATIENCE_S) == [Answer(1, Grant(items=()))]
@@ -258,8 +255,8 @@ def test_who_is_not_ready_waits_with_its_claim():
 def test_who_is_far_slower_than_the_others_is_granted_nothing_for_a_while():
     made = supply(M=9, s_max=1)
     after(made, ClaimArrived(B, 1, call=1), ClaimArrived(C, 1, call=2), TimerFired())
-    made.handle(MemberSaid(B, 0, indices(0).to_bytes(), b""), now_s=1.0)
-    made.handle(MemberSaid(C, 0, indices(1).to_bytes(), b""), now_s=20.0)
+    made.handle(MemberSaid(B, 0, bitmap_of(indices(0)), b""), now_s=1.0)
+    made.handle(MemberSaid(C, 0, bitmap_of(indices(1)), b""), now_s=20.0)
     after(made, ClaimArrived(B, 1, call=3), ClaimArrived(C, 1, call=4), now_s=20.0)
     assert granted(made.handle(TimerFired(), now_s=20.0)) == {3: [2]}
     assert granted(made.handle(ClaimArrived(C, 1, call=5), now_s=500.0)) == {4: []}, "the older claim"
@@ -301,7 +298,7 @@ def test_a_later_stage_gets_again_what_is_back_at_stage_0_and_the_rest_comes_by_
     group = Group(open_mates=(), lacking={(0, 1)})
     made = supply(group)
     after(made, PlanFollowed(a_plan()))
-    commands = after(made, RepairAsked(NEXT, 0, indices(0, 1).to_bytes()))
+    commands = after(made, RepairAsked(NEXT, 0, bitmap_of(indices(0, 1))))
     assert commands == [Make(Microbatch(0, 0), True)]
 
 

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.peer.pipeline.microbatch import IndexSet, Microbatch
+from shoal.peer.pipeline.microbatch import Indices, Microbatch
 from shoal.peer.replica.work_queue import WorkQueue
 
 
@@ -18,11 +18,8 @@ def book(
     )
 
 
-def indices(*values: int) -> IndexSet:
-    made = IndexSet()
-    for value in values:
-        made.add(value)
-    return made
+def indices(*values: int) -> Indices:
+    return sum(1 << value for value in values)
 
 
 def test_microbatches_are_granted_in_order_and_once() -> None:
@@ -148,7 +145,7 @@ def test_each_is_granted_once_never_beyond_s_max_and_counted_rightly(
             step = version + value % (s_max + 1)
             if step < steps:
                 held |= {Microbatch(step, i) for i in range(M) if value >> i & 1}
-                made.take(step, IndexSet(value & (1 << M) - 1))
+                made.take(step, value & (1 << M) - 1)
         elif kind == "grant":
             admissible = made.admissible
             granted = made.grant(value)
