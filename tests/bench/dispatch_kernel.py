@@ -7,14 +7,16 @@ plain torch, and nothing about a card.
 """
 
 import argparse
-import statistics
-import time
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "lib"))
+from job_times import cpu_ms, cuda_ms
 from shoal.kernels.dispatch import Groups, differentiable, group
 
 LOADS = ("even", "zipf", "one")
@@ -32,30 +34,6 @@ def choices(load: str, num_tokens: int, experts_per_token: int, num_experts: int
             weight_E = torch.where(rank_E == 1, 1e6, 1.0)
     generator = torch.Generator().manual_seed(0)
     return torch.multinomial(weight_E.expand(num_tokens, -1), experts_per_token, generator=generator)
-
-
-def cuda_ms(work: Callable[[], object], repeats: int) -> float:
-    """Median of `repeats`, by the device's own clock, after three that do not count."""
-    times = []
-    for repeat in range(repeats + 3):
-        begun, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begun.record()
-        work()
-        ended.record()
-        ended.synchronize()
-        if repeat >= 3:
-            times.append(begun.elapsed_time(ended))
-    return statistics.median(times)
-
-
-def cpu_ms(work: Callable[[], object], repeats: int) -> float:
-    """The shortest of `repeats`, in this thread's processor time: what else the machine does is left out."""
-    times = []
-    for _ in range(repeats):
-        begun = time.thread_time()
-        work()
-        times.append(time.thread_time() - begun)
-    return min(times) * 1e3
 
 
 def products(

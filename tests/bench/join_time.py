@@ -6,11 +6,7 @@ says so once a second), and until a group commits a step with it.
 """
 
 import argparse
-import json
-import os
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -18,30 +14,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-SPEC = """
-name = "joining"
-[model]
-dim = 64
-num_layers = 4
-num_heads = 4
-num_kv_heads = 2
-ffn_dim = 176
-context = 64
-[data]
-source = "python-library"
-tokens_max = 200000
-[training]
-steps = 100000
-microbatches_per_step = 8
-microbatch_size = 4
-[optimizer]
-warmup_steps = 10
-[swarm]
-stages = 2
-min_peers = 2
-snapshot_interval_steps = 0
-"""
+sys.path.insert(0, str(Path(__file__).parents[1] / "lib"))
+from peer_processes import SPEC, PeerProcess, start_peer
+
 PATIENCE_S = 120.0
+EAGER = ("--limit", "nice=0")
 MARKS: dict[str, Callable[[dict[str, Any]], bool]] = {
     "takes part": lambda event: event["event"] == "Joined",
     "microbatch": lambda event: event["event"] == "Contribution" and event["microbatches_total"] > 0,
@@ -49,48 +26,19 @@ MARKS: dict[str, Callable[[dict[str, Any]], bool]] = {
 }
 
 
-class Peer:
-    """One `shoal host` or `shoal join`."""
-
-    def __init__(self, folder: Path, name: str, *words: str) -> None:
-        folder.mkdir(exist_ok=True)
-        own = {"XDG_STATE_HOME": str(folder / name), "XDG_CONFIG_HOME": str(folder / "config")}
-        common = ["--name", name, "--json", "--threads", "1", "--listen", "127.0.0.1:0", "--limit", "nice=0"]
-        self._output = folder / f"{name}.out"
-        self.began_s = time.monotonic()
-        with self._output.open("wb") as stdout, (folder / f"{name}.log").open("wb") as stderr:
-            self._popen = subprocess.Popen(
-                [sys.executable, "-m", "shoal.deploy.cli", *words, *common],
-                env=os.environ | own,
-                stdin=subprocess.DEVNULL,
-                stdout=stdout,
-                stderr=stderr,
-            )
-
-    def events(self) -> Iterator[tuple[float, dict[str, Any]]]:
-        """(seconds since the start, event), as they come."""
-        with self._output.open() as output:
-            line = ""
-            while (since_s := time.monotonic() - self.began_s) < PATIENCE_S:
-                line += output.readline()
-                if line.endswith("\n"):
-                    if line.startswith("{"):
-                        yield since_s, json.loads(line)
-                    line = ""
-                elif self._popen.poll() is None:
-                    time.sleep(0.02)
-                else:
-                    raise SystemExit(f"the process ended with {self._popen.returncode}")
-        raise SystemExit(f"nothing came of it in {PATIENCE_S:.0f} s")
-
-    def end(self) -> None:
-        self._popen.send_signal(signal.SIGKILL)
-        self._popen.wait()
+def events(peer: PeerProcess) -> Iterator[tuple[float, dict[str, Any]]]:
+    """(seconds since the start, event), as they come."""
+    while (since_s := time.monotonic() - peer.began_s) < PATIENCE_S:
+        yield from ((since_s, event) for event in peer.fresh())
+        if peer.has_ended:
+            raise SystemExit(f"the process ended with {peer.popen.returncode}")
+        time.sleep(0.02)
+    raise SystemExit(f"nothing came of it in {PATIENCE_S:.0f} s")
 
 
-def joined(peer: Peer) -> dict[str, float]:
+def joined(peer: PeerProcess) -> dict[str, float]:
     found: dict[str, float] = {}
-    for since_s, event in peer.events():
+    for since_s, event in events(peer):
         for mark, is_there in MARKS.items():
             if mark not in found and is_there(event):
                 found[mark] = since_s
@@ -105,22 +53,22 @@ def main() -> None:
     newcomers = parser.parse_args().newcomers
     with tempfile.TemporaryDirectory(prefix="shoal-join-") as name:
         folder = Path(name)
-        (folder / "run.toml").write_text(SPEC)
-        peers = [Peer(folder, "host", "host", str(folder / "run.toml"))]
+        (folder / "run.toml").write_text(SPEC.format(name="joining", layers=4, stages=2, peers=2))
+        peers = [start_peer(folder, "host", "host", str(folder / "run.toml"), *EAGER)]
         try:
-            invite = next(event["invite"] for _, event in peers[0].events() if event["event"] == "Ready")
+            invite = next(event["invite"] for _, event in events(peers[0]) if event["event"] == "Ready")
             print(f"the invite has {len(invite)} characters")
-            peers.append(Peer(folder, "first", "join", invite))
+            peers.append(start_peer(folder, "first", "join", invite, *EAGER))
             joined(peers[-1])
             rows = []
             for number in range(newcomers):
-                peers.append(Peer(folder, f"newcomer-{number}", "join", invite))
+                peers.append(start_peer(folder, f"newcomer-{number}", "join", invite, *EAGER))
                 rows.append(joined(peers[-1]))
                 print("  ".join(f"{mark} {seconds:.1f} s" for mark, seconds in rows[-1].items()), flush=True)
             print("median:", ", ".join(f"{m} {statistics.median(row[m] for row in rows):.1f} s" for m in MARKS))
         finally:
             for peer in peers:
-                peer.end()
+                peer.kill()
 
 
 if __name__ == "__main__":

@@ -7,14 +7,16 @@ without a device only: the plain twin on the CPU.
 """
 
 import argparse
-import statistics
-import time
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "lib"))
+from job_times import cpu_ms, cuda_ms
 from shoal.kernels.optimizer import OPTIMIZERS
 
 SETTINGS: dict[str, Any] = {
@@ -31,30 +33,6 @@ def state(name: str, numel: int, device: str, seed: int = 0) -> tuple[Tensor, Te
     param_N, grad_N, moment1_N = (torch.randn(numel, generator=generator).to(device) for _ in range(3))
     moment2_N = moment1_N.square() + 1e-4 if OPTIMIZERS[name].moment2_of == "all" else moment1_N[:0]
     return param_N, grad_N, moment1_N, moment2_N
-
-
-def cuda_ms(work: Callable[[], object], repeats: int) -> float:
-    """Median of `repeats`, by the device's own clock, after three that do not count."""
-    times = []
-    for repeat in range(repeats + 3):
-        begun, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begun.record()
-        work()
-        ended.record()
-        ended.synchronize()
-        if repeat >= 3:
-            times.append(begun.elapsed_time(ended))
-    return statistics.median(times)
-
-
-def cpu_ms(work: Callable[[], object], repeats: int) -> float:
-    """The shortest of `repeats`, in this thread's processor time: what else the machine does is left out."""
-    times = []
-    for _ in range(repeats):
-        begun = time.thread_time()
-        work()
-        times.append(time.thread_time() - begun)
-    return min(times) * 1e3
 
 
 def copy_rate(numel: int, repeats: int) -> float:

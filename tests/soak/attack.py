@@ -13,18 +13,16 @@ import argparse
 import asyncio
 import contextlib
 import itertools
-import json
 import logging
 import os
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +35,8 @@ from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID as HivemindPe
 from hivemind.proto import dht_pb2
 from hivemind.utils.multiaddr import Multiaddr
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "lib"))
+from peer_processes import SPEC, PeerProcess, start_peer
 from shoal.deploy.control.control_socket import SOCKET_NAME, ask
 from shoal.protocol import messages as m
 from shoal.protocol.endpoint import _MESSAGES
@@ -61,56 +61,10 @@ STRANGERS = 3
 LAYERS, STAGES, DIM, CONTEXT, BATCH = 3, 3, 64, 64, 4
 HELD_STREAMS_MAX = 64
 """Half-open streams that the stranger keeps up at once."""
-SPEC = f"""
-name = "attacked"
-[model]
-dim = {DIM}
-num_layers = {LAYERS}
-num_heads = 4
-num_kv_heads = 2
-ffn_dim = 176
-context = {CONTEXT}
-[data]
-source = "python-library"
-tokens_max = 200000
-[training]
-steps = 1000000
-microbatches_per_step = 8
-microbatch_size = {BATCH}
-[optimizer]
-warmup_steps = 10
-[swarm]
-stages = {STAGES}
-min_peers = {PEERS}
-snapshot_interval_steps = 0
-"""
+KEPT = ("Ready", "Joined", "Obeys", "Committed", "Summary")
 
 
 # --- the swarm ---
-
-
-@dataclass(slots=True)
-class Process:
-    """One `shoal host` or `shoal join`."""
-
-    name: str
-    popen: subprocess.Popen[bytes]
-    output: Path
-    log: Path
-    seen: list[dict[str, Any]] = field(default_factory=list)
-    read: int = 0
-
-    def events(self) -> list[dict[str, Any]]:
-        """Those since the last call; all are in `seen`."""
-        with self.output.open("rb") as file:
-            file.seek(self.read)
-            lines = file.read()
-        whole = lines[: lines.rfind(b"\n") + 1]
-        self.read += len(whole)
-        fresh = [json.loads(line) for line in whole.splitlines() if line.startswith(b"{")]
-        kept = [event for event in fresh if event["event"] in ("Ready", "Joined", "Obeys", "Committed", "Summary")]
-        self.seen += kept
-        return kept
 
 
 class Swarm:
@@ -118,29 +72,22 @@ class Swarm:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.processes: list[Process] = []
+        self.processes: list[PeerProcess] = []
+        self.seen: dict[str, list[dict[str, Any]]] = {}
+        """Name -> the events of that peer that are kept."""
         self.obeyed: list[dict[str, Any]] = []
         self._committed: dict[int, int] = {}
-        (folder / "run.toml").write_text(SPEC)
+        (folder / "run.toml").write_text(SPEC.format(name="attacked", layers=LAYERS, stages=STAGES, peers=PEERS))
 
-    def start(self, name: str, *words: str) -> Process:
-        output, log = (self.folder / f"{name}.{kind}" for kind in ("out", "log"))
-        own = {"XDG_STATE_HOME": str(self.folder / name), "XDG_CONFIG_HOME": str(self.folder / "config")}
-        common = ["--name", name, "--json", "--verbose", "--threads", "1", "--listen", "127.0.0.1:0"]
-        with output.open("wb") as stdout, log.open("wb") as stderr:
-            command = [sys.executable, "-m", "shoal.deploy.cli", *words, *common, "--limit", "nice=0"]
-            popen = subprocess.Popen(
-                command, env=os.environ | own, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr
-            )
-        process = Process(name, popen, output, log)
-        self.processes.append(process)
-        return process
+    def start(self, name: str, *words: str) -> None:
+        self.processes.append(start_peer(self.folder, name, *words, "--verbose", "--limit", "nice=0"))
+        self.seen[name] = []
 
     def up(self) -> Invite:
         """Start all; wait until they have trained a little. Returns: the invite, of which the stranger gets a part."""
-        host = self.start("host", "host", str(self.folder / "run.toml"))
-        self.wait(lambda: any(event["event"] == "Ready" for event in host.seen))
-        text = next(event["invite"] for event in host.seen if event["event"] == "Ready")
+        self.start("host", "host", str(self.folder / "run.toml"))
+        self.wait(lambda: any(event["event"] == "Ready" for event in self.seen["host"]))
+        text = next(event["invite"] for event in self.seen["host"] if event["event"] == "Ready")
         for number in range(1, PEERS):
             self.start(f"guest-{number}", "join", text)
         self.wait(lambda: self.steps() >= 3)
@@ -156,14 +103,14 @@ class Swarm:
 
     def addresses(self) -> list[str]:
         """Where everybody listens, as a port scan would find it; and the peer ID that dialling tells."""
-        joined = [
-            event for process in self.processes for event in process.seen if event["event"] in ("Joined", "Ready")
-        ]
+        joined = [event for seen in self.seen.values() for event in seen if event["event"] in ("Joined", "Ready")]
         return sorted({address for event in joined for address in parse_invite(event["invite"]).addresses})
 
     def look(self) -> None:
         for process in self.processes:
-            for event in process.events():
+            fresh = [event for event in process.fresh() if event["event"] in KEPT]
+            self.seen[process.name] += fresh
+            for event in fresh:
                 if event["event"] == "Committed":
                     stage, step = event["report"]["stage"], event["report"]["step"]
                     self._committed[stage] = max(self._committed.get(stage, 0), step + 1)
@@ -178,11 +125,13 @@ class Swarm:
     @property
     def coordinators(self) -> frozenset[str]:
         """Who has coordinated so far."""
-        peers = {event["peer"]: p.name for p in self.processes for event in p.seen if event["event"] == "Joined"}
+        peers = {
+            event["peer"]: name for name, seen in self.seen.items() for event in seen if event["event"] == "Joined"
+        }
         return frozenset(peers.get(event["coordinator"], "") for event in self.obeyed)
 
     def ended(self) -> list[str]:
-        return [process.name for process in self.processes if process.popen.poll() is not None]
+        return [process.name for process in self.processes if process.has_ended]
 
     def wait(self, condition: Callable[[], bool]) -> None:
         deadline_s = time.monotonic() + READY_S

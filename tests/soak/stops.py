@@ -6,41 +6,19 @@ last case cuts the power: both are killed, after so long that the clock has made
 """
 
 import argparse
-import json
-import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-SPEC = """
-name = "stops"
-[model]
-dim = 64
-num_layers = 4
-num_heads = 4
-num_kv_heads = 2
-ffn_dim = 176
-context = 64
-[data]
-source = "python-library"
-tokens_max = 200000
-[training]
-steps = 100000
-microbatches_per_step = 8
-microbatch_size = 4
-[optimizer]
-warmup_steps = 10
-[swarm]
-stages = 2
-min_peers = 2
-snapshot_interval_steps = 0
-"""
+sys.path.insert(0, str(Path(__file__).parents[1] / "lib"))
+from peer_processes import SPEC, PeerProcess, start_peer
+
 READY_S = 120.0
 END_S = 60.0
 
@@ -76,21 +54,15 @@ CASES = (
 )
 
 
-@dataclass(slots=True)
-class Process:
-    """One `shoal host` or `join` in one life."""
+class Life:
+    """A peer in one life, and what it has said."""
 
-    popen: subprocess.Popen[bytes]
-    output: Path
-    log: Path
-    _events: list[dict[str, Any]] = field(default_factory=list)
-    _read: int = 0
+    def __init__(self, process: PeerProcess) -> None:
+        self.process, self.popen = process, process.popen
+        self._events: list[dict[str, Any]] = []
 
     def events(self, kind: str) -> list[dict[str, Any]]:
-        lines = self.output.read_bytes()[self._read :]
-        whole = lines[: lines.rfind(b"\n") + 1]
-        self._read += len(whole)
-        self._events += [json.loads(line) for line in whole.splitlines() if line.startswith(b"{")]
+        self._events += self.process.fresh()
         return [event for event in self._events if event["event"] == kind]
 
     @property
@@ -108,56 +80,34 @@ class Machine:
     def __init__(self, folder: Path, *, interval_s: float | None = None) -> None:
         self.folder = folder
         self.spec = folder / "run.toml"
-        self.spec.write_text(SPEC + (f"snapshot_interval_s = {interval_s}\n" if interval_s is not None else ""))
+        text = SPEC.format(name="stops", layers=4, stages=2, peers=2)
+        self.spec.write_text(text + (f"snapshot_interval_s = {interval_s}\n" if interval_s is not None else ""))
         self.invite = ""
         self._lives = 0
 
-    def start(self, who: str) -> Process:
+    def start(self, who: str) -> Life:
         self._lives += 1
-        words = ["host", str(self.spec)] if who == "host" else ["join", self.invite, "--name", "guest"]
-        words += ["--json", "--verbose", "--threads", "1", "--listen", "127.0.0.1:0"]
-        output, log = (self.folder / f"{self._lives}-{who}.{kind}" for kind in ("out", "log"))
-        own = {
-            "XDG_STATE_HOME": str(self.folder / who),
-            "XDG_CONFIG_HOME": str(self.folder / "config"),
-            "XDG_CACHE_HOME": os.environ.get("XDG_CACHE_HOME", str(self.folder / "cache")),
-        }
-        with output.open("wb") as stdout, log.open("wb") as stderr:
-            popen = subprocess.Popen(
-                [sys.executable, "-m", "shoal.deploy.cli", *words],
-                env=os.environ | own,
-                stdin=subprocess.DEVNULL,
-                stdout=stdout,
-                stderr=stderr,
-                start_new_session=True,
-                preexec_fn=_deliver_signals,
-            )
-        process = Process(popen, output, log)
+        words = ("host", str(self.spec)) if who == "host" else ("join", self.invite)
+        life = Life(start_peer(self.folder, who, *words, "--verbose", life=f"{self._lives}-"))
         if who == "host":
-            until(lambda: process.events("Ready"), [process], READY_S)
-            self.invite = self.invite or process.events("Ready")[0]["invite"]
-        return process
-
-
-def _deliver_signals() -> None:
-    """A shell starts what runs in its background with SIGINT ignored, `nohup` with SIGHUP; children inherit that."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+            until(lambda: life.events("Ready"), [life], READY_S)
+            self.invite = self.invite or life.events("Ready")[0]["invite"]
+        return life
 
 
 class Stuck(Exception):
     """What was waited for did not come."""
 
 
-def until(condition: Any, processes: Sequence[Process], timeout_s: float) -> None:
+def until(condition: Any, processes: Sequence[Life], timeout_s: float) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline_s:
-            raise Stuck("\n".join(process.log.read_text()[-1500:] for process in processes))
+            raise Stuck("\n".join(process.process.log.read_text()[-1500:] for process in processes))
         time.sleep(0.05)
 
 
-def whole_steps(processes: Sequence[Process]) -> int:
+def whole_steps(processes: Sequence[Life]) -> int:
     """Steps that both stages have committed."""
     newest: dict[int, int] = {}
     for process in processes:
@@ -203,9 +153,7 @@ def cut_power(folder: Path, interval_s: float, after_s: float) -> tuple[float, f
         while (now_s := time.monotonic()) < began_s + after_s:
             reached.setdefault(whole_steps(list(running.values())), now_s)
             time.sleep(0.05)
-        for process in running.values():
-            process.popen.kill()
-            process.popen.wait()
+        end(running)
         cut_s = time.monotonic()
         running = {who: machine.start(who) for who in ("host", "guest")}
         until(lambda: whole_steps(list(running.values())) > 0, list(running.values()), READY_S)
@@ -215,10 +163,9 @@ def cut_power(folder: Path, interval_s: float, after_s: float) -> tuple[float, f
         end(running)
 
 
-def end(running: dict[str, Process]) -> None:
-    for process in running.values():
-        process.popen.kill()
-        process.popen.wait()
+def end(running: dict[str, Life]) -> None:
+    for life in running.values():
+        life.process.kill()
 
 
 def main() -> int:
