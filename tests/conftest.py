@@ -30,24 +30,34 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """For `-n 2 --dist loadgroup`: files with real processes one after the other, beside them the other files.
+    """For `-n 2 --dist loadgroup`: the first worker takes the files with real processes, the other one the other files.
 
+    Two swarms of real processes at a time would wait for each other on two cores, so this lasts until one kind of file
+    has run out: then both workers take what is left. What a worker takes is a whole file.
     xdist's own groups do nothing with pytest 9.2: xdist writes a group into an attribute of tests that is gone.
     """
     if config.getvalue("dist") != "loadgroup":
         return None
     from xdist.scheduler import LoadScopeScheduling
 
-    @cache
-    def has_processes(path: str) -> bool:
-        return "mark.process" in (config.rootpath / path).read_text()
+    live = " live"  # the tests of `any_world` with real daemons; the same file has them in virtual time
 
-    class ByFile(LoadScopeScheduling):
+    @cache
+    def has_processes(scope: str) -> bool:
+        return scope.endswith(live) or "mark.process" in (config.rootpath / scope).read_text()
+
+    class ByKind(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             path, _, name = nodeid.partition("::")
-            return "processes" if has_processes(path) or "[live" in name else path  # `any_world` has a live parameter
+            return path + live if "[live" in name else path
 
-    return ByFile(config, log)
+        def _assign_work_unit(self, node: Any) -> None:
+            is_first = node is self.nodes[0]
+            scopes = sorted(self.workqueue, key=lambda scope: has_processes(scope) != is_first)
+            self.workqueue.move_to_end(scopes[0], last=False)
+            super()._assign_work_unit(node)
+
+    return ByKind(config, log)
 
 
 def pytest_collection_finish() -> None:
