@@ -62,7 +62,7 @@ class Validated(_Report, frozen=True):
     report: ValidationReport
 
 
-class StepDone(_Report, frozen=True):
+class StepDone(_Report, frozen=True, kw_only=True):
     """A step that all stages have committed; from whoever coordinates (`coordinator.ledger.StepRecord`).
 
     For a parent whose children have no part in some stage; it knows the other steps from `Committed`.
@@ -71,19 +71,19 @@ class StepDone(_Report, frozen=True):
     step: int
     """The number of the step, from 0."""
     loss: float | None
-    validation_loss: float | None
+    validation_loss: float | None = None
     """The loss of the newest validation, if there is one since the step before."""
-    validation_step: int | None
+    validation_step: int | None = None
     """The version that it validated."""
-    tokens_per_s: float
+    tokens_per_s: float = 0.0
     staleness_mean: float
     duplicates: int
     given_up: int
     dissenting: int
     era: int
-    term: int
-    peers: int
-    coordinator: PeerID
+    term: int = 0
+    peers: int = 0
+    coordinator: PeerID = PeerID("")
     gradient_norm: float | None = None
     """2-norm of the whole model's reduced gradient before clipping; None: not every group has told its part."""
     learning_rate: float | None = None

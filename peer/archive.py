@@ -9,12 +9,14 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
 from pathlib import PurePosixPath
 from typing import Final
 
 from shoal.peer import snapshot
 from shoal.peer.past_eras import ERAS_KEPT, PastEras
 from shoal.peer.pipeline.state import LayerState, StageState
+from shoal.protocol.durable import replace_file
 from shoal.protocol.errors import LocalError
 from shoal.protocol.messages import Holding
 from shoal.protocol.ports import Clock, Disk
@@ -133,14 +135,8 @@ class Archive:
             return
         before, self._noted = self._noted, (era, version)
 
-        def write() -> None:
-            disk.make_folder(self._path.parent)
-            disk.write(self._path.with_suffix(".new"), f"{era} {version}".encode())
-            disk.replace(self._path.with_suffix(".new"), self._path)
-            disk.sync_folder(self._path.parent)
-
         try:
-            await self._run_blocking(write)
+            await self._run_blocking(partial(replace_file, disk, self._path, f"{era} {version}".encode()))
         except OSError as error:
             self._noted = before  # the next step tries again
             self._complain(f"cannot note that era {era} is under way: {error.strerror or error}")

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import PurePosixPath
 from typing import Final
 
+from shoal.protocol.durable import replace_file
 from shoal.protocol.ports import Disk
 
 KEPT_S: Final = 7 * 24 * 3600.0
@@ -50,10 +51,7 @@ class PastEras:
             return
         self._ended_s = dict(sorted((self._ended_s | ended).items())[-_NOTED_MAX:])
         text = "".join(f"{era} {ended_s:.0f}\n" for era, ended_s in self._ended_s.items())
-        self._disk.make_folder(self._path.parent)
-        self._disk.write(self._path.with_suffix(".new"), text.encode())
-        self._disk.replace(self._path.with_suffix(".new"), self._path)
-        self._disk.sync_folder(self._path.parent)
+        replace_file(self._disk, self._path, text.encode())
 
     def kept(self, ages: Iterable[tuple[int, int]], wall_s: float) -> frozenset[int]:
         """Of which older eras the snapshots stay, of those that there are."""

@@ -9,6 +9,7 @@ import logging
 from pathlib import PurePosixPath
 from typing import Final
 
+from shoal.protocol.durable import replace_file
 from shoal.protocol.ports import Disk
 
 logger = logging.getLogger(__name__)
@@ -24,12 +25,8 @@ def next_incarnation(disk: Disk | None, path: PurePosixPath, *, wall_s: float) -
         return first
     with contextlib.suppress(OSError, ValueError):  # not there, or torn: the clock has to do
         first = max(first, int(disk.read(path)))
-    beside = path.with_suffix(".new")
     try:
-        disk.make_folder(path.parent)
-        disk.write(beside, str(first + RESERVED).encode())
-        disk.replace(beside, path)
-        disk.sync_folder(path.parent)
+        replace_file(disk, path, str(first + RESERVED).encode())
     except OSError as error:
         logger.warning("cannot write %s: %s: should the clock be set back, others would not hear us", path, error)
     return first

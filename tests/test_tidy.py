@@ -73,7 +73,6 @@ ARGUMENTS_MAX = 12
 TOO_WIDE = {
     "coordinator.allocate.throughput_kernels.Problem",
     "coordinator.allocate.throughput_kernels.State",
-    "deploy.record.summary.Totals",
     "deploy.simulate.modelled.ModelledRun",
     "deploy.simulate.result.SimResult",
     "deploy.simulate.witness.Verdict",

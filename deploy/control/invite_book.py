@@ -10,6 +10,7 @@ from pathlib import PurePosixPath
 
 import msgspec
 
+from shoal.protocol.durable import replace_file
 from shoal.protocol.errors import LocalError
 from shoal.protocol.exclusion import Exclusion, order_exclusion
 from shoal.protocol.identity import Identity, PeerID, public_key_of
@@ -125,12 +126,8 @@ class InviteBook:
             ) from error
 
     def _write(self, file: _File) -> None:
-        beside = self._path.with_suffix(".new")
         try:
-            self._disk.make_folder(self._path.parent)
-            self._disk.write(beside, msgspec.json.format(msgspec.json.encode(file)))
-            self._disk.replace(beside, self._path)
-            self._disk.sync_folder(self._path.parent)
+            replace_file(self._disk, self._path, msgspec.json.format(msgspec.json.encode(file)))
         except OSError as error:
             raise LocalError(f"cannot write {self._disk.where(self._path)}: {error.strerror or error}") from error
         self._file = file

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from shoal.deploy.dashboard.beside import Showing
 from shoal.deploy.dashboard.feed import RunFacts
-from shoal.deploy.demo.step_book import Step, StepBook
+from shoal.deploy.demo.step_book import StepBook
 from shoal.deploy.demo.summary import DemoRecord, FaultLine, StepLine, Summary
 from shoal.deploy.report import (
     Committed,
@@ -157,8 +157,8 @@ class Chronicle:
 
     def tell_steps(self, *, flush: bool = False) -> None:
         """Tell the steps that are complete or have been waited for long enough; with `flush` all of them."""
-        for step in self._book.due(time.monotonic(), flush=flush):
-            self._tell_step(step)
+        for at_s, step in self._book.due(time.monotonic(), flush=flush):
+            self._tell_step(at_s, step)
 
     def sum_up(
         self, *, peers: int, chaos: bool, watched_until_s: float, snapshot: str, sample: str, folder: Path
@@ -241,26 +241,20 @@ class Chronicle:
             if whole and self.record.experts.see(status):
                 self._presenter.tell_experts()
 
-    def _tell_step(self, step: Step) -> None:
-        validation = self._validation
-        shown = StepDone(
-            step=step.step,
-            loss=step.loss,
+    def _tell_step(self, at_s: float, step: StepDone) -> None:
+        validation, plan = self._validation, self._plan
+        shown = msgspec.structs.replace(
+            step,
             validation_loss=validation[1] if validation else None,
             validation_step=validation[0] if validation else None,
-            tokens_per_s=self._recent_tokens_per_s(step),
-            staleness_mean=step.staleness_mean,
-            duplicates=step.duplicates,
-            given_up=step.given_up,
-            dissenting=step.dissenting,
-            era=step.era,
-            term=self._plan.term if self._plan else 0,
-            peers=self._plan.peers if self._plan else 0,
-            coordinator=self._plan.coordinator if self._plan else PeerID(""),
+            tokens_per_s=self._recent_tokens_per_s(at_s),
+            term=plan.term if plan else 0,
+            peers=plan.peers if plan else 0,
+            coordinator=plan.coordinator if plan else PeerID(""),
         )
         news = validation is not None and validation[0] != self._validation_told
         self._validation_told = validation[0] if validation else -1
-        self.record.add(shown, step.at_s)
+        self.record.add(shown, at_s)
         self._show(shown)
         self._write_json(
             StepLine(
@@ -276,15 +270,15 @@ class Chronicle:
                 term=shown.term,
                 coordinator=shown.coordinator,
                 peers=shown.peers,
-                seconds=round(step.at_s - self.started_s, 3),
+                seconds=round(at_s - self.started_s, 3),
             )
         )
         self._presenter.tell_step(shown)
 
-    def _recent_tokens_per_s(self, step: Step) -> float:
-        self._recent.append(step.at_s)
+    def _recent_tokens_per_s(self, at_s: float) -> float:
+        self._recent.append(at_s)
         tokens = (len(self._recent) - 1) * self._spec.tokens_per_step
-        elapsed_s = step.at_s - self._recent[0]
+        elapsed_s = at_s - self._recent[0]
         return tokens / elapsed_s if elapsed_s > 0 else 0.0
 
     def _write_json(self, line: msgspec.Struct) -> None:

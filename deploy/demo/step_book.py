@@ -17,23 +17,6 @@ from shoal.protocol.messages import CommitReport
 _Key = tuple[int, int]  # (era, step)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """One committed step of the whole run."""
-
-    step: int
-    """The number of the step, from 0."""
-    era: int
-    """How often the run had gone back to a snapshot. Steps repeat in later eras."""
-    at_s: float
-    """When the last stage's commit of the step was heard."""
-    loss: float | None
-    staleness_mean: float
-    duplicates: int
-    given_up: int
-    dissenting: int
-
-
 @dataclass(slots=True, kw_only=True)
 class _Open:
     at_s: float
@@ -95,9 +78,11 @@ class StepBook:
             if told.loss is not None and entry.passed_s is None:
                 entry.passed_s = now_s
 
-    def due(self, now_s: float, *, flush: bool = False) -> list[Step]:
-        """Steps that are complete, or have been waited for long enough, in their order. `flush`: all that have a loss,
-        for no further word will come.
+    def due(self, now_s: float, *, flush: bool = False) -> list[tuple[float, StepDone]]:
+        """(when the last commit of it was heard, the step) of the steps that are complete or have been waited for long
+        enough, in their order. What a step has beside its reports is its teller's.
+
+        Args: flush: all that have a loss, for no further word will come.
         """
         steps = []
         for key in sorted(self._open):
@@ -111,7 +96,7 @@ class StepBook:
                 break
             del self._open[key]
             self._newest = key
-            steps.append(self._step(key, entry))
+            steps.append((entry.at_s, self._step(key, entry)))
         return steps
 
     def _is_passed(self, key: _Key, entry: _Open) -> bool:
@@ -125,25 +110,14 @@ class StepBook:
             return None  # it has been told without
         return self._open.setdefault(key, _Open(at_s=now_s))
 
-    def _step(self, key: _Key, entry: _Open) -> Step:
+    def _step(self, key: _Key, entry: _Open) -> StepDone:
         reports, told = list(entry.reports.values()), entry.told
-        era, step = key
         if told is not None and len(reports) < self._num_stages:
-            return Step(
-                step=step,
-                era=era,
-                at_s=entry.at_s,
-                loss=told.loss,
-                staleness_mean=told.staleness_mean,
-                duplicates=told.duplicates,
-                given_up=told.given_up,
-                dissenting=told.dissenting,
-            )
+            return told
         last = entry.reports.get(self._num_stages - 1)
-        return Step(
-            step=step,
-            era=era,
-            at_s=entry.at_s,
+        return StepDone(
+            step=key[1],
+            era=key[0],
             loss=last.loss if last else None,
             staleness_mean=sum(report.staleness_steps_mean for report in reports) / max(1, len(reports)),
             duplicates=sum(report.duplicates for report in reports),

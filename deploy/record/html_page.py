@@ -15,7 +15,7 @@ import msgspec
 
 from shoal.deploy.record.lines import PeerLine, PlanLine, StartLine, StepLine
 from shoal.deploy.record.reading import Record
-from shoal.deploy.record.summary import amount, span, totals, what_was_lost
+from shoal.deploy.record.summary import Totals, amount, span, what_was_lost
 from shoal.deploy.record.writing import merged
 from shoal.deploy.words import ENDING
 
@@ -39,7 +39,7 @@ class _Data(msgspec.Struct, frozen=True, kw_only=True):
 
 def render_page(record: Record) -> str:
     """The whole page."""
-    found = totals(record)
+    found = Totals(record)
     title = found.name or "a run of shoal"
     return Template(_text(PAGE / "page.html")).substitute(
         title=html.escape(title),
@@ -130,11 +130,11 @@ def _data(record: Record, title: str) -> _Data:
 
 
 def _subtitle(record: Record) -> str:
-    found, start = totals(record), _start(record)
-    if found.began_s is None or found.ended_s is None:
+    found, start = Totals(record), _start(record)
+    if found.times_s is None:
         return "Nothing was recorded yet."
     model = f"{amount(start.num_parameters)} parameters in {start.num_layers} layers; " if start else ""
-    return f"{model}{_date(found.began_s)} to {_date(found.ended_s)}; run {found.run or 'without a name'}"
+    return f"{model}{_date(found.times_s[0])} to {_date(found.times_s[1])}; run {found.run or 'without a name'}"
 
 
 def _start(record: Record) -> StartLine | None:
@@ -142,7 +142,7 @@ def _start(record: Record) -> StartLine | None:
 
 
 def _tiles(record: Record) -> str:
-    found = totals(record)
+    found = Totals(record)
     of = f"of {found.steps:,}" if found.steps else ""
     tiles = [("Steps", f"{found.step:,}", of)]
     if found.loss is not None:
@@ -206,7 +206,7 @@ def _present_s(lines: Sequence[PeerLine], end_s: float) -> float:
 
 
 def _facts(record: Record) -> str:
-    found, start = totals(record), _start(record)
+    found, start = Totals(record), _start(record)
     rows = [
         ("steps", f"{found.step:,}" + (f" of {found.steps:,}" if found.steps else "")),
         ("tokens trained on", f"{found.tokens:,}"),

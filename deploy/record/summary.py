@@ -2,7 +2,6 @@
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.deploy.record.lines import StepLine, ValidationLine
@@ -13,73 +12,93 @@ _AT_THE_END = 10
 NAMES_MAX = 8
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Totals:
-    """Totals of all lines that hold in a record."""
+    """What all lines that hold in a record come to."""
 
-    name: str
-    run: str
-    step: int
-    """Steps done."""
-    steps: int
-    """How many steps the whole run has; 0: it is not known."""
-    recorded: int
-    """How many steps have a line."""
-    tokens: int
-    began_s: float | None
-    ended_s: float | None
-    """Seconds since 1970, of the first and the last step; None: there is none."""
-    loss: tuple[float, float] | None
-    """(the loss of the first step, the mean loss of the last ten)."""
-    validation: tuple[ValidationLine, ValidationLine, ValidationLine] | None
-    """(first, last, best) validation loss."""
-    tokens_per_s: float | None
-    """The median of tokens/s over the steps."""
-    peers_max: int
-    names: tuple[str, ...]
-    """The peers that took part, in the order in which they came."""
-    redone: int
-    """How many steps were lost when the run went back, and done again."""
-    eras: int
-    """How often the run went back to a snapshot."""
-    lost: int
-    """How many steps have no line."""
-    given_up: int
-    """How many microbatches a step was made without."""
-    duplicates: int
-    """How many microbatches were computed twice."""
+    def __init__(self, record: Record) -> None:
+        self._steps, self._redone, self._peers = record.steps, record.redone, record.peers
+        self._start = record.starts[-1] if record.starts else None
+        self.loss = _losses(record.steps)
+        """(the loss of the first step, the mean loss of the last ten)."""
+        self.validation = _validations(record.validations)
+        """(first, last, best) validation loss."""
+
+    @property
+    def name(self) -> str:
+        return self._start.name if self._start else ""
+
+    @property
+    def run(self) -> str:
+        return self._start.run if self._start else ""
+
+    @property
+    def step(self) -> int:
+        """Steps done."""
+        return self._steps[-1].step if self._steps else 0
+
+    @property
+    def steps(self) -> int:
+        """How many steps the whole run has; 0: it is not known."""
+        return self._start.steps if self._start else 0
+
+    @property
+    def recorded(self) -> int:
+        """How many steps have a line."""
+        return sum(line.steps for line in self._steps)
+
+    @property
+    def lost(self) -> int:
+        """How many steps have no line."""
+        return self.step - (self._steps[0].step - self._steps[0].steps) - self.recorded if self._steps else 0
+
+    @property
+    def tokens(self) -> int:
+        return sum(line.tokens for line in self._steps)
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """The median of tokens/s over the steps."""
+        paces = [line.tokens_per_s for line in self._steps if line.tokens_per_s is not None]
+        return statistics.median(paces) if paces else None
+
+    @property
+    def times_s(self) -> tuple[float, float] | None:
+        """Seconds since 1970, of the first and the last step; None: there is none."""
+        times = [line.time for line in self._steps]
+        return (min(times), max(times)) if times else None
 
     @property
     def elapsed_s(self) -> float:
-        return self.ended_s - self.began_s if self.began_s is not None and self.ended_s is not None else 0.0
+        return self.times_s[1] - self.times_s[0] if self.times_s is not None else 0.0
 
+    @property
+    def peers_max(self) -> int:
+        return max((line.peers for line in self._steps), default=0)
 
-def totals(record: Record) -> Totals:
-    steps = record.steps
-    start = record.starts[-1] if record.starts else None
-    paces = [line.tokens_per_s for line in steps if line.tokens_per_s is not None]
-    recorded = sum(line.steps for line in steps)
-    first = steps[0].step - steps[0].steps if steps else 0
-    return Totals(
-        name=start.name if start else "",
-        run=start.run if start else "",
-        step=steps[-1].step if steps else 0,
-        steps=start.steps if start else 0,
-        recorded=recorded,
-        tokens=sum(line.tokens for line in steps),
-        began_s=min(line.time for line in steps) if steps else None,
-        ended_s=max(line.time for line in steps) if steps else None,
-        loss=_losses(steps),
-        validation=_validations(record.validations),
-        tokens_per_s=statistics.median(paces) if paces else None,
-        peers_max=max((line.peers for line in steps), default=0),
-        names=tuple(dict.fromkeys(line.name for line in record.peers)),
-        redone=sum(line.steps for line in record.redone),
-        eras=max((line.era for line in steps), default=0),
-        lost=steps[-1].step - first - recorded if steps else 0,
-        given_up=sum(line.given_up for line in steps),
-        duplicates=sum(line.duplicates for line in steps),
-    )
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The peers that took part, in the order in which they came."""
+        return tuple(dict.fromkeys(line.name for line in self._peers))
+
+    @property
+    def redone(self) -> int:
+        """How many steps were lost when the run went back, and done again."""
+        return sum(line.steps for line in self._redone)
+
+    @property
+    def eras(self) -> int:
+        """How often the run went back to a snapshot."""
+        return max((line.era for line in self._steps), default=0)
+
+    @property
+    def given_up(self) -> int:
+        """How many microbatches a step was made without."""
+        return sum(line.given_up for line in self._steps)
+
+    @property
+    def duplicates(self) -> int:
+        """How many microbatches were computed twice."""
+        return sum(line.duplicates for line in self._steps)
 
 
 def _losses(steps: Sequence[StepLine]) -> tuple[float, float] | None:
@@ -93,7 +112,7 @@ def _validations(lines: Sequence[ValidationLine]) -> tuple[ValidationLine, Valid
 
 def in_words(record: Record, path: Path) -> tuple[str, ...]:
     """The run so far, for the terminal. Args: path: of the record."""
-    found = totals(record)
+    found = Totals(record)
     of = f" of {found.steps:,}" if found.steps else ""
     lines = [f"{found.name}: {found.step:,}{of} steps, {_worked(found)}"]
     if found.loss is not None:

@@ -13,6 +13,7 @@ from typing import Protocol
 import msgspec
 
 from shoal.deploy.state import places
+from shoal.protocol.durable import replace_file
 from shoal.protocol.identity import PeerID
 from shoal.protocol.invite import Invite, split_address, worth_telling
 from shoal.protocol.limits import ADDRESSES_MAX
@@ -56,8 +57,7 @@ class KnownPeers:
 
     def __init__(self, disk: Disk, run: str) -> None:
         self._disk = disk
-        self._folder = PurePosixPath(run)
-        self._path = self._folder / FILE_NAME
+        self._path = PurePosixPath(run, FILE_NAME)
 
     def read(self) -> tuple[KnownPeer, ...]:
         """The known peers, newest first. There are none if the file is missing or damaged, which the log says."""
@@ -72,11 +72,7 @@ class KnownPeers:
     def note(self, seen: Mapping[PeerID, Sequence[str]], *, now_s: float) -> None:
         """Remember that `seen` are there, and where. Raises: OSError."""
         content = msgspec.json.encode(_File(merge(self.read(), seen, now_s=now_s)))
-        beside = self._path.with_suffix(".new")
-        self._disk.make_folder(self._folder)
-        self._disk.write(beside, msgspec.json.format(content))
-        self._disk.replace(beside, self._path)
-        self._disk.sync_folder(self._folder)
+        replace_file(self._disk, self._path, msgspec.json.format(content))
 
 
 def all_known(root: Path, run: str) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ import msgspec
 
 from shoal.deploy.run.spec_record import is_newer, open_spec
 from shoal.peer.snapshot_name import MANIFEST, SnapshotName
+from shoal.protocol.durable import replace_file
 from shoal.protocol.envelope import Envelope
 from shoal.protocol.errors import RemoteError
 from shoal.protocol.spec import RunSpec
@@ -153,12 +154,7 @@ class RunFolder:
     def _write(self, name: str, data: bytes) -> None:
         from shoal.protocol.live.disk import LiveDisk  # which brings numpy: commands that only look do without
 
-        disk, path = LiveDisk(self.peer_folder), PurePosixPath(self.run, name)
-        beside = path.with_suffix(".new")
-        disk.make_folder(path.parent)
-        disk.write(beside, data)
-        disk.replace(beside, path)
-        disk.sync_folder(path.parent)
+        replace_file(LiveDisk(self.peer_folder), PurePosixPath(self.run, name), data)
 
 
 class _WithSpec(msgspec.Struct):

@@ -28,6 +28,7 @@ from shoal.coordinator.era import Disks
 from shoal.coordinator.plan_layout import Beginning
 from shoal.deploy.visitor.visit import visiting
 from shoal.protocol.access import Gate
+from shoal.protocol.durable import replace_file
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import LocalError, Refused, RemoteError, Unreachable
 from shoal.protocol.identity import Identity, PeerID
@@ -310,11 +311,8 @@ def _mandated(disk: Disk, run: str) -> int:
 
 def _remember(disk: Disk, run: str, reign: int) -> None:
     path = _reign_file(run)
-    beside = path.with_suffix(".new")
     try:
-        disk.write(beside, b"%d\n" % reign)
-        disk.replace(beside, path)  # a full disk or a power cut leaves this one or the one before, and never none
-        disk.sync_folder(path.parent)
+        replace_file(disk, path, b"%d\n" % reign)
     except OSError as error:
         raise LocalError(f"cannot write {disk.where(path)}: {error.strerror}") from error
 

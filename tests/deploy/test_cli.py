@@ -230,7 +230,7 @@ def test_the_console_script_ends_without_a_traceback() -> None:
 @pytest.mark.process
 def test_light_commands_do_not_import_torch() -> None:
     light = "shoal.deploy.cli, shoal.deploy.demo.driver"
-    # The package `hivemind` itself may be there, without its contents (`protocol/live/lean.py`).
+    # The package `hivemind` itself may be there, without its contents (`protocol/live/__init__.py`).
     heavy = "any(name == 'torch' or name.startswith('hivemind.') for name in sys.modules)"
     code = f"import sys, {light}; sys.exit({heavy})"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

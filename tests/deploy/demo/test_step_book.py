@@ -1,6 +1,6 @@
 import random
 
-from shoal.deploy.demo.step_book import Step, StepBook
+from shoal.deploy.demo.step_book import StepBook
 from shoal.deploy.report import StepDone
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import CommitReport
@@ -47,8 +47,8 @@ def book() -> StepBook:
     return StepBook(num_stages=STAGES, lead_steps=2, patience_s=8.0)
 
 
-def numbers(steps: list[Step]) -> list[tuple[int, int]]:
-    return [(step.era, step.step) for step in steps]
+def numbers(steps: list[tuple[float, StepDone]]) -> list[tuple[int, int]]:
+    return [(step.era, step.step) for _, step in steps]
 
 
 def test_a_step_is_told_when_the_last_stage_has_spoken() -> None:
@@ -58,7 +58,7 @@ def test_a_step_is_told_when_the_last_stage_has_spoken() -> None:
     assert steps.due(3.0) == []
     steps.commit(report(1, 0, duplicates=2, dissenting=1), 4.0)
     assert steps.due(4.0) == [
-        Step(step=0, era=0, at_s=4.0, loss=0.0, staleness_mean=0.5, duplicates=2, given_up=0, dissenting=1)
+        (4.0, StepDone(step=0, era=0, loss=0.0, staleness_mean=0.5, duplicates=2, given_up=0, dissenting=1))
     ]
     assert steps.due(100.0, flush=True) == []
 
@@ -117,7 +117,7 @@ def test_a_stage_that_stands_still_is_waited_for_until_the_run_goes_on() -> None
         steps.commit(report(stage, 1), 2.0)
     assert steps.due(60.0) == [], "its last stage is suspended, not silent"
     steps.commit(report(2, 1), 61.0)
-    (step,) = steps.due(61.0)
+    ((_, step),) = steps.due(61.0)
     assert step.loss == 1.0
 
 
@@ -127,7 +127,7 @@ def test_a_stage_that_never_speaks_holds_nobody_up_for_long_once_the_run_has_gon
         for stage in (0, 1):
             steps.commit(report(stage, step), at_s)
     assert steps.due(10.9) == []
-    (first,) = steps.due(11.0)
+    ((_, first),) = steps.due(11.0)
     assert (first.step, first.loss) == (0, None)
 
 
@@ -144,8 +144,8 @@ def test_a_coordinators_word_stands_in_for_a_stage_that_is_none_of_ours() -> Non
     steps.commit(report(0, 0), 1.0)
     steps.tell(told(0), 2.0)
     assert steps.due(9.9) == []
-    (step,) = steps.due(10.0)
-    assert (step.loss, step.duplicates, step.at_s) == (10.0, 1, 1.0)
+    ((at_s, step),) = steps.due(10.0)
+    assert (step.loss, step.duplicates, at_s) == (10.0, 1, 1.0)
 
 
 def test_steps_come_again_in_a_later_era() -> None:

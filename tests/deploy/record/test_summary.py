@@ -7,7 +7,7 @@ import pytest
 from record_lines import plan, step, validation
 from shoal.deploy.record.lines import Line, PeerLine, StartLine, encode_line
 from shoal.deploy.record.reading import Record, record_of
-from shoal.deploy.record.summary import amount, in_words, span, totals, what_was_lost
+from shoal.deploy.record.summary import Totals, amount, in_words, span, what_was_lost
 from shoal.protocol.identity import PeerID
 
 
@@ -33,7 +33,7 @@ def record(*lines: Line) -> Record:
 
 def test_totals_are_of_what_holds() -> None:
     lines = [start(), *(step(n, loss=6.0 - 0.1 * n, tokens_per_s=100.0) for n in range(1, 21)), step(18, 1, loss=4.0)]
-    found = totals(record(*lines, validation(0, loss=6.1), validation(10, loss=4.9), validation(16, loss=5.0)))
+    found = Totals(record(*lines, validation(0, loss=6.1), validation(10, loss=4.9), validation(16, loss=5.0)))
     assert (found.step, found.steps, found.recorded, found.redone, found.eras, found.lost) == (18, 100, 18, 3, 1, 0)
     assert found.tokens == 180
     assert found.loss is not None
@@ -45,8 +45,8 @@ def test_totals_are_of_what_holds() -> None:
 
 
 def test_what_was_lost_is_said_and_nothing_if_nothing_was() -> None:
-    assert what_was_lost(totals(record(*(step(n) for n in range(1, 9))))) == "nothing"
-    lost = what_was_lost(totals(record(step(1, given_up=2), step(2, duplicates=3), step(9), step(3, 1), step(5, 1))))
+    assert what_was_lost(Totals(record(*(step(n) for n in range(1, 9))))) == "nothing"
+    lost = what_was_lost(Totals(record(step(1, given_up=2), step(2, duplicates=3), step(9), step(3, 1), step(5, 1))))
     assert "1 step done again, as the run went back once" in lost
     assert "2 microbatches given up" in lost
     assert "3 microbatches computed twice" in lost
