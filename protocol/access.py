@@ -16,7 +16,7 @@ from typing import Final
 from shoal.protocol import messages as m
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import PLANS_SERVED
-from shoal.protocol.membership import Members, Standing
+from shoal.protocol.membership import AccessLevel, Members
 from shoal.protocol.plan import Plan
 
 
@@ -141,12 +141,12 @@ class Gate:
         role = WHO_MAY[kind]
         if source == self._me:
             return Verdict.ALLOWED
-        standing = self.members.standing(source)
+        level = self.members.access_level(source)
         if role is Role.OBSERVER:
-            return _verdict(standing >= Standing.OBSERVER)
+            return _verdict(level >= AccessLevel.OBSERVER)
         if role is Role.OWNER:
             return _verdict(source == self.members.owner)
-        if standing < Standing.MEMBER or role is Role.NOBODY:
+        if level < AccessLevel.MEMBER or role is Role.NOBODY:
             return Verdict.REFUSED
         if role is Role.MEMBER:
             return Verdict.ALLOWED

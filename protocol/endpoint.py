@@ -27,7 +27,7 @@ from shoal.protocol.envelope import Envelope, ReplayGuard
 from shoal.protocol.errors import Refused, RemoteError
 from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.limits import CALL_TIMEOUT_S, PEERS_MAX, PLAN_WAIT_S, REFUSALS_LOGGED_S, WAITING_FOR_PLAN_MAX
-from shoal.protocol.membership import Standing
+from shoal.protocol.membership import AccessLevel
 from shoal.protocol.plan import Plan
 from shoal.protocol.ports import Payload, Priority, Transport
 from shoal.protocol.seals import SEALS, Seals
@@ -206,7 +206,7 @@ class Endpoint:
         except Refused as refused:
             reply = messages.Refusal(reason=refused.reason)
         except RemoteError as error:
-            if self.members.standing(source) is Standing.STRANGER:
+            if self.members.access_level(source) is AccessLevel.STRANGER:
                 raise  # an answer would be signed, and tell which run this is
             self._log_refused(error)
             reply = messages.Refusal(reason=str(error))
@@ -214,7 +214,7 @@ class Endpoint:
 
     async def _answer(self, source: PeerID, envelope: Envelope) -> msgspec.Struct:
         self.members.show(source, envelope.certificate)
-        if self.members.standing(source) is Standing.STRANGER:
+        if self.members.access_level(source) is AccessLevel.STRANGER:
             excluded = self.members.is_excluded(source)
             return messages.Refusal(reason="you are excluded from this run" if excluded else _SHOW, keeps_out=True)
         if not self._guard.accept(source, envelope.sequence):
@@ -267,7 +267,7 @@ class Endpoint:
         return self._stamped(await handler(source, message))
 
     async def _handle_frame(self, source: PeerID, meta: bytes, payload: Payload) -> None:
-        if self.members.standing(source) < Standing.MEMBER:
+        if self.members.access_level(source) < AccessLevel.MEMBER:
             raise RemoteError(source, "sent a frame, which only members may")
         header = _decode(_FRAMES, meta, source)
         verdict = self.gate.verdict(source, type(header))

@@ -29,7 +29,7 @@ from shoal.protocol.statement import sign_statement, statement_holds
 INVITE_NAME_BYTES = 4
 
 
-class Standing(IntEnum):
+class AccessLevel(IntEnum):
     """Says what a key may do in the run. A higher value may do all that a lower one may."""
 
     STRANGER = 0
@@ -59,8 +59,8 @@ class Delegation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_
         return invite_name(self.key)
 
     @property
-    def standing(self) -> Standing:
-        return Standing.MEMBER if self.may_train else Standing.OBSERVER
+    def access_level(self) -> AccessLevel:
+        return AccessLevel.MEMBER if self.may_train else AccessLevel.OBSERVER
 
 
 class Certificate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
@@ -160,17 +160,17 @@ class Members:
         delegation = _opened(certificate, self.run, self.owner, peer)
         held = self._shown.pop(peer, delegation)
         # Whoever looked on first may come to train; whoever trains does not lose that by looking on.
-        self._shown[peer] = held if held.standing > delegation.standing else delegation
+        self._shown[peer] = held if held.access_level > delegation.access_level else delegation
         if len(self._shown) > PEERS_MAX:
             self._shown.popitem(last=False)
 
-    def standing(self, peer: PeerID) -> Standing:
+    def access_level(self, peer: PeerID) -> AccessLevel:
         if self._excluded and self.is_excluded(peer):
-            return Standing.STRANGER
+            return AccessLevel.STRANGER
         if peer == self.owner or self.is_open:
-            return Standing.MEMBER
+            return AccessLevel.MEMBER
         delegation = self._shown.get(peer)
-        return delegation.standing if delegation is not None else Standing.STRANGER
+        return delegation.access_level if delegation is not None else AccessLevel.STRANGER
 
     def why_not_enter(self, newcomer: PeerID, others: Collection[PeerID]) -> str:
         """Say why a coordinator must not let `newcomer` into the swarm beside `others`; empty: it may."""

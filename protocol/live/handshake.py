@@ -11,7 +11,7 @@ from shoal.protocol.errors import RemoteError
 from shoal.protocol.frames import Frame, FrameType, encode_frame
 from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.limits import ADDRESS_CHARS_MAX, ADDRESSES_MAX, PROTOCOL_VERSION
-from shoal.protocol.membership import Members, Standing
+from shoal.protocol.membership import AccessLevel, Members
 
 _Address = Annotated[str, msgspec.Meta(max_length=ADDRESS_CHARS_MAX)]
 
@@ -67,6 +67,6 @@ class Greeter:
         if hello.to != self.identity.peer_id:
             raise RemoteError(source, "sent a hello that was meant for someone else")
         self.members.show(source, envelope.certificate)
-        if self.members.standing(source) < Standing.MEMBER:
+        if self.members.access_level(source) < AccessLevel.MEMBER:
             raise RemoteError(source, "is no member of this run")
         return hello

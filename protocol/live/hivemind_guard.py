@@ -25,7 +25,7 @@ from shoal.protocol.errors import RemoteError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import RECORD_BYTES_MAX, RECORD_EXPIRES_S_MAX
 from shoal.protocol.live.record_store import KeyRules
-from shoal.protocol.membership import Members, Standing
+from shoal.protocol.membership import AccessLevel, Members
 
 _TUPLE_EXT = 0x40
 _DICTIONARY_EXT = 0x50
@@ -148,7 +148,7 @@ class MemberPass(AuthorizerBase):  # type: ignore[misc]
             self._members.show(peer, request.auth.client_access_token.signature)
         except RemoteError:
             return False
-        return self._members.standing(peer) >= Standing.OBSERVER
+        return self._members.access_level(peer) >= AccessLevel.OBSERVER
 
     async def sign_request(self, request: Any, service_public_key: object) -> None:
         request.auth.client_access_token.signature = self._members.certificate

@@ -7,7 +7,7 @@ from shoal.protocol.errors import RemoteError
 from shoal.protocol.identity import Identity
 from shoal.protocol.invite import InviteKey
 from shoal.protocol.limits import CERTIFICATE_BYTES_MAX
-from shoal.protocol.membership import Certificate, Members, Standing, certify, delegate
+from shoal.protocol.membership import AccessLevel, Certificate, Members, certify, delegate
 
 OWNER, ANA, BEN, MALLORY = (Identity(bytes([number]) * 32) for number in range(1, 5))
 RUN = "0123456789abcdef"
@@ -27,11 +27,11 @@ def members(**options: object) -> Members:
 
 def test_a_certificate_lets_in_whom_it_names() -> None:
     run = members()
-    assert run.standing(ANA.peer_id) is Standing.STRANGER
+    assert run.access_level(ANA.peer_id) is AccessLevel.STRANGER
     run.show(ANA.peer_id, certificate(key_of(), ANA))
-    assert run.standing(ANA.peer_id) is Standing.MEMBER
-    assert run.standing(OWNER.peer_id) is Standing.MEMBER, "the owner shows nothing"
-    assert run.standing(BEN.peer_id) is Standing.STRANGER
+    assert run.access_level(ANA.peer_id) is AccessLevel.MEMBER
+    assert run.access_level(OWNER.peer_id) is AccessLevel.MEMBER, "the owner shows nothing"
+    assert run.access_level(BEN.peer_id) is AccessLevel.STRANGER
 
 
 def test_a_certificate_is_short() -> None:
@@ -59,17 +59,17 @@ def test_what_proves_nothing_is_the_senders_fault() -> None:
     for shown, why in forged:
         with pytest.raises(RemoteError, match=why):
             run.show(MALLORY.peer_id, shown)
-        assert run.standing(MALLORY.peer_id) is Standing.STRANGER
+        assert run.access_level(MALLORY.peer_id) is AccessLevel.STRANGER
 
 
 def test_whoever_only_looks_on_may_come_to_train_later() -> None:
     run, looks, trains = members(), key_of(may_train=False), key_of()
     run.show(ANA.peer_id, certificate(looks, ANA))
-    assert run.standing(ANA.peer_id) is Standing.OBSERVER
+    assert run.access_level(ANA.peer_id) is AccessLevel.OBSERVER
     run.show(ANA.peer_id, certificate(trains, ANA))
-    assert run.standing(ANA.peer_id) is Standing.MEMBER
+    assert run.access_level(ANA.peer_id) is AccessLevel.MEMBER
     run.show(ANA.peer_id, certificate(looks, ANA))
-    assert run.standing(ANA.peer_id) is Standing.MEMBER
+    assert run.access_level(ANA.peer_id) is AccessLevel.MEMBER
 
 
 def test_an_expired_invite_lets_nobody_new_in_and_throws_nobody_out() -> None:
@@ -79,7 +79,7 @@ def test_an_expired_invite_lets_nobody_new_in_and_throws_nobody_out() -> None:
     assert run.why_not_enter(ANA.peer_id, ()) == ""
     now_s[0] = 2001.0
     assert "has expired: ask the host for a fresh one" in run.why_not_enter(ANA.peer_id, ())
-    assert run.standing(ANA.peer_id) is Standing.MEMBER
+    assert run.access_level(ANA.peer_id) is AccessLevel.MEMBER
 
 
 def test_an_invite_has_so_many_seats_at_a_time() -> None:
@@ -99,14 +99,14 @@ def test_a_member_or_a_whole_invite_is_excluded() -> None:
     run.show(ANA.peer_id, certificate(key, ANA))
     run.show(BEN.peer_id, certificate(other, BEN))
     run.exclude([ANA.public_key])
-    assert run.standing(ANA.peer_id) is Standing.STRANGER
+    assert run.access_level(ANA.peer_id) is AccessLevel.STRANGER
     run.exclude([other.delegation.key])
     run.exclude([other.delegation.key])
-    assert run.standing(BEN.peer_id) is Standing.STRANGER
+    assert run.access_level(BEN.peer_id) is AccessLevel.STRANGER
     run.show(MALLORY.peer_id, certificate(other, MALLORY))
-    assert run.standing(MALLORY.peer_id) is Standing.STRANGER
+    assert run.access_level(MALLORY.peer_id) is AccessLevel.STRANGER
     run.exclude([OWNER.public_key])
-    assert run.standing(OWNER.peer_id) is Standing.MEMBER, "nobody can take a run from its owner"
+    assert run.access_level(OWNER.peer_id) is AccessLevel.MEMBER, "nobody can take a run from its owner"
     assert len(called) == 3
 
 
