@@ -109,6 +109,11 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         """Tasks that are not done, oldest first."""
         return list(self._tasks.values())
 
+    @property
+    def has_callbacks(self) -> bool:
+        """Whether a callback waits to be run now."""
+        return bool(self._ready)
+
     # Freezing -----------------------------------------------------------------------------------------------------
 
     def freeze(self, owner: Hashable) -> None:
@@ -287,11 +292,13 @@ def _cancel_leftovers(loop: VirtualTimeLoop) -> None:
     for _ in range(_CANCEL_ROUNDS_MAX):
         loop.drop_timers()  # a driver's would start new work for ever
         leftovers = loop.tasks()
-        if not leftovers:
+        if not leftovers and not loop.has_callbacks:
             return
         for task in leftovers:
             task.cancel()
-        loop.run_until_complete(asyncio.gather(*leftovers, return_exceptions=True))
+        # The callbacks of a crashed peer run here too: they start tasks, which the next round cancels.
+        everything = asyncio.gather(*leftovers, return_exceptions=True) if leftovers else asyncio.sleep(0.0)
+        loop.run_until_complete(everything)
         for task in leftovers:
             if not task.cancelled() and task.exception() is not None:
                 loop.call_exception_handler(
