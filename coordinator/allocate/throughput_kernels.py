@@ -27,108 +27,87 @@ _LATENCIES = 4.0
 _STEP_FLOP = 20.0
 _WINDOW_GAIN = 1.5
 _GUIDE = 0.03
-"""Of the mean stage, the mean member's reduction and the chain in what local search looks at: most moves do not touch
-what is slowest, and yet are for the better or the worse."""
+"""Local search looks at the cost, and adds so much of the mean stage, of the mean member's reduction and of the chain:
+most moves do not touch what is slowest, and yet are for the better or the worse."""
 _HEAT = 0.08
-"""At heat 1 the search begins by accepting what is up to so much worse."""
+"""A search at heat 1 begins by accepting placements that are up to so much worse."""
+
+
+FLOP, WEIGHT, MEMORY, UP, DOWN, FETCH_RATE, CARRIES = range(7)
+"""The rows of what is known of a unit: its FLOP/s; how many devices it is; one device's bytes of memory, and bytes/s of
+its card in both directions; the bytes/s at which it gets the state of other layers; its share of its stage's work now,
+which stands still meanwhile."""
+HOME_FIRST, HOME_LAST = range(2)
+"""The rows of the layers of which a unit has the state in the current plan."""
+FLOP_TO, PARAMETERS_TO, HELD_TO = range(3)
+"""The rows of the sums over the layers before a bound."""
+MICROBATCHES, JOB_PER_FLOP, LOSS_PER_FLOP, S_MAX, HORIZON_S = range(5)
+CUT_BYTES, GRADIENT_BYTES, RESIDENT_BYTES, STATE_BYTES = range(5, 9)
+"""The places of what one step asks for. The last stage's jobs take `LOSS_PER_FLOP` forwards, others `JOB_PER_FLOP`. The
+bytes of a parameter are those of its gradient on the wire, of all that is in memory of it, and of its state."""
+OUT_RATE, IN_RATE, AWAY_OUT, AWAY_IN, PART, REDUCED, LOAD, SLOPE, OFFSET, TAKEN, CARD = range(11)
+"""The rows of what the cost needs to know of a unit. `REDUCED` has the bytes over its card for each byte of its stage's
+gradient."""
+PATH_UNIT, LATENCY, SECONDS, FREE, COMMIT, TAIL, JOB, STRAIN, FLOW, HOP = range(10)
+"""The rows of what the cost needs to know of a stage. `PATH_UNIT` is the largest (p_d + p_e) / path rate between two
+members. `TAIL` is the time from a microbatch's arrival to its step's commit, as last summed up. `STRAIN` has the mean
+member's seconds of the reduction where `COMMIT` has the largest. `FLOW` and `HOP` are of the stage and the next."""
+PATHS, STAGES, PAIRS = range(3)
+"""The rows that say what of a stage is to be computed again."""
 
 
 class Problem(NamedTuple):
-    """What never changes. N units, L layers, S stages of the current plan, C cards."""
+    """What never changes during a search. There are N units, L layers and C network cards."""
 
-    flop: Any
-    weight: Any
-    memory: Any
-    """[N], of one device."""
+    units: Any
+    """[7, N]"""
+    home: Any
+    """int64 [2, N]"""
     card: Any
+    """int64 [N], the network card of each unit."""
     card_rate: Any
-    """[C], the slower direction."""
-    up: Any
-    down: Any
-    """[N], of one device's card."""
+    """[C], bytes/s of the slower direction."""
+    shared_cards: bool
     feeds: Any
+    """bool [N], whether a unit has the run's text."""
     latency: Any
     rate: Any
     """[N, N], of one path."""
     q: Any
-    """[N, N], microbatches/s forth and back, of all paths between two units."""
-    flop_to: Any
-    parameters_to: Any
-    held_to: Any
-    """[L + 1], of the layers before."""
-    home: Any
-    """[N], stage in the current plan, -1: none."""
-    home_first: Any
-    home_last: Any
-    """[N], layers it has the state of."""
-    fetch_rate: Any
-    """[N], bytes/s at which it gets the state of others."""
-    carries: Any
-    """[N], its share of its stage's work now: what stands still while it fetches."""
-    microbatches: float
-    job_per_flop: float
-    loss_per_flop: float
-    """Of the last stage."""
-    cut_bytes: float
-    gradient_bytes: float
-    resident_bytes: float
-    state_bytes: float
-    """The last three: of a parameter."""
-    s_max: float
+    """[N, N], microbatches/s there and back, over all paths between two units."""
+    layers: Any
+    """[3, L + 1]"""
+    costs: Any
+    """[9]"""
     price: Any
     """[2, 2], `Price`: (at one, half powers) where all of the open step is seen, and where none is."""
-    horizon_s: float
-    shared_cards: bool
-    has_cards: bool
 
 
 class State(NamedTuple):
-    """A placement and all that its cost is made of."""
+    """A placement of N units on K stages, and all that its cost is made of."""
 
     stage: Any
     at: Any
-    """[N], stage or -1, and the place among its members."""
+    """int64 [N], the stage of each unit or -1, and its place among the members."""
     members: Any
+    """int64 [K, N], of which the first `count` are the members of a stage."""
     count: Any
+    """int64 [K]"""
     bounds: Any
-    out_rate: Any
-    in_rate: Any
-    away_out: Any
-    away_in: Any
-    part: Any
-    reduced: Any
-    """[N], bytes over its card for each byte of the stage's gradient."""
-    load: Any
-    slope: Any
-    offset: Any
-    taken: Any
-    card: Any
-    """[N]"""
-    path_unit: Any
-    """[K], largest (p_d + p_e) / path rate between two mates."""
-    latency: Any
-    seconds: Any
-    free: Any
-    commit: Any
-    tail: Any
-    job: Any
-    strain: Any
-    """[K]; tail: from a microbatch's arrival to its step's commit, as last summed up; strain: the mean member's seconds
-    of the reduction, where `commit` has the largest."""
-    flow: Any
-    hop: Any
-    """[K], towards the next."""
-    paths_dirty: Any
+    """int64 [K + 1], the layers at which the model is cut."""
+    loads: Any
+    """[11, N]"""
+    times: Any
+    """[10, K]"""
     dirty: Any
-    pair_dirty: Any
-    """[K]"""
+    """bool [3, K]"""
     card_load: Any
     """[C]"""
 
 
 @_kernel
 def draw(state):
-    """uint64: SplitMix64 (Steele, Lea, Flood 2014). state: uint64 [1]."""
+    """Draw a uint64 by SplitMix64 (Steele, Lea, Flood 2014). `state`: uint64 [1], which is advanced."""
     state[0] += np.uint64(0x9E3779B97F4A7C15)
     z = state[0]
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -138,19 +117,19 @@ def draw(state):
 
 @_inner
 def below(state, n):
-    """int64 in [0, n), n < 2^32."""
+    """Draw an int64 in [0, n), n < 2^32."""
     return np.int64(((draw(state) >> np.uint64(32)) * np.uint64(n)) >> np.uint64(32))
 
 
 @_inner
 def unit(state):
-    """float64 in [0, 1)."""
+    """Draw a float64 in [0, 1)."""
     return np.float64(draw(state) >> np.uint64(11)) * (1.0 / 9007199254740992.0)
 
 
 @_kernel
 def exchange_rates(latency, rate, weight, frame_bytes, credit_bytes, q):
-    """Fill q [N, N]: `path_rates.both_ways` in frames/s, for all pairs."""
+    """Fill q [N, N] with `path_rates.both_ways` of all pairs, in frames/s."""
     frames = max(1.0, np.floor(credit_bytes / frame_bytes))
     n = len(weight)
     for i in range(n):
@@ -169,11 +148,11 @@ def exchange_rates(latency, rate, weight, frame_bytes, credit_bytes, q):
 
 @_inner
 def _scan_paths(P, S, k):
-    """Rates of the members of stage k to both neighbours, and how they share its reduction. Returns: work."""
+    """Work out the rates of stage k's members to both neighbours, and how they share its reduction. Returns: work."""
     K = len(S.count)
     work = 0
     for neighbour in (k - 1, k + 1):
-        rates, away = (S.in_rate, S.away_in) if neighbour < k else (S.out_rate, S.away_out)
+        rate_row, away_row = (IN_RATE, AWAY_IN) if neighbour < k else (OUT_RATE, AWAY_OUT)
         there = 0 <= neighbour < K
         for a in range(S.count[k]):
             d = S.members[k, a]
@@ -183,12 +162,12 @@ def _scan_paths(P, S, k):
                     e = S.members[neighbour, c]
                     total += P.q[d, e]
                     if P.shared_cards:
-                        speed += P.flop[e]
+                        speed += P.units[FLOP, e]
                         if P.card[d] == P.card[e]:
-                            near += P.flop[e]
+                            near += P.units[FLOP, e]
                 work += S.count[neighbour]
-            rates[d] = total if there else np.inf
-            away[d] = 0.0 if not there else (1.0 - near / speed if P.shared_cards else 1.0)
+            S.loads[rate_row, d] = total if there else np.inf
+            S.loads[away_row, d] = 0.0 if not there else (1.0 - near / speed if P.shared_cards else 1.0)
     return work + _scan_mates(P, S, k)
 
 
@@ -199,7 +178,7 @@ def _scan_mates(P, S, k):
     devices = 0.0
     for a in range(n):
         d = S.members[k, a]
-        devices += P.weight[d]
+        devices += P.units[WEIGHT, d]
     for a in range(n):
         d = S.members[k, a]
         path = 0.0
@@ -209,85 +188,86 @@ def _scan_mates(P, S, k):
             path += P.q[d, e]
             if P.card[e] == P.card[d]:
                 mates += 1.0
-        rate = min(path * P.cut_bytes if n > 1 else np.inf, P.card_rate[P.card[d]] / mates)
-        S.part[d] = rate
+        rate = min(path * P.costs[CUT_BYTES] if n > 1 else np.inf, P.card_rate[P.card[d]] / mates)
+        S.loads[PART, d] = rate
         whole = max(whole, rate)
     total = 0.0
     for a in range(n):
         d = S.members[k, a]
-        S.part[d] = max(S.part[d], 1e-6 * whole) if 0.0 < whole < np.inf else P.weight[d]
-        total += S.part[d]
-    S.path_unit[k] = S.latency[k] = 0.0
+        S.loads[PART, d] = max(S.loads[PART, d], 1e-6 * whole) if 0.0 < whole < np.inf else P.units[WEIGHT, d]
+        total += S.loads[PART, d]
+    S.times[PATH_UNIT, k] = S.times[LATENCY, k] = 0.0
     for a in range(n):
         d = S.members[k, a]
-        S.part[d] = S.part[d] / total if n > 1 else 1.0
+        S.loads[PART, d] = S.loads[PART, d] / total if n > 1 else 1.0
     for a in range(n):
         d = S.members[k, a]
-        S.reduced[d] = 2.0 * S.part[d] * (P.weight[d] - 1.0)
+        S.loads[REDUCED, d] = 2.0 * S.loads[PART, d] * (P.units[WEIGHT, d] - 1.0)
         for c in range(n):
             e = S.members[k, c]
             if e == d:
                 continue
             if P.card[e] != P.card[d]:
-                S.reduced[d] += P.weight[e] * S.part[d] + P.weight[d] * S.part[e]
+                S.loads[REDUCED, d] += P.units[WEIGHT, e] * S.loads[PART, d] + P.units[WEIGHT, d] * S.loads[PART, e]
             if c < a:
-                pair = P.weight[d] * P.weight[e]
-                between = (S.part[d] / P.weight[d] + S.part[e] / P.weight[e]) * pair
-                rate = P.q[d, e] * P.cut_bytes
-                S.path_unit[k] = max(S.path_unit[k], between / rate if rate > 0.0 else np.inf)
-                S.latency[k] = max(S.latency[k], np.float64(P.latency[d, e]), np.float64(P.latency[e, d]))
+                pair = P.units[WEIGHT, d] * P.units[WEIGHT, e]
+                between = (S.loads[PART, d] / P.units[WEIGHT, d] + S.loads[PART, e] / P.units[WEIGHT, e]) * pair
+                rate = P.q[d, e] * P.costs[CUT_BYTES]
+                S.times[PATH_UNIT, k] = max(S.times[PATH_UNIT, k], between / rate if rate > 0.0 else np.inf)
+                S.times[LATENCY, k] = max(S.times[LATENCY, k], np.float64(P.latency[d, e]), np.float64(P.latency[e, d]))
     return 3 * n * n
 
 
 @_inner
 def _loads(P, S, k, first, last):
-    """What each member of stage k sends over its card in a step, if its layers were these."""
-    gradient = P.gradient_bytes * (P.parameters_to[last] - P.parameters_to[first])
+    """Work out what each member of stage k sends over its card in a step, if its layers were these."""
+    gradient = P.costs[GRADIENT_BYTES] * (P.layers[PARAMETERS_TO, last] - P.layers[PARAMETERS_TO, first])
     speed = 0.0
     for a in range(S.count[k]):
-        speed += P.flop[S.members[k, a]]
+        speed += P.units[FLOP, S.members[k, a]]
     for a in range(S.count[k]):
         d = S.members[k, a]
-        share = P.microbatches * P.flop[d] / speed
-        S.load[d] = share * P.cut_bytes * (S.away_out[d] + S.away_in[d]) + S.reduced[d] * gradient
+        share = P.costs[MICROBATCHES] * P.units[FLOP, d] / speed
+        away = S.loads[AWAY_OUT, d] + S.loads[AWAY_IN, d]
+        S.loads[LOAD, d] = share * P.costs[CUT_BYTES] * away + S.loads[REDUCED, d] * gradient
 
 
 @_inner
 def _card_part(P, S, d):
-    """bytes/s of its card that are d's."""
+    """The bytes/s of its card that are unit d's."""
     rate = P.card_rate[P.card[d]]
-    if not P.shared_cards or S.load[d] <= 0.0:
+    if not P.shared_cards or S.loads[LOAD, d] <= 0.0:
         return rate
-    return rate * (S.load[d] / S.card_load[P.card[d]])
+    return rate * (S.loads[LOAD, d] / S.card_load[P.card[d]])
 
 
 @_inner
 def _job(P, first, last):
-    """FLOP of a microbatch there and back, `Workload.job_flop`."""
-    per_flop = P.loss_per_flop if last == P.flop_to.size - 1 else P.job_per_flop
-    return per_flop * (P.flop_to[last] - P.flop_to[first])
+    """The FLOP of a microbatch there and back, as `Workload.job_flop` has it."""
+    per_flop = P.costs[LOSS_PER_FLOP] if last == P.layers.shape[1] - 1 else P.costs[JOB_PER_FLOP]
+    return per_flop * (P.layers[FLOP_TO, last] - P.layers[FLOP_TO, first])
 
 
 @_inner
 def _saturate(P, S, k, first, last):
-    """T_stage of stage k with these layers; fills card, slope, offset and taken of its members. Returns: (seconds,
-    seconds of the reduction alone)."""
-    M = P.microbatches
+    """Work out T_stage of stage k with these layers, and the card, slope, offset and taken of its members. Returns:
+    (seconds, seconds of the reduction alone)."""
+    M = P.costs[MICROBATCHES]
     n = S.count[k]
     job = _job(P, first, last)
-    gradient = P.gradient_bytes * (P.parameters_to[last] - P.parameters_to[first])
-    reduce_s = S.path_unit[k] * gradient
+    gradient = P.costs[GRADIENT_BYTES] * (P.layers[PARAMETERS_TO, last] - P.layers[PARAMETERS_TO, first])
+    reduce_s = S.times[PATH_UNIT, k] * gradient
     for a in range(n):
         d = S.members[k, a]
-        S.card[d] = _card_part(P, S, d)
-        reduce_s = max(reduce_s, S.reduced[d] * gradient / S.card[d])
-        per_card = P.cut_bytes * (S.away_out[d] + S.away_in[d])
-        if per_card > 0.0 and S.card[d] < np.inf:
-            S.slope[d] = S.card[d] / per_card
-            S.offset[d] = S.reduced[d] * gradient / per_card
+        S.loads[CARD, d] = _card_part(P, S, d)
+        reduce_s = max(reduce_s, S.loads[REDUCED, d] * gradient / S.loads[CARD, d])
+        per_card = P.costs[CUT_BYTES] * (S.loads[AWAY_OUT, d] + S.loads[AWAY_IN, d])
+        if per_card > 0.0 and S.loads[CARD, d] < np.inf:
+            S.loads[SLOPE, d] = S.loads[CARD, d] / per_card
+            S.loads[OFFSET, d] = S.loads[REDUCED, d] * gradient / per_card
         else:
-            S.slope[d] = np.inf
-            S.offset[d] = 0.0
+            S.loads[SLOPE, d] = np.inf
+            S.loads[OFFSET, d] = 0.0
     seconds = reduce_s
     if not seconds < np.inf:
         return np.inf, np.inf
@@ -295,14 +275,14 @@ def _saturate(P, S, k, first, last):
         sum_taken = gain = 0.0
         for a in range(n):
             d = S.members[k, a]
-            rate = min(P.flop[d] / job, S.out_rate[d], S.in_rate[d])
+            rate = min(P.units[FLOP, d] / job, S.loads[OUT_RATE, d], S.loads[IN_RATE, d])
             taken = rate * seconds
-            if S.slope[d] < np.inf and S.slope[d] * seconds - S.offset[d] < taken:
-                taken = max(0.0, S.slope[d] * seconds - S.offset[d])
-                gain += S.slope[d]
+            if S.loads[SLOPE, d] < np.inf and S.loads[SLOPE, d] * seconds - S.loads[OFFSET, d] < taken:
+                taken = max(0.0, S.loads[SLOPE, d] * seconds - S.loads[OFFSET, d])
+                gain += S.loads[SLOPE, d]
             else:
                 gain += rate
-            S.taken[d] = taken
+            S.loads[TAKEN, d] = taken
             sum_taken += taken
         if M - sum_taken <= 1e-12 * M:
             break
@@ -314,26 +294,26 @@ def _saturate(P, S, k, first, last):
 
 @_inner
 def _time_stage(P, S, k):
-    """Seconds, free rate, commit and mean job of stage k. Returns: work."""
+    """Work out the seconds, free rate, commit and mean job of stage k. Returns: work."""
     first, last = S.bounds[k], S.bounds[k + 1]
     seconds, _ = _saturate(P, S, k, first, last)
-    S.seconds[k] = seconds
+    S.times[SECONDS, k] = seconds
     job = _job(P, first, last)
-    gradient = P.gradient_bytes * (P.parameters_to[last] - P.parameters_to[first])
+    gradient = P.costs[GRADIENT_BYTES] * (P.layers[PARAMETERS_TO, last] - P.layers[PARAMETERS_TO, first])
     free = sum_taken = weighted = strain = 0.0
     slowest = np.inf
     for a in range(S.count[k]):
         d = S.members[k, a]
-        free += min(P.flop[d] / job, S.out_rate[d], S.in_rate[d], S.slope[d])
-        sum_taken += S.taken[d]
-        weighted += S.taken[d] * job * P.weight[d] / P.flop[d]
-        slowest = min(slowest, P.flop[d] / P.weight[d])
-        strain += S.reduced[d] * gradient / S.card[d]
-    S.strain[k] = strain / S.count[k]
-    S.free[k] = free
-    S.job[k] = weighted / sum_taken if sum_taken > 0.0 else np.inf
-    parameters = P.parameters_to[last] - P.parameters_to[first]
-    S.commit[k] = _LATENCIES * S.latency[k] + _STEP_FLOP * parameters / slowest
+        free += min(P.units[FLOP, d] / job, S.loads[OUT_RATE, d], S.loads[IN_RATE, d], S.loads[SLOPE, d])
+        sum_taken += S.loads[TAKEN, d]
+        weighted += S.loads[TAKEN, d] * job * P.units[WEIGHT, d] / P.units[FLOP, d]
+        slowest = min(slowest, P.units[FLOP, d] / P.units[WEIGHT, d])
+        strain += S.loads[REDUCED, d] * gradient / S.loads[CARD, d]
+    S.times[STRAIN, k] = strain / S.count[k]
+    S.times[FREE, k] = free
+    S.times[JOB, k] = weighted / sum_taken if sum_taken > 0.0 else np.inf
+    parameters = P.layers[PARAMETERS_TO, last] - P.layers[PARAMETERS_TO, first]
+    S.times[COMMIT, k] = _LATENCIES * S.times[LATENCY, k] + _STEP_FLOP * parameters / slowest
     return 12 * S.count[k]
 
 
@@ -342,27 +322,27 @@ def _time_stage(P, S, k):
 
 @_inner
 def _hop_s(P, d, e):
-    """Seconds of an activation and its gradient between two devices."""
+    """The seconds of an activation and its gradient between two units."""
     forth, back = np.float64(P.rate[d, e]), np.float64(P.rate[e, d])
-    if P.has_cards and P.card[d] != P.card[e]:
-        forth = min(forth, P.up[d], P.down[e])
-        back = min(back, P.up[e], P.down[d])
+    if P.card[d] != P.card[e]:
+        forth = min(forth, P.units[UP, d], P.units[DOWN, e])
+        back = min(back, P.units[UP, e], P.units[DOWN, d])
     latency = np.float64(P.latency[d, e]) + np.float64(P.latency[e, d])
-    return latency + (P.cut_bytes / forth + P.cut_bytes / back if forth > 0.0 and back > 0.0 else 0.0)
+    return latency + (P.costs[CUT_BYTES] / forth + P.costs[CUT_BYTES] / back if forth > 0.0 and back > 0.0 else 0.0)
 
 
 @_inner
 def _pair(P, S, k):
-    """Flow and mean hop between stages k and k + 1. Returns: work."""
+    """Work out the flow and the mean hop between stages k and k + 1. Returns: work."""
     n, m = S.count[k], S.count[k + 1]
     supply = np.empty(n)
     demand = np.empty(m)
     sum_supply = sum_demand = 0.0
     for a in range(n):
-        supply[a] = S.taken[S.members[k, a]] / S.seconds[k]
+        supply[a] = S.loads[TAKEN, S.members[k, a]] / S.times[SECONDS, k]
         sum_supply += supply[a]
     for c in range(m):
-        demand[c] = S.taken[S.members[k + 1, c]] / S.seconds[k + 1]
+        demand[c] = S.loads[TAKEN, S.members[k + 1, c]] / S.times[SECONDS, k + 1]
         sum_demand += demand[c]
     largest = max(sum_supply, sum_demand)
     total = hops = 0.0
@@ -380,15 +360,15 @@ def _pair(P, S, k):
         if not fits:
             break
     if fits:
-        S.flow[k] = total
-        S.hop[k] = hops / total if total > 0.0 else np.inf
+        S.times[FLOW, k] = total
+        S.times[HOP, k] = hops / total if total > 0.0 else np.inf
         return 4 * n * m
     return 4 * n * m + _fill(P, S, k, supply, demand)
 
 
 @_inner
 def _fill(P, S, k, supply, demand):
-    """`cost/flow.py`. Returns: work."""
+    """Do as `cost/flow.py` does. Returns: work."""
     n, m = len(supply), len(demand)
     flow = np.zeros((n, m))
     left, room = supply.copy(), demand.copy()
@@ -421,8 +401,8 @@ def _fill(P, S, k, supply, demand):
             if flow[a, c] > 0.0:
                 total += flow[a, c]
                 hops += flow[a, c] * _hop_s(P, S.members[k, a], S.members[k + 1, c])
-    S.flow[k] = total
-    S.hop[k] = hops / total if total > 0.0 else np.inf
+    S.times[FLOW, k] = total
+    S.times[HOP, k] = hops / total if total > 0.0 else np.inf
     return (3 * rounds + 3) * n * m
 
 
@@ -431,41 +411,41 @@ def _fill(P, S, k, supply, demand):
 
 @_kernel
 def evaluate(P, S, work):
-    """(cost with moving, what local search looks at) of the placement, everything dirty computed again.
+    """Compute again what is dirty. Returns: (cost with moving, what local search looks at).
 
-    work: int64 [1], what it took is added.
+    Args: work: int64 [1], to which what it took is added.
     """
     K = len(S.count)
     for k in range(K):
         if S.count[k] == 0:
             return 1e6 * IMPOSSIBLE, 1e6 * IMPOSSIBLE
     for k in range(K):
-        if S.paths_dirty[k]:
+        if S.dirty[PATHS, k]:
             work[0] += _scan_paths(P, S, k)
-            S.dirty[k] = True
+            S.dirty[STAGES, k] = True
     if P.shared_cards:
         S.card_load[:] = 0.0
         for k in range(K):
             _loads(P, S, k, S.bounds[k], S.bounds[k + 1])
             for a in range(S.count[k]):
                 d = S.members[k, a]
-                S.card_load[P.card[d]] += S.load[d]
-            S.dirty[k] = True
+                S.card_load[P.card[d]] += S.loads[LOAD, d]
+            S.dirty[STAGES, k] = True
     for k in range(K):
-        if S.dirty[k]:
+        if S.dirty[STAGES, k]:
             work[0] += _time_stage(P, S, k)
             if k > 0:
-                S.pair_dirty[k - 1] = True
-            S.pair_dirty[k] = True
+                S.dirty[PAIRS, k - 1] = True
+            S.dirty[PAIRS, k] = True
     for k in range(K):
-        if not S.seconds[k] < np.inf:
+        if not S.times[SECONDS, k] < np.inf:
             return 1e5 * IMPOSSIBLE, 1e5 * IMPOSSIBLE
     for k in range(K - 1):
-        if S.pair_dirty[k]:
+        if S.dirty[PAIRS, k]:
             work[0] += _pair(P, S, k)
-    S.paths_dirty[:] = False
-    S.dirty[:] = False
-    S.pair_dirty[:] = False
+    S.dirty[PATHS, :] = False
+    S.dirty[STAGES, :] = False
+    S.dirty[PAIRS, :] = False
     return _sum_up(P, S, work)
 
 
@@ -477,20 +457,20 @@ def _sum_up(P, S, work):
     flow_s = mean_s = uneven = 0.0
     for k in range(K):
         if k < K - 1:
-            if S.flow[k] <= 0.0:
+            if S.times[FLOW, k] <= 0.0:
                 return 1e4 * IMPOSSIBLE, 1e4 * IMPOSSIBLE
-            rate = min(rate, S.flow[k])
-            flow_s = max(flow_s, P.microbatches / S.flow[k])
-        if S.free[k] < S.free[slowest]:
+            rate = min(rate, S.times[FLOW, k])
+            flow_s = max(flow_s, P.costs[MICROBATCHES] / S.times[FLOW, k])
+        if S.times[FREE, k] < S.times[FREE, slowest]:
             slowest = k
-        flow_s = max(flow_s, S.seconds[k])
-        mean_s += (S.seconds[k] + S.strain[k]) / K
+        flow_s = max(flow_s, S.times[SECONDS, k])
+        mean_s += (S.times[SECONDS, k] + S.times[STRAIN, k]) / K
         if S.count[k] > 1:
-            uneven = max(uneven, S.job[k] / 2.0)
+            uneven = max(uneven, S.times[JOB, k] / 2.0)
     work[0] += 2 * len(S.stage) + 16 * K
-    issue_s = P.microbatches / min(rate, S.free[slowest]) - S.job[slowest]
-    step_s, seconds, chain_s = _paced(P, S, flow_s, issue_s, uneven, P.s_max)
-    if P.s_max > 0.0:
+    issue_s = P.costs[MICROBATCHES] / min(rate, S.times[FREE, slowest]) - S.times[JOB, slowest]
+    step_s, seconds, chain_s = _paced(P, S, flow_s, issue_s, uneven, P.costs[S_MAX])
+    if P.costs[S_MAX] > 0.0:
         behind_s, behind, behind_chain_s = _paced(P, S, flow_s, issue_s, uneven, 0.0)
         work[0] += 8 * K
         if behind < seconds:
@@ -498,29 +478,29 @@ def _sum_up(P, S, work):
     memory = _memory(P, S, step_s)
     if memory > 1.0:
         return IMPOSSIBLE * memory, IMPOSSIBLE * memory
-    cost = seconds * (1.0 + moving_s(P, S) / P.horizon_s)
+    cost = seconds * (1.0 + moving_s(P, S) / P.costs[HORIZON_S])
     return cost, cost + _GUIDE * (mean_s + chain_s)
 
 
 @_inner
 def _paced(P, S, flow_s, issue_s, uneven, ahead):
-    """(T, times what staleness costs, T_chain) with so many steps ahead of the versions."""
+    """Pace the pipeline with so many steps ahead of the versions. Returns: (T, T with staleness's cost, T_chain)."""
     K = len(S.count)
     trip = tail = commit = stale = 0.0
     for k in range(K - 1, -1, -1):
-        trip += S.job[k] + (S.hop[k] if k < K - 1 else 0.0)
-        commit_k = S.commit[k] + _reduce_s(P, S, k, flow_s if ahead > 0.0 else np.inf)
+        trip += S.times[JOB, k] + (S.times[HOP, k] if k < K - 1 else 0.0)
+        commit_k = S.times[COMMIT, k] + _reduce_s(P, S, k, flow_s if ahead > 0.0 else np.inf)
         commit = max(commit, commit_k)
-        S.tail[k] = trip + commit_k
-        tail = max(tail, S.tail[k])
-    chain_s = (issue_s + tail + S.latency[0] + uneven) / (ahead + 1.0)
+        S.times[TAIL, k] = trip + commit_k
+        tail = max(tail, S.times[TAIL, k])
+    chain_s = (issue_s + tail + S.times[LATENCY, 0] + uneven) / (ahead + 1.0)
     if ahead == 0.0:
         return chain_s, chain_s, chain_s
     larger = max(flow_s, chain_s)
     square = (min(flow_s, chain_s) / larger) ** 2
     step_s = larger * np.sqrt(np.sqrt(1.0 + square * square))
     for k in range(K):
-        stale += min(ahead, S.tail[k] / step_s) / K
+        stale += min(ahead, S.times[TAIL, k] / step_s) / K
     seen = 1.0 - min(1.0, trip / step_s) * trip / (trip + commit)
     more = seen * _further(P.price[0], stale) + (1.0 - seen) * _further(P.price[1], stale)
     return step_s, step_s * (1.0 + more), chain_s
@@ -528,7 +508,7 @@ def _paced(P, S, flow_s, issue_s, uneven, ahead):
 
 @_inner
 def _further(price, stale):
-    """`Price.more_steps` less 1."""
+    """The result of `Price.more_steps`, less 1."""
     power = np.sqrt(stale) if int(price[1]) % 2 == 1 else 1.0
     for _ in range(int(price[1]) // 2):
         power *= stale
@@ -537,20 +517,22 @@ def _further(price, stale):
 
 @_inner
 def _reduce_s(P, S, k, flow_s):
-    """The reduction on what activations leave of the cards, all of them if `flow_s` is inf."""
-    gradient = P.gradient_bytes * (P.parameters_to[S.bounds[k + 1]] - P.parameters_to[S.bounds[k]])
-    seconds = S.path_unit[k] * gradient
+    """The seconds of the reduction on what activations leave of the cards; they leave all if `flow_s` is inf."""
+    first, last = S.bounds[k], S.bounds[k + 1]
+    gradient = P.costs[GRADIENT_BYTES] * (P.layers[PARAMETERS_TO, last] - P.layers[PARAMETERS_TO, first])
+    seconds = S.times[PATH_UNIT, k] * gradient
     sum_taken = 0.0
     for a in range(S.count[k]):
-        sum_taken += S.taken[S.members[k, a]]
+        sum_taken += S.loads[TAKEN, S.members[k, a]]
     for a in range(S.count[k]):
         d = S.members[k, a]
-        reduced = S.reduced[d] * gradient
+        reduced = S.loads[REDUCED, d] * gradient
         if reduced > 0.0:
-            card = S.card[d]
+            card = S.loads[CARD, d]
             if flow_s < np.inf:
-                share = S.taken[d] / sum_taken
-                busy = P.cut_bytes * (S.away_out[d] + S.away_in[d]) * share * P.microbatches / flow_s
+                share = S.loads[TAKEN, d] / sum_taken
+                away = S.loads[AWAY_OUT, d] + S.loads[AWAY_IN, d]
+                busy = P.costs[CUT_BYTES] * away * share * P.costs[MICROBATCHES] / flow_s
                 card = max(card - busy, reduced / flow_s)
             seconds = max(seconds, reduced / card)
     return seconds
@@ -558,44 +540,44 @@ def _reduce_s(P, S, k, flow_s):
 
 @_inner
 def _memory(P, S, step_s):
-    """Largest needed / present."""
+    """The largest needed / present of any unit's memory."""
     most = trip = 0.0
     K = len(S.count)
     for k in range(K - 1, -1, -1):
-        trip += S.job[k] + (S.hop[k] if k < K - 1 else 0.0)
+        trip += S.times[JOB, k] + (S.times[HOP, k] if k < K - 1 else 0.0)
         first, last = S.bounds[k], S.bounds[k + 1]
-        resident = P.resident_bytes * (P.parameters_to[last] - P.parameters_to[first])
-        held = P.held_to[last] - P.held_to[first]
+        resident = P.costs[RESIDENT_BYTES] * (P.layers[PARAMETERS_TO, last] - P.layers[PARAMETERS_TO, first])
+        held = P.layers[HELD_TO, last] - P.layers[HELD_TO, first]
         sum_taken = 0.0
         for a in range(S.count[k]):
-            sum_taken += S.taken[S.members[k, a]]
+            sum_taken += S.loads[TAKEN, S.members[k, a]]
         for a in range(S.count[k]):
             d = S.members[k, a]
-            made = P.microbatches * S.taken[d] / (sum_taken * P.weight[d])
-            flying = min(_WINDOW_GAIN * made / step_s * trip + 1.0, max((P.s_max + 1.0) * made, 1.0))
-            most = max(most, (resident + flying * held) / P.memory[d])
+            made = P.costs[MICROBATCHES] * S.loads[TAKEN, d] / (sum_taken * P.units[WEIGHT, d])
+            flying = min(_WINDOW_GAIN * made / step_s * trip + 1.0, max((P.costs[S_MAX] + 1.0) * made, 1.0))
+            most = max(most, (resident + flying * held) / P.units[MEMORY, d])
     return most
 
 
 @_kernel
 def moving_s(P, S):
-    """Seconds of the whole swarm's work that getting here from the current plan costs: what each device does not do
-    while it fetches the layers that it has not. Newcomers did nothing before, so they cost nothing."""
+    """The seconds of the whole swarm's work that it costs to get here from the current plan: what each unit leaves
+    undone while it fetches the layers that it has not. Newcomers did nothing before, so they cost nothing."""
     lost_s = 0.0
-    if P.horizon_s == np.inf:
+    if P.costs[HORIZON_S] == np.inf:
         return 0.0
     for d in range(len(S.stage)):
         k = S.stage[d]
-        if k < 0 or P.carries[d] <= 0.0:
+        if k < 0 or P.units[CARRIES, d] <= 0.0:
             continue
         first, last = S.bounds[k], S.bounds[k + 1]
-        if first >= P.home_first[d] and last <= P.home_last[d]:
+        if first >= P.home[HOME_FIRST, d] and last <= P.home[HOME_LAST, d]:
             continue
-        has_first, has_last = max(first, P.home_first[d]), min(last, P.home_last[d])
-        missing = P.parameters_to[last] - P.parameters_to[first]
+        has_first, has_last = max(first, P.home[HOME_FIRST, d]), min(last, P.home[HOME_LAST, d])
+        missing = P.layers[PARAMETERS_TO, last] - P.layers[PARAMETERS_TO, first]
         if has_last > has_first:
-            missing -= P.parameters_to[has_last] - P.parameters_to[has_first]
-        lost_s += P.carries[d] * P.state_bytes * missing / P.fetch_rate[d]
+            missing -= P.layers[PARAMETERS_TO, has_last] - P.layers[PARAMETERS_TO, has_first]
+        lost_s += P.units[CARRIES, d] * P.costs[STATE_BYTES] * missing / P.units[FETCH_RATE, d]
     return lost_s
 
 
@@ -607,21 +589,21 @@ def cut(P, S, work):
     """Set the bounds for which the slowest stage of these members is fastest, exactly: dynamic programming over all
     cuts, each stage's time being that of `_saturate` with its own members. What does not fit in memory with two
     microbatches held counts as impossible. Needs the paths scanned; on shared cards it takes the loads as they are."""
-    K, L = len(S.count), len(P.flop_to) - 1
+    K, L = len(S.count), P.layers.shape[1] - 1
     best = np.full((K + 1, L + 1), np.inf)
     since = np.zeros((K + 1, L + 1), np.int64)
     best[0, 0] = 0.0
     for k in range(K):
         memory = np.inf
         for a in range(S.count[k]):
-            memory = min(memory, P.memory[S.members[k, a]])
+            memory = min(memory, P.units[MEMORY, S.members[k, a]])
         for last in range(k + 1, L - (K - k - 1) + 1):
             # Backwards: the shortest stage first, so that a longer one must be better, not as good.
             for first in range(last - 1, k - 1, -1):
                 if not best[k, first] < best[k + 1, last]:
                     continue
-                needed = P.resident_bytes * (P.parameters_to[last] - P.parameters_to[first])
-                needed += 2.0 * (P.held_to[last] - P.held_to[first])
+                needed = P.costs[RESIDENT_BYTES] * (P.layers[PARAMETERS_TO, last] - P.layers[PARAMETERS_TO, first])
+                needed += 2.0 * (P.layers[HELD_TO, last] - P.layers[HELD_TO, first])
                 if needed > memory:
                     seconds = IMPOSSIBLE * needed / memory
                 else:
@@ -638,7 +620,7 @@ def cut(P, S, work):
         S.bounds[k + 1] = last
         last = since[k + 1, last]
     S.bounds[0] = 0
-    S.dirty[:] = True
+    S.dirty[STAGES, :] = True
     return best[K, L]
 
 
@@ -659,17 +641,17 @@ def build(P, S, stage, bounds):
             S.members[k, S.count[k]] = d
             S.count[k] += 1
     S.bounds[:] = bounds
-    S.paths_dirty[:] = True
-    S.dirty[:] = True
-    S.pair_dirty[:] = True
-    S.load[:] = 0.0
+    S.dirty[PATHS, :] = True
+    S.dirty[STAGES, :] = True
+    S.dirty[PAIRS, :] = True
+    S.loads[LOAD, :] = 0.0
     S.card_load[:] = 0.0
 
 
 @_inner
 def _touch(S, k):
     for near in range(max(0, k - 1), min(len(S.count), k + 2)):
-        S.paths_dirty[near] = True
+        S.dirty[PATHS, near] = True
 
 
 @_inner
@@ -691,8 +673,9 @@ def _relocate(S, d, k):
 
 @_inner
 def _apply(S, kind, x, y):
-    """RELOCATE device x to stage y; EXCHANGE the stages of devices x and y; a LAYER from stage x to stage y, those
-    between shift; RENAME: stages x and y exchange their members; CARRY: and their numbers of layers."""
+    """Make a move. RELOCATE puts unit x into stage y. EXCHANGE swaps the stages of units x and y. LAYER gives a layer
+    of stage x to stage y, and those between shift. RENAME swaps the members of stages x and y. CARRY swaps their
+    numbers of layers too."""
     if kind == RELOCATE:
         _relocate(S, x, y)
     elif kind == EXCHANGE:
@@ -704,14 +687,14 @@ def _apply(S, kind, x, y):
         for bound in range(min(x, y) + 1, max(x, y) + 1):
             S.bounds[bound] += step
         for k in range(min(x, y), max(x, y) + 1):
-            S.dirty[k] = True
+            S.dirty[STAGES, k] = True
     else:
         if kind == CARRY:
             first, last = min(x, y), max(x, y)
             more = (S.bounds[last + 1] - S.bounds[last]) - (S.bounds[first + 1] - S.bounds[first])
             for bound in range(first + 1, last + 1):
                 S.bounds[bound] += more
-            S.dirty[first : last + 1] = True
+            S.dirty[STAGES, first : last + 1] = True
         for a in range(max(S.count[x], S.count[y])):
             mine = S.members[x, a]
             S.members[x, a] = S.members[y, a]
@@ -725,18 +708,16 @@ def _apply(S, kind, x, y):
 
 @_inner
 def _copy(A, B):
-    """What `evaluate` computes, and what of it is still to be computed, of A into B."""
-    for d in range(len(A.stage)):
-        B.out_rate[d], B.in_rate[d] = A.out_rate[d], A.in_rate[d]
-        B.away_out[d], B.away_in[d] = A.away_out[d], A.away_in[d]
-        B.part[d], B.reduced[d] = A.part[d], A.reduced[d]
-        B.load[d], B.slope[d], B.offset[d] = A.load[d], A.slope[d], A.offset[d]
-        B.taken[d], B.card[d] = A.taken[d], A.card[d]
-    for k in range(len(A.count)):
-        B.path_unit[k], B.latency[k], B.seconds[k] = A.path_unit[k], A.latency[k], A.seconds[k]
-        B.free[k], B.commit[k], B.job[k], B.strain[k] = A.free[k], A.commit[k], A.job[k], A.strain[k]
-        B.flow[k], B.hop[k] = A.flow[k], A.hop[k]
-        B.paths_dirty[k], B.dirty[k], B.pair_dirty[k] = A.paths_dirty[k], A.dirty[k], A.pair_dirty[k]
+    """Copy what `evaluate` has computed, and what it still has to compute, from A to B."""
+    for row in range(len(A.loads)):
+        for d in range(len(A.stage)):
+            B.loads[row, d] = A.loads[row, d]
+    for row in range(len(A.times)):
+        for k in range(len(A.count)):
+            B.times[row, k] = A.times[row, k]
+    for row in range(len(A.dirty)):
+        for k in range(len(A.count)):
+            B.dirty[row, k] = A.dirty[row, k]
 
 
 @_inner
@@ -744,9 +725,9 @@ def _slowest(P, S):
     """The stage that would gain most from more members or fewer layers."""
     slowest, where = 0.0, 0
     for k in range(len(S.count)):
-        seconds = S.seconds[k]
+        seconds = S.times[SECONDS, k]
         for pair in range(max(0, k - 1), min(k + 1, len(S.count) - 1)):
-            seconds = max(seconds, P.microbatches / S.flow[pair] if S.flow[pair] > 0.0 else np.inf)
+            seconds = max(seconds, P.costs[MICROBATCHES] / S.times[FLOW, pair] if S.times[FLOW, pair] > 0.0 else np.inf)
         if seconds > slowest:
             slowest, where = seconds, k
     return where
@@ -758,14 +739,14 @@ def _burden(S, k):
     worst, who = -1.0, S.members[k, 0]
     for a in range(S.count[k]):
         d = S.members[k, a]
-        if S.reduced[d] / S.card[d] > worst:
-            worst, who = S.reduced[d] / S.card[d], d
+        if S.loads[REDUCED, d] / S.loads[CARD, d] > worst:
+            worst, who = S.loads[REDUCED, d] / S.loads[CARD, d], d
     return who
 
 
 @_inner
 def _propose(P, S, random):
-    """(kind, x, y) of a move that leaves a stage 0 with text and no stage empty; kind -1: none this time."""
+    """Draw a move that leaves stage 0 the text and no stage empty. Returns: (kind, x, y); kind -1: none this time."""
     N, K = len(S.stage), len(S.count)
     slow = _slowest(P, S) if draw(random) & np.uint64(1) else below(random, K)
     dice = below(random, 100)

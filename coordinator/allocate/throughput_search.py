@@ -164,7 +164,7 @@ class ThroughputEvaluator:
         work = np.zeros(1, dtype=np.int64)
         candidates = []
         if name not in self._known:
-            even = np.linspace(0, len(problem.flop_to) - 1, self.num_stages + 1).astype(np.int64)
+            even = np.linspace(0, problem.layers.shape[1] - 1, self.num_stages + 1).astype(np.int64)
             kernels.build(problem, state, assignment, even)
             kernels.evaluate(problem, state, work)
             if state.count.all():
@@ -225,7 +225,7 @@ class ThroughputEvaluator:
             return row
         p = self.problem
         card = p.card_rate[p.card] / np.bincount(p.card)[p.card]
-        quality = np.minimum(card, np.median(p.q, axis=1) * p.cut_bytes)
+        quality = np.minimum(card, np.median(p.q, axis=1) * p.costs[self._kernels.CUT_BYTES])
         keep = max(2 * self.num_stages, round(len(row) * rng.uniform(0.2, 1.0)))
         chosen = set(sorted(row, key=lambda d: (-quality[d], d))[:keep])
         return [device for device in row if device in chosen]
@@ -240,111 +240,68 @@ class ThroughputEvaluator:
         self._kernels.exchange_rates(
             t.latency_s, t.bytes_per_s, self._weight, w.cut_bytes, float(STREAM_CREDIT_BYTES), q
         )
-        finite = bool(np.isfinite(slower).any())
-        home = _Homes(self.topology, workload, self._current)
+        costs = (  # in the order of the kernels' places
+            w.microbatches,
+            1.0 + w.backward_per_forward,
+            w.loss_per_forward,
+            w.s_max,
+            horizon_s,
+            w.cut_bytes,
+            w.gradient_bytes_per_parameter,
+            w.resident_bytes(0, 1) / w.layer_parameters[0],
+            STATE_BYTES_PER_PARAMETER,
+        )
+        weight = self._weight
+        up, down = t.up_bytes_per_s / weight, t.down_bytes_per_s / weight
+        home, fetch_rate, carries = _homes(t, w, self._current)
         problem: Problem = self._kernels.Problem(
-            flop=t.flop_per_s,
-            weight=self._weight,
-            memory=t.memory_bytes,
+            units=np.stack((t.flop_per_s, weight, t.memory_bytes, up, down, fetch_rate, carries)),
+            home=home,
             card=card.astype(np.int64),
             card_rate=card_rate,
-            up=t.up_bytes_per_s / self._weight,
-            down=t.down_bytes_per_s / self._weight,
+            shared_cards=bool(np.isfinite(slower).any()) and len(cards) < n,
             feeds=t.may_feed,
             latency=t.latency_s,
             rate=t.bytes_per_s,
             q=q,
-            flop_to=np.cumsum([0.0, *w.layer_flop]),
-            parameters_to=np.cumsum([0.0, *w.layer_parameters]),
-            held_to=np.cumsum([0.0, *w.layer_held_bytes]),
-            home=home.stage,
-            home_first=home.first,
-            home_last=home.last,
-            fetch_rate=home.fetch_rate,
-            carries=home.carries,
-            microbatches=float(w.microbatches),
-            job_per_flop=1.0 + w.backward_per_forward,
-            loss_per_flop=w.loss_per_forward,
-            cut_bytes=float(w.cut_bytes),
-            gradient_bytes=float(w.gradient_bytes_per_parameter),
-            resident_bytes=w.resident_bytes(0, 1) / w.layer_parameters[0],
-            state_bytes=STATE_BYTES_PER_PARAMETER,
-            s_max=float(w.s_max),
+            layers=np.array([np.cumsum((0.0, *of)) for of in (w.layer_flop, w.layer_parameters, w.layer_held_bytes)]),
+            costs=np.array(costs, dtype=np.float64),
             price=np.array([[price.at_one, price.half_powers] for price in (w.price, w.price.unseen or w.price)]),
-            horizon_s=float(horizon_s),
-            shared_cards=finite and len(cards) < n,
-            has_cards=finite,
         )
         return problem
 
 
-class _Homes:
-    """The layers that each device holds now, and the rate at which it would get others."""
-
-    def __init__(self, topology: Topology, workload: Workload, current: Placement | None) -> None:
-        n = topology.num_devices
-        self.stage = np.full(n, -1, dtype=np.int64)
-        self.first, self.last = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64)
-        self.fetch_rate = np.ones(n)
-        self.carries = np.zeros(n)
-        if current is None:
-            return
-        for k, (members, (first, last)) in enumerate(zip(current.stages, pairwise(current.bounds), strict=True)):
-            chosen = list(members)
-            self.stage[chosen], self.first[chosen], self.last[chosen] = k, first, last
-            if chosen:
-                speed = topology.flop_per_s[chosen]
-                self.carries[chosen] = speed / speed.sum()
-        placed = np.flatnonzero(self.stage >= 0)
-        for device in placed:
-            here = np.array([device])
-            best = float(path_bytes_per_s(topology, placed, here, workload.cut_bytes).max())
-            self.fetch_rate[device] = max(1.0, min(best, float(topology.down_bytes_per_s[device])))
+def _homes(topology: Topology, workload: Workload, current: Placement | None) -> tuple[Ints, Floats, Floats]:
+    """(the first and last layer that each device holds now [2, N], the rate at which it would get others [N], its share
+    of its stage's work [N])."""
+    n = topology.num_devices
+    home, fetch_rate, carries = np.zeros((2, n), dtype=np.int64), np.ones(n), np.zeros(n)
+    if current is None:
+        return home, fetch_rate, carries
+    for members, bounds in zip(current.stages, pairwise(current.bounds), strict=True):
+        for device in members:
+            home[:, device] = bounds
+            carries[device] = topology.flop_per_s[device] / topology.flop_per_s[list(members)].sum()
+    placed = np.array(sorted(device for stage in current.stages for device in stage), dtype=np.int64)
+    for device in placed:
+        best = float(path_bytes_per_s(topology, placed, np.array([device]), workload.cut_bytes).max())
+        fetch_rate[device] = max(1.0, min(best, float(topology.down_bytes_per_s[device])))
+    return home, fetch_rate, carries
 
 
 def _state(problem: "Problem", num_stages: int) -> "State":
-    from shoal.coordinator.allocate.throughput_kernels import State
+    """An empty placement on so many stages, of which everything is to be computed."""
+    from shoal.coordinator.allocate.throughput_kernels import CARD, HOP, PAIRS, State
 
-    n, K, C = len(problem.flop), num_stages, len(problem.card_rate)
-
-    def each() -> Floats:
-        return np.zeros(n)
-
-    def per_stage() -> Floats:
-        return np.zeros(K)
-
-    def flags() -> Any:
-        return np.ones(K, dtype=np.bool_)
-
+    n, K = len(problem.card), num_stages
     return State(
         stage=np.full(n, -1, dtype=np.int64),
         at=np.zeros(n, dtype=np.int64),
         members=np.zeros((K, n), dtype=np.int64),
         count=np.zeros(K, dtype=np.int64),
         bounds=np.zeros(K + 1, dtype=np.int64),
-        out_rate=each(),
-        in_rate=each(),
-        away_out=each(),
-        away_in=each(),
-        part=each(),
-        reduced=each(),
-        load=each(),
-        slope=each(),
-        offset=each(),
-        taken=each(),
-        card=each(),
-        path_unit=per_stage(),
-        latency=per_stage(),
-        seconds=per_stage(),
-        free=per_stage(),
-        commit=per_stage(),
-        tail=per_stage(),
-        job=per_stage(),
-        strain=per_stage(),
-        flow=per_stage(),
-        hop=per_stage(),
-        paths_dirty=flags(),
-        dirty=flags(),
-        pair_dirty=flags(),
-        card_load=np.zeros(C),
+        loads=np.zeros((CARD + 1, n)),
+        times=np.zeros((HOP + 1, K)),
+        dirty=np.ones((PAIRS + 1, K), dtype=np.bool_),
+        card_load=np.zeros(len(problem.card_rate)),
     )

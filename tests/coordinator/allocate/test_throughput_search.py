@@ -66,7 +66,7 @@ def test_the_cut_is_the_best_of_all_cuts() -> None:
         def slowest(bounds: tuple[int, ...]) -> float:
             kernels.build(problem, state, assignment, np.array(bounds))  # noqa: B023
             kernels.evaluate(problem, state, np.zeros(1, dtype=np.int64))  # noqa: B023
-            return float(state.seconds.max())  # noqa: B023
+            return float(state.times[kernels.SECONDS].max())  # noqa: B023
 
         if problem.shared_cards:
             continue  # There the parts of a card depend on all cuts at once.
