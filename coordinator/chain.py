@@ -56,7 +56,7 @@ Holds = Callable[[PeerID, bytes, bytes], bool]
 """(signer, signature, body of a `vote` statement) -> whether the signer has said so."""
 
 TIE_BREAK_PEERS_MAX = 4
-"""In swarms up to this size the owner's vote decides a tie, so that one of two peers can go on alone."""
+"""The owner's vote decides a tie in swarms up to this size, so that one of two peers can go on alone."""
 OBEYED_MAX = 256
 """The hashes of so many plans are remembered: four hours of terms in a swarm that nobody joins or leaves."""
 

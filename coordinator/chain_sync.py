@@ -18,7 +18,7 @@ from shoal.protocol.plan import SignedPlan
 ASK_AGAIN_HEARTBEATS = 1.0
 """A question that has not been answered for so long counts as lost."""
 ASKED_MAX = 8
-"""So many peers are asked at the same time; one that answers nothing must not keep us from asking another."""
+"""How many peers are asked at the same time. One that does not answer must not keep us from asking another."""
 
 
 class ChainSync:
@@ -30,7 +30,7 @@ class ChainSync:
         self._asked: dict[PeerID, float] = {}
         """The peers that have been asked, and until when not to ask them again."""
         self._trusted: dict[PeerID, SignedPlan] = {}
-        """By peer, the link that it has given us to begin with, while its next links are on their way."""
+        """The first link that each peer has given us, while its next links are on their way."""
 
     def ask(self, source: PeerID, now_s: float) -> list[Command]:
         """`source` has named a plan to which we have no link."""

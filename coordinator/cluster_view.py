@@ -29,7 +29,7 @@ from shoal.protocol.plan import Plan, SignedPlan
 from shoal.protocol.spec import RunSpec
 
 SAFE_PEERS = 64
-"""In a swarm of more peers the coordinator looks more rarely for the newest safe snapshot, because it reads every
+"""The coordinator of a swarm of more peers looks more rarely for the newest safe snapshot, because it reads every
 peer's list of snapshots."""
 
 

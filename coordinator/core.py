@@ -110,7 +110,7 @@ HEAD_HEARTBEATS = 5.0
 STRANGER_HEARTBEATS = 1.0
 """A peer that is no member looks this often, since nobody tells it of a coordinator's death."""
 TERM_HEARTBEATS = 1.5
-"""After a peer has granted a term it leaves the candidate alone for so long."""
+"""How long a peer that has granted a term leaves the candidate alone."""
 SOON_HEARTBEATS = 0.25
 """Members report to a new coordinator within this time."""
 SLEPT_HEARTBEATS = 1.0
@@ -365,7 +365,7 @@ class CoordinationCore:
         return commands + (self._tell(now_s) if leads else [])
 
     def _hear_end(self, source: PeerID, heartbeat: Heartbeat) -> None:
-        """As the coordinator, count the peers that have come to the run's last version."""
+        """Count the peers that have come to the run's last version; only the coordinator does."""
         witnesses = self.view.confirmations
         if heartbeat.end and not witnesses.knows_end_of(source):
             witnesses.note_ends(self._true_ends(((source, heartbeat.end),)))

@@ -22,9 +22,9 @@ HEAD_EXPIRES_S = 120.0
 """A newcomer finds the chain for so long after the last coordinator fell silent. Of several records the highest
 counts."""
 READERS = 64
-"""So many peers may read all adverts with each renewal of their own."""
+"""How many peers may read all adverts with each renewal of their own."""
 DIALS_MAX = 16
-"""So many peers are introduced at the same time; dialling one that is gone takes seconds."""
+"""How many peers are introduced at the same time. Dialling one that is gone takes seconds."""
 
 
 def peers_key(run: str) -> str:

@@ -88,7 +88,7 @@ logger = logging.getLogger(__name__)
 REFUSED_TIMEOUTS = 0.9
 """A call that fails within this share of its timeout was refused; one that fails later was not answered."""
 TURNED_AWAY_TIMES = 5
-"""So many refused heartbeats in a row mean more than that the coordinator has just changed."""
+"""How many refused heartbeats in a row mean more than that the coordinator has just changed."""
 FAREWELL_HEARTBEATS = 0.5
 """Telling excluded members that they are excluded may take so long; after that nobody talks to them any more."""
 LEAVE_HEARTBEATS = 10.0
@@ -227,7 +227,7 @@ class Coordination:
 
     @property
     def silence_s(self) -> float:
-        """For how long no coordinator has answered this peer; 0 if it coordinates itself."""
+        """The time since a coordinator last answered this peer; 0 if it coordinates itself."""
         return 0.0 if self._core.is_coordinator else self._clock.now_s() - self._heard_s
 
     def status(self) -> SwarmStatus | None:
@@ -263,8 +263,8 @@ class Coordination:
         self._feed(ExclusionHeard(order=order, is_ours=True))
 
     def vote_out(self, keys: Iterable[bytes]) -> None:
-        """As an elector of the plan that we obey, vote for excluding these keys. They are excluded once a majority has
-        voted so."""
+        """Vote for excluding these keys, if we are an elector of the plan that we obey. The keys are excluded once a
+        majority has voted so."""
         live = self._core.live
         if live is None or self._endpoint.peer_id not in live.plan.electors:
             return
@@ -447,10 +447,10 @@ class Coordination:
         return reply
 
     def _why_not_enter(self, source: PeerID, advert: Advert) -> str:
-        """As the coordinator, say why a newcomer may not enter; empty: it may. A peer that has been in a plan of late
-        is no newcomer.
+        """Say why a newcomer may not enter; empty: it may. Only the coordinator refuses anybody, and a peer that was in
+        a plan of late is no newcomer.
 
-        Before there is a plan an open run takes all that come, so that it can begin.
+        An open run that has no plan yet takes all that come, so that it can begin.
         """
         plan, core = self._core.plan, self._core
         leads = core.is_coordinator or (plan is None and core.owner == self._endpoint.peer_id)

@@ -151,7 +151,7 @@ def disks_of(roster: Roster, now_s: float, *, among: Layout | None = None) -> Di
 def holders(
     live: Plan, roster: Roster, disks: Disks, model: ModelSpec, *, fresh: bool, now_s: float
 ) -> list[frozenset[PeerID]]:
-    """By group, the peers that hold its state or, in a plan that is still `fresh`, could make it."""
+    """The peers that hold each group's state or, in a plan that is still `fresh`, could make it."""
     snapshot = disks.newest_whole(held_keys(model, placed=bool(live.experts)))
     # Who is behind a whole snapshot of its own era has begun that era again, without being told to.
     floor = snapshot[1] if snapshot and snapshot[0] == live.era else live.restore_version

@@ -50,7 +50,7 @@ class Inquiry:
     answered: bool = False
     refused_s: float | None = None
     returns_by_s: float = -math.inf
-    """Until this time we hope to see the member again although it refuses us."""
+    """The time until which we hope to see the member again although it refuses us."""
     reporters: dict[PeerID, None] = field(default_factory=dict)
     """The members that cannot reach it, in the order of their reports."""
 

@@ -20,8 +20,8 @@ from shoal.protocol.messages import Ping, TermGrant, TermRequest
 from shoal.protocol.plan import Plan, SignedPlan
 
 CLOSE_PEERS = 2
-"""So many of the next in turn ping the coordinator. The second is there in case the first has died with the
-coordinator. With more of them the coordinator of a thousand peers would get thousands of calls a second."""
+"""How many of the next in turn ping the coordinator. The second one is there in case the first has died with the
+coordinator. If more of them pinged, the coordinator of a thousand peers would get thousands of calls a second."""
 STAGGER_HEARTBEATS = 0.3
 """Each next in turn waits so much longer before it tries, besides the three round trips that the one before it needs.
 """

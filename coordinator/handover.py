@@ -9,8 +9,8 @@ from shoal.protocol.limits import CONTROL_BYTES_MAX
 from shoal.protocol.messages import Advert, HandOver
 
 ADVERTS_MAX = 64
-"""So many adverts are handed over. The successor hears from every peer within a heartbeat anyway; adverts spare it that
-wait for most of them."""
+"""How many adverts are handed over. The successor hears from every peer within a heartbeat anyway; the adverts spare it
+that wait for most of them."""
 LEAST_NEEDED = ("roster", "plans", "absent", "records", "loads")
 """A hand-over that is too large for a message goes without these, in this order. From some hundreds of peers on the
 plan leaves no room for all of it. The roster names 64 peers only; plans and absences are for people; records choose

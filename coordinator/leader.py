@@ -19,7 +19,7 @@ from shoal.protocol.spec import SwarmSpec
 HEAD_HEARTBEATS = 10.0
 """The coordinator renews the directory's record of the chain this often."""
 ALONE_HEARTBEATS = 1.0
-"""While it hears no majority it looks into the directory this often: the others may have another coordinator."""
+"""How often a coordinator that hears no majority looks into the directory: the others may have another coordinator."""
 OVERTIME_HEARTBEATS = 6.0
 """A term goes on for so long beyond its end, until a doubt about a member is resolved and planned for, or until the
 search after a loss has ended. An heir has heard nobody yet and would give every member its time anew."""

@@ -21,7 +21,7 @@ CLOSE_FLOOR_HEARTBEATS = 1.2
 """Five pings are not answered in this time. A plan takes three round trips more (agree, grant, vote), so most of a
 heartbeat is left of the two within which the next plan should be live."""
 FLOOR_HEARTBEATS = 3.0
-"""Without pings, two answers are missing after this time, and the third is late."""
+"""Two answers are missing after this time without pings, and the third is late."""
 BACKING_HEARTBEATS = 1.15
 """Heartbeats vary by a twentieth: a peer that waits for longer than this has missed one."""
 ALARM_HEARTBEATS = 2.0

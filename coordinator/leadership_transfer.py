@@ -8,7 +8,7 @@ PATIENCE_HEARTBEATS = 1.25
 """An heir has so long to make its first plan, and some round trips more: asking for the term and for votes takes
 two."""
 ROUND_TRIPS = 6.0
-"""So many of our round trips to the heir are added; its own to the members may be three times as long."""
+"""How many of our round trips to the heir are added; the heir's own to the members may be three times as long."""
 
 
 class LeadershipTransfer:

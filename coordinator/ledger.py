@@ -82,7 +82,7 @@ class Ledger:
         self._patience_s = PATIENCE_HEARTBEATS * heartbeat_s
         self._reports: dict[int, dict[int, CommitReport]] = {}
         self._unconfirmed: dict[int, tuple[CommitReport, float]] = {}
-        """By step, the last stage's report and when it came, of steps that the stage's members have not confirmed."""
+        """The last stage's report of each step that the stage's members have not confirmed, and when it came."""
         self._untold: dict[int, float] = {}
         self._told: deque[int] = deque(maxlen=HISTORY_STEPS)
         self._validation: ValidationReport | None = None
@@ -96,7 +96,7 @@ class Ledger:
         self.validation_step: int | None = None
         """The version that was validated."""
         self._norms: dict[int, dict[int, float]] = {}
-        """By step, then group: the 2-norm of the gradient of the group's layers. Placed experts are groups too."""
+        """The 2-norm of the gradient of a group's layers: step -> group -> norm. Placed experts are groups too."""
         self.staleness_mean = 0.0
         self.pace = TokenRate(tokens_per_step=tokens_per_step)
 

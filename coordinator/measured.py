@@ -34,11 +34,11 @@ believed at once."""
 SPEED_REPORTS = 3
 """A device's figure counts after so many reports: its first forward pays for everything that is done once."""
 LINKS_KEPT_MAX = 64
-"""So many links of each reporter are kept, those that it spoke of last; an honest reporter tells of no more."""
+"""How many links of each reporter are kept, those that it spoke of last. An honest reporter tells of no more."""
 BOAST = 4.0
 """A sender is believed to be up to so many times faster than what the receiver has seen arrive, which errs low."""
 BOAST_CLAIMED = 16.0
-"""While nobody has been measured, as before the first plan, a claim counts up to so many times the usual one. The
+"""A claim counts up to so many times the usual one while nobody has been measured, as before the first plan. The
 boundaries between stages are made of such claims, and cards and processors do differ that much."""
 BOAST_MEASURED = 64.0
 """What a device says of its own work counts up to so many times the usual figure: a data centre's card among

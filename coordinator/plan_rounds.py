@@ -53,7 +53,7 @@ class PlanRounds:
         self._adopt = adopt
 
     def found_run(self, now_s: float) -> list[Command]:
-        """As the owner, make the first plan alone if it is time."""
+        """Make the first plan alone, as only the owner may, if it is time."""
         watch = self._follower.watch
         if not watch.head_known:
             return []
@@ -103,7 +103,7 @@ class PlanRounds:
         return [*commands, Note(text=layout.reason), Reply(message=Done())]
 
     def pursue(self, want: Want, live: SignedPlan, now_s: float) -> list[Command]:
-        """As the coordinator, propose what `Leader.work` has found."""
+        """Propose what `Leader.work` has found. We coordinate."""
         match want:
             case Layout():
                 return self._conclude(self._proposer.propose(live, want, now_s), now_s)

@@ -101,7 +101,7 @@ class Proposer:
         return self._begun(now_s)
 
     def propose(self, base: SignedPlan, layout: Layout, now_s: float) -> Progress:
-        """As the coordinator, propose a layout in our own term, which needs votes only."""
+        """Propose a layout in our own term, which needs votes only. We coordinate."""
         assert base.plan.coordinator == self._me
         self._ballot = Ballot(base=base, term=base.plan.term, owner=self._owner, expires_at_s=0.0)
         return self._offer(self.make(base, base.plan.term, layout), now_s)

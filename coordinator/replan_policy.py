@@ -21,7 +21,7 @@ LOOKING_FOR_FIRST = "looking for a first layout"
 RETURN_S_MAX = 600.0
 """The run waits at most so long for a silent peer that has what nobody else has."""
 NETWORK_PEERS_MAX = 256
-"""In a swarm of more peers the shares of a repaired plan follow speeds alone: putting together what lies between the
+"""The shares of a repaired plan follow speeds alone in a swarm of more peers: putting together what lies between the
 peers takes too long for a plan that must come at once. A search always has it."""
 
 Next = Layout | SearchJob | None

@@ -9,7 +9,7 @@ from shoal.protocol.limits import REPORTS_PER_HEARTBEAT_MAX
 from shoal.protocol.messages import CommitReport, Heartbeat, ValidationReport
 
 WAITING_MAX = 4096
-"""So many reports are kept while nobody coordinates: hours at a step a second. Beyond that the oldest are forgotten."""
+"""How many reports are kept while nobody coordinates: an hour of one a second. Beyond that the oldest are forgotten."""
 
 Report = CommitReport | ValidationReport
 

@@ -44,7 +44,7 @@ SPEED_DRIFT = 1.3
 LINK_DRIFT = 1.6
 LATENCY_DRIFT_S = 0.005
 NEWLY_KNOWN = 0.25
-"""So many links, as a part of those that were known, must have been measured since."""
+"""A search is worth while once so many links, as a part of those that were known, have been measured since."""
 
 Swarm = tuple[object, ...]
 """The facts about the peers that are here on which layouts depend."""

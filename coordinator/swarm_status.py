@@ -93,7 +93,7 @@ def _experts(live: Plan, roster: Roster, experts: ExpertPlaces, listed: Sequence
 
 
 def _shares(plan: Plan) -> dict[PeerID, float]:
-    """By holder, its share of its stage's traffic."""
+    """Each holder's share of its stage's traffic."""
     totals = [sum(member.share for member in stage.members) for stage in plan.stages]
     return {
         member.peer: member.share / total

@@ -102,7 +102,7 @@ class TokenRate:
         return max(0.0, now_s - self._marks[-1].at_s) if self._marks else None
 
     def stands_s(self, now_s: float) -> float:
-        """For how long no step has been committed; 0 while that may be a step's usual time, or no commit is known."""
+        """The time without a commit; 0 while that may be a step's usual time, or no commit is known."""
         idle_s = self.idle_s(now_s)
         patience_s = max(STANDS_S, STANDS_STEPS * self.usual_step_s)
         return idle_s if idle_s is not None and idle_s > patience_s else 0.0

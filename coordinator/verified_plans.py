@@ -10,7 +10,7 @@ from shoal.protocol.plan import Mandate, PlanShape, SignedPlan, open_link, open_
 from shoal.protocol.seals import SEALS, Seals
 
 PLANS_OPENED_MAX = 16
-"""So many plans are remembered, so that a plan that comes with twenty heartbeats is verified once."""
+"""How many plans are remembered, so that a plan that comes with twenty heartbeats is verified once."""
 
 
 class VerifiedPlans:

@@ -66,13 +66,11 @@ HEADLESS = re.compile(
     r"|Through|Around|Into|Once|While|Again)\b"
 )
 """A docstring that begins with one of these is a fragment: what it hangs on stands elsewhere, or nowhere."""
-PLAIN = ("kernels", "protocol", "deploy")
+PLAIN = ("kernels", "protocol", "coordinator", "deploy")
 """Houses whose docstrings have all been rewritten so that each is understood by itself."""
 ARGUMENTS_MAX = 12
 """Arguments of a constructor. What needs more owns several things, or a group of its arguments has a name."""
 TOO_WIDE = {
-    "coordinator.allocate.throughput_kernels.Problem",
-    "coordinator.allocate.throughput_kernels.State",
     "deploy.simulate.modelled.ModelledRun",
     "deploy.simulate.result.SimResult",
     "deploy.simulate.witness.Verdict",

@@ -9,9 +9,9 @@ devices, an exact evaluation 30 us) and the exact matching and order are needed 
 - two columns exchange everything below a boundary: the same groups, matched in another way;
 - a stretch of stages turns around: the same groups in another order.
 
-What is annealed is the objective with its two maxima replaced by root mean squares, which also see what is not the
-worst, turning into the true one as the temperature falls. No transcendental functions (square roots are exact to the
-last bit everywhere, powers and logarithms are not) and the rules of `matching.py` besides.
+The objective is annealed with its two maxima replaced by root mean squares, which also see what is not the worst. It
+turns into the true one as the temperature falls. There are no transcendental functions here: square roots are exact to
+the last bit everywhere, powers and logarithms are not. The rules of `matching.py` hold too.
 """
 
 from typing import Any, NamedTuple
@@ -20,11 +20,11 @@ import numpy as np
 from numba import njit
 
 _REFRESH = 4096
-"""Trials between recomputations of all running sums, so that rounding cannot add up."""
+"""All running sums are computed again after so many trials, so that rounding cannot add up."""
 _PROBES = 128
-"""Trials that only measure how much a trial changes, to scale the temperature."""
+"""How many trials only measure what a trial changes, to scale the temperature."""
 _SMOOTH_END = 0.01
-"""Share of the smooth objective that stays, to break ties."""
+"""The share of the smooth objective that stays to the end, to break ties."""
 
 
 class State(NamedTuple):
@@ -55,7 +55,7 @@ class Links(NamedTuple):
 
 @njit(cache=True)
 def draw(lots):
-    """uint64: SplitMix64 (Steele, Lea, Flood 2014). lots: uint64 [1], advanced."""
+    """Draw a uint64 by SplitMix64 (Steele, Lea, Flood 2014). `lots`: uint64 [1], which is advanced."""
     lots[0] += np.uint64(0x9E3779B97F4A7C15)
     z = lots[0]
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -65,7 +65,7 @@ def draw(lots):
 
 @njit(cache=True)
 def below(lots, n):
-    """int64 in [0, n), n < 2^32."""
+    """Draw an int64 in [0, n), n < 2^32."""
     return np.int64(((draw(lots) >> np.uint64(32)) * np.uint64(n)) >> np.uint64(32))
 
 
@@ -74,7 +74,7 @@ def below(lots, n):
 
 @njit(cache=True)
 def _boundary(x, above, under, hop):
-    """Between two stages: (the longest hop, the root mean square of all)."""
+    """Price the boundary between two stages. Returns: (its longest hop, the root mean square of all its hops)."""
     R = x.shape[1]
     worst, square, up, down = 0.0, 0.0, -1, -1
     for c in range(R):
@@ -103,7 +103,7 @@ def _boundary(x, above, under, hop):
 
 @njit(cache=True)
 def _full(x, k):
-    """1 if a stage has no hole, else 0: which all-reduce is its."""
+    """Say which all-reduce is the stage's: 1 if it has no hole, else 0."""
     for c in range(x.shape[1]):
         if x[k, c] < 0:
             return 0
@@ -112,7 +112,7 @@ def _full(x, k):
 
 @njit(cache=True)
 def _row(x, k, share, sums):
-    """dp of every place of a stage into sums[k]; 0 for a hole."""
+    """Write the dp of every place of a stage into sums[k]; a hole has 0."""
     R, full = x.shape[1], _full(x, k)
     for c in range(R):
         total = 0.0
@@ -125,7 +125,7 @@ def _row(x, k, share, sums):
 
 @njit(cache=True)
 def _replaced(x, k, c, leaves, comes, share, old, sums):
-    """`_row` with `comes` at c, from `old` when that was `leaves`; neither is a hole."""
+    """Do as `_row` does when `comes` takes the place of `leaves` at c, from the `old` sums. Neither is a hole."""
     total, full = 0.0, _full(x, k)
     for m in range(x.shape[1]):
         e = x[k, m]
@@ -174,7 +174,7 @@ def _energy(s, devices, smooth):
 
 @njit(cache=True)
 def _exchange(s, links, trial, kept, k, j, c, m, length, smooth, bound):
-    """Stages k.. of column c with stages j.. of column m, `length` of them, not overlapping unless k == j.
+    """Exchange stages k.. of column c with stages j.. of column m, `length` of them. They do not overlap unless k == j.
 
     Args: trial: float64 [K, R], scratch. kept: float64 [4, K], scratch.
     """
@@ -226,7 +226,7 @@ def _exchange(s, links, trial, kept, k, j, c, m, length, smooth, bound):
 
 @njit(cache=True)
 def _keep(s, kept):
-    """All totals; loops, since numba's slice assignments cost more than the few numbers of a stage."""
+    """Keep all totals. These are loops, since numba's slice assignments cost more than the few numbers of a stage."""
     for k in range(len(s.row_worst)):
         kept[0, k], kept[1, k] = s.row_worst[k], s.row_square[k]
     for k in range(len(s.edge_worst)):
@@ -243,7 +243,7 @@ def _give_back(s, kept):
 
 @njit(cache=True)
 def _cross(s, links, k, c, m, smooth, bound):
-    """Everything below stage k of the columns c and m."""
+    """Exchange everything below stage k between the columns c and m."""
     x, K = s.x, len(s.x)
     worst, mean = s.edge_worst[k], s.edge_mean[k]
     x[k + 1, c], x[k + 1, m] = x[k + 1, m], x[k + 1, c]
@@ -262,7 +262,7 @@ def _cross(s, links, k, c, m, smooth, bound):
 
 @njit(cache=True)
 def _turn(s, links, i, j, smooth, bound):
-    """Stages i..j, i < j."""
+    """Turn the stages i..j around, i < j."""
     x, (K, R) = s.x, s.x.shape
     before, after = max(i - 1, 0), min(j, K - 2)
     kept = (s.edge_worst[before], s.edge_mean[before], s.edge_worst[after], s.edge_mean[after])
@@ -287,8 +287,11 @@ def _turn(s, links, i, j, smooth, bound):
 def anneal(x, links, seed, work, heat, smooth):
     """Change x in place, ever more greedily.
 
-    Args: x: K >= 2. heat: first temperature in mean changes of a trial; 0 accepts no loss. smooth: first share of the
-        smooth objective, in [0, 1]. Returns: work done, about 300 million units a second.
+    Args:
+        x: a layout of at least two stages.
+        heat: the first temperature, in mean changes of a trial; 0 accepts no loss.
+        smooth: the first share of the smooth objective, in [0, 1].
+    Returns: the work done; about 300 million units take a second.
     """
     K, R = x.shape
     s = State(x, np.zeros((K, R)), np.zeros(K), np.zeros(K), np.zeros(K - 1), np.zeros(K - 1))

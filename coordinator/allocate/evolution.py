@@ -53,8 +53,8 @@ class Evaluator(Protocol):
     """int64 [N]. Devices of one number are interchangeable: exchanging them changes no cost. It is safe to let all
     differ."""
     draws: int
-    """So many random starts are drawn for each that is improved, and the cheapest is taken. More are worth while where
-    the start decides much of the result."""
+    """The number of random starts of which the cheapest is improved. More than one is worth its work where the start
+    decides much of the result."""
     share: int
     """The work that is worth giving to one call of `improve`: about as much as it needs to reach a good local
     minimum."""
@@ -98,7 +98,7 @@ class Found:
 
 @dataclass(slots=True)
 class _Population:
-    """At most `size` individuals, best first. No two are the same up to names."""
+    """The individuals, at most `size` of them, best first. No two are the same up to names."""
 
     evaluator: Evaluator
     size: int

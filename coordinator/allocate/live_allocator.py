@@ -43,7 +43,7 @@ HOLDERS_MIN = 2
 Where volunteers come and go, a lone holder's death costs everybody the steps since the last snapshot, which no layout
 is worth."""
 SMALL_DEVICES = 32
-"""With fewer devices the search spends in proportion less than the planner's own budget: there is less to find."""
+"""A search over fewer devices spends in proportion less than the planner's own budget: there is less to find."""
 
 
 NEWCOMERS_MAX = 8
@@ -112,7 +112,7 @@ class _Place:
         return min(near or fitting, key=lambda slot: (seconds[slot.index], slot.index))
 
     def seconds(self, slots: Sequence[Slot], fitting: Sequence[Slot], peer: MeasuredPeer) -> dict[int, float]:
-        """By stage, the seconds of a step with `peer` in it; inf where that is impossible."""
+        """The seconds of a step with `peer` in a stage, for each stage; inf where that is impossible."""
         objective = ThroughputObjective(self._topology, self._workload)
         stages = tuple(tuple(sorted(self._number[p.peer] for p in slot.stayers)) for slot in slots)
         bounds = (*(slot.first_layer for slot in slots), slots[-1].last_layer)

@@ -1,23 +1,24 @@
-"""Exact bottleneck matching of two stages and exact order of all, compiled; what the DT-FM objective needs.
+"""Matches two stages and orders all of them, exactly and compiled, as the DT-FM objective needs it.
 
 A layout is int64 [K, R] of devices: row = stage in pipeline order, column = who hands to whom; -1 is the hole of a
 stage that is one smaller than the largest. Two neighbouring stages with a hole in different columns hand over between
 the two devices that are left; a device opposite the only hole shares the nearest partner.
 
-No fastmath, no parallel loops, sums in a fixed order: the same result bit for bit on any machine. A kernel here calls
-only kernels of this file, because numba's cache of a function does not notice a change in another file that it calls.
+There is no fastmath, no parallel loop, and sums have a fixed order, so the result is the same bit for bit on any
+machine. A kernel here calls only kernels of this file, because numba's cache of a function does not notice a change in
+another file that it calls.
 """
 
 import numpy as np
 from numba import njit
 
 ORDER_EXACT_MAX = 13
-"""Stages up to which the order is solved exactly: half of Held and Karp's table at 13 takes 0.3 ms."""
+"""The order of up to so many stages is solved exactly: half of Held and Karp's table at 13 takes 0.3 ms."""
 
 
 @njit(cache=True)
 def match(hop, rows, num_rows, columns, num_columns, partner):
-    """Bottleneck matching that leaves no row out, num_rows <= num_columns; O(rows * columns^2).
+    """Find a bottleneck matching that leaves no row out, num_rows <= num_columns; it takes O(rows * columns^2).
 
     Rows join one after the other, each along the augmenting path whose longest edge is shortest. That is optimal: where
     all rows so far can be matched within a bound, so can the next, by an alternating path within the same bound.
@@ -74,7 +75,7 @@ def members(row, out):
 
 @njit(cache=True)
 def handover(hop, a, num_a, b, num_b, partner):
-    """Between two stages, each member of the larger has a partner. Returns: (longest hop, whether a is the rows)."""
+    """Match two stages: each member of the larger has a partner. Returns: (longest hop, whether a is the rows)."""
     flip = num_a > num_b
     rows, num_rows, columns, num_columns = (b, num_b, a, num_a) if flip else (a, num_a, b, num_b)
     bound = match(hop, rows, num_rows, columns, num_columns, partner)
@@ -89,7 +90,7 @@ def handover(hop, a, num_a, b, num_b, partner):
 
 @njit(cache=True)
 def open_path(cost, order):
-    """Shortest path through all K nodes, both ends free; above `ORDER_EXACT_MAX` by 2-opt.
+    """Find the shortest path through all K nodes, both ends free; above `ORDER_EXACT_MAX` by 2-opt.
 
     Held and Karp (1962), met in the middle: only sets of up to half the nodes are visited, then each with the rest.
 
@@ -138,7 +139,7 @@ def _count(mask):
 
 @njit(cache=True)
 def _unwind(cost, best, mask, last, order):
-    """The path behind best[mask, last], backwards, into `order`. Returns: its number of nodes."""
+    """Write the path behind best[mask, last] into `order`, backwards. Returns: its number of nodes."""
     position = 0
     while True:
         order[position] = last
@@ -180,7 +181,7 @@ def _two_opt(cost, order):
 
 @njit(cache=True)
 def price(x, share, hop, groups, sizes, order):
-    """Exact cost of a layout's groups, whatever their order and columns.
+    """Price a layout's groups exactly, whatever their order and columns.
 
     Args: share: float64 [2, N, N], seconds of all-reduce between two mates of a small (0) or a full (1) stage.
         hop: float64 [N, N], symmetric. groups: int64 [K, R], filled: members of each stage of x, ascending.
@@ -208,7 +209,7 @@ def price(x, share, hop, groups, sizes, order):
 def settle(x, share, hop):
     """Put the stages of x in the best order and the devices in the best columns, in place.
 
-    Args: as of `price`. Returns: (dp, pp, work).
+    Args: those of `price`. Returns: (dp, pp, work).
     """
     K, R = x.shape
     groups = np.empty((K, R), np.int64)
@@ -255,7 +256,7 @@ def _columns(x, k, above, num_above, under, num_under, partner, above_is_rows):
 
 @njit(cache=True)
 def slowest_member(group, size, share):
-    """dp of one stage: the largest sum over mates."""
+    """The dp of one stage: the largest sum over the other members."""
     worst = 0.0
     for i in range(size):
         total = 0.0

@@ -67,7 +67,7 @@ def plan(
 
 
 _FINALISTS = 2
-"""So many numbers of stages are searched on after all have been tried."""
+"""How many numbers of stages the search goes on with after it has tried all of them."""
 
 
 def default_work(num_devices: int) -> int:

@@ -20,7 +20,7 @@ EVALUATIONS_MAX = 4000
 proportion fewer."""
 DEVICES = 64
 TRIED_DEVICES = 128
-"""With more devices the fastest goes back, untried."""
+"""Where there are more devices, the fastest one goes back and no other is tried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class _Needs:
 
     home: Assignment
     stayers: tuple[int, ...]
-    """So many holders of each stage's state stay."""
+    """How many holders of each stage's state must stay."""
 
     def broken(self, at: Assignment, k: int) -> bool:
         """Whether too few holders of stage k stay in `at`."""
@@ -66,9 +66,9 @@ def best_with_stayers(
 
 
 def _put_back(evaluator: ThroughputEvaluator, goal: Assignment, needs: _Needs, bounds: Sequence[int]) -> None:
-    """In `goal`, send leavers back home while their stage lacks holders, each time the one that costs least.
+    """Send leavers back home while their stage lacks holders, each time the one that costs least. `goal` is changed.
 
-    A device that goes back may be lacking where it was; but it has come home for good, so this ends.
+    A device that goes back may be missed at the stage that it leaves. It never leaves home again, so this loop ends.
     """
     while lacking := [k for k in range(len(needs.stayers)) if needs.broken(goal, k)]:
         for k in lacking:

@@ -1,4 +1,4 @@
-"""From how long each part of a step takes to how long a step takes, for a placement in full swing. Pure.
+"""Works out how long a step takes from how long its parts take, for a placement in full swing. Pure.
 
 `throughput.py` has the formulas and their terms, and says how long each part takes.
 """
@@ -46,9 +46,9 @@ class Flow:
 
     stages: Sequence[Stage]
     cards: Sequence[Floats]
-    """By stage, [n] each: bytes/s of the slower direction; of a shared card the member's part."""
+    """[n] for each stage: bytes/s of each member's card in its slower direction; of a shared card the member's part."""
     shares: Sequence[Floats]
-    """By stage, [n] each: each member's share of the microbatches; it sums to 1."""
+    """[n] for each stage: each member's share of the microbatches; the shares sum to 1."""
     flow_s: float
     """T_flow, s a step."""
     compute_s: float
@@ -56,9 +56,9 @@ class Flow:
     issue_s: float
     """The seconds to issue a step's microbatches, without the last one's own job."""
     trips_s: Sequence[float]
-    """By stage, the seconds from there to the end and back."""
+    """The seconds from each stage to the end and back."""
     jobs_s: Sequence[float]
-    """By stage, the mean of its jobs."""
+    """The mean seconds of each stage's jobs."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ class Placement:
         return tuple(device for device in range(num_devices) if device not in placed)
 
     def stage_of(self) -> dict[int, int]:
-        """By device, its stage."""
+        """The stage of each device that has one."""
         return {device: index for index, stage in enumerate(self.stages) for device in stage}
 
 

@@ -261,7 +261,8 @@ class ThroughputObjective:
     # --- between stages ---
 
     def _pairs(self, stages: Sequence[Stage], rates: Sequence[Floats]) -> tuple[list[float], list[float]]:
-        """For each pair of neighbours: microbatches/s that get through, and their mean seconds forth and back."""
+        """What lies between each two neighbouring stages: (microbatches/s that get through, their mean seconds of a
+        round trip)."""
         b = self.workload.cut_bytes
         flows, hops_s = [], []
         for k, (here, there) in enumerate(pairwise(stages)):
@@ -309,7 +310,7 @@ class ThroughputObjective:
 
 
 def _round_trips(jobs_s: Sequence[float], hops_s: Sequence[float]) -> list[float]:
-    """By stage, the seconds from there to the end and back."""
+    """The seconds from each stage to the end and back."""
     trips_s = [0.0] * len(jobs_s)
     below_s = 0.0
     for k in range(len(jobs_s) - 1, -1, -1):

@@ -24,7 +24,7 @@ COUNT_MAX = 1 << 53
 SHARE_MIN = 0.01
 """Every holder has at least this share of an expert's tokens, or it would be no member."""
 HANDED_OVER_MAX = 4096
-"""So many loads of all stages are handed over: 36 KB of a message."""
+"""How many loads of all stages are handed over: 36 KB of a message."""
 FADE = 0.9
 """An older load counts for so much a heartbeat later: a few dozen heartbeats are remembered."""
 
@@ -46,7 +46,7 @@ class ExpertPlaces:
     records: FailureRecords = field(default_factory=FailureRecords)
     """How likely each member fails."""
     _loads: dict[int, list[float]] = field(default_factory=dict)
-    """By stage, the recent tokens of each expert."""
+    """The recent tokens of each expert, for each stage."""
     _told: dict[PeerID, tuple[int, ...]] = field(default_factory=dict)
     _looked: tuple[int, int] = (0, 0)
     """(era, version) at the last look."""

@@ -14,7 +14,7 @@ from shoal.coordinator.experts.constructions import levelled, mixed, mro, mro_fi
 from shoal.coordinator.experts.recovery import ExpertPlacement, holder_masks, loss_of_masks
 
 NODES_SEARCHED_EXACTLY_MAX = 12
-"""With so many nodes a cost takes about 10 us; each node more doubles it."""
+"""A cost takes about 10 us for so many nodes; each node more doubles the time."""
 FAILURE_PROBABILITY_ASSUMED = 0.05
 """The chance of failure of each node, where nobody gives one and one is needed."""
 
@@ -26,7 +26,7 @@ _LARGE_ROUND = (1, 600)
 _ITERATIONS_PER_SLOT = 60
 """There are at most so many iterations: small cases are solved long before."""
 _ORDERS = 300
-"""So many orders of unequal nodes are tried."""
+"""How many orders of unequal nodes are tried."""
 
 
 def place(

@@ -4,7 +4,7 @@ import math
 
 PRIOR_FAILURES = 1.0
 PRIOR_S = 6 * 3600.0
-"""Before anything is seen a node counts as one that failed once in six hours: a volunteer's evening."""
+"""The time in which a node of which nothing is known counts as having failed once: a volunteer's evening."""
 PROBABILITY_MIN = 2.0**-20
 """The smallest result of `rounded`, since there is no node that never fails."""
 

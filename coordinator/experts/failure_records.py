@@ -30,7 +30,7 @@ GAP_S_MAX = 60.0
 listen."""
 RECORDS_MAX = 4096
 HANDED_OVER_MAX = 512
-"""So many records of 75 bytes are handed over: 38 KB of a message that has a plan, adverts and loads in it already."""
+"""How many records of 75 bytes are handed over: 38 KB of a message that has a plan, adverts and loads in it already."""
 
 
 @dataclass(slots=True)

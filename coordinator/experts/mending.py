@@ -54,7 +54,7 @@ class _Table:
                 self._remove(min(self.held[node], key=lambda expert: (self._strain(expert), expert)), node)
 
     def scarcest(self, min_replicas: int) -> int | None:
-        """Of the experts with too few holders the one with the fewest; of equals the most loaded."""
+        """The expert with the fewest holders, if it has too few; the most loaded one of equals."""
         scarce = [e for e, nodes in enumerate(self.holders) if len(nodes) < min_replicas]
         return min(scarce, key=lambda e: (len(self.holders[e]), -self.loads[e], e), default=None)
 

@@ -1,4 +1,4 @@
-"""From one placement of experts to another: which node takes which part of it, so that few copies are fetched.
+"""Goes from one placement of experts to another: says which node takes which part, so that few copies are fetched.
 
 A placement says what *some* nodes hold. Nodes of one kind (slots, chance of failure) can take each other's part, and
 experts with equally many replicas can change places, without touching anything that a placement is good for. So the
@@ -15,8 +15,8 @@ from shoal.coordinator.experts.recovery import ExpertPlacement
 _FORBIDDEN = -1e6
 """The worth of giving a part to a node of another kind: any number of fetches is better."""
 _RESTARTS, _NODES_RESTARTED_MAX = 16, 64
-"""With up to so many nodes the turns begin again from random names, `_RESTARTS` times, since they can stop short; half
-a millisecond each with ten nodes."""
+"""The turns begin again from random names `_RESTARTS` times, up to so many nodes, since they can stop short. Each takes
+half a millisecond with ten nodes."""
 
 
 def num_fetches(current: Sequence[Collection[int]], target: Sequence[Collection[int]]) -> int:

@@ -57,7 +57,7 @@ def minimal_masks(masks: Iterable[int]) -> list[int]:
 
 
 def recovery_by_failures(placement: Sequence[Sequence[int]], num_experts: int) -> tuple[float, ...] | None:
-    """By number of failed nodes, how probable it is that nothing is lost, all sets of so many nodes alike.
+    """The probability that nothing is lost, for each number of failed nodes, all sets of so many nodes alike.
 
     Returns: float [N + 1], index k; None where a component has more than `NODES_EXACT_MAX` nodes.
     """
