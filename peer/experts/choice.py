@@ -1,6 +1,6 @@
 """Which holder of an expert gets the next microbatch's tokens. Pure."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from shoal.peer.replica.router import Router
@@ -58,9 +58,13 @@ class HolderRouter(Router):
             self._given[peer] *= 1.0 - 1.0 / REMEMBERED
         return target
 
-    def _due(self, candidates: Collection[PeerID], now_s: float) -> list[PeerID]:
+    def _due(self, candidates: Sequence[PeerID], paces: Mapping[PeerID, float], now_s: float) -> list[PeerID]:
         """Nobody: what has no share needs no try, and who is slow `patience.py` knows."""
         return []
 
-    def _load(self, peer: PeerID, weight: float) -> tuple[float, ...]:
-        return ((self._given.get(peer, 0.0) + self._outstanding.get(peer, 0) + 1.0) / weight,)
+    def _least_laden(self, candidates: Sequence[PeerID], paces: Mapping[PeerID, float]) -> PeerID:
+        def load(peer: PeerID) -> float:
+            weight = self.shares[peer] * paces[peer]
+            return (self._given.get(peer, 0.0) + self._outstanding.get(peer, 0) + 1.0) / weight
+
+        return min(candidates, key=load)

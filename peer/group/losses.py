@@ -36,6 +36,14 @@ class Losses:
     """Of stage 0: what it lacks is mostly on its way, and it would run all of that again."""
     _claims: dict[int, dict[PeerID, Indices]] = field(default_factory=dict)
     _lost: dict[int, Indices] = field(default_factory=dict)
+    suspect_at_s: float = STALL_S_FIRST
+    """When to ask for all that is missing, should nothing come until then.
+
+    Before a step has shown how long it takes, late: but a leader that has just begun must not wait for ever. Sooner,
+    and then ever later, if something may be lacking. Asking once is not enough: stage 0 does not run again what is on
+    its way back, and the dead may have sent it.
+    """
+    _patience_s: float = STALL_S_FIRST
     _version_since_s: float = 0.0
     _grown_at_s: float = 0.0
     _may_lack: bool = False
@@ -52,6 +60,7 @@ class Losses:
     def mate_died(self) -> None:
         """Whatever we know of it."""
         self._may_lack = True
+        self._look_again()
 
     def died(self, peer: PeerID, step: int, contributed: Indices) -> None:
         """What we know of it."""
@@ -63,46 +72,24 @@ class Losses:
 
     def grown(self, now_s: float) -> None:
         """A contribution has come."""
-        self._grown_at_s = now_s
+        self._grown_at_s, self.suspect_at_s = now_s, now_s + self._patience_s
 
     def stepped(self, version: int, *, by_a_step: bool, now_s: float) -> None:
         if by_a_step and self._version_since_s > 0:
             self._steps_s.append(now_s - self._version_since_s)
         self._version_since_s = self._grown_at_s = now_s
         self._may_lack, self._num_asked = not by_a_step and version > 0, 0
+        self._look_again()
         for table in (self._claims, self._lost):
             for step in [s for s in table if s < version]:
                 del table[step]
 
-    def suspect_at_s(self) -> float:
-        """Before a step has shown how long it takes, late: but a lead that has just begun must not wait for ever.
-
-        Sooner, and then ever later, if something may be lacking. Asking once is not enough: stage 0 does not run again
-        what is on its way back, and the dead may have sent it.
-        """
-        return self._grown_at_s + (self._patience_after_a_death_s if self._may_lack else self._patience_s)
-
-    @property
-    def _patience_s(self) -> float:
-        if not self._steps_s:
-            return STALL_S_FIRST
-        least_s = STALL_S_PIPELINE if self.is_first else STALL_S_MIN
-        return max(least_s, STALL_STEPS * median_low(self._steps_s))
-
-    @property
-    def _patience_after_a_death_s(self) -> float:
-        if not self.is_first and self._num_asked == 0:
-            return STALL_S_DEATH
-        if not self._steps_s:
-            return min(STALL_S_MIN * 2.0 ** (self._num_asked - (not self.is_first)), STALL_S_FIRST)
-        # Steps that take minutes may do so because of just such losses.
-        return self._patience_s if self.is_first else min(self._patience_s, STALL_S_FIRST)
-
     def ask(self, version: int, lacks: Callable[[int, int], bool], *, now_s: float) -> list[CommitCommand]:
         """`lacks(step, index)`: nobody in the group has contributed it."""
-        if now_s >= self.suspect_at_s():
+        if now_s >= self.suspect_at_s:
             self._grown_at_s = now_s
             self._num_asked += 1
+            self._look_again()
             self._lost[version] = (1 << self.microbatches) - 1
         commands: list[CommitCommand] = []
         for step, lost in sorted(self._lost.items()):
@@ -111,3 +98,22 @@ class Losses:
                 commands.append(AskRepair(step, bitmap_of(wanted)))
         self._lost.clear()
         return commands
+
+    def _look_again(self) -> None:
+        """Work out anew how long nothing may come."""
+        self._patience_s = self._after_a_death_s() if self._may_lack else self._usual_s()
+        self.suspect_at_s = self._grown_at_s + self._patience_s
+
+    def _usual_s(self) -> float:
+        if not self._steps_s:
+            return STALL_S_FIRST
+        least_s = STALL_S_PIPELINE if self.is_first else STALL_S_MIN
+        return max(least_s, STALL_STEPS * median_low(self._steps_s))
+
+    def _after_a_death_s(self) -> float:
+        if not self.is_first and self._num_asked == 0:
+            return STALL_S_DEATH
+        if not self._steps_s:
+            return min(STALL_S_MIN * 2.0 ** (self._num_asked - (not self.is_first)), STALL_S_FIRST)
+        # Steps that take minutes may do so because of just such losses.
+        return self._usual_s() if self.is_first else min(self._usual_s(), STALL_S_FIRST)

@@ -50,6 +50,8 @@ class Members:
     mates: tuple[PeerID, ...] = field(init=False, default=())
     """The others of the plan's group, ready or not, in rank order."""
     ready_mates: tuple[PeerID, ...] = field(init=False, default=())
+    ranked: tuple[PeerID, ...] = field(init=False, default=())
+    """The ready members of the plan by rank, ourselves among them if we are."""
     open_mates: tuple[PeerID, ...] = field(init=False, default=())
     """Ready, and taking traffic."""
     departing: tuple[PeerID, ...] = field(init=False, default=())
@@ -65,7 +67,7 @@ class Members:
     @property
     def standing(self) -> tuple[int, int]:
         """(our rank among the ready members from 0, how many there are)."""
-        ready = [member.peer for member in self.planned if self.is_ready(member.peer)]
+        ready = self.ranked
         return ready.index(self.me) if self.me in ready else len(ready), len(ready)
 
     @property
@@ -98,9 +100,7 @@ class Members:
 
     @property
     def overstays_at_s(self) -> float:
-        """When somebody who drains should be gone."""
-        if not self.departing:
-            return math.inf
+        """When the first of those who drain should be gone; there must be one."""
         return min(self._dropped_s(peer) for peer in self.departing) + DEPARTING_S_MAX
 
     def is_gone(self, peer: PeerID) -> bool:
@@ -112,7 +112,7 @@ class Members:
 
     def share_of(self, peer: PeerID) -> float:
         """Its part of the traffic among the ready members, in [0, 1]."""
-        shares = {member.peer: member.share for member in self.planned if self.is_ready(member.peer)}
+        shares = {member.peer: member.share for member in self.planned if member.peer in self.ranked}
         return shares.get(peer, 0.0) / sum(shares.values()) if shares else 0.0
 
     def incarnation(self, peer: PeerID) -> int:
@@ -225,7 +225,7 @@ class Members:
         self.open_mates = tuple(peer for peer in self.ready_mates if known[peer].is_open)
         self.departing = tuple(sorted(ready.difference(self.mates)))
         here = {*ready, self.me} if self.ready else ready
-        ranked = [member.peer for member in self.planned if member.peer in here]
+        self.ranked = ranked = tuple(member.peer for member in self.planned if member.peer in here)
         takes_traffic = (peer for peer in ranked if (self.is_open if peer == self.me else known[peer].is_open))
         self.lead = next(takes_traffic, ranked[0] if ranked else None)
         asked = ready.union(self.mates) - {peer for peer, mate in known.items() if mate.is_absent}

@@ -194,7 +194,7 @@ class Tallies:
             claimed=bitmap_of(self._claimed.get(step, 0)),
             loss_sum=mine.loss_sum,
             staleness_sum=mine.staleness_sum,
-            apart=tuple((index, loss, steps) for index, (loss, steps) in sorted(mine.apart.items())),
+            apart=tuple([(index, *mine.apart[index]) for index in sorted(mine.apart)]) if mine.apart else (),
             incarnation=incarnation,
             count=count,
         )

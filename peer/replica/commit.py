@@ -166,7 +166,7 @@ class Commit:
             case WorkGranted(step, index):
                 self._tallies.claim(step, index)
                 # Another leader knows what it has granted. If we lead, the mates must know it should we die.
-                return [Tell(self._progress(step), can_wait=True, can_rest=self.lead != self.me)]
+                return [Tell(self._progress(step), can_wait=True, can_rest=self._members.lead != self.me)]
             case MemberGranted(peer, microbatch):
                 if peer != self.me:
                     self._losses.claimed(peer, microbatch.step, 1 << microbatch.index)
@@ -273,21 +273,23 @@ class Commit:
         ):
             return []
         self._losses.grown(now_s)
-        self._void_round_if_outgrown(step, self.me)
+        if step in self._rounds.open:
+            self._void_round_if_outgrown(step, self.me)
         # Should we die, what we have contributed dies with us: the mates need our word for the round, and if we lead
         # not even for that.
-        can_rest = self.deadline_s == 0 and (event.more_follows or self.lead == self.me)
+        can_rest = self.deadline_s == 0 and (event.more_follows or self._members.lead == self.me)
         return [Tell(self._progress(step), can_wait=True, can_rest=can_rest), *self._try_round(now_s)]
 
     def _take_progress(self, source: PeerID, message: Progress, now_s: float) -> list[CommitCommand]:
         if not self._is_near(source):
             return []  # The last words of one whom we have counted out.
-        if message.incarnation < self._members.incarnation(source):
+        known = self._members.incarnation(source)
+        if message.incarnation < known:
             return []  # They were of one that has begun anew.
         commands: list[CommitCommand] = []
-        if self._has_begun_anew(source, message.incarnation):
-            commands.append(ForgetMember(source))
-        commands += self._reborn(source, message.incarnation, now_s)
+        if message.incarnation > known:
+            commands = [ForgetMember(source)] if known > -1 else []
+            commands += self._reborn(source, message.incarnation, now_s)
         if not self._members.has_spoken(source):
             commands += self._tell_open_steps(to=source)  # it did not know us before, and may have let ours pass
         self._members.names(source, message.lead, count=message.count)
@@ -296,7 +298,8 @@ class Commit:
             self._losses.claimed(source, message.step, claimed)
             if self._tallies.take(source, message):
                 self._losses.grown(now_s)
-            self._void_round_if_outgrown(message.step, source)
+            if message.step in self._rounds.open:
+                self._void_round_if_outgrown(message.step, source)
         return [*commands, *self._try_round(now_s)]
 
     def _take_round(self, source: PeerID, start: RoundStart) -> list[CommitCommand]:
@@ -323,8 +326,8 @@ class Commit:
 
     def _void_round_if_outgrown(self, step: int, peer: PeerID) -> None:
         """As the lead: a member has more than our round says of it (a microbatch ran in two places)."""
-        start = self._rounds.open.get(step)
-        if start is None or step != self.version or self.lead != self.me:
+        start = self._rounds.open[step]
+        if step != self.version or self._members.lead != self.me:
             return
         said = next((member.indices for member in start.members if member.peer == peer), None)
         if said is not None and not self._tallies.may_bring(peer, step, said):
@@ -360,18 +363,24 @@ class Commit:
         return self._compare(now_s)
 
     def _timer(self, now_s: float) -> list[CommitCommand]:
-        overstayed = [command for peer in self._members.overstayed(now_s) for command in self._lose(peer, now_s)]
+        overstayed: list[CommitCommand] = []
+        for peer in self._members.overstayed(now_s):
+            overstayed += self._lose(peer, now_s)
         if now_s >= self._behind_at_s:
             return [*overstayed, *self._catch_up(now_s)]
         return [*overstayed, *self._compare(now_s), *self._try_round(now_s)]
 
     def next_timer_s(self) -> float:
-        times = [self._agreement.next_s, self._behind_at_s, self._members.overstays_at_s]
-        if self.deadline_s > 0 and not self.has_round(self.version):
-            times.append(self._version_since_s + self.deadline_s)
-        if self.is_lead and self.version < self.steps and not self.has_round(self.version):
-            times.append(self._losses.suspect_at_s())
-        return min(times)
+        members = self._members
+        due_s = min(self._agreement.next_s, self._behind_at_s)
+        if members.departing:
+            due_s = min(due_s, members.overstays_at_s)
+        if self.version not in self._rounds.open:
+            if self.deadline_s > 0:
+                due_s = min(due_s, self._version_since_s + self.deadline_s)
+            if members.is_lead and self.version < self.steps:
+                due_s = min(due_s, self._losses.suspect_at_s)
+        return due_s
 
     def _press(self) -> list[CommitCommand]:
         """We stand still: say again what somebody may have forgotten with a mate that it counted lost. As the lead our
@@ -420,7 +429,7 @@ class Commit:
 
     def _progress(self, step: int, *, names_lead: bool = True) -> Progress:
         self._count += 1
-        lead = (names_lead and self.lead) or PeerID("")
+        lead = self._members.lead if names_lead and self._members.lead is not None else PeerID("")
         return self._tallies.word(step, stage=self.stage, lead=lead, incarnation=self.incarnation, count=self._count)
 
     @property
@@ -442,24 +451,26 @@ class Commit:
         return [*self._tell_open_steps(), *self._try_round(now_s)]
 
     def _try_round(self, now_s: float) -> list[CommitCommand]:
-        step = self.version
-        if step >= self.steps or not self.is_lead:
+        step, members = self.version, self._members
+        if step >= self.steps or not members.is_lead:
             return []
-        self._rounds.void_if_dead(step)  # it may have been dead before we came to its step
-        if self.has_round(step):
-            return []
-        tallies = self._tallies.of(step)
-        bandwidths = {member.peer: member.bandwidth for member in self._members.planned}
+        if step in self._rounds.open:
+            self._rounds.void_if_dead(step)  # it may have been dead before we came to its step
+            if step in self._rounds.open:
+                return []
         # Ready members in rank order, then those who contributed and have since left the plan: they owe and are owed.
         # A member that is not ready takes no part, so what it has contributed is not there until it is ready again.
-        ranked = [peer for peer in bandwidths if self._members.is_ready(peer)]
-        ranked += [peer for peer in self.departing if peer in tallies and tallies[peer].indices]
+        ranked = members.ranked
+        if members.departing:
+            tallies = self._tallies.of(step)
+            ranked += tuple(peer for peer in members.departing if peer in tallies and tallies[peer].indices)
         num_held = self._tallies.held(step, ranked).bit_count()
         if num_held < self.microbatches:
             overdue = self.deadline_s > 0 and now_s >= self._version_since_s + self.deadline_s
             if not overdue or num_held < self.quorum * self.microbatches:
                 return self._losses.ask(step, self.lacks, now_s=now_s)
-        start = share_out(ranked, tallies).round(
+        bandwidths = {member.peer: member.bandwidth for member in members.planned}
+        start = share_out(ranked, self._tallies.of(step)).round(
             ranked, bandwidths, stage=self.stage, step=step, attempt=self._attempt, of=self.microbatches
         )
         return [Tell(start), *self._hold_to(start)]

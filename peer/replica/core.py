@@ -10,6 +10,7 @@ at its place among the commands, and never reaches the driver:
 The parts are in files of their own. Others read them as views (`views.py`), and hand them no event.
 """
 
+import math
 from typing import Final, get_args
 
 from shoal.peer.pipeline.microbatch import Microbatch, indices_from
@@ -76,6 +77,7 @@ class ReplicaCore(MemberCore):
         super().__init__(group, plan)
         self._pipeline = pipeline
         self._supply = supply
+        self._supply_due_s = supply.next_timer_s() if supply is not None else math.inf
         self._upstream: frozenset[PeerID] = frozenset()
         self._draining_upstream: set[PeerID] = set()
 
@@ -97,17 +99,19 @@ class ReplicaCore(MemberCore):
             return self._supplied(event, now_s)  # type: ignore[arg-type]
         match event:
             case TimerFired():
-                commands = super().handle(event, now_s=now_s)
-                if self._supply is not None and now_s >= self._supply.next_timer_s():
-                    commands += self._supplied(event, now_s)
-                return commands
+                commands = self._commit(event, now_s) if now_s >= self._group_due_s else []
+                return commands + self._supplied(event, now_s) if now_s >= self._supply_due_s else commands
             case ProgressArrived(source, progress):
                 if not self._group.has_place(source):
                     return []  # These are the last words of one whom we have counted out.
-                said = MemberSaid(source, progress.step, progress.indices, progress.claimed)
-                return [*self._commit(event, now_s), *self._if_supplied(said, now_s)]
+                commands = self._commit(event, now_s)
+                if self._supply is not None:
+                    said = MemberSaid(source, progress.step, progress.indices, progress.claimed)
+                    commands += self._supplied(said, now_s)
+                return commands
             case GradientCounted(microbatch):
-                return [*super().handle(event, now_s=now_s), *self._if_supplied(Made(microbatch), now_s)]
+                commands = self._commit(event, now_s)
+                return commands if self._supply is None else commands + self._supplied(Made(microbatch), now_s)
             case Stepped(version):
                 commands = self._commit(event, now_s)
                 commands += self._if_supplied(VersionReached(version), now_s)
@@ -130,10 +134,8 @@ class ReplicaCore(MemberCore):
             case _:
                 return super().handle(event, now_s=now_s)
 
-    def _earliest_s(self) -> float:
-        if self._supply is None:
-            return self._group.next_timer_s()
-        return min(self._group.next_timer_s(), self._supply.next_timer_s())
+    def next_timer_s(self) -> float:
+        return min(self._group_due_s, self._supply_due_s)
 
     # --- to the parts ---
 
@@ -144,8 +146,9 @@ class ReplicaCore(MemberCore):
     def _supplied(self, event: SupplyEvent, now_s: float) -> list[Command]:
         if self._supply is None:
             raise Refused(self._group.me, "does not lead stage 0")
-        self._has_moved = True
-        return self._routed([*self._supply.handle(event, now_s=now_s)], now_s)
+        commands = self._supply.handle(event, now_s=now_s)
+        self._supply_due_s = self._supply.next_timer_s()
+        return self._routed([*commands], now_s) if commands else []
 
     def _if_supplied(self, event: SupplyEvent, now_s: float) -> list[Command]:
         return [] if self._supply is None else self._supplied(event, now_s)
@@ -161,11 +164,11 @@ class ReplicaCore(MemberCore):
                 case RunAhead():
                     left += self._flow(command, now_s)
                 case Contributed():
-                    left += super().handle(command, now_s=now_s)
+                    left.append(self._count(command))
                 case Finished(microbatch, loss):
                     if microbatch.validates:
                         left += self._supplied(Validated(microbatch, loss), now_s)
-                    left += self._changed(now_s)
+                    left += self._supplied(Changed(), now_s)
                 case AskRepair(step, bitmap) if self._supply is not None:
                     indices = indices_from(bitmap, count=self._group.microbatches)
                     left += self._supplied(LossReported(step, indices), now_s)

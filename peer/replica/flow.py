@@ -71,6 +71,10 @@ class Window:
     _sent: dict[object, _Sent] = field(default_factory=dict)
     _delivered: int = 0
     _delivered_at_s: float = 0.0
+    rate_per_s: float = field(init=False, default=0.0)
+    """At which microbatches come back of late, at most; 0: not known yet."""
+    round_trip_s: float = field(init=False, default=0.0)
+    """The mean of late, without waiting; 0: not known yet."""
     _rates: deque[float] = field(init=False)
     _round_trips_s: deque[float] = field(init=False)
 
@@ -86,16 +90,6 @@ class Window:
     @property
     def has_room(self) -> bool:
         return len(self._sent) < self.size
-
-    @property
-    def rate_per_s(self) -> float:
-        """At which microbatches come back of late, at most; 0: not known yet."""
-        return max(self._rates, default=0.0)
-
-    @property
-    def round_trip_s(self) -> float:
-        """The mean of late, without waiting; 0: not known yet."""
-        return sum(self._round_trips_s) / max(1, len(self._round_trips_s))
 
     def size_at(self, gain: float) -> int:
         """What the window would be with another gain, once something has been measured."""
@@ -120,7 +114,9 @@ class Window:
         elapsed_s = now_s - sent.delivered_at_s
         if elapsed_s > 0:
             self._rates.append((self._delivered - sent.delivered) / elapsed_s)
+            self.rate_per_s = max(self._rates)
         self._round_trips_s.append(max(0.0, now_s - sent.at_s - waited_s))
+        self.round_trip_s = sum(self._round_trips_s) / len(self._round_trips_s)
         if len(self._round_trips_s) >= self.size or len(self._round_trips_s) == self.memory:
             self.size = self.size_at(self.gain)
 
@@ -139,11 +135,9 @@ class CommitTimes:
     """When a step of our own has brought the version that is current; None: none has."""
     _own_s: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS))
     _told_s: deque[float] = field(default_factory=lambda: deque(maxlen=TOLD))
-
-    @property
-    def longest_s(self) -> float:
-        """Here or later; 0: not known yet."""
-        return max(median(self._own_s) if self._own_s else 0.0, max(self._told_s, default=0.0))
+    _median_s: float = 0.0
+    longest_s: float = 0.0
+    """Here or later; 0: not known yet."""
 
     def contributed(self, step: int, *, now_s: float) -> None:
         self._contributed_s[step] = now_s
@@ -151,6 +145,7 @@ class CommitTimes:
     def told(self, longest_s: float) -> None:
         """By a replica of the next stage."""
         self._told_s.append(longest_s)
+        self.longest_s = max(self._median_s, max(self._told_s))
 
     def stepped(self, version: int, *, now_s: float) -> None:
         """A step of ours has brought `version`."""
@@ -158,6 +153,8 @@ class CommitTimes:
         if contributed_s is not None and self._stepped_s is not None:
             # Where whole steps go ahead, one may be done before the round before it is.
             self._own_s.append(now_s - max(contributed_s, self._stepped_s))
+            self._median_s = median(self._own_s)
+            self.longest_s = max(self._median_s, max(self._told_s, default=0.0))
         self.loaded(version)
         self._stepped_s = now_s
 
@@ -219,13 +216,14 @@ class Control:
             raise ValueError(f"wants {gain} times what the pipeline holds in flight")
         self._led = (steps_ahead, gain) if steps_ahead >= 0 else None
 
-    def lets_in(self, steps_ahead: int, window: Window) -> bool:
-        """Whether a microbatch so many steps ahead of the version, at least one, may begin."""
-        if self.in_force is None:
-            return True
-        most_ahead, gain = self.in_force
+    def most_ahead(self, window: Window) -> float:
+        """How many steps ahead of the version a microbatch may be that begins now. Infinite: nothing is chosen yet."""
+        in_force = self.in_force
+        if in_force is None:
+            return math.inf
+        most_ahead, gain = in_force
         fits = gain >= window.gain or window.in_flight < window.size_at(gain)
-        return fits and steps_ahead <= most_ahead
+        return most_ahead if fits else 0
 
     @property
     def in_force(self) -> tuple[int, float] | None:

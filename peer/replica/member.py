@@ -68,10 +68,8 @@ class MemberCore(ABC):
         self.is_open = False
         self.is_paused = False
         self.is_draining = False
-        self._due_s = 0.0
-        self._has_moved = True
-        """Something has been handled since `_due_s` was worked out."""
         group.handle(OpenSet(False), now_s=0.0)
+        self._group_due_s = group.next_timer_s()
 
     @property
     def group(self) -> GroupView:
@@ -88,11 +86,8 @@ class MemberCore(ABC):
         match event:
             case GradientCounted() | Stepped() | MemberSilent():
                 return self._of_the_group(event, now_s)
-            case Contributed(microbatch, staleness_steps, again, loss):
-                # What comes while a round stands must not outgrow it.
-                apart = again or self._group.has_round(microbatch.step)
-                more_follows = self._more_follows(microbatch.step)
-                return [Count(GradientCounted(microbatch, loss, staleness_steps, apart, more_follows), again)]
+            case Contributed():
+                return [self._count(event)]
             case PeerSaid(peer, hello):
                 return self._peer_said(peer, hello, now_s)
             case PlanFollowed():
@@ -121,20 +116,14 @@ class MemberCore(ABC):
             case Drained():
                 return [*self._commit(ReadySet(False), now_s), SayHello()]
             case TimerFired():
-                return self._commit(event, now_s) if now_s >= self._group.next_timer_s() else []
+                return self._commit(event, now_s) if now_s >= self._group_due_s else []
             case _:
                 assert type(event) in _OF_THE_GROUP, f"{event} is not for a member without a pipeline"
                 return self._of_the_group(event, now_s)  # type: ignore[arg-type]
 
     def next_timer_s(self) -> float:
         """When it wants a `TimerFired`."""
-        if self._has_moved:
-            self._has_moved, self._due_s = False, self._earliest_s()
-        return self._due_s
-
-    def _earliest_s(self) -> float:
-        """When the first of its parts wants to be called."""
-        return self._group.next_timer_s()
+        return self._group_due_s
 
     # --- what a kind of member says ---
 
@@ -160,6 +149,13 @@ class MemberCore(ABC):
 
     # --- inside ---
 
+    def _count(self, event: Contributed) -> Count:
+        step = event.microbatch.step
+        # What comes while a round stands must not outgrow it.
+        apart = event.again or self._group.has_round(step)
+        follows = self._more_follows(step)
+        return Count(GradientCounted(event.microbatch, event.loss, event.staleness_steps, apart, follows), event.again)
+
     def _of_the_group(self, event: CommitEvent, now_s: float) -> list[Command]:
         commands = self._commit(event, now_s)
         match event:
@@ -171,8 +167,8 @@ class MemberCore(ABC):
         return commands
 
     def _commit(self, event: CommitEvent, now_s: float) -> list[Command]:
-        self._has_moved = True
         commands = self._group.handle(event, now_s=now_s)
+        self._group_due_s = self._group.next_timer_s()
         return self._routed([*commands], now_s) if commands else []
 
     def _follow(self, event: PlanFollowed, now_s: float) -> list[Command]:

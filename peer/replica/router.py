@@ -1,6 +1,7 @@
 """Decides which replica of the next stage gets the next microbatch, and who is out of all proportion slow. Pure."""
 
-from collections.abc import Collection, Iterable, Mapping
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shoal.protocol.identity import PeerID
@@ -40,15 +41,32 @@ class Pace:
 
         `waiting_s`: for how long it has had something that is not back.
         """
-        best_s = min((self._takes_s[other] for other in among if other in self._takes_s), default=0.0)
+        best_s = self._best_s(among)
         takes_s = max(self._takes_s.get(peer, best_s), waiting_s)
         return best_s / takes_s if takes_s > LAGS * best_s > 0.0 else 1.0
+
+    def weights(self, among: Iterable[PeerID]) -> dict[PeerID, float]:
+        """The `weight` of each of `among`."""
+        best_s = self._best_s(among)
+        weights = {}
+        for peer in among:
+            takes_s = self._takes_s.get(peer, best_s)
+            weights[peer] = best_s / takes_s if takes_s > LAGS * best_s > 0.0 else 1.0
+        return weights
 
     def is_due(self, peer: PeerID, now_s: float) -> bool:
         """Whether it has had nothing for so long that it is worth a try: it may be new, or have recovered."""
         if peer not in self._tried_s:
             self._tried_s[peer] = now_s  # it has just come: its share has time to show
         return now_s >= self._tried_s[peer] + max(TRIES_APART_S, TRIES_APART * self._takes_s.get(peer, 0.0))
+
+    def _best_s(self, among: Iterable[PeerID]) -> float:
+        """What the quickest of them takes; 0: nobody knows."""
+        takes_s, best_s = self._takes_s, math.inf
+        for peer in among:
+            if peer in takes_s and takes_s[peer] < best_s:
+                best_s = takes_s[peer]
+        return best_s if best_s < math.inf else 0.0
 
 
 @dataclass(kw_only=True, slots=True)
@@ -63,6 +81,8 @@ class Router:
 
     shares: Mapping[PeerID, float] = field(default_factory=dict)
     _ready: set[PeerID] = field(default_factory=set)
+    _here: list[PeerID] = field(default_factory=list)
+    """Those of the plan who are ready, in plan order."""
     _outstanding: dict[PeerID, int] = field(default_factory=dict)
     _given: dict[PeerID, float] = field(default_factory=dict)
     _pace: Pace = field(default_factory=Pace)
@@ -71,9 +91,11 @@ class Router:
         """A new plan: readiness and what is outstanding stay known. Its split starts to count from now."""
         self.shares = dict(shares)
         self._given = {}
+        self._here = [peer for peer in shares if peer in self._ready]
 
     def set_ready(self, peer: PeerID, ready: bool) -> None:
         (self._ready.add if ready else self._ready.discard)(peer)
+        self._here = [peer for peer in self.shares if peer in self._ready]
 
     def is_ready(self, peer: PeerID) -> bool:
         return peer in self._ready
@@ -81,29 +103,41 @@ class Router:
     def pick(self, *, now_s: float, avoid: PeerID | None = None, shunned: Collection[PeerID] = ()) -> PeerID | None:
         """The next target, counted as outstanding; not `avoid` if there is another, nor one who is `shunned`
         if there is one beside them. None if nobody is ready."""
-        ready = [peer for peer in self.shares if peer in self._ready]
-        candidates = [peer for peer in ready if peer != avoid] or ready
-        candidates = [peer for peer in candidates if peer not in shunned] or candidates
+        candidates = self._here
+        if avoid is not None:
+            candidates = [peer for peer in candidates if peer != avoid] or candidates
+        if shunned:
+            candidates = [peer for peer in candidates if peer not in shunned] or candidates
         if not candidates:
             return None
-        weights = {peer: self.shares[peer] * self._pace.weight(peer, candidates) for peer in candidates}
-        due = self._due(candidates, now_s)
-        target = min(due or candidates, key=lambda peer: self._load(peer, weights[peer]))
+        paces = self._pace.weights(candidates)
+        target = self._least_laden(self._due(candidates, paces, now_s) or candidates, paces)
         self._pace.given(target, now_s)
         self._outstanding[target] = self._outstanding.get(target, 0) + 1
         self._given[target] = self._given.get(target, 0) + 1
         return target
 
-    def _due(self, candidates: Collection[PeerID], now_s: float) -> list[PeerID]:
+    def _due(self, candidates: Sequence[PeerID], paces: Mapping[PeerID, float], now_s: float) -> list[PeerID]:
         """Who has had nothing for so long that one of them is next, whatever the shares say."""
-        idle = [p for p in candidates if not self._outstanding.get(p) and self._pace.is_due(p, now_s)]
+        idle, laggards = [], []
+        for peer in candidates:
+            if not self._outstanding.get(peer) and self._pace.is_due(peer, now_s):
+                idle.append(peer)
+                if paces[peer] < 1.0:
+                    laggards.append(peer)
         # Where microbatches are far apart everyone is due: then the laggard goes first, or it is never seen to recover.
-        return [p for p in idle if self._pace.weight(p, candidates) < 1.0] or idle
+        return laggards or idle
 
-    def _load(self, peer: PeerID, weight: float) -> tuple[float, ...]:
-        """The next goes to whoever has least."""
-        # Outstanding first; among equals the one furthest behind its share, else a tie always feeds the same peer.
-        return (self._outstanding.get(peer, 0) + 1) / weight, (self._given.get(peer, 0) + 1) / weight
+    def _least_laden(self, candidates: Sequence[PeerID], paces: Mapping[PeerID, float]) -> PeerID:
+        """Who gets the next: the first of those who have least."""
+        least, target = (math.inf, math.inf), candidates[0]
+        for peer in candidates:
+            weight = self.shares[peer] * paces[peer]
+            # Outstanding first; among equals the one furthest behind its share, else a tie always feeds the same peer.
+            load = (self._outstanding.get(peer, 0) + 1) / weight, (self._given.get(peer, 0) + 1) / weight
+            if load < least:
+                least, target = load, peer
+        return target
 
     def took(self, peer: PeerID, seconds: float) -> None:
         """A microbatch came back from `peer` after `seconds`, without what it stood in queues."""

@@ -26,6 +26,7 @@ from the replica that it went to. Whoever brings a tensor asks first (`takes_fro
 somebody whom the core would not listen to.
 """
 
+import math
 from dataclasses import dataclass, field
 
 from shoal.peer.pipeline.microbatch import Microbatch
@@ -58,7 +59,7 @@ from shoal.peer.replica.events import (
     VersionSet,
 )
 from shoal.peer.replica.flow import CommitTimes, Control, Window
-from shoal.peer.replica.job import Job
+from shoal.peer.replica.job import Job, JobKind
 from shoal.peer.replica.router import Router
 from shoal.protocol.identity import PeerID
 from shoal.protocol.staleness import staleness_bound
@@ -86,9 +87,6 @@ class Flight:
     waited_s: float = 0.0
     sent_s: float = 0.0
 
-    def waits_no_more(self, now_s: float) -> None:
-        self.waited_s += now_s - self.waiting_since_s
-
 
 @dataclass(kw_only=True, slots=True)
 class Schedule:
@@ -104,6 +102,8 @@ class Schedule:
 
     stage: int
     num_stages: int
+    is_first: bool = field(init=False)
+    is_last: bool = field(init=False)
     s_max: int
     version: int
     router: Router
@@ -125,13 +125,9 @@ class Schedule:
     _was_backward: bool = field(init=False, default=False)
     """The last of the jobs that take turns."""
 
-    @property
-    def is_first(self) -> bool:
-        return self.stage == 0
-
-    @property
-    def is_last(self) -> bool:
-        return self.stage == self.num_stages - 1
+    def __post_init__(self) -> None:
+        self.is_first = self.stage == 0
+        self.is_last = self.stage == self.num_stages - 1
 
     @property
     def num_waiting(self) -> int:
@@ -141,8 +137,11 @@ class Schedule:
     def room(self) -> int:
         """Stage 0: microbatches that could begin, did we have them; less than 0 where the window has shrunk."""
         assert self.window is not None
-        held_back = any(self._is_held_back(m) for m in self._waiting)
-        return 0 if held_back else self.window.size - self.window.in_flight
+        most_ahead = self._most_ahead()
+        for microbatch in self._waiting:
+            if microbatch.step - self.version > most_ahead and not self._flights[microbatch].again:
+                return 0
+        return self.window.size - self.window.in_flight
 
     @property
     def is_idle(self) -> bool:
@@ -168,7 +167,7 @@ class Schedule:
 
     def has_more(self, step: int) -> bool:
         """Microbatches of `step` are here that this replica has still to contribute to."""
-        return any(m.step == step and not m.validates for m in self._flights)
+        return bool([m for m in self._flights if m.step == step and m.index >= 0])
 
     def handle(self, event: ScheduleEvent, *, now_s: float) -> list[ScheduleCommand]:
         match event:
@@ -220,7 +219,7 @@ class Schedule:
                 commands = []
         if self._pause is not None:
             commands += self._hand_back(all_of_it=self._pause.at_once)
-        return commands + self._next_job(now_s)
+        return commands if self._running is not None else commands + self._next_job(now_s)
 
     def _arrive(
         self, microbatch: Microbatch, source: PeerID | None, again: bool, now_s: float
@@ -250,17 +249,16 @@ class Schedule:
     def _gradient(self, event: GradientArrived, now_s: float) -> list[ScheduleCommand]:
         microbatch, source, waited_s = event.microbatch, event.source, event.waited_s
         flight = self._flights.get(microbatch)
-        if flight is None or not self.awaits(microbatch, source):
+        if flight is None or flight.target != source:
             return []  # From a replica that we had given up on, or a second time from one that we asked twice.
         self.router.returned(source)
-        if not microbatch.validates:
-            self.router.took(source, max(0.0, now_s - flight.sent_s - waited_s))
         flight.target = None
         flight.waited_s += waited_s
         flight.waiting_since_s = now_s
         if microbatch.validates:
             flight.loss = event.loss
             return self._leave(microbatch, flight, now_s)
+        self.router.took(source, max(0.0, now_s - flight.sent_s - waited_s))
         self._returned.add(microbatch)
         return []
 
@@ -323,7 +321,7 @@ class Schedule:
             flight.target = target
             flight.sent_before = True
             flight.sent_s = now_s
-            flight.waits_no_more(now_s)
+            flight.waited_s += now_s - flight.waiting_since_s
         return commands
 
     def _leave(self, microbatch: Microbatch, flight: Flight, now_s: float) -> list[ScheduleCommand]:
@@ -389,56 +387,63 @@ class Schedule:
         return [] if self._is_busy(flight) else [Forget(microbatch)]
 
     def _next_job(self, now_s: float) -> list[ScheduleCommand]:
-        if self._running is not None:
-            return []
+        """The job that the idle device runs, if there is one for it."""
         if self._step_ready:
-            self._step_ready = False
-            return self._run(Job("step", None, self.version))
-        admitted = [m for m in self._waiting if self._is_admitted(m)]
-        if self._returned and not (admitted and self._was_backward):
+            self._step_ready, self._running_flight = False, None
+            self._running = Job("step", None, self.version)
+            return [self._running]
+        forward_first = self._was_backward or not self._returned
+        microbatch = self._admitted() if forward_first else None
+        if microbatch is not None:
+            self._was_backward = False
+            kind = self._begin(microbatch, now_s)
+        elif self._returned:
             self._was_backward = True
-            microbatch = min(self._returned)
+            kind, microbatch = "backward", min(self._returned)
             self._returned.remove(microbatch)
-            self._flights[microbatch].waits_no_more(now_s)
-            return self._run(Job("backward", microbatch, self.version))
-        if not admitted:
+            self._flights[microbatch].waited_s += now_s - self._flights[microbatch].waiting_since_s
+        else:
             return []
-        self._was_backward = False
-        microbatch = min(admitted)
+        self._running, self._running_flight = Job(kind, microbatch, self.version), self._flights[microbatch]
+        return [self._running]
+
+    def _begin(self, microbatch: Microbatch, now_s: float) -> JobKind:
+        """The forward of `microbatch` begins. Returns: what it is here."""
         self._waiting.remove(microbatch)
         flight = self._flights[microbatch]
         flight.staleness_steps = max(0, microbatch.step - self.version)
         if self.window:
             self.window.sent(microbatch, now_s=now_s)
         else:
-            flight.waits_no_more(now_s)
-        if self.control and not microbatch.validates and not flight.again:
+            flight.waited_s += now_s - flight.waiting_since_s
+        if microbatch.validates:
+            return "validate"
+        if self.control and not flight.again:
             self.control.begun(microbatch.step)
-        if microbatch.validates:
-            return self._run(Job("validate", microbatch, self.version))
-        return self._run(Job("loss" if self.is_last else "forward", microbatch, self.version))
+        return "loss" if self.is_last else "forward"
 
-    def _is_admitted(self, microbatch: Microbatch) -> bool:
-        if microbatch in self._parked:
-            return False  # It came again, from another source, while a job of its first coming waits.
-        if microbatch.step < self.version:
-            return True  # A repair: others cannot go on without it, so it must not queue behind what waits for them.
-        if self.window and not self.window.has_room:
-            return False
-        if self._is_held_back(microbatch):
-            return False
-        if microbatch.validates:
-            return microbatch.step == self.version  # of what is committed, never of a prediction
-        most = staleness_bound(microbatch.step, s_max=self.s_max, synchronous_steps=self.synchronous_steps)
-        return microbatch.step - self.version <= most
+    def _admitted(self) -> Microbatch | None:
+        """The first of those that wait whose forward may begin now."""
+        if not self._waiting:
+            return None
+        version, most_ahead = self.version, self._most_ahead()
+        is_full = self.window is not None and not self.window.has_room
+        first: Microbatch | None = None
+        for microbatch in self._waiting:
+            ahead = microbatch.step - version
+            if (first is not None and first < microbatch) or microbatch in self._parked:
+                continue  # A parked one came again, from another source, while a job of its first coming waits.
+            if ahead >= 0:  # Else a repair: others cannot go on without it, so it queues behind nobody.
+                if is_full or (ahead > most_ahead and not self._flights[microbatch].again):
+                    continue
+                if ahead > 0 and (microbatch.validates or ahead > self._most_stale(microbatch.step)):
+                    continue  # Validation is of what is committed, never of a prediction.
+            first = microbatch
+        return first
 
-    def _is_held_back(self, microbatch: Microbatch) -> bool:
-        ahead = microbatch.step - self.version
-        if self.control is None or self.window is None or ahead <= 0 or self._flights[microbatch].again:
-            return False
-        return not self.control.lets_in(ahead, self.window)
+    def _most_ahead(self) -> float:
+        """How many steps ahead of the version a microbatch may be that has not run before, for the control's part."""
+        return math.inf if self.control is None or self.window is None else self.control.most_ahead(self.window)
 
-    def _run(self, job: Job) -> list[ScheduleCommand]:
-        self._running = job
-        self._running_flight = None if job.microbatch is None else self._flights[job.microbatch]
-        return [job]
+    def _most_stale(self, step: int) -> int:
+        return staleness_bound(step, s_max=self.s_max, synchronous_steps=self.synchronous_steps)

@@ -243,16 +243,20 @@ class Supply:
                 return self._look_again(now_s)
 
     def next_timer_s(self) -> float:
-        patience_s = [claim.until_s for claim in self._claims.values()]
-        return min(self._serves_at_s, self._claims_at_s, *patience_s, *self._halts.values())
+        due_s = min(self._serves_at_s, self._claims_at_s)
+        for claim in self._claims.values():
+            if claim.until_s < due_s:
+                due_s = claim.until_s
+        return min(due_s, *self._halts.values()) if self._halts else due_s
 
     def _timer(self, now_s: float) -> list[SupplyCommand]:
-        commands = self._end_halts(now_s)
+        commands = self._end_halts(now_s) if self._halts else []
         if now_s >= self._serves_at_s:
             self._serves_at_s = math.inf
             commands += self._serve(now_s)
-        for source in [source for source, claim in self._claims.items() if now_s >= claim.until_s]:
-            commands.append(self._answer(source, []))
+        for source, claim in [*self._claims.items()]:
+            if now_s >= claim.until_s:
+                commands.append(self._answer(source, []))
         if now_s >= self._claims_at_s:
             self._claims_at_s = math.inf
             commands += self._claim(now_s)
@@ -401,7 +405,10 @@ class Supply:
         return commands
 
     def _keeps_pace(self, peer: PeerID, everyone: Sequence[PeerID], now_s: float) -> bool:
-        since_s = min((granted.at_s for granted in self._out.values() if granted.peer == peer), default=now_s)
+        since_s = now_s
+        for granted in self._out.values():
+            if granted.peer == peer and granted.at_s < since_s:
+                since_s = granted.at_s
         # Who has made something since is not stuck: what it waits for is at a slow replica further on.
         since_s = max(since_s, self._made_s.get(peer, 0.0))
         return self._pace.weight(peer, everyone, waiting_s=now_s - since_s) == 1.0

@@ -39,8 +39,8 @@ Script = Callable[[SimSwarm, Witness], Awaitable[None]]
 class _InStep(Control):
     """Nothing ahead of the version begins."""
 
-    def lets_in(self, steps_ahead: int, window: Window) -> bool:
-        return False
+    def most_ahead(self, window: Window) -> float:
+        return 0
 
 
 class _Synchronous(AdaptiveTraffic):

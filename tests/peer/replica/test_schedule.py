@@ -297,8 +297,7 @@ def head(*, steps_ahead: int, in_flight_max: int | None = None) -> Schedule:
     made.control.choice = Choice(steps_ahead=steps_ahead, gain=1.0, step_s=1.0, staleness_steps=0.0)
     assert made.window is not None
     if in_flight_max is not None:
-        made.window._round_trips_s.append(in_flight_max - 1.0)
-        made.window._rates.append(1.0)
+        made.window.round_trip_s, made.window.rate_per_s = in_flight_max - 1.0, 1.0
         assert made.window.size_at(1.0) == in_flight_max
     return made
 
