@@ -44,7 +44,7 @@ def doctor(
     text = note.invite if note is not None else invite
     found = parse_invite(text) if text else None
     start_logging(verbose)
-    from shoal.deploy.doctor.diagnosis_view import as_json, lines
+    from shoal.deploy.doctor.diagnosis import as_json, lines
 
     diagnosis = diagnosis_of(found, listen=listen_addresses(listen), state_dir=state_dir, device=device)
     if json:
@@ -62,7 +62,7 @@ def explain(
     error: RunNotFound, invite: Invite, *, listen: tuple[str, ...], state_dir: Path | None, device: str
 ) -> NoReturn:
     """Say why nobody of a run was found, and end the command."""
-    from shoal.deploy.doctor.diagnosis_view import problem_lines
+    from shoal.deploy.doctor.diagnosis import problem_lines
 
     typer.echo(f"shoal: nobody at the invite's addresses has the run {invite.run}; looking for the reason…", err=True)
     diagnosis = diagnosis_of(invite, listen=listen, state_dir=state_dir, device=device)

@@ -7,7 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from shoal.deploy.commands.options import Running, examples, running_here
+from shoal.deploy.commands.options import examples
+from shoal.deploy.commands.running import Running, running_here
 from shoal.deploy.words import duration
 from shoal.protocol.errors import LocalError
 from shoal.protocol.limits import ADDRESSES_MAX

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shoal.deploy.commands.options import EXIT_FAILED, Running, examples
-from shoal.deploy.commands.which_peer import Everyone, Name, which_peers
+from shoal.deploy.commands.options import EXIT_FAILED, examples
+from shoal.deploy.commands.running import Everyone, Name, Running, which_peers
 
 if TYPE_CHECKING:
     import psutil

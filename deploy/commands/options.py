@@ -1,4 +1,4 @@
-"""Has what several commands share: options, examples, logging, the run that is up here."""
+"""Has what several commands share: options, examples, logging."""
 
 import logging
 import re
@@ -10,9 +10,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from shoal.deploy.dashboard import address
-from shoal.deploy.state import places
 from shoal.protocol.errors import LocalError
-from shoal.protocol.invite import Invite, parse_invite
 
 EXIT_FAILED = 1
 EXIT_USER_ERROR = 2
@@ -81,7 +79,6 @@ Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log what happens
 Reports = Annotated[
     bool, typer.Option("--json", "--reports", help="Say what happens as JSON lines, for a script or a parent process.")
 ]
-Running = Annotated[Path | None, typer.Option("--state-dir", help="Of which peer, if several run here: its folder.")]
 
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
@@ -159,24 +156,3 @@ def start_logging(verbose: bool) -> None:
         format="%(asctime)s %(levelname)s %(name)s: %(message)s" if verbose else "shoal: %(message)s",
         handlers=[_StandardError()],
     )
-
-
-def running_invite(command: str) -> Invite:
-    """The invite of the run that came up last here. Raises: LocalError: none is up; `command` takes an invite."""
-    note = places.last_running()
-    if note is None:
-        raise LocalError(f"no run is up on this machine: give its invite, as in `shoal {command} INVITE`")
-    return parse_invite(note.invite)
-
-
-def running_here(state_dir: Path | None) -> Path:
-    """The folder of the peer that runs on this machine: the one in `state_dir`, or the one that came up last.
-
-    Raises: LocalError: there is none.
-    """
-    if state_dir is not None:
-        return state_dir
-    note = places.last_running()
-    if note is None or not note.folder:
-        raise LocalError("no peer runs on this machine, or another user started it")
-    return Path(note.folder)

@@ -5,8 +5,8 @@ from typing import Annotated, Any
 
 import typer
 
-from shoal.deploy.commands.options import Running, examples
-from shoal.deploy.commands.which_peer import Everyone, Name, which_peers
+from shoal.deploy.commands.options import examples
+from shoal.deploy.commands.running import Everyone, Name, Running, which_peers
 
 Json = Annotated[bool, typer.Option("--json", help="Say how each is now, as JSON.")]
 

@@ -8,7 +8,8 @@ from rich.console import Console
 
 from shoal.deploy.commands.addresses import listen_addresses
 from shoal.deploy.commands.doctor import explain
-from shoal.deploy.commands.options import DEFAULT_LISTEN, Verbose, examples, running_invite, start_logging
+from shoal.deploy.commands.options import DEFAULT_LISTEN, Verbose, examples, start_logging
+from shoal.deploy.commands.running import running_invite
 from shoal.deploy.state import places
 from shoal.protocol.errors import RunNotFound
 from shoal.protocol.invite import parse_invite

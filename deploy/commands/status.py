@@ -5,7 +5,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from shoal.deploy.commands.options import Verbose, examples, running_invite, start_logging
+from shoal.deploy.commands.options import Verbose, examples, start_logging
+from shoal.deploy.commands.running import running_invite
 from shoal.protocol.invite import parse_invite
 
 

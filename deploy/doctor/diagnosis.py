@@ -8,6 +8,9 @@ import ipaddress
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import msgspec
 
 from shoal.deploy.doctor.findings import AddressFound, Dial, Findings, NetworkFound, PeerFound
 from shoal.deploy.doctor.machine import machine_problems
@@ -290,3 +293,31 @@ def _fine(findings: Findings, wrong: set[str]) -> Iterator[str]:
         yield f"run: {findings.invite.run}, protocol {PROTOCOL_VERSION}"
     if any(peer.called_back for peer in reached):
         yield f"port: others can connect to this machine on {network.port}"
+
+
+# --- as text, as JSON ---
+
+_SIDES = {"you": "on this machine", "host": "at the host's", "nobody": "in between"}
+
+
+def lines(diagnosis: Diagnosis) -> list[str]:
+    """The diagnosis for a person: first what is wrong, then what is well."""
+    told = [line for problem in diagnosis.problems for line in problem_lines(problem)]
+    told += [f"ok       {line}" for line in diagnosis.fine]
+    if not diagnosis.problems:
+        told.append("nothing is wrong that shoal can see")
+    return told
+
+
+def problem_lines(problem: Problem) -> list[str]:
+    mark = "PROBLEM" if problem.fatal else "beware "
+    return [f"{mark}  {problem.sentence} ({_SIDES[problem.side]})", f"         do this: {problem.remedy}"]
+
+
+def as_json(diagnosis: Diagnosis) -> dict[str, Any]:
+    """`main` is the code of what keeps us out, or null."""
+    return {
+        "main": diagnosis.main.code if diagnosis.main else None,
+        "problems": [msgspec.to_builtins(problem) for problem in diagnosis.problems],
+        "fine": list(diagnosis.fine),
+    }

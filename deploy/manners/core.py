@@ -6,8 +6,7 @@ machine. What cannot be known is no reason; the owner is told once that it canno
 
 from dataclasses import dataclass, field
 
-from shoal.deploy.manners.hours import is_within, parse_hours
-from shoal.deploy.manners.limits import Limits
+from shoal.deploy.manners.limits import Limits, is_within, parse_hours
 
 BUSY_SHARE = 0.1
 """The share of device or processors from which on others use them: a desktop by itself takes less."""

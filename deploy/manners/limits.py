@@ -1,11 +1,11 @@
 """Says what a volunteer gives, and when: the `[limits]` of the settings, and `--limit NAME=VALUE` over them."""
 
 import math
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
 
-from shoal.deploy.manners.hours import parse_hours
 from shoal.protocol.complaint import complaint
 from shoal.protocol.errors import LocalError
 from shoal.protocol.token_bucket import RateLimits
@@ -13,6 +13,7 @@ from shoal.protocol.token_bucket import RateLimits
 MBIT = 1e6 / 8
 """Bytes."""
 GB = 1e9
+_DAY_MINUTES = 24 * 60
 
 
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -115,3 +116,49 @@ def parse_value(name: str, text: str) -> Any:
     except msgspec.ValidationError as error:
         wants = {bool: "true or false", int: "a whole number", float: "a number"}[kind]
         raise LocalError(f"{name} is {wants}, not {text.strip()!r}") from error
+
+
+# --- hours of the day ---
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Minutes since midnight, local time; over midnight where `end` is not after `begin`."""
+
+    begin: int
+    end: int
+
+    def contains(self, minute: int) -> bool:
+        if self.begin < self.end:
+            return self.begin <= minute < self.end
+        return minute >= self.begin or minute < self.end
+
+
+def parse_hours(text: str) -> tuple[Span, ...]:
+    """`22:00-07:00, 12:00-13:00`; empty: none, which means always.
+
+    Raises: ValueError.
+    """
+    return tuple(_span(part.strip()) for part in text.split(",")) if text.strip() else ()
+
+
+def is_within(spans: tuple[Span, ...], minute: int) -> bool:
+    return not spans or any(span.contains(minute) for span in spans)
+
+
+def _span(text: str) -> Span:
+    begin, dash, end = text.partition("-")
+    try:
+        if not dash:
+            raise ValueError
+        return Span(_minute(begin), _minute(end) % _DAY_MINUTES)
+    except ValueError:
+        raise ValueError(f"hours are written as 22:00-07:00, not {text!r}") from None
+
+
+def _minute(text: str) -> int:
+    hour, colon, minute = text.strip().partition(":")
+    value = int(hour) * 60 + int(minute if colon else "0")
+    if not (0 <= int(hour) <= 24 and 0 <= int(minute or "0") < 60 and value <= _DAY_MINUTES):
+        raise ValueError
+    return value

@@ -37,12 +37,11 @@ from shoal.deploy.session.heap import freeze_heap, share_heap, trim_heap, trim_h
 from shoal.deploy.session.knock import why_refused
 from shoal.deploy.session.network import Network, open_network
 from shoal.deploy.session.output import JsonOutput, Output, tell_before_the_run
-from shoal.deploy.session.phases import FetchWatch
 from shoal.deploy.session.stop import LEAVE_SOON_S, Stop
 from shoal.deploy.state.places import announced, note_folder
 from shoal.deploy.state.run_folder import RunFolder
 from shoal.deploy.state.standing_note import StandingNote
-from shoal.deploy.terminal.joining import JoiningView
+from shoal.deploy.terminal.joining import FetchWatch, JoiningView
 from shoal.deploy.terminal.peer_output import PeerOutput
 from shoal.peer.data.corpus import Corpus
 from shoal.peer.initial import InitialWeights

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from shoal.deploy.doctor.diagnosis import diagnose
-from shoal.deploy.doctor.diagnosis_view import as_json, lines
+from shoal.deploy.doctor.diagnosis import as_json, diagnose, lines
 from shoal.deploy.doctor.findings import (
     AddressFound,
     Dial,

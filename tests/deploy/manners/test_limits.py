@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.deploy.manners.hours import is_within, parse_hours
-from shoal.deploy.manners.limits import Limits, with_overrides
+from shoal.deploy.manners.limits import Limits, is_within, parse_hours, with_overrides
 from shoal.protocol.errors import LocalError
 
 

@@ -8,8 +8,7 @@ from rich.console import Console
 
 from shoal.deploy.dashboard.feed import RunFacts
 from shoal.deploy.report import Phase, read_report
-from shoal.deploy.session.phases import FetchWatch, expected
-from shoal.deploy.terminal.joining import JoiningView
+from shoal.deploy.terminal.joining import FetchWatch, JoiningView, expected
 from shoal.deploy.terminal.panel import phase_row
 from shoal.deploy.terminal.presenter import Presenter
 from shoal.peer.handoff.fetcher import FetchProgress

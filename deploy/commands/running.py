@@ -1,4 +1,4 @@
-"""Finds the peers on this machine that a command is for: the only one, those that the user names, or all."""
+"""Finds what is up on this machine for a command: the newest run, the only peer, the peers that the user names."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -10,11 +10,13 @@ import typer
 from shoal.deploy.state import places
 from shoal.deploy.words import printable
 from shoal.protocol.errors import LocalError
+from shoal.protocol.invite import Invite, parse_invite
 
 Name = Annotated[
     str | None,
     typer.Argument(metavar="[NAME]", help="Of the peer, where several run here.", autocompletion=lambda: names_here()),
 ]
+Running = Annotated[Path | None, typer.Option("--state-dir", help="Of which peer, if several run here: its folder.")]
 Everyone = Annotated[bool, typer.Option("--all", help="Every peer of this user on this machine.")]
 
 
@@ -67,3 +69,24 @@ def _choice(command: str, labelled: Sequence[tuple[str, places.Running]]) -> str
         for label, note in labelled
     ]
     return f"{', '.join(runs)}, or all of them with `shoal {command} --all`"
+
+
+def running_invite(command: str) -> Invite:
+    """The invite of the run that came up last here. Raises: LocalError: none is up; `command` takes an invite."""
+    note = places.last_running()
+    if note is None:
+        raise LocalError(f"no run is up on this machine: give its invite, as in `shoal {command} INVITE`")
+    return parse_invite(note.invite)
+
+
+def running_here(state_dir: Path | None) -> Path:
+    """The folder of the peer that runs on this machine: the one in `state_dir`, or the one that came up last.
+
+    Raises: LocalError: there is none.
+    """
+    if state_dir is not None:
+        return state_dir
+    note = places.last_running()
+    if note is None or not note.folder:
+        raise LocalError("no peer runs on this machine, or another user started it")
+    return Path(note.folder)
