@@ -3,7 +3,6 @@
 import statistics
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
 
 import msgspec
 
@@ -53,7 +52,7 @@ def replay_command(seed: int, options: CampaignOptions) -> str:
 
 def json_line(verdict: Verdict) -> bytes:
     """One JSON object, one line."""
-    return msgspec.json.encode(asdict(verdict)) + b"\n"
+    return msgspec.json.encode(verdict) + b"\n"
 
 
 def summary(verdicts: Sequence[Verdict]) -> str:

@@ -84,7 +84,7 @@ def _window(result: SimResult, devices: Sequence[int]) -> tuple[float, float]:
     """The time to show: from a commit to the last one; of a run that never committed, all of it."""
     commits_s = [step.committed_at_s for step in result.steps]
     if len(commits_s) < 2:
-        return 0.0, max(result.ended_at_s, 1e-9)
+        return 0.0, max(result.ending.at_s, 1e-9)
     end_s = commits_s[-1]
     for start_s in commits_s[-1 - min(STEPS_MAX, len(commits_s) - 1) : -1]:
         num_spans = sum(start_s < span.ended_s <= end_s for device in devices for span in result.timeline[device])

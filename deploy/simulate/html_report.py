@@ -148,8 +148,9 @@ def _shown(scenario: Scenario, outcome: Outcome) -> Shown:
 
 def _about(outcome: Outcome, result: SimResult) -> str:
     failures = f" Failures: {'; '.join(result.failures[:3])}." if result.failures else ""
+    ending = result.ending
     return (
-        f"{len(result.steps)} steps in {result.ended_at_s:,.1f} s, which took {result.wall_s:,.1f} s to simulate; "
+        f"{len(result.steps)} steps in {ending.at_s:,.1f} s, which took {ending.wall_s:,.1f} s to simulate; "
         f"{result.duplicates} microbatches counted twice, {result.given_up} given up; trace {result.trace_hash[:16]}."
         f"{failures}"
     )

@@ -25,7 +25,7 @@ from shoal.coordinator.cost.workload import Workload
 from shoal.deploy.simulate.logbook import SimLedger, traffic_matrix
 from shoal.deploy.simulate.modelled_swarm import ModelledSwarm, Ports, Seat, check_devices, peer_ids
 from shoal.deploy.simulate.pinned import PinnedAllocator
-from shoal.deploy.simulate.result import STEPS_MIN, SimResult, StepCommitted
+from shoal.deploy.simulate.result import STEPS_MIN, Ending, SimResult, StepCommitted
 from shoal.deploy.simulate.routing import Routing
 from shoal.deploy.simulate.standstill import Seen, why_no_step
 from shoal.protocol.errors import LocalError
@@ -47,6 +47,22 @@ class Churn(NamedTuple):
     device: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class RunLimits:
+    """What ends a run, whichever comes first."""
+
+    steps: int | None = None
+    """How many steps every stage commits before the run ends; None: those of the spec."""
+    steps_after: int = 0
+    """The run has so many more steps than it ends with: the last that counts then has a next one to overlap with."""
+    seconds: float | None = None
+    """The virtual time at which the run ends; None: it has no such end."""
+    look_every_s: float = _READ_EVERY_S
+    """How often, in virtual time, `is_enough` is asked and the work of devices is read."""
+    is_enough: Callable[[], str] = lambda: ""
+    """A function that says why the run should end, and nothing while it may go on."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ModelledRun:
     """The input of a simulation. The spec's `swarm.stages` and `swarm.min_peers` follow the placement, if any; it never
@@ -60,12 +76,7 @@ class ModelledRun:
     """A placement holds as long as its devices are there; an allocator is asked at every change; None: the live one."""
     seed: int = 0
     churn: Sequence[Churn] = ()
-    steps: int | None = None
-    """How many steps every stage commits before the run ends; None: those of the spec."""
-    steps_after: int = 0
-    """The run has so many more steps than it ends with: the last that counts then has a next one to overlap with."""
-    seconds: float | None = None
-    """The virtual time at which the run ends; None: it has no such end."""
+    limits: RunLimits = RunLimits()
     record_timeline: bool = False
     ports: Callable[[Seat], Ports] | None = None
     """What each node gets of its device; None: the device's own. Benchmarks put the habits of other systems here."""
@@ -75,10 +86,6 @@ class ModelledRun:
     """Where the run spec places experts (`swarm.expert_slots`): what part of the tokens wants each. None: all alike."""
     on_progress: Callable[[float], None] = lambda share: None
     """A function that is told at every step which share of the run is over, in [0, 1]."""
-    look_every_s: float = _READ_EVERY_S
-    """How often, in virtual time, `is_enough` is asked and the work of devices is read."""
-    is_enough: Callable[[], str] = lambda: ""
-    """A function that says why the run should end, and nothing while it may go on."""
 
 
 def run_modelled(run: ModelledRun) -> SimResult:
@@ -90,7 +97,7 @@ def run_modelled(run: ModelledRun) -> SimResult:
     begun_s = time.perf_counter()
     with _collecting_rarely():
         result = run_in_virtual_time(_play(run))
-    return dataclasses.replace(result, wall_s=time.perf_counter() - begun_s)
+    return dataclasses.replace(result, ending=result.ending._replace(wall_s=time.perf_counter() - begun_s))
 
 
 async def _play(run: ModelledRun) -> SimResult:
@@ -111,7 +118,7 @@ async def _play(run: ModelledRun) -> SimResult:
     ledger = SimLedger(
         t.num_devices,
         spec.swarm.stages,
-        steps=spec.training.steps - run.steps_after,
+        steps=spec.training.steps - run.limits.steps_after,
         keeps_timeline=run.record_timeline,
         on_step=stepped,
     )
@@ -143,13 +150,15 @@ async def _play(run: ModelledRun) -> SimResult:
         duplicates=ledger.duplicates,
         given_up=ledger.given_up,
         failures=tuple(ledger.failures),
-        ended_at_s=world.now_s(),
-        wall_s=0.0,
-        num_events=world.num_events,
+        ending=Ending(
+            at_s=world.now_s(),
+            wall_s=0.0,
+            num_events=world.num_events,
+            cut_off=cut_off,
+            standstill="" if len(ledger.steps) >= STEPS_MIN else why_no_step(_seen(run, spec, world, ledger)),
+        ),
         trace_hash=world.trace_hash(),
         first_step_bytes=first_bytes[0] if first_bytes else None,
-        cut_off=cut_off,
-        standstill="" if len(ledger.steps) >= STEPS_MIN else why_no_step(_seen(run, spec, world, ledger)),
     )
 
 
@@ -169,19 +178,19 @@ def _seen(run: ModelledRun, spec: RunSpec, world: World, ledger: SimLedger) -> S
 
 def _share_over(run: ModelledRun, spec: RunSpec, step: StepCommitted) -> float:
     """The share of the run that is over, towards whichever end is nearer."""
-    by_steps = (step.step + 1) / (spec.training.steps - run.steps_after)
-    return min(1.0, by_steps if run.seconds is None else max(by_steps, step.committed_at_s / run.seconds))
+    by_steps = (step.step + 1) / (spec.training.steps - run.limits.steps_after)
+    return min(1.0, by_steps if run.limits.seconds is None else max(by_steps, step.committed_at_s / run.limits.seconds))
 
 
 async def _until_over(run: ModelledRun, ledger: SimLedger) -> str:
     """Returns: why it was cut off; empty: it was not."""
-    until_s = math.inf if run.seconds is None else run.seconds
+    until_s = math.inf if run.limits.seconds is None else run.limits.seconds
     loop = asyncio.get_running_loop()
     while loop.time() < until_s and not ledger.reached.is_set():
-        if why := run.is_enough():
+        if why := run.limits.is_enough():
             return why
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout_at(min(until_s, loop.time() + run.look_every_s)):
+            async with asyncio.timeout_at(min(until_s, loop.time() + run.limits.look_every_s)):
                 await ledger.reached.wait()
         ledger.read_jobs()
     return ""
@@ -192,7 +201,10 @@ def _spec_of(run: ModelledRun) -> RunSpec:
     spec, here = run.spec, run.topology.num_devices - len(_absent(run))
     stages = len(_placed(run)) or spec.swarm.stages
     swarm = {"stages": stages, "min_peers": max(stages, here), "snapshot_interval_steps": 0}
-    training = {"validation_interval_steps": 0, "steps": (run.steps or spec.training.steps) + run.steps_after}
+    training = {
+        "validation_interval_steps": 0,
+        "steps": (run.limits.steps or spec.training.steps) + run.limits.steps_after,
+    }
     optimizer = {"warmup_steps": 0}
     try:
         return msgspec.structs.replace(

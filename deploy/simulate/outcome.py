@@ -7,7 +7,7 @@ import msgspec
 
 from shoal.coordinator.cost.placement import Cost, Placement
 from shoal.deploy.planning.figures import Figures
-from shoal.deploy.simulate.result import STEPS_MIN, JobKind, SimResult
+from shoal.deploy.simulate.result import STEPS_MIN, WARM_UP_STEPS, JobKind, SimResult
 from shoal.deploy.simulate.strategy import Strategy
 
 
@@ -92,8 +92,8 @@ def row_of(outcome: Outcome) -> Row:
         duplicates=result.duplicates if result is not None else 0,
         given_up=result.given_up if result is not None else 0,
         failures=result.failures if result is not None else (),
-        simulated_s=result.ended_at_s if result is not None else None,
-        wall_s=result.wall_s if result is not None else None,
+        simulated_s=result.ending.at_s if result is not None else None,
+        wall_s=result.ending.wall_s if result is not None else None,
         planned_s=outcome.planned_s,
         trace_hash=result.trace_hash if result is not None else "",
     )
@@ -159,28 +159,28 @@ def _trouble(result: SimResult | None) -> str:
         return ""
     if result.failures:
         return result.failures[0]
-    done = f"{len(result.steps) or 'no'} step{'' if len(result.steps) == 1 else 's'} in {result.ended_at_s:,.0f} s"
-    return f"{done}: {result.standstill}" if result.standstill else done
+    done = f"{len(result.steps) or 'no'} step{'' if len(result.steps) == 1 else 's'} in {result.ending.at_s:,.0f} s"
+    return f"{done}: {result.ending.standstill}" if result.ending.standstill else done
 
 
 def _below(result: SimResult | None) -> float | None:
     """A bound after a single step: the second takes longer than there was time for. The first says nothing, since it
     has joining and filling the pipeline in it."""
-    if result is None or len(result.steps) != 1 or result.ended_at_s <= result.steps[0].committed_at_s:
+    if result is None or len(result.steps) != 1 or result.ending.at_s <= result.steps[0].committed_at_s:
         return None
-    return result.tokens_per_step / (result.ended_at_s - result.steps[0].committed_at_s)
+    return result.tokens_per_step / (result.ending.at_s - result.steps[0].committed_at_s)
 
 
 def _note(result: SimResult | None) -> str:
     if result is None:
         return ""
-    notes = [result.cut_off] if result.cut_off else []
-    if math.isfinite(result.step_s) and result.left_out_steps < result.warm_up_steps:
+    notes = [result.ending.cut_off] if result.ending.cut_off else []
+    if math.isfinite(result.step_s) and result.left_out_steps < WARM_UP_STEPS:
         counted = len(result.steps) - result.left_out_steps - 1
         notes.append(
             f"of {len(result.steps)} steps {counted} {'is' if counted == 1 else 'are'} counted and "
             f"{result.left_out_steps or 'none'} left out as warm-up; from "
-            f"{result.warm_up_steps + STEPS_MIN} steps on {result.warm_up_steps} are left out"
+            f"{WARM_UP_STEPS + STEPS_MIN} steps on {WARM_UP_STEPS} are left out"
         )
     return "; ".join(notes)
 

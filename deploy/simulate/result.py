@@ -1,6 +1,6 @@
 """Holds what a modelled run has shown: the vocabulary between the engine and whoever draws tables and pictures."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -13,6 +13,8 @@ Change = Literal["joined", "left", "plan", "era"]
 
 STEPS_MIN = 2
 """How many commits a figure needs: the time between two of them is a step's."""
+WARM_UP_STEPS = 2
+"""What `step_s` and `tokens_per_s` leave out at the beginning: joining, the pipeline's fill, windows that grow."""
 
 
 class StepCommitted(NamedTuple):
@@ -39,6 +41,19 @@ class Happened(NamedTuple):
     text: str
 
 
+class Ending(NamedTuple):
+    """When a run ended, and why it did before its time."""
+
+    at_s: float
+    wall_s: float
+    num_events: int
+    """How many events the trace has."""
+    cut_off: str = ""
+    """The reason why the run ended before its steps and its time were over; empty: it did not."""
+    standstill: str = ""
+    """The reason why there are too few steps for a figure; empty: there are enough."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SimResult:
     """Seconds are virtual, from the start of the world; devices are indexes of the run's topology."""
@@ -58,19 +73,10 @@ class SimResult:
     """How many microbatches commits went without."""
     failures: tuple[str, ...]
     """What nodes could not go on from, and what handlers raised: bugs, or a run that nobody could finish."""
-    ended_at_s: float
-    wall_s: float
-    num_events: int
-    """How many events the trace has."""
+    ending: Ending
     trace_hash: str
-    warm_up_steps: int = field(default=2)
-    """What `step_s` and `tokens_per_s` leave out at the beginning: joining, the pipeline's fill, windows that grow."""
     first_step_bytes: npt.NDArray[np.int64] | None = None
     """[N, N], what of `traffic_bytes` had begun to leave at the first commit; None: it was not looked at."""
-    cut_off: str = ""
-    """The reason why the run ended before its steps and its time were over; empty: it did not."""
-    standstill: str = ""
-    """The reason why there are too few steps for a figure; empty: there are enough."""
 
     @property
     def bytes_per_step(self) -> npt.NDArray[np.float64]:
@@ -84,7 +90,7 @@ class SimResult:
     @property
     def left_out_steps(self) -> int:
         """How many of the first steps are left out as warm-up; fewer where nothing would be left to measure."""
-        return max(0, min(self.warm_up_steps, len(self.steps) - STEPS_MIN))
+        return max(0, min(WARM_UP_STEPS, len(self.steps) - STEPS_MIN))
 
     @property
     def step_s(self) -> float:

@@ -16,7 +16,7 @@ from shoal.coordinator.cost.throughput import ThroughputObjective
 from shoal.coordinator.cost.workload import Workload
 from shoal.deploy.planning.figures import Figures, Wishes, figures_of
 from shoal.deploy.planning.layouts import LayoutName, Request, layout
-from shoal.deploy.simulate.modelled import Churn, ModelledRun, run_modelled
+from shoal.deploy.simulate.modelled import Churn, ModelledRun, RunLimits, run_modelled
 from shoal.deploy.simulate.outcome import Outcome
 from shoal.deploy.simulate.result import STEPS_MIN, SimResult
 from shoal.deploy.simulate.scenario import STEPS_MAX, Scenario
@@ -66,9 +66,9 @@ class Patience:
             return None
         return cls(
             name=first.strategy.name,
-            virtual_s=VIRTUAL_TIMES * result.ended_at_s,
+            virtual_s=VIRTUAL_TIMES * result.ending.at_s,
             step_s=result.step_s,
-            real_s=max(real_seconds, REAL_TIMES * result.wall_s),
+            real_s=max(real_seconds, REAL_TIMES * result.ending.wall_s),
         )
 
     def watch(self) -> Callable[[], str]:
@@ -221,22 +221,21 @@ def play(scenario: Scenario, prepared: Prepared, options: Options, *, patience: 
     if prepared.problem:
         return outcome
     try:
+        limits = RunLimits(steps=spec.training.steps, steps_after=spec.training.s_max + 1, seconds=scenario.seconds)
+        if patience is not None:
+            # About once a step of the first strategy's, so that a slow one is noticed soon.
+            look_every_s = min(limits.look_every_s, max(patience.step_s, 0.1))
+            limits = replace(limits, look_every_s=look_every_s, is_enough=patience.watch())
         run = ModelledRun(
             topology=scenario.topology,
             spec=spec,
             stages=placement,
             seed=options.seed,
             churn=prepared.churn,
-            steps=spec.training.steps,
-            steps_after=spec.training.s_max + 1,
-            seconds=scenario.seconds,
+            limits=limits,
             record_timeline=options.timeline,
             on_progress=options.on_progress,
         )
-        if patience is not None:
-            # About once a step of the first strategy's, so that a slow one is noticed soon.
-            look_every_s = min(run.look_every_s, max(patience.step_s, 0.1))
-            run = replace(run, look_every_s=look_every_s, is_enough=patience.watch())
         result = run_modelled(run)
     except ShoalError as error:
         return replace(outcome, problem=str(error))

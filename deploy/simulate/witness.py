@@ -3,8 +3,9 @@
 import math
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache
+
+import msgspec
 
 from shoal.deploy.simulate.invariants import Expectation, all_invariants
 from shoal.deploy.simulate.sightings import Committed, Event, Held, Injected, Opened, Quiet, Ticked
@@ -17,9 +18,8 @@ from shoal.protocol.spec import RunSpec
 LAST_EVENTS = 40
 
 
-@dataclass(slots=True, kw_only=True)
-class Verdict:
-    """How a run went. `broken` is the sentence that did not hold, None if all did."""
+class Verdict(msgspec.Struct, kw_only=True):
+    """How a run went: a line of what `--json` writes. `broken` is the sentence that did not hold, None if all did."""
 
     seed: int
     broken: str | None = None
@@ -27,9 +27,9 @@ class Verdict:
     schedule: Schedule = ()
     last_events: tuple[str, ...] = ()
     trace_hash: str = ""
-    injected: dict[str, int] = field(default_factory=dict)
+    injected: dict[str, int] = msgspec.field(default_factory=dict)
     """Kind -> number of faults that began."""
-    recoveries_s: list[float] = field(default_factory=list)
+    recoveries_s: list[float] = msgspec.field(default_factory=list)
     """Seconds from each kill to the next step of the last stage."""
     again_s: float = math.inf
     """Seconds from the end of the last fault to the next step of the last stage."""

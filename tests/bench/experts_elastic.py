@@ -28,7 +28,7 @@ import numpy as np
 from baselines.checkpointing import Account, Checkpointing, checkpointed
 
 from shoal.coordinator.cost.placement import Placement
-from shoal.deploy.simulate.modelled import Churn, ModelledRun, run_modelled
+from shoal.deploy.simulate.modelled import Churn, ModelledRun, RunLimits, run_modelled
 from shoal.deploy.simulate.result import SimResult
 from shoal.deploy.simulate.traces import load_trace, replay
 from shoal.peer.model.layout import num_parameters
@@ -124,7 +124,7 @@ def played(model: Model, *, seed: int, seconds: float, churn: Sequence[Churn]) -
             stages=Placement(stages=(tuple(range(NODES)),), bounds=(0, LAYERS)),
             seed=seed,
             churn=churn,
-            seconds=seconds,
+            limits=RunLimits(seconds=seconds),
             chunk_bytes=32 << 20,
             expert_loads=[1.0 / math.sqrt(rank) for rank in range(1, model.experts + 1)],
         )

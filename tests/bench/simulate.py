@@ -25,7 +25,7 @@ import numpy as np
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
 from shoal.coordinator.cost.placement import Placement
-from shoal.deploy.simulate.modelled import Churn, ModelledRun, run_modelled
+from shoal.deploy.simulate.modelled import Churn, ModelledRun, RunLimits, run_modelled
 from shoal.deploy.simulate.traces import load_trace, replay
 from shoal.protocol.spec import RunSpec
 from shoal.protocol.topology import Topology, make_topology
@@ -94,7 +94,7 @@ def an_hour(options: argparse.Namespace) -> ModelledRun:
         stages=GreedyAllocator(),
         seed=options.seed,
         churn=churn,
-        seconds=options.seconds,
+        limits=RunLimits(seconds=options.seconds),
         chunk_bytes=options.chunk_mib << 20,
     )
 
@@ -133,15 +133,15 @@ def main() -> None:
                 "what": options.what,
                 "peers": options.peers,
                 "microbatches": options.microbatches,
-                "simulated_s": round(result.ended_at_s, 1),
+                "simulated_s": round(result.ending.at_s, 1),
                 "steps": num_steps,
                 "step_s": None if math.isnan(result.step_s) else round(result.step_s, 2),
                 "plans": sum(event.change == "plan" for event in result.events),
                 "left": sum(event.change == "left" for event in result.events),
                 "cpu_s": round(cpu_s, 1),
                 "cpu_s_per_step": round(cpu_s / num_steps, 2) if num_steps else None,
-                "events": result.num_events,
-                "events_per_cpu_s": round(result.num_events / cpu_s),
+                "events": result.ending.num_events,
+                "events_per_cpu_s": round(result.ending.num_events / cpu_s),
                 "memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
                 "failures": result.failures[:3],
                 "trace_hash": result.trace_hash,

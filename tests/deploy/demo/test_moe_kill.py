@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from shoal.deploy.run.run_file import MOE_SPEC
-from shoal.deploy.simulate.modelled import Churn, ModelledRun, run_modelled
+from shoal.deploy.simulate.modelled import Churn, ModelledRun, RunLimits, run_modelled
 from shoal.protocol.spec_file import load_spec
 from shoal.protocol.topology import make_topology
 
@@ -35,8 +35,7 @@ def test_a_power_cut_costs_no_step_and_less_than_five_seconds_of_throughput() ->
             spec=load_spec(MOE_SPEC),
             seed=3,
             churn=[Churn(KILL_S, "remove", 3)],
-            seconds=END_S,
-            steps=1000,
+            limits=RunLimits(seconds=END_S, steps=1000),
             expert_loads=LOADS,
             chunk_bytes=1 << 20,
         )

@@ -16,7 +16,7 @@ from shoal.deploy.planning.rows import Rows
 from shoal.deploy.simulate import gantt
 from shoal.deploy.simulate.html_report import pace, render_html
 from shoal.deploy.simulate.outcome import Outcome, bound_by, idle_share, row_of
-from shoal.deploy.simulate.result import Happened, SimResult, Span, StepCommitted
+from shoal.deploy.simulate.result import Ending, Happened, SimResult, Span, StepCommitted
 from shoal.deploy.simulate.scenario import Scenario, find_scenario
 from shoal.deploy.simulate.strategy import Strategy
 from shoal.deploy.simulate.table import COLUMNS, LAST, cells, seconds, size
@@ -57,9 +57,7 @@ def result(**changes: Any) -> SimResult:
         "duplicates": 0,
         "given_up": 0,
         "failures": (),
-        "ended_at_s": 51.0,
-        "wall_s": 0.5,
-        "num_events": 7,
+        "ending": Ending(at_s=51.0, wall_s=0.5, num_events=7),
         "trace_hash": "ab" * 16,
     }
     return SimResult(**values | changes)
@@ -113,7 +111,8 @@ def test_what_did_not_work_says_why() -> None:
     assert slow.bound_by == "1 step in 51 s"
     assert slow.tokens_per_s_below == pytest.approx(1000 / 50)
     assert cells(slow)[1:3] == ("< 20", "no second")
-    held_up = row_of(outcome(result=result(steps=(), standstill="nobody was there any more")))
+    ending = Ending(at_s=51.0, wall_s=0.5, num_events=7, standstill="nobody was there any more")
+    held_up = row_of(outcome(result=result(steps=(), ending=ending)))
     assert held_up.bound_by == "no steps in 51 s: nobody was there any more"
 
 

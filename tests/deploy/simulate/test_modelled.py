@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from shoal.coordinator.cost.placement import Placement
-from shoal.deploy.simulate.modelled import Churn, ModelledRun, run_modelled
+from shoal.deploy.simulate.modelled import Churn, ModelledRun, RunLimits, run_modelled
 from shoal.peer.model.flop import backward_flop, forward_flop
 from shoal.peer.model.layout import all_layer_keys, num_parameters
 from shoal.protocol.errors import LocalError
@@ -37,13 +37,16 @@ def spec_of(**training: Any) -> RunSpec:
     )
 
 
-def made(num_stages: int, replicas: int, **options: Any) -> ModelledRun:
+def made(
+    num_stages: int, replicas: int, *, steps: int | None = None, seconds: float = 600.0, **options: Any
+) -> ModelledRun:
+    limits = RunLimits(steps=steps, seconds=seconds)
     n = num_stages * replicas
     topology = make_topology(np.full((n, n), 1e-3), np.full((n, n), 1.25e9), flop_per_s=RATE)
     stages = tuple(tuple(range(k, n, num_stages)) for k in range(num_stages))
     bounds = tuple(24 * k // num_stages for k in range(num_stages + 1))
     placement = Placement(stages=stages, bounds=bounds)
-    base = ModelledRun(topology=topology, spec=spec_of(), stages=placement, seconds=600.0, chunk_bytes=32 << 20)
+    base = ModelledRun(topology=topology, spec=spec_of(), stages=placement, limits=limits, chunk_bytes=32 << 20)
     return dataclasses.replace(base, **options)
 
 

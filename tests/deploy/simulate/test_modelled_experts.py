@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from shoal.coordinator.cost.placement import Placement
-from shoal.deploy.simulate.modelled import Churn, ModelledRun, run_modelled
+from shoal.deploy.simulate.modelled import Churn, ModelledRun, RunLimits, run_modelled
 from shoal.deploy.simulate.routing import Routing
 from shoal.peer.model.flop import expert_flop, trunk_flop
 from shoal.peer.model.layout import layer_layout, num_parameters
@@ -42,10 +42,11 @@ def spec_of(*, slots: int, replicas: int = 2, experts: int = EXPERTS, **training
     )
 
 
-def made(n: int, spec: RunSpec, **options: Any) -> ModelledRun:
+def made(n: int, spec: RunSpec, *, steps: int | None = None, **options: Any) -> ModelledRun:
+    limits = RunLimits(steps=steps, seconds=600.0)
     topology = make_topology(np.full((n, n), 1e-4), np.full((n, n), 12.5e9), flop_per_s=RATE)
     everybody = Placement(stages=(tuple(range(n)),), bounds=(0, LAYERS))
-    base = ModelledRun(topology=topology, spec=spec, stages=everybody, seconds=600.0, chunk_bytes=32 << 20)
+    base = ModelledRun(topology=topology, spec=spec, stages=everybody, limits=limits, chunk_bytes=32 << 20)
     return dataclasses.replace(base, **options)
 
 

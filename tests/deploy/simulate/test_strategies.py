@@ -204,7 +204,7 @@ def test_a_strategy_that_is_far_slower_is_cut_off_and_says_so(tiny: Path) -> Non
     outcome = play(scenario, prepared, Options(), patience=impatient)
     row = row_of(outcome)
     assert outcome.result is not None
-    assert 30.0 <= outcome.result.ended_at_s < 32.0
+    assert 30.0 <= outcome.result.ending.at_s < 32.0
     assert row.note == "cut off at 30 s of virtual time, 4 times what ours took"
     assert row.tokens_per_s is None
     assert row.tokens_per_s_below is not None
@@ -222,7 +222,7 @@ def test_patience_is_measured_by_the_first_strategy(tiny: Path) -> None:
     assert first.result is not None
     patience = Patience.beside(first, 60.0)
     assert patience is not None
-    assert (patience.name, patience.virtual_s) == ("given", 4 * first.result.ended_at_s)
+    assert (patience.name, patience.virtual_s) == ("given", 4 * first.result.ending.at_s)
     assert Patience.beside(replace(first, result=None), 60.0) is None
 
 
