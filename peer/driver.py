@@ -25,6 +25,7 @@ from shoal.peer.pipeline.state import StageState
 from shoal.peer.probe import DeviceProbe, LinkProbe, probe_device
 from shoal.peer.recent_plans import RecentPlans
 from shoal.peer.replica.driver import Replica
+from shoal.peer.replica.first_stage import FirstReplica
 from shoal.peer.replica.flow import AdaptiveTraffic, Traffic
 from shoal.peer.reports import Reports
 from shoal.peer.surroundings import Listeners, Part, Surroundings
@@ -283,7 +284,7 @@ class PeerDriver:
             held=tuple((place.group, place.version) for place in self.experts.places if place.ready),
             loads=replica.expert_loads if replica else (),
             silent=self._neighbours.silent,
-            forward_s=replica.pipeline.forward_s if replica else 0.0,
+            forward_s=replica.forward_s if replica else 0.0,
             window=window.size if window else 0,
             paused_s=self.pausing.paused_s,
             unsaved_s=self._unsaved_s,
@@ -368,7 +369,8 @@ class PeerDriver:
             return
         if self.replica is None:
             self._num_begun += 1
-            self.replica = Replica(self._surroundings, plan, stage, incarnation=self._incarnation)
+            kind = FirstReplica if stage == 0 else Replica
+            self.replica = kind(self._surroundings, plan, stage, incarnation=self._incarnation)
             self._saved_s = self._clock.now_s()
             self.replica.start()
             self.pausing.begun(self.replica)
@@ -383,7 +385,7 @@ class PeerDriver:
         if replica is not None:
             self._neighbours.say(replica.audience)  # that there is nothing to wait for any more
             await replica.close()
-            self.server.forget(replica.pipeline.runtime.keys)
+            self.server.forget(replica.runtime.keys)
 
     def _renew(self, tenure: Part) -> None:
         """Its state is not its mates': begin anew, as a newcomer would."""

@@ -8,13 +8,13 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from shoal.peer.arithmetic import Held
-from shoal.peer.group.driver import GroupDriver
 from shoal.peer.group.witnesses import is_witnessed
 from shoal.peer.handoff.fetcher import FetchProgress, StateFetcher
 from shoal.peer.handoff.inbox import ChunkInbox
 from shoal.peer.handoff.server import INITIAL
 from shoal.peer.initial import begins_with_weights, first_state, foreign_layers, layers_of
 from shoal.peer.pipeline.state import LayerState, StageState
+from shoal.peer.replica.views import GroupView
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused, RemoteError, Unreachable
 from shoal.protocol.identity import PeerID
@@ -30,6 +30,7 @@ _RETRY_MATES_S = 0.25
 
 class Joining:
     """Args:
+    fetch_mean: as `CatchingUp.fetch`.
     take_over: make a state ours; the pipeline and the group know it when this returns.
     begin_era: whether we may begin an era from its beginning.
     members: of the newest plan; None: those of the plan that `run` was given.
@@ -42,7 +43,8 @@ class Joining:
         compute: Compute,
         inbox: ChunkInbox,
         runtime: Held,
-        group: GroupDriver,
+        group: GroupView,
+        fetch_mean: Callable[[PeerID, int], Awaitable[bool]],
         take_over: Callable[[StageState], Awaitable[None]],
         begin_era: Callable[[int], bool],
         members: Callable[[], Sequence[PeerID]] | None = None,
@@ -52,6 +54,7 @@ class Joining:
         self._inbox = inbox
         self._runtime = runtime
         self._group = group
+        self._fetch_mean = fetch_mean
         self._take_over = take_over
         self._begin_era = begin_era
         self._members = members
@@ -142,14 +145,14 @@ class Joining:
     async def _from_mates(self) -> None:
         """Fetch the newest state that most of those who held it before us have signed, replay what was committed
         meanwhile."""
-        core, keys = self._group.core, self._runtime.keys
+        group, keys = self._group, self._runtime.keys
         while True:
             try:
                 state = await self._fetcher().fetch(
-                    core.holders,
-                    is_witnessed=lambda offer: is_witnessed(self._endpoint, offer, keys, core.voters(core.me)),
+                    group.holders,
+                    is_witnessed=lambda offer: is_witnessed(self._endpoint, offer, keys, group.voters(group.me)),
                 )
-                if state.version >= self._group.core.version:
+                if state.version >= self._group.version:
                     await self._take_over(state)
                 while not await self._is_current():
                     pass
@@ -161,11 +164,11 @@ class Joining:
 
     async def _is_current(self) -> bool:
         """Replay one commit of the mates; True if there is none left."""
-        holders = self._group.core.holders
+        holders = self._group.holders
         if not holders:
             raise Unreachable(self._endpoint.peer_id, "all mates have gone")
         self._stepped.clear()
-        if not await self._group.fetch_mean(holders[0], self._group.core.version):
+        if not await self._fetch_mean(holders[0], self._group.version):
             return True
         await self._stepped.wait()
         return False

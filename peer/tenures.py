@@ -1,18 +1,33 @@
 """The driver of a part in one group, from the plan that gives it until it drains (`replica/member.py` has its states).
 
-What a group works at is its subclasses' business.
+A commit takes this way through the file: `Tell` (`Progress` to the mates) -> `_on_round_start` -> `Reduce` -> `_reduce`
+-> frames `ReducePart` and `GatherPart` -> `_step_if_reduced` -> `stepped` -> `Tell` (`Digest`). How the gradients come
+about that are reduced, and what steps, is said by the subclasses: `replica/driver.py` for a stage, `experts/holding.py`
+for an expert.
+
+The file is long: it is all that a member does with endpoint, compute and timer, in one place.
 """
 
 import asyncio
 import dataclasses
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Final
 
-from shoal.peer.group.driver import GroupDriver, Stepper
+from torch import Tensor
+
+from shoal.peer.arithmetic import Held
+from shoal.peer.group.catching_up import CatchingUp
+from shoal.peer.group.early import Piece
+from shoal.peer.group.pieces import Pieces
+from shoal.peer.group.pressing import PRESS_S, Pressing
+from shoal.peer.group.reduce import Reduction
+from shoal.peer.group.reductions import EarlyPieces, Reductions
+from shoal.peer.group.telling import Telling
 from shoal.peer.group.witnesses import Witnesses
 from shoal.peer.joining import Joining
+from shoal.peer.outbox import Outbox
 from shoal.peer.pipeline.state import StageState
 from shoal.peer.replica.commands import (
     AskRepair,
@@ -29,6 +44,7 @@ from shoal.peer.replica.commands import (
 )
 from shoal.peer.replica.commit import Commit
 from shoal.peer.replica.events import (
+    DigestArrived,
     DrainBegun,
     Drained,
     DrainEnded,
@@ -40,8 +56,11 @@ from shoal.peer.replica.events import (
     PeerReborn,
     PeerSaid,
     PlanFollowed,
+    ProgressArrived,
     Resumed,
+    RoundArrived,
     Stepped,
+    StoodStill,
     TimerFired,
 )
 from shoal.peer.replica.member import MemberCore
@@ -49,31 +68,26 @@ from shoal.peer.surroundings import Surroundings
 from shoal.peer.tasks import Tasks
 from shoal.protocol.errors import Refused, RemoteError, Unreachable
 from shoal.protocol.identity import PeerID
-from shoal.protocol.messages import Done, Hello, Repair
+from shoal.protocol.messages import (
+    Digest,
+    Done,
+    GatherPart,
+    Hello,
+    Progress,
+    ReducePart,
+    Repair,
+    RoundStart,
+)
 from shoal.protocol.plan import Plan
+from shoal.protocol.ports import Compute, Payload
 from shoal.protocol.timer import Timer
 
 logger = logging.getLogger(__name__)
 
 _RETRY_S = 1.0
 _REPAIR_TRIES = 10
-
-
-class Work(Stepper, Protocol):
-    """What a tenure does: contributes gradients, and steps."""
-
-    @property
-    def is_idle(self) -> bool:
-        """Nothing is here at all."""
-        ...
-
-    def load(self, state: StageState) -> None: ...
-
-    def install(self) -> None:
-        """Take messages."""
-        ...
-
-    async def close(self) -> None: ...
+_CHUNKS_AT_ONCE: Final = 8
+"""Added up before the first of them is sent: a switch of threads for each would cost as much as adding it."""
 
 
 def make_commit(surroundings: Surroundings, group_id: int, *, incarnation: int, has_loss: bool) -> Commit:
@@ -93,42 +107,52 @@ def make_commit(surroundings: Surroundings, group_id: int, *, incarnation: int, 
 
 
 class Tenure(ABC):
-    """The driver of one member: what we are in the group `core.group`. It owns the one timer and the one door to the
-    core (`handle`), and has each command carried out by whoever can."""
+    """The driver of one member: what we are in the group `core.group`. It owns endpoint, device and timer of the member
+    and the one door to its core (`handle`), and carries out what the core asks."""
 
-    def __init__(self, surroundings: Surroundings, core: MemberCore, work: Work, *, incarnation: int) -> None:
+    def __init__(self, surroundings: Surroundings, core: MemberCore, runtime: Held, *, incarnation: int) -> None:
+        endpoint, listeners = surroundings.endpoint, surroundings.listeners
         self._s = surroundings
         self.core = core
         self.group_id = core.group.stage
         self.incarnation = incarnation
-        self._work = work
+        self.compute: Compute = surroundings.compute
+        self._endpoint = endpoint
+        self._clock = surroundings.clock
+        self._held = runtime
         self._closed = False
         self._timer = Timer(surroundings.clock, self._ring)
-        self.group = GroupDriver(
-            core.group,
-            work,
-            endpoint=surroundings.endpoint,
-            clock=surroundings.clock,
-            post=self.handle,
+        self._tasks = Tasks(listeners.on_failure)
+        self._outbox = Outbox(endpoint, on_trouble=listeners.on_unreachable)
+        self._telling = Telling(core.group.me, self._outbox, self._audience_of)
+        self.reductions = Reductions(core.group, runtime, retained_from=surroundings.server.pinned_from)
+        self._pressing = Pressing()
+        self._pieces = Pieces(endpoint, runtime.vectors, self._tasks, self._clock, self.compute)
+        self._catching_up = CatchingUp(
+            stage=self.group_id,
+            size=runtime.num_parameters,
+            vectors=runtime.vectors,
+            endpoint=endpoint,
+            compute=self.compute,
+            pieces=self._pieces,
+            means=lambda: self.reductions.means,
+            version=lambda: self.core.group.version,
+            on_mean=self._mean_came,
             on_behind=self._resync,
-            on_unreachable=surroundings.listeners.on_unreachable,
-            on_failure=surroundings.listeners.on_failure,
-            retained_from=surroundings.server.pinned_from,
+            gives_to=core.group.has_place,
         )
         self.joining = Joining(
-            endpoint=surroundings.endpoint,
-            compute=surroundings.compute,
+            endpoint=endpoint,
+            compute=self.compute,
             inbox=surroundings.inbox,
-            runtime=work.runtime,
-            group=self.group,
+            runtime=runtime,
+            group=core.group,
+            fetch_mean=self._catching_up.fetch,
             take_over=self._take_over,
-            begin_era=lambda era: surroundings.listeners.begin_era(era, self.group_id),
+            begin_era=lambda era: listeners.begin_era(era, self.group_id),
             members=lambda: self.core.plan.members,
         )
-        self._tasks = Tasks(surroundings.listeners.on_failure)
-        self.witnesses = Witnesses(
-            core.group, endpoint=surroundings.endpoint, compute=surroundings.compute, tasks=self._tasks
-        )
+        self.witnesses = Witnesses(core.group, endpoint=endpoint, compute=self.compute, tasks=self._tasks)
         self._sync_task: asyncio.Task[None] | None = None
 
     # --- the one door ---
@@ -145,12 +169,22 @@ class Tenure(ABC):
                 self._timer.set(self.core.next_timer_s())
 
     def _perform(self, command: Command) -> None:
-        """Do what the core asks, or have it done."""
+        """Do what the core asks."""
         match command:
-            case Tell() | Reduce() | CatchUp() | ForgetMember():
-                self.group.perform(command)
+            case Tell():
+                self._telling.tell(command)
+            case Reduce(start):
+                round_ = self.reductions.begin(start)
+                self._tasks.spawn(self._reduce(*round_), f"round {start.step}")
+            case CatchUp(mate, step):
+                self._catch_up(mate, step)
+            case ForgetMember(peer, died):
+                self._outbox.forget(peer)
+                if died:
+                    self._catching_up.mate_lost(peer)
+                    self._pieces.forget(peer)
             case Count(counted):
-                apart = self._work.runtime.contribute(counted.microbatch, apart=counted.apart)
+                apart = self._held.contribute(counted.microbatch, apart=counted.apart)
                 self.handle(counted if apart == counted.apart else dataclasses.replace(counted, apart=apart))
             case SayHello():
                 self._s.listeners.on_change()
@@ -189,12 +223,13 @@ class Tenure(ABC):
         return self.core.is_draining
 
     @property
+    @abstractmethod
     def version(self) -> int:
-        return self._work.version
+        """How many steps have been committed here."""
 
     @property
     def state(self) -> StageState | None:
-        return self._work.runtime.state
+        return self._held.state
 
     @property
     def audience(self) -> list[PeerID]:
@@ -207,6 +242,23 @@ class Tenure(ABC):
         return [peer for peer in peers if peer != self._s.endpoint.peer_id]
 
     # --- what a subclass says ---
+
+    @property
+    @abstractmethod
+    def is_idle(self) -> bool:
+        """Nothing is here at all."""
+
+    @abstractmethod
+    def _install(self) -> None:
+        """Take the messages that are not the group's."""
+
+    @abstractmethod
+    def _load(self, state: StageState) -> None:
+        """Go on from `state`."""
+
+    @abstractmethod
+    def _step(self, step: int, mean_gradient_N: Tensor) -> None:
+        """The reduced gradient of `step` is complete: step as soon as the running job ends, and tell `stepped`."""
 
     @abstractmethod
     def _near(self) -> list[tuple[PeerID, ...]]:
@@ -224,8 +276,15 @@ class Tenure(ABC):
     # --- life ---
 
     def start(self) -> None:
-        self._work.install()
-        self.group.install()
+        self._install()
+        stage = self.group_id
+        self._endpoint.on(Progress, self._on_progress, stage=stage)
+        self._endpoint.on(RoundStart, self._on_round_start, stage=stage)
+        self._endpoint.on(Digest, self._on_digest, stage=stage)
+        self._endpoint.on_frame(ReducePart, self._on_piece, stage=stage)
+        self._endpoint.on_frame(GatherPart, self._on_piece, stage=stage)
+        self._catching_up.install()
+        self._tasks.spawn(self._press(), "press")
         self.witnesses.install()
         self.follow(self.core.plan)
         self._sync_task = asyncio.create_task(self._join(), name=f"join group {self.group_id}")
@@ -270,7 +329,7 @@ class Tenure(ABC):
         """
         self.handle(DrainBegun())
         until_s = self._s.clock.now_s() + timeout_s
-        while not self._work.is_idle or self.core.group.owes or self._is_needed:
+        while not self.is_idle or self.core.group.owes or self._is_needed:
             if unless() or not self.is_draining:
                 return False
             if self._s.clock.now_s() >= until_s:
@@ -291,17 +350,17 @@ class Tenure(ABC):
         """We take part in nothing any more, whatever still arrives."""
         self._closed = True
         self._timer.cancel()
-        self.group.retire()
 
     async def close(self) -> None:
         self.retire()
         if self._sync_task:
             self._sync_task.cancel()
             await asyncio.gather(self._sync_task, return_exceptions=True)
+        self._endpoint.leave_stage(self.group_id)
+        self._telling.close()
         await self._tasks.cancel()
         await self.witnesses.close()
-        await self.group.close()
-        await self._work.close()
+        await self._outbox.close()
 
     # --- state ---
 
@@ -312,26 +371,89 @@ class Tenure(ABC):
             self._s.listeners.on_failure(error)
             return
         logger.info("group %d is ready at version %d", self.group_id, self.version)
-        self.handle(Joined(self._work.runtime.remembers))
+        self.handle(Joined(self._held.remembers))
 
     async def _take_over(self, state: StageState) -> None:
-        self._work.load(state)
+        self._load(state)
         digest = (await self._s.compute.run("step", state.digest, flop=0.0)).value
         if self.version == state.version:
             self._reached(state, digest, None)
             self._s.listeners.on_state(self, state)
 
     def _reached(self, state: StageState, digest: str, gradient_norm: float | None) -> None:
-        """The core and the group hear that we hold `state`."""
-        by = self.group.stepped(state.version)
-        self.handle(Stepped(state.version, digest, by, gradient_norm, self._work.runtime.remembers))
-        self.group.commit_if_complete()
+        """The core hears that we hold `state`."""
+        by = self.reductions.reached(state.version)
+        self.handle(Stepped(state.version, digest, by, gradient_norm, self._held.remembers))
+        self._step_if_reduced()
 
     def _resync(self, mate: PeerID) -> None:
         if self.is_ready and not self.is_draining:
             self._s.listeners.on_resync(self)
 
-    # --- told by the work ---
+    # --- a commit: say what is there, sum, reduce, step ---
+
+    async def _on_progress(self, source: PeerID, message: Progress) -> Done:
+        self.handle(ProgressArrived(source, message))
+        return Done()
+
+    async def _on_round_start(self, source: PeerID, message: RoundStart) -> Done:
+        self.handle(RoundArrived(source, message))
+        return Done()
+
+    async def _on_digest(self, source: PeerID, message: Digest) -> Done:
+        self.handle(DigestArrived(source, message))
+        return Done()
+
+    async def _reduce(self, reduction: Reduction, make_sum: Callable[[], Tensor], early: EarlyPieces) -> None:
+        """A round: send our sum, add up what needs nothing of others, take what came early."""
+        due = reduction.begin(await self.compute.run_on_host(make_sum))
+        if self.reductions.is_void(reduction):
+            return
+        for peer in reduction.others:
+            self._pieces.send(reduction.scatter_to(peer), reduction.start, ReducePart)
+        for at in range(0, len(due), _CHUNKS_AT_ONCE):
+            await self._add_up(reduction, due[at : at + _CHUNKS_AT_ONCE])
+        for source, meta, payload in early:
+            try:  # it is not the fault of whoever tells us of the round
+                await self._take(reduction, source, meta, payload)
+            except RemoteError as error:
+                logger.warning("an early piece of round %d: %s", reduction.start.step, error)
+        self._end(reduction)
+
+    async def _on_piece(self, source: PeerID, meta: Piece, payload: Payload) -> None:
+        reduction = self.reductions.round_of(source, meta, payload)
+        if reduction is not None:
+            await self._take(reduction, source, meta, payload)
+
+    async def _take(self, reduction: Reduction, source: PeerID, meta: Piece, payload: Payload) -> None:
+        if isinstance(meta, ReducePart):
+            if reduction.part_arrived(source, meta.start, payload):
+                await self._add_up(reduction, [meta.start])
+        elif (take := reduction.result_arrived(source, meta.start, payload)) is not None:
+            await self.compute.run_on_host(take)
+            reduction.taken(meta.start)
+            self._end(reduction)
+
+    async def _add_up(self, reduction: Reduction, chunks: Sequence[int]) -> None:
+        await self.compute.run_on_host(reduction.adding(chunks))
+        self._pieces.send(reduction.added(chunks), reduction.start, GatherPart)
+        self._end(reduction)
+
+    def _end(self, reduction: Reduction) -> None:
+        if self.reductions.ended(reduction):
+            self._step_if_reduced()
+
+    def _mean_came(self, step: int, mean_N: Tensor) -> None:
+        """A mate has given us the reduced gradient of `step`."""
+        self.reductions.means[step] = mean_N
+        self._step_if_reduced()
+
+    def _step_if_reduced(self) -> None:
+        """Step if the reduced gradient of our version is here."""
+        if not self._closed and (mean_N := self.reductions.next_mean()) is not None:
+            version = self.core.group.version
+            assert self.version == version, "the pipeline and the group disagree on the version"
+            self._step(version, mean_N)
 
     def stepped(self, state: StageState, digest: str, skipped_layers: int) -> None:
         """An optimizer step has made `state`."""
@@ -342,7 +464,56 @@ class Tenure(ABC):
         self.joining.stepped()
         self._s.listeners.on_state(self, state)
 
+    # --- a commit that does not end ---
+
+    async def _press(self) -> None:
+        """Send again what may have been lost in a round that does not end: of a stream that breaks nobody knows what
+        had arrived. Whoever has ended it meanwhile does not, but says so by its digest. And where none has begun, what
+        the leader may have forgotten: who could not be reached for a moment does not know that."""
+        group, version = self.core.group, -1
+        while True:
+            await asyncio.sleep(PRESS_S)
+            if version == group.version < group.steps and group.ready:
+                logger.info("stage %d stays at version %d: %s", group.stage, version, group.waits_for())
+                if version not in self.reductions:
+                    self.handle(StoodStill())
+            version, now_s = group.version, self._clock.now_s()
+            reduction = self.reductions.get(version)
+            if not self._pressing.stands_still(reduction, now_s) or reduction is None or self._closed:
+                continue
+            owing = ", ".join(peer[-8:] for peer in sorted(reduction.missing_from()))
+            logger.info("round %d does not end, for want of pieces from %s", version, owing)
+            self.handle(StoodStill())
+            for peer in reduction.others:
+                took_s = self._pieces.slowest_s(peer)
+                if not self._pieces.is_sending_to(peer) and self._pressing.is_due(peer, now_s, took_s=took_s):
+                    self._send_again(reduction, peer)
+
+    def _send_again(self, reduction: Reduction, peer: PeerID) -> None:
+        self._pieces.send(reduction.scatter_to(peer), reduction.start, ReducePart)
+        finished = (out for out in reduction.finished() if out.target == peer)
+        self._pieces.send(finished, reduction.start, GatherPart)
+
+    def _catch_up(self, mate: PeerID, step: int) -> None:
+        """Fetch the reduced gradient of `step` from `mate`, if it is not on its way to us."""
+        owing: list[PeerID] = []
+        reduction = self.reductions.get(step)
+        if reduction is not None and not self._pressing.was_in_vain(reduction):
+            owing = sorted(reduction.missing_from().intersection(self.core.group.mates))
+        catch_up = self._catching_up.catch_up(mate, step, owing=owing[0] if owing else None)
+        self._tasks.spawn(catch_up, f"catch up with step {step}")
+
     # --- inside ---
+
+    def _audience_of(self, message: Progress | RoundStart | Digest) -> list[PeerID]:
+        """The mates, those who are about to leave, and whoever else is in the round."""
+        group, named = self.core.group, list[PeerID]()
+        if isinstance(message, RoundStart):
+            named = [member.peer for member in message.members]
+        elif isinstance(message, Digest):
+            named = [*group.round_mates]
+        near = [*group.mates, *group.departing]
+        return [*near, *(peer for peer in named if peer != group.me and peer not in near)]
 
     async def _ask_repair(self, message: Repair) -> None:
         for _ in range(_REPAIR_TRIES):

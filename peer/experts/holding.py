@@ -1,7 +1,10 @@
 """One tenure in the group of one expert's holders."""
 
+from torch import Tensor
+
 from shoal.peer.experts.work import ExpertWork
 from shoal.peer.pipeline.microbatch import Microbatch
+from shoal.peer.pipeline.state import StageState
 from shoal.peer.replica.events import Contributed
 from shoal.peer.replica.member import ExpertCore
 from shoal.peer.surroundings import Surroundings
@@ -21,12 +24,11 @@ class ExpertTenure(Tenure):
         self.work = ExpertWork(
             surroundings.arithmetic.expert(*self.layers, unit.expert),
             unit.stage,
-            compute=surroundings.compute,
             server=surroundings.experts,
             upwards=self,
         )
         group = make_commit(surroundings, group_id, incarnation=incarnation, has_loss=False)
-        super().__init__(surroundings, ExpertCore(group, plan), self.work, incarnation=incarnation)
+        super().__init__(surroundings, ExpertCore(group, plan), self.work.runtime, incarnation=incarnation)
 
     def is_place_of(self, plan: Plan) -> bool:
         """Whether its group and layers are in the plan what they are here."""
@@ -61,8 +63,40 @@ class ExpertTenure(Tenure):
         """The expert's part of it is whole."""
         self.handle(Contributed(microbatch, staleness_steps, again, loss))
 
-    def failed(self, error: BaseException) -> None:
-        self._s.listeners.on_failure(error)
+    # --- what it works at ---
+
+    @property
+    def version(self) -> int:
+        return self.work.version
+
+    @property
+    def is_idle(self) -> bool:
+        return self.work.is_idle
+
+    def _install(self) -> None:
+        self.work.install()
+
+    async def close(self) -> None:
+        self.retire()
+        self.work.close()
+        await super().close()
+
+    def _load(self, state: StageState) -> None:
+        self.work.load(state)
+
+    def _step(self, step: int, mean_gradient_N: Tensor) -> None:
+        self._tasks.spawn(self._make_step(step, mean_gradient_N), f"step {step} of expert {self.work.expert}")
+
+    async def _make_step(self, step: int, mean_gradient_N: Tensor) -> None:
+        runtime = self.work.runtime
+        timed = await self.compute.run("step", lambda: runtime.step(mean_gradient_N), flop=runtime.step_flop)
+        if self.version != step:
+            return  # a state was loaded while it ran
+        self.work.version = step + 1
+        self.stepped(*timed.value)
+        self.work.wake()
+
+    # --- who is there, and life ---
 
     def _near(self) -> list[tuple[PeerID, ...]]:
         plan = self.core.plan

@@ -1,17 +1,13 @@
-"""What a holder of one expert does: serves tokens, is told which microbatches are through, and steps when told."""
+"""What a holder of one expert does: serves tokens, and is told which microbatches are through."""
 
 import logging
 from typing import Protocol
-
-from torch import Tensor
 
 from shoal.peer.arithmetic import HeldExpert
 from shoal.peer.experts.runs import Run
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.pipeline.state import StageState
-from shoal.peer.tasks import Tasks
 from shoal.protocol.identity import PeerID
-from shoal.protocol.ports import Compute
 
 logger = logging.getLogger(__name__)
 
@@ -27,10 +23,6 @@ class Upwards(Protocol):
     def wants(self, microbatch: Microbatch) -> bool: ...
 
     def contributed(self, microbatch: Microbatch, *, loss: float, staleness_steps: int, again: bool) -> None: ...
-
-    def stepped(self, state: StageState, digest: str, skipped_layers: int) -> None: ...
-
-    def failed(self, error: BaseException) -> None: ...
 
 
 class Requests(Protocol):
@@ -54,17 +46,9 @@ class Requests(Protocol):
 
 
 class ExpertWork:
-    """Implements `Work`, with expert `expert` of stage `stage`. `version` changes on the loop's thread alone."""
+    """Expert `expert` of stage `stage`, as its holder serves it. `version` changes on the loop's thread alone."""
 
-    def __init__(
-        self,
-        runtime: HeldExpert,
-        stage: int,
-        *,
-        compute: Compute,
-        server: Requests,
-        upwards: Upwards,
-    ) -> None:
+    def __init__(self, runtime: HeldExpert, stage: int, *, server: Requests, upwards: Upwards) -> None:
         self.runtime = runtime
         self.stage = stage
         self.expert = runtime.expert
@@ -72,9 +56,7 @@ class ExpertWork:
         self.version = 0
         self.is_paused = False
         """Computes nothing."""
-        self.compute = compute
         self._server = server
-        self._tasks = Tasks(upwards.failed)
         self._closed = False
 
     @property
@@ -88,10 +70,9 @@ class ExpertWork:
     def install(self) -> None:
         self._server.add(self)
 
-    async def close(self) -> None:
+    def close(self) -> None:
         self._closed = True
         self._server.remove(self)
-        await self._tasks.cancel()
 
     def load(self, state: StageState) -> None:
         self.runtime.load(state)
@@ -102,16 +83,8 @@ class ExpertWork:
         self.is_paused = is_paused
         self._server.wake()  # what waits is refused
 
-    def commit(self, step: int, mean_gradient_N: Tensor) -> None:
-        self._tasks.spawn(self._step(step, mean_gradient_N), f"step {step} of expert {self.expert}")
-
-    async def _step(self, step: int, mean_gradient_N: Tensor) -> None:
-        timed = await self.compute.run("step", lambda: self.runtime.step(mean_gradient_N), flop=self.runtime.step_flop)
-        state, digest, skipped = timed.value
-        if self.version != step:
-            return  # a state was loaded while it ran
-        self.version = step + 1
-        self.upwards.stepped(state, digest, skipped)
+    def wake(self) -> None:
+        """What waits for another version looks again."""
         self._server.wake()
 
     # --- told by the server ---

@@ -1,84 +1,294 @@
-"""The driver of one replica: it owns the core, and has each command carried out on the device or on the wire."""
+"""The driver of one replica of a stage: it takes microbatches in, has the device compute, and sends the results on.
 
+The way of a microbatch through this file, each arrow a decision of the core (`schedule.py`):
+
+    forth     _on_activation -> _run (forward) -> _send_activation     stage 0 begins with `_run`, and the last stage's
+    and back  _on_gradient -> _run (backward) -> _send_gradient        `_run` goes forth and back in one
+
+How the gradients then become a step is in `peer/tenures.py`; what the device computes is in `pipeline/stage.py`. Where
+experts are elsewhere, `_run` goes through `peer/experts/dispatch.py` at each layer.
+"""
+
+import asyncio
+import functools
+import logging
+import math
+from collections import deque
+from collections.abc import Callable
+from statistics import median
+from typing import Any, Final, TypeVar
+
+from torch import Tensor
+
+from shoal.peer.experts.call import JobInParts
 from shoal.peer.experts.dispatch import ExpertDispatch
-from shoal.peer.pipeline.driver import PipelineDriver
+from shoal.peer.model.flop import BACKWARD_PER_FORWARD
+from shoal.peer.pipeline.cargo import Hold
+from shoal.peer.pipeline.handing_back import HandingBack
+from shoal.peer.pipeline.microbatch import Microbatch
+from shoal.peer.pipeline.queueing import LinkQueues
+from shoal.peer.pipeline.state import StageState
+from shoal.peer.pipeline.wire import ActivationWire
 from shoal.peer.replica.commands import (
-    Answer,
     Command,
     Count,
-    DropClaim,
     Forget,
     HandBack,
-    HandOut,
-    ReportValidation,
     SendActivation,
-    SendClaim,
     SendGradient,
-    TellValidation,
 )
 from shoal.peer.replica.core import ReplicaCore
-from shoal.peer.replica.job import Job
+from shoal.peer.replica.events import (
+    Arrived,
+    GradientArrived,
+    JobDone,
+    JobDropped,
+    JobParked,
+    PeerLost,
+    StepReady,
+    VersionSet,
+)
+from shoal.peer.replica.job import Job, TimelineEntry
 from shoal.peer.replica.schedule import Schedule
 from shoal.peer.replica.supply import Supply
-from shoal.peer.replica.supply_calls import SupplyCalls
 from shoal.peer.replica.work_queue import WorkQueue
 from shoal.peer.surroundings import Surroundings
 from shoal.peer.tenures import Tenure, make_commit
-from shoal.protocol.errors import DataError
+from shoal.protocol.errors import RemoteError, Unreachable
 from shoal.protocol.identity import PeerID
-from shoal.protocol.messages import Hello
+from shoal.protocol.limits import QUEUED_MICROBATCHES_MAX
+from shoal.protocol.messages import Activation, Gradient, Hello
 from shoal.protocol.plan import Plan
+from shoal.protocol.ports import Payload, Priority
 from shoal.protocol.spec import RunSpec
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_TIMELINE_MAX: Final = 4096
+_GRADIENT_RETRIES_S: Final = (0.5, 1.0, 2.0, 4.0)
+"""A broken stream is often one that comes back: whoever waits for this gradient holds a place in its window for it."""
 
 
 class Replica(Tenure):
-    """Our part of `plan`, as a member of stage `stage`."""
+    """Our part of `plan`, as a member of stage `stage`. Stage 0 does more: `first_stage.py`."""
 
     core: ReplicaCore
 
     def __init__(self, surroundings: Surroundings, plan: Plan, stage: int, *, incarnation: int) -> None:
         self.stage = stage
         self.layers = plan.stages[stage].layers
-        if stage == 0 and not surroundings.arithmetic.has_text:
-            raise DataError("the plan puts this peer at stage 0, but it does not have the run's text")
         self.experts_placed = bool(plan.experts)
         arithmetic = surroundings.arithmetic
+        self.runtime = arithmetic.trunk(*self.layers) if plan.experts else arithmetic.runtime(*self.layers)
         core = replica_core(surroundings, plan, stage, incarnation=incarnation)
-        self.pipeline = PipelineDriver(
+        super().__init__(surroundings, core, self.runtime, incarnation=incarnation)
+        self.experts = ExpertDispatch(surroundings, plan, stage, incarnation=incarnation) if plan.experts else None
+        self.timeline: deque[TimelineEntry] = deque(maxlen=_TIMELINE_MAX)
+        self.hold = Hold(self.runtime, lacks=core.group.lacks, is_last=core.pipeline.is_last, experts=self.experts)
+        self._wire = ActivationWire(surroundings.spec)
+        self._activation_queues, self._gradient_queues = LinkQueues(), LinkQueues()
+        self._mean_gradient_N: Tensor | None = None
+        self._handing_back = HandingBack(
+            self._endpoint,
             core,
-            arithmetic.trunk(*self.layers) if plan.experts else arithmetic.runtime(*self.layers),
-            endpoint=surroundings.endpoint,
-            compute=surroundings.compute,
-            clock=surroundings.clock,
+            self._tasks,
             post=self.handle,
-            on_stepped=self.stepped,
+            check=self._check,
             on_unreachable=surroundings.listeners.on_unreachable,
-            on_failure=surroundings.listeners.on_failure,
-            experts=ExpertDispatch(surroundings, plan, stage, incarnation=incarnation) if plan.experts else None,
-        )
-        super().__init__(surroundings, core, self.pipeline, incarnation=incarnation)
-        self.supply = self._supply_calls() if stage == 0 else None
-
-    def _supply_calls(self) -> SupplyCalls:
-        return SupplyCalls(
-            endpoint=self._s.endpoint,
-            post=self.handle,
-            on_validation=self._s.listeners.on_validation,
-            on_failure=self._s.listeners.on_failure,
         )
 
     def _perform(self, command: Command) -> None:
         match command:
-            case Job() | SendActivation() | SendGradient() | HandBack() | Forget():
-                self.pipeline.perform(command)
+            case Job():
+                self._tasks.spawn(self._run(command), f"job {command}")
+            case SendActivation(microbatch, target, again):
+                self._tasks.spawn(self._send_activation(microbatch, target, again), f"activation {microbatch}")
+            case SendGradient(microbatch, target):
+                self._tasks.spawn(self._send_gradient(*self._gradient(command)), f"gradient {microbatch} to {target}")
+            case HandBack():
+                self._handing_back.soon(command)
+            case Forget(microbatch):
+                self.hold.forget(microbatch)
             case Count(counted, again):
-                if self.pipeline.settle(counted.microbatch, again=again):
+                if self.hold.settle(counted.microbatch, again=again):
                     super()._perform(command)
-            case Answer() | SendClaim() | DropClaim() | HandOut() | TellValidation() | ReportValidation():
-                assert self.supply is not None, "only stage 0 supplies"
-                self.supply.perform(command)
             case _:
                 super()._perform(command)
+
+    # --- receive, forward, send; receive, backward, send ---
+
+    async def _on_activation(self, source: PeerID, meta: Activation, payload: Payload) -> None:
+        """The stage before has sent a microbatch."""
+        pipeline, microbatch = self.core.pipeline, Microbatch(meta.step, meta.index)
+        if not pipeline.takes_from(source):
+            logger.debug("an activation of %s, which is not of the stage before", source[-8:])
+            return
+        if self.state is None:
+            logger.debug("an activation of %s before there are weights, though we are not ready", source[-8:])
+            return
+        self._check(source, microbatch)
+        self._wire.check_activation(payload, source)
+        if meta.stage != self.stage or pipeline.is_first:
+            logger.debug("an activation for stage %d came to stage %d", meta.stage, self.stage)
+            return
+        if not pipeline.holds(microbatch):
+            if pipeline.num_waiting >= QUEUED_MICROBATCHES_MAX:
+                raise RemoteError(source, f"has more than {QUEUED_MICROBATCHES_MAX} microbatches waiting here")
+            self.hold.of(microbatch).input = payload
+        self.handle(Arrived(microbatch, source, meta.again))
+
+    async def _run(self, job: Job) -> None:
+        """A forward, a backward, both in one at the last stage, or the optimizer's step."""
+        microbatch = job.microbatch
+        if microbatch is None:
+            state, digest, skipped = await self._on_device(job, self._optimizer_step(), self.runtime.step_flop)
+            self.handle(JobDone(job))
+            self.stepped(state, digest, skipped)
+            return
+        work, flop = self.hold.job(job, microbatch)
+        if self.experts is None:
+            value = await self._on_device(job, work, flop)
+            self.handle(JobDone(job, self.hold.keep(job, microbatch, value)))
+        else:
+            await self._run_with_experts(self.experts, job, microbatch, JobInParts(work()), flop)
+
+    async def _run_with_experts(
+        self, experts: ExpertDispatch, job: Job, microbatch: Microbatch, parts: JobInParts[Any], first_flop: float
+    ) -> None:
+        """Run a job whose experts are elsewhere: whenever it waits for them the device does other jobs."""
+        call = await self._on_device(job, parts.go_on, first_flop)
+        passage = self.hold.passage(experts, job, microbatch)
+        if call is not None:
+            self.handle(JobParked(job))
+        while call is not None:
+            output = await experts.exchange(passage, call)
+            if not self.core.pipeline.goes_on(job):
+                self.handle(JobDropped(job))
+                return
+            part_flop = self.runtime.flop.forward * (BACKWARD_PER_FORWARD if call.backward else 1.0)
+            call = await self._on_device(job, functools.partial(parts.go_on, output), part_flop)
+        self.handle(JobDone(job, self.hold.keep(job, microbatch, parts.value)))
+
+    async def _on_device(self, job: Job, work: Callable[[], T], flop: float) -> T:
+        """Run a job, or a part of one, and note when it ran."""
+        timed = await self.compute.run("forward" if job.kind == "loss" else job.kind, work, flop=flop)
+        self.timeline.append(TimelineEntry(job=job, started_s=timed.started_s, ended_s=timed.ended_s))
+        return timed.value
+
+    async def _send_activation(self, microbatch: Microbatch, target: PeerID, again: bool) -> None:
+        """What the forward has given goes to the next stage."""
+        cargo = self.hold.get(microbatch)
+        if cargo is None or (payload := cargo.output) is None:
+            return  # Forgotten before the task began.
+        meta = Activation(stage=self.stage + 1, step=microbatch.step, index=microbatch.index, again=again)
+        began_s = self._clock.now_s()
+        try:
+            await self._endpoint.send(target, meta, payload, priority=Priority.ACTIVATION)
+            waited_s = self._activation_queues.sent(target, self._clock.now_s() - began_s)
+            if self.hold.get(microbatch) is cargo:
+                cargo.waited_s = waited_s
+        except Unreachable as error:
+            logger.warning("activation %s: %s; sending it elsewhere", microbatch, error)
+            self.handle(PeerLost(target))
+            self._s.listeners.on_unreachable(target)
+
+    async def _on_gradient(self, source: PeerID, meta: Gradient, payload: Payload) -> None:
+        """The next stage has sent a microbatch back."""
+        microbatch = Microbatch(meta.step, meta.index)
+        self._check(source, microbatch)
+        if not 0.0 <= meta.waited_s < math.inf:
+            raise RemoteError(source, f"says that a microbatch waited {meta.waited_s} s")
+        if not 0.0 <= meta.commit_s < math.inf:
+            raise RemoteError(source, f"says that commits take {meta.commit_s} s")
+        if not microbatch.validates:
+            self._wire.check_gradient(payload, source)
+        if not self.core.pipeline.awaits(microbatch, source):
+            return  # It went to somebody else, or is back: what is kept of it must stay what that one sent.
+        cargo = self.hold.of(microbatch)
+        if not microbatch.validates:
+            cargo.gradient = payload
+        waited_s, cargo.waited_s = meta.waited_s + cargo.waited_s, 0.0
+        self.handle(GradientArrived(microbatch, source, waited_s, meta.commit_s, meta.loss))
+
+    def _gradient(self, command: SendGradient) -> tuple[PeerID, Gradient, Payload]:
+        """A gradient and its header; of a validation there is only a loss."""
+        microbatch, target = command.microbatch, command.target
+        meta = Gradient(
+            stage=self.stage - 1,
+            step=microbatch.step,
+            index=microbatch.index,
+            loss=command.loss,
+            waited_s=command.waited_s + self._gradient_queues.last_waited_s(target),
+            commit_s=command.commit_s,
+        )
+        return target, meta, b"" if microbatch.validates else self.hold.of(microbatch).output or b""
+
+    async def _send_gradient(self, target: PeerID, meta: Gradient, payload: Payload) -> None:
+        """What the backward has given goes to the stage before."""
+        for wait_s in _GRADIENT_RETRIES_S:
+            began_s = self._clock.now_s()
+            try:
+                await self._endpoint.send(target, meta, payload, priority=Priority.GRADIENT)
+                if payload:
+                    self._gradient_queues.sent(target, self._clock.now_s() - began_s)
+            except Unreachable as error:
+                logger.warning("gradient (%d, %d): %s", meta.step, meta.index, error)
+                self._s.listeners.on_unreachable(target)
+                await asyncio.sleep(wait_s)
+            else:
+                return
+        # Its receiver is gone, and with it everyone who would use this gradient; else it will ask again.
+
+    def _check(self, source: PeerID, microbatch: Microbatch) -> None:
+        """Raises: RemoteError: this run has no such microbatch."""
+        training = self._s.spec.training
+        if not (
+            0 <= microbatch.step <= training.steps
+            and -training.validation_microbatches <= microbatch.index < training.microbatches_per_step
+        ):
+            raise RemoteError(source, f"sent microbatch {microbatch}, which this run has not")
+
+    # --- the step ---
+
+    def _step(self, step: int, mean_gradient_N: Tensor) -> None:
+        self._mean_gradient_N = mean_gradient_N
+        self.handle(StepReady(step))
+
+    def _optimizer_step(self) -> Callable[[], tuple[StageState, str, int]]:
+        mean_gradient_N, self._mean_gradient_N = self._mean_gradient_N, None
+        assert mean_gradient_N is not None, "a step without a gradient"
+        return lambda: self.runtime.step(mean_gradient_N)
+
+    def _load(self, state: StageState) -> None:
+        self.runtime.load(state)
+        self.handle(VersionSet(state.version))
+
+    # --- what others see ---
+
+    @property
+    def version(self) -> int:
+        return self.core.pipeline.version
+
+    @property
+    def is_idle(self) -> bool:
+        return self.core.pipeline.is_idle and (self.experts is None or self.experts.is_idle)
+
+    @property
+    def forward_s(self) -> float:
+        """Median seconds of the recent forwards (of the whole loss job at the last stage); 0 before the first."""
+        took_s: dict[Job, float] = {}
+        for entry in list(self.timeline)[-64:]:
+            if entry.job.kind in ("forward", "loss"):  # of a job in parts there is an entry each
+                took_s[entry.job] = took_s.get(entry.job, 0.0) + entry.ended_s - entry.started_s
+        return median(took_s.values()) if took_s else 0.0
+
+    @property
+    def expert_loads(self) -> tuple[int, ...]:
+        """As a heartbeat tells them; none if the experts are not placed."""
+        loads = self.runtime.expert_loads.totals() if self.experts_placed else {}
+        return tuple(sum(counts) for counts in zip(*loads.values(), strict=True))
 
     def _near(self) -> list[tuple[PeerID, ...]]:
         plan = self.core.plan
@@ -92,22 +302,18 @@ class Replica(Tenure):
     def _upstream(self) -> frozenset[PeerID]:
         return self._s.recent.ending_at(self.layers[0])
 
-    @property
-    def expert_loads(self) -> tuple[int, ...]:
-        """As a heartbeat tells them; none if the experts are not placed."""
-        loads = self.pipeline.runtime.expert_loads.totals() if self.experts_placed else {}
-        return tuple(sum(counts) for counts in zip(*loads.values(), strict=True))
-
     # --- life ---
 
-    def start(self) -> None:
-        if self.supply:
-            self.supply.install()
-        super().start()
+    def _install(self) -> None:
+        self._endpoint.on_frame(Activation, self._on_activation)
+        self._endpoint.on_frame(Gradient, self._on_gradient)
+        if self.experts:
+            self.experts.install()
+        self._handing_back.install()
 
     def follow(self, plan: Plan) -> None:
-        if self.pipeline.experts:
-            self.pipeline.experts.follow(plan)
+        if self.experts:
+            self.experts.follow(plan)
         super().follow(plan)
 
     def depart(self, plan: Plan) -> None:
@@ -122,24 +328,27 @@ class Replica(Tenure):
 
     def experts_at(self, peer: PeerID, hello: Hello) -> None:
         """What a peer, maybe we ourselves, holds of our layers' experts."""
-        if self.pipeline.experts:
-            self.pipeline.experts.heard(peer, hello)
+        if self.experts:
+            self.experts.heard(peer, hello)
 
     def peer_silent(self, peer: PeerID) -> None:
-        if self.pipeline.experts:
-            self.pipeline.experts.lost(peer)
+        if self.experts:
+            self.experts.lost(peer)
         super().peer_silent(peer)
 
     def peer_died(self, peer: PeerID) -> None:
-        if self.pipeline.experts:
-            self.pipeline.experts.lost(peer)
+        if self.experts:
+            self.experts.lost(peer)
         super().peer_died(peer)
 
     async def close(self) -> None:
+        """Drop everything in flight. The job that runs is waited for: a device cannot be interrupted."""
         self.retire()
-        if self.supply:
-            await self.supply.close()
+        self._endpoint.off(self._on_activation, self._on_gradient)
+        self._handing_back.close()
         await super().close()
+        if self.experts:
+            await self.experts.close()
 
 
 def replica_core(surroundings: Surroundings, plan: Plan, stage: int, *, incarnation: int) -> ReplicaCore:

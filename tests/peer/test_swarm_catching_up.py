@@ -68,7 +68,7 @@ def test_whose_device_rests_while_its_mates_go_on_keeps_its_state_and_asks_nobod
         replica = slow.replica
         replica.handle(SupplyStopped())  # the others make all there is
         await swarm.until_step(2)
-        device = replica.pipeline.compute = Resting(replica.pipeline.compute)
+        device = replica.compute = Resting(replica.compute)
         ask = slow._endpoint.ask
 
         def noted(peer, message, expect, **options):
@@ -107,7 +107,7 @@ def test_those_who_owe_each_other_a_later_attempt_get_the_step_from_those_who_ha
         replicas = {name: swarm.drivers[name] for name in names}
         swarm.obey([names], fresh=True)
         await swarm.until_step(1)
-        keep_from(replicas[ahead[0]].replica.group._pieces, {swarm.peer(name).peer_id for name in behind}, 1)
+        keep_from(replicas[ahead[0]].replica._pieces, {swarm.peer(name).peer_id for name in behind}, 1)
         await swarm.until(lambda: all(replicas[name].replica.version == 2 for name in ahead))
         swarm.peer(names[0]).context().run(open_anew, replicas[names[0]].replica, 1)
         anew_s = swarm.world.now_s()

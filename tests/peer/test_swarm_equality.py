@@ -58,7 +58,7 @@ def test_a_swarm_with_experts_equals_one_process(make_swarm, tiny_spec):
     assert single[-1] < single[0] - 0.3, "the yardstick itself does not learn"
     assert max(abs(a - b) for a, b in zip(swarm.losses, single, strict=True)) < 1e-4
     for names in (["0.0", "0.1"], ["1.0", "1.1", "1.2"]):
-        runtimes = [swarm.drivers[name].replica.pipeline.runtime for name in names]
+        runtimes = [swarm.drivers[name].replica.runtime for name in names]
         assert len({runtime.state.digest() for runtime in runtimes}) == 1
         assert sum(sum(counts) for r in runtimes for counts in r.expert_loads.totals().values()) > 0
 
@@ -79,7 +79,7 @@ def test_every_commit_holds_each_microbatch_once_and_members_agree(make_swarm, t
         for step in range(STEPS):
             commit = swarm.commits[stage][step]
             assert (commit.microbatches, commit.duplicates, commit.given_up, commit.members) == (6, 0, 0, 2)
-    states = [swarm.drivers[name].replica.pipeline.runtime.state for name in ("c", "d")]
+    states = [swarm.drivers[name].replica.runtime.state for name in ("c", "d")]
     assert states[0].version == states[1].version == STEPS
     assert states[0].digest() == states[1].digest()
 
@@ -91,7 +91,7 @@ def test_gradients_in_bf16_leave_members_equal_and_cost_next_to_nothing(make_swa
     spec = spec_with(tiny_spec, training={"steps": 10}, wire={"activations": "fp32", "gradients": "bf16"})
     narrow = losses_of(make_swarm, spec, stages, steps=10)
     for names in stages:
-        states = [narrow.drivers[name].replica.pipeline.runtime.state for name in names]
+        states = [narrow.drivers[name].replica.runtime.state for name in names]
         assert {state.version for state in states} == {10}
         assert len({state.digest() for state in states}) == 1
     assert narrow.losses != exact.losses

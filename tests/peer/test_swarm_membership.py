@@ -162,7 +162,7 @@ def test_a_newcomer_holds_the_very_bits_of_its_mates(make_swarm, tiny_spec, num_
         await swarm.add("c", device_flop_per_s=1e8)
         swarm.obey([["a"], ["b", "c"]], fresh=False)
         await swarm.until_step(12)
-        states = [swarm.drivers[name].replica.pipeline.runtime.state for name in ("b", "c")]
+        states = [swarm.drivers[name].replica.runtime.state for name in ("b", "c")]
         await swarm.close()
         return [(state.version, state.digest()) for state in states], swarm.commits[1][11].members
 
@@ -188,7 +188,7 @@ def test_a_snapshot_is_written_at_the_end_and_reads_back(make_swarm, tiny_spec, 
             await swarm.add(name, device_flop_per_s=1e9, disk=LiveDisk(tmp_path / name))
         swarm.obey([["a", "b"]], fresh=True)
         await swarm.until_step(3)
-        state = swarm.drivers["a"].replica.pipeline.runtime.state
+        state = swarm.drivers["a"].replica.runtime.state
         await swarm.close()
         return state
 

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 import torch
 
-from shoal.peer.group import driver as group_driver
+from shoal.peer.group import reductions
 from shoal.peer.pipeline.wire import ActivationWire
 from shoal.peer.replica.supply import Supply
 from shoal.protocol.errors import Refused
@@ -123,7 +123,7 @@ def test_who_is_granted_what_the_run_has_not_claims_on(make_swarm, tiny_spec, it
     async def scene(swarm):
         first = swarm.drivers[STAGES[0][0]].replica.core.group
         lead, mate = STAGES[0] if first.is_lead else STAGES[0][::-1]
-        honest = swarm.drivers[lead].replica.supply._on_claim
+        honest = swarm.drivers[lead].replica._on_claim
 
         async def lies_once(source, message):
             if source == swarm.peer(mate).peer_id:
@@ -242,7 +242,7 @@ def test_a_gradient_from_whom_the_microbatch_did_not_go_to_replaces_nothing(make
             for microbatch in list(target.core.pipeline._flights):
                 await swarm.peer("stranger").spawn(forge(microbatch))
             await asyncio.sleep(0.01)
-            kept = (cargo.gradient for cargo in target.pipeline._cargo.values() if cargo.gradient is not None)
+            kept = (cargo.gradient for cargo in target.hold._cargo.values() if cargo.gradient is not None)
             found.extend(gradient for gradient in kept if bytes(gradient) == payload)
 
     play(make_swarm, tiny_spec, scene, steps=60)
@@ -295,13 +295,13 @@ def test_what_a_stranger_says_it_has_made_is_still_handed_out(make_swarm, tiny_s
 
 @pytest.mark.sim
 def test_who_asks_for_one_version_again_and_again_keeps_a_few_gradients(make_swarm, tiny_spec, monkeypatch):
-    monkeypatch.setattr(group_driver, "REPLAYED_BYTES_MAX", 0)
-    monkeypatch.setattr(group_driver, "REPLAYED_STEPS_MIN", 3)
+    monkeypatch.setattr(reductions, "REPLAYED_BYTES_MAX", 0)
+    monkeypatch.setattr(reductions, "REPLAYED_STEPS_MIN", 3)
     kept = []
 
     async def scene(swarm):
         replica, endpoint = swarm.drivers["1.0"].replica, swarm.drivers["0.0"]._endpoint
-        keys, target = replica.pipeline.runtime.keys, swarm.peer("1.0").peer_id
+        keys, target = replica.runtime.keys, swarm.peer("1.0").peer_id
 
         async def ask(version):
             return await endpoint.ask(target, StateRequest(layers=keys, version=version), StateOffer)
@@ -310,7 +310,7 @@ def test_who_asks_for_one_version_again_and_again_keeps_a_few_gradients(make_swa
         for step in range(pinned + 1, pinned + 12):
             await swarm.until_step(step)
             await swarm.peer("0.0").spawn(ask(pinned))
-            kept.append(len(replica.group._means))
+            kept.append(len(replica.reductions.means))
         assert swarm.drivers["1.0"].server.pinned_from() == pinned
 
     play(make_swarm, tiny_spec, scene, steps=20)

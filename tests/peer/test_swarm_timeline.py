@@ -157,7 +157,7 @@ def test_a_reduction_of_minutes_is_sent_once(make_swarm, tiny_spec):
         started_s = swarm.world.now_s()
         await swarm.until_step(4)
         ended_s = swarm.world.now_s()
-        gradient_bytes = 4 * swarm.drivers["a"].replica.pipeline.runtime.num_parameters
+        gradient_bytes = 4 * swarm.drivers["a"].replica.runtime.num_parameters
         await swarm.close()
         assert swarm.world.failures == []
         return (ended_s - started_s) / 2, gradient_bytes / 2e3

@@ -124,7 +124,7 @@ def test_what_is_not_signed_by_a_member_of_the_group_is_refused(make_swarm, tiny
 @pytest.mark.sim
 def test_who_is_no_newcomer_of_a_group_is_offered_nothing_signed(make_swarm, tiny_spec):
     async def scene(swarm):
-        keys = swarm.drivers["b"].replica.pipeline.runtime.keys
+        keys = swarm.drivers["b"].replica.runtime.keys
         ask = swarm.drivers["a"]._endpoint.ask(swarm.peer("b").peer_id, StateRequest(layers=keys), StateOffer)
         offer = await swarm.peer("a").spawn(ask)
         assert offer.signatures == ()

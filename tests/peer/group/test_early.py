@@ -1,15 +1,16 @@
 """Pieces of rounds that nobody has told us of: kept from mates, and of each a few rounds; from nobody else."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from shoal.peer.group.driver import GroupDriver
 from shoal.peer.group.early import ROUNDS_MAX, Early
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.replica.commit import Commit
 from shoal.peer.replica.events import GradientCounted, GroupPlanned, ReadySet
+from shoal.peer.tenures import Tenure
 from shoal.peer.vectors import VECTORS
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused, RemoteError
@@ -71,20 +72,22 @@ def test_no_round_has_such_pieces() -> None:
         early.keep(A, part(3), numbers(5))
 
 
-class Replica:
-    """Of a stage of ten numbers, with one mate, which has contributed the other of a step's two microbatches."""
+class Replica(Tenure):
+    """A member of a group of ten numbers, with one mate, which has contributed the other of a step's two
+    microbatches. It notes what it would step with."""
 
     def __init__(self, world):
         self.me, self.mate, self.stranger = (world.add_peer(name) for name in ("me", "mate", "stranger"))
         self.committed = []
-        self.me.context().run(self._start)
+        self.me.context().run(self._begin)
 
-    def _start(self):
+    def _begin(self):
         names = self.me.peer_id, self.mate.peer_id
         sum_N = torch.ones(SIZE)
-        runtime = SimpleNamespace(vectors=VECTORS, num_parameters=SIZE, gradient_sum=lambda *_: lambda: sum_N)
-        commit = lambda step, mean_N: self.committed.append((step, mean_N.tolist()))  # noqa: E731
-        core = Commit(
+        held = SimpleNamespace(
+            vectors=VECTORS, num_parameters=SIZE, gradient_sum=lambda *_: lambda: sum_N, keys=(), state=None
+        )
+        group = Commit(
             me=names[0],
             stage=0,
             steps=5,
@@ -94,26 +97,39 @@ class Replica:
             deadline_s=0.0,
             quorum=1.0,
         )
-        ignored = dict.fromkeys(("behind", "unreachable", "failure"), lambda *_: None)
-
-        def post(event):
-            for command in core.handle(event, now_s=self.me.clock.now_s()):
-                self.driver.perform(command)
-
-        self.driver = GroupDriver(
-            core,
-            SimpleNamespace(runtime=runtime, version=0, commit=commit, compute=self.me.compute),
+        core = SimpleNamespace(group=group, handle=group.handle, next_timer_s=lambda: math.inf)
+        surroundings = SimpleNamespace(
             endpoint=Endpoint(self.me.identity, self.me.transport, run="run", gate=OpenGate(), first_sequence=1),
+            compute=self.me.compute,
             clock=self.me.clock,
-            post=post,
-            retained_from=lambda: 0,
-            **{f"on_{what}": heard for what, heard in ignored.items()},
+            inbox=None,
+            server=SimpleNamespace(pinned_from=lambda: 0),
+            listeners=SimpleNamespace(on_failure=self._failed, on_unreachable=lambda peer: None),
         )
-        core.handle(GroupPlanned(tuple(Member(name, 1.0, 1.0, 1) for name in names), 1), now_s=0.0)
-        core.handle(ReadySet(True), now_s=0.0)
-        core.handle(GradientCounted(Microbatch(0, 0), 1.0, 0), now_s=0.0)
+        super().__init__(surroundings, core, held, incarnation=0)
+        group.handle(GroupPlanned(tuple(Member(name, 1.0, 1.0, 1) for name in names), 1), now_s=0.0)
+        group.handle(ReadySet(True), now_s=0.0)
+        group.handle(GradientCounted(Microbatch(0, 0), 1.0, 0), now_s=0.0)
 
-    def start(self):
+    version = 0
+    is_idle = True
+
+    def _failed(self, error):
+        raise error
+
+    def _install(self):
+        pass
+
+    def _load(self, state):
+        pass
+
+    def _near(self):
+        return []
+
+    def _step(self, step, mean_gradient_N):
+        self.committed.append((step, mean_gradient_N.tolist()))
+
+    def first_round(self):
         members = tuple(
             RoundMember(peer=peer.peer_id, bandwidth=1.0, indices=indices)
             for peer, indices in ((self.me, b"\x01"), (self.mate, b"\x02"))
@@ -123,7 +139,7 @@ class Replica:
         )
 
     async def hear(self, source, message, payload=None):
-        handler = self.driver._on_round_start if payload is None else self.driver._on_part
+        handler = self._on_round_start if payload is None else self._on_piece
         await self.me.spawn(handler(source.peer_id, message, *([] if payload is None else [payload])))
 
 
@@ -132,7 +148,7 @@ def play(scenario):
         world = World(0, uniform(latency_s=0.05, rate_bytes_per_s=1e6), acquainted=True)
         replica = Replica(world)
         await scenario(replica)
-        await replica.driver.close()
+        await replica.me.spawn(replica.close())
 
     run(main())
 
@@ -141,11 +157,11 @@ def test_what_strangers_send_of_made_up_rounds_is_not_kept_and_a_mates_is_bounde
     async def scenario(replica):
         for attempt in range(300):
             await replica.hear(replica.stranger, part(0, attempt=attempt), numbers(5))
-        assert len(replica.driver._early) == 0
+        assert len(replica.reductions.early) == 0
         for attempt in range(300):
             await replica.hear(replica.mate, part(0, attempt=attempt), numbers(5))
             await replica.hear(replica.mate, part(0, step=attempt), numbers(5))
-        assert 0 < len(replica.driver._early) <= ROUNDS_MAX
+        assert 0 < len(replica.reductions.early) <= ROUNDS_MAX
 
     play(scenario)
 
@@ -154,7 +170,7 @@ def test_a_round_begins_with_what_has_come_of_it_but_for_what_is_not_of_it() -> 
     async def scenario(replica):
         for piece in (part(3), part(5, kind=GatherPart)):
             await replica.hear(replica.mate, piece, numbers(5))
-        await replica.hear(replica.mate, replica.start())
+        await replica.hear(replica.mate, replica.first_round())
         await replica.hear(replica.mate, part(0), numbers(5))
         assert replica.committed == [(0, [1.0] * SIZE)]
 
@@ -164,7 +180,7 @@ def test_a_round_begins_with_what_has_come_of_it_but_for_what_is_not_of_it() -> 
 def test_a_stranger_opens_no_round() -> None:
     async def scenario(replica):
         with pytest.raises(Refused):
-            await replica.hear(replica.stranger, replica.start())
-        assert not replica.driver._reductions
+            await replica.hear(replica.stranger, replica.first_round())
+        assert 0 not in replica.reductions
 
     play(scenario)

@@ -38,7 +38,7 @@ def test_members_are_bit_equal_at_every_commit_and_the_run_learns(
 
     swarm = run(main())
     for names in STAGES:
-        states = [swarm.drivers[peer].replica.pipeline.runtime.state for peer in names]
+        states = [swarm.drivers[peer].replica.runtime.state for peer in names]
         assert {state.version for state in states} == {STEPS}
         assert len({state.digest() for state in states}) == 1
     commits = [swarm.commits[stage][step] for stage in range(2) for step in range(STEPS)]

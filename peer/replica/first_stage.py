@@ -1,0 +1,138 @@
+"""The driver of a replica of stage 0: it does what any replica's does, and makes and answers the calls of the supply
+(`supply.py`): those between the members of its group, and those of later stages."""
+
+import asyncio
+import logging
+
+from shoal.peer.outbox import Outbox
+from shoal.peer.pipeline.microbatch import Microbatch
+from shoal.peer.replica.commands import (
+    Answer,
+    Command,
+    DropClaim,
+    HandOut,
+    ReportValidation,
+    SendClaim,
+    TellValidation,
+)
+from shoal.peer.replica.driver import Replica
+from shoal.peer.replica.events import (
+    ClaimArrived,
+    ClaimFailed,
+    GrantArrived,
+    HaltAsked,
+    RepairArrived,
+    RepairAsked,
+    RepairDeclined,
+    ValidationArrived,
+)
+from shoal.peer.replica.open_calls import OpenCalls
+from shoal.peer.replica.supply import PATIENCE_S
+from shoal.peer.surroundings import Surroundings
+from shoal.protocol.errors import DataError, Refused, RemoteError, Unreachable
+from shoal.protocol.identity import PeerID
+from shoal.protocol.messages import Again, Claim, Done, Grant, Halt, Halted, Repair, ValidationResult
+from shoal.protocol.plan import Plan
+
+logger = logging.getLogger(__name__)
+
+
+class FirstReplica(Replica):
+    """Our part of `plan` at stage 0."""
+
+    def __init__(self, surroundings: Surroundings, plan: Plan, stage: int, *, incarnation: int) -> None:
+        if not surroundings.arithmetic.has_text:
+            raise DataError("the plan puts this peer at stage 0, but it does not have the run's text")
+        super().__init__(surroundings, plan, stage, incarnation=incarnation)
+        self._calls = OpenCalls()
+        self._results = Outbox(self._endpoint)
+        """Losses of validations, for the leader."""
+        self._claim: asyncio.Task[Grant] | None = None
+
+    def _install(self) -> None:
+        endpoint = self._endpoint
+        endpoint.on(Claim, self._on_claim)
+        endpoint.on(Repair, self._on_repair)
+        endpoint.on(Again, self._on_again)
+        endpoint.on(ValidationResult, self._on_validation_result)
+        endpoint.on(Halt, self._on_halt)
+        super()._install()
+
+    async def close(self) -> None:
+        self.retire()
+        self._endpoint.off(self._on_claim, self._on_repair, self._on_again, self._on_validation_result, self._on_halt)
+        if self._claim is not None:
+            self._claim.cancel()
+        self._calls.refuse(Refused(self._endpoint.peer_id, "has left stage 0"))
+        await super().close()
+        await self._results.close()
+
+    # --- calls of others ---
+
+    async def _on_claim(self, source: PeerID, message: Claim) -> Grant:
+        self._refuse_if_closed()
+        return await self._calls.answered(Grant, lambda call: self.handle(ClaimArrived(source, message.count, call)))
+
+    async def _on_halt(self, source: PeerID, message: Halt) -> Halted:
+        self._refuse_if_closed()
+        return await self._calls.answered(Halted, lambda call: self.handle(HaltAsked(source, message.at_once, call)))
+
+    async def _on_repair(self, source: PeerID, message: Repair) -> Done:
+        self.handle(RepairAsked(source, message.step, message.indices))
+        return Done()
+
+    async def _on_again(self, source: PeerID, message: Again) -> Done:
+        self.handle(RepairArrived(source, message.items))
+        return Done()
+
+    async def _on_validation_result(self, source: PeerID, message: ValidationResult) -> Done:
+        self.handle(ValidationArrived(source, message.step, message.index, message.loss))
+        return Done()
+
+    def _refuse_if_closed(self) -> None:
+        if self._closed:
+            raise Refused(self._endpoint.peer_id, "has left stage 0")
+
+    # --- our own calls ---
+
+    def _perform(self, command: Command) -> None:
+        match command:
+            case Answer():
+                self._calls.answer(command)
+            case SendClaim(leader, count):
+                # A claim stays open for seconds; `DropClaim` ends it before.
+                ask = self._endpoint.ask(leader, Claim(count=count), Grant, timeout_s=2 * PATIENCE_S)
+                self._claim = asyncio.ensure_future(ask)
+                self._tasks.spawn(self._await_grant(leader, self._claim), f"claim {count} microbatches")
+            case DropClaim():
+                if self._claim is not None:
+                    self._claim.cancel()
+            case HandOut(member, microbatches):
+                step, indices = microbatches[0].step, [m.index for m in microbatches]
+                logger.info("microbatches %s of step %d run again at %s", indices, step, member[-8:])
+                self._tasks.spawn(self._hand_out(member, microbatches), f"step {step} again at {member}")
+            case TellValidation(leader, result):
+                self._results.post(leader, (result.step, result.index), result)
+            case ReportValidation(report):
+                self._s.listeners.on_validation(report)
+            case _:
+                super()._perform(command)
+
+    async def _await_grant(self, leader: PeerID, claim: "asyncio.Task[Grant]") -> None:
+        try:
+            await asyncio.wait({claim})
+            if not claim.cancelled():
+                grant = claim.result()
+                self.handle(GrantArrived(leader, grant.items, grant.steps_ahead, grant.gain))
+        except (Unreachable, Refused, RemoteError) as error:
+            logger.debug("no grant: %s", error)
+            self.handle(ClaimFailed(leader))
+        finally:
+            claim.cancel()
+
+    async def _hand_out(self, member: PeerID, again: tuple[Microbatch, ...]) -> None:
+        try:
+            await self._endpoint.ask(member, Again(items=tuple((m.step, m.index) for m in again)), Done)
+        except (Unreachable, Refused, RemoteError) as error:
+            logger.info("runs itself again what %s does not: %s", member[-8:], error)
+            self.handle(RepairDeclined(member, again))

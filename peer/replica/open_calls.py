@@ -1,0 +1,48 @@
+"""Calls of others that a core answers later: each has a number, by which the core's `Answer` finds it."""
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
+
+from shoal.peer.replica.commands import Answer
+from shoal.protocol.errors import Refused
+
+A = TypeVar("A", bound=msgspec.Struct)
+
+
+class OpenCalls:
+    """The calls that wait for one core."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+        self._answers: dict[int, asyncio.Future[msgspec.Struct]] = {}
+
+    async def answered(self, kind: type[A], begin: Callable[[int], None]) -> A:
+        """The answer to a call, which `begin` tells the core of under its number.
+
+        Raises: whatever `begin` raises; Refused: nobody will answer any more.
+        """
+        call = next(self._numbers)
+        answer = self._answers[call] = asyncio.get_running_loop().create_future()
+        try:
+            begin(call)
+            reply = await answer
+        finally:
+            del self._answers[call]
+        assert isinstance(reply, kind), f"a call was answered with {reply}"
+        return reply
+
+    def answer(self, command: Answer) -> None:
+        """Give a caller its answer, unless it has gone."""
+        answer = self._answers.get(command.call)
+        if answer is not None and not answer.done():
+            answer.set_result(command.message)
+
+    def refuse(self, refusal: Refused) -> None:
+        """Nobody answers the calls that are open."""
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(refusal)
