@@ -23,28 +23,36 @@ class Timer:
         self._ring = ring
         self._at_s = math.inf
         self._handle: asyncio.TimerHandle | None = None
+        self._armed_for_s = math.inf
+        """When the handle goes off. A time that is put off leaves the handle alone: it finds then that it is early."""
 
     def set(self, at_s: float) -> None:
         """Ring at `at_s` by the clock, at once if that is past; never at infinity."""
-        if self._handle is not None and at_s == self._at_s:
+        if at_s == self._at_s:
             return
-        self.cancel()
-        if at_s < math.inf:
-            self._at_s = at_s
+        self._at_s = at_s
+        if at_s < self._armed_for_s:
             self._arm(max(0.0, at_s - self._clock.now_s()))
 
     def cancel(self) -> None:
+        self._at_s = self._armed_for_s = math.inf
         if self._handle is not None:
             self._handle.cancel()
             self._handle = None
 
     def _arm(self, delay_s: float) -> None:
+        if self._handle is not None:
+            self._handle.cancel()
         self._handle = asyncio.get_running_loop().call_later(delay_s, self._rung)
+        self._armed_for_s = self._at_s
 
     def _rung(self) -> None:
-        self._handle = None
+        self._handle, self._armed_for_s = None, math.inf
+        if self._at_s == math.inf:
+            return
         early_s = self._at_s - self._clock.now_s()
         if early_s > _ROUNDING_S:
             self._arm(max(early_s, _TICK_S))
         else:
+            self._at_s = math.inf
             self._ring()

@@ -185,13 +185,13 @@ class Tallies:
 
     def word(self, step: int, *, stage: int, lead: PeerID, incarnation: int, count: int) -> Progress:
         """Ours on a step."""
-        mine = self.tally(step, self.me)
+        mine, claimed = self.tally(step, self.me), self._claimed.get(step, 0)
         return Progress(
             stage=stage,
             step=step,
             lead=lead,
             indices=bitmap_of(mine.indices),
-            claimed=bitmap_of(self._claimed.get(step, 0)),
+            claimed=bitmap_of(claimed) if claimed else b"",
             loss_sum=mine.loss_sum,
             staleness_sum=mine.staleness_sum,
             apart=tuple([(index, *mine.apart[index]) for index in sorted(mine.apart)]) if mine.apart else (),

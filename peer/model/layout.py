@@ -11,8 +11,8 @@ layout of its own, so that whatever is done to a layer can be done to a unit by 
 """
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Final
@@ -50,18 +50,24 @@ class LayerLayout:
     num_decayed: int
     """Elements [0, num_decayed) are matrices."""
 
-    @property
-    def matrices(self) -> tuple[tuple[int, int, int], ...]:
-        """(first element, rows, columns) of the hidden matrices. The rows of embedding and head are not one map from
-        vectors to vectors but a vector a token each, so theirs do not count."""
-        if self.key in (EMBED, HEAD):
-            return ()
+    matrices: tuple[tuple[int, int, int], ...] = field(init=False, compare=False)
+    """(first element, rows, columns) of the hidden matrices. Those of embedding and head do not count: their rows are
+    not one map from vectors to vectors but a vector a token each."""
+    _ranges: tuple[tuple[str, tuple[int, ...], int, int], ...] = field(init=False, repr=False, compare=False)
+    """(name, shape, first element, end) of each tensor."""
+
+    def __post_init__(self) -> None:
         tensors = zip(self.offsets, self.shapes, strict=True)
-        return tuple((offset, shape[0], shape[1]) for offset, shape in tensors if len(shape) == 2)
+        matrices = [(offset, shape[0], shape[1]) for offset, shape in tensors if len(shape) == 2]
+        object.__setattr__(self, "matrices", () if self.key in (EMBED, HEAD) else tuple(matrices))
+        ends = (*self.offsets[1:], self.numel)
+        object.__setattr__(self, "_ranges", tuple(zip(self.names, self.shapes, self.offsets, ends, strict=True)))
 
     def views(self, flat_N: Tensor) -> dict[str, Tensor]:
         """Name -> view of `flat_N` [numel]; no copies, and writes go through."""
-        return {name: flat_N[start:end].view(shape) for name, shape, start, end in self._ranges(flat_N)}
+        if flat_N.shape != (self.numel,):
+            raise ValueError(f"layer {self.key} has {self.numel} elements, not shape {tuple(flat_N.shape)}")
+        return {name: flat_N[start:end].view(shape) for name, shape, start, end in self._ranges}
 
     def leaves(self, flat_N: Tensor, gradient_N: Tensor | None = None) -> dict[str, Tensor]:
         """Name -> autograd leaf that shares memory with `flat_N` [numel].
@@ -91,12 +97,6 @@ class LayerLayout:
         """Let the next `backward` add the gradients of `leaves` into `gradient_N` [numel], in place."""
         for name, gradient in self.views(gradient_N).items():
             leaves[name].grad = gradient
-
-    def _ranges(self, flat_N: Tensor) -> Iterator[tuple[str, tuple[int, ...], int, int]]:
-        if flat_N.shape != (self.numel,):
-            raise ValueError(f"layer {self.key} has {self.numel} elements, not shape {tuple(flat_N.shape)}")
-        ends = (*self.offsets[1:], self.numel)
-        return zip(self.names, self.shapes, self.offsets, ends, strict=True)
 
 
 def layer_index(key: str) -> int:

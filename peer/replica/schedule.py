@@ -70,6 +70,7 @@ class Flight:
     """What a schedule knows of one microbatch that is here."""
 
     sources: set[PeerID]
+    validates: bool
     """Who waits for its gradient: none at stage 0, and more than one where somebody before us was doubted or died."""
     again: bool = False
     """It may have been before us elsewhere; what comes after us is told so too."""
@@ -137,7 +138,7 @@ class Schedule:
     def room(self) -> int:
         """Stage 0: microbatches that could begin, did we have them; less than 0 where the window has shrunk."""
         assert self.window is not None
-        most_ahead = self._most_ahead()
+        most_ahead = math.inf if self.control is None else self.control.most_ahead(self.window)
         for microbatch in self._waiting:
             if microbatch.step - self.version > most_ahead and not self._flights[microbatch].again:
                 return 0
@@ -224,11 +225,12 @@ class Schedule:
     def _arrive(
         self, microbatch: Microbatch, source: PeerID | None, again: bool, now_s: float
     ) -> list[ScheduleCommand]:
-        if source is not None and not self.takes_from(source):
+        if source is not None and source not in self.upstream:
             return []  # Its gradient would go there, and what it sent be learnt from.
         flight = self._flights.get(microbatch)
         if flight is None:
-            flight = self._flights[microbatch] = Flight(set(), again=again, waiting_since_s=now_s)
+            flight = Flight(set(), microbatch.validates, again=again, waiting_since_s=now_s)
+            self._flights[microbatch] = flight
             self._waiting.add(microbatch)
         if source is not None:
             # It may be here already: whoever was before us was doubted, and another one sent it again. Which of them
@@ -255,7 +257,7 @@ class Schedule:
         flight.target = None
         flight.waited_s += waited_s
         flight.waiting_since_s = now_s
-        if microbatch.validates:
+        if flight.validates:
             flight.loss = event.loss
             return self._leave(microbatch, flight, now_s)
         self.router.took(source, max(0.0, now_s - flight.sent_s - waited_s))
@@ -327,7 +329,7 @@ class Schedule:
     def _leave(self, microbatch: Microbatch, flight: Flight, now_s: float) -> list[ScheduleCommand]:
         del self._flights[microbatch]
         if self.is_first:
-            if self.window and microbatch.validates:
+            if self.window and flight.validates:
                 self.window.forget(microbatch)  # It has come back without a backward: that is another way round.
             elif self.window:
                 self.window.returned(microbatch, now_s=now_s, waited_s=flight.waited_s)
@@ -416,7 +418,7 @@ class Schedule:
             self.window.sent(microbatch, now_s=now_s)
         else:
             flight.waited_s += now_s - flight.waiting_since_s
-        if microbatch.validates:
+        if flight.validates:
             return "validate"
         if self.control and not flight.again:
             self.control.begun(microbatch.step)
@@ -426,8 +428,9 @@ class Schedule:
         """The first of those that wait whose forward may begin now."""
         if not self._waiting:
             return None
-        version, most_ahead = self.version, self._most_ahead()
-        is_full = self.window is not None and not self.window.has_room
+        version, window, control = self.version, self.window, self.control
+        most_ahead = math.inf if control is None or window is None else control.most_ahead(window)
+        is_full = window is not None and not window.has_room
         first: Microbatch | None = None
         for microbatch in self._waiting:
             ahead = microbatch.step - version
@@ -436,14 +439,10 @@ class Schedule:
             if ahead >= 0:  # Else a repair: others cannot go on without it, so it queues behind nobody.
                 if is_full or (ahead > most_ahead and not self._flights[microbatch].again):
                     continue
-                if ahead > 0 and (microbatch.validates or ahead > self._most_stale(microbatch.step)):
+                if ahead > 0 and (self._flights[microbatch].validates or ahead > self._most_stale(microbatch.step)):
                     continue  # Validation is of what is committed, never of a prediction.
             first = microbatch
         return first
-
-    def _most_ahead(self) -> float:
-        """How many steps ahead of the version a microbatch may be that has not run before, for the control's part."""
-        return math.inf if self.control is None or self.window is None else self.control.most_ahead(self.window)
 
     def _most_stale(self, step: int) -> int:
         return staleness_bound(step, s_max=self.s_max, synchronous_steps=self.synchronous_steps)

@@ -264,13 +264,15 @@ class Supply:
 
     def _look_again(self, now_s: float) -> list[SupplyCommand]:
         """Something has changed on which a claim may have waited, one made here or one of somebody else."""
-        self._claims_at_s = now_s
         if self._claims:
             self._serves_at_s = now_s
-        if self._asked is None or self._asked.leader == self.group.lead:
-            return []
-        self._asked = None
-        return [DropClaim(), RunAhead(-1, 1.0)]
+        if self._asked is not None:
+            if self._asked.leader == self.group.lead:
+                return []  # The answer to our claim comes first.
+            self._asked, self._claims_at_s = None, now_s
+            return [DropClaim(), RunAhead(-1, 1.0)]
+        self._claims_at_s = now_s
+        return []
 
     def _reach(self, version: int, now_s: float) -> list[SupplyCommand]:
         self.book.reach(version)
