@@ -37,53 +37,22 @@ class Tally:
         return sum(1 << index for index in self.apart)
 
 
-@dataclass(frozen=True, slots=True)
-class Shares:
-    """What each member brings to a round."""
+def round_of(
+    ranked: Sequence[PeerID],
+    tallies: Mapping[PeerID, Tally],
+    bandwidths: Mapping[PeerID, float],
+    *,
+    stage: int,
+    step: int,
+    attempt: int,
+    microbatches: int,
+) -> RoundStart:
+    """Open a round: everybody brings what is firm, and of what is kept apart the first by rank that has it brings it.
 
-    brought: Mapping[PeerID, Indices]
-    union: Indices
-    duplicates: int
-    loss_sum: float
-    staleness_sum: int
-
-    def round(
-        self,
-        ranked: Sequence[PeerID],
-        bandwidths: Mapping[PeerID, float],
-        *,
-        stage: int,
-        step: int,
-        attempt: int,
-        of: int,
-    ) -> RoundStart:
-        """Args:
+    Args:
         ranked: its members. Who is in no plan any more has no bandwidth: it reduces no more than the one with least.
-        of: microbatches that a step has.
-        """
-        least = min(bandwidths.values())
-        members = tuple(
-            RoundMember(
-                peer=peer,
-                bandwidth=bandwidths.get(peer, least),
-                indices=bitmap_of(self.brought.get(peer, 0)),
-            )
-            for peer in ranked
-        )
-        return RoundStart(
-            stage=stage,
-            step=step,
-            attempt=attempt,
-            members=members,
-            duplicates=self.duplicates,
-            given_up=of - self.union.bit_count(),
-            loss_sum=self.loss_sum,
-            staleness_sum=self.staleness_sum,
-        )
-
-
-def share_out(ranked: Sequence[PeerID], tallies: Mapping[PeerID, Tally]) -> Shares:
-    """Everything firm, and of what is kept apart each index once, from the first by rank that has it."""
+        microbatches: those that a step has.
+    """
     present = [(peer, tallies[peer]) for peer in ranked if peer in tallies]
     union = 0
     for _, tally in present:
@@ -96,8 +65,18 @@ def share_out(ranked: Sequence[PeerID], tallies: Mapping[PeerID, Tally]) -> Shar
         union |= brought[peer]
         loss_sum += tally.loss_sum - sum(loss for loss, _ in left_out.values())
         staleness_sum += tally.staleness_sum - sum(steps for _, steps in left_out.values())
-    duplicates = sum(indices.bit_count() for indices in brought.values()) - union.bit_count()
-    return Shares(brought, union, duplicates, loss_sum, staleness_sum)
+    least = min(bandwidths.values())
+    members = [RoundMember(peer, bandwidths.get(peer, least), bitmap_of(brought.get(peer, 0))) for peer in ranked]
+    return RoundStart(
+        stage=stage,
+        step=step,
+        attempt=attempt,
+        members=tuple(members),
+        duplicates=sum(indices.bit_count() for indices in brought.values()) - union.bit_count(),
+        given_up=microbatches - union.bit_count(),
+        loss_sum=loss_sum,
+        staleness_sum=staleness_sum,
+    )
 
 
 @dataclass(kw_only=True, slots=True)

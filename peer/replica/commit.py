@@ -30,7 +30,7 @@ from shoal.peer.group.losses import Losses
 from shoal.peer.group.members import Members
 from shoal.peer.group.rounds import Rounds
 from shoal.peer.group.standstill import standstill
-from shoal.peer.group.tally import Tallies, share_out
+from shoal.peer.group.tally import Tallies, round_of
 from shoal.peer.pipeline.microbatch import indices_from
 from shoal.peer.replica.commands import CatchUp, CommitCommand, ForgetMember, Reduce, Tell
 from shoal.peer.replica.events import (
@@ -470,8 +470,14 @@ class Commit:
             if not overdue or num_held < self.quorum * self.microbatches:
                 return self._losses.ask(step, self.lacks, now_s=now_s)
         bandwidths = {member.peer: member.bandwidth for member in members.planned}
-        start = share_out(ranked, self._tallies.of(step)).round(
-            ranked, bandwidths, stage=self.stage, step=step, attempt=self._attempt, of=self.microbatches
+        start = round_of(
+            ranked,
+            self._tallies.of(step),
+            bandwidths,
+            stage=self.stage,
+            step=step,
+            attempt=self._attempt,
+            microbatches=self.microbatches,
         )
         return [Tell(start), *self._hold_to(start)]
 

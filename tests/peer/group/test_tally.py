@@ -1,8 +1,12 @@
-from shoal.peer.group.tally import Tally, share_out
-from shoal.peer.pipeline.microbatch import Indices
+from collections.abc import Mapping, Sequence
+
+from shoal.peer.group.tally import Tally, round_of
+from shoal.peer.pipeline.microbatch import Indices, indices_from
 from shoal.protocol.identity import PeerID
+from shoal.protocol.messages import RoundStart
 
 A, B, C = (PeerID(name) for name in "abc")
+M = 8
 
 
 def indices(*which: int) -> Indices:
@@ -15,28 +19,37 @@ def tally(firm: tuple[int, ...], apart: tuple[int, ...] = ()) -> Tally:
     return Tally(indices(*whole), float(sum(whole)), sum(whole), {i: (float(i), i) for i in apart})
 
 
+def opened(ranked: Sequence[PeerID], tallies: Mapping[PeerID, Tally]) -> RoundStart:
+    return round_of(ranked, tallies, dict.fromkeys(tallies, 1.0), stage=0, step=0, attempt=0, microbatches=M)
+
+
+def brought(start: RoundStart) -> dict[PeerID, Indices]:
+    return {member.peer: indices_from(member.indices, count=M) for member in start.members}
+
+
 def test_what_ran_twice_is_brought_once() -> None:
-    shares = share_out([A, B], {A: tally((0, 1)), B: tally((2,), apart=(1, 3))})
-    assert shares.brought == {A: indices(0, 1), B: indices(2, 3)}
-    assert (shares.union, shares.duplicates) == (indices(0, 1, 2, 3), 0)
-    assert (shares.loss_sum, shares.staleness_sum) == (6.0, 6)
+    start = opened([A, B], {A: tally((0, 1)), B: tally((2,), apart=(1, 3))})
+    assert brought(start) == {A: indices(0, 1), B: indices(2, 3)}
+    assert (start.given_up, start.duplicates) == (M - 4, 0)
+    assert (start.loss_sum, start.staleness_sum) == (6.0, 6)
 
 
 def test_of_two_who_have_it_apart_the_first_brings_it() -> None:
-    shares = share_out([B, A, C], {A: tally((0,), apart=(5,)), B: tally((), apart=(5,)), C: tally(())})
-    assert shares.brought == {B: indices(5), A: indices(0), C: indices()}
-    assert shares.duplicates == 0
+    start = opened([B, A, C], {A: tally((0,), apart=(5,)), B: tally((), apart=(5,)), C: tally(())})
+    assert brought(start) == {B: indices(5), A: indices(0), C: indices()}
+    assert start.duplicates == 0
 
 
 def test_what_is_in_two_sums_is_counted_as_a_duplicate() -> None:
-    shares = share_out([A, B], {A: tally((0, 1)), B: tally((1, 2))})
-    assert (shares.union, shares.duplicates) == (indices(0, 1, 2), 1)
-    assert shares.loss_sum == 4.0
+    start = opened([A, B], {A: tally((0, 1)), B: tally((1, 2))})
+    assert brought(start) == {A: indices(0, 1), B: indices(1, 2)}
+    assert (start.given_up, start.duplicates) == (M - 3, 1)
+    assert start.loss_sum == 4.0
 
 
 def test_who_is_not_ranked_brings_nothing() -> None:
-    shares = share_out([A], {A: tally((0,)), B: tally((1,))})
-    assert shares.brought == {A: indices(0)}
+    start = opened([A], {A: tally((0,)), B: tally((1,))})
+    assert brought(start) == {A: indices(0)}
 
 
 def test_a_round_may_leave_out_what_is_apart_and_nothing_else() -> None:
