@@ -19,8 +19,8 @@ import msgspec
 
 from shoal.deploy.manners import limits as limits_module
 from shoal.deploy.manners.limits import Limits, parse_value, with_value
-from shoal.protocol.complaint import complaint
 from shoal.protocol.errors import LocalError
+from shoal.protocol.toml.complaint import complaint
 
 
 class RecordSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -1,8 +1,8 @@
 """The run spec: everything that all peers of one run must agree on before the first microbatch. Pure.
 
 TOML -> `RunSpec` (frozen, checked), nothing reads a global or an environment variable later. Fields that a run file
-leaves out and that should fit the model are filled in on the way (`defaults.py`), so that a `RunSpec` has numbers only;
-its own defaults are those of the first specs, for older records and for code that names what it wants. The run's
+leaves out and that should fit the model are filled in on the way (`toml/defaults.py`), so that a `RunSpec` has numbers
+only; its own defaults are those of the first specs, for older records and for code that names what it wants. The run's
 identifier is the hash of the owner's key and of what cannot change in the spec, so two peers with the same run id and
 the same revision agree on every field.
 
@@ -15,7 +15,6 @@ from typing import Any, Literal
 import msgspec
 from blake3 import blake3
 
-from shoal.protocol.complaint import complaint
 from shoal.protocol.errors import SpecError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import (
@@ -32,6 +31,7 @@ from shoal.protocol.limits import (
     VOCABULARY_MAX,
 )
 from shoal.protocol.staleness import synchronous_steps
+from shoal.protocol.toml.complaint import complaint
 
 TERM_HEARTBEATS_MIN = 4
 """A coordinator takes three to be sure that a stage has lost its state, and looks every half: in a shorter term it
@@ -70,7 +70,7 @@ class ModelSpec(_Section, frozen=True):
     num_heads: int = 4
     """Query heads H; dim / num_heads is the head size and must be even (rotary pairs). A run file that does not say it,
     or says "auto", gets heads of 64. So it is with the next two, the learning rate, the warm-up, and how a step is cut
-    into microbatches: `defaults.py` has the rules, and `shoal host` prints what was chosen."""
+    into microbatches: `toml/defaults.py` has the rules, and `shoal host` prints what was chosen."""
     num_kv_heads: int = 2
     """Key and value heads; divides num_heads."""
     ffn_dim: int = 352

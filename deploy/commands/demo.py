@@ -12,7 +12,7 @@ from shoal.deploy.commands.options import EXIT_INTERRUPTED, Dashboard, check_wri
 from shoal.deploy.dashboard.address import parse_address
 from shoal.deploy.state import places
 from shoal.protocol.errors import LocalError
-from shoal.protocol.spec_file import load_spec
+from shoal.protocol.toml.spec_file import load_spec
 
 if TYPE_CHECKING:
     from shoal.deploy.demo.summary import Summary

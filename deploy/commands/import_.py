@@ -8,7 +8,7 @@ import typer
 from shoal.deploy.commands.options import Verbose, check_writable, data_source, examples, start_logging
 from shoal.protocol.errors import LocalError
 from shoal.protocol.spec import RunSpec
-from shoal.protocol.spec_file import convert_spec, load_spec, read_tables
+from shoal.protocol.toml.spec_file import convert_spec, load_spec, read_tables
 
 
 @examples(

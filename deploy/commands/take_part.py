@@ -37,12 +37,12 @@ from shoal.deploy.run.run_file import with_changes
 from shoal.deploy.state import places
 from shoal.deploy.state.run_folder import RunFolder, runs_in
 from shoal.deploy.state.runs import find_hosted, hosted_names
-from shoal.protocol.advice import advice
-from shoal.protocol.defaults import FilledField, in_words
 from shoal.protocol.errors import RunNotFound
 from shoal.protocol.invite import parse_invite
 from shoal.protocol.spec import RunSpec
-from shoal.protocol.spec_file import convert_spec, read_tables
+from shoal.protocol.toml.advice import advice
+from shoal.protocol.toml.defaults import FilledField, in_words
+from shoal.protocol.toml.spec_file import convert_spec, read_tables
 
 Steps = Annotated[
     int | None,

@@ -15,8 +15,8 @@ from shoal.coordinator.experts.allocation import (
 from shoal.coordinator.experts.expert_placement import FAILURE_PROBABILITY_ASSUMED, place
 from shoal.coordinator.experts.recovery import loss_probability, recovery_by_failures
 from shoal.coordinator.experts.token_shares import busiest_node_load_ratio, token_shares
-from shoal.protocol.complaint import complaint
 from shoal.protocol.errors import LocalError
+from shoal.protocol.toml.complaint import complaint
 
 NODES_MAX = 10_000
 EXPERTS_MAX = 10_000

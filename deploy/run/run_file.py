@@ -6,10 +6,10 @@ from typing import Any
 
 import msgspec
 
-from shoal.protocol.complaint import complaint
 from shoal.protocol.errors import SpecError
 from shoal.protocol.spec import RunSpec
-from shoal.protocol.spec_file import load_spec
+from shoal.protocol.toml.complaint import complaint
+from shoal.protocol.toml.spec_file import load_spec
 
 DEMO_SPEC = Path(__file__).parent.parent / "demo" / "demo.toml"
 MOE_SPEC = DEMO_SPEC.with_name("moe.toml")

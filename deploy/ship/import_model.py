@@ -21,9 +21,9 @@ from shoal.deploy.words import printable
 from shoal.peer.data.tokenizer import BYTES, FileTokenizer, byte_tokenizer_json, read_tokenizer
 from shoal.peer.initial import weights_digest
 from shoal.peer.model.layout import all_layer_keys, layer_layout
-from shoal.protocol.defaults import learning_rate_of, size_of
 from shoal.protocol.errors import DataError, LocalError
 from shoal.protocol.spec import DataSpec, InitialSpec, ModelSpec, OptimizerSpec, RunSpec, SwarmSpec, TrainingSpec
+from shoal.protocol.toml.defaults import learning_rate_of, size_of
 
 OnLayer = Callable[[int, int], None]
 """A function that is told how many layers are read, of how many."""

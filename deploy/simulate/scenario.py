@@ -13,11 +13,11 @@ import msgspec
 
 from shoal.deploy.simulate.regions import NetworkSection, Section, require, topology_of
 from shoal.deploy.simulate.strategy import Strategy
-from shoal.protocol.complaint import complaint
-from shoal.protocol.defaults import fill_in
 from shoal.protocol.errors import LocalError, ShoalError
 from shoal.protocol.spec import ModelSpec, OptimizerSpec, RunSpec, SwarmSpec, TrainingSpec, WireSpec
-from shoal.protocol.toml_file import read_toml
+from shoal.protocol.toml.complaint import complaint
+from shoal.protocol.toml.defaults import fill_in
+from shoal.protocol.toml.toml_file import read_toml
 from shoal.protocol.topology import NetworkFile, Topology, WorkloadEntry, load_topology
 
 SHIPPED = Path(__file__).parent / "scenarios"

@@ -294,7 +294,7 @@ def train_plainly(spec_file: Path, *, threads: int) -> None:
     from shoal.peer.data.microbatch import microbatch, validation_microbatch
     from shoal.peer.model.layout import all_layer_keys, init_layer, layer_layout
     from shoal.peer.model.schedule import learning_rate
-    from shoal.protocol.spec_file import load_spec
+    from shoal.protocol.toml.spec_file import load_spec
 
     torch.set_num_threads(threads)
     spec = load_spec(spec_file)
@@ -434,7 +434,7 @@ def _figures(
     losses: list[float],
 ) -> Figures:
     from shoal.deploy.run.run_file import DEMO_SPEC
-    from shoal.protocol.spec_file import load_spec
+    from shoal.protocol.toml.spec_file import load_spec
 
     with tempfile.TemporaryDirectory() as name:
         path = Path(name) / "run.toml"

@@ -21,7 +21,7 @@ from shoal.peer.data.corpus import load_corpus
 from shoal.peer.model.layout import num_parameters
 from shoal.peer.single_process import train
 from shoal.protocol.spec import RunSpec
-from shoal.protocol.spec_file import load_spec
+from shoal.protocol.toml.spec_file import load_spec
 
 SPEC = """
 name = "overhead"

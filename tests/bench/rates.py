@@ -1,4 +1,4 @@
-"""Does the rule for the learning rate (`protocol/defaults.py`) fit? Models of several sizes, at it, below and above it.
+"""Does the rule for the learning rate (`protocol/toml/defaults.py`) fit? Models of several sizes, at it, below, above.
 
 Byte models on the sources of Python's library, one process, one thread, seed 0, with the rule's own shapes and warm-up.
 A line of JSON a run. The default takes about a quarter of an hour of a core that does nothing else; `--only 4M` less.
@@ -14,9 +14,9 @@ import torch
 from shoal.peer.data.corpus import Corpus, load_corpus
 from shoal.peer.model.layout import num_parameters
 from shoal.peer.single_process import StepLoss, train, validate
-from shoal.protocol.defaults import batch_tokens_of, size_of
 from shoal.protocol.spec import RunSpec
-from shoal.protocol.spec_file import convert_spec
+from shoal.protocol.toml.defaults import batch_tokens_of, size_of
+from shoal.protocol.toml.spec_file import convert_spec
 
 CONTEXT = 256
 SIZES = {"0.3M": (64, 6, 200, 4096), "1M": (96, 8, 300, 4096), "4M": (192, 8, 120, 2048), "10M": (320, 8, 100, 1024)}

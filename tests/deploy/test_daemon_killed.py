@@ -8,7 +8,7 @@ import pytest
 
 from shoal.peer.data.corpus import load_corpus
 from shoal.peer.single_process import train
-from shoal.protocol.spec_file import load_spec
+from shoal.protocol.toml.spec_file import load_spec
 
 STEPS = 100
 

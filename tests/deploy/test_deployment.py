@@ -21,7 +21,7 @@ from shoal.deploy.config import Settings
 from shoal.protocol.errors import LocalError
 from shoal.protocol.identity import Identity
 from shoal.protocol.invite import make_invite
-from shoal.protocol.spec_file import load_spec
+from shoal.protocol.toml.spec_file import load_spec
 
 DEPLOY = Path(cli.__file__).parent
 ROOT = DEPLOY.parent

@@ -42,7 +42,7 @@ from shoal.protocol.plan import Mandate, Plan, PlanShape, open_link, open_plan, 
 from shoal.protocol.ports import CallHandler, FrameHandler
 from shoal.protocol.sim.disk import SimDisk
 from shoal.protocol.spec import ModelSpec, RunSpec, SwarmSpec, encode_spec, run_id
-from shoal.protocol.spec_file import load_spec
+from shoal.protocol.toml.spec_file import load_spec
 from shoal.protocol.topology import NetworkFile
 
 LAYERS = 4

@@ -23,7 +23,7 @@ from shoal.protocol.spec import (
     encode_spec,
     run_id,
 )
-from shoal.protocol.spec_file import load_spec
+from shoal.protocol.toml.spec_file import load_spec
 
 
 def test_a_spec_that_went_over_the_wire_is_the_same() -> None:

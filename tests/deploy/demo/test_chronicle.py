@@ -17,7 +17,7 @@ from shoal.deploy.run.run_file import DEMO_SPEC, with_changes
 from shoal.protocol.errors import LocalError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import CommitReport, ValidationReport
-from shoal.protocol.spec_file import load_spec
+from shoal.protocol.toml.spec_file import load_spec
 from statuses import swarm_status
 
 STAGES = 2

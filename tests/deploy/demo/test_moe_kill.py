@@ -8,7 +8,7 @@ import pytest
 
 from shoal.deploy.run.run_file import MOE_SPEC
 from shoal.deploy.simulate.modelled import Churn, ModelledRun, RunLimits, run_modelled
-from shoal.protocol.spec_file import load_spec
+from shoal.protocol.toml.spec_file import load_spec
 from shoal.protocol.topology import make_topology
 
 PEERS = 6

@@ -27,7 +27,7 @@ from shoal.protocol.membership import Members
 from shoal.protocol.messages import PeerStatus, StatusRequest, SwarmStatus
 from shoal.protocol.sim.trust import OpenGate
 from shoal.protocol.spec import run_id
-from shoal.protocol.spec_file import load_spec
+from shoal.protocol.toml.spec_file import load_spec
 from statuses import swarm_status
 
 pytestmark = pytest.mark.process

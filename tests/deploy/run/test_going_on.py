@@ -176,7 +176,7 @@ def test_hosting_a_finished_run_says_so_and_what_can_be_done_with_it(home: Path)
     text.write_text("some words to learn from\n" * 1000)
     toml.write_text(f'name = "done"\n[data]\nsource = "{text}"\n[training]\nsteps = 30\n')
     from shoal.deploy.run.run_text import load_own_corpus
-    from shoal.protocol.spec_file import load_spec
+    from shoal.protocol.toml.spec_file import load_spec
 
     spec, _ = load_own_corpus(load_spec(toml))
     run_folder(spec, step=30)

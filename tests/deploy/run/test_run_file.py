@@ -5,7 +5,7 @@ import pytest
 from shoal.deploy.run.run_file import DEMO_SPEC, MOE_SPEC, dump_spec, with_changes, write_spec
 from shoal.protocol.errors import SpecError
 from shoal.protocol.spec import ContinuedSpec, DataSpec, OptimizerSpec, RunSpec
-from shoal.protocol.spec_file import load_spec
+from shoal.protocol.toml.spec_file import load_spec
 
 
 def test_what_is_written_reads_back_equal(tmp_path: Path) -> None:

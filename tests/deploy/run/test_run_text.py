@@ -16,7 +16,7 @@ from shoal.peer.data import documents
 from shoal.peer.data.tokenizer import FileTokenizer
 from shoal.protocol.errors import DataError
 from shoal.protocol.spec import DataSpec, ModelSpec, RunSpec
-from shoal.protocol.spec_file import load_spec
+from shoal.protocol.toml.spec_file import load_spec
 
 TEXTS = [f"the {i % 7}th fish of shoal {i % 13} schwimmt größer" for i in range(300)]
 

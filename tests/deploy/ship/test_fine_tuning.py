@@ -10,7 +10,7 @@ import torch
 from shoal.deploy.ship.import_model import FolderWeights
 from shoal.peer import single_process
 from shoal.peer.data.corpus import load_corpus
-from shoal.protocol.spec_file import load_spec
+from shoal.protocol.toml.spec_file import load_spec
 
 pytestmark = pytest.mark.process
 

@@ -24,7 +24,7 @@ from shoal.peer.snapshot import write_snapshot
 from shoal.protocol.errors import LocalError, ShoalError
 from shoal.protocol.live.disk import LiveDisk
 from shoal.protocol.spec import ModelSpec, RunSpec, SwarmSpec
-from shoal.protocol.spec_file import load_spec
+from shoal.protocol.toml.spec_file import load_spec
 
 TEXTS = [f"the {i % 7}th fish of shoal {i % 13} schwimmt größer\n" for i in range(200)]
 DENSE = ModelSpec(dim=24, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=40, context=16, rope_theta=5000.0)

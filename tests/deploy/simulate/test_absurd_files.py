@@ -11,7 +11,7 @@ from shoal.deploy.simulate.scenario import find_scenario
 from shoal.deploy.simulate.traces import load_trace, replay
 from shoal.protocol.errors import LocalError
 from shoal.protocol.limits import SCENARIO_DEVICES_MAX, TRACE_EVENTS_MAX
-from shoal.protocol.spec_file import load_spec
+from shoal.protocol.toml.spec_file import load_spec
 
 NETWORK = '[network]\nelsewhere = {{ latency_ms = 1, mbps = 1 }}\nregion = [{{ name = "a", count = 2{} }}]\n'
 HUGE = ("1_000_000_000_000", "9223372036854775807", "0x" + "f" * 100_000, "9" * 5000)

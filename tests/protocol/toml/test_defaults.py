@@ -8,8 +8,12 @@ import msgspec
 import pytest
 
 from shoal.peer.model.layout import EMBED, HEAD, all_layer_keys, layer_layout
-from shoal.protocol.advice import advice
-from shoal.protocol.defaults import (
+from shoal.protocol.errors import SpecError
+from shoal.protocol.identity import PeerID
+from shoal.protocol.limits import STREAM_CREDIT_BYTES
+from shoal.protocol.spec import OptimizerSpec, RunSpec, SwarmSpec, TrainingSpec, run_id
+from shoal.protocol.toml.advice import advice
+from shoal.protocol.toml.defaults import (
     Size,
     batch_tokens_of,
     ffn_dim_of,
@@ -23,11 +27,7 @@ from shoal.protocol.defaults import (
     size_of,
     warmup_steps_of,
 )
-from shoal.protocol.errors import SpecError
-from shoal.protocol.identity import PeerID
-from shoal.protocol.limits import STREAM_CREDIT_BYTES
-from shoal.protocol.spec import OptimizerSpec, RunSpec, SwarmSpec, TrainingSpec, run_id
-from shoal.protocol.spec_file import convert_spec, load_spec
+from shoal.protocol.toml.spec_file import convert_spec, load_spec
 
 NOTES: dict[str, Any] = {
     "name": "notes",
@@ -219,7 +219,7 @@ def test_what_cannot_be_is_told_as_ever(tables: dict[str, Any], complaint: str) 
 
 
 def test_what_shoal_chooses_and_ships_needs_no_advice() -> None:
-    deploy = Path(__file__).parents[2] / "deploy"
+    deploy = Path(__file__).parents[3] / "deploy"
     shipped = [load_spec(deploy / name) for name in ("demo/demo.toml", "demo/moe.toml", "compose/run.toml")]
     for spec in (*shipped, spec_of(NOTES), of_width(768, 12, 1024), spec_of({"training": {"steps": 3}})):
         assert advice(spec, training_tokens=10**9, text_vocab_size=256) == []

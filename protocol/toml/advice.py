@@ -5,7 +5,8 @@ The measure is what `defaults.py` would have chosen.
 
 from typing import Final
 
-from shoal.protocol.defaults import (
+from shoal.protocol.spec import RunSpec
+from shoal.protocol.toml.defaults import (
     MICROBATCHES_PER_STAGE,
     batch_tokens_of,
     learning_rate_of,
@@ -15,7 +16,6 @@ from shoal.protocol.defaults import (
     thousands,
     warmup_steps_of,
 )
-from shoal.protocol.spec import RunSpec
 
 RATE_HIGH: Final = 4.0
 RATE_LOW: Final = 1 / 30

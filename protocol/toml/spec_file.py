@@ -9,14 +9,14 @@ from typing import Any
 
 import msgspec
 
-from shoal.protocol.defaults import FilledField, fill_in
 from shoal.protocol.errors import SpecError
 from shoal.protocol.spec import RunSpec, spec_complaint
-from shoal.protocol.toml_file import read_toml
+from shoal.protocol.toml.defaults import FilledField, fill_in
+from shoal.protocol.toml.toml_file import read_toml
 
 
 def load_spec(path: Path) -> RunSpec:
-    """Read a run spec; `shoal.protocol.defaults` fills in what its author leaves out or sets to "auto".
+    """Read a run spec; `shoal.protocol.toml.defaults` fills in what its author leaves out or sets to "auto".
 
     Raises: SpecError: one line with the file, the field and what is wrong with it.
     """
