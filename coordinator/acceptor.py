@@ -1,14 +1,11 @@
-"""The answers of this peer to a candidate, to a coordinator and to a peer that reports to it. Pure."""
+"""The answers of this peer to a candidate, to a coordinator and to the owner. Pure."""
 
 from collections.abc import Callable
 
 from shoal.coordinator.chain import PlanChain
-from shoal.coordinator.confirmations import Ends
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import (
     Heartbeat,
-    HeartbeatReply,
-    PaceMark,
     PlanOffer,
     PlanVote,
     Standing,
@@ -67,44 +64,6 @@ def answer_offer(
         return PlanVote(accepted=True, term=chain.granted_term, signature=signature)
     newer = b"" if base is None else _newer(chain, base)
     return PlanVote(accepted=False, reason=vote.reason, term=chain.granted_term, live=newer)
-
-
-def answer_heartbeat(
-    chain: PlanChain,
-    heartbeat: Heartbeat,
-    *,
-    coordinator: PeerID,
-    leads: bool,
-    ends: Ends = (),
-    revision: int = 0,
-    pace: tuple[PaceMark, ...] = (),
-    save_at: int = 0,
-    safe: tuple[int, int] = (0, 0),
-) -> HeartbeatReply:
-    """Answer a peer that reports to us.
-
-    Args:
-        coordinator: the one that we know of.
-        leads: whether we may speak as the coordinator.
-        ends: the proof that the run is done.
-        revision: of our spec.
-        pace: the run's progress as we know it.
-        save_at: the version of which a snapshot is due.
-        safe: the snapshot that is on enough disks.
-    """
-    live = chain.live
-    behind = live is not None and heartbeat.plan_digest != live.digest
-    return HeartbeatReply(
-        coordinator=coordinator,
-        term=chain.order[0],
-        is_coordinator=leads,
-        plan=live.link if live and behind else b"",
-        ends=ends,
-        revision=revision,
-        pace=pace if leads else (),
-        save_at=save_at,
-        safe=safe,
-    )
 
 
 def answer_standing(chain: PlanChain, own: Heartbeat | None) -> Standing:

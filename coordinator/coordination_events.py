@@ -1,8 +1,6 @@
 """The events that the core is told of, and the commands that it asks for. All are frozen values; the driver opens and
 verifies the plans in them."""
 
-from dataclasses import dataclass
-
 import msgspec
 
 from shoal.coordinator.chain import ChainRecord
@@ -17,8 +15,7 @@ from shoal.protocol.plan import Mandate, SignedPlan
 # --- events ---
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Received:
+class Received(msgspec.Struct, frozen=True):
     """A peer calls; the core answers with `Reply`. `plan` is the message's plan, `base` the plan that it builds on."""
 
     source: PeerID
@@ -29,8 +26,7 @@ class Received:
     """The owner's leave to make a plan without votes, in a `Reset`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answered:
+class Answered(msgspec.Struct, frozen=True):
     """`peer` has answered `asked`. If the answer says so, `live` is its newer live plan, `accepted` the plan that it
     has voted for, and `links` the part of the chain that we lack, oldest first."""
 
@@ -43,8 +39,7 @@ class Answered:
     took_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Unanswered:
+class Unanswered(msgspec.Struct, frozen=True):
     """`peer` did not answer `asked` within `took_s`, or declined. `refused`: it turned out at once that no process is
     there to answer."""
 
@@ -55,47 +50,40 @@ class Unanswered:
     took_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Beat:
+class Beat(msgspec.Struct, frozen=True):
     """This is what our heartbeat says of us right now."""
 
     heartbeat: Heartbeat
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeadFound:
+class HeadFound(msgspec.Struct, frozen=True):
     """The directory says where the chain is; None: it does not say."""
 
     head: PlanHead | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExclusionHeard:
+class ExclusionHeard(msgspec.Struct, frozen=True):
     """There is an order of exclusion, or a vote for one. `is_ours`: it comes from this machine."""
 
     order: Exclusion
     is_ours: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Expelled:
+class Expelled(msgspec.Struct, frozen=True):
     """These peers have been excluded from the run: nothing may be planned with them."""
 
     peers: tuple[PeerID, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class TimerFired:
-    pass
+class TimerFired(msgspec.Struct, frozen=True):
+    """The timer has fired."""
 
 
-@dataclass(frozen=True, slots=True)
-class Leaving:
+class Leaving(msgspec.Struct, frozen=True):
     """This peer wants to go: the role moves on now."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Searched:
+class Searched(msgspec.Struct, frozen=True):
     """A `Search` has ended. `is_possible`: another one has a chance; `is_bug`: it broke down."""
 
     job: SearchJob
@@ -112,88 +100,75 @@ Event = (
 # --- commands, carried out in order ---
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SendHeartbeat:
+class SendHeartbeat(msgspec.Struct, frozen=True):
     target: PeerID
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class Ask(msgspec.Struct, frozen=True):
     """Call `peer`. The answer is an `Answered` or `Unanswered` event with this very message."""
 
     peer: PeerID
     message: msgspec.Struct
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reply:
+class Reply(msgspec.Struct, frozen=True):
     message: msgspec.Struct
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Persist:
+class Persist(msgspec.Struct, frozen=True):
     """Make the record durable before any later command of the list is carried out."""
 
     record: ChainRecord
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Obey:
+class Obey(msgspec.Struct, frozen=True):
     """Obey this plan from now on."""
 
     plan: SignedPlan
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PutOut:
+class PutOut(msgspec.Struct, frozen=True):
     """Treat the keys of this order as excluded, and tell every member."""
 
     order: Exclusion
     is_ours: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpreadOrder:
+class SpreadOrder(msgspec.Struct, frozen=True):
     """Tell every member of an order that excludes nobody yet, such as our vote for one."""
 
     order: Exclusion
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Publish:
+class Publish(msgspec.Struct, frozen=True):
     """Tell the directory where the chain is."""
 
     plan: SignedPlan
 
 
-@dataclass(frozen=True, slots=True)
-class LookUp:
+class LookUp(msgspec.Struct, frozen=True):
     """Ask the directory where the chain is. The answer is a `HeadFound` event."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Search:
+class Search(msgspec.Struct, frozen=True):
     """Look for a better layout, however long it takes. The answer is a `Searched` event."""
 
     job: SearchJob
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tell:
+class Tell(msgspec.Struct, frozen=True):
     """A step is complete: tell the node."""
 
     record: StepRecord
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Note:
+class Note(msgspec.Struct, frozen=True):
     """Log a decision's reason."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Alarm:
+class Alarm(msgspec.Struct, frozen=True):
     """Log an error: a peer has broken what must hold always."""
 
     text: str

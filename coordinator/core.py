@@ -38,7 +38,6 @@ from collections.abc import Callable
 
 from shoal.coordinator import chain_sync
 from shoal.coordinator.acceptor import (
-    answer_heartbeat,
     answer_offer,
     answer_pre_vote,
     answer_request,
@@ -394,18 +393,19 @@ class CoordinationCore:
         return bool(self.ends)
 
     def _answer(self, heartbeat: Heartbeat, now_s: float, *, leads: bool, ends: Ends) -> HeartbeatReply:
+        """Answer a peer that reports to us. Args: leads: we may speak as the coordinator."""
         live = self.chain.live
-        is_of_our_era = self.is_coordinator and live is not None and heartbeat.era == live.plan.era
-        return answer_heartbeat(
-            self.chain,
-            heartbeat,
+        governed = live if self.is_coordinator and live is not None and heartbeat.era == live.plan.era else None
+        return HeartbeatReply(
             coordinator=self.coordinator,
-            leads=leads,
+            term=self.chain.order[0],
+            is_coordinator=leads,
+            plan=live.link if live is not None and heartbeat.plan_digest != live.digest else b"",
             ends=ends,
             revision=self.revision,
-            pace=self.view.ledger.pace.tell(now_s),
-            save_at=self.view.save_at(live.plan, now_s) if live is not None and is_of_our_era else 0,
-            safe=self.view.safe(live.plan, now_s) if live is not None and is_of_our_era else (0, 0),
+            pace=self.view.ledger.pace.tell(now_s) if leads else (),
+            save_at=self.view.save_at(governed.plan, now_s) if governed is not None else 0,
+            safe=self.view.safe(governed.plan, now_s) if governed is not None else (0, 0),
         )
 
     def _grant(self, source: PeerID, request: TermRequest, base: SignedPlan, now_s: float) -> list[Command]:

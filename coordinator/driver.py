@@ -48,13 +48,12 @@ from shoal.coordinator.ledger import StepRecord
 from shoal.coordinator.replan_policy import ReplanPolicy
 from shoal.coordinator.report_queue import ReportQueue
 from shoal.coordinator.searcher import RunBlocking, Searcher, inline
-from shoal.coordinator.status_service import StatusService
 from shoal.coordinator.store import PlanStore
 from shoal.coordinator.verified_plans import VerifiedPlans
 from shoal.coordinator.write_ahead import WriteAhead
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused, RemoteError, ShoalError, Unreachable
-from shoal.protocol.exclusion import Exclusion, exclusion_body, open_exclusion
+from shoal.protocol.exclusion import Exclusion, open_exclusion
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import CALL_TIMEOUT_S, LINKS_PER_REPLY_MAX
 from shoal.protocol.messages import (
@@ -74,6 +73,7 @@ from shoal.protocol.messages import (
     Refusal,
     Reset,
     StandingRequest,
+    StatusRequest,
     SwarmStatus,
     TermGrant,
     TermRequest,
@@ -177,7 +177,6 @@ class Coordination:
             rng=rng,
             now_s=clock.now_s(),
         )
-        self._status_service = StatusService(endpoint=endpoint, core=self._core, clock=clock, timeout_s=self._timeout_s)
         self._searcher = Searcher(allocator, run_blocking, tell=self._feed)
         self._admission = Admission(endpoint.members, clock.now_s, is_open=spec.swarm.open)
         self.turned_away = ""
@@ -232,14 +231,17 @@ class Coordination:
 
     def status(self) -> SwarmStatus | None:
         """The swarm as this peer sees it, if it coordinates."""
-        return self._status_service.status()
+        return self._core.status(self._clock.now_s())
 
     async def ask_status(self) -> SwarmStatus:
         """Ask the coordinator how it sees the swarm.
 
         Raises: Unreachable, Refused: there is no coordinator to ask, or it has no plan yet; RemoteError.
         """
-        return await self._status_service.ask()
+        mine = self.status()
+        if mine is not None:
+            return mine
+        return await self._endpoint.ask(self._core.coordinator, StatusRequest(), SwarmStatus)
 
     async def start(self) -> None:
         """Continue where the store ended, and begin to answer, to report and, if it comes to that, to coordinate.
@@ -251,7 +253,7 @@ class Coordination:
             self._endpoint.on(kind, self._answer)
         self._endpoint.on(ChainRequest, self._answer)
         self._endpoint.on(Exclude, self._answer_exclude)
-        self._status_service.serve()
+        self._endpoint.on(StatusRequest, self._answer_status)
         self._spawn(self._look_up())
         self._spawn(self._discovery.meet())
         if self.plan is None and self._core.owner == self._endpoint.peer_id:
@@ -261,18 +263,6 @@ class Coordination:
     def exclude(self, order: Exclusion) -> None:
         """Spread an order of exclusion, or our vote for one, and go by it from now on if it holds."""
         self._feed(ExclusionHeard(order=order, is_ours=True))
-
-    def vote_out(self, keys: Iterable[bytes]) -> None:
-        """Vote for excluding these keys, if we are an elector of the plan that we obey. The keys are excluded once a
-        majority has voted so."""
-        live = self._core.live
-        if live is None or self._endpoint.peer_id not in live.plan.electors:
-            return
-        ordered, identity = tuple(sorted(set(keys))), self._endpoint.identity
-        body = exclusion_body(ordered, live.digest)
-        signature = self._endpoint.seals.sign_statement(identity, "exclusion", run=self._endpoint.run, body=body)
-        at = live.plan.electors.index(self._endpoint.peer_id)
-        self.exclude(Exclusion(ordered, base=live.digest, votes=((at, signature),)))
 
     async def close(self, leave: bool) -> None:
         """Stop. With `leave`, first give the role away if it is here, and tell the coordinator not to wait for us."""
@@ -445,6 +435,18 @@ class Coordination:
         reply = self._feed(event)
         assert reply is not None
         return reply
+
+    async def _answer_status(self, source: PeerID, message: StatusRequest) -> msgspec.Struct:
+        """Say how the run is doing. If another peer coordinates, ask that one."""
+        mine, coordinator = self.status(), self._core.coordinator
+        if mine is not None:
+            return mine
+        if self._core.plan is None or coordinator in (source, self._endpoint.peer_id):
+            return Refusal(reason="there is no plan yet")
+        try:
+            return await self._endpoint.ask(coordinator, message, SwarmStatus, timeout_s=self._timeout_s)
+        except ShoalError as error:
+            return Refusal(reason=f"cannot reach the coordinator ({error})")
 
     def _why_not_enter(self, source: PeerID, advert: Advert) -> str:
         """Say why a newcomer may not enter; empty: it may. Only the coordinator refuses anybody, and a peer that was in

@@ -19,8 +19,6 @@ class PinnedAllocator:
         split: traffic and reduction of each member, in the placement's order, as the throughput objective assumes it.
     """
 
-    searches = False
-
     def __init__(self, placement: Placement, peers: Mapping[int, PeerID], split: Split) -> None:
         self._placement = placement
         self._peers = peers
@@ -41,6 +39,3 @@ class PinnedAllocator:
         placed = {member.peer for stage in stages for member in stage.members}
         spares = tuple(peer.peer for peer in snapshot.peers if peer.peer not in placed)
         return Layout(stages=tuple(stages), spares=spares, reason=f"the given placement: {len(placed)} peers hold it")
-
-    def search(self, snapshot: Snapshot, previous: Plan | None, *, seed: int) -> tuple[Layout | None, str]:
-        return None, "the placement is given"

@@ -28,6 +28,14 @@ def owners_order(swarm, *peers):
     return order_exclusion(swarm.peers["p0"].port.identity, map(key_of, peers), run=run_of(swarm))
 
 
+def vote_of(swarm, elector, out):
+    """The vote of one elector of its live plan for excluding `out`."""
+    live, keys = elector.coordination.plan, (key_of(out),)
+    body = exclusion_body(keys, live.digest)
+    signature = sign_statement(elector.port.identity, "exclusion", run=run_of(swarm), body=body)
+    return Exclusion(keys, base=live.digest, votes=((live.plan.electors.index(elector.peer_id), signature),))
+
+
 @pytest.mark.sim
 def test_the_owners_order_puts_a_member_out_within_two_heartbeats(run_swarm):
     async def scenario(swarm):
@@ -77,10 +85,10 @@ def test_a_majority_of_the_plans_electors_puts_a_member_out_and_less_does_not(ru
             return [peer.coordination._endpoint.members.is_excluded(out.peer_id) for peer in voters]
 
         for peer in voters[:3]:
-            peer.port.spawn(_call(peer.coordination.vote_out, [key_of(out)]))
+            peer.port.spawn(_call(peer.coordination.exclude, vote_of(swarm, peer, out)))
         await asyncio.sleep(5.0)
         assert not any(are_rid()), "three of six are no majority"
-        voters[3].port.spawn(_call(voters[3].coordination.vote_out, [key_of(out)]))
+        voters[3].port.spawn(_call(voters[3].coordination.exclude, vote_of(swarm, voters[3], out)))
         await swarm.until(lambda: all(are_rid()), within_s=5.0)
         await swarm.until(lambda: all(not peer.plan.has(out.peer_id) for peer in voters), within_s=20.0)
 
