@@ -79,7 +79,7 @@ def diagnosis_of(invite: Invite | None, *, listen: tuple[str, ...], state_dir: P
     from shoal.deploy.doctor.diagnosis import diagnose
     from shoal.deploy.doctor.probes import LiveProbes, examine
     from shoal.deploy.state.known_peers import ways_to
-    from shoal.protocol.live.run import run
+    from shoal.protocol.live.loop import run
     from shoal.protocol.live.transport import dialable
 
     more = tuple(way for way in dialable(ways_to(invite)) if way not in invite.addresses) if invite else ()

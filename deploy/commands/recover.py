@@ -39,7 +39,7 @@ def recover(
     start_logging(verbose)
     from shoal.deploy.visitor.recover import find_owner, recovery
     from shoal.deploy.visitor.recover_view import WARNING, as_json, going_back, headline, outcome, situation_table
-    from shoal.protocol.live.run import run
+    from shoal.protocol.live.loop import run
 
     hosts = [state_dir] if state_dir else sorted((places.state_root() / "hosts").glob("*"))
     owner, folder = find_owner(found, hosts)

@@ -27,7 +27,7 @@ def status(
     start_logging(verbose)
     from shoal.deploy.terminal import status as terminal
     from shoal.deploy.visitor.status_client import ask_swarm
-    from shoal.protocol.live.run import run
+    from shoal.protocol.live.loop import run
 
     console = Console(highlight=False)
     if watch:

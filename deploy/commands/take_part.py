@@ -177,7 +177,7 @@ def _host(
         from shoal.deploy.run.run_text import load_own_corpus
         from shoal.deploy.session.session import Options, RecordChoice, Ways, host_run
         from shoal.deploy.ship.import_model import open_initial
-        from shoal.protocol.live.run import run
+        from shoal.protocol.live.loop import run
 
     folder = places.claim_folder(state_dir or places.state_root() / "hosts" / _file_name(asked.spec.name))
     with _where_it_was_hosted(asked.known), contextlib.ExitStack() as unless_it_begins:
@@ -285,7 +285,7 @@ def join(
     with sign_of_life("starting"), importing():
         from shoal.deploy.manners.device import pick_device, spare_threads
         from shoal.deploy.session.session import Options, RecordChoice, TextPaths, Ways, join_run
-        from shoal.protocol.live.run import run
+        from shoal.protocol.live.loop import run
 
     if found is None:  # after the imports: a parent starts us before it has the invite
         found = parse_invite(sys.stdin.readline())

@@ -14,10 +14,10 @@ from shoal.deploy.visitor.visit import sweep
 from shoal.protocol.access import Gate
 from shoal.protocol.errors import TransportError
 from shoal.protocol.identity import Identity
-from shoal.protocol.live.clock import LoopClock
 from shoal.protocol.live.directory import LiveDirectory
 from shoal.protocol.live.disk import LiveDisk
 from shoal.protocol.live.listen import refuse_ports_in_use
+from shoal.protocol.live.loop import LoopClock
 from shoal.protocol.live.throttle import Throttle
 from shoal.protocol.live.transport import LiveTransport, dialable
 from shoal.protocol.membership import Members

@@ -50,9 +50,9 @@ from shoal.protocol.errors import InviteError, RunNotFound, ShoalError
 from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.invite import Invite, InviteKey, worth_telling
 from shoal.protocol.limits import ADDRESSES_MAX, PROTOCOL_VERSION
-from shoal.protocol.live.clock import LoopClock
 from shoal.protocol.live.compute import ThreadCompute
 from shoal.protocol.live.disk import LiveDisk
+from shoal.protocol.live.loop import LoopClock
 from shoal.protocol.live.transport import LiveTransport
 from shoal.protocol.plan import Plan
 from shoal.protocol.ports import Compute

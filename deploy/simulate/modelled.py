@@ -30,7 +30,7 @@ from shoal.deploy.simulate.routing import Routing
 from shoal.deploy.simulate.standstill import Seen, why_no_step
 from shoal.protocol.errors import LocalError
 from shoal.protocol.sim.loop import run as run_in_virtual_time
-from shoal.protocol.sim.matrix import MatrixNetwork
+from shoal.protocol.sim.network import MatrixNetwork
 from shoal.protocol.sim.world import World
 from shoal.protocol.spec import RunSpec
 from shoal.protocol.topology import Topology

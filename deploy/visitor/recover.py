@@ -324,8 +324,8 @@ async def recovery(invite: Invite) -> AsyncIterator[Recovery]:
     from shoal.deploy.run.directory_rules import record_rules
     from shoal.deploy.run.spec_record import fetch_spec
     from shoal.deploy.state.known_peers import ways_to
-    from shoal.protocol.live.clock import LoopClock
     from shoal.protocol.live.directory import LiveDirectory
+    from shoal.protocol.live.loop import LoopClock
     from shoal.protocol.live.transport import LiveTransport, dialable
 
     async with contextlib.AsyncExitStack() as stack:

@@ -18,8 +18,8 @@ import xxhash
 
 from shoal.protocol.limits import RECORD_BYTES_MAX, RECORD_EXPIRES_S_MAX
 from shoal.protocol.sim.clock import Agenda
-from shoal.protocol.sim.cuts import Cuts
 from shoal.protocol.sim.machine import Machine
+from shoal.protocol.sim.paths import Cuts
 from shoal.protocol.sim.stream import Card
 from shoal.protocol.sim.trace import Kind, Trace
 

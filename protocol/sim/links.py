@@ -29,11 +29,10 @@ from typing import TypeVarTuple
 
 from shoal.protocol.errors import Unreachable
 from shoal.protocol.sim.clock import Agenda
-from shoal.protocol.sim.cuts import Cut, Cuts
 from shoal.protocol.sim.damage import damaged_credit, damaged_data
 from shoal.protocol.sim.flights import Flights
 from shoal.protocol.sim.network import LinkSpec
-from shoal.protocol.sim.paths import Paths
+from shoal.protocol.sim.paths import Cut, Cuts, Paths
 from shoal.protocol.sim.stream import Card, Plug, SimFrame, Stream
 from shoal.protocol.sim.trace import Kind, Trace
 

@@ -1,5 +1,5 @@
-"""Knows what the path from one place to another is like right now: the network's link or another one, and what disturbs
-it."""
+"""Knows what the path from one place to another is like right now: the network's link or another one, what disturbs it,
+and whether it is cut."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
@@ -52,13 +52,12 @@ class Disturbance:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Disturbed:
-    """A disturbance that lasts: from each place in `sources` to each in `destinations`, and back unless one way."""
+class Between:
+    """The pairs from each place in `sources` to each in `destinations`, and back unless it is one way."""
 
     sources: frozenset[int]
     destinations: frozenset[int]
     one_way: bool
-    disturbance: Disturbance
 
     def covers(self, source: int, destination: int) -> bool:
         return (source in self.sources and destination in self.destinations) or (
@@ -71,6 +70,20 @@ class Disturbed:
                 yield source, destination
                 if not self.one_way:
                     yield destination, source
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Disturbed(Between):
+    """A disturbance that lasts."""
+
+    disturbance: Disturbance
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cut(Between):
+    """Stops everything between these places."""
+
+    since_s: float
 
 
 class Paths:
@@ -120,6 +133,36 @@ class Paths:
             for disturbance in present:
                 spec = disturbance.on(spec)
             self._now[pair] = spec
+
+
+class Cuts:
+    """All cuts in force, by place."""
+
+    def __init__(self) -> None:
+        self._cuts: list[Cut] = []
+
+    def add(self, sources: Iterable[int], destinations: Iterable[int], *, one_way: bool, now_s: float) -> Cut:
+        cut = Cut(frozenset(sources), frozenset(destinations), one_way, now_s)
+        self._cuts.append(cut)
+        return cut
+
+    def remove(self, cut: Cut | None) -> None:
+        """Heal one; with None, all."""
+        self._cuts = [] if cut is None else [other for other in self._cuts if other is not cut]
+
+    def __bool__(self) -> bool:
+        return bool(self._cuts)
+
+    def is_cut(self, source: int, destination: int) -> bool:
+        # Asked for every frame and call, while nearly always nothing is cut.
+        return bool(self._cuts) and any(cut.covers(source, destination) for cut in self._cuts)
+
+    def since_s(self, source: int, destination: int) -> float | None:
+        """The time at which the pair lost touch in either direction; None if it has not."""
+        return min(
+            (cut.since_s for cut in self._cuts if cut.covers(source, destination) or cut.covers(destination, source)),
+            default=None,
+        )
 
 
 def _either(one: float, other: float) -> float:

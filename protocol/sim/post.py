@@ -12,9 +12,8 @@ from typing import Literal
 import xxhash
 
 from shoal.protocol.sim.clock import Agenda
-from shoal.protocol.sim.cuts import Cuts
 from shoal.protocol.sim.damage import flip_bits
-from shoal.protocol.sim.paths import Paths
+from shoal.protocol.sim.paths import Cuts, Paths
 from shoal.protocol.sim.stream import Card, Stream
 from shoal.protocol.sim.trace import Kind, Trace
 

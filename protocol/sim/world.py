@@ -16,14 +16,13 @@ from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.limits import CALL_TIMEOUT_S
 from shoal.protocol.sim.clock import Agenda, SimClock
 from shoal.protocol.sim.compute import ExecutingCompute, ModelledCompute
-from shoal.protocol.sim.cuts import Cut
 from shoal.protocol.sim.directory import Records, SimDirectory
 from shoal.protocol.sim.disk import SimDisk
 from shoal.protocol.sim.links import Links
 from shoal.protocol.sim.loop import owned_context
 from shoal.protocol.sim.machine import Machine
 from shoal.protocol.sim.network import CardSpec, LinkSpec, Network
-from shoal.protocol.sim.paths import Disturbance, Disturbed, Paths
+from shoal.protocol.sim.paths import Cut, Disturbance, Disturbed, Paths
 from shoal.protocol.sim.post import Post
 from shoal.protocol.sim.stream import Plug
 from shoal.protocol.sim.trace import Event, Kind, Trace

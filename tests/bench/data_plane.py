@@ -21,7 +21,7 @@ from typing import Any
 from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID as HivemindPeerID
 
 from shoal.protocol.identity import Identity, PeerID
-from shoal.protocol.live.run import run
+from shoal.protocol.live.loop import run
 from shoal.protocol.live.transport import LiveTransport
 from shoal.protocol.ports import Payload, Priority
 from shoal.protocol.sim.trust import everybody

@@ -36,7 +36,7 @@ import psutil
 
 from shoal.protocol.errors import Unreachable
 from shoal.protocol.identity import Identity, PeerID
-from shoal.protocol.live.run import run
+from shoal.protocol.live.loop import run
 from shoal.protocol.live.transport import LiveTransport, _hivemind_id
 from shoal.protocol.sim.trust import everybody
 

@@ -38,9 +38,8 @@ from shoal.peer.vectors import Vectors
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.layers import stage_layer_keys
-from shoal.protocol.live.clock import LoopClock
 from shoal.protocol.live.compute import ThreadCompute
-from shoal.protocol.live.run import run
+from shoal.protocol.live.loop import LoopClock, run
 from shoal.protocol.messages import CommitReport
 from shoal.protocol.plan import Member, Plan, Stage, sign_plan
 from shoal.protocol.ports import CallHandler, FrameHandler, Payload, Priority

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from shoal.protocol.identity import Identity, PeerID
-from shoal.protocol.live.clock import LoopClock
 from shoal.protocol.live.compute import ThreadCompute
 from shoal.protocol.live.directory import LiveDirectory
-from shoal.protocol.live.run import run as run_live
+from shoal.protocol.live.loop import LoopClock
+from shoal.protocol.live.loop import run as run_live
 from shoal.protocol.live.transport import LiveTransport
 from shoal.protocol.ports import Clock, Compute, Directory, Transport
 from shoal.protocol.sim.loop import run as run_sim

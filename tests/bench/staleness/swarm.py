@@ -41,7 +41,7 @@ from shoal.protocol.membership import Members
 from shoal.protocol.messages import CommitReport
 from shoal.protocol.ports import Payload
 from shoal.protocol.sim.loop import run as run_in_virtual_time
-from shoal.protocol.sim.matrix import MatrixNetwork
+from shoal.protocol.sim.network import MatrixNetwork
 from shoal.protocol.sim.trust import TrustingSeals
 from shoal.protocol.sim.world import SimPeer, World
 from shoal.protocol.spec import RunSpec, WireSpec

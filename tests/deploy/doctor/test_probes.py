@@ -21,7 +21,7 @@ from shoal.protocol.invite import Invite, InviteKey
 from shoal.protocol.limits import PROTOCOL_VERSION
 from shoal.protocol.live import about
 from shoal.protocol.live.directory import LiveDirectory
-from shoal.protocol.live.run import run
+from shoal.protocol.live.loop import run
 from shoal.protocol.live.transport import LiveTransport
 from shoal.protocol.membership import Members
 from shoal.protocol.messages import PeerStatus, StatusRequest, SwarmStatus

@@ -23,7 +23,7 @@ from shoal.protocol.identity import Identity
 from shoal.protocol.invite import Invite, InviteKey
 from shoal.protocol.limits import PROTOCOL_VERSION, RECORD_BYTES_MAX
 from shoal.protocol.live import directory as directory_module
-from shoal.protocol.live.run import run as run_live
+from shoal.protocol.live.loop import run as run_live
 from shoal.protocol.messages import Advert, AdvertRecord, SpecRecord
 from shoal.protocol.plan import Member, Plan, Stage, sign_plan
 from shoal.protocol.sim.loop import run

@@ -25,8 +25,8 @@ from shoal.protocol.errors import LocalError
 from shoal.protocol.identity import Identity
 from shoal.protocol.invite import Invite, make_invite, parse_invite
 from shoal.protocol.limits import PROTOCOL_VERSION
-from shoal.protocol.live.clock import LoopClock
 from shoal.protocol.live.directory import LiveDirectory
+from shoal.protocol.live.loop import LoopClock
 from shoal.protocol.live.transport import LiveTransport
 from shoal.protocol.messages import Advert, Heartbeat, Standing
 from shoal.protocol.plan import Member, Plan, SignedPlan, Stage, sign_plan

@@ -19,7 +19,7 @@ from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.invite import Invite, make_invite
 from shoal.protocol.limits import PROTOCOL_VERSION
 from shoal.protocol.live.disk import LiveDisk
-from shoal.protocol.live.run import run
+from shoal.protocol.live.loop import run
 from shoal.protocol.live.transport import LiveTransport
 from shoal.protocol.messages import StatusRequest, SwarmStatus
 from shoal.protocol.sim.trust import OpenGate, everybody

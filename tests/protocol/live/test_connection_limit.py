@@ -16,7 +16,7 @@ import pytest
 from shoal.protocol.errors import Unreachable
 from shoal.protocol.limits import CONNECTIONS_OF_ADDRESS_MAX, SHUT_OUT_ADDRESSES_MAX, SHUT_OUT_S
 from shoal.protocol.live.connection_limit import ConnectionLimit, count_connections
-from shoal.protocol.live.run import run
+from shoal.protocol.live.loop import run
 
 HOST = ipaddress.ip_address("192.0.2.7").packed
 FLOOD = "127.0.0.66"

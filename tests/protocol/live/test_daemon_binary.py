@@ -11,7 +11,7 @@ from shoal.protocol.identity import Identity
 from shoal.protocol.live import daemon as daemon_module
 from shoal.protocol.live.daemon import Daemon, daemon_path
 from shoal.protocol.live.daemon_binary import check_daemon
-from shoal.protocol.live.run import run
+from shoal.protocol.live.loop import run
 
 HERE = f"{sys.platform}-{platform.machine()}"
 

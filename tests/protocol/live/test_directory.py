@@ -13,8 +13,8 @@ from shoal.protocol.errors import TransportError
 from shoal.protocol.limits import KEY_BYTES_MAX, RECORD_BYTES_MAX
 from shoal.protocol.live import directory as directory_module
 from shoal.protocol.live.directory import LiveDirectory
+from shoal.protocol.live.loop import run
 from shoal.protocol.live.record_store import KeyRule
-from shoal.protocol.live.run import run
 
 pytestmark = pytest.mark.process
 

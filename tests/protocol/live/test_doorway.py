@@ -9,7 +9,7 @@ import pytest
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import WAITING_STREAMS_MAX, WAITING_STREAMS_OF_ONE_MAX
 from shoal.protocol.live.doorway import Doorway
-from shoal.protocol.live.run import run
+from shoal.protocol.live.loop import run
 from shoal.protocol.ports import Priority
 
 A = PeerID("a")

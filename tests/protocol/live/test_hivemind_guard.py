@@ -21,8 +21,8 @@ from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import RECORD_BYTES_MAX, RECORD_EXPIRES_S_MAX
 from shoal.protocol.live import hivemind_guard
 from shoal.protocol.live.directory import LiveDirectory
+from shoal.protocol.live.loop import run
 from shoal.protocol.live.record_store import KeyRule
-from shoal.protocol.live.run import run
 
 
 @pytest.fixture(autouse=True)
@@ -204,7 +204,7 @@ import asyncio, sys
 from pathlib import Path
 from shoal.protocol.identity import Identity
 from shoal.protocol.live.directory import LiveDirectory
-from shoal.protocol.live.run import run
+from shoal.protocol.live.loop import run
 from shoal.protocol.live.transport import LiveTransport
 from shoal.protocol.sim.trust import everybody
 

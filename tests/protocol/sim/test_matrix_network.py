@@ -1,7 +1,6 @@
 import numpy as np
 
-from shoal.protocol.sim.matrix import MatrixNetwork
-from shoal.protocol.sim.network import Network
+from shoal.protocol.sim.network import MatrixNetwork, Network
 from shoal.protocol.topology import make_topology
 
 
