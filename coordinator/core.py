@@ -380,11 +380,15 @@ class CoordinationCore:
         return tuple((p, sign) for p, sign in ends if plan and plan.has(p) and self._holds_end(p, sign, body))
 
     def _proof(self, ends: Ends) -> Ends:
-        """Check `ends`. Returns: those with valid signatures, if they prove that the run is done, else nothing."""
+        """Check `ends`. Returns: those with valid signatures, if they prove that the run is done, else nothing.
+
+        Among them may be some of peers that have left since they signed: these do not count, and no member's is checked
+        twice.
+        """
         plan = self.plan
-        if plan is None or not ends or len(ends) > len(plan.members):
+        if plan is None:
             return ()
-        true = self._true_ends(ends)
+        true = self._true_ends(tuple(dict(ends).items()))
         return true if proves_end(plan, dict(true)) else ()
 
     @property
