@@ -17,6 +17,26 @@ def test_a_peer_loads_nothing_that_a_dense_run_does_not_use() -> None:
     assert _run(program) == "[] True"
 
 
+def test_a_command_that_only_asks_a_run_something_does_not_load_torch() -> None:
+    program = (
+        "import sys, shoal.deploy.cli, shoal.deploy.terminal.status, shoal.deploy.visitor.status_client\n"
+        "import shoal.protocol.live.directory, shoal.deploy.visitor.recover\n"
+        "print('torch' in sys.modules, 'hivemind.dht.node' in sys.modules)"
+    )
+    assert _run(program) == "False True"
+
+
+def test_a_name_that_was_kept_out_says_so() -> None:
+    program = (
+        "import shoal.protocol.live\n"
+        "try:\n    from hivemind.utils import MPFuture\n"
+        "except ImportError:\n    import hivemind.utils\n    print(hasattr(hivemind.utils, 'MPFuture'))\n"
+        "from hivemind.utils import get_logger, timed_storage\n"
+        "print(get_logger.__module__, timed_storage.__name__)"
+    )
+    assert _run(program) == "False\nhivemind.utils.logging hivemind.utils.timed_storage"
+
+
 def test_an_assignment_of_experts_still_finds_scipy() -> None:
     program = (
         "import sys, shoal.coordinator.experts.migration as m, numpy as np\n"
