@@ -1,6 +1,7 @@
 """A demo and a volunteer of it, both with a dashboard: real processes."""
 
 import json
+import re
 import signal
 from collections.abc import Callable
 from typing import Any
@@ -13,9 +14,10 @@ from shoal.deploy.dashboard.metrics import CONTENT_TYPE
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 
 
-def test_a_demo_and_a_volunteer_show_the_same_run(world: Any) -> None:
-    there = "--dashboard", "127.0.0.1:0"
-    demo = world.shoal("demo", "--spec", world.spec(100_000), "--peers", 2, "--stages", 2, *there)
+def test_a_volunteer_joins_a_demo_shows_the_same_run_coordinates_and_leaves(world: Any) -> None:
+    """One swarm for all of it: each takes half a minute of two cores to come up."""
+    there, report = ("--dashboard", "127.0.0.1:0"), ("--json", world.folder / "report.jsonl")
+    demo = world.shoal("demo", "--spec", world.spec(100_000), "--peers", 2, "--stages", 2, *there, *report)
     url = demo.line("dashboard: ").split()[1]
     assert httpx.get(url).status_code == 200
     invite = demo.line("shoal join ").split()[2]
@@ -72,10 +74,31 @@ def test_a_demo_and_a_volunteer_show_the_same_run(world: Any) -> None:
     assert seen[0]["run"] == own["run"]
     assert [line["step"] for line in seen] == sorted(line["step"] for line in seen)
 
+    def version() -> int:
+        status = world.status()
+        peers = status["peers"] if status else []
+        return max((p["version"] for p in peers if p["name"] == "volunteer" and p["synced"]), default=0)
+
+    world.until(version)
+    before = version()
+    world.until(lambda: version() > before)  # it takes part in the commits of its stage
+    its_terms = re.compile(r"^step .* term \d+, coordinator volunteer$", re.MULTILINE)
+    world.until(lambda: its_terms.search(volunteer.output))
     volunteer.process.send_signal(signal.SIGINT)
     assert volunteer.wait(60) == 0, world.logs()
+    assert "leaving" in volunteer.output
     world.until(trains(url, {"peer-1", "peer-2"}))
     world.until(lambda: "volunteer left" in [change["text"] for change in state(url)["changes"]])
+
+    def goes_on_without() -> bool:
+        status = world.status()
+        return status is not None and len([p for p in status["peers"] if p["stage"] is not None]) == 2
+
+    world.until(goes_on_without)
     demo.process.send_signal(signal.SIGINT)
     assert demo.wait(60) == 130, demo.output + world.logs()
     assert not world.ours()
+    steps, _, _ = world.report()
+    assert [line["step"] for line in steps] == list(range(len(steps))), "steps went with a coordinator from outside"
+    assert len(steps) > before
+    assert all(line["loss"] is not None for line in steps)
