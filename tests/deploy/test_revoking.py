@@ -16,7 +16,8 @@ def commits(command: Any) -> int:
     return int(command.output.count('{"event":"Committed"'))
 
 
-def test_a_revoked_invite_is_out_in_two_heartbeats_and_stays_out_when_all_start_again(world: Any) -> None:
+def test_what_an_invite_lets_its_holder_do_ends_with_it_and_stays_ended_when_all_start_again(world: Any) -> None:
+    """A revoked member is out in two heartbeats. An invite to look on shows the run and lets nobody train."""
     spec = world.spec(100_000)
     common = ("--listen", "127.0.0.1:0", "--threads", "1", "--json", "--limit", "compute_share=0.2", "--state-dir")
     hosting = ("host", spec, *common, world.folder / "host")
@@ -38,6 +39,18 @@ def test_a_revoked_invite_is_out_in_two_heartbeats_and_stays_out_when_all_start_
     had = commits(stays)
     world.until(lambda: commits(stays) >= had + 3)
 
+    looks = ask(folder, "invite-new", observe=True)
+    status = world.shoal("status", looks["invite"], "--json")
+    assert status.wait(60) == 0
+    assert json.loads(status.output)["name"] == "small"
+    looks_on = world.shoal("join", looks["invite"], *common, world.folder / "looks-on")
+    assert looks_on.wait(60) == 2
+    assert "only lets you look on" in looks_on.errors
+    ask(folder, "invite-revoke", name=looks["name"])
+    status = world.shoal("status", looks["invite"], "--json")
+    assert status.wait(60) != 0
+    assert "you are excluded from this run" in status.errors
+
     for command in (host, stays):
         command.process.send_signal(signal.SIGINT)
     assert (host.wait(60), stays.wait(60)) == (0, 0)
@@ -46,22 +59,3 @@ def test_a_revoked_invite_is_out_in_two_heartbeats_and_stays_out_when_all_start_
     back = world.shoal("join", other["invite"], *common, world.folder / "goes")
     assert back.wait(60) == 2
     assert "does not let this machine in: you are excluded from this run" in back.errors
-
-
-def test_an_invite_to_look_on_shows_the_run_and_lets_nobody_train(world: Any) -> None:
-    spec = world.spec(100_000)
-    spec.write_text(spec.read_text().replace("stages = 2", "stages = 1").replace("min_peers = 2", "min_peers = 1"))
-    common = ("--listen", "127.0.0.1:0", "--threads", "1", "--json", "--limit", "compute_share=0.2", "--state-dir")
-    host = world.shoal("host", spec, *common, world.folder / "host")
-    world.until(lambda: commits(host) >= 1)
-    looks = ask(world.folder / "host", "invite-new", observe=True)
-    status = world.shoal("status", looks["invite"], "--json")
-    assert status.wait(60) == 0
-    assert json.loads(status.output)["name"] == "small"
-    joins = world.shoal("join", looks["invite"], *common, world.folder / "guest")
-    assert joins.wait(60) == 2
-    assert "only lets you look on" in joins.errors
-    ask(world.folder / "host", "invite-revoke", name=looks["name"])
-    status = world.shoal("status", looks["invite"], "--json")
-    assert status.wait(60) != 0
-    assert "you are excluded from this run" in status.errors
