@@ -48,10 +48,10 @@ bytes of a parameter are those of its gradient on the wire, of all that is in me
 OUT_RATE, IN_RATE, AWAY_OUT, AWAY_IN, PART, REDUCED, LOAD, SLOPE, OFFSET, TAKEN, CARD = range(11)
 """The rows of what the cost needs to know of a unit. `REDUCED` has the bytes over its card for each byte of its stage's
 gradient."""
-PATH_UNIT, LATENCY, SECONDS, FREE, COMMIT, TAIL, JOB, STRAIN, FLOW, HOP = range(10)
+PATH_UNIT, LATENCY, SECONDS, FREE, COMMIT, JOB, STRAIN, FLOW, HOP = range(9)
 """The rows of what the cost needs to know of a stage. `PATH_UNIT` is the largest (p_d + p_e) / path rate between two
-members. `TAIL` is the time from a microbatch's arrival to its step's commit, as last summed up. `STRAIN` has the mean
-member's seconds of the reduction where `COMMIT` has the largest. `FLOW` and `HOP` are of the stage and the next."""
+members. `STRAIN` has the mean member's seconds of the reduction where `COMMIT` has the largest. `FLOW` and `HOP` are of
+the stage and the next one."""
 PATHS, STAGES, PAIRS = range(3)
 """The rows that say what of a stage is to be computed again."""
 
@@ -79,8 +79,6 @@ class Problem(NamedTuple):
     """[3, L + 1]"""
     costs: Any
     """[9]"""
-    price: Any
-    """[2, 2], `Price`: (at one, half powers) where all of the open step is seen, and where none is."""
 
 
 class State(NamedTuple):
@@ -98,7 +96,7 @@ class State(NamedTuple):
     loads: Any
     """[11, N]"""
     times: Any
-    """[10, K]"""
+    """[9, K]"""
     dirty: Any
     """bool [3, K]"""
     card_load: Any
@@ -469,50 +467,34 @@ def _sum_up(P, S, work):
             uneven = max(uneven, S.times[JOB, k] / 2.0)
     work[0] += 2 * len(S.stage) + 16 * K
     issue_s = P.costs[MICROBATCHES] / min(rate, S.times[FREE, slowest]) - S.times[JOB, slowest]
-    step_s, seconds, chain_s = _paced(P, S, flow_s, issue_s, uneven, P.costs[S_MAX])
+    step_s, chain_s = _paced(P, S, flow_s, issue_s, uneven, P.costs[S_MAX])
     if P.costs[S_MAX] > 0.0:
-        behind_s, behind, behind_chain_s = _paced(P, S, flow_s, issue_s, uneven, 0.0)
+        behind_s, behind_chain_s = _paced(P, S, flow_s, issue_s, uneven, 0.0)
         work[0] += 8 * K
-        if behind < seconds:
-            step_s, seconds, chain_s = behind_s, behind, behind_chain_s
+        if behind_s < step_s:
+            step_s, chain_s = behind_s, behind_chain_s
     memory = _memory(P, S, step_s)
     if memory > 1.0:
         return IMPOSSIBLE * memory, IMPOSSIBLE * memory
-    cost = seconds * (1.0 + moving_s(P, S) / P.costs[HORIZON_S])
+    cost = step_s * (1.0 + moving_s(P, S) / P.costs[HORIZON_S])
     return cost, cost + _GUIDE * (mean_s + chain_s)
 
 
 @_inner
 def _paced(P, S, flow_s, issue_s, uneven, ahead):
-    """Pace the pipeline with so many steps ahead of the versions. Returns: (T, T with staleness's cost, T_chain)."""
+    """Pace the pipeline with so many steps ahead of the versions. Returns: (T, T_chain)."""
     K = len(S.count)
-    trip = tail = commit = stale = 0.0
+    trip = tail = 0.0
     for k in range(K - 1, -1, -1):
         trip += S.times[JOB, k] + (S.times[HOP, k] if k < K - 1 else 0.0)
-        commit_k = S.times[COMMIT, k] + _reduce_s(P, S, k, flow_s if ahead > 0.0 else np.inf)
-        commit = max(commit, commit_k)
-        S.times[TAIL, k] = trip + commit_k
-        tail = max(tail, S.times[TAIL, k])
+        commit = S.times[COMMIT, k] + _reduce_s(P, S, k, flow_s if ahead > 0.0 else np.inf)
+        tail = max(tail, trip + commit)
     chain_s = (issue_s + tail + S.times[LATENCY, 0] + uneven) / (ahead + 1.0)
     if ahead == 0.0:
-        return chain_s, chain_s, chain_s
+        return chain_s, chain_s
     larger = max(flow_s, chain_s)
     square = (min(flow_s, chain_s) / larger) ** 2
-    step_s = larger * np.sqrt(np.sqrt(1.0 + square * square))
-    for k in range(K):
-        stale += min(ahead, S.times[TAIL, k] / step_s) / K
-    seen = 1.0 - min(1.0, trip / step_s) * trip / (trip + commit)
-    more = seen * _further(P.price[0], stale) + (1.0 - seen) * _further(P.price[1], stale)
-    return step_s, step_s * (1.0 + more), chain_s
-
-
-@_inner
-def _further(price, stale):
-    """The result of `Price.more_steps`, less 1."""
-    power = np.sqrt(stale) if int(price[1]) % 2 == 1 else 1.0
-    for _ in range(int(price[1]) // 2):
-        power *= stale
-    return price[0] * power
+    return larger * np.sqrt(np.sqrt(1.0 + square * square)), chain_s
 
 
 @_inner

@@ -266,7 +266,6 @@ class ThroughputEvaluator:
             q=q,
             layers=np.array([np.cumsum((0.0, *of)) for of in (w.layer_flop, w.layer_parameters, w.layer_held_bytes)]),
             costs=np.array(costs, dtype=np.float64),
-            price=np.array([[price.at_one, price.half_powers] for price in (w.price, w.price.unseen or w.price)]),
         )
         return problem
 

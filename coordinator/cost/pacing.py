@@ -77,8 +77,6 @@ class Pace:
 
     steps_ahead: int
     step_s: float
-    seconds: float
-    """The seconds a step, times what staleness costs."""
     chain_s: float
     commit_s: float
     """The commit of the largest stage."""
@@ -100,11 +98,9 @@ def pace_of(workload: Workload, flow: Flow, steps_ahead: int) -> Pace:
     chain_s = max(chains_s)
     step_s = joined(flow.flow_s, chain_s) if steps_ahead else chain_s
     stale = _stale(trips_s, commits_s, step_s, steps_ahead)
-    unseen = min(1.0, trips_s[0] / step_s) * trips_s[0] / (trips_s[0] + max(commits_s))
     return Pace(
         steps_ahead=steps_ahead,
         step_s=step_s,
-        seconds=step_s * workload.price.more_steps(stale, seen=1.0 - unseen),
         chain_s=chain_s,
         commit_s=max(commits_s),
         tails=[Tail(chain_s, crowded) for chain_s, (_, crowded) in zip(chains_s, commits, strict=True)],

@@ -1,7 +1,6 @@
-"""Shoal's own objective: seconds a step of the asynchronous pipeline on unequal GPUs, times what its staleness costs.
+"""Shoal's own objective: seconds a step of the asynchronous pipeline on unequal GPUs.
 
-    T = (T_flow^4 + T_chain(s_max)^4)^(1/4);  nothing ahead: T = T_chain(0)
-    time to a loss ~ T (1 + price(s))
+    T = (T_flow^4 + T_chain(s_max)^4)^(1/4);  nothing ahead: T = T_chain(0), if that is less
 
 **T_flow**, what the busiest thing needs for one step's work when everything overlaps: M microbatches through every
 stage and every pair of neighbouring stages, and the reduction of every stage, on the same cards. In T seconds member d
@@ -52,11 +51,8 @@ its commit wants a version that is not there:
 
     s = mean over k of min(s_max, (round trip_k + commit_k) / T)
 
-of which what begins while the open step is in flight has not seen all of it, and lacks min(1, round trip_0 / T) x
-round trip_0 / (round trip_0 + commit) on average at most. What that costs is the workload's price
-(`protocol/staleness.py`), and where it costs more than running ahead gains, nothing runs ahead: T = T_chain(0), s = 0.
-The pipeline's control (`peer/replica/flow.py`) decides by the same model; plans are made without a price
-(`Workload.price` says why).
+What that costs in steps the pipeline's control weighs (`peer/replica/flow.py`, `protocol/staleness.py`); plans are made
+without it ([`DECISIONS.md`](DECISIONS.md)).
 
 Source: ours; checked against the real drivers in virtual time (MEASURED.md).
 """
@@ -84,7 +80,7 @@ class ThroughputObjective:
 
     step_s (T), flow_s, compute_s (the largest stage's M / sum of 1 / job), stage_s, pair_s and reduce_s (the parts of
     T_flow), chain_s, round_trip_s (of one microbatch, nothing waiting), commit_s (the largest stage's), stale (s, 0 to
-    s_max), staleness_s (what it costs), foreseen_s (with the control), tokens_per_s (then), slowest_stage (index),
+    s_max), foreseen_s (with the control), tokens_per_s (then), slowest_stage (index),
     memory (largest needed / present).
     """
 
@@ -142,7 +138,7 @@ class ThroughputObjective:
             jobs_s=jobs_s,
         )
         paces = (pace_of(w, flow, steps_ahead) for steps_ahead in dict.fromkeys((w.s_max, 0)))
-        pace = min(paces, key=lambda pace: pace.seconds)
+        pace = min(paces, key=lambda pace: pace.step_s)
         step_s, foreseen = pace.step_s, self._foreseen_s(flow, pace)
         memory, tight = self._memory(placement, shares, trips_s, step_s)
         if memory > 1.0:
@@ -158,13 +154,12 @@ class ThroughputObjective:
             "round_trip_s": trips_s[0],
             "commit_s": pace.commit_s,
             "stale": pace.stale,
-            "staleness_s": pace.seconds - step_s,
             "foreseen_s": foreseen,
             "tokens_per_s": w.tokens_per_step / foreseen,
             "slowest_stage": float(stage_s.index(max(stage_s))),
             "memory": memory,
         }
-        return Cost(seconds=pace.seconds, parts=parts)
+        return Cost(seconds=step_s, parts=parts)
 
     def sent_bytes(self, placement: Placement) -> tuple[tuple[float, ...], ...]:
         """The bytes that each member of each stage sends over its network card in a step, with every frame of training;

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from shoal.coordinator.cost.layer_costs import layer_costs
 from shoal.protocol.spec import ModelSpec, RunSpec
-from shoal.protocol.staleness import FREE, Price, price_of
+from shoal.protocol.staleness import Price, price_of
 
 FP32_BYTES = 4.0
 _WIDTHS = {"fp32": FP32_BYTES, "bf16": 2.0}
@@ -37,14 +37,9 @@ class Workload:
     """M, a step."""
     tokens_per_microbatch: int
     s_max: int
-    price: Price = FREE
-    """The price of staleness. `of` leaves it free. With the price that the pipeline's control decides by (`price_of`),
-    plans of slow networks would rest on how long a reduction takes beside the activations, which is foreseen least well
-    (MEASURED.md)."""
-
     control: Price | None = None
-    """The price by which the pipeline chooses how much runs ahead of what is allowed (`foresight.py`); None: all of
-    it."""
+    """The price of staleness by which the pipeline chooses how much runs ahead of what is allowed (`foresight.py`).
+    None: it runs ahead as far as is allowed."""
 
     @property
     def num_layers(self) -> int:

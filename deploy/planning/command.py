@@ -393,7 +393,6 @@ _PARTS = {
     "round_trip_s": "one microbatch there and back",
     "commit_s": "from the last gradient to the next weights",
     "stale": "steps that gradients are late, on average",
-    "staleness_s": "what being late costs",
     "foreseen_s": "a step, as foreseen",
     "tokens_per_s": "tokens/s, as foreseen",
     "slowest_stage": "the slowest stage is stage",

@@ -1,6 +1,6 @@
 """Names what can be seen of a simulated swarm: the vocabulary between its nodes and the invariants."""
 
-from dataclasses import dataclass
+import msgspec
 
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import CommitReport, RoundStart
@@ -8,28 +8,24 @@ from shoal.protocol.plan import SignedPlan
 from shoal.protocol.sim.chaos import Fault
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Seen:
+class _Seen(msgspec.Struct, frozen=True, kw_only=True):
     at_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _OfNode(_Seen):
+class _OfNode(_Seen, frozen=True, kw_only=True):
     name: str
     life: int
     """The number of the process of that name, from 0: a crashed one comes back as another."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Started(_OfNode):
+class Started(_OfNode, frozen=True, kw_only=True):
     peer: PeerID
 
     def __str__(self) -> str:
         return f"{self.name} starts (life {self.life}) as {self.peer[-8:]}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Obeyed(_OfNode):
+class Obeyed(_OfNode, frozen=True, kw_only=True):
     """A node obeys this plan from now on."""
 
     plan: SignedPlan
@@ -38,8 +34,7 @@ class Obeyed(_OfNode):
         return f"{self.name} obeys plan {self.plan.plan.order}: {self.plan.plan.reason}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Held(_OfNode):
+class Held(_OfNode, frozen=True, kw_only=True):
     """A node has stepped to, or loaded, a state of its stage."""
 
     era: int
@@ -52,8 +47,7 @@ class Held(_OfNode):
         return f"{self.name} holds version {self.version} of stage {self.stage} in era {self.era}: {self.digest[:8]}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Committed(_OfNode):
+class Committed(_OfNode, frozen=True, kw_only=True):
     """The group of a node agrees on a commit. Every member says so of each commit."""
 
     report: CommitReport
@@ -63,8 +57,7 @@ class Committed(_OfNode):
         return f"{self.name}: stage {r.stage} committed step {r.step} of era {r.era} with {r.members} members"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Opened(_OfNode):
+class Opened(_OfNode, frozen=True, kw_only=True):
     """A group leader has named the members of a round to another node."""
 
     start: RoundStart
@@ -74,16 +67,14 @@ class Opened(_OfNode):
         return f"{self.name} opens round {start.step} of stage {start.stage}, attempt {start.attempt}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finished(_OfNode):
+class Finished(_OfNode, frozen=True, kw_only=True):
     """A node has heard that the run is done, and has ended."""
 
     def __str__(self) -> str:
         return f"{self.name} has ended"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failed(_OfNode):
+class Failed(_OfNode, frozen=True, kw_only=True):
     """A node cannot go on, or one of its handlers raised."""
 
     error: str
@@ -92,8 +83,7 @@ class Failed(_OfNode):
         return f"{self.name} failed: {self.error}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Injected(_Seen):
+class Injected(_Seen, frozen=True, kw_only=True):
     """A fault begins."""
 
     fault: Fault
@@ -102,16 +92,14 @@ class Injected(_Seen):
         return f"fault: {self.fault}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Quiet(_Seen):
+class Quiet(_Seen, frozen=True, kw_only=True):
     """All faults are over, and nothing more goes wrong from now on."""
 
     def __str__(self) -> str:
         return "all is healed"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ticked(_Seen):
+class Ticked(_Seen, frozen=True, kw_only=True):
     """A moment has passed; `running` are the nodes that are alive and have not ended."""
 
     running: tuple[str, ...]

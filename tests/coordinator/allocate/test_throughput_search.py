@@ -11,10 +11,6 @@ import allocate_swarms as swarms
 from shoal.coordinator.allocate.evolution import evolve
 from shoal.coordinator.allocate.throughput_search import IMPOSSIBLE, ThroughputEvaluator
 from shoal.coordinator.cost.throughput import ThroughputObjective
-from shoal.protocol.staleness import Price
-
-PRICES = Price(0.3), Price(0.77, 9, unseen=Price(1.4, 1)), Price(3.0, 1)
-"""Cheap, as it is, and so dear that nothing runs ahead."""
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -22,7 +18,7 @@ def test_the_compiled_cost_is_that_of_the_formula(seed: int) -> None:
     stages, layers = 1 + seed % 4, 6
     topology = swarms.swarm(seed, 12, cards=seed % 3 > 0)
     workload = swarms.workload(layers=layers, s_max=seed % 2, cut_bytes=[4e6, 1e5, 1e8][seed % 3])
-    workload = replace(workload, price=PRICES[seed % len(PRICES)], backward_per_forward=2.0 + seed // 4 % 2)
+    workload = replace(workload, backward_per_forward=2.0 + seed // 4 % 2)
     evaluator = ThroughputEvaluator(topology, workload, stages)
     objective = ThroughputObjective(topology, workload)
     possible = 0

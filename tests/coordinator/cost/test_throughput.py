@@ -153,34 +153,6 @@ def test_stages_without_a_path_between_them_are_impossible() -> None:
     assert "cut off" in cost(cut_off, workload(), (0,), (1,)).why
 
 
-def test_staleness_has_a_price_that_is_told_apart() -> None:
-    swarm, placement = lan(2, latency_s=1.0), Placement(stages=((0,), (1,)), bounds=(0, 2, 4))
-    free = ThroughputObjective(swarm, workload()).cost(placement)
-    priced = ThroughputObjective(swarm, replace(workload(), price=Price(0.5))).cost(placement)
-    assert free.parts["staleness_s"] == 0.0
-    assert priced.parts["step_s"] == free.parts["step_s"]
-    assert priced.parts["staleness_s"] == pytest.approx(0.5 * free.parts["stale"] * free.seconds)
-    assert priced.seconds == pytest.approx(free.seconds + priced.parts["staleness_s"])
-
-
-def test_what_was_not_seen_is_dearer() -> None:
-    swarm, placement = lan(2, latency_s=1.0), Placement(stages=((0,), (1,)), bounds=(0, 2, 4))
-    free = ThroughputObjective(swarm, workload()).cost(placement)
-    trip_s, commit_s = free.parts["round_trip_s"], free.parts["commit_s"]
-    unseen = trip_s / free.parts["step_s"] * trip_s / (trip_s + commit_s)
-    priced = ThroughputObjective(swarm, replace(workload(), price=Price(0.0, unseen=Price(0.1)))).cost(placement)
-    assert 0.0 < unseen < 1.0
-    assert priced.parts["staleness_s"] == pytest.approx(0.1 * unseen * free.parts["stale"] * free.seconds)
-
-
-def test_where_staleness_costs_more_than_it_saves_nothing_runs_ahead() -> None:
-    swarm, placement = lan(2, latency_s=1.0), Placement(stages=((0,), (1,)), bounds=(0, 2, 4))
-    flush = ThroughputObjective(swarm, workload(s_max=0)).cost(placement)
-    dear = ThroughputObjective(swarm, replace(workload(), price=Price(9.0))).cost(placement)
-    assert dear == flush
-    assert dear.parts["stale"] == 0.0
-
-
 def test_flow_goes_around_slow_paths() -> None:
     even = np.array([1.0, 1.0])
     assert fill(even, even, np.full((2, 2), 9.0)) == pytest.approx(np.full((2, 2), 0.5))
