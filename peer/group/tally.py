@@ -164,7 +164,7 @@ class Tallies:
 
     def word(self, step: int, *, stage: int, lead: PeerID, incarnation: int, count: int) -> Progress:
         """Ours on a step."""
-        mine, claimed = self.tally(step, self.me), self._claimed.get(step, 0)
+        mine, claimed = self._by_step.get(step, {}).get(self.me) or Tally(), self._claimed.get(step, 0)
         return Progress(
             stage=stage,
             step=step,

@@ -27,6 +27,7 @@ the square root beats a line, and a decay over 10 to 20 % of the steps reaches t
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from shoal.protocol.spec import ContinuedSpec, OptimizerSpec, RunSpec
 
@@ -113,6 +114,7 @@ def learning_rate(
     return leg.rate(step, optimizer)
 
 
+@lru_cache(maxsize=256)
 def rate_of(spec: RunSpec, step: int) -> float:
-    """`learning_rate` of a run's step."""
+    """`learning_rate` of a run's step. Each layer's step and each prediction asks, of the same few steps."""
     return learning_rate(spec.optimizer, step, spec.training.steps, spec.continued)

@@ -17,9 +17,9 @@ class Microbatch(NamedTuple):
     def validates(self) -> bool:
         return self.index < 0
 
-    def __str__(self) -> str:
-        return f"({self.step}, {self.index})"
 
+Microbatch.__str__ = tuple.__repr__  # type: ignore[method-assign]
+# It is written "(3, 1)": every job and frame names its task so. In the class mypy would take this for a field.
 
 Indices = int
 """A set of microbatch indices of one step, as the bits of a number: bit i stands for microbatch i. It is a plain number

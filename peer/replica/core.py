@@ -76,20 +76,14 @@ class ReplicaCore(MemberCore):
     def __init__(self, group: Commit, pipeline: Schedule, supply: Supply | None, plan: Plan) -> None:
         super().__init__(group, plan)
         self._pipeline = pipeline
+        self.pipeline: PipelineView = pipeline
+        """To be read."""
         self._supply = supply
+        self.supply: SupplyView | None = supply
+        """To be read; None: not of stage 0."""
         self._supply_due_s = supply.next_timer_s() if supply is not None else math.inf
         self._upstream: frozenset[PeerID] = frozenset()
         self._draining_upstream: set[PeerID] = set()
-
-    @property
-    def pipeline(self) -> PipelineView:
-        """To be read."""
-        return self._pipeline
-
-    @property
-    def supply(self) -> SupplyView | None:
-        """To be read; None: not of stage 0."""
-        return self._supply
 
     def handle(self, event: Event, *, now_s: float) -> list[Command]:
         kind = type(event)
@@ -102,10 +96,10 @@ class ReplicaCore(MemberCore):
                 commands = self._commit(event, now_s) if now_s >= self._group_due_s else []
                 return commands + self._supplied(event, now_s) if now_s >= self._supply_due_s else commands
             case ProgressArrived(source, progress):
-                if not self._group.has_place(source):
-                    return []  # These are the last words of one whom we have counted out.
+                # Of one whom we have counted out these are the last words: they count for neither part.
+                supplies = self._supply is not None and self._group.has_place(source)
                 commands = self._commit(event, now_s)
-                if self._supply is not None:
+                if supplies:
                     said = MemberSaid(source, progress.step, progress.indices, progress.claimed)
                     commands += self._supplied(said, now_s)
                 return commands

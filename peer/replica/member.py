@@ -63,6 +63,8 @@ class MemberCore(ABC):
 
     def __init__(self, group: Commit, plan: Plan) -> None:
         self._group = group
+        self.group: GroupView = group
+        """To be read."""
         self._plan = plan
         self._remembers = False
         self.is_open = False
@@ -70,11 +72,6 @@ class MemberCore(ABC):
         self.is_draining = False
         group.handle(OpenSet(False), now_s=0.0)
         self._group_due_s = group.next_timer_s()
-
-    @property
-    def group(self) -> GroupView:
-        """To be read."""
-        return self._group
 
     @property
     def plan(self) -> Plan:

@@ -285,8 +285,7 @@ class Supply:
     def _note(self, source: PeerID, step: int, indices: bytes, granted: bytes, now_s: float) -> None:
         count = self.book.microbatches
         made = indices_from(indices, count=count)
-        self.book.take(step, made)
-        self.book.take(step, indices_from(granted, count=count))
+        self.book.take(step, made | indices_from(granted, count=count))
         for microbatch, out in list(self._out.items()):
             if out.peer == source and microbatch.step == step and made >> microbatch.index & 1:
                 self._made(microbatch, now_s)
