@@ -3,13 +3,14 @@
 The handlers behind it take for granted that the sender stands where the table says, under one of the plans that this
 peer has obeyed of late. What the table cannot know stays with them: whether this sender was asked for this very thing.
 
-A role is held under a plan, and two peers never obey a new plan in the same moment. Hence the last few plans count
-(who drains has left the newest one), and a member's message that no plan of ours explains yet waits for the next plan
-for a moment before it is refused.
+A role is held under a plan, and two peers never obey a new plan in the same moment. Hence the last few plans count,
+and a member's message that no plan of ours explains yet waits for the next plan for a moment before it is refused. The
+two need not have their places under one plan: whoever drains has left its group by the newest one, and finishes the
+round that is open with a member that came by the very same plan.
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from enum import Enum, auto
 from typing import Final
 
@@ -166,8 +167,7 @@ class Gate:
 
     def _holds(self, source: PeerID, role: Role) -> bool:
         if (source, role) not in self._held:
-            holds = _HOLDS[role]
-            if not any(holds(plan, self._me, source) for plan in self._plans):
+            if not _HOLDS[role](self._plans, self._me, source):
                 return False
             self._held.add((source, role))
         return True
@@ -177,20 +177,21 @@ def _verdict(allowed: bool) -> Verdict:
     return Verdict.ALLOWED if allowed else Verdict.REFUSED
 
 
-def _is_planned(plan: Plan, me: PeerID, source: PeerID) -> bool:
-    return plan.has(source)
+def _is_planned(plans: Collection[Plan], me: PeerID, source: PeerID) -> bool:
+    return any(plan.has(source) for plan in plans)
 
 
-def _is_group_member(plan: Plan, me: PeerID, source: PeerID) -> bool:
-    return not set(plan.groups_of(me)).isdisjoint(plan.groups_of(source))
+def _is_group_member(plans: Collection[Plan], me: PeerID, source: PeerID) -> bool:
+    ours = {group for plan in plans for group in plan.groups_of(me)}
+    return any(not ours.isdisjoint(plan.groups_of(source)) for plan in plans)
 
 
-def _is_near(plan: Plan, me: PeerID, source: PeerID) -> bool:
-    ours, theirs = plan.stage_of(me), plan.stage_of(source)
-    return ours is not None and theirs is not None and abs(ours - theirs) <= 1
+def _is_near(plans: Collection[Plan], me: PeerID, source: PeerID) -> bool:
+    ours, theirs = ({plan.stage_of(peer) for plan in plans} - {None} for peer in (me, source))
+    return any(abs(here - there) <= 1 for here in ours for there in theirs if here is not None and there is not None)
 
 
-_HOLDS: Final[Mapping[Role, Callable[[Plan, PeerID, PeerID], bool]]] = {
+_HOLDS: Final[Mapping[Role, Callable[[Collection[Plan], PeerID, PeerID], bool]]] = {
     Role.PLANNED: _is_planned,
     Role.GROUP_MEMBER: _is_group_member,
     Role.NEAR: _is_near,

@@ -74,6 +74,20 @@ def test_who_has_left_the_plan_keeps_its_place_for_some_plans() -> None:
     assert gate.verdict(PeerID("b"), m.Progress) is Verdict.WAIT
 
 
+@pytest.mark.parametrize("me", ["b", "c"])
+def test_who_leaves_a_group_finishes_a_round_with_who_comes_by_the_same_plan(me: str) -> None:
+    """No plan has both in the group: "b" leaves stage 0 by the plan that brings "c"."""
+    other = "c" if me == "b" else "b"
+    gate = gate_of(PeerID(me), plan_of("ab", "dc"))
+    assert gate.verdict(PeerID(other), m.ReducePart) is Verdict.WAIT
+    gate.obey(plan_of("ac", "db", sequence=2))
+    for kind in (m.ReducePart, m.GatherPart, m.Progress, m.Activation):
+        assert gate.verdict(PeerID(other), kind) is Verdict.ALLOWED, kind
+    for sequence in range(3, PLANS_SERVED + 2):
+        gate.obey(plan_of("ac", "db", sequence=sequence))
+    assert gate.verdict(PeerID(other), m.ReducePart) is Verdict.WAIT
+
+
 def test_an_excluded_mate_is_refused_at_once() -> None:
     ana, ben = Identity(bytes(32)), Identity(bytes([1]) * 32)
     plan = Plan(

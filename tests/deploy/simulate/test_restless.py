@@ -6,7 +6,7 @@ from restless import RestlessRun, play_restless
 
 
 @pytest.mark.sim
-@pytest.mark.parametrize(("seed", "s_max"), [(1, 1), (2, 0)])
+@pytest.mark.parametrize(("seed", "s_max"), [(1, 1), (2, 0), (4, 1)])
 def test_training_does_not_stand_still_while_everybody_moves(seed: int, s_max: int) -> None:
     result = play_restless(RestlessRun(seed=seed, s_max=s_max, seconds=50.0))
     assert result.kills >= 4
