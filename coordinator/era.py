@@ -111,7 +111,7 @@ class HolderWatch:
                 self._held[index] = now_s, holders[index]
                 continue
             last_s, former = self._held.get(index, (self._begun_s, _members(plan, index)))
-            # Who has died will not come back with what was in its memory.
+            # A peer that has died will not come back with what was in its memory.
             if now_s >= last_s + PATIENCE_HEARTBEATS * self._heartbeat_s or former.isdisjoint(alive):
                 lost.append(index)
         if not lost:
@@ -153,7 +153,7 @@ def holders(
 ) -> list[frozenset[PeerID]]:
     """The peers that hold each group's state or, in a plan that is still `fresh`, could make it."""
     snapshot = disks.newest_whole(held_keys(model, placed=bool(live.experts)))
-    # Who is behind a whole snapshot of its own era has begun that era again, without being told to.
+    # A peer that is behind a whole snapshot of its own era has begun that era again, without being told to.
     floor = snapshot[1] if snapshot and snapshot[0] == live.era else live.restore_version
     num_stages = len(live.stages)
     holding: dict[int, set[PeerID]] = {}

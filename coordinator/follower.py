@@ -120,7 +120,7 @@ class Follower:
             self._pre_vote, self._is_asking = None, False
         if turn is None or busy or now_s < self.watch.suspect_at_s:
             return commands, None
-        # Who has begun to ask goes on when it learns of a later plan of the same coordinator, whoever is next there.
+        # A peer that has begun to ask goes on when it learns of a later plan of the same coordinator, whoever is next.
         stagger_s = STAGGER_HEARTBEATS * self._heartbeat_s + STAGGER_ROUND_TRIPS * self.watch.round_trip_s
         due_s = self.watch.suspect_at_s + (0 if self._is_asking else turn) * stagger_s
         if now_s < max(due_s, self._not_before_s):

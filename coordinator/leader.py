@@ -68,7 +68,7 @@ class Leader:
         self._head_at_s = now_s + HEAD_HEARTBEATS * self._heartbeat_s
         self._members, self._lost_s = frozenset(plan.members), -math.inf
         self._policy.begin_term(plan, now_s, continuing=continuing, silent=silent)
-        # Of a dead coordinator that no plan names any more, as after a reset, nothing is asked.
+        # Nothing is asked of a dead coordinator that no plan names any more, as after a reset.
         self._detector.begin((silent,) if silent in plan.members else (), now_s)
 
     def excuse(self, now_s: float) -> None:

@@ -127,7 +127,7 @@ class Proposer:
             ballot.agreed[event.peer] = signature
             return self._advance(now_s)
         if term == ballot.term and ballot.handed_over and ballot.plan is None:
-            # Promised to an heir before us, of whom the coordinator says by asking us that he did not make it.
+            # It was promised to an heir before us, which has not made it: else the coordinator would not have asked us.
             return self.campaign(ballot.base, now_s, handed_over=True, term=term + 1)
         if term == ballot.term and ballot.plan is None:
             ballot.promised.add(event.peer)

@@ -83,7 +83,7 @@ class PlanStore:
             raise self._damaged(str(error).splitlines()[0]) from error
 
     def _damaged(self, reason: str) -> LocalError:
-        # Without the file it would come back under the same name and vote twice.
+        # A peer without the file would come back under the same name and vote twice.
         return LocalError(
             f"{self._where} is not a record of plans ({reason}), so this peer has forgotten its votes: restore the "
             "file, or give shoal a new --state-dir, with which it is a new peer"

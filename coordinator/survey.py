@@ -52,7 +52,7 @@ class Survey:
             return
         if 0 <= stage < len(plan.stages):
             first, last = plan.stages[stage].first_layer, plan.stages[stage].last_layer
-            # The last stage's figure is of forward and backward in one.
+            # The last stage's figure has forward and backward in one.
             times = w.loss_per_forward if stage == len(plan.stages) - 1 else 1.0
             self._speeds.note(peer, (first, last), times * sum(w.layer_flop[first:last]) / heartbeat.forward_s)
 

@@ -310,7 +310,7 @@ def anneal(x, links, seed, work, heat, smooth):
         trials += 1
         probing = heat > 0.0 and probed < _PROBES
         u = np.float64(below(lots, 1 << 20)) / (1 << 20)
-        # 3 u^2 is 1 in the mean: a threshold drawn without the logarithm that Metropolis needs.
+        # 3 u^2 is 1 in the mean: the threshold is drawn without the logarithm that Metropolis needs.
         bound = -1.0 if probing else now + heat_now * 3.0 * u * u
         kind, new, cost = below(lots, 64), np.inf, 20
         if kind < 52:

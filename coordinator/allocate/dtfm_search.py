@@ -83,7 +83,7 @@ class DtfmEvaluator:
         result = assignment.copy()
         floor, extra = divmod(self.num_devices, K)
         sizes = np.bincount(result[result >= 0], minlength=K)
-        # The largest keep the one device more: fewest moves.
+        # The largest stages keep the one device more, since that takes the fewest moves.
         room = np.full(K, floor)
         room[sorted(range(K), key=lambda k: (-sizes[k], k))[:extra]] += 1
         loose = np.flatnonzero(result < 0).tolist()
@@ -151,7 +151,7 @@ def interchangeable(*costs: Floats) -> npt.NDArray[np.int64]:
     alike: dict[bytes, list[int]] = {}
     count = 0
     for device in range(N):
-        # Who is interchangeable has the same costs in some order; only those are compared one by one.
+        # Interchangeable devices have the same costs in some order; only such devices are compared one by one.
         others = alike.setdefault(b"".join(np.sort(cost[device]).tobytes() for cost in costs), [])
         for other in others:
             rest = np.ones(N, dtype=np.bool_)

@@ -124,7 +124,7 @@ def _deal(slots: Sequence[Slot], newcomers: Iterable[MeasuredPeer], choose: Choo
         open_slots = [slot for slot in slots if not slot.stayers] or list(slots)
         with_data = [peer for peer in waiting if peer.has_data]
         if any(slot.index == 0 and not slot.stayers for slot in slots) and with_data:
-            # Stage 0 first, while those who can serve it are not spent elsewhere. The slowest is enough to begin
+            # Stage 0 comes first, while peers that can serve it are not spent elsewhere. The slowest is enough to begin
             # with where text is rare; where everyone has it the fastest goes wherever it helps most.
             peer = with_data[0] if len(with_data) == len(waiting) else with_data[-1]
             slots[0].holders.append(peer)

@@ -580,7 +580,7 @@ def cut(P, S, work):
         for a in range(S.count[k]):
             memory = min(memory, P.units[MEMORY, S.members[k, a]])
         for last in range(k + 1, L - (K - k - 1) + 1):
-            # Backwards: the shortest stage first, so that a longer one must be better, not as good.
+            # This goes backwards, the shortest stage first, so that a longer one must be better, not as good.
             for first in range(last - 1, k - 1, -1):
                 if not best[k, first] < best[k + 1, last]:
                     continue
@@ -596,7 +596,7 @@ def cut(P, S, work):
                     best[k + 1, last] = joined
                     since[k + 1, last] = first
                 elif seconds > best[k + 1, last]:
-                    break  # Still more layers only take longer.
+                    break  # More layers still would only take longer.
     last = L
     for k in range(K - 1, -1, -1):
         S.bounds[k + 1] = last

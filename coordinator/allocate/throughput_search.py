@@ -78,14 +78,14 @@ class ThroughputEvaluator:
         assignment = np.full(self.num_devices, LEFT_OUT, dtype=np.int64)
         speed = self.topology.flop_per_s
         if rng.random() < 0.5:
-            # Whole stages of neighbours.
+            # Neighbours make up whole stages.
             total = float(speed[row].sum())
             reached = 0.0
             for device in row:
                 assignment[device] = min(self.num_stages - 1, int(self.num_stages * reached / total))
                 reached += float(speed[device])
         else:
-            # Whole pipelines of neighbours: every block of the row holds all stages.
+            # Neighbours make up whole pipelines: every block of the row holds all stages.
             size = -(-len(row) // num_blocks)
             for begin in range(0, len(row), size):
                 given = [0.0] * self.num_stages
@@ -127,7 +127,7 @@ class ThroughputEvaluator:
         )
         if not found < before and heat == 0.0:
             stage, found_bounds = assignment.copy(), bounds
-        # In the order of devices, as `cost` has it: sums depend on it in the last bit.
+        # Members are in the order of devices, as `cost` has them: the last bit of a sum depends on it.
         cost, _, again = self._cut_work(stage, found_bounds)
         return Improved(assignment=stage, cost=cost, work=spent + int(did) + again)
 
@@ -219,7 +219,7 @@ class ThroughputEvaluator:
         in one stage no single move gets better."""
         dice = rng.random()
         if dice < 0.25:
-            # A few that are near each other.
+            # Take a few that are near each other.
             return row[: rng.randint(self.num_stages, len(row))] if len(row) > self.num_stages else row
         if dice < 0.6:
             return row

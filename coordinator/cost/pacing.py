@@ -124,7 +124,7 @@ def _commit(workload: Workload, stage: Stage, card: Floats, share: Floats, flow_
     free = card
     if flow_s < math.inf:
         busy = workload.cut_bytes * stage.away * share * workload.microbatches / flow_s
-        # Not less than the part that the flow has counted with: rounding must not leave nothing.
+        # It is no less than the part that the flow has counted with: rounding must not leave nothing.
         free = np.maximum(card - busy, stage.reduced / flow_s)
     by_card_s = np.where(stage.reduced > 0.0, stage.reduced / np.maximum(free, 1e-300), 0.0)
     slowest = int(np.argmax(by_card_s))

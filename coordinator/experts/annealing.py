@@ -118,7 +118,7 @@ class SummedCost:
 
     def _term(self, mask: int) -> float:
         if mask.bit_count() < self.promised:
-            return 2.0  # No probability.
+            return 2.0  # no probability is this large
         return math.prod(self.chance[node] for node in nodes_of(mask))
 
 
@@ -135,7 +135,7 @@ def anneal(
     if len(placement) < 2 or num_experts < 2:
         return cost(table.masks) + TWICE * table.num_twice(), placement
     now = best = cost(table.masks) + TWICE * table.num_twice()
-    since_best: list[_Exchange] = []  # Undone at the end: cheaper than a copy at every improvement.
+    since_best: list[_Exchange] = []  # These are undone at the end, which is cheaper than a copy at every improvement.
     for i in range(iterations):
         moves = table.propose(rng)
         if not moves:

@@ -63,7 +63,7 @@ def place(
     is_small = len(slots) <= NODES_SEARCHED_EXACTLY_MAX
     if nodes_fail_alike and mro_fits(replicas, slots):
         fitting = task.mixed(range(len(slots)), None)
-        # Its own figures are what it may not fall behind.
+        # It may not fall behind its own figures.
         return part_twins(fitting, len(replicas), task.uniform_cost([fitting])) if is_small else fitting
     if not is_small:
         return _place_large(task)
@@ -76,7 +76,7 @@ def _place_alike(task: "_Task") -> ExpertPlacement:
     cost = task.uniform_cost(starts[:2])
     found: list[ExpertPlacement] = []
     for round_ in _ROUNDS:
-        # From the same starts each time: what a round is stuck with would only be in the way of the next.
+        # Each round has the same starts: what one is stuck with would only be in the way of the next.
         found += task.improved(starts, cost, round_, 0.05)
         if cost.is_met(task.masks(best := min(found, key=lambda placement: cost(task.masks(placement))))):
             break

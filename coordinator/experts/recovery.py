@@ -184,7 +184,7 @@ def levels(num_nodes: int) -> tuple[int, ...]:
         return (1,)
     below = levels(num_nodes - 1)
     half = 1 << (num_nodes - 1)
-    # Without the last node, or with it: those are the upper half of the bits.
+    # A set is without the last node, or with it: such sets are the upper half of the bits.
     return tuple(
         (below[k] if k < num_nodes else 0) | (below[k - 1] << half if k > 0 else 0) for k in range(num_nodes + 1)
     )

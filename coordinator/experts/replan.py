@@ -16,6 +16,12 @@ from shoal.coordinator.experts.mending import mend
 from shoal.coordinator.experts.migration import fewest_fetches, num_fetches
 from shoal.coordinator.experts.recovery import ExpertPlacement, holder_masks, loss_of_masks
 
+BUSIER = 1.25
+"""The placement stays while the busiest replica is at most so many times as busy as it need be."""
+RISKIER = 4.0
+"""The placement stays while a loss is at most so many times as probable as it need be."""
+RISK_IGNORED = 1e-6
+"""A loss less probable than this is no reason for anything."""
 _GLANCE_EFFORT = 0.1
 """The effort of the search that only asks how safe a placement could be: a few ms, at every look."""
 
@@ -29,23 +35,6 @@ class Node:
     failure_probability: float = FAILURE_PROBABILITY_ASSUMED
     """The chance that it fails before experts are placed again (`failure_rate.failure_probability`). It counts in steps
     of a factor of two."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hysteresis:
-    """How much better a new placement must be. The next look at the placement that was chosen finds no reason to move
-    again."""
-
-    busier: float = 1.25
-    """Stay while the busiest replica is at most so many times as busy as it need be."""
-    riskier: float = 4.0
-    """Stay while a loss is at most so many times as probable as it need be."""
-    risk_ignored: float = 1e-6
-    """A loss less probable than this is no reason for anything."""
-
-    def __post_init__(self) -> None:
-        if self.busier < 1.0 or self.riskier < 1.0 or self.risk_ignored < 0.0:
-            raise ValueError("busier and riskier are factors of at least 1, risk_ignored a probability")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +54,6 @@ def replan(
     nodes: Mapping[str, Node],
     *,
     min_replicas: int,
-    hysteresis: Hysteresis | None = None,
     seed: int = 0,
 ) -> Replan:
     """Keep the placement while it will do; else mend it; else place anew, with the fewest fetches.
@@ -77,7 +65,7 @@ def replan(
         min_replicas: different holders of each expert, >= 1; fewer where there are too few slots.
     The result is deterministic, and the same whatever the order of the mappings.
     """
-    return _Decision(current, loads, nodes, min_replicas, hysteresis or Hysteresis(), seed).made()
+    return _Decision(current, loads, nodes, min_replicas, seed).made()
 
 
 class _Decision:
@@ -89,10 +77,9 @@ class _Decision:
         loads: Sequence[float],
         nodes: Mapping[str, Node],
         min_replicas: int,
-        hysteresis: Hysteresis,
         seed: int,
     ) -> None:
-        self.hysteresis, self.seed = hysteresis, seed
+        self.seed = seed
         self.peers = sorted(peer for peer in nodes if nodes[peer].slots > 0)
         self.slots = [nodes[peer].slots for peer in self.peers]
         self.chances = [rounded(nodes[peer].failure_probability) for peer in self.peers]
@@ -112,21 +99,21 @@ class _Decision:
             return self._result(((),) * len(self.peers), "there are no slots for experts")
         replicas = replica_counts(self.loads, num_slots=sum(self.slots), min_replicas=self.promised)
         ratio = busiest_replica_load_ratio(self.loads, replicas)
-        why = self._why_not_stay(ratio * self.hysteresis.busier)
-        if not why and self._loss(self.now) <= self.hysteresis.risk_ignored:
+        why = self._why_not_stay(ratio * BUSIER)
+        if not why and self._loss(self.now) <= RISK_IGNORED:
             return self._result(self.now, "nothing to gain")
         glance = self._fresh(replicas, _GLANCE_EFFORT)
         if not why:
-            if self._loss(self.now) <= self._loss_max(glance, self.hysteresis.riskier):
+            if self._loss(self.now) <= self._loss_max(glance, RISKIER):
                 return self._result(self.now, "nothing to gain")
             why = "a loss is needlessly probable"
-        # The glance is one of both, or what is found now could look bad at the next.
+        # The glance competes too, or the placement that is found now could look bad at the next glance.
         fresh = min(self._fresh(replicas, 1.0), glance, key=self._loss)
         mended = self._mended(ratio)
         if (
             mended is not None
-            and self._ratio(mended) <= ratio * self.hysteresis.busier
-            and self._loss(mended) <= self._loss_max(fresh, math.sqrt(self.hysteresis.riskier))
+            and self._ratio(mended) <= ratio * BUSIER
+            and self._loss(mended) <= self._loss_max(fresh, math.sqrt(RISKIER))
             and num_fetches(self.now, mended) <= num_fetches(self.now, fresh)
         ):
             return self._result(mended, f"{why}: mended")
@@ -146,7 +133,7 @@ class _Decision:
         return ""
 
     def _loss_max(self, fresh: ExpertPlacement, riskier: float) -> float:
-        return max(self.hysteresis.risk_ignored, riskier * self._loss(fresh))
+        return max(RISK_IGNORED, riskier * self._loss(fresh))
 
     def _fresh(self, replicas: Sequence[int], effort: float) -> ExpertPlacement:
         target = place(
@@ -167,8 +154,8 @@ class _Decision:
             self.slots,
             self.loads,
             min_replicas=self.promised,
-            # Halfway to the best, here and for the loss: the next small change is no reason to move again.
-            ratio_max=ratio * (1.0 + self.hysteresis.busier) / 2.0,
+            # It goes halfway to the best, as for the loss: the next small change is then no reason to move again.
+            ratio_max=ratio * (1.0 + BUSIER) / 2.0,
             failure_probability=self.chances,
         )
 

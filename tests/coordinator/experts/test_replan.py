@@ -3,12 +3,11 @@
 import random
 from collections.abc import Mapping, Sequence
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.coordinator.experts.allocation import busiest_replica_load_ratio, replica_counts
-from shoal.coordinator.experts.replan import Hysteresis, Node, Replan, replan
+from shoal.coordinator.experts.replan import BUSIER, Node, Replan, replan
 
 LOADS = [9.0, 5.0, 3.0, 2.0, 1.0, 1.0, 1.0, 1.0]
 
@@ -99,7 +98,7 @@ def test_noise_moves_nobody_and_a_shift_does() -> None:
     best = busiest_replica_load_ratio(shifted, replica_counts(shifted, num_slots=60, min_replicas=2))
     slots = [expert for experts in plan.placement.values() for expert in experts]
     ratio = busiest_replica_load_ratio(shifted, [slots.count(expert) for expert in range(len(shifted))])
-    assert ratio <= best * Hysteresis().busier
+    assert ratio <= best * BUSIER
 
 
 def test_a_node_that_has_become_unreliable_loses_what_is_rare() -> None:
@@ -163,8 +162,3 @@ def test_every_history_of_changes_keeps_the_promise_and_comes_to_rest(seed: int)
         again = replan(plan.placement, loads, nodes, min_replicas=2)
         assert again.placement == plan.placement
         current = plan.placement
-
-
-def test_hysteresis_is_checked() -> None:
-    with pytest.raises(ValueError, match="factors"):
-        Hysteresis(busier=0.9)
