@@ -5,13 +5,11 @@ from dataclasses import dataclass, field
 import msgspec
 
 from shoal.coordinator.chain import is_quorum, link_flaw
+from shoal.coordinator.chain_log import ENVELOPE_BYTES
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import CONTROL_BYTES_MAX
 from shoal.protocol.messages import PlanOffer, TermRequest
 from shoal.protocol.plan import PlanProof, SignedPlan
-
-ENVELOPE_BYTES = 1024
-"""The bytes that an envelope and a message's own fields take of a control message at most."""
 
 
 @dataclass(slots=True, kw_only=True)

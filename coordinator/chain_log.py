@@ -8,7 +8,7 @@ from collections import deque
 from shoal.protocol.limits import CONTROL_BYTES_MAX, LINKS_KEPT_BYTES, LINKS_PER_REPLY_MAX
 from shoal.protocol.plan import SignedPlan
 
-_ENVELOPE_BYTES = 1024
+ENVELOPE_BYTES = 1024
 """The bytes that an envelope and a message's own fields take of a control message at most."""
 
 
@@ -52,7 +52,7 @@ class ChainLog:
         if self.mandated is not None and self.mandated.plan.reign > reign and self.mandated not in wanted:
             wanted.insert(0, self.mandated)
         fitting: list[bytes] = []
-        spare_bytes = CONTROL_BYTES_MAX - _ENVELOPE_BYTES
+        spare_bytes = CONTROL_BYTES_MAX - ENVELOPE_BYTES
         for plan in wanted[:LINKS_PER_REPLY_MAX]:
             spare_bytes -= len(plan.link) + 8
             if spare_bytes < 0:

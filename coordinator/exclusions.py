@@ -2,6 +2,7 @@
 Pure."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import msgspec
 
@@ -53,16 +54,11 @@ class Exclusions:
         known = order in self._orders
         return known or exclusion_holds(order, owner=self._owner, plans=self._plans(), holds=self._holds)
 
-    def obeyed(self, plan: Plan) -> bool:
-        """A plan is live, so its voters have checked its orders. Returns: whether they exclude keys that were not
-        excluded before."""
-        before = self.keys
+    def obeyed(self, plan: Plan) -> None:
+        """A plan is live, so its voters have checked its orders."""
         for data in plan.exclusions:
-            try:
+            with suppress(RemoteError):
                 self._take(open_exclusion(data, PeerID("")))
-            except RemoteError:
-                continue
-        return self.keys != before
 
     def lacks(self, plan: Plan) -> tuple[bytes, ...]:
         """The orders that we know and the plan does not carry: its coordinator has not heard of them."""

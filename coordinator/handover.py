@@ -2,7 +2,7 @@
 
 import msgspec
 
-from shoal.coordinator.ballot import ENVELOPE_BYTES
+from shoal.coordinator.chain_log import ENVELOPE_BYTES
 from shoal.coordinator.roster import Roster
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import CONTROL_BYTES_MAX

@@ -45,10 +45,7 @@ class VerifiedPlans:
 
     def need(self, data: bytes, source: PeerID) -> SignedPlan:
         """Open a plan that must be there. Raises: RemoteError: it does not hold, or there is none."""
-        plan = self.open(data, source)
-        if plan is None:
-            raise RemoteError(source, "left out a plan")
-        return plan
+        return _there(self.open(data, source), source)
 
     def open_link(self, data: bytes, source: PeerID) -> SignedPlan | None:
         """Open a plan that is said to be live, with its votes, which are not looked at here.
@@ -63,10 +60,7 @@ class VerifiedPlans:
 
     def need_link(self, data: bytes, source: PeerID) -> SignedPlan:
         """Open a link that must be there. Raises: RemoteError: it does not hold, or there is none."""
-        plan = self.open_link(data, source)
-        if plan is None:
-            raise RemoteError(source, "left out a plan")
-        return plan
+        return _there(self.open_link(data, source), source)
 
     def mandate(self, data: bytes, source: PeerID, *, coordinator: PeerID) -> Mandate:
         """Open the owner's leave for `coordinator` to make a plan without votes. Raises: RemoteError: it is none."""
@@ -74,3 +68,9 @@ class VerifiedPlans:
         if mandate.coordinator != coordinator:
             raise RemoteError(source, "sent the mandate for another peer")
         return mandate
+
+
+def _there(plan: SignedPlan | None, source: PeerID) -> SignedPlan:
+    if plan is None:
+        raise RemoteError(source, "left out a plan")
+    return plan

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
-from shoal.coordinator.ballot import ENVELOPE_BYTES
+from shoal.coordinator.chain_log import ENVELOPE_BYTES
 from shoal.coordinator.cluster_view import ClusterView
 from shoal.coordinator.handover import ADVERTS_MAX, LEAST_NEEDED, fitting
 from shoal.coordinator.replan_policy import ReplanPolicy
