@@ -1,8 +1,11 @@
 """One test's own world of real processes, started through the command line."""
 
+import contextlib
 import json
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -78,6 +81,13 @@ class World:
         command = Command(self, len(self.commands), *map(str, arguments), first=first)
         self.commands.append(command)
         return command
+
+    def free_port(self) -> int:
+        """A port for a process that has yet to start: the system hands out higher ones, so nobody gets it meanwhile."""
+        while True:
+            port = random.randrange(20_000, 32_000)
+            with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+                return port
 
     def status(self) -> dict[str, Any] | None:
         command = self.shoal("status", "--json")

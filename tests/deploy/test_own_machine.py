@@ -2,7 +2,6 @@
 
 import json
 import signal
-import socket
 from typing import Any
 
 import pytest
@@ -27,15 +26,9 @@ def events(command: Any, kind: str) -> list[dict[str, Any]]:
     return [event for event in found if event["event"] == kind]
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def test_commands_reach_a_host_whose_announced_address_leads_nowhere_from_here(world: Any) -> None:
     """Behind a router that does not send back what comes from within."""
-    spec, port = world.spec(100_000), free_port()
+    spec, port = world.spec(100_000), world.free_port()
     alone = spec.read_text().replace("stages = 2", "stages = 1").replace("min_peers = 2", "min_peers = 1")
     spec.write_text(alone)
     announce = ("--announce", f"{ONLY_OTHERS_GET_THERE}:{port}")

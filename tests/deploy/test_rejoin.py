@@ -2,7 +2,6 @@
 
 import json
 import signal
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,6 @@ def events(command: Any, kind: str) -> list[dict[str, Any]]:
     whole, _, _ = command.output.rpartition("\n")
     found = [json.loads(line) for line in whole.splitlines() if line.startswith("{")]
     return [event for event in found if event["event"] == kind]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return int(found.getsockname()[1])
 
 
 def known(folder: Path) -> dict[str, list[str]]:
@@ -46,7 +40,7 @@ def test_both_find_back_though_the_invites_address_is_dead(world: Any) -> None:
 
     host.process.send_signal(signal.SIGKILL)
     host.wait(10)
-    elsewhere = ("--listen", f"127.0.0.1:{free_port()}", "--threads", "1", "--json", "--state-dir")
+    elsewhere = ("--listen", f"127.0.0.1:{world.free_port()}", "--threads", "1", "--json", "--state-dir")
     again = world.shoal("host", spec, *elsewhere, host_folder)
     world.until(lambda: events(again, "Joined"))
     world.until(lambda: known(alice_folder)[host_id] != at_first)  # the host, which has no invite, has found her
