@@ -108,7 +108,7 @@ def test_what_died_with_a_replica_runs_again_at_all_of_stage_0(make_swarm, tiny_
             if mates_refuse and not replica.core.group.is_lead:
                 swarm.drivers[name]._endpoint.on(Again, refuses)
         dying = swarm.drivers["1.1"].replica.core.group
-        await swarm.until(lambda: len(dying._tallies.tally(dying.version, dying.me).indices) >= 5)
+        await swarm.until(lambda: dying._tallies.tally(dying.version, dying.me).indices.bit_count() >= 5)
         lead = next(name for name in stages[0] if swarm.drivers[name].replica.core.group.is_lead)
         swarm.world.crash(swarm.peer("1.1"))
         del swarm.drivers["1.1"]
