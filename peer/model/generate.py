@@ -108,7 +108,7 @@ def _stream(
 ) -> Iterator[int]:
     keys = all_layer_keys(model)
     device = next(iter(params_by_key[keys[0]].values())).device
-    cos_TK, sin_TK = rotary_tables(model, device)
+    cos_TK, turned_TK = rotary_tables(model, device)
     remember = {key: _KeysValues(model.context) for key in keys}
     known = 0  # tokens whose keys and values are remembered
     while True:
@@ -116,12 +116,12 @@ def _stream(
         with torch.inference_mode():
             if len(tokens) <= model.context:
                 new_BT = torch.tensor([tokens[known:]], device=device)
-                rotary = cos_TK[known:], sin_TK[known:]
+                rotary = cos_TK[known:], turned_TK[known:]
                 known = len(tokens)
                 logits_BTV = run_layers(model, keys, params_by_key, new_BT, rotary, remember)
             else:
                 window_BT = torch.tensor([tokens[-model.context :]], device=device)
-                logits_BTV = run_layers(model, keys, params_by_key, window_BT, (cos_TK, sin_TK))
+                logits_BTV = run_layers(model, keys, params_by_key, window_BT, (cos_TK, turned_TK))
             token = sampler.choose(logits_BTV[0, -1].float().cpu())
         tokens = [*tokens[-model.context :], token] if len(tokens) > model.context else [*tokens, token]
         yield token

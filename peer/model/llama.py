@@ -18,7 +18,7 @@ from shoal.protocol.spec import ModelSpec
 Params = Mapping[str, Tensor]
 """Hugging Face tensor name -> tensor, of one layer."""
 Rotary = tuple[Tensor, Tensor]
-"""(cos_TK, sin_TK), see `rotary_tables`."""
+"""(cos_TK, turned_TK), see `rotary_tables`."""
 Remember = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """Takes the keys and values of new tokens, [B, G, T, K] each; returns those of all tokens so far, the new ones last.
 
@@ -26,12 +26,15 @@ With it a forward of one more token looks at those before it without their forwa
 
 
 def rotary_tables(model: ModelSpec, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Rotary:
-    """(cos, sin) of every position's angles, each [context, K]; the second half of K repeats the first."""
+    """(cos, sin) of every position's angles, each [context, K]. The second half of K repeats the first, in which the
+    sines have the other sign."""
     half = torch.arange(0, model.head_dim, 2, dtype=torch.float64)
     frequency = model.rope_theta ** -(half / model.head_dim)
     angle = torch.outer(torch.arange(model.context, dtype=torch.float64), frequency)
     angle_TK = torch.cat((angle, angle), dim=-1)
-    return angle_TK.cos().to(device, dtype), angle_TK.sin().to(device, dtype)
+    turned_TK = angle_TK.sin()
+    turned_TK[:, : model.head_dim // 2].neg_()
+    return angle_TK.cos().to(device, dtype), turned_TK.to(device, dtype)
 
 
 def embed(model: ModelSpec, params: Params, tokens_BT: Tensor) -> Tensor:
@@ -135,8 +138,8 @@ def _heads(x_BTD: Tensor, num_heads: int) -> Tensor:
 
 
 def _rotate(x_BHTK: Tensor, rotary: Rotary) -> Tensor:
-    """Turn each pair (k, k + K/2) by its position's angle: Hugging Face's `rotate_half`."""
-    T = x_BHTK.shape[2]
-    first, second = x_BHTK.chunk(2, dim=-1)
-    cos_TK, sin_TK = rotary[0][:T], rotary[1][:T]
-    return x_BHTK * cos_TK + torch.cat((-second, first), dim=-1) * sin_TK
+    """Turn each pair (k, k + K/2) by its position's angle: Hugging Face's `rotate_half`, the same bits. The sign of the
+    half that comes to the front is in the table: one operation for the exchange of the halves, where it was three."""
+    T, K = x_BHTK.shape[2:]
+    cos_TK, turned_TK = rotary[0][:T], rotary[1][:T]
+    return x_BHTK * cos_TK + x_BHTK.roll(K // 2, dims=-1) * turned_TK

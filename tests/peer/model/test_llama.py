@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from shoal.peer.model.flop import backward_flop, forward_flop
 from shoal.peer.model.layout import EXPERT_MATRICES, all_layer_keys, expert_name, init_layer, layer_layout
-from shoal.peer.model.llama import Params, decoder_layer, embed, head, loss, rotary_tables, run_layers
+from shoal.peer.model.llama import Params, _rotate, decoder_layer, embed, head, loss, rotary_tables, run_layers
 from shoal.peer.model.mixture import Experts, Mixture
 from shoal.protocol.spec import ModelSpec
 
@@ -99,14 +99,35 @@ def test_a_shorter_sample_gives_the_beginning_of_a_longer_one() -> None:
 
 def test_rotation_depends_on_distance_only() -> None:
     """The score of two rotated vectors is the same wherever the pair stands."""
-    cos_TK, sin_TK = rotary_tables(MODEL)
+    cos_TK, turned_TK = rotary_tables(MODEL)
     a_K, b_K = torch.randn(2, 8, generator=torch.Generator().manual_seed(0))
 
     def turned(x_K: Tensor, t: int) -> Tensor:
-        return x_K * cos_TK[t] + torch.cat((-x_K[4:], x_K[:4])) * sin_TK[t]
+        return x_K * cos_TK[t] + torch.cat((x_K[4:], x_K[:4])) * turned_TK[t]
 
     scores = [float(turned(a_K, t + 3) @ turned(b_K, t)) for t in range(13)]
     assert scores == pytest.approx([scores[0]] * 13, abs=1e-5)
+
+
+def test_the_rotation_is_rotate_half_bit_for_bit_and_its_gradient_too() -> None:
+    """As Hugging Face has it, with the sines as they are and the sign at the half that comes to the front."""
+    cos_TK, turned_TK = rotary_tables(MODEL)
+    sin_TK = torch.cat((-turned_TK[:, :4], turned_TK[:, 4:]), dim=-1)
+    x_BHTK, grad_BHTK = torch.randn(2, 2, 3, 9, 8, generator=torch.Generator().manual_seed(1))
+
+    def rotate_half(x_BHTK: Tensor) -> Tensor:
+        first, second = x_BHTK.chunk(2, dim=-1)
+        return x_BHTK * cos_TK[:9] + torch.cat((-second, first), dim=-1) * sin_TK[:9]
+
+    results = []
+    for rotate in (rotate_half, lambda x_BHTK: _rotate(x_BHTK, (cos_TK, turned_TK))):
+        x = x_BHTK.clone().requires_grad_()
+        y = rotate(x)
+        torch.autograd.backward(y, grad_BHTK)
+        assert x.grad is not None
+        results.append((y.detach(), x.grad))
+    for wanted, found in zip(*results, strict=True):
+        assert torch.equal(found, wanted)
 
 
 def test_loss_of_ignorance_is_the_logarithm_of_the_vocabulary() -> None:
