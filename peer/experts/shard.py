@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from shoal.peer.experts.runs import OpenRuns, Run
-from shoal.peer.model.backward import backward
+from shoal.peer.model.backward import backward, is_finite
 from shoal.peer.model.flop import expert_flop
 from shoal.peer.model.layout import EXPERT_MATRICES, expert_key, expert_keys, expert_name, layer_layout
 from shoal.peer.pipeline.microbatch import Microbatch
@@ -54,7 +54,7 @@ class ExpertShard(Shard):
             gradient_N = torch.zeros(self.num_parameters, device=self.device) if wanted else None
             staleness_steps = max(0, run.microbatch.step - self.version)
             opened = self._open.begin(run, gradient_N=gradient_N, weights=weights, staleness_steps=staleness_steps)
-        if not bool(grad_ND.isfinite().all()):
+        if not is_finite(grad_ND):
             opened.layers.add(layer)
             return torch.zeros_like(x_ND)
         key = self._key(layer)

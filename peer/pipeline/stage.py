@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shoal.peer.data.corpus import Corpus
 from shoal.peer.model import llama
-from shoal.peer.model.backward import backward
+from shoal.peer.model.backward import backward, is_finite
 from shoal.peer.model.flop import forward_flop, job_flop
 from shoal.peer.model.layout import HEAD, stage_layer_keys
 from shoal.peer.model.mixture import ExpertLoads, Mixture
@@ -103,7 +103,7 @@ class StageRuntime(Shard):
         grad_BTD = self._boundary.receive_gradient(payload)
         weights, leaves, y_BTD = context.kept or (*self._weights_of(microbatch), None)
         self._collect(microbatch, weights, leaves, context.contributes)
-        if bool(grad_BTD.isfinite().all()):
+        if is_finite(grad_BTD):
             if y_BTD is None:
                 y_BTD = self._run_layers(leaves, context.x, Mixture())
             backward([y_BTD], [grad_BTD])

@@ -24,7 +24,7 @@ from shoal.peer.data.corpus import Corpus
 from shoal.peer.experts.call import Calling, ExpertCall
 from shoal.peer.experts.wire import TokenWire
 from shoal.peer.model import llama
-from shoal.peer.model.backward import backward
+from shoal.peer.model.backward import backward, is_finite
 from shoal.peer.model.flop import job_flop, part_flop, trunk_flop
 from shoal.peer.model.layout import EMBED, HEAD, layer_index, stage_layer_keys, trunk_keys
 from shoal.peer.model.mixture import ExpertLoads, Routing, route
@@ -133,7 +133,7 @@ class StageTrunk(Shard):
         grad_BTD = self._boundary.receive_gradient(payload)
         weights, leaves, graph = context.kept or (*self._weights_of(microbatch), None)
         self._collect(microbatch, weights, leaves, context.contributes)
-        if bool(grad_BTD.isfinite().all()):
+        if is_finite(grad_BTD):
             y_BTD, cuts = graph or (yield from self._run_layers(leaves, context.x, None, grad=True))
             backward([y_BTD], [grad_BTD])
             yield from self._back_through(cuts)
