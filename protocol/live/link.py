@@ -20,11 +20,19 @@ from shoal.protocol.frames import (
     encode_frame,
 )
 from shoal.protocol.identity import PeerID
+from shoal.protocol.limits import STREAM_CREDIT_BYTES
 from shoal.protocol.live.handshake import Greeter, StreamHello
 from shoal.protocol.live.throttle import Intake, Throttle
 from shoal.protocol.ports import Payload, Priority
 
 _HANDSHAKE_TIMEOUT_S = 10.0
+_JOINED_BYTES = PIECE_BYTES // 4
+"""A payload of at most so many bytes leaves in one write with its header and trailer. Each write is a turn of the loop,
+a wake-up of the daemon and a message of its own on the wire; copying 128 KiB takes 10 us."""
+_CREDIT_GATHERED_S = 0.25
+_CREDIT_GATHERED_BYTES = STREAM_CREDIT_BYTES // 16
+"""Credit of small frames goes back together: each message of it passes two daemons and costs a fifth of what a frame
+does. The sender has fifteen sixteenths of its credit left meanwhile."""
 
 
 class Link(asyncio.BufferedProtocol):
@@ -51,6 +59,8 @@ class Link(asyncio.BufferedProtocol):
         self._upload = self._throttle.upload
         self._intake: Intake | None = None
         self._sequence = 1  # HELLO was 0
+        self._owed_bytes = 0
+        self._credit_timer: asyncio.TimerHandle | None = None
         self._writable = asyncio.Event()
         self._writable.set()
         self._transport: asyncio.Transport
@@ -119,8 +129,8 @@ class Link(asyncio.BufferedProtocol):
     async def write_frame(self, meta: bytes, payload: Payload, priority: Priority) -> None:
         """Returns when the kernel has every byte. Raises: EOFError: the stream broke."""
         pieces = encode_frame(FrameType.DATA, self._next_sequence(), meta, payload)
-        if memoryview(payload).nbytes <= PIECE_BYTES // 8:
-            pieces = iter([b"".join(pieces)])  # one write is cheaper than three when there is little to copy
+        if memoryview(payload).nbytes <= _JOINED_BYTES:
+            pieces = iter([b"".join(pieces)])
         for piece in pieces if self._upload is None else self._upload.cut(pieces):
             if self._upload is not None:
                 await self._upload.admit(len(piece), priority)
@@ -132,10 +142,21 @@ class Link(asyncio.BufferedProtocol):
             raise EOFError(self.why_lost)
 
     def give_back(self, frame_bytes: int) -> None:
-        """Return the credit of a frame that has been handled."""
-        self.window.give_back(frame_bytes, self.peer)
+        """Return the credit of a frame that has been handled, before long."""
+        self._owed_bytes += frame_bytes
+        if self._owed_bytes >= _CREDIT_GATHERED_BYTES:
+            self._send_credit()
+        elif self._credit_timer is None:
+            self._credit_timer = asyncio.get_running_loop().call_later(_CREDIT_GATHERED_S, self._send_credit)
+
+    def _send_credit(self) -> None:
+        if self._credit_timer is not None:
+            self._credit_timer.cancel()
+            self._credit_timer = None
         if not self.lost.is_set():
-            credit = encode_credit(self._next_sequence(), frame_bytes)
+            owed_bytes, self._owed_bytes = self._owed_bytes, 0
+            self.window.give_back(owed_bytes, self.peer)
+            credit = encode_credit(self._next_sequence(), owed_bytes)
             self._transport.write(credit)
             self._throttle.sent(len(credit))
 
@@ -172,6 +193,8 @@ class Link(asyncio.BufferedProtocol):
             self.why_lost = f"the stream broke ({exc})"
         self.lost.set()
         self._writable.set()
+        if self._credit_timer is not None:
+            self._credit_timer.cancel()
         if self._intake is not None:
             self._intake.close()
         self._on_lost(self, self.why_lost)

@@ -4,7 +4,7 @@ import pytest
 import uvloop
 
 from shoal.protocol.errors import RemoteError
-from shoal.protocol.frames import FrameType, encode_credit, encode_frame, wire_bytes
+from shoal.protocol.frames import FrameType, decode_credit, encode_credit, encode_frame, wire_bytes
 from shoal.protocol.identity import Identity
 from shoal.protocol.limits import STREAM_CREDIT_BYTES
 from shoal.protocol.live import handshake
@@ -33,10 +33,33 @@ def test_frames_go_one_way_and_credit_the_other(socket_pair, run, eventually):
             assert receiving.window.outstanding_bytes == sum(frame.wire_bytes for frame in listener.frames)
             for frame in listener.frames:
                 receiving.give_back(frame.wire_bytes)
-            await eventually(lambda: len(caller.frames) == 4)
+            handled = sum(frame.wire_bytes for frame in listener.frames)
+            await eventually(lambda: sum(decode_credit(frame, receiving.peer) for frame in caller.frames) == handled)
             assert receiving.window.outstanding_bytes == 0
 
     run(main())
+
+
+def test_credit_of_small_frames_goes_back_together_and_of_large_ones_at_once(socket_pair, eventually):
+    async def main():
+        async with socket_pair() as (caller, listener):
+            sending, receiving = await both(caller, listener)
+            for size in (1_000, 1_000, 1_000, 5_000_000):
+                await sending.write_frame(b"", bytes(size), Priority.BULK)
+            await eventually(lambda: len(listener.frames) == 4)
+            small, large = wire_bytes(0, 1_000), wire_bytes(0, 5_000_000)
+            for _ in range(2):
+                receiving.give_back(small)
+            assert receiving.window.outstanding_bytes == 3 * small + large, "not counted before it is sent"
+            await eventually(lambda: len(caller.frames) == 1)
+            assert decode_credit(caller.frames[0], receiving.peer) == 2 * small
+            receiving.give_back(small)
+            receiving.give_back(large)
+            assert receiving.window.outstanding_bytes == 0
+            await eventually(lambda: len(caller.frames) == 2)
+            assert decode_credit(caller.frames[1], receiving.peer) == small + large
+
+    uvloop.run(main())
 
 
 @pytest.mark.parametrize("run", LOOPS, ids=["asyncio", "uvloop"])
