@@ -23,15 +23,15 @@ def test_an_activation_before_there_are_weights_is_left_alone(monkeypatch: pytes
         sender = next(other.peer_id for other in swarm.nodes.values() if other is not node)
         replica = node.peer.replica
         assert replica is not None
-        driver, pipeline = replica.pipeline, replica.core.pipeline
-        early = Activation(stage=1, step=driver.version + 900, index=0)  # not runnable: it would be held
+        pipeline, runtime = replica.core.pipeline, replica.runtime
+        early = Activation(stage=1, step=replica.version + 900, index=0)  # not runnable: it would be held
         payload = bytes(2 * 32 * 32 * 4 + 2 * 32 * 4)
         held = pipeline.num_waiting
-        state, driver.runtime.state = driver.runtime.state, None
-        await driver._on_activation(sender, early, payload)
+        state, runtime.state = runtime.state, None
+        await replica._on_activation(sender, early, payload)
         assert pipeline.num_waiting == held
-        driver.runtime.state = state
-        await driver._on_activation(sender, early, payload)
+        runtime.state = state
+        await replica._on_activation(sender, early, payload)
         assert pipeline.num_waiting == held + 1, "with weights it waits for its step"
 
     run(scenario())

@@ -262,7 +262,7 @@ def play(
 
 def held(runtime: StageRuntime) -> list[Tensor]:
     contexts = [context.kept for context in runtime._contexts.values()]
-    return [leaf for kept in contexts if kept for leaf in kept.leaves[KEY].values()]
+    return [leaf for kept in contexts if kept for leaf in kept[1][KEY].values()]
 
 
 def counted(runtime: StageRuntime) -> set[int]:
