@@ -33,7 +33,7 @@ _SAMPLER = "sampler"
 _RSS_S = 2.0
 _END_S = 30.0
 """How long the children have to write their last snapshot and leave, once the first has done so."""
-_FINDS_ITS_WAY_S = 30.0
+_FINDS_ITS_WAY_S = 15.0
 """How long after a suspension a peer surely knows what the others know."""
 _SAMPLE_S = 90.0
 _EVERYWHERE = DataSpec()
