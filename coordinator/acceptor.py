@@ -1,4 +1,4 @@
-"""The answers of this peer to a candidate, to a coordinator and to the owner. Pure."""
+"""Makes what this peer answers to a candidate, to a coordinator and to the run's owner. Pure."""
 
 from collections.abc import Callable
 

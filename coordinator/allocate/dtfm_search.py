@@ -29,7 +29,7 @@ _HEAT = 0.3
 """The first temperature at heat 1, in mean changes of a trial, and with the square of the heat below. 0.2 to 0.35 are
 alike, 1 is 1 % worse. Children of good parents want a quarter of it or less."""
 _POPULATION = 5
-"""Individuals that the search keeps. With 8 of them a search of one second would only make the first generation."""
+"""How many individuals the search keeps. With 8, a search of one second has no time left after it has made them."""
 
 
 class DtfmEvaluator:

@@ -13,7 +13,7 @@ import numpy as np
 from numba import njit
 
 ORDER_EXACT_MAX = 13
-"""The order of up to so many stages is solved exactly: half of Held and Karp's table at 13 takes 0.3 ms."""
+"""The largest number of stages whose order is solved exactly. At 13, half of Held and Karp's table takes 0.3 ms."""
 
 
 @njit(cache=True)

@@ -43,8 +43,9 @@ FLOP_TO, PARAMETERS_TO, HELD_TO = range(3)
 """The rows of the sums over the layers before a bound."""
 MICROBATCHES, JOB_PER_FLOP, LOSS_PER_FLOP, S_MAX, HORIZON_S = range(5)
 CUT_BYTES, GRADIENT_BYTES, RESIDENT_BYTES, STATE_BYTES = range(5, 9)
-"""The places of what one step asks for. The last stage's jobs take `LOSS_PER_FLOP` forwards, others `JOB_PER_FLOP`. The
-bytes of a parameter are those of its gradient on the wire, of all that is in memory of it, and of its state."""
+"""The positions in the array that says what one step asks of the devices. A job takes `JOB_PER_FLOP` forwards, at the
+last stage `LOSS_PER_FLOP`. `CUT_BYTES` are an activation's; the three after it are a parameter's: its gradient on the
+wire, all that is in memory of it, and its state."""
 OUT_RATE, IN_RATE, AWAY_OUT, AWAY_IN, PART, REDUCED, LOAD, SLOPE, OFFSET, TAKEN, CARD = range(11)
 """The rows of what the cost needs to know of a unit. `REDUCED` has the bytes over its card for each byte of its stage's
 gradient."""
