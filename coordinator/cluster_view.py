@@ -109,8 +109,10 @@ class ClusterView:
         self._notes.obey(plan, now_s)
         self.survey.obey(plan)
         if plan.era != self.ledger.era:
-            self.ledger.rewind(plan.era, plan.restore_version)
+            self.ledger.rewind(plan.era, plan.restore_version, num_stages=len(plan.stages))
             self._snapshots.begin()
+        else:
+            self.ledger.divide(len(plan.stages))
 
     def begin_term(self, plan: Plan, now_s: float, *, continuing: bool, silent: PeerID | None) -> bool:
         """We coordinate now, or still (`continuing`). Every member gets time to be heard before its silence counts.

@@ -136,7 +136,7 @@ class HolderWatch:
 
 
 def disks_of(roster: Roster, now_s: float, *, among: Layout | None = None) -> Disks:
-    """The snapshots of the peers that are alive.
+    """The snapshots of the peers that are alive, and what they carry from one layout to the next.
 
     Args: among: if given, only of those peers that a plan with this layout would reach.
     """
@@ -145,7 +145,8 @@ def disks_of(roster: Roster, now_s: float, *, among: Layout | None = None) -> Di
         members = {*among.spares, *(peer for stage in among.stages for peer in stage.peers)}
         peers = tuple(peer for peer in peers if peer in members)
     beats = ((peer, roster.presences[peer].heartbeat) for peer in peers)
-    return Disks.of((peer, beat.holdings) for peer, beat in beats if beat)
+    carried = ((peer, (*beat.holdings, *([beat.carried] if beat.carried else ()))) for peer, beat in beats if beat)
+    return Disks.of(carried)
 
 
 def holders(

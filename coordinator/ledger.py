@@ -76,6 +76,9 @@ class Ledger:
         self.era = 0
         """The era of everything in the ledger."""
         self._num_stages = num_stages
+        self._num_experts = num_experts
+        self._stages_before = 0, num_stages
+        """The version at which the era began, and how many stages reported the steps before it."""
         self._steps = steps
         self._microbatches = microbatches
         self._validates = validates
@@ -118,12 +121,20 @@ class Ledger:
         validated = self._validation is not None and self._validation.step >= self._steps
         return self.step >= self._steps and (validated or not self._validates)
 
-    def rewind(self, era: int, version: int) -> None:
-        """Only `era` counts from now on, which begins at `version`."""
+    def divide(self, num_stages: int) -> None:
+        """The run's first layout has so many stages."""
+        if num_stages != self._num_stages:
+            self._num_stages = num_stages
+            self._versions = [self.step] * num_stages
+            self._expert_versions = [self.step] * (num_stages * self._num_experts)
+
+    def rewind(self, era: int, version: int, *, num_stages: int) -> None:
+        """Only `era` counts from now on, which begins at `version` with so many stages."""
         self.era = era
+        self._stages_before, self._num_stages = (version, self._num_stages), num_stages
         self.pace.begin_era(era, version)
         self._versions = [min(version, self._steps)] * self._num_stages
-        self._expert_versions = [min(version, self._steps)] * len(self._expert_versions)
+        self._expert_versions = [min(version, self._steps)] * (num_stages * self._num_experts)
         self._reports = {step: by_stage for step, by_stage in self._reports.items() if step < version}
         self._untold = {step: at_s for step, at_s in self._untold.items() if step < version}
         self._unconfirmed = {}
@@ -240,7 +251,7 @@ class Ledger:
         self._confirm(flush=flush)
         for step in sorted(self._untold):
             by_stage = self._reports.get(step, {})
-            complete = len(by_stage) == self._num_stages
+            complete = len(by_stage) == self._stages_of(step)
             if step == self._steps - 1:
                 complete = self.done  # the run's last record carries its last validation
             if flush or complete or now_s >= self._untold[step] + self._patience_s:
@@ -253,7 +264,7 @@ class Ledger:
         self, step: int, by_stage: dict[int, CommitReport], now_s: float, *, term: int, peers: int
     ) -> StepRecord:
         reports = list(by_stage.values())
-        last = by_stage.get(self._num_stages - 1)
+        last = by_stage.get(self._stages_of(step) - 1)
         self.staleness_mean = _mean(reports, lambda report: report.staleness_steps_mean)
         validation = self._validation
         if validation is not None and validation.step <= self._validation_told:
@@ -275,9 +286,19 @@ class Ledger:
             gradient_norm=self._gradient_norm(step),
         )
 
+    def _stages_of(self, step: int) -> int:
+        """How many stages report the step."""
+        begun, before = self._stages_before
+        return before if step < begun else self._num_stages
+
+    def has_reported(self, version: int) -> bool:
+        """Whether the last stage has reported each step before `version`, as far as it is still waited for."""
+        step = version - 1
+        return step < 0 or step in self._told or len(self._reports.get(step, {})) == self._stages_of(step)
+
     def _gradient_norm(self, step: int) -> float | None:
         norms = self._norms.get(step, {})
-        if len(norms) < self._num_stages + len(self._expert_versions):
+        if len(norms) < self._stages_of(step) * (1 + self._num_experts):
             return None
         return math.sqrt(sum(norm * norm for norm in norms.values()))
 

@@ -34,6 +34,9 @@ class Layout:
     reason: str
     beginning: Beginning | None = None
     """Where the run goes back to with this layout; None: it goes on in the era of the plan before it."""
+    ends_at: int = 0
+    """The version at which this layout gives way to `following` (`Plan.ends_at`); 0: it does not."""
+    following: tuple[Stage, ...] = ()
 
     def places(self) -> Places:
         """The layout without shares: two layouts with equal places move nobody."""

@@ -181,6 +181,8 @@ class Proposer:
             mandate=mandate,
             reign=reign if reign is not None else before.reign if before else 0,
             exclusions=self._chain.exclusions.orders,
+            ends_at=layout.ends_at,
+            following=layout.following,
             experts=self._experts.place(stages, goes_on, sequence=sequence),
         )
         return self._sign(plan)
@@ -235,7 +237,13 @@ class Proposer:
             return self._offer(ballot.found[1], now_s)
         how = "hand-over" if ballot.handed_over else "take-over"
         reason = f"term {ballot.term}: {how} from {base.coordinator[-8:]}"
-        layout = Layout(stages=base.stages, spares=base.spares, reason=reason)
+        layout = Layout(
+            stages=base.stages,
+            spares=base.spares,
+            reason=reason,
+            ends_at=base.ends_at,
+            following=base.following,
+        )
         return self._offer(self.make(ballot.base, ballot.term, layout), now_s)
 
     def _given_up(self, reason: str, *, outbid: bool) -> GivenUp:

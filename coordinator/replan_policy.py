@@ -4,6 +4,8 @@ A change is answered at once with a repaired layout, and a search for a better o
 (`search_schedule`). A stage whose state nobody holds any more takes the run back to a snapshot (`era`).
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 from shoal.coordinator.allocate.interface import Allocator, MeasuredPeer, NoLayout, Searching
@@ -15,11 +17,18 @@ from shoal.coordinator.search_schedule import SearchJob, SearchSchedule, Swarm, 
 from shoal.protocol.identity import PeerID
 from shoal.protocol.layers import held_keys
 from shoal.protocol.messages import HandOver, Reset
-from shoal.protocol.plan import Mandate, Plan, SignedPlan
+from shoal.protocol.plan import Mandate, Plan, SignedPlan, Stage
 
 LOOKING_FOR_FIRST = "looking for a first layout"
 RETURN_S_MAX = 600.0
 """The run waits at most so long for a silent peer that has what nobody else has."""
+NOTICE_HEARTBEATS = 3.0
+"""A plan that ends at a version is known to everybody after so long: our view of the versions is a heartbeat old, and
+the plan needs two round trips and the votes."""
+NOTICE_STEPS_MAX = 256
+NOTICE_TIMES_MAX = 16
+END_PATIENCE_S = 30.0
+"""A layout that is to end is kept after all if nothing has moved for so long."""
 NETWORK_PEERS_MAX = 256
 """The shares of a repaired plan follow speeds alone in a swarm of more peers: putting together what lies between the
 peers takes too long for a plan that must come at once. A search always has it."""
@@ -43,6 +52,8 @@ class ReplanPolicy:
         self._schedule = SearchSchedule(self._heartbeat_s, enabled=isinstance(allocator, Searching))
         self._holders = HolderWatch(self._heartbeat_s, 0.0)
         self._era = 0
+        self._ends_s, self._notice = 0.0, 1
+        """When the end of the live layout was announced, and how much later than usual that end was put."""
         self._settled_for: Swarm | None = None
         """The swarm for which the live plan, or the refusal to make another, is right."""
 
@@ -119,6 +130,8 @@ class ReplanPolicy:
         peers = view.measured(live.era, now_s)
         swarm = _swarm(peers)
         under_way = live.fresh and not fresh
+        if live.ends_at and not lost and self._is_whole(live, peers):
+            return self._end(live, disks, now_s)
         if not lost and not under_way and swarm == self._settled_for:
             return self._better(live, peers, disks, now_s, sequence=sequence)
         if lost and (awaited := self._may_return(live, lost[0], disks, now_s)):
@@ -143,6 +156,8 @@ class ReplanPolicy:
                 # A peer that restarts, or comes to this plan late, must not begin the era again.
                 layout = replace(layout, reason=f"training is under way{' again' if live.era else ''}")
                 return layout, layout.reason
+            if live.ends_at:
+                return _called_off(live, "a member leaves")
             self._settled_for = swarm
             return None, ""
         return layout, layout.reason
@@ -202,12 +217,67 @@ class ReplanPolicy:
                 moved = Layout(stages=live.stages, spares=live.spares, reason="experts go where the load is")
                 return moved, moved.reason
         layout = self._schedule.found_for(live, swarm)
+        if layout is not None and bounds_of(layout.stages) != bounds_of(live.stages):
+            return self._announced(live, layout, now_s)
         if layout is not None and keeps_state(layout, live, peers):
             return layout, layout.reason
         if not live.fresh and self._schedule.is_due(live, swarm, now_s):
             snapshot = view.survey.snapshot(peers, live, disks, knows_network=True)
             return self._schedule.begin(snapshot, live, swarm, now_s, seed=sequence), ""
         return None, ""
+
+    # --- another division into stages ---
+
+    def _announced(self, live: Plan, layout: Layout, now_s: float, *, times: int = 1) -> tuple[Next, str]:
+        """The live layout, with the version at which it gives way to `layout`: late enough for every member to know it
+        before it comes to that version.
+
+        Args: times: how much later than usual.
+        """
+        view = self.view
+        step_s = view.ledger.pace.usual_step_s
+        notice = math.ceil(NOTICE_HEARTBEATS * self._heartbeat_s / step_s) if step_s > 0.0 else 1
+        ends_at = view.version_max + view.spec.training.s_max + 1 + times * min(max(1, notice), NOTICE_STEPS_MAX)
+        if ends_at >= view.spec.training.steps:
+            return None, ""  # the run is over before it pays
+        self._ends_s, self._notice = now_s, times
+        announced = Layout(
+            stages=live.stages,
+            spares=live.spares,
+            reason=f"{layout.reason}: at step {ends_at}",
+            ends_at=ends_at,
+            following=layout.stages,
+        )
+        return announced, announced.reason
+
+    def _is_whole(self, live: Plan, peers: tuple[MeasuredPeer, ...]) -> bool:
+        """Whether everybody of the plan is here and stays."""
+        here = {peer.peer for peer in peers if not peer.draining}
+        return here.issuperset(live.members)
+
+    def _end(self, live: Plan, disks: Disks, now_s: float) -> tuple[Next, str]:
+        """The layout after the live one, once every stage has come to the version at which that ends."""
+        view, version = self.view, live.ends_at
+        if view.version_max > version:
+            # Stage 0 heard of it too late and has begun later steps, which are to be finished.
+            after = Layout(stages=live.following, spares=(), reason="another division into stages")
+            return self._announced(live, after, now_s, times=min(2 * self._notice, NOTICE_TIMES_MAX))
+        wanted = held_keys(view.spec.model, placed=view.places_experts)
+        complete = view.ledger.step >= version and view.ledger.has_reported(version)
+        if complete and disks.covers((live.era, version), wanted):
+            members = {peer for stage in live.following for peer in stage.peers}
+            spares = tuple(peer for peer in live.members if peer not in members)
+            layers = ", ".join(f"{first}-{last}" for first, last in bounds_of(live.following))
+            reason = f"another division into stages at step {version}: layers {layers}"
+            beginning = Beginning(era=self._beginning(live, disks).era, version=version, from_era=live.era)
+            layout = Layout(stages=live.following, spares=spares, reason=reason, beginning=beginning)
+            return layout, reason
+        idle_s = view.ledger.pace.idle_s(now_s)
+        if now_s >= self._ends_s + END_PATIENCE_S and (idle_s is None or idle_s >= END_PATIENCE_S):
+            return _called_off(live, f"not all have come to step {version}")
+        return None, ""
+
+    # --- when state is lost ---
 
     def _may_return(self, live: Plan, group: int, disks: Disks, now_s: float) -> str:
         """Name the peers to wait for before the run goes back, in a sentence; empty: there is none to wait for (any
@@ -257,6 +327,17 @@ class ReplanPolicy:
     def _beginning(self, live: Plan | None, disks: Disks) -> Beginning:
         view = self.view
         return next_beginning(live, view.roster, disks, view.spec.model, placed=view.places_experts)
+
+
+def bounds_of(stages: Sequence[Stage]) -> tuple[tuple[int, int], ...]:
+    """The layers of each stage."""
+    return tuple(stage.layers for stage in stages)
+
+
+def _called_off(live: Plan, why: str) -> tuple[Layout, str]:
+    """The live layout, which does not end after all."""
+    reason = f"the stages stay as they are: {why}"
+    return Layout(stages=live.stages, spares=live.spares, reason=reason), reason
 
 
 def _swarm(peers: tuple[MeasuredPeer, ...]) -> Swarm:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from shoal.peer.archive import Archive
 from shoal.peer.arithmetic import Arithmetic
+from shoal.peer.carried import CarriedState
 from shoal.peer.copies import Copies
 from shoal.peer.departure import Departure
 from shoal.peer.experts.seats import ExpertSeats
@@ -21,7 +22,7 @@ from shoal.peer.handoff.server import StateServer
 from shoal.peer.links import LinkMeter
 from shoal.peer.neighbours import Neighbours
 from shoal.peer.pausing import Pausing
-from shoal.peer.pipeline.state import StageState
+from shoal.peer.pipeline.state import LayerState, StageState
 from shoal.peer.probe import DeviceProbe, LinkProbe, probe_device
 from shoal.peer.recent_plans import RecentPlans
 from shoal.peer.replica.driver import Replica
@@ -128,6 +129,7 @@ class PeerDriver:
             silence_s=_SILENCE_HEARTBEATS * spec.swarm.heartbeat_s,
             knows=lambda peer: self._recent.has(peer, now_s=clock.now_s()),
         )
+        self._carried = CarriedState()
         self._archive = Archive(disk, run=endpoint.run, spec=spec, clock=clock, run_blocking=run_blocking)
         vectors = arithmetic.vectors
         self._inbox = ChunkInbox(endpoint, compute=compute, vectors=vectors)
@@ -136,7 +138,7 @@ class PeerDriver:
             compute=compute,
             clock=clock,
             current=self._current,
-            stored=self._archive.read,
+            stored=self._stored,
             vectors=vectors,
             knows=lambda peer: self._recent.has(peer, now_s=clock.now_s()),
             witnessed=self._witnessed,
@@ -186,6 +188,7 @@ class PeerDriver:
             ),
             inbox=self._inbox,
             server=self.server,
+            carried=self._carried,
             recent=self._recent,
             experts=ExpertServer(arithmetic.tokens, endpoint=endpoint, compute=compute, spec=spec, tasks=self._tasks),
         )
@@ -239,6 +242,7 @@ class PeerDriver:
         """
         before, self._plan = self._plan, signed
         self._recent.obey(signed.plan, now_s=self._clock.now_s(), before=predecessor.plan if predecessor else None)
+        self._carry(signed.plan)
         self._neighbours.forget_strangers()
         if before is not None and before.plan.era == signed.plan.era:
             self._count_out(before.plan, signed.plan)
@@ -249,6 +253,17 @@ class PeerDriver:
                 self._neighbours.say_news(self.replica.audience)
             self.experts.follow_soon()
         self._follow_soon()
+
+    def _carry(self, plan: Plan) -> None:
+        """Keep what the next layout begins with, if the layout of `plan` ends at the version that we are at."""
+        self._carried.follow(plan)
+        if plan.era != self._endpoint.era:
+            return
+        for tenure in self._tenures:
+            if tenure.is_ready and (state := tenure.state) is not None:
+                self._carried.take(plan, state.version, state.layers)
+        if plan.ends_at:
+            self._archive.want(plan.ends_at)
 
     def lose_excluded(self) -> None:
         """Whoever has been put out of the run is lost now: nobody hears it any more, and it may say that it drains."""
@@ -281,6 +296,7 @@ class PeerDriver:
             validations=tuple(self.reports.validations),
             links=self._meter.report(),
             holdings=self._archive.holdings,
+            carried=self._carried.holding,
             held=tuple((place.group, place.version) for place in self.experts.places if place.ready),
             loads=replica.expert_loads if replica else (),
             silent=self._neighbours.silent,
@@ -465,6 +481,13 @@ class PeerDriver:
         states = (tenure.state for tenure in self._tenures if tenure.is_ready)
         return next((state for state in states if state is not None and set(keys) <= state.layers.keys()), None)
 
+    async def _stored(self, era: int, version: int, keys: tuple[str, ...]) -> dict[str, LayerState]:
+        """Those of the layers at that version that we carry, or have on our disk."""
+        carried = self._carried.read(era, version)
+        found = {key: carried[key] for key in keys if key in carried}
+        missing = tuple(key for key in keys if key not in found)
+        return found | (await self._archive.read(era, version, missing) if missing else {})
+
     async def _witnessed(self, source: PeerID, keys: Collection[str], version: int) -> Witnessed | None:
         """As `Witnesses.offer`, of the group that holds these layers."""
         for tenure in self._tenures:
@@ -486,6 +509,8 @@ class PeerDriver:
             self._on_state(tenure.group_id, state)
         if self._plan and state.version > self._plan.plan.restore_version:
             self._tasks.spawn(self._archive.note_era(self._endpoint.era, state.version), "note the era")
+        if self._plan and self._plan.plan.era == self._endpoint.era:
+            self._carried.take(self._plan.plan, state.version, state.layers)
         if tenure is self.replica and self._archive.is_due(state.version):
             self._saved_s = self._clock.now_s()
         rank, num_ready = tenure.core.group.standing

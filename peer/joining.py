@@ -34,6 +34,7 @@ class Joining:
     take_over: make a state ours; the pipeline and the group know it when this returns.
     begin_era: whether we may begin an era from its beginning.
     members: of the newest plan; None: those of the plan that `run` was given.
+    carried: (era, version) -> the layers that this peer has kept since the layout before ended there.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Joining:
         take_over: Callable[[StageState], Awaitable[None]],
         begin_era: Callable[[int], bool],
         members: Callable[[], Sequence[PeerID]] | None = None,
+        carried: Callable[[int, int], Mapping[str, LayerState]] = lambda era, version: {},
     ) -> None:
         self._endpoint = endpoint
         self._compute = compute
@@ -58,6 +60,7 @@ class Joining:
         self._take_over = take_over
         self._begin_era = begin_era
         self._members = members
+        self._carried = carried
         self._stepped = asyncio.Event()
         self.progress: FetchProgress | None = None
         """Of the fetch that is under way."""
@@ -123,16 +126,24 @@ class Joining:
         return None
 
     async def _from_snapshots(self, plan: Plan) -> None:
-        """The version at which the era begins, from whoever has it on disk, ourselves first."""
+        """The version at which the era begins: what we carry of it, the rest from whoever carries it or has it on disk,
+        ourselves first."""
+        keys, version = self._runtime.keys, plan.restore_version
+        carried = self._carried(plan.restore_era, version)
+        missing = tuple(key for key in keys if key not in carried)
+        fetched: Mapping[str, LayerState] = {}
         while True:
             holders = self._to_ask(plan)
             try:
-                state = await self._fetcher().fetch(holders, version=plan.restore_version, stored_era=plan.restore_era)
+                if missing:
+                    state = await self._fetcher(missing).fetch(holders, version=version, stored_era=plan.restore_era)
+                    fetched = state.layers
             except (Unreachable, Refused, RemoteError) as error:
                 logger.warning("cannot go back to version %d yet: %s", plan.restore_version, error)
                 await asyncio.sleep(_RETRY_S)
                 continue
-            await self._take_over(state)
+            layers = {key: carried[key] if key in carried else fetched[key] for key in keys}
+            await self._take_over(StageState(version=version, layers=layers))
             return
 
     def _to_ask(self, plan: Plan) -> list[PeerID]:

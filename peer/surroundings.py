@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from shoal.peer.arithmetic import Arithmetic
+from shoal.peer.carried import CarriedState
 from shoal.peer.experts.server import ExpertServer
 from shoal.peer.handoff.inbox import ChunkInbox
 from shoal.peer.handoff.server import StateServer
@@ -63,5 +64,6 @@ class Surroundings:
     listeners: Listeners
     inbox: ChunkInbox
     server: StateServer
+    carried: CarriedState
     recent: RecentPlans
     experts: ExpertServer

@@ -151,6 +151,7 @@ class Tenure(ABC):
             take_over=self._take_over,
             begin_era=lambda era: listeners.begin_era(era, self.group_id),
             members=lambda: self.core.plan.members,
+            carried=surroundings.carried.read,
         )
         self.witnesses = Witnesses(core.group, endpoint=endpoint, compute=self.compute, tasks=self._tasks)
         self._sync_task: asyncio.Task[None] | None = None

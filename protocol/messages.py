@@ -142,6 +142,8 @@ class Heartbeat(_Message, frozen=True, kw_only=True):
     links: tuple[LinkReport, ...] = ()
     """Some of the sender's links: they take turns, `LINKS_PER_HEARTBEAT_MAX` at most."""
     holdings: tuple[Holding, ...] = ()
+    carried: Holding | None = None
+    """What the sender held when the last layout ended, and keeps in memory for whoever holds the layers now."""
     held: tuple[tuple[int, int], ...] = ()
     """(group, version) of the experts whose state the sender holds."""
     loads: tuple[int, ...] = ()

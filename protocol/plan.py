@@ -85,7 +85,8 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     stages: tuple[Stage, ...]
     spares: tuple[PeerID, ...] = ()
     era: int = 0
-    """How often the run has gone back to a snapshot. Versions grow within an era only."""
+    """How often the run has begun again from an earlier plan's state: a snapshot, because a stage had lost its holders,
+    or the very version at which another layout ended. Versions grow within an era only."""
     restore_version: int = 0
     """The version at which this era began; 0: from the run's seed."""
     restore_era: int = 0
@@ -102,6 +103,12 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     a mandate wins over every plan that peers may hold."""
     exclusions: tuple[bytes, ...] = ()
     """Orders (`exclusion.py`) that hold in the run. A successor keeps them, or orders that name as much."""
+    ends_at: int = 0
+    """The version at which this layout ends, because `following` comes after it: no step from that one on begins under
+    it, and each member keeps its state of that version for whoever holds the layers next. 0: it does not end."""
+    following: tuple[Stage, ...] = ()
+    """The stages of the layout after this one, whose boundaries and number may differ. All members are members of this
+    plan, and who is not among them becomes a spare."""
     experts: tuple[ExpertGroup, ...] = ()
     """The holders of experts, by stage, then expert. Either all experts are here, and stages hold the rest of their
     layers; or none is, and stages hold whole layers. Holders are members of the plan already, of that stage or not.
@@ -328,7 +335,6 @@ class PlanShape(msgspec.Struct, frozen=True, kw_only=True):
     """Holds what the run's spec says that every plan has."""
 
     num_layers: int
-    num_stages: int
     num_experts: int = 0
     """Experts of each layer that plans place; 0: members hold whole layers."""
 
@@ -336,7 +342,6 @@ class PlanShape(msgspec.Struct, frozen=True, kw_only=True):
     def of(cls, spec: RunSpec) -> "PlanShape":
         return cls(
             num_layers=spec.model.num_layers,
-            num_stages=spec.swarm.stages,
             num_experts=spec.model.num_experts if spec.swarm.expert_slots else 0,
         )
 
@@ -369,22 +374,13 @@ def plan_flaw(plan: Plan, shape: PlanShape) -> str | None:
     flaw = _numbers_flaw(plan)
     if flaw:
         return flaw
-    if len(plan.stages) != shape.num_stages or not 0 < len(plan.stages) <= STAGES_MAX:
-        return f"{len(plan.stages)} stages, and the run has {shape.num_stages}"
     if len(plan.members) > PEERS_MAX or len(set(plan.members)) != len(plan.members):
         return "a peer stands in it twice, or too many peers"
     if not all(0 < len(peer) <= PEER_ID_CHARS_MAX for peer in plan.members):
         return "a member's name is no peer's"
-    at = 0
-    for index, stage in enumerate(plan.stages):
-        if stage.first_layer != at or stage.last_layer <= at:
-            return f"stage {index} does not begin where the one before ends"
-        flaw = _members_flaw(stage.members, plan.sequence)
-        if flaw:
-            return f"stage {index} {flaw}"
-        at = stage.last_layer
-    if at != shape.num_layers:
-        return f"it covers {at} of {shape.num_layers} layers"
+    flaw = _stages_flaw(plan.stages, plan.sequence, shape) or _following_flaw(plan, shape)
+    if flaw:
+        return flaw
     if len(plan.exclusions) > EXCLUSIONS_MAX or sum(map(len, plan.exclusions)) > EXCLUSION_BYTES_MAX:
         return f"{len(plan.exclusions)} exclusions, or too long ones"
     return _experts_flaw(plan, shape.num_experts)
@@ -400,6 +396,32 @@ def _numbers_flaw(plan: Plan) -> str | None:
     if plan.mandate and not plan.reign:
         return "a mandate begins a reign, and this is none"
     return None
+
+
+def _stages_flaw(stages: tuple[Stage, ...], sequence: int, shape: PlanShape) -> str | None:
+    if not 0 < len(stages) <= STAGES_MAX:
+        return f"{len(stages)} stages"
+    at = 0
+    for index, stage in enumerate(stages):
+        if stage.first_layer != at or stage.last_layer <= at:
+            return f"stage {index} does not begin where the one before ends"
+        flaw = _members_flaw(stage.members, sequence)
+        if flaw:
+            return f"stage {index} {flaw}"
+        at = stage.last_layer
+    return f"it covers {at} of {shape.num_layers} layers" if at != shape.num_layers else None
+
+
+def _following_flaw(plan: Plan, shape: PlanShape) -> str | None:
+    if not plan.following:
+        return "it ends, and nothing follows it" if plan.ends_at else None
+    if not plan.restore_version <= plan.ends_at <= VERSION_MAX or not plan.ends_at:
+        return f"it ends at version {plan.ends_at}"
+    peers = [peer for stage in plan.following for peer in stage.peers]
+    if len(set(peers)) != len(peers) or not all(plan.has(peer) for peer in peers):
+        return "what follows it has a peer twice, or one that is no member"
+    flaw = _stages_flaw(plan.following, plan.sequence, shape)
+    return f"what follows it is impossible: {flaw}" if flaw else None
 
 
 def _members_flaw(members: tuple[Member, ...], sequence: int) -> str | None:

@@ -233,6 +233,7 @@ class Supply:
             case PlanFollowed(plan):
                 # Who is not in the plan any more has left: no halt is for it.
                 self._plan = plan
+                self.book.ends_at = plan.ends_at
                 self._halts = {peer: until_s for peer, until_s in self._halts.items() if plan.has(peer)}
                 return self._end_halts(now_s)
             case SupplyStopped():

@@ -33,6 +33,8 @@ class WorkQueue:
     version: int = 0
     halts_at: int | None = None
     """No step from this one on is begun; None: all may be."""
+    ends_at: int = 0
+    """The version at which the layout ends: the next layout begins the steps from it on. 0: it does not end."""
     _taken: dict[int, Indices] = field(default_factory=dict)
     _validation: list[Microbatch] = field(default_factory=list)
     _validated_version: int = -1
@@ -42,6 +44,7 @@ class WorkQueue:
         self.version = max(self.version, version)
         self._taken = {step: taken for step, taken in self._taken.items() if step >= self.version}
         due = self.validation_interval > 0 and (version % self.validation_interval == 0 or version == self.steps)
+        due = due and not 0 < self.ends_at <= version
         if version > self._validated_version:
             # What an earlier lead has validated, or nobody could while it was current, is not to be caught up on.
             self._validated_version = version
@@ -100,4 +103,5 @@ class WorkQueue:
             for step in near
             if step - self.version <= staleness_bound(step, s_max=s_max, synchronous_steps=synchronous_steps)
             and (self.halts_at is None or step < self.halts_at)
+            and not 0 < self.ends_at <= step
         ]

@@ -292,8 +292,7 @@ def plans(data: bytes) -> None:
     choices = Choices(data)
     raw = make_plan(choices, known(), layers=LAYERS, peers=[somebody.peer_id for somebody in SOMEBODY])
     signer = choices.pick(SOMEBODY)
-    stages = choices.pick((2, 1, 3, LAYERS))
-    shape = PlanShape(num_layers=LAYERS, num_stages=stages, num_experts=choices.pick((0, EXPERTS)))
+    shape = PlanShape(num_layers=LAYERS, num_experts=choices.pick((0, EXPERTS)))
     try:
         head = msgspec.msgpack.decode(raw, type=dict[str, Any])
         term, sequence = int(head.get("term", 0)), int(head.get("sequence", 0))

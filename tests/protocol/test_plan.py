@@ -21,8 +21,8 @@ from shoal.protocol.plan import (
 
 OWNER, COORDINATOR, OTHER = (Identity(bytes([number] * 32)) for number in range(3))
 RUN = "run"
-SHAPE = PlanShape(num_layers=2, num_stages=1)
-PLACED = PlanShape(num_layers=2, num_stages=2, num_experts=2)
+SHAPE = PlanShape(num_layers=2)
+PLACED = PlanShape(num_layers=2, num_experts=2)
 
 MEMBER, OTHER_MEMBER = (Member(peer=peer.peer_id, share=1.0, bandwidth=1.0) for peer in (COORDINATOR, OTHER))
 

@@ -77,7 +77,7 @@ def swarms(draw, min_peers=1, names="abcdefghijklmno"):
 def check(layout, peers, *, by_speed=True):
     """What every layout promises. Args: by_speed: shares follow speeds alone."""
     plan = as_plan(layout)
-    assert plan_flaw(plan, PlanShape(num_layers=len(COSTS), num_stages=len(plan.stages))) is None
+    assert plan_flaw(plan, PlanShape(num_layers=len(COSTS))) is None
     by_id = {peer.peer: peer for peer in peers}
     assert set(plan.members) <= set(by_id)
     stayers = {peer.peer for peer in peers if not peer.draining}
