@@ -18,6 +18,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from shoal.coordinator.allocate.dividing import placement_of, worth_its_standstill
 from shoal.coordinator.allocate.greedy import Choose, GreedyAllocator, Slot, poorest, slots_of, stage_of
 from shoal.coordinator.allocate.interface import MeasuredPeer, NoLayout, Snapshot
 from shoal.coordinator.allocate.measured_topology import topology_of
@@ -89,7 +90,10 @@ class EvolutionaryAllocator:
         if any(peer.draining for peer in snapshot.peers):
             return None, "somebody is leaving"
         try:
-            return _first(snapshot, seed) if previous is None else _better(snapshot, previous, seed)
+            if previous is None:
+                return _first(snapshot, seed)
+            divided = _divided(snapshot, previous, seed)
+            return divided if divided is not None else _better(snapshot, previous, seed)
         except NoLayout as flaw:
             return None, f"a search found no layout: {flaw}"
 
@@ -150,12 +154,7 @@ def _first(snapshot: Snapshot, seed: int) -> tuple[Layout, str]:
     searched, _ = plan(topology, workload, num_stages=snapshot.num_stages, seed=seed, work=_work(topology.num_devices))
     objective = ThroughputObjective(topology, workload)
     placement = _nobody_alone(objective, _with_left_out(objective, searched))
-    slots = [
-        Slot(index, first, last, 1.0, [snapshot.peers[device] for device in stage])
-        for index, (stage, (first, last)) in enumerate(zip(placement.stages, pairwise(placement.bounds), strict=True))
-    ]
-    spares = tuple(snapshot.peers[device].peer for device in placement.spares(topology.num_devices))
-    stages = _shared(topology, workload, tuple(stage_of(slot) for slot in slots))
+    stages, spares = _stages_of(snapshot, topology, workload, placement)
     reason = f"first plan: {topology.num_devices} peers on {len(stages)} stages"
     return Layout(stages=stages, spares=spares, reason=reason), reason
 
@@ -254,6 +253,35 @@ def _better(snapshot: Snapshot, previous: Plan, seed: int) -> tuple[Layout | Non
     stages = _shared(topology_of(snapshot), snapshot.workload, tuple(stage_of(slot) for slot in slots))
     reason = f"search: {num_moved} move for {100 * gain:.0f} % more tokens/s"
     return Layout(stages=stages, spares=spares, reason=reason), reason
+
+
+def _divided(snapshot: Snapshot, previous: Plan, seed: int) -> tuple[Layout, str] | None:
+    """A layout with other boundaries that is worth the standstill of the change. Raises: NoLayout, LocalError."""
+    from shoal.coordinator.allocate.planner import plan
+
+    topology, workload = topology_of(snapshot), snapshot.workload
+    assert workload is not None
+    current = placement_of(previous, snapshot.peers)
+    searched, _ = plan(topology, workload, seed=seed, work=_work(topology.num_devices))
+    found = _nobody_alone(ThroughputObjective(topology, workload), searched)
+    division = worth_its_standstill(topology, workload, current, found, horizon_s=HORIZON_S)
+    if division is None:
+        return None
+    stages, spares = _stages_of(snapshot, topology, workload, found)
+    reason = f"search: {len(stages)} stages in place of {len(previous.stages)} for {100 * division.gain:.0f} % more"
+    return Layout(stages=stages, spares=spares, reason=reason), reason
+
+
+def _stages_of(
+    snapshot: Snapshot, topology: Topology, workload: Workload, placement: Placement
+) -> tuple[tuple[Stage, ...], tuple[PeerID, ...]]:
+    """The stages of a placement in the words of the plan, and who has no place."""
+    slots = [
+        Slot(index, first, last, 1.0, [snapshot.peers[device] for device in stage])
+        for index, (stage, (first, last)) in enumerate(zip(placement.stages, pairwise(placement.bounds), strict=True))
+    ]
+    spares = tuple(snapshot.peers[device].peer for device in placement.spares(topology.num_devices))
+    return _shared(topology, workload, tuple(stage_of(slot) for slot in slots)), spares
 
 
 def _by_stage(workload: Workload, stages: Sequence[Stage]) -> Workload:

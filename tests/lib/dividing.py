@@ -3,6 +3,7 @@ members, whenever it is asked, while peers may die. A seed decides everything an
 """
 
 import asyncio
+import itertools
 import random
 from dataclasses import dataclass, field
 
@@ -133,7 +134,7 @@ async def _play(run: DividingRun) -> DividingResult:
     await swarm.end()
     result.records = [swarm.steps[step] for step in sorted(swarm.steps)]
     ordered = [plans[sequence] for sequence in sorted(plans)]
-    for before, after in zip(ordered, ordered[1:], strict=False):
+    for before, after in itertools.pairwise(ordered):
         bounds = [stage.layers for stage in after.stages]
         result.divisions += [stage.layers for stage in before.stages] != bounds
         result.called_off += bool(before.ends_at) and not after.ends_at and not after.fresh
