@@ -338,6 +338,8 @@ def link_flaw(plan: SignedPlan, base: SignedPlan) -> str:
         return f"era {new.era} does not follow {old.era}"
     if new.era == old.era and (new.restore_era, new.restore_version) != (old.restore_era, old.restore_version):
         return f"era {new.era} has begun elsewhere"
+    if new.era == old.era and [stage.layers for stage in new.stages] != [stage.layers for stage in old.stages]:
+        return f"era {new.era} has other stages"
     if new.exclusions != old.exclusions and not _keys_of(new) >= _keys_of(old):
         return f"plan {new.order} lets somebody back in who is excluded"
     return ""

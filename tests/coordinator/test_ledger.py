@@ -207,7 +207,7 @@ def test_the_ledger_goes_back_with_the_run(ledger):
     ledger.note_commits([commit(2, 60, loss=0.0)], 60.0)
     ledger.note_validations([ValidationReport(step=40, loss=4.0, microbatches=1)])
     rate = ledger.pace.tokens_per_s(60.0)
-    ledger.rewind(1, 50)
+    ledger.rewind(1, 50, num_stages=3)
     assert (ledger.era, ledger.step, ledger.version_max) == (1, 50, 50)
     assert ledger.pace.tokens_per_s(60.0) == rate, "what was computed was computed"
     assert tell(ledger, 100.0, flush=True) == [], "the old era's step 60 did not happen"
@@ -225,7 +225,7 @@ def test_a_validation_above_the_beginning_is_forgotten(ledger):
     ledger.note_validations([ValidationReport(step=60, loss=1.0, microbatches=1)])
     ledger.note_commits([commit(stage, 61, loss=1.0) for stage in range(3)], 0.0)
     assert tell(ledger, 0.0)[0].validation_step == 60
-    ledger.rewind(1, 50)
+    ledger.rewind(1, 50, num_stages=3)
     ledger.note_validations([ValidationReport(step=60, loss=9.0, microbatches=1)])
     ledger.note_validations([ValidationReport(step=60, loss=2.0, microbatches=1, era=1)])
     ledger.note_commits([commit(stage, 61, loss=1.0, era=1) for stage in range(3)], 1.0)
@@ -234,7 +234,7 @@ def test_a_validation_above_the_beginning_is_forgotten(ledger):
 
 
 def test_what_is_told_of_another_era_changes_nothing(ledger):
-    ledger.rewind(2, 10)
+    ledger.rewind(2, 10, num_stages=3)
     ledger.take_over(HandOver(plan=b"", roster=(), era=1, version=50, loss=1.0), 0.0)
     assert (ledger.step, ledger.loss) == (10, None)
     ledger.take_over(HandOver(plan=b"", roster=(), era=2, version=50, step=48, loss=1.0), 0.0)
@@ -246,7 +246,7 @@ def test_a_run_that_goes_back_is_not_done():
     ledger.note_commits([commit(0, 1, loss=2.0)], 0.0)
     ledger.note_validations([ValidationReport(step=2, loss=1.5, microbatches=4)])
     assert ledger.done
-    ledger.rewind(1, 1)
+    ledger.rewind(1, 1, num_stages=1)
     assert not ledger.done
 
 
@@ -266,7 +266,7 @@ def test_the_run_is_done_when_its_experts_have_the_last_step_too() -> None:
     assert ledger.step == 1
     ledger.note_version(2, 1)
     assert ledger.done
-    ledger.rewind(1, 0)
+    ledger.rewind(1, 0, num_stages=1)
     assert not ledger.done
 
 
@@ -302,7 +302,7 @@ def test_a_gradient_norm_of_placed_experts_counts_their_groups_too():
 def test_what_was_validated_comes_with_its_version_and_goes_when_the_run_goes_back(ledger):
     ledger.note_validations([ValidationReport(step=40, loss=4.5, microbatches=2)])
     assert (ledger.validation_loss, ledger.validation_step) == (4.5, 40)
-    ledger.rewind(1, 30)
+    ledger.rewind(1, 30, num_stages=3)
     assert (ledger.validation_loss, ledger.validation_step) == (None, None)
 
 

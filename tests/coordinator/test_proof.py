@@ -184,7 +184,7 @@ def test_a_mandate_wins_over_every_plan_that_a_peer_may_hold(make_plan, make_cha
     assert not chain.adopt(make_plan(ABC, coordinator="a", order=(9, 9), base=far)).new
     again = make_plan([["b"]], coordinator="b", order=(5, 4), mandate=b"m", reign=1, previous="lost")
     assert "has been used" in chain.adopt(again).reason, "one mandate is for one plan"
-    assert chain.adopt(make_plan(ABC, coordinator="b", order=(5, 4), base=mandated, reign=1)).new
+    assert chain.adopt(make_plan([["b"], ["c"]], coordinator="b", order=(5, 4), base=mandated, reign=1)).new
 
 
 # --- laggards and newcomers ---
@@ -385,23 +385,12 @@ def test_a_plan_from_before_plans_had_votes_is_taken_up_from_our_own_disk(run_sw
     run_swarm(scenario, min_peers=6)
 
 
-@pytest.mark.sim
-def test_a_plan_with_another_number_of_stages_is_refused(run_swarm):
+def test_a_plan_with_other_stages_in_the_same_era_is_refused(make_plan, chain, first):
     """Row 5: the peer that obeyed it ended in an IndexError, even if everybody had voted for it."""
-
-    async def scenario(swarm):
-        await swarm.begin(6)
-        port, endpoint = await attacker(swarm)
-        live = swarm.peers["p1"].coordination.plan
-        first, _, third = live.plan.stages
-        merged = msgspec.structs.replace(first, last_layer=third.last_layer)
-        plan = msgspec.structs.replace(live.plan, sequence=2, previous=live.digest, stages=(merged,), spares=())
-        (owner,) = (peer for peer in swarm.alive() if peer.name == "p0")
-        reasons = await tell_everybody(swarm, port, endpoint, sign_plan(owner.port.identity, plan))
-        assert len(reasons) == 6
-        assert all("1 stages, and the run has 3" in reason for reason in reasons)
-
-    run_swarm(scenario, min_peers=6)
+    fewer = make_plan([["a", "b"], ["c"]], coordinator="a", order=(1, 2), base=first)
+    assert chain.adopt(fewer).reason == "era 0 has other stages"
+    later = make_plan([["a", "b"], ["c"]], coordinator="a", order=(1, 2), base=first, era=1)
+    assert chain.adopt(later).new
 
 
 @pytest.mark.sim

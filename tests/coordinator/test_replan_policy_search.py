@@ -185,10 +185,12 @@ def test_the_successor_is_told_what_has_been_searched(policy, allocator, hear, l
 
 
 class Quiet:
-    """Nine peers whose figures are noise around what is: heartbeats with links and seconds a forward."""
+    """Nine peers whose figures are noise around what is: heartbeats with links and seconds a forward. A third of the
+    model fits in a device, and no more."""
 
-    def __init__(self, make_heartbeat, *, noise, seed):
+    def __init__(self, make_advert, make_heartbeat, *, noise, seed):
         self.rng = random.Random(seed)
+        self.advert = make_advert("small", memory_bytes=9_000_000)
         self.make_heartbeat, self.noise = make_heartbeat, noise
         self.peers = [f"p{number}" for number in range(9)]
         self.speeds = {peer: 1e10 * (1.0 + number % 3) for number, peer in enumerate(self.peers)}
@@ -216,6 +218,7 @@ class Quiet:
         flop = flop_of(stage) * (3.0 if last else 1.0) if stage is not None else 0.0
         return self.make_heartbeat(
             peer,
+            advert=self.advert,
             plan_sequence=plan.sequence if plan else 0,
             stage=stage,
             version=second,
@@ -226,9 +229,9 @@ class Quiet:
 
 
 @pytest.mark.sim
-def test_a_quiet_hour_of_noisy_measurements_moves_nobody(make_heartbeat, make_unsigned):
+def test_a_quiet_hour_of_noisy_measurements_moves_nobody(make_advert, make_heartbeat, make_unsigned):
     """Sixty terms by sixty coordinators, each of which hears figures that are off by up to 10 %."""
-    quiet = Quiet(make_heartbeat, noise=0.1, seed=3)
+    quiet = Quiet(make_advert, make_heartbeat, noise=0.1, seed=3)
     allocator = EvolutionaryAllocator()
     workload_flop = Workload.of(SPEC).layer_flop
     plan, plans, searches = None, [], []

@@ -5,6 +5,7 @@ import pytest
 
 from shoal.protocol.errors import RemoteError
 from shoal.protocol.identity import Identity, PeerID
+from shoal.protocol.limits import VERSION_MAX
 from shoal.protocol.plan import (
     ExpertGroup,
     Mandate,
@@ -97,6 +98,14 @@ def test_a_mandate_that_does_not_hold_is_refused(mandate: bytes, complaint: str)
         opened(plan_by(COORDINATOR, mandate=mandate, reign=1))
 
 
+HALVES = (Stage(0, 1, (MEMBER,)), Stage(1, 2, (OTHER_MEMBER,)))
+
+
+def test_a_plan_may_end_and_say_what_follows() -> None:
+    plan = plan_by(COORDINATOR, spares=(OTHER.peer_id,), ends_at=9, following=HALVES)
+    assert opened(plan) == plan
+
+
 @pytest.mark.parametrize(
     ("fields", "flaw"),
     [
@@ -111,7 +120,26 @@ def test_a_mandate_that_does_not_hold_is_refused(mandate: bytes, complaint: str)
         ({"seed": (1 << 64) - 1}, "no run comes to"),
         ({"reign": 1 << 63}, "no run comes to"),
         ({"mandate": b"m"}, "a mandate begins a reign"),
-        ({"stages": (Stage(0, 1, (MEMBER,)), Stage(1, 2, (OTHER_MEMBER,)))}, "2 stages, and the run has 1"),
+        ({"stages": ()}, "0 stages"),
+        ({"stages": (Stage(0, 1, (MEMBER,)),)}, "it covers 1 of 2 layers"),
+        ({"ends_at": 9}, "it ends, and nothing follows it"),
+        ({"following": HALVES, "spares": (OTHER.peer_id,)}, "it ends at version 0"),
+        ({"ends_at": -1, "following": HALVES, "spares": (OTHER.peer_id,)}, "it ends at version -1"),
+        ({"ends_at": VERSION_MAX + 1, "following": HALVES, "spares": (OTHER.peer_id,)}, "it ends at version"),
+        (
+            {
+                "era": 1,
+                "restore_version": 9,
+                "ends_at": 8,
+                "following": HALVES,
+                "spares": (OTHER.peer_id,),
+            },
+            "it ends at version 8",
+        ),
+        ({"ends_at": 9, "following": HALVES}, "one that is no member"),
+        ({"ends_at": 9, "following": (Stage(0, 1, (MEMBER,)), Stage(1, 2, (MEMBER,)))}, "a peer twice"),
+        ({"ends_at": 9, "following": (Stage(0, 1, (MEMBER,)),)}, "what follows it is impossible: it covers 1 of 2"),
+        ({"ends_at": 9, "following": (Stage(0, 2, ()),)}, "what follows it is impossible: stage 0 has no member"),
         ({"experts": (ExpertGroup(0, 0, (MEMBER,)),)}, "1 groups of experts for 1 stages"),
         ({"spares": ("",)}, "no peer's"),
     ],

@@ -71,6 +71,7 @@ def snapshot_of(names="abcdefghijkl", *, previous=None, says=None, noise=0.0, se
     return Snapshot(
         peers=peers,
         layer_costs=layer_costs(SPEC.model),
+        num_stages=3,
         workload=Workload.of(SPEC),
         network=MeasuredNetwork(
             latency_s=noisy(np.where(near, 0.002, 0.04)), bytes_per_s=noisy(np.where(near, 1e8, 5e5))

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from shoal.peer.carried import CarriedState
 from shoal.peer.group.early import ROUNDS_MAX, Early
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.replica.commit import Commit
@@ -104,6 +105,7 @@ class Replica(Tenure):
             clock=self.me.clock,
             inbox=None,
             server=SimpleNamespace(pinned_from=lambda: 0),
+            carried=CarriedState(),
             listeners=SimpleNamespace(on_failure=self._failed, on_unreachable=lambda peer: None),
         )
         super().__init__(surroundings, core, held, incarnation=0)
