@@ -7,7 +7,7 @@ the words of the plan: stages with their members' shares, and spares.
 from dataclasses import dataclass
 
 from shoal.protocol.identity import PeerID
-from shoal.protocol.plan import Plan, Stage
+from shoal.protocol.plan import Foreseen, Plan, Stage
 
 NO_MOVES = "new shares"
 """The reason of a layout in which everybody stays."""
@@ -37,6 +37,8 @@ class Layout:
     ends_at: int = 0
     """The version at which this layout gives way to `following` (`Plan.ends_at`); 0: it does not."""
     following: tuple[Stage, ...] = ()
+    foreseen: Foreseen | None = None
+    """How fast `stages` should be; None: nobody could say."""
 
     def places(self) -> Places:
         """The layout without shares: two layouts with equal places move nobody."""

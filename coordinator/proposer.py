@@ -184,6 +184,7 @@ class Proposer:
             ends_at=layout.ends_at,
             following=layout.following,
             experts=self._experts.place(stages, goes_on, sequence=sequence),
+            foreseen=layout.foreseen,
         )
         return self._sign(plan)
 
@@ -243,6 +244,7 @@ class Proposer:
             reason=reason,
             ends_at=base.ends_at,
             following=base.following,
+            foreseen=base.foreseen,
         )
         return self._offer(self.make(ballot.base, ballot.term, layout), now_s)
 

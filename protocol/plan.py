@@ -9,6 +9,7 @@ contains the owner's mandate. Who has the predecessor can check the votes; `coor
 """
 
 from functools import cached_property
+from typing import Literal
 
 import msgspec
 from blake3 import blake3
@@ -73,6 +74,25 @@ class ExpertGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array
         return tuple(member.peer for member in self.members)
 
 
+Bound = Literal["compute", "card", "paths", "reduction", "round trip", "commit"]
+"""The kinds of what keeps a step from being faster: a stage's devices, their network cards, the paths from a stage to
+the next one, the reduction among a stage's members, the way of one microbatch to the end and back, a stage's commit."""
+
+
+FORESEEN_MAX = 1e15
+"""Tokens a second, and seconds a token: no run is that fast, or that slow."""
+
+
+class Foreseen(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """How fast a layout should be, by what its coordinator knew when it made the plan."""
+
+    tokens_per_s: float
+    bound: Bound
+    """What keeps it from being faster."""
+    stage: int
+    """The stage that `bound` is about."""
+
+
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     """Stages in pipeline order. `sequence` counts plans of the run, over all terms, from 1."""
 
@@ -115,6 +135,9 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
 
     Who holds one thing is a *group*, and has a number: stages come first, expert j of stage s is K + s E + j.
     """
+    foreseen: Foreseen | None = None
+    """How fast `stages` should be; None: the coordinator could not say. Nobody obeys it: whoever coordinates compares
+    it with what comes."""
 
     @cached_property
     def members(self) -> tuple[PeerID, ...]:
@@ -381,6 +404,9 @@ def plan_flaw(plan: Plan, shape: PlanShape) -> str | None:
     flaw = _stages_flaw(plan.stages, plan.sequence, shape) or _following_flaw(plan, shape)
     if flaw:
         return flaw
+    flaw = _foreseen_flaw(plan.foreseen, len(plan.stages))
+    if flaw:
+        return flaw
     if len(plan.exclusions) > EXCLUSIONS_MAX or sum(map(len, plan.exclusions)) > EXCLUSION_BYTES_MAX:
         return f"{len(plan.exclusions)} exclusions, or too long ones"
     return _experts_flaw(plan, shape.num_experts)
@@ -422,6 +448,14 @@ def _following_flaw(plan: Plan, shape: PlanShape) -> str | None:
         return "what follows it has a peer twice, or one that is no member"
     flaw = _stages_flaw(plan.following, plan.sequence, shape)
     return f"what follows it is impossible: {flaw}" if flaw else None
+
+
+def _foreseen_flaw(foreseen: Foreseen | None, num_stages: int) -> str | None:
+    if foreseen is None:
+        return None
+    if not 1.0 / FORESEEN_MAX <= foreseen.tokens_per_s <= FORESEEN_MAX:
+        return f"it foresees {foreseen.tokens_per_s} tokens/s"
+    return None if 0 <= foreseen.stage < num_stages else f"it foresees that stage {foreseen.stage} bounds it"
 
 
 def _members_flaw(members: tuple[Member, ...], sequence: int) -> str | None:

@@ -8,6 +8,7 @@ from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.limits import VERSION_MAX
 from shoal.protocol.plan import (
     ExpertGroup,
+    Foreseen,
     Mandate,
     Member,
     Plan,
@@ -52,7 +53,8 @@ def opened(plan: Plan, signer: Identity = COORDINATOR) -> Plan:
 
 
 def test_a_plan_comes_back_as_it_was_signed() -> None:
-    plan = plan_by(COORDINATOR, era=2, restore_era=1, restore_version=50)
+    foreseen = Foreseen(12_400.0, "reduction", 0)
+    plan = plan_by(COORDINATOR, era=2, restore_era=1, restore_version=50, foreseen=foreseen)
     assert opened(plan) == plan
 
 
@@ -142,6 +144,9 @@ def test_a_plan_may_end_and_say_what_follows() -> None:
         ({"ends_at": 9, "following": (Stage(0, 2, ()),)}, "what follows it is impossible: stage 0 has no member"),
         ({"experts": (ExpertGroup(0, 0, (MEMBER,)),)}, "1 groups of experts for 1 stages"),
         ({"spares": ("",)}, "no peer's"),
+        ({"foreseen": Foreseen(1e3, "commit", 1)}, "foresees that stage 1 bounds it"),
+        ({"foreseen": Foreseen(0.0, "commit", 0)}, "foresees 0.0 tokens/s"),
+        ({"foreseen": Foreseen(float("nan"), "commit", 0)}, "foresees nan tokens/s"),
     ],
 )
 def test_what_no_plan_can_say(fields: dict[str, object], flaw: str) -> None:
