@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: setup compiled demo test check bench soak soak-memory soak-coordination soak-chaos soak-frames soak-fuzz soak-campaign soak-moves soak-pauses soak-goodput soak-experts soak-stops soak-attack bench-staleness
+.PHONY: setup compiled demo test check bench soak soak-memory soak-coordination soak-chaos soak-frames soak-fuzz soak-campaign soak-moves soak-pauses soak-goodput soak-experts soak-stops soak-attack bench-live bench-staleness
 
 setup: $(STAMP)
 
@@ -49,7 +49,13 @@ check: setup
 	$(BIN)/mypy
 
 bench: setup
-	@set -e; for script in tests/bench/*.py; do echo "== $$script"; $(BIN)/python $$script $(ARGS); done
+	@set -e; for script in $(filter-out tests/bench/live_swarm.py,$(wildcard tests/bench/*.py)); do \
+	  echo "== $$script"; $(BIN)/python $$script $(ARGS); done
+	@echo "== tests/bench/live_swarm.py takes an hour: make bench-live"
+
+# What swarms that decide by themselves reach of what is planned for them, an hour. ARGS='scenarios --only six-equal' for less.
+bench-live: setup
+	$(BIN)/python tests/bench/live_swarm.py $(ARGS)
 
 # What staleness costs and what makes up for it, many hours on all cores; goes on where it was stopped. ARGS=--short for
 # five minutes, ARGS='--only c-adamw' for a table, ARGS=--list to see what is missing.

@@ -129,6 +129,7 @@ def _compare(
     from shoal.deploy.planning.rows import Rows
     from shoal.deploy.simulate import strategies
     from shoal.deploy.simulate.outcome import row_of
+    from shoal.deploy.simulate.reached import reached, said_of
     from shoal.deploy.simulate.table import COLUMNS, LAST, LEGEND, cells, comparison
     from shoal.deploy.terminal.progress import progress_bar, sign_of_life
     from shoal.deploy.words import printable
@@ -168,10 +169,13 @@ def _compare(
     for row in rows:
         if row.same_as:
             console.print(f"{printable(row.strategy)}: the same run as {printable(row.same_as)}", markup=False)
+    found = reached(outcomes)
+    if found is not None:
+        console.print(said_of(found), markup=False)
     console.print(LEGEND, markup=False, style="dim")
     _show_figures(console, rows)
     if json is not None:
-        _write(json, msgspec.json.format(msgspec.json.encode(comparison(scenario, options.seed, rows))) + b"\n")
+        _write(json, msgspec.json.format(msgspec.json.encode(comparison(scenario, options.seed, rows, found))) + b"\n")
     if html is not None:
         from shoal.deploy.simulate.html_report import render_html
 

@@ -15,6 +15,7 @@ import numpy as np
 from shoal.deploy.planning.figures import lines_of, said_gigabytes
 from shoal.deploy.simulate.gantt import DEVICES_MAX, KINDS, SAYS, STEPS_MAX, Chart, chart_of
 from shoal.deploy.simulate.outcome import Outcome, Row
+from shoal.deploy.simulate.reached import reached, said_of
 from shoal.deploy.simulate.result import SimResult
 from shoal.deploy.simulate.scenario import Scenario
 from shoal.deploy.simulate.table import LEGEND, cells, headings
@@ -63,12 +64,13 @@ def render_html(scenario: Scenario, seed: int, outcomes: Sequence[Outcome], rows
         f"{spec.tokens_per_step:,} tokens a step; simulated by shoal in virtual time, seed {seed}."
     )
     same = " ".join(f"{row.strategy}: the same run as {row.same_as}." for row in rows if row.same_as)
+    found = reached(outcomes)
     window = f"At most the last {STEPS_MAX} steps and {DEVICES_MAX} devices."
     return Template(_part("page.html")).substitute(
         title=html.escape(scenario.title),
         subtitle=html.escape(subtitle),
         table=_table([row for row in rows if not row.same_as]),
-        legend=html.escape(f"{same} {LEGEND}".strip()),
+        legend=html.escape(" ".join(filter(None, (same, said_of(found) if found else "", LEGEND)))),
         figures=_figures(rows),
         window=html.escape(window),
         style=_part("page.css"),

@@ -68,12 +68,17 @@ class SimLedger:
         if plan.order in self._plans:
             return
         self._plans.add(plan.order)
-        if self.plan is None or plan.order > self.plan.order:
+        before = self.plan
+        if before is None or plan.order > before.order:
             self.plan = plan
         self._num_groups = len(plan.stages) + len(plan.experts)
         if plan.era > self._era:
             self._era = plan.era
-            self._note("era", -1, f"back to version {plan.restore_version}")
+            if before is not None and before.ends_at and before.ends_at == plan.restore_version:
+                stages = f"{len(before.stages)} stages became {len(plan.stages)}"
+                self._note("division", -1, f"{stages} at step {plan.restore_version}")
+            else:
+                self._note("era", -1, f"back to version {plan.restore_version}")
             self.steps = [step for step in self.steps if step.step < plan.restore_version]
         self._note("plan", -1, plan.reason)
 

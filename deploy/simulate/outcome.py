@@ -43,6 +43,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     steps: int
     """How many steps were committed."""
     tokens_per_s: float | None
+    """The rate at the median step; of `live` the rate from `SimResult.settled_from_s` on, standstills included."""
     step_s: float | None
     tokens_per_s_below: float | None
     """An upper bound, of a run that had one step and time for more."""
@@ -70,7 +71,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 def row_of(outcome: Outcome) -> Row:
     result, placement, predicted = outcome.result, outcome.placement, outcome.predicted
-    tokens_per_s = _finite(result.tokens_per_s) if result is not None else None
+    tokens_per_s = _finite(pace(outcome.strategy, result)) if result is not None else None
     expected = _finite(predicted.parts.get("tokens_per_s", math.nan)) if predicted is not None else None
     return Row(
         strategy=outcome.strategy.name,
@@ -79,7 +80,7 @@ def row_of(outcome: Outcome) -> Row:
         bounds=placement.bounds if placement is not None else None,
         steps=len(result.steps) if result is not None else 0,
         tokens_per_s=tokens_per_s,
-        step_s=_finite(result.step_s) if result is not None else None,
+        step_s=result.tokens_per_step / tokens_per_s if result is not None and tokens_per_s else None,
         predicted_tokens_per_s=expected,
         measured_over_predicted=tokens_per_s / expected if tokens_per_s and expected else None,
         tokens_per_s_below=_below(result),
@@ -97,6 +98,14 @@ def row_of(outcome: Outcome) -> Row:
         planned_s=outcome.planned_s,
         trace_hash=result.trace_hash if result is not None else "",
     )
+
+
+def pace(strategy: Strategy, result: SimResult) -> float:
+    """Tokens/s, as `Row.tokens_per_s` has them; NaN if there are too few steps."""
+    if strategy.layout != "live" or not math.isfinite(result.step_s):
+        return result.tokens_per_s
+    settled = result.tokens_per_s_from(result.settled_from_s)
+    return settled if math.isfinite(settled) else result.tokens_per_s
 
 
 def idle_share(outcome: Outcome) -> float | None:
@@ -149,8 +158,8 @@ def _seen(outcome: Outcome) -> str:
     result = outcome.result
     if result is None:
         return ""
-    counts = {change: sum(event.change == change for event in result.events) for change in ("plan", "left")}
-    return f"{counts['plan']} plans, {counts['left']} devices lost"
+    divisions = f"{result.count('division')} other divisions, " if result.count("division") else ""
+    return f"{result.count('plan')} plans, {divisions}{result.count('left')} devices lost"
 
 
 def _trouble(result: SimResult | None) -> str:

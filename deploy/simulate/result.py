@@ -1,5 +1,6 @@
 """Holds what a modelled run has shown: the vocabulary between the engine and whoever draws tables and pictures."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -8,13 +9,21 @@ import numpy.typing as npt
 
 JobKind = Literal["forward", "backward", "step", "validate", "probe"]
 """Kinds of job as `Compute` has them; a last stage's whole loss job counts as a forward."""
-Change = Literal["joined", "left", "plan", "era"]
+Change = Literal["joined", "left", "plan", "era", "division"]
+"""`era`: the run went back to an earlier version; `division`: other stages went on just where the last ones ended."""
 
 
 STEPS_MIN = 2
 """How many commits a figure needs: the time between two of them is a step's."""
 WARM_UP_STEPS = 2
 """What `step_s` and `tokens_per_s` leave out at the beginning: joining, the pipeline's fill, windows that grow."""
+SETTLED_S = 300.0
+"""The virtual time from which on a swarm that decides by itself is compared with a layout that was planned for it: by
+then it has had time to measure, to search and to move. A convention, which every published figure keeps."""
+NEIGHBOURS = 5
+"""How many steps on either side of a step say which pace was usual there."""
+STANDSTILL_TIMES = 2.0
+"""A step that takes more than so many times its neighbours' pace, the slower of both sides, has stood still."""
 
 
 class StepCommitted(NamedTuple):
@@ -102,3 +111,55 @@ class SimResult:
     def tokens_per_s(self) -> float:
         """The rate at the median step."""
         return self.tokens_per_step / self.step_s
+
+    def tokens_by(self, at_s: float) -> float:
+        """The tokens of the steps committed by `at_s`. A step that was in flight then counts for the part of its time
+        that was over; the first one counts from the start of the world. Steps that a roll-back undid do not count."""
+        times_s = np.concatenate([[0.0], self._times_s()])
+        return self.tokens_per_step * float(np.interp(at_s, times_s, np.arange(len(times_s))))
+
+    def tokens_per_s_from(self, from_s: float) -> float:
+        """The rate from `from_s` on, standstills included; NaN where less than a whole step was committed since then.
+
+        The time that is measured ends with the last commit, or with the run if that stood still after it."""
+        times_s = self._times_s()
+        until_s = max(from_s, float(times_s.max(initial=0.0)))
+        if self.ending.at_s - until_s > STANDSTILL_TIMES * _usual_s(np.diff(times_s), len(times_s) - 1):
+            until_s = self.ending.at_s
+        tokens = self.tokens_by(until_s) - self.tokens_by(from_s)
+        return tokens / (until_s - from_s) if tokens >= self.tokens_per_step else float("nan")
+
+    @property
+    def settled_from_s(self) -> float:
+        """`SETTLED_S`, or half of the time of a run that committed no whole step after that."""
+        return SETTLED_S if math.isfinite(self.tokens_per_s_from(SETTLED_S)) else min(SETTLED_S, self.ending.at_s / 2.0)
+
+    @property
+    def standstill_s(self) -> float:
+        """How long the run stood still after its first step: of each step that took more than `STANDSTILL_TIMES` its
+        neighbours' pace, the time beyond that pace."""
+        times_s = self._times_s()
+        stood_s = 0.0
+        for index, took_s in enumerate(np.diff([*times_s, self.ending.at_s])[: len(times_s)]):
+            usual_s = _usual_s(np.diff(times_s), index)
+            if took_s > STANDSTILL_TIMES * usual_s:
+                stood_s += float(took_s) - usual_s
+        return stood_s
+
+    def _times_s(self) -> npt.NDArray[np.float64]:
+        return np.array([step.committed_at_s for step in self.steps])
+
+    def count(self, change: Change) -> int:
+        """How often this has happened."""
+        return sum(event.change == change for event in self.events)
+
+
+def _usual_s(took_s: npt.NDArray[np.float64], index: int) -> float:
+    """The pace beside `took_s[index]`: the slower of the medians before and after it; inf without a neighbour.
+
+    Args:
+        took_s: [S], from each step to the next.
+        index: up to S, which is the time after the last step.
+    """
+    sides = (took_s[max(0, index - NEIGHBOURS) : max(0, index)], took_s[index + 1 : index + 1 + NEIGHBOURS])
+    return max((float(np.median(side)) for side in sides if len(side)), default=float("inf"))

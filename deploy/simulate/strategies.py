@@ -17,9 +17,9 @@ from shoal.coordinator.cost.workload import Workload
 from shoal.deploy.planning.figures import Figures, Wishes, figures_of
 from shoal.deploy.planning.layouts import LayoutName, Request, layout
 from shoal.deploy.simulate.modelled import Churn, ModelledRun, RunLimits, run_modelled
-from shoal.deploy.simulate.outcome import Outcome
-from shoal.deploy.simulate.result import STEPS_MIN, SimResult
-from shoal.deploy.simulate.scenario import STEPS_MAX, Scenario
+from shoal.deploy.simulate.outcome import Outcome, pace
+from shoal.deploy.simulate.result import SETTLED_S, STEPS_MIN, SimResult
+from shoal.deploy.simulate.scenario import STEPS, STEPS_MAX, Scenario
 from shoal.deploy.simulate.strategy import CHURN_DEFAULT, DEFAULT, KNOWN, Strategy
 from shoal.deploy.simulate.traces import absent_at_first, load_trace, replay
 from shoal.protocol.errors import LocalError, ShoalError
@@ -90,6 +90,9 @@ class Patience:
 VIRTUAL_TIMES = 4.0
 REAL_TIMES = 3.0
 """Others than the first strategy may take so many times what that one took."""
+LIVE_MEASURED_S = 60.0
+"""A swarm that decides by itself is simulated until `SETTLED_S`, and then for so long at least and for `STEPS` steps of
+the first strategy's, so that what it has come to is measured, and not how it came there."""
 STEPS_COUNTED_FROM = STEPS_MIN + 2
 
 
@@ -222,9 +225,14 @@ def play(scenario: Scenario, prepared: Prepared, options: Options, *, patience: 
         return outcome
     try:
         limits = RunLimits(steps=spec.training.steps, steps_after=spec.training.s_max + 1, seconds=scenario.seconds)
+        if strategy.layout == "live" and options.steps is None and limits.seconds is None:
+            measured_s = max(LIVE_MEASURED_S, STEPS * patience.step_s if patience is not None else 0.0)
+            limits = replace(limits, steps=STEPS_MAX, seconds=SETTLED_S + measured_s)
         if patience is not None:
             # About once a step of the first strategy's, so that a slow one is noticed soon.
             look_every_s = min(limits.look_every_s, max(patience.step_s, 0.1))
+            if strategy.layout == "live":
+                patience = replace(patience, virtual_s=math.inf)
             limits = replace(limits, look_every_s=look_every_s, is_enough=patience.watch())
         run = ModelledRun(
             topology=scenario.topology,
@@ -239,12 +247,13 @@ def play(scenario: Scenario, prepared: Prepared, options: Options, *, patience: 
         result = run_modelled(run)
     except ShoalError as error:
         return replace(outcome, problem=str(error))
-    return replace(outcome, result=result, figures=_figures(scenario, result, options.wishes))
+    return replace(outcome, result=result, figures=_figures(scenario, strategy, result, options.wishes))
 
 
-def _figures(scenario: Scenario, result: SimResult, wishes: Wishes) -> Figures | None:
+def _figures(scenario: Scenario, strategy: Strategy, result: SimResult, wishes: Wishes) -> Figures | None:
     """Figures from the simulated pace and from what crossed network cards."""
-    if not math.isfinite(result.step_s):
+    tokens_per_s = pace(strategy, result)
+    if not math.isfinite(tokens_per_s):
         return None
     card = scenario.topology.card
     crossed = np.where(card[:, None] == card[None, :], 0.0, result.bytes_per_step)
@@ -252,8 +261,8 @@ def _figures(scenario: Scenario, result: SimResult, wishes: Wishes) -> Figures |
     return figures_of(
         scenario.topology,
         scenario.watts,
-        tokens_per_s=result.tokens_per_s,
-        step_s=result.step_s,
+        tokens_per_s=tokens_per_s,
+        step_s=result.tokens_per_step / tokens_per_s,
         sent_bytes={device: float(crossed[device].sum()) for device in worked},
         received_bytes={device: float(crossed[:, device].sum()) for device in worked},
         parameters=sum(Workload.of(scenario.spec).layer_parameters),

@@ -46,6 +46,7 @@ KNOWN: dict[str, Strategy] = {
     )
 }
 """The strategies by the names that `--strategies` takes; `given` is a synchronous pipeline in the file's order."""
-DEFAULT = ("ours", "ours-sync", "random", "given")
+DEFAULT = ("ours", "live", "ours-sync", "random", "given")
+"""The planned layout, pinned; what the swarm's own coordinators reach of it; and layouts to compare with."""
 CHURN_DEFAULT = ("live", "peace")
 """The strategies where devices come and go: a layout that never changes ends with the first stage left alone."""

@@ -6,6 +6,7 @@ import msgspec
 
 from shoal.deploy.planning.rows import Column
 from shoal.deploy.simulate.outcome import Row
+from shoal.deploy.simulate.reached import Reached
 from shoal.deploy.simulate.scenario import Scenario
 from shoal.deploy.words import printable
 
@@ -13,7 +14,8 @@ LEGEND = (
     "Simulated, that is the real drivers in virtual time on devices that only take as long as theirs would: tokens/s, "
     "step, moved/step, and idle (of the devices that hold a stage, once it goes steadily). The planner's arithmetic: "
     "predicted, and bound by, unless that says what was seen. ratio: simulated / predicted. no model: the arithmetic "
-    "has none of layouts that change. not kept: with a trace only --html keeps a timeline."
+    "has none of layouts that change. live: tokens/s and step are those from the 300th virtual second on, or from half "
+    "of a shorter run on, standstills included. not kept: with a trace only --html keeps a timeline."
 )
 COLUMNS = (
     Column("strategy", 10, right=False),
@@ -37,9 +39,11 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     regions: tuple[str, ...]
     tokens_per_step: int
     rows: tuple[Row, ...]
+    reached: Reached | None = None
+    """What a live swarm reaches of what is planned; None: one of the two was not simulated."""
 
 
-def comparison(scenario: Scenario, seed: int, rows: Sequence[Row]) -> Comparison:
+def comparison(scenario: Scenario, seed: int, rows: Sequence[Row], reached: Reached | None) -> Comparison:
     return Comparison(
         scenario=scenario.name,
         title=scenario.title,
@@ -48,6 +52,7 @@ def comparison(scenario: Scenario, seed: int, rows: Sequence[Row]) -> Comparison
         regions=scenario.topology.regions,
         tokens_per_step=scenario.spec.tokens_per_step,
         rows=tuple(rows),
+        reached=reached,
     )
 
 

@@ -1,0 +1,91 @@
+"""Says what the swarm's own coordinators reach of the layout that was planned for it, and held from the beginning."""
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+
+from shoal.deploy.simulate.outcome import Outcome
+from shoal.deploy.simulate.result import SETTLED_S
+from shoal.deploy.words import printable
+
+WORK_S = 600.0
+"""The work of so many first seconds is compared, or that of a shorter run."""
+
+
+class Reached(msgspec.Struct, frozen=True, kw_only=True):
+    """A live run beside the planned one."""
+
+    live: str
+    planned: str
+    """The names of the two strategies."""
+    from_s: float
+    """Virtual time from which on the rate was measured."""
+    tokens_per_s: float
+    """The live swarm's rate, standstills included."""
+    planned_tokens_per_s: float
+    """The simulated pace of the planned layout."""
+    work_by_s: float
+    work_share: float
+    """The tokens by `work_by_s`, over as many seconds at the planned pace."""
+    first_step_s: float
+    """When the live swarm's first step was over: until then it measures, plans and fills the pipeline."""
+    standstill_s: float
+    num_plans: int
+    num_divisions: int
+
+    @property
+    def share(self) -> float:
+        return self.tokens_per_s / self.planned_tokens_per_s
+
+
+def reached(outcomes: Sequence[Outcome]) -> Reached | None:
+    """The first strategy that is decided live beside the first planned one with the same staleness, wire and churn.
+    None: there is no such pair, or one of them has no pace."""
+    live = next((outcome for outcome in outcomes if outcome.strategy.layout == "live"), None)
+    if live is None or live.result is None or not live.result.steps:
+        return None
+    planned = next((o for o in outcomes if o.strategy.layout == "ours" and _alike(o, live)), None)
+    result, from_s = live.result, live.result.settled_from_s
+    tokens_per_s = result.tokens_per_s_from(from_s)
+    if planned is None or planned.result is None or not math.isfinite(planned.result.step_s + tokens_per_s):
+        return None
+    planned_tokens_per_s = planned.result.tokens_per_s
+    work_by_s = min(WORK_S, result.ending.at_s)
+    return Reached(
+        live=live.strategy.name,
+        planned=planned.strategy.name,
+        from_s=from_s,
+        tokens_per_s=tokens_per_s,
+        planned_tokens_per_s=planned_tokens_per_s,
+        work_by_s=work_by_s,
+        work_share=result.tokens_by(work_by_s) / (planned_tokens_per_s * work_by_s),
+        first_step_s=result.steps[0].committed_at_s,
+        standstill_s=result.standstill_s,
+        num_plans=result.count("plan"),
+        num_divisions=result.count("division"),
+    )
+
+
+def _alike(one: Outcome, other: Outcome) -> bool:
+    a, b = one.strategy, other.strategy
+    return (a.s_max, a.wire, a.stages, a.churn) == (b.s_max, b.wire, b.stages, b.churn)
+
+
+def said_of(found: Reached) -> str:
+    """Two sentences for people."""
+    shorter = ""
+    if found.from_s < SETTLED_S:
+        shorter = f", though a swarm has {SETTLED_S:,.0f} s to settle as a rule (--patience lets it run longer)"
+    return (
+        f"{printable(found.live)}: the live swarm reaches {found.share:.2f} of what is planned "
+        f"({found.tokens_per_s:,.0f} of {found.planned_tokens_per_s:,.0f} tokens/s of {printable(found.planned)}) from "
+        f"{found.from_s:,.0f} s of virtual time on{shorter}. By {found.work_by_s:,.0f} s it has done "
+        f"{found.work_share:.2f} of the work: its first step was over after {found.first_step_s:,.0f} s, then it stood "
+        f"still for {found.standstill_s:,.0f} s in all. It made {found.num_plans} plans, and divided the layers into "
+        f"other stages {_times(found.num_divisions)}."
+    )
+
+
+def _times(number: int) -> str:
+    return {0: "never", 1: "once", 2: "twice"}.get(number, f"{number} times")
