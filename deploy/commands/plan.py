@@ -45,6 +45,10 @@ def plan(
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same plan.")] = 0,
     stages: Annotated[int | None, typer.Option(min=1, help="Default: the file's, else what is best.")] = None,
     compare: Annotated[bool, typer.Option("--compare", help="All layouts, in a table, as they are found.")] = False,
+    simulated: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.json", help="Of `shoal simulate --json`: say which row a live swarm reaches."),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Everything, as JSON.")] = False,
 ) -> None:
     """Say who should hold which layers, and what that gives.
@@ -62,6 +66,9 @@ def plan(
         from shoal.deploy.planning.command import Asked, show_plan
         from shoal.deploy.planning.figures import Wishes, parse_tokens
 
+        if simulated is not None and not compare:
+            raise LocalError("--simulated says which row of --compare a live swarm reaches: say --compare too")
+
         asked = Asked(
             objective=objective,
             seconds=seconds,
@@ -70,5 +77,6 @@ def plan(
             wishes=Wishes(tokens=None if tokens is None else parse_tokens(tokens), price_kwh=price_kwh),
             compare=compare,
             as_json=json,
+            simulated=simulated,
         )
         show_plan(network, asked)

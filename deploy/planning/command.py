@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Literal, get_args
 
 import msgspec
@@ -20,6 +21,7 @@ from shoal.coordinator.cost.workload import Workload
 from shoal.deploy.planning.figures import Figures, Wishes, figures_of, lines_of, said_gigabytes
 from shoal.deploy.planning.layouts import LAYOUT_NAMES, LayoutName, Request, layout
 from shoal.deploy.planning.left_out import GAIN_MIN, LeftOut, left_out, said_of_needs
+from shoal.deploy.planning.live_row import read_simulated, said_of_live, said_of_none
 from shoal.deploy.planning.rows import Column, Rows
 from shoal.deploy.simulate.scenario import Scenario, find_scenario
 from shoal.deploy.terminal.progress import sign_of_life
@@ -101,7 +103,7 @@ def compared_layouts(objective: ObjectiveName) -> tuple[LayoutName, ...]:
     return ("at-once", own_layout(objective), *(n for n in LAYOUT_NAMES if n not in ("ours", "at-once", "dtfm")))
 
 
-def shown_name(name: LayoutName) -> str:
+def shown_name(name: str) -> str:
     return "ours, at once" if name == "at-once" else name
 
 
@@ -138,6 +140,8 @@ class Asked:
     wishes: Wishes
     compare: bool
     as_json: bool
+    simulated: Path | None = None
+    """A file of `shoal simulate --json`, which says what a live swarm reaches."""
 
 
 def show_plan(what: str, asked: Asked) -> None:
@@ -154,6 +158,14 @@ def show_plan(what: str, asked: Asked) -> None:
         seed=asked.seed,
         seconds=asked.seconds,
     )
+    reached = None
+    if asked.simulated is not None:
+        reached = read_simulated(
+            asked.simulated,
+            scenario=scenario.name,
+            num_devices=scenario.topology.num_devices,
+            tokens_per_step=request.workload.tokens_per_step,
+        )
     judge = objective_of(aim, request)
     console = Console(highlight=False, quiet=asked.as_json)
     console.print(printable(scenario.title), markup=False, style="bold")
@@ -165,6 +177,13 @@ def show_plan(what: str, asked: Asked) -> None:
     )
     if asked.compare:
         reports = _show_comparison(console, aim, request, judge)
+        tokens_per_s = {
+            shown_name(report.layout): report.parts["tokens_per_s"]
+            for report in reports
+            if "tokens_per_s" in report.parts and not report.same_as
+        }
+        said = said_of_none(what) if reached is None else said_of_live(reached, tokens_per_s)
+        console.print(said, markup=False)
     else:
         reports = [_show_one(console, what, aim, request, judge, scenario, asked.wishes)]
     if asked.as_json:
