@@ -27,6 +27,7 @@ from shoal.deploy.simulate.modelled_swarm import ModelledSwarm, Ports, Seat, che
 from shoal.deploy.simulate.pinned import PinnedAllocator
 from shoal.deploy.simulate.result import STEPS_MIN, Ending, SimResult, StepCommitted
 from shoal.deploy.simulate.routing import Routing
+from shoal.deploy.simulate.slowing import Slowing, check_slowings
 from shoal.deploy.simulate.standstill import Seen, why_no_step
 from shoal.protocol.errors import LocalError
 from shoal.protocol.sim.loop import run as run_in_virtual_time
@@ -76,6 +77,8 @@ class ModelledRun:
     """A placement holds as long as its devices are there; an allocator is asked at every change; None: the live one."""
     seed: int = 0
     churn: Sequence[Churn] = ()
+    slowings: Sequence[Slowing] = ()
+    """Devices and links that become slower; those of devices that come later do not count."""
     limits: RunLimits = RunLimits()
     record_timeline: bool = False
     ports: Callable[[Seat], Ports] | None = None
@@ -94,6 +97,7 @@ def run_modelled(run: ModelledRun) -> SimResult:
     devices = {device for stage in _placed(run) for device in stage}
     check_devices(run.topology, devices, "the placement")
     check_devices(run.topology, {event.device for event in run.churn}, "the churn")
+    check_slowings(run.topology, run.slowings)
     begun_s = time.perf_counter()
     with _collecting_rarely():
         result = run_in_virtual_time(_play(run))
@@ -137,6 +141,8 @@ async def _play(run: ModelledRun) -> SimResult:
     for event in sorted(run.churn, key=lambda event: event.at_s):
         happen = swarm.launch if event.kind == "add" else swarm.remove
         asyncio.get_running_loop().call_at(event.at_s, happen, event.device)
+    for slowing in sorted(run.slowings, key=lambda slowing: slowing.at_s):
+        asyncio.get_running_loop().call_at(slowing.at_s, swarm.slow, slowing)
     cut_off = await _until_over(run, ledger)
     ledger.read_jobs()
     ledger.failures += [f"{name}: {error!r}" for name, error in world.failures]

@@ -9,6 +9,7 @@ from shoal.deploy.node import Node, NodeListeners, NodePorts, NodeRun
 from shoal.deploy.simulate.arithmetic import ModelledArithmetic
 from shoal.deploy.simulate.logbook import SimLedger
 from shoal.deploy.simulate.routing import Routing
+from shoal.deploy.simulate.slowing import Slowing, link_bytes_per_s
 from shoal.peer.replica.flow import Traffic
 from shoal.protocol.access import Gate
 from shoal.protocol.errors import LocalError
@@ -17,6 +18,7 @@ from shoal.protocol.membership import Members
 from shoal.protocol.messages import CommitReport
 from shoal.protocol.plan import SignedPlan
 from shoal.protocol.ports import Compute, Transport
+from shoal.protocol.sim.network import LinkSpec
 from shoal.protocol.sim.trust import TrustingSeals
 from shoal.protocol.sim.world import SimPeer, World
 from shoal.protocol.spec import RunSpec
@@ -95,6 +97,19 @@ class ModelledSwarm:
         if peer is not None and peer.is_alive:
             self._world.crash(peer)
             self._ledger.left(device, self._topology.names[device])
+
+    def slow(self, slowing: Slowing) -> None:
+        """Let it happen, to those of its devices that have been launched."""
+        t, peer = self._topology, self._peers.get(slowing.device)
+        if peer is not None and not slowing.others:
+            self._world.slow_device(peer, slowing.times)
+        for source, destination in slowing.links():
+            if source in self._peers and destination in self._peers:
+                link = LinkSpec(
+                    latency_s=float(t.latency_s[source, destination]),
+                    rate_bytes_per_s=link_bytes_per_s(t, source, destination) / slowing.times,
+                )
+                self._world.set_link(self._peers[source], self._peers[destination], link)
 
     async def _live(self, device: int, life: int, peer: SimPeer) -> None:
         assert self._owner is not None

@@ -1,0 +1,62 @@
+"""Lets a device or its links become slower in the middle of a run, and says what the network is then. Pure.
+
+A device slows down because it is hot, or because its owner plays a game; a link because somebody else uses it.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from shoal.protocol.errors import LocalError
+from shoal.protocol.topology import Topology
+
+
+class Slowing(NamedTuple):
+    """From `at_s` on the device, or each link between it and `others`, is `times` slower than it was at the beginning.
+
+    The last one of a device, and of a link, counts; 1 ends it.
+    """
+
+    at_s: float
+    device: int
+    times: float
+    others: tuple[int, ...] = ()
+    """Whoever is at the other end of the links; empty: the device itself computes more slowly."""
+
+    def links(self) -> Iterable[tuple[int, int]]:
+        """The (from, to) of each link, both ways."""
+        for other in self.others:
+            yield self.device, other
+            yield other, self.device
+
+
+def link_bytes_per_s(topology: Topology, source: int, destination: int) -> float:
+    """The rate of a link when nothing else uses it: that of the path, or of the slower card at its ends."""
+    path = float(topology.bytes_per_s[source, destination])
+    return min(path, float(topology.up_bytes_per_s[source]), float(topology.down_bytes_per_s[destination]))
+
+
+def after(topology: Topology, slowings: Iterable[Slowing]) -> Topology:
+    """The network when all of them have happened. Raises: LocalError: as `check_slowings`."""
+    flop_per_s, bytes_per_s = topology.flop_per_s.copy(), topology.bytes_per_s.copy()
+    ordered = sorted(slowings, key=lambda slowing: slowing.at_s)
+    check_slowings(topology, ordered)
+    for slowing in ordered:
+        if not slowing.others:
+            flop_per_s[slowing.device] = topology.flop_per_s[slowing.device] / slowing.times
+        for source, destination in slowing.links():
+            bytes_per_s[source, destination] = link_bytes_per_s(topology, source, destination) / slowing.times
+    return replace(topology, flop_per_s=flop_per_s, bytes_per_s=bytes_per_s)
+
+
+def check_slowings(topology: Topology, slowings: Sequence[Slowing]) -> None:
+    """Raises: LocalError: one names a device that there is not, or one twice, or is no slowing."""
+    for slowing in slowings:
+        devices = (slowing.device, *slowing.others)
+        strange = [device for device in devices if not 0 <= device < topology.num_devices]
+        if strange:
+            raise LocalError(f"a slowing names device {strange[0]}, the network has {topology.num_devices}")
+        if slowing.device in slowing.others:
+            raise LocalError(f"device {slowing.device} has no link to itself that could slow down")
+        if not 0.0 < slowing.times < float("inf"):
+            raise LocalError(f"a device or link cannot be {slowing.times} times slower")
