@@ -5,11 +5,12 @@ that is searched with every figure known, and pinned.
     live_swarm.py scenarios --only mixed-cards --seeds 3 --seconds 600
     live_swarm.py uneven --seeds 20              # random networks of 6 to 64 devices
 
-`planned` is the simulated pace of the layout of `shoal plan`, pinned; `others` are those of random, mod, greedy and
-DT-FM's layout, pinned, with the same staleness and wire. `live/planned` is the live swarm's rate from the 300th virtual
-second on, standstills included, against planned; `work` its tokens by the end of the 600th (or of the run) against as
-long at the planned pace. Each line of --out is one case and seed; lines of an earlier run with the same layouts lend
-their pinned figures, so that only the live swarm is played again.
+`planned` is the simulated pace of the layout of `shoal plan`, pinned. `best other` is the best of random, mod, greedy
+and DT-FM's layout, pinned, with the same staleness and wire: the one that the planner's arithmetic finds quickest is
+played. `live/planned` is the live swarm's rate from the 300th virtual second on, standstills included, against planned;
+`work` its tokens by the end of the 600th (or of the run) against as long at the planned pace. Each line of --out is one
+case and seed; lines of an earlier run with the same layouts lend their pinned figures, so that only the live swarm is
+played again.
 """
 
 import argparse
@@ -30,7 +31,7 @@ from shoal.deploy.planning.layouts import LayoutName
 from shoal.deploy.simulate.outcome import Outcome
 from shoal.deploy.simulate.result import SETTLED_S, SimResult
 from shoal.deploy.simulate.scenario import STEPS, STEPS_MAX, Scenario
-from shoal.deploy.simulate.strategies import Options, Patience, play, prepare
+from shoal.deploy.simulate.strategies import Options, Patience, Prepared, play, prepare
 from shoal.deploy.simulate.strategy import Strategy
 
 WORK_S = 600.0
@@ -90,7 +91,7 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     commit: str
     planned: Pinned
-    others: tuple[Pinned, ...]
+    best_other: Pinned | None = None
     live: Live
 
     @property
@@ -101,11 +102,6 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def work(self) -> float:
         return _over(self.live.tokens, (self.planned.tokens_per_s or math.nan) * self.live.tokens_by_s)
-
-    @property
-    def best_other(self) -> Pinned | None:
-        known = [other for other in self.others if other.tokens_per_s is not None and not other.below]
-        return max(known, key=lambda other: other.tokens_per_s or 0.0, default=None)
 
 
 def _over(value: float | None, reference: float | None) -> float:
@@ -119,7 +115,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1, help="of worlds; of `uneven` how many networks")
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=WORK_S, help="of virtual time, of each live swarm")
-    parser.add_argument("--without-others", action="store_true", help="do not play the other layouts")
+    parser.add_argument("--without-other", action="store_true", help="play no other layout")
     parser.add_argument("--out", type=Path, help="append a JSON line for each case and seed")
     options = parser.parse_args()
     seeds = range(options.first_seed, options.first_seed + options.seeds)
@@ -131,17 +127,15 @@ def main() -> None:
     known = _known(options.out)
     print(HEADING, flush=True)
     for name, seed in runs:
-        line = compared(case(name), seed, options.seconds, () if options.without_others else OTHERS, known)
+        line = compared(case(name), seed, options.seconds, known, with_other=not options.without_other)
         print(row(line), flush=True)
         if options.out is not None:
             with options.out.open("ab") as file:
                 file.write(msgspec.json.encode(line) + b"\n")
 
 
-def compared(
-    scenario: Scenario, seed: int, seconds: float, others: tuple[LayoutName, ...], known: dict[str, Pinned]
-) -> Line:
-    """Play the planned layout, the others and the live swarm."""
+def compared(scenario: Scenario, seed: int, seconds: float, known: dict[str, Pinned], *, with_other: bool) -> Line:
+    """Play the planned layout, the best other one and the live swarm."""
     first = pinned(scenario, "ours", seed, known, None)
     patience = None
     if first.tokens_per_s:
@@ -152,9 +146,24 @@ def compared(
         seed=seed,
         commit=_commit(),
         planned=first,
-        others=tuple(pinned(scenario, name, seed, known, patience) for name in others),
+        best_other=best_other(scenario, seed, known, patience) if with_other else None,
         live=live(scenario, seed, seconds),
     )
+
+
+def best_other(scenario: Scenario, seed: int, known: dict[str, Pinned], patience: Patience | None) -> Pinned | None:
+    """The quickest of `OTHERS` by arithmetic, played; None: none of them can be."""
+    options = Options(seed=seed, timeline=False)
+    found = [(name, prepare(scenario, Strategy(name=name, layout=name), (), options)) for name in OTHERS]
+    able = [(name, prepared) for name, prepared in found if not prepared.problem]
+    if not able:
+        return None
+    name, _ = max(able, key=lambda each: _predicted(each[1]))
+    return pinned(scenario, name, seed, known, patience)
+
+
+def _predicted(prepared: Prepared) -> float:
+    return prepared.predicted.parts.get("tokens_per_s", 0.0) if prepared.predicted is not None else 0.0
 
 
 def pinned(
@@ -201,7 +210,17 @@ def _with_pace(pinned: Pinned, result: SimResult) -> Pinned:
 
 
 def live(scenario: Scenario, seed: int, seconds: float) -> Live:
-    options = Options(seed=seed, timeline=False)
+    begun_s = time.monotonic()
+    told_s = 0.0
+
+    def tell(share: float) -> None:
+        nonlocal told_s
+        if share * seconds >= told_s + BIN_S:
+            told_s = share * seconds
+            took_s = time.monotonic() - begun_s
+            print(f"  {scenario.name}: {told_s:.0f} s of virtual time in {took_s:.0f} s", file=sys.stderr, flush=True)
+
+    options = Options(seed=seed, timeline=False, on_progress=tell)
     scenario = replace(with_steps(scenario, STEPS_MAX), seconds=seconds)
     prepared = prepare(scenario, Strategy(name="live", layout="live"), (), options)
     return told(play(scenario, prepared, options), seconds)
@@ -246,7 +265,7 @@ HEADING = (
 
 def row(line: Line) -> str:
     live, other = line.live, line.best_other
-    best = "none" if other is None else f"{other.layout} {other.tokens_per_s:,.0f}"
+    best = "none" if other is None else f"{other.layout} {'< ' if other.below else ''}{_figure(other.tokens_per_s)}"
     first = "none" if live.first_step_s is None else f"{live.first_step_s:.0f} s"
     lost = live.given_up + live.duplicates
     return (
@@ -267,7 +286,7 @@ def _known(path: Path | None) -> dict[str, Pinned]:
     if path is not None and path.exists():
         for text in path.read_bytes().splitlines():
             line = msgspec.json.decode(text, type=Line)
-            known |= {each.key: each for each in (line.planned, *line.others) if each.key}
+            known |= {each.key: each for each in (line.planned, line.best_other) if each is not None and each.key}
     return known
 
 
