@@ -46,7 +46,7 @@ class ClusterView:
             num_experts=spec.model.num_experts, slots=swarm.expert_slots, min_replicas=swarm.expert_replicas
         )
         self.ledger = Ledger(
-            num_stages=swarm.stages,
+            num_stages=1,  # until a plan says how many
             num_experts=spec.model.num_experts if swarm.expert_slots else 0,
             steps=training.steps,
             microbatches=training.microbatches_per_step,

@@ -107,7 +107,9 @@ class ReplanPolicy:
             snapshot = view.survey.snapshot(peers, None, disks, knows_network=True)
             return self._schedule.begin(snapshot, None, swarm, now_s, seed=1), LOOKING_FOR_FIRST
         layout, reason = (layout, layout.reason) if layout else self._repaired(peers, None, disks, sequence=1)
-        if layout is None or disks.era_max < 0:
+        if layout is None:
+            return None, view.survey.shortage(peers) or reason
+        if disks.era_max < 0:
             return layout, reason
         # All have died and forgotten their plans; some have kept their snapshots.
         beginning = self._beginning(None, disks)

@@ -56,6 +56,19 @@ class Survey:
             times = w.loss_per_forward if stage == len(plan.stages) - 1 else 1.0
             self._speeds.note(peer, (first, last), times * sum(w.layer_flop[first:last]) / heartbeat.forward_s)
 
+    def shortage(self, peers: tuple[MeasuredPeer, ...]) -> str:
+        """Say how much memory the run waits for; empty: the peers together have what the model takes at least."""
+        w = self._workload
+        needed_gb = (w.resident_bytes(0, w.num_layers) + sum(w.layer_held_bytes)) / 1e9
+        here_gb = sum(peer.memory_bytes for peer in peers if not peer.draining) / 1e9
+        if here_gb >= needed_gb:
+            return ""
+        here = "the peer that is here has" if len(peers) == 1 else f"the {len(peers)} peers that are here have"
+        return (
+            f"waiting for peers with {needed_gb - here_gb:.1f} GB of memory in all: the model takes {needed_gb:.1f} GB "
+            f"while it trains, and {here} {here_gb:.1f} GB"
+        )
+
     def snapshot(
         self, peers: tuple[MeasuredPeer, ...], previous: Plan | None, disks: Disks, *, knows_network: bool
     ) -> Snapshot:
@@ -91,7 +104,7 @@ class Survey:
                 for p in peers
             ),
             layer_costs=self._layer_costs,
-            num_stages=self._spec.swarm.stages,
+            num_stages=self._spec.swarm.stages_for(sum(not peer.draining for peer in peers)),
             workload=self._workload,
             network=self._links.network([peer.peer for peer in peers]) if knows_network else None,
         )

@@ -28,6 +28,13 @@ def duration(seconds: float) -> str:
     return f"{minutes}:{left:02}" if minutes else f"{left} s"
 
 
+def number_of_stages(stages: int | str) -> str:
+    """`3 stages`; or that their number is free, where `swarm.stages` says so."""
+    if isinstance(stages, str):
+        return "as many stages as suit the peers"
+    return "1 stage" if stages == 1 else f"{stages} stages"
+
+
 def quantity(value: float, unit: str) -> str:
     """`9.72 TFLOP/s`."""
     power = 0

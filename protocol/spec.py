@@ -2,15 +2,16 @@
 
 TOML -> `RunSpec` (frozen, checked), nothing reads a global or an environment variable later. Fields that a run file
 leaves out and that should fit the model are filled in on the way (`toml/defaults.py`), so that a `RunSpec` has numbers
-only; its own defaults are those of the first specs, for older records and for code that names what it wants. The run's
-identifier is the hash of the owner's key and of what cannot change in the spec, so two peers with the same run id and
-the same revision agree on every field.
+there; its own defaults are for code that names what it wants. Only `swarm.stages` may be "auto" in a `RunSpec` too,
+since no peer chooses that number when the run file is read: each plan says it. The run's identifier is the hash of the
+owner's key and of what cannot change in the spec, so two peers with the same run id and the same revision agree on
+every field.
 
 This file is long because every field of a run file is in it, with what it means.
 """
 
 import math
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 from blake3 import blake3
@@ -36,6 +37,8 @@ from shoal.protocol.toml.complaint import complaint
 TERM_HEARTBEATS_MIN = 4
 """A coordinator takes three to be sure that a stage has lost its state, and looks every half: in a shorter term it
 would never be, nor its heirs."""
+AUTO_STAGES: Final = "auto"
+"""What `swarm.stages` says where the coordinator is free to choose the number of stages."""
 CONTINUED_MAX = 64
 """Revisions of a spec: it must fit into a record of the directory."""
 _TARGET_BYTES = 4
@@ -271,10 +274,12 @@ class TrainingSpec(_Section, frozen=True):
 class SwarmSpec(_Section, frozen=True):
     """Says how the peers are organised."""
 
-    stages: int = 3
-    """Pipeline stages K."""
-    min_peers: int = 6
-    """Peers that must be there before the first plan."""
+    stages: int | Literal["auto"] = AUTO_STAGES
+    """Pipeline stages K. "auto": as many as the coordinator finds best for the peers that are there, and another number
+    when that is better. A number: so many as soon as there are so many peers, and never more."""
+    min_peers: int = 1
+    """Peers that must be there before the first plan. They may be fewer than the stages: where the model fits, the host
+    begins alone."""
     heartbeat_s: float = 1.0
     """How often a peer reports to the coordinator."""
     term_s: float = 60.0
@@ -294,8 +299,11 @@ class SwarmSpec(_Section, frozen=True):
     nothing is lost. 1: `expert_slots` is kept wherever they are enough for one copy of each."""
 
     def __post_init__(self) -> None:
-        _require(0 < self.stages <= STAGES_MAX, f"stages must be in [1, {STAGES_MAX}], is {self.stages}")
-        _require(self.min_peers >= self.stages, f"min_peers {self.min_peers} is fewer than stages {self.stages}")
+        _require(
+            self.stages == AUTO_STAGES or 0 < self.stages <= STAGES_MAX,
+            f'stages must be "{AUTO_STAGES}" or in [1, {STAGES_MAX}], is {self.stages}',
+        )
+        _require(self.min_peers > 0, f"min_peers must be positive, is {self.min_peers}")
         for name, most in (("min_peers", PEERS_MAX), ("expert_slots", EXPERTS_MAX), ("expert_replicas", PEERS_MAX)):
             value = getattr(self, name)
             _require(value <= most, f"{name} is at most {most}, and is {value}")
@@ -308,6 +316,16 @@ class SwarmSpec(_Section, frozen=True):
         _require(self.snapshot_interval_s >= 0, "snapshot_interval_s must not be negative")
         _require(self.expert_slots >= 0, "expert_slots must not be negative")
         _require(self.expert_replicas > 0, f"expert_replicas must be positive, is {self.expert_replicas}")
+
+    @property
+    def stages_max(self) -> int | None:
+        """The most stages that the run may have; None: as many as suit it."""
+        return None if self.stages == AUTO_STAGES else self.stages
+
+    def stages_for(self, num_peers: int) -> int | None:
+        """How many stages a layout of so many peers is to have; None: the best number, which is at most one a peer."""
+        stages = self.stages_max
+        return stages if stages is not None and stages <= num_peers else None
 
 
 _SWARM = SwarmSpec()
@@ -378,7 +396,7 @@ class RunSpec(_Section, frozen=True):
         _require(0 < len(self.name) <= 64, "name must have 1 to 64 characters")
         _require(0 <= self.seed < 2**63, "seed must be in [0, 2^63)")
         _require(
-            self.swarm.stages <= self.model.num_layers,
+            (self.swarm.stages_max or 1) <= self.model.num_layers,
             f"swarm.stages {self.swarm.stages} is more than model.num_layers {self.model.num_layers}: "
             "a stage has one layer at least",
         )

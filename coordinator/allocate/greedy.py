@@ -1,7 +1,8 @@
 """The allocator by rules: it balances measured speed over stages, and lets a peer stay once it is placed. Pure.
 
-The first plan cuts the model so that the most expensive stage is cheapest, and deals the peers out, fastest first, each
-to the stage with the least speed for its cost (longest processing time first, Graham 1969). Later plans keep the
+The first plan cuts the model so that the most expensive stage is cheapest, into the fewest stages that fit into the
+peers' memory where their number is free. It deals the peers out, fastest first, each to the stage with the least speed
+for its cost (longest processing time first, Graham 1969) that it has the memory for. Later plans keep the
 boundaries and every peer's place, because state is expensive to move. Newcomers go to the poorest stage, or back to
 their old one if that is about as poor. A stage that lost its last holder gets a spare, a newcomer, or a member of the
 richest stage. A peer that leaves is left out.
@@ -17,6 +18,7 @@ from shoal.coordinator.allocate.interface import MeasuredPeer, NoLayout, Snapsho
 from shoal.coordinator.allocate.partition import partition
 from shoal.coordinator.plan_layout import NO_MOVES, Layout
 from shoal.protocol.identity import PeerID
+from shoal.protocol.limits import STAGES_MAX
 from shoal.protocol.plan import Member, Plan, Stage
 
 
@@ -29,6 +31,8 @@ class Slot:
     last_layer: int
     cost: float
     holders: list[MeasuredPeer] = field(default_factory=list)
+    needed_bytes: float = 0.0
+    """The memory that a holder needs at least, for the stage's state and a step of it."""
 
     @property
     def stayers(self) -> list[MeasuredPeer]:
@@ -41,8 +45,8 @@ class Slot:
         return sum(peer.flop_per_s for peer in self.stayers) / self.cost
 
     def admits(self, peer: MeasuredPeer) -> bool:
-        """Whether `peer` may hold this stage: stage 0 needs the text."""
-        return peer.has_data or self.index > 0
+        """Whether `peer` may hold this stage: it has the memory, and for stage 0 the text."""
+        return (peer.has_data or self.index > 0) and peer.memory_bytes >= self.needed_bytes
 
 
 Choose = Callable[[Sequence[Slot], Sequence[Slot], MeasuredPeer], Slot]
@@ -72,7 +76,32 @@ class GreedyAllocator:
         Raises: NoLayout.
         """
         by_id = {peer.peer: peer for peer in snapshot.peers}
-        slots = _cut(snapshot) if previous is None else slots_of(snapshot, previous, by_id)
+        if previous is not None:
+            slots = slots_of(snapshot, previous, by_id)
+            return self._filled(snapshot, slots, previous, seed=seed, aside=aside, choose=choose)
+        if snapshot.num_stages is not None:
+            return self._filled(snapshot, _cut(snapshot, snapshot.num_stages), None, seed=seed)
+        most = min(len(snapshot.layer_costs), sum(not peer.draining for peer in snapshot.peers), STAGES_MAX)
+        why = NoLayout("nobody is here")
+        for num_stages in range(1, most + 1):
+            try:
+                return self._filled(snapshot, _cut(snapshot, num_stages), None, seed=seed)
+            except NoLayout as flaw:
+                why = flaw
+        raise why
+
+    def _filled(
+        self,
+        snapshot: Snapshot,
+        slots: list[Slot],
+        previous: Plan | None,
+        *,
+        seed: int,
+        aside: Collection[PeerID] = (),
+        choose: Choose | None = None,
+    ) -> Layout:
+        """Fill the stages. Args: as of `arrange`; slots: the stages with those who hold them already."""
+        by_id = {peer.peer: peer for peer in snapshot.peers}
         placed = {peer.peer for slot in slots for peer in slot.holders}
         newcomers = sorted(
             (p for p in snapshot.peers if p.peer not in placed and p.peer not in aside and not p.draining),
@@ -86,29 +115,39 @@ class GreedyAllocator:
             if not slot.holders:
                 if len(placed) + len(newcomers) < len(slots):
                     raise NoLayout(f"{len(placed) + len(newcomers)} peers cannot hold {len(slots)} stages")
-                what = "has the run's text" if slot.index == 0 else "is free"
-                raise NoLayout(f"nobody {what} to hold stage {slot.index}")
+                raise NoLayout(_why_empty(slot, snapshot.peers))
         stages = tuple(stage_of(slot) for slot in slots)
         return Layout(stages=stages, spares=spares, reason=_reason(stages, spares, previous, moved))
 
 
-def _cut(snapshot: Snapshot) -> list[Slot]:
+def _why_empty(slot: Slot, peers: Sequence[MeasuredPeer]) -> str:
+    able = [peer for peer in peers if peer.memory_bytes >= slot.needed_bytes]
+    if not able and peers:
+        needed, most = slot.needed_bytes / 1e9, max(peer.memory_bytes for peer in peers) / 1e9
+        return f"stage {slot.index} takes {needed:.1f} GB of memory, and nobody has more than {most:.1f} GB"
+    what = "has the run's text" if slot.index == 0 else "is free"
+    return f"nobody {what} to hold stage {slot.index}"
+
+
+def _cut(snapshot: Snapshot, num_stages: int) -> list[Slot]:
     """Empty stages for a first plan."""
-    bounds = partition(snapshot.layer_costs, snapshot.num_stages)
-    return [
-        Slot(index, first, last, sum(snapshot.layer_costs[first:last]))
-        for index, (first, last) in enumerate(pairwise(bounds))
-    ]
+    bounds = partition(snapshot.layer_costs, num_stages)
+    return [_slot(snapshot, index, first, last, []) for index, (first, last) in enumerate(pairwise(bounds))]
+
+
+def _slot(snapshot: Snapshot, index: int, first: int, last: int, holders: list[MeasuredPeer]) -> Slot:
+    needed_bytes = snapshot.workload.resident_bytes(first, last) if snapshot.workload is not None else 0.0
+    return Slot(index, first, last, sum(snapshot.layer_costs[first:last]), holders, needed_bytes)
 
 
 def slots_of(snapshot: Snapshot, previous: Plan, by_id: dict[PeerID, MeasuredPeer]) -> list[Slot]:
     """The stages of `previous` with the holders that are still here."""
     return [
-        Slot(
+        _slot(
+            snapshot,
             index,
             stage.first_layer,
             stage.last_layer,
-            sum(snapshot.layer_costs[stage.first_layer : stage.last_layer]),
             # A stage-0 holder whose text turned out to be another one cannot serve it any more.
             [peer for p in stage.peers if (peer := by_id.get(p)) and (index > 0 or peer.has_data)],
         )
@@ -122,11 +161,11 @@ def _deal(slots: Sequence[Slot], newcomers: Iterable[MeasuredPeer], choose: Choo
     spares: list[PeerID] = []
     while waiting:
         open_slots = [slot for slot in slots if not slot.stayers] or list(slots)
-        with_data = [peer for peer in waiting if peer.has_data]
-        if any(slot.index == 0 and not slot.stayers for slot in slots) and with_data:
+        able = [peer for peer in waiting if slots[0].admits(peer)]
+        if not slots[0].stayers and able:
             # Stage 0 comes first, while peers that can serve it are not spent elsewhere. The slowest is enough to begin
             # with where text is rare; where everyone has it the fastest goes wherever it helps most.
-            peer = with_data[0] if len(with_data) == len(waiting) else with_data[-1]
+            peer = able[0] if len(able) == len(waiting) else able[-1]
             slots[0].holders.append(peer)
             waiting.remove(peer)
             continue
@@ -210,7 +249,7 @@ def _reason(
     """One sentence on what the layout changes."""
     now = {peer for stage in stages for peer in stage.peers} | set(spares)
     if previous is None:
-        return f"first plan: {len(now)} peers on {len(stages)} stages"
+        return first_reason(len(now), len(stages))
     before = set(previous.members)
     parts = [f"{peer[-8:]} joined" for peer in sorted(now - before)]
     parts += [f"{peer[-8:]} left" for peer in sorted(before - now)]
@@ -218,6 +257,12 @@ def _reason(
     # A sentence for people must not make the plan of a large swarm outgrow its message.
     shown = parts[:4] + ([f"{len(parts) - 4} more changes"] if len(parts) > 4 else [])
     return ", ".join(shown) or NO_MOVES
+
+
+def first_reason(num_peers: int, num_stages: int) -> str:
+    """The reason of a first plan."""
+    peers, stages = ("peer" if num_peers == 1 else "peers"), ("stage" if num_stages == 1 else "stages")
+    return f"first plan: {num_peers} {peers} on {num_stages} {stages}"
 
 
 def _lot(seed: int, peer: PeerID) -> bytes:

@@ -55,7 +55,8 @@ class Snapshot:
     """The peers, in the order of their identifiers."""
     layer_costs: tuple[float, ...]
     """The FLOP a token of each decoder layer, with embedding and head at the ends."""
-    num_stages: int
+    num_stages: int | None
+    """How many stages there are to be; None: the allocator chooses."""
     workload: Workload | None = None
     """What a step asks of the devices; a search needs it, and `network`, besides the rest."""
     network: MeasuredNetwork | None = None
@@ -64,7 +65,7 @@ class Snapshot:
     def __post_init__(self) -> None:
         ids = [peer.peer for peer in self.peers]
         assert ids == sorted(set(ids)), "a snapshot lists each peer once, in order"
-        assert 0 < self.num_stages <= len(self.layer_costs)
+        assert self.num_stages is None or 0 < self.num_stages <= len(self.layer_costs)
 
 
 class NoLayout(ShoalError):

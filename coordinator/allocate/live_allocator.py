@@ -18,8 +18,9 @@ from itertools import pairwise
 
 import numpy as np
 
+from shoal.coordinator.allocate.at_once import plan_at_once
 from shoal.coordinator.allocate.dividing import placement_of, worth_its_standstill
-from shoal.coordinator.allocate.greedy import Choose, GreedyAllocator, Slot, poorest, slots_of, stage_of
+from shoal.coordinator.allocate.greedy import Choose, GreedyAllocator, Slot, first_reason, poorest, slots_of, stage_of
 from shoal.coordinator.allocate.interface import MeasuredPeer, NoLayout, Snapshot
 from shoal.coordinator.allocate.measured_topology import topology_of
 from shoal.coordinator.cost.placement import Placement
@@ -64,6 +65,10 @@ class EvolutionaryAllocator:
         if snapshot.network is None or snapshot.workload is None:
             return self._arrange(snapshot, previous, seed, _aside(snapshot, previous, None), None)
         topology = topology_of(snapshot)
+        if previous is None and snapshot.num_stages is None:
+            placement, _ = plan_at_once(topology, snapshot.workload)
+            stages, spares = _stages_of(snapshot, topology, snapshot.workload, placement)
+            return Layout(stages=stages, spares=spares, reason=first_reason(len(snapshot.peers), len(stages)))
         place = _Place(topology, snapshot.workload)
         aside = _aside(snapshot, previous, place)
         known = {*aside, *(peer for stage in previous.stages for peer in stage.peers)} if previous else set()
@@ -155,7 +160,7 @@ def _first(snapshot: Snapshot, seed: int) -> tuple[Layout, str]:
     objective = ThroughputObjective(topology, workload)
     placement = _nobody_alone(objective, _with_left_out(objective, searched))
     stages, spares = _stages_of(snapshot, topology, workload, placement)
-    reason = f"first plan: {topology.num_devices} peers on {len(stages)} stages"
+    reason = first_reason(len(snapshot.peers), len(stages))
     return Layout(stages=stages, spares=spares, reason=reason), reason
 
 
@@ -262,7 +267,7 @@ def _divided(snapshot: Snapshot, previous: Plan, seed: int) -> tuple[Layout, str
     topology, workload = topology_of(snapshot), snapshot.workload
     assert workload is not None
     current = placement_of(previous, snapshot.peers)
-    searched, _ = plan(topology, workload, seed=seed, work=_work(topology.num_devices))
+    searched, _ = plan(topology, workload, num_stages=snapshot.num_stages, seed=seed, work=_work(topology.num_devices))
     found = _nobody_alone(ThroughputObjective(topology, workload), searched)
     division = worth_its_standstill(topology, workload, current, found, horizon_s=HORIZON_S)
     if division is None:

@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from shoal.deploy.commands.options import EXIT_INTERRUPTED, Dashboard, check_writable, data_source, examples
+from shoal.deploy.commands.options import (
+    EXIT_INTERRUPTED,
+    Dashboard,
+    check_writable,
+    data_source,
+    examples,
+    said_stages,
+)
 from shoal.deploy.dashboard.address import parse_address
 from shoal.deploy.state import places
 from shoal.protocol.errors import LocalError
@@ -32,8 +39,8 @@ CHAOS_PEERS = 8
 def demo(
     peers: Annotated[int | None, typer.Option(min=1, help="Peer processes. Default: 6; with --chaos 8.")] = None,
     stages: Annotated[
-        int | None, typer.Option(min=1, help="Pipeline stages. Default: the spec's, 3 of the demo.")
-    ] = None,
+        str, typer.Option(metavar="N|auto", help="Pipeline stages, at most. Default: the spec's, 3 of the demo.")
+    ] = "",
     steps: Annotated[int | None, typer.Option(min=1, help="Steps of the run. Default: the demo's.")] = None,
     seconds: Annotated[float | None, typer.Option(min=0, help="Stop after this long, finished or not.")] = None,
     json: Annotated[Path | None, typer.Option(help="Write a line a step and a final summary, as JSON.")] = None,
@@ -60,8 +67,8 @@ def demo(
     base = load_spec(spec or (MOE_SPEC if moe else DEMO_SPEC))
     if moe and not base.swarm.expert_slots:
         raise LocalError(f"--moe needs a run with swarm.expert_slots; {spec} has none")
-    if stages is not None:
-        changes["swarm.stages"] = stages
+    if stages:
+        changes["swarm.stages"] = said_stages(stages)
     if steps is not None:
         changes["training.steps"] = steps
         changes["optimizer.warmup_steps"] = min(base.optimizer.warmup_steps, steps)

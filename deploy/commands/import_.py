@@ -5,7 +5,8 @@ from typing import Annotated
 
 import typer
 
-from shoal.deploy.commands.options import Verbose, check_writable, data_source, examples, start_logging
+from shoal.deploy.commands.options import Verbose, check_writable, data_source, examples, said_stages, start_logging
+from shoal.deploy.words import number_of_stages
 from shoal.protocol.errors import LocalError
 from shoal.protocol.spec import RunSpec
 from shoal.protocol.toml.spec_file import convert_spec, load_spec, read_tables
@@ -14,7 +15,7 @@ from shoal.protocol.toml.spec_file import convert_spec, load_spec, read_tables
 @examples(
     "shoal import ./Llama-3.2-1B run.toml --data ./stories.jsonl  # then: shoal host run.toml",
     "shoal import ./my-model run.toml --spec base.toml  # steps, rate and stages as in base.toml",
-    "shoal import ./my-model run.toml --context 512 --stages 2  # shorter samples, two stages",
+    "shoal import ./my-model run.toml --context 512 --stages 2  # shorter samples, two stages at most",
 )
 def import_(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="config.json, *.safetensors and a tokenizer.json.")],
@@ -22,7 +23,9 @@ def import_(
     data: Annotated[str, typer.Option(help="What to train on: a path, or hf:NAME. RUN.toml says more.")] = "",
     spec: Annotated[Path | None, typer.Option(help="A run spec that says what FOLDER does not.")] = None,
     context: Annotated[int | None, typer.Option(min=1, help="Tokens of a sample. Default: at most 1,024.")] = None,
-    stages: Annotated[int | None, typer.Option(min=1, help="Pipeline stages. Default: three.")] = None,
+    stages: Annotated[
+        str, typer.Option(metavar="N|auto", help="Pipeline stages, at most. Default: as many as suit the peers.")
+    ] = "",
     json: Annotated[bool, typer.Option("--json", help="Say what was made as JSON.")] = False,
     verbose: Verbose = False,
 ) -> None:
@@ -32,6 +35,7 @@ def import_(
         raise LocalError(f"{run_toml} is there already: name a file that is not")
     check_writable(run_toml)
     source = data_source(data)
+    chosen = said_stages(stages) if stages else None
     start_logging(verbose)
     from shoal.deploy.run.run_file import write_spec
     from shoal.deploy.ship.import_model import import_model
@@ -44,7 +48,7 @@ def import_(
             base=base,
             source=source,
             context=context,
-            stages=stages,
+            stages=chosen,
             on_layer=lambda done, layers: tell(done / layers),
         )
     if spec is not None:
@@ -64,7 +68,8 @@ def import_(
         f"{num_parameters(made.model):,} parameters in {made.model.num_layers} layers, {kind}, "
         f"{made.model.vocab_size:,} tokens, context {made.model.context}"
     )
-    typer.echo(f"{made.data.source} in {made.swarm.stages} stages; the weights stay in {made.initial.source}")
+    cut = number_of_stages(made.swarm.stages)
+    typer.echo(f"{made.data.source} in {cut}; the weights stay in {made.initial.source}")
     typer.echo(f"look through {run_toml}, then: shoal host {run_toml}")
 
 

@@ -11,6 +11,8 @@ import typer
 
 from shoal.deploy.dashboard import address
 from shoal.protocol.errors import LocalError
+from shoal.protocol.limits import STAGES_MAX
+from shoal.protocol.spec import AUTO_STAGES
 
 EXIT_FAILED = 1
 EXIT_USER_ERROR = 2
@@ -118,6 +120,15 @@ def data_source(text: str) -> str:
     if not path.exists():
         raise LocalError(f"there is no file or folder {path} to train on")
     return str(path)
+
+
+def said_stages(text: str) -> int | str:
+    """The value of `--stages` for `swarm.stages`. Raises: LocalError."""
+    if text == AUTO_STAGES:
+        return text
+    if not text.isdecimal() or not 0 < int(text[:9]) <= STAGES_MAX:
+        raise LocalError(f"--stages is a number from 1 to {STAGES_MAX}, or {AUTO_STAGES}; not {text!r}")
+    return int(text)
 
 
 def check_writable(path: Path) -> None:

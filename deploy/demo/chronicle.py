@@ -53,9 +53,7 @@ class Chronicle:
         self.record = DemoRecord()
         self._presenter = Presenter(RunFacts.of(spec), title=title, console=console, shows_mine=False)
         self._spec = spec
-        self._book = StepBook(
-            num_stages=spec.swarm.stages, lead_steps=spec.training.s_max + 2, patience_s=_STEP_PATIENCE_S
-        )
+        self._book = StepBook(lead_steps=spec.training.s_max + 2, patience_s=_STEP_PATIENCE_S)
         self._plan: Obeys | None = None
         self._status: SwarmStatus | None = None
         self._status_at_s = -_STATUS_FRESH_S
@@ -216,6 +214,7 @@ class Chronicle:
 
     def _take_plan(self, plan: Obeys) -> None:
         """Note a plan. Every peer tells every plan, and a peer that returns begins with an old one."""
+        self._book.obey(plan.era, begins=plan.restored, num_stages=plan.stages)
         before, order = self._plan, (plan.term, plan.sequence)
         if before is not None and order <= (before.term, before.sequence):
             return

@@ -26,6 +26,7 @@ from shoal.deploy.demo.summary import Summary
 from shoal.deploy.demo.swarm import Child, Swarm
 from shoal.deploy.report import Joined, Left, Obeys, Ready, read_report
 from shoal.deploy.run.run_file import write_spec
+from shoal.deploy.words import number_of_stages
 from shoal.protocol.errors import LocalError
 from shoal.protocol.spec import DataSpec, RunSpec
 
@@ -65,7 +66,7 @@ class Demo:
         self._chronicle = Chronicle(
             options.spec,
             console,
-            title=f"shoal demo: {options.peers} peers, {options.spec.swarm.stages} stages",
+            title=f"shoal demo: {options.peers} peers, {number_of_stages(options.spec.swarm.stages)}",
         )
         self._started_s = self._watched_until_s = time.monotonic()
         self._swarm = Swarm(on_line=self._on_line, on_exit=self._on_exit)

@@ -34,8 +34,9 @@ class StepBook:
         patience_s: how long a step waits for the word of a stage that must have committed it.
     """
 
-    def __init__(self, *, num_stages: int, lead_steps: int, patience_s: float) -> None:
-        self._num_stages = num_stages
+    def __init__(self, *, lead_steps: int, patience_s: float) -> None:
+        self._eras: dict[int, tuple[int, int]] = {}
+        """Era -> (the version with which it began, how many stages it has), as plans say."""
         self._lead_steps = lead_steps
         self._patience_s = patience_s
         self._reached: dict[int, _Key] = {}
@@ -49,6 +50,10 @@ class StepBook:
         self.given_up = 0
         self.dissenting = 0
 
+    def obey(self, era: int, *, begins: int, num_stages: int) -> None:
+        """Take what a plan says of its era. A child tells its plan before it commits under it."""
+        self._eras[era] = begins, num_stages
+
     def commit(self, report: CommitReport, now_s: float) -> None:
         """Take a commit. All members of a group report it, and the first report counts."""
         key = report.era, report.step
@@ -59,7 +64,7 @@ class StepBook:
         self.duplicates += report.duplicates
         self.given_up += report.given_up
         self.dissenting += report.dissenting
-        if report.stage >= self._num_stages:
+        if report.stage >= self._stages_of(key):
             return  # of experts: a step waits for its stages
         self._reached[report.stage] = max(key, self._reached.get(report.stage, key))
         entry = self._entry(key, now_s)
@@ -88,9 +93,9 @@ class StepBook:
         for key in sorted(self._open):
             entry = self._open[key]
             waited = entry.passed_s is not None and now_s >= entry.passed_s + self._patience_s
-            follows = key == (self._newest[0], self._newest[1] + 1)
-            complete = follows and len(entry.reports) == self._num_stages
-            if not (waited or complete or (flush and (entry.told or self._num_stages - 1 in entry.reports))):
+            num_stages = self._stages_of(key)
+            complete = self._follows(key) and len(entry.reports) == num_stages
+            if not (waited or complete or (flush and (entry.told or num_stages - 1 in entry.reports))):
                 if flush:
                     continue
                 break
@@ -99,9 +104,18 @@ class StepBook:
             steps.append((entry.at_s, self._step(key, entry)))
         return steps
 
+    def _stages_of(self, key: _Key) -> int:
+        return self._eras.get(key[0], (0, 0))[1]
+
+    def _follows(self, key: _Key) -> bool:
+        """Whether the step is the one after the newest that was told, in its era or as the first of a later one."""
+        era, step = self._newest
+        begins, _ = self._eras.get(key[0], (0, 0))
+        return key[1] == step + 1 and (key[0] == era or (key[0] > era and key[1] == begins))
+
     def _is_passed(self, key: _Key, entry: _Open) -> bool:
         """Whether the stages that have not reported it must have committed it."""
-        missing = (stage for stage in range(self._num_stages) if stage not in entry.reports)
+        missing = (stage for stage in range(self._stages_of(key)) if stage not in entry.reports)
         led = (key[0], key[1] + self._lead_steps) <= max(self._reached.values())
         return led or all(key < self._reached.get(stage, key) for stage in missing)
 
@@ -112,9 +126,9 @@ class StepBook:
 
     def _step(self, key: _Key, entry: _Open) -> StepDone:
         reports, told = list(entry.reports.values()), entry.told
-        if told is not None and len(reports) < self._num_stages:
+        if told is not None and len(reports) < self._stages_of(key):
             return told
-        last = entry.reports.get(self._num_stages - 1)
+        last = entry.reports.get(self._stages_of(key) - 1)
         return StepDone(
             step=key[1],
             era=key[0],

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from shoal.deploy.record.lines import StepLine, perplexity
-from shoal.protocol.limits import MICROBATCHES_PER_STEP_MAX
+from shoal.protocol.limits import MICROBATCHES_PER_STEP_MAX, STAGES_MAX
 from shoal.protocol.messages import CommitReport
 
 PATIENCE_S: Final = 20.0
@@ -36,8 +36,7 @@ class _Open:
 
 class Book:
     """Args:
-    num_stages: of the run.
-    num_groups: stages, and groups of experts' holders.
+    num_experts: groups of experts' holders beside each stage.
     lead_steps: no group commits step `t + lead_steps` before every other has committed `t`.
     tokens_per_step: what a step may say that it was trained on, at most.
     learning_rate: step from 0 -> its learning rate.
@@ -48,20 +47,21 @@ class Book:
     def __init__(
         self,
         *,
-        num_stages: int,
-        num_groups: int,
+        num_experts: int,
         lead_steps: int,
         tokens_per_step: int,
         learning_rate: Callable[[int], float],
         reached: Key | None = None,
     ) -> None:
-        self._num_stages, self._num_groups, self._lead_steps = num_stages, num_groups, lead_steps
+        self._num_experts, self._lead_steps = num_experts, lead_steps
         self._tokens_per_step, self._learning_rate = tokens_per_step, learning_rate
         self._is_new = reached is None
         self._next: Key = reached or (0, 0)
         """The step that follows the newest one that came out, if its era goes on."""
         self._begins: dict[int, int] = {}
         """Era -> version with which it began, as plans say."""
+        self._stages: dict[int, int] = {}
+        """Era -> how many stages it has, as plans say; of an era without a plan, as its last stage's reports show."""
         self._open: dict[Key, _Open] = {}
         self._newest: dict[int, Key] = {}
         """Group -> its newest report."""
@@ -88,21 +88,23 @@ class Book:
         for key in sorted(self._open):
             entry = self._open[key]
             if key != self._next and key[0] == self._next[0]:
-                return self._next, list(range(self._num_groups))
+                return self._next, list(range(self._groups_of(self._next[0])))
             if entry.passed_s is not None:
-                return key, [group for group in range(self._num_groups) if group not in entry.reports]
+                return key, [group for group in range(self._groups_of(key[0])) if group not in entry.reports]
             return None
         return None
 
-    def begins(self, era: int, version: int) -> None:
-        """Note with which version an era began, as a plan says."""
-        self._begins[era] = version
+    def begins(self, era: int, version: int, num_stages: int) -> None:
+        """Note with which version an era began and how many stages it has, as a plan says."""
+        self._begins[era], self._stages[era] = version, num_stages
 
     def note(self, report: CommitReport, at_s: float, now_s: float) -> None:
         """Args: at_s: when the group had committed, in this clock."""
         key = report.era, report.step
         if key < self._next or not self._is_sound(report) or not now_s - AGO_S_MAX < at_s <= now_s:
             return
+        if report.loss is not None:  # which the last stage alone knows
+            self._stages.setdefault(report.era, report.stage + 1)
         entry = self._open.setdefault(key, _Open(heard_s=now_s))
         if report.stage not in entry.reports or entry.reports[report.stage][1].gradient_norm is None:
             entry.reports[report.stage] = at_s, report
@@ -118,7 +120,7 @@ class Book:
         steps = []
         for key in sorted(self._open):
             entry, first = self._open[key], self._first(key[0])
-            whole = len(entry.reports) == self._num_groups
+            whole = len(entry.reports) == self._groups_of(key[0])
             if not whole and any(era > key[0] and step <= key[1] for era, step in begun.items()):
                 del self._open[key]  # the run went back behind it before it was whole
                 continue
@@ -128,7 +130,7 @@ class Book:
             if not ((whole and key == first) or waited or flush):
                 break
             del self._open[key]
-            known = self._num_stages - 1 in entry.reports
+            known = self._stages.get(key[0], 0) - 1 in entry.reports
             self.lost += (0 if self._is_new else max(0, key[1] - first[1])) + (not known)
             self._next, self._is_new = (key[0], key[1] + 1), False
             if known:
@@ -139,7 +141,7 @@ class Book:
         newest = max(self._newest.values(), default=(0, -1))
         for key, entry in self._open.items():
             if entry.passed_s is None:
-                missing = (group for group in range(self._num_groups) if group not in entry.reports)
+                missing = (group for group in range(self._groups_of(key[0])) if group not in entry.reports)
                 led = (key[0], key[1] + self._lead_steps) <= newest
                 if led or all(key < self._newest.get(group, key) for group in missing):
                     entry.passed_s = now_s
@@ -160,10 +162,14 @@ class Book:
     def _after(self, key: Key | None) -> Key:
         return self._next if key is None else max(self._next, (key[0], key[1] + 1))
 
+    def _groups_of(self, era: int) -> int:
+        """How many groups commit a step of the era, experts' holders included; 0: it is not known."""
+        return self._stages.get(era, 0) * (1 + self._num_experts)
+
     def _is_sound(self, report: CommitReport) -> bool:
         counts = (report.microbatches, report.duplicates, report.given_up, report.dissenting, report.members)
         return (
-            0 <= report.stage < self._num_groups
+            0 <= report.stage < (self._groups_of(report.era) or STAGES_MAX * (1 + self._num_experts))
             and report.era >= 0
             and all(0 <= count <= MICROBATCHES_PER_STEP_MAX * 16 for count in counts)
             and 0 <= report.tokens <= self._tokens_per_step
@@ -172,8 +178,9 @@ class Book:
 
     def _step(self, key: Key, entry: _Open) -> StepLine:
         reports = [report for _, report in entry.reports.values()]
-        stages = [report for report in reports if report.stage < self._num_stages]
-        last = entry.reports[self._num_stages - 1][1]
+        num_stages, num_groups = self._stages[key[0]], self._groups_of(key[0])
+        stages = [report for report in reports if report.stage < num_stages]
+        last = entry.reports[num_stages - 1][1]
         at_s = max(at_s for at_s, _ in entry.reports.values())
         by_group = {report.stage: _finite(report.gradient_norm) for report in reports}
         norms = [norm for norm in by_group.values() if norm is not None]
@@ -185,8 +192,8 @@ class Book:
             loss=loss,
             perplexity=perplexity(loss),
             learning_rate=self._learning_rate(key[1]),
-            gradient_norm=math.hypot(*norms) if len(norms) == self._num_groups else None,
-            gradient_norms=tuple(by_group.get(stage) for stage in range(self._num_stages)),
+            gradient_norm=math.hypot(*norms) if len(norms) == num_groups else None,
+            gradient_norms=tuple(by_group.get(stage) for stage in range(num_stages)),
             tokens=last.tokens,
             tokens_per_s=self._pace(at_s, last.tokens),
             staleness=sum(report.staleness_steps_mean for report in stages) / len(stages),
@@ -194,7 +201,7 @@ class Book:
             given_up=sum(report.given_up for report in reports),
             duplicates=sum(report.duplicates for report in reports),
             dissenting=sum(report.dissenting for report in reports),
-            unheard=self._num_groups - len(reports),
+            unheard=num_groups - len(reports),
         )
 
     def _pace(self, at_s: float, tokens: int) -> float | None:

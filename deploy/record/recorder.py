@@ -177,7 +177,8 @@ class Recorder:
     async def run(self, endpoint: Endpoint, past: Past, plan: Callable[[], Plan | None]) -> None:
         """Keep the record until cancelled. Whatever goes wrong here does not stop training."""
         while True:
-            await asyncio.sleep(max(PERIOD_S, self._num_groups / GROUPS_A_SECOND))
+            live = plan()
+            await asyncio.sleep(max(PERIOD_S, _num_groups(live) / GROUPS_A_SECOND))
             try:
                 await self._gather(endpoint, past, plan())
                 await self._tell(self._book.due(time.monotonic()))
@@ -212,12 +213,14 @@ class Recorder:
     async def _gather(self, endpoint: Endpoint, past: Past, plan: Plan | None) -> None:
         me = endpoint.peer_id
         now_s = time.monotonic()
-        self._hear(past.since(HistoryRequest(self._book.wanted(range(self._num_groups)), self._validations_from)))
+        if plan is not None:
+            self._book.begins(plan.era, plan.restore_version, len(plan.stages))
+        self._hear(past.since(HistoryRequest(self._book.wanted(range(_num_groups(plan))), self._validations_from)))
         if plan is None:
             return
         self._turn += 1
         asks: dict[PeerID, Key] = {}
-        for group in range(self._num_groups):
+        for group in range(_num_groups(plan)):
             peers = _members(plan, group)
             if peers and me not in peers:
                 peer = peers[self._turn % len(peers)]
@@ -278,7 +281,7 @@ class Recorder:
     # --- what is said here anyway ---
 
     def _take_plan(self, plan: Obeys) -> None:
-        self._book.begins(plan.era, plan.restored)
+        self._book.begins(plan.era, plan.restored, plan.stages)
         self._add_plan(plan, time.time(), era=plan.era, restored=plan.restored, peers=plan.peers, stages=plan.stages)
 
     def _add_plan(self, plan: Obeys | PlanNote, at_s: float, **known: int) -> None:
@@ -395,15 +398,9 @@ class Recorder:
 
     # --- the run ---
 
-    @property
-    def _num_groups(self) -> int:
-        stages = self._spec.swarm.stages
-        return stages * (1 + (self._spec.model.num_experts if self._spec.swarm.expert_slots else 0))
-
     def _new_book(self, reached: Key | None) -> Book:
         return Book(
-            num_stages=self._spec.swarm.stages,
-            num_groups=self._num_groups,
+            num_experts=self._spec.model.num_experts if self._spec.swarm.expert_slots else 0,
             lead_steps=self._spec.training.s_max + 1,
             tokens_per_step=self._spec.tokens_per_step,
             learning_rate=partial(rate_of, self._spec),
@@ -488,9 +485,14 @@ class _People:
         )
 
 
+def _num_groups(plan: Plan | None) -> int:
+    """How many groups commit a step, experts' holders included."""
+    return len(plan.stages) + len(plan.experts) if plan is not None else 0
+
+
 def _members(plan: Plan, group: int) -> tuple[PeerID, ...]:
-    if group >= len(plan.stages) and not plan.experts:
-        return ()
+    if group >= _num_groups(plan):
+        return ()  # of an earlier plan, which had more
     return tuple(member.peer for member in plan.group_members(group))
 
 

@@ -22,7 +22,7 @@ from shoal.peer.data.tokenizer import BYTES, FileTokenizer, byte_tokenizer_json,
 from shoal.peer.initial import weights_digest
 from shoal.peer.model.layout import all_layer_keys, layer_layout
 from shoal.protocol.errors import DataError, LocalError
-from shoal.protocol.spec import DataSpec, InitialSpec, ModelSpec, OptimizerSpec, RunSpec, SwarmSpec, TrainingSpec
+from shoal.protocol.spec import DataSpec, InitialSpec, ModelSpec, OptimizerSpec, RunSpec, TrainingSpec
 from shoal.protocol.toml.defaults import learning_rate_of, size_of
 
 OnLayer = Callable[[int, int], None]
@@ -32,7 +32,6 @@ _NAMED_MAX: Final = 3
 """How many tensors a message names."""
 _NAME_CHARS_MAX: Final = 80
 _DIMS_MAX: Final = 8
-_STAGES: Final = 3
 _FP32_BYTES: Final = 4
 _DTYPES: Final = ("F32", "F16", "BF16", "F64", "F8_E4M3", "F8_E5M2")
 """The dtypes that weights may have: whole numbers would be read without a word, and mean something else."""
@@ -101,7 +100,7 @@ def import_model(
     base: RunSpec | None = None,
     source: str = "",
     context: int | None = None,
-    stages: int | None = None,
+    stages: int | str | None = None,
     on_layer: OnLayer | None = None,
 ) -> RunSpec:
     """A run spec that begins with the weights in `folder`.
@@ -110,7 +109,7 @@ def import_model(
         base: where everything comes from that the folder does not say; None: what suits fine-tuning.
         source: what to train on; empty: what `base` says.
         context: tokens of a sample; None: what the model allows, at most 1,024.
-        stages: None: three, or as many as there are layers.
+        stages: `swarm.stages`; None: what `base` says, or "auto".
     Raises: LocalError: this is no model that shoal can train; the line says why. DataError: its tokenizer.
     """
     folder = folder.expanduser().resolve()
@@ -118,10 +117,8 @@ def import_model(
     weights = FolderWeights(folder, model)
     base = base or _for_fine_tuning(folder.name, model)
     data = msgspec.structs.replace(base.data, tokenizer=_tokenizer_of(folder, model), tokenizer_digest="", digest="")
-    swarm = base.swarm
-    if stages is not None:
-        swarm = msgspec.structs.replace(swarm, stages=stages, min_peers=max(stages, swarm.min_peers))
     try:
+        swarm = base.swarm if stages is None else msgspec.structs.replace(base.swarm, stages=stages)
         return msgspec.structs.replace(
             base,
             model=model,
@@ -148,13 +145,11 @@ def open_initial(spec: RunSpec, on_layer: OnLayer | None = None) -> FolderWeight
 
 
 def _for_fine_tuning(name: str, model: ModelSpec) -> RunSpec:
-    stages = min(_STAGES, model.num_layers)
     spec = RunSpec(
         name=(name or "imported")[:64],
         model=model,
         data=DataSpec(),
         training=TrainingSpec(microbatches_per_step=16, microbatch_size=1, validation_microbatches=16),
-        swarm=SwarmSpec(stages=stages, min_peers=stages),
     )
     # Weights that are good already want small steps, and no pull towards zero.
     step, steps = float(spec.tokens_per_step), spec.training.steps

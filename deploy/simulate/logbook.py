@@ -16,7 +16,6 @@ _NOT_WORK = ("probe",)
 
 class SimLedger:
     """Args:
-    num_groups: how many commits make a step, those of experts included; plans may change it.
     steps: tell `reached` once so many steps are committed by every group.
     on_step: told of each step when every group has committed it.
     """
@@ -24,7 +23,6 @@ class SimLedger:
     def __init__(
         self,
         num_devices: int,
-        num_groups: int,
         *,
         steps: int,
         keeps_timeline: bool,
@@ -38,7 +36,8 @@ class SimLedger:
         self.reached = asyncio.Event()
         self.plan: Plan | None = None
         """The last plan that anybody obeyed."""
-        self._num_groups = num_groups
+        self._num_groups = 0
+        """How many commits make a step, those of experts included, as the last plan says."""
         self._wanted = steps
         self._on_step = on_step
         self._keeps_timeline = keeps_timeline

@@ -121,7 +121,6 @@ async def _play(run: ModelledRun) -> SimResult:
 
     ledger = SimLedger(
         t.num_devices,
-        spec.swarm.stages,
         steps=spec.training.steps - run.limits.steps_after,
         keeps_timeline=run.record_timeline,
         on_step=stepped,
@@ -206,7 +205,7 @@ def _spec_of(run: ModelledRun) -> RunSpec:
     """The run spec as it is in this world. Raises: LocalError: it cannot be."""
     spec, here = run.spec, run.topology.num_devices - len(_absent(run))
     stages = len(_placed(run)) or spec.swarm.stages
-    swarm = {"stages": stages, "min_peers": max(stages, here), "snapshot_interval_steps": 0}
+    swarm = {"stages": stages, "min_peers": max(1, here), "snapshot_interval_steps": 0}
     training = {
         "validation_interval_steps": 0,
         "steps": (run.limits.steps or spec.training.steps) + run.limits.steps_after,

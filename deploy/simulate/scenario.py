@@ -85,7 +85,7 @@ class Scenario:
     title: str
     topology: Topology
     spec: RunSpec
-    """`training.steps` is how far each strategy runs; `swarm.stages` says nothing where `stages` is None."""
+    """`training.steps` is how far each strategy runs."""
     stages: int | None
     seconds: float | None
     watts: tuple[float | None, ...]
@@ -229,5 +229,5 @@ def _spec(name: str, model: ModelSpec, training: TrainingSpec, wire: WireSpec) -
         training=msgspec.structs.replace(training, validation_interval_steps=0),
         wire=wire,
         optimizer=OptimizerSpec(warmup_steps=0),
-        swarm=SwarmSpec(stages=1, min_peers=1),
+        swarm=SwarmSpec(),
     )

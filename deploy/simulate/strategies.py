@@ -23,7 +23,7 @@ from shoal.deploy.simulate.scenario import STEPS, STEPS_MAX, Scenario
 from shoal.deploy.simulate.strategy import CHURN_DEFAULT, DEFAULT, KNOWN, Strategy
 from shoal.deploy.simulate.traces import absent_at_first, load_trace, replay
 from shoal.protocol.errors import LocalError, ShoalError
-from shoal.protocol.spec import RunSpec
+from shoal.protocol.spec import AUTO_STAGES, RunSpec
 
 CHURN_SECONDS = 1800.0
 """How long a swarm lives through a trace if nothing else is said."""
@@ -183,7 +183,7 @@ def prepare(scenario: Scenario, strategy: Strategy, churn: Sequence[Churn], opti
     begun_s = time.perf_counter()
     try:
         if strategy.layout == "live":
-            spec = _live_spec(scenario, strategy, spec, present, options)
+            spec = _live_spec(scenario, strategy, spec, present)
         else:
             placement = _placed(strategy.layout, _request(scenario, strategy, spec, present, options), present)
             cost = ThroughputObjective(scenario.topology, Workload.of(spec)).cost(placement)
@@ -302,12 +302,8 @@ def _placed(name: LayoutName, request: Request, present: Sequence[int]) -> Place
     )
 
 
-def _live_spec(
-    scenario: Scenario, strategy: Strategy, spec: RunSpec, present: Sequence[int], options: Options
-) -> RunSpec:
-    """A run spec fixes how many stages there are: as many as our planner would take. Raises: ShoalError."""
-    stages = strategy.stages or scenario.stages
-    if stages is None:
-        stages = len(layout("ours", _request(scenario, strategy, spec, present, options)).stages)
-    swarm = msgspec.structs.replace(spec.swarm, stages=stages, min_peers=max(stages, len(present)))
+def _live_spec(scenario: Scenario, strategy: Strategy, spec: RunSpec, present: Sequence[int]) -> RunSpec:
+    """The run spec of a swarm whose own coordinators decide: it begins when everybody who is there has come."""
+    stages = strategy.stages or scenario.stages or AUTO_STAGES
+    swarm = msgspec.structs.replace(spec.swarm, stages=stages, min_peers=max(1, len(present)))
     return msgspec.structs.replace(spec, swarm=swarm)

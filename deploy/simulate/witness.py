@@ -56,13 +56,15 @@ class Witness:
         """When somebody was the first to take a step of the last stage; another era's steps count again."""
         self.quiet_s = math.inf
         spec = trial.spec
+        stages = spec.swarm.stages_max
+        assert stages is not None, "a campaign says how many stages its swarms have"
         expected = Expectation(
             steps=spec.training.steps,
             microbatches=spec.training.microbatches_per_step,
-            stages=spec.swarm.stages,
+            stages=stages,
             losses=single_process_losses(spec) if spec.training.s_max == 0 else None,
         )
-        self._last_stage = spec.swarm.stages - 1
+        self._last_stage = stages - 1
         self._invariants = all_invariants(expected)
         self._last_events: deque[str] = deque(maxlen=LAST_EVENTS)
         self._held: set[tuple[int, int]] = set()

@@ -13,6 +13,7 @@ from shoal.protocol.toml.defaults import (
     microbatches_of,
     millions,
     size_of,
+    stages_fed,
     thousands,
     warmup_steps_of,
 )
@@ -86,9 +87,13 @@ def _warmup_advice(spec: RunSpec) -> list[str]:
 
 def _batch_advice(spec: RunSpec) -> list[str]:
     training, usual = spec.training, batch_tokens_of(size_of(spec))
-    model, stages = spec.model, spec.swarm.stages
+    model, stages = spec.model, spec.swarm.stages_max
     number, samples = microbatches_of(
-        usual, context=model.context, stages=stages, dim=model.dim, experts=model.experts_computed
+        usual,
+        context=model.context,
+        stages=stages_fed(stages, num_layers=model.num_layers),
+        dim=model.dim,
+        experts=model.experts_computed,
     )
     remedy = f"Set training.microbatches_per_step = {number} and training.microbatch_size = {samples}"
     tokens = thousands(spec.tokens_per_step)
@@ -104,7 +109,7 @@ def _batch_advice(spec: RunSpec) -> list[str]:
             f"its gradients are mostly noise, and peers reduce them {usual / spec.tokens_per_step:.0f} times as often "
             f"as they must. {remedy}, or leave both lines out"
         )
-    if training.microbatches_per_step < stages:
+    if stages is not None and training.microbatches_per_step < stages:
         found.append(
             f"{training.microbatches_per_step} microbatches a step cannot keep {stages} stages busy. "
             f"Set training.microbatches_per_step = {max(number, MICROBATCHES_PER_STAGE * stages)}"

@@ -46,14 +46,19 @@ def complaint(error: Exception, kind: type) -> str:
     if missing := _MISSING.fullmatch(line):
         return f"{_table(path)}{missing[1]} is missing"
     if wrong := _KIND.fullmatch(line):
-        wanted = " or ".join(_KINDS.get(name, name) for name in wrong[1].split(" | ") if name != "null")
-        found = "a fraction" if wrong.groups() == ("int", "float") else _KINDS.get(wrong[2], wrong[2])
+        kinds, choices = wrong[1].split(" | "), _choices(_type_at(kind, path))
+        words = _KINDS | ({"str": " or ".join(f'"{choice}"' for choice in choices)} if choices else {})
+        wanted = " or ".join(words.get(name, name) for name in kinds if name != "null")
+        is_fraction = wrong[2] == "float" and "int" in kinds and "float" not in kinds
+        found = "a fraction" if is_fraction else _KINDS.get(wrong[2], wrong[2])
         return f"{path or 'the whole'} must be {wanted}, not {found}"
     if bound := _BOUND.fullmatch(line):
         return f"{path} must be {_BOUNDS[bound[1]]} {bound[2].removesuffix('.0')}"
     if choice := _NO_CHOICE.fullmatch(line):
-        choices = _choices(_type_at(kind, path))
-        return f"{path} cannot be {choice[1]}" + (f": it is one of {', '.join(map(str, choices))}" if choices else "")
+        type_there = _type_at(kind, path)
+        names = ", ".join(map(str, _choices(type_there)))
+        named = f"a whole number or {names}" if int in get_args(type_there) else f"one of {names}"
+        return f"{path} cannot be {choice[1]}" + (f": it is {named}" if names else "")
     return _table(path) + line
 
 

@@ -1,8 +1,8 @@
 """Chooses what a run spec takes where its author says nothing, by rules that follow the model's size. Pure.
 
 `fill_in` puts numbers in the place of fields that a run file leaves out, or sets to "auto", before it becomes a
-`RunSpec`. So a `RunSpec` has numbers only: peers agree on what was chosen, and never on a rule. `advice.py` compares
-what a spec says with the same rules.
+`RunSpec`. So a `RunSpec` has numbers there: peers agree on what was chosen, and never on a rule. `advice.py` compares
+what a spec says with the same rules. No rule chooses `swarm.stages`: "auto" leaves it to the swarm's coordinator.
 
 | field | rule | source |
 |---|---|---|
@@ -50,6 +50,9 @@ _TUNING: Final = 1 / 15
 (2307.09288, sections 2.2 and 3.1)."""
 _SHORT: Final = 2.5
 """A run with a 1,500th of 20 N tokens takes this multiple of the rate."""
+STAGES_FED: Final = 3
+"""A step of a run whose number of stages is free is cut into microbatches for so many. The swarm may come to have more:
+two microbatches a stage still keep six of them busy."""
 _SAID_MAX: Final = 2**40
 """What a rule reckons with. Nothing in a spec may be as large, which whoever decodes the tables says."""
 _SGD_RATE: Final = 4e-3
@@ -157,6 +160,11 @@ def warmup_steps_of(steps: int, *, beta2: float) -> int:
     return round(min(wanted, _WARMUP_STEPS_MAX, _WARMUP_SHARE_MAX * steps))
 
 
+def stages_fed(stages: int | None, *, num_layers: int) -> int:
+    """How many stages a step's microbatches are to keep busy. Args: stages: of the run; None: their number is free."""
+    return min(STAGES_FED, num_layers) if stages is None else stages
+
+
 def microbatches_of(
     tokens: float,
     *,
@@ -197,7 +205,7 @@ def fill_in(tables: Mapping[str, Any], base: RunSpec) -> tuple[dict[str, Any], t
     Returns: the tables, and what was chosen, in an order to be read in.
     """
     filling = _Filling(tables, base)
-    dim, context, stages = filling.number("model.dim"), filling.number("model.context"), filling.number("swarm.stages")
+    dim, context, num_layers = (filling.number(f"model.{name}") for name in ("dim", "context", "num_layers"))
     heads = filling.choose("model.num_heads", heads_of(dim), "heads of 64, or of 128 in a wide model")
     kv_heads = filling.choose("model.num_kv_heads", kv_heads_of(heads), "as many as there are heads, at most 8")
     ffn_dim = filling.choose("model.ffn_dim", ffn_dim_of(dim), f"8/3 of dim {dim}, rounded up")
@@ -205,7 +213,7 @@ def fill_in(tables: Mapping[str, Any], base: RunSpec) -> tuple[dict[str, Any], t
     experts = filling.number("model.experts_per_token") if has_experts else 1
     size = model_size(
         dim=dim,
-        num_layers=filling.number("model.num_layers"),
+        num_layers=num_layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
         ffn_dim=ffn_dim,
@@ -216,7 +224,7 @@ def fill_in(tables: Mapping[str, Any], base: RunSpec) -> tuple[dict[str, Any], t
     number, samples = microbatches_of(
         batch,
         context=context,
-        stages=stages,
+        stages=stages_fed(filling.said("swarm.stages"), num_layers=num_layers),
         dim=dim,
         experts=experts,
         number=filling.said("training.microbatches_per_step"),

@@ -96,6 +96,9 @@ def test_a_run_spec_with_an_unknown_field(tmp_path: Path) -> None:
         ("[training]\nsteps = -1\n", "steps must be positive"),
         ('[training]\nsteps = "many"\n', "training.steps must be a whole number, not a text"),
         ("[swarm]\nstages = 9\nmin_peers = 9\n", "swarm.stages 9 is more than model.num_layers 6"),
+        ('[swarm]\nstages = "many"\n', "swarm.stages cannot be 'many': it is a whole number or auto"),
+        ("[swarm]\nstages = 2.5\n", 'swarm.stages must be a whole number or "auto", not a fraction'),
+        ("[swarm]\nstages = 0\n", 'stages must be "auto" or in [1, '),
         ("[model]\ndim = 100\nnum_heads = 3\n", "num_heads 3 does not divide dim 100"),
     ],
 )
@@ -103,8 +106,9 @@ def test_a_run_spec_with_an_impossible_field(tmp_path: Path, text: str, field: s
     assert field in complaint("host", written(tmp_path / "run.toml", text))
 
 
-def test_a_demo_with_more_stages_than_peers() -> None:
-    assert "min_peers 2 is fewer than stages 3" in complaint("demo", "--peers", 2, "--stages", 3)
+def test_a_number_of_stages_is_one_or_left_to_the_swarm() -> None:
+    assert "a number from 1 to" in complaint("demo", "--stages", "many")
+    assert "swarm.stages 7 is more than model.num_layers 6" in complaint("demo", "--stages", 7)
 
 
 def test_a_data_folder_without_text(tmp_path: Path) -> None:

@@ -60,8 +60,26 @@ def test_an_unknown_compensation_is_refused(tmp_path: Path) -> None:
 
 def test_a_spec_that_uses_nothing_new_has_the_bytes_that_it_always_had() -> None:
     """Or runs that are under way could not be joined by who upgrades."""
-    assert blake3(encode_spec(RunSpec()) + b"owner").hexdigest(length=8) == "e37fc9b64b38ae7a"
-    assert run_id(RunSpec(), PeerID("owner")) == "a0e8fea3f4778cc6"
+    first = RunSpec(swarm=SwarmSpec(stages=3, min_peers=6))
+    assert blake3(encode_spec(first) + b"owner").hexdigest(length=8) == "e37fc9b64b38ae7a"
+    assert run_id(first, PeerID("owner")) == "a0e8fea3f4778cc6"
+
+
+def test_a_spec_that_says_how_many_stages_still_says_it_and_another_is_another_run() -> None:
+    said = decode_spec(encode_spec(RunSpec(swarm=SwarmSpec(stages=3, min_peers=6))))
+    assert (said.swarm.stages, said.swarm.min_peers, said.swarm.stages_max) == (3, 6, 3)
+    free = decode_spec(encode_spec(RunSpec()))
+    assert (free.swarm.stages, free.swarm.min_peers, free.swarm.stages_max) == ("auto", 1, None)
+    assert run_id(free, PeerID("owner")) != run_id(said, PeerID("owner"))
+
+
+def test_a_number_of_stages_is_kept_as_soon_as_there_are_so_many_peers() -> None:
+    assert [SwarmSpec(stages=3).stages_for(peers) for peers in (1, 2, 3, 40)] == [None, None, 3, 3]
+    assert [SwarmSpec().stages_for(peers) for peers in (1, 40)] == [None, None]
+    assert SwarmSpec(stages=3, min_peers=1).min_peers == 1
+    for wrong in ({"stages": 0}, {"stages": 1 << 20}, {"min_peers": 0}):
+        with pytest.raises(ValueError, match="must be"):
+            SwarmSpec(**wrong)
 
 
 def test_revisions_of_a_run_have_one_name_and_other_runs_have_others() -> None:
@@ -120,6 +138,7 @@ def test_what_is_new_is_in_the_bytes_where_it_says_something() -> None:
         RunSpec(optimizer=OptimizerSpec(schedule="wsd")),
         RunSpec(optimizer=OptimizerSpec(schedule="wsd", decay_steps=7)),
         RunSpec(continued=(ContinuedSpec(at=3, steps=9),)),
+        RunSpec(swarm=SwarmSpec(stages=1)),
     ]
     assert len({encode_spec(spec) for spec in specs}) == len(specs)
     assert [decode_spec(encode_spec(spec)) for spec in specs] == specs

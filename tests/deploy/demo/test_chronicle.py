@@ -40,6 +40,11 @@ def commit(stage: int, step: int, *, duplicates: int = 0) -> Committed:
     return Committed(report=report)
 
 
+def plan(**says: Any) -> Obeys:
+    usual = {"term": 1, "sequence": 1, "coordinator": A, "reason": "first plan", "peers": 4, "stages": STAGES}
+    return Obeys(**(usual | says))
+
+
 def status(term: int, sequence: int, coordinator: PeerID = A) -> Status:
     return Status(
         status=swarm_status(
@@ -79,7 +84,7 @@ def close(told: Told) -> None:
 
 def test_steps_are_told_though_no_coordinator_says_a_word(told: Told) -> None:
     with told.chronicle.kept(told.path):
-        told.chronicle.take("peer-1", Obeys(term=2, sequence=3, coordinator=B, reason="x left", peers=4))
+        told.chronicle.take("peer-1", plan(term=2, sequence=3, coordinator=B, reason="x left"))
         told.chronicle.take("peer-1", Validated(report=ValidationReport(step=0, loss=5.5, microbatches=4)))
         for step in range(2):
             for stage in range(STAGES):
@@ -141,6 +146,7 @@ def test_a_status_grows_old(told: Told, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_the_wait_for_a_step_that_never_comes_is_a_stall(told: Told) -> None:
+    told.chronicle.take("peer-1", plan())
     for stage in range(STAGES):
         told.chronicle.take("peer-1", commit(stage, 0))
     last_s = told.chronicle.record.step_times_s[-1]
@@ -165,6 +171,7 @@ def test_a_coordinators_own_records_fill_in_at_the_end(told: Told) -> None:
         peers=4,
         coordinator=A,
     )
+    told.chronicle.take("peer-1", plan())
     with told.chronicle.kept(told.path):
         told.chronicle.take("peer-1", commit(0, 0))
         told.chronicle.take("peer-1", record)

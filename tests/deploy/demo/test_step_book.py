@@ -1,5 +1,7 @@
 import random
 
+import msgspec
+
 from shoal.deploy.demo.step_book import StepBook
 from shoal.deploy.report import StepDone
 from shoal.protocol.identity import PeerID
@@ -44,7 +46,10 @@ def told(step: int, *, era: int = 0) -> StepDone:
 
 
 def book() -> StepBook:
-    return StepBook(num_stages=STAGES, lead_steps=2, patience_s=8.0)
+    made = StepBook(lead_steps=2, patience_s=8.0)
+    for era in range(2):
+        made.obey(era, begins=0, num_stages=STAGES)
+    return made
 
 
 def numbers(steps: list[tuple[float, StepDone]]) -> list[tuple[int, int]]:
@@ -162,3 +167,16 @@ def test_at_the_end_what_has_a_loss_is_told_and_nothing_else() -> None:
     steps.commit(report(0, 1), 1.0)
     steps.tell(told(2), 1.0)
     assert numbers(steps.due(1.0, flush=True)) == [(0, 0), (0, 2)]
+
+
+def test_a_step_of_another_division_into_stages_waits_for_its_own_stages_and_follows_at_once() -> None:
+    steps = book()
+    steps.obey(1, begins=1, num_stages=2)
+    for stage in range(STAGES):
+        steps.commit(report(stage, 0), 1.0)
+    assert numbers(steps.due(1.0)) == [(0, 0)]
+    steps.commit(report(0, 1, era=1), 2.0)
+    assert steps.due(2.0) == []
+    steps.commit(msgspec.structs.replace(report(1, 1, era=1), loss=7.0), 2.0)
+    ((_, step),) = steps.due(2.0)
+    assert (step.era, step.step, step.loss) == (1, 1, 7.0)

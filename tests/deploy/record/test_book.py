@@ -24,15 +24,16 @@ def commit(stage: int, step: int, era: int = 0, **says: Any) -> CommitReport:
     return CommitReport(stage=stage, step=step, era=era, **(usual | says))
 
 
-def book(reached: tuple[int, int] | None = (0, 0), *, groups: int = 2) -> Book:
-    return Book(
-        num_stages=2,
-        num_groups=groups,
+def book(reached: tuple[int, int] | None = (0, 0), *, experts: int = 0) -> Book:
+    made = Book(
+        num_experts=experts,
         lead_steps=2,
         tokens_per_step=1000,
         learning_rate=lambda step: 0.1 * (step + 1),
         reached=reached,
     )
+    made.begins(0, 0, 2)
+    return made
 
 
 def hear(made: Book, *reports: CommitReport, now_s: float = 0.0) -> list[tuple[int, int]]:
@@ -118,7 +119,7 @@ def test_a_new_record_of_a_new_run_begins_at_once() -> None:
 def test_when_the_run_goes_back_steps_come_out_again() -> None:
     made = book()
     hear(made, *(commit(stage, step) for step in range(5) for stage in (0, 1)), commit(1, 5))
-    made.begins(1, 3)
+    made.begins(1, 3, 2)
     assert hear(made, *(commit(stage, step, 1) for step in (3, 4) for stage in (0, 1))) == [(1, 3), (1, 4)]
     assert hear(made, commit(0, 5)) == []  # of the old era: too late
     assert made.is_complete
@@ -130,6 +131,24 @@ def test_an_era_whose_beginning_no_plan_has_told_is_waited_for_a_while() -> None
     reports = [commit(stage, step, 1) for step in (3, 4) for stage in (0, 1)]
     assert hear(made, *reports) == []
     assert due(made, PATIENCE_S) == [(1, 3), (1, 4)]
+
+
+def test_another_division_into_stages_begins_where_the_one_before_ended() -> None:
+    made = book()
+    hear(made, *(commit(stage, step) for step in range(2) for stage in (0, 1)))
+    made.begins(1, 2, 1)
+    made.note(commit(0, 2, 1, loss=4.0), 1.0, 1.0)
+    (step,) = made.due(1.0)
+    assert (step.era, step.step, step.loss, step.gradient_norms, step.unheard) == (1, 3, 4.0, (3.0,), 0)
+    assert made.lost == 0
+
+
+def test_the_stages_of_an_era_that_no_plan_has_told_are_seen_by_who_knows_the_loss() -> None:
+    made = book((0, 5))
+    reports = [commit(stage, 3, 1, loss=4.0 if stage == 2 else None) for stage in range(3)]
+    assert hear(made, *reports) == []
+    (step,) = made.due(PATIENCE_S)
+    assert (step.era, step.loss, len(step.gradient_norms)) == (1, 4.0, 3)
 
 
 def test_at_the_end_all_comes_out_that_has_a_loss() -> None:
@@ -148,7 +167,7 @@ def test_who_is_asked_for_what() -> None:
 
 
 def test_an_experts_holders_count_for_the_norm_and_not_for_the_peers() -> None:
-    made = book(groups=4)
+    made = book(experts=1)
     hear(made, commit(0, 0), commit(1, 0), commit(2, 0, gradient_norm=12.0))
     assert due(made, 0.0) == []
     made.note(commit(3, 0, gradient_norm=0.0), 0.0, 0.0)

@@ -108,7 +108,7 @@ def test_the_rest_is_the_base_specs(tmp_path: Path) -> None:
     base = RunSpec(name="mine", seed=9, swarm=SwarmSpec(stages=1, min_peers=1))
     made = import_model(folder, base=base, source="/texts", stages=2)
     assert (made.name, made.seed, made.optimizer, made.training) == ("mine", 9, base.optimizer, base.training)
-    assert (made.data.source, made.swarm.stages, made.swarm.min_peers) == ("/texts", 2, 2)
+    assert (made.data.source, made.swarm.stages, made.swarm.min_peers) == ("/texts", 2, 1)
     with pytest.raises(LocalError, match=r"stages 7 is more than model.num_layers 2"):
         import_model(folder, stages=7)
 

@@ -126,7 +126,7 @@ def test_an_era_that_goes_on_where_the_layout_ended_is_a_division(
     ends_at: int, restore: int, change: Change, text: str
 ) -> None:
     async def obey() -> list[Happened]:
-        ledger = SimLedger(1, 2, steps=10, keeps_timeline=False)
+        ledger = SimLedger(1, steps=10, keeps_timeline=False)
         ledger.obeyed(plan(1, (0, 2, 4), ends_at=ends_at))
         ledger.obeyed(plan(2, (0, 1, 2, 4), era=1, restore=restore))
         return ledger.events

@@ -196,6 +196,14 @@ def test_a_file_that_says_everything_means_what_it_meant(tmp_path: Path) -> None
     assert run_id(spec_of(tables), PeerID("owner")) == run_id(spec, PeerID("owner"))
 
 
+def test_the_number_of_stages_is_left_to_the_swarm_and_a_step_is_cut_for_three() -> None:
+    free, three = (spec_of(NOTES | {"swarm": said}) for said in ({}, {"stages": 3}))
+    assert (free.swarm.stages, free.swarm.min_peers) == ("auto", 1)
+    assert free.training == three.training
+    assert spec_of(NOTES | {"swarm": {"stages": "auto"}}) == free
+    assert spec_of({"model": {"dim": 64, "num_layers": 1}}).swarm.stages == "auto", "a model of one layer is a run too"
+
+
 @pytest.mark.parametrize(
     ("tables", "complaint"),
     [
@@ -207,7 +215,7 @@ def test_a_file_that_says_everything_means_what_it_meant(tmp_path: Path) -> None
         ({"optimizer": {"learning_rate": "fast"}}, r"optimizer\.learning_rate must be a number"),
         ({"optimizer": {"beta2": 1.0}}, r"\[optimizer\] beta1 and beta2 must be in"),
         ({"training": {"microbatch_size": True}}, r"training\.microbatch_size must be a whole number"),
-        ({"model": {"num_layers": 2}}, r"swarm\.stages 3 is more than model\.num_layers 2"),
+        ({"model": {"num_layers": 2}, "swarm": {"stages": 3}}, r"swarm\.stages 3 is more than model\.num_layers 2"),
     ],
 )
 def test_what_cannot_be_is_told_as_ever(tables: dict[str, Any], complaint: str) -> None:
