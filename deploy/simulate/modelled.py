@@ -41,10 +41,11 @@ _READ_EVERY_S = 60.0
 
 
 class Churn(NamedTuple):
-    """`remove` is a power cut, `add` a (re)start; whose first event is an `add` above 0 s is not there before that."""
+    """`remove` is a power cut, `leave` a good-bye, `add` a (re)start, which comes to nothing while the good-bye lasts.
+    A device whose first event is an `add` above 0 s is not there before that."""
 
     at_s: float
-    kind: Literal["add", "remove"]
+    kind: Literal["add", "remove", "leave"]
     device: int
 
 
@@ -138,7 +139,7 @@ async def _play(run: ModelledRun) -> SimResult:
     for device in sorted(set(range(t.num_devices)) - _absent(run)):
         swarm.launch(device)
     for event in sorted(run.churn, key=lambda event: event.at_s):
-        happen = swarm.launch if event.kind == "add" else swarm.remove
+        happen = {"add": swarm.launch, "remove": swarm.remove, "leave": swarm.leave}[event.kind]
         asyncio.get_running_loop().call_at(event.at_s, happen, event.device)
     for slowing in sorted(run.slowings, key=lambda slowing: slowing.at_s):
         asyncio.get_running_loop().call_at(slowing.at_s, swarm.slow, slowing)

@@ -70,6 +70,9 @@ class ModelledSwarm:
         self._owner: PeerID | None = None
         self._lives: dict[int, int] = {}
         self._peers: dict[int, SimPeer] = {}
+        self._nodes: dict[int, Node] = {}
+        """The nodes that have begun and have not been told to leave."""
+        self._tasks: dict[int, asyncio.Task[None]] = {}
 
     def launch(self, device: int) -> None:
         """Start the next process of `device`; nothing if one runs."""
@@ -85,11 +88,13 @@ class ModelledSwarm:
             plug=int(t.card[device]),
         )
         self._peers[device] = peer
+        self._nodes.pop(device, None)
         self._owner = self._owner or peer.peer_id
         self._lives[device] = life = self._lives.get(device, -1) + 1
         self._ledger.joined(device, peer, t.names[device])
         task = peer.spawn(self._live(device, life, peer), name="life")
         task.add_done_callback(lambda done: self._over(device, done))
+        self._tasks[device] = task
 
     def remove(self, device: int) -> None:
         """End the device's process as a power cut does; nothing happens if it is not there."""
@@ -97,6 +102,27 @@ class ModelledSwarm:
         if peer is not None and peer.is_alive:
             self._world.crash(peer)
             self._ledger.left(device, self._topology.names[device])
+
+    def leave(self, device: int) -> None:
+        """Let the device's process say good-bye, as one does on a first signal; one that has yet to begin falls."""
+        node, peer = self._nodes.pop(device, None), self._peers.get(device)
+        if node is None or peer is None or not peer.is_alive:
+            self.remove(device)
+            return
+        life = self._tasks[device]
+        life.cancel()
+
+        async def go() -> None:
+            await asyncio.wait([life])
+            await node.leave()
+            await node.close()
+
+        def gone(done: asyncio.Task[None]) -> None:
+            self._world.crash(peer)  # a process that has ended leaves nothing running, its daemon included
+            self._over(device, done)
+
+        peer.spawn(go(), name="farewell").add_done_callback(gone)
+        self._ledger.left(device, self._topology.names[device])
 
     def slow(self, slowing: Slowing) -> None:
         """Let it happen, to those of its devices that have been launched."""
@@ -149,6 +175,7 @@ class ModelledSwarm:
             allocator=self._allocator,
         )
         await node.start()
+        self._nodes[device] = node
         await node.wait_done()
         await node.close()
 

@@ -102,6 +102,26 @@ def test_who_comes_later_is_given_the_state_over_the_wire() -> None:
     assert not after.failures
 
 
+def test_who_leaves_says_good_bye_and_the_others_need_not_miss_it() -> None:
+    """A device that falls is missed for as long as its peers are patient."""
+    left, fallen = (
+        run_modelled(made(2, 2, seconds=16.0, churn=(Churn(5.0, kind, 3),))) for kind in ("leave", "remove")
+    )
+    for result in (left, fallen):
+        assert [event.change for event in result.events if event.device == 3] == ["joined", "left"]
+        assert not result.failures
+        assert result.given_up == 0
+    assert len(left.steps) >= len(fallen.steps)
+    assert left.standstill_s <= fallen.standstill_s
+
+
+def test_who_has_left_may_come_back() -> None:
+    churn = (Churn(3.0, "leave", 3), Churn(3.5, "add", 3), Churn(40.0, "add", 3))
+    result = run_modelled(made(2, 2, steps=40, seconds=50.0, churn=churn))
+    assert [event.change for event in result.events if event.device == 3] == ["joined", "left", "joined"]
+    assert not result.failures
+
+
 def test_the_timeline_is_what_devices_did() -> None:
     result = run_modelled(made(2, 1, steps=3, record_timeline=True))
     assert len(result.timeline) == 2
