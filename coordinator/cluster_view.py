@@ -5,12 +5,15 @@ another peer coordinates, the view learns only which plans are live.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import msgspec
 
 from shoal.coordinator import election
 from shoal.coordinator.allocate.interface import MeasuredPeer
+from shoal.coordinator.allocate.prospect import foresee
+from shoal.coordinator.calibration import Calibration
 from shoal.coordinator.confirmations import Confirmations, Ends
 from shoal.coordinator.cost.workload import Workload
 from shoal.coordinator.era import Disks, disks_of, holders, is_last_holder
@@ -25,12 +28,17 @@ from shoal.coordinator.swarm_status import swarm_status
 from shoal.protocol.identity import PeerID
 from shoal.protocol.layers import held_keys
 from shoal.protocol.messages import HandOver, Heartbeat, Reset, SwarmStatus
-from shoal.protocol.plan import Plan, SignedPlan
+from shoal.protocol.plan import Foreseen, Plan, SignedPlan, Stage
 from shoal.protocol.spec import RunSpec
 
 SAFE_PEERS = 64
 """The coordinator of a swarm of more peers looks more rarely for the newest safe snapshot, because it reads every
 peer's list of snapshots."""
+FORESEEN_PEERS_MAX = 256
+"""How fast a larger swarm should be is not said: to put together what lies between the peers takes too long."""
+FORESEE_HEARTBEATS = 10.0
+FORESEE_PEERS = 64
+"""The coordinator foresees the live layout anew so often, and more rarely in a larger swarm, in proportion."""
 
 
 class ClusterView:
@@ -56,6 +64,8 @@ class ClusterView:
         )
         self.begun_s: float | None = None
         """When the run's first plan was made, by this peer's clock and as far as it knows."""
+        self.calibration = Calibration()
+        self._foresee_at_s = -math.inf
         self._notes = PlanNotes()
         self._snapshots = SnapshotSchedule(
             interval_s=swarm.snapshot_interval_s, heartbeat_s=swarm.heartbeat_s, lead_steps=training.s_max + 1
@@ -107,6 +117,7 @@ class ClusterView:
         self.confirmations.obey(plan)
         self.begun_s = now_s if self.begun_s is None else self.begun_s
         self._notes.obey(plan, now_s)
+        self.calibration.obey(plan)
         self.survey.obey(plan)
         if plan.era != self.ledger.era:
             self.ledger.rewind(plan.era, plan.restore_version, num_stages=len(plan.stages))
@@ -128,6 +139,7 @@ class ClusterView:
             self.roster = Roster(self.spec.swarm.heartbeat_s)
             self._snapshots.begin()
             self.survey.begin_term(plan)
+            self._foresee_at_s = now_s + FORESEE_HEARTBEATS * self.spec.swarm.heartbeat_s
         if inherited is not None:
             for peer, advert in inherited.roster:
                 self.roster.expect(peer, advert, now_s)
@@ -135,6 +147,8 @@ class ClusterView:
             self.ledger.take_over(inherited, now_s)
             if not continuing:
                 self._notes.inherit(inherited.plans, now_s)
+                self.calibration.take_over(inherited.calibration)
+                self.calibration.look(self.ledger.pace, version=self.version_max, is_whole=False)
         for peer in plan.members:
             self.roster.expect(peer, None, now_s)
         if inherited is not None and not continuing:
@@ -196,6 +210,7 @@ class ClusterView:
             absent=self.roster.absent(live.plan.members, now_s),
             loads=self.experts.loads(len(live.plan.stages)),
             records=self.experts.records.tell(live.plan.members) if self.places_experts else (),
+            calibration=self.calibration.tell(),
         )
         return fitting(handover)
 
@@ -264,6 +279,26 @@ class ClusterView:
         flop = workload.microbatches * workload.job_flop(0, workload.num_layers)
         return flop / flop_per_s if flop_per_s > 0 else 0.0
 
+    def foresee(self, stages: Sequence[Stage], now_s: float) -> Foreseen | None:
+        """How fast these stages should be, by the objective alone; None: it cannot say, or would take too long."""
+        members = {peer for stage in stages for peer in stage.peers}
+        peers = tuple(peer for peer in self.roster.measured(now_s) if peer.peer in members)
+        if len(peers) > FORESEEN_PEERS_MAX:
+            return None
+        return foresee(self.survey.snapshot(peers, None, Disks(parts={}), knows_network=True), stages)
+
+    def compare(self, live: Plan, now_s: float) -> None:
+        """Compare what was foreseen of the live plan with what comes. We coordinate, and everybody has been heard."""
+        if now_s >= self._foresee_at_s:
+            apart = max(1.0, len(live.members) / FORESEE_PEERS)
+            self._foresee_at_s = now_s + FORESEE_HEARTBEATS * self.spec.swarm.heartbeat_s * apart
+            self.calibration.foresee(self.foresee(live.stages, now_s))
+        holders = (peer for stage in live.stages for peer in stage.peers)
+        is_whole = all(self.roster.has_state(peer, live) for peer in holders)
+        self.calibration.look(self.ledger.pace, version=self.version_max, is_whole=is_whole)
+        comparison = self.calibration.comparison()
+        self._notes.judge(comparison.sentence if comparison is not None else "")
+
     def save_at(self, live: Plan, now_s: float) -> int:
         """The version of which every stage of `live` is to write a snapshot; 0: none is due."""
         if self._snapshots.is_due_to_look(now_s):
@@ -302,6 +337,7 @@ class ClusterView:
             self.ledger,
             self.experts,
             self._notes.tell(now_s),
+            self.calibration.comparison(),
             owner=owner,
             elapsed_s=self._elapsed_s(now_s),
             now_s=now_s,

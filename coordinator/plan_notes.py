@@ -27,8 +27,24 @@ class PlanNotes:
         reason = plan.reason[:REASON_CHARS_MAX]
         self._notes.append((now_s, PlanNote(plan.term, plan.sequence, 0.0, plan.coordinator, reason)))
 
+    def judge(self, outcome: str) -> None:
+        """Note what comes of the live plan, in place of what was noted of it before."""
+        if self._notes:
+            at_s, note = self._notes[-1]
+            self._notes[-1] = at_s, msgspec.structs.replace(note, outcome=outcome[:REASON_CHARS_MAX])
+
     def inherit(self, notes: Iterable[PlanNote], now_s: float) -> None:
-        """Put another coordinator's notes from before our own first one in front."""
+        """Put another coordinator's notes from before our own first one in front, and what it has seen come of the
+        plans of our own beside them."""
+        notes = tuple(notes)
+        outcomes = {(note.term, note.sequence): note.outcome[:REASON_CHARS_MAX] for note in notes if note.outcome}
+        self._notes = deque(
+            (
+                (at_s, msgspec.structs.replace(note, outcome=outcomes.get((note.term, note.sequence), note.outcome)))
+                for at_s, note in self._notes
+            ),
+            maxlen=NOTES_MAX,
+        )
         first = min(((note.term, note.sequence) for _, note in self._notes), default=None)
         missed = [
             (now_s - max(0.0, note.seconds_ago), _cut(note))
@@ -45,4 +61,5 @@ class PlanNotes:
 def _cut(note: PlanNote) -> PlanNote:
     """Cut a note to the length of ours, whoever tells it."""
     coordinator = PeerID(note.coordinator[:PEER_ID_CHARS_MAX])
-    return msgspec.structs.replace(note, coordinator=coordinator, reason=note.reason[:REASON_CHARS_MAX])
+    reason, outcome = note.reason[:REASON_CHARS_MAX], note.outcome[:REASON_CHARS_MAX]
+    return msgspec.structs.replace(note, coordinator=coordinator, reason=reason, outcome=outcome)

@@ -62,7 +62,10 @@ class PlanRounds:
         found, reason = self._policy.first_plan(now_s)
         match found:
             case Layout():
-                return [Note(text=reason), *self._went_live(self._proposer.make(None, 1, found), (), now_s)]
+                return [
+                    Note(text=reason),
+                    *self._went_live(self._proposer.make(None, 1, self._policy.foreseen(found, now_s)), (), now_s),
+                ]
             case SearchJob():
                 return [Note(text=reason), Search(job=found)]
             case None:
@@ -98,6 +101,7 @@ class PlanRounds:
         layout, reason = self._policy.reset_plan(live, reset, mandate, now_s, sequence=sequence)
         if layout is None:
             return [*commands, Reply(message=Refusal(reason=reason))]
+        layout = self._policy.foreseen(layout, now_s)
         plan = self._proposer.make(live, mandate.term, layout, mandate=reset.mandate, reign=mandate.reign)
         commands += self._went_live(plan, tuple(peer for peer, _ in reset.roster), now_s)
         return [*commands, Note(text=layout.reason), Reply(message=Done())]
@@ -106,7 +110,7 @@ class PlanRounds:
         """Propose what `Leader.work` has found. We coordinate."""
         match want:
             case Layout():
-                return self._conclude(self._proposer.propose(live, want, now_s), now_s)
+                return self._conclude(self._proposer.propose(live, self._policy.foreseen(want, now_s), now_s), now_s)
             case KeepRole():
                 return self.inherit(live, now_s)
             case None:

@@ -125,6 +125,7 @@ class ReplanPolicy:
         view = self.view
         if view.roster.unheard(now_s):
             return None, ""  # they will be heard or suspected shortly; until then we know too little to move anybody
+        view.compare(live, now_s)
         disks = disks_of(view.roster, now_s)
         fresh = live.fresh and view.version_max <= live.restore_version
         held = holders(live, view.roster, disks, view.spec.model, fresh=fresh, now_s=now_s)
@@ -185,6 +186,11 @@ class ReplanPolicy:
             back = f" back to version {beginning.version} of era {beginning.from_era},"
         return replace(layout, reason=f"reset by the owner:{back} {layout.reason}", beginning=beginning), reason
 
+    def foreseen(self, layout: Layout, now_s: float) -> Layout:
+        """`layout` with how fast its stages should be, for the plan that is made of it."""
+        foreseen = self.view.calibration.expected(self.view.foresee(layout.stages, now_s))
+        return replace(layout, foreseen=foreseen)
+
     def awaits_disks(self, now_s: float) -> bool:
         """Whether a snapshot may still become whole. A coordinator that has begun to wait for that keeps the role:
         waiting may take longer than a term, and an heir would begin anew."""
@@ -223,9 +229,13 @@ class ReplanPolicy:
             return self._announced(live, layout, now_s)
         if layout is not None and keeps_state(layout, live, peers):
             return layout, layout.reason
-        if not live.fresh and self._schedule.is_due(live, swarm, now_s):
+        is_off = view.calibration.is_off
+        if not live.fresh and self._schedule.is_due(live, swarm, now_s, is_off=is_off):
             snapshot = view.survey.snapshot(peers, live, disks, knows_network=True)
-            return self._schedule.begin(snapshot, live, swarm, now_s, seed=sequence), ""
+            job = self._schedule.begin(snapshot, live, swarm, now_s, seed=sequence, is_off=is_off)
+            if job is not None:
+                view.calibration.searched()
+            return job, "the pace has changed, or is not what was foreseen: searching" if job and is_off else ""
         return None, ""
 
     # --- another division into stages ---

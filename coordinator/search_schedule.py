@@ -7,7 +7,8 @@ own in a live swarm, and answers with a layout or with none. There is a search
 - `SETTLE_HEARTBEATS` after the last change of swarm or plan, when reports of the new neighbours are here;
 - at once, if all that has changed is that a member is gone: a stage that has lost one of its few members keeps all
   others waiting, and everything is known of those that are left;
-- when the measurements have changed since the last search (`has_drifted`);
+- when the measurements have changed since the last search (`has_drifted`), or the layout's pace has, or is far from
+  what was foreseen (`calibration`);
 - and never sooner than `REST_HEARTBEATS` after the last one, or `LOST_REST_HEARTBEATS` when a member is gone.
 
 The result holds for the swarm and the plan that the search was given; if either changes meanwhile the result is
@@ -125,8 +126,11 @@ class SearchSchedule:
 
     # --- later plans ---
 
-    def is_due(self, plan: Plan, swarm: Swarm, now_s: float) -> bool:
-        """Whether to call `begin`, which may still find no reason for a search. This is cheap."""
+    def is_due(self, plan: Plan, swarm: Swarm, now_s: float, *, is_off: bool = False) -> bool:
+        """Whether to call `begin`, which may still find no reason for a search. This is cheap.
+
+        Args: is_off: the layout's pace is a reason for a search.
+        """
         if not self._enabled:
             return False
         seen = places_of(plan), swarm
@@ -136,12 +140,15 @@ class SearchSchedule:
             else:
                 self._due_s = max(self._due_s, now_s + SETTLE_HEARTBEATS * self._heartbeat_s)
             self._seen, self._members, self._found = seen, members, None
-        return self._running is None and self._found is None and now_s >= self._due_s
+        return self._running is None and self._found is None and now_s >= self._due_at_s(is_off)
+
+    def _due_at_s(self, is_off: bool) -> float:
+        return min(self._due_s, self._rested_s) if is_off and self._last is not None else self._due_s
 
     def begin(
-        self, snapshot: Snapshot, plan: Plan | None, swarm: Swarm, now_s: float, *, seed: int
+        self, snapshot: Snapshot, plan: Plan | None, swarm: Swarm, now_s: float, *, seed: int, is_off: bool = False
     ) -> SearchJob | None:
-        """The search to begin now; None: there is no reason for one."""
+        """The search to begin now; None: there is no reason for one. Args: is_off: as in `is_due`."""
         places, last = _places(plan), self._last
         if plan is None:
             if self._running is not None and self._running.swarm == swarm:
@@ -149,10 +156,11 @@ class SearchSchedule:
         else:
             apart = self._heartbeat_s * max(1.0, len(snapshot.peers) / REST_PEERS)
             self._due_s = now_s + LOOK_HEARTBEATS * apart
-            if self._inherited is not None and self._inherited == places:
+            if self._inherited is not None and self._inherited == places and not is_off:
                 self._inherited, self._last = None, _Searched(places, swarm, snapshot)
                 return None
-            if last and (last.places, last.swarm) == (places, swarm) and not has_drifted(last.snapshot, snapshot):
+            same = last is not None and (last.places, last.swarm) == (places, swarm)
+            if last and same and not is_off and not has_drifted(last.snapshot, snapshot):
                 return None
             self._due_s, self._rested_s = now_s + REST_HEARTBEATS * apart, now_s + LOST_REST_HEARTBEATS * apart
         self._num_jobs += 1

@@ -8,7 +8,7 @@ from shoal.coordinator.experts.expert_groups import ExpertPlaces
 from shoal.coordinator.ledger import Ledger
 from shoal.coordinator.roster import Roster
 from shoal.protocol.identity import PeerID
-from shoal.protocol.messages import ExpertStatus, PlanNote, SwarmStatus
+from shoal.protocol.messages import Comparison, ExpertStatus, PlanNote, SwarmStatus
 from shoal.protocol.plan import Plan
 from shoal.protocol.spec import RunSpec
 
@@ -26,6 +26,7 @@ def swarm_status(
     ledger: Ledger,
     experts: ExpertPlaces,
     plans: tuple[PlanNote, ...],
+    comparison: Comparison | None,
     *,
     owner: PeerID,
     elapsed_s: float,
@@ -35,6 +36,7 @@ def swarm_status(
 
     Args:
         plans: notes on the last live plans.
+        comparison: of the live layout.
         owner: of the run.
         elapsed_s: since the run began.
     """
@@ -68,6 +70,7 @@ def swarm_status(
         stands_s=stands_s,
         waits_for="" if tokens_left <= 0 else waits_for(live, roster, owner, now_s),
         risks=risks(live, roster, disks_of(roster, now_s), spec.model, step=ledger.version_max, now_s=now_s),
+        comparison=comparison,
     )
 
 

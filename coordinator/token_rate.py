@@ -29,6 +29,10 @@ WINDOW_STEPS = 4
 MARK_S = 8.0
 MARKS_MAX = 20
 """Two marks span more than `MARK_S`, so 15 of them cover the window; the rest is for a run whose rate changes."""
+SEEN_MARKS = 7
+"""A layout's rate is the median over its last marks, a minute at most if steps are short: what changes is seen after
+four of them."""
+SEEN_MARKS_MIN = 3
 STANDS_S = 5.0
 STANDS_STEPS = 3.0
 """A run stands still once the next step takes so many times what steps usually take, and at least `STANDS_S`."""
@@ -96,6 +100,19 @@ class TokenRate:
         if length_s <= 0.0:
             return 0.0
         return sum(_within(before, mark, end_s - length_s) for before, mark in pairwise(self._marks)) / length_s
+
+    def seen(self, era: int, version: int) -> tuple[float, int]:
+        """The tokens a second of a layout that has been at work since `version` of `era`, and over how many steps; (0,
+        0): these are too few. This is a median over marks: a standstill does not change it."""
+        since = era, version - 1
+        counted = [
+            (mark.tokens / (mark.at_s - before.at_s), mark.num_steps)
+            for before, mark in pairwise(self._marks)
+            if mark.era == era and (before.era, before.step) >= since and mark.at_s > before.at_s
+        ][-SEEN_MARKS:]
+        if len(counted) < SEEN_MARKS_MIN:
+            return 0.0, 0
+        return median(rate for rate, _ in counted), sum(num_steps for _, num_steps in counted)
 
     def idle_s(self, now_s: float) -> float | None:
         """The time since the last commit; None: no commit is known."""

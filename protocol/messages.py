@@ -301,6 +301,22 @@ class HandOver(_Message, frozen=True, kw_only=True):
     """Members of the plan that have been silent for a while."""
     records: "tuple[PeerRecord, ...]" = ()
     """How often members and others of late have failed, where experts are placed."""
+    calibration: "Calibrated | None" = None
+    """What the sender has learned of how fast layouts are beside what was foreseen."""
+
+
+class Calibrated(_Part, frozen=True, array_like=True):
+    """How fast layouts have been, beside what was foreseen of them."""
+
+    factor: float
+    """What is seen, over what the objective says with today's figures, smoothed."""
+    steps: int
+    """The steps behind `factor`."""
+    era: int
+    steady_from: int
+    """The live layout has been at work with all its members since this version of `era`; -1: it is not yet."""
+    noted: float = 0.0
+    """Seen over foreseen, when a search for a better layout last began; 0: it has not been compared yet."""
 
 
 class Absence(_Part, frozen=True, array_like=True):
@@ -391,6 +407,8 @@ class PlanNote(_Part, frozen=True, array_like=True):
     """Seconds since the sender began to obey the plan."""
     coordinator: PeerID
     reason: str
+    outcome: str = ""
+    """How fast the layout was to be, how fast it was while the plan was live, and what bounded it, in a sentence."""
 
 
 class PeerRecord(_Part, frozen=True, array_like=True):
@@ -401,6 +419,24 @@ class PeerRecord(_Part, frozen=True, array_like=True):
     """Times the peer was lost without a good-bye; those of long ago count in part."""
     seen_s: float
     """Seconds in which a failure of the peer would have been seen."""
+
+
+class Comparison(_Part, frozen=True, omit_defaults=True):
+    """How fast the live layout should be, and how fast it is."""
+
+    foreseen_tokens_per_s: float
+    """The plan's figure."""
+    sentence: str
+    seen_tokens_per_s: float = 0.0
+    """The median of late, standstills left out; 0: there are too few steps yet."""
+    steps: int = 0
+    """The steps behind `seen_tokens_per_s`."""
+    today_tokens_per_s: float = 0.0
+    """What would be foreseen with the figures of today; 0: this is not known."""
+    bound: str = ""
+    """What keeps the layout from being faster (`protocol.plan.Bound`), with the figures of today."""
+    stage: int = 0
+    """The stage that `bound` is about."""
 
 
 class SwarmStatus(_Message, frozen=True, kw_only=True, omit_defaults=True):
@@ -441,6 +477,8 @@ class SwarmStatus(_Message, frozen=True, kw_only=True, omit_defaults=True):
     """Who or what keeps the run from going on, in words; empty: nothing that is known."""
     risks: tuple[str, ...] = ()
     """What would be lost with one peer, in sentences."""
+    comparison: Comparison | None = None
+    """None: nobody could say how fast the layout should be."""
 
 
 class PastCommit(_Part, frozen=True, array_like=True):

@@ -80,6 +80,8 @@ class Pace:
     chain_s: float
     commit_s: float
     """The commit of the largest stage."""
+    commits_s: Sequence[float]
+    """The commit of each stage."""
     tails: Sequence[Tail]
     """The tail of each stage."""
     stale: float
@@ -103,6 +105,7 @@ def pace_of(workload: Workload, flow: Flow, steps_ahead: int) -> Pace:
         step_s=step_s,
         chain_s=chain_s,
         commit_s=max(commits_s),
+        commits_s=commits_s,
         tails=[Tail(chain_s, crowded) for chain_s, (_, crowded) in zip(chains_s, commits, strict=True)],
         stale=stale,
     )

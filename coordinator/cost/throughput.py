@@ -60,9 +60,11 @@ Source: ours; checked against the real drivers in virtual time (MEASURED.md).
 import math
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
+from shoal.coordinator.cost.bottleneck import Bottleneck, bottleneck
 from shoal.coordinator.cost.flow import fill
 from shoal.coordinator.cost.foresight import foreseen_s
 from shoal.coordinator.cost.pacing import STEP_FLOP_PER_PARAMETER, Flow, Pace, Stage, pace_of
@@ -73,6 +75,18 @@ from shoal.protocol.topology import Floats, Ints, Topology
 
 WINDOW_GAIN = 1.5
 """`peer/replica/flow.py`, `Window.gain`."""
+
+
+class _Priced(NamedTuple):
+    """A possible placement's cost, with what it was made of."""
+
+    cost: Cost
+    flow: Flow
+    pace: Pace
+    stages_s: Sequence[float]
+    """T_stage of each stage."""
+    pairs_s: Sequence[float]
+    """T_pair of each two neighbouring stages."""
 
 
 class ThroughputObjective:
@@ -105,6 +119,18 @@ class ThroughputObjective:
         return tuple(shares)
 
     def cost(self, placement: Placement) -> Cost:
+        priced = self._priced(placement)
+        return priced if isinstance(priced, Cost) else priced.cost
+
+    def bottleneck(self, placement: Placement) -> Bottleneck | None:
+        """What keeps a step from being faster; None: the placement is impossible."""
+        priced = self._priced(placement)
+        if isinstance(priced, Cost):
+            return None
+        return bottleneck(self.workload, priced.flow, priced.pace, stages_s=priced.stages_s, pairs_s=priced.pairs_s)
+
+    def _priced(self, placement: Placement) -> "_Priced | Cost":
+        """The cost with what it was made of; a `Cost` alone: the placement is impossible."""
         if any(not stage for stage in placement.stages):
             return Cost.impossible(f"nobody holds stage {next(i for i, s in enumerate(placement.stages) if not s)}")
         if not self.topology.may_feed[list(placement.stages[0])].all():
@@ -120,7 +146,8 @@ class ThroughputObjective:
         flows, hops_s = self._pairs(stages, [taken / s for s, taken in saturated])
         if any(flow <= 0.0 for flow in flows):
             return Cost.impossible(f"no path between stages {flows.index(0.0)} and {flows.index(0.0) + 1}")
-        pair_s = max((w.microbatches / flow for flow in flows), default=0.0)
+        pairs_s = [w.microbatches / flow for flow in flows]
+        pair_s = max(pairs_s, default=0.0)
         flow_s = max(*stage_s, pair_s)
         shares = [taken / taken.sum() for _, taken in saturated]
         jobs_s = [float(share @ stage.job_s) for share, stage in zip(shares, stages, strict=True)]
@@ -159,7 +186,7 @@ class ThroughputObjective:
             "slowest_stage": float(stage_s.index(max(stage_s))),
             "memory": memory,
         }
-        return Cost(seconds=step_s, parts=parts)
+        return _Priced(Cost(seconds=step_s, parts=parts), flow, pace, stage_s, pairs_s)
 
     def sent_bytes(self, placement: Placement) -> tuple[tuple[float, ...], ...]:
         """The bytes that each member of each stage sends over its network card in a step, with every frame of training;

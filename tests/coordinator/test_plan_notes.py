@@ -25,6 +25,16 @@ def test_who_came_later_is_told_what_was_before_and_nothing_twice(make_plan):
     assert [note.seconds_ago for note in told][:3] == [6.0, 5.0, 4.0]
 
 
+def test_what_came_of_a_plan_is_told_on_and_cut(make_plan):
+    before, heir = obeying(make_plan, 1, 2), obeying(make_plan, 2, 3)
+    before.judge("foreseen 2")
+    before.judge("foreseen 2, seen 1")
+    heir.judge("x" * 999)
+    heir.inherit(before.tell(5.0), 5.0)
+    assert [note.outcome for note in heir.tell(5.0)] == ["", "foreseen 2, seen 1", "x" * REASON_CHARS_MAX]
+    PlanNotes().judge("nobody has planned yet")
+
+
 def test_the_newest_are_kept_and_none_is_longer_than_a_line(make_plan):
     notes = obeying(make_plan, 50)
     notes.inherit([PlanNote(1, i, float(50 - i), PeerID("a"), "x" * 999) for i in range(1, 50)], 0.0)

@@ -77,6 +77,23 @@ def test_a_search_comes_behind_a_change_and_only_once(schedule, live):
     assert all(look(schedule, live, SETTLED + second) is None for second in range(10_000))
 
 
+def test_a_pace_that_is_off_brings_a_search_though_no_figure_has_drifted(schedule, live):
+    look(schedule, live, 0.0)
+    schedule.returned(look(schedule, live, SETTLED), None)
+    at_s = SETTLED + LOST_REST_HEARTBEATS
+    assert not schedule.is_due(live, SWARM, at_s - 0.1, is_off=True), "the last search has only just ended"
+    assert schedule.is_due(live, SWARM, at_s, is_off=True)
+    assert schedule.begin(snapshot_of(), live, SWARM, at_s, seed=1, is_off=True) is not None
+
+
+def test_an_heir_searches_at_once_what_is_off(live):
+    schedule = SearchSchedule(1.0, enabled=True)
+    schedule.begin_term(live, 0.0, searched=True)
+    assert not schedule.is_due(live, SWARM, 1.0, is_off=True), "it has to hear everybody first"
+    assert schedule.is_due(live, SWARM, SETTLED, is_off=True)
+    assert schedule.begin(snapshot_of(), live, SWARM, SETTLED, seed=1, is_off=True) is not None
+
+
 def test_what_is_found_is_taken_once(schedule, live, better):
     look(schedule, live, 0.0)
     job = look(schedule, live, SETTLED)

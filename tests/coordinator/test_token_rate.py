@@ -119,3 +119,20 @@ def test_marks_that_cannot_be_are_not_believed(lie):
     pace = TokenRate(tokens_per_step=TOKENS)
     pace.take_over((PaceMark(**honest | {"step": 899, "age_s": 3.0}), PaceMark(**honest | lie)), 100.0)
     assert pace.tell(100.0) == ()
+
+
+def test_a_layouts_rate_is_that_of_its_own_steps_without_their_standstills():
+    pace = pace_of(every(20.0, until_s=200.0))
+    quick = [200.0 + 10.0 * n + (500.0 if n > 5 else 0.0) for n in range(1, 10)]
+    for step, at_s in enumerate(quick, 11):
+        pace.committed(0, step, TOKENS, at_s)
+    assert pace.seen(0, 11) == (TOKENS / 10.0, 7)
+    assert pace.seen(0, 17) == (TOKENS / 10.0, 3), "steps 17 to 19 came under it"
+    assert pace.seen(0, 18) == (0.0, 0), "two are too few"
+    assert pace.seen(1, 0) == (0.0, 0)
+
+
+def test_of_short_steps_a_layouts_rate_counts_all():
+    rate, num_steps = pace_of(every(0.5, until_s=300.0)).seen(0, 0)
+    assert rate == pytest.approx(TOKENS / 0.5)
+    assert num_steps > 80

@@ -1,0 +1,186 @@
+"""Compares how fast the live layout should be with how fast it is, and learns the difference. Pure.
+
+Theory of operation. A plan says how many tokens a second its coordinator foresaw (`Plan.foreseen`). What comes is taken
+from the run's curve of tokens over time (`token_rate`), from `WARM_UP_STEPS` after all members had their state on: the
+median over the last marks, so that a standstill is no slowness.
+
+With the figures of today the coordinator foresees the same layout anew, every now and then. Two differences are told
+apart that way:
+
+- From the plan's figure to today's: something was measured since, as that a device is slower now.
+- From today's figure to what is seen: that is what the objective does not know of this swarm. Of it a factor is
+  learned, smoothed over `LEARN_STEPS`. Later plans foresee with it.
+
+Both are reasons for a search, and so is what nobody has measured: `is_off` says so when seen over foreseen falls below
+`SLOW`, or has changed by `CHANGED` since the last search. It says so once: a search that finds nothing better makes
+the ratio the usual one.
+
+Successors get the factor and the rest in a hand-over. A successor of a coordinator that died begins to compare anew.
+"""
+
+import math
+
+from shoal.coordinator.plan_layout import Places, places_of
+from shoal.coordinator.token_rate import TokenRate
+from shoal.protocol.limits import VERSION_MAX
+from shoal.protocol.messages import Calibrated, Comparison
+from shoal.protocol.plan import Bound, Foreseen, Plan
+
+WARM_UP_STEPS = 4
+"""The first steps of a layout fill its pipeline, and new members compile."""
+LEARN_STEPS = 64
+FACTOR_MAX = 8.0
+"""The objective is no further off, whatever happens: then something is broken, and it is told as slowness."""
+OFF_STEPS = 4
+"""Fewer steps are no reason for a search."""
+SLOW = 0.75
+CHANGED = 1.25
+UNLIKE = 1.25
+"""Today's figure is told beside the plan's if they are further apart."""
+_WORDS: dict[Bound, str] = {
+    "compute": "stage {0} bounds it (its devices compute)",
+    "card": "stage {0} bounds it (its network cards carry activations)",
+    "paths": "the paths beside stage {0} bound it",
+    "reduction": "stage {0} bounds it (its members reduce gradients)",
+    "round trip": "the way of a microbatch from stage {0} to the end and back bounds it",
+    "commit": "stage {0} bounds it (its commit takes long)",
+}
+
+
+class Calibration:
+    """The comparison of the live layout, and what was learned from all that this peer knows of."""
+
+    def __init__(self) -> None:
+        self._layout: tuple[int, Places] | None = None
+        """(era, places) of the live plan."""
+        self._foreseen: Foreseen | None = None
+        self._today: Foreseen | None = None
+        """Today's figure as the objective says it, without the factor."""
+        self._steady_from: int | None = None
+        self._seen = 0.0, 0
+        self._noted = 0.0
+        """Seen over foreseen when the last search began, or when it could first be told; 0: neither has been."""
+        self._log_factor, self._steps = 0.0, 0
+        self._learned_to = 0
+        """The version up to which steps have been learned from."""
+
+    @property
+    def factor(self) -> float:
+        """What is seen over what the objective says."""
+        return math.exp(self._log_factor)
+
+    @property
+    def ratio(self) -> float:
+        """Seen over foreseen of the live layout; 0: it cannot be told yet."""
+        return self._seen[0] / self._foreseen.tokens_per_s if self._foreseen is not None else 0.0
+
+    @property
+    def is_off(self) -> bool:
+        """Whether the layout is slower than foreseen, or its pace has changed, and no search has begun since."""
+        ratio, noted = self.ratio, self._noted
+        if ratio <= 0.0 or self._seen[1] < OFF_STEPS:
+            return False
+        return (ratio < SLOW and not 0.0 < noted < SLOW) or (noted > 0.0 and _apart(ratio, noted) >= CHANGED)
+
+    def expected(self, foreseen: Foreseen | None) -> Foreseen | None:
+        """What the objective says, times what its word has been worth."""
+        if foreseen is None:
+            return None
+        return Foreseen(foreseen.tokens_per_s * self.factor, foreseen.bound, foreseen.stage)
+
+    # --- what happens ---
+
+    def obey(self, plan: Plan) -> None:
+        """A plan is live. A layout that goes on, as under the plan of a new term, is compared on."""
+        layout = plan.era, places_of(plan)
+        if layout != self._layout:
+            self._layout, self._today, self._steady_from = layout, None, None
+            self._seen, self._noted = (0.0, 0), 0.0
+        self._foreseen = plan.foreseen
+
+    def foresee(self, today: Foreseen | None) -> None:
+        """Note what the objective says of the live layout with the figures of today."""
+        self._today = today
+
+    def look(self, pace: TokenRate, *, version: int, is_whole: bool) -> None:
+        """Compare what there is by now, and learn from it.
+
+        Args:
+            version: the highest of the era.
+            is_whole: every member has the state that the plan gives it.
+        """
+        if self._layout is None or (self._steady_from is None and not is_whole):
+            return
+        if self._steady_from is None:
+            self._steady_from = self._learned_to = version + WARM_UP_STEPS
+        self._seen = pace.seen(self._layout[0], self._steady_from)
+        if self.ratio >= SLOW and self._seen[1] >= OFF_STEPS and not self._noted:
+            self._noted = self.ratio
+        if self._seen[1] and self._today is not None and version > self._learned_to:
+            self._learn(math.log(self._seen[0] / self._today.tokens_per_s), version - self._learned_to)
+            self._learned_to = version
+
+    def searched(self) -> None:
+        """A search for a better layout begins: it knows what we know."""
+        self._noted = self.ratio
+
+    def _learn(self, log: float, num_steps: int) -> None:
+        log = min(max(log, -math.log(FACTOR_MAX)), math.log(FACTOR_MAX))
+        num_steps = min(num_steps, LEARN_STEPS)
+        self._steps = min(self._steps + num_steps, LEARN_STEPS)
+        self._log_factor += (log - self._log_factor) * num_steps / self._steps
+
+    # --- to others, and from them ---
+
+    def tell(self) -> Calibrated | None:
+        """What a successor needs; None: nothing has been compared."""
+        if self._layout is None:
+            return None
+        steady_from = -1 if self._steady_from is None else self._steady_from
+        return Calibrated(self.factor, self._steps, self._layout[0], steady_from, self._noted)
+
+    def take_over(self, told: Calibrated | None) -> None:
+        """Go on from what another coordinator has learned, of the layout that is live."""
+        if told is None or not (
+            1.0 / FACTOR_MAX <= told.factor <= FACTOR_MAX
+            and 0 <= told.steps <= LEARN_STEPS
+            and 0.0 <= told.noted < math.inf
+            and -1 <= told.steady_from <= VERSION_MAX
+        ):
+            return
+        self._log_factor, self._steps = math.log(told.factor), told.steps
+        if self._layout is not None and told.era == self._layout[0] and told.steady_from >= 0:
+            self._steady_from, self._noted = told.steady_from, told.noted
+            self._learned_to = max(self._learned_to, told.steady_from)
+
+    # --- for people ---
+
+    def comparison(self) -> Comparison | None:
+        """The comparison of the live layout; None: nobody could say how fast it should be."""
+        foreseen, today = self._foreseen, self.expected(self._today)
+        if foreseen is None:
+            return None
+        believed = today or foreseen
+        return Comparison(
+            foreseen_tokens_per_s=foreseen.tokens_per_s,
+            sentence=self._sentence(foreseen, today),
+            seen_tokens_per_s=self._seen[0],
+            steps=self._seen[1],
+            today_tokens_per_s=today.tokens_per_s if today is not None else 0.0,
+            bound=believed.bound,
+            stage=believed.stage,
+        )
+
+    def _sentence(self, foreseen: Foreseen, today: Foreseen | None) -> str:
+        rate, num_steps = self._seen
+        parts = [f"foreseen {foreseen.tokens_per_s:,.0f} tokens/s"]
+        if today is not None and _apart(today.tokens_per_s, foreseen.tokens_per_s) >= UNLIKE:
+            parts.append(f"{today.tokens_per_s:,.0f} with what is measured now")
+        if num_steps:
+            parts.append(f"seen {rate:,.0f} over {num_steps} steps")
+        believed = today or foreseen
+        return f"{', '.join(parts)}; {_WORDS[believed.bound].format(believed.stage)}"
+
+
+def _apart(a: float, b: float) -> float:
+    return max(a / b, b / a)

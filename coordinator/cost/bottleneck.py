@@ -1,0 +1,71 @@
+"""Names what keeps a step from being faster, for a placement in full swing. Pure.
+
+A step takes about the longer of two times (`throughput.py`): T_flow, of whatever is busiest, and T_chain, of what
+follows from one another. If T_flow is longer, the bottleneck is the slowest stage, or the slowest pair of neighbouring
+stages. Of a stage it is the resource that alone would take longest for a step's work:
+
+    compute    M / sum of 1 / job_d                  card, reduction    (activations + gradients) / sum of card_d
+    paths      M / sum of path_rate_d                reduction          the slowest path between two members
+
+Of a card, activations and gradients share the time: whichever are more bytes are named.
+
+If T_chain is longer, the bottleneck is its longest part at the stage that everybody waits for: the commit (its
+reduction, if that is half of it), the round trip, or the issue of the microbatches, which is again a stage's or a
+pair's.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from shoal.coordinator.cost.pacing import Flow, Pace
+from shoal.coordinator.cost.workload import Workload
+from shoal.protocol.plan import Bound
+
+Bottleneck = tuple[Bound, int]
+"""(kind, stage). Paths are those from the stage to the next one, or from the one before where it is the last."""
+
+_EQUAL = 1e-6
+"""Between two stages gets through what the slower one makes, unless the paths carry less: else the times are equal."""
+
+
+def bottleneck(
+    workload: Workload, flow: Flow, pace: Pace, *, stages_s: Sequence[float], pairs_s: Sequence[float]
+) -> Bottleneck:
+    """The bottleneck.
+
+    Args:
+        stages_s: T_stage of each stage, s a step.
+        pairs_s: T_pair of each two neighbouring stages, s a step.
+    """
+    if pace.chain_s > flow.flow_s:
+        chains_s = [tail.chain_s for tail in pace.tails]
+        waited_for = chains_s.index(max(chains_s))
+        trip_s, commit_s = flow.trips_s[waited_for], pace.commits_s[waited_for]
+        if commit_s >= max(trip_s, flow.issue_s):
+            stage, card = flow.stages[waited_for], flow.cards[waited_for]
+            reduce_s = max(stage.reduce_path_s, float((stage.reduced / card).max()))
+            return "reduction" if reduce_s >= commit_s / 2.0 else "commit", waited_for
+        if trip_s >= flow.issue_s:
+            return "round trip", waited_for
+    if pairs_s and max(pairs_s) > (1.0 + _EQUAL) * max(stages_s):
+        return "paths", pairs_s.index(max(pairs_s))
+    slowest = stages_s.index(max(stages_s))
+    return _busiest(workload, flow, slowest), slowest
+
+
+def _busiest(workload: Workload, flow: Flow, k: int) -> Bound:
+    """The resource of stage k that alone would take longest for a step's work."""
+    stage, card, share = flow.stages[k], flow.cards[k], flow.shares[k]
+    microbatches = float(workload.microbatches)
+    activations = microbatches * workload.cut_bytes * float(share @ stage.away)
+    gradients = float(stage.reduced.sum())
+    on_card: Bound = "reduction" if gradients > activations else "card"
+    with np.errstate(divide="ignore"):
+        takes_s: dict[Bound, float] = {
+            "compute": microbatches / float((1.0 / stage.job_s).sum()),
+            "paths": microbatches / float(stage.path_rate.sum()),
+            "reduction": stage.reduce_path_s,
+        }
+    takes_s[on_card] = max(takes_s.get(on_card, 0.0), (activations + gradients) / float(card.sum()))
+    return max(takes_s, key=lambda bound: takes_s[bound])

@@ -1,0 +1,163 @@
+"""What was foreseen of a layout beside what comes of it: when it is compared, what is learned, and what it leads to."""
+
+import math
+
+import msgspec
+import pytest
+
+from shoal.coordinator.calibration import FACTOR_MAX, LEARN_STEPS, OFF_STEPS, SLOW, WARM_UP_STEPS, Calibration
+from shoal.coordinator.token_rate import TokenRate
+from shoal.protocol.messages import Calibrated
+from shoal.protocol.plan import Foreseen
+
+STEP_S, TOKENS = 10.0, 1000
+USUAL = TOKENS / STEP_S
+
+
+class Run:
+    """A run that commits steps, and the calibration of whoever coordinates it."""
+
+    def __init__(self, plan, foreseen: float = USUAL, today: float | None = None) -> None:
+        self.pace = TokenRate(tokens_per_step=TOKENS)
+        self.calibration = Calibration()
+        self.version, self.now_s = 0, 0.0
+        self.plan = msgspec.structs.replace(plan, foreseen=Foreseen(foreseen, "compute", 1))
+        self.today = Foreseen(foreseen if today is None else today, "compute", 1)
+        self.calibration.obey(self.plan)
+
+    def steps(self, num_steps: int, *, step_s: float = STEP_S, is_whole: bool = True) -> list[bool]:
+        """Commit steps. Returns: after each of them, whether the pace was a reason for a search; each begins one."""
+        reasons = []
+        for _ in range(num_steps):
+            self.now_s += step_s
+            self.pace.committed(self.plan.era, self.version, TOKENS, self.now_s)
+            self.version += 1
+            self.calibration.foresee(self.today)
+            self.calibration.look(self.pace, version=self.version, is_whole=is_whole)
+            reasons.append(self.calibration.is_off)
+            if reasons[-1]:
+                self.calibration.searched()
+        return reasons
+
+
+@pytest.fixture
+def plan(make_plan):
+    return make_plan([["a", "b"], ["c"]], coordinator="a", fresh=False).plan
+
+
+def test_what_comes_as_foreseen_is_no_reason_for_a_search(plan):
+    run = Run(plan)
+    assert not any(run.steps(100))
+    assert run.calibration.ratio == pytest.approx(1.0)
+    assert run.calibration.factor == pytest.approx(1.0)
+    told = run.calibration.comparison()
+    assert told.sentence == "foreseen 100 tokens/s, seen 100 over 7 steps; stage 1 bounds it (its devices compute)"
+    assert (told.foreseen_tokens_per_s, told.seen_tokens_per_s) == (100.0, pytest.approx(100.0))
+
+
+def test_nothing_is_compared_before_all_have_their_state_and_the_pipeline_is_full(plan):
+    run = Run(plan)
+    run.steps(20, step_s=90.0, is_whole=False)
+    assert run.calibration.comparison().seen_tokens_per_s == 0.0
+    run.steps(WARM_UP_STEPS + 1, step_s=90.0)
+    assert run.calibration.comparison().seen_tokens_per_s == 0.0
+    assert not any(run.steps(20))
+    assert run.calibration.ratio == pytest.approx(1.0)
+
+
+def test_a_layout_that_is_slower_than_foreseen_is_searched_for_once(plan):
+    run = Run(plan, foreseen=2 * USUAL)
+    reasons = run.steps(200)
+    assert reasons.count(True) == 1
+    assert reasons.index(True) <= WARM_UP_STEPS + OFF_STEPS + 2
+
+
+def test_a_run_that_becomes_slower_or_faster_is_searched_for_within_four_marks(plan):
+    for step_s in (4 * STEP_S, STEP_S / 2):
+        run = Run(plan)
+        run.steps(40)
+        reasons = run.steps(40, step_s=step_s)
+        assert 1 <= reasons.count(True) <= 2, "while the median comes down, once at most besides"
+        assert reasons.index(True) <= max(4, 4 * 8.0 / step_s)
+
+
+def test_a_standstill_is_no_slowness(plan):
+    run = Run(plan)
+    run.steps(20)
+    run.now_s += 300.0
+    assert not any(run.steps(20))
+
+
+def test_the_factor_is_what_the_objective_does_not_know_and_later_plans_foresee_with_it(plan):
+    run = Run(plan, foreseen=2 * USUAL)
+    run.steps(4 * LEARN_STEPS)
+    assert run.calibration.factor == pytest.approx(0.5, rel=0.01)
+    assert run.calibration.expected(Foreseen(300.0, "commit", 0)) == Foreseen(pytest.approx(150.0), "commit", 0)
+    assert run.calibration.expected(None) is None
+
+
+def test_what_was_measured_since_is_told_and_not_learned(plan):
+    """A device became slower: today's figures say so, and the objective is as good as before."""
+    run = Run(plan, foreseen=2 * USUAL, today=USUAL)
+    run.steps(50)
+    assert run.calibration.factor == pytest.approx(1.0)
+    assert "foreseen 200 tokens/s, 100 with what is measured now, seen 100" in run.calibration.comparison().sentence
+
+
+def test_the_factor_is_bounded_whatever_happens(plan):
+    run = Run(plan, foreseen=1e9 * USUAL)
+    run.steps(500)
+    assert run.calibration.factor == pytest.approx(1.0 / FACTOR_MAX)
+
+
+def test_another_layout_is_compared_anew_and_another_term_is_not(plan, make_plan):
+    run = Run(plan)
+    run.steps(30)
+    run.calibration.obey(msgspec.structs.replace(run.plan, term=2, sequence=2))
+    assert run.calibration.ratio == pytest.approx(1.0)
+    run.calibration.obey(
+        msgspec.structs.replace(run.plan, stages=make_plan([["a"], ["b", "c"]], coordinator="a").plan.stages)
+    )
+    assert run.calibration.ratio == 0.0
+
+
+def test_a_successor_goes_on_where_the_coordinator_was(plan):
+    before, heir = Run(plan, foreseen=2 * USUAL), Run(plan, foreseen=2 * USUAL)
+    before.steps(100)
+    heir.pace, heir.version, heir.now_s = before.pace, before.version, before.now_s
+    heir.calibration.take_over(before.calibration.tell())
+    assert not any(heir.steps(1)), "the search was made in the term before"
+    assert heir.calibration.ratio == pytest.approx(before.calibration.ratio)
+    assert heir.calibration.factor == pytest.approx(before.calibration.factor)
+    assert heir.steps(20, step_s=4 * STEP_S).count(True) >= 1
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        None,
+        Calibrated(math.nan, 1, 0, 5),
+        Calibrated(1e9, 1, 0, 5),
+        Calibrated(1.0, -1, 0, 5),
+        Calibrated(1.0, 1, 0, -2),
+        Calibrated(1.0, 1, 0, 1 << 63),
+        Calibrated(1.0, 1, 0, 5, math.inf),
+    ],
+)
+def test_what_no_coordinator_can_have_learned_is_not_taken_over(plan, told):
+    run = Run(plan)
+    run.calibration.take_over(told)
+    assert run.calibration.tell() == Calibrated(1.0, 0, 0, -1)
+
+
+def test_what_was_learned_of_another_era_leaves_the_factor_alone(plan):
+    run = Run(plan)
+    run.calibration.take_over(Calibrated(0.5, 10, 7, 3, SLOW))
+    assert run.calibration.tell() == Calibrated(pytest.approx(0.5), 10, 0, -1)
+
+
+def test_a_plan_that_foresees_nothing_is_compared_with_nothing(plan):
+    run = Run(plan)
+    run.calibration.obey(msgspec.structs.replace(plan, foreseen=None))
+    assert not any(run.steps(30))
+    assert run.calibration.comparison() is None
