@@ -5,6 +5,7 @@ import pytest
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
 from shoal.coordinator.cluster_view import ClusterView
+from shoal.coordinator.cost.workload import Workload
 from shoal.coordinator.replan_policy import ReplanPolicy
 from shoal.protocol.layers import stage_layer_keys
 from shoal.protocol.messages import CommitReport, HandOver, Holding, Reset
@@ -191,3 +192,27 @@ def test_a_reset_is_for_those_in_reach(policy, make_live, make_advert):
     draft, reason = policy.reset_plan(live, few, leave, 0.0, sequence=2)
     assert draft is None
     assert "2 peers cannot hold 3 stages" in reason
+
+
+# --- the first plan of a run whose number of stages is free ---
+
+
+def test_a_host_begins_alone_where_the_model_fits(make_advert, make_heartbeat):
+    policy = ReplanPolicy(ClusterView("run", RunSpec()), GreedyAllocator())
+    assert policy.first_plan(0.0) == (None, "waiting for peers: 0 of 1 are here")
+    policy.view.hear("a", make_heartbeat("a"), 0.0)
+    layout, reason = policy.first_plan(0.0)
+    assert [(stage.layers, stage.peers) for stage in layout.stages] == [((0, RunSpec().model.num_layers), ("a",))]
+    assert reason == "first plan: 1 peer on 1 stage"
+
+
+def test_a_host_whose_memory_is_too_small_waits_and_says_for_how_much(make_advert, make_heartbeat):
+    needed = Workload.of(RunSpec()).resident_bytes(0, RunSpec().model.num_layers)
+    policy = ReplanPolicy(ClusterView("run", RunSpec()), GreedyAllocator())
+    small = {name: make_advert(name, memory_bytes=int(0.6 * needed)) for name in "ab"}
+    policy.view.hear("a", make_heartbeat("a", advert=small["a"]), 0.0)
+    layout, reason = policy.first_plan(0.0)
+    assert layout is None
+    assert reason.startswith("waiting for peers with 0.1 GB of memory in all: the model takes 0.1 GB while it trains")
+    policy.view.hear("b", make_heartbeat("b", advert=small["b"]), 0.0)
+    assert [stage.peers for stage in policy.first_plan(0.0)[0].stages] in ([("a",), ("b",)], [("b",), ("a",)])

@@ -2,10 +2,12 @@
 
 import pytest
 
+from shoal.coordinator.allocate.interface import MeasuredPeer
+from shoal.coordinator.era import Disks
 from shoal.coordinator.survey import Survey
 from shoal.peer.model.flop import job_flop
 from shoal.protocol.identity import PeerID
-from shoal.protocol.spec import ModelSpec, RunSpec, TrainingSpec
+from shoal.protocol.spec import ModelSpec, RunSpec, SwarmSpec, TrainingSpec
 
 SPEED = 2e12
 
@@ -26,3 +28,31 @@ def test_one_device_is_as_fast_in_the_last_stage_as_in_another(make_heartbeat, m
             survey.hear(PeerID(peer), make_heartbeat(peer, **says))
     speeds = survey._speeds.speeds({PeerID("a"): 1.0, PeerID("b"): 1.0}, seen="ab")
     assert speeds == pytest.approx({"a": SPEED, "b": SPEED})
+
+
+def peers_with(memory_bytes, names):
+    return tuple(
+        MeasuredPeer(
+            peer=PeerID(name), flop_per_s=1e12, upload_bytes_per_s=1e7, memory_bytes=memory_bytes, has_data=True
+        )
+        for name in names
+    )
+
+
+def test_a_run_says_how_much_memory_it_waits_for():
+    survey = Survey(RunSpec(model=ModelSpec(dim=2048, num_layers=16, num_heads=16, num_kv_heads=8, ffn_dim=5632)))
+    assert survey.shortage(peers_with(8_000_000_000, "a")) == (
+        "waiting for peers with 9.5 GB of memory in all: the model takes 17.5 GB while it trains, and the peer that "
+        "is here has 8.0 GB"
+    )
+    assert "the 2 peers that are here have 16.0 GB" in survey.shortage(peers_with(8_000_000_000, "ab"))
+    assert survey.shortage(peers_with(8_000_000_000, "abc")) == ""
+
+
+@pytest.mark.parametrize(("stages", "wanted"), [("auto", [None, None, None]), (2, [None, 2, 2])])
+def test_a_layout_is_to_have_the_number_of_stages_as_soon_as_there_are_so_many_peers(stages, wanted):
+    survey = Survey(RunSpec(swarm=SwarmSpec(stages=stages)))
+    made = [
+        survey.snapshot(peers_with(1, names), None, Disks.of(()), knows_network=False) for names in ("a", "ab", "abc")
+    ]
+    assert [snapshot.num_stages for snapshot in made] == wanted

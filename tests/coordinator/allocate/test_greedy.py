@@ -196,6 +196,34 @@ def test_a_peer_that_nothing_fits_is_a_spare():
     assert layout.spares == ("b",)
 
 
+WORKLOAD = Workload.of(RunSpec())
+WHOLE_BYTES = WORKLOAD.resident_bytes(0, 6)
+
+
+def free(*peers):
+    """A snapshot whose number of stages nobody has said."""
+    return replace(snapshot(peers, num_stages=None), workload=WORKLOAD)
+
+
+@pytest.mark.parametrize(("share", "num_stages"), [(1.0, 1), (0.6, 2), (0.4, 3)])
+def test_where_the_number_of_stages_is_free_they_are_the_fewest_that_fit(share, num_stages):
+    peers = [measured(name, memory_bytes=share * WHOLE_BYTES) for name in "abcdef"]
+    layout = ALLOCATOR.allocate(free(*peers), None, seed=0)
+    assert len(layout.stages) == num_stages
+    assert len([peer for group in groups(layout) for peer in group]) == 6
+    alone = ALLOCATOR.allocate(free(measured("a", memory_bytes=WHOLE_BYTES)), None, seed=0)
+    assert (groups(alone), alone.reason) == ([["a"]], "first plan: 1 peer on 1 stage")
+
+
+def test_nobody_gets_a_stage_that_its_memory_does_not_hold():
+    large, small = measured("a", memory_bytes=WHOLE_BYTES), measured("b", 99.0, memory_bytes=0.9 * WHOLE_BYTES)
+    first = ALLOCATOR.allocate(free(large), None, seed=0)
+    layout = ALLOCATOR.allocate(free(large, small), as_plan(first), seed=0)
+    assert (groups(layout), layout.spares) == ([["a"]], ("b",))
+    with pytest.raises(NoLayout, match=r"stage \d takes 0\.0 GB of memory, and nobody has more than 0\.0 GB"):
+        ALLOCATOR.allocate(free(*(measured(name, memory_bytes=WHOLE_BYTES / 9) for name in "ab")), None, seed=0)
+
+
 def test_a_draining_peer_stays_until_another_has_the_state():
     previous = as_plan(allocate([measured(name) for name in "abc"]))
     leaver = previous.stages[1].peers[0]

@@ -1,11 +1,13 @@
 """What the live coordinator's search may move, and what it must gain; its repairs are in `test_greedy.py` too."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
 
 from shoal.coordinator.allocate import live_allocator
+from shoal.coordinator.allocate.at_once import plan_at_once
 from shoal.coordinator.allocate.greedy import GreedyAllocator
 from shoal.coordinator.allocate.interface import MeasuredPeer, Snapshot
 from shoal.coordinator.allocate.live_allocator import EvolutionaryAllocator
@@ -90,6 +92,16 @@ def search(previous, seed=3, **says):
 def first():
     layout, _ = ALLOCATOR.search(snapshot_of(), None, seed=1)
     return layout
+
+
+def test_a_first_layout_at_once_has_as_many_stages_as_its_rule_finds_best():
+    snapshot = replace(snapshot_of(), num_stages=None)
+    placement, _ = plan_at_once(topology_of(snapshot), snapshot.workload)
+    layout = ALLOCATOR.allocate(snapshot, None, seed=0)
+    assert [stage.layers for stage in layout.stages] == list(pairwise(placement.bounds))
+    assert plan_flaw(as_plan(layout), PlanShape(num_layers=6)) is None
+    alone = ALLOCATOR.allocate(replace(snapshot_of("a"), num_stages=None), None, seed=0)
+    assert (groups(alone), alone.stages[0].layers) == ([{"a"}], (0, 6))
 
 
 def test_a_first_layout_keeps_what_is_exchanged_inside_cities():
