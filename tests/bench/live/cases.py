@@ -88,3 +88,17 @@ def scenario_of(name: str, title: str, topology: Topology, spec: RunSpec) -> Sce
 def with_steps(scenario: Scenario, steps: int) -> Scenario:
     training = msgspec.structs.replace(scenario.spec.training, steps=steps)
     return replace(scenario, spec=msgspec.structs.replace(scenario.spec, training=training))
+
+
+def coarser(scenario: Scenario, times: int) -> Scenario:
+    """The same tokens a step in fewer microbatches that are larger by as much, which is fewer events."""
+    if times == 1:
+        return scenario
+    training = scenario.spec.training
+    training = msgspec.structs.replace(
+        training,
+        microbatches_per_step=max(1, training.microbatches_per_step // times),
+        microbatch_size=training.microbatch_size * times,
+    )
+    spec = msgspec.structs.replace(scenario.spec, training=training)
+    return replace(scenario, name=f"{scenario.name}/{times}", spec=spec)

@@ -1,0 +1,112 @@
+"""Recorded comings and goings, against a planner that knows each change at once and pays nothing for moves.
+
+What that planner makes between two changes is what the arithmetic says of the best layout for those who are there.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+from live.comparison import Live, figure, over, told
+
+from shoal.coordinator.cost.throughput import ThroughputObjective
+from shoal.coordinator.cost.workload import Workload
+from shoal.deploy.planning.layouts import Request, layout
+from shoal.deploy.simulate import strategies
+from shoal.deploy.simulate.modelled import Churn
+from shoal.deploy.simulate.scenario import STEPS_MAX, Scenario, find_scenario
+from shoal.deploy.simulate.strategies import Options
+from shoal.deploy.simulate.strategy import KNOWN
+from shoal.deploy.simulate.traces import absent_at_first
+from shoal.protocol.errors import ShoalError
+
+SEARCH_S = 0.3
+
+
+class Traced(msgspec.Struct, frozen=True, kw_only=True):
+    case: str
+    trace: str
+    seed: int
+    changes: int
+    ideal_tokens: float
+    live: Live
+
+    @property
+    def share(self) -> float:
+        return over(self.live.tokens, self.ideal_tokens)
+
+
+def traced(trace: Path | None, seed: int, seconds: float) -> Traced:
+    """`spot-fleet` lives through a trace, its own by default."""
+    options = Options(seed=seed, seconds=seconds, trace=trace, timeline=False)
+    scenario = strategies.with_options(find_scenario("spot-fleet"), options)
+    churn = strategies.churn_of(scenario, seed)
+    prepared = strategies.prepare(scenario, KNOWN["live"], churn, options)
+    outcome = strategies.play(replace(scenario), prepared, replace(options, steps=STEPS_MAX))
+    if outcome.result is None:
+        raise SystemExit(f"the live swarm cannot run: {outcome.problem}")
+    live = msgspec.structs.replace(
+        told(outcome.result, seconds), tokens=outcome.result.tokens_by(seconds), tokens_by_s=seconds
+    )
+    return Traced(
+        case=scenario.name,
+        trace=trace.name if trace is not None else "its own",
+        seed=seed,
+        changes=sum(event.at_s < seconds for event in churn),
+        ideal_tokens=ideal_tokens(scenario, churn, seconds, seed),
+        live=live,
+    )
+
+
+def ideal_tokens(scenario: Scenario, churn: Sequence[Churn], seconds: float, seed: int) -> float:
+    here = set(range(scenario.topology.num_devices)) - absent_at_first(churn)
+    rates: dict[tuple[tuple[float, ...], ...], float] = {}
+    tokens, now_s = 0.0, 0.0
+    for at_s, kind, device in (*sorted(churn), Churn(seconds, "add", -1)):
+        until_s = min(at_s, seconds)
+        if until_s > now_s:
+            tokens += (until_s - now_s) * _rate(scenario, sorted(here), seed, rates)
+            now_s = until_s
+        if kind == "add":
+            here.add(device)
+        else:
+            here.discard(device)
+        here.discard(-1)
+    return tokens
+
+
+def _rate(
+    scenario: Scenario, devices: Sequence[int], seed: int, rates: dict[tuple[tuple[float, ...], ...], float]
+) -> float:
+    """Tokens/s of the best layout; networks that are equal but for the names of their devices are planned once."""
+    if not devices:
+        return 0.0
+    topology, workload = scenario.topology.take(list(devices)), Workload.of(scenario.spec)
+    key = (
+        tuple(map(float, topology.flop_per_s)),
+        tuple(map(float, topology.latency_s.ravel())),
+        tuple(map(float, topology.bytes_per_s.ravel())),
+        tuple(map(float, topology.up_bytes_per_s)),
+        tuple(map(float, topology.memory_bytes)),
+    )
+    if key not in rates:
+        try:
+            found = layout("ours", Request(topology=topology, workload=workload, seed=seed, seconds=SEARCH_S))
+            rates[key] = ThroughputObjective(topology, workload).cost(found).parts["tokens_per_s"]
+        except ShoalError:
+            rates[key] = 0.0
+    return rates[key]
+
+
+HEADING = (
+    f"{'trace':<40}{'changes':>8}{'ideal tokens':>15}{'live':>15}{'live/ideal':>11}{'plans':>6}{'div':>4}{'wall':>6}"
+)
+
+
+def row(found: Traced) -> str:
+    live = found.live
+    return (
+        f"{found.trace:<40}{found.changes:>8}{figure(found.ideal_tokens):>15}{figure(live.tokens):>15}"
+        f"{found.share:>11.2f}{live.plans:>6}{live.divisions:>4}{live.wall_s:>6.0f}"
+    )
