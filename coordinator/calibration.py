@@ -61,12 +61,14 @@ class Calibration:
         self._noted = 0.0
         """Seen over foreseen when the last search began, or when it could first be told; 0: neither has been."""
         self._log_factor, self._steps = 0.0, 0
+        self._factor_then = 1.0
+        """The factor with which the live plan foresees."""
         self._learned_to = 0
         """The version up to which steps have been learned from."""
 
     @property
     def factor(self) -> float:
-        """What is seen over what the objective says."""
+        """What is seen over what the objective says, for the next plan."""
         return math.exp(self._log_factor)
 
     @property
@@ -84,9 +86,7 @@ class Calibration:
 
     def expected(self, foreseen: Foreseen | None) -> Foreseen | None:
         """What the objective says, times what its word has been worth."""
-        if foreseen is None:
-            return None
-        return Foreseen(foreseen.tokens_per_s * self.factor, foreseen.bound, foreseen.stage)
+        return _times(self.factor, foreseen)
 
     # --- what happens ---
 
@@ -96,7 +96,8 @@ class Calibration:
         if layout != self._layout:
             self._layout, self._today, self._steady_from = layout, None, None
             self._seen, self._noted = (0.0, 0), 0.0
-        self._foreseen = plan.foreseen
+        if plan.foreseen != self._foreseen:
+            self._foreseen, self._factor_then = plan.foreseen, self.factor
 
     def foresee(self, today: Foreseen | None) -> None:
         """Note what the objective says of the live layout with the figures of today."""
@@ -137,12 +138,12 @@ class Calibration:
         if self._layout is None:
             return None
         steady_from = -1 if self._steady_from is None else self._steady_from
-        return Calibrated(self.factor, self._steps, self._layout[0], steady_from, self._noted)
+        return Calibrated(self.factor, self._steps, self._layout[0], steady_from, self._noted, self._factor_then)
 
     def take_over(self, told: Calibrated | None) -> None:
         """Go on from what another coordinator has learned, of the layout that is live."""
         if told is None or not (
-            1.0 / FACTOR_MAX <= told.factor <= FACTOR_MAX
+            all(1.0 / FACTOR_MAX <= factor <= FACTOR_MAX for factor in (told.factor, told.factor_then))
             and 0 <= told.steps <= LEARN_STEPS
             and 0.0 <= told.noted < math.inf
             and -1 <= told.steady_from <= VERSION_MAX
@@ -150,14 +151,14 @@ class Calibration:
             return
         self._log_factor, self._steps = math.log(told.factor), told.steps
         if self._layout is not None and told.era == self._layout[0] and told.steady_from >= 0:
-            self._steady_from, self._noted = told.steady_from, told.noted
+            self._steady_from, self._noted, self._factor_then = told.steady_from, told.noted, told.factor_then
             self._learned_to = max(self._learned_to, told.steady_from)
 
     # --- for people ---
 
     def comparison(self) -> Comparison | None:
         """The comparison of the live layout; None: nobody could say how fast it should be."""
-        foreseen, today = self._foreseen, self.expected(self._today)
+        foreseen, today = self._foreseen, _times(self._factor_then, self._today)
         if foreseen is None:
             return None
         believed = today or foreseen
@@ -180,6 +181,12 @@ class Calibration:
             parts.append(f"seen {rate:,.0f} over {num_steps} steps")
         believed = today or foreseen
         return f"{', '.join(parts)}; {_WORDS[believed.bound].format(believed.stage)}"
+
+
+def _times(factor: float, foreseen: Foreseen | None) -> Foreseen | None:
+    if foreseen is None:
+        return None
+    return Foreseen(foreseen.tokens_per_s * factor, foreseen.bound, foreseen.stage)
 
 
 def _apart(a: float, b: float) -> float:

@@ -203,7 +203,7 @@ class SpeedBook:
 
     def speeds(self, claims: dict[PeerID, float], *, seen: Collection[PeerID]) -> dict[PeerID, float]:
         """FLOP/s of every peer. A measured peer counts as measured. Any other counts as claimed, times what claims have
-        been worth at measured peers, but no more than their median.
+        been worth at measured peers, but no more than their median, and no more than what it says of its own work.
 
         A microbatch's forward is slower than a probe's single layer, for every device alike. Without that factor a peer
         that has not been measured would look faster than the rest.
@@ -212,7 +212,9 @@ class SpeedBook:
         """
         found = {peer: speed for peer in claims if peer in seen and (speed := self.measured(peer)) is not None}
         worth = median(found[peer] / claims[peer] for peer in found) if found else 1.0
-        claimed = {peer: worth * claim for peer, claim in claims.items() if peer not in found}
+        own = {peer: speed for peer in claims if (speed := self.measured(peer)) is not None}
+        claimed = {peer: min(worth * claim, own.get(peer, math.inf)) for peer, claim in claims.items()}
+        claimed = {peer: claim for peer, claim in claimed.items() if peer not in found}
         speed_max = BOAST_MEASURED * median_low(found.values()) if found else math.inf
         believed = bounded(claimed, found) | {peer: min(speed, speed_max) for peer, speed in found.items()}
         return {peer: believed[peer] for peer in claims}

@@ -317,6 +317,8 @@ class Calibrated(_Part, frozen=True, array_like=True):
     """The live layout has been at work with all its members since this version of `era`; -1: it is not yet."""
     noted: float = 0.0
     """Seen over foreseen, when a search for a better layout last began; 0: it has not been compared yet."""
+    factor_then: float = 1.0
+    """The factor with which the live plan foresees."""
 
 
 class Absence(_Part, frozen=True, array_like=True):

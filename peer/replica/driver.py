@@ -67,6 +67,9 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _TIMELINE_MAX: Final = 4096
+_TOLD_ENTRIES: Final = 64
+_TOLD_FORWARDS: Final = 9
+"""A device that becomes slower is given less to do. It says so after five forwards, which still are no noise."""
 _GRADIENT_RETRIES_S: Final = (0.5, 1.0, 2.0, 4.0)
 """A broken stream is often one that comes back: whoever waits for this gradient holds a place in its window for it."""
 
@@ -279,10 +282,10 @@ class Replica(Tenure):
     def forward_s(self) -> float:
         """Median seconds of the recent forwards (of the whole loss job at the last stage); 0 before the first."""
         took_s: dict[Job, float] = {}
-        for entry in list(self.timeline)[-64:]:
+        for entry in list(self.timeline)[-_TOLD_ENTRIES:]:
             if entry.job.kind in ("forward", "loss"):  # of a job in parts there is an entry each
                 took_s[entry.job] = took_s.get(entry.job, 0.0) + entry.ended_s - entry.started_s
-        return median(took_s.values()) if took_s else 0.0
+        return median(list(took_s.values())[-_TOLD_FORWARDS:]) if took_s else 0.0
 
     @property
     def expert_loads(self) -> tuple[int, ...]:

@@ -161,3 +161,11 @@ def test_a_plan_that_foresees_nothing_is_compared_with_nothing(plan):
     run.calibration.obey(msgspec.structs.replace(plan, foreseen=None))
     assert not any(run.steps(30))
     assert run.calibration.comparison() is None
+
+
+def test_slowness_that_nobody_has_measured_is_not_told_as_measured(plan):
+    run = Run(plan)
+    run.steps(30)
+    run.steps(30, step_s=4 * STEP_S)
+    assert run.calibration.factor < SLOW
+    assert "measured" not in run.calibration.comparison().sentence

@@ -171,3 +171,11 @@ def test_six_that_boast_get_no_more_than_six_that_work():
     seen = speeds.speeds(dict.fromkeys(honest, 2e12) | dict.fromkeys(liars, 1e15), seen=honest + liars)
     assert max(seen.values()) <= BOAST_MEASURED * 1e12 * 1.01, "one that has worked may still praise itself this far"
     assert max(SpeedBook().speeds({A: 1e12, B: 1e12, C: 1e15}, seen="").values()) == BOAST_CLAIMED * 1e12
+
+
+def test_who_says_that_it_is_slow_is_believed_though_nobody_has_seen_it_at_work():
+    speeds = SpeedBook()
+    for _ in range(SPEED_REPORTS):
+        speeds.note(A, (0, 1), 2.5e11)
+        speeds.note(B, (0, 1), 9e15)
+    assert speeds.speeds({A: 1e12, B: 1e12, C: 1e12}, seen="") == pytest.approx({A: 2.5e11, B: 1e12, C: 1e12})
