@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from shoal.coordinator.allocate.greedy import FIRST_PLAN
 from shoal.coordinator.allocate.interface import Allocator, MeasuredPeer, NoLayout, Searching
 from shoal.coordinator.cluster_view import ClusterView
 from shoal.coordinator.diagnosis import name_of
@@ -140,6 +141,9 @@ class ReplanPolicy:
         if lost and (awaited := self._may_return(live, lost[0], disks, now_s)):
             return None, awaited  # a plan without who is silent would count it out, and its state with it
         layout, reason = self._repaired(peers, live, disks, sequence=sequence)
+        if layout is None and lost:
+            layout = self._divided_anew(peers, disks, sequence=sequence)
+        divides = layout is not None and bounds_of(layout.stages) != bounds_of(live.stages)
         if layout is None:
             self._settled_for = swarm
             return None, reason
@@ -152,7 +156,8 @@ class ReplanPolicy:
             awaited = self._awaited(disks, beginning, now_s) if waits else ""
             if not awaited:
                 return _restarted(layout, beginning, what)
-            if swarm == self._settled_for:
+            if swarm == self._settled_for or divides:
+                self._settled_for = swarm
                 return None, f"{what}: {awaited}"
         if layout.places() == places_of(live):
             if under_way:
@@ -213,6 +218,14 @@ class ReplanPolicy:
         except NoLayout as flaw:
             return None, f"no new plan: {flaw}"
         return layout, layout.reason
+
+    def _divided_anew(self, peers: tuple[MeasuredPeer, ...], disks: Disks, *, sequence: int) -> Layout | None:
+        """Another division into stages, for a run that goes back and has too few peers for the stages that it had;
+        None: a run would not begin with these peers either."""
+        if len(peers) < self.view.spec.swarm.min_peers:
+            return None
+        layout, _ = self._repaired(peers, None, disks, sequence=sequence)
+        return layout and replace(layout, reason=layout.reason.removeprefix(FIRST_PLAN))
 
     def _better(
         self, live: Plan, peers: tuple[MeasuredPeer, ...], disks: Disks, now_s: float, *, sequence: int

@@ -278,8 +278,9 @@ class SwarmSpec(_Section, frozen=True):
     """Pipeline stages K. "auto": as many as the coordinator finds best for the peers that are there, and another number
     when that is better. A number: so many as soon as there are so many peers, and never more."""
     min_peers: int = 1
-    """Peers that must be there before the first plan. They may be fewer than the stages: where the model fits, the host
-    begins alone."""
+    """Peers that must be there before the first plan, and before the run goes back with fewer stages because too few
+    peers are left for those that it had. They may be fewer than the stages: where the model fits, the host begins
+    alone."""
     heartbeat_s: float = 1.0
     """How often a peer reports to the coordinator."""
     term_s: float = 60.0

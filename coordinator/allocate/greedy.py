@@ -21,6 +21,9 @@ from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import STAGES_MAX
 from shoal.protocol.plan import Member, Plan, Stage
 
+FIRST_PLAN = "first plan: "
+"""The reason of a first plan begins with this."""
+
 
 @dataclass(slots=True)
 class Slot:
@@ -262,7 +265,7 @@ def _reason(
 def first_reason(num_peers: int, num_stages: int) -> str:
     """The reason of a first plan."""
     peers, stages = ("peer" if num_peers == 1 else "peers"), ("stage" if num_stages == 1 else "stages")
-    return f"first plan: {num_peers} {peers} on {num_stages} {stages}"
+    return f"{FIRST_PLAN}{num_peers} {peers} on {num_stages} {stages}"
 
 
 def _lot(seed: int, peer: PeerID) -> bytes:

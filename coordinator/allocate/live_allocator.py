@@ -261,7 +261,8 @@ def _better(snapshot: Snapshot, previous: Plan, seed: int) -> tuple[Layout | Non
 
 
 def _divided(snapshot: Snapshot, previous: Plan, seed: int) -> tuple[Layout, str] | None:
-    """A layout with other boundaries that is worth the standstill of the change. Raises: NoLayout, LocalError."""
+    """A layout with other boundaries that is worth the standstill of the change, or that has the number of stages which
+    the run asks for where the live plan has not. Raises: NoLayout, LocalError."""
     from shoal.coordinator.allocate.planner import plan
 
     topology, workload = topology_of(snapshot), snapshot.workload
@@ -269,11 +270,13 @@ def _divided(snapshot: Snapshot, previous: Plan, seed: int) -> tuple[Layout, str
     current = placement_of(previous, snapshot.peers)
     searched, _ = plan(topology, workload, num_stages=snapshot.num_stages, seed=seed, work=_work(topology.num_devices))
     found = _nobody_alone(ThroughputObjective(topology, workload), searched)
+    asked = snapshot.num_stages not in (None, len(previous.stages))
     division = worth_its_standstill(topology, workload, current, found, horizon_s=HORIZON_S)
-    if division is None:
+    if division is None and not asked:
         return None
     stages, spares = _stages_of(snapshot, topology, workload, found)
-    reason = f"search: {len(stages)} stages in place of {len(previous.stages)} for {100 * division.gain:.0f} % more"
+    why = f"for {100 * division.gain:.0f} % more" if division is not None else "as the run asks for"
+    reason = f"search: {len(stages)} stages in place of {len(previous.stages)} {why}"
     return Layout(stages=stages, spares=spares, reason=reason), reason
 
 

@@ -146,6 +146,31 @@ def test_too_few_peers_is_said_and_waited_for(policy, make_live, hear):
     assert "back to version 50" in reason
 
 
+def test_a_run_that_may_begin_with_fewer_peers_goes_back_with_fewer_stages(make_live, make_heartbeat):
+    few = msgspec.structs.replace(SPEC, swarm=msgspec.structs.replace(SPEC.swarm, min_peers=2))
+    policy, live = ReplanPolicy(ClusterView("run", few), GreedyAllocator()), make_live(fresh=False)
+    begin(policy, live)
+    for peer, copies in (("a", (0, 1)), ("c", (1, 2))):
+        beat = make_heartbeat(peer, stage=STAGE_OF[peer], version=57, synced=True, holdings=kept(50, *copies))
+        policy.view.hear(peer, beat, 30.0)
+    draft, reason = policy.next_plan(live.plan, 30.0, sequence=2)
+    assert (draft.beginning.version, draft.beginning.from_era) == (50, 0)
+    assert [stage.layers for stage in draft.stages] == [(0, 6)], "one stage holds both, as it fits"
+    assert reason == "stage 1 has no holder left: back to version 50, 2 peers on 1 stage"
+
+
+def test_a_run_that_goes_back_with_fewer_stages_waits_for_a_disk_first(make_live, make_heartbeat):
+    few = msgspec.structs.replace(SPEC, swarm=msgspec.structs.replace(SPEC.swarm, min_peers=2))
+    policy, live = ReplanPolicy(ClusterView("run", few), GreedyAllocator()), make_live(fresh=False)
+    begin(policy, live)
+    for peer in "ac":
+        beat = make_heartbeat(peer, stage=STAGE_OF[peer], version=57, synced=True, holdings=kept(50, 0, 2))
+        policy.view.hear(peer, beat, 30.0)
+    draft, reason = policy.next_plan(live.plan, 30.0, sequence=2)
+    assert draft is None
+    assert "waiting for a peer that has layers.2 to layers.3 of step 50 on its disk" in reason
+
+
 def test_reports_that_cannot_be_name_their_reporter(policy, make_live, hear):
     policy.obey(make_live().plan, 0.0)
     report = CommitReport(

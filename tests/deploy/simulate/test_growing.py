@@ -1,12 +1,13 @@
 """A run begins with its host alone, and grows as peers come: the drivers of `shoal join` in virtual time."""
 
+import msgspec
 import numpy as np
 import pytest
 
 from shoal.coordinator.cost.workload import Workload
 from shoal.deploy.simulate.modelled import Churn, ModelledRun, RunLimits, run_modelled
 from shoal.deploy.simulate.result import SimResult
-from shoal.protocol.spec import ModelSpec, OptimizerSpec, RunSpec, TrainingSpec
+from shoal.protocol.spec import ModelSpec, OptimizerSpec, RunSpec, SwarmSpec, TrainingSpec
 from shoal.protocol.topology import make_topology
 
 SPEC = RunSpec(
@@ -17,10 +18,13 @@ SPEC = RunSpec(
 COMES_S, ENDS_S = 60.0, 160.0
 
 
-def grown(*, memory: float, devices: int = 2) -> SimResult:
+def grown(*, memory: float, devices: int = 2, leaves_s: float | None = None, **swarm: int) -> SimResult:
     """Devices of 20 GFLOP/s, 10 ms and 100 MB/s from each other, come a minute after each other.
 
-    Args: memory: of each, as a part of what the model's state takes.
+    Args:
+        memory: of each, as a part of what the model's state takes.
+        leaves_s: when the one that came last says good-bye; None: it stays.
+        swarm: what the run spec says of it.
     """
     workload, n = Workload.of(SPEC), devices
     between = 1.0 - np.eye(n)
@@ -32,8 +36,11 @@ def grown(*, memory: float, devices: int = 2) -> SimResult:
         may_feed=[1.0] * n,
     )
     churn = [Churn(COMES_S * device, "add", device) for device in range(1, n)]
+    if leaves_s is not None:
+        churn.append(Churn(leaves_s, "leave", n - 1))
+    spec = msgspec.structs.replace(SPEC, swarm=SwarmSpec(**swarm))
     return run_modelled(
-        ModelledRun(topology=topology, spec=SPEC, churn=churn, limits=RunLimits(seconds=ENDS_S + COMES_S * (n - 2)))
+        ModelledRun(topology=topology, spec=spec, churn=churn, limits=RunLimits(seconds=ENDS_S + COMES_S * (n - 2)))
     )
 
 
@@ -65,3 +72,15 @@ def test_a_model_too_large_for_its_host_waits_for_a_second_peer_and_is_divided_a
     two, three = rate(result, COMES_S + 10.0, 2 * COMES_S), rate(result, division.at_s + 5.0, ENDS_S + COMES_S)
     assert three > 1.2 * two > 0.0
     assert (result.given_up, [event for event in result.events if event.change == "era"]) == (0, [])
+
+
+@pytest.mark.sim
+def test_a_number_of_stages_is_there_as_soon_as_so_many_peers_are_and_given_up_when_one_leaves() -> None:
+    result = grown(memory=0.75, devices=3, leaves_s=170.0, stages=3)
+    assert result.failures == ()
+    plans = [(event.at_s, event.text) for event in result.events if event.change == "plan"]
+    assert plans[0][1] == "first plan: 2 peers on 2 stages", "fewer than three are free"
+    (division,) = [event for event in result.events if event.change == "division"]
+    assert division.text.startswith("2 stages became 3 at step ")
+    assert rate(result, 200.0, ENDS_S + COMES_S) > 0.0, "two go on"
+    assert any("2 peers on 2 stages" in text for at_s, text in plans if at_s > 170.0)
