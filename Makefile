@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: setup compiled demo test check bench soak soak-memory soak-coordination soak-chaos soak-frames soak-fuzz soak-campaign soak-moves soak-pauses soak-goodput soak-experts soak-stops soak-attack bench-live bench-staleness
+.PHONY: setup compiled demo test check bench soak soak-memory soak-coordination soak-chaos soak-frames soak-fuzz soak-campaign soak-moves soak-pauses soak-goodput soak-experts soak-stops soak-attack soak-dividing bench-live bench-staleness
 
 setup: $(STAMP)
 
@@ -71,7 +71,7 @@ bench-staleness: .venv/.study
 	touch $@
 
 # All of them, a working day on two cores.
-soak: soak-stops soak-memory soak-coordination soak-frames soak-fuzz soak-campaign soak-moves soak-pauses soak-chaos soak-goodput soak-attack soak-experts
+soak: soak-stops soak-memory soak-coordination soak-frames soak-fuzz soak-campaign soak-moves soak-pauses soak-chaos soak-goodput soak-attack soak-experts soak-dividing
 
 # Thirty minutes of demo; says how each peer's memory grew.
 soak-memory: setup
@@ -98,6 +98,10 @@ soak-campaign: setup
 # A hundred swarms in which members move all the time while others die, an hour. ARGS='--seeds 10' for less.
 soak-moves: setup
 	$(BIN)/python tests/soak/moves.py $(ARGS)
+
+# 500 swarms in virtual time whose stages change all the time while peers die, two hours of one core.
+soak-dividing: setup
+	$(BIN)/python tests/soak/dividing.py $(ARGS)
 
 # Two hundred swarms in which up to half of the peers pause and come back, a quarter of an hour. ARGS='--seeds 10' for less.
 soak-pauses: setup

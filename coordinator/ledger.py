@@ -129,7 +129,8 @@ class Ledger:
             self._expert_versions = [self.step] * (num_stages * self._num_experts)
 
     def rewind(self, era: int, version: int, *, num_stages: int) -> None:
-        """Only `era` counts from now on, which begins at `version` with so many stages."""
+        """Only `era` counts from now on, which begins at `version` with so many stages. The steps before `version`
+        happened, whatever became of their era."""
         self.era = era
         self._stages_before, self._num_stages = (version, self._num_stages), num_stages
         self.pace.begin_era(era, version)
@@ -137,13 +138,14 @@ class Ledger:
         self._expert_versions = [min(version, self._steps)] * (num_stages * self._num_experts)
         self._reports = {step: by_stage for step, by_stage in self._reports.items() if step < version}
         self._untold = {step: at_s for step, at_s in self._untold.items() if step < version}
-        self._unconfirmed = {}
+        self._unconfirmed = {step: report for step, report in self._unconfirmed.items() if step < version}
         self._told = deque((step for step in self._told if step < version), maxlen=HISTORY_STEPS)
         self._loss_step = min(self._loss_step, version - 1)
         if self._validation is not None and self._validation.step > version:
             self._validation = self.validation_loss = self.validation_step = None
         self._norms = {step: norms for step, norms in self._norms.items() if step < version}
         self._validation_told = min(self._validation_told, version)
+        self._confirm()
 
     def note_version(self, stage: int | None, version: int) -> None:
         """Most holders of `stage`, or of that group of experts, say that their state is at `version`."""
@@ -292,7 +294,7 @@ class Ledger:
         return before if step < begun else self._num_stages
 
     def has_reported(self, version: int) -> bool:
-        """Whether the last stage has reported each step before `version`, as far as it is still waited for."""
+        """Whether every stage has reported the step that made `version`, or the step has been told without."""
         step = version - 1
         return step < 0 or step in self._told or len(self._reports.get(step, {})) == self._stages_of(step)
 

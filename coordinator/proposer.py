@@ -9,7 +9,7 @@ from shoal.coordinator.ballot import Ballot
 from shoal.coordinator.chain import Holds, PlanChain, is_quorum
 from shoal.coordinator.coordination_events import Answered, Ask, Command, Persist, Unanswered
 from shoal.coordinator.experts.expert_groups import ExpertPlaces
-from shoal.coordinator.plan_layout import Layout
+from shoal.coordinator.plan_layout import Beginning, Layout
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import PlanVote, TermGrant
 from shoal.protocol.plan import Plan, SignedPlan, Stage, vote_body
@@ -173,6 +173,7 @@ class Proposer:
             stages=stages,
             spares=layout.spares,
             era=era,
+            rollbacks=_rollbacks(before, begins),
             restore_version=begins.version if begins else before.restore_version if before else 0,
             restore_era=begins.from_era if begins else before.restore_era if before else 0,
             fresh=base is None or begins is not None or self._is_fresh(base),
@@ -274,3 +275,13 @@ def _since(stages: Sequence[Stage], before: Plan | None, sequence: int) -> tuple
         )
         for index, stage in enumerate(stages)
     )
+
+
+def _rollbacks(before: Plan | None, begins: Beginning | None) -> int:
+    """How often the run has gone back, with the era that `begins`: not where the layout before it has just ended."""
+    told = before.rollbacks if before else 0
+    if begins is None or (
+        before and before.ends_at and (begins.from_era, begins.version) == (before.era, before.ends_at)
+    ):
+        return told
+    return told + 1

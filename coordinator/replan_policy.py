@@ -13,6 +13,7 @@ from shoal.coordinator.allocate.interface import Allocator, MeasuredPeer, NoLayo
 from shoal.coordinator.cluster_view import ClusterView
 from shoal.coordinator.diagnosis import name_of
 from shoal.coordinator.era import Disks, HolderWatch, disks_of, group_name, holders, next_beginning
+from shoal.coordinator.ledger import PATIENCE_HEARTBEATS
 from shoal.coordinator.plan_layout import NO_MOVES, Beginning, Layout, places_of
 from shoal.coordinator.search_schedule import SearchJob, SearchSchedule, Swarm, keeps_state
 from shoal.protocol.identity import PeerID
@@ -55,6 +56,8 @@ class ReplanPolicy:
         self._era = 0
         self._ends_s, self._notice = 0.0, 1
         """When the end of the live layout was announced, and how much later than usual that end was put."""
+        self._ended_s: float | None = None
+        """When every stage was first seen at the end of the live layout."""
         self._settled_for: Swarm | None = None
         """The swarm for which the live plan, or the refusal to make another, is right."""
 
@@ -69,7 +72,7 @@ class ReplanPolicy:
     def begin_term(self, plan: Plan, now_s: float, *, continuing: bool, silent: PeerID | None) -> None:
         """We coordinate now, or still (`continuing`). Args: silent: as in `ClusterView.begin_term`."""
         searched = self.view.begin_term(plan, now_s, continuing=continuing, silent=silent)
-        self._settled_for = None
+        self._settled_for = self._ended_s = None
         if not (continuing and self._holders.is_waiting(now_s)):
             self._holders = HolderWatch(self._heartbeat_s, now_s)
         if not continuing:
@@ -288,12 +291,18 @@ class ReplanPolicy:
             after = Layout(stages=live.following, spares=(), reason="another division into stages")
             return self._announced(live, after, now_s, times=min(2 * self._notice, NOTICE_TIMES_MAX))
         wanted = held_keys(view.spec.model, placed=view.places_experts)
-        complete = view.ledger.step >= version and view.ledger.has_reported(version)
+        if view.ledger.step < version:
+            self._ended_s = None
+        elif self._ended_s is None:
+            self._ended_s = now_s
+        # The reports of the last step may have gone to a coordinator before us, so they are not waited for for ever.
+        patience_s = PATIENCE_HEARTBEATS * self._heartbeat_s
+        late = self._ended_s is not None and now_s >= self._ended_s + patience_s
+        complete = self._ended_s is not None and (late or view.ledger.has_reported(version))
         if complete and disks.covers((live.era, version), wanted):
             members = {peer for stage in live.following for peer in stage.peers}
             spares = tuple(peer for peer in live.members if peer not in members)
-            layers = ", ".join(f"{first}-{last}" for first, last in bounds_of(live.following))
-            reason = f"another division into stages at step {version}: layers {layers}"
+            reason = _divided(live, version)
             beginning = Beginning(era=self._beginning(live, disks).era, version=version, from_era=live.era)
             layout = Layout(stages=live.following, spares=spares, reason=reason, beginning=beginning)
             return layout, reason
@@ -357,6 +366,14 @@ class ReplanPolicy:
 def bounds_of(stages: Sequence[Stage]) -> tuple[tuple[int, int], ...]:
     """The layers of each stage."""
     return tuple(stage.layers for stage in stages)
+
+
+def _divided(live: Plan, version: int) -> str:
+    """Say what becomes of the stages of `live`."""
+    before, after = len(live.stages), len(live.following)
+    layers = ", ".join(f"{first}-{last}" for first, last in bounds_of(live.following))
+    noun = "stage" if before == 1 else "stages"
+    return f"{before} {noun} became {after} at step {version}: layers {layers}"
 
 
 def _called_off(live: Plan, why: str) -> tuple[Layout, str]:

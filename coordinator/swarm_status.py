@@ -63,6 +63,7 @@ def swarm_status(
         stages=tuple((stage.first_layer, stage.last_layer) for stage in live.stages),
         peers=peers,
         era=ledger.era,
+        rollbacks=live.rollbacks,
         elapsed_s=elapsed_s,
         plans=plans,
         experts=_experts(live, roster, experts, [peer.peer for peer in peers]),

@@ -2,7 +2,7 @@
 
 from typing import Final
 
-PROTOCOL_VERSION: Final = 4
+PROTOCOL_VERSION: Final = 5
 """Agreed at join; peers of another version are refused with a sentence, so messages may be strict."""
 
 CONTROL_BYTES_MAX: Final = 256 * 1024

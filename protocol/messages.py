@@ -465,7 +465,9 @@ class SwarmStatus(_Message, frozen=True, kw_only=True, omit_defaults=True):
     """Layer ranges."""
     peers: tuple[PeerStatus, ...]
     era: int = 0
-    """How often the run has gone back to a snapshot."""
+    """How often the run has begun again: from a snapshot, or with its layers divided into other stages."""
+    rollbacks: int = 0
+    """How often it has gone back, and lost steps."""
     elapsed_s: float
     plans: tuple[PlanNote, ...] = ()
     """The newest plans that the coordinator has obeyed, oldest first."""

@@ -107,6 +107,9 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     era: int = 0
     """How often the run has begun again from an earlier plan's state: a snapshot, because a stage had lost its holders,
     or the very version at which another layout ended. Versions grow within an era only."""
+    rollbacks: int = 0
+    """How many of the eras began at a snapshot, or at the seed again, because state was lost. The others began where
+    the layout before had ended, and lost nothing."""
     restore_version: int = 0
     """The version at which this era began; 0: from the run's seed."""
     restore_era: int = 0
@@ -415,6 +418,8 @@ def plan_flaw(plan: Plan, shape: PlanShape) -> str | None:
 def _numbers_flaw(plan: Plan) -> str | None:
     if not (0 <= plan.reign <= REIGN_MAX and 0 < plan.term <= TERM_MAX and 0 < plan.sequence <= SEQUENCE_MAX):
         return f"no run comes to term {plan.term} and sequence {plan.sequence} of reign {plan.reign}"
+    if not 0 <= plan.rollbacks <= plan.era:
+        return f"no run goes back {plan.rollbacks} times by era {plan.era}"
     if not (0 <= plan.era <= ERA_MAX and 0 <= plan.restore_version <= VERSION_MAX and 0 <= plan.seed <= SEQUENCE_MAX):
         return f"no run comes to era {plan.era}, version {plan.restore_version} or seed {plan.seed}"
     if not 0 <= plan.restore_era <= max(0, plan.era - 1):

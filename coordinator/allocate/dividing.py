@@ -29,7 +29,7 @@ class Division:
 
     placement: Placement
     gain: float
-    """In tokens/s, relative."""
+    """The gain in tokens/s, relative."""
     standstill_s: float
 
 

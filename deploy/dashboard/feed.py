@@ -279,6 +279,7 @@ class Feed:
             sequence=plan.sequence if plan else 0,
             reason=self._with_names(clean(plan.reason, TEXT_CHARS_MAX)) if plan else "",
             era=status.era if status else 0,
+            rollbacks=status.rollbacks if status else 0,
             step=step,
             steps=steps,
             loss=loss,

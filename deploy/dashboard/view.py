@@ -186,6 +186,7 @@ class View(_Shown, frozen=True):
     sequence: int
     reason: str
     era: int
+    rollbacks: int
     step: int
     steps: int
     loss: float | None

@@ -175,7 +175,7 @@ class Chronicle:
             staleness_mean=record.staleness_sum / record.num_steps if record.num_steps else 0.0,
             coordinator_terms=len(record.terms),
             peers=peers,
-            eras=record.eras,
+            rollbacks=record.rollbacks,
             duplicates=book.duplicates,
             duplicates_share=book.duplicates / book.microbatches if book.microbatches else 0.0,
             given_up=book.given_up,

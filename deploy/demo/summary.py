@@ -52,7 +52,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     coordinator_terms: int
     peers: int
     """How many peers there are at a time."""
-    eras: int
+    rollbacks: int
     """How often the run has gone back to a snapshot."""
     duplicates: int
     """How many microbatches a stage has added twice, over all stages."""
@@ -130,7 +130,8 @@ class DemoRecord:
         self.step_times_s: list[float] = []
         self.steps_seen = 0
         self.staleness_sum = 0.0
-        self.eras = 0
+        self.rollbacks = 0
+        self._era = 0
         self.validations: dict[int, float] = {}
         self.terms: set[int] = set()
         self.faults: list[tuple[float, FaultLine]] = []
@@ -149,7 +150,9 @@ class DemoRecord:
         # Two stages' last words of two steps may be heard in the other order.
         self.step_times_s.append(max([at_s, *self.step_times_s[-1:]]))
         self.staleness_sum += step.staleness_mean
-        self.eras = max(self.eras, step.era)
+        if step.era > self._era:
+            self.rollbacks += step.step < self.steps_seen  # else only the stages became others
+            self._era = step.era
         self.steps_seen = max(self.steps_seen, step.step + 1)
 
     def validate(self, validated: Validated) -> None:
@@ -223,8 +226,8 @@ def summary_lines(summary: Summary, *, unit: str) -> list[Line]:
             f"{summary.dissenting} members dissented; longest wait for a step {summary.stall_s_max:.1f} s",
         ),
     ]
-    if summary.eras:
-        lines.append(("snapshots", f"the run went back to one {summary.eras} times"))
+    if summary.rollbacks:
+        lines.append(("snapshots", f"the run went back to one {summary.rollbacks} times"))
     if summary.experts:
         lines.append(_experts(summary.experts))
     if summary.chaos:

@@ -2,6 +2,7 @@
 
 import statistics
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 from shoal.deploy.record.lines import StepLine, ValidationLine
@@ -86,9 +87,12 @@ class Totals:
         return sum(line.steps for line in self._redone)
 
     @property
-    def eras(self) -> int:
+    def rollbacks(self) -> int:
         """How often the run went back to a snapshot."""
-        return max((line.era for line in self._steps), default=0)
+        lines = sorted((*self._steps, *self._redone), key=lambda line: (line.era, line.step))
+        return sum(
+            after.era > before.era and after.step - after.steps < before.step for before, after in pairwise(lines)
+        )
 
     @property
     def given_up(self) -> int:
@@ -148,7 +152,7 @@ def what_was_lost(found: Totals) -> str:
     """`nothing`, or what."""
     parts = []
     if found.redone:
-        times = "once" if found.eras == 1 else f"{found.eras} times"
+        times = "once" if found.rollbacks == 1 else f"{found.rollbacks} times"
         parts.append(f"{counted(found.redone, 'step')} done again, as the run went back {times}")
     if found.given_up:
         parts.append(f"{counted(found.given_up, 'microbatch', 'microbatches')} given up")

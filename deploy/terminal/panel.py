@@ -95,7 +95,7 @@ def _about(view: View, up_s: float | None) -> RenderableType:
         Text(f"up {duration(view.elapsed_s if up_s is None else up_s)}", style="dim"),
         Text(f"term {view.term}, coordinator {view.coordinator_name}" if view.coordinator else ""),
         Text(f"plan {view.sequence}: {view.reason}" if view.sequence else "", style="dim"),
-        Text(_went_back(view.era), style="yellow"),
+        Text(_went_back(view.rollbacks), style="yellow"),
     )
 
 

@@ -318,3 +318,42 @@ def test_nobody_alone_moves_the_ledger_on():
     assert [record.step for record in tell(ledger, 100.0)] == [0]
     assert (ledger.loss, ledger.validation_loss, ledger.step) == (5.0, None, 1)
     assert len(ledger._reports) <= HISTORY_STEPS
+
+
+def test_another_division_takes_nothing_from_the_ledger(ledger):
+    for step in range(5):
+        ledger.note_commits([commit(stage, step, loss=5.0 - step) for stage in range(3)], float(step))
+    ledger.note_validations([ValidationReport(step=5, loss=4.0, microbatches=1)])
+    assert ledger.has_reported(5)
+    ledger.rewind(1, 5, num_stages=2)
+    assert (ledger.era, ledger.step, ledger.version_max, ledger.loss) == (1, 5, 5, 1.0)
+    assert [record.step for record in tell(ledger, 5.0)] == [0, 1, 2, 3, 4], "three stages reported each of them"
+    assert (ledger.validation_loss, ledger.validation_step) == (4.0, 5)
+    ledger.note_commits([commit(1, 5, loss=0.5, era=1)], 6.0)
+    assert tell(ledger, 6.0) == []
+    assert not ledger.has_reported(6)
+    ledger.note_commits([commit(0, 5, era=1)], 6.0)
+    (record,) = tell(ledger, 6.0)
+    assert (record.step, record.loss, record.era) == (5, 0.5, 1)
+    assert ledger.has_reported(6)
+
+
+def test_what_had_not_been_confirmed_when_the_stages_changed_is_told(ledger):
+    unbelieving = Ledger(
+        num_stages=3, steps=100, microbatches=8, heartbeat_s=1.0, validates=False, tokens_per_step=1000
+    )
+    unbelieving.note_commits([commit(stage, 0, loss=5.0) for stage in range(3)], 0.0)
+    assert tell(unbelieving, 0.0) == []
+    unbelieving.rewind(1, 1, num_stages=2)
+    assert [record.loss for record in tell(unbelieving, 1.0)] == [5.0]
+
+
+def test_the_first_plan_says_how_many_stages_there_are(ledger):
+    ledger.divide(2)
+    ledger.note_commits([commit(stage, 0, loss=5.0) for stage in range(2)], 0.0)
+    assert [record.step for record in tell(ledger, 0.0)] == [0]
+    assert ledger.step == 1
+
+
+def test_nothing_has_to_be_reported_of_the_beginning(ledger):
+    assert ledger.has_reported(0)

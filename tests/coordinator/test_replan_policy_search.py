@@ -10,11 +10,13 @@ from shoal.coordinator.allocate.greedy import GreedyAllocator
 from shoal.coordinator.allocate.live_allocator import EvolutionaryAllocator
 from shoal.coordinator.cluster_view import ClusterView
 from shoal.coordinator.cost.workload import Workload
+from shoal.coordinator.ledger import PATIENCE_HEARTBEATS
 from shoal.coordinator.plan_layout import Layout
-from shoal.coordinator.replan_policy import LOOKING_FOR_FIRST, ReplanPolicy
+from shoal.coordinator.replan_policy import END_PATIENCE_S, LOOKING_FOR_FIRST, ReplanPolicy
 from shoal.coordinator.search_schedule import FIRST_PATIENCE_S, REST_HEARTBEATS, SETTLE_HEARTBEATS, SearchJob
 from shoal.protocol.identity import PeerID
-from shoal.protocol.messages import LinkReport
+from shoal.protocol.layers import stage_layer_keys
+from shoal.protocol.messages import Holding, LinkReport
 from shoal.protocol.plan import Plan
 from shoal.protocol.spec import RunSpec, SwarmSpec, TrainingSpec
 
@@ -182,6 +184,153 @@ def test_the_successor_is_told_what_has_been_searched(policy, allocator, hear, l
     heir.view.inherit(policy.hand_over(live, 20.0))
     heir.begin_term(live.plan, 20.0, continuing=False, silent=None)
     assert len(allocator.asked) == 1
+
+
+# --- another division into stages ---
+
+
+@pytest.fixture
+def halves(make_plan):
+    """Three layers a stage."""
+    three, six = make_plan([["a", "d", "f"], ["b", "c"]], coordinator="a").plan.stages
+    stages = (
+        msgspec.structs.replace(three, last_layer=3),
+        msgspec.structs.replace(six, first_layer=3, last_layer=6),
+    )
+    return Layout(stages=stages, spares=("e",), reason="search: 2 stages")
+
+
+def found(policy, allocator, hear, live, layout):
+    """A search has found `layout`. Returns: when."""
+    begin(policy, live)
+    hear()
+    policy.next_plan(live.plan, 1.0, sequence=2)
+    policy.next_plan(live.plan, 2.0, sequence=2)
+    hear(now_s=SEARCHED_S)
+    job, _ = policy.next_plan(live.plan, SEARCHED_S, sequence=2)
+    allocator.finds = layout
+    assert answer(policy, allocator, job)
+    return SEARCHED_S + 0.5
+
+
+def ending(make_plan, live, halves, *, ends_at):
+    plan = make_plan(GROUPS, coordinator="a", order=(1, 2), base=live, fresh=False)
+    return msgspec.structs.replace(plan.plan, ends_at=ends_at, following=halves.stages)
+
+
+def carried(peer, version, *, era=0):
+    stage = STAGE_OF[peer]
+    return Holding(era=era, version=version, layers=stage_layer_keys(SPEC.model, 2 * stage, 2 * stage + 2))
+
+
+def hear_carried(policy, make_heartbeat, peers, *, version, now_s):
+    for peer in peers:
+        at = {"stage": STAGE_OF[peer], "version": version, "synced": True, "carried": carried(peer, version)}
+        policy.view.hear(peer, make_heartbeat(peer, **at), now_s)
+
+
+def test_another_division_is_announced_before_the_layout_ends(policy, allocator, hear, live, halves):
+    now_s = found(policy, allocator, hear, live, halves)
+    draft, reason = policy.next_plan(live.plan, now_s, sequence=2)
+    assert (draft.stages, draft.spares, draft.following) == (live.plan.stages, live.plan.spares, halves.stages)
+    assert draft.beginning is None
+    assert draft.ends_at > 57 + SPEC.training.s_max
+    assert reason == f"search: 2 stages: at step {draft.ends_at}"
+
+
+def test_nothing_is_divided_that_would_end_with_the_run(allocator, make_heartbeat, make_plan, live, halves):
+    spec = msgspec.structs.replace(SPEC, training=msgspec.structs.replace(SPEC.training, steps=60))
+    policy = ReplanPolicy(ClusterView("run", spec), allocator)
+
+    def hear(*, now_s=0.0):
+        for peer in "abcdef":
+            at = {"stage": STAGE_OF[peer], "version": 58, "synced": True}
+            policy.view.hear(peer, make_heartbeat(peer, **at), now_s)
+
+    now_s = found(policy, allocator, hear, live, halves)
+    draft, _ = policy.next_plan(live.plan, now_s, sequence=2)
+    assert not isinstance(draft, Layout)
+
+
+def test_the_next_layout_begins_once_every_stage_is_there_and_all_layers_are_carried(
+    policy, make_heartbeat, make_plan, live, halves
+):
+    plan = ending(make_plan, live, halves, ends_at=60)
+    policy.obey(plan, 0.0)
+    policy.begin_term(plan, 0.0, continuing=False, silent=None)
+    hear_carried(policy, make_heartbeat, "abdef", version=60, now_s=1.0)
+    policy.view.hear("c", make_heartbeat("c", stage=2, version=59, synced=True), 1.0)
+    assert policy.next_plan(plan, 1.0, sequence=3) == (None, ""), "stage 2 has not come so far"
+    policy.view.hear("c", make_heartbeat("c", stage=2, version=60, synced=True), 1.5)
+    policy.view.hear("f", make_heartbeat("f", stage=2, version=60, synced=True), 1.5)
+    late_s = 1.5 + PATIENCE_HEARTBEATS
+    assert policy.next_plan(plan, 1.5, sequence=3) == (None, ""), "reports of the last step may be on their way"
+    hear_carried(policy, make_heartbeat, "abde", version=60, now_s=late_s)
+    assert policy.next_plan(plan, late_s, sequence=3) == (None, ""), "nobody carries the last stage's layers"
+    hear_carried(policy, make_heartbeat, "c", version=60, now_s=late_s)
+    draft, reason = policy.next_plan(plan, late_s, sequence=3)
+    assert draft.stages == halves.stages
+    assert draft.spares == ("e",)
+    assert (draft.beginning.era, draft.beginning.version, draft.beginning.from_era) == (1, 60, 0)
+    assert draft.ends_at == 0
+    assert reason == "3 stages became 2 at step 60: layers 0-3, 3-6"
+
+
+def test_who_carries_a_version_of_another_era_does_not_count(policy, make_heartbeat, make_plan, live, halves):
+    plan = ending(make_plan, live, halves, ends_at=60)
+    policy.obey(plan, 0.0)
+    policy.begin_term(plan, 0.0, continuing=False, silent=None)
+    for now_s in (1.0, 2.0, 4.0):
+        hear_carried(policy, make_heartbeat, "abcdef", version=60, now_s=now_s)
+        strange = carried("a", 60, era=3)
+        for peer in "ad":
+            at = {"stage": 0, "version": 60, "synced": True, "carried": strange}
+            policy.view.hear(peer, make_heartbeat(peer, **at), now_s)
+        draft, _ = policy.next_plan(plan, now_s, sequence=3)
+        assert draft is None
+
+
+def test_an_end_that_came_too_late_is_put_off_twice_as_far(policy, allocator, hear, make_plan, live, halves):
+    now_s = found(policy, allocator, hear, live, halves)
+    draft, _ = policy.next_plan(live.plan, now_s, sequence=2)
+    notice = draft.ends_at - 57 - SPEC.training.s_max - 1
+    plan = ending(make_plan, live, halves, ends_at=draft.ends_at)
+    policy.obey(plan, now_s)
+    far = draft.ends_at + 3
+    hear(version=far, now_s=now_s + 1.0)
+    again, _ = policy.next_plan(plan, now_s + 1.0, sequence=3)
+    assert again.following == halves.stages
+    assert again.ends_at == far + SPEC.training.s_max + 1 + 2 * notice
+
+
+@pytest.mark.parametrize("change", ["leaves", "dies"])
+def test_a_layout_does_not_end_if_a_member_goes(policy, hear, make_plan, live, halves, change):
+    plan = ending(make_plan, live, halves, ends_at=60)
+    policy.obey(plan, 0.0)
+    policy.begin_term(plan, 0.0, continuing=False, silent=None)
+    hear(now_s=1.0)
+    if change == "leaves":
+        hear("d", now_s=1.5, draining=True)
+        now_s = 2.0
+    else:
+        now_s = 30.0
+        hear("abcef", now_s=now_s)
+    draft, _ = policy.next_plan(plan, now_s, sequence=3)
+    assert isinstance(draft, Layout)
+    assert (draft.ends_at, draft.following, draft.beginning) == (0, (), None)
+
+
+def test_a_layout_does_not_end_if_nothing_moves_any_more(policy, hear, make_plan, live, halves):
+    plan = ending(make_plan, live, halves, ends_at=60)
+    policy.obey(plan, 0.0)
+    policy.begin_term(plan, 0.0, continuing=False, silent=None)
+    hear(version=59, now_s=END_PATIENCE_S - 1.0)
+    assert policy.next_plan(plan, END_PATIENCE_S - 1.0, sequence=3) == (None, "")
+    hear(version=59, now_s=END_PATIENCE_S)
+    draft, reason = policy.next_plan(plan, END_PATIENCE_S, sequence=3)
+    assert draft.stages == plan.stages
+    assert (draft.ends_at, draft.following) == (0, ())
+    assert reason == "the stages stay as they are: not all have come to step 60"
 
 
 class Quiet:

@@ -334,7 +334,12 @@ def make_plan(choices: Choices, seen: Known, *, layers: int, peers: Sequence[Pee
             for first, last in itertools.pairwise(cuts)
         ]
         fields |= {"run": seen["run"][0], "stages": made, "spares": order[: choices.below(3)]}
-        fields |= {"restore_era": 0, "mandate": b""}
+        fields |= {"restore_era": 0, "restore_version": 0, "mandate": b""}
+        if not choices.chance(4):
+            fields |= {"rollbacks": 0, "ends_at": 0, "following": []}
+        elif choices.below(2):
+            whole = [0, layers, [member for _, _, members in made for member in members]]
+            fields |= {"rollbacks": 0, "ends_at": 1 + choices.below(100), "following": [whole]}
         if not choices.chance(4):
             fields["experts"] = []
     try:

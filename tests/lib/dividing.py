@@ -5,17 +5,20 @@ members, whenever it is asked, while peers may die. A seed decides everything an
 import asyncio
 import itertools
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import msgspec
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
 from shoal.coordinator.allocate.interface import Snapshot
-from shoal.coordinator.ledger import StepRecord
 from shoal.coordinator.plan_layout import Layout
-from shoal.deploy.simulate.sightings import Event, Obeyed
+from shoal.deploy.simulate.sightings import Committed, Event, Obeyed
 from shoal.deploy.simulate.swarm import SimSwarm
 from shoal.deploy.simulate.tiny_run import tiny_corpus, tiny_spec
+from shoal.peer.single_process import train
+from shoal.protocol.messages import CommitReport
 from shoal.protocol.plan import Member, Plan, Stage
 from shoal.protocol.sim.loop import run as run_in_virtual_time
 from shoal.protocol.sim.network import uniform
@@ -24,12 +27,17 @@ from shoal.protocol.spec import RunSpec
 LAYERS = 6
 HEARTBEAT_S = 0.4
 DEVICE_FLOP_PER_S = 4e7
+LOSS_DIFFERENCE_MAX = 1e-4
+"""Sums over other groups round otherwise."""
 _POLL_S = 0.2
 _REASON = "divides"
 
 
+@dataclass
 class DividingAllocator(GreedyAllocator):
-    """Implements `Searching`: each layout that it finds has other boundaries."""
+    """Implements `Searching`: each layout that it finds has other boundaries. Args: run: the seed of the run."""
+
+    run: int
 
     def prepare(self) -> None:
         """Nothing is compiled."""
@@ -37,7 +45,7 @@ class DividingAllocator(GreedyAllocator):
     def search(self, snapshot: Snapshot, previous: Plan | None, *, seed: int) -> tuple[Layout | None, str]:
         if previous is None:
             return None, "the first plan is by rule"
-        rng = random.Random(f"dividing/{seed}/{previous.sequence}")
+        rng = random.Random(f"dividing/{self.run}/{previous.sequence}")
         peers = [peer.peer for peer in snapshot.peers]
         rng.shuffle(peers)
         num_stages = rng.randint(1, min(LAYERS, len(peers)))
@@ -72,14 +80,23 @@ class DividingRun:
 
 @dataclass(slots=True, kw_only=True)
 class DividingResult:
-    records: list[StepRecord]
-    """As the coordinators told them."""
+    commits: dict[tuple[int, int, int], CommitReport]
+    """(era, step, stage) -> what the group's members report."""
     divisions: int
     """Plans that begin with other boundaries than the plan before."""
     stage_counts: set[int] = field(default_factory=set)
     called_off: int = 0
+    rollbacks: int = 0
+    """How often the run went back to a snapshot or its seed."""
     kills: int = 0
     stall_s: float = 0.0
+    flaws: list[str] = field(default_factory=list)
+    """What must not be at any moment, as sentences."""
+
+    @property
+    def twice(self) -> int:
+        """Microbatches that were computed again though nothing had been lost of them."""
+        return sum(report.duplicates for report in self.commits.values())
 
 
 def dividing_spec(run: DividingRun) -> RunSpec:
@@ -96,13 +113,61 @@ def play_dividing(run: DividingRun) -> DividingResult:
     return run_in_virtual_time(_play(run))
 
 
+def flaws_of(run: DividingRun, result: DividingResult) -> list[str]:
+    """What was lost, or came out otherwise than in one process; of a run that is not synchronous the losses may differ.
+
+    A step counts as its last era has it: one that went back to a snapshot did some steps again.
+    """
+    newest: dict[int, dict[int, CommitReport]] = {}
+    for (era, step, stage), report in sorted(result.commits.items()):
+        if any(report.era < era for report in newest.get(step, {}).values()):
+            newest[step] = {}
+        newest.setdefault(step, {})[stage] = report
+    flaws = list(result.flaws)
+    untold = [step for step in range(run.steps) if not _is_whole(newest.get(step, {}))]
+    if untold:
+        flaws.append(f"not every stage has committed steps {untold[:5]}")
+    given_up = sum(report.given_up for report in result.commits.values())
+    if given_up:
+        flaws.append(f"{given_up} microbatches were given up")
+    if any(report.dissenting for report in result.commits.values()):
+        flaws.append("a member had another state than its group")
+    if run.s_max == 0:
+        single = losses_of(dividing_spec(run))
+        losses = {step: told[max(told)].loss for step, told in newest.items() if _is_whole(told)}
+        wrong = [s for s, loss in losses.items() if loss is None or abs(loss - single[s]) > LOSS_DIFFERENCE_MAX]
+        if wrong:
+            flaws.append(f"the loss differs at steps {wrong[:5]}")
+    if result.twice and not result.kills:
+        flaws.append(f"{result.twice} microbatches were computed twice, and nobody had died")
+    return flaws
+
+
+def _is_whole(told: Mapping[int, CommitReport]) -> bool:
+    """Whether every stage has reported a step; only the last one knows its loss. Args: told: by stage."""
+    last = next((stage for stage, report in told.items() if report.loss is not None), None)
+    return last is not None and set(told) == set(range(last + 1))
+
+
+@lru_cache(maxsize=4)
+def losses_of(spec: RunSpec) -> tuple[float, ...]:
+    """The losses of the same training in one process, step by step."""
+    return tuple(step.loss for step in train(spec, tiny_corpus(), steps=spec.training.steps))
+
+
 async def _play(run: DividingRun) -> DividingResult:
     rng = random.Random(f"dividing run/{run.seed}")
     plans: dict[int, Plan] = {}
+    result = DividingResult(commits={}, divisions=0)
 
     def seen(event: Event) -> None:
-        if isinstance(event, Obeyed):
-            plans[event.plan.plan.sequence] = event.plan.plan
+        match event:
+            case Obeyed():
+                plans[event.plan.plan.sequence] = event.plan.plan
+            case Committed(report=report):
+                known = result.commits.setdefault((report.era, report.step, report.stage), report)
+                if known.digest != report.digest:
+                    result.flaws.append(f"two states of stage {report.stage} after step {report.step}")
 
     swarm = SimSwarm(
         dividing_spec(run),
@@ -110,7 +175,7 @@ async def _play(run: DividingRun) -> DividingResult:
         seed=run.seed,
         network=uniform(rng.choice((0.002, 0.02)), 1e7),
         device_flop_per_s=DEVICE_FLOP_PER_S,
-        allocator=DividingAllocator(),
+        allocator=DividingAllocator(run.seed),
         on_event=seen,
     )
     loop = asyncio.get_running_loop()
@@ -118,7 +183,6 @@ async def _play(run: DividingRun) -> DividingResult:
     for name in names:
         swarm.launch(name)
     await swarm.until(lambda: len(swarm.steps) > 2)
-    result = DividingResult(records=[], divisions=0)
     stepped_s, num_steps, kill_at_s = loop.time(), len(swarm.steps), loop.time() + run.kill_every_s
     while max(swarm.steps) < run.steps - 1:
         await asyncio.sleep(_POLL_S)
@@ -132,12 +196,12 @@ async def _play(run: DividingRun) -> DividingResult:
             kill_at_s += run.kill_every_s
             result.kills += _kill_somebody(swarm, names, rng)
     await swarm.end()
-    result.records = [swarm.steps[step] for step in sorted(swarm.steps)]
     ordered = [plans[sequence] for sequence in sorted(plans)]
     for before, after in itertools.pairwise(ordered):
         bounds = [stage.layers for stage in after.stages]
         result.divisions += [stage.layers for stage in before.stages] != bounds
         result.called_off += bool(before.ends_at) and not after.ends_at and not after.fresh
+        result.rollbacks = max(result.rollbacks, after.rollbacks)
         result.stage_counts.add(len(bounds))
     return result
 

@@ -36,6 +36,9 @@ class Scene:
     newcomer: PeerID | None = None
     """In the plan from when somebody was first asked in vain."""
     mates_version: int = 7
+    carries: tuple[str, ...] = ()
+    """Layers that it has kept since the layout before."""
+    wanted: list[tuple[str, ...]] = field(default_factory=list)
     group_version: int = 0
     fetched: list[tuple[tuple[PeerID, ...], int, int]] = field(default_factory=list)
     taken: list[int] = field(default_factory=list)
@@ -45,7 +48,7 @@ class Scene:
         keys = stage_layer_keys(self.spec.model, 0, 1)
 
         async def fetch(
-            _: object,
+            fetcher: StateFetcher,
             holders: Sequence[PeerID],
             *,
             version: int = -1,
@@ -53,6 +56,7 @@ class Scene:
             is_witnessed: Callable[[StateOffer], bool] | None = None,
         ) -> StageState:
             assert (is_witnessed is not None) == (version < 0), "only what a group trains has been signed"
+            self.wanted.append(fetcher._keys)
             self.fetched.append((tuple(holders), version, stored_era))
             if len(self.fetched) <= self.silent_for:
                 raise Unreachable(ME, "nobody is there")
@@ -83,6 +87,7 @@ class Scene:
             def version(self) -> int:
                 return scene.group_version
 
+        kept = {key: initial_state(self.spec, (key,), torch.device("cpu")).layers[key] for key in self.carries}
         joining = Joining(
             endpoint=cast(Any, SimpleNamespace(peer_id=ME)),
             compute=cast(Any, SimpleNamespace(run=compute)),
@@ -92,6 +97,7 @@ class Scene:
             fetch_mean=fetch_mean,
             take_over=take_over,
             begin_era=lambda era: self.may_begin,
+            carried=lambda era, version: kept if (era, version) == (plan.restore_era, plan.restore_version) else {},
             members=None if self.newcomer is None else members,
         )
 
@@ -160,3 +166,16 @@ def test_who_has_begun_this_era_before_asks_its_mates(scene: Scene, restore_vers
 def test_a_state_that_is_older_than_ours_is_not_taken(scene: Scene) -> None:
     scene.group_version = 9
     assert scene.join(plan(fresh=False)) == []
+
+
+def test_what_a_replica_carries_from_the_last_layout_it_does_not_ask_for(scene: Scene) -> None:
+    scene.carries = ("embed", "layers.0")
+    assert scene.join(plan(fresh=True, restore_version=40, restore_era=2)) == [40]
+    assert scene.fetched == []
+
+
+def test_a_replica_that_carries_a_part_asks_for_the_rest(scene: Scene) -> None:
+    scene.carries = ("layers.0",)
+    assert scene.join(plan(fresh=True, restore_version=40, restore_era=2)) == [40]
+    assert scene.fetched == [((ME, MATE, OTHER), 40, 2)]
+    assert scene.wanted == [("embed",)]

@@ -149,7 +149,7 @@ def line(label: str, outcome: Outcome, calm: Calm | None) -> str:
         parts += [
             f"kills {chaos['kills']} ({chaos['coordinator_kills']} coordinating)",
             f"suspensions {chaos['suspensions']}",
-            f"eras {summary['eras']}",
+            f"rollbacks {summary['rollbacks']}",
             f"recovery {recovery}",
         ]
     if calm is not None and (common := common_loss(calm, outcome)):

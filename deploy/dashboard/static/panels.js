@@ -26,7 +26,7 @@ export function tiles(view) {
   say(byId("pace"), view.tokens_per_s === null || !view.step ? "–" : compact(view.tokens_per_s));
   say(byId("stepping"), view.standstill ? view.standstill : view.left_s ? `${((view.steps - view.step) / view.left_s * 60).toFixed(1)} steps a minute` : "");
   say(byId("stale"), view.step ? view.staleness_steps_mean.toFixed(2) : "–");
-  say(byId("era"), view.era ? `went back to a snapshot ${plural(view.era, "time")}` : "behind the newest weights");
+  say(byId("era"), view.rollbacks ? `went back to a snapshot ${plural(view.rollbacks, "time")}` : "behind the newest weights");
   say(byId("count"), String(view.peers.length));
   const counts = {};
   for (const peer of view.peers) counts[peer.state] = (counts[peer.state] ?? 0) + 1;

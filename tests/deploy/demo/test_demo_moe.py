@@ -27,7 +27,7 @@ def test_a_killed_holder_of_experts_costs_no_step(world: Any) -> None:
     assert faults[0]["expert"] in range(4)
     assert summary["finished"]
     assert [line["step"] for line in steps] == list(range(STEPS))
-    assert (summary["duplicates"], summary["given_up"], summary["dissenting"], summary["eras"]) == (0, 0, 0, 0)
+    assert (summary["duplicates"], summary["given_up"], summary["dissenting"], summary["rollbacks"]) == (0, 0, 0, 0)
     assert (summary["failed"], summary["chaos"]["kills"], summary["chaos"]["left_behind"]) == (0, 1, 0)
     experts = summary["experts"]
     assert experts["holders_min"] == 2, "one death could have lost an expert"

@@ -34,7 +34,14 @@ def record(*lines: Line) -> Record:
 def test_totals_are_of_what_holds() -> None:
     lines = [start(), *(step(n, loss=6.0 - 0.1 * n, tokens_per_s=100.0) for n in range(1, 21)), step(18, 1, loss=4.0)]
     found = Totals(record(*lines, validation(0, loss=6.1), validation(10, loss=4.9), validation(16, loss=5.0)))
-    assert (found.step, found.steps, found.recorded, found.redone, found.eras, found.lost) == (18, 100, 18, 3, 1, 0)
+    assert (found.step, found.steps, found.recorded, found.redone, found.rollbacks, found.lost) == (
+        18,
+        100,
+        18,
+        3,
+        1,
+        0,
+    )
     assert found.tokens == 180
     assert found.loss is not None
     assert found.loss[0] == pytest.approx(5.9)
@@ -74,3 +81,8 @@ def test_durations(seconds: float, text: str) -> None:
 @pytest.mark.parametrize(("number", "text"), [(812, "812"), (9812, "9,812"), (35_100, "35.1 k"), (3.3e6, "3.3 M")])
 def test_counts(number: float, text: str) -> None:
     assert amount(number) == text
+
+
+def test_another_division_into_stages_is_no_way_back() -> None:
+    found = Totals(record(step(1), step(2), step(3, 1), step(4, 1), step(4, 2), step(5, 3)))
+    assert (found.rollbacks, found.redone) == (1, 1)
