@@ -175,6 +175,7 @@ class Feed:
         """Take a plan. In a demo every peer tells every plan, and a peer that returns begins with an old one."""
         order = plan.term, plan.sequence
         if order in self._plans_told:
+            self._take_outcome(plan)
             return
         self._plans_told.add(order)
         if self._plan is None or order > (self._plan.term, self._plan.sequence):
@@ -189,6 +190,19 @@ class Feed:
             coordinator=plan.coordinator,
         )
         self._add_change(change)
+
+    def _take_outcome(self, plan: Obeys | PlanNote) -> None:
+        """Add what came of a plan to its line, when it has a successor: before, it changes with every step."""
+        if not isinstance(plan, PlanNote) or not plan.outcome or self._plan is None:
+            return
+        order = plan.term, plan.sequence
+        if order < (self._plan.term, self._plan.sequence):
+            self._changes = [
+                msgspec.structs.replace(known, outcome=clean(plan.outcome, TEXT_CHARS_MAX))
+                if known.kind == "plan" and (known.term, known.sequence) == order
+                else known
+                for known in self._changes
+            ]
 
     def _take_status(self, status: SwarmStatus, now_s: float) -> None:
         before = self._status
@@ -262,6 +276,7 @@ class Feed:
         tokens_per_s = status.tokens_per_s if status and not is_old else None
         if status is None and self._step is not None:
             tokens_per_s = self._step.tokens_per_s
+        comparison = status.comparison if status and not is_old else None
         coordinator = plan.coordinator if plan else PeerID("")
         contributions = {
             peer: told for peer, (at_s, told) in self._contributions.items() if now_s - at_s < CONTRIBUTION_S
@@ -286,6 +301,9 @@ class Feed:
             validation_loss=self._validation[1] if self._validation else None,
             validation_step=self._validation[0] if self._validation else None,
             tokens_per_s=tokens_per_s,
+            foreseen=clean(comparison.sentence, TEXT_CHARS_MAX) if comparison else "",
+            foreseen_tokens_per_s=comparison.foreseen_tokens_per_s if comparison else None,
+            seen_tokens_per_s=(comparison.seen_tokens_per_s or None) if comparison else None,
             staleness_steps_mean=staleness_steps,
             now_s=now_s + self._wall_s,
             elapsed_s=status.elapsed_s + now_s - self._status_at_s if status else 0.0,

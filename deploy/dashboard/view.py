@@ -138,6 +138,8 @@ class ChangeView(_Shown, frozen=True):
     """The number of a plan; with `term` it gives the order of plans."""
     term: int = 0
     coordinator: str = ""
+    outcome: str = ""
+    """How fast a plan's layout was to be and how fast it was, once the plan has a successor."""
 
 
 class LimitedBy(_Shown, frozen=True):
@@ -195,6 +197,11 @@ class View(_Shown, frozen=True):
     """The version that was validated."""
     tokens_per_s: float | None
     """The rate of the run over the last minute, standstills included; None: the coordinator has long not answered."""
+    foreseen: str
+    """How fast the live layout should be, how fast it is, and what bounds it, in a sentence; empty: nobody knows."""
+    foreseen_tokens_per_s: float | None
+    seen_tokens_per_s: float | None
+    """The layout's usual rate of late, standstills left out; None: it has made too few steps."""
     staleness_steps_mean: float
     now_s: float
     """Seconds since 1970, on this machine's clock."""

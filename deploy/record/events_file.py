@@ -75,6 +75,7 @@ def scalars(line: StepLine | ValidationLine) -> dict[str, float]:
             "optimizer/learning_rate": line.learning_rate,
             "optimizer/gradient_norm": line.gradient_norm,
             "swarm/tokens_per_s": line.tokens_per_s,
+            "swarm/tokens_per_s_foreseen": line.foreseen_tokens_per_s,
             "swarm/staleness_steps": line.staleness,
             "swarm/peers": float(line.peers),
             "swarm/microbatches_given_up": float(line.given_up),

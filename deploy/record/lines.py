@@ -78,6 +78,8 @@ class StepLine(_Line, frozen=True, tag="step", kw_only=True):
     """Tokens on which this step was trained (on which all steps were, for which the line stands)."""
     tokens_per_s: float | None = None
     """Tokens/s over the last `book.RATE_S`, standstills included; None: there is no step before this one."""
+    foreseen_tokens_per_s: float | None = None
+    """What the plan of that time foresaw; None: the peer did not hear of that plan while the step was made."""
     staleness: float
     """The staleness in steps, the mean over the stages."""
     peers: int

@@ -102,6 +102,8 @@ class Recorder:
         self._book = self._new_book(None)
         self._events_era = 0
         self._status_era = -1
+        self._foreseen: tuple[Key, float | None] = (0, 0), None
+        """Since which (era, step) the live plan was seen to foresee so many tokens/s."""
         self._step = 0
         """The step that the run is known to have reached."""
         self._validated: set[Key] = set()
@@ -304,6 +306,9 @@ class Recorder:
         now_s = time.time()
         self._step = max(self._step, status.step) if status.era == self._status_era else status.step
         self._status_era = status.era
+        foreseen = status.comparison.foreseen_tokens_per_s if status.comparison is not None else None
+        if foreseen != self._foreseen[1]:
+            self._foreseen = (status.era, status.step), foreseen
         for note in status.plans:
             self._add_plan(note, now_s - max(0.0, note.seconds_ago), era=status.era)
         if status.validation_loss is not None and status.validation_step is not None:
@@ -326,7 +331,17 @@ class Recorder:
     async def _tell(self, steps: Iterable[StepLine]) -> None:
         """Keep these steps, with their times by the wall clock."""
         ahead_s = time.time() - time.monotonic()
-        await self._keep(tuple(msgspec.structs.replace(step, time=_ms(step.time + ahead_s)) for step in steps))
+        since, foreseen = self._foreseen
+        await self._keep(
+            tuple(
+                msgspec.structs.replace(
+                    step,
+                    time=_ms(step.time + ahead_s),
+                    foreseen_tokens_per_s=foreseen if (step.era, step.step) > since else None,
+                )
+                for step in steps
+            )
+        )
 
     async def _keep(self, steps: tuple[StepLine, ...]) -> None:
         """Write these lines and others that wait, on another thread, since a disk may take its time."""

@@ -20,6 +20,7 @@ def status_lines(view: View) -> Sequence[str]:
         f"{view.phase}{stands}",
         step_line(view),
         f"plan {view.sequence}: {view.reason}",
+        *current_pace(view),
         *(f"careful: {risk}" for risk in current_risks(view)),
     )
 
@@ -48,6 +49,11 @@ def said_rate(tokens_per_s: float | None) -> str:
 
 def _loss(loss: float | None) -> str:
     return "-" if loss is None else f"{loss:.4f}"
+
+
+def current_pace(view: View) -> tuple[str, ...]:
+    """How fast the run should be and is, in a sentence. A run that is done has no pace."""
+    return (view.foreseen,) if view.foreseen and view.step < view.steps else ()
 
 
 def current_risks(view: View) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from rich.text import Text
 from shoal.deploy.dashboard.curves import Curves
 from shoal.deploy.dashboard.view import ChangeView, MineView, View
 from shoal.deploy.report import Phase
-from shoal.deploy.terminal.lines import current_risks, said_rate
+from shoal.deploy.terminal.lines import current_pace, current_risks, said_rate
 from shoal.deploy.terminal.tables import tables
 from shoal.deploy.words import duration, printable, quantity
 
@@ -42,6 +42,7 @@ def run_panel(
         parts.append(phase_row(fetching))
     if view.step:
         parts.append(_figures(view, curves))
+    parts += [Text(pace, style="dim") for pace in current_pace(view)]
     parts += [Text(risk, style="yellow") for risk in current_risks(view)]
     parts += tables(view)
     parts += [Text(f"- {gone.name} left {duration(gone.ago_s)} ago", style="red") for gone in view.gone]

@@ -20,7 +20,7 @@ from shoal.deploy.dashboard.feed import Feed, RunFacts
 from shoal.deploy.dashboard.server import Dashboard, DashboardServer
 from shoal.deploy.report import Contribution, Joined, LimitsNow, Report, Status
 from shoal.protocol.identity import PeerID
-from shoal.protocol.messages import ExpertStatus, PeerStatus, PlanNote, SwarmStatus
+from shoal.protocol.messages import Comparison, ExpertStatus, PeerStatus, PlanNote, SwarmStatus
 
 NAMES = (
     "ada", "brook", "cedar", "delta", "ember", "fjord", "grove", "heron", "iris", "juno", "kelp", "lumen", "maple",
@@ -140,6 +140,14 @@ class Pretend:
                 for second, note in self._plans[-_PLANS:]
             ),
             experts=self._spread(peers),
+            comparison=Comparison(
+                foreseen_tokens_per_s=1.05 * _TOKENS_PER_S,
+                sentence=f"foreseen {1.05 * _TOKENS_PER_S:,.0f} tokens/s, seen {_TOKENS_PER_S * pace:,.0f}, "
+                "stage 0 bounds it (its devices compute)",
+                seen_tokens_per_s=_TOKENS_PER_S * pace,
+                steps=40,
+                bound="compute",
+            ),
         )
 
     def _contribution(self) -> Contribution:

@@ -25,6 +25,9 @@ export function tiles(view) {
   say(byId("validation"), view.validation_loss === null ? "not validated yet" : `validation ${loss(view.validation_loss)} at step ${view.validation_step}`);
   say(byId("pace"), view.tokens_per_s === null || !view.step ? "–" : compact(view.tokens_per_s));
   say(byId("stepping"), view.standstill ? view.standstill : view.left_s ? `${((view.steps - view.step) / view.left_s * 60).toFixed(1)} steps a minute` : "");
+  const part = view.seen_tokens_per_s && view.foreseen_tokens_per_s ? view.seen_tokens_per_s / view.foreseen_tokens_per_s : 0;
+  say(byId("foreseen"), part ? `${Math.round(100 * part)} % of ${compact(view.foreseen_tokens_per_s)} foreseen` : view.foreseen_tokens_per_s ? `${compact(view.foreseen_tokens_per_s)} foreseen` : "");
+  mark(byId("foreseen"), "title", view.foreseen);
   say(byId("stale"), view.step ? view.staleness_steps_mean.toFixed(2) : "–");
   say(byId("era"), view.rollbacks ? `went back to a snapshot ${plural(view.rollbacks, "time")}` : "behind the newest weights");
   say(byId("count"), String(view.peers.length));
@@ -112,6 +115,7 @@ export function history(view) {
       const kind = kindOf(change), line = element("li", kind);
       const about = change.kind === "plan" ? `plan ${change.sequence} · term ${change.term} · by ${change.coordinator}` : "";
       line.append(element("i", "", SIGNS[kind]), element("span", "", change.text || "a plan"), element("small", "", about), element("time"));
+      if (change.outcome) line.title = change.outcome;
       return line;
     }));
   }

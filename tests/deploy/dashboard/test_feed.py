@@ -10,7 +10,7 @@ from shoal.deploy.dashboard.view import STALE_S
 from shoal.deploy.record.lines import encode_line
 from shoal.deploy.record.reading import record_of
 from shoal.deploy.report import Joined, Left, LimitsNow, Note, Obeys, Phase, Ready, Recorded, Status, StepDone
-from shoal.protocol.messages import PlanNote
+from shoal.protocol.messages import Comparison, PlanNote
 
 
 def step_done(step, loss=2.0, era=0, **says):
@@ -114,6 +114,25 @@ def test_a_newcomer_gets_the_history_from_the_coordinator(feed, make_status, mak
     assert [change.text for change in view.changes] == ["peer-b joined", "first plan: 2 peers"]
     assert view.now_s - view.changes[1].at_s == pytest.approx(91.0)
     assert (view.sequence, view.coordinator_name) == (2, "peer-b")
+
+
+def test_what_came_of_a_plan_is_told_once_it_has_a_successor(feed, make_status, make_peer, id_of):
+    first, second = (
+        PlanNote(1, sequence, 9.0, id_of("a"), "why", f"foreseen 200, seen {sequence}\x07") for sequence in (1, 2)
+    )
+    for at_s, plans in enumerate(((first,), (first,), (first, second), (first, second))):
+        feed.take(Status(status=make_status(make_peer("a", 0), plan_sequence=len(plans), plans=plans)), float(at_s))
+        outcomes = {change.sequence: change.outcome for change in feed.view(at_s).changes if change.kind == "plan"}
+    assert outcomes == {1: "foreseen 200, seen 1?", 2: ""}
+
+
+def test_what_was_foreseen_is_shown_while_the_coordinator_answers(feed, make_status, make_peer):
+    told = Comparison(200.0, "foreseen 200 tokens/s\x07")
+    feed.take(Status(status=make_status(make_peer("a", 0), comparison=told)), 0.0)
+    view = feed.view(1.0)
+    shown = view.foreseen, view.foreseen_tokens_per_s, view.seen_tokens_per_s
+    assert shown == ("foreseen 200 tokens/s?", 200.0, None)
+    assert feed.view(STALE_S + 1.0).foreseen == ""
 
 
 def test_a_step_is_one_point_whoever_tells_it(feed, two_peers):

@@ -10,6 +10,7 @@ from pretend_swarm import Pretend
 from shoal.deploy.dashboard.feed import Feed
 from shoal.deploy.dashboard.metrics import render_metrics
 from shoal.deploy.report import Joined, LimitsNow, Status
+from shoal.protocol.messages import Comparison
 
 BOARD = Path(__file__).parents[3] / "deploy" / "grafana" / "shoal.json"
 _SAMPLE = re.compile(r'([a-z_]+)(?:\{((?:[a-z_]+="(?:[^"\\\n]|\\["\\n])*",?)*)\})? (-?[0-9.e+-]+)')
@@ -64,6 +65,14 @@ def test_the_run_its_stages_its_peers_and_this_one(feed, make_status, make_peer,
     assert families["shoal_self_microbatches_total"] == [({}, 40.0)]
     assert families["shoal_self_paused"] == [({}, 1.0)]
     assert families["shoal_self_limited"] == [({"by": "pause"}, 1.0)]
+
+
+def test_what_was_foreseen_stands_beside_what_is_seen(feed, make_status, make_peer):
+    told = Comparison(12_400.0, "", seen_tokens_per_s=11_900.0, steps=40)
+    feed.take(Status(status=make_status(make_peer("a", 0), comparison=told)), 0.0)
+    families = parsed(render_metrics(feed.view(0.0)))
+    assert families["shoal_foreseen_tokens_per_second"] == [({}, 12_400.0)]
+    assert families["shoal_seen_tokens_per_second"] == [({}, 11_900.0)]
 
 
 def test_experts_have_their_replicas_and_their_load(crowded):

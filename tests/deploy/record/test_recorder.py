@@ -11,6 +11,7 @@ import pytest
 from shoal.deploy.dashboard.beside import Showing
 from shoal.deploy.dashboard.feed import Feed, RunFacts
 from shoal.deploy.record import recorder as recorder_module
+from shoal.deploy.record.events_file import scalars
 from shoal.deploy.record.past import Past
 from shoal.deploy.record.reading import Record, read_record
 from shoal.deploy.record.recorder import Keeping, Recorder, recording
@@ -21,6 +22,7 @@ from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import HISTORY_PER_REPLY_MAX
 from shoal.protocol.messages import (
     CommitReport,
+    Comparison,
     History,
     HistoryRequest,
     PeerStatus,
@@ -259,6 +261,17 @@ def test_who_came_moved_and_went_and_what_was_said(tmp_path: Path) -> None:
     ]
     assert all("\x1b" not in line.name for line in record.peers)
     assert [note.text for note in record.notes] == ["by the way"]
+
+
+def test_a_step_keeps_what_the_plan_of_its_time_foresaw(tmp_path: Path) -> None:
+    world = World()
+    world.commit(range(3))
+    told = swarm_status(coordinator=ANA, stages=((0, 3), (3, 6)), peers=(), elapsed_s=0.0, step=1)
+    foreseen = msgspec.structs.replace(told, comparison=Comparison(900.0, "foreseen 900 tokens/s"))
+    sitting(tmp_path, world, says=[Status(status=foreseen)])
+    lines = read_record(tmp_path).steps
+    assert [line.foreseen_tokens_per_s for line in lines] == [None, 900.0, 900.0]
+    assert scalars(lines[-1])["swarm/tokens_per_s_foreseen"] == 900.0
 
 
 @pytest.mark.usefixtures("in_a_hurry")

@@ -13,7 +13,7 @@ from shoal.deploy.terminal.panel import run_panel, sparkline
 from shoal.deploy.terminal.tables import stage_table
 from shoal.deploy.words import duration
 from shoal.protocol.identity import PeerID
-from shoal.protocol.messages import PeerStatus, SwarmStatus
+from shoal.protocol.messages import Comparison, PeerStatus, SwarmStatus
 from statuses import view_of
 
 A, B, C = (PeerID("12D3KooW" + letter * 44) for letter in "ABC")
@@ -171,6 +171,13 @@ def test_status_head_says_how_the_run_is() -> None:
     assert phase == "training, 1:35 left"
     assert figures == "step 7/100  loss 2.5000  val -  12,346 tokens/s  staleness 0.25  term 3, coordinator peer-2"
     assert why == "plan 2: peer-2 joined"
+
+
+def test_status_says_what_was_foreseen_and_what_is_seen_until_the_run_is_done() -> None:
+    sentence = "foreseen 12,400 tokens/s, seen 11,900 over 40 steps; stage 2 bounds it (its devices compute)"
+    known = msgspec.structs.replace(STATUS, comparison=Comparison(12_400.0, sentence, 11_900.0, 40))
+    assert status_lines(view_of(known))[-1] == sentence
+    assert sentence not in status_lines(view_of(msgspec.structs.replace(known, step=100)))
 
 
 STANDING = msgspec.structs.replace(
