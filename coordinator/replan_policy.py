@@ -107,7 +107,7 @@ class ReplanPolicy:
         disks = disks_of(view.roster, now_s)
         swarm = _swarm(peers)
         layout = self._schedule.found_for(None, swarm)
-        if layout is None and self._schedule.awaits_first(swarm, now_s):
+        if layout is None and len(peers) > 1 and self._schedule.awaits_first(swarm, now_s):
             snapshot = view.survey.snapshot(peers, None, disks, knows_network=True)
             return self._schedule.begin(snapshot, None, swarm, now_s, seed=1), LOOKING_FOR_FIRST
         layout, reason = (layout, layout.reason) if layout else self._repaired(peers, None, disks, sequence=1)
@@ -144,7 +144,7 @@ class ReplanPolicy:
         if lost and (awaited := self._may_return(live, lost[0], disks, now_s)):
             return None, awaited  # a plan without who is silent would count it out, and its state with it
         layout, reason = self._repaired(peers, live, disks, sequence=sequence)
-        if layout is None and lost:
+        if layout is None and lost and len(peers) >= view.spec.swarm.min_peers:
             layout = self._divided_anew(peers, disks, sequence=sequence)
         divides = layout is not None and bounds_of(layout.stages) != bounds_of(live.stages)
         if layout is None:
@@ -184,9 +184,13 @@ class ReplanPolicy:
         )
         if not peers:
             return None, "the reset names nobody who is in reach"
-        layout, reason = self._repaired(peers, live.plan, disks_of(self.view.roster, now_s), sequence=sequence)
+        disks = disks_of(self.view.roster, now_s)
+        layout, reason = self._repaired(peers, live.plan, disks, sequence=sequence)
+        if layout is None and mandate.era:
+            layout = self._divided_anew(peers, disks, sequence=sequence)
         if layout is None:
-            return None, reason
+            back = f"; `shoal recover --era {live.plan.era}` goes back to a snapshot, and may divide the layers anew"
+            return None, reason if mandate.era else reason + back
         self.view.inherit_reset(live, reset, now_s, searched=self._schedule.has_searched(live.plan))
         beginning, back = None, ""
         if mandate.era:
@@ -224,9 +228,7 @@ class ReplanPolicy:
 
     def _divided_anew(self, peers: tuple[MeasuredPeer, ...], disks: Disks, *, sequence: int) -> Layout | None:
         """Another division into stages, for a run that goes back and has too few peers for the stages that it had;
-        None: a run would not begin with these peers either."""
-        if len(peers) < self.view.spec.swarm.min_peers:
-            return None
+        None: a run could not begin with these peers either."""
         layout, _ = self._repaired(peers, None, disks, sequence=sequence)
         return layout and replace(layout, reason=layout.reason.removeprefix(FIRST_PLAN))
 

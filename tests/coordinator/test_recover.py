@@ -184,7 +184,7 @@ def test_too_few_for_the_stages_is_said(run_swarm, tmp_path: Path):
         await halved(swarm, num_dead=7)
         port, _, recovery, owner = await visitor(swarm)
         situation = await port.spawn(recovery.look())
-        with pytest.raises(LocalError, match="2 peers cannot hold 3 stages"):
+        with pytest.raises(LocalError, match="2 peers cannot hold 3 stages; `shoal recover --era 0` goes back"):
             await port.spawn(recovery.reset(situation, owner, tmp_path))
         await swarm.add("late")
         await asyncio.sleep(5.0)
@@ -192,6 +192,23 @@ def test_too_few_for_the_stages_is_said(run_swarm, tmp_path: Path):
         recovered = await port.spawn(recovery.reset(situation, owner, tmp_path))
         assert len(recovered.plan.members) == 3
         assert recovered.plan.reign == 2, "no reign begins twice"
+
+    run_swarm(scenario, min_peers=9)
+
+
+def test_too_few_for_the_stages_go_back_with_fewer_stages(run_swarm, tmp_path: Path):
+    async def scenario(swarm):
+        await halved(swarm, num_dead=7)
+        layers = stage_layer_keys(swarm.spec.model, 0, swarm.spec.model.num_layers)
+        for peer in swarm.alive():
+            peer.holdings = (Holding(era=0, version=50, layers=layers),)
+        port, _, recovery, owner = await visitor(swarm)
+        situation = await port.spawn(recovery.look(era=0))
+        plan = (await port.spawn(recovery.reset(situation, owner, tmp_path))).plan
+        assert (len(plan.stages), len(plan.members), plan.era, plan.restore_version) == (1, 2, 1, 50)
+        await asyncio.sleep(10.0)
+        assert all(peer.plan.era == 1 and peer.state is not None for peer in swarm.alive())
+        assert all(peer.coordination.num_alarms == 0 for peer in swarm.alive())
 
     run_swarm(scenario, min_peers=9)
 

@@ -217,6 +217,10 @@ def test_a_reset_is_for_those_in_reach(policy, make_live, make_advert):
     draft, reason = policy.reset_plan(live, few, leave, 0.0, sequence=2)
     assert draft is None
     assert "2 peers cannot hold 3 stages" in reason
+    back = msgspec.structs.replace(leave, era=1, restore_version=50, restore_era=0)
+    draft, _ = policy.reset_plan(live, few, back, 0.0, sequence=2)
+    assert [stage.layers for stage in draft.stages] == [(0, 6)], "an era that begins anew may have other stages"
+    assert draft.reason == "reset by the owner: back to version 50 of era 0, 2 peers on 1 stage"
 
 
 # --- the first plan of a run whose number of stages is free ---

@@ -100,6 +100,13 @@ def test_the_first_plan_waits_for_a_search(policy, allocator, hear, better):
     assert reason == better.reason
 
 
+def test_a_host_that_is_alone_does_not_wait_for_a_search_of_the_only_layout(allocator, make_heartbeat):
+    policy = ReplanPolicy(ClusterView("run", RunSpec()), allocator)
+    policy.view.hear("a", make_heartbeat("a"), 0.0)
+    _, reason = policy.first_plan(0.0)
+    assert (reason, allocator.asked) == ("first plan: 1 peer on 1 stage", [])
+
+
 def test_the_first_plan_does_without_when_nothing_is_found_or_it_takes_too_long(policy, allocator, hear):
     hear(synced=False, stage=None)
     job, _ = policy.first_plan(0.0)
