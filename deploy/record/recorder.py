@@ -103,7 +103,7 @@ class Recorder:
         self._events_era = 0
         self._status_era = -1
         self._foreseen: tuple[Key, float | None] = (0, 0), None
-        """Since which (era, step) the live plan was seen to foresee so many tokens/s."""
+        """The (era, step) since which the live plan was seen to foresee so many tokens/s."""
         self._step = 0
         """The step that the run is known to have reached."""
         self._validated: set[Key] = set()

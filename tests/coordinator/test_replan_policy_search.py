@@ -8,6 +8,7 @@ import pytest
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
 from shoal.coordinator.allocate.live_allocator import EvolutionaryAllocator
+from shoal.coordinator.calibration import OFF_STEPS, WARM_UP_STEPS
 from shoal.coordinator.cluster_view import ClusterView
 from shoal.coordinator.cost.workload import Workload
 from shoal.coordinator.ledger import PATIENCE_HEARTBEATS
@@ -17,7 +18,7 @@ from shoal.coordinator.search_schedule import FIRST_PATIENCE_S, REST_HEARTBEATS,
 from shoal.protocol.identity import PeerID
 from shoal.protocol.layers import stage_layer_keys
 from shoal.protocol.messages import Holding, LinkReport
-from shoal.protocol.plan import Plan
+from shoal.protocol.plan import Foreseen, Plan
 from shoal.protocol.spec import RunSpec, SwarmSpec, TrainingSpec
 
 SPEC = RunSpec(
@@ -175,6 +176,29 @@ def test_without_numba_the_coordinator_goes_on(policy, hear, live):
             jobs.append(job)
             policy.searched(job, None, is_possible=False)
     assert len(jobs) == 1
+
+
+def test_a_layout_that_is_slower_than_foreseen_is_searched_for_once_more(policy, allocator, hear, live):
+    """No figure of a device or a link has changed. An heir knows that the search was made."""
+    step_s, tokens = 9.0, SPEC.tokens_per_step
+    plan = msgspec.structs.replace(live.plan, foreseen=Foreseen(2.0 * tokens / step_s, "compute", 0))
+    live = msgspec.structs.replace(live, plan=plan)
+    begin(policy, live)
+    reasons = []
+    for second in range(600):
+        step = int(second // step_s)
+        policy.view.ledger.pace.committed(0, step, tokens, step * step_s)
+        hear(now_s=float(second), version=step + 1)
+        job, reason = policy.next_plan(plan, float(second), sequence=2)
+        if job is not None:
+            answer(policy, allocator, job)
+            reasons.append((second, reason))
+    (_, usual), (off_s, off) = reasons
+    assert (usual, off) == ("", "the pace has changed, or is not what was foreseen: searching")
+    assert off_s <= (WARM_UP_STEPS + OFF_STEPS + 2) * step_s
+    told = policy.hand_over(live, 600.0)
+    assert told.calibration.noted == pytest.approx(0.5)
+    assert told.plans[-1].outcome.startswith(f"foreseen {plan.foreseen.tokens_per_s:,.0f} tokens/s, ")
 
 
 def test_the_successor_is_told_what_has_been_searched(policy, allocator, hear, live):
