@@ -56,6 +56,10 @@ class Beat(msgspec.Struct, frozen=True):
     heartbeat: Heartbeat
 
 
+class ReportDue(msgspec.Struct, frozen=True):
+    """The coordinator should hear of this peer at once."""
+
+
 class HeadFound(msgspec.Struct, frozen=True):
     """The directory says where the chain is; None: it does not say."""
 

@@ -64,6 +64,7 @@ from shoal.coordinator.coordination_events import (
     PutOut,
     Received,
     Reply,
+    ReportDue,
     Searched,
     SendHeartbeat,
     SpreadOrder,
@@ -282,6 +283,8 @@ class CoordinationCore:
                 self._own = event.heartbeat
                 if event.heartbeat.draining:
                     self._leader.hasten(now_s)
+            case ReportDue():
+                self._heartbeat_at_s = now_s
             case HeadFound():
                 if self._watch.found(event.head, self.plan, me=self.me, now_s=now_s):
                     self._heartbeat_at_s = now_s  # who coordinates a plan above ours answers with it

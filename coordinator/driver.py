@@ -35,6 +35,7 @@ from shoal.coordinator.coordination_events import (
     PutOut,
     Received,
     Reply,
+    ReportDue,
     Search,
     SendHeartbeat,
     SpreadOrder,
@@ -315,6 +316,10 @@ class Coordination:
             await self._endpoint.ask(peer, message, Done, timeout_s=self._timeout_s)
 
     # --- the core ---
+
+    def report(self) -> None:
+        """Send a heartbeat now: somebody waits for what it says."""
+        self._feed(ReportDue())
 
     def _feed(self, event: Event) -> msgspec.Struct | None:
         """Give the core an event and carry out its commands. Returns: the reply, if the event was a call."""

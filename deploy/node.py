@@ -196,6 +196,7 @@ class Node:
                 on_commit=both(self.past.committed, hears.on_commit),
                 on_validation=both(self.past.validated, hears.on_validation),
                 on_state=hears.on_state,
+                on_end=lambda: self.coordination.report(),
                 say=hears.say,
             ),
         )

@@ -60,6 +60,9 @@ class Watcher:
     """Sees every validation that the peer leads."""
     on_state: Callable[[int, StageState], None] | None = None
     """Is called with (stage, state) whenever the replica has stepped or loaded one."""
+    on_end: Callable[[], None] | None = None
+    """Is called when a group of ours is at the version at which the layout ends: the run stands still until the
+    coordinator knows."""
     say: Callable[[str], None] = logger.info
     """Tells the person at this machine a sentence."""
 
@@ -103,7 +106,7 @@ class PeerDriver:
         self._meter = meter or LinkMeter(clock)
         watcher = watcher or Watcher()
         self.reports = Reports(endpoint, clock, on_commit=watcher.on_commit, on_validation=watcher.on_validation)
-        self._on_state = watcher.on_state
+        self._on_state, self._on_end = watcher.on_state, watcher.on_end
         self._memory_bytes = memory_bytes
         self._probe: DeviceProbe | None = None
         self._plan: SignedPlan | None = None
@@ -176,8 +179,8 @@ class PeerDriver:
             arithmetic=arithmetic,
             traffic=traffic or AdaptiveTraffic(),
             listeners=Listeners(
-                on_commit=self.reports.committed,
-                on_witness=self.reports.witnessed,
+                on_commit=self._committed,
+                on_witness=self._witnessed_commit,
                 on_validation=self.reports.validated,
                 on_state=self._state_changed,
                 on_change=self._say_hello,
@@ -503,6 +506,18 @@ class PeerDriver:
             self._meter.probed(report)
 
     # --- told by the tenures ---
+
+    def _committed(self, report: CommitReport) -> None:
+        self.reports.committed(report)
+        self._note_end(report)
+
+    def _witnessed_commit(self, report: CommitReport) -> None:
+        self.reports.witnessed(report)
+        self._note_end(report)
+
+    def _note_end(self, report: CommitReport) -> None:
+        if self._plan and self._plan.plan.ends_at == report.step + 1 and self._on_end:
+            self._on_end()
 
     def _state_changed(self, tenure: Part, state: StageState) -> None:
         if self._on_state:

@@ -23,6 +23,7 @@ from shoal.coordinator.coordination_events import (
     Publish,
     Received,
     Reply,
+    ReportDue,
     SendHeartbeat,
     TimerFired,
     Unanswered,
@@ -682,3 +683,11 @@ def test_answers_to_what_is_not_asked_any_more_are_ignored(make_core, first):
 def test_messages_that_are_not_for_it_are_refused(make_core):
     assert isinstance(said(make_core("b").handle(Received(source="c", message=Done()), now_s=0.0)), Refusal)
     assert isinstance(said(make_core("b").handle(Received(source="c", message=Leave()), now_s=0.0)), Refusal)
+
+
+def test_a_peer_reports_at_once_when_somebody_waits_for_it(make_core, first):
+    core = make_core("b", first)
+    tick(core, begin_s=0.0, end_s=0.5)
+    assert core.next_timer_s() > 0.5
+    core.handle(ReportDue(), now_s=0.5)
+    assert only(core.handle(TimerFired(), now_s=0.5), SendHeartbeat)

@@ -283,6 +283,23 @@ def test_nothing_is_divided_that_would_end_with_the_run(allocator, make_heartbea
     assert not isinstance(draft, Layout)
 
 
+def test_a_run_whose_experts_are_placed_is_not_divided_yet(allocator, make_heartbeat, live, halves):
+    spec = msgspec.structs.replace(
+        SPEC,
+        model=msgspec.structs.replace(SPEC.model, num_experts=2),
+        swarm=msgspec.structs.replace(SPEC.swarm, expert_slots=2),
+    )
+    policy = ReplanPolicy(ClusterView("run", spec), allocator)
+
+    def hear(*, now_s=0.0):
+        for peer in "abcdef":
+            at = {"stage": STAGE_OF[peer], "version": 58, "synced": True}
+            policy.view.hear(peer, make_heartbeat(peer, **at), now_s)
+
+    now_s = found(policy, allocator, hear, live, halves)
+    assert policy.next_plan(live.plan, now_s, sequence=2) == (None, "")
+
+
 def test_the_next_layout_begins_once_every_stage_is_there_and_all_layers_are_carried(
     policy, make_heartbeat, make_plan, live, halves
 ):

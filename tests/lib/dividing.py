@@ -74,6 +74,8 @@ class DividingRun:
     peers: int = 6
     s_max: int = 0
     steps: int = 120
+    microbatches: int = 5
+    heartbeat_s: float = HEARTBEAT_S
     kill_every_s: float = 0.0
     """0: nobody dies. Never the last that holds a stage."""
 
@@ -90,6 +92,10 @@ class DividingResult:
     """How often the run went back to a snapshot or its seed."""
     kills: int = 0
     stall_s: float = 0.0
+    step_s: list[float] = field(default_factory=list)
+    """Seconds between the moments at which all stages had committed a step and the next."""
+    division_s: list[float] = field(default_factory=list)
+    """Those of them between which the stages became others."""
     flaws: list[str] = field(default_factory=list)
     """What must not be at any moment, as sentences."""
 
@@ -100,11 +106,13 @@ class DividingResult:
 
 
 def dividing_spec(run: DividingRun) -> RunSpec:
-    spec = tiny_spec(steps=run.steps, peers=run.peers, stages=3, s_max=run.s_max, microbatches=5, term_s=30.0)
+    spec = tiny_spec(
+        steps=run.steps, peers=run.peers, stages=3, s_max=run.s_max, microbatches=run.microbatches, term_s=30.0
+    )
     return msgspec.structs.replace(
         spec,
         model=msgspec.structs.replace(spec.model, num_layers=LAYERS),
-        swarm=msgspec.structs.replace(spec.swarm, heartbeat_s=HEARTBEAT_S),
+        swarm=msgspec.structs.replace(spec.swarm, heartbeat_s=run.heartbeat_s),
     )
 
 
@@ -124,7 +132,8 @@ def flaws_of(run: DividingRun, result: DividingResult) -> list[str]:
             newest[step] = {}
         newest.setdefault(step, {})[stage] = report
     flaws = list(result.flaws)
-    untold = [step for step in range(run.steps) if not _is_whole(newest.get(step, {}))]
+    losses = {step: _loss(newest.get(step, {})) for step in range(run.steps)}
+    untold = [step for step, loss in losses.items() if loss is None]
     if untold:
         flaws.append(f"not every stage has committed steps {untold[:5]}")
     given_up = sum(report.given_up for report in result.commits.values())
@@ -134,8 +143,7 @@ def flaws_of(run: DividingRun, result: DividingResult) -> list[str]:
         flaws.append("a member had another state than its group")
     if run.s_max == 0:
         single = losses_of(dividing_spec(run))
-        losses = {step: told[max(told)].loss for step, told in newest.items() if _is_whole(told)}
-        wrong = [s for s, loss in losses.items() if loss is None or abs(loss - single[s]) > LOSS_DIFFERENCE_MAX]
+        wrong = [s for s, loss in losses.items() if loss is not None and abs(loss - single[s]) > LOSS_DIFFERENCE_MAX]
         if wrong:
             flaws.append(f"the loss differs at steps {wrong[:5]}")
     if result.twice and not result.kills:
@@ -143,10 +151,11 @@ def flaws_of(run: DividingRun, result: DividingResult) -> list[str]:
     return flaws
 
 
-def _is_whole(told: Mapping[int, CommitReport]) -> bool:
-    """Whether every stage has reported a step; only the last one knows its loss. Args: told: by stage."""
+def _loss(told: Mapping[int, CommitReport]) -> float | None:
+    """The loss of a step, which its last stage alone knows; None: some stage has not reported it. Args: told: by group,
+    stages first."""
     last = next((stage for stage, report in told.items() if report.loss is not None), None)
-    return last is not None and set(told) == set(range(last + 1))
+    return told[last].loss if last is not None and set(range(last)).issubset(told) else None
 
 
 @lru_cache(maxsize=4)
@@ -159,12 +168,14 @@ async def _play(run: DividingRun) -> DividingResult:
     rng = random.Random(f"dividing run/{run.seed}")
     plans: dict[int, Plan] = {}
     result = DividingResult(commits={}, divisions=0)
+    committed_s: dict[tuple[int, int], dict[int, float]] = {}
 
     def seen(event: Event) -> None:
         match event:
             case Obeyed():
                 plans[event.plan.plan.sequence] = event.plan.plan
             case Committed(report=report):
+                committed_s.setdefault((report.era, report.step), {}).setdefault(report.stage, event.at_s)
                 known = result.commits.setdefault((report.era, report.step, report.stage), report)
                 if known.digest != report.digest:
                     result.flaws.append(f"two states of stage {report.stage} after step {report.step}")
@@ -196,6 +207,9 @@ async def _play(run: DividingRun) -> DividingResult:
             kill_at_s += run.kill_every_s
             result.kills += _kill_somebody(swarm, names, rng)
     await swarm.end()
+    for before, after in itertools.pairwise(sorted(committed_s)):
+        taken_s = max(committed_s[after].values()) - max(committed_s[before].values())
+        (result.step_s if before[0] == after[0] else result.division_s).append(taken_s)
     ordered = [plans[sequence] for sequence in sorted(plans)]
     for before, after in itertools.pairwise(ordered):
         bounds = [stage.layers for stage in after.stages]

@@ -1,0 +1,26 @@
+"""The stages' boundaries and number change while a run goes on, and nothing is lost; `tests/soak` plays more."""
+
+from statistics import median
+
+import pytest
+from dividing import DividingRun, flaws_of, play_dividing
+
+pytestmark = pytest.mark.sim
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_run_whose_stages_change_while_peers_die_is_the_run_of_one_process(seed, record_property):
+    run = DividingRun(seed=seed, peers=4, steps=14, microbatches=3, kill_every_s=4.0)
+    result = play_dividing(run)
+    record_property("divisions", result.divisions)
+    record_property("kills", result.kills)
+    assert flaws_of(run, result) == []
+
+
+def test_another_division_costs_at_most_a_step_beyond_what_travels():
+    """Heartbeats are longer than a step here, and nobody waits for one."""
+    run = DividingRun(seed=1, peers=4, steps=30, microbatches=3, heartbeat_s=1.5)
+    result = play_dividing(run)
+    assert flaws_of(run, result) == []
+    assert result.divisions == len(result.division_s) > 0
+    assert max(result.division_s) < 2 * median(result.step_s)
