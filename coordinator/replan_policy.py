@@ -31,6 +31,8 @@ NOTICE_STEPS_MAX = 256
 NOTICE_TIMES_MAX = 16
 END_PATIENCE_S = 30.0
 """A layout that is to end is kept after all if nothing has moved for so long."""
+TOLD_HEARTBEATS = 4.0
+"""Within so many everybody has told what is on its disk, copies that it was asked for a moment ago included."""
 NETWORK_PEERS_MAX = 256
 """The shares of a repaired plan follow speeds alone in a swarm of more peers: putting together what lies between the
 peers takes too long for a plan that must come at once. A search always has it."""
@@ -58,6 +60,8 @@ class ReplanPolicy:
         """When the end of the live layout was announced, and how much later than usual that end was put."""
         self._ended_s: float | None = None
         """When every stage was first seen at the end of the live layout."""
+        self._too_few_s = math.inf
+        """When it was first seen that a stage is lost and that too few peers are left for so many stages."""
         self._settled_for: Swarm | None = None
         """The swarm for which the live plan, or the refusal to make another, is right."""
 
@@ -67,7 +71,7 @@ class ReplanPolicy:
         """A plan is live, whichever peer coordinates it. Args: leads: as in `ClusterView.obey`."""
         self.view.obey(plan, now_s, leads=leads)
         if plan.era != self._era:
-            self._era, self._holders = plan.era, HolderWatch(self._heartbeat_s, now_s)
+            self._era, self._holders, self._too_few_s = plan.era, HolderWatch(self._heartbeat_s, now_s), math.inf
 
     def begin_term(self, plan: Plan, now_s: float, *, continuing: bool, silent: PeerID | None) -> None:
         """We coordinate now, or still (`continuing`). Args: silent: as in `ClusterView.begin_term`."""
@@ -144,7 +148,10 @@ class ReplanPolicy:
         if lost and (awaited := self._may_return(live, lost[0], disks, now_s)):
             return None, awaited  # a plan without who is silent would count it out, and its state with it
         layout, reason = self._repaired(peers, live, disks, sequence=sequence)
-        if layout is None and lost and len(peers) >= view.spec.swarm.min_peers:
+        too_few = layout is None and bool(lost) and len(peers) >= view.spec.swarm.min_peers
+        self._too_few_s = min(now_s, self._too_few_s) if too_few else math.inf
+        if now_s >= self._too_few_s + TOLD_HEARTBEATS * self._heartbeat_s:
+            # By now everybody has said what it saved when the last holder said good-bye.
             layout = self._divided_anew(peers, disks, sequence=sequence)
         divides = layout is not None and bounds_of(layout.stages) != bounds_of(live.stages)
         if layout is None:

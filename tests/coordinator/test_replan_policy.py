@@ -6,7 +6,7 @@ import pytest
 from shoal.coordinator.allocate.greedy import GreedyAllocator
 from shoal.coordinator.cluster_view import ClusterView
 from shoal.coordinator.cost.workload import Workload
-from shoal.coordinator.replan_policy import ReplanPolicy
+from shoal.coordinator.replan_policy import TOLD_HEARTBEATS, ReplanPolicy
 from shoal.protocol.layers import stage_layer_keys
 from shoal.protocol.messages import CommitReport, HandOver, Holding, Reset
 from shoal.protocol.plan import Mandate
@@ -146,27 +146,35 @@ def test_too_few_peers_is_said_and_waited_for(policy, make_live, hear):
     assert "back to version 50" in reason
 
 
-def test_a_run_that_may_begin_with_fewer_peers_goes_back_with_fewer_stages(make_live, make_heartbeat):
+@pytest.fixture
+def two_left(make_live, make_heartbeat):
+    """(who has copies of which stages, now) -> what comes next, where a and c are left and a run may begin with two."""
     few = msgspec.structs.replace(SPEC, swarm=msgspec.structs.replace(SPEC.swarm, min_peers=2))
     policy, live = ReplanPolicy(ClusterView("run", few), GreedyAllocator()), make_live(fresh=False)
     begin(policy, live)
-    for peer, copies in (("a", (0, 1)), ("c", (1, 2))):
-        beat = make_heartbeat(peer, stage=STAGE_OF[peer], version=57, synced=True, holdings=kept(50, *copies))
-        policy.view.hear(peer, beat, 30.0)
-    draft, reason = policy.next_plan(live.plan, 30.0, sequence=2)
+
+    def next_plan(copies, now_s):
+        for peer, stages in copies.items():
+            beat = make_heartbeat(peer, stage=STAGE_OF[peer], version=57, synced=True, holdings=kept(50, *stages))
+            policy.view.hear(peer, beat, now_s)
+        return policy.next_plan(live.plan, now_s, sequence=2)
+
+    return next_plan
+
+
+def test_a_run_that_may_begin_with_fewer_peers_goes_back_with_fewer_stages(two_left):
+    copies = {"a": (0, 1), "c": (1, 2)}
+    assert two_left(copies, 30.0) == (None, "no new plan: 2 peers cannot hold 3 stages"), "a disk may not be known yet"
+    draft, reason = two_left(copies, 30.0 + TOLD_HEARTBEATS)
     assert (draft.beginning.version, draft.beginning.from_era) == (50, 0)
     assert [stage.layers for stage in draft.stages] == [(0, 6)], "one stage holds both, as it fits"
     assert reason == "stage 1 has no holder left: back to version 50, 2 peers on 1 stage"
 
 
-def test_a_run_that_goes_back_with_fewer_stages_waits_for_a_disk_first(make_live, make_heartbeat):
-    few = msgspec.structs.replace(SPEC, swarm=msgspec.structs.replace(SPEC.swarm, min_peers=2))
-    policy, live = ReplanPolicy(ClusterView("run", few), GreedyAllocator()), make_live(fresh=False)
-    begin(policy, live)
-    for peer in "ac":
-        beat = make_heartbeat(peer, stage=STAGE_OF[peer], version=57, synced=True, holdings=kept(50, 0, 2))
-        policy.view.hear(peer, beat, 30.0)
-    draft, reason = policy.next_plan(live.plan, 30.0, sequence=2)
+def test_a_run_that_goes_back_with_fewer_stages_waits_for_a_disk_first(two_left):
+    copies = {"a": (0,), "c": (2,)}
+    two_left(copies, 30.0)
+    draft, reason = two_left(copies, 30.0 + TOLD_HEARTBEATS)
     assert draft is None
     assert "waiting for a peer that has layers.2 to layers.3 of step 50 on its disk" in reason
 

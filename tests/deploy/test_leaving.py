@@ -6,12 +6,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from shoal.coordinator.allocate.greedy import GreedyAllocator
+from shoal.coordinator.allocate.interface import Allocator, NoLayout, Snapshot
 from shoal.coordinator.era import MISSING_HEARTBEATS
+from shoal.coordinator.plan_layout import Layout
 from shoal.deploy.node import LEAVE_S
 from shoal.deploy.session.stop import LEAVE_SOON_S
 from shoal.deploy.simulate.swarm import SimSwarm
 from shoal.peer.data.corpus import Corpus, load_corpus
 from shoal.peer.single_process import train
+from shoal.protocol.plan import Plan
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
 from shoal.protocol.spec import RunSpec
@@ -48,11 +52,20 @@ def with_swarm(spec: RunSpec, **changes: object) -> RunSpec:
 
 
 class Run:
-    def __init__(self, spec: RunSpec, *, num_peers: int = 3, device_flop_per_s: float = 2e7) -> None:
+    def __init__(
+        self,
+        spec: RunSpec,
+        *,
+        num_peers: int = 3,
+        device_flop_per_s: float = 2e7,
+        allocator: Allocator | None = None,
+    ) -> None:
         self.corpus: Corpus = load_corpus(spec.data, context=spec.model.context)
         self.names = [f"n{number}" for number in range(num_peers)]
         network = uniform(latency_s=0.02, rate_bytes_per_s=1e7)
-        self.swarm = SimSwarm(spec, self.corpus, seed=1, network=network, device_flop_per_s=device_flop_per_s)
+        self.swarm = SimSwarm(
+            spec, self.corpus, seed=1, network=network, device_flop_per_s=device_flop_per_s, allocator=allocator
+        )
 
     def launch(self) -> None:
         for name in self.names:
@@ -225,3 +238,44 @@ def test_a_run_waits_for_the_disks_that_have_the_rest_of_what_was_learnt(spec: R
 
     had, went_on = run(main())
     assert went_on >= had
+
+
+class ThreeBegin(GreedyAllocator):
+    """Three peers begin, in a stage each."""
+
+    def __init__(self) -> None:
+        self._has_begun = False
+
+    def allocate(self, snapshot: Snapshot, previous: Plan | None, *, seed: int) -> Layout:
+        if not self._has_begun and len(snapshot.peers) < 3:
+            raise NoLayout("three are to begin")
+        self._has_begun = True
+        return super().allocate(snapshot, previous, seed=seed)
+
+
+@pytest.mark.parametrize("leaver", ["n1", "n2"])
+def test_who_leaves_a_run_with_a_stage_for_each_peer_makes_the_others_divide_the_layers_anew(
+    spec: RunSpec, leaver: str
+) -> None:
+    """The last holder of a stage goes; those that stay need nobody in its place, and no step is lost."""
+    spec = with_swarm(with_training(spec, steps=24), min_peers=1)
+
+    async def main() -> tuple[Run, int, Plan]:
+        all_ = Run(spec, allocator=ThreeBegin())
+        all_.launch()
+        await all_.until_step(5)
+        had = await all_.stop([leaver])
+        await all_.until_step(spec.training.steps)
+        plans = [node.coordination.plan.plan for node in all_.swarm.nodes.values() if node.coordination.plan]
+        await all_.swarm.end()
+        return all_, had, max(plans, key=lambda plan: plan.order)
+
+    all_, had, last = run(main())
+    assert had >= 5
+    assert len(last.stages) < 3
+    assert last.restore_version >= had, "they go on at the step that they had"
+    assert all_.swarm.world.failures == []
+    single = [step.loss for step in train(spec, all_.corpus, steps=spec.training.steps)]
+    told = all_.swarm.steps
+    assert {*range(had - 1), *range(had, spec.training.steps)} <= told.keys()
+    assert max(abs((told[step].loss or 0.0) - single[step]) for step in told) < 1e-4
