@@ -98,7 +98,17 @@ class Searched(msgspec.Struct, frozen=True):
 
 
 Event = (
-    Received | Answered | Unanswered | Beat | HeadFound | TimerFired | Leaving | ExclusionHeard | Expelled | Searched
+    Received
+    | Answered
+    | Unanswered
+    | Beat
+    | ReportDue
+    | HeadFound
+    | TimerFired
+    | Leaving
+    | ExclusionHeard
+    | Expelled
+    | Searched
 )
 
 # --- commands, carried out in order ---
