@@ -77,6 +77,11 @@ class Calibration:
         return self._seen[0] / self._foreseen.tokens_per_s if self._foreseen is not None else 0.0
 
     @property
+    def seen_tokens_per_s(self) -> float:
+        """How fast the live layout is; 0: it has made too few steps to say."""
+        return self._seen[0] if self._seen[1] >= OFF_STEPS else 0.0
+
+    @property
     def is_off(self) -> bool:
         """Whether the layout is slower than foreseen, or its pace has changed, and no search has begun since."""
         ratio, noted = self.ratio, self._noted

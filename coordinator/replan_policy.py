@@ -258,7 +258,10 @@ class ReplanPolicy:
             return layout, layout.reason
         is_off = view.calibration.is_off
         if not live.fresh and self._schedule.is_due(live, swarm, now_s, is_off=is_off):
-            snapshot = view.survey.snapshot(peers, live, disks, knows_network=True)
+            snapshot = replace(
+                view.survey.snapshot(peers, live, disks, knows_network=True),
+                seen_tokens_per_s=view.calibration.seen_tokens_per_s,
+            )
             job = self._schedule.begin(snapshot, live, swarm, now_s, seed=sequence, is_off=is_off)
             if job is not None:
                 view.calibration.searched()

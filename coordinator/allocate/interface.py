@@ -61,6 +61,9 @@ class Snapshot:
     """What a step asks of the devices; a search needs it, and `network`, besides the rest."""
     network: MeasuredNetwork | None = None
     """What lies between `peers`, in their order."""
+    seen_tokens_per_s: float = 0.0
+    """How fast the live layout is, by what was committed; 0: it has made too few steps. Figures of devices and links
+    that say less than this of it are wrong."""
 
     def __post_init__(self) -> None:
         ids = [peer.peer for peer in self.peers]

@@ -5,6 +5,7 @@ newcomers go where speed is least, nobody else moves, and shares follow the thro
 (`planner.py`) then looks for something better, which must earn its moves:
 
 - It gains `MARGIN` of tokens/s or more, by the objective, beyond what noise could pretend.
+- It should be faster than the live layout is seen to be.
 - Over `HORIZON_S` it gains more than the swarm loses while peers fetch other layers.
 - Boundaries stay, since a stage whose boundaries move has no holder from which its state could come.
 - Only a peer that holds its stage's state moves, or stands aside; at least half of each stage's holders stay.
@@ -23,6 +24,7 @@ from shoal.coordinator.allocate.dividing import placement_of, worth_its_standsti
 from shoal.coordinator.allocate.greedy import Choose, GreedyAllocator, Slot, first_reason, poorest, slots_of, stage_of
 from shoal.coordinator.allocate.interface import MeasuredPeer, NoLayout, Snapshot
 from shoal.coordinator.allocate.measured_topology import topology_of
+from shoal.coordinator.allocate.prospect import foresee
 from shoal.coordinator.cost.placement import Placement
 from shoal.coordinator.cost.shares import split
 from shoal.coordinator.cost.throughput import ThroughputObjective
@@ -98,9 +100,20 @@ class EvolutionaryAllocator:
             if previous is None:
                 return _first(snapshot, seed)
             divided = _divided(snapshot, previous, seed)
-            return divided if divided is not None else _better(snapshot, previous, seed)
+            return _unless_slower(snapshot, divided if divided is not None else _better(snapshot, previous, seed))
         except NoLayout as flaw:
             return None, f"a search found no layout: {flaw}"
+
+
+def _unless_slower(snapshot: Snapshot, found: tuple[Layout | None, str]) -> tuple[Layout | None, str]:
+    """Drop a layout that should be no faster than the live one is seen to be. The figures say less of the live one than
+    it makes, so they are wrong, and no reason to move."""
+    layout, _ = found
+    promised = foresee(snapshot, layout.stages) if layout is not None else None
+    if promised is None or promised.tokens_per_s > snapshot.seen_tokens_per_s:
+        return found
+    told = f"{promised.tokens_per_s:,.0f} tokens/s, and {snapshot.seen_tokens_per_s:,.0f} are seen"
+    return None, f"stays: what was found should make {told}"
 
 
 class _Place:

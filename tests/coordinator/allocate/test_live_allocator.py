@@ -12,6 +12,7 @@ from shoal.coordinator.allocate.greedy import GreedyAllocator
 from shoal.coordinator.allocate.interface import MeasuredPeer, Snapshot
 from shoal.coordinator.allocate.live_allocator import EvolutionaryAllocator
 from shoal.coordinator.allocate.measured_topology import topology_of
+from shoal.coordinator.allocate.prospect import foresee
 from shoal.coordinator.cost.layer_costs import layer_costs
 from shoal.coordinator.cost.placement import Placement
 from shoal.coordinator.cost.throughput import ThroughputObjective
@@ -162,6 +163,20 @@ def test_a_search_moves_whom_it_pays_to_move_and_leaves_half_of_each_stage():
         assert list(after.peers[: len(stay)]) == stay, "who stays keeps its rank before those who come"
     assert plan_flaw(replace_stages(previous, layout), PlanShape(num_layers=6)) is None
     assert layout == search(previous)[0]
+
+
+def test_nobody_moves_for_less_than_what_is_seen():
+    """Figures that say less of the live layout than it makes are wrong, and no reason to move."""
+    previous = plan_of(SPLIT)
+    layout, _ = search(previous)
+    promised = foresee(snapshot_of(previous=previous), layout.stages).tokens_per_s
+    slower, faster = (
+        replace(snapshot_of(previous=previous), seen_tokens_per_s=part * promised) for part in (0.99, 1.01)
+    )
+    assert ALLOCATOR.search(slower, previous, seed=3)[0] == layout
+    stays, why = ALLOCATOR.search(faster, previous, seed=3)
+    assert stays is None
+    assert why == f"stays: what was found should make {promised:,.0f} tokens/s, and {1.01 * promised:,.0f} are seen"
 
 
 def test_searches_end_where_nothing_is_worth_a_move():
