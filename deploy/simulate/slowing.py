@@ -12,7 +12,7 @@ from shoal.protocol.topology import Topology
 
 
 class Slowing(NamedTuple):
-    """From `at_s` on the device, or each link between it and `others`, is `times` slower than it was at the beginning.
+    """A device, or each link between it and `others`, is `times` slower from `at_s` on than it was at the beginning.
 
     The last one of a device, and of a link, counts; 1 ends it.
     """
