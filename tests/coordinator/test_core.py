@@ -416,6 +416,25 @@ def test_the_heir_asks_for_the_term_and_then_for_votes(make_core, first):
     assert core.is_coordinator
 
 
+def test_the_heir_lets_the_layout_end_where_it_was_to_end(make_core, make_plan, first):
+    live = make_plan(GROUPS, coordinator="a", fresh=False, ends_at=60, following=first.plan.stages)
+    core = make_core("b", live)
+    will = HandOver(plan=live.link, roster=(), version=58)
+    commands = core.handle(Received(source="a", message=will, plan=live), now_s=60.0)
+    request = asks(commands, TermRequest)["a"]
+    for voter in "acd":
+        granted = Answered(peer=voter, asked=request, reply=TermGrant(granted=True, term=2))
+        commands = core.handle(granted, now_s=60.1)
+    offer = asks(commands, PlanOffer)["a"]
+    for voter in "acd":
+        voted = Answered(peer=voter, asked=offer, reply=PlanVote(accepted=True, term=2, signature=b"yes"))
+        commands = core.handle(voted, now_s=60.2)
+    (obeyed,) = only(commands, Obey)
+    plan = obeyed.plan.plan
+    assert (plan.era, plan.stages) == (0, live.plan.stages)
+    assert (plan.ends_at, plan.following) == (60, first.plan.stages)
+
+
 def test_a_will_that_came_to_nothing_is_forgotten(make_core, make_plan, make_advert, first):
     core = make_core("b", first)
     will = HandOver(plan=first.link, roster=(("ghost", make_advert("ghost")),), elapsed_s=5.0)

@@ -57,6 +57,7 @@ async def trained(swarm, num_peers=6):
 
 def checked(plan, *, era=1, version=50, from_era=0):
     assert (plan.era, plan.restore_version, plan.restore_era, plan.fresh) == (era, version, from_era, True)
+    assert 0 < plan.rollbacks <= era
     assert all(stage.members for stage in plan.stages)
     assert {member.since for stage in plan.stages for member in stage.members} == {plan.sequence}
 

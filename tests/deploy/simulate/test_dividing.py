@@ -15,6 +15,7 @@ def test_a_run_whose_stages_change_while_peers_die_is_the_run_of_one_process(see
     record_property("divisions", result.divisions)
     record_property("kills", result.kills)
     assert flaws_of(run, result) == []
+    assert result.rollbacks == 0, "a holder of each stage has lived all the while"
 
 
 def test_another_division_costs_at_most_a_step_beyond_what_travels():
