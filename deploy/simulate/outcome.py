@@ -158,7 +158,8 @@ def _seen(outcome: Outcome) -> str:
     result = outcome.result
     if result is None:
         return ""
-    divisions = f"{result.count('division')} other divisions, " if result.count("division") else ""
+    number = result.count("division")
+    divisions = f"{number} other division{'' if number == 1 else 's'}, " if number else ""
     return f"{result.count('plan')} plans, {divisions}{result.count('left')} devices lost"
 
 
