@@ -227,7 +227,7 @@ class Supply:
                 self._made(microbatch, now_s)
                 return []
             case MemberLost(peer):
-                return self._lost(peer)
+                return self._lost(peer, now_s)
             case VersionReached(version):
                 return self._reach(version, now_s)
             case PlanFollowed(plan):
@@ -298,11 +298,15 @@ class Supply:
             self._made_s[granted.peer] = now_s
             self._pace.took(granted.peer, now_s - granted.at_s)
 
-    def _lost(self, peer: PeerID) -> list[SupplyCommand]:
+    def _lost(self, peer: PeerID, now_s: float) -> list[SupplyCommand]:
         """How fast it is, should it come back, we still know."""
         self._out = {m: granted for m, granted in self._out.items() if granted.peer != peer}
         # What would be granted to a claim that it has left open, nobody would make, and nobody would know.
-        return [self._answer(peer, [])] if peer in self._claims else []
+        answers: list[SupplyCommand] = [self._answer(peer, [])] if peer in self._claims else []
+        if self.book.version < self.book.steps:
+            return answers
+        self.book.validate_again(self._losses.get(self.book.steps, {}))
+        return [*answers, *self._look_again(now_s)]
 
     # --- the claimant ---
 

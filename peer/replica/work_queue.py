@@ -6,6 +6,7 @@ at which it takes effect. Every replica tells its mates what it has been granted
 next leader knows what is taken.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from shoal.peer.pipeline.microbatch import Indices, Microbatch
@@ -49,6 +50,15 @@ class WorkQueue:
             # What an earlier lead has validated, or nobody could while it was current, is not to be caught up on.
             self._validated_version = version
             self._validation = [Microbatch(version, -1 - j) for j in range(self.validation_microbatches) if due]
+
+    def validate_again(self, known: Collection[int]) -> None:
+        """Somebody who was to validate the run's last version may have died: no later one is validated in its place.
+
+        Args: known: j of the microbatches whose losses are here.
+        """
+        if self.validation_interval > 0 and self.version == self.steps:
+            lost = (j for j in range(self.validation_microbatches) if j not in known)
+            self._validation = [Microbatch(self.steps, -1 - j) for j in lost]
 
     def take(self, step: int, indices: Indices) -> None:
         """Somebody holds these already."""

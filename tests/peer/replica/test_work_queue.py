@@ -247,3 +247,19 @@ def test_the_version_at_which_the_layout_ends_is_validated_by_the_next_one() -> 
     after = book(M=1, interval=2, validation=1)
     after.reach(4)
     assert Microbatch(4, -1) in after.grant(9)
+
+
+def test_what_is_not_known_of_the_last_version_is_validated_again() -> None:
+    made = book(steps=4, M=1, interval=2, validation=3)
+    made.reach(2)
+    made.grant(9)
+    made.validate_again({})
+    assert made.grant(9) == [], "a later version will be validated"
+    made.reach(4)
+    assert made.grant(9) == [Microbatch(4, -1), Microbatch(4, -2), Microbatch(4, -3)]
+    made.validate_again({1: 0.5})
+    assert made.grant(9) == [Microbatch(4, -1), Microbatch(4, -3)]
+    never = book(steps=4, M=1)
+    never.reach(4)
+    never.validate_again({})
+    assert never.grant(9) == []
