@@ -29,6 +29,8 @@ class SimLedger:
         on_step: Callable[[StepCommitted], None] = lambda step: None,
     ) -> None:
         self.steps: list[StepCommitted] = []
+        self.undone: list[StepCommitted] = []
+        """The steps that a way back to an earlier version has undone."""
         self.events: list[Happened] = []
         self.failures: list[str] = []
         self.duplicates = 0
@@ -78,6 +80,7 @@ class SimLedger:
                 self._note("division", -1, f"{stages} at step {plan.restore_version}")
             else:
                 self._note("era", -1, f"back to version {plan.restore_version}")
+            self.undone += [step for step in self.steps if step.step >= plan.restore_version]
             self.steps = [step for step in self.steps if step.step < plan.restore_version]
         self._note("plan", -1, plan.reason)
 

@@ -164,6 +164,7 @@ async def _play(run: ModelledRun) -> SimResult:
             standstill="" if len(ledger.steps) >= STEPS_MIN else why_no_step(_seen(run, spec, world, ledger)),
         ),
         trace_hash=world.trace_hash(),
+        undone=tuple(ledger.undone),
         first_step_bytes=first_bytes[0] if first_bytes else None,
     )
 

@@ -84,6 +84,8 @@ class SimResult:
     """What nodes could not go on from, and what handlers raised: bugs, or a run that nobody could finish."""
     ending: Ending
     trace_hash: str
+    undone: tuple[StepCommitted, ...] = ()
+    """The steps that were committed, and that a way back to an earlier version has undone."""
     first_step_bytes: npt.NDArray[np.int64] | None = None
     """[N, N], what of `traffic_bytes` had begun to leave at the first commit; None: it was not looked at."""
 

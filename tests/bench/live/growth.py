@@ -104,10 +104,13 @@ def grow(seed: int, sizes: Sequence[int], every_s: float) -> Growth:
         )
     )
     settles_s = min(SETTLES_S, every_s / 2)
+    # A size is judged by what it did, also where a later one went back behind that.
+    ever = sorted((*result.steps, *result.undone), key=lambda step: step.committed_at_s)
+    committed = replace(result, steps=tuple(ever))
     return Growth(
         seed=seed,
         sizes=tuple(
-            _size(scenario, devices[:peers], seed, result, every_s * index + settles_s, every_s * (index + 1))
+            _size(scenario, devices[:peers], seed, committed, every_s * index + settles_s, every_s * (index + 1))
             for index, peers in enumerate(sizes)
         ),
         live=told(result, seconds),

@@ -125,13 +125,17 @@ def plan(sequence: int, bounds: tuple[int, ...], *, era: int = 0, restore: int =
 def test_an_era_that_goes_on_where_the_layout_ended_is_a_division(
     ends_at: int, restore: int, change: Change, text: str
 ) -> None:
-    async def obey() -> list[Happened]:
+    async def obey() -> tuple[list[Happened], list[StepCommitted], list[StepCommitted]]:
         ledger = SimLedger(1, steps=10, keeps_timeline=False)
         ledger.obeyed(plan(1, (0, 2, 4), ends_at=ends_at))
+        ledger.steps = [StepCommitted(step, float(step)) for step in range(7)]
         ledger.obeyed(plan(2, (0, 1, 2, 4), era=1, restore=restore))
-        return ledger.events
+        return ledger.events, ledger.steps, ledger.undone
 
-    assert [(e.change, e.text) for e in run(obey()) if e.change != "plan"] == [(change, text)]
+    events, steps, undone = run(obey())
+    assert [(e.change, e.text) for e in events if e.change != "plan"] == [(change, text)]
+    assert [step.step for step in steps] == list(range(restore))
+    assert [step.step for step in undone] == list(range(restore, 7))
 
 
 # --- live beside planned ---
