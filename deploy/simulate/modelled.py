@@ -162,9 +162,9 @@ async def _play(run: ModelledRun) -> SimResult:
             num_events=world.num_events,
             cut_off=cut_off,
             standstill="" if len(ledger.steps) >= STEPS_MIN else why_no_step(_seen(run, spec, world, ledger)),
+            undone=tuple(ledger.undone),
         ),
         trace_hash=world.trace_hash(),
-        undone=tuple(ledger.undone),
         first_step_bytes=first_bytes[0] if first_bytes else None,
     )
 

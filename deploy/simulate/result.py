@@ -61,6 +61,8 @@ class Ending(NamedTuple):
     """The reason why the run ended before its steps and its time were over; empty: it did not."""
     standstill: str = ""
     """The reason why there are too few steps for a figure; empty: there are enough."""
+    undone: tuple[StepCommitted, ...] = ()
+    """The steps that were committed, and that a way back to an earlier version had undone by then."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -84,8 +86,6 @@ class SimResult:
     """What nodes could not go on from, and what handlers raised: bugs, or a run that nobody could finish."""
     ending: Ending
     trace_hash: str
-    undone: tuple[StepCommitted, ...] = ()
-    """The steps that were committed, and that a way back to an earlier version has undone."""
     first_step_bytes: npt.NDArray[np.int64] | None = None
     """[N, N], what of `traffic_bytes` had begun to leave at the first commit; None: it was not looked at."""
 

@@ -105,7 +105,7 @@ def grow(seed: int, sizes: Sequence[int], every_s: float) -> Growth:
     )
     settles_s = min(SETTLES_S, every_s / 2)
     # A size is judged by what it did, also where a later one went back behind that.
-    ever = sorted((*result.steps, *result.undone), key=lambda step: step.committed_at_s)
+    ever = sorted((*result.steps, *result.ending.undone), key=lambda step: step.committed_at_s)
     committed = replace(result, steps=tuple(ever))
     return Growth(
         seed=seed,
