@@ -57,7 +57,7 @@ def advert_of(name: str = "somebody", **says: Any) -> Advert:
     usual: dict[str, Any] = {
         "device": "cpu",
         "flop_per_s": 1e9,
-        "memory_bytes": 1,
+        "memory_bytes": 1 << 34,
         "upload_bytes_per_s": 1.0,
         "download_bytes_per_s": 1.0,
         "addresses": (),
