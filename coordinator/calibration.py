@@ -27,7 +27,7 @@ from shoal.protocol.messages import Calibrated, Comparison
 from shoal.protocol.plan import Bound, Foreseen, Plan
 
 WARM_UP_STEPS = 4
-"""The first steps of a layout fill its pipeline, and new members compile."""
+"""The first steps of a layout are not compared: its pipeline fills, and new members compile their kernels."""
 LEARN_STEPS = 64
 FACTOR_MAX = 8.0
 """The objective is no further off, whatever happens: then something is broken, and it is told as slowness."""
@@ -73,7 +73,7 @@ class Calibration:
 
     @property
     def ratio(self) -> float:
-        """Seen over foreseen of the live layout; 0: it cannot be told yet."""
+        """The seen tokens/s of the live layout divided by the foreseen ones; 0: too few steps are known."""
         return self._seen[0] / self._foreseen.tokens_per_s if self._foreseen is not None else 0.0
 
     @property
@@ -139,7 +139,7 @@ class Calibration:
     # --- to others, and from them ---
 
     def tell(self) -> Calibrated | None:
-        """What a successor needs; None: nothing has been compared."""
+        """What the next coordinator needs to go on comparing; None: nothing has been compared."""
         if self._layout is None:
             return None
         steady_from = -1 if self._steady_from is None else self._steady_from
