@@ -216,6 +216,8 @@ class ReplicaCore(MemberCore):
         stage = self._pipeline.stage
         if hello.stage == stage + 1 and hello.is_open:
             return PeerReady(peer)
+        if hello.stage == stage + 1 and not hello.ready:
+            return PeerLost(peer)  # it has no state, or has drained: what reached it since then it has let fall
         if hello.stage in (stage - 1, stage + 1):
             # It will still answer what it owes there; or it comes from before us, and still waits for what we owe.
             return PeerClosed(peer)

@@ -131,6 +131,11 @@ class Replica(Tenure):
         if self.state is None:
             logger.debug("an activation of %s before there are weights, though we are not ready", source[-8:])
             return
+        if not self.is_ready:
+            # We have drained, and our mates count us no more: what we made of it would be in nobody's sum. The sender
+            # gives it to somebody else as soon as it hears so.
+            logger.debug("an activation of %s after we have drained", source[-8:])
+            return
         self._check(source, microbatch)
         self._wire.check_activation(payload, source)
         if meta.stage != self.stage or pipeline.is_first:

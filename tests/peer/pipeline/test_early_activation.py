@@ -1,9 +1,10 @@
-"""What comes before a replica has weights is not computed, whoever sends it."""
+"""What comes before a replica has weights, or after it has drained, is not computed, whoever sends it."""
 
 import pytest
 
 from shoal.deploy.simulate.swarm import SimSwarm
 from shoal.deploy.simulate.tiny_run import tiny_corpus, tiny_spec
+from shoal.peer.replica.events import DrainBegun, Drained
 from shoal.protocol.messages import Activation
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
@@ -33,5 +34,9 @@ def test_an_activation_before_there_are_weights_is_left_alone(monkeypatch: pytes
         runtime.state = state
         await replica._on_activation(sender, early, payload)
         assert pipeline.num_waiting == held + 1, "with weights it waits for its step"
+        replica.handle(DrainBegun())
+        replica.handle(Drained())
+        await replica._on_activation(sender, Activation(stage=1, step=replica.version + 900, index=1), payload)
+        assert pipeline.num_waiting == held + 1, "its mates count a drained replica no more"
 
     run(scenario())

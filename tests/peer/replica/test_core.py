@@ -230,6 +230,17 @@ def test_what_a_dead_replica_of_the_next_stage_had_goes_to_another():
     assert of(SendActivation, feed(made, PeerDied(AFTER))) == [SendActivation(m, OTHER, True)]
 
 
+def test_what_a_replica_of_the_next_stage_has_let_fall_goes_to_another():
+    made = joined(replica(plan([BEFORE], [ME], [AFTER, OTHER]), stage=1))
+    m = Microbatch(0, 0)
+    feed(made, PeerSaid(AFTER, hello(2)), Arrived(m, BEFORE), JobDone(Job("forward", m, 0)))
+    feed(made, PeerSaid(OTHER, hello(2)))
+    draining = hello(2, is_open=False, draining=True)
+    assert of(SendActivation, feed(made, PeerSaid(AFTER, draining))) == [], "it answers what it has"
+    drained = hello(2, ready=False, is_open=False, draining=True)
+    assert of(SendActivation, feed(made, PeerSaid(AFTER, drained))) == [SendActivation(m, OTHER, True)]
+
+
 def test_activations_of_a_member_that_drains_from_the_stage_before_are_taken():
     made = joined(replica(plan([BEFORE], [ME]), stage=1))
     m = Microbatch(0, 0)
