@@ -299,6 +299,14 @@ class ClusterView:
         comparison = self.calibration.comparison()
         self._notes.judge(comparison.sentence if comparison is not None else "")
 
+    def probe(self, peer: PeerID, live: Plan | None, now_s: float) -> tuple[PeerID, ...]:
+        """The peers towards which `peer` should measure its link now."""
+        if live is not None and not live.has(peer):
+            return ()
+        if live is not None:
+            return self.survey.links.choose_one(peer, live, now_s)
+        return self.survey.links.choose(peer, self.roster.alive(now_s), now_s)
+
     def save_at(self, live: Plan, now_s: float) -> int:
         """The version of which every stage of `live` is to write a snapshot; 0: none is due."""
         if self._snapshots.is_due_to_look(now_s):

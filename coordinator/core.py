@@ -350,7 +350,7 @@ class CoordinationCore:
             # gone over to the other's revision.
             self.newest_revision = max(self.newest_revision, heartbeat.revision)
             self.view.roster.lose(source)
-            return [Reply(message=self._answer(heartbeat, now_s, leads=self.is_coordinator, ends=()))]
+            return [Reply(message=self._answer(source, heartbeat, now_s, leads=self.is_coordinator, ends=()))]
         live = self.chain.live
         leads = self.is_coordinator or (live is None and self.me == self.owner and heartbeat.plan_sequence == 0)
         flaws: list[str] = []
@@ -359,7 +359,7 @@ class CoordinationCore:
                 return [Reply(message=Refusal(reason="this run has all the peers it can count"))]
             flaws = self.view.hear(source, heartbeat, now_s)
             self._hear_end(source, heartbeat)
-        commands: list[Command] = [Reply(message=self._answer(heartbeat, now_s, leads=leads, ends=self.ends))]
+        commands: list[Command] = [Reply(message=self._answer(source, heartbeat, now_s, leads=leads, ends=self.ends))]
         commands += self._rounds.reported(heartbeat.plan_sequence, now_s)
         commands += [Alarm(text=text) for text in flaws]
         if self.is_coordinator and live is not None:
@@ -399,7 +399,7 @@ class CoordinationCore:
         """Whether the run has reached its last step."""
         return bool(self.ends)
 
-    def _answer(self, heartbeat: Heartbeat, now_s: float, *, leads: bool, ends: Ends) -> HeartbeatReply:
+    def _answer(self, source: PeerID, heartbeat: Heartbeat, now_s: float, *, leads: bool, ends: Ends) -> HeartbeatReply:
         """Answer a peer that reports to us. Args: leads: we may speak as the coordinator."""
         live = self.chain.live
         governed = live if self.is_coordinator and live is not None and heartbeat.era == live.plan.era else None
@@ -413,6 +413,7 @@ class CoordinationCore:
             pace=self.view.ledger.pace.tell(now_s) if leads else (),
             save_at=self.view.save_at(governed.plan, now_s) if governed is not None else 0,
             safe=self.view.safe(governed.plan, now_s) if governed is not None else (0, 0),
+            probe=self.view.probe(source, live.plan if live is not None else None, now_s) if leads else (),
         )
 
     def _grant(self, source: PeerID, request: TermRequest, base: SignedPlan, now_s: float) -> list[Command]:

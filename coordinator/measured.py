@@ -22,7 +22,7 @@ import numpy as np
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import LINKS_PER_HEARTBEAT_MAX
 from shoal.protocol.messages import LinkReport
-from shoal.protocol.topology import Floats
+from shoal.protocol.topology import Bools, Floats
 
 STEADY_REPORTS = 16
 """The average is over so many reports, in the logarithm; after that each new one moves it by 1/16. Noise of +-10 %
@@ -43,6 +43,8 @@ boundaries between stages are made of such claims, and cards and processors do d
 BOAST_MEASURED = 64.0
 """What a device says of its own work counts up to so many times the usual figure: a data centre's card among
 processors."""
+PROBES_CERTAIN = 3
+"""The best of so many probes is what a link carries; the best of fewer is a lower bound."""
 CLAIM_MIN = 2.0
 """Bytes/s. A claim of nothing comes as 1 (`MeasuredPeer.of`)."""
 RATE_MAX = 1e12
@@ -85,6 +87,7 @@ class _Link:
     round_trip_s: Smoothed
     sent: Smoothed
     received: Smoothed
+    num_probes: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -95,6 +98,8 @@ class MeasuredNetwork:
     """[N, N], one way."""
     bytes_per_s: Floats
     """[N, N]"""
+    is_certain: Bools
+    """[N, N], where several probes agree that a link is no faster; elsewhere its rate is a lower bound."""
 
 
 class LinkBook:
@@ -114,6 +119,7 @@ class LinkBook:
             _add(link.round_trip_s, report.round_trip_s)
             _add(link.sent, report.bytes_per_s)
             _add(link.received, report.received_bytes_per_s)
+            link.num_probes = min(max(report.num_probes, 0), PROBES_CERTAIN)
             if len(links) > LINKS_KEPT_MAX:
                 links.popitem(last=False)
 
@@ -125,6 +131,10 @@ class LinkBook:
         """The peers from which another peer has received anything."""
         links = ((peer, link) for links in self._links.values() for peer, link in links.items())
         return frozenset(peer for peer, link in links if link.received.count)
+
+    def known_from(self, peer: PeerID) -> set[PeerID]:
+        """The peers towards which `peer` has probed its link."""
+        return {target for target, link in self._links.get(peer, {}).items() if link.num_probes}
 
     def uploads(self, claims: dict[PeerID, float]) -> dict[PeerID, float]:
         """Bytes/s at which each peer sends, over its usual link, as far as its receivers bear it out.
@@ -157,24 +167,34 @@ class LinkBook:
         """The links between `peers`, in their order."""
         number = {peer: index for index, peer in enumerate(peers)}
         found = [
-            (number[reporter], number[target], link.round_trip_s.log, link.sent.log, link.received.log)
+            (
+                number[reporter],
+                number[target],
+                link.round_trip_s.log,
+                link.sent.log,
+                link.received.log,
+                link.num_probes >= PROBES_CERTAIN,
+            )
             for reporter, links in self._links.items()
             if reporter in number
             for target, link in links.items()
             if target in number
         ]
         latency_s, sent, received = (np.full((len(peers), len(peers)), np.nan) for _ in range(3))
+        is_certain = np.zeros((len(peers), len(peers)), dtype=np.bool_)
         if found:
             columns = np.array(found)
             i, j = columns[:, 0].astype(np.int64), columns[:, 1].astype(np.int64)
             latency_s[i, j] = np.exp(columns[:, 2]) / 2
             sent[i, j], received[j, i] = np.exp(columns[:, 3]), np.exp(columns[:, 4])
+            is_certain[i, j] = columns[:, 5] > 0.0
         seen = ~np.isnan(received)
         if seen.any():
-            sent = np.where(seen, sent, np.fmin(sent, np.median(received[seen])))
+            sent = np.where(seen, sent, np.minimum(sent, BOAST * np.median(received[seen])))
         return MeasuredNetwork(
             latency_s=np.fmax(latency_s, latency_s.T),
-            bytes_per_s=np.where(np.isnan(sent), received, np.fmin(sent, BOAST * received)),
+            bytes_per_s=np.where(np.isnan(sent), np.nan, np.fmin(sent, BOAST * received)),
+            is_certain=is_certain,
         )
 
 

@@ -30,7 +30,8 @@ the plan needs two round trips and the votes."""
 NOTICE_STEPS_MAX = 256
 NOTICE_TIMES_MAX = 16
 END_PATIENCE_S = 30.0
-"""A layout that is to end is kept after all if nothing has moved for so long."""
+END_PATIENCE_STEPS = 4.0
+"""A layout that is to end is kept after all if nothing has moved for so long, whichever is more."""
 TOLD_HEARTBEATS = 4.0
 """Within so many everybody has told what is on its disk, copies that it was asked for a moment ago included."""
 NETWORK_PEERS_MAX = 256
@@ -108,6 +109,8 @@ class ReplanPolicy:
             return None, f"waiting for peers: {len(peers)} of {spec.swarm.min_peers} are here"
         if not any(peer.has_data for peer in peers):
             return None, "waiting for a peer that has the run's text"
+        if self._schedule.awaits_links(now_s) and not view.survey.links.is_enough([peer.peer for peer in peers]):
+            return None, f"measuring the links between {len(peers)} peers"
         disks = disks_of(view.roster, now_s)
         swarm = _swarm(peers)
         layout = self._schedule.found_for(None, swarm)
@@ -321,7 +324,8 @@ class ReplanPolicy:
             layout = Layout(stages=live.following, spares=spares, reason=reason, beginning=beginning)
             return layout, reason
         idle_s = view.ledger.pace.idle_s(now_s)
-        if now_s >= self._ends_s + END_PATIENCE_S and (idle_s is None or idle_s >= END_PATIENCE_S):
+        end_patience_s = max(END_PATIENCE_S, END_PATIENCE_STEPS * view.ledger.pace.usual_step_s)
+        if now_s >= self._ends_s + end_patience_s and (idle_s is None or idle_s >= end_patience_s):
             return _called_off(live, f"not all have come to step {version}")
         return None, ""
 

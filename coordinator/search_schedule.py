@@ -41,6 +41,9 @@ AFRESH_TERMS = 10
 way."""
 FIRST_PATIENCE_S = 10.0
 """The first plan waits so long for a search, which may still have to compile its kernels, once a machine."""
+LINKS_PATIENCE_S = 5.0
+LINKS_PATIENCE_HEARTBEATS = 10.0
+"""The first plan waits at most so long, whichever is more, for links to be measured."""
 SPEED_DRIFT = 1.3
 LINK_DRIFT = 1.6
 LATENCY_DRIFT_S = 0.005
@@ -94,6 +97,7 @@ class SearchSchedule:
         self._rested_s = -math.inf
         """The next search may begin at this time at the earliest, whatever happens."""
         self._first_asked_s: float | None = None
+        self._links_asked_s: float | None = None
 
     def begin_term(self, plan: Plan, now_s: float, *, searched: bool) -> None:
         """We coordinate now: what we knew in an earlier term of ours is stale."""
@@ -116,6 +120,13 @@ class SearchSchedule:
         return self._last is not None and self._last.places == places_of(plan)
 
     # --- the first plan ---
+
+    def awaits_links(self, now_s: float) -> bool:
+        """Whether the first plan is to wait until some links have been measured."""
+        if not self._enabled:
+            return False
+        self._links_asked_s = now_s if self._links_asked_s is None else self._links_asked_s
+        return now_s < self._links_asked_s + max(LINKS_PATIENCE_S, LINKS_PATIENCE_HEARTBEATS * self._heartbeat_s)
 
     def awaits_first(self, swarm: Swarm, now_s: float) -> bool:
         """Whether the first plan is to wait for a search; its result is in `found_for`."""
@@ -156,6 +167,8 @@ class SearchSchedule:
         else:
             apart = self._heartbeat_s * max(1.0, len(snapshot.peers) / REST_PEERS)
             self._due_s = now_s + LOOK_HEARTBEATS * apart
+            if last and last.places is None and last.swarm == swarm and not snapshot.seen_tokens_per_s:
+                return None  # nothing is new but what probes say beside the first step
             if self._inherited is not None and self._inherited == places and not is_off:
                 self._inherited, self._last = None, _Searched(places, swarm, snapshot)
                 return None

@@ -7,6 +7,7 @@ from shoal.coordinator.allocate.interface import MeasuredPeer, Snapshot
 from shoal.coordinator.cost.layer_costs import layer_costs
 from shoal.coordinator.cost.workload import Workload
 from shoal.coordinator.era import Disks, stages_on
+from shoal.coordinator.link_survey import LinkSurvey
 from shoal.coordinator.measured import LinkBook, SpeedBook
 from shoal.protocol.identity import PeerID
 from shoal.protocol.layers import held_keys
@@ -26,6 +27,8 @@ class Survey:
         self._layer_costs = layer_costs(spec.model)
         self._workload = Workload.of(spec)
         self._links, self._speeds = LinkBook(), SpeedBook()
+        self.links = LinkSurvey(self._links, spec.swarm.heartbeat_s)
+        """Says which links are to be measured."""
         self._plan: Plan | None = None
         self._former: OrderedDict[PeerID, int] = OrderedDict()
 
@@ -42,6 +45,7 @@ class Survey:
     def begin_term(self, plan: Plan) -> None:
         """We coordinate now: forget the peers that are not there any more."""
         self._links.keep(plan.members)
+        self.links.forget()
         self._speeds.keep(plan.members)
 
     def hear(self, peer: PeerID, heartbeat: Heartbeat) -> None:

@@ -25,7 +25,7 @@ from shoal.deploy.record.past import Past
 from shoal.deploy.run.spec_record import Found, SpecKeeper
 from shoal.peer.arithmetic import Arithmetic, TorchArithmetic
 from shoal.peer.data.corpus import Corpus
-from shoal.peer.driver import PeerDriver, Watcher
+from shoal.peer.driver import Claims, PeerDriver, Watcher
 from shoal.peer.initial import InitialWeights
 from shoal.peer.links import LinkMeter, MeteredTransport
 from shoal.peer.pipeline.state import StageState
@@ -114,7 +114,9 @@ class NodePorts:
     rng: random.Random
     device: torch.device = _CPU
     memory_bytes: int | None = None
-    """The memory that `PeerDriver` reckons with; virtual worlds must say it."""
+    """The memory that is claimed (`Claims`); virtual worlds must say it."""
+    machine: str = ""
+    """The same for peers that share this machine's network card; empty: nobody else is there."""
     run_blocking: RunBlocking = _inline
     """Runs what blocks on the disk: `asyncio.to_thread` in life, inline in virtual time."""
     run_search: RunBlocking = _inline
@@ -188,9 +190,8 @@ class Node:
             arithmetic=arithmetic or TorchArithmetic(spec, run.corpus, ports.device),
             traffic=traffic,
             disk=disk,
-            name=name[:PEER_NAME_CHARS_MAX],
+            claims=Claims(name=name[:PEER_NAME_CHARS_MAX], machine=ports.machine, memory_bytes=ports.memory_bytes),
             meter=self.links,
-            memory_bytes=ports.memory_bytes,
             run_blocking=ports.run_blocking,
             watcher=Watcher(
                 on_commit=both(self.past.committed, hears.on_commit),
@@ -214,7 +215,11 @@ class Node:
             store=PlanStore(disk, PurePosixPath(self.run) / PLANS),
             heartbeat=self.peer.heartbeat,
             callbacks=Callbacks(
-                on_plan=self._obey, on_step=hears.on_step or ignore, on_save=self.peer.save_at, on_safe=self.peer.thin
+                on_plan=self._obey,
+                on_step=hears.on_step or ignore,
+                on_save=self.peer.save_at,
+                on_safe=self.peer.thin,
+                on_probe=self.peer.measure_links,
             ),
             run_blocking=ports.run_search,
             rng=ports.rng,

@@ -44,6 +44,9 @@ logger = logging.getLogger(__name__)
 _DRAIN_S = 30.0
 _FAREWELL_S = 2.0
 _SILENCE_HEARTBEATS = 3.0
+_QUIET_LOOKS = 20
+_QUIET_LOOK_S = 0.05
+"""Before a probe we look so often for a moment in which nothing is being sent."""
 
 
 async def _inline(work: Callable[[], object]) -> object:
@@ -67,6 +70,18 @@ class Watcher:
     """Tells the person at this machine a sentence."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claims:
+    """What a peer says of itself that nobody measures."""
+
+    name: str = ""
+    machine: str = ""
+    """The same for peers that share a network card (`Advert.machine`)."""
+    memory_bytes: int | None = None
+    """How much of the device's memory to claim; None: what is free. Virtual worlds must say, since what is free on the
+    machine that simulates them differs from run to run."""
+
+
 class PeerDriver:
     """One peer of one run.
 
@@ -75,8 +90,7 @@ class PeerDriver:
         traffic: how it feeds the next stage; None: as measurements say.
         disk: snapshots go to the run's folder on it; None keeps none.
         meter: what the endpoint's calls and frames have shown of its links; None: they are not measured.
-        memory_bytes: how much of the device's memory to claim; None: what is free. Virtual worlds must say, since what
-            is free on the machine that simulates them differs from run to run.
+        claims: what it says of itself besides what is measured.
         run_blocking: runs a function that blocks on the disk; `asyncio.to_thread` in life, inline in virtual time.
         watcher: sees what becomes of this peer's work.
     """
@@ -91,9 +105,8 @@ class PeerDriver:
         arithmetic: Arithmetic,
         traffic: Traffic | None = None,
         disk: Disk | None,
-        name: str = "",
+        claims: Claims | None = None,
         meter: LinkMeter | None = None,
-        memory_bytes: int | None = None,
         run_blocking: Callable[[Callable[[], object]], Awaitable[object]] = _inline,
         watcher: Watcher | None = None,
     ) -> None:
@@ -102,12 +115,11 @@ class PeerDriver:
         """Gets an exception when this peer cannot go on."""
         self._endpoint = endpoint
         self._compute = compute
-        self._spec, self._arithmetic, self._name = spec, arithmetic, name
+        self._spec, self._arithmetic, self._claims = spec, arithmetic, claims or Claims()
         self._meter = meter or LinkMeter(clock)
         watcher = watcher or Watcher()
         self.reports = Reports(endpoint, clock, on_commit=watcher.on_commit, on_validation=watcher.on_validation)
         self._on_state, self._on_end = watcher.on_state, watcher.on_end
-        self._memory_bytes = memory_bytes
         self._probe: DeviceProbe | None = None
         self._plan: SignedPlan | None = None
         self._recent = RecentPlans()
@@ -116,6 +128,7 @@ class PeerDriver:
         self._num_begun = 0
         self._renewing = False
         self._links: dict[PeerID, LinkReport] = {}
+        self._probing: asyncio.Task[None] | None = None
         self._draining = False
         self.pausing = Pausing(clock, tenures=lambda: self._tenures, on_change=self._say_hello)
         self._clock = clock
@@ -209,7 +222,9 @@ class PeerDriver:
     async def start(self) -> None:
         """Measure the device, look what is on the disk. Raises: whatever the device raises: it is not fit."""
         await self._archive.open()
-        self._probe = await probe_device(self._spec, self._compute, self._arithmetic, memory_bytes=self._memory_bytes)
+        self._probe = await probe_device(
+            self._spec, self._compute, self._arithmetic, memory_bytes=self._claims.memory_bytes
+        )
 
     async def drain(self, timeout_s: float = _DRAIN_S) -> bool:
         """Finish what is here and see it committed; what nobody else holds is saved first (`departure.py`).
@@ -229,6 +244,9 @@ class PeerDriver:
         if self._transition:
             self._transition.cancel()
             await asyncio.gather(self._transition, return_exceptions=True)
+        if self._probing:
+            self._probing.cancel()
+            await asyncio.gather(self._probing, return_exceptions=True)
         if self.replica:
             await self.replica.close()
         await self.experts.close()
@@ -244,6 +262,8 @@ class PeerDriver:
         Args: predecessor: the plan before it, where the caller has it: a newcomer learns from it who may still drain.
         """
         before, self._plan = self._plan, signed
+        if before is None or before.plan.term != signed.plan.term:
+            self._meter.tell_all()
         self._recent.obey(signed.plan, now_s=self._clock.now_s(), before=predecessor.plan if predecessor else None)
         self._carry(signed.plan)
         self._neighbours.forget_strangers()
@@ -279,7 +299,8 @@ class PeerDriver:
         assert self._probe is not None, "not started"
         rate = max((link.bytes_per_s for link in self._links.values()), default=0.0)
         at = self._endpoint.transport.addresses()
-        return self._probe.advert(self._name, rate, at, has_data=self._arithmetic.has_text)
+        name, machine = self._claims.name, self._claims.machine
+        return self._probe.advert(name, rate, at, has_data=self._arithmetic.has_text, machine=machine)
 
     def heartbeat(self) -> Heartbeat:
         """Hands over the reports since the last one: the caller must see to it that they arrive."""
@@ -394,7 +415,6 @@ class PeerDriver:
             self.replica.start()
             self.pausing.begun(self.replica)
             self.replica.experts_at(me, self._hello())
-            self._tasks.spawn(self._measure_links(plan.members), "measure links")
         else:
             self.replica.follow(plan)
 
@@ -499,11 +519,24 @@ class PeerDriver:
                 return await tenure.witnesses.offer(source, state, version)
         return None
 
-    async def _measure_links(self, peers: tuple[PeerID, ...]) -> None:
-        turn = peers.index(self._endpoint.peer_id)
-        near = [p for p in (self.replica.audience if self.replica else []) if p in peers]
-        async for report in self._link_probe.measure_some(near, turn=turn, known=self._links):
-            self._meter.probed(report)
+    def measure_links(self, peers: tuple[PeerID, ...]) -> None:
+        """The coordinator wants to know our links towards `peers`."""
+        if self._probing is None or self._probing.done():
+            self._probing = asyncio.create_task(self._probe_links(peers), name="measure links")
+
+    async def _probe_links(self, peers: tuple[PeerID, ...]) -> None:
+        for peer in peers:
+            for _ in range(_QUIET_LOOKS):
+                if self._meter.is_quiet:
+                    break
+                await asyncio.sleep(_QUIET_LOOK_S)
+            else:
+                return  # our lines are busy: what a probe showed would say nothing of the link
+            mark = self._meter.mark
+            report = await self._link_probe.measure_if_possible(peer)
+            if report is not None:
+                self._links[peer] = report
+                self._meter.probed(report, since=mark)
 
     # --- told by the tenures ---
 

@@ -3,20 +3,26 @@
 | figure       | from                                                              | errs                              |
 |--------------|-------------------------------------------------------------------|-----------------------------------|
 | round trip   | the quickest of the last calls; some are answered without work    | up, while every answer takes long |
-| rate towards | bytes sent / time in which something was being sent               | up, if a burst vanishes in        |
-|              |                                                                   | buffers; down, if its end is busy |
+| rate towards | the best of the last three probes; without any, frames            | down, if the far end is busy; of  |
+|              |                                                                   | frames up, if buffers take a burst|
 | rate from    | two full chunks of bulk, one right after the other; the best seen | down; bounds what others claim    |
+
+A plan needs what a link **can** carry. While this peer sends to several others, each of them gets a part of its uplink,
+which says little of the links. So only those probes and frames count beside which no other link was sending. Frames
+count for nothing beside probes: they look slower where another peer shares the card or the far end is busy, and faster
+where a buffer or a quick card takes them in before the far end has them.
 
 `MeteredTransport` goes between an endpoint and its transport and is the only thing that an endpoint sees of it.
 """
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Sequence
 from typing import Final
 
 from shoal.protocol.identity import PeerID
-from shoal.protocol.limits import BULK_CHUNK_BYTES
+from shoal.protocol.limits import BULK_CHUNK_BYTES, LINKS_PER_HEARTBEAT_MAX
 from shoal.protocol.messages import LinkReport
 from shoal.protocol.ports import CallHandler, Clock, FrameHandler, Payload, Priority, Transport
 
@@ -24,17 +30,16 @@ REPORTED_MAX: Final = 64
 """Links that a peer tells of, those with the most traffic: its mates and neighbours. With 64 a thousand peers say all
 that a coordinator needs."""
 REPORTS_PER_BEAT: Final = 4
-"""In turn. A report is about 80 bytes, so a thousand peers tell a coordinator 320 kB a heartbeat; a successor has heard
-all links of a peer after 16 heartbeats at most, of one in a small group after two."""
+"""In turn. A report is about 80 bytes, so a thousand peers tell a coordinator 320 kB a heartbeat."""
 _KEPT_MAX = 256
 _CALLS = 16
 _SAMPLES = 8
 _SAMPLE_BYTES = 256 * 1024
 """Frames are added up until there are so many, for the time that a small one takes says little."""
 _CHUNKS = 32
-_BOAST = 4.0
-"""Buffers swallow the beginning of a burst: what seems to leave is believed up to so many times what an echo has shown
-to arrive (`probed`)."""
+_GAP_S = 2.0
+"""Chunks that are further apart were not sent one right after the other."""
+_PROBES = 3
 _RATE_MAX = 1e12
 """Bytes/s; a link of a simulated world may take no time at all."""
 
@@ -43,9 +48,11 @@ class _Link:
     __slots__ = (
         "chunk_at_s",
         "chunks",
+        "is_shared",
+        "mark",
         "num_sending",
         "pending",
-        "probed",
+        "probes",
         "received_bytes",
         "round_trips",
         "samples",
@@ -58,7 +65,9 @@ class _Link:
         self.samples: deque[tuple[float, float]] = deque(maxlen=_SAMPLES)
         self.chunks: deque[float] = deque(maxlen=_CHUNKS)
         self.pending = 0.0, 0.0  # (bytes, seconds) since the last sample
-        self.probed: float | None = None
+        self.is_shared = False  # whether another link was sending at the same time since the last sample
+        self.mark = 0  # `LinkMeter._num_mixed` when this link was looked at last
+        self.probes: deque[float] = deque(maxlen=_PROBES)
         self.chunk_at_s: float | None = None
         self.num_sending = 0
         self.since_s = 0.0
@@ -72,17 +81,22 @@ class _Link:
     @property
     def sent_rate(self) -> float:
         """Bytes/s towards the peer; 0: not known."""
-        if not self.samples:
-            return self.probed or 0.0
-        rate = _rate(sum(nbytes for nbytes, _ in self.samples), sum(seconds for _, seconds in self.samples))
-        return rate if self.probed is None else min(rate, _BOAST * self.probed)
+        if self.probes:
+            return max(self.probes)
+        return max((_rate(*sample) for sample in self.samples), default=0.0)
 
     def report(self, peer: PeerID) -> LinkReport | None:
         round_trip_s = min(self.round_trips, default=0.0)
         sent, received = self.sent_rate, max(self.chunks, default=0.0)
         if not (round_trip_s or sent or received):
             return None
-        return LinkReport(peer=peer, round_trip_s=round_trip_s, bytes_per_s=sent, received_bytes_per_s=received)
+        return LinkReport(
+            peer=peer,
+            round_trip_s=round_trip_s,
+            bytes_per_s=sent,
+            received_bytes_per_s=received,
+            num_probes=len(self.probes),
+        )
 
 
 class LinkMeter:
@@ -92,6 +106,14 @@ class LinkMeter:
         self._clock = clock
         self._links: dict[PeerID, _Link] = {}
         self._turn: list[PeerID] = []
+        self._news: dict[PeerID, None] = {}
+        """The links that have been probed since they were told of, in order."""
+        self._reports_max = LINKS_PER_HEARTBEAT_MAX
+        """How many links the next heartbeat tells of: all that fit until the coordinator has heard of each."""
+        self._num_busy = 0
+        """The links on which something is being sent."""
+        self._num_mixed = 0
+        """How often a second link began to send beside a first."""
         self._num_sending = 0
         self._since_s = 0.0
         self._sending_s = 0.0
@@ -109,14 +131,41 @@ class LinkMeter:
         """`peer` answered a call after `took_s`."""
         self._link(peer).round_trips.append(took_s)
 
-    def probed(self, report: LinkReport) -> None:
-        """An echo has shown what really arrives."""
-        self._link(report.peer).probed = report.bytes_per_s
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing is being sent."""
+        return self._num_busy == 0
+
+    @property
+    def mark(self) -> tuple[int, int]:
+        """A mark for `probed`, from before the probe."""
+        return self._num_mixed, self._num_busy
+
+    def probed(self, report: LinkReport, *, since: tuple[int, int] = (0, 0)) -> None:
+        """An echo has shown what really arrives.
+
+        Args: since: `mark` from before. A probe beside which another link was sending counts only if it was faster than
+            those before.
+        """
+        link = self._link(report.peer)
+        if since == (self._num_mixed, 0) or report.bytes_per_s > max(link.probes, default=math.inf):
+            link.probes.append(report.bytes_per_s)
+            self._news[report.peer] = None
+
+    def tell_all(self) -> None:
+        """There is another coordinator, which has heard of none of our links."""
+        self._turn = []
+        self._reports_max = LINKS_PER_HEARTBEAT_MAX
 
     def send_begins(self, peer: PeerID) -> None:
         link = self._link(peer)
         if link.num_sending == 0:
             link.since_s = self._clock.now_s()
+            self._num_busy += 1
+            if self._num_busy > 1:
+                self._num_mixed += 1
+                link.is_shared = True
+            link.mark = self._num_mixed
         link.num_sending += 1
         if self._num_sending == 0:
             self._since_s = self._clock.now_s()
@@ -128,15 +177,22 @@ class LinkMeter:
         now_s = self._clock.now_s()
         link.num_sending -= 1
         self._num_sending -= 1
+        if link.num_sending == 0:
+            self._num_busy -= 1
         if self._num_sending == 0:
             self._sending_s += now_s - self._since_s
+        if self._num_mixed != link.mark:
+            link.mark, link.is_shared = self._num_mixed, True
         before_bytes, before_s = link.pending
         link.pending = (before_bytes + nbytes, before_s + now_s - link.since_s) if left else (0.0, 0.0)
         link.since_s = now_s
         link.sent_bytes += nbytes
         if link.pending[0] >= _SAMPLE_BYTES:
-            link.samples.append(link.pending)
+            if not link.is_shared:
+                link.samples.append(link.pending)
             link.pending = 0.0, 0.0
+        if link.pending[0] == 0.0:
+            link.is_shared = self._num_busy > 1 and link.num_sending > 0
 
     def received(self, peer: PeerID, nbytes: int) -> None:
         """A frame with `nbytes` of payload is here."""
@@ -146,17 +202,22 @@ class LinkMeter:
             link.chunk_at_s = None
             return
         now_s = self._clock.now_s()
-        if link.chunk_at_s is not None:
+        if link.chunk_at_s is not None and now_s - link.chunk_at_s <= _GAP_S:
             link.chunks.append(_rate(nbytes, now_s - link.chunk_at_s))
         link.chunk_at_s = now_s
 
     def report(self) -> tuple[LinkReport, ...]:
-        """What to tell in this heartbeat: the busiest links take turns."""
+        """What to tell in this heartbeat: probes first, and the busiest links take turns."""
         if not self._turn:
             self._turn = heapq.nlargest(REPORTED_MAX, self._links, key=lambda peer: (self._links[peer].bytes, peer))
             self._turn.reverse()
-        told = [self._turn.pop() for _ in range(min(REPORTS_PER_BEAT, len(self._turn)))]
-        reports = (link.report(peer) for peer in told if (link := self._links.get(peer)) is not None)
+        told = [peer for peer in list(self._news)[:LINKS_PER_HEARTBEAT_MAX] if peer in self._links]
+        for peer in told:
+            del self._news[peer]
+        told += [self._turn.pop() for _ in range(min(self._reports_max - len(told), len(self._turn)))]
+        if not self._turn:
+            self._reports_max = REPORTS_PER_BEAT
+        reports = (link.report(peer) for peer in dict.fromkeys(told) if (link := self._links.get(peer)) is not None)
         return tuple(report for report in reports if report is not None)
 
     def _link(self, peer: PeerID) -> _Link:

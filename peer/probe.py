@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -21,6 +20,10 @@ from shoal.protocol.spec import RunSpec
 _REPEATS = 5
 _PINGS = 3
 _ECHO_TIMEOUT_S = 20.0
+_QUICK_S = 0.05
+"""A frame that takes less says little of a rate: clocks, wake-ups and the way back are as long."""
+_TRAIN = 4
+"""Frames of the last part, which fast links carry in milliseconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +34,9 @@ class DeviceProbe:
     flop_per_s: float
     memory_bytes: int
 
-    def advert(self, name: str, bytes_per_s: float, addresses: tuple[str, ...], *, has_data: bool) -> Advert:
+    def advert(
+        self, name: str, bytes_per_s: float, addresses: tuple[str, ...], *, has_data: bool, machine: str
+    ) -> Advert:
         """What a peer with this device claims. Args: bytes_per_s: of its best link, 0 if none is known."""
         return Advert(
             name=name,
@@ -42,6 +47,7 @@ class DeviceProbe:
             download_bytes_per_s=bytes_per_s,
             addresses=addresses,
             has_data=has_data,
+            machine=machine,
         )
 
 
@@ -66,10 +72,6 @@ async def probe_device(
     )
 
 
-PROBES_MAX = 24
-"""Links that a newcomer measures before it has used them. In large stages traffic shows the others."""
-
-
 class LinkProbe:
     """Measures round trip and rate towards one peer at a time; answers others who do."""
 
@@ -78,12 +80,13 @@ class LinkProbe:
         self._endpoint = endpoint
         self._clock = clock
         self._nonces = itertools.count()
-        self._echoes: dict[tuple[PeerID, int], asyncio.Event] = {}
+        self._echoes: dict[tuple[PeerID, int], asyncio.Future[float]] = {}
         endpoint.on(Ping, self._on_ping)
         endpoint.on_frame(ProbeChunk, self._on_chunk)
 
     async def measure(self, peer: PeerID, *, payload_bytes: int = BULK_CHUNK_BYTES) -> LinkReport:
-        """A few pings, then `payload_bytes` and their echo: rate = bytes / (time - round trip).
+        """A few pings, then frames and their echoes: an eighth of `payload_bytes`; if that is quick all of them, and if
+        that is quick as well several such frames, one behind the other.
 
         Raises: Unreachable, Refused, RemoteError.
         """
@@ -93,39 +96,33 @@ class LinkProbe:
             await self._endpoint.ask(peer, Ping(), Ping)
             round_trips.append(self._clock.now_s() - sent_s)
         round_trip_s = min(round_trips)
-        nonce = next(self._nonces)
-        self._echoes[peer, nonce] = event = asyncio.Event()
+        # The stream's first frame pays for opening it; a small one goes ahead.
+        await self._endpoint.send(peer, ProbeChunk(nonce=-1, echo=False), b"\0", priority=Priority.BULK)
+        for nbytes, times in ((payload_bytes // 8, 1), (payload_bytes, 1), (payload_bytes, _TRAIN)):
+            seconds = max(await self._echoed(peer, nbytes, times=times) - round_trip_s, 1e-6)
+            if seconds >= _QUICK_S:
+                break
+        return LinkReport(peer=peer, round_trip_s=round_trip_s, bytes_per_s=times * nbytes / seconds)
+
+    async def _echoed(self, peer: PeerID, nbytes: int, *, times: int) -> float:
+        """Send so many frames of `nbytes`, one behind the other. Returns: the seconds until the last one's echo."""
+        payload = self._vectors.payload_of(self._vectors.zeros(nbytes // 4))
+        nonces = [next(self._nonces) for _ in range(times)]
+        loop = asyncio.get_running_loop()
+        echoes: list[asyncio.Future[float]] = [loop.create_future() for _ in nonces]
+        self._echoes.update({(peer, nonce): echo for nonce, echo in zip(nonces, echoes, strict=True)})
+        begun_s = self._clock.now_s()
         try:
-            # The stream's first frame pays for opening it; a small one goes ahead.
-            await self._endpoint.send(peer, ProbeChunk(nonce=-1, echo=False), b"\0", priority=Priority.BULK)
-            sent_s = self._clock.now_s()
-            meta = ProbeChunk(nonce=nonce, echo=True)
-            payload = self._vectors.payload_of(self._vectors.zeros(payload_bytes // 4))
-            await self._endpoint.send(peer, meta, payload, priority=Priority.BULK)
             async with asyncio.timeout(_ECHO_TIMEOUT_S):
-                await event.wait()
+                for nonce in nonces:
+                    meta = ProbeChunk(nonce=nonce, echo=True)
+                    await self._endpoint.send(peer, meta, payload, priority=Priority.BULK)
+                return max([await echo for echo in echoes]) - begun_s
         except TimeoutError as error:
             raise Unreachable(peer, "a probe was not echoed") from error
         finally:
-            del self._echoes[peer, nonce]
-        elapsed_s = self._clock.now_s() - sent_s
-        rate = payload_bytes / max(elapsed_s - round_trip_s, 1e-6)
-        return LinkReport(peer=peer, round_trip_s=round_trip_s, bytes_per_s=rate)
-
-    async def measure_some(
-        self, audience: Sequence[PeerID], *, turn: int, known: MutableMapping[PeerID, LinkReport]
-    ) -> AsyncIterator[LinkReport]:
-        """Of those in `audience` that are not `known`, and note them there.
-
-        Args: turn: each peer has another one, so that those of a large stage look at different ones.
-        """
-        begin = turn * PROBES_MAX % max(1, len(audience))
-        chosen = [*audience[begin:], *audience[:begin]][:PROBES_MAX]
-        for peer in [p for p in chosen if p not in known]:
-            report = await self.measure_if_possible(peer)
-            if report:
-                known[peer] = report
-                yield report
+            for nonce in nonces:
+                del self._echoes[peer, nonce]
 
     async def measure_if_possible(self, peer: PeerID) -> LinkReport | None:
         try:
@@ -141,5 +138,5 @@ class LinkProbe:
             answer = ProbeChunk(nonce=meta.nonce, echo=False)
             with contextlib.suppress(Unreachable):  # who asked has gone: nobody misses the answer
                 await self._endpoint.send(source, answer, b"\0", priority=Priority.GRADIENT)
-        elif (event := self._echoes.get((source, meta.nonce))) is not None:
-            event.set()
+        elif (echo := self._echoes.get((source, meta.nonce))) is not None and not echo.done():
+            echo.set_result(self._clock.now_s())

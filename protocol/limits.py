@@ -145,6 +145,7 @@ HISTORY_COMMITS_MAX: Final = 2048
 """Past commits that a peer remembers, of all groups in which it was: about 2 MB. A peer that keeps the run's record and
 was away finds so much again."""
 LINKS_PER_HEARTBEAT_MAX: Final = 16
+PROBES_PER_REPLY_MAX: Final = 4
 QUEUED_MICROBATCHES_MAX: Final = 1024
 """Activations a stage will hold; the windows of honest stage-0 peers add up to far less."""
 

@@ -52,6 +52,8 @@ class Advert(_Part, frozen=True):
     """The peer's text has the run's digest, so the peer may serve stage 0."""
     willing_to_coordinate: bool = True
     protocol_version: int = PROTOCOL_VERSION
+    machine: str = ""
+    """The same for peers of one machine, which share its network card. Empty: not known."""
 
 
 class LinkReport(_Part, frozen=True, array_like=True):
@@ -63,6 +65,8 @@ class LinkReport(_Part, frozen=True, array_like=True):
     """The rate towards `peer`."""
     received_bytes_per_s: float = 0.0
     """The highest rate seen from `peer`: it can send at least so much."""
+    num_probes: int = 0
+    """How many probes `bytes_per_s` is the best of; 0: it is what frames have shown."""
 
 
 class CommitReport(_Part, frozen=True, kw_only=True):
@@ -190,6 +194,8 @@ class HeartbeatReply(_Message, frozen=True):
     safe: tuple[int, int] = (0, 0)
     """(era, version) of the newest snapshot of which every layer is on two disks of the plan's members: older ones are
     needed no more. Version 0: there is none."""
+    probe: tuple[PeerID, ...] = ()
+    """The peers towards which the coordinator wants the asker to measure its link, `PROBES_PER_REPLY_MAX` at most."""
 
 
 class TermRequest(_Message, frozen=True):

@@ -20,6 +20,7 @@ from shoal.protocol.toml.toml_file import read_at_most
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
 
 _BITS_PER_BYTE = 8.0
 _GIGA = 1e9

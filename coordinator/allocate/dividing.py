@@ -5,12 +5,13 @@ hold, and the pipeline fills again. What a search finds must gain more than that
 expected to last.
 """
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 
-from shoal.coordinator.allocate.interface import MeasuredPeer
-from shoal.coordinator.cost.placement import Placement
+from shoal.coordinator.allocate.interface import MeasuredPeer, Snapshot
+from shoal.coordinator.cost.placement import Cost, Placement
 from shoal.coordinator.cost.throughput import ThroughputObjective
 from shoal.coordinator.cost.workload import STATE_BYTES_PER_PARAMETER, Workload
 from shoal.protocol.plan import Plan
@@ -43,18 +44,28 @@ def placement_of(plan: Plan, peers: tuple[MeasuredPeer, ...]) -> Placement:
 
 
 def worth_its_standstill(
-    topology: Topology, workload: Workload, current: Placement, found: Placement, *, horizon_s: float
+    snapshot: Snapshot, topology: Topology, current: Placement, found: Placement, *, horizon_s: float
 ) -> Division | None:
     """`found`, if it gains enough over `current` and the standstill pays within `horizon_s`."""
     if found.bounds == current.bounds or not all(current.stages):
         return None
+    workload = snapshot.workload
+    assert workload is not None
     objective = ThroughputObjective(topology, workload)
-    before_s, after_s = objective.cost(current).seconds, objective.cost(found).seconds
+    before_s, after_s = seen_or_foreseen_s(snapshot, objective.cost(current)), objective.cost(found).seconds
     gain = before_s / after_s - 1.0
     standstill_s = DRAIN_STEPS * before_s + fetch_s(topology, workload, current, found)
     if not gain >= GAIN_MIN or not (1.0 - after_s / before_s) * horizon_s > standstill_s:
         return None
     return Division(placement=found, gain=gain, standstill_s=standstill_s)
+
+
+def seen_or_foreseen_s(snapshot: Snapshot, live: Cost) -> float:
+    """What a step of the live layout is reckoned to take. Where it is seen to be quicker than the figures of its
+    devices and links say, a figure is wrong, and nothing is gained by leaving what is quick."""
+    if not snapshot.seen_tokens_per_s or not math.isfinite(live.seconds):
+        return live.seconds
+    return live.seconds * min(1.0, live.parts["tokens_per_s"] / snapshot.seen_tokens_per_s)
 
 
 def fetch_s(topology: Topology, workload: Workload, current: Placement, found: Placement) -> float:

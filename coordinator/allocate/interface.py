@@ -26,6 +26,8 @@ class MeasuredPeer:
     upload_bytes_per_s: float
     memory_bytes: int
     has_data: bool
+    machine: str = ""
+    """Peers that name the same one share a network card, as they say. Empty: not known."""
     draining: bool = False
     synced_stage: int | None = None
     """The stage whose state it holds."""
@@ -42,6 +44,7 @@ class MeasuredPeer:
             upload_bytes_per_s=_rate(advert.upload_bytes_per_s),
             memory_bytes=max(0, advert.memory_bytes),
             has_data=advert.has_data,
+            machine=advert.machine,
             draining=draining,
             synced_stage=synced_stage,
         )

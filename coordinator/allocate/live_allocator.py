@@ -20,7 +20,7 @@ from itertools import pairwise
 import numpy as np
 
 from shoal.coordinator.allocate.at_once import plan_at_once
-from shoal.coordinator.allocate.dividing import placement_of, worth_its_standstill
+from shoal.coordinator.allocate.dividing import placement_of, seen_or_foreseen_s, worth_its_standstill
 from shoal.coordinator.allocate.greedy import Choose, GreedyAllocator, Slot, first_reason, poorest, slots_of, stage_of
 from shoal.coordinator.allocate.interface import MeasuredPeer, NoLayout, Snapshot
 from shoal.coordinator.allocate.measured_topology import topology_of
@@ -261,9 +261,10 @@ def _better(snapshot: Snapshot, previous: Plan, seed: int) -> tuple[Layout | Non
     found, with_moves_s = best_with_stayers(evaluator, current, searched, stay=STAY, holders_min=HOLDERS_MIN)
     objective = ThroughputObjective(topology, workload)
     before, after = objective.cost(current), objective.cost(found)
-    gain = before.seconds / after.seconds - 1.0
+    before_s = seen_or_foreseen_s(snapshot, before)
+    gain = before_s / after.seconds - 1.0
     num_moved = sum(current.stage_of().get(d) != found.stage_of().get(d) for d in range(topology.num_devices))
-    if num_moved == 0 or not gain >= MARGIN or with_moves_s >= before.seconds:
+    if num_moved == 0 or not gain >= MARGIN or with_moves_s >= before_s:
         return None, f"stays: no layout was found that is {100 * MARGIN:.0f} % better and worth its moves"
     _refill(slots, found, topology, by_id)
     holding = {peer.peer for slot in slots for peer in slot.holders}
@@ -284,7 +285,7 @@ def _divided(snapshot: Snapshot, previous: Plan, seed: int) -> tuple[Layout, str
     searched, _ = plan(topology, workload, num_stages=snapshot.num_stages, seed=seed, work=_work(topology.num_devices))
     found = _nobody_alone(ThroughputObjective(topology, workload), searched)
     asked = snapshot.num_stages not in (None, len(previous.stages))
-    division = worth_its_standstill(topology, workload, current, found, horizon_s=HORIZON_S)
+    division = worth_its_standstill(snapshot, topology, current, found, horizon_s=HORIZON_S)
     if division is None and not asked:
         return None
     stages, spares = _stages_of(snapshot, topology, workload, found)

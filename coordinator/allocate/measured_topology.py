@@ -2,49 +2,144 @@
 
 | unknown                  | estimate                                                                                |
 |--------------------------|-----------------------------------------------------------------------------------------|
-| latency i -> j           | the larger of i's and j's median latencies: the middle of what the triangle allows when |
-|                          | both were measured towards one third, as everybody is towards the coordinator           |
-| rate i -> j              | the smaller of i's median rate out and j's median rate in                               |
+| latency i -> j           | what the triangle allows: between the largest |ia - aj| and the least ia + aj over all  |
+|                          | a that both were measured towards, near the upper end where some a is near i or j       |
+| rate i -> j              | the least of i's best rate out, j's best rate in, and what links between peers near i   |
+|                          | and near j carry where their own ends could do more: a line between two towns           |
 | a peer without figures   | what it claims; else the swarm's median; else `DEFAULT_LATENCY_S`, `DEFAULT_BYTES_PER_S`|
-| rate of a network card   | the best of its paths: a volunteer's line, not its path, is what limits it              |
+| rate of a network card   | the best of its links with other machines: a volunteer's line, not its path, limits it  |
+| rate of a link that was  | the estimate if that is more: the far end may have been busy                            |
+| probed less than 3 times |                                                                                         |
+| rate inside a machine   | the usual one inside machines                                                           |
+| who shares a card        | peers that name one machine and are near each other                                     |
 
 Memory is a claim: nobody else can measure it.
 """
 
 import numpy as np
 
-from shoal.coordinator.allocate.interface import Snapshot
+from shoal.coordinator.allocate.interface import MeasuredPeer, Snapshot
 from shoal.coordinator.measured import CLAIM_MIN
-from shoal.protocol.topology import Floats, Topology, make_topology
+from shoal.protocol.topology import Floats, Ints, Topology, make_topology
 
 DEFAULT_LATENCY_S = 0.05
 DEFAULT_BYTES_PER_S = 1.25e9
-"""10 Gbit/s, so that compute and memory decide where nothing is known of any link. (Lost: 100 Mbit/s, by which a first
-plan had better not replicate large stages: two peers of 32 equal ones got 20 of 24 layers, and boundaries stay.)"""
+"""10 Gbit/s where nothing is known of any link, so that compute and memory decide. (With 100 Mbit/s large stages had
+better not be replicated: two peers of 32 equal ones got 20 of 24 layers.)"""
+SAME_MACHINE_S = 0.001
+"""Two peers that name one machine are believed if their latency is less."""
+NEAR_S = 0.004
+"""Links say something of another link whose ends are nearer than about this."""
+LIMITED = 0.75
+"""Something lies between two places if so large a part of the links between them carries less than its ends could. The
+rest are links that were busy when they were probed."""
+_POWER = 4.0
+"""The exponent of the mean over such links: the faster ones count, since a probe errs low."""
+CENSORED = 0.7
+"""A link that carries so much of what its ends could do says nothing of what lies between them."""
 
 
 def topology_of(snapshot: Snapshot) -> Topology:
     """The topology of a snapshot; devices are in the order of `snapshot.peers`. Raises: LocalError."""
     peers, network = snapshot.peers, snapshot.network
     assert network is not None
+    n = len(peers)
+    card = _cards(peers, network.latency_s)
+    beside = (card[:, None] == card[None, :]) & np.isnan(network.latency_s)
+    latency = _latencies(np.where(beside, SAME_MACHINE_S / 10.0, network.latency_s))
+    inside = card[:, None] == card[None, :]
+    known = np.where(inside, np.nan, network.bytes_per_s)
     claims = np.array([peer.upload_bytes_per_s for peer in peers])
     claims[claims < CLAIM_MIN] = np.nan
-    out = _or(_medians(network.bytes_per_s), claims, DEFAULT_BYTES_PER_S)
-    into = _or(_medians(network.bytes_per_s.T), np.full(len(peers), np.nan), float(np.median(out)))
-    near = _or(_medians(network.latency_s), np.full(len(peers), np.nan), DEFAULT_LATENCY_S)
-    rate = np.where(np.isnan(network.bytes_per_s), np.minimum(out[:, None], into[None, :]), network.bytes_per_s)
-    latency = np.where(np.isnan(network.latency_s), np.maximum(near[:, None], near[None, :]), network.latency_s)
+    up = _of_card(_or(_best(known), claims), card)
+    down = _of_card(_or(_best(known.T), np.full(n, np.nan)), card)
+    between = _between(known, up, down, latency)
+    ends = np.minimum(up[:, None], down[None, :])
+    within = network.bytes_per_s[inside & ~np.isnan(network.bytes_per_s)]
+    loopback = float(np.median(within)) if len(within) else 0.0
+    estimate = np.where(inside, np.maximum(ends, loopback), np.minimum(ends, between))
+    rate = np.where(network.is_certain, network.bytes_per_s, np.fmax(network.bytes_per_s, estimate))
     np.fill_diagonal(rate, 0.0)
+    np.fill_diagonal(latency, 0.0)
     return make_topology(
         latency,
         rate,
         flop_per_s=[peer.flop_per_s for peer in peers],
         memory_bytes=[max(1.0, float(peer.memory_bytes)) for peer in peers],
-        up_bytes_per_s=rate.max(axis=1) if len(peers) > 1 else np.inf,
-        down_bytes_per_s=rate.max(axis=0) if len(peers) > 1 else np.inf,
+        up_bytes_per_s=up if n > 1 else np.inf,
+        down_bytes_per_s=down if n > 1 else np.inf,
+        card=card,
         names=tuple(peer.peer for peer in peers),
         may_feed=[float(peer.has_data) for peer in peers],
     )
+
+
+def _latencies(measured: Floats) -> Floats:
+    """[N, N] seconds, without gaps and symmetric."""
+    n = len(measured)
+    known = measured.copy()
+    np.fill_diagonal(known, 0.0)
+    lower, upper = np.zeros((n, n)), np.full((n, n), np.inf)
+    for a in range(n):
+        row = known[a]
+        lower = np.fmax(lower, np.fabs(row[:, None] - row[None, :]))
+        upper = np.fmin(upper, row[:, None] + row[None, :])
+    # With a peer right beside i the two bounds meet. Without one the truth is more often near the upper.
+    bounded = np.isfinite(upper)
+    estimate = np.where(bounded, 0.25 * lower + 0.75 * np.where(bounded, upper, 0.0), np.nan)
+    near = _or(_medians(measured), np.full(n, DEFAULT_LATENCY_S))
+    estimate = np.where(np.isnan(estimate), np.maximum(near[:, None], near[None, :]), estimate)
+    return np.where(np.isnan(known), estimate, known)
+
+
+def _cards(peers: tuple[MeasuredPeer, ...], latency: Floats) -> Ints:
+    """[N], the same number for peers behind one network card."""
+    first: dict[str, int] = {}
+    card = np.arange(len(peers))
+    for index, peer in enumerate(peers):
+        if not peer.machine:
+            continue
+        other = first.setdefault(peer.machine, index)
+        if not latency[index, other] >= SAME_MACHINE_S:  # they may not have been measured towards each other
+            card[index] = other
+    return card
+
+
+def _between(known: Floats, up: Floats, down: Floats, latency: Floats) -> Floats:
+    """[N, N] bytes/s of what lies between i's surroundings and j's, as far as measured links say; inf: nothing in the
+    way."""
+    ends = np.minimum(up[:, None], down[None, :])
+    seen = ~np.isnan(known)
+    if not seen.any():
+        return np.full_like(ends, np.inf)
+    limits = seen & (np.where(seen, known, np.inf) < CENSORED * ends)
+    if not limits.any():
+        return np.full_like(ends, np.inf)
+    near = np.exp(-latency / NEAR_S)
+    near[near < 0.01] = 0.0
+    weight = near @ seen.astype(np.float64) @ near.T
+    limited = near @ limits.astype(np.float64) @ near.T
+    scale = float(known[limits].max())
+    powers = near @ np.where(limits, (np.where(limits, known, 0.0) / scale) ** _POWER, 0.0) @ near.T
+    with np.errstate(divide="ignore", invalid="ignore"):
+        usual = scale * (powers / limited) ** (1.0 / _POWER)
+        return np.where((limited > LIMITED * weight) & (weight > 0.0), usual, np.inf)
+
+
+def _of_card(rates: Floats, card: Ints) -> Floats:
+    """[N], the best that anybody behind the same card has."""
+    best = np.zeros(len(rates))
+    np.maximum.at(best, card, rates)
+    return best[card]
+
+
+def _best(matrix: Floats) -> Floats:
+    """[N], the largest of what is known of each row; NaN where nothing is."""
+    best = np.full(len(matrix), np.nan)
+    known = ~np.isnan(matrix).all(axis=1)
+    if known.any():
+        best[known] = np.nanmax(matrix[known], axis=1)
+    return best
 
 
 def _medians(matrix: Floats) -> Floats:
@@ -56,8 +151,8 @@ def _medians(matrix: Floats) -> Floats:
     return medians
 
 
-def _or(values: Floats, claims: Floats, default: float) -> Floats:
-    """Fill gaps: `values`, then `claims`, then the median of what is known, then `default`."""
+def _or(values: Floats, claims: Floats) -> Floats:
+    """Fill gaps: `values`, then `claims`, then the median of what is known, then `DEFAULT_BYTES_PER_S`."""
     known = values[~np.isnan(values)]
     values = np.where(np.isnan(values), claims, values)
-    return np.where(np.isnan(values), float(np.median(known)) if len(known) else default, values)
+    return np.where(np.isnan(values), float(np.median(known)) if len(known) else DEFAULT_BYTES_PER_S, values)

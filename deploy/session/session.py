@@ -7,6 +7,7 @@ import itertools
 import logging
 import random
 import time
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 import torch
+from blake3 import blake3
 
 from shoal.coordinator.ledger import StepRecord
 from shoal.deploy.control.control_socket import ControlServer
@@ -289,6 +291,11 @@ def _make_compute(options: Options) -> MeteredCompute:
     return MeteredCompute(compute, used_s=(lambda: compute.used_s) if share < 1.0 else None)
 
 
+def _machine(run: str) -> str:
+    """A name that all peers of this machine give it, in this run and in no other."""
+    return blake3(f"{run}/{uuid.getnode():012x}".encode()).hexdigest(length=8)
+
+
 def _make_node(network: Network, run: _Run, options: Options, compute: Compute, output: Output) -> Node:
     ports = NodePorts(
         transport=network.transport,
@@ -299,6 +306,7 @@ def _make_node(network: Network, run: _Run, options: Options, compute: Compute, 
         rng=random.Random(),  # only jitter and plan seeds: what must be reproducible is drawn from the spec's seed
         device=options.device,
         memory_bytes=memory_claim(options.limits, options.device),
+        machine=_machine(run.id),
         run_blocking=asyncio.to_thread,
         run_search=in_background,
     )

@@ -158,6 +158,7 @@ class ModelledSwarm:
                 clock=peer.clock,
                 disk=None,
                 rng=self._world.rng(f"{name_of(device)}, life {life}"),
+                machine=f"card {t.card[device]}",
             ),
             identity=peer.identity,
             gate=Gate(Members(run.id, self._owner, is_open=True), peer.peer_id),

@@ -20,7 +20,7 @@ from shoal.coordinator.ledger import StepRecord
 from shoal.coordinator.store import PlanStore
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.identity import PeerID
-from shoal.protocol.messages import Advert, CommitReport, Heartbeat, Holding
+from shoal.protocol.messages import Advert, CommitReport, Heartbeat, Holding, LinkReport
 from shoal.protocol.plan import Member, Plan, PlanProof, SignedPlan, Stage, plan_digest
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
@@ -125,6 +125,8 @@ class FakePeer:
     holdings: tuple[Holding, ...] = ()
     commits: list[CommitReport] = field(default_factory=list)
     mates: Callable[[], Sequence["FakePeer"]] = list
+    probed: list[LinkReport] = field(default_factory=list)
+    """What it measures as soon as it is asked."""
 
     @property
     def name(self) -> str:
@@ -150,8 +152,12 @@ class FakePeer:
             self.state = (plan.era, stage) if plan.fresh and self.begins and stage is not None else None
             self.version = plan.restore_version if plan.fresh else 0
 
+    def probe(self, peers: tuple[PeerID, ...]) -> None:
+        self.probed += [LinkReport(peer=peer, round_trip_s=0.04, bytes_per_s=1e7, num_probes=3) for peer in peers]
+
     def heartbeat(self) -> Heartbeat:
         commits, self.commits = tuple(self.commits), []
+        links, self.probed = tuple(self.probed), []
         live = self.coordination.plan
         stage = live.plan.stage_of(self.peer_id) if live else None
         if live is not None and stage is not None and self.state is None:
@@ -170,6 +176,7 @@ class FakePeer:
             draining=self.draining,
             silent=self.silent,
             commits=commits,
+            links=links,
         )
 
 
@@ -220,7 +227,7 @@ class FakeSwarm:
             allocator=self.allocator,
             store=store or PlanStore(port.disk if keeps else None),
             heartbeat=peer.heartbeat,
-            callbacks=Callbacks(on_plan=peer.obey, on_step=peer.steps.append),
+            callbacks=Callbacks(on_plan=peer.obey, on_step=peer.steps.append, on_probe=peer.probe),
             rng=self.world.rng(f"coordination/{name}"),
         )
         self.peers[name] = peer

@@ -14,7 +14,13 @@ from shoal.coordinator.cost.workload import Workload
 from shoal.coordinator.ledger import PATIENCE_HEARTBEATS
 from shoal.coordinator.plan_layout import Layout
 from shoal.coordinator.replan_policy import END_PATIENCE_S, LOOKING_FOR_FIRST, ReplanPolicy
-from shoal.coordinator.search_schedule import FIRST_PATIENCE_S, REST_HEARTBEATS, SETTLE_HEARTBEATS, SearchJob
+from shoal.coordinator.search_schedule import (
+    FIRST_PATIENCE_S,
+    LINKS_PATIENCE_HEARTBEATS,
+    REST_HEARTBEATS,
+    SETTLE_HEARTBEATS,
+    SearchJob,
+)
 from shoal.protocol.identity import PeerID
 from shoal.protocol.layers import stage_layer_keys
 from shoal.protocol.messages import Holding, LinkReport
@@ -70,7 +76,8 @@ def better(make_plan):
 def hear(policy, make_heartbeat):
     def everybody(peers="abcdef", *, now_s=0.0, **says):
         for peer in peers:
-            usual = {"version": 57, "synced": True, "stage": STAGE_OF.get(peer)}
+            links = tuple(LinkReport(other, 0.04, 1e7, 1e7, 3) for other in peers if other != peer)
+            usual = {"version": 57, "synced": True, "stage": STAGE_OF.get(peer), "links": links}
             policy.view.hear(peer, make_heartbeat(peer, **(usual | says)), now_s)
 
     return everybody
@@ -99,6 +106,25 @@ def test_the_first_plan_waits_for_a_search(policy, allocator, hear, better):
     draft, reason = policy.first_plan(1.0)
     assert draft == better
     assert reason == better.reason
+
+
+def test_the_first_plan_waits_for_the_links(policy, allocator, hear):
+    hear(synced=False, stage=None, links=())
+    assert policy.first_plan(0.0) == (None, "measuring the links between 6 peers")
+    asked = {peer: policy.view.probe(PeerID(peer), None, 0.0) for peer in "abcdef"}
+    assert {len(others) for others in asked.values()} == {4}
+    assert policy.view.probe(PeerID("a"), None, 0.5) != asked["a"], "each link is asked for once"
+    hear("abcde", synced=False, stage=None)
+    assert policy.first_plan(0.5)[0] is None
+    hear(synced=False, stage=None)
+    assert isinstance(policy.first_plan(1.0)[0], SearchJob)
+
+
+def test_the_first_plan_does_not_wait_for_links_for_ever(policy, allocator, hear):
+    hear(synced=False, stage=None, links=())
+    assert policy.first_plan(0.0)[0] is None
+    hear(now_s=LINKS_PATIENCE_HEARTBEATS, synced=False, stage=None, links=())
+    assert isinstance(policy.first_plan(LINKS_PATIENCE_HEARTBEATS)[0], SearchJob)
 
 
 def test_a_host_that_is_alone_does_not_wait_for_a_search_of_the_only_layout(allocator, make_heartbeat):
@@ -405,6 +431,7 @@ class Quiet:
                 round_trip_s=self.noisy(0.01 if near[other] else 0.09),
                 bytes_per_s=self.noisy(5e7 if near[other] else 2e6),
                 received_bytes_per_s=self.noisy(5e7 if near[other] else 2e6),
+                num_probes=3,
             )
             for other in told
         )
@@ -448,7 +475,10 @@ def test_a_quiet_hour_of_noisy_measurements_moves_nobody(make_advert, make_heart
         for peer in quiet.peers:
             policy.view.hear(peer, quiet.beat(peer, plan, flop_of, second), float(second))
 
-    hear()
+    while second < 4:
+        hear()
+        second += 1
+    second = 0
     search(policy.first_plan(0.0)[0])
     draft, _ = policy.first_plan(0.0)
     plan = plan_after(None, draft, term=1)

@@ -39,7 +39,7 @@ def snapshot_of(*, speed=1e12, rate=1e7, latency_s=0.05, known=4):
         peers=peers,
         layer_costs=(1.0,) * 6,
         num_stages=3,
-        network=MeasuredNetwork(latency_s=latency_s * between, bytes_per_s=rate * between),
+        network=MeasuredNetwork(latency_s=latency_s * between, bytes_per_s=rate * between, is_certain=between > 0.0),
     )
 
 

@@ -118,6 +118,7 @@ def test_neighbours_measurements_move_a_swarm_once_and_noise_no_more(run_swarm):
                         round_trip_s=(0.01 if near(peer, other) else 0.1) * rng.uniform(0.9, 1.1),
                         bytes_per_s=(1e8 if near(peer, other) else 3e5) * rng.uniform(0.9, 1.1),
                         received_bytes_per_s=(1e8 if near(peer, other) else 3e5) * rng.uniform(0.9, 1.1),
+                        num_probes=3,
                     )
                     for other in chosen
                 )

@@ -11,7 +11,7 @@ import torch
 
 from shoal.peer.arithmetic import TorchArithmetic
 from shoal.peer.data.corpus import Corpus, load_corpus
-from shoal.peer.driver import PeerDriver, Watcher
+from shoal.peer.driver import Claims, PeerDriver, Watcher
 from shoal.peer.replica.flow import Traffic
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.messages import CommitReport, ValidationReport
@@ -80,7 +80,7 @@ class Swarm:
                 arithmetic=TorchArithmetic(self.spec, self.corpus, torch.device("cpu")),
                 traffic=traffic,
                 disk=disk,
-                name=name,
+                claims=Claims(name=name),
                 watcher=Watcher(on_commit=self._committed),
             )
             await driver.start()

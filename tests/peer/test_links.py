@@ -8,7 +8,7 @@ import pytest
 
 from shoal.peer.links import REPORTED_MAX, REPORTS_PER_BEAT, LinkMeter, MeteredTransport
 from shoal.protocol.identity import PeerID
-from shoal.protocol.limits import BULK_CHUNK_BYTES
+from shoal.protocol.limits import BULK_CHUNK_BYTES, LINKS_PER_HEARTBEAT_MAX
 from shoal.protocol.messages import LinkReport
 from shoal.protocol.ports import Payload, Priority
 from shoal.protocol.sim.loop import run
@@ -135,14 +135,14 @@ def test_what_did_not_go_out_says_nothing(clock: Hands, meter: LinkMeter) -> Non
     assert only(meter).bytes_per_s == pytest.approx(1e6)
 
 
-def test_bursts_that_vanish_in_buffers_are_bounded_by_what_a_probe_has_shown(clock: Hands, meter: LinkMeter) -> None:
+def test_frames_count_for_nothing_beside_a_probe(clock: Hands, meter: LinkMeter) -> None:
     peer = PeerID("b")
     meter.probed(LinkReport(peer=peer, round_trip_s=0.1, bytes_per_s=1e6))
     assert only(meter).bytes_per_s == 1e6
     meter.send_begins(peer)
     clock.at_s = 0.001
     meter.send_ends(peer, 1_000_000, left=True)
-    assert only(meter).bytes_per_s == 4e6
+    assert only(meter).bytes_per_s == 1e6
 
 
 def test_chunks_that_are_not_one_behind_the_other_say_nothing(clock: Hands, meter: LinkMeter) -> None:
@@ -158,10 +158,42 @@ def test_the_busiest_links_take_turns(meter: LinkMeter) -> None:
     for number, peer in enumerate(peers):
         meter.called(peer, 0.1)
         meter.received(peer, number)
-    told = [meter.report() for _ in range(REPORTED_MAX // REPORTS_PER_BEAT)]
-    assert {len(reports) for reports in told} == {REPORTS_PER_BEAT}
-    assert [report.peer for reports in told for report in reports] == peers[: -REPORTED_MAX - 1 : -1]
-    assert [report.peer for report in meter.report()] == peers[: -REPORTS_PER_BEAT - 1 : -1]
+    for beat in (LINKS_PER_HEARTBEAT_MAX, REPORTS_PER_BEAT, LINKS_PER_HEARTBEAT_MAX):
+        told = [meter.report() for _ in range(REPORTED_MAX // beat)]
+        assert {len(reports) for reports in told} == {beat}
+        assert [report.peer for reports in told for report in reports] == peers[: -REPORTED_MAX - 1 : -1]
+        if beat == REPORTS_PER_BEAT:
+            meter.tell_all()  # another coordinator hears of all of them soon
+
+
+def test_a_probe_is_told_of_first(meter: LinkMeter) -> None:
+    for number in range(100):
+        meter.called(PeerID(f"p{number:03}"), 0.1)
+    for _ in range(REPORTED_MAX // LINKS_PER_HEARTBEAT_MAX):
+        meter.report()
+    meter.probed(LinkReport(peer=PeerID("p050"), round_trip_s=0.1, bytes_per_s=1e6))
+    told = meter.report()
+    assert (told[0].peer, told[0].num_probes, len(told)) == ("p050", 1, REPORTS_PER_BEAT)
+
+
+def test_a_probe_beside_other_traffic_counts_only_if_it_is_faster(clock: Hands, meter: LinkMeter) -> None:
+    peer, other = PeerID("b"), PeerID("c")
+
+    def probe(bytes_per_s: float, *, is_alone: bool) -> float:
+        mark = meter.mark
+        meter.send_begins(peer)
+        if not is_alone:
+            meter.send_begins(other)
+            meter.send_ends(other, 10, left=True)
+        meter.send_ends(peer, 1000, left=True)
+        meter.probed(LinkReport(peer=peer, round_trip_s=0.1, bytes_per_s=bytes_per_s), since=mark)
+        return max((report.bytes_per_s for report in meter.report() if report.peer == peer), default=0.0)
+
+    assert probe(1e5, is_alone=False) == 0.0
+    assert probe(1e6, is_alone=True) == 1e6
+    assert probe(1e5, is_alone=False) == 1e6
+    assert probe(2e6, is_alone=False) == 2e6
+    assert [probe(5e5, is_alone=True) for _ in range(3)] == [2e6, 2e6, 5e5], "the best of the last three"
 
 
 def test_a_peer_keeps_so_many_links_and_no_more(meter: LinkMeter) -> None:

@@ -38,6 +38,7 @@ def with_network(snapshot):
         network=MeasuredNetwork(
             latency_s=np.where(unknown, np.nan, np.where(near, 0.005, 0.05)),
             bytes_per_s=np.where(unknown, np.nan, np.where(near, 1e8, 1e6)),
+            is_certain=~unknown,
         ),
     )
 

@@ -32,7 +32,7 @@ def test_of_equal_peers_and_unknown_links_no_stage_is_left_to_one_peer() -> None
         layer_costs=workload.layer_flop,
         num_stages=6,
         workload=workload,
-        network=MeasuredNetwork(latency_s=nothing, bytes_per_s=nothing),
+        network=MeasuredNetwork(latency_s=nothing, bytes_per_s=nothing, is_certain=nothing > 0.0),
     )
     layout, _ = EvolutionaryAllocator().search(snapshot, None, seed=0)
     assert layout is not None

@@ -1,0 +1,91 @@
+"""Chooses the links that peers should measure next. Pure.
+
+The coordinator asks for what it does not know (`HeartbeatReply.probe`). Before the first plan each peer measures a few
+links with each heartbeat, as nothing else is on the lines yet. While the run trains it measures one link at a time: one
+that the plan uses and that was measured half a minute ago, else one that is not known, else one that was measured long
+ago. Of several candidates it measures the link towards the peer that has rested longest, so that no line answers many
+probes at once.
+"""
+
+import math
+from collections.abc import Collection, Sequence
+
+from shoal.coordinator.measured import LinkBook
+from shoal.protocol.identity import PeerID
+from shoal.protocol.limits import PROBES_PER_REPLY_MAX
+from shoal.protocol.plan import Plan
+
+PARTNERS_FIRST = 8
+"""The first plan knows so many links of each peer, or all in a smaller swarm."""
+PARTNERS_ENOUGH = 48
+"""A peer with so many known links measures no more: the others are estimated from them."""
+APART_HEARTBEATS = 15.0
+"""The time between two probes of a peer while the run trains."""
+STALE_S = 300.0
+IN_USE_STALE_S = 60.0
+"""A link is measured again after so long, the second if the plan uses it."""
+UNANSWERED_HEARTBEATS = 10.0
+"""A link that was asked for and has not been told of by then is asked for again."""
+
+
+class LinkSurvey:
+    """Who measures the link towards whom.
+
+    Args: links: what is known.
+    """
+
+    def __init__(self, links: LinkBook, heartbeat_s: float) -> None:
+        self._links = links
+        self._heartbeat_s = heartbeat_s
+        self._asked_s: dict[tuple[PeerID, PeerID], float] = {}
+        """(from, towards) -> when that link was asked for last."""
+        self._probed_s: dict[PeerID, float] = {}
+        """When anybody was asked to measure its link towards that peer."""
+        self._asker_s: dict[PeerID, float] = {}
+
+    def forget(self) -> None:
+        """We coordinate now: what we asked for in an earlier term of ours does not count."""
+        self._asked_s, self._probed_s, self._asker_s = {}, {}, {}
+
+    def is_enough(self, peers: Sequence[PeerID]) -> bool:
+        """Whether a first plan can be made: enough links of each peer are known."""
+        wanted = min(PARTNERS_FIRST, len(peers) - 1)
+        here = set(peers)
+        return all(len(here & self._links.known_from(peer)) >= wanted for peer in peers)
+
+    def choose(self, peer: PeerID, others: Collection[PeerID], now_s: float) -> tuple[PeerID, ...]:
+        """The peers towards which `peer` should measure its link before the first plan."""
+        return self._chosen(
+            peer, [p for p in others if self._is_unknown(peer, p, now_s)], now_s, most=PROBES_PER_REPLY_MAX
+        )
+
+    def choose_one(self, peer: PeerID, plan: Plan, now_s: float) -> tuple[PeerID, ...]:
+        """The peer towards which `peer` should measure its link while the run trains; mostly nobody."""
+        if now_s < self._asker_s.get(peer, -math.inf) + APART_HEARTBEATS * self._heartbeat_s:
+            return ()
+        stage = plan.stage_of(peer)
+        near = () if stage is None else plan.stages[max(0, stage - 1) : stage + 2]
+        used = {p for part in near for p in part.peers}
+        candidates = [p for p in used if self._is_stale(peer, p, now_s, IN_USE_STALE_S)]
+        if not candidates:
+            known = self._links.known_from(peer) & set(plan.members)
+            if len(known) < min(PARTNERS_ENOUGH, len(plan.members) - 1):
+                candidates = [p for p in plan.members if p not in known and self._is_unknown(peer, p, now_s)]
+        if not candidates:
+            candidates = [p for p in plan.members if self._is_stale(peer, p, now_s, STALE_S)]
+        return self._chosen(peer, candidates, now_s, most=1)
+
+    def _chosen(self, peer: PeerID, candidates: list[PeerID], now_s: float, *, most: int) -> tuple[PeerID, ...]:
+        candidates = [p for p in candidates if p != peer]
+        candidates.sort(key=lambda p: (self._probed_s.get(p, -math.inf), p < peer, p))
+        for other in candidates[:most]:
+            self._asked_s[peer, other] = self._probed_s[other] = self._asker_s[peer] = now_s
+        return tuple(candidates[:most])
+
+    def _is_unknown(self, peer: PeerID, other: PeerID, now_s: float) -> bool:
+        asked_s = self._asked_s.get((peer, other), -math.inf)
+        known = other in self._links.known_from(peer)
+        return not known and now_s >= asked_s + UNANSWERED_HEARTBEATS * self._heartbeat_s
+
+    def _is_stale(self, peer: PeerID, other: PeerID, now_s: float, stale_s: float) -> bool:
+        return now_s >= self._asked_s.get((peer, other), -math.inf) + stale_s
