@@ -27,7 +27,7 @@ from torch import Tensor
 
 from shoal.deploy.simulate.tiny_run import tiny_corpus
 from shoal.peer.arithmetic import TorchArithmetic
-from shoal.peer.driver import PeerDriver, Watcher
+from shoal.peer.driver import Claims, PeerDriver, Watcher
 from shoal.peer.model.flop import JobFlop
 from shoal.peer.model.layout import num_parameters
 from shoal.peer.model.mixture import ExpertLoads
@@ -247,7 +247,7 @@ async def measure(spec: RunSpec) -> tuple[list[float], float]:
                 spec=spec,
                 arithmetic=Arithmetic(spec, digests, is_hollow=number > 0),
                 disk=None,
-                memory_bytes=1 << 34,
+                claims=Claims(memory_bytes=1 << 34),
                 watcher=Watcher(on_commit=on_commit),
             )
         )

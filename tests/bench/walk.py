@@ -27,7 +27,7 @@ import torch
 import shoal.protocol
 from shoal.deploy.simulate.tiny_run import tiny_corpus, tiny_spec
 from shoal.peer.arithmetic import TorchArithmetic
-from shoal.peer.driver import PeerDriver, Watcher
+from shoal.peer.driver import Claims, PeerDriver, Watcher
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.messages import CommitReport
@@ -162,7 +162,7 @@ async def walk(steps: int) -> tuple[Profile, list[float]]:
             spec=spec,
             arithmetic=TorchArithmetic(spec, tiny_corpus(), torch.device("cpu")),
             disk=None,
-            memory_bytes=1 << 30,
+            claims=Claims(memory_bytes=1 << 30),
             watcher=Watcher(on_commit=on_commit),
         )
         await driver.start()
