@@ -76,7 +76,6 @@ class LinkSurvey:
         return self._chosen(peer, candidates, now_s, most=1)
 
     def _chosen(self, peer: PeerID, candidates: list[PeerID], now_s: float, *, most: int) -> tuple[PeerID, ...]:
-        candidates = [p for p in candidates if p != peer]
         candidates.sort(key=lambda p: (self._probed_s.get(p, -math.inf), p < peer, p))
         for other in candidates[:most]:
             self._asked_s[peer, other] = self._probed_s[other] = self._asker_s[peer] = now_s
@@ -85,7 +84,7 @@ class LinkSurvey:
     def _is_unknown(self, peer: PeerID, other: PeerID, now_s: float) -> bool:
         asked_s = self._asked_s.get((peer, other), -math.inf)
         known = other in self._links.known_from(peer)
-        return not known and now_s >= asked_s + UNANSWERED_HEARTBEATS * self._heartbeat_s
+        return other != peer and not known and now_s >= asked_s + UNANSWERED_HEARTBEATS * self._heartbeat_s
 
     def _is_stale(self, peer: PeerID, other: PeerID, now_s: float, stale_s: float) -> bool:
-        return now_s >= self._asked_s.get((peer, other), -math.inf) + stale_s
+        return other != peer and now_s >= self._asked_s.get((peer, other), -math.inf) + stale_s

@@ -1,0 +1,88 @@
+"""Whom the coordinator asks to measure which link."""
+
+import pytest
+
+from shoal.coordinator.link_survey import (
+    APART_HEARTBEATS,
+    IN_USE_STALE_S,
+    PARTNERS_FIRST,
+    STALE_S,
+    UNANSWERED_HEARTBEATS,
+    LinkSurvey,
+)
+from shoal.coordinator.measured import LinkBook
+from shoal.protocol.identity import PeerID
+from shoal.protocol.limits import PROBES_PER_REPLY_MAX
+from shoal.protocol.messages import LinkReport
+
+PEERS = tuple(PeerID(f"p{number:02}") for number in range(20))
+GROUPS = [list(PEERS[:3]), list(PEERS[3:6])]
+
+
+@pytest.fixture
+def book():
+    return LinkBook()
+
+
+@pytest.fixture
+def survey(book):
+    return LinkSurvey(book, 1.0)
+
+
+def answer(book, peer, others, *, num_probes=1):
+    book.note(peer, [LinkReport(other, 0.02, 1e7, num_probes=num_probes) for other in others])
+
+
+def test_before_the_first_plan_everybody_measures_until_a_few_links_of_each_are_known(book, survey):
+    beats = 0
+    while not survey.is_enough(PEERS):
+        asked = {peer: survey.choose(peer, PEERS, float(beats)) for peer in PEERS}
+        targets = [other for others in asked.values() for other in others]
+        assert all(len(others) == PROBES_PER_REPLY_MAX and peer not in others for peer, others in asked.items())
+        assert max(map(targets.count, PEERS)) <= 2 * PROBES_PER_REPLY_MAX, "no line answers many probes at once"
+        for peer, others in asked.items():
+            answer(book, peer, others)
+        beats += 1
+    assert beats == PARTNERS_FIRST // PROBES_PER_REPLY_MAX
+
+
+def test_of_a_small_swarm_every_link_is_measured(book, survey):
+    for peer in PEERS[:3]:
+        assert not survey.is_enough(PEERS[:3])
+        answer(book, peer, survey.choose(peer, PEERS[:3], 0.0))
+    assert survey.is_enough(PEERS[:3])
+    assert survey.is_enough(PEERS[:1]), "a host that is alone has no links"
+
+
+def test_a_link_is_asked_for_again_if_nothing_was_told_of_it(survey):
+    asked = survey.choose(PEERS[0], PEERS[:4], 0.0)
+    assert len(asked) == 3
+    assert survey.choose(PEERS[0], PEERS[:4], UNANSWERED_HEARTBEATS - 1.0) == ()
+    assert set(survey.choose(PEERS[0], PEERS[:4], UNANSWERED_HEARTBEATS)) == set(asked)
+
+
+def test_what_frames_have_shown_is_no_probe(book, survey):
+    answer(book, PEERS[0], PEERS[1:3], num_probes=0)
+    assert set(survey.choose(PEERS[0], PEERS[:3], 0.0)) == set(PEERS[1:3])
+
+
+def test_while_the_run_trains_links_in_use_come_first_and_one_at_a_time(book, survey, make_plan):
+    plan = make_plan(GROUPS, coordinator=PEERS[0]).plan
+    told = []
+    for second in range(int(6 * APART_HEARTBEATS)):
+        for peer in survey.choose_one(PEERS[0], plan, float(second)):
+            told.append((second, peer))
+            answer(book, PEERS[0], [peer])
+    assert [at for at, _ in told] == [int(APART_HEARTBEATS) * turn for turn in range(len(told))]
+    num_first = int(IN_USE_STALE_S / APART_HEARTBEATS)
+    assert len({peer for _, peer in told[:num_first]}) == num_first, "each in turn"
+
+
+def test_a_known_link_is_measured_again_some_minutes_later(book, survey, make_plan):
+    """The spare at the end is nobody's neighbour."""
+    plan = make_plan([[PEERS[0]], [PEERS[1]], [PEERS[2]]], coordinator=PEERS[0]).plan
+    for other in PEERS[1:3]:
+        answer(book, PEERS[0], [other])
+    asked = [peer for second in range(1, 1000) for peer in survey.choose_one(PEERS[0], plan, float(second))]
+    assert asked.count(PEERS[1]) == pytest.approx(1000 / IN_USE_STALE_S, abs=2)
+    assert asked.count(PEERS[2]) == pytest.approx(1000 / STALE_S, abs=2)
