@@ -9,6 +9,8 @@ import logging
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 
+import msgspec
+
 from shoal.peer.archive import Archive
 from shoal.peer.arithmetic import Arithmetic
 from shoal.peer.carried import CarriedState
@@ -44,6 +46,8 @@ logger = logging.getLogger(__name__)
 _DRAIN_S = 30.0
 _FAREWELL_S = 2.0
 _SILENCE_HEARTBEATS = 3.0
+_FAR_S = 0.002
+"""A peer with a shorter round trip may be on this machine: what goes there does not cross the network card."""
 _QUIET_LOOKS = 20
 _QUIET_LOOK_S = 0.05
 """Before a probe we look so often for a moment in which nothing is being sent."""
@@ -129,6 +133,8 @@ class PeerDriver:
         self._renewing = False
         self._links: dict[PeerID, LinkReport] = {}
         self._probing: asyncio.Task[None] | None = None
+        self._card_bytes_per_s = 0.0
+        """The most that has gone out over several links at once."""
         self._draining = False
         self.pausing = Pausing(clock, tenures=lambda: self._tenures, on_change=self._say_hello)
         self._clock = clock
@@ -300,7 +306,8 @@ class PeerDriver:
         rate = max((link.bytes_per_s for link in self._links.values()), default=0.0)
         at = self._endpoint.transport.addresses()
         name, machine = self._claims.name, self._claims.machine
-        return self._probe.advert(name, rate, at, has_data=self._arithmetic.has_text, machine=machine)
+        advert = self._probe.advert(name, rate, at, has_data=self._arithmetic.has_text)
+        return msgspec.structs.replace(advert, machine=machine, card_bytes_per_s=self._card_bytes_per_s)
 
     def heartbeat(self) -> Heartbeat:
         """Hands over the reports since the last one: the caller must see to it that they arrive."""
@@ -525,6 +532,7 @@ class PeerDriver:
             self._probing = asyncio.create_task(self._probe_links(peers), name="measure links")
 
     async def _probe_links(self, peers: tuple[PeerID, ...]) -> None:
+        measured: list[LinkReport] = []
         for peer in peers:
             for _ in range(_QUIET_LOOKS):
                 if self._meter.is_quiet:
@@ -537,6 +545,10 @@ class PeerDriver:
             if report is not None:
                 self._links[peer] = report
                 self._meter.probed(report, since=mark)
+                if report.round_trip_s >= _FAR_S:
+                    measured.append(report)
+        if len(measured) > 1:
+            self._card_bytes_per_s = max(self._card_bytes_per_s, await self._link_probe.measure_together(measured))
 
     # --- told by the tenures ---
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -22,6 +23,7 @@ _PINGS = 3
 _ECHO_TIMEOUT_S = 20.0
 _QUICK_S = 0.05
 """A frame that takes less says little of a rate: clocks, wake-ups and the way back are as long."""
+_TOGETHER_S = 0.1
 _TRAIN = 4
 """Frames of the last part, which fast links carry in milliseconds."""
 
@@ -34,9 +36,7 @@ class DeviceProbe:
     flop_per_s: float
     memory_bytes: int
 
-    def advert(
-        self, name: str, bytes_per_s: float, addresses: tuple[str, ...], *, has_data: bool, machine: str
-    ) -> Advert:
+    def advert(self, name: str, bytes_per_s: float, addresses: tuple[str, ...], *, has_data: bool) -> Advert:
         """What a peer with this device claims. Args: bytes_per_s: of its best link, 0 if none is known."""
         return Advert(
             name=name,
@@ -47,7 +47,6 @@ class DeviceProbe:
             download_bytes_per_s=bytes_per_s,
             addresses=addresses,
             has_data=has_data,
-            machine=machine,
         )
 
 
@@ -123,6 +122,22 @@ class LinkProbe:
         finally:
             for nonce in nonces:
                 del self._echoes[peer, nonce]
+
+    async def measure_together(self, links: Sequence[LinkReport]) -> float:
+        """Send to several peers at once, to each what its link carries in `_TOGETHER_S`.
+
+        Args: links: as `measure` found them one by one.
+        Returns: bytes/s that went out in all; a network card carries at least so much. 0: somebody did not answer.
+        """
+        frames = [max(1, min(_TRAIN, round(link.bytes_per_s * _TOGETHER_S / BULK_CHUNK_BYTES))) for link in links]
+        sizes = [min(BULK_CHUNK_BYTES, max(4096, int(link.bytes_per_s * _TOGETHER_S))) // 4 * 4 for link in links]
+        probes = zip(links, sizes, frames, strict=True)
+        try:
+            took_s = await asyncio.gather(*(self._echoed(link.peer, size, times=times) for link, size, times in probes))
+        except (Unreachable, Refused, RemoteError):
+            return 0.0
+        seconds = max(s - link.round_trip_s for s, link in zip(took_s, links, strict=True))
+        return sum(size * times for size, times in zip(sizes, frames, strict=True)) / max(seconds, 1e-6)
 
     async def measure_if_possible(self, peer: PeerID) -> LinkReport | None:
         try:

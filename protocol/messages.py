@@ -54,6 +54,8 @@ class Advert(_Part, frozen=True):
     protocol_version: int = PROTOCOL_VERSION
     machine: str = ""
     """The same for peers of one machine, which share its network card. Empty: not known."""
+    card_bytes_per_s: float = 0.0
+    """The most that has gone out over several links at once; 0: not known."""
 
 
 class LinkReport(_Part, frozen=True, array_like=True):

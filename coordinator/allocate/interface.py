@@ -26,6 +26,8 @@ class MeasuredPeer:
     upload_bytes_per_s: float
     memory_bytes: int
     has_data: bool
+    card_bytes_per_s: float = 0.0
+    """What its network card sends over all links at once, as it says; 0: not known."""
     machine: str = ""
     """Peers that name the same one share a network card, as they say. Empty: not known."""
     draining: bool = False
@@ -45,6 +47,7 @@ class MeasuredPeer:
             memory_bytes=max(0, advert.memory_bytes),
             has_data=advert.has_data,
             machine=advert.machine,
+            card_bytes_per_s=_rate(advert.card_bytes_per_s),
             draining=draining,
             synced_stage=synced_stage,
         )

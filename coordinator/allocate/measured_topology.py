@@ -7,7 +7,8 @@
 | rate i -> j              | the least of i's best rate out, j's best rate in, and what links between peers near i   |
 |                          | and near j carry where their own ends could do more: a line between two towns           |
 | a peer without figures   | what it claims; else the swarm's median; else `DEFAULT_LATENCY_S`, `DEFAULT_BYTES_PER_S`|
-| rate of a network card   | the best of its links with other machines: a volunteer's line, not its path, limits it  |
+| rate of a network card   | what has gone out over several links at once, or its best link with another machine; as |
+|                          | much comes in, or what its best link brings                                             |
 | rate of a link that was  | the estimate if that is more: the far end may have been busy                            |
 | probed less than 3 times |                                                                                         |
 | rate inside a machine   | the usual one inside machines                                                           |
@@ -28,6 +29,8 @@ DEFAULT_BYTES_PER_S = 1.25e9
 better not be replicated: two peers of 32 equal ones got 20 of 24 layers.)"""
 SAME_MACHINE_S = 0.001
 """Two peers that name one machine are believed if their latency is less."""
+CARD_MAX = 16.0
+"""A card is believed to carry so many times what its best link carries."""
 NEAR_S = 0.004
 """Links say something of another link whose ends are nearer than about this."""
 LIMITED = 0.75
@@ -51,8 +54,10 @@ def topology_of(snapshot: Snapshot) -> Topology:
     known = np.where(inside, np.nan, network.bytes_per_s)
     claims = np.array([peer.upload_bytes_per_s for peer in peers])
     claims[claims < CLAIM_MIN] = np.nan
-    up = _of_card(_or(_best(known), claims), card)
-    down = _of_card(_or(_best(known.T), np.full(n, np.nan)), card)
+    best = _best(known)
+    cards = np.array([peer.card_bytes_per_s for peer in peers])
+    up = _of_card(np.fmax(_or(best, claims), np.fmin(cards, CARD_MAX * best)), card)
+    down = np.maximum(_of_card(_or(_best(known.T), np.full(n, np.nan)), card), up)
     between = _between(known, up, down, latency)
     ends = np.minimum(up[:, None], down[None, :])
     within = network.bytes_per_s[inside & ~np.isnan(network.bytes_per_s)]

@@ -1,0 +1,74 @@
+"""What a probe says of links and cards whose figures are known."""
+
+import asyncio
+
+import pytest
+
+from shoal.peer.probe import LinkProbe
+from shoal.protocol.endpoint import Endpoint
+from shoal.protocol.messages import LinkReport
+from shoal.protocol.sim.loop import run
+from shoal.protocol.sim.network import uniform
+from shoal.protocol.sim.trust import OpenGate
+from shoal.protocol.sim.world import SimPeer, World
+
+LATENCY_S = 0.03
+
+
+def probed(*, path: float, up: float, others: int) -> tuple[list[LinkReport], float]:
+    """One peer with an uplink of `up` bytes/s measures its links, of `path` bytes/s, one by one and then together."""
+    world = World(1, uniform(LATENCY_S, rate_bytes_per_s=path))
+    ports = [world.add_peer("a", up_bytes_per_s=up), *(world.add_peer(f"b{number}") for number in range(others))]
+
+    def probe_of(port: SimPeer) -> LinkProbe:
+        return LinkProbe(
+            endpoint=Endpoint(port.identity, port.transport, run="run", gate=OpenGate(), first_sequence=0),
+            clock=port.clock,
+        )
+
+    async def main() -> tuple[list[LinkReport], float]:
+        probes = [probe_of(port) for port in ports]
+        for here in ports:
+            for there in ports:
+                await here.transport.introduce(there.peer_id, there.transport.addresses())
+
+        async def measure() -> tuple[list[LinkReport], float]:
+            links = [await probes[0].measure(port.peer_id) for port in ports[1:]]
+            return links, await probes[0].measure_together(links)
+
+        return await ports[0].spawn(measure())
+
+    result = run(main())
+    assert world.failures == []
+    return result
+
+
+@pytest.mark.parametrize("rate", [2.5e6, 1.25e8, 1.25e9], ids=["20 Mbit/s", "1 Gbit/s", "10 Gbit/s"])
+def test_a_probe_finds_round_trip_and_rate(rate: float) -> None:
+    links, _ = probed(path=rate, up=1e12, others=1)
+    assert links[0].round_trip_s == pytest.approx(2 * LATENCY_S, rel=0.05)
+    assert links[0].bytes_per_s == pytest.approx(rate, rel=0.1)
+
+
+def test_together_links_show_what_the_card_carries() -> None:
+    links, together = probed(path=1e7, up=1e9, others=4)
+    assert together == pytest.approx(4e7, rel=0.1), "the paths are the limit: the card carries at least so much"
+    links, together = probed(path=1e9, up=2e7, others=4)
+    assert [link.bytes_per_s for link in links] == pytest.approx([2e7] * 4, rel=0.1)
+    assert together == pytest.approx(2e7, rel=0.1)
+
+
+def test_who_does_not_answer_says_nothing_of_the_card() -> None:
+    world = World(1, uniform(LATENCY_S, rate_bytes_per_s=1e7))
+    port = world.add_peer("a")
+    gone = world.add_peer("b")
+
+    async def main() -> float:
+        endpoint = Endpoint(port.identity, port.transport, run="run", gate=OpenGate(), first_sequence=0)
+        probe = LinkProbe(endpoint=endpoint, clock=port.clock)
+        await port.transport.introduce(gone.peer_id, gone.transport.addresses())
+        world.crash(gone)
+        async with asyncio.timeout(60.0):
+            return await port.spawn(probe.measure_together([LinkReport(gone.peer_id, 0.06, 1e7)] * 2))
+
+    assert run(main()) == 0.0
