@@ -571,6 +571,7 @@ class Coordination:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._moved_on.wait(), self._spec.swarm.heartbeat_s)
         if not self._core.is_coordinator:
+            await self._beat(self._core.coordinator)  # what we did since the last one, which nobody else may report
             await self._endpoint.ask(self._core.coordinator, Leave(), Done, timeout_s=self._timeout_s)
 
     async def _look_up(self) -> None:

@@ -277,5 +277,5 @@ def test_who_leaves_a_run_with_a_stage_for_each_peer_makes_the_others_divide_the
     assert all_.swarm.world.failures == []
     single = [step.loss for step in train(spec, all_.corpus, steps=spec.training.steps)]
     told = all_.swarm.steps
-    assert {*range(had - 1), *range(had, spec.training.steps)} <= told.keys()
+    assert told.keys() == set(range(spec.training.steps))
     assert max(abs((told[step].loss or 0.0) - single[step]) for step in told) < 1e-4
