@@ -259,13 +259,13 @@ class ReplanPolicy:
             return self._announced(live, layout, now_s)
         if layout is not None and keeps_state(layout, live, peers):
             return layout, layout.reason
-        is_off = view.calibration.is_off
+        is_off, has_pace = view.calibration.is_off, view.ledger.pace.usual_step_s > 0.0
         if not live.fresh and self._schedule.is_due(live, swarm, now_s, is_off=is_off):
             snapshot = replace(
                 view.survey.snapshot(peers, live, disks, knows_network=True),
                 seen_tokens_per_s=view.calibration.seen_tokens_per_s,
             )
-            job = self._schedule.begin(snapshot, live, swarm, now_s, seed=sequence, is_off=is_off)
+            job = self._schedule.begin(snapshot, live, swarm, now_s, seed=sequence, is_off=is_off, has_pace=has_pace)
             if job is not None:
                 view.calibration.searched()
             return job, "the pace has changed, or is not what was foreseen: searching" if job and is_off else ""

@@ -157,9 +157,22 @@ class SearchSchedule:
         return min(self._due_s, self._rested_s) if is_off and self._last is not None else self._due_s
 
     def begin(
-        self, snapshot: Snapshot, plan: Plan | None, swarm: Swarm, now_s: float, *, seed: int, is_off: bool = False
+        self,
+        snapshot: Snapshot,
+        plan: Plan | None,
+        swarm: Swarm,
+        now_s: float,
+        *,
+        seed: int,
+        is_off: bool = False,
+        has_pace: bool = True,
     ) -> SearchJob | None:
-        """The search to begin now; None: there is no reason for one. Args: is_off: as in `is_due`."""
+        """The search to begin now; None: there is no reason for one.
+
+        Args:
+            is_off: as in `is_due`.
+            has_pace: the run has made more than one step.
+        """
         places, last = _places(plan), self._last
         if plan is None:
             if self._running is not None and self._running.swarm == swarm:
@@ -167,7 +180,7 @@ class SearchSchedule:
         else:
             apart = self._heartbeat_s * max(1.0, len(snapshot.peers) / REST_PEERS)
             self._due_s = now_s + LOOK_HEARTBEATS * apart
-            if last and last.places is None and last.swarm == swarm and not snapshot.seen_tokens_per_s:
+            if last and last.places is None and last.swarm == swarm and not has_pace:
                 return None  # nothing is new but what probes say beside the first step
             if self._inherited is not None and self._inherited == places and not is_off:
                 self._inherited, self._last = None, _Searched(places, swarm, snapshot)
