@@ -93,7 +93,8 @@ class Departure:
                 tenure.stay(plan)  # as the last one we take traffic until the halt
             elif not saved:
                 await self._halt(tenure, until_s)
-                saved = await self._save(tenure, until_s)
+                if self._is_last(tenure):  # else somebody who stays has come meanwhile
+                    saved = await self._save(tenure, until_s)
             elif not self._may_have_successor(tenure, began_s):
                 return True
             else:
@@ -105,8 +106,8 @@ class Departure:
         group = tenure.core.group
         if not tenure.is_ready or tenure.version >= self._spec.training.steps:
             return False
-        if any(not self._drains(mate, tenure) for mate in group.holders):
-            return False
+        if any(not self._drains(mate, tenure) for mate in group.ready_mates):
+            return False  # whoever is here and in no plan drains too
         rank, _ = group.standing
         return rank == 0
 
