@@ -14,6 +14,7 @@ from shoal.deploy.commands.options import (
     check_writable,
     data_source,
     examples,
+    said_parts,
     said_stages,
 )
 from shoal.deploy.dashboard.address import parse_address
@@ -33,6 +34,7 @@ CHAOS_PEERS = 8
     "shoal demo --peers 4 --stages 2 --steps 50  # smaller and sooner",
     "shoal demo --chaos --seconds 300  # kill a peer every 15 s and watch it mend",
     "shoal demo --moe  # eight experts a layer, spread over six peers, and one who holds the busiest is killed",
+    "shoal demo --stages auto --parts 1,1,2,2,4,4  # unequal devices, which the coordinator divides the layers among",
     "shoal demo --dashboard  # and open http://127.0.0.1:8640/ to see it",
     "shoal demo --data ~/notes --json demo.jsonl  # your own text, and a line a step to a file",
 )
@@ -40,6 +42,9 @@ def demo(
     peers: Annotated[int | None, typer.Option(min=1, help="Peer processes. Default: 6; with --chaos 8.")] = None,
     stages: Annotated[
         str, typer.Option(metavar="N|auto", help="Pipeline stages, at most. Default: the spec's, 3 of the demo.")
+    ] = "",
+    parts: Annotated[
+        str, typer.Option(metavar="A,B,…", help="How the cores are divided among the peers. Default: as they like.")
     ] = "",
     steps: Annotated[int | None, typer.Option(min=1, help="Steps of the run. Default: the demo's.")] = None,
     seconds: Annotated[float | None, typer.Option(min=0, help="Stop after this long, finished or not.")] = None,
@@ -80,6 +85,7 @@ def demo(
     chosen = DemoOptions(
         spec=with_changes(base, changes),
         peers=peers,
+        parts=said_parts(parts) if parts else None,
         folder=places.claim_folder(folder).path,
         seconds_max=seconds,
         json_path=json,

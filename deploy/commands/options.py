@@ -1,6 +1,7 @@
 """Has what several commands share: options, examples, logging."""
 
 import logging
+import math
 import re
 import sys
 from collections.abc import Callable
@@ -129,6 +130,17 @@ def said_stages(text: str) -> int | str:
     if not text.isdecimal() or not 0 < int(text[:9]) <= STAGES_MAX:
         raise LocalError(f"--stages is a number from 1 to {STAGES_MAX}, or {AUTO_STAGES}; not {text!r}")
     return int(text)
+
+
+def said_parts(text: str) -> tuple[float, ...]:
+    """The value of `--parts`. Raises: LocalError."""
+    try:
+        parts = tuple(float(word) for word in text.split(","))
+    except ValueError:
+        parts = ()
+    if not parts or not all(0.0 < part < math.inf for part in parts):
+        raise LocalError(f"--parts is numbers above 0 with commas between them, such as 1,1,2,4; not {text!r}")
+    return parts
 
 
 def check_writable(path: Path) -> None:

@@ -55,9 +55,20 @@ class Crew:
     spec_path: of the run that the host starts.
     data: the run's text, if it is not what every machine has.
     tokenizer: the run's tokenizer.json, if it has one.
+    parts: how this machine's cores are divided among the peers, in the order of their first starts; those that come
+        after have as much as the last. None: nobody is held back.
     """
 
-    def __init__(self, swarm: Swarm, *, folder: Path, spec_path: Path, data: str, tokenizer: str = "") -> None:
+    def __init__(
+        self,
+        swarm: Swarm,
+        *,
+        folder: Path,
+        spec_path: Path,
+        data: str,
+        tokenizer: str = "",
+        parts: Sequence[float] | None = None,
+    ) -> None:
         self.members: list[Member] = []
         """The members in the order of their starts."""
         self.invite = ""
@@ -67,6 +78,9 @@ class Crew:
         self._spec_path = spec_path
         self._text = [*(["--data", data] if data else []), *(["--tokenizer", tokenizer] if tokenizer else [])]
         self._numbers = itertools.count(1)
+        self._parts = parts
+        self._shares: dict[str, float] = {}
+        """By name, what each may take of one core's time."""
 
     @property
     def peers_folder(self) -> Path:
@@ -95,6 +109,8 @@ class Crew:
             common += self._text
         # All alike: a host does not stand back behind other programs, and who joins it would.
         common += ["--limit", "nice=0"]
+        if self._parts is not None:
+            common += ["--limit", f"compute_share={self._share_of(name, self._parts):.3f}"]
         argv = [*CLI, *what, *common, "--threads", "1", "--device", "cpu", "--no-record", "--reports"]
         for folder in (self.peers_folder, self.logs):
             folder.mkdir(parents=True, exist_ok=True)
@@ -102,6 +118,13 @@ class Crew:
         member = Member(child=child)
         self.members.append(member)
         return member
+
+    def _share_of(self, name: str, parts: Sequence[float]) -> float:
+        """What `name` may take of a core's time; who comes back has what it had."""
+        if name not in self._shares:
+            part = parts[min(len(self._shares), len(parts) - 1)]
+            self._shares[name] = min(1.0, part / sum(parts) * (os.cpu_count() or 1))
+        return self._shares[name]
 
     async def let_in(self, member: Member) -> None:
         """Hand the member an invite to those who are there now."""

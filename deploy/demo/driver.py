@@ -45,6 +45,8 @@ _EVERYWHERE = DataSpec()
 class DemoOptions:
     spec: RunSpec
     peers: int
+    parts: tuple[float, ...] | None = None
+    """How the machine's cores are divided among the peers; None: nobody is held back."""
     folder: Path
     """Logs, peers' state and the snapshot go here."""
     seconds_max: float | None = None
@@ -78,6 +80,7 @@ class Demo:
             # What a volunteer must name because a stranger has chosen it is the user's own here.
             data=data.source if data.source != _EVERYWHERE.source else "",
             tokenizer=data.tokenizer if data.tokenizer != _EVERYWHERE.tokenizer else "",
+            parts=options.parts,
         )
         self._changed = asyncio.Event()
         self._interrupts = 0

@@ -8,9 +8,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from shoal.deploy.commands.options import said_parts
 from shoal.deploy.demo.crew import Crew, Member
 from shoal.deploy.demo.swarm import Swarm
 from shoal.deploy.report import Joined, Ready
+from shoal.protocol.errors import LocalError
 from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.invite import make_invite, parse_invite
 from shoal.protocol.limits import ADDRESSES_MAX
@@ -109,6 +113,31 @@ def test_those_who_join_are_told_what_the_host_reads_in_its_spec(tmp_path: Path)
     assert "--data /text --tokenizer /t.json" in join
     assert "--data" not in host
     assert "--tokenizer" not in host
+
+
+def test_the_cores_are_divided_and_who_comes_back_has_what_it_had(tmp_path: Path, monkeypatch: Any) -> None:
+    started: list[str] = []
+
+    class Starting(PretendSwarm):
+        async def start(self, name: str, argv: Any, **_: Any) -> Any:
+            started.append(next(word for word in argv if word.startswith("compute_share=")))
+            return SimpleNamespace(name=name, is_running=True)
+
+    monkeypatch.setattr("shoal.deploy.demo.crew.os.cpu_count", lambda: 2)
+    crew = Crew(Starting(), folder=tmp_path, spec_path=tmp_path / "run.toml", data="", parts=(1.0, 2.0, 5.0))
+
+    async def start() -> None:
+        for name in ("", "", "", "", "peer-1"):
+            await crew.start(name)
+
+    asyncio.run(start())
+    assert [word.removeprefix("compute_share=") for word in started] == ["0.250", "0.500", "1.000", "1.000", "0.250"]
+
+
+@pytest.mark.parametrize("text", ["", "1,,2", "1,x", "0,1", "-1", "inf", "nan"])
+def test_parts_that_are_none_are_refused(text: str) -> None:
+    with pytest.raises(LocalError, match="--parts is numbers above 0"):
+        said_parts(text)
 
 
 def test_what_the_killed_leave_in_the_systems_folder_is_removed_at_the_end(tmp_path: Path) -> None:
