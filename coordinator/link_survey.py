@@ -1,10 +1,11 @@
 """Chooses the links that peers should measure next. Pure.
 
 The coordinator asks for what it does not know (`HeartbeatReply.probe`). Before the first plan each peer measures a few
-links with each heartbeat, as nothing else is on the lines yet. While the run trains it measures one link at a time: one
-that the plan uses and that was measured half a minute ago, else one that is not known, else one that was measured long
-ago. Of several candidates it measures the link towards the peer that has rested longest, so that no line answers many
-probes at once.
+links with each heartbeat, as nothing else is on the lines yet. While the run trains a spare measures one link with each
+heartbeat until a few are known, so that a search can find a place for it. Everybody else measures one link at a time:
+one towards a spare of which nobody has told, else one that the plan uses and that was measured half a minute ago, else
+one that is not known, else one that was measured long ago. Of several candidates a peer measures the link towards the
+peer that has rested longest, so that no line answers many probes at once.
 """
 
 import math
@@ -16,7 +17,7 @@ from shoal.protocol.limits import PROBES_PER_REPLY_MAX
 from shoal.protocol.plan import Plan
 
 PARTNERS_FIRST = 8
-"""The first plan knows so many links of each peer, or all in a smaller swarm."""
+"""The first plan knows so many links of each peer, or all in a smaller swarm; so does the first search with a spare."""
 PARTNERS_ENOUGH = 48
 """A peer with so many known links measures no more: the others are estimated from them."""
 APART_HEARTBEATS = 15.0
@@ -49,9 +50,11 @@ class LinkSurvey:
 
     def is_enough(self, peers: Sequence[PeerID]) -> bool:
         """Whether a first plan can be made: enough links of each peer are known."""
-        wanted = min(PARTNERS_FIRST, len(peers) - 1)
-        here = set(peers)
-        return all(len(here & self._links.known_from(peer)) >= wanted for peer in peers)
+        return all(self.is_known(peer, peers) for peer in peers)
+
+    def is_known(self, peer: PeerID, others: Collection[PeerID]) -> bool:
+        """Whether enough links of `peer` to others are known to find a place for it."""
+        return len(self._links.known_from(peer).intersection(others)) >= min(PARTNERS_FIRST, len(others) - 1)
 
     def choose(self, peer: PeerID, others: Collection[PeerID], now_s: float) -> tuple[PeerID, ...]:
         """The peers towards which `peer` should measure its link before the first plan."""
@@ -61,8 +64,17 @@ class LinkSurvey:
 
     def choose_one(self, peer: PeerID, plan: Plan, now_s: float) -> tuple[PeerID, ...]:
         """The peer towards which `peer` should measure its link while the run trains; mostly nobody."""
+        if peer in plan.spares and not self.is_known(peer, plan.members):
+            workers = [p for stage in plan.stages for p in stage.peers]
+            candidates = [p for p in workers if self._is_unknown(peer, p, now_s)]
+            candidates = candidates or [p for p in plan.members if self._is_unknown(peer, p, now_s)]
+            return self._chosen(peer, candidates, now_s, most=1)
         if now_s < self._asker_s.get(peer, -math.inf) + APART_HEARTBEATS * self._heartbeat_s:
             return ()
+        unheard = [p for p in plan.spares if p not in self._links.targets]
+        candidates = [p for p in unheard if self._is_unknown(peer, p, now_s)]
+        if candidates:
+            return self._chosen(peer, candidates, now_s, most=1)
         stage = plan.stage_of(peer)
         near = () if stage is None else plan.stages[max(0, stage - 1) : stage + 2]
         used = {p for part in near for p in part.peers}

@@ -107,6 +107,8 @@ class LinkBook:
 
     def __init__(self) -> None:
         self._links: dict[PeerID, OrderedDict[PeerID, _Link]] = {}
+        self.targets: set[PeerID] = set()
+        """The peers towards which another one has probed its link."""
 
     def note(self, reporter: PeerID, reports: Iterable[LinkReport]) -> None:
         """Note the links in a heartbeat of `reporter`, which may say anything."""
@@ -120,12 +122,15 @@ class LinkBook:
             _add(link.sent, report.bytes_per_s)
             _add(link.received, report.received_bytes_per_s)
             link.num_probes = min(max(report.num_probes, 0), PROBES_CERTAIN)
+            if link.num_probes:
+                self.targets.add(report.peer)
             if len(links) > LINKS_KEPT_MAX:
                 links.popitem(last=False)
 
     def keep(self, peers: Collection[PeerID]) -> None:
         """Forget what all other peers have said."""
         self._links = {peer: links for peer, links in self._links.items() if peer in peers}
+        self.targets = {t for links in self._links.values() for t, link in links.items() if link.num_probes}
 
     def seen_by_others(self) -> frozenset[PeerID]:
         """The peers from which another peer has received anything."""

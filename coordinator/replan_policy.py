@@ -24,6 +24,9 @@ from shoal.protocol.plan import Mandate, Plan, SignedPlan, Stage
 LOOKING_FOR_FIRST = "looking for a first layout"
 RETURN_S_MAX = 600.0
 """The run waits at most so long for a silent peer that has what nobody else has."""
+RETURN_HEARTBEATS = 10.0
+"""It waits at least so long. Going back takes about as long itself, with its plan, its votes, the snapshots that are
+read and the pipeline that fills; and a peer whose network daemon has died is back by then."""
 NOTICE_HEARTBEATS = 3.0
 """A plan that ends at a version is known to everybody after so long: our view of the versions is a heartbeat old, and
 the plan needs two round trips and the votes."""
@@ -336,8 +339,8 @@ class ReplanPolicy:
         more).
 
         A peer that holds the last state of `group` and falls silent may only have been stopped. The run waits for as
-        long as it would take to train again what would be lost, so that waiting in vain costs no more than going back
-        in vain.
+        long as it would take to go back and to train again what would be lost, so that waiting in vain costs no more
+        than going back in vain.
         """
         view = self.view
         idle_s, step_s = view.ledger.pace.idle_s(now_s), view.ledger.pace.usual_step_s
@@ -345,7 +348,7 @@ class ReplanPolicy:
             return ""
         beginning = self._beginning(live, disks)
         steps = view.version_max - beginning.version
-        wait_s = min(steps * step_s, RETURN_S_MAX)
+        wait_s = min(RETURN_HEARTBEATS * self._heartbeat_s + steps * step_s, RETURN_S_MAX)
         silent = [
             member.peer
             for member in live.group_members(group)

@@ -1,8 +1,10 @@
 """The live coordinator's allocator: it repairs at once and searches behind that. Pure.
 
 A change is answered within milliseconds by the greedy rules (`greedy.py`): lost peers are replaced from the spares,
-newcomers go where speed is least, nobody else moves, and shares follow the throughput objective. A search
-(`planner.py`) then looks for something better, which must earn its moves:
+nobody else moves, and shares follow the throughput objective. A newcomer is a spare at first, since nothing is known of
+its links and the state that it would fetch takes its holders' uplinks from the step; only a stage with fewer than
+`HOLDERS_MIN` holders takes one in at once. A search (`planner.py`) then looks for something better, with newcomers or
+without, which must earn its moves:
 
 - It gains `MARGIN` of tokens/s or more, by the objective, beyond what noise could pretend.
 - It should be faster than the live layout is seen to be.
@@ -15,6 +17,7 @@ newcomers go where speed is least, nobody else moves, and shares follow the thro
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from itertools import pairwise
 
 import numpy as np
@@ -43,9 +46,9 @@ STAY = 0.5
 """A search leaves this part of a stage's holders there, rounded up: a peer that comes must be able to fetch the
 state."""
 HOLDERS_MIN = 2
-"""A search leaves no stage with fewer holders if it had as many, and newcomers go first to a stage that has fewer.
-Where volunteers come and go, a lone holder's death costs everybody the steps since the last snapshot, which no layout
-is worth."""
+"""A search leaves no stage with fewer holders if it had as many, and a stage that has fewer takes in a newcomer at
+once. Where volunteers come and go, a lone holder's death costs everybody the steps since the last snapshot, which no
+layout is worth."""
 SMALL_DEVICES = 32
 """A search over fewer devices spends in proportion less than the planner's own budget: there is less to find."""
 
@@ -62,17 +65,19 @@ class EvolutionaryAllocator:
 
     def __init__(self) -> None:
         self._greedy = GreedyAllocator()
+        self._can_search = find_spec("numba") is not None
 
     def allocate(self, snapshot: Snapshot, previous: Plan | None, *, seed: int) -> Layout:
         if snapshot.network is None or snapshot.workload is None:
-            return self._arrange(snapshot, previous, seed, _aside(snapshot, previous, None), None)
+            aside = _aside(snapshot, previous, None, with_newcomers=self._can_search)
+            return self._arrange(snapshot, previous, seed, aside, None)
         topology = topology_of(snapshot)
         if previous is None and snapshot.num_stages is None:
             placement, _ = plan_at_once(topology, snapshot.workload)
             stages, spares = _stages_of(snapshot, topology, snapshot.workload, placement)
             return Layout(stages=stages, spares=spares, reason=first_reason(len(snapshot.peers), len(stages)))
         place = _Place(topology, snapshot.workload)
-        aside = _aside(snapshot, previous, place)
+        aside = _aside(snapshot, previous, place, with_newcomers=self._can_search)
         known = {*aside, *(peer for stage in previous.stages for peer in stage.peers)} if previous else set()
         few = sum(peer.peer not in known for peer in snapshot.peers) <= NEWCOMERS_MAX
         choose = place.choose if previous and few else None
@@ -145,22 +150,32 @@ class _Place:
         }
 
 
-def _aside(snapshot: Snapshot, previous: Plan | None, place: _Place | None) -> tuple[PeerID, ...]:
-    """The spares of `previous` that are not needed now, because they would slow the others down. As many as were lost
-    since take part again, those that help most."""
-    if previous is None or not previous.spares:
+def _aside(
+    snapshot: Snapshot, previous: Plan | None, place: _Place | None, *, with_newcomers: bool
+) -> tuple[PeerID, ...]:
+    """The spares that are not needed now, because they would slow the others down. As many as were lost since the
+    previous plan, or as the stages lack of `HOLDERS_MIN`, take part, those that help most.
+
+    Args: with_newcomers: who is new is a spare too; else everybody who is new takes part.
+    """
+    if previous is None:
         return ()
     by_id = {peer.peer: peer for peer in snapshot.peers}
     slots = slots_of(snapshot, previous, by_id)
+    known = {*previous.spares, *(peer for stage in previous.stages for peer in stage.peers)}
+    newcomers = [p.peer for p in snapshot.peers if p.peer not in known and not p.draining] if with_newcomers else []
+    free = [*(p for p in previous.spares if p in by_id), *newcomers]
     num_lost = sum(len(stage.peers) for stage in previous.stages) - sum(len(slot.stayers) for slot in slots)
-    spares = sorted((p for p in previous.spares if p in by_id), key=lambda peer: (-by_id[peer].flop_per_s, peer))
-    if place is not None and 0 < num_lost < len(spares):
+    num_lacking = sum(max(0, HOLDERS_MIN - len(slot.stayers)) for slot in slots) if with_newcomers else 0
+    num_needed = max(num_lost, num_lacking)
+    free.sort(key=lambda peer: (-by_id[peer].flop_per_s, peer))
+    if place is not None and 0 < num_needed < len(free):
         best: dict[PeerID, float] = {}
-        for spare in spares[:SPARES_TRIED]:
-            fitting = [slot for slot in slots if slot.admits(by_id[spare])]
-            best[spare] = min(place.seconds(slots, fitting, by_id[spare]).values(), default=math.inf)
-        spares.sort(key=lambda spare: best.get(spare, math.inf))
-    return tuple(sorted(spares[num_lost:]))
+        for peer in free[:SPARES_TRIED]:
+            fitting = [slot for slot in slots if slot.admits(by_id[peer])]
+            best[peer] = min(place.seconds(slots, fitting, by_id[peer]).values(), default=math.inf)
+        free.sort(key=lambda peer: best.get(peer, math.inf))
+    return tuple(sorted(free[num_needed:]))
 
 
 def _first(snapshot: Snapshot, seed: int) -> tuple[Layout, str]:

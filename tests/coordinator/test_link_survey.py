@@ -86,3 +86,23 @@ def test_a_known_link_is_measured_again_some_minutes_later(book, survey, make_pl
     asked = [peer for second in range(1, 1000) for peer in survey.choose_one(PEERS[0], plan, float(second))]
     assert asked.count(PEERS[1]) == pytest.approx(1000 / IN_USE_STALE_S, abs=2)
     assert asked.count(PEERS[2]) == pytest.approx(1000 / STALE_S, abs=2)
+
+
+def test_a_spare_measures_a_link_with_each_heartbeat_until_a_few_are_known(book, survey, make_plan):
+    plan = make_plan(GROUPS, coordinator=PEERS[0], spares=PEERS[6:]).plan
+    told = []
+    for second in range(4 * PARTNERS_FIRST):
+        told += survey.choose_one(PEERS[6], plan, float(second))
+        answer(book, PEERS[6], told[-1:])
+    assert len(set(told[:PARTNERS_FIRST])) == PARTNERS_FIRST
+    workers = {peer for group in GROUPS for peer in group}
+    assert set(told[: len(workers)]) == workers, "those that it would work with come first"
+    assert len(told) <= PARTNERS_FIRST + 3, "then as seldom as everybody"
+
+
+def test_a_member_measures_the_way_to_a_spare_of_which_nobody_has_told(book, survey, make_plan):
+    plan = make_plan(GROUPS, coordinator=PEERS[0], spares=PEERS[6:8]).plan
+    answer(book, PEERS[1], [PEERS[6]])
+    assert survey.choose_one(PEERS[0], plan, 0.0) == (PEERS[7],)
+    answer(book, PEERS[0], [PEERS[7]])
+    assert set(survey.choose_one(PEERS[2], plan, 0.0)) <= {*GROUPS[0], *GROUPS[1]}

@@ -241,12 +241,31 @@ def test_spares_come_back_when_without_them_there_is_no_layout():
     assert sorted(len(group) for group in groups(layout)) == [1, 1, 1]
 
 
-def test_a_newcomer_goes_where_its_network_makes_it_useful():
+def test_a_newcomer_is_a_spare_until_a_search_has_a_place_for_it():
+    previous = plan_of([["a", "b"], ["e", "f"], ["i", "j"]])
+    names = "abcefij"
+    layout = ALLOCATOR.allocate(snapshot_of(names, previous=previous), previous, seed=2)
+    assert (groups(layout), layout.spares) == ([{"a", "b"}, {"e", "f"}, {"i", "j"}], ("c",))
+    previous = replace_stages(previous, layout)
+    says = {"i": {"flop_per_s": 1e13}, "j": {"flop_per_s": 1e13}} | {p: {"flop_per_s": 2e9} for p in "abc"}
+    found, _ = ALLOCATOR.search(snapshot_of(names, previous=previous, says=says), previous, seed=2)
+    assert found is not None
+    assert any({"a", "b", "c"} <= group for group in groups(found)), "with those of its city"
+
+
+def test_of_newcomers_those_that_help_most_join_a_stage_that_lacks_holders():
+    previous = plan_of([["a", "b"], ["e"], ["i", "j"]])
+    layout = ALLOCATOR.allocate(snapshot_of("abcefijk", previous=previous), previous, seed=2)
+    assert (groups(layout), layout.spares) == ([{"a", "b"}, {"e", "f"}, {"i", "j"}], ("c", "k"))
+
+
+def test_without_a_search_a_newcomer_goes_where_its_network_makes_it_useful(monkeypatch):
+    monkeypatch.setattr(live_allocator, "find_spec", lambda _: None)
     previous = plan_of([["a", "b", "c"], ["e", "f", "g", "h"], ["i", "j", "k"]])
     snapshot = snapshot_of("abcdefghijk", previous=previous)
     snapshot.network.bytes_per_s[3, 4:] /= 10.0
     snapshot.network.bytes_per_s[4:, 3] /= 10.0
-    layout = ALLOCATOR.allocate(snapshot, previous, seed=2)
+    layout = EvolutionaryAllocator().allocate(snapshot, previous, seed=2)
     by_speed = GreedyAllocator().allocate(snapshot, previous, seed=2)
     assert "d" in groups(by_speed)[2], "where speed is least, in another city"
     assert "d" in groups(layout)[0]
