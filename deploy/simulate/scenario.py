@@ -1,19 +1,21 @@
 """Reads what to simulate: TOML, a network file or a shipped name becomes a frozen `Scenario`.
 
 `SCENARIOS.md` beside this module walks through a file. Sections `[model]`, `[training]` and `[wire]` are those of a run
-spec (`protocol/spec.py`), `[network]` is in `regions.py`, `[[strategy]]` in `strategy.py`.
+spec (`protocol/spec.py`), `[network]` is in `regions.py`, `[[strategy]]` in `strategy.py`. Of `[experts]` the run spec
+gets what its `swarm` knows.
 """
 
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from shoal.deploy.simulate.regions import NetworkSection, Section, require, topology_of
 from shoal.deploy.simulate.strategy import Strategy
 from shoal.protocol.errors import LocalError, ShoalError
+from shoal.protocol.limits import EXPERTS_MAX, PEERS_MAX
 from shoal.protocol.spec import ModelSpec, OptimizerSpec, RunSpec, SwarmSpec, TrainingSpec, WireSpec
 from shoal.protocol.toml.complaint import complaint
 from shoal.protocol.toml.defaults import fill_in
@@ -45,6 +47,28 @@ class ChurnSection(Section, frozen=True):
         require(0.0 < self.speedup < math.inf, f"speedup must be positive, is {self.speedup}")
 
 
+class ExpertsSection(Section, frozen=True):
+    """Says where the experts of the model are: placed among the members of each stage. How many there are, and how many
+    a token is sent to, the model says (`num_experts`, `experts_per_token`)."""
+
+    slots: int
+    """The capacity of a member: how many experts of each of its layers it holds."""
+    holders: int | Literal["auto"] = "auto"
+    """How many members of a stage hold each expert at least, whatever `slots` says, if it has so many. "auto": as many
+    as in a run that does not say. Which members they are, and who holds more, the coordinators decide by the load."""
+    loads: tuple[float, ...] = ()
+    """What part of the tokens wants each expert, of any scale; empty: all alike."""
+
+    def __post_init__(self) -> None:
+        require(0 < self.slots <= EXPERTS_MAX, f"slots must be in [1, {EXPERTS_MAX}], is {self.slots}")
+        if self.holders != "auto":
+            require(0 < self.holders <= PEERS_MAX, f"holders must be in [1, {PEERS_MAX}], is {self.holders}")
+        require(
+            all(0.0 <= load < math.inf for load in self.loads) and (not self.loads or sum(self.loads) > 0.0),
+            "loads must be 0 or more, and one of them more",
+        )
+
+
 class ScenarioFile(Section, frozen=True):
     """The TOML file."""
 
@@ -59,6 +83,8 @@ class ScenarioFile(Section, frozen=True):
     model: ModelSpec = msgspec.field(default_factory=ModelSpec)
     training: TrainingSpec = msgspec.field(default_factory=TrainingSpec)
     wire: WireSpec = msgspec.field(default_factory=WireSpec)
+    experts: ExpertsSection | None = None
+    """None: each member of a stage holds all experts of its layers, if the model has any."""
     churn: ChurnSection | None = None
     strategy: tuple[Strategy, ...] = ()
     """The strategies to compare; none given: those of `strategy.DEFAULT`, or `CHURN_DEFAULT`."""
@@ -73,8 +99,18 @@ class ScenarioFile(Section, frozen=True):
             f"stages must be in [1, {self.model.num_layers}], is {self.stages}",
         )
         require(len(self.strategy) <= STRATEGIES_MAX, f"more than {STRATEGIES_MAX} strategies")
+        if self.experts is not None:
+            self._check_experts(self.experts)
         names = [strategy.name for strategy in self.strategy]
         require(len(set(names)) == len(names), "two strategies have one name")
+
+    def _check_experts(self, experts: ExpertsSection) -> None:
+        num_experts = self.model.num_experts
+        require(num_experts > 0, "[experts] means nothing in a dense model: model.num_experts is 0 or missing")
+        require(experts.slots <= num_experts, f"experts.slots is {experts.slots}, of {num_experts} experts")
+        require(
+            len(experts.loads) in (0, num_experts), f"experts.loads has {len(experts.loads)} of {num_experts} experts"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -94,6 +130,8 @@ class Scenario:
     """The constants of the DT-FM objective, where the network file has them."""
     trace: Path | None
     churn: ChurnSection | None
+    expert_loads: tuple[float, ...] = ()
+    """What part of the tokens wants each expert; empty: all alike, or none are placed."""
     strategies: tuple[Strategy, ...]
     """Empty: those of `strategy.DEFAULT`, or `CHURN_DEFAULT`."""
 
@@ -150,7 +188,8 @@ def load_scenario(path: Path) -> Scenario:
             raise LocalError(f"{path}: {error}") from error
     steps = file.steps or (STEPS if file.seconds is None and file.churn is None else STEPS_MAX)
     try:
-        spec = _spec(path.stem, file.model, msgspec.structs.replace(file.training, steps=steps), file.wire)
+        training = msgspec.structs.replace(file.training, steps=steps)
+        spec = _spec(path.stem, file.model, training, file.wire, file.experts)
     except ValueError as error:
         raise LocalError(f"{path} is no scenario: {error}") from error
     trace = None
@@ -169,6 +208,7 @@ def load_scenario(path: Path) -> Scenario:
         paper=network.workload if network is not None else None,
         trace=trace,
         churn=file.churn,
+        expert_loads=file.experts.loads if file.experts is not None else (),
         strategies=file.strategy,
     )
 
@@ -222,12 +262,21 @@ def run_of_workload(paper: WorkloadEntry | None) -> tuple[ModelSpec, TrainingSpe
     return model, training
 
 
-def _spec(name: str, model: ModelSpec, training: TrainingSpec, wire: WireSpec) -> RunSpec:
+def _spec(
+    name: str, model: ModelSpec, training: TrainingSpec, wire: WireSpec, experts: ExpertsSection | None = None
+) -> RunSpec:
     return RunSpec(
         name=name[:64],
         model=model,
         training=msgspec.structs.replace(training, validation_interval_steps=0),
         wire=wire,
         optimizer=OptimizerSpec(warmup_steps=0),
-        swarm=SwarmSpec(),
+        swarm=_swarm(experts),
     )
+
+
+def _swarm(experts: ExpertsSection | None) -> SwarmSpec:
+    if experts is None:
+        return SwarmSpec()
+    swarm = SwarmSpec(expert_slots=experts.slots)
+    return swarm if experts.holders == "auto" else msgspec.structs.replace(swarm, expert_replicas=experts.holders)

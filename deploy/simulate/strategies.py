@@ -242,6 +242,7 @@ def play(scenario: Scenario, prepared: Prepared, options: Options, *, patience: 
             churn=prepared.churn,
             limits=limits,
             record_timeline=options.timeline,
+            expert_loads=scenario.expert_loads or None,
             on_progress=options.on_progress,
         )
         result = run_modelled(run)
@@ -275,7 +276,10 @@ def spec_of(scenario: Scenario, strategy: Strategy) -> RunSpec:
     training = spec.training
     if strategy.s_max is not None:
         training = msgspec.structs.replace(training, s_max=strategy.s_max)
-    return msgspec.structs.replace(spec, training=training, wire=strategy.wire or spec.wire)
+    swarm = spec.swarm
+    if not strategy.experts:
+        swarm = msgspec.structs.replace(swarm, expert_slots=0)
+    return msgspec.structs.replace(spec, training=training, wire=strategy.wire or spec.wire, swarm=swarm)
 
 
 def _request(

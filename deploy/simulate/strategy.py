@@ -23,6 +23,8 @@ class Strategy(Section, frozen=True):
     """How many stages there are; None: as the scenario says, and else what the planner finds best."""
     churn: bool = True
     """False: nobody comes or goes, whatever the scenario says."""
+    experts: bool = True
+    """False: no expert is placed, whatever the scenario says: each member of a stage holds all of its layers."""
 
     def __post_init__(self) -> None:
         require(0 < len(self.name) <= 40, "a strategy's name must have 1 to 40 characters")

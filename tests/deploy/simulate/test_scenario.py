@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 from shoal.deploy.simulate.scenario import SHIPPED, Scenario, find_scenario, load_scenario, shipped_names
+from shoal.deploy.simulate.strategies import spec_of
 from shoal.protocol.errors import LocalError
+from shoal.protocol.spec import SwarmSpec
 
 TWO_PLACES = """
 [network]
@@ -94,6 +96,29 @@ def test_a_network_alone_is_a_scenario(tmp_path: Path) -> None:
     assert found.spec.tokens_per_step == 8192
 
 
+EXPERTS = "[model]\nnum_experts = 4\n[experts]\nslots = 3\n"
+
+
+def test_experts_are_placed_where_the_file_says_so(tmp_path: Path) -> None:
+    found = scenario(tmp_path, EXPERTS + "holders = 3\nloads = [4, 2, 1, 1]\n" + TWO_PLACES)
+    assert (found.spec.swarm.expert_slots, found.spec.swarm.expert_replicas) == (3, 3)
+    assert found.expert_loads == (4.0, 2.0, 1.0, 1.0)
+    auto = scenario(tmp_path, EXPERTS + 'holders = "auto"\n' + TWO_PLACES)
+    assert (auto.spec.swarm.expert_slots, auto.spec.swarm.expert_replicas) == (3, SwarmSpec().expert_replicas)
+    assert auto.expert_loads == ()
+
+
+def test_experts_that_no_section_places_are_held_whole(tmp_path: Path) -> None:
+    found = scenario(tmp_path, "[model]\nnum_experts = 4\n" + TWO_PLACES)
+    assert (found.spec.model.num_experts, found.spec.swarm.expert_slots) == (4, 0)
+
+
+def test_a_strategy_may_place_no_experts(tmp_path: Path) -> None:
+    whole = '[[strategy]]\nname = "whole"\nlayout = "ours"\nexperts = false\n'
+    found = scenario(tmp_path, EXPERTS + whole + TWO_PLACES)
+    assert spec_of(found, found.strategies[0]).swarm.expert_slots == 0
+
+
 @pytest.mark.parametrize("name", shipped_names())
 def test_shipped_scenarios_can_be_read(name: str) -> None:
     found = load_scenario(SHIPPED / f"{name}.toml")
@@ -103,7 +128,7 @@ def test_shipped_scenarios_can_be_read(name: str) -> None:
 
 
 def test_the_promised_scenarios_are_shipped() -> None:
-    promised = {"data-centre", "two-universities", "eight-cities", "home-gpus", "mixed-cards"}
+    promised = {"data-centre", "two-universities", "eight-cities", "home-gpus", "mixed-cards", "mixture"}
     assert promised <= set(shipped_names())
 
 
@@ -148,6 +173,14 @@ REGION = '[network]\nregion = [{ name = "A", count = 2 }]\n'
         ("[churn]\n" + REGION, "[churn] trace is missing"),
         ('[churn]\ntrace = "none.csv"\n' + REGION, "there is no trace"),
         ('[churn]\ntrace = "none.csv"\nspeedup = 0\n' + REGION, "speedup must be positive"),
+        ("[experts]\nslots = 2\n" + REGION, "[experts] means nothing in a dense model"),
+        ("[model]\nnum_experts = 4\n[experts]\n" + REGION, "[experts] slots is missing"),
+        ("[model]\nnum_experts = 4\n[experts]\nslots = 0\n" + REGION, "slots must be in [1, 1024], is 0"),
+        ("[model]\nnum_experts = 4\n[experts]\nslots = 5\n" + REGION, "experts.slots is 5, of 4 experts"),
+        (EXPERTS + "holders = 0\n" + REGION, "holders must be in [1, 20000], is 0"),
+        (EXPERTS + 'holders = "all"\n' + REGION, "'all'"),
+        (EXPERTS + "loads = [1, 2]\n" + REGION, "experts.loads has 2 of 4 experts"),
+        (EXPERTS + "loads = [0, 0, 0, 0]\n" + REGION, "loads must be 0 or more, and one of them more"),
         ('[[strategy]]\nname = "x"\nlayout = "best"\n' + REGION, "'best'"),
         ('[[strategy]]\nname = ""\nlayout = "ours"\n' + REGION, "name must have 1 to 40 characters"),
         ('[[strategy]]\nname = "x"\nlayout = "ours"\n' * 2 + REGION, "two strategies have one name"),
