@@ -115,6 +115,7 @@ class ClusterView:
             self._former_members = self._members
         self._members = frozenset(plan.members)
         self.confirmations.obey(plan)
+        self.experts.obey(plan)
         self.begun_s = now_s if self.begun_s is None else self.begun_s
         self._notes.obey(plan, now_s)
         self.calibration.obey(plan)

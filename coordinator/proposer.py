@@ -163,6 +163,7 @@ class Proposer:
         before, begins = base.plan if base else None, layout.beginning
         era = begins.era if begins else before.era if before else 0
         goes_on = before if before and before.era == era else None
+        ended = before if before and begins and _ends_with(before, begins) else None
         stages = _since(layout.stages, goes_on, sequence)
         plan = Plan(
             run=self._chain.run,
@@ -184,7 +185,7 @@ class Proposer:
             exclusions=self._chain.exclusions.orders,
             ends_at=layout.ends_at,
             following=layout.following,
-            experts=self._experts.place(stages, goes_on, sequence=sequence),
+            experts=self._experts.place(stages, goes_on or ended, sequence=sequence, begins=goes_on is None),
             foreseen=layout.foreseen,
         )
         return self._sign(plan)
@@ -280,8 +281,9 @@ def _since(stages: Sequence[Stage], before: Plan | None, sequence: int) -> tuple
 def _rollbacks(before: Plan | None, begins: Beginning | None) -> int:
     """How often the run has gone back, with the era that `begins`: not where the layout before it has just ended."""
     told = before.rollbacks if before else 0
-    if begins is None or (
-        before and before.ends_at and (begins.from_era, begins.version) == (before.era, before.ends_at)
-    ):
-        return told
-    return told + 1
+    return told if begins is None or (before and _ends_with(before, begins)) else told + 1
+
+
+def _ends_with(before: Plan, begins: Beginning) -> bool:
+    """Whether the era that `begins` goes on where the layout of `before` ends."""
+    return before.ends_at > 0 and (begins.from_era, begins.version) == (before.era, before.ends_at)

@@ -257,8 +257,6 @@ class ReplanPolicy:
                 return moved, moved.reason
         layout = self._schedule.found_for(live, swarm)
         if layout is not None and bounds_of(layout.stages) != bounds_of(live.stages):
-            if view.places_experts:
-                return None, ""  # nothing has shown yet that placed experts follow boundaries while peers die
             return self._announced(live, layout, now_s)
         if layout is not None and keeps_state(layout, live, peers):
             return layout, layout.reason

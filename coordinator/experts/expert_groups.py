@@ -1,7 +1,9 @@
 """The plan's groups of experts: which members hold which expert of each stage, by the load that is measured. Pure.
 
 The members of a stage hold its experts. The placement stays while it will do (`replan.py`). A member that a plan names
-anew takes the state from members that still have it, and these stay until then.
+anew takes the state from members that still have it, and these stay until then. Where layers come to other stages their
+experts come with them: a member keeps the experts that it had of the layers of its new stage, and each layer takes its
+part of the measured loads along.
 """
 
 from collections import Counter
@@ -16,6 +18,9 @@ from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import STAGES_MAX
 from shoal.protocol.messages import Heartbeat
 from shoal.protocol.plan import ExpertGroup, Member, Plan, Stage
+
+Bounds = tuple[tuple[int, int], ...]
+"""The layers of each stage."""
 
 LOOK_STEPS = 50
 """Loads are looked at again after so many steps."""
@@ -46,10 +51,20 @@ class ExpertPlaces:
     records: FailureRecords = field(default_factory=FailureRecords)
     """How likely each member fails."""
     _loads: dict[int, list[float]] = field(default_factory=dict)
-    """The recent tokens of each expert, for each stage."""
+    """The recent tokens of each expert, for each stage of `_bounds`."""
+    _bounds: Bounds = ()
+    """The bounds of the live plan; empty: none has come."""
     _told: dict[PeerID, tuple[int, ...]] = field(default_factory=dict)
     _looked: tuple[int, int] = (0, 0)
     """(era, version) at the last look."""
+
+    def obey(self, plan: Plan) -> None:
+        """A plan is live: what is measured belongs to its stages from now on."""
+        bounds = tuple(stage.layers for stage in plan.stages)
+        if bounds != self._bounds:
+            self._loads = self._loads_within(bounds)
+            self._bounds = bounds
+            self._told.clear()  # who counts for a new stage begins at zero
 
     def hear(self, peer: PeerID, heartbeat: Heartbeat) -> None:
         """Add up what a peer's microbatches have sent to each expert since it last said so."""
@@ -105,21 +120,44 @@ class ExpertPlaces:
         self._looked = (live.era, version)
         return True
 
-    def place(self, stages: Sequence[Stage], before: Plan | None, *, sequence: int) -> tuple[ExpertGroup, ...]:
-        """The groups of every stage. Args: before: the plan before, if it is of the same era."""
+    def place(
+        self, stages: Sequence[Stage], before: Plan | None, *, sequence: int, begins: bool = False
+    ) -> tuple[ExpertGroup, ...]:
+        """The groups of every stage.
+
+        Args:
+            before: the plan before it, if those that hold experts by it still have their state.
+            begins: an era begins with the plan, so that everybody takes its places with it. The stages may be others
+                than those of `before`.
+        """
         if not self.slots:
             return ()
+        loads = self._loads_within(tuple(stage.layers for stage in stages))
         placed = []
         for index, stage in enumerate(stages):
-            same = before is not None and len(before.stages) == len(stages) and before.experts
-            held = before.stages[index].layers == stage.layers if before is not None and same else False
-            groups = before.experts[index * self.num_experts :][: self.num_experts] if before and held else ()
-            placed += self._place_stage(index, stage, groups, sequence)
+            groups: Sequence[ExpertGroup] = ()
+            if before is not None and before.experts and begins:
+                groups = _held_within(before, index, stage)
+            elif before is not None and before.experts and len(before.stages) == len(stages):
+                held = before.stages[index].layers == stage.layers
+                groups = before.experts[index * self.num_experts :][: self.num_experts] if held else ()
+            placed += self._place_stage(index, stage, groups, loads.get(index), sequence, begins=begins)
         return tuple(placed)
 
-    def _place_stage(self, index: int, stage: Stage, groups: Sequence[ExpertGroup], sequence: int) -> list[ExpertGroup]:
+    def _place_stage(
+        self,
+        index: int,
+        stage: Stage,
+        groups: Sequence[ExpertGroup],
+        measured: Sequence[float] | None,
+        sequence: int,
+        *,
+        begins: bool,
+    ) -> list[ExpertGroup]:
+        """Args: measured: the loads; None: nobody has told."""
         min_replicas = min(self.min_replicas, len(stage.members))
-        if groups and not self._is_measured(index) and _is_whole(groups, stage, min_replicas):
+        is_measured = measured is not None and sum(measured) > 0.0
+        if groups and not begins and not is_measured and _is_whole(groups, stage, min_replicas):
             return list(groups)  # until somebody has measured where tokens go, what there is will do
         slots = max(self.slots, -(-self.num_experts * min_replicas // len(stage.members)))
         slots = min(slots, self.num_experts)
@@ -127,27 +165,54 @@ class ExpertPlaces:
         since: dict[tuple[int, PeerID], int] = {}
         for entry in groups:
             for member in entry.members:
+                if begins and member.peer not in stage.peers:
+                    continue  # it has gone to another stage, where it is of use
                 current.setdefault(member.peer, []).append(entry.expert)
-                since[entry.expert, member.peer] = member.since
+                since[entry.expert, member.peer] = sequence if begins else member.since
         nodes: dict[str, Node] = {
             peer: Node(slots=slots, failure_probability=self.records.probability(peer)) for peer in stage.peers
         }
-        loads = self._loads_of(index, groups)
+        loads = list(measured) if measured is not None and is_measured else _loads_meant(groups, self.num_experts)
         chosen = replan(
             _filled(current, nodes, slots, loads), loads, nodes, min_replicas=min_replicas, seed=sequence
         ).placement
         return _groups(index, stage, chosen, loads, since, sequence)
 
-    def _is_measured(self, stage: int) -> bool:
-        return sum(self._loads.get(stage, ())) > 0.0
+    def _loads_within(self, bounds: Bounds) -> dict[int, list[float]]:
+        """The measured loads by stage, for stages with these bounds: each layer takes its part along."""
+        if not self._bounds or bounds == self._bounds:
+            return self._loads
+        moved: dict[int, list[float]] = {}
+        for index, (first, last) in enumerate(bounds):
+            for number, (begin, end) in enumerate(self._bounds):
+                common = min(last, end) - max(first, begin)
+                if common > 0 and number in self._loads:
+                    loads = moved.setdefault(index, [0.0] * self.num_experts)
+                    part = common / (end - begin)
+                    moved[index] = [a + part * b for a, b in zip(loads, self._loads[number], strict=True)]
+        return moved
 
-    def _loads_of(self, stage: int, groups: Sequence[ExpertGroup]) -> list[float]:
-        """The loads as measured; if there are none, those for which the placement in force would be right."""
-        if self._is_measured(stage):
-            return self._loads[stage]
-        if groups:
-            return [float(len(entry.members)) for entry in groups]
-        return [1.0] * self.num_experts
+
+def _held_within(before: Plan, index: int, stage: Stage) -> list[ExpertGroup]:
+    """Who held each expert of any of the layers of `stage`, whoever has most of them first, as groups of that stage."""
+    groups = []
+    for expert in range(before.num_experts):
+        held: Counter[PeerID] = Counter()
+        members: dict[PeerID, Member] = {}
+        for number, former in enumerate(before.stages):
+            common = min(stage.last_layer, former.last_layer) - max(stage.first_layer, former.first_layer)
+            if common > 0:
+                for member in before.group_members(before.expert_group(number, expert)):
+                    held[member.peer] += common
+                    members[member.peer] = member
+        ranked = sorted(members, key=lambda peer: (-held[peer], peer))
+        groups.append(ExpertGroup(index, expert, tuple(members[peer] for peer in ranked)))
+    return groups
+
+
+def _loads_meant(groups: Sequence[ExpertGroup], num_experts: int) -> list[float]:
+    """The loads for which the placement in force would be right."""
+    return [float(len(entry.members)) for entry in groups] if groups else [1.0] * num_experts
 
 
 def _is_whole(groups: Sequence[ExpertGroup], stage: Stage, min_replicas: int) -> bool:

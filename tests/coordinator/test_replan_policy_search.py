@@ -309,7 +309,7 @@ def test_nothing_is_divided_that_would_end_with_the_run(allocator, make_heartbea
     assert not isinstance(draft, Layout)
 
 
-def test_a_run_whose_experts_are_placed_is_not_divided_yet(allocator, make_heartbeat, live, halves):
+def test_a_run_whose_experts_are_placed_is_divided_as_any_other(allocator, make_heartbeat, live, halves):
     spec = msgspec.structs.replace(
         SPEC,
         model=msgspec.structs.replace(SPEC.model, num_experts=2),
@@ -323,7 +323,8 @@ def test_a_run_whose_experts_are_placed_is_not_divided_yet(allocator, make_heart
             policy.view.hear(peer, make_heartbeat(peer, **at), now_s)
 
     now_s = found(policy, allocator, hear, live, halves)
-    assert policy.next_plan(live.plan, now_s, sequence=2) == (None, "")
+    draft, _ = policy.next_plan(live.plan, now_s, sequence=2)
+    assert draft.following == halves.stages
 
 
 def test_the_next_layout_begins_once_every_stage_is_there_and_all_layers_are_carried(

@@ -1,5 +1,6 @@
 """A swarm whose stages change all the time: its search cuts the model elsewhere, into more or fewer stages with other
-members, whenever it is asked, while peers may die. A seed decides everything and replays exactly.
+members, whenever it is asked, while peers may die. Experts may be placed, and follow. A seed decides everything and
+replays exactly.
 """
 
 import asyncio
@@ -75,15 +76,17 @@ class DividingRun:
     s_max: int = 0
     steps: int = 120
     microbatches: int = 5
+    experts: int = 0
+    """Of each layer, placed among the members of its stage; 0: a dense model."""
     heartbeat_s: float = HEARTBEAT_S
     kill_every_s: float = 0.0
-    """0: nobody dies. Never the last that holds a stage."""
+    """0: nobody dies. Never the last that holds a stage, or an expert of it."""
 
 
 @dataclass(slots=True, kw_only=True)
 class DividingResult:
     commits: dict[tuple[int, int, int], CommitReport]
-    """(era, step, stage) -> what the group's members report."""
+    """(era, step, group) -> what the group's members report."""
     divisions: int
     """Plans that begin with other boundaries than the plan before."""
     stage_counts: set[int] = field(default_factory=set)
@@ -107,7 +110,13 @@ class DividingResult:
 
 def dividing_spec(run: DividingRun) -> RunSpec:
     spec = tiny_spec(
-        steps=run.steps, peers=run.peers, stages=3, s_max=run.s_max, microbatches=run.microbatches, term_s=30.0
+        steps=run.steps,
+        peers=run.peers,
+        stages=3,
+        s_max=run.s_max,
+        microbatches=run.microbatches,
+        term_s=30.0,
+        experts=run.experts,
     )
     return msgspec.structs.replace(
         spec,
@@ -132,10 +141,10 @@ def flaws_of(run: DividingRun, result: DividingResult) -> list[str]:
             newest[step] = {}
         newest.setdefault(step, {})[stage] = report
     flaws = list(result.flaws)
-    losses = {step: _loss(newest.get(step, {})) for step in range(run.steps)}
+    losses = {step: _loss(newest.get(step, {}), run.experts) for step in range(run.steps)}
     untold = [step for step, loss in losses.items() if loss is None]
     if untold:
-        flaws.append(f"not every stage has committed steps {untold[:5]}")
+        flaws.append(f"not every group has committed steps {untold[:5]}")
     given_up = sum(report.given_up for report in result.commits.values())
     if given_up:
         flaws.append(f"{given_up} microbatches were given up")
@@ -151,11 +160,13 @@ def flaws_of(run: DividingRun, result: DividingResult) -> list[str]:
     return flaws
 
 
-def _loss(told: Mapping[int, CommitReport]) -> float | None:
-    """The loss of a step, which its last stage alone knows; None: some stage has not reported it. Args: told: by group,
+def _loss(told: Mapping[int, CommitReport], num_experts: int) -> float | None:
+    """The loss of a step, which its last stage alone knows; None: some group has not reported it. Args: told: by group,
     stages first."""
     last = next((stage for stage, report in told.items() if report.loss is not None), None)
-    return told[last].loss if last is not None and set(range(last)).issubset(told) else None
+    if last is None or not set(range((last + 1) * (1 + num_experts))).issubset(told):
+        return None
+    return told[last].loss
 
 
 @lru_cache(maxsize=4)
@@ -178,7 +189,7 @@ async def _play(run: DividingRun) -> DividingResult:
                 committed_s.setdefault((report.era, report.step), {}).setdefault(report.stage, event.at_s)
                 known = result.commits.setdefault((report.era, report.step, report.stage), report)
                 if known.digest != report.digest:
-                    result.flaws.append(f"two states of stage {report.stage} after step {report.step}")
+                    result.flaws.append(f"two states of group {report.stage} after step {report.step}")
 
     swarm = SimSwarm(
         dividing_spec(run),
@@ -205,12 +216,17 @@ async def _play(run: DividingRun) -> DividingResult:
             raise TimeoutError("no step for five minutes")
         if run.kill_every_s and loop.time() >= kill_at_s:
             kill_at_s += run.kill_every_s
-            result.kills += _kill_somebody(swarm, names, rng)
+            result.kills += _kill_somebody(swarm, plans[max(plans)], names, rng)
     await swarm.end()
     for before, after in itertools.pairwise(sorted(committed_s)):
         taken_s = max(committed_s[after].values()) - max(committed_s[before].values())
         (result.step_s if before[0] == after[0] else result.division_s).append(taken_s)
     ordered = [plans[sequence] for sequence in sorted(plans)]
+    promised = swarm.spec.swarm.expert_replicas
+    for plan in ordered:
+        for entry in plan.experts:
+            if len(entry.members) < min(promised, len(plan.stages[entry.stage].members)):
+                result.flaws.append(f"{len(entry.members)} holders of expert {entry.expert} in plan {plan.sequence}")
     for before, after in itertools.pairwise(ordered):
         bounds = [stage.layers for stage in after.stages]
         result.divisions += [stage.layers for stage in before.stages] != bounds
@@ -220,17 +236,31 @@ async def _play(run: DividingRun) -> DividingResult:
     return result
 
 
-def _kill_somebody(swarm: SimSwarm, names: list[str], rng: random.Random) -> int:
-    """Returns: how many; 0 if every stage hangs on one peer."""
+def _kill_somebody(swarm: SimSwarm, plan: Plan, names: list[str], rng: random.Random) -> int:
+    """Args: plan: the newest. Returns: how many; 0 if every stage, or some expert, hangs on one peer."""
     holders: dict[int, list[str]] = {}
     for name in names:
         stage = swarm.stage_of(name) if name in swarm.running else None
         if stage is not None:
             holders.setdefault(stage, []).append(name)
     candidates = [name for held in holders.values() if len(held) > 1 for name in held]
+    if plan.experts:
+        candidates = [name for name in candidates if _leaves_experts(swarm, plan, name)]
     if not candidates:
         return 0
     victim = rng.choice(candidates)
     swarm.world.crash(swarm.world.peers[victim])
     swarm.launch(victim)
     return 1
+
+
+def _leaves_experts(swarm: SimSwarm, plan: Plan, name: str) -> bool:
+    """Whether the others hold the state of every expert without `name`."""
+    held = {
+        tenure.group_id
+        for other, node in swarm.nodes.items()
+        if other != name and other in swarm.running and node.endpoint.era == plan.era
+        for tenure in node.peer.experts.tenures
+        if tenure.is_ready
+    }
+    return held.issuperset(range(len(plan.stages), len(plan.stages) + len(plan.experts)))

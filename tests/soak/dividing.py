@@ -1,8 +1,8 @@
 """Is anything lost when the stages' boundaries and number change all the time while peers die?
 
-Run by `make soak-dividing` (500 seeds of 60 steps, half synchronous), or with less: `--seeds 10`. A line a seed;
-`--first SEED --seeds 1` repeats it exactly. Exits with 1 if any seed ended otherwise than one process would, or has
-given anything up.
+Run by `make soak-dividing` (500 seeds of 60 steps, half synchronous, and 100 of 30 steps with placed experts), or with
+less: `--seeds 10`. A line a seed; `--first SEED --seeds 1` repeats it exactly. Exits with 1 if any seed ended otherwise
+than one process would, or has given anything up.
 """
 
 import argparse
@@ -24,6 +24,7 @@ def main() -> int:
     parser.add_argument("--s-max", type=int, default=None, help="default: 0 for even seeds, 1 for odd ones")
     parser.add_argument("--peers", type=int, default=6)
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--experts", type=int, default=0, help="of each layer, placed among the members of its stage")
     parser.add_argument("--kill-every", type=float, default=8.0, help="seconds; 0: nobody dies")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -35,6 +36,7 @@ def main() -> int:
             peers=options.peers,
             s_max=seed % 2 if options.s_max is None else options.s_max,
             steps=options.steps,
+            experts=options.experts,
             kill_every_s=options.kill_every,
         )
         try:

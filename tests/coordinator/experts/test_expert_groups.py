@@ -1,6 +1,7 @@
 """The plan's groups of experts: complete, stable while nothing happens, and where the load is."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import msgspec
 import pytest
@@ -31,7 +32,7 @@ def planned(places: ExpertPlaces, groups: tuple[Stage, ...], before: Plan | None
         stages=groups,
         experts=places.place(groups, before, sequence=sequence),
     )
-    assert plan_flaw(plan, PlanShape(num_layers=len(groups), num_experts=E)) is None
+    assert plan_flaw(plan, PlanShape(num_layers=groups[-1].last_layer, num_experts=E)) is None
     return plan
 
 
@@ -188,6 +189,99 @@ def test_what_was_sent_while_others_coordinated_is_nothing_of_now() -> None:
     places.take_over([[1.0] * E])
     places.hear(peer, beat(0, (100_000,) + (200,) * (E - 1)))
     assert places.load_shares(0) == pytest.approx([1 / E] * E)
+
+
+def cut(bounds: tuple[int, ...], *groups: tuple[PeerID, ...]) -> tuple[Stage, ...]:
+    """Stages whose layers begin at `bounds`, the last of which is where the model ends."""
+    return tuple(
+        Stage(first, last, tuple(Member(p, 1.0, 1.0, 1) for p in peers))
+        for (first, last), peers in zip(pairwise(bounds), groups, strict=True)
+    )
+
+
+def divided(places: ExpertPlaces, plan: Plan, into: tuple[Stage, ...], *, sequence: int) -> Plan:
+    experts = places.place(into, plan, sequence=sequence, begins=True)
+    return msgspec.structs.replace(
+        plan, sequence=sequence, era=1, fresh=True, stages=into, spares=(), experts=experts, previous="x"
+    )
+
+
+def held_by(plan: Plan, peer: PeerID) -> set[tuple[int, int]]:
+    """(layer, expert)."""
+    return {
+        (layer, entry.expert)
+        for entry in plan.experts
+        if peer in entry.peers
+        for layer in range(*plan.stages[entry.stage].layers)
+    }
+
+
+def fetched(plan: Plan, before: Plan) -> int:
+    """How many experts of a layer members come to hold."""
+    return sum(len(held_by(plan, peer) - held_by(before, peer)) for peer in plan.members)
+
+
+def test_experts_follow_layers_that_come_to_other_stages() -> None:
+    """Members of a stage hold what they had of its layers: only of what comes from elsewhere they fetch anything."""
+    six = names(6)
+    places = ExpertPlaces(num_experts=E, slots=4)
+    before = planned(places, cut((0, 3, 6), six[:3], six[3:]))
+    places.obey(before)
+    after = divided(places, before, cut((0, 2, 6), six[:3], six[3:]), sequence=2)
+    assert plan_flaw(after, PlanShape(num_layers=6, num_experts=E)) is None
+    assert min(holders(after, 0) + holders(after, 1)) >= 2
+    assert all(entry.peers == then.peers for entry, then in zip(after.experts, before.experts, strict=True))
+    assert fetched(after, before) == sum(len(entry.members) for entry in after.experts if entry.stage == 1)
+    assert all(member.since == 2 for entry in after.experts for member in entry.members)
+
+
+def test_stages_that_are_joined_keep_their_holders() -> None:
+    six = names(6)
+    places = ExpertPlaces(num_experts=E, slots=4)
+    before = planned(places, cut((0, 2, 4, 6), six[:2], six[2:4], six[4:]))
+    places.obey(before)
+    after = divided(places, before, cut((0, 6), six), sequence=2)
+    anew = divided(ExpertPlaces(num_experts=E, slots=4), before, cut((0, 6), six), sequence=2)
+    assert min(holders(after, 0)) >= 2
+    for peer in six:
+        had = {expert for _, expert in held_by(before, peer)}
+        has = {expert for _, expert in held_by(after, peer)}
+        assert has <= had, "who had eight of two layers has four of six, and none that it had not"
+    assert fetched(after, before) <= fetched(anew, before)
+
+
+def test_a_stage_that_is_cut_leaves_each_member_its_experts() -> None:
+    four = names(4)
+    places = ExpertPlaces(num_experts=E, slots=4)
+    before = planned(places, cut((0, 6), four))
+    places.obey(before)
+    after = divided(places, before, cut((0, 3, 6), four[:2], four[2:]), sequence=2)
+    assert holders(after, 0) == holders(after, 1) == [2] * E, "two members hold all, as is promised"
+    for peer in four:
+        kept = {expert for _, expert in held_by(before, peer)}
+        assert kept <= {expert for _, expert in held_by(after, peer)}
+
+
+def test_layers_take_their_loads_along() -> None:
+    places = ExpertPlaces(num_experts=E, slots=4)
+    six = names(6)
+    first = planned(places, cut((0, 2, 6), six[:3], six[3:]))
+    places.obey(first)
+    places.take_over([[8.0] + [0.0] * (E - 1), [0.0, 4.0] + [0.0] * (E - 2)])
+    places.obey(divided(places, first, cut((0, 4, 6), six[:3], six[3:]), sequence=2))
+    assert places.loads(2)[0] == pytest.approx([8.0, 2.0] + [0.0] * (E - 2))
+    assert places.loads(2)[1] == pytest.approx([0.0, 2.0] + [0.0] * (E - 2))
+
+
+def test_what_a_peer_counts_for_its_new_stage_begins_at_zero() -> None:
+    places = ExpertPlaces(num_experts=E, slots=4)
+    four = names(4)
+    first = planned(places, cut((0, 3, 6), four[:2], four[2:]))
+    places.obey(first)
+    places.hear(four[0], beat(0, (100,) * E))
+    places.obey(divided(places, first, cut((0, 6), four), sequence=2))
+    places.hear(four[0], beat(0, (150,) + (100,) * (E - 1)))
+    assert places.load_shares(0) == [0.0] * E, "its first word is where it counts from"
 
 
 def test_a_stranger_that_comes_back_begins_anew() -> None:

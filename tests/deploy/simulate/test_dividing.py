@@ -18,6 +18,18 @@ def test_a_run_whose_stages_change_while_peers_die_is_the_run_of_one_process(see
     assert result.rollbacks == 0, "a holder of each stage has lived all the while"
 
 
+@pytest.mark.parametrize("seed", [0, 1, 3])
+def test_placed_experts_follow_their_layers_while_peers_die(seed, record_property):
+    run = DividingRun(seed=seed, peers=4, steps=10, microbatches=2, experts=4, kill_every_s=4.0)
+    result = play_dividing(run)
+    record_property("divisions", result.divisions)
+    record_property("kills", result.kills)
+    assert flaws_of(run, result) == []
+    assert result.divisions > 0
+    assert result.kills > 0
+    assert result.rollbacks == 0, "a holder of each stage and of each expert has lived all the while"
+
+
 def test_another_division_costs_at_most_a_step_beyond_what_travels():
     """Heartbeats are longer than a step here, and nobody waits for one."""
     run = DividingRun(seed=1, peers=4, steps=30, microbatches=3, heartbeat_s=1.5)
