@@ -80,7 +80,7 @@ class Crew:
         self._numbers = itertools.count(1)
         self._parts = parts
         self._shares: dict[str, float] = {}
-        """By name, what each may take of one core's time."""
+        """The share of one core's time that each peer may take, by name."""
 
     @property
     def peers_folder(self) -> Path:
