@@ -63,7 +63,7 @@ class Survey:
     def shortage(self, peers: tuple[MeasuredPeer, ...]) -> str:
         """Say how much memory the run waits for; empty: the peers together have what the model takes at least."""
         w = self._workload
-        needed_gb = (w.resident_bytes(0, w.num_layers) + sum(w.layer_held_bytes)) / 1e9
+        needed_gb = (w.resident_bytes(0, w.num_layers, members=1) + sum(w.layer_held_bytes)) / 1e9
         here_gb = sum(peer.memory_bytes for peer in peers if not peer.draining) / 1e9
         if here_gb >= needed_gb:
             return ""
@@ -94,7 +94,7 @@ class Survey:
         speeds = self._speeds.speeds({peer.peer: peer.flop_per_s for peer in peers}, seen=seen)
         w = self._workload
         in_flight_bytes = ((w.s_max + 1) * w.microbatches + 1) * sum(w.layer_held_bytes)
-        whole_bytes = int(w.resident_bytes(0, w.num_layers) + in_flight_bytes)
+        whole_bytes = int(w.resident_bytes(0, w.num_layers, members=1) + in_flight_bytes)
         uploads = self._links.uploads({peer.peer: peer.upload_bytes_per_s for peer in peers})
         return Snapshot(
             peers=tuple(

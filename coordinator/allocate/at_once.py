@@ -81,10 +81,7 @@ def cut(
     so many microbatches held; None: no cut does. Links count for nothing here."""
     L, K = workload.num_layers, len(stages)
     flop_to = np.cumsum((0.0, *workload.layer_flop))
-    needed_to = np.cumsum(
-        [0.0]
-        + [workload.resident_bytes(layer, layer + 1) + held * workload.layer_held_bytes[layer] for layer in range(L)]
-    )
+    held_to = held * np.cumsum((0.0, *workload.layer_held_bytes))
     reached: Floats = np.full(L + 1, np.inf)
     reached[0] = 0.0
     since = np.zeros((K, L + 1), dtype=np.int64)
@@ -92,6 +89,7 @@ def cut(
         members = list(stage)
         speed = float(topology.flop_per_s[members].sum())
         memory = float(topology.memory_bytes[members].min())
+        needed_to = held_to + _resident_to(workload, len(members))
         flop = flop_to[None, :] - flop_to[:, None]  # [first, last]
         times = np.full(L + 1, 1.0 + workload.backward_per_forward)
         times[L] = workload.loss_per_forward
@@ -106,6 +104,12 @@ def cut(
     for k in range(K - 1, -1, -1):
         bounds.append(int(since[k, bounds[-1]]))
     return tuple(reversed(bounds))
+
+
+def _resident_to(workload: Workload, members: int) -> Floats:
+    """[L + 1], the resident bytes of the layers before a bound, in a stage of so many members."""
+    layers = range(workload.num_layers)
+    return np.cumsum([0.0] + [workload.resident_bytes(at, at + 1, members=members) for at in layers])
 
 
 def _fewest(

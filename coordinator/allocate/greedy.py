@@ -135,11 +135,14 @@ def _why_empty(slot: Slot, peers: Sequence[MeasuredPeer]) -> str:
 def _cut(snapshot: Snapshot, num_stages: int) -> list[Slot]:
     """Empty stages for a first plan."""
     bounds = partition(snapshot.layer_costs, num_stages)
-    return [_slot(snapshot, index, first, last, []) for index, (first, last) in enumerate(pairwise(bounds))]
+    return [_slot(snapshot, num_stages, index, first, last, []) for index, (first, last) in enumerate(pairwise(bounds))]
 
 
-def _slot(snapshot: Snapshot, index: int, first: int, last: int, holders: list[MeasuredPeer]) -> Slot:
-    needed_bytes = snapshot.workload.resident_bytes(first, last) if snapshot.workload is not None else 0.0
+def _slot(snapshot: Snapshot, num_stages: int, index: int, first: int, last: int, holders: list[MeasuredPeer]) -> Slot:
+    """Each stage is taken to have its part of the peers."""
+    members = max(1, len(snapshot.peers) // num_stages)
+    w = snapshot.workload
+    needed_bytes = w.resident_bytes(first, last, members=members) if w is not None else 0.0
     return Slot(index, first, last, sum(snapshot.layer_costs[first:last]), holders, needed_bytes)
 
 
@@ -148,6 +151,7 @@ def slots_of(snapshot: Snapshot, previous: Plan, by_id: dict[PeerID, MeasuredPee
     return [
         _slot(
             snapshot,
+            len(previous.stages),
             index,
             stage.first_layer,
             stage.last_layer,

@@ -327,11 +327,13 @@ def _by_stage(workload: Workload, stages: Sequence[Stage]) -> Workload:
     def sums(values: tuple[float, ...]) -> tuple[float, ...]:
         return tuple(sum(values[stage.first_layer : stage.last_layer]) for stage in stages)
 
+    experts = workload.experts
     return replace(
         workload,
         layer_flop=sums(workload.layer_flop),
         layer_parameters=sums(workload.layer_parameters),
         layer_held_bytes=sums(workload.layer_held_bytes),
+        experts=experts and replace(experts, parameters=sums(experts.parameters)),
     )
 
 

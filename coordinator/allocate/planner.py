@@ -134,7 +134,7 @@ class _Search:
             return f"{t.num_devices} devices cannot hold {k} stages"
         if not t.may_feed.any():
             return "nobody has the run's text to hold stage 0"
-        have, need = float(t.memory_bytes.sum()) / 1e9, w.resident_bytes(0, w.num_layers) / 1e9
+        have, need = float(t.memory_bytes.sum()) / 1e9, w.resident_bytes(0, w.num_layers, members=1) / 1e9
         return f"the model does not fit: it takes {need:.1f} GB and what is in flight, all devices have {have:.1f} GB"
 
     def _choices(self) -> list[int]:

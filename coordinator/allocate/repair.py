@@ -57,7 +57,6 @@ class _Mending:
         self._bounds = bounds
         self.stages = stages
         self._flop = [sum(workload.layer_flop[a:b]) for a, b in pairwise(bounds)]
-        self._resident = [workload.resident_bytes(a, b) for a, b in pairwise(bounds)]
 
     @property
     def placement(self) -> Placement:
@@ -99,5 +98,8 @@ class _Mending:
         return [d for d in range(self._topology.num_devices) if d not in placed]
 
     def _fits(self, device: int, k: int) -> bool:
-        enough = float(self._topology.memory_bytes[device]) > self._resident[k]
+        first, last = self._bounds[k], self._bounds[k + 1]
+        members = len(set(self.stages[k]) | {device})
+        needed = self._workload.resident_bytes(first, last, members=members)
+        enough = float(self._topology.memory_bytes[device]) > needed
         return enough and (k > 0 or bool(self._topology.may_feed[device]))

@@ -39,8 +39,8 @@ its card in both directions; the bytes/s at which it gets the state of other lay
 which stands still meanwhile."""
 HOME_FIRST, HOME_LAST = range(2)
 """The rows of the layers of which a unit has the state in the current plan."""
-FLOP_TO, PARAMETERS_TO, HELD_TO = range(3)
-"""The rows of the sums over the layers before a bound."""
+FLOP_TO, PARAMETERS_TO, HELD_TO, EXPERT_TO = range(4)
+"""The rows of the sums over the layers before a bound. `EXPERT_TO` has the parameters of one placed expert."""
 MICROBATCHES, JOB_PER_FLOP, LOSS_PER_FLOP, S_MAX, HORIZON_S = range(5)
 CUT_BYTES, GRADIENT_BYTES, RESIDENT_BYTES, STATE_BYTES = range(5, 9)
 """The positions in the array that says what one step asks of the devices. A job takes `JOB_PER_FLOP` forwards, at the
@@ -77,7 +77,9 @@ class Problem(NamedTuple):
     q: Any
     """[N, N], microbatches/s there and back, over all paths between two units."""
     layers: Any
-    """[3, L + 1]"""
+    """[4, L + 1]"""
+    beyond: Any
+    """[devices + 1], how many placed experts a member of a stage of so many devices holds beyond its slots."""
     costs: Any
     """[9]"""
 
@@ -522,6 +524,17 @@ def _reduce_s(P, S, k, flow_s):
 
 
 @_inner
+def _resident(P, S, k, first, last):
+    """The bytes of stage k's state at a member, if its layers were these, as `Workload.resident_bytes` has them."""
+    devices = 0.0
+    for a in range(S.count[k]):
+        devices += P.units[WEIGHT, S.members[k, a]]
+    parameters = P.layers[PARAMETERS_TO, last] - P.layers[PARAMETERS_TO, first]
+    parameters += P.beyond[int(devices)] * (P.layers[EXPERT_TO, last] - P.layers[EXPERT_TO, first])
+    return P.costs[RESIDENT_BYTES] * parameters
+
+
+@_inner
 def _memory(P, S, step_s):
     """The largest needed / present of any unit's memory."""
     most = trip = 0.0
@@ -529,7 +542,7 @@ def _memory(P, S, step_s):
     for k in range(K - 1, -1, -1):
         trip += S.times[JOB, k] + (S.times[HOP, k] if k < K - 1 else 0.0)
         first, last = S.bounds[k], S.bounds[k + 1]
-        resident = P.costs[RESIDENT_BYTES] * (P.layers[PARAMETERS_TO, last] - P.layers[PARAMETERS_TO, first])
+        resident = _resident(P, S, k, first, last)
         held = P.layers[HELD_TO, last] - P.layers[HELD_TO, first]
         sum_taken = 0.0
         for a in range(S.count[k]):
@@ -585,8 +598,7 @@ def cut(P, S, work):
             for first in range(last - 1, k - 1, -1):
                 if not best[k, first] < best[k + 1, last]:
                     continue
-                needed = P.costs[RESIDENT_BYTES] * (P.layers[PARAMETERS_TO, last] - P.layers[PARAMETERS_TO, first])
-                needed += 2.0 * (P.layers[HELD_TO, last] - P.layers[HELD_TO, first])
+                needed = _resident(P, S, k, first, last) + 2.0 * (P.layers[HELD_TO, last] - P.layers[HELD_TO, first])
                 if needed > memory:
                     seconds = IMPOSSIBLE * needed / memory
                 else:

@@ -16,7 +16,7 @@ from shoal.coordinator.allocate.evolution import Improved
 from shoal.coordinator.allocate.genome import HOMELESS, LEFT_OUT, Assignment
 from shoal.coordinator.cost.path_rates import path_bytes_per_s
 from shoal.coordinator.cost.placement import Placement
-from shoal.coordinator.cost.workload import STATE_BYTES_PER_PARAMETER, Workload
+from shoal.coordinator.cost.workload import RESIDENT_BYTES_PER_PARAMETER, STATE_BYTES_PER_PARAMETER, Workload
 from shoal.protocol.limits import STREAM_CREDIT_BYTES
 from shoal.protocol.topology import Floats, Ints, Topology
 
@@ -248,12 +248,16 @@ class ThroughputEvaluator:
             horizon_s,
             w.cut_bytes,
             w.gradient_bytes_per_parameter,
-            w.resident_bytes(0, 1) / w.layer_parameters[0],
+            RESIDENT_BYTES_PER_PARAMETER,
             STATE_BYTES_PER_PARAMETER,
         )
         weight = self._weight
         up, down = t.up_bytes_per_s / weight, t.down_bytes_per_s / weight
         home, fetch_rate, carries = _homes(t, w, self._current)
+        none = (0.0,) * w.num_layers
+        rows = (w.layer_flop, w.layer_parameters, w.layer_held_bytes, w.experts.parameters if w.experts else none)
+        stage_sizes = range(1, round(float(weight.sum())) + 1)
+        beyond = [0, *(w.experts.beyond(devices) if w.experts else 0 for devices in stage_sizes)]
         problem: Problem = self._kernels.Problem(
             units=np.stack((t.flop_per_s, weight, t.memory_bytes, up, down, fetch_rate, carries)),
             home=home,
@@ -264,7 +268,8 @@ class ThroughputEvaluator:
             latency=t.latency_s,
             rate=t.bytes_per_s,
             q=q,
-            layers=np.array([np.cumsum((0.0, *of)) for of in (w.layer_flop, w.layer_parameters, w.layer_held_bytes)]),
+            layers=np.array([np.cumsum((0.0, *of)) for of in rows]),
+            beyond=np.array(beyond, dtype=np.float64),
             costs=np.array(costs, dtype=np.float64),
         )
         return problem

@@ -324,7 +324,8 @@ class ThroughputObjective:
             flying = np.minimum(
                 WINDOW_GAIN * share * w.microbatches / step_s * trips_s[k] + 1.0, np.maximum(admitted, 1.0)
             )
-            needed = w.resident_bytes(first, last) + flying * sum(w.layer_held_bytes[first:last])
+            resident = w.resident_bytes(first, last, members=len(members))
+            needed = resident + flying * sum(w.layer_held_bytes[first:last])
             ratio = float((needed / self.topology.memory_bytes[list(members)]).max())
             if ratio > most:
                 most, where = ratio, k

@@ -14,6 +14,25 @@ STATE_BYTES_PER_PARAMETER = 12.0
 _STEP_TENSORS_BYTES = 8.0
 """Bytes while it steps: the summed gradient, and one more copy of the parameters that microbatches in flight still
 need."""
+RESIDENT_BYTES_PER_PARAMETER = STATE_BYTES_PER_PARAMETER + _STEP_TENSORS_BYTES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedExperts:
+    """Experts of which a stage's members hold some each."""
+
+    number: int
+    """The experts of each layer."""
+    held: int
+    """How many of them each member holds, if its stage has members enough."""
+    replicas: int
+    """So many members hold each expert, or all where there are fewer."""
+    parameters: tuple[float, ...]
+    """[L], the parameters of one expert."""
+
+    def beyond(self, members: int) -> int:
+        """How many experts more than `held` a member holds, so that each is on `replicas` of so few members."""
+        return max(0, -(-self.number * min(self.replicas, members) // members) - self.held)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +59,8 @@ class Workload:
     control: Price | None = None
     """The price of staleness by which the pipeline chooses how much runs ahead of what is allowed (`foresight.py`).
     None: it runs ahead as far as is allowed."""
+    experts: PlacedExperts | None = None
+    """None: each member holds all of its layers."""
 
     @property
     def num_layers(self) -> int:
@@ -60,10 +81,20 @@ class Workload:
         times = self.loss_per_forward if is_last else 1.0 + self.backward_per_forward
         return times * sum(self.layer_flop[first_layer:last_layer])
 
-    def resident_bytes(self, first_layer: int, last_layer: int) -> float:
-        """The bytes that a replica of those layers needs besides its microbatches in flight."""
-        per_parameter = STATE_BYTES_PER_PARAMETER + _STEP_TENSORS_BYTES
-        return per_parameter * sum(self.layer_parameters[first_layer:last_layer])
+    @property
+    def num_parameters(self) -> float:
+        """The parameters of the whole model, whoever holds them."""
+        placed = self.experts
+        elsewhere = (placed.number - placed.held) * sum(placed.parameters) if placed is not None else 0.0
+        return sum(self.layer_parameters) + elsewhere
+
+    def resident_bytes(self, first_layer: int, last_layer: int, *, members: int) -> float:
+        """The bytes that a replica of those layers needs besides its microbatches in flight, in a stage of so many
+        members: of placed experts few members hold more."""
+        parameters = sum(self.layer_parameters[first_layer:last_layer])
+        if self.experts is not None:
+            parameters += self.experts.beyond(members) * sum(self.experts.parameters[first_layer:last_layer])
+        return RESIDENT_BYTES_PER_PARAMETER * parameters
 
     @classmethod
     def of(cls, spec: RunSpec) -> "Workload":
@@ -83,7 +114,20 @@ class Workload:
             tokens_per_microbatch=tokens,
             s_max=training.s_max,
             control=price_of(training.compensation, optimizer=spec.optimizer.name) if training.s_max else None,
+            experts=_placed_experts(spec),
         )
+
+
+def _placed_experts(spec: RunSpec) -> PlacedExperts | None:
+    model, swarm = spec.model, spec.swarm
+    if not swarm.expert_slots:
+        return None
+    return PlacedExperts(
+        number=model.num_experts,
+        held=_experts_held(spec),
+        replicas=swarm.expert_replicas,
+        parameters=(3.0 * model.dim * model.ffn_dim,) * model.num_layers,
+    )
 
 
 def _experts_held(spec: RunSpec) -> int:

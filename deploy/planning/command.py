@@ -293,14 +293,14 @@ def _figures(placement: Placement, request: Request, scenario: Scenario, wishes:
         step_s=cost.parts["foreseen_s"],
         sent_bytes=sent,
         received_bytes=sent,
-        parameters=sum(request.workload.layer_parameters),
+        parameters=request.workload.num_parameters,
         wishes=wishes,
     )
 
 
 def _parameters(request: Request) -> float:
     """The number of parameters, in 10^9."""
-    return sum(request.workload.layer_parameters) / 1e9
+    return request.workload.num_parameters / 1e9
 
 
 def print_json(what: object) -> None:

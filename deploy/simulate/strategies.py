@@ -266,7 +266,7 @@ def _figures(scenario: Scenario, strategy: Strategy, result: SimResult, wishes: 
         step_s=result.tokens_per_step / tokens_per_s,
         sent_bytes={device: float(crossed[device].sum()) for device in worked},
         received_bytes={device: float(crossed[:, device].sum()) for device in worked},
-        parameters=sum(Workload.of(scenario.spec).layer_parameters),
+        parameters=Workload.of(scenario.spec).num_parameters,
         wishes=wishes,
     )
 

@@ -53,8 +53,8 @@ def test_the_cut_is_the_best_that_fits() -> None:
     def slowest(bounds: tuple[int, ...]) -> float:
         seconds = 0.0
         for members, (first, last) in zip(stages, itertools.pairwise(bounds), strict=True):
-            needed = workload.resident_bytes(first, last) + 2.0 * sum(workload.layer_held_bytes[first:last])
-            if needed > topology.memory_bytes[list(members)].min():
+            resident = workload.resident_bytes(first, last, members=len(members))
+            if resident + 2.0 * sum(workload.layer_held_bytes[first:last]) > topology.memory_bytes[list(members)].min():
                 return math.inf
             seconds = max(seconds, workload.job_flop(first, last) / float(topology.flop_per_s[list(members)].sum()))
         return seconds

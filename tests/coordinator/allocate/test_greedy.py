@@ -198,7 +198,7 @@ def test_a_peer_that_nothing_fits_is_a_spare():
 
 
 WORKLOAD = Workload.of(RunSpec())
-WHOLE_BYTES = WORKLOAD.resident_bytes(0, 6)
+WHOLE_BYTES = WORKLOAD.resident_bytes(0, 6, members=1)
 
 
 def free(*peers):

@@ -11,6 +11,7 @@ import allocate_swarms as swarms
 from shoal.coordinator.allocate.evolution import evolve
 from shoal.coordinator.allocate.throughput_search import IMPOSSIBLE, ThroughputEvaluator
 from shoal.coordinator.cost.throughput import ThroughputObjective
+from shoal.coordinator.cost.workload import PlacedExperts
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -30,6 +31,25 @@ def test_the_compiled_cost_is_that_of_the_formula(seed: int) -> None:
         assert (compiled >= IMPOSSIBLE) == math.isinf(plain)
         assert math.isinf(plain) or compiled == pytest.approx(plain, rel=1e-9)
     assert possible
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_both_count_the_experts_that_members_of_small_stages_hold_beyond_their_slots(seed: int) -> None:
+    stages, layers = 1 + seed % 4, 6
+    topology = swarms.swarm(seed, 12)
+    dense = swarms.workload(layers=layers)
+    placed = PlacedExperts(number=8, held=3, replicas=2, parameters=(6e7,) * layers)
+    evaluator = ThroughputEvaluator(topology, replace(dense, experts=placed), stages)
+    objective = ThroughputObjective(topology, replace(dense, experts=placed))
+    too_many = 0
+    for each in range(20):
+        placement = swarms.random_placement(topology, layers, stages, 100 * seed + each)
+        plain = objective.cost(placement).seconds
+        compiled = evaluator.evaluate(evaluator.assignment_of(placement), placement.bounds)
+        too_many += math.isinf(plain) and math.isfinite(ThroughputObjective(topology, dense).cost(placement).seconds)
+        assert (compiled >= IMPOSSIBLE) == math.isinf(plain)
+        assert math.isinf(plain) or compiled == pytest.approx(plain, rel=1e-9)
+    assert too_many or stages < 3, "four members of twelve hold all that they should"
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -1,7 +1,7 @@
 import msgspec
 import pytest
 
-from shoal.coordinator.cost.workload import Workload
+from shoal.coordinator.cost.workload import RESIDENT_BYTES_PER_PARAMETER, Workload
 from shoal.protocol.spec import ModelSpec, RunSpec, SwarmSpec, WireSpec
 
 
@@ -33,3 +33,13 @@ def test_of_placed_experts_a_member_holds_and_reduces_what_its_slots_do() -> Non
     for all_of_them, some in zip(whole.layer_parameters, placed.layer_parameters, strict=True):
         assert all_of_them - some == 5 * expert
     assert placed.layer_flop == whole.layer_flop
+
+
+@pytest.mark.parametrize(("members", "held"), [(1, 8), (2, 8), (3, 6), (4, 4), (5, 4), (6, 3), (9, 3)])
+def test_where_a_stage_has_few_members_each_needs_room_for_more_experts(members: int, held: int) -> None:
+    model = ModelSpec(num_experts=8, experts_per_token=2)
+    whole, placed = (Workload.of(RunSpec(model=model, swarm=SwarmSpec(expert_slots=slots))) for slots in (0, 3))
+    missing = (8 - held) * 3 * model.dim * model.ffn_dim * 2
+    bytes_of_all, bytes_of_some = (w.resident_bytes(1, 3, members=members) for w in (whole, placed))
+    assert bytes_of_all - bytes_of_some == RESIDENT_BYTES_PER_PARAMETER * missing
+    assert placed.num_parameters == whole.num_parameters == sum(whole.layer_parameters)

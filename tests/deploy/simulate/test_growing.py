@@ -32,7 +32,7 @@ def grown(*, memory: float, devices: int = 2, leaves_s: float | None = None, **s
         0.01 * between,
         1e8 * between,
         flop_per_s=2e10,
-        memory_bytes=memory * workload.resident_bytes(0, workload.num_layers),
+        memory_bytes=memory * workload.resident_bytes(0, workload.num_layers, members=1),
         may_feed=[1.0] * n,
     )
     churn = [Churn(COMES_S * device, "add", device) for device in range(1, n)]

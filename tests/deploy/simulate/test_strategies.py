@@ -75,6 +75,24 @@ def run_strategy(scenario: Scenario, strategy: Strategy, churn: Sequence[Churn],
 # --- the command ---
 
 
+def test_placed_experts_are_played_and_cost_their_tokens_way(tmp_path: Path) -> None:
+    path = tmp_path / "mixture.toml"
+    experts = "num_experts = 4\n[experts]\nslots = 3\nloads = [3, 1, 1, 1]\n"
+    whole = '[[strategy]]\nname = "whole"\nlayout = "given"\nexperts = false\n'
+    path.write_text(TINY.replace("num_layers = 4\n", "num_layers = 4\n" + experts) + whole)
+    json = tmp_path / "out.json"
+    result = shoal(path, "--strategies", "given,whole", "--steps", 3, "--json", json)
+    assert result.exit_code == 0, result.output
+    placed, held_whole = msgspec.json.decode(json.read_bytes(), type=Comparison).rows
+    assert placed.steps == held_whole.steps == 3
+    assert not placed.failures
+    assert placed.tokens_per_s is not None
+    assert held_whole.tokens_per_s is not None
+    assert placed.bytes_per_step is not None
+    assert held_whole.bytes_per_step is not None
+    assert placed.bytes_per_step > held_whole.bytes_per_step
+
+
 def test_strategies_are_compared_in_a_table_a_file_and_a_page(tmp_path: Path, tiny: Path) -> None:
     json, html = tmp_path / "out.json", tmp_path / "out.html"
     result = shoal(tiny, "--strategies", "given,mod", "--json", json, "--html", html, "--seed", 3)
