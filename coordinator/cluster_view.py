@@ -11,7 +11,7 @@ from dataclasses import replace
 import msgspec
 
 from shoal.coordinator import election
-from shoal.coordinator.allocate.interface import MeasuredPeer
+from shoal.coordinator.allocate.interface import MeasuredPeer, Snapshot
 from shoal.coordinator.allocate.prospect import foresee
 from shoal.coordinator.calibration import Calibration
 from shoal.coordinator.confirmations import Confirmations, Ends
@@ -39,6 +39,10 @@ FORESEEN_PEERS_MAX = 256
 FORESEE_HEARTBEATS = 10.0
 FORESEE_PEERS = 64
 """The coordinator foresees the live layout anew so often, and more rarely in a larger swarm, in proportion."""
+RETURN_HEARTBEATS = 10.0
+"""Going back to a snapshot takes about so long, with its plan, its votes, the snapshots that are read and the pipeline
+that fills. So the run waits as long at least for a silent peer that has what nobody else has: where its network daemon
+has died it is back by then."""
 
 
 class ClusterView:
@@ -210,7 +214,7 @@ class ClusterView:
             plans=self._notes.tell(now_s),
             absent=self.roster.absent(live.plan.members, now_s),
             loads=self.experts.loads(len(live.plan.stages)),
-            records=self.experts.records.tell(live.plan.members) if self.places_experts else (),
+            records=self.experts.records.tell(live.plan.members),
             calibration=self.calibration.tell(),
         )
         return fitting(handover)
@@ -271,6 +275,30 @@ class ClusterView:
 
         peers = self.roster.measured(now_s)
         return tuple(peer if follows(peer.peer) else replace(peer, synced_stage=None) for peer in peers)
+
+    def snapshot(
+        self, peers: tuple[MeasuredPeer, ...], previous: Plan | None, disks: Disks, now_s: float, *, knows_network: bool
+    ) -> Snapshot:
+        """All that a layout may depend on. Args: as of `Survey.snapshot`."""
+        found = self.survey.snapshot(peers, previous, disks, knows_network=knows_network)
+        chances = self.experts.records.probabilities([peer.peer for peer in found.peers])
+        return replace(
+            found,
+            peers=tuple(replace(p, failure_probability=chance) for p, chance in zip(found.peers, chances, strict=True)),
+            going_back_s=self._going_back_s(disks, now_s),
+        )
+
+    def _going_back_s(self, disks: Disks, now_s: float) -> float:
+        """What the run loses when it goes back: half of what lies between two snapshots, or everything if there should
+        be one by now and there is none, and the way back."""
+        swarm, step_s = self.spec.swarm, self.ledger.pace.usual_step_s
+        every_s = [swarm.snapshot_interval_s, swarm.snapshot_interval_steps * step_s]
+        interval_s = min((seconds for seconds in every_s if seconds > 0.0), default=math.inf)
+        has_any = disks.newest_whole(held_keys(self.spec.model, placed=self.places_experts)) is not None
+        elapsed_s = self._elapsed_s(now_s)
+        is_late = not has_any and elapsed_s > 2.0 * interval_s
+        lost_s = elapsed_s if is_late or math.isinf(interval_s) else interval_s / 2.0
+        return lost_s + RETURN_HEARTBEATS * swarm.heartbeat_s
 
     def step_s_at_best(self, now_s: float) -> float:
         """Seconds a step of the peers that are here, if none of their devices ever waited; 0: not known."""

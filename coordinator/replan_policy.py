@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from shoal.coordinator.allocate.greedy import FIRST_PLAN
 from shoal.coordinator.allocate.interface import Allocator, MeasuredPeer, NoLayout, Searching
-from shoal.coordinator.cluster_view import ClusterView
+from shoal.coordinator.cluster_view import RETURN_HEARTBEATS, ClusterView
 from shoal.coordinator.diagnosis import name_of
 from shoal.coordinator.era import Disks, HolderWatch, disks_of, group_name, holders, next_beginning
 from shoal.coordinator.ledger import PATIENCE_HEARTBEATS
@@ -24,9 +24,6 @@ from shoal.protocol.plan import Mandate, Plan, SignedPlan, Stage
 LOOKING_FOR_FIRST = "looking for a first layout"
 RETURN_S_MAX = 600.0
 """The run waits at most so long for a silent peer that has what nobody else has."""
-RETURN_HEARTBEATS = 10.0
-"""It waits at least so long. Going back takes about as long itself, with its plan, its votes, the snapshots that are
-read and the pipeline that fills; and a peer whose network daemon has died is back by then."""
 NOTICE_HEARTBEATS = 3.0
 """A plan that ends at a version is known to everybody after so long: our view of the versions is a heartbeat old, and
 the plan needs two round trips and the votes."""
@@ -118,9 +115,9 @@ class ReplanPolicy:
         swarm = _swarm(peers)
         layout = self._schedule.found_for(None, swarm)
         if layout is None and len(peers) > 1 and self._schedule.awaits_first(swarm, now_s):
-            snapshot = view.survey.snapshot(peers, None, disks, knows_network=True)
+            snapshot = view.snapshot(peers, None, disks, now_s, knows_network=True)
             return self._schedule.begin(snapshot, None, swarm, now_s, seed=1), LOOKING_FOR_FIRST
-        layout, reason = (layout, layout.reason) if layout else self._repaired(peers, None, disks, sequence=1)
+        layout, reason = (layout, layout.reason) if layout else self._repaired(peers, None, disks, now_s, sequence=1)
         if layout is None:
             return None, view.survey.shortage(peers) or reason
         if disks.era_max < 0:
@@ -153,12 +150,12 @@ class ReplanPolicy:
             return self._better(live, peers, disks, now_s, sequence=sequence)
         if lost and (awaited := self._may_return(live, lost[0], disks, now_s)):
             return None, awaited  # a plan without who is silent would count it out, and its state with it
-        layout, reason = self._repaired(peers, live, disks, sequence=sequence)
+        layout, reason = self._repaired(peers, live, disks, now_s, sequence=sequence)
         too_few = layout is None and bool(lost) and len(peers) >= view.spec.swarm.min_peers
         self._too_few_s = min(now_s, self._too_few_s) if too_few else math.inf
         if now_s >= self._too_few_s + TOLD_HEARTBEATS * self._heartbeat_s:
             # By now everybody has said what it saved when the last holder said good-bye.
-            layout = self._divided_anew(peers, disks, sequence=sequence)
+            layout = self._divided_anew(peers, disks, now_s, sequence=sequence)
         divides = layout is not None and bounds_of(layout.stages) != bounds_of(live.stages)
         if layout is None:
             self._settled_for = swarm
@@ -198,9 +195,9 @@ class ReplanPolicy:
         if not peers:
             return None, "the reset names nobody who is in reach"
         disks = disks_of(self.view.roster, now_s)
-        layout, reason = self._repaired(peers, live.plan, disks, sequence=sequence)
+        layout, reason = self._repaired(peers, live.plan, disks, now_s, sequence=sequence)
         if layout is None and mandate.era:
-            layout = self._divided_anew(peers, disks, sequence=sequence)
+            layout = self._divided_anew(peers, disks, now_s, sequence=sequence)
         if layout is None:
             back = f"; `shoal recover --era {live.plan.era}` goes back to a snapshot, and may divide the layers anew"
             return None, reason if mandate.era else reason + back
@@ -228,21 +225,23 @@ class ReplanPolicy:
     # --- inside ---
 
     def _repaired(
-        self, peers: tuple[MeasuredPeer, ...], previous: Plan | None, disks: Disks, *, sequence: int
+        self, peers: tuple[MeasuredPeer, ...], previous: Plan | None, disks: Disks, now_s: float, *, sequence: int
     ) -> tuple[Layout | None, str]:
         """A layout at once, by rules that hardly move anybody."""
         knows = isinstance(self._allocator, Searching) and len(peers) <= NETWORK_PEERS_MAX
-        snapshot = self.view.survey.snapshot(peers, previous, disks, knows_network=knows)
+        snapshot = self.view.snapshot(peers, previous, disks, now_s, knows_network=knows)
         try:
             layout = self._allocator.allocate(snapshot, previous, seed=sequence)
         except NoLayout as flaw:
             return None, f"no new plan: {flaw}"
         return layout, layout.reason
 
-    def _divided_anew(self, peers: tuple[MeasuredPeer, ...], disks: Disks, *, sequence: int) -> Layout | None:
+    def _divided_anew(
+        self, peers: tuple[MeasuredPeer, ...], disks: Disks, now_s: float, *, sequence: int
+    ) -> Layout | None:
         """Another division into stages, for a run that goes back and has too few peers for the stages that it had;
         None: a run could not begin with these peers either."""
-        layout, _ = self._repaired(peers, None, disks, sequence=sequence)
+        layout, _ = self._repaired(peers, None, disks, now_s, sequence=sequence)
         return layout and replace(layout, reason=layout.reason.removeprefix(FIRST_PLAN))
 
     def _better(
@@ -263,7 +262,7 @@ class ReplanPolicy:
         is_off, has_pace = view.calibration.is_off, view.ledger.pace.usual_step_s > 0.0
         if not live.fresh and self._schedule.is_due(live, swarm, now_s, is_off=is_off):
             snapshot = replace(
-                view.survey.snapshot(peers, live, disks, knows_network=True),
+                view.snapshot(peers, live, disks, now_s, knows_network=True),
                 seen_tokens_per_s=view.calibration.seen_tokens_per_s,
             )
             job = self._schedule.begin(snapshot, live, swarm, now_s, seed=sequence, is_off=is_off, has_pace=has_pace)

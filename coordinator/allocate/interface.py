@@ -31,6 +31,8 @@ class MeasuredPeer:
     machine: str = ""
     """Peers that name the same one share a network card, as they say. Empty: not known."""
     draining: bool = False
+    failure_probability: float = 0.0
+    """The chance that it is lost without a good-bye within `failure_records.HORIZON_S`."""
     synced_stage: int | None = None
     """The stage whose state it holds."""
     homes: tuple[int, ...] = ()
@@ -70,6 +72,8 @@ class Snapshot:
     seen_tokens_per_s: float = 0.0
     """How fast the live layout is, by what was committed; 0: it has made too few steps. Figures of devices and links
     that say less than this of it are wrong."""
+    going_back_s: float = 0.0
+    """What is lost when a stage's last holder dies: the work since the last snapshot, and the way back to it."""
 
     def __post_init__(self) -> None:
         ids = [peer.peer for peer in self.peers]

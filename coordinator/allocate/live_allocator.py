@@ -2,8 +2,8 @@
 
 A change is answered within milliseconds by the greedy rules (`greedy.py`): lost peers are replaced from the spares,
 nobody else moves, and shares follow the throughput objective. A newcomer is a spare at first, since nothing is known of
-its links and the state that it would fetch takes its holders' uplinks from the step; only a stage with fewer than
-`HOLDERS_MIN` holders takes one in at once. A search (`planner.py`) then looks for something better, with newcomers or
+its links and the state that it would fetch takes its holders' uplinks from the step; only a stage with a lone holder
+takes one in at once, where that pays. A search (`planner.py`) then looks for something better, with newcomers or
 without, which must earn its moves:
 
 - It gains `MARGIN` of tokens/s or more, by the objective, beyond what noise could pretend.
@@ -22,6 +22,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from shoal.coordinator.allocate.alone import loss_alone, with_device, with_second_holders
 from shoal.coordinator.allocate.at_once import plan_at_once
 from shoal.coordinator.allocate.dividing import placement_of, seen_or_foreseen_s, worth_its_standstill
 from shoal.coordinator.allocate.greedy import Choose, GreedyAllocator, Slot, first_reason, poorest, slots_of, stage_of
@@ -46,17 +47,15 @@ STAY = 0.5
 """A search leaves this part of a stage's holders there, rounded up: a peer that comes must be able to fetch the
 state."""
 HOLDERS_MIN = 2
-"""A search leaves no stage with fewer holders if it had as many, and a stage that has fewer takes in a newcomer at
-once. Where volunteers come and go, a lone holder's death costs everybody the steps since the last snapshot, which no
-layout is worth."""
+"""A search that moves single peers leaves no stage with fewer holders if it had as many, and a stage that has fewer
+takes in a newcomer at once, if that slows the others down by less than the lone holder's death would (`alone.py`)."""
 SMALL_DEVICES = 32
 """A search over fewer devices spends in proportion less than the planner's own budget: there is less to find."""
 
 
 NEWCOMERS_MAX = 8
 SPARES_TRIED = 8
-LEFT_OUT_TRIED = 16
-"""If there are more at once than these three numbers they are dealt by their speeds: each place tried for each of them
+"""If there are more at once than these two numbers they are dealt by their speeds: each place tried for each of them
 costs an evaluation."""
 
 
@@ -140,21 +139,26 @@ class _Place:
 
     def seconds(self, slots: Sequence[Slot], fitting: Sequence[Slot], peer: MeasuredPeer) -> dict[int, float]:
         """The seconds of a step with `peer` in a stage, for each stage; inf where that is impossible."""
-        objective = ThroughputObjective(self._topology, self._workload)
-        stages = tuple(tuple(sorted(self._number[p.peer] for p in slot.stayers)) for slot in slots)
+        stages, device = self._stages(slots), self._number[peer.peer]
+        return {slot.index: self._cost(slots, with_device(stages, slot.index, device)) for slot in fitting}
+
+    def seconds_now(self, slots: Sequence[Slot]) -> float:
+        """The seconds of a step of those who stay; inf where that is impossible."""
+        return self._cost(slots, self._stages(slots))
+
+    def _stages(self, slots: Sequence[Slot]) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(sorted(self._number[p.peer] for p in slot.stayers)) for slot in slots)
+
+    def _cost(self, slots: Sequence[Slot], stages: tuple[tuple[int, ...], ...]) -> float:
         bounds = (*(slot.first_layer for slot in slots), slots[-1].last_layer)
-        device = self._number[peer.peer]
-        return {
-            slot.index: objective.cost(Placement(stages=_with(stages, slot.index, device), bounds=bounds)).seconds
-            for slot in fitting
-        }
+        return ThroughputObjective(self._topology, self._workload).cost(Placement(stages=stages, bounds=bounds)).seconds
 
 
 def _aside(
     snapshot: Snapshot, previous: Plan | None, place: _Place | None, *, with_newcomers: bool
 ) -> tuple[PeerID, ...]:
     """The spares that are not needed now, because they would slow the others down. As many as were lost since the
-    previous plan, or as the stages lack of `HOLDERS_MIN`, take part, those that help most.
+    previous plan, or as stages have lone holders to whom a second one is worth it, take part, those that help most.
 
     Args: with_newcomers: who is new is a spare too; else everybody who is new takes part.
     """
@@ -166,16 +170,31 @@ def _aside(
     newcomers = [p.peer for p in snapshot.peers if p.peer not in known and not p.draining] if with_newcomers else []
     free = [*(p for p in previous.spares if p in by_id), *newcomers]
     num_lost = sum(len(stage.peers) for stage in previous.stages) - sum(len(slot.stayers) for slot in slots)
-    num_lacking = sum(max(0, HOLDERS_MIN - len(slot.stayers)) for slot in slots) if with_newcomers else 0
-    num_needed = max(num_lost, num_lacking)
     free.sort(key=lambda peer: (-by_id[peer].flop_per_s, peer))
+    tried = [by_id[peer] for peer in free[:SPARES_TRIED]]
+    num_lacking = _num_lacking(snapshot, slots, tried, place) if with_newcomers else 0
+    num_needed = max(num_lost, num_lacking)
     if place is not None and 0 < num_needed < len(free):
         best: dict[PeerID, float] = {}
-        for peer in free[:SPARES_TRIED]:
-            fitting = [slot for slot in slots if slot.admits(by_id[peer])]
-            best[peer] = min(place.seconds(slots, fitting, by_id[peer]).values(), default=math.inf)
+        for peer in tried:
+            fitting = [slot for slot in slots if slot.admits(peer)]
+            best[peer.peer] = min(place.seconds(slots, fitting, peer).values(), default=math.inf)
         free.sort(key=lambda peer: best.get(peer, math.inf))
     return tuple(sorted(free[num_needed:]))
+
+
+def _num_lacking(snapshot: Snapshot, slots: Sequence[Slot], free: Sequence[MeasuredPeer], place: _Place | None) -> int:
+    """How many stages are without a holder that stays, or have a lone one to whom one of `free` is worth adding."""
+    lacking = [slot for slot in slots if len(slot.stayers) < HOLDERS_MIN]
+    if place is None or any(not slot.stayers for slot in slots):
+        return len(lacking)
+    now_s = place.seconds_now(slots)
+    count = 0
+    for slot in lacking:
+        seconds = [place.seconds(slots, [slot], peer)[slot.index] for peer in free if slot.admits(peer)]
+        allowed = 1.0 + loss_alone(snapshot, slot.stayers[0])
+        count += bool(seconds) and (not math.isfinite(now_s) or min(seconds) <= allowed * now_s)
+    return count
 
 
 def _first(snapshot: Snapshot, seed: int) -> tuple[Layout, str]:
@@ -186,56 +205,10 @@ def _first(snapshot: Snapshot, seed: int) -> tuple[Layout, str]:
     assert workload is not None
     searched, _ = plan(topology, workload, num_stages=snapshot.num_stages, seed=seed, work=_work(topology.num_devices))
     objective = ThroughputObjective(topology, workload)
-    placement = _nobody_alone(objective, _with_left_out(objective, searched))
+    placement = with_second_holders(objective, searched, snapshot)
     stages, spares = _stages_of(snapshot, topology, workload, placement)
     reason = first_reason(len(snapshot.peers), len(stages))
     return Layout(stages=stages, spares=spares, reason=reason), reason
-
-
-def _with_left_out(objective: ThroughputObjective, placement: Placement) -> Placement:
-    """Take in devices that the search has left out.
-
-    Nothing is known yet of most links, and nothing is ever measured of a device that does nothing. So the devices that
-    were left out take part too, each in its best place, as long as that costs less than `MARGIN` in all. Only the
-    fastest `LEFT_OUT_TRIED` are tried; where there are more, a later search sees to them.
-    """
-    topology, seconds_max = objective.topology, (1.0 + MARGIN) * objective.cost(placement).seconds
-    left_out = sorted(placement.spares(topology.num_devices), key=lambda d: (-topology.flop_per_s[d], d))
-    for device in left_out[:LEFT_OUT_TRIED]:
-        options = [
-            replace(placement, stages=_with(placement.stages, index, device)) for index in range(len(placement.stages))
-        ]
-        costs = [objective.cost(option).seconds for option in options]
-        if min(costs) <= seconds_max:
-            placement = options[costs.index(min(costs))]
-    return placement
-
-
-def _nobody_alone(objective: ThroughputObjective, placement: Placement) -> Placement:
-    """Give each stage `HOLDERS_MIN` holders, where there are enough peers.
-
-    With a stage's only holder gone the run goes back to a snapshot, and the speeds of a first look are not worth that
-    risk. The device goes there that costs least, whether it was left out or elsewhere.
-    """
-    while True:
-        stages = placement.stages
-        lonely = next((k for k, stage in enumerate(stages) if len(stage) < HOLDERS_MIN), None)
-        left_out = placement.spares(objective.topology.num_devices)[:LEFT_OUT_TRIED]
-        givers = [device for stage in stages if len(stage) > HOLDERS_MIN for device in stage]
-        if lonely is None or not (givers or left_out):
-            return placement
-        options = []
-        for device in (*left_out, *givers):
-            rest = tuple(tuple(d for d in stage if d != device) for stage in stages)
-            options.append(replace(placement, stages=_with(rest, lonely, device)))
-        costs = [objective.cost(option).seconds for option in options]
-        if not math.isfinite(min(costs)):
-            return placement
-        placement = options[costs.index(min(costs))]
-
-
-def _with(stages: tuple[tuple[int, ...], ...], index: int, device: int) -> tuple[tuple[int, ...], ...]:
-    return (*stages[:index], tuple(sorted((*stages[index], device))), *stages[index + 1 :])
 
 
 def _better(snapshot: Snapshot, previous: Plan, seed: int) -> tuple[Layout | None, str]:
@@ -298,7 +271,7 @@ def _divided(snapshot: Snapshot, previous: Plan, seed: int) -> tuple[Layout, str
     assert workload is not None
     current = placement_of(previous, snapshot.peers)
     searched, _ = plan(topology, workload, num_stages=snapshot.num_stages, seed=seed, work=_work(topology.num_devices))
-    found = _nobody_alone(ThroughputObjective(topology, workload), searched)
+    found = with_second_holders(ThroughputObjective(topology, workload), searched, snapshot)
     asked = snapshot.num_stages not in (None, len(previous.stages))
     division = worth_its_standstill(snapshot, topology, current, found, horizon_s=HORIZON_S)
     if division is None and not asked:

@@ -9,7 +9,7 @@ PROBABILITY_MIN = 2.0**-20
 """The smallest result of `rounded`, since there is no node that never fails."""
 
 
-def failure_probability(num_failures: float, seen_s: float, *, horizon_s: float) -> float:
+def failure_probability(num_failures: float, seen_s: float, *, horizon_s: float, prior_s: float = PRIOR_S) -> float:
     """The chance of a failure within the horizon, if failures come at a constant rate.
 
     The rate's prior is a gamma distribution worth `PRIOR_FAILURES` in `PRIOR_S`: a newcomer is neither trusted nor
@@ -18,9 +18,10 @@ def failure_probability(num_failures: float, seen_s: float, *, horizon_s: float)
     Args:
         num_failures: times it was lost without a good-bye, old ones in part.
         seen_s: seconds in which that could have happened.
+        prior_s: the time in which others like it fail `PRIOR_FAILURES` times.
         horizon_s: as far ahead as a placement should last, about the time until the next is made.
     """
-    rate_per_s = (num_failures + PRIOR_FAILURES) / (max(0.0, seen_s) + PRIOR_S)
+    rate_per_s = (num_failures + PRIOR_FAILURES) / (max(0.0, seen_s) + prior_s)
     return -math.expm1(-rate_per_s * horizon_s)
 
 

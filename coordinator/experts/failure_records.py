@@ -11,10 +11,10 @@ less, so a machine that was moved to a better place is not condemned for ever.
 
 import math
 from collections import OrderedDict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from shoal.coordinator.experts.failure_rate import failure_probability
+from shoal.coordinator.experts.failure_rate import PRIOR_FAILURES, PRIOR_S, failure_probability
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import PEER_ID_CHARS_MAX
 from shoal.protocol.messages import PeerRecord
@@ -69,6 +69,15 @@ class FailureRecords:
         """The chance that `peer` fails before experts are placed again."""
         past = self._pasts.get(peer, _Past())
         return failure_probability(past.failures, past.seen_s, horizon_s=HORIZON_S)
+
+    def probabilities(self, peers: Sequence[PeerID]) -> list[float]:
+        """The chance of each of `peers` to fail within `HORIZON_S`. A peer of which little is known is taken for one
+        like the others of this swarm, those that are gone included."""
+        failures = sum(past.failures for past in self._pasts.values())
+        seen_s = sum(past.seen_s for past in self._pasts.values())
+        prior_s = PRIOR_FAILURES * (seen_s + PRIOR_S) / (failures + PRIOR_FAILURES)
+        pasts = [self._pasts.get(peer, _Past()) for peer in peers]
+        return [failure_probability(p.failures, p.seen_s, horizon_s=HORIZON_S, prior_s=prior_s) for p in pasts]
 
     def tell(self, members: Collection[PeerID]) -> tuple[PeerRecord, ...]:
         """The records for the next coordinator: of `members` first, then of the peers that were here last and may come

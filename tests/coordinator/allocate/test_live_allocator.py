@@ -14,8 +14,6 @@ from shoal.coordinator.allocate.live_allocator import EvolutionaryAllocator
 from shoal.coordinator.allocate.measured_topology import topology_of
 from shoal.coordinator.allocate.prospect import foresee
 from shoal.coordinator.cost.layer_costs import layer_costs
-from shoal.coordinator.cost.placement import Placement
-from shoal.coordinator.cost.throughput import ThroughputObjective
 from shoal.coordinator.cost.workload import Workload
 from shoal.coordinator.measured import MeasuredNetwork
 from shoal.protocol.identity import PeerID
@@ -115,25 +113,21 @@ def test_a_first_layout_keeps_what_is_exchanged_inside_cities():
     assert layout == first(), "the same snapshot and seed: the same layout"
 
 
+OFTEN = {"failure_probability": 0.5}
+"""Said of each peer, it makes a lone holder cost a quarter of all work, where going back takes five minutes."""
+
+
 @pytest.mark.parametrize("says", [{"a": {"flop_per_s": 2e12}}, {"a": {"flop_per_s": 2e12}, "b": {"has_data": False}}])
-def test_a_first_layout_leaves_nobody_alone_with_a_stage_where_there_are_enough(says):
+def test_a_first_layout_leaves_nobody_alone_where_peers_fail_often(says):
     """A machine that was idle when it looked seems many times faster than the others on it."""
-    layout, _ = ALLOCATOR.search(snapshot_of("abcdef", says=says), None, seed=1)
+    often = {peer: OFTEN | says.get(peer, {}) for peer in "abcdef"}
+    snapshot = replace(snapshot_of("abcdef", says=often), going_back_s=3000.0)
+    layout, _ = ALLOCATOR.search(snapshot, None, seed=1)
     assert [len(stage.members) for stage in layout.stages] == [2, 2, 2]
     if "b" in says:
         assert "b" not in layout.stages[0].peers
-
-
-def test_who_was_left_out_stands_by_whoever_is_alone():
-    snapshot = snapshot_of("abcefi", says={"b": {"has_data": False}})
-    objective = ThroughputObjective(topology_of(snapshot), snapshot.workload)
-    lonely = Placement(stages=((0,), (2,), (3,)), bounds=(0, 2, 4, 6))
-    stages = live_allocator._nobody_alone(objective, lonely).stages
-    assert sorted(map(len, stages)) == [2, 2, 2]
-    assert all(before[0] in after for before, after in zip(lonely.stages, stages, strict=True))
-    assert 1 not in stages[0], "it has no text"
-    two = Placement(stages=((0, 2), (3,)), bounds=(0, 3, 6))
-    assert [len(stage) for stage in live_allocator._nobody_alone(objective, two).stages] == [2, 2]
+    steady, _ = ALLOCATOR.search(snapshot_of("abcdef", says=says), None, seed=1)
+    assert min(len(stage.members) for stage in steady.stages) == 1, "who never fails may be alone"
 
 
 def as_plan(layout):
@@ -257,6 +251,15 @@ def test_of_newcomers_those_that_help_most_join_a_stage_that_lacks_holders():
     previous = plan_of([["a", "b"], ["e"], ["i", "j"]])
     layout = ALLOCATOR.allocate(snapshot_of("abcefijk", previous=previous), previous, seed=2)
     assert (groups(layout), layout.spares) == ([{"a", "b"}, {"e", "f"}, {"i", "j"}], ("c", "k"))
+
+
+def test_a_newcomer_that_slows_the_others_down_joins_a_lone_holder_only_if_that_one_fails_often():
+    previous = plan_of([["a", "b"], ["e"], ["i", "j"]])
+    snapshot = snapshot_of("abeijk", previous=previous, says={"e": OFTEN})
+    snapshot.network.bytes_per_s[5, :5] = snapshot.network.bytes_per_s[:5, 5] = 1e3
+    assert ALLOCATOR.allocate(snapshot, previous, seed=2).spares == ("k",)
+    layout = ALLOCATOR.allocate(replace(snapshot, going_back_s=1e6), previous, seed=2)
+    assert groups(layout)[1] == {"e", "k"}
 
 
 def test_without_a_search_a_newcomer_goes_where_its_network_makes_it_useful(monkeypatch):
