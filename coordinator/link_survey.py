@@ -5,11 +5,15 @@ links with each heartbeat, as nothing else is on the lines yet. While the run tr
 heartbeat until a few are known, so that a search can find a place for it. Everybody else measures one link at a time:
 one towards a spare of which nobody has told, else one that the plan uses and that was measured half a minute ago, else
 one that is not known, else one that was measured long ago. Of several candidates a peer measures the link towards the
-peer that has rested longest, so that no line answers many probes at once.
+network card that has rested longest, so that no line answers many probes at once.
+
+Peers that name one machine share a network card (`Advert.machine`), and two of them that probe at once see half of it
+each. So before the first plan they take turns with what leaves their machine, and what one of them knows of another
+machine counts for all. Towards each other they measure one link each, which shows that they are where they say.
 """
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from shoal.coordinator.measured import LinkBook
 from shoal.protocol.identity import PeerID
@@ -38,19 +42,34 @@ class LinkSurvey:
     def __init__(self, links: LinkBook, heartbeat_s: float) -> None:
         self._links = links
         self._heartbeat_s = heartbeat_s
+        self._machines: dict[PeerID, str] = {}
         self._asked_s: dict[tuple[PeerID, PeerID], float] = {}
         """(from, towards) -> when that link was asked for last."""
-        self._probed_s: dict[PeerID, float] = {}
-        """When anybody was asked to measure its link towards that peer."""
+        self._turn = 0
+        self._probed: dict[str, int] = {}
+        """Peer or network card -> the turn in which anybody was asked last to measure its link towards it."""
         self._asker_s: dict[PeerID, float] = {}
+        self._leaving: dict[str, tuple[PeerID, float]] = {}
+        """Network card -> who was asked last to measure what leaves it, and when."""
 
     def forget(self) -> None:
         """We coordinate now: what we asked for in an earlier term of ours does not count."""
-        self._asked_s, self._probed_s, self._asker_s = {}, {}, {}
+        self._machines, self._asked_s, self._probed, self._asker_s, self._leaving = {}, {}, {}, {}, {}
+
+    def hear(self, peer: PeerID, machine: str) -> None:
+        """`peer` says on which machine it is; empty: on one of its own."""
+        self._machines[peer] = machine
 
     def is_enough(self, peers: Sequence[PeerID]) -> bool:
-        """Whether a first plan can be made: enough links of each peer are known."""
-        return all(self.is_known(peer, peers) for peer in peers)
+        """Whether a first plan can be made: enough links of each machine are known."""
+        known: dict[str, set[PeerID]] = {}
+        for peer in peers:
+            known.setdefault(self._card(peer), set()).update(self._links.known_from(peer))
+        return all(
+            len(known[card].intersection(others)) >= min(PARTNERS_FIRST, len(others))
+            for card in known
+            for others in [[peer for peer in peers if self._card(peer) != card]]
+        )
 
     def is_known(self, peer: PeerID, others: Collection[PeerID]) -> bool:
         """Whether enough links of `peer` to others are known to find a place for it."""
@@ -58,9 +77,21 @@ class LinkSurvey:
 
     def choose(self, peer: PeerID, others: Collection[PeerID], now_s: float) -> tuple[PeerID, ...]:
         """The peers towards which `peer` should measure its link before the first plan."""
-        return self._chosen(
-            peer, [p for p in others if self._is_unknown(peer, p, now_s)], now_s, most=PROBES_PER_REPLY_MAX
-        )
+        card = self._card(peer)
+        mates = [p for p in others if p != peer and self._card(p) == card]
+        known = self._links.known_from(peer)
+        chosen: tuple[PeerID, ...] = ()
+        if mates and known.isdisjoint(mates):
+            chosen = self._chosen(peer, [p for p in (min(mates),) if self._is_unknown(peer, p, now_s)], now_s, most=1)
+        if self._is_in_turn(peer, mates, now_s):
+            known_here = known.union(*(self._links.known_from(mate) for mate in mates))
+            unknown = [p for p in others if self._card(p) != card and self._is_unknown(peer, p, now_s)]
+            new = [p for p in unknown if p not in known_here] or unknown
+            outside = self._chosen(peer, new, now_s, most=PROBES_PER_REPLY_MAX - len(chosen))
+            if outside:
+                self._leaving[card] = peer, now_s
+            chosen += outside
+        return chosen
 
     def choose_one(self, peer: PeerID, plan: Plan, now_s: float) -> tuple[PeerID, ...]:
         """The peer towards which `peer` should measure its link while the run trains; mostly nobody."""
@@ -87,11 +118,28 @@ class LinkSurvey:
             candidates = [p for p in plan.members if self._is_stale(peer, p, now_s, STALE_S)]
         return self._chosen(peer, candidates, now_s, most=1)
 
-    def _chosen(self, peer: PeerID, candidates: list[PeerID], now_s: float, *, most: int) -> tuple[PeerID, ...]:
-        candidates.sort(key=lambda p: (self._probed_s.get(p, -math.inf), p < peer, p))
-        for other in candidates[:most]:
-            self._asked_s[peer, other] = self._probed_s[other] = self._asker_s[peer] = now_s
-        return tuple(candidates[:most])
+    def _card(self, peer: PeerID) -> str:
+        return self._machines.get(peer) or peer
+
+    def _is_in_turn(self, peer: PeerID, mates: Sequence[PeerID], now_s: float) -> bool:
+        """Whether nobody else behind the same card is at it, and it is not somebody else's turn."""
+        if not mates or (last := self._leaving.get(self._card(peer))) is None:
+            return True
+        asker, asked_s = last
+        beats = 2.0 if asker == peer else 1.0  # one of the mates that has not been asked for so long has gone
+        return now_s >= asked_s + beats * self._heartbeat_s
+
+    def _chosen(self, peer: PeerID, candidates: Iterable[PeerID], now_s: float, *, most: int) -> tuple[PeerID, ...]:
+        left = list(candidates)
+        chosen: list[PeerID] = []
+        while left and len(chosen) < most:
+            other = min(left, key=lambda p: (self._probed.get(self._card(p), 0), self._probed.get(p, 0), p < peer, p))
+            left.remove(other)
+            chosen.append(other)
+            self._turn += 1
+            self._probed[self._card(other)] = self._probed[other] = self._turn
+            self._asked_s[peer, other] = self._asker_s[peer] = now_s
+        return tuple(chosen)
 
     def _is_unknown(self, peer: PeerID, other: PeerID, now_s: float) -> bool:
         asked_s = self._asked_s.get((peer, other), -math.inf)

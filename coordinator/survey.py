@@ -51,6 +51,7 @@ class Survey:
     def hear(self, peer: PeerID, heartbeat: Heartbeat) -> None:
         """Note the measurements in a heartbeat."""
         self._links.note(peer, heartbeat.links)
+        self.links.hear(peer, heartbeat.advert.machine)
         plan, stage, w = self._plan, heartbeat.stage, self._workload
         if plan is None or heartbeat.plan_sequence != plan.sequence or stage is None or heartbeat.forward_s <= 0.0:
             return

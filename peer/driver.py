@@ -5,6 +5,7 @@ does the training. This file is long because what a peer is made of is wired tog
 """
 
 import asyncio
+import heapq
 import logging
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ from shoal.peer.tasks import Tasks
 from shoal.peer.tenures import Tenure
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.identity import PeerID
+from shoal.protocol.limits import PROBES_PER_REPLY_MAX
 from shoal.protocol.messages import Advert, CommitReport, Heartbeat, Hello, LinkReport, ValidationReport
 from shoal.protocol.plan import Plan, SignedPlan
 from shoal.protocol.ports import Clock, Compute, Disk
@@ -48,6 +50,10 @@ _FAREWELL_S = 2.0
 _SILENCE_HEARTBEATS = 3.0
 _FAR_S = 0.002
 """A peer with a shorter round trip may be on this machine: what goes there does not cross the network card."""
+_TOGETHER_MAX = 8
+"""So many links, the quickest, are measured together: one alone does not fill a server's network card."""
+_TO_PROBE_MAX = 16
+"""Over oceans a probe takes a second, and the coordinator asks for some with each heartbeat."""
 _QUIET_LOOKS = 20
 _QUIET_LOOK_S = 0.05
 """Before a probe we look so often for a moment in which nothing is being sent."""
@@ -133,6 +139,7 @@ class PeerDriver:
         self._renewing = False
         self._links: dict[PeerID, LinkReport] = {}
         self._probing: asyncio.Task[None] | None = None
+        self._to_probe: list[PeerID] = []
         self._card_bytes_per_s = 0.0
         """The most that has gone out over several links at once."""
         self._draining = False
@@ -528,27 +535,38 @@ class PeerDriver:
 
     def measure_links(self, peers: tuple[PeerID, ...]) -> None:
         """The coordinator wants to know our links towards `peers`."""
+        self._to_probe = list(dict.fromkeys((*self._to_probe, *peers)))[:_TO_PROBE_MAX]
         if self._probing is None or self._probing.done():
-            self._probing = asyncio.create_task(self._probe_links(peers), name="measure links")
+            self._probing = asyncio.create_task(self._probe_links(), name="measure links")
 
-    async def _probe_links(self, peers: tuple[PeerID, ...]) -> None:
-        measured: list[LinkReport] = []
-        for peer in peers:
-            for _ in range(_QUIET_LOOKS):
-                if self._meter.is_quiet:
-                    break
-                await asyncio.sleep(_QUIET_LOOK_S)
-            else:
+    async def _probe_links(self) -> None:
+        num_far = 0
+        while self._to_probe:
+            if not await self._is_quiet():
+                self._to_probe = []
                 return  # our lines are busy: what a probe showed would say nothing of the link
             mark = self._meter.mark
-            report = await self._link_probe.measure_if_possible(peer)
+            report = await self._link_probe.measure_if_possible(self._to_probe.pop(0))
             if report is not None:
-                self._links[peer] = report
+                self._links[report.peer] = report
                 self._meter.probed(report, since=mark)
-                if report.round_trip_s >= _FAR_S:
-                    measured.append(report)
-        if len(measured) > 1:
-            self._card_bytes_per_s = max(self._card_bytes_per_s, await self._link_probe.measure_together(measured))
+                num_far += report.round_trip_s >= _FAR_S
+            if num_far >= PROBES_PER_REPLY_MAX or (num_far > 1 and not self._to_probe):
+                await self._probe_card()
+                num_far = 0
+
+    async def _probe_card(self) -> None:
+        far = (link for link in self._links.values() if link.round_trip_s >= _FAR_S)
+        quickest = heapq.nlargest(_TOGETHER_MAX, far, key=lambda link: (link.bytes_per_s, link.peer))
+        if await self._is_quiet():
+            self._card_bytes_per_s = max(self._card_bytes_per_s, await self._link_probe.measure_together(quickest))
+
+    async def _is_quiet(self) -> bool:
+        for _ in range(_QUIET_LOOKS):
+            if self._meter.is_quiet:
+                return True
+            await asyncio.sleep(_QUIET_LOOK_S)
+        return False
 
     # --- told by the tenures ---
 

@@ -3,7 +3,7 @@
 | figure       | from                                                              | errs                              |
 |--------------|-------------------------------------------------------------------|-----------------------------------|
 | round trip   | the quickest of the last calls; some are answered without work    | up, while every answer takes long |
-| rate towards | the best of the last three probes; without any, frames            | down, if the far end is busy; of  |
+| rate towards | the best of the last three probes; without any, frames            | down, if a line is busy; of       |
 |              |                                                                   | frames up, if buffers take a burst|
 | rate from    | two full chunks of bulk, one right after the other; the best seen | down; bounds what others claim    |
 
@@ -36,6 +36,7 @@ _CALLS = 16
 _SAMPLES = 8
 _SAMPLE_BYTES = 256 * 1024
 """Frames are added up until there are so many, for the time that a small one takes says little."""
+_LITTLE_BYTES = 1024
 _CHUNKS = 32
 _GAP_S = 2.0
 """Chunks that are further apart were not sent one right after the other."""
@@ -194,6 +195,10 @@ class LinkMeter:
         if link.pending[0] == 0.0:
             link.is_shared = self._num_busy > 1 and link.num_sending > 0
 
+    def sent_little(self, peer: PeerID, nbytes: int) -> None:
+        """A frame went out that is too small to be in another's way: the answer to a probe, say."""
+        self._link(peer).sent_bytes += nbytes
+
     def received(self, peer: PeerID, nbytes: int) -> None:
         """A frame with `nbytes` of payload is here."""
         link = self._link(peer)
@@ -265,6 +270,10 @@ class MeteredTransport:
 
     async def send(self, peer: PeerID, meta: bytes, payload: Payload, *, priority: Priority) -> None:
         left, nbytes = False, _size(payload)
+        if nbytes < _LITTLE_BYTES:
+            await self._transport.send(peer, meta, payload, priority=priority)
+            self._meter.sent_little(peer, nbytes)
+            return
         self._meter.send_begins(peer)
         try:
             await self._transport.send(peer, meta, payload, priority=priority)

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import itertools
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -24,8 +25,12 @@ _ECHO_TIMEOUT_S = 20.0
 _QUICK_S = 0.05
 """A frame that takes less says little of a rate: clocks, wake-ups and the way back are as long."""
 _TOGETHER_S = 0.1
+_TOGETHER_BYTES_MAX = 16 * BULK_CHUNK_BYTES
+"""How much goes over one link while several are measured together: the fastest carries so much in less time."""
 _TRAIN = 4
 """Frames of the last part, which fast links carry in milliseconds."""
+_MARK = -1
+_MARKS_KEPT_MAX = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +77,11 @@ async def probe_device(
 
 
 class LinkProbe:
-    """Measures round trip and rate towards one peer at a time; answers others who do."""
+    """Measures round trip and rate towards one peer at a time; answers others who do.
+
+    The receiver takes the time, from a small frame ahead of the others, the mark, to the last of them. Its answer may
+    wait on its own busy line without that counting. What the sender takes to get rid of the frames is the least.
+    """
 
     def __init__(self, *, endpoint: Endpoint, clock: Clock, vectors: Vectors = VECTORS) -> None:
         self._vectors = vectors
@@ -80,11 +89,13 @@ class LinkProbe:
         self._clock = clock
         self._nonces = itertools.count()
         self._echoes: dict[tuple[PeerID, int], asyncio.Future[float]] = {}
+        self._marks_s: OrderedDict[PeerID, float] = OrderedDict()
+        """When the small frame arrived that somebody sent ahead of others."""
         endpoint.on(Ping, self._on_ping)
         endpoint.on_frame(ProbeChunk, self._on_chunk)
 
     async def measure(self, peer: PeerID, *, payload_bytes: int = BULK_CHUNK_BYTES) -> LinkReport:
-        """A few pings, then frames and their echoes: an eighth of `payload_bytes`; if that is quick all of them, and if
+        """A few pings, then frames and their echo: an eighth of `payload_bytes`; if that is quick all of them, and if
         that is quick as well several such frames, one behind the other.
 
         Raises: Unreachable, Refused, RemoteError.
@@ -94,50 +105,55 @@ class LinkProbe:
             sent_s = self._clock.now_s()
             await self._endpoint.ask(peer, Ping(), Ping)
             round_trips.append(self._clock.now_s() - sent_s)
-        round_trip_s = min(round_trips)
-        # The stream's first frame pays for opening it; a small one goes ahead.
-        await self._endpoint.send(peer, ProbeChunk(nonce=-1, echo=False), b"\0", priority=Priority.BULK)
         for nbytes, times in ((payload_bytes // 8, 1), (payload_bytes, 1), (payload_bytes, _TRAIN)):
-            seconds = max(await self._echoed(peer, nbytes, times=times) - round_trip_s, 1e-6)
+            await self._mark(peer)
+            seconds = max(await self._timed(peer, nbytes, times=times), 1e-6)
             if seconds >= _QUICK_S:
                 break
-        return LinkReport(peer=peer, round_trip_s=round_trip_s, bytes_per_s=times * nbytes / seconds)
+        return LinkReport(peer=peer, round_trip_s=min(round_trips), bytes_per_s=times * nbytes / seconds)
 
-    async def _echoed(self, peer: PeerID, nbytes: int, *, times: int) -> float:
-        """Send so many frames of `nbytes`, one behind the other. Returns: the seconds until the last one's echo."""
+    async def _mark(self, peer: PeerID) -> None:
+        await self._endpoint.send(peer, ProbeChunk(nonce=_MARK, echo=False), b"\0", priority=Priority.BULK)
+
+    async def _timed(self, peer: PeerID, nbytes: int, *, times: int) -> float:
+        """Send so many frames of `nbytes`, one behind the other, after `_mark`. Returns: the seconds from the mark's
+        arrival to that of the last frame."""
         payload = self._vectors.payload_of(self._vectors.zeros(nbytes // 4))
-        nonces = [next(self._nonces) for _ in range(times)]
-        loop = asyncio.get_running_loop()
-        echoes: list[asyncio.Future[float]] = [loop.create_future() for _ in nonces]
-        self._echoes.update({(peer, nonce): echo for nonce, echo in zip(nonces, echoes, strict=True)})
+        nonce = next(self._nonces)
+        echo = self._echoes[peer, nonce] = asyncio.get_running_loop().create_future()
         begun_s = self._clock.now_s()
         try:
             async with asyncio.timeout(_ECHO_TIMEOUT_S):
-                for nonce in nonces:
-                    meta = ProbeChunk(nonce=nonce, echo=True)
+                for left in reversed(range(times)):
+                    meta = ProbeChunk(nonce=nonce, echo=left == 0)
                     await self._endpoint.send(peer, meta, payload, priority=Priority.BULK)
-                return max([await echo for echo in echoes]) - begun_s
+                left_s = self._clock.now_s() - begun_s
+                took_s = await echo
         except TimeoutError as error:
             raise Unreachable(peer, "a probe was not echoed") from error
         finally:
-            for nonce in nonces:
-                del self._echoes[peer, nonce]
+            del self._echoes[peer, nonce]
+        # It is the other peer's word, which has to be possible. Where its line is busy the mark may have waited.
+        whole_s = self._clock.now_s() - begun_s
+        return max(left_s, took_s) if 0.0 <= took_s <= whole_s else whole_s
 
     async def measure_together(self, links: Sequence[LinkReport]) -> float:
-        """Send to several peers at once, to each what its link carries in `_TOGETHER_S`.
+        """Send to several peers at once, to each what its link carries in the same time, `_TOGETHER_S` at most.
 
         Args: links: as `measure` found them one by one.
         Returns: bytes/s that went out in all; a network card carries at least so much. 0: somebody did not answer.
         """
-        frames = [max(1, min(_TRAIN, round(link.bytes_per_s * _TOGETHER_S / BULK_CHUNK_BYTES))) for link in links]
-        sizes = [min(BULK_CHUNK_BYTES, max(4096, int(link.bytes_per_s * _TOGETHER_S))) // 4 * 4 for link in links]
-        probes = zip(links, sizes, frames, strict=True)
+        together_s = min(_TOGETHER_S, _TOGETHER_BYTES_MAX / max(link.bytes_per_s for link in links))
+        wanted = [max(4096, int(link.bytes_per_s * together_s)) for link in links]
+        frames = [-(-nbytes // BULK_CHUNK_BYTES) for nbytes in wanted]
+        sizes = [nbytes // times // 4 * 4 for nbytes, times in zip(wanted, frames, strict=True)]
         try:
-            took_s = await asyncio.gather(*(self._echoed(link.peer, size, times=times) for link, size, times in probes))
+            await asyncio.gather(*(self._mark(link.peer) for link in links))
+            probes = zip(links, sizes, frames, strict=True)
+            took_s = await asyncio.gather(*(self._timed(link.peer, size, times=times) for link, size, times in probes))
         except (Unreachable, Refused, RemoteError):
             return 0.0
-        seconds = max(s - link.round_trip_s for s, link in zip(took_s, links, strict=True))
-        return sum(size * times for size, times in zip(sizes, frames, strict=True)) / max(seconds, 1e-6)
+        return sum(size * times for size, times in zip(sizes, frames, strict=True)) / max(*took_s, 1e-6)
 
     async def measure_if_possible(self, peer: PeerID) -> LinkReport | None:
         try:
@@ -149,9 +165,15 @@ class LinkProbe:
         return message
 
     async def _on_chunk(self, source: PeerID, meta: ProbeChunk, payload: Payload) -> None:
-        if meta.echo:
-            answer = ProbeChunk(nonce=meta.nonce, echo=False)
+        if meta.nonce == _MARK:
+            self._marks_s[source] = self._clock.now_s()
+            self._marks_s.move_to_end(source)
+            if len(self._marks_s) > _MARKS_KEPT_MAX:
+                self._marks_s.popitem(last=False)
+        elif meta.echo:
+            now_s = self._clock.now_s()
+            answer = ProbeChunk(nonce=meta.nonce, echo=False, took_s=now_s - self._marks_s.get(source, now_s))
             with contextlib.suppress(Unreachable):  # who asked has gone: nobody misses the answer
                 await self._endpoint.send(source, answer, b"\0", priority=Priority.GRADIENT)
         elif (echo := self._echoes.get((source, meta.nonce))) is not None and not echo.done():
-            echo.set_result(self._clock.now_s())
+            echo.set_result(meta.took_s)

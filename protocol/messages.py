@@ -942,7 +942,10 @@ class ProbeChunk(_Message, frozen=True):
     """Carries bytes for their own sake. `echo`: the receiver answers with an empty one of the same `nonce`."""
 
     nonce: int
+    """A negative one marks the moment from which the receiver takes the time."""
     echo: bool
+    took_s: float = 0.0
+    """An answer says how many seconds went by from the last such mark to the frame that it answers."""
 
 
 FrameMeta = (

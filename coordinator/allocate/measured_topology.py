@@ -54,10 +54,10 @@ def topology_of(snapshot: Snapshot) -> Topology:
     known = np.where(inside, np.nan, network.bytes_per_s)
     claims = np.array([peer.upload_bytes_per_s for peer in peers])
     claims[claims < CLAIM_MIN] = np.nan
-    best = _best(known)
-    cards = np.array([peer.card_bytes_per_s for peer in peers])
-    up = _of_card(np.fmax(_or(best, claims), np.fmin(cards, CARD_MAX * best)), card)
-    down = np.maximum(_of_card(_or(_best(known.T), np.full(n, np.nan)), card), up)
+    best = _of_card(_best(known), card)
+    together = _of_card(np.array([peer.card_bytes_per_s for peer in peers]), card)
+    up = np.fmax(_or(best, _of_card(claims, card)), np.fmin(together, CARD_MAX * best))
+    down = np.maximum(_or(_of_card(_best(known.T), card), np.full(n, np.nan)), up)
     between = _between(known, up, down, latency)
     ends = np.minimum(up[:, None], down[None, :])
     within = network.bytes_per_s[inside & ~np.isnan(network.bytes_per_s)]
@@ -132,9 +132,9 @@ def _between(known: Floats, up: Floats, down: Floats, latency: Floats) -> Floats
 
 
 def _of_card(rates: Floats, card: Ints) -> Floats:
-    """[N], the best that anybody behind the same card has."""
-    best = np.zeros(len(rates))
-    np.maximum.at(best, card, rates)
+    """[N], the best that is known of anybody behind the same card; NaN where nothing is."""
+    best = np.full(len(rates), np.nan)
+    np.fmax.at(best, card, rates)
     return best[card]
 
 

@@ -1,5 +1,7 @@
 """Whom the coordinator asks to measure which link."""
 
+from itertools import pairwise
+
 import pytest
 
 from shoal.coordinator.link_survey import (
@@ -59,6 +61,35 @@ def test_a_link_is_asked_for_again_if_nothing_was_told_of_it(survey):
     assert len(asked) == 3
     assert survey.choose(PEERS[0], PEERS[:4], UNANSWERED_HEARTBEATS - 1.0) == ()
     assert set(survey.choose(PEERS[0], PEERS[:4], UNANSWERED_HEARTBEATS)) == set(asked)
+
+
+def test_peers_of_one_machine_take_turns_and_know_for_each_other(book, survey):
+    for number, peer in enumerate(PEERS[:12]):
+        survey.hear(peer, f"server {number // 4}")
+    inside, leaving = [], []
+    for beat in range(20):
+        now_s = beat / 4.0
+        peer = PEERS[beat % 4]
+        if survey.is_enough(PEERS[:12]):
+            break
+        for others in range(4, 12):
+            answer(book, PEERS[others], [p for p in PEERS[:12] if p != PEERS[others]])
+        asked = survey.choose(peer, PEERS[:12], now_s)
+        inside += [(peer, other) for other in asked if other in PEERS[:4]]
+        if outside := [other for other in asked if other not in PEERS[:4]]:
+            leaving.append((now_s, peer, outside))
+        answer(book, peer, asked)
+    assert sorted(peer for peer, _ in inside) == list(PEERS[:4]), "one link each inside"
+    assert all(later - sooner >= 1.0 for (sooner, *_), (later, *_) in pairwise(leaving))
+    assert all(before != after for (_, before, _), (_, after, _) in pairwise(leaving)), "each in turn"
+    assert sorted(other for _, _, outside in leaving for other in outside) == list(PEERS[4:12]), "none is asked twice"
+
+
+def test_of_several_links_those_to_different_machines_come_first(survey):
+    for number, peer in enumerate(PEERS):
+        survey.hear(peer, f"server {number // 5}")
+    asked = survey.choose(PEERS[0], PEERS, 0.0)
+    assert [PEERS.index(other) // 5 for other in asked] == [0, 1, 2, 3]
 
 
 def test_what_frames_have_shown_is_no_probe(book, survey):

@@ -50,6 +50,59 @@ def test_a_probe_finds_round_trip_and_rate(rate: float) -> None:
     assert links[0].bytes_per_s == pytest.approx(rate, rel=0.1)
 
 
+def test_an_answer_that_waits_on_a_busy_line_takes_nothing_from_the_rate() -> None:
+    """The far end, behind 20 Mbit/s, sends to somebody else all the while."""
+    world = World(1, uniform(LATENCY_S))
+    near = world.add_peer("near", up_bytes_per_s=1.25e8)
+    far = world.add_peer("far", up_bytes_per_s=2.5e6, down_bytes_per_s=2.5e7)
+    other = world.add_peer("other")
+
+    async def main() -> LinkReport:
+        probes = [
+            LinkProbe(
+                endpoint=Endpoint(port.identity, port.transport, run="run", gate=OpenGate(), first_sequence=0),
+                clock=port.clock,
+            )
+            for port in (near, far, other)
+        ]
+        for here, there in ((near, far), (far, near), (far, other), (other, far)):
+            await here.transport.introduce(there.peer_id, there.transport.addresses())
+        busy = far.spawn(probes[1].measure(other.peer_id, payload_bytes=64 * 1024 * 1024))
+        begun_s = near.clock.now_s()
+        found = await near.spawn(probes[0].measure(far.peer_id))
+        assert near.clock.now_s() > begun_s + 1.0, "an answer waited"
+        await busy
+        return found
+
+    assert run(main()).bytes_per_s == pytest.approx(2.5e7, rel=0.1)
+
+
+def test_a_mark_that_waits_on_the_way_in_makes_no_link_faster() -> None:
+    """Somebody quick fills the far end's downlink when a peer behind 20 Mbit/s measures its link."""
+    world = World(1, uniform(LATENCY_S))
+    slow = world.add_peer("slow", up_bytes_per_s=2.5e6)
+    far = world.add_peer("far", down_bytes_per_s=2.5e7)
+    quick = world.add_peer("quick")
+
+    async def main() -> LinkReport:
+        probes = [
+            LinkProbe(
+                endpoint=Endpoint(port.identity, port.transport, run="run", gate=OpenGate(), first_sequence=0),
+                clock=port.clock,
+            )
+            for port in (slow, quick, far)
+        ]
+        for here in (slow, quick):
+            await here.transport.introduce(far.peer_id, far.transport.addresses())
+            await far.transport.introduce(here.peer_id, here.transport.addresses())
+        busy = quick.spawn(probes[1].measure(far.peer_id, payload_bytes=16 * 1024 * 1024))
+        found = await slow.spawn(probes[0].measure(far.peer_id))
+        await busy
+        return found
+
+    assert run(main()).bytes_per_s <= 1.01 * 2.5e6
+
+
 def test_together_links_show_what_the_card_carries() -> None:
     links, together = probed(path=1e7, up=1e9, others=4)
     assert together == pytest.approx(4e7, rel=0.1), "the paths are the limit: the card carries at least so much"
