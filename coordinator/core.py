@@ -78,6 +78,7 @@ from shoal.coordinator.plan_rounds import PlanRounds
 from shoal.coordinator.proposer import Proposer
 from shoal.coordinator.replan_policy import ReplanPolicy
 from shoal.protocol.identity import PeerID
+from shoal.protocol.limits import TOGETHER_MAX
 from shoal.protocol.messages import (
     Advert,
     ChainLinks,
@@ -403,6 +404,7 @@ class CoordinationCore:
         """Answer a peer that reports to us. Args: leads: we may speak as the coordinator."""
         live = self.chain.live
         governed = live if self.is_coordinator and live is not None and heartbeat.era == live.plan.era else None
+        probe = self.view.probe(source, live.plan if live is not None else None, now_s) if leads else ()
         return HeartbeatReply(
             coordinator=self.coordinator,
             term=self.chain.order[0],
@@ -413,7 +415,8 @@ class CoordinationCore:
             pace=self.view.ledger.pace.tell(now_s) if leads else (),
             save_at=self.view.save_at(governed.plan, now_s) if governed is not None else 0,
             safe=self.view.safe(governed.plan, now_s) if governed is not None else (0, 0),
-            probe=self.view.probe(source, live.plan if live is not None else None, now_s) if leads else (),
+            probe=probe,
+            beside=self.view.survey.links.mates(source, self.view.roster.alive(now_s))[:TOGETHER_MAX] if probe else (),
         )
 
     def _grant(self, source: PeerID, request: TermRequest, base: SignedPlan, now_s: float) -> list[Command]:

@@ -56,7 +56,7 @@ from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused, RemoteError, ShoalError, Unreachable
 from shoal.protocol.exclusion import Exclusion, open_exclusion
 from shoal.protocol.identity import PeerID
-from shoal.protocol.limits import CALL_TIMEOUT_S, LINKS_PER_REPLY_MAX, PROBES_PER_REPLY_MAX
+from shoal.protocol.limits import CALL_TIMEOUT_S, LINKS_PER_REPLY_MAX, PROBES_PER_REPLY_MAX, TOGETHER_MAX
 from shoal.protocol.messages import (
     Advert,
     ChainLinks,
@@ -105,7 +105,7 @@ _ANSWER: dict[type, type[msgspec.Struct]] = {
 }
 
 
-def ignore(told: object) -> None:
+def ignore(*told: object) -> None:
     """The node does not want to know."""
 
 
@@ -121,8 +121,8 @@ class Callbacks:
     """It gets the version of which the coordinator wants a snapshot of every stage, maybe several times."""
     on_safe: Callable[[tuple[int, int]], None] = ignore
     """It gets (era, version) of a snapshot before which none is needed any more, maybe several times."""
-    on_probe: Callable[[tuple[PeerID, ...]], None] = ignore
-    """It gets the peers towards which the coordinator wants our link measured."""
+    on_probe: Callable[[tuple[PeerID, ...], tuple[PeerID, ...]], None] = ignore
+    """It gets the peers towards which the coordinator wants our link measured, and those behind our network card."""
 
 
 class Coordination:
@@ -535,7 +535,7 @@ class Coordination:
             if reply.safe[1]:
                 self._callbacks.on_safe(reply.safe)
             if reply.probe:
-                self._callbacks.on_probe(reply.probe[:PROBES_PER_REPLY_MAX])
+                self._callbacks.on_probe(reply.probe[:PROBES_PER_REPLY_MAX], reply.beside[:TOGETHER_MAX])
         else:
             self._reports.failed(sent)
         self._feed(Answered(peer=target, asked=heartbeat, reply=reply, live=live, took_s=self._clock.now_s() - asked_s))

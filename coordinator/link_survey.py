@@ -13,6 +13,7 @@ machine counts for all. Towards each other they measure one link each, which sho
 """
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
 from shoal.coordinator.measured import LinkBook
@@ -63,12 +64,13 @@ class LinkSurvey:
     def is_enough(self, peers: Sequence[PeerID]) -> bool:
         """Whether a first plan can be made: enough links of each machine are known."""
         known: dict[str, set[PeerID]] = {}
+        size = Counter(self._card(peer) for peer in peers)
         for peer in peers:
             known.setdefault(self._card(peer), set()).update(self._links.known_from(peer))
         return all(
-            len(known[card].intersection(others)) >= min(PARTNERS_FIRST, len(others))
+            sum(self._card(peer) != card for peer in known[card].intersection(peers))
+            >= min(PARTNERS_FIRST, len(peers) - size[card])
             for card in known
-            for others in [[peer for peer in peers if self._card(peer) != card]]
         )
 
     def is_known(self, peer: PeerID, others: Collection[PeerID]) -> bool:
@@ -78,7 +80,7 @@ class LinkSurvey:
     def choose(self, peer: PeerID, others: Collection[PeerID], now_s: float) -> tuple[PeerID, ...]:
         """The peers towards which `peer` should measure its link before the first plan."""
         card = self._card(peer)
-        mates = [p for p in others if p != peer and self._card(p) == card]
+        mates = self.mates(peer, others)
         known = self._links.known_from(peer)
         chosen: tuple[PeerID, ...] = ()
         if mates and known.isdisjoint(mates):
@@ -92,6 +94,10 @@ class LinkSurvey:
                 self._leaving[card] = peer, now_s
             chosen += outside
         return chosen
+
+    def mates(self, peer: PeerID, others: Iterable[PeerID]) -> tuple[PeerID, ...]:
+        """Those of `others` that name the same machine as `peer`."""
+        return tuple(p for p in others if p != peer and self._card(p) == self._card(peer))
 
     def choose_one(self, peer: PeerID, plan: Plan, now_s: float) -> tuple[PeerID, ...]:
         """The peer towards which `peer` should measure its link while the run trains; mostly nobody."""

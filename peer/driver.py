@@ -26,7 +26,7 @@ from shoal.peer.links import LinkMeter
 from shoal.peer.neighbours import Neighbours
 from shoal.peer.pausing import Pausing
 from shoal.peer.pipeline.state import LayerState, StageState
-from shoal.peer.probe import DeviceProbe, LinkProbe, probe_device
+from shoal.peer.probe import FAR_S, DeviceProbe, LinkProbe, probe_device
 from shoal.peer.recent_plans import RecentPlans
 from shoal.peer.replica.driver import Replica
 from shoal.peer.replica.first_stage import FirstReplica
@@ -37,7 +37,7 @@ from shoal.peer.tasks import Tasks
 from shoal.peer.tenures import Tenure
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.identity import PeerID
-from shoal.protocol.limits import PROBES_PER_REPLY_MAX
+from shoal.protocol.limits import PROBES_PER_REPLY_MAX, TOGETHER_MAX
 from shoal.protocol.messages import Advert, CommitReport, Heartbeat, Hello, LinkReport, ValidationReport
 from shoal.protocol.plan import Plan, SignedPlan
 from shoal.protocol.ports import Clock, Compute, Disk
@@ -48,10 +48,6 @@ logger = logging.getLogger(__name__)
 _DRAIN_S = 30.0
 _FAREWELL_S = 2.0
 _SILENCE_HEARTBEATS = 3.0
-_FAR_S = 0.002
-"""A peer with a shorter round trip may be on this machine: what goes there does not cross the network card."""
-_TOGETHER_MAX = 8
-"""So many links, the quickest, are measured together: one alone does not fill a server's network card."""
 _TO_PROBE_MAX = 16
 """Over oceans a probe takes a second, and the coordinator asks for some with each heartbeat."""
 _QUIET_LOOKS = 20
@@ -140,6 +136,9 @@ class PeerDriver:
         self._links: dict[PeerID, LinkReport] = {}
         self._probing: asyncio.Task[None] | None = None
         self._to_probe: list[PeerID] = []
+        self._num_far = 0
+        """The links to other machines that were probed since we probed some of them together."""
+        self._beside: tuple[PeerID, ...] = ()
         self._card_bytes_per_s = 0.0
         """The most that has gone out over several links at once."""
         self._draining = False
@@ -533,14 +532,14 @@ class PeerDriver:
                 return await tenure.witnesses.offer(source, state, version)
         return None
 
-    def measure_links(self, peers: tuple[PeerID, ...]) -> None:
-        """The coordinator wants to know our links towards `peers`."""
+    def measure_links(self, peers: tuple[PeerID, ...], beside: tuple[PeerID, ...]) -> None:
+        """The coordinator wants to know our links towards `peers`. Those `beside` us share our network card."""
+        self._beside = beside
         self._to_probe = list(dict.fromkeys((*self._to_probe, *peers)))[:_TO_PROBE_MAX]
         if self._probing is None or self._probing.done():
             self._probing = asyncio.create_task(self._probe_links(), name="measure links")
 
     async def _probe_links(self) -> None:
-        num_far = 0
         while self._to_probe:
             if not await self._is_quiet():
                 self._to_probe = []
@@ -550,16 +549,18 @@ class PeerDriver:
             if report is not None:
                 self._links[report.peer] = report
                 self._meter.probed(report, since=mark)
-                num_far += report.round_trip_s >= _FAR_S
-            if num_far >= PROBES_PER_REPLY_MAX or (num_far > 1 and not self._to_probe):
+                self._num_far += report.round_trip_s >= FAR_S
+            is_last = self._card_bytes_per_s == 0.0 and not self._to_probe
+            if self._num_far >= PROBES_PER_REPLY_MAX or (self._num_far > 1 and is_last):
+                self._num_far = 0
                 await self._probe_card()
-                num_far = 0
 
     async def _probe_card(self) -> None:
-        far = (link for link in self._links.values() if link.round_trip_s >= _FAR_S)
-        quickest = heapq.nlargest(_TOGETHER_MAX, far, key=lambda link: (link.bytes_per_s, link.peer))
+        far = (link for link in self._links.values() if link.round_trip_s >= FAR_S)
+        quickest = heapq.nlargest(TOGETHER_MAX, far, key=lambda link: (link.bytes_per_s, link.peer))
         if await self._is_quiet():
-            self._card_bytes_per_s = max(self._card_bytes_per_s, await self._link_probe.measure_together(quickest))
+            found = await self._link_probe.measure_together(quickest, self._beside)
+            self._card_bytes_per_s = max(self._card_bytes_per_s, found)
 
     async def _is_quiet(self) -> bool:
         for _ in range(_QUIET_LOOKS):

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import itertools
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,8 +15,8 @@ from shoal.peer.vectors import VECTORS, Vectors
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused, RemoteError, Unreachable
 from shoal.protocol.identity import PeerID
-from shoal.protocol.limits import BULK_CHUNK_BYTES
-from shoal.protocol.messages import Advert, LinkReport, Ping, ProbeChunk
+from shoal.protocol.limits import BULK_CHUNK_BYTES, TOGETHER_MAX
+from shoal.protocol.messages import Advert, LinkReport, Ping, ProbeChunk, Probed, ProbeTogether
 from shoal.protocol.ports import Clock, Compute, Payload, Priority
 from shoal.protocol.spec import RunSpec
 
@@ -24,11 +25,18 @@ _PINGS = 3
 _ECHO_TIMEOUT_S = 20.0
 _QUICK_S = 0.05
 """A frame that takes less says little of a rate: clocks, wake-ups and the way back are as long."""
+FAR_S = 0.002
+"""A peer with a shorter round trip may be on this machine: what goes there does not cross the network card."""
 _TOGETHER_S = 0.1
 _TOGETHER_BYTES_MAX = 16 * BULK_CHUNK_BYTES
 """How much goes over one link while several are measured together: the fastest carries so much in less time."""
+_TOGETHER_APART_S = 0.5
+"""A peer probes beside another one at most so often: it is up to 128 MB that it sends."""
+_NOTHING = Probed(nbytes=0, seconds=0.0)
 _TRAIN = 4
 """Frames of the last part, which fast links carry in milliseconds."""
+_TRAIN_TOGETHER = 8
+"""Frames to each of several peers, at least: a card takes turns between links, frame by frame."""
 _MARK = -1
 _MARKS_KEPT_MAX = 1024
 
@@ -91,7 +99,10 @@ class LinkProbe:
         self._echoes: dict[tuple[PeerID, int], asyncio.Future[float]] = {}
         self._marks_s: OrderedDict[PeerID, float] = OrderedDict()
         """When the small frame arrived that somebody sent ahead of others."""
+        self._rested_s = -math.inf
+        """When we may be asked again to probe beside somebody."""
         endpoint.on(Ping, self._on_ping)
+        endpoint.on(ProbeTogether, self._on_together)
         endpoint.on_frame(ProbeChunk, self._on_chunk)
 
     async def measure(self, peer: PeerID, *, payload_bytes: int = BULK_CHUNK_BYTES) -> LinkReport:
@@ -137,23 +148,48 @@ class LinkProbe:
         whole_s = self._clock.now_s() - begun_s
         return max(left_s, took_s) if 0.0 <= took_s <= whole_s else whole_s
 
-    async def measure_together(self, links: Sequence[LinkReport]) -> float:
+    async def measure_together(self, links: Sequence[LinkReport], beside: Sequence[PeerID] = ()) -> float:
         """Send to several peers at once, to each what its link carries in the same time, `_TOGETHER_S` at most.
 
-        Args: links: as `measure` found them one by one.
-        Returns: bytes/s that went out in all; a network card carries at least so much. 0: somebody did not answer.
+        Args:
+            links: as `measure` found them one by one.
+            beside: the peers that share our network card, which send as much to the same peers meanwhile.
+        Returns: bytes/s that went out in all; the card carries at least so much. 0: somebody did not answer.
         """
+        ours, *theirs = await asyncio.gather(self._together(links), *(self._asked(mate, links) for mate in beside))
+        if ours.nbytes == 0:
+            return 0.0
+        nbytes = sum(min(max(0, probed.nbytes), ours.nbytes) for probed in (ours, *theirs))
+        return nbytes / max(*(probed.seconds for probed in (ours, *theirs)), ours.seconds, 1e-6)
+
+    async def _asked(self, mate: PeerID, links: Sequence[LinkReport]) -> Probed:
+        begun_s = self._clock.now_s()
+        try:
+            # The meter takes the quickest call for the round trip, and the next one takes long.
+            await self._endpoint.ask(mate, Ping(), Ping)
+            if self._clock.now_s() - begun_s >= FAR_S:
+                return _NOTHING
+            probed = await self._endpoint.ask(mate, ProbeTogether(links=tuple(links)), Probed)
+        except (Unreachable, Refused, RemoteError):
+            return _NOTHING
+        whole_s = self._clock.now_s() - begun_s
+        return probed if 0.0 <= probed.seconds <= whole_s else _NOTHING
+
+    async def _together(self, links: Sequence[LinkReport]) -> Probed:
+        begun_s = self._clock.now_s()
         together_s = min(_TOGETHER_S, _TOGETHER_BYTES_MAX / max(link.bytes_per_s for link in links))
         wanted = [max(4096, int(link.bytes_per_s * together_s)) for link in links]
-        frames = [-(-nbytes // BULK_CHUNK_BYTES) for nbytes in wanted]
+        frames = [max(_TRAIN_TOGETHER, -(-nbytes // BULK_CHUNK_BYTES)) for nbytes in wanted]
         sizes = [nbytes // times // 4 * 4 for nbytes, times in zip(wanted, frames, strict=True)]
         try:
             await asyncio.gather(*(self._mark(link.peer) for link in links))
+            marked_s = self._clock.now_s()
             probes = zip(links, sizes, frames, strict=True)
             took_s = await asyncio.gather(*(self._timed(link.peer, size, times=times) for link, size, times in probes))
         except (Unreachable, Refused, RemoteError):
-            return 0.0
-        return sum(size * times for size, times in zip(sizes, frames, strict=True)) / max(*took_s, 1e-6)
+            return _NOTHING
+        nbytes = sum(size * times for size, times in zip(sizes, frames, strict=True))
+        return Probed(nbytes=nbytes, seconds=marked_s - begun_s + max(took_s))
 
     async def measure_if_possible(self, peer: PeerID) -> LinkReport | None:
         try:
@@ -163,6 +199,18 @@ class LinkProbe:
 
     async def _on_ping(self, source: PeerID, message: Ping) -> Ping:
         return message
+
+    async def _on_together(self, source: PeerID, message: ProbeTogether) -> Probed:
+        links = [
+            link
+            for link in message.links[:TOGETHER_MAX]
+            if link.peer not in (source, self._endpoint.peer_id) and 1.0 <= link.bytes_per_s < math.inf
+        ]
+        now_s = self._clock.now_s()
+        if not links or now_s < self._rested_s:
+            return _NOTHING
+        self._rested_s = now_s + _TOGETHER_APART_S
+        return await self._together(links)
 
     async def _on_chunk(self, source: PeerID, meta: ProbeChunk, payload: Payload) -> None:
         if meta.nonce == _MARK:

@@ -64,6 +64,8 @@ WHO_MAY: Final[Mapping[type, Role]] = {
     m.HistoryRequest: Role.OBSERVER,
     m.History: Role.NOBODY,
     m.Ping: Role.OBSERVER,
+    m.ProbeTogether: Role.MEMBER,
+    m.Probed: Role.NOBODY,
     m.Done: Role.NOBODY,
     m.Refusal: Role.NOBODY,
     # Stages and their neighbours.

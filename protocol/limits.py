@@ -146,6 +146,8 @@ HISTORY_COMMITS_MAX: Final = 2048
 was away finds so much again."""
 LINKS_PER_HEARTBEAT_MAX: Final = 16
 PROBES_PER_REPLY_MAX: Final = 4
+TOGETHER_MAX: Final = 8
+"""A peer probes so many links together, and so many of its machine take part."""
 QUEUED_MICROBATCHES_MAX: Final = 1024
 """Activations a stage will hold; the windows of honest stage-0 peers add up to far less."""
 

@@ -198,6 +198,9 @@ class HeartbeatReply(_Message, frozen=True):
     needed no more. Version 0: there is none."""
     probe: tuple[PeerID, ...] = ()
     """The peers towards which the coordinator wants the asker to measure its link, `PROBES_PER_REPLY_MAX` at most."""
+    beside: tuple[PeerID, ...] = ()
+    """The peers that say to be behind the asker's network card, where it is asked to measure; `TOGETHER_MAX` at most.
+    With them it finds out what the card carries."""
 
 
 class TermRequest(_Message, frozen=True):
@@ -778,6 +781,19 @@ class Ping(_Message, frozen=True):
     pad: bytes = b""
 
 
+class ProbeTogether(_Message, frozen=True):
+    """Asks a peer behind the same network card to probe `links` while the sender does so, too."""
+
+    links: tuple[LinkReport, ...]
+
+
+class Probed(_Message, frozen=True):
+    """Answers a ProbeTogether: so many bytes arrived within so many seconds of the request. 0: the sender declines."""
+
+    nbytes: int
+    seconds: float
+
+
 class Done(_Message, frozen=True):
     """Answers a message that needs no other answer."""
 
@@ -834,6 +850,8 @@ Message = (
     | StateChunkRequest
     | ReducedRequest
     | Ping
+    | ProbeTogether
+    | Probed
     | Done
     | Refusal
 )

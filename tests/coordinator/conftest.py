@@ -152,7 +152,7 @@ class FakePeer:
             self.state = (plan.era, stage) if plan.fresh and self.begins and stage is not None else None
             self.version = plan.restore_version if plan.fresh else 0
 
-    def probe(self, peers: tuple[PeerID, ...]) -> None:
+    def probe(self, peers: tuple[PeerID, ...], beside: tuple[PeerID, ...]) -> None:
         self.probed += [LinkReport(peer=peer, round_trip_s=0.04, bytes_per_s=1e7, num_probes=3) for peer in peers]
 
     def heartbeat(self) -> Heartbeat:

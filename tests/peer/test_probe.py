@@ -8,11 +8,18 @@ from shoal.peer.probe import LinkProbe
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.messages import LinkReport
 from shoal.protocol.sim.loop import run
-from shoal.protocol.sim.network import uniform
+from shoal.protocol.sim.network import MatrixNetwork, uniform
 from shoal.protocol.sim.trust import OpenGate
 from shoal.protocol.sim.world import SimPeer, World
+from shoal.protocol.topology import make_topology
 
 LATENCY_S = 0.03
+LAN_AND_AFAR = MatrixNetwork(
+    make_topology(
+        [[1e-4 if i < 3 and j < 3 else LATENCY_S for j in range(6)] for i in range(6)],
+        [[1e10 if i < 3 and j < 3 else 1e7 for j in range(6)] for i in range(6)],
+    )
+)
 
 
 def probed(*, path: float, up: float, others: int) -> tuple[list[LinkReport], float]:
@@ -109,6 +116,44 @@ def test_together_links_show_what_the_card_carries() -> None:
     links, together = probed(path=1e9, up=2e7, others=4)
     assert [link.bytes_per_s for link in links] == pytest.approx([2e7] * 4, rel=0.1)
     assert together == pytest.approx(2e7, rel=0.1)
+
+
+def test_peers_behind_one_card_find_out_together_what_it_carries() -> None:
+    """Three links of 80 Mbit/s each do not fill a card of 500 Mbit/s; those of three peers do."""
+    world = World(1, LAN_AND_AFAR)
+    server = [world.add_peer(f"a{number}", place=number, up_bytes_per_s=6.25e7, plug=1) for number in range(3)]
+    afar = [world.add_peer(f"b{number}", place=3 + number) for number in range(3)]
+
+    async def main() -> list[float]:
+        probes = [
+            LinkProbe(
+                endpoint=Endpoint(port.identity, port.transport, run="run", gate=OpenGate(), first_sequence=0),
+                clock=port.clock,
+            )
+            for port in (*server, *afar)
+        ]
+        for here in (*server, *afar):
+            for there in (*server, *afar):
+                await here.transport.introduce(there.peer_id, there.transport.addresses())
+
+        async def measure(probe: LinkProbe) -> list[float]:
+            links = [await probe.measure(port.peer_id) for port in afar]
+            mates = [port.peer_id for port in server[1:]]
+            alone = await probe.measure_together(links)
+            return [
+                alone,
+                await probe.measure_together(links, mates),
+                await probe.measure_together(links, mates),
+                await probe.measure_together(links, [afar[0].peer_id]),
+            ]
+
+        return await server[0].spawn(measure(probes[0]))
+
+    alone, together, again, with_far = run(main())
+    assert alone == pytest.approx(3e7, rel=0.1)
+    assert together == pytest.approx(6.25e7, rel=0.1)
+    assert again == pytest.approx(3e7, rel=0.1), "nobody can make others send all the time"
+    assert with_far == pytest.approx(3e7, rel=0.1), "who is far away is not behind our card"
 
 
 def test_who_does_not_answer_says_nothing_of_the_card() -> None:
