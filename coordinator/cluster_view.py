@@ -11,7 +11,7 @@ from dataclasses import replace
 import msgspec
 
 from shoal.coordinator import election
-from shoal.coordinator.allocate.interface import MeasuredPeer, Snapshot
+from shoal.coordinator.allocate.interface import HORIZON_S, MeasuredPeer, Snapshot
 from shoal.coordinator.allocate.prospect import foresee
 from shoal.coordinator.calibration import Calibration
 from shoal.coordinator.confirmations import Confirmations, Ends
@@ -43,6 +43,10 @@ RETURN_HEARTBEATS = 10.0
 """Going back to a snapshot takes about so long, with its plan, its votes, the snapshots that are read and the pipeline
 that fills. So the run waits as long at least for a silent peer that has what nobody else has: where its network daemon
 has died it is back by then."""
+
+HORIZON_S_MAX = 4 * 3600.0
+"""A swarm in which nobody has come or gone for a while should stay so for as long again, but not for longer than this:
+an evening."""
 
 
 class ClusterView:
@@ -80,6 +84,8 @@ class ClusterView:
         self._look_for_safe_s = -math.inf
         self._members: frozenset[PeerID] = frozenset()
         """The members of the live plan."""
+        self._changed_s = math.inf
+        """When a plan has last had other members than the one before, as far as we have seen."""
         self._former_members: frozenset[PeerID] = frozenset()
         """The members of the last plan that had others: they may still report what they did under it."""
 
@@ -117,6 +123,8 @@ class ClusterView:
                 self.experts.records.lost(peer)
         if not self._members.issubset(plan.members):
             self._former_members = self._members
+        if self._members != frozenset(plan.members):
+            self._changed_s = now_s
         self._members = frozenset(plan.members)
         self.confirmations.obey(plan)
         self.experts.obey(plan)
@@ -285,6 +293,7 @@ class ClusterView:
         return replace(
             found,
             peers=tuple(replace(p, failure_probability=chance) for p, chance in zip(found.peers, chances, strict=True)),
+            horizon_s=min(max(HORIZON_S, now_s - self._changed_s), HORIZON_S_MAX),
             going_back_s=self._going_back_s(disks, now_s),
         )
 

@@ -16,6 +16,9 @@ SPEED_MAX = 1e15
 """A claim is cut at so many FLOP/s or bytes/s, so that sums stay finite. What others were measured to do bounds what a
 claim is worth (`measured`)."""
 
+HORIZON_S = 600.0
+"""A layout is expected to last so long at least. Volunteers come and go."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredPeer:
@@ -72,6 +75,8 @@ class Snapshot:
     seen_tokens_per_s: float = 0.0
     """How fast the live layout is, by what was committed; 0: it has made too few steps. Figures of devices and links
     that say less than this of it are wrong."""
+    horizon_s: float = HORIZON_S
+    """How long a layout is expected to last: what pays later than that is not worth moving for."""
     going_back_s: float = 0.0
     """What is lost when a stage's last holder dies: the work since the last snapshot, and the way back to it."""
 

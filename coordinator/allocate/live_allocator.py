@@ -8,7 +8,8 @@ without, which must earn its moves:
 
 - It gains `MARGIN` of tokens/s or more, by the objective, beyond what noise could pretend.
 - It should be faster than the live layout is seen to be.
-- Over `HORIZON_S` it gains more than the swarm loses while peers fetch other layers.
+- Over the time for which it should last (`Snapshot.horizon_s`) it gains more than the swarm loses while peers fetch
+  other layers.
 - Boundaries stay, since a stage whose boundaries move has no holder from which its state could come.
 - Only a peer that holds its stage's state moves, or stands aside; at least half of each stage's holders stay.
 - Nobody moves while a peer drains, which has its own rules.
@@ -41,8 +42,6 @@ from shoal.protocol.topology import Topology, make_topology
 
 MARGIN = 0.05
 """The gain in tokens/s. Figures are averages over 16 reports, so noise of +-10 % in each report is 1.5 % in them."""
-HORIZON_S = 600.0
-"""How long a layout is expected to last. Volunteers come and go: what pays later than that is not worth moving for."""
 STAY = 0.5
 """A search leaves this part of a stage's holders there, rounded up: a peer that comes must be able to fetch the
 state."""
@@ -242,10 +241,10 @@ def _better(snapshot: Snapshot, previous: Plan, seed: int) -> tuple[Layout | Non
         seed=seed,
         work=_work(len(free)),
         current=current,
-        horizon_s=HORIZON_S,
+        horizon_s=snapshot.horizon_s,
         gain_min=MARGIN,
     )
-    evaluator = ThroughputEvaluator(topology, workload, len(slots), current=current, horizon_s=HORIZON_S)
+    evaluator = ThroughputEvaluator(topology, workload, len(slots), current=current, horizon_s=snapshot.horizon_s)
     found, with_moves_s = best_with_stayers(evaluator, current, searched, stay=STAY, holders_min=HOLDERS_MIN)
     objective = ThroughputObjective(topology, workload)
     before, after = objective.cost(current), objective.cost(found)
@@ -273,7 +272,7 @@ def _divided(snapshot: Snapshot, previous: Plan, seed: int) -> tuple[Layout, str
     searched, _ = plan(topology, workload, num_stages=snapshot.num_stages, seed=seed, work=_work(topology.num_devices))
     found = with_second_holders(ThroughputObjective(topology, workload), searched, snapshot)
     asked = snapshot.num_stages not in (None, len(previous.stages))
-    division = worth_its_standstill(snapshot, topology, current, found, horizon_s=HORIZON_S)
+    division = worth_its_standstill(snapshot, topology, current, found, horizon_s=snapshot.horizon_s)
     if division is None and not asked:
         return None
     stages, spares = _stages_of(snapshot, topology, workload, found)
