@@ -26,7 +26,7 @@ class PlacedExperts:
     held: int
     """How many of them each member holds, if its stage has members enough."""
     replicas: int
-    """So many members hold each expert, or all where there are fewer."""
+    """The number of members that hold each expert at least; all, where a stage has fewer."""
     parameters: tuple[float, ...]
     """[L], the parameters of one expert."""
 
