@@ -4,7 +4,7 @@ from collections import OrderedDict
 from dataclasses import replace
 
 from shoal.coordinator.allocate.interface import MeasuredPeer, Snapshot
-from shoal.coordinator.cost.layer_costs import layer_costs
+from shoal.coordinator.cost.layer_costs import layer_costs, trunk_costs
 from shoal.coordinator.cost.workload import Workload
 from shoal.coordinator.era import Disks, stages_on
 from shoal.coordinator.link_survey import LinkSurvey
@@ -26,6 +26,9 @@ class Survey:
         self._spec = spec
         self._layer_costs = layer_costs(spec.model)
         self._workload = Workload.of(spec)
+        told = trunk_costs(spec.model) if spec.swarm.expert_slots else self._layer_costs
+        self._told_flop = tuple(self._workload.tokens_per_microbatch * flop for flop in told)
+        """[L], what peers time as a forward (`Heartbeat.forward_s`): of placed experts nobody times any."""
         self._links, self._speeds = LinkBook(), SpeedBook()
         self.links = LinkSurvey(self._links, spec.swarm.heartbeat_s)
         """Says which links are to be measured."""
@@ -59,7 +62,7 @@ class Survey:
             first, last = plan.stages[stage].first_layer, plan.stages[stage].last_layer
             # The last stage's figure has forward and backward in one.
             times = w.loss_per_forward if stage == len(plan.stages) - 1 else 1.0
-            self._speeds.note(peer, (first, last), times * sum(w.layer_flop[first:last]) / heartbeat.forward_s)
+            self._speeds.note(peer, (first, last), times * sum(self._told_flop[first:last]) / heartbeat.forward_s)
 
     def shortage(self, peers: tuple[MeasuredPeer, ...]) -> str:
         """Say how much memory the run waits for; empty: the peers together have what the model takes at least."""

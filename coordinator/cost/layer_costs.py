@@ -10,9 +10,17 @@ def layer_costs(model: ModelSpec) -> tuple[float, ...]:
     so it changes no balance. The embedding is a gather: its cost is counted as the D values it moves. Of experts those
     count that a token is sent to, and the router.
     """
+    return _costs(model, in_experts=model.experts_computed * 3 * model.dim * model.ffn_dim)
+
+
+def trunk_costs(model: ModelSpec) -> tuple[float, ...]:
+    """Forward FLOP a token of what is left of each layer where its experts are placed."""
+    return _costs(model, in_experts=0)
+
+
+def _costs(model: ModelSpec, *, in_experts: int) -> tuple[float, ...]:
     D = model.dim
-    experts = model.experts_computed * 3 * D * model.ffn_dim + D * model.num_experts
-    projections = 2 * D * D + 2 * D * model.num_kv_heads * model.head_dim + experts
+    projections = 2 * D * D + 2 * D * model.num_kv_heads * model.head_dim + in_experts + D * model.num_experts
     attention = D * (model.context + 1)
     costs = [2.0 * (projections + attention)] * model.num_layers
     costs[0] += float(D)

@@ -15,7 +15,6 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable
-from statistics import median
 from typing import Any, Final, TypeVar
 
 from torch import Tensor
@@ -48,6 +47,7 @@ from shoal.peer.replica.events import (
     StepReady,
     VersionSet,
 )
+from shoal.peer.replica.forward_times import ForwardTimes
 from shoal.peer.replica.job import Job, TimelineEntry
 from shoal.peer.replica.schedule import Schedule
 from shoal.peer.replica.supply import Supply
@@ -67,9 +67,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _TIMELINE_MAX: Final = 4096
-_TOLD_ENTRIES: Final = 64
-_TOLD_FORWARDS: Final = 9
-"""A device that becomes slower is given less to do. It says so after five forwards, which still are no noise."""
 _GRADIENT_RETRIES_S: Final = (0.5, 1.0, 2.0, 4.0)
 """A broken stream is often one that comes back: whoever waits for this gradient holds a place in its window for it."""
 
@@ -89,6 +86,7 @@ class Replica(Tenure):
         super().__init__(surroundings, core, self.runtime, incarnation=incarnation)
         self.experts = ExpertDispatch(surroundings, plan, stage, incarnation=incarnation) if plan.experts else None
         self.timeline: deque[TimelineEntry] = deque(maxlen=_TIMELINE_MAX)
+        self._forward_times = ForwardTimes()
         self.hold = Hold(self.runtime, lacks=core.group.lacks, is_last=core.pipeline.is_last, experts=self.experts)
         self._wire = ActivationWire(surroundings.spec)
         self._activation_queues, self._gradient_queues = LinkQueues(), LinkQueues()
@@ -158,6 +156,7 @@ class Replica(Tenure):
         work, flop = self.hold.job(job, microbatch)
         if self.experts is None:
             value = await self._on_device(job, work, flop)
+            self._forward_times.ended(job)
             self.handle(JobDone(job, self.hold.keep(job, microbatch, value)))
         else:
             await self._run_with_experts(self.experts, job, microbatch, JobInParts(work()), flop)
@@ -173,16 +172,19 @@ class Replica(Tenure):
         while call is not None:
             output = await experts.exchange(passage, call)
             if not self.core.pipeline.goes_on(job):
+                self._forward_times.dropped(job)
                 self.handle(JobDropped(job))
                 return
             part_flop = self.runtime.flop.forward * (BACKWARD_PER_FORWARD if call.backward else 1.0)
             call = await self._on_device(job, functools.partial(parts.go_on, output), part_flop)
+        self._forward_times.ended(job)
         self.handle(JobDone(job, self.hold.keep(job, microbatch, parts.value)))
 
     async def _on_device(self, job: Job, work: Callable[[], T], flop: float) -> T:
         """Run a job, or a part of one, and note when it ran."""
         timed = await self.compute.run("forward" if job.kind == "loss" else job.kind, work, flop=flop)
         self.timeline.append(TimelineEntry(job=job, started_s=timed.started_s, ended_s=timed.ended_s))
+        self._forward_times.ran(job, timed.ended_s - timed.started_s)
         return timed.value
 
     async def _send_activation(self, microbatch: Microbatch, target: PeerID, again: bool) -> None:
@@ -285,12 +287,9 @@ class Replica(Tenure):
 
     @property
     def forward_s(self) -> float:
-        """Median seconds of the recent forwards (of the whole loss job at the last stage); 0 before the first."""
-        took_s: dict[Job, float] = {}
-        for entry in list(self.timeline)[-_TOLD_ENTRIES:]:
-            if entry.job.kind in ("forward", "loss"):  # of a job in parts there is an entry each
-                took_s[entry.job] = took_s.get(entry.job, 0.0) + entry.ended_s - entry.started_s
-        return median(list(took_s.values())[-_TOLD_FORWARDS:]) if took_s else 0.0
+        """Median seconds of the recent forwards (of the whole loss job at the last stage), of placed experts without
+        these; 0 before the first."""
+        return self._forward_times.seconds
 
     @property
     def expert_loads(self) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 import pytest
 
 from shoal.coordinator.allocate.interface import MeasuredPeer
+from shoal.coordinator.cost.layer_costs import trunk_costs
 from shoal.coordinator.era import Disks
 from shoal.coordinator.survey import Survey
 from shoal.peer.model.flop import job_flop
@@ -28,6 +29,18 @@ def test_one_device_is_as_fast_in_the_last_stage_as_in_another(make_heartbeat, m
             survey.hear(PeerID(peer), make_heartbeat(peer, **says))
     speeds = survey._speeds.speeds({PeerID("a"): 1.0, PeerID("b"): 1.0}, seen="ab")
     assert speeds == pytest.approx({"a": SPEED, "b": SPEED})
+
+
+def test_of_placed_experts_a_forward_that_is_told_has_none(make_heartbeat, make_plan):
+    model = ModelSpec(num_layers=4, num_experts=4)
+    survey = Survey(RunSpec(model=model, swarm=SwarmSpec(expert_slots=2)))
+    plan = make_plan([["a"], ["b"]], coordinator="a").plan
+    survey.obey(plan)
+    flop = survey._workload.tokens_per_microbatch * sum(trunk_costs(model)[slice(*plan.stages[0].layers)])
+    for _ in range(20):
+        says = {"plan_sequence": plan.sequence, "stage": 0, "forward_s": flop / SPEED}
+        survey.hear(PeerID("a"), make_heartbeat("a", **says))
+    assert survey._speeds.speeds({PeerID("a"): 1.0}, seen="a") == pytest.approx({"a": SPEED})
 
 
 def peers_with(memory_bytes, names):

@@ -18,15 +18,25 @@ SPEC = RunSpec(
 COMES_S, ENDS_S = 60.0, 160.0
 
 
-def grown(*, memory: float, devices: int = 2, leaves_s: float | None = None, **swarm: int) -> SimResult:
+MIXTURE = RunSpec(
+    model=msgspec.structs.replace(SPEC.model, num_layers=3, ffn_dim=704, num_experts=4),
+    training=msgspec.structs.replace(SPEC.training, microbatches_per_step=6, microbatch_size=2),
+    optimizer=SPEC.optimizer,
+    swarm=SwarmSpec(expert_slots=2),
+)
+
+
+def grown(
+    *, memory: float, devices: int = 2, leaves_s: float | None = None, base: RunSpec = SPEC, **swarm: int
+) -> SimResult:
     """Devices of 20 GFLOP/s, 10 ms and 100 MB/s from each other, come a minute after each other.
 
     Args:
         memory: of each, as a part of what the model's state takes.
         leaves_s: when the one that came last says good-bye; None: it stays.
-        swarm: what the run spec says of it.
+        base: the run spec but for its swarm, of which `swarm` is said.
     """
-    workload, n = Workload.of(SPEC), devices
+    workload, n = Workload.of(base), devices
     between = 1.0 - np.eye(n)
     topology = make_topology(
         0.01 * between,
@@ -38,7 +48,7 @@ def grown(*, memory: float, devices: int = 2, leaves_s: float | None = None, **s
     churn = [Churn(COMES_S * device, "add", device) for device in range(1, n)]
     if leaves_s is not None:
         churn.append(Churn(leaves_s, "leave", n - 1))
-    spec = msgspec.structs.replace(SPEC, swarm=SwarmSpec(**swarm))
+    spec = msgspec.structs.replace(base, swarm=msgspec.structs.replace(base.swarm, **swarm))
     return run_modelled(
         ModelledRun(topology=topology, spec=spec, churn=churn, limits=RunLimits(seconds=ENDS_S + COMES_S * (n - 2)))
     )
@@ -84,3 +94,14 @@ def test_a_number_of_stages_is_there_as_soon_as_so_many_peers_are_and_given_up_w
     assert division.text.startswith("2 stages became 3 at step ")
     assert rate(result, 200.0, ENDS_S + COMES_S) > 0.0, "two go on"
     assert any("2 peers on 2 stages" in text for at_s, text in plans if at_s > 170.0)
+
+
+@pytest.mark.sim
+def test_placed_experts_follow_when_a_third_peer_makes_a_third_stage() -> None:
+    result = grown(memory=0.75, devices=3, base=MIXTURE, stages=3)
+    assert result.failures == ()
+    (division,) = [event for event in result.events if event.change == "division"]
+    assert division.text.startswith("2 stages became 3 at step ")
+    two, three = rate(result, COMES_S + 10.0, 2 * COMES_S), rate(result, division.at_s + 5.0, ENDS_S + COMES_S)
+    assert three > 1.2 * two > 0.0
+    assert (result.given_up, [event for event in result.events if event.change == "era"]) == (0, [])
