@@ -32,7 +32,7 @@ _TOGETHER_BYTES_MAX = 16 * BULK_CHUNK_BYTES
 """How much goes over one link while several are measured together: the fastest carries so much in less time."""
 _TOGETHER_APART_S = 0.5
 """A peer probes beside another one at most so often: it is up to 128 MB that it sends."""
-_NOTHING = Probed(nbytes=0, seconds=0.0)
+_NOTHING = Probed(arrived=())
 _TRAIN = 4
 """Frames of the last part, which fast links carry in milliseconds."""
 _TRAIN_TOGETHER = 8
@@ -157,10 +157,14 @@ class LinkProbe:
         Returns: bytes/s that went out in all; the card carries at least so much. 0: somebody did not answer.
         """
         ours, *theirs = await asyncio.gather(self._together(links), *(self._asked(mate, links) for mate in beside))
-        if ours.nbytes == 0:
+        if not ours.arrived:
             return 0.0
-        nbytes = sum(min(max(0, probed.nbytes), ours.nbytes) for probed in (ours, *theirs))
-        return nbytes / max(*(probed.seconds for probed in (ours, *theirs)), ours.seconds, 1e-6)
+        quickest_s = min(seconds for _, seconds in ours.arrived)
+        arrived = [*ours.arrived]
+        for probed in theirs:
+            pairs = zip(ours.arrived, probed.arrived, strict=False)
+            arrived += [(min(max(0, nbytes), most), max(quickest_s, seconds)) for (most, _), (nbytes, seconds) in pairs]
+        return _carried(arrived)
 
     async def _asked(self, mate: PeerID, links: Sequence[LinkReport]) -> Probed:
         begun_s = self._clock.now_s()
@@ -169,11 +173,9 @@ class LinkProbe:
             await self._endpoint.ask(mate, Ping(), Ping)
             if self._clock.now_s() - begun_s >= FAR_S:
                 return _NOTHING
-            probed = await self._endpoint.ask(mate, ProbeTogether(links=tuple(links)), Probed)
+            return await self._endpoint.ask(mate, ProbeTogether(links=tuple(links)), Probed)
         except (Unreachable, Refused, RemoteError):
             return _NOTHING
-        whole_s = self._clock.now_s() - begun_s
-        return probed if 0.0 <= probed.seconds <= whole_s else _NOTHING
 
     async def _together(self, links: Sequence[LinkReport]) -> Probed:
         begun_s = self._clock.now_s()
@@ -188,8 +190,9 @@ class LinkProbe:
             took_s = await asyncio.gather(*(self._timed(link.peer, size, times=times) for link, size, times in probes))
         except (Unreachable, Refused, RemoteError):
             return _NOTHING
-        nbytes = sum(size * times for size, times in zip(sizes, frames, strict=True))
-        return Probed(nbytes=nbytes, seconds=marked_s - begun_s + max(took_s))
+        sent = (size * times for size, times in zip(sizes, frames, strict=True))
+        ended_s = (marked_s - begun_s + seconds for seconds in took_s)
+        return Probed(arrived=tuple(zip(sent, ended_s, strict=True)))
 
     async def measure_if_possible(self, peer: PeerID) -> LinkReport | None:
         try:
@@ -225,3 +228,13 @@ class LinkProbe:
                 await self._endpoint.send(source, answer, b"\0", priority=Priority.GRADIENT)
         elif (echo := self._echoes.get((source, meta.nonce))) is not None and not echo.done():
             echo.set_result(meta.took_s)
+
+
+def _carried(arrived: Sequence[tuple[int, float]]) -> float:
+    """Bytes/s of what had arrived after some time, whenever that is most: slow lines may take long after the card that
+    is to be measured has nothing to do any more."""
+    best, nbytes = 0.0, 0
+    for more, seconds in sorted(arrived, key=lambda pair: pair[1]):
+        nbytes += more
+        best = max(best, nbytes / max(seconds, 1e-6))
+    return best

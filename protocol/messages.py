@@ -788,10 +788,10 @@ class ProbeTogether(_Message, frozen=True):
 
 
 class Probed(_Message, frozen=True):
-    """Answers a ProbeTogether: so many bytes arrived within so many seconds of the request. 0: the sender declines."""
+    """Answers a ProbeTogether: for each link how many bytes arrived, and how many seconds after the request the last of
+    them did. Empty: the sender declines."""
 
-    nbytes: int
-    seconds: float
+    arrived: tuple[tuple[int, float], ...]
 
 
 class Done(_Message, frozen=True):
