@@ -37,6 +37,7 @@ class Layout:
     ends_at: int = 0
     """The version at which this layout gives way to `following` (`Plan.ends_at`); 0: it does not."""
     following: tuple[Stage, ...] = ()
+    """The stages after these; without an end, members fetch what they lack for them."""
     foreseen: Foreseen | None = None
     """How fast `stages` should be; None: nobody could say."""
 

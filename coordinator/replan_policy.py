@@ -59,6 +59,9 @@ class ReplanPolicy:
         self._era = 0
         self._ends_s, self._notice = 0.0, 1
         """When the end of the live layout was announced, and how much later than usual that end was put."""
+        self._unfetched_bytes: int | None = None
+        self._fetched_s = 0.0
+        """What the members of the following layout lacked when that last became less, and when that was."""
         self._ended_s: float | None = None
         """When every stage was first seen at the end of the live layout."""
         self._too_few_s = math.inf
@@ -144,8 +147,11 @@ class ReplanPolicy:
         peers = view.measured(live.era, now_s)
         swarm = _swarm(peers)
         under_way = live.fresh and not fresh
-        if live.ends_at and not lost and self._is_whole(live, peers):
+        is_whole = self._is_whole(live, peers)
+        if live.ends_at and not lost and is_whole:
             return self._end(live, disks, now_s)
+        if live.following and not live.ends_at and swarm == self._settled_for and not lost and not under_way:
+            return self._prepared(live, now_s)
         if not lost and not under_way and swarm == self._settled_for:
             return self._better(live, peers, disks, now_s, sequence=sequence)
         if lost and (awaited := self._may_return(live, lost[0], disks, now_s)):
@@ -172,12 +178,15 @@ class ReplanPolicy:
             if swarm == self._settled_for or divides:
                 self._settled_for = swarm
                 return None, f"{what}: {awaited}"
+        goes_on = live.following and not live.ends_at and is_whole
+        if goes_on and bounds_of(layout.stages) == bounds_of(live.stages):
+            layout = replace(layout, following=live.following)  # members go on to fetch what they lack for it
         if layout.places() == places_of(live):
             if under_way:
                 # A peer that restarts, or comes to this plan late, must not begin the era again.
                 layout = replace(layout, reason=f"training is under way{' again' if live.era else ''}")
                 return layout, layout.reason
-            if live.ends_at:
+            if live.following and not goes_on:
                 return _called_off(live, "a member leaves")
             self._settled_for = swarm
             return None, ""
@@ -256,7 +265,7 @@ class ReplanPolicy:
                 return moved, moved.reason
         layout = self._schedule.found_for(live, swarm)
         if layout is not None and bounds_of(layout.stages) != bounds_of(live.stages):
-            return self._announced(live, layout, now_s)
+            return self._preparing(live, layout, now_s)
         if layout is not None and keeps_state(layout, live, peers):
             return layout, layout.reason
         is_off, has_pace = view.calibration.is_off, view.ledger.pace.usual_step_s > 0.0
@@ -272,6 +281,34 @@ class ReplanPolicy:
         return None, ""
 
     # --- another division into stages ---
+
+    def _preparing(self, live: Plan, layout: Layout, now_s: float) -> tuple[Next, str]:
+        """The live layout, with `layout` as what follows it: members fetch what they lack for that, and the end is set
+        when they have it. If everybody has all it needs, or experts are placed, the end is set at once."""
+        announced = self._announced(live, layout, now_s)
+        if announced[0] is None or live.experts or _holds_all(live, layout.stages):
+            return announced
+        self._unfetched_bytes, self._fetched_s = None, now_s
+        reason = f"{layout.reason}: its members fetch what they lack"
+        prepared = Layout(stages=live.stages, spares=live.spares, reason=reason, following=layout.stages)
+        return prepared, reason
+
+    def _prepared(self, live: Plan, now_s: float) -> tuple[Next, str]:
+        """The end of the live layout, once its members have fetched what they can for the following one, or nothing
+        has come to them for long."""
+        presences = self.view.roster.presences
+        seen = [presences.get(peer) for stage in live.following for peer in stage.peers]
+        beats = [presence.heartbeat for presence in seen if presence is not None and presence.heartbeat is not None]
+        if len(beats) < len(seen) or any(beat.plan_sequence < live.sequence for beat in beats):
+            return None, ""  # somebody has not obeyed the plan yet
+        left_bytes = sum(max(0, beat.unfetched_bytes) for beat in beats)
+        if self._unfetched_bytes is None or left_bytes < self._unfetched_bytes:
+            self._unfetched_bytes, self._fetched_s = left_bytes, now_s
+        patience_s = max(END_PATIENCE_S, END_PATIENCE_STEPS * self.view.ledger.pace.usual_step_s)
+        if left_bytes > 0 and now_s < self._fetched_s + patience_s:
+            return None, ""
+        after = Layout(stages=live.following, spares=(), reason="another division into stages")
+        return self._announced(live, after, now_s)
 
     def _announced(self, live: Plan, layout: Layout, now_s: float, *, times: int = 1) -> tuple[Next, str]:
         """The live layout, with the version at which it gives way to `layout`: late enough for every member to know it
@@ -384,6 +421,19 @@ class ReplanPolicy:
 def bounds_of(stages: Sequence[Stage]) -> tuple[tuple[int, int], ...]:
     """The layers of each stage."""
     return tuple(stage.layers for stage in stages)
+
+
+def _holds_all(live: Plan, following: Sequence[Stage]) -> bool:
+    """Whether every member of `following` holds all of its layers in the live layout."""
+    for stage in following:
+        for peer in stage.peers:
+            now = live.stage_of(peer)
+            if now is None:
+                return False
+            first, last = live.stages[now].layers
+            if not first <= stage.first_layer < stage.last_layer <= last:
+                return False
+    return True
 
 
 def _divided(live: Plan, version: int) -> str:

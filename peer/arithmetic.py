@@ -22,7 +22,7 @@ from shoal.peer.model.layout import init_layer, layer_layout
 from shoal.peer.model.mixture import ExpertLoads
 from shoal.peer.pipeline.microbatch import Indices, Microbatch
 from shoal.peer.pipeline.stage import StageRuntime
-from shoal.peer.pipeline.state import StageState
+from shoal.peer.pipeline.state import LayerState, StageState, step_layer
 from shoal.peer.pipeline.trunk import StageTrunk
 from shoal.peer.vectors import Vectors
 from shoal.protocol.identity import PeerID
@@ -135,6 +135,15 @@ class Arithmetic(Protocol):
         """Of the device's memory, now."""
         ...
 
+    def free_host_bytes(self) -> int:
+        """Of the memory that the host has beside the device's, or for both, now."""
+        ...
+
+    def step_layer(self, key: str, layer: LayerState, gradient_N: Tensor, version: int) -> LayerState:
+        """One step of one layer from `version`, on the device: the bits that a replica's step makes. State and gradient
+        lie in the host's memory, before and after."""
+        ...
+
     def probe_job(self) -> Callable[[], None]:
         """The forward of one decoder layer, to be timed."""
         ...
@@ -172,6 +181,15 @@ class TorchArithmetic:
         if self._device.type == "cuda":
             return int(torch.cuda.mem_get_info(self._device)[0])
         return int(psutil.virtual_memory().available)
+
+    def free_host_bytes(self) -> int:
+        return int(psutil.virtual_memory().available)
+
+    @torch.no_grad()
+    def step_layer(self, key: str, layer: LayerState, gradient_N: Tensor, version: int) -> LayerState:
+        there = self.vectors.layer_state(*(tensor.to(self._device) for tensor in layer.tensors))
+        stepped = step_layer(self._spec, key, there, gradient_N.to(self._device), version) or there
+        return self.vectors.layer_state(*(self.vectors.on_host(tensor) for tensor in stepped.tensors))
 
     def probe_job(self) -> Callable[[], None]:
         spec, device = self._spec, self._device

@@ -19,6 +19,7 @@ from shoal.peer.copies import Copies
 from shoal.peer.departure import Departure
 from shoal.peer.experts.seats import ExpertSeats
 from shoal.peer.experts.server import ExpertServer
+from shoal.peer.fetching_ahead import FetchingAhead
 from shoal.peer.group.witnesses import Witnessed
 from shoal.peer.handoff.inbox import ChunkInbox
 from shoal.peer.handoff.server import StateServer
@@ -32,7 +33,7 @@ from shoal.peer.replica.driver import Replica
 from shoal.peer.replica.first_stage import FirstReplica
 from shoal.peer.replica.flow import AdaptiveTraffic, Traffic
 from shoal.peer.reports import Reports
-from shoal.peer.surroundings import Listeners, Part, Surroundings
+from shoal.peer.surroundings import BetweenLayouts, Listeners, Part, Surroundings
 from shoal.peer.tasks import Tasks
 from shoal.peer.tenures import Tenure
 from shoal.protocol.endpoint import Endpoint
@@ -170,6 +171,16 @@ class PeerDriver:
             vectors=vectors,
             knows=lambda peer: self._recent.has(peer, now_s=clock.now_s()),
             witnessed=self._witnessed,
+            is_busy=lambda: not self._meter.is_quiet,
+        )
+        self._ahead = FetchingAhead(
+            endpoint=endpoint,
+            compute=compute,
+            clock=clock,
+            inbox=self._inbox,
+            arithmetic=arithmetic,
+            spec=spec,
+            on_failure=self._fail,
         )
         self._copies = Copies(
             self._archive,
@@ -216,7 +227,7 @@ class PeerDriver:
             ),
             inbox=self._inbox,
             server=self.server,
-            carried=self._carried,
+            between=BetweenLayouts(carried=self._carried, ahead=self._ahead),
             recent=self._recent,
             experts=ExpertServer(arithmetic.tokens, endpoint=endpoint, compute=compute, spec=spec, tasks=self._tasks),
         )
@@ -262,6 +273,7 @@ class PeerDriver:
         if self.replica:
             await self.replica.close()
         await self.experts.close()
+        await self._ahead.close()
         await self.pausing.close()
         await self._tasks.wait()
         await self._neighbours.close()
@@ -290,8 +302,13 @@ class PeerDriver:
         self._follow_soon()
 
     def _carry(self, plan: Plan) -> None:
-        """Keep what the next layout begins with, if the layout of `plan` ends at the version that we are at."""
+        """Keep what the next layout begins with, if the layout of `plan` ends at the version that we are at; get what
+        we lack for it, and keep what others need for that."""
         self._carried.follow(plan)
+        self._ahead.follow(plan)
+        self.server.trail.follow(plan)
+        if not plan.following:
+            self.server.forget_ahead()
         if plan.era != self._endpoint.era:
             return
         for tenure in self._tenures:
@@ -334,6 +351,7 @@ class PeerDriver:
             links=self._meter.report(),
             holdings=self._archive.holdings,
             carried=self._carried.holding,
+            unfetched_bytes=self._ahead.unfetched_bytes,
             held=tuple((place.group, place.version) for place in self.experts.places if place.ready),
             loads=replica.expert_loads if replica else (),
             silent=self._neighbours.silent,

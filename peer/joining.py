@@ -5,7 +5,7 @@ from its mates.
 import asyncio
 import functools
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
 from shoal.peer.arithmetic import Held
 from shoal.peer.group.witnesses import is_witnessed
@@ -23,6 +23,11 @@ from shoal.protocol.ports import Compute
 
 logger = logging.getLogger(__name__)
 
+
+async def _nothing(era: int, version: int, members: Collection[PeerID]) -> Mapping[str, LayerState]:
+    return {}
+
+
 _RETRY_S = 1.0
 _RETRY_MATES_S = 0.25
 """They may be signing what they hold, which takes a round trip."""
@@ -35,6 +40,7 @@ class Joining:
     begin_era: whether we may begin an era from its beginning.
     members: of the newest plan; None: those of the plan that `run` was given.
     carried: (era, version) -> the layers that this peer has kept since the layout before ended there.
+    ahead: as `FetchingAhead.ended`.
     """
 
     def __init__(
@@ -50,6 +56,7 @@ class Joining:
         begin_era: Callable[[int], bool],
         members: Callable[[], Sequence[PeerID]] | None = None,
         carried: Callable[[int, int], Mapping[str, LayerState]] = lambda era, version: {},
+        ahead: Callable[[int, int, Collection[PeerID]], Awaitable[Mapping[str, LayerState]]] = _nothing,
     ) -> None:
         self._endpoint = endpoint
         self._compute = compute
@@ -61,6 +68,7 @@ class Joining:
         self._begin_era = begin_era
         self._members = members
         self._carried = carried
+        self._ahead = ahead
         self._stepped = asyncio.Event()
         self.progress: FetchProgress | None = None
         """Of the fetch that is under way."""
@@ -126,17 +134,23 @@ class Joining:
         return None
 
     async def _from_snapshots(self, plan: Plan) -> None:
-        """The version at which the era begins: what we carry of it, the rest from whoever carries it or has it on disk,
-        ourselves first."""
+        """The version at which the era begins: what we carry of it, what we have fetched ahead and is the same as
+        others say, the rest from whoever carries it or has it on disk, ourselves first."""
         keys, version = self._runtime.keys, plan.restore_version
         carried = self._carried(plan.restore_era, version)
         missing = tuple(key for key in keys if key not in carried)
         fetched: Mapping[str, LayerState] = {}
+        ahead = await self._ahead(plan.restore_era, version, self._to_ask(plan)) if missing else {}
+        known = {key: ahead[key] for key in missing if key in ahead}
+        if missing:
+            logger.info("of %d layers that come to us %d are here already", len(missing), len(known))
         while True:
             holders = self._to_ask(plan)
             try:
                 if missing:
-                    state = await self._fetcher(missing).fetch(holders, version=version, stored_era=plan.restore_era)
+                    state = await self._fetcher(missing).fetch(
+                        holders, version=version, stored_era=plan.restore_era, known=known
+                    )
                     fetched = state.layers
             except (Unreachable, Refused, RemoteError) as error:
                 logger.warning("cannot go back to version %d yet: %s", plan.restore_version, error)

@@ -7,6 +7,7 @@ from typing import Protocol
 from shoal.peer.arithmetic import Arithmetic
 from shoal.peer.carried import CarriedState
 from shoal.peer.experts.server import ExpertServer
+from shoal.peer.fetching_ahead import FetchingAhead
 from shoal.peer.handoff.inbox import ChunkInbox
 from shoal.peer.handoff.server import StateServer
 from shoal.peer.pipeline.state import StageState
@@ -52,6 +53,14 @@ class Listeners:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BetweenLayouts:
+    """What a peer has of one layout when another begins."""
+
+    carried: CarriedState
+    ahead: FetchingAhead
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
     """One for all tenures of a peer."""
 
@@ -64,6 +73,6 @@ class Surroundings:
     listeners: Listeners
     inbox: ChunkInbox
     server: StateServer
-    carried: CarriedState
+    between: BetweenLayouts
     recent: RecentPlans
     experts: ExpertServer

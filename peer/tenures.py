@@ -151,7 +151,8 @@ class Tenure(ABC):
             take_over=self._take_over,
             begin_era=lambda era: listeners.begin_era(era, self.group_id),
             members=lambda: self.core.plan.members,
-            carried=surroundings.carried.read,
+            carried=surroundings.between.carried.read,
+            ahead=surroundings.between.ahead.ended,
         )
         self.witnesses = Witnesses(core.group, endpoint=endpoint, compute=self.compute, tasks=self._tasks)
         self._sync_task: asyncio.Task[None] | None = None
@@ -461,9 +462,21 @@ class Tenure(ABC):
         if skipped_layers:
             logger.error("step %d: %d layers had a gradient that is not finite", state.version, skipped_layers)
         self._reached(state, digest, state.gradient_norm)
+        self._note_gradient(state)
         self.witnesses.look(state)
         self.joining.stepped()
         self._s.listeners.on_state(self, state)
+
+    def _note_gradient(self, state: StageState) -> None:
+        """Keep what has made `state` for those who replay it."""
+        trail, mean_N = self._s.server.trail, self.reductions.means.get(state.version - 1)
+        if not trail.is_wanted or mean_N is None:
+            return
+        parts, start = dict[str, Tensor](), 0
+        for key, layer in state.layers.items():
+            parts[key] = mean_N[start : start + layer.param_N.numel()]
+            start += layer.param_N.numel()
+        trail.note(self._endpoint.era, state.version, parts)
 
     # --- a commit that does not end ---
 

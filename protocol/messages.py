@@ -150,6 +150,9 @@ class Heartbeat(_Message, frozen=True, kw_only=True):
     holdings: tuple[Holding, ...] = ()
     carried: Holding | None = None
     """What the sender held when the last layout ended, and keeps in memory for whoever holds the layers now."""
+    unfetched_bytes: int = 0
+    """Bytes that the sender is still to fetch, while training goes on, for the layout that follows the plan
+    `plan_sequence`: layers, and the steps by which those that it has are behind. 0 if it has no room to fetch any."""
     held: tuple[tuple[int, int], ...] = ()
     """(group, version) of the experts whose state the sender holds."""
     loads: tuple[int, ...] = ()
@@ -704,6 +707,9 @@ class StateRequest(EraMessage, frozen=True):
     stored_era: int = -1
     """If >= 0, the receiver describes its snapshot of that era's `version`, of as many of `layers` as it has, and not
     what it trains."""
+    ahead: bool = False
+    """The sender is to hold the one layer of `layers` in the following layout: it fetches what is trained now, replays
+    the steps that come, and compares the state with the holders' when the layout ends. So the offer has no digest."""
 
 
 class StateOffer(EraMessage, frozen=True):
@@ -756,10 +762,11 @@ class Saved(_Message, frozen=True):
 
 
 class StateChunkRequest(EraMessage, frozen=True, kw_only=True):
-    """Send elements [start, stop) of one tensor (0 parameters, 1 and 2 moments) of one layer, as StateChunk frames."""
+    """Send elements [start, stop) of one tensor of one layer, as StateChunk frames: 0 parameters, 1 and 2 moments, 3
+    the reduced gradient with which the layer stepped to `version`."""
 
     stored_era: int = -1
-    """The era of a stored snapshot, as in the StateRequest."""
+    """The era of a stored snapshot, as in the StateRequest; of a gradient, its era."""
 
     version: int
     layer: str
@@ -938,7 +945,8 @@ class GatherPart(EraMessage, frozen=True):
 
 
 class StateChunk(EraMessage, frozen=True, kw_only=True):
-    """Elements [start, start + n) of one tensor of one layer at `version`, fp32."""
+    """Elements [start, start + n) of one tensor of one layer at `version`, fp32; a gradient as the run's wire has
+    it."""
 
     stored_era: int = -1
 

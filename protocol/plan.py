@@ -128,10 +128,11 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     """Orders (`exclusion.py`) that hold in the run. A successor keeps them, or orders that name as much."""
     ends_at: int = 0
     """The version at which this layout ends, because `following` comes after it: no step from that one on begins under
-    it, and each member keeps its state of that version for whoever holds the layers next. 0: it does not end."""
+    it, and each member keeps its state of that version for whoever holds the layers next. 0: no end is set."""
     following: tuple[Stage, ...] = ()
     """The stages of the layout after this one, whose boundaries and number may differ. All members are members of this
-    plan, and who is not among them becomes a spare."""
+    plan, and who is not among them becomes a spare. As long as no end is set, members fetch what they lack for it while
+    they train on."""
     experts: tuple[ExpertGroup, ...] = ()
     """The holders of experts, by stage, then expert. Either all experts are here, and stages hold the rest of their
     layers; or none is, and stages hold whole layers. Holders are members of the plan already, of that stage or not.
@@ -446,7 +447,7 @@ def _stages_flaw(stages: tuple[Stage, ...], sequence: int, shape: PlanShape) -> 
 def _following_flaw(plan: Plan, shape: PlanShape) -> str | None:
     if not plan.following:
         return "it ends, and nothing follows it" if plan.ends_at else None
-    if not plan.restore_version <= plan.ends_at <= VERSION_MAX or not plan.ends_at:
+    if plan.ends_at and not plan.restore_version <= plan.ends_at <= VERSION_MAX:
         return f"it ends at version {plan.ends_at}"
     peers = [peer for stage in plan.following for peer in stage.peers]
     if len(set(peers)) != len(peers) or not all(plan.has(peer) for peer in peers):

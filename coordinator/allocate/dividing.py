@@ -1,8 +1,9 @@
 """Looks for another division of the model into stages: other boundaries, more stages or fewer. Pure.
 
-Such a change costs a standstill (`Plan.ends_at`): the pipeline drains, everybody fetches the layers that it does not
-hold, and the pipeline fills again. What a search finds must gain more than that within the time for which a layout is
-expected to last.
+Such a change has a price. While training goes on, everybody fetches the layers that it does not hold, and steps are a
+little slower. Then the run stands still (`Plan.ends_at`): the pipeline drains, what is still missing travels, and the
+pipeline fills again. What a search finds must gain more than that within the time for which a layout is expected to
+last.
 """
 
 import math
@@ -19,6 +20,11 @@ from shoal.protocol.topology import Topology
 
 DRAIN_STEPS = 2.0
 """How many steps the pipeline does without while it drains and fills, and the plans are agreed upon."""
+FOLLOWED_PART = 0.5
+"""A peer keeps up with the gradients of so many of the layers that it has fetched as travel in this part of a step; the
+others it fetches in the standstill (`peer/MEASURED.md`)."""
+SLOWED = 0.05
+"""Steps are slower by this part while state travels: by 0.3 to 4 % where it was measured."""
 GAIN_MIN = 0.1
 """The gain in tokens/s, by the objective, below which nobody fetches anything: figures are measured, and a division
 that is hardly better is as likely to be worse."""
@@ -54,8 +60,10 @@ def worth_its_standstill(
     objective = ThroughputObjective(topology, workload)
     before_s, after_s = seen_or_foreseen_s(snapshot, objective.cost(current)), objective.cost(found).seconds
     gain = before_s / after_s - 1.0
-    standstill_s = DRAIN_STEPS * before_s + fetch_s(topology, workload, current, found)
-    if not gain >= GAIN_MIN or not (1.0 - after_s / before_s) * horizon_s > standstill_s:
+    travel_s = fetch_s(topology, workload, current, found)
+    standstill_s = DRAIN_STEPS * before_s + left_s(workload, travel_s, step_s=before_s)
+    price_s = standstill_s + SLOWED * travel_s
+    if not gain >= GAIN_MIN or not (1.0 - after_s / before_s) * (horizon_s - travel_s) > price_s:
         return None
     return Division(placement=found, gain=gain, standstill_s=standstill_s)
 
@@ -87,6 +95,15 @@ def fetch_s(topology: Topology, workload: Workload, current: Placement, found: P
     down = np.maximum(topology.bytes_per_s.max(axis=0), 1.0)
     up = np.maximum(topology.bytes_per_s.max(axis=1), 1.0)
     return float(max((into / down).max(), (out / up).max()))
+
+
+def left_s(workload: Workload, travel_s: float, *, step_s: float) -> float:
+    """How much of `travel_s` is left for the standstill: of layers that were fetched ahead the gradient of one step,
+    the others whole."""
+    part = workload.gradient_bytes_per_parameter / STATE_BYTES_PER_PARAMETER
+    gradients_s = part * travel_s
+    followed = min(1.0, FOLLOWED_PART * step_s / gradients_s) if gradients_s > 0.0 else 1.0
+    return travel_s * (1.0 - followed * (1.0 - part))
 
 
 def _ranges(placement: Placement) -> list[tuple[tuple[int, ...], int, int]]:

@@ -8,6 +8,7 @@ each gets is drawn (`routing.py`).
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from shoal.deploy.simulate.extents import ModelledVectors, phantom
 from shoal.deploy.simulate.modelled_expert import ModelledExpert, ModelledTokenWire
@@ -19,6 +20,7 @@ from shoal.peer.model.flop import forward_flop, job_flop, part_flop, trunk_flop
 from shoal.peer.model.layout import EMBED, HEAD, layer_index, stage_layer_keys, trunk_keys
 from shoal.peer.model.mixture import ExpertLoads
 from shoal.peer.pipeline.microbatch import Microbatch
+from shoal.peer.pipeline.state import LayerState
 from shoal.peer.pipeline.wire import ActivationWire
 from shoal.peer.vectors import Vectors
 from shoal.protocol.ports import Payload
@@ -146,6 +148,12 @@ class ModelledArithmetic:
 
     def free_bytes(self) -> int:
         return self._memory_bytes
+
+    def free_host_bytes(self) -> int:
+        return self._memory_bytes
+
+    def step_layer(self, key: str, layer: LayerState, gradient_N: Tensor, version: int) -> LayerState:
+        return layer
 
     def probe_job(self) -> Callable[[], None]:
         return lambda: None

@@ -13,21 +13,21 @@ import torch
 from torch import Tensor
 
 from shoal.peer.handoff.inbox import ChunkInbox
-from shoal.peer.handoff.server import INITIAL, RANGE_CHUNKS, TRAINED
+from shoal.peer.handoff.ranges import fetch_range, ranges
+from shoal.peer.handoff.server import INITIAL, TRAINED
 from shoal.peer.model.layout import layer_layout
 from shoal.peer.pipeline.state import LayerState, StageState, moment2_numel
 from shoal.peer.vectors import VECTORS, Vectors
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused, RemoteError, Unreachable
 from shoal.protocol.identity import PeerID
-from shoal.protocol.messages import Done, StateChunkRequest, StateOffer, StateRequest
+from shoal.protocol.messages import StateChunkRequest, StateOffer, StateRequest
 from shoal.protocol.ports import Compute
 from shoal.protocol.spec import RunSpec
 
 logger = logging.getLogger(__name__)
 
 _REQUESTS_A_HOLDER = 2
-_RANGE_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,24 +83,33 @@ class StateFetcher:
         version: int = -1,
         stored_era: int = TRAINED,
         is_witnessed: Callable[[StateOffer], bool] | None = None,
+        known: Mapping[str, LayerState] | None = None,
     ) -> StageState:
         """Get `version`, or the newest that a holder trains; of what they train, or of a stored era's snapshots, or of
         what the run begins with (`INITIAL`; then there are no moments).
 
-        Args: is_witnessed: of the newest, take nothing but what this says of an offer.
+        Args:
+            is_witnessed: of the newest, take nothing but what this says of an offer.
+            known: layers that the caller believes it has at that version: what most holders name otherwise is fetched.
         Raises: Unreachable: some layer has no holder, or all of its were lost on the way. RemoteError: the only holder
             of a layer sent something else than it had said.
         """
         self._version, self._stored_era, self._is_witnessed = version, stored_era, is_witnessed
         digests = self._choose(await self._offers(holders))
         logger.info("fetching version %d of %d layers", self._version, len(self._keys))
-        for key in self._keys:
+        has = dict(known or {})
+        wrong = await self._compute.run_on_host(lambda: [key for key in has if has[key].proof() != digests.get(key)])
+        for key in wrong:
+            logger.warning("layer %s is not what its holders have: fetching it", key)
+            del has[key]
+        missing = [key for key in self._keys if key not in has]
+        for key in missing:
             size = layer_layout(self._spec.model, key).numel
             empty = self._vectors.empty
             moments = (0, 0) if stored_era == INITIAL else (size, moment2_numel(self._spec, key))
             self._tensors[key] = (empty(size), empty(moments[0]), empty(moments[1]))
-        self.progress.total = sum(tensor.numel() for layer in self._tensors.values() for tensor in layer)
-        missing = list(self._keys)
+        self._tensors |= {key: layer.tensors for key, layer in has.items()}
+        self.progress.total = sum(tensor.numel() for key in missing for tensor in self._tensors[key])
         while missing:
             await self._fetch_layers(missing)
             missing = await self._compute.run_on_host(functools.partial(self._differing, missing, digests))
@@ -170,12 +179,11 @@ class StateFetcher:
 
     async def _fetch_layers(self, keys: Sequence[str]) -> None:
         """Fill the tensors of `keys`; who fails is nobody's source any more."""
-        width = RANGE_CHUNKS * self._vectors.chunk
         todo = [
-            _Range(key, index, start, min(start + width, tensor.numel()))
+            _Range(key, index, start, stop)
             for key in keys
             for index, tensor in enumerate(self._tensors[key])
-            for start in range(0, tensor.numel(), width)
+            for start, stop in ranges(tensor.numel(), self._vectors)
         ]
 
         async def work(peer: PeerID) -> None:
@@ -198,10 +206,6 @@ class StateFetcher:
             await asyncio.gather(*(work(peer) for peer in peers for _ in range(_REQUESTS_A_HOLDER)))
 
     async def _fetch_range(self, peer: PeerID, wanted: _Range) -> None:
-        what = (peer, self._stored_era, self._version, wanted.key, wanted.tensor)
-        into_N = self._tensors[wanted.key][wanted.tensor]
-        starts = range(wanted.start, wanted.stop, self._vectors.chunk)
-        events = [self._inbox.expect(*what, start, into_N) for start in starts]
         request = StateChunkRequest(
             stored_era=self._stored_era,
             version=self._version,
@@ -210,17 +214,9 @@ class StateFetcher:
             start=wanted.start,
             stop=wanted.stop,
         )
-        try:
-            async with asyncio.timeout(_RANGE_TIMEOUT_S):
-                await self._endpoint.ask(peer, request, Done, timeout_s=_RANGE_TIMEOUT_S)
-                for event in events:
-                    await event.wait()
-            self.progress.done += wanted.stop - wanted.start
-        except TimeoutError as error:
-            raise Unreachable(peer, "state did not arrive in time") from error
-        finally:
-            for start in starts:
-                self._inbox.forget(*what, start)
+        into_N = self._tensors[wanted.key][wanted.tensor]
+        await fetch_range(peer, request, into_N, endpoint=self._endpoint, inbox=self._inbox, vectors=self._vectors)
+        self.progress.done += wanted.stop - wanted.start
 
     def _differing(self, keys: Sequence[str], digests: Mapping[str, str]) -> list[str]:
         """Which of these layers are not what their digests say."""

@@ -11,6 +11,9 @@ from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import StateChunk
 from shoal.protocol.ports import Compute, Payload
 
+GRADIENT = 3
+"""The tensor of a layer that is no part of its state: the reduced gradient with which it stepped to a version."""
+
 _Key = tuple[PeerID, int, int, str, int, int]
 """Sender, stored era, version, layer key, tensor, first element."""
 
@@ -40,7 +43,8 @@ class ChunkInbox:
         into_N, event = self._expected.get(key, (None, None))
         if into_N is None or event is None:
             return  # late, or never asked for
-        values_C = self._vectors.values_of(payload)
+        is_gradient = meta.tensor == GRADIENT
+        values_C = self._vectors.gradient_of(payload) if is_gradient else self._vectors.values_of(payload)
         if values_C.numel() != min(self._vectors.chunk, into_N.numel() - meta.start):
             raise RemoteError(source, f"sent {values_C.numel()} numbers at {meta.start} of {meta.layer}")
 

@@ -3,15 +3,23 @@
 What is asked for is pinned (state is immutable, so a pin is a reference) and served in ranges. Nobody stops for it:
 holders go on committing, and keep the reduced gradients since the oldest version that a newcomer fetches, which it
 replays. Who keeps a copy never does: at a step a second those of a long transfer would be many times the state.
+
+Who gets ready for the following layout (`StateRequest.ahead`) fetches layer by layer, and nobody waits for it: what
+goes to it leaves when nothing else does, or after a few times what it takes itself.
 """
 
+import asyncio
 import functools
 import logging
+import math
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 
 from torch import Tensor
 
 from shoal.peer.group.witnesses import Signatures, Witnessed
+from shoal.peer.handoff.inbox import GRADIENT
+from shoal.peer.handoff.ranges import RANGE_CHUNKS
+from shoal.peer.handoff.trail import Trail
 from shoal.peer.initial import InitialWeights, bare_layer
 from shoal.peer.pipeline.state import LayerState, StageState
 from shoal.peer.vectors import VECTORS, Vectors
@@ -26,12 +34,17 @@ logger = logging.getLogger(__name__)
 
 PINNED_S = 30.0
 """A pin outlives its last request by this much, as long as it is not older than `PINNED_S_MAX`."""
-RANGE_CHUNKS = 4
-"""What a chunk request asks for at most: 4 MiB, so that a round trip is small against the transfer."""
 TRAINED = -1
 """In place of a stored era: what is trained here now."""
 INITIAL = -2
 """In place of a stored era: the parameters that the run begins with, as version 0 and without moments."""
+
+_GRADIENT_WAIT_S = 4.0
+"""A request for the reduced gradient of a step that is still to come waits so long for it."""
+_YIELD_TIMES = 4.0
+"""What is fetched ahead waits for a quiet moment, at most so many times as long as the chunk before took to leave."""
+_YIELD_S_MIN = 0.05
+_LOOK_S = 0.005
 
 _Key = tuple[int, int]
 """(stored era, `TRAINED` or `INITIAL`, version)."""
@@ -98,6 +111,7 @@ class StateServer:
         witnessed: (newcomer, layer keys, version or -1) -> what a newcomer of a group that holds these layers may
             fetch; None: the sender is none. Raises Refused: nothing yet.
         knows: whether a plan of late has a place for a peer. Nobody else is given anything.
+        is_busy: whether anything is being sent, to whomever.
     """
 
     def __init__(
@@ -110,8 +124,10 @@ class StateServer:
         stored: Callable[[int, int, tuple[str, ...]], Awaitable[dict[str, LayerState]]],
         knows: Callable[[PeerID], bool],
         witnessed: Callable[[PeerID, Collection[str], int], Awaitable[Witnessed | None]] = _no_newcomer,
+        is_busy: Callable[[], bool] = lambda: False,
         vectors: Vectors = VECTORS,
     ) -> None:
+        self.trail = Trail()
         self._vectors = vectors
         self._endpoint = endpoint
         self._compute = compute
@@ -121,6 +137,13 @@ class StateServer:
         self._current = current
         self._stored = stored
         self._pins: dict[_Key, _Pin] = {}
+        self._is_busy = is_busy
+        self._ahead: dict[PeerID, tuple[int, str, LayerState]] = {}
+        """Who fetches ahead -> version, key and state of the layer that it fetches now."""
+        self._one_ahead = asyncio.Lock()
+        """One chunk at a time goes to those who fetch ahead."""
+        self._took_s = 0.0
+        """How long the last of them took to leave."""
         self._newcomers: dict[PeerID, float] = {}
         """Who has asked for the newest, as only a newcomer does, until when we remember it. Plans may tell of it later,
         and what it asks others for by its number is what some have reached meanwhile."""
@@ -157,6 +180,10 @@ class StateServer:
                 pin.forget(keys)
                 if not pin.layers:
                     del self._pins[era, version]
+
+    def forget_ahead(self) -> None:
+        """Nobody gets ready for another layout any more."""
+        self._ahead.clear()
 
     def _forget_old(self) -> None:
         now_s = self._clock.now_s()
@@ -198,6 +225,8 @@ class StateServer:
             raise Refused(me, "does not know the sender from a plan")
         self._forget_old()
         wanted = set(message.layers)
+        if message.ahead:
+            return self._offer_ahead(source, message)
         if message.stored_era == INITIAL:
             bare = await self._begun_with(message.layers)
             return await self._offer(source, (INITIAL, 0), bare, wanted)
@@ -265,7 +294,28 @@ class StateServer:
         digests = tuple((name, digest) for name, digest in pin.digests.items() if name in wanted)
         return StateOffer(version=key[1], digests=digests, pinned_s=PINNED_S, signatures=pin.signatures)
 
+    def _offer_ahead(self, source: PeerID, message: StateRequest) -> StateOffer:
+        """The one layer that `source` fetches next, as it is now; it takes the place of the one before."""
+        me = self._endpoint.peer_id
+        if len(message.layers) != 1 or not self.trail.is_wanted:
+            raise Refused(me, "knows of no layout that follows, or is asked for several layers at once")
+        state = self._current(message.layers)
+        if state is None:
+            raise Refused(me, "does not hold that state")
+        key = message.layers[0]
+        self._ahead[source] = state.version, key, state.layers[key]
+        self.trail.wants(source, state.version + 1, at_least=True)
+        return StateOffer(version=state.version, digests=(), pinned_s=PINNED_S)
+
     async def _on_chunk_request(self, source: PeerID, message: StateChunkRequest) -> Done:
+        if message.tensor == GRADIENT:
+            return await self._give_gradient(source, message)
+        version, key, ahead = self._ahead.get(source, (-1, "", None))
+        if ahead is not None and (message.stored_era, message.version, message.layer) == (TRAINED, version, key):
+            if not 0 <= message.tensor < GRADIENT:
+                raise RemoteError(source, f"asks for tensor {message.tensor} of a layer")
+            await self._give_ahead(source, message, ahead.tensors[message.tensor])
+            return Done()
         pin = self._pins.get((message.stored_era, message.version))
         layer = pin.layers.get(message.layer) if pin else None
         if pin is not None and source not in pin.left and source not in pin.served:
@@ -273,30 +323,69 @@ class StateServer:
         if pin is None or layer is None or not 0 <= message.tensor < 3:
             raise Refused(self._endpoint.peer_id, f"has not pinned version {message.version} of {message.layer}")
         values_N = layer.tensors[message.tensor]
-        chunk = self._vectors.chunk
-        if not 0 <= message.start < message.stop <= min(values_N.numel(), message.start + RANGE_CHUNKS * chunk):
-            raise RemoteError(source, f"asks for elements {message.start} to {message.stop} of {values_N.numel()}")
+        starts = self._starts(source, message, values_N)
         pin.asked_for(self._clock.now_s())
-        for start in range(message.start, message.stop, chunk):
-            meta = StateChunk(
-                stored_era=message.stored_era,
-                version=message.version,
-                layer=message.layer,
-                tensor=message.tensor,
-                start=start,
-            )
-            part_C = values_N[start : min(start + chunk, message.stop)]
-            payload = await self._compute.run_on_host(functools.partial(self._payload_of, part_C))
-            try:
-                await self._endpoint.send(source, meta, payload, priority=Priority.BULK)
-            except Unreachable as error:
-                raise Refused(self._endpoint.peer_id, "cannot reach who asks") from error
+        for start in starts:
+            await self._send_chunk(source, message, values_N, start)
         left = pin.left.pop(source, 0) - (message.stop - message.start)
         if left > 0:
             pin.left[source] = left
         else:
             pin.served.add(source)
         return Done()
+
+    async def _give_gradient(self, source: PeerID, message: StateChunkRequest) -> Done:
+        """The reduced gradient with which a layer stepped to a version, once it has."""
+        me = self._endpoint.peer_id
+        if not self._knows(source):
+            raise Refused(me, "does not know the sender from a plan")
+        self.trail.wants(source, message.version)
+        gradient_N = await self.trail.read(
+            message.stored_era, message.version, message.layer, patience_s=_GRADIENT_WAIT_S
+        )
+        if gradient_N is None:
+            raise Refused(me, f"has no gradient of {message.layer} to version {message.version}")
+        await self._give_ahead(source, message, gradient_N)
+        return Done()
+
+    async def _give_ahead(self, source: PeerID, message: StateChunkRequest, values_N: Tensor) -> None:
+        """Send a range when nothing else is being sent, or when that lasts too long."""
+        for start in self._starts(source, message, values_N):
+            async with self._one_ahead:
+                for _ in range(math.ceil(max(_YIELD_S_MIN, _YIELD_TIMES * self._took_s) / _LOOK_S)):
+                    if not self._is_busy():
+                        break
+                    await asyncio.sleep(_LOOK_S)
+                began_s = self._clock.now_s()
+                await self._send_chunk(source, message, values_N, start)
+                self._took_s = self._clock.now_s() - began_s
+
+    def _starts(self, source: PeerID, message: StateChunkRequest, values_N: Tensor) -> range:
+        """Where the chunks of a range begin. Raises: RemoteError: the tensor has no such range, or it is too long."""
+        chunk = self._vectors.chunk
+        if not 0 <= message.start < message.stop <= min(values_N.numel(), message.start + RANGE_CHUNKS * chunk):
+            raise RemoteError(source, f"asks for elements {message.start} to {message.stop} of {values_N.numel()}")
+        return range(message.start, message.stop, chunk)
+
+    async def _send_chunk(self, source: PeerID, message: StateChunkRequest, values_N: Tensor, start: int) -> None:
+        """Raises: Refused: the network does not let us."""
+        meta = StateChunk(
+            stored_era=message.stored_era,
+            version=message.version,
+            layer=message.layer,
+            tensor=message.tensor,
+            start=start,
+        )
+        part_C = values_N[start : min(start + self._vectors.chunk, message.stop)]
+        make = self._gradient_payload_of if message.tensor == GRADIENT else self._payload_of
+        payload = await self._compute.run_on_host(functools.partial(make, part_C))
+        try:
+            await self._endpoint.send(source, meta, payload, priority=Priority.BULK)
+        except Unreachable as error:
+            raise Refused(self._endpoint.peer_id, "cannot reach who asks") from error
+
+    def _gradient_payload_of(self, values_C: Tensor) -> Payload:
+        return self._vectors.gradient_payload(self._vectors.on_host(values_C))
 
     def _payload_of(self, values_C: Tensor) -> Payload:
         return self._vectors.payload_of(self._vectors.on_host(values_C))

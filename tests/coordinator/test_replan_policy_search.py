@@ -286,13 +286,74 @@ def hear_carried(policy, make_heartbeat, peers, *, version, now_s):
         policy.view.hear(peer, make_heartbeat(peer, **at), now_s)
 
 
-def test_another_division_is_announced_before_the_layout_ends(policy, allocator, hear, live, halves):
+def preparing(policy, allocator, hear, make_plan, live, halves):
+    """The members of the following layout are fetching what they lack. Returns: (the plan that says so, when)."""
     now_s = found(policy, allocator, hear, live, halves)
     draft, reason = policy.next_plan(live.plan, now_s, sequence=2)
     assert (draft.stages, draft.spares, draft.following) == (live.plan.stages, live.plan.spares, halves.stages)
+    assert (draft.ends_at, draft.beginning) == (0, None)
+    assert reason == "search: 2 stages: its members fetch what they lack"
+    plan = ending(make_plan, live, halves, ends_at=0)
+    policy.obey(plan, now_s)
+    policy.settle(plan, now_s)
+    return plan, now_s
+
+
+def hear_fetching(policy, make_heartbeat, plan, unfetched_bytes, *, now_s):
+    for peer in "abcdef":
+        at = {"stage": STAGE_OF[peer], "version": 57, "synced": True, "unfetched_bytes": unfetched_bytes}
+        policy.view.hear(peer, make_heartbeat(peer, plan_sequence=plan.sequence, **at), now_s)
+
+
+def test_the_end_of_a_layout_is_set_when_everybody_has_what_it_lacked(
+    policy, allocator, hear, make_plan, make_heartbeat, live, halves
+):
+    plan, now_s = preparing(policy, allocator, hear, make_plan, live, halves)
+    assert policy.next_plan(plan, now_s, sequence=3) == (None, ""), "nobody has said that it knows of the plan"
+    hear_fetching(policy, make_heartbeat, plan, 9_000, now_s=now_s + 1.0)
+    assert policy.next_plan(plan, now_s + 1.0, sequence=3) == (None, "")
+    hear_fetching(policy, make_heartbeat, plan, 0, now_s=now_s + 2.0)
+    draft, reason = policy.next_plan(plan, now_s + 2.0, sequence=3)
+    assert (draft.stages, draft.spares, draft.following) == (live.plan.stages, live.plan.spares, halves.stages)
     assert draft.beginning is None
     assert draft.ends_at > 57 + SPEC.training.s_max
-    assert reason == f"search: 2 stages: at step {draft.ends_at}"
+    assert reason == f"another division into stages: at step {draft.ends_at}"
+
+
+def test_a_layout_ends_though_nothing_comes_to_its_members_any_more(
+    policy, allocator, hear, make_plan, make_heartbeat, live, halves
+):
+    plan, now_s = preparing(policy, allocator, hear, make_plan, live, halves)
+    for after_s, left in ((1.0, 9_000), (20.0, 5_000), (END_PATIENCE_S + 10.0, 5_000)):
+        hear_fetching(policy, make_heartbeat, plan, left, now_s=now_s + after_s)
+        assert policy.next_plan(plan, now_s + after_s, sequence=3) == (None, "")
+    last_s = now_s + END_PATIENCE_S + 20.0
+    hear_fetching(policy, make_heartbeat, plan, 5_000, now_s=last_s)
+    draft, _ = policy.next_plan(plan, last_s, sequence=3)
+    assert draft.ends_at > 57
+
+
+def test_what_follows_is_called_off_if_a_member_leaves_while_others_fetch(
+    policy, allocator, hear, make_plan, make_heartbeat, live, halves
+):
+    plan, now_s = preparing(policy, allocator, hear, make_plan, live, halves)
+    hear_fetching(policy, make_heartbeat, plan, 9_000, now_s=now_s + 1.0)
+    hear("d", now_s=now_s + 1.0, draining=True)
+    draft, _ = policy.next_plan(plan, now_s + 1.0, sequence=3)
+    assert (draft.ends_at, draft.following) == (0, ())
+
+
+def test_nobody_waits_for_members_that_hold_all_they_will_hold(policy, allocator, hear, live):
+    two = [msgspec.structs.replace(stage) for stage in live.plan.stages]
+    a, d = two[0].members
+    halves = [
+        msgspec.structs.replace(two[0], last_layer=1, members=(a,)),
+        msgspec.structs.replace(two[0], first_layer=1, members=(d,)),
+    ]
+    narrower = Layout(stages=(*halves, *two[1:]), spares=(), reason="search: 4 stages")
+    now_s = found(policy, allocator, hear, live, narrower)
+    draft, _ = policy.next_plan(live.plan, now_s, sequence=2)
+    assert draft.ends_at > 57
 
 
 def test_nothing_is_divided_that_would_end_with_the_run(allocator, make_heartbeat, make_plan, live, halves):
@@ -365,9 +426,12 @@ def test_who_carries_a_version_of_another_era_does_not_count(policy, make_heartb
         assert draft is None
 
 
-def test_an_end_that_came_too_late_is_put_off_twice_as_far(policy, allocator, hear, make_plan, live, halves):
-    now_s = found(policy, allocator, hear, live, halves)
-    draft, _ = policy.next_plan(live.plan, now_s, sequence=2)
+def test_an_end_that_came_too_late_is_put_off_twice_as_far(
+    policy, allocator, hear, make_plan, make_heartbeat, live, halves
+):
+    fetching, now_s = preparing(policy, allocator, hear, make_plan, live, halves)
+    hear_fetching(policy, make_heartbeat, fetching, 0, now_s=now_s)
+    draft, _ = policy.next_plan(fetching, now_s, sequence=2)
     notice = draft.ends_at - 57 - SPEC.training.s_max - 1
     plan = ending(make_plan, live, halves, ends_at=draft.ends_at)
     policy.obey(plan, now_s)

@@ -1,7 +1,7 @@
 """Where a replica's first state comes from: decided by the plan and by what this peer has begun before."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,7 +13,7 @@ from shoal.peer.arithmetic import TorchArithmetic
 from shoal.peer.handoff.fetcher import StateFetcher
 from shoal.peer.joining import Joining
 from shoal.peer.model.layout import stage_layer_keys
-from shoal.peer.pipeline.state import StageState, initial_state
+from shoal.peer.pipeline.state import LayerState, StageState, initial_state
 from shoal.protocol.errors import Unreachable
 from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.messages import StateOffer
@@ -54,6 +54,7 @@ class Scene:
             version: int = -1,
             stored_era: int = -1,
             is_witnessed: Callable[[StateOffer], bool] | None = None,
+            known: Mapping[str, LayerState] | None = None,
         ) -> StageState:
             assert (is_witnessed is not None) == (version < 0), "only what a group trains has been signed"
             self.wanted.append(fetcher._keys)

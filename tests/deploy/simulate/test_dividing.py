@@ -30,6 +30,18 @@ def test_placed_experts_follow_their_layers_while_peers_die(seed, record_propert
     assert result.rollbacks == 0, "a holder of each stage and of each expert has lived all the while"
 
 
+def test_what_was_fetched_ahead_is_what_its_holders_have(caplog):
+    """Replayed steps make the same bits, so nothing is fetched a second time, and nobody cannot keep up."""
+    run = DividingRun(seed=1, peers=4, steps=30, microbatches=3)
+    with caplog.at_level("INFO", logger="shoal.peer"):
+        result = play_dividing(run)
+    assert flaws_of(run, result) == []
+    said = [record.getMessage() for record in caplog.records]
+    assert result.divisions > 0
+    assert sum("are here already" in line for line in said) > 0
+    assert not [line for line in said if "is not what its holders have" in line or "cannot keep up" in line]
+
+
 def test_another_division_costs_at_most_a_step_beyond_what_travels():
     """Heartbeats are longer than a step here, and nobody waits for one."""
     run = DividingRun(seed=1, peers=4, steps=30, microbatches=3, heartbeat_s=1.5)

@@ -105,7 +105,7 @@ class Replica(Tenure):
             clock=self.me.clock,
             inbox=None,
             server=SimpleNamespace(pinned_from=lambda: 0),
-            carried=CarriedState(),
+            between=SimpleNamespace(carried=CarriedState(), ahead=SimpleNamespace(ended=None)),
             listeners=SimpleNamespace(on_failure=self._failed, on_unreachable=lambda peer: None),
         )
         super().__init__(surroundings, core, held, incarnation=0)

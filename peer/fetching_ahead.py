@@ -1,0 +1,384 @@
+"""Gets what this peer lacks for the following layout while it trains in the live one.
+
+A plan that names what follows it, but no end yet (`Plan.following`), begins this. Each layer is fetched from a peer
+that trains it, at whatever version that is, and then steps as that peer's group does: its part of the reduced gradient
+is a third of its state, or a sixth where gradients travel as bf16. So when the layout ends, the gradient of one step is
+all that has yet to travel. Where gradients come faster than they travel, fewer layers are replayed, and the others are
+fetched whole at the end. What has been replayed is compared with what the holders have then (`Joining`), and a layer
+that is not the same is fetched whole, too. If the plan is called off, what is here is dropped.
+
+The layers lie in the host's memory. A peer with less than twice the room for them fetches nothing ahead. Nor does
+anybody where experts are placed.
+"""
+
+import asyncio
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+from torch import Tensor
+
+from shoal.peer.arithmetic import Arithmetic
+from shoal.peer.handoff.inbox import GRADIENT, ChunkInbox
+from shoal.peer.handoff.ranges import fetch_range, ranges
+from shoal.peer.model.layout import layer_layout
+from shoal.peer.pipeline.state import LayerState, moment2_numel
+from shoal.protocol.endpoint import Endpoint
+from shoal.protocol.errors import Refused, RemoteError, Unreachable
+from shoal.protocol.identity import PeerID
+from shoal.protocol.layers import stage_layer_keys
+from shoal.protocol.messages import StateChunkRequest, StateOffer, StateRequest
+from shoal.protocol.plan import Plan, Stage
+from shoal.protocol.ports import Clock, Compute
+from shoal.protocol.spec import RunSpec
+
+logger = logging.getLogger(__name__)
+
+_RETRY_S = 0.5
+_REFUSALS_MAX = 2
+"""A holder that has stepped on and refuses a gradient so often has not kept it."""
+_FINISH_TRIES = 4
+_STEP_FLOP = 20.0
+"""For one parameter, as `Shard` reckons."""
+_ROOM_TIMES = 2.0
+_PART_OF_STEP = 0.8
+"""The gradients of the layers that we follow come in so much of a step at most: what is more falls behind."""
+_SAMPLE_BYTES = 4 << 20
+_SAMPLES_MIN = 3
+"""Others may fetch whole layers from the same holder while the first gradients come."""
+_LAG_STEPS = 2
+"""Layers that are so far behind, and whose gradients do not come in time, are too many."""
+_RANGES_AT_ONCE = 2
+"""The next range is on its way while the answer to the one before is."""
+
+
+@dataclass(slots=True)
+class _Source:
+    """A stage of the live layout, and what we fetch of it."""
+
+    keys: tuple[str, ...]
+    peers: tuple[PeerID, ...]
+    turn: int = 0
+    """Which of the peers we ask now."""
+    refusals: int = 0
+    """How often in a row a gradient was refused."""
+    reached: int = -1
+    """The version of its holders, as far as we know."""
+    began: tuple[float, int] = (0.0, -1)
+    """When we first knew of a version of theirs, and which it was."""
+    step_s: float = math.inf
+    """How long their steps have taken since, at most."""
+    byte_s: float = 0.0
+    """How long a byte of a gradient has taken to come of late; 0: that is not known yet."""
+    num_samples: int = 0
+    is_full: bool = False
+    """We can follow no more of its layers."""
+    task: asyncio.Task[None] | None = None
+
+    @property
+    def peer(self) -> PeerID:
+        return self.peers[self.turn % len(self.peers)]
+
+    def here(self, has: Mapping[str, "_Replayed"]) -> list[str]:
+        """The layers of it that are here, the one that is furthest behind first."""
+        return sorted((key for key in self.keys if key in has), key=lambda key: has[key].version)
+
+    def coming(self, has: Mapping[str, "_Replayed"]) -> tuple[str, ...]:
+        """The layers of it that are to be fetched while the layout lasts."""
+        return () if self.is_full else tuple(key for key in self.keys if key not in has)
+
+    def heard(self, version: int, now_s: float) -> None:
+        """Its holder is at `version`."""
+        if self.began[1] < 0:
+            self.began = now_s, version
+        self.reached = max(self.reached, version)
+        num_whole = self.reached - self.began[1] - 1  # the first may have been over in a moment
+        if num_whole > 0:
+            self.step_s = (now_s - self.began[0]) / num_whole
+
+    def came(self, num_bytes: int, took_s: float) -> None:
+        """A gradient that was there already took so long to come. That of a small layer says nothing of the rate."""
+        if num_bytes < _SAMPLE_BYTES:
+            return
+        byte_s = took_s / num_bytes
+        self.byte_s = (self.byte_s + byte_s) / 2.0 if self.byte_s else byte_s
+        self.num_samples += 1
+
+    def can_follow(self, num_bytes: int) -> bool:
+        """Whether gradients of so many bytes come in a step, as far as we know."""
+        return self.num_samples < _SAMPLES_MIN or self.byte_s * num_bytes <= _PART_OF_STEP * self.step_s
+
+
+@dataclass(slots=True)
+class _Replayed:
+    """A layer that we have."""
+
+    version: int
+    layer: LayerState
+
+
+@dataclass(slots=True)
+class _Preparing:
+    """What we get ready for."""
+
+    era: int
+    following: tuple[Stage, ...]
+    sources: dict[int, _Source] = field(default_factory=dict)
+    has: dict[str, _Replayed] = field(default_factory=dict)
+
+
+class FetchingAhead:
+    """Of one peer. Args: on_failure: gets what only a bug raises."""
+
+    def __init__(
+        self,
+        *,
+        endpoint: Endpoint,
+        compute: Compute,
+        clock: Clock,
+        inbox: ChunkInbox,
+        arithmetic: Arithmetic,
+        spec: RunSpec,
+        on_failure: Callable[[BaseException], None],
+    ) -> None:
+        self._endpoint = endpoint
+        self._compute = compute
+        self._clock = clock
+        self._inbox = inbox
+        self._arithmetic = arithmetic
+        self._spec = spec
+        self._on_failure = on_failure
+        self._preparing: _Preparing | None = None
+
+    @property
+    def unfetched_bytes(self) -> int:
+        """As heartbeats tell it."""
+        ready = self._preparing
+        if ready is None:
+            return 0
+        left_bytes = 0
+        for source in ready.sources.values():
+            left_bytes += sum(map(self._state_bytes, source.coming(ready.has)))
+            for key in source.here(ready.has):  # the last step is always on its way
+                left_bytes += self._gradients_bytes([key]) * max(0, source.reached - ready.has[key].version - 1)
+        return left_bytes
+
+    # --- plans ---
+
+    def follow(self, plan: Plan) -> None:
+        """A newer plan: begin, go on, or drop what is here."""
+        ready = self._preparing
+        if ready is not None and plan.fresh and (plan.era, plan.restore_era) == (ready.era + 1, ready.era):
+            self._stop(ready)  # what is here is about to be asked for (`ended`)
+            return
+        if ready is not None and (plan.era, plan.following) != (ready.era, ready.following):
+            self.drop()
+        if not plan.following or plan.experts:
+            return
+        if self._preparing is None:
+            self._preparing = self._begun(plan)
+        for stage, source in self._preparing.sources.items():
+            if source.task is not None and not plan.has(source.peer):
+                source.task.cancel()  # it may wait for an answer of that peer for long
+                source.task = None
+            source.peers = plan.stages[stage].peers
+            if source.task is None:
+                source.task = asyncio.create_task(self._get(self._preparing, source), name=f"fetch stage {stage} ahead")
+                source.task.add_done_callback(self._done)
+
+    def _begun(self, plan: Plan) -> _Preparing:
+        me, model = self._endpoint.peer_id, self._spec.model
+        ready = _Preparing(plan.era, plan.following)
+        place = next((stage for stage in plan.following if me in stage.peers), None)
+        if place is None:
+            return ready
+        now = plan.stage_of(me)
+        has = set(stage_layer_keys(model, *plan.stages[now].layers)) if now is not None else set[str]()
+        wanted = [key for key in stage_layer_keys(model, *place.layers) if key not in has]
+        room = self._arithmetic.free_host_bytes()
+        if _ROOM_TIMES * sum(map(self._state_bytes, wanted)) > room:
+            logger.info("no room to fetch ahead: %d layers, %.1f GB free", len(wanted), room / 1e9)
+            return ready
+        for index, stage in enumerate(plan.stages):
+            held = set(stage_layer_keys(model, *stage.layers))
+            keys = tuple(key for key in wanted if key in held)
+            # Who is to hold the same layers begins with different holders of them.
+            turn = place.peers.index(me)
+            if keys:
+                ready.sources[index] = _Source(keys, stage.peers, turn)
+        return ready
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._on_failure(error)
+
+    def drop(self) -> None:
+        """What was fetched is of no use any more."""
+        if self._preparing is not None:
+            self._stop(self._preparing)
+            self._preparing = None
+
+    def _stop(self, ready: _Preparing) -> None:
+        for source in ready.sources.values():
+            if source.task is not None:
+                source.task.cancel()
+
+    async def close(self) -> None:
+        ready = self._preparing
+        self.drop()
+        tasks = [source.task for source in ready.sources.values() if source.task] if ready else []
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # --- while the layout lasts ---
+
+    async def _get(self, ready: _Preparing, source: _Source) -> None:
+        """Fetch one layer after the other, and replay the steps of those that are here before the next one."""
+        while True:
+            try:
+                here = source.here(ready.has)
+                if here:
+                    source.heard((await self._offer(source, here[0])).version, self._clock.now_s())
+                lag_steps = source.reached - ready.has[here[0]].version if here else 0
+                coming = source.coming(ready.has)
+                if lag_steps >= _LAG_STEPS and not source.can_follow(self._gradients_bytes(here)):
+                    logger.info("cannot keep up with %d layers that are fetched ahead", len(here))
+                    del ready.has[here[0]]
+                    source.is_full = True
+                elif lag_steps > 0:
+                    took_s = await self._replay(ready, source, here[0])
+                    source.came(self._gradients_bytes(here[:1]), took_s)
+                elif coming and source.can_follow(self._gradients_bytes([*here, coming[0]])):
+                    source.heard(await self._fetch(ready, source, coming[0]), self._clock.now_s())
+                elif here:
+                    source.is_full = bool(coming)
+                    await self._replay(ready, source, here[0])  # as soon as its holder has stepped
+                else:
+                    return
+                source.refusals = 0
+            except Refused as error:
+                logger.debug("fetching ahead: %s", error)
+                await self._refused(ready, source)
+            except (Unreachable, RemoteError) as error:
+                logger.info("fetching ahead: %s", error)
+                source.turn += 1
+                await asyncio.sleep(_RETRY_S)
+
+    async def _refused(self, ready: _Preparing, source: _Source) -> None:
+        """The step has not come yet, or the gradient is no longer kept: then the layers that lack it are fetched anew,
+        from another holder."""
+        source.refusals += 1
+        oldest = min((ready.has[key].version for key in source.keys if key in ready.has), default=-1)
+        try:
+            newest = (await self._offer(source, source.keys[0])).version
+        except (Unreachable, Refused, RemoteError):
+            newest = -1
+        if newest < 0:
+            source.turn += 1
+            await asyncio.sleep(_RETRY_S)
+        elif newest > oldest and source.refusals > _REFUSALS_MAX:
+            source.turn += 1
+            source.refusals = 0
+            for key in source.keys:
+                if key in ready.has and ready.has[key].version == oldest:
+                    del ready.has[key]
+
+    async def _offer(self, source: _Source, key: str) -> StateOffer:
+        return await self._endpoint.ask(source.peer, StateRequest(layers=(key,), ahead=True), StateOffer)
+
+    async def _fetch(self, ready: _Preparing, source: _Source, key: str) -> int:
+        """Returns: the version."""
+        version = (await self._offer(source, key)).version
+        numel = layer_layout(self._spec.model, key).numel
+        vectors = self._arithmetic.vectors
+        tensors = [vectors.empty(size) for size in (numel, numel, moment2_numel(self._spec, key))]
+        for number, tensor in enumerate(tensors):
+            await self._fetch_tensor(
+                source.peer, StateChunkRequest(version=version, layer=key, tensor=number, start=0, stop=0), tensor
+            )
+        ready.has[key] = _Replayed(version, vectors.layer_state(*tensors))
+        return version
+
+    async def _replay(self, ready: _Preparing, source: _Source, key: str) -> float:
+        """One step of one layer.
+
+        Returns: how long its gradient took to come.
+        Raises: Refused: the step has not been made there, or is no longer kept.
+        """
+        began_s = self._clock.now_s()
+        at, vectors = ready.has[key], self._arithmetic.vectors
+        gradient_N = vectors.empty(layer_layout(self._spec.model, key).numel)
+        request = StateChunkRequest(
+            stored_era=ready.era, version=at.version + 1, layer=key, tensor=GRADIENT, start=0, stop=0
+        )
+        await self._fetch_tensor(source.peer, request, gradient_N)
+        took_s = self._clock.now_s() - began_s
+        stepped = await self._compute.run(
+            "step",
+            lambda: self._arithmetic.step_layer(key, at.layer, gradient_N, at.version),
+            flop=_STEP_FLOP * gradient_N.numel(),
+        )
+        ready.has[key] = _Replayed(at.version + 1, stepped.value)
+        return took_s
+
+    async def _fetch_tensor(self, peer: PeerID, request: StateChunkRequest, into_N: Tensor) -> None:
+        """Fill `into_N` with the tensor of which `request` asks for a range; ranges are asked for in order."""
+        vectors = self._arithmetic.vectors
+        todo = deque(ranges(into_N.numel(), vectors))
+
+        async def work() -> None:
+            while todo:
+                start, stop = todo.popleft()
+                wanted = msgspec.structs.replace(request, start=start, stop=stop)
+                await fetch_range(peer, wanted, into_N, endpoint=self._endpoint, inbox=self._inbox, vectors=vectors)
+
+        working = [asyncio.create_task(work()) for _ in range(_RANGES_AT_ONCE)]
+        try:
+            await asyncio.gather(*working)
+        finally:
+            for task in working:
+                task.cancel()
+
+    # --- when it has ended ---
+
+    async def ended(self, era: int, version: int, members: Collection[PeerID]) -> Mapping[str, LayerState]:
+        """Get the layers that are here at the version at which the layout of `era` ended; the last steps are replayed
+        now. Nobody has compared them with what their holders have.
+
+        Args: members: of the newest plan; nobody else is asked.
+        """
+        ready = self._preparing
+        if ready is None or ready.era != era:
+            return {}
+        for source in ready.sources.values():
+            source.peers = tuple(peer for peer in source.peers if peer in members)
+        found = (source for source in ready.sources.values() if source.peers)
+        await asyncio.gather(*(self._finish(ready, source, version) for source in found))
+        return {key: at.layer for key, at in ready.has.items() if at.version == version}
+
+    async def _finish(self, ready: _Preparing, source: _Source, version: int) -> None:
+        tries = 0
+        while tries < _FINISH_TRIES:
+            here = source.here(ready.has)
+            if not here or ready.has[here[0]].version >= version:
+                return
+            if (version - ready.has[here[0]].version) * self._gradients_bytes(here[:1]) > self._state_bytes(here[0]):
+                del ready.has[here[0]]  # the whole layer is less than all that it lacks
+                continue
+            try:
+                await self._replay(ready, source, here[0])
+            except (Unreachable, Refused, RemoteError) as error:
+                logger.info("the last steps of what was fetched ahead: %s", error)
+                source.turn += 1
+                tries += 1
+                await asyncio.sleep(_RETRY_S)
+
+    def _state_bytes(self, key: str) -> int:
+        return 4 * (2 * layer_layout(self._spec.model, key).numel + moment2_numel(self._spec, key))
+
+    def _gradients_bytes(self, keys: Iterable[str]) -> int:
+        """Of one step of these layers."""
+        numel = sum(layer_layout(self._spec.model, key).numel for key in keys)
+        return self._arithmetic.vectors.gradient_bytes * numel

@@ -1,0 +1,84 @@
+"""The reduced gradients of the last steps, for those who fetch the state of layers that are being trained.
+
+A layout is about to end, and other peers are to hold the layers then. Such a peer fetches a layer at the version that
+it has, and replays each step from there on: a step of a layer needs that layer's part of the reduced gradient and
+nothing else. Gradients are kept as long as somebody has yet to replay them, and no longer.
+"""
+
+import asyncio
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from shoal.protocol.identity import PeerID
+from shoal.protocol.limits import REPLAYED_BYTES_MAX
+from shoal.protocol.plan import Plan
+
+TRAIL_STEPS_MIN = 4
+"""So many steps are kept however large their gradients are: those of three are as much as the state, and who lacks more
+fetches that; one more may come while the first is on its way."""
+
+
+class Trail:
+    """Of all groups of one peer, in one era."""
+
+    def __init__(self) -> None:
+        self._is_wanted, self._era = False, -1
+        self._steps: dict[int, dict[str, Tensor]] = {}
+        """Version -> layer -> the reduced gradient with which the layer stepped to that version."""
+        self._wanted_from: dict[PeerID, int] = {}
+        """Who replays -> the oldest version that it has yet to step to, as far as it has asked."""
+        self._noted = asyncio.Event()
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether the layout is to end, so that somebody may ask."""
+        return self._is_wanted
+
+    def follow(self, plan: Plan) -> None:
+        """Keep what is here while the layout of `plan` is to end, and until the next one is under way."""
+        self._is_wanted = bool(plan.following)
+        is_last = plan.fresh and plan.restore_era == self._era
+        if (self._is_wanted and plan.era == self._era) or is_last:
+            return
+        self._era = plan.era
+        self._steps, self._wanted_from = {}, {}
+
+    def note(self, era: int, version: int, gradients: Mapping[str, Tensor]) -> None:
+        """These layers have stepped to `version` with these parts of the reduced gradient."""
+        if not self._is_wanted or era != self._era:
+            return
+        self._steps.setdefault(version, {}).update(gradients)
+        keep_from = min((version, *self._wanted_from.values()))
+        self._steps = {at: kept for at, kept in self._steps.items() if at >= keep_from}
+        while len(self._steps) > TRAIL_STEPS_MIN and self.num_bytes > REPLAYED_BYTES_MAX:
+            del self._steps[min(self._steps)]
+        self._noted.set()
+        self._noted = asyncio.Event()
+
+    @property
+    def num_bytes(self) -> int:
+        parts = (part_N for kept in self._steps.values() for part_N in kept.values())
+        return sum(4 * part_N.numel() for part_N in parts)
+
+    def wants(self, peer: PeerID, version: int, *, at_least: bool = False) -> None:
+        """`peer` has yet to replay the step to `version`, and those after it. Args: at_least: and those that it wanted
+        before."""
+        self._wanted_from[peer] = min(version, self._wanted_from.get(peer, version)) if at_least else version
+
+    async def read(self, era: int, version: int, key: str, *, patience_s: float) -> Tensor | None:
+        """The reduced gradient with which the layer stepped to `version`, as soon as it has; None: it is not kept any
+        more, or has not come within `patience_s`."""
+        try:
+            async with asyncio.timeout(patience_s):
+                while era == self._era and self._is_wanted and not self._has(version, key) and self._is_ahead(version):
+                    await self._noted.wait()
+        except TimeoutError:
+            return None
+        return self._steps.get(version, {}).get(key) if era == self._era else None
+
+    def _has(self, version: int, key: str) -> bool:
+        return key in self._steps.get(version, {})
+
+    def _is_ahead(self, version: int) -> bool:
+        return version >= max(self._steps, default=0)
