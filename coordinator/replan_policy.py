@@ -80,7 +80,7 @@ class ReplanPolicy:
     def begin_term(self, plan: Plan, now_s: float, *, continuing: bool, silent: PeerID | None) -> None:
         """We coordinate now, or still (`continuing`). Args: silent: as in `ClusterView.begin_term`."""
         searched = self.view.begin_term(plan, now_s, continuing=continuing, silent=silent)
-        self._settled_for = self._ended_s = None
+        self._settled_for = self._ended_s = self._unfetched_bytes = None
         if not (continuing and self._holders.is_waiting(now_s)):
             self._holders = HolderWatch(self._heartbeat_s, now_s)
         if not continuing:

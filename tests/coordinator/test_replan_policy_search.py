@@ -333,6 +333,19 @@ def test_a_layout_ends_though_nothing_comes_to_its_members_any_more(
     assert draft.ends_at > 57
 
 
+def test_a_coordinator_that_comes_back_looks_anew_at_what_its_members_lack(
+    policy, allocator, hear, make_plan, make_heartbeat, live, halves
+):
+    plan, now_s = preparing(policy, allocator, hear, make_plan, live, halves)
+    hear_fetching(policy, make_heartbeat, plan, 3_000, now_s=now_s + 1.0)
+    assert policy.next_plan(plan, now_s + 1.0, sequence=3) == (None, "")
+    late_s = now_s + 2.0 * END_PATIENCE_S
+    policy.begin_term(plan, late_s, continuing=True, silent=None)
+    policy.settle(plan, late_s)
+    hear_fetching(policy, make_heartbeat, plan, 3_000, now_s=late_s)
+    assert policy.next_plan(plan, late_s, sequence=3) == (None, "")
+
+
 def test_what_follows_is_called_off_if_a_member_leaves_while_others_fetch(
     policy, allocator, hear, make_plan, make_heartbeat, live, halves
 ):
