@@ -14,7 +14,7 @@ from shoal.coordinator.cost.throughput import ThroughputObjective
 from shoal.coordinator.experts.failure_records import HORIZON_S
 
 TRIED = 16
-"""So many devices without a place are tried as second holders: each costs an evaluation."""
+"""The number of devices without a place that are tried as second holders: each costs an evaluation."""
 
 
 def loss_alone(snapshot: Snapshot, peer: MeasuredPeer) -> float:
