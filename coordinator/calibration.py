@@ -2,7 +2,7 @@
 
 Theory of operation. A plan says how many tokens a second its coordinator foresaw (`Plan.foreseen`). What comes is taken
 from the run's curve of tokens over time (`token_rate`), from `WARM_UP_STEPS` after all members had their state on: the
-median over the last marks, so that a standstill is no slowness.
+median over the last marks, so that one standstill is no slowness, unless it lasts.
 
 With the figures of today the coordinator foresees the same layout anew, every now and then. Two differences are told
 apart that way:
@@ -108,7 +108,7 @@ class Calibration:
         """Note what the objective says of the live layout with the figures of today."""
         self._today = today
 
-    def look(self, pace: TokenRate, *, version: int, is_whole: bool) -> None:
+    def look(self, pace: TokenRate, now_s: float, *, version: int, is_whole: bool) -> None:
         """Compare what there is by now, and learn from it.
 
         Args:
@@ -119,7 +119,7 @@ class Calibration:
             return
         if self._steady_from is None:
             self._steady_from = self._learned_to = version + WARM_UP_STEPS
-        self._seen = pace.seen(self._layout[0], self._steady_from)
+        self._seen = pace.seen(self._layout[0], self._steady_from, now_s)
         if self.ratio >= SLOW and self._seen[1] >= OFF_STEPS and not self._noted:
             self._noted = self.ratio
         if self._seen[1] and self._today is not None and version > self._learned_to:

@@ -161,7 +161,7 @@ class ClusterView:
             if not continuing:
                 self._notes.inherit(inherited.plans, now_s)
                 self.calibration.take_over(inherited.calibration)
-                self.calibration.look(self.ledger.pace, version=self.version_max, is_whole=False)
+                self.calibration.look(self.ledger.pace, now_s, version=self.version_max, is_whole=False)
         for peer in plan.members:
             self.roster.expect(peer, None, now_s)
         if inherited is not None and not continuing:
@@ -333,7 +333,7 @@ class ClusterView:
             self.calibration.foresee(self.foresee(live.stages, now_s))
         holders = (peer for stage in live.stages for peer in stage.peers)
         is_whole = all(self.roster.has_state(peer, live) for peer in holders)
-        self.calibration.look(self.ledger.pace, version=self.version_max, is_whole=is_whole)
+        self.calibration.look(self.ledger.pace, now_s, version=self.version_max, is_whole=is_whole)
         comparison = self.calibration.comparison()
         self._notes.judge(comparison.sentence if comparison is not None else "")
 

@@ -33,6 +33,10 @@ SEEN_MARKS = 7
 """A layout's rate is the median over its last marks, a minute at most if steps are short: what changes is seen after
 four of them."""
 SEEN_MARKS_MIN = 3
+LATE_MARKS = 3
+MUCH = 1.25
+"""A layout that has slowed down so much is seen to be slow after two marks of three."""
+SLOW_STEPS = 4.0
 STANDS_S = 5.0
 STANDS_STEPS = 3.0
 """A run stands still once the next step takes so many times what steps usually take, and at least `STANDS_S`."""
@@ -101,9 +105,14 @@ class TokenRate:
             return 0.0
         return sum(_within(before, mark, end_s - length_s) for before, mark in pairwise(self._marks)) / length_s
 
-    def seen(self, era: int, version: int) -> tuple[float, int]:
+    def seen(self, era: int, version: int, now_s: float) -> tuple[float, int]:
         """The tokens a second of a layout that has been at work since `version` of `era`, and over how many steps; (0,
-        0): these are too few. This is a median over marks: a standstill does not change it."""
+        0): these are too few.
+
+        This is a median over marks, which one standstill does not change. If the last of them say much less it is the
+        median of those; and if the step under way takes `SLOW_STEPS` times what steps usually take, it is no more than
+        that step's own.
+        """
         since = era, version - 1
         counted = [
             (mark.tokens / (mark.at_s - before.at_s), mark.num_steps)
@@ -112,7 +121,14 @@ class TokenRate:
         ][-SEEN_MARKS:]
         if len(counted) < SEEN_MARKS_MIN:
             return 0.0, 0
-        return median(rate for rate, _ in counted), sum(num_steps for _, num_steps in counted)
+        num_steps = sum(num_steps for _, num_steps in counted)
+        usual = median(rate for rate, _ in counted)
+        late = median(rate for rate, _ in counted[-LATE_MARKS:])
+        rate = late if late * MUCH < usual else usual
+        idle_s = now_s - self._marks[-1].at_s
+        if idle_s > max(STANDS_S, SLOW_STEPS * self.usual_step_s):
+            rate = min(rate, self._tokens_per_step / idle_s)
+        return rate, num_steps
 
     def idle_s(self, now_s: float) -> float | None:
         """The time since the last commit; None: no commit is known."""

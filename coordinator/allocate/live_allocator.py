@@ -52,6 +52,10 @@ SMALL_DEVICES = 32
 """A search over fewer devices spends in proportion less than the planner's own budget: there is less to find."""
 
 
+SHARE_DRIFT = 1.5
+SHARE_MIN = 0.02
+"""The shares of a layout that stays are set anew once one is so many times off; below the second figure they say
+little."""
 NEWCOMERS_MAX = 8
 SPARES_TRIED = 8
 """If there are more at once than these two numbers they are dealt by their speeds: each place tried for each of them
@@ -252,6 +256,8 @@ def _better(snapshot: Snapshot, previous: Plan, seed: int) -> tuple[Layout | Non
     gain = before_s / after.seconds - 1.0
     num_moved = sum(current.stage_of().get(d) != found.stage_of().get(d) for d in range(topology.num_devices))
     if num_moved == 0 or not gain >= MARGIN or with_moves_s >= before_s:
+        if (shared := _shared_anew(snapshot, previous)) is not None:
+            return shared, shared.reason
         return None, f"stays: no layout was found that is {100 * MARGIN:.0f} % better and worth its moves"
     _refill(slots, found, topology, by_id)
     holding = {peer.peer for slot in slots for peer in slot.holders}
@@ -259,6 +265,23 @@ def _better(snapshot: Snapshot, previous: Plan, seed: int) -> tuple[Layout | Non
     stages = _shared(topology_of(snapshot), snapshot.workload, tuple(stage_of(slot) for slot in slots))
     reason = f"search: {num_moved} move for {100 * gain:.0f} % more tokens/s"
     return Layout(stages=stages, spares=spares, reason=reason), reason
+
+
+def _shared_anew(snapshot: Snapshot, previous: Plan) -> Layout | None:
+    """The live layout with the shares that today's figures ask for, if these are far from the plan's."""
+    assert snapshot.workload is not None
+    topology = topology_of(snapshot)
+    if not {peer for stage in previous.stages for peer in stage.peers}.issubset(topology.names):
+        return None
+    stages = _shared(topology, snapshot.workload, previous.stages)
+    shares = [
+        (before.share, after.share)
+        for old, new in zip(previous.stages, stages, strict=True)
+        for before, after in zip(old.members, new.members, strict=True)
+    ]
+    if all(max(a, SHARE_MIN) < SHARE_DRIFT * max(b, SHARE_MIN) for pair in shares for a, b in (pair, pair[::-1])):
+        return None
+    return Layout(stages=stages, spares=previous.spares, reason="search: shares follow what is measured now")
 
 
 def _divided(snapshot: Snapshot, previous: Plan, seed: int) -> tuple[Layout, str] | None:

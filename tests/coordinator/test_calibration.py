@@ -33,7 +33,7 @@ class Run:
             self.pace.committed(self.plan.era, self.version, TOKENS, self.now_s)
             self.version += 1
             self.calibration.foresee(self.today)
-            self.calibration.look(self.pace, version=self.version, is_whole=is_whole)
+            self.calibration.look(self.pace, self.now_s, version=self.version, is_whole=is_whole)
             reasons.append(self.calibration.is_off)
             if reasons[-1]:
                 self.calibration.searched()

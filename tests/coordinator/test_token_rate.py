@@ -126,13 +126,29 @@ def test_a_layouts_rate_is_that_of_its_own_steps_without_their_standstills():
     quick = [200.0 + 10.0 * n + (500.0 if n > 5 else 0.0) for n in range(1, 10)]
     for step, at_s in enumerate(quick, 11):
         pace.committed(0, step, TOKENS, at_s)
-    assert pace.seen(0, 11) == (TOKENS / 10.0, 7)
-    assert pace.seen(0, 17) == (TOKENS / 10.0, 3), "steps 17 to 19 came under it"
-    assert pace.seen(0, 18) == (0.0, 0), "two are too few"
-    assert pace.seen(1, 0) == (0.0, 0)
+    now_s = quick[-1]
+    assert pace.seen(0, 11, now_s) == (TOKENS / 10.0, 7)
+    assert pace.seen(0, 17, now_s) == (TOKENS / 10.0, 3), "steps 17 to 19 came under it"
+    assert pace.seen(0, 18, now_s) == (0.0, 0), "two are too few"
+    assert pace.seen(1, 0, now_s) == (0.0, 0)
+
+
+def test_a_layout_that_has_become_slow_is_seen_to_be_so_after_two_steps():
+    pace = pace_of(every(20.0, until_s=200.0))
+    rates = []
+    for step, at_s in enumerate((280.0, 360.0), 11):
+        pace.committed(0, step, TOKENS, at_s)
+        rates.append(pace.seen(0, 0, at_s)[0])
+    assert rates == [TOKENS / 20.0, TOKENS / 80.0]
+
+
+def test_a_step_that_does_not_end_is_seen_to_be_slow():
+    pace = pace_of(every(20.0, until_s=200.0))
+    assert pace.seen(0, 0, 270.0)[0] == TOKENS / 20.0
+    assert pace.seen(0, 0, 300.0)[0] == TOKENS / 100.0
 
 
 def test_of_short_steps_a_layouts_rate_counts_all():
-    rate, num_steps = pace_of(every(0.5, until_s=300.0)).seen(0, 0)
+    rate, num_steps = pace_of(every(0.5, until_s=300.0)).seen(0, 0, 300.0)
     assert rate == pytest.approx(TOKENS / 0.5)
     assert num_steps > 80

@@ -288,3 +288,18 @@ def test_shares_are_those_that_the_objective_assumes():
     shares = {member.peer: member.share for member in layout.stages[0].members}
     assert shares["a"] + shares["b"] == pytest.approx(1.0)
     assert shares["a"] > 2 * shares["b"]
+
+
+def test_the_shares_of_a_layout_that_stays_follow_what_is_measured():
+    previous = plan_of([["a", "b", "c"], ["e", "f", "g"], ["i", "j", "k"]])
+    names = "abcefgijk"
+    says = {"c": {"flop_per_s": 5e9}}
+    changed = ALLOCATOR.allocate(snapshot_of(names, previous=previous), previous, seed=2)
+    previous = replace_stages(previous, changed)
+    layout, reason = ALLOCATOR.search(snapshot_of(names, previous=previous, says=says), previous, seed=2)
+    assert reason == "search: shares follow what is measured now"
+    assert groups(layout) == groups(changed)
+    shares = [{member.peer: member.share for member in made.stages[0].members} for made in (changed, layout)]
+    assert shares[1]["c"] < 0.5 * shares[0]["c"]
+    again = replace_stages(previous, layout)
+    assert ALLOCATOR.search(snapshot_of(names, previous=again, says=says), again, seed=2)[0] is None
