@@ -3,6 +3,7 @@
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 
 from shoal.protocol.identity import PeerID
 
@@ -11,6 +12,8 @@ LAGS = 4.0
 TRIES_APART = 20.0
 """A laggard is tried again after this many times what it took: a step that waits for it costs at most a twentieth."""
 TRIES_APART_S = 5.0
+SLOWER = 1.5
+"""Who takes so many times what the others take is not given a second microbatch that they could make sooner."""
 _GAIN = 0.25
 _TAKES_S_MAX = 3600.0
 """Where a run stands still nobody answers: what is doubled each time would come to infinity, a weight to zero."""
@@ -67,6 +70,41 @@ class Pace:
             if peer in takes_s and takes_s[peer] < best_s:
                 best_s = takes_s[peer]
         return best_s if best_s < math.inf else 0.0
+
+
+@dataclass(slots=True)
+class Turns:
+    """How long each claimant takes for one microbatch after the other: from one that it has made to the next, or from
+    when it was given one if it had nothing else."""
+
+    _takes_s: dict[PeerID, float] = field(default_factory=dict)
+    _made_s: dict[PeerID, float] = field(default_factory=dict)
+
+    def made(self, peer: PeerID, *, given_s: float, now_s: float) -> None:
+        """`peer` has made what it was given at `given_s`."""
+        takes_s = now_s - max(given_s, self._made_s.get(peer, given_s))
+        before_s = self._takes_s.get(peer, takes_s)
+        self._takes_s[peer] = before_s + _GAIN * (takes_s - before_s)
+        self._made_s[peer] = now_s
+
+    def most(self, peer: PeerID, held: Mapping[PeerID, int], *, left: int) -> int:
+        """How many microbatches `peer` should hold at most.
+
+        A slow one that holds two of a step's last ones keeps all others waiting. So it holds as many as it makes
+        while the others make what they hold and what is left; one in any case, and as many as it likes if it is about
+        as quick as they are.
+
+        Args:
+            held: what each claimant that is here holds.
+            left: microbatches that nobody holds yet.
+        """
+        own_s = self._takes_s.get(peer, 0.0)
+        others_s = {other: s for other in held if other != peer and (s := self._takes_s.get(other, 0.0)) > 0.0}
+        if not others_s or own_s <= SLOWER * median(others_s.values()):
+            return left + held.get(peer, 0)
+        rate_per_s = sum(1.0 / s for s in others_s.values())
+        busy_s = (left + sum(held[other] for other in others_s)) / rate_per_s
+        return max(1, int(busy_s / own_s))
 
 
 @dataclass(kw_only=True, slots=True)

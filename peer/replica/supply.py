@@ -15,7 +15,7 @@ next.
 """
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -57,7 +57,7 @@ from shoal.peer.replica.events import (
     WorkReturned,
 )
 from shoal.peer.replica.flow import Control, Window
-from shoal.peer.replica.router import Pace
+from shoal.peer.replica.router import Pace, Turns
 from shoal.peer.replica.work_queue import WorkQueue
 from shoal.protocol.errors import Refused, RemoteError
 from shoal.protocol.identity import PeerID
@@ -161,6 +161,7 @@ class Supply:
     _made_s: dict[PeerID, float] = field(init=False, default_factory=dict)
     """When each claimant last contributed something that we had granted it."""
     _pace: Pace = field(init=False, default_factory=Pace)
+    _turns: Turns = field(init=False, default_factory=Turns)
     _halts: dict[PeerID, float] = field(init=False, default_factory=dict)
     """Who leaves and alone holds a stage, and until when no step begins for it."""
     _losses: dict[int, dict[int, float]] = field(init=False, default_factory=dict)
@@ -297,6 +298,7 @@ class Supply:
         if granted is not None:
             self._made_s[granted.peer] = now_s
             self._pace.took(granted.peer, now_s - granted.at_s)
+            self._turns.made(granted.peer, given_s=granted.at_s, now_s=now_s)
 
     def _lost(self, peer: PeerID, now_s: float) -> list[SupplyCommand]:
         """How fast it is, should it come back, we still know."""
@@ -391,13 +393,17 @@ class Supply:
         commands: list[SupplyCommand] = []
         admissible = self.book.admissible
         everyone = (self.group.me, *self.group.ready_mates)
+        held = Counter(dict.fromkeys(everyone, 0))
+        held.update(granted.peer for granted in self._out.values() if granted.peer in held)
         for source, claim in [claim for claim in self._claims.items() if claim[0] in everyone]:
             share = max(1, math.ceil(self.group.share_of(source) * admissible))
+            share = min(share, self._turns.most(source, held, left=self.book.admissible) - held[source])
             if not self._keeps_pace(source, everyone, now_s):
                 # The whole step would wait for what it holds: now and then one, to see whether it has recovered.
                 share = 1 if self._pace.is_due(source, now_s) else 0
-            granted = self.book.grant(min(claim.count, share))
+            granted = self.book.grant(max(0, min(claim.count, share)))
             if granted:
+                held[source] += len(granted)
                 self._pace.given(source, now_s)
                 commands += self._give(source, (m for m in granted if not m.validates), now_s)
                 commands.append(self._answer(source, granted))
