@@ -89,6 +89,14 @@ class Calibration:
             return False
         return (ratio < SLOW and not 0.0 < noted < SLOW) or (noted > 0.0 and _apart(ratio, noted) >= CHANGED)
 
+    @property
+    def is_unexplained(self) -> bool:
+        """Whether the layout is far slower than today's figures say, beyond what is usual here: one of them is out of
+        date."""
+        if self._today is None or self._seen[1] < OFF_STEPS:
+            return False
+        return 0.0 < self._seen[0] < SLOW * self.factor * self._today.tokens_per_s
+
     def expected(self, foreseen: Foreseen | None) -> Foreseen | None:
         """What the objective says, times what its word has been worth."""
         return _times(self.factor, foreseen)

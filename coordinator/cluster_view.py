@@ -342,7 +342,7 @@ class ClusterView:
         if live is not None and not live.has(peer):
             return ()
         if live is not None:
-            return self.survey.links.choose_one(peer, live, now_s)
+            return self.survey.links.choose_one(peer, live, now_s, in_doubt=self.calibration.is_unexplained)
         return self.survey.links.choose(peer, self.roster.alive(now_s), now_s)
 
     def save_at(self, live: Plan, now_s: float) -> int:

@@ -4,7 +4,8 @@ The coordinator asks for what it does not know (`HeartbeatReply.probe`). Before 
 links with each heartbeat, as nothing else is on the lines yet. While the run trains a spare measures one link with each
 heartbeat until a few are known, so that a search can find a place for it. Everybody else measures one link at a time:
 one towards a spare of which nobody has told, else one that the plan uses and that was measured half a minute ago, else
-one that is not known, else one that was measured long ago. Of several candidates a peer measures the link towards the
+one that is not known, else one that was measured long ago; and the links in use far more often while the run is slower
+than what is known can explain. Of several candidates a peer measures the link towards the
 network card that has rested longest, so that no line answers many probes at once.
 
 Peers that name one machine share a network card (`Advert.machine`), and two of them that probe at once see half of it
@@ -30,6 +31,9 @@ APART_HEARTBEATS = 15.0
 STALE_S = 300.0
 IN_USE_STALE_S = 60.0
 """A link is measured again after so long, the second if the plan uses it."""
+DOUBT_HEARTBEATS = 2.0
+DOUBT_STALE_S = 10.0
+"""The same, where the run is slower than what is believed can explain."""
 UNANSWERED_HEARTBEATS = 10.0
 """A link that was asked for and has not been told of by then is asked for again."""
 
@@ -99,14 +103,19 @@ class LinkSurvey:
         """Those of `others` that name the same machine as `peer`."""
         return tuple(p for p in others if p != peer and self._card(p) == self._card(peer))
 
-    def choose_one(self, peer: PeerID, plan: Plan, now_s: float) -> tuple[PeerID, ...]:
-        """The peer towards which `peer` should measure its link while the run trains; mostly nobody."""
+    def choose_one(self, peer: PeerID, plan: Plan, now_s: float, *, in_doubt: bool = False) -> tuple[PeerID, ...]:
+        """The peer towards which `peer` should measure its link while the run trains; mostly nobody.
+
+        Args: in_doubt: the run is far slower than what is believed of devices and links, so the links that it uses are
+            measured as often as their lines bear.
+        """
         if peer in plan.spares and not self.is_known(peer, plan.members):
             workers = [p for stage in plan.stages for p in stage.peers]
             candidates = [p for p in workers if self._is_unknown(peer, p, now_s)]
             candidates = candidates or [p for p in plan.members if self._is_unknown(peer, p, now_s)]
             return self._chosen(peer, candidates, now_s, most=1)
-        if now_s < self._asker_s.get(peer, -math.inf) + APART_HEARTBEATS * self._heartbeat_s:
+        apart, stale_s = (DOUBT_HEARTBEATS, DOUBT_STALE_S) if in_doubt else (APART_HEARTBEATS, IN_USE_STALE_S)
+        if now_s < self._asker_s.get(peer, -math.inf) + apart * self._heartbeat_s:
             return ()
         unheard = [p for p in plan.spares if p not in self._links.targets]
         candidates = [p for p in unheard if self._is_unknown(peer, p, now_s)]
@@ -115,7 +124,7 @@ class LinkSurvey:
         stage = plan.stage_of(peer)
         near = () if stage is None else plan.stages[max(0, stage - 1) : stage + 2]
         used = {p for part in near for p in part.peers}
-        candidates = [p for p in used if self._is_stale(peer, p, now_s, IN_USE_STALE_S)]
+        candidates = [p for p in used if self._is_stale(peer, p, now_s, stale_s)]
         if not candidates:
             known = self._links.known_from(peer) & set(plan.members)
             if len(known) < min(PARTNERS_ENOUGH, len(plan.members) - 1):

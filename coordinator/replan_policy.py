@@ -14,7 +14,7 @@ from shoal.coordinator.cluster_view import RETURN_HEARTBEATS, ClusterView
 from shoal.coordinator.diagnosis import name_of
 from shoal.coordinator.era import Disks, HolderWatch, disks_of, group_name, holders, next_beginning
 from shoal.coordinator.ledger import PATIENCE_HEARTBEATS
-from shoal.coordinator.plan_layout import NO_MOVES, Beginning, Layout, places_of
+from shoal.coordinator.plan_layout import NO_MOVES, Beginning, Layout, Places, places_of
 from shoal.coordinator.search_schedule import SearchJob, SearchSchedule, Swarm, keeps_state
 from shoal.protocol.identity import PeerID
 from shoal.protocol.layers import held_keys
@@ -32,6 +32,8 @@ NOTICE_TIMES_MAX = 16
 END_PATIENCE_S = 30.0
 END_PATIENCE_STEPS = 4.0
 """A layout that is to end is kept after all if nothing has moved for so long, whichever is more."""
+FETCH_S_MAX = 600.0
+"""No search begins while members fetch the state of new places, for so long at most."""
 TOLD_HEARTBEATS = 4.0
 """Within so many everybody has told what is on its disk, copies that it was asked for a moment ago included."""
 NETWORK_PEERS_MAX = 256
@@ -66,6 +68,9 @@ class ReplanPolicy:
         """When every stage was first seen at the end of the live layout."""
         self._too_few_s = math.inf
         """When it was first seen that a stage is lost and that too few peers are left for so many stages."""
+        self._places: Places | None = None
+        self._placed_s = 0.0
+        """When the live plan's places were new to us."""
         self._settled_for: Swarm | None = None
         """The swarm for which the live plan, or the refusal to make another, is right."""
 
@@ -74,6 +79,8 @@ class ReplanPolicy:
     def obey(self, plan: Plan, now_s: float, *, leads: bool = False) -> None:
         """A plan is live, whichever peer coordinates it. Args: leads: as in `ClusterView.obey`."""
         self.view.obey(plan, now_s, leads=leads)
+        if places_of(plan) != self._places:
+            self._places, self._placed_s = places_of(plan), now_s
         if plan.era != self._era:
             self._era, self._holders, self._too_few_s = plan.era, HolderWatch(self._heartbeat_s, now_s), math.inf
 
@@ -269,6 +276,8 @@ class ReplanPolicy:
         if layout is not None and keeps_state(layout, live, peers):
             return layout, layout.reason
         is_off, has_pace = view.calibration.is_off, view.ledger.pace.usual_step_s > 0.0
+        if self._fetches(live, now_s):
+            return None, ""  # without those who are on their way to their places any other layout looks better
         if not live.fresh and self._schedule.is_due(live, swarm, now_s, is_off=is_off):
             snapshot = replace(
                 view.snapshot(peers, live, disks, now_s, knows_network=True),
@@ -279,6 +288,12 @@ class ReplanPolicy:
                 view.calibration.searched()
             return job, "the pace has changed, or is not what was foreseen: searching" if job and is_off else ""
         return None, ""
+
+    def _fetches(self, live: Plan, now_s: float) -> bool:
+        """Whether a member has yet to get the state of its stage, and may."""
+        if now_s >= self._placed_s + FETCH_S_MAX:
+            return False
+        return not all(self.view.roster.has_state(peer, live) for stage in live.stages for peer in stage.peers)
 
     # --- another division into stages ---
 

@@ -3,7 +3,7 @@
 | figure       | from                                                              | errs                              |
 |--------------|-------------------------------------------------------------------|-----------------------------------|
 | round trip   | the quickest of the last calls; some are answered without work    | up, while every answer takes long |
-| rate towards | the best of the last three probes; without any, frames            | down, if a line is busy; of       |
+| rate towards | the best of the last three probes, or of the last two if these   | down, if a line is busy; of       |
 |              |                                                                   | frames up, if buffers take a burst|
 | rate from    | two full chunks of bulk, one right after the other; the best seen | down; bounds what others claim    |
 
@@ -41,6 +41,8 @@ _CHUNKS = 32
 _GAP_S = 2.0
 """Chunks that are further apart were not sent one right after the other."""
 _PROBES = 3
+SLOWED = 0.5
+STEADY = 1.5
 _RATE_MAX = 1e12
 """Bytes/s; a link of a simulated world may take no time at all."""
 
@@ -83,7 +85,9 @@ class _Link:
     def sent_rate(self) -> float:
         """Bytes/s towards the peer; 0: not known."""
         if self.probes:
-            return max(self.probes)
+            best, late = max(self.probes), list(self.probes)[-2:]
+            # Two in a row that say the same, and far less, are a link that has become slow.
+            return max(late) if len(late) == 2 and max(late) < min(SLOWED * best, STEADY * min(late)) else best
         return max((_rate(*sample) for sample in self.samples), default=0.0)
 
     def report(self, peer: PeerID) -> LinkReport | None:

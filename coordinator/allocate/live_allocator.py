@@ -25,7 +25,7 @@ import numpy as np
 
 from shoal.coordinator.allocate.alone import loss_alone, with_device, with_second_holders
 from shoal.coordinator.allocate.at_once import plan_at_once
-from shoal.coordinator.allocate.dividing import placement_of, seen_or_foreseen_s, worth_its_standstill
+from shoal.coordinator.allocate.dividing import fetch_s, placement_of, seen_or_foreseen_s, worth_its_standstill
 from shoal.coordinator.allocate.greedy import Choose, GreedyAllocator, Slot, first_reason, poorest, slots_of, stage_of
 from shoal.coordinator.allocate.interface import MeasuredPeer, NoLayout, Snapshot
 from shoal.coordinator.allocate.measured_topology import topology_of
@@ -255,7 +255,8 @@ def _better(snapshot: Snapshot, previous: Plan, seed: int) -> tuple[Layout | Non
     before_s = seen_or_foreseen_s(snapshot, before)
     gain = before_s / after.seconds - 1.0
     num_moved = sum(current.stage_of().get(d) != found.stage_of().get(d) for d in range(topology.num_devices))
-    if num_moved == 0 or not gain >= MARGIN or with_moves_s >= before_s:
+    pays = with_moves_s < before_s and _pays(objective, current, found, before_s, snapshot.horizon_s)
+    if num_moved == 0 or not gain >= MARGIN or not pays:
         if (shared := _shared_anew(snapshot, previous)) is not None:
             return shared, shared.reason
         return None, f"stays: no layout was found that is {100 * MARGIN:.0f} % better and worth its moves"
@@ -265,6 +266,18 @@ def _better(snapshot: Snapshot, previous: Plan, seed: int) -> tuple[Layout | Non
     stages = _shared(topology_of(snapshot), snapshot.workload, tuple(stage_of(slot) for slot in slots))
     reason = f"search: {num_moved} move for {100 * gain:.0f} % more tokens/s"
     return Layout(stages=stages, spares=spares, reason=reason), reason
+
+
+def _pays(
+    objective: ThroughputObjective, current: Placement, found: Placement, before_s: float, horizon_s: float
+) -> bool:
+    """Whether within `horizon_s` the steps of `found` make up for the time in which those who move fetch their state:
+    only those who stay work then, and what travels has half of the lines."""
+    travel_s = 2.0 * fetch_s(objective.topology, objective.workload, current, found)
+    stay = tuple(tuple(sorted({*a} & {*b})) for a, b in zip(current.stages, found.stages, strict=True))
+    meanwhile_s = objective.cost(replace(found, stages=stay)).seconds if all(stay) else math.inf
+    steps = max(0.0, horizon_s - travel_s) / objective.cost(found).seconds + min(travel_s, horizon_s) / meanwhile_s
+    return steps > horizon_s / before_s
 
 
 def _shared_anew(snapshot: Snapshot, previous: Plan) -> Layout | None:

@@ -169,3 +169,18 @@ def test_slowness_that_nobody_has_measured_is_not_told_as_measured(plan):
     run.steps(30, step_s=4 * STEP_S)
     assert run.calibration.factor < SLOW
     assert "measured" not in run.calibration.comparison().sentence
+
+
+def test_a_run_that_is_far_slower_than_todays_figures_say_is_unexplained_until_that_is_usual(plan):
+    run = Run(plan)
+    run.steps(40)
+    assert not run.calibration.is_unexplained
+    run.steps(3, step_s=4.0 * STEP_S)
+    assert run.calibration.is_unexplained
+    run.steps(3 * LEARN_STEPS, step_s=4.0 * STEP_S)
+    assert not run.calibration.is_unexplained, "the objective is always so far off here"
+    run = Run(plan)
+    run.steps(40)
+    run.today = Foreseen(USUAL / 4.0, "compute", 1)
+    run.steps(8, step_s=4.0 * STEP_S)
+    assert not run.calibration.is_unexplained, "a device was measured, and is slower now"

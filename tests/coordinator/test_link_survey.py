@@ -6,6 +6,7 @@ import pytest
 
 from shoal.coordinator.link_survey import (
     APART_HEARTBEATS,
+    DOUBT_HEARTBEATS,
     IN_USE_STALE_S,
     PARTNERS_FIRST,
     STALE_S,
@@ -137,3 +138,15 @@ def test_a_member_measures_the_way_to_a_spare_of_which_nobody_has_told(book, sur
     assert survey.choose_one(PEERS[0], plan, 0.0) == (PEERS[7],)
     answer(book, PEERS[0], [PEERS[7]])
     assert set(survey.choose_one(PEERS[2], plan, 0.0)) <= {*GROUPS[0], *GROUPS[1]}
+
+
+def test_links_in_use_are_measured_far_more_often_while_the_run_is_slower_than_they_explain(book, survey, make_plan):
+    plan = make_plan(GROUPS, coordinator=PEERS[0]).plan
+    answer(book, PEERS[0], [*GROUPS[0][1:], *GROUPS[1]])
+    usual, in_doubt = (
+        [p for second in range(60) for p in survey.choose_one(PEERS[0], plan, begin_s + second, in_doubt=doubt)]
+        for doubt, begin_s in ((False, 0.0), (True, 1000.0))
+    )
+    assert len(usual) == 60 / APART_HEARTBEATS
+    assert len(in_doubt) == 60 / DOUBT_HEARTBEATS
+    assert set(in_doubt) == {*GROUPS[0][1:], *GROUPS[1]}

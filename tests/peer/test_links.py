@@ -193,7 +193,10 @@ def test_a_probe_beside_other_traffic_counts_only_if_it_is_faster(clock: Hands, 
     assert probe(1e6, is_alone=True) == 1e6
     assert probe(1e5, is_alone=False) == 1e6
     assert probe(2e6, is_alone=False) == 2e6
-    assert [probe(5e5, is_alone=True) for _ in range(3)] == [2e6, 2e6, 5e5], "the best of the last three"
+    assert [probe(1.1e6, is_alone=True) for _ in range(3)] == [2e6, 2e6, 1.1e6], "the best of the last three"
+    assert [probe(2e5, is_alone=True) for _ in range(2)] == [1.1e6, 2e5], "two that say the same, and far less"
+    assert probe(1e6, is_alone=True) == 1e6
+    assert [probe(rate, is_alone=True) for rate in (1e5, 4e5)] == [1e6, 1e6], "two that do not say the same"
 
 
 def test_a_peer_keeps_so_many_links_and_no_more(meter: LinkMeter) -> None:

@@ -14,6 +14,8 @@ from shoal.coordinator.allocate.live_allocator import EvolutionaryAllocator
 from shoal.coordinator.allocate.measured_topology import topology_of
 from shoal.coordinator.allocate.prospect import foresee
 from shoal.coordinator.cost.layer_costs import layer_costs
+from shoal.coordinator.cost.placement import Placement
+from shoal.coordinator.cost.throughput import ThroughputObjective
 from shoal.coordinator.cost.workload import Workload
 from shoal.coordinator.measured import MeasuredNetwork
 from shoal.protocol.identity import PeerID
@@ -303,3 +305,16 @@ def test_the_shares_of_a_layout_that_stays_follow_what_is_measured():
     assert shares[1]["c"] < 0.5 * shares[0]["c"]
     again = replace_stages(previous, layout)
     assert ALLOCATOR.search(snapshot_of(names, previous=again, says=says), again, seed=2)[0] is None
+
+
+def test_a_move_pays_if_its_gain_makes_up_for_the_time_in_which_only_those_work_who_stay():
+    """`c` takes the place of `a`; until it has the state the slow `b` is alone."""
+    snapshot = snapshot_of("abcefij", says={"b": {"flop_per_s": 1e8}})
+    objective = ThroughputObjective(topology_of(snapshot), snapshot.workload)
+    current, found = (Placement(stages=(first, (3, 4), (5, 6)), bounds=(0, 2, 4, 6)) for first in ((0, 1), (1, 2)))
+    before_s = 1.2 * objective.cost(found).seconds
+    meanwhile_s = objective.cost(replace(found, stages=((1,), (3, 4), (5, 6)))).seconds
+    assert meanwhile_s > before_s
+    paying = [live_allocator._pays(objective, current, found, before_s, horizon_s) for horizon_s in (1.0, 10.0, 1e4)]
+    assert paying == sorted(paying)
+    assert (paying[0], paying[-1]) == (False, True)
