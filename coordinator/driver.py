@@ -569,7 +569,8 @@ class Coordination:
             while self._core.is_coordinator and self._core.has_heirs(self._clock.now_s()):
                 self._moved_on.clear()
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._moved_on.wait(), self._spec.swarm.heartbeat_s)
+                    async with asyncio.timeout(self._spec.swarm.heartbeat_s):
+                        await self._moved_on.wait()
         if not self._core.is_coordinator:
             await self._beat(self._core.coordinator)  # what we did since the last one, which nobody else may report
             await self._endpoint.ask(self._core.coordinator, Leave(), Done, timeout_s=self._timeout_s)

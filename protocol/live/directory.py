@@ -44,6 +44,7 @@ class LiveDirectory:
             self._rules = {DHTID.generate(source=self._key(key)).to_bytes(): rule for key, rule in accept.items()}
         self._node: Any = None
         self._keeper: asyncio.Task[None] | None = None
+        self._is_open = True
 
     @classmethod
     async def start(cls, transport: LiveTransport, *, accept: Mapping[str, KeyRule] | None = None) -> "LiveDirectory":
@@ -99,8 +100,12 @@ class LiveDirectory:
         return self.num_neighbours
 
     async def _keep_joined(self) -> None:
-        """Peers that started apart have directories apart, silently, until one of them looks for the other."""
-        while True:
+        """Peers that started apart have directories apart, silently, until one of them looks for the other.
+
+        hivemind waits for replies with `asyncio.wait_for`, which in Python 3.11 drops a cancellation that comes
+        together with the reply. So the end of this loop does not depend on the cancellation alone.
+        """
+        while self._is_open:
             await asyncio.sleep(_JOIN_AGAIN_S)
             try:
                 await self.join()
@@ -109,6 +114,7 @@ class LiveDirectory:
 
     async def close(self) -> None:
         """Leave; the transport stays open. Again does nothing."""
+        self._is_open = False
         self._transport.daemon.remove_setup(self._set_up)
         if self._keeper is not None:
             self._keeper.cancel()

@@ -1,3 +1,5 @@
+import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -66,6 +68,29 @@ def test_directories_that_began_apart_become_one(live_peer, eventually, monkeypa
         await eventually(lambda: second.num_neighbours == 1)
         assert await second.get("key") == {"sub": b"value"}
         await close((one, first), (two, second))
+
+    run(main())
+
+
+def test_a_directory_closes_though_a_cancellation_is_lost(live_peer, monkeypatch):
+    """As `asyncio.wait_for`, with which hivemind waits, loses one that comes together with the reply."""
+    monkeypatch.setattr(directory_module, "_JOIN_AGAIN_S", 0.01)
+
+    async def main():
+        transport, _ = await live_peer("one")
+        directory = await LiveDirectory.start(transport)
+        is_joining = asyncio.Event()
+
+        async def join() -> int:
+            is_joining.set()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(60.0)
+            return 0
+
+        monkeypatch.setattr(directory, "join", join)
+        await is_joining.wait()
+        async with asyncio.timeout(10.0):
+            await close((transport, directory))
 
     run(main())
 
