@@ -189,14 +189,28 @@ class Joining:
 
     async def _is_current(self) -> bool:
         """Replay one commit of the mates; True if there is none left."""
-        holders = self._group.holders
-        if not holders:
-            raise Unreachable(self._endpoint.peer_id, "all mates have gone")
         self._stepped.clear()
-        if not await self._fetch_mean(holders[0], self._group.version):
+        if not await self._replay_next():
             return True
         await self._stepped.wait()
         return False
+
+    async def _replay_next(self) -> bool:
+        """Get the gradient of the next commit from a holder. Who joins together asks different holders: one alone could
+        not give to many what a step brings before the next step is over.
+
+        Returns: False: the holder has not committed it. Raises: Unreachable: every holder is; Refused.
+        """
+        holders = self._group.holders
+        joining = sorted({self._group.me, *self._group.mates}.difference(holders))
+        first = joining.index(self._group.me) % len(holders) if holders else 0
+        error = Unreachable(self._endpoint.peer_id, "all mates have gone")
+        for holder in (*holders[first:], *holders[:first]):
+            try:
+                return await self._fetch_mean(holder, self._group.version)
+            except Unreachable as unreachable:
+                error = unreachable
+        raise error
 
     def _fetcher(self, keys: tuple[str, ...] | None = None) -> StateFetcher:
         """`keys`: None: ours."""

@@ -32,6 +32,10 @@ class Scene:
     monkeypatch: pytest.MonkeyPatch
     may_begin: bool = True
     mates: tuple[PeerID, ...] = (MATE,)
+    """Those that hold the state."""
+    joining: tuple[PeerID, ...] = ()
+    """Those that are about to fetch it too."""
+    unreachable: tuple[PeerID, ...] = ()
     silent_for: int = 0
     newcomer: PeerID | None = None
     """In the plan from when somebody was first asked in vain."""
@@ -42,6 +46,8 @@ class Scene:
     group_version: int = 0
     fetched: list[tuple[tuple[PeerID, ...], int, int]] = field(default_factory=list)
     taken: list[int] = field(default_factory=list)
+    replayed_from: list[PeerID] = field(default_factory=list)
+    """Whom it asked for what its mates have committed meanwhile."""
 
     def join(self, plan: Plan) -> list[int]:
         """Returns: the versions that it took over."""
@@ -69,6 +75,9 @@ class Scene:
             self.group_version = state.version
 
         async def fetch_mean(mate: PeerID, step: int) -> bool:
+            self.replayed_from.append(mate)
+            if mate in self.unreachable:
+                raise Unreachable(mate, "is gone")
             return False
 
         def members() -> tuple[PeerID, ...]:
@@ -82,6 +91,8 @@ class Scene:
         scene = self
 
         class Core:
+            me = ME
+            mates = (*self.mates, *self.joining)
             holders = self.mates
 
             @property
@@ -167,6 +178,21 @@ def test_who_has_begun_this_era_before_asks_its_mates(scene: Scene, restore_vers
 def test_a_state_that_is_older_than_ours_is_not_taken(scene: Scene) -> None:
     scene.group_version = 9
     assert scene.join(plan(fresh=False)) == []
+
+
+def test_those_who_join_together_replay_from_different_holders(scene: Scene) -> None:
+    others = sorted(Identity.generate().peer_id for _ in range(3))
+    scene.mates, scene.joining = (MATE, OTHER), tuple(others)
+    scene.join(plan(fresh=False))
+    expected = sorted([ME, *others]).index(ME) % 2
+    assert scene.replayed_from == [scene.mates[expected]]
+
+
+def test_another_holder_is_asked_where_one_cannot_be_reached(scene: Scene) -> None:
+    scene.mates, scene.unreachable = (MATE, OTHER), (MATE,)
+    assert scene.join(plan(fresh=False)) == [7]
+    assert scene.replayed_from == [MATE, OTHER]
+    assert len(scene.fetched) == 1
 
 
 def test_what_a_replica_carries_from_the_last_layout_it_does_not_ask_for(scene: Scene) -> None:
