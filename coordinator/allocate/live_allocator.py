@@ -48,6 +48,8 @@ state."""
 HOLDERS_MIN = 2
 """A search that moves single peers leaves no stage with fewer holders if it had as many, and a stage that has fewer
 takes in a newcomer at once, if that slows the others down by less than the lone holder's death would (`alone.py`)."""
+STATE_PART = 0.5
+"""The part of its holders' lines that state on its way takes, reckoned with."""
 SMALL_DEVICES = 32
 """A search over fewer devices spends in proportion less than the planner's own budget: there is less to find."""
 
@@ -272,12 +274,23 @@ def _pays(
     objective: ThroughputObjective, current: Placement, found: Placement, before_s: float, horizon_s: float
 ) -> bool:
     """Whether within `horizon_s` the steps of `found` make up for the time in which those who move fetch their state:
-    only those who stay work then, and what travels has half of the lines."""
-    travel_s = 2.0 * fetch_s(objective.topology, objective.workload, current, found)
+    only those who stay work then, and what travels has half of their lines."""
+    travel_s = fetch_s(objective.topology, objective.workload, current, found) / STATE_PART
     stay = tuple(tuple(sorted({*a} & {*b})) for a, b in zip(current.stages, found.stages, strict=True))
-    meanwhile_s = objective.cost(replace(found, stages=stay)).seconds if all(stay) else math.inf
+    meanwhile = ThroughputObjective(_giving(objective.topology, stay, found), objective.workload)
+    meanwhile_s = meanwhile.cost(replace(found, stages=stay)).seconds if all(stay) else math.inf
     steps = max(0.0, horizon_s - travel_s) / objective.cost(found).seconds + min(travel_s, horizon_s) / meanwhile_s
     return steps > horizon_s / before_s
+
+
+def _giving(topology: Topology, stay: Sequence[tuple[int, ...]], found: Placement) -> Topology:
+    """What is left of `topology` to the steps while members of `stay` give their stage's state to those who come."""
+    left = np.ones(topology.num_devices)
+    for stayers, members in zip(stay, found.stages, strict=True):
+        if len(members) > len(stayers):
+            left[list(stayers)] = 1.0 - STATE_PART
+    up = left * topology.up_bytes_per_s
+    return replace(topology, bytes_per_s=left[:, None] * topology.bytes_per_s, up_bytes_per_s=up)
 
 
 def _shared_anew(snapshot: Snapshot, previous: Plan) -> Layout | None:
