@@ -15,6 +15,10 @@ Both are reasons for a search, and so is what nobody has measured: `is_off` says
 `SLOW`, or has changed by `CHANGED` since the last search. It says so once: a search that finds nothing better makes
 the ratio the usual one.
 
+The median sees a change late: after two steps, and where a slow device makes steps of minutes that is after minutes. So
+where today's figure is far below what is seen, and the last step or the one under way is as late as that
+(`TokenRate.newest`), two witnesses agree: what is seen is of before the change, and today's figure counts.
+
 Successors get the factor and the rest in a hand-over. A successor of a coordinator that died begins to compare anew.
 """
 
@@ -58,6 +62,8 @@ class Calibration:
         """Today's figure as the objective says it, without the factor."""
         self._steady_from: int | None = None
         self._seen = 0.0, 0
+        self._newest = 0.0
+        """What `TokenRate.newest` says."""
         self._noted = 0.0
         """Seen over foreseen when the last search began, or when it could first be told; 0: neither has been."""
         self._log_factor, self._steps = 0.0, 0
@@ -73,13 +79,29 @@ class Calibration:
 
     @property
     def ratio(self) -> float:
-        """The seen tokens/s of the live layout divided by the foreseen ones; 0: too few steps are known."""
-        return self._seen[0] / self._foreseen.tokens_per_s if self._foreseen is not None else 0.0
+        """The tokens/s of the live layout divided by the foreseen ones; 0: too few steps are known."""
+        return self._rate / self._foreseen.tokens_per_s if self._foreseen is not None else 0.0
 
     @property
     def seen_tokens_per_s(self) -> float:
         """How fast the live layout is; 0: it has made too few steps to say."""
-        return self._seen[0] if self._seen[1] >= OFF_STEPS else 0.0
+        return self._rate if self._seen[1] >= OFF_STEPS else 0.0
+
+    @property
+    def _rate(self) -> float:
+        """What is seen; what today's figures say, if that is of before they changed."""
+        return self._believed if self._is_out_of_date else self._seen[0]
+
+    @property
+    def _believed(self) -> float:
+        """What today's figures say, with what is learned; 0: they say nothing."""
+        return self.factor * self._today.tokens_per_s if self._today is not None else 0.0
+
+    @property
+    def _is_out_of_date(self) -> bool:
+        """Whether what is seen is of before something became slower, as figures and the newest step both say."""
+        both = self._believed, self._newest
+        return min(both) > 0.0 and CHANGED * max(both) < self._seen[0]
 
     @property
     def is_off(self) -> bool:
@@ -93,9 +115,9 @@ class Calibration:
     def is_unexplained(self) -> bool:
         """Whether the layout is far slower than today's figures say, beyond what is usual here: one of them is out of
         date."""
-        if self._today is None or self._seen[1] < OFF_STEPS:
+        if self._seen[1] < OFF_STEPS:
             return False
-        return 0.0 < self._seen[0] < SLOW * self.factor * self._today.tokens_per_s
+        return 0.0 < min(self._seen[0], self._newest or math.inf) < SLOW * self._believed
 
     def expected(self, foreseen: Foreseen | None) -> Foreseen | None:
         """What the objective says, times what its word has been worth."""
@@ -108,7 +130,7 @@ class Calibration:
         layout = plan.era, places_of(plan)
         if layout != self._layout:
             self._layout, self._today, self._steady_from = layout, None, None
-            self._seen, self._noted = (0.0, 0), 0.0
+            self._seen, self._newest, self._noted = (0.0, 0), 0.0, 0.0
         if plan.foreseen != self._foreseen:
             self._foreseen, self._factor_then = plan.foreseen, self.factor
 
@@ -128,10 +150,12 @@ class Calibration:
         if self._steady_from is None:
             self._steady_from = self._learned_to = version + WARM_UP_STEPS
         self._seen = pace.seen(self._layout[0], self._steady_from, now_s)
+        self._newest = pace.newest(now_s) if self._seen[1] else 0.0
         if self.ratio >= SLOW and self._seen[1] >= OFF_STEPS and not self._noted:
             self._noted = self.ratio
         if self._seen[1] and self._today is not None and version > self._learned_to:
-            self._learn(math.log(self._seen[0] / self._today.tokens_per_s), version - self._learned_to)
+            if not self._is_out_of_date:
+                self._learn(math.log(self._seen[0] / self._today.tokens_per_s), version - self._learned_to)
             self._learned_to = version
 
     def searched(self) -> None:

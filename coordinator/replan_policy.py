@@ -27,6 +27,8 @@ RETURN_S_MAX = 600.0
 NOTICE_HEARTBEATS = 3.0
 """A plan that ends at a version is known to everybody after so long: our view of the versions is a heartbeat old, and
 the plan needs two round trips and the votes."""
+SURE_HEARTBEATS = 6.0
+"""The same, where no step is left in case it takes longer."""
 NOTICE_STEPS_MAX = 256
 NOTICE_TIMES_MAX = 16
 END_PATIENCE_S = 30.0
@@ -335,6 +337,8 @@ class ReplanPolicy:
         step_s = view.ledger.pace.usual_step_s
         notice = math.ceil(NOTICE_HEARTBEATS * self._heartbeat_s / step_s) if step_s > 0.0 else 1
         ends_at = view.version_max + view.spec.training.s_max + 1 + times * min(max(1, notice), NOTICE_STEPS_MAX)
+        if times == 1:
+            ends_at = self._sooner(live, layout, now_s, ends_at=ends_at)
         if ends_at >= view.spec.training.steps:
             return None, ""  # the run is over before it pays
         self._ends_s, self._notice = now_s, times
@@ -346,6 +350,21 @@ class ReplanPolicy:
             following=layout.stages,
         )
         return announced, announced.reason
+
+    def _sooner(self, live: Plan, layout: Layout, now_s: float, *, ends_at: int) -> int:
+        """`ends_at`, by which all steps that have begun are over; or the version that every member knows of in time, if
+        it costs less to make what has begun of the next step once more than to wait for it in the slower layout."""
+        view = self.view
+        expected = view.ledger.pace.commits_within(SURE_HEARTBEATS * self._heartbeat_s, now_s)
+        if expected is None:
+            return ends_at
+        commits, begun = expected
+        first = view.version_max + commits
+        slow, quick = view.foresee(live.stages, now_s), view.foresee(layout.stages, now_s)
+        if slow is None or quick is None or not live.restore_version < first < ends_at:
+            return ends_at
+        waits = (ends_at - first) * (1.0 / slow.tokens_per_s - 1.0 / quick.tokens_per_s)
+        return first if waits > begun / quick.tokens_per_s else ends_at
 
     def _is_whole(self, live: Plan, peers: tuple[MeasuredPeer, ...]) -> bool:
         """Whether everybody of the plan is here and stays."""

@@ -37,6 +37,8 @@ LATE_MARKS = 3
 MUCH = 1.25
 """A layout that has slowed down so much is seen to be slow after two marks of three."""
 SLOW_STEPS = 4.0
+LATE_STEPS = 1.5
+"""A step is late once it takes so many times what steps usually take, and at least `STANDS_S`."""
 STANDS_S = 5.0
 STANDS_STEPS = 3.0
 """A run stands still once the next step takes so many times what steps usually take, and at least `STANDS_S`."""
@@ -129,6 +131,29 @@ class TokenRate:
         if idle_s > max(STANDS_S, SLOW_STEPS * self.usual_step_s):
             rate = min(rate, self._tokens_per_step / idle_s)
         return rate, num_steps
+
+    def newest(self, now_s: float) -> float:
+        """The tokens a second of the last mark, or no more than those of the step under way if that is late; 0: not
+        known. This is quick and noisy: something else has to bear it out."""
+        if len(self._marks) < 2:
+            return 0.0
+        before, last = self._marks[-2], self._marks[-1]
+        rate = last.tokens / (last.at_s - before.at_s) if last.at_s > before.at_s else math.inf
+        idle_s = now_s - last.at_s
+        is_late = idle_s > max(STANDS_S, LATE_STEPS * self.usual_step_s)
+        return min(rate, self._tokens_per_step / idle_s) if is_late else rate
+
+    def commits_within(self, seconds: float, now_s: float) -> tuple[int, float] | None:
+        """How many commits are to be expected from `now_s` on for so long, if steps go on to take what the last ones
+        took, and the part of the step after these that is over by then; None before the second step."""
+        if len(self._marks) < 2:
+            return None
+        before, last = self._marks[-2], self._marks[-1]
+        step_s = max(self.usual_step_s, (last.at_s - before.at_s) / last.num_steps)
+        if step_s <= 0.0:
+            return None
+        part, whole = math.modf((max(0.0, now_s - last.at_s) + seconds) / step_s)
+        return int(whole), part
 
     def idle_s(self, now_s: float) -> float | None:
         """The time since the last commit; None: no commit is known."""

@@ -1,6 +1,6 @@
 """What this peer held when a layout ended, for whoever holds the layers in the next one.
 
-A layout ends at a version that its plan names (`Plan.ends_at`), and no work of it is left then. The next one begins
+A layout ends at a version that its plan names (`Plan.ends_at`), and commits nothing after it. The next one begins
 from just that version, as an era begins from a snapshot, but from the memory of those that held the layers.
 """
 

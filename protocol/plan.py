@@ -127,8 +127,9 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     exclusions: tuple[bytes, ...] = ()
     """Orders (`exclusion.py`) that hold in the run. A successor keeps them, or orders that name as much."""
     ends_at: int = 0
-    """The version at which this layout ends, because `following` comes after it: no step from that one on begins under
-    it, and each member keeps its state of that version for whoever holds the layers next. 0: no end is set."""
+    """The version at which this layout ends, because `following` comes after it: no step from that one on is committed
+    under it, and each member keeps its state of that version for whoever holds the layers next. What of such a step has
+    begun is made again in the next layout. 0: no end is set."""
     following: tuple[Stage, ...] = ()
     """The stages of the layout after this one, whose boundaries and number may differ. All members are members of this
     plan, and who is not among them becomes a spare. As long as no end is set, members fetch what they lack for it while

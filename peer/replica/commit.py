@@ -13,6 +13,9 @@ one names it as lead in its latest Progress; a member that names somebody else h
 says what it had granted until then. A member that drains is no longer *open* and resigns at once; it stays ready,
 and is heard, until its contributions are committed, whether or not a plan still names it.
 
+A layout that ends at a version (`Plan.ends_at`) commits no step from there on, even if all of it is here: what has been
+begun of such a step the next layout makes again.
+
 `attempt` orders the leads' words for one step: plan sequence first, then the lead's own retries. Members obey the
 highest. A member that was left out of a round, or missed its end, sees from its mates' digests that it is behind and
 asks one of them for the reduced gradient (`CatchUp`).
@@ -93,6 +96,8 @@ class Commit:
     _agreement: Agreement = field(init=False)
     _losses: Losses = field(init=False)
     _version_since_s: float = field(init=False, default=0.0)
+    _ends_at: int = field(init=False, default=0)
+    """The version at which the layout ends; 0: it does not."""
 
     def __post_init__(self) -> None:
         self._members = Members(me=self.me)
@@ -208,6 +213,7 @@ class Commit:
         before = self.mates
         self._members.plan(event.members, event.former, now_s=now_s)
         self._rounds.plan_sequence = event.sequence
+        self._ends_at = event.ends_at
         known = {self.me, *self.mates, *self.departing, *event.former, *self._rounds.named}
         self._members.forget_all_but(known)
         self._agreement.forget_all_but(known)
@@ -375,7 +381,7 @@ class Commit:
         due_s = min(self._agreement.next_s, self._behind_at_s)
         if members.departing:
             due_s = min(due_s, members.overstays_at_s)
-        if self.version not in self._rounds.open:
+        if self.version not in self._rounds.open and not self._has_ended:
             if self.deadline_s > 0:
                 due_s = min(due_s, self._version_since_s + self.deadline_s)
             if members.is_lead and self.version < self.steps:
@@ -389,6 +395,11 @@ class Commit:
             return self._tell_open_steps(to=self.lead)
         start = self._rounds.open.get(self.version)
         return [Tell(start)] if self.is_lead and start is not None else []
+
+    @property
+    def _has_ended(self) -> bool:
+        """The layout ends at our version, or before it."""
+        return 0 < self._ends_at <= self.version
 
     def has_place(self, peer: PeerID) -> bool:
         """It is ourselves, a mate by the plan, or one that drains."""
@@ -452,7 +463,7 @@ class Commit:
 
     def _try_round(self, now_s: float) -> list[CommitCommand]:
         step, members = self.version, self._members
-        if step >= self.steps or not members.is_lead:
+        if step >= self.steps or self._has_ended or not members.is_lead:
             return []
         if step in self._rounds.open:
             self._rounds.void_if_dead(step)  # it may have been dead before we came to its step

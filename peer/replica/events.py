@@ -421,11 +421,12 @@ SupplyEvent = (
 @dataclass(frozen=True, slots=True)
 class GroupPlanned:
     """Plan `sequence` gives the group these members, in rank order. `former`: who else had a place in it by the plans
-    of late, and may still drain."""
+    of late, and may still drain. `ends_at`: as `Plan.ends_at`."""
 
     members: tuple[Member, ...]
     sequence: int
     former: Collection[PeerID] = ()
+    ends_at: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,6 +88,34 @@ def test_a_standstill_is_no_slowness(plan):
     assert not any(run.steps(20))
 
 
+def test_a_late_step_is_enough_where_todays_figure_says_why(plan):
+    """A device became four times slower: what is seen of steps before that is no reason to stay."""
+    run = Run(plan)
+    run.steps(40)
+    run.calibration.foresee(Foreseen(USUAL / 4.0, "compute", 1))
+
+    def look(after_s: float) -> None:
+        run.calibration.look(run.pace, run.now_s + after_s, version=run.version, is_whole=True)
+
+    look(1.2 * STEP_S)
+    assert (run.calibration.is_off, run.calibration.seen_tokens_per_s) == (False, pytest.approx(USUAL))
+    look(1.6 * STEP_S)
+    assert (run.calibration.is_off, run.calibration.seen_tokens_per_s) == (True, pytest.approx(USUAL / 4.0))
+    assert not run.calibration.is_unexplained
+    run.calibration.searched()
+    look(2.0 * STEP_S)
+    assert not run.calibration.is_off, "once"
+
+
+def test_a_late_step_that_nothing_explains_is_doubted(plan):
+    run = Run(plan)
+    run.steps(40)
+    for after, is_unexplained in ((1.2, False), (1.6, True)):
+        run.calibration.look(run.pace, run.now_s + after * STEP_S, version=run.version, is_whole=True)
+        assert run.calibration.is_unexplained == is_unexplained
+        assert run.calibration.seen_tokens_per_s == pytest.approx(USUAL)
+
+
 def test_the_factor_is_what_the_objective_does_not_know_and_later_plans_foresee_with_it(plan):
     run = Run(plan, foreseen=2 * USUAL)
     run.steps(4 * LEARN_STEPS)

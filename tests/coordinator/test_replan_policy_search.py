@@ -455,6 +455,31 @@ def test_an_end_that_came_too_late_is_put_off_twice_as_far(
     assert again.ends_at == far + SPEC.training.s_max + 1 + 2 * notice
 
 
+@pytest.mark.parametrize(
+    ("step_s", "times", "ends_at"),
+    [
+        pytest.param(40.0, 3.0, 57, id="what has begun is made again"),
+        pytest.param(40.0, 1.05, 60, id="hardly quicker: what has begun is ended"),
+        pytest.param(1.0, 3.0, 62, id="steps are short: all members have to know of it first"),
+    ],
+)
+def test_a_slow_layout_ends_at_the_version_that_is(
+    policy, allocator, hear, make_plan, make_heartbeat, live, halves, monkeypatch, step_s, times, ends_at
+):
+    """Args: times: what follows should be so many times quicker."""
+    plan, now_s = preparing(policy, allocator, hear, make_plan, live, halves)
+    for step in range(50, 57):
+        policy.view.ledger.pace.committed(0, step, SPEC.tokens_per_step, now_s - (56.5 - step) * step_s)
+
+    def foresee(stages, now_s):
+        return Foreseen(100.0 * (times if len(stages) == 2 else 1.0), "compute", 0)
+
+    monkeypatch.setattr(policy.view, "foresee", foresee)
+    hear_fetching(policy, make_heartbeat, plan, 0, now_s=now_s)
+    draft, _ = policy.next_plan(plan, now_s, sequence=2)
+    assert draft.ends_at == ends_at
+
+
 @pytest.mark.parametrize("change", ["leaves", "dies"])
 def test_a_layout_does_not_end_if_a_member_goes(policy, hear, make_plan, live, halves, change):
     plan = ending(make_plan, live, halves, ends_at=60)

@@ -152,3 +152,21 @@ def test_of_short_steps_a_layouts_rate_counts_all():
     rate, num_steps = pace_of(every(0.5, until_s=300.0)).seen(0, 0, 300.0)
     assert rate == pytest.approx(TOKENS / 0.5)
     assert num_steps > 80
+
+
+def test_the_newest_step_counts_as_soon_as_it_is_late():
+    pace = pace_of(every(10.0, until_s=100.0))
+    assert pace.newest(114.0) == pytest.approx(TOKENS / 10.0)
+    assert pace.newest(116.0) == pytest.approx(TOKENS / 16.0)
+    pace.committed(0, 11, TOKENS, 140.0)
+    assert pace.newest(141.0) == pytest.approx(TOKENS / 40.0)
+    assert TokenRate(tokens_per_step=TOKENS).newest(9.0) == pace_of([1.0]).newest(9.0) == 0.0
+
+
+def test_commits_are_expected_as_the_last_steps_came():
+    pace = pace_of(every(10.0, until_s=100.0))
+    assert pace.commits_within(6.0, 103.0) == (0, pytest.approx(0.9))
+    assert pace.commits_within(6.0, 105.0) == (1, pytest.approx(0.1))
+    pace.committed(0, 11, TOKENS, 140.0)
+    assert pace.commits_within(6.0, 160.0) == (0, pytest.approx(26.0 / 40.0))
+    assert pace_of([1.0]).commits_within(6.0, 9.0) is None

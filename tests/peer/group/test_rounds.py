@@ -21,6 +21,7 @@ from shoal.peer.replica.events import (
     RoundArrived,
     Stepped,
     StoodStill,
+    TimerFired,
 )
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Digest, Progress, RoundMember, RoundStart
@@ -169,3 +170,20 @@ def test_who_was_out_of_reach_while_it_drained_is_heard_again_when_the_group_sta
         if isinstance(message, Progress):
             ours.handle(ProgressArrived(B, msgspec.structs.replace(message, incarnation=1)), now_s=3)
     assert ours.is_lead
+
+
+def test_no_round_is_opened_from_the_version_on_at_which_the_layout_ends() -> None:
+    """What is here of the step is kept: if the layout does not end after all it is committed."""
+    alone = (Member(A, 1, 1),)
+    ours = core(A, A)
+    ours.handle(GroupPlanned(alone, 2, ends_at=1), now_s=2)
+    assert not [command for command in contribute(ours, 1) if isinstance(command, Reduce)]
+    assert not ours.handle(TimerFired(), now_s=900.0)
+    assert ours.next_timer_s() == math.inf, "nothing is missing, and nobody asks for it"
+    assert [c for c in ours.handle(GroupPlanned(alone, 3), now_s=901.0) if isinstance(c, Reduce)]
+
+
+def test_a_step_before_the_end_of_the_layout_is_committed() -> None:
+    ours = core(A, A)
+    ours.handle(GroupPlanned((Member(A, 1, 1),), 2, ends_at=2), now_s=2)
+    assert [command for command in contribute(ours, 1) if isinstance(command, Reduce)]
