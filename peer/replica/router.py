@@ -14,6 +14,9 @@ TRIES_APART = 20.0
 TRIES_APART_S = 5.0
 SLOWER = 1.5
 """Who takes so many times what the others take is not given a second microbatch that they could make sooner."""
+ALIKE = 0.05
+"""Loads that differ by less, as a part, are the same. Shares follow measured speeds, whose averages have noise of
+1.5 %: a replica with slightly more of a share must not get every microbatch that comes while none is outstanding."""
 _GAIN = 0.25
 _TAKES_S_MAX = 3600.0
 """Where a run stands still nobody answers: what is doubled each time would come to infinity, a weight to zero."""
@@ -111,10 +114,11 @@ class Turns:
 class Router:
     """Follows the plan's shares, corrected by what each replica still owes us and by who is ready.
 
-    The replica with the least `(outstanding + 1) / share` gets the next one: with equal speeds that is the plan's
-    split exactly, and a replica that slows down has more outstanding and is given less at once, long before a plan
-    could say so. One that is many times slower than the others is given almost nothing (`Pace`), since the whole step
-    waits for it; one that has had nothing for long is tried. Ties go by plan order.
+    The replica with the least `(outstanding + 1) / share` gets the next one, and of several that are `ALIKE` the one
+    that is furthest behind its share. With equal speeds that is the plan's split exactly. A replica that slows down has
+    more outstanding and is given less at once, long before a plan could say so. One that is many times slower than the
+    others is given almost nothing (`Pace`), since the whole step waits for it; one that has had nothing for long is
+    tried. Ties go by plan order.
     """
 
     shares: Mapping[PeerID, float] = field(default_factory=dict)
@@ -167,15 +171,12 @@ class Router:
         return laggards or idle
 
     def _least_laden(self, candidates: Sequence[PeerID], paces: Mapping[PeerID, float]) -> PeerID:
-        """Who gets the next: the first of those who have least."""
-        least, target = (math.inf, math.inf), candidates[0]
-        for peer in candidates:
-            weight = self.shares[peer] * paces[peer]
-            # Outstanding first; among equals the one furthest behind its share, else a tie always feeds the same peer.
-            load = (self._outstanding.get(peer, 0) + 1) / weight, (self._given.get(peer, 0) + 1) / weight
-            if load < least:
-                least, target = load, peer
-        return target
+        """Who gets the next: of those who owe least for their share, the one furthest behind it."""
+        weights = {peer: self.shares[peer] * paces[peer] for peer in candidates}
+        owed = {peer: (self._outstanding.get(peer, 0) + 1) / weight for peer, weight in weights.items()}
+        most = (1.0 + ALIKE) * min(owed.values())
+        given = {peer: (self._given.get(peer, 0) + 1) / weights[peer] for peer in candidates if owed[peer] <= most}
+        return min(given, key=lambda peer: (given[peer], owed[peer]))
 
     def took(self, peer: PeerID, seconds: float) -> None:
         """A microbatch came back from `peer` after `seconds`, without what it stood in queues."""

@@ -51,6 +51,19 @@ def test_answered_at_once_the_split_still_follows_the_shares() -> None:
     assert given == {A: 3, B: 3, C: 3}
 
 
+@pytest.mark.parametrize("more", [1e-12, 0.02])
+def test_answered_at_once_a_share_that_is_hardly_more_does_not_get_everything(more: float) -> None:
+    """Shares are worked out from measured speeds: equal devices have shares that differ by rounding or by noise."""
+    made = router({A: 1.0, B: 1.0 + more, C: 1.0})
+    given: Counter[PeerID] = Counter()
+    for _ in range(9):
+        target = made.pick(now_s=0.0)
+        assert target is not None
+        given[target] += 1
+        made.returned(target)
+    assert given == {A: 3, B: 3, C: 3}
+
+
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.integers(1, 60))
 def test_without_answers_each_replica_has_at_least_its_share_rounded_down(weights: list[int], count: int) -> None:
     """The least (n + 1) / share next is D'Hondt's rule, whose lower quota this is."""
