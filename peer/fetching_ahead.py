@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 _RETRY_S = 0.5
 _REFUSALS_MAX = 2
 """A holder that has stepped on and refuses a gradient so often has not kept it."""
+_IN_VAIN_MAX = 1
+"""If more layers in a row come too late to be followed, others would only take the lines from the steps."""
 _FINISH_TRIES = 4
 _STEP_FLOP = 20.0
 """For one parameter, as `Shard` reckons."""
@@ -63,6 +65,8 @@ class _Source:
     peers: tuple[PeerID, ...]
     turn: int = 0
     """Which of the peers we ask now."""
+    in_vain: int = 0
+    """How many layers in a row came so late that their steps since were no longer kept."""
     refusals: int = 0
     """How often in a row a gradient was refused."""
     reached: int = -1
@@ -268,7 +272,7 @@ class FetchingAhead:
 
     async def _refused(self, ready: _Preparing, source: _Source) -> None:
         """The step has not come yet, or the gradient is no longer kept: then the layers that lack it are fetched anew,
-        from another holder."""
+        from another holder, unless that has been in vain."""
         source.refusals += 1
         oldest = min((ready.has[key].version for key in source.keys if key in ready.has), default=-1)
         try:
@@ -281,6 +285,8 @@ class FetchingAhead:
         elif newest > oldest and source.refusals > _REFUSALS_MAX:
             source.turn += 1
             source.refusals = 0
+            source.in_vain += 1
+            source.is_full = source.is_full or source.in_vain > _IN_VAIN_MAX
             for key in source.keys:
                 if key in ready.has and ready.has[key].version == oldest:
                     del ready.has[key]
@@ -321,6 +327,7 @@ class FetchingAhead:
             flop=_STEP_FLOP * gradient_N.numel(),
         )
         ready.has[key] = _Replayed(at.version + 1, stepped.value)
+        source.in_vain = 0
         return took_s
 
     async def _fetch_tensor(self, peer: PeerID, request: StateChunkRequest, into_N: Tensor) -> None:

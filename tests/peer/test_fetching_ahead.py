@@ -47,6 +47,7 @@ class Scene:
         self.sims, self.me, self.holder = sims, sims[0].peer_id, sims[1].peer_id
         self.keys = stage_layer_keys(spec.model, 1, spec.model.num_layers)
         self.state = initial_state(spec, self.keys, CPU)
+        self.is_busy = False
         arithmetic = Host(spec, None, CPU)
         arithmetic.free = free
 
@@ -60,6 +61,7 @@ class Scene:
             current=lambda keys: self.state if set(keys) <= set(self.keys) else None,
             stored=stored,
             knows=lambda peer: True,
+            is_busy=lambda: self.is_busy,
         )
         self.failures: list[BaseException] = []
         self.ahead = FetchingAhead(
@@ -166,6 +168,37 @@ def test_a_layer_whose_gradient_is_no_longer_kept_is_fetched_anew(play: Callable
         assert s.came_out_alike(await s.ahead.ended(0, 31, [s.holder]))
 
     play(scene)
+
+
+def test_layers_that_come_too_late_to_be_followed_are_left_for_the_end(play: Callable[..., None]) -> None:
+    async def scene(s: Scene) -> None:
+        s.obey(s.plan())
+        for _ in range(60):
+            await asyncio.sleep(STEP_S)
+            s.step(noted=False)
+        assert s.ahead.unfetched_bytes == 0
+        s.obey(s.plan(follows=False, era=1))
+        assert await s.ahead.ended(0, 60, [s.holder]) == {}
+
+    play(scene)
+
+
+def test_once_the_layout_has_ended_nothing_waits_for_a_quiet_moment(play: Callable[..., None]) -> None:
+    took_s = []
+
+    async def scene(s: Scene) -> None:
+        s.obey(s.plan())
+        await asyncio.sleep(STEP_S)
+        s.step()
+        s.is_busy = bool(took_s)
+        s.obey(s.plan(follows=False, era=1))
+        ended_s = asyncio.get_running_loop().time()
+        assert s.came_out_alike(await s.ahead.ended(0, 1, [s.holder]))
+        took_s.append(asyncio.get_running_loop().time() - ended_s)
+
+    play(scene)
+    play(scene)
+    assert took_s[0] == took_s[1] > 0.0
 
 
 def test_what_is_called_off_is_dropped(play: Callable[..., None]) -> None:
