@@ -5,7 +5,7 @@ from its mates.
 import asyncio
 import functools
 import logging
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping
 
 from shoal.peer.arithmetic import Held
 from shoal.peer.group.witnesses import is_witnessed
@@ -38,7 +38,7 @@ class Joining:
     fetch_mean: as `CatchingUp.fetch`.
     take_over: make a state ours; the pipeline and the group know it when this returns.
     begin_era: whether we may begin an era from its beginning.
-    members: of the newest plan; None: those of the plan that `run` was given.
+    newest: the newest plan; None: the one that `run` was given.
     carried: (era, version) -> the layers that this peer has kept since the layout before ended there.
     ahead: as `FetchingAhead.ended`.
     """
@@ -54,7 +54,7 @@ class Joining:
         fetch_mean: Callable[[PeerID, int], Awaitable[bool]],
         take_over: Callable[[StageState], Awaitable[None]],
         begin_era: Callable[[int], bool],
-        members: Callable[[], Sequence[PeerID]] | None = None,
+        newest: Callable[[], Plan] | None = None,
         carried: Callable[[int, int], Mapping[str, LayerState]] = lambda era, version: {},
         ahead: Callable[[int, int, Collection[PeerID]], Awaitable[Mapping[str, LayerState]]] = _nothing,
     ) -> None:
@@ -66,7 +66,7 @@ class Joining:
         self._fetch_mean = fetch_mean
         self._take_over = take_over
         self._begin_era = begin_era
-        self._members = members
+        self._newest = newest
         self._carried = carried
         self._ahead = ahead
         self._stepped = asyncio.Event()
@@ -135,7 +135,8 @@ class Joining:
 
     async def _from_snapshots(self, plan: Plan) -> None:
         """The version at which the era begins: what we carry of it, what we have fetched ahead and is the same as
-        others say, the rest from whoever carries it or has it on disk, ourselves first."""
+        others say, the rest from whoever carries it or has it on disk, ourselves first. Once the era is under way
+        nobody need carry it any more, and our mates have what has become of it."""
         keys, version = self._runtime.keys, plan.restore_version
         carried = self._carried(plan.restore_era, version)
         missing = tuple(key for key in keys if key not in carried)
@@ -153,7 +154,11 @@ class Joining:
                     )
                     fetched = state.layers
             except (Unreachable, Refused, RemoteError) as error:
-                logger.warning("cannot go back to version %d yet: %s", plan.restore_version, error)
+                logger.warning("cannot begin at version %d yet: %s", plan.restore_version, error)
+                newest = self._newest() if self._newest is not None else plan
+                if newest.era == plan.era and not newest.fresh:
+                    await self._from_mates()
+                    return
                 await asyncio.sleep(_RETRY_S)
                 continue
             layers = {key: carried[key] if key in carried else fetched[key] for key in keys}
@@ -164,8 +169,8 @@ class Joining:
         """For what lies on a disk: ourselves first, then all members. Who was away when `plan` was made, a host or
         one who keeps a copy, is in a later one."""
         me = self._endpoint.peer_id
-        members = self._members() if self._members is not None else plan.members
-        return [me, *(peer for peer in members if peer != me)]
+        newest = self._newest() if self._newest is not None else plan
+        return [me, *(peer for peer in newest.members if peer != me)]
 
     async def _from_mates(self) -> None:
         """Fetch the newest state that most of those who held it before us have signed, replay what was committed

@@ -150,7 +150,7 @@ class Tenure(ABC):
             fetch_mean=self._catching_up.fetch,
             take_over=self._take_over,
             begin_era=lambda era: listeners.begin_era(era, self.group_id),
-            members=lambda: self.core.plan.members,
+            newest=lambda: self.core.plan,
             carried=surroundings.between.carried.read,
             ahead=surroundings.between.ahead.ended,
         )

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import pytest
 import torch
 
@@ -39,6 +40,8 @@ class Scene:
     silent_for: int = 0
     newcomer: PeerID | None = None
     """In the plan from when somebody was first asked in vain."""
+    goes_on: bool = False
+    """The others have made a step by when somebody was first asked in vain."""
     mates_version: int = 7
     carries: tuple[str, ...] = ()
     """Layers that it has kept since the layout before."""
@@ -80,9 +83,11 @@ class Scene:
                 raise Unreachable(mate, "is gone")
             return False
 
-        def members() -> tuple[PeerID, ...]:
-            assert self.newcomer is not None
-            return (*plan.members, self.newcomer) if self.fetched else plan.members
+        def newest() -> Plan:
+            if not self.fetched:
+                return plan
+            spares = () if self.newcomer is None else (self.newcomer,)
+            return msgspec.structs.replace(plan, spares=spares, fresh=plan.fresh and not self.goes_on)
 
         async def compute(kind: str, work: Any, *, flop: float) -> Any:
             return SimpleNamespace(value=work())
@@ -110,7 +115,7 @@ class Scene:
             take_over=take_over,
             begin_era=lambda era: self.may_begin,
             carried=lambda era, version: kept if (era, version) == (plan.restore_era, plan.restore_version) else {},
-            members=None if self.newcomer is None else members,
+            newest=newest,
         )
 
         async def main() -> None:
@@ -167,6 +172,12 @@ def test_who_comes_later_with_a_copy_is_asked_for_it(scene: Scene) -> None:
     scene.newcomer = NEWCOMER
     assert scene.join(plan(fresh=True, restore_version=40)) == [40]
     assert [holders for holders, _, _ in scene.fetched] == [(ME, MATE, OTHER), (ME, MATE, OTHER, NEWCOMER)]
+
+
+def test_who_comes_too_late_for_the_beginning_asks_its_mates(scene: Scene) -> None:
+    scene.silent_for, scene.goes_on, scene.mates_version = 2, True, 41
+    assert scene.join(plan(fresh=True, restore_version=40, restore_era=2)) == [41]
+    assert scene.fetched == [((ME, MATE, OTHER), 40, 2), ((MATE,), -1, -1), ((MATE,), -1, -1)]
 
 
 @pytest.mark.parametrize("restore_version", [0, 40])
