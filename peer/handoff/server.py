@@ -5,7 +5,8 @@ holders go on committing, and keep the reduced gradients since the oldest versio
 replays. Who keeps a copy never does: at a step a second those of a long transfer would be many times the state.
 
 Who gets ready for the following layout (`StateRequest.ahead`) fetches layer by layer, and nobody waits for it: what
-goes to it leaves when nothing else does, or after a few times what it takes itself.
+goes to it leaves when nothing else does, or after a few times what it takes itself. Once the layout has ended the whole
+run waits for it, and it leaves at once.
 """
 
 import asyncio
@@ -349,8 +350,11 @@ class StateServer:
         return Done()
 
     async def _give_ahead(self, source: PeerID, message: StateChunkRequest, values_N: Tensor) -> None:
-        """Send a range when nothing else is being sent, or when that lasts too long."""
+        """Send a range: while training goes on when nothing else is being sent, or when that lasts too long."""
         for start in self._starts(source, message, values_N):
+            if not self.trail.is_wanted:
+                await self._send_chunk(source, message, values_N, start)
+                continue
             async with self._one_ahead:
                 for _ in range(math.ceil(max(_YIELD_S_MIN, _YIELD_TIMES * self._took_s) / _LOOK_S)):
                     if not self._is_busy():
