@@ -212,6 +212,7 @@ class Commit:
     def _plan_changed(self, event: GroupPlanned, now_s: float) -> list[CommitCommand]:
         before = self.mates
         self._members.plan(event.members, event.former, now_s=now_s)
+        self._losses.begins_at = event.begins_at
         self._rounds.plan_sequence = event.sequence
         self._ends_at = event.ends_at
         known = {self.me, *self.mates, *self.departing, *event.former, *self._rounds.named}

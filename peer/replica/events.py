@@ -421,12 +421,13 @@ SupplyEvent = (
 @dataclass(frozen=True, slots=True)
 class GroupPlanned:
     """Plan `sequence` gives the group these members, in rank order. `former`: who else had a place in it by the plans
-    of late, and may still drain. `ends_at`: as `Plan.ends_at`."""
+    of late, and may still drain. `ends_at`: as `Plan.ends_at`. `begins_at`: the version with which its era begins."""
 
     members: tuple[Member, ...]
     sequence: int
     former: Collection[PeerID] = ()
     ends_at: int = 0
+    begins_at: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,6 +65,13 @@ def test_who_comes_to_a_run_that_is_under_way_does_not_know_what_died_before() -
     assert losses.suspect_at_s == now_s + STALL_S_DEATH
 
 
+def test_before_the_first_step_of_an_era_nothing_can_have_died_before() -> None:
+    losses, now_s = after_steps()
+    losses.begins_at = 7
+    losses.stepped(7, by_a_step=False, now_s=now_s)
+    assert losses.suspect_at_s == now_s + STALL_S_FIRST
+
+
 @pytest.mark.parametrize(("steps_s", "patience_s"), [([0.1], STALL_S_MIN), ([3.0, 3.0], STALL_STEPS * 3.0)])
 def test_patience_is_several_steps_but_no_less_than_seconds(steps_s: list[float], patience_s: float) -> None:
     losses, now_s = after_steps(*steps_s)
