@@ -11,6 +11,9 @@ apart that way:
 - From today's figure to what is seen: that is what the objective does not know of this swarm. Of it a factor is
   learned, smoothed over `LEARN_STEPS`. Later plans foresee with it.
 
+Where the second difference is another for one layout than for the one before, the objective errs in comparing the two.
+How far it usually does (`forecast_error`) says what a gain is worth that a search promises.
+
 Both are reasons for a search, and so is what nobody has measured: `is_off` says so when seen over foreseen falls below
 `SLOW`, or has changed by `CHANGED` since the last search. It says so once: a search that finds nothing better makes
 the ratio the usual one.
@@ -23,7 +26,10 @@ Successors get the factor and the rest in a hand-over. A successor of a coordina
 """
 
 import math
+from collections import deque
+from itertools import pairwise
 
+from shoal.coordinator.allocate.interface import FORECAST_ERROR
 from shoal.coordinator.plan_layout import Places, places_of
 from shoal.coordinator.token_rate import TokenRate
 from shoal.protocol.limits import VERSION_MAX
@@ -41,6 +47,7 @@ SLOW = 0.75
 CHANGED = 1.25
 UNLIKE = 1.25
 """Today's figure is told beside the plan's if they are further apart."""
+LAYOUTS_KEPT = 8
 _WORDS: dict[Bound, str] = {
     "compute": "stage {0} bounds it (its devices compute)",
     "card": "stage {0} bounds it (its network cards carry activations)",
@@ -71,6 +78,8 @@ class Calibration:
         """The factor with which the live plan foresees."""
         self._learned_to = 0
         """The version up to which steps have been learned from."""
+        self._off: deque[float] = deque(maxlen=LAYOUTS_KEPT)
+        """What was seen of each layout before the live one, over what the objective said, in the logarithm."""
 
     @property
     def factor(self) -> float:
@@ -119,6 +128,13 @@ class Calibration:
             return False
         return 0.0 < min(self._seen[0], self._newest or math.inf) < SLOW * self._believed
 
+    @property
+    def forecast_error(self) -> float:
+        """The logarithm by which the objective's forecasts of two layouts err against each other."""
+        off = [*self._off] if (now := self._off_now()) is None else [*self._off, now]
+        squares = [(later - earlier) ** 2 for earlier, later in pairwise(off)]
+        return math.sqrt((FORECAST_ERROR**2 + sum(squares)) / (1 + len(squares)))
+
     def expected(self, foreseen: Foreseen | None) -> Foreseen | None:
         """What the objective says, times what its word has been worth."""
         return _times(self.factor, foreseen)
@@ -129,6 +145,8 @@ class Calibration:
         """A plan is live. A layout that goes on, as under the plan of a new term, is compared on."""
         layout = plan.era, places_of(plan)
         if layout != self._layout:
+            if (off := self._off_now()) is not None:
+                self._off.append(off)
             self._layout, self._today, self._steady_from = layout, None, None
             self._seen, self._newest, self._noted = (0.0, 0), 0.0, 0.0
         if plan.foreseen != self._foreseen:
@@ -162,8 +180,14 @@ class Calibration:
         """A search for a better layout begins: it knows what we know."""
         self._noted = self.ratio
 
+    def _off_now(self) -> float | None:
+        """What is seen of the live layout over what the objective says, in the logarithm; None: that is not known."""
+        if self._today is None or self._seen[1] < OFF_STEPS:
+            return None
+        return _within(math.log(self._seen[0] / self._today.tokens_per_s))
+
     def _learn(self, log: float, num_steps: int) -> None:
-        log = min(max(log, -math.log(FACTOR_MAX)), math.log(FACTOR_MAX))
+        log = _within(log)
         num_steps = min(num_steps, LEARN_STEPS)
         self._steps = min(self._steps + num_steps, LEARN_STEPS)
         self._log_factor += (log - self._log_factor) * num_steps / self._steps
@@ -175,7 +199,8 @@ class Calibration:
         if self._layout is None:
             return None
         steady_from = -1 if self._steady_from is None else self._steady_from
-        return Calibrated(self.factor, self._steps, self._layout[0], steady_from, self._noted, self._factor_then)
+        era, off = self._layout[0], tuple(self._off)
+        return Calibrated(self.factor, self._steps, era, steady_from, self._noted, self._factor_then, off)
 
     def take_over(self, told: Calibrated | None) -> None:
         """Go on from what another coordinator has learned, of the layout that is live."""
@@ -184,9 +209,11 @@ class Calibration:
             and 0 <= told.steps <= LEARN_STEPS
             and 0.0 <= told.noted < math.inf
             and -1 <= told.steady_from <= VERSION_MAX
+            and all(abs(off) <= math.log(FACTOR_MAX) for off in told.off)
         ):
             return
         self._log_factor, self._steps = math.log(told.factor), told.steps
+        self._off = deque(told.off, maxlen=LAYOUTS_KEPT)
         if self._layout is not None and told.era == self._layout[0] and told.steady_from >= 0:
             self._steady_from, self._noted, self._factor_then = told.steady_from, told.noted, told.factor_then
             self._learned_to = max(self._learned_to, told.steady_from)
@@ -218,6 +245,10 @@ class Calibration:
             parts.append(f"seen {rate:,.0f} over {num_steps} steps")
         believed = today or foreseen
         return f"{', '.join(parts)}; {_WORDS[believed.bound].format(believed.stage)}"
+
+
+def _within(log: float) -> float:
+    return min(max(log, -math.log(FACTOR_MAX)), math.log(FACTOR_MAX))
 
 
 def _times(factor: float, foreseen: Foreseen | None) -> Foreseen | None:

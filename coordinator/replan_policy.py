@@ -284,6 +284,7 @@ class ReplanPolicy:
             snapshot = replace(
                 view.snapshot(peers, live, disks, now_s, knows_network=True),
                 seen_tokens_per_s=view.calibration.seen_tokens_per_s,
+                forecast_error=view.calibration.forecast_error,
             )
             job = self._schedule.begin(snapshot, live, swarm, now_s, seed=sequence, is_off=is_off, has_pace=has_pace)
             if job is not None:

@@ -333,6 +333,8 @@ class Calibrated(_Part, frozen=True, array_like=True):
     """Seen over foreseen, when a search for a better layout last began; 0: it has not been compared yet."""
     factor_then: float = 1.0
     """The factor with which the live plan foresees."""
+    off: tuple[float, ...] = ()
+    """What was seen of each of the last layouts before the live one, over what the objective said, in the logarithm."""
 
 
 class Absence(_Part, frozen=True, array_like=True):

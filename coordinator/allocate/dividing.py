@@ -1,9 +1,17 @@
 """Looks for another division of the model into stages: other boundaries, more stages or fewer. Pure.
 
-Such a change has a price. While training goes on, everybody fetches the layers that it does not hold, and steps are a
-little slower. Then the run stands still (`Plan.ends_at`): the pipeline drains, what is still missing travels, and the
-pipeline fills again. What a search finds must gain more than that within the time for which a layout is expected to
-last.
+Such a change has a price. While training goes on, everybody fetches the layers that it does not hold, and steps are
+slower. Then the run stands still (`Plan.ends_at`): the pipeline drains, what is still missing travels, and the pipeline
+fills again. What a search finds must gain more than that within the time for which a layout is expected to last.
+
+**What a gain is worth.** A search takes the best of many layouts by figures that err, so it takes those whose figures
+err upwards, and what comes is nearer to the live layout than what was foreseen. With s, by which the figures of two
+layouts err against each other (`Snapshot.forecast_error`), and d, by which layouts that a search compares do differ,
+both in the logarithm, the mean of the true gain is
+
+    log(1 + gain) d^2 / (d^2 + s^2)
+
+Source: regression to the mean, for normal errors; d is `FORECAST_ERROR`, as nobody knows better.
 """
 
 import math
@@ -11,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shoal.coordinator.allocate.interface import MeasuredPeer, Snapshot
+from shoal.coordinator.allocate.interface import FORECAST_ERROR, MeasuredPeer, Snapshot
 from shoal.coordinator.cost.placement import Cost, Placement
 from shoal.coordinator.cost.throughput import ThroughputObjective
 from shoal.coordinator.cost.workload import STATE_BYTES_PER_PARAMETER, Workload
@@ -23,8 +31,12 @@ DRAIN_STEPS = 2.0
 FOLLOWED_PART = 0.5
 """A peer keeps up with the gradients of so many of the layers that it has fetched as travel in this part of a step; the
 others it fetches in the standstill (`peer/MEASURED.md`)."""
-SLOWED = 0.05
-"""Steps are slower by this part while state travels: by 0.3 to 4 % where it was measured."""
+AHEAD_PART = 0.2
+"""The part of their lines that state gets while training needs these (`peer/handoff/server.py`: what is fetched ahead
+waits for a quiet moment, up to four times as long as it takes itself)."""
+SLOWED = 0.17
+"""Steps that need the same lines are slower by this part while state travels (two-universities: 132,500 tokens/s, then
+110,000)."""
 GAIN_MIN = 0.1
 """The gain in tokens/s, by the objective, below which nobody fetches anything: figures are measured, and a division
 that is hardly better is as likely to be worse."""
@@ -58,14 +70,30 @@ def worth_its_standstill(
     workload = snapshot.workload
     assert workload is not None
     objective = ThroughputObjective(topology, workload)
-    before_s, after_s = seen_or_foreseen_s(snapshot, objective.cost(current)), objective.cost(found).seconds
-    gain = before_s / after_s - 1.0
+    live, cost = objective.cost(current), objective.cost(found)
+    gain, before_s = foreseen_gain(snapshot, live, cost), seen_or_foreseen_s(snapshot, live)
     travel_s = fetch_s(topology, workload, current, found)
     standstill_s = DRAIN_STEPS * before_s + left_s(workload, travel_s, step_s=before_s)
-    price_s = standstill_s + SLOWED * travel_s
-    if not gain >= GAIN_MIN or not (1.0 - after_s / before_s) * (horizon_s - travel_s) > price_s:
+    price_s = standstill_s + SLOWED * travel_s / AHEAD_PART
+    saves = 1.0 - 1.0 / (1.0 + expected_gain(gain, snapshot.forecast_error))
+    if not gain >= GAIN_MIN or not saves * (horizon_s - travel_s / AHEAD_PART) > price_s:
         return None
     return Division(placement=found, gain=gain, standstill_s=standstill_s)
+
+
+def foreseen_gain(snapshot: Snapshot, live: Cost, found: Cost) -> float:
+    """The gain in tokens/s, relative, by what is foreseen of a step. What a search goes by (`Cost.seconds`) errs
+    differently for different numbers of stages (`cost/foresight.py`)."""
+    if not math.isfinite(live.seconds) or not math.isfinite(found.seconds):
+        return live.seconds / found.seconds - 1.0
+    seen = seen_or_foreseen_s(snapshot, live) / live.seconds
+    return seen * live.parts["foreseen_s"] / found.parts["foreseen_s"] - 1.0
+
+
+def expected_gain(gain: float, forecast_error: float) -> float:
+    """What a foreseen gain is worth, relative as it is."""
+    trust = FORECAST_ERROR**2 / (FORECAST_ERROR**2 + forecast_error**2)
+    return math.expm1(trust * math.log1p(gain))
 
 
 def seen_or_foreseen_s(snapshot: Snapshot, live: Cost) -> float:
@@ -77,24 +105,28 @@ def seen_or_foreseen_s(snapshot: Snapshot, live: Cost) -> float:
 
 
 def fetch_s(topology: Topology, workload: Workload, current: Placement, found: Placement) -> float:
-    """Seconds until everybody has what it is to hold: the busiest download, or the upload of those that alone hold a
-    layer, whichever takes longer. Each layer comes in equal parts from its holders."""
-    num_devices = topology.num_devices
-    held = [set[int]() for _ in range(num_devices)]
-    for devices, first, last in _ranges(current):
-        for device in devices:
-            held[device].update(range(first, last))
+    """Seconds until everybody has what it is to hold, with the lines for that alone: over the paths from a layer's
+    holders, from all of them at once, or over the busiest card, whichever takes longer."""
     layer_bytes = STATE_BYTES_PER_PARAMETER * np.array(workload.layer_parameters)
-    into, out = np.zeros(num_devices), np.zeros(num_devices)
+    _, card = np.unique(topology.card, return_inverse=True)
+    same_card = card[:, None] == card[None, :]
+    ends = np.minimum(topology.up_bytes_per_s[:, None], topology.down_bytes_per_s[None, :])
+    rate = np.maximum(np.minimum(topology.bytes_per_s, np.where(same_card, np.inf, ends)), 1.0)
+    paths_s, into, out = np.zeros((3, topology.num_devices))
     for devices, first, last in _ranges(found):
         for device in devices:
-            for layer in sorted(set(range(first, last)) - held[device]):
-                holders = [other for other in range(num_devices) if layer in held[other]]
-                into[device] += layer_bytes[layer]
-                out[holders] += layer_bytes[layer] / len(holders)
-    down = np.maximum(topology.bytes_per_s.max(axis=0), 1.0)
-    up = np.maximum(topology.bytes_per_s.max(axis=1), 1.0)
-    return float(max((into / down).max(), (out / up).max()))
+            for holders, held_first, held_last in _ranges(current):
+                num_bytes = float(layer_bytes[max(first, held_first) : min(last, held_last)].sum())
+                if device in holders or not num_bytes:
+                    continue
+                givers = np.array(holders)
+                parts = num_bytes * rate[givers, device] / rate[givers, device].sum()
+                paths_s[device] += num_bytes / rate[givers, device].sum()
+                away = ~same_card[givers, device]
+                np.add.at(out, card[givers[away]], parts[away])
+                into[card[device]] += parts[away].sum()
+    cards_s = np.maximum(out[card] / topology.up_bytes_per_s, into[card] / topology.down_bytes_per_s)
+    return float(max(paths_s.max(), cards_s.max()))
 
 
 def left_s(workload: Workload, travel_s: float, *, step_s: float) -> float:

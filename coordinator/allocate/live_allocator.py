@@ -25,7 +25,13 @@ import numpy as np
 
 from shoal.coordinator.allocate.alone import loss_alone, with_device, with_second_holders
 from shoal.coordinator.allocate.at_once import plan_at_once
-from shoal.coordinator.allocate.dividing import fetch_s, placement_of, seen_or_foreseen_s, worth_its_standstill
+from shoal.coordinator.allocate.dividing import (
+    fetch_s,
+    foreseen_gain,
+    placement_of,
+    seen_or_foreseen_s,
+    worth_its_standstill,
+)
 from shoal.coordinator.allocate.greedy import Choose, GreedyAllocator, Slot, first_reason, poorest, slots_of, stage_of
 from shoal.coordinator.allocate.interface import MeasuredPeer, NoLayout, Snapshot
 from shoal.coordinator.allocate.measured_topology import topology_of
@@ -255,7 +261,8 @@ def _better(snapshot: Snapshot, previous: Plan, seed: int) -> tuple[Layout | Non
     objective = ThroughputObjective(topology, workload)
     before, after = objective.cost(current), objective.cost(found)
     before_s = seen_or_foreseen_s(snapshot, before)
-    gain = before_s / after.seconds - 1.0
+    by_figures = foreseen_gain(replace(snapshot, seen_tokens_per_s=0.0), before, after)
+    gain = min(before_s / after.seconds - 1.0, by_figures)
     num_moved = sum(current.stage_of().get(d) != found.stage_of().get(d) for d in range(topology.num_devices))
     pays = with_moves_s < before_s and _pays(objective, current, found, before_s, snapshot.horizon_s)
     if num_moved == 0 or not gain >= MARGIN or not pays:

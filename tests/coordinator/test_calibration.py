@@ -5,6 +5,7 @@ import math
 import msgspec
 import pytest
 
+from shoal.coordinator.allocate.interface import FORECAST_ERROR
 from shoal.coordinator.calibration import FACTOR_MAX, LEARN_STEPS, OFF_STEPS, SLOW, WARM_UP_STEPS, Calibration
 from shoal.coordinator.token_rate import TokenRate
 from shoal.protocol.messages import Calibrated
@@ -160,6 +161,20 @@ def test_a_successor_goes_on_where_the_coordinator_was(plan):
     assert heir.steps(20, step_s=4 * STEP_S).count(True) >= 1
 
 
+def test_forecasts_are_believed_less_once_one_of_them_has_failed(plan, make_plan):
+    run = Run(plan, foreseen=2 * USUAL)
+    run.steps(30)
+    assert run.calibration.forecast_error == FORECAST_ERROR, "what errs alike for all layouts errs in none of them"
+    run.calibration.obey(
+        msgspec.structs.replace(run.plan, stages=make_plan([["a"], ["b", "c"]], coordinator="a").plan.stages)
+    )
+    run.steps(30, step_s=1.5 * STEP_S)
+    assert run.calibration.forecast_error == pytest.approx(math.sqrt((FORECAST_ERROR**2 + math.log(1.5) ** 2) / 2))
+    heir = Run(plan)
+    heir.calibration.take_over(run.calibration.tell())
+    assert heir.calibration.tell().off == run.calibration.tell().off != ()
+
+
 @pytest.mark.parametrize(
     "told",
     [
@@ -170,6 +185,7 @@ def test_a_successor_goes_on_where_the_coordinator_was(plan):
         Calibrated(1.0, 1, 0, -2),
         Calibrated(1.0, 1, 0, 1 << 63),
         Calibrated(1.0, 1, 0, 5, math.inf),
+        Calibrated(1.0, 1, 0, 5, off=(math.nan,)),
     ],
 )
 def test_what_no_coordinator_can_have_learned_is_not_taken_over(plan, told):

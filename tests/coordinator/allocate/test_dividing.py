@@ -1,10 +1,21 @@
 """What another division into stages is reckoned to cost."""
 
+import numpy as np
 import pytest
 
-from shoal.coordinator.allocate.dividing import FOLLOWED_PART, left_s
+from shoal.coordinator.allocate.dividing import (
+    FOLLOWED_PART,
+    expected_gain,
+    fetch_s,
+    foreseen_gain,
+    left_s,
+    worth_its_standstill,
+)
+from shoal.coordinator.allocate.interface import FORECAST_ERROR, Snapshot
+from shoal.coordinator.cost.placement import Cost, Placement
 from shoal.coordinator.cost.workload import STATE_BYTES_PER_PARAMETER, Workload
 from shoal.protocol.spec import ModelSpec, RunSpec, WireSpec
+from shoal.protocol.topology import Topology, make_topology
 
 
 def workload(gradients: str) -> Workload:
@@ -26,3 +37,83 @@ def test_what_travels_faster_than_a_step_is_followed_and_the_rest_comes_whole() 
 
 def test_nothing_is_left_of_nothing() -> None:
     assert left_s(workload("fp32"), 0.0, step_s=1.0) == 0.0
+
+
+def test_a_gain_is_worth_less_the_more_forecasts_err() -> None:
+    assert expected_gain(0.21, 0.0) == pytest.approx(0.21)
+    assert expected_gain(0.21, FORECAST_ERROR) == pytest.approx(0.1)
+    assert 0.0 < expected_gain(0.21, 3 * FORECAST_ERROR) < 0.02
+
+
+def four(card_bytes_per_s: float) -> Topology:
+    """Two devices in each of two towns; those of each town are behind one card."""
+    away = np.array([[0, 0, 1, 1], [0, 0, 1, 1], [1, 1, 0, 0], [1, 1, 0, 0]], dtype=bool)
+    return make_topology(
+        np.where(away, 0.1, 0.001),
+        np.where(away, 1e7, 1e8),
+        up_bytes_per_s=card_bytes_per_s,
+        down_bytes_per_s=card_bytes_per_s,
+        card=[0, 0, 7, 7],
+    )
+
+
+def seconds(found: tuple[tuple[int, ...], ...], *, card_bytes_per_s: float = 1e9) -> float:
+    """How long state travels, beside the second half of the layers over one line between the towns, from a layout whose
+    first half is at device 0, the second at devices 1 and 2."""
+    work = workload("fp32")
+    half = len(work.layer_parameters) // 2
+    bounds = (0, half, len(work.layer_parameters))
+    before, after = Placement(stages=((0,), (1, 2)), bounds=bounds), Placement(stages=found, bounds=bounds)
+    took_s = fetch_s(four(card_bytes_per_s), work, before, after)
+    return took_s * 1e7 / (STATE_BYTES_PER_PARAMETER * sum(work.layer_parameters[half:]))
+
+
+def test_who_stays_fetches_nothing() -> None:
+    assert seconds(((0,), (1, 2))) == 0.0
+
+
+def test_state_comes_from_all_of_its_holders_from_each_what_its_path_carries() -> None:
+    assert seconds(((0,), (1, 2, 3))) == pytest.approx(1e7 / (1e7 + 1e8))
+
+
+def test_who_shares_a_card_shares_what_comes_over_it() -> None:
+    alone, both = (seconds(found, card_bytes_per_s=1e5) for found in (((2,), (1,)), ((2, 3), (1,))))
+    assert both == pytest.approx(2.0 * alone)
+
+
+def is_worth(*, forecast_error: float = FORECAST_ERROR, horizon_s: float = 600.0, state_s: float = 0.0) -> bool:
+    """Whether two equal devices with 1 and 5 layers, a step of 5 s, should have 3 each. Args: state_s: how long the
+    state of two layers travels."""
+    work = workload("fp32")
+    state_bytes = STATE_BYTES_PER_PARAMETER * sum(work.layer_parameters[1:3])
+    pair = make_topology(
+        np.full((2, 2), 0.01),
+        np.full((2, 2), state_bytes / state_s if state_s else 1e12),
+        flop_per_s=work.microbatches * work.job_flop(1, 6) / 5.0,
+    )
+    snapshot = Snapshot(peers=(), layer_costs=(1.0,) * 6, num_stages=None, workload=work, forecast_error=forecast_error)
+    before, after = (Placement(stages=((0,), (1,)), bounds=bounds) for bounds in ((0, 1, 6), (0, 3, 6)))
+    return worth_its_standstill(snapshot, pair, before, after, horizon_s=horizon_s) is not None
+
+
+def test_a_division_pays_if_it_gains_more_than_its_standstill_within_the_time_that_a_layout_lasts() -> None:
+    assert len(workload("fp32").layer_parameters) == 6
+    assert is_worth()
+    assert is_worth(horizon_s=60.0)
+    assert not is_worth(horizon_s=20.0)
+    assert is_worth(state_s=3.0, horizon_s=100.0)
+    assert not is_worth(state_s=3.0, horizon_s=60.0)
+
+
+@pytest.mark.parametrize(("seen_tokens_per_s", "gain"), [(0.0, -0.1), (90.0, -0.1), (120.0, 0.9 / 1.2 - 1.0)])
+def test_a_gain_is_what_is_foreseen_of_a_step_and_not_what_a_search_goes_by(
+    seen_tokens_per_s: float, gain: float
+) -> None:
+    live = Cost(seconds=12.0, parts={"foreseen_s": 9.0, "tokens_per_s": 100.0})
+    found = Cost(seconds=6.0, parts={"foreseen_s": 10.0, "tokens_per_s": 90.0})
+    snapshot = Snapshot(peers=(), layer_costs=(1.0,), num_stages=None, seen_tokens_per_s=seen_tokens_per_s)
+    assert foreseen_gain(snapshot, live, found) == pytest.approx(gain)
+
+
+def test_nothing_is_divided_for_a_gain_that_forecasts_cannot_tell_from_none() -> None:
+    assert not is_worth(forecast_error=1.0)
