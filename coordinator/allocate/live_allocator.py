@@ -33,6 +33,7 @@ from shoal.coordinator.allocate.dividing import (
     worth_its_standstill,
 )
 from shoal.coordinator.allocate.greedy import Choose, GreedyAllocator, Slot, first_reason, poorest, slots_of, stage_of
+from shoal.coordinator.allocate.idle_devices import with_idle_devices
 from shoal.coordinator.allocate.interface import MeasuredPeer, NoLayout, Snapshot
 from shoal.coordinator.allocate.measured_topology import topology_of
 from shoal.coordinator.allocate.prospect import foresee
@@ -58,6 +59,11 @@ STATE_PART = 0.5
 """The part of its holders' lines that state on its way takes, reckoned with."""
 SMALL_DEVICES = 32
 """A search over fewer devices spends in proportion less than the planner's own budget: there is less to find."""
+FIRST_TIMES = 4
+FIRST_WORK_MAX = 300_000_000
+"""The search for a first layout spends so many times what a later one does, but at most this much, which is 3 s of one
+core: boundaries move only by a standstill, so what it misses by bad luck is kept until a division makes up for that.
+It is proportionally less again for a small swarm."""
 
 
 SHARE_DRIFT = 1.5
@@ -214,9 +220,10 @@ def _first(snapshot: Snapshot, seed: int) -> tuple[Layout, str]:
 
     topology, workload = topology_of(snapshot), snapshot.workload
     assert workload is not None
-    searched, _ = plan(topology, workload, num_stages=snapshot.num_stages, seed=seed, work=_work(topology.num_devices))
+    work = _first_work(topology.num_devices)
+    searched, _ = plan(topology, workload, num_stages=snapshot.num_stages, seed=seed, work=work)
     objective = ThroughputObjective(topology, workload)
-    placement = with_second_holders(objective, searched, snapshot)
+    placement = with_idle_devices(objective, with_second_holders(objective, searched, snapshot))
     stages, spares = _stages_of(snapshot, topology, workload, placement)
     reason = first_reason(len(snapshot.peers), len(stages))
     return Layout(stages=stages, spares=spares, reason=reason), reason
@@ -407,3 +414,9 @@ def _work(num_devices: int) -> int:
     from shoal.coordinator.allocate.planner import default_work
 
     return round(default_work(num_devices) * min(1.0, num_devices / SMALL_DEVICES))
+
+
+def _first_work(num_devices: int) -> int:
+    usual = _work(num_devices)
+    times = FIRST_TIMES * min(1.0, num_devices / SMALL_DEVICES)
+    return max(usual, min(round(times * usual), FIRST_WORK_MAX))

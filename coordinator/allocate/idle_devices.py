@@ -1,0 +1,45 @@
+"""Gives a place to devices that a search has left out, where no step becomes slower by that. Pure.
+
+The objective reckons with means. By it a stage that is not the longest gains nothing from one more member, so a search
+may leave a device out that could work. But jobs come unevenly, and where several stages take about as long as the
+longest one each waits for the others. A stage with time to spare catches up after such a wait.
+"""
+
+from dataclasses import replace
+
+from shoal.coordinator.allocate.alone import with_device
+from shoal.coordinator.cost.placement import Cost, Placement
+from shoal.coordinator.cost.throughput import ThroughputObjective
+
+TRIED = 16
+"""The number of devices without a place that are tried: each costs an evaluation for each stage."""
+ROUNDING = 1e-6
+"""Costs that differ by less, as a part, are the same."""
+
+
+def with_idle_devices(objective: ThroughputObjective, placement: Placement) -> Placement:
+    """Let each device that was left out join a stage, the fastest device first, and of the stages at which it costs
+    nothing the one that computes longest."""
+    topology, workload = objective.topology, objective.workload
+    cost = objective.cost(placement)
+    left_out = sorted(placement.spares(topology.num_devices), key=lambda d: (-topology.flop_per_s[d], d))
+
+    def computes_s(index: int) -> float:
+        flop = workload.job_flop(placement.bounds[index], placement.bounds[index + 1])
+        return flop / float(topology.flop_per_s[list(placement.stages[index])].sum())
+
+    for device in left_out[:TRIED]:
+        for index in sorted(range(len(placement.stages)), key=computes_s, reverse=True):
+            joined = replace(placement, stages=with_device(placement.stages, index, device))
+            tried = objective.cost(joined)
+            if _is_no_slower(tried, cost):
+                placement, cost = joined, tried
+                break
+    return placement
+
+
+def _is_no_slower(tried: Cost, cost: Cost) -> bool:
+    most = 1.0 + ROUNDING
+    if not tried.seconds <= most * cost.seconds:
+        return False
+    return tried.parts["foreseen_s"] <= most * cost.parts["foreseen_s"]
