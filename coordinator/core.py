@@ -417,6 +417,7 @@ class CoordinationCore:
             safe=self.view.safe(governed.plan, now_s) if governed is not None else (0, 0),
             probe=probe,
             beside=self.view.survey.links.mates(source, self.view.roster.alive(now_s))[:TOGETHER_MAX] if probe else (),
+            in_doubt=governed is not None and self.view.calibration.is_unexplained,
         )
 
     def _grant(self, source: PeerID, request: TermRequest, base: SignedPlan, now_s: float) -> list[Command]:

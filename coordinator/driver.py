@@ -123,6 +123,8 @@ class Callbacks:
     """It gets (era, version) of a snapshot before which none is needed any more, maybe several times."""
     on_probe: Callable[[tuple[PeerID, ...], tuple[PeerID, ...]], None] = ignore
     """It gets the peers towards which the coordinator wants our link measured, and those behind our network card."""
+    on_doubt: Callable[[], None] = ignore
+    """The run is far slower than what is known explains, says the coordinator with each answer."""
 
 
 class Coordination:
@@ -536,6 +538,8 @@ class Coordination:
                 self._callbacks.on_safe(reply.safe)
             if reply.probe:
                 self._callbacks.on_probe(reply.probe[:PROBES_PER_REPLY_MAX], reply.beside[:TOGETHER_MAX])
+            if reply.in_doubt:
+                self._callbacks.on_doubt()
         else:
             self._reports.failed(sent)
         self._feed(Answered(peer=target, asked=heartbeat, reply=reply, live=live, took_s=self._clock.now_s() - asked_s))

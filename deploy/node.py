@@ -220,6 +220,7 @@ class Node:
                 on_save=self.peer.save_at,
                 on_safe=self.peer.thin,
                 on_probe=self.peer.measure_links,
+                on_doubt=self.peer.look_at_links,
             ),
             run_blocking=ports.run_search,
             rng=ports.rng,

@@ -181,6 +181,7 @@ class PeerDriver:
             arithmetic=arithmetic,
             spec=spec,
             on_failure=self._fail,
+            line_bytes_per_s=lambda: max((link.bytes_per_s for link in self._links.values()), default=0.0),
         )
         self._copies = Copies(
             self._archive,
@@ -556,6 +557,11 @@ class PeerDriver:
         self._to_probe = list(dict.fromkeys((*self._to_probe, *peers)))[:_TO_PROBE_MAX]
         if self._probing is None or self._probing.done():
             self._probing = asyncio.create_task(self._probe_links(), name="measure links")
+
+    def look_at_links(self) -> None:
+        """The run is far slower than what is known explains: maybe one of our links is, which is too busy to probe."""
+        if self._meter.look():
+            self._card_bytes_per_s = 0.0  # it is measured again once our lines are quiet
 
     async def _probe_links(self) -> None:
         while self._to_probe:

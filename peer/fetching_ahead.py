@@ -53,6 +53,9 @@ _SAMPLES_MIN = 3
 """Others may fetch whole layers from the same holder while the first gradients come."""
 _LAG_STEPS = 2
 """Layers that are so far behind, and whose gradients do not come in time, are too many."""
+_SLOW_PART = 0.25
+"""A holder from which a layer comes at less than this part of what our line carries has a slow line itself, or is busy
+beyond what many that fetch at once explain."""
 _RANGES_AT_ONCE = 2
 """The next range is on its way while the answer to the one before is."""
 
@@ -78,6 +81,8 @@ class _Source:
     byte_s: float = 0.0
     """How long a byte of a gradient has taken to come of late; 0: that is not known yet."""
     num_samples: int = 0
+    rates: dict[PeerID, float] = field(init=False, default_factory=dict)
+    """Bytes a second of the last layer that each of the peers gave us."""
     is_full: bool = False
     """We can follow no more of its layers."""
     task: asyncio.Task[None] | None = None
@@ -111,6 +116,16 @@ class _Source:
         self.byte_s = (self.byte_s + byte_s) / 2.0 if self.byte_s else byte_s
         self.num_samples += 1
 
+    def gave(self, num_bytes: int, took_s: float, *, line_bytes_per_s: float) -> None:
+        """A layer took so long to come. Where that is far longer than it takes our line, the next one comes from
+        another peer: from one that has given nothing yet, or from the quickest."""
+        if num_bytes < _SAMPLE_BYTES or took_s <= 0.0:
+            return
+        self.rates[self.peer] = num_bytes / took_s
+        if self.rates[self.peer] < _SLOW_PART * line_bytes_per_s:
+            turns = range(self.turn, self.turn + len(self.peers))
+            self.turn = max(turns, key=lambda turn: self.rates.get(self.peers[turn % len(self.peers)], math.inf))
+
     def can_follow(self, num_bytes: int) -> bool:
         """Whether gradients of so many bytes come in a step, as far as we know."""
         return self.num_samples < _SAMPLES_MIN or self.byte_s * num_bytes <= _PART_OF_STEP * self.step_s
@@ -135,7 +150,12 @@ class _Preparing:
 
 
 class FetchingAhead:
-    """Of one peer. Args: on_failure: gets what only a bug raises."""
+    """Of one peer.
+
+    Args:
+        on_failure: gets what only a bug raises.
+        line_bytes_per_s: says what this peer's line carries; 0: that is not known.
+    """
 
     def __init__(
         self,
@@ -147,6 +167,7 @@ class FetchingAhead:
         arithmetic: Arithmetic,
         spec: RunSpec,
         on_failure: Callable[[BaseException], None],
+        line_bytes_per_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self._endpoint = endpoint
         self._compute = compute
@@ -155,6 +176,7 @@ class FetchingAhead:
         self._arithmetic = arithmetic
         self._spec = spec
         self._on_failure = on_failure
+        self._line_bytes_per_s = line_bytes_per_s
         self._preparing: _Preparing | None = None
 
     @property
@@ -255,7 +277,12 @@ class FetchingAhead:
                     took_s = await self._replay(ready, source, here[0])
                     source.came(self._gradients_bytes(here[:1]), took_s)
                 elif coming and source.can_follow(self._gradients_bytes([*here, coming[0]])):
-                    source.heard(await self._fetch(ready, source, coming[0]), self._clock.now_s())
+                    began_s = self._clock.now_s()
+                    version = await self._fetch(ready, source, coming[0])
+                    now_s = self._clock.now_s()
+                    source.heard(version, now_s)
+                    line_bytes_per_s = self._line_bytes_per_s()
+                    source.gave(self._state_bytes(coming[0]), now_s - began_s, line_bytes_per_s=line_bytes_per_s)
                 elif here:
                     source.is_full = bool(coming)
                     await self._replay(ready, source, here[0])  # as soon as its holder has stepped

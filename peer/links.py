@@ -7,6 +7,10 @@
 |              |                                                                   | frames up, if buffers take a burst|
 | rate from    | two full chunks of bulk, one right after the other; the best seen | down; bounds what others claim    |
 
+A link that has become slow is always busy, and nobody can probe it. So while the run is slower than what is known
+explains (`HeartbeatReply.in_doubt`), the frames of a link that is busy for long count as a probe (`look`), unless our
+own card is what they wait for.
+
 A plan needs what a link **can** carry. While this peer sends to several others, each of them gets a part of its uplink,
 which says little of the links. So only those probes and frames count beside which no other link was sending. Frames
 count for nothing beside probes: they look slower where another peer shares the card or the far end is busy, and faster
@@ -43,15 +47,21 @@ _GAP_S = 2.0
 _PROBES = 3
 SLOWED = 0.5
 STEADY = 1.5
+_LOOK_S, _LOOK_S_MAX = 4.0, 20.0
+"""Two looks at busy links are so far apart at least, and at most if the second is to say something. A link was busy for
+long if it was for half of the first."""
 _RATE_MAX = 1e12
 """Bytes/s; a link of a simulated world may take no time at all."""
 
 
 class _Link:
     __slots__ = (
+        "busy_s",
+        "busy_since_s",
         "chunk_at_s",
         "chunks",
         "is_shared",
+        "looked",
         "mark",
         "num_sending",
         "pending",
@@ -73,6 +83,8 @@ class _Link:
         self.probes: deque[float] = deque(maxlen=_PROBES)
         self.chunk_at_s: float | None = None
         self.num_sending = 0
+        self.busy_s, self.busy_since_s = 0.0, 0.0  # how long something was on its way out before, and since when it is
+        self.looked = 0.0, 0.0  # (seconds so far, bytes so far) when `LinkMeter.look` was called last
         self.since_s = 0.0
         self.sent_bytes = 0.0
         self.received_bytes = 0.0
@@ -122,6 +134,8 @@ class LinkMeter:
         self._num_sending = 0
         self._since_s = 0.0
         self._sending_s = 0.0
+        self._looked = -math.inf, 0.0
+        """When `look` was called last, and `sending_s` then."""
 
     @property
     def sending_s(self) -> float:
@@ -157,6 +171,44 @@ class LinkMeter:
             link.probes.append(report.bytes_per_s)
             self._news[report.peer] = None
 
+    def look(self) -> bool:
+        """Count what links have carried since the last look as probes, of those that were busy for long, if our card
+        could have carried twice as much.
+
+        Returns: whether all links in use have become slow, so that it is our line.
+        """
+        now_s = self._clock.now_s()
+        apart_s = now_s - self._looked[0]
+        if apart_s < _LOOK_S:
+            return False
+        sending_s, before_s = self.sending_s, self._looked[1]
+        self._looked = now_s, sending_s
+        found: dict[PeerID, tuple[float, float]] = {}
+        """(bytes/s, seconds) of each link over which enough has gone out."""
+        total_bytes, best = 0.0, 0.0
+        for peer, link in self._links.items():
+            busy_s = link.busy_s + (now_s - link.busy_since_s if link.num_sending else 0.0)
+            (then_s, then_bytes), link.looked = link.looked, (busy_s, link.sent_bytes)
+            nbytes, seconds = link.sent_bytes - then_bytes, busy_s - then_s
+            total_bytes += nbytes
+            best = max(best, *link.probes, 0.0)
+            if nbytes >= _SAMPLE_BYTES and seconds > 0.0:
+                found[peer] = nbytes / seconds, seconds
+        if apart_s > _LOOK_S_MAX or total_bytes >= SLOWED * best * (sending_s - before_s):
+            return False
+        most = max((rate for rate, _ in found.values()), default=0.0)
+        is_our_line = len(found) > 1 and most < SLOWED * best
+        for peer, link in self._links.items():
+            rate, seconds = found.get(peer, (0.0, 0.0))
+            if seconds >= _LOOK_S / 2.0:
+                link.probes.append(rate)
+            elif is_our_line and link.sent_rate > most and peer not in found:
+                link.probes.append(most)
+            else:
+                continue
+            self._news[peer] = None
+        return is_our_line
+
     def tell_all(self) -> None:
         """There is another coordinator, which has heard of none of our links."""
         self._turn = []
@@ -165,7 +217,7 @@ class LinkMeter:
     def send_begins(self, peer: PeerID) -> None:
         link = self._link(peer)
         if link.num_sending == 0:
-            link.since_s = self._clock.now_s()
+            link.since_s = link.busy_since_s = self._clock.now_s()
             self._num_busy += 1
             if self._num_busy > 1:
                 self._num_mixed += 1
@@ -183,6 +235,7 @@ class LinkMeter:
         link.num_sending -= 1
         self._num_sending -= 1
         if link.num_sending == 0:
+            link.busy_s += now_s - link.busy_since_s
             self._num_busy -= 1
         if self._num_sending == 0:
             self._sending_s += now_s - self._since_s

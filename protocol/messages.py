@@ -204,6 +204,8 @@ class HeartbeatReply(_Message, frozen=True):
     beside: tuple[PeerID, ...] = ()
     """The peers that say to be behind the asker's network card, where it is asked to measure; `TOGETHER_MAX` at most.
     With them it finds out what the card carries."""
+    in_doubt: bool = False
+    """The run is far slower than what is known of devices and links explains."""
 
 
 class TermRequest(_Message, frozen=True):

@@ -315,9 +315,10 @@ def _shared_anew(snapshot: Snapshot, previous: Plan) -> Layout | None:
         return None
     stages = _shared(topology, snapshot.workload, previous.stages)
     shares = [
-        (before.share, after.share)
+        pair
         for old, new in zip(previous.stages, stages, strict=True)
         for before, after in zip(old.members, new.members, strict=True)
+        for pair in ((before.share, after.share), (before.bandwidth, after.bandwidth))
     ]
     if all(max(a, SHARE_MIN) < SHARE_DRIFT * max(b, SHARE_MIN) for pair in shares for a, b in (pair, pair[::-1])):
         return None

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shoal.peer.arithmetic import TorchArithmetic
-from shoal.peer.fetching_ahead import FetchingAhead
+from shoal.peer.fetching_ahead import FetchingAhead, _Source
 from shoal.peer.handoff.inbox import ChunkInbox
 from shoal.peer.handoff.server import StateServer
 from shoal.peer.model.layout import layer_layout
@@ -231,3 +231,19 @@ def test_a_holder_that_is_gone_when_the_layout_has_ended_costs_its_layers_only(p
         assert await s.ahead.ended(0, 1, [s.me]) == {}
 
     play(scene)
+
+
+def test_a_layer_that_comes_far_more_slowly_than_our_line_could_is_the_last_of_that_holder() -> None:
+    source = _Source(keys=("a", "b"), peers=tuple(PeerID(name) for name in "pqr"), turn=1)
+    asked = []
+    for took_s in (100.0, 50.0, 5.0, 5.0, 5.0):
+        asked.append(source.peer)
+        source.gave(100 << 20, took_s, line_bytes_per_s=1e8)
+    assert asked == ["q", "r", "p", "p", "p"]
+
+
+def test_whoever_all_holders_serve_slowly_stays_with_the_quickest() -> None:
+    source = _Source(keys=("a", "b"), peers=tuple(PeerID(name) for name in "pq"))
+    for took_s in (100.0, 50.0, 60.0):
+        source.gave(100 << 20, took_s, line_bytes_per_s=1e8)
+    assert source.peer == "q"

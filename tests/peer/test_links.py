@@ -207,3 +207,85 @@ def test_a_peer_keeps_so_many_links_and_no_more(meter: LinkMeter) -> None:
         meter.called(PeerID(f"p{number}"), 0.1)
     assert len(meter._links) <= 256
     assert meter.report()[0].peer == busy
+
+
+@dataclass
+class Sending:
+    """Sends frames of a megabyte over links, one behind the other on each."""
+
+    clock: Hands
+    meter: LinkMeter
+    bytes_per_s: dict[PeerID, float]
+
+    def go_on(self, seconds: float) -> None:
+        until_s = self.clock.at_s + seconds
+        ends = dict.fromkeys(self.bytes_per_s, self.clock.at_s)
+        for peer in ends:
+            self.meter.send_begins(peer)
+        while min(ends.values()) < until_s:
+            peer = min(ends, key=lambda each: ends[each])
+            ends[peer] += 1e6 / self.bytes_per_s[peer]
+            self.clock.at_s = max(self.clock.at_s, min(ends[peer], until_s))
+            if ends[peer] <= until_s:
+                self.meter.send_begins(peer)
+                self.meter.send_ends(peer, 1_000_000, left=True)
+        self.clock.at_s = until_s
+        for peer in ends:
+            self.meter.send_ends(peer, 0, left=True)
+
+
+def rates(meter: LinkMeter) -> dict[PeerID, float]:
+    return {report.peer: report.bytes_per_s for _ in range(2) for report in meter.report()}
+
+
+def probed_at(meter: LinkMeter, bytes_per_s: float, *peers: PeerID) -> None:
+    for peer in peers:
+        for _ in range(3):
+            meter.probed(LinkReport(peer=peer, round_trip_s=0.1, bytes_per_s=bytes_per_s))
+
+
+def test_a_link_that_became_slow_is_seen_by_what_it_carries(clock: Hands, meter: LinkMeter) -> None:
+    """It is always busy, and so can never be probed."""
+    slow, usual = PeerID("b"), PeerID("c")
+    probed_at(meter, 1e8, slow, usual)
+    sending = Sending(clock, meter, {slow: 1e7})
+    meter.look()
+    for _ in range(2):
+        sending.go_on(5.0)
+        meter.look()
+    assert rates(meter) == {slow: pytest.approx(1e7, rel=0.05), usual: 1e8}
+
+
+def test_what_links_carry_says_nothing_where_they_share_a_card_that_is_full(clock: Hands, meter: LinkMeter) -> None:
+    peers = [PeerID(name) for name in "bcdef"]
+    probed_at(meter, 1e8, *peers)
+    sending = Sending(clock, meter, dict.fromkeys(peers, 2e7))
+    meter.look()
+    for _ in range(3):
+        sending.go_on(5.0)
+        meter.look()
+    assert set(rates(meter).values()) == {1e8}
+
+
+def test_a_link_that_is_hardly_used_says_nothing_of_what_it_can_carry(clock: Hands, meter: LinkMeter) -> None:
+    peer = PeerID("b")
+    probed_at(meter, 1e8, peer)
+    meter.look()
+    for _ in range(3):
+        Sending(clock, meter, {peer: 5e6}).go_on(1.0)
+        clock.at_s += 5.0
+        meter.look()
+    assert rates(meter) == {peer: 1e8}
+
+
+def test_where_all_links_in_use_have_become_slow_the_others_have_too(clock: Hands, meter: LinkMeter) -> None:
+    slow, idle = [PeerID("b"), PeerID("c")], PeerID("d")
+    probed_at(meter, 1e8, *slow, idle)
+    sending = Sending(clock, meter, dict.fromkeys(slow, 1e7))
+    assert not meter.look()
+    for _ in range(2):
+        sending.go_on(5.0)
+        is_our_line = meter.look()
+    assert is_our_line
+    assert set(rates(meter)) == {*slow, idle}
+    assert max(rates(meter).values()) == pytest.approx(1e7, rel=0.05)
