@@ -43,7 +43,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     steps: int
     """How many steps were committed."""
     tokens_per_s: float | None
-    """The rate at the median step; of `live` the rate from `SimResult.settled_from_s` on, standstills included."""
+    """The rate at the median pace; of `live` the rate from `SimResult.settled_from_s` on, standstills included."""
     step_s: float | None
     tokens_per_s_below: float | None
     """An upper bound, of a run that had one step and time for more."""

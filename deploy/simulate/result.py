@@ -17,6 +17,9 @@ STEPS_MIN = 2
 """How many commits a figure needs: the time between two of them is a step's."""
 WARM_UP_STEPS = 2
 """What `step_s` and `tokens_per_s` leave out at the beginning: joining, the pipeline's fill, windows that grow."""
+PACE_STEPS = 2
+"""The pace is that of so many steps together. One step ahead, commits come in pairs, one late and the next soon after:
+the median of single steps is either of the two."""
 SETTLED_S = 300.0
 """The virtual time from which on a swarm that decides by itself is compared with a layout that was planned for it: by
 then it has had time to measure, to search and to move. A convention, which every published figure keeps."""
@@ -105,13 +108,16 @@ class SimResult:
 
     @property
     def step_s(self) -> float:
-        """Median seconds from one commit to the next, once it goes steadily; NaN if there are too few."""
+        """Seconds a step, once it goes steadily: the median over all `PACE_STEPS` in a row; NaN if there are too few."""
         at_s = np.array([step.committed_at_s for step in self.steps[self.left_out_steps :]])
-        return float(np.median(np.diff(at_s))) if len(at_s) > 1 else float("nan")
+        if len(at_s) < 2:
+            return float("nan")
+        steps = min(PACE_STEPS, len(at_s) // 2)
+        return float(np.median((at_s[steps:] - at_s[:-steps]) / steps))
 
     @property
     def tokens_per_s(self) -> float:
-        """The rate at the median step."""
+        """The rate at `step_s`."""
         return self.tokens_per_step / self.step_s
 
     def tokens_by(self, at_s: float) -> float:

@@ -63,7 +63,7 @@ def main() -> None:
         print(traced.HEADING)
         files = sorted(options.traces.glob("*.csv")) if options.traces else [None]
         for file, seed in [(file, seed) for file in files for seed in seeds]:
-            lived = traced.traced(file, seed, options.seconds)
+            lived = traced.traced(file, seed, options.seconds, coarse=options.coarse)
             _tell(options.out, lived, traced.row(lived))
     else:
         cases = names or (SIX_EQUAL, *SHIPPED)

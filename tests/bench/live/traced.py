@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import msgspec
+from live.cases import coarser
 from live.comparison import Live, figure, over, told
 
 from shoal.coordinator.cost.throughput import ThroughputObjective
@@ -37,10 +38,10 @@ class Traced(msgspec.Struct, frozen=True, kw_only=True):
         return over(self.live.tokens, self.ideal_tokens)
 
 
-def traced(trace: Path | None, seed: int, seconds: float) -> Traced:
-    """`spot-fleet` lives through a trace, its own by default."""
+def traced(trace: Path | None, seed: int, seconds: float, *, coarse: int = 1) -> Traced:
+    """`spot-fleet` lives through a trace, its own by default. Args: coarse: as of `coarser`."""
     options = Options(seed=seed, seconds=seconds, trace=trace, timeline=False)
-    scenario = strategies.with_options(find_scenario("spot-fleet"), options)
+    scenario = strategies.with_options(coarser(find_scenario("spot-fleet"), coarse), options)
     churn = strategies.churn_of(scenario, seed)
     prepared = strategies.prepare(scenario, KNOWN["live"], churn, options)
     outcome = strategies.play(replace(scenario), prepared, replace(options, steps=STEPS_MAX))

@@ -92,6 +92,15 @@ def test_a_run_is_settled_after_five_minutes_or_half_of_it() -> None:
     assert committed(10, 20, until_s=900).settled_from_s == 300
 
 
+def test_the_pace_of_steps_that_end_in_pairs_is_that_of_a_pair() -> None:
+    paired = committed(10, 20, 30, 36, 50, 56, 70, 76, 90, until_s=95)
+    assert paired.step_s == pytest.approx(10)
+    one_long = committed(*range(10, 100, 10), 190, *range(200, 260, 10), until_s=255)
+    assert one_long.step_s == pytest.approx(10), "a standstill is no pace"
+    assert committed(10, 20, until_s=25).step_s == pytest.approx(10)
+    assert math.isnan(committed(10, until_s=25).step_s)
+
+
 # --- divisions ---
 
 
