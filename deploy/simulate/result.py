@@ -108,7 +108,7 @@ class SimResult:
 
     @property
     def step_s(self) -> float:
-        """Seconds a step, once it goes steadily: the median over all `PACE_STEPS` in a row; NaN if there are too few."""
+        """Median seconds a step over `PACE_STEPS` in a row, once it goes steadily; NaN if there are too few."""
         at_s = np.array([step.committed_at_s for step in self.steps[self.left_out_steps :]])
         if len(at_s) < 2:
             return float("nan")
