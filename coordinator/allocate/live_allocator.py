@@ -6,7 +6,7 @@ its links and the state that it would fetch takes its holders' uplinks from the 
 takes one in at once, where that pays. A search (`planner.py`) then looks for something better, with newcomers or
 without, which must earn its moves:
 
-- It gains `MARGIN` of tokens/s or more, by the objective, beyond what noise could pretend.
+- What its gain is worth (`dividing.expected_gain`) is `MARGIN` of tokens/s or more, beyond what noise could pretend.
 - It should be faster than the live layout is seen to be.
 - Over the time for which it should last (`Snapshot.horizon_s`) it gains more than the swarm loses while peers fetch
   other layers.
@@ -26,6 +26,7 @@ import numpy as np
 from shoal.coordinator.allocate.alone import loss_alone, with_device, with_second_holders
 from shoal.coordinator.allocate.at_once import plan_at_once
 from shoal.coordinator.allocate.dividing import (
+    expected_gain,
     fetch_s,
     foreseen_gain,
     placement_of,
@@ -270,9 +271,10 @@ def _better(snapshot: Snapshot, previous: Plan, seed: int) -> tuple[Layout | Non
     before_s = seen_or_foreseen_s(snapshot, before)
     by_figures = foreseen_gain(replace(snapshot, seen_tokens_per_s=0.0), before, after)
     gain = min(before_s / after.seconds - 1.0, by_figures)
+    worth = min(gain, expected_gain(by_figures, snapshot.forecast_error))
     num_moved = sum(current.stage_of().get(d) != found.stage_of().get(d) for d in range(topology.num_devices))
     pays = with_moves_s < before_s and _pays(objective, current, found, before_s, snapshot.horizon_s)
-    if num_moved == 0 or not gain >= MARGIN or not pays:
+    if num_moved == 0 or not worth >= MARGIN or not pays:
         if (shared := _shared_anew(snapshot, previous)) is not None:
             return shared, shared.reason
         return None, f"stays: no layout was found that is {100 * MARGIN:.0f} % better and worth its moves"
@@ -315,10 +317,9 @@ def _shared_anew(snapshot: Snapshot, previous: Plan) -> Layout | None:
         return None
     stages = _shared(topology, snapshot.workload, previous.stages)
     shares = [
-        pair
+        (before.share, after.share)
         for old, new in zip(previous.stages, stages, strict=True)
         for before, after in zip(old.members, new.members, strict=True)
-        for pair in ((before.share, after.share), (before.bandwidth, after.bandwidth))
     ]
     if all(max(a, SHARE_MIN) < SHARE_DRIFT * max(b, SHARE_MIN) for pair in shares for a, b in (pair, pair[::-1])):
         return None
