@@ -112,6 +112,8 @@ class SimResult:
         at_s = np.array([step.committed_at_s for step in self.steps[self.left_out_steps :]])
         if len(at_s) < 2:
             return float("nan")
+        if len(at_s) > PACE_STEPS + 1:
+            at_s = at_s[:-1]  # with no step under way behind it the last one of a run is over sooner
         steps = min(PACE_STEPS, len(at_s) // 2)
         return float(np.median((at_s[steps:] - at_s[:-steps]) / steps))
 
