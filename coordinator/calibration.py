@@ -14,7 +14,9 @@ apart that way:
 Where the second difference is another for one layout than for the one before, the objective errs in comparing the two.
 How far it usually does (`forecast_error`) says what a gain is worth that a search promises.
 
-Both are reasons for a search, and so is what nobody has measured: `is_off` says so when seen over foreseen falls below
+By how much promises have erred, from one layout to the next, says what the next one is worth (`forecast_error`).
+
+Both differences are reasons for a search, and so is what nobody has measured: `is_off` says so when seen over foreseen falls below
 `SLOW`, or has changed by `CHANGED` since the last search. It says so once: a search that finds nothing better makes
 the ratio the usual one.
 
@@ -27,7 +29,6 @@ Successors get the factor and the rest in a hand-over. A successor of a coordina
 
 import math
 from collections import deque
-from itertools import pairwise
 
 from shoal.coordinator.allocate.interface import FORECAST_ERROR
 from shoal.coordinator.plan_layout import Places, places_of
@@ -78,8 +79,10 @@ class Calibration:
         """The factor with which the live plan foresees."""
         self._learned_to = 0
         """The version up to which steps have been learned from."""
+        self._promised_tokens_per_s = 0.0
+        """How fast the live layout was foreseen to be when it began; 0: nobody said, or there was none before it."""
         self._off: deque[float] = deque(maxlen=LAYOUTS_KEPT)
-        """What was seen of each layout before the live one, over what the objective said, in the logarithm."""
+        """What was seen of each layout before the live one, over what its plan had promised, in the logarithm."""
 
     @property
     def factor(self) -> float:
@@ -130,9 +133,9 @@ class Calibration:
 
     @property
     def forecast_error(self) -> float:
-        """The logarithm by which the objective's forecasts of two layouts err against each other."""
-        off = [*self._off] if (now := self._off_now()) is None else [*self._off, now]
-        squares = [(later - earlier) ** 2 for earlier, later in pairwise(off)]
+        """By how much what plans promise of their layouts errs, in the logarithm. With the learned factor a promise is
+        relative to what was seen of the layout before."""
+        squares = [off**2 for off in (*self._off, self._off_now()) if off is not None]
         return math.sqrt((FORECAST_ERROR**2 + sum(squares)) / (1 + len(squares)))
 
     def expected(self, foreseen: Foreseen | None) -> Foreseen | None:
@@ -147,6 +150,9 @@ class Calibration:
         if layout != self._layout:
             if (off := self._off_now()) is not None:
                 self._off.append(off)
+            # What is foreseen of a run's first layout says little: nothing has been learned yet.
+            promised = plan.foreseen if self._layout is not None else None
+            self._promised_tokens_per_s = promised.tokens_per_s if promised is not None else 0.0
             self._layout, self._today, self._steady_from = layout, None, None
             self._seen, self._newest, self._noted = (0.0, 0), 0.0, 0.0
         if plan.foreseen != self._foreseen:
@@ -181,10 +187,13 @@ class Calibration:
         self._noted = self.ratio
 
     def _off_now(self) -> float | None:
-        """What is seen of the live layout over what the objective says, in the logarithm; None: that is not known."""
-        if self._today is None or self._seen[1] < OFF_STEPS:
+        """What is seen of the live layout over what its plan promised, in the logarithm; None: that is not known.
+
+        Today's figures would not do: those of devices that stand in each other's way fall with what is seen, and then
+        nothing seems to be wrong."""
+        if self._promised_tokens_per_s <= 0.0 or self._seen[1] < OFF_STEPS:
             return None
-        return _within(math.log(self._seen[0] / self._today.tokens_per_s))
+        return _within(math.log(self._seen[0] / self._promised_tokens_per_s))
 
     def _learn(self, log: float, num_steps: int) -> None:
         log = _within(log)

@@ -5,9 +5,9 @@ slower. Then the run stands still (`Plan.ends_at`): the pipeline drains, what is
 fills again. What a search finds must gain more than that within the time for which a layout is expected to last.
 
 **What a gain is worth.** A search takes the best of many layouts by figures that err, so it takes those whose figures
-err upwards, and what comes is nearer to the live layout than what was foreseen. With s, by which the figures of two
-layouts err against each other (`Snapshot.forecast_error`), and d, by which layouts that a search compares do differ,
-both in the logarithm, the mean of the true gain is
+err upwards, and what comes is nearer to the live layout than what was foreseen. With s, by which promises of the plans
+before have erred (`Snapshot.forecast_error`), and d, by which layouts that a search compares do differ, both in the
+logarithm, the mean of the true gain is
 
     log(1 + gain) d^2 / (d^2 + s^2)
 
@@ -37,9 +37,8 @@ waits for a quiet moment, up to four times as long as it takes itself)."""
 SLOWED = 0.17
 """Steps that need the same lines are slower by this part while state travels (two-universities: 132,500 tokens/s, then
 110,000)."""
-GAIN_MIN = 0.1
-"""The gain in tokens/s, by the objective, below which nobody fetches anything: figures are measured, and a division
-that is hardly better is as likely to be worse."""
+WORTH_MIN = 0.05
+"""What a gain in tokens/s must be worth (`expected_gain`), or nobody fetches anything for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +74,9 @@ def worth_its_standstill(
     travel_s = fetch_s(topology, workload, current, found)
     standstill_s = DRAIN_STEPS * before_s + left_s(workload, travel_s, step_s=before_s)
     price_s = standstill_s + SLOWED * travel_s / AHEAD_PART
-    saves = 1.0 - 1.0 / (1.0 + expected_gain(gain, snapshot.forecast_error))
-    if not gain >= GAIN_MIN or not saves * (horizon_s - travel_s / AHEAD_PART) > price_s:
+    worth = expected_gain(gain, snapshot.forecast_error)
+    saves = 1.0 - 1.0 / (1.0 + worth)
+    if not worth >= WORTH_MIN or not saves * (horizon_s - travel_s / AHEAD_PART) > price_s:
         return None
     return Division(placement=found, gain=gain, standstill_s=standstill_s)
 

@@ -165,14 +165,17 @@ def test_forecasts_are_believed_less_once_one_of_them_has_failed(plan, make_plan
     run = Run(plan, foreseen=2 * USUAL)
     run.steps(30)
     assert run.calibration.forecast_error == FORECAST_ERROR, "what errs alike for all layouts errs in none of them"
-    run.calibration.obey(
-        msgspec.structs.replace(run.plan, stages=make_plan([["a"], ["b", "c"]], coordinator="a").plan.stages)
-    )
+    stages = make_plan([["a"], ["b", "c"]], coordinator="a").plan.stages
+    promised = run.calibration.expected(Foreseen(2 * USUAL, "compute", 1))
+    run.calibration.obey(msgspec.structs.replace(run.plan, stages=stages, foreseen=promised))
+    run.today = Foreseen(2 * USUAL / 1.5, "compute", 1)  # its devices are slower, as they stand in each other's way
     run.steps(30, step_s=1.5 * STEP_S)
     assert run.calibration.forecast_error == pytest.approx(math.sqrt((FORECAST_ERROR**2 + math.log(1.5) ** 2) / 2))
+    run.calibration.obey(run.plan)
+    assert run.calibration.tell().off == (pytest.approx(-math.log(1.5)),)
     heir = Run(plan)
     heir.calibration.take_over(run.calibration.tell())
-    assert heir.calibration.tell().off == run.calibration.tell().off != ()
+    assert heir.calibration.forecast_error == run.calibration.forecast_error > FORECAST_ERROR
 
 
 @pytest.mark.parametrize(
