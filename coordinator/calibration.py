@@ -11,14 +11,12 @@ apart that way:
 - From today's figure to what is seen: that is what the objective does not know of this swarm. Of it a factor is
   learned, smoothed over `LEARN_STEPS`. Later plans foresee with it.
 
-Where the second difference is another for one layout than for the one before, the objective errs in comparing the two.
-How far it usually does (`forecast_error`) says what a gain is worth that a search promises.
+By how much promises have erred, from one layout to the next (`forecast_error`), says what a gain is worth that a search
+promises.
 
-By how much promises have erred, from one layout to the next, says what the next one is worth (`forecast_error`).
-
-Both differences are reasons for a search, and so is what nobody has measured: `is_off` says so when seen over foreseen falls below
-`SLOW`, or has changed by `CHANGED` since the last search. It says so once: a search that finds nothing better makes
-the ratio the usual one.
+Both differences are reasons for a search, and so is what nobody has measured: `is_off` says so when seen over foreseen
+falls below `SLOW`, or has changed by `CHANGED` since the last search. It says so once: a search that finds nothing
+better makes the ratio the usual one.
 
 The median sees a change late: after two steps, and where a slow device makes steps of minutes that is after minutes. So
 where today's figure is far below what is seen, and the last step or the one under way is as late as that
@@ -133,7 +131,7 @@ class Calibration:
 
     @property
     def forecast_error(self) -> float:
-        """By how much what plans promise of their layouts errs, in the logarithm. With the learned factor a promise is
+        """The logarithm by which promises of plans err, in the quadratic mean. With the learned factor a promise is
         relative to what was seen of the layout before."""
         squares = [off**2 for off in (*self._off, self._off_now()) if off is not None]
         return math.sqrt((FORECAST_ERROR**2 + sum(squares)) / (1 + len(squares)))
