@@ -80,7 +80,7 @@ class Calibration:
         self._promised_tokens_per_s = 0.0
         """How fast the live layout was foreseen to be when it began; 0: nobody said, or there was none before it."""
         self._off: deque[float] = deque(maxlen=LAYOUTS_KEPT)
-        """What was seen of each layout before the live one, over what its plan had promised, in the logarithm."""
+        """log(seen tokens/s / tokens/s that its first plan promised), of each layout before the live one."""
 
     @property
     def factor(self) -> float:

@@ -124,7 +124,7 @@ class Callbacks:
     on_probe: Callable[[tuple[PeerID, ...], tuple[PeerID, ...]], None] = ignore
     """It gets the peers towards which the coordinator wants our link measured, and those behind our network card."""
     on_doubt: Callable[[], None] = ignore
-    """The run is far slower than what is known explains, says the coordinator with each answer."""
+    """It is called while the coordinator says that the run is far slower than what is measured explains."""
 
 
 class Coordination:

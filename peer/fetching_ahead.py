@@ -117,8 +117,8 @@ class _Source:
         self.num_samples += 1
 
     def gave(self, num_bytes: int, took_s: float, *, line_bytes_per_s: float) -> None:
-        """A layer took so long to come. Where that is far longer than it takes our line, the next one comes from
-        another peer: from one that has given nothing yet, or from the quickest."""
+        """Note that the peer asked now took `took_s` for a layer of `num_bytes`. If that is far slower than our line,
+        the next layer comes from another peer: from one that has given nothing yet, or from the quickest."""
         if num_bytes < _SAMPLE_BYTES or took_s <= 0.0:
             return
         self.rates[self.peer] = num_bytes / took_s

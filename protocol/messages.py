@@ -336,7 +336,7 @@ class Calibrated(_Part, frozen=True, array_like=True):
     factor_then: float = 1.0
     """The factor with which the live plan foresees."""
     off: tuple[float, ...] = ()
-    """What was seen of each of the last layouts before the live one, over what the objective said, in the logarithm."""
+    """log(seen tokens/s / tokens/s that its first plan promised), of each of the last layouts before the live one."""
 
 
 class Absence(_Part, frozen=True, array_like=True):

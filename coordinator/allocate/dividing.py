@@ -32,8 +32,8 @@ FOLLOWED_PART = 0.5
 """A peer keeps up with the gradients of so many of the layers that it has fetched as travel in this part of a step; the
 others it fetches in the standstill (`peer/MEASURED.md`)."""
 AHEAD_PART = 0.2
-"""The part of their lines that state gets while training needs these (`peer/handoff/server.py`: what is fetched ahead
-waits for a quiet moment, up to four times as long as it takes itself)."""
+"""State that is fetched ahead gets this part of a line while training uses it: it waits for a quiet moment, up to four
+times as long as it takes itself (`peer/handoff/server.py`)."""
 SLOWED = 0.17
 """Steps that need the same lines are slower by this part while state travels (two-universities: 132,500 tokens/s, then
 110,000)."""

@@ -18,8 +18,8 @@ ROUNDING = 1e-6
 
 
 def with_idle_devices(objective: ThroughputObjective, placement: Placement) -> Placement:
-    """Let each device that was left out join a stage, the fastest device first, and of the stages at which it costs
-    nothing the one that computes longest."""
+    """Return `placement` with left-out devices added where neither T nor the foreseen step becomes longer. The fastest
+    device is tried first, and it joins the stage that computes longest of those where it costs nothing."""
     topology, workload = objective.topology, objective.workload
     cost = objective.cost(placement)
     left_out = sorted(placement.spares(topology.num_devices), key=lambda d: (-topology.flop_per_s[d], d))

@@ -19,7 +19,7 @@ claim is worth (`measured`)."""
 HORIZON_S = 600.0
 """A layout is expected to last so long at least. Volunteers come and go."""
 FORECAST_ERROR = 0.1
-"""The forecasts of two layouts err against each other by so much, in the logarithm, before any have been compared."""
+"""`Snapshot.forecast_error` before any layout has been compared with what its plan promised."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +78,7 @@ class Snapshot:
     """How fast the live layout is, by what was committed; 0: it has made too few steps. Figures of devices and links
     that say less than this of it are wrong."""
     forecast_error: float = FORECAST_ERROR
-    """The forecasts of two layouts err against each other by so much, in the logarithm, as far as it is known."""
+    """The quadratic mean of log(seen / promised tokens/s) over the layouts of this run (`calibration`)."""
     horizon_s: float = HORIZON_S
     """How long a layout is expected to last: what pays later than that is not worth moving for."""
     going_back_s: float = 0.0

@@ -18,8 +18,8 @@ STEPS_MIN = 2
 WARM_UP_STEPS = 2
 """What `step_s` and `tokens_per_s` leave out at the beginning: joining, the pipeline's fill, windows that grow."""
 PACE_STEPS = 2
-"""The pace is that of so many steps together. One step ahead, commits come in pairs, one late and the next soon after:
-the median of single steps is either of the two."""
+"""The pace is measured over so many steps together. With a staleness of one step, commits come in pairs, one late and
+the next soon after, and the median of single steps would be either of the two."""
 SETTLED_S = 300.0
 """The virtual time from which on a swarm that decides by itself is compared with a layout that was planned for it: by
 then it has had time to measure, to search and to move. A convention, which every published figure keeps."""

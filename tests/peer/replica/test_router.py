@@ -39,21 +39,10 @@ def test_ties_go_by_plan_order() -> None:
     assert router({B: 1.0, A: 1.0}).pick(now_s=0.0) == B
 
 
-def test_answered_at_once_the_split_still_follows_the_shares() -> None:
-    """With nothing outstanding all replicas look alike: the count of what each was given decides."""
-    made = router({A: 1.0, B: 1.0, C: 1.0})
-    given: Counter[PeerID] = Counter()
-    for _ in range(9):
-        target = made.pick(now_s=0.0)
-        assert target is not None
-        given[target] += 1
-        made.returned(target)
-    assert given == {A: 3, B: 3, C: 3}
-
-
-@pytest.mark.parametrize("more", [1e-12, 0.02])
-def test_answered_at_once_a_share_that_is_hardly_more_does_not_get_everything(more: float) -> None:
-    """Shares are worked out from measured speeds: equal devices have shares that differ by rounding or by noise."""
+@pytest.mark.parametrize("more", [0.0, 1e-12, 0.02])
+def test_answered_at_once_the_split_still_follows_the_shares(more: float) -> None:
+    """With nothing outstanding all replicas look alike: the count of what each was given decides, also where shares of
+    equal devices differ by rounding or by noise."""
     made = router({A: 1.0, B: 1.0 + more, C: 1.0})
     given: Counter[PeerID] = Counter()
     for _ in range(9):
